@@ -1,0 +1,182 @@
+"""Partial attention as a commutative monoid."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def gauge(maximum: Array) -> Array:
+    """The maximum as an origin for exponents: a constant, and 0 where nothing was seen."""
+    maximum = lax.stop_gradient(maximum)
+    return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+
+
+def accumulation(*dtypes) -> jnp.dtype:
+    """What sums are kept in: float64 if any of the dtypes is, else float32."""
+    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
+
+
+class Carry(eqx.Module):
+    r"""Attention over some of the keys, mergeable with attention over the others.
+
+    It stands for $\sum_j e^{s_j} v_j$ and $\sum_j e^{s_j}$, both stored relative to the largest
+    logit: `numerator` $= \sum_j e^{s_j - m} v_j$, `denominator` $= \sum_j e^{s_j - m}$,
+    `max_so_far` $= m$. [`merge`][eqattn.Carry.merge] is associative and commutative to rounding
+    (commutative bitwise), and `empty` is its exact identity, so keys can be split over blocks,
+    devices, cache pages or a shared prefix in any way and order.
+
+    `max_so_far` is a gauge: no result depends on it, and no gradient flows through it.
+
+    **Arguments:**
+
+    - `numerator`: `[*b, t, h, v]`, float32 (float64 under x64).
+    - `denominator`: `[*b, t, h]`.
+    - `max_so_far`: `[*b, t, h]`, `-inf` where no key was seen.
+
+    ??? cite "Reference"
+
+        Milakov and Gimelshein, *Online normalizer calculation for softmax*, 2018
+        (arXiv:1805.02867).
+    """
+
+    numerator: Float[Array, "*bth v"]
+    denominator: Float[Array, " *bth"]
+    max_so_far: Float[Array, " *bth"]
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], value_dim: int, dtype=jnp.float32) -> "Carry":
+        """Attention over no keys: the identity of `merge`.
+
+        **Arguments:**
+
+        - `shape`: `(*b, t, h)`.
+        - `value_dim`: the size `v` of a value.
+        """
+        return cls(
+            jnp.zeros((*shape, value_dim), dtype),
+            jnp.zeros(shape, dtype),
+            jnp.full(shape, -jnp.inf, dtype),
+        )
+
+    @classmethod
+    def from_logits(
+        cls, logits: Float[Array, "*bt h s"], values: Float[Array, "*b s h v"]
+    ) -> "Carry":
+        """Attention over the given keys. Masked pairs have the logit `-inf`.
+
+        **Arguments:**
+
+        - `logits`: `[*b, t, h, s]`.
+        - `values`: `[*b, s, h, v]`.
+        """
+        if logits.shape[:-3] != values.shape[:-3] or logits.shape[-2:] != (
+            values.shape[-2],
+            values.shape[-3],
+        ):
+            raise ValueError(
+                f"logits {logits.shape} must be [*b, t, h, s] for values {values.shape} "
+                "[*b, s, h, v]; repeat the values' heads to match."
+            )
+        dtype = accumulation(logits.dtype, values.dtype)
+        logits, values = logits.astype(dtype), values.astype(dtype)
+        top = lax.stop_gradient(logits.max(-1, initial=-jnp.inf))
+        p = jnp.exp(logits - gauge(top)[..., None])
+        numerator = jnp.einsum("...ths,...shv->...thv", p, values, precision=lax.Precision.HIGHEST)
+        return cls(numerator, p.sum(-1), top)
+
+    @classmethod
+    def from_output(
+        cls, output: Float[Array, "*bth v"], logsumexp: Float[Array, " *bth"]
+    ) -> "Carry":
+        """From normalised attention and its logsumexp (`-inf` where no key was seen).
+
+        **Arguments:**
+
+        - `output`: `[*b, t, h, v]`.
+        - `logsumexp`: `[*b, t, h]`; its gradient is kept.
+        """
+        dtype = accumulation(output.dtype, logsumexp.dtype)
+        output, logsumexp = output.astype(dtype), logsumexp.astype(dtype)
+        weight = _weight(logsumexp)
+        return cls(output * weight[..., None], weight, lax.stop_gradient(logsumexp))
+
+    @classmethod
+    def from_oml(
+        cls,
+        output: Float[Array, "*bth v"],
+        maximum: Float[Array, " *bth"],
+        denominator: Float[Array, " *bth"],
+    ) -> "Carry":
+        """From normalised attention `o`, the maximum `m` and the denominator `l` relative to it."""
+        dtype = accumulation(output.dtype, maximum.dtype)
+        output, maximum, denominator = (
+            x.astype(dtype) for x in (output, maximum, denominator)
+        )
+        denominator = denominator * _weight(maximum)
+        return cls(output * denominator[..., None], denominator, lax.stop_gradient(maximum))
+
+    def update(
+        self, logits: Float[Array, "*bt h s"], values: Float[Array, "*b s h v"]
+    ) -> "Carry":
+        """With the given keys added; see `from_logits` for the arguments."""
+        return self.merge(Carry.from_logits(logits, values))
+
+    def merge(self, other: "Carry") -> "Carry":
+        """Attention over the keys of both."""
+        top = jnp.maximum(self.max_so_far, other.max_so_far)
+        origin = gauge(top)
+        a = jnp.exp(lax.stop_gradient(self.max_so_far) - origin)
+        b = jnp.exp(lax.stop_gradient(other.max_so_far) - origin)
+        return Carry(
+            self.numerator * a[..., None] + other.numerator * b[..., None],
+            self.denominator * a + other.denominator * b,
+            lax.stop_gradient(top),
+        )
+
+    def with_sinks(self, sinks: Float[Array, "*#bth n"]) -> "Carry":
+        """With `n` logits per row that join the denominator but have no value.
+
+        **Arguments:**
+
+        - `sinks`: `[..., n]`, broadcastable to `[*b, t, h, n]`.
+        """
+        sinks = sinks.astype(self.denominator.dtype)
+        top = lax.stop_gradient(sinks.max(-1, initial=-jnp.inf))
+        denominator = jnp.exp(sinks - gauge(top)[..., None]).sum(-1)
+        shape = self.denominator.shape
+        return self.merge(
+            Carry(
+                jnp.zeros_like(self.numerator),
+                jnp.broadcast_to(denominator, shape),
+                jnp.broadcast_to(top, shape),
+            )
+        )
+
+    def logsumexp(self) -> Float[Array, " *bth"]:
+        """`log(sum_j exp(s_j))`, `-inf` where no key was seen."""
+        seen = self.denominator != 0
+        safe = jnp.where(seen, self.denominator, 1)
+        return jnp.where(seen, gauge(self.max_so_far) + jnp.log(safe), -jnp.inf)
+
+    def output(self) -> Float[Array, "*bth v"]:
+        """The weighted mean of the values, 0 where no key was seen."""
+        seen = self.denominator != 0
+        return self.numerator * jnp.where(seen, 1 / jnp.where(seen, self.denominator, 1), 0)[
+            ..., None
+        ]
+
+    def finalise(self) -> tuple[Float[Array, "*bth v"], Float[Array, " *bth"]]:
+        """**Returns:** `(output, logsumexp)`; a row that saw no key has output 0 and `-inf`."""
+        return self.output(), self.logsumexp()
+
+    def to_oml(self) -> tuple[Array, Array, Array]:
+        """**Returns:** normalised output `o`, maximum `m` and denominator `l`."""
+        return self.output(), self.max_so_far, self.denominator
+
+
+def _weight(exponent: Array) -> Array:
+    """1 with the derivative of `exp(exponent)` relative to itself; 0 at `-inf`."""
+    seen = exponent != -jnp.inf
+    safe = jnp.where(seen, exponent, 0)
+    return jnp.where(seen, jnp.exp(safe - lax.stop_gradient(safe)), 0)

@@ -1,0 +1,61 @@
+"""Every JAX name that is not part of its documented API, in one place.
+
+`tests/test_compat.py` runs all of it on the oldest and the newest supported JAX.
+"""
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+from jaxtyping import Array
+
+
+def varying_axes(*arrays) -> frozenset:
+    """Mesh axes that any of the arrays varies over, inside `shard_map(..., check_vma=True)`."""
+    types = [getattr(jax.typeof(a), "manual_axis_type", None) for a in arrays]
+    return frozenset().union(*[t.varying for t in types if t is not None])
+
+
+def varies(aval) -> bool:
+    """Whether an abstract value varies over some manual mesh axis."""
+    axes = getattr(aval, "manual_axis_type", None)
+    return axes is not None and bool(axes.varying)
+
+
+def vary(array: Array, axes: frozenset) -> Array:
+    """Marks an array as varying over `axes`; differentiable, its transpose is a sum over them."""
+    missing = tuple(axes - varying_axes(array))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def abstract(array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+    """An abstract block of `array` that varies over the same mesh axes."""
+    aval = array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)
+    axes = getattr(aval, "manual_axis_type", None)
+    if axes is None or not axes.varying:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, spec)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes, sharding=sharding)
+
+
+def is_zero(tangent) -> bool:
+    """Whether a tangent or cotangent is symbolically zero (or of an integer)."""
+    return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
+
+
+def partitioned_automatically(ctx) -> bool:
+    """Whether the module being lowered is split over devices by the compiler (not by us)."""
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "num_devices"):
+        return axes.num_devices > 1
+    mesh = getattr(axes, "mesh", None)
+    if mesh is None:
+        return False
+    automatic = set(mesh.axis_names) - set(getattr(axes, "manual_axes", mesh.axis_names))
+    return any(mesh.shape[a] > 1 for a in automatic)

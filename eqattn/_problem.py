@@ -1,0 +1,253 @@
+"""One call of attention, checked and in canonical form.
+
+A `Problem` is what every strategy solves: arrays with one flattened batch axis, the mask and the
+scores in their fixed order, and the numbers that the metadata holds.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ._carry import accumulation
+from ._dropout import seed_of
+from ._masks import AbstractMask, Dense
+from ._pairs import canonical, Operand
+from ._scores import AbstractScore, Bias, SoftCap
+
+
+class Problem(eqx.Module):
+    """Attention of `query` `[B, T, H, D]` over `key` `[B, S, K, D]` and `value` `[B, S, K, V]`.
+
+    **Arguments:**
+
+    - `mask`: an `AbstractMask` or None.
+    - `scores`: transforms of a logit, in order.
+    - `scale`: a float or scalar array.
+    - `sinks`: None or `[H|1, n]`.
+    - `seed`: None, or the two words of the dropout key.
+    - `q_positions`, `kv_positions`: int32 `[B|1, T]` and `[B|1, S]`, or None for `0, 1, ...`
+        shifted by the static `q_start` (queries).
+    - `batch_shape`: the batch axes that `B` flattens.
+    - `rate`: the dropout probability, used if there is a seed.
+    - `logits_dtype`: a dtype that logits are rounded to, or None.
+    - `precision`: of the products, or None: exact for float32, the default for narrower inputs.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    mask: AbstractMask | None
+    scores: tuple[AbstractScore, ...]
+    scale: Any
+    sinks: Array | None
+    seed: Array | None
+    q_positions: Any
+    kv_positions: Any
+    q_start: int = eqx.field(static=True)
+    batch_shape: tuple[int, ...] = eqx.field(static=True)
+    rate: float = eqx.field(static=True)
+    logits_dtype: Any = eqx.field(static=True)
+    precision: Any = eqx.field(static=True)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """`(T, S, H, K)`."""
+        _, t, h, _ = self.query.shape
+        _, s, k, _ = self.key.shape
+        return t, s, h, k
+
+    @property
+    def accumulation(self) -> jnp.dtype:
+        """float32, or float64 for float64 inputs."""
+        return accumulation(self.query.dtype)
+
+    def canonical(self, operand: Operand) -> Array:
+        """An operand as `[B|1, H|1, T|1, S|1]`."""
+        t, s, heads, _ = self.sizes
+        return canonical(operand, self.batch_shape, heads, t, s)
+
+    def positions(self) -> tuple:
+        """Positions of queries `[B|1, T]` and keys `[B|1, S]`; NumPy arrays where static."""
+        t, s, _, _ = self.sizes
+        q, k = self.q_positions, self.kv_positions
+        q = np.arange(self.q_start, self.q_start + t, dtype=np.int32)[None] if q is None else q
+        return q, np.arange(s, dtype=np.int32)[None] if k is None else k
+
+    def indices(self) -> list:
+        """`b`, `h`, `q`, `k` of every pair as `[B|1, H|1, T|1, S|1]`."""
+        batch, heads = math.prod(self.batch_shape), self.sizes[2]
+        b = np.arange(batch, dtype=np.int32).reshape(-1, 1, 1, 1)
+        h = np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
+        q, k = self.positions()
+        return [b, h, q[:, None, :, None], k[:, None, None, :]]
+
+
+def check_shapes(query, key, value) -> None:
+    """Raises with the shapes and the remedy unless query, key and value fit together."""
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} must be [*batch, tokens, heads, dim], got shape {x.shape}; "
+                "add a heads axis of size 1 for single-head attention."
+            )
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, "
+            f"{value.dtype}; cast them first."
+        )
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"The batch axes differ: {shapes}; broadcast them first.")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key differ in their last axis (head dim): {shapes}.")
+    if key.shape[-3:-1] != value.shape[-3:-1]:
+        raise ValueError(f"key and value differ in tokens or heads: {shapes}.")
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{heads} query heads are not a multiple of {kv_heads} key/value heads: {shapes}."
+        )
+
+
+def as_mask(mask) -> AbstractMask | None:
+    """A mask module from a module, a boolean array or None."""
+    if mask is None or isinstance(mask, AbstractMask):
+        return mask
+    if isinstance(mask, (jax.Array, np.ndarray)):
+        if mask.dtype != bool:
+            raise TypeError(
+                f"A mask array must be boolean (True = visible), got {mask.dtype}; pass additive "
+                "masks as `bias`."
+            )
+        return Dense(mask)
+    raise TypeError(f"mask must be a mask module, a boolean array or None, got {type(mask)}.")
+
+
+def as_scores(score) -> tuple[AbstractScore, ...]:
+    """A tuple of scores from a score, a sequence of them or None."""
+    if score is None:
+        return ()
+    scores = tuple(score) if isinstance(score, Sequence) else (score,)
+    for s in scores:
+        if not isinstance(s, AbstractScore):
+            raise TypeError(
+                f"score must be score modules, got {type(s)}; wrap a function as ScoreFn(fn)."
+            )
+    return scores
+
+
+def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
+    """Explicit positions as int32 `[B|1, n]`."""
+    if positions is None:
+        return None
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {positions.dtype}.")
+    flat = canonical(Operand(positions, "bt"), batch_shape, 1, n, 1, name)
+    return jnp.broadcast_to(flat[:, 0, :, 0], (flat.shape[0], n)).astype(jnp.int32)
+
+
+def as_sinks(sinks, heads: int):
+    """`[H|1, n]` from `[H]`, `[H, n]` or `[1, n]`."""
+    if sinks is None:
+        return None
+    if sinks.ndim == 1 and sinks.shape[0] == heads:
+        return sinks[:, None]
+    if sinks.ndim == 2 and sinks.shape[0] in (1, heads):
+        return sinks
+    raise ValueError(
+        f"softmax_aux of shape {sinks.shape} is neither [num_heads] = [{heads}] (one sink per "
+        f"head), [num_heads, n] nor [1, n] (sinks shared by all heads); reshape shared sinks to "
+        "[1, n]."
+    )
+
+
+def problem(
+    query,
+    key,
+    value,
+    metadata,
+    *,
+    mask=None,
+    bias=None,
+    score=None,
+    dropout_key=None,
+    q_offset=None,
+    q_positions=None,
+    kv_positions=None,
+    precision=None,
+) -> Problem:
+    """Checks the arguments of `attention` and brings them to canonical form."""
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    check_shapes(query, key, value)
+    *batch_shape, t, heads, _ = query.shape
+    batch_shape, s = tuple(batch_shape), key.shape[-3]
+    scores = as_scores(score)
+    if bias is not None:
+        if isinstance(bias, AbstractScore):
+            raise TypeError("bias must be an array; pass score modules as `score`.")
+        bias = jnp.asarray(bias)
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias must be floating point, got {bias.dtype}.")
+        scores = (Bias(bias), *scores)
+    if metadata.logits_soft_cap is not None:
+        scores = (SoftCap(metadata.logits_soft_cap), *scores)
+    scale = metadata.softmax_scale
+    mask = as_mask(mask)
+    if q_offset is not None and q_positions is not None:
+        raise ValueError("Pass q_offset or q_positions, not both.")
+    if q_offset is not None and not isinstance(q_offset, int):
+        q_offset = jnp.asarray(q_offset)
+        q_positions, q_offset = q_offset[..., None] + _arange_like(q_offset, t), None
+    out = Problem(
+        query=_flatten(query, batch_shape),
+        key=_flatten(key, batch_shape),
+        value=_flatten(value, batch_shape),
+        mask=mask,
+        scores=scores,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        sinks=as_sinks(metadata.softmax_aux, heads),
+        seed=None if dropout_key is None else seed_of(dropout_key),
+        q_positions=as_positions(q_positions, t, batch_shape, "q_positions"),
+        kv_positions=as_positions(kv_positions, s, batch_shape, "kv_positions"),
+        q_start=q_offset or 0,
+        batch_shape=batch_shape,
+        rate=metadata.dropout_prob,
+        logits_dtype=metadata.runtime_softmax_dtype,
+        precision=precision,
+    )
+    for part in (*scores, *([] if mask is None else [mask])):
+        for operand in part.operands():
+            canonical(operand, batch_shape, heads, t, s, type(part).__name__)
+    return out
+
+
+def _arange_like(offset: Array, n: int) -> Array:
+    return jnp.arange(n, dtype=offset.dtype).reshape((1,) * offset.ndim + (n,))
+
+
+def _flatten(x: Array, batch_shape: tuple[int, ...]) -> Array:
+    return x if len(batch_shape) == 1 else x.reshape(math.prod(batch_shape), *x.shape[-3:])
+
+
+def visible(mask: AbstractMask) -> Callable:
+    """The mask as a function of scalars, with a boolean result."""
+
+    def fn(b, h, q, k, *operands):
+        seen = mask.visible(b, h, q, k, *operands)
+        if jnp.result_type(seen) != jnp.bool_ or jnp.shape(seen) != ():
+            raise TypeError(
+                f"A mask must return one boolean per pair, got {jnp.result_type(seen)} of shape "
+                f"{jnp.shape(seen)}."
+            )
+        return seen
+
+    return fn

@@ -1,0 +1,151 @@
+"""What a (query, key) pair is worth, before the mask.
+
+A score transforms one scalar logit, given the indices of its pair. Order is fixed:
+`scale * (q . k)`, soft cap, bias, then the scores that the caller passes, then the mask.
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from ._pairs import Operand
+
+
+class AbstractScore(eqx.Module):
+    """A function from one logit to another.
+
+    Subclasses define `transform`, for scalars, with `jax.numpy` operations. Parameters that are
+    the same for all pairs may be read from `self` (they are differentiable); arrays that vary with
+    batch, head, query or key are listed by `operands` and arrive as scalars.
+    """
+
+    def operands(self) -> tuple[Operand, ...]:
+        """Arrays that vary with batch, head, query or key."""
+        return ()
+
+    @abc.abstractmethod
+    def transform(self, logit: Array, b: Array, h: Array, q: Array, k: Array, *operands) -> Array:
+        """The new logit.
+
+        **Arguments:**
+
+        - `logit`: a float scalar.
+        - `b`, `h`: flattened batch index and query head index, int32 scalars.
+        - `q`, `k`: positions of the query and the key, int32 scalars.
+        - `operands`: one scalar of each operand.
+        """
+
+
+class SoftCap(AbstractScore):
+    """`cap * tanh(logit / cap)`, as in Gemma 2 (arXiv:2408.00118)."""
+
+    cap: Any
+
+    def operands(self):
+        return (Operand(jnp.asarray(self.cap), ""),)
+
+    def transform(self, logit, b, h, q, k, cap):
+        cap = cap.astype(logit.dtype)
+        return cap * jnp.tanh(logit / cap)
+
+
+class Bias(AbstractScore):
+    """Adds an array broadcastable to `[*b, h, t, s]`."""
+
+    bias: Float[Array, "..."]
+
+    def operands(self):
+        axes = "bhts"[4 - min(self.bias.ndim, 4) :]
+        return (Operand(self.bias, axes),)
+
+    def transform(self, logit, b, h, q, k, bias):
+        return logit + bias.astype(logit.dtype)
+
+
+class ALiBi(AbstractScore):
+    """Subtracts `slope * |q - k|` (Press et al., arXiv:2108.12409).
+
+    **Arguments:**
+
+    - `slopes`: `[h]`, one per query head; `ALiBi.geometric(heads)` gives the paper's.
+    """
+
+    slopes: Float[Array, " h"]
+
+    @classmethod
+    def geometric(cls, heads: int) -> "ALiBi":
+        """The paper's slopes: `2^(-8 i / n)` for a power of two `n`, interleaved beyond it."""
+        power = 2 ** int(np.floor(np.log2(heads)))
+        slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+        extra = [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+        return cls(jnp.asarray(slopes + extra, jnp.float32))
+
+    def operands(self):
+        return (Operand(self.slopes, "h"),)
+
+    def transform(self, logit, b, h, q, k, slope):
+        return logit - slope.astype(logit.dtype) * abs(q - k).astype(logit.dtype)
+
+
+class T5Bias(AbstractScore):
+    """Adds a learned bias per head and bucket of relative position (T5, arXiv:1910.10683).
+
+    **Arguments:**
+
+    - `table`: `[buckets, h]`.
+    - `bidirectional`: whether keys after the query have buckets of their own.
+    - `max_distance`: distances from here on share the last bucket.
+    """
+
+    table: Float[Array, "buckets h"]
+    bidirectional: bool = eqx.field(static=True, default=True)
+    max_distance: int = eqx.field(static=True, default=128)
+
+    def bucket(self, q: Array, k: Array) -> Array:
+        """The bucket of a pair of positions."""
+        buckets = self.table.shape[0]
+        distance = q - k
+        offset = jnp.zeros_like(distance)
+        if self.bidirectional:
+            buckets //= 2
+            offset = jnp.where(distance < 0, buckets, 0).astype(distance.dtype)
+            distance = abs(distance)
+        else:
+            distance = jnp.maximum(distance, 0)
+        exact = buckets // 2
+        ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact)
+        ratio = ratio / float(np.log(self.max_distance / exact))
+        far = exact + (ratio * (buckets - exact)).astype(distance.dtype)
+        near = jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))
+        return offset + near
+
+    def transform(self, logit, b, h, q, k):
+        return logit + self.table[self.bucket(q, k), h].astype(logit.dtype)
+
+
+class ScoreFn(AbstractScore):
+    """A user's function `fn(logit, b, h, q, k, *operands) -> logit` of scalars.
+
+    What it closes over is differentiated too. Reuse the function object: a new lambda is traced
+    and compiled anew.
+
+    **Arguments:**
+
+    - `fn`: called with scalars, `jax.numpy` operations only.
+    - `arrays`: `Operand`s whose scalars are passed after `k`.
+    """
+
+    fn: Callable = eqx.field(static=True)
+    arrays: tuple[Operand, ...] = ()
+
+    def operands(self):
+        return self.arrays
+
+    def transform(self, logit, b, h, q, k, *operands):
+        return lax.convert_element_type(self.fn(logit, b, h, q, k, *operands), logit.dtype)

@@ -1,0 +1,181 @@
+"""Exact JSON forms of arrays, meshes, specifications and modules.
+
+Everything is strict JSON. What JSON cannot hold exactly is an object with one key:
+`$array` (dtype, shape, base64 of the little-endian bytes), `$mesh`, `$spec` and `$float`.
+"""
+
+import base64
+import enum
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+
+def encode(value: Any) -> Any:
+    """A value as strict JSON data that [`decode`][] turns back into it, bit for bit.
+
+    Modules, mappings and tuples become objects and lists, dtypes and enums their names: those
+    come back as plain data, for the constructor that they are given to.
+
+    **Raises:** `TypeError` for tracers, abstract arrays and anything else without a value.
+    """
+    if isinstance(value, enum.Enum):
+        return encode(value.value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and not isinstance(value, np.generic):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return {"$array": _encode_array(value)}
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, Mesh | AbstractMesh):
+        return {"$mesh": _encode_mesh(value)}
+    if isinstance(value, PartitionSpec):
+        return {"$spec": _encode_spec(value)}
+    if isinstance(value, eqx.Module):
+        return {name: encode(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {_key(name): encode(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    raise TypeError(f"Cannot serialise {value!r} of type {type(value).__name__}.")
+
+
+def decode(data: Any) -> Any:
+    """The inverse of [`encode`][].
+
+    **Raises:** `ValueError` if the devices of a mesh are absent, or if an array's dtype needs
+    `jax_enable_x64`.
+    """
+    if isinstance(data, list | tuple):
+        return [decode(item) for item in data]
+    if not isinstance(data, Mapping):
+        return data
+    if len(data) == 1:
+        (tag, body), *_ = data.items()
+        if tag in _DECODERS:
+            return _DECODERS[tag](body)
+    return {name: decode(item) for name, item in data.items()}
+
+
+def check_names(cls: type, data: Any) -> None:
+    """Raises `ValueError` unless `data` is a mapping of fields of `cls`."""
+    names = list(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{cls.__name__} expects an object with fields {names}, got {data!r}.")
+    unknown = sorted(set(map(str, data)) - set(names))
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no {unknown}; its fields are {names}.")
+
+
+def _key(name: Any) -> str:
+    if not isinstance(name, str) or name.startswith("$"):
+        raise TypeError(f"A name must be a string that does not start with '$', got {name!r}.")
+    return name
+
+
+def _encode_array(array: Any) -> dict:
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"Cannot serialise a traced array of shape {array.shape}: serialise outside of "
+            "jax.jit, jax.grad and jax.vmap."
+        )
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        raise TypeError(f"Cannot serialise an array of {array.dtype}: it has no plain bytes.")
+    data = np.asarray(array)
+    little = data.astype(data.dtype.newbyteorder("<"), copy=False)
+    return {
+        "dtype": data.dtype.name,
+        "shape": list(data.shape),
+        "base64": base64.b64encode(little.tobytes()).decode("ascii"),
+        "kind": "jax" if isinstance(array, jax.Array) else "numpy",
+    }
+
+
+def _decode_array(body: Mapping) -> Any:
+    dtype = np.dtype(body["dtype"])
+    raw = base64.b64decode(body["base64"], validate=True)
+    shape = tuple(body["shape"])
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes do not make an array of {dtype.name}{list(shape)}.")
+    data = np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
+    if body["kind"] == "numpy":
+        return data
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"An array of {dtype.name} needs jax_enable_x64 to be restored exactly.")
+    return jnp.asarray(data)
+
+
+def _encode_mesh(mesh: Mesh | AbstractMesh) -> dict:
+    body = {
+        "shape": list(mesh.axis_sizes),
+        "axis_names": [_key(name) for name in mesh.axis_names],
+        "axis_types": [kind.name for kind in mesh.axis_types],
+        "device_ids": None,
+        "platform": None,
+    }
+    if isinstance(mesh, Mesh):
+        body["device_ids"] = [int(d.id) for d in mesh.devices.flat]
+        body["platform"] = mesh.devices.flat[0].platform
+    return body
+
+
+def _decode_mesh(body: Mapping) -> Mesh | AbstractMesh:
+    shape, names = tuple(body["shape"]), tuple(body["axis_names"])
+    types = tuple(AxisType[name] for name in body["axis_types"])
+    ids, platform = body["device_ids"], body["platform"]
+    if ids is None:
+        return AbstractMesh(shape, names, axis_types=types)
+    try:
+        present = {d.id: d for d in jax.devices(platform)}
+    except RuntimeError:
+        present = {}
+    absent = [i for i in ids if i not in present]
+    if absent:
+        raise ValueError(
+            f"The mesh {dict(zip(names, shape))} needs the {platform} devices {absent}, which are "
+            f"absent here ({len(present)} {platform} devices). Pass `mesh=` to use another mesh."
+        )
+    devices = np.array([present[i] for i in ids], dtype=object).reshape(shape)
+    return Mesh(devices, names, axis_types=types)
+
+
+def _encode_spec(spec: PartitionSpec) -> dict:
+    def entry(e: Any) -> Any:
+        if e is PartitionSpec.UNCONSTRAINED:
+            return {"unconstrained": True}
+        return list(e) if isinstance(e, tuple) else e
+
+    return {
+        "entries": [entry(e) for e in spec],
+        "unreduced": sorted(spec.unreduced),
+        "reduced": sorted(spec.reduced),
+    }
+
+
+def _decode_spec(body: Mapping) -> PartitionSpec:
+    def entry(e: Any) -> Any:
+        if isinstance(e, Mapping):
+            return PartitionSpec.UNCONSTRAINED
+        return tuple(e) if isinstance(e, list) else e
+
+    return PartitionSpec(
+        *map(entry, body["entries"]),
+        unreduced=frozenset(body["unreduced"]),
+        reduced=frozenset(body["reduced"]),
+    )
+
+
+_DECODERS = {
+    "$array": _decode_array,
+    "$mesh": _decode_mesh,
+    "$spec": _decode_spec,
+    "$float": float,
+}

@@ -1,0 +1,103 @@
+"""The oracle's own description of every named mask and positional score: dense NumPy arrays, written from the contract.
+
+Every mask is `[B|1, H|1, T, S]` bool. `q` and `k` are the positions of rows and columns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def grid(t: int, s: int, offset: int = 0):
+    """Query and key positions, `[T,1]` and `[1,S]`."""
+    return np.arange(t)[:, None] + offset, np.arange(s)[None, :]
+
+
+def _dense(x) -> np.ndarray:
+    return np.asarray(x)[None, None]
+
+
+def causal(t, s, offset=0, q_offset=0):
+    q, k = grid(t, s, q_offset)
+    return _dense(k <= q + offset)
+
+
+def window(t, s, left, right, sinks=0, q_offset=0):
+    """Visible iff `-right <= q - k <= left`, or the key is one of the first `sinks`."""
+    q, k = grid(t, s, q_offset)
+    return _dense(((q - k <= left) & (q - k >= -right)) | (k < sinks))
+
+
+def segments(q_ids, kv_ids):
+    """`q_ids [B,T]`, `kv_ids [B,S]`: equal and not padding (id < 0)."""
+    q_ids, kv_ids = np.asarray(q_ids)[:, :, None], np.asarray(kv_ids)[:, None, :]
+    return ((q_ids == kv_ids) & (q_ids >= 0) & (kv_ids >= 0))[:, None]
+
+
+def lengths(t, s, ends, starts=0):
+    """`ends`, `starts` `[B]`: `starts <= k < ends`."""
+    ends, starts = np.reshape(ends, (-1, 1)), np.reshape(starts, (-1, 1))
+    k = np.arange(s)[None]
+    return np.broadcast_to(((k >= starts) & (k < ends))[:, None, None], (max(len(ends), len(starts)), 1, t, s))
+
+
+def prefix_lm(t, s, prefix, q_offset=0):
+    """`prefix` `[B]`: causal, and every row sees the first `prefix` keys."""
+    q, k = grid(t, s, q_offset)
+    return ((k <= q)[None] | (k[None] < np.reshape(prefix, (-1, 1, 1))))[:, None]
+
+
+def block_causal(t, s, size, q_offset=0):
+    q, k = grid(t, s, q_offset)
+    return _dense(k // size <= q // size)
+
+
+def chunked_causal(t, s, size, q_offset=0):
+    q, k = grid(t, s, q_offset)
+    return _dense((k // size == q // size) & (k <= q))
+
+
+def tree(t, s, parents, start):
+    """Row `i` is node `i` at key `start + i`; it sees the keys before `start`, itself and its ancestors."""
+    visible = np.zeros((t, s), bool)
+    visible[:, :start] = True
+    for row in range(t):
+        node = row
+        while node >= 0:
+            visible[row, start + node] = True
+            node = int(parents[node])
+    return _dense(visible)
+
+
+def distance(t, s, q_offset=0):
+    """ALiBi subtracts `slope * |q - k|`."""
+    q, k = grid(t, s, q_offset)
+    return np.abs(q - k).astype(np.float64)
+
+
+def t5_bucket(t, s, buckets, bidirectional=True, max_distance=128, q_offset=0):
+    """T5's relative position buckets, in integers: the logarithm is never rounded.
+
+    `floor(log(n / exact) / log(max_distance / exact) * (buckets - exact))` is the number of `j >= 1` with
+    `n^r exact^j >= max_distance^j exact^r`, where `r = buckets - exact`.
+    """
+    q, k = grid(t, s, q_offset)
+    relative = (k - q).astype(int)
+    if bidirectional:
+        buckets //= 2
+        base = np.where(relative > 0, buckets, 0)
+        n = np.abs(relative)
+    else:
+        base = np.zeros_like(relative)
+        n = np.maximum(-relative, 0)
+    exact = buckets // 2
+    rest = buckets - exact
+
+    def one(n: int) -> int:
+        if n < exact:
+            return n
+        steps = sum(n**rest * exact**j >= max_distance**j * exact**rest for j in range(1, rest))
+        return exact + steps
+
+    known = np.array([one(i) for i in range(int(n.max(initial=0)) + 1)])
+    return base + known[n]
