@@ -1,0 +1,40 @@
+"""Exact, memory-efficient attention as immutable Equinox modules."""
+
+from . import masks as masks, scores as scores
+from ._attention import attention as attention
+from ._blockwise_attn import blockwise_attn as blockwise_attn
+from ._carry import Carry as Carry
+
+from ._dropout import dropout_mask as dropout_mask
+from ._metadata import (
+    AttentionMetadata as AttentionMetadata,
+    Backend as Backend,
+    Platform as Platform,
+    RuntimeMode as RuntimeMode,
+)
+from ._output import AttentionOutput as AttentionOutput
+from ._partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
+from ._registry import AttentionRegistry as AttentionRegistry
+from .masks import (
+    BlockCausal as BlockCausal,
+    Causal as Causal,
+    ChunkedCausal as ChunkedCausal,
+    Dense as DenseMask,
+    KeyPadding as KeyPadding,
+    MaskFn as MaskFn,
+    PrefixLM as PrefixLM,
+    QueryPadding as QueryPadding,
+    Segments as Segments,
+    SlidingWindow as SlidingWindow,
+    Tree as Tree,
+)
+from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn, T5Bias as T5Bias
+from .strategies import (
+    AttentionImpl as AttentionImpl,
+    Blockwise as Blockwise,
+    Dense as Dense,
+    Support as Support,
+)
+
+
+__version__ = "0.1.0"

@@ -161,7 +161,7 @@ def fold_problem(problem: Problem, blocking: Blocking) -> Carry:
         spec=parts.spec,
         roles=parts.roles,
     )
-    return jax.tree.map(blocking.from_rows, carry)
+    return Carry(*map(blocking.from_rows, carry))
 
 
 class Parts:

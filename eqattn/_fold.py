@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._carry import Carry, gauge
+from ._carry import gauge
 from ._compat import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from ._dot import dot
 from ._sweep import block_aval, hoist, Layout, PARTIAL, primitive_rules, replaced, ROW, sweep, Tag, traverse
@@ -34,7 +34,7 @@ def fold(
     products: tuple = (),
     spec: Hashable = None,
     roles: tuple[str, ...] = (),
-) -> Carry:
+) -> list[Array]:
     """Softmax-weighted sums of values over the live blocks of a grid `(*batch, rows, columns)`.
 
     **Arguments:**
@@ -48,7 +48,8 @@ def fold(
 
     **Returns:**
 
-    A `Carry` with the grid's batch and row axes in front of blocks `[v, rows]`, `[rows]`, `[rows]`.
+    Numerator, denominator and maximum of a Carry, with the grid's batch and row axes in front of
+    blocks `[v, rows]`, `[rows]`, `[rows]`.
     """
     axes = varying_axes(*operands, value, *([] if table is None else [table]))
     operands = [vary(x, axes) for x in operands]
@@ -60,15 +61,13 @@ def fold(
     rows = (*layout.batch, ROW)
     lead = [] if table_axes is None else [vary(table, axes)]
     args = [*lead, *operands, *[vary(x, axes) for x in consts], vary(value, axes)]
-    return Carry(
-        *fold_p.bind(
-            *args,
-            visits=visits,
-            layout=layout,
-            out_axes=(rows,) * 3,
-            products=products,
-            tag=Tag("fold", spec, roles, ("numerator", "denominator", "max")),
-        )
+    return fold_p.bind(
+        *args,
+        visits=visits,
+        layout=layout,
+        out_axes=(rows,) * 3,
+        products=products,
+        tag=Tag("fold", spec, roles, ("numerator", "denominator", "max")),
     )
 
 
@@ -77,7 +76,7 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def _weighted_sum(v: Array, p: Array, visible: Array, all_finite: Array, products: dict) -> Array:
+def weighted_sum(v: Array, p: Array, visible: Array, all_finite: Array, products: dict) -> Array:
     """`v^T p` in a block with masked pairs: what is not finite reaches the rows that see it."""
 
     def exact():
@@ -112,7 +111,7 @@ def execute(*args, visits, layout, out_axes, products, tag, vectorise):
             kept = p * weight[0] if weight else p
             v, kw = v.astype(acc), dict(products)
             if c == PARTIAL:
-                added = _weighted_sum(v, kept, s != -jnp.inf, all_finite, kw)
+                added = weighted_sum(v, kept, s != -jnp.inf, all_finite, kw)
             else:
                 added = dot(v, kept, (0, 0), **kw)
             scale = jnp.exp(old - origin)
@@ -123,10 +122,10 @@ def execute(*args, visits, layout, out_axes, products, tag, vectorise):
                 mapped = [0 if axis in a else None for a in layout.in_axes]
                 step = jax.vmap(step, (0, mapped), axis_size=layout.grid[axis])
         steps[c] = step
-    lead = layout.shape(out_axes[0])
-    empty = Carry.empty((*lead, layout.block[1]), value.shape[-1], acc)
-    num = jnp.swapaxes(empty.numerator, -1, -2)
-    accs = [vary(x, axes) for x in (num, empty.denominator, empty.max_so_far)]
+    shape = (*layout.shape(out_axes[0]), layout.block[1])
+    num = jnp.zeros((*shape[:-1], value.shape[-1], shape[-1]), acc)
+    accs = [num, jnp.zeros(shape, acc), jnp.full(shape, -jnp.inf, acc)]
+    accs = [vary(x, axes) for x in accs]
     return traverse(steps, layout, args, accs, out_axes, vectorise=vectorise)
 
 

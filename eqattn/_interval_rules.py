@@ -1,125 +1,11 @@
-"""Interval rules: what a primitive does to bounds.
+"""Interval rules of elementwise primitives: one set for numpy and jax arrays."""
 
-An `Interval` holds arrays `(lo, hi)` of rank `4 + n`: four grid axes (batch, head, row block, key
-block), each of full size or 1, then the `n` axes of the value (size 1 where it does not vary).
-A bool's bounds are (all, any). `lo is hi` marks a point: a value known exactly at each grid cell.
-Every rule holds for numpy and jax arrays alike. A float whose bounds are not finite may be NaN.
-"""
-
-import math
 import operator
-from typing import Any, NamedTuple
 
 import jax.extend.core.primitives as P
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-
-GRID = 4
-_MAX_ELEMENTS = 2**20  # of a non-scalar intermediate; beyond it the value counts as unknown
-
-
-class Interval(NamedTuple):
-    lo: Any
-    hi: Any
-
-    @property
-    def point(self) -> bool:
-        return self.lo is self.hi
-
-    def map(self, fn) -> "Interval":
-        lo = fn(self.lo)
-        return Interval(lo, lo if self.point else fn(self.hi))
-
-
-def xp_of(*arrays) -> Any:
-    return np if all(isinstance(a, np.ndarray) for a in arrays) else jnp
-
-
-def kind(dtype) -> str | None:
-    """`"b"` bool, `"i"` signed or unsigned integer, `"f"` float; None: no rules for this dtype."""
-    if dtype == jnp.bool_:
-        return "b"
-    if getattr(dtype, "kind", "") in "iu" and not jnp.issubdtype(dtype, jnp.extended):
-        return "i"
-    return "f" if dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64) else None
-
-
-def carrier(dtype) -> Any:
-    """The dtype that holds the bounds."""
-    if kind(dtype) != "f":
-        return np.dtype(dtype)
-    return np.dtype(np.float64 if dtype == jnp.float64 else np.float32)
-
-
-def limits(dtype) -> tuple[Any, Any]:
-    k = kind(dtype)
-    if k == "i":
-        info = np.iinfo(dtype)
-        return np.dtype(dtype).type(info.min), np.dtype(dtype).type(info.max)
-    if k == "b":
-        return np.bool_(False), np.bool_(True)
-    scalar = carrier(dtype).type
-    return scalar(-np.inf), scalar(np.inf)
-
-
-def top(aval) -> Interval | None:
-    """Nothing is known: the dtype's whole range, or None for a dtype without bounds."""
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None or kind(dtype) is None:
-        return None
-    shape = (1,) * (GRID + aval.ndim)
-    return Interval(*(np.full(shape, v, carrier(dtype)) for v in limits(dtype)))
-
-
-def source(lo, hi, dtype) -> Interval:
-    """Bounds of stored data: point when `lo is hi`."""
-    if kind(dtype) != "f":
-        return Interval(lo, hi)
-    # A subnormal may or may not be flushed to zero, so it is known only up to the smallest normal.
-    xp, c = xp_of(lo, hi), carrier(dtype)
-    tiny = c.type(jnp.finfo(dtype).smallest_normal)
-    bits = np.dtype(f"uint{8 * c.itemsize}")
-
-    def subnormal(x):
-        raw = x.view(bits) if xp is np else lax.bitcast_convert_type(x, bits)
-        return (abs(x) < tiny) & ((raw << bits.type(1)) != bits.type(0))
-
-    low, high = subnormal(lo), subnormal(hi)
-    if xp is np and not (low.any() or high.any()):
-        return Interval(lo, hi)
-    return Interval(xp.where(low, -tiny, lo), xp.where(high, tiny, hi))
-
-
-def guard(ok, lo, hi, dtype) -> Interval:
-    """The bounds where `ok`, else the whole range."""
-    if isinstance(ok, np.ndarray) and ok.all():
-        return Interval(lo, hi)
-    xp, (least, most) = xp_of(ok, lo, hi), limits(dtype)
-    return Interval(xp.where(ok, lo, least), xp.where(ok, hi, most))
-
-
-def finite(*ins: Interval):
-    ok = True
-    for i in ins:
-        xp = xp_of(i.lo, i.hi)
-        ok = ok & xp.isfinite(i.lo) & xp.isfinite(i.hi)
-    return ok
-
-
-def rounded(ins, lo, hi, dtype, exact=None) -> Interval:
-    """Float bounds of a result that may be rounded, fused or flushed by the compiler."""
-    c, info, xp = carrier(dtype), jnp.finfo(dtype), xp_of(lo, hi)
-    eps, tiny, most = (c.type(float(v)) for v in (info.eps, info.smallest_normal, info.max))
-    four, two = c.type(4), c.type(2)
-    low = lo - (abs(lo) * eps * four + two * tiny)
-    high = hi + (abs(hi) * eps * four + two * tiny)
-    if exact is not None:  # no rounding takes place up to this magnitude
-        low = xp.where(abs(lo) <= c.type(exact), lo, low)
-        high = xp.where(abs(hi) <= c.type(exact), hi, high)
-    ok = finite(*ins) if kind(ins[0].lo.dtype) == "f" else True
-    return guard(ok & (low >= -most) & (high <= most), low, high, dtype)
+from ._interval_values import carrier, finite, guard, Interval, kind, limits, rounded, xp_of
 
 
 # Arithmetic. Each integer rule asks whether a bound could wrap; if so, nothing is known.
@@ -225,6 +111,9 @@ def _maximum(x, y):
 
 def _minimum(x, y):
     return xp_of(x, y).minimum(x, y)
+
+
+clamp = _monotone(lambda least, x, most: _minimum(_maximum(x, least), most))
 
 
 # Division and bits.
@@ -377,71 +266,6 @@ def _meet(a, b):
     return (a.lo <= b.hi) & (b.lo <= a.hi)
 
 
-def expand(i: Interval, ndim: int) -> Interval:
-    """A scalar's interval beside values with `ndim` axes."""
-    extra = ndim - (i.lo.ndim - GRID)
-    return i.map(lambda x: x.reshape(*x.shape, *(1,) * extra)) if extra else i
-
-
-def select(aval, which: Interval, *cases: Interval) -> Interval | None:
-    """The hull of the cases that `which` (bool or int) may choose."""
-    if which.lo.dtype == np.bool_:
-        f, t = cases
-        xp = xp_of(*which, *f, *t)
-        if which.point and f.point and t.point:
-            v = xp.where(which.lo, t.lo, f.lo)
-            return Interval(v, v)
-        lo = xp.where(which.hi, xp.where(which.lo, t.lo, xp.minimum(f.lo, t.lo)), f.lo)
-        hi = xp.where(which.hi, xp.where(which.lo, t.hi, xp.maximum(f.hi, t.hi)), f.hi)
-        return Interval(lo, hi)
-    least, most = limits(aval.dtype)
-    lo, hi = most, least
-    for n, case in enumerate(cases):
-        n = which.lo.dtype.type(n)
-        xp = xp_of(*which, *case)
-        chosen = (which.lo <= n) & (n <= which.hi)
-        lo = xp.minimum(xp.where(chosen, case.lo, most), lo)
-        hi = xp.maximum(xp.where(chosen, case.hi, least), hi)
-    zero, last = (which.lo.dtype.type(n) for n in (0, len(cases) - 1))
-    return guard((which.lo >= zero) & (which.hi <= last), lo, hi, aval.dtype)
-
-
-def convert(old, new, a) -> Interval | None:
-    k0, k1, c = kind(old), kind(new), carrier(new) if kind(new) else None
-    if c is None or old == new:
-        return None if c is None else a
-    if k0 in "bi" and k1 in "bi" and a.point:
-        return a.map(lambda x: x.astype(c))  # modular
-    if k1 == "b":
-        zero = carrier(old).type(0)
-        lo, hi = (a.lo > zero) | (a.hi < zero), ~((a.lo == zero) & (a.hi == zero))
-        ok = finite(a) if k0 == "f" else True
-        return Interval(ok & lo, ~finite(a) | hi) if k0 == "f" else Interval(lo, hi)
-    if k1 == "f":
-        v = a.map(lambda x: x.astype(c))
-        if k0 == "b":
-            return v
-        if k0 == "i":
-            return rounded((a,), v.lo, v.hi, new, exact=2.0 ** (jnp.finfo(new).nmant + 1))
-        wider = jnp.finfo(new).nmant >= jnp.finfo(old).nmant
-        if wider and jnp.finfo(new).nexp >= jnp.finfo(old).nexp:
-            return v
-        w = rounded((a,), v.lo, v.hi, new)
-        most = carrier(old).type(min(float(jnp.finfo(new).max), float(jnp.finfo(old).max)))
-        return guard((a.lo >= -most) & (a.hi <= most), w.lo, w.hi, new)
-    if k0 == "b":
-        return a.map(lambda x: x.astype(c))
-    least, most = np.iinfo(new).min, np.iinfo(new).max
-    if k0 == "f":
-        t = carrier(old).type
-        ok = finite(a) & (a.lo >= t(least * (1 - 2**-20))) & (a.hi <= t(most * (1 - 2**-20)))
-    else:
-        info = np.iinfo(old)
-        t = np.dtype(old).type
-        ok = (a.lo >= t(max(least, info.min))) & (a.hi <= t(min(most, info.max)))
-    return guard(ok, a.lo.astype(c), a.hi.astype(c), new)
-
-
 RULES = {  # (dtype of the first operand, *intervals) -> interval, None if unknown
     P.add_p: _add,
     P.sub_p: _sub,
@@ -501,7 +325,3 @@ EXACT = {  # what integers and bools known exactly give, wraparound included
     P.eq_p: operator.eq,
     P.ne_p: operator.ne,
 }
-
-
-def too_large(shape, *ins: Interval) -> bool:
-    return math.prod(shape) > max(_MAX_ELEMENTS, *(i.lo.size for i in ins))

@@ -5,18 +5,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
-import numpy as np
 from jax.sharding import PartitionSpec
 
 
-class _NotGiven(enum.Enum):
+class NotGiven(enum.Enum):
+    """The type of `NOT_GIVEN`."""
+
     NOT_GIVEN = "not given"
 
     def __repr__(self) -> str:
         return "<not given>"
 
 
-NOT_GIVEN: Any = _NotGiven.NOT_GIVEN
+NOT_GIVEN: Any = NotGiven.NOT_GIVEN
 """An argument that was left out, where None is a value."""
 
 AxisType = str | tuple[str, ...] | None
@@ -239,7 +240,7 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
-    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+    return spec.update(partitions=tuple(entries))
 
 
 def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
@@ -260,8 +261,8 @@ def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpe
         names, product = [], 1
         for name in (entry,) if isinstance(entry, str) else entry:
             count = mesh.shape.get(name)
-            if count is not None and np.remainder(size, product * count) == 0:
+            if count is not None and size % (product * count) == 0:
                 names.append(name)
                 product *= count
         kept.append(_axis(names))
-    return trimmed(PartitionSpec(*kept, unreduced=spec.unreduced, reduced=spec.reduced))
+    return trimmed(spec.update(partitions=tuple(kept)))

@@ -5,15 +5,16 @@ A score transforms one scalar logit, given the indices of its pair. Order is fix
 """
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float
 
+from ._mask_data import Fixed, value_of
 from ._pairs import Operand
 
 
@@ -130,22 +131,37 @@ class T5Bias(AbstractScore):
 
 
 class ScoreFn(AbstractScore):
-    """A user's function `fn(logit, b, h, q, k, *operands) -> logit` of scalars.
-
-    What it closes over is differentiated too. Reuse the function object: a new lambda is traced
-    and compiled anew.
+    """A score from a function `fn(logit, b, h, q, k, *operands) -> logit` of scalars.
 
     **Arguments:**
 
-    - `fn`: called with scalars, `jax.numpy` operations only.
+    - `fn`: `jax.numpy` operations on scalars. What it closes over is differentiated too. It is
+        static: a rebuilt lambda is another score to `jax.jit`. A callable `eqx.Module` or
+        `jax.tree_util.Partial` is a PyTree node instead.
     - `arrays`: `Operand`s whose scalars are passed after `k`.
     """
 
-    fn: Callable = eqx.field(static=True)
-    arrays: tuple[Operand, ...] = ()
+    _fn: Any
+    arrays: tuple[Operand, ...]
+
+    def __init__(self, fn: Callable[..., Any], arrays: Sequence[Operand] = ()):
+        if not callable(fn):
+            raise TypeError(f"fn must be callable, got {fn!r}.")
+        tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
+        self._fn = fn if tree else Fixed(fn)
+        self.arrays = tuple(arrays)
+
+    @property
+    def fn(self) -> Callable:
+        return value_of(self._fn)
 
     def operands(self):
         return self.arrays
 
     def transform(self, logit, b, h, q, k, *operands):
-        return lax.convert_element_type(self.fn(logit, b, h, q, k, *operands), logit.dtype)
+        new = jnp.asarray(self.fn(logit, b, h, q, k, *operands))
+        if new.shape != () or not jnp.issubdtype(new.dtype, jnp.floating):
+            raise TypeError(
+                f"A score must return one float per pair, got {new.dtype} of shape {new.shape}."
+            )
+        return new.astype(logit.dtype)

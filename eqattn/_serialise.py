@@ -14,7 +14,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 
 
 def encode(value: Any) -> Any:
@@ -82,12 +83,12 @@ def _key(name: Any) -> str:
 
 
 def _encode_array(array: Any) -> dict:
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         raise TypeError(
             f"Cannot serialise a traced array of shape {array.shape}: serialise outside of "
             "jax.jit, jax.grad and jax.vmap."
         )
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"Cannot serialise an array of {array.dtype}: it has no plain bytes.")
     data = np.asarray(array)
     little = data.astype(data.dtype.newbyteorder("<"), copy=False)
@@ -120,10 +121,14 @@ def _encode_mesh(mesh: Mesh | AbstractMesh) -> dict:
         "axis_types": [kind.name for kind in mesh.axis_types],
         "device_ids": None,
         "platform": None,
+        "abstract_device": None,
     }
     if isinstance(mesh, Mesh):
         body["device_ids"] = [int(d.id) for d in mesh.devices.flat]
         body["platform"] = mesh.devices.flat[0].platform
+    elif mesh.abstract_device is not None:
+        device = mesh.abstract_device
+        body["abstract_device"] = [device.device_kind, device.num_cores, device.platform]
     return body
 
 
@@ -132,7 +137,9 @@ def _decode_mesh(body: Mapping) -> Mesh | AbstractMesh:
     types = tuple(AxisType[name] for name in body["axis_types"])
     ids, platform = body["device_ids"], body["platform"]
     if ids is None:
-        return AbstractMesh(shape, names, axis_types=types)
+        device = body["abstract_device"]
+        device = None if device is None else AbstractDevice(*device)
+        return AbstractMesh(shape, names, axis_types=types, abstract_device=device)
     try:
         present = {d.id: d for d in jax.devices(platform)}
     except RuntimeError:
@@ -153,6 +160,8 @@ def _encode_spec(spec: PartitionSpec) -> dict:
             return {"unconstrained": True}
         return list(e) if isinstance(e, tuple) else e
 
+    if getattr(spec, "unreduced_kind", None) is not None:
+        raise TypeError(f"Cannot serialise {spec}: its unreduced_kind has no JSON form.")
     return {
         "entries": [entry(e) for e in spec],
         "unreduced": sorted(spec.unreduced),

@@ -1,0 +1,99 @@
+"""The public entry."""
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._metadata import AttentionMetadata
+from ._output import AttentionOutput
+from .strategies import AttentionImpl, Blockwise
+
+
+def attention(
+    query: Float[Array, "*b t h d"],
+    key_: Float[Array, "*b s k d"],
+    value: Float[Array, "*b s k v"],
+    strategy: AttentionImpl | None = None,
+    *,
+    mask: Any = None,
+    bias: Float[Array, "..."] | None = None,
+    score: Any = None,
+    key: PRNGKeyArray | None = None,
+    inference: bool = False,
+    q_offset: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+    return_weights: bool = False,
+    return_logsumexp: bool = False,
+    return_carry: bool = False,
+) -> AttentionOutput:
+    r"""Exact attention.
+
+    Logits are `scale * (q . k)`, then the soft cap `c * tanh(x / c)`, then `bias`, then the
+    scores in order, then the mask. Scale, soft cap, sinks, dropout, dtypes and block sizes are the
+    strategy's metadata.
+
+    **Arguments:**
+
+    - `query`: `[*b, t, h, d]`, any number of leading axes (also none).
+    - `key_`: `[*b, s, k, d]`; `h` is a multiple of `k`.
+    - `value`: `[*b, s, k, v]`.
+    - `strategy`: where and in which order pairs are visited. By default
+        `Blockwise(AttentionMetadata(runtime_dtype=query.dtype))`.
+    - `mask`: what is visible: a module of `eqattn.masks`, or a boolean array broadcastable to
+        `[*b, h, t, s]`, or None (everything).
+    - `bias`: added to the logits; broadcastable to `[*b, h, t, s]`.
+    - `score`: a module of `eqattn.scores`, or a sequence of them.
+    - `key`: for dropout, required if the metadata's `dropout_prob` is positive and not `inference`.
+    - `inference`: switches dropout off.
+    - `q_offset`: added to the positions of the queries: an integer, or an integer array `[*b]`.
+    - `q_positions`, `kv_positions`: explicit positions, `[*b, t]` and `[*b, s]`.
+    - `return_weights`, `return_logsumexp`, `return_carry`: further fields of the output.
+
+    **Returns:**
+
+    An [`eqattn.AttentionOutput`][]: `attention_outputs` `[*b, t, h, v]` in the metadata's
+    `runtime_dtype`, and if asked for `attention_weights` `[*b, h, t, s]`, `logsumexp` `[*b, t, h]`
+    and `carry`. A query that sees no key has output 0, logsumexp `-inf` and zero gradients.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
+    """
+    if strategy is None:
+        dtype = jnp.result_type(query)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"query must be floating point, got {dtype}; cast it first.")
+        strategy = Blockwise(AttentionMetadata(runtime_dtype=dtype))
+    if not isinstance(strategy, AttentionImpl):
+        raise TypeError(
+            f"strategy must be an AttentionImpl such as Blockwise(metadata), got {strategy!r}; "
+            "AttentionRegistry.create(name, metadata) makes one from a name."
+        )
+    extras = dict(
+        score=score,
+        q_offset=q_offset,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        return_weights=return_weights or None,
+        return_logsumexp=return_logsumexp or None,
+        return_carry=return_carry or None,
+    )
+    extras = {name: x for name, x in extras.items() if x is not None}
+    accepted = inspect.signature(strategy.forward_native).parameters
+    for name in extras:
+        if name not in accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+            raise ValueError(f"{name}: not supported by {type(strategy).__name__}.forward_native.")
+    return strategy.dispatch(
+        query,
+        key_,
+        value,
+        mask=mask,
+        bias=bias,
+        deterministic=inference,
+        dropout_rng=key,
+        causal=False,
+        **extras,
+    )

@@ -1,0 +1,67 @@
+"""A `jax.jit` for functions of modules, cached by value.
+
+Equal but rebuilt masks, scores and strategies reuse one trace, in an eager loop too. Users'
+functions are held weakly, so that the cache never keeps a closure (and what it captured) alive.
+"""
+
+import functools as ft
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._mask_data import Fixed
+
+
+class _Weak:
+    """A function that is equal to itself and is not kept alive."""
+
+    def __init__(self, fn: Callable):
+        self._ref = weakref.WeakMethod(fn) if isinstance(fn, MethodType) else weakref.ref(fn)
+        self._hash = hash(fn)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return isinstance(other, _Weak) and self._ref == other._ref
+
+    def __call__(self, *args):
+        fn = self._ref()
+        assert fn is not None
+        return fn(*args)
+
+
+def _weakly(x: Any) -> Any:
+    if isinstance(x, Fixed) and callable(x.value) and not isinstance(x.value, _Weak):
+        try:
+            return Fixed(_Weak(x.value))
+        except TypeError:  # no weak references to this type of callable
+            return x
+    return x
+
+
+def cached(fn: Callable) -> Callable:
+    """`fn(*trees, **static)` jitted: arrays are traced, all else is static."""
+
+    @ft.partial(jax.jit, static_argnums=(1, 2, 3))
+    def jitted(arrays, treedef, others, static):
+        leaves = iter(arrays)
+        leaves = [next(leaves) if other is _ARRAY else other for other in others]
+        return fn(*jax.tree.unflatten(treedef, leaves), **dict(static))
+
+    @ft.wraps(fn)
+    def call(*trees, **static):
+        trees = jax.tree.map(_weakly, trees, is_leaf=lambda x: isinstance(x, Fixed))
+        leaves, treedef = jax.tree.flatten(trees)
+        arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
+        others = tuple(_ARRAY if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
+        return jitted(arrays, treedef, others, tuple(sorted(static.items())))
+
+    return call
+
+
+_ARRAY = type("Traced", (), {"__repr__": lambda self: "traced"})()

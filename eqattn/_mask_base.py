@@ -1,0 +1,248 @@
+"""What every mask can do, and the algebra of masks."""
+
+import abc
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._draw import describe
+from ._intervals import classify
+from ._mask_data import as_array, as_ids, count_of, int32
+from ._pairs import canonical, Operand
+
+
+_CHEAP_PAIRS = 2**22  # counted one by one by `sparsity`
+
+
+class Sparsity(NamedTuple):
+    """What part of a mask's blocks is `empty`, `partial` and `full`, and of its pairs `visible`.
+
+    `visible` is None where it would take more than about four million evaluations.
+    """
+
+    empty: Any
+    partial: Any
+    full: Any
+    visible: Any
+
+
+class AbstractMask(eqx.Module):
+    """Base of all masks. A subclass gives `operands` and `visible`.
+
+    `b, h, q, k` are int32 scalars: the flattened batch index, the query head, and the positions of
+    the query and the key. Which blocks hold no visible pair follows from `visible` itself.
+    """
+
+    __array_ufunc__ = None  # `numpy_array & mask` is a mask
+
+    @abc.abstractmethod
+    def operands(self) -> tuple[Operand, ...]:
+        """The arrays of which `visible` gets one scalar each."""
+
+    @abc.abstractmethod
+    def visible(self, b, h, q, k, *ids) -> Any:
+        """Whether query `q` sees key `k`: one bool scalar, from `jnp` or `lax` operations."""
+
+    def __and__(self, other) -> "AbstractMask":
+        return _combine(And, self, other)
+
+    def __rand__(self, other) -> "AbstractMask":
+        return _combine(And, other, self)
+
+    def __or__(self, other) -> "AbstractMask":
+        return _combine(Or, self, other)
+
+    def __ror__(self, other) -> "AbstractMask":
+        return _combine(Or, other, self)
+
+    def __invert__(self) -> "AbstractMask":
+        return self.term if isinstance(self, Not) else Not(self)
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    def as_array(
+        self,
+        t: int,
+        s: int,
+        *,
+        batch_shape: Sequence[int] = (),
+        heads: int = 1,
+        q_positions: Any = None,
+        kv_positions: Any = None,
+    ) -> jax.Array:
+        """The whole mask, one bool per pair.
+
+        **Arguments:**
+
+        - `t`, `s`: how many queries and keys.
+        - `batch_shape`, `heads`: the leading axes.
+        - `q_positions`, `kv_positions`: int arrays `[*b, t]` and `[*b, s]`, by default 0, 1, ...
+
+        **Returns:** bool `[*b, heads, t, s]`.
+
+        **Raises:** `ValueError` if an array of the mask does not broadcast to that shape.
+        """
+        batch_shape = tuple(batch_shape)
+        q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+        args = [
+            np.arange(math.prod(batch_shape), dtype=np.int32).reshape(-1, 1, 1, 1),
+            np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1),
+            q.reshape(-1, 1, t, 1),
+            k.reshape(-1, 1, 1, s),
+        ]
+        args += [canonical(o, batch_shape, heads, t, s) for o in self.operands()]
+        fn = self.visible
+        for axis in (3, 2, 1, 0):
+            in_axes = tuple(None if a.shape[axis] == 1 else 0 for a in args)
+            if any(a == 0 for a in in_axes):
+                fn = jax.vmap(fn, in_axes)
+        squeezed = [jnp.asarray(a.reshape([n for n in a.shape if n != 1])) for a in args]
+        shape = [max((n for n in z if n != 1), default=1) for z in zip(*(a.shape for a in args))]
+        if 0 in (*batch_shape, heads, t, s):
+            return jnp.zeros((*batch_shape, heads, t, s), bool)
+        out = jnp.asarray(fn(*squeezed)).reshape(shape)
+        full = jnp.broadcast_to(out, (math.prod(batch_shape), heads, t, s))
+        return full.reshape(*batch_shape, heads, t, s)
+
+    def sparsity(
+        self,
+        t: int,
+        s: int,
+        *,
+        block_q: int = 128,
+        block_k: int = 128,
+        batch_shape: Sequence[int] = (),
+        heads: int = 1,
+        q_positions: Any = None,
+        kv_positions: Any = None,
+    ) -> Sparsity:
+        """How much of the mask can be skipped, see `Sparsity`. The arguments are `as_array`'s and
+
+        - `block_q`, `block_k`: how many queries and keys a block has.
+
+        **Returns:** a `Sparsity` of floats (of scalar arrays under a trace).
+        """
+        batch_shape = tuple(batch_shape)
+        q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+        table = classify(
+            self,
+            batch_shape=batch_shape,
+            heads=heads,
+            kv_heads=heads,
+            q_positions=q,
+            kv_positions=k,
+            block_q=block_q,
+            block_k=block_k,
+        )
+        known = isinstance(table, np.ndarray)
+        number = float if known else lambda x: x
+        empty, partial, full = (number((table == np.int8(c)).mean()) for c in (0, 1, 2))
+        visible = full if known and partial == 0.0 and full in (0.0, 1.0) else None
+        if visible is None and math.prod(batch_shape) * heads * t * s <= _CHEAP_PAIRS:
+            where = dict(q_positions=q_positions, kv_positions=kv_positions)
+            visible = self.as_array(t, s, batch_shape=batch_shape, heads=heads, **where).mean()
+            visible = number(visible)
+        return Sparsity(empty, partial, full, visible)
+
+
+def _positions(t, s, batch_shape, q, k) -> tuple:
+    out = []
+    for x, n, axes in ((q, t, "bt"), (k, s, "bs")):
+        x = np.arange(n, dtype=np.int32) if x is None else int32(as_ids(x, "positions"))
+        size = dict(t=n, s=1) if axes == "bt" else dict(t=1, s=n)
+        full = canonical(Operand(x, axes), batch_shape, 1, **size, name="positions")
+        out.append(full.reshape(-1, full.shape[2] * full.shape[3]))
+    return tuple(xp if xp.shape[1] == n else _repeat(xp, n) for xp, n in zip(out, (t, s)))
+
+
+def _repeat(x, n):
+    return (np if isinstance(x, np.ndarray) else jnp).broadcast_to(x, (x.shape[0], n))
+
+
+class Dense(AbstractMask):
+    """A mask given as an array.
+
+    **Arguments:**
+
+    - `array`: bool, broadcastable to `[*b, h, t, s]`.
+
+    **Raises:** `TypeError` if it is not bool.
+    """
+
+    array: Any
+
+    def __init__(self, array: Any):
+        self.array = as_array(array, "array")
+        if self.array.dtype != np.bool_:
+            raise TypeError(
+                f"a mask array must be bool, got {self.array.dtype}; compare it (`x > 0`), or pass "
+                "additive values as `bias`."
+            )
+
+    def operands(self):
+        return (Operand(self.array, ("", "s", "ts", "hts", "bhts")[min(self.array.ndim, 4)]),)
+
+    def visible(self, b, h, q, k, *ids):
+        return ids[0]
+
+
+class And(AbstractMask):
+    """Visible where every term is. Written `a & b`."""
+
+    terms: tuple[AbstractMask, ...]
+
+    def operands(self):
+        return sum((t.operands() for t in self.terms), ())
+
+    def visible(self, b, h, q, k, *ids):
+        return functools.reduce(operator.and_, _each(self.terms, b, h, q, k, ids))
+
+
+class Or(AbstractMask):
+    """Visible where any term is. Written `a | b`."""
+
+    terms: tuple[AbstractMask, ...]
+
+    def operands(self):
+        return sum((t.operands() for t in self.terms), ())
+
+    def visible(self, b, h, q, k, *ids):
+        return functools.reduce(operator.or_, _each(self.terms, b, h, q, k, ids))
+
+
+class Not(AbstractMask):
+    """Visible where the term is not. Written `~a`."""
+
+    term: AbstractMask
+
+    def operands(self):
+        return self.term.operands()
+
+    def visible(self, b, h, q, k, *ids):
+        return jnp.logical_not(self.term.visible(b, h, q, k, *ids))
+
+
+def _each(terms, b, h, q, k, ids):
+    for term in terms:
+        n = count_of(term)
+        yield jnp.asarray(term.visible(b, h, q, k, *ids[:n]))
+        ids = ids[n:]
+
+
+def _combine(kind, *operands):
+    terms = []
+    for x in operands:
+        if not isinstance(x, AbstractMask):
+            if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+                return NotImplemented
+            x = Dense(x)
+        terms += x.terms if isinstance(x, kind) else [x]
+    return kind(tuple(terms))

@@ -1,0 +1,61 @@
+"""What attention returns."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from ._carry import Carry
+from ._serialise import check_names, decode, encode
+
+
+class AttentionOutput(eqx.Module):
+    """The results of one call of attention. What was not asked for is None.
+
+    **Arguments:**
+
+    - `attention_weights`: the probabilities `[*b, h, t, s]`.
+    - `attention_outputs`: `[*b, t, h, v]`.
+    - `logsumexp`: of the logits over the keys, `[*b, t, h]`; `-inf` where no key is visible.
+    - `carry`: the mergeable form of the result, a [`Carry`][eqattn.Carry].
+    """
+
+    attention_weights: Float[Array, "*b h t s"] | None = None
+    attention_outputs: Float[Array, "*b t h v"] | None = None
+    logsumexp: Float[Array, "*b t h"] | None = None
+    carry: Carry | None = None
+
+    def replace(self, **kwargs: Any) -> "AttentionOutput":
+        """A copy with some fields changed. **Raises:** `TypeError` for an unknown name."""
+        return dataclasses.replace(self, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as strict JSON data; `from_dict` restores them bit for bit.
+
+        Arrays keep their dtype, not their sharding. **Raises:** `TypeError` for traced and
+        abstract arrays.
+        """
+        return {name: encode(getattr(self, name)) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "AttentionOutput":
+        """From `to_dict`. **Raises:** `ValueError` for an unknown name."""
+        check_names(cls, data)
+        values = {name: decode(value) for name, value in data.items()}
+        carry = values.get("carry")
+        if isinstance(carry, Mapping):
+            check_names(Carry, carry)
+            values["carry"] = Carry(**carry)
+        return cls(**values)
+
+    def to_json(self, **kwargs: Any) -> str:
+        """`to_dict` as strict JSON. **Arguments:** `kwargs` of `json.dumps`."""
+        return json.dumps(self.to_dict(), **{"allow_nan": False, **kwargs})
+
+    @classmethod
+    def from_json(cls, json_str: str) -> "AttentionOutput":
+        """From `to_json`."""
+        return cls.from_dict(json.loads(json_str))

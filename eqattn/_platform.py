@@ -1,0 +1,65 @@
+"""Which code runs, and for which device."""
+
+import enum
+from typing import Any
+
+from ._partition import NOT_GIVEN, text_of
+
+
+class Platform(enum.StrEnum):
+    """Which code runs: the best there is (`AUTO`), plain XLA, or a Pallas kernel."""
+
+    AUTO = "auto"
+    XLA = "xla"
+    PALLAS = "pallas"
+
+
+class Backend(enum.StrEnum):
+    """The device that the code is for, and so which `forward_*` of a strategy runs."""
+
+    ANY = "any"
+    TPU = "tpu"
+    GPU = "gpu"
+    CUDA = "cuda"
+    ROCM = "rocm"
+    CPU = "cpu"
+
+
+_DEVICE_PLATFORMS = {"tpu": Backend.TPU, "gpu": Backend.GPU}
+
+
+def device_of_platform(platform: Any) -> Backend | None:
+    """The backend that a platform names: `"tpu"` and `"gpu"` stand for Pallas on that device."""
+    if platform is None or platform is NOT_GIVEN:
+        return None
+    return _DEVICE_PLATFORMS.get(text_of(platform, "platform"))
+
+
+def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:
+    """Platform and backend from enum members or strings in any case; None means the default.
+
+    **Raises:** `ValueError` for an unknown name, and if the two name different devices.
+    """
+    name = "any" if backend is None else text_of(backend, "backend")
+    if name not in list(Backend):
+        raise ValueError(f"backend {backend!r} is not one of {[b.value for b in Backend]}.")
+    backend = Backend(name)
+    device = device_of_platform(platform)
+    if device is None:
+        name = "auto" if platform is None else text_of(platform, "platform")
+        name = "xla" if name == "jax" else name
+        if name not in list(Platform):
+            known = [p.value for p in Platform]
+            raise ValueError(
+                f"platform {platform!r} is not one of {known}, 'jax' (XLA), 'tpu' or 'gpu' "
+                "(Pallas on that backend)."
+            )
+        return Platform(name), backend
+    if backend is Backend.ANY:
+        return Platform.PALLAS, device
+    if backend is device or (device is Backend.GPU and backend in (Backend.CUDA, Backend.ROCM)):
+        return Platform.PALLAS, backend
+    raise ValueError(
+        f"platform={device.value!r} means platform='pallas' on backend={device.value!r}, but "
+        f"backend={backend.value!r} was given; leave one of them out."
+    )

@@ -1,0 +1,6 @@
+"""Where and in which order (query, key) pairs are visited."""
+
+from ._base import AttentionImpl as AttentionImpl, Support as Support
+from ._exact import AbstractExact as AbstractExact
+from .blockwise import Blockwise as Blockwise
+from .dense import Dense as Dense

@@ -1,0 +1,356 @@
+"""What every strategy is: metadata, a name, and one `forward_*` per device."""
+
+import abc
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from .._metadata import AttentionMetadata, Backend, Platform, RuntimeMode
+from .._output import AttentionOutput
+from .._partition import fitted, trimmed
+
+
+class Support(NamedTuple):
+    """Whether a strategy can do something, and if not, why.
+
+    **Arguments:**
+
+    - `ok`: whether it can.
+    - `reason`: what `attention` would raise; empty if `ok`.
+    """
+
+    ok: bool
+    reason: str
+
+
+def _defaults_to(name: str, target: str) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        return getattr(self, target)(*args, **kwargs)
+
+    forward.__name__ = name
+    forward.__qualname__ = f"AttentionImpl.{name}"
+    forward.__doc__ = f"`{target}`, unless a strategy has its own. Same arguments and result."
+    return forward
+
+
+class AttentionImpl(eqx.Module):
+    """A strategy: where, and in which order, pairs of queries and keys are visited.
+
+    A subclass needs `get_impl_name` and `forward_native`. It is then constructible from metadata
+    alone and runs through [`eqattn.attention`][], `AttentionRegistry` and its own call. Its leaves
+    must be inexact arrays, Python floats or None, so that `jax.grad`, `jax.jit` and `jax.vmap`
+    work over the strategy itself; declare every other field static.
+
+    Which `forward_*` runs follows from static metadata alone, see
+    [`selected_forward`][eqattn.AttentionImpl.selected_forward].
+
+    **Arguments:**
+
+    - `metadata`: an [`AttentionMetadata`][eqattn.AttentionMetadata].
+
+    !!! info "For authors"
+
+        - `pallas_lowerings`: class attribute, the backends (`"tpu"`, `"gpu"`, `"cuda"`, `"rocm"`)
+            for which `forward_*` has a Pallas kernel; `"gpu"` stands for both kinds.
+        - `features`: class attribute, the names that `supports` knows.
+        - `unsupported`: a hook that says what this strategy cannot do.
+    """
+
+    metadata: AttentionMetadata
+
+    pallas_lowerings: ClassVar[tuple[str, ...]] = ()
+    features: ClassVar[frozenset[str]] = frozenset(
+        "mask bias score key inference q_offset q_positions kv_positions return_weights "
+        "return_logsumexp return_carry dropout".split()
+    )
+
+    def __check_init__(self):
+        if not isinstance(self.metadata, AttentionMetadata):
+            raise TypeError(
+                f"{type(self).__name__} is built from an AttentionMetadata, got {self.metadata!r}."
+            )
+
+    @classmethod
+    @abc.abstractmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        """**Returns:** the name, or names, under which the class is registered."""
+
+    @abc.abstractmethod
+    def forward_native(
+        self,
+        q: Float[Array, "*b t h d"],
+        k: Float[Array, "*b s k d"],
+        v: Float[Array, "*b s k v"],
+        mask: Any = None,
+        bias: Any = None,
+        init_bias: Callable[[], Array] | None = None,
+        deterministic: bool = False,
+        dropout_rng: Any = None,
+        causal: bool = True,
+        **kwargs: Any,
+    ) -> AttentionOutput:
+        """Attention in plain JAX, on any device.
+
+        **Arguments:**
+
+        - `q`, `k`, `v`: `[*b, t, h, d]`, `[*b, s, k, d]` and `[*b, s, k, v]`.
+        - `mask`: which pairs are visible: a mask, or booleans that broadcast to `[*b, h, t, s]`.
+        - `bias`: added to the logits, broadcastable to `[*b, h, t, s]`. Mask and bias combine.
+        - `init_bias`: called for the bias if both `mask` and `bias` are None.
+        - `deterministic`: whether dropout is off.
+        - `dropout_rng`: the key of the dropout, required where it is on.
+        - `causal`: whether a query sees only keys at its position and before.
+        - `kwargs`: what else a strategy declares; a name that it does not declare raises.
+        """
+
+    forward_tpu = _defaults_to("forward_tpu", "forward_native")
+    forward_gpu = _defaults_to("forward_gpu", "forward_native")
+    forward_cpu = _defaults_to("forward_cpu", "forward_native")
+    forward_cuda = _defaults_to("forward_cuda", "forward_gpu")
+    forward_rocm = _defaults_to("forward_rocm", "forward_gpu")
+
+    def __call__(
+        self,
+        query: Float[Array, "*b t h d"],
+        key_: Float[Array, "*b s k d"],
+        value: Float[Array, "*b s k v"],
+        *,
+        mask: Any = None,
+        **kwargs: Any,
+    ) -> AttentionOutput:
+        """`eqattn.attention(query, key_, value, self, mask=mask, **kwargs)`, with no mask unless
+        one is given."""
+        from .._attention import attention
+
+        return attention(query, key_, value, self, mask=mask, **kwargs)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        """Runs the selected `forward_*`.
+
+        **Arguments:** those of `forward_native`.
+
+        **Raises:** `ValueError` at trace time if the metadata asks for code that there is not.
+        """
+        return getattr(self, self.selected_forward())(*args, **kwargs)
+
+    def selected_forward(self) -> str:
+        """The name of the method that `dispatch` runs, from `metadata.platform` and `backend`:
+
+        - `XLA`: `forward_native`, on any backend.
+        - `AUTO`: the `forward_*` of the backend; `ANY` stands for the default backend of JAX.
+        - `PALLAS`: the same, if the strategy has a Pallas kernel there.
+
+        **Raises:** `ValueError` naming the parameter, the strategy and the reason if not.
+        """
+        name, reason = self._select(self.metadata.platform, self.metadata.backend)
+        if reason:
+            raise ValueError(reason)
+        return name
+
+    def _select(self, platform: Platform, backend: Backend) -> tuple[str, str]:
+        if platform is Platform.XLA:
+            return "forward_native", ""
+        device = self.current_backend() if backend is Backend.ANY else backend.value
+        family = "gpu" if device in ("cuda", "rocm") else device
+        if platform is Platform.PALLAS and not {device, family} & set(self.pallas_lowerings):
+            reason = (
+                f"platform='pallas': no Pallas kernel for {self._name()} on {device} yet: use "
+                "platform='xla' or 'auto'."
+            )
+            if self.pallas_lowerings:
+                reason += f" There is one for backend {' and '.join(self.pallas_lowerings)}."
+            return "", reason
+        return f"forward_{device}", ""
+
+    def _name(self) -> str:
+        name = self.get_impl_name()
+        return name if isinstance(name, str) else name[0]
+
+    def supports(self, **features: Any) -> Support:
+        """Answers without raising what a call with these features would do.
+
+        **Arguments:**
+
+        - `features`: keywords of [`eqattn.attention`][] with the values they would have, or True
+            for any value; `platform=` and `backend=` in place of those of the metadata;
+            `dropout=True`. None and False mean that a feature is not used.
+
+        **Returns:** a [`Support`][eqattn.Support], true unless `unsupported` gives a reason.
+
+        **Raises:** `ValueError` for a name that is not in `features`.
+        """
+        known = self.features | {"platform", "backend"}
+        unknown = sorted(set(features) - known)
+        if unknown:
+            raise ValueError(f"{unknown} are not among the features {sorted(known)}.")
+        metadata = self.metadata
+        platform, backend = metadata.platform, metadata.backend
+        if "platform" in features or "backend" in features:
+            asked = {name: features[name] for name in ("platform", "backend") if name in features}
+            metadata = metadata.replace(**asked)
+            platform, backend = metadata.platform, metadata.backend
+        reason = self._select(platform, backend)[1]
+        used = {n: f for n, f in features.items() if f is not None and f is not False}
+        reason = reason or self.unsupported(used) or ""
+        return Support(not reason, reason)
+
+    def unsupported(self, features: Mapping[str, Any]) -> str | None:
+        """A hook: why this strategy cannot do something.
+
+        **Arguments:**
+
+        - `features`: those in use, by name, as in `supports`. Values may be traced: look at
+            shapes, dtypes and presence only.
+
+        **Returns:** a message naming the parameter, the strategy and the reason, or None.
+        """
+        del features
+        return None
+
+    def get_impl_metadata(self) -> AttentionMetadata:
+        """**Returns:** the metadata that the strategy was built from."""
+        return self.metadata
+
+    def get_mode(
+        self, q: Any, BTHD: bool = True, *, cache: Any = None, insert: bool = False
+    ) -> RuntimeMode:
+        """What a call is part of, from shapes and presence, never from array values.
+
+        **Arguments:**
+
+        - `q`: the query, `[*b, t, h, d]`, or `[*b, h, t, d]` if not `BTHD`.
+        - `cache`: the cache in use, or None.
+        - `insert`: whether the call inserts into a cache that serves other rows.
+
+        **Returns:** the first that holds: `__insert__` if `insert`; `__autoregressive__` if there
+        is one query; `__prefill__` if there is a cache; `__train__`.
+        """
+        if not isinstance(insert, bool):
+            raise TypeError(f"insert is True or False: the mode is static. Got {insert!r}.")
+        if len(q.shape) < 3:
+            raise ValueError(f"A query has at least 3 axes (time, heads, dim), got {q.shape}.")
+        if insert:
+            return RuntimeMode.INSERT
+        if q.shape[-3 if BTHD else -2] == 1:
+            return RuntimeMode.AUTOREGRESSIVE
+        return RuntimeMode.TRAIN if cache is None else RuntimeMode.PREFILL
+
+    @staticmethod
+    def current_backend() -> Literal["tpu", "gpu", "cpu"]:
+        """The default backend of JAX, which this starts.
+
+        **Raises:** `ValueError` for any other backend.
+        """
+        backend = jax.default_backend()
+        backend = "gpu" if backend in ("cuda", "rocm") else backend
+        if backend not in ("tpu", "gpu", "cpu"):
+            raise ValueError(
+                f"backend='any' is {backend!r} here, which has no forward_* method: use "
+                "platform='xla', or name a backend."
+            )
+        return backend
+
+    def create_stable_sharding(
+        self,
+        state_ps: PartitionSpec | None = None,
+        preserved_indices: Sequence[int] | None = None,
+        clone_ps: PartitionSpec | None = None,
+        dep: PartitionSpec | bool | None = True,
+        tensor: Any = None,
+    ) -> PartitionSpec | None:
+        """A specification that keeps only some axes sharded.
+
+        **Arguments:**
+
+        - `state_ps`: the specification to start from.
+        - `preserved_indices`: the array axes that stay sharded; None for all, as in `state_ps`.
+        - `clone_ps`: where the preserved axes are taken from, default `state_ps`.
+        - `dep`: None or False if what the tensor depends on is absent: then the result is None.
+        - `tensor`: an array, or anything with a shape. Mesh axes that do not divide its axis, or
+            that the mesh (of the metadata, else of `jax.set_mesh`) lacks, are dropped.
+
+        **Returns:** a `PartitionSpec`, without trailing Nones unless it is `state_ps` itself; None
+        if `state_ps` is None or by `dep`.
+
+        **Raises:** `ValueError` for an index out of range, or for a tensor without a mesh.
+        """
+        if state_ps is None or dep is None or dep is False:
+            return None
+        spec = state_ps
+        if preserved_indices is not None:
+            source = state_ps if clone_ps is None else clone_ps
+            rank = max(len(source), len(state_ps)) if tensor is None else len(tensor.shape)
+            entries: list[Any] = [None] * rank
+            for index in map(operator.index, preserved_indices):
+                if not 0 <= index < rank:
+                    raise ValueError(f"preserved index {index} is not an axis of {rank} axes.")
+                entries[index] = source[index] if index < len(source) else None
+            spec = trimmed(PartitionSpec(*entries))
+        if tensor is None:
+            return spec
+        mesh = self.metadata.mesh
+        mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        if mesh.empty:
+            raise ValueError(
+                f"The sharding {spec} of a tensor of shape {tuple(tensor.shape)} depends on a "
+                "mesh: give metadata.mesh, or call under jax.set_mesh."
+            )
+        return fitted(spec, tensor.shape, mesh)
+
+    @staticmethod
+    def repeat_kv_heads(
+        k: Float[Array, "*b s k d"], v: Float[Array, "*b s k v"], num_reps: int
+    ) -> tuple[Float[Array, "*b s h d"], Float[Array, "*b s h v"]]:
+        """Each key and value head, `num_reps` times in a row.
+
+        No strategy of this package needs it: grouped queries never copy keys and values.
+
+        **Arguments:**
+
+        - `k`, `v`: `[*b, s, k, d]` and `[*b, s, k, v]`.
+        - `num_reps`: query heads per key head, at least 1.
+        """
+        num_reps = operator.index(num_reps)
+        if num_reps < 1 or k.ndim < 3 or k.shape[:-1] != v.shape[:-1]:
+            raise ValueError(
+                f"repeat_kv_heads takes k [*b, s, k, d], v [*b, s, k, v] and num_reps >= 1, got "
+                f"{k.shape}, {v.shape} and {num_reps}."
+            )
+        return jnp.repeat(k, num_reps, axis=-2), jnp.repeat(v, num_reps, axis=-2)
+
+
+# The delegating methods show the arguments that they pass on.
+for _method in ("forward_tpu", "forward_gpu", "forward_cpu", "forward_cuda", "forward_rocm"):
+    _signature = inspect.signature(AttentionImpl.__dict__["forward_native"])
+    AttentionImpl.__dict__[_method].__signature__ = _signature
+
+
+def choose_bias(mask: Any, bias: Any, init_bias: Callable[[], Array] | None) -> Any:
+    """The bias of a `forward_*`: `init_bias()` only where both mask and bias are None."""
+    if mask is None and bias is None and init_bias is not None:
+        return init_bias()
+    return bias
+
+
+def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout_rng: Any) -> Any:
+    """The key of a `forward_*`'s dropout, None where it is off.
+
+    **Raises:** `ValueError` if dropout is on and there is no key.
+    """
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic is True or False: it is static. Got {deterministic!r}.")
+    if deterministic or metadata.dropout_prob == 0:
+        return None
+    if dropout_rng is None:
+        raise ValueError(
+            f"dropout_prob={metadata.dropout_prob} with deterministic=False needs dropout_rng: "
+            "pass a key, or deterministic=True."
+        )
+    return dropout_rng

@@ -1,0 +1,59 @@
+"""One device: rows outside, their live columns inside."""
+
+from typing import Any
+
+import equinox as eqx
+
+from .._blocks import choose_blocking, fold_problem
+from .._cached import cached
+from .._metadata import AttentionMetadata
+from .._problem import Problem
+from .._registry import AttentionRegistry
+from ._exact import AbstractExact
+
+
+@cached
+def _fold(problem: Problem, *, block_q, block_k):
+    return fold_problem(problem, choose_blocking(problem, block_q, block_k))
+
+
+@AttentionRegistry.register
+class Blockwise(AbstractExact):
+    """Exact attention in memory linear in the sequence, block by block.
+
+    Blocks that the mask empties are never visited, full ones are not masked, and the answer does
+    not depend on the block sizes. Keys and values are never repeated for grouped queries.
+
+    **Arguments:**
+
+    - `metadata`: scale, soft cap, sinks, dropout, dtypes, and the block sizes `blocksize_q` and
+        `blocksize_k` (None: automatic).
+    - `precision`: of the products; None means exact float32 products for float32 inputs and the
+        platform's default for narrower ones.
+
+    ??? cite "Reference"
+
+        Rabe and Staats, *Self-attention does not need O(n^2) memory*, 2021 (arXiv:2112.05682);
+        Dao et al., *FlashAttention*, 2022 (arXiv:2205.14135).
+    """
+
+    metadata: AttentionMetadata
+    precision: Any = eqx.field(static=True, default=None)
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "blockwise"
+
+    def fold(self, problem: Problem):
+        carry = _fold(
+            problem, block_q=self.metadata.blocksize_q, block_k=self.metadata.blocksize_k
+        )
+        return carry, None
+
+    def unsupported(self, features) -> str | None:
+        if features.get("return_weights"):
+            return (
+                "return_weights: blockwise attention never forms the weights; use "
+                "Dense(metadata) (registry name 'dense')."
+            )
+        return super().unsupported(features)

@@ -1,0 +1,83 @@
+"""The plain softmax: the reference, and the strategy that returns attention weights."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._blocks import BATCH, choose_blocking, HEAD, Parts
+from .._cached import cached
+from .._carry import Carry, gauge
+from .._fold import weighted_sum
+from .._metadata import AttentionMetadata
+from .._problem import Problem
+from .._registry import AttentionRegistry
+from .._sweep import PARTIAL
+from ._exact import AbstractExact
+
+
+@cached
+def _fold(problem: Problem) -> tuple[Carry, Array]:
+    t, s, heads, _ = problem.sizes
+    blocking = choose_blocking(problem, max(t, 1), max(s, 1))
+    if 0 in (*blocking.grid, t):
+        shape = (blocking.batch, t, heads)
+        empty = Carry.empty(shape, problem.value.shape[-1], problem.accumulation)
+        return empty, jnp.zeros((blocking.batch, heads, t, s), problem.accumulation)
+    parts = Parts(problem, blocking)
+    logits = parts.logits(PARTIAL)
+    all_finite = jnp.isfinite(parts.value).all()
+
+    def block(blocks, v):
+        s, *weight = logits(*blocks)
+        top = s.max(0)
+        p = jnp.exp(s - gauge(top)[None])
+        kept = p * weight[0] if weight else p
+        num = weighted_sum(v, kept, s != -jnp.inf, all_finite, parts.products)
+        return num, p.sum(0), jax.lax.stop_gradient(top), kept
+
+    single = {a: n for a, n in zip((BATCH, HEAD), blocking.grid)}
+    operands = [_squeeze(x, a) for x, a in zip(parts.operands, parts.axes)]
+    operands = [x.astype(problem.accumulation) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                for x in operands]  # fmt: skip
+    value = parts.value[:, :, 0].astype(problem.accumulation)
+    for axis in (HEAD, BATCH):
+        mapped = [0 if axis in a else None for a in parts.axes]
+        block = jax.vmap(block, (mapped, 0), axis_size=single[axis])
+    num, den, top, kept = block(operands, value)
+    carry = Carry(*[blocking.from_rows(x[:, :, None]) for x in (num, den, top)])
+    inverse = jnp.where(den == 0, 0, 1 / jnp.where(den == 0, 1, den))
+    weights = jnp.swapaxes(kept * inverse[:, :, None], -1, -2)
+    return carry, weights.reshape(blocking.batch, heads, t, s)
+
+
+def _squeeze(x: Array, axes: tuple[int, ...]) -> Array:
+    """An operand without the axes of rows and columns, which have one block each."""
+    return x.reshape([n for a, n in zip(axes, x.shape) if a < -2] + list(x.shape[len(axes) :]))
+
+
+@AttentionRegistry.register
+class Dense(AbstractExact):
+    """Exact attention that forms all logits at once, in memory queries x keys.
+
+    It is differentiated by JAX's own rules, without this library's, and is the only strategy with
+    `return_weights=True`: the probabilities `[*b, h, t, s]` as they multiply the values (after
+    dropout; with sinks they sum to less than one).
+
+    **Arguments:**
+
+    - `metadata`: as for `Blockwise`; block sizes must be None.
+    - `precision`: as for `Blockwise`.
+    """
+
+    metadata: AttentionMetadata
+    precision: Any = eqx.field(static=True, default=None)
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "dense"
+
+    def fold(self, problem: Problem):
+        return _fold(problem)

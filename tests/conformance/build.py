@@ -1,0 +1,260 @@
+"""From a case to arrays: the library's arguments on one side, the oracle's problem on the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import bound, oracle_masks as om
+from .cases import Case, name_of
+from .oracle import Problem
+
+
+Q_OFFSET = 3
+DROPOUT_SEED = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """`variants` share every argument but q, k and v; transforms with a leading axis use two of them."""
+
+    case: Case
+    variants: tuple[dict[str, Any], ...]  # the differentiable arguments, as the library takes them
+    directions: dict[str, Any]
+    ct_out: Any
+    ct_lse: Any
+    mask: Any
+    offset: Any
+    problems: tuple[Problem, ...]
+    precision: bound.Precision
+
+    def to_oracle(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Library shapes to the oracle's: leading axes flattened, values exact."""
+        return {n: np.asarray(x).astype(self.precision.reference).reshape(self.shape_of(n)) for n, x in arguments.items()}
+
+    def shape_of(self, name: str):
+        return np.shape(getattr(self.problems[0], name))
+
+    @functools.cached_property
+    def oracle_directions(self):
+        return self.to_oracle(self.directions)
+
+    @functools.cached_property
+    def oracle_cts(self):
+        (b, t, h, _), v = np.shape(self.problems[0].q), np.shape(self.problems[0].v)[-1]
+        ct_out = np.asarray(self.ct_out).astype(self.precision.reference).reshape(b, t, h, v)
+        return ct_out, np.asarray(self.ct_lse).astype(self.precision.reference).reshape(b, t, h)
+
+    def values(self, i=0):
+        return bound.values(self.problems[i], self.precision)
+
+    def grads(self, i=0):
+        return bound.grads(self.problems[i], *self.oracle_cts, self.precision)
+
+    def tangents(self, i=0):
+        return bound.tangents(self.problems[i], self.oracle_directions, self.precision)
+
+    def hvps(self, i=0):
+        return bound.hvps(self.problems[i], *self.oracle_cts, self.oracle_directions, self.precision)
+
+
+def dtypes_of(case: Case):
+    """Of the inputs, and of parameters and logsumexp."""
+    dtype = jnp.dtype(case["dtype"])
+    return dtype, jnp.dtype("float64" if case["dtype"] == "float64" else "float32")
+
+
+def bias_shape(kind: str, lead, h, t, s):
+    ones = (1,) * len(lead)
+    return {
+        "full": (*lead, h, t, s),
+        "heads": (*ones, h, t, s),
+        "keys": (*lead, 1, 1, s),
+        "rows": (*ones, h, t, 1),
+        "batch": (*lead, 1, t, s),
+        "unbatched": (h, t, s),
+    }[kind]
+
+
+def make_mask(kind: str, rng, lead, h, t, s, offset: int):
+    """The library's mask and the oracle's."""
+    from eqattn import masks as m
+
+    b = int(np.prod(lead))
+
+    def per_batch(low, high):
+        x = rng.integers(low, high, lead, dtype=np.int32)
+        return jnp.asarray(x), x.reshape(b)
+
+    def ids(n):
+        x = np.sort(rng.integers(-1, 3, (*lead, n)), -1).astype(np.int32)
+        return jnp.asarray(x), x.reshape(b, n)
+
+    if kind == "none":
+        return None, None
+    if kind == "causal":
+        return m.Causal(), om.causal(t, s, 0, offset)
+    if kind == "causal_offset":
+        shift = s - t if s != t else 2
+        return m.Causal(shift), om.causal(t, s, shift, offset)
+    if kind == "window":
+        return m.SlidingWindow(5, 2), om.window(t, s, 5, 2, 0, offset)
+    if kind == "window_sinks":
+        return m.SlidingWindow(3, 1, sinks=2), om.window(t, s, 3, 1, 2, offset)
+    if kind == "segments":
+        (q_ids, q_plain), (kv_ids, kv_plain) = ids(t), ids(s)
+        return m.Segments(q_ids, kv_ids), om.segments(q_plain, kv_plain)
+    if kind == "lengths":
+        ends, plain = per_batch(0, s + 1)
+        return m.KeyPadding(ends), om.lengths(t, s, plain)
+    if kind == "starts":
+        (starts, low), (ends, high) = per_batch(0, s // 2 + 1), per_batch(s // 2, s + 1)
+        return m.KeyPadding(ends, starts), om.lengths(t, s, high, low)
+    if kind == "prefix":
+        prefix, plain = per_batch(0, s // 2 + 1)
+        return m.PrefixLM(prefix), om.prefix_lm(t, s, plain, offset)
+    if kind == "block_causal":
+        return m.BlockCausal(4), om.block_causal(t, s, 4, offset)
+    if kind == "chunked_causal":
+        return m.ChunkedCausal(5), om.chunked_causal(t, s, 5, offset)
+    if kind == "tree":
+        parents = np.array([rng.integers(-1, i) if i else -1 for i in range(t)], np.int32)
+        return m.Tree(jnp.asarray(parents), start=s - t), om.tree(t, s, parents, s - t)
+    if kind == "dense":
+        x = rng.random((*lead, h, t, s)) < 0.6
+        return m.Dense(jnp.asarray(x)), x.reshape(b, h, t, s)
+    if kind == "array":
+        x = rng.random((*lead, 1, t, s)) < 0.6
+        return jnp.asarray(x), x.reshape(b, 1, t, s)
+    if kind == "and":
+        (q_ids, q_plain), (kv_ids, kv_plain) = ids(t), ids(s)
+        ends, plain = per_batch(0, s + 1)
+        mask = m.Causal() & m.Segments(q_ids, kv_ids) & m.KeyPadding(ends)
+        return mask, om.causal(t, s, 0, offset) & om.segments(q_plain, kv_plain) & om.lengths(t, s, plain)
+    if kind == "or":
+        ends, plain = per_batch(0, s + 1)
+        return m.SlidingWindow(2, 0) | m.KeyPadding(ends), om.window(t, s, 2, 0, 0, offset) | om.lengths(t, s, plain)
+    if kind == "not":
+        mask = ~m.SlidingWindow(2, 1) & m.BlockCausal(8)
+        return mask, ~om.window(t, s, 2, 1, 0, offset) & om.block_causal(t, s, 8, offset)
+    raise AssertionError(kind)
+
+
+def build(case: Case) -> Built:
+    """Call under `jax.enable_x64` for float64 cases."""
+    rng = np.random.default_rng(zlib.crc32(name_of(case).encode()))
+    (t, s), (h, kv), (d, dv), lead = case["length"], case["heads"], case["dims"], case["lead"]
+    b, dtype, wide = int(np.prod(lead)), *dtypes_of(case)
+
+    def normal(shape, kind):
+        return jnp.asarray(rng.standard_normal(shape).astype(kind))
+
+    def qkv():
+        shapes = {"q": (*lead, t, h, d), "k": (*lead, s, kv, d), "v": (*lead, s, kv, dv)}
+        return {n: normal(shape, dtype) for n, shape in shapes.items()}
+
+    shared: dict[str, Any] = {}
+    if case["bias"] != "none":
+        shared["bias"] = normal(bias_shape(case["bias"], lead, h, t, s), dtype)
+    if case["sinks"] != "none":
+        shared["sinks"] = normal({"H": (h,), "Hn": (h, 3), "1n": (1, 2)}[case["sinks"]], wide)
+    if case["score"] in ("alibi", "both"):
+        shared["slopes"] = jnp.asarray(rng.uniform(0.05, 0.3, h).astype(wide))
+    if case["score"] in ("t5", "t5_causal", "both"):
+        shared["table"] = normal((8, h), wide)
+    for name, value in (("scale", 0.3), ("cap", 2.5)):
+        if case[name] == "array":
+            shared[name] = jnp.asarray(value, wide)
+    variants = tuple({**qkv(), **shared} for _ in range(2))
+    directions = {n: normal(x.shape, x.dtype) for n, x in variants[0].items()}
+
+    offset = {"none": None, "int": Q_OFFSET, "array": jnp.asarray(Q_OFFSET, jnp.int32)}[case["offset"]]
+    shift = 0 if offset is None else Q_OFFSET
+    mask, visible = make_mask(case["mask"], rng, lead, h, t, s, shift)
+
+    precision = bound.precision_of(dtype)
+    constants: dict[str, Any] = {"mask": visible, "scale": {"none": d**-0.5}.get(case["scale"], 0.3)}
+    if case["cap"] != "none":
+        constants["cap"] = 2.5
+    if "slopes" in shared:
+        constants["distance"] = om.distance(t, s, shift)
+    if "table" in shared:
+        constants["bucket"] = om.t5_bucket(t, s, 8, case["score"] != "t5_causal", 16, shift)
+    if case["dropout"]:
+        from eqattn import dropout_mask
+
+        keep = dropout_mask(jax.random.key(DROPOUT_SEED), lead, h, t, s, case["dropout"])
+        constants |= {"keep": np.asarray(keep).reshape(b, h, t, s), "rate": case["dropout"]}
+
+    def flat(name, x):
+        x = np.asarray(x).astype(precision.reference)
+        if name in "qkv":
+            return x.reshape(b, *x.shape[len(lead) :])
+        return x.reshape(-1, *x.shape[-3:]) if name == "bias" else x
+
+    problems = tuple(Problem(**{**constants, **{n: flat(n, x) for n, x in a.items()}}) for a in variants)
+    return Built(
+        case=case,
+        variants=variants,
+        directions=directions,
+        ct_out=normal((*lead, t, h, dv), dtype),
+        ct_lse=normal((*lead, t, h), wide),
+        mask=mask,
+        offset=offset,
+        problems=problems,
+        precision=precision,
+    )
+
+
+def library_call(built: Built):
+    """`(arguments, dynamic) -> (out, lse)` and `dynamic`, the call-time arrays of the mask and offset.
+
+    With an array offset they are traced; otherwise they are constants of the program.
+    """
+    import eqattn
+    from eqattn import scores as sc
+
+    case = built.case
+    dtype, _ = dtypes_of(case)
+    traced = case["offset"] == "array"
+    dynamic, static = eqx.partition((built.mask, built.offset), eqx.is_array if traced else lambda _: False)
+    block_q, block_k = case["block"]
+
+    def call(arguments, dynamic):
+        mask, offset = eqx.combine(dynamic, static)
+        score = []
+        if "slopes" in arguments:
+            score.append(sc.ALiBi(arguments["slopes"]))
+        if "table" in arguments:
+            score.append(sc.T5Bias(arguments["table"], bidirectional=case["score"] != "t5_causal", max_distance=16))
+        metadata = eqattn.AttentionMetadata(
+            runtime_dtype=dtype,
+            softmax_scale={"none": None, "float": 0.3}.get(case["scale"], arguments.get("scale")),
+            logits_soft_cap={"none": None, "float": 2.5}.get(case["cap"], arguments.get("cap")),
+            softmax_aux=arguments.get("sinks"),
+            dropout_prob=case["dropout"],
+            blocksize_q=block_q,
+            blocksize_k=block_k,
+        )
+        output = eqattn.attention(
+            arguments["q"],
+            arguments["k"],
+            arguments["v"],
+            eqattn.AttentionRegistry.create(case["target"][0], metadata),
+            mask=mask,
+            bias=arguments.get("bias"),
+            score=score or None,
+            key=jax.random.key(DROPOUT_SEED) if case["dropout"] else None,
+            q_offset=offset,
+            return_logsumexp=True,
+        )
+        return output.attention_outputs, output.logsumexp
+
+    return call, dynamic

@@ -1,0 +1,145 @@
+"""The conformance matrix: axes, the combinations that make no sense, and covering arrays over the rest.
+
+A case is a dict with one value per axis. `covering(2)` holds every valid pair of values of any two axes, `covering(3)`
+every valid triple. Generation is greedy and deterministic.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+
+AXES: dict[str, tuple] = {
+    "mask": (
+        "none",
+        "causal",
+        "causal_offset",
+        "window",
+        "window_sinks",
+        "segments",
+        "lengths",
+        "starts",
+        "prefix",
+        "block_causal",
+        "chunked_causal",
+        "tree",
+        "dense",
+        "array",
+        "and",
+        "or",
+        "not",
+    ),
+    "length": ((16, 16), (1, 1), (1, 23), (24, 0), (7, 13), (13, 7), (37, 37), (32, 48), (61, 67)),
+    "transform": ("jit", "grad", "jvp", "linearize", "hvp", "vmap", "vmap_grad", "scan", "checkpoint"),
+    "block": ((1, 1), (1, 16), (5, 3), (16, 16), (16, 7), (128, 128), (1000, 16)),
+    "bias": ("none", "full", "heads", "keys", "rows", "batch", "unbatched"),
+    "score": ("none", "alibi", "t5", "t5_causal", "both"),
+    "heads": ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1)),
+    "dims": ((8, 8), (4, 7), (16, 8), (1, 3)),
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "sinks": ("none", "H", "Hn", "1n"),
+    "lead": ((2,), (), (2, 2)),
+    "cap": ("none", "float", "array"),
+    "scale": ("none", "float", "array"),
+    "offset": ("none", "int", "array"),
+    "dropout": (0.0, 0.25),
+    # (registry name, devices). A ring adds ("ring", 2), ("ring", 4); a work list ("ragged", 1).
+    "target": (("blockwise", 1), ("dense", 1)),
+}
+
+# What a target cannot do, as {axis: values}. Empty for those that do everything.
+TARGET_LIMITS: dict[str, dict[str, tuple]] = {}
+
+Case = dict
+
+
+def invalid(case: Case) -> str | None:
+    """Why a (partial) case makes no sense, or `None`."""
+    t, s = case.get("length", (None, None))
+    if case.get("mask") == "tree":
+        if t is not None and not 0 < t <= s:
+            return "a tree's nodes are the last t keys: t <= s"
+        if case.get("offset", "none") != "none":
+            return "a tree's rows are nodes, not positions"
+    if case.get("bias") == "batch" and case.get("lead") == ():
+        return "no batch axis to vary over"
+    if case.get("bias") == "unbatched" and case.get("lead") == ():
+        return "no batch axis to leave out"
+    if case.get("dropout", 0.0) and case.get("offset", "none") != "none":
+        return "dropout_mask() gives the bits of positions that start at zero"
+    for axis, values in TARGET_LIMITS.get(case.get("target", ("",))[0], {}).items():
+        if axis in case and case[axis] in values:
+            return f"{case['target'][0]} does not support {axis}={case[axis]}"
+    return None
+
+
+def _groups(strength: int):
+    return list(itertools.combinations(AXES, strength))
+
+
+def _uncovered(strength: int) -> dict:
+    """For each group of axes, the value tuples that are possible."""
+    left = {}
+    for group in _groups(strength):
+        tuples = itertools.product(*(AXES[axis] for axis in group))
+        left[group] = {values for values in tuples if invalid(dict(zip(group, values, strict=True))) is None}
+    return left
+
+
+def _complete(seed: Case, left: dict, touching: dict, rng: random.Random) -> Case | None:
+    """Extend `seed` axis by axis, each time with the value that covers the most."""
+    case = dict(seed)
+    axes = [axis for axis in AXES if axis not in case]
+    rng.shuffle(axes)
+    for axis in axes:
+        live = [g for g in touching[axis] if left[g] and all(a in case or a == axis for a in g)]
+        best, best_gain = None, -1.0
+        for value in AXES[axis]:
+            case[axis] = value
+            if invalid(case) is None:
+                gain = sum(tuple(case[a] for a in g) in left[g] for g in live) + rng.random()
+                if gain > best_gain:
+                    best, best_gain = value, gain
+        if best_gain < 0:
+            return None
+        case[axis] = best
+    return case
+
+
+def _order(case: Case) -> Case:
+    return {axis: case[axis] for axis in AXES}
+
+
+@functools.cache
+def covering(strength: int, seed: int = 0) -> tuple[Case, ...]:
+    """A covering array of the given strength, greedy, the same on every machine."""
+    rng = random.Random(seed)
+    left = _uncovered(strength)
+    touching = {axis: [g for g in left if axis in g] for axis in AXES}
+    cases: list[Case] = []
+    for group in sorted(left, key=lambda g: -len(left[g])):
+        for values in sorted(left[group], key=repr):
+            if values not in left[group]:
+                continue
+            start = dict(zip(group, values, strict=True))
+            case = next(c for _ in range(50) if (c := _complete(start, left, touching, rng)) is not None)
+            cases.append(_order(case))
+            for g in left:
+                left[g].discard(tuple(case[a] for a in g))
+    return tuple(cases)
+
+
+def _short(value) -> str:
+    if isinstance(value, tuple):
+        return "x".join(str(v) for v in value) or "scalar"
+    return str(value)
+
+
+def name_of(case: Case) -> str:
+    """A test id that says what is on: `causal-16x16-grad-bias_full-...`."""
+    always = ("mask", "length", "transform", "block", "heads", "dims", "dtype", "lead", "target")
+    parts = [_short(case[axis]) for axis in always]
+    parts += [f"{a}_{_short(case[a])}" for a in AXES if a not in always and case[a] not in ("none", 0.0)]
+    return "-".join(parts)

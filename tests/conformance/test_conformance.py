@@ -1,0 +1,128 @@
+"""Every case of the covering array: values and all gradients within the bound of the oracle.
+
+The default run takes the pairwise array. `pytest -m slow` takes the 3-wise one; `EQATTN_SHARD=i/n` runs the i-th of n
+equal parts (from 1), and cases that passed before with the same sources are not run again (`EQATTN_FRESH=1` forgets).
+`EQATTN_TARGETS=blockwise` restricts the strategies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from . import build, transforms
+from .bound import excess
+from .cases import covering, name_of
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def _sources() -> str:
+    digest = hashlib.sha256(f"{jax.__version__}".encode())
+    for path in sorted([*ROOT.glob("eqattn/**/*.py"), *pathlib.Path(__file__).parent.glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Passed:
+    """The names of the 3-wise cases that passed with these sources, one a line: appending is safe between processes."""
+
+    def __init__(self):
+        self.path = ROOT / ".pytest_cache" / f"eqattn-passed-{_sources()}.txt"
+
+    def names(self) -> set[str]:
+        fresh = os.environ.get("EQATTN_FRESH") or not self.path.exists()
+        return set() if fresh else set(self.path.read_text().split("\n"))
+
+    def add(self, name: str) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(name + "\n")
+
+
+def _selected(strength: int):
+    targets = os.environ.get("EQATTN_TARGETS")
+    cases = [c for c in covering(strength) if not targets or c["target"][0] in targets.split(",")]
+    if strength == 3:
+        part, parts = (int(x) for x in os.environ.get("EQATTN_SHARD", "1/1").split("/"))
+        if not 1 <= part <= parts:
+            raise pytest.UsageError(f"EQATTN_SHARD={part}/{parts}: need 1 <= i <= n")
+        cases = cases[part - 1 :: parts]
+    return cases
+
+
+def pytest_generate_tests(metafunc):
+    if "case" not in metafunc.fixturenames:
+        return
+    strength = 3 if metafunc.function is test_3wise else 2
+    # The 3-wise array takes seconds to generate: only when it is asked for.
+    wanted = strength == 2 or "not slow" not in (metafunc.config.getoption("markexpr") or "not slow")
+    cases = _selected(strength) if wanted else []
+    metafunc.parametrize("case", cases, ids=[name_of(c) for c in cases])
+
+
+def judge(result: dict, built: build.Built) -> dict[str, float]:
+    """The worst error over its bound, for every array of the result."""
+    worst = {}
+
+    def compare(label, actual: dict, reference: dict):
+        for name, x in actual.items():
+            x = np.asarray(x)
+            shape = np.shape(reference[name].primal)
+            expected = built.variants[0].get(name) if label.startswith(("grads", "hvps", "summed")) else None
+            if expected is not None:
+                assert (x.shape, x.dtype) == (expected.shape, expected.dtype), f"{label} {name}: {x.shape} {x.dtype}"
+            if name == "out":
+                assert (x.shape, x.dtype) == (built.ct_out.shape, built.ct_out.dtype), f"{label} out: {x.shape} {x.dtype}"
+            if name == "lse":
+                assert (x.shape, x.dtype) == (built.ct_lse.shape, built.ct_lse.dtype), f"{label} lse: {x.shape} {x.dtype}"
+            worst[f"{label}.{name}"] = excess(x.reshape(shape), reference[name])
+
+    references = {"values": built.values, "values_under_vjp": built.values, "grads": built.grads}
+    references |= {"tangents": built.tangents, "hvps": built.hvps}
+    for kind, per_variant in result.items():
+        if kind == "summed":
+            first, second = built.grads(0), built.grads(1)
+            compare(kind, per_variant, {n: first[n] + second[n] for n in per_variant})
+        else:
+            for i, actual in enumerate(per_variant):
+                compare(f"{kind}[{i}]", actual, references[kind](i))
+    return worst
+
+
+def check(case) -> None:
+    with jax.enable_x64(True) if case["dtype"] == "float64" else contextlib.nullcontext():
+        built = build.build(case)
+        call, dynamic = build.library_call(built)
+        transform = transforms.TRANSFORMS[case["transform"]]
+
+        @jax.jit
+        def program(variants, directions, cts, dynamic):
+            return transform(lambda a: call(a, dynamic), variants, directions, cts)
+
+        result = program(built.variants, built.directions, (built.ct_out, built.ct_lse), dynamic)
+        result = jax.tree.map(np.asarray, result)
+        with np.errstate(all="ignore"):
+            worst = judge(result, built)
+    failures = {name: ratio for name, ratio in worst.items() if not ratio <= 1}
+    assert not failures, f"error / bound: {failures}"
+
+
+def test_pairwise(case):
+    check(case)
+
+
+@pytest.mark.slow
+def test_3wise(case):
+    passed = Passed()
+    if name_of(case) in passed.names():
+        pytest.skip("passed before with the same sources")
+    check(case)
+    passed.add(name_of(case))
