@@ -4,6 +4,7 @@
 """
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Literal as Literal
@@ -42,6 +43,19 @@ def abstract(array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, spec)
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes, sharding=sharding)
+
+
+def explicit_axes(array) -> tuple[str, ...]:
+    """The explicit axes of the mesh that an array's type is sharded over."""
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return () if mesh is None or mesh.empty else tuple(mesh.explicit_axes)
+
+
+def sharding_of(array) -> tuple:
+    """The partition of each axis in an array's type."""
+    spec = tuple(jax.typeof(array).sharding.spec)
+    return spec + (None,) * (jnp.ndim(array) - len(spec))
 
 
 def is_zero(tangent) -> bool:

@@ -104,10 +104,12 @@ def _broadcast_in_dim(eqn, a, *_):
     return _to_shape(a, [sizes.get(d, 1) for d in range(eqn.outvars[0].aval.ndim)])
 
 
-def _reshape(eqn, a, *_):
-    if eqn.params.get("dimensions") is not None:
-        return None
+def _flatten(eqn, a, *_):
     return _to_shape(_full(a, eqn.invars[0].aval.shape), eqn.outvars[0].aval.shape)
+
+
+def _reshape(eqn, a, *_):
+    return None if eqn.params["dimensions"] is not None else _flatten(eqn, a)
 
 
 def _transpose(eqn, a):
@@ -266,7 +268,7 @@ def _gather(eqn, table, indices):
 ARRAY_RULES = {  # (eqn, *intervals) -> interval, None if unknown
     P.broadcast_in_dim_p: _broadcast_in_dim,
     P.reshape_p: _reshape,
-    P.squeeze_p: lambda eqn, a: _reshape(eqn, a),
+    P.squeeze_p: _flatten,
     P.transpose_p: _transpose,
     P.slice_p: _slice,
     P.concatenate_p: _concatenate,

@@ -123,7 +123,7 @@ def _by_constant(dtype, a, n, fn):
     """`fn(a, n) -> (lo, hi)` for a positive divisor known at each grid cell."""
     if kind(dtype) != "i" or not n.point:
         return None
-    one = np.dtype(dtype).type(1)
+    one = carrier(dtype).type(1)
     lo, hi = fn(a, xp_of(n.lo).maximum(n.lo, one))
     if a.point and isinstance(n.lo, np.ndarray) and (n.lo >= one).all():
         return Interval(lo, lo)
@@ -138,14 +138,14 @@ def remainder(dtype, a, n):
     def fn(a, n):
         first, xp = a.lo // n, xp_of(a.lo, a.hi, n)
         one_period = first == a.hi // n
-        lo = xp.where(one_period, a.lo - first * n, np.dtype(dtype).type(0))
-        return lo, xp.where(one_period, a.hi - first * n, n - np.dtype(dtype).type(1))
+        lo = xp.where(one_period, a.lo - first * n, carrier(dtype).type(0))
+        return lo, xp.where(one_period, a.hi - first * n, n - carrier(dtype).type(1))
 
     return _by_constant(dtype, a, n, fn)
 
 
 def _truncate_divide(dtype, a, n):
-    zero, one = np.dtype(dtype).type(0), np.dtype(dtype).type(1)
+    zero, one = carrier(dtype).type(0), carrier(dtype).type(1)
 
     def fn(a, n):
         def trunc(x):
@@ -162,7 +162,7 @@ def _truncate_divide(dtype, a, n):
 
 
 def _truncate_remainder(dtype, a, n):
-    zero, one = np.dtype(dtype).type(0), np.dtype(dtype).type(1)
+    zero, one = carrier(dtype).type(0), carrier(dtype).type(1)
 
     def fn(a, n):
         xp = xp_of(a.lo, a.hi, n)
@@ -184,7 +184,7 @@ def _truncate_remainder(dtype, a, n):
 def _and(dtype, a, b):
     if kind(dtype) == "b":
         return Interval(a.lo & b.lo, a.hi & b.hi)
-    zero, one = np.dtype(dtype).type(0), np.dtype(dtype).type(1)
+    zero, one = carrier(dtype).type(0), carrier(dtype).type(1)
     for x, m in ((a, b), (b, a)):  # a low-bits mask is a remainder
         if m.point and isinstance(m.lo, np.ndarray):
             n = m.lo + one
@@ -199,7 +199,7 @@ def _and(dtype, a, b):
 def _or(dtype, a, b):
     if kind(dtype) == "b":
         return Interval(a.lo | b.lo, a.hi | b.hi)
-    zero, most = np.dtype(dtype).type(0), limits(dtype)[1]
+    zero, most = carrier(dtype).type(0), limits(dtype)[1]
     xp = xp_of(*a, *b)
     hi = xp.where(a.hi <= most - xp.maximum(b.hi, zero), a.hi + b.hi, most)
     return guard((a.lo >= zero) & (b.lo >= zero), xp.maximum(a.lo, b.lo), hi, dtype)
@@ -210,7 +210,7 @@ def _xor(dtype, a, b):
         known, odd = (a.lo == a.hi) & (b.lo == b.hi), a.lo ^ b.lo
         return Interval(known & odd, ~known | odd)
     v = _or(dtype, a, b)
-    least, zero = limits(dtype)[0], np.dtype(dtype).type(0)
+    least, zero = limits(dtype)[0], carrier(dtype).type(0)
     lo = xp_of(v.lo).where(v.lo >= zero, zero, least)
     return Interval(lo, v.hi)
 
@@ -223,7 +223,7 @@ def _shift(fits, op):
     def rule(dtype, a, n):
         if kind(dtype) != "i" or not n.point:
             return None
-        zero, bits = np.dtype(dtype).type(0), np.dtype(dtype).type(8 * np.dtype(dtype).itemsize)
+        zero, bits = carrier(dtype).type(0), carrier(dtype).type(8 * carrier(dtype).itemsize)
         ok = (n.lo >= zero) & (n.lo < bits)
         n0 = xp_of(n.lo).where(ok, n.lo, zero)
         lo, hi = op(a.lo, n0), op(a.hi, n0)
@@ -287,7 +287,7 @@ RULES = {  # (dtype of the first operand, *intervals) -> interval, None if unkno
     P.shift_left_p: _shift(_left_fits, operator.lshift),
     P.shift_right_arithmetic_p: _shift(_arithmetic_fits, operator.rshift),
     P.shift_right_logical_p: _shift(
-        lambda a, n, dtype: a.lo >= np.dtype(dtype).type(0), operator.rshift
+        lambda a, n, dtype: a.lo >= carrier(dtype).type(0), operator.rshift
     ),
     P.lt_p: _compare(lambda a, b: a.hi < b.lo, lambda a, b: a.lo < b.hi),
     P.le_p: _compare(lambda a, b: a.hi <= b.lo, lambda a, b: a.lo <= b.hi),

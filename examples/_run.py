@@ -7,7 +7,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     out = Path("runs/language_model")
     add("--out", type=Path, default=out, help="folder of the results (default %(default)s)")
-    add("--prompt", default="import ", help="what the sample text starts with (default %(default)r)")
+    add("--prompt", default="import ", help="the start of the sample text (default %(default)r)")
     add("--sample", type=count, default=400, help="bytes of sample text (default %(default)s)")
     add("--stop-after", type=count, default=math.inf, help="save and stop after this step")
     add("--quick", action="store_true", help="a tiny model for a few seconds, to try things out")
@@ -182,7 +182,7 @@ def load(path: Path, like: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """A list that gets the number of a SIGINT or SIGTERM. A second one stops the program at once."""
+    """A list that gets the number of a SIGINT or SIGTERM. A second one stops at once."""
     caught: list[int] = []
 
     def handler(number: int, _: Any) -> None:

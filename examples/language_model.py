@@ -294,13 +294,14 @@ def train(run: Run, stop_after: float, started: float) -> int:
             windows = windows_at(run.text, starts, config.context)
             run.state, loss = run.step(windows, run.state)
             progress.losses.append(float(loss))
-            tokens, seconds = tokens + config.batch * config.context, time.monotonic() - began + seconds
+            seconds += time.monotonic() - began
+            tokens += config.batch * config.context
             if not math.isfinite(progress.losses[-1]):
                 raise FloatingPointError(
                     f"The loss of step {done + 1} is {progress.losses[-1]}; {run.path} is from "
                     "before. Start over with --fresh and a smaller --lr."
                 )
-            bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{tokens / seconds:,.0f}", refresh=False)
+            bar.set_postfix_str(f"loss {loss:.3f}, {tokens / seconds:,.0f} tokens/s", refresh=False)
             bar.update()
 
 
@@ -316,7 +317,7 @@ def continuation(
     keys: PRNGKeyArray,
     temperature: float = 0.8,
 ) -> UInt8[Array, "n"]:
-    """A byte for each key, sampled. Of the window `tokens`, the first `used` are the bytes before."""
+    """Samples a byte for each key. The bytes before are the first `used` of the window `tokens`."""
 
     def one(carry, key):
         tokens, used = carry
@@ -351,7 +352,7 @@ def report_memory(config: Config) -> None:
         memory = compile_step(config, strategy, state).compiled.memory_analysis()
         temporary = memory.temp_size_in_bytes / 2**20
         total = temporary + memory.argument_size_in_bytes / 2**20
-        print(f"  {name:12} {total:10,.1f} MiB, of which {temporary:,.1f} MiB temporary", flush=True)
+        print(f"  {name:12} {total:9,.1f} MiB, {temporary:,.1f} of them temporary", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -377,8 +378,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signalled if signalled else 0
     print("sample:", sample(run, options.prompt, options.sample), sep="\n", flush=True)
     (_, first), *_, (_, last) = run.progress.held_out
-    minutes = (run.progress.seconds) / 60
-    print(f"held-out bits per byte: {first:.3f} at the start, {last:.3f} at the end ...")
+    print(
+        f"held-out bits per byte: {first:.3f} at the start, {last:.3f} at the end; "
+        f"{done} steps in {run.progress.seconds:.0f} s"
+    )
     return 0
 
 

@@ -3,12 +3,15 @@
 import abc
 from collections.abc import Callable
 
+import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import auto_axes, PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
+from .._compat import explicit_axes, sharding_of
 from .._masks import Causal
 from .._output import AttentionOutput
 from .._problem import as_mask, Problem, problem
@@ -67,11 +70,19 @@ class AbstractExact(AttentionImpl):
         mask = as_mask(mask)
         if causal:
             mask = Causal() if mask is None else Causal() & mask
-        spec = problem(
-            q,
-            k,
-            v,
-            self.metadata,
+        wanted = dict(
+            return_weights=return_weights,
+            return_logsumexp=return_logsumexp,
+            return_carry=return_carry,
+        )
+
+        def run(self, q, k, v, options):
+            spec = problem(
+                q, k, v, self.metadata, precision=getattr(self, "precision", None), **options
+            )
+            return finish(spec, *self.fold(spec), dtype=self.metadata.runtime_dtype, **wanted)
+
+        options = dict(
             mask=mask,
             bias=bias,
             score=score,
@@ -79,18 +90,33 @@ class AbstractExact(AttentionImpl):
             q_offset=q_offset,
             q_positions=q_positions,
             kv_positions=kv_positions,
-            precision=getattr(self, "precision", None),
         )
-        carry, weights = self.fold(spec)
-        return finish(
-            spec,
-            carry,
-            weights,
-            dtype=self.metadata.runtime_dtype,
-            return_weights=return_weights,
-            return_logsumexp=return_logsumexp,
-            return_carry=return_carry,
-        )
+        if explicit_axes(q):
+            return _without_explicit_axes(run, (self, q, k, v, options), q, v, wanted)
+        return run(self, q, k, v, options)
+
+
+def _without_explicit_axes(run, args, q, v, wanted) -> AttentionOutput:
+    """Runs where the compiler propagates shardings; results are sharded like the query."""
+    arrays, static = eqx.partition(args, eqx.is_array)
+    *batch, t, heads, _ = sharding_of(q)
+    rows = P(*batch, t, heads)
+    values = P(*batch, t, heads, sharding_of(v)[-1])
+    out = AttentionOutput(
+        attention_weights=P(*batch, heads, t, None) if wanted["return_weights"] else None,
+        attention_outputs=values,
+        logsumexp=rows if wanted["return_logsumexp"] else None,
+        carry=(values, rows, rows) if wanted["return_carry"] else None,
+    )
+
+    def inner(arrays):
+        result = run(*eqx.combine(arrays, static))
+        carry = result.carry
+        parts = carry and (carry.numerator, carry.denominator, carry.max_so_far)
+        return result.replace(carry=parts)
+
+    result = auto_axes(inner, axes=explicit_axes(q), out_sharding=out)(arrays)
+    return result.replace(carry=result.carry and Carry(*result.carry))
 
 
 def finish(

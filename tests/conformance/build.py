@@ -176,7 +176,8 @@ def build(case: Case) -> Built:
     directions = {n: normal(x.shape, x.dtype) for n, x in variants[0].items()}
 
     offset = {"none": None, "int": Q_OFFSET, "array": jnp.asarray(Q_OFFSET, jnp.int32)}[case["offset"]]
-    shift = 0 if offset is None else Q_OFFSET
+    offset = s - t if case["mask"] == "tree" else offset  # the queries are the drafts, at the end of the keys
+    shift = 0 if offset is None else int(offset)
     mask, visible = make_mask(case["mask"], rng, lead, h, t, s, shift)
 
     precision = bound.precision_of(dtype)

@@ -62,7 +62,9 @@ def invalid(case: Case) -> str | None:
         if t is not None and not 0 < t <= s:
             return "a tree's nodes are the last t keys: t <= s"
         if case.get("offset", "none") != "none":
-            return "a tree's rows are nodes, not positions"
+            return "a tree's rows start at its own offset"
+        if case.get("dropout", 0.0):
+            return "dropout_mask() gives the bits of positions that start at zero"
     if case.get("bias") == "batch" and case.get("lead") == ():
         return "no batch axis to vary over"
     if case.get("bias") == "unbatched" and case.get("lead") == ():

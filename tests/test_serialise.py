@@ -1,0 +1,230 @@
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _same import same
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
+
+from eqattn._metadata import AttentionMetadata, Backend, PartitionAxis, Platform
+from eqattn._serialise import decode, encode
+
+
+FLOATS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+
+
+def through_json(value):
+    return decode(json.loads(json.dumps(encode(value), allow_nan=False)))
+
+
+def bits(array):
+    return np.asarray(array).tobytes()
+
+
+@st.composite
+def arrays(draw, shapes=((), (3,), (2, 2), (0,), (1, 0, 2)), dtypes=tuple(FLOATS[:3])):
+    dtype = np.dtype(draw(st.sampled_from(dtypes)))
+    shape = draw(st.sampled_from(shapes))
+    size = int(np.prod(shape)) * dtype.itemsize
+    # Any bit pattern at all: NaN payloads, subnormals, negative zero, infinities.
+    raw = draw(st.binary(min_size=size, max_size=size))
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+@settings(deadline=None, max_examples=60)
+@given(arrays(dtypes=(*FLOATS, "int32", "uint8", "bool")).filter(lambda a: a.dtype != bool))
+def test_numpy_arrays_keep_every_bit(array):
+    out = through_json(array)
+    assert type(out) is np.ndarray
+    assert (out.dtype, out.shape, bits(out)) == (array.dtype, array.shape, bits(array))
+
+
+@settings(deadline=None, max_examples=60)
+@given(arrays())
+def test_jax_arrays_keep_every_bit(array):
+    array = jnp.asarray(array)
+    out = through_json(array)
+    assert isinstance(out, jax.Array) and out.dtype == array.dtype and out.shape == array.shape
+    assert bits(out) == bits(array)
+
+
+def test_byte_order_is_native_after_the_round_trip():
+    array = np.arange(3, dtype=">f4")
+    out = through_json(array)
+    assert out.dtype == np.float32 and out.dtype.isnative and np.array_equal(out, array)
+
+
+@settings(deadline=None)
+@given(st.floats())
+def test_floats_are_exact(x):
+    out = through_json(x)
+    assert type(out) is float and np.float64(out).tobytes() == np.float64(x).tobytes() or x != x
+    assert (x != x) == (out != out)
+
+
+def test_float64_arrays_need_x64():
+    with jax.enable_x64(True):
+        text = json.dumps(encode(jnp.asarray(1 / 3)))
+        assert decode(json.loads(text)).dtype == jnp.float64
+        assert decode(json.loads(text)) == 1 / 3
+    with pytest.raises(ValueError, match="float64 needs jax_enable_x64"):
+        decode(json.loads(text))
+
+
+def specs():
+    names = st.sampled_from([None, "a", ("b", "c"), P.UNCONSTRAINED])
+    return st.lists(names, max_size=4, unique_by=str).map(lambda e: P(*e))
+
+
+@given(specs())
+def test_partition_specs(spec):
+    assert through_json(spec) == spec
+    spec = spec.update(unreduced={"x"}, reduced={"y"})
+    assert through_json(spec) == spec
+
+
+@pytest.mark.parametrize("kind", list(AxisType))
+def test_meshes(kind):
+    for mesh in (
+        Mesh(np.array(jax.devices()[:1]), ("sp",), axis_types=(kind,)),
+        Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("a", "b")),
+        AbstractMesh((2, 3), ("a", "b"), axis_types=(kind, AxisType.Auto)),
+        Mesh(np.array(jax.devices()[:1]), ("sp",)).abstract_mesh,
+    ):
+        m = AttentionMetadata(mesh=mesh)
+        out = AttentionMetadata.from_json(m.to_json())
+        assert same(out, m) and out.mesh == mesh and out.mesh.axis_types == mesh.axis_types
+
+
+MESH_OF_8 = """
+import sys
+import jax, numpy as np
+from jax.sharding import AxisType, Mesh
+from eqattn._metadata import AttentionMetadata
+devices = np.array(jax.devices())[::-1].reshape(2, 4)  # not in the default order
+types = (AxisType.Explicit, AxisType.Auto)
+m = AttentionMetadata(mesh=Mesh(devices, ("dp", "sp"), axis_types=types))
+text = m.to_json() if len(sys.argv) == 1 else sys.argv[1]
+out = AttentionMetadata.from_json(text)
+assert out.mesh == m.mesh and hash(out.mesh) == hash(m.mesh) and out.mesh.axis_types == types
+assert [d.id for d in out.mesh.devices.flat] == list(range(8))[::-1]
+assert jax.tree.structure(out) == jax.tree.structure(m)
+print(text)
+"""
+
+
+def test_mesh_of_8_devices_and_their_absence():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    out = subprocess.run([sys.executable, "-c", MESH_OF_8], env=env, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    body = json.loads(out.stdout)["mesh"]["$mesh"]
+    assert body["shape"] == [2, 4] and body["axis_names"] == ["dp", "sp"]
+    assert body["axis_types"] == ["Explicit", "Auto"] and body["device_ids"] == [*range(8)][::-1]
+    # This process has fewer devices.
+    absent = [i for i in range(8)[::-1] if i >= len(jax.devices("cpu"))]
+    with pytest.raises(ValueError, match=f"cpu devices \\{absent}.*absent".replace("]", r"\]")):
+        AttentionMetadata.from_json(out.stdout)
+    assert AttentionMetadata.from_json(out.stdout, mesh=None).mesh is None
+    mesh = Mesh(np.array(jax.devices()[:1]), ("sp",))
+    assert AttentionMetadata.from_json(out.stdout, mesh=mesh).mesh == mesh
+    gone = {**body, "platform": "tpu"}
+    with pytest.raises(ValueError, match=r"tpu devices \[7, 6, 5, 4, 3, 2, 1, 0\].*\(0 tpu"):
+        AttentionMetadata.from_dict({"mesh": {"$mesh": gone}})
+
+
+leaves = st.one_of(
+    st.none(), st.floats(1e-30, 1e30), arrays(shapes=((),)).filter(lambda a: np.isfinite(a) and a > 0)
+)  # fmt: skip
+axes = st.sampled_from([None, "a", ("b", "c")])
+
+
+@st.composite
+def metadata(draw):
+    def learned(value):
+        return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+
+    sizes = st.one_of(st.none(), st.integers(1, 10**6))
+    sinks = draw(st.one_of(st.none(), arrays(shapes=((4,), (1, 3), (2, 2)))))
+    platform, backend = draw(st.sampled_from([*Platform])), draw(st.sampled_from([*Backend]))
+    return AttentionMetadata(
+        draw(st.sampled_from(FLOATS)),
+        draw(st.sampled_from([None, *FLOATS])),
+        draw(st.text(min_size=1)),
+        draw(st.sampled_from([None, AbstractMesh((2, 4), ("a", "b"))])),
+        platform,
+        backend,
+        PartitionAxis(
+            batch_axis=draw(axes), head_axis=draw(axes), generation_head_axis=draw(axes)
+        ),
+        scan_ring_attention=draw(st.booleans()),
+        softmax_scale=learned(draw(leaves)),
+        dropout_prob=draw(st.floats(0, 1, exclude_max=True)),
+        blocksize_q=draw(sizes),
+        blocksize_k=draw(sizes),
+        blocksize_b=draw(sizes),
+        logits_soft_cap=learned(draw(leaves)),
+        softmax_aux=learned(sinks),
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(metadata())
+def test_metadata_round_trip(m):
+    for out in (
+        AttentionMetadata.from_json(m.to_json()),
+        AttentionMetadata.from_json(m.to_json(indent=2, sort_keys=True)),
+        AttentionMetadata.from_dict(m.to_dict()),
+    ):
+        assert jax.tree.structure(out) == jax.tree.structure(m)
+        assert hash(jax.tree.structure(out)) == hash(jax.tree.structure(m))
+        for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(m), strict=True):
+            assert isinstance(a, float) == isinstance(b, float)
+            assert np.asarray(a).dtype == np.asarray(b).dtype and bits(a) == bits(b)
+            assert np.shape(a) == np.shape(b)
+    json.loads(m.to_json(), parse_constant=pytest.fail)
+
+
+def test_plain_dict_and_unknown_names():
+    m = AttentionMetadata.from_dict({"runtime_dtype": "bfloat16", "platform": "TPU"})
+    assert m.runtime_dtype == jnp.bfloat16 and m.backend is Backend.TPU
+    with pytest.raises(ValueError, match="block_q.*blocksize_q"):
+        AttentionMetadata.from_dict({"block_q": 3})
+    with pytest.raises(ValueError, match="expects an object"):
+        AttentionMetadata.from_json("[1]")
+
+
+def test_what_has_no_value_cannot_be_serialised():
+    m = AttentionMetadata(softmax_scale=jax.ShapeDtypeStruct((), jnp.float32))
+    with pytest.raises(TypeError, match="ShapeDtypeStruct"):
+        m.to_dict()
+    with pytest.raises(TypeError, match="outside of jax.jit"):
+        jax.jit(lambda s: AttentionMetadata(softmax_scale=s).to_json())(1.0)
+    with pytest.raises(TypeError, match="key<"):
+        encode(jax.random.key(0))
+    with pytest.raises(TypeError, match="object"):
+        encode(object())
+    with pytest.raises(TypeError, match="'\\$x'"):
+        encode({"$x": 1})
+
+
+def test_corrupt_array():
+    body = encode(np.zeros(3, np.float32))["$array"]
+    with pytest.raises(ValueError, match=r"12 bytes.*float32\[4\]"):
+        decode({"$array": {**body, "shape": [4]}})
+
+
+def test_importing_leaves_the_json_module_alone():
+    code = """
+        import json
+        before = json.JSONEncoder.default
+        import eqattn._serialise, eqattn._metadata
+        assert json.JSONEncoder.default is before
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
