@@ -18,7 +18,7 @@ from jaxtyping import Array
 from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
-from ._fold import finite, fold
+from ._fold import fold, masked_dot
 from ._intervals import classify
 from ._pairs import over_block
 from ._problem import Problem, visible
@@ -157,7 +157,7 @@ def fold_problem(problem: Problem, blocking: Blocking) -> Carry:
         block=blocking.block,
         table=table,
         table_axes=table_axes,
-        products=tuple(sorted(parts.products.items())),
+        products=parts.products,
         spec=parts.spec,
         roles=parts.roles,
     )
@@ -175,7 +175,7 @@ class Parts:
         precision = problem.precision
         if precision is None and dtype == acc:
             precision = lax.Precision.HIGHEST
-        self.products = {"precision": precision, "operand_dtype": None if wide else dtype}
+        self.products = (("operand_dtype", None if wide else dtype), ("precision", precision))
         query = problem.query.astype(stored)
         scale = jnp.asarray(problem.scale, acc)
         self.post_scale = not wide
@@ -244,7 +244,7 @@ class Parts:
                      for n, x in zip(self.roles[2:], blocks[2:])}  # fmt: skip
             pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
             own = [[spread(x, blocking) for x in blocks[g]] for g in self.groups]
-            mask = bad = None
+            mask = None
             if c == PARTIAL:
                 mask = jnp.ones((1, 1), bool)
                 if problem.mask is not None:
@@ -252,9 +252,10 @@ class Parts:
                 if self.padded:
                     mask = mask & named["valid"]
                 mask = jnp.broadcast_to(mask, blocking.block)
-                bad = ~jnp.isfinite(k).all(1)[:, None] | ~jnp.isfinite(q).all(0)[None]
-                q, k = finite(q), finite(k)
-            s = dot(k, q, (1, 0), **self.products)
+            if mask is None:
+                s = dot(k, q, (1, 0), **dict(self.products))
+            else:
+                s = masked_dot(k, q, self.products)
             if self.post_scale:
                 s = s * named["scale"]
             if mask is not None:
@@ -264,7 +265,7 @@ class Parts:
             if problem.logits_dtype is not None:
                 s = s.astype(problem.logits_dtype).astype(acc)
             if mask is not None:
-                s = jnp.where(mask, jnp.where(bad, jnp.nan, s), -jnp.inf)
+                s = jnp.where(mask, s, -jnp.inf)
             if "seed" not in named:
                 return [s]
             keep = kept(named["seed"], *pairs, problem.rate)

@@ -6,13 +6,13 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr as ClosedJaxpr
-from jax.extend.core import Literal as Literal
-from jax.extend.core import Primitive as Primitive
-from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
-from jax.interpreters import ad as ad
-from jax.interpreters import batching as batching
-from jax.interpreters import mlir as mlir
+from jax.extend.core import (
+    ClosedJaxpr as ClosedJaxpr,
+    jaxpr_as_fun as jaxpr_as_fun,
+    Literal as Literal,
+    Primitive as Primitive,
+)
+from jax.interpreters import ad as ad, batching as batching, mlir as mlir
 from jaxtyping import Array
 
 

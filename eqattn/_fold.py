@@ -7,6 +7,7 @@ transpose is the usual five-product flash backward. Blocks of logits are `[keys,
 numerators `[keys, v]` and `[v, rows]`: the orientation in which no product needs a large transpose.
 """
 
+import functools as ft
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
@@ -17,7 +18,18 @@ from jaxtyping import Array
 from ._carry import gauge
 from ._compat import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from ._dot import dot
-from ._sweep import block_aval, hoist, Layout, PARTIAL, primitive_rules, replaced, ROW, sweep, Tag, traverse
+from ._sweep import (
+    block_aval,
+    hoist,
+    Layout,
+    PARTIAL,
+    primitive_rules,
+    replaced,
+    ROW,
+    sweep,
+    Tag,
+    traverse,
+)
 
 
 def fold(
@@ -76,18 +88,28 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def weighted_sum(v: Array, p: Array, visible: Array, all_finite: Array, products: dict) -> Array:
-    """`v^T p` in a block with masked pairs: what is not finite reaches the rows that see it."""
+@ft.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def masked_dot(k: Array, q: Array, products: tuple) -> Array:
+    """`k q` where some of the results will be masked: what is not finite there must not meet a
+    zero cotangent.
+    """
+    return dot(k, q, (1, 0), **dict(products))
 
-    def exact():
-        seen = visible.astype(p.dtype)
-        count = lambda mark: dot(mark.astype(p.dtype), seen, (0, 0)) > 0  # noqa: E731
-        up, down, nan = count(v == jnp.inf), count(v == -jnp.inf), count(jnp.isnan(v))
-        total = dot(finite(v), p, (0, 0), **products)
-        total = jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, total))
-        return jnp.where(nan | (up & down), jnp.nan, total)
 
-    return lax.cond(all_finite, lambda: dot(v, p, (0, 0), **products), exact)
+@masked_dot.defjvp
+def _masked_dot_jvp(products, primals, tangents):
+    (k, q), (dk, dq) = primals, tangents
+    both = dot(dk, finite(q), (1, 0), **dict(products)) + dot(finite(k), dq, (1, 0), **dict(products))
+    return masked_dot(k, q, products), both
+
+
+def weighted_sum(v: Array, p: Array, products: tuple) -> Array:
+    """`v^T p` in a block with masked pairs: what is not finite reaches only rows with `p > 0`."""
+    ok = jnp.isfinite(v)
+    total = dot(jnp.where(ok, v, 0), p, (0, 0), **dict(products))
+    seen = jnp.where(ok.all(1)[:, None], 0, p).sum(0) > 0
+    rest = jnp.where(ok, 0, v).sum(0)
+    return jnp.where(seen[None] & (rest != 0)[:, None], total + rest[:, None], total)
 
 
 def execute(*args, visits, layout, out_axes, products, tag, vectorise):
@@ -96,7 +118,6 @@ def execute(*args, visits, layout, out_axes, products, tag, vectorise):
     value = args[-1]
     acc = visits[0][1].out_avals[0].dtype
     axes = varying_axes(*args)
-    all_finite = jnp.isfinite(value).all()
     steps = {}
     for c, jaxpr in visits:
         dtypes = [a.dtype for a in jaxpr.in_avals]
@@ -109,11 +130,11 @@ def execute(*args, visits, layout, out_axes, products, tag, vectorise):
             origin = gauge(new)
             p = jnp.exp(s - origin[None])
             kept = p * weight[0] if weight else p
-            v, kw = v.astype(acc), dict(products)
+            v = v.astype(acc)
             if c == PARTIAL:
-                added = weighted_sum(v, kept, s != -jnp.inf, all_finite, kw)
+                added = weighted_sum(v, kept, products)
             else:
-                added = dot(v, kept, (0, 0), **kw)
+                added = dot(v, kept, (0, 0), **dict(products))
             scale = jnp.exp(old - origin)
             return [num * scale[None] + added, den * scale + p.sum(0), new]
 
@@ -170,8 +191,8 @@ def _jvp(primals, tangents, *, visits, layout, out_axes, products, tag):
             kept = p * lax.stop_gradient(weight[0]) if weight else p
             dnum, dden = jnp.zeros((v.shape[-1], p.shape[1]), p.dtype), jnp.zeros_like(m)
             if ds is not None:
-                clean = finite(v) if c == PARTIAL else v
-                dnum, dden = dot(clean, kept * ds, (0, 0), **kw), (p * ds).sum(0)
+                seen = finite(v) if c == PARTIAL else v
+                dnum, dden = dot(seen, kept * ds, (0, 0), **kw), (p * ds).sum(0)
             if last in given:
                 dnum = dnum + dot(given[last], kept, (0, 0), **kw)
             return [dnum, dden]

@@ -237,7 +237,7 @@ def as_partition_manager(value: Any) -> PartitionManager:
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
     """The same specification without trailing Nones, so that equal ones compare equal."""
-    entries = list(spec)
+    entries = list(spec.partitions)
     while entries and entries[-1] is None:
         entries.pop()
     return spec.update(partitions=tuple(entries))
@@ -249,7 +249,7 @@ def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpe
     Of each entry, the mesh axes are kept in order as long as their product divides the size of
     the array axis; axes that the mesh lacks are dropped.
     """
-    entries = list(spec)
+    entries = list(spec.partitions)
     extra = [e for e in entries[len(shape) :] if e is not None]
     if extra:
         raise ValueError(f"{spec} has more entries than shape {tuple(shape)} has axes.")

@@ -50,7 +50,7 @@ class AttentionRegistry:
             missing = sorted(impl_cls.__abstractmethods__)
             raise TypeError(f"{impl_cls.__name__} is abstract: define {missing} first.")
         names = impl_cls.get_impl_name()
-        names = (names,) if isinstance(names, str) else tuple(names)
+        names = tuple(names) if isinstance(names, tuple | list) else (names,)
         if not names or not all(isinstance(name, str) and name for name in names):
             raise TypeError(
                 f"{impl_cls.__name__}.get_impl_name() must return a name or names, got {names!r}."

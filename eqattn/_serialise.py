@@ -67,10 +67,10 @@ def decode(data: Any) -> Any:
 
 
 def check_names(cls: type, data: Any) -> None:
-    """Raises `ValueError` unless `data` is a mapping of fields of `cls`."""
+    """Raises unless `data` is a mapping whose names are fields of `cls`."""
     names = list(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(data, Mapping):
-        raise ValueError(f"{cls.__name__} expects an object with fields {names}, got {data!r}.")
+        raise TypeError(f"{cls.__name__} expects an object with fields {names}, got {data!r}.")
     unknown = sorted(set(map(str, data)) - set(names))
     if unknown:
         raise ValueError(f"{cls.__name__} has no {unknown}; its fields are {names}.")
@@ -160,12 +160,12 @@ def _encode_spec(spec: PartitionSpec) -> dict:
             return {"unconstrained": True}
         return list(e) if isinstance(e, tuple) else e
 
-    if getattr(spec, "unreduced_kind", None) is not None:
-        raise TypeError(f"Cannot serialise {spec}: its unreduced_kind has no JSON form.")
+    kind = getattr(spec, "unreduced_kind", None)  # JAX before 0.12 only knows sums
     return {
-        "entries": [entry(e) for e in spec],
+        "entries": [entry(e) for e in spec.partitions],
         "unreduced": sorted(spec.unreduced),
         "reduced": sorted(spec.reduced),
+        "unreduced_kind": None if kind is None or kind.name == "sum" else kind.name,
     }
 
 
@@ -175,10 +175,17 @@ def _decode_spec(body: Mapping) -> PartitionSpec:
             return PartitionSpec.UNCONSTRAINED
         return tuple(e) if isinstance(e, list) else e
 
+    kind: dict[str, Any] = {}
+    if body["unreduced_kind"] is not None:
+        kinds = getattr(jax.sharding, "UnreducedKind", None)
+        if kinds is None:
+            raise ValueError(f"unreduced_kind={body['unreduced_kind']!r} needs a newer JAX.")
+        kind["unreduced_kind"] = kinds[body["unreduced_kind"]]
     return PartitionSpec(
         *map(entry, body["entries"]),
         unreduced=frozenset(body["unreduced"]),
         reduced=frozenset(body["reduced"]),
+        **kind,
     )
 
 

@@ -96,7 +96,7 @@ def pick(x: Array, axes: tuple[int, ...], at: dict) -> Array:
         return x
     start, size = _window(x, axes, at)
     kept = [n for a, n in zip(axes, size) if a not in at] + size[len(axes) :]
-    return lax.dynamic_slice(x, start, size).reshape(kept)
+    return lax.dynamic_slice(x, start, size, allow_negative_indices=False).reshape(kept)
 
 
 def put(x: Array, axes: tuple[int, ...], at: dict, block: Array) -> Array:
@@ -104,13 +104,17 @@ def put(x: Array, axes: tuple[int, ...], at: dict, block: Array) -> Array:
     if not any(a in at for a in axes):
         return block
     start, size = _window(x, axes, at)
-    return lax.dynamic_update_slice(x, block.reshape(size), start)
+    return lax.dynamic_update_slice(x, block.reshape(size), start, allow_negative_indices=False)
 
 
 def _loop(lo, hi, body, state):
     if isinstance(lo, int) and isinstance(hi, int) and hi - lo == 1:
         return body(lo, state)
     return lax.fori_loop(jnp.int32(lo), jnp.int32(hi), body, state)
+
+
+def _divide(n: Array, size: int) -> tuple[Array, Array]:
+    return lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size))
 
 
 def _itinerary(table: Array, classes: Sequence[int]) -> tuple[Array, Array]:
@@ -162,13 +166,10 @@ def traverse(
         mixed = varying_axes(*accumulators)
         order, bounds = vary(order, mixed), vary(bounds, mixed)
 
-    def element(n, accs):
+    def row(n, accs):
         at = {}
-        for a, size in zip(reversed(batch), reversed(sizes)):
-            n, at[a] = n // size, n % size
-        return _loop(0, rows, lambda i, accs: row({**at, ROW: i}, accs), accs)
-
-    def row(at, accs):
+        for a, size in zip((ROW, *reversed(batch)), (rows, *reversed(sizes))):
+            n, at[a] = (n // size, n % size) if isinstance(n, int) else _divide(n, size)
         near = [x if COL in a else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
         local = [x if COL in a else pick(x, a, at) for x, a in zip(accs, axes)]
         if table is not None:
@@ -176,7 +177,7 @@ def traverse(
             bounds_here = pick(bounds, table_axes[:-1], at)
 
         def visit(step, t, local):
-            here = {**at, COL: t if table is None else columns_here[t]}
+            here = {**at, COL: t if table is None else pick(columns_here, (COL,), {COL: t})}
             blocks = [pick(x, a, here) if COL in a else x for x, a in zip(near, layout.in_axes)]
             old = [pick(x, a, here) if COL in a else x for x, a in zip(local, axes)]
             new = step(old, blocks)
@@ -189,7 +190,7 @@ def traverse(
             local = _loop(*span, ft.partial(visit, steps[c]), local)
         return [x if COL in a else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
-    return _loop(0, math.prod(sizes), element, list(accumulators))
+    return _loop(0, rows * math.prod(sizes), row, list(accumulators))
 
 
 def loops_over_batch(ctx, layout: Layout) -> bool:

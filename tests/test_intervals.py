@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _mask_fuzz import block_classes, check_sound, masks
 from hypothesis import given, HealthCheck, settings, strategies as st
 from jax import lax
 
@@ -22,8 +23,6 @@ from eqattn._masks import (
     SlidingWindow,
     Tree,
 )
-
-from _mask_fuzz import block_classes, check_sound, masks
 
 
 T, S, B, H, K = 37, 41, 2, 4, 2

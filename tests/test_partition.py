@@ -156,10 +156,11 @@ def test_trimmed():
         (P("a"), (2, 3, 4), P("a")),
         (P("a", None), (2,), P("a")),
         (P("a"), (0,), P("a")),
+        (P(("a", "b", "c")), (6,), P(("a", "b"))),
     ],
 )
 def test_fitted(spec, shape, kept):
-    mesh = AbstractMesh((2, 3), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mesh = AbstractMesh((2, 3, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
     assert fitted(spec, shape, mesh) == kept
 
 

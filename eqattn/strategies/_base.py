@@ -285,8 +285,9 @@ class AttentionImpl(eqx.Module):
             return None
         spec = state_ps
         if preserved_indices is not None:
-            source = state_ps if clone_ps is None else clone_ps
-            rank = max(len(source), len(state_ps)) if tensor is None else len(tensor.shape)
+            source = (state_ps if clone_ps is None else clone_ps).partitions
+            longest = max(len(source), len(state_ps.partitions))
+            rank = longest if tensor is None else len(tensor.shape)
             entries: list[Any] = [None] * rank
             for index in map(operator.index, preserved_indices):
                 if not 0 <= index < rank:

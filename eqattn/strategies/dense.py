@@ -28,14 +28,13 @@ def _fold(problem: Problem) -> tuple[Carry, Array]:
         return empty, jnp.zeros((blocking.batch, heads, t, s), problem.accumulation)
     parts = Parts(problem, blocking)
     logits = parts.logits(PARTIAL)
-    all_finite = jnp.isfinite(parts.value).all()
 
     def block(blocks, v):
         s, *weight = logits(*blocks)
         top = s.max(0)
         p = jnp.exp(s - gauge(top)[None])
         kept = p * weight[0] if weight else p
-        num = weighted_sum(v, kept, s != -jnp.inf, all_finite, parts.products)
+        num = weighted_sum(v, kept, parts.products)
         return num, p.sum(0), jax.lax.stop_gradient(top), kept
 
     single = {a: n for a, n in zip((BATCH, HEAD), blocking.grid)}

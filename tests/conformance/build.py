@@ -191,14 +191,15 @@ def build(case: Case) -> Built:
     if case["dropout"]:
         from eqattn import dropout_mask
 
-        keep = dropout_mask(jax.random.key(DROPOUT_SEED), lead, h, t, s, case["dropout"])
+        drawn = jax.jit(dropout_mask, static_argnums=(1, 2, 3, 4, 5))
+        keep = drawn(jax.random.key(DROPOUT_SEED), lead, h, t, s, case["dropout"])
         constants |= {"keep": np.asarray(keep).reshape(b, h, t, s), "rate": case["dropout"]}
 
     def flat(name, x):
         x = np.asarray(x).astype(precision.reference)
         if name in "qkv":
             return x.reshape(b, *x.shape[len(lead) :])
-        return x.reshape(-1, *x.shape[-3:]) if name == "bias" else x
+        return x.reshape(int(np.prod(x.shape[:-3])), *x.shape[-3:]) if name == "bias" else x
 
     problems = tuple(Problem(**{**constants, **{n: flat(n, x) for n, x in a.items()}}) for a in variants)
     return Built(

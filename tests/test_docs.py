@@ -1,0 +1,59 @@
+"""Every Python block of the README and the documentation runs, and links between files lead somewhere."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import eqattn
+from eqattn import AttentionRegistry
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)#\s]+)")
+
+
+def blocks(path: Path):
+    """The line and the text of each Python block."""
+    text = path.read_text()
+    for match in _BLOCK.finditer(text):
+        yield text[: match.start(1)].count("\n"), match[1]
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if list(blocks(p))], ids=lambda p: p.stem)
+def test_blocks_run(path, monkeypatch, capsys):
+    monkeypatch.setattr(AttentionRegistry, "_registry", dict(AttentionRegistry._registry))
+    namespace = {"__name__": path.stem}
+    for line, source in blocks(path):
+        # Blank lines in front make the line numbers of an error those of the page.
+        exec(compile("\n" * line + source, path, "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
+def test_links_lead_somewhere(path):
+    links = [link for link in _LINK.findall(path.read_text()) if "://" not in link]
+    missing = [link for link in links if not (path.parent / link).exists()]
+    assert not missing
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (ROOT / "docs/pages/api.md").read_text()
+    documented = set(re.findall(r"^::: eqattn\.([\w.]+)$", text, re.MULTILINE))
+    public = set()
+    for prefix, module in (("", eqattn), ("masks.", eqattn.masks), ("scores.", eqattn.scores)):
+        names = [n for n in vars(module) if not n.startswith("_")]
+        values = {n: getattr(module, n) for n in names}
+        public |= {prefix + n for n, x in values.items() if not inspect.ismodule(x)}
+    seen = {id(_resolve(name)) for name in documented}
+    assert not [name for name in sorted(public) if id(_resolve(name)) not in seen]
+    assert documented <= public | {"strategies.AbstractExact"}
+
+
+def _resolve(name):
+    value = eqattn
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

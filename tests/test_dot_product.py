@@ -1,0 +1,291 @@
+"""`dot_product_attention` against `jax.nn`'s, and against float64 where that is wrong."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqattn import attention, Blockwise, dot_product_attention
+
+
+B, T, S, N, K, H = 2, 21, 17, 4, 2, 8
+
+
+def draw(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def qkv(dtype=jnp.float32, batch=(B,)):
+    return tuple(
+        draw(i, *batch, *shape, dtype=dtype)
+        for i, shape in enumerate([(T, N, H), (S, K, H), (S, K, H)])
+    )
+
+
+def seen(seed, *shape):
+    """A random mask in which every query sees the first key."""
+    mask = np.random.default_rng(seed).random(shape) < 0.6
+    mask[..., 0] = True
+    return jnp.asarray(mask)
+
+
+def int32(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+CALLS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "scale": dict(scale=0.2),
+    "scale 2": dict(scale=2),
+    "scale array": dict(scale=jnp.float32(0.2)),
+    "window int": dict(local_window_size=6),
+    "window tuple": dict(local_window_size=(6, 4)),
+    "window list": dict(local_window_size=[6, 4]),
+    "window left": dict(local_window_size=(5, 0), is_causal=True),
+    "key lengths": dict(key_value_seq_lengths=int32(5, S)),
+    "query lengths": dict(query_seq_lengths=int32(T, 8)),
+    "both lengths": dict(query_seq_lengths=int32(9, T), key_value_seq_lengths=int32(S, 3)),
+    "lengths causal": dict(
+        query_seq_lengths=int32(1, 20), key_value_seq_lengths=int32(16, 2), is_causal=True
+    ),
+    "xla": dict(implementation="xla"),
+    "bias": dict(bias=draw(7, B, N, T, S)),
+    "bias shared": dict(bias=draw(7, 1, 1, T, S)),
+    "bias per key": dict(bias=draw(7, B, 1, 1, S)),
+    "bias per query": dict(bias=draw(7, 1, N, T, 1)),
+    "bias 3-D": dict(bias=draw(7, N, T, S)),
+    "bias 2-D": dict(bias=draw(7, T, S)),
+    "mask": dict(mask=seen(1, B, N, T, S)),
+    "mask shared": dict(mask=seen(2, 1, 1, T, S), is_causal=True),
+    "mask per head": dict(mask=seen(3, N, 1, S)),
+    "mask per key": dict(mask=seen(4, B, 1, 1, S)),
+    "all": dict(
+        bias=draw(8, 1, N, T, S),
+        mask=seen(5, B, 1, T, S),
+        scale=0.4,
+        is_causal=True,
+        local_window_size=(S + T, 0),
+        query_seq_lengths=int32(T, 11),
+        key_value_seq_lengths=int32(7, S),
+    ),
+}  # fmt: skip
+
+
+def same(a, b, tol):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.abs(x - y).max() <= tol * max(1.0, np.abs(y).max())
+
+
+def value_and_grads(fn, arrays, kwargs):
+    """Output, residual, and the gradients of every float input through both."""
+    floats = {n: x for n, x in kwargs.items() if isinstance(x, jax.Array) and n in FLOATS}
+    others = {n: x for n, x in kwargs.items() if n not in floats}
+
+    def loss(arrays, floats):
+        out, lse = fn(*arrays, **floats, **others, return_residual=True)
+        w = draw(9, *out.shape)
+        live = lse > -1e30  # what a masked row has is compared elsewhere
+        total = (out.astype(jnp.float32) * w).sum()
+        return total + jnp.where(live, lse, 0).astype(jnp.float32).sum(), (out, live, live * lse)
+
+    def run(arrays, floats):
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.grad(loss, (0, 1), has_aux=True)(arrays, floats)
+
+    grads, (out, live, lse) = jax.jit(run)(arrays, floats)
+    return grads, out, live, jnp.where(live, lse, 0).astype(lse.dtype)
+
+
+FLOATS = ("bias", "scale")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("call", CALLS)
+def test_like_jax_nn(call, dtype):
+    kwargs, arrays = dict(CALLS[call]), qkv(dtype)
+    # A query that sees no key has another result here, by design.
+    if "window" in call:
+        arrays = (arrays[0][:, :S], *arrays[1:])
+    ours = value_and_grads(dot_product_attention, arrays, kwargs)
+    theirs = value_and_grads(jax.nn.dot_product_attention, arrays, kwargs)
+    same(ours, theirs, 3e-6 if dtype == jnp.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("call", ["plain", "causal", "bias 3-D", "mask per head"])
+def test_without_batch(call):
+    arrays, kwargs = qkv(batch=()), CALLS[call]
+    ours = value_and_grads(dot_product_attention, arrays, kwargs)
+    same(ours, value_and_grads(jax.nn.dot_product_attention, arrays, kwargs), 3e-6)
+    assert ours[1].shape == (T, N, H) and ours[3].shape == (T, N)
+
+
+def test_3d_query_with_4d_keys_and_numpy():
+    q, k, v = (np.asarray(x) for x in qkv(batch=()))
+    kwargs = dict(key_value_seq_lengths=np.array([5], np.int32), return_residual=True)
+    ours = dot_product_attention(q, k[None], v[None], **kwargs)
+    same(ours, jax.nn.dot_product_attention(q, k[None], v[None], **kwargs), 3e-6)
+
+
+def test_float64(x64):
+    arrays = tuple(x.astype(jnp.float64) for x in qkv())
+    kwargs = dict(is_causal=True, return_residual=True)
+    out, lse = dot_product_attention(*arrays, **kwargs)
+    same((out, lse), jax.nn.dot_product_attention(*arrays, **kwargs), 1e-6)
+    same(out, jnp.asarray(plain(*arrays, np.tril(np.ones((T, S), bool)))[0]), 1e-13)
+
+
+def test_residual_has_no_gradient():
+    """As in `jax.nn`; `attention` has the logsumexp with a gradient."""
+
+    def through(fn):
+        return jax.grad(lambda q: fn(q, *qkv()[1:], return_residual=True)[1].sum())(qkv()[0])
+
+    np.testing.assert_array_equal(through(jax.nn.dot_product_attention), 0)
+    np.testing.assert_array_equal(through(dot_product_attention), 0)
+
+    def logsumexp(q):
+        return attention(q, *qkv()[1:], return_logsumexp=True).logsumexp.sum()
+
+    assert abs(jax.grad(logsumexp)(qkv()[0])).max() > 0.1
+
+
+def test_traced_window_and_transformations():
+    arrays = tuple(x[:, :S] for x in qkv())
+
+    def fn(*xs, window):
+        return dot_product_attention(*xs, local_window_size=(window, 0), is_causal=True)
+
+    expected = jax.nn.dot_product_attention(*arrays, local_window_size=(3, 0), is_causal=True)
+    same(jax.jit(fn)(*arrays, window=jnp.asarray(3)), expected, 3e-6)
+    same(jax.vmap(lambda q, k, v: fn(q, k, v, window=3))(*arrays), expected, 3e-6)
+
+
+def plain(q, k, v, mask):
+    """Softmax attention in NumPy float64: 0 and `-inf` where a query sees no key."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    s = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    p = np.where(mask, np.exp(s - s.max(-1, keepdims=True)), 0)
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total[..., 0]) + s.max(-1)
+    p = p / np.where(total == 0, 1, total)
+    return np.einsum("bnts,bsnh->btnh", p, v), lse.transpose(0, 2, 1), p
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("by", ["mask", "window", "key lengths", "query lengths"])
+def test_rows_that_see_nothing(by, dtype):
+    arrays = qkv(dtype)
+    q, k = np.arange(T)[:, None], np.arange(S)
+    lengths = np.array([0, S])[:, None, None, None]
+    queries = np.array([T, 2])[:, None, None, None]
+    kwargs, mask = {
+        "mask": (
+            dict(mask=jnp.asarray(q % 3 > 0) & jnp.ones((T, S), bool)),
+            (q % 3 > 0) & (k >= 0),
+        ),
+        "window": (dict(local_window_size=(1, 0)), (k <= q) & (k >= q - 1)),
+        "key lengths": (dict(key_value_seq_lengths=int32(0, S)), (k < lengths) & (q >= 0)),
+        "query lengths": (dict(query_seq_lengths=int32(T, 2)), (q < queries) & (k >= 0)),
+    }[by]
+    mask = np.broadcast_to(mask, (B, N, T, S))
+    expected, lse, p = plain(*arrays, mask)
+    grads, out, live, ours = value_and_grads(dot_product_attention, arrays, kwargs)
+    tol = 3e-6 if dtype == jnp.float32 else 2e-2
+    assert np.abs(np.asarray(out, np.float64) - expected).max() < tol
+    np.testing.assert_array_equal(live, mask.any(-1).transpose(0, 2, 1))
+    assert np.abs(np.asarray(ours, np.float64) - np.where(live, lse, 0)).max() < 10 * tol
+    np.testing.assert_array_equal(np.asarray(out)[~np.asarray(live)], 0)
+    dq, _, dv = grads[0]
+    np.testing.assert_array_equal(np.asarray(dq)[~np.asarray(live)], 0)
+    w = np.asarray(draw(9, *out.shape), np.float64)
+    expected = np.einsum("bnts,btnh->bsnh", p, w).reshape(B, S, K, N // K, H).sum(3)
+    assert np.abs(np.asarray(dv, np.float64) - expected).max() < 4 * tol
+
+
+def test_padding_may_hold_anything():
+    q, k, v = qkv()
+    lengths = dict(query_seq_lengths=int32(T, 8), key_value_seq_lengths=int32(5, S))
+    clean = value_and_grads(dot_product_attention, (q, k, v), lengths)
+    garbage = q.at[1, 8:].set(jnp.nan), k.at[0, 5:].set(jnp.inf), v.at[0, 5:].set(jnp.nan)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        value_and_grads(dot_product_attention, garbage, lengths),
+        clean,
+    )
+
+
+q, k, v = qkv()
+BAD = {
+    "rank": dict(query=q[None]),
+    "mask rank": dict(mask=jnp.ones((1, 1, 1, T, S), bool)),
+    "bias rank": dict(bias=jnp.ones((1, 1, 1, T, S))),
+    "value dim": dict(value=v[..., :4]),
+    "value dtype": dict(value=v.astype(jnp.bfloat16)),
+    "query dtype": dict(query=q.astype(jnp.bfloat16)),
+    "query dim": dict(query=q[..., :4]),
+    "batch": dict(query=q[:1]),
+    "heads": dict(query=q[:, :, :3]),
+    "mask dtype": dict(mask=jnp.ones((T, S))),
+    "mask shape": dict(mask=jnp.ones((T, S - 1), bool)),
+    "mask heads": dict(mask=jnp.ones((2, T, S), bool)),
+    "bias shape": dict(bias=jnp.ones((3, 1, T, S))),
+    "lengths dtype": dict(key_value_seq_lengths=jnp.ones(B)),
+    "lengths shape": dict(query_seq_lengths=int32(1)),
+    "lengths rank": dict(query_seq_lengths=jnp.int32(1)),
+    "window": dict(local_window_size=(1, 2, 3)),
+    "implementation": dict(implementation="triton"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_like_jax_nn(case):
+    arrays = {"query": q, "key": k, "value": v} | BAD[case]
+    # `jax.nn` leaves some shapes to an assertion or to broadcasting.
+    with pytest.raises((ValueError, TypeError, AssertionError)):
+        jax.nn.dot_product_attention(**arrays)
+    with pytest.raises(ValueError) as info:
+        dot_product_attention(**arrays)
+    assert any(c.isdigit() for c in str(info.value)) or "got" in str(info.value)
+
+
+def test_further_errors():
+    with pytest.raises(ValueError, match="cuDNN"):
+        dot_product_attention(q, k, v, implementation="cudnn")
+    with pytest.raises(ValueError, match="-1"):
+        dot_product_attention(q, k, v, local_window_size=-1)
+    with pytest.raises(ValueError, match="scale"):
+        dot_product_attention(q, k, v, scale=jnp.ones(3))
+    with pytest.raises(TypeError, match="int32"):
+        dot_product_attention(*(x.astype(jnp.int32) for x in (q, k, v)))
+
+
+def test_signature():
+    ours, theirs = (
+        inspect.signature(f).parameters
+        for f in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert list(ours) == list(theirs)
+    for a, b in zip(ours.values(), theirs.values()):
+        assert (a.kind, a.default) == (b.kind, b.default), a.name
+
+
+def test_platform_reaches_the_strategy(monkeypatch):
+    chosen = []
+    dispatch = Blockwise.dispatch
+
+    def spy(self, *args, **kwargs):
+        chosen.append(self.metadata.platform.value)
+        return dispatch(self, *args, **kwargs)
+
+    monkeypatch.setattr(Blockwise, "dispatch", spy)
+    for implementation in (None, "xla"):
+        dot_product_attention(q, k, v, implementation=implementation)
+    assert chosen == ["auto", "xla"]
