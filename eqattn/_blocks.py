@@ -56,7 +56,7 @@ class Blocking:
     def block(self) -> tuple[int, int]:
         return (self.block_k, self.group * self.block_q)
 
-    def pad(self, x: Array, axis: int, n: int, edge: bool) -> Array:
+    def pad(self, x: Array | np.ndarray, axis: int, n: int, edge: bool) -> Array | np.ndarray:
         """Pads an axis to `n`, with its last entry or with zeros."""
         if x.shape[axis] == n:
             return x
@@ -86,7 +86,7 @@ class Blocking:
         x = x.reshape(self.batch, self.columns, self.block_k, self.kv_heads, x.shape[-1])
         return x.transpose(0, 3, 1, 2, 4)
 
-    def pairs_of(self, x: Array) -> tuple[Array, tuple[int, ...]]:
+    def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
         """A canonical operand `[B|1, H|1, T|1, S|1]` as blocks
         `[keys|1, group|1, queries|1]` on some of the grid's axes.
         """

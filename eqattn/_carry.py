@@ -70,10 +70,8 @@ class Carry(eqx.Module):
         - `logits`: `[*b, t, h, s]`.
         - `values`: `[*b, s, h, v]`.
         """
-        if logits.shape[:-3] != values.shape[:-3] or logits.shape[-2:] != (
-            values.shape[-2],
-            values.shape[-3],
-        ):
+        *batch, _, h, s = logits.shape if logits.ndim >= 3 else (0, 0, 0)
+        if logits.ndim < 3 or values.shape[:-1] != (*batch, s, h):
             raise ValueError(
                 f"logits {logits.shape} must be [*b, t, h, s] for values {values.shape} "
                 "[*b, s, h, v]; repeat the values' heads to match."
@@ -94,11 +92,14 @@ class Carry(eqx.Module):
         **Arguments:**
 
         - `output`: `[*b, t, h, v]`.
-        - `logsumexp`: `[*b, t, h]`; its gradient is kept.
+        - `logsumexp`: `[*b, t, h]`; its gradient is kept. Where it is `-inf`, the output may hold
+            anything.
         """
+        _check_rows("logsumexp", logsumexp, output)
         dtype = accumulation(output.dtype, logsumexp.dtype)
         output, logsumexp = output.astype(dtype), logsumexp.astype(dtype)
         weight = _weight(logsumexp)
+        output = jnp.where((logsumexp != -jnp.inf)[..., None], output, 0)
         return cls(output * weight[..., None], weight, lax.stop_gradient(logsumexp))
 
     @classmethod
@@ -108,12 +109,21 @@ class Carry(eqx.Module):
         maximum: Float[Array, " *bth"],
         denominator: Float[Array, " *bth"],
     ) -> "Carry":
-        """From normalised attention `o`, the maximum `m` and the denominator `l` relative to it."""
-        dtype = accumulation(output.dtype, maximum.dtype)
-        output, maximum, denominator = (
-            x.astype(dtype) for x in (output, maximum, denominator)
-        )
-        denominator = denominator * _weight(maximum)
+        """From normalised attention `o`, the maximum `m` and the denominator `l` relative to it.
+
+        **Arguments:**
+
+        - `output`: `[*b, t, h, v]`.
+        - `maximum`, `denominator`: `[*b, t, h]`. Where the one is `-inf` or the other is 0, no key
+            was seen, and the output may hold anything.
+        """
+        _check_rows("maximum", maximum, output)
+        _check_rows("denominator", denominator, output)
+        dtype = accumulation(output.dtype, maximum.dtype, denominator.dtype)
+        output, maximum, denominator = (x.astype(dtype) for x in (output, maximum, denominator))
+        seen = (maximum != -jnp.inf) & (denominator != 0)
+        output = jnp.where(seen[..., None], output, 0)
+        denominator = jnp.where(seen, denominator, 0) * _weight(maximum)
         return cls(output * denominator[..., None], denominator, lax.stop_gradient(maximum))
 
     def update(
@@ -123,15 +133,24 @@ class Carry(eqx.Module):
         return self.merge(Carry.from_logits(logits, values))
 
     def merge(self, other: "Carry") -> "Carry":
-        """Attention over the keys of both."""
-        top = jnp.maximum(self.max_so_far, other.max_so_far)
-        origin = gauge(top)
-        a = jnp.exp(lax.stop_gradient(self.max_so_far) - origin)
-        b = jnp.exp(lax.stop_gradient(other.max_so_far) - origin)
+        """Attention over the keys of both, for the same rows."""
+        if self.numerator.shape != other.numerator.shape:
+            raise ValueError(
+                f"Carries of {self.numerator.shape} and {other.numerator.shape} (numerators "
+                "[*b, t, h, v]) do not merge; broadcast them to the same rows first."
+            )
+        a, b = lax.stop_gradient(self.max_so_far), lax.stop_gradient(other.max_so_far)
+        top, first = jnp.maximum(a, b), a >= b
+        share = jnp.exp(jnp.minimum(a, b) - gauge(top))
+
+        def add(x, y, first, share):
+            # Only one product, so that fused multiply-adds round the same in either order.
+            return jnp.where(first, x, y) + jnp.where(first, y, x) * share
+
         return Carry(
-            self.numerator * a[..., None] + other.numerator * b[..., None],
-            self.denominator * a + other.denominator * b,
-            lax.stop_gradient(top),
+            add(self.numerator, other.numerator, first[..., None], share[..., None]),
+            add(self.denominator, other.denominator, first, share),
+            top,
         )
 
     def with_sinks(self, sinks: Float[Array, "*#bth n"]) -> "Carry":
@@ -141,10 +160,17 @@ class Carry(eqx.Module):
 
         - `sinks`: `[..., n]`, broadcastable to `[*b, t, h, n]`.
         """
+        shape = self.denominator.shape
+        rows = sinks.shape[:-1]
+        fits = 1 <= sinks.ndim <= len(shape) + 1
+        if not fits or any(n not in (1, m) for n, m in zip(rows[::-1], shape[::-1])):
+            raise ValueError(
+                f"sinks of shape {sinks.shape} do not broadcast to [*b, t, h, n] for rows {shape}; "
+                "the last axis is n, the others are 1 or full."
+            )
         sinks = sinks.astype(self.denominator.dtype)
         top = lax.stop_gradient(sinks.max(-1, initial=-jnp.inf))
         denominator = jnp.exp(sinks - gauge(top)[..., None]).sum(-1)
-        shape = self.denominator.shape
         return self.merge(
             Carry(
                 jnp.zeros_like(self.numerator),
@@ -180,3 +206,11 @@ def _weight(exponent: Array) -> Array:
     seen = exponent != -jnp.inf
     safe = jnp.where(seen, exponent, 0)
     return jnp.where(seen, jnp.exp(safe - lax.stop_gradient(safe)), 0)
+
+
+def _check_rows(name: str, rows: Array, output: Array) -> None:
+    if rows.shape != output.shape[:-1]:
+        raise ValueError(
+            f"{name} {rows.shape} must be [*b, t, h] for output {output.shape} [*b, t, h, v]; "
+            "broadcast it first."
+        )

@@ -13,7 +13,6 @@ from jax.extend.core import (
     Primitive as Primitive,
 )
 from jax.interpreters import ad as ad, batching as batching, mlir as mlir
-from jaxtyping import Array
 
 
 def varying_axes(*arrays) -> frozenset:
@@ -28,7 +27,7 @@ def varies(aval) -> bool:
     return axes is not None and bool(axes.varying)
 
 
-def vary(array: Array, axes: frozenset) -> Array:
+def vary(array, axes: frozenset):
     """Marks an array as varying over `axes`; differentiable, its transpose is a sum over them."""
     missing = tuple(axes - varying_axes(array))
     return lax.pcast(array, missing, to="varying") if missing else array

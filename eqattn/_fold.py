@@ -9,6 +9,7 @@ numerators `[keys, v]` and `[v, rows]`: the orientation in which no product need
 
 import functools as ft
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,19 +35,19 @@ from ._sweep import (
 
 def fold(
     logits: dict[int, Callable],
-    operands: Sequence[Array],
+    operands: Sequence,
     in_axes: Sequence[tuple[int, ...]],
-    value: Array,
+    value: Any,
     value_axes: tuple[int, ...],
     *,
     grid: tuple[int, ...],
     block: tuple[int, int],
-    table: Array | None = None,
+    table: Any = None,
     table_axes: tuple[int, ...] | None = None,
     products: tuple = (),
     spec: Hashable = None,
     roles: tuple[str, ...] = (),
-) -> list[Array]:
+) -> list:
     """Softmax-weighted sums of values over the live blocks of a grid `(*batch, rows, columns)`.
 
     **Arguments:**
@@ -107,7 +108,8 @@ def weighted_sum(v: Array, p: Array, products: tuple) -> Array:
     """`v^T p` in a block with masked pairs: what is not finite reaches only rows with `p > 0`."""
     ok = jnp.isfinite(v)
     total = dot(jnp.where(ok, v, 0), p, (0, 0), **dict(products))
-    seen = jnp.where(ok.all(1)[:, None], 0, p).sum(0) > 0
+    bad = (v * 0).sum(1) != 0  # NaN where anything is not finite: one reduction
+    seen = jnp.where(bad[:, None], p, 0).sum(0) > 0
     rest = jnp.where(ok, 0, v).sum(0)
     return jnp.where(seen[None] & (rest != 0)[:, None], total + rest[:, None], total)
 

@@ -23,7 +23,7 @@ from ._interval_values import (
 
 
 _MAX_ELEMENTS = 2**20  # of a non-scalar intermediate; beyond it the value counts as unknown
-_MAX_ENTRIES = 4096  # of a table that is searched over index ranges; longer ones are grouped
+_MAX_ENTRIES = 2048  # of a table that is searched over index ranges; longer ones are grouped
 
 
 def expand(i: Interval, ndim: int) -> Interval:
@@ -51,7 +51,7 @@ def select(dtype, which: Interval, *cases: Interval) -> Interval:
     lo, hi = most, least
     number = which.lo.dtype.type
     for n, case in enumerate(cases):
-        xp = xp_of(*which, *case)
+        xp = xp_of(*which, *case) if isinstance(lo, np.generic | np.ndarray) else jnp
         chosen = (which.lo <= number(n)) & (number(n) <= which.hi)
         lo = xp.minimum(xp.where(chosen, case.lo, most), lo)
         hi = xp.maximum(xp.where(chosen, case.hi, least), hi)
@@ -164,19 +164,38 @@ def _reduce(name):
 # Lookups
 
 
-def blocks(x, axis: int, size: int, name: str):
-    """`x.min` or `x.max` over consecutive groups of `size` along an axis; the last may be short."""
+def block_ends(x, axis: int, size: int) -> tuple:
+    """The least and greatest of consecutive groups of `size` on an axis; the last may be short."""
     n = x.shape[axis]
     if n <= 1 or size == 1:
-        return x
+        return x, x
     whole = n // size * size
     head = (slice(None),) * axis
-    main = x[(*head, slice(0, whole))]
-    main = main.reshape(*x.shape[:axis], whole // size, size, *x.shape[axis + 1 :])
-    parts = [getattr(main, name)(axis=axis + 1)] if whole else []
+    parts = []
+    if whole:
+        main = x[(*head, slice(0, whole))]
+        split = (*x.shape[:axis], whole // size, size, *x.shape[axis + 1 :])
+        parts.append(_ends(main.reshape(split), axis + 1))
     if whole < n:
-        parts.append(getattr(x[(*head, slice(whole, n))], name)(axis=axis, keepdims=True))
-    return parts[0] if len(parts) == 1 else xp_of(x).concatenate(parts, axis)
+        rest = x[(*head, slice(whole, n))]
+        short = (*x.shape[:axis], 1, n - whole, *x.shape[axis + 1 :])
+        parts.append(_ends(rest.reshape(short), axis + 1))
+    lo, hi = zip(*parts)
+    return (
+        (lo[0], hi[0])
+        if len(parts) == 1
+        else tuple(xp_of(x).concatenate(p, axis) for p in (lo, hi))
+    )
+
+
+def _ends(x, axis) -> tuple:
+    if isinstance(x, np.ndarray):
+        return x.min(axis), x.max(axis)
+    # One reduction of both: XLA then fuses what computes `x` into it instead of storing it.
+    least, most = limits(x.dtype)
+    return lax.reduce(
+        (x, x), (most, least), lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1])), (axis,)
+    )
 
 
 def _take(x, index, axis):
@@ -186,20 +205,23 @@ def _take(x, index, axis):
 
 
 def _over_range(x, lo, hi, axis: int, combine: Callable):
-    """The least (or greatest) of `x[i]` for `lo <= i <= hi`, from windows of doubling size."""
-    width, one = hi - lo + np.int32(1), np.int32(1)
-    out, size = None, 1
-    while True:
-        here = (width >= np.int32(size)) & (width < np.int32(2 * size))
-        if not isinstance(here, np.ndarray) or here.any():
-            last = xp_of(hi).maximum(hi - np.int32(size) + one, np.int32(0))
-            v = combine(_take(x, lo, axis), _take(x, last, axis))
-            out = v if out is None else xp_of(here, v, out).where(here, v, out)
-        if x.shape[axis] <= size:
-            return out
-        n, head = x.shape[axis], (slice(None),) * axis
-        x = combine(x[(*head, slice(0, n - size))], x[(*head, slice(size, n))])
-        size *= 2
+    """The least (or greatest) of `x[i]` for `lo <= i <= hi`.
+
+    A range is the union of two windows of the largest power of two that fits in it; the least of
+    every such window is tabulated.
+    """
+    head, levels = (slice(None),) * axis, [x]
+    width = hi - lo + np.int32(1)
+    window, offset = xp_of(width).ones_like(width), width - width
+    while (n := levels[-1].shape[axis]) > 2 ** (len(levels) - 1):
+        size = 2 ** (len(levels) - 1)
+        wide = (width >= np.int32(2 * size)).astype(np.int32)
+        offset, window = offset + wide * np.int32(n), window + wide * np.int32(size)
+        last = levels[-1]
+        levels.append(combine(last[(*head, slice(0, n - size))], last[(*head, slice(size, n))]))
+    table = xp_of(*levels).concatenate(levels, axis)
+    first, second = offset + lo, offset + hi - window + np.int32(1)
+    return combine(_take(table, first, axis), _take(table, second, axis))
 
 
 def _lookup(table: Interval, axis: int, index: Interval) -> Interval:
@@ -212,8 +234,8 @@ def _lookup(table: Interval, axis: int, index: Interval) -> Interval:
     lo, hi = index.lo // np.int32(group), index.hi // np.int32(group)
     xp = xp_of(*table, lo, hi)
     return Interval(
-        _over_range(blocks(table.lo, axis, group, "min"), lo, hi, axis, xp.minimum),
-        _over_range(blocks(table.hi, axis, group, "max"), lo, hi, axis, xp.maximum),
+        _over_range(block_ends(table.lo, axis, group)[0], lo, hi, axis, xp.minimum),
+        _over_range(block_ends(table.hi, axis, group)[1], lo, hi, axis, xp.maximum),
     )
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from ._interval_arrays import ARRAY_RULES, blocks, convert, expand, select, too_large, unknown
+from ._interval_arrays import ARRAY_RULES, block_ends, convert, expand, select, too_large, unknown
 from ._interval_rules import clamp, EXACT, floor_divide, REFLEXIVE, remainder, RULES
 from ._interval_values import carrier, finite, GRID, Interval, kind, source, top, xp_of
 from ._pairs import canonical, Operand
@@ -95,11 +95,15 @@ def classify(
     def bounds(x, dtype):  # of [B|1, H|1, T|1, S|1]
         if not kind(dtype):
             return None
-        lo, hi = (blocks(blocks(x, 2, block_q, m), 3, block_k, m) for m in ("min", "max"))
+        lo, hi = block_ends(x, 2, block_q)
+        if lo is hi:
+            lo, hi = block_ends(x, 3, block_k)
+        else:
+            lo, hi = block_ends(lo, 3, block_k)[0], block_ends(hi, 3, block_k)[1]
         if lo.shape == x.shape:  # blocks of one entry
             return source(x, x, dtype)
         if kind(dtype) == "f":
-            nan = blocks(blocks(xp_of(x).isnan(x), 2, block_q, "max"), 3, block_k, "max")
+            nan = block_ends(block_ends(xp_of(x).isnan(x), 2, block_q)[1], 3, block_k)[1]
             lo = xp_of(nan, lo).where(nan, lo.dtype.type(-np.inf), lo)
         return source(lo, hi, dtype)
 

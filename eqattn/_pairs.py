@@ -32,7 +32,7 @@ class Operand(eqx.Module):
 
 def canonical(
     operand: Operand, batch_shape: Sequence[int], heads: int, t: int, s: int, name: str = "operand"
-) -> Array:
+) -> Array | np.ndarray:
     """An operand as a rank-4 array `[B|1, H|1, T|1, S|1]`, with all batch axes flattened.
 
     **Raises:** `ValueError` with both shapes if it does not broadcast to `[*batch, h, t, s]`.

@@ -67,7 +67,7 @@ class Problem(eqx.Module):
         """float32, or float64 for float64 inputs."""
         return accumulation(self.query.dtype)
 
-    def canonical(self, operand: Operand) -> Array:
+    def canonical(self, operand: Operand) -> Array | np.ndarray:
         """An operand as `[B|1, H|1, T|1, S|1]`."""
         t, s, heads, _ = self.sizes
         return canonical(operand, self.batch_shape, heads, t, s)

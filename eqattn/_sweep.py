@@ -16,6 +16,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +84,14 @@ class Layout:
 # The traversal, shared by sweeps and the softmax fold.
 
 
-def _window(x: Array, axes: tuple[int, ...], at: dict) -> tuple[list, list]:
+def _window(x: Any, axes: tuple[int, ...], at: dict) -> tuple[list, list]:
     """Start and size of the slice of `x` at the given grid indices."""
     start = [jnp.int32(at.get(a, 0)) for a in axes] + [jnp.int32(0)] * (x.ndim - len(axes))
     size = [1 if a in at else n for a, n in zip(axes, x.shape)] + list(x.shape[len(axes) :])
     return start, size
 
 
-def pick(x: Array, axes: tuple[int, ...], at: dict) -> Array:
+def pick(x: Any, axes: tuple[int, ...], at: dict) -> Any:
     """The block of `x` at the given grid indices; grid axes not in `at` are kept whole."""
     if not any(a in at for a in axes):
         return x
@@ -117,7 +118,7 @@ def _divide(n: Array, size: int) -> tuple[Array, Array]:
     return lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size))
 
 
-def _itinerary(table: Array, classes: Sequence[int]) -> tuple[Array, Array]:
+def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, Array]:
     """Per row: its columns sorted by class, and where each class begins and ends."""
     columns = table.shape[-1]
     rank = jnp.full(table.shape, len(classes), jnp.int32)
@@ -132,12 +133,12 @@ def _itinerary(table: Array, classes: Sequence[int]) -> tuple[Array, Array]:
 def traverse(
     steps: dict[int, Callable],
     layout: Layout,
-    args: Sequence[Array],
-    accumulators: Sequence[Array],
+    args: Sequence,
+    accumulators: Sequence,
     axes: Sequence[tuple[int, ...]],
     *,
     vectorise: bool,
-) -> list[Array]:
+) -> list:
     """Visits the live pairs: rows outside, their live columns inside, full blocks first.
 
     **Arguments:**
@@ -196,14 +197,15 @@ def traverse(
 def loops_over_batch(ctx, layout: Layout) -> bool:
     """Whether to loop over the batch axes: on one CPU, unless the blocks are tiny."""
     cpu = tuple(ctx.module_context.platforms) == ("cpu",)
-    small = math.prod(layout.shape(layout.batch)) * math.prod(layout.block) <= 2**17
+    logits = math.prod(layout.shape(layout.batch)) * math.prod(layout.block)
+    small = logits <= (2**20 if layout.grid[ROW] == layout.grid[COL] == 1 else 2**17)
     return cpu and not small and not partitioned_automatically(ctx)
 
 
 # The primitive.
 
 
-def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list[Array]]:
+def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
     """Traces the block functions; what they close over becomes further operands."""
     closed = {c: jax.make_jaxpr(f)(*avals) for c, f in fns.items()}
     consts = [jnp.asarray(x) for j in closed.values() for x in j.consts]
@@ -220,7 +222,7 @@ def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list[Array]
     return tuple(closed.items()), consts
 
 
-def block_aval(x: Array, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Block functions read floats in the accumulation dtype, so cotangents round once."""
     dtype = x.dtype
     if jnp.issubdtype(dtype, jnp.floating):
@@ -230,14 +232,14 @@ def block_aval(x: Array, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def sweep(
     fns: dict[int, Callable],
-    operands: Sequence[Array],
+    operands: Sequence,
     in_axes: Sequence[tuple[int, ...]],
     out_axes: Sequence[tuple[int, ...]],
     *,
     layout: Layout,
-    table: Array | None = None,
+    table: Any = None,
     tag: Tag | None = None,
-) -> list[Array]:
+) -> list:
     """Adds up what the block functions return; see the module's docstring.
 
     **Arguments:**

@@ -173,14 +173,18 @@ def masks(draw, wide=False):
             return f.format(sub(d if "isnan" not in f else other(floats)))
         if draw(st.integers(0, 7)) == 0:
             d = other([*ints, *floats, "bool"])
-            return f"jnp.asarray({sub(d)}).astype(jnp.dtype('{dtype}'))"
+            # `+ 0 * q`: a constant's cast would be folded by NumPy, which is not what XLA gives
+            zero = f" + jnp.asarray(q * 0).astype(jnp.dtype('{d}'))" if d in floats else ""
+            return f"(jnp.asarray({sub(d)}){zero}).astype(jnp.dtype('{dtype}'))"
         if dtype in floats:
             if draw(st.integers(0, 2)):
                 return f"(jnp.asarray({sub()}) {other(['+', '-', '*', '/'])} {sub()})"
             f = ["-", "jnp.abs", "jnp.floor", "jnp.ceil", "jnp.sin", "jnp.square", "jnp.sign"]
             f += ["jnp.exp", "jnp.sqrt", "lax.round"]
             if draw(st.booleans()):
-                return f"jnp.{other(['maximum', 'minimum', 'mod', 'floor_divide'])}({sub()}, {sub()})"
+                return (
+                    f"jnp.{other(['maximum', 'minimum', 'mod', 'floor_divide'])}({sub()}, {sub()})"
+                )
             return f"{other(f)}(jnp.asarray({sub()}))"
         choice = draw(st.integers(0, 13))
         if choice < 5:
@@ -200,7 +204,9 @@ def masks(draw, wide=False):
             return f"jnp.clip({sub()}, {sub()}, {sub()})"
         if choice == 11:
             f = ["-", "~", "jnp.abs", "jnp.sign", "jnp.square", "lax.population_count"]
-            return f"{other([*f, 'cube'])}(jnp.asarray({sub()}))".replace("cube", "(lambda z: z**3)")
+            return f"{other([*f, 'cube'])}(jnp.asarray({sub()}))".replace(
+                "cube", "(lambda z: z**3)"
+            )
         if choice == 12 and dtype == "int32" and tables:
             i = draw(st.integers(0, len(tables) - 1))
             index = "int32" if draw(st.booleans()) else other(ints)
@@ -254,9 +260,7 @@ def check_sound(case, block_q, block_k, traced):
 
     def evaluate(q, k, rows, cols, arrays):
         mask = mask_of(rows, cols, arrays)
-        return mask.as_array(
-            q.shape[-1], k.shape[-1], q_positions=q, kv_positions=k, **sizes
-        )
+        return mask.as_array(q.shape[-1], k.shape[-1], q_positions=q, kv_positions=k, **sizes)
 
     args = (q, k, row_ids, col_ids, tables)
     got = [table(*args)]

@@ -1,4 +1,4 @@
-"""Every Python block of the README and the documentation runs, and links between files lead somewhere."""
+"""The documentation is true: Python blocks run and print what is shown, links lead somewhere."""
 
 import inspect
 import re
@@ -12,24 +12,29 @@ from eqattn import AttentionRegistry
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
 def blocks(path: Path):
-    """The line and the text of each Python block."""
+    """Of each Python block, its line, its text and the text shown as its output, or None."""
     text = path.read_text()
     for match in _BLOCK.finditer(text):
-        yield text[: match.start(1)].count("\n"), match[1]
+        yield text[: match.start(1)].count("\n"), match[1], match[2]
 
 
 @pytest.mark.parametrize("path", [p for p in PAGES if list(blocks(p))], ids=lambda p: p.stem)
 def test_blocks_run(path, monkeypatch, capsys):
     monkeypatch.setattr(AttentionRegistry, "_registry", dict(AttentionRegistry._registry))
     namespace = {"__name__": path.stem}
-    for line, source in blocks(path):
+    for line, source, shown in blocks(path):
         # Blank lines in front make the line numbers of an error those of the page.
         exec(compile("\n" * line + source, path, "exec"), namespace)
+        printed = capsys.readouterr().out
+        if shown is not None:
+            assert printed == shown
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)

@@ -201,6 +201,8 @@ class Bounded(_Wrapped):
         p = self.precision
 
         def dot(x, y):
+            if n == 0:  # np.einsum leaves the sum of nothing uninitialised if its operands differ in dtype
+                return np.zeros([sizes[label] for label in output], p.reference)
             return np.einsum(subscripts, np.broadcast_to(x, np.shape(a)), np.broadcast_to(y, np.shape(b)))
 
         size_a, size_b = abs(a), abs(b)
@@ -209,7 +211,7 @@ class Bounded(_Wrapped):
             error = error + dot(p.u_operand * size_a + p.tiny_operand, size_b)
         if computed[1]:
             error = error + dot(size_a, p.u_operand * size_b + p.tiny_operand)
-        return self._new(np.einsum(subscripts, a, b), error)
+        return self._new(dot(a, b), error)
 
 
 def _split(x):

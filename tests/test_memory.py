@@ -1,0 +1,53 @@
+"""Memory by `memory_analysis`: linear in the sequence at every order of differentiation."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqattn import attention, AttentionMetadata, Blockwise, Causal
+
+
+def loss(q, k, v):
+    strategy = Blockwise(AttentionMetadata(blocksize_q=256, blocksize_k=256))
+    return jnp.sum(jnp.sin(attention(q, k, v, strategy, mask=Causal()).attention_outputs))
+
+
+def grad(*args):
+    return jax.grad(loss, (0, 1, 2))(*args)
+
+
+def grad_of_grad(*args):
+    return jax.grad(lambda *a: sum(jnp.sum(jnp.cos(g)) for g in grad(*a)), (0, 1, 2))(*args)
+
+
+ORDERS = {
+    "forward": loss,
+    "grad": grad,
+    "jvp": lambda *a: jax.jvp(loss, a, a)[1],
+    "hvp": lambda *a: jax.jvp(grad, a, a)[1],
+    "grad of grad": grad_of_grad,
+}
+
+
+def temporary(name: str, t: int) -> float:
+    q = jax.ShapeDtypeStruct((1, t, 2, 64), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, t, 1, 64), jnp.float32)
+    compiled = jax.jit(ORDERS[name]).lower(q, k, k).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_linear_in_the_sequence(name):
+    assert temporary(name, 4096) <= 4 * temporary(name, 1024)
+
+
+@pytest.mark.parametrize("name, factor", [("hvp", 2.0), ("grad of grad", 2.5)])
+def test_higher_orders_against_the_gradient(name, factor):
+    assert temporary(name, 4096) <= factor * temporary("grad", 4096)
+
+
+@pytest.mark.parametrize("name, mebibytes", [("forward", 20), ("grad", 32)])
+def test_at_the_size_of_the_benchmark(name, mebibytes):
+    x = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.float32)
+    compiled = jax.jit(ORDERS[name]).lower(x, x, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= mebibytes * 2**20

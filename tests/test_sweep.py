@@ -1,0 +1,190 @@
+"""The sweep primitive on its own: visits, kinds of operands, tracing, what a kernel sees."""
+
+import functools as ft
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
+from eqattn._compat import jaxpr_as_fun
+from eqattn._sweep import EMPTY, FULL, Layout, PARTIAL, sweep
+
+
+LARGE = (2**10, 2**10)  # blocks beyond what is vectorised over the batch
+
+
+def visits(table, axes, grid):
+    """How many blocks are visited, by summing one per visit."""
+    layout = Layout(grid, LARGE, (), axes)
+    one = {PARTIAL: lambda: [jnp.ones(())], FULL: lambda: [jnp.ones(())]}
+    return sweep(one, [], [], [()], layout=layout, table=table)[0]
+
+
+def test_visits_live_blocks_only():
+    table = jnp.array([[FULL, EMPTY, PARTIAL], [EMPTY, EMPTY, EMPTY]], jnp.int8)
+    assert visits(table, (-2, -1), (1, 1, 2, 3)) == 2
+    batched = jnp.stack([table, jnp.full_like(table, FULL)])
+    assert visits(batched, (-4, -2, -1), (2, 1, 2, 3)) == 2 + 6
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_vmap_visits_as_many_blocks_as_one_by_one(nested):
+    lengths = jnp.array([8, 1, 1, 1, 1, 1, 1, 2])
+    tables = (jnp.arange(8)[None, None] < lengths[:, None, None]).astype(jnp.int8) * FULL
+    tables = jnp.broadcast_to(tables, (8, 3, 8))
+    count = ft.partial(visits, axes=(-2, -1), grid=(1, 1, 3, 8))
+    one_by_one = sum(count(t) for t in tables)
+    if nested:
+        together = jax.vmap(jax.vmap(count))(tables.reshape(2, 4, 3, 8))
+    else:
+        together = jax.vmap(count)(tables)
+    assert together.sum() == one_by_one == 3 * lengths.sum()
+
+
+AXES = [(-4, -3, -2), (-3, -1), (-2, -1), (-4,), (), (-4, -3, -2, -1)]
+GRID = (2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("block", [(1, 1), LARGE], ids=["vectorised", "looped"])
+def test_is_a_block_sparse_einsum(block):
+    """Any subset of the grid's axes in, any out: the sum over the axes that an output lacks."""
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(size=tuple(GRID[a] for a in axes)).astype(np.float32) for axes in AXES]
+    table = rng.integers(0, 3, (GRID[0], *GRID[2:])).astype(np.int8)
+    f = lambda *blocks: [jnp.prod(jnp.stack(blocks))] * len(AXES)
+    outs = sweep(
+        {PARTIAL: f, FULL: lambda *b: [2 * y for y in f(*b)]},
+        [jnp.asarray(x) for x in xs], AXES, AXES,
+        layout=Layout(GRID, block, (), (-4, -2, -1)), table=jnp.asarray(table),
+    )  # fmt: skip
+    if block == (1, 1):  # one table for the whole batch: empty only where all are, full likewise
+        least, most = table.min(0, keepdims=True), table.max(0, keepdims=True)
+        table = np.where(least == FULL, FULL, np.where(most == EMPTY, EMPTY, PARTIAL))
+    product = np.asarray(table, np.float64)[:, None]
+    for x, axes in zip(xs, AXES):
+        product = product * x.reshape([GRID[a] if a in axes else 1 for a in (-4, -3, -2, -1)])
+    product = np.broadcast_to(product, GRID)
+    for y, axes in zip(outs, AXES):
+        want = product.sum(tuple(4 + a for a in (-4, -3, -2, -1) if a not in axes))
+        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
+
+
+def attend(q, mask=None, score=None, **metadata):
+    strategy = Blockwise(AttentionMetadata(blocksize_q=4, blocksize_k=4, **metadata))
+    return attention(q, q, q, strategy, mask=mask, score=score).attention_outputs
+
+
+Q = jnp.cos(jnp.arange(2 * 9 * 2 * 4, dtype=jnp.float32)).reshape(2, 9, 2, 4)
+
+
+def test_an_eager_loop_traces_once():
+    traces = []
+
+    def score(s, b, h, q, k):
+        traces.append(0)
+        return s + (q - k).astype(s.dtype)
+
+    def call():
+        attend(Q, Causal(), ScoreFn(score))
+
+    def gradient():
+        jax.grad(lambda q: attend(q, Causal(), ScoreFn(score)).sum())(Q)
+
+    for run in (call, gradient):
+        run()
+        first = len(traces)
+        run()
+        run()
+        assert first > 0 and len(traces) == first
+
+
+def test_equal_rebuilt_masks_share_a_trace_and_other_masks_do_not():
+    traces = []
+
+    def score(s, b, h, q, k):
+        traces.append(0)
+        return s
+
+    run = lambda mask: attend(Q, mask, ScoreFn(score))
+    run(Causal() & KeyPadding(jnp.array([3, 9])))
+    first = len(traces)
+    run(Causal() & KeyPadding(jnp.array([1, 2])))
+    assert len(traces) == first
+    run(Causal(1) & KeyPadding(jnp.array([1, 2])))
+    assert len(traces) > first
+
+
+def test_a_fresh_function_is_not_retained():
+    captured = jnp.ones(3)
+    fn = lambda b, h, q, k: k <= q + captured.shape[0]
+    attend(Q, MaskFn(fn))
+    jax.grad(lambda q: attend(q, MaskFn(fn)).sum())(Q)
+    alive = weakref.ref(fn)
+    del fn
+    gc.collect()
+    assert alive() is None
+
+
+def primitives(jaxpr, name):
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == name:
+            found.append(eqn)
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found += primitives(inner, name)
+    return found
+
+
+WRAPPED = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda f: lambda q: jax.vmap(lambda x: f(x[None])[0])(q),
+    "scan": lambda f: lambda q: jax.lax.scan(lambda c, _: (f(c), None), q, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_hot_visits_carry_a_tag(name):
+    """A kernel recognises the fold and its first-order backward by their tags."""
+    f = WRAPPED[name](ft.partial(attend, mask=Causal()))
+    jaxpr = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(f(q) ** 2)))(Q).jaxpr
+    (fold, *_) = primitives(jaxpr, "attention_fold")
+    assert fold.params["tag"].stage == "fold"
+    assert fold.params["tag"].inputs[:2] == ("query", "key")
+    assert fold.params["tag"].inputs[-1] == "value"
+    backward = [
+        e for e in primitives(jaxpr, "attention_sweep")
+        if e.params["tag"] is not None and e.params["tag"].stage == "backward"
+    ]  # fmt: skip
+    assert backward
+    for e in backward:
+        tag = e.params["tag"]
+        n = len(e.invars) - (e.params["layout"].table_axes is not None)
+        assert len(tag.inputs) == n and len(tag.outputs) == len(e.outvars)
+        assert set(tag.outputs) <= {"tangent query", "tangent key", "tangent value"}
+
+
+def test_higher_orders_carry_no_tag():
+    hvp = lambda q: jax.jvp(jax.grad(lambda q: jnp.sum(attend(q, Causal()) ** 2)), (q,), (q,))[1]
+    sweeps = primitives(jax.make_jaxpr(hvp)(Q).jaxpr, "attention_sweep")
+    assert any(e.params["tag"] is None for e in sweeps)
+
+
+def test_cotangents_round_once():
+    """bf16 inputs: block functions read and return float32, whatever the block sizes."""
+    q = Q.astype(jnp.bfloat16)
+    grad = jax.grad(lambda q: jnp.sum(attend(q, Causal(), runtime_dtype=jnp.float32)))
+    for e in primitives(jax.make_jaxpr(grad)(q).jaxpr, "attention_sweep"):
+        for _, jaxpr in e.params["visits"]:
+            floats = [a for a in jaxpr.out_avals if jnp.issubdtype(a.dtype, jnp.floating)]
+            assert floats and all(a.dtype == jnp.float32 for a in floats)
+            jaxpr_as_fun(jaxpr)
