@@ -8,6 +8,7 @@ repeated; blocks of logits are `[keys, group * queries]`.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ class Blocking:
         xp = np if isinstance(x, np.ndarray) else jnp
         return xp.pad(x, widths, mode="edge") if edge else xp.pad(x, widths)
 
-    def rows_of(self, x: Array) -> Array:
+    def rows_of(self, x: Any) -> Array:
         """`[B, T, H, D]` to `[B, K, rows, D, group * block_q]`."""
         x = self.pad(x, 1, self.rows * self.block_q, edge=False)
         x = x.reshape(self.batch, self.rows, self.block_q, self.kv_heads, self.group, x.shape[-1])
@@ -80,7 +81,7 @@ class Blocking:
         x = x.reshape(self.batch, self.rows * self.block_q, -1, *x.shape[5:])
         return x[:, : self.queries]
 
-    def columns_of(self, x: Array) -> Array:
+    def columns_of(self, x: Any) -> Array:
         """`[B, S, K, D]` to `[B, K, columns, block_k, D]`."""
         x = self.pad(x, 1, self.columns * self.block_k, edge=False)
         x = x.reshape(self.batch, self.columns, self.block_k, self.kv_heads, x.shape[-1])
@@ -183,7 +184,7 @@ class Parts:
             query = query * scale
         self.value = blocking.columns_of(problem.value.astype(stored))
         self.operands = [blocking.rows_of(query), blocking.columns_of(problem.key.astype(stored))]
-        self.axes = [(BATCH, HEAD, ROW), (BATCH, HEAD, COL)]
+        self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW), (BATCH, HEAD, COL)]
         self.roles = ("query", "key")
         if self.post_scale:
             self.add("scale", scale.reshape(1, 1, 1, 1))
@@ -268,7 +269,7 @@ class Parts:
                 s = jnp.where(mask, s, -jnp.inf)
             if "seed" not in named:
                 return [s]
-            keep = kept(named["seed"], *pairs, problem.rate)
+            keep = kept(named["seed"], pairs, problem.rate)
             return [s, keep.astype(acc) * (1 / (1 - problem.rate))]
 
         return fn

@@ -62,8 +62,8 @@ def blockwise_attn(
         precision=precision,
     )
 
-    def attend(query, key, value, bias, dropout_rng):
-        return strategy.forward_native(
+    def attend(query, key, value, bias, dropout_rng) -> Any:
+        out = strategy.forward_native(
             query,
             key,
             value,
@@ -71,7 +71,8 @@ def blockwise_attn(
             deterministic=deterministic,
             dropout_rng=dropout_rng,
             causal=causal,
-        ).attention_outputs
+        )
+        return out.attention_outputs
 
     if callable(policy):
         attend = jax.checkpoint(attend, policy=policy, prevent_cse=prevent_cse)

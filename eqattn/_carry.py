@@ -126,9 +126,7 @@ class Carry(eqx.Module):
         denominator = jnp.where(seen, denominator, 0) * _weight(maximum)
         return cls(output * denominator[..., None], denominator, lax.stop_gradient(maximum))
 
-    def update(
-        self, logits: Float[Array, "*bt h s"], values: Float[Array, "*b s h v"]
-    ) -> "Carry":
+    def update(self, logits: Float[Array, "*bt h s"], values: Float[Array, "*b s h v"]) -> "Carry":
         """With the given keys added; see `from_logits` for the arguments."""
         return self.merge(Carry.from_logits(logits, values))
 
@@ -188,9 +186,9 @@ class Carry(eqx.Module):
     def output(self) -> Float[Array, "*bth v"]:
         """The weighted mean of the values, 0 where no key was seen."""
         seen = self.denominator != 0
-        return self.numerator * jnp.where(seen, 1 / jnp.where(seen, self.denominator, 1), 0)[
-            ..., None
-        ]
+        return (
+            self.numerator * jnp.where(seen, 1 / jnp.where(seen, self.denominator, 1), 0)[..., None]
+        )
 
     def finalise(self) -> tuple[Float[Array, "*bth v"], Float[Array, " *bth"]]:
         """**Returns:** `(output, logsumexp)`; a row that saw no key has output 0 and `-inf`."""

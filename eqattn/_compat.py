@@ -4,6 +4,7 @@
 """
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import (

@@ -51,9 +51,7 @@ def _transpose_b(ct, a, b, *, contract, **kw):
 def _batch(args, dims, *, lead, **kw):
     size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
     args = [
-        jnp.broadcast_to(x[None], (size, *x.shape))
-        if d is None
-        else jnp.moveaxis(x, d, 0)
+        jnp.broadcast_to(x[None], (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(args, dims)
     ]
     return dot_p.bind(*args, lead=lead + 1, **kw), 0

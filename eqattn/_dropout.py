@@ -49,9 +49,9 @@ def seed_of(key: PRNGKeyArray) -> UInt32[Array, " 2"]:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def kept(seed: Array, b: Array, h: Array, q: Array, k: Array, rate: float) -> Array:
-    """Whether each pair survives; integer arguments broadcast against each other."""
-    b, h, q, k = (lax.convert_element_type(x, jnp.uint32) for x in (b, h, q, k))
+def kept(seed: Array, pairs: Sequence[Array], rate: float) -> Array:
+    """Whether each pair `(b, h, q, k)` survives; the integers broadcast against each other."""
+    b, h, q, k = (lax.convert_element_type(x, jnp.uint32) for x in pairs)
     stream = threefry((seed[0], seed[1]), (b, h))
     bits, _ = threefry(stream, (q, k))
     return bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
@@ -76,4 +76,4 @@ def dropout_mask(
         shape = [1] * len(full)
         shape[axis] = n
         index.append(np.arange(n).reshape(shape))
-    return jnp.broadcast_to(kept(seed_of(key), *map(jnp.asarray, index), rate), full)
+    return jnp.broadcast_to(kept(seed_of(key), [jnp.asarray(x) for x in index], rate), full)

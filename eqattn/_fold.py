@@ -100,7 +100,9 @@ def masked_dot(k: Array, q: Array, products: tuple) -> Array:
 @masked_dot.defjvp
 def _masked_dot_jvp(products, primals, tangents):
     (k, q), (dk, dq) = primals, tangents
-    both = dot(dk, finite(q), (1, 0), **dict(products)) + dot(finite(k), dq, (1, 0), **dict(products))
+    both = dot(dk, finite(q), (1, 0), **dict(products)) + dot(
+        finite(k), dq, (1, 0), **dict(products)
+    )
     return masked_dot(k, q, products), both
 
 
@@ -158,9 +160,7 @@ def _block_shapes(avals, *, layout, visits, **kw):
 
 
 fold_p = Primitive("attention_fold")
-primitive_rules(
-    fold_p, execute, ("visits", "layout", "out_axes", "products", "tag"), _block_shapes
-)
+primitive_rules(fold_p, execute, ("visits", "layout", "out_axes", "products", "tag"), _block_shapes)
 
 
 def _jvp(primals, tangents, *, visits, layout, out_axes, products, tag):

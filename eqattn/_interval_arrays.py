@@ -1,7 +1,6 @@
 """Interval rules of selections, casts, shapes and lookups."""
 
 import math
-from collections.abc import Callable
 
 import jax.extend.core.primitives as P
 import jax.numpy as jnp
@@ -204,24 +203,46 @@ def _take(x, index, axis):
     return jnp.take_along_axis(jnp.asarray(x), jnp.asarray(index), axis, mode="clip")
 
 
-def _over_range(x, lo, hi, axis: int, combine: Callable):
-    """The least (or greatest) of `x[i]` for `lo <= i <= hi`.
+def _over_range(least, most, lo, hi, axis: int) -> Interval:
+    """The least of `least[i]` and the greatest of `most[i]` for `lo <= i <= hi`.
 
-    A range is the union of two windows of the largest power of two that fits in it; the least of
-    every such window is tabulated.
+    A range is the union of two windows of the largest power of two that fits in it; the bounds of
+    every such window are tabulated.
     """
-    head, levels = (slice(None),) * axis, [x]
+    n, xp = least.shape[axis], xp_of(least, most)
+    sizes = [np.int32(2**i) for i in range(n.bit_length())]
     width = hi - lo + np.int32(1)
-    window, offset = xp_of(width).ones_like(width), width - width
-    while (n := levels[-1].shape[axis]) > 2 ** (len(levels) - 1):
-        size = 2 ** (len(levels) - 1)
-        wide = (width >= np.int32(2 * size)).astype(np.int32)
-        offset, window = offset + wide * np.int32(n), window + wide * np.int32(size)
-        last = levels[-1]
-        levels.append(combine(last[(*head, slice(0, n - size))], last[(*head, slice(size, n))]))
-    table = xp_of(*levels).concatenate(levels, axis)
-    first, second = offset + lo, offset + hi - window + np.int32(1)
-    return combine(_take(table, first, axis), _take(table, second, axis))
+    if isinstance(width, np.ndarray):
+        level = np.frexp(width)[1] - np.int32(1)
+    else:
+        level = np.int32(31) - lax.clz(width)
+
+    def double(ends, size):
+        def later(x):  # what wraps around is never looked up
+            twice = xp.concatenate([x, x], axis)
+            if xp is np:
+                return twice[(*(slice(None),) * axis, slice(size, size + n))]
+            return lax.dynamic_slice_in_dim(twice, size, n, axis)
+
+        a, b = ends
+        return xp.minimum(a, later(a)), xp.maximum(b, later(b))
+
+    ends = least, most
+    if xp is np:
+        tables = [ends]
+        for size in sizes[:-1]:
+            tables.append(double(tables[-1], size))
+        tables = tuple(np.stack(x) for x in zip(*tables))
+    else:  # a loop, since XLA takes seconds to compile the unrolled one
+        _, tables = lax.scan(lambda x, size: (double(x, size), x), ends, np.array(sizes))
+    first = level * np.int32(n) + lo
+    second = level * np.int32(n) + hi - (np.int32(1) << level) + np.int32(1)
+    out = []
+    for x, combine in zip(tables, (xp_of(*tables, lo, hi).minimum, xp_of(*tables, lo, hi).maximum)):
+        x = xp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], len(sizes) * n, *x.shape[axis + 2 :])
+        out.append(combine(_take(x, first, axis), _take(x, second, axis)))
+    return Interval(*out)
 
 
 def _lookup(table: Interval, axis: int, index: Interval) -> Interval:
@@ -231,12 +252,11 @@ def _lookup(table: Interval, axis: int, index: Interval) -> Interval:
     group = 1
     while group * _MAX_ENTRIES < table.lo.shape[axis]:
         group *= 2
+    least, most = block_ends(table.lo, axis, group)
+    if not table.point:
+        most = block_ends(table.hi, axis, group)[1]
     lo, hi = index.lo // np.int32(group), index.hi // np.int32(group)
-    xp = xp_of(*table, lo, hi)
-    return Interval(
-        _over_range(block_ends(table.lo, axis, group)[0], lo, hi, axis, xp.minimum),
-        _over_range(block_ends(table.hi, axis, group)[1], lo, hi, axis, xp.maximum),
-    )
+    return _over_range(least, most, lo, hi, axis)
 
 
 def _pick(table: Interval, shape, starts: dict[int, Interval], sizes, checked: bool):

@@ -351,6 +351,7 @@ class AttentionMetadata(eqx.Module):
 
 _FIELDS = AttentionMetadata.__dataclass_fields__
 
+
 def _partition(values: Mapping) -> tuple[PartitionAxis, PartitionManager]:
     axis, manager = values.get("partition_axis"), values.get("partition_manager")
     axis = None if axis is None else as_partition_axis(axis)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -156,7 +157,7 @@ def traverse(
     sizes = layout.shape(batch)
     rows, columns = layout.grid[ROW], layout.grid[COL]
     order = bounds = None
-    table_axes = layout.table_axes
+    table_axes = layout.table_axes or ()
     if table is not None:
         if vectorise:
             lead = tuple(range(table.ndim - 2))
@@ -173,21 +174,18 @@ def traverse(
             n, at[a] = (n // size, n % size) if isinstance(n, int) else _divide(n, size)
         near = [x if COL in a else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
         local = [x if COL in a else pick(x, a, at) for x, a in zip(accs, axes)]
-        if table is not None:
-            columns_here = pick(order, table_axes, at)
-            bounds_here = pick(bounds, table_axes[:-1], at)
+        mine = None if table is None else pick(order, table_axes, at)
+        ends = None if table is None else pick(bounds, table_axes[:-1], at)
 
         def visit(step, t, local):
-            here = {**at, COL: t if table is None else pick(columns_here, (COL,), {COL: t})}
+            here = {**at, COL: t if mine is None else pick(mine, (COL,), {COL: t})}
             blocks = [pick(x, a, here) if COL in a else x for x, a in zip(near, layout.in_axes)]
             old = [pick(x, a, here) if COL in a else x for x, a in zip(local, axes)]
             new = step(old, blocks)
-            return [
-                put(x, a, here, y) if COL in a else y for x, a, y in zip(local, axes, new)
-            ]
+            return [put(x, a, here, y) if COL in a else y for x, a, y in zip(local, axes, new)]
 
         for n, c in enumerate(classes):
-            span = (0, columns) if table is None else (bounds_here[n], bounds_here[n + 1])
+            span = (0, columns) if ends is None else (ends[n], ends[n + 1])
             local = _loop(*span, ft.partial(visit, steps[c]), local)
         return [x if COL in a else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 

@@ -24,10 +24,10 @@ class Config:
     context: int = 256
     batch: int = 0
     layers: int = 4
-    width: int = 192
-    heads: int = 6
+    width: int = 128
+    heads: int = 4
     kv_heads: int = 2
-    steps: int = 1000
+    steps: int = 1500
     lr: float = 3e-3
     seed: int = 0
     strategy: str = "blockwise"
@@ -52,12 +52,12 @@ class Config:
             raise ValueError(f"--text {self.text} does not exist.")
         return dataclasses.replace(
             self,
-            batch=self.batch or max(1, 4096 // self.context),
+            batch=self.batch or max(1, 1024 // self.context),
             eval_every=self.eval_every or max(1, min(500, self.steps // 10)),
         )
 
 
-QUICK = dict(context=64, batch=16, layers=2, width=64, heads=4, steps=100, eval_bytes=8192)
+QUICK = dict(context=64, layers=2, width=64, steps=100, eval_bytes=8192)
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
     option("text", str, "a file or folder to learn from (default: Python's standard library)")
     option("context", count, "bytes per sequence")
-    option("batch", count, "sequences per step (default: 4096 bytes' worth, at least 1)")
+    option("batch", count, "sequences per step (default: 1024 bytes' worth, at least 1)")
     option("layers", count, "layers")
     option("width", count, "features of a byte's vector, a multiple of twice --heads")
     option("heads", count, "query heads, a multiple of --kv-heads")

@@ -16,9 +16,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 B, T, H, K, D = 4, 150, 8, 4, 16
 HEADS = P("dp", None, "tp", None)
 keys = jax.random.split(jax.random.key(0), 3)
-q, k, v = (
-    jax.random.normal(key, (B, T, h, D)) for key, h in zip(keys, (H, K, K), strict=True)
-)
+q, k, v = (jax.random.normal(key, (B, T, h, D)) for key, h in zip(keys, (H, K, K), strict=True))
 lengths = jnp.array([5, 30, 100, 150])
 
 

@@ -16,7 +16,7 @@ T, H, V = 2, 2, 3
 DTYPES = ["float32", "bfloat16", "float64"]  # of the inputs; bfloat16 accumulates in float32
 KINDS = ["ordinary", "masked", "wide", "huge", "equal"]
 SIZES = [0, 1, 3]  # few, so that few programs are compiled
-laws = settings(deadline=None, max_examples=25)
+laws = settings(deadline=None, max_examples=20)
 
 
 @pytest.fixture(params=DTYPES)
@@ -182,14 +182,16 @@ def test_huge_logits_are_exact(power, sign):
     v = jnp.arange(2 * H * V, dtype=jnp.float32).reshape(2, H, V)
     a, b = Carry.from_logits(far, v), Carry.from_logits(-far, 2 * v)
     out, lse = a.merge(b).finalise()
-    np.testing.assert_array_equal(out, np.broadcast_to((1 if sign > 0 else 2) * v.mean(0), (T, H, V)))
+    np.testing.assert_array_equal(
+        out, np.broadcast_to((1 if sign > 0 else 2) * v.mean(0), (T, H, V))
+    )
     np.testing.assert_array_equal(lse, np.abs(far[..., 0]) + np.log(np.float32(2)))
 
 
 def test_prefix_sums_by_associative_scan(dtype):
     ps = [inputs(i, "ordinary", 3, dtype) for i in range(4)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *[from_logits(*p) for p in ps])
-    prefixes = lax.associative_scan(Carry.merge, stacked)
+    prefixes = jax.jit(ft.partial(lax.associative_scan, Carry.merge))(stacked)
     for i in range(4):
         prefix = jax.tree.map(lambda x: x[i], prefixes)
         assert_near(prefix, reference(*concatenated(ps[: i + 1]), merges=4))
@@ -259,7 +261,7 @@ def test_output_of_an_unseen_row_may_hold_anything(garbage):
         return sum(c.output().sum() + jnp.exp(c.logsumexp()).sum() for c in (a, b, a.merge(b)))
 
     for l in (row * 0, jnp.zeros((T, H)), row):
-        value, gradients = jax.value_and_grad(loss, (0, 1))(out, l)
+        value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(out, l)
         assert value == 0
         for g in gradients:
             np.testing.assert_array_equal(g, 0)
@@ -324,27 +326,30 @@ def loss_of(route, convert, g, c, z, v, sinks):
 
 @pytest.mark.parametrize("convert", CONVERSIONS)
 @pytest.mark.parametrize("route", [by_reduce, by_scan, by_update])
-@pytest.mark.parametrize("name", ["float32", "float64"])
-def test_gradient(name, route, convert):
-    """Of rows that see some keys and none, with finite sinks and none."""
-    with jax.enable_x64(name == "float64"):
-        check_gradient(jnp.dtype(name), route, CONVERSIONS[convert])
+def test_gradient(route, convert, x64):
+    check_gradient(jnp.dtype("float64"), route, CONVERSIONS[convert])
+
+
+def test_gradient_in_float32():
+    check_gradient(jnp.dtype("float32"), by_reduce, CONVERSIONS["output"])
 
 
 def check_gradient(acc, route, convert):
+    """Of rows that see some keys and none, with finite sinks and none."""
     rng = np.random.default_rng(5)
     g, c = rng.normal(size=(T, H, V)), rng.normal(size=(T, H))
     z, v = inputs(1, "masked", 6, acc)
     sinks = jnp.asarray([[0.3, 1.0], [-np.inf, -np.inf]], acc)
     f = ft.partial(loss_of, route, convert, jnp.asarray(g, acc), jnp.asarray(c, acc))
-    got = jax.grad(f, (0, 1, 2))(z, v, sinks)
+    got = jax.jit(jax.grad(f, (0, 1, 2)))(z, v, sinks)
     unseen = np.isinf(np.asarray(z)).all(-1) & np.isinf(np.asarray(sinks)).all(-1)
     want = gradients_by_hand(*(np.asarray(x, np.float64) for x in (z, v, sinks)), g, c * ~unseen)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, rtol=0, atol=200 * jnp.finfo(acc).eps * (1 + abs(b).max()))
 
 
-def test_second_order(x64):
+@pytest.mark.parametrize("convert", [CONVERSIONS["output"], CONVERSIONS["oml"]])
+def test_second_order(convert, x64):
     """Merged parts have the Hessian-vector products, both ways round, of the plain softmax."""
     rng = np.random.default_rng(6)
     z, v = inputs(2, "masked", 6, np.float64)
@@ -359,16 +364,13 @@ def test_second_order(x64):
 
     args = (z, v, sinks)
     tangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), args)
-    forward_over_reverse = lambda f: jax.jvp(jax.grad(f, (0, 1, 2)), args, tangents)[1]
-    reverse_over_forward = lambda f: jax.grad(
-        lambda *a: jax.jvp(lambda *b: f(*b), a, tangents)[1], (0, 1, 2)
-    )(*args)
-    want = forward_over_reverse(plain)
-    for convert in ("none", "output", "oml"):
-        f = ft.partial(loss_of, by_reduce, CONVERSIONS[convert], g, c)
-        for hvp in (forward_over_reverse, reverse_over_forward):
-            for a, b in zip(hvp(f), want):
-                np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    forward_over_reverse = lambda f, x, t: jax.jvp(jax.grad(f, (0, 1, 2)), x, t)[1]
+    reverse_over_forward = lambda f, x, t: jax.grad(lambda *y: jax.jvp(f, y, t)[1], (0, 1, 2))(*x)
+    merged = ft.partial(loss_of, by_reduce, convert, g, c)
+    want = jax.jit(ft.partial(forward_over_reverse, plain))(args, tangents)
+    for hvp in (forward_over_reverse, reverse_over_forward):
+        for a, b in zip(jax.jit(ft.partial(hvp, merged))(args, tangents), want):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_maximum_is_a_gauge(dtype):

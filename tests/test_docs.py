@@ -4,6 +4,7 @@ import inspect
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 import eqattn
@@ -15,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 _BLOCK = re.compile(
     r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
-_LINK = re.compile(r"\]\(([^)#\s]+)")
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
 def blocks(path: Path):
@@ -25,7 +26,16 @@ def blocks(path: Path):
         yield text[: match.start(1)].count("\n"), match[1], match[2]
 
 
+@pytest.fixture
+def quick_compilation():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.mark.parametrize("path", [p for p in PAGES if list(blocks(p))], ids=lambda p: p.stem)
+@pytest.mark.usefixtures("quick_compilation")
 def test_blocks_run(path, monkeypatch, capsys):
     monkeypatch.setattr(AttentionRegistry, "_registry", dict(AttentionRegistry._registry))
     namespace = {"__name__": path.stem}

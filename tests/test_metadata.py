@@ -22,11 +22,6 @@ SEED_ORDER = (
 ).split()
 
 
-
-
-
-
-
 # Fields and defaults
 
 

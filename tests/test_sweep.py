@@ -37,12 +37,12 @@ def test_vmap_visits_as_many_blocks_as_one_by_one(nested):
     tables = (jnp.arange(8)[None, None] < lengths[:, None, None]).astype(jnp.int8) * FULL
     tables = jnp.broadcast_to(tables, (8, 3, 8))
     count = ft.partial(visits, axes=(-2, -1), grid=(1, 1, 3, 8))
-    one_by_one = sum(count(t) for t in tables)
+    one_by_one = sum(int(count(t)) for t in tables)
     if nested:
         together = jax.vmap(jax.vmap(count))(tables.reshape(2, 4, 3, 8))
     else:
         together = jax.vmap(count)(tables)
-    assert together.sum() == one_by_one == 3 * lengths.sum()
+    assert int(together.sum()) == one_by_one == 3 * int(lengths.sum())
 
 
 AXES = [(-4, -3, -2), (-3, -1), (-2, -1), (-4,), (), (-4, -3, -2, -1)]

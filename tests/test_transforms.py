@@ -136,9 +136,7 @@ TRANSFORMS = {
 def test_transform(name):
     args = arguments()
     transform = TRANSFORMS[name]
-    got, want = (
-        jax.jit(ft.partial(transform, loss_of(fn)))(args) for fn in (ours, reference)
-    )
+    got, want = (jax.jit(ft.partial(transform, loss_of(fn)))(args) for fn in (ours, reference))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
         assert jnp.max(abs(x - y)) <= 1e-12 * (1e-3 + jnp.max(abs(y)))

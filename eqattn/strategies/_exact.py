@@ -2,10 +2,10 @@
 
 import abc
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import auto_axes, PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
@@ -23,6 +23,8 @@ class AbstractExact(AttentionImpl):
 
     A subclass says in which order pairs are visited, by `fold`. It has no derivative code.
     """
+
+    precision: eqx.AbstractVar[Any]
 
     @abc.abstractmethod
     def fold(self, problem: Problem) -> tuple[Carry, Array | None]:
@@ -63,6 +65,11 @@ class AbstractExact(AttentionImpl):
 
         The keyword arguments are those of [`eqattn.attention`][].
         """
+        if self.metadata.blocksize_b not in (None, 1):
+            raise ValueError(
+                f"blocksize_b={self.metadata.blocksize_b}: {type(self).__name__} visits one batch "
+                "element at a time; leave it None or 1."
+            )
         dropout_rng = choose_dropout_key(self.metadata, deterministic, dropout_rng)
         if return_weights and (reason := self.unsupported({"return_weights": True})):
             raise ValueError(reason)
@@ -70,18 +77,8 @@ class AbstractExact(AttentionImpl):
         mask = as_mask(mask)
         if causal:
             mask = Causal() if mask is None else Causal() & mask
-        wanted = dict(
-            return_weights=return_weights,
-            return_logsumexp=return_logsumexp,
-            return_carry=return_carry,
-        )
-
-        def run(self, q, k, v, options):
-            spec = problem(
-                q, k, v, self.metadata, precision=getattr(self, "precision", None), **options
-            )
-            return finish(spec, *self.fold(spec), dtype=self.metadata.runtime_dtype, **wanted)
-
+        wanted = {"outputs": True, "weights": return_weights, "logsumexp": return_logsumexp}
+        wanted["carry"] = return_carry
         options = dict(
             mask=mask,
             bias=bias,
@@ -91,59 +88,65 @@ class AbstractExact(AttentionImpl):
             q_positions=q_positions,
             kv_positions=kv_positions,
         )
+
+        def run(self, q, k, v, options):
+            spec = problem(q, k, v, self.metadata, precision=self.precision, **options)
+            carry, weights = self.fold(spec)
+            results = finish(spec, carry, weights, self.metadata.runtime_dtype, return_weights)
+            return {name: x for name, x in results.items() if wanted[name]}
+
+        args = (self, q, k, v, options)
         if explicit_axes(q):
-            return _without_explicit_axes(run, (self, q, k, v, options), q, v, wanted)
-        return run(self, q, k, v, options)
+            results = _without_explicit_axes(run, args, wanted)
+        else:
+            results = run(*args)
+        return AttentionOutput(
+            attention_weights=results.get("weights"),
+            attention_outputs=checkpoint_name(results["outputs"], "attention_output"),
+            logsumexp=results.get("logsumexp"),
+            carry=Carry(*results["carry"]) if return_carry else None,
+        )
 
 
-def _without_explicit_axes(run, args, q, v, wanted) -> AttentionOutput:
+def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) -> dict:
     """Runs where the compiler propagates shardings; results are sharded like the query."""
     arrays, static = eqx.partition(args, eqx.is_array)
+    _, q, _, v, _ = args
     *batch, t, heads, _ = sharding_of(q)
-    rows = P(*batch, t, heads)
-    values = P(*batch, t, heads, sharding_of(v)[-1])
-    out = AttentionOutput(
-        attention_weights=P(*batch, heads, t, None) if wanted["return_weights"] else None,
-        attention_outputs=values,
-        logsumexp=rows if wanted["return_logsumexp"] else None,
-        carry=(values, rows, rows) if wanted["return_carry"] else None,
+    rows, values = P(*batch, t, heads), P(*batch, t, heads, sharding_of(v)[-1])
+    specs = {
+        "outputs": values,
+        "weights": P(*batch, heads, t, None),
+        "logsumexp": rows,
+        "carry": (values, rows, rows),
+    }
+    inner: Any = auto_axes(
+        lambda arrays: run(*eqx.combine(arrays, static)),
+        axes=explicit_axes(q),
+        out_sharding={name: spec for name, spec in specs.items() if wanted[name]},
     )
-
-    def inner(arrays):
-        result = run(*eqx.combine(arrays, static))
-        carry = result.carry
-        parts = carry and (carry.numerator, carry.denominator, carry.max_so_far)
-        return result.replace(carry=parts)
-
-    result = auto_axes(inner, axes=explicit_axes(q), out_sharding=out)(arrays)
-    return result.replace(carry=result.carry and Carry(*result.carry))
+    return inner(arrays)
 
 
-def finish(
-    spec: Problem, carry: Carry, weights, *, dtype, return_weights, return_logsumexp, return_carry
-) -> AttentionOutput:
+def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any, weighted: bool) -> dict:
     """Sinks, normalisation, and the caller's batch axes and dtype."""
-    before = carry.logsumexp() if return_weights else None
-    if spec.sinks is not None:
-        carry = carry.with_sinks(spec.sinks[None, None])
 
-    def unflatten(x):
+    def unflatten(x: Array) -> Array:
         return x.reshape(*spec.batch_shape, *x.shape[1:])
 
-    output = checkpoint_name(unflatten(carry.output().astype(dtype)), "attention_output")
-    logsumexp = carry.logsumexp() if return_logsumexp or return_weights else None
-    if return_weights:
-        if spec.sinks is not None:
-            share = jnp.exp(before - lax.select(before == -jnp.inf, before * 0, logsumexp))
+    before = carry.logsumexp()
+    if spec.sinks is not None:
+        carry = carry.with_sinks(spec.sinks[None, None])
+    logsumexp = carry.logsumexp()
+    if weighted:
+        if spec.sinks is not None:  # the share of the probability that is not the sinks'
+            share = jnp.exp(before - jnp.where(before == -jnp.inf, 0, logsumexp))
             weights = weights * jnp.swapaxes(share, 1, 2)[..., None]
         weights = unflatten(weights.astype(dtype))
-    if logsumexp is not None:
-        logsumexp = checkpoint_name(unflatten(logsumexp), "attention_logsumexp")
-    return AttentionOutput(
-        attention_weights=weights if return_weights else None,
-        attention_outputs=output,
-        logsumexp=logsumexp if return_logsumexp else None,
-        carry=Carry(*map(unflatten, (carry.numerator, carry.denominator, carry.max_so_far)))
-        if return_carry
-        else None,
-    )
+    parts = (carry.numerator, carry.denominator, carry.max_so_far)
+    return {
+        "outputs": unflatten(carry.output().astype(dtype)),
+        "weights": weights,
+        "logsumexp": unflatten(logsumexp),
+        "carry": tuple(map(unflatten, parts)),
+    }

@@ -45,9 +45,7 @@ class Blockwise(AbstractExact):
         return "blockwise"
 
     def fold(self, problem: Problem):
-        carry = _fold(
-            problem, block_q=self.metadata.blocksize_q, block_k=self.metadata.blocksize_k
-        )
+        carry = _fold(problem, block_q=self.metadata.blocksize_q, block_k=self.metadata.blocksize_k)
         return carry, None
 
     def unsupported(self, features) -> str | None:

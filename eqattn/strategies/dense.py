@@ -67,7 +67,8 @@ class Dense(AbstractExact):
 
     **Arguments:**
 
-    - `metadata`: as for `Blockwise`; block sizes must be None.
+    - `metadata`: as for `Blockwise`. There is one block, of any size: the answer of every strategy
+        is independent of the block sizes.
     - `precision`: as for `Blockwise`.
     """
 

@@ -64,7 +64,9 @@ def _roundoff(dtype) -> float:
 def _underflow(dtype) -> float:
     """float16 keeps its subnormals; the others may be flushed to zero."""
     info = ml_dtypes.finfo(dtype)
-    return float(info.smallest_subnormal) / 2 if dtype == np.float16 else float(info.smallest_normal)
+    return (
+        float(info.smallest_subnormal) / 2 if dtype == np.float16 else float(info.smallest_normal)
+    )
 
 
 def precision_of(dtype) -> Precision:
@@ -184,7 +186,9 @@ class Bounded(_Wrapped):
     def _sum(self, a, axis=None):
         value = np.sum(a.primal, axis=axis)
         n = a.primal.size // max(value.size, 1)
-        error = np.sum(a.error, axis=axis) + growth(n) * self.precision.u * np.sum(abs(a.primal), axis=axis)
+        error = np.sum(a.error, axis=axis) + growth(n) * self.precision.u * np.sum(
+            abs(a.primal), axis=axis
+        )
         return self._new(value, error)
 
     def _einsum(self, subscripts, *operands):
@@ -201,12 +205,18 @@ class Bounded(_Wrapped):
         p = self.precision
 
         def dot(x, y):
-            if n == 0:  # np.einsum leaves the sum of nothing uninitialised if its operands differ in dtype
+            if (
+                n == 0
+            ):  # in longdouble, np.einsum can leave the sum of nothing uninitialised (NumPy 2.4)
                 return np.zeros([sizes[label] for label in output], p.reference)
-            return np.einsum(subscripts, np.broadcast_to(x, np.shape(a)), np.broadcast_to(y, np.shape(b)))
+            return np.einsum(
+                subscripts, np.broadcast_to(x, np.shape(a)), np.broadcast_to(y, np.shape(b))
+            )
 
         size_a, size_b = abs(a), abs(b)
-        error = dot(ea, size_b) + dot(size_a, eb) + growth(n) * p.u * dot(size_a, size_b) + n * p.tiny
+        error = (
+            dot(ea, size_b) + dot(size_a, eb) + growth(n) * p.u * dot(size_a, size_b) + n * p.tiny
+        )
         if computed[0]:
             error = error + dot(p.u_operand * size_a + p.tiny_operand, size_b)
         if computed[1]:
@@ -313,7 +323,11 @@ def tangents(problem, directions, precision) -> dict[str, Bounded]:
 
 def hvps(problem, ct_out, ct_lse, directions, precision) -> dict[str, Bounded]:
     exact = bounded(problem, precision)
-    moved = {n: Dual(x, Bounded.exact(directions[n], precision)) for n, x in exact.arguments().items() if n in directions}
+    moved = {
+        n: Dual(x, Bounded.exact(directions[n], precision))
+        for n, x in exact.arguments().items()
+        if n in directions
+    }
     cts = (Bounded.exact(c, precision) for c in (ct_out, ct_lse))
     return {n: g.tangent for n, g in oracle.vjp(exact.replace(**moved), *cts).items()}
 

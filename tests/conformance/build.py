@@ -37,7 +37,10 @@ class Built:
 
     def to_oracle(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Library shapes to the oracle's: leading axes flattened, values exact."""
-        return {n: np.asarray(x).astype(self.precision.reference).reshape(self.shape_of(n)) for n, x in arguments.items()}
+        return {
+            n: np.asarray(x).astype(self.precision.reference).reshape(self.shape_of(n))
+            for n, x in arguments.items()
+        }
 
     def shape_of(self, name: str):
         return np.shape(getattr(self.problems[0], name))
@@ -62,7 +65,9 @@ class Built:
         return bound.tangents(self.problems[i], self.oracle_directions, self.precision)
 
     def hvps(self, i=0):
-        return bound.hvps(self.problems[i], *self.oracle_cts, self.oracle_directions, self.precision)
+        return bound.hvps(
+            self.problems[i], *self.oracle_cts, self.oracle_directions, self.precision
+        )
 
 
 def dtypes_of(case: Case):
@@ -137,10 +142,14 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
         (q_ids, q_plain), (kv_ids, kv_plain) = ids(t), ids(s)
         ends, plain = per_batch(0, s + 1)
         mask = m.Causal() & m.Segments(q_ids, kv_ids) & m.KeyPadding(ends)
-        return mask, om.causal(t, s, 0, offset) & om.segments(q_plain, kv_plain) & om.lengths(t, s, plain)
+        return mask, om.causal(t, s, 0, offset) & om.segments(q_plain, kv_plain) & om.lengths(
+            t, s, plain
+        )
     if kind == "or":
         ends, plain = per_batch(0, s + 1)
-        return m.SlidingWindow(2, 0) | m.KeyPadding(ends), om.window(t, s, 2, 0, 0, offset) | om.lengths(t, s, plain)
+        return m.SlidingWindow(2, 0) | m.KeyPadding(ends), om.window(
+            t, s, 2, 0, 0, offset
+        ) | om.lengths(t, s, plain)
     if kind == "not":
         mask = ~m.SlidingWindow(2, 1) & m.BlockCausal(8)
         return mask, ~om.window(t, s, 2, 1, 0, offset) & om.block_causal(t, s, 8, offset)
@@ -175,13 +184,20 @@ def build(case: Case) -> Built:
     variants = tuple({**qkv(), **shared} for _ in range(2))
     directions = {n: normal(x.shape, x.dtype) for n, x in variants[0].items()}
 
-    offset = {"none": None, "int": Q_OFFSET, "array": jnp.asarray(Q_OFFSET, jnp.int32)}[case["offset"]]
-    offset = s - t if case["mask"] == "tree" else offset  # the queries are the drafts, at the end of the keys
+    offset = {"none": None, "int": Q_OFFSET, "array": jnp.asarray(Q_OFFSET, jnp.int32)}[
+        case["offset"]
+    ]
+    offset = (
+        s - t if case["mask"] == "tree" else offset
+    )  # the queries are the drafts, at the end of the keys
     shift = 0 if offset is None else int(offset)
     mask, visible = make_mask(case["mask"], rng, lead, h, t, s, shift)
 
     precision = bound.precision_of(dtype)
-    constants: dict[str, Any] = {"mask": visible, "scale": {"none": d**-0.5}.get(case["scale"], 0.3)}
+    constants: dict[str, Any] = {
+        "mask": visible,
+        "scale": {"none": d**-0.5}.get(case["scale"], 0.3),
+    }
     if case["cap"] != "none":
         constants["cap"] = 2.5
     if "slopes" in shared:
@@ -201,7 +217,9 @@ def build(case: Case) -> Built:
             return x.reshape(b, *x.shape[len(lead) :])
         return x.reshape(int(np.prod(x.shape[:-3])), *x.shape[-3:]) if name == "bias" else x
 
-    problems = tuple(Problem(**{**constants, **{n: flat(n, x) for n, x in a.items()}}) for a in variants)
+    problems = tuple(
+        Problem(**{**constants, **{n: flat(n, x) for n, x in a.items()}}) for a in variants
+    )
     return Built(
         case=case,
         variants=variants,
@@ -226,7 +244,9 @@ def library_call(built: Built):
     case = built.case
     dtype, _ = dtypes_of(case)
     traced = case["offset"] == "array"
-    dynamic, static = eqx.partition((built.mask, built.offset), eqx.is_array if traced else lambda _: False)
+    dynamic, static = eqx.partition(
+        (built.mask, built.offset), eqx.is_array if traced else lambda _: False
+    )
     block_q, block_k = case["block"]
 
     def call(arguments, dynamic):
@@ -235,7 +255,11 @@ def library_call(built: Built):
         if "slopes" in arguments:
             score.append(sc.ALiBi(arguments["slopes"]))
         if "table" in arguments:
-            score.append(sc.T5Bias(arguments["table"], bidirectional=case["score"] != "t5_causal", max_distance=16))
+            score.append(
+                sc.T5Bias(
+                    arguments["table"], bidirectional=case["score"] != "t5_causal", max_distance=16
+                )
+            )
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
             softmax_scale={"none": None, "float": 0.3}.get(case["scale"], arguments.get("scale")),

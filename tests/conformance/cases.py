@@ -32,7 +32,17 @@ AXES: dict[str, tuple] = {
         "not",
     ),
     "length": ((16, 16), (1, 1), (1, 23), (24, 0), (7, 13), (13, 7), (37, 37), (32, 48), (61, 67)),
-    "transform": ("jit", "grad", "jvp", "linearize", "hvp", "vmap", "vmap_grad", "scan", "checkpoint"),
+    "transform": (
+        "jit",
+        "grad",
+        "jvp",
+        "linearize",
+        "hvp",
+        "vmap",
+        "vmap_grad",
+        "scan",
+        "checkpoint",
+    ),
     "block": ((1, 1), (1, 16), (5, 3), (16, 16), (16, 7), (128, 128), (1000, 16)),
     "bias": ("none", "full", "heads", "keys", "rows", "batch", "unbatched"),
     "score": ("none", "alibi", "t5", "t5_causal", "both"),
@@ -86,7 +96,9 @@ def _uncovered(strength: int) -> dict:
     left = {}
     for group in _groups(strength):
         tuples = itertools.product(*(AXES[axis] for axis in group))
-        left[group] = {values for values in tuples if invalid(dict(zip(group, values, strict=True))) is None}
+        left[group] = {
+            values for values in tuples if invalid(dict(zip(group, values, strict=True))) is None
+        }
     return left
 
 
@@ -126,7 +138,9 @@ def covering(strength: int, seed: int = 0) -> tuple[Case, ...]:
             if values not in left[group]:
                 continue
             start = dict(zip(group, values, strict=True))
-            case = next(c for _ in range(50) if (c := _complete(start, left, touching, rng)) is not None)
+            case = next(
+                c for _ in range(50) if (c := _complete(start, left, touching, rng)) is not None
+            )
             cases.append(_order(case))
             for g in left:
                 left[g].discard(tuple(case[a] for a in g))
@@ -143,5 +157,7 @@ def name_of(case: Case) -> str:
     """A test id that says what is on: `causal-16x16-grad-bias_full-...`."""
     always = ("mask", "length", "transform", "block", "heads", "dims", "dtype", "lead", "target")
     parts = [_short(case[axis]) for axis in always]
-    parts += [f"{a}_{_short(case[a])}" for a in AXES if a not in always and case[a] not in ("none", 0.0)]
+    parts += [
+        f"{a}_{_short(case[a])}" for a in AXES if a not in always and case[a] not in ("none", 0.0)
+    ]
     return "-".join(parts)

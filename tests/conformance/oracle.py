@@ -112,7 +112,9 @@ def scores_of(rows, columns):
 def weighted_rows(pairs, columns):
     """`sum_s pairs[b,h,t,s] columns[b,s,k,:] -> [B,T,H,:]`."""
     (b, h, t, _), (_, _, kv, v) = np.shape(pairs), np.shape(columns)
-    return np.reshape(np.einsum("bkgts,bskv->btkgv", _pairs_grouped(pairs, kv), columns), (b, t, h, v))
+    return np.reshape(
+        np.einsum("bkgts,bskv->btkgv", _pairs_grouped(pairs, kv), columns), (b, t, h, v)
+    )
 
 
 def weighted_columns(pairs, rows, kv: int):
@@ -202,7 +204,9 @@ def _one_hot(problem: Problem) -> np.ndarray:
 
 
 def _unbroadcast(x, shape):
-    axes = tuple(i for i, (n, m) in enumerate(zip(np.shape(x), shape, strict=True)) if m == 1 and n != 1)
+    axes = tuple(
+        i for i, (n, m) in enumerate(zip(np.shape(x), shape, strict=True)) if m == 1 and n != 1
+    )
     return np.reshape(np.sum(x, axis=axes), shape) if axes else x
 
 
@@ -238,7 +242,9 @@ def vjp(problem: Problem, ct_out, ct_lse) -> dict[str, Any]:
         grads["table"] = np.einsum("bhts,tsn->nh", dz, _one_hot(problem))
     if problem.sinks is not None:
         pairs = np.sum(f.p_sinks * row[..., None], axis=(0, 2))
-        grads["sinks"] = np.reshape(_unbroadcast(pairs, np.shape(_sinks_matrix(problem))), np.shape(problem.sinks))
+        grads["sinks"] = np.reshape(
+            _unbroadcast(pairs, np.shape(_sinks_matrix(problem))), np.shape(problem.sinks)
+        )
     return grads
 
 

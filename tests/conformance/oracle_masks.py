@@ -38,7 +38,9 @@ def lengths(t, s, ends, starts=0):
     """`ends`, `starts` `[B]`: `starts <= k < ends`."""
     ends, starts = np.reshape(ends, (-1, 1)), np.reshape(starts, (-1, 1))
     k = np.arange(s)[None]
-    return np.broadcast_to(((k >= starts) & (k < ends))[:, None, None], (max(len(ends), len(starts)), 1, t, s))
+    return np.broadcast_to(
+        ((k >= starts) & (k < ends))[:, None, None], (max(len(ends), len(starts)), 1, t, s)
+    )
 
 
 def prefix_lm(t, s, prefix, q_offset=0):

@@ -27,7 +27,9 @@ def make(distribution, dtype, t=64, s=64, h=4, kv=2, d=16, **features) -> Proble
 def cotangents(problem, dtype):
     rng = np.random.default_rng(5)
     f = oracle.forward(problem)
-    return rounded(rng.standard_normal(f.out.shape), dtype), rounded(rng.standard_normal(f.lse.shape), np.float32)
+    return rounded(rng.standard_normal(f.out.shape), dtype), rounded(
+        rng.standard_normal(f.lse.shape), np.float32
+    )
 
 
 def naive(arguments, mask, dtype, round_p):
@@ -40,7 +42,9 @@ def naive(arguments, mask, dtype, round_p):
     if "cap" in arguments:
         z = arguments["cap"] * jnp.tanh(z / arguments["cap"])
     z = jnp.where(mask, z + arguments["bias"], -jnp.inf)
-    sinks = jnp.broadcast_to(arguments["sinks"][None, :, None, :], (*z.shape[:3], arguments["sinks"].shape[-1]))
+    sinks = jnp.broadcast_to(
+        arguments["sinks"][None, :, None, :], (*z.shape[:3], arguments["sinks"].shape[-1])
+    )
     joint = jnp.concatenate([z, sinks], -1)
     top = jax.lax.stop_gradient(joint.max(-1, keepdims=True))
     e = jnp.exp(joint - top)
@@ -70,14 +74,20 @@ def test_a_correct_implementation_passes(distribution, dtype, cap, round_p):
     )
     ct_out, ct_lse = cotangents(problem, dtype)
     precision = bound.precision_of(dtype)
-    kinds = {n: np.float32 if n in ("sinks", "scale", "cap") else dtype for n in problem.arguments()}
-    arguments = {n: jnp.asarray(np.asarray(x).astype(kinds[n])) for n, x in problem.arguments().items()}
+    kinds = {
+        n: np.float32 if n in ("sinks", "scale", "cap") else dtype for n in problem.arguments()
+    }
+    arguments = {
+        n: jnp.asarray(np.asarray(x).astype(kinds[n])) for n, x in problem.arguments().items()
+    }
 
     @jax.jit
     def run(arguments):
         with jax.numpy_dtype_promotion("standard"):
             outputs, pull = jax.vjp(lambda a: naive(a, problem.mask, dtype, round_p), arguments)
-            return outputs, pull((jnp.asarray(ct_out.astype(dtype)), jnp.asarray(ct_lse.astype(np.float32))))[0]
+            return outputs, pull(
+                (jnp.asarray(ct_out.astype(dtype)), jnp.asarray(ct_lse.astype(np.float32)))
+            )[0]
 
     (out, lse), grads = run(arguments)
     references = bound.values(problem, precision)
@@ -98,7 +108,11 @@ def _caught(problem, mutant, dtype, names=None) -> dict[str, bool]:
     results = {"out": wrong.out, "lse": wrong.lse, **oracle.vjp(mutant, *cts)}
     references = {**bound.values(problem, precision), **bound.grads(problem, *cts, precision)}
     kinds = {n: np.float32 if n in ("lse", "sinks", "scale", "cap") else dtype for n in results}
-    return {n: bound.excess(np.asarray(x).astype(kinds[n]), references[n]) > 1 for n, x in results.items() if n in references}
+    return {
+        n: bound.excess(np.asarray(x).astype(kinds[n]), references[n]) > 1
+        for n, x in results.items()
+        if n in references
+    }
 
 
 FULL = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
@@ -135,7 +149,12 @@ def test_one_hidden_or_leaked_pair_is_caught(distribution, dtype, row):
     caught = _caught(problem, problem.replace(mask=mask), FULL[dtype])
     assert all(caught[n] for n in names), caught
     leak = np.broadcast_to(problem.mask, (1, 4, 64, 64)).copy()
-    leak[0, 1, row, row + 1 + np.argmax(oracle.forward(problem.replace(mask=None)).p[0, 1, row, row + 1 :])] = True
+    leak[
+        0,
+        1,
+        row,
+        row + 1 + np.argmax(oracle.forward(problem.replace(mask=None)).p[0, 1, row, row + 1 :]),
+    ] = True
     caught = _caught(problem, problem.replace(mask=leak), FULL[dtype])
     assert all(caught[n] for n in names), caught
 
@@ -154,7 +173,9 @@ def test_forgotten_shared_or_recounted_sinks_are_caught(dtype):
     problem = make("normal", FULL[dtype], sinks=rounded(sinks, np.float32))
     mutants = {
         "forgotten": problem.replace(sinks=np.full((4, 1), -1e30)),
-        "pooled": problem.replace(sinks=np.broadcast_to(np.log(np.exp(problem.sinks).sum()), (4, 1))),
+        "pooled": problem.replace(
+            sinks=np.broadcast_to(np.log(np.exp(problem.sinks).sum()), (4, 1))
+        ),
         "once per block": problem.replace(sinks=problem.sinks + np.log(2)),
     }
     for name, mutant in mutants.items():
@@ -166,7 +187,10 @@ def test_forgotten_shared_or_recounted_sinks_are_caught(dtype):
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_a_zero_gradient_is_caught(distribution, dtype):
     rng = np.random.default_rng(4)
-    features = {"bias": rounded(rng.standard_normal((1, 4, 1, 64)), FULL[dtype]), "sinks": rng.standard_normal(4)}
+    features = {
+        "bias": rounded(rng.standard_normal((1, 4, 1, 64)), FULL[dtype]),
+        "sinks": rng.standard_normal(4),
+    }
     features |= {"slopes": rng.random(4), "distance": oracle_masks.distance(64, 64), "cap": 9.0}
     problem = make(distribution, FULL[dtype], **features)
     precision = bound.precision_of(FULL[dtype])
@@ -210,7 +234,9 @@ def test_the_bound_of_out_is_no_looser_than_the_published_one(distribution):
     f = oracle.forward(problem)
     v = np.repeat(abs(problem.v), 2, 2)
     mass = np.einsum("bhts,bshd->bthd", f.p, v)
-    kappa = problem.scale * np.einsum("bhts,bthd,bshd->bth", f.p, abs(problem.q), np.repeat(abs(problem.k), 2, 2))
+    kappa = problem.scale * np.einsum(
+        "bhts,bthd,bshd->bth", f.p, abs(problem.q), np.repeat(abs(problem.k), 2, 2)
+    )
     published = 2**-24 * mass * bound.growth(16) * (1 + kappa[..., None])
     ours = bound.values(problem, bound.precision_of(np.float32))["out"].error
     assert np.median(ours / published) < 2 + bound.growth(64) / bound.growth(16)

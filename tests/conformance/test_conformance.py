@@ -63,7 +63,9 @@ def pytest_generate_tests(metafunc):
         return
     strength = 3 if metafunc.function is test_3wise else 2
     # The 3-wise array takes seconds to generate: only when it is asked for.
-    wanted = strength == 2 or "not slow" not in (metafunc.config.getoption("markexpr") or "not slow")
+    wanted = strength == 2 or "not slow" not in (
+        metafunc.config.getoption("markexpr") or "not slow"
+    )
     cases = _selected(strength) if wanted else []
     metafunc.parametrize("case", cases, ids=[name_of(c) for c in cases])
 
@@ -76,13 +78,23 @@ def judge(result: dict, built: build.Built) -> dict[str, float]:
         for name, x in actual.items():
             x = np.asarray(x)
             shape = np.shape(reference[name].primal)
-            expected = built.variants[0].get(name) if label.startswith(("grads", "hvps", "summed")) else None
+            expected = (
+                built.variants[0].get(name)
+                if label.startswith(("grads", "hvps", "summed"))
+                else None
+            )
             if expected is not None:
-                assert (x.shape, x.dtype) == (expected.shape, expected.dtype), f"{label} {name}: {x.shape} {x.dtype}"
+                assert (x.shape, x.dtype) == (expected.shape, expected.dtype), (
+                    f"{label} {name}: {x.shape} {x.dtype}"
+                )
             if name == "out":
-                assert (x.shape, x.dtype) == (built.ct_out.shape, built.ct_out.dtype), f"{label} out: {x.shape} {x.dtype}"
+                assert (x.shape, x.dtype) == (built.ct_out.shape, built.ct_out.dtype), (
+                    f"{label} out: {x.shape} {x.dtype}"
+                )
             if name == "lse":
-                assert (x.shape, x.dtype) == (built.ct_lse.shape, built.ct_lse.dtype), f"{label} lse: {x.shape} {x.dtype}"
+                assert (x.shape, x.dtype) == (built.ct_lse.shape, built.ct_lse.dtype), (
+                    f"{label} lse: {x.shape} {x.dtype}"
+                )
             worst[f"{label}.{name}"] = excess(x.reshape(shape), reference[name])
 
     references = {"values": built.values, "values_under_vjp": built.values, "grads": built.grads}

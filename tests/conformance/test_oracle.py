@@ -46,7 +46,9 @@ FEATURES = {
     "sinks_H": dict(sinks=(4,), mask=True),
     "sinks_Hn": dict(sinks=(4, 3)),
     "sinks_1n": dict(sinks=(1, 3)),
-    "all": dict(mask=True, bias=(1, 4, 5, 6), cap=True, slopes=True, table=True, sinks=(4, 2), dropout=True),
+    "all": dict(
+        mask=True, bias=(1, 4, 5, 6), cap=True, slopes=True, table=True, sinks=(4, 2), dropout=True
+    ),
 }
 
 
@@ -78,7 +80,9 @@ def test_gradient_is_the_finite_difference_in_longdouble(name):
     step = np.longdouble(2.0) ** -20
     for argument in grads:
         direction = {argument: directions(problem)[argument]}
-        difference = [inner(oracle.forward(moved(problem, sign * step, direction)), *cts) for sign in (1, -1)]
+        difference = [
+            inner(oracle.forward(moved(problem, sign * step, direction)), *cts) for sign in (1, -1)
+        ]
         expected = (difference[0] - difference[1]) / (2 * step)
         actual = np.sum(grads[argument] * direction[argument])
         assert abs(actual - expected) <= 1e-9 * (1 + abs(expected)), argument
@@ -98,7 +102,9 @@ def test_tangent_and_hvp_are_complex_steps(name):
     cts = cotangents(problem)
     by_dual = bound.hvps(problem, *cts, along, precision)
     for n, expected in oracle.hvp(problem, *cts, along).items():
-        np.testing.assert_allclose(by_dual[n].primal.astype(float), expected, rtol=1e-10, atol=1e-11, err_msg=n)
+        np.testing.assert_allclose(
+            by_dual[n].primal.astype(float), expected, rtol=1e-10, atol=1e-11, err_msg=n
+        )
 
 
 def test_forward_against_loops():
@@ -116,7 +122,13 @@ def test_forward_against_loops():
         weights = np.exp(logits)
         total = weights.sum() + np.exp(problem.sinks[j]).sum()
         kept = [w * problem.keep[i, j, n, m] / 0.7 for w, m in zip(weights, keys, strict=True)]
-        out = sum((w * problem.v[i, m, j // (h // kv)] for w, m in zip(kept, keys, strict=True)), np.zeros(4)) / total
+        out = (
+            sum(
+                (w * problem.v[i, m, j // (h // kv)] for w, m in zip(kept, keys, strict=True)),
+                np.zeros(4),
+            )
+            / total
+        )
         np.testing.assert_allclose(f.out[i, n, j], out, rtol=1e-12, atol=1e-13)
         np.testing.assert_allclose(f.lse[i, n, j], np.log(total), rtol=1e-12, atol=1e-13)
 
@@ -132,7 +144,9 @@ def test_fully_masked_row_and_garbage():
     cts = cotangents(problem)
     f, g = oracle.forward(dirty), oracle.vjp(dirty, *cts)
     np.testing.assert_array_equal(f.out, oracle.forward(problem).out)
-    assert np.all(f.out[0, 3] == 0) and np.all(np.isneginf(f.lse[0, 3])) and np.all(g["q"][0, 3] == 0)
+    assert (
+        np.all(f.out[0, 3] == 0) and np.all(np.isneginf(f.lse[0, 3])) and np.all(g["q"][0, 3] == 0)
+    )
     for n, expected in oracle.vjp(problem, *cts).items():
         np.testing.assert_array_equal(g[n], expected)
 
@@ -148,4 +162,6 @@ def test_t5_bucket_matches_the_published_formula_off_the_boundaries():
     with np.errstate(divide="ignore"):
         large = 8 + (np.log(n / 8) / np.log(128 / 8) * 8 + 1e-9).clip(-8).astype(int)
     expected = (relative > 0) * 16 + np.where(n < 8, n, np.minimum(large, 15))
-    np.testing.assert_array_equal(oracle_masks.t5_bucket(1, 200, 32, True, 128, q_offset=100), expected)
+    np.testing.assert_array_equal(
+        oracle_masks.t5_bucket(1, 200, 32, True, 128, q_offset=100), expected
+    )

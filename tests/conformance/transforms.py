@@ -26,7 +26,10 @@ def _loss(call, cts):
         out, lse = call(arguments)
         lse = jnp.where(jnp.isfinite(lse), lse, jnp.zeros_like(lse))
         ct_out, ct_lse = cts
-        return jnp.sum(out.astype(lse.dtype) * ct_out.astype(lse.dtype)) + jnp.sum(lse * ct_lse), (out, lse)
+        return jnp.sum(out.astype(lse.dtype) * ct_out.astype(lse.dtype)) + jnp.sum(lse * ct_lse), (
+            out,
+            lse,
+        )
 
     return loss
 
@@ -99,4 +102,6 @@ def scan(call, variants, directions, cts):
     return {"values": _unstack(_named(outputs)), "grads": _unstack(moving), "summed": shared}
 
 
-TRANSFORMS = {f.__name__: f for f in (jit, grad, jvp, linearize, hvp, vmap, vmap_grad, scan, checkpoint)}
+TRANSFORMS = {
+    f.__name__: f for f in (jit, grad, jvp, linearize, hvp, vmap, vmap_grad, scan, checkpoint)
+}
