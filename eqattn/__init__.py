@@ -4,6 +4,7 @@ from . import masks as masks, scores as scores
 from ._attention import attention as attention
 from ._blockwise_attn import blockwise_attn as blockwise_attn
 from ._carry import Carry as Carry
+from ._dot_product import dot_product_attention as dot_product_attention
 from ._dropout import dropout_mask as dropout_mask
 from ._metadata import (
     AttentionMetadata as AttentionMetadata,

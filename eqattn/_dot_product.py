@@ -6,7 +6,6 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -98,8 +97,8 @@ def dot_product_attention(
     **Returns:**
 
     The output, of the query's shape and dtype. With `return_residual`, a pair of it and the
-    logsumexp `[b, t, n]` or `[t, n]`, rounded to the key's dtype. As in `jax.nn`, no gradient
-    flows through the latter: use `attention(..., return_logsumexp=True)` for one that has it.
+    logsumexp `[b, t, n]` or `[t, n]`, rounded to the key's dtype. Its gradient flows (`jax.nn`
+    drops it).
 
     **Raises:**
 
@@ -141,8 +140,7 @@ def dot_product_attention(
     if not return_residual:
         return output
     assert out.logsumexp is not None
-    residual = lax.stop_gradient(out.logsumexp.astype(k.dtype))
-    return output, jnp.reshape(residual, shape[:-1])
+    return output, jnp.reshape(out.logsumexp.astype(k.dtype), shape[:-1])
 
 
 def _rank_4(x: ArrayLike, name: str) -> Array:
@@ -155,6 +153,8 @@ def _rank_4(x: ArrayLike, name: str) -> Array:
 
 def _check(q: Array, k: Array, v: Array) -> None:
     """What `jax.nn` asks for beyond `attention`."""
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"query must be floating point, got {q.dtype}; cast it first.")
     shapes = f"query {q.shape} {q.dtype}, key {k.shape} {k.dtype}, value {v.shape} {v.dtype}"
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ._intervals import classify
-from ._mask_data import Fixed
+from ._mask_data import Fixed, is_known
 
 
 _CELLS = 16
@@ -54,20 +54,14 @@ def _value(x: Any) -> str:
     if isinstance(x, tuple):
         return f"({', '.join(map(_value, x))}{',' if len(x) == 1 else ''})"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
-        if _known(x) and np.size(x) <= _SHOWN:
+        if is_known(x) and np.size(x) <= _SHOWN:
             return str(np.asarray(x).tolist())
         return f"{x.dtype}{list(x.shape)}".replace(" ", "")
     return getattr(x, "__qualname__", None) or (type(x).__name__ if callable(x) else repr(x))
 
 
-def _known(x: Any) -> bool:
-    if isinstance(x, jax.Array):
-        return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    return isinstance(x, np.ndarray | np.generic | int | float)
-
-
 def _picture(mask: Any) -> str:
-    if not all(_known(x) for x in jax.tree.leaves(mask)):
+    if not all(is_known(x) for x in jax.tree.leaves(mask)):
         return ""
     sizes, batch_shape, hint = {"h": 1, "t": 1, "s": 1}, (), 1
     for operand in mask.operands():

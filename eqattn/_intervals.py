@@ -18,6 +18,7 @@ from jax.extend.core import Literal, Var
 from ._interval_arrays import ARRAY_RULES, block_ends, convert, expand, select, too_large, unknown
 from ._interval_rules import clamp, EXACT, floor_divide, REFLEXIVE, remainder, RULES
 from ._interval_values import carrier, finite, GRID, Interval, kind, source, top, xp_of
+from ._mask_data import is_known
 from ._pairs import canonical, Operand
 
 
@@ -85,7 +86,7 @@ def classify(
         return np.zeros((1, 1, -(-t // block_q), -(-s // block_k)), np.int8)
 
     consts, arrays = _parts(closed)[1], [o.array for o in operands]
-    traced = not all(map(_concrete, [q_positions, kv_positions, *arrays, *consts]))
+    traced = not all(map(is_known, [q_positions, kv_positions, *arrays, *consts]))
 
     def known(x, dtype):
         if traced and not isinstance(x, np.ndarray | np.generic | int | float):
@@ -117,7 +118,7 @@ def classify(
     batch = np.arange(math.prod(batch_shape), dtype=np.int32).reshape(-1, 1, 1, 1)
     head = np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
     with np.errstate(all="ignore"):
-        ins = [Interval(batch, batch), Interval(head, head)]
+        ins: list[Interval | None] = [Interval(batch, batch), Interval(head, head)]
         for x, shape in ((q_positions, (-1, 1, t, 1)), (kv_positions, (-1, 1, 1, s))):
             ins.append(bounds(known(x, _POSITION).reshape(shape), _POSITION))
         for o, dtype in zip(operands, dtypes):
@@ -126,7 +127,8 @@ def classify(
             ins.append(bounds(full, dtype))
         constants = [constant(v, c) for v, c in zip(closed.jaxpr.constvars, consts)]
         (visible,) = _interpret(closed.jaxpr, constants, ins, traced)
-    every, some = visible.lo, visible.hi
+    assert visible is not None  # it is a bool
+    every, some = visible
     if every.shape[1] > 1:
         split = (every.shape[0], kv_heads, heads // kv_heads, *every.shape[2:])
         every = every.reshape(split).all(axis=2)
@@ -138,12 +140,6 @@ def classify(
     )
     out = every + some
     return jnp.asarray(out) if traced else out
-
-
-def _concrete(x) -> bool:
-    if isinstance(x, jax.Array):
-        return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    return True
 
 
 def _parts(jaxpr) -> tuple[Any, Sequence]:

@@ -92,6 +92,8 @@ class AbstractMask(eqx.Module):
         """
         batch_shape = tuple(batch_shape)
         q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+        if 0 in (*batch_shape, heads, t, s):
+            return jnp.zeros((*batch_shape, heads, t, s), bool)
         args = [
             np.arange(math.prod(batch_shape), dtype=np.int32).reshape(-1, 1, 1, 1),
             np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1),
@@ -106,8 +108,6 @@ class AbstractMask(eqx.Module):
                 fn = jax.vmap(fn, in_axes)
         squeezed = [jnp.asarray(a.reshape([n for n in a.shape if n != 1])) for a in args]
         shape = [max((n for n in z if n != 1), default=1) for z in zip(*(a.shape for a in args))]
-        if 0 in (*batch_shape, heads, t, s):
-            return jnp.zeros((*batch_shape, heads, t, s), bool)
         out = jnp.asarray(fn(*squeezed)).reshape(shape)
         full = jnp.broadcast_to(out, (math.prod(batch_shape), heads, t, s))
         return full.reshape(*batch_shape, heads, t, s)
@@ -159,8 +159,8 @@ def _positions(t, s, batch_shape, q, k) -> tuple:
         x = np.arange(n, dtype=np.int32) if x is None else int32(as_ids(x, "positions"))
         size = dict(t=n, s=1) if axes == "bt" else dict(t=1, s=n)
         full = canonical(Operand(x, axes), batch_shape, 1, **size, name="positions")
-        out.append(full.reshape(-1, full.shape[2] * full.shape[3]))
-    return tuple(xp if xp.shape[1] == n else _repeat(xp, n) for xp, n in zip(out, (t, s)))
+        out.append(full.reshape(full.shape[0], full.shape[2] * full.shape[3]))
+    return tuple(x if x.shape[1] == n else _repeat(x, n) for x, n in zip(out, (t, s)))
 
 
 def _repeat(x, n):

@@ -20,6 +20,13 @@ class Fixed(eqx.Module):
     value: Any = eqx.field(static=True)
 
 
+def is_known(x: Any) -> bool:
+    """Whether NumPy can have the value: no tracer, not spread over other hosts."""
+    if isinstance(x, jax.Array):
+        return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    return isinstance(x, np.ndarray | np.generic | int | float)
+
+
 def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Fixed) else x
 

@@ -8,7 +8,6 @@ a mask without arrays has no leaves, and equal masks have equal treedefs). Masks
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -24,7 +23,7 @@ from ._mask_base import (
     Or as Or,
     Sparsity as Sparsity,
 )
-from ._mask_data import as_array, as_ids, as_int, eagerly, Fixed, int_operand, value_of
+from ._mask_data import as_array, as_ids, as_int, eagerly, Fixed, int_operand, is_known, value_of
 from ._pairs import Operand
 
 
@@ -272,9 +271,12 @@ class Tree(AbstractMask):
         n = self.parents.shape[-1]
         if n == 0:
             raise ValueError("parents must name at least one draft token, got shape (0,).")
-        if isinstance(self.parents, np.ndarray):
-            _check_forest(self.parents)
-        self._enter, self._leave = eagerly(_preorder, self.parents)
+        known = is_known(self.parents)
+        if known:
+            _check_forest(np.asarray(self.parents))
+        self._enter, self._leave = eagerly(
+            _preorder, np.asarray(self.parents) if known else self.parents
+        )
 
     @property
     def start(self):
@@ -345,9 +347,7 @@ class MaskFn(AbstractMask):
     row_operands: tuple[Any, ...]
     col_operands: tuple[Any, ...]
 
-    def __init__(
-        self, fn: Callable[..., Any], row_operands: Sequence = (), col_operands: Sequence = ()
-    ):
+    def __init__(self, fn: Any, row_operands: Any = (), col_operands: Any = ()):
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)

@@ -33,7 +33,7 @@ class Config:
     strategy: str = "blockwise"
     dtype: str = "float32"
     eval_every: int = 0
-    eval_bytes: int = 65536
+    eval_bytes: int = 32768
 
     def complete(self) -> "Config":
         """With the sizes that follow from others. **Raises:** `ValueError` for impossible ones."""
@@ -146,7 +146,12 @@ def resolve(options: argparse.Namespace, path: Path) -> tuple[Config, Progress |
                 f"{path} is of a run with {name} {getattr(kept, name)}, not {value}. Continue it "
                 "without that option, start over with --fresh, or choose another --out."
             )
-    return dataclasses.replace(kept, **given).complete(), progress
+    config = dataclasses.replace(kept, **given).complete()
+    if len(progress.losses) > config.steps:
+        raise ValueError(
+            f"--steps {config.steps}: {path} is of step {len(progress.losses)} already."
+        )
+    return config, progress
 
 
 # Checkpoints -----------------------------------------------------------------------------------
@@ -174,10 +179,13 @@ def _load_header(path: Path) -> tuple[Config, Progress]:
 
 
 def load(path: Path, like: PyTree) -> PyTree:
-    """The arrays of a checkpoint, in a tree like `like`."""
+    """The arrays of a checkpoint, in a tree like `like`. **Raises:** `ValueError` if damaged."""
     with open(path, "rb") as file:
         file.readline()
-        return eqx.tree_deserialise_leaves(file, like)
+        try:
+            return eqx.tree_deserialise_leaves(file, like)
+        except (ValueError, EOFError, RuntimeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import hashlib
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -64,8 +65,7 @@ def rotary(
 def linear(inputs: int, outputs: int, key: PRNGKeyArray, scale: float = 1.0) -> eqx.nn.Linear:
     """A linear layer without bias. Its weights have deviation `scale / sqrt(inputs)`."""
     layer = eqx.nn.Linear(inputs, outputs, use_bias=False, key=key)
-    weight = jax.random.normal(key, (outputs, inputs)) * (scale / math.sqrt(inputs))
-    return eqx.tree_at(lambda layer: layer.weight, layer, weight)
+    return eqx.tree_at(lambda layer: layer.weight, layer, layer.weight * (scale * math.sqrt(3)))
 
 
 class Block(eqx.Module):
@@ -163,10 +163,12 @@ class State(eqx.Module):
     model: LanguageModel
     optimiser: optax.OptState
 
-    @classmethod
-    def create(cls, config: Config) -> "State":
-        model = LanguageModel(config, jax.random.key(config.seed))
-        return cls(model, make_optimiser(config).init(model))
+
+@eqx.filter_jit
+def create_state(config: Config) -> State:
+    """The state before the first step."""
+    model = LanguageModel(config, jax.random.key(config.seed))
+    return State(model, make_optimiser(config).init(model))
 
 
 def make_strategy(config: Config) -> Any:
@@ -231,6 +233,11 @@ class Run:
     step: Any
 
 
+def digest(*texts: UInt8[np.ndarray, "n"]) -> str:
+    """Tells whether a text is the same as before."""
+    return hashlib.sha256(b"".join(text.tobytes() for text in texts)).hexdigest()
+
+
 def prepare(options: argparse.Namespace) -> Run:
     """Reads the text, creates or loads the state, and compiles the step.
 
@@ -245,11 +252,11 @@ def prepare(options: argparse.Namespace) -> Run:
             f"--context {config.context} needs more text: there are {len(text):,} bytes to train "
             f"on and {len(held_out):,} held out."
         )
-    digest = hashlib.sha256(text.tobytes() + held_out.tobytes()).hexdigest()
-    if progress is not None and progress.digest != digest:
+    hashed = digest(text, held_out)
+    if progress is not None and progress.digest != hashed:
         raise ValueError(f"The text is not the one that {path} is about; use --fresh.")
     options.out.mkdir(parents=True, exist_ok=True)
-    state = State.create(config)
+    state = create_state(config)
     if progress is not None:
         state = load(path, state)
         print(f"continuing {path} after step {len(progress.losses)}")
@@ -260,7 +267,7 @@ def prepare(options: argparse.Namespace) -> Run:
         flush=True,
     )
     step = compile_step(config, strategy, state)
-    return Run(config, path, text, held_out, strategy, state, progress or Progress(digest), step)
+    return Run(config, path, text, held_out, strategy, state, progress or Progress(hashed), step)
 
 
 def train(run: Run, stop_after: float, started: float) -> int:
@@ -345,7 +352,7 @@ def sample(run: Run, prompt: str, length: int) -> str:
 
 def report_memory(config: Config) -> None:
     """Prints the memory that XLA plans for a training step: of the strategy, and of dense."""
-    state = State.create(config)
+    state = create_state(config)
     print(f"memory of a training step, context {config.context}, batch {config.batch}:")
     for name in dict.fromkeys((config.strategy, "dense")):
         strategy = make_strategy(dataclasses.replace(config, strategy=name))
@@ -371,10 +378,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         signalled = train(run, options.stop_after, started)
     except FloatingPointError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
-    draw(run.path.with_name("loss.png"), run.progress)
     done = len(run.progress.losses)
+    if done:
+        draw(run.path.with_name("loss.png"), run.progress)
     if done < run.config.steps:
-        print(f"stopped after step {done} of {run.config.steps}; --out {options.out} continues")
+        print(
+            f"stopped and saved after step {done} of {run.config.steps}; to continue: "
+            f"python {sys.argv[0]} --resume --out {options.out}"
+        )
         return 128 + signalled if signalled else 0
     print("sample:", sample(run, options.prompt, options.sample), sep="\n", flush=True)
     (_, first), *_, (_, last) = run.progress.held_out
@@ -386,4 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -1,5 +1,7 @@
 """Random masks, as Python source, and what a block table must say of them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +18,6 @@ WIDE = {"int": ["int64", "uint64"], "float": ["float64"]}
 EXTREME_FLOATS = [0.0, -0.0, 0.5, -1.5, 3.0, 100.0, 1e-40, 1e-7, 3e38, -3e38, np.inf, np.nan]
 
 
-@jax.jit
-def _floor_divide(x, n):
-    return lax.max(x, n)
-
-
 def floor_divide(x, n):  # a namesake of the one in jnp
     return jnp.where(n > x, x, n)
 
@@ -29,19 +26,9 @@ def remainder(x, n):
     return x
 
 
-@jax.custom_jvp
-def custom_jvp(x):
-    return x
-
-
+custom_jvp = jax.custom_jvp(lambda x: x)
 custom_jvp.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
-
-
-@jax.custom_vjp
-def custom_vjp(x):
-    return x
-
-
+custom_vjp = jax.custom_vjp(lambda x: x)
 custom_vjp.defvjp(lambda x: (x, None), lambda _, g: (g,))
 
 NAMES = dict(
@@ -143,10 +130,11 @@ def masks(draw, wide=False):
             x = sub()
             return x if dtype not in floats and wrap > 1 else f"{f[wrap]}(jnp.asarray({x}))"
         if wrap == 4:
-            return f"lax.cond({sub('bool')}, lambda: jnp.asarray({sub()}), lambda: jnp.asarray({sub()}))"
+            branches = ", ".join(f"lambda: jnp.asarray({sub()})" for _ in range(2))
+            return f"lax.cond({sub('bool')}, {branches})"
         if wrap == 5:
-            n = other(["int32"])
-            return f"lax.switch({sub(n)}, [lambda: jnp.asarray({sub()})] * 2 + [lambda: jnp.asarray({sub()})])"
+            branches = ", ".join(f"lambda: jnp.asarray({sub()})" for _ in range(3))
+            return f"lax.switch({sub('int32')}, [{branches}])"
         if wrap < 9:
             return f"jnp.where({sub('bool')}, {sub()}, {sub()})"
         if wrap == 9:
@@ -236,7 +224,7 @@ def masks(draw, wide=False):
 def check_sound(case, block_q, block_k, traced):
     """A table never calls a block empty or full that is not."""
     source, row_ids, col_ids, tables, q, k = case
-    heads, kv_heads, batch_shape = 4, 2, (2,)
+    heads, kv_heads = 4, 2
     names = ["b", "h", "q", "k", *(f"r{i}" for i in range(len(row_ids)))]
     names += [f"c{i}" for i in range(len(col_ids))]
 
@@ -245,7 +233,7 @@ def check_sound(case, block_q, block_k, traced):
         fn = eval(f"lambda {', '.join(names)}: jnp.asarray({source})", env)
         return MaskFn(fn, tuple(rows), tuple(cols))
 
-    sizes = dict(batch_shape=batch_shape, heads=heads)
+    sizes: dict[str, Any] = dict(batch_shape=(2,), heads=heads)
 
     def table(q, k, rows, cols, arrays):
         return classify(

@@ -22,3 +22,13 @@ def pytest_configure(config):
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def unchecked():
+    """As users run it: without the type checker that this suite adds."""
+    from jaxtyping import config
+
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)

@@ -26,7 +26,7 @@ def dtype(request):
 
 
 def inputs(seed, kind, n, dtype):
-    """Logits `[t, h, n]` and values `[n, h, v]`, rounded to a dtype."""
+    """Logits `[t, h, n]` and values `[n, h, v]` as NumPy arrays, rounded to a dtype."""
     rng = np.random.default_rng(seed)
     z = rng.normal(size=(T, H, n))
     z = {
@@ -39,7 +39,7 @@ def inputs(seed, kind, n, dtype):
     if kind == "masked" and n:
         z[0] = -np.inf  # a row that sees nothing
     values = rng.normal(size=(n, H, V)) * 10.0 ** rng.integers(-3, 4)
-    return jnp.asarray(z.astype(dtype)), jnp.asarray(values.astype(dtype))
+    return z.astype(dtype), values.astype(dtype)
 
 
 parts = st.lists(
@@ -48,6 +48,7 @@ parts = st.lists(
     max_size=5,
 )
 from_logits = jax.jit(Carry.from_logits)
+update = jax.jit(Carry.update)
 merge = jax.jit(Carry.merge)
 finalise = jax.jit(Carry.finalise)
 
@@ -60,7 +61,7 @@ def reference(logits, values, merges):
     """
     u = np.finfo(np.float64 if values.dtype == np.float64 else np.float32).eps / 2
     tiny = np.finfo(np.float64 if values.dtype == np.float64 else np.float32).tiny
-    z, v = np.asarray(logits).astype(np.longdouble), np.asarray(values).astype(np.longdouble)
+    z, v = logits.astype(np.longdouble), values.astype(np.longdouble)
     n = z.shape[-1]
     top = z.max(-1, initial=-np.inf)
     x = z - np.where(np.isinf(top), 0, top)[..., None]
@@ -88,7 +89,7 @@ def assert_near(carry, bounds):
 
 
 def concatenated(ps):
-    return jnp.concatenate([z for z, _ in ps], -1), jnp.concatenate([v for _, v in ps], 0)
+    return np.concatenate([z for z, _ in ps], -1), np.concatenate([v for _, v in ps], 0)
 
 
 def identical(a, b):
@@ -116,15 +117,15 @@ def test_any_order_and_any_brackets_equal_the_whole(name, ps, data):
 
 
 @laws
-@given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(KINDS), cuts=st.sets(st.integers(0, 6)))
+@given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(KINDS), cuts=st.sets(st.integers(0, 4)))
 @pytest.mark.parametrize("name", DTYPES)
 def test_splitting_keys_at_any_points_equals_the_whole(name, seed, kind, cuts):
     with jax.enable_x64(name == "float64"):
-        z, v = inputs(seed, kind, 6, name)
-        edges = sorted({0, 6, *cuts})
+        z, v = inputs(seed, kind, 4, name)
+        edges = sorted({0, 4, *cuts})
         carry = Carry.empty((T, H), V, "float64" if name == "float64" else "float32")
         for i, j in zip(edges, edges[1:]):
-            carry = jax.jit(Carry.update)(carry, z[..., i:j], v[i:j])
+            carry = update(carry, z[..., i:j], v[i:j])
         assert_near(carry, reference(z, v, merges=len(edges)))
 
 
@@ -140,19 +141,17 @@ def test_merge_commutes_bitwise(name, how, ps):
         identical(f(a, b), f(b, a))
 
 
-@pytest.mark.parametrize("how", ["eager", "jit"])
-def test_merge_commutes_bitwise_on_many_carries(how, dtype):
+def test_merge_commutes_bitwise_on_many_carries(dtype):
     """The size at which XLA vectorises and contracts."""
     rng = np.random.default_rng(0)
     a, b = (
-        Carry.from_logits(
+        from_logits(
             jnp.asarray(9 * rng.normal(size=(64, 3, 5)).astype(dtype)),
             jnp.asarray(rng.normal(size=(5, 3, 7)).astype(dtype)),
         )
         for _ in range(2)
     )
-    f = merge if how == "jit" else Carry.merge
-    identical(f(a, b), f(b, a))
+    identical(merge(a, b), merge(b, a))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,19 +271,19 @@ def test_output_of_an_unseen_row_may_hold_anything(garbage):
 
 def test_sinks_join_the_denominator_only(dtype):
     z, v = inputs(0, "masked", 3, dtype)
-    sinks = jnp.asarray([[0.5, -1.0], [2.0, -np.inf]], dtype)  # [h, n]
-    extended = jnp.concatenate([z, jnp.broadcast_to(sinks, (T, H, 2))], -1)
-    want = reference(extended, jnp.concatenate([v, jnp.zeros((2, H, V), dtype)]), merges=2)
-    assert_near(Carry.from_logits(z, v).with_sinks(sinks), want)
+    sinks = np.asarray([[0.5, -1.0], [2.0, -np.inf]], dtype)  # [h, n]
+    extended = np.concatenate([z, np.broadcast_to(sinks, (T, H, 2))], -1)
+    want = reference(extended, np.concatenate([v, np.zeros((2, H, V), dtype)]), merges=2)
+    assert_near(from_logits(z, v).with_sinks(jnp.asarray(sinks)), want)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (H, 3), (T, 1, 3), (1, H, 3), (T, H, 3), (H, 0)])
 def test_sinks_broadcast(shape):
     z, v = inputs(0, "ordinary", 3, jnp.float32)
-    carry = Carry.from_logits(z, v)
-    sinks = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
-    full = jnp.broadcast_to(sinks, (T, H, shape[-1]))
-    identical(carry.with_sinks(sinks), carry.with_sinks(full))
+    carry = from_logits(z, v)
+    sinks = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    full = np.broadcast_to(sinks, (T, H, shape[-1]))
+    identical(carry.with_sinks(jnp.asarray(sinks)), carry.with_sinks(jnp.asarray(full)))
 
 
 # Derivatives
@@ -324,8 +323,10 @@ def loss_of(route, convert, g, c, z, v, sinks):
     return (g * out).sum() + jnp.where(lse == -jnp.inf, 0, c * lse).sum()
 
 
-@pytest.mark.parametrize("convert", CONVERSIONS)
-@pytest.mark.parametrize("route", [by_reduce, by_scan, by_update])
+@pytest.mark.parametrize(
+    "route, convert",
+    [(by_reduce, name) for name in CONVERSIONS] + [(by_scan, "output"), (by_update, "oml")],
+)
 def test_gradient(route, convert, x64):
     check_gradient(jnp.dtype("float64"), route, CONVERSIONS[convert])
 
@@ -339,20 +340,19 @@ def check_gradient(acc, route, convert):
     rng = np.random.default_rng(5)
     g, c = rng.normal(size=(T, H, V)), rng.normal(size=(T, H))
     z, v = inputs(1, "masked", 6, acc)
-    sinks = jnp.asarray([[0.3, 1.0], [-np.inf, -np.inf]], acc)
+    sinks = np.asarray([[0.3, 1.0], [-np.inf, -np.inf]], acc)
     f = ft.partial(loss_of, route, convert, jnp.asarray(g, acc), jnp.asarray(c, acc))
     got = jax.jit(jax.grad(f, (0, 1, 2)))(z, v, sinks)
-    unseen = np.isinf(np.asarray(z)).all(-1) & np.isinf(np.asarray(sinks)).all(-1)
-    want = gradients_by_hand(*(np.asarray(x, np.float64) for x in (z, v, sinks)), g, c * ~unseen)
+    unseen = np.isinf(z).all(-1) & np.isinf(sinks).all(-1)
+    want = gradients_by_hand(*(x.astype(np.float64) for x in (z, v, sinks)), g, c * ~unseen)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, rtol=0, atol=200 * jnp.finfo(acc).eps * (1 + abs(b).max()))
 
 
-@pytest.mark.parametrize("convert", [CONVERSIONS["output"], CONVERSIONS["oml"]])
-def test_second_order(convert, x64):
-    """Merged parts have the Hessian-vector products, both ways round, of the plain softmax."""
+def test_second_order(x64):
+    """Merged parts have the Hessian-vector product of the plain softmax."""
     rng = np.random.default_rng(6)
-    z, v = inputs(2, "masked", 6, np.float64)
+    z, v = map(jnp.asarray, inputs(2, "masked", 6, np.float64))
     sinks = jnp.asarray([[0.3], [-1.0]])
     g, c = (jnp.asarray(rng.normal(size=s)) for s in ((T, H, V), (T, H)))
 
@@ -362,23 +362,26 @@ def test_second_order(convert, x64):
         lse = jax.nn.logsumexp(full, -1)
         return (g * jnp.einsum("ths,shv->thv", p, v)).sum() + (c * lse).sum()
 
+    def merged(z, v, sinks):
+        a = Carry.from_output(*Carry.from_logits(z[..., :3], v[:3]).finalise())
+        b = Carry.from_oml(*Carry.from_logits(z[..., 3:], v[3:]).to_oml())
+        out, lse = a.merge(b).with_sinks(sinks).finalise()
+        return (g * out).sum() + (c * lse).sum()
+
     args = (z, v, sinks)
     tangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), args)
-    forward_over_reverse = lambda f, x, t: jax.jvp(jax.grad(f, (0, 1, 2)), x, t)[1]
-    reverse_over_forward = lambda f, x, t: jax.grad(lambda *y: jax.jvp(f, y, t)[1], (0, 1, 2))(*x)
-    merged = ft.partial(loss_of, by_reduce, convert, g, c)
-    want = jax.jit(ft.partial(forward_over_reverse, plain))(args, tangents)
-    for hvp in (forward_over_reverse, reverse_over_forward):
-        for a, b in zip(jax.jit(ft.partial(hvp, merged))(args, tangents), want):
-            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    hvp = lambda f: jax.jit(lambda x, t: jax.jvp(jax.grad(f, (0, 1, 2)), x, t)[1])(args, tangents)
+    for got, want in zip(hvp(merged), hvp(plain)):
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_maximum_is_a_gauge(dtype):
+def test_maximum_is_a_gauge():
     """No gradient flows through it, and moving it along with the sums changes nothing."""
-    a, b = (from_logits(*inputs(i, "ordinary", 3, dtype)) for i in range(2))
+    a, b = (from_logits(*inputs(i, "ordinary", 3, jnp.float32)) for i in range(2))
     shape, acc = a.denominator.shape, a.denominator.dtype
 
-    def loss(shift):
+    @jax.jit
+    def shifted(shift):
         moved = Carry(
             a.numerator * jnp.exp(shift)[..., None],
             a.denominator * jnp.exp(shift),
@@ -393,26 +396,16 @@ def test_maximum_is_a_gauge(dtype):
 
     eps = float(jnp.finfo(acc).eps)
     for shift in (1.0, -3.0, 30.0, -30.0):
-        for x, y in zip(loss(jnp.full(shape, shift, acc)), loss(jnp.zeros(shape, acc))):
+        for x, y in zip(shifted(jnp.full(shape, shift, acc)), shifted(jnp.zeros(shape, acc))):
             np.testing.assert_allclose(x, y, rtol=100 * eps, atol=100 * eps)
     np.testing.assert_array_equal(jax.grad(through_maximum)(a.max_so_far), np.zeros(shape))
     # What the shift would do if it were not compensated: d lse / d log(denominator) is the share.
     share = jnp.exp(a.logsumexp() - a.merge(b).with_sinks(jnp.ones((1,), acc)).logsumexp())
-    gradient = jax.grad(lambda s: loss(s)[1].sum())(jnp.zeros(shape, acc))
+    gradient = jax.grad(lambda s: shifted(s)[1].sum())(jnp.zeros(shape, acc))
     np.testing.assert_allclose(gradient, share, rtol=100 * eps)
 
 
 # What does not fit
-
-
-@pytest.fixture
-def unchecked():
-    """As users run it: without the type checker that this suite adds."""
-    from jaxtyping import config
-
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
 
 
 ones = lambda *shape: jnp.ones(shape, jnp.float32)

@@ -37,30 +37,20 @@ def int32(*values):
 
 CALLS = {
     "plain": {},
-    "causal": dict(is_causal=True),
-    "scale": dict(scale=0.2),
-    "scale 2": dict(scale=2),
-    "scale array": dict(scale=jnp.float32(0.2)),
-    "window int": dict(local_window_size=6),
-    "window tuple": dict(local_window_size=(6, 4)),
-    "window list": dict(local_window_size=[6, 4]),
-    "window left": dict(local_window_size=(5, 0), is_causal=True),
-    "key lengths": dict(key_value_seq_lengths=int32(5, S)),
-    "query lengths": dict(query_seq_lengths=int32(T, 8)),
+    "causal": dict(is_causal=True, scale=0.2),
+    "window int": dict(local_window_size=6, scale=jnp.float32(0.2)),
+    "window tuple": dict(local_window_size=(6, 4), bias=draw(7, B, 1, 1, S)),
+    "window left": dict(local_window_size=(5, 0), is_causal=True, bias=draw(7, S, S)),
+    "window list": dict(local_window_size=[6, 4], mask=seen(3, N, 1, S)),
+    "key lengths": dict(key_value_seq_lengths=int32(5, S), bias=draw(7, 1, 1, T, S)),
+    "query lengths": dict(query_seq_lengths=int32(T, 8), bias=draw(7, 1, N, T, 1), scale=2),
     "both lengths": dict(query_seq_lengths=int32(9, T), key_value_seq_lengths=int32(S, 3)),
     "lengths causal": dict(
         query_seq_lengths=int32(1, 20), key_value_seq_lengths=int32(16, 2), is_causal=True
     ),
-    "xla": dict(implementation="xla"),
-    "bias": dict(bias=draw(7, B, N, T, S)),
-    "bias shared": dict(bias=draw(7, 1, 1, T, S)),
-    "bias per key": dict(bias=draw(7, B, 1, 1, S)),
-    "bias per query": dict(bias=draw(7, 1, N, T, 1)),
-    "bias 3-D": dict(bias=draw(7, N, T, S)),
-    "bias 2-D": dict(bias=draw(7, T, S)),
-    "mask": dict(mask=seen(1, B, N, T, S)),
+    "xla": dict(implementation="xla", bias=draw(7, N, T, S)),
+    "mask": dict(mask=seen(1, B, N, T, S), bias=draw(7, B, N, T, S)),
     "mask shared": dict(mask=seen(2, 1, 1, T, S), is_causal=True),
-    "mask per head": dict(mask=seen(3, N, 1, S)),
     "mask per key": dict(mask=seen(4, B, 1, 1, S)),
     "all": dict(
         bias=draw(8, 1, N, T, S),
@@ -71,7 +61,8 @@ CALLS = {
         query_seq_lengths=int32(T, 11),
         key_value_seq_lengths=int32(7, S),
     ),
-}  # fmt: skip
+}
+NARROW = ("causal", "both lengths", "mask", "all")
 
 
 def same(a, b, tol):
@@ -83,7 +74,7 @@ def same(a, b, tol):
 
 
 def value_and_grads(fn, arrays, kwargs):
-    """Output, residual, and the gradients of every float input through both."""
+    """Output, residual, and the gradients of every float input through the output."""
     w = draw(9, *jnp.shape(arrays[0]))
     floats = {n: x for n, x in kwargs.items() if isinstance(x, jax.Array) and n in FLOATS}
     others = {n: x for n, x in kwargs.items() if n not in floats}
@@ -92,7 +83,7 @@ def value_and_grads(fn, arrays, kwargs):
         out, lse = fn(*arrays, **floats, **others, return_residual=True)
         live = lse > -1e30  # what a masked row has is compared elsewhere
         lse = jnp.where(live, lse, jnp.zeros_like(lse))
-        total = (out.astype(jnp.float32) * w).sum() + lse.astype(jnp.float32).sum()
+        total = (out.astype(jnp.float32) * w).sum()
         return total, (out, live, lse)
 
     run = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
@@ -109,17 +100,18 @@ def ours_and_theirs(arrays, kwargs):
 FLOATS = ("bias", "scale")
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call, dtype",
+    [(call, jnp.float32) for call in CALLS] + [(call, jnp.bfloat16) for call in NARROW],
+)
 def test_like_jax_nn(call, dtype):
     kwargs, arrays = dict(CALLS[call]), qkv(dtype)
-    # A query that sees no key has another result here, by design.
-    if "window" in call:
+    if "window" in call:  # so that every query sees a key
         arrays = (arrays[0][:, :S], *arrays[1:])
     same(*ours_and_theirs(arrays, kwargs), 3e-6 if dtype == jnp.float32 else 3e-2)
 
 
-@pytest.mark.parametrize("call", ["plain", "causal", "bias 3-D", "mask per head"])
+@pytest.mark.parametrize("call", ["plain", "causal", "xla"])
 def test_without_batch(call):
     ours, theirs = ours_and_theirs(qkv(batch=()), CALLS[call])
     same(ours, theirs, 3e-6)
@@ -137,23 +129,24 @@ def test_float64(x64):
     arrays = tuple(x.astype(jnp.float64) for x in qkv())
     kwargs = dict(is_causal=True, return_residual=True)
     out, lse = dot_product_attention(*arrays, **kwargs)
-    same((out, lse), jax.nn.dot_product_attention(*arrays, **kwargs), 1e-6)
+    with jax.numpy_dtype_promotion("standard"):
+        same((out, lse), jax.nn.dot_product_attention(*arrays, **kwargs), 1e-6)
     same(out, jnp.asarray(plain(*arrays, np.tril(np.ones((T, S), bool)))[0]), 1e-13)
 
 
-def test_residual_has_no_gradient():
-    """As in `jax.nn`; `attention` has the logsumexp with a gradient."""
+def test_residual_has_its_gradient():
+    """`jax.nn` drops this cotangent silently; here it is that of the logsumexp."""
+    q, k, v = qkv()
 
-    def through(fn):
-        return jax.grad(lambda q: fn(q, *qkv()[1:], return_residual=True)[1].sum())(qkv()[0])
-
-    np.testing.assert_array_equal(through(jax.nn.dot_product_attention), 0)
-    np.testing.assert_array_equal(through(dot_product_attention), 0)
+    def ours(q):
+        return jnp.sum(jnp.sin(dot_product_attention(q, k, v, return_residual=True)[1]))
 
     def logsumexp(q):
-        return attention(q, *qkv()[1:], return_logsumexp=True).logsumexp.sum()
+        groups = q.shape[2] // k.shape[2]
+        logits = jnp.einsum("btnh,bsnh->btns", q, jnp.repeat(k, groups, 2)) * q.shape[-1] ** -0.5
+        return jnp.sum(jnp.sin(jax.nn.logsumexp(logits, -1)))
 
-    assert abs(jax.grad(logsumexp)(qkv()[0])).max() > 0.1
+    same(jax.grad(ours)(q), jax.grad(logsumexp)(q), 3e-6)
 
 
 def test_traced_window_and_transformations():
@@ -180,8 +173,16 @@ def plain(q, k, v, mask):
     return np.einsum("bnts,bsnh->btnh", p, v), lse.transpose(0, 2, 1), p
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("by", ["mask", "window", "key lengths", "query lengths"])
+@pytest.mark.parametrize(
+    "by, dtype",
+    [
+        ("mask", jnp.float32),
+        ("mask", jnp.bfloat16),
+        ("window", jnp.float32),
+        ("key lengths", jnp.float32),
+        ("query lengths", jnp.bfloat16),
+    ],
+)
 def test_rows_that_see_nothing(by, dtype):
     arrays = qkv(dtype)
     q, k = np.arange(T)[:, None], np.arange(S)

@@ -1,5 +1,7 @@
 """Every mask against its definition, and the algebra."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -184,10 +186,12 @@ def test_algebra():
 def test_arrays_join_the_algebra():
     dense = np.random.default_rng(0).random((T, S)) > 0.5
     for x in (dense, jnp.asarray(dense)):
-        for mask in (Causal() & x, x & Causal()):
+        masks: list[Any] = [Causal() & x, x & Causal()]
+        for mask in masks:
             assert isinstance(mask, And)
             np.testing.assert_array_equal(mask.as_array(T, S)[0], dense & (K <= Q))
-        for mask in (Causal() | x, x | Causal()):
+        masks = [Causal() | x, x | Causal()]
+        for mask in masks:
             np.testing.assert_array_equal(mask.as_array(T, S)[0], dense | (K <= Q))
 
 
@@ -230,9 +234,11 @@ def test_transformations_over_masks():
         for offset in (2, 2, np.int32(2)):
             np.testing.assert_array_equal(f(Causal(offset))[0, 0], K <= Q + 2)
         assert traces == [True]
-        f(Causal(jnp.asarray(2))), f(Causal(jnp.asarray(3)))
+        for offset in (2, 3):
+            f(Causal(jnp.asarray(offset)))
         assert traces == [True, False]
-        f(Segments(IDS[:, :T], IDS)), f(Segments(IDS[:, :T] + 1, IDS))
+        for shift in (0, 1):
+            f(Segments(IDS[:, :T] + shift, IDS))
         assert len(traces) == 3
 
     mask = Causal() & Segments(IDS[:, :T], IDS) & Tree(np.array([[-1, 0], [-1, -1]]))
@@ -300,11 +306,9 @@ def test_repr_never_raises():
     strange = jax.tree.map(lambda x: object(), Segments(IDS) & Tree([-1]))
     for mask in (clash, strange, jax.tree.map(lambda x: None, strange)):
         assert repr(mask)
-    (
-        repr(MaskFn(lambda: None)),
-        repr(MaskFn(lambda b, h, q, k: q)),
-        repr(jax.eval_shape(lambda: clash)),
-    )
+    for fn in (lambda: None, lambda b, h, q, k: q):
+        assert repr(MaskFn(fn))
+    assert repr(jax.eval_shape(lambda: clash))
 
 
 @pytest.mark.parametrize(

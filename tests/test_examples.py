@@ -1,0 +1,197 @@
+"""The example program: it learns, survives interruption exactly, and says what is wrong."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "language_model.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+import _run  # noqa: E402
+import _text  # noqa: E402
+import language_model  # noqa: E402
+
+
+TINY = "--quick --layers 1 --width 16 --heads 2 --context 16 --steps 400 --sample 8".split()
+
+
+def start(*arguments, **kwargs) -> subprocess.Popen:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        env=os.environ | dict(PYTHONPATH=path, JAX_PLATFORMS="cpu"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def run(*arguments, status: int = 0) -> str:
+    process = start(*arguments)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == status, err[-3000:]
+    return out
+
+
+def checkpoint(folder: Path) -> tuple[dict, bytes]:
+    """What a run has come to, without the time that it took: the loss history and the arrays."""
+    header, arrays = (folder / "checkpoint.eqx").read_bytes().split(b"\n", 1)
+    history = json.loads(header)["progress"]
+    history.pop("seconds")
+    return history, arrays
+
+
+def test_quick_run_learns(tmp_path):
+    process = start("--quick", cwd=tmp_path)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    assert "tokens/s" in err
+    assert "import " in out.split("sample:")[1]
+    last = out.splitlines()[-1]
+    assert re.fullmatch(
+        r"held-out bits per byte: .* at the start, .* at the end; .* steps in .* s", last
+    )
+    before, after = map(float, re.findall(r"\d\.\d{3}", last))
+    assert 7.5 < before < 8.5
+    assert after < 4.2
+    folder = tmp_path / "runs" / "language_model"
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    history, _ = checkpoint(folder)
+    assert np.mean(history["losses"][-10:]) < np.mean(history["losses"][:10]) - 2
+
+
+def test_interrupted_run_resumes_bit_for_bit(tmp_path):
+    run(*TINY, "--out", tmp_path / "whole")
+    parts = tmp_path / "parts"
+    process = start(*TINY, "--out", parts)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGINT, err[-3000:]
+    assert "stopped and saved after step" in out
+    steps = len(checkpoint(parts)[0]["losses"])
+    assert 0 < steps < 400
+    run("--out", parts, "--stop-after", steps + 7)
+    assert len(checkpoint(parts)[0]["losses"]) == steps + 7
+    run("--out", parts, "--resume")
+    assert checkpoint(parts) == checkpoint(tmp_path / "whole")
+
+
+def test_finished_run_continues_with_more_steps(tmp_path):
+    run(*TINY, "--steps", 10, "--out", tmp_path)
+    out = run("--steps", 12, "--out", tmp_path)
+    assert "12 steps" in out.splitlines()[-1]
+    assert len(checkpoint(tmp_path)[0]["losses"]) == 12
+
+
+def test_memory_does_not_grow_as_that_of_dense(capsys):
+    size = "--memory-report --quick --layers 1 --context 2048".split()
+    assert language_model.main(size) == 0
+    blockwise, dense = (
+        float(re.search(rf"{name} +([\d,.]+) MiB", text)[1].replace(",", ""))
+        for text in [capsys.readouterr().out]
+        for name in ("blockwise", "dense")
+    )
+    assert blockwise < dense / 3
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--heads 3", "--width 64 is not a multiple of twice --heads 3"),
+        ("--kv-heads 3", "--heads 4 is not a multiple of --kv-heads 3"),
+        ("--steps 0", "argument --steps: '0' is not an integer of at least 1"),
+        ("--batch many", "argument --batch: 'many' is not an integer of at least 1"),
+        ("--seed -1", "argument --seed: '-1' is not an integer of at least 0"),
+        ("--lr -1", "--lr -1.0 is not a positive number"),
+        ("--lr nan", "--lr nan is not a positive number"),
+        ("--dtype float8", "argument --dtype: invalid choice"),
+        ("--strategy nothing", "No strategy is called 'nothing'; the names are ['blockwise'"),
+        ("--text nowhere", "nowhere does not exist"),
+        ("--text empty", "needs more text"),
+        ("--out occupied", "occupied"),
+        ("--resume", "--resume: there is no checkpoint"),
+        ("--resume --fresh", "not allowed with argument"),
+        ("--unknown 1", "unrecognized arguments"),
+        ("--out foreign", "is not a checkpoint of this program"),
+        ("--out damaged", "is damaged"),
+        ("--out trained --layers 3", "is of a run with layers 1, not 3"),
+        ("--out trained --steps 1", "is of step 2 already"),
+    ],
+)
+def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("occupied").touch()
+    Path("text").write_bytes(bytes(range(1, 128)) * 20)
+    for folder in ("foreign", "damaged", "trained"):
+        Path(folder).mkdir()
+    Path("foreign/checkpoint.eqx").write_bytes(b"\x93NUMPY, say")
+    config = _run.Config(**_run.QUICK | dict(layers=1), text=str(Path("text").resolve())).complete()
+    text, held_out = _text.split(_text.read_documents(Path("text")))
+    progress = _run.Progress(language_model.digest(text, held_out), losses=[8.0, 8.0])
+    for folder in ("damaged", "trained"):
+        _run.save(Path(folder) / "checkpoint.eqx", config, progress, dict(too=jnp.ones(1)))
+    quick = "" if "--out" in arguments else "--quick "
+    with pytest.raises(SystemExit) as stop:
+        language_model.main((quick + arguments).split())
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path, config = tmp_path / "checkpoint.eqx", _run.Config()
+    _run.save(path, config, _run.Progress("", losses=[1.0]), jnp.arange(3))
+    monkeypatch.setattr(_run.os, "fsync", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _run.save(path, config, _run.Progress("", losses=[2.0]), jnp.zeros(3, int))
+    assert _run.load(path, jnp.zeros(3, int)).tolist() == [0, 1, 2]
+
+
+def test_rotary_products_depend_on_distances_only():
+    query, key_ = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    products = [
+        jnp.einsum(
+            "thd,shd->hts",
+            language_model.rotary(query, jnp.arange(5) + offset),
+            language_model.rotary(key_, jnp.arange(5) + offset),
+        )
+        for offset in (0, 1000)
+    ]
+    np.testing.assert_allclose(*products, atol=2e-3)
+    still = language_model.rotary(query, jnp.zeros(5, int))
+    np.testing.assert_array_equal(still, query)
+
+
+def test_text_is_split_by_document(tmp_path):
+    for i in range(200):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * 10)
+    (tmp_path / "again.txt").write_text("document 7 " * 10)
+    (tmp_path / "binary").write_bytes(b"\0\1")
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    (tmp_path / ".hidden").write_text("hidden")
+    documents = _text.read_documents(tmp_path)
+    assert len(documents) == 200
+    train, held_out = (part.tobytes() for part in _text.split(documents))
+    pieces = [set(part.split(b"\0")[1:]) for part in (train, held_out)]
+    assert pieces[0] | pieces[1] == set(documents)
+    assert not pieces[0] & pieces[1]
+    assert 0.04 < len(held_out) / len(train + held_out) < 0.07
+    one, rest = _text.split([b"a" * 95 + b"b" * 5])
+    assert (one.tobytes(), rest.tobytes()) == (b"\0" + b"a" * 95, b"\0" + b"b" * 5)

@@ -1,0 +1,493 @@
+"""What a pair is worth: values against the papers' formulas, gradients against differences."""
+
+import functools as ft
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, MaskFn, scores
+from eqattn._pairs import canonical
+from eqattn.scores import ALiBi, Bias, Operand, ScoreFn, SoftCap, T5Bias
+
+
+B, T, S, H, K, D, V = (2, 3), 5, 7, 4, 2, 4, 3
+FULL = (*B, H, T, S)
+METADATA = AttentionMetadata(blocksize_q=2, blocksize_k=3)
+STRATEGIES = {"blockwise": Blockwise(METADATA), "dense": Dense(AttentionMetadata())}
+wide = {n: eqx.tree_at(lambda s: s.metadata, x, x.metadata.replace(runtime_dtype=jnp.float64))
+        for n, x in STRATEGIES.items()}  # fmt: skip
+
+
+def normal(seed, *shape, dtype=np.float64):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def qkv(dtype=np.float64):
+    shapes = [(*B, T, H, D), (*B, S, K, D), (*B, S, K, V)]
+    return [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def softmax(q, k, v, transform, sinks=None):
+    """Float64 NumPy: output `[*b, t, h, v]` and logsumexp of logits changed by `transform`."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[-2] // k.shape[-2], -2) for x in (k, v))
+    z = transform(np.einsum("...thd,...shd->...hts", q, k))
+    if sinks is not None:
+        z = np.concatenate([z, np.broadcast_to(sinks[:, None, None], (*z.shape[:-1], 1))], -1)
+    top = z.max(-1, keepdims=True)
+    top = np.where(np.isinf(top), 0, top)
+    p = np.exp(z - top)
+    den = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (top + np.log(den))[..., 0]
+    p = (p / np.where(den == 0, 1, den))[..., : k.shape[-3]]
+    return np.einsum("...hts,...shv->...thv", p, v), np.swapaxes(lse, -1, -2)
+
+
+def transformed(score, logits, q=None, k=None):
+    """A score at every pair of `[*b, h, t, s]`, by its definition for scalars."""
+    *batch, heads, t, s = logits.shape
+    size = math.prod(batch)
+    index = [jnp.arange(n, dtype=jnp.int32) for n in (size, heads)]
+    index += [jnp.arange(n, dtype=jnp.int32) if x is None else x for x, n in ((q, t), (k, s))]
+    args = [x.reshape([-1 if i == j else 1 for j in range(4)]) for i, x in enumerate(index)]
+    args += [jnp.asarray(canonical(o, batch, heads, t, s)) for o in score.operands()]
+    full = (size, heads, t, s)
+    args = [jnp.broadcast_to(x, full).reshape(-1) for x in (logits.reshape(full), *args)]
+    return jax.vmap(score.transform)(*args).reshape(logits.shape)
+
+
+def assert_gradient(f, *args, rtol=2e-7):
+    """Every argument's gradient along a random direction is the central difference, in float64."""
+    gradient = jax.jit(jax.grad(f, tuple(range(len(args)))))(*args)
+    f = jax.jit(f)
+    for i, x in enumerate(args):
+        direction = normal(10 + i, *jnp.shape(x))
+        step = 1e-5
+        moved = [f(*args[:i], x + e * direction, *args[i + 1 :]) for e in (step, -step)]
+        want = (moved[0] - moved[1]) / (2 * step)
+        got = (gradient[i] * direction).sum()
+        assert gradient[i].shape == jnp.shape(x)
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol, err_msg=f"argument {i}")
+
+
+def probe(out):
+    """A scalar that sees every entry of the output and the logsumexp."""
+    o, lse = out.attention_outputs, out.logsumexp
+    weights = normal(99, *o.shape), normal(98, *lse.shape)
+    return (weights[0] * o).sum() + (weights[1] * jnp.where(lse == -jnp.inf, 0, lse)).sum()
+
+
+# ALiBi
+
+
+@pytest.mark.parametrize(
+    "heads, want",
+    [
+        (1, [2**-8]),
+        (2, [2**-4, 2**-8]),
+        (8, [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]),
+        (3, [2**-4, 2**-8, 2**-2]),
+        (12, [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625,
+              0.7071067811865476, 0.35355339059327384, 0.17677669529663687, 0.08838834764831849]),
+    ],
+)  # fmt: skip
+def test_alibi_slopes_are_the_published_ones(heads, want):
+    np.testing.assert_allclose(ALiBi.geometric(heads).slopes, want, rtol=1e-7)
+
+
+def published_slopes(n):
+    """`get_slopes` of the ALiBi repository."""
+
+    def power_of_2(n):
+        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [start * start**i for i in range(n)]
+
+    if math.log2(n).is_integer():
+        return power_of_2(n)
+    closest = 2 ** math.floor(math.log2(n))
+    return power_of_2(closest) + published_slopes(2 * closest)[0::2][: n - closest]
+
+
+def test_alibi_slopes_for_any_number_of_heads():
+    for heads in (*range(1, 34), 40, 48, 64, 71, 112, 128):
+        got = ALiBi.geometric(heads).slopes
+        np.testing.assert_allclose(got, published_slopes(heads), rtol=1e-5)
+        assert got.shape == (heads,) and got.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("heads", [0, -1])
+def test_alibi_needs_a_head(heads):
+    with pytest.raises(ValueError, match=f"heads.*{heads}"):
+        ALiBi.geometric(heads)
+
+
+def test_alibi_subtracts_slope_times_distance_between_positions():
+    z = normal(0, H, T, S, dtype=np.float32)
+    q, k = jnp.asarray([9, 3, 0, 5, -4]), jnp.asarray([0, 7, 3, -2, 9, 1, 5])
+    distance = abs(np.asarray(q)[:, None] - np.asarray(k))
+    slopes = np.float32([0.5, -1.0, 0.0, 2.0])
+    got = transformed(ALiBi(jnp.asarray(slopes)), z, q, k)
+    np.testing.assert_allclose(got, z - slopes[:, None, None] * distance, rtol=1e-6, atol=1e-6)
+
+
+# T5
+
+
+def published_bucket(relative, bidirectional, buckets, max_distance):
+    """`_relative_position_bucket` of T5 for `relative = key - query`, in NumPy float32."""
+    result = np.zeros_like(relative)
+    n = -relative
+    if bidirectional:
+        buckets //= 2
+        result = result + (n < 0) * buckets
+        n = abs(n)
+    else:
+        n = np.maximum(n, 0)
+    exact = buckets // 2
+    ratio = np.log(np.maximum(n, 1).astype(np.float32) / exact) / math.log(max_distance / exact)
+    far = exact + (ratio * (buckets - exact)).astype(int)
+    return result + np.where(n < exact, n, np.minimum(far, buckets - 1))
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("buckets, distance", [(32, 128), (32, 1000), (8, 20), (10, 50), (4, 3), (33, 128)])
+def test_t5_buckets_are_the_published_ones(bidirectional, buckets, distance):
+    relative = np.arange(-2 * distance, 2 * distance + 1)
+    score = T5Bias(jnp.zeros((buckets, 1)), bidirectional, distance)
+    got = jax.jit(jax.vmap(score.bucket))(jnp.zeros_like(relative), jnp.asarray(relative))
+    want = published_bucket(relative, bidirectional, buckets, distance)
+    np.testing.assert_array_equal(got, want)
+    assert want.max() <= buckets - 1 and want.min() == 0
+
+
+def test_t5_buckets_of_far_positions_do_not_overflow():
+    score = T5Bias(jnp.zeros((32, 1)))
+    far = jnp.int32(2**30)
+    assert score.bucket(far, -far + 1) == 15 and score.bucket(-far + 1, far) == 31
+
+
+@pytest.mark.parametrize("heads", [1, H])
+def test_t5_adds_its_table(heads):
+    z, table = normal(0, H, T, S), normal(1, 8, heads)
+    bucket = published_bucket(np.arange(S) - np.arange(T)[:, None], True, 8, 128)
+    want = z + np.broadcast_to(np.moveaxis(np.asarray(table)[bucket], -1, 0), (H, T, S))
+    np.testing.assert_allclose(transformed(T5Bias(table), z), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(table=jnp.zeros(32)), r"\[buckets, h\].*\(32,\)"),
+        (dict(table=jnp.zeros((3, 2))), r"at least 4 buckets.*\(3, 2\)"),
+        (dict(table=jnp.zeros((1, 2)), bidirectional=False), r"at least 2 buckets.*\(1, 2\)"),
+        (dict(table=jnp.zeros((32, 2)), max_distance=8), "max_distance.*more than 8"),
+        (dict(table=jnp.zeros((32, 2)), bidirectional=False, max_distance=-1), "more than 16"),
+    ],
+)
+def test_t5_tables_that_have_no_buckets_raise(kwargs, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        T5Bias(**kwargs)
+
+
+# Soft cap
+
+
+@pytest.mark.parametrize("cap", [30.0, 3, np.float32(0.5), jnp.float32(2.0)])
+def test_soft_cap(cap):
+    z = 20 * normal(0, H, T, S, dtype=np.float32)
+    c = float(cap)
+    np.testing.assert_allclose(transformed(SoftCap(cap), z), c * np.tanh(z / c), rtol=2e-6)
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, np.nan, np.inf, jnp.zeros(())])
+def test_soft_cap_must_be_positive(cap):
+    with pytest.raises(ValueError, match="cap must be positive and finite"):
+        SoftCap(cap)
+    jax.eval_shape(lambda c: transformed(SoftCap(c), jnp.zeros((1, 1, 1))), jnp.zeros(()))
+
+
+# Bias
+
+
+BIAS = [
+    (), (1,), (S,), (T, 1), (1, S), (T, S), (H, 1, 1), (1, T, S), (H, 1, S), (H, T, S),
+    (3, 1, 1, 1), (3, H, T, S), (1, 1, 1, T, 1), (2, 1, 1, 1, S), (1, 3, H, 1, 1), FULL,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", BIAS, ids=str)
+def test_bias_broadcasts(shape):
+    z, bias = normal(0, *FULL), normal(1, *shape)
+    want = np.asarray(z) + np.asarray(bias)
+    np.testing.assert_array_equal(transformed(Bias(bias), z), want)
+
+
+@pytest.mark.parametrize("shape", [(), (T, 1), (H, 1, S), (3, 1, 1, 1), (2, 1, 1, T, S)], ids=str)
+def test_bias_of_any_shape_has_its_gradient(shape, x64):
+    q, k, v = qkv()
+
+    def f(q, bias):
+        out = attention(q, k, v, wide["blockwise"], bias=bias, return_logsumexp=True)
+        return probe(out)
+
+    assert_gradient(f, q, normal(3, *shape))
+
+
+@pytest.mark.parametrize(
+    "shape", [(S + 1,), (S, T), (2,), (2, 1, 1), (T, S, H), (2, 1, 1, 1), (3, 2, H, T, S), (1, *FULL)]
+)
+@pytest.mark.parametrize("how", ["bias", "score"])
+def test_bias_of_other_shapes_raises_with_both(how, shape):
+    q, k, v = qkv(np.float32)
+    bias = jnp.zeros(shape)
+    bias = dict(bias=bias) if how == "bias" else dict(score=Bias(bias))
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(lambda: attention(q, k, v, **bias))
+    assert str(shape) in str(error.value) and str(FULL) in str(error.value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bias_of_minus_infinity_is_a_mask(strategy):
+    """As many models write it; a row may see nothing, and then has zero gradients."""
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    seen = np.random.default_rng(4).random((T, S)) < 0.4
+    seen[2] = False
+    bias = jnp.where(seen, normal(5, T, S, dtype=np.float32), -jnp.inf)
+
+    @jax.jit
+    def f(q, k, v, bias):
+        out = attention(q, k, v, STRATEGIES[strategy], bias=bias, return_logsumexp=True)
+        return probe(out), out
+
+    (_, out), gradients = jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True)(q, k, v, bias)
+    want = softmax(q, k, v, lambda z: z / 2 + np.asarray(bias))
+    for a, b in zip((out.attention_outputs, out.logsumexp), want):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert all(jnp.isfinite(g).all() for g in gradients)
+    assert (gradients[0][2] == 0).all() and (gradients[3][~seen] == 0).all()
+
+
+# Functions
+
+
+class Learned(eqx.Module):
+    weight: jax.Array
+    power: int = eqx.field(static=True)
+
+    def __call__(self, logit, b, h, q, k):
+        return logit + self.weight[h] * (q - k).astype(logit.dtype) ** self.power
+
+
+def scaled(w, logit, b, h, q, k):
+    return logit * w[h] + b.astype(logit.dtype)
+
+
+FUNCTIONS = {
+    "closure": lambda w: ScoreFn(lambda z, b, h, q, k: scaled(w, z, b, h, q, k)),
+    "partial": lambda w: ScoreFn(jax.tree_util.Partial(scaled, w)),
+    "module": lambda w: ScoreFn(Learned(w, 2)),
+    "operand": lambda w: ScoreFn(lambda z, b, h, q, k, x: z * x, [Operand(w, "h")]),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradient_of_what_a_function_holds(name, strategy, x64):
+    q, k, v = (x[0] for x in qkv())
+
+    def f(q, w):
+        score = FUNCTIONS[name](w)
+        return probe(attention(q, k, v, wide[strategy], score=score, return_logsumexp=True))
+
+    assert_gradient(f, q, normal(3, H))
+
+
+def test_a_closure_over_each_kind_of_tracer():
+    """Under jit, vmap, scan and grad, twice each: nothing leaks from one trace to the next."""
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    traces = []
+
+    def attend(w):
+        def fn(z, b, h, q, k):
+            traces.append(None)
+            return z * w
+
+        return attention(q, k, v, STRATEGIES["blockwise"], score=ScoreFn(fn)).attention_outputs
+
+    ws = jnp.asarray([0.5, 2.0])
+    want = np.stack([softmax(q, k, v, lambda z, w=w: z / 2 * w)[0] for w in (0.5, 2.0)])
+    with jax.checking_leaks():
+        for f in (
+            lambda: jnp.stack([attend(w) for w in ws]),
+            lambda: jax.vmap(attend)(ws),
+            lambda: lax.map(attend, ws),
+            lambda: jax.jit(lambda ws: jax.vmap(attend)(ws))(ws),
+        ):
+            np.testing.assert_allclose(f(), want, rtol=1e-5, atol=1e-6)
+    assert traces
+
+
+def test_one_function_over_another_value_is_not_mistaken_for_the_old_one():
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    for w in (1.0, 2.0, 3.0):
+        out = attention(q, k, v, score=ScoreFn(lambda z, b, h, i, j: z * w)).attention_outputs
+        np.testing.assert_allclose(out, softmax(q, k, v, lambda z: z / 2 * w)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_may_return_another_float_dtype():
+    z = normal(0, H, T, S, dtype=np.float32)
+    got = transformed(ScoreFn(lambda z, b, h, q, k: z.astype(jnp.bfloat16)), z)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, z.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (lambda z, b, h, q, k: q, r"one float per pair.*int32.*\(\)"),
+        (lambda z, b, h, q, k: z > 0, r"one float per pair.*bool.*\(\)"),
+        (lambda z, b, h, q, k: jnp.stack([z, z]), r"one float per pair.*float32.*\(2,\)"),
+    ],
+)
+def test_what_is_no_score_raises(fn, message):
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    with pytest.raises(TypeError, match=message):
+        jax.eval_shape(lambda: attention(q, k, v, score=ScoreFn(fn)))
+    with pytest.raises(TypeError, match="callable.*3"):
+        ScoreFn(3)  # pyright: ignore
+
+
+def test_a_users_score_module():
+    """With only `transform`, and with a parameter."""
+
+    class Distance(scores.AbstractScore):
+        rate: jax.Array
+
+        def transform(self, logit, b, h, q, k):
+            return logit - self.rate * (q - k).astype(logit.dtype) ** 2
+
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    distance = (np.arange(T)[:, None] - np.arange(S)) ** 2
+    f = lambda score: attention(q, k, v, score=score).attention_outputs
+    want, _ = softmax(q, k, v, lambda z: z / 2 - 0.1 * distance)
+    score = Distance(jnp.float32(0.1))
+    np.testing.assert_allclose(f(score), want, rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda s: (f(s) ** 2).sum())(score)
+    assert isinstance(gradient, Distance) and gradient.rate != 0
+
+
+# All together
+
+
+def everything(strategy, q, scale, cap, bias, slopes, table, w, sinks):
+    _, k, v = qkv()
+    strategy = eqx.tree_at(
+        lambda s: (s.metadata.softmax_scale, s.metadata.logits_soft_cap, s.metadata.softmax_aux),
+        strategy,
+        (scale, cap, sinks),
+        is_leaf=lambda x: x is None,
+    )
+    score = [
+        ALiBi(slopes),
+        ScoreFn(lambda z, b, h, i, j: z * w),
+        T5Bias(table, max_distance=4),
+    ]
+    return attention(
+        q, k, v, strategy, mask=Causal(1), bias=bias, score=score, return_logsumexp=True
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_order_of_operations_and_every_gradient(strategy, x64):
+    """scale, soft cap, bias, the scores in their order, then the mask."""
+    q, k, v = qkv()
+    args = (q, 0.7, 1.5, normal(3, H, 1, S), normal(4, H), normal(5, 8, H), 1.3, normal(6, H))
+    args = tuple(map(jnp.asarray, args))
+    out = jax.jit(ft.partial(everything, wide[strategy]))(*args)
+
+    def transform(z):
+        _, scale, cap, bias, slopes, table, w, _ = map(np.asarray, args)
+        i, j = np.arange(T)[:, None], np.arange(S)
+        z = cap * np.tanh(scale * z / cap) + bias
+        z = (z - slopes[:, None, None] * abs(i - j)) * w
+        z = z + np.moveaxis(table[published_bucket(j - i, True, 8, 4)], -1, 0)
+        return np.where(j <= i + 1, z, -np.inf)
+
+    want = softmax(q, k, v, transform, np.asarray(args[-1]))
+    np.testing.assert_allclose(out.attention_outputs, want[0], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(out.logsumexp, want[1], rtol=1e-12, atol=1e-12)
+    assert_gradient(lambda *a: probe(everything(wide[strategy], *a)), *args)
+
+
+def test_scores_are_applied_in_the_order_given():
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    double = ScoreFn(lambda z, b, h, i, j: 2 * z)
+    shift = ScoreFn(lambda z, b, h, i, j: z + j.astype(z.dtype))
+    j = np.arange(S)
+    for score, transform in (
+        ([double, shift], lambda z: z + j),
+        ((shift, double), lambda z: z + 2 * j),
+        (shift, lambda z: z / 2 + j),
+        ((), lambda z: z / 2),
+    ):
+        out = attention(q, k, v, score=score).attention_outputs
+        np.testing.assert_allclose(out, softmax(q, k, v, transform)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_score_cannot_reveal_what_is_masked(strategy):
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    mask = MaskFn(lambda b, h, i, j: (i + j) % 3 == 0)
+    reveal = ScoreFn(lambda z, b, h, i, j: jnp.where((i + j) % 3 == 0, z, 1e9))
+    f = lambda **kwargs: attention(q, k, v, STRATEGIES[strategy], mask=mask, **kwargs)
+    want = f().attention_outputs
+    np.testing.assert_array_equal(f(score=reveal).attention_outputs, want)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_score_reads_positions(strategy):
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    slopes = np.float32([0.1, 0.2, 0.3, 0.4])
+    i, j = np.arange(T)[:, None] + 11, np.arange(S) * 2
+    out = attention(
+        q,
+        k,
+        v,
+        STRATEGIES[strategy],
+        score=ALiBi(jnp.asarray(slopes)),
+        q_offset=11,
+        kv_positions=jnp.asarray(j),
+    ).attention_outputs
+    want, _ = softmax(q, k, v, lambda z: z / 2 - slopes[:, None, None] * abs(i - j))
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "score, shape",
+    [
+        (lambda: ALiBi.geometric(H + 1), (H + 1,)),
+        (lambda: ALiBi(jnp.ones((H, 1))), (H, 1)),
+        (lambda: T5Bias(jnp.zeros((32, H + 1))), (H + 1,)),
+        (lambda: T5Bias(jnp.zeros((32, 2))), (2,)),
+        (lambda: SoftCap(jnp.ones(H)), (H,)),
+    ],
+)
+def test_scores_of_other_heads_raise_with_both(score, shape, unchecked):
+    q, k, v = qkv(np.float32)
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(lambda: attention(q, k, v, score=score()))
+    for text in (type(score()).__name__, str(shape), str(FULL)):
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize("score", [lambda z, b, h, q, k: z, 3, [3], jnp.zeros((T, S))])
+def test_scores_are_modules(score, unchecked):
+    q, k, v = qkv(np.float32)
+    with pytest.raises(TypeError, match="score modules.*ScoreFn"):
+        attention(q, k, v, score=score)
