@@ -23,7 +23,7 @@ from ._fold import fold, masked_dot
 from ._intervals import classify
 from ._pairs import over_block
 from ._problem import Problem, visible
-from ._sweep import COL, EMPTY, FULL, PARTIAL, ROW
+from ._traverse import COL, EMPTY, FULL, PARTIAL, ROW
 
 
 BATCH, HEAD = -4, -3

@@ -19,18 +19,8 @@ from jaxtyping import Array
 from ._carry import gauge
 from ._compat import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from ._dot import dot
-from ._sweep import (
-    block_aval,
-    hoist,
-    Layout,
-    PARTIAL,
-    primitive_rules,
-    replaced,
-    ROW,
-    sweep,
-    Tag,
-    traverse,
-)
+from ._sweep import block_aval, hoist, primitive_rules, replaced, sweep, Tag
+from ._traverse import Layout, PARTIAL, ROW, traverse
 
 
 def fold(

@@ -21,8 +21,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array
 
 from ._carry import accumulation
 from ._compat import (
@@ -39,10 +37,7 @@ from ._compat import (
     vary,
     varying_axes,
 )
-
-
-ROW, COL = -2, -1
-EMPTY, PARTIAL, FULL = 0, 1, 2
+from ._traverse import COL, Layout, ROW, traverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,150 +52,12 @@ class Tag:
     outputs: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The grid, the `(columns, rows)` of one block of logits, and the grid axes of each operand
-    and of the table of live blocks.
-
-    The table holds `EMPTY`, `PARTIAL` or `FULL` per block; without one every pair is visited.
-    """
-
-    grid: tuple[int, ...]
-    block: tuple[int, int]
-    in_axes: tuple[tuple[int, ...], ...]
-    table_axes: tuple[int, ...] | None = None
-
-    def shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self.grid[a] for a in axes)
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return tuple(range(-len(self.grid), ROW))
-
-    def split(self, args: Sequence) -> tuple:
-        """The table (or None) and the operands."""
-        return (None, args) if self.table_axes is None else (args[0], args[1:])
-
-
-# The traversal, shared by sweeps and the softmax fold.
-
-
-def _window(x: Any, axes: tuple[int, ...], at: dict) -> tuple[list, list]:
-    """Start and size of the slice of `x` at the given grid indices."""
-    start = [jnp.int32(at.get(a, 0)) for a in axes] + [jnp.int32(0)] * (x.ndim - len(axes))
-    size = [1 if a in at else n for a, n in zip(axes, x.shape)] + list(x.shape[len(axes) :])
-    return start, size
-
-
-def pick(x: Any, axes: tuple[int, ...], at: dict) -> Any:
-    """The block of `x` at the given grid indices; grid axes not in `at` are kept whole."""
-    if not any(a in at for a in axes):
-        return x
-    start, size = _window(x, axes, at)
-    kept = [n for a, n in zip(axes, size) if a not in at] + size[len(axes) :]
-    return lax.dynamic_slice(x, start, size, allow_negative_indices=False).reshape(kept)
-
-
-def put(x: Array, axes: tuple[int, ...], at: dict, block: Array) -> Array:
-    """`x` with the block that `pick` gives exchanged."""
-    if not any(a in at for a in axes):
-        return block
-    start, size = _window(x, axes, at)
-    return lax.dynamic_update_slice(x, block.reshape(size), start, allow_negative_indices=False)
-
-
-def _loop(lo, hi, body, state):
-    if isinstance(lo, int) and isinstance(hi, int) and hi - lo == 1:
-        return body(lo, state)
-    return lax.fori_loop(jnp.int32(lo), jnp.int32(hi), body, state)
-
-
-def _divide(n: Array, size: int) -> tuple[Array, Array]:
-    return lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size))
-
-
-def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, Array]:
-    """Per row: its columns sorted by class, and where each class begins and ends."""
-    columns = table.shape[-1]
-    rank = jnp.full(table.shape, len(classes), jnp.int32)
-    for n, c in enumerate(classes):
-        rank = jnp.where(table == c, n, rank)
-    here = jnp.arange(columns, dtype=jnp.int32).reshape((1,) * (table.ndim - 1) + (columns,))
-    order = jnp.sort(rank * columns + here, axis=-1) % columns
-    ends = [jnp.sum(rank <= n, -1, dtype=jnp.int32) for n in range(len(classes))]
-    return order, jnp.stack([jnp.zeros_like(ends[0]), *ends], -1)
-
-
-def traverse(
-    steps: dict[int, Callable],
-    layout: Layout,
-    args: Sequence,
-    accumulators: Sequence,
-    axes: Sequence[tuple[int, ...]],
-    *,
-    vectorise: bool,
-) -> list:
-    """Visits the live pairs: rows outside, their live columns inside, full blocks first.
-
-    **Arguments:**
-
-    - `steps`: per class of block, a function `(accumulator blocks, operand blocks) -> blocks`.
-    - `accumulators`, `axes`: arrays on the grid, updated in place at each visit.
-    - `vectorise`: whether the batch axes stay whole in the blocks instead of being looped over.
-        What the compiler partitions over devices must not be looped over.
-
-    Nothing here is ever differentiated, so loop bounds may depend on data.
-    """
-    table, operands = layout.split(args)
-    classes = sorted(steps, reverse=True)
-    batch = () if vectorise else layout.batch
-    sizes = layout.shape(batch)
-    rows, columns = layout.grid[ROW], layout.grid[COL]
-    order = bounds = None
-    table_axes = layout.table_axes or ()
-    if table is not None:
-        if vectorise:
-            lead = tuple(range(table.ndim - 2))
-            least, most = table.min(lead), table.max(lead)
-            table = jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
-            table_axes = (ROW, COL)
-        order, bounds = _itinerary(table, classes)
-        mixed = varying_axes(*accumulators)
-        order, bounds = vary(order, mixed), vary(bounds, mixed)
-
-    def row(n, accs):
-        at = {}
-        for a, size in zip((ROW, *reversed(batch)), (rows, *reversed(sizes))):
-            n, at[a] = (n // size, n % size) if isinstance(n, int) else _divide(n, size)
-        near = [x if COL in a else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
-        local = [x if COL in a else pick(x, a, at) for x, a in zip(accs, axes)]
-        mine = None if table is None else pick(order, table_axes, at)
-        ends = None if table is None else pick(bounds, table_axes[:-1], at)
-
-        def visit(step, t, local):
-            here = {**at, COL: t if mine is None else pick(mine, (COL,), {COL: t})}
-            blocks = [pick(x, a, here) if COL in a else x for x, a in zip(near, layout.in_axes)]
-            old = [pick(x, a, here) if COL in a else x for x, a in zip(local, axes)]
-            new = step(old, blocks)
-            return [put(x, a, here, y) if COL in a else y for x, a, y in zip(local, axes, new)]
-
-        for n, c in enumerate(classes):
-            span = (0, columns) if ends is None else (ends[n], ends[n + 1])
-            local = _loop(*span, ft.partial(visit, steps[c]), local)
-        return [x if COL in a else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
-
-    return _loop(0, rows * math.prod(sizes), row, list(accumulators))
-
-
 def loops_over_batch(ctx, layout: Layout) -> bool:
     """Whether to loop over the batch axes: on one CPU, unless the blocks are tiny."""
     cpu = tuple(ctx.module_context.platforms) == ("cpu",)
     logits = math.prod(layout.shape(layout.batch)) * math.prod(layout.block)
     small = logits <= (2**20 if layout.grid[ROW] == layout.grid[COL] == 1 else 2**17)
     return cpu and not small and not partitioned_automatically(ctx)
-
-
-# The primitive.
 
 
 def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:

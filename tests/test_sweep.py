@@ -11,7 +11,8 @@ import pytest
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
 from eqattn._compat import jaxpr_as_fun
-from eqattn._sweep import EMPTY, FULL, Layout, PARTIAL, sweep
+from eqattn._sweep import sweep
+from eqattn._traverse import EMPTY, FULL, Layout, PARTIAL
 
 
 LARGE = (2**10, 2**10)  # blocks beyond what is vectorised over the batch

@@ -14,7 +14,7 @@ from .._fold import weighted_sum
 from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
-from .._sweep import PARTIAL
+from .._traverse import PARTIAL
 from ._exact import AbstractExact
 
 
