@@ -8,7 +8,6 @@ import functools as ft
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +21,7 @@ class _Weak:
     def __init__(self, fn: Callable):
         self._ref = weakref.WeakMethod(fn) if isinstance(fn, MethodType) else weakref.ref(fn)
         self._hash = hash(fn)
+        self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
 
     def __hash__(self):
         return self._hash
@@ -35,31 +35,53 @@ class _Weak:
         return fn(*args)
 
 
-def _weakly(x: Any) -> Any:
-    if isinstance(x, Fixed) and callable(x.value) and not isinstance(x.value, _Weak):
-        try:
-            return Fixed(_Weak(x.value))
-        except TypeError:  # no weak references to this type of callable
-            return x
-    return x
+class _Jits:
+    """One jitted function per combination of users' functions. It dies with any of them, and with
+    it all that its traces captured.
+    """
+
+    def __init__(self, make: Callable):
+        self.make, self.jitted, self.further = make, make(), weakref.WeakKeyDictionary()
+
+    def of(self, fn: Callable) -> "_Jits":
+        owner = fn.__self__ if isinstance(fn, MethodType) else fn
+        if owner not in self.further:
+            self.further[owner] = _Jits(self.make)
+        return self.further[owner]
 
 
 def cached(fn: Callable) -> Callable:
     """`fn(*trees, **static)` jitted: arrays are traced, all else is static."""
 
-    @ft.partial(jax.jit, static_argnums=(1, 2, 3))
-    def jitted(arrays, treedef, others, static):
-        leaves = iter(arrays)
-        leaves = [next(leaves) if other is _ARRAY else other for other in others]
-        return fn(*jax.tree.unflatten(treedef, leaves), **dict(static))
+    def make():
+        @ft.partial(jax.jit, static_argnums=(1, 2, 3))
+        def jitted(arrays, treedef, others, static):
+            leaves = iter(arrays)
+            leaves = [next(leaves) if other is _ARRAY else other for other in others]
+            return fn(*jax.tree.unflatten(treedef, leaves), **dict(static))
+
+        return jitted
+
+    root = _Jits(make)
 
     @ft.wraps(fn)
     def call(*trees, **static):
-        trees = jax.tree.map(_weakly, trees, is_leaf=lambda x: isinstance(x, Fixed))
+        node = root
+
+        def weakly(x):
+            nonlocal node
+            if isinstance(x, Fixed) and callable(x.value) and not isinstance(x.value, _Weak):
+                try:
+                    node, x = node.of(x.value), Fixed(_Weak(x.value))
+                except TypeError:  # no weak references to this type of callable
+                    pass
+            return x
+
+        trees = jax.tree.map(weakly, trees, is_leaf=lambda x: isinstance(x, Fixed))
         leaves, treedef = jax.tree.flatten(trees)
         arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
         others = tuple(_ARRAY if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
-        return jitted(arrays, treedef, others, tuple(sorted(static.items())))
+        return node.jitted(arrays, treedef, others, tuple(sorted(static.items())))
 
     return call
 

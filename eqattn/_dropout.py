@@ -38,10 +38,13 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 
 def seed_of(key: PRNGKeyArray) -> UInt32[Array, " 2"]:
     """Two words from any JAX key (typed or raw `uint32`)."""
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise TypeError(f"The dropout key must be one key from jax.random.key, got {key!r}.")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.dtype != jnp.uint32 or key.ndim != 1:
             raise TypeError(
-                f"The dropout key must be one key from jax.random.key, got {key.dtype}{key.shape}."
+                f"The dropout key must be one key from jax.random.key, got {key.dtype} of shape "
+                f"{key.shape}."
             )
         key = jax.random.wrap_key_data(key)
     if key.ndim != 0:

@@ -198,7 +198,7 @@ class AttentionMetadata(eqx.Module):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, or None for automatic; got {size}.")
-        scale, cap = _concrete(self.softmax_scale), _concrete(self.logits_soft_cap)
+        scale, cap = concrete(self.softmax_scale), concrete(self.logits_soft_cap)
         if scale is not None and not np.all(np.isfinite(scale)):
             raise ValueError(f"softmax_scale must be finite, got {scale}.")
         if cap is not None and not (np.all(np.isfinite(cap)) and np.all(cap > 0)):
@@ -366,9 +366,9 @@ def _partition(values: Mapping) -> tuple[PartitionAxis, PartitionManager]:
     return manager.partition_axis, manager
 
 
-def _concrete(value: Any) -> np.ndarray | None:
-    """The value of a leaf, or None where it cannot be looked at."""
-    if isinstance(value, float):
+def concrete(value: Any) -> np.ndarray | None:
+    """The value of a number or array, or None where it cannot be looked at."""
+    if isinstance(value, float | int | np.generic):
         return np.asarray(value)
     if isinstance(value, Tracer) or not isinstance(value, jax.Array | np.ndarray):
         return None

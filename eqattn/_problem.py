@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from ._carry import accumulation
 from ._dropout import seed_of
+from ._mask_data import as_int, Fixed
 from ._masks import AbstractMask, Dense
 from ._pairs import canonical, Operand
 from ._scores import AbstractScore, Bias, SoftCap
@@ -107,13 +108,21 @@ def check_shapes(query, key, value) -> None:
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(f"The batch axes differ: {shapes}; broadcast them first.")
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key differ in their last axis (head dim): {shapes}.")
-    if key.shape[-3:-1] != value.shape[-3:-1]:
-        raise ValueError(f"key and value differ in tokens or heads: {shapes}.")
-    heads, kv_heads = query.shape[-2], key.shape[-2]
-    if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"{heads} query heads are not a multiple of {kv_heads} key/value heads: {shapes}."
+            f"query and key differ in their last axis (head dim): {shapes}; project both to one "
+            "size."
+        )
+    if key.shape[-3:-1] != value.shape[-3:-1]:
+        raise ValueError(
+            f"key and value differ in tokens or heads: {shapes}; each key needs its own value."
+        )
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if 0 in (heads, kv_heads, query.shape[-1]):
+        raise ValueError(f"There must be at least one head and one head dim: {shapes}; got none.")
+    if heads % kv_heads:
+        raise ValueError(
+            f"{heads} query heads are not a multiple of {kv_heads} key/value heads: {shapes}; "
+            "repeat or drop heads until they are."
         )
 
 
@@ -150,9 +159,19 @@ def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
         return None
     positions = jnp.asarray(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {positions.dtype}.")
+        raise TypeError(f"{name} must be integers, got {positions.dtype}; cast them first.")
     flat = canonical(Operand(positions, "bt"), batch_shape, 1, n, 1, name)
     return jnp.broadcast_to(flat[:, 0, :, 0], (flat.shape[0], n)).astype(jnp.int32)
+
+
+def as_offset(offset, t: int, batch_shape: tuple[int, ...]) -> tuple[int, Any]:
+    """A static start, or the positions of queries after an offset `[*b]`."""
+    offset = as_int(offset, "q_offset")
+    if isinstance(offset, Fixed):
+        return offset.value, None
+    canonical(Operand(offset, "b"), batch_shape, 1, t, 1, "q_offset")
+    offset = jnp.asarray(offset)[..., None].astype(jnp.int32)
+    return 0, offset + jnp.arange(t, dtype=jnp.int32).reshape((1,) * (offset.ndim - 1) + (t,))
 
 
 def as_sinks(sinks, heads: int):
@@ -196,17 +215,22 @@ def problem(
             raise TypeError("bias must be an array; pass score modules as `score`.")
         bias = jnp.asarray(bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"bias must be floating point, got {bias.dtype}.")
+            raise TypeError(f"bias must be floating point, got {bias.dtype}; cast it first.")
         scores = (Bias(bias), *scores)
     if metadata.logits_soft_cap is not None:
         scores = (SoftCap(metadata.logits_soft_cap), *scores)
     scale = metadata.softmax_scale
+    if scale is not None and jnp.ndim(scale) > 0:
+        raise ValueError(
+            f"softmax_scale must be one number, got shape {jnp.shape(scale)}; multiply the query "
+            f"{query.shape} by a scale per head or dim."
+        )
     mask = as_mask(mask)
     if q_offset is not None and q_positions is not None:
         raise ValueError("Pass q_offset or q_positions, not both.")
-    if q_offset is not None and not isinstance(q_offset, int):
-        q_offset = jnp.asarray(q_offset)
-        q_positions, q_offset = q_offset[..., None] + _arange_like(q_offset, t), None
+    q_start = 0
+    if q_offset is not None:
+        q_start, q_positions = as_offset(q_offset, t, batch_shape)
     out = Problem(
         query=_flatten(query, batch_shape),
         key=_flatten(key, batch_shape),
@@ -218,7 +242,7 @@ def problem(
         seed=None if dropout_key is None else seed_of(dropout_key),
         q_positions=as_positions(q_positions, t, batch_shape, "q_positions"),
         kv_positions=as_positions(kv_positions, s, batch_shape, "kv_positions"),
-        q_start=q_offset or 0,
+        q_start=q_start,
         batch_shape=batch_shape,
         rate=metadata.dropout_prob,
         logits_dtype=metadata.runtime_softmax_dtype,
@@ -226,12 +250,9 @@ def problem(
     )
     for part in (*scores, *([] if mask is None else [mask])):
         for operand in part.operands():
-            canonical(operand, batch_shape, heads, t, s, type(part).__name__)
+            name = {Bias: "bias", Dense: "mask"}.get(type(part), type(part).__name__)
+            canonical(operand, batch_shape, heads, t, s, name)
     return out
-
-
-def _arange_like(offset: Array, n: int) -> Array:
-    return jnp.arange(n, dtype=offset.dtype).reshape((1,) * offset.ndim + (n,))
 
 
 def _flatten(x: Array, batch_shape: tuple[int, ...]) -> Array:

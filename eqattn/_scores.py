@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ._mask_data import Fixed, value_of
+from ._metadata import concrete
 from ._pairs import Operand
 
 
@@ -44,9 +45,19 @@ class AbstractScore(eqx.Module):
 
 
 class SoftCap(AbstractScore):
-    """`cap * tanh(logit / cap)`, as in Gemma 2 (arXiv:2408.00118)."""
+    """`cap * tanh(logit / cap)`, as in Gemma 2 (arXiv:2408.00118).
+
+    **Arguments:**
+
+    - `cap`: a positive number or scalar array.
+    """
 
     cap: Any
+
+    def __check_init__(self):
+        cap = concrete(self.cap)
+        if cap is not None and not (np.isfinite(cap).all() and (cap > 0).all()):
+            raise ValueError(f"cap must be positive and finite, got {cap}.")
 
     def operands(self):
         return (Operand(jnp.asarray(self.cap), ""),)
@@ -82,6 +93,8 @@ class ALiBi(AbstractScore):
     @classmethod
     def geometric(cls, heads: int) -> "ALiBi":
         """The paper's slopes: `2^(-8 i / n)` for a power of two `n`, interleaved beyond it."""
+        if heads < 1:
+            raise ValueError(f"heads must be at least 1, got {heads}.")
         power = 2 ** int(np.floor(np.log2(heads)))
         slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
         extra = [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
@@ -99,7 +112,7 @@ class T5Bias(AbstractScore):
 
     **Arguments:**
 
-    - `table`: `[buckets, h]`.
+    - `table`: `[buckets, h]`, or `[buckets, 1]` for all heads.
     - `bidirectional`: whether keys after the query have buckets of their own.
     - `max_distance`: distances from here on share the last bucket.
     """
@@ -107,6 +120,25 @@ class T5Bias(AbstractScore):
     table: Float[Array, "buckets h"]
     bidirectional: bool = eqx.field(static=True, default=True)
     max_distance: int = eqx.field(static=True, default=128)
+
+    def __check_init__(self):
+        shape, least = self.table.shape, 4 if self.bidirectional else 2
+        if len(shape) != 2:
+            raise ValueError(f"table must be [buckets, h], got shape {shape}.")
+        if shape[0] < least:
+            raise ValueError(
+                f"table must have at least {least} buckets if bidirectional is "
+                f"{self.bidirectional}, got shape {shape}."
+            )
+        exact = shape[0] // least
+        if self.max_distance <= exact:
+            raise ValueError(
+                f"max_distance must be more than {exact}, the distances that have a bucket of "
+                f"their own in a table of shape {shape}; got {self.max_distance}."
+            )
+
+    def operands(self):
+        return (Operand(np.arange(self.table.shape[1], dtype=np.int32), "h"),)
 
     def bucket(self, q: Array, k: Array) -> Array:
         """The bucket of a pair of positions."""
@@ -126,8 +158,8 @@ class T5Bias(AbstractScore):
         near = jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))
         return offset + near
 
-    def transform(self, logit, b, h, q, k):
-        return logit + self.table[self.bucket(q, k), h].astype(logit.dtype)
+    def transform(self, logit, b, h, q, k, column):
+        return logit + self.table[self.bucket(q, k), column].astype(logit.dtype)
 
 
 class ScoreFn(AbstractScore):

@@ -1,10 +1,15 @@
-"""Everything in this suite runs under JAX's strictest promotion rules, on one CPU thread per program."""
+"""Everything in this suite runs under JAX's strictest promotion rules, one CPU thread a program."""
 
 import os
 
 
-# Small programs on small machines: XLA's thread pool costs more than it gives, and xdist already uses the cores.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+# Many small programs on a small machine: threads and optimisation cost more than they give. Set
+# the level yourself (XLA_FLAGS=--xla_backend_optimization_level=3) to test optimised code.
+flags = os.environ.get("XLA_FLAGS", "")
+for flag in ("--xla_cpu_multi_thread_eigen=false", "--xla_backend_optimization_level=0"):
+    if flag.split("=")[0] not in flags:
+        flags = f"{flags} {flag}"
+os.environ["XLA_FLAGS"] = flags
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -12,10 +17,6 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: the 3-wise conformance array; select with `-m slow`")
 
 
 @pytest.fixture

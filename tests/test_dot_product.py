@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqattn import attention, Blockwise, dot_product_attention
+from eqattn import Blockwise, dot_product_attention
 
 
 B, T, S, N, K, H = 2, 21, 17, 4, 2, 8

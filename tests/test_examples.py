@@ -85,28 +85,23 @@ def test_interrupted_run_resumes_bit_for_bit(tmp_path):
     assert "stopped and saved after step" in out
     steps = len(checkpoint(parts)[0]["losses"])
     assert 0 < steps < 400
-    run("--out", parts, "--stop-after", steps + 7)
-    assert len(checkpoint(parts)[0]["losses"]) == steps + 7
     run("--out", parts, "--resume")
     assert checkpoint(parts) == checkpoint(tmp_path / "whole")
-
-
-def test_finished_run_continues_with_more_steps(tmp_path):
-    run(*TINY, "--steps", 10, "--out", tmp_path)
-    out = run("--steps", 12, "--out", tmp_path)
-    assert "12 steps" in out.splitlines()[-1]
-    assert len(checkpoint(tmp_path)[0]["losses"]) == 12
+    out = run("--out", parts, "--steps", 410, "--stop-after", 405)
+    assert "stopped and saved after step 405 of 410" in out
+    assert checkpoint(parts)[0]["losses"][:400] == checkpoint(tmp_path / "whole")[0]["losses"]
 
 
 def test_memory_does_not_grow_as_that_of_dense(capsys):
-    size = "--memory-report --quick --layers 1 --context 2048".split()
-    assert language_model.main(size) == 0
+    size = "--memory-report --quick --layers 1 --width 32 --context 4096".split()
+    with jax.numpy_dtype_promotion("standard"):  # optax is not strict
+        assert language_model.main(size) == 0
     blockwise, dense = (
         float(re.search(rf"{name} +([\d,.]+) MiB", text)[1].replace(",", ""))
         for text in [capsys.readouterr().out]
         for name in ("blockwise", "dense")
     )
-    assert blockwise < dense / 3
+    assert blockwise < dense / 5
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,13 @@ def test_functions_without_rules_are_partial_or_right(fn):
     assert ((got == 1) | (got == want)).all()
 
 
+@pytest.mark.parametrize("n", [0, -1, -3, np.iinfo(np.int32).min])
+def test_divisors_without_a_rule_are_unknown(n):
+    for divide in (lax.div, lax.rem, jnp.floor_divide, jnp.remainder):
+        mask = MaskFn(lambda b, h, q, k: divide(k, jnp.int32(n)) == 1)
+        assert (table_of(mask, 8, 8) == 1).all()
+
+
 def test_a_namesake_of_floor_divide_is_not_taken_for_it():
     def floor_divide(x, n):
         return x - n

@@ -6,20 +6,20 @@ within it, so they differ by at most twice that); where the law is bitwise, equa
 
 import functools
 
-import eqattn
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from conformance import bound, oracle, oracle_masks
-from eqattn import Carry, masks as m
 from hypothesis import given, settings, strategies as st
 
+import eqattn
+from eqattn import Carry, masks as m
 
-# Every example compiles: few of them, no deadline.
-few = settings(max_examples=12, deadline=None, derandomize=True)
-sizes = st.integers(1, 24)
-blocks = st.tuples(st.sampled_from([1, 3, 8, 64]), st.sampled_from([1, 5, 8, 64]))
+
+# Every new shape compiles: few examples of few sizes, and no deadline.
+few = settings(max_examples=8, deadline=None, derandomize=True)
+sizes = st.sampled_from([1, 7, 13])
+blocks = st.sampled_from([(1, 1), (3, 5), (8, 2), (64, 64)])
 strategy_names = st.sampled_from(["blockwise", "dense"])
 seeds = st.integers(0, 2**31 - 1)
 
@@ -71,11 +71,11 @@ def test_keys_may_be_permuted(seed, t, s, block, name):
 
 
 @few
-@given(seeds, sizes, st.integers(2, 24), blocks, st.data())
+@given(seeds, sizes, sizes, blocks, st.data())
 def test_keys_may_be_split_and_carries_merged(seed, t, s, block, data):
     q, k, v = draw(seed, t, s)
     visible = np.random.default_rng(seed).random((2, 4, t, s)) < 0.6
-    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, s), min_size=1, max_size=3))), s]
+    cuts = [0, *sorted(data.draw(st.lists(st.sampled_from([0, s // 2, s]), min_size=1, max_size=3))), s]
     parts = [
         run(q, k[:, a:b], v[:, a:b], block=block, mask=m.Dense(jnp.asarray(visible[..., a:b])), return_carry=True)
         for a, b in zip(cuts, cuts[1:], strict=False)
@@ -97,7 +97,7 @@ def test_merge_commutes_bitwise_and_empty_is_its_identity(seed, t, s):
 
 
 @few
-@given(seeds, sizes, sizes, st.integers(1, 9), blocks, strategy_names)
+@given(seeds, sizes, sizes, st.sampled_from([1, 6]), blocks, strategy_names)
 def test_padding_changes_nothing(seed, t, s, extra, block, name):
     q, k, v = draw(seed, t, s)
     padded_k, padded_v = (jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0)), constant_values=jnp.nan) for x in (k, v))

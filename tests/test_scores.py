@@ -1,7 +1,9 @@
 """What a pair is worth: values against the papers' formulas, gradients against differences."""
 
 import functools as ft
+import gc
 import math
+import weakref
 
 import equinox as eqx
 import jax
@@ -359,8 +361,28 @@ def test_what_is_no_score_raises(fn, message):
     q, k, v = (x[0, 0] for x in qkv(np.float32))
     with pytest.raises(TypeError, match=message):
         jax.eval_shape(lambda: attention(q, k, v, score=ScoreFn(fn)))
+
+
+def test_a_score_function_is_callable(unchecked):
     with pytest.raises(TypeError, match="callable.*3"):
         ScoreFn(3)  # pyright: ignore
+
+
+def test_what_a_function_captured_is_freed_with_it():
+    """The traces of an eager call do not outlive the function that they were made for."""
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    shift = MaskFn(lambda b, h, i, j: i + j < 9)  # lives on
+
+    def run():
+        w = jnp.ones(1000)
+        score = ScoreFn(lambda z, b, h, i, j: z * w[0])
+        f = lambda q: attention(q, k, v, score=score, mask=shift).attention_outputs.sum()
+        jax.grad(f)(q)
+        return weakref.ref(w)
+
+    w = run()
+    gc.collect()
+    assert w() is None
 
 
 def test_a_users_score_module():

@@ -6,11 +6,10 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
+from _reference import reference
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal
 from eqattn.scores import ALiBi, ScoreFn
-
-from _reference import reference
 
 
 B, T, S, H, K, D, V = 2, 11, 9, 4, 2, 4, 3

@@ -346,12 +346,15 @@ def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout
     **Raises:** `ValueError` if dropout is on and there is no key.
     """
     if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic is True or False: it is static. Got {deterministic!r}.")
+        raise TypeError(
+            "inference (deterministic of forward_*) is True or False: it is static. Got "
+            f"{deterministic!r}."
+        )
     if deterministic or metadata.dropout_prob == 0:
         return None
     if dropout_rng is None:
         raise ValueError(
-            f"dropout_prob={metadata.dropout_prob} with deterministic=False needs dropout_rng: "
-            "pass a key, or deterministic=True."
+            f"dropout_prob={metadata.dropout_prob} needs a key: pass key= (dropout_rng= of "
+            "forward_*), or switch dropout off by inference=True (deterministic=True)."
         )
     return dropout_rng

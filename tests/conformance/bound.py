@@ -128,6 +128,10 @@ class Bounded(_Wrapped):
         value = np.asarray(value).astype(precision.reference)
         return cls(value, np.zeros_like(value), precision, computed=False)
 
+    def rounded(self, dtype) -> Bounded:
+        """Once rounded to `dtype`."""
+        return self._new(self.primal, self.error + _roundoff(dtype) * abs(self.primal) + _underflow(dtype))
+
     def __getitem__(self, index):
         return self._like(self.primal[index], self.error[index])
 

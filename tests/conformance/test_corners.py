@@ -1,11 +1,13 @@
 """Corners: garbage behind the mask, rows that see nothing, extreme sizes, blocks and logits."""
 
-import eqattn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import functools
+
+import eqattn
 from eqattn import masks as m
 
 from . import bound, oracle, oracle_masks
@@ -21,24 +23,30 @@ def draw(seed=0, b=2, t=24, s=24, h=4, kv=2, d=8, dv=8, scale=1.0):
     return tuple(jnp.asarray((scale * rng.standard_normal(x)).astype(np.float32)) for x in shapes)
 
 
-def run(q, k, v, mask, strategy="blockwise", block=(8, 8), ct_lse=True, **metadata):
-    """out, lse and the gradients of q, k, v under fixed random cotangents."""
-    metadata = eqattn.AttentionMetadata(
-        runtime_dtype=q.dtype, blocksize_q=block[0], blocksize_k=block[1], **metadata
-    )
-    impl = eqattn.AttentionRegistry.create(strategy, metadata)
-
+@functools.cache
+def _program(strategy, dtype, block, scale):
     @jax.jit
-    def program(q, k, v, mask):
+    def program(q, k, v, mask, sinks, use_ct_lse):
+        metadata = eqattn.AttentionMetadata(
+            runtime_dtype=dtype, softmax_scale=scale, softmax_aux=sinks, blocksize_q=block[0], blocksize_k=block[1]
+        )
+        impl = eqattn.AttentionRegistry.create(strategy, metadata)
+
         def call(q, k, v):
             output = eqattn.attention(q, k, v, impl, mask=mask, return_logsumexp=True)
             return output.attention_outputs, output.logsumexp
 
         (out, lse), pull = jax.vjp(call, q, k, v)
-        cts = cotangents(out.shape, lse.shape)
-        return out, lse, *pull((cts[0], cts[1] if ct_lse else jnp.zeros_like(lse)))
+        ct_out, ct_lse = cotangents(out.shape, lse.shape)
+        return out, lse, *pull((ct_out, ct_lse * use_ct_lse))
 
-    return [np.asarray(x) for x in program(q, k, v, mask)]
+    return program
+
+
+def run(q, k, v, mask, strategy="blockwise", block=(8, 8), ct_lse=True, sinks=None, scale=None):
+    """out, lse and the gradients of q, k, v under fixed random cotangents. Equal calls share a program."""
+    program = _program(strategy, q.dtype, block, scale)
+    return [np.asarray(x) for x in program(q, k, v, mask, sinks, jnp.float32(ct_lse))]
 
 
 def cotangents(out_shape, lse_shape):
@@ -96,7 +104,7 @@ def test_padded_queries_are_never_read(garbage, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("garbage", (np.nan, np.inf), ids=str)
-@pytest.mark.parametrize("block", [(8, 8), (1, 1), (5, 7), (64, 64)])
+@pytest.mark.parametrize("block", [(8, 8), (5, 7)])
 def test_a_visible_nonfinite_value_reaches_exactly_the_rows_that_see_it(strategy, garbage, block):
     q, k, v = draw()
     clean = run(q, k, v, m.Causal(), strategy, block)[0]
@@ -126,7 +134,7 @@ def test_fully_masked_rows(strategy, sinks):
     visible[:, :, [0, 7, 23]] = False
     visible[1] = False
     aux = None if sinks is None else jnp.asarray([0.5, -1.0, 2.0, 0.0], jnp.float32)
-    results = run(q, k, v, m.Dense(jnp.asarray(visible)), strategy, softmax_aux=aux)
+    results = run(q, k, v, m.Dense(jnp.asarray(visible)), strategy, sinks=aux)
     out, lse, dq, dk, dv = results
     assert np.all(out[:, [0, 7, 23]] == 0) and np.all(out[1] == 0)
     expected = -np.inf if aux is None else np.asarray(aux)
@@ -137,11 +145,11 @@ def test_fully_masked_rows(strategy, sinks):
 
 
 SIZES = [(1, 1), (1, 24), (24, 1), (1, 0), (24, 0), (13, 17), (31, 29), (2, 61)]
-BLOCKS = [(1, 1), (7, 5), (16, 16), (1000, 1000), (1, 1000), (1000, 1), (8, 2), (2, 8)]
+BLOCKS = [(1, 1), (7, 5), (1000, 1000), (1, 1000), (1000, 1), (8, 2)]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("block", BLOCKS[:5], ids=str)
+@pytest.mark.parametrize("block", BLOCKS[:2], ids=str)
 def test_any_length_with_any_block(size, block):
     t, s = size
     q, k, v = draw(t=t, s=s, dv=5)
@@ -174,7 +182,7 @@ def test_huge_logits_select_the_largest(strategy, size):
     gaps = np.stack([rng.permutation(16) for _ in range(6)]).astype(np.float32)  # one winner per row, gaps of `size`
     q, k = gaps[None, :, None, :], np.eye(16, dtype=np.float32)[None, :, None, :] * np.float32(size)
     v = rng.standard_normal((1, 16, 1, 4)).astype(np.float32)
-    results = run(*(jnp.asarray(x) for x in (q, k, v)), None, strategy, (4, 4), ct_lse=False, softmax_scale=1.0)
+    results = run(*(jnp.asarray(x) for x in (q, k, v)), None, strategy, (4, 4), ct_lse=False, scale=1.0)
     out, lse, dq, dk, dv = results
     assert all(np.isfinite(x).all() for x in results)
     winner = gaps.argmax(-1)
@@ -194,22 +202,26 @@ def test_logits_beyond_float32_are_not_hidden(strategy):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_large_inputs_stay_finite(dtype, size, cap):
+def test_large_inputs_stay_finite(dtype, cap):
+    @jax.jit
+    def run(q, k, v, size):
+        metadata = eqattn.AttentionMetadata(
+            runtime_dtype=q.dtype, blocksize_q=8, blocksize_k=8, logits_soft_cap=cap, softmax_scale=0.1 / size
+        )
+        impl = eqattn.AttentionRegistry.create("blockwise", metadata)
+
+        def loss(q, k, v):
+            out = eqattn.attention(q, k, v, impl, mask=m.Causal()).attention_outputs
+            return jnp.sum(out.astype(jnp.float32)) / size, out
+
+        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+
     rng = np.random.default_rng(5)
-    q, k, v = (jnp.asarray((size * rng.standard_normal((1, 20, 2, 8))).clip(-6e4, 6e4).astype(dtype)) for _ in range(3))
-    metadata = eqattn.AttentionMetadata(
-        runtime_dtype=q.dtype, blocksize_q=8, blocksize_k=8, logits_soft_cap=cap, softmax_scale=0.1 / max(size, 1.0)
-    )
-    impl = eqattn.AttentionRegistry.create("blockwise", metadata)
-
-    def loss(q, k, v):
-        out = eqattn.attention(q, k, v, impl, mask=m.Causal()).attention_outputs
-        return jnp.sum(out.astype(jnp.float32)) / jnp.float32(size), out
-
-    grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
-    assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in (out, *grads))
+    for size in (1.0, 1e2, 1e4):
+        inputs = (jnp.asarray((size * rng.standard_normal((1, 20, 2, 8))).clip(-6e4, 6e4).astype(dtype)) for _ in range(3))
+        grads, out = run(*inputs, jnp.float32(size))
+        assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in (out, *grads)), size
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,0 +1,44 @@
+"""`python -m eqattn info` and `python -m eqattn bench`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    **Arguments:**
+
+    - `argv`: the words after `python -m eqattn`, by default those of this process.
+
+    **Returns:** the exit status. Bad arguments exit with status 2 and a message.
+    """
+    from . import _info
+    from ._bench import cli
+
+    parser = argparse.ArgumentParser(
+        prog="python -m eqattn", description="Exact, memory-efficient attention in JAX."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for module, name, summary in (
+        (_info, "info", "what would run for a call of attention, and why not something else"),
+        (cli, "bench", "time, memory and accuracy, side by side with other libraries"),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, error=command.error)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, TypeError) as e:  # what the library says of bad arguments
+        return args.error(str(e))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

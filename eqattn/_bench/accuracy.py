@@ -1,0 +1,79 @@
+"""Rounding errors of the outputs and the gradients, in their natural unit.
+
+The unit of an output is `u * sum_j p_ij |v_j|`, what rounding every term of its last sum once could
+cost; that of a gradient is the same for its own last sum. `u` is the unit roundoff of the dtype.
+The reference is float64, from the rounded inputs.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from . import peers
+from .cases import Case, DIM, Row, Target
+
+
+_NAMES = ("out", "dq", "dk", "dv")
+_LIMIT = 1.02  # of the root mean square error, relative to torch's
+
+
+def draw(case: Case) -> list[np.ndarray]:
+    """Inputs of the distribution that the case is named after, rounded to its dtype."""
+    q, k, v, g = peers.draw(case)
+    name = case.name.split("-", 2)[2]
+    if name == "logits64":
+        q, k = 8 * q, 8 * k
+    elif name == "outlier-keys":
+        k[:, np.random.default_rng(1).integers(0, case.tokens, max(case.tokens // 16, 1))] *= 20
+    elif name == "v-mean-10":
+        v = v + 10
+    return [np.asarray(jax.numpy.asarray(x).astype(case.dtype), np.float32) for x in (q, k, v, g)]
+
+
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray) -> tuple[list, list]:
+    """Output and gradients of causal attention in float64, and their units over `u`.
+
+    **Arguments:** `[1, t, h, d]`. **Returns:** two lists, of out, dq, dk and dv.
+    """
+    heads = [_head(*(x[0, :, h].astype(np.float64) for x in (q, k, v, g))) for h in
+             range(q.shape[2])]  # fmt: skip
+    values, units = zip(*heads)
+    return _stacked(values), _stacked(units)
+
+
+def _stacked(heads) -> list[np.ndarray]:
+    return [np.stack(x, 1)[None] for x in zip(*heads)]
+
+
+def _head(q, k, v, g):
+    scale = DIM**-0.5
+    s = np.where(np.tri(len(q), dtype=bool), scale * (q @ k.T), -np.inf)
+    p = np.exp(s - s.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    out = p @ v
+    ds = p * (g @ v.T - (g * out).sum(1, keepdims=True))
+    values = out, scale * (ds @ k), scale * (ds.T @ q), p.T @ g
+    size = abs(ds)
+    units = p @ abs(v), scale * (size @ abs(k)), scale * (size.T @ abs(q)), p.T @ abs(g)
+    return values, units
+
+
+def rows(case: Case, names: Sequence[str]) -> Iterator[Row]:
+    """Root mean square and largest error of each library, for out, dq, dk and dv."""
+    inputs = draw(case)
+    exact, units = reference(*inputs)
+    roundoff = float(jax.numpy.finfo(case.dtype).eps) / 2
+    backward = Case(case.name, tokens=case.tokens, dtype=case.dtype, backward=True)
+    errors = {}
+    for name in ("eqattn", *names):
+        if name in ("eqattn", "jax.nn", "torch"):
+            program = peers.program(name, backward, inputs)
+            arrays = program.arrays(program.call())
+            errors[name] = [abs(a - x) / np.maximum(roundoff * unit, 1e-300)
+                            for a, x, unit in zip(arrays, exact, units)]  # fmt: skip
+    for i, array in enumerate(_NAMES):
+        rms = {n: float(np.sqrt((e[i] ** 2).mean())) for n, e in errors.items()}
+        target = Target(_LIMIT * rms["torch"]) if "torch" in rms else None
+        yield Row(case.name, f"{array} rms", rms, target=target)
+        yield Row(case.name, f"{array} max", {n: float(e[i].max()) for n, e in errors.items()})

@@ -1,0 +1,188 @@
+"""What is measured, and which figures are the aim."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+
+HEADS, DIM = 8, 64
+PEERS = ("jax.nn", "torch", "ejkernel", "tokamax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A bound on a figure, and a harder one."""
+
+    limit: float
+    stretch: float | None = None
+    at_least: bool = False
+
+    def verdict(self, value: float) -> str:
+        """`"pass"`, `"pass, stretch"` or `"miss"`."""
+        sign = -1 if self.at_least else 1
+        if sign * value > sign * self.limit:
+            return "miss"
+        stretched = self.stretch is not None and sign * value <= sign * self.stretch
+        return "pass, stretch" if stretched else "pass"
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.limit:.3g}"
+
+
+@dataclasses.dataclass
+class Row:
+    """One figure: its value for each library, `[lower, upper]` quartiles, and its target.
+
+    `note` names what should be known, such as libraries whose results are wrong.
+    """
+
+    case: str
+    figure: str
+    values: dict[str, float]
+    quartiles: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    target: Target | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.target is None or "eqattn" not in self.values:
+            return ""
+        return self.target.verdict(self.values["eqattn"])
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"verdict": self.verdict}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Row":
+        target = data["target"] and Target(**data["target"])
+        fields = {k: v for k, v in data.items() if k not in ("verdict", "target")}
+        return cls(**fields, target=target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One experiment: B=1, 8 query heads, head dim 64.
+
+    `kind` is the experiment in `measure`; `reference` the library whose time is the unit; `targets`
+    are looked up by the name of the figure.
+    """
+
+    name: str
+    kind: str = "time"
+    tokens: int = 2048
+    dtype: str = "float32"
+    kv_heads: int = HEADS
+    mask: str = "causal"
+    window: int = 512
+    backward: bool = False
+    reference: str = "torch"
+    targets: Mapping[str, Target] = MappingProxyType({})
+
+    def row(self, figure: str, values: dict[str, float], **kwargs: Any) -> Row:
+        return Row(self.name, figure, values, target=self.targets.get(figure), **kwargs)
+
+
+def _time(name: str, limit: float | None = None, stretch: float | None = None, **kwargs) -> Case:
+    """A time case, named by what it is. The memory targets are those of T=2048 causal."""
+    dtype, mask, tokens, direction = name.removeprefix("cpu-").replace("-gqa", "").split("-")
+    backward = direction == "grad"
+    reference = kwargs.get("reference", "torch")
+    targets = {} if limit is None else {f"time / {reference}": Target(limit, stretch)}
+    if name in ("cpu-f32-causal-2048-fwd", "cpu-f32-causal-2048-grad"):
+        targets["temp MiB"] = Target(32, 25) if backward else Target(20, 15)
+    return Case(
+        name=name,
+        tokens=int(tokens),
+        dtype={"f32": "float32", "bf16": "bfloat16"}[dtype],
+        kv_heads=2 if "-gqa" in name else HEADS,
+        mask=mask,
+        backward=backward,
+        targets=targets,
+        **kwargs,
+    )
+
+
+CASES = (
+    _time("cpu-f32-causal-16-fwd", 1.1, reference="jax.nn"),
+    _time("cpu-f32-causal-16-grad", 1.1, reference="jax.nn"),
+    _time("cpu-f32-causal-128-fwd", 1.1, reference="jax.nn"),
+    _time("cpu-f32-causal-128-grad", 1.1, reference="jax.nn"),
+    _time("cpu-f32-causal-512-fwd"),
+    _time("cpu-f32-full-2048-fwd"),
+    _time("cpu-f32-causal-2048-fwd", 1.3, 1.15),
+    _time("cpu-f32-causal-2048-grad", 1.5, 1.3),
+    _time("cpu-f32-causal-gqa-2048-fwd", 1.35, 1.2),
+    _time("cpu-f32-causal-gqa-2048-grad"),
+    _time("cpu-bf16-causal-2048-fwd"),
+    _time("cpu-bf16-causal-2048-grad", 0.6, 0.55),
+    _time("cpu-f32-causal-8192-fwd", 1.4, 1.3),
+    _time("cpu-f32-window-8192-fwd", 0.16, 0.13),
+    _time("cpu-f32-window-8192-grad"),
+    Case("cpu-dots-full", "dots", mask="full", targets={"share of dots": Target(0.8, None, True)}),
+    Case("cpu-dots-causal", "dots", targets={"share of dots": Target(0.9, None, True)}),
+    Case("cpu-dropout-fwd", "dropout", targets={"time / no dropout": Target(1.6)}),
+    Case(
+        "cpu-scaling-causal",
+        "scaling",
+        targets={"exponent of time": Target(1.95), "exponent of memory": Target(1.02)},
+    ),
+    Case(
+        "cpu-scaling-window",
+        "scaling",
+        mask="window",
+        targets={"exponent of time": Target(1.1), "exponent of memory": Target(1.02)},
+    ),
+    Case(
+        "cpu-compile-fwd",
+        "compile",
+        targets={"trace+compile / jax.nn": Target(3), "at 4 T / at T": Target(1.2)},
+    ),
+    Case(
+        "cpu-compile-grad",
+        "compile",
+        backward=True,
+        targets={"trace+compile / jax.nn": Target(4), "at 4 T / at T": Target(1.2)},
+    ),
+    Case("import", "import", targets={"time / equinox": Target(1.1)}),
+)
+
+ACCURACY = tuple(
+    Case(f"accuracy-{short}-{distribution}", "accuracy", dtype=dtype)
+    for short, dtype in (("f32", "float32"), ("bf16", "bfloat16"))
+    for distribution in ("normal", "logits64", "outlier-keys", "v-mean-10")
+)
+
+_QUICK = (
+    "cpu-f32-causal-2048-fwd cpu-f32-causal-2048-grad cpu-f32-causal-gqa-2048-fwd "
+    "cpu-bf16-causal-2048-fwd cpu-f32-window-8192-fwd cpu-dropout-fwd cpu-compile-fwd"
+).split()
+
+
+def choose(patterns: Sequence[str], quick: bool = False, accuracy: bool = False) -> list[Case]:
+    """The cases whose name contains or globs one of the patterns (all, if there are none).
+
+    `quick` makes every case 16 times shorter, drops its targets and, without patterns, leaves most
+    out.
+
+    **Raises:** `ValueError` for a pattern that no case matches.
+    """
+    cases = ACCURACY if accuracy else CASES
+    for pattern in patterns:
+        if not any(_matches(c.name, pattern) for c in cases):
+            raise ValueError(f"no case matches {pattern!r}; --list shows their names")
+    if patterns:
+        cases = [c for c in cases if any(_matches(c.name, p) for p in patterns)]
+    elif quick:
+        cases = [c for c in cases if c.name in _QUICK or c.kind == "accuracy"]
+    return [_smaller(c) for c in cases] if quick else list(cases)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return pattern in name or fnmatch.fnmatch(name, pattern)
+
+
+def _smaller(case: Case) -> Case:
+    tokens, window = max(case.tokens // 16, 16), max(case.window // 16, 1)
+    return dataclasses.replace(case, tokens=tokens, window=window, targets={})

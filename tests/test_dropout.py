@@ -1,0 +1,359 @@
+"""Dropout: the bits and their statistics, and attention under them."""
+
+import functools as ft
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, dropout_mask
+from eqattn._dropout import kept, seed_of, threefry
+
+
+RATE = 0.3
+B, T, S, H, K, D = (2,), 5, 7, 4, 2, 3
+KEY = jax.random.key(7)
+
+
+def normal(seed, *shape, dtype=np.float64):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def metadata(**kwargs):
+    return AttentionMetadata(dropout_prob=RATE, **kwargs)
+
+
+STRATEGIES = {
+    "dense": Dense(metadata()),
+    "one block": Blockwise(metadata()),
+    "blocks 2x3": Blockwise(metadata(blocksize_q=2, blocksize_k=3)),
+    "blocks 1x7": Blockwise(metadata(blocksize_q=1, blocksize_k=7)),
+    "blocks 5x1": Blockwise(metadata(blocksize_q=5, blocksize_k=1)),
+}
+
+
+# The generator
+
+
+@pytest.mark.parametrize(
+    "counter, key, want",
+    [
+        ((0x00000000, 0x00000000), (0x00000000, 0x00000000), (0x6B200159, 0x99BA4EFE)),
+        ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+        ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
+    ],
+)
+def test_known_answers_of_random123(counter, key, want):
+    """`threefry2x32 20` of the `kat_vectors` of Random123."""
+    as_words = lambda xs: tuple(jnp.uint32(x) for x in xs)
+    got = threefry(as_words(key), as_words(counter))
+    assert tuple(map(int, got)) == want
+
+
+def test_is_the_generator_of_jax():
+    """`fold_in` is Threefry of a counter `(0, data)`."""
+    key = jax.random.key(123, impl="threefry2x32")
+    words = jax.random.key_data(key)
+    for data in (0, 1, 2**31, 2**32 - 1):
+        got = threefry((words[0], words[1]), (jnp.uint32(0), jnp.uint32(data)))
+        want = jax.random.key_data(jax.random.fold_in(key, jnp.uint32(data)))
+        np.testing.assert_array_equal(jnp.stack(got), want)
+
+
+def test_is_elementwise():
+    """Words broadcast, so a block's bits are those of its pairs one by one."""
+    q, k = jnp.arange(3, dtype=jnp.uint32)[:, None], jnp.arange(4, dtype=jnp.uint32)[None]
+    key = jnp.uint32(5), jnp.uint32(6)
+    x, y = threefry(key, (q, k))
+    for i in range(3):
+        for j in range(4):
+            one = threefry(key, (jnp.uint32(i), jnp.uint32(j)))
+            assert (x[i, j], y[i, j]) == one
+
+
+# Keys
+
+
+def test_raw_and_typed_keys_are_the_same():
+    raw = jax.random.PRNGKey(7)
+    np.testing.assert_array_equal(seed_of(raw), seed_of(jax.random.wrap_key_data(raw)))
+    np.testing.assert_array_equal(seed_of(raw), seed_of(np.asarray(raw)))
+    q, k, v = data(np.float32)
+    f = jax.jit(lambda key: attention(q, k, v, STRATEGIES["dense"], key=key).attention_outputs)
+    np.testing.assert_array_equal(f(raw), f(KEY))
+
+
+def test_other_generators_work():
+    seed = seed_of(jax.random.key(0, impl="rbg"))
+    assert seed.shape == (2,) and seed.dtype == jnp.uint32
+
+
+@pytest.mark.parametrize(
+    "key, error, message",
+    [
+        (3, TypeError, "one key.*3"),
+        ("seed", TypeError, "one key.*seed"),
+        (jnp.zeros((2,), jnp.int32), TypeError, r"int32 of shape \(2,\)"),
+        (jnp.zeros((2, 2), jnp.uint32), TypeError, r"uint32 of shape \(2, 2\)"),
+        (jnp.zeros((3,), jnp.uint32), TypeError, r"shape=\(3,\)"),
+        (jax.random.split(KEY, 2), ValueError, r"single key.*\(2,\)"),
+    ],
+)
+def test_what_is_not_one_key_raises(key, error, message, unchecked):
+    with pytest.raises(error, match=message):
+        attention(*data(np.float32), STRATEGIES["one block"], key=key)
+
+
+# What attention drops
+
+
+def data(dtype):
+    return [normal(i, *B, n, heads, D, dtype=dtype) for i, (n, heads) in enumerate(((T, H), (S, K), (S, K)))]
+
+
+def dense(q, k, v, keep, bias=0.0):
+    """NumPy: dropout on the probabilities, in the numerator only."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, H // K, 2) for x in (k, v))
+    z = np.einsum("bthd,bshd->bhts", q, k) / math.sqrt(D) + bias
+    p = np.exp(z - z.max(-1, keepdims=True))
+    p = p / p.sum(-1, keepdims=True)
+    return np.einsum("bhts,bshv->bthv", p * keep / (1 - RATE), v)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_and_block_size_drops_the_pairs_of_the_mask(name):
+    q, k, v = data(np.float32)
+    keep = dropout_mask(KEY, B, H, T, S, RATE)
+    got = attention(q, k, v, STRATEGIES[name], key=KEY).attention_outputs
+    np.testing.assert_allclose(got, dense(q, k, v, keep), rtol=1e-5, atol=1e-6)
+
+
+def test_the_weights_show_the_mask():
+    """Dropped weights are 0 and the others 1 / (1 - rate) of those without dropout."""
+    q, k, v = data(np.float32)
+    run = lambda **kwargs: attention(q, k, v, STRATEGIES["dense"], return_weights=True, **kwargs)
+    with_, without = run(key=KEY).attention_weights, run(inference=True).attention_weights
+    keep = dropout_mask(KEY, B, H, T, S, RATE)
+    np.testing.assert_allclose(with_, without * keep / (1 - RATE), rtol=1e-6)
+    np.testing.assert_array_equal(with_ == 0, ~keep)
+
+
+def test_logsumexp_and_denominator_know_nothing_of_it():
+    q, k, v = data(np.float32)
+    for name in ("dense", "blocks 2x3"):
+        f = ft.partial(attention, q, k, v, STRATEGIES[name], return_logsumexp=True)
+        np.testing.assert_array_equal(f(key=KEY).logsumexp, f(inference=True).logsumexp)
+
+
+@pytest.mark.parametrize("name", ["dense", "blocks 2x3"])
+def test_bits_follow_positions(name):
+    """The tail of a sequence, or its rows one by one, meet the bits that they meet in the whole."""
+    q, k, v = data(np.float32)
+    f = jax.jit(lambda q, at: attention(q, k, v, STRATEGIES[name], key=KEY, q_offset=at).attention_outputs)
+    whole = f(q, 0)
+    tail = jnp.concatenate([f(q[:, i : i + 1], i) for i in range(T)], 1)
+    np.testing.assert_allclose(tail, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_flattening_the_batch_changes_nothing():
+    q, k, v = (normal(i, 2, 3, n, 2, D, dtype=np.float32) for i, n in enumerate((T, S, S)))
+    f = lambda *x: attention(*x, STRATEGIES["blocks 2x3"], key=KEY).attention_outputs
+    flat = f(*(x.reshape(6, *x.shape[2:]) for x in (q, k, v)))
+    np.testing.assert_array_equal(f(q, k, v).reshape(flat.shape), flat)
+    np.testing.assert_array_equal(
+        dropout_mask(KEY, (2, 3), 2, T, S, RATE).reshape(6, 2, T, S),
+        dropout_mask(KEY, (6,), 2, T, S, RATE),
+    )
+
+
+def test_keys_matter_and_calls_repeat():
+    q, k, v = data(np.float32)
+    f = jax.jit(lambda key: attention(q, k, v, STRATEGIES["one block"], key=key).attention_outputs)
+    np.testing.assert_array_equal(f(KEY), f(KEY))
+    assert (f(KEY) != f(jax.random.key(8))).any()
+
+
+def test_the_mean_over_keys_is_attention_without_dropout():
+    q, k, v = data(np.float32)
+    n = 2000
+    f = lambda key: attention(q, k, v, STRATEGIES["one block"], key=key).attention_outputs
+    outs = np.asarray(jax.jit(lambda keys: lax.map(f, keys))(jax.random.split(KEY, n)), np.float64)
+    want = np.asarray(attention(q, k, v, STRATEGIES["one block"], inference=True).attention_outputs)
+    z = (outs.mean(0) - want) / (outs.std(0) / math.sqrt(n))
+    assert abs(z).max() < 5.5  # 120 entries of about N(0, 1)
+
+
+# On and off
+
+
+def test_no_key_raises_with_the_remedy():
+    q, k, v = data(np.float32)
+    for name in ("dense", "one block"):
+        for call in (attention, jax.jit(attention, static_argnums=3)):
+            with pytest.raises(ValueError, match="dropout_prob=0.3 needs a key: .*key=.*inference"):
+                call(q, k, v, STRATEGIES[name])
+        with pytest.raises(ValueError, match="dropout_rng=.*deterministic"):
+            STRATEGIES[name].forward_native(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["dense", "blocks 2x3"])
+def test_inference_switches_it_off(name):
+    q, k, v = data(np.float32)
+    off = type(STRATEGIES[name])(STRATEGIES[name].metadata.replace(dropout_prob=0.0))
+    want = attention(q, k, v, off).attention_outputs
+    for out in (
+        attention(q, k, v, STRATEGIES[name], inference=True),
+        attention(q, k, v, STRATEGIES[name], inference=True, key=KEY),
+        attention(q, k, v, off, key=KEY),
+        STRATEGIES[name].forward_native(q, k, v, deterministic=True, causal=False),
+    ):
+        np.testing.assert_array_equal(out.attention_outputs, want)
+
+
+@pytest.mark.parametrize("inference", [1, 0, None, np.True_])
+def test_inference_is_static(inference, unchecked):
+    with pytest.raises(TypeError, match="inference.*True or False"):
+        attention(*data(np.float32), STRATEGIES["one block"], inference=inference, key=KEY)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-12, 0.5, 1 - 2**-33])
+def test_extreme_rates(rate):
+    keep = dropout_mask(KEY, (), 1, 64, 64, rate)
+    assert keep.shape == (1, 64, 64) and keep.dtype == bool
+    if rate != 0.5:
+        assert keep.all() if rate < 0.5 else not keep.any()
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, math.nan])
+def test_rates_outside_raise(rate):
+    with pytest.raises(ValueError, match=r"rate must be in \[0, 1\)"):
+        dropout_mask(KEY, (), 1, 2, 2, rate)
+    with pytest.raises(ValueError, match=r"dropout_prob must be in \[0, 1\)"):
+        AttentionMetadata(dropout_prob=rate)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("name", ["dense", "blocks 2x3"])
+def test_gradients_under_dropout_are_the_differences(name, x64):
+    """Of the query, key, value and bias, with the mask held fixed, forward and reverse."""
+    strategy = type(STRATEGIES[name])(
+        STRATEGIES[name].metadata.replace(runtime_dtype=jnp.float64)
+    )
+    args = (*data(np.float64), normal(5, H, T, S))
+    cotangent = normal(6, *B, T, H, D)
+    direction = tuple(normal(7 + i, *x.shape) for i, x in enumerate(args))
+
+    @jax.jit
+    def f(q, k, v, bias):
+        out = attention(q, k, v, strategy, bias=bias, mask=Causal(2), key=KEY)
+        return (out.attention_outputs * cotangent).sum()
+
+    moved = [f(*(x + e * d for x, d in zip(args, direction))) for e in (1e-5, -1e-5)]
+    want = (moved[0] - moved[1]) / 2e-5
+    gradient = jax.jit(jax.grad(f, (0, 1, 2, 3)))(*args)
+    reverse = sum((g * d).sum() for g, d in zip(gradient, direction))
+    forward = jax.jvp(f, args, direction)[1]
+    np.testing.assert_allclose([reverse, forward], [want] * 2, rtol=1e-7)
+    causal = np.where(np.arange(S) <= np.arange(T)[:, None] + 2, 0, -np.inf)
+    out = dense(*args[:3], dropout_mask(KEY, B, H, T, S, RATE), args[3] + causal)
+    np.testing.assert_allclose(f(*args), (out * cotangent).sum(), rtol=1e-12)
+
+
+def test_the_gradient_of_a_value_shows_which_pairs_are_kept():
+    """Of `sum(out)` w.r.t. `v` where all weights are equal: the number of kept queries."""
+    z = jnp.zeros((T, 1, D))
+    f = lambda v: attention(z, jnp.zeros((S, 1, D)), v, STRATEGIES["blocks 2x3"], key=KEY)
+    gradient = jax.grad(lambda v: f(v).attention_outputs.sum())(jnp.zeros((S, 1, D)))
+    count = dropout_mask(KEY, (), 1, T, S, RATE)[0].sum(0)
+    want = np.broadcast_to(count[:, None, None] / S / (1 - RATE), (S, 1, D))
+    np.testing.assert_allclose(gradient, want, rtol=1e-6)
+
+
+# Statistics of the bits. A test of false alarm probability p has its threshold at that quantile.
+
+N = 512
+Z = 5.0  # two-sided: 6e-7
+
+
+@ft.cache
+def standardised(rate, seed=0, b=0, h=0, word=None):
+    """Dropped bits of `N x N` pairs as numbers of mean 0 and variance 1."""
+    words = seed_of(jax.random.key(seed)) if word is None else jnp.asarray(word, jnp.uint32)
+    i, j = jnp.arange(N)[:, None], jnp.arange(N)[None]
+    keep = jax.jit(kept, static_argnums=2)(words, (jnp.int32(b), jnp.int32(h), i, j), rate)
+    return (~np.asarray(keep) - rate) / math.sqrt(rate * (1 - rate))
+
+
+def chi2_z(chi2, n):
+    """Wilson and Hilferty's normal approximation."""
+    return ((chi2 / n) ** (1 / 3) - (1 - 2 / (9 * n))) / math.sqrt(2 / (9 * n))
+
+
+RATES = [0.1, 0.5, 0.9]
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("stream", [{}, dict(b=3, h=1), dict(seed=1), dict(b=2**20, h=100)])
+def test_rate_rows_and_columns(stream, rate):
+    z = standardised(rate, **stream)
+    assert abs(z.sum() / N) < Z
+    for axis in (0, 1):
+        sums = z.sum(axis) / math.sqrt(N)
+        assert abs(chi2_z((sums**2).sum(), N)) < Z
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_no_lag_correlates(rate):
+    """All 512^2 circular autocorrelations at once; the largest of n normals is below 7 unless
+    p < 4e-7. The spectrum of white noise is exponential: n exp(-x) at its largest.
+    """
+    z = standardised(rate, seed=2)
+    power = np.abs(np.fft.fft2(z)) ** 2 / N**2
+    lags = np.fft.ifft2(power).real * N
+    lags[0, 0] = 0
+    assert abs(lags).max() < 7
+    assert power.ravel()[1:].max() < math.log(N**2 / 2) + 14
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(h=1),
+        dict(b=1),
+        dict(b=1, h=1),
+        dict(seed=1),
+        dict(h=2**16),
+        dict(word=(0, 1)),
+        dict(word=(1, 0)),
+    ],
+    ids=str,
+)
+def test_streams_are_independent(other, rate):
+    """Of heads, batch elements and seeds, at every lag: weak generators fail here first."""
+    base = dict(word=(0, 0)) if "word" in other else {}
+    x, y = standardised(rate, **base), standardised(rate, **other)
+    assert abs((x * y).sum() / N) < Z
+    lags = np.fft.ifft2(np.fft.fft2(x) * np.fft.fft2(y).conj()).real / N
+    assert abs(lags).max() < 7
+
+
+def test_batch_and_head_do_not_commute():
+    """(b, h) and (h, b), and pairs (q, k) and (k, q), have bits of their own."""
+    x, y = standardised(0.5, b=1, h=2), standardised(0.5, b=2, h=1)
+    assert abs((x * y).sum() / N) < Z
+    upper = np.triu_indices(N, 1)
+    assert abs((x[upper] * x.T[upper]).sum() / math.sqrt(len(upper[0]))) < Z
+
+
+def test_every_bit_of_a_word_is_fair():
+    i = jnp.arange(N, dtype=jnp.uint32)
+    x, _ = threefry((jnp.uint32(0), jnp.uint32(0)), (i[:, None], i[None]))
+    ones = (np.asarray(x)[..., None] >> np.arange(32, dtype=np.uint32) & 1).sum((0, 1))
+    assert (abs(ones - N**2 / 2) / (N / 2) < Z).all()
