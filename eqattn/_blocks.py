@@ -78,7 +78,8 @@ class Blocking:
         deep = x.ndim == 5
         x = x.reshape(*x.shape[:-1], self.group, self.block_q)
         x = x.transpose(0, 2, 5, 1, 4, 3) if deep else x.transpose(0, 2, 4, 1, 3)
-        x = x.reshape(self.batch, self.rows * self.block_q, -1, *x.shape[5:])
+        heads = self.kv_heads * self.group
+        x = x.reshape(self.batch, self.rows * self.block_q, heads, *x.shape[5:])
         return x[:, : self.queries]
 
     def columns_of(self, x: Any) -> Array:

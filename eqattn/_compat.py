@@ -73,3 +73,8 @@ def partitioned_automatically(ctx) -> bool:
         return False
     automatic = set(mesh.axis_names) - set(getattr(axes, "manual_axes", mesh.axis_names))
     return any(mesh.shape[a] > 1 for a in automatic)
+
+
+def only_varies(eqn) -> bool:
+    """Whether an equation is the identity that marks a value as varying over a mesh axis."""
+    return eqn.primitive.name == "pvary"

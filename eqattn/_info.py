@@ -254,8 +254,10 @@ class Spec:
                 f"{visited} of {total} blocks ({visited / total:.1%}): {cost.partial} partial, "
                 f"{cost.full} full; {cost.empty} empty ones are skipped",
             ),
-            ("forward", f"{count(cost.forward)}FLOP in products"),
-            ("backward", f"{count(cost.backward)}FLOP in products"),
+            (
+                "products",
+                f"{count(cost.forward)}FLOP forward, {count(cost.backward)}FLOP backward",
+            ),
         ]
 
     def memory(self, strategy: AttentionImpl) -> list[tuple[str, str]]:
@@ -265,23 +267,15 @@ class Spec:
             out, pull = jax.vjp(forward, query, key, value)
             return out, pull(out)
 
-        lines = []
+        found = []
         for name, function in (("forward", forward), ("with gradients", both)):
             try:
                 compiled = jax.jit(function).lower(self.query, self.key, self.value).compile()
-                found = compiled.memory_analysis()
+                size = mebibytes(compiled.memory_analysis().temp_size_in_bytes)
             except Exception as e:  # of any backend's compiler, such as for lack of memory
-                lines.append((name, f"does not compile here: {str(e).splitlines()[0]}"))
-                continue
-            arrays = found.argument_size_in_bytes + found.output_size_in_bytes
-            lines.append(
-                (
-                    name,
-                    f"{mebibytes(found.temp_size_in_bytes)} temporary, {mebibytes(arrays)} "
-                    "arguments and results",
-                )
-            )
-        return lines
+                size = f"does not compile here ({str(e).splitlines()[0]})"
+            found.append(f"{size} {name}")
+        return [("temporary", ", ".join(found))]
 
     def strategies(self) -> list[tuple[str, str]]:
         lines = []

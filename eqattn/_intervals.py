@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from ._compat import only_varies
 from ._interval_arrays import ARRAY_RULES, block_ends, convert, expand, select, too_large, unknown
 from ._interval_rules import clamp, EXACT, floor_divide, REFLEXIVE, remainder, RULES
 from ._interval_values import carrier, finite, GRID, Interval, kind, source, top, xp_of
@@ -180,6 +181,8 @@ def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:
     if prim is P.cond_p and ins[0] is not None:
         return _cond(eqn, ins, traced)
     shapes = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
+    if only_varies(eqn):
+        return ins
     if None in ins or any(0 in s for s in shapes):
         return unknown(eqn)
     if prim in ARRAY_RULES:
@@ -258,12 +261,16 @@ def _same(left, right) -> bool:
 
     def bind(xs, ys):
         twin.update(zip(xs, ys))
-        return len(xs) == len(ys) and all(x.aval == y.aval for x, y in zip(xs, ys))
+        return len(xs) == len(ys) and all(map(alike, xs, ys))
+
+    def alike(x, y):  # mesh axes that a value varies over do not matter here
+        x, y = x.aval, y.aval
+        return (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
 
     def read(x, y):
         if isinstance(x, Literal) or isinstance(y, Literal):
             both = isinstance(x, Literal) and isinstance(y, Literal)
-            return both and x.aval == y.aval and bool(np.array_equal(x.val, y.val))
+            return both and alike(x, y) and bool(np.array_equal(x.val, y.val))
         return twin.get(x) is y
 
     def equal(x, y):

@@ -139,7 +139,8 @@ def masks(draw, wide=False):
             return f"jnp.where({sub('bool')}, {sub()}, {sub()})"
         if wrap == 9:
             cases = ", ".join(f"jnp.asarray({sub()})" for _ in range(3))
-            return f"lax.select_n(jnp.asarray(lax.clamp(np.int32(0), {sub('int32')}, np.int32(2))), {cases})"
+            which = f"lax.clamp(np.int32(0), {sub('int32')}, np.int32(2))"
+            return f"lax.select_n(jnp.asarray({which}), {cases})"
         if wrap == 10:
             return f"jnp.stack([{sub()}, {sub()}])[{draw(st.integers(0, 1))}]"
         if wrap == 11:

@@ -175,9 +175,31 @@ def test_known_arrays_are_classified_at_trace_time():
 
 def test_vmap():
     lengths = np.array([[3, 30], [20, 41]], np.int32)
-    got = jax.vmap(lambda n: table_of(KeyPadding(n), 8, 8))(lengths)
-    want = np.stack([table_of(KeyPadding(n), 8, 8) for n in lengths])
-    np.testing.assert_array_equal(got, want)
+    ids = jnp.asarray(IDS)
+
+    def table(n, ids):
+        return table_of(KeyPadding(n) & Segments(ids[:T], ids), 8, 8)
+
+    want = np.stack([table(*x) for x in zip(lengths, ids)])
+    np.testing.assert_array_equal(jax.vmap(table)(lengths, ids), want)
+
+
+def test_inside_shard_map():
+    """Values that vary over a mesh axis have bounds like any other."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    across = jax.sharding.PartitionSpec("x")
+    ids = np.repeat([0, 1, 2, -1], [5, 9, 16, 7]).astype(np.int32)
+
+    def table(ids, q):
+        chunks = MaskFn(lambda b, h, q, k: (q + ids[0]) // 4 == k // 4)
+        documents = MaskFn(lambda b, h, q, k: ids[q] == ids[k])
+        mask = (Segments(ids) & Causal()) | chunks & documents
+        return table_of(mask, 8, 8, s=T, q=q[None])
+
+    q = np.arange(T, dtype=np.int32)
+    mapped = jax.shard_map(table, mesh=mesh, in_specs=(across, across), out_specs=across)
+    got = jax.jit(mapped)(ids, q)
+    np.testing.assert_array_equal(got, table(jnp.asarray(ids), q))
 
 
 def test_extreme_positions_are_unknown_not_wrong():

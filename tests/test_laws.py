@@ -1,7 +1,8 @@
 """Laws of exact attention, as properties. Each compares two ways of computing the same thing.
 
-Where the two sides differ by rounding only, the yardstick is the oracle's error bound of the problem (both sides lie
-within it, so they differ by at most twice that); where the law is bitwise, equality is.
+Where the two sides differ by rounding only, the yardstick is the oracle's error bound of the
+problem (both sides lie within it, so they differ by at most twice that); where the law is bitwise,
+equality is.
 """
 
 import functools
@@ -32,7 +33,9 @@ def draw(seed, t, s, b=2, h=4, kv=2, d=8, dv=6):
 
 def run(q, k, v, name="blockwise", block=(8, 8), *, return_carry=False, dropout_key=None, **call):
     fields = {n: call.pop(n) for n in ("softmax_scale", "softmax_aux", "dropout_prob") if n in call}
-    metadata = eqattn.AttentionMetadata(runtime_dtype=q.dtype, blocksize_q=block[0], blocksize_k=block[1], **fields)
+    metadata = eqattn.AttentionMetadata(
+        runtime_dtype=q.dtype, blocksize_q=block[0], blocksize_k=block[1], **fields
+    )
     impl = eqattn.AttentionRegistry.create(name, metadata)
     output = eqattn.attention(
         q, k, v, impl, return_logsumexp=True, return_carry=return_carry, key=dropout_key, **call
@@ -65,7 +68,9 @@ def test_keys_may_be_permuted(seed, t, s, block, name):
     q, k, v = draw(seed, t, s)
     visible = rng.random((2, 4, t, s)) < 0.6
     order = rng.permutation(s)
-    shuffled = run(q, k[:, order], v[:, order], name, block, mask=m.Dense(jnp.asarray(visible[..., order])))
+    shuffled = run(
+        q, k[:, order], v[:, order], name, block, mask=m.Dense(jnp.asarray(visible[..., order]))
+    )
     plain = run(q, k, v, name, block, mask=m.Dense(jnp.asarray(visible)))
     close(shuffled, plain, problem_of(q, k, v, visible))
 
@@ -75,13 +80,30 @@ def test_keys_may_be_permuted(seed, t, s, block, name):
 def test_keys_may_be_split_and_carries_merged(seed, t, s, block, data):
     q, k, v = draw(seed, t, s)
     visible = np.random.default_rng(seed).random((2, 4, t, s)) < 0.6
-    cuts = [0, *sorted(data.draw(st.lists(st.sampled_from([0, s // 2, s]), min_size=1, max_size=3))), s]
+    cuts = [
+        0,
+        *sorted(data.draw(st.lists(st.sampled_from([0, s // 2, s]), min_size=1, max_size=3))),
+        s,
+    ]
     parts = [
-        run(q, k[:, a:b], v[:, a:b], block=block, mask=m.Dense(jnp.asarray(visible[..., a:b])), return_carry=True)
+        run(
+            q,
+            k[:, a:b],
+            v[:, a:b],
+            block=block,
+            mask=m.Dense(jnp.asarray(visible[..., a:b])),
+            return_carry=True,
+        )
         for a, b in zip(cuts, cuts[1:], strict=False)
     ]
-    merged = functools.reduce(Carry.merge, [parts[i] for i in data.draw(st.permutations(range(len(parts))))])
-    close(merged.finalise(), run(q, k, v, block=block, mask=m.Dense(jnp.asarray(visible))), problem_of(q, k, v, visible))
+    merged = functools.reduce(
+        Carry.merge, [parts[i] for i in data.draw(st.permutations(range(len(parts))))]
+    )
+    close(
+        merged.finalise(),
+        run(q, k, v, block=block, mask=m.Dense(jnp.asarray(visible))),
+        problem_of(q, k, v, visible),
+    )
 
 
 @few
@@ -92,7 +114,9 @@ def test_merge_commutes_bitwise_and_empty_is_its_identity(seed, t, s):
     right = run(q, k[:, ::-1], v, return_carry=True, mask=m.Causal(-1))
     bitwise(jax.tree.leaves(left.merge(right)), jax.tree.leaves(right.merge(left)))
     zeros = jnp.zeros_like
-    empty = Carry(zeros(left.numerator), zeros(left.denominator), jnp.full_like(left.max_so_far, -jnp.inf))
+    empty = Carry(
+        zeros(left.numerator), zeros(left.denominator), jnp.full_like(left.max_so_far, -jnp.inf)
+    )
     bitwise(jax.tree.leaves(left.merge(empty)), jax.tree.leaves(left))
 
 
@@ -100,7 +124,9 @@ def test_merge_commutes_bitwise_and_empty_is_its_identity(seed, t, s):
 @given(seeds, sizes, sizes, st.sampled_from([1, 6]), blocks, strategy_names)
 def test_padding_changes_nothing(seed, t, s, extra, block, name):
     q, k, v = draw(seed, t, s)
-    padded_k, padded_v = (jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0)), constant_values=jnp.nan) for x in (k, v))
+    padded_k, padded_v = (
+        jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0)), constant_values=jnp.nan) for x in (k, v)
+    )
     padded = run(q, padded_k, padded_v, name, block, mask=m.KeyPadding(s))
     close(padded, run(q, k, v, name, block), problem_of(q, k, v))
     rows = jnp.pad(q, ((0, 0), (0, extra), (0, 0), (0, 0)))
@@ -117,7 +143,10 @@ def test_a_constant_on_the_logits_only_moves_the_logsumexp(seed, t, s, shift, na
     moved = problem_of(q, k, v, bias=np.full((1, 1, 1, 1), shift))
     plain_out, plain_lse = run(q, k, v, name)
     references = bound.values(moved, bound.precision_of(np.float32))
-    assert bound.excess(out, references["out"]) <= 1 and bound.excess(plain_out, references["out"]) <= 1
+    assert (
+        bound.excess(out, references["out"]) <= 1
+        and bound.excess(plain_out, references["out"]) <= 1
+    )
     assert bound.excess(lse, references["lse"]) <= 1
     np.testing.assert_allclose(np.asarray(lse, np.float64) - shift, plain_lse, atol=2e-5, rtol=0)
 
@@ -126,8 +155,14 @@ def test_a_constant_on_the_logits_only_moves_the_logsumexp(seed, t, s, shift, na
 @given(seeds, sizes, sizes, blocks, strategy_names)
 def test_an_unbounded_window_is_causal(seed, t, s, block, name):
     q, k, v = draw(seed, t, s)
-    bitwise(run(q, k, v, name, block, mask=m.SlidingWindow(None, 0)), run(q, k, v, name, block, mask=m.Causal()))
-    bitwise(run(q, k, v, name, block, mask=m.SlidingWindow(t, 0)), run(q, k, v, name, block, mask=m.Causal()))
+    bitwise(
+        run(q, k, v, name, block, mask=m.SlidingWindow(None, 0)),
+        run(q, k, v, name, block, mask=m.Causal()),
+    )
+    bitwise(
+        run(q, k, v, name, block, mask=m.SlidingWindow(t, 0)),
+        run(q, k, v, name, block, mask=m.Causal()),
+    )
 
 
 @few
@@ -191,10 +226,17 @@ def test_the_tangent_and_the_gradient_are_adjoint(seed, t, s, block):
     wide = lambda x: np.asarray(x, np.float64)  # noqa: E731
     left = np.sum(wide(w) * wide(forward))
     right = sum(np.sum(wide(g) * wide(x)) for g, x in zip(pull(w), dots, strict=True))
-    problem, precision = problem_of(q, k, v, oracle_masks.causal(t, s)), bound.precision_of(np.float32)
+    problem, precision = (
+        problem_of(q, k, v, oracle_masks.causal(t, s)),
+        bound.precision_of(np.float32),
+    )
     directions = dict(zip("qkv", map(wide, dots), strict=True))
     grads = bound.grads(problem, wide(w), np.zeros(out_shape[:-1]), precision)
     tangent = bound.tangents(problem, directions, precision)["out"]
     limit = np.sum(abs(wide(w)) * (tangent.error + 2.0**-24 * abs(tangent.primal)))
-    limit += sum(np.sum(abs(directions[n]) * (g.error + 2.0**-24 * abs(g.primal))) for n, g in grads.items() if n in "qkv")
+    limit += sum(
+        np.sum(abs(directions[n]) * (g.error + 2.0**-24 * abs(g.primal)))
+        for n, g in grads.items()
+        if n in "qkv"
+    )
     assert abs(left - right) <= limit

@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 
@@ -78,7 +77,13 @@ class Case:
     window: int = 512
     backward: bool = False
     reference: str = "torch"
-    targets: Mapping[str, Target] = MappingProxyType({})
+    targets: Mapping[str, Target] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Case":
+        """From `dataclasses.asdict`."""
+        targets = {figure: Target(**x) for figure, x in data["targets"].items()}
+        return cls(**{**data, "targets": targets})
 
     def row(self, figure: str, values: dict[str, float], **kwargs: Any) -> Row:
         return Row(self.name, figure, values, target=self.targets.get(figure), **kwargs)
@@ -185,4 +190,5 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _smaller(case: Case) -> Case:
     tokens, window = max(case.tokens // 16, 16), max(case.window // 16, 1)
-    return dataclasses.replace(case, tokens=tokens, window=window, targets={})
+    name = case.name.replace(str(case.tokens), str(tokens))
+    return dataclasses.replace(case, name=name, tokens=tokens, window=window, targets={})

@@ -1,6 +1,7 @@
 """The command: starts one child process per case, and reports."""
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.core is not None and args.core not in _cores():
         raise ValueError(f"--core must be one of {sorted(_cores())}, got {args.core}")
     names = _peers(args)
-    job = dict(rounds=rounds, quick=args.quick, peers=names, core=args.core)
+    job = dict(rounds=rounds, peers=names, core=args.core)
     machine = machine_of(names, rounds)
     rows, failed = [], []
     try:
@@ -121,7 +122,7 @@ def _processor() -> str:
 
 def _progress(cases: Sequence[Case], quick: bool, job: dict) -> Iterator[Row | str]:
     """Rows as they come, and messages of what failed; a bar where tqdm is installed."""
-    groups = [[c.name for c in cases]] if quick else [[c.name] for c in cases]
+    groups = [cases] if quick else [[case] for case in cases]
     bar = _bar(len(cases))
     for group in groups:
         for item in _child(group, job):
@@ -147,7 +148,7 @@ def _bar(total: int):
     return advance
 
 
-def _child(names: list[str], job: dict) -> Iterator[Row | str | dict]:
+def _child(cases: Sequence[Case], job: dict) -> Iterator[Row | str | dict]:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     environment = os.environ | _ONE_THREAD | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     pipe = subprocess.PIPE
@@ -164,7 +165,7 @@ def _child(names: list[str], job: dict) -> Iterator[Row | str | dict]:
         ) as child,
     ):
         assert child.stdin and child.stdout
-        child.stdin.write(json.dumps(job | {"cases": names}))
+        child.stdin.write(json.dumps(job | {"cases": [dataclasses.asdict(c) for c in cases]}))
         child.stdin.close()
         for line in child.stdout:
             if line.startswith("{"):
@@ -173,4 +174,5 @@ def _child(names: list[str], job: dict) -> Iterator[Row | str | dict]:
         if child.wait():
             errors.seek(0)
             last = (errors.read().strip().splitlines() or ["no message"])[-1]
-            yield f"{', '.join(names)}: status {child.returncode}: {last}"
+            names = ", ".join(case.name for case in cases)
+            yield f"{names}: status {child.returncode}: {last}"

@@ -239,10 +239,7 @@ def measure(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
     yield from experiments[case.kind](case, rounds, names)
 
 
-def pin(core: int | None) -> str:
-    """Keeps this process on one core, where the system can. **Returns:** what was done."""
-    if not hasattr(os, "sched_setaffinity"):
-        return "not pinned"
-    core = max(os.sched_getaffinity(0)) if core is None else core
-    os.sched_setaffinity(0, {core})
-    return f"pinned to core {core}"
+def pin(core: int | None) -> None:
+    """Keeps this process on one core, by default the last, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if core is None else core})

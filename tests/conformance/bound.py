@@ -1,38 +1,44 @@
 """The error bound: a first-order running error analysis of the formulas in `oracle.py`.
 
-There is no tolerance. A `Bounded` array carries `value` (the float64 or longdouble reference) and `error`, a bound on how
-far a correct implementation may be from it when it accumulates with unit roundoff `u` (2^-24 for float32, 2^-53 for
-float64) and may round the *computed* operands of a matrix product to the input dtype (`u_op`: 2^-8 for bfloat16, 2^-11
-for float16, else u). Inputs are exact. The rules, first order in u, each from fl(x op y) = (x op y)(1 + d), |d| <= u:
+There is no tolerance. A `Bounded` array carries `value` (the float64 or longdouble reference) and
+`error`, a bound on how far a correct implementation may be from it when it accumulates with unit
+roundoff `u` (2^-24 for float32, 2^-53 for float64) and may round the *computed* operands of a
+matrix product to the input dtype (`u_op`: 2^-8 for bfloat16, 2^-11 for float16, else u). Inputs are
+exact. The rules, first order in u, each from fl(x op y) = (x op y)(1 + d), |d| <= u:
 
     x + y      E_x + E_y + u |x + y|
     x y        |x| E_y + |y| E_x + u |x y|
     x / y      (E_x + |x/y| E_y) / |y| + u |x/y|
-    exp x      e^x (E_x + 3u)          log x   E_x / |x| + 3u |log x|        (3 and 7 cover the measured
-    tanh x     (1 - t^2) E_x + 7u |t|                                         ulps of XLA's functions)
-    a . b      sum |a| E_b + |b| E_a + f(n) u |a||b| + u_op |a||b| for each computed operand, over n terms
+    exp x      e^x (E_x + 3u)
+    log x      E_x / |x| + 3u |log x|
+    tanh x     (1 - t^2) E_x + 7u |t|          (3 and 7 are what XLA's functions measure, in u)
+    a . b      sum |a| E_b + |b| E_a + f(n) u |a||b|, and u_op |a||b| for each computed operand
     sum a      sum E_a + f(n) u |a|
     output     E_x + u_out |x|
 
-with `f(n) = 2 + sqrt(n)`, the random-walk growth of a length-n accumulation of rounding errors (Higham & Mary 2019) with
-2 roundings to spare, which is the factor of research section 5. Underflow adds the smallest normal number.
+over n terms, with `f(n) = 2 + sqrt(n)`: the probabilistic growth of a length-n accumulation (Higham
+and Mary, SIAM J. Sci. Comput. 2019; the worst case is n), with 2 roundings to spare. Underflow adds
+the smallest normal number.
 
-What that gives, in closed form. With `A_ij = scale sum_d |q||k|`:
+What that gives, in closed form, with `A_ij = scale sum_d |q||k|`:
 
-    E_z   = u ((3 + sqrt D) A_ij + |a| + [cap: 7 |c| + ...] + |z| + |z - m|)                     error of a logit
-    E_p   = p_ij (E_z_ij + sum_l p_il E_z_il + u (f(S) + 7))                                     softmax Jacobian
-    E_out = sum_j E_p |v_j| + (f(S) u + u_op) sum_j p |v_j|   <=  ~2 u f(D) (1 + kappa_i) sum_j p |v_j|
+    E_z   = u ((3 + sqrt D) A_ij + |z| + |z - m| + [cap: 7 |c|, bias, ...])       of a logit
+    E_p   = p_ij (E_z_ij + sum_l p_il E_z_il + u (f(S) + 7))                      softmax Jacobian
+    E_out = sum_j E_p |v_j| + (f(S) u + u_op) sum_j p |v_j|
     E_lse = sum_j p E_z + u (f(S) + 3) + u |lse|
-    E_dp  = u f(V) |g_i|.|v_j|,   E_delta = sum_j (E_p |dp| + p E_dp) + (f(S) u + 2 u_op) sum_j p |dp|
-    E_dz  = E_p |dp - delta + l| + p (E_dp + E_delta + u ...)
+    E_dp  = u f(V) |g_i|.|v_j|
+    E_del = sum_j (E_p |dp| + p E_dp) + (f(S) u + 2 u_op) sum_j p |dp|            delta = sum_j p dp
+    E_dz  = E_p |dp - delta + l| + p (E_dp + E_del + u |dp - delta + l|)
     E_dv  = sum_i E_p |g_i| + (f(GT) u + u_op) sum_i p |g_i|
-    E_dq  = scale (sum_j E_dz |k_j| + (f(S) u + u_op) sum_j |dz| |k_j|),     E_dk the same over rows, with q
-    E_dbias = sum E_dz + f(n) u sum |dz|        over the n pairs that share an entry;  slopes, table alike
-    E_dscale = sum E_dz |x| + |dz| E_x + f u |dz x|;   E_dcap likewise;   E_dsinks = sum p_n (E_delta + E_p/p |l - delta|)
+    E_dq  = scale (sum_j E_dz |k_j| + (f(S) u + u_op) sum_j |dz| |k_j|)           dk: over rows, q
+    E_dbias  = sum E_dz + f(n) u sum |dz|                  over the n pairs that share an entry
+    E_dscale = sum E_dz |x| + |dz| E_x + f(n) u |dz x|     cap, slopes and table alike
+    E_dsinks = sum_i p_in (E_del + (E_p / p) |l - delta| + f(n) u |l - delta|)
 
-where kappa_i = sum_j p_ij A_ij: the bound of out is that of research section 5, with its product of sums replaced by the
-sum of products it majorises. Tangents obey the same rules on the forward-mode formulas. Hessian-vector products are the
-gradient formulas run on `Dual` numbers whose parts are `Bounded`.
+With kappa_i = sum_j p_ij A_ij, E_out is about u f(D) (1 + kappa_i) sum_j p |v_j|, the bound that the
+design asks for, which multiplies two averages over j where this one averages the products.
+Tangents obey the same rules on the forward-mode formulas. Hessian-vector products are the gradient
+formulas run on `Dual` numbers whose parts are `Bounded`.
 """
 
 from __future__ import annotations
@@ -106,7 +112,7 @@ class _Wrapped(NDArrayOperatorsMixin):
         return getattr(self, f"_{function.__name__}")(*args, **kwargs)
 
     def _yields(self, args) -> bool:
-        """A dual with `Bounded` parts knows what to do with a `Bounded`; not the other way round."""
+        """A dual with `Bounded` parts handles a `Bounded`; not the other way round."""
         return not isinstance(self, Dual) and any(isinstance(x, Dual) for x in args)
 
     @property
@@ -130,7 +136,9 @@ class Bounded(_Wrapped):
 
     def rounded(self, dtype) -> Bounded:
         """Once rounded to `dtype`."""
-        return self._new(self.primal, self.error + _roundoff(dtype) * abs(self.primal) + _underflow(dtype))
+        return self._new(
+            self.primal, self.error + _roundoff(dtype) * abs(self.primal) + _underflow(dtype)
+        )
 
     def __getitem__(self, index):
         return self._like(self.primal[index], self.error[index])
@@ -300,11 +308,13 @@ def _parts(x):
     return (x.primal, x.tangent) if isinstance(x, Dual) else (x, 0.0)
 
 
-# --- the bounded references ---------------------------------------------------------------------------------------------
+# --- the bounded references ---
 
 
 def bounded(problem: oracle.Problem, precision: Precision) -> oracle.Problem:
-    """The problem with every differentiable argument an exact `Bounded`; the scale is a rounded constant."""
+    """The problem with every differentiable argument an exact `Bounded`; the scale is a rounded
+    constant.
+    """
     arguments = {n: Bounded.exact(x, precision) for n, x in problem.arguments().items()}
     arguments["scale"].error = precision.u * abs(arguments["scale"].primal)
     return problem.replace(**arguments)
@@ -337,7 +347,9 @@ def hvps(problem, ct_out, ct_lse, directions, precision) -> dict[str, Bounded]:
 
 
 def excess(actual, reference: Bounded) -> float:
-    """The largest `|actual - value| / bound` over the components; at most 1 if correct. NaN and a wrong -inf are inf."""
+    """The largest `|actual - value| / bound` over the components; at most 1 if correct. NaN and a
+    wrong -inf are inf.
+    """
     actual = np.asarray(actual)
     dtype = actual.dtype
     value, error = reference.primal, reference.error

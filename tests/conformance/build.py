@@ -23,7 +23,9 @@ DROPOUT_SEED = 7
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """`variants` share every argument but q, k and v; transforms with a leading axis use two of them."""
+    """`variants` share every argument but q, k and v; transforms with a leading axis use two of
+    them.
+    """
 
     case: Case
     variants: tuple[dict[str, Any], ...]  # the differentiable arguments, as the library takes them
@@ -234,7 +236,8 @@ def build(case: Case) -> Built:
 
 
 def library_call(built: Built):
-    """`(arguments, dynamic) -> (out, lse)` and `dynamic`, the call-time arrays of the mask and offset.
+    """`(arguments, dynamic) -> (out, lse)` and `dynamic`, the call-time arrays of the mask and
+    offset.
 
     With an array offset they are traced; otherwise they are constants of the program.
     """

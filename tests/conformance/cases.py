@@ -1,7 +1,8 @@
-"""The conformance matrix: axes, the combinations that make no sense, and covering arrays over the rest.
+"""The conformance matrix: axes, the combinations that make no sense, and covering arrays over the
+rest.
 
-A case is a dict with one value per axis. `covering(2)` holds every valid pair of values of any two axes, `covering(3)`
-every valid triple. Generation is greedy and deterministic.
+A case is a dict with one value per axis. `covering(2)` holds every valid pair of values of any two
+axes, `covering(3)` every valid triple. Generation is greedy and deterministic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The four input distributions on which accuracy is judged (research section 5)."""
+"""The four input distributions on which accuracy is judged."""
 
 import numpy as np
 

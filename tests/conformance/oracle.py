@@ -1,25 +1,27 @@
 """The reference: dense float64 NumPy attention with hand-derived derivatives.
 
-Nothing here is shared with eqattn. Every function is plain NumPy on whatever array type it is given, so the same
-formulas run in float64, longdouble, complex (complex-step derivatives) and on the error-carrying and dual arrays of
-`bound.py`.
+Nothing here is shared with eqattn. Every function is plain NumPy on whatever array type it is
+given, so the same formulas run in float64, longdouble, complex (complex-step derivatives) and on
+the error-carrying and dual arrays of `bound.py`.
 
-Shapes: `q [B,T,H,D]`, `k [B,S,K,D]`, `v [B,S,K,V]`, pair arrays `[B,H,T,S]`, `out [B,T,H,V]`, `lse [B,T,H]`.
+Shapes: `q [B,T,H,D]`, `k [B,S,K,D]`, `v [B,S,K,V]`, pair arrays `[B,H,T,S]`, `out [B,T,H,V]`, `lse
+[B,T,H]`.
 
-With `x = q.k`, `a = scale x`, `t = tanh(a/cap)`, `c = cap t`, `z = c + bias - slope |i-j| + table[bucket]`,
-`p = exp(z - lse)` over the visible keys, `lse` over visible keys and sinks, `r = keep / (1 - rate)`:
+With `x = q.k`, `a = scale x`, `t = tanh(a/cap)`, `c = cap t`, `z = c + bias - slope |i-j| +
+table[bucket]`, `p = exp(z - lse)` over the visible keys, `lse` over visible keys and sinks, `r =
+keep / (1 - rate)`:
 
     out_i = sum_j r_ij p_ij v_j
 
 Reverse mode, with cotangents `g` of out and `l` of lse:
 
-    dp_ij = r_ij g_i.v_j        delta_i = sum_j p_ij dp_ij         dz_ij = p_ij (dp_ij - delta_i + l_i)
-    dv_j = sum_i r_ij p_ij g_i  dsink_in = p_in (l_i - delta_i)    da_ij = dz_ij (1 - t_ij^2)
-    dq_i = sum_j scale da_ij k_j     dk_j = sum_i scale da_ij q_i  dscale = sum_ij da_ij x_ij
+    dp_ij = r_ij g_i.v_j        delta_i = sum_j p_ij dp_ij      dz_ij = p_ij (dp_ij - delta_i + l_i)
+    dv_j = sum_i r_ij p_ij g_i  dsink_in = p_in (l_i - delta_i) da_ij = dz_ij (1 - t_ij^2)
+    dq_i = sum_j scale da_ij k_j  dk_j = sum_i scale da_ij q_i  dscale = sum_ij da_ij x_ij
     dcap = sum_ij dz_ij (t_ij - (a_ij/cap)(1 - t_ij^2))
 
-Forward mode: `z' = (1 - t^2) a' + cap' (t - (a/cap)(1 - t^2)) + bias' + ...`, `lse' = sum_j p_ij z'_ij + sum_n p_in s'_n`,
-`out' = sum_j r_ij p_ij ((z'_ij - lse'_i) v_j + v'_j)`.
+Forward mode: `z' = (1 - t^2) a' + cap' (t - (a/cap)(1 - t^2)) + bias' + ...`, `lse' = sum_j p_ij
+z'_ij + sum_n p_in s'_n`, `out' = sum_j r_ij p_ij ((z'_ij - lse'_i) v_j + v'_j)`.
 """
 
 from __future__ import annotations
@@ -211,7 +213,9 @@ def _unbroadcast(x, shape):
 
 
 def vjp(problem: Problem, ct_out, ct_lse) -> dict[str, Any]:
-    """Gradients of `<ct_out, out> + <ct_lse, lse>` for every active argument. Rows with lse = -inf get none."""
+    """Gradients of `<ct_out, out> + <ct_lse, lse>` for every active argument. Rows with lse = -inf
+    get none.
+    """
     problem, visible = _prepare(problem)
     f = forward(problem)
     kv = problem.sizes[-1]
@@ -287,7 +291,9 @@ def jvp(problem: Problem, tangents: dict[str, Any]) -> dict[str, Any]:
 
 
 def hvp(problem: Problem, ct_out, ct_lse, tangents: dict[str, Any]) -> dict[str, Any]:
-    """Derivative of the gradient along `tangents`, by complex step: exact to rounding, as no difference is taken."""
+    """Derivative of the gradient along `tangents`, by complex step: exact to rounding, as no
+    difference is taken.
+    """
     step = 1e-40
     moved = problem.replace(**{n: getattr(problem, n) + 1j * step * t for n, t in tangents.items()})
     return {n: np.imag(g) / step for n, g in vjp(moved, ct_out, ct_lse).items()}

@@ -1,4 +1,5 @@
-"""The oracle's own description of every named mask and positional score: dense NumPy arrays, written from the contract.
+"""The oracle's own description of every named mask and positional score: dense NumPy arrays,
+written from the contract.
 
 Every mask is `[B|1, H|1, T, S]` bool. `q` and `k` are the positions of rows and columns.
 """
@@ -60,7 +61,9 @@ def chunked_causal(t, s, size, q_offset=0):
 
 
 def tree(t, s, parents, start):
-    """Row `i` is node `i` at key `start + i`; it sees the keys before `start`, itself and its ancestors."""
+    """Row `i` is node `i` at key `start + i`; it sees the keys before `start`, itself and its
+    ancestors.
+    """
     visible = np.zeros((t, s), bool)
     visible[:, :start] = True
     for row in range(t):
@@ -80,8 +83,8 @@ def distance(t, s, q_offset=0):
 def t5_bucket(t, s, buckets, bidirectional=True, max_distance=128, q_offset=0):
     """T5's relative position buckets, in integers: the logarithm is never rounded.
 
-    `floor(log(n / exact) / log(max_distance / exact) * (buckets - exact))` is the number of `j >= 1` with
-    `n^r exact^j >= max_distance^j exact^r`, where `r = buckets - exact`.
+    `floor(log(n / exact) / log(max_distance / exact) * (buckets - exact))` is the number of `j >=
+    1` with `n^r exact^j >= max_distance^j exact^r`, where `r = buckets - exact`.
     """
     q, k = grid(t, s, q_offset)
     relative = (k - q).astype(int)

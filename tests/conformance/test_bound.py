@@ -1,4 +1,4 @@
-"""The bound is loose enough for any correct implementation and tight enough to see every mistake."""
+"""The bound is loose enough for a correct implementation and tight enough to see each mistake."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,9 @@ def cotangents(problem, dtype):
 
 
 def naive(arguments, mask, dtype, round_p):
-    """A plain float32 softmax attention. `round_p` rounds the probabilities to the input dtype, as tensor units ask."""
+    """A plain float32 softmax attention. `round_p` rounds the probabilities to the input dtype, as
+    tensor units ask.
+    """
     q, k, v = (arguments[n].astype(jnp.float32) for n in "qkv")
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, 2) for x in (k, v))
@@ -97,7 +99,7 @@ def test_a_correct_implementation_passes(distribution, dtype, cap, round_p):
     assert {n: e for n in grads if (e := bound.excess(grads[n], references[n])) > 1} == {}
 
 
-# --- teeth: each mistake is made in the oracle, rounded to the output dtype, and must be found ------------------------
+# --- teeth: each mistake is made in the oracle, rounded to the output dtype, and must be found ---
 
 
 def _caught(problem, mutant, dtype, names=None) -> dict[str, bool]:
@@ -139,7 +141,7 @@ def test_causal_off_by_one_is_caught(distribution, dtype, offset):
 @pytest.mark.parametrize("distribution", ["normal", "v_mean_10"])
 @pytest.mark.parametrize("row", [5, 31])
 def test_one_hidden_or_leaked_pair_is_caught(distribution, dtype, row):
-    # Over a mean of 10, the bfloat16 bound of one key's gradient is wider than one pair's part in it.
+    # Over a mean of 10, bfloat16 may blur one key's gradient by more than one pair's part in it.
     blurred = (dtype, distribution) == ("bf16", "v_mean_10")
     names = ("out", "lse", "q", "v") if blurred else ("out", "lse", "q", "k", "v")
     problem = make(distribution, FULL[dtype])
@@ -196,7 +198,7 @@ def test_a_zero_gradient_is_caught(distribution, dtype):
     precision = bound.precision_of(FULL[dtype])
     for n, reference in bound.grads(problem, *cotangents(problem, FULL[dtype]), precision).items():
         if dtype == "bf16" and n in ("scale", "cap"):
-            continue  # sums over all pairs that cancel: bfloat16 need not know their sign; float32 cases judge them
+            continue  # sums over all pairs that nearly cancel: float32 cases judge them
         assert bound.excess(np.zeros(reference.primal.shape, np.float32), reference) > 1, n
 
 
@@ -228,8 +230,10 @@ def test_wrong_dropout_and_wrong_order_are_caught(dtype):
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_the_bound_of_out_is_no_looser_than_the_published_one(distribution):
-    """Research section 5: u sum p|v| (2 + sqrt D)(1 + kappa). Ours may not exceed twice that plus the accumulation."""
+def test_the_bound_of_out_is_close_to_the_one_the_design_asks_for(distribution):
+    """The design asks for u sum p|v| (2 + sqrt D)(1 + kappa). Ours may not exceed twice that plus
+    the accumulation.
+    """
     problem = make(distribution, np.float32)
     f = oracle.forward(problem)
     v = np.repeat(abs(problem.v), 2, 2)
@@ -237,6 +241,6 @@ def test_the_bound_of_out_is_no_looser_than_the_published_one(distribution):
     kappa = problem.scale * np.einsum(
         "bhts,bthd,bshd->bth", f.p, abs(problem.q), np.repeat(abs(problem.k), 2, 2)
     )
-    published = 2**-24 * mass * bound.growth(16) * (1 + kappa[..., None])
+    asked = 2**-24 * mass * bound.growth(16) * (1 + kappa[..., None])
     ours = bound.values(problem, bound.precision_of(np.float32))["out"].error
-    assert np.median(ours / published) < 2 + bound.growth(64) / bound.growth(16)
+    assert np.median(ours / asked) < 2 + bound.growth(64) / bound.growth(16)

@@ -1,8 +1,8 @@
 """Every case of the covering array: values and all gradients within the bound of the oracle.
 
-The default run takes the pairwise array. `pytest -m slow` takes the 3-wise one; `EQATTN_SHARD=i/n` runs the i-th of n
-equal parts (from 1), and cases that passed before with the same sources are not run again (`EQATTN_FRESH=1` forgets).
-`EQATTN_TARGETS=blockwise` restricts the strategies.
+The default run takes the pairwise array. `pytest -m slow` takes the 3-wise one; `EQATTN_SHARD=i/n`
+runs the i-th of n equal parts (from 1), and cases that passed before with the same sources are not
+run again (`EQATTN_FRESH=1` forgets). `EQATTN_TARGETS=blockwise` restricts the strategies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def _sources() -> str:
 
 
 class Passed:
-    """The names of the 3-wise cases that passed with these sources, one a line: appending is safe between processes."""
+    """The names of the 3-wise cases that passed with these sources, one a line: appending is safe
+    between processes.
+    """
 
     def __init__(self):
         self.path = ROOT / ".pytest_cache" / f"eqattn-passed-{_sources()}.txt"
@@ -101,10 +103,14 @@ def judge(result: dict, built: build.Built) -> dict[str, float]:
     references |= {"tangents": built.tangents, "hvps": built.hvps}
     for kind, per_variant in result.items():
         if kind == "summed":
-            # JAX's scan rounds the cotangent of each step to the argument's dtype before it adds them.
+            # JAX's scan rounds each step's cotangent to the argument's dtype, then adds.
             terms = [built.grads(0), built.grads(1)]
             dtypes = {n: x.dtype for n, x in per_variant.items()}
-            compare(kind, per_variant, {n: sum(g[n].rounded(dtypes[n]) for g in terms) for n in per_variant})
+            compare(
+                kind,
+                per_variant,
+                {n: sum(g[n].rounded(dtypes[n]) for g in terms) for n in per_variant},
+            )
         else:
             for i, actual in enumerate(per_variant):
                 compare(f"{kind}[{i}]", actual, references[kind](i))

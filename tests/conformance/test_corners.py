@@ -1,11 +1,11 @@
 """Corners: garbage behind the mask, rows that see nothing, extreme sizes, blocks and logits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import functools
 
 import eqattn
 from eqattn import masks as m
@@ -28,7 +28,11 @@ def _program(strategy, dtype, block, scale):
     @jax.jit
     def program(q, k, v, mask, sinks, use_ct_lse):
         metadata = eqattn.AttentionMetadata(
-            runtime_dtype=dtype, softmax_scale=scale, softmax_aux=sinks, blocksize_q=block[0], blocksize_k=block[1]
+            runtime_dtype=dtype,
+            softmax_scale=scale,
+            softmax_aux=sinks,
+            blocksize_q=block[0],
+            blocksize_k=block[1],
         )
         impl = eqattn.AttentionRegistry.create(strategy, metadata)
 
@@ -44,26 +48,34 @@ def _program(strategy, dtype, block, scale):
 
 
 def run(q, k, v, mask, strategy="blockwise", block=(8, 8), ct_lse=True, sinks=None, scale=None):
-    """out, lse and the gradients of q, k, v under fixed random cotangents. Equal calls share a program."""
+    """out, lse and the gradients of q, k, v under fixed random cotangents. Equal calls share a
+    program.
+    """
     program = _program(strategy, q.dtype, block, scale)
     return [np.asarray(x) for x in program(q, k, v, mask, sinks, jnp.float32(ct_lse))]
 
 
 def cotangents(out_shape, lse_shape):
     rng = np.random.default_rng(11)
-    return tuple(jnp.asarray(rng.standard_normal(x).astype(np.float32)) for x in (out_shape, lse_shape))
+    return tuple(
+        jnp.asarray(rng.standard_normal(x).astype(np.float32)) for x in (out_shape, lse_shape)
+    )
 
 
 def check(q, k, v, visible, results, scale=None, **features):
     """Within the bound of the oracle."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    problem = oracle.Problem(q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale, mask=visible, **features)
+    problem = oracle.Problem(
+        q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale, mask=visible, **features
+    )
     precision = bound.precision_of(np.float32)
     out, lse, *grads = results
     cts = [np.asarray(x, np.float64) for x in cotangents(out.shape, lse.shape)]
     references = {**bound.values(problem, precision), **bound.grads(problem, *cts, precision)}
     names = ("out", "lse", "q", "k", "v")
-    ratios = {n: bound.excess(x, references[n]) for n, x in zip(names, (out, lse, *grads), strict=True)}
+    ratios = {
+        n: bound.excess(x, references[n]) for n, x in zip(names, (out, lse, *grads), strict=True)
+    }
     assert max(ratios.values()) <= 1, ratios
 
 
@@ -95,7 +107,11 @@ def test_padded_queries_are_never_read(garbage, strategy):
     hidden = (q_ids < 0)[..., None, None]
     results = {}
     for fill in (0.0, garbage):
-        results[fill] = run(*(jnp.where(hidden, jnp.float32(fill), x) for x in (q, k, v)), m.Segments(q_ids), strategy)
+        results[fill] = run(
+            *(jnp.where(hidden, jnp.float32(fill), x) for x in (q, k, v)),
+            m.Segments(q_ids),
+            strategy,
+        )
     same(results[garbage], results[0.0])
     out, lse, dq, dk, dv = results[garbage]
     assert np.all(out[:, 16:] == 0) and np.all(np.isneginf(lse[:, 16:]))
@@ -177,12 +193,18 @@ def test_no_leading_axes_and_no_rows(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1e4, 1e10, 1e20, 1e30])
 def test_huge_logits_select_the_largest(strategy, size):
-    """Logits up to 1e30: the softmax is an argmax, values are finite, and all gradients but that of v are zero."""
+    """Logits up to 1e30: the softmax is an argmax, values are finite, and all gradients but that of
+    v are zero.
+    """
     rng = np.random.default_rng(3)
-    gaps = np.stack([rng.permutation(16) for _ in range(6)]).astype(np.float32)  # one winner per row, gaps of `size`
+    gaps = np.stack([rng.permutation(16) for _ in range(6)]).astype(
+        np.float32
+    )  # one winner per row, gaps of `size`
     q, k = gaps[None, :, None, :], np.eye(16, dtype=np.float32)[None, :, None, :] * np.float32(size)
     v = rng.standard_normal((1, 16, 1, 4)).astype(np.float32)
-    results = run(*(jnp.asarray(x) for x in (q, k, v)), None, strategy, (4, 4), ct_lse=False, scale=1.0)
+    results = run(
+        *(jnp.asarray(x) for x in (q, k, v)), None, strategy, (4, 4), ct_lse=False, scale=1.0
+    )
     out, lse, dq, dk, dv = results
     assert all(np.isfinite(x).all() for x in results)
     winner = gaps.argmax(-1)
@@ -207,7 +229,11 @@ def test_large_inputs_stay_finite(dtype, cap):
     @jax.jit
     def run(q, k, v, size):
         metadata = eqattn.AttentionMetadata(
-            runtime_dtype=q.dtype, blocksize_q=8, blocksize_k=8, logits_soft_cap=cap, softmax_scale=0.1 / size
+            runtime_dtype=q.dtype,
+            blocksize_q=8,
+            blocksize_k=8,
+            logits_soft_cap=cap,
+            softmax_scale=0.1 / size,
         )
         impl = eqattn.AttentionRegistry.create("blockwise", metadata)
 
@@ -219,7 +245,10 @@ def test_large_inputs_stay_finite(dtype, cap):
 
     rng = np.random.default_rng(5)
     for size in (1.0, 1e2, 1e4):
-        inputs = (jnp.asarray((size * rng.standard_normal((1, 20, 2, 8))).clip(-6e4, 6e4).astype(dtype)) for _ in range(3))
+        inputs = (
+            jnp.asarray((size * rng.standard_normal((1, 20, 2, 8))).clip(-6e4, 6e4).astype(dtype))
+            for _ in range(3)
+        )
         grads, out = run(*inputs, jnp.float32(size))
         assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in (out, *grads)), size
 

@@ -1,4 +1,6 @@
-"""The oracle against finite differences and complex steps of its own forward, and against loops that share no einsum."""
+"""The oracle against finite differences and complex steps of its own forward, and against loops
+that share no einsum.
+"""
 
 import itertools
 

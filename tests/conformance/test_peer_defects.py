@@ -1,4 +1,5 @@
-"""One regression test for each defect measured in a peer (research section 1) that a single device can show.
+"""One regression test for each defect measured in a peer that a single device
+can show.
 
 Each docstring names the peer and its symptom. Everything is judged by the oracle and its bound.
 """
@@ -20,7 +21,10 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["blockwise", "dense"])
 def draw(t=64, s=None, b=2, h=4, kv=None, d=16, dv=None, dtype=np.float32, seed=0):
     s, kv, dv = (t if s is None else s), (kv or h), (dv or d)
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.standard_normal(x), dtype) for x in ((b, t, h, d), (b, s, kv, d), (b, s, kv, dv)))
+    return tuple(
+        jnp.asarray(rng.standard_normal(x), dtype)
+        for x in ((b, t, h, d), (b, s, kv, d), (b, s, kv, dv))
+    )
 
 
 def judge(call, arguments, *, mask=None, jit=True, **features):
@@ -51,7 +55,10 @@ def attend(strategy="blockwise", block=(16, 16), mask=None, **fixed):
     def call(q, k, v, bias=None, sinks=None, scale=None, cap=None):
         learned = {"softmax_aux": sinks, "softmax_scale": scale, "logits_soft_cap": cap}
         metadata = eqattn.AttentionMetadata(
-            runtime_dtype=q.dtype, blocksize_q=block[0], blocksize_k=block[1], **{**learned, **fixed}
+            runtime_dtype=q.dtype,
+            blocksize_q=block[0],
+            blocksize_k=block[1],
+            **{**learned, **fixed},
         )
         impl = eqattn.AttentionRegistry.create(strategy, metadata)
         return eqattn.attention(q, k, v, impl, mask=mask, bias=bias).attention_outputs
@@ -63,19 +70,23 @@ def named(arrays, **more):
     return dict(zip("qkv", arrays, strict=True)) | more
 
 
-# --- ejkernel, XLA ring attention on one device ------------------------------------------------------------------------
+# --- ejkernel, XLA ring attention on one device ---
 
 
 @STRATEGIES
 def test_ejkernel_causal_gradient_is_that_of_non_causal_attention(strategy):
-    """Forward right (2e-7), every `causal=True` gradient wrong (dq 0.82): the vjp rule loses the mask."""
+    """Forward right (2e-7), every `causal=True` gradient wrong (dq 0.82): the vjp rule loses the
+    mask.
+    """
     judge(attend(strategy, mask=m.Causal()), named(draw()), mask=om.causal(64, 64))
 
 
 @STRATEGIES
 def test_ejkernel_causal_gradient_in_bfloat16(strategy):
     """The same loss of the mask in bfloat16."""
-    judge(attend(strategy, mask=m.Causal()), named(draw(dtype=jnp.bfloat16)), mask=om.causal(64, 64))
+    judge(
+        attend(strategy, mask=m.Causal()), named(draw(dtype=jnp.bfloat16)), mask=om.causal(64, 64)
+    )
 
 
 def test_ejkernel_one_sided_segment_ids_are_ignored_under_grad():
@@ -135,7 +146,9 @@ def test_ejkernel_sinks_are_added_once_not_once_per_block():
 
 def test_ejkernel_zero_scale_divides_by_zero():
     """softmax_scale=0.0: ZeroDivisionError. It means a plain mean."""
-    judge(attend(mask=m.Causal(), softmax_scale=0.0), named(draw()), mask=om.causal(64, 64), scale=0.0)
+    judge(
+        attend(mask=m.Causal(), softmax_scale=0.0), named(draw()), mask=om.causal(64, 64), scale=0.0
+    )
 
 
 def test_ejkernel_value_dim_differs():
@@ -164,13 +177,15 @@ def test_ejkernel_forward_mode_crashes():
 
 @STRATEGIES
 def test_ejkernel_dropout_cannot_run_and_would_renormalise(strategy):
-    """The key is a static argument (unhashable); by reading: -inf before the softmax, no 1/(1-p)."""
+    """The key is a static argument (unhashable); as written: -inf before the softmax, no 1/(1-p)."""
     key, rate = jax.random.key(3), 0.25
     keep = np.asarray(eqattn.dropout_mask(key, (2,), 4, 64, 64, rate))
     assert abs(keep.mean() - 0.75) < 0.02
 
     def call(q, k, v):
-        metadata = eqattn.AttentionMetadata(runtime_dtype=q.dtype, dropout_prob=rate, blocksize_q=16, blocksize_k=16)
+        metadata = eqattn.AttentionMetadata(
+            runtime_dtype=q.dtype, dropout_prob=rate, blocksize_q=16, blocksize_k=16
+        )
         impl = eqattn.AttentionRegistry.create(strategy, metadata)
         return eqattn.attention(q, k, v, impl, mask=m.Causal(), key=key).attention_outputs
 
@@ -181,7 +196,11 @@ def test_ejkernel_segments_with_several_blocks_and_causal():
     """Segments with four chunks per shard read the wrong ids (error 0.99); with causal 0.90."""
     ids = np.sort(np.random.default_rng(2).integers(-1, 4, (2, 64)), -1).astype(np.int32)
     mask = om.segments(ids, ids) & om.causal(64, 64)
-    judge(attend(block=(4, 4), mask=m.Segments(jnp.asarray(ids)) & m.Causal()), named(draw()), mask=mask)
+    judge(
+        attend(block=(4, 4), mask=m.Segments(jnp.asarray(ids)) & m.Causal()),
+        named(draw()),
+        mask=mask,
+    )
 
 
 def test_ejkernel_tpu_uses_the_segment_ids_of_the_first_batch_row():
@@ -209,7 +228,7 @@ def test_ejkernel_infinite_logits_are_taken_for_masked():
     assert np.isnan(out[0, 3, 0]).all() and np.isfinite(np.delete(out[0], 3, 0)).all()
 
 
-# --- EasyDeL, blockwise_attn -------------------------------------------------------------------------------------------
+# --- EasyDeL, blockwise_attn ---
 
 
 def seed(causal=True, **options):
@@ -227,7 +246,7 @@ def test_easydel_query_chunks_larger_than_key_chunks():
 
 
 def test_easydel_length_not_divisible():
-    """S=60 with chunks of 16 crashes."""
+    """A length that the chunks do not divide crashes."""
     judge(seed(), named(draw(61)), mask=om.causal(61, 61))
 
 
@@ -253,7 +272,11 @@ def test_easydel_first_block_fully_masked_is_nan():
 def test_easydel_fully_masked_rows_average_the_values():
     """Fully masked rows give the mean of V (error 0.45)."""
     lengths = np.asarray([0, 40], np.int32)
-    judge(attend(mask=m.KeyPadding(jnp.asarray(lengths))), named(draw()), mask=om.lengths(64, 64, lengths))
+    judge(
+        attend(mask=m.KeyPadding(jnp.asarray(lengths))),
+        named(draw()),
+        mask=om.lengths(64, 64, lengths),
+    )
 
 
 def test_easydel_grouped_heads_and_value_dim():
@@ -270,7 +293,9 @@ def test_easydel_dropout_is_before_the_softmax():
 
 
 def test_easydel_active_dropout_without_a_key_names_the_remedy():
-    """deterministic=False with rng None crashes deep inside; here it raises, and without dropout it runs."""
+    """deterministic=False with rng None crashes deep inside; here it raises, and without dropout it
+    runs.
+    """
     q, k, v = draw(8)
     with pytest.raises(ValueError, match="dropout_rng|key"):
         eqattn.blockwise_attn(q, k, v, deterministic=False, attn_pdrop=0.1)
@@ -299,7 +324,9 @@ def test_easydel_mask_is_ignored_when_a_bias_is_given():
 
 
 def test_easydel_one_head_is_taken_for_decoding():
-    """A one-head model is seen as decode (the head axis is read as time), and causal is switched off."""
+    """A one-head model is seen as decode (the head axis is read as time), and causal is switched
+    off.
+    """
     judge(attend(mask=m.Causal()), named(draw(h=1)), mask=om.causal(64, 64))
 
 
@@ -312,7 +339,7 @@ def test_easydel_unknown_keywords_are_swallowed():
         eqattn.blockwise_attn(q, k, v, chunk=3)
 
 
-# --- jax.nn, Equinox, haoliuhl -----------------------------------------------------------------------------------------
+# --- jax.nn, Equinox, haoliuhl ---
 
 
 def test_jax_nn_row_of_length_zero_is_the_mean():
@@ -333,7 +360,11 @@ def test_jax_nn_nan_padding_leaks_into_gradients():
 
 def test_haoliuhl_chunk_of_one_is_nan():
     """chunk 1 gives NaN (and block_k == kv_len an error, haoliuhl/ringattention#23)."""
-    judge(attend(block=(1, 1), mask=m.BlockCausal(16)), named(draw()), mask=om.block_causal(64, 64, 16))
+    judge(
+        attend(block=(1, 1), mask=m.BlockCausal(16)),
+        named(draw()),
+        mask=om.block_causal(64, 64, 16),
+    )
     judge(attend(block=(16, 64), mask=m.Causal()), named(draw()), mask=om.causal(64, 64))
 
 

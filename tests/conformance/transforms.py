@@ -1,7 +1,8 @@
-"""What a case does to the attention function. Each program is compiled once and returns everything that is judged:
+"""What a case does to the attention function. Each program is compiled once and returns everything
+that is judged:
 
-`values` (out, lse), `grads`, `tangents` and `hvps`, each a list with one dict per variant, and `summed`, gradients that
-two variants share.
+`values` (out, lse), `grads`, `tangents` and `hvps`, each a list with one dict per variant, and
+`summed`, gradients that two variants share.
 """
 
 from __future__ import annotations
