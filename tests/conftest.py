@@ -12,7 +12,24 @@ for flag in ("--xla_cpu_multi_thread_eigen=false", "--xla_backend_optimization_l
 os.environ["XLA_FLAGS"] = flags
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def unchecked():
+    """As users run it: without the type checker that this suite adds."""
+    from jaxtyping import config
+
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
