@@ -1,106 +1,224 @@
-"""Every parameter of the seed's functional form means something."""
+"""Every parameter of the seed's function means something."""
+
+import functools as ft
+import inspect
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqattn import blockwise_attn
+from eqattn import blockwise_attn, dropout_mask
 
 
-def inputs(dtype=jnp.float32):
+B, T, S, H, K, D, V = 1, 5, 7, 4, 2, 4, 3
+KEY = jax.random.key(3)
+
+
+def qkv(dtype=jnp.float32, scale=1.0):
     keys = jax.random.split(jax.random.key(0), 3)
-    return tuple(jax.random.normal(k, (2, 19, 4, 8)).astype(dtype) for k in keys)
+    shapes = [(B, T, H, D), (B, S, K, D), (B, S, K, V)]
+    return [scale * jax.random.normal(k, s, jnp.float32).astype(dtype) for k, s in zip(keys, shapes)]
 
 
-def dense(q, k, v, bias=0.0, causal=True):
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    s = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1]) + np.asarray(bias, np.float64)
+def dense(q, k, v, *, causal=True, bias=0.0, keep=1.0, logits_dtype=np.float64):
+    q, k, v, keep = (np.asarray(x, np.float64) for x in (q, k, v, keep))
+    k, v = (np.repeat(x, H // K, 2) for x in (k, v))
+    z = np.einsum("bthd,bshd->bhts", q, k) / math.sqrt(D) + np.asarray(bias)
+    z = z.astype(logits_dtype).astype(np.float64)
     if causal:
-        s = np.where(np.tril(np.ones(s.shape[-2:], bool)), s, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    return np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
+        z = np.where(np.arange(S) <= np.arange(T)[:, None], z, -np.inf)
+    p = np.exp(z - z.max(-1, keepdims=True))
+    return np.einsum("bhts,bshv->bthv", p / p.sum(-1, keepdims=True) * keep, v)
 
 
-@pytest.mark.parametrize("sizes", [(2048, 2048), (1, 1), (5, 3), (3, 16), (16, 5)])
+def equations(jaxpr, name):
+    """All equations of a primitive, also within others."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [eqn] * (eqn.primitive.name == name)
+        for sub in jax.core.jaxprs_in_params(eqn.params):
+            found += equations(sub, name)
+    return found
+
+
+def test_the_parameters_are_the_seeds():
+    names = (
+        "query key value bias deterministic dropout_rng attn_pdrop causal query_chunk_size "
+        "key_chunk_size dtype policy precision float32_logits prevent_cse"
+    ).split()
+    assert list(inspect.signature(blockwise_attn).parameters) == names
+
+
+def test_by_position():
+    q, k, v = qkv()
+    bias = jnp.ones((S,))
+    got = blockwise_attn(q, k, v, bias, True, None, 0.5, False, 2, 3, jnp.float32, None, None, True, False)
+    np.testing.assert_allclose(got, dense(q, k, v, causal=False), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("causal", [True, False])
-def test_any_chunk_sizes(sizes, causal):
-    args = inputs()
-    got = blockwise_attn(
-        *args, causal=causal, query_chunk_size=sizes[0], key_chunk_size=sizes[1]
+def test_causal(causal):
+    q, k, v = qkv()
+    got = blockwise_attn(q, k, v, causal=causal)
+    np.testing.assert_allclose(got, dense(q, k, v, causal=causal), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(S,), (H, 1, S), (B, H, T, S)])
+def test_bias_joins_the_causal_mask(shape):
+    q, k, v = qkv()
+    bias = jax.random.normal(KEY, shape)
+    got = blockwise_attn(q, k, v, bias)
+    np.testing.assert_allclose(got, dense(q, k, v, bias=bias), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("query_chunk, key_chunk", [(1, 1), (2, 3), (5, 7), (4, 100), (2048, 2)])
+def test_chunks_of_any_size(query_chunk, key_chunk):
+    """Values and gradients."""
+    q, k, v = qkv()
+    kwargs = dict(query_chunk_size=query_chunk, key_chunk_size=key_chunk)
+    f = lambda **kwargs: jax.jit(
+        jax.value_and_grad(lambda *x: (blockwise_attn(*x, **kwargs) ** 2).sum(), (0, 1, 2))
     )
-    np.testing.assert_allclose(got, dense(*args, causal=causal), atol=2e-6)
+    for a, b in zip(jax.tree.leaves(f(**kwargs)(q, k, v)), jax.tree.leaves(whole(f)(q, k, v))):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_bias_and_its_gradient():
-    args = inputs()
-    bias = jax.random.normal(jax.random.key(5), (4, 19, 19))
-    np.testing.assert_allclose(blockwise_attn(*args, bias), dense(*args, bias), atol=2e-6)
-    loss = lambda b: jnp.sum(jnp.sin(blockwise_attn(*args, b, key_chunk_size=8)))
-    grad = jax.grad(loss)(bias)
-    step = 1e-6
-    for index in ((0, 7, 3), (3, 18, 0), (2, 4, 5)):  # the last is masked
-        e = np.zeros(bias.shape)
-        e[index] = step
-        up, down = (np.sin(dense(*args, np.asarray(bias) + s * e)).sum() for s in (1, -1))
-        assert abs(float(grad[index]) - (up - down) / (2 * step)) < 1e-5
+@ft.cache
+def _whole():
+    return {}
 
 
-def test_dtype():
-    out = blockwise_attn(*inputs(jnp.bfloat16), dtype=jnp.bfloat16)
-    assert out.dtype == jnp.bfloat16
-    assert blockwise_attn(*inputs(jnp.bfloat16)).dtype == jnp.float32
+def whole(f):
+    cache = _whole()
+    if "f" not in cache:
+        cache["f"] = f()
+    return cache["f"]
 
 
-def test_dropout_needs_a_key_and_is_off_when_deterministic():
-    args = inputs()
-    plain = blockwise_attn(*args)
-    assert jnp.array_equal(blockwise_attn(*args, attn_pdrop=0.5), plain)
-    with pytest.raises(ValueError, match="dropout_rng"):
-        blockwise_attn(*args, deterministic=False, attn_pdrop=0.5)
-    key = jax.random.key(1)
-    one = blockwise_attn(*args, deterministic=False, attn_pdrop=0.5, dropout_rng=key)
-    two = blockwise_attn(
-        *args, deterministic=False, attn_pdrop=0.5, dropout_rng=key, key_chunk_size=5
+def test_chunks_are_the_blocks_that_are_visited():
+    """The shapes of the products are `[keys, group * queries]`."""
+    q, k, v = qkv()
+    text = jax.jit(ft.partial(blockwise_attn, query_chunk_size=2, key_chunk_size=3)).lower(q, k, v).as_text()
+    assert f"tensor<{B}x{K}x3x{H // K * 2}xf32>" in text or f"tensor<3x{H // K * 2}xf32>" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("inputs", ["float32", "bfloat16"])
+def test_dtype_is_the_results(inputs, dtype):
+    q, k, v = qkv(inputs)
+    got = blockwise_attn(q, k, v, dtype=dtype)
+    assert got.dtype == dtype and got.shape == (B, T, H, V)
+    wide = blockwise_attn(q, k, v)
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(got, wide.astype(dtype))
+
+
+def test_float32_logits_false_rounds_them():
+    q, k, v = qkv(jnp.bfloat16, scale=4.0)
+    wide = np.asarray(blockwise_attn(q, k, v, causal=False))
+    rounded = np.asarray(blockwise_attn(q, k, v, causal=False, float32_logits=False))
+    want = dense(q, k, v, causal=False, logits_dtype=jnp.bfloat16)
+    np.testing.assert_allclose(wide, dense(q, k, v, causal=False), rtol=1e-4, atol=1e-4)
+    assert abs(rounded - wide).max() > 1e-2  # and nothing else changes:
+    np.testing.assert_allclose(rounded, want, rtol=1e-4, atol=1e-4)
+    q, k, v = qkv()
+    np.testing.assert_array_equal(
+        blockwise_attn(q, k, v, float32_logits=False), blockwise_attn(q, k, v)
     )
-    assert jnp.abs(one - plain).max() > 0.1
-    np.testing.assert_allclose(one, two, atol=2e-6)
 
 
-def test_float32_logits():
-    """Rounded logits of bfloat16 inputs change the result; those of float32 inputs do not."""
-    exact, rounded = (
-        blockwise_attn(*inputs(jnp.bfloat16), float32_logits=on) for on in (True, False)
+@pytest.mark.parametrize(
+    "precision, text",
+    [(None, "HIGHEST"), ("highest", "HIGHEST"), (jax.lax.Precision.HIGH, "HIGH"), ("default", "DEFAULT")],
+)
+def test_precision_is_that_of_the_products(precision, text):
+    """Forward and backward. None is exact float32."""
+    q, k, v = qkv()
+    f = ft.partial(blockwise_attn, precision=precision, causal=False)
+    for g in (f, jax.grad(lambda *x: f(*x).sum(), (0, 1, 2))):
+        lowered = jax.jit(g).lower(q, k, v).as_text()
+        products = [line for line in lowered.splitlines() if "dot_general" in line]
+        assert products
+        for line in products:
+            assert f"precision = [{text}, {text}]" in line, line
+
+
+def test_dropout():
+    q, k, v = qkv()
+    drop = ft.partial(blockwise_attn, q, k, v, attn_pdrop=0.5, causal=False)
+    keep = np.asarray(dropout_mask(KEY, (B,), H, T, S, 0.5))
+    got = drop(deterministic=False, dropout_rng=KEY, query_chunk_size=2, key_chunk_size=3)
+    np.testing.assert_allclose(got, dense(q, k, v, causal=False, keep=2 * keep), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(drop(deterministic=True, dropout_rng=KEY), drop())
+    np.testing.assert_array_equal(
+        blockwise_attn(q, k, v, deterministic=False, dropout_rng=KEY), blockwise_attn(q, k, v)
     )
-    assert 1e-4 < jnp.abs(exact - rounded).max() < 0.1
-    same = [blockwise_attn(*inputs(), float32_logits=on) for on in (True, False)]
-    assert jnp.array_equal(*same)
+    with pytest.raises(ValueError, match="0.5.*dropout_rng"):
+        drop(deterministic=False)
+
+
+# Rematerialisation
+
+
+def loss(q, k, v, **kwargs):
+    return (blockwise_attn(q, k, v, **kwargs) ** 2).sum()
 
 
 @pytest.mark.parametrize("prevent_cse", [True, False])
-def test_policy_and_prevent_cse(prevent_cse):
-    args = inputs()
-
-    def equations(policy):
-        f = lambda *a: blockwise_attn(*a, policy=policy, prevent_cse=prevent_cse)
-        return [e for e in jax.make_jaxpr(f)(*args).eqns if "prevent_cse" in e.params]
-
-    assert not equations(False) and not equations(None)
-    (remat,) = equations(jax.checkpoint_policies.nothing_saveable)
-    assert remat.params["policy"] is jax.checkpoint_policies.nothing_saveable
-    assert remat.params["prevent_cse"] is prevent_cse
-    with pytest.raises(TypeError, match="policy"):
-        blockwise_attn(*args, policy="everything")
+def test_policy_and_prevent_cse_reach_the_checkpoint(prevent_cse):
+    policy = jax.checkpoint_policies.nothing_saveable
+    jaxpr = jax.make_jaxpr(ft.partial(loss, policy=policy, prevent_cse=prevent_cse))(*qkv())
+    (remat,) = equations(jaxpr.jaxpr, "checkpoint") or equations(jaxpr.jaxpr, "remat2")
+    assert remat.params["policy"] is policy
+    assert remat.params["prevent_cse"] == prevent_cse or remat.params["prevent_cse"] == (prevent_cse,)
 
 
-def test_outputs_are_named_for_policies():
-    jaxpr = str(jax.make_jaxpr(lambda q: blockwise_attn(q, *inputs()[1:]))(inputs()[0]))
-    assert "attention_output" in jaxpr
+@pytest.mark.parametrize("policy", [False, None])
+def test_without_a_policy_there_is_no_checkpoint(policy):
+    jaxpr = jax.make_jaxpr(ft.partial(loss, policy=policy))(*qkv()).jaxpr
+    assert not equations(jaxpr, "checkpoint") and not equations(jaxpr, "remat2")
 
 
-def test_precision_reaches_the_products():
-    lowered = lambda p: (
-        jax.jit(lambda *a: blockwise_attn(*a, precision=p)).lower(*inputs()).as_text()
-    )
-    assert "HIGHEST" in lowered(None)
-    assert "HIGHEST" not in lowered(jax.lax.Precision.DEFAULT)
+def saved(**kwargs):
+    """The shapes that the backward of `loss` holds on to, but for the arguments themselves."""
+    args = qkv()
+    _, vjp = jax.vjp(ft.partial(loss, **kwargs), *args)
+    own = {id(x) for x in args}
+    return [x.shape for x in jax.tree.leaves(vjp) if id(x) not in own and jnp.size(x) > 1]
+
+
+def test_policy_chooses_what_is_saved():
+    policies = jax.checkpoint_policies
+    nothing = saved(policy=policies.nothing_saveable)
+    output = saved(policy=policies.save_only_these_names("attention_output"))
+    everything = saved(policy=policies.everything_saveable)
+    size = lambda shapes: sum(map(math.prod, shapes))
+    # The square's own residual is the output, outside of the checkpoint.
+    assert size(nothing) <= B * T * H * V
+    assert size(nothing) <= size(output) <= size(everything)
+    assert size(nothing) < size(everything)
+
+
+def test_a_users_policy_is_asked_and_sees_the_names():
+    asked = []
+
+    def policy(primitive, *avals, **params):
+        asked.append(params.get("name", str(primitive)))
+        return params.get("name") == "attention_output"
+
+    gradient = jax.grad(ft.partial(loss, policy=policy), (0, 1, 2))
+    for got, want in zip(gradient(*qkv()), jax.grad(loss, (0, 1, 2))(*qkv())):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    assert "attention_output" in asked and len(asked) > 1
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_recomputation_happens_in_the_backward(prevent_cse):
+    """With a checkpoint the fold runs twice, and `prevent_cse` keeps it apart from the first."""
+    f = lambda **kwargs: jax.jit(jax.grad(ft.partial(loss, **kwargs))).lower(*qkv()).as_text()
+    policy = jax.checkpoint_policies.nothing_saveable
+    text = f(policy=policy, prevent_cse=prevent_cse)
+    assert ("optimization_barrier" in text) == prevent_cse
+    assert text.count("stablehlo.exponential") > f().count("stablehlo.exponential")

@@ -349,13 +349,17 @@ def test_errors(make, error, match):
         make()
 
 
-def test_x64(x64):
-    ids = np.array([2**40, 2**40, 2**40 + 2**32, -1])
-    want = same_segment(ids, ids)
-    for x in (ids, jnp.asarray(ids)):
-        np.testing.assert_array_equal(Segments(x).as_array(4, 4)[0], want)
-    mask = (
-        Causal(np.array([1, 2])) & KeyPadding(jnp.array([3, 4])) & Tree([-1, 0]) & ChunkedCausal(3)
-    )
-    assert mask.as_array(5, 5, batch_shape=(2,)).shape == (2, 1, 5, 5)
-    assert mask.sparsity(5, 5, batch_shape=(2,), block_q=2, block_k=2).full >= 0
+def test_x64():
+    with jax.enable_x64(True):
+        ids = np.array([2**40, 2**40, 2**40 + 2**32, -1])
+        want = same_segment(ids, ids)
+        for x in (ids, jnp.asarray(ids)):
+            np.testing.assert_array_equal(Segments(x).as_array(4, 4)[0], want)
+        mask = (
+            Causal(np.array([1, 2]))
+            & KeyPadding(jnp.array([3, 4]))
+            & Tree([-1, 0])
+            & ChunkedCausal(3)
+        )
+        assert mask.as_array(5, 5, batch_shape=(2,)).shape == (2, 1, 5, 5)
+        assert mask.sparsity(5, 5, batch_shape=(2,), block_q=2, block_k=2).full >= 0

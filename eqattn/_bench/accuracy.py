@@ -1,8 +1,11 @@
 """Rounding errors of the outputs and the gradients, in their natural unit.
 
-The unit of an output is `u * sum_j p_ij |v_j|`, what rounding every term of its last sum once could
-cost; that of a gradient is the same for its own last sum. `u` is the unit roundoff of the dtype.
-The reference is float64, from the rounded inputs.
+The unit of an output is `u * sum_j p_ij |v_j|`, with the unit roundoff `u` of the dtype: what
+rounding every term of the sum once could cost. The unit of a gradient is its own formula with every
+term made positive, likewise: `u * sum_i p_ij |g_i|` for dv and, with `a_ij = |g_i| . |v_j|`,
+`u * scale * sum_j p_ij (a_ij + sum_l p_il a_il) |k_j|` for dq. In the units, a
+probability is at least what float32 can hold over `u`: underflow is no error. The reference is
+float64, from the rounded inputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +18,7 @@ from .cases import Case, DIM, Row, Target
 
 
 _NAMES = ("out", "dq", "dk", "dv")
+_TINY = float(np.finfo(np.float32).tiny)
 _LIMIT = 1.02  # of the root mean square error, relative to torch's
 
 
@@ -31,14 +35,18 @@ def draw(case: Case) -> list[np.ndarray]:
     return [np.asarray(jax.numpy.asarray(x).astype(case.dtype), np.float32) for x in (q, k, v, g)]
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray) -> tuple[list, list]:
+def reference(inputs: Sequence[np.ndarray], roundoff: float) -> tuple[list, list]:
     """Output and gradients of causal attention in float64, and their units over `u`.
 
-    **Arguments:** `[1, t, h, d]`. **Returns:** two lists, of out, dq, dk and dv.
+    **Arguments:**
+
+    - `inputs`: query, key, value and cotangent, `[1, t, h, d]`.
+    - `roundoff`: `u`.
+
+    **Returns:** two lists, of out, dq, dk and dv.
     """
-    heads = [_head(*(x[0, :, h].astype(np.float64) for x in (q, k, v, g))) for h in
-             range(q.shape[2])]  # fmt: skip
-    values, units = zip(*heads)
+    q, k, v, g = (x[0].swapaxes(0, 1).astype(np.float64) for x in inputs)
+    values, units = zip(*(_head(*head, _TINY / roundoff) for head in zip(q, k, v, g)))
     return _stacked(values), _stacked(units)
 
 
@@ -46,7 +54,7 @@ def _stacked(heads) -> list[np.ndarray]:
     return [np.stack(x, 1)[None] for x in zip(*heads)]
 
 
-def _head(q, k, v, g):
+def _head(q, k, v, g, floor):
     scale = DIM**-0.5
     s = np.where(np.tri(len(q), dtype=bool), scale * (q @ k.T), -np.inf)
     p = np.exp(s - s.max(1, keepdims=True))
@@ -54,7 +62,9 @@ def _head(q, k, v, g):
     out = p @ v
     ds = p * (g @ v.T - (g * out).sum(1, keepdims=True))
     values = out, scale * (ds @ k), scale * (ds.T @ q), p.T @ g
-    size = abs(ds)
+    p = p + np.tri(len(q)) * floor
+    size = abs(g) @ abs(v).T
+    size = p * (size + (p * size).sum(1, keepdims=True))
     units = p @ abs(v), scale * (size @ abs(k)), scale * (size.T @ abs(q)), p.T @ abs(g)
     return values, units
 
@@ -62,15 +72,15 @@ def _head(q, k, v, g):
 def rows(case: Case, names: Sequence[str]) -> Iterator[Row]:
     """Root mean square and largest error of each library, for out, dq, dk and dv."""
     inputs = draw(case)
-    exact, units = reference(*inputs)
     roundoff = float(jax.numpy.finfo(case.dtype).eps) / 2
+    exact, units = reference(inputs, roundoff)
     backward = Case(case.name, tokens=case.tokens, dtype=case.dtype, backward=True)
     errors = {}
     for name in ("eqattn", *names):
         if name in ("eqattn", "jax.nn", "torch"):
             program = peers.program(name, backward, inputs)
             arrays = program.arrays(program.call())
-            errors[name] = [abs(a - x) / np.maximum(roundoff * unit, 1e-300)
+            errors[name] = [abs(a - x) / (roundoff * unit)
                             for a, x, unit in zip(arrays, exact, units)]  # fmt: skip
     for i, array in enumerate(_NAMES):
         rms = {n: float(np.sqrt((e[i] ** 2).mean())) for n, e in errors.items()}

@@ -21,7 +21,7 @@ class Target:
     def verdict(self, value: float) -> str:
         """`"pass"`, `"pass, stretch"` or `"miss"`."""
         sign = -1 if self.at_least else 1
-        if sign * value > sign * self.limit:
+        if not sign * value <= sign * self.limit:
             return "miss"
         stretched = self.stretch is not None and sign * value <= sign * self.stretch
         return "pass, stretch" if stretched else "pass"
@@ -96,7 +96,7 @@ def _time(name: str, limit: float | None = None, stretch: float | None = None, *
     reference = kwargs.get("reference", "torch")
     targets = {} if limit is None else {f"time / {reference}": Target(limit, stretch)}
     if name in ("cpu-f32-causal-2048-fwd", "cpu-f32-causal-2048-grad"):
-        targets["temp MiB"] = Target(32, 25) if backward else Target(20, 15)
+        targets["temp MiB"] = Target(32.0, 25.0) if backward else Target(20.0, 15.0)
     return Case(
         name=name,
         tokens=int(tokens),
@@ -142,13 +142,13 @@ CASES = (
     Case(
         "cpu-compile-fwd",
         "compile",
-        targets={"trace+compile / jax.nn": Target(3), "at 4 T / at T": Target(1.2)},
+        targets={"trace+compile / jax.nn": Target(3.0), "at 4 T / at T": Target(1.2)},
     ),
     Case(
         "cpu-compile-grad",
         "compile",
         backward=True,
-        targets={"trace+compile / jax.nn": Target(4), "at 4 T / at T": Target(1.2)},
+        targets={"trace+compile / jax.nn": Target(4.0), "at 4 T / at T": Target(1.2)},
     ),
     Case("import", "import", targets={"time / equinox": Target(1.1)}),
 )

@@ -11,7 +11,7 @@ from .cases import PEERS, Row
 def _number(x: float | None) -> str:
     if x is None:
         return "-"
-    return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+    return f"{x:.0f}" if 1000 <= abs(x) < 1e6 else f"{x:.3g}"
 
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
@@ -100,9 +100,13 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
         labels = [r.case if share else f"{r.case}\n({r.figure})" for r in panel]
         axis.set_yticks(range(len(panel)), labels)
         axis.set_xscale("log")
+        for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+            ticks(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "125" else "")
+        axis.grid(axis="x", lw=0.3)
+        axis.set_axisbelow(True)
         axis.invert_yaxis()
         axis.set_title(panel[0].figure if share else "time, relative")
-    axes[0][0].legend()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return True

@@ -27,7 +27,7 @@ What that gives, in closed form, with `A_ij = scale sum_d |q||k|`:
     E_out = sum_j E_p |v_j| + (f(S) u + u_op) sum_j p |v_j|
     E_lse = sum_j p E_z + u (f(S) + 3) + u |lse|
     E_dp  = u f(V) |g_i|.|v_j|
-    E_del = sum_j (E_p |dp| + p E_dp) + (f(S) u + 2 u_op) sum_j p |dp|            delta = sum_j p dp
+    E_del = sum_j (E_p |dp| + p E_dp) + (f(S) u + 2 u_op) sum_j p |dp|       delta = sum_j p dp
     E_dz  = E_p |dp - delta + l| + p (E_dp + E_del + u |dp - delta + l|)
     E_dv  = sum_i E_p |g_i| + (f(GT) u + u_op) sum_i p |g_i|
     E_dq  = scale (sum_j E_dz |k_j| + (f(S) u + u_op) sum_j |dz| |k_j|)           dk: over rows, q
@@ -35,7 +35,7 @@ What that gives, in closed form, with `A_ij = scale sum_d |q||k|`:
     E_dscale = sum E_dz |x| + |dz| E_x + f(n) u |dz x|     cap, slopes and table alike
     E_dsinks = sum_i p_in (E_del + (E_p / p) |l - delta| + f(n) u |l - delta|)
 
-With kappa_i = sum_j p_ij A_ij, E_out is about u f(D) (1 + kappa_i) sum_j p |v_j|, the bound that the
+With kappa_i = sum_j p_ij A_ij, E_out is about u f(D) (1 + kappa_i) sum_j p |v_j|, the bound the
 design asks for, which multiplies two averages over j where this one averages the products.
 Tangents obey the same rules on the forward-mode formulas. Hessian-vector products are the gradient
 formulas run on `Dual` numbers whose parts are `Bounded`.
@@ -241,7 +241,7 @@ def _split(x):
 
 
 class Dual(_Wrapped):
-    """`primal + tangent eps`, for derivatives of the gradient formulas. The parts may be `Bounded`."""
+    """`primal + tangent eps`, to differentiate the gradient formulas. Parts may be `Bounded`."""
 
     def __init__(self, primal, tangent):
         self.primal = primal

@@ -1,5 +1,5 @@
-"""Accuracy on four distributions, at a length where accumulation shows, by both bounds: that of
-`bound.py` for everything, and the design's `u sum p|v| (2 + sqrt D)(1 + kappa)` for float32 outputs.
+"""Accuracy on four distributions, at a length where accumulation shows, by two bounds: that of
+`bound.py`, and for float32 outputs the design's `u sum p|v| (2 + sqrt D)(1 + kappa)`.
 """
 
 import contextlib

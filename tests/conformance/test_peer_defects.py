@@ -1,5 +1,4 @@
-"""One regression test for each defect measured in a peer that a single device
-can show.
+"""One regression test for each defect measured in a peer that a single device can show.
 
 Each docstring names the peer and its symptom. Everything is judged by the oracle and its bound.
 """
@@ -177,7 +176,7 @@ def test_ejkernel_forward_mode_crashes():
 
 @STRATEGIES
 def test_ejkernel_dropout_cannot_run_and_would_renormalise(strategy):
-    """The key is a static argument (unhashable); as written: -inf before the softmax, no 1/(1-p)."""
+    """The key is a static argument (unhashable); it would drop before the softmax."""
     key, rate = jax.random.key(3), 0.25
     keep = np.asarray(eqattn.dropout_mask(key, (2,), 4, 64, 64, rate))
     assert abs(keep.mean() - 0.75) < 0.02

@@ -1,0 +1,180 @@
+"""`python -m eqattn info` and `python -m eqattn bench`."""
+
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from eqattn import AttentionRegistry
+from eqattn.__main__ import main
+from eqattn._bench import accuracy, cases, report
+from eqattn._info import parse_mask
+
+
+def fields(text, title):
+    """The names and values printed under a title."""
+    _, _, rest = text.partition(f"\n{title}\n")
+    lines = rest.split("\n\n")[0].splitlines()
+    return dict((x[2:17].strip(), x[18:]) for x in lines)
+
+
+def test_info(capsys):
+    flags = "--queries 512 --heads 4 --kv-heads 2 --dim 16 --blocksize-q 128 --blocksize-k 128"
+    assert main(["info", *flags.split()]) == 0
+    text = capsys.readouterr().out
+    assert f"jax             {jax.__version__}\n" in text and "x cpu" in text
+    assert fields(text, "call")["key"] == "float32[1, 512, 2, 16]"
+    runs = fields(text, "runs")
+    assert (runs["strategy"], runs["method"], runs["code"]) == ("blockwise", "forward_cpu", "XLA")
+    assert runs["visited"].startswith("20 of 32 blocks") and "empty ones are skipped" in text
+    assert "MiB forward" in runs["temporary"] and "MiB with gradients" in runs["temporary"]
+    assert set(fields(text, "strategies")) == set(AttentionRegistry.list_implementations())
+    lowerings = fields(text, "code for blockwise")
+    assert lowerings["tpu xla"] == "yes" and "no Pallas kernel" in lowerings["tpu pallas"]
+
+
+def test_info_counts_what_the_mask_leaves(capsys):
+    flags = "--queries 1024 --heads 1 --blocksize-q 64 --blocksize-k 64 --mask causal&window:63,0"
+    assert main(["info", "--no-compile", *flags.split()]) == 0
+    runs = fields(capsys.readouterr().out, "runs")
+    assert runs["visited"].startswith(f"{16 + 15} of 256 blocks") and "temporary" not in runs
+    flop = 4 * 64 * 31 * 64 * 64
+    assert runs["products"].startswith(f"{flop / 1e6:.3g} MFLOP forward")
+
+
+def test_info_says_why_not(capsys):
+    assert main(["info", "--no-compile", "--weights", "--queries", "64"]) == 0
+    text = capsys.readouterr().out
+    assert "return_weights" in fields(text, "runs")["nothing"]
+    assert fields(text, "strategies")["dense"].startswith("would run")
+    assert main(["info", "--no-compile", "--platform", "pallas"]) == 0
+    assert "no Pallas kernel" in fields(capsys.readouterr().out, "runs")["nothing"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("", "command"),
+        ("info --mask triangle", "'triangle' is not a mask"),
+        ("info --mask window:-1,0", "at least 0"),
+        ("info --mask chunked", "chunked:N"),
+        ("info --heads 3 --kv-heads 2", "multiple"),
+        ("info --heads 0", "--heads"),
+        ("info --strategy fast", "blockwise"),
+        ("info --dtype int32", "floating"),
+        ("info --dtype floaty", "floaty"),
+        ("info --dropout 1.5", "dropout"),
+        ("info --platform gpu --backend tpu", "tpu"),
+        ("info --blocksize-q 0", "block"),
+        ("bench --only nothing-like-it", "nothing-like-it"),
+        ("bench --peers xformers", "xformers"),
+        ("bench --rounds 0", "--rounds"),
+        ("bench --core 100000", "--core"),
+        ("bench --out /no/such/folder/x", "/no/such/folder"),
+        ("train", "train"),
+    ],
+)
+def test_bad_arguments(words, message, capsys):
+    with pytest.raises(SystemExit) as info:
+        main(words.split())
+    assert info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_masks():
+    t = np.arange(9)
+    q, k = t[:, None], t[None]
+    for text, expected in {
+        "causal": k <= q,
+        "causal:2": k <= q + 2,
+        "window:3,1": (k >= q - 3) & (k <= q + 1),
+        "causal & window:2,0,1": (k <= q) & ((k >= q - 2) | (k < 1)),
+        "prefix:4": (k <= q) | (k < 4),
+        "chunked:3": (k <= q) & (k // 3 == q // 3),
+        "block-causal:3": k // 3 <= q // 3,
+    }.items():
+        mask = parse_mask(text)
+        assert mask is not None
+        np.testing.assert_array_equal(mask.as_array(9, 9)[0], expected)
+    assert parse_mask("none") is None
+
+
+def test_bench(tmp_path):
+    """In a process of its own, as its children are, and without other libraries than JAX."""
+    out, page = tmp_path / "figures", tmp_path / "figures.md"
+    command = [sys.executable, "-m", "eqattn", "bench", "--quick", "--rounds", "1"]
+    command += ["--only", "cpu-f32-causal-512-fwd", "cpu-dropout-fwd", "--peers", "jax.nn"]
+    command += ["--out", str(out), "--markdown", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "figures.json").read_text())
+    assert data["machine"]["rounds"] == 1
+    rows = {(r["case"], r["figure"]): r["values"] for r in data["rows"]}
+    time = rows["cpu-f32-causal-32-fwd", "time / jax.nn"]
+    assert time["jax.nn"] == 1 and time["eqattn"] > 0
+    assert rows["cpu-f32-causal-32-fwd", "temp MiB"]["eqattn"] > 0
+    assert rows["cpu-dropout-fwd", "time / no dropout"]["eqattn"] > 0
+    assert not any("WRONG" in r["note"] for r in data["rows"])
+    for name, _ in rows:
+        assert name in done.stdout and name in page.read_text()
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "figures.png").stat().st_size > 0
+
+
+def test_a_failing_case_is_reported(tmp_path, monkeypatch, capsys):
+    from eqattn._bench import cli
+
+    monkeypatch.setattr(cli, "choose", lambda *_: [cases.Case("broken", "no such kind")])
+    assert main(["bench", "--peers", "--out", str(tmp_path / "x")]) == 1
+    assert "broken: status 1: KeyError" in capsys.readouterr().err
+
+
+def test_import_does_not_load_the_commands():
+    code = "import sys, eqattn; print([m for m in sys.modules if m.startswith('eqattn._')])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert "eqattn._attention" in loaded
+    assert "eqattn._info" not in loaded and "eqattn._bench" not in loaded
+
+
+def test_list(capsys):
+    assert main(["bench", "--list", "--only", "cpu-f32-causal", "*-bf16-*grad"]) == 0
+    names = capsys.readouterr().out.split()
+    assert "cpu-f32-causal-2048-grad" in names and "cpu-bf16-causal-2048-grad" in names
+    assert "cpu-bf16-causal-2048-fwd" not in names
+    assert main(["bench", "--list", "--accuracy"]) == 0
+    assert len(capsys.readouterr().out.split()) == 8
+
+
+def test_verdicts():
+    target = cases.Target(1.3, 1.15)
+    assert [target.verdict(x) for x in (1.1, 1.2, 1.4)] == ["pass, stretch", "pass", "miss"]
+    share = cases.Target(0.8, None, True)
+    assert [share.verdict(x) for x in (0.9, 0.7)] == ["pass", "miss"]
+    assert target.verdict(math.nan) == share.verdict(math.nan) == "miss"
+    row = cases.Row("a case", "time / torch", {"eqattn": 1.4, "torch": 1.0}, target=target)
+    again = cases.Row.from_dict(json.loads(json.dumps(row.to_dict())))
+    assert again == row and again.verdict == "miss"
+    assert "0 of 1 targets met" in report.table([row])
+
+
+@pytest.mark.parametrize("distribution", ["normal", "outlier-keys"])
+def test_accuracy_reference(distribution, x64):
+    """It has the values and gradients of JAX in float64, and units are no smaller than values."""
+    case = cases.Case(f"accuracy-f64-{distribution}", "accuracy", tokens=24, dtype="float64")
+    inputs = accuracy.draw(case)
+    exact, units = accuracy.reference(inputs, 2.0**-53)
+
+    def call(q, k, v):
+        s = jax.numpy.einsum("bthd,bshd->bhts", q, k) / 8
+        s = jax.numpy.where(np.tri(24, dtype=bool)[None, None], s, -np.inf)
+        return jax.numpy.einsum("bhts,bshd->bthd", jax.nn.softmax(s, -1), v)
+
+    q, k, v, g = (jax.numpy.asarray(x, "float64") for x in inputs)
+    out, pull = jax.vjp(call, q, k, v)
+    for a, x, unit in zip((out, *pull(g)), exact, units):
+        assert (abs(np.asarray(a) - x) <= 1e-12 * unit + 1e-300).all()
+        assert (abs(x) <= unit * (1 + 1e-12)).all()
