@@ -21,7 +21,7 @@ class _Weak:
     def __init__(self, fn: Callable):
         self._ref = weakref.WeakMethod(fn) if isinstance(fn, MethodType) else weakref.ref(fn)
         self._hash = hash(fn)
-        self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+        setattr(self, "__qualname__", getattr(fn, "__qualname__", type(fn).__name__))
 
     def __hash__(self):
         return self._hash
@@ -57,7 +57,7 @@ def cached(fn: Callable) -> Callable:
         @ft.partial(jax.jit, static_argnums=(1, 2, 3))
         def jitted(arrays, treedef, others, static):
             leaves = iter(arrays)
-            leaves = [next(leaves) if other is _ARRAY else other for other in others]
+            leaves = [next(leaves) if kind is _ARRAY else x for kind, x in others]
             return fn(*jax.tree.unflatten(treedef, leaves), **dict(static))
 
         return jitted
@@ -80,7 +80,10 @@ def cached(fn: Callable) -> Callable:
         trees = jax.tree.map(weakly, trees, is_leaf=lambda x: isinstance(x, Fixed))
         leaves, treedef = jax.tree.flatten(trees)
         arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
-        others = tuple(_ARRAY if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
+        others = tuple(  # by type too: 1 == True == 1.0
+            (_ARRAY, None) if isinstance(x, jax.Array | np.ndarray) else (type(x), x)
+            for x in leaves
+        )
         return node.jitted(arrays, treedef, others, tuple(sorted(static.items())))
 
     return call

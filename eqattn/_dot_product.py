@@ -180,7 +180,7 @@ def _lengths(lengths: ArrayLike, batch: int, name: str) -> Array:
 
 def _window(size: Any) -> AbstractMask:
     single = isinstance(size, int) or getattr(size, "shape", None) == ()
-    sizes = (size, size) if single else tuple(size)
+    sizes: Any = (size, size) if single else tuple(size)  # pyright: ignore
     if len(sizes) != 2:
         raise ValueError(f"local_window_size must be an int or (left, right), got {size!r}.")
     left, right = sizes

@@ -270,7 +270,7 @@ class Spec:
         found = []
         for name, function in (("forward", forward), ("with gradients", both)):
             try:
-                compiled = jax.jit(function).lower(self.query, self.key, self.value).compile()
+                compiled: Any = jax.jit(function).lower(self.query, self.key, self.value).compile()
                 size = mebibytes(compiled.memory_analysis().temp_size_in_bytes)
             except Exception as e:  # of any backend's compiler, such as for lack of memory
                 size = f"does not compile here ({str(e).splitlines()[0]})"

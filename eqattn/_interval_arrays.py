@@ -52,8 +52,8 @@ def select(dtype, which: Interval, *cases: Interval) -> Interval:
     for n, case in enumerate(cases):
         xp = xp_of(*which, *case) if isinstance(lo, np.generic | np.ndarray) else jnp
         chosen = (which.lo <= number(n)) & (number(n) <= which.hi)
-        lo = xp.minimum(xp.where(chosen, case.lo, most), lo)
-        hi = xp.maximum(xp.where(chosen, case.hi, least), hi)
+        lo = xp.minimum(xp.where(chosen, case.lo, most), lo)  # pyright: ignore
+        hi = xp.maximum(xp.where(chosen, case.hi, least), hi)  # pyright: ignore
     return guard((which.lo >= number(0)) & (which.hi < number(len(cases))), lo, hi, dtype)
 
 

@@ -152,14 +152,15 @@ def _interpret(jaxpr, consts, args, traced: bool) -> list[Interval | None]:
     bounds: dict[Var, Interval | None] = dict(zip(jaxpr.constvars, consts))
     bounds.update(zip(jaxpr.invars, args))
 
-    def read(v):
+    def read(v: Any):
         if not isinstance(v, Literal):
             return bounds[v]
-        if not kind(v.aval.dtype):
+        aval: Any = v.aval
+        if not kind(aval.dtype):
             return None
-        x = np.asarray(v.val, v.aval.dtype).astype(carrier(v.aval.dtype))
-        x = x.reshape((1,) * GRID + v.aval.shape)
-        return source(x, x, v.aval.dtype)
+        x = np.asarray(v.val, aval.dtype).astype(carrier(aval.dtype))
+        x = x.reshape((1,) * GRID + aval.shape)
+        return source(x, x, aval.dtype)
 
     for eqn in jaxpr.eqns:
         bounds.update(zip(eqn.outvars, _evaluate(eqn, [read(v) for v in eqn.invars], traced)))

@@ -237,12 +237,12 @@ def _each(terms, b, h, q, k, ids):
         ids = ids[n:]
 
 
-def _combine(kind, *operands):
+def _combine(kind: Any, *operands: Any):
     terms = []
     for x in operands:
         if not isinstance(x, AbstractMask):
             if not hasattr(x, "shape") or not hasattr(x, "dtype"):
                 return NotImplemented
             x = Dense(x)
-        terms += x.terms if isinstance(x, kind) else [x]
+        terms += x.terms if isinstance(x, kind) else [x]  # pyright: ignore
     return kind(tuple(terms))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from eqattn import (
+    attention,
     AttentionMetadata as Metadata,
     AttentionRegistry,
-    attention,
     Blockwise,
     blockwise_attn,
     Causal,
@@ -211,7 +211,9 @@ def test_traced_numbers_are_never_looked_into():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("strategy", [Blockwise(Metadata()), Dense(Metadata())], ids=["blockwise", "dense"])
+@pytest.mark.parametrize(
+    "strategy", [Blockwise(Metadata()), Dense(Metadata())], ids=["blockwise", "dense"]
+)
 def test_what_only_looks_bad_is_fine(strategy, shapes):
     out = attention(*(jnp.ones(x) for x in shapes), strategy, mask=Causal(), return_logsumexp=True)
     assert out.attention_outputs.shape == (*shapes[0][:-1], shapes[2][-1])

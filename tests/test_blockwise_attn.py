@@ -19,7 +19,9 @@ KEY = jax.random.key(3)
 def qkv(dtype=jnp.float32, scale=1.0):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(B, T, H, D), (B, S, K, D), (B, S, K, V)]
-    return [scale * jax.random.normal(k, s, jnp.float32).astype(dtype) for k, s in zip(keys, shapes)]
+    return [
+        scale * jax.random.normal(k, s, jnp.float32).astype(dtype) for k, s in zip(keys, shapes)
+    ]
 
 
 def dense(q, k, v, *, causal=True, bias=0.0, keep=1.0, logits_dtype=np.float64):
@@ -55,7 +57,9 @@ def test_the_parameters_are_the_seeds():
 def test_by_position():
     q, k, v = qkv()
     bias = jnp.ones((S,))
-    got = blockwise_attn(q, k, v, bias, True, None, 0.5, False, 2, 3, jnp.float32, None, None, True, False)
+    got = blockwise_attn(
+        q, k, v, bias, True, None, 0.5, False, 2, 3, jnp.float32, None, None, True, False
+    )
     np.testing.assert_allclose(got, dense(q, k, v, causal=False), rtol=1e-5, atol=1e-6)
 
 
@@ -91,7 +95,11 @@ def gradients(query_chunk=2048, key_chunk=2048):
 def test_chunks_are_the_blocks_that_are_visited():
     """The shapes of the products are `[keys, group * queries]`."""
     q, k, v = qkv()
-    text = jax.jit(ft.partial(blockwise_attn, query_chunk_size=2, key_chunk_size=3)).lower(q, k, v).as_text()
+    text = (
+        jax.jit(ft.partial(blockwise_attn, query_chunk_size=2, key_chunk_size=3))
+        .lower(q, k, v)
+        .as_text()
+    )
     assert f"tensor<{B}x{K}x3x{H // K * 2}xf32>" in text or f"tensor<3x{H // K * 2}xf32>" in text
 
 
@@ -122,7 +130,12 @@ def test_float32_logits_false_rounds_them():
 
 @pytest.mark.parametrize(
     "precision, text",
-    [(None, "HIGHEST"), ("highest", "HIGHEST"), (jax.lax.Precision.HIGH, "HIGH"), ("default", "DEFAULT")],
+    [
+        (None, "HIGHEST"),
+        ("highest", "HIGHEST"),
+        (jax.lax.Precision.HIGH, "HIGH"),
+        ("default", "DEFAULT"),
+    ],
 )
 def test_precision_is_that_of_the_products(precision, text):
     """Forward and backward. None is exact float32."""
@@ -141,7 +154,9 @@ def test_dropout():
     drop = ft.partial(blockwise_attn, q, k, v, attn_pdrop=0.5, causal=False)
     keep = np.asarray(dropout_mask(KEY, (B,), H, T, S, 0.5))
     got = drop(deterministic=False, dropout_rng=KEY, query_chunk_size=2, key_chunk_size=3)
-    np.testing.assert_allclose(got, dense(q, k, v, causal=False, keep=2 * keep), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        got, dense(q, k, v, causal=False, keep=2 * keep), rtol=1e-5, atol=1e-6
+    )
     np.testing.assert_array_equal(drop(deterministic=True, dropout_rng=KEY), drop())
     np.testing.assert_array_equal(
         blockwise_attn(q, k, v, deterministic=False, dropout_rng=KEY), blockwise_attn(q, k, v)
@@ -163,7 +178,9 @@ def test_policy_and_prevent_cse_reach_the_checkpoint(prevent_cse):
     jaxpr = jax.make_jaxpr(ft.partial(loss, policy=policy, prevent_cse=prevent_cse))(*qkv())
     (remat,) = equations(jaxpr.jaxpr, "checkpoint") or equations(jaxpr.jaxpr, "remat2")
     assert remat.params["policy"] is policy
-    assert remat.params["prevent_cse"] == prevent_cse or remat.params["prevent_cse"] == (prevent_cse,)
+    assert remat.params["prevent_cse"] == prevent_cse or remat.params["prevent_cse"] == (
+        prevent_cse,
+    )
 
 
 @pytest.mark.parametrize("policy", [False, None])

@@ -108,13 +108,13 @@ def test_like_jax_nn(call, dtype):
     kwargs, arrays = dict(CALLS[call]), qkv(dtype)
     if "window" in call:  # so that every query sees a key
         arrays = (arrays[0][:, :S], *arrays[1:])
-    same(*ours_and_theirs(arrays, kwargs), 3e-6 if dtype == jnp.float32 else 3e-2)
+    same(*ours_and_theirs(arrays, kwargs), 1e-5 if dtype == jnp.float32 else 3e-2)
 
 
 @pytest.mark.parametrize("call", ["plain", "causal", "xla"])
 def test_without_batch(call):
     ours, theirs = ours_and_theirs(qkv(batch=()), CALLS[call])
-    same(ours, theirs, 3e-6)
+    same(ours, theirs, 1e-5)
     assert ours[1].shape == (T, N, H) and ours[3].shape == (T, N)
 
 

@@ -110,7 +110,10 @@ def test_what_is_not_one_key_raises(key, error, message, unchecked):
 
 
 def data(dtype):
-    return [normal(i, *B, n, heads, D, dtype=dtype) for i, (n, heads) in enumerate(((T, H), (S, K), (S, K)))]
+    return [
+        normal(i, *B, n, heads, D, dtype=dtype)
+        for i, (n, heads) in enumerate(((T, H), (S, K), (S, K)))
+    ]
 
 
 def dense(q, k, v, keep, bias=0.0):
@@ -135,7 +138,9 @@ def test_the_weights_show_the_mask():
     """Dropped weights are 0 and the others 1 / (1 - rate) of those without dropout."""
     q, k, v = data(np.float32)
     run = lambda **kwargs: attention(q, k, v, STRATEGIES["dense"], return_weights=True, **kwargs)
-    with_, without = (np.asarray(run(**x).attention_weights) for x in ({"key": KEY}, {"inference": True}))
+    with_, without = (
+        np.asarray(run(**x).attention_weights) for x in ({"key": KEY}, {"inference": True})
+    )
     keep = np.asarray(dropout_mask(KEY, B, H, T, S, RATE))
     np.testing.assert_allclose(with_, without * keep / (1 - RATE), rtol=1e-6)
     np.testing.assert_array_equal(with_ == 0, ~keep)
@@ -152,7 +157,9 @@ def test_logsumexp_and_denominator_know_nothing_of_it():
 def test_bits_follow_positions(name):
     """The tail of a sequence, or its rows one by one, meet the bits that they meet in the whole."""
     q, k, v = data(np.float32)
-    f = jax.jit(lambda q, at: attention(q, k, v, STRATEGIES[name], key=KEY, q_offset=at).attention_outputs)
+    f = jax.jit(
+        lambda q, at: attention(q, k, v, STRATEGIES[name], key=KEY, q_offset=at).attention_outputs
+    )
     whole = f(q, 0)
     tail = jnp.concatenate([f(q[:, i : i + 1], i) for i in range(T)], 1)
     np.testing.assert_allclose(tail, whole, rtol=1e-6, atol=1e-6)
@@ -241,9 +248,7 @@ def test_rates_outside_raise(rate):
 @pytest.mark.parametrize("name", ["dense", "blocks 2x3"])
 def test_gradients_under_dropout_are_the_differences(name, x64):
     """Of the query, key, value and bias, with the mask held fixed, forward and reverse."""
-    strategy = type(STRATEGIES[name])(
-        STRATEGIES[name].metadata.replace(runtime_dtype=jnp.float64)
-    )
+    strategy = type(STRATEGIES[name])(STRATEGIES[name].metadata.replace(runtime_dtype=jnp.float64))
     args = (*data(np.float64), normal(5, H, T, S))
     cotangent = normal(6, *B, T, H, D)
     direction = tuple(normal(7 + i, *x.shape) for i, x in enumerate(args))

@@ -71,11 +71,17 @@ def test_loads_little_beyond_equinox(imported):
     others = [m for m in added if m.partition(".")[0] != "eqattn"]
     assert len(added) <= 60, added
     assert len(others) <= 10, others
-    assert not [m for m in others if m.partition(".")[0] not in sys.stdlib_module_names | {"jax", "numpy"}]
+    assert not [
+        m for m in others if m.partition(".")[0] not in sys.stdlib_module_names | {"jax", "numpy"}
+    ]
 
 
 def test_public_names_are_there_and_are_documented():
-    names = [n for n, x in vars(eqattn).items() if n[0] != "_" and "eqattn" in getattr(x, "__module__", n)]
+    names = [
+        n
+        for n, x in vars(eqattn).items()
+        if n[0] != "_" and "eqattn" in getattr(x, "__module__", n)
+    ]
     assert {"attention", "Carry", "Blockwise", "Dense", "dropout_mask"} <= set(names)
     for name in names:
         assert getattr(eqattn, name).__doc__, name

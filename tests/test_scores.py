@@ -158,7 +158,9 @@ def published_bucket(relative, bidirectional, buckets, max_distance):
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("buckets, distance", [(32, 128), (32, 1000), (8, 20), (10, 50), (4, 3), (33, 128)])
+@pytest.mark.parametrize(
+    "buckets, distance", [(32, 128), (32, 1000), (8, 20), (10, 50), (4, 3), (33, 128)]
+)
 def test_t5_buckets_are_the_published_ones(bidirectional, buckets, distance):
     relative = np.arange(-2 * distance, 2 * distance + 1)
     score = T5Bias(jnp.zeros((buckets, 1)), bidirectional, distance)
@@ -242,7 +244,8 @@ def test_bias_of_any_shape_has_its_gradient(shape, x64):
 
 
 @pytest.mark.parametrize(
-    "shape", [(S + 1,), (S, T), (2,), (2, 1, 1), (T, S, H), (2, 1, 1, 1), (3, 2, H, T, S), (1, *FULL)]
+    "shape",
+    [(S + 1,), (S, T), (2,), (2, 1, 1), (T, S, H), (2, 1, 1, 1), (3, 2, H, T, S), (1, *FULL)],
 )
 @pytest.mark.parametrize("how", ["bias", "score"])
 def test_bias_of_other_shapes_raises_with_both(how, shape):
@@ -339,7 +342,25 @@ def test_one_function_over_another_value_is_not_mistaken_for_the_old_one():
     q, k, v = (x[0, 0] for x in qkv(np.float32))
     for w in (1.0, 2.0, 3.0):
         out = attention(q, k, v, score=ScoreFn(lambda z, b, h, i, j: z * w)).attention_outputs
-        np.testing.assert_allclose(out, softmax(q, k, v, lambda z: z / 2 * w)[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            out, softmax(q, k, v, lambda z: z / 2 * w)[0], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_equal_leaves_of_other_types_are_not_mistaken_for_each_other():
+    """`1 == True == 1.0`, but a module may tell them apart."""
+
+    class Doubled(eqx.Module):
+        twice: object
+
+        def __call__(self, z, b, h, q, k):
+            return 2 * z if self.twice is True else z
+
+    q, k, v = (x[0, 0] for x in qkv(np.float32))
+    f = lambda x: attention(q, k, v, score=ScoreFn(Doubled(x))).attention_outputs
+    want = softmax(q, k, v, lambda z: z / 2)[0], softmax(q, k, v, lambda z: z)[0]
+    for twice in (1, True, 1.0):
+        np.testing.assert_allclose(f(twice), want[twice is True], rtol=1e-5, atol=1e-5)
 
 
 def test_a_function_may_return_another_float_dtype():

@@ -298,7 +298,9 @@ def test_a_users_strategy_may_wrap_one_of_ours(registry):
             return "tempered"
 
         def forward_native(self, q, k, v, mask=None, **kwargs):
-            return Blockwise(self.metadata).forward_native(q / self.temperature, k, v, mask, **kwargs)
+            return Blockwise(self.metadata).forward_native(
+                q / self.temperature, k, v, mask, **kwargs
+            )
 
     assert_close(loss(registry.create("tempered", strategy().metadata)), loss(strategy()))
     half = Tempered(strategy().metadata, jnp.asarray(2.0, jnp.float64))
