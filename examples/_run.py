@@ -27,7 +27,7 @@ class Config:
     width: int = 128
     heads: int = 4
     kv_heads: int = 2
-    steps: int = 1500
+    steps: int = 1200
     lr: float = 3e-3
     seed: int = 0
     strategy: str = "blockwise"
