@@ -66,11 +66,18 @@ NARROW = ("causal", "both lengths", "mask", "all")
 
 
 def same(a, b, tol):
+    """Two float32 computations agree. A leaf smaller than the query (a scalar or broadcast
+    gradient) sums over pairs that largely cancel, in another order: its rounding grows with the
+    root of their number. The conformance suite judges these by their error bound.
+    """
     assert jax.tree.structure(a) == jax.tree.structure(b)
+    pairs = 2 * N * T * S
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
         assert x.shape == y.shape and x.dtype == y.dtype
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert np.abs(x - y).max() <= tol * max(1.0, np.abs(y).max())
+        terms = pairs / max(y.size, 1) if y.size < 2 * T * N else 1
+        allowed = tol * max(1.0, np.abs(y).max()) + 2**-24 * np.sqrt(terms) * 4
+        assert np.abs(x - y).max() <= allowed
 
 
 def value_and_grads(fn, arrays, kwargs):

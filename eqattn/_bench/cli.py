@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         for item in _progress(cases, args.quick, job):
             (rows if isinstance(item, Row) else failed).append(item)
+            write(rows, machine, _beside(args.out, ".json"))  # what is killed has lost nothing
     except KeyboardInterrupt:
         failed.append("interrupted")
     print(", ".join(f"{k} {v}" for k, v in machine.items()))
@@ -69,8 +70,12 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _beside(out: Path, suffix: str) -> Path:
+    return out.with_name(out.name + suffix)
+
+
 def _save(rows: Sequence[Row], machine: dict[str, Any], args: argparse.Namespace) -> None:
-    data, picture = (args.out.with_name(args.out.name + suffix) for suffix in (".json", ".png"))
+    data, picture = _beside(args.out, ".json"), _beside(args.out, ".png")
     write(rows, machine, data)
     written = [str(data)]
     if plot(rows, picture):
