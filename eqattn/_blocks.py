@@ -20,7 +20,6 @@ from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
 from ._fold import fold, masked_dot
-from ._intervals import classify
 from ._pairs import over_block
 from ._problem import Problem, visible
 from ._traverse import COL, EMPTY, FULL, PARTIAL, ROW
@@ -120,6 +119,8 @@ def table_of(problem: Problem, blocking: Blocking):
     """The class of each block `[B|1, K|1, rows, columns]`; None if all are full."""
     table = None
     if problem.mask is not None:
+        from ._intervals import classify  # imported on first use: half of eqattn's import
+
         q, k = problem.positions()
         table = classify(
             problem.mask,

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._draw import describe
-from ._intervals import classify
 from ._mask_data import as_array, as_ids, count_of, int32
 from ._pairs import canonical, Operand
 
@@ -66,6 +64,8 @@ class AbstractMask(eqx.Module):
         return self.term if isinstance(self, Not) else Not(self)
 
     def __repr__(self) -> str:
+        from ._draw import describe  # with the rules of intervals: half of eqattn's import
+
         return describe(self)
 
     def as_array(
@@ -132,6 +132,8 @@ class AbstractMask(eqx.Module):
         """
         batch_shape = tuple(batch_shape)
         q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+        from ._intervals import classify
+
         table = classify(
             self,
             batch_shape=batch_shape,

@@ -25,11 +25,11 @@ wide = {n: eqx.tree_at(lambda s: s.metadata, x, x.metadata.replace(runtime_dtype
         for n, x in STRATEGIES.items()}  # fmt: skip
 
 
-def normal(seed, *shape, dtype=np.float64):
+def normal(seed, *shape, dtype=None):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def qkv(dtype=np.float64):
+def qkv(dtype=None):
     shapes = [(*B, T, H, D), (*B, S, K, D), (*B, S, K, V)]
     return [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
 

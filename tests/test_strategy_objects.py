@@ -106,12 +106,6 @@ def test_grad(cls, floats):
         assert_close(got, want)
 
 
-def test_grad_is_eager_too():
-    eager, compiled = jax.grad(loss)(learnable()), jax.jit(jax.grad(loss))(learnable())
-    for a, b in zip(parameters(eager), parameters(compiled)):
-        assert_close(a, b)
-
-
 @pytest.mark.parametrize("cls", CLASSES)
 def test_hessian(cls):
     """Forward over reverse, over the whole object."""
