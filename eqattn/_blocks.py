@@ -19,7 +19,7 @@ from jaxtyping import Array
 from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
-from ._fold import fold, masked_dot
+from ._fold import finite, fold, masked_dot
 from ._pairs import over_block
 from ._problem import Problem, visible
 from ._traverse import COL, EMPTY, FULL, PARTIAL, ROW
@@ -73,10 +73,9 @@ class Blocking:
         return x.reshape(*x.shape[:4], self.group * self.block_q)
 
     def from_rows(self, x: Array) -> Array:
-        """The inverse of `rows_of`, also for arrays without the axis `D`."""
-        deep = x.ndim == 5
-        x = x.reshape(*x.shape[:-1], self.group, self.block_q)
-        x = x.transpose(0, 2, 5, 1, 4, 3) if deep else x.transpose(0, 2, 4, 1, 3)
+        """`[B, K, rows, group * block_q]`, maybe with a last axis `V`, to `[B, T, H]`, `V`."""
+        x = x.reshape(*x.shape[:3], self.group, self.block_q, *x.shape[4:])
+        x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))
         heads = self.kv_heads * self.group
         x = x.reshape(self.batch, self.rows * self.block_q, heads, *x.shape[5:])
         return x[:, : self.queries]
@@ -84,8 +83,10 @@ class Blocking:
     def columns_of(self, x: Any) -> Array:
         """`[B, S, K, D]` to `[B, K, columns, block_k, D]`."""
         x = self.pad(x, 1, self.columns * self.block_k, edge=False)
-        x = x.reshape(self.batch, self.columns, self.block_k, self.kv_heads, x.shape[-1])
-        return x.transpose(0, 3, 1, 2, 4)
+        # The axis of size 1 makes XLA:CPU copy once, not twice, on the way into a loop.
+        x = x.reshape(self.batch, self.columns, 1, self.block_k, self.kv_heads, x.shape[-1])
+        x = x.transpose(0, 4, 1, 2, 3, 5)
+        return x.reshape(*x.shape[:3], *x.shape[4:])
 
     def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
         """A canonical operand `[B|1, H|1, T|1, S|1]` as blocks
@@ -155,6 +156,7 @@ def fold_problem(problem: Problem, blocking: Blocking) -> Carry:
         parts.operands,
         parts.axes,
         parts.value,
+        parts.poison,
         (BATCH, HEAD, COL),
         grid=blocking.grid,
         block=blocking.block,
@@ -165,6 +167,14 @@ def fold_problem(problem: Problem, blocking: Blocking) -> Carry:
         roles=parts.roles,
     )
     return Carry(*map(blocking.from_rows, carry))
+
+
+def not_finite(x: Array) -> Array:
+    """`[..., 1]`: NaN where a vector of `x` `[..., n]` holds what is not finite, else 0."""
+    x = lax.stop_gradient(x)
+    few = np.where(np.arange(x.shape[-1]) % 2, 2.0**-13, 2.0**-14)  # sums stay in range
+    weights = jnp.asarray(few[:, None].repeat(2, 1), x.dtype)  # two columns: XLA:CPU is fast then
+    return (jnp.einsum("...n,nm->...m", x, weights, precision=lax.Precision.HIGHEST) * 0)[..., :1]
 
 
 class Parts:
@@ -179,13 +189,15 @@ class Parts:
         if precision is None and dtype == acc:
             precision = lax.Precision.HIGHEST
         self.products = (("operand_dtype", None if wide else dtype), ("precision", precision))
-        query = problem.query.astype(stored)
+        query, key = problem.query.astype(stored), problem.key.astype(stored)
         scale = jnp.asarray(problem.scale, acc)
         self.post_scale = not wide
-        if wide:
-            query = query * scale
-        self.value = blocking.columns_of(problem.value.astype(stored))
-        self.operands = [blocking.rows_of(query), blocking.columns_of(problem.key.astype(stored))]
+        if wide:  # not the query, as XLA:CPU is slow at arithmetic in a transposed copy
+            key = key * scale
+        value = problem.value.astype(stored)
+        self.value = blocking.columns_of(finite(value))
+        self.poison = blocking.columns_of(not_finite(value).astype(acc))[..., 0]
+        self.operands = [blocking.rows_of(query), blocking.columns_of(key)]
         self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW), (BATCH, HEAD, COL)]
         self.roles = ("query", "key")
         if self.post_scale:

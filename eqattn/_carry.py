@@ -7,9 +7,8 @@ from jaxtyping import Array, Float
 
 
 def gauge(maximum: Array) -> Array:
-    """The maximum as an origin for exponents: a constant, and 0 where nothing was seen."""
-    maximum = lax.stop_gradient(maximum)
-    return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
+    """The maximum as an origin for exponents: a constant, and finite where nothing was seen."""
+    return jnp.maximum(lax.stop_gradient(maximum), jnp.finfo(maximum.dtype).min)
 
 
 def accumulation(*dtypes) -> jnp.dtype:
@@ -185,10 +184,8 @@ class Carry(eqx.Module):
 
     def output(self) -> Float[Array, "*bth v"]:
         """The weighted mean of the values, 0 where no key was seen."""
-        seen = self.denominator != 0
-        return (
-            self.numerator * jnp.where(seen, 1 / jnp.where(seen, self.denominator, 1), 0)[..., None]
-        )
+        seen = (self.denominator != 0)[..., None]
+        return jnp.where(seen, self.numerator / jnp.where(seen, self.denominator[..., None], 1), 0)
 
     def finalise(self) -> tuple[Float[Array, "*bth v"], Float[Array, " *bth"]]:
         """**Returns:** `(output, logsumexp)`; a row that saw no key has output 0 and `-inf`."""

@@ -4,7 +4,8 @@ Per block: `p = exp(s - max)`, numerator `+= v^T p`, denominator `+= sum p`. The
 the Carry's value does not depend on it, so its tangent is zero, and with it held fixed the
 numerator and the denominator are sums over pairs. Their tangent is therefore a sweep, whose
 transpose is the usual five-product flash backward. Blocks of logits are `[keys, rows]`, values and
-numerators `[keys, v]` and `[v, rows]`: the orientation in which no product needs a large transpose.
+numerators `[keys, v]` and `[rows, v]`: the orientation in which no product of the fold and of its
+backward needs a large transpose.
 """
 
 import functools as ft
@@ -20,7 +21,7 @@ from ._carry import gauge
 from ._compat import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from ._dot import dot
 from ._sweep import block_aval, hoist, primitive_rules, replaced, sweep, Tag
-from ._traverse import Layout, PARTIAL, ROW, traverse
+from ._traverse import Layout, ROW, traverse
 
 
 def fold(
@@ -28,6 +29,7 @@ def fold(
     operands: Sequence,
     in_axes: Sequence[tuple[int, ...]],
     value: Any,
+    poison: Any,
     value_axes: tuple[int, ...],
     *,
     grid: tuple[int, ...],
@@ -46,24 +48,26 @@ def fold(
         `[s, w]`: logits `[keys, rows]` (`-inf` where masked) and, with dropout, the factor
         `[keys, rows]` on each probability in the numerator.
     - `operands`, `in_axes`: as for `sweep`.
-    - `value`: blocks `[keys, v]`.
+    - `value`, `poison`: blocks `[keys, v]`, finite, and `[keys]`: 0, or NaN for a key that makes
+        every row NaN that sees it. Only so can a value that is not finite reach these rows and no
+        others, as `0 * inf` is not 0.
     - `products`: keyword arguments of `dot`, as sorted pairs.
 
     **Returns:**
 
     Numerator, denominator and maximum of a Carry, with the grid's batch and row axes in front of
-    blocks `[v, rows]`, `[rows]`, `[rows]`.
+    blocks `[rows, v]`, `[rows]`, `[rows]`.
     """
-    axes = varying_axes(*operands, value, *([] if table is None else [table]))
+    axes = varying_axes(*operands, value, poison, *([] if table is None else [table]))
     operands = [vary(x, axes) for x in operands]
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = hoist(logits, avals)
-    in_axes = (*in_axes, *[()] * len(consts), value_axes)
-    roles = (*roles, *["closure"] * len(consts), "value")
+    in_axes = (*in_axes, *[()] * len(consts), value_axes, value_axes)
+    roles = (*roles, *["closure"] * len(consts), "poison", "value")
     layout = Layout(tuple(grid), block, in_axes, table_axes)
     rows = (*layout.batch, ROW)
     lead = [] if table_axes is None else [vary(table, axes)]
-    args = [*lead, *operands, *[vary(x, axes) for x in consts], vary(value, axes)]
+    args = [*lead, *operands, *[vary(x, axes) for x in (*consts, poison, value)]]
     return fold_p.bind(
         *args,
         visits=visits,
@@ -75,7 +79,7 @@ def fold(
 
 
 def finite(x: Array) -> Array:
-    """Values that can be multiplied by the zero probability of a masked pair."""
+    """Numbers that can be multiplied by the zero probability of a masked pair."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
@@ -96,14 +100,9 @@ def _masked_dot_jvp(products, primals, tangents):
     return masked_dot(k, q, products), both
 
 
-def weighted_sum(v: Array, p: Array, products: tuple) -> Array:
-    """`v^T p` in a block with masked pairs: what is not finite reaches only rows with `p > 0`."""
-    ok = jnp.isfinite(v)
-    total = dot(jnp.where(ok, v, 0), p, (0, 0), **dict(products))
-    bad = (v * 0).sum(1) != 0  # NaN where anything is not finite: one reduction
-    seen = jnp.where(bad[:, None], p, 0).sum(0) > 0
-    rest = jnp.where(ok, 0, v).sum(0)
-    return jnp.where(seen[None] & (rest != 0)[:, None], total + rest[:, None], total)
+def poisoned(s: Array, origin: Array, poison: Array) -> Array:
+    """`exp(s - origin)`, NaN at the visible pairs of a key that is NaN in `poison`."""
+    return jnp.where(s == -jnp.inf, 0, jnp.exp(s - origin[None] + poison[:, None]))
 
 
 def execute(*args, visits, layout, out_axes, products, tag, vectorise):
@@ -111,46 +110,48 @@ def execute(*args, visits, layout, out_axes, products, tag, vectorise):
     del tag
     value = args[-1]
     acc = visits[0][1].out_avals[0].dtype
-    axes = varying_axes(*args)
     steps = {}
     for c, jaxpr in visits:
         dtypes = [a.dtype for a in jaxpr.in_avals]
 
-        def step(accs, blocks, c=c, f=jaxpr_as_fun(jaxpr), dtypes=dtypes):
-            *blocks, v = blocks
+        def step(accs, blocks, f=jaxpr_as_fun(jaxpr), dtypes=dtypes):
+            *blocks, poison, v = blocks
             s, *weight = f(*[x.astype(d) for x, d in zip(blocks, dtypes)])
-            num, den, old = accs
-            new = jnp.maximum(old, s.max(0))
+            top = s.max(0)
+            new = top if accs is None else jnp.maximum(accs[2], top)
             origin = gauge(new)
-            p = jnp.exp(s - origin[None])
+            p = poisoned(s, origin, poison)
             kept = p * weight[0] if weight else p
-            v = v.astype(acc)
-            if c == PARTIAL:
-                added = weighted_sum(v, kept, products)
-            else:
-                added = dot(v, kept, (0, 0), **dict(products))
-            scale = jnp.exp(old - origin)
-            return [num * scale[None] + added, den * scale + p.sum(0), new]
+            v, den = v.astype(acc), p.sum(0)
+            if accs is None:
+                return [dot(kept, v, (0, 0), **dict(products)), den, new]
+            num = dot(v, kept, (0, 0), **dict(products))
+            scale = jnp.exp(accs[2] - origin)
+            return [accs[0] * scale[None] + num, accs[1] * scale + den, new]
 
         if vectorise:
             for axis in reversed(layout.batch):
                 mapped = [0 if axis in a else None for a in layout.in_axes]
                 step = jax.vmap(step, (0, mapped), axis_size=layout.grid[axis])
         steps[c] = step
-    shape = (*layout.shape(out_axes[0]), layout.block[1])
-    num = jnp.zeros((*shape[:-1], value.shape[-1], shape[-1]), acc)
-    accs = [num, jnp.zeros(shape, acc), jnp.full(shape, -jnp.inf, acc)]
-    accs = [vary(x, axes) for x in accs]
-    return traverse(steps, layout, args, accs, out_axes, vectorise=vectorise)
+    rows = layout.block[1]
+    start = [jnp.zeros((value.shape[-1], rows), acc), jnp.zeros(rows, acc)]
+    start += [jnp.full(rows, -jnp.inf, acc)]
+
+    def finish(accs):
+        return [jnp.swapaxes(accs[0], -1, -2), *accs[1:]]
+
+    return traverse(steps, layout, args, start, out_axes, finish=finish, vectorise=vectorise)
 
 
 def _block_shapes(avals, *, layout, visits, **kw):
     acc, rows, width = visits[0][1].out_avals[0].dtype, layout.block[1], avals[-1].shape[-1]
-    return [((width, rows), acc), ((rows,), acc), ((rows,), acc)]
+    return [((rows, width), acc), ((rows,), acc), ((rows,), acc)]
 
 
 fold_p = Primitive("attention_fold")
-primitive_rules(fold_p, execute, ("visits", "layout", "out_axes", "products", "tag"), _block_shapes)
+_STATIC = ("visits", "layout", "out_axes", "products", "tag")
+primitive_rules(fold_p, execute, _STATIC, _block_shapes)
 
 
 def _jvp(primals, tangents, *, visits, layout, out_axes, products, tag):
@@ -159,15 +160,15 @@ def _jvp(primals, tangents, *, visits, layout, out_axes, products, tag):
     )
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
+    n, last = len(primals) - 2, len(primals) - 1
     active = [i for i, t in enumerate(tangents) if not is_zero(t)]
-    n, last = len(primals), len(primals) - 1
-    inner = [i for i in active if i != last]
+    inner = [i for i in active if i < n]
+    acc = visits[0][1].out_avals[0].dtype
     kw = dict(products)
 
-    def tangent(c, f):
+    def tangent(f):
         def g(*blocks):
-            *full, v = blocks[:n]
-            m, given = blocks[n], dict(zip(active, blocks[n + 1 :]))
+            full, (v, m), given = blocks[:n], blocks[n : n + 2], dict(zip(active, blocks[n + 2 :]))
 
             def h(*xs):
                 return f(*replaced(full, inner, xs))
@@ -181,23 +182,21 @@ def _jvp(primals, tangents, *, visits, layout, out_axes, products, tag):
                 ds = None
             p = jnp.exp(s - gauge(m)[None])
             kept = p * lax.stop_gradient(weight[0]) if weight else p
-            dnum, dden = jnp.zeros((v.shape[-1], p.shape[1]), p.dtype), jnp.zeros_like(m)
+            dnum, dden = jnp.zeros((p.shape[1], v.shape[-1]), p.dtype), jnp.zeros_like(m)
             if ds is not None:
-                seen = finite(v) if c == PARTIAL else v
-                dnum, dden = dot(seen, kept * ds, (0, 0), **kw), (p * ds).sum(0)
+                dnum, dden = dot(kept * ds, v, (0, 0), **kw), (p * ds).sum(0)
             if last in given:
-                dnum = dnum + dot(given[last], kept, (0, 0), **kw)
+                dnum = dnum + dot(kept, given[last], (0, 0), **kw)
             return [dnum, dden]
 
         return g
 
-    fns = {c: tangent(c, jaxpr_as_fun(j)) for c, j in visits}
-    acc = visits[0][1].out_avals[0].dtype
-    operands = [*primals, top, *[tangents[i].astype(acc) for i in active]]
-    in_axes = [*layout.in_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
-    roles = (*tag.inputs, "max", *[f"tangent {tag.inputs[i]}" for i in active])
+    operands = [*primals[:n], primals[last], top, *[tangents[i].astype(acc) for i in active]]
+    value_axes = layout.in_axes[last]
+    in_axes = [*layout.in_axes[:n], value_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
+    roles = (*tag.inputs[:n], "value", "max", *[f"tangent {tag.inputs[i]}" for i in active])
     dnum, dden = sweep(
-        fns,
+        {c: tangent(jaxpr_as_fun(j)) for c, j in visits},
         operands,
         in_axes,
         out_axes[:2],

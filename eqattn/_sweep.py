@@ -143,14 +143,10 @@ def execute(*args, visits, layout, out_axes, tag, vectorise):
 
         def step(accs, blocks, f=f, dtypes=dtypes):
             ys = f(*[x.astype(d) for x, d in zip(blocks, dtypes)])
-            return [a + y for a, y in zip(accs, ys)]
+            return ys if accs is None else [a + y for a, y in zip(accs, ys)]
 
         steps[c] = step
-    axes = varying_axes(*args)
-    outs = visits[0][1].out_avals
-    zeros = [
-        vary(jnp.zeros(layout.shape(a) + y.shape, y.dtype), axes) for a, y in zip(out_axes, outs)
-    ]
+    zeros = [jnp.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
     return traverse(steps, layout, args, zeros, out_axes, vectorise=vectorise)
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -75,12 +76,8 @@ def _loop(lo, hi, body, state):
     return lax.fori_loop(jnp.int32(lo), jnp.int32(hi), body, state)
 
 
-def _divide(n: Array, size: int) -> tuple[Array, Array]:
-    return lax.div(n, jnp.int32(size)), lax.rem(n, jnp.int32(size))
-
-
-def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, Array]:
-    """Per row: its columns sorted by class, and where each class begins and ends."""
+def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
+    """Per row: its columns sorted by class, and where each class ends."""
     columns = table.shape[-1]
     rank = jnp.full(table.shape, len(classes), jnp.int32)
     for n, c in enumerate(classes):
@@ -88,33 +85,54 @@ def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, Array]:
     here = jnp.arange(columns, dtype=jnp.int32).reshape((1,) * (table.ndim - 1) + (columns,))
     order = jnp.sort(rank * columns + here, axis=-1) % columns
     ends = [jnp.sum(rank <= n, -1, dtype=jnp.int32) for n in range(len(classes))]
-    return order, jnp.stack([jnp.zeros_like(ends[0]), *ends], -1)
+    return order, ends
 
 
 def traverse(
     steps: dict[int, Callable],
     layout: Layout,
     args: Sequence,
-    accumulators: Sequence,
+    start: Sequence[Array],
     axes: Sequence[tuple[int, ...]],
     *,
+    finish: Callable = list,
     vectorise: bool,
 ) -> list:
     """Visits the live pairs: rows outside, their live columns inside, full blocks first.
 
     **Arguments:**
 
-    - `steps`: per class of block, a function `(accumulator blocks, operand blocks) -> blocks`.
-    - `accumulators`, `axes`: arrays on the grid, updated in place at each visit.
+    - `steps`: per class of block, a function `(accumulator blocks, operand blocks) -> blocks`. On
+        a grid of one pair the accumulators are None, and the blocks returned finished.
+    - `start`, `axes`: what a block of each accumulator holds at first, and the grid axes it keeps.
+    - `finish`: what becomes of the accumulators' blocks once their row is complete; only for
+        accumulators that keep every axis but the columns.
     - `vectorise`: whether the batch axes stay whole in the blocks instead of being looped over.
         What the compiler partitions over devices must not be looped over.
     """
     table, operands = layout.split(args)
     classes = sorted(steps, reverse=True)
     batch = () if vectorise else layout.batch
-    sizes = layout.shape(batch)
-    rows, columns = layout.grid[ROW], layout.grid[COL]
-    order = bounds = None
+    columns = layout.grid[COL]
+    mixed = varying_axes(*args)
+    if table is None and math.prod(layout.shape((*batch, ROW, COL))) == 1:
+        at = dict.fromkeys((*batch, ROW, COL), 0)
+        new = steps[classes[0]](None, [pick(x, a, at) for x, a in zip(operands, layout.in_axes)])
+        return [
+            y.reshape(layout.shape(a) + x.shape)
+            for x, y, a in zip(jax.eval_shape(finish, start), new, axes)
+        ]
+
+    def filled(axes, block):
+        return vary(jnp.broadcast_to(block, layout.shape(axes) + block.shape), mixed)
+
+    complete = [{ROW, *batch} <= set(a) and COL not in a for a in axes]  # after one row
+    whole = [tuple(a for a in x if a in layout.batch and a not in batch) for x in axes]
+    fresh = [filled(a, block) for a, block in zip(whole, start)]
+    done = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(finish, start)]
+    accumulators = [filled(a, x if once else y)
+                    for a, x, y, once in zip(axes, done, start, complete)]  # fmt: skip
+    order, ends = None, []
     table_axes = layout.table_axes or ()
     if table is not None:
         if vectorise:
@@ -122,29 +140,35 @@ def traverse(
             least, most = table.min(lead), table.max(lead)
             table = jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
             table_axes = (ROW, COL)
-        order, bounds = _itinerary(table, classes)
-        mixed = varying_axes(*accumulators)
-        order, bounds = vary(order, mixed), vary(bounds, mixed)
+        order, ends = _itinerary(table, classes)
+        order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
-    def row(n, accs):
-        at = {}
-        for a, size in zip((ROW, *reversed(batch)), (rows, *reversed(sizes))):
-            n, at[a] = (n // size, n % size) if isinstance(n, int) else _divide(n, size)
+    def row(at: dict, accs: list) -> list:
         near = [x if COL in a else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
-        local = [x if COL in a else pick(x, a, at) for x, a in zip(accs, axes)]
-        mine = None if table is None else pick(order, table_axes, at)
-        ends = None if table is None else pick(bounds, table_axes[:-1], at)
+        local = [
+            new if once else x if COL in a else pick(x, a, at)
+            for x, a, new, once in zip(accs, axes, fresh, complete)
+        ]
 
         def visit(step, t, local):
-            here = {**at, COL: t if mine is None else pick(mine, (COL,), {COL: t})}
+            here = {**at, COL: t if order is None else pick(order, table_axes, {**at, COL: t})}
             blocks = [pick(x, a, here) if COL in a else x for x, a in zip(near, layout.in_axes)]
             old = [pick(x, a, here) if COL in a else x for x, a in zip(local, axes)]
             new = step(old, blocks)
             return [put(x, a, here, y) if COL in a else y for x, a, y in zip(local, axes, new)]
 
+        lo = 0
         for n, c in enumerate(classes):
-            span = (0, columns) if ends is None else (ends[n], ends[n + 1])
-            local = _loop(*span, ft.partial(visit, steps[c]), local)
+            hi = pick(ends[n], table_axes[:-1], at) if ends else columns
+            local = _loop(lo, hi, ft.partial(visit, steps[c]), local)
+            lo = hi
+        local = finish(local)
         return [x if COL in a else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
-    return _loop(0, rows * math.prod(sizes), row, list(accumulators))
+    def nest(left: list, at: dict, accs: list) -> list:
+        if not left:
+            return row(at, accs)
+        a, *left = left
+        return _loop(0, layout.grid[a], lambda i, accs: nest(left, {**at, a: i}, accs), accs)
+
+    return nest([*batch, ROW], {}, accumulators)

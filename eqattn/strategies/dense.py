@@ -10,7 +10,8 @@ from jaxtyping import Array
 from .._blocks import BATCH, choose_blocking, HEAD, Parts
 from .._cached import cached
 from .._carry import Carry, gauge
-from .._fold import weighted_sum
+from .._dot import dot
+from .._fold import poisoned
 from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
@@ -29,23 +30,23 @@ def _fold(problem: Problem) -> tuple[Carry, Array]:
     parts = Parts(problem, blocking)
     logits = parts.logits(PARTIAL)
 
-    def block(blocks, v):
+    def block(blocks, poison, v):
         s, *weight = logits(*blocks)
         top = s.max(0)
-        p = jnp.exp(s - gauge(top)[None])
+        p = poisoned(s, gauge(top), poison)
         kept = p * weight[0] if weight else p
-        num = weighted_sum(v, kept, parts.products)
+        num = dot(v, kept, (0, 0), **dict(parts.products)).T
         return num, p.sum(0), jax.lax.stop_gradient(top), kept
 
     single = {a: n for a, n in zip((BATCH, HEAD), blocking.grid)}
     operands = [_squeeze(x, a) for x, a in zip(parts.operands, parts.axes)]
     operands = [x.astype(problem.accumulation) if jnp.issubdtype(x.dtype, jnp.floating) else x
                 for x in operands]  # fmt: skip
-    value = parts.value[:, :, 0].astype(problem.accumulation)
+    poison, value = parts.poison[:, :, 0], parts.value[:, :, 0].astype(problem.accumulation)
     for axis in (HEAD, BATCH):
         mapped = [0 if axis in a else None for a in parts.axes]
-        block = jax.vmap(block, (mapped, 0), axis_size=single[axis])
-    num, den, top, kept = block(operands, value)
+        block = jax.vmap(block, (mapped, 0, 0), axis_size=single[axis])
+    num, den, top, kept = block(operands, poison, value)
     carry = Carry(*[blocking.from_rows(x[:, :, None]) for x in (num, den, top)])
     inverse = jnp.where(den == 0, 0, 1 / jnp.where(den == 0, 1, den))
     weights = jnp.swapaxes(kept * inverse[:, :, None], -1, -2)
