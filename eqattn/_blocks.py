@@ -89,8 +89,8 @@ class Blocking:
         return x.reshape(*x.shape[:3], *x.shape[4:])
 
     def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
-        """A canonical operand `[B|1, H|1, T|1, S|1]` as blocks
-        `[keys|1, group|1, queries|1]` on some of the grid's axes.
+        """A canonical operand `[B|1, H|1, T|1, S|1]` as blocks `[keys|1, rows|1]` on some of the
+        grid's axes; or `[keys, group|1, queries|1]` where the whole would be larger than `x`.
         """
         b, h, t, s = x.shape
         if t > 1:
@@ -105,15 +105,21 @@ class Blocking:
         )
         x = x.reshape([n for pair in sizes for n in pair]).transpose(0, 2, 4, 6, 7, 3, 5, 1)
         axes = tuple(a for a, (n, _) in zip((BATCH, HEAD, ROW, COL), sizes) if n > 1)
-        return x.reshape([n for n, _ in sizes if n > 1] + list(x.shape[4:7])), axes
+        keys, group, queries = x.shape[4:7]
+        x = x.reshape([n for n, _ in sizes if n > 1] + [keys, group, queries])
+        if keys == 1 and group * queries > 1:
+            xp = np if isinstance(x, np.ndarray) else jnp
+            x = xp.broadcast_to(x, (*x.shape[:-2], self.group, self.block_q))
+        if keys == 1 or x.shape[-2:] in ((1, 1), (self.group, self.block_q)):
+            x = x.reshape(*x.shape[:-2], -1)
+        return x, axes
 
 
 def spread(x: Array, blocking: Blocking) -> Array:
-    """A block `[keys|1, group|1, queries|1]` as `[keys|1, rows|1]`."""
-    keys, group, queries = x.shape
-    if group * queries > 1:
-        x = jnp.broadcast_to(x, (keys, blocking.group, blocking.block_q))
-    return x.reshape(keys, -1)
+    """A block from `pairs_of` as `[keys|1, rows|1]`."""
+    if x.ndim == 2:
+        return x
+    return jnp.broadcast_to(x, (len(x), blocking.group, blocking.block_q)).reshape(len(x), -1)
 
 
 def table_of(problem: Problem, blocking: Blocking):
