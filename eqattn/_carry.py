@@ -1,6 +1,7 @@
 """Partial attention as a commutative monoid."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -184,8 +185,7 @@ class Carry(eqx.Module):
 
     def output(self) -> Float[Array, "*bth v"]:
         """The weighted mean of the values, 0 where no key was seen."""
-        seen = (self.denominator != 0)[..., None]
-        return jnp.where(seen, self.numerator / jnp.where(seen, self.denominator[..., None], 1), 0)
+        return _mean(self.numerator, self.denominator[..., None])
 
     def finalise(self) -> tuple[Float[Array, "*bth v"], Float[Array, " *bth"]]:
         """**Returns:** `(output, logsumexp)`; a row that saw no key has output 0 and `-inf`."""
@@ -194,6 +194,23 @@ class Carry(eqx.Module):
     def to_oml(self) -> tuple[Array, Array, Array]:
         """**Returns:** normalised output `o`, maximum `m` and denominator `l`."""
         return self.output(), self.max_so_far, self.denominator
+
+
+@jax.custom_jvp
+def _mean(numerator: Array, denominator: Array) -> Array:
+    """`numerator / denominator`, 0 where the denominator is."""
+    seen = denominator != 0
+    return jnp.where(seen, numerator / jnp.where(seen, denominator, 1), 0)
+
+
+@_mean.defjvp
+def _mean_jvp(primals, tangents):
+    """Its transpose rounds `ct / denominator` once for both: in the gradients of logits, where the
+    two nearly cancel, so does the rounding error.
+    """
+    numerator, denominator = primals
+    mean = _mean(numerator, denominator)
+    return mean, _mean(tangents[0] - mean * tangents[1], denominator)
 
 
 def _weight(exponent: Array) -> Array:

@@ -8,6 +8,7 @@ numerators `[keys, v]` and `[rows, v]`: the orientation in which no product of t
 backward needs a large transpose.
 """
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -18,10 +19,11 @@ from jax import lax
 from jaxtyping import Array
 
 from ._carry import gauge
-from ._compat import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
+from ._compat import abstract, ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from ._dot import dot
-from ._sweep import block_aval, hoist, primitive_rules, replaced, sweep, Tag
-from ._traverse import Layout, ROW, traverse
+from ._ring import Rotation, travel
+from ._sweep import block_aval, hoist, primitive_rules, sweep, Tag
+from ._traverse import COL, Layout, replaced, ROW
 
 
 def fold(
@@ -36,6 +38,9 @@ def fold(
     block: tuple[int, int],
     table: Any = None,
     table_axes: tuple[int, ...] | None = None,
+    ring: Rotation | None = None,
+    classify: Callable | None = None,
+    reads: Sequence[int] = (),
     products: tuple = (),
     spec: Hashable = None,
     roles: tuple[str, ...] = (),
@@ -51,6 +56,8 @@ def fold(
     - `value`, `poison`: blocks `[keys, v]`, finite, and `[keys]`: 0, or NaN for a key that makes
         every row NaN that sees it. Only so can a value that is not finite reach these rows and no
         others, as `0 * inf` is not 0.
+    - `ring`: the hops, if columns rotate around a mesh axis. `classify` is then a function of the
+        operands `reads`, as they are at a hop, that returns the table of the hop.
     - `products`: keyword arguments of `dot`, as sorted pairs.
 
     **Returns:**
@@ -60,11 +67,29 @@ def fold(
     """
     axes = varying_axes(*operands, value, poison, *([] if table is None else [table]))
     operands = [vary(x, axes) for x in operands]
+    if ring is not None and classify is not None:
+        here = [tuple(grid[a] for a in in_axes[i]) for i in reads]
+        at_hop = [
+            abstract(operands[i], n + operands[i].shape[len(in_axes[i]) :], operands[i].dtype)
+            for i, n in zip(reads, here)
+        ]
+        ((_, jaxpr),), consts = hoist({0: lambda *xs: [classify(*xs)]}, at_hop)
+        reads = (*reads, *range(len(operands), len(operands) + len(consts)))
+        operands = [*operands, *[vary(x, axes) for x in consts]]
+        in_axes, roles = (*in_axes, *[()] * len(consts)), (*roles, *["closure"] * len(consts))
+        two = jaxpr.out_avals[0].ndim == 2
+        ring = dataclasses.replace(
+            ring,
+            classify=jaxpr,
+            reads=reads,
+            table_axes=(ROW, COL) if two else tuple(range(-len(grid), 0)),
+            rank=len(grid),
+        )
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = hoist(logits, avals)
     in_axes = (*in_axes, *[()] * len(consts), value_axes, value_axes)
     roles = (*roles, *["closure"] * len(consts), "poison", "value")
-    layout = Layout(tuple(grid), block, in_axes, table_axes)
+    layout = Layout(tuple(grid), block, in_axes, table_axes, ring)
     rows = (*layout.batch, ROW)
     lead = [] if table_axes is None else [vary(table, axes)]
     args = [*lead, *operands, *[vary(x, axes) for x in (*consts, poison, value)]]
@@ -141,7 +166,7 @@ def execute(*args, visits, layout, out_axes, products, tag, vectorise):
     def finish(accs):
         return [jnp.swapaxes(accs[0], -1, -2), *accs[1:]]
 
-    return traverse(steps, layout, args, start, out_axes, finish=finish, vectorise=vectorise)
+    return travel(steps, layout, args, start, out_axes, finish=finish, vectorise=vectorise)
 
 
 def _block_shapes(avals, *, layout, visits, **kw):

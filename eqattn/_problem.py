@@ -33,7 +33,7 @@ class Problem(eqx.Module):
     - `sinks`: None or `[H|1, n]`.
     - `seed`: None, or the two words of the dropout key.
     - `q_positions`, `kv_positions`: int32 `[B|1, T]` and `[B|1, S]`, or None for `0, 1, ...`
-        shifted by the static `q_start` (queries).
+    - `q_start`, `q_shift`: a static int, and int32 `[B|1, 1]` or None: added to the queries'.
     - `batch_shape`: the batch axes that `B` flattens.
     - `rate`: the dropout probability, used if there is a seed.
     - `logits_dtype`: a dtype that logits are rounded to, or None.
@@ -50,6 +50,7 @@ class Problem(eqx.Module):
     seed: Array | None
     q_positions: Any
     kv_positions: Any
+    q_shift: Any
     q_start: int = eqx.field(static=True)
     batch_shape: tuple[int, ...] = eqx.field(static=True)
     rate: float = eqx.field(static=True)
@@ -77,7 +78,8 @@ class Problem(eqx.Module):
         """Positions of queries `[B|1, T]` and keys `[B|1, S]`; NumPy arrays where static."""
         t, s, _, _ = self.sizes
         q, k = self.q_positions, self.kv_positions
-        q = np.arange(self.q_start, self.q_start + t, dtype=np.int32)[None] if q is None else q
+        q = (np.arange(t, dtype=np.int32)[None] if q is None else q) + np.int32(self.q_start)
+        q = q if self.q_shift is None else q + self.q_shift
         return q, np.arange(s, dtype=np.int32)[None] if k is None else k
 
     def indices(self) -> list:
@@ -164,14 +166,15 @@ def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
     return jnp.broadcast_to(flat[:, 0, :, 0], (flat.shape[0], n)).astype(jnp.int32)
 
 
-def as_offset(offset, t: int, batch_shape: tuple[int, ...]) -> tuple[int, Any]:
-    """A static start, or the positions of queries after an offset `[*b]`."""
+def as_offset(offset, batch_shape: tuple[int, ...]) -> tuple[int, Any]:
+    """An offset `[*b]` as a static start, or as int32 `[B|1, 1]`."""
+    if offset is None:
+        return 0, None
     offset = as_int(offset, "q_offset")
     if isinstance(offset, Fixed):
         return offset.value, None
-    canonical(Operand(offset, "b"), batch_shape, 1, t, 1, "q_offset")
-    offset = jnp.asarray(offset)[..., None].astype(jnp.int32)
-    return 0, offset + jnp.arange(t, dtype=jnp.int32).reshape((1,) * (offset.ndim - 1) + (t,))
+    offset = canonical(Operand(offset, "b"), batch_shape, 1, 1, 1, "q_offset")
+    return 0, jnp.asarray(offset[:, 0, :, 0]).astype(jnp.int32)
 
 
 def as_sinks(sinks, heads: int):
@@ -228,9 +231,7 @@ def problem(
     mask = as_mask(mask)
     if q_offset is not None and q_positions is not None:
         raise ValueError("Pass q_offset or q_positions, not both.")
-    q_start = 0
-    if q_offset is not None:
-        q_start, q_positions = as_offset(q_offset, t, batch_shape)
+    q_start, q_shift = as_offset(q_offset, batch_shape)
     out = Problem(
         query=_flatten(query, batch_shape),
         key=_flatten(key, batch_shape),
@@ -242,6 +243,7 @@ def problem(
         seed=None if dropout_key is None else seed_of(dropout_key),
         q_positions=as_positions(q_positions, t, batch_shape, "q_positions"),
         kv_positions=as_positions(kv_positions, s, batch_shape, "kv_positions"),
+        q_shift=q_shift,
         q_start=q_start,
         batch_shape=batch_shape,
         rate=metadata.dropout_prob,

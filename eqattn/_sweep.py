@@ -37,7 +37,8 @@ from ._compat import (
     vary,
     varying_axes,
 )
-from ._traverse import COL, Layout, ROW, traverse
+from ._ring import travel
+from ._traverse import COL, Layout, replaced, ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,7 @@ def execute(*args, visits, layout, out_axes, tag, vectorise):
 
         steps[c] = step
     zeros = [jnp.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
-    return traverse(steps, layout, args, zeros, out_axes, vectorise=vectorise)
+    return travel(steps, layout, args, zeros, out_axes, vectorise=vectorise)
 
 
 def primitive_rules(primitive, run, params, block_shapes):
@@ -180,7 +181,9 @@ def primitive_rules(primitive, run, params, block_shapes):
             table_axes = table_axes if dims[0] is None else (new, *table_axes)
             dims = dims[1:]
         in_axes = tuple(a if d is None else (new, *a) for a, d in zip(layout.in_axes, dims))
-        layout = Layout((size, *layout.grid), layout.block, in_axes, table_axes)
+        layout = dataclasses.replace(
+            layout, grid=(size, *layout.grid), in_axes=in_axes, table_axes=table_axes
+        )
         out_axes = tuple((new, *a) for a in out_axes)
         outs = primitive.bind(*args, layout=layout, out_axes=out_axes, **kw)
         return outs, [0] * len(outs)
@@ -200,12 +203,6 @@ primitive_rules(
     ("visits", "layout", "out_axes", "tag"),
     lambda avals, *, visits, **kw: [(a.shape, a.dtype) for a in visits[0][1].out_avals],
 )
-
-
-def replaced(xs: Sequence, where: Sequence[int], by: Sequence) -> list:
-    """`xs` with the entries at `where` exchanged."""
-    new = dict(zip(where, by))
-    return [new.get(i, x) for i, x in enumerate(xs)]
 
 
 def _jvp(primals, tangents, *, visits, layout, out_axes, tag):
@@ -264,7 +261,7 @@ def _transpose(cts, *args, visits, layout, out_axes, tag):
             [*[operands[i] for i in known], *[cts[i] for i in active]],
             in_axes,
             [layout.in_axes[i] for i in linear],
-            layout=layout,
+            layout=layout.only(known),
             table=table,
             tag=tag,
         )

@@ -27,15 +27,27 @@ class Layout:
     and of the table of live blocks.
 
     The table holds `EMPTY`, `PARTIAL` or `FULL` per block; without one every pair is visited.
+    In a `ring`, the grid is one device's: its rows and its columns. What has both axes holds the
+    columns of all devices.
     """
 
     grid: tuple[int, ...]
     block: tuple[int, int]
     in_axes: tuple[tuple[int, ...], ...]
     table_axes: tuple[int, ...] | None = None
+    ring: Any = None
 
     def shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self.grid[a] for a in axes)
+        all_columns = self.ring is not None and {ROW, COL} <= set(axes)
+        return tuple(
+            self.grid[a] * (self.ring.size if all_columns and a == COL else 1) for a in axes
+        )
+
+    def only(self, kept: Sequence[int]) -> "Layout":
+        """With some of the operands."""
+        ring = None if self.ring is None else self.ring.only(kept)
+        in_axes = tuple(self.in_axes[i] for i in kept)
+        return dataclasses.replace(self, in_axes=in_axes, ring=ring)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -44,6 +56,12 @@ class Layout:
     def split(self, args: Sequence) -> tuple:
         """The table (or None) and the operands."""
         return (None, args) if self.table_axes is None else (args[0], args[1:])
+
+
+def replaced(xs: Sequence, where: Sequence[int], by: Sequence) -> list:
+    """`xs` with the entries at `where` exchanged."""
+    new = dict(zip(where, by))
+    return [new.get(i, x) for i, x in enumerate(xs)]
 
 
 def _window(x: Any, axes: tuple[int, ...], at: dict) -> tuple[list, list]:
@@ -97,6 +115,7 @@ def traverse(
     *,
     finish: Callable = list,
     vectorise: bool,
+    into: Sequence | None = None,
 ) -> list:
     """Visits the live pairs: rows outside, their live columns inside, full blocks first.
 
@@ -109,13 +128,14 @@ def traverse(
         accumulators that keep every axis but the columns.
     - `vectorise`: whether the batch axes stay whole in the blocks instead of being looped over.
         What the compiler partitions over devices must not be looped over.
+    - `into`: accumulators of an earlier visit to go on with (None: a new one). Nothing is finished.
     """
     table, operands = layout.split(args)
     classes = sorted(steps, reverse=True)
     batch = () if vectorise else layout.batch
     columns = layout.grid[COL]
     mixed = varying_axes(*args)
-    if table is None and math.prod(layout.shape((*batch, ROW, COL))) == 1:
+    if into is None and table is None and math.prod(layout.shape((*batch, ROW, COL))) == 1:
         at = dict.fromkeys((*batch, ROW, COL), 0)
         new = steps[classes[0]](None, [pick(x, a, at) for x, a in zip(operands, layout.in_axes)])
         return [
@@ -126,12 +146,16 @@ def traverse(
     def filled(axes, block):
         return vary(jnp.broadcast_to(block, layout.shape(axes) + block.shape), mixed)
 
-    complete = [{ROW, *batch} <= set(a) and COL not in a for a in axes]  # after one row
+    complete = [  # after one row
+        into is None and {ROW, *batch} <= set(a) and COL not in a for a in axes
+    ]
     whole = [tuple(a for a in x if a in layout.batch and a not in batch) for x in axes]
     fresh = [filled(a, block) for a, block in zip(whole, start)]
     done = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(finish, start)]
     accumulators = [filled(a, x if once else y)
                     for a, x, y, once in zip(axes, done, start, complete)]  # fmt: skip
+    if into is not None:
+        accumulators = [x if old is None else old for x, old in zip(accumulators, into)]
     order, ends = None, []
     table_axes = layout.table_axes or ()
     if table is not None:
@@ -162,7 +186,7 @@ def traverse(
             hi = pick(ends[n], table_axes[:-1], at) if ends else columns
             local = _loop(lo, hi, ft.partial(visit, steps[c]), local)
             lo = hi
-        local = finish(local)
+        local = finish(local) if into is None else local
         return [x if COL in a else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
     def nest(left: list, at: dict, accs: list) -> list:

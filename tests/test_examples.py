@@ -23,7 +23,7 @@ import _text  # noqa: E402
 import language_model  # noqa: E402
 
 
-TINY = "--quick --layers 1 --width 16 --heads 2 --context 16 --steps 400 --sample 8".split()
+TINY = "--quick --layers 1 --width 16 --heads 2 --context 16 --steps 150 --sample 8".split()
 
 
 def start(*arguments, **kwargs) -> subprocess.Popen:
@@ -84,12 +84,12 @@ def test_interrupted_run_resumes_bit_for_bit(tmp_path):
     assert process.returncode == 128 + signal.SIGINT, err[-3000:]
     assert "stopped and saved after step" in out
     steps = len(checkpoint(parts)[0]["losses"])
-    assert 0 < steps < 400
+    assert 0 < steps < 150
     run("--out", parts, "--resume")
     assert checkpoint(parts) == checkpoint(tmp_path / "whole")
-    out = run("--out", parts, "--steps", 410, "--stop-after", 405)
-    assert "stopped and saved after step 405 of 410" in out
-    assert checkpoint(parts)[0]["losses"][:400] == checkpoint(tmp_path / "whole")[0]["losses"]
+    out = run("--out", parts, "--steps", 160, "--stop-after", 155)
+    assert "stopped and saved after step 155 of 160" in out
+    assert checkpoint(parts)[0]["losses"][:150] == checkpoint(tmp_path / "whole")[0]["losses"]
 
 
 def test_memory_does_not_grow_as_that_of_dense(capsys):

@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -202,12 +203,19 @@ print((time.process_time() - start) / (middle - start))
 
 
 def _import(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
-    def once() -> float:
-        command = [sys.executable, "-c", _IMPORT]
-        return float(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
 
-    once()  # writes the bytecode
-    low, middle, high = np.percentile([once() for _ in range(max(rounds // 3, 3))], (25, 50, 75))
+        def once() -> float:
+            run = subprocess.run(
+                [sys.executable, "-c", _IMPORT], capture_output=True, check=True, text=True, env=env
+            )
+            return float(run.stdout)
+
+        once()  # writes the bytecode that an installed package has
+        times = [once() for _ in range(max(rounds // 3, 3))]
+    low, middle, high = np.percentile(times, (25, 50, 75))
     spread = {"eqattn": [float(low), float(high)]}
     yield case.row("time / equinox", {"eqattn": float(middle)}, quartiles=spread)
 

@@ -1,0 +1,173 @@
+"""Visiting the columns of all devices of a ring: rows stay, columns and what they collect rotate.
+
+A ring is only another way to run the loops of a sweep: the derivatives of sweeps hold whatever the
+order of their visits, so there is no derivative code here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from ._compat import jaxpr_as_fun, vary, varying_axes
+from ._traverse import COL, Layout, replaced, ROW, traverse
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """The hops over a mesh axis that is manual where the sweep runs.
+
+    At shift `s`, a device visits the columns of the device `s` places before it. It visits its
+    own, then the shifts `1 ... ahead`, then `-1 ... -behind`.
+
+    **Arguments:**
+
+    - `axis`, `size`: the name of the mesh axis and how many devices it has.
+    - `ahead`, `behind`: how far columns travel up and down the ring.
+    - `unroll`: whether the hops are written out instead of looped over.
+    - `classify`: the jaxpr from the operands `reads`, as they are at a hop, to the table of that
+        hop; None visits every pair. It was traced for a grid of `rank` axes.
+    - `table_axes`: the grid axes of the table.
+    """
+
+    axis: str
+    size: int
+    ahead: int
+    behind: int
+    unroll: bool = False
+    classify: Any = None
+    reads: tuple[int, ...] = ()
+    table_axes: tuple[int, ...] = ()
+    rank: int = 0
+
+    def only(self, kept: Sequence[int]) -> "Rotation":
+        """Where some of the operands remain, `reads` among them."""
+        return dataclasses.replace(self, reads=tuple(kept.index(i) for i in self.reads))
+
+    def partition(self, axes: tuple[int, ...]) -> P:
+        """How an array with these grid axes is spread over the ring."""
+        spread = ROW if ROW in axes else COL
+        return P(*[self.axis if a == spread else None for a in axes])
+
+    def over(self, mesh: Any, fn: Callable, in_axes: Any, out_axes: Sequence) -> Callable:
+        """`fn` on each device's part of arrays with the given grid axes, with `axis` manual."""
+
+        def specs(axes):
+            grid = all(isinstance(a, int) for a in axes)
+            return self.partition(axes) if grid else [specs(a) for a in axes]
+
+        return jax.shard_map(
+            fn,
+            mesh=mesh,
+            in_specs=tuple(specs(a) for a in in_axes),
+            out_specs=specs(out_axes),
+            axis_names={self.axis},
+            check_vma=False,
+        )
+
+    def move(self, xs: Sequence[Array], by: int) -> list[Array]:
+        """Sends arrays `by` places up the ring."""
+        to = [(i, (i + by) % self.size) for i in range(self.size)]
+        return [lax.ppermute(x, self.axis, to) for x in xs]
+
+    def table(self, operands: Sequence[Array], layout: Layout) -> tuple:
+        """The table of one hop and its grid axes."""
+        if self.classify is None:
+            return (), None
+        fn, table_axes = jaxpr_as_fun(self.classify), self.table_axes
+        reads = [(operands[i], layout.in_axes[i]) for i in self.reads]
+        for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):  # added by vmap
+            mapped = [0 if axis in axes else None for _, axes in reads]
+            if any(m == 0 for m in mapped):
+                fn, table_axes = jax.vmap(fn, mapped), (axis, *table_axes)
+        return fn(*[x for x, _ in reads]), table_axes
+
+
+def travel(
+    steps: dict[int, Callable],
+    layout: Layout,
+    args: Sequence,
+    start: Sequence[Array],
+    axes: Sequence[tuple[int, ...]],
+    *,
+    finish: Callable = list,
+    vectorise: bool,
+) -> list:
+    """`traverse`, over the columns of all devices if the layout has a ring."""
+    ring = layout.ring
+    if ring is None:
+        return traverse(steps, layout, args, start, axes, finish=finish, vectorise=vectorise)
+    rides = [i for i, a in enumerate(layout.in_axes) if COL in a and ROW not in a]
+    split = [i for i, a in enumerate(layout.in_axes) if COL in a and ROW in a]
+    returns = [i for i, a in enumerate(axes) if COL in a and ROW not in a]
+    slots = [i for i, a in enumerate(axes) if COL in a and ROW in a]
+    stays = [i for i, a in enumerate(axes) if COL not in a]
+    width, here = layout.grid[COL], lax.axis_index(ring.axis)
+
+    def visit(shift, columns: Sequence, state: Sequence) -> tuple[list, list]:
+        """One hop: the columns' accumulators of this hop alone, and all the others."""
+        at = (here - shift) % ring.size * width
+        mine = [
+            lax.dynamic_slice_in_dim(args[i], at, width, layout.in_axes[i].index(COL))
+            for i in split
+        ]
+        operands = replaced(args, [*rides, *split], [*columns, *mine])
+        table, table_axes = ring.table(operands, layout)
+        local = dataclasses.replace(layout, ring=None, table_axes=table_axes)
+        into = replaced([None] * len(axes), stays, [state[i] for i in stays])
+        new = traverse(
+            steps, local, [*table, *operands], start, axes, vectorise=vectorise, into=into
+        )
+        put = [
+            lax.dynamic_update_slice_in_dim(state[i], new[i], at, axes[i].index(COL))
+            for i in slots
+        ]
+        return [new[i] for i in returns], replaced(new, slots, put)
+
+    def walk(step: int, length: int, columns: list, state: list) -> tuple[list, list]:
+        """The hops `step, 2 step, ...` and the way home of what the columns collected.
+
+        Every move is issued before the visit that it can hide behind. So what columns collect
+        travels one hop late: at hop `h` the sum up to hop `h - 1` arrives and joins the hop's own.
+        """
+
+        def hop(h, columns, total, state, last=False):
+            ahead = columns if last else ring.move(columns, step)
+            arrived = total if total is None else ring.move(total, step)
+            total, state = visit(h * step, columns, state)
+            if arrived is not None:
+                total = [x + y for x, y in zip(arrived, total)]
+            return ahead, total, state
+
+        total, first = (None, 2) if returns else ([], 1)
+        if first == 2 and length > 1:
+            columns, total, state = hop(1, columns, total, state)
+        carry = (columns, total, state)
+        if length > first and (ring.unroll or length == first + 1):
+            for h in range(first, length):
+                carry = hop(h, *carry)
+        elif length > first:
+            carry, _ = lax.scan(
+                lambda c, h: (hop(h, *c), None), carry, jnp.arange(first, length, dtype=jnp.int32)
+            )
+        _, total, state = hop(length, *carry, last=True)
+        return ring.move(total, -step * length), state
+
+    mixed = varying_axes(*args)
+    state: list = [None] * len(axes)
+    for i in slots:
+        empty = jnp.zeros(layout.shape(axes[i]) + start[i].shape, start[i].dtype)
+        state[i] = vary(empty, mixed)
+    home = [args[i] for i in rides]
+    walks = [(step, n) for step, n in ((1, ring.ahead), (-1, ring.behind)) if n]
+    departing = [ring.move(home, step) for step, _ in walks]
+    total, state = visit(0, home, state)
+    for (step, length), columns in zip(walks, departing):
+        collected, state = walk(step, length, columns, state)
+        total = [x + y for x, y in zip(total, collected)]
+    return finish(replaced(state, returns, total))
