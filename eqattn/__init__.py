@@ -15,6 +15,18 @@ from ._metadata import (
 from ._output import AttentionOutput as AttentionOutput
 from ._partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
 from ._registry import AttentionRegistry as AttentionRegistry
+from ._ring_attention import (
+    BwdParams as BwdParams,
+    FwdParams as FwdParams,
+    ring_attention as ring_attention,
+)
+from ._ring_layout import (
+    AbstractRingLayout as AbstractRingLayout,
+    Contiguous as Contiguous,
+    ring_mesh as ring_mesh,
+    Zigzag as Zigzag,
+)
+from ._ring_plan import ring_plan as ring_plan, RingPlan as RingPlan
 from .masks import (
     BlockCausal as BlockCausal,
     Causal as Causal,
@@ -33,6 +45,8 @@ from .strategies import (
     AttentionImpl as AttentionImpl,
     Blockwise as Blockwise,
     Dense as Dense,
+    Ring as Ring,
+    Ring as RingAttn,
     Support as Support,
 )
 

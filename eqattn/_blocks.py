@@ -1,21 +1,18 @@
-"""A `Problem` cut into blocks: operands on a grid, and the logits of one block.
+"""A `Problem` cut into blocks: its operands, its table of live blocks, the logits of one block."""
 
-The grid is `(B, K, rows, columns)`: batch, key/value heads, query blocks, key blocks. The rows of
-a block are the queries of all heads that share a key/value head, so keys and values are never
-repeated; blocks of logits are `[keys, group * queries]`.
-"""
-
+import copy
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from ._blocking import BATCH, Blocking, HEAD, spread
 from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
@@ -24,155 +21,33 @@ from ._masks import AbstractMask
 from ._pairs import Operand, over_block
 from ._problem import Problem, visible
 from ._ring import Rotation
+from ._scores import ScoreFn
 from ._traverse import COL, EMPTY, FULL, PARTIAL, ROW
 
 
-BATCH, HEAD = -4, -3
+def classes_of(
+    mask: AbstractMask, blocking: Blocking, batch_shape: tuple[int, ...], q: Any, k: Any
+) -> Any:
+    """The class of each block `[B|1, K|1, rows, columns]`, from the positions of its tokens."""
+    from ._intervals import classify  # imported on first use: half of eqattn's import
 
-
-@dataclasses.dataclass(frozen=True)
-class Blocking:
-    """Sizes of the grid and its blocks.
-
-    Queries and keys are cut into `parts` of equal length, each with blocks of its own, so that no
-    block lies on two devices. What varies with queries and keys holds the keys of `shards` devices.
-    """
-
-    batch: int
-    kv_heads: int
-    group: int
-    queries: int
-    keys: int
-    block_q: int
-    block_k: int
-    parts: int = 1
-    shards: int = 1
-
-    @property
-    def rows(self) -> int:
-        return self.parts * -(-self.queries // (self.parts * self.block_q))
-
-    @property
-    def columns(self) -> int:
-        return self.parts * -(-self.keys // (self.parts * self.block_k))
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        return (self.batch, self.kv_heads, self.rows, self.columns)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        return (self.block_k, self.group * self.block_q)
-
-    def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
-        """Pads each part of an axis, to `n` in all, with its last entry or with zeros."""
-        if x.shape[axis] == n:
-            return x
-        parts = self.parts if parts is None else parts
-        xp = np if isinstance(x, np.ndarray) else jnp
-
-        def widen(x, axis, n):
-            widths = [(0, 0)] * x.ndim
-            widths[axis] = (0, n - x.shape[axis])
-            return xp.pad(x, widths, mode="edge") if edge else xp.pad(x, widths)
-
-        if parts == 1:
-            return widen(x, axis, n)
-        lead, rest = x.shape[:axis], x.shape[axis + 1 :]
-        x = widen(x, axis, -(-x.shape[axis] // parts) * parts).reshape(*lead, parts, -1, *rest)
-        return widen(x, axis + 1, n // parts).reshape(*lead, n, *rest)
-
-    def rows_of(self, x: Any) -> Array:
-        """`[B, T, H, D]` to `[B, K, rows, D, group * block_q]`."""
-        x = self.pad(x, 1, self.rows * self.block_q, edge=False)
-        x = x.reshape(self.batch, self.rows, self.block_q, self.kv_heads, self.group, x.shape[-1])
-        x = x.transpose(0, 3, 1, 5, 4, 2)
-        return x.reshape(*x.shape[:4], self.group * self.block_q)
-
-    def from_rows(self, x: Array) -> Array:
-        """`[B, K, rows, group * block_q]`, maybe with a last axis `V`, to `[B, T, H]`, `V`."""
-        x = x.reshape(*x.shape[:3], self.group, self.block_q, *x.shape[4:])
-        x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))
-        heads = self.kv_heads * self.group
-        rest, part = x.shape[5:], -(-self.queries // self.parts)
-        x = x.reshape(self.batch, self.parts, -1, heads, *rest)[:, :, :part]
-        return x.reshape(self.batch, -1, heads, *rest)[:, : self.queries]
-
-    def columns_of(self, x: Any) -> Array:
-        """`[B, S, K, D]` to `[B, K, columns, block_k, D]`."""
-        x = self.pad(x, 1, self.columns * self.block_k, edge=False)
-        # The axis of size 1 makes XLA:CPU copy once, not twice, on the way into a loop.
-        x = x.reshape(self.batch, self.columns, 1, self.block_k, self.kv_heads, x.shape[-1])
-        x = x.transpose(0, 4, 1, 2, 3, 5)
-        return x.reshape(*x.shape[:3], *x.shape[4:])
-
-    def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
-        """A canonical operand `[B|1, H|1, T|1, S|1]` as blocks `[keys|1, rows|1]` on some of the
-        grid's axes; or `[keys, group|1, queries|1]` where the whole would be larger than `x`.
-        """
-        b, h, t, s = x.shape
-        columns = self.columns * (self.shards if t > 1 else 1)
-        if t > 1:
-            x = self.pad(x, 2, self.rows * self.block_q, edge=True)
-        if s > 1:
-            parts = self.parts * columns // self.columns
-            x = self.pad(x, 3, columns * self.block_k, edge=True, parts=parts)
-        sizes = (
-            (b, 1) if b == 1 else (self.batch, 1),
-            (1, 1) if h == 1 else (self.kv_heads, self.group),
-            (1, 1) if t == 1 else (self.rows, self.block_q),
-            (1, 1) if s == 1 else (columns, self.block_k),
-        )
-        x = x.reshape([n for pair in sizes for n in pair]).transpose(0, 2, 4, 6, 7, 3, 5, 1)
-        # One device's only block of rows or columns differs from the others' in a ring.
-        kept = [n > 1 or self.shards > 1 < m for (n, _), m in zip(sizes, (b, h, t, s))]
-        axes = tuple(a for a, keep in zip((BATCH, HEAD, ROW, COL), kept) if keep)
-        keys, group, queries = x.shape[4:7]
-        x = x.reshape([n for (n, _), keep in zip(sizes, kept) if keep] + [keys, group, queries])
-        if keys == 1 and group * queries > 1:
-            xp = np if isinstance(x, np.ndarray) else jnp
-            x = xp.broadcast_to(x, (*x.shape[:-2], self.group, self.block_q))
-        if keys == 1 or x.shape[-2:] in ((1, 1), (self.group, self.block_q)):
-            x = x.reshape(*x.shape[:-2], -1)
-        return x, axes
-
-    def from_pairs(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """What `pairs_of` made blocks of, with its padding."""
-        sizes, block = dict(zip(axes, x.shape)), x.shape[len(axes) :]
-        b, k, rows, columns = (sizes.get(a, 1) for a in (BATCH, HEAD, ROW, COL))
-        if len(block) == 2:
-            block = (block[0], 1, 1) if block[1] == 1 else (block[0], self.group, self.block_q)
-        x = x.reshape(b, k, rows, columns, *block)
-        if HEAD not in axes and self.kv_heads > 1:  # spread over the group
-            x = x[..., :1, :]
-        x = x.transpose(0, 1, 5, 2, 6, 3, 4)
-        return x.reshape(b, x.shape[1] * x.shape[2], rows * block[2], columns * block[0])
-
-
-def spread(x: Array, blocking: Blocking) -> Array:
-    """A block from `pairs_of` as `[keys|1, rows|1]`."""
-    if x.ndim == 2:
-        return x
-    return jnp.broadcast_to(x, (len(x), blocking.group, blocking.block_q)).reshape(len(x), -1)
+    return classify(
+        mask,
+        batch_shape=batch_shape,
+        heads=blocking.kv_heads * blocking.group,
+        kv_heads=blocking.kv_heads,
+        q_positions=q,
+        kv_positions=k,
+        block_q=blocking.block_q,
+        block_k=blocking.block_k,
+    )
 
 
 def table_of(problem: Problem, blocking: Blocking):
     """The class of each block `[B|1, K|1, rows, columns]`; None if all are full."""
     table = None
     if problem.mask is not None:
-        from ._intervals import classify  # imported on first use: half of eqattn's import
-
-        q, k = problem.positions()
-        table = classify(
-            problem.mask,
-            batch_shape=problem.batch_shape,
-            heads=blocking.kv_heads * blocking.group,
-            kv_heads=blocking.kv_heads,
-            q_positions=q,
-            kv_positions=k,
-            block_q=blocking.block_q,
-            block_k=blocking.block_k,
-        )
+        table = classes_of(problem.mask, blocking, problem.batch_shape, *problem.positions())
     if blocking.keys % blocking.block_k:  # keys that pad the last block must be masked
         if table is None:
             table = np.full((1, 1, blocking.rows, blocking.columns), FULL, np.int8)
@@ -184,9 +59,15 @@ def table_of(problem: Problem, blocking: Blocking):
 
 
 def fold_problem(
-    problem: Problem, blocking: Blocking, ring: Rotation | None = None, mesh: Any = None
+    problem: Problem,
+    blocking: Blocking,
+    ring: Rotation | None = None,
+    mesh: Any = None,
+    *,
+    fused: bool,
 ) -> Carry:
-    """The softmax fold of a problem: a Carry of `[B, T, H, V]`, `[B, T, H]`, `[B, T, H]`.
+    """The softmax fold of a problem: a Carry of `[B, T, H, V]`, `[B, T, H]`, `[B, T, H]`, whose
+    gradients take one visit of the blocks if `fused`, else two.
 
     With a `ring`, over the keys of all its devices. Its axis is manual here if `mesh` is None; else
     the arrays are those of all devices, and the axis of this mesh is made manual for the fold.
@@ -200,7 +81,7 @@ def fold_problem(
     devices = 1 if ring is None or mesh is None else ring.size
     columns = (BATCH, HEAD, COL)
 
-    def run(operands, value, poison):
+    def run(parts, operands, value, poison):
         return fold(
             {c: parts.logits(c) for c in classes},
             operands,
@@ -215,22 +96,42 @@ def fold_problem(
             ring=ring,
             classify=None if classes == (FULL,) else parts.classify,
             reads=parts.reads,
+            fused=fused,
             products=parts.products,
             spec=parts.spec,
             roles=parts.roles,
         )
 
-    if devices > 1:
-        run = ring.over(mesh, run, [parts.axes, columns, columns], [(BATCH, HEAD, ROW)] * 3)
-    return Carry(*map(blocking.from_rows, run(parts.operands, parts.value, parts.poison)))
+    arrays = (parts.operands, parts.value, parts.poison)
+    if devices == 1:
+        carry = run(parts, *arrays)
+    else:
+        own, static = eqx.partition((problem.mask, problem.scores), eqx.is_array)
+        carry = ring.over(
+            mesh,
+            lambda own, *arrays: run(parts.reading(*eqx.combine(own, static)), *arrays),
+            [jax.tree.map(lambda _: (), own), parts.axes, columns, columns],
+            [(BATCH, HEAD, ROW)] * 3,
+        )(own, *arrays)
+    return Carry(*map(blocking.from_rows, carry))
 
 
-def not_finite(x: Array) -> Array:
+def at_visible(mask: Array, xs: list) -> list:
+    """Blocks with the entries of one visible pair at all masked ones: there a user's function may
+    be singular, and a zero cotangent would not save its gradients.
+    """
+    row = jnp.argmax(mask.any(0))
+    key = jnp.argmax(mask[:, row])
+    at = [x[jnp.where(len(x) > 1, key, 0), jnp.where(x.shape[1] > 1, row, 0)] for x in xs]
+    return [jnp.where(mask, x, y) for x, y in zip(xs, at)]
+
+
+def not_finite(x: Array, precision: Any) -> Array:
     """`[..., 1]`: NaN where a vector of `x` `[..., n]` holds what is not finite, else 0."""
     x = lax.stop_gradient(x)
     few = np.where(np.arange(x.shape[-1]) % 2, 2.0**-13, 2.0**-14)  # sums stay in range
     weights = jnp.asarray(few[:, None].repeat(2, 1), x.dtype)  # two columns: XLA:CPU is fast then
-    return (jnp.einsum("...n,nm->...m", x, weights, precision=lax.Precision.HIGHEST) * 0)[..., :1]
+    return (jnp.einsum("...n,nm->...m", x, weights, precision=precision) * 0)[..., :1]
 
 
 class Parts:
@@ -249,11 +150,12 @@ class Parts:
         query, key = problem.query.astype(stored), problem.key.astype(stored)
         scale = jnp.asarray(problem.scale, acc)
         self.post_scale = stored != acc
-        if not self.post_scale:  # not the query, as XLA:CPU is slow at arithmetic in a transposed copy
+        if not self.post_scale:
+            # Not the query, as XLA:CPU is slow at arithmetic in a transposed copy.
             key = key * scale
         value = problem.value.astype(stored)
         self.value = blocking.columns_of(finite(value))
-        self.poison = blocking.columns_of(not_finite(value).astype(acc))[..., 0]
+        self.poison = blocking.columns_of(not_finite(value, precision).astype(acc))[..., 0]
         self.operands = [blocking.rows_of(query), blocking.columns_of(key)]
         self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW), (BATCH, HEAD, COL)]
         self.roles = ("query", "key")
@@ -283,6 +185,12 @@ class Parts:
             problem.logits_dtype,
         )
 
+    def reading(self, mask: AbstractMask | None, scores: tuple) -> "Parts":
+        """The same with what masks and scores close over exchanged."""
+        new = copy.copy(self)
+        new.problem = dataclasses.replace(self.problem, mask=mask, scores=scores)
+        return new
+
     def add(self, role: str, x) -> None:
         blocks, axes = self.blocking.pairs_of(x)
         self.operands.append(jnp.asarray(blocks))
@@ -299,13 +207,11 @@ class Parts:
 
     def classify(self, *blocks: Array) -> Array:
         """The table of one hop, `[rows, columns]` or `[B, K, rows, columns]`."""
-        from ._intervals import classify
-
         blocking, axes = self.blocking, [self.axes[i] for i in self.reads]
         whole = [blocking.from_pairs(x, a) for x, a in zip(blocks, axes)]
         (q, k), whole = whole[:2], whole[2:]
         q, k = q[:, 0, :, 0], k[:, 0, 0]
-        rows, columns = (n // size for n, size in zip((q.shape[1], k.shape[1]), (blocking.block_q, blocking.block_k)))
+        rows, columns = q.shape[1] // blocking.block_q, k.shape[1] // blocking.block_k
         table = jnp.full((1, 1, rows, columns), FULL, jnp.int8)
         if self.padded:
             valid, *whole = whole
@@ -313,16 +219,8 @@ class Parts:
             padded = jnp.where(valid.any(-1), jnp.int8(PARTIAL), jnp.int8(EMPTY))
             table = jnp.where(valid.all(-1), table, padded)
         if self.problem.mask is not None:
-            classes = classify(
-                Given(self.problem.mask, tuple(whole)),
-                batch_shape=(blocking.batch,),
-                heads=blocking.kv_heads * blocking.group,
-                kv_heads=blocking.kv_heads,
-                q_positions=q,
-                kv_positions=k,
-                block_q=blocking.block_q,
-                block_k=blocking.block_k,
-            )
+            mask = Given(self.problem.mask, tuple(whole))
+            classes = classes_of(mask, blocking, (blocking.batch,), q, k)
             table = jnp.minimum(table, classes)
         if table.shape[:2] == (1, 1):
             return table[0, 0]
@@ -376,7 +274,10 @@ class Parts:
             if mask is not None:
                 s = jnp.where(mask, s, 0)
             for score, xs in zip(problem.scores, own):
-                s = over_block(score.transform, [s, *pairs, *xs])
+                xs = [s, *pairs, *xs]
+                if mask is not None and isinstance(score, ScoreFn):
+                    xs = at_visible(mask, xs)
+                s = over_block(score.transform, xs)
             if problem.logits_dtype is not None:
                 s = s.astype(problem.logits_dtype).astype(acc)
             if mask is not None:
@@ -400,26 +301,3 @@ class Given(AbstractMask):
 
     def visible(self, b, h, q, k, *ids):
         return self.mask.visible(b, h, q, k, *ids)
-
-
-def choose_blocking(
-    problem: Problem, block_q: int | None, block_k: int | None, parts: int = 1, shards: int = 1
-) -> Blocking:
-    """The blocking of a problem; automatic sizes where None."""
-    t, s, heads, kv_heads = problem.sizes
-    group = heads // kv_heads
-    if block_q is None:
-        block_q = max(8, 256 // group)
-    if block_k is None:
-        block_k = 128
-    return Blocking(
-        batch=math.prod(problem.batch_shape),
-        kv_heads=kv_heads,
-        group=group,
-        queries=t,
-        keys=s,
-        block_q=min(block_q, max(-(-t // parts), 1)),
-        block_k=min(block_k, max(-(-s // parts), 1)),
-        parts=parts,
-        shards=shards,
-    )

@@ -205,12 +205,21 @@ def _mean(numerator: Array, denominator: Array) -> Array:
 
 @_mean.defjvp
 def _mean_jvp(primals, tangents):
-    """Its transpose rounds `ct / denominator` once for both: in the gradients of logits, where the
-    two nearly cancel, so does the rounding error.
+    """Its two cotangents nearly cancel in the gradient of a logit. So `ct / denominator` is rounded
+    once for both, and the sum in the second is that of a tree.
     """
     numerator, denominator = primals
     mean = _mean(numerator, denominator)
-    return mean, _mean(tangents[0] - mean * tangents[1], denominator)
+    widened = _widen(tangents[1], numerator.shape[-1])
+    return mean, _mean(tangents[0] - mean * widened, denominator)
+
+
+def _widen(x: Array, n: int) -> Array:
+    """`[..., 1]` repeated to `[..., n]`, by doubling; transposed, a sum by halves."""
+    if n <= 1:
+        return x[..., :n]
+    half = _widen(x, (n + 1) // 2)
+    return jnp.concatenate([half, half[..., : n // 2]], -1)
 
 
 def _weight(exponent: Array) -> Array:

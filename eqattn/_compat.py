@@ -3,6 +3,8 @@
 `tests/test_compat.py` runs all of it on the oldest and the newest supported JAX.
 """
 
+import contextlib
+
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -43,6 +45,18 @@ def abstract(array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, spec)
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes, sharding=sharding)
+
+
+def typed_by_mesh(mesh):
+    """A context in which arrays that are typed by a mesh have that mesh, if there is none yet."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return jax.sharding.use_abstract_mesh(mesh)
+    return contextlib.nullcontext()
+
+
+def automatic(mesh):
+    """The mesh with all its axes automatic."""
+    return mesh.update(axis_types=(jax.sharding.AxisType.Auto,) * len(mesh.axis_names))
 
 
 def explicit_axes(array) -> tuple[str, ...]:

@@ -53,8 +53,14 @@ def seed_of(key: PRNGKeyArray) -> UInt32[Array, " 2"]:
 
 
 def kept(seed: Array, pairs: Sequence[Array], rate: float) -> Array:
-    """Whether each pair `(b, h, q, k)` survives; the integers broadcast against each other."""
+    """Whether each pair `(b, h, q, k)` survives; the integers broadcast against each other.
+
+    The seed is that of `seed_of`, and may go on with the indices of the first batch element and
+    head, where the pairs are some device's own.
+    """
     b, h, q, k = (lax.convert_element_type(x, jnp.uint32) for x in pairs)
+    if seed.shape[0] > 2:
+        b, h = b + seed[2], h + seed[3]
     stream = threefry((seed[0], seed[1]), (b, h))
     bits, _ = threefry(stream, (q, k))
     return bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))

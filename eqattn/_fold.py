@@ -8,7 +8,6 @@ numerators `[keys, v]` and `[rows, v]`: the orientation in which no product of t
 backward needs a large transpose.
 """
 
-import dataclasses
 import functools as ft
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -19,11 +18,11 @@ from jax import lax
 from jaxtyping import Array
 
 from ._carry import gauge
-from ._compat import abstract, ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
+from ._compat import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from ._dot import dot
 from ._ring import Rotation, travel
-from ._sweep import block_aval, hoist, primitive_rules, sweep, Tag
-from ._traverse import COL, Layout, replaced, ROW
+from ._sweep import block_aval, hoist, primitive_rules, sweep, table_per_hop, Tag
+from ._traverse import Layout, replaced, ROW
 
 
 def fold(
@@ -41,6 +40,7 @@ def fold(
     ring: Rotation | None = None,
     classify: Callable | None = None,
     reads: Sequence[int] = (),
+    fused: bool = True,
     products: tuple = (),
     spec: Hashable = None,
     roles: tuple[str, ...] = (),
@@ -58,6 +58,7 @@ def fold(
         others, as `0 * inf` is not 0.
     - `ring`: the hops, if columns rotate around a mesh axis. `classify` is then a function of the
         operands `reads`, as they are at a hop, that returns the table of the hop.
+    - `fused`: whether one visit of the grid gives all gradients, or two.
     - `products`: keyword arguments of `dot`, as sorted pairs.
 
     **Returns:**
@@ -68,28 +69,14 @@ def fold(
     axes = varying_axes(*operands, value, poison, *([] if table is None else [table]))
     operands = [vary(x, axes) for x in operands]
     if ring is not None and classify is not None:
-        here = [tuple(grid[a] for a in in_axes[i]) for i in reads]
-        at_hop = [
-            abstract(operands[i], n + operands[i].shape[len(in_axes[i]) :], operands[i].dtype)
-            for i, n in zip(reads, here)
-        ]
-        ((_, jaxpr),), consts = hoist({0: lambda *xs: [classify(*xs)]}, at_hop)
-        reads = (*reads, *range(len(operands), len(operands) + len(consts)))
+        ring, consts = table_per_hop(ring, classify, operands, in_axes, reads, grid)
         operands = [*operands, *[vary(x, axes) for x in consts]]
         in_axes, roles = (*in_axes, *[()] * len(consts)), (*roles, *["closure"] * len(consts))
-        two = jaxpr.out_avals[0].ndim == 2
-        ring = dataclasses.replace(
-            ring,
-            classify=jaxpr,
-            reads=reads,
-            table_axes=(ROW, COL) if two else tuple(range(-len(grid), 0)),
-            rank=len(grid),
-        )
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = hoist(logits, avals)
     in_axes = (*in_axes, *[()] * len(consts), value_axes, value_axes)
     roles = (*roles, *["closure"] * len(consts), "poison", "value")
-    layout = Layout(tuple(grid), block, in_axes, table_axes, ring)
+    layout = Layout(tuple(grid), block, in_axes, table_axes, ring, fused)
     rows = (*layout.batch, ROW)
     lead = [] if table_axes is None else [vary(table, axes)]
     args = [*lead, *operands, *[vary(x, axes) for x in (*consts, poison, value)]]

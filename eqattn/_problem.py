@@ -31,13 +31,14 @@ class Problem(eqx.Module):
     - `scores`: transforms of a logit, in order.
     - `scale`: a float or scalar array.
     - `sinks`: None or `[H|1, n]`.
-    - `seed`: None, or the two words of the dropout key.
+    - `seed`: None, or that of `kept`.
     - `q_positions`, `kv_positions`: int32 `[B|1, T]` and `[B|1, S]`, or None for `0, 1, ...`
     - `q_start`, `q_shift`: a static int, and int32 `[B|1, 1]` or None: added to the queries'.
     - `batch_shape`: the batch axes that `B` flattens.
     - `rate`: the dropout probability, used if there is a seed.
     - `logits_dtype`: a dtype that logits are rounded to, or None.
     - `precision`: of the products, or None: exact for float32, the default for narrower inputs.
+    - `shards`: what varies with query and key has the keys of so many devices.
     """
 
     query: Array
@@ -56,6 +57,7 @@ class Problem(eqx.Module):
     rate: float = eqx.field(static=True)
     logits_dtype: Any = eqx.field(static=True)
     precision: Any = eqx.field(static=True)
+    shards: int = eqx.field(static=True, default=1)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -69,10 +71,12 @@ class Problem(eqx.Module):
         """float32, or float64 for float64 inputs."""
         return accumulation(self.query.dtype)
 
-    def canonical(self, operand: Operand) -> Array | np.ndarray:
+    def canonical(self, operand: Operand, name: str = "operand") -> Array | np.ndarray:
         """An operand as `[B|1, H|1, T|1, S|1]`."""
         t, s, heads, _ = self.sizes
-        return canonical(operand, self.batch_shape, heads, t, s)
+        if operand.axes.endswith("ts") and operand.array.shape[-2] > 1:
+            s *= self.shards
+        return canonical(operand, self.batch_shape, heads, t, s, name)
 
     def positions(self) -> tuple:
         """Positions of queries `[B|1, T]` and keys `[B|1, S]`; NumPy arrays where static."""
@@ -206,6 +210,7 @@ def problem(
     q_positions=None,
     kv_positions=None,
     precision=None,
+    shards=1,
 ) -> Problem:
     """Checks the arguments of `attention` and brings them to canonical form."""
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
@@ -249,11 +254,12 @@ def problem(
         rate=metadata.dropout_prob,
         logits_dtype=metadata.runtime_softmax_dtype,
         precision=precision,
+        shards=shards,
     )
     for part in (*scores, *([] if mask is None else [mask])):
         for operand in part.operands():
             name = {Bias: "bias", Dense: "mask"}.get(type(part), type(part).__name__)
-            canonical(operand, batch_shape, heads, t, s, name)
+            out.canonical(operand, name)
     return out
 
 

@@ -57,18 +57,21 @@ class Rotation:
     def over(self, mesh: Any, fn: Callable, in_axes: Any, out_axes: Sequence) -> Callable:
         """`fn` on each device's part of arrays with the given grid axes, with `axis` manual."""
 
-        def specs(axes):
-            grid = all(isinstance(a, int) for a in axes)
-            return self.partition(axes) if grid else [specs(a) for a in axes]
+        def specs(tree):
+            grid = lambda x: isinstance(x, tuple) and all(isinstance(a, int) for a in x)
+            return jax.tree.map(self.partition, tree, is_leaf=grid)
 
-        return jax.shard_map(
-            fn,
-            mesh=mesh,
-            in_specs=tuple(specs(a) for a in in_axes),
-            out_specs=specs(out_axes),
-            axis_names={self.axis},
-            check_vma=False,
-        )
+        def run(*args):
+            return jax.shard_map(
+                fn,
+                mesh=mesh,
+                in_specs=tuple(specs(tree) for tree in in_axes),
+                out_specs=specs(out_axes),
+                axis_names={self.axis},
+                check_vma=bool(varying_axes(*jax.tree.leaves(args))),  # as around us
+            )(*args)
+
+        return run
 
     def move(self, xs: Sequence[Array], by: int) -> list[Array]:
         """Sends arrays `by` places up the ring."""
@@ -124,8 +127,7 @@ def travel(
             steps, local, [*table, *operands], start, axes, vectorise=vectorise, into=into
         )
         put = [
-            lax.dynamic_update_slice_in_dim(state[i], new[i], at, axes[i].index(COL))
-            for i in slots
+            lax.dynamic_update_slice_in_dim(state[i], new[i], at, axes[i].index(COL)) for i in slots
         ]
         return [new[i] for i in returns], replaced(new, slots, put)
 

@@ -37,7 +37,7 @@ from ._compat import (
     vary,
     varying_axes,
 )
-from ._ring import travel
+from ._ring import Rotation, travel
 from ._traverse import COL, Layout, replaced, ROW
 
 
@@ -76,6 +76,30 @@ def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
 
             closed[c], start = jax.make_jaxpr(with_consts)(*everything), stop
     return tuple(closed.items()), consts
+
+
+def table_per_hop(
+    ring: Rotation,
+    classify: Callable,
+    operands: Sequence,
+    in_axes: Sequence[tuple[int, ...]],
+    reads: Sequence[int],
+    grid: tuple[int, ...],
+) -> tuple[Rotation, list]:
+    """The rotation whose table at each hop is `classify` of the operands `reads` as they are there.
+
+    **Returns:** it, and what `classify` closes over: the next operands, on none of the grid's axes.
+    """
+    at_hop = []
+    for i in reads:
+        x, axes = operands[i], in_axes[i]
+        shape = tuple(grid[a] for a in axes) + x.shape[len(axes) :]
+        at_hop.append(abstract(x, shape, x.dtype))
+    ((_, jaxpr),), consts = hoist({0: lambda *xs: [classify(*xs)]}, at_hop)
+    table_axes = tuple(range(-len(grid), 0)) if jaxpr.out_avals[0].ndim > 2 else (ROW, COL)
+    reads = (*reads, *range(len(operands), len(operands) + len(consts)))
+    fields = dict(classify=jaxpr, reads=reads, table_axes=table_axes, rank=len(grid))
+    return dataclasses.replace(ring, **fields), consts
 
 
 def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -233,9 +257,15 @@ def _transpose(cts, *args, visits, layout, out_axes, tag):
     known = [i for i in range(len(operands)) if i not in linear]
     active = [i for i, ct in enumerate(cts) if not is_zero(ct)]
     results = [None] * len(operands)
-    if active:
+    groups = [linear]
+    if not layout.fused:
+        of_columns = [i for i in linear if COL in layout.in_axes[i]]
+        groups = [of_columns, [i for i in linear if i not in of_columns]]
+    for group in groups:
+        if not (active and group):
+            continue
 
-        def transposed(jaxpr):
+        def transposed(jaxpr, mine=[linear.index(i) for i in group]):
             avals = [jaxpr.in_avals[i] for i in linear]
 
             def g(*blocks):
@@ -246,26 +276,29 @@ def _transpose(cts, *args, visits, layout, out_axes, tag):
                     return [ys[i] for i in active]
 
                 like = [abstract(a, a.shape, a.dtype) for a in avals]
-                return jax.linear_transpose(h, *like)(list(blocks[len(known) :]))
+                outs = jax.linear_transpose(h, *like)(list(blocks[len(known) :]))
+                return [outs[i] for i in mine]
 
             return g
 
         fns = {c: transposed(j) for c, j in visits}
         in_axes = [*[layout.in_axes[i] for i in known], *[out_axes[i] for i in active]]
+        backward = None
         if tag is not None:
             assert tag.stage == "tangent"
             roles = [tag.inputs[i] for i in known] + [f"ct {tag.outputs[i]}" for i in active]
-            tag = Tag("backward", tag.spec, tuple(roles), tuple(tag.inputs[i] for i in linear))
+            names = tuple(tag.inputs[i] for i in group)
+            backward = Tag("backward", tag.spec, tuple(roles), names)
         outs = sweep(
             fns,
             [*[operands[i] for i in known], *[cts[i] for i in active]],
             in_axes,
-            [layout.in_axes[i] for i in linear],
+            [layout.in_axes[i] for i in group],
             layout=layout.only(known),
             table=table,
-            tag=tag,
+            tag=backward,
         )
-        for i, y in zip(linear, outs):
+        for i, y in zip(group, outs):
             results[i] = y
     return results if layout.table_axes is None else [None, *results]
 

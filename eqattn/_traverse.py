@@ -28,7 +28,8 @@ class Layout:
 
     The table holds `EMPTY`, `PARTIAL` or `FULL` per block; without one every pair is visited.
     In a `ring`, the grid is one device's: its rows and its columns. What has both axes holds the
-    columns of all devices.
+    columns of all devices. `fused`: a transpose finds all its results in one visit of the grid;
+    else those of columns in one and the others in another.
     """
 
     grid: tuple[int, ...]
@@ -36,6 +37,7 @@ class Layout:
     in_axes: tuple[tuple[int, ...], ...]
     table_axes: tuple[int, ...] | None = None
     ring: Any = None
+    fused: bool = True
 
     def shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         all_columns = self.ring is not None and {ROW, COL} <= set(axes)

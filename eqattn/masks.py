@@ -15,6 +15,7 @@ from ._masks import (
     QueryPadding as QueryPadding,
     Segments as Segments,
     SlidingWindow as SlidingWindow,
+    Sparsity as Sparsity,
     Tree as Tree,
 )
 from ._pairs import Operand as Operand

@@ -129,9 +129,12 @@ class LanguageModel(eqx.Module):
         self.norm = eqx.nn.RMSNorm(config.width, use_bias=False)
         self.head = linear(config.width, 256, last, scale=0.1)
 
-    def __call__(self, tokens: UInt8[Array, "t"], strategy: Any) -> Float[Array, "t 256"]:
+    def __call__(
+        self, tokens: UInt8[Array, "t"], strategy: Any, positions: Int[Array, "t"] | None = None
+    ) -> Float[Array, "t 256"]:
         x = self.embedding[tokens]
-        positions = jnp.arange(tokens.shape[0])
+        if positions is None:
+            positions = jnp.arange(tokens.shape[0])
         for block in self.blocks:
             x = block(x, positions, strategy)
         return jax.vmap(self.head)(jax.vmap(self.norm)(x))

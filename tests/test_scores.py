@@ -498,6 +498,29 @@ def test_a_score_cannot_reveal_what_is_masked(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_score_may_be_singular_where_it_is_masked(strategy, x64):
+    """Its value and its derivative there, `0 * nan`, reach no gradient."""
+    mask = MaskFn(lambda b, h, i, j: j < i)
+    q, k, v = (x[0] for x in qkv())
+
+    def f(q, w, power):
+        def fn(z, b, h, i, j):
+            distance = (i - j).astype(z.dtype)
+            return z - w * jnp.log(distance) + jnp.sqrt(distance) ** power
+
+        score = ScoreFn(fn)
+        return attention(
+            q, k, v, wide[strategy], mask=mask, score=score, return_logsumexp=True
+        )
+
+    out = check_gradient(f, q, jnp.asarray(0.7), jnp.asarray(-1.5))
+    i, j = np.arange(T)[:, None], np.arange(S)
+    distance = np.maximum(i - j, 1)
+    z = lambda z: np.where(j < i, z / 2 - 0.7 * np.log(distance) + distance**-0.75, -np.inf)
+    np.testing.assert_allclose(out.attention_outputs[1:], softmax(q, k, v, z)[0][1:], rtol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_score_reads_positions(strategy):
     q, k, v = (x[0, 0] for x in qkv(np.float32))
     slopes = np.float32([0.1, 0.2, 0.3, 0.4])

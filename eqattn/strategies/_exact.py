@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import auto_axes, PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
-from .._compat import explicit_axes, sharding_of
+from .._compat import explicit_axes, sharding_of, typed_by_mesh
 from .._masks import Causal
 from .._output import AttentionOutput
 from .._problem import as_mask, Problem, problem
@@ -31,6 +32,10 @@ class AbstractExact(AttentionImpl):
         """The Carry `[B, T, H, ...]` of a problem without its sinks, and the probabilities
         `[B, H, T, S]` (before sinks) if the strategy has them.
         """
+
+    def key_shards(self) -> int:
+        """A hook: how many devices' keys a bias or `Dense` mask holds."""
+        return 1
 
     def forward_native(
         self,
@@ -90,7 +95,10 @@ class AbstractExact(AttentionImpl):
         )
 
         def run(self, q, k, v, options):
-            spec = problem(q, k, v, self.metadata, precision=self.precision, **options)
+            shards = self.key_shards()
+            spec = problem(
+                q, k, v, self.metadata, precision=self.precision, shards=shards, **options
+            )
             carry, weights = self.fold(spec)
             results = finish(spec, carry, weights, self.metadata.runtime_dtype, return_weights)
             return {name: x for name, x in results.items() if wanted[name]}
@@ -125,7 +133,8 @@ def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) 
         axes=explicit_axes(q),
         out_sharding={name: spec for name, spec in specs.items() if wanted[name]},
     )
-    return inner(arrays)
+    with typed_by_mesh(jax.typeof(q).sharding.mesh):
+        return inner(arrays)
 
 
 def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any, weighted: bool) -> dict:

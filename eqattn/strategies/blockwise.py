@@ -4,7 +4,8 @@ from typing import Any
 
 import equinox as eqx
 
-from .._blocks import choose_blocking, fold_problem
+from .._blocking import choose_blocking
+from .._blocks import fold_problem
 from .._cached import cached
 from .._metadata import AttentionMetadata
 from .._problem import Problem
@@ -13,8 +14,8 @@ from ._exact import AbstractExact
 
 
 @cached
-def _fold(problem: Problem, *, block_q, block_k):
-    return fold_problem(problem, choose_blocking(problem, block_q, block_k))
+def _fold(problem: Problem, *, block_q, block_k, fused):
+    return fold_problem(problem, choose_blocking(problem, block_q, block_k), fused=fused)
 
 
 @AttentionRegistry.register
@@ -30,6 +31,8 @@ class Blockwise(AbstractExact):
         `blocksize_k` (None: automatic).
     - `precision`: of the products; None means exact float32 products for float32 inputs and the
         platform's default for narrower ones.
+    - `fused_backward`: whether one visit of the blocks gives all gradients, or one visit those of
+        the queries and another those of keys and values. The gradients are equal; one is faster.
 
     ??? cite "Reference"
 
@@ -39,13 +42,19 @@ class Blockwise(AbstractExact):
 
     metadata: AttentionMetadata
     precision: Any = eqx.field(static=True, default=None)
+    fused_backward: bool = eqx.field(static=True, default=True)
 
     @classmethod
     def get_impl_name(cls) -> str:
         return "blockwise"
 
     def fold(self, problem: Problem):
-        carry = _fold(problem, block_q=self.metadata.blocksize_q, block_k=self.metadata.blocksize_k)
+        carry = _fold(
+            problem,
+            block_q=self.metadata.blocksize_q,
+            block_k=self.metadata.blocksize_k,
+            fused=self.fused_backward,
+        )
         return carry, None
 
     def unsupported(self, features) -> str | None:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._blocks import BATCH, choose_blocking, HEAD, Parts
+from .._blocking import BATCH, choose_blocking, HEAD
+from .._blocks import Parts
 from .._cached import cached
 from .._carry import Carry, gauge
 from .._dot import dot

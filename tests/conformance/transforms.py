@@ -25,12 +25,10 @@ def _loss(call, cts):
 
     def loss(arguments):
         out, lse = call(arguments)
-        lse = jnp.where(jnp.isfinite(lse), lse, jnp.zeros_like(lse))
+        judged = jnp.where(jnp.isfinite(lse), lse, jnp.zeros_like(lse))
         ct_out, ct_lse = cts
-        return jnp.sum(out.astype(lse.dtype) * ct_out.astype(lse.dtype)) + jnp.sum(lse * ct_lse), (
-            out,
-            lse,
-        )
+        total = jnp.sum(out.astype(lse.dtype) * ct_out.astype(lse.dtype))
+        return total + jnp.sum(judged * ct_lse), (out, lse)
 
     return loss
 

@@ -1,0 +1,171 @@
+"""The grid that a problem is cut into, and arrays as blocks on it.
+
+The grid is `(B, K, rows, columns)`: batch, key/value heads, query blocks, key blocks. The rows of
+a block are the queries of all heads that share a key/value head, so keys and values are never
+repeated; blocks of logits are `[keys, group * queries]`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ._problem import Problem
+from ._traverse import COL, ROW
+
+
+BATCH, HEAD = -4, -3
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocking:
+    """Sizes of the grid and its blocks.
+
+    Queries and keys are cut into `parts` of equal length, each with blocks of its own, so that no
+    block lies on two devices. What varies with queries and keys holds the keys of `shards` devices.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    queries: int
+    keys: int
+    block_q: int
+    block_k: int
+    parts: int = 1
+    shards: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.parts * -(-self.queries // (self.parts * self.block_q))
+
+    @property
+    def columns(self) -> int:
+        return self.parts * -(-self.keys // (self.parts * self.block_k))
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return (self.batch, self.kv_heads, self.rows, self.columns)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (self.block_k, self.group * self.block_q)
+
+    def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
+        """Pads each part of an axis, to `n` in all, with its last entry or with zeros."""
+        if x.shape[axis] == n:
+            return x
+        parts = self.parts if parts is None else parts
+        xp = np if isinstance(x, np.ndarray) else jnp
+
+        def widen(x, axis, n):
+            widths = [(0, 0)] * x.ndim
+            widths[axis] = (0, n - x.shape[axis])
+            return xp.pad(x, widths, mode="edge") if edge else xp.pad(x, widths)
+
+        if parts == 1:
+            return widen(x, axis, n)
+        lead, rest = x.shape[:axis], x.shape[axis + 1 :]
+        x = widen(x, axis, -(-x.shape[axis] // parts) * parts).reshape(*lead, parts, -1, *rest)
+        return widen(x, axis + 1, n // parts).reshape(*lead, n, *rest)
+
+    def rows_of(self, x: Any) -> Array:
+        """`[B, T, H, D]` to `[B, K, rows, D, group * block_q]`."""
+        x = self.pad(x, 1, self.rows * self.block_q, edge=False)
+        x = x.reshape(self.batch, self.rows, self.block_q, self.kv_heads, self.group, x.shape[-1])
+        x = x.transpose(0, 3, 1, 5, 4, 2)
+        return x.reshape(*x.shape[:4], self.group * self.block_q)
+
+    def from_rows(self, x: Array) -> Array:
+        """`[B, K, rows, group * block_q]`, maybe with a last axis `V`, to `[B, T, H]`, `V`."""
+        x = x.reshape(*x.shape[:3], self.group, self.block_q, *x.shape[4:])
+        x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))
+        heads = self.kv_heads * self.group
+        rest, part = x.shape[5:], -(-self.queries // self.parts)
+        x = x.reshape(self.batch, self.parts, -1, heads, *rest)[:, :, :part]
+        return x.reshape(self.batch, -1, heads, *rest)[:, : self.queries]
+
+    def columns_of(self, x: Any) -> Array:
+        """`[B, S, K, D]` to `[B, K, columns, block_k, D]`."""
+        x = self.pad(x, 1, self.columns * self.block_k, edge=False)
+        # The axis of size 1 makes XLA:CPU copy once, not twice, on the way into a loop.
+        x = x.reshape(self.batch, self.columns, 1, self.block_k, self.kv_heads, x.shape[-1])
+        x = x.transpose(0, 4, 1, 2, 3, 5)
+        return x.reshape(*x.shape[:3], *x.shape[4:])
+
+    def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
+        """A canonical operand `[B|1, H|1, T|1, S|1]` as blocks `[keys|1, rows|1]` on some of the
+        grid's axes; or `[keys, group|1, queries|1]` where the whole would be larger than `x`.
+        """
+        b, h, t, s = x.shape
+        columns = self.columns * (self.shards if t > 1 else 1)
+        if t > 1:
+            x = self.pad(x, 2, self.rows * self.block_q, edge=True)
+        if s > 1:
+            parts = self.parts * columns // self.columns
+            x = self.pad(x, 3, columns * self.block_k, edge=True, parts=parts)
+        sizes = (
+            (b, 1) if b == 1 else (self.batch, 1),
+            (1, 1) if h == 1 else (self.kv_heads, self.group),
+            (1, 1) if t == 1 else (self.rows, self.block_q),
+            (1, 1) if s == 1 else (columns, self.block_k),
+        )
+        x = x.reshape([n for pair in sizes for n in pair]).transpose(0, 2, 4, 6, 7, 3, 5, 1)
+        # One device's only block of rows or columns differs from the others' in a ring.
+        kept = [n > 1 or self.shards > 1 < m for (n, _), m in zip(sizes, (b, h, t, s))]
+        axes = tuple(a for a, keep in zip((BATCH, HEAD, ROW, COL), kept) if keep)
+        keys, group, queries = x.shape[4:7]
+        x = x.reshape([n for (n, _), keep in zip(sizes, kept) if keep] + [keys, group, queries])
+        if keys == 1 and group * queries > 1:
+            xp = np if isinstance(x, np.ndarray) else jnp
+            x = xp.broadcast_to(x, (*x.shape[:-2], self.group, self.block_q))
+        if keys == 1 or x.shape[-2:] in ((1, 1), (self.group, self.block_q)):
+            x = x.reshape(*x.shape[:-2], -1)
+        return x, axes
+
+    def from_pairs(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """What `pairs_of` made blocks of, with its padding."""
+        sizes, block = dict(zip(axes, x.shape)), x.shape[len(axes) :]
+        b, k, rows, columns = (sizes.get(a, 1) for a in (BATCH, HEAD, ROW, COL))
+        if len(block) == 2:
+            block = (block[0], 1, 1) if block[1] == 1 else (block[0], self.group, self.block_q)
+        x = x.reshape(b, k, rows, columns, *block)
+        if HEAD not in axes and self.kv_heads > 1:  # it was only spread over the block
+            x = x[..., :1, :]
+        if ROW not in axes:
+            x = x[..., :1]
+        x = x.transpose(0, 1, 5, 2, 6, 3, 4)
+        return x.reshape(b, x.shape[1] * x.shape[2], rows * x.shape[4], columns * block[0])
+
+
+def spread(x: Array, blocking: Blocking) -> Array:
+    """A block from `pairs_of` as `[keys|1, rows|1]`."""
+    if x.ndim == 2:
+        return x
+    return jnp.broadcast_to(x, (len(x), blocking.group, blocking.block_q)).reshape(len(x), -1)
+
+
+def choose_blocking(
+    problem: Problem, block_q: int | None, block_k: int | None, parts: int = 1, shards: int = 1
+) -> Blocking:
+    """The blocking of a problem; automatic sizes where None."""
+    t, s, heads, kv_heads = problem.sizes
+    group = heads // kv_heads
+    if block_q is None:
+        block_q = max(8, 256 // group)
+    if block_k is None:
+        block_k = 128
+    return Blocking(
+        batch=math.prod(problem.batch_shape),
+        kv_heads=kv_heads,
+        group=group,
+        queries=t,
+        keys=s,
+        block_q=min(block_q, max(-(-t // parts), 1)),
+        block_k=min(block_k, max(-(-s // parts), 1)),
+        parts=parts,
+        shards=shards,
+    )

@@ -1,0 +1,180 @@
+"""Which tokens each device of a ring holds."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+
+class AbstractRingLayout(abc.ABC):
+    """How the tokens of a sequence are spread over a ring of devices.
+
+    The sequence is cut into `parts` equal chunks per device, and a layout says whose they are. An
+    array whose tokens were permuted so is sharded over the ring in equal, contiguous pieces.
+    """
+
+    parts: ClassVar[int]
+
+    @abc.abstractmethod
+    def chunks(self, n: int) -> np.ndarray:
+        """The chunks `[n, parts]` of each of `n` devices, in their order there."""
+
+    def positions(self, tokens: int, n: int) -> np.ndarray:
+        """The positions of the tokens that each device holds.
+
+        **Arguments:**
+
+        - `tokens`: the length of the sequence.
+        - `n`: the number of devices.
+
+        **Returns:** int32 `[n, tokens // n]`.
+
+        **Raises:** `ValueError` unless the chunks have equal lengths.
+        """
+        size = self.chunk_size(tokens, n)
+        chunks = self.chunks(n)[..., None] * size + np.arange(size)
+        return chunks.reshape(n, -1).astype(np.int32)
+
+    def permute(self, x: Any, n: int, axis: int = 1) -> Any:
+        """Brings the tokens of an array into the order of this layout.
+
+        Do it once, in the data loader, to everything that has tokens: inputs, labels, segment
+        ids, and the positions of a rotary embedding.
+
+        **Arguments:**
+
+        - `x`: an array, NumPy or JAX.
+        - `n`: the number of devices.
+        - `axis`: of its tokens; by default that of `[b, t, ...]`.
+
+        **Returns:** an array of the same kind and shape.
+
+        **Raises:** `ValueError` unless the chunks have equal lengths.
+        """
+        return self._take(x, n, axis, self.chunks(n).reshape(-1))
+
+    def unpermute(self, x: Any, n: int, axis: int = 1) -> Any:
+        """Undoes `permute`. Same arguments."""
+        return self._take(x, n, axis, np.argsort(self.chunks(n).reshape(-1)))
+
+    def _take(self, x: Any, n: int, axis: int, order: np.ndarray) -> Any:
+        size = self.chunk_size(x.shape[axis], n)
+        axis %= x.ndim
+        split = x.reshape(*x.shape[:axis], n * self.parts, size, *x.shape[axis + 1 :])
+        taken = (
+            split.take(order, axis) if isinstance(x, np.ndarray) else jnp.take(split, order, axis)
+        )
+        return taken.reshape(x.shape)
+
+    def chunk_size(self, tokens: int, n: int) -> int:
+        """The length of a chunk. **Raises:** `ValueError` if they are not equal."""
+        if tokens % (n * self.parts):
+            raise ValueError(
+                f"{tokens} tokens are not {self.parts} equal chunks for each of {n} devices "
+                f"({type(self).__name__}); pad them to a multiple of {n * self.parts}."
+            )
+        return tokens // (n * self.parts)
+
+    def tokens(self, length: int, n: int) -> Array:
+        """The positions `[1, length]` of an array's tokens, the whole ring's in one array."""
+        if self.parts == 1:
+            return jnp.arange(length, dtype=jnp.int32)[None]
+        size = self.chunk_size(length, n)
+        chunks = jnp.asarray(self.chunks(n).reshape(-1, 1) * size, jnp.int32)
+        return (chunks + jnp.arange(size, dtype=jnp.int32)[None]).reshape(1, length)
+
+    def own_tokens(self, length: int, n: int, axis: str) -> Array:
+        """The positions `[1, length]` of this device's tokens, where `axis` is manual."""
+        size = self.chunk_size(length * n, n)
+        mine = jnp.asarray(self.chunks(n) * size, jnp.int32)[lax.axis_index(axis)]
+        return (mine[:, None] + jnp.arange(size, dtype=jnp.int32)[None]).reshape(1, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contiguous(AbstractRingLayout):
+    """Device `i` of `n` holds the `i`-th of `n` equal pieces: tokens stay where they are.
+
+    Right for windows and for attention without a causal mask. With one, the last device works
+    about twice as much as the mean; see [`eqattn.Zigzag`][].
+    """
+
+    parts: ClassVar[int] = 1
+
+    def chunks(self, n: int) -> np.ndarray:
+        return np.arange(n)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Zigzag(AbstractRingLayout):
+    """Device `i` of `n` holds the chunks `i` and `2 n - 1 - i` of `2 n`.
+
+    With a causal mask every device then works equally, at every hop. The tokens must be in this
+    order, see `permute`.
+
+    ??? cite "Reference"
+
+        Known as zigzag, or as dual chunk swap, from ring-flash-attention and TransformerEngine.
+    """
+
+    parts: ClassVar[int] = 2
+
+    def chunks(self, n: int) -> np.ndarray:
+        return np.stack([np.arange(n), 2 * n - 1 - np.arange(n)], 1)
+
+
+def ring_order(coordinates: np.ndarray) -> np.ndarray:
+    """An order in which points of a full grid are neighbours, the last and the first too if the
+    grid has an even side.
+
+    **Arguments:**
+
+    - `coordinates`: int `[n, dims]`, all points of a box.
+
+    **Returns:** int `[n]`: which point comes when.
+    """
+    low = coordinates.min(0)
+    sides = coordinates.max(0) - low + 1
+    index = np.full(sides, -1)
+    index[tuple((coordinates - low).T)] = np.arange(len(coordinates))
+    if (index < 0).any():
+        return np.arange(len(coordinates))
+    path = index.reshape(1, -1) if index.ndim == 1 else index
+    for _ in range(path.ndim - 2):  # fold two axes into a path back and forth
+        path = np.moveaxis(path.copy(), 1, 0)
+        path[1::2] = path[1::2][:, :, ::-1] if path.ndim > 2 else path[1::2, ::-1]
+        path = np.moveaxis(path, 0, 1).reshape(path.shape[1], -1, *path.shape[3:])
+    if path.shape[0] % 2:
+        path = path.T
+    rows, columns = path.shape
+    if rows % 2 or columns == 1:
+        snake = [row[::-1] if i % 2 else row for i, row in enumerate(path)]
+        return np.concatenate(snake)
+    snake = [row[:0:-1] if i % 2 else row[1:] for i, row in enumerate(path)]
+    return np.concatenate([*snake, path[::-1, 0]])
+
+
+def ring_mesh(axis_name: str = "sp", *, devices: Any = None) -> jax.sharding.Mesh:
+    """A mesh of one axis whose consecutive devices are neighbours in the machine.
+
+    **Arguments:**
+
+    - `axis_name`: default `"sp"`, as `AttentionMetadata.sequence_axis_name`.
+    - `devices`: default all. Those with coordinates (TPUs) are ordered along a cycle through
+        their grid, so that each hop of a ring crosses one link; others stay in their order.
+
+    **Returns:** a `Mesh` with one axis of type `Auto`.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    coordinates = [getattr(d, "coords", None) for d in devices]
+    if None not in coordinates and len(devices) > 1:
+        cores = [getattr(d, "core_on_chip", 0) for d in devices]
+        points = np.asarray([(*c, i) for c, i in zip(coordinates, cores)])
+        points = points[:, np.ptp(points, 0) > 0]
+        devices = [devices[i] for i in ring_order(points)]
+    kind = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.Mesh(np.asarray(devices), (axis_name,), axis_types=kind)

@@ -1,0 +1,208 @@
+"""What a ring does, worked out before it runs: hops, bytes, operations and their balance."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ._carry import accumulation
+from ._mask_base import And, Or
+from ._problem import as_mask, Problem
+from ._ring_layout import AbstractRingLayout, Contiguous
+
+
+_MOST_BLOCKS = 2048
+
+
+def live_blocks(
+    mask: Any, q_ends: np.ndarray, kv_ends: np.ndarray, batch: int, heads: int, kv_heads: int
+) -> np.ndarray:
+    """Which blocks of positions may hold a visible pair, `[rows, columns]`, as far as it is known
+    while tracing: arrays of ids may hide anything or nothing.
+
+    **Arguments:**
+
+    - `q_ends`, `kv_ends`: the least and the largest position of each block, `[rows, 2]`,
+        `[columns, 2]`.
+    """
+    both = (q_ends, kv_ends, batch, heads, kv_heads)
+    anything = np.ones((len(q_ends), len(kv_ends)), bool)
+    if isinstance(mask, And | Or):
+        terms = np.stack([live_blocks(term, *both) for term in mask.terms])
+        return terms.all(0) if isinstance(mask, And) else terms.any(0)
+    if mask is None or any(set(o.axes) & set("ts") for o in mask.operands()):
+        return anything
+    from ._intervals import classify
+
+    table = classify(
+        mask,
+        batch_shape=(batch,),
+        heads=heads,
+        kv_heads=kv_heads,
+        q_positions=q_ends.reshape(1, -1).astype(np.int32),
+        kv_positions=kv_ends.reshape(1, -1).astype(np.int32),
+        block_q=2,
+        block_k=2,
+    )
+    return (table > 0).any((0, 1)) if isinstance(table, np.ndarray) else anything
+
+
+def block_ends(length: int, blocks: int, start: int = 0) -> np.ndarray:
+    """The first and the last position of equal blocks, `[blocks, 2]`."""
+    size = -(-length // blocks)
+    first = np.arange(blocks) * size
+    return start + np.minimum(np.stack([first, first + size - 1], 1), max(length - 1, 0))
+
+
+def span(live: np.ndarray) -> tuple[int, int]:
+    """How far columns must travel up and down the ring for all live shifts.
+
+    **Arguments:**
+
+    - `live`: bool `[n, n]`, whether a device (row) sees anything of another's (column).
+    """
+    n = len(live)
+    shifts = [s for s in range(1, n) if live[np.arange(n), (np.arange(n) - s) % n].any()]
+
+    def behind(ahead):
+        return max((n - s for s in shifts if s > ahead), default=0)
+
+    ahead = min(range(n), key=lambda a: (a + behind(a), behind(a)))
+    return ahead, behind(ahead)
+
+
+def by_device(live: np.ndarray, layout: AbstractRingLayout, n: int) -> np.ndarray:
+    """How many blocks are live between any two devices `[n, n]`, from those of all positions."""
+    rows, columns = (size // (n * layout.parts) for size in live.shape)
+    blocks = live.reshape(n * layout.parts, rows, n * layout.parts, columns).sum((1, 3))
+    chunks = layout.chunks(n)
+    return blocks[chunks[:, :, None, None], chunks[None, None]].sum((1, 3))
+
+
+def reach(problem: Problem, layout: AbstractRingLayout, n: int) -> tuple[int, int]:
+    """How far the columns of a problem must travel, `ahead` and `behind`."""
+    explicit = (problem.q_positions, problem.kv_positions, problem.q_shift)
+    if any(x is not None for x in explicit):
+        return n - 1, 0
+    t, s, heads, kv_heads = problem.sizes
+    t, s = t * problem.shards, s * problem.shards
+    chunks = n * layout.parts
+    ends = block_ends(t, chunks, problem.q_start), block_ends(s, chunks)
+    live = live_blocks(problem.mask, *ends, problem.query.shape[0], heads, kv_heads)
+    return span(by_device(live, layout, n) > 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RingPlan:
+    """What each device of a ring does; see [`eqattn.ring_plan`][].
+
+    **Arguments:**
+
+    - `tokens`, `devices`, `layout`: of the ring.
+    - `shifts`: per hop, how many places before itself a device's columns come from.
+    - `flops`: floating-point operations of the products of the forward, `[hops][devices]`. A
+        backward has 2.5 times as many.
+    - `forward_bytes`: what each device sends, keys and values.
+    - `backward_bytes`: the same and their gradients.
+    """
+
+    tokens: int
+    devices: int
+    layout: AbstractRingLayout
+    shifts: tuple[int, ...]
+    flops: tuple[tuple[int, ...], ...]
+    forward_bytes: int
+    backward_bytes: int
+
+    @property
+    def moves(self) -> int:
+        """How often keys and values are sent, in the forward and again in the backward."""
+        return len(self.shifts) - 1
+
+    @property
+    def hop_balance(self) -> tuple[float, ...]:
+        """Per hop, the work of the busiest device over the mean."""
+        return tuple(_balance(np.asarray(hop, float)) for hop in self.flops)
+
+    @property
+    def balance(self) -> float:
+        """The work of the busiest device over the mean: 1.0 is perfect."""
+        return _balance(np.asarray(self.flops, float).sum(0))
+
+    @property
+    def lock_step(self) -> float:
+        """The same if every hop waits for its busiest device."""
+        flops = np.asarray(self.flops, float)
+        return float(flops.max(1).sum() / max(flops.sum(0).mean(), 1))
+
+    def __repr__(self) -> str:
+        lines = [
+            f"ring of {self.devices} devices, {self.tokens:,} tokens, {self.layout}",
+            f"  moves     {self.moves} forward, {self.moves} + {self.moves} of gradients backward",
+            f"  bytes     {self.forward_bytes:,} forward, {self.backward_bytes:,} backward",
+            f"  balance   {self.balance:.3f} (in lock step {self.lock_step:.3f})",
+            "  hop  shift  flops per device      max/mean",
+        ]
+        for i, (shift, flops, ratio) in enumerate(zip(self.shifts, self.flops, self.hop_balance)):
+            mean = sum(flops) / len(flops)
+            lines.append(f"  {i:>3}  {shift:>+5}  {mean:<20.4g}  {ratio:.3f}")
+        return "\n".join(lines)
+
+
+def _balance(work: np.ndarray) -> float:
+    return float(work.max() / work.mean()) if work.any() else 1.0
+
+
+def ring_plan(
+    tokens: int,
+    devices: int,
+    *,
+    layout: AbstractRingLayout = Contiguous(),
+    mask: Any = None,
+    batch: int = 1,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    block: int | None = None,
+) -> RingPlan:
+    """What a ring will do, without running it.
+
+    **Arguments:**
+
+    - `tokens`: of queries and keys, on all devices together.
+    - `devices`: the size of the ring.
+    - `layout`: [`eqattn.Contiguous`][] or [`eqattn.Zigzag`][].
+    - `mask`: as for [`eqattn.attention`][]. Hops that it is known to hide before the program runs
+        are left out. What only arrays (segment ids) hide is skipped when it runs, and counts here.
+    - `batch`, `heads`, `kv_heads`, `head_dim`, `value_dim`: sizes; default `kv_heads` is `heads`,
+        default `value_dim` is `head_dim`.
+    - `dtype`: of keys and values.
+    - `block`: the size of the blocks that are counted, default the least that makes 2048 or fewer.
+
+    **Returns:** a [`eqattn.RingPlan`][].
+
+    **Raises:** `ValueError` unless the layout divides the tokens and `block` a chunk.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    chunk = layout.chunk_size(tokens, devices)
+    if block is None:
+        sizes = (b for b in range(1, chunk) if chunk % b == 0 and tokens // b <= _MOST_BLOCKS)
+        block = next(sizes, chunk)
+    if block < 1 or chunk % block:
+        raise ValueError(f"block={block} does not divide a chunk of {chunk} tokens.")
+    mask = as_mask(mask)
+    ends = block_ends(tokens, tokens // block)
+    blocks = by_device(live_blocks(mask, ends, ends, batch, heads, kv_heads), layout, devices)
+    ahead, behind = span(blocks > 0)
+    shifts = (*range(ahead + 1), *range(-1, -behind - 1, -1))
+    here = np.arange(devices)
+    each = 2 * batch * heads * block**2 * (head_dim + value_dim)
+    flops = [tuple(int(x) * each for x in blocks[here, (here - s) % devices]) for s in shifts]
+    numbers = (ahead + behind) * batch * (tokens // devices) * kv_heads * (head_dim + value_dim)
+    dtype = jnp.dtype(dtype)
+    forward, gradients = numbers * dtype.itemsize, numbers * accumulation(dtype).itemsize
+    return RingPlan(tokens, devices, layout, shifts, tuple(flops), forward, forward + gradients)

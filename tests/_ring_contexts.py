@@ -1,0 +1,314 @@
+"""Where and how a ring can be called, against Blockwise; and its errors."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _ring_common import (
+    attend,
+    case,
+    CASES,
+    checkpointed,
+    close,
+    expected,
+    forward_mode,
+    gradient,
+    H,
+    hvp,
+    k,
+    loss,
+    mapped,
+    mesh_of,
+    q,
+    scanned,
+    SEGMENTS,
+    SP,
+    strategy,
+    T,
+    twice,
+    v,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from eqattn import attention, Blockwise, masks as m
+from eqattn._ring_layout import Zigzag
+from eqattn.strategies.ring import Ring
+
+
+def transformed(transform, n):
+    with jax.set_mesh(mesh_of(n)):
+        close(jax.jit(transform(attend))(q, k, v), expected(transform))
+
+
+for transform, n in (
+    (hvp, 4), (twice, 2), (forward_mode, 4), (mapped, 2), (scanned, 2), (checkpointed, 2),
+):  # fmt: skip
+    CASES[f"transform_{transform.__name__}"] = ft.partial(transformed, transform, n)
+
+
+@case
+def eager():
+    close(gradient(ft.partial(attend, mesh=mesh_of(4)))(q, k, v), expected())
+
+
+@case
+def mesh_of_the_metadata():
+    fn = gradient(ft.partial(attend, mesh=mesh_of(2)))
+    close(jax.jit(fn)(q, k, v), expected())
+
+
+@case
+def explicit_mesh():
+    mesh = mesh_of(2, AxisType.Explicit)
+    placed = [jax.device_put(x, NamedSharding(mesh, P(None, "sp"))) for x in (q, k, v)]
+    with jax.set_mesh(mesh):
+        close(jax.jit(gradient(attend))(*placed), expected())
+        out = attend(*placed)
+        assert jax.typeof(out).sharding.spec == P(None, "sp", None, None), jax.typeof(out)
+        close(jax.jit(attend)(q, k, v), expected(lambda fn: fn))
+
+
+@case
+def explicit_mesh_of_the_metadata():
+    mesh = mesh_of(2, AxisType.Explicit)
+    placed = [jax.device_put(x, NamedSharding(mesh, P(None, "sp"))) for x in (q, k, v)]
+    fn = gradient(ft.partial(attend, mesh=mesh))
+    close(jax.jit(fn)(*placed), expected())
+    close(jax.jit(fn)(q, k, v), expected())
+
+
+FOUR = P("dp", "sp", "tp")
+
+
+def four_axes(kind):
+    return jax.make_mesh((1, 2, 2, 2), ("fsdp", "dp", "tp", "sp"), axis_types=(kind,) * 4)
+
+
+@case
+def one_manual_axis_of_four():
+    mesh = four_axes(AxisType.Auto)
+    placed = [jax.device_put(x, NamedSharding(mesh, FOUR)) for x in (q, k, v)]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradient(attend)).lower(*placed).compile()
+    text = compiled.as_text()
+    for collective in ("all-gather", "all-to-all"):
+        assert collective not in text, collective
+    value, grads = compiled(*placed)
+    close((value, grads), expected())
+    assert all(g.sharding.spec[:3] == FOUR[:3] for g in grads), grads[0].sharding
+
+
+@case
+def four_explicit_axes():
+    mesh = four_axes(AxisType.Explicit)
+    placed = [jax.device_put(x, NamedSharding(mesh, FOUR)) for x in (q, k, v)]
+    with jax.set_mesh(mesh):
+        close(jax.jit(gradient(attend))(*placed), expected())
+
+
+def by_hand(check, n=2, **kwargs):
+    def local(q, k, v, ids):
+        return attend(q, k, v, ids, axis_name="sp", **kwargs)
+
+    return jax.shard_map(local, mesh=mesh_of(n), in_specs=(SP,) * 4, out_specs=SP, check_vma=check)
+
+
+@case
+def own_shard_map():
+    for check in (True, False):
+        fn = lambda *xs: by_hand(check, 4 if check else 2)(*xs, SEGMENTS)
+        close(jax.jit(gradient(fn))(q, k, v), expected())
+
+
+@case
+def own_shard_map_transforms():
+    fn = lambda *xs: by_hand(True)(*xs, SEGMENTS)
+    close(jax.jit(hvp(fn))(q, k, v), expected(hvp))
+
+
+@case
+def own_shard_map_zigzag():
+    layout = Zigzag()
+
+    def fn(*xs):
+        xs = [layout.permute(x, 2) for x in (*xs, SEGMENTS)]
+        return layout.unpermute(by_hand(True, layout=layout)(*xs), 2)
+
+    close(jax.jit(gradient(fn))(q, k, v), expected())
+
+
+@case
+def own_shard_map_with_parameters():
+    """A replicated scale, and a bias sharded by rows: their gradients too."""
+    bias = jax.random.normal(jax.random.key(5), (1, H, T, T))
+
+    def ring(q, k, v, bias, scale):
+        s = strategy(Ring, softmax_scale=scale, axis_name="sp")
+        return attention(q, k, v, s, mask=m.Causal(), bias=bias).attention_outputs
+
+    def one(q, k, v, bias, scale):
+        s = strategy(Blockwise, softmax_scale=scale)
+        return attention(q, k, v, s, mask=m.Causal(), bias=bias).attention_outputs
+
+    args = (q, k, v, bias, jnp.float64(0.3))
+    want = jax.jit(jax.grad(loss(one), range(5)))(*args)
+    for check in (True, False):
+        fn = jax.shard_map(
+            ring, mesh=mesh_of(2), in_specs=(SP, SP, SP, P(None, None, "sp"), P()),
+            out_specs=SP, check_vma=check,
+        )  # fmt: skip
+        close(jax.jit(jax.grad(loss(fn), range(5)))(*args), want)
+
+
+@case
+def own_shard_map_dropout():
+    """The bits of the whole arrays, also where batch and heads are sharded."""
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "sp"), axis_types=(AxisType.Auto,) * 3)
+    key = jax.random.key(3)
+
+    def run(q, k, v, cls, **kwargs):
+        s = strategy(cls, dropout_prob=0.5, **kwargs)
+        return attention(q, k, v, s, mask=m.Causal(), key=key).attention_outputs
+
+    want = jax.jit(ft.partial(run, cls=Blockwise))(q, k, v)
+    for check in (True, False):
+        spec = P("dp", "sp", "tp")
+        fn = jax.shard_map(
+            ft.partial(run, cls=Ring, axis_name="sp"), mesh=mesh, in_specs=(spec,) * 3,
+            out_specs=spec, check_vma=check,
+        )  # fmt: skip
+        close(jax.jit(fn)(q, k, v), want)
+
+
+@case
+def inside_a_shard_map_over_another_axis():
+    mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(AxisType.Auto,) * 2)
+    for check in (False,):
+        fn = jax.shard_map(
+            attend, mesh=mesh, in_specs=(P("dp"),) * 4, out_specs=P("dp"), axis_names={"dp"},
+            check_vma=check,
+        )  # fmt: skip
+        close(jax.jit(gradient(lambda *xs: fn(*xs, SEGMENTS)))(q, k, v), expected())
+
+
+@case
+def equinox():
+    class Model(eqx.Module):
+        strategy: Ring
+        weight: jax.Array
+
+        def __call__(self, q, k, v):
+            mask = m.Causal() & m.Segments(SEGMENTS)
+            return attention(q * self.weight, k, v, self.strategy, mask=mask).attention_outputs
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def grads(model, q, k, v):
+        return jnp.sum(jnp.sin(model(q, k, v)))
+
+    one = Model(strategy(Blockwise), jnp.float64(1.5))
+    many = Model(strategy(Ring, mesh=mesh_of(4)), jnp.float64(1.5))
+    close(grads(many, q, k, v).weight, grads(one, q, k, v).weight)
+
+
+@case
+def one_device():
+    close(attend(q, k, v), expected(lambda fn: fn), 0)
+    close(attend(q, k, v, mesh=mesh_of(1)), expected(lambda fn: fn), 0)
+
+
+@case
+def narrow_dtypes():
+    """As accurate as Blockwise, in the dtype of the inputs."""
+    dtype = jnp.bfloat16
+    xs = [x.astype(dtype) for x in (q, k, v)]
+
+    def run(cls, xs, dtype):
+        fn = ft.partial(attend, cls=cls, runtime_dtype=dtype)
+        return jax.jit(gradient(lambda *ys: fn(*ys).astype(jnp.float64)))(*xs)
+
+    exact = run(Blockwise, [x.astype(jnp.float64) for x in xs], jnp.float64)
+    one = run(Blockwise, xs, dtype)
+    with jax.set_mesh(mesh_of(2)):
+        many = run(Ring, xs, dtype)
+    for x, y, z in zip(*map(jax.tree.leaves, (exact, one, many)), strict=True):
+        assert z.dtype == y.dtype
+        x, y, z = (np.asarray(a.astype(jnp.float64)) for a in (x, y, z))
+        unit = float(jnp.finfo(dtype).eps) * np.abs(x).max()
+        assert np.abs(z - x).max() <= 1.5 * np.abs(y - x).max() + unit
+
+
+@case
+def lengths_that_do_not_divide():
+    short = [x[:, :13] for x in (q, k, v)]
+    want = jax.jit(gradient(ft.partial(attend, ids=SEGMENTS[:, :13], cls=Blockwise)))(*short)
+    with jax.set_mesh(mesh_of(4)):
+        close(jax.jit(gradient(ft.partial(attend, ids=SEGMENTS[:, :13])))(*short), want)
+
+
+@case
+def few_keys():
+    """Fewer keys than devices, or none: the others have nothing to give."""
+    for s in (0, 3):
+        run = lambda cls: attention(q, k[:, :s], v[:, :s], strategy(cls)).attention_outputs
+        want = run(Blockwise)
+        with jax.set_mesh(mesh_of(4)):
+            close(run(Ring), np.asarray(want))
+
+
+@case
+def one_key_for_each_device_raises():
+    local = lambda q, k, v: attend(q, k, v, SEGMENTS[:, :1], axis_name="sp")
+    fn = jax.shard_map(local, mesh=mesh_of(4), in_specs=SP, out_specs=SP)
+    raises("needs two or more", jax.jit(fn), *[x[:, :4] for x in (q, k, v)])
+
+
+@case
+def cross_attention_with_positions():
+    def run(q, k, v, cls):
+        out = attention(
+            q, k[:, :12], v[:, :12], strategy(cls), mask=m.Causal() & m.SlidingWindow(5, 1),
+            q_offset=jnp.array([3, -2]), return_carry=True, return_logsumexp=True,
+        )  # fmt: skip
+        return out.attention_outputs, out.logsumexp, out.carry
+
+    with jax.set_mesh(mesh_of(4)):
+        close(jax.jit(ft.partial(run, cls=Ring))(q, k, v), run(q, k, v, Blockwise))
+
+
+# Errors, each with its remedy.
+
+
+def raises(message, fn, *args):
+    try:
+        fn(*args)
+    except ValueError as e:
+        assert message in str(e), e
+    else:
+        raise AssertionError(f"no error that says {message!r}")
+
+
+@case
+def a_missing_axis_raises():
+    other = jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    raises("no 'sp'", ft.partial(attend, mesh=other), q, k, v)
+    raises("no 'ring'", ft.partial(attend, mesh=mesh_of(2), axis_name="ring"), q, k, v)
+    raises("there is no mesh", ft.partial(attend, axis_name="ring"), q, k, v)
+    with jax.set_mesh(other):
+        raises("no 'sp'", attend, q, k, v)
+
+
+@case
+def lengths_that_zigzag_cannot_hold_raise():
+    short = [x[:, :14] for x in (q, k, v)]
+    fn = ft.partial(attend, ids=SEGMENTS[:, :14], mesh=mesh_of(4), layout=Zigzag())
+    raises("pad them to a multiple of 8", fn, *short)
+
+
+@case
+def ids_that_are_not_sharded_like_tokens_raise():
+    local = lambda q, k, v: attend(q, k, v, axis_name="sp")
+    fn = jax.shard_map(local, mesh=mesh_of(4), in_specs=SP, out_specs=SP)
+    raises("does not broadcast", jax.jit(fn), q, k, v)

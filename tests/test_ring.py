@@ -1,0 +1,170 @@
+"""The ring: its cases run on eight virtual devices, in a process of their own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from eqattn import attention, AttentionMetadata, AttentionRegistry, Causal, Segments, SlidingWindow
+from eqattn._ring_layout import Contiguous, ring_mesh, ring_order, Zigzag
+from eqattn._ring_plan import ring_plan
+from eqattn.strategies.ring import Ring
+
+
+SCRIPT = Path(__file__).parent / "_ring_cases.py"
+NAMES = [
+    name
+    for path in sorted(SCRIPT.parent.glob("_ring_*.py"))
+    for name in re.findall(r"^@case\ndef (\w+)", path.read_text(), re.MULTILINE)
+]
+
+
+def run(*arguments):
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        # What is compiled here runs for a moment: XLA need not optimise it.
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    }
+    command = [sys.executable, str(SCRIPT), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return dict(line.split(": ", 1) for line in result.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def report():
+    return run()
+
+
+@pytest.mark.slow
+def test_every_feature_on_any_number_of_devices():
+    results = run("everything")
+    assert len(results) == 16 * 5 * 2
+    assert set(results.values()) == {"ok"}, results
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_ring(report, case):
+    assert report[case] == "ok"
+
+
+@pytest.mark.parametrize("group", ["oracle_", "zigzag_", "transform_"])
+def test_group(report, group):
+    cases = {name: result for name, result in report.items() if name.startswith(group)}
+    assert len(cases) >= 6
+    assert set(cases.values()) == {"ok"}, cases
+
+
+def test_without_a_mesh_it_is_blockwise():
+    q = jax.random.normal(jax.random.key(0), (1, 10, 2, 4))
+    strategies = [AttentionRegistry.create(n, AttentionMetadata()) for n in ("ring", "blockwise")]
+    many, one = (attention(q, q, q, s, mask=Causal()).attention_outputs for s in strategies)
+    assert (many == one).all()
+
+
+def test_weights_are_not_supported():
+    assert "Dense(metadata)" in Ring(AttentionMetadata()).supports(return_weights=True).reason
+
+
+def test_zigzag_positions():
+    want = [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert Zigzag().positions(12, 3).tolist() == want
+    assert Contiguous().positions(6, 3).tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag()], ids=["contiguous", "zigzag"])
+@pytest.mark.parametrize("axis", [0, 1, -2])
+def test_unpermute_undoes_permute(layout, axis):
+    x = np.arange(24 * 24 * 2).reshape(24, 24, 2)
+    moved = layout.permute(x, 4, axis)
+    assert isinstance(moved, np.ndarray)
+    assert (moved == x.take(layout.positions(24, 4).reshape(-1), axis)).all()
+    assert (layout.unpermute(moved, 4, axis) == x).all()
+    assert (np.asarray(layout.permute(jax.numpy.asarray(x), 4, axis)) == moved).all()
+
+
+def test_layouts_are_static():
+    assert hash(Zigzag()) == hash(Zigzag()) and Zigzag() == Zigzag() != Contiguous()
+    strategy = Ring(AttentionMetadata(), layout=Zigzag())
+    assert jax.tree.leaves(strategy) == []
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag()], ids=["contiguous", "zigzag"])
+def test_tokens_that_do_not_divide_raise(layout):
+    with pytest.raises(ValueError, match="pad them to a multiple"):
+        layout.positions(7, 4)
+
+
+def test_plan_of_causal_zigzag():
+    plan = ring_plan(4096, 16, layout=Zigzag(), mask=Causal(), heads=32, kv_heads=8)
+    assert plan.shifts == tuple(range(16))
+    assert plan.balance == plan.lock_step == 1
+    assert set(plan.hop_balance) == {1.0}
+    assert plan.forward_bytes == 15 * 256 * 8 * 2 * 128 * 2
+    assert plan.backward_bytes == 15 * 256 * 8 * 2 * 128 * (2 + 4)
+    assert "15 forward" in repr(plan) and "1.000" in repr(plan)
+
+
+def test_plan_of_causal_contiguous():
+    plan = ring_plan(4096, 16, mask=Causal())
+    assert 1.9 < plan.balance < 2 and plan.moves == 15
+
+
+@pytest.mark.parametrize("left, right", [(0, 0), (1, 0), (256, 0), (257, 0), (256, 1), (900, 300)])
+def test_plan_of_windows(left, right):
+    plan = ring_plan(4096, 16, mask=SlidingWindow(left, right))
+    assert plan.moves == -(-left // 256) + -(-right // 256)
+
+
+def test_plan_of_a_window_in_zigzag_goes_both_ways():
+    plan = ring_plan(4096, 16, layout=Zigzag(), mask=Causal() & SlidingWindow(100, 0))
+    assert plan.shifts == (0, 1, -1)
+
+
+def test_plan_counts_what_only_arrays_hide():
+    ids = np.zeros((1, 4096), np.int32)
+    mask = Causal() & SlidingWindow(100, 0) & Segments(ids)
+    assert ring_plan(4096, 16, mask=mask) == ring_plan(
+        4096, 16, mask=Causal() & SlidingWindow(100, 0)
+    )
+
+
+def test_plan_of_first_keys_visits_all():
+    assert ring_plan(4096, 16, mask=SlidingWindow(100, 0, sinks=4)).moves == 15
+
+
+def test_mesh_of_plain_devices():
+    mesh = ring_mesh("ring")
+    assert mesh.axis_names == ("ring",) and list(mesh.devices) == jax.devices()
+
+
+SIDES = [
+    (4,),
+    (4, 4),
+    (3, 4),
+    (4, 3),
+    (2, 5),
+    (3, 3),
+    (2, 2, 2),
+    (4, 4, 4),
+    (3, 4, 5),
+    (2, 2, 4, 2),
+]
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_consecutive_devices_are_neighbours(sides):
+    points = np.stack(np.meshgrid(*map(np.arange, sides), indexing="ij"), -1)
+    points = points.reshape(-1, len(sides))
+    points = points[np.random.default_rng(0).permutation(len(points))]
+    path = points[ring_order(points)]
+    assert len(np.unique(path, axis=0)) == len(points)
+    assert (abs(np.diff(path, axis=0)).sum(1) == 1).all()
+    if len(sides) > 1 and any(n % 2 == 0 for n in sides):
+        assert abs(path[0] - path[-1]).sum() == 1
