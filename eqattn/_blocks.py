@@ -103,7 +103,7 @@ def fold_problem(
         )
 
     arrays = (parts.operands, parts.value, parts.poison)
-    if devices == 1:
+    if ring is None or devices == 1:
         carry = run(parts, *arrays)
     else:
         own, static = eqx.partition((problem.mask, problem.scores), eqx.is_array)

@@ -143,7 +143,7 @@ def ring_order(coordinates: np.ndarray) -> np.ndarray:
     index[tuple((coordinates - low).T)] = np.arange(len(coordinates))
     if (index < 0).any():
         return np.arange(len(coordinates))
-    path = index.reshape(1, -1) if index.ndim == 1 else index
+    path: Any = index.reshape(1, -1) if index.ndim == 1 else index
     for _ in range(path.ndim - 2):  # fold two axes into a path back and forth
         path = np.moveaxis(path.copy(), 1, 0)
         path[1::2] = path[1::2][:, :, ::-1] if path.ndim > 2 else path[1::2, ::-1]
@@ -170,7 +170,7 @@ def ring_mesh(axis_name: str = "sp", *, devices: Any = None) -> jax.sharding.Mes
     **Returns:** a `Mesh` with one axis of type `Auto`.
     """
     devices = list(jax.devices() if devices is None else devices)
-    coordinates = [getattr(d, "coords", None) for d in devices]
+    coordinates: list[Any] = [getattr(d, "coords", None) for d in devices]
     if None not in coordinates and len(devices) > 1:
         cores = [getattr(d, "core_on_chip", 0) for d in devices]
         points = np.asarray([(*c, i) for c, i in zip(coordinates, cores)])

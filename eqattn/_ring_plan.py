@@ -30,7 +30,7 @@ def live_blocks(
     anything = np.ones((len(q_ends), len(kv_ends)), bool)
     if isinstance(mask, And | Or):
         terms = np.stack([live_blocks(term, *both) for term in mask.terms])
-        return terms.all(0) if isinstance(mask, And) else terms.any(0)
+        return np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)
     if mask is None or any(set(o.axes) & set("ts") for o in mask.operands()):
         return anything
     from ._intervals import classify
@@ -45,7 +45,7 @@ def live_blocks(
         block_q=2,
         block_k=2,
     )
-    return (table > 0).any((0, 1)) if isinstance(table, np.ndarray) else anything
+    return np.any(table > 0, axis=(0, 1)) if isinstance(table, np.ndarray) else anything
 
 
 def block_ends(length: int, blocks: int, start: int = 0) -> np.ndarray:

@@ -40,10 +40,8 @@ class Layout:
     fused: bool = True
 
     def shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        all_columns = self.ring is not None and {ROW, COL} <= set(axes)
-        return tuple(
-            self.grid[a] * (self.ring.size if all_columns and a == COL else 1) for a in axes
-        )
+        devices = 1 if self.ring is None or not {ROW, COL} <= set(axes) else self.ring.size
+        return tuple(self.grid[a] * (devices if a == COL else 1) for a in axes)
 
     def only(self, kept: Sequence[int]) -> "Layout":
         """With some of the operands."""

@@ -190,3 +190,30 @@ def test_text_is_split_by_document(tmp_path):
     assert 0.04 < len(held_out) / len(train + held_out) < 0.07
     one, rest = _text.split([b"a" * 95 + b"b" * 5])
     assert (one.tobytes(), rest.tobytes()) == (b"\0" + b"a" * 95, b"\0" + b"b" * 5)
+
+
+def test_a_ring_and_two_processes_train_like_one_device(tmp_path):
+    script = SCRIPT.with_name("ring_training.py")
+    arguments = "--quick --devices 2 --processes 2 --deadline 240 --out".split()
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, str(script), *arguments, str(tmp_path)],
+        env=os.environ | dict(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    apart = [float(x) for x in re.findall(r"at most (\S+) from one device", result.stdout)]
+    assert len(apart) == 3 and max(apart) < 1e-5
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_ring_whose_process_fails_says_so(tmp_path):
+    import ring_training
+
+    options = ring_training.argparse.Namespace(
+        context=64, steps=1, layout="none such", width=32, out=tmp_path, deadline=120
+    )
+    with pytest.raises(RuntimeError, match="Process . of 2 failed"):
+        ring_training.launch(options, 2, 2)

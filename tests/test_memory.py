@@ -45,9 +45,16 @@ def test_linear_in_the_sequence(name):
     assert temporary(name, 4096) <= 4 * temporary(name, 1024)
 
 
-@pytest.mark.parametrize("name, factor", [("hvp", 2.0), ("grad of grad", 2.5)])
-def test_higher_orders_against_the_gradient(name, factor):
-    assert temporary(name, 4096) <= factor * temporary("grad", 4096)
+def test_a_hessian_vector_product_against_the_gradient():
+    assert temporary("hvp", 4096) <= 2 * temporary("grad", 4096)
+
+
+@pytest.mark.parametrize("name, arrays", [("grad", 5), ("grad of grad", 12.5)])
+def test_in_arrays_of_the_size_of_the_query(name, arrays):
+    """2.5 times the limit of the gradient is that of its gradient; the gradient itself has come to
+    need less (4.3 of 5), so that their ratio is 2.9.
+    """
+    assert temporary(name, 4096) <= arrays * 4 * 4096 * 2 * 64
 
 
 @pytest.mark.parametrize("name, mebibytes", [("forward", 20), ("grad", 32)])

@@ -509,9 +509,7 @@ def test_a_score_may_be_singular_where_it_is_masked(strategy, x64):
             return z - w * jnp.log(distance) + jnp.sqrt(distance) ** power
 
         score = ScoreFn(fn)
-        return attention(
-            q, k, v, wide[strategy], mask=mask, score=score, return_logsumexp=True
-        )
+        return attention(q, k, v, wide[strategy], mask=mask, score=score, return_logsumexp=True)
 
     out = check_gradient(f, q, jnp.asarray(0.7), jnp.asarray(-1.5))
     i, j = np.arange(T)[:, None], np.arange(S)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 
+pytestmark = pytest.mark.xdist_group("sharding")  # one process has their report
+
+
 CASES = [
     "automatic_mesh", "automatic_mesh_with_lengths", "explicit_mesh", "explicit_mesh_eager",
     "explicit_mesh_vmap", "explicit_mesh_all_outputs", "shard_map_checked", "shard_map_unchecked",
@@ -20,7 +23,7 @@ def report():
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
     }
     script = Path(__file__).parent / "_sharding_cases.py"
     result = subprocess.run(

@@ -118,7 +118,9 @@ class Ring(AbstractExact):
         if place is not None and place.explicit:
             return self._without_explicit_axes(problem, place)
         if problem.seed is not None and place is not None and place.mesh is None:
-            problem = dataclasses.replace(problem, seed=self._seed(problem, place.axis))
+            problem = dataclasses.replace(
+                problem, seed=self._seed(problem.seed, problem, place.axis)
+            )
         carry = _fold(
             problem,
             block_q=self.metadata.blocksize_q,
@@ -140,7 +142,7 @@ class Ring(AbstractExact):
         )
         return inner(arrays)
 
-    def _seed(self, problem: Problem, axis: str) -> Array:
+    def _seed(self, seed: Array, problem: Problem, axis: str) -> Array:
         """The seed with the indices of this device's first batch element and head, so that the
         bits of the dropout are those of the whole arrays.
         """
@@ -156,7 +158,7 @@ class Ring(AbstractExact):
                 if name in manual:
                     index = index * mesh.shape[name] + lax.axis_index(name).astype(jnp.uint32)
             starts.append(index * size)
-        return jnp.concatenate([problem.seed, jnp.stack(starts)])
+        return jnp.concatenate([seed, jnp.stack(starts)])
 
     def key_shards(self) -> int:
         place = self._place()
