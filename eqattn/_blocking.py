@@ -69,7 +69,8 @@ class Blocking:
         if parts == 1:
             return widen(x, axis, n)
         lead, rest = x.shape[:axis], x.shape[axis + 1 :]
-        x = widen(x, axis, -(-x.shape[axis] // parts) * parts).reshape(*lead, parts, -1, *rest)
+        part = -(-x.shape[axis] // parts)
+        x = widen(x, axis, part * parts).reshape(*lead, parts, part, *rest)
         return widen(x, axis + 1, n // parts).reshape(*lead, n, *rest)
 
     def rows_of(self, x: Any) -> Array:
@@ -85,8 +86,9 @@ class Blocking:
         x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))
         heads = self.kv_heads * self.group
         rest, part = x.shape[5:], -(-self.queries // self.parts)
-        x = x.reshape(self.batch, self.parts, -1, heads, *rest)[:, :, :part]
-        return x.reshape(self.batch, -1, heads, *rest)[:, : self.queries]
+        padded = self.rows // self.parts * self.block_q
+        x = x.reshape(self.batch, self.parts, padded, heads, *rest)[:, :, :part]
+        return x.reshape(self.batch, self.parts * part, heads, *rest)[:, : self.queries]
 
     def columns_of(self, x: Any) -> Array:
         """`[B, S, K, D]` to `[B, K, columns, block_k, D]`."""
