@@ -16,9 +16,6 @@ from eqattn._ring_plan import ring_plan
 from eqattn.strategies.ring import Ring
 
 
-pytestmark = pytest.mark.xdist_group("ring")  # one process has their report
-
-
 SCRIPT = Path(__file__).parent / "_ring_cases.py"
 NAMES = [
     name

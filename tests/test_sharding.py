@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = pytest.mark.xdist_group("sharding")  # one process has their report
-
-
 CASES = [
     "automatic_mesh", "automatic_mesh_with_lengths", "explicit_mesh", "explicit_mesh_eager",
     "explicit_mesh_vmap", "explicit_mesh_all_outputs", "shard_map_checked", "shard_map_unchecked",
