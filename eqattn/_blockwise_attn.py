@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._metadata import AttentionMetadata
-from .strategies import Blockwise
+from .strategies import AttentionImpl, Blockwise
 
 
 def blockwise_attn(
@@ -49,8 +49,6 @@ def blockwise_attn(
 
     **Returns:** `[*b, t, h, v]` in `dtype`.
     """
-    if not (policy is None or policy is False or callable(policy)):
-        raise TypeError(f"policy must be a checkpoint policy, False or None, got {policy!r}.")
     strategy = Blockwise(
         AttentionMetadata(
             runtime_dtype=dtype,
@@ -62,18 +60,43 @@ def blockwise_attn(
         precision=precision,
     )
 
-    def attend(query, key, value, bias, dropout_rng) -> Any:
-        out = strategy.forward_native(
-            query,
-            key,
-            value,
-            bias=bias,
-            deterministic=deterministic,
-            dropout_rng=dropout_rng,
-            causal=causal,
-        )
+    return outputs_of(
+        strategy,
+        query,
+        key,
+        value,
+        dict(bias=bias, dropout_rng=dropout_rng),
+        policy=policy,
+        prevent_cse=prevent_cse,
+        deterministic=deterministic,
+        causal=causal,
+    )
+
+
+def outputs_of(
+    strategy: AttentionImpl,
+    query: Array,
+    key: Array,
+    value: Array,
+    operands: dict[str, Any],
+    *,
+    policy: Callable[..., Any] | bool | None,
+    prevent_cse: bool,
+    **options: Any,
+) -> Array:
+    """A strategy's outputs, within `jax.checkpoint` if there is a policy.
+
+    **Arguments:**
+
+    - `operands`, `options`: keywords of `forward_native`: PyTrees of arrays, and static ones.
+    """
+    if not (policy is None or policy is False or callable(policy)):
+        raise TypeError(f"policy must be a checkpoint policy, False or None, got {policy!r}.")
+
+    def attend(strategy, query, key, value, operands) -> Any:
+        out = strategy.forward_native(query, key, value, **operands, **options)
         return out.attention_outputs
 
     if callable(policy):
         attend = jax.checkpoint(attend, policy=policy, prevent_cse=prevent_cse)
-    return attend(query, key, value, bias, dropout_rng)
+    return attend(strategy, query, key, value, operands)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from ._blockwise_attn import outputs_of
 from ._masks import BlockCausal, Causal, ChunkedCausal, MaskFn, Segments, SlidingWindow
 from ._metadata import AttentionMetadata
 from .strategies import Blockwise, Ring
@@ -106,8 +106,6 @@ def ring_attention(
 
     **Raises:** `ValueError` or `TypeError` with the shapes and the remedy.
     """
-    if not (policy is None or policy is False or callable(policy)):
-        raise TypeError(f"policy must be a checkpoint policy, False or None, got {policy!r}.")
     if attention_sink_size and sliding_window is None:
         raise ValueError(
             f"attention_sink_size={attention_sink_size} exempts keys from sliding_window, which is "
@@ -155,22 +153,17 @@ def ring_attention(
         masks.append(_of_heads(mask_builder, *lengths, query.shape[-2], key.shape[-2]))
     mask = ft.reduce(operator.and_, masks) if masks else None
 
-    def attend(strategy, query, key, value, mask, bias, dropout_rng) -> Any:
-        out = strategy.forward_native(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            deterministic=deterministic,
-            dropout_rng=dropout_rng,
-            causal=False,
-        )
-        return out.attention_outputs
-
-    if callable(policy):
-        attend = jax.checkpoint(attend, policy=policy, prevent_cse=prevent_cse)
-    return attend(strategy, query, key, value, mask, bias, dropout_rng)
+    return outputs_of(
+        strategy,
+        query,
+        key,
+        value,
+        dict(mask=mask, bias=bias, dropout_rng=dropout_rng),
+        policy=policy,
+        prevent_cse=prevent_cse,
+        deterministic=deterministic,
+        causal=False,
+    )
 
 
 def _block_size(field: str, name: str, given: int | None, *params: Any) -> int | None:
