@@ -114,7 +114,8 @@ def _masked_dot_jvp(products, primals, tangents):
 
 def poisoned(s: Array, origin: Array, poison: Array) -> Array:
     """`exp(s - origin)`, NaN at the visible pairs of a key that is NaN in `poison`."""
-    return jnp.where(s == -jnp.inf, 0, jnp.exp(s - origin[None] + poison[:, None]))
+    # Selected before the exponential: XLA:CPU would repeat a select after it for each of its uses.
+    return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison[:, None]))
 
 
 def execute(*args, visits, layout, out_axes, products, tag, vectorise):
@@ -136,7 +137,7 @@ def execute(*args, visits, layout, out_axes, products, tag, vectorise):
             kept = p * weight[0] if weight else p
             v, den = v.astype(acc), p.sum(0)
             if accs is None:
-                return [dot(kept, v, (0, 0), **dict(products)), den, new]
+                return [dot(kept.T, v, (1, 0), **dict(products)), den, new]
             num = dot(v, kept, (0, 0), **dict(products))
             scale = jnp.exp(accs[2] - origin)
             return [accs[0] * scale[None] + num, accs[1] * scale + den, new]
