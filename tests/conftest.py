@@ -1,4 +1,6 @@
-"""Everything in this suite runs under JAX's strictest promotion rules, one CPU thread a program."""
+"""Everything in this suite runs under JAX's strictest promotion rules, one CPU thread a program,
+with eight virtual devices.
+"""
 
 import os
 
@@ -6,7 +8,11 @@ import os
 # Many small programs on a small machine: threads and optimisation cost more than they give. Set
 # the level yourself (XLA_FLAGS=--xla_backend_optimization_level=3) to test optimised code.
 flags = os.environ.get("XLA_FLAGS", "")
-for flag in ("--xla_cpu_multi_thread_eigen=false", "--xla_backend_optimization_level=0"):
+for flag in (
+    "--xla_cpu_multi_thread_eigen=false",
+    "--xla_backend_optimization_level=0",
+    "--xla_force_host_platform_device_count=8",
+):
     if flag.split("=")[0] not in flags:
         flags = f"{flags} {flag}"
 os.environ["XLA_FLAGS"] = flags

@@ -1,10 +1,4 @@
-"""The ring: its cases run on eight virtual devices, in a process of their own."""
-
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
+"""Layouts, plans and meshes of the ring."""
 
 import jax
 import numpy as np
@@ -14,51 +8,6 @@ from eqattn import attention, AttentionMetadata, AttentionRegistry, Causal, Segm
 from eqattn._ring_layout import Contiguous, ring_mesh, ring_order, Zigzag
 from eqattn._ring_plan import ring_plan
 from eqattn.strategies.ring import Ring
-
-
-SCRIPT = Path(__file__).parent / "_ring_cases.py"
-NAMES = [
-    name
-    for path in sorted(SCRIPT.parent.glob("_ring_*.py"))
-    for name in re.findall(r"^@case\ndef (\w+)", path.read_text(), re.MULTILINE)
-]
-
-
-def run(*arguments):
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        # What is compiled here runs for a moment: XLA need not optimise it.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
-    }
-    command = [sys.executable, str(SCRIPT), *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return dict(line.split(": ", 1) for line in result.stdout.splitlines())
-
-
-@pytest.fixture(scope="module")
-def report():
-    return run()
-
-
-@pytest.mark.slow
-def test_every_feature_on_any_number_of_devices():
-    results = run("everything")
-    assert len(results) == 16 * 5 * 2
-    assert set(results.values()) == {"ok"}, results
-
-
-@pytest.mark.parametrize("case", NAMES)
-def test_ring(report, case):
-    assert report[case] == "ok"
-
-
-@pytest.mark.parametrize("group", ["oracle_", "zigzag_", "transform_"])
-def test_group(report, group):
-    cases = {name: result for name, result in report.items() if name.startswith(group)}
-    assert len(cases) >= 6
-    assert set(cases.values()) == {"ok"}, cases
 
 
 def test_without_a_mesh_it_is_blockwise():

@@ -7,21 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _ring_common import (
-    B,
-    case,
-    D,
-    gradient,
-    K,
-    k,
-    mesh_of,
-    q,
-    SP,
-    strategy,
-    T,
-    V,
-    v,
-)
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, masks as m
@@ -34,6 +19,21 @@ from eqattn._ring_plan import ring_plan
 from eqattn._sweep import sweep, table_per_hop
 from eqattn._traverse import Layout
 from eqattn.strategies.ring import Ring
+
+from .common import (
+    B,
+    D,
+    gradient,
+    K,
+    k,
+    mesh_of,
+    q,
+    SP,
+    strategy,
+    T,
+    V,
+    v,
+)
 
 
 def sent(compiled):
@@ -90,8 +90,7 @@ def expected_bytes(n, itemsize):
     return [B * T // n * K * size * itemsize for size in (D, V)]
 
 
-@case
-def moves_of_the_forward():
+def test_moves_of_the_forward():
     """`n - 1` of keys and of values, as they came: float16, with key heads only."""
     for n, kwargs in ((2, {}), (8, {}), (4, dict(scan_ring_attention=False))):
         counts = sent(program(n, **kwargs))
@@ -100,8 +99,7 @@ def moves_of_the_forward():
         assert not any(dtype == "f16" for dtype, _ in counts), counts
 
 
-@case
-def moves_of_the_gradient():
+def test_moves_of_the_gradient():
     """As many again in the backward, and as many of their float32 gradients."""
     counts = sent(program(4, gradient))
     for size in expected_bytes(4, 2):
@@ -110,8 +108,7 @@ def moves_of_the_gradient():
         assert counts.pop(("f32", size)) == 3, counts
 
 
-@case
-def moves_of_a_window():
+def test_moves_of_a_window():
     """Only the hops that a window reaches."""
     for left, right, hops in ((0, 0, 0), (2, 0, 1), (3, 4, 4), (9, 9, 7)):
         mask = m.SlidingWindow(left, right)
@@ -121,8 +118,7 @@ def moves_of_a_window():
         assert ring_plan(T, 8, mask=mask).moves == hops
 
 
-@case
-def memory_does_not_depend_on_the_number_of_devices():
+def test_memory_does_not_depend_on_the_number_of_devices():
     temporary = []
     for n in (5, 8):
         args = [jnp.ones((1, 64 * n, h, 16), jnp.float32) for h in (2, 1, 1)]
@@ -163,8 +159,7 @@ def visits(n, layout, mask):
     return np.diff(totals, axis=0, prepend=0)
 
 
-@case
-def zigzag_is_balanced():
+def test_zigzag_is_balanced():
     """The same work on every device at every hop; contiguous pieces are nearly twice as slow."""
     for layout in (Zigzag(), Contiguous()):
         counts = visits(4, layout, m.Causal())

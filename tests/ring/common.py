@@ -1,4 +1,4 @@
-"""What the cases of the ring share."""
+"""What the tests of the ring share."""
 
 import functools as ft
 
@@ -11,26 +11,18 @@ from eqattn import attention, AttentionMetadata, Blockwise, masks as m
 from eqattn.strategies.ring import Ring
 
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_enable_x64", True)
-
 B, H, K, D, V = 2, 4, 2, 4, 5
-CASES = {}
-
-
-def case(fn):
-    CASES[fn.__name__] = fn
-    return fn
 
 
 def mesh_of(n, kind=AxisType.Auto):
     return jax.make_mesh((n,), ("sp",), devices=jax.devices()[:n], axis_types=(kind,))
 
 
-keys = jax.random.split(jax.random.key(0), 3)
 T = 16
-q, k, v = (jax.random.normal(key, (B, T, *s)) for key, s in zip(keys, ((H, D), (K, D), (K, V))))
+with jax.enable_x64(True):
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = ((H, D), (K, D), (K, V))
+    q, k, v = (jax.random.normal(key, (B, T, *s), jnp.float64) for key, s in zip(keys, sizes))
 SEGMENTS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (B, T)), -1), jnp.int32)
 
 

@@ -1,16 +1,16 @@
 """Features of the ring against the oracle: value, logsumexp and every gradient in float64."""
 
-import functools as ft
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _ring_common import B, CASES, D, H, K, mesh_of, V
+import pytest
 from conformance import oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, dropout_mask, masks as m, scores as sc
 from eqattn._ring_layout import Contiguous, Zigzag
 from eqattn.strategies.ring import Ring
+
+from .common import B, D, H, K, mesh_of, V
 
 
 T5 = dict(bidirectional=True, max_distance=16)
@@ -128,16 +128,25 @@ ORACLE = [
 ZIGZAG = [
     ("causal", 3), ("window", 4), ("segments", 2), ("bias", 2), ("key_bias", 2), ("scores", 2),
 ]  # fmt: skip
-for name, n in ORACLE:
-    CASES[f"oracle_{name}_{n}"] = ft.partial(compare, name, n)
-for name, n in ZIGZAG:
-    CASES[f"zigzag_{name}_{n}"] = ft.partial(compare, name, n, Zigzag())
-
-
-FEATURES = sorted({name for name, _ in (*ORACLE, *ZIGZAG)})
-EVERYTHING = {
-    f"{name}_{n}_{type(layout).__name__.lower()}": ft.partial(compare, name, n, layout, t=48)
-    for name in FEATURES
+CASES = [(*case, Contiguous()) for case in ORACLE] + [(*case, Zigzag()) for case in ZIGZAG]
+EVERYTHING = [
+    (name, n, layout)
+    for name in sorted({name for name, *_ in CASES})
     for n in (1, 2, 3, 4, 8)
     for layout in (Contiguous(), Zigzag())
-}
+]
+
+
+def names(cases):
+    return [f"{name}-{n}-{type(layout).__name__.lower()}" for name, n, layout in cases]
+
+
+@pytest.mark.parametrize("name, n, layout", CASES, ids=names(CASES))
+def test_feature(name, n, layout):
+    compare(name, n, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, n, layout", EVERYTHING, ids=names(EVERYTHING))
+def test_every_feature_on_any_number_of_devices(name, n, layout):
+    compare(name, n, layout, t=48)
