@@ -1,5 +1,8 @@
 """Exact, memory-efficient attention as immutable Equinox modules."""
 
+import importlib as _importlib
+import typing as _typing
+
 from . import masks as masks, scores as scores
 from ._attention import attention as attention
 from ._blockwise_attn import blockwise_attn as blockwise_attn
@@ -51,4 +54,13 @@ from .strategies import (
 )
 
 
+if _typing.TYPE_CHECKING:
+    from . import nn as nn
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name == "nn":  # when it is first used, so that layers cost those nothing who need none
+        return _importlib.import_module(".nn", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

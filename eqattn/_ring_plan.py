@@ -16,7 +16,12 @@ _MOST_BLOCKS = 2048
 
 
 def live_blocks(
-    mask: Any, q_ends: np.ndarray, kv_ends: np.ndarray, batch: int, heads: int, kv_heads: int
+    mask: Any,
+    q_ends: np.ndarray,
+    kv_ends: np.ndarray,
+    batch_shape: tuple[int, ...],
+    heads: int,
+    kv_heads: int,
 ) -> np.ndarray:
     """Which blocks of positions may hold a visible pair, `[rows, columns]`, as far as it is known
     while tracing: arrays of ids may hide anything or nothing.
@@ -26,7 +31,7 @@ def live_blocks(
     - `q_ends`, `kv_ends`: the least and the largest position of each block, `[rows, 2]`,
         `[columns, 2]`.
     """
-    both = (q_ends, kv_ends, batch, heads, kv_heads)
+    both = (q_ends, kv_ends, batch_shape, heads, kv_heads)
     anything = np.ones((len(q_ends), len(kv_ends)), bool)
     if isinstance(mask, And | Or):
         terms = np.stack([live_blocks(term, *both) for term in mask.terms])
@@ -37,7 +42,7 @@ def live_blocks(
 
     table = classify(
         mask,
-        batch_shape=(batch,),
+        batch_shape=batch_shape,
         heads=heads,
         kv_heads=kv_heads,
         q_positions=q_ends.reshape(1, -1).astype(np.int32),
@@ -89,7 +94,7 @@ def reach(problem: Problem, layout: AbstractRingLayout, n: int) -> tuple[int, in
     t, s = t * problem.shards, s * problem.shards
     chunks = n * layout.parts
     ends = block_ends(t, chunks, problem.q_start), block_ends(s, chunks)
-    live = live_blocks(problem.mask, *ends, problem.query.shape[0], heads, kv_heads)
+    live = live_blocks(problem.mask, *ends, problem.batch_shape, heads, kv_heads)
     return span(by_device(live, layout, n) > 0)
 
 
@@ -196,7 +201,7 @@ def ring_plan(
         raise ValueError(f"block={block} does not divide a chunk of {chunk} tokens.")
     mask = as_mask(mask)
     ends = block_ends(tokens, tokens // block)
-    blocks = by_device(live_blocks(mask, ends, ends, batch, heads, kv_heads), layout, devices)
+    blocks = by_device(live_blocks(mask, ends, ends, (batch,), heads, kv_heads), layout, devices)
     ahead, behind = span(blocks > 0)
     shifts = (*range(ahead + 1), *range(-1, -behind - 1, -1))
     here = np.arange(devices)

@@ -56,8 +56,8 @@ AXES: dict[str, tuple] = {
     "scale": ("none", "float", "array"),
     "offset": ("none", "int", "array"),
     "dropout": (0.0, 0.25),
-    # (registry name, devices). A ring adds ("ring", 2), ("ring", 4); a work list ("ragged", 1).
-    "target": (("blockwise", 1), ("dense", 1)),
+    # (registry name, devices).
+    "target": (("blockwise", 1), ("dense", 1), ("ring", 2), ("ring", 4)),
 }
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.

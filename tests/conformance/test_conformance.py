@@ -117,6 +117,15 @@ def judge(result: dict, built: build.Built) -> dict[str, float]:
     return worst
 
 
+def mesh_of(case):
+    """The mesh of a case's devices, as a context; none for one device."""
+    n = case["target"][1]
+    if n == 1:
+        return contextlib.nullcontext()
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.set_mesh(jax.make_mesh((n,), ("sp",), auto, devices=jax.devices()[:n]))
+
+
 def check(case) -> None:
     with jax.enable_x64(True) if case["dtype"] == "float64" else contextlib.nullcontext():
         built = build.build(case)
@@ -127,7 +136,10 @@ def check(case) -> None:
         def program(variants, directions, cts, dynamic):
             return transform(lambda a: call(a, dynamic), variants, directions, cts)
 
-        result = program(built.variants, built.directions, (built.ct_out, built.ct_lse), dynamic)
+        with mesh_of(case):
+            result = program(
+                built.variants, built.directions, (built.ct_out, built.ct_lse), dynamic
+            )
         result = jax.tree.map(np.asarray, result)
         with np.errstate(all="ignore"):
             worst = judge(result, built)
