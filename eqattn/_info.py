@@ -19,6 +19,8 @@ from ._masks import AbstractMask, BlockCausal, Causal, ChunkedCausal, PrefixLM, 
 from ._metadata import AttentionMetadata, Backend, Platform
 from ._problem import as_mask, problem
 from ._registry import AttentionRegistry
+from ._ring_layout import Contiguous, Zigzag
+from ._ring_plan import ring_plan, RingPlan
 from ._traverse import EMPTY, FULL, PARTIAL
 from .strategies import AttentionImpl, Blockwise
 
@@ -30,6 +32,8 @@ _MASKS: dict[str, tuple[Callable[..., AbstractMask], int, int]] = {
     "block-causal": (BlockCausal, 1, 1),
     "chunked": (ChunkedCausal, 1, 1),
 }
+
+_LAYOUTS = {"contiguous": Contiguous(), "zigzag": Zigzag()}
 
 
 def parse_mask(text: str) -> AbstractMask | None:
@@ -71,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--strategy", default="blockwise", help="registry name")
     add("--platform", default="auto", help="auto, xla or pallas")
     add("--backend", default="any", help="any, cpu, gpu, cuda, rocm or tpu")
+    add("--devices", type=int, default=1, metavar="N", help="also the plan of a ring of N devices")
+    add("--layout", choices=sorted(_LAYOUTS), default="contiguous", help="of the ring")
     add("--blocksize-q", type=int, help="None: automatic")
     add("--blocksize-k", type=int, help="None: automatic")
     add("--no-compile", action="store_true", help="leave out the memory, which needs a compilation")
@@ -83,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         show(title, lines)
     show("strategies", spec.strategies())
     show("code for " + spec.name, spec.lowerings())
+    if args.devices > 1:
+        print(f"\n{spec.ring()}")
     return 0
 
 
@@ -285,6 +293,23 @@ class Spec:
             would = f"would run ({strategy.selected_forward()})" if strategy else reason
             lines.append((name, would))
         return lines
+
+    def ring(self) -> RingPlan:
+        (batch, tokens, heads, dim), (_, keys, kv_heads, _) = self.query.shape, self.key.shape
+        if keys != tokens:
+            raise ValueError(f"--devices plans a ring for as many keys as queries, not {keys}.")
+        return ring_plan(
+            tokens,
+            self.args.devices,
+            layout=_LAYOUTS[self.args.layout],
+            mask=self.args.mask,
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            value_dim=self.value_dim,
+            dtype=self.key.dtype,
+        )
 
     def lowerings(self) -> list[tuple[str, str]]:
         strategy = AttentionRegistry.create(self.name, AttentionMetadata())

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from ._compat import jaxpr_as_fun, vary, varying_axes
-from ._traverse import COL, Layout, replaced, ROW, traverse
+from ._traverse import COL, EMPTY, FULL, Layout, replaced, ROW, traverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +78,23 @@ class Rotation:
         to = [(i, (i + by) % self.size) for i in range(self.size)]
         return [lax.ppermute(x, self.axis, to) for x in xs]
 
-    def table(self, operands: Sequence[Array], layout: Layout) -> tuple:
-        """The table of one hop and its grid axes."""
+    def table(
+        self, operands: Sequence[Array], layout: Layout, rows: range | None = None
+    ) -> tuple[list, tuple[int, ...] | None]:
+        """The table of one hop, where all but some of the rows may be empty, and its grid axes."""
+        table, axes = self._whole_table(operands, layout)
+        if rows is None:
+            return table, axes
+        if axes is None:
+            axes = (ROW, COL)
+            table = [jnp.full(layout.grid[ROW:], FULL, jnp.int8)]
+        (whole,) = table
+        row = lax.broadcasted_iota(jnp.int32, whole.shape, whole.ndim + ROW)
+        return [jnp.where((rows.start <= row) & (row < rows.stop), whole, EMPTY)], axes
+
+    def _whole_table(self, operands: Sequence[Array], layout: Layout) -> tuple:
         if self.classify is None:
-            return (), None
+            return [], None
         fn, table_axes = jaxpr_as_fun(self.classify), self.table_axes
         reads = [(operands[i], layout.in_axes[i]) for i in self.reads]
         for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):  # added by vmap
@@ -112,17 +125,23 @@ def travel(
     stays = [i for i, a in enumerate(axes) if COL not in a]
     width, here = layout.grid[COL], lax.axis_index(ring.axis)
 
-    def visit(shift, columns: Sequence, state: Sequence) -> tuple[list, list]:
-        """One hop: the columns' accumulators of this hop alone, and all the others."""
+    def visit(
+        shift, columns: Sequence, state: Sequence, rows: range | None = None
+    ) -> tuple[list, list]:
+        """One hop, or some rows of it: the columns' accumulators of this visit alone, and all the
+        others.
+        """
         at = (here - shift) % ring.size * width
-        mine = [
-            lax.dynamic_slice_in_dim(args[i], at, width, layout.in_axes[i].index(COL))
-            for i in split
-        ]
-        operands = replaced(args, [*rides, *split], [*columns, *mine])
-        table, table_axes = ring.table(operands, layout)
+
+        def mine(x, axes):
+            return lax.dynamic_slice_in_dim(x, at, width, axes.index(COL))
+
+        own = [mine(args[i], layout.in_axes[i]) for i in split]
+        operands = replaced(args, [*rides, *split], [*columns, *own])
+        table, table_axes = ring.table(operands, layout, rows)
         local = dataclasses.replace(layout, ring=None, table_axes=table_axes)
         into = replaced([None] * len(axes), stays, [state[i] for i in stays])
+        into = replaced(into, slots, [mine(state[i], axes[i]) for i in slots])
         new = traverse(
             steps, local, [*table, *operands], start, axes, vectorise=vectorise, into=into
         )
@@ -168,8 +187,16 @@ def travel(
     home = [args[i] for i in rides]
     walks = [(step, n) for step, n in ((1, ring.ahead), (-1, ring.behind)) if n]
     departing = [ring.move(home, step) for step, _ in walks]
-    total, state = visit(0, home, state)
+    # The second half of the device's own pairs comes last: the way home hides behind it.
+    half = layout.grid[ROW] // 2 if returns and walks else 0
+    total, state = visit(0, home, state, range(half) if half else None)
+    arriving = []
     for (step, length), columns in zip(walks, departing):
         collected, state = walk(step, length, columns, state)
-        total = [x + y for x, y in zip(total, collected)]
+        arriving.append(collected)
+    if half:
+        rest, state = visit(0, home, state, range(half, layout.grid[ROW]))
+        arriving.append(rest)
+    for more in arriving:
+        total = [x + y for x, y in zip(total, more)]
     return finish(replaced(state, returns, total))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from eqattn import AttentionRegistry
+from eqattn import AttentionRegistry, Causal, ring_plan, Zigzag
 from eqattn.__main__ import main
 from eqattn._bench import accuracy, cases, report
 from eqattn._info import parse_mask
@@ -46,6 +46,13 @@ def test_info_counts_what_the_mask_leaves(capsys):
     assert runs["products"].startswith(f"{flop / 1e6:.3g} MFLOP forward")
 
 
+def test_info_plans_a_ring(capsys):
+    flags = "--queries 4096 --heads 8 --kv-heads 2 --dtype bfloat16 --devices 16 --layout zigzag"
+    assert main(["info", "--no-compile", *flags.split()]) == 0
+    plan = ring_plan(4096, 16, layout=Zigzag(), mask=Causal(), heads=8, kv_heads=2, head_dim=64)
+    assert repr(plan) in capsys.readouterr().out and plan.balance == 1
+
+
 def test_info_says_why_not(capsys):
     assert main(["info", "--no-compile", "--weights", "--queries", "64"]) == 0
     text = capsys.readouterr().out
@@ -64,6 +71,7 @@ def test_info_says_why_not(capsys):
         ("info --mask chunked", "chunked:N"),
         ("info --heads 3 --kv-heads 2", "multiple"),
         ("info --heads 0", "--heads"),
+        ("info --no-compile --devices 4 --keys 12", "as many keys"),
         ("info --strategy fast", "blockwise"),
         ("info --dtype int32", "floating"),
         ("info --dtype floaty", "floaty"),
