@@ -79,16 +79,15 @@ def fold_problem(
     parts = Parts(problem, blocking, ring is not None)
     table, table_axes, classes = parts.plan()
     devices = 1 if ring is None or mesh is None else ring.size
-    columns = (BATCH, HEAD, COL)
 
-    def run(parts, operands, value, poison):
+    def run(parts, operands, values):
         return fold(
             {c: parts.logits(c) for c in classes},
             operands,
             parts.axes,
-            value,
-            poison,
-            columns,
+            parts.weigh,
+            values,
+            parts.value_axes,
             grid=(*blocking.grid[:2], *[n // devices for n in blocking.grid[2:]]),
             block=blocking.block,
             table=table,
@@ -102,7 +101,7 @@ def fold_problem(
             roles=parts.roles,
         )
 
-    arrays = (parts.operands, parts.value, parts.poison)
+    arrays = (parts.operands, parts.values)
     if ring is None or devices == 1:
         carry = run(parts, *arrays)
     else:
@@ -110,7 +109,7 @@ def fold_problem(
         carry = ring.over(
             mesh,
             lambda own, *arrays: run(parts.reading(*eqx.combine(own, static)), *arrays),
-            [jax.tree.map(lambda _: (), own), parts.axes, columns, columns],
+            [jax.tree.map(lambda _: (), own), parts.axes, parts.value_axes],
             [(BATCH, HEAD, ROW)] * 3,
         )(own, *arrays)
     return Carry(*map(blocking.from_rows, carry))
@@ -147,17 +146,18 @@ class Parts:
         if precision is None and dtype == acc:
             precision = lax.Precision.HIGHEST
         self.products = (("operand_dtype", None if wide else dtype), ("precision", precision))
-        query, key = problem.query.astype(stored), problem.key.astype(stored)
+        query, key, value = (x.astype(stored) for x in (problem.query, problem.key, problem.value))
         scale = jnp.asarray(problem.scale, acc)
         self.post_scale = stored != acc
         if not self.post_scale:
             # Not the query, as XLA:CPU is slow at arithmetic in a transposed copy.
             key = key * scale
-        value = problem.value.astype(stored)
-        self.value = blocking.columns_of(finite(value))
-        self.poison = blocking.columns_of(not_finite(value, precision).astype(acc))[..., 0]
+        columns = (BATCH, HEAD, COL)
+        poison = not_finite(value, precision).astype(acc)
+        self.values = [blocking.columns_of(x) for x in (finite(value), poison)]
+        self.value_axes = [columns, columns]
         self.operands = [blocking.rows_of(query), blocking.columns_of(key)]
-        self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW), (BATCH, HEAD, COL)]
+        self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW), columns]
         self.roles = ("query", "key")
         if self.post_scale:
             self.add("scale", scale.reshape(1, 1, 1, 1))
@@ -190,6 +190,10 @@ class Parts:
         new = copy.copy(self)
         new.problem = dataclasses.replace(self.problem, mask=mask, scores=scores)
         return new
+
+    def weigh(self, value: Array, poison: Array) -> list[Array]:
+        """The values of a block, and which keys make NaN of the rows that see them."""
+        return [value, poison[..., 0]]
 
     def add(self, role: str, x) -> None:
         blocks, axes = self.blocking.pairs_of(x)

@@ -20,11 +20,27 @@ dot_p = Primitive("attention_dot")
 def dot(a: Array, b: Array, contract: tuple[int, int], *, precision=None, operand_dtype=None):
     """`a` and `b` are matrices; `contract` names the axis of each that is summed over.
 
+    One of them may be `[n, groups, m]`: a matrix `[n, m]` for each group of the other's free axis.
+
     **Returns:** `[free axis of a, free axis of b]` in the dtype of `a`.
     """
-    return dot_p.bind(
-        a, b, contract=contract, lead=0, precision=precision, operand_dtype=operand_dtype
-    )
+    fixed = dict(contract=contract, lead=0, precision=precision, operand_dtype=operand_dtype)
+    product = lambda a, b: dot_p.bind(a, b, **fixed)
+    if a.ndim == b.ndim == 2:
+        return product(a, b)
+    first = a.ndim == 3
+    groups = (a if first else b).shape[1]
+
+    def grouped(x, free):
+        return x.reshape(*x.shape[:free], groups, -1, *x.shape[free + 1 :])
+
+    if first:
+        free = 1 - contract[1]
+        out = jax.vmap(product, (1, free), 1)(a, grouped(b, free))
+        return out.reshape(len(out), -1)
+    free = 1 - contract[0]
+    out = jax.vmap(product, (free, 1), 0)(grouped(a, free), b)
+    return out.reshape(-1, out.shape[-1])
 
 
 def _dot_general(a, b, *, contract, lead, precision, operand_dtype):

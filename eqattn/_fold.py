@@ -21,7 +21,7 @@ from ._carry import gauge
 from ._compat import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from ._dot import dot
 from ._ring import Rotation, travel
-from ._sweep import block_aval, hoist, primitive_rules, sweep, table_per_hop, Tag
+from ._sweep import block_aval, evaluate, hoist, primitive_rules, sweep, table_per_hop, Tag
 from ._traverse import Layout, replaced, ROW
 
 
@@ -29,9 +29,9 @@ def fold(
     logits: dict[int, Callable],
     operands: Sequence,
     in_axes: Sequence[tuple[int, ...]],
-    value: Any,
-    poison: Any,
-    value_axes: tuple[int, ...],
+    values: Callable,
+    value_operands: Sequence,
+    value_axes: Sequence[tuple[int, ...]],
     *,
     grid: tuple[int, ...],
     block: tuple[int, int],
@@ -53,9 +53,10 @@ def fold(
         `[s, w]`: logits `[keys, rows]` (`-inf` where masked) and, with dropout, the factor
         `[keys, rows]` on each probability in the numerator.
     - `operands`, `in_axes`: as for `sweep`.
-    - `value`, `poison`: blocks `[keys, v]`, finite, and `[keys]`: 0, or NaN for a key that makes
-        every row NaN that sees it. Only so can a value that is not finite reach these rows and no
-        others, as `0 * inf` is not 0.
+    - `values`: a function of the blocks of `value_operands` (on `value_axes`) that returns a block
+        `[keys, v]`, finite, and `[keys]`: 0, or NaN for a key that makes every row NaN that sees
+        it. Only so can a value that is not finite reach these rows and no others, as `0 * inf` is
+        not 0. With `[keys, groups, v]` and `[keys, groups]` each group of rows has its own.
     - `ring`: the hops, if columns rotate around a mesh axis. `classify` is then a function of the
         operands `reads`, as they are at a hop, that returns the table of the hop.
     - `fused`: whether one visit of the grid gives all gradients, or two.
@@ -66,7 +67,7 @@ def fold(
     Numerator, denominator and maximum of a Carry, with the grid's batch and row axes in front of
     blocks `[rows, v]`, `[rows]`, `[rows]`.
     """
-    axes = varying_axes(*operands, value, poison, *([] if table is None else [table]))
+    axes = varying_axes(*operands, *value_operands, *([] if table is None else [table]))
     operands = [vary(x, axes) for x in operands]
     if ring is not None and classify is not None:
         ring, consts = table_per_hop(ring, classify, operands, in_axes, reads, grid)
@@ -74,15 +75,18 @@ def fold(
         in_axes, roles = (*in_axes, *[()] * len(consts)), (*roles, *["closure"] * len(consts))
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = hoist(logits, avals)
-    in_axes = (*in_axes, *[()] * len(consts), value_axes, value_axes)
-    roles = (*roles, *["closure"] * len(consts), "poison", "value")
+    given = list(zip(value_operands, value_axes))
+    ((_, weigh),), more = hoist({0: values}, [block_aval(x, a) for x, a in given])
+    in_axes = (*in_axes, *[()] * len(consts), *value_axes, *[()] * len(more))
+    roles = (*roles, *["closure"] * len(consts), *["value"] * len(given), *["closure"] * len(more))
     layout = Layout(tuple(grid), block, in_axes, table_axes, ring, fused)
     rows = (*layout.batch, ROW)
     lead = [] if table_axes is None else [vary(table, axes)]
-    args = [*lead, *operands, *[vary(x, axes) for x in (*consts, poison, value)]]
+    args = [*lead, *operands, *[vary(x, axes) for x in (*consts, *value_operands, *more)]]
     return fold_p.bind(
         *args,
         visits=visits,
+        values=weigh,
         layout=layout,
         out_axes=(rows,) * 3,
         products=products,
@@ -113,29 +117,33 @@ def _masked_dot_jvp(products, primals, tangents):
 
 
 def poisoned(s: Array, origin: Array, poison: Array) -> Array:
-    """`exp(s - origin)`, NaN at the visible pairs of a key that is NaN in `poison`."""
+    """`exp(s - origin)`, NaN at the visible pairs of a key that is NaN in `poison`, `[keys]` or
+    `[keys, groups of rows]`.
+    """
+    poison = poison.reshape(len(poison), -1, 1)
+    poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
+    poison = poison.reshape(s.shape)
     # Selected before the exponential: XLA:CPU would repeat a select after it for each of its uses.
-    return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison[:, None]))
+    return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison))
 
 
-def execute(*args, visits, layout, out_axes, products, tag, vectorise):
+def execute(*args, visits, values, layout, out_axes, products, tag, vectorise):
     """The fold as loops of ordinary JAX."""
     del tag
-    value = args[-1]
-    acc = visits[0][1].out_avals[0].dtype
+    acc, width = visits[0][1].out_avals[0].dtype, values.out_avals[0].shape[-1]
     steps = {}
     for c, jaxpr in visits:
-        dtypes = [a.dtype for a in jaxpr.in_avals]
 
-        def step(accs, blocks, f=jaxpr_as_fun(jaxpr), dtypes=dtypes):
-            *blocks, poison, v = blocks
-            s, *weight = f(*[x.astype(d) for x, d in zip(blocks, dtypes)])
+        def step(accs, blocks, jaxpr=jaxpr):
+            n = len(jaxpr.in_avals)
+            s, *weight = evaluate(jaxpr, blocks[:n])
+            v, poison = evaluate(values, blocks[n:])
             top = s.max(0)
             new = top if accs is None else jnp.maximum(accs[2], top)
             origin = gauge(new)
             p = poisoned(s, origin, poison)
             kept = p * weight[0] if weight else p
-            v, den = v.astype(acc), p.sum(0)
+            den = p.sum(0)
             if accs is None:
                 return [dot(kept.T, v, (1, 0), **dict(products)), den, new]
             num = dot(v, kept, (0, 0), **dict(products))
@@ -148,7 +156,7 @@ def execute(*args, visits, layout, out_axes, products, tag, vectorise):
                 step = jax.vmap(step, (0, mapped), axis_size=layout.grid[axis])
         steps[c] = step
     rows = layout.block[1]
-    start = [jnp.zeros((value.shape[-1], rows), acc), jnp.zeros(rows, acc)]
+    start = [jnp.zeros((width, rows), acc), jnp.zeros(rows, acc)]
     start += [jnp.full(rows, -jnp.inf, acc)]
 
     def finish(accs):
@@ -157,57 +165,54 @@ def execute(*args, visits, layout, out_axes, products, tag, vectorise):
     return travel(steps, layout, args, start, out_axes, finish=finish, vectorise=vectorise)
 
 
-def _block_shapes(avals, *, layout, visits, **kw):
-    acc, rows, width = visits[0][1].out_avals[0].dtype, layout.block[1], avals[-1].shape[-1]
-    return [((rows, width), acc), ((rows,), acc), ((rows,), acc)]
+def _block_shapes(avals, *, layout, visits, values, **kw):
+    acc, rows = visits[0][1].out_avals[0].dtype, layout.block[1]
+    return [((rows, values.out_avals[0].shape[-1]), acc), ((rows,), acc), ((rows,), acc)]
 
 
 fold_p = Primitive("attention_fold")
-_STATIC = ("visits", "layout", "out_axes", "products", "tag")
+_STATIC = ("visits", "values", "layout", "out_axes", "products", "tag")
 primitive_rules(fold_p, execute, _STATIC, _block_shapes)
 
 
-def _jvp(primals, tangents, *, visits, layout, out_axes, products, tag):
-    num, den, top = fold_p.bind(
-        *primals, visits=visits, layout=layout, out_axes=out_axes, products=products, tag=tag
-    )
+def _jvp(primals, tangents, *, visits, values, layout, out_axes, products, tag):
+    static = dict(visits=visits, values=values, layout=layout, products=products, tag=tag)
+    num, den, top = fold_p.bind(*primals, out_axes=out_axes, **static)
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
-    n, last = len(primals) - 2, len(primals) - 1
+    count, n = len(primals), len(primals) - len(values.in_avals)
     active = [i for i, t in enumerate(tangents) if not is_zero(t)]
-    inner = [i for i in active if i < n]
+    inner, outer = [i for i in active if i < n], [i - n for i in active if i >= n]
     acc = visits[0][1].out_avals[0].dtype
     kw = dict(products)
 
+    def directional(f, xs, where, tangents):
+        """What `f` returns at `xs`, and its tangent (None if nothing moves)."""
+        if not where:
+            return f(*xs), None
+        return jax.jvp(
+            lambda *ys: f(*replaced(xs, where, ys)), tuple(xs[i] for i in where), tangents
+        )
+
     def tangent(f):
         def g(*blocks):
-            full, (v, m), given = blocks[:n], blocks[n : n + 2], dict(zip(active, blocks[n + 2 :]))
-
-            def h(*xs):
-                return f(*replaced(full, inner, xs))
-
-            if inner:
-                (s, *weight), (ds, *_) = jax.jvp(
-                    h, [full[i] for i in inner], [given[i] for i in inner]
-                )
-            else:
-                s, *weight = h()
-                ds = None
+            full, m, moved = blocks[:count], blocks[count], blocks[count + 1 :]
+            (s, *weight), ds = directional(f, full[:n], inner, moved[: len(inner)])
+            (v, _), dv = directional(jaxpr_as_fun(values), full[n:], outer, moved[len(inner) :])
             p = jnp.exp(s - gauge(m)[None])
             kept = p * lax.stop_gradient(weight[0]) if weight else p
             dnum, dden = jnp.zeros((p.shape[1], v.shape[-1]), p.dtype), jnp.zeros_like(m)
             if ds is not None:
-                dnum, dden = dot(kept * ds, v, (0, 0), **kw), (p * ds).sum(0)
-            if last in given:
-                dnum = dnum + dot(kept, given[last], (0, 0), **kw)
+                dnum, dden = dot(kept * ds[0], v, (0, 0), **kw), (p * ds[0]).sum(0)
+            if dv is not None:
+                dnum = dnum + dot(kept, dv[0], (0, 0), **kw)
             return [dnum, dden]
 
         return g
 
-    operands = [*primals[:n], primals[last], top, *[tangents[i].astype(acc) for i in active]]
-    value_axes = layout.in_axes[last]
-    in_axes = [*layout.in_axes[:n], value_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
-    roles = (*tag.inputs[:n], "value", "max", *[f"tangent {tag.inputs[i]}" for i in active])
+    operands = [*primals, top, *[tangents[i].astype(acc) for i in active]]
+    in_axes = [*layout.in_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
+    roles = (*tag.inputs, "max", *[f"tangent {tag.inputs[i]}" for i in active])
     dnum, dden = sweep(
         {c: tangent(jaxpr_as_fun(j)) for c, j in visits},
         operands,

@@ -110,6 +110,11 @@ def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return abstract(x, jnp.shape(x)[len(axes) :], dtype)
 
 
+def evaluate(jaxpr: Any, blocks: Sequence) -> list:
+    """A block function of blocks as they are stored."""
+    return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
+
+
 def sweep(
     fns: dict[int, Callable],
     operands: Sequence,
@@ -162,12 +167,11 @@ def execute(*args, visits, layout, out_axes, tag, vectorise):
     del tag
     steps = {}
     for c, jaxpr in visits:
-        f = jaxpr_as_fun(jaxpr)
+        f = lambda *blocks, jaxpr=jaxpr: evaluate(jaxpr, blocks)
         f = _vectorised(f, layout, out_axes) if vectorise else f
-        dtypes = [a.dtype for a in jaxpr.in_avals]
 
-        def step(accs, blocks, f=f, dtypes=dtypes):
-            ys = f(*[x.astype(d) for x, d in zip(blocks, dtypes)])
+        def step(accs, blocks, f=f):
+            ys = f(*blocks)
             return ys if accs is None else [a + y for a, y in zip(accs, ys)]
 
         steps[c] = step

@@ -31,8 +31,9 @@ def _fold(problem: Problem) -> tuple[Carry, Array]:
     parts = Parts(problem, blocking)
     logits = parts.logits(PARTIAL)
 
-    def block(blocks, poison, v):
+    def block(blocks, values):
         s, *weight = logits(*blocks)
+        v, poison = parts.weigh(*values)
         top = s.max(0)
         p = poisoned(s, gauge(top), poison)
         kept = p * weight[0] if weight else p
@@ -40,23 +41,22 @@ def _fold(problem: Problem) -> tuple[Carry, Array]:
         return num, p.sum(0), jax.lax.stop_gradient(top), kept
 
     single = {a: n for a, n in zip((BATCH, HEAD), blocking.grid)}
-    operands = [_squeeze(x, a) for x, a in zip(parts.operands, parts.axes)]
-    operands = [x.astype(problem.accumulation) if jnp.issubdtype(x.dtype, jnp.floating) else x
-                for x in operands]  # fmt: skip
-    poison, value = parts.poison[:, :, 0], parts.value[:, :, 0].astype(problem.accumulation)
+    operands = [_whole(x, a, problem) for x, a in zip(parts.operands, parts.axes)]
+    values = [_whole(x, a, problem) for x, a in zip(parts.values, parts.value_axes)]
     for axis in (HEAD, BATCH):
         mapped = [0 if axis in a else None for a in parts.axes]
-        block = jax.vmap(block, (mapped, 0, 0), axis_size=single[axis])
-    num, den, top, kept = block(operands, poison, value)
+        block = jax.vmap(block, (mapped, 0), axis_size=single[axis])
+    num, den, top, kept = block(operands, values)
     carry = Carry(*[blocking.from_rows(x[:, :, None]) for x in (num, den, top)])
     inverse = jnp.where(den == 0, 0, 1 / jnp.where(den == 0, 1, den))
     weights = jnp.swapaxes(kept * inverse[:, :, None], -1, -2)
     return carry, weights.reshape(blocking.batch, heads, t, s)
 
 
-def _squeeze(x: Array, axes: tuple[int, ...]) -> Array:
+def _whole(x: Array, axes: tuple[int, ...], problem: Problem) -> Array:
     """An operand without the axes of rows and columns, which have one block each."""
-    return x.reshape([n for a, n in zip(axes, x.shape) if a < -2] + list(x.shape[len(axes) :]))
+    x = x.reshape([n for a, n in zip(axes, x.shape) if a < -2] + list(x.shape[len(axes) :]))
+    return x.astype(problem.accumulation) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 @AttentionRegistry.register
