@@ -48,6 +48,7 @@ from .strategies import (
     AttentionImpl as AttentionImpl,
     Blockwise as Blockwise,
     Dense as Dense,
+    Ragged as Ragged,
     Ring as Ring,
     Ring as RingAttn,
     Support as Support,

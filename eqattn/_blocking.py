@@ -26,6 +26,8 @@ class Blocking:
 
     Queries and keys are cut into `parts` of equal length, each with blocks of its own, so that no
     block lies on two devices. What varies with queries and keys holds the keys of `shards` devices.
+    `in_place`: keys and values stay as they lie in memory, with their heads inside of the blocks.
+    Then one row of the grid has all query heads: `kv_heads` is 1.
     """
 
     batch: int
@@ -37,6 +39,7 @@ class Blocking:
     block_k: int
     parts: int = 1
     shards: int = 1
+    in_place: bool = False
 
     @property
     def rows(self) -> int:
@@ -91,8 +94,12 @@ class Blocking:
         return x.reshape(self.batch, self.parts * part, heads, *rest)[:, : self.queries]
 
     def columns_of(self, x: Any) -> Array:
-        """`[B, S, K, D]` to `[B, K, columns, block_k, D]`."""
+        """`[B, S, K, D]` to `[B, K, columns, block_k, D]`;
+        in place to `[B, columns, block_k, K, D]`.
+        """
         x = self.pad(x, 1, self.columns * self.block_k, edge=False)
+        if self.in_place:
+            return x.reshape(self.batch, self.columns, self.block_k, *x.shape[2:])
         # The axis of size 1 makes XLA:CPU copy once, not twice, on the way into a loop.
         x = x.reshape(self.batch, self.columns, 1, self.block_k, self.kv_heads, x.shape[-1])
         x = x.transpose(0, 4, 1, 2, 3, 5)
@@ -151,15 +158,24 @@ def spread(x: Array, blocking: Blocking) -> Array:
 
 
 def choose_blocking(
-    problem: Problem, block_q: int | None, block_k: int | None, parts: int = 1, shards: int = 1
+    problem: Problem,
+    block_q: int | None,
+    block_k: int | None,
+    parts: int = 1,
+    shards: int = 1,
+    in_place: bool = False,
 ) -> Blocking:
     """The blocking of a problem; automatic sizes where None."""
     t, s, heads, kv_heads = problem.sizes
+    if in_place:
+        kv_heads = 1
     group = heads // kv_heads
     if block_q is None:
-        block_q = max(8, 256 // group)
+        block_q = max(1 if in_place else 8, 256 // group)
     if block_k is None:
         block_k = 128
+        if in_place:  # a size that divides the keys needs no padded copy of them
+            block_k = next((b for b in range(256, 63, -1) if s % b == 0), block_k)
     return Blocking(
         batch=math.prod(problem.batch_shape),
         kv_heads=kv_heads,
@@ -170,4 +186,5 @@ def choose_blocking(
         block_k=min(block_k, max(-(-s // parts), 1)),
         parts=parts,
         shards=shards,
+        in_place=in_place,
     )

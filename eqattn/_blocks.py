@@ -85,7 +85,7 @@ def fold_problem(
             {c: parts.logits(c) for c in classes},
             operands,
             parts.axes,
-            parts.weigh,
+            {c: parts.weigh(c) for c in classes},
             values,
             parts.value_axes,
             grid=(*blocking.grid[:2], *[n // devices for n in blocking.grid[2:]]),
@@ -96,6 +96,7 @@ def fold_problem(
             classify=None if classes == (FULL,) else parts.classify,
             reads=parts.reads,
             fused=fused,
+            ragged=blocking.in_place,
             products=parts.products,
             spec=parts.spec,
             roles=parts.roles,
@@ -140,22 +141,23 @@ class Parts:
         self.problem, self.blocking, self.rotates = problem, blocking, rotates
         dtype, acc = problem.query.dtype, problem.accumulation
         wide = dtype == acc or jax.default_backend() == "cpu"
-        # Narrow products are slower than float32's on a CPU. What rotates stays narrow.
-        stored = dtype if rotates or not wide else acc
+        # Narrow products are slower than float32's on a CPU. What rotates stays narrow, and of
+        # what lies in place only the visited blocks are read.
+        stored = dtype if rotates or blocking.in_place or not wide else acc
         precision = problem.precision
         if precision is None and dtype == acc:
             precision = lax.Precision.HIGHEST
         self.products = (("operand_dtype", None if wide else dtype), ("precision", precision))
         query, key, value = (x.astype(stored) for x in (problem.query, problem.key, problem.value))
         scale = jnp.asarray(problem.scale, acc)
-        self.post_scale = stored != acc
+        self.post_scale = stored != acc or blocking.in_place
         if not self.post_scale:
             # Not the query, as XLA:CPU is slow at arithmetic in a transposed copy.
             key = key * scale
-        columns = (BATCH, HEAD, COL)
-        poison = not_finite(value, precision).astype(acc)
-        self.values = [blocking.columns_of(x) for x in (finite(value), poison)]
-        self.value_axes = [columns, columns]
+        values = [value] if blocking.in_place else self.cleaned(value)
+        columns = (BATCH, COL) if blocking.in_place else (BATCH, HEAD, COL)
+        self.values = [blocking.columns_of(x) for x in values]
+        self.value_axes = [columns] * len(values)
         self.operands = [blocking.rows_of(query), blocking.columns_of(key)]
         self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW), columns]
         self.roles = ("query", "key")
@@ -191,9 +193,22 @@ class Parts:
         new.problem = dataclasses.replace(self.problem, mask=mask, scores=scores)
         return new
 
-    def weigh(self, value: Array, poison: Array) -> list[Array]:
-        """The values of a block, and which keys make NaN of the rows that see them."""
-        return [value, poison[..., 0]]
+    def weigh(self, c: int) -> Callable:
+        """The `values` of the fold in a block of class `c`."""
+        if len(self.values) == 2:
+            return lambda clean, poison: [clean, poison[..., 0]]
+        if c == FULL:
+            return lambda value: [value]
+
+        def fn(value):
+            clean, poison = self.cleaned(value)
+            return [clean, poison[..., 0]]
+
+        return fn
+
+    def cleaned(self, value: Array) -> list[Array]:
+        """A value without what is not finite, and where there was some."""
+        return [finite(value), not_finite(value, dict(self.products)["precision"])]
 
     def add(self, role: str, x) -> None:
         blocks, axes = self.blocking.pairs_of(x)

@@ -29,7 +29,7 @@ def fold(
     logits: dict[int, Callable],
     operands: Sequence,
     in_axes: Sequence[tuple[int, ...]],
-    values: Callable,
+    values: dict[int, Callable],
     value_operands: Sequence,
     value_axes: Sequence[tuple[int, ...]],
     *,
@@ -41,6 +41,7 @@ def fold(
     classify: Callable | None = None,
     reads: Sequence[int] = (),
     fused: bool = True,
+    ragged: bool = False,
     products: tuple = (),
     spec: Hashable = None,
     roles: tuple[str, ...] = (),
@@ -53,13 +54,14 @@ def fold(
         `[s, w]`: logits `[keys, rows]` (`-inf` where masked) and, with dropout, the factor
         `[keys, rows]` on each probability in the numerator.
     - `operands`, `in_axes`: as for `sweep`.
-    - `values`: a function of the blocks of `value_operands` (on `value_axes`) that returns a block
-        `[keys, v]`, finite, and `[keys]`: 0, or NaN for a key that makes every row NaN that sees
-        it. Only so can a value that is not finite reach these rows and no others, as `0 * inf` is
-        not 0. With `[keys, groups, v]` and `[keys, groups]` each group of rows has its own.
+    - `values`: per class, a function of the blocks of `value_operands` (on `value_axes`) that
+        returns a block `[keys, v]`, finite, and `[keys]`: 0, or NaN for a key that makes every row
+        NaN that sees it. Only so can a value that is not finite reach these rows and no others, as
+        `0 * inf` is not 0. With `[keys, groups, v]`, `[keys, groups]` each group of rows has its
+        own; then where no pair is masked, `values` may return the block alone, whatever it holds.
     - `ring`: the hops, if columns rotate around a mesh axis. `classify` is then a function of the
         operands `reads`, as they are at a hop, that returns the table of the hop.
-    - `fused`: whether one visit of the grid gives all gradients, or two.
+    - `fused`, `ragged`: as for `Layout`.
     - `products`: keyword arguments of `dot`, as sorted pairs.
 
     **Returns:**
@@ -76,10 +78,10 @@ def fold(
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = hoist(logits, avals)
     given = list(zip(value_operands, value_axes))
-    ((_, weigh),), more = hoist({0: values}, [block_aval(x, a) for x, a in given])
+    weigh, more = hoist(values, [block_aval(x, a) for x, a in given])
     in_axes = (*in_axes, *[()] * len(consts), *value_axes, *[()] * len(more))
     roles = (*roles, *["closure"] * len(consts), *["value"] * len(given), *["closure"] * len(more))
-    layout = Layout(tuple(grid), block, in_axes, table_axes, ring, fused)
+    layout = Layout(tuple(grid), block, in_axes, table_axes, ring, fused, ragged)
     rows = (*layout.batch, ROW)
     lead = [] if table_axes is None else [vary(table, axes)]
     args = [*lead, *operands, *[vary(x, axes) for x in (*consts, *value_operands, *more)]]
@@ -116,10 +118,12 @@ def _masked_dot_jvp(products, primals, tangents):
     return masked_dot(k, q, products), both
 
 
-def poisoned(s: Array, origin: Array, poison: Array) -> Array:
+def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:
     """`exp(s - origin)`, NaN at the visible pairs of a key that is NaN in `poison`, `[keys]` or
     `[keys, groups of rows]`.
     """
+    if poison is None:
+        return jnp.exp(s - origin[None])
     poison = poison.reshape(len(poison), -1, 1)
     poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
     poison = poison.reshape(s.shape)
@@ -130,44 +134,55 @@ def poisoned(s: Array, origin: Array, poison: Array) -> Array:
 def execute(*args, visits, values, layout, out_axes, products, tag, vectorise):
     """The fold as loops of ordinary JAX."""
     del tag
-    acc, width = visits[0][1].out_avals[0].dtype, values.out_avals[0].shape[-1]
-    steps = {}
-    for c, jaxpr in visits:
+    acc, block = visits[0][1].out_avals[0].dtype, values[0][1].out_avals[0]
+    rows, width, grouped = layout.block[1], block.shape[-1], block.ndim == 3
+    product = ft.partial(dot, **dict(products))
 
-        def step(accs, blocks, jaxpr=jaxpr):
-            n = len(jaxpr.in_avals)
-            s, *weight = evaluate(jaxpr, blocks[:n])
-            v, poison = evaluate(values, blocks[n:])
+    def spread(row: Array) -> Array:
+        return row[:, None] if grouped else row[None]
+
+    def complete(num, den, top):
+        if grouped:  # a value that is not finite, met where no pair is masked
+            den = jnp.where(jnp.isfinite(num).all(-1), den, jnp.nan)
+        return [num, den, top]
+
+    steps = {}
+    for (c, logits), (_, weigh) in zip(visits, values):
+
+        def step(accs, blocks, logits=logits, weigh=weigh):
+            n = len(logits.in_avals)
+            s, *weight = evaluate(logits, blocks[:n])
+            v, *poison = evaluate(weigh, blocks[n:])
             top = s.max(0)
             new = top if accs is None else jnp.maximum(accs[2], top)
             origin = gauge(new)
-            p = poisoned(s, origin, poison)
-            kept = p * weight[0] if weight else p
-            den = p.sum(0)
+            p = poisoned(s, origin, *poison)
+            kept, den = p * weight[0] if weight else p, p.sum(0)
             if accs is None:
-                return [dot(kept.T, v, (1, 0), **dict(products)), den, new]
-            num = dot(v, kept, (0, 0), **dict(products))
+                return complete(product(kept.T, v, (1, 0)), den, new)
+            num = product(kept, v, (0, 0)) if grouped else product(v, kept, (0, 0))
             scale = jnp.exp(accs[2] - origin)
-            return [accs[0] * scale[None] + num, accs[1] * scale + den, new]
+            return [accs[0] * spread(scale) + num, accs[1] * scale + den, new]
 
         if vectorise:
             for axis in reversed(layout.batch):
                 mapped = [0 if axis in a else None for a in layout.in_axes]
                 step = jax.vmap(step, (0, mapped), axis_size=layout.grid[axis])
         steps[c] = step
-    rows = layout.block[1]
-    start = [jnp.zeros((width, rows), acc), jnp.zeros(rows, acc)]
-    start += [jnp.full(rows, -jnp.inf, acc)]
+    shape = (rows, width) if grouped else (width, rows)
+    start = [jnp.zeros(shape, acc), jnp.zeros(rows, acc), jnp.full(rows, -jnp.inf, acc)]
 
     def finish(accs):
-        return [jnp.swapaxes(accs[0], -1, -2), *accs[1:]]
+        num, den, top = accs
+        return complete(num if grouped else jnp.swapaxes(num, -1, -2), den, top)
 
     return travel(steps, layout, args, start, out_axes, finish=finish, vectorise=vectorise)
 
 
 def _block_shapes(avals, *, layout, visits, values, **kw):
     acc, rows = visits[0][1].out_avals[0].dtype, layout.block[1]
-    return [((rows, values.out_avals[0].shape[-1]), acc), ((rows,), acc), ((rows,), acc)]
+    width = values[0][1].out_avals[0].shape[-1]
+    return [((rows, width), acc), ((rows,), acc), ((rows,), acc)]
 
 
 fold_p = Primitive("attention_fold")
@@ -180,7 +195,7 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products, tag):
     num, den, top = fold_p.bind(*primals, out_axes=out_axes, **static)
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
-    count, n = len(primals), len(primals) - len(values.in_avals)
+    count, n = len(primals), len(primals) - len(values[0][1].in_avals)
     active = [i for i, t in enumerate(tangents) if not is_zero(t)]
     inner, outer = [i for i in active if i < n], [i - n for i in active if i >= n]
     acc = visits[0][1].out_avals[0].dtype
@@ -194,11 +209,13 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products, tag):
             lambda *ys: f(*replaced(xs, where, ys)), tuple(xs[i] for i in where), tangents
         )
 
-    def tangent(f):
+    def tangent(logits, weigh):
         def g(*blocks):
             full, m, moved = blocks[:count], blocks[count], blocks[count + 1 :]
-            (s, *weight), ds = directional(f, full[:n], inner, moved[: len(inner)])
-            (v, _), dv = directional(jaxpr_as_fun(values), full[n:], outer, moved[len(inner) :])
+            (s, *weight), ds = directional(
+                jaxpr_as_fun(logits), full[:n], inner, moved[: len(inner)]
+            )
+            (v, *_), dv = directional(jaxpr_as_fun(weigh), full[n:], outer, moved[len(inner) :])
             p = jnp.exp(s - gauge(m)[None])
             kept = p * lax.stop_gradient(weight[0]) if weight else p
             dnum, dden = jnp.zeros((p.shape[1], v.shape[-1]), p.dtype), jnp.zeros_like(m)
@@ -214,7 +231,7 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products, tag):
     in_axes = [*layout.in_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
     roles = (*tag.inputs, "max", *[f"tangent {tag.inputs[i]}" for i in active])
     dnum, dden = sweep(
-        {c: tangent(jaxpr_as_fun(j)) for c, j in visits},
+        {c: tangent(logits, weigh) for (c, logits), (_, weigh) in zip(visits, values)},
         operands,
         in_axes,
         out_axes[:2],

@@ -55,6 +55,8 @@ class Tag:
 
 def loops_over_batch(ctx, layout: Layout) -> bool:
     """Whether to loop over the batch axes: on one CPU, unless the blocks are tiny."""
+    if layout.ragged:
+        return not partitioned_automatically(ctx)
     cpu = tuple(ctx.module_context.platforms) == ("cpu",)
     logits = math.prod(layout.shape(layout.batch)) * math.prod(layout.block)
     small = logits <= (2**20 if layout.grid[ROW] == layout.grid[COL] == 1 else 2**17)

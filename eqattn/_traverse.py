@@ -29,7 +29,8 @@ class Layout:
     The table holds `EMPTY`, `PARTIAL` or `FULL` per block; without one every pair is visited.
     In a `ring`, the grid is one device's: its rows and its columns. What has both axes holds the
     columns of all devices. `fused`: a transpose finds all its results in one visit of the grid;
-    else those of columns in one and the others in another.
+    else those of columns in one and the others in another. `ragged`: batch elements are visited one
+    by one wherever they lie on one device, however small: their live columns differ.
     """
 
     grid: tuple[int, ...]
@@ -38,6 +39,7 @@ class Layout:
     table_axes: tuple[int, ...] | None = None
     ring: Any = None
     fused: bool = True
+    ragged: bool = False
 
     def shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         devices = 1 if self.ring is None or not {ROW, COL} <= set(axes) else self.ring.size

@@ -4,4 +4,5 @@ from ._base import AttentionImpl as AttentionImpl, Support as Support
 from ._exact import AbstractExact as AbstractExact
 from .blockwise import Blockwise as Blockwise
 from .dense import Dense as Dense
+from .ragged import Ragged as Ragged
 from .ring import Ring as Ring

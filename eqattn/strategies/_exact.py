@@ -1,8 +1,8 @@
 """What every strategy of this library has in common: arguments in, a Carry folded, output."""
 
 import abc
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -27,6 +27,8 @@ class AbstractExact(AttentionImpl):
 
     precision: eqx.AbstractVar[Any]
 
+    forms_weights: ClassVar[bool] = False
+
     @abc.abstractmethod
     def fold(self, problem: Problem) -> tuple[Carry, Array | None]:
         """The Carry `[B, T, H, ...]` of a problem without its sinks, and the probabilities
@@ -36,6 +38,14 @@ class AbstractExact(AttentionImpl):
     def key_shards(self) -> int:
         """A hook: how many devices' keys a bias or `Dense` mask holds."""
         return 1
+
+    def unsupported(self, features: Mapping[str, Any]) -> str | None:
+        if features.get("return_weights") and not self.forms_weights:
+            return (
+                f"return_weights: {type(self).__name__} never forms the weights; use "
+                "Dense(metadata) (registry name 'dense')."
+            )
+        return super().unsupported(features)
 
     def forward_native(
         self,

@@ -14,8 +14,9 @@ from ._exact import AbstractExact
 
 
 @cached
-def _fold(problem: Problem, *, block_q, block_k, fused):
-    return fold_problem(problem, choose_blocking(problem, block_q, block_k), fused=fused)
+def fold_on_one_device(problem: Problem, *, block_q, block_k, fused, in_place=False):
+    blocking = choose_blocking(problem, block_q, block_k, in_place=in_place)
+    return fold_problem(problem, blocking, fused=fused)
 
 
 @AttentionRegistry.register
@@ -49,18 +50,10 @@ class Blockwise(AbstractExact):
         return "blockwise"
 
     def fold(self, problem: Problem):
-        carry = _fold(
+        carry = fold_on_one_device(
             problem,
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,
             fused=self.fused_backward,
         )
         return carry, None
-
-    def unsupported(self, features) -> str | None:
-        if features.get("return_weights"):
-            return (
-                "return_weights: blockwise attention never forms the weights; use "
-                "Dense(metadata) (registry name 'dense')."
-            )
-        return super().unsupported(features)

@@ -29,11 +29,11 @@ def _fold(problem: Problem) -> tuple[Carry, Array]:
         empty = Carry.empty(shape, problem.value.shape[-1], problem.accumulation)
         return empty, jnp.zeros((blocking.batch, heads, t, s), problem.accumulation)
     parts = Parts(problem, blocking)
-    logits = parts.logits(PARTIAL)
+    logits, weigh = parts.logits(PARTIAL), parts.weigh(PARTIAL)
 
     def block(blocks, values):
         s, *weight = logits(*blocks)
-        v, poison = parts.weigh(*values)
+        v, poison = weigh(*values)
         top = s.max(0)
         p = poisoned(s, gauge(top), poison)
         kept = p * weight[0] if weight else p
@@ -76,6 +76,8 @@ class Dense(AbstractExact):
 
     metadata: AttentionMetadata
     precision: Any = eqx.field(static=True, default=None)
+
+    forms_weights = True
 
     @classmethod
     def get_impl_name(cls) -> str:

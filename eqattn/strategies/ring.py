@@ -164,14 +164,6 @@ class Ring(AbstractExact):
         place = self._place()
         return place.size if place is not None and place.mesh is None else 1
 
-    def unsupported(self, features) -> str | None:
-        if features.get("return_weights"):
-            return (
-                "return_weights: ring attention never forms the weights; use Dense(metadata) "
-                "(registry name 'dense')."
-            )
-        return super().unsupported(features)
-
     def _place(self) -> _Place | None:
         """None where one device holds the whole sequence."""
         axis = self.axis_name or self.metadata.sequence_axis_name

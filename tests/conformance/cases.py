@@ -57,7 +57,7 @@ AXES: dict[str, tuple] = {
     "offset": ("none", "int", "array"),
     "dropout": (0.0, 0.25),
     # (registry name, devices).
-    "target": (("blockwise", 1), ("dense", 1), ("ring", 2), ("ring", 4)),
+    "target": (("blockwise", 1), ("dense", 1), ("ring", 2), ("ring", 4), ("ragged", 1)),
 }
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
