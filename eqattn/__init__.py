@@ -17,6 +17,15 @@ from ._metadata import (
 )
 from ._output import AttentionOutput as AttentionOutput
 from ._partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
+from ._ragged_attention import (
+    get_mha_cost_estimate as get_mha_cost_estimate,
+    ragged_gqa as ragged_gqa,
+    ragged_mha as ragged_mha,
+    ragged_mqa as ragged_mqa,
+    reference_gqa as reference_gqa,
+    reference_mha as reference_mha,
+    reference_mqa as reference_mqa,
+)
 from ._registry import AttentionRegistry as AttentionRegistry
 from ._ring_attention import (
     BwdParams as BwdParams,
