@@ -8,13 +8,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._metadata import AttentionMetadata
 from ._output import AttentionOutput
+from ._stored import AbstractStored
 from .strategies import AttentionImpl, Blockwise
 
 
 def attention(
     query: Float[Array, "*b t h d"],
-    key_: Float[Array, "*b s k d"],
-    value: Float[Array, "*b s k v"],
+    key_: Float[Array | AbstractStored, "*b s k d"],
+    value: Float[Array | AbstractStored, "*b s k v"],
     strategy: AttentionImpl | None = None,
     *,
     mask: Any = None,

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ._problem import Problem
+from ._stored import Pages
 from ._traverse import COL, ROW
 
 
@@ -172,9 +173,17 @@ def choose_blocking(
     group = heads // kv_heads
     if block_q is None:
         block_q = max(1 if in_place else 8, 256 // group)
+    pages = {x.page_size for x in (problem.key, problem.value) if isinstance(x, Pages)}
+    if len(pages | ({block_k} if pages and block_k else set())) > 1:
+        raise ValueError(
+            f"Pages of keys and values and blocksize_k must have one size, got {sorted(pages)} and "
+            f"{block_k}; leave blocksize_k None."
+        )
     if block_k is None:
         block_k = 128
-        if in_place:  # a size that divides the keys needs no padded copy of them
+        if pages:
+            (block_k,) = pages
+        elif in_place:  # a size that divides the keys needs no padded copy of them
             block_k = next((b for b in range(256, 63, -1) if s % b == 0), block_k)
     return Blocking(
         batch=math.prod(problem.batch_shape),

@@ -22,6 +22,7 @@ from ._pairs import Operand, over_block
 from ._problem import Problem, visible
 from ._ring import Rotation
 from ._scores import ScoreFn
+from ._stored import as_stored
 from ._traverse import COL, EMPTY, FULL, PARTIAL, ROW
 
 
@@ -97,6 +98,8 @@ def fold_problem(
             reads=parts.reads,
             fused=fused,
             ragged=blocking.in_place,
+            pages=parts.pages,
+            lookups=parts.lookups,
             products=parts.products,
             spec=parts.spec,
             roles=parts.roles,
@@ -148,19 +151,23 @@ class Parts:
         if precision is None and dtype == acc:
             precision = lax.Precision.HIGHEST
         self.products = (("operand_dtype", None if wide else dtype), ("precision", precision))
-        query, key, value = (x.astype(stored) for x in (problem.query, problem.key, problem.value))
-        scale = jnp.asarray(problem.scale, acc)
+        query, scale = problem.query.astype(stored), jnp.asarray(problem.scale, acc)
         self.post_scale = stored != acc or blocking.in_place
-        if not self.post_scale:
+        self.pages: tuple[int, ...] = ()
+        self.lookups: tuple[int, ...] = ()
+        self.operands, self.axes = [blocking.rows_of(query)], [(BATCH, HEAD, ROW)]
+        if blocking.in_place:
+            self.store()
+        else:
+            key, value = (x.astype(stored) for x in (problem.key, problem.value))
             # Not the query, as XLA:CPU is slow at arithmetic in a transposed copy.
-            key = key * scale
-        values = [value] if blocking.in_place else self.cleaned(value)
-        columns = (BATCH, COL) if blocking.in_place else (BATCH, HEAD, COL)
-        self.values = [blocking.columns_of(x) for x in values]
-        self.value_axes = [columns] * len(values)
-        self.operands = [blocking.rows_of(query), blocking.columns_of(key)]
-        self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW), columns]
-        self.roles = ("query", "key")
+            key = key if self.post_scale else key * scale
+            self.operands.append(blocking.columns_of(key))
+            self.values = [blocking.columns_of(x) for x in self.cleaned(value)]
+            self.axes.append((BATCH, HEAD, COL))
+            self.value_axes = [(BATCH, HEAD, COL)] * 2
+            self.roles = ("query", "key")
+        self.keys = slice(1, len(self.operands) - len(self.lookups))
         if self.post_scale:
             self.add("scale", scale.reshape(1, 1, 1, 1))
         for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
@@ -187,6 +194,24 @@ class Parts:
             problem.logits_dtype,
         )
 
+    def store(self) -> None:
+        """Keys and values that stay in place."""
+        placed, tables = [], []
+        for x in map(as_stored, (self.problem.key, self.problem.value)):
+            if x.table is None:
+                arrays, axes = [self.blocking.columns_of(a) for a in x.arrays], (BATCH, COL)
+            else:
+                arrays, axes = list(x.arrays), (len(tables),)
+                tables.append(x.table)
+                self.pages += (len(arrays[0]),)
+            placed.append((arrays, [axes] * len(arrays)))
+        (keys, key_axes), (self.values, self.value_axes) = placed
+        start = 1 + len(keys)
+        self.lookups = tuple(range(start, start + len(tables)))
+        self.operands += [*keys, *tables]
+        self.axes += [*key_axes, *[(BATCH, COL)] * len(tables)]
+        self.roles = ("query", *["key"] * len(keys), *["page"] * len(tables))
+
     def reading(self, mask: AbstractMask | None, scores: tuple) -> "Parts":
         """The same with what masks and scores close over exchanged."""
         new = copy.copy(self)
@@ -195,12 +220,13 @@ class Parts:
 
     def weigh(self, c: int) -> Callable:
         """The `values` of the fold in a block of class `c`."""
-        if len(self.values) == 2:
+        if not self.blocking.in_place:
             return lambda clean, poison: [clean, poison[..., 0]]
-        if c == FULL:
-            return lambda value: [value]
 
-        def fn(value):
+        def fn(*blocks):
+            value = as_stored(self.problem.value).decode(*blocks)
+            if c == FULL:
+                return [value]
             clean, poison = self.cleaned(value)
             return [clean, poison[..., 0]]
 
@@ -271,9 +297,11 @@ class Parts:
         acc = problem.accumulation
 
         def fn(*blocks):
-            q, k = blocks[:2]
+            q, *k = blocks[: self.keys.stop]
+            k = as_stored(problem.key).decode(*k) if blocking.in_place else k[0]
+            first = self.keys.stop + len(self.lookups)
             named = {n: x if n == "seed" else spread(x, blocking)
-                     for n, x in zip(self.roles[2:], blocks[2:])}  # fmt: skip
+                     for n, x in zip(self.roles[first:], blocks[first:])}  # fmt: skip
             pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
             own = [[spread(x, blocking) for x in blocks[g]] for g in self.groups]
             mask = None

@@ -42,6 +42,8 @@ def fold(
     reads: Sequence[int] = (),
     fused: bool = True,
     ragged: bool = False,
+    pages: tuple[int, ...] = (),
+    lookups: tuple[int, ...] = (),
     products: tuple = (),
     spec: Hashable = None,
     roles: tuple[str, ...] = (),
@@ -61,7 +63,7 @@ def fold(
         own; then where no pair is masked, `values` may return the block alone, whatever it holds.
     - `ring`: the hops, if columns rotate around a mesh axis. `classify` is then a function of the
         operands `reads`, as they are at a hop, that returns the table of the hop.
-    - `fused`, `ragged`: as for `Layout`.
+    - `fused`, `ragged`, `pages`, `lookups`: as for `Layout`.
     - `products`: keyword arguments of `dot`, as sorted pairs.
 
     **Returns:**
@@ -81,7 +83,7 @@ def fold(
     weigh, more = hoist(values, [block_aval(x, a) for x, a in given])
     in_axes = (*in_axes, *[()] * len(consts), *value_axes, *[()] * len(more))
     roles = (*roles, *["closure"] * len(consts), *["value"] * len(given), *["closure"] * len(more))
-    layout = Layout(tuple(grid), block, in_axes, table_axes, ring, fused, ragged)
+    layout = Layout(tuple(grid), block, in_axes, table_axes, ring, fused, ragged, pages, lookups)
     rows = (*layout.batch, ROW)
     lead = [] if table_axes is None else [vary(table, axes)]
     args = [*lead, *operands, *[vary(x, axes) for x in (*consts, *value_operands, *more)]]

@@ -20,10 +20,12 @@ from ._mask_data import as_int, Fixed
 from ._masks import AbstractMask, Dense
 from ._pairs import canonical, Operand
 from ._scores import AbstractScore, Bias, SoftCap
+from ._stored import AbstractStored
 
 
 class Problem(eqx.Module):
-    """Attention of `query` `[B, T, H, D]` over `key` `[B, S, K, D]` and `value` `[B, S, K, V]`.
+    """Attention of `query` `[B, T, H, D]` over `key` `[B, S, K, D]` and `value` `[B, S, K, V]`,
+    which are arrays or `AbstractStored`.
 
     **Arguments:**
 
@@ -42,8 +44,8 @@ class Problem(eqx.Module):
     """
 
     query: Array
-    key: Array
-    value: Array
+    key: Any
+    value: Any
     mask: AbstractMask | None
     scores: tuple[AbstractScore, ...]
     scale: Any
@@ -213,7 +215,8 @@ def problem(
     shards=1,
 ) -> Problem:
     """Checks the arguments of `attention` and brings them to canonical form."""
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query = jnp.asarray(query)
+    key, value = (x if isinstance(x, AbstractStored) else jnp.asarray(x) for x in (key, value))
     check_shapes(query, key, value)
     *batch_shape, t, heads, _ = query.shape
     batch_shape, s = tuple(batch_shape), key.shape[-3]
@@ -263,8 +266,15 @@ def problem(
     return out
 
 
-def _flatten(x: Array, batch_shape: tuple[int, ...]) -> Array:
-    return x if len(batch_shape) == 1 else x.reshape(math.prod(batch_shape), *x.shape[-3:])
+def _flatten(x: Any, batch_shape: tuple[int, ...]) -> Any:
+    if len(batch_shape) == 1:
+        return x
+    if isinstance(x, AbstractStored):
+        raise ValueError(
+            f"{type(x).__name__} {x.shape} has {len(batch_shape)} batch axes and needs one: "
+            "reshape what it holds, or pass x.materialise()."
+        )
+    return x.reshape(math.prod(batch_shape), *x.shape[-3:])
 
 
 def visible(mask: AbstractMask) -> Callable:

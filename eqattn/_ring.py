@@ -78,23 +78,10 @@ class Rotation:
         to = [(i, (i + by) % self.size) for i in range(self.size)]
         return [lax.ppermute(x, self.axis, to) for x in xs]
 
-    def table(
-        self, operands: Sequence[Array], layout: Layout, rows: range | None = None
-    ) -> tuple[list, tuple[int, ...] | None]:
-        """The table of one hop, where all but some of the rows may be empty, and its grid axes."""
-        table, axes = self._whole_table(operands, layout)
-        if rows is None:
-            return table, axes
-        if axes is None:
-            axes = (ROW, COL)
-            table = [jnp.full(layout.grid[ROW:], FULL, jnp.int8)]
-        (whole,) = table
-        row = lax.broadcasted_iota(jnp.int32, whole.shape, whole.ndim + ROW)
-        return [jnp.where((rows.start <= row) & (row < rows.stop), whole, EMPTY)], axes
-
-    def _whole_table(self, operands: Sequence[Array], layout: Layout) -> tuple:
+    def table(self, operands: Sequence[Array], layout: Layout) -> tuple:
+        """The table of one hop and its grid axes."""
         if self.classify is None:
-            return [], None
+            return (), None
         fn, table_axes = jaxpr_as_fun(self.classify), self.table_axes
         reads = [(operands[i], layout.in_axes[i]) for i in self.reads]
         for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):  # added by vmap
@@ -102,6 +89,14 @@ class Rotation:
             if any(m == 0 for m in mapped):
                 fn, table_axes = jax.vmap(fn, mapped), (axis, *table_axes)
         return fn(*[x for x, _ in reads]), table_axes
+
+
+def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: Layout) -> tuple:
+    """A table and its grid axes where all other rows are empty."""
+    (whole,) = table or [jnp.full(layout.grid[ROW:], FULL, jnp.int8)]
+    row = lax.broadcasted_iota(jnp.int32, whole.shape, whole.ndim + ROW)
+    inside = (rows.start <= row) & (row < rows.stop)
+    return [jnp.where(inside, whole, jnp.int8(EMPTY))], axes or (ROW, COL)
 
 
 def travel(
@@ -138,7 +133,9 @@ def travel(
 
         own = [mine(args[i], layout.in_axes[i]) for i in split]
         operands = replaced(args, [*rides, *split], [*columns, *own])
-        table, table_axes = ring.table(operands, layout, rows)
+        table, table_axes = ring.table(operands, layout)
+        if rows is not None:
+            table, table_axes = in_rows(rows, table, table_axes, layout)
         local = dataclasses.replace(layout, ring=None, table_axes=table_axes)
         into = replaced([None] * len(axes), stays, [state[i] for i in stays])
         into = replaced(into, slots, [mine(state[i], axes[i]) for i in slots])
@@ -192,6 +189,8 @@ def travel(
     total, state = visit(0, home, state, range(half) if half else None)
     arriving = []
     for (step, length), columns in zip(walks, departing):
+        # Else small columns might go on before this visit, and nothing would hide their first move.
+        columns, state = lax.optimization_barrier((columns, state))
         collected, state = walk(step, length, columns, state)
         arriving.append(collected)
     if half:

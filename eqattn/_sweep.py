@@ -38,7 +38,7 @@ from ._compat import (
     varying_axes,
 )
 from ._ring import Rotation, travel
-from ._traverse import COL, Layout, replaced, ROW
+from ._traverse import COL, Layout, moves, replaced, ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Tag:
 
 def loops_over_batch(ctx, layout: Layout) -> bool:
     """Whether to loop over the batch axes: on one CPU, unless the blocks are tiny."""
+    if layout.pages:
+        return True
     if layout.ragged:
         return not partitioned_automatically(ctx)
     cpu = tuple(ctx.module_context.platforms) == ("cpu",)
@@ -189,7 +191,7 @@ def primitive_rules(primitive, run, params, block_shapes):
 
     def abstract_eval(*avals, layout, out_axes, **kw):
         if any(varies(a) for a in avals):  # let JAX work out what each output varies over
-            f = ft.partial(run, layout=layout, out_axes=out_axes, vectorise=True, **kw)
+            f = ft.partial(run, layout=layout, out_axes=out_axes, vectorise=not layout.pages, **kw)
             return jax.make_jaxpr(f)(*avals).out_avals
         blocks = block_shapes(avals, layout=layout, **kw)
         return [
@@ -265,7 +267,7 @@ def _transpose(cts, *args, visits, layout, out_axes, tag):
     results = [None] * len(operands)
     groups = [linear]
     if not layout.fused:
-        of_columns = [i for i in linear if COL in layout.in_axes[i]]
+        of_columns = [i for i in linear if moves(layout.in_axes[i])]
         groups = [of_columns, [i for i in linear if i not in of_columns]]
     for group in groups:
         if not (active and group):

@@ -31,6 +31,9 @@ class Layout:
     columns of all devices. `fused`: a transpose finds all its results in one visit of the grid;
     else those of columns in one and the others in another. `ragged`: batch elements are visited one
     by one wherever they lie on one device, however small: their live columns differ.
+
+    `pages`: sizes of further axes `0, 1, ...`, which are not visited in order: the index on axis
+    `i` is what operand `lookups[i]` holds for the pair.
     """
 
     grid: tuple[int, ...]
@@ -40,16 +43,22 @@ class Layout:
     ring: Any = None
     fused: bool = True
     ragged: bool = False
+    pages: tuple[int, ...] = ()
+    lookups: tuple[int, ...] = ()
+
+    def size(self, axis: int) -> int:
+        return self.pages[axis] if axis >= 0 else self.grid[axis]
 
     def shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         devices = 1 if self.ring is None or not {ROW, COL} <= set(axes) else self.ring.size
-        return tuple(self.grid[a] * (devices if a == COL else 1) for a in axes)
+        return tuple(self.size(a) * (devices if a == COL else 1) for a in axes)
 
     def only(self, kept: Sequence[int]) -> "Layout":
         """With some of the operands."""
         ring = None if self.ring is None else self.ring.only(kept)
         in_axes = tuple(self.in_axes[i] for i in kept)
-        return dataclasses.replace(self, in_axes=in_axes, ring=ring)
+        lookups = tuple(kept.index(i) for i in self.lookups)
+        return dataclasses.replace(self, in_axes=in_axes, ring=ring, lookups=lookups)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -58,6 +67,11 @@ class Layout:
     def split(self, args: Sequence) -> tuple:
         """The table (or None) and the operands."""
         return (None, args) if self.table_axes is None else (args[0], args[1:])
+
+
+def moves(axes: tuple[int, ...]) -> bool:
+    """Whether what has these axes changes with the column."""
+    return any(a == COL or a >= 0 for a in axes)
 
 
 def replaced(xs: Sequence, where: Sequence[int], by: Sequence) -> list:
@@ -137,8 +151,11 @@ def traverse(
     batch = () if vectorise else layout.batch
     columns = layout.grid[COL]
     mixed = varying_axes(*args)
-    if into is None and table is None and math.prod(layout.shape((*batch, ROW, COL))) == 1:
+    single = math.prod(layout.shape((*batch, ROW, COL))) == 1
+    if into is None and table is None and single and not (layout.pages and any(map(moves, axes))):
         at = dict.fromkeys((*batch, ROW, COL), 0)
+        for i, lookup in enumerate(layout.lookups):
+            at[i] = pick(operands[lookup], layout.in_axes[lookup], at)
         new = steps[classes[0]](None, [pick(x, a, at) for x, a in zip(operands, layout.in_axes)])
         return [
             y.reshape(layout.shape(a) + x.shape)
@@ -149,7 +166,7 @@ def traverse(
         return vary(jnp.broadcast_to(block, layout.shape(axes) + block.shape), mixed)
 
     complete = [  # after one row
-        into is None and {ROW, *batch} <= set(a) and COL not in a for a in axes
+        into is None and {ROW, *batch} <= set(a) and not moves(a) for a in axes
     ]
     whole = [tuple(a for a in x if a in layout.batch and a not in batch) for x in axes]
     fresh = [filled(a, block) for a, block in zip(whole, start)]
@@ -170,18 +187,20 @@ def traverse(
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
     def row(at: dict, accs: list) -> list:
-        near = [x if COL in a else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
+        near = [x if moves(a) else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
         local = [
-            new if once else x if COL in a else pick(x, a, at)
+            new if once else x if moves(a) else pick(x, a, at)
             for x, a, new, once in zip(accs, axes, fresh, complete)
         ]
 
         def visit(step, t, local):
             here = {**at, COL: t if order is None else pick(order, table_axes, {**at, COL: t})}
-            blocks = [pick(x, a, here) if COL in a else x for x, a in zip(near, layout.in_axes)]
-            old = [pick(x, a, here) if COL in a else x for x, a in zip(local, axes)]
+            for i, lookup in enumerate(layout.lookups):
+                here[i] = pick(near[lookup], layout.in_axes[lookup], here)
+            blocks = [pick(x, a, here) if moves(a) else x for x, a in zip(near, layout.in_axes)]
+            old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
             new = step(old, blocks)
-            return [put(x, a, here, y) if COL in a else y for x, a, y in zip(local, axes, new)]
+            return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
 
         lo = 0
         for n, c in enumerate(classes):
@@ -189,7 +208,7 @@ def traverse(
             local = _loop(lo, hi, ft.partial(visit, steps[c]), local)
             lo = hi
         local = finish(local) if into is None else local
-        return [x if COL in a else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
+        return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
     def nest(left: list, at: dict, accs: list) -> list:
         if not left:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from .._metadata import AttentionMetadata, Backend, Platform, RuntimeMode
 from .._output import AttentionOutput
 from .._partition import fitted, trimmed
+from .._stored import AbstractStored
 
 
 class Support(NamedTuple):
@@ -119,8 +120,8 @@ class AttentionImpl(eqx.Module):
     def __call__(
         self,
         query: Float[Array, "*b t h d"],
-        key_: Float[Array, "*b s k d"],
-        value: Float[Array, "*b s k v"],
+        key_: Float[Array | AbstractStored, "*b s k d"],
+        value: Float[Array | AbstractStored, "*b s k v"],
         *,
         mask: Any = None,
         **kwargs: Any,

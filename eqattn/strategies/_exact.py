@@ -16,6 +16,7 @@ from .._compat import explicit_axes, sharding_of, typed_by_mesh
 from .._masks import Causal
 from .._output import AttentionOutput
 from .._problem import as_mask, Problem, problem
+from .._stored import AbstractStored
 from ._base import AttentionImpl, choose_bias, choose_dropout_key
 
 
@@ -28,6 +29,7 @@ class AbstractExact(AttentionImpl):
     precision: eqx.AbstractVar[Any]
 
     forms_weights: ClassVar[bool] = False
+    reads_stored: ClassVar[bool] = False
 
     @abc.abstractmethod
     def fold(self, problem: Problem) -> tuple[Carry, Array | None]:
@@ -50,8 +52,8 @@ class AbstractExact(AttentionImpl):
     def forward_native(
         self,
         q: Array,
-        k: Array,
-        v: Array,
+        k: Array | AbstractStored,
+        v: Array | AbstractStored,
         mask=None,
         bias: Array | None = None,
         init_bias: Callable[[], Array] | None = None,
@@ -105,6 +107,12 @@ class AbstractExact(AttentionImpl):
         )
 
         def run(self, q, k, v, options):
+            for name, x in (("key_", k), ("value", v)):
+                if isinstance(x, AbstractStored) and not self.reads_stored:
+                    raise ValueError(
+                        f"{name} is {type(x).__name__} {x.shape}, which {type(self).__name__} does "
+                        "not read; use Ragged(metadata), or pass its materialise()."
+                    )
             shards = self.key_shards()
             spec = problem(
                 q, k, v, self.metadata, precision=self.precision, shards=shards, **options

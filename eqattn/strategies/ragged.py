@@ -37,6 +37,8 @@ class Ragged(AbstractExact):
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
 
+    reads_stored = True
+
     @classmethod
     def get_impl_name(cls) -> str:
         return "ragged"

@@ -13,7 +13,7 @@ from eqattn import masks as m
 from . import bound, oracle, oracle_masks
 
 
-STRATEGIES = ("blockwise", "dense")
+STRATEGIES = ("blockwise", "dense", "ragged")
 GARBAGE = (np.nan, np.inf, -np.inf, 3e38)
 
 

@@ -1,0 +1,179 @@
+"""Caches that hold each row in one piece."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ._cache_base import AbstractCache, check_new, new_positions, places, within, write
+from ._stored import Quantised
+
+
+def _zeros(batch: int, capacity: int, kv_heads: int, dim: int, dtype: Any) -> Array:
+    return jnp.zeros((batch, capacity, kv_heads, dim), dtype)
+
+
+class KVCache(AbstractCache):
+    """Each row in an array of its own, of a fixed capacity.
+
+    **Arguments:**
+
+    - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`; see also `KVCache.empty`.
+    - `length`: int32 `[b]`.
+    """
+
+    key: Float[Array, "b s k d"]
+    value: Float[Array, "b s k v"]
+    length: Int[Array, " b"]
+
+    positions = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+    ) -> "KVCache":
+        """Without tokens. A capacity that a size from 64 to 256 divides is read fastest."""
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = (batch, capacity, kv_heads)
+        key, value = (_zeros(*sizes, dim, dtype) for dim in (head_dim, value_dim))
+        return cls(key, value, jnp.zeros(batch, jnp.int32))
+
+    def append(self, key, value, counts=None):
+        slots, length = places(self, key, value, counts, self.key.shape[1])
+        return type(self)(write(self.key, key, slots), write(self.value, value, slots), length)
+
+    def truncate(self, lengths):
+        return type(self)(self.key, self.value, within(lengths, self.length))
+
+    def reorder(self, rows):
+        return type(self)(self.key[rows], self.value[rows], self.length[rows])
+
+
+class QuantisedKVCache(AbstractCache):
+    """As `KVCache`, in 8 bits: each key and value vector has a scale. Blocks are decoded when they
+    are read.
+
+    **Arguments:**
+
+    - `key`, `value`: [`eqattn.cache.Quantised`][]; see also `QuantisedKVCache.empty`.
+    - `length`: int32 `[b]`.
+    """
+
+    key: Quantised
+    value: Quantised
+    length: Int[Array, " b"]
+
+    positions = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+        stored: Any = jnp.int8,
+    ) -> "QuantisedKVCache":
+        """Without tokens; `stored` is int8 or a float8 dtype, `dtype` that of queries."""
+        value_dim = head_dim if value_dim is None else value_dim
+
+        def nothing(dim):
+            values = _zeros(batch, capacity, kv_heads, dim, stored)
+            return Quantised(values, jnp.zeros(values.shape[:-1], jnp.float32), dtype)
+
+        return cls(nothing(head_dim), nothing(value_dim), jnp.zeros(batch, jnp.int32))
+
+    def append(self, key, value, counts=None):
+        slots, length = places(self, key, value, counts, self.key.shape[1])
+
+        def added(held: Quantised, new: Array) -> Quantised:
+            new = Quantised.quantise(new, held.values.dtype)
+            values, scales = (
+                write(x, y, slots) for x, y in zip(held.arrays, new.arrays, strict=True)
+            )
+            return Quantised(values, scales, held.dtype)
+
+        return type(self)(added(self.key, key), added(self.value, value), length)
+
+    def truncate(self, lengths):
+        return type(self)(self.key, self.value, within(lengths, self.length))
+
+    def reorder(self, rows):
+        key, value = (Quantised(x.values[rows], x.scales[rows], x.dtype)
+                      for x in (self.key, self.value))  # fmt: skip
+        return type(self)(key, value, self.length[rows])
+
+
+class RingBufferCache(AbstractCache):
+    """The last `capacity` tokens of each row, for sliding windows: a token at position `p` lies at
+    `p % capacity`.
+
+    Attention needs `kv_positions=cache.positions`, and sees the right keys if `capacity` is at
+    least the window plus the number of tokens that are appended at a time, less one.
+
+    **Arguments:**
+
+    - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`; see also
+        `RingBufferCache.empty`.
+    - `positions`: int32 `[b, capacity]`, of the token in each place, -1 for none.
+    - `length`: int32 `[b]`, all tokens so far.
+    """
+
+    key: Float[Array, "b s k d"]
+    value: Float[Array, "b s k v"]
+    positions: Int[Array, "b s"]
+    length: Int[Array, " b"]
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+    ) -> "RingBufferCache":
+        """Without tokens."""
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = (batch, capacity, kv_heads)
+        key, value = (_zeros(*sizes, dim, dtype) for dim in (head_dim, value_dim))
+        held = jnp.full((batch, capacity), -1, jnp.int32)
+        return cls(key, value, held, jnp.zeros(batch, jnp.int32))
+
+    def append(self, key, value, counts=None):
+        t, capacity = key.shape[1], self.key.shape[1]
+        if t > capacity:
+            raise ValueError(
+                f"{t} new tokens do not fit a RingBufferCache of {capacity}; append them in parts, "
+                "so that each part is attended to before it is overwritten."
+            )
+        counts = check_new(self, key, value, counts)
+        position = new_positions(self, t)
+        kept = position < (self.length + counts)[:, None]
+        slots = jnp.where(kept, position % capacity, capacity + position)
+        return type(self)(
+            write(self.key, key, slots),
+            write(self.value, value, slots),
+            write(self.positions, position, slots),
+            self.length + counts,
+        )
+
+    def truncate(self, lengths):
+        """With the first `lengths` tokens. What newer tokens have overwritten is not there again:
+        as many older tokens are missing as newer ones are dropped.
+        """
+        lengths = within(lengths, self.length)
+        held = jnp.where(self.positions < lengths[:, None], self.positions, -1)
+        return type(self)(self.key, self.value, held, lengths)
+
+    def reorder(self, rows):
+        return type(self)(self.key[rows], self.value[rows], self.positions[rows], self.length[rows])

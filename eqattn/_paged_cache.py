@@ -1,0 +1,149 @@
+"""A cache in pages that its rows share out among them."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from ._cache_base import AbstractCache, check_new, new_positions, within
+from ._stored import as_stored, Pages, Quantised
+
+
+class PagedKVCache(AbstractCache):
+    """All rows take pages of a common pool, as many as their tokens need.
+
+    `reserve` and `release` hand out pages and take them back; they look at the table and so run
+    outside of `jax.jit`, between steps. Everything else is as in other caches.
+
+    **Arguments:**
+
+    - `key_pages`, `value_pages`: `[pages, page size, k, d]` and `[pages, page size, k, v]`, arrays
+        or [`eqattn.cache.Quantised`][]; see also `PagedKVCache.empty`.
+    - `table`: int32 `[b, n]`, the page of each part of a row, -1 for none.
+    - `length`: int32 `[b]`.
+    """
+
+    key_pages: Any
+    value_pages: Any
+    table: Int[Array, "b n"]
+    length: Int[Array, " b"]
+
+    positions = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+        stored: Any = None,
+    ) -> "PagedKVCache":
+        """Without tokens.
+
+        **Arguments:**
+
+        - `capacity`: the most tokens of a row.
+        - `pages`, `page_size`: of the pool, in all and in tokens.
+        - `stored`: None, or int8 or a float8 dtype to quantise to.
+        """
+        value_dim = head_dim if value_dim is None else value_dim
+
+        def pool(dim):
+            shape = (pages, page_size, kv_heads, dim)
+            if stored is None:
+                return jnp.zeros(shape, dtype)
+            return Quantised(jnp.zeros(shape, stored), jnp.zeros(shape[:-1], jnp.float32), dtype)
+
+        table = jnp.full((batch, -(-capacity // page_size)), -1, jnp.int32)
+        return cls(pool(head_dim), pool(value_dim), table, jnp.zeros(batch, jnp.int32))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return as_stored(self.key_pages).shape[1]
+
+    @property
+    def key(self):
+        return Pages(self.key_pages, self.table)
+
+    @property
+    def value(self):
+        return Pages(self.value_pages, self.table)
+
+    def append(self, key, value, counts=None):
+        counts = check_new(self, key, value, counts)
+        (rows, parts), size = self.table.shape, self.page_size
+        length = self.length + counts
+        full = f"the cache is full: a row would have more than {parts * size} tokens"
+        length = eqx.error_if(length, length > parts * size, full)
+        position = new_positions(self, key.shape[1])
+        kept = position < length[:, None]
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        page = self.table[row, jnp.minimum(position // size, parts - 1)]
+        missing = "a row has no page for its new tokens; call cache.reserve(counts) before the step"
+        page = eqx.error_if(page, kept & (page < 0), missing)
+        held = as_stored(self.key_pages).shape[0]
+        page = jnp.where(kept, page, held)  # not in the pool: not written
+
+        def put(pool: Array, new: Array) -> Array:
+            return pool.at[page, position % size].set(new.astype(pool.dtype), mode="drop")
+
+        def added(pool: Any, new: Array) -> Any:
+            if not isinstance(pool, Quantised):
+                return put(pool, new)
+            new = Quantised.quantise(new, pool.values.dtype)
+            return Quantised(put(pool.values, new.values), put(pool.scales, new.scales), pool.dtype)
+
+        return type(self)(
+            added(self.key_pages, key), added(self.value_pages, value), self.table, length
+        )
+
+    def truncate(self, lengths):
+        """With the first `lengths` tokens of each row, whose other pages stay reserved."""
+        return eqx.tree_at(lambda c: c.length, self, within(lengths, self.length))
+
+    def reorder(self, rows):
+        """With the rows at these indices, no row twice: two rows would write to the same pages. The
+        pages of rows that are left out are free again.
+        """
+        many = jnp.bincount(rows, length=len(self.length)) > 1
+        rows = eqx.error_if(rows, many.any(), "reorder: a row of a PagedKVCache cannot be doubled")
+        return type(self)(self.key_pages, self.value_pages, self.table[rows], self.length[rows])
+
+    def reserve(self, counts: Any) -> "PagedKVCache":
+        """With pages for `counts` more tokens, an int or `[b]`. Not for use under `jax.jit`.
+
+        **Raises:** `ValueError` if there are too few free pages, or a row would exceed its
+        capacity; no page is taken then.
+        """
+        if any(isinstance(x, jax.core.Tracer) for x in (self.table, self.length, counts)):
+            raise ValueError("reserve runs between steps, outside of jax.jit.")
+        table, length = np.array(self.table), np.asarray(self.length)
+        wanted = -(-(length + np.asarray(counts, np.int32)) // self.page_size)
+        if (wanted > table.shape[1]).any():
+            raise ValueError(
+                f"A row would have {int((length + counts).max())} tokens; this cache was made for "
+                f"{table.shape[1] * self.page_size} a row."
+            )
+        empty = (np.arange(table.shape[1]) < wanted[:, None]) & (table < 0)
+        free = np.setdiff1d(np.arange(as_stored(self.key_pages).shape[0]), table)
+        if empty.sum() > len(free):
+            raise ValueError(
+                f"{empty.sum()} pages of {self.page_size} tokens are needed and {len(free)} of "
+                f"{as_stored(self.key_pages).shape[0]} are free; release rows that have ended."
+            )
+        table[empty] = free[: empty.sum()]
+        return eqx.tree_at(lambda c: c.table, self, jnp.asarray(table))
+
+    def release(self, rows: Any) -> "PagedKVCache":
+        """Without the tokens and pages of these rows, an int array or mask `[b]`."""
+        table, length = self.table.at[rows].set(-1), self.length.at[rows].set(0)
+        return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))

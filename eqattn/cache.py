@@ -1,0 +1,10 @@
+"""Keys and values of earlier tokens, as immutable modules: for decoding and serving."""
+
+from ._cache_base import AbstractCache as AbstractCache
+from ._caches import (
+    KVCache as KVCache,
+    QuantisedKVCache as QuantisedKVCache,
+    RingBufferCache as RingBufferCache,
+)
+from ._paged_cache import PagedKVCache as PagedKVCache
+from ._stored import AbstractStored as AbstractStored, Pages as Pages, Quantised as Quantised
