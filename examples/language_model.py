@@ -98,20 +98,32 @@ class Block(eqx.Module):
         self.up = linear(width, hidden, keys[5])
         self.down = linear(hidden, width, keys[6], residual)
 
-    def __call__(
-        self, x: Float[Array, "t width"], positions: Int[Array, "t"], strategy: Any
-    ) -> Float[Array, "t width"]:
+    def project(
+        self, x: Float[Array, "t width"], positions: Int[Array, "t"]
+    ) -> tuple[Float[Array, "t h d"], Float[Array, "t k d"], Float[Array, "t k d"]]:
+        """Query, key and value of each byte."""
         normed = jax.vmap(self.attention_norm)(x)
         query, key_, value = (
             jax.vmap(layer)(normed).reshape(x.shape[0], -1, self.head_dim)
             for layer in (self.to_query, self.to_key, self.to_value)
         )
-        query, key_ = rotary(query, positions), rotary(key_, positions)
-        out = attention(query, key_, value, strategy, mask=Causal()).attention_outputs
+        return rotary(query, positions), rotary(key_, positions), value
+
+    def finish(
+        self, x: Float[Array, "t width"], out: Float[Array, "t h d"]
+    ) -> Float[Array, "t width"]:
+        """What the layer makes of its input and of the output of attention."""
         x = x + jax.vmap(self.from_heads)(out.reshape(x.shape))
         normed = jax.vmap(self.mlp_norm)(x)
         hidden = jax.nn.silu(jax.vmap(self.gate)(normed)) * jax.vmap(self.up)(normed)
         return x + jax.vmap(self.down)(hidden)
+
+    def __call__(
+        self, x: Float[Array, "t width"], positions: Int[Array, "t"], strategy: Any
+    ) -> Float[Array, "t width"]:
+        query, key_, value = self.project(x, positions)
+        out = attention(query, key_, value, strategy, mask=Causal()).attention_outputs
+        return self.finish(x, out)
 
 
 class LanguageModel(eqx.Module):
