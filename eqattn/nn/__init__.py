@@ -1,0 +1,12 @@
+"""Layers: attention with projections, rotary positions, and conversion from Equinox's."""
+
+from ._convert import from_equinox as from_equinox, with_strategy as with_strategy
+from ._multihead import MultiheadAttention as MultiheadAttention
+from ._rotary import Rotary as Rotary, rotary as rotary
+from ._rotary_scaling import (
+    AbstractRotaryScaling as AbstractRotaryScaling,
+    LinearScaling as LinearScaling,
+    Llama3Scaling as Llama3Scaling,
+    NTKScaling as NTKScaling,
+    YaRNScaling as YaRNScaling,
+)

@@ -1,0 +1,95 @@
+"""The dropout settings of a layer, as a PyTree node that plain JAX transformations accept."""
+
+import dataclasses
+import numbers
+from typing import Any
+
+import jax
+
+from .._metadata import concrete
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+class _Off:
+    """Whether `p` is 0, as part of a tree structure. Where a filter has taken `p` away, as in
+    gradients and the moments of an optimiser, structures are equal whatever it was.
+    """
+
+    def __init__(self, value: bool, missing: bool):
+        self.value, self.missing = value, missing
+
+    def __eq__(self, other: Any) -> bool:
+        loose = isinstance(other, _Off) and (self.missing or other.missing)
+        return isinstance(other, _Off) and (loose or self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(_Off)
+
+    def __repr__(self) -> str:
+        return f"off={self.value}"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dropout:
+    """`p` and `inference`, two leaves as in `eqx.nn.Dropout`, so that checkpoints, `eqx.tree_at`
+    and `eqx.nn.inference_mode` work alike.
+
+    There a bool leaf stops `jax.grad`, and a traced `p` stops `jax.jit`. Here the tree structure
+    says whether `p` is 0, and `inference` next to a number is handed to JAX as a float.
+
+    **Arguments:**
+
+    - `p`: the probability that an attention weight is dropped.
+    - `inference`: whether dropout is switched off.
+    """
+
+    p: Any
+    inference: Any
+    off: bool = dataclasses.field(default=False, repr=False)
+
+    def tree_flatten_with_keys(self) -> tuple:
+        p, inference = self.p, self.inference
+        # Only next to a number: in a tree of filters, as for `eqx.partition`, bools stay bools.
+        if isinstance(inference, bool) and _is_number(p):
+            inference = float(inference)
+        off = bool(p == 0) if _is_number(p) else self.off
+        keys = jax.tree_util.GetAttrKey("p"), jax.tree_util.GetAttrKey("inference")
+        return tuple(zip(keys, (p, inference))), _Off(off, p is None)
+
+    def tree_flatten(self) -> tuple:
+        children, off = self.tree_flatten_with_keys()
+        return tuple(child for _, child in children), off
+
+    @classmethod
+    def tree_unflatten(cls, off: _Off, children: Any) -> "Dropout":
+        return cls(*children, off=off.value)
+
+    def rate(self, inference: Any = None) -> float:
+        """The probability to use in a call, 0.0 where dropout is off.
+
+        **Arguments:**
+
+        - `inference`: of the call; None for that of the layer.
+
+        **Raises:** `ValueError` if that depends on a traced value.
+        """
+        if inference is not None and inference:
+            return 0.0
+        p = self.p if _is_number(self.p) else concrete(self.p)
+        if p == 0 or (p is None and self.off):
+            return 0.0
+        stopped = inference
+        if stopped is None:
+            known = isinstance(self.inference, bool)
+            stopped = self.inference if known else concrete(self.inference)
+        if p is None or stopped is None:
+            raise ValueError(
+                "Whether and how much to drop is traced. Under plain jax.jit or jax.grad over a "
+                "layer with dropout_p > 0, call it with inference=True, or use eqx.filter_jit or "
+                "eqx.filter_grad, to which numbers are static."
+            )
+        return 0.0 if stopped else float(p)

@@ -1,0 +1,326 @@
+"""Multihead attention with projections, as a layer."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from .._attention import attention
+from .._metadata import AttentionMetadata
+from .._problem import as_scores, as_sinks
+from .._scores import AbstractScore
+from ..strategies import AttentionImpl
+from ._dropout import Dropout
+from ._parts import (
+    as_layer_mask,
+    as_window,
+    check_name,
+    check_sequences,
+    check_strategy,
+    configured,
+    head_norm,
+    linear,
+    project,
+)
+from ._rotary import Rotary, turned
+
+
+class MultiheadAttention(eqx.Module):
+    r"""A drop-in for `eqx.nn.MultiheadAttention`, in memory linear in the sequence.
+
+    Arguments, initialisation, field names, leaves and results are Equinox's, so changing an import
+    keeps models, checkpoints and optimiser states. Two results differ: a query that sees no key
+    gives the projection of 0 instead of the mean of all values, and dropout has the same
+    distribution but other bits.
+
+    It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays,
+    Python floats and None, so plain `jax.jit` and `jax.grad` work over any model that holds it.
+    With `dropout_p > 0` they do where the call says `inference=True`; else use `eqx.filter_jit` and
+    `eqx.filter_grad`.
+
+    What is computed is the layer's, how is the strategy's: a strategy whose metadata has a scale,
+    soft cap, sinks or dropout raises.
+
+    In order: projections; `qk_norm`; `rotary`; `process_heads`; `softmax_scale`,
+    `logits_soft_cap`, bias and scores; masks; softmax with `softmax_aux`; dropout; `gating`; the
+    projection of the output.
+    """
+
+    query_proj: eqx.nn.Linear
+    key_proj: eqx.nn.Linear
+    value_proj: eqx.nn.Linear
+    output_proj: eqx.nn.Linear
+    dropout: Dropout
+    # Further leaves come after Equinox's and are None by default.
+    query_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None
+    key_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None
+    gate_proj: eqx.nn.Linear | None
+    rotary: Rotary | None
+    softmax_scale: float | Float[Array, ""] | None
+    logits_soft_cap: float | Float[Array, ""] | None
+    softmax_aux: Float[Array, "..."] | None
+    score: AbstractScore | tuple[AbstractScore, ...] | None
+    strategy: AttentionImpl | None
+
+    num_heads: int = eqx.field(static=True)
+    query_size: int = eqx.field(static=True)
+    key_size: int = eqx.field(static=True)
+    value_size: int = eqx.field(static=True)
+    output_size: int = eqx.field(static=True)
+    qk_size: int = eqx.field(static=True)
+    vo_size: int = eqx.field(static=True)
+    use_query_bias: bool = eqx.field(static=True)
+    use_key_bias: bool = eqx.field(static=True)
+    use_value_bias: bool = eqx.field(static=True)
+    use_output_bias: bool = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    window: tuple[int | None, int | None] | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: int,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        output_size: int | None = None,
+        qk_size: int | None = None,
+        vo_size: int | None = None,
+        use_query_bias: bool = False,
+        use_key_bias: bool = False,
+        use_value_bias: bool = False,
+        use_output_bias: bool = False,
+        dropout_p: float = 0.0,
+        inference: bool = False,
+        dtype: Any = None,
+        *,
+        num_kv_heads: int | None = None,
+        strategy: AttentionImpl | None = None,
+        rotary: Rotary | None = None,
+        qk_norm: Literal["rms", "layer"] | None = None,
+        gating: Literal["elementwise", "headwise"] | None = None,
+        window: int | tuple[int | None, int | None] | None = None,
+        softmax_scale: Any = None,
+        logits_soft_cap: Any = None,
+        softmax_aux: Any = None,
+        score: AbstractScore | Sequence[AbstractScore] | None = None,
+        key: PRNGKeyArray,
+    ):
+        r"""**Arguments:** those of Equinox, by position or name,
+
+        - `num_heads`: of the query.
+        - `query_size`, `key_size`, `value_size`: channels of the inputs, the latter two by default
+            `query_size`.
+        - `output_size`: channels of the output, by default `query_size`.
+        - `qk_size`, `vo_size`: channels per head of query and key, and of the value; by default
+            `query_size // num_heads`.
+        - `use_query_bias`, `use_key_bias`, `use_value_bias`, `use_output_bias`: whether that
+            projection has a bias.
+        - `dropout_p`: of dropping an attention weight, in `[0, 1)`.
+        - `inference`: whether dropout is off. `eqx.nn.inference_mode` changes it, a call overrides
+            it.
+        - `dtype`: of all parameters; by default float32, or float64 in 64-bit mode.
+        - `key`: for the initialisation. Keyword-only.
+
+        and keyword-only:
+
+        - `num_kv_heads`: of key and value, a divisor of `num_heads`, which is the default.
+        - `strategy`: a strategy such as [`eqattn.Blockwise`][] that says where and in which order
+            pairs are visited. By default `Blockwise` in the dtype of the projected value. The
+            output of another is rounded to its metadata's `runtime_dtype`, then cast.
+        - `rotary`: a [`Rotary`][eqattn.nn.Rotary], applied to queries and keys.
+        - `qk_norm`: `"rms"` or `"layer"`, over the features of each query and key head, each with a
+            learned scale and no bias.
+        - `gating`: the output of attention is multiplied by the sigmoid of a projection of the
+            query: `"elementwise"`, or with one factor per head, `"headwise"`.
+        - `window`: `(left, right)`, both inclusive, None for unbounded; an int for both. It comes
+            in addition to the mask of a call.
+        - `softmax_scale`: of the logits, by default `1 / sqrt(qk_size)`.
+        - `logits_soft_cap`: `c` in `c * tanh(logit / c)`.
+        - `softmax_aux`: sinks, `[num_heads]`, `[num_heads, n]` or `[1, n]`.
+        - `score`: modules of `eqattn.scores`, as `ALiBi` or `T5Bias`; their arrays are learned.
+
+        A float given for `softmax_scale` or `logits_soft_cap` is a constant to `eqx.filter_grad`,
+        an array is learned.
+
+        **Raises:** `ValueError` or `TypeError` naming the argument and the remedy.
+
+        ??? cite "Reference"
+
+            Vaswani et al., *Attention is all you need*, 2017 (arXiv:1706.03762). `num_kv_heads`:
+            Ainslie et al., *GQA*, 2023 (arXiv:2305.13245). `qk_norm`: Henry et al., *Query-key
+            normalization for transformers*, 2020 (arXiv:2010.04245); Dehghani et al., *Scaling
+            vision transformers to 22 billion parameters*, 2023 (arXiv:2302.05442). `gating`: Qiu et
+            al., *Gated attention for large language models*, 2025 (arXiv:2505.06708).
+        """
+        key_size = query_size if key_size is None else key_size
+        value_size = query_size if value_size is None else value_size
+        output_size = query_size if output_size is None else output_size
+        qk_size = query_size // num_heads if qk_size is None else qk_size
+        vo_size = query_size // num_heads if vo_size is None else vo_size
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}: each head of "
+                "key and value serves as many query heads."
+            )
+        if isinstance(dropout_p, int | float) and not 0 <= dropout_p < 1:
+            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}.")
+        check_name("qk_norm", qk_norm, ("rms", "layer"))
+        check_name("gating", gating, ("elementwise", "headwise"))
+
+        # Equinox's keys. The fifth of a longer split, for the gate, is another one.
+        keys = jax.random.split(key, 4)
+        make = lambda i, size, features, bias: eqx.nn.Linear(
+            size, features, use_bias=bias, dtype=dtype, key=keys[i]
+        )
+        self.query_proj = make(0, query_size, num_heads * qk_size, use_query_bias)
+        self.key_proj = make(1, key_size, num_kv_heads * qk_size, use_key_bias)
+        self.value_proj = make(2, value_size, num_kv_heads * vo_size, use_value_bias)
+        self.output_proj = make(3, num_heads * vo_size, output_size, use_output_bias)
+        self.dropout = Dropout(dropout_p, inference)
+        self.query_norm, self.key_norm = (head_norm(qk_norm, qk_size, dtype) for _ in range(2))
+        self.gate_proj = None
+        if gating is not None:
+            features = num_heads * (vo_size if gating == "elementwise" else 1)
+            keys = [jax.random.fold_in(key, 4)]
+            self.gate_proj = make(0, query_size, features, False)
+        if rotary is not None:
+            if not isinstance(rotary, Rotary):
+                raise TypeError(f"rotary must be a Rotary, such as Rotary(10_000), got {rotary!r}.")
+            turned(rotary.dim, qk_size)
+        self.rotary = rotary
+        checked = AttentionMetadata(
+            softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux
+        )
+        as_sinks(checked.softmax_aux, num_heads)
+        self.softmax_scale = checked.softmax_scale
+        self.logits_soft_cap = checked.logits_soft_cap
+        self.softmax_aux = checked.softmax_aux
+        scores = as_scores(score)
+        self.score = scores if isinstance(score, Sequence) else score
+        check_strategy(strategy)
+        self.strategy = strategy
+
+        self.num_heads = num_heads
+        self.query_size = query_size
+        self.key_size = key_size
+        self.value_size = value_size
+        self.output_size = output_size
+        self.qk_size = qk_size
+        self.vo_size = vo_size
+        self.use_query_bias = use_query_bias
+        self.use_key_bias = use_key_bias
+        self.use_value_bias = use_value_bias
+        self.use_output_bias = use_output_bias
+        self.num_kv_heads = num_kv_heads
+        self.window = as_window(window)
+
+    @jax.named_scope("eqattn.nn.MultiheadAttention")
+    def __call__(
+        self,
+        query: Float[Array, "t query_size"],
+        key_: Float[Array, "s key_size"],
+        value: Float[Array, "s value_size"],
+        mask: Any = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: Any = None,
+        deterministic: Any = None,
+        process_heads: Callable[[Array, Array, Array], tuple[Array, Array, Array]] | None = None,
+        bias: Float[Array, "..."] | None = None,
+        score: AbstractScore | Sequence[AbstractScore] | None = None,
+        q_positions: Any = None,
+        kv_positions: Any = None,
+    ) -> Float[Array, "t output_size"]:
+        r"""**Arguments:** those of Equinox,
+
+        - `query`, `key_`, `value`: `[t, query_size]`, `[s, key_size]` and `[s, value_size]`.
+        - `mask`: an array `[t, s]` or `[num_heads, t, s]`, of booleans, or numbers that hide where
+            they are 0. Or a mask module such as [`eqattn.KeyPadding`][], or a name: `"causal"`, or
+            `"full"` for None.
+        - `key`: for dropout; not used if that is off.
+        - `inference`: whether dropout is off, None for the layer's `inference`.
+        - `deterministic`: the same, deprecated.
+        - `process_heads`: a function from query `[t, num_heads, qk_size]`, key
+            `[s, num_kv_heads, qk_size]` and value `[s, num_kv_heads, vo_size]` to such.
+
+        and keyword-only:
+
+        - `bias`: added to the logits; broadcastable to `[num_heads, t, s]`.
+        - `score`: modules of `eqattn.scores`, after those of the layer.
+        - `q_positions`, `kv_positions`: integers `[t]` and `[s]`, by default `0, 1, ...`, for
+            rotary positions, masks and scores.
+
+        **Returns:**
+
+        `[t, output_size]`.
+
+        **Raises:**
+
+        `ValueError` at trace time, naming the shapes and the remedy; `RuntimeError` if dropout is
+        on and there is no `key`.
+        """
+        if deterministic is not None:
+            inference = deterministic
+            warnings.warn(
+                "MultiheadAttention()(deterministic=...) is deprecated, as in Equinox; use "
+                "inference=.",
+                stacklevel=3,  # below the named scope
+            )
+        check_sequences(query, key_, value)
+        t, s = query.shape[0], key_.shape[0]
+        mask = as_layer_mask(mask, self.window, self.num_heads, t, s)
+        rate = self.dropout.rate(inference)
+        if rate and key is None:
+            raise RuntimeError(
+                f"Dropout of {rate} requires a key: pass key=, or switch it off by inference=True."
+            )
+
+        q = project(self.query_proj, query, self.num_heads, self.qk_size)
+        k = project(self.key_proj, key_, self.num_kv_heads, self.qk_size)
+        v = project(self.value_proj, value, self.num_kv_heads, self.vo_size)
+        if self.query_norm is not None:
+            q = jax.vmap(jax.vmap(self.query_norm))(q)
+        if self.key_norm is not None:
+            k = jax.vmap(jax.vmap(self.key_norm))(k)
+        if self.rotary is not None:
+            q = self.rotary(q, jnp.arange(t) if q_positions is None else q_positions)
+            k = self.rotary(k, jnp.arange(s) if kv_positions is None else kv_positions)
+        if process_heads is not None:
+            shapes = q.shape, k.shape, v.shape
+            q, k, v = process_heads(q, k, v)
+            if (q.shape, k.shape, v.shape) != shapes:
+                raise ValueError(
+                    "process_heads must not change the shape of the heads, query, key and value: "
+                    f"it made {q.shape}, {k.shape}, {v.shape} of {shapes}."
+                )
+        out = attention(
+            q,
+            k,
+            v,
+            configured(
+                self.strategy,
+                v.dtype,
+                softmax_scale=self.softmax_scale,
+                logits_soft_cap=self.logits_soft_cap,
+                softmax_aux=self.softmax_aux,
+                dropout_prob=rate or None,
+            ),
+            mask=mask,
+            bias=bias,
+            score=(*as_scores(self.score), *as_scores(score)) or None,
+            key=key if rate else None,
+            inference=not rate,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+        ).attention_outputs
+        assert out is not None
+        out = out.astype(v.dtype)
+        if self.gate_proj is not None:
+            gate = jax.nn.sigmoid(linear(self.gate_proj, query))
+            out = out * gate.reshape(t, self.num_heads, gate.shape[1] // self.num_heads)
+        return linear(self.output_proj, out.reshape(t, self.num_heads * self.vo_size))

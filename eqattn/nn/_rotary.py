@@ -1,0 +1,210 @@
+"""Rotary position embeddings, for any positions."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from .._carry import accumulation
+from .._mask_data import Fixed, value_of
+from ._rotary_scaling import AbstractRotaryScaling, plain_frequencies
+
+
+def rotary(
+    x: Float[Array, "*b t h d"],
+    positions: Any,
+    theta: Any = 10_000.0,
+    *,
+    scaling: AbstractRotaryScaling | None = None,
+    dim: int | None = None,
+    interleaved: bool = False,
+) -> Float[Array, "*b t h d"]:
+    r"""Rotary position embedding: turns pairs of features by angles proportional to the position.
+
+    Pair `i` of position `p` turns by `p * theta^(-2i/dim)` radians, so that products of queries and
+    keys depend on the difference of their positions only. A pure function: nothing is cached, and
+    a position has the same angle at any offset and length.
+
+    Angles of integer positions and a Python `theta` are reduced to one turn exactly, in integers:
+    at any int32 position they are right to float32's last digits. Where one is traced or a float,
+    the angle is a product in float32 (float64 for float64 `x`), with a relative error of 6e-8 of
+    the whole angle.
+
+    **Arguments:**
+
+    - `x`: queries or keys, `[*b, t, h, d]`.
+    - `positions`: those of the rows, `[t]` or `[*b, t]`, integers or floats, of any size and sign.
+    - `theta`: a number above 1, or a scalar array, which may be traced.
+    - `scaling`: for contexts longer than those trained on: a
+        [`LinearScaling`][eqattn.nn.LinearScaling], [`NTKScaling`][eqattn.nn.NTKScaling],
+        [`YaRNScaling`][eqattn.nn.YaRNScaling] or [`Llama3Scaling`][eqattn.nn.Llama3Scaling].
+    - `dim`: how many features turn, an even number; the others stay. All by default.
+    - `interleaved`: whether a pair is `(2i, 2i + 1)` instead of `(i, i + dim/2)`.
+
+    **Returns:**
+
+    `x`, turned, in its dtype. The arithmetic is float32 or wider.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
+
+    ??? cite "Reference"
+
+        Su et al., *RoFormer: Enhanced Transformer with Rotary Position Embedding*, 2021
+        (arXiv:2104.09864). Pairs are `(i, i + dim/2)` in GPT-NeoX and in Hugging Face's Llama,
+        interleaved in the paper, in GPT-J and in Meta's Llama.
+    """
+    if x.ndim < 3:
+        raise ValueError(
+            f"x must be [*batch, tokens, heads, dim], got shape {x.shape}; add a heads axis of "
+            "size 1 for a single head."
+        )
+    dim = turned(dim, x.shape[-1])
+    theta = as_theta(theta)
+    positions = jnp.asarray(positions)
+    t, batch = x.shape[-3], x.shape[:-3]
+    if positions.shape != (t,) and positions.shape != (*batch, t):
+        raise ValueError(
+            f"positions must be [t] = {(t,)} or [*b, t] = {(*batch, t)} for x of shape {x.shape}, "
+            f"got shape {positions.shape}."
+        )
+    dtype = accumulation(x.dtype)
+    frequencies, amplitude = (
+        (plain_frequencies(dim, theta), 1.0)
+        if scaling is None
+        else (scaling.frequencies(dim, theta), scaling.amplitude())
+    )
+    angles = _angles(positions, frequencies, dtype)
+    angles = angles.reshape((1,) * (x.ndim - 2 - positions.ndim) + (*positions.shape, 1, dim // 2))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
+
+    turning = x[..., :dim].astype(dtype)
+    if interleaved:
+        left, right = turning[..., 0::2], turning[..., 1::2]
+    else:
+        left, right = turning[..., : dim // 2], turning[..., dim // 2 :]
+    new = left * cos - right * sin, right * cos + left * sin
+    if interleaved:
+        turning = jnp.stack(new, -1).reshape(turning.shape)
+    else:
+        turning = jnp.concatenate(new, -1)
+    turning = turning.astype(x.dtype)
+    return turning if dim == x.shape[-1] else jnp.concatenate([turning, x[..., dim:]], -1)
+
+
+class Rotary(eqx.Module):
+    """The arguments of [`eqattn.nn.rotary`][], as what a layer is built with.
+
+    It has no leaves, unless `theta` is an array; that is then learned, or varies along the layers
+    of a `jax.lax.scan`.
+
+    **Arguments:** those of `rotary` by the same names: `theta`, `scaling`, `dim`, `interleaved`.
+    """
+
+    _theta: Any
+    scaling: AbstractRotaryScaling | None
+    dim: int | None = eqx.field(static=True)
+    interleaved: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        theta: Any = 10_000.0,
+        *,
+        scaling: AbstractRotaryScaling | None = None,
+        dim: int | None = None,
+        interleaved: bool = False,
+    ):
+        theta = as_theta(theta)
+        self._theta = Fixed(theta) if isinstance(theta, float) else theta
+        if scaling is not None and not isinstance(scaling, AbstractRotaryScaling):
+            raise TypeError(
+                f"scaling must be a module such as YaRNScaling(factor, original_length), got "
+                f"{scaling!r}."
+            )
+        self.scaling = scaling
+        self.dim = dim
+        self.interleaved = interleaved
+
+    @property
+    def theta(self) -> Any:
+        return value_of(self._theta)
+
+    def __call__(self, x: Float[Array, "*b t h d"], positions: Any) -> Float[Array, "*b t h d"]:
+        """`rotary(x, positions, ...)`."""
+        return rotary(
+            x,
+            positions,
+            self.theta,
+            scaling=self.scaling,
+            dim=self.dim,
+            interleaved=self.interleaved,
+        )
+
+
+def turned(dim: int | None, size: int) -> int:
+    """How many of `size` features turn. **Raises:** `ValueError` unless that is possible."""
+    chosen = size if dim is None else dim
+    if chosen % 2 or not 0 <= chosen <= size:
+        raise ValueError(
+            f"Rotary positions turn pairs: dim must be an even number up to the head's {size}, got "
+            f"{chosen}; pass dim= to turn only the first features."
+        )
+    return chosen
+
+
+def as_theta(theta: Any) -> Any:
+    """A float, or a scalar array."""
+    if isinstance(theta, int | float | np.number) and not isinstance(theta, bool):
+        if not 1 < theta < math.inf:
+            raise ValueError(f"theta must be a number above 1, got {theta}.")
+        return float(theta)
+    dtype = getattr(theta, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.shape(theta) != ():
+        raise TypeError(f"theta must be a number or a floating-point scalar array, got {theta!r}.")
+    return theta
+
+
+def _angles(positions: Array, frequencies: Any, dtype: Any) -> Array:
+    """`positions * frequencies` up to whole turns, `[*positions.shape, dim/2]`."""
+    if not jnp.issubdtype(positions.dtype, jnp.number) or jnp.iscomplexobj(positions):
+        raise TypeError(f"positions must be integers or floats, got {positions.dtype}.")
+    exact = isinstance(frequencies, np.ndarray) and jnp.issubdtype(positions.dtype, jnp.integer)
+    if exact and dtype == jnp.float32:
+        return _reduced_angles(positions.astype(jnp.int32), frequencies)
+    frequencies = jnp.asarray(frequencies).astype(dtype)
+    frequencies = frequencies.reshape((1,) * positions.ndim + frequencies.shape)
+    return positions.astype(dtype)[..., None] * frequencies
+
+
+def _reduced_angles(positions: Array, frequencies: np.ndarray) -> Array:
+    """Angles in `[-pi, pi]`, within 2e-7 of the exact ones.
+
+    Frequencies are 64-bit fixed-point fractions of a turn. Of their product with a position,
+    modulo whole turns, this computes the upper 32 bits.
+    """
+    turns = frequencies / (2 * np.pi) % 1.0 * 2.0**32
+    high = np.floor(turns)
+    low = np.floor((turns - high) * 2.0**32)
+    shape = (1,) * positions.ndim + frequencies.shape
+    high, low = (jnp.asarray(x.astype(np.uint32).reshape(shape)) for x in (high, low))
+    distance = lax.bitcast_convert_type(jnp.abs(positions), jnp.uint32)[..., None]
+    phase = distance * high + _upper_product(distance, low)
+    angle = lax.bitcast_convert_type(phase, jnp.int32).astype(jnp.float32)
+    angle = angle * np.float32(2 * np.pi / 2.0**32)
+    return jnp.where(positions[..., None] < 0, -angle, angle)
+
+
+def _upper_product(a: Array, b: Array) -> Array:
+    """The upper 32 of the 64 bits of a product of uint32s."""
+    half, lower = np.uint32(16), np.uint32(0xFFFF)
+    a1, a0, b1, b0 = a >> half, a & lower, b >> half, b & lower
+    middle = a1 * b0 + (a0 * b0 >> half)
+    other = a0 * b1 + (middle & lower)
+    return a1 * b1 + (middle >> half) + (other >> half)
