@@ -155,7 +155,8 @@ class Parts:
         self.post_scale = stored != acc or blocking.in_place
         self.pages: tuple[int, ...] = ()
         self.lookups: tuple[int, ...] = ()
-        self.operands, self.axes = [blocking.rows_of(query)], [(BATCH, HEAD, ROW)]
+        self.operands = [blocking.rows_of(query)]
+        self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW)]
         if blocking.in_place:
             self.store()
         else:

@@ -31,7 +31,6 @@ class AbstractCache(eqx.Module):
     - `key`, `value`: `[b, s, k, d]` and `[b, s, k, v]`, arrays or
         [`eqattn.cache.AbstractStored`][].
     - `length`: int32 `[b]`.
-    - `positions`: that of each stored key, int32 `[b, s]`; None where they lie in order.
 
     All errors that depend on lengths are raised when the program runs (`equinox.error_if`).
     """
@@ -39,7 +38,11 @@ class AbstractCache(eqx.Module):
     key: eqx.AbstractVar[Any]
     value: eqx.AbstractVar[Any]
     length: eqx.AbstractVar[Int[Array, " b"]]
-    positions: eqx.AbstractVar[Int[Array, "b s"] | None]
+
+    @property
+    @abc.abstractmethod
+    def positions(self) -> Int[Array, "b s"] | None:
+        """Of each stored key; None where they lie in order."""
 
     @abc.abstractmethod
     def append(

@@ -26,7 +26,9 @@ class KVCache(AbstractCache):
     value: Float[Array, "b s k v"]
     length: Int[Array, " b"]
 
-    positions = None
+    @property
+    def positions(self):
+        return None
 
     @classmethod
     def empty(
@@ -46,13 +48,13 @@ class KVCache(AbstractCache):
 
     def append(self, key, value, counts=None):
         slots, length = places(self, key, value, counts, self.key.shape[1])
-        return type(self)(write(self.key, key, slots), write(self.value, value, slots), length)
+        return KVCache(write(self.key, key, slots), write(self.value, value, slots), length)
 
     def truncate(self, lengths):
-        return type(self)(self.key, self.value, within(lengths, self.length))
+        return KVCache(self.key, self.value, within(lengths, self.length))
 
     def reorder(self, rows):
-        return type(self)(self.key[rows], self.value[rows], self.length[rows])
+        return KVCache(self.key[rows], self.value[rows], self.length[rows])
 
 
 class QuantisedKVCache(AbstractCache):
@@ -69,7 +71,9 @@ class QuantisedKVCache(AbstractCache):
     value: Quantised
     length: Int[Array, " b"]
 
-    positions = None
+    @property
+    def positions(self):
+        return None
 
     @classmethod
     def empty(
@@ -94,22 +98,20 @@ class QuantisedKVCache(AbstractCache):
     def append(self, key, value, counts=None):
         slots, length = places(self, key, value, counts, self.key.shape[1])
 
-        def added(held: Quantised, new: Array) -> Quantised:
-            new = Quantised.quantise(new, held.values.dtype)
-            values, scales = (
-                write(x, y, slots) for x, y in zip(held.arrays, new.arrays, strict=True)
-            )
-            return Quantised(values, scales, held.dtype)
+        def added(held: Quantised, x: Array) -> Quantised:
+            new = Quantised.quantise(x, held.values.dtype)
+            values = write(held.values, new.values, slots)
+            return Quantised(values, write(held.scales, new.scales, slots), held.dtype)
 
-        return type(self)(added(self.key, key), added(self.value, value), length)
+        return QuantisedKVCache(added(self.key, key), added(self.value, value), length)
 
     def truncate(self, lengths):
-        return type(self)(self.key, self.value, within(lengths, self.length))
+        return QuantisedKVCache(self.key, self.value, within(lengths, self.length))
 
     def reorder(self, rows):
         key, value = (Quantised(x.values[rows], x.scales[rows], x.dtype)
                       for x in (self.key, self.value))  # fmt: skip
-        return type(self)(key, value, self.length[rows])
+        return QuantisedKVCache(key, value, self.length[rows])
 
 
 class RingBufferCache(AbstractCache):
@@ -123,14 +125,18 @@ class RingBufferCache(AbstractCache):
 
     - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`; see also
         `RingBufferCache.empty`.
-    - `positions`: int32 `[b, capacity]`, of the token in each place, -1 for none.
+    - `held`: int32 `[b, capacity]`, the position of the token in each place, -1 for none.
     - `length`: int32 `[b]`, all tokens so far.
     """
 
     key: Float[Array, "b s k d"]
     value: Float[Array, "b s k v"]
-    positions: Int[Array, "b s"]
+    held: Int[Array, "b s"]
     length: Int[Array, " b"]
+
+    @property
+    def positions(self):
+        return self.held
 
     @classmethod
     def empty(
@@ -160,10 +166,10 @@ class RingBufferCache(AbstractCache):
         position = new_positions(self, t)
         kept = position < (self.length + counts)[:, None]
         slots = jnp.where(kept, position % capacity, capacity + position)
-        return type(self)(
+        return RingBufferCache(
             write(self.key, key, slots),
             write(self.value, value, slots),
-            write(self.positions, position, slots),
+            write(self.held, position, slots),
             self.length + counts,
         )
 
@@ -172,8 +178,8 @@ class RingBufferCache(AbstractCache):
         as many older tokens are missing as newer ones are dropped.
         """
         lengths = within(lengths, self.length)
-        held = jnp.where(self.positions < lengths[:, None], self.positions, -1)
-        return type(self)(self.key, self.value, held, lengths)
+        held = jnp.where(self.held < lengths[:, None], self.held, -1)
+        return RingBufferCache(self.key, self.value, held, lengths)
 
     def reorder(self, rows):
-        return type(self)(self.key[rows], self.value[rows], self.positions[rows], self.length[rows])
+        return RingBufferCache(self.key[rows], self.value[rows], self.held[rows], self.length[rows])

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ._cache_base import AbstractCache, check_new, new_positions, within
+from ._metadata import concrete
 from ._stored import as_stored, Pages, Quantised
 
 
@@ -31,7 +32,13 @@ class PagedKVCache(AbstractCache):
     table: Int[Array, "b n"]
     length: Int[Array, " b"]
 
-    positions = None
+    @property
+    def positions(self):
+        return None
+
+    def __init__(self, key_pages: Any, value_pages: Any, table: Array, length: Array):
+        self.key_pages, self.value_pages = key_pages, value_pages
+        self.table, self.length = table, length
 
     @classmethod
     def empty(
@@ -63,7 +70,7 @@ class PagedKVCache(AbstractCache):
             return Quantised(jnp.zeros(shape, stored), jnp.zeros(shape[:-1], jnp.float32), dtype)
 
         table = jnp.full((batch, -(-capacity // page_size)), -1, jnp.int32)
-        return cls(pool(head_dim), pool(value_dim), table, jnp.zeros(batch, jnp.int32))
+        return PagedKVCache(pool(head_dim), pool(value_dim), table, jnp.zeros(batch, jnp.int32))
 
     @property
     def page_size(self) -> int:
@@ -96,13 +103,13 @@ class PagedKVCache(AbstractCache):
         def put(pool: Array, new: Array) -> Array:
             return pool.at[page, position % size].set(new.astype(pool.dtype), mode="drop")
 
-        def added(pool: Any, new: Array) -> Any:
+        def added(pool: Any, x: Array) -> Any:
             if not isinstance(pool, Quantised):
-                return put(pool, new)
-            new = Quantised.quantise(new, pool.values.dtype)
+                return put(pool, x)
+            new = Quantised.quantise(x, pool.values.dtype)
             return Quantised(put(pool.values, new.values), put(pool.scales, new.scales), pool.dtype)
 
-        return type(self)(
+        return PagedKVCache(
             added(self.key_pages, key), added(self.value_pages, value), self.table, length
         )
 
@@ -116,7 +123,7 @@ class PagedKVCache(AbstractCache):
         """
         many = jnp.bincount(rows, length=len(self.length)) > 1
         rows = eqx.error_if(rows, many.any(), "reorder: a row of a PagedKVCache cannot be doubled")
-        return type(self)(self.key_pages, self.value_pages, self.table[rows], self.length[rows])
+        return PagedKVCache(self.key_pages, self.value_pages, self.table[rows], self.length[rows])
 
     def reserve(self, counts: Any) -> "PagedKVCache":
         """With pages for `counts` more tokens, an int or `[b]`. Not for use under `jax.jit`.
@@ -124,7 +131,8 @@ class PagedKVCache(AbstractCache):
         **Raises:** `ValueError` if there are too few free pages, or a row would exceed its
         capacity; no page is taken then.
         """
-        if any(isinstance(x, jax.core.Tracer) for x in (self.table, self.length, counts)):
+        traced = isinstance(counts, jax.Array) and concrete(counts) is None
+        if traced or concrete(self.table) is None or concrete(self.length) is None:
             raise ValueError("reserve runs between steps, outside of jax.jit.")
         table, length = np.array(self.table), np.asarray(self.length)
         wanted = -(-(length + np.asarray(counts, np.int32)) // self.page_size)

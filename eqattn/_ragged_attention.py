@@ -67,6 +67,7 @@ def ragged_gqa(
         mask=KeyPadding(lengths, 0 if starts is None else starts),
         return_carry=True,
     ).carry
+    assert carry is not None
     return _like(query, *carry.to_oml())
 
 
@@ -83,7 +84,7 @@ def ragged_mha(
 ) -> tuple[Array, Array, Array]:
     """[`eqattn.ragged_gqa`][] where each query head has a key head of its own."""
     _same_heads(query, key)
-    options = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
+    options: Any = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
     return ragged_gqa(query, key, value, lengths, starts, **options)
 
 
@@ -108,7 +109,7 @@ def ragged_mqa(
     **Returns:** `o`, `m` and `l` as `[b, h, v]`, `[b, h, 1]`, `[b, h, 1]`, without `h` if `q` has
     none.
     """
-    options = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
+    options: Any = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
     return _one_key_head(ragged_gqa, q, k, v, lengths, starts, options)
 
 
@@ -135,7 +136,8 @@ def reference_gqa(
     v = jnp.where(seen[:, :, None, None], v.astype(dtype), 0)
     l = p.sum(-1, keepdims=True)
     o = jnp.einsum("bkgs,bskv->bkgv", p, v, precision="highest") / jnp.where(l == 0, 1, l)
-    return tuple(x.reshape(*q.shape[:-1], -1) for x in (o, m, l))
+    o, m, l = (x.reshape(*q.shape[:-1], -1) for x in (o, m, l))
+    return o, m, l
 
 
 def reference_mha(
@@ -214,5 +216,5 @@ def _one_key_head(fn, q, k, v, lengths, starts, options):
 
 
 def _like(query: Array, o: Array, m: Array, l: Array) -> tuple[Array, Array, Array]:
-    oml = (o, m[..., None], l[..., None])
-    return oml if query.ndim == 4 else tuple(x[:, 0] for x in oml)
+    m, l = m[..., None], l[..., None]
+    return (o, m, l) if query.ndim == 4 else (o[:, 0], m[:, 0], l[:, 0])

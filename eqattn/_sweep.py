@@ -205,19 +205,32 @@ def primitive_rules(primitive, run, params, block_shapes):
         return rule(ctx, *args, **kw)
 
     def batch(args, dims, *, layout, out_axes, **kw):
-        new = -len(layout.grid) - 1
+        # A batch of one is where the new axis goes: beside it, XLA would copy what is transposed.
+        first = -len(layout.grid)
+        reused = layout.ring is None and first in layout.batch and layout.grid[0] == 1
+        new = first if reused else first - 1
         size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
-        args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
-        table_axes = layout.table_axes
-        if table_axes is not None:
-            table_axes = table_axes if dims[0] is None else (new, *table_axes)
-            dims = dims[1:]
-        in_axes = tuple(a if d is None else (new, *a) for a, d in zip(layout.in_axes, dims))
+        axes = layout.in_axes
+        axes = axes if layout.table_axes is None else (layout.table_axes, *axes)
+        operands, in_axes = [], []
+        for x, d, a in zip(args, dims, axes):
+            x = x if d is None else jnp.moveaxis(x, d, 0)
+            if new in a:
+                x = jnp.squeeze(x, a.index(new) + (d is not None))
+                a = tuple(n for n in a if n != new)
+            operands.append(x)
+            in_axes.append(a if d is None else (new, *a))
+        table_axes = None if layout.table_axes is None else in_axes.pop(0)
         layout = dataclasses.replace(
-            layout, grid=(size, *layout.grid), in_axes=in_axes, table_axes=table_axes
+            layout,
+            grid=(size, *layout.grid[reused:]),
+            in_axes=tuple(in_axes),
+            table_axes=table_axes,
         )
-        out_axes = tuple((new, *a) for a in out_axes)
-        outs = primitive.bind(*args, layout=layout, out_axes=out_axes, **kw)
+        of_one = [new in a for a in out_axes]
+        out_axes = tuple(a if one else (new, *a) for a, one in zip(out_axes, of_one))
+        outs = primitive.bind(*operands, layout=layout, out_axes=out_axes, **kw)
+        outs = [jnp.expand_dims(x, 1) if one else x for x, one in zip(outs, of_one)]
         return outs, [0] * len(outs)
 
     jitted = jax.jit(primitive.bind, static_argnames=params)

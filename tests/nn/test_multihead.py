@@ -664,16 +664,11 @@ def mapped(layer, x):
     return jax.vmap(lambda x: layer(x, x, x, "causal"))(x)
 
 
-# A batch axis of 1 beside the mapped one makes XLA copy; with jax 0.12 only in the gradient. To be
-# removed with that axis, in the batching rule of `_sweep.py`.
-copies = ft.partial(pytest.mark.xfail, strict=True, reason="the sweep keeps a batch axis of 1")
-
-
 @pytest.mark.parametrize(
     "shape, kwargs, gradient",
     [
-        pytest.param((4, 256), {}, False, marks=copies(jax.__version_info__ < (0, 11))),
-        pytest.param((2, 300), dict(num_kv_heads=2, **BIASES), True, marks=copies()),
+        ((4, 256), {}, False),
+        ((2, 300), dict(num_kv_heads=2, **BIASES), True),
         ((3, 1), {}, False),
         ((3, 1), {}, True),
     ],
