@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-import eqattn
+import eqattn.cache
 from eqattn import AttentionRegistry
 
 
@@ -58,7 +58,8 @@ def test_every_public_name_is_in_the_reference():
     text = (ROOT / "docs/pages/api.md").read_text()
     documented = set(re.findall(r"^::: eqattn\.([\w.]+)$", text, re.MULTILINE))
     public = set()
-    for prefix, module in (("", eqattn), ("masks.", eqattn.masks), ("scores.", eqattn.scores)):
+    modules = {"": eqattn, "masks.": eqattn.masks, "scores.": eqattn.scores}
+    for prefix, module in {**modules, "cache.": eqattn.cache}.items():
         names = [n for n in vars(module) if not n.startswith("_")]
         values = {n: getattr(module, n) for n in names}
         public |= {prefix + n for n, x in values.items() if not inspect.ismodule(x)}
