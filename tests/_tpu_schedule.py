@@ -1,0 +1,244 @@
+"""What the compiler of a TPU makes of a ring, without a TPU: it is compiled for a named topology,
+and the moves are read off the scheduled program.
+
+    python tests/_tpu_schedule.py '{"topology": "v5e:4x4", "tokens": 4096}' ...
+
+prints one JSON object for each case; without a case, the table of docs/pages/ring.md.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+
+
+COLLECTIVES = r"(all-gather|all-reduce|all-to-all|reduce-scatter|collective-broadcast)(-start)?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`tokens` are those of one device. `gradient`: output and gradients of query, key, value."""
+
+    topology: str = "v5e:4x4"
+    layout: str = "Contiguous"
+    tokens: int = 512
+    window: int | None = None
+    gradient: bool = True
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A collective permute of `nbytes` that each device runs `times`. `hidden`: between its start
+    and its end stands a loop that multiplies matrices.
+    """
+
+    dtype: str
+    nbytes: int
+    times: int
+    in_loop: bool
+    hidden: bool
+    backward: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    text: str
+
+    def called(self, role: str = r"\w+") -> list[str]:
+        found = re.findall(rf"\b{role}=\{{?(%[\w.\-]+(?:, %[\w.\-]+)*)", self.text)
+        return [name.strip(" %") for names in found for name in names.split(",")]
+
+
+def read(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The computations of a scheduled program, in the order of the schedule, and the entry."""
+    assert "is_scheduled=true" in text.split("\n", 1)[0]
+    computations, entry, current = {}, "", []
+    for line in text.splitlines():
+        head = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
+        if head:
+            computations[head[2]] = current = []
+            entry = head[2] if head[1] else entry
+            continue
+        found = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z\d\-]*)\((.*)", line)
+        if found:
+            name, kind, opcode, rest = found.groups()
+            operands = re.findall(r"%([\w.\-]+)", rest.split(")", 1)[0])
+            current.append(Instruction(name, kind, opcode, tuple(operands), line))
+    return computations, entry
+
+
+class Schedule:
+    def __init__(self, text: str):
+        self.computations, self.entry = read(text)
+        everything = [i for body in self.computations.values() for i in body]
+        self.named = {i.name: i for i in everything}
+        self.other_collectives = [
+            i.opcode for i in everything if re.fullmatch(COLLECTIVES, i.opcode)
+        ]
+        self.multiplies = self._containing({"convolution", "dot"})
+        self.moving = self._containing({"collective-permute", "collective-permute-start"})
+        self.moves: list[Move] = []
+        self._visit(self.entry, 1)
+
+    def _containing(self, opcodes: set[str]) -> set[str]:
+        """The computations that run one of the opcodes, themselves or in what they call."""
+        new = {n for n, body in self.computations.items() if any(i.opcode in opcodes for i in body)}
+        found: set[str] = set()
+        while new - found:
+            found |= new
+            new = {
+                n
+                for n, body in self.computations.items()
+                if any(found & {*i.called()} for i in body)
+            }
+        return found
+
+    def _constant(self, name: str) -> int:
+        at = self.named[name]
+        while at.opcode == "copy":
+            at = self.named[at.operands[0]]
+        return int(re.search(r" constant\((-?\d+)\)", at.text)[1])
+
+    def _trips(self, loop: Instruction) -> int:
+        """Of a loop that counts up by one to a constant, as `lax.scan` makes them."""
+        condition = self.computations[loop.called("condition")[0]]
+        (test,) = [i for i in condition if i.opcode == "compare"]
+        assert "direction=LT" in test.text, test.text
+        start = self.named[loop.operands[0]].operands[0]
+        return self._constant(test.operands[1]) - self._constant(start)
+
+    def _visit(self, computation: str, times: int) -> None:
+        body = self.computations[computation]
+        for at, instruction in enumerate(body):
+            if instruction.opcode.removesuffix("-start") == "collective-permute":
+                self.moves += self._moved(body, at, times, computation != self.entry)
+            called = self.moving & {*instruction.called()}
+            if called:
+                assert instruction.opcode == "while", instruction.text
+                self._visit(*called, times * self._trips(instruction))
+
+    def _moved(self, body: list[Instruction], at: int, times: int, in_loop: bool) -> list[Move]:
+        start, hidden = body[at], False
+        if start.opcode.endswith("-start"):
+            (end,) = [
+                i
+                for i, other in enumerate(body)
+                if other.opcode == "collective-permute-done" and start.name in other.operands
+            ]
+            hidden = any(
+                other.opcode == "while" and self.multiplies & {*other.called("body")}
+                for other in body[at:end]
+            )
+        moves = []
+        for operand in start.operands:
+            dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", self.named[operand].type).groups()
+            size = math.prod(int(n) for n in shape.split(",") if n)
+            nbytes = size * int(re.sub(r"\D", "", dtype)) // 8
+            backward = "transpose(" in start.text
+            moves.append(Move(dtype, nbytes, times, in_loop, hidden, backward))
+        return moves
+
+
+def compiled(case: Case):
+    """The ring of a case compiled for all devices of its topology, and how many these are."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec as P
+
+    import eqattn
+    from eqattn import attention, AttentionMetadata, Causal, Ring, ring_mesh, SlidingWindow
+
+    jax.default_backend = lambda: "tpu"  # type: ignore  # as on the host of the TPU
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
+    mesh = ring_mesh("sp", devices=devices)
+    sharding = NamedSharding(mesh, P(None, "sp"))
+    query, key_, value = (
+        jax.ShapeDtypeStruct(
+            (1, case.tokens * mesh.size, heads, case.dim), jnp.bfloat16, sharding=sharding
+        )
+        for heads in (case.heads, case.kv_heads, case.kv_heads)
+    )
+    mask = Causal() if case.window is None else Causal() & SlidingWindow(case.window, 0)
+    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16)
+    strategy = Ring(metadata, layout=getattr(eqattn, case.layout)())
+
+    def forward(query, key_, value):
+        return attention(query, key_, value, strategy, mask=mask).attention_outputs
+
+    def gradient(query, key_, value, cotangent):
+        out, transpose = jax.vjp(forward, query, key_, value)
+        return out, *transpose(cotangent)
+
+    with jax.set_mesh(mesh):
+        if case.gradient:
+            lowered = jax.jit(gradient).lower(query, key_, value, query)
+        else:
+            lowered = jax.jit(forward).lower(query, key_, value)
+    return lowered.compile(), mesh.size
+
+
+def report(case: Case) -> dict:
+    """What each device sends and holds, in bytes."""
+    program, n = compiled(case)
+    memory, schedule = program.memory_analysis(), Schedule(program.as_text())
+    return {
+        "n": n,
+        "moves": [dataclasses.asdict(m) for m in schedule.moves],
+        "other_collectives": schedule.other_collectives,
+        "temporary": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
+    }
+
+
+def table() -> None:
+    print("| topology | n | layout | tokens | permutes | MiB sent | exposed | GiB per device |")
+    print("|---|---|---|---|---|---|---|---|")
+    cases = [
+        ("v5e:4x4", "Contiguous", 4096, None),
+        ("v5e:4x4", "Contiguous", 4096, 20_000),
+        ("v5e:4x4", "Zigzag", 4096, None),
+        ("v5e:16x16", "Zigzag", 4096, None),
+        ("v5e:4x4", "Zigzag", 65_536, None),
+        ("v5p:2x2x4", "Zigzag", 65_536, None),
+    ]
+    for topology, layout, tokens, window in cases:
+        got = report(Case(topology, layout, tokens, window))
+        permutes, sent, exposed = ([0, 0], [0, 0], [0, 0])
+        for m in (Move(**m) for m in got["moves"]):
+            permutes[m.backward] += m.times
+            sent[m.backward] += m.times * m.nbytes
+            exposed[m.in_loop] += 0 if m.hidden else m.times
+        cells = [
+            topology,
+            got["n"],
+            layout + ("" if window is None else f", window {window:,}"),
+            f"{tokens:,}",
+            f"{permutes[0]} + {permutes[1]}",
+            " + ".join(f"{x / 2**20:,.1f}" for x in sent),
+            f"{exposed[1]} + {exposed[0]}",
+            f"{got['peak'] / 2**30:.2f}",
+        ]
+        print("|", *(f"{c} |" for c in cells), flush=True)
+
+
+if __name__ == "__main__":
+    # Nothing may ask for a TPU's host, and other processes may load the compiler meanwhile.
+    os.environ |= {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    for case in sys.argv[1:]:
+        print(json.dumps(report(Case(**json.loads(case)))), flush=True)
+    if len(sys.argv) == 1:
+        table()
