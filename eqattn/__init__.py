@@ -15,6 +15,7 @@ from ._metadata import (
     Platform as Platform,
     RuntimeMode as RuntimeMode,
 )
+from ._mixed_batch import ragged_attention as ragged_attention
 from ._output import AttentionOutput as AttentionOutput
 from ._partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
 from ._ragged_attention import (

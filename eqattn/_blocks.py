@@ -225,7 +225,7 @@ class Parts:
             return lambda clean, poison: [clean, poison[..., 0]]
 
         def fn(*blocks):
-            value = as_stored(self.problem.value).decode(*blocks)
+            value = as_stored(self.problem.value).decode(*blocks).astype(self.problem.accumulation)
             if c == FULL:
                 return [value]
             clean, poison = self.cleaned(value)
@@ -299,7 +299,7 @@ class Parts:
 
         def fn(*blocks):
             q, *k = blocks[: self.keys.stop]
-            k = as_stored(problem.key).decode(*k) if blocking.in_place else k[0]
+            k = as_stored(problem.key).decode(*k).astype(acc) if blocking.in_place else k[0]
             first = self.keys.stop + len(self.lookups)
             named = {n: x if n == "seed" else spread(x, blocking)
                      for n, x in zip(self.roles[first:], blocks[first:])}  # fmt: skip
