@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ._problem import Problem
-from ._stored import Pages
+from ._stored import even_block, Pages
 from ._traverse import COL, ROW
 
 
@@ -184,7 +184,7 @@ def choose_blocking(
         if pages:
             (block_k,) = pages
         elif in_place:  # a size that divides the keys needs no padded copy of them
-            block_k = next((b for b in range(256, 63, -1) if s % b == 0), block_k)
+            block_k = even_block(s) or block_k
     return Blocking(
         batch=math.prod(problem.batch_shape),
         kv_heads=kv_heads,

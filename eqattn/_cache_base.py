@@ -37,7 +37,7 @@ class AbstractCache(eqx.Module):
 
     key: eqx.AbstractVar[Any]
     value: eqx.AbstractVar[Any]
-    length: eqx.AbstractVar[Int[Array, " b"]]
+    length: eqx.AbstractVar[Any]
 
     @property
     @abc.abstractmethod
@@ -110,9 +110,9 @@ def new_positions(cache: AbstractCache, t: int) -> Array:
     return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
 
 
-def write(array: Array, new: Array, slots: Array) -> Array:
-    """`array[b, slots[b, t]] = new[b, t]`, leaving out slots that are not in the array."""
-    rows = jnp.arange(len(array), dtype=jnp.int32)[:, None]
+def write(array: Array, new: Array, slots: Array, first: Any = 0) -> Array:
+    """`array[first + b, slots[b, t]] = new[b, t]`, leaving out slots that are not in the array."""
+    rows = first + jnp.arange(len(slots), dtype=jnp.int32)[:, None]
     options: Any = dict(mode="drop", unique_indices=True)
     return array.at[rows, slots].set(new.astype(array.dtype), **options)
 

@@ -11,7 +11,7 @@ from ._carry import Carry
 from ._masks import Causal, KeyPadding
 from ._output import AttentionOutput
 from ._problem import as_mask
-from ._stored import AbstractStored, as_stored, Pages, Quantised
+from ._stored import AbstractStored, as_stored, even_block, Pages, Quantised
 from .strategies.ragged import Ragged
 
 
@@ -147,7 +147,7 @@ def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
         return Pages(x.content, x.table[row])
     b, s = x.shape[:2]
     if size is None:
-        size = next((n for n in range(256, 63, -1) if s % n == 0), 128)
+        size = even_block(s) or 128
     size, parts = min(size, s), -(-s // min(size, s))
 
     def paged(a: Array) -> Array:

@@ -158,5 +158,10 @@ class Pages(AbstractStored):
         return self.stored.decode(*arrays)
 
 
+def even_block(tokens: int) -> int | None:
+    """The largest size from 256 down to 64 that divides so many tokens, or None."""
+    return next((n for n in range(256, 63, -1) if tokens % n == 0), None)
+
+
 def as_stored(x: Any) -> AbstractStored:
     return x if isinstance(x, AbstractStored) else Stored(x)

@@ -7,4 +7,5 @@ from ._caches import (
     RingBufferCache as RingBufferCache,
 )
 from ._paged_cache import PagedKVCache as PagedKVCache
+from ._stacked_cache import LayerCache as LayerCache, StackedKVCache as StackedKVCache
 from ._stored import AbstractStored as AbstractStored, Pages as Pages, Quantised as Quantised

@@ -14,6 +14,7 @@ from eqattn.cache import (
     Quantised,
     QuantisedKVCache,
     RingBufferCache,
+    StackedKVCache,
 )
 
 
@@ -227,29 +228,47 @@ def test_written_in_place():
         assert compiled.temp_size_in_bytes < big / 2, (name, compiled.temp_size_in_bytes, big)
 
 
-def test_layers_in_one_cache_that_a_scan_carries():
-    """A leading axis of layers: one layer is read and written where it is, without a copy."""
-    layers, t = 3, 1
-    one = KVCache.empty(B, 512, K, D, V)
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * layers), one)
-    q, k, v = tokens(t, jnp.float32)
+def over_layers(stacked, q, k, v):
+    def layer(carry, i):
+        stacked, x = carry
+        cache, out = step(stacked.layer(i), x, k, v)
+        return (cache.stack, x + out.sum(-1, keepdims=True)), None
 
-    def run(stacked, q, k, v):
-        def layer(carry, i):
-            stacked, x = carry
-            cache = jax.tree.map(lambda a: a[i], stacked)
-            cache, out = step(cache, x, k, v)
-            stacked = jax.tree.map(lambda a, b: a.at[i].set(b), stacked, cache)
-            return (stacked, x + out.sum(-1, keepdims=True)), None
+    return jax.lax.scan(layer, (stacked, q), jnp.arange(len(stacked.length)))[0]
 
-        return jax.lax.scan(layer, (stacked, q), jnp.arange(layers))[0]
 
-    new, out = jax.jit(run)(stacked, q, k, v)
-    assert new.length.tolist() == [[t] * B] * layers
-    x = q
-    for _ in range(layers):
-        x = x + step(one, x, k, v)[1].sum(-1, keepdims=True)
-    np.testing.assert_allclose(out, x, rtol=1e-5, atol=1e-5)
+def test_layers_in_one_cache(x64):
+    q, k, v = tokens(5)
+    stacked = StackedKVCache.empty(3, B, 128, K, D, V, jnp.float64)
+    one = KVCache.empty(B, 128, K, D, V, jnp.float64)
+    for start, stop in ((0, 3), (3, 5)):
+        part = [x[:, start:stop] for x in (q, k, v)]
+        stacked, got = jax.jit(over_layers)(stacked, *part)
+        want, now = part[0], one
+        for _ in range(3):
+            now, out = step(one, want, *part[1:])
+            want = want + out.sum(-1, keepdims=True)
+        one = now
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+        assert stacked.length.tolist() == [[stop] * B] * 3
+    back = stacked.layer(1).truncate(jnp.full(B, 2, jnp.int32)).stack
+    assert back.length.tolist() == [[5] * B, [2] * B, [5] * B]
+    turned = stacked.layer(2).reorder(jnp.array([2, 0, 1])).stack
+    assert (turned.key[2] == stacked.key[2][jnp.array([2, 0, 1])]).all()
+    assert (turned.key[:2] == stacked.key[:2]).all()
+    with pytest.raises(ValueError, match="multiple of 64"):
+        StackedKVCache.empty(3, B, 61, K, D)
+
+
+def test_layers_are_not_copied():
+    sizes = []
+    for capacity in (256, 4096):
+        stacked = StackedKVCache.empty(3, B, capacity, K, D, V)
+        jitted = jax.jit(over_layers, donate_argnums=0)
+        compiled = jitted.lower(stacked, *tokens(1, jnp.float32)).compile().memory_analysis()
+        assert compiled.alias_size_in_bytes >= stacked.key.nbytes + stacked.value.nbytes
+        sizes.append(compiled.temp_size_in_bytes)
+    assert sizes[1] - sizes[0] < stacked.key.nbytes / 3 / 10  # a tenth of one layer's keys
 
 
 def test_only_ragged_reads_what_is_not_an_array():
