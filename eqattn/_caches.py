@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._cache_base import AbstractCache, check_new, new_positions, places, within, write
-from ._stored import Quantised
+from ._stored import Quantized
 
 
 def _zeros(batch: int, capacity: int, kv_heads: int, dim: int, dtype: Any) -> Array:
@@ -57,18 +57,18 @@ class KVCache(AbstractCache):
         return KVCache(self.key[rows], self.value[rows], self.length[rows])
 
 
-class QuantisedKVCache(AbstractCache):
+class QuantizedKVCache(AbstractCache):
     """As `KVCache`, in 8 bits: each key and value vector has a scale. Blocks are decoded when they
     are read.
 
     **Arguments:**
 
-    - `key`, `value`: [`eqattn.cache.Quantised`][]; see also `QuantisedKVCache.empty`.
+    - `key`, `value`: [`eqattn.cache.Quantized`][]; see also `QuantizedKVCache.empty`.
     - `length`: int32 `[b]`.
     """
 
-    key: Quantised
-    value: Quantised
+    key: Quantized
+    value: Quantized
     length: Int[Array, " b"]
 
     @property
@@ -85,33 +85,33 @@ class QuantisedKVCache(AbstractCache):
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
         stored: Any = jnp.int8,
-    ) -> "QuantisedKVCache":
+    ) -> "QuantizedKVCache":
         """Without tokens; `stored` is int8 or a float8 dtype, `dtype` that of queries."""
         value_dim = head_dim if value_dim is None else value_dim
 
         def nothing(dim):
             values = _zeros(batch, capacity, kv_heads, dim, stored)
-            return Quantised(values, jnp.zeros(values.shape[:-1], jnp.float32), dtype)
+            return Quantized(values, jnp.zeros(values.shape[:-1], jnp.float32), dtype)
 
         return cls(nothing(head_dim), nothing(value_dim), jnp.zeros(batch, jnp.int32))
 
     def append(self, key, value, counts=None):
         slots, length = places(self, key, value, counts, self.key.shape[1])
 
-        def added(held: Quantised, x: Array) -> Quantised:
-            new = Quantised.quantise(x, held.values.dtype)
+        def added(held: Quantized, x: Array) -> Quantized:
+            new = Quantized.quantize(x, held.values.dtype)
             values = write(held.values, new.values, slots)
-            return Quantised(values, write(held.scales, new.scales, slots), held.dtype)
+            return Quantized(values, write(held.scales, new.scales, slots), held.dtype)
 
-        return QuantisedKVCache(added(self.key, key), added(self.value, value), length)
+        return QuantizedKVCache(added(self.key, key), added(self.value, value), length)
 
     def truncate(self, lengths):
-        return QuantisedKVCache(self.key, self.value, within(lengths, self.length))
+        return QuantizedKVCache(self.key, self.value, within(lengths, self.length))
 
     def reorder(self, rows):
-        key, value = (Quantised(x.values[rows], x.scales[rows], x.dtype)
+        key, value = (Quantized(x.values[rows], x.scales[rows], x.dtype)
                       for x in (self.key, self.value))  # fmt: skip
-        return QuantisedKVCache(key, value, self.length[rows])
+        return QuantizedKVCache(key, value, self.length[rows])
 
 
 class RingBufferCache(AbstractCache):

@@ -11,7 +11,7 @@ from ._carry import Carry
 from ._masks import Causal, KeyPadding
 from ._output import AttentionOutput
 from ._problem import as_mask
-from ._stored import AbstractStored, as_stored, even_block, Pages, Quantised
+from ._stored import AbstractStored, as_stored, even_block, Pages, Quantized
 from .strategies.ragged import Ragged
 
 
@@ -157,6 +157,6 @@ def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
         return a.reshape(b * parts, size, *a.shape[2:])
 
     arrays = [paged(a) for a in as_stored(x).arrays]
-    content = Quantised(arrays[0], arrays[1], x.dtype) if len(arrays) == 2 else arrays[0]
+    content = Quantized(arrays[0], arrays[1], x.dtype) if len(arrays) == 2 else arrays[0]
     table = row[:, None] * parts + np.arange(parts, dtype=np.int32)[None]
     return Pages(content, table)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from ._cache_base import AbstractCache, check_new, new_positions, within
 from ._metadata import concrete
-from ._stored import as_stored, Pages, Quantised
+from ._stored import as_stored, Pages, Quantized
 
 
 class PagedKVCache(AbstractCache):
@@ -22,7 +22,7 @@ class PagedKVCache(AbstractCache):
     **Arguments:**
 
     - `key_pages`, `value_pages`: `[pages, page size, k, d]` and `[pages, page size, k, v]`, arrays
-        or [`eqattn.cache.Quantised`][]; see also `PagedKVCache.empty`.
+        or [`eqattn.cache.Quantized`][]; see also `PagedKVCache.empty`.
     - `table`: int32 `[b, n]`, the page of each part of a row, -1 for none.
     - `length`: int32 `[b]`.
     """
@@ -59,7 +59,7 @@ class PagedKVCache(AbstractCache):
 
         - `capacity`: the most tokens of a row.
         - `pages`, `page_size`: of the pool, in all and in tokens.
-        - `stored`: None, or int8 or a float8 dtype to quantise to.
+        - `stored`: None, or int8 or a float8 dtype to quantize to.
         """
         value_dim = head_dim if value_dim is None else value_dim
 
@@ -67,7 +67,7 @@ class PagedKVCache(AbstractCache):
             shape = (pages, page_size, kv_heads, dim)
             if stored is None:
                 return jnp.zeros(shape, dtype)
-            return Quantised(jnp.zeros(shape, stored), jnp.zeros(shape[:-1], jnp.float32), dtype)
+            return Quantized(jnp.zeros(shape, stored), jnp.zeros(shape[:-1], jnp.float32), dtype)
 
         table = jnp.full((batch, -(-capacity // page_size)), -1, jnp.int32)
         return PagedKVCache(pool(head_dim), pool(value_dim), table, jnp.zeros(batch, jnp.int32))
@@ -104,10 +104,10 @@ class PagedKVCache(AbstractCache):
             return pool.at[page, position % size].set(new.astype(pool.dtype), mode="drop")
 
         def added(pool: Any, x: Array) -> Any:
-            if not isinstance(pool, Quantised):
+            if not isinstance(pool, Quantized):
                 return put(pool, x)
-            new = Quantised.quantise(x, pool.values.dtype)
-            return Quantised(put(pool.values, new.values), put(pool.scales, new.scales), pool.dtype)
+            new = Quantized.quantize(x, pool.values.dtype)
+            return Quantized(put(pool.values, new.values), put(pool.scales, new.scales), pool.dtype)
 
         return PagedKVCache(
             added(self.key_pages, key), added(self.value_pages, value), self.table, length

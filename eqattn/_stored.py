@@ -73,7 +73,7 @@ class Stored(AbstractStored):
         return arrays[0]
 
 
-class Quantised(AbstractStored):
+class Quantized(AbstractStored):
     """Numbers of few bits, each vector times a scale of its own.
 
     **Arguments:**
@@ -88,7 +88,7 @@ class Quantised(AbstractStored):
     _dtype: Any = eqx.field(static=True, converter=jnp.dtype)
 
     @classmethod
-    def quantise(cls, x: Array, dtype: Any = jnp.int8) -> "Quantised":
+    def quantize(cls, x: Array, dtype: Any = jnp.int8) -> "Quantized":
         """Rounds vectors `[..., d]` so that the largest entry of each is the largest number of
         `dtype`.
         """
@@ -122,7 +122,7 @@ class Pages(AbstractStored):
 
     **Arguments:**
 
-    - `content`: `[pages, page size, k, d]`, an array or [`eqattn.cache.Quantised`][].
+    - `content`: `[pages, page size, k, d]`, an array or [`eqattn.cache.Quantized`][].
     - `table`: int32 `[b, n]`: the page of each part of a row. Entries for parts that a mask hides
         may be any page; those below 0 are read as page 0.
     """

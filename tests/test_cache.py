@@ -1,18 +1,30 @@
 """Caches: appending token by token is attention over all tokens."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, Ragged, SlidingWindow
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    Dense,
+    Ragged,
+    SlidingWindow,
+    Tree,
+)
 from eqattn.cache import (
     KVCache,
     PagedKVCache,
     Pages,
-    Quantised,
-    QuantisedKVCache,
+    Quantized,
+    QuantizedKVCache,
     RingBufferCache,
     StackedKVCache,
 )
@@ -32,9 +44,9 @@ MAKE = {
     "dense": lambda dtype: KVCache.empty(B, CAPACITY, K, D, V, dtype),
     "ring buffer": lambda dtype: RingBufferCache.empty(B, CAPACITY, K, D, V, dtype),
     "paged": lambda dtype: paged(dtype=dtype),
-    "int8": lambda dtype: QuantisedKVCache.empty(B, CAPACITY, K, D, V, dtype),
+    "int8": lambda dtype: QuantizedKVCache.empty(B, CAPACITY, K, D, V, dtype),
     "paged int8": lambda dtype: paged(jnp.int8, dtype),
-    "float8": lambda dtype: QuantisedKVCache.empty(B, CAPACITY, K, D, V, dtype, jnp.float8_e4m3fn),
+    "float8": lambda dtype: QuantizedKVCache.empty(B, CAPACITY, K, D, V, dtype, jnp.float8_e4m3fn),
 }
 EXACT = ("dense", "ring buffer", "paged")
 
@@ -117,9 +129,9 @@ def test_eight_bits_are_close(name, tolerance):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_quantised_numbers(dtype):
+def test_quantized_numbers(dtype):
     x = tokens(5, jnp.float32)[1].at[0, 0, 0].set(0)
-    q = Quantised.quantise(x, dtype)
+    q = Quantized.quantize(x, dtype)
     assert q.values.dtype == dtype and q.shape == x.shape and q.dtype == x.dtype
     step = 1 / 254 if dtype == jnp.int8 else 2**-4
     most = jnp.abs(x).max(-1, keepdims=True)
@@ -269,6 +281,39 @@ def test_layers_are_not_copied():
         assert compiled.alias_size_in_bytes >= stacked.key.nbytes + stacked.value.nbytes
         sizes.append(compiled.temp_size_in_bytes)
     assert sizes[1] - sizes[0] < stacked.key.nbytes / 3 / 10  # a tenth of one layer's keys
+
+
+@pytest.mark.parametrize("name", ["dense", "paged", "ring buffer"])
+def test_sharded_heads_are_not_gathered(name):
+    mesh = jax.make_mesh((2,), ("tp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    heads = lambda x: NamedSharding(mesh, P(*[None] * (x.ndim - 2), "tp") if x.ndim == 4 else P())
+    q, k, v = tokens(1, jnp.float32)
+    cache = MAKE[name](jnp.float32).append(*tokens(5, jnp.float32, seed=1)[1:])
+    args = jax.tree.map(lambda x: jax.device_put(x, heads(x)), (cache, q, k, v))
+    run = jax.jit(step).lower(*args).compile()
+    collectives = r"= (\S+) (?:all-gather|all-to-all|all-reduce|collective-permute)\S*\("
+    # The branches that raise tell each device the outcome of the first one's callback.
+    for moved in re.findall(collectives, run.as_text()):
+        assert re.match(rf"s32\[{B}(,1)?\]", moved), moved
+    new, out = run(*args)
+    assert out.sharding.spec == P(None, None, "tp")
+    np.testing.assert_allclose(out, step(cache, q, k, v)[1], rtol=0, atol=1e-6)
+
+
+def test_drafts_of_a_tree(x64):
+    """The draft tokens see their ancestors among themselves, and all of the cache."""
+    parents = jnp.array([-1, 0, 0, 1, 2], jnp.int32)
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]
+    q, k, v = tokens(5, seed=1)
+    cache = KVCache.empty(B, CAPACITY, K, D, V, jnp.float64).append(*tokens(7)[1:])
+    md = AttentionMetadata(runtime_dtype=jnp.float64)
+    seen = attention(q, cache.key, cache.value, Ragged(md), mask=cache.mask(), return_carry=True)
+    drafts = attention(q, k, v, Ragged(md), mask=Tree(parents, start=0), return_carry=True)
+    together = seen.carry.merge(drafts.carry).output()
+    for i, path in enumerate(paths):
+        path = jnp.array(path)
+        _, want = step(cache, q[:, path], k[:, path], v[:, path])
+        np.testing.assert_allclose(together[:, i], want[:, -1], rtol=0, atol=1e-13)
 
 
 def test_only_ragged_reads_what_is_not_an_array():

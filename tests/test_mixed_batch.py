@@ -17,7 +17,7 @@ from eqattn import (
     Segments,
     SlidingWindow,
 )
-from eqattn.cache import PagedKVCache, Quantised
+from eqattn.cache import PagedKVCache, Quantized
 
 
 H, K, D, V, S = 4, 2, 8, 6, 40
@@ -113,7 +113,7 @@ def test_a_paged_cache(x64):
 
 def test_eight_bits(x64):
     q, k, v = arrays()
-    stored = [Quantised.quantise(x) for x in (k, v)]
+    stored = [Quantized.quantize(x) for x in (k, v)]
     close(run(q, *stored), one_by_one(q, *(x.materialise() for x in stored)), 1e-6)
 
 
