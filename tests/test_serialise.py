@@ -106,39 +106,39 @@ def test_meshes(kind):
         assert same(out, m) and out.mesh == mesh and out.mesh.axis_types == mesh.axis_types
 
 
-MESH_OF_8 = """
+MESH_OF_16 = """
 import sys
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh
 from eqattn._metadata import AttentionMetadata
-devices = np.array(jax.devices())[::-1].reshape(2, 4)  # not in the default order
+devices = np.array(jax.devices())[::-1].reshape(2, 8)  # not in the default order
 types = (AxisType.Explicit, AxisType.Auto)
 m = AttentionMetadata(mesh=Mesh(devices, ("dp", "sp"), axis_types=types))
 text = m.to_json() if len(sys.argv) == 1 else sys.argv[1]
 out = AttentionMetadata.from_json(text)
 assert out.mesh == m.mesh and hash(out.mesh) == hash(m.mesh) and out.mesh.axis_types == types
-assert [d.id for d in out.mesh.devices.flat] == list(range(8))[::-1]
+assert [d.id for d in out.mesh.devices.flat] == list(range(16))[::-1]
 assert jax.tree.structure(out) == jax.tree.structure(m)
 print(text)
 """
 
 
-def test_mesh_of_8_devices_and_their_absence():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+def test_mesh_of_16_devices_and_their_absence():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=16"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    out = subprocess.run([sys.executable, "-c", MESH_OF_8], env=env, capture_output=True, text=True)
+    out = subprocess.run([sys.executable, "-c", MESH_OF_16], env=env, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     body = json.loads(out.stdout)["mesh"]["$mesh"]
-    assert body["shape"] == [2, 4] and body["axis_names"] == ["dp", "sp"]
-    assert body["axis_types"] == ["Explicit", "Auto"] and body["device_ids"] == [*range(8)][::-1]
+    assert body["shape"] == [2, 8] and body["axis_names"] == ["dp", "sp"]
+    assert body["axis_types"] == ["Explicit", "Auto"] and body["device_ids"] == [*range(16)][::-1]
     # This process has fewer devices.
-    absent = [i for i in range(8)[::-1] if i >= len(jax.devices("cpu"))]
+    absent = [i for i in range(16)[::-1] if i >= len(jax.devices("cpu"))]
     with pytest.raises(ValueError, match=f"cpu devices \\{absent}.*absent".replace("]", r"\]")):
         AttentionMetadata.from_json(out.stdout)
     assert AttentionMetadata.from_json(out.stdout, mesh=None).mesh is None
     mesh = Mesh(np.array(jax.devices()[:1]), ("sp",))
     assert AttentionMetadata.from_json(out.stdout, mesh=mesh).mesh == mesh
-    gone = {**body, "platform": "tpu"}
+    gone = {**body, "platform": "tpu", "shape": [2, 4], "device_ids": [*range(8)][::-1]}
     with pytest.raises(ValueError, match=r"tpu devices \[7, 6, 5, 4, 3, 2, 1, 0\].*\(0 tpu"):
         AttentionMetadata.from_dict({"mesh": {"$mesh": gone}})
 
