@@ -165,14 +165,19 @@ def choose_blocking(
     parts: int = 1,
     shards: int = 1,
     in_place: bool = False,
+    kernel: str = "",
 ) -> Blocking:
-    """The blocking of a problem; automatic sizes where None."""
+    """The blocking of a problem; automatic sizes where None, those of a TPU for its `kernel`."""
     t, s, heads, kv_heads = problem.sizes
     if in_place:
         kv_heads = 1
     group = heads // kv_heads
+    side = 0
+    if kernel:  # the largest blocks of logits whose kernels fit
+        small = problem.query.dtype == jnp.bfloat16 and problem.query.shape[-1] <= 128
+        side = 1024 if small else 512
     if block_q is None:
-        block_q = max(1 if in_place else 8, 256 // group)
+        block_q = max(1 if in_place else 8, (side or 256) // group)
     pages = {x.page_size for x in (problem.key, problem.value) if isinstance(x, Pages)}
     if len(pages | ({block_k} if pages and block_k else set())) > 1:
         raise ValueError(
@@ -180,7 +185,7 @@ def choose_blocking(
             f"{block_k}; leave blocksize_k None."
         )
     if block_k is None:
-        block_k = 128
+        block_k = side or 128
         if pages:
             (block_k,) = pages
         elif in_place:  # a size that divides the keys needs no padded copy of them

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,7 @@ def fold_problem(
     mesh: Any = None,
     *,
     fused: bool,
+    kernel: str = "",
 ) -> Carry:
     """The softmax fold of a problem: a Carry of `[B, T, H, V]`, `[B, T, H]`, `[B, T, H]`, whose
     gradients take one visit of the blocks if `fused`, else two.
@@ -77,7 +79,7 @@ def fold_problem(
         t, _, heads, _ = problem.sizes
         shape = (blocking.batch, t, heads)
         return Carry.empty(shape, problem.value.shape[-1], problem.accumulation)
-    parts = Parts(problem, blocking, ring is not None)
+    parts = Parts(problem, blocking, ring is not None, kernel)
     table, table_axes, classes = parts.plan()
     devices = 1 if ring is None or mesh is None else ring.size
 
@@ -98,6 +100,7 @@ def fold_problem(
             reads=parts.reads,
             fused=fused,
             ragged=blocking.in_place,
+            kernel=kernel,
             pages=parts.pages,
             lookups=parts.lookups,
             products=parts.products,
@@ -140,10 +143,13 @@ def not_finite(x: Array, precision: Any) -> Array:
 class Parts:
     """The operands of a problem's blocks, and the function that turns them into logits."""
 
-    def __init__(self, problem: Problem, blocking: Blocking, rotates: bool = False):
+    def __init__(
+        self, problem: Problem, blocking: Blocking, rotates: bool = False, kernel: str = ""
+    ):
         self.problem, self.blocking, self.rotates = problem, blocking, rotates
+        self.kernel = kernel
         dtype, acc = problem.query.dtype, problem.accumulation
-        wide = dtype == acc or jax.default_backend() == "cpu"
+        wide = dtype == acc or (not kernel and jax.default_backend() == "cpu")
         # Narrow products are slower than float32's on a CPU. What rotates stays narrow, and of
         # what lies in place only the visited blocks are read.
         stored = dtype if rotates or blocking.in_place or not wide else acc
@@ -164,9 +170,10 @@ class Parts:
             # Not the query, as XLA:CPU is slow at arithmetic in a transposed copy.
             key = key if self.post_scale else key * scale
             self.operands.append(blocking.columns_of(key))
-            self.values = [blocking.columns_of(x) for x in self.cleaned(value)]
+            values = [value] if kernel else self.cleaned(value)
+            self.values = [blocking.columns_of(x) for x in values]
             self.axes.append((BATCH, HEAD, COL))
-            self.value_axes = [(BATCH, HEAD, COL)] * 2
+            self.value_axes = [(BATCH, HEAD, COL)] * len(values)
             self.roles = ("query", "key")
         self.keys = slice(1, len(self.operands) - len(self.lookups))
         if self.post_scale:
@@ -221,13 +228,18 @@ class Parts:
 
     def weigh(self, c: int) -> Callable:
         """The `values` of the fold in a block of class `c`."""
-        if not self.blocking.in_place:
+        if not (self.blocking.in_place or self.kernel):
             return lambda clean, poison: [clean, poison[..., 0]]
 
         def fn(*blocks):
-            value = as_stored(self.problem.value).decode(*blocks).astype(self.problem.accumulation)
+            value = blocks[0]
+            if self.blocking.in_place:
+                value = as_stored(self.problem.value).decode(*blocks)
+                value = value.astype(self.problem.accumulation)
             if c == FULL:
                 return [value]
+            if self.kernel:
+                return [finite(value), jnp.where(jnp.isfinite(value), 0, jnp.nan).sum(-1)]
             clean, poison = self.cleaned(value)
             return [clean, poison[..., 0]]
 
@@ -307,11 +319,10 @@ class Parts:
             own = [[spread(x, blocking) for x in blocks[g]] for g in self.groups]
             mask = None
             if c == PARTIAL:
-                mask = jnp.ones((1, 1), bool)
+                parts = [named["valid"]] if self.padded else []
                 if problem.mask is not None:
-                    mask = over_block(visible(problem.mask), [*pairs, *own[-1]])
-                if self.padded:
-                    mask = mask & named["valid"]
+                    parts.append(over_block(visible(problem.mask), [*pairs, *own[-1]]))
+                mask = ft.reduce(jnp.logical_and, parts) if parts else jnp.ones((1, 1), bool)
                 mask = jnp.broadcast_to(mask, blocking.block)
             if mask is None:
                 s = dot(k, q, (1, 0), **dict(self.products))

@@ -8,12 +8,14 @@ numerators `[keys, v]` and `[rows, v]`: the orientation in which no product of t
 backward needs a large transpose.
 """
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -42,6 +44,7 @@ def fold(
     reads: Sequence[int] = (),
     fused: bool = True,
     ragged: bool = False,
+    kernel: str = "",
     pages: tuple[int, ...] = (),
     lookups: tuple[int, ...] = (),
     products: tuple = (),
@@ -60,10 +63,10 @@ def fold(
         returns a block `[keys, v]`, finite, and `[keys]`: 0, or NaN for a key that makes every row
         NaN that sees it. Only so can a value that is not finite reach these rows and no others, as
         `0 * inf` is not 0. With `[keys, groups, v]`, `[keys, groups]` each group of rows has its
-        own; then where no pair is masked, `values` may return the block alone, whatever it holds.
+        own. Where no pair is masked, `values` may return the block alone, whatever it holds.
     - `ring`: the hops, if columns rotate around a mesh axis. `classify` is then a function of the
         operands `reads`, as they are at a hop, that returns the table of the hop.
-    - `fused`, `ragged`, `pages`, `lookups`: as for `Layout`.
+    - `fused`, `ragged`, `kernel`, `pages`, `lookups`: as for `Layout`.
     - `products`: keyword arguments of `dot`, as sorted pairs.
 
     **Returns:**
@@ -83,7 +86,9 @@ def fold(
     weigh, more = hoist(values, [block_aval(x, a) for x, a in given])
     in_axes = (*in_axes, *[()] * len(consts), *value_axes, *[()] * len(more))
     roles = (*roles, *["closure"] * len(consts), *["value"] * len(given), *["closure"] * len(more))
-    layout = Layout(tuple(grid), block, in_axes, table_axes, ring, fused, ragged, pages, lookups)
+    layout = Layout(
+        tuple(grid), block, in_axes, table_axes, ring, fused, ragged, kernel, pages, lookups
+    )
     rows = (*layout.batch, ROW)
     lead = [] if table_axes is None else [vary(table, axes)]
     args = [*lead, *operands, *[vary(x, axes) for x in (*consts, *value_operands, *more)]]
@@ -133,52 +138,78 @@ def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:
     return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison))
 
 
-def execute(*args, visits, values, layout, out_axes, products, tag, vectorise):
+@dataclasses.dataclass(frozen=True)
+class FoldStep:
+    """What the fold does in a block of one class: `(accumulators, blocks) -> accumulators`.
+
+    The accumulators are the numerator `[v, rows]` (`[rows, v]` if `grouped`), the denominator and
+    the maximum; None where there are none before, and the numerator is then `[rows, v]`.
+    """
+
+    logits: Any
+    values: Any
+    products: tuple
+
+    @property
+    def grouped(self) -> bool:
+        return self.values.out_avals[0].ndim == 3
+
+    @property
+    def width(self) -> int:
+        return self.values.out_avals[0].shape[-1]
+
+    def evaluate_logits(self, *blocks: Array) -> list:
+        return evaluate(self.logits, blocks)
+
+    def evaluate_values(self, *blocks: Array) -> list:
+        return evaluate(self.values, blocks)
+
+    def spread(self, row: Array) -> Array:
+        return row[:, None] if self.grouped else row[None]
+
+    def complete(self, num: Array, den: Array, top: Array) -> list:
+        """A numerator that is not finite, met where no pair is masked, makes its row NaN."""
+        return [num, jnp.where(jnp.isfinite(num).all(-1), den, jnp.nan), top]
+
+    def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
+        n, product = len(self.logits.in_avals), ft.partial(dot, **dict(self.products))
+        s, *weight = self.evaluate_logits(*blocks[:n])
+        v, *poison = self.evaluate_values(*blocks[n:])
+        top = s.max(0)
+        new = top if accs is None else jnp.maximum(accs[2], top)
+        origin = gauge(new)
+        p = poisoned(s, origin, *poison)
+        kept, den = p * weight[0] if weight else p, p.sum(0)
+        if accs is None:
+            num = product(kept.T, v, (1, 0))
+            return [num, den, new] if poison else self.complete(num, den, new)
+        num = product(kept, v, (0, 0)) if self.grouped else product(v, kept, (0, 0))
+        scale = jnp.exp(accs[2] - origin)
+        return [accs[0] * self.spread(scale) + num, accs[1] * scale + den, new]
+
+
+def execute(*args, visits, values, layout, out_axes, products, tag, vectorise, traverse):
     """The fold as loops of ordinary JAX."""
     del tag
-    acc, block = visits[0][1].out_avals[0].dtype, values[0][1].out_avals[0]
-    rows, width, grouped = layout.block[1], block.shape[-1], block.ndim == 3
-    product = ft.partial(dot, **dict(products))
-
-    def spread(row: Array) -> Array:
-        return row[:, None] if grouped else row[None]
-
-    def complete(num, den, top):
-        if grouped:  # a value that is not finite, met where no pair is masked
-            den = jnp.where(jnp.isfinite(num).all(-1), den, jnp.nan)
-        return [num, den, top]
-
-    steps = {}
+    acc = visits[0][1].out_avals[0].dtype
+    first, steps = FoldStep(visits[0][1], values[0][1], products), {}
     for (c, logits), (_, weigh) in zip(visits, values):
-
-        def step(accs, blocks, logits=logits, weigh=weigh):
-            n = len(logits.in_avals)
-            s, *weight = evaluate(logits, blocks[:n])
-            v, *poison = evaluate(weigh, blocks[n:])
-            top = s.max(0)
-            new = top if accs is None else jnp.maximum(accs[2], top)
-            origin = gauge(new)
-            p = poisoned(s, origin, *poison)
-            kept, den = p * weight[0] if weight else p, p.sum(0)
-            if accs is None:
-                return complete(product(kept.T, v, (1, 0)), den, new)
-            num = product(kept, v, (0, 0)) if grouped else product(v, kept, (0, 0))
-            scale = jnp.exp(accs[2] - origin)
-            return [accs[0] * spread(scale) + num, accs[1] * scale + den, new]
-
+        step: Callable = FoldStep(logits, weigh, products)
         if vectorise:
             for axis in reversed(layout.batch):
                 mapped = [0 if axis in a else None for a in layout.in_axes]
                 step = jax.vmap(step, (0, mapped), axis_size=layout.grid[axis])
         steps[c] = step
-    shape = (rows, width) if grouped else (width, rows)
-    start = [jnp.zeros(shape, acc), jnp.zeros(rows, acc), jnp.full(rows, -jnp.inf, acc)]
+    rows, unclean = layout.block[1], any(len(weigh.out_avals) == 1 for _, weigh in values)
+    shape = (rows, first.width) if first.grouped else (first.width, rows)
+    start = [np.zeros(shape, acc), np.zeros(rows, acc), np.full(rows, -np.inf, acc)]
 
     def finish(accs):
         num, den, top = accs
-        return complete(num if grouped else jnp.swapaxes(num, -1, -2), den, top)
+        num = num if first.grouped else jnp.swapaxes(num, -1, -2)
+        return first.complete(num, den, top) if unclean else [num, den, top]
 
-    return travel(steps, layout, args, start, out_axes, finish=finish, vectorise=vectorise)
+    return travel(steps, layout, args, start, out_axes, finish=finish, traverse=traverse)
 
 
 def _block_shapes(avals, *, layout, visits, values, **kw):

@@ -7,11 +7,14 @@ from ._partition import NOT_GIVEN, text_of
 
 
 class Platform(enum.StrEnum):
-    """Which code runs: the best there is (`AUTO`), plain XLA, or a Pallas kernel."""
+    """Which code runs: the best there is (`AUTO`), plain XLA, a Pallas kernel, or (`INTERPRET`) the
+    Pallas kernel of TPUs interpreted on any device, slowly, to see what it computes.
+    """
 
     AUTO = "auto"
     XLA = "xla"
     PALLAS = "pallas"
+    INTERPRET = "interpret"
 
 
 class Backend(enum.StrEnum):

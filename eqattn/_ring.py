@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from ._compat import jaxpr_as_fun, vary, varying_axes
-from ._traverse import COL, EMPTY, FULL, Layout, replaced, ROW, traverse
+from ._traverse import COL, EMPTY, FULL, Layout, replaced, ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +103,16 @@ def travel(
     steps: dict[int, Callable],
     layout: Layout,
     args: Sequence,
-    start: Sequence[Array],
+    start: Sequence,
     axes: Sequence[tuple[int, ...]],
     *,
     finish: Callable = list,
-    vectorise: bool,
+    traverse: Callable,
 ) -> list:
     """`traverse`, over the columns of all devices if the layout has a ring."""
     ring = layout.ring
     if ring is None:
-        return traverse(steps, layout, args, start, axes, finish=finish, vectorise=vectorise)
+        return traverse(steps, layout, args, start, axes, finish=finish)
     rides = [i for i, a in enumerate(layout.in_axes) if COL in a and ROW not in a]
     split = [i for i, a in enumerate(layout.in_axes) if COL in a and ROW in a]
     returns = [i for i, a in enumerate(axes) if COL in a and ROW not in a]
@@ -139,9 +139,7 @@ def travel(
         local = dataclasses.replace(layout, ring=None, table_axes=table_axes)
         into = replaced([None] * len(axes), stays, [state[i] for i in stays])
         into = replaced(into, slots, [mine(state[i], axes[i]) for i in slots])
-        new = traverse(
-            steps, local, [*table, *operands], start, axes, vectorise=vectorise, into=into
-        )
+        new = traverse(steps, local, [*table, *operands], start, axes, into=into)
         put = [
             lax.dynamic_update_slice_in_dim(state[i], new[i], at, axes[i].index(COL)) for i in slots
         ]

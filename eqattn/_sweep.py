@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from ._carry import accumulation
 from ._compat import (
@@ -38,7 +39,7 @@ from ._compat import (
     varying_axes,
 )
 from ._ring import Rotation, travel
-from ._traverse import COL, Layout, moves, replaced, ROW
+from ._traverse import COL, Layout, moves, replaced, ROW, traverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,34 @@ def loops_over_batch(ctx, layout: Layout) -> bool:
     logits = math.prod(layout.shape(layout.batch)) * math.prod(layout.block)
     small = logits <= (2**20 if layout.grid[ROW] == layout.grid[COL] == 1 else 2**17)
     return cpu and not small and not partitioned_automatically(ctx)
+
+
+def loops(vectorise: bool) -> dict[str, Any]:
+    """To run a visit as loops of ordinary JAX."""
+    return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise))
+
+
+def code_for(ctx, layout: Layout, tag: Tag | None) -> dict[str, Any]:
+    """How to run a visit of the grid: as loops of ordinary JAX, or as a kernel."""
+    platforms = tuple(ctx.module_context.platforms)
+    hot = tag is not None and tag.stage in ("fold", "backward")
+    kernel, split = layout.kernel if hot else "", partitioned_automatically(ctx)
+    if kernel == "pallas" and platforms == ("tpu",) and split:
+        raise ValueError(
+            "platform='pallas': the compiler cannot split a kernel over the devices of a mesh; "
+            "call inside jax.shard_map, or use platform='auto' or 'xla'."
+        )
+    if kernel == "pallas" and "tpu" not in platforms:
+        raise ValueError(
+            f"platform='pallas' on a TPU cannot run on {platforms}: use platform='interpret' "
+            "there, or 'auto'."
+        )
+    if kernel == "interpret" or (kernel and platforms == ("tpu",) and not split):
+        from .kernels import tpu
+
+        run = ft.partial(tpu.traverse, interpret=kernel == "interpret")
+        return dict(vectorise=False, traverse=run)
+    return loops(not loops_over_batch(ctx, layout))
 
 
 def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
@@ -166,7 +195,7 @@ def _vectorised(f, layout, out_axes):
     return f
 
 
-def execute(*args, visits, layout, out_axes, tag, vectorise):
+def execute(*args, visits, layout, out_axes, tag, vectorise, traverse):
     """A sweep as loops of ordinary JAX."""
     del tag
     steps = {}
@@ -179,8 +208,8 @@ def execute(*args, visits, layout, out_axes, tag, vectorise):
             return ys if accs is None else [a + y for a, y in zip(accs, ys)]
 
         steps[c] = step
-    zeros = [jnp.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
-    return travel(steps, layout, args, zeros, out_axes, vectorise=vectorise)
+    zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
+    return travel(steps, layout, args, zeros, out_axes, traverse=traverse)
 
 
 def primitive_rules(primitive, run, params, block_shapes):
@@ -191,7 +220,8 @@ def primitive_rules(primitive, run, params, block_shapes):
 
     def abstract_eval(*avals, layout, out_axes, **kw):
         if any(varies(a) for a in avals):  # let JAX work out what each output varies over
-            f = ft.partial(run, layout=layout, out_axes=out_axes, vectorise=not layout.pages, **kw)
+            how = loops(not layout.pages)
+            f = ft.partial(run, layout=layout, out_axes=out_axes, **how, **kw)
             return jax.make_jaxpr(f)(*avals).out_avals
         blocks = block_shapes(avals, layout=layout, **kw)
         return [
@@ -200,9 +230,8 @@ def primitive_rules(primitive, run, params, block_shapes):
         ]
 
     def lowering(ctx, *args, **kw):
-        vectorise = not loops_over_batch(ctx, kw["layout"])
-        rule = mlir.lower_fun(ft.partial(run, vectorise=vectorise), multiple_results=True)
-        return rule(ctx, *args, **kw)
+        how = code_for(ctx, kw["layout"], kw["tag"])
+        return mlir.lower_fun(ft.partial(run, **how), multiple_results=True)(ctx, *args, **kw)
 
     def batch(args, dims, *, layout, out_axes, **kw):
         # A batch of one is where the new axis goes: beside it, XLA would copy what is transposed.

@@ -30,7 +30,8 @@ class Layout:
     In a `ring`, the grid is one device's: its rows and its columns. What has both axes holds the
     columns of all devices. `fused`: a transpose finds all its results in one visit of the grid;
     else those of columns in one and the others in another. `ragged`: batch elements are visited one
-    by one wherever they lie on one device, however small: their live columns differ.
+    by one wherever they lie on one device, however small: their live columns differ. `kernel`: the
+    code for the visits that a kernel knows, as from `AbstractExact.kernel`.
 
     `pages`: sizes of further axes `0, 1, ...`, which are not visited in order: the index on axis
     `i` is what operand `lookups[i]` holds for the pair.
@@ -43,6 +44,7 @@ class Layout:
     ring: Any = None
     fused: bool = True
     ragged: bool = False
+    kernel: str = ""
     pages: tuple[int, ...] = ()
     lookups: tuple[int, ...] = ()
 
@@ -126,7 +128,7 @@ def traverse(
     steps: dict[int, Callable],
     layout: Layout,
     args: Sequence,
-    start: Sequence[Array],
+    start: Sequence,
     axes: Sequence[tuple[int, ...]],
     *,
     finish: Callable = list,

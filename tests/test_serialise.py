@@ -126,7 +126,9 @@ print(text)
 def test_mesh_of_16_devices_and_their_absence():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=16"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    out = subprocess.run([sys.executable, "-c", MESH_OF_16], env=env, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", MESH_OF_16], env=env, capture_output=True, text=True
+    )
     assert out.returncode == 0, out.stderr
     body = json.loads(out.stdout)["mesh"]["$mesh"]
     assert body["shape"] == [2, 8] and body["axis_names"] == ["dp", "sp"]

@@ -158,12 +158,15 @@ class AttentionImpl(eqx.Module):
     def _select(self, platform: Platform, backend: Backend) -> tuple[str, str]:
         if platform is Platform.XLA:
             return "forward_native", ""
+        if platform is Platform.INTERPRET and "tpu" in self.pallas_lowerings:
+            return "forward_tpu", ""
         device = self.current_backend() if backend is Backend.ANY else backend.value
         family = "gpu" if device in ("cuda", "rocm") else device
-        if platform is Platform.PALLAS and not {device, family} & set(self.pallas_lowerings):
+        asked = platform in (Platform.PALLAS, Platform.INTERPRET)
+        if asked and not {device, family} & set(self.pallas_lowerings):
             reason = (
-                f"platform='pallas': no Pallas kernel for {self._name()} on {device} yet: use "
-                "platform='xla' or 'auto'."
+                f"platform={platform.value!r}: no Pallas kernel for {self._name()} on {device} "
+                "yet: use platform='xla' or 'auto'."
             )
             if self.pallas_lowerings:
                 reason += f" There is one for backend {' and '.join(self.pallas_lowerings)}."

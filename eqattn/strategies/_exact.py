@@ -15,7 +15,9 @@ from .._carry import Carry
 from .._compat import explicit_axes, sharding_of, typed_by_mesh
 from .._masks import Causal
 from .._output import AttentionOutput
+from .._platform import Platform
 from .._problem import as_mask, Problem, problem
+from .._scores import ScoreFn
 from .._stored import AbstractStored
 from ._base import AttentionImpl, choose_bias, choose_dropout_key
 
@@ -36,6 +38,31 @@ class AbstractExact(AttentionImpl):
         """The Carry `[B, T, H, ...]` of a problem without its sinks, and the probabilities
         `[B, H, T, S]` (before sinks) if the strategy has them.
         """
+
+    def kernel(self, problem: Problem) -> str:
+        """Which kernel may run the fold: `"interpret"`, `"pallas"` (it must, on a TPU), `"auto"`
+        (where it can) or `""` (none).
+
+        **Raises:** `ValueError` if it must, and cannot.
+        """
+        platform, device = self.metadata.platform, self.metadata.backend.value
+        if platform is Platform.XLA or not self.pallas_lowerings:
+            return ""
+        if platform is not Platform.INTERPRET:
+            device = self.current_backend() if device == "any" else device
+            if device not in self.pallas_lowerings:
+                return ""
+        reason = ""
+        if problem.query.dtype not in (jnp.bfloat16, jnp.float32):
+            reason = f"its units multiply bfloat16 and float32, not {problem.query.dtype}"
+        elif any(isinstance(score, ScoreFn) for score in problem.scores):
+            reason = "a ScoreFn may hold what its compiler does not know"
+        if reason and platform is not Platform.AUTO:
+            raise ValueError(
+                f"platform={platform.value!r}: there is no kernel of {type(self).__name__} for "
+                f"this call on a TPU ({reason}); use platform='auto' or 'xla'."
+            )
+        return "" if reason else platform.value
 
     def key_shards(self) -> int:
         """A hook: how many devices' keys a bias or `Dense` mask holds."""

@@ -14,9 +14,9 @@ from ._exact import AbstractExact
 
 
 @cached
-def fold_on_one_device(problem: Problem, *, block_q, block_k, fused, in_place=False):
-    blocking = choose_blocking(problem, block_q, block_k, in_place=in_place)
-    return fold_problem(problem, blocking, fused=fused)
+def fold_on_one_device(problem: Problem, *, block_q, block_k, fused, kernel="", in_place=False):
+    blocking = choose_blocking(problem, block_q, block_k, in_place=in_place, kernel=kernel)
+    return fold_problem(problem, blocking, fused=fused, kernel=kernel)
 
 
 @AttentionRegistry.register
@@ -45,6 +45,8 @@ class Blockwise(AbstractExact):
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
 
+    pallas_lowerings = ("tpu",)
+
     @classmethod
     def get_impl_name(cls) -> str:
         return "blockwise"
@@ -55,5 +57,6 @@ class Blockwise(AbstractExact):
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,
             fused=self.fused_backward,
+            kernel=self.kernel(problem),
         )
         return carry, None

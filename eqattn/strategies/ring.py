@@ -36,9 +36,10 @@ class _Place(NamedTuple):
 
 
 @cached
-def _fold(problem: Problem, *, block_q, block_k, place, layout, unroll, fused):
+def _fold(problem: Problem, *, block_q, block_k, place, layout, unroll, fused, kernel):
     if place is None:
-        return fold_problem(problem, choose_blocking(problem, block_q, block_k), fused=fused)
+        blocking = choose_blocking(problem, block_q, block_k, kernel=kernel)
+        return fold_problem(problem, blocking, fused=fused, kernel=kernel)
     axis, n, mesh = place
     t, s, _, _ = problem.sizes
     if mesh is None and s == 1:
@@ -58,9 +59,10 @@ def _fold(problem: Problem, *, block_q, block_k, place, layout, unroll, fused):
         kv_positions=tokens(s) if k is None else k,
     )
     parts = layout.parts * (1 if mesh is None else n)
-    blocking = choose_blocking(problem, block_q, block_k, parts, n if mesh is None else 1)
+    shards = n if mesh is None else 1
+    blocking = choose_blocking(problem, block_q, block_k, parts, shards, kernel=kernel)
     ring = Rotation(axis, n, ahead, behind, unroll)
-    return fold_problem(problem, blocking, ring, mesh, fused=fused)
+    return fold_problem(problem, blocking, ring, mesh, fused=fused, kernel=kernel)
 
 
 @AttentionRegistry.register
@@ -109,6 +111,8 @@ class Ring(AbstractExact):
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
 
+    pallas_lowerings = ("tpu",)
+
     @classmethod
     def get_impl_name(cls) -> str:
         return "ring"
@@ -129,6 +133,7 @@ class Ring(AbstractExact):
             layout=self.layout,
             unroll=not self.metadata.scan_ring_attention,
             fused=self.fused_backward,
+            kernel=self.kernel(problem),
         )
         return carry, None
 

@@ -26,7 +26,7 @@ What that gives, in closed form, with `A_ij = scale sum_d |q||k|`:
     E_p   = p_ij (E_z_ij + sum_l p_il E_z_il + u (f(S) + 7))                      softmax Jacobian
     E_out = sum_j E_p |v_j| + (f(S) u + u_op) sum_j p |v_j|
     E_lse = sum_j p E_z + u (f(S) + 3) + u |lse|
-    E_dp  = u f(V) |g_i|.|v_j|
+    E_dp  = u f(V) |g_i|.|v_j|  (+ u_op |g_i|.|v_j| where a product reads g / l, as on a TPU)
     E_del = sum_j (E_p |dp| + p E_dp) + (f(S) u + 2 u_op) sum_j p |dp|       delta = sum_j p dp
     E_dz  = E_p |dp - delta + l| + p (E_dp + E_del + u |dp - delta + l|)
     E_dv  = sum_i E_p |g_i| + (f(GT) u + u_op) sum_i p |g_i|
@@ -61,6 +61,7 @@ class Precision:
     tiny: float  # absolute error of an underflow while accumulating
     tiny_operand: float
     reference: Any  # dtype in which the reference is computed
+    normalised: bool = False  # cotangents of the output are divided by denominators first
 
 
 def _roundoff(dtype) -> float:
@@ -75,7 +76,7 @@ def _underflow(dtype) -> float:
     )
 
 
-def precision_of(dtype) -> Precision:
+def precision_of(dtype, normalised: bool = False) -> Precision:
     dtype = np.dtype(dtype)
     work = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     reference = np.dtype(np.longdouble if dtype == np.float64 else np.float64)
@@ -86,6 +87,7 @@ def precision_of(dtype) -> Precision:
         tiny=_underflow(work),
         tiny_operand=_underflow(dtype),
         reference=reference,
+        normalised=normalised,
     )
 
 
@@ -325,8 +327,14 @@ def values(problem, precision) -> dict[str, Bounded]:
     return {"out": f.out, "lse": f.lse}
 
 
+def cotangents(ct_out, ct_lse, precision) -> list[Bounded]:
+    """What multiplies the values is exact, unless it is the cotangent of the Carry's numerator."""
+    out = Bounded(ct_out, np.zeros_like(ct_out), precision, computed=precision.normalised)
+    return [out, Bounded.exact(ct_lse, precision)]
+
+
 def grads(problem, ct_out, ct_lse, precision) -> dict[str, Bounded]:
-    cts = (Bounded.exact(c, precision) for c in (ct_out, ct_lse))
+    cts = cotangents(ct_out, ct_lse, precision)
     return oracle.vjp(bounded(problem, precision), *cts)
 
 
@@ -342,7 +350,7 @@ def hvps(problem, ct_out, ct_lse, directions, precision) -> dict[str, Bounded]:
         for n, x in exact.arguments().items()
         if n in directions
     }
-    cts = (Bounded.exact(c, precision) for c in (ct_out, ct_lse))
+    cts = cotangents(ct_out, ct_lse, precision)
     return {n: g.tangent for n, g in oracle.vjp(exact.replace(**moved), *cts).items()}
 
 

@@ -195,7 +195,7 @@ def build(case: Case) -> Built:
     shift = 0 if offset is None else int(offset)
     mask, visible = make_mask(case["mask"], rng, lead, h, t, s, shift)
 
-    precision = bound.precision_of(dtype)
+    precision = bound.precision_of(dtype, normalised=case["target"][0] == "tpu")
     constants: dict[str, Any] = {
         "mask": visible,
         "scale": {"none": d**-0.5}.get(case["scale"], 0.3),
@@ -263,8 +263,10 @@ def library_call(built: Built):
                     arguments["table"], bidirectional=case["score"] != "t5_causal", max_distance=16
                 )
             )
+        kernel = case["target"][0] == "tpu"
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
+            platform="interpret" if kernel else "auto",
             softmax_scale={"none": None, "float": 0.3}.get(case["scale"], arguments.get("scale")),
             logits_soft_cap={"none": None, "float": 2.5}.get(case["cap"], arguments.get("cap")),
             softmax_aux=arguments.get("sinks"),
@@ -276,7 +278,7 @@ def library_call(built: Built):
             arguments["q"],
             arguments["k"],
             arguments["v"],
-            eqattn.AttentionRegistry.create(case["target"][0], metadata),
+            eqattn.AttentionRegistry.create("blockwise" if kernel else case["target"][0], metadata),
             mask=mask,
             bias=arguments.get("bias"),
             score=score or None,

@@ -56,12 +56,19 @@ AXES: dict[str, tuple] = {
     "scale": ("none", "float", "array"),
     "offset": ("none", "int", "array"),
     "dropout": (0.0, 0.25),
-    # (registry name, devices).
-    "target": (("blockwise", 1), ("dense", 1), ("ring", 2), ("ring", 4), ("ragged", 1)),
+    # (registry name, devices); "tpu": the TPU's kernels under Blockwise, interpreted.
+    "target": (
+        ("blockwise", 1),
+        ("dense", 1),
+        ("ring", 2),
+        ("ring", 4),
+        ("ragged", 1),
+        ("tpu", 1),
+    ),
 }
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
-TARGET_LIMITS: dict[str, dict[str, tuple]] = {}
+TARGET_LIMITS: dict[str, dict[str, tuple]] = {"tpu": {"dtype": ("float16", "float64")}}
 
 Case = dict
 
@@ -82,6 +89,12 @@ def invalid(case: Case) -> str | None:
         return "no batch axis to leave out"
     if case.get("dropout", 0.0) and case.get("offset", "none") != "none":
         return "dropout_mask() gives the bits of positions that start at zero"
+    if (case.get("target"), case.get("dtype"), case.get("transform")) == (
+        ("tpu", 1),
+        "bfloat16",
+        "hvp",
+    ):
+        return "the bound does not know the rounding of the derivative of cotangent / denominator"
     for axis, values in TARGET_LIMITS.get(case.get("target", ("",))[0], {}).items():
         if axis in case and case[axis] in values:
             return f"{case['target'][0]} does not support {axis}={case[axis]}"

@@ -1,0 +1,1 @@
+"""Pallas kernels, imported only where one is lowered."""

@@ -1,0 +1,34 @@
+"""Pallas kernels for TPUs: other lowerings of the same visits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..._fold import FoldStep
+from ..._traverse import Layout
+from ._forward import visit_fold
+from ._visit import visit_sum
+
+
+def traverse(
+    steps: dict[int, Callable],
+    layout: Layout,
+    args: Sequence,
+    start: Sequence,
+    axes: Sequence[tuple[int, ...]],
+    *,
+    finish: Callable = list,
+    into: Sequence | None = None,
+    interpret: Any = False,
+) -> list:
+    """`eqattn._traverse.traverse` as kernels: one for a fold, one for all the outputs of a sweep
+    that keep the same axes.
+    """
+    if all(isinstance(step, FoldStep) for step in steps.values()):
+        return visit_fold(steps, layout, args, axes[0], finish, into, interpret)
+    results: list = [None] * len(axes)
+    for kept in dict.fromkeys(axes):
+        group = [i for i, a in enumerate(axes) if a == kept]
+        outs = visit_sum(steps, layout, args, start, kept, group, into, interpret)
+        for i, y in zip(group, outs):
+            results[i] = y
+    return finish(results) if into is None else results

@@ -1,0 +1,189 @@
+"""The softmax fold of the live pairs of a grid by one Pallas kernel.
+
+A step computes the logits of one pair and, of the pair before it, the exponentials and their
+product with the values. Neither waits for the other, so the matrix units work on one while the
+vector units work on the other. The pipeline runs on from one row to the next.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..._carry import gauge
+from ..._traverse import Layout, ROW
+from ._inline import Program, Run
+from ._visit import VMEM
+from ._work import abstract_blocks, FIRST, kind_of, LAST, matrix, Operand, Steps, work_list
+
+
+LOG2E = math.log2(math.e)
+
+
+def visit_fold(
+    steps: dict[int, Any],
+    layout: Layout,
+    args: Sequence,
+    kept: tuple[int, ...],
+    finish: Callable,
+    into: Sequence | None,
+    interpret: Any,
+) -> list:
+    """Numerator, denominator and maximum: new ones, finished, or those of `into` gone on with.
+
+    Inside, logits and maxima are those of powers of two.
+    """
+    table, operands = layout.split(args)
+    order = (*layout.batch, None)
+    work, length = work_list(table, layout, kept, max(steps))
+    grid = Steps(layout, order, (layout.table_axes or (ROW,) * 2)[:-2], length, drain=1)
+    full, keys_rows = max(steps), layout.block
+    keys, rows = keys_rows
+    n = len(steps[full].logits.in_avals)
+    blocks = abstract_blocks(operands, layout.in_axes)
+    logits = {c: Program(steps[c].evaluate_logits, blocks[:n]) for c in steps}
+    values = {c: Program(steps[c].evaluate_values, blocks[n:]) for c in steps}
+
+    def operand(i, programs, at):
+        return Operand(operands[i], layout.in_axes[i],
+                       matrix(blocks[i]) and programs[full].flipped[at])  # fmt: skip
+
+    def used(programs, i):
+        return any(p.reads[i] for p in programs.values())
+
+    ahead = {i: operand(i, logits, i) for i in range(n) if used(logits, i)}
+    values[full].flipped[0] = values[full].flipped[0] or matrix(blocks[n])  # the left of a product
+    behind = {i: operand(n + i, values, i) for i in range(len(operands) - n) if used(values, i)}
+    width = steps[full].width
+    new, kw = into is None, dict(steps[full].products)
+    shapes = [(width, rows), (1, rows), (1, rows)]
+    if new:
+        start = []
+        out_blocks = [(rows, width), (1, rows), (1, rows)]
+    else:
+        start = [Operand(x, kept) for x in into or ()]
+        out_blocks = shapes
+    weighted = len(logits[full].outs) == 2
+
+    def kernel(work_ref, *refs):
+        refs = list(refs)
+        take = lambda keys: {i: refs.pop(0) for i in keys}
+        ins, vals, olds, outs = (take(k) for k in (ahead, behind, range(len(start)), range(3)))
+        num, den, top, s_ref, most, *w_ref = refs
+        ids = [pl.program_id(i) for i in range(len(order))]
+        pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
+        running = ids[-1] > 0
+
+        @pl.when(running & ((before & FIRST) != 0))
+        def _():
+            if new:
+                num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
+                top[...] = jnp.full_like(top, -jnp.inf)
+            else:
+                num[...], den[...], top[...] = olds[0][...], olds[1][...], olds[2][...] * LOG2E
+
+        load: list = [None] * n
+        for i, x in ahead.items():
+            load[i] = lambda i=i, x=x: x.read(ins[i])
+        fetch: list = [None] * (len(operands) - n)
+        for i, x in behind.items():
+            fetch[i] = lambda i=i, x=x: x.read(vals[i])
+        lie_ahead = [i in ahead and ahead[i].flipped for i in range(n)]
+        lie_behind = [i in behind and behind[i].flipped for i in range(len(fetch))]
+
+        partial = (kind_of(pair) != full) | (kind_of(before) != full)
+
+        def poison(c):
+            """Makes the logits NaN where a value that is not finite is seen."""
+            raw = Run(values[full], fetch, lie_behind).value(values[full].outs[0], True)
+
+            @pl.when(jnp.isnan(jnp.sum(raw.astype(jnp.float32) * 0)))
+            def _():
+                s = s_ref[...]
+                bad = Run(values[c], fetch, lie_behind).value(values[c].outs[1]).reshape(1, keys)
+                column = jnp.broadcast_to(bad, (8, keys)).T[:, :1]
+                s_ref[...] = jnp.where(s == -jnp.inf, s, s + column)
+
+        def look_ahead(c):
+            run = Run(logits[c], load, lie_ahead)
+            s = run.times(logits[c].outs[0], LOG2E)
+            s_ref[...] = s
+            most[...] = s.max(0, keepdims=True)
+            for ref, v in zip(w_ref, logits[c].outs[1:]):
+                ref[...] = run.value(v)
+
+        def both(c):
+            run = Run(values[c], fetch, lie_behind)
+            value = values[c].outs[0]
+            was = top[...]
+            now = jnp.maximum(was, most[...])
+            origin = gauge(now)
+            p = jnp.exp2(s_ref[...] - origin)
+            scale = jnp.exp2(was - origin)
+            q = p * w_ref[0][...] if weighted else p
+            if c == full:
+                look_ahead(c)
+            narrow = kw["operand_dtype"]
+            product = lax.dot_general(
+                run.narrow(value, True, narrow),
+                q if narrow is None else q.astype(narrow),
+                (((1,), (0,)), ((), ())),
+                precision=kw["precision"],
+                preferred_element_type=jnp.float32,
+            )
+            if c != full:  # in this order the compiler spills less of what a mask adds
+                look_ahead(c)
+            num[...] = num[...] * scale + product
+            den[...] = den[...] * scale + p.sum(0, keepdims=True)
+            top[...] = now
+
+        some = min(steps)
+        if len(values[some].outs) > 1:
+            pl.when(partial)(lambda: poison(some))
+        if len(steps) == 1:
+            both(full)
+        else:
+            pl.when(partial)(lambda: both(some))
+            pl.when(~partial)(lambda: both(full))
+
+        @pl.when(running & ((before & LAST) != 0))
+        def _():
+            accs = [num[...], den[...], top[...] * (1 / LOG2E)]
+            if new:
+                accs = finish([accs[0], accs[1][0], accs[2][0]])
+            for ref, y in zip(outs.values(), accs):
+                ref[...] = y.reshape(ref.shape)
+
+    scratch = [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
+    scratch += [pltpu.VMEM((keys, rows), jnp.float32), pltpu.VMEM((1, rows), jnp.float32)]
+    scratch += [pltpu.VMEM((keys, rows), jnp.float32)] * weighted
+    given = [*ahead.values(), *behind.values(), *start]
+    lags = [0] * len(ahead) + [1] * (len(behind) + len(start))
+    first = 1 + len(ahead) + len(behind)
+    call = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid.grid,
+            in_specs=[grid.spec(x.axes, x.block, lag) for x, lag in zip(given, lags)],
+            out_specs=[grid.spec(kept, block, 1) for block in out_blocks],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((*layout.shape(kept), *block), jnp.float32) for block in out_blocks
+        ],
+        input_output_aliases={first + i: i for i in range(len(start))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * len(layout.batch) + ("arbitrary",),
+            vmem_limit_bytes=VMEM,
+        ),
+        interpret=interpret,
+        name="eqattn_fold",
+    )
+    num, den, top = call(work, *[x.array for x in given])
+    return [num, *[x.reshape(*layout.shape(kept), rows) for x in (den, top)]]

@@ -1,0 +1,208 @@
+"""Block functions as programs that a kernel can hold: flat, evaluated where something reads them.
+
+A block may lie transposed in memory. A product then reads it so, and what is done element by
+element is done so: nothing large is transposed in the kernel unless there is no other way.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..._compat import Literal
+from ..._dot import dot_p
+
+
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_ELEMENTWISE = {
+    lax.convert_element_type_p,
+    lax.is_finite_p,
+    lax.select_n_p,
+    lax.mul_p,
+    lax.add_p,
+    lax.sub_p,
+    lax.neg_p,
+}
+
+
+def _flat(jaxpr, consts, args) -> list:
+    """Runs a jaxpr with the bodies of its calls in their place."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    for eqn in jaxpr.eqns:
+        xs = [read(v) for v in eqn.invars]
+        called = next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
+        if called is None or eqn.primitive is dot_p:
+            ys = eqn.primitive.bind(*xs, **eqn.params)
+            ys = ys if eqn.primitive.multiple_results else [ys]
+        else:
+            ys = _flat(getattr(called, "jaxpr", called), getattr(called, "consts", ()), xs)
+        env.update(zip(eqn.outvars, ys))
+    return [read(v) for v in jaxpr.outvars]
+
+
+class Program:
+    """A function of blocks whose results `wanted` a kernel computes.
+
+    `reads` holds for each argument whether these depend on it, `flipped` whether every product
+    that reads it would like it transposed.
+    """
+
+    def __init__(self, fn: Callable, avals: Sequence, wanted: Sequence[int] | None = None):
+        closed = jax.make_jaxpr(fn)(*avals)
+        flat = jax.make_jaxpr(lambda *xs: _flat(closed.jaxpr, closed.consts, xs))(*avals)
+        self.jaxpr, self.consts = flat.jaxpr, flat.consts
+        outs = self.jaxpr.outvars
+        self.outs = outs if wanted is None else [outs[i] for i in wanted]
+        self.made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+        needed, dots = {v for v in self.outs if not isinstance(v, Literal)}, []
+        for eqn in reversed(self.jaxpr.eqns):
+            if needed & set(eqn.outvars):
+                needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+                dots += [eqn] if eqn.primitive is dot_p else []
+        self.reads = [v in needed for v in self.jaxpr.invars]
+        wishes: dict = {}
+        for eqn in dots:
+            (a, b), contract = eqn.invars, eqn.params["contract"]
+            wishes.setdefault(self.root(a), []).append(contract[0] == 0)
+            wishes.setdefault(self.root(b), []).append(False)
+        self.flipped = [all(wishes.get(v, [False])) for v in self.jaxpr.invars]
+
+    def maker(self, v: Any) -> Any:
+        """The equation that a value comes from, None for arguments and constants."""
+        return None if isinstance(v, Literal) else self.made_by.get(v)
+
+    def root(self, v: Any) -> Any:
+        """What a value was before it was worked on element by element; None for a constant."""
+        while (eqn := self.maker(v)) is not None and eqn.primitive in _ELEMENTWISE:
+            v = eqn.invars[-1]
+        return None if isinstance(v, Literal) else v
+
+    def __call__(self, load: Sequence[Callable | None], flipped: Sequence[bool]) -> list:
+        """**Arguments:** those of `Run`."""
+        run = Run(self, load, flipped)
+        return [run.value(v) for v in self.outs]
+
+
+class Run:
+    """One evaluation of a program in a kernel.
+
+    **Arguments:**
+
+    - `load`: for each argument, a function that reads it.
+    - `flipped`: whether what it returns is transposed.
+    """
+
+    def __init__(self, program: Program, load: Sequence, flipped: Sequence[bool]):
+        self.program = program
+        invars = program.jaxpr.invars
+        self.load = {v: (f, t) for v, f, t in zip(invars, load, flipped)}
+        consts = zip(program.jaxpr.constvars, program.consts)
+        self.done: dict = {(v, False): c for v, c in consts}
+
+    def lies_flipped(self, v: Any) -> bool:
+        v = v if isinstance(v, Literal) else self.program.root(v)
+        return not isinstance(v, Literal) and self.load.get(v, (None, False))[1]
+
+    def value(self, v: Any, flip: bool = False) -> Any:
+        if isinstance(v, Literal):
+            return v.val
+        if (v, flip) not in self.done:
+            self.done[v, flip] = self._value(v, flip)
+        return self.done[v, flip]
+
+    def _value(self, v, flip):
+        if v in self.load:
+            load, lies = self.load[v]
+            return load() if lies == flip else self.value(v, not flip).T
+        eqn = self.program.maker(v)
+        if eqn is None:
+            return self.value(v, False).T
+        if eqn.primitive is dot_p and not flip:
+            return self._dot(*eqn.invars, **eqn.params)
+        if eqn.primitive is lax.transpose_p:
+            return self.value(eqn.invars[0], not flip)
+        if flip and eqn.primitive is lax.broadcast_in_dim_p and eqn.invars[0].aval.ndim == 0:
+            x = self.value(eqn.invars[0], False)
+            return lax.broadcast(x, eqn.params["shape"][::-1])
+        if flip and eqn.primitive in _ELEMENTWISE:
+            xs = [self.value(x, x.aval.ndim == 2) for x in eqn.invars]
+            return eqn.primitive.bind(*xs, **{**eqn.params, **_plain(eqn)})
+        if flip:
+            return self.value(v, False).T
+        if (
+            eqn.primitive in _ELEMENTWISE
+            and v.aval.ndim == 2
+            and any(self.lies_flipped(x) for x in eqn.invars)
+            and not isinstance(v, Literal)
+        ):
+            return self.value(v, True).T
+        if eqn.primitive is lax.reduce_sum_p and self.lies_flipped(eqn.invars[0]):
+            x = self.value(eqn.invars[0], True)
+            return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))
+        if eqn.primitive is lax.select_n_p:
+            return lax.select_n(*[self.value(x) for x in self._cases(eqn)])
+        ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
+        if not eqn.primitive.multiple_results:
+            return ys
+        self.done.update(zip([(w, False) for w in eqn.outvars], ys))
+        return self.done[v, False]
+
+    def _cases(self, eqn: Any) -> list:
+        """A selection's operands, past selections by the same predicate."""
+        which, *cases = eqn.invars
+        for i, v in enumerate(cases):
+            inner = self.program.maker(v)
+            if inner is not None and inner.primitive is lax.select_n_p:
+                if inner.invars[0] is which:
+                    cases[i] = inner.invars[1 + i]
+        return [which, *cases]
+
+    def narrow(self, v: Any, flip: bool, dtype: Any) -> Any:
+        """A value in the dtype that a product reads, without widening it first."""
+        eqn = self.program.maker(v)
+        if dtype is not None and eqn is not None and eqn.primitive is lax.convert_element_type_p:
+            if eqn.invars[0].aval.dtype == dtype:
+                return self.value(eqn.invars[0], flip)
+        x = self.value(v, flip)
+        return x if dtype is None else x.astype(dtype)
+
+    def _dot(self, a, b, *, contract, lead, precision, operand_dtype):
+        assert lead == 0
+        operands, dims = [], []
+        for v, c in zip((a, b), contract):
+            flip = self.lies_flipped(v)
+            operands.append(self.narrow(v, flip, operand_dtype))
+            dims.append(1 - c if flip else c)
+        dims = (((dims[0],), (dims[1],)), ((), ()))
+        a, b = operands
+        return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+    def times(self, v: Any, factor: float) -> Any:
+        """A value times a number, by way of what it is already multiplied with."""
+        eqn = self.program.maker(v)
+        if isinstance(v, Literal):
+            return v.val * factor
+        if eqn is not None and eqn.primitive is lax.select_n_p:
+            which, *cases = self._cases(eqn)
+            return lax.select_n(self.value(which), *[self.times(x, factor) for x in cases])
+        if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
+            x = self.times(eqn.invars[0], factor)
+            return lax.broadcast_in_dim_p.bind(x, **eqn.params)
+        if eqn is not None and eqn.primitive is lax.mul_p:
+            small = min(eqn.invars, key=lambda x: self._size(x))
+            x, y = [self.times(x, factor) if x is small else self.value(x) for x in eqn.invars]
+            return x * y
+        return self.value(v) * factor
+
+    def _size(self, v: Any) -> int:
+        """Of what a value was before it was repeated."""
+        while (eqn := self.program.maker(v)) and eqn.primitive is lax.broadcast_in_dim_p:
+            v = eqn.invars[0]
+        return v.aval.size
+
+
+def _plain(eqn) -> dict:
+    return {"sharding": None} if "sharding" in eqn.params else {}

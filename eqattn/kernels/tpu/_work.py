@@ -1,0 +1,144 @@
+"""Which pairs of row and column a kernel visits, in which order, and where their blocks lie."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from ..._traverse import COL, EMPTY, Layout, ROW
+
+
+FIRST, LAST = 1, 2  # flags of a pair; then two bits of its class, 14 of its column, 14 of its row
+SIDE = 2**14
+
+
+def work_list(table: Any, layout: Layout, kept: tuple[int, ...], every: int) -> Any:
+    """The pairs to visit, packed, `[*, pairs]`, and how many there are: the live ones, and one for
+    each kept row or column without any. Without a table, all of class `every`. One more, without
+    flags, follows them.
+    """
+    rows, columns = layout.grid[ROW:]
+    if max(rows, columns) >= SIDE:
+        raise ValueError(
+            f"A TPU kernel visits fewer than {SIDE} blocks of queries and of keys, not {rows} and "
+            f"{columns}: give the metadata larger blocksize_q and blocksize_k."
+        )
+    if table is None:
+        table = np.full((rows, columns), every, np.int8)
+    xp: Any = np if isinstance(table, np.ndarray) else jnp
+    row, column = np.mgrid[:rows, :columns]
+    if COL in kept and ROW not in kept:
+        table, row, column = (xp.swapaxes(x, -1, -2) for x in (table, row, column))
+    lead, (outer, inner) = table.shape[:-2], table.shape[-2:]
+    if ROW in kept and COL in kept:
+        outer, inner = outer * inner, 1
+    elif ROW not in kept and COL not in kept:
+        outer, inner = 1, outer * inner
+    table = table.reshape(*lead, outer, inner)
+    none = (table == EMPTY).all(-1, keepdims=True)
+    chosen = (table != EMPTY) | (none & np.broadcast_to(np.arange(inner) == 0, table.shape))
+    chosen = chosen.reshape(*lead, -1)
+    index, everything = np.arange(outer * inner), outer * inner
+    index = np.broadcast_to(index, chosen.shape)
+    order = xp.sort(xp.where(chosen, index, index + everything), axis=-1)
+    count = chosen.sum(-1)
+    past = order >= everything
+    final = xp.take_along_axis(order, count[..., None] - 1, -1)
+    at = xp.where(past, final, order)
+    group, edge = xp.where(past, -1, at // inner), xp.full((*lead, 1), -1, at.dtype)
+    first = ~past & (group != xp.concatenate([edge, group[..., :-1]], -1))
+    last = ~past & (group != xp.concatenate([group[..., 1:], edge], -1))
+    kind = xp.where(past, EMPTY, xp.take_along_axis(table.reshape(*lead, -1), at, -1))
+    word = lambda x: x.astype(np.uint32)
+    row, column = (word(xp.asarray(x).reshape(-1)[at]) for x in (row, column))
+    packed = row << 18 | column << 4 | word(kind) << 2 | word(first) * FIRST | word(last) * LAST
+    length = int(count.max()) if xp is np else count.max().astype(jnp.int32)
+    packed = packed[..., :length] if xp is np else packed
+    packed = xp.concatenate([packed, packed[..., -1:] & ~np.uint32(FIRST | LAST)], -1)
+    return lax.bitcast_convert_type(jnp.asarray(packed), jnp.int32), length
+
+
+def kind_of(pair: Any) -> Any:
+    return (pair >> 2) & 3
+
+
+def lies_as(shape: tuple[int, ...], flipped: bool = False) -> tuple[int, ...]:
+    """A block as it lies in vector memory: at least a matrix, a column `[n, 1]` as a row."""
+    if len(shape) < 2:
+        return (1, *(shape or (1,)))
+    return shape[::-1] if flipped or (len(shape) == 2 and shape[1] == 1) else shape
+
+
+def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """What the block function reads, from what lies in vector memory."""
+    if len(shape) == 2 and shape[1] == 1 and shape[0] > 1:
+        x = jnp.broadcast_to(x, (8, shape[0])).T[:, :1]
+    x = x.reshape(shape)
+    return x != 0 if dtype == jnp.bool_ else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The kernel's grid: batch axes and, as None, the work list; `table_axes` are those of the list
+    before its pairs.
+    """
+
+    layout: Layout
+    order: tuple[int | None, ...]
+    table_axes: tuple[int, ...]
+    length: Any
+    drain: int = 0
+
+    @property
+    def grid(self) -> tuple:
+        return tuple(
+            self.length + self.drain if a is None else self.layout.grid[a] for a in self.order
+        )
+
+    def pair(self, ids: Sequence, work_ref: Any, lag: int = 0) -> Any:
+        """The packed pair of the step `lag` before this one."""
+        at = [ids[self.order.index(a)] for a in self.table_axes]
+        step = ids[self.order.index(None)]
+        return work_ref[(*at, jnp.maximum(step - lag, 0) if lag else step)]
+
+    def spec(self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0) -> pl.BlockSpec:
+        """Where the block of an array on these grid axes lies at each step."""
+
+        def index(*ids_and_work):
+            *ids, work_ref = ids_and_work
+            pair = self.pair(ids, work_ref, lag)
+            where = {ROW: lax.shift_right_logical(pair, 18), COL: (pair >> 4) & (SIDE - 1)}
+            at = [where[a] if a in where else ids[self.order.index(a)] for a in axes]
+            return (*at, *[0] * len(block))
+
+        return pl.BlockSpec((*[None] * len(axes), *block), index)
+
+
+class Operand:
+    """An array on the grid, as the kernel is given it."""
+
+    def __init__(self, x: Array, axes: tuple[int, ...], flipped: bool = False):
+        self.axes, self.flipped, self.dtype = axes, flipped, x.dtype
+        shape = x.shape[len(axes) :]
+        self.shape = shape[::-1] if flipped else shape
+        self.block = lies_as(shape, flipped)
+        x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        x = jnp.swapaxes(x, -1, -2) if flipped else x
+        self.array = x.reshape(*x.shape[: len(axes)], *self.block)
+
+    def read(self, ref: Any) -> Array:
+        return as_block(ref[...], self.shape, self.dtype)
+
+
+def abstract_blocks(operands: Sequence, axes: Sequence[tuple[int, ...]]) -> list:
+    return [jax.ShapeDtypeStruct(x.shape[len(a) :], x.dtype) for x, a in zip(operands, axes)]
+
+
+def matrix(x: Any) -> bool:
+    return len(x.shape) == 2 and min(x.shape) > 1
