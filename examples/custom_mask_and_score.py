@@ -226,8 +226,9 @@ def difference(case: Case, t: int) -> tuple[float, float]:
         return run(case.learned, *args)
 
     out, wanted = both(ours(case, t)), both(reference(case, t))
-    apart = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max() / jnp.abs(y).max()), out, wanted)
-    return apart[0], max(jax.tree.leaves(apart[1]))
+    relative = lambda x, y: jnp.abs(x - y).max() / jnp.abs(y).max()
+    output, gradients = jax.jit(lambda x, y: jax.tree.map(relative, x, y))(out, wanted)
+    return float(output), max(map(float, jax.tree.leaves(gradients)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

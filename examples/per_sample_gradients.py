@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from tqdm import tqdm
 
@@ -89,11 +90,12 @@ def reverse_over_reverse(model: Any, direction: Any, *data: Array) -> Any:
     return jax.grad(lambda m: dot(gradient(m, *data), direction))(model)
 
 
-def difference(x: PyTree, y: PyTree) -> float:
+@jax.jit
+def difference(x: PyTree, y: PyTree) -> Float[Array, ""]:
     """The distance of two trees, relative to the second."""
     x, y = jax.tree.leaves(x), jax.tree.leaves(y)
     apart = [a - b for a, b in zip(x, y, strict=True)]
-    return float(jnp.sqrt(dot(apart, apart) / dot(y, y)))
+    return jnp.sqrt(dot(apart, apart) / dot(y, y))
 
 
 def memory(fn: Callable, model: Classifier, length: int) -> float:
@@ -137,19 +139,20 @@ def curvature(model: Classifier, *data: Array) -> tuple[float, Any, Any]:
     """The Hessian's largest eigenvalue in size, by power iteration. **Returns:** the eigenvalue,
     its direction, and the Hessian's product with that.
     """
-    leaves, structure = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [jax.random.normal(k, jnp.shape(x)) for k, x in zip(keys, leaves, strict=True)]
-    product = jax.jit(forward_over_reverse)
-    image = jax.tree.unflatten(structure, leaves)
+    vector, unflatten = ravel_pytree(model)
+
+    @jax.jit
+    def step(direction):
+        direction = direction / jnp.linalg.norm(direction)
+        image = ravel_pytree(forward_over_reverse(model, unflatten(direction), *data))[0]
+        return direction, image, direction @ image
+
+    image = jax.random.normal(jax.random.key(1), vector.shape)
     with tqdm(range(POWERS), "power iteration", unit="product") as bar:
         for _ in bar:
-            length = jnp.sqrt(dot(image, image))
-            direction = jax.tree.map(lambda x: x / length, image)
-            image = product(model, direction, *data)
-            value = float(dot(direction, image))
+            direction, image, value = step(image)
             bar.set_postfix_str(f"curvature {value:.3f}", refresh=False)
-    return value, direction, image
+    return float(value), unflatten(direction), unflatten(image)
 
 
 # The program -----------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     apart = {}
 
     gradients = jax.jit(per_sample_gradients)(model, *data)
-    norms = jnp.sqrt(jax.vmap(dot)(gradients, gradients))
+    norms = jax.jit(jax.vmap(lambda x: jnp.sqrt(dot(x, x))))(gradients)
     found = len(np.intersect1d(jnp.argsort(-norms)[:WRONG], wrong))
     print(f"{found} of {WRONG} wrong labels are among the {WRONG} largest of {SAMPLES} gradients")
     apart["per-sample gradients, and by Dense"] = difference(
