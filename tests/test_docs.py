@@ -54,6 +54,13 @@ def test_links_lead_somewhere(path):
     assert not missing
 
 
+def test_every_example_is_listed():
+    programs = {f"examples/{p.name}" for p in (ROOT / "examples").glob("[!_]*.py")}
+    for page in (ROOT / "README.md", ROOT / "docs/pages/index.md"):
+        listed = set(re.findall(r"^\| `(examples/\w+\.py)` \|", page.read_text(), re.MULTILINE))
+        assert listed == programs
+
+
 def test_every_public_name_is_in_the_reference():
     text = (ROOT / "docs/pages/api.md").read_text()
     documented = set(re.findall(r"^::: eqattn\.([\w.]+)$", text, re.MULTILINE))

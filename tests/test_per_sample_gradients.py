@@ -1,0 +1,70 @@
+"""The example: gradients of samples and Hessian-vector products agree with Dense, in less memory."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import per_sample_gradients as example  # noqa: E402
+
+
+def test_results_agree_in_less_memory(capsys):
+    with jax.numpy_dtype_promotion("standard"):  # for optax
+        assert example.main(["--quick"]) == 0
+    captured = capsys.readouterr()
+    for title in ("training", "power iteration", "planning memory"):
+        assert f"{title}: 100%" in captured.err
+    found = re.search(r"^(\d) of 8 wrong labels are among", captured.out, re.MULTILINE)
+    assert found is not None and int(found[1]) >= 6
+    apart = [float(x) for x in re.findall(r" (\S+) apart$", captured.out, re.MULTILINE)]
+    assert len(apart) == 4 and max(apart) < 1e-5
+    rows = re.findall(r"^(\w.*?)  +(\d+\.\d) +(\d+\.\d)$", captured.out, re.MULTILINE)
+    assert len(rows) == 3
+    assert all(float(ours) < float(dense) / 3 for _, ours, dense in rows)
+    assert captured.out.endswith("results agree\n")
+
+
+def test_the_hessian_is_that_of_the_loss():
+    """On the logit's bias alone, where it can be written down: the mean of p (1 - p)."""
+    *data, _ = example.make_data()
+    model = example.Classifier(16, 2, jax.random.key(0))
+    where = lambda tree: tree.head.bias
+    direction = example.eqx.tree_at(
+        where, jax.tree.map(lambda x: 0.0 * x, model), jnp.ones_like(where(model))
+    )
+    p = jax.nn.sigmoid(jax.vmap(model)(data[0]))
+    for product in (example.forward_over_reverse, example.reverse_over_reverse):
+        found = where(jax.jit(product)(model, direction, *data))
+        assert jnp.allclose(found, (p * (1 - p)).mean(), rtol=1e-5)
+
+
+def test_disagreement_is_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr(example, "memory", lambda fn, model, length: 0.0)
+    monkeypatch.setattr(example, "POWERS", 1)
+    right = example.reverse_over_reverse
+    wrong = lambda *args: jax.tree.map(lambda x: 1.001 * x, right(*args))
+    monkeypatch.setattr(example, "reverse_over_reverse", wrong)
+    with jax.numpy_dtype_promotion("standard"):
+        assert example.main(["--steps", "1"]) == 1
+    assert capsys.readouterr().out.endswith("results disagree\n")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--steps 0", "--steps and --length must be at least 1"),
+        ("--length 0", "--steps and --length must be at least 1"),
+        ("--steps many", "invalid int value"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        example.main(arguments.split())
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
