@@ -40,6 +40,7 @@ from ._ring_layout import (
     Zigzag as Zigzag,
 )
 from ._ring_plan import ring_plan as ring_plan, RingPlan as RingPlan
+from ._save import load as load, save as save
 from .masks import (
     BlockCausal as BlockCausal,
     Causal as Causal,
