@@ -131,28 +131,49 @@ class AbstractMask(eqx.Module):
         **Returns:** a `Sparsity` of floats (of scalar arrays under a trace).
         """
         batch_shape = tuple(batch_shape)
-        q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
-        from ._intervals import classify
-
-        table = classify(
-            self,
-            batch_shape=batch_shape,
-            heads=heads,
-            kv_heads=heads,
-            q_positions=q,
-            kv_positions=k,
-            block_q=block_q,
-            block_k=block_k,
+        where = dict(q_positions=q_positions, kv_positions=kv_positions)
+        table = block_table(
+            self, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads, **where
         )
         known = isinstance(table, np.ndarray)
         number = float if known else lambda x: x
         empty, partial, full = (number((table == np.int8(c)).mean()) for c in (0, 1, 2))
         visible = full if known and partial == 0.0 and full in (0.0, 1.0) else None
         if visible is None and math.prod(batch_shape) * heads * t * s <= _CHEAP_PAIRS:
-            where = dict(q_positions=q_positions, kv_positions=kv_positions)
             visible = self.as_array(t, s, batch_shape=batch_shape, heads=heads, **where).mean()
             visible = number(visible)
         return Sparsity(empty, partial, full, visible)
+
+
+def block_table(
+    mask: AbstractMask,
+    t: int,
+    s: int,
+    block_q: int,
+    block_k: int,
+    *,
+    batch_shape: Sequence[int] = (),
+    heads: int = 1,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+) -> Any:
+    """The class of every block, int8 `[b, heads, rows, columns]`, where axes of batch and heads
+    that it does not depend on have size 1. The arguments are those of `sparsity`.
+    """
+    from ._intervals import classify
+
+    batch_shape = tuple(batch_shape)
+    q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+    return classify(
+        mask,
+        batch_shape=batch_shape,
+        heads=heads,
+        kv_heads=heads,
+        q_positions=q,
+        kv_positions=k,
+        block_q=block_q,
+        block_k=block_k,
+    )
 
 
 def _positions(t, s, batch_shape, q, k) -> tuple:
