@@ -45,19 +45,19 @@ class AbstractMask(eqx.Module):
         """The arrays of which `visible` gets one scalar each."""
 
     @abc.abstractmethod
-    def visible(self, b, h, q, k, *ids) -> Any:
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         """Whether query `q` sees key `k`: one bool scalar, from `jnp` or `lax` operations."""
 
-    def __and__(self, other) -> "AbstractMask":
+    def __and__(self, other: Any) -> "AbstractMask":
         return _combine(And, self, other)
 
-    def __rand__(self, other) -> "AbstractMask":
+    def __rand__(self, other: Any) -> "AbstractMask":
         return _combine(And, other, self)
 
-    def __or__(self, other) -> "AbstractMask":
+    def __or__(self, other: Any) -> "AbstractMask":
         return _combine(Or, self, other)
 
-    def __ror__(self, other) -> "AbstractMask":
+    def __ror__(self, other: Any) -> "AbstractMask":
         return _combine(Or, other, self)
 
     def __invert__(self) -> "AbstractMask":
@@ -210,10 +210,10 @@ class Dense(AbstractMask):
                 "additive values as `bias`."
             )
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return (Operand(self.array, ("", "s", "ts", "hts", "bhts")[min(self.array.ndim, 4)]),)
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return ids[0]
 
 
@@ -222,10 +222,10 @@ class And(AbstractMask):
 
     terms: tuple[AbstractMask, ...]
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return sum((t.operands() for t in self.terms), ())
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return functools.reduce(operator.and_, _each(self.terms, b, h, q, k, ids))
 
 
@@ -234,10 +234,10 @@ class Or(AbstractMask):
 
     terms: tuple[AbstractMask, ...]
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return sum((t.operands() for t in self.terms), ())
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return functools.reduce(operator.or_, _each(self.terms, b, h, q, k, ids))
 
 
@@ -246,10 +246,10 @@ class Not(AbstractMask):
 
     term: AbstractMask
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return self.term.operands()
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return jnp.logical_not(self.term.visible(b, h, q, k, *ids))
 
 
