@@ -3,6 +3,7 @@
 import inspect
 import io
 import re
+import tomllib
 from pathlib import Path
 
 import jax
@@ -87,3 +88,28 @@ def _resolve(name):
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def test_changelog_and_citation_are_of_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert eqattn.__version__ == project["version"]
+    changes = (ROOT / "docs/pages/changelog.md").read_text()
+    versions = re.findall(r"^## (\S+)", changes, re.MULTILINE)
+    assert versions[0] == project["version"] and len(set(versions)) == len(versions)
+    lines = (ROOT / "docs/CITATION.cff").read_text().splitlines()
+    citation = dict(line.split(": ", 1) for line in lines if ": " in line and line[0] != " ")
+    assert citation["version"] == project["version"] and citation["license"] == project["license"]
+    assert citation["cff-version"] == "1.2.0"
+
+
+def test_the_changelog_speaks_of_names_that_exist():
+    changes = (ROOT / "docs/pages/changelog.md").read_text()
+    names = set(re.findall(r"`([A-Za-z][\w.]*)`", changes))
+    known = {name for name in names if name.split(".")[0] == "eqattn" or _is_public(name)}
+    others = {"pyright", "mypy", "grad", "jvp", "vmap", "jax.grad", "jax.jit", "jax.vmap"}
+    assert names - known <= others | {"jax.nn.dot_product_attention"}
+
+
+def _is_public(name):
+    modules = eqattn, eqattn.nn, eqattn.cache, eqattn.strategies
+    return any(hasattr(module, name.removeprefix("strategies.")) for module in modules)
