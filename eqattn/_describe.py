@@ -46,8 +46,10 @@ def leaf_of(x: Any) -> Leaf | None:
     if isinstance(x, float | complex):
         return Leaf(type(x).__name__, np.dtype(type(x)).name)
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended) or np.dtype(x.dtype).hasobject:
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise TypeError(f"{x.dtype} has no plain bytes; save jax.random.key_data of a key.")
+        if np.dtype(x.dtype).kind in "OSUMm" or np.dtype(x.dtype).names:
+            raise TypeError(f"an array of {x.dtype} is not of numbers.")
         kind = "numpy" if isinstance(x, np.ndarray) else "jax"
         return Leaf(kind, x.dtype.name, tuple(x.shape), getattr(x, "weak_type", False))
     return None
@@ -238,7 +240,7 @@ def _class(path: str) -> Any:
 
 
 def _is_data(cls: type) -> bool:
-    return issubclass(cls, enum.Enum | tuple) or dataclasses.is_dataclass(cls)
+    return issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")
 
 
 def _fields(cls: Any) -> dict[str, dataclasses.Field]:

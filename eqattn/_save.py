@@ -127,7 +127,10 @@ def load(path_or_file: _Path | _Readable, like: Any = None, *, mesh: Any = NOT_G
     if mesh is not NOT_GIVEN:
         described = _with_mesh(described, encode(mesh))
     if like is None:
-        leaves, structure = jax.tree.flatten(restore(described))
+        try:
+            leaves, structure = jax.tree.flatten(restore(described))
+        except (KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"The header of the file is not as save writes it: {e!r}.") from e
     else:
         found = [f"{at}: {a} in the file, {b} in like" for at, a, b in _compare(described, like)]
         if found:

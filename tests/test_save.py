@@ -205,6 +205,26 @@ def test_a_strategy_of_yours(registered):
     assert_same(through_file(trained, like=strategy), trained)
 
 
+def test_a_strategy_in_a_strategy(registered):
+    @registered
+    class Outer(AttentionImpl):
+        inner: AttentionImpl
+
+        @classmethod
+        def get_impl_name(cls):
+            return "test-outer", "test-alias"
+
+        def forward_native(self, q, k, v, mask=None, **kwargs):
+            return self.inner(q, k, v, mask=mask)
+
+    metadata = AttentionMetadata(softmax_aux=jnp.arange(4.0))
+    strategy = Outer(metadata.replace(softmax_scale=0.5), Ring(metadata, layout=Zigzag()))
+    assert_same(through_file(strategy), strategy)
+    like = eqx.tree_at(lambda s: s.inner, strategy, Blockwise(metadata))
+    with pytest.raises(ValueError, match="inner: 'ring' in the file, 'blockwise' in like"):
+        through_file(strategy, like=like)
+
+
 def test_a_class_that_is_not_registered(registered):
     strategy = mine()(AttentionMetadata())
     assert_same(through_file(strategy, like=strategy), strategy)
@@ -374,13 +394,18 @@ def test_a_file_chooses_no_code(data):
     header = json.loads(line)
     from eqattn._save import _digest, _line
 
-    for path in ("antigravity:open_new", "os:_wrap_close", "subprocess:Popen", "builtins:eval"):
-        fields = header["object"]["$strategy"]["fields"]
-        fields["precision"] = {"$object": {"class": path, "fields": {}}}
+    def refused(precision, message):
+        header["object"]["$strategy"]["fields"]["precision"] = precision
         header.pop("sha256", None)
         header["sha256"] = _digest(header)
-        with pytest.raises(ValueError, match=f"needs the class {path}"):
+        with pytest.raises(ValueError, match=message):
             load(io.BytesIO(_line(header) + b"\n" + content))
+
+    for path in ("antigravity:open_new", "os:_wrap_close", "subprocess:Popen", "builtins:eval"):
+        refused({"$object": {"class": path, "fields": {}}}, f"needs the class {path}")
+    refused({"$object": {"class": "eqattn:Zigzag", "fields": {"a": 1}}}, r"Zigzag has no \['a'\]")
+    refused({"$enum": ["eqattn:Zigzag", "a"]}, "not as save writes it")
+    refused({"$object": {}}, "not as save writes it")
     assert "antigravity" not in sys.modules
 
 
@@ -407,6 +432,9 @@ def test_what_cannot_be_saved(registered, tmp_path):
     key = eqx.tree_at(lambda m: m.part.weight, mine()(AttentionMetadata()), jax.random.key(0))
     with pytest.raises(TypeError, match=r"^part\.weight: .*key_data"):
         save(path, key)
+    words = eqx.tree_at(lambda m: m.part.weight, mine()(AttentionMetadata()), np.array(["a"]))
+    with pytest.raises(TypeError, match=r"^part\.weight: an array of <U1 is not of numbers"):
+        save(path, words)
     with pytest.raises(TypeError, match="outside of jax.jit"):
         jax.jit(lambda s: save(path, AttentionMetadata(softmax_scale=s)))(1.0)
     assert not path.exists()
