@@ -176,7 +176,7 @@ def plot_heads(
         )
     ax.set_xlim(0, 100)
     ax.set_ylim(heads - 0.5, -0.5)
-    ax.set_xlabel(f"share of {block_q} x {block_k} blocks (%); skipped at the right")
+    ax.set_xlabel(f"share of {block_q} x {block_k} blocks (%); the numbers: skipped")
     ax.set_ylabel("head")
     ax.yaxis.set_major_locator(MaxNLocator(16, integer=True))
     ax.set_title(f"{_title(mask)}\n{t:,} queries x {s:,} keys", fontsize="medium")
