@@ -40,6 +40,7 @@ from ._ring_layout import (
     Zigzag as Zigzag,
 )
 from ._ring_plan import ring_plan as ring_plan, RingPlan as RingPlan
+from ._save import load as load, save as save
 from .masks import (
     BlockCausal as BlockCausal,
     Causal as Causal,
@@ -71,7 +72,7 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> _typing.Any:
     if name == "nn":  # when it is first used, so that layers cost those nothing who need none
         return _importlib.import_module(".nn", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,7 @@ class KVCache(AbstractCache):
     length: Int[Array, " b"]
 
     @property
-    def positions(self):
+    def positions(self) -> Array | None:
         return None
 
     @classmethod
@@ -46,14 +46,14 @@ class KVCache(AbstractCache):
         key, value = (_zeros(*sizes, dim, dtype) for dim in (head_dim, value_dim))
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
-    def append(self, key, value, counts=None):
+    def append(self, key: Array, value: Array, counts: Array | None = None) -> "KVCache":
         slots, length = places(self, key, value, counts, self.key.shape[1])
         return KVCache(write(self.key, key, slots), write(self.value, value, slots), length)
 
-    def truncate(self, lengths):
+    def truncate(self, lengths: Array) -> "KVCache":
         return KVCache(self.key, self.value, within(lengths, self.length))
 
-    def reorder(self, rows):
+    def reorder(self, rows: Array) -> "KVCache":
         return KVCache(self.key[rows], self.value[rows], self.length[rows])
 
 
@@ -72,7 +72,7 @@ class QuantizedKVCache(AbstractCache):
     length: Int[Array, " b"]
 
     @property
-    def positions(self):
+    def positions(self) -> Array | None:
         return None
 
     @classmethod
@@ -95,7 +95,7 @@ class QuantizedKVCache(AbstractCache):
 
         return cls(nothing(head_dim), nothing(value_dim), jnp.zeros(batch, jnp.int32))
 
-    def append(self, key, value, counts=None):
+    def append(self, key: Array, value: Array, counts: Array | None = None) -> "QuantizedKVCache":
         slots, length = places(self, key, value, counts, self.key.shape[1])
 
         def added(held: Quantized, x: Array) -> Quantized:
@@ -105,10 +105,10 @@ class QuantizedKVCache(AbstractCache):
 
         return QuantizedKVCache(added(self.key, key), added(self.value, value), length)
 
-    def truncate(self, lengths):
+    def truncate(self, lengths: Array) -> "QuantizedKVCache":
         return QuantizedKVCache(self.key, self.value, within(lengths, self.length))
 
-    def reorder(self, rows):
+    def reorder(self, rows: Array) -> "QuantizedKVCache":
         key, value = (Quantized(x.values[rows], x.scales[rows], x.dtype)
                       for x in (self.key, self.value))  # fmt: skip
         return QuantizedKVCache(key, value, self.length[rows])
@@ -135,7 +135,7 @@ class RingBufferCache(AbstractCache):
     length: Int[Array, " b"]
 
     @property
-    def positions(self):
+    def positions(self) -> Array | None:
         return self.held
 
     @classmethod
@@ -155,7 +155,7 @@ class RingBufferCache(AbstractCache):
         held = jnp.full((batch, capacity), -1, jnp.int32)
         return cls(key, value, held, jnp.zeros(batch, jnp.int32))
 
-    def append(self, key, value, counts=None):
+    def append(self, key: Array, value: Array, counts: Array | None = None) -> "RingBufferCache":
         t, capacity = key.shape[1], self.key.shape[1]
         if t > capacity:
             raise ValueError(
@@ -173,7 +173,7 @@ class RingBufferCache(AbstractCache):
             self.length + counts,
         )
 
-    def truncate(self, lengths):
+    def truncate(self, lengths: Array) -> "RingBufferCache":
         """With the first `lengths` tokens. What newer tokens have overwritten is not there again:
         as many older tokens are missing as newer ones are dropped.
         """
@@ -181,5 +181,5 @@ class RingBufferCache(AbstractCache):
         held = jnp.where(self.held < lengths[:, None], self.held, -1)
         return RingBufferCache(self.key, self.value, held, lengths)
 
-    def reorder(self, rows):
+    def reorder(self, rows: Array) -> "RingBufferCache":
         return RingBufferCache(self.key[rows], self.value[rows], self.held[rows], self.length[rows])

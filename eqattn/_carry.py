@@ -1,5 +1,7 @@
 """Partial attention as a commutative monoid."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -45,7 +47,7 @@ class Carry(eqx.Module):
     max_so_far: Float[Array, " *bth"]
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], value_dim: int, dtype=jnp.float32) -> "Carry":
+    def empty(cls, shape: tuple[int, ...], value_dim: int, dtype: Any = jnp.float32) -> "Carry":
         """Attention over no keys: the identity of `merge`.
 
         **Arguments:**

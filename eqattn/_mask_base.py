@@ -45,19 +45,19 @@ class AbstractMask(eqx.Module):
         """The arrays of which `visible` gets one scalar each."""
 
     @abc.abstractmethod
-    def visible(self, b, h, q, k, *ids) -> Any:
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         """Whether query `q` sees key `k`: one bool scalar, from `jnp` or `lax` operations."""
 
-    def __and__(self, other) -> "AbstractMask":
+    def __and__(self, other: Any) -> "AbstractMask":
         return _combine(And, self, other)
 
-    def __rand__(self, other) -> "AbstractMask":
+    def __rand__(self, other: Any) -> "AbstractMask":
         return _combine(And, other, self)
 
-    def __or__(self, other) -> "AbstractMask":
+    def __or__(self, other: Any) -> "AbstractMask":
         return _combine(Or, self, other)
 
-    def __ror__(self, other) -> "AbstractMask":
+    def __ror__(self, other: Any) -> "AbstractMask":
         return _combine(Or, other, self)
 
     def __invert__(self) -> "AbstractMask":
@@ -131,28 +131,49 @@ class AbstractMask(eqx.Module):
         **Returns:** a `Sparsity` of floats (of scalar arrays under a trace).
         """
         batch_shape = tuple(batch_shape)
-        q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
-        from ._intervals import classify
-
-        table = classify(
-            self,
-            batch_shape=batch_shape,
-            heads=heads,
-            kv_heads=heads,
-            q_positions=q,
-            kv_positions=k,
-            block_q=block_q,
-            block_k=block_k,
+        where = dict(q_positions=q_positions, kv_positions=kv_positions)
+        table = block_table(
+            self, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads, **where
         )
         known = isinstance(table, np.ndarray)
         number = float if known else lambda x: x
         empty, partial, full = (number((table == np.int8(c)).mean()) for c in (0, 1, 2))
         visible = full if known and partial == 0.0 and full in (0.0, 1.0) else None
         if visible is None and math.prod(batch_shape) * heads * t * s <= _CHEAP_PAIRS:
-            where = dict(q_positions=q_positions, kv_positions=kv_positions)
             visible = self.as_array(t, s, batch_shape=batch_shape, heads=heads, **where).mean()
             visible = number(visible)
         return Sparsity(empty, partial, full, visible)
+
+
+def block_table(
+    mask: AbstractMask,
+    t: int,
+    s: int,
+    block_q: int,
+    block_k: int,
+    *,
+    batch_shape: Sequence[int] = (),
+    heads: int = 1,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+) -> Any:
+    """The class of every block, int8 `[b, heads, rows, columns]`, where axes of batch and heads
+    that it does not depend on have size 1. The arguments are those of `sparsity`.
+    """
+    from ._intervals import classify
+
+    batch_shape = tuple(batch_shape)
+    q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+    return classify(
+        mask,
+        batch_shape=batch_shape,
+        heads=heads,
+        kv_heads=heads,
+        q_positions=q,
+        kv_positions=k,
+        block_q=block_q,
+        block_k=block_k,
+    )
 
 
 def _positions(t, s, batch_shape, q, k) -> tuple:
@@ -189,10 +210,10 @@ class Dense(AbstractMask):
                 "additive values as `bias`."
             )
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return (Operand(self.array, ("", "s", "ts", "hts", "bhts")[min(self.array.ndim, 4)]),)
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return ids[0]
 
 
@@ -201,10 +222,10 @@ class And(AbstractMask):
 
     terms: tuple[AbstractMask, ...]
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return sum((t.operands() for t in self.terms), ())
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return functools.reduce(operator.and_, _each(self.terms, b, h, q, k, ids))
 
 
@@ -213,10 +234,10 @@ class Or(AbstractMask):
 
     terms: tuple[AbstractMask, ...]
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return sum((t.operands() for t in self.terms), ())
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return functools.reduce(operator.or_, _each(self.terms, b, h, q, k, ids))
 
 
@@ -225,10 +246,10 @@ class Not(AbstractMask):
 
     term: AbstractMask
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return self.term.operands()
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return jnp.logical_not(self.term.visible(b, h, q, k, *ids))
 
 

@@ -42,13 +42,13 @@ class Causal(AbstractMask):
         self._offset = as_int(offset, "offset")
 
     @property
-    def offset(self):
+    def offset(self) -> Any:
         return value_of(self._offset)
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return int_operand(self._offset)
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         (offset,) = ids or (self.offset,)
         return k <= (q if ids == () and offset == 0 else q + offset)
 
@@ -74,10 +74,10 @@ class SlidingWindow(AbstractMask):
         self.right = None if right is None else as_int(right, "right", least=0, static=True).value
         self.sinks = as_int(sinks, "sinks", least=0, static=True).value
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return ()
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         # Clamping the key leaves the result as it is and makes the bounds of a block exact.
         distance = q - (jnp.maximum(k, self.sinks) if self.sinks else k)
         terms = [] if self.left is None else [distance <= self.left]
@@ -106,7 +106,7 @@ class Segments(AbstractMask):
         if len({d.kind for d in dtypes}) > 1:
             raise TypeError(f"q_ids and kv_ids must both be signed or unsigned, got {dtypes}.")
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         # Equal ids are `low <= high` both ways. With padding out of reach on either side, a block's
         # bounds are those of its segments alone, wherever it holds padding.
         dtype = np.promote_types(self.q_ids.dtype, self.kv_ids.dtype)
@@ -118,7 +118,7 @@ class Segments(AbstractMask):
                 operands.append(Operand(x, axes))
         return tuple(operands)
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         q_low, q_high, k_low, k_high = ids
         return (q_low <= k_high) & (k_low <= q_high)
 
@@ -143,20 +143,20 @@ class KeyPadding(AbstractMask):
         self._starts = as_int(starts, "starts")
 
     @property
-    def lengths(self):
+    def lengths(self) -> Any:
         return value_of(self._lengths)
 
     @property
-    def starts(self):
+    def starts(self) -> Any:
         return value_of(self._starts)
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return int_operand(self._lengths) + int_operand(self._starts)
 
-    def visible(self, b, h, q, k, *ids):
-        ids = list(ids)
-        length = self.lengths if isinstance(self._lengths, Fixed) else ids.pop(0)
-        start = self.starts if isinstance(self._starts, Fixed) else ids.pop(0)
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        given = iter(ids)
+        length = self.lengths if isinstance(self._lengths, Fixed) else next(given)
+        start = self.starts if isinstance(self._starts, Fixed) else next(given)
         return (k >= start) & (k < length)
 
 
@@ -174,13 +174,13 @@ class QueryPadding(AbstractMask):
         self._lengths = as_int(lengths, "lengths")
 
     @property
-    def lengths(self):
+    def lengths(self) -> Any:
         return value_of(self._lengths)
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return int_operand(self._lengths)
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         (length,) = ids or (self.lengths,)
         return q < length
 
@@ -199,13 +199,13 @@ class PrefixLM(AbstractMask):
         self._prefix = as_int(prefix, "prefix")
 
     @property
-    def prefix(self):
+    def prefix(self) -> Any:
         return value_of(self._prefix)
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return int_operand(self._prefix)
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         (prefix,) = ids or (self.prefix,)
         return (k < prefix) | (k <= q)
 
@@ -218,10 +218,10 @@ class BlockCausal(AbstractMask):
     def __init__(self, size: Any):
         self.size = as_int(size, "size", least=1, static=True).value
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return ()
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return _chunk(k, self.size) <= _chunk(q, self.size)
 
 
@@ -233,10 +233,10 @@ class ChunkedCausal(AbstractMask):
     def __init__(self, size: Any):
         self.size = as_int(size, "size", least=1, static=True).value
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return ()
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return (_chunk(k, self.size) == _chunk(q, self.size)) & (k <= q)
 
 
@@ -279,14 +279,14 @@ class Tree(AbstractMask):
         )
 
     @property
-    def start(self):
+    def start(self) -> Any:
         return value_of(self._start)
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         rows = np.arange(math.prod(self.parents.shape[:-1]), dtype=np.int32)
         return (Operand(rows.reshape(self.parents.shape[:-1]), "b"), *int_operand(self._start))
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         row, start = ids[0], ids[1] if len(ids) > 1 else self.start
         n = self.parents.shape[-1]
         enter, leave = (x.reshape(-1) for x in (self._enter, self._leave))
@@ -359,12 +359,12 @@ class MaskFn(AbstractMask):
         self.col_operands = tuple(as_array(x, "col_operands", 1) for x in col_operands)
 
     @property
-    def fn(self):
+    def fn(self) -> Any:
         return value_of(self._fn)
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         rows = tuple(Operand(x, "bt") for x in self.row_operands)
         return rows + tuple(Operand(x, "bs") for x in self.col_operands)
 
-    def visible(self, b, h, q, k, *ids):
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return self.fn(b, h, q, k, *ids)

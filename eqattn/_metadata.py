@@ -185,7 +185,7 @@ class AttentionMetadata(eqx.Module):
         for name, field in _FIELDS.items():
             setattr(self, name, values.get(name, field.default))
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         if self.runtime_dtype is None:
             raise ValueError("runtime_dtype must be a floating dtype, got None.")
         if not isinstance(self.sequence_axis_name, str) or not self.sequence_axis_name:

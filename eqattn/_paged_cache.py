@@ -33,7 +33,7 @@ class PagedKVCache(AbstractCache):
     length: Int[Array, " b"]
 
     @property
-    def positions(self):
+    def positions(self) -> Array | None:
         return None
 
     def __init__(self, key_pages: Any, value_pages: Any, table: Array, length: Array):
@@ -78,14 +78,14 @@ class PagedKVCache(AbstractCache):
         return as_stored(self.key_pages).shape[1]
 
     @property
-    def key(self):
+    def key(self) -> Pages:
         return Pages(self.key_pages, self.table)
 
     @property
-    def value(self):
+    def value(self) -> Pages:
         return Pages(self.value_pages, self.table)
 
-    def append(self, key, value, counts=None):
+    def append(self, key: Array, value: Array, counts: Array | None = None) -> "PagedKVCache":
         counts = check_new(self, key, value, counts)
         (rows, parts), size = self.table.shape, self.page_size
         length = self.length + counts
@@ -113,11 +113,11 @@ class PagedKVCache(AbstractCache):
             added(self.key_pages, key), added(self.value_pages, value), self.table, length
         )
 
-    def truncate(self, lengths):
+    def truncate(self, lengths: Array) -> "PagedKVCache":
         """With the first `lengths` tokens of each row, whose other pages stay reserved."""
         return eqx.tree_at(lambda c: c.length, self, within(lengths, self.length))
 
-    def reorder(self, rows):
+    def reorder(self, rows: Array) -> "PagedKVCache":
         """With the rows at these indices, no row twice: two rows would write to the same pages. The
         pages of rows that are left out are free again.
         """

@@ -112,7 +112,7 @@ class PartitionAxis(eqx.Module):
     generation_attention_dim_axis: AxisType = _field(None)
     generation_attention_kv_dim_axis: AxisType = _field(None)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, source in _FOLLOWS.items():
             if getattr(self, name) is NOT_GIVEN:
                 setattr(self, name, getattr(self, source))
@@ -181,7 +181,7 @@ class PartitionManager(eqx.Module):
         converter=as_partition_axis, default_factory=PartitionAxis
     )
 
-    def resolve(self, axes: Sequence, mode: RuntimeMode | str) -> PartitionSpec:
+    def resolve(self, axes: Sequence[Any], mode: RuntimeMode | str) -> PartitionSpec:
         """The specification of an array with the given logical axes.
 
         **Arguments:**

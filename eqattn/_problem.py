@@ -80,7 +80,7 @@ class Problem(eqx.Module):
             s *= self.shards
         return canonical(operand, self.batch_shape, heads, t, s, name)
 
-    def positions(self) -> tuple:
+    def positions(self) -> tuple[Any, Any]:
         """Positions of queries `[B|1, T]` and keys `[B|1, S]`; NumPy arrays where static."""
         t, s, _, _ = self.sizes
         q, k = self.q_positions, self.kv_positions
@@ -88,7 +88,7 @@ class Problem(eqx.Module):
         q = q if self.q_shift is None else q + self.q_shift
         return q, np.arange(s, dtype=np.int32)[None] if k is None else k
 
-    def indices(self) -> list:
+    def indices(self) -> list[Any]:
         """`b`, `h`, `q`, `k` of every pair as `[B|1, H|1, T|1, S|1]`."""
         batch, heads = math.prod(self.batch_shape), self.sizes[2]
         b = np.arange(batch, dtype=np.int32).reshape(-1, 1, 1, 1)

@@ -167,7 +167,7 @@ def reference_mqa(
     return _one_key_head(reference_gqa, q, k, v, lengths, starts, dict(mask_value=mask_value))
 
 
-def get_mha_cost_estimate(shape_dtype: tuple) -> Any:
+def get_mha_cost_estimate(shape_dtype: tuple[Any, ...]) -> Any:
     """The operations and bytes of `ragged_mha` or `ragged_gqa` over full rows: two products, an
     exponential per logit, and each input and output (`o`, `m`, `l` in float32) moved once.
 

@@ -32,7 +32,9 @@ class AbstractScore(eqx.Module):
         return ()
 
     @abc.abstractmethod
-    def transform(self, logit: Array, b: Array, h: Array, q: Array, k: Array, *operands) -> Array:
+    def transform(
+        self, logit: Array, b: Array, h: Array, q: Array, k: Array, *operands: Any
+    ) -> Array:
         """The new logit.
 
         **Arguments:**
@@ -54,15 +56,15 @@ class SoftCap(AbstractScore):
 
     cap: Any
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         cap = concrete(self.cap)
         if cap is not None and not (np.isfinite(cap).all() and (cap > 0).all()):
             raise ValueError(f"cap must be positive and finite, got {cap}.")
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return (Operand(jnp.asarray(self.cap), ""),)
 
-    def transform(self, logit, b, h, q, k, cap):
+    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, cap: Any) -> Array:
         cap = cap.astype(logit.dtype)
         return cap * jnp.tanh(logit / cap)
 
@@ -72,11 +74,11 @@ class Bias(AbstractScore):
 
     bias: Float[Array, "..."]
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         axes = "bhts"[4 - min(self.bias.ndim, 4) :]
         return (Operand(self.bias, axes),)
 
-    def transform(self, logit, b, h, q, k, bias):
+    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, bias: Any) -> Array:
         return logit + bias.astype(logit.dtype)
 
 
@@ -100,10 +102,10 @@ class ALiBi(AbstractScore):
         extra = [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
         return cls(jnp.asarray(slopes + extra, jnp.float32))
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return (Operand(self.slopes, "h"),)
 
-    def transform(self, logit, b, h, q, k, slope):
+    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, slope: Any) -> Array:
         return logit - slope.astype(logit.dtype) * abs(q - k).astype(logit.dtype)
 
 
@@ -121,7 +123,7 @@ class T5Bias(AbstractScore):
     bidirectional: bool = eqx.field(static=True, default=True)
     max_distance: int = eqx.field(static=True, default=128)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         shape, least = self.table.shape, 4 if self.bidirectional else 2
         if len(shape) != 2:
             raise ValueError(f"table must be [buckets, h], got shape {shape}.")
@@ -137,7 +139,7 @@ class T5Bias(AbstractScore):
                 f"their own in a table of shape {shape}; got {self.max_distance}."
             )
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return (Operand(np.arange(self.table.shape[1], dtype=np.int32), "h"),)
 
     def bucket(self, q: Array, k: Array) -> Array:
@@ -158,7 +160,7 @@ class T5Bias(AbstractScore):
         near = jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))
         return offset + near
 
-    def transform(self, logit, b, h, q, k, column):
+    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, column: Any) -> Array:
         return logit + self.table[self.bucket(q, k), column].astype(logit.dtype)
 
 
@@ -187,10 +189,10 @@ class ScoreFn(AbstractScore):
     def fn(self) -> Callable:
         return value_of(self._fn)
 
-    def operands(self):
+    def operands(self) -> tuple[Operand, ...]:
         return self.arrays
 
-    def transform(self, logit, b, h, q, k, *operands):
+    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Array:
         new = jnp.asarray(self.fn(logit, b, h, q, k, *operands))
         if new.shape != () or not jnp.issubdtype(new.dtype, jnp.floating):
             raise TypeError(

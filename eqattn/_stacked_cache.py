@@ -73,19 +73,19 @@ class LayerCache(AbstractCache):
         self.stack, self.index = stack, index
 
     @property
-    def length(self):
+    def length(self) -> Array:
         return self.stack.length[self.index]
 
     @property
-    def positions(self):
+    def positions(self) -> Array | None:
         return None
 
     @property
-    def key(self):
+    def key(self) -> Pages:
         return self._pages(self.stack.key)
 
     @property
-    def value(self):
+    def value(self) -> Pages:
         return self._pages(self.stack.value)
 
     def _pages(self, x: Array) -> Pages:
@@ -98,7 +98,7 @@ class LayerCache(AbstractCache):
         lengths = self.stack.length.at[self.index].set(length)
         return LayerCache(StackedKVCache(key, value, lengths), self.index)
 
-    def append(self, key, value, counts=None):
+    def append(self, key: Array, value: Array, counts: Array | None = None) -> "LayerCache":
         layers, rows, capacity = self.stack.key.shape[:3]
         slots, length = places(self, key, value, counts, capacity)
         first = self.index * rows
@@ -109,10 +109,10 @@ class LayerCache(AbstractCache):
 
         return self._with(put(self.stack.key, key), put(self.stack.value, value), length)
 
-    def truncate(self, lengths):
+    def truncate(self, lengths: Array) -> "LayerCache":
         return self._with(self.stack.key, self.stack.value, within(lengths, self.length))
 
-    def reorder(self, rows):
+    def reorder(self, rows: Array) -> "LayerCache":
         """With the rows at these indices, which copies this layer."""
         key, value = (
             x.at[self.index].set(x[self.index][rows]) for x in (self.stack.key, self.stack.value)

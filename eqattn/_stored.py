@@ -58,18 +58,18 @@ class Stored(AbstractStored):
     array: Array
 
     @property
-    def arrays(self):
+    def arrays(self) -> tuple[Array, ...]:
         return (self.array,)
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, ...]:
         return self.array.shape
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         return self.array.dtype
 
-    def decode(self, *arrays):
+    def decode(self, *arrays: Array) -> Array:
         return arrays[0]
 
 
@@ -101,18 +101,18 @@ class Quantized(AbstractStored):
         return cls(values.astype(dtype), scales, x.dtype)
 
     @property
-    def arrays(self):
+    def arrays(self) -> tuple[Array, ...]:
         return self.values, self.scales
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         return self._dtype
 
-    def decode(self, *arrays):
+    def decode(self, *arrays: Array) -> Array:
         values, scales = arrays
         return values.astype(scales.dtype) * scales[..., None]
 
@@ -139,22 +139,22 @@ class Pages(AbstractStored):
         return self.stored.shape[1]
 
     @property
-    def arrays(self):
+    def arrays(self) -> tuple[Array, ...]:
         return self.stored.arrays
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, ...]:
         return (len(self._table), self._table.shape[1] * self.page_size, *self.stored.shape[2:])
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         return self.stored.dtype
 
     @property
-    def table(self):
+    def table(self) -> Array:
         return jnp.clip(self._table, 0, self.stored.shape[0] - 1).astype(jnp.int32)
 
-    def decode(self, *arrays):
+    def decode(self, *arrays: Array) -> Array:
         return self.stored.decode(*arrays)
 
 

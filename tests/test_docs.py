@@ -1,29 +1,36 @@
 """The documentation is true: Python blocks run and print what is shown, links lead somewhere."""
 
 import inspect
+import io
 import re
+import tomllib
 from pathlib import Path
 
 import jax
 import pytest
+from matplotlib import pyplot as plt
 
 import eqattn.cache
+import eqattn.viz
 from eqattn import AttentionRegistry
 
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 _BLOCK = re.compile(
-    r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+    r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?(?:\n\n!\[[^]]*\]\((\S+\.svg)\))?",
+    re.MULTILINE | re.DOTALL,
 )
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
 def blocks(path: Path):
-    """Of each Python block, its line, its text and the text shown as its output, or None."""
+    """Of each Python block, its line, its text, and the text and the picture that are shown as its
+    output, or None.
+    """
     text = path.read_text()
     for match in _BLOCK.finditer(text):
-        yield text[: match.start(1)].count("\n"), match[1], match[2]
+        yield text[: match.start(1)].count("\n"), match[1], match[2], match[3]
 
 
 @pytest.fixture
@@ -38,18 +45,25 @@ def quick_compilation():
 @pytest.mark.usefixtures("quick_compilation")
 def test_blocks_run(path, monkeypatch, capsys):
     monkeypatch.setattr(AttentionRegistry, "_registry", dict(AttentionRegistry._registry))
+    monkeypatch.chdir(ROOT)
     namespace = {"__name__": path.stem}
-    for line, source, shown in blocks(path):
+    for line, source, shown, picture in blocks(path):
         # Blank lines in front make the line numbers of an error those of the page.
         exec(compile("\n" * line + source, path, "exec"), namespace)
         printed = capsys.readouterr().out
         if shown is not None:
             assert printed == shown
+        if picture is not None:  # the site shows the last figure that the block has drawn
+            drawn = io.BytesIO()
+            plt.gcf().savefig(drawn, format="svg")
+            plt.close("all")
+            assert drawn.tell() > 10_000
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
 def test_links_lead_somewhere(path):
-    links = [link for link in _LINK.findall(path.read_text()) if "://" not in link]
+    drawn = {picture for *_, picture in blocks(path)}
+    links = {link for link in _LINK.findall(path.read_text()) if "://" not in link} - drawn
     missing = [link for link in links if not (path.parent / link).exists()]
     assert not missing
 
@@ -66,7 +80,8 @@ def test_every_public_name_is_in_the_reference():
     documented = set(re.findall(r"^::: eqattn\.([\w.]+)$", text, re.MULTILINE))
     public = set()
     modules = {"": eqattn, "masks.": eqattn.masks, "scores.": eqattn.scores}
-    for prefix, module in {**modules, "cache.": eqattn.cache}.items():
+    modules |= {"cache.": eqattn.cache, "viz.": eqattn.viz}
+    for prefix, module in modules.items():
         names = [n for n in vars(module) if not n.startswith("_")]
         values = {n: getattr(module, n) for n in names}
         public |= {prefix + n for n, x in values.items() if not inspect.ismodule(x)}
@@ -80,3 +95,28 @@ def _resolve(name):
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def test_changelog_and_citation_are_of_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert eqattn.__version__ == project["version"]
+    changes = (ROOT / "docs/pages/changelog.md").read_text()
+    versions = re.findall(r"^## (\S+)", changes, re.MULTILINE)
+    assert versions[0] == project["version"] and len(set(versions)) == len(versions)
+    lines = (ROOT / "docs/CITATION.cff").read_text().splitlines()
+    citation = dict(line.split(": ", 1) for line in lines if ": " in line and line[0] != " ")
+    assert citation["version"] == project["version"] and citation["license"] == project["license"]
+    assert citation["cff-version"] == "1.2.0"
+
+
+def test_the_changelog_speaks_of_names_that_exist():
+    changes = (ROOT / "docs/pages/changelog.md").read_text()
+    names = set(re.findall(r"`([A-Za-z][\w.]*)`", changes))
+    known = {name for name in names if name.split(".")[0] == "eqattn" or _is_public(name)}
+    others = {"pyright", "mypy", "grad", "jvp", "vmap", "jax.grad", "jax.jit", "jax.vmap"}
+    assert names - known <= others | {"jax.nn.dot_product_attention"}
+
+
+def _is_public(name):
+    modules = eqattn, eqattn.nn, eqattn.cache, eqattn.strategies
+    return any(hasattr(module, name.removeprefix("strategies.")) for module in modules)

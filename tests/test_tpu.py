@@ -11,13 +11,18 @@ import subprocess
 import sys
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _tpu_compile import CASES, TOPOLOGIES
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import eqattn.kernels.tpu
 from eqattn import (
+    _fold,
+    _sweep,
     attention,
     AttentionMetadata,
     Blockwise,
@@ -28,8 +33,6 @@ from eqattn import (
     ScoreFn,
     SlidingWindow,
 )
-
-from ._tpu_compile import CASES, TOPOLOGIES
 
 
 SHAPES = [(2, 40, 4, 16), (2, 48, 2, 16), (2, 48, 2, 8)]
@@ -136,49 +139,75 @@ def test_the_compiler_does_not_split_kernels():
     assert kernels(own, *args) == 1
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_inside_a_ring(check_vma):
-    """The kernel goes on with the Carry of the hops before."""
-    q, k, v = arrays()
+def ring_of(platform, check_vma):
+    """Attention around a ring of four in the user's own shard_map."""
     mesh = jax.make_mesh((4,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     place = jax.sharding.PartitionSpec(None, "sp")
+    ring = ft.partial(call, strategy=Ring(metadata(platform=platform), axis_name="sp"))
+    specs = dict(mesh=mesh, in_specs=place, out_specs=place)
+    return jax.shard_map(ring, **specs, check_vma=check_vma)
+
+
+def test_inside_a_ring():
+    """The kernel goes on with the Carry of the hops before."""
+    q, k, v = arrays()
 
     def run(platform):
-        ring = Ring(metadata(platform=platform), axis_name="sp")
-        f = jax.shard_map(
-            ft.partial(call, strategy=ring),
-            mesh=mesh,
-            in_specs=place,
-            out_specs=place,
-            check_vma=check_vma,
-        )
-        loss = lambda *x: (f(*x) ** 2).sum()
-        return f(q, k, v), jax.grad(loss, (0, 1, 2))(q, k, v)
+        f = ring_of(platform, check_vma=False)
+        return f(q, k, v), jax.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2))(q, k, v)
 
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5),
-        run("interpret"),
-        run("xla"),
-    )
+    close = ft.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+    jax.tree.map(close, run("interpret"), run("xla"))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_found_inside_a_ring(check_vma):
+    q, k, v = arrays()
+    f = ring_of("tpu", check_vma)
+    assert kernels(f, q, k, v) >= 2  # at home and at the hops
+    assert kernels(jax.grad(lambda *x: f(*x).sum(), (0, 1, 2)), q, k, v) >= 6
+    if check_vma:
+        with pytest.raises(ValueError, match="check_vma=False"):
+            ring_of("interpret", check_vma)(q, k, v)
+
+
+def run_kernels(jaxpr, consts, args, kernel):
+    """Runs a jaxpr with `kernel` in place of the hot visits."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    read = lambda v: v.val if isinstance(v, jax.extend.core.Literal) else env[v]
+    count = 0
+    for eqn in jaxpr.eqns:
+        xs, p = [read(v) for v in eqn.invars], eqn.params
+        code = {_fold.fold_p: _fold.execute, _sweep.sweep_p: _sweep.execute}.get(eqn.primitive)
+        if code is not None and p["tag"].stage in ("fold", "backward"):
+            ys, count = code(*xs, **p, vectorise=False, traverse=kernel), count + 1
+        elif (called := p.get("jaxpr") or p.get("call_jaxpr")) is not None:
+            ys, more = run_kernels(called.jaxpr, called.consts, xs, kernel)
+            count += more
+        else:
+            ys = eqn.primitive.bind(*xs, **p)
+            ys = ys if eqn.primitive.multiple_results else [ys]
+        env.update(zip(eqn.outvars, ys))
+    return [read(v) for v in jaxpr.outvars], count
 
 
 @pytest.mark.parametrize("mask", [Causal() & SlidingWindow(9, 2), KeyPadding(jnp.array([7, 33]))])
-def test_races_and_memory_that_nothing_wrote(mask, monkeypatch):
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    traverse = eqattn.kernels.tpu.traverse
-    seen = []
-
-    def patched(*args, interpret, **kw):
-        seen.append(interpret)
-        return traverse(*args, interpret=params, **kw)
-
-    monkeypatch.setattr(eqattn.kernels.tpu, "traverse", patched)
+def test_races_and_memory_that_nothing_wrote(mask):
+    """Interpreted with threads for the copies and NaN in fresh memory."""
     q, k, v = (x[:, :24] for x in arrays())
-    loss = lambda strategy: lambda *x: (call(*x, strategy, mask) ** 2).sum()
-    got = jax.value_and_grad(loss(Blockwise(metadata(platform="interpret"))), (0, 1, 2))(q, k, v)
-    want = jax.value_and_grad(loss(Blockwise(metadata(platform="xla"))), (0, 1, 2))(q, k, v)
-    assert len(seen) >= 2
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), got, want)
+
+    def f(platform):
+        loss = lambda *x: (call(*x, Blockwise(metadata(platform=platform)), mask) ** 2).sum()
+        return jax.value_and_grad(loss, (0, 1, 2))
+
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    kernel = ft.partial(eqattn.kernels.tpu.traverse, interpret=params)
+    closed = jax.make_jaxpr(f("interpret"))(q, k, v)
+    got, count = run_kernels(closed.jaxpr, closed.consts, (q, k, v), kernel)
+    assert count == 2 and not interpret_pallas_call.races.races_found
+    want = jax.tree.leaves(f("xla")(q, k, v))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])

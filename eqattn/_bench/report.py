@@ -70,6 +70,15 @@ def write(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
+def read(path: Path) -> tuple[list[Row], dict[str, Any]]:
+    """The rows and the machine that `write` wrote. **Raises:** `ValueError` for another file."""
+    try:
+        data = json.loads(path.read_text())
+        return [Row.from_dict(row) for row in data["rows"]], data["machine"]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} was not written by `python -m eqattn bench`.") from e
+
+
 def plot(rows: Sequence[Row], path: Path) -> bool:
     """Bars of time and of temporary memory, on log axes. **Returns:** False without matplotlib."""
     try:

@@ -19,7 +19,8 @@ class _Off:
     """
 
     def __init__(self, value: bool, missing: bool):
-        self.value, self.missing = value, missing
+        self.value: bool = value
+        self.missing: bool = missing
 
     def __eq__(self, other: Any) -> bool:
         loose = isinstance(other, _Off) and (self.missing or other.missing)
@@ -51,7 +52,7 @@ class Dropout:
     inference: Any
     off: bool = dataclasses.field(default=False, repr=False)
 
-    def tree_flatten_with_keys(self) -> tuple:
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], _Off]:
         p, inference = self.p, self.inference
         # Only next to a number: in a tree of filters, as for `eqx.partition`, bools stay bools.
         if isinstance(inference, bool) and _is_number(p):
@@ -60,7 +61,7 @@ class Dropout:
         keys = jax.tree_util.GetAttrKey("p"), jax.tree_util.GetAttrKey("inference")
         return tuple(zip(keys, (p, inference))), _Off(off, p is None)
 
-    def tree_flatten(self) -> tuple:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], _Off]:
         children, off = self.tree_flatten_with_keys()
         return tuple(child for _, child in children), off
 

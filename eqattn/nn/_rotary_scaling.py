@@ -64,7 +64,7 @@ class LinearScaling(AbstractRotaryScaling):
 
     factor: float = eqx.field(static=True)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         _numbers(self)
 
     def frequencies(self, dim: int, theta: Any) -> Any:
@@ -85,7 +85,7 @@ class NTKScaling(AbstractRotaryScaling):
 
     factor: float = eqx.field(static=True)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         _numbers(self)
 
     def frequencies(self, dim: int, theta: Any) -> Any:
@@ -119,7 +119,7 @@ class YaRNScaling(AbstractRotaryScaling):
     attention_factor: float | None = eqx.field(static=True, default=None)
     truncate: bool = eqx.field(static=True, default=True)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         _numbers(self)
         if self.beta_fast < self.beta_slow:
             raise ValueError(
@@ -168,7 +168,7 @@ class Llama3Scaling(AbstractRotaryScaling):
     high_freq_factor: float = eqx.field(static=True, default=4.0)
     original_length: int = eqx.field(static=True, default=8192)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         _numbers(self)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(

@@ -18,6 +18,9 @@ from .._partition import fitted, trimmed
 from .._stored import AbstractStored
 
 
+_Forward = Callable[..., AttentionOutput]
+
+
 class Support(NamedTuple):
     """Whether a strategy can do something, and if not, why.
 
@@ -29,6 +32,9 @@ class Support(NamedTuple):
 
     ok: bool
     reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
 
 
 def _defaults_to(name: str, target: str) -> Any:
@@ -72,7 +78,7 @@ class AttentionImpl(eqx.Module):
         "return_logsumexp return_carry dropout".split()
     )
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         if not isinstance(self.metadata, AttentionMetadata):
             raise TypeError(
                 f"{type(self).__name__} is built from an AttentionMetadata, got {self.metadata!r}."
@@ -111,11 +117,11 @@ class AttentionImpl(eqx.Module):
         - `kwargs`: what else a strategy declares; a name that it does not declare raises.
         """
 
-    forward_tpu = _defaults_to("forward_tpu", "forward_native")
-    forward_gpu = _defaults_to("forward_gpu", "forward_native")
-    forward_cpu = _defaults_to("forward_cpu", "forward_native")
-    forward_cuda = _defaults_to("forward_cuda", "forward_gpu")
-    forward_rocm = _defaults_to("forward_rocm", "forward_gpu")
+    forward_tpu: ClassVar[_Forward] = _defaults_to("forward_tpu", "forward_native")
+    forward_gpu: ClassVar[_Forward] = _defaults_to("forward_gpu", "forward_native")
+    forward_cpu: ClassVar[_Forward] = _defaults_to("forward_cpu", "forward_native")
+    forward_cuda: ClassVar[_Forward] = _defaults_to("forward_cuda", "forward_gpu")
+    forward_rocm: ClassVar[_Forward] = _defaults_to("forward_rocm", "forward_gpu")
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ import equinox as eqx
 from .._blocking import choose_blocking
 from .._blocks import fold_problem
 from .._cached import cached
+from .._carry import Carry
 from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
@@ -51,7 +52,7 @@ class Blockwise(AbstractExact):
     def get_impl_name(cls) -> str:
         return "blockwise"
 
-    def fold(self, problem: Problem):
+    def fold(self, problem: Problem) -> tuple[Carry, Any]:
         carry = fold_on_one_device(
             problem,
             block_q=self.metadata.blocksize_q,

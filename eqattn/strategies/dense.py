@@ -83,5 +83,5 @@ class Dense(AbstractExact):
     def get_impl_name(cls) -> str:
         return "dense"
 
-    def fold(self, problem: Problem):
+    def fold(self, problem: Problem) -> tuple[Carry, Any]:
         return _fold(problem)

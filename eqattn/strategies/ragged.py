@@ -4,6 +4,7 @@ from typing import Any
 
 import equinox as eqx
 
+from .._carry import Carry
 from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
@@ -43,7 +44,7 @@ class Ragged(AbstractExact):
     def get_impl_name(cls) -> str:
         return "ragged"
 
-    def fold(self, problem: Problem):
+    def fold(self, problem: Problem) -> tuple[Carry, Any]:
         carry = fold_on_one_device(
             problem,
             block_q=self.metadata.blocksize_q,

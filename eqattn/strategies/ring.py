@@ -13,6 +13,7 @@ from jaxtyping import Array
 from .._blocking import choose_blocking
 from .._blocks import fold_problem
 from .._cached import cached
+from .._carry import Carry
 from .._compat import automatic, varying_axes
 from .._metadata import AttentionMetadata
 from .._problem import Problem
@@ -117,7 +118,7 @@ class Ring(AbstractExact):
     def get_impl_name(cls) -> str:
         return "ring"
 
-    def fold(self, problem: Problem):
+    def fold(self, problem: Problem) -> tuple[Carry, Any]:
         place = self._place()
         if place is not None and place.explicit:
             return self._without_explicit_axes(problem, place)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..._compat import varying_axes
 from ..._fold import FoldStep
 from ..._traverse import Layout
 from ._forward import visit_fold
@@ -23,6 +24,11 @@ def traverse(
     """`eqattn._traverse.traverse` as kernels: one for a fold, one for all the outputs of a sweep
     that keep the same axes.
     """
+    if interpret and varying_axes(*args):
+        raise ValueError(
+            "platform='interpret' cannot run under jax.shard_map(..., check_vma=True), which "
+            "interpreted kernels do not know; use check_vma=False."
+        )
     if all(isinstance(step, FoldStep) for step in steps.values()):
         return visit_fold(steps, layout, args, axes[0], finish, into, interpret)
     results: list = [None] * len(axes)

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._carry import gauge
+from ..._compat import abstract
 from ..._traverse import Layout, ROW
 from ._inline import Program, Run
 from ._visit import VMEM
@@ -60,14 +60,10 @@ def visit_fold(
     values[full].flipped[0] = values[full].flipped[0] or matrix(blocks[n])  # the left of a product
     behind = {i: operand(n + i, values, i) for i in range(len(operands) - n) if used(values, i)}
     width = steps[full].width
-    new, kw = into is None, dict(steps[full].products)
+    kw = dict(steps[full].products)
     shapes = [(width, rows), (1, rows), (1, rows)]
-    if new:
-        start = []
-        out_blocks = [(rows, width), (1, rows), (1, rows)]
-    else:
-        start = [Operand(x, kept) for x in into or ()]
-        out_blocks = shapes
+    out_blocks = shapes if into is not None else [(rows, width), *shapes[1:]]
+    start = [Operand(x, kept) for x in into or () if x is not None]
     weighted = len(logits[full].outs) == 2
 
     def kernel(work_ref, *refs):
@@ -81,7 +77,7 @@ def visit_fold(
 
         @pl.when(running & ((before & FIRST) != 0))
         def _():
-            if new:
+            if not start:
                 num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
                 top[...] = jnp.full_like(top, -jnp.inf)
             else:
@@ -154,7 +150,7 @@ def visit_fold(
         @pl.when(running & ((before & LAST) != 0))
         def _():
             accs = [num[...], den[...], top[...] * (1 / LOG2E)]
-            if new:
+            if into is None:
                 accs = finish([accs[0], accs[1][0], accs[2][0]])
             for ref, y in zip(outs.values(), accs):
                 ref[...] = y.reshape(ref.shape)
@@ -175,7 +171,7 @@ def visit_fold(
             scratch_shapes=scratch,
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*layout.shape(kept), *block), jnp.float32) for block in out_blocks
+            abstract(args[-1], (*layout.shape(kept), *block), jnp.float32) for block in out_blocks
         ],
         input_output_aliases={first + i: i for i in range(len(start))},
         compiler_params=pltpu.CompilerParams(

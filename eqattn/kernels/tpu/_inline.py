@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._compat import Literal
+from ..._compat import Literal, only_varies
 from ..._dot import dot_p
 
 
@@ -34,7 +34,9 @@ def _flat(jaxpr, consts, args) -> list:
     for eqn in jaxpr.eqns:
         xs = [read(v) for v in eqn.invars]
         called = next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
-        if called is None or eqn.primitive is dot_p:
+        if only_varies(eqn):  # a kernel is one device's
+            ys = xs
+        elif called is None or eqn.primitive is dot_p:
             ys = eqn.primitive.bind(*xs, **eqn.params)
             ys = ys if eqn.primitive.multiple_results else [ys]
         else:
@@ -52,7 +54,8 @@ class Program:
 
     def __init__(self, fn: Callable, avals: Sequence, wanted: Sequence[int] | None = None):
         closed = jax.make_jaxpr(fn)(*avals)
-        flat = jax.make_jaxpr(lambda *xs: _flat(closed.jaxpr, closed.consts, xs))(*avals)
+        plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        flat = jax.make_jaxpr(lambda *xs: _flat(closed.jaxpr, closed.consts, xs))(*plain)
         self.jaxpr, self.consts = flat.jaxpr, flat.consts
         outs = self.jaxpr.outvars
         self.outs = outs if wanted is None else [outs[i] for i in wanted]

@@ -8,12 +8,12 @@ the list: they cost nothing.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..._compat import abstract
 from ..._traverse import COL, EMPTY, FULL, Layout, PARTIAL, ROW
 from ._inline import Program
 from ._work import abstract_blocks, FIRST, kind_of, LAST, lies_as, matrix, Operand, Steps, work_list
@@ -41,7 +41,7 @@ def visit_sum(
     work, length = work_list(table, layout, kept, max(steps))
     grid = Steps(layout, order, tuple(table_axes), length)
 
-    held = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in start]
+    held = [abstract(args[-1], x.shape, x.dtype) for x in start]
     blocks, n = abstract_blocks(operands, layout.in_axes), len(held)
 
     def program(step):
@@ -101,7 +101,7 @@ def visit_sum(
             scratch_shapes=[pltpu.VMEM(b, held[i].dtype) for i, b in zip(group, place)],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*layout.shape(kept), *b), held[i].dtype)
+            abstract(args[-1], (*layout.shape(kept), *b), held[i].dtype)
             for i, b in zip(group, place)
         ],
         input_output_aliases={1 + len(given) + j: group.index(i) for j, i in enumerate(old)},

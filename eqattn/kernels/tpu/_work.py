@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from ..._compat import abstract
 from ..._traverse import COL, EMPTY, Layout, ROW
 
 
@@ -123,11 +123,12 @@ class Steps:
 class Operand:
     """An array on the grid, as the kernel is given it."""
 
-    def __init__(self, x: Array, axes: tuple[int, ...], flipped: bool = False):
+    def __init__(self, x: Any, axes: tuple[int, ...], flipped: bool = False):
         self.axes, self.flipped, self.dtype = axes, flipped, x.dtype
         shape = x.shape[len(axes) :]
         self.shape = shape[::-1] if flipped else shape
         self.block = lies_as(shape, flipped)
+        x = jnp.asarray(x)
         x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
         x = jnp.swapaxes(x, -1, -2) if flipped else x
         self.array = x.reshape(*x.shape[: len(axes)], *self.block)
@@ -137,7 +138,7 @@ class Operand:
 
 
 def abstract_blocks(operands: Sequence, axes: Sequence[tuple[int, ...]]) -> list:
-    return [jax.ShapeDtypeStruct(x.shape[len(a) :], x.dtype) for x, a in zip(operands, axes)]
+    return [abstract(x, x.shape[len(a) :], x.dtype) for x, a in zip(operands, axes)]
 
 
 def matrix(x: Any) -> bool:

@@ -1,0 +1,6 @@
+"""The pictures of `eqattn.viz`."""
+
+try:
+    import matplotlib as matplotlib
+except ImportError as e:
+    raise ImportError("eqattn.viz needs matplotlib: python -m pip install 'eqattn[viz]'") from e

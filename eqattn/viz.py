@@ -1,0 +1,13 @@
+"""Pictures, with matplotlib: `python -m pip install 'eqattn[viz]'`.
+
+Each function draws into the `Axes` that it is given, or into a new figure, and returns the `Axes`;
+`ax.figure.savefig("mask.svg")` saves it. No display is needed.
+"""
+
+from ._viz.masks import (
+    plot_blocks as plot_blocks,
+    plot_heads as plot_heads,
+    plot_mask as plot_mask,
+)
+from ._viz.performance import plot_ring as plot_ring, plot_scaling as plot_scaling
+from ._viz.weights import plot_weights as plot_weights
