@@ -219,6 +219,7 @@ def test_supports():
     strategy = Picky(AttentionMetadata())
     assert strategy.supports() == Support(True, "")
     assert strategy.supports(mask=True, bias=jnp.zeros(3)).ok
+    assert strategy.supports() and not Support(False, "no")
     reason = "return_weights: picky never forms the weights."
     assert strategy.supports(return_weights=True) == (False, reason)
     assert strategy.supports(return_weights=False).ok and strategy.supports(return_weights=None).ok
