@@ -75,18 +75,22 @@ def code_for(ctx, layout: Layout, tag: Tag | None) -> dict[str, Any]:
     """How to run a visit of the grid: as loops of ordinary JAX, or as a kernel."""
     platforms = tuple(ctx.module_context.platforms)
     hot = tag is not None and tag.stage in ("fold", "backward")
-    kernel, split = layout.kernel if hot else "", partitioned_automatically(ctx)
-    if kernel == "pallas" and platforms == ("tpu",) and split:
+    kernel, reason = layout.kernel if hot else "", ""
+    if partitioned_automatically(ctx):
+        reason = "the compiler cannot split it over the devices of a mesh; call in jax.shard_map"
+    elif layout.listed > 2**17 or max(layout.grid[ROW:]) >= 2**14:
+        reason = f"its list of {layout.listed} pairs of blocks is too long; give larger block sizes"
+    if kernel == "pallas" and platforms == ("tpu",) and reason:
         raise ValueError(
-            "platform='pallas': the compiler cannot split a kernel over the devices of a mesh; "
-            "call inside jax.shard_map, or use platform='auto' or 'xla'."
+            f"platform='pallas': there is no kernel for this call ({reason}), or use "
+            "platform='auto' or 'xla'."
         )
     if kernel == "pallas" and "tpu" not in platforms:
         raise ValueError(
             f"platform='pallas' on a TPU cannot run on {platforms}: use platform='interpret' "
             "there, or 'auto'."
         )
-    if kernel == "interpret" or (kernel and platforms == ("tpu",) and not split):
+    if kernel == "interpret" or (kernel and platforms == ("tpu",) and not reason):
         from .kernels import tpu
 
         run = ft.partial(tpu.traverse, interpret=kernel == "interpret")

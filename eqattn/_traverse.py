@@ -66,6 +66,11 @@ class Layout:
     def batch(self) -> tuple[int, ...]:
         return tuple(range(-len(self.grid), ROW))
 
+    @property
+    def listed(self) -> int:
+        """How many entries a table has, or would have without batch axes."""
+        return math.prod(self.shape(self.table_axes or (ROW, COL)))
+
     def split(self, args: Sequence) -> tuple:
         """The table (or None) and the operands."""
         return (None, args) if self.table_axes is None else (args[0], args[1:])

@@ -133,7 +133,7 @@ def test_the_compiler_does_not_split_kernels():
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in (q, k, v)]
     automatic = Blockwise(metadata(platform="auto", backend="tpu"))
     assert kernels(ft.partial(call, strategy=automatic), *args) == 0
-    with pytest.raises(ValueError, match="inside jax.shard_map"):
+    with pytest.raises(ValueError, match="call in jax.shard_map"):
         kernels(call, *args)
     own = jax.shard_map(call, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
     assert kernels(own, *args) == 1
@@ -208,6 +208,15 @@ def test_races_and_memory_that_nothing_wrote(mask):
     want = jax.tree.leaves(f("xla")(q, k, v))
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_lists_that_scalar_memory_cannot_hold():
+    q, k, v = (jnp.zeros((1, 512, 1, 8)) for _ in range(3))
+    small = dict(blocksize_q=1, blocksize_k=1)
+    with pytest.raises(ValueError, match="list of 262144 pairs.*larger block sizes"):
+        kernels(ft.partial(call, strategy=Blockwise(metadata(platform="tpu", **small))), q, k, v)
+    automatic = Blockwise(metadata(platform="auto", backend="tpu", **small))
+    assert kernels(ft.partial(call, strategy=automatic), q, k, v) == 0
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
