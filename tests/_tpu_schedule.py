@@ -19,7 +19,9 @@ COLLECTIVES = r"(all-gather|all-reduce|all-to-all|reduce-scatter|collective-broa
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`tokens` are those of one device. `gradient`: output and gradients of query, key, value."""
+    """`tokens` are those of one device. `gradient`: output and gradients of query, key, value.
+    `platform`: `"auto"` runs each hop by the kernels.
+    """
 
     topology: str = "v5e:4x4"
     layout: str = "Contiguous"
@@ -29,12 +31,13 @@ class Case:
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
+    platform: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
     """A collective permute of `nbytes` that each device runs `times`. `hidden`: between its start
-    and its end stands a loop that multiplies matrices.
+    and its end stands a kernel, or a loop that multiplies matrices.
     """
 
     dtype: str
@@ -52,6 +55,10 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     text: str
+
+    @property
+    def kernel(self) -> bool:
+        return self.opcode == "custom-call" and '"tpu_custom_call"' in self.text
 
     def called(self, role: str = r"\w+") -> list[str]:
         found = re.findall(rf"\b{role}=\{{?(%[\w.\-]+(?:, %[\w.\-]+)*)", self.text)
@@ -84,6 +91,7 @@ class Schedule:
         self.other_collectives = [
             i.opcode for i in everything if re.fullmatch(COLLECTIVES, i.opcode)
         ]
+        self.kernels = sum(i.kernel for i in everything)
         self.multiplies = self._containing({"convolution", "dot"})
         self.moving = self._containing({"collective-permute", "collective-permute-start"})
         self.moves: list[Move] = []
@@ -135,7 +143,8 @@ class Schedule:
                 if other.opcode == "collective-permute-done" and start.name in other.operands
             ]
             hidden = any(
-                other.opcode == "while" and self.multiplies & {*other.called("body")}
+                other.kernel
+                or (other.opcode == "while" and self.multiplies & {*other.called("body")})
                 for other in body[at:end]
             )
         moves = []
@@ -169,7 +178,7 @@ def compiled(case: Case):
         for heads in (case.heads, case.kv_heads, case.kv_heads)
     )
     mask = Causal() if case.window is None else Causal() & SlidingWindow(case.window, 0)
-    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16)
+    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform=case.platform)
     strategy = Ring(metadata, layout=getattr(eqattn, case.layout)())
 
     def forward(query, key_, value):
@@ -195,6 +204,7 @@ def report(case: Case) -> dict:
         "n": n,
         "moves": [dataclasses.asdict(m) for m in schedule.moves],
         "other_collectives": schedule.other_collectives,
+        "kernels": schedule.kernels,
         "temporary": memory.temp_size_in_bytes,
         "peak": memory.peak_memory_in_bytes,
     }

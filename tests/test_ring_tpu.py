@@ -24,10 +24,12 @@ CASES = {
     "window-forward": Case(window=2100, gradient=False),
     "eight": Case("v5e:2x4", layout="Zigzag"),
     "v5p-forward": Case("v5p:2x2x4", gradient=False),
+    "xla-forward": Case("v5e:2x4", layout="Zigzag", gradient=False, platform="xla"),
 }
 SLOW = {
     "contiguous-forward": Case(gradient=False),
     "contiguous": Case(),
+    "zigzag-xla": Case(layout="Zigzag", platform="xla"),
     "window": Case(window=2100),
     "v5p-contiguous": Case("v5p:2x2x4"),
     "v5p-zigzag": Case("v5p:2x2x4", layout="Zigzag"),
@@ -69,7 +71,9 @@ def check(case, report):
     numbers = case.tokens * case.kv_heads * case.dim
     assert sent.pop(("bf16", numbers * 2, False)) == 2 * hops  # keys and values
     assert sent.pop(("s32", case.tokens * 4, False)) == hops  # positions
-    assert sent.pop(("bf16", case.tokens * case.kv_heads * 2, False)) == hops  # what is not finite
+    if case.platform == "xla":  # a kernel sees for itself what is not finite
+        assert sent.pop(("bf16", case.tokens * case.kv_heads * 2, False)) == hops
+    assert (report["kernels"] > 0) == (case.platform != "xla")
     if case.gradient:  # the first move of the forward serves the backward too
         assert sent.pop(("bf16", numbers * 2, True)) == 2 * (hops - 1)
         assert sent.pop(("s32", case.tokens * 4, True)) == hops - 1
@@ -82,7 +86,9 @@ def check(case, report):
     assert plan.forward_bytes == hops * numbers * 4
     assert plan.backward_bytes == hops * numbers * (4 + 8)
 
-    assert sum(move["in_loop"] for move in report["moves"]) >= (9 if case.gradient else 4)
+    assert sum(move["in_loop"] for move in report["moves"]) >= (
+        (8 if case.gradient else 3) + (case.platform == "xla")
+    )
     assert [move for move in report["moves"] if not move["hidden"]] == []
 
 

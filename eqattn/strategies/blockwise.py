@@ -1,6 +1,6 @@
 """One device: rows outside, their live columns inside."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 
@@ -46,7 +46,7 @@ class Blockwise(AbstractExact):
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
 
-    pallas_lowerings = ("tpu",)
+    pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
 
     @classmethod
     def get_impl_name(cls) -> str:

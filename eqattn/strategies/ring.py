@@ -1,7 +1,7 @@
 """Many devices: rows stay, columns rotate around a mesh axis."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -112,7 +112,7 @@ class Ring(AbstractExact):
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
 
-    pallas_lowerings = ("tpu",)
+    pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
 
     @classmethod
     def get_impl_name(cls) -> str:
