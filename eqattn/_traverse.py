@@ -71,7 +71,7 @@ class Layout:
         """How many entries a table has, or would have without batch axes."""
         return math.prod(self.shape(self.table_axes or (ROW, COL)))
 
-    def split(self, args: Sequence) -> tuple:
+    def split(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The table (or None) and the operands."""
         return (None, args) if self.table_axes is None else (args[0], args[1:])
 

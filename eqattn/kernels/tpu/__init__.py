@@ -11,16 +11,16 @@ from ._visit import visit_sum
 
 
 def traverse(
-    steps: dict[int, Callable],
+    steps: dict[int, Callable[..., Any]],
     layout: Layout,
-    args: Sequence,
-    start: Sequence,
+    args: Sequence[Any],
+    start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],
     *,
-    finish: Callable = list,
-    into: Sequence | None = None,
+    finish: Callable[..., Any] = list,
+    into: Sequence[Any] | None = None,
     interpret: Any = False,
-) -> list:
+) -> list[Any]:
     """`eqattn._traverse.traverse` as kernels: one for a fold, one for all the outputs of a sweep
     that keep the same axes.
     """
@@ -31,7 +31,7 @@ def traverse(
         )
     if all(isinstance(step, FoldStep) for step in steps.values()):
         return visit_fold(steps, layout, args, axes[0], finish, into, interpret)
-    results: list = [None] * len(axes)
+    results: list[Any] = [None] * len(axes)
     for kept in dict.fromkeys(axes):
         group = [i for i, a in enumerate(axes) if a == kept]
         outs = visit_sum(steps, layout, args, start, kept, group, into, interpret)
