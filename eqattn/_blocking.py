@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ._manual import BATCH as BATCH, HEAD as HEAD
 from ._problem import Problem
 from ._stored import even_block, Pages
 from ._traverse import COL, ROW
-
-
-BATCH, HEAD = -4, -3
 
 
 @dataclasses.dataclass(frozen=True)

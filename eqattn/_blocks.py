@@ -18,6 +18,7 @@ from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
 from ._fold import finite, fold, masked_dot
+from ._manual import Manual
 from ._masks import AbstractMask
 from ._pairs import Operand, over_block
 from ._problem import Problem, visible
@@ -28,7 +29,12 @@ from ._traverse import COL, EMPTY, FULL, PARTIAL, ROW
 
 
 def classes_of(
-    mask: AbstractMask, blocking: Blocking, batch_shape: tuple[int, ...], q: Any, k: Any
+    mask: AbstractMask,
+    blocking: Blocking,
+    batch_shape: tuple[int, ...],
+    q: Any,
+    k: Any,
+    first: tuple[Any, Any] = (0, 0),
 ) -> Any:
     """The class of each block `[B|1, K|1, rows, columns]`, from the positions of its tokens."""
     from ._intervals import classify  # imported on first use: half of eqattn's import
@@ -42,6 +48,7 @@ def classes_of(
         kv_positions=k,
         block_q=blocking.block_q,
         block_k=blocking.block_k,
+        first=first,
     )
 
 
@@ -64,7 +71,7 @@ def fold_problem(
     problem: Problem,
     blocking: Blocking,
     ring: Rotation | None = None,
-    mesh: Any = None,
+    manual: Manual | None = None,
     *,
     fused: bool,
     kernel: str = "",
@@ -72,8 +79,8 @@ def fold_problem(
     """The softmax fold of a problem: a Carry of `[B, T, H, V]`, `[B, T, H]`, `[B, T, H]`, whose
     gradients take one visit of the blocks if `fused`, else two.
 
-    With a `ring`, over the keys of all its devices. Its axis is manual here if `mesh` is None; else
-    the arrays are those of all devices, and the axis of this mesh is made manual for the fold.
+    With a `ring`, over the keys of all its devices. If `manual`, these axes of a mesh are made
+    manual for the fold and the arrays are those of all devices.
     """
     if 0 in (*blocking.grid, blocking.queries):
         t, _, heads, _ = problem.sizes
@@ -81,9 +88,11 @@ def fold_problem(
         return Carry.empty(shape, problem.value.shape[-1], problem.accumulation)
     parts = Parts(problem, blocking, ring is not None, kernel)
     table, table_axes, classes = parts.plan()
-    devices = 1 if ring is None or mesh is None else ring.size
+    grid = blocking.grid
+    if manual is not None:
+        grid = tuple(n // manual.parts(a) for n, a in zip(grid, (BATCH, HEAD, ROW, COL)))
 
-    def run(parts, operands, values):
+    def run(parts, table, operands, values):
         return fold(
             {c: parts.logits(c) for c in classes},
             operands,
@@ -91,7 +100,7 @@ def fold_problem(
             {c: parts.weigh(c) for c in classes},
             values,
             parts.value_axes,
-            grid=(*blocking.grid[:2], *[n // devices for n in blocking.grid[2:]]),
+            grid=grid,
             block=blocking.block,
             table=table,
             table_axes=table_axes,
@@ -108,15 +117,19 @@ def fold_problem(
             roles=parts.roles,
         )
 
-    arrays = (parts.operands, parts.values)
-    if ring is None or devices == 1:
+    arrays = (table, parts.operands, parts.values)
+    if manual is None:
         carry = run(parts, *arrays)
     else:
         own, static = eqx.partition((problem.mask, problem.scores), eqx.is_array)
-        carry = ring.over(
-            mesh,
-            lambda own, *arrays: run(parts.reading(*eqx.combine(own, static)), *arrays),
-            [jax.tree.map(lambda _: (), own), parts.axes, parts.value_axes],
+
+        def on_device(own, *arrays):
+            mask, scores = eqx.combine(own, static)
+            return run(parts.reading(mask, scores, grid), *arrays)
+
+        carry = manual.over(
+            on_device,
+            [jax.tree.map(lambda _: (), own), table_axes, parts.axes, parts.value_axes],
             [(BATCH, HEAD, ROW)] * 3,
         )(own, *arrays)
     return Carry(*map(blocking.from_rows, carry))
@@ -147,7 +160,7 @@ class Parts:
         self, problem: Problem, blocking: Blocking, rotates: bool = False, kernel: str = ""
     ):
         self.problem, self.blocking, self.rotates = problem, blocking, rotates
-        self.kernel = kernel
+        self.kernel, self.local = kernel, False
         dtype, acc = problem.query.dtype, problem.accumulation
         wide = dtype == acc or (not kernel and jax.default_backend() == "cpu")
         # Narrow products are slower than float32's on a CPU. What rotates stays narrow, and of
@@ -220,10 +233,12 @@ class Parts:
         self.axes += [*key_axes, *[(BATCH, COL)] * len(tables)]
         self.roles = ("query", *["key"] * len(keys), *["page"] * len(tables))
 
-    def reading(self, mask: AbstractMask | None, scores: tuple) -> "Parts":
-        """The same with what masks and scores close over exchanged."""
+    def reading(self, mask: AbstractMask | None, scores: tuple, grid: tuple) -> "Parts":
+        """Those of a device's part of the `grid`, with what masks and scores close over."""
         new = copy.copy(self)
         new.problem = dataclasses.replace(self.problem, mask=mask, scores=scores)
+        new.blocking = dataclasses.replace(self.blocking, batch=grid[0], kv_heads=grid[1])
+        new.local = new.blocking != self.blocking
         return new
 
     def weigh(self, c: int) -> Callable:
@@ -258,7 +273,8 @@ class Parts:
     @property
     def reads(self) -> list[int]:
         """The operands of `classify`."""
-        positions = [self.roles.index(n) for n in ("q_position", "kv_position")]
+        names = ("q_position", "kv_position", *(("batch", "head") if self.local else ()))
+        positions = [self.roles.index(n) for n in names]
         valid = [self.roles.index("valid")] if self.padded else []
         own = [] if self.problem.mask is None else range(len(self.axes))[self.groups[-1]]
         return [*positions, *valid, *own]
@@ -267,8 +283,11 @@ class Parts:
         """The table of one hop, `[rows, columns]` or `[B, K, rows, columns]`."""
         blocking, axes = self.blocking, [self.axes[i] for i in self.reads]
         whole = [blocking.from_pairs(x, a) for x, a in zip(blocks, axes)]
-        (q, k), whole = whole[:2], whole[2:]
+        (q, k), whole, first = whole[:2], whole[2:], (0, 0)
         q, k = q[:, 0, :, 0], k[:, 0, 0]
+        if self.local:
+            (b, h), whole = whole[:2], whole[2:]
+            first = b[0, 0, 0, 0], h[0, 0, 0, 0]
         rows, columns = q.shape[1] // blocking.block_q, k.shape[1] // blocking.block_k
         table = jnp.full((1, 1, rows, columns), FULL, jnp.int8)
         if self.padded:
@@ -278,7 +297,7 @@ class Parts:
             table = jnp.where(valid.all(-1), table, padded)
         if self.problem.mask is not None:
             mask = Given(self.problem.mask, tuple(whole))
-            classes = classes_of(mask, blocking, (blocking.batch,), q, k)
+            classes = classes_of(mask, blocking, (blocking.batch,), q, k, first)
             table = jnp.minimum(table, classes)
         if table.shape[:2] == (1, 1):
             return table[0, 0]

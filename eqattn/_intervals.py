@@ -48,6 +48,7 @@ def classify(
     kv_positions: Any,
     block_q: int,
     block_k: int,
+    first: tuple[Any, Any] = (0, 0),
 ) -> Any:
     """The class of every block pair: 0 empty, 1 partial, 2 full.
 
@@ -61,6 +62,7 @@ def classify(
     - `heads`, `kv_heads`: query and key heads; the former a multiple of the latter.
     - `q_positions`: int32 `[B|1, T]`. `kv_positions`: int32 `[B|1, S]`. NumPy, JAX or traced.
     - `block_q`, `block_k`: rows and columns per block; the last block may be short.
+    - `first`: indices of the first batch element and the first query head.
 
     **Returns:**
 
@@ -87,7 +89,7 @@ def classify(
         return np.zeros((1, 1, -(-t // block_q), -(-s // block_k)), np.int8)
 
     consts, arrays = _parts(closed)[1], [o.array for o in operands]
-    traced = not all(map(is_known, [q_positions, kv_positions, *arrays, *consts]))
+    traced = not all(map(is_known, [q_positions, kv_positions, *first, *arrays, *consts]))
 
     def known(x, dtype):
         if traced and not isinstance(x, np.ndarray | np.generic | int | float):
@@ -116,8 +118,8 @@ def classify(
         x = known(x, carrier(dtype)).reshape(shape)
         return source(x, x, dtype)
 
-    batch = np.arange(math.prod(batch_shape), dtype=np.int32).reshape(-1, 1, 1, 1)
-    head = np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
+    batch = first[0] + np.arange(math.prod(batch_shape), dtype=np.int32).reshape(-1, 1, 1, 1)
+    head = first[1] + np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
     with np.errstate(all="ignore"):
         ins: list[Interval | None] = [Interval(batch, batch), Interval(head, head)]
         for x, shape in ((q_positions, (-1, 1, t, 1)), (kv_positions, (-1, 1, 1, s))):

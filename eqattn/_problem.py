@@ -60,6 +60,7 @@ class Problem(eqx.Module):
     logits_dtype: Any = eqx.field(static=True)
     precision: Any = eqx.field(static=True)
     shards: int = eqx.field(static=True, default=1)
+    partition: tuple | None = eqx.field(static=True, default=None)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -213,6 +214,7 @@ def problem(
     kv_positions=None,
     precision=None,
     shards=1,
+    partition=None,
 ) -> Problem:
     """Checks the arguments of `attention` and brings them to canonical form."""
     query = jnp.asarray(query)
@@ -258,6 +260,7 @@ def problem(
         logits_dtype=metadata.runtime_softmax_dtype,
         precision=precision,
         shards=shards,
+        partition=partition,
     )
     for part in (*scores, *([] if mask is None else [mask])):
         for operand in part.operands():

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from ._compat import jaxpr_as_fun, vary, varying_axes
@@ -48,30 +47,6 @@ class Rotation:
     def only(self, kept: Sequence[int]) -> "Rotation":
         """Where some of the operands remain, `reads` among them."""
         return dataclasses.replace(self, reads=tuple(kept.index(i) for i in self.reads))
-
-    def partition(self, axes: tuple[int, ...]) -> P:
-        """How an array with these grid axes is spread over the ring."""
-        spread = ROW if ROW in axes else COL
-        return P(*[self.axis if a == spread else None for a in axes])
-
-    def over(self, mesh: Any, fn: Callable, in_axes: Any, out_axes: Sequence) -> Callable:
-        """`fn` on each device's part of arrays with the given grid axes, with `axis` manual."""
-
-        def specs(tree):
-            grid = lambda x: isinstance(x, tuple) and all(isinstance(a, int) for a in x)
-            return jax.tree.map(self.partition, tree, is_leaf=grid)
-
-        def run(*args):
-            return jax.shard_map(
-                fn,
-                mesh=mesh,
-                in_specs=tuple(specs(tree) for tree in in_axes),
-                out_specs=specs(out_axes),
-                axis_names={self.axis},
-                check_vma=bool(varying_axes(*jax.tree.leaves(args))),  # as around us
-            )(*args)
-
-        return run
 
     def move(self, xs: Sequence[Array], by: int) -> list[Array]:
         """Sends arrays `by` places up the ring."""
@@ -166,12 +141,12 @@ def travel(
         carry = (columns, total, state)
         if length > first and (ring.unroll or length == first + 1):
             for h in range(first, length):
-                carry = hop(h, *carry)
+                carry = hop(h, *lax.optimization_barrier(carry))  # as a loop would part them
         elif length > first:
             carry, _ = lax.scan(
                 lambda c, h: (hop(h, *c), None), carry, jnp.arange(first, length, dtype=jnp.int32)
             )
-        _, total, state = hop(length, *carry, last=True)
+        _, total, state = hop(length, *lax.optimization_barrier(carry), last=True)
         return ring.move(total, -step * length), state
 
     mixed = varying_axes(*args)

@@ -77,7 +77,11 @@ def code_for(ctx, layout: Layout, tag: Tag | None) -> dict[str, Any]:
     hot = tag is not None and tag.stage in ("fold", "backward")
     kernel, reason = layout.kernel if hot else "", ""
     if partitioned_automatically(ctx):
-        reason = "the compiler cannot split it over the devices of a mesh; call in jax.shard_map"
+        reason = (
+            "the compiler cannot split it over the devices of a mesh; call under jax.set_mesh with "
+            "a mesh all of whose axes shard batch or heads, as metadata.partition_axis says and as "
+            "divides them, or a ring; or call in jax.shard_map"
+        )
     elif layout.listed > 2**17 or max(layout.grid[ROW:]) >= 2**14:
         reason = f"its list of {layout.listed} pairs of blocks is too long; give larger block sizes"
     if kernel == "pallas" and platforms == ("tpu",) and reason:

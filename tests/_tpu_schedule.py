@@ -20,7 +20,8 @@ COLLECTIVES = r"(all-gather|all-reduce|all-to-all|reduce-scatter|collective-broa
 @dataclasses.dataclass(frozen=True)
 class Case:
     """`tokens` are those of one device. `gradient`: output and gradients of query, key, value.
-    `platform`: `"auto"` runs each hop by the kernels.
+    `platform`: `"auto"` runs each hop by the kernels. `dp`, `tp`: over how many devices batch and
+    heads are sharded; the others are the ring, or there is none.
     """
 
     topology: str = "v5e:4x4"
@@ -32,6 +33,8 @@ class Case:
     kv_heads: int = 8
     dim: int = 128
     platform: str = "auto"
+    dp: int = 1
+    tp: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,22 +161,26 @@ class Schedule:
 
 
 def compiled(case: Case):
-    """The ring of a case compiled for all devices of its topology, and how many these are."""
+    """A case compiled for all devices of its topology, and how many are in its ring."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import NamedSharding, PartitionSpec as P
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
     import eqattn
     from eqattn import attention, AttentionMetadata, Causal, Ring, ring_mesh, SlidingWindow
 
     jax.default_backend = lambda: "tpu"  # type: ignore  # as on the host of the TPU
     devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
-    mesh = ring_mesh("sp", devices=devices)
-    sharding = NamedSharding(mesh, P(None, "sp"))
+    mesh, n = ring_mesh("sp", devices=devices), len(devices) // (case.dp * case.tp)
+    if n < len(devices):
+        grid, kinds = np.reshape(devices, (case.dp, n, case.tp)), (AxisType.Auto,) * 3
+        mesh = Mesh(grid, ("dp", "sp", "tp"), axis_types=kinds)
+    sharding = NamedSharding(mesh, P("dp", "sp", "tp") if n < len(devices) else P(None, "sp"))
     query, key_, value = (
         jax.ShapeDtypeStruct(
-            (1, case.tokens * mesh.size, heads, case.dim), jnp.bfloat16, sharding=sharding
+            (case.dp, case.tokens * n, heads, case.dim), jnp.bfloat16, sharding=sharding
         )
         for heads in (case.heads, case.kv_heads, case.kv_heads)
     )
@@ -193,7 +200,7 @@ def compiled(case: Case):
             lowered = jax.jit(gradient).lower(query, key_, value, query)
         else:
             lowered = jax.jit(forward).lower(query, key_, value)
-    return lowered.compile(), mesh.size
+    return lowered.compile(), n
 
 
 def report(case: Case) -> dict:

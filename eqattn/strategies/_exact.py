@@ -1,6 +1,7 @@
 """What every strategy of this library has in common: arguments in, a Carry folded, output."""
 
 import abc
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
 from .._compat import explicit_axes, sharding_of, typed_by_mesh
+from .._manual import Manual, with_kernel
 from .._masks import Causal
 from .._output import AttentionOutput
 from .._platform import Platform
@@ -63,6 +65,21 @@ class AbstractExact(AttentionImpl):
                 f"this call on a TPU ({reason}); use platform='auto' or 'xla'."
             )
         return "" if reason else platform.value
+
+    def manual(self, problem: Problem, kernel: str, place: Manual | None = None) -> Manual | None:
+        """The mesh axes to make manual for the fold: those of `place`, and for a `kernel` those
+        that shard batch and heads.
+        """
+        if not kernel:
+            return place
+        partition = problem.partition
+        if partition is None:
+            axes, generates = self.metadata.partition_axis, problem.sizes[0] == 1
+            partition = axes.batch_axis, axes.kv_head_axis, ()
+            if generates:
+                partition = axes.generation_batch_axis, axes.generation_kv_head_axis, ()
+        sizes = math.prod(problem.batch_shape), problem.sizes[3]
+        return with_kernel(place, self.metadata.mesh, partition, sizes)
 
     def key_shards(self) -> int:
         """A hook: how many devices' keys a bias or `Dense` mask holds."""
@@ -142,14 +159,22 @@ class AbstractExact(AttentionImpl):
                     )
             shards = self.key_shards()
             spec = problem(
-                q, k, v, self.metadata, precision=self.precision, shards=shards, **options
+                q,
+                k,
+                v,
+                self.metadata,
+                precision=self.precision,
+                shards=shards,
+                partition=partition,
+                **options,
             )
             carry, weights = self.fold(spec)
             results = finish(spec, carry, weights, self.metadata.runtime_dtype, return_weights)
             return {name: x for name, x in results.items() if wanted[name]}
 
-        args = (self, q, k, v, options)
+        args, partition = (self, q, k, v, options), None
         if explicit_axes(q):
+            partition = _known_partition(q, k, v)
             results = _without_explicit_axes(run, args, wanted)
         else:
             results = run(*args)
@@ -159,6 +184,18 @@ class AbstractExact(AttentionImpl):
             logsumexp=results.get("logsumexp"),
             carry=Carry(*results["carry"]) if return_carry else None,
         )
+
+
+def _known_partition(q: Array, *others: Any) -> tuple:
+    """The mesh axes that shard the batch and the heads of a query whose type says so, and those
+    that shard no array.
+    """
+    batch, *rest, _, heads, _ = (None, *sharding_of(q))[-max(4, q.ndim) :]
+    arrays = [x for x in jax.tree.leaves((q, *others)) if eqx.is_array(x)]
+    entries = [e for x in arrays for e in sharding_of(x)]
+    used = {n for e in entries for n in ((e,) if isinstance(e, str) else e or ())}
+    idle = tuple(n for n in explicit_axes(q) if n not in used)
+    return None if any(rest) else batch, heads, idle
 
 
 def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) -> dict:

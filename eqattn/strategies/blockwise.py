@@ -15,9 +15,11 @@ from ._exact import AbstractExact
 
 
 @cached
-def fold_on_one_device(problem: Problem, *, block_q, block_k, fused, kernel="", in_place=False):
+def fold_blocks(
+    problem: Problem, *, block_q, block_k, fused, kernel="", manual=None, in_place=False
+):
     blocking = choose_blocking(problem, block_q, block_k, in_place=in_place, kernel=kernel)
-    return fold_problem(problem, blocking, fused=fused, kernel=kernel)
+    return fold_problem(problem, blocking, manual=manual, fused=fused, kernel=kernel)
 
 
 @AttentionRegistry.register
@@ -53,11 +55,13 @@ class Blockwise(AbstractExact):
         return "blockwise"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        carry = fold_on_one_device(
+        kernel = self.kernel(problem)
+        carry = fold_blocks(
             problem,
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,
             fused=self.fused_backward,
-            kernel=self.kernel(problem),
+            kernel=kernel,
+            manual=self.manual(problem, kernel),
         )
         return carry, None

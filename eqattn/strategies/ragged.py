@@ -9,7 +9,7 @@ from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
 from ._exact import AbstractExact
-from .blockwise import fold_on_one_device
+from .blockwise import fold_blocks
 
 
 @AttentionRegistry.register
@@ -45,7 +45,7 @@ class Ragged(AbstractExact):
         return "ragged"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        carry = fold_on_one_device(
+        carry = fold_blocks(
             problem,
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,

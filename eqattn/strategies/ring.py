@@ -15,6 +15,7 @@ from .._blocks import fold_problem
 from .._cached import cached
 from .._carry import Carry
 from .._compat import automatic, varying_axes
+from .._manual import Manual
 from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
@@ -22,6 +23,7 @@ from .._ring import Rotation
 from .._ring_layout import AbstractRingLayout, Contiguous
 from .._ring_plan import reach
 from ._exact import AbstractExact
+from .blockwise import fold_blocks
 
 
 class _Place(NamedTuple):
@@ -35,12 +37,13 @@ class _Place(NamedTuple):
     def explicit(self) -> tuple[str, ...]:
         return () if self.mesh is None else tuple(self.mesh.explicit_axes)
 
+    @property
+    def manual(self) -> Manual | None:
+        return None if self.mesh is None else Manual(self.mesh, tokens=(self.axis,))
+
 
 @cached
-def _fold(problem: Problem, *, block_q, block_k, place, layout, unroll, fused, kernel):
-    if place is None:
-        blocking = choose_blocking(problem, block_q, block_k, kernel=kernel)
-        return fold_problem(problem, blocking, fused=fused, kernel=kernel)
+def _fold(problem: Problem, *, block_q, block_k, place, manual, layout, unroll, fused, kernel):
     axis, n, mesh = place
     t, s, _, _ = problem.sizes
     if mesh is None and s == 1:
@@ -63,7 +66,7 @@ def _fold(problem: Problem, *, block_q, block_k, place, layout, unroll, fused, k
     shards = n if mesh is None else 1
     blocking = choose_blocking(problem, block_q, block_k, parts, shards, kernel=kernel)
     ring = Rotation(axis, n, ahead, behind, unroll)
-    return fold_problem(problem, blocking, ring, mesh, fused=fused, kernel=kernel)
+    return fold_problem(problem, blocking, ring, manual, fused=fused, kernel=kernel)
 
 
 @AttentionRegistry.register
@@ -126,17 +129,18 @@ class Ring(AbstractExact):
             problem = dataclasses.replace(
                 problem, seed=self._seed(problem.seed, problem, place.axis)
             )
-        carry = _fold(
-            problem,
+        kernel = self.kernel(problem)
+        options = dict(
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,
-            place=place,
-            layout=self.layout,
-            unroll=not self.metadata.scan_ring_attention,
             fused=self.fused_backward,
-            kernel=self.kernel(problem),
+            kernel=kernel,
+            manual=self.manual(problem, kernel, place and place.manual),
         )
-        return carry, None
+        if place is None:
+            return fold_blocks(problem, **options), None
+        unroll = not self.metadata.scan_ring_attention
+        return _fold(problem, place=place, layout=self.layout, unroll=unroll, **options), None
 
     def _without_explicit_axes(self, problem: Problem, place: _Place):
         """For arrays that are not typed by the mesh of the context, whose axes are explicit."""

@@ -1,0 +1,128 @@
+"""The kernels for TPUs over the axes of a mesh that shard batch and heads."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _reference import reference
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from eqattn import (
+    ALiBi,
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    MaskFn,
+    PartitionAxis,
+    Ring,
+)
+
+
+def mesh_of(sizes, names, kind=AxisType.Auto):
+    count = int(np.prod(sizes))
+    kinds = (kind,) * len(names)
+    return jax.make_mesh(sizes, names, kinds, devices=jax.devices()[:count])
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 7)
+    shapes = (2, 32, 4, 16), (2, 32, 2, 16), (2, 32, 2, 8), (2, 4, 32, 32), (4,), (4,)
+    q, k, v, bias, slopes, sinks = (jax.random.normal(x, s) for x, s in zip(keys, shapes))
+    return q, k, v, jnp.float32(0.3), abs(slopes), sinks, bias
+
+
+def attend(strategy, platform, q, k, v, scale, slopes, sinks, bias, mask=Causal(), **kw):
+    metadata = AttentionMetadata(
+        platform=platform,
+        backend="tpu",
+        softmax_scale=scale,
+        softmax_aux=sinks,
+        logits_soft_cap=5.0,
+        blocksize_q=8,
+        blocksize_k=8,
+        **kw,
+    )
+    key = jax.random.key(1) if "dropout_prob" in kw else None
+    score = ALiBi(slopes)
+    return attention(q, k, v, strategy(metadata), mask=mask, score=score, bias=bias, key=key)
+
+
+def both(f, args):
+    """A value with the gradient of every argument."""
+    weight = jnp.cos(jnp.arange(8.0))
+    return jax.value_and_grad(lambda *x: (f(*x) @ weight).sum(), tuple(range(len(args))))(*args)
+
+
+MESHES = {
+    "blocks": (Blockwise, (2, 2), ("dp", "tp"), AxisType.Auto),
+    "explicit": (Blockwise, (2, 2), ("data", "model"), AxisType.Explicit),
+    "ring": (Ring, (2, 2, 2), ("dp", "sp", "tp"), AxisType.Auto),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_numbers(name):
+    strategy, sizes, names, kind = MESHES[name]
+    args = arrays()
+    batch, heads, tokens = names[0], names[-1], "sp" if "sp" in names else None
+    rows = P(batch, tokens, heads)
+    specs = [rows, rows, rows, P(), P(heads), P(heads), P(batch, heads, tokens)]
+
+    @jax.jit
+    def run(*args):
+        f = ft.partial(attend, strategy, "interpret")
+        return both(lambda *x: f(*x).attention_outputs, args)
+
+    want = both(lambda q, k, v, a, b, c, d: reference(q, k, v, a, 5.0, b, c, d)[0], args)
+    with jax.set_mesh(mesh_of(sizes, names, kind)) as mesh:
+        mesh = jax.sharding.get_mesh() if mesh is None else mesh
+        placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs)]
+        got = run(*placed)
+        text = run.lower(*placed).compile().as_text()
+    jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+    assert "all-gather" not in text and "all-to-all" not in text
+
+
+@pytest.mark.parametrize("strategy, names", [(Blockwise, ("dp", "tp")), (Ring, ("sp", "tp"))])
+def test_indices_of_batch_and_head_are_those_of_the_whole(strategy, names):
+    """Dropout, and a mask that differs by batch element and head, are as without a mesh."""
+    mask = MaskFn(lambda b, h, q, k: (k <= q + b) & (q - k < 3 + 4 * h))
+    args = arrays()
+    f = ft.partial(attend, dropout_prob=0.4, mask=mask)
+    want = f(Blockwise, "xla", *args).attention_outputs
+    with jax.set_mesh(mesh_of((2, 2), names)):
+        got = jax.jit(lambda *x: f(strategy, "interpret", *x).attention_outputs)(*args)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def kernels(f, *args) -> int:
+    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
+    return lowered.as_text().count("@tpu_custom_call")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_found(kind):
+    args = arrays()
+    f = lambda strategy, **kw: ft.partial(
+        lambda *x: attend(strategy, "auto", *x, **kw).attention_outputs.sum()
+    )
+    with jax.set_mesh(mesh_of((2, 2), ("dp", "tp"), kind)):
+        args = [jax.device_put(x, P()) for x in args]  # if the types say so, all is replicated
+        assert kernels(f(Blockwise), *args) == 1
+        assert kernels(jax.grad(f(Blockwise), (0, 1, 2)), *args) == 3
+    with jax.set_mesh(mesh_of((2, 2, 2), ("dp", "sp", "tp"), kind)):
+        args = [jax.device_put(x, P()) for x in arrays()]
+        assert kernels(f(Ring), *args) >= 2
+        # What might shard something else is left to the compiler, which cannot split kernels.
+        assert kernels(f(Blockwise), *args) == (kind == AxisType.Explicit)
+    if kind == AxisType.Auto:
+        args = arrays()
+        with jax.set_mesh(mesh_of((2, 2), ("data", "model"))):
+            assert kernels(f(Blockwise), *args) == 0  # nobody said what they shard
+            axes = PartitionAxis(batch_axis="data", head_axis="model")
+            assert kernels(f(Blockwise, partition_axis=axes), *args) == 1
+        with jax.set_mesh(mesh_of((4,), ("tp",))):
+            assert kernels(f(Blockwise), *args) == 0  # two key heads
