@@ -187,7 +187,7 @@ def choose_blocking(
         if pages:
             (block_k,) = pages
         elif in_place:  # a size that divides the keys needs no padded copy of them
-            block_k = even_block(s) or block_k
+            block_k = even_block(s, 512 if kernel else 256) or block_k
     return Blocking(
         batch=math.prod(problem.batch_shape),
         kv_heads=kv_heads,

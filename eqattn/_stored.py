@@ -158,9 +158,9 @@ class Pages(AbstractStored):
         return self.stored.decode(*arrays)
 
 
-def even_block(tokens: int) -> int | None:
-    """The largest size from 256 down to 64 that divides so many tokens, or None."""
-    return next((n for n in range(256, 63, -1) if tokens % n == 0), None)
+def even_block(tokens: int, most: int = 256) -> int | None:
+    """The largest size from `most` down to 64 that divides so many tokens, or None."""
+    return next((n for n in range(most, 63, -1) if tokens % n == 0), None)
 
 
 def as_stored(x: Any) -> AbstractStored:

@@ -74,7 +74,7 @@ def loops(vectorise: bool) -> dict[str, Any]:
 def code_for(ctx, layout: Layout, tag: Tag | None) -> dict[str, Any]:
     """How to run a visit of the grid: as loops of ordinary JAX, or as a kernel."""
     platforms = tuple(ctx.module_context.platforms)
-    hot = tag is not None and tag.stage in ("fold", "backward")
+    hot = tag is not None and tag.stage in (("fold",) if layout.ragged else ("fold", "backward"))
     kernel, reason = layout.kernel if hot else "", ""
     if partitioned_automatically(ctx):
         reason = (
@@ -82,7 +82,7 @@ def code_for(ctx, layout: Layout, tag: Tag | None) -> dict[str, Any]:
             "a mesh all of whose axes shard batch or heads, as metadata.partition_axis says and as "
             "divides them, or a ring; or call in jax.shard_map"
         )
-    elif layout.listed > 2**17 or max(layout.grid[ROW:]) >= 2**14:
+    elif layout.listed > 2**17 or max(layout.sides) >= 2**14:
         reason = f"its list of {layout.listed} pairs of blocks is too long; give larger block sizes"
     if kernel == "pallas" and platforms == ("tpu",) and reason:
         raise ValueError(

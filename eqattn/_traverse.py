@@ -71,6 +71,12 @@ class Layout:
         """How many entries a table has, or would have without batch axes."""
         return math.prod(self.shape(self.table_axes or (ROW, COL)))
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns of a table, whose rows are those of all batch elements if `ragged`."""
+        columns = self.grid[COL]
+        return (self.listed // columns if self.ragged else self.grid[ROW]), columns
+
     def split(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The table (or None) and the operands."""
         return (None, args) if self.table_axes is None else (args[0], args[1:])

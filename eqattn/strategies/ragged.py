@@ -1,6 +1,6 @@
 """One device, rows of unequal length: each costs what its own live keys cost."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 
@@ -39,17 +39,21 @@ class Ragged(AbstractExact):
     fused_backward: bool = eqx.field(static=True, default=True)
 
     reads_stored = True
+    pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
 
     @classmethod
     def get_impl_name(cls) -> str:
         return "ragged"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
+        kernel = self.kernel(problem)
         carry = fold_blocks(
             problem,
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,
             fused=self.fused_backward,
+            kernel=kernel,
+            manual=self.manual(problem, kernel),
             in_place=True,
         )
         return carry, None

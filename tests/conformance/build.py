@@ -263,10 +263,11 @@ def library_call(built: Built):
                     arguments["table"], bidirectional=case["score"] != "t5_causal", max_distance=16
                 )
             )
-        kernel = case["target"][0] == "tpu"
+        target = case["target"][0]
+        kernels = {"tpu": "blockwise", "tpu_ragged": "ragged"}
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
-            platform="interpret" if kernel else "auto",
+            platform="interpret" if target in kernels else "auto",
             softmax_scale={"none": None, "float": 0.3}.get(case["scale"], arguments.get("scale")),
             logits_soft_cap={"none": None, "float": 2.5}.get(case["cap"], arguments.get("cap")),
             softmax_aux=arguments.get("sinks"),
@@ -278,7 +279,7 @@ def library_call(built: Built):
             arguments["q"],
             arguments["k"],
             arguments["v"],
-            eqattn.AttentionRegistry.create("blockwise" if kernel else case["target"][0], metadata),
+            eqattn.AttentionRegistry.create(kernels.get(target, target), metadata),
             mask=mask,
             bias=arguments.get("bias"),
             score=score or None,

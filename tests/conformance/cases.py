@@ -56,7 +56,8 @@ AXES: dict[str, tuple] = {
     "scale": ("none", "float", "array"),
     "offset": ("none", "int", "array"),
     "dropout": (0.0, 0.25),
-    # (registry name, devices); "tpu": the TPU's kernels under Blockwise, interpreted.
+    # (registry name, devices); "tpu", "tpu_ragged": the TPU's kernels under Blockwise and Ragged,
+    # interpreted.
     "target": (
         ("blockwise", 1),
         ("dense", 1),
@@ -65,11 +66,15 @@ AXES: dict[str, tuple] = {
         ("tpu", 1),
     ),
 }
-# Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring.
-MORE: dict[str, tuple] = {"target": (("ring", 4),)}
+# Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring and
+# test_tpu_ragged.py.
+MORE: dict[str, tuple] = {"target": (("ring", 4), ("tpu_ragged", 1))}
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
-TARGET_LIMITS: dict[str, dict[str, tuple]] = {"tpu": {"dtype": ("float16", "float64")}}
+TARGET_LIMITS: dict[str, dict[str, tuple]] = {
+    "tpu": {"dtype": ("float16", "float64")},
+    "tpu_ragged": {"dtype": ("float16", "float64")},
+}
 
 Case = dict
 

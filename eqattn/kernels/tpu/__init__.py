@@ -6,6 +6,7 @@ from typing import Any
 from ..._compat import varying_axes
 from ..._fold import FoldStep
 from ..._traverse import Layout
+from ._decode import few_rows, visit_few_rows
 from ._forward import visit_fold
 from ._visit import visit_sum
 
@@ -30,6 +31,9 @@ def traverse(
             "interpreted kernels do not know; use check_vma=False."
         )
     if all(isinstance(step, FoldStep) for step in steps.values()):
+        forms = few_rows(steps, layout, args) if into is None else None
+        if forms is not None:
+            return visit_few_rows(forms, steps, layout, args, axes[0], interpret)
         return visit_fold(steps, layout, args, axes[0], finish, into, interpret)
     results: list[Any] = [None] * len(axes)
     for kept in dict.fromkeys(axes):

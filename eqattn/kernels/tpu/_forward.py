@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._carry import gauge
 from ..._compat import abstract
-from ..._traverse import Layout, ROW
+from ..._traverse import Layout
+from ._groups import spread_groups, weighted_groups
 from ._inline import Program, Run
+from ._product import product_of
 from ._visit import VMEM
 from ._work import abstract_blocks, FIRST, kind_of, LAST, matrix, Operand, Steps, work_list
 
@@ -49,9 +50,9 @@ def visit_fold(
     Inside, logits and maxima are those of powers of two.
     """
     table, operands = layout.split(args)
-    order = (*layout.batch, None)
     work, length = work_list(table, layout, kept, max(steps))
-    grid = Steps(layout, order, (layout.table_axes or (ROW,) * 2)[:-2], length, drain=1)
+    grid = Steps.of(layout, length, drain=1)
+    order = grid.order
     full, keys_rows = max(steps), layout.block
     keys, rows = keys_rows
     n = len(steps[full].logits.in_avals)
@@ -69,7 +70,7 @@ def visit_fold(
     ahead = {i: operand(i, logits, i) for i in range(n) if used(logits, i)}
     values[full].flipped[0] = values[full].flipped[0] or matrix(blocks[n])  # the left of a product
     behind = {i: operand(n + i, values, i) for i in range(len(operands) - n) if used(values, i)}
-    width = steps[full].width
+    width, grouped = steps[full].width, steps[full].grouped
     kw, early = dict(steps[full].products), looks_ahead_first()
     shapes = [(width, rows), (1, rows), (1, rows)]
     out_blocks = shapes if into is not None else [(rows, width), *shapes[1:]]
@@ -77,7 +78,7 @@ def visit_fold(
     weighted = len(logits[full].outs) == 2
 
     def kernel(work_ref, *refs):
-        refs = list(refs)
+        refs = list(refs[len(layout.lookups) :])
         take = lambda keys: {i: refs.pop(0) for i in keys}
         ins, vals, olds, outs = (take(k) for k in (ahead, behind, range(len(start)), range(3)))
         num, den, top, s_ref, most, *w_ref = refs
@@ -111,9 +112,12 @@ def visit_fold(
             @pl.when(jnp.isnan(jnp.sum(raw.astype(jnp.float32) * 0)))
             def _():
                 s = s_ref[...]
-                bad = Run(values[c], fetch, lie_behind).value(values[c].outs[1]).reshape(1, keys)
-                column = jnp.broadcast_to(bad, (8, keys)).T[:, :1]
-                s_ref[...] = jnp.where(s == -jnp.inf, s, s + column)
+                bad = Run(values[c], fetch, lie_behind).value(values[c].outs[1])
+                if bad.ndim == 1:
+                    bad = jnp.broadcast_to(bad.reshape(1, keys), (8, keys)).T[:, :1]
+                else:
+                    bad = spread_groups(bad, rows)
+                s_ref[...] = jnp.where(s == -jnp.inf, s, s + bad)
 
         def look_ahead(c):
             run = Run(logits[c], load, lie_ahead)
@@ -135,13 +139,11 @@ def visit_fold(
             if early and c == full:
                 look_ahead(c)
             narrow = kw["operand_dtype"]
-            product = lax.dot_general(
-                run.narrow(value, True, narrow),
-                q if narrow is None else q.astype(narrow),
-                (((1,), (0,)), ((), ())),
-                precision=kw["precision"],
-                preferred_element_type=jnp.float32,
-            )
+            q = q if narrow is None else q.astype(narrow)
+            if grouped:
+                product = weighted_groups(run.narrow(value, False, narrow), q, kw["precision"])
+            else:
+                product = product_of(run.narrow(value, True, narrow), q, (1, 0), kw["precision"])
             if not (early and c == full):
                 look_ahead(c)
             num[...] = num[...] * scale + product
@@ -161,7 +163,7 @@ def visit_fold(
         def _():
             accs = [num[...], den[...], top[...] * (1 / LOG2E)]
             if into is None:
-                accs = finish([accs[0], accs[1][0], accs[2][0]])
+                accs = finish([accs[0].T if grouped else accs[0], accs[1][0], accs[2][0]])
             for ref, y in zip(outs.values(), accs):
                 ref[...] = y.reshape(ref.shape)
 
@@ -170,11 +172,12 @@ def visit_fold(
     scratch += [pltpu.VMEM((keys, rows), jnp.float32)] * weighted
     given = [*ahead.values(), *behind.values(), *start]
     lags = [0] * len(ahead) + [1] * (len(behind) + len(start))
-    first = 1 + len(ahead) + len(behind)
+    tables = [operands[i] for i in layout.lookups]
+    first = 1 + len(tables) + len(ahead) + len(behind)
     call = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=1 + len(layout.lookups),
             grid=grid.grid,
             in_specs=[grid.spec(x.axes, x.block, lag) for x, lag in zip(given, lags)],
             out_specs=[grid.spec(kept, block, 1) for block in out_blocks],
@@ -185,11 +188,11 @@ def visit_fold(
         ],
         input_output_aliases={first + i: i for i in range(len(start))},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * len(layout.batch) + ("arbitrary",),
+            dimension_semantics=("parallel",) * (len(order) - 1) + ("arbitrary",),
             vmem_limit_bytes=VMEM,
         ),
         interpret=interpret,
         name="eqattn_fold",
     )
-    num, den, top = call(work, *[x.array for x in given])
+    num, den, top = call(work, *tables, *[x.array for x in given])
     return [num, *[x.reshape(*layout.shape(kept), rows) for x in (den, top)]]

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._compat import Literal, only_varies
-from ..._dot import dot_p
+from ..._dot import dot_p, grouped_dot_p
+from ._groups import grouped_product
+from ._product import product_of
 
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -36,7 +38,7 @@ def _flat(jaxpr, consts, args) -> list:
         called = next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
         if only_varies(eqn):  # a kernel is one device's
             ys = xs
-        elif called is None or eqn.primitive is dot_p:
+        elif called is None or eqn.primitive in (dot_p, grouped_dot_p):
             ys = eqn.primitive.bind(*xs, **eqn.params)
             ys = ys if eqn.primitive.multiple_results else [ys]
         else:
@@ -65,6 +67,7 @@ class Program:
             if needed & set(eqn.outvars):
                 needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
                 dots += [eqn] if eqn.primitive is dot_p else []
+        self.needed = needed
         self.reads = [v in needed for v in self.jaxpr.invars]
         wishes: dict = {}
         for eqn in dots:
@@ -125,6 +128,11 @@ class Run:
             return self.value(v, False).T
         if eqn.primitive is dot_p and not flip:
             return self._dot(*eqn.invars, **eqn.params)
+        if eqn.primitive is grouped_dot_p and not flip:
+            assert eqn.params["contract"] == (1, 0), eqn
+            dtype, precision = eqn.params["operand_dtype"], eqn.params["precision"]
+            k, q = (self.narrow(x, False, dtype) for x in eqn.invars)
+            return grouped_product(k, q, precision)
         if eqn.primitive is lax.transpose_p:
             return self.value(eqn.invars[0], not flip)
         if flip and eqn.primitive is lax.broadcast_in_dim_p and eqn.invars[0].aval.ndim == 0:
@@ -179,9 +187,7 @@ class Run:
             flip = self.lies_flipped(v)
             operands.append(self.narrow(v, flip, operand_dtype))
             dims.append(1 - c if flip else c)
-        dims = (((dims[0],), (dims[1],)), ((), ()))
-        a, b = operands
-        return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+        return product_of(operands[0], operands[1], (dims[0], dims[1]), precision)
 
     def times(self, v: Any, factor: float) -> Any:
         """A value times a number, by way of what it is already multiplied with."""

@@ -21,12 +21,16 @@ SIDE = 2**14
 def work_list(table: Any, layout: Layout, kept: tuple[int, ...], every: int) -> Any:
     """The pairs to visit, packed, `[*, pairs]`, and how many there are: the live ones, and one for
     each kept row or column without any. Without a table, all of class `every`. One more, without
-    flags, follows them.
+    flags, follows them. Of a `ragged` layout there is one list: its rows are those of all the batch
+    elements that the table tells apart.
     """
     rows, columns = layout.grid[ROW:]
-    assert max(rows, columns) < SIDE, (rows, columns)  # a list that may be this long is refused
     if table is None:
         table = np.full((rows, columns), every, np.int8)
+    elif layout.ragged:
+        table = table.reshape(-1, columns)
+        rows = len(table)
+    assert max(rows, columns) < SIDE, (rows, columns)  # a list that may be this long is refused
     xp: Any = np if isinstance(table, np.ndarray) else jnp
     row, column = np.mgrid[:rows, :columns]
     if COL in kept and ROW not in kept:
@@ -60,6 +64,10 @@ def work_list(table: Any, layout: Layout, kept: tuple[int, ...], every: int) -> 
     return lax.bitcast_convert_type(jnp.asarray(packed), jnp.int32), length
 
 
+def split_at(xs: Sequence, n: int) -> tuple[Sequence, Sequence]:
+    return xs[:n], xs[n:]
+
+
 def kind_of(pair: Any) -> Any:
     return (pair >> 2) & 3
 
@@ -82,7 +90,7 @@ def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """The kernel's grid: batch axes and, as None, the work list; `table_axes` are those of the list
-    before its pairs.
+    before its pairs, `merged` those that its rows are of.
     """
 
     layout: Layout
@@ -90,6 +98,20 @@ class Steps:
     table_axes: tuple[int, ...]
     length: Any
     drain: int = 0
+    merged: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, layout: Layout, length: Any, drain: int = 0) -> "Steps":
+        """Batch elements outside, one after the other where the layout is not ragged."""
+        told = (layout.table_axes or (ROW,) * 2)[:-2]
+        merged = told if layout.ragged else ()
+        order = (*[a for a in layout.batch if a not in merged], None)
+        return cls(layout, order, () if merged else told, length, drain, merged)
+
+    @property
+    def outermost(self) -> int:
+        """Of the axes that a row of the list stands for."""
+        return self.merged[0] if self.merged else ROW
 
     @property
     def grid(self) -> tuple:
@@ -106,31 +128,39 @@ class Steps:
     def spec(self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0) -> pl.BlockSpec:
         """Where the block of an array on these grid axes lies at each step."""
 
-        def index(*ids_and_work):
-            *ids, work_ref = ids_and_work
+        def index(*ids_and_refs):
+            ids, (work_ref, *tables) = split_at(ids_and_refs, len(self.order))
             pair = self.pair(ids, work_ref, lag)
-            where = {ROW: lax.shift_right_logical(pair, 18), COL: (pair >> 4) & (SIDE - 1)}
-            at = [where[a] if a in where else ids[self.order.index(a)] for a in axes]
-            return (*at, *[0] * len(block))
+            where = {a: i for a, i in zip(self.order, ids) if a is not None}
+            row, where[COL] = lax.shift_right_logical(pair, 18), (pair >> 4) & (SIDE - 1)
+            for a in (ROW, *reversed(self.merged)):
+                size = self.layout.grid[a]
+                where[a], row = (row, 0) if a == self.outermost else (row % size, row // size)
+            for i, lookup in enumerate(self.layout.lookups):
+                where[i] = tables[i][tuple(where[a] for a in self.layout.in_axes[lookup])]
+            return (*[where[a] for a in axes], *[0] * len(block))
 
         return pl.BlockSpec((*[None] * len(axes), *block), index)
 
 
 class Operand:
-    """An array on the grid, as the kernel is given it."""
+    """An array on the grid, as the kernel is given it: `flipped`, transposed; `as_lies`, with
+    matrices of one column as they are.
+    """
 
-    def __init__(self, x: Any, axes: tuple[int, ...], flipped: bool = False):
+    def __init__(self, x: Any, axes: tuple[int, ...], flipped: bool = False, as_lies: bool = False):
         self.axes, self.flipped, self.dtype = axes, flipped, x.dtype
         shape = x.shape[len(axes) :]
         self.shape = shape[::-1] if flipped else shape
-        self.block = lies_as(shape, flipped)
+        self.block = shape if as_lies else lies_as(shape, flipped)
         x = jnp.asarray(x)
         x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
         x = jnp.swapaxes(x, -1, -2) if flipped else x
         self.array = x.reshape(*x.shape[: len(axes)], *self.block)
 
     def read(self, ref: Any) -> Array:
-        return as_block(ref[...], self.shape, self.dtype)
+        x = ref[...]
+        return x if x.shape == self.shape != () else as_block(x, self.shape, self.dtype)
 
 
 def abstract_blocks(operands: Sequence, axes: Sequence[tuple[int, ...]]) -> list:

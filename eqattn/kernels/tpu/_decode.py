@@ -1,0 +1,158 @@
+"""The softmax fold of few rows over caches by one Pallas kernel: memory sets its pace."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..._carry import gauge
+from ..._compat import abstract
+from ..._traverse import Layout
+from ._inline import Program
+from ._product import product_of
+from ._visit import VMEM
+from ._wide import Wide
+from ._work import abstract_blocks, FIRST, kind_of, LAST, Operand, Steps, work_list
+
+
+ROWS = 256  # more of them, and the units that multiply set the pace
+
+
+def few_rows(steps: dict[int, Any], layout: Layout, args: Sequence) -> dict | None:
+    """Logits and values of each class in wide form; None where they have none."""
+    step, (keys, rows) = steps[max(steps)], layout.block
+    if not step.grouped or rows > ROWS:
+        return None
+    _, operands = layout.split(args)
+    blocks, n = abstract_blocks(operands, layout.in_axes), len(step.logits.in_avals)
+    groups = step.values.out_avals[0].shape[1]
+    forms = {}
+    for c, s in steps.items():
+        logits = Wide(Program(s.evaluate_logits, blocks[:n]), keys, groups, rows)
+        forms[c] = logits if len(logits.program.outs) == 1 else None
+    forms["values"] = Wide(Program(_first(step), blocks[n:]), keys, groups, rows)
+    return forms if all(f is not None and f.possible for f in forms.values()) else None
+
+
+def _first(step: Any) -> Callable:
+    """The values of a block as they are: the kernel sees for itself what is not finite."""
+    return lambda *blocks: step.evaluate_values(*blocks)[:1]
+
+
+def visit_few_rows(
+    forms: dict,
+    steps: dict[int, Any],
+    layout: Layout,
+    args: Sequence,
+    kept: tuple[int, ...],
+    interpret: Any,
+) -> list:
+    """Numerator, denominator and maximum, of the forms of `few_rows`."""
+    table, operands = layout.split(args)
+    work, length = work_list(table, layout, kept, max(steps))
+    grid = Steps.of(layout, length)
+    step, (keys, rows) = steps[max(steps)], layout.block
+    groups, width = step.values.out_avals[0].shape[1:]
+    n, values = len(step.logits.in_avals), forms["values"]
+    narrow, precision = (dict(step.products)[k] for k in ("operand_dtype", "precision"))
+
+    def operand(form, i, at):
+        return form.operand(i, operands[at], layout.in_axes[at])
+
+    main = forms[max(steps)]
+    read = [i for i in range(n) if any(forms[c].program.reads[i] for c in steps)]
+    ahead = {i: operand(main, i, i) for i in read}
+    behind = {i: operand(values, i, n + i) for i in range(len(operands) - n)}
+    row, column = np.arange(rows)[:, None], np.arange(keys * groups)[None]
+    own = (row // (rows // groups) == column % groups).astype(np.float32)
+    belongs = [Operand(own, ())] if groups > 1 else []
+
+    def kernel(work_ref, *refs):
+        refs = list(refs[len(layout.lookups) :])
+        take = lambda keys: {i: refs.pop(0) for i in keys}
+        ins, vals, mine, outs = (take(k) for k in (ahead, behind, belongs, range(3)))
+        num, den, top = refs
+        pair = grid.pair([pl.program_id(i) for i in range(len(grid.order))], work_ref)
+
+        @pl.when((pair & FIRST) != 0)
+        def _():
+            num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
+            top[...] = jnp.full_like(top, -jnp.inf)
+
+        load: list = [None] * n
+        for i, x in ahead.items():
+            load[i] = lambda i=i, x=x: x.read(ins[i])
+        fetch = [lambda i=i, x=x: x.read(vals[i]) for i, x in behind.items()]
+
+        def visit(c):
+            program = forms[c].program
+            s = forms[c].evaluate(load).value(program.outs[0])
+            s = jnp.broadcast_to(s, (rows, keys * groups))
+            for ref in mine.values():
+                s = jnp.where(ref[...] > 0, s, -jnp.inf)
+            was = top[...]
+            now = jnp.maximum(was, s.max(1, keepdims=True))
+            origin = gauge(now)
+            p, scale = jnp.exp(s - origin), jnp.exp(was - origin)
+            v = values.evaluate(fetch).value(values.program.outs[0])
+            dtype = jnp.float32 if narrow is None else narrow
+
+            def product(p, v, by):
+                p = p if by is None else p * by
+                return product_of(p.astype(dtype), v.astype(dtype), (1, 0), precision)
+
+            def add(p, y):
+                num[...] = num[...] * scale + y
+                den[...] = den[...] * scale + p.sum(1, keepdims=True)
+
+            y = product(p, v.rows, v.scale)
+            finite = ~jnp.isnan(jnp.sum(y * 0))
+            pl.when(finite)(lambda: add(p, y))
+
+            @pl.when(~finite)
+            def _():
+                """What is not finite makes the rows NaN that see it."""
+                wide = v.rows.astype(jnp.float32)
+                ones = jnp.ones((8, width), jnp.float32)
+                bad = product_of(ones, (~jnp.isfinite(wide)).astype(jnp.float32), (1, 1), None)
+                bad, by = bad[:1] > 0, v.scale
+                if by is not None:
+                    bad, by = bad | ~jnp.isfinite(by), jnp.where(jnp.isfinite(by), by, 0)
+                q = jnp.where(s == -jnp.inf, 0, jnp.where(bad, jnp.nan, p))
+                add(q, product(q, jnp.where(jnp.isfinite(wide), wide, 0), by))
+
+            top[...] = now
+
+        for c in steps:
+            pl.when(kind_of(pair) == c)(lambda c=c: visit(c))
+
+        @pl.when((pair & LAST) != 0)
+        def _():
+            for ref, x in zip(outs.values(), (num, den, top)):
+                ref[...] = x[...]
+
+    tables = [operands[i] for i in layout.lookups]
+    given = [*ahead.values(), *behind.values(), *belongs]
+    shapes = [(rows, width), (rows, 1), (rows, 1)]
+    call = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1 + len(tables),
+            grid=grid.grid,
+            in_specs=[grid.spec(x.axes, x.block) for x in given],
+            out_specs=[grid.spec(kept, shape) for shape in shapes],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in shapes],
+        ),
+        out_shape=[abstract(args[-1], (*layout.shape(kept), *x), jnp.float32) for x in shapes],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * (len(grid.order) - 1) + ("arbitrary",),
+            vmem_limit_bytes=VMEM,
+        ),
+        interpret=interpret,
+        name="eqattn_decode",
+    )
+    num, den, top = call(work, *tables, *[x.array for x in given])
+    return [num, den[..., 0], top[..., 0]]
