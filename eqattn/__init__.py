@@ -27,6 +27,7 @@ from ._ragged_attention import (
     reference_mha as reference_mha,
     reference_mqa as reference_mqa,
 )
+from ._ragged_kernel import ragged_flash_attention_kernel as ragged_flash_attention_kernel
 from ._registry import AttentionRegistry as AttentionRegistry
 from ._ring_attention import (
     BwdParams as BwdParams,

@@ -38,7 +38,7 @@ def ragged_gqa(
     - `starts`: the first visible key, default 0. A start at or after the end shows no key.
     - `block_size`: keys that are read at a time.
     - `mask_value`: only checked. Masked keys are left out exactly, whatever they hold.
-    - `cost_estimate`: for a compiled kernel. There is none for this call yet, so it must be None.
+    - `cost_estimate`: must be None: the cost depends on the lengths.
 
     **Returns:**
 
@@ -188,15 +188,20 @@ def get_mha_cost_estimate(shape_dtype: tuple[Any, ...]) -> Any:
     )
 
 
-def _check(mask_value: float, cost_estimate: Any) -> None:
+def check_mask_value(mask_value: float) -> None:
     if not mask_value <= -1e30:
         raise ValueError(
             f"mask_value={mask_value}: masking is exact here, and a value above -1e30 would ask "
             "for another result; leave it out."
         )
+
+
+def _check(mask_value: float, cost_estimate: Any) -> None:
+    check_mask_value(mask_value)
     if cost_estimate is not None:
         raise ValueError(
-            "cost_estimate: there is no kernel for this call yet that could use it; leave it out."
+            "cost_estimate: what is read depends on the lengths, which are known only when the "
+            "program runs; leave it out."
         )
 
 

@@ -195,7 +195,7 @@ def build(case: Case) -> Built:
     shift = 0 if offset is None else int(offset)
     mask, visible = make_mask(case["mask"], rng, lead, h, t, s, shift)
 
-    precision = bound.precision_of(dtype, normalised=case["target"][0] == "tpu")
+    precision = bound.precision_of(dtype, normalised=case["target"][0].startswith("tpu"))
     constants: dict[str, Any] = {
         "mask": visible,
         "scale": {"none": d**-0.5}.get(case["scale"], 0.3),

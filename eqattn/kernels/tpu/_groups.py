@@ -27,7 +27,7 @@ def _share(x: Array, h: int, groups: int, axis: int) -> Array:
 
 
 def _group_of(shape: tuple[int, ...], axis: int, groups: int) -> Array:
-    return lax.broadcasted_iota(jnp.int32, shape, axis) // (shape[axis] // groups)
+    return lax.div(lax.broadcasted_iota(jnp.int32, shape, axis), jnp.int32(shape[axis] // groups))
 
 
 def grouped_product(wide: Array, other: Array, precision: Any) -> Array:

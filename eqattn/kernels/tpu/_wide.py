@@ -67,6 +67,7 @@ class Wide:
             e.invars[0]
             for e in eqns
             if e.primitive is lax.broadcast_in_dim_p and e.outvars[0].aval.ndim == 3
+            if not isinstance(e.invars[0], Literal)
         }
         self.roles: list[str] = []
         for v in program.jaxpr.invars:
@@ -154,6 +155,10 @@ class _Evaluation:
             return s if k.scale is None else s * k.scale
         if eqn.primitive in _MOVED:
             return self.value(eqn.invars[0])
+        if eqn.primitive is lax.select_n_p and v.aval.ndim == 3:
+            test = self.wide.program.maker(eqn.invars[0])
+            assert test is not None and test.primitive is lax.is_finite_p, eqn
+            return self.value(eqn.invars[2])  # the kernel sees for itself what is not finite
         xs = [self.value(x) for x in eqn.invars]
         if any(isinstance(x, Matrix) for x in xs):
             return self._of_matrix(eqn, xs)

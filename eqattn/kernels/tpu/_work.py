@@ -134,8 +134,13 @@ class Steps:
             where = {a: i for a, i in zip(self.order, ids) if a is not None}
             row, where[COL] = lax.shift_right_logical(pair, 18), (pair >> 4) & (SIDE - 1)
             for a in (ROW, *reversed(self.merged)):
-                size = self.layout.grid[a]
-                where[a], row = (row, 0) if a == self.outermost else (row % size, row // size)
+                size = jnp.int32(self.layout.grid[a])
+                if a == self.outermost:
+                    where[a] = row
+                elif self.layout.grid[a] == 1:
+                    where[a] = jnp.int32(0)
+                else:
+                    where[a], row = lax.rem(row, size), lax.div(row, size)
             for i, lookup in enumerate(self.layout.lookups):
                 where[i] = tables[i][tuple(where[a] for a in self.layout.in_axes[lookup])]
             return (*[where[a] for a in axes], *[0] * len(block))
@@ -160,7 +165,9 @@ class Operand:
 
     def read(self, ref: Any) -> Array:
         x = ref[...]
-        return x if x.shape == self.shape != () else as_block(x, self.shape, self.dtype)
+        if x.shape != self.shape or x.ndim == 0:
+            return as_block(x, self.shape, self.dtype)
+        return x != 0 if self.dtype == jnp.bool_ else x
 
 
 def abstract_blocks(operands: Sequence, axes: Sequence[tuple[int, ...]]) -> list:

@@ -1,0 +1,186 @@
+"""The kernels for TPUs under `Ragged`: caches of any kind, few rows and many. Against the plain
+float64 expression of `dense`; over the features, conformance/ with the target "tpu_ragged".
+"""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    Carry,
+    Causal,
+    KeyPadding,
+    Ragged,
+    ragged_flash_attention_kernel,
+    SlidingWindow,
+)
+from eqattn._stored import Pages, Quantized
+from eqattn._traverse import Layout
+from eqattn.kernels.tpu._work import work_list
+
+
+LENGTHS = np.array([48, 0, 21])
+
+
+def arrays(t=1, heads=4, kv_heads=2, dim=16, width=8, keys=48, dtype=np.float32):
+    random = np.random.RandomState(0)
+    normal = lambda *shape: random.standard_normal((len(LENGTHS), *shape)).astype(dtype)
+    return normal(t, heads, dim), normal(keys, kv_heads, dim), normal(keys, kv_heads, width)
+
+
+def dense(q, k, v, seen):
+    """Output and logsumexp of `[b, t, h, d]`, for visible pairs `[b, t, s]`."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    s = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    s = np.where(seen[:, None], s, -np.inf)
+    most = s.max(-1, keepdims=True)
+    p = np.exp(s - np.where(np.isinf(most), 0, most))
+    total = p.sum(-1, keepdims=True)
+    out = np.einsum("bhts,bshd->bthd", p / np.where(total == 0, 1, total), v)
+    with np.errstate(divide="ignore"):
+        return out, np.swapaxes((np.log(total) + most)[..., 0], 1, 2)
+
+
+def seen(t, keys, starts=0, window=None):
+    q = (LENGTHS[:, None] - t + np.arange(t))[:, :, None]
+    k = np.arange(keys)[None, None]
+    shown = (k <= q) & (k < LENGTHS[:, None, None]) & (k >= np.reshape(starts, (-1, 1, 1)))
+    return shown if window is None else shown & (q - k <= window)
+
+
+def call(q, k, v, platform="interpret", mask=None, starts=0, **kw):
+    lengths = jnp.asarray(LENGTHS)
+    shown = Causal() & KeyPadding(lengths, starts)
+    metadata = AttentionMetadata(runtime_dtype=q.dtype, platform=platform, **kw)
+    q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
+    return attention(
+        q, k, v, Ragged(metadata), mask=shown if mask is None else shown & mask,
+        q_offset=lengths - q.shape[1], return_logsumexp=True,
+    )  # fmt: skip
+
+
+def paged(x, size, order):
+    """`[b, s, k, d]` in pages that lie in some order."""
+    pages = x.reshape(-1, size, *x.shape[2:])
+    content = jnp.asarray(pages[np.argsort(order)])
+    return content, jnp.asarray(order.reshape(len(x), -1), jnp.int32)
+
+
+def close(output, want, tolerance=1e-5):
+    got = output.attention_outputs, output.logsumexp
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "t, kv_heads, starts",
+    [(1, 2, 0), (1, 4, np.array([7, 3, 20])), (3, 1, 0), (70, 2, 0), (64, 2, np.array([5, 0, 0]))],
+)
+def test_rows_of_any_length(t, kv_heads, starts):
+    """One new token, a few, and whole prompts: each a form of its own."""
+    q, k, v = arrays(t, 8 if t == 64 else 4, kv_heads, keys=80 if t > 3 else 48)
+    shown = seen(t, k.shape[1], starts)
+    close(call(q, k, v, starts=jnp.asarray(starts), blocksize_k=16), dense(q, k, v, shown))
+
+
+@pytest.mark.parametrize("stored", [None, jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_caches(stored, in_pages):
+    q, k, v = arrays()
+    plain, order = (k, v), np.random.RandomState(1).permutation(len(k) * 3)
+    if stored is not None:
+        k, v = (Quantized.quantize(jnp.asarray(x), stored) for x in (k, v))
+        plain = [x.materialise() for x in (k, v)]
+    if in_pages:
+
+        def pages(x):
+            if not isinstance(x, Quantized):
+                return Pages(*paged(x, 16, order))
+            values, table = paged(np.asarray(x.values), 16, order)
+            scales, _ = paged(np.asarray(x.scales), 16, order)
+            return Pages(Quantized(jnp.asarray(values), jnp.asarray(scales), x.dtype), table)
+
+        k, v = pages(k), pages(v)
+    output = call(q, k, v, mask=SlidingWindow(19, 0), **({} if in_pages else {"blocksize_k": 16}))
+    close(output, dense(q, *plain, seen(1, 48, window=19)))
+
+
+def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
+    q, k, v = arrays()
+    hidden = ~seen(1, 48)[:, 0, :, None, None]
+    f = ft.partial(call, blocksize_k=16)
+    for garbage in (np.nan, np.inf):
+        dirty = f(q, np.where(hidden, garbage, k), np.where(hidden, garbage, v))
+        np.testing.assert_array_equal(dirty.attention_outputs, f(q, k, v).attention_outputs)
+        bad = v.copy()
+        bad[0, 5, 1, 3] = garbage  # in a full block; heads 2 and 3 of the first row see it
+        nan = np.isnan(np.asarray(f(q, k, bad).attention_outputs)).all(-1)[:, 0]
+        assert nan.tolist() == [[False, False, True, True], [False] * 4, [False] * 4]
+
+
+def test_gradients_run_as_ordinary_loops():
+    q, k, v = arrays(t=2)
+    loss = lambda platform: lambda *x: (call(*x, platform=platform).attention_outputs ** 2).sum()
+    got, want = (jax.grad(loss(p), (0, 1, 2))(q, k, v) for p in ("interpret", "xla"))
+    jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+def kernels(f, *args) -> list[str]:
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    return [n for n in ("eqattn_decode", "eqattn_fold") for _ in range(text.count(f'"{n}"'))]
+
+
+def test_found():
+    f = lambda *x: call(*x, platform="tpu", blocksize_k=16).attention_outputs
+    assert kernels(f, *arrays()) == ["eqattn_decode"]
+    assert kernels(f, *arrays(t=80, keys=96)) == ["eqattn_fold"]
+    assert kernels(jax.vmap(f), *(x[None] for x in arrays())) == ["eqattn_decode"]
+
+
+def test_live_blocks_are_all_that_is_visited():
+    """The list is as long as the live blocks of all rows are many, one for a row without any."""
+    table = jnp.asarray([[[1, 1, 2]], [[0, 0, 0]], [[2, 1, 0]]], jnp.int8)
+    layout = Layout((3, 1, 1, 3), (16, 4), (), (-4, -2, -1), ragged=True)
+    work, length = work_list(table, layout, (-4, -3, -2), 2)
+    assert int(length) == 3 + 1 + 2
+    rows, columns = np.asarray(work) >> 18, (np.asarray(work) >> 4) & (2**14 - 1)
+    assert rows[:6].tolist() == [0, 0, 0, 1, 2, 2] and columns[:6].tolist() == [0, 1, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("starts", [np.array([0, 0, 0]), np.array([5, 0, 17])])
+def test_the_kernel_body_of_ones_own_call(starts):
+    b, h, d, s, size = 3, 4, 16, 48, 16
+    random = np.random.RandomState(2)
+    q, k, v = (random.standard_normal(x).astype(np.float32) for x in
+               ((b, h, d), (b, s, d), (b, s, 8)))  # fmt: skip
+    hidden = ~seen(1, s, starts)[:, 0]
+    k[hidden], v[hidden] = np.nan, np.inf
+    whole = lambda *shape: pl.BlockSpec((None, *shape), lambda i, j, *_: (i, 0, 0))
+    part = lambda n: pl.BlockSpec((None, size, n), lambda i, j, *_: (i, j, 0))
+    result = lambda n: jax.ShapeDtypeStruct((b, h, n), jnp.float32)
+    o, m, l = pl.pallas_call(
+        ft.partial(ragged_flash_attention_kernel, block_size=size),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(b, s // size),
+            in_specs=[whole(h, d), part(d), part(8)],
+            out_specs=[whole(h, 8), whole(h, 128), whole(h, 128)],
+        ),
+        out_shape=[result(8), result(128), result(128)],
+        interpret=True,
+    )(jnp.asarray(LENGTHS), jnp.asarray(starts), q, k, v)
+    carry = Carry(o, l[..., 0], m[..., 0])
+    clean = [np.where(hidden[..., None], 0, x)[:, :, None] for x in (k, v)]
+    out, logsumexp = dense(q[:, None] * np.sqrt(d), *clean, seen(1, s, starts))
+    np.testing.assert_allclose(carry.output(), out[:, 0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(carry.logsumexp(), logsumexp[:, 0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="mask_value=-10"):
+        ragged_flash_attention_kernel(*[None] * 8, block_size=8, mask_value=-10.0)
