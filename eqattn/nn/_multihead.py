@@ -1,8 +1,8 @@
 """Multihead attention with projections, as a layer."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._attention import attention
+from .._cache_base import new_positions
 from .._metadata import AttentionMetadata
 from .._problem import as_scores, as_sinks
 from .._scores import AbstractScore
 from ..strategies import AttentionImpl
+from ._cache import as_batch, Cache, check_fits, new_keys, visible
 from ._dropout import Dropout
+from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
 from ._parts import (
     as_layer_mask,
     as_window,
@@ -22,9 +25,6 @@ from ._parts import (
     check_sequences,
     check_strategy,
     configured,
-    head_norm,
-    linear,
-    project,
 )
 from ._rotary import Rotary, turned
 
@@ -40,7 +40,7 @@ class MultiheadAttention(eqx.Module):
     It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays,
     Python floats and None, so plain `jax.jit` and `jax.grad` work over any model that holds it.
     With `dropout_p > 0` they do where the call says `inference=True`; else use `eqx.filter_jit` and
-    `eqx.filter_grad`.
+    `eqx.filter_grad`. With a cache it takes the new tokens: `cache, out = layer(x, cache=cache)`.
 
     What is computed is the layer's, how is the strategy's: a strategy whose metadata has a scale,
     soft cap, sinks or dropout raises.
@@ -219,26 +219,69 @@ class MultiheadAttention(eqx.Module):
         self.num_kv_heads = num_kv_heads
         self.window = as_window(window)
 
-    @jax.named_scope("eqattn.nn.MultiheadAttention")
+    @overload
     def __call__(
         self,
         query: Float[Array, "t query_size"],
-        key_: Float[Array, "s key_size"],
-        value: Float[Array, "s value_size"],
+        key_: Float[Array, "s key_size"] | None = None,
+        value: Float[Array, "s value_size"] | None = None,
         mask: Any = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: Any = None,
         deterministic: Any = None,
-        process_heads: Callable[[Array, Array, Array], tuple[Array, Array, Array]] | None = None,
+        process_heads: ProcessHeads | None = None,
         bias: Float[Array, "..."] | None = None,
         score: AbstractScore | Sequence[AbstractScore] | None = None,
         q_positions: Any = None,
         kv_positions: Any = None,
-    ) -> Float[Array, "t output_size"]:
+        cache: None = None,
+    ) -> Float[Array, "t output_size"]: ...
+
+    @overload
+    def __call__(
+        self,
+        query: Float[Array, "*b t query_size"],
+        key_: Float[Array, "*b s key_size"] | None = None,
+        value: Float[Array, "*b s value_size"] | None = None,
+        mask: Any = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: Any = None,
+        deterministic: Any = None,
+        process_heads: ProcessHeads | None = None,
+        bias: Float[Array, "..."] | None = None,
+        score: AbstractScore | Sequence[AbstractScore] | None = None,
+        q_positions: Any = None,
+        cache: Cache,
+        counts: Any = None,
+        append: bool = True,
+    ) -> tuple[Cache, Float[Array, "*b t output_size"]]: ...
+
+    @jax.named_scope("eqattn.nn.MultiheadAttention")
+    def __call__(
+        self,
+        query: Float[Array, "*b t query_size"],
+        key_: Float[Array, "*b s key_size"] | None = None,
+        value: Float[Array, "*b s value_size"] | None = None,
+        mask: Any = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: Any = None,
+        deterministic: Any = None,
+        process_heads: ProcessHeads | None = None,
+        bias: Float[Array, "..."] | None = None,
+        score: AbstractScore | Sequence[AbstractScore] | None = None,
+        q_positions: Any = None,
+        kv_positions: Any = None,
+        cache: Any = None,
+        counts: Any = None,
+        append: bool = True,
+    ) -> Any:
         r"""**Arguments:** those of Equinox,
 
-        - `query`, `key_`, `value`: `[t, query_size]`, `[s, key_size]` and `[s, value_size]`.
+        - `query`, `key_`, `value`: `[t, query_size]`, `[s, key_size]` and `[s, value_size]`. By
+            default `key_` is the query, and `value` is `key_`.
         - `mask`: an array `[t, s]` or `[num_heads, t, s]`, of booleans, or numbers that hide where
             they are 0. Or a mask module such as [`eqattn.KeyPadding`][], or a name: `"causal"`, or
             `"full"` for None.
@@ -254,10 +297,21 @@ class MultiheadAttention(eqx.Module):
         - `score`: modules of `eqattn.scores`, after those of the layer.
         - `q_positions`, `kv_positions`: integers `[t]` and `[s]`, by default `0, 1, ...`, for
             rotary positions, masks and scores.
+        - `cache`: one of [`eqattn.cache`](api.md#caches), of `num_kv_heads` heads of `qk_size` and
+            `vo_size`, with the tokens so far. `key_` and `value` are appended, and the query reads
+            all that is stored, or what `mask` shows of it. New tokens are at positions
+            `cache.length`, `cache.length + 1`, ...; `q_positions` moves those of the query. What
+            has an axis `s` for keys has the cache's places there.
+        - `counts`: how many of the new keys the cache takes, the first ones; None for all.
+        - `append`: whether there are new keys; if not, the query reads the cache as it is.
+
+        A cache is that of one sequence, of `batch=1` or a row that `jax.vmap` maps over. Or it has
+        `b` rows, and all inputs and the output have them in front, `[b, t, query_size]`; `counts`
+        is then `[b]`. Without a strategy a layer reads caches by [`eqattn.Ragged`][].
 
         **Returns:**
 
-        `[t, output_size]`.
+        `[t, output_size]`, with a cache `(cache, [t, output_size])`.
 
         **Raises:**
 
@@ -271,8 +325,19 @@ class MultiheadAttention(eqx.Module):
                 "inference=.",
                 stacklevel=3,  # below the named scope
             )
-        check_sequences(query, key_, value)
-        t, s = query.shape[0], key_.shape[0]
+        sizes = self.key_size, self.value_size
+        key_, value = new_keys(query, key_, value, cache, counts, append, kv_positions, sizes)
+        one, restore = cache is not None and query.ndim == 2, None
+        if cache is not None:
+            cache, restore = as_batch(cache, None if one else query.shape[0])
+        if one:
+            query, key_, value = query[None], key_[None], value[None]
+            q_positions, counts = (
+                None if x is None else jnp.asarray(x)[None] for x in (q_positions, counts)
+            )
+        check_sequences(query, key_, value, () if cache is None else query.shape[:1])
+        t, new = query.shape[-2], key_.shape[-2]
+        s = new if cache is None else cache.key.shape[1]
         mask = as_layer_mask(mask, self.window, self.num_heads, t, s)
         rate = self.dropout.rate(inference)
         if rate and key is None:
@@ -283,28 +348,27 @@ class MultiheadAttention(eqx.Module):
         q = project(self.query_proj, query, self.num_heads, self.qk_size)
         k = project(self.key_proj, key_, self.num_kv_heads, self.qk_size)
         v = project(self.value_proj, value, self.num_kv_heads, self.vo_size)
-        if self.query_norm is not None:
-            q = jax.vmap(jax.vmap(self.query_norm))(q)
-        if self.key_norm is not None:
-            k = jax.vmap(jax.vmap(self.key_norm))(k)
+        q, k = normed(self.query_norm, q), normed(self.key_norm, k)
         if self.rotary is not None:
-            q = self.rotary(q, jnp.arange(t) if q_positions is None else q_positions)
-            k = self.rotary(k, jnp.arange(s) if kv_positions is None else kv_positions)
-        if process_heads is not None:
-            shapes = q.shape, k.shape, v.shape
-            q, k, v = process_heads(q, k, v)
-            if (q.shape, k.shape, v.shape) != shapes:
-                raise ValueError(
-                    "process_heads must not change the shape of the heads, query, key and value: "
-                    f"it made {q.shape}, {k.shape}, {v.shape} of {shapes}."
-                )
+            at = lambda n: jnp.arange(n) if cache is None else new_positions(cache, n)
+            q = self.rotary(q, at(t) if q_positions is None else q_positions)
+            k = self.rotary(k, at(new) if kv_positions is None else kv_positions)
+        q, k, v = processed(process_heads, q, k, v)
+        dtype, q_offset = v.dtype, None
+        if cache is not None:
+            check_fits(cache, new, k.dtype, self.window)
+            q_offset = cache.length if q_positions is None else None
+            cache = cache.append(k, v, counts)
+            mask = visible(mask, cache)
+            k, v, kv_positions = cache.key, cache.value, cache.positions
         out = attention(
             q,
             k,
             v,
             configured(
                 self.strategy,
-                v.dtype,
+                dtype,
+                cache is not None,
                 softmax_scale=self.softmax_scale,
                 logits_soft_cap=self.logits_soft_cap,
                 softmax_aux=self.softmax_aux,
@@ -315,12 +379,18 @@ class MultiheadAttention(eqx.Module):
             score=(*as_scores(self.score), *as_scores(score)) or None,
             key=key if rate else None,
             inference=not rate,
+            q_offset=q_offset,
             q_positions=q_positions,
             kv_positions=kv_positions,
         ).attention_outputs
         assert out is not None
-        out = out.astype(v.dtype)
+        out = out.astype(dtype)
         if self.gate_proj is not None:
             gate = jax.nn.sigmoid(linear(self.gate_proj, query))
-            out = out * gate.reshape(t, self.num_heads, gate.shape[1] // self.num_heads)
-        return linear(self.output_proj, out.reshape(t, self.num_heads * self.vo_size))
+            out = out * gate.reshape(*out.shape[:-1], gate.shape[-1] // self.num_heads)
+        out = linear(
+            self.output_proj, out.reshape(*query.shape[:-1], self.num_heads * self.vo_size)
+        )
+        if restore is None:
+            return out
+        return restore(cache), out[0] if one else out

@@ -1,15 +1,14 @@
-"""The checks of a layer's arguments, and the small parts it is made of."""
+"""A layer's arguments, checked and in the form that it keeps or computes with."""
 
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from .._masks import AbstractMask, Causal, Dense, SlidingWindow
 from .._metadata import AttentionMetadata
-from ..strategies import AttentionImpl, Blockwise
+from ..strategies import AttentionImpl, Blockwise, Ragged
 
 
 # What a strategy's metadata leaves to the layer, and the layer's argument for it.
@@ -46,26 +45,30 @@ def check_strategy(strategy: Any) -> None:
             )
 
 
-def configured(strategy: AttentionImpl | None, dtype: Any, **own: Any) -> AttentionImpl:
+def configured(
+    strategy: AttentionImpl | None, dtype: Any, cached: bool, **own: Any
+) -> AttentionImpl:
     """A layer's strategy, with what the layer says (not None) in its metadata."""
     check_strategy(strategy)
     if strategy is None:
-        strategy = Blockwise(AttentionMetadata(runtime_dtype=dtype))
+        strategy = (Ragged if cached else Blockwise)(AttentionMetadata(runtime_dtype=dtype))
     own = {name: x for name, x in own.items() if x is not None}
     if not own:
         return strategy
     return eqx.tree_at(lambda s: s.metadata, strategy, strategy.metadata.replace(**own))
 
 
-def check_sequences(query: Array, key_: Array, value: Array) -> None:
+def check_sequences(query: Array, key_: Array, value: Array, batch: tuple[int, ...] = ()) -> None:
     """Raises unless the inputs are sequences that fit together."""
     for name, x in (("query", query), ("key_", key_), ("value", value)):
-        if x.ndim != 2:
+        if x.shape[:-2] != batch or x.ndim < 2:
             raise ValueError(
                 f"{name} must be one sequence [tokens, features], got shape {x.shape}; use "
                 "jax.vmap(layer) for a batch."
+                if not batch
+                else f"{name} must be [{batch[0]}, tokens, features], got shape {x.shape}."
             )
-    if key_.shape[0] != value.shape[0]:
+    if key_.shape[-2] != value.shape[-2]:
         raise ValueError(
             "key and value must both be sequences of equal length, got shapes "
             f"{key_.shape} and {value.shape}."
@@ -103,28 +106,3 @@ def as_layer_mask(mask: Any, window: Any, heads: int, t: int, s: int) -> Abstrac
     if window is None:
         return mask
     return SlidingWindow(*window) if mask is None else mask & SlidingWindow(*window)
-
-
-def head_norm(name: str | None, size: int, dtype: Any) -> Any:
-    """A normalisation over the features of a head, or None."""
-    if name is None:
-        return None
-    kind = eqx.nn.RMSNorm if name == "rms" else eqx.nn.LayerNorm
-    return kind(size, use_bias=False, dtype=dtype)
-
-
-def linear(layer: Any, x: Float[Array, "t features"]) -> Float[Array, "t outputs"]:
-    """A layer of every row. For Equinox's own `Linear` it is one product with rows in front, which
-    `jax.vmap(layer)(x)` would compute transposed, and transpose.
-    """
-    if type(layer) is not eqx.nn.Linear:
-        return jax.vmap(layer)(x)
-    out = x @ layer.weight.T
-    return out if layer.bias is None else out + layer.bias[None]
-
-
-def project(
-    layer: Any, x: Float[Array, "t features"], heads: int, size: int
-) -> Float[Array, "t heads size"]:
-    """The heads of a sequence."""
-    return linear(layer, x).reshape(x.shape[0], heads, size)

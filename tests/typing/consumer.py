@@ -121,6 +121,10 @@ assert_type(cache, KVCache)
 assert_type(cache.append(key_, value), KVCache)
 layer = MultiheadAttention(4, 64, key=jax.random.key(0))
 assert_type(layer(query, query, query), Array)
+assert_type(layer(query), Array)
+assert_type(layer(query, cache=cache, mask="causal"), tuple[KVCache, Array])
+layer(query, append=False)  # type: ignore
+layer(query, cache=query)  # type: ignore
 assert_type(eqattn.nn.MultiheadAttention(4, 64, key=jax.random.key(0)), MultiheadAttention)
 
 

@@ -1,0 +1,61 @@
+"""From the inputs of a layer to its heads."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float
+
+
+ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
+
+
+def head_norm(name: str | None, size: int, dtype: Any) -> Any:
+    """A normalisation over the features of a head, or None."""
+    if name is None:
+        return None
+    kind = eqx.nn.RMSNorm if name == "rms" else eqx.nn.LayerNorm
+    return kind(size, use_bias=False, dtype=dtype)
+
+
+def normed(layer: Any, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
+    """A normalisation of each head, or the heads as they are."""
+    if layer is None:
+        return x
+    return jax.vmap(layer)(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+def linear(layer: Any, x: Float[Array, "*b features"]) -> Float[Array, "*b outputs"]:
+    """A layer of every row. For Equinox's own `Linear` it is one product with rows in front, which
+    `jax.vmap(layer)(x)` would compute transposed, and transpose.
+    """
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if type(layer) is not eqx.nn.Linear:
+        out = jax.vmap(layer)(rows)
+    else:
+        out = rows @ layer.weight.T
+        out = out if layer.bias is None else out + layer.bias[None]
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def project(
+    layer: Any, x: Float[Array, "*b features"], heads: int, size: int
+) -> Float[Array, "*b heads size"]:
+    """The heads of sequences."""
+    return linear(layer, x).reshape(*x.shape[:-1], heads, size)
+
+
+def processed(fn: ProcessHeads | None, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """What a user's function of the heads of one sequence makes of them."""
+    if fn is None:
+        return q, k, v
+    shapes = q.shape, k.shape, v.shape
+    q, k, v = (jax.vmap(fn) if q.ndim == 4 else fn)(q, k, v)
+    if (q.shape, k.shape, v.shape) != shapes:
+        raise ValueError(
+            "process_heads must not change the shape of the heads, query, key and value: "
+            f"it made {q.shape}, {k.shape}, {v.shape} of {shapes}."
+        )
+    return q, k, v
