@@ -27,7 +27,7 @@ class KVCache(AbstractCache):
     length: Int[Array, " b"]
 
     @property
-    def positions(self) -> Array | None:
+    def positions(self) -> Int[Array, "b s"] | None:
         return None
 
     @classmethod
@@ -46,14 +46,19 @@ class KVCache(AbstractCache):
         key, value = (_zeros(*sizes, dim, dtype) for dim in (head_dim, value_dim))
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
-    def append(self, key: Array, value: Array, counts: Array | None = None) -> "KVCache":
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "KVCache":
         slots, length = places(self, key, value, counts, self.key.shape[1])
         return KVCache(write(self.key, key, slots), write(self.value, value, slots), length)
 
-    def truncate(self, lengths: Array) -> "KVCache":
+    def truncate(self, lengths: Int[Array, " b"]) -> "KVCache":
         return KVCache(self.key, self.value, within(lengths, self.length))
 
-    def reorder(self, rows: Array) -> "KVCache":
+    def reorder(self, rows: Int[Array, " n"]) -> "KVCache":
         return KVCache(self.key[rows], self.value[rows], self.length[rows])
 
 
@@ -72,7 +77,7 @@ class QuantizedKVCache(AbstractCache):
     length: Int[Array, " b"]
 
     @property
-    def positions(self) -> Array | None:
+    def positions(self) -> Int[Array, "b s"] | None:
         return None
 
     @classmethod
@@ -95,7 +100,12 @@ class QuantizedKVCache(AbstractCache):
 
         return cls(nothing(head_dim), nothing(value_dim), jnp.zeros(batch, jnp.int32))
 
-    def append(self, key: Array, value: Array, counts: Array | None = None) -> "QuantizedKVCache":
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "QuantizedKVCache":
         slots, length = places(self, key, value, counts, self.key.shape[1])
 
         def added(held: Quantized, x: Array) -> Quantized:
@@ -105,10 +115,10 @@ class QuantizedKVCache(AbstractCache):
 
         return QuantizedKVCache(added(self.key, key), added(self.value, value), length)
 
-    def truncate(self, lengths: Array) -> "QuantizedKVCache":
+    def truncate(self, lengths: Int[Array, " b"]) -> "QuantizedKVCache":
         return QuantizedKVCache(self.key, self.value, within(lengths, self.length))
 
-    def reorder(self, rows: Array) -> "QuantizedKVCache":
+    def reorder(self, rows: Int[Array, " n"]) -> "QuantizedKVCache":
         key, value = (Quantized(x.values[rows], x.scales[rows], x.dtype)
                       for x in (self.key, self.value))  # fmt: skip
         return QuantizedKVCache(key, value, self.length[rows])
@@ -135,7 +145,7 @@ class RingBufferCache(AbstractCache):
     length: Int[Array, " b"]
 
     @property
-    def positions(self) -> Array | None:
+    def positions(self) -> Int[Array, "b s"] | None:
         return self.held
 
     @classmethod
@@ -155,7 +165,12 @@ class RingBufferCache(AbstractCache):
         held = jnp.full((batch, capacity), -1, jnp.int32)
         return cls(key, value, held, jnp.zeros(batch, jnp.int32))
 
-    def append(self, key: Array, value: Array, counts: Array | None = None) -> "RingBufferCache":
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "RingBufferCache":
         t, capacity = key.shape[1], self.key.shape[1]
         if t > capacity:
             raise ValueError(
@@ -173,7 +188,7 @@ class RingBufferCache(AbstractCache):
             self.length + counts,
         )
 
-    def truncate(self, lengths: Array) -> "RingBufferCache":
+    def truncate(self, lengths: Int[Array, " b"]) -> "RingBufferCache":
         """With the first `lengths` tokens. What newer tokens have overwritten is not there again:
         as many older tokens are missing as newer ones are dropped.
         """
@@ -181,5 +196,5 @@ class RingBufferCache(AbstractCache):
         held = jnp.where(self.held < lengths[:, None], self.held, -1)
         return RingBufferCache(self.key, self.value, held, lengths)
 
-    def reorder(self, rows: Array) -> "RingBufferCache":
+    def reorder(self, rows: Int[Array, " n"]) -> "RingBufferCache":
         return RingBufferCache(self.key[rows], self.value[rows], self.held[rows], self.length[rows])

@@ -193,7 +193,9 @@ class Carry(eqx.Module):
         """**Returns:** `(output, logsumexp)`; a row that saw no key has output 0 and `-inf`."""
         return self.output(), self.logsumexp()
 
-    def to_oml(self) -> tuple[Array, Array, Array]:
+    def to_oml(
+        self,
+    ) -> tuple[Float[Array, "*bth v"], Float[Array, " *bth"], Float[Array, " *bth"]]:
         """**Returns:** normalised output `o`, maximum `m` and denominator `l`."""
         return self.output(), self.max_so_far, self.denominator
 

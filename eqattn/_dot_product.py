@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from ._attention import attention
 from ._carry import accumulation
@@ -21,55 +21,55 @@ _PLATFORMS = {None: Platform.AUTO, "xla": Platform.XLA}
 
 @overload
 def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[ArrayLike, "*q t n h"],
+    key: Float[ArrayLike, "*b s k h"],
+    value: Float[ArrayLike, "*b s k h"],
+    bias: Float[ArrayLike, "..."] | None = None,
+    mask: Bool[ArrayLike, "..."] | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: Int[ArrayLike, " b"] | None = None,
+    key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[False] = ...,
-) -> Array: ...
+) -> Float[Array, "*q t n h"]: ...
 
 
 @overload
 def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[ArrayLike, "*q t n h"],
+    key: Float[ArrayLike, "*b s k h"],
+    value: Float[ArrayLike, "*b s k h"],
+    bias: Float[ArrayLike, "..."] | None = None,
+    mask: Bool[ArrayLike, "..."] | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: Int[ArrayLike, " b"] | None = None,
+    key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[True],
-) -> tuple[Array, Array]: ...
+) -> tuple[Float[Array, "*q t n h"], Float[Array, "*q t n"]]: ...
 
 
 def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[ArrayLike, "*q t n h"],
+    key: Float[ArrayLike, "*b s k h"],
+    value: Float[ArrayLike, "*b s k h"],
+    bias: Float[ArrayLike, "..."] | None = None,
+    mask: Bool[ArrayLike, "..."] | None = None,
     *,
     scale: Any = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: Int[ArrayLike, " b"] | None = None,
+    key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
     local_window_size: Any = None,
     implementation: str | None = None,
     return_residual: bool = False,
-) -> Array | tuple[Array, Array]:
+) -> Float[Array, "*q t n h"] | tuple[Float[Array, "*q t n h"], Float[Array, "*q t n"]]:
     r"""Exact attention with the signature, shapes and results of `jax.nn.dot_product_attention`.
 
     Time and memory are those of [`eqattn.Blockwise`][]. Only a query that sees no key gets another

@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 from ._mask_data import as_array, as_ids, count_of, int32
 from ._pairs import canonical, Operand
@@ -77,7 +78,7 @@ class AbstractMask(eqx.Module):
         heads: int = 1,
         q_positions: Any = None,
         kv_positions: Any = None,
-    ) -> jax.Array:
+    ) -> Bool[Array, "*b h t s"]:
         """The whole mask, one bool per pair.
 
         **Arguments:**

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from ._cache_base import AbstractCache, check_new, new_positions, within
 from ._metadata import concrete
@@ -33,10 +33,16 @@ class PagedKVCache(AbstractCache):
     length: Int[Array, " b"]
 
     @property
-    def positions(self) -> Array | None:
+    def positions(self) -> Int[Array, "b s"] | None:
         return None
 
-    def __init__(self, key_pages: Any, value_pages: Any, table: Array, length: Array):
+    def __init__(
+        self,
+        key_pages: Float[Array | Quantized, "p n k d"],
+        value_pages: Float[Array | Quantized, "p n k v"],
+        table: Int[Array, "b parts"],
+        length: Int[Array, " b"],
+    ):
         self.key_pages, self.value_pages = key_pages, value_pages
         self.table, self.length = table, length
 
@@ -85,7 +91,12 @@ class PagedKVCache(AbstractCache):
     def value(self) -> Pages:
         return Pages(self.value_pages, self.table)
 
-    def append(self, key: Array, value: Array, counts: Array | None = None) -> "PagedKVCache":
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "PagedKVCache":
         counts = check_new(self, key, value, counts)
         (rows, parts), size = self.table.shape, self.page_size
         length = self.length + counts
@@ -113,11 +124,11 @@ class PagedKVCache(AbstractCache):
             added(self.key_pages, key), added(self.value_pages, value), self.table, length
         )
 
-    def truncate(self, lengths: Array) -> "PagedKVCache":
+    def truncate(self, lengths: Int[Array, " b"]) -> "PagedKVCache":
         """With the first `lengths` tokens of each row, whose other pages stay reserved."""
         return eqx.tree_at(lambda c: c.length, self, within(lengths, self.length))
 
-    def reorder(self, rows: Array) -> "PagedKVCache":
+    def reorder(self, rows: Int[Array, " n"]) -> "PagedKVCache":
         """With the rows at these indices, no row twice: two rows would write to the same pages. The
         pages of rows that are left out are free again.
         """

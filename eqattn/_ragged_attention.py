@@ -25,7 +25,7 @@ def ragged_gqa(
     block_size: int = 256,
     mask_value: float = DEFAULT_MASK_VALUE,
     cost_estimate: Any = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
     """Attention of one query per row over the keys `starts <= s < lengths` of that row.
 
     The logits are not scaled. Only the blocks that hold visible keys are read.
@@ -81,7 +81,7 @@ def ragged_mha(
     block_size: int = 256,
     mask_value: float = DEFAULT_MASK_VALUE,
     cost_estimate: Any = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
     """[`eqattn.ragged_gqa`][] where each query head has a key head of its own."""
     _same_heads(query, key)
     options: Any = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
@@ -98,7 +98,7 @@ def ragged_mqa(
     block_size: int = 256,
     mask_value: float = DEFAULT_MASK_VALUE,
     cost_estimate: Any = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Float[Array, "b *h v"], Float[Array, "b *h 1"], Float[Array, "b *h 1"]]:
     """[`eqattn.ragged_gqa`][] where all query heads share one key head.
 
     **Arguments:**
@@ -120,7 +120,7 @@ def reference_gqa(
     lengths: Int[Array, " b"],
     starts: Int[Array, " b"] | None = None,
     mask_value: float = DEFAULT_MASK_VALUE,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
     """What [`eqattn.ragged_gqa`][] computes, written out plainly: all logits at once."""
     _check(mask_value, None)
     dtype, (*_, heads, _) = accumulation(q.dtype), q.shape
@@ -148,7 +148,7 @@ def reference_mha(
     starts: Int[Array, " b"] | None = None,
     *,
     mask_value: float = DEFAULT_MASK_VALUE,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
     """What [`eqattn.ragged_mha`][] computes, written out plainly."""
     _same_heads(q, k)
     return reference_gqa(q, k, v, lengths, starts, mask_value)
@@ -162,7 +162,7 @@ def reference_mqa(
     starts: Int[Array, " b"] | None = None,
     *,
     mask_value: float = DEFAULT_MASK_VALUE,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Float[Array, "b *h v"], Float[Array, "b *h 1"], Float[Array, "b *h 1"]]:
     """What [`eqattn.ragged_mqa`][] computes, written out plainly."""
     return _one_key_head(reference_gqa, q, k, v, lengths, starts, dict(mask_value=mask_value))
 

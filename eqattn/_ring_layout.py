@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 
 class AbstractRingLayout(abc.ABC):
@@ -80,7 +80,7 @@ class AbstractRingLayout(abc.ABC):
             )
         return tokens // (n * self.parts)
 
-    def tokens(self, length: int, n: int) -> Array:
+    def tokens(self, length: int, n: int) -> Int[Array, "1 {length}"]:
         """The positions `[1, length]` of an array's tokens, the whole ring's in one array."""
         if self.parts == 1:
             return jnp.arange(length, dtype=jnp.int32)[None]
@@ -88,7 +88,7 @@ class AbstractRingLayout(abc.ABC):
         chunks = jnp.asarray(self.chunks(n).reshape(-1, 1) * size, jnp.int32)
         return (chunks + jnp.arange(size, dtype=jnp.int32)[None]).reshape(1, length)
 
-    def own_tokens(self, length: int, n: int, axis: str) -> Array:
+    def own_tokens(self, length: int, n: int, axis: str) -> Int[Array, "1 {length}"]:
         """The positions `[1, length]` of this device's tokens, where `axis` is manual."""
         size = self.chunk_size(length * n, n)
         mine = jnp.asarray(self.chunks(n) * size, jnp.int32)[lax.axis_index(axis)]

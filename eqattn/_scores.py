@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ._mask_data import Fixed, value_of
 from ._metadata import concrete
@@ -33,8 +33,8 @@ class AbstractScore(eqx.Module):
 
     @abc.abstractmethod
     def transform(
-        self, logit: Array, b: Array, h: Array, q: Array, k: Array, *operands: Any
-    ) -> Array:
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, *operands: Any
+    ) -> Float[Array, ""]:
         """The new logit.
 
         **Arguments:**
@@ -64,7 +64,9 @@ class SoftCap(AbstractScore):
     def operands(self) -> tuple[Operand, ...]:
         return (Operand(jnp.asarray(self.cap), ""),)
 
-    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, cap: Any) -> Array:
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, cap: Any
+    ) -> Float[Array, ""]:
         cap = cap.astype(logit.dtype)
         return cap * jnp.tanh(logit / cap)
 
@@ -78,7 +80,9 @@ class Bias(AbstractScore):
         axes = "bhts"[4 - min(self.bias.ndim, 4) :]
         return (Operand(self.bias, axes),)
 
-    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, bias: Any) -> Array:
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, bias: Any
+    ) -> Float[Array, ""]:
         return logit + bias.astype(logit.dtype)
 
 
@@ -105,7 +109,9 @@ class ALiBi(AbstractScore):
     def operands(self) -> tuple[Operand, ...]:
         return (Operand(self.slopes, "h"),)
 
-    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, slope: Any) -> Array:
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, slope: Any
+    ) -> Float[Array, ""]:
         return logit - slope.astype(logit.dtype) * abs(q - k).astype(logit.dtype)
 
 
@@ -142,7 +148,7 @@ class T5Bias(AbstractScore):
     def operands(self) -> tuple[Operand, ...]:
         return (Operand(np.arange(self.table.shape[1], dtype=np.int32), "h"),)
 
-    def bucket(self, q: Array, k: Array) -> Array:
+    def bucket(self, q: Int[Array, "..."], k: Int[Array, "..."]) -> Int[Array, "..."]:
         """The bucket of a pair of positions."""
         buckets = self.table.shape[0]
         distance = q - k
@@ -160,7 +166,9 @@ class T5Bias(AbstractScore):
         near = jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))
         return offset + near
 
-    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, column: Any) -> Array:
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, column: Any
+    ) -> Float[Array, ""]:
         return logit + self.table[self.bucket(q, k), column].astype(logit.dtype)
 
 
@@ -192,7 +200,9 @@ class ScoreFn(AbstractScore):
     def operands(self) -> tuple[Operand, ...]:
         return self.arrays
 
-    def transform(self, logit: Array, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Array:
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, *operands: Any
+    ) -> Float[Array, ""]:
         new = jnp.asarray(self.fn(logit, b, h, q, k, *operands))
         if new.shape != () or not jnp.issubdtype(new.dtype, jnp.floating):
             raise TypeError(

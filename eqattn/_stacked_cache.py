@@ -69,15 +69,15 @@ class LayerCache(AbstractCache):
     stack: StackedKVCache
     index: Int[Array, ""]
 
-    def __init__(self, stack: StackedKVCache, index: Array):
+    def __init__(self, stack: StackedKVCache, index: Int[Array, ""]):
         self.stack, self.index = stack, index
 
     @property
-    def length(self) -> Array:
+    def length(self) -> Int[Array, " b"]:
         return self.stack.length[self.index]
 
     @property
-    def positions(self) -> Array | None:
+    def positions(self) -> Int[Array, "b s"] | None:
         return None
 
     @property
@@ -98,7 +98,12 @@ class LayerCache(AbstractCache):
         lengths = self.stack.length.at[self.index].set(length)
         return LayerCache(StackedKVCache(key, value, lengths), self.index)
 
-    def append(self, key: Array, value: Array, counts: Array | None = None) -> "LayerCache":
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "LayerCache":
         layers, rows, capacity = self.stack.key.shape[:3]
         slots, length = places(self, key, value, counts, capacity)
         first = self.index * rows
@@ -109,10 +114,10 @@ class LayerCache(AbstractCache):
 
         return self._with(put(self.stack.key, key), put(self.stack.value, value), length)
 
-    def truncate(self, lengths: Array) -> "LayerCache":
+    def truncate(self, lengths: Int[Array, " b"]) -> "LayerCache":
         return self._with(self.stack.key, self.stack.value, within(lengths, self.length))
 
-    def reorder(self, rows: Array) -> "LayerCache":
+    def reorder(self, rows: Int[Array, " n"]) -> "LayerCache":
         """With the rows at these indices, which copies this layer."""
         key, value = (
             x.at[self.index].set(x[self.index][rows]) for x in (self.stack.key, self.stack.value)

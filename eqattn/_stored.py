@@ -5,7 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 
 class AbstractStored(eqx.Module):
@@ -17,7 +17,7 @@ class AbstractStored(eqx.Module):
 
     @property
     @abc.abstractmethod
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
         """`[b, s, k, ...]`, or with a table the pages `[pages, page size, k, ...]`."""
 
     @property
@@ -31,11 +31,11 @@ class AbstractStored(eqx.Module):
         """What the stored numbers stand for."""
 
     @abc.abstractmethod
-    def decode(self, *arrays: Array) -> Array:
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         """Numbers from any part of the arrays."""
 
     @property
-    def table(self) -> Array | None:
+    def table(self) -> Int[Array, "b n"] | None:
         """The page `[b, s / page size]` that each part of a row lies in."""
         return None
 
@@ -43,7 +43,7 @@ class AbstractStored(eqx.Module):
     def ndim(self) -> int:
         return len(self.shape)
 
-    def materialise(self) -> Array:
+    def materialise(self) -> Float[Array, "b s k d"]:
         """As one array `[b, s, k, d]`."""
         arrays = self.arrays
         if self.table is not None:
@@ -58,7 +58,7 @@ class Stored(AbstractStored):
     array: Array
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
         return (self.array,)
 
     @property
@@ -69,7 +69,7 @@ class Stored(AbstractStored):
     def dtype(self) -> Any:
         return self.array.dtype
 
-    def decode(self, *arrays: Array) -> Array:
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return arrays[0]
 
 
@@ -83,12 +83,12 @@ class Quantized(AbstractStored):
     - `dtype`: what `materialise` returns, and what a query must have.
     """
 
-    values: Array
-    scales: Array
+    values: Shaped[Array, "*b d"]
+    scales: Float[Array, " *b"]
     _dtype: Any = eqx.field(static=True, converter=jnp.dtype)
 
     @classmethod
-    def quantize(cls, x: Array, dtype: Any = jnp.int8) -> "Quantized":
+    def quantize(cls, x: Float[Array, "*b d"], dtype: Any = jnp.int8) -> "Quantized":
         """Rounds vectors `[..., d]` so that the largest entry of each is the largest number of
         `dtype`.
         """
@@ -101,7 +101,7 @@ class Quantized(AbstractStored):
         return cls(values.astype(dtype), scales, x.dtype)
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
         return self.values, self.scales
 
     @property
@@ -112,7 +112,7 @@ class Quantized(AbstractStored):
     def dtype(self) -> Any:
         return self._dtype
 
-    def decode(self, *arrays: Array) -> Array:
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         values, scales = arrays
         return values.astype(scales.dtype) * scales[..., None]
 
@@ -139,7 +139,7 @@ class Pages(AbstractStored):
         return self.stored.shape[1]
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
         return self.stored.arrays
 
     @property
@@ -151,10 +151,10 @@ class Pages(AbstractStored):
         return self.stored.dtype
 
     @property
-    def table(self) -> Array:
+    def table(self) -> Int[Array, "b n"]:
         return jnp.clip(self._table, 0, self.stored.shape[0] - 1).astype(jnp.int32)
 
-    def decode(self, *arrays: Array) -> Array:
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return self.stored.decode(*arrays)
 
 

@@ -189,7 +189,7 @@ def test_too_many_tokens_raise(name):
         jax.block_until_ready(jax.jit(lambda c: c.append(k[:, :1], v[:, :1]))(full))
 
 
-def test_wrong_arguments_raise():
+def test_wrong_arguments_raise(unchecked):
     _, k, v = tokens(2, jnp.float32)
     cache = MAKE["dense"](jnp.float32)
     for key, value in ((k[:2], v[:2]), (k[..., :4], v), (k, v[:, :1]), (k[0], v[0])):

@@ -255,7 +255,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_errors_like_jax_nn(case):
+def test_errors_like_jax_nn(case, unchecked):
     arrays = {"query": q, "key": k, "value": v} | BAD[case]
     # `jax.nn` leaves some shapes to an assertion or to broadcasting.
     with pytest.raises((ValueError, TypeError, AssertionError)):
@@ -265,7 +265,7 @@ def test_errors_like_jax_nn(case):
     assert any(c.isdigit() for c in str(info.value)) or "got" in str(info.value)
 
 
-def test_further_errors():
+def test_further_errors(unchecked):
     with pytest.raises(ValueError, match="cuDNN"):
         dot_product_attention(q, k, v, implementation="cudnn")
     with pytest.raises(ValueError, match="-1"):

@@ -1,15 +1,21 @@
 """eqattn as type checkers see it: complete, right in a consumer's code, and checked at run time."""
 
+import collections.abc
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
+import jax
 import pytest
 
 import eqattn
+import eqattn.cache
+import eqattn.viz
 
 
 ROOT = Path(eqattn.__file__).parents[1]
@@ -80,6 +86,46 @@ def test_a_consumer(checker, tmp_path, this_checkout):
     last = text.count("\n") + 1
     found = {line for line in (last, last + 1) if f"wrong.py:{line}:" in done.stdout}
     assert done.returncode == 1 and found == {last, last + 1}, done.stdout
+
+
+def _types(annotation):
+    """All types that an annotation names, but those of a callable's arguments."""
+    args = typing.get_args(annotation)
+    if isinstance(annotation, type) or not args:
+        yield annotation
+    elif typing.get_origin(annotation) is not collections.abc.Callable:
+        for arg in args:
+            yield from _types(arg)
+
+
+def _functions(module):
+    """The public functions of a module, and the methods of its classes, by name."""
+    for name, value in vars(module).items():
+        if name.startswith("_") or inspect.ismodule(value):
+            continue
+        if not inspect.isclass(value):
+            yield name, value
+            continue
+        for attribute, method in vars(value).items():
+            method = getattr(method, "__func__", getattr(method, "fget", method))
+            if attribute in ("__init__", "__call__") or attribute[0] != "_":
+                yield f"{name}.{attribute}", method
+
+
+def test_every_array_has_a_dtype_and_a_shape():
+    """No public function takes or returns `Array` without jaxtyping's `Float[Array, "t d"]`."""
+    bare, shaped = [], 0
+    for module in (eqattn, eqattn.masks, eqattn.scores, eqattn.cache, eqattn.nn, eqattn.viz):
+        for name, function in _functions(module):
+            if not inspect.isfunction(inspect.unwrap(function)):
+                continue
+            for argument, annotation in inspect.get_annotations(function).items():
+                found = list(_types(annotation))
+                bare += [f"{module.__name__}.{name}: {argument}"] * (jax.Array in found)
+                assert not any(isinstance(x, str) and "Array" in x for x in found)
+                shaped += any(hasattr(x, "dim_str") for x in found)
+    assert not bare
+    assert shaped > 200
 
 
 HOOK = """

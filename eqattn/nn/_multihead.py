@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
 from .._cache_base import new_positions
@@ -254,7 +254,7 @@ class MultiheadAttention(eqx.Module):
         score: AbstractScore | Sequence[AbstractScore] | None = None,
         q_positions: Any = None,
         cache: Cache,
-        counts: Any = None,
+        counts: int | Int[Array, "*b"] | None = None,
         append: bool = True,
     ) -> tuple[Cache, Float[Array, "*b t output_size"]]: ...
 
@@ -275,7 +275,7 @@ class MultiheadAttention(eqx.Module):
         q_positions: Any = None,
         kv_positions: Any = None,
         cache: Any = None,
-        counts: Any = None,
+        counts: int | Int[Array, "*b"] | None = None,
         append: bool = True,
     ) -> Any:
         r"""**Arguments:** those of Equinox,
