@@ -159,21 +159,6 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert _run.load(path, jnp.zeros(3, int)).tolist() == [0, 1, 2]
 
 
-def test_rotary_products_depend_on_distances_only():
-    query, key_ = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
-    products = [
-        jnp.einsum(
-            "thd,shd->hts",
-            language_model.rotary(query, jnp.arange(5) + offset),
-            language_model.rotary(key_, jnp.arange(5) + offset),
-        )
-        for offset in (0, 1000)
-    ]
-    np.testing.assert_allclose(*products, atol=2e-3)
-    still = language_model.rotary(query, jnp.zeros(5, int))
-    np.testing.assert_array_equal(still, query)
-
-
 def test_text_is_split_by_document(tmp_path):
     for i in range(200):
         (tmp_path / f"{i}.txt").write_text(f"document {i} " * 10)
