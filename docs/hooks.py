@@ -1,5 +1,5 @@
-"""Formulas become MathML, and the code in pictures.md its pictures, when the site is built: pages
-need no script, and the repository holds no picture.
+"""Formulas become MathML, and code that draws its pictures, when the site is built: pages need no
+script, and the repository holds no picture.
 """
 
 import contextlib
@@ -34,18 +34,21 @@ def on_page_content(html: str, **kwargs) -> str:
 
 
 def on_files(files, config):
-    """Runs the page's blocks; a picture is the figure that the block before it has drawn."""
+    """Runs the pages that have pictures; each is the figure that the block before it has drawn."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("MPLBACKEND", "svg")
     from matplotlib import pyplot as plt
 
-    pages, namespace = Path(config.docs_dir), {}
-    with contextlib.chdir(pages.parents[1]):
-        for block in _BLOCK.finditer((pages / "pictures.md").read_text()):
-            exec(block["source"], namespace)
-            if block["name"]:
-                picture = io.BytesIO()
-                plt.gcf().savefig(picture, format="svg")
-                files.append(File.generated(config, block["name"], content=picture.getvalue()))
+    with contextlib.chdir(Path(config.docs_dir).parents[1]):
+        for page in sorted(Path(config.docs_dir).glob("*.md")):
+            blocks, namespace = list(_BLOCK.finditer(page.read_text())), {}
+            last = max((i for i, block in enumerate(blocks) if block["name"]), default=-1)
+            for block in blocks[: last + 1]:
+                exec(block["source"], namespace)
+                if block["name"]:
+                    picture = io.BytesIO()
+                    plt.gcf().savefig(picture, format="svg")
+                    file = File.generated(config, block["name"], content=picture.getvalue())
+                    files.append(file)
     plt.close("all")
     return files
