@@ -25,6 +25,7 @@ WINDOW, CAPACITY = (3, 0), 16
 HELD = KV_HEADS, DIM
 
 
+@ft.cache
 def make(seed=0, dtype=jnp.float64, **kwargs):
     kwargs = dict(rotary=Rotary(), qk_norm="rms", gating="headwise", window=WINDOW) | kwargs
     key = jax.random.key(seed)
@@ -113,7 +114,7 @@ def test_rows_of_unequal_length(form, x64):
 
 @pytest.fixture(scope="module")
 def layers():
-    return eqx.filter_vmap(ft.partial(make, dtype=jnp.float32))(jnp.arange(3))
+    return eqx.filter_vmap(lambda seed: make.__wrapped__(seed, jnp.float32))(jnp.arange(3))
 
 
 @pytest.mark.parametrize("mapped", [False, True])
