@@ -38,6 +38,20 @@ CASES: dict[str, dict] = {
     "wide": {"mask": "Causal()", "dim": 256, "values": 256},
     "float32": {"mask": "Causal()", "dtype": "float32"},
 }
+ROWS = {"strategy": "Ragged", "mask": "KeyPadding(lengths)", "gradient": False}
+CASES |= {
+    "decode": {**ROWS, "queries": 1, "kv_heads": 2, "sinks": True, "cap": 30.0},
+    "decode, one key head": {**ROWS, "queries": 1, "kv_heads": 1},
+    "drafts": {**ROWS, "queries": 5, "mask": "Causal() & KeyPadding(lengths)"},
+    "int8": {**ROWS, "queries": 1, "kv_heads": 2, "stored": "int8"},
+    "float8": {**ROWS, "queries": 1, "kv_heads": 2, "stored": "float8_e4m3fn"},
+    "pages": {**ROWS, "queries": 1, "kv_heads": 2, "page": 64},
+    "int8 pages": {**ROWS, "queries": 1, "kv_heads": 2, "page": 64, "stored": "int8"},
+    "prompts": {**ROWS, "mask": "Causal() & KeyPadding(lengths)", "kv_heads": 2},
+    "decode float32": {**ROWS, "queries": 1, "kv_heads": 2, "dtype": "float32"},
+    "long": {"mask": "Causal()", "tokens": 131_072, "gradient": False},
+    "long gradient": {"mask": "Causal()", "tokens": 131_072},
+}
 
 
 def compiled(chip: str, case: str):
@@ -48,40 +62,55 @@ def compiled(chip: str, case: str):
     from jax.sharding import Mesh, SingleDeviceSharding
 
     import eqattn
+    from eqattn.cache import Pages, Quantized
 
     kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=False)
+    kinds |= dict(strategy="Blockwise", queries=None, stored=None, page=None)
     kinds |= dict(dropout=0.0, sinks=False, kv_heads=4, dim=128, values=128, dtype="bfloat16")
     spec = type("Spec", (), kinds | CASES[case])
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
     place = SingleDeviceSharding(devices[0])
-    dtype, t = jnp.dtype(spec.dtype), spec.tokens
+    dtype, s = jnp.dtype(spec.dtype), spec.tokens
+    t = s if spec.queries is None else spec.queries
 
     def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     inputs = {
-        "ids": array(1, t, dtype=jnp.int32),
+        "ids": array(1, min(t, 512), dtype=jnp.int32),
         "lengths": array(1, dtype=jnp.int32),
-        "booleans": array(1, 1, t, t, dtype=jnp.bool_),
+        "booleans": array(1, 1, min(t, 512), min(s, 512), dtype=jnp.bool_),
         "slopes": array(4, dtype=jnp.float32),
         "table": array(32, 4, dtype=jnp.float32),
     }
     wrt = {
         "query": array(1, t, 4, spec.dim),
-        "key_": array(1, t, spec.kv_heads, spec.dim),
-        "value": array(1, t, spec.kv_heads, spec.values),
     }
+    for name, dim in (("key_", spec.dim), ("value", spec.values)):
+        lead = (1, s) if spec.page is None else (s // spec.page, spec.page)
+        wrt[name] = array(*lead, spec.kv_heads, dim, dtype=spec.stored or dtype)
+    if spec.stored:
+        inputs["scales"] = array(*lead, spec.kv_heads, dtype=jnp.float32)
+    if spec.page:
+        inputs["table"] = array(1, s // spec.page, dtype=jnp.int32)
+
+    def kept(x, inputs):
+        x = Quantized(x, inputs["scales"], dtype) if spec.stored else x
+        return Pages(x, inputs["table"]) if spec.page else x
+
     if spec.bias:
         wrt["bias"] = array(1, 4, t, t, dtype=jnp.float32)
     if spec.sinks:
         wrt["sinks"] = array(4, dtype=jnp.float32)
 
+    blocks = dict(blocksize_q=128 * spec.kv_heads // 4, blocksize_k=128)
+    automatic = spec.strategy == "Ragged" or s > 4096
+
     def call(wrt, inputs):
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
             platform="tpu",
-            blocksize_q=128 * spec.kv_heads // 4 if spec.kv_heads < 4 else 128,
-            blocksize_k=128,
+            **({} if automatic else blocks),
             logits_soft_cap=spec.cap,
             dropout_prob=spec.dropout,
             softmax_aux=wrt.get("sinks"),
@@ -89,9 +118,9 @@ def compiled(chip: str, case: str):
         names = {**vars(eqattn), **inputs}
         return eqattn.attention(
             wrt["query"],
-            wrt["key_"],
-            wrt["value"],
-            eqattn.Blockwise(metadata),
+            kept(wrt["key_"], inputs),
+            kept(wrt["value"], inputs),
+            getattr(eqattn, spec.strategy)(metadata),
             mask=eval(spec.mask, names),
             score=None if spec.score is None else eval(spec.score, names),
             bias=wrt.get("bias"),
@@ -119,7 +148,9 @@ def report(chip: str, case: str) -> dict:
     except Exception as e:  # what the compiler says is the result
         return {"error": f"{type(e).__name__}: {e}"[:600]}
     kernels = lowered.as_text().count("tpu_custom_call")
-    return {"kernels": kernels, "temporary": program.memory_analysis().temp_size_in_bytes}
+    memory = program.memory_analysis()
+    sizes = {"temporary": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}
+    return {"kernels": kernels, **sizes}
 
 
 if __name__ == "__main__":
