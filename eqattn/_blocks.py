@@ -17,7 +17,7 @@ from ._blocking import BATCH, Blocking, HEAD, spread
 from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
-from ._fold import finite, fold, masked_dot
+from ._fold import finite, fold, masked_dot, scaled
 from ._manual import Manual
 from ._masks import AbstractMask
 from ._pairs import Operand, over_block
@@ -181,7 +181,7 @@ class Parts:
         else:
             key, value = (x.astype(stored) for x in (problem.key, problem.value))
             # Not the query, as XLA:CPU is slow at arithmetic in a transposed copy.
-            key = key if self.post_scale else key * scale
+            key = key if self.post_scale else scaled(key, scale)
             self.operands.append(blocking.columns_of(key))
             values = [value] if kernel else self.cleaned(value)
             self.values = [blocking.columns_of(x) for x in values]
@@ -347,10 +347,10 @@ class Parts:
                 s = dot(k, q, (1, 0), **dict(self.products))
             else:
                 s = masked_dot(k, q, self.products)
+            if mask is not None:  # before the scale, whose gradient is a sum of logits
+                s = jnp.where(mask, s, 0)
             if self.post_scale:
                 s = s * named["scale"]
-            if mask is not None:
-                s = jnp.where(mask, s, 0)
             for score, xs in zip(problem.scores, own):
                 xs = [s, *pairs, *xs]
                 if mask is not None and isinstance(score, ScoreFn):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from ._carry import gauge
@@ -123,6 +124,24 @@ def _masked_dot_jvp(products, primals, tangents):
         finite(k), dq, (1, 0), **dict(products)
     )
     return masked_dot(k, q, products), both
+
+
+@jax.custom_jvp
+def scaled(x: Array, scale: Array) -> Array:
+    """`x * scale` where some of `x` will be masked: what is not finite there must not meet a zero
+    cotangent.
+    """
+    return x * scale
+
+
+@ft.partial(scaled.defjvp, symbolic_zeros=True)
+def _scaled_jvp(primals, tangents):
+    (x, scale), (dx, dscale) = primals, tangents
+    y = scaled(x, scale)
+    parts = [] if isinstance(dx, SymbolicZero) else [dx * scale]
+    if not isinstance(dscale, SymbolicZero):
+        parts.append(finite(x) * dscale)
+    return y, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(y)
 
 
 def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:

@@ -119,6 +119,45 @@ def test_padded_queries_are_never_read(garbage, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_masked_keys_and_queries_do_not_reach_the_gradient_of_the_scale(order, strategy):
+    """Which is a sum over logits: `0 * nan` must not be one of them."""
+    q, k, v = draw()
+    unseen, hidden = (jnp.arange(24) >= n for n in (20, 13))
+    mask = m.KeyPadding(13) & m.QueryPadding(20)
+    ct, _ = cotangents(q.shape, q.shape[:3])
+
+    def loss(scale, q, k, v):
+        metadata = eqattn.AttentionMetadata(
+            runtime_dtype="float32", softmax_scale=scale, blocksize_q=8, blocksize_k=8
+        )
+        impl = eqattn.AttentionRegistry.create(strategy, metadata)
+        return jnp.vdot(eqattn.attention(q, k, v, impl, mask=mask).attention_outputs, ct)
+
+    gradient, one = jax.grad(loss), jnp.float32(1)
+
+    @jax.jit
+    def derivatives(scale, *inputs):
+        if order == 1:
+            return gradient(scale, *inputs)
+        return jax.jvp(lambda s: gradient(s, *inputs), (scale,), (one,))
+
+    results = []
+    for fill in (0.0, np.nan, np.inf, 3e38):
+        dirty = [jnp.where(hidden[:, None, None], jnp.float32(fill), x) for x in (k, v)]
+        spoiled = jnp.where(unseen[:, None, None], jnp.float32(fill), q)
+        results.append(np.ravel(derivatives(jnp.float32(0.3), spoiled, *dirty)))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+    visible = (~np.asarray(unseen))[:, None] & ~np.asarray(hidden)
+    exact = [np.asarray(x, np.float64) for x in (q, k, v)]
+    problem = oracle.Problem(*exact, scale=0.3, mask=visible)
+    zeros, precision = np.zeros(q.shape[:3]), bound.precision_of(np.float32)
+    reference = bound.grads(problem, np.asarray(ct, np.float64), zeros, precision)["scale"]
+    assert bound.excess(results[0][0], reference) <= 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("garbage", (np.nan, np.inf), ids=str)
 @pytest.mark.parametrize("block", [(8, 8), (5, 7)])
 def test_a_visible_nonfinite_value_reaches_exactly_the_rows_that_see_it(strategy, garbage, block):
