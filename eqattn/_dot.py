@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._compat import abstract, ad, batching, mlir, partitioned_automatically, Primitive
+from ._compat import ad, batching, mlir, Primitive
 
 
 dot_p = Primitive("attention_dot")
@@ -61,45 +61,55 @@ def _batch(primitive, args, dims, *, lead, **kw):
     return primitive.bind(*args, lead=lead + 1, **kw), 0
 
 
-def _group_by_group(a, b, *, contract, lead, **kw):
-    """One product for each group: XLA:CPU transposes the whole operand of a batched one, slowly."""
-    wide, other, axis = (a, b, 1 - contract[1]) if a.ndim > b.ndim else (b, a, 1 - contract[0])
-    groups = wide.shape[lead + 1]
-    wides = [jnp.squeeze(x, lead + 1) for x in jnp.split(wide, groups, lead + 1)]
-    pairs = zip(wides, jnp.split(other, groups, lead + axis))
-    product = ft.partial(dot_p.bind, contract=contract, lead=lead, **kw)
-    if a.ndim > b.ndim:
-        return jnp.concatenate([product(x, y) for x, y in pairs], lead + 1)
-    return jnp.concatenate([product(y, x) for x, y in pairs], lead)
+def _apart(x, lead, axis, groups):
+    """A matrix `[lead, n, m]` as one for each of the groups that its axis `axis` holds."""
+    n = lead + axis
+    x = x.reshape(*x.shape[:n], groups, x.shape[n] // groups, *x.shape[n + 1 :])
+    return jnp.moveaxis(x, n, lead)
 
 
-def _groups_at_once(a, b, *, contract, lead, precision, operand_dtype):
-    """One batched product, which the compiler can split over devices by groups."""
+def _merged(x, lead, axis):
+    """What `_apart` was given."""
+    n = lead + axis
+    x = jnp.moveaxis(x, lead, n)
+    return x.reshape(*x.shape[:n], -1, *x.shape[n + 2 :])
+
+
+def _grouped(a, b, *, contract, lead, **kw):
+    """One product with the groups as its batch, which the compiler can split over devices. What is
+    wide comes first if summed over its last axis, else second: the others are slow on XLA:CPU.
+    """
     first = a.ndim > b.ndim
     (wide, c), (other, d) = sorted([(a, contract[0]), (b, contract[1])], key=lambda x: -x[0].ndim)
-    groups, out = wide.shape[lead + 1], wide.dtype
-    shape = list(other.shape)
-    shape[lead + 1 - d : lead + 2 - d] = [groups, shape[lead + 1 - d] // groups]
-    other = other.reshape(shape)
-    if operand_dtype is not None:
-        wide, other = wide.astype(operand_dtype), other.astype(operand_dtype)
-    names = "...cgf" if c == 0 else "...fgc", "...cgr" if d == 0 else "...grc"
-    kw = dict(precision=precision, preferred_element_type=out)
-    y = jnp.einsum(f"{','.join(names)}->{'...fgr' if first else '...grf'}", wide, other, **kw)
-    merge = lead + first
-    return y.reshape(*y.shape[:merge], -1, *y.shape[merge + 2 :])
+    other = _apart(other, lead, 1 - d, wide.shape[lead + 1])
+    wide = jnp.moveaxis(wide, lead + 1, lead)
+    product = ft.partial(dot_p.bind, lead=lead + 1, **kw)
+    if c == 1:
+        y = product(wide, other, contract=(1, d))
+    else:
+        y = product(other, wide, contract=(d, 0))
+    y = y if (c == 1) == first else jnp.swapaxes(y, -1, -2)
+    return _merged(y, lead, 1 if first else 0)
 
 
-def _lower_groups(ctx, *args, **kw):
-    one = tuple(ctx.module_context.platforms) == ("cpu",) and not partitioned_automatically(ctx)
-    f = _group_by_group if one else _groups_at_once
-    return mlir.lower_fun(f, multiple_results=False)(ctx, *args, **kw)
-
-
-def _transpose_groups(which, ct, a, b, **kw):
-    x, other = (a, b) if which == 0 else (b, a)
-    f = lambda y: _group_by_group(*((y, other) if which == 0 else (other, y)), **kw)
-    return jax.linear_transpose(f, abstract(x.aval, x.aval.shape, x.aval.dtype))(ct)[0]
+def _transpose_grouped(which, ct, a, b, *, contract, lead, **kw):
+    """With respect to `a` (0) or `b` (1)."""
+    axis = 1 - which  # of the cotangent that is summed over
+    c, d = contract[which], contract[1 - which]
+    linear, known = (a, b) if which == 0 else (b, a)
+    kw = dict(lead=lead, **kw)
+    if known.ndim - lead == 3:
+        if c == 0:
+            return grouped_dot_p.bind(known, ct, contract=(1 - d, axis), **kw)
+        return grouped_dot_p.bind(ct, known, contract=(axis, 1 - d), **kw)
+    groups = linear.aval.shape[lead + 1]
+    ct, known = _apart(ct, lead, axis, groups), _apart(known, lead, 1 - d, groups)
+    kw["lead"] += 1
+    if c == 1:
+        y = dot_p.bind(ct, known, contract=(axis, 1 - d), **kw)
+    else:
+        y = dot_p.bind(known, ct, contract=(1 - d, axis), **kw)
+    return jnp.moveaxis(y, lead, lead + 1)
 
 
 def _abstract(f, a, b, **kw):
@@ -117,5 +127,6 @@ def _define(primitive, f, transposes, lowering):
 _STATIC = ("contract", "lead", "precision", "operand_dtype")
 _lower_dot = mlir.lower_fun(_dot_general, multiple_results=False)
 _define(dot_p, _dot_general, (_transpose_a, _transpose_b), _lower_dot)
-_both = tuple(ft.partial(_transpose_groups, i) for i in (0, 1))
-_define(grouped_dot_p, _group_by_group, _both, _lower_groups)
+_lower_grouped = mlir.lower_fun(_grouped, multiple_results=False)
+_both = tuple(ft.partial(_transpose_grouped, i) for i in (0, 1))
+_define(grouped_dot_p, _grouped, _both, _lower_grouped)
