@@ -17,6 +17,7 @@ from ._metadata import (
 )
 from ._mixed_batch import ragged_attention as ragged_attention
 from ._output import AttentionOutput as AttentionOutput
+from ._packed import packed_segments as packed_segments, PackedSegments as PackedSegments
 from ._partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
 from ._ragged_attention import (
     get_mha_cost_estimate as get_mha_cost_estimate,

@@ -10,6 +10,7 @@ from ._attention import attention
 from ._carry import Carry
 from ._masks import Causal, KeyPadding
 from ._output import AttentionOutput
+from ._packed import packed_segments
 from ._problem import as_mask
 from ._stored import AbstractStored, as_stored, even_block, Pages, Quantized
 from .strategies.ragged import Ragged
@@ -133,11 +134,8 @@ def _places(boundaries: Array, n: int, size: int) -> _Places:
     tokens = jnp.where(
         live[:, None] & (inside < counts[row][:, None]), boundaries[row][:, None] + inside, n
     )
-    token = jnp.arange(n, dtype=jnp.int32)
-    owner = jnp.searchsorted(boundaries[1:], token, side="right").astype(jnp.int32)
-    known, owner = owner < rows, jnp.minimum(owner, rows - 1)
-    within = token - boundaries[owner]
-    token_block = jnp.where(known, begins[owner] + within // size, most)
+    owner, within = packed_segments(boundaries, n)
+    token_block = jnp.where(owner >= 0, begins[jnp.maximum(owner, 0)] + within // size, most)
     return _Places(row, live, first, tokens, token_block, within % size)
 
 
