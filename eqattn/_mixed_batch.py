@@ -134,7 +134,7 @@ def _places(boundaries: Array, n: int, size: int) -> _Places:
     tokens = jnp.where(
         live[:, None] & (inside < counts[row][:, None]), boundaries[row][:, None] + inside, n
     )
-    owner, within = packed_segments(boundaries, n)
+    owner, within = map(jnp.asarray, packed_segments(boundaries, n))
     token_block = jnp.where(owner >= 0, begins[jnp.maximum(owner, 0)] + within // size, most)
     return _Places(row, live, first, tokens, token_block, within % size)
 

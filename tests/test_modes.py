@@ -69,7 +69,7 @@ def test_every_mode(strategy):
     out, _ = serve(q, k, v)
     close(out, want)
     cache, rest = KVCache.empty(B, CAPACITY, K, D), jnp.array([7, 0])
-    part = lambda start, stop: [x[:, start:stop] for x in (q, k, v)]
+    part = lambda start, stop: tuple(x[:, start:stop] for x in (q, k, v))
     out, cache = serve(*part(0, 7), cache, rest)  # the first row's prompt
     close(out[0], want[0, :7])
     both = jnp.array([1, 0])

@@ -62,10 +62,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One experiment: B=1, 8 query heads, head dim 64.
+    """One experiment: B=1, 8 query heads, head dim 64; for decoding see `decode`.
 
-    `kind` is the experiment in `measure`; `reference` the library whose time is the unit; `targets`
-    are looked up by the name of the figure.
+    `kind` is the experiment in `measure` or `decode`; `reference` the library whose time is the
+    unit; `cores` how many it runs on; `targets` are looked up by the name of the figure.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Case:
     window: int = 512
     backward: bool = False
     reference: str = "torch"
+    cores: int = 1
     targets: Mapping[str, Target] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -106,6 +107,20 @@ def _time(name: str, limit: float | None = None, stretch: float | None = None, *
         backward=backward,
         targets=targets,
         **kwargs,
+    )
+
+
+def _decode(name: str, limit: float) -> Case:
+    """A step of decoding, named by what it is."""
+    tokens, mask, *cores = name.removeprefix("cpu-decode-").split("-", 2)
+    return Case(
+        name=name,
+        kind="decode",
+        tokens=int(tokens),
+        mask=mask,
+        reference="jax.nn",
+        cores=2 if cores else 1,
+        targets={"times faster": Target(limit, None, True)},
     )
 
 
@@ -150,6 +165,19 @@ CASES = (
         backward=True,
         targets={"trace+compile / jax.nn": Target(4.0), "at 4 T / at T": Target(1.2)},
     ),
+    _decode("cpu-decode-1024-full", 1.0),
+    _decode("cpu-decode-8192-full", 10.0),
+    _decode("cpu-decode-8192-short", 50.0),
+    _decode("cpu-decode-1024-full-2-cores", 1.0),
+    _decode("cpu-decode-8192-full-2-cores", 10.0),
+    _decode("cpu-decode-8192-short-2-cores", 50.0),
+    Case(
+        "cpu-decode-longer",
+        "longer",
+        tokens=1024,
+        targets={"time at 16 S / at S": Target(1.1), "temp at 16 S / at S": Target(1.01)},
+    ),
+    Case("cpu-append", "append", tokens=512, targets={"time at 32 S / at S": Target(1.2)}),
     Case("import", "import", targets={"time / equinox": Target(1.1)}),
 )
 

@@ -10,8 +10,8 @@ from .measure import measure, pin
 def main() -> None:
     """Reads the job, a JSON object, from standard input."""
     job = json.load(sys.stdin)
-    pin(job["core"])
     for case in map(Case.from_dict, job["cases"]):
+        pin(job["core"], case.cores)
         for row in measure(case, job["rounds"], job["peers"]):
             print(json.dumps({"row": row.to_dict()}), flush=True)
         print(json.dumps({"done": case.name}), flush=True)

@@ -127,7 +127,12 @@ def _processor() -> str:
 
 def _progress(cases: Sequence[Case], quick: bool, job: dict) -> Iterator[Row | str]:
     """Rows as they come, and messages of what failed; a bar where tqdm is installed."""
-    groups = [cases] if quick else [[case] for case in cases]
+    groups = [[case] for case in cases]
+    if quick:  # cases that share a process also share the number of its cores
+        several = {
+            n: [c for c in cases if c.cores == n] for n in dict.fromkeys(c.cores for c in cases)
+        }
+        groups = list(several.values())
     bar = _bar(len(cases))
     for group in groups:
         for item in _child(group, job):
@@ -154,8 +159,10 @@ def _bar(total: int):
 
 
 def _child(cases: Sequence[Case], job: dict) -> Iterator[Row | str | dict]:
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-    environment = os.environ | _ONE_THREAD | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    if cases[0].cores == 1:
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+        environment |= _ONE_THREAD | {"XLA_FLAGS": flags}
     pipe = subprocess.PIPE
     errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
     with (

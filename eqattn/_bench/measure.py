@@ -1,20 +1,17 @@
 """How a figure is measured.
 
-Times are CPU times of this process, which runs on one core. Programs are run in turn, forwards and
-backwards, and a ratio is the median of the ratios within each round: what the machine does to one,
-it does to the other.
+Times are CPU times of this process, which runs on one core; on several, those that pass. Programs
+are run in turn, forwards and backwards, and a ratio is the median of the ratios within each round:
+what the machine does to one, it does to the other.
 """
 
 import dataclasses
-import gc
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,50 +20,13 @@ import numpy as np
 from .._info import blocks_of
 from .._metadata import AttentionMetadata
 from ..strategies import Blockwise
-from . import peers
+from . import decode, peers
 from .cases import Case, DIM, HEADS, Row
+from .timing import ratios, rounds_of
 
 
-_SHORTEST = 0.02  # seconds of one sample
 _LARGEST = 3 * 2**30  # bytes of temporary memory
 _WRONG = {"float32": 1e-3, "bfloat16": 3e-2}  # relative to the largest entry
-_OTHERS = 3  # other libraries than the two of the target are measured in each third round
-
-
-def rounds_of(
-    calls: dict[str, Callable[[], Any]], rounds: int, rare: Sequence[str] = ()
-) -> dict[str, np.ndarray]:
-    """CPU seconds of each call in each round; NaN where a rare one was left out."""
-    times = {name: np.full(rounds, np.nan) for name in calls}
-    repeats = {name: max(1, math.ceil(_SHORTEST / max(_once(f, 1), 1e-6)))
-               for name, f in calls.items()}  # fmt: skip
-    gc.collect()
-    gc.disable()
-    try:
-        for i in range(rounds):
-            names = [n for n in calls if n not in rare or i % _OTHERS == 0]
-            for name in names if i % 2 == 0 else names[::-1]:
-                times[name][i] = _once(calls[name], repeats[name])
-    finally:
-        gc.enable()
-    return times
-
-
-def _once(call: Callable[[], Any], repeats: int) -> float:
-    start = time.process_time()
-    for _ in range(repeats):
-        call()
-    return (time.process_time() - start) / repeats
-
-
-def ratios(times: dict[str, np.ndarray], reference: str) -> tuple[dict, dict]:
-    """Medians and quartiles of each call's time over the reference's."""
-    medians, quartiles = {}, {}
-    for name, x in times.items():
-        ratio = (x / times[reference])[np.isfinite(x)]
-        low, middle, high = np.percentile(ratio, (25, 50, 75))
-        medians[name], quartiles[name] = float(middle), [float(low), float(high)]
-    return medians, quartiles
 
 
 def _time(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
@@ -248,11 +208,14 @@ def measure(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
         "compile": _compile,
         "import": _import,
         "accuracy": _accuracy,
+        **decode.EXPERIMENTS,
     }
     yield from experiments[case.kind](case, rounds, names)
 
 
-def pin(core: int | None) -> None:
-    """Keeps this process on one core, by default the last, where the system can."""
+def pin(core: int | None, cores: int = 1) -> None:
+    """Keeps this process on one core, by default the last, or on so many, where the system can."""
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if core is None else core})
+        allowed = sorted(os.sched_getaffinity(0))
+        chosen = allowed[-cores:] if core is None or cores > 1 else [core]
+        os.sched_setaffinity(0, set(chosen))
