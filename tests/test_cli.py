@@ -116,7 +116,8 @@ def test_bench(tmp_path):
     """In a process of its own, as its children are, and without other libraries than JAX."""
     out, page = tmp_path / "figures", tmp_path / "figures.md"
     command = [sys.executable, "-m", "eqattn", "bench", "--quick", "--rounds", "1"]
-    command += ["--only", "cpu-f32-causal-512-fwd", "cpu-dropout-fwd", "--peers", "jax.nn"]
+    command += ["--only", "cpu-f32-causal-512-fwd", "cpu-dropout-fwd", "*-1024-full-2-cores"]
+    command += ["cpu-append", "--peers", "jax.nn"]
     command += ["--out", str(out), "--markdown", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -127,6 +128,9 @@ def test_bench(tmp_path):
     assert time["jax.nn"] == 1 and time["eqattn"] > 0
     assert rows["cpu-f32-causal-32-fwd", "temp MiB"]["eqattn"] > 0
     assert rows["cpu-dropout-fwd", "time / no dropout"]["eqattn"] > 0
+    step = rows["cpu-decode-64-full-2-cores", "times faster"]
+    assert step["jax.nn"] == 1 and step["eqattn"] > 0
+    assert rows["cpu-append", "time at 32 S / at S"]["eqattn"] > 0
     assert not any("WRONG" in r["note"] for r in data["rows"])
     for name, _ in rows:
         assert name in done.stdout and name in page.read_text()

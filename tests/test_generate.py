@@ -9,6 +9,8 @@ import pytest
 
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+import _text
+import cache_figures
 import generate
 import language_model as lm
 
@@ -69,6 +71,18 @@ def test_samples_are_among_the_likeliest():
     assert drawn(top_p=0.01) == {254, 255}  # 255 alone has a probability of 0.0078
     assert len(drawn()) > 100
     assert int(generate.Choice()(logits, keys[0])) == 255
+
+
+@pytest.mark.slow
+def test_eight_bits_and_a_cache_on_the_language_model(tmp_path):
+    """On text that was held out, with a model trained on the rest, and after 2,048 bytes."""
+    lm.main(["--quick", "--steps", "200", "--sample", "1", "--out", str(tmp_path)])
+    model, config = generate.fetch(tmp_path, [])
+    held_out = _text.split(_text.read_documents(None))[1]
+    found = cache_figures.quality(model, config, held_out)
+    assert 0 < found.error < 0.01
+    assert abs(found.int8 - found.bfloat16) < 0.01 and found.bfloat16 < 4
+    assert cache_figures.speed(lm.Config().complete(), 2048).ratio > 20
 
 
 @pytest.mark.parametrize(

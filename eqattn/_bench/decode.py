@@ -51,7 +51,9 @@ def _sum(query, key_, value, lengths):
 def _compiled(function: Callable, *args: Any) -> tuple[Callable[[], Any], int]:
     """A call, and its temporary memory."""
     run = jax.jit(function).lower(*args).compile()
-    return lambda: jax.block_until_ready(run(*args)), run.memory_analysis().temp_size_in_bytes
+    memory = run.memory_analysis()
+    assert memory is not None  # a CPU's compiler knows
+    return lambda: jax.block_until_ready(run(*args)), memory.temp_size_in_bytes
 
 
 def step(case: Case, rounds: int, names: Any) -> Iterator[Row]:
