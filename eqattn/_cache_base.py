@@ -105,6 +105,15 @@ def within(lengths: Array, now: Array) -> Array:
     return eqx.error_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
 
 
+def existing(cache: AbstractCache, rows: Array) -> Array:
+    """Indices of rows as int32, checked: for one that is not there JAX would take the nearest."""
+    rows, n = jnp.asarray(rows), cache.key.shape[0]
+    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise ValueError(f"rows must be integers [n], got {rows.dtype} {rows.shape}.")
+    rows = rows.astype(jnp.int32)
+    return eqx.error_if(rows, (rows < 0) | (rows >= n), f"rows must be between 0 and {n - 1}")
+
+
 def new_positions(cache: AbstractCache, t: int) -> Array:
     """Of `t` tokens after those of each row, int32 `[b, t]`."""
     return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]

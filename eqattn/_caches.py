@@ -5,7 +5,15 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ._cache_base import AbstractCache, check_new, new_positions, places, within, write
+from ._cache_base import (
+    AbstractCache,
+    check_new,
+    existing,
+    new_positions,
+    places,
+    within,
+    write,
+)
 from ._stored import Quantized
 
 
@@ -59,6 +67,7 @@ class KVCache(AbstractCache):
         return KVCache(self.key, self.value, within(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "KVCache":
+        rows = existing(self, rows)
         return KVCache(self.key[rows], self.value[rows], self.length[rows])
 
 
@@ -119,6 +128,7 @@ class QuantizedKVCache(AbstractCache):
         return QuantizedKVCache(self.key, self.value, within(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "QuantizedKVCache":
+        rows = existing(self, rows)
         key, value = (Quantized(x.values[rows], x.scales[rows], x.dtype)
                       for x in (self.key, self.value))  # fmt: skip
         return QuantizedKVCache(key, value, self.length[rows])
@@ -197,4 +207,5 @@ class RingBufferCache(AbstractCache):
         return RingBufferCache(self.key, self.value, held, lengths)
 
     def reorder(self, rows: Int[Array, " n"]) -> "RingBufferCache":
+        rows = existing(self, rows)
         return RingBufferCache(self.key[rows], self.value[rows], self.held[rows], self.length[rows])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ._cache_base import AbstractCache, check_new, new_positions, within
+from ._cache_base import AbstractCache, check_new, existing, new_positions, within
 from ._metadata import concrete
 from ._stored import as_stored, Pages, Quantized
 
@@ -132,6 +132,7 @@ class PagedKVCache(AbstractCache):
         """With the rows at these indices, no row twice: two rows would write to the same pages. The
         pages of rows that are left out are free again.
         """
+        rows = existing(self, rows)
         many = jnp.bincount(rows, length=len(self.length)) > 1
         rows = eqx.error_if(rows, many.any(), "reorder: a row of a PagedKVCache cannot be doubled")
         return PagedKVCache(self.key_pages, self.value_pages, self.table[rows], self.length[rows])
@@ -164,5 +165,10 @@ class PagedKVCache(AbstractCache):
 
     def release(self, rows: Any) -> "PagedKVCache":
         """Without the tokens and pages of these rows, an int array or mask `[b]`."""
+        rows = jnp.asarray(rows)
+        if rows.dtype != bool:
+            rows = existing(self, rows)
+        elif rows.shape != self.length.shape:
+            raise ValueError(f"A mask of rows must be {self.length.shape}, got {rows.shape}.")
         table, length = self.table.at[rows].set(-1), self.length.at[rows].set(0)
         return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))

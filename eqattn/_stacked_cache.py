@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ._cache_base import AbstractCache, places, within, write
+from ._cache_base import AbstractCache, existing, places, within, write
 from ._stored import even_block, Pages
 
 
@@ -118,7 +118,13 @@ class LayerCache(AbstractCache):
         return self._with(self.stack.key, self.stack.value, within(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "LayerCache":
-        """With the rows at these indices, which copies this layer."""
+        """With the rows at these indices, as many as there are, which copies this layer."""
+        rows = existing(self, rows)
+        if rows.shape != self.length.shape:
+            raise ValueError(
+                f"rows {rows.shape} must be as many as the layers have, {self.length.shape}; other "
+                "numbers need a new StackedKVCache."
+            )
         key, value = (
             x.at[self.index].set(x[self.index][rows]) for x in (self.stack.key, self.stack.value)
         )

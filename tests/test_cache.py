@@ -176,6 +176,22 @@ def test_reorder(name):
     np.testing.assert_allclose(got, want[rows], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("rows", [[0, 2, 3], [-1, 0, 1]])
+def test_rows_that_are_not_there_raise(name, rows):
+    """Else the nearest row would be taken, and two rows of a paged cache write to one page."""
+    cache = MAKE[name](jnp.float32)
+    with pytest.raises(Exception, match="rows must be between 0 and 2"):
+        jax.block_until_ready(cache.reorder(jnp.array(rows)).length)
+    with pytest.raises(ValueError, match="rows must be integers"):
+        cache.reorder(jnp.array([0.0, 1.0]))
+    if isinstance(cache, PagedKVCache):
+        with pytest.raises(Exception, match="rows must be between 0 and 2"):
+            jax.block_until_ready(cache.release(jnp.array(rows)).length)
+        with pytest.raises(ValueError, match="A mask of rows"):
+            cache.release(jnp.array([True]))
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_too_many_tokens_raise(name):
     _, k, v = tokens(CAPACITY + 1, jnp.float32)
@@ -268,8 +284,19 @@ def test_layers_in_one_cache(x64):
     turned = stacked.layer(2).reorder(jnp.array([2, 0, 1])).stack
     assert (turned.key[2] == stacked.key[2][jnp.array([2, 0, 1])]).all()
     assert (turned.key[:2] == stacked.key[:2]).all()
+    with pytest.raises(ValueError, match="as many as the layers have"):
+        stacked.layer(0).reorder(jnp.array([0, 1]))
     with pytest.raises(ValueError, match="multiple of 64"):
         StackedKVCache.empty(3, B, 61, K, D)
+
+
+def test_unused_places_of_layers_may_hold_anything():
+    q, k, v = tokens(3, jnp.float32)
+    stacked = StackedKVCache.empty(2, B, 64, K, D, V)
+    dirty = lambda x: jnp.full_like(x, jnp.nan) if x.ndim > 2 else x
+    run = jax.jit(over_layers)
+    (_, clean), (_, spoiled) = (run(s, q, k, v) for s in (stacked, jax.tree.map(dirty, stacked)))
+    assert (clean == spoiled).all()
 
 
 def test_layers_are_not_copied():
