@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance import oracle
 
 from eqattn import (
     ALiBi,
@@ -93,6 +94,27 @@ def test_masks_and_scores(kwargs, x64):
         kwargs = dict(score=ALiBi(jnp.linspace(0.1, 0.4, H, dtype=jnp.float64)))
     given = {n: jnp.asarray(x) if n == "starts" else x for n, x in kwargs.items()}
     close(run(q, k, v, **given), one_by_one(q, k, v, **kwargs))
+
+
+def test_cap_sinks_and_bias_against_the_oracle(x64):
+    q, k, v = arrays()
+    slopes, sinks = np.linspace(0.1, 0.4, H), np.linspace(-1, 1, H)
+    md = metadata(blocksize_k=8, logits_soft_cap=2.0, softmax_aux=jnp.asarray(sinks))
+    got = ragged_attention(
+        q, k, v, jnp.asarray(CU), jnp.asarray(LENGTHS), Ragged(md), block_q=4,
+        score=ALiBi(jnp.asarray(slopes)), return_logsumexp=True,
+    )  # fmt: skip
+    for row, (end, count) in enumerate(zip(LENGTHS.tolist(), COUNTS.tolist(), strict=True)):
+        mine, position = slice(CU[row], CU[row] + count), end - count + np.arange(count)
+        distance = position[:, None] - np.arange(S)
+        visible = (distance >= 0) & (np.arange(S) < end)
+        of = oracle.Problem(
+            *(np.asarray(x)[None] for x in (q[mine], k[row], v[row])), scale=D**-0.5,
+            mask=visible, cap=2.0, slopes=slopes, distance=abs(distance), sinks=sinks,
+        )  # fmt: skip
+        found = oracle.forward(of)
+        close([x[mine] for x in (got.attention_outputs, got.logsumexp)],
+              [found.out[0], found.lse[0]])  # fmt: skip
 
 
 def test_gradients(x64):
