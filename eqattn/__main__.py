@@ -1,4 +1,4 @@
-"""`python -m eqattn info` and `python -m eqattn bench`."""
+"""`python -m eqattn info`, `python -m eqattn bench` and `python -m eqattn tpu-report`."""
 
 import argparse
 import sys
@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from . import _info
     from ._bench import cli
+    from ._tpu_report import cli as tpu_report
 
     parser = argparse.ArgumentParser(
         prog="python -m eqattn", description="Exact, memory-efficient attention in JAX."
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module, name, summary in (
         (_info, "info", "what would run for a call of attention, and why not something else"),
         (cli, "bench", "time, memory and accuracy, side by side with other libraries"),
+        (tpu_report, "tpu-report", "the schedules of the kernels for TPUs; needs libtpu, no TPU"),
     ):
         command = commands.add_parser(
             name,

@@ -10,4 +10,5 @@ from ._viz.masks import (
     plot_mask as plot_mask,
 )
 from ._viz.performance import plot_ring as plot_ring, plot_scaling as plot_scaling
+from ._viz.schedule import plot_schedule as plot_schedule
 from ._viz.weights import plot_weights as plot_weights

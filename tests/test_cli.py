@@ -1,4 +1,4 @@
-"""`python -m eqattn info` and `python -m eqattn bench`."""
+"""`python -m eqattn info`, `bench` and `tpu-report`."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from eqattn import AttentionRegistry, Causal, ring_plan, Zigzag
 from eqattn.__main__ import main
 from eqattn._bench import accuracy, cases, report
 from eqattn._info import parse_mask
+from eqattn._tpu_report import cli as tpu_report
 
 
 def fields(text, title):
@@ -84,6 +85,9 @@ def test_info_says_why_not(capsys):
         ("bench --rounds 0", "--rounds"),
         ("bench --core 100000", "--core"),
         ("bench --out /no/such/folder/x", "/no/such/folder"),
+        ("tpu-report --kernel backward-of-it", "backward-of-it"),
+        ("tpu-report --chip v9", "v9"),
+        ("tpu-report --json /no/such/folder/x", "/no/such/folder"),
         ("train", "train"),
     ],
 )
@@ -146,11 +150,23 @@ def test_a_failing_case_is_reported(tmp_path, monkeypatch, capsys):
     assert "broken: status 1: KeyError" in capsys.readouterr().err
 
 
+def test_tpu_report_lists_its_kernels_and_keeps_what_is_recorded(tmp_path, monkeypatch, capsys):
+    assert main(["tpu-report", "--list", "--kernel", "forward*", "--peers"]) == 0
+    assert "forward, soft cap\n" in capsys.readouterr().out
+    path = tmp_path / "x.json"
+    path.write_text('{"versions": {"jax": "0.1", "libtpu": "0.2"}, "rows": []}')
+    monkeypatch.setattr(tpu_report, "versions", lambda: {"jax": "0.1", "libtpu": "0.3"})
+    with pytest.raises(SystemExit):
+        main(["tpu-report", "--json", str(path)])
+    assert "recorded with {'jax': '0.1', 'libtpu': '0.2'}" in capsys.readouterr().err
+
+
 def test_import_does_not_load_the_commands():
     code = "import sys, eqattn; print([m for m in sys.modules if m.startswith('eqattn._')])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert "eqattn._attention" in loaded
-    assert "eqattn._info" not in loaded and "eqattn._bench" not in loaded
+    for name in ("_info", "_bench", "_tpu_report"):
+        assert f"eqattn.{name}" not in loaded
 
 
 def test_list(capsys):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import jax
+import jax.export
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +82,15 @@ def test_the_kernel_is_found(f, count):
         q, k, v = (x[None] for x in (q, k, v))
     v = jnp.concatenate([v, v], -1)  # as wide as the query, for the scan
     assert kernels(f, q, k, v) == count
+
+
+@pytest.mark.parametrize("f, count", [(call, 1), (jax.grad(summed, (0, 1, 2)), 3)])
+def test_exported_for_a_tpu(f, count):
+    """Written where there is no TPU, and read again, the program still has its kernels."""
+    exported = jax.export.export(jax.jit(f), platforms=["tpu"])(*arrays())
+    read = jax.export.deserialize(exported.serialize())
+    assert read.platforms == ("tpu",)
+    assert read.mlir_module().count("@tpu_custom_call") == count
 
 
 def test_static_fields_choose():

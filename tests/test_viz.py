@@ -1,5 +1,6 @@
 """`eqattn.viz`: what is drawn is what was computed."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from eqattn import (
 )
 from eqattn._bench import report
 from eqattn._bench.cases import Row, Target
+from eqattn._tpu_report import rows as schedule_rows
 
 
 plt = pytest.importorskip("matplotlib.pyplot")
@@ -200,8 +202,35 @@ def test_a_zigzag_ring_is_done_earlier():
     assert bars(second)[1].sum() < 0.01 * bars(first)[1].sum()
 
 
-def test_draws_where_it_is_told(recorded):
-    figure, axes = plt.subplots(2, 3)
+@pytest.fixture
+def scheduled(tmp_path):
+    units = dict(matrix=0.6, vector=0.5, exponential=0.4, lanes=0.1, load=0.3, store=0.2)
+    row = schedule_rows.Row(
+        "forward", "v5e", "", (8, 8), 100, None, 0.55, None, None, units, 0, 0, 1
+    )
+    others = [
+        dataclasses.replace(row, chip="v6e", units={**units, "matrix": 0.7}, useful=0.45),
+        dataclasses.replace(row, kernel="paged", useful=None),
+    ]
+    path = tmp_path / "schedule.json"
+    schedule_rows.write([row, *others], {"libtpu": "0.0.1"}, path)
+    return path
+
+
+def test_schedule(scheduled):
+    ax = viz.plot_schedule(scheduled)
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels == ["forward, v5e", "forward, v6e"] and ax.get_title() == "libtpu 0.0.1"
+    widths = [[bar.get_width() for bar in bars] for bars in ax.containers]
+    assert widths[:2] == [[0.6, 0.7], [0.5, 0.5]] and len(widths) == 6
+    assert [tuple(line.get_xdata()) for line in ax.lines] == [(0.55, 0.55), (0.45, 0.45)]
+    assert {"matrix units", "loads", "stores", "useful products"} <= set(legend(ax))
+    one = viz.plot_schedule(str(scheduled), "p*", "v5*")
+    assert [t.get_text() for t in one.get_yticklabels()] == ["paged, v5e"] and not one.lines
+
+
+def test_draws_where_it_is_told(recorded, scheduled):
+    figure, axes = plt.subplots(2, 4)
     weights = np.full((1, 2, 2), 0.5)
     calls = [
         lambda ax: viz.plot_mask(Causal(), 4, ax=ax),
@@ -210,8 +239,9 @@ def test_draws_where_it_is_told(recorded):
         lambda ax: viz.plot_weights(weights, ax=ax),
         lambda ax: viz.plot_scaling(recorded, ax=ax),
         lambda ax: viz.plot_ring(ring_plan(64, 2), ax=ax),
+        lambda ax: viz.plot_schedule(scheduled, ax=ax),
     ]
-    for call, ax in zip(calls, axes.flat, strict=True):
+    for call, ax in zip(calls, axes.flat):
         assert call(ax) is ax
     assert plt.get_fignums() == [figure.number]
 
@@ -237,6 +267,7 @@ WRONG = {
         p, case="x-*"
     ),
     "not written by `python -m eqattn bench`": lambda p: viz.plot_scaling(__file__),
+    "not written by `python -m eqattn tpu-report`": lambda p: viz.plot_schedule(p),
 }
 
 
@@ -244,6 +275,11 @@ WRONG = {
 def test_errors(message, recorded):
     with pytest.raises(ValueError, match=message):
         WRONG[message](recorded)
+
+
+def test_a_schedule_that_is_not_there(scheduled):
+    with pytest.raises(ValueError, match=r"no 'backward' on 'v6e'; .*'forward', 'paged'"):
+        viz.plot_schedule(scheduled, "backward", "v6e")
 
 
 def python(program, **env):

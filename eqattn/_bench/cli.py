@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata as distributions
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def _progress(cases: Sequence[Case], quick: bool, job: dict) -> Iterator[Row | s
             n: [c for c in cases if c.cores == n] for n in dict.fromkeys(c.cores for c in cases)
         }
         groups = list(several.values())
-    bar = _bar(len(cases))
+    bar = progress_bar(len(cases))
     for group in groups:
         for item in _child(group, job):
             if isinstance(item, dict):
@@ -142,7 +142,8 @@ def _progress(cases: Sequence[Case], quick: bool, job: dict) -> Iterator[Row | s
                 yield item
 
 
-def _bar(total: int):
+def progress_bar(total: int) -> Callable[[str], None]:
+    """Returns a function to call with the name of each thing that is done."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,0 +1,104 @@
+"""`python -m eqattn._tpu_report.child`: compiles kernels for a chip and prints their rows, as JSON
+lines.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from . import schedule, whole
+from .chips import Chip, CHIPS
+from .kernels import choose
+from .rows import Row
+from .specification import Kernel
+from .steps import Steps
+
+
+UNITS = {
+    "vector": "VALU",
+    "exponential": "EUP",
+    "lanes": "XLU",
+    "load": "VLOAD",
+    "store": "VSTORE",
+}
+
+
+def compile_for(chip: Chip, kernel: Kernel) -> tuple[tuple[int, int], Any]:
+    """Compiles a kernel. **Returns:** its tile, and what jax knows of the chip."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
+    place = SingleDeviceSharding(devices[0])
+    # Some lowering rules ask what kind of device this is.
+    with jax.sharding.use_abstract_mesh(Mesh(np.array(devices[:1]), ("x",)).abstract_mesh):
+        function, args = kernel.build()
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tuple(args)
+        )
+        jax.jit(function, out_shardings=place).lower(*args).compile()
+        return kernel.tile(), pltpu.get_tpu_info()
+
+
+def measure(name: str, kernel: Kernel, folder: Path, compiled: tuple[tuple[int, int], Any]) -> Row:
+    """Reads the schedule of a kernel in the `folder`, once `compile_for` has returned."""
+    chip, (tile, info) = CHIPS[name], compiled
+    found = schedule.dumped(folder, kernel.call)
+    if len(found) != 1:
+        raise ValueError(f"the program has {len(found)} kernels {kernel.call}, not one")
+    steps = Steps(schedule.read(folder, found[0], chip), kernel.innermost)
+    full, masked = steps.full, steps.masked
+    ideal = tile[0] * tile[1] * kernel.products / chip.products
+    entire = None
+    if (w := kernel.whole) is not None:
+        cycles = whole.count(w.tokens, tile, w.kept, w.lag).cycles(steps)
+        entire = whole.visible_pairs(w.tokens) * kernel.products / chip.products / cycles
+    rate = info.bf16_ops_per_second / (2 * chip.products)  # cycles of a second
+    return Row(
+        kernel=kernel.name,
+        chip=name,
+        plain=kernel.plain,
+        tile=tile,
+        cycles=full.cycles,
+        masked=None if masked is None else masked.cycles,
+        useful=_rounded(ideal / full.cycles) if kernel.products else None,
+        whole=None if entire is None else _rounded(entire),
+        memory=_rounded(kernel.nbytes / info.mem_bw_bytes_per_second * rate / full.cycles)
+        if kernel.nbytes
+        else None,
+        units={"matrix": _rounded(full.matrix_share)}
+        | {name: _rounded(full.share(slot)) for name, slot in UNITS.items()},
+        spills=full.total(full.schedule.slots["VSTORE:SPILL"]),
+        fills=full.total(full.schedule.slots["VLOAD:FILL"]),
+        vmem=full.schedule.vmem,
+    )
+
+
+def _rounded(share: float) -> float:
+    return round(share, 4)
+
+
+def main() -> None:
+    """Reads the job, a JSON object, from standard input."""
+    job = json.load(sys.stdin)
+    folder, build, compiled = Path(job["folder"]), None, None
+    for name in job["kernels"]:
+        (kernel,) = choose([name], peers=True)
+        try:
+            if compiled is None or kernel.build is not build:  # else of the program before
+                compiled = None
+                for path in folder.iterdir():
+                    path.unlink()
+                compiled, build = compile_for(CHIPS[job["chip"]], kernel), kernel.build
+            item = {"row": measure(job["chip"], kernel, folder, compiled).to_dict()}
+        except Exception as e:  # what the compiler says is the result
+            item = {"failed": name, "why": f"{type(e).__name__}: {e}"[:600]}
+        print(json.dumps(item), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The schedule of one kernel, as the compiler of TPUs dumps it.
+
+A line of the bundles after register allocation is a cycle: where the machine waits, the bundle is
+empty. (The later, final bundles hold the empty ones as delays, so they are not cycles.) A second
+file has as many lines, with the slots that each bundle uses.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+
+from .chips import Chip
+
+
+# What the compiler calls the files that are read here.
+PASSES = "packed-bundles-post-ra|pre-delay|post-bundle-packing-post-ra"
+
+_BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:[> ]*\{(.*)", re.DOTALL)
+_BRANCH = re.compile(r"sbr\.rel(?:\s*\((!?)%(p\d+)\w*\))?\s.*?target bundleno = (\d+)", re.DOTALL)
+_PRODUCT = re.compile(r"vmatmul[a-z0-9_.]*")
+_VMEM = re.compile(r"space=vmem, size = (0x[0-9a-f]+|\d+), offset = (0x[0-9a-f]+|\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """A jump from cycle `at` to cycle `target`, taken if `predicate` is `value`, or always."""
+
+    at: int
+    target: int
+    predicate: str | None
+    value: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Cycle by cycle.
+
+    **Arguments:**
+
+    - `products`: the cycles of matrix units that start, int `[cycles]`.
+    - `slots`: the slots in use, int `[cycles]` by name, and `capacity`, how many there are.
+    - `branches`: in the order of their cycles.
+    - `vmem`: the vector memory that the kernel allocates, in bytes.
+    """
+
+    chip: Chip
+    products: np.ndarray
+    slots: dict[str, np.ndarray]
+    capacity: dict[str, int]
+    branches: tuple[Branch, ...]
+    vmem: int
+
+    @property
+    def cycles(self) -> int:
+        return len(self.products)
+
+
+def dumped(folder: Path, call: str) -> list[str]:
+    """The starts of the names of the files of each kernel called `call`."""
+    name = re.compile(rf"(\d+-{re.escape(call)}(?:\.\d+)?)-\d+-packed-bundles-post-ra\.txt")
+    return sorted(m[1] for p in folder.iterdir() if (m := name.fullmatch(p.name)))
+
+
+def read(folder: Path, start: str, chip: Chip) -> Schedule:
+    """The schedule whose files' names begin with `start`.
+
+    **Raises:** `ValueError` if the files are not as they were with the compiler that this was
+    written for.
+    """
+
+    def text(kind: str) -> str:
+        pattern = re.compile(rf"{re.escape(start)}-\d+-{kind}\.txt")
+        (path,) = (p for p in folder.iterdir() if pattern.fullmatch(p.name))
+        return path.read_text(errors="replace")
+
+    capacity, slots = _utilisation(text("pre-delay_hlo-static-per-bundle-utilization"))
+    bundles = _bundles(text("packed-bundles-post-ra"))
+    cycles = {len(bundles), *map(len, slots.values())}
+    if len(cycles) != 1:
+        raise ValueError(f"the files of {start} have different numbers of cycles: {cycles}")
+    products = np.array([_occupied(b, chip) for b in bundles])
+    branches = tuple(
+        Branch(at, int(m[3]), m[2], not m[1])
+        for at, bundle in enumerate(bundles)
+        for m in _BRANCH.finditer(bundle)
+    )
+    allocated = _VMEM.findall(text("post-bundle-packing-post-ra"))
+    vmem = max((int(size, 0) + int(offset, 0) for size, offset in allocated), default=0)
+    return Schedule(chip, products, slots, capacity, branches, vmem)
+
+
+def _utilisation(text: str) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+    head, _, body = text.partition("== UTILIZATION:")
+    _, names, capacity = head.strip().splitlines()
+    columns = [name.strip() for name in names.split(",")]
+    table = np.array(body.split(), int).reshape(-1, len(columns))
+    return dict(zip(columns, map(int, capacity.split()))), dict(zip(columns, table.T))
+
+
+def _bundles(text: str) -> list[str]:
+    """The text of each bundle; some span lines."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if m := _BUNDLE.match(line):
+            if int(m[1], 0) != len(found):
+                raise ValueError(f"cycle {len(found)} is followed by {m[1]}")
+            found.append(m[2])
+        elif found:
+            found[-1] += "\n" + line
+    return found
+
+
+def _occupied(bundle: str, chip: Chip) -> int:
+    kinds = (next((k for k in ("f32", "bf16") if k in op), "x8") for op in _PRODUCT.findall(bundle))
+    return sum(chip.busy[kind] for kind in kinds)

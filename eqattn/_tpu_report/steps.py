@@ -1,0 +1,161 @@
+"""The cycles of one step of a kernel's grid, from its schedule.
+
+The grid is a loop of the schedule, and what a kernel does under a condition is a region that a
+branch skips. Of all ways through the loop's body, the shortest that goes through a region with
+products is a step: it skips what the first and the last step of a row do, and what is seldom done.
+Regions under one predicate are skipped or taken together.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from .schedule import Branch, Schedule
+
+
+_ALIKE = 0.9  # regions with this share of the most products do the same work
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Cycles `start` to `stop`, without the last."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def holds(self, other: "Region") -> bool:
+        return self.start <= other.start and other.stop <= self.stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The bundles of a way through a loop."""
+
+    schedule: Schedule
+    pieces: tuple[Region, ...]
+
+    @property
+    def cycles(self) -> int:
+        return sum(p.length for p in self.pieces)
+
+    def total(self, per_cycle: np.ndarray) -> int:
+        return int(sum(per_cycle[p.start : p.stop].sum() for p in self.pieces))
+
+    def share(self, slot: str) -> float:
+        """Of the capacity of a kind of slot, what is used."""
+        schedule = self.schedule
+        return self.total(schedule.slots[slot]) / (self.cycles * schedule.capacity[slot])
+
+    @property
+    def products(self) -> int:
+        """Cycles of matrix units."""
+        return self.total(self.schedule.products)
+
+    @property
+    def matrix_share(self) -> float:
+        return self.products / (self.cycles * self.schedule.chip.matrix_units)
+
+
+class Steps:
+    """The steps of a kernel.
+
+    **Arguments:**
+
+    - `schedule`: of the kernel.
+    - `innermost`: a step is a trip of the innermost loop around the products.
+
+    **Returns:** `full`, the step of a pair of blocks that is not masked, `masked`, that of one that
+    is (None if there is but one kind), and `edges`, the cycles that a row of blocks takes beyond
+    its steps. `ValueError` if there are no products.
+    """
+
+    def __init__(self, schedule: Schedule, innermost: bool = False):
+        self.schedule, self.delay = schedule, schedule.chip.delay
+        self.pick = min if innermost else max
+        self.loops = [
+            Region(b.target, b.at + 1 + self.delay) for b in schedule.branches if b.target <= b.at
+        ]
+        self.skipped = [
+            Region(b.at + 1 + self.delay, b.target)
+            for b in schedule.branches
+            if b.target > b.at + 1 + self.delay
+        ]
+        everything = Region(0, schedule.cycles)
+        working = [r for r in (everything, *self.loops, *self.skipped) if self.work(r)]
+        if not working:
+            raise ValueError("the kernel has no products")
+        hot = [r for r in working if not any(r != x and r.holds(x) for x in working)]
+        steps = [(s, r) for r in hot if (s := self.through(self.loop_of(r), [r])) is not None]
+        most = max(s.products for s, _ in steps)
+        steps = [(s, r) for s, r in steps if s.products >= _ALIKE * most]
+        steps.sort(key=lambda sr: sr[0].cycles)
+        self.full, region = steps[0]
+        self.masked = steps[-1][0] if len(steps) > 1 else None
+        loop = self.loop_of(region)
+        idle = [
+            r
+            for r in self.skipped
+            if loop.holds(r) and not self.work(r) and not any(h.holds(r) for h in hot)
+        ]
+        idle = [r for r in idle if not any(r != x and x.holds(r) for x in idle)]
+        ways = [self.through(loop, [region, r]) for r in idle]
+        self.edges = sum(w.cycles - self.full.cycles for w in ways if w is not None)
+
+    def work(self, region: Region) -> int:
+        return int(self.schedule.products[region.start : region.stop].sum())
+
+    def loop_of(self, region: Region) -> Region:
+        """The loop around a region whose trips are steps: the outermost is the grid."""
+        around = [x for x in self.loops if x.holds(region)]
+        return self.pick(around, key=lambda x: x.length, default=Region(0, self.schedule.cycles))
+
+    def through(self, loop: Region, regions: Sequence[Region]) -> Step | None:
+        """The shortest way through the body of a loop and these regions of it, if there is one."""
+        inside = [
+            b
+            for b in self.schedule.branches
+            if loop.start <= b.at and b.at + 1 + self.delay < loop.stop
+        ]
+        names = [b.predicate for b in inside]
+        shared = {n for n in names if names.count(n) > 1 and n is not None}
+        known: dict = {}
+
+        def onward(at: int, decided: frozenset) -> tuple[int, tuple[Region, ...]] | None:
+            if (at, decided) not in known:
+                known[at, decided] = shortest(at, decided)
+            return known[at, decided]
+
+        def shortest(at, decided):
+            branch = next((b for b in inside if b.at >= at), None)
+            if branch is None:
+                return loop.stop - at, (Region(at, loop.stop),)
+            here, best = Region(at, branch.at + 1 + self.delay), None
+            for taken in self._choices(branch, loop, regions):
+                then = decided
+                if branch.predicate in shared:
+                    value = branch.value == taken
+                    if (branch.predicate, not value) in decided:
+                        continue
+                    then = decided | {(branch.predicate, value)}
+                rest = onward(branch.target if taken else here.stop, then)
+                if rest is not None and (best is None or here.length + rest[0] < best[0]):
+                    best = here.length + rest[0], (here, *rest[1])
+            return best
+
+        found = onward(loop.start, frozenset())
+        return None if found is None else Step(self.schedule, found[1])
+
+    def _choices(self, branch: Branch, loop: Region, regions: Sequence[Region]) -> list[bool]:
+        skipped = Region(branch.at + 1 + self.delay, branch.target)
+        back, leaves = branch.target <= branch.at, branch.target >= loop.stop
+        if back or leaves or skipped.length < 0:  # loops within run once
+            return [] if branch.predicate is None else [False]
+        choices = [False] if branch.predicate is not None else []
+        if not any(skipped.start <= r.start < skipped.stop for r in regions):
+            choices.append(True)
+        return choices

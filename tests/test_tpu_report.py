@@ -1,0 +1,230 @@
+"""`python -m eqattn tpu-report`: how schedules are read, and the budget of the kernels' own."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eqattn._tpu_report import cli, report, rows, schedule, whole
+from eqattn._tpu_report.chips import CHIPS
+from eqattn._tpu_report.kernels import choose, KERNELS
+from eqattn._tpu_report.rows import Row
+from eqattn._tpu_report.steps import Steps
+from eqattn._traverse import COL, ROW
+
+
+BUDGET = Path(__file__).with_name("tpu_budget.json")
+AGAIN = f"python -m eqattn tpu-report --peers --json tests/{BUDGET.name}"
+
+
+def dump(folder, bundles, name="7-my_kernel.1"):
+    """Files as the compiler writes them, of bundles by cycle; the others are empty."""
+    count = max(bundles) + 1
+    lines = [f"  {i:#x}   : > {{ {bundles.get(i, '')} }}" for i in range(count)]
+    lines[0] = lines[0].replace("0x0", "0")
+    head = "= control target key start\nLB: loop body\n= control target key end\n\n"
+    (folder / f"{name}-65-packed-bundles-post-ra.txt").write_text(head + "\n".join(lines))
+    (folder / f"{name}-64-schedule-analysis_packed-bundles-post-ra.txt").write_text("")
+    table = "\n".join(f"{bundles.get(i, '').count('vmatmul')} {i % 2} 0 0" for i in range(count))
+    head = "== CAPACTIY:\nMATMUL, VALU, VLOAD:FILL, VSTORE:SPILL\n 4 2 3 1\n== UTILIZATION:\n"
+    (folder / f"{name}-68-pre-delay_hlo-static-per-bundle-utilization.txt").write_text(head + table)
+    vmem = "  #a [shape = 'f32[8]', space=vmem, size = 0x1000, offset = {}, scoped, tag = 'x']\n"
+    (folder / f"{name}-66-post-bundle-packing-post-ra.txt").write_text(
+        vmem.format("0") + vmem.format("0x3000") + vmem.format("8192").replace("vmem", "smem")
+    )
+
+
+def branch(predicate, target):
+    return f"%9 = sbr.rel ({predicate}) target bundleno = {target} (0x0), region = 5"
+
+
+PRODUCT = "%1 = vmatmul.bf16.gmra.mxu0 %v1_v2  ;;  %2 = vmatmul.f32.gmra.mxu1 %v3_v4"
+# A loop from 10 to its branch at 100. A branch runs 4 bundles more before it jumps.
+KERNEL = {
+    0: "",
+    20: branch("%p1_p0", 35),  # the first of a row: 25 to 35
+    40: branch("!%p2_p3", 60),  # masked: 45 to 60, and in it
+    46: PRODUCT,
+    50: branch("%p3_p1", 58),  # what is seldom done: 55 to 58
+    60: branch("%p2_p3", 80),  # not masked: 65 to 80
+    66: PRODUCT,
+    67: PRODUCT,
+    80: branch("%p4_p1", 95),  # the last of a row: 85 to 95
+    100: branch("!%p5_p1", 10),
+    110: "",
+}
+
+
+def steps(tmp_path, bundles, **kw):
+    dump(tmp_path, bundles)
+    (start,) = schedule.dumped(tmp_path, "my_kernel")
+    return Steps(schedule.read(tmp_path, start, CHIPS["v5e"]), **kw)
+
+
+def test_read(tmp_path):
+    dump(tmp_path, KERNEL)
+    dump(tmp_path, KERNEL, "8-my_kernel_of_others")
+    assert schedule.dumped(tmp_path, "my_kernel") == ["7-my_kernel.1"]
+    read = schedule.read(tmp_path, "7-my_kernel.1", CHIPS["v5e"])
+    assert read.cycles == 111 and read.vmem == 0x4000
+    assert dict(enumerate(read.products)) == {
+        i: 24 * (i in (46, 66, 67)) for i in range(111)
+    }  # a matrix unit is busy with bfloat16 for 16 cycles, with float32 for 8
+    assert [(b.at, b.target, b.predicate, b.value) for b in read.branches][:2] == [
+        (20, 35, "p1", True),
+        (40, 60, "p2", False),
+    ]
+
+
+def test_steps(tmp_path):
+    got = steps(tmp_path, KERNEL)
+    loop = 105 - 10
+    assert got.full.cycles == loop - 10 - 15 - 10 and got.full.products == 48
+    assert got.masked is None  # has half of the products: it is no visit of a pair
+    assert got.full.share("VALU") == got.full.total(np.arange(111) % 2) / (2 * got.full.cycles)
+    assert got.full.matrix_share == 48 / (4 * got.full.cycles)
+    assert got.edges == 10 + 10
+
+
+def test_masked_steps(tmp_path):
+    got = steps(tmp_path, KERNEL | {47: PRODUCT})
+    loop = 105 - 10
+    assert got.masked is not None
+    # Both regions follow from one predicate, so that just one of them is run.
+    steps_of = {got.full.cycles, got.masked.cycles}
+    assert steps_of == {loop - 10 - 15 - 10, loop - 10 - 15 - 10 - 3}
+    inner = steps(tmp_path, KERNEL | {47: PRODUCT, 50: branch("%p3_p1", 46)}, innermost=True)
+    assert inner.full.cycles == 55 - 46
+
+
+def test_a_loop_without_conditions(tmp_path):
+    got = steps(tmp_path, {5: PRODUCT, 20: branch("%p1_p0", 3), 30: ""})
+    assert got.full.cycles == 25 - 3 and got.masked is None and got.edges == 0
+    (tmp_path / "7-my_kernel.1-65-packed-bundles-post-ra.txt").write_text("  0   : { }")
+    with pytest.raises(ValueError, match="different numbers of cycles"):
+        schedule.read(tmp_path, "7-my_kernel.1", CHIPS["v5e"])
+    with pytest.raises(ValueError, match="no products"):
+        steps(tmp_path, {20: branch("%p1_p0", 3), 30: ""})
+
+
+@pytest.mark.parametrize("tokens, tile", [(64, (8, 8)), (60, (8, 16)), (48, (16, 8)), (8, (8, 8))])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_steps_of_a_whole_kernel(tokens, tile, lag):
+    queries, keys = tile
+    visible = np.tril(np.ones((tokens, tokens), bool))
+    for kept, axis in (((ROW,), 0), ((COL,), 1)):
+        blocks = [
+            [visible[i : i + queries, j : j + keys] for j in range(0, tokens, keys)]
+            for i in range(0, tokens, queries)
+        ]
+        blocks = blocks if axis == 0 else list(zip(*blocks))
+        partial = [not b.all() for row in blocks for b in row if b.any()]
+        kinds = partial + partial[-1:] * lag
+        kinds = [kind or kinds[max(i - lag, 0)] for i, kind in enumerate(kinds)]
+        got = whole.count(tokens, tile, kept, lag)
+        assert got == whole.Count(kinds.count(False), kinds.count(True), len(blocks))
+    assert whole.visible_pairs(tokens) == visible.sum()
+
+
+ROW_ = Row("forward", "v6e", "", (8, 16), 100, 130, 0.5, 0.25, None, {"matrix": 0.6}, 5, 6, 2**20)
+
+
+def test_tables(tmp_path):
+    cap = dataclasses.replace(ROW_, kernel="cap", plain="forward", cycles=110, masked=156)
+    text = report.tables([ROW_, cap])
+    assert "forward  v6e   8 x 16  100     50.0%   +30%    25.0%  5/6           1.0" in text
+    assert text.splitlines()[-1].split() == ["cap", "+10%", "/", "+20%"]
+    page = report.markdown([ROW_, cap], {"libtpu": "1"})
+    assert page.startswith("libtpu 1.\n\n| kernel |") and "| cap | +10% / +20% |" in page
+    rows.write([ROW_, cap], {"libtpu": "1"}, tmp_path / "x.json")
+    assert rows.read(tmp_path / "x.json") == ([ROW_, cap], {"libtpu": "1"})
+
+
+def judged(before: Row, now: Row) -> list[str]:
+    """What has changed by more than 3%."""
+    found = []
+    for figure in ("cycles", "masked", "spills", "vmem"):
+        old, new = getattr(before, figure) or 0, getattr(now, figure) or 0
+        if new > 1.03 * old:
+            found.append(f"{now.key}: {figure} rose from {old} to {new}")
+        elif new < 0.97 * old:
+            found.append(f"{now.key}: {figure} fell from {old} to {new}; record it: {AGAIN}")
+    return found
+
+
+def test_the_budget_is_one():
+    close = dataclasses.replace(ROW_, cycles=102, masked=127, spills=5)
+    assert judged(ROW_, ROW_) == judged(ROW_, close) == []
+    worse = dataclasses.replace(ROW_, cycles=104, vmem=2 * ROW_.vmem)
+    assert [x.split(": ")[1].split()[:2] for x in judged(ROW_, worse)] == [
+        ["cycles", "rose"],
+        ["vmem", "rose"],
+    ]
+    (better,) = judged(ROW_, dataclasses.replace(ROW_, spills=4))
+    assert "spills fell from 5 to 4; record it" in better
+
+
+def within_budget(chip: str, names: list[str]) -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, which compiles for TPUs, is not installed")
+    recorded, versions = rows.read(BUDGET)
+    if versions != cli.versions():
+        pytest.skip(f"recorded with {versions}, here are {cli.versions()}; {AGAIN}")
+    before = {row.key: row for row in recorded}
+    count = 0
+    for now in cli.measure([(chip, names)]):
+        assert isinstance(now, Row), now
+        assert judged(before[now.key], now) == []
+        count += 1
+    assert count == len(names)
+
+
+@pytest.mark.parametrize(
+    "chip, names", [("v5e", ["forward"]), ("v6e", ["forward", "backward, queries"])]
+)
+def test_within_budget(chip, names):
+    within_budget(chip, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_all_within_budget(chip):
+    within_budget(chip, [kernel.name for kernel in KERNELS])
+
+
+def test_every_kernel_has_a_budget():
+    recorded, _ = rows.read(BUDGET)
+    missing = {(k.name, chip) for k in KERNELS for chip in CHIPS} - {row.key for row in recorded}
+    assert not missing, AGAIN
+
+
+def test_names():
+    names = [kernel.name for kernel in choose([], peers=True)]
+    assert len(set(names)) == len(names) > len(KERNELS)
+    assert {k.plain for k in KERNELS} - {""} <= set(names)
+    assert [k.name for k in choose(["backward*"])] == [n for n in names if n.startswith("backward")]
+
+
+def test_what_fails_is_reported(monkeypatch, tmp_path, capsys):
+    """Each kernel on its own: the others are measured."""
+    program = (
+        "import json, sys\n"
+        "job = json.load(sys.stdin)\n"
+        "row = dict(kernel='forward', chip=job['chip'], plain='', tile=[8, 8], cycles=9, masked=None)\n"
+        "row |= dict(useful=.5, whole=None, memory=None, units={}, spills=0, fills=0, vmem=1)\n"
+        "for name in job['kernels']:\n"
+        "    if name == 'forward': print(json.dumps({'row': row}), flush=True)\n"
+        "    elif name == 'forward, bias': sys.exit('the compiler fell')\n"
+        "    else: print(json.dumps({'failed': name, 'why': 'no'}), flush=True)\n"
+    )
+    monkeypatch.setattr(cli, "CHILD", ("-c", program))
+    names = ["forward", "forward, cap", "forward, bias", "forward, sinks"]
+    got = list(cli.measure([("v5e", names)]))
+    assert isinstance(got[0], Row) and got[0].key == ("forward", "v5e")
+    assert got[1:] == [
+        "forward, cap on v5e: no",
+        "forward, bias on v5e: status 1: the compiler fell",
+        "forward, sinks on v5e: no",
+    ]
