@@ -60,7 +60,7 @@ def ragged_flash_attention_kernel(
 
     @pl.when((here < end) & (here + block_size > start))
     def _():
-        def seen(shape: tuple[int, int], axis: int) -> Array:
+        def seen(shape: tuple[int, ...], axis: int) -> Array:
             position = here + lax.broadcasted_iota(jnp.int32, shape, axis)
             return (position >= start) & (position < end)
 

@@ -137,7 +137,9 @@ def test_tables(tmp_path):
     assert "forward  v6e   8 x 16  100     50.0%   +30%    25.0%  5/6           1.0" in text
     assert text.splitlines()[-1].split() == ["cap", "+10%", "/", "+20%"]
     page = report.markdown([ROW_, cap], {"libtpu": "1"})
-    assert page.startswith("libtpu 1.\n\n| kernel |") and "| cap | +10% / +20% |" in page
+    assert page.startswith("libtpu 1.\n\n| useful | v6e |") and "| forward | 50.0% |" in page
+    assert "| forward | 25.0% |" in page and "| cap | +10% / +20% |" in page
+    assert "\n    | cap | v6e | 8 x 16 | 110 | 50.0% | +42% | 25.0% | 5/6 | 1.0 |\n" in page
     rows.write([ROW_, cap], {"libtpu": "1"}, tmp_path / "x.json")
     assert rows.read(tmp_path / "x.json") == ([ROW_, cap], {"libtpu": "1"})
 

@@ -5,21 +5,24 @@ from collections.abc import Callable, Sequence
 from .rows import Row
 
 
+Table = list[list[str]]  # a header, then lines
+
+
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def _masked(row: Row) -> str:
-    return "" if row.masked is None else f"{row.masked / row.cycles - 1:+.0%}"
+def _more(count: int | None, than: int | None) -> str:
+    return "" if count is None or than is None else f"{count / than - 1:+.0%}"
 
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "kernel": lambda row: row.kernel,
     "chip": lambda row: row.chip,
     "tile": lambda row: f"{row.tile[0]} x {row.tile[1]}",
-    "cycles": lambda row: str(row.cycles),
+    "cycles": lambda row: f"{row.cycles}",
     "useful": lambda row: _percent(row.useful),
-    "masked": _masked,
+    "masked": lambda row: _more(row.masked, row.cycles),
     "whole": lambda row: _percent(row.whole),
     "memory": lambda row: _percent(row.memory),
     "spills/fills": lambda row: f"{row.spills}/{row.fills}",
@@ -27,56 +30,62 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
-def _kernels(rows: Sequence[Row]) -> list[list[str]]:
-    """A header and one line of text for each row; columns that are empty are left out."""
+def _every_figure(rows: Sequence[Row]) -> Table:
+    """A line for each row, without columns that are empty."""
     lines = [[of(row) for of in _COLUMNS.values()] for row in rows]
     kept = [i for i in range(len(_COLUMNS)) if any(line[i] for line in lines)]
     return [[line[i] for i in kept] for line in [list(_COLUMNS), *lines]]
 
 
-def _features(rows: Sequence[Row], plain: dict[tuple[str, str], Row]) -> list[list[str]]:
-    """What each feature costs a pair that is not masked, and one that is, on each chip."""
+def _by_chip(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> Table:
+    """A line for each kernel, a column for each chip."""
     chips = list(dict.fromkeys(row.chip for row in rows))
-    lines = [["feature", *chips]]
-    for name in dict.fromkeys(row.kernel for row in rows):
-        cells = {
-            row.chip: _cost(row, plain[row.plain, row.chip]) for row in rows if row.kernel == name
-        }
-        lines.append([name, *(cells.get(chip, "") for chip in chips)])
-    return lines
+    cells = {row.key: cell(row) for row in rows}
+    names = dict.fromkeys(row.kernel for row in rows)
+    return [[title, *chips], *([n, *(cells.get((n, c), "") for c in chips)] for n in names)]
 
 
-def _cost(row: Row, plain: Row) -> str:
-    full = row.cycles / plain.cycles - 1
-    if row.masked is None or plain.masked is None:
-        return f"{full:+.0%}"
-    return f"{full:+.0%} / {row.masked / plain.masked - 1:+.0%}"
-
-
-def _split(rows: Sequence[Row]) -> list[list[list[str]]]:
-    """The tables: kernels, and the features whose plain kernel is known."""
+def _features(rows: Sequence[Row]) -> tuple[list[Row], Callable[[Row], str]]:
+    """The rows of features whose plain kernel is there, and what each costs it."""
     known = {row.key: row for row in rows}
-    features = [row for row in rows if (row.plain, row.chip) in known]
-    others = [row for row in rows if row not in features]
-    found = [_kernels(others)] if others else []
-    return found + ([_features(features, known)] if features else [])
+
+    def cost(row: Row) -> str:
+        plain = known[row.plain, row.chip]
+        parts = [_more(row.cycles, plain.cycles), _more(row.masked, plain.masked)]
+        return " / ".join(part for part in parts if part)
+
+    return [row for row in rows if (row.plain, row.chip) in known], cost
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Aligned columns of plain text."""
-    found = []
-    for lines in _split(rows):
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in lines]
-        found.append("\n".join([text[0], "  ".join("-" * w for w in widths), *text[1:]]))
+    """Aligned columns of plain text: kernels, and features as what they cost."""
+    features, cost = _features(rows)
+    others, found = [row for row in rows if row not in features], []
+    for table in (_every_figure(others), _by_chip("feature", features, cost)):
+        if len(table) > 1:
+            widths = [max(map(len, column)) for column in zip(*table)]
+            text = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in table]
+            found.append("\n".join([text[0], "  ".join("-" * w for w in widths), *text[1:]]))
     return "\n\n".join(found)
 
 
 def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
-    """Tables for the documentation."""
+    """The documentation's tables."""
     found = [", ".join(f"{name} {version}" for name, version in versions.items()) + "."]
-    for header, *lines in _split(rows):
-        found.append(
-            "\n".join(f"| {' | '.join(x)} |" for x in (header, ["---"] * len(header), *lines))
-        )
+    features, cost = _features(rows)
+    measured = [row for row in rows if row.useful is not None and row not in features]
+    found.append(_piped(_by_chip("useful", measured, lambda row: _percent(row.useful))))
+    whole = [row for row in measured if row.whole is not None]
+    found.append(_piped(_by_chip("whole kernel", whole, lambda row: _percent(row.whole))))
+    found.append(_piped(_by_chip("feature", features, cost)))
+    for chip in dict.fromkeys(row.chip for row in rows):
+        table = _piped(_every_figure([row for row in rows if row.chip == chip]))
+        lines = "\n".join("    " + line for line in table.splitlines())
+        found.append(f'??? info "Every figure of {chip}"\n\n{lines}')
     return "\n\n".join(found) + "\n"
+
+
+def _piped(table: Table) -> str:
+    header, *lines = table
+    lines = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
