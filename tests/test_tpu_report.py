@@ -105,6 +105,10 @@ def test_a_loop_without_conditions(tmp_path):
     (tmp_path / "7-my_kernel.1-65-packed-bundles-post-ra.txt").write_text("  0   : { }")
     with pytest.raises(ValueError, match="different numbers of cycles"):
         schedule.read(tmp_path, "7-my_kernel.1", CHIPS["v5e"])
+    dump(tmp_path, {5: PRODUCT})
+    (tmp_path / "7-my_kernel.1-66-post-bundle-packing-post-ra.txt").unlink()
+    with pytest.raises(ValueError, match="wrote 0 files post-bundle"):
+        schedule.read(tmp_path, "7-my_kernel.1", CHIPS["v5e"])
     with pytest.raises(ValueError, match="no products"):
         steps(tmp_path, {20: branch("%p1_p0", 3), 30: ""})
 
@@ -197,9 +201,12 @@ def test_all_within_budget(chip):
 
 
 def test_every_kernel_has_a_budget():
-    recorded, _ = rows.read(BUDGET)
-    missing = {(k.name, chip) for k in KERNELS for chip in CHIPS} - {row.key for row in recorded}
+    recorded = {row.key: row for row in rows.read(BUDGET)[0]}
+    missing = {(k.name, chip) for k in KERNELS for chip in CHIPS} - set(recorded)
     assert not missing, AGAIN
+    for kernel in choose([], peers=True):
+        for chip in CHIPS:
+            assert recorded[kernel.name, chip].tile == kernel.tile()
 
 
 def test_names():

@@ -4,17 +4,17 @@ lines.
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from . import schedule, whole
-from .chips import Chip, CHIPS
+from .chips import CHIPS
 from .kernels import choose
 from .rows import Row
 from .specification import Kernel
@@ -30,23 +30,19 @@ UNITS = {
 }
 
 
-def compile_for(chip: Chip, kernel: Kernel) -> tuple[tuple[int, int], Any]:
-    """Compiles a kernel. **Returns:** its tile, and what jax knows of the chip."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
-    place = SingleDeviceSharding(devices[0])
-    # Some lowering rules ask what kind of device this is.
-    with jax.sharding.use_abstract_mesh(Mesh(np.array(devices[:1]), ("x",)).abstract_mesh):
-        function, args = kernel.build()
-        args = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tuple(args)
-        )
-        jax.jit(function, out_shardings=place).lower(*args).compile()
-        return kernel.tile(), pltpu.get_tpu_info()
+def compile_for(device: Any, build: Callable[..., Any]) -> None:
+    """Compiles what `build` returns."""
+    function, args = build()
+    place = SingleDeviceSharding(device)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tuple(args)
+    )
+    jax.jit(function, out_shardings=place).lower(*args).compile()
 
 
-def measure(name: str, kernel: Kernel, folder: Path, compiled: tuple[tuple[int, int], Any]) -> Row:
-    """Reads the schedule of a kernel in the `folder`, once `compile_for` has returned."""
-    chip, (tile, info) = CHIPS[name], compiled
+def measure(name: str, kernel: Kernel, folder: Path) -> Row:
+    """Reads the schedule of a kernel in the `folder`, once it has been compiled."""
+    chip, tile, info = CHIPS[name], kernel.tile(), pltpu.get_tpu_info()
     found = schedule.dumped(folder, kernel.call)
     if len(found) != 1:
         raise ValueError(f"the program has {len(found)} kernels {kernel.call}, not one")
@@ -85,16 +81,20 @@ def _rounded(share: float) -> float:
 def main() -> None:
     """Reads the job, a JSON object, from standard input."""
     job = json.load(sys.stdin)
-    folder, build, compiled = Path(job["folder"]), None, None
+    folder, topology, built = Path(job["folder"]), CHIPS[job["chip"]].topology, None
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     for name in job["kernels"]:
         (kernel,) = choose([name], peers=True)
         try:
-            if compiled is None or kernel.build is not build:  # else of the program before
-                compiled = None
-                for path in folder.iterdir():
-                    path.unlink()
-                compiled, build = compile_for(CHIPS[job["chip"]], kernel), kernel.build
-            item = {"row": measure(job["chip"], kernel, folder, compiled).to_dict()}
+            # What is lowered may ask what kind of device this is.
+            with jax.sharding.use_abstract_mesh(Mesh([device], ("x",)).abstract_mesh):
+                if kernel.build is not built:  # else of the program before
+                    built = None
+                    for path in folder.iterdir():
+                        path.unlink()
+                    compile_for(device, kernel.build)
+                    built = kernel.build
+                item = {"row": measure(job["chip"], kernel, folder).to_dict()}
         except Exception as e:  # what the compiler says is the result
             item = {"failed": name, "why": f"{type(e).__name__}: {e}"[:600]}
         print(json.dumps(item), flush=True)

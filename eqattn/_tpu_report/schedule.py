@@ -72,8 +72,10 @@ def read(folder: Path, start: str, chip: Chip) -> Schedule:
 
     def text(kind: str) -> str:
         pattern = re.compile(rf"{re.escape(start)}-\d+-{kind}\.txt")
-        (path,) = (p for p in folder.iterdir() if pattern.fullmatch(p.name))
-        return path.read_text(errors="replace")
+        paths = [p for p in folder.iterdir() if pattern.fullmatch(p.name)]
+        if len(paths) != 1:
+            raise ValueError(f"the compiler wrote {len(paths)} files {kind} of {start}, not one")
+        return paths[0].read_text(errors="replace")
 
     capacity, slots = _utilisation(text("pre-delay_hlo-static-per-bundle-utilization"))
     bundles = _bundles(text("packed-bundles-post-ra"))

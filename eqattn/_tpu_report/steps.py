@@ -69,9 +69,11 @@ class Steps:
     - `schedule`: of the kernel.
     - `innermost`: a step is a trip of the innermost loop around the products.
 
-    **Returns:** `full`, the step of a pair of blocks that is not masked, `masked`, that of one that
-    is (None if there is but one kind), and `edges`, the cycles that a row of blocks takes beyond
-    its steps. `ValueError` if there are no products.
+    Its attributes are `full`, the step of a pair of blocks that is not masked, `masked`, that of
+    one that is (None if there is but one kind), and `edges`, the cycles that a row of blocks takes
+    beyond its steps.
+
+    **Raises:** `ValueError` if there are no products.
     """
 
     def __init__(self, schedule: Schedule, innermost: bool = False):
