@@ -63,7 +63,7 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
         masked=None if masked is None else masked.cycles,
         useful=_rounded(ideal / full.cycles) if kernel.products else None,
         whole=None if entire is None else _rounded(entire),
-        memory=_rounded(kernel.nbytes / info.mem_bw_bytes_per_second * rate / full.cycles)
+        memory=_rounded(kernel.nbytes * tile[1] / info.mem_bw_bytes_per_second * rate / full.cycles)
         if kernel.nbytes
         else None,
         units={"matrix": _rounded(full.matrix_share)}

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from .._attention import attention
 from .._blocking import BATCH, choose_blocking, HEAD
-from .._masks import Causal, Segments, SlidingWindow
+from .._masks import Causal, KeyPadding, Segments, SlidingWindow
 from .._metadata import AttentionMetadata
 from .._problem import problem
 from .._traverse import COL, replaced, ROW
-from ..strategies import Blockwise
+from ..strategies import Blockwise, Ragged
 from .peers import PEERS
-from .specification import Kernel, Whole
+from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS, Whole
 
 
 HEADS = 8
@@ -123,6 +123,37 @@ def _feature(name: str, options: Callable[..., Any], **operands: Any) -> Kernel:
     )
 
 
+class Decode:
+    """A query for each of many rows of keys and values, of lengths that are known at run time."""
+
+    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu")
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        shapes = (1, QUERY_HEADS), (LENGTH, KV_HEADS), (LENGTH, KV_HEADS)
+        return tuple(jax.ShapeDtypeStruct((ROWS, *s, 128), jnp.bfloat16) for s in shapes)
+
+    def build(self) -> tuple[Callable[..., Any], Sequence[Any]]:
+        def call(arrays, lengths):
+            query, key_, value = arrays
+            mask = KeyPadding(lengths)
+            return attention(query, key_, value, Ragged(self.metadata), mask=mask).attention_outputs
+
+        return call, (self.arrays, jax.ShapeDtypeStruct((ROWS,), jnp.int32))
+
+    def tile(self) -> tuple[int, int]:
+        found = []
+
+        def look(arrays):
+            query, key_, value = arrays
+            cut = problem(query, key_, value, self.metadata)
+            found.append(choose_blocking(cut, None, None, in_place=True, kernel="pallas"))
+
+        jax.eval_shape(look, self.arrays)
+        return 1, found[0].block_k
+
+
+_DECODE = Decode()
 _T = Call().tokens
 KERNELS = (
     _forward("forward"),
@@ -133,6 +164,13 @@ KERNELS = (
     _forward("forward, D=256, 1024 keys", dim=256, block_k=1024),
     _backward("backward, queries", (0,), 3),
     _backward("backward, keys and values", (1, 2), 4),
+    Kernel(
+        name="decode",
+        call="eqattn_decode",
+        build=_DECODE.build,
+        tile=_DECODE.tile,
+        nbytes=KV_HEADS * 2 * 128 * 2,
+    ),
     _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {})),
     _feature(
         "segments",

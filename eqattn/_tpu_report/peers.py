@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .specification import Kernel
+from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS
 
 
-HEADS, TOKENS = 8, 4096
-ROWS, LENGTH, QUERY_HEADS, KV_HEADS, DIM, PAGE = 32, 8192, 32, 8, 128, 16  # of decoding
+HEADS, TOKENS, DIM, PAGE = 8, 4096, 128, 16
 NOT_MEASURED = ("tokamax", "ejkernel")  # their kernels are not called here
 
 
@@ -130,10 +129,10 @@ PEERS = (
     ),
     _of(
         "jax paged", "paged_attention", (1, 32 * PAGE), ft.partial(_paged, 32),
-        nbytes=32 * PAGE * _TOKEN,
+        nbytes=_TOKEN,
     ),
     _of(
         "jax ragged paged", "ragged_paged_attention_kernel", (32, 32 * PAGE),
-        ft.partial(_ragged_paged, 32, 32), nbytes=32 * PAGE * _TOKEN * KV_HEADS, innermost=True,
+        ft.partial(_ragged_paged, 32, 32), nbytes=_TOKEN * KV_HEADS, innermost=True,
     ),
 )  # fmt: skip

@@ -74,10 +74,16 @@ def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
     found = [", ".join(f"{name} {version}" for name, version in versions.items()) + "."]
     features, cost = _features(rows)
     measured = [row for row in rows if row.useful is not None and row not in features]
-    found.append(_piped(_by_chip("useful", measured, lambda row: _percent(row.useful))))
     whole = [row for row in measured if row.whole is not None]
-    found.append(_piped(_by_chip("whole kernel", whole, lambda row: _percent(row.whole))))
-    found.append(_piped(_by_chip("feature", features, cost)))
+    read = [row for row in rows if row.memory is not None]
+    for title, some, cell in (
+        ("useful", measured, lambda row: _percent(row.useful)),
+        ("whole kernel", whole, lambda row: _percent(row.whole)),
+        ("memory", read, lambda row: _percent(row.memory)),
+        ("feature", features, cost),
+    ):
+        if some:
+            found.append(_piped(_by_chip(title, some, cell)))
     for chip in dict.fromkeys(row.chip for row in rows):
         table = _piped(_every_figure([row for row in rows if row.chip == chip]))
         lines = "\n".join("    " + line for line in table.splitlines())

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
+ROWS, LENGTH, QUERY_HEADS, KV_HEADS = 32, 8192, 32, 8  # of decoding, with head dim 128
+
+
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """Of a causal kernel, what `whole.count` needs: `tokens`, and the list's `kept` and `lag`."""
@@ -28,7 +31,8 @@ class Kernel:
     - `products`: multiplications for each pair of query and key: the sum, over the products that
         such a kernel cannot do without, of the size that they contract or add. 0 if the matrix
         units do not limit it.
-    - `nbytes`: bytes that a step reads from main memory, if that limits it.
+    - `nbytes`: bytes that a step reads from main memory for each key of its tile, if that limits
+        it.
     - `whole`: for the figure of the whole kernel.
     - `plain`: the name of the same kernel without its feature.
     - `innermost`: a step is a trip of the innermost loop around the products, not of the grid.
