@@ -65,6 +65,7 @@ from .strategies import (
     Ring as Ring,
     Ring as RingAttn,
     Support as Support,
+    Ulysses as Ulysses,
 )
 
 

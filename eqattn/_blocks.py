@@ -18,12 +18,11 @@ from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
 from ._fold import finite, fold, masked_dot, scaled
-from ._manual import Manual
 from ._masks import AbstractMask
 from ._pairs import Operand, over_block
 from ._problem import Problem, visible
-from ._ring import Rotation
 from ._scores import ScoreFn
+from ._spread import Spread
 from ._stored import as_stored
 from ._traverse import COL, EMPTY, FULL, PARTIAL, ROW
 
@@ -34,9 +33,11 @@ def classes_of(
     batch_shape: tuple[int, ...],
     q: Any,
     k: Any,
-    first: tuple[Any, Any] = (0, 0),
+    indices: tuple[Any, Any] = (None, None),
 ) -> Any:
-    """The class of each block `[B|1, K|1, rows, columns]`, from the positions of its tokens."""
+    """The class of each block `[B|1, K|1, rows, columns]`, from the positions of its tokens and
+    the indices of its batch elements and heads, by default `0, 1, ...`
+    """
     from ._intervals import classify  # imported on first use: half of eqattn's import
 
     return classify(
@@ -48,7 +49,7 @@ def classes_of(
         kv_positions=k,
         block_q=blocking.block_q,
         block_k=blocking.block_k,
-        first=first,
+        indices=indices,
     )
 
 
@@ -70,8 +71,7 @@ def table_of(problem: Problem, blocking: Blocking):
 def fold_problem(
     problem: Problem,
     blocking: Blocking,
-    ring: Rotation | None = None,
-    manual: Manual | None = None,
+    spread: Spread | None = None,
     *,
     fused: bool,
     kernel: str = "",
@@ -79,20 +79,23 @@ def fold_problem(
     """The softmax fold of a problem: a Carry of `[B, T, H, V]`, `[B, T, H]`, `[B, T, H]`, whose
     gradients take one visit of the blocks if `fused`, else two.
 
-    With a `ring`, over the keys of all its devices. If `manual`, these axes of a mesh are made
-    manual for the fold and the arrays are those of all devices.
+    With a `spread`, over the keys of all its devices. The arrays are a device's own if its axes are
+    manual; else those of all devices, and these axes are made manual for the fold.
     """
     if 0 in (*blocking.grid, blocking.queries):
         t, _, heads, _ = problem.sizes
         shape = (blocking.batch, t, heads)
         return Carry.empty(shape, problem.value.shape[-1], problem.accumulation)
-    parts = Parts(problem, blocking, ring is not None, kernel)
+    spread = spread or Spread()
+    parts = Parts(problem, blocking, spread, kernel)
     table, table_axes, classes = parts.plan()
-    grid = blocking.grid
-    if manual is not None:
-        grid = tuple(n // manual.parts(a) for n, a in zip(grid, (BATCH, HEAD, ROW, COL)))
+    visited = parts.on(spread.local(blocking))
 
-    def run(parts, table, operands, values):
+    def run(parts, own, operands, values):
+        own_axes = table_axes
+        if spread.axes and spread.ring is None and classes != (FULL,):
+            own = parts.classify(*[operands[i] for i in parts.reads])
+            own_axes = (BATCH, HEAD, ROW, COL)[-own.ndim :]
         return fold(
             {c: parts.logits(c) for c in classes},
             operands,
@@ -100,11 +103,11 @@ def fold_problem(
             {c: parts.weigh(c) for c in classes},
             values,
             parts.value_axes,
-            grid=grid,
+            grid=parts.blocking.grid,
             block=blocking.block,
-            table=table,
-            table_axes=table_axes,
-            ring=ring,
+            table=own,
+            table_axes=own_axes,
+            ring=spread.ring,
             classify=None if classes == (FULL,) else parts.classify,
             reads=parts.reads,
             fused=fused,
@@ -117,21 +120,21 @@ def fold_problem(
             roles=parts.roles,
         )
 
-    arrays = (table, parts.operands, parts.values)
-    if manual is None:
-        carry = run(parts, *arrays)
+    rows = (BATCH, HEAD, ROW)
+    if spread.manual is None:
+        operands = [
+            x if name in WHOLE else spread.arrived(x, a)
+            for name, x, a in zip(parts.roles, parts.operands, parts.axes)
+        ]
+        values = [spread.arrived(x, a) for x, a in zip(parts.values, parts.value_axes)]
+        carry = [spread.returned(x, rows) for x in run(visited, table, operands, values)]
     else:
         own, static = eqx.partition((problem.mask, problem.scores), eqx.is_array)
-
-        def on_device(own, *arrays):
-            mask, scores = eqx.combine(own, static)
-            return run(parts.reading(mask, scores, grid), *arrays)
-
-        carry = manual.over(
-            on_device,
+        carry = spread.manual.over(
+            lambda own, *arrays: run(visited.reading(*eqx.combine(own, static)), *arrays),
             [jax.tree.map(lambda _: (), own), table_axes, parts.axes, parts.value_axes],
-            [(BATCH, HEAD, ROW)] * 3,
-        )(own, *arrays)
+            [rows] * 3,
+        )(own, table, parts.operands, parts.values)
     return Carry(*map(blocking.from_rows, carry))
 
 
@@ -153,19 +156,23 @@ def not_finite(x: Array, precision: Any) -> Array:
     return (jnp.einsum("...n,nm->...m", x, weights, precision=precision) * 0)[..., :1]
 
 
+WHOLE = ("q_position", "kv_position", "valid")
+"""The operands that are given for all devices of a place, and are not gathered from them."""
+
+
 class Parts:
     """The operands of a problem's blocks, and the function that turns them into logits."""
 
     def __init__(
-        self, problem: Problem, blocking: Blocking, rotates: bool = False, kernel: str = ""
+        self, problem: Problem, blocking: Blocking, spread: Spread = Spread(), kernel: str = ""
     ):
-        self.problem, self.blocking, self.rotates = problem, blocking, rotates
-        self.kernel, self.local = kernel, False
+        self.problem, self.blocking, self.spread = problem, blocking, spread
+        self.kernel, self.sent, self.local = kernel, bool(spread.axes), False
         dtype, acc = problem.query.dtype, problem.accumulation
         wide = dtype == acc or (not kernel and jax.default_backend() == "cpu")
-        # Narrow products are slower than float32's on a CPU. What rotates stays narrow, and of
+        # Narrow products are slower than float32's on a CPU. What is sent stays narrow, and of
         # what lies in place only the visited blocks are read.
-        stored = dtype if rotates or blocking.in_place or not wide else acc
+        stored = dtype if self.sent or blocking.in_place or not wide else acc
         precision = problem.precision
         if precision is None and dtype == acc:
             precision = lax.Precision.HIGHEST
@@ -193,8 +200,9 @@ class Parts:
             self.add("scale", scale.reshape(1, 1, 1, 1))
         for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
             self.add(name, x)
-        valid = np.ones((1, 1, 1, blocking.keys), bool)
-        valid = blocking.pad(valid, 3, blocking.columns * blocking.block_k, edge=False)
+        whole = spread.local(blocking) if spread.inside else blocking
+        valid = np.ones((1, 1, 1, whole.keys), bool)
+        valid = whole.pad(valid, 3, whole.columns * whole.block_k, edge=False)
         self.padded = not valid.all()
         if self.padded:
             self.add("valid", valid)
@@ -233,12 +241,16 @@ class Parts:
         self.axes += [*key_axes, *[(BATCH, COL)] * len(tables)]
         self.roles = ("query", *["key"] * len(keys), *["page"] * len(tables))
 
-    def reading(self, mask: AbstractMask | None, scores: tuple, grid: tuple) -> "Parts":
-        """Those of a device's part of the `grid`, with what masks and scores close over."""
+    def on(self, blocking: Blocking) -> "Parts":
+        """The same where blocks of this blocking are visited."""
+        new = copy.copy(self)
+        new.blocking, new.local = blocking, blocking.grid[:2] != self.blocking.grid[:2]
+        return new
+
+    def reading(self, mask: AbstractMask | None, scores: tuple) -> "Parts":
+        """The same with what masks and scores close over exchanged."""
         new = copy.copy(self)
         new.problem = dataclasses.replace(self.problem, mask=mask, scores=scores)
-        new.blocking = dataclasses.replace(self.blocking, batch=grid[0], kv_heads=grid[1])
-        new.local = new.blocking != self.blocking
         return new
 
     def weigh(self, c: int) -> Callable:
@@ -265,7 +277,9 @@ class Parts:
         return [finite(value), not_finite(value, dict(self.products)["precision"])]
 
     def add(self, role: str, x) -> None:
-        blocks, axes = self.blocking.pairs_of(x)
+        whole = self.spread.inside and role in WHOLE
+        blocking = self.spread.local(self.blocking) if whole else self.blocking
+        blocks, axes = blocking.pairs_of(x)
         self.operands.append(jnp.asarray(blocks))
         self.axes.append(axes)
         self.roles += (role,)
@@ -273,31 +287,33 @@ class Parts:
     @property
     def reads(self) -> list[int]:
         """The operands of `classify`."""
-        names = ("q_position", "kv_position", *(("batch", "head") if self.local else ()))
-        positions = [self.roles.index(n) for n in names]
-        valid = [self.roles.index("valid")] if self.padded else []
         own = [] if self.problem.mask is None else range(len(self.axes))[self.groups[-1]]
-        return [*positions, *valid, *own]
+        return [*[self.roles.index(name) for name in self.where], *own]
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """The roles among them."""
+        local = ("batch", "head") if self.local else ()
+        return ("q_position", "kv_position", *local, *(("valid",) if self.padded else ()))
 
     def classify(self, *blocks: Array) -> Array:
         """The table of one hop, `[rows, columns]` or `[B, K, rows, columns]`."""
         blocking, axes = self.blocking, [self.axes[i] for i in self.reads]
         whole = [blocking.from_pairs(x, a) for x, a in zip(blocks, axes)]
-        (q, k), whole, first = whole[:2], whole[2:], (0, 0)
-        q, k = q[:, 0, :, 0], k[:, 0, 0]
-        if self.local:
-            (b, h), whole = whole[:2], whole[2:]
-            first = b[0, 0, 0, 0], h[0, 0, 0, 0]
+        at, whole = dict(zip(self.where, whole)), whole[len(self.where) :]
+        q, k = at["q_position"][:, 0, :, 0], at["kv_position"][:, 0, 0]
         rows, columns = q.shape[1] // blocking.block_q, k.shape[1] // blocking.block_k
         table = jnp.full((1, 1, rows, columns), FULL, jnp.int8)
         if self.padded:
-            valid, *whole = whole
-            valid = valid.reshape(1, 1, 1, columns, -1)
+            valid = at["valid"].reshape(1, 1, 1, columns, -1)
             padded = jnp.where(valid.any(-1), jnp.int8(PARTIAL), jnp.int8(EMPTY))
             table = jnp.where(valid.all(-1), table, padded)
         if self.problem.mask is not None:
             mask = Given(self.problem.mask, tuple(whole))
-            classes = classes_of(mask, blocking, (blocking.batch,), q, k, first)
+            indices = None, None
+            if self.local:
+                indices = at["batch"][:, 0, 0, 0], at["head"][0, :, 0, 0]
+            classes = classes_of(mask, blocking, (blocking.batch,), q, k, indices)
             table = jnp.minimum(table, classes)
         if table.shape[:2] == (1, 1):
             return table[0, 0]
@@ -305,7 +321,7 @@ class Parts:
 
     def plan(self):
         """The table of live blocks, its grid axes, and the classes that can occur."""
-        if self.rotates:  # each hop makes its own table
+        if self.sent:  # each hop makes its own table
             some = self.problem.mask is not None or self.padded
             return None, None, (PARTIAL, FULL) if some else (FULL,)
         table = table_of(self.problem, self.blocking)

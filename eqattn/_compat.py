@@ -15,6 +15,7 @@ from jax.extend.core import (
     Literal as Literal,
     Primitive as Primitive,
 )
+from jax.extend.core.primitives import jit_p
 from jax.interpreters import ad as ad, batching as batching, mlir as mlir
 
 
@@ -92,3 +93,21 @@ def partitioned_automatically(ctx) -> bool:
 def only_varies(eqn) -> bool:
     """Whether an equation is the identity that marks a value as varying over a mesh axis."""
     return eqn.primitive.name == "pvary"
+
+
+def replay(jaxpr: ClosedJaxpr, *args) -> list:
+    """A jaxpr evaluated at arguments that may vary over more mesh axes than it was traced for."""
+    env = dict(zip([*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars], [*jaxpr.consts, *args]))
+    read = lambda x: x.val if isinstance(x, Literal) else env[x]
+    for eqn in jaxpr.jaxpr.eqns:
+        xs = [read(x) for x in eqn.invars]
+        if only_varies(eqn):
+            outs = [vary(x, frozenset(eqn.params["axes"])) for x in xs]
+        elif eqn.primitive is jit_p:
+            outs = replay(eqn.params["jaxpr"], *xs)
+        else:
+            with eqn.ctx.manager:
+                outs = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+            outs = outs if eqn.primitive.multiple_results else [outs]
+        env.update(zip(eqn.outvars, outs))
+    return [read(x) for x in jaxpr.jaxpr.outvars]

@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--platform", default="auto", help="auto, xla or pallas")
     add("--backend", default="any", help="any, cpu, gpu, cuda, rocm or tpu")
     add("--devices", type=int, default=1, metavar="N", help="also the plan of a ring of N devices")
+    add("--group", type=int, default=1, metavar="N", help="devices of a place that exchange heads")
     add("--layout", choices=sorted(_LAYOUTS), default="contiguous", help="of the ring")
     add("--blocksize-q", type=int, help="None: automatic")
     add("--blocksize-k", type=int, help="None: automatic")
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         show(title, lines)
     show("strategies", spec.strategies())
     show("code for " + spec.name, spec.lowerings())
-    if args.devices > 1:
+    if max(args.devices, args.group) > 1:
         print(f"\n{spec.ring()}")
     return 0
 
@@ -309,6 +310,7 @@ class Spec:
             head_dim=dim,
             value_dim=self.value_dim,
             dtype=self.key.dtype,
+            group=self.args.group,
         )
 
     def lowerings(self) -> list[tuple[str, str]]:

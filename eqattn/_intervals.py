@@ -48,7 +48,7 @@ def classify(
     kv_positions: Any,
     block_q: int,
     block_k: int,
-    first: tuple[Any, Any] = (0, 0),
+    indices: tuple[Any, Any] = (None, None),
 ) -> Any:
     """The class of every block pair: 0 empty, 1 partial, 2 full.
 
@@ -62,7 +62,7 @@ def classify(
     - `heads`, `kv_heads`: query and key heads; the former a multiple of the latter.
     - `q_positions`: int32 `[B|1, T]`. `kv_positions`: int32 `[B|1, S]`. NumPy, JAX or traced.
     - `block_q`, `block_k`: rows and columns per block; the last block may be short.
-    - `first`: indices of the first batch element and the first query head.
+    - `indices`: int32 `[B|1]` and `[heads|1]`, what the mask gets as `b` and `h`; None: `0, 1, ...`
 
     **Returns:**
 
@@ -89,7 +89,11 @@ def classify(
         return np.zeros((1, 1, -(-t // block_q), -(-s // block_k)), np.int8)
 
     consts, arrays = _parts(closed)[1], [o.array for o in operands]
-    traced = not all(map(is_known, [q_positions, kv_positions, *first, *arrays, *consts]))
+    counts = math.prod(batch_shape), heads
+    batch, head = (
+        np.arange(n, dtype=np.int32) if x is None else x for x, n in zip(indices, counts)
+    )
+    traced = not all(map(is_known, [q_positions, kv_positions, batch, head, *arrays, *consts]))
 
     def known(x, dtype):
         if traced and not isinstance(x, np.ndarray | np.generic | int | float):
@@ -118,8 +122,8 @@ def classify(
         x = known(x, carrier(dtype)).reshape(shape)
         return source(x, x, dtype)
 
-    batch = first[0] + np.arange(math.prod(batch_shape), dtype=np.int32).reshape(-1, 1, 1, 1)
-    head = first[1] + np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
+    batch = known(batch, _POSITION).reshape(-1, 1, 1, 1)
+    head = known(head, _POSITION).reshape(1, -1, 1, 1)
     with np.errstate(all="ignore"):
         ins: list[Interval | None] = [Interval(batch, batch), Interval(head, head)]
         for x, shape in ((q_positions, (-1, 1, t, 1)), (kv_positions, (-1, 1, 1, s))):

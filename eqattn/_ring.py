@@ -137,16 +137,20 @@ def travel(
 
         total, first = (None, 2) if returns else ([], 1)
         if first == 2 and length > 1:
-            columns, total, state = hop(1, columns, total, state)
-        carry = (columns, total, state)
+            columns, total, state = lax.optimization_barrier(hop(1, columns, total, state))
+        carry: Any = (columns, total, state)
         if length > first and (ring.unroll or length == first + 1):
+            # Else the moves of one hop mix with the visit of another, and some have nothing to
+            # hide behind.
             for h in range(first, length):
-                carry = hop(h, *lax.optimization_barrier(carry))  # as a loop would part them
+                carry = lax.optimization_barrier(hop(h, *carry))
         elif length > first:
             carry, _ = lax.scan(
                 lambda c, h: (hop(h, *c), None), carry, jnp.arange(first, length, dtype=jnp.int32)
             )
-        _, total, state = hop(length, *lax.optimization_barrier(carry), last=True)
+        _, total, state = hop(length, *carry, last=True)
+        if total:
+            total, state = lax.optimization_barrier((total, state))
         return ring.move(total, -step * length), state
 
     mixed = varying_axes(*args)
@@ -168,7 +172,8 @@ def travel(
         arriving.append(collected)
     if half:
         rest, state = visit(0, home, state, range(half, layout.grid[ROW]))
-        arriving.append(rest)
+        # Else what becomes of the rest might go before the way home.
+        *arriving, state = lax.optimization_barrier((*arriving, rest, state))
     for more in arriving:
         total = [x + y for x, y in zip(total, more)]
     return finish(replaced(state, returns, total))

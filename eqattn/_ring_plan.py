@@ -1,6 +1,7 @@
 """What a ring does, worked out before it runs: hops, bytes, operations and their balance."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,9 +54,9 @@ def live_blocks(
     return np.any(table > 0, axis=(0, 1)) if isinstance(table, np.ndarray) else anything
 
 
-def block_ends(length: int, blocks: int, start: int = 0) -> np.ndarray:
-    """The first and the last position of equal blocks, `[blocks, 2]`."""
-    size = -(-length // blocks)
+def block_ends(length: int, blocks: int, start: int = 0, pieces: int = 1) -> np.ndarray:
+    """The first and the last position of equal blocks of equal pieces, `[blocks, 2]`."""
+    size = -(-length // (blocks * pieces)) * pieces
     first = np.arange(blocks) * size
     return start + np.minimum(np.stack([first, first + size - 1], 1), max(length - 1, 0))
 
@@ -85,15 +86,18 @@ def by_device(live: np.ndarray, layout: AbstractRingLayout, n: int) -> np.ndarra
     return blocks[chunks[:, :, None, None], chunks[None, None]].sum((1, 3))
 
 
-def reach(problem: Problem, layout: AbstractRingLayout, n: int) -> tuple[int, int]:
-    """How far the columns of a problem must travel, `ahead` and `behind`."""
+def reach(problem: Problem, layout: AbstractRingLayout, n: int, group: int) -> tuple[int, int]:
+    """How far the columns of a problem must travel, `ahead` and `behind`, between `n` places of
+    `group` devices each.
+    """
     explicit = (problem.q_positions, problem.kv_positions, problem.q_shift)
     if any(x is not None for x in explicit):
         return n - 1, 0
     t, s, heads, kv_heads = problem.sizes
     t, s = t * problem.shards, s * problem.shards
     chunks = n * layout.parts
-    ends = block_ends(t, chunks, problem.q_start), block_ends(s, chunks)
+    pieces = math.lcm(layout.parts, group) // layout.parts
+    ends = block_ends(t, chunks, problem.q_start, pieces), block_ends(s, chunks, pieces=pieces)
     live = live_blocks(problem.mask, *ends, problem.batch_shape, heads, kv_heads)
     return span(by_device(live, layout, n) > 0)
 
@@ -104,12 +108,16 @@ class RingPlan:
 
     **Arguments:**
 
-    - `tokens`, `devices`, `layout`: of the ring.
+    - `tokens`, `devices`, `layout`: of the ring. With an exchange of heads, `devices` are its
+        places.
     - `shifts`: per hop, how many places before itself a device's columns come from.
     - `flops`: floating-point operations of the products of the forward, `[hops][devices]`. A
         backward has 2.5 times as many.
     - `forward_bytes`: what each device sends, keys and values.
     - `backward_bytes`: the same and their gradients.
+    - `group`: how many devices of a place exchange tokens for heads. The `flops` are those of each.
+    - `exchange_bytes`: what each sends by all-to-alls: queries, keys and values, and the numerator
+        and the denominator of each row. The backward sends as much, their gradients.
     """
 
     tokens: int
@@ -119,6 +127,8 @@ class RingPlan:
     flops: tuple[tuple[int, ...], ...]
     forward_bytes: int
     backward_bytes: int
+    group: int = 1
+    exchange_bytes: int = 0
 
     @property
     def moves(self) -> int:
@@ -142,10 +152,13 @@ class RingPlan:
         return float(flops.max(1).sum() / max(flops.sum(0).mean(), 1))
 
     def __repr__(self) -> str:
+        of = "devices" if self.group == 1 else f"places, each of {self.group} devices"
+        exchange = f"  exchange  {self.exchange_bytes:,} bytes forward, as many backward"
         lines = [
-            f"ring of {self.devices} devices, {self.tokens:,} tokens, {self.layout}",
+            f"ring of {self.devices} {of}, {self.tokens:,} tokens, {self.layout}",
             f"  moves     {self.moves} forward, {self.moves} + {self.moves} of gradients backward",
             f"  bytes     {self.forward_bytes:,} forward, {self.backward_bytes:,} backward",
+            *[exchange] * (self.group > 1),
             f"  balance   {self.balance:.3f} (in lock step {self.lock_step:.3f})",
             "  hop  shift  flops per device      max/mean",
         ]
@@ -172,13 +185,14 @@ def ring_plan(
     value_dim: int | None = None,
     dtype: Any = jnp.bfloat16,
     block: int | None = None,
+    group: int = 1,
 ) -> RingPlan:
     """What a ring will do, without running it.
 
     **Arguments:**
 
     - `tokens`: of queries and keys, on all devices together.
-    - `devices`: the size of the ring.
+    - `devices`: the size of the ring; 1 with a `group` is [`eqattn.Ulysses`][].
     - `layout`: [`eqattn.Contiguous`][] or [`eqattn.Zigzag`][].
     - `mask`: as for [`eqattn.attention`][]. Hops that it is known to hide before the program runs
         are left out. What only arrays (segment ids) hide is skipped when it runs, and counts here.
@@ -186,14 +200,21 @@ def ring_plan(
         default `value_dim` is `head_dim`.
     - `dtype`: of keys and values.
     - `block`: the size of the blocks that are counted, default the least that makes 2048 or fewer.
+    - `group`: the size of `head_axis`: each place of the ring is so many devices.
 
     **Returns:** a [`eqattn.RingPlan`][].
 
-    **Raises:** `ValueError` unless the layout divides the tokens and `block` a chunk.
+    **Raises:** `ValueError` unless the layout divides the tokens, `block` a chunk and `group` the
+    heads and the tokens of a place.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
     chunk = layout.chunk_size(tokens, devices)
+    if group < 1 or heads % group or tokens % (devices * group):
+        raise ValueError(
+            f"group={group} does not divide {heads} heads and the {tokens // devices} tokens of "
+            "each place; choose a smaller group and a larger ring."
+        )
     if block is None:
         sizes = (b for b in range(1, chunk) if chunk % b == 0 and tokens // b <= _MOST_BLOCKS)
         block = next(sizes, chunk)
@@ -205,9 +226,23 @@ def ring_plan(
     ahead, behind = span(blocks > 0)
     shifts = (*range(ahead + 1), *range(-1, -behind - 1, -1))
     here = np.arange(devices)
-    each = 2 * batch * heads * block**2 * (head_dim + value_dim)
+    each = 2 * batch * heads // group * block**2 * (head_dim + value_dim)
     flops = [tuple(int(x) * each for x in blocks[here, (here - s) % devices]) for s in shifts]
-    numbers = (ahead + behind) * batch * (tokens // devices) * kv_heads * (head_dim + value_dim)
-    dtype = jnp.dtype(dtype)
-    forward, gradients = numbers * dtype.itemsize, numbers * accumulation(dtype).itemsize
-    return RingPlan(tokens, devices, layout, shifts, tuple(flops), forward, forward + gradients)
+    kv_heads = math.lcm(kv_heads, group)  # as many as are sent
+    own = batch * (tokens // (devices * group))
+    columns = own * kv_heads * (head_dim + value_dim)
+    narrow, wide = jnp.dtype(dtype).itemsize, accumulation(jnp.dtype(dtype)).itemsize
+    forward, gradients = ((ahead + behind) * columns * size for size in (narrow, wide))
+    inputs = (own * heads * head_dim + columns) * narrow
+    exchange = (inputs + own * heads * (value_dim + 1) * wide) * (group - 1) // group
+    return RingPlan(
+        tokens,
+        devices,
+        layout,
+        shifts,
+        tuple(flops),
+        forward,
+        forward + gradients,
+        group,
+        exchange,
+    )

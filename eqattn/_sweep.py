@@ -34,6 +34,7 @@ from ._compat import (
     mlir,
     partitioned_automatically,
     Primitive,
+    replay,
     varies,
     vary,
     varying_axes,
@@ -105,7 +106,8 @@ def code_for(ctx, layout: Layout, tag: Tag | None) -> dict[str, Any]:
 def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
     """Traces the block functions; what they close over becomes further operands."""
     closed = {c: jax.make_jaxpr(f)(*avals) for c, f in fns.items()}
-    consts = [jnp.asarray(x) for j in closed.values() for x in j.consts]
+    axes = frozenset().union(*[varying_axes(x) for x in avals])
+    consts = [vary(jnp.asarray(x), axes) for j in closed.values() for x in j.consts]
     if consts:
         n, start = len(avals), len(avals)
         everything = [*avals, *[abstract(x, x.shape, x.dtype) for x in consts]]
@@ -113,7 +115,9 @@ def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
             stop = start + len(j.consts)
 
             def with_consts(*xs, jaxpr=j.jaxpr, mine=slice(start, stop)):
-                return jaxpr_as_fun(ClosedJaxpr(jaxpr, xs[mine]))(*xs[:n])
+                whole = ClosedJaxpr(jaxpr, xs[mine])
+                again = ft.partial(replay, whole) if axes else jaxpr_as_fun(whole)
+                return again(*xs[:n])
 
             closed[c], start = jax.make_jaxpr(with_consts)(*everything), stop
     return tuple(closed.items()), consts

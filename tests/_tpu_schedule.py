@@ -21,7 +21,8 @@ COLLECTIVES = r"(all-gather|all-reduce|all-to-all|reduce-scatter|collective-broa
 class Case:
     """`tokens` are those of one device. `gradient`: output and gradients of query, key, value.
     `platform`: `"auto"` runs each hop by the kernels. `dp`, `tp`: over how many devices batch and
-    heads are sharded; the others are the ring, or there is none.
+    heads are sharded; the others are the ring, or there is none. `group`: so many of them are one
+    place of the ring, and exchange heads.
     """
 
     topology: str = "v5e:4x4"
@@ -35,6 +36,7 @@ class Case:
     platform: str = "auto"
     dp: int = 1
     tp: int = 1
+    group: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +93,11 @@ class Schedule:
         self.computations, self.entry = read(text)
         everything = [i for body in self.computations.values() for i in body]
         self.named = {i.name: i for i in everything}
+        self.exchanges = [i for i in everything if i.opcode.removesuffix("-start") == "all-to-all"]
         self.other_collectives = [
-            i.opcode for i in everything if re.fullmatch(COLLECTIVES, i.opcode)
+            i.opcode
+            for i in everything
+            if re.fullmatch(COLLECTIVES, i.opcode) and i not in self.exchanges
         ]
         self.kernels = sum(i.kernel for i in everything)
         self.multiplies = self._containing({"convolution", "dot"})
@@ -112,6 +117,10 @@ class Schedule:
                 if any(found & {*i.called()} for i in body)
             }
         return found
+
+    def exchanged(self) -> list[tuple[str, int]]:
+        """Dtype and bytes of what each device puts into each all-to-all, its own share too."""
+        return [_array(self.named[x].type) for i in self.exchanges for x in i.operands[:1]]
 
     def _constant(self, name: str) -> int:
         at = self.named[name]
@@ -152,12 +161,17 @@ class Schedule:
             )
         moves = []
         for operand in start.operands:
-            dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", self.named[operand].type).groups()
-            size = math.prod(int(n) for n in shape.split(",") if n)
-            nbytes = size * int(re.sub(r"\D", "", dtype)) // 8
+            dtype, nbytes = _array(self.named[operand].type)
             backward = "transpose(" in start.text
             moves.append(Move(dtype, nbytes, times, in_loop, hidden, backward))
         return moves
+
+
+def _array(kind: str) -> tuple[str, int]:
+    """Dtype and bytes of an array type."""
+    dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", kind).groups()
+    size = math.prod(int(n) for n in shape.split(",") if n)
+    return dtype, size * int(re.sub(r"\D", "", dtype)) // 8
 
 
 def compiled(case: Case):
@@ -174,10 +188,12 @@ def compiled(case: Case):
     jax.default_backend = lambda: "tpu"  # type: ignore  # as on the host of the TPU
     devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
     mesh, n = ring_mesh("sp", devices=devices), len(devices) // (case.dp * case.tp)
-    if n < len(devices):
-        grid, kinds = np.reshape(devices, (case.dp, n, case.tp)), (AxisType.Auto,) * 3
-        mesh = Mesh(grid, ("dp", "sp", "tp"), axis_types=kinds)
-    sharding = NamedSharding(mesh, P("dp", "sp", "tp") if n < len(devices) else P(None, "sp"))
+    if n < len(devices) or case.group > 1:  # pieces of a path through neighbours exchange heads
+        shape = (case.dp, n // case.group, case.group, case.tp)
+        names, kinds = ("dp", "sp", "heads", "tp"), (AxisType.Auto,) * 4
+        mesh = Mesh(np.reshape(mesh.devices, shape), names, axis_types=kinds)
+    spec = P("dp", ("sp", "heads"), "tp") if len(mesh.axis_names) > 1 else P(None, "sp")
+    sharding = NamedSharding(mesh, spec)
     query, key_, value = (
         jax.ShapeDtypeStruct(
             (case.dp, case.tokens * n, heads, case.dim), jnp.bfloat16, sharding=sharding
@@ -186,7 +202,8 @@ def compiled(case: Case):
     )
     mask = Causal() if case.window is None else Causal() & SlidingWindow(case.window, 0)
     metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform=case.platform)
-    strategy = Ring(metadata, layout=getattr(eqattn, case.layout)())
+    head_axis = "heads" if case.group > 1 else None
+    strategy = Ring(metadata, layout=getattr(eqattn, case.layout)(), head_axis=head_axis)
 
     def forward(query, key_, value):
         return attention(query, key_, value, strategy, mask=mask).attention_outputs
@@ -210,6 +227,7 @@ def report(case: Case) -> dict:
     return {
         "n": n,
         "moves": [dataclasses.asdict(m) for m in schedule.moves],
+        "exchanges": schedule.exchanged(),
         "other_collectives": schedule.other_collectives,
         "kernels": schedule.kernels,
         "temporary": memory.temp_size_in_bytes,

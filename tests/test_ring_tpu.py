@@ -5,6 +5,7 @@ needed: every case is compiled for a named topology, in a process of its own.
 import collections
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,10 +14,13 @@ from pathlib import Path
 import pytest
 from _tpu_schedule import Case, Schedule
 
+import eqattn
 from eqattn import Causal, ring_plan, SlidingWindow
 
 
 SCRIPT = Path(__file__).parent / "_tpu_schedule.py"
+# Of n = 16 and 512 tokens on each device; without a window, all of them.
+HOPS = {("Contiguous", 2100): 5, ("Zigzag", 2100): 15, ("Zigzag", 700): 6}
 LONG = dict(layout="Zigzag", heads=32, kv_heads=8, dim=128)
 CASES = {
     "zigzag-forward": Case(layout="Zigzag", gradient=False),
@@ -35,6 +39,12 @@ SLOW = {
     "contiguous": Case(),
     "zigzag-xla": Case(layout="Zigzag", platform="xla"),
     "window": Case(window=2100),
+    "zigzag-window": Case(layout="Zigzag", window=2100),
+    "zigzag-window-both-ways": Case(layout="Zigzag", window=700),
+    "hybrid": Case(layout="Zigzag", group=4),
+    "hybrid-contiguous": Case(group=2),
+    "ulysses": Case(group=16),
+    "dp-hybrid-tp": Case(layout="Zigzag", dp=2, group=2, tp=2),
     "v5p-contiguous": Case("v5p:2x2x4"),
     "v5p-zigzag": Case("v5p:2x2x4", layout="Zigzag"),
     "v5p-window": Case("v5p:2x2x4", window=2100),
@@ -67,35 +77,49 @@ def slow_reports():
 
 
 def check(case, report):
-    """Bytes are the minimum, and every move hides behind attention."""
-    n, sent, names = report["n"], collections.Counter(), ("dtype", "nbytes", "backward")
+    """Bytes are the minimum and those of the plan, and every move hides behind attention."""
+    mask = Causal() if case.window is None else Causal() & SlidingWindow(case.window, 0)
+    heads, kv_heads = (
+        case.heads // case.tp,
+        case.kv_heads // case.tp,
+    )  # with the batch of one device
+    sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=case.dim, group=case.group)
+    n, layout = report["n"] // case.group, getattr(eqattn, case.layout)()
+    plan = ring_plan(case.tokens * report["n"], n, mask=mask, layout=layout, **sizes)
+    walks = [sum(s * sign > 0 for s in plan.shifts) for sign in (1, -1)]
+    hops, ways = sum(walks), sum(map(bool, walks))
+    assert hops == HOPS.get((case.layout, case.window), n - 1)
+
+    sent, names = collections.Counter(), ("dtype", "nbytes", "backward")
     for move in report["moves"]:
         sent[tuple(move[name] for name in names)] += move["times"]
-    hops = n - 1 if case.window is None else -(-case.window // case.tokens)
-    numbers = case.tokens * case.kv_heads // case.tp * case.dim
+    kv_heads, place = math.lcm(kv_heads, case.group), case.tokens * case.group
+    numbers = case.tokens * kv_heads * case.dim
     assert sent.pop(("bf16", numbers * 2, False), 0) == 2 * hops  # keys and values
-    assert sent.pop(("s32", case.tokens * 4, False), 0) == hops  # positions
+    assert sent.pop(("s32", place * 4, False), 0) == hops  # positions
     if case.platform == "xla":  # a kernel sees for itself what is not finite
         assert sent.pop(("bf16", case.tokens * case.kv_heads * 2, False)) == hops
     assert (report["kernels"] > 0) == (case.platform != "xla")
-    if case.gradient:  # the first move of the forward serves the backward too
-        assert sent.pop(("bf16", numbers * 2, True), 0) == 2 * max(hops - 1, 0)
-        assert sent.pop(("s32", case.tokens * 4, True), 0) == max(hops - 1, 0)
+    if case.gradient:  # the first move of the forward, either way, serves the backward too
+        assert sent.pop(("bf16", numbers * 2, True), 0) == 2 * (hops - ways)
+        assert sent.pop(("s32", place * 4, True), 0) == hops - ways
         assert sent.pop(("f32", numbers * 4, True), 0) == 2 * hops  # their gradients
     assert not sent and not report["other_collectives"]
-    assert [move for move in report["moves"] if not move["hidden"]] == []
-    if n < 5:  # no loop
-        return
-
-    mask = Causal() if case.window is None else Causal() & SlidingWindow(case.window, 0)
-    sizes = dict(heads=case.heads, kv_heads=case.kv_heads, head_dim=case.dim)
-    plan = ring_plan(case.tokens * n, n, mask=mask, **sizes)
     assert plan.forward_bytes == hops * numbers * 4
     assert plan.backward_bytes == hops * numbers * (4 + 8)
 
-    assert sum(move["in_loop"] for move in report["moves"]) >= (
-        (8 if case.gradient else 3) + (case.platform == "xla")
-    )
+    if case.group > 1:  # there and back, and in the backward again
+        assert case.gradient and len(report["exchanges"]) == 2 * (3 + 2)
+        nbytes = sum(size for _, size in report["exchanges"]) * (case.group - 1)
+        assert nbytes == 2 * plan.exchange_bytes * case.group
+    else:
+        assert not report["exchanges"]
+
+    if max(walks) > 3:
+        assert sum(move["in_loop"] for move in report["moves"]) >= (
+            (8 if case.gradient else 3) + (case.platform == "xla")
+        )
+    assert [move for move in report["moves"] if not move["hidden"]] == []
 
 
 @pytest.mark.parametrize("name", CASES)

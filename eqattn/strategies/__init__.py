@@ -6,3 +6,4 @@ from .blockwise import Blockwise as Blockwise
 from .dense import Dense as Dense
 from .ragged import Ragged as Ragged
 from .ring import Ring as Ring
+from .ulysses import Ulysses as Ulysses

@@ -78,7 +78,8 @@ class AbstractExact(AttentionImpl):
             partition = axes.batch_axis, axes.kv_head_axis, ()
             if generates:
                 partition = axes.generation_batch_axis, axes.generation_kv_head_axis, ()
-        heads = 1 if self.reads_stored else problem.sizes[3]  # inside of blocks that lie in place
+        # Heads inside of blocks that lie in place are not cut; an exchange has cut the others.
+        heads = 1 if self.reads_stored else problem.sizes[3] // (1 if place is None else place.size)
         sizes = math.prod(problem.batch_shape), heads
         return with_kernel(place, self.metadata.mesh, partition, sizes)
 

@@ -11,6 +11,7 @@ from .._carry import Carry
 from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
+from .._spread import Spread
 from ._exact import AbstractExact
 
 
@@ -19,7 +20,7 @@ def fold_blocks(
     problem: Problem, *, block_q, block_k, fused, kernel="", manual=None, in_place=False
 ):
     blocking = choose_blocking(problem, block_q, block_k, in_place=in_place, kernel=kernel)
-    return fold_problem(problem, blocking, manual=manual, fused=fused, kernel=kernel)
+    return fold_problem(problem, blocking, Spread(manual=manual), fused=fused, kernel=kernel)
 
 
 @AttentionRegistry.register

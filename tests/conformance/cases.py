@@ -68,12 +68,13 @@ AXES: dict[str, tuple] = {
 }
 # Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring and
 # test_tpu_ragged.py.
-MORE: dict[str, tuple] = {"target": (("ring", 4), ("tpu_ragged", 1))}
+MORE: dict[str, tuple] = {"target": (("ring", 4), ("tpu_ragged", 1), ("ulysses", 2))}
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "tpu": {"dtype": ("float16", "float64")},
     "tpu_ragged": {"dtype": ("float16", "float64")},
+    "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
 }
 
 Case = dict

@@ -18,6 +18,12 @@ def mesh_of(n, kind=AxisType.Auto):
     return jax.make_mesh((n,), ("sp",), devices=jax.devices()[:n], axis_types=(kind,))
 
 
+def grid_of(places, group, kind=AxisType.Auto):
+    """A mesh for a ring of `places`, each of a `group` of devices that exchange heads."""
+    devices = jax.devices()[: places * group]
+    return jax.make_mesh((places, group), ("sp", "hp"), devices=devices, axis_types=(kind,) * 2)
+
+
 T = 16
 with jax.enable_x64(True):
     keys = jax.random.split(jax.random.key(0), 3)
@@ -27,7 +33,7 @@ SEGMENTS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (B, T)), 
 
 
 def strategy(cls, **kwargs):
-    own = {x: kwargs.pop(x) for x in ("axis_name", "layout") if x in kwargs}
+    own = {x: kwargs.pop(x) for x in ("axis_name", "head_axis", "layout") if x in kwargs}
     options = dict(runtime_dtype=jnp.float64, blocksize_q=4, blocksize_k=4)
     return cls(AttentionMetadata(**{**options, **kwargs}), **own)
 

@@ -8,9 +8,9 @@ from conformance import oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, dropout_mask, masks as m, scores as sc
 from eqattn._ring_layout import Contiguous, Zigzag
-from eqattn.strategies.ring import Ring
+from eqattn.strategies import Ring, Ulysses
 
-from .common import B, D, H, K, mesh_of, V
+from .common import B, D, grid_of, H, K, mesh_of, V
 
 
 T5 = dict(bidirectional=True, max_distance=16)
@@ -57,7 +57,9 @@ def features(name, t, rng, tokens):
     return table[name]
 
 
-def compare(name, n, layout=Contiguous(), t=24, block=4, **metadata):
+def compare(name, n, layout=Contiguous(), t=24, block=4, *, group=1, **options):
+    """On a ring of `n` places of `group` devices each; Ulysses where there is one place."""
+    ulysses = n == 1 < group
     rng = np.random.default_rng(len(name))
 
     def tokens(x, axis):
@@ -85,14 +87,14 @@ def compare(name, n, layout=Contiguous(), t=24, block=4, **metadata):
 
     def call(a):
         score = [sc.ALiBi(a["slopes"]), sc.T5Bias(a["table"], **T5)] if "slopes" in a else None
-        strategy = Ring(
-            AttentionMetadata(
-                runtime_dtype=jnp.float64, softmax_scale=a.get("scale"), dropout_prob=rate,
-                logits_soft_cap=a.get("cap"), softmax_aux=a.get("sinks"),
-                blocksize_q=block, blocksize_k=block, **metadata,
-            ),
-            layout=layout,
+        metadata = AttentionMetadata(
+            runtime_dtype=jnp.float64, softmax_scale=a.get("scale"), dropout_prob=rate,
+            logits_soft_cap=a.get("cap"), softmax_aux=a.get("sinks"),
+            blocksize_q=block, blocksize_k=block, **options,
         )  # fmt: skip
+        head_axis = "hp" if group > 1 else None
+        strategy = Ring(metadata, layout=layout, head_axis=head_axis)
+        strategy = Ulysses(metadata) if ulysses else strategy
         bias = a.get("bias")
         for axis in (2, 3):
             bias = bias if bias is None or bias.shape[axis] == 1 else tokens(bias, axis)
@@ -107,7 +109,8 @@ def compare(name, n, layout=Contiguous(), t=24, block=4, **metadata):
         outs, pull = jax.vjp(call, a)
         return outs, pull(cts)[0]
 
-    with jax.set_mesh(mesh_of(n)):
+    mesh = mesh_of(max(n, group)) if ulysses or group == 1 else grid_of(n, group)
+    with jax.set_mesh(mesh):
         (out, lse), grads = both(jax.tree.map(jnp.asarray, arguments), list(map(jnp.asarray, cts)))
     reference = oracle.forward(want)
     got = {"out": out, "lse": np.where(np.isfinite(lse), lse, 0), **grads}
@@ -150,3 +153,32 @@ def test_feature(name, n, layout):
 @pytest.mark.parametrize("name, n, layout", EVERYTHING, ids=names(EVERYTHING))
 def test_every_feature_on_any_number_of_devices(name, n, layout):
     compare(name, n, layout, t=48)
+
+
+# (feature, places of the ring, devices that exchange heads, layout): one place is Ulysses.
+HEADS = [
+    ("function", 1, 4, Contiguous()), ("sinks", 1, 2, Contiguous()), ("bias", 2, 2, Contiguous()),
+    ("segments", 2, 2, Zigzag()),
+]  # fmt: skip
+MORE_HEADS = [
+    (name, n, group, layout)
+    for name in sorted({name for name, *_ in CASES})
+    for n, group in ((1, 2), (1, 4), (2, 2), (4, 2), (2, 4))
+    for layout in (Contiguous(), Zigzag())
+    if n > 1 or layout == Contiguous()
+]
+
+
+def head_names(cases):
+    return [f"{name}-{n}x{g}-{type(layout).__name__.lower()}" for name, n, g, layout in cases]
+
+
+@pytest.mark.parametrize("name, n, group, layout", HEADS, ids=head_names(HEADS))
+def test_feature_with_exchanged_heads(name, n, group, layout):
+    compare(name, n, layout, t=16, group=group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, n, group, layout", MORE_HEADS, ids=head_names(MORE_HEADS))
+def test_every_feature_with_exchanged_heads(name, n, group, layout):
+    compare(name, n, layout, t=48, group=group)

@@ -12,10 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from eqattn import attention, AttentionMetadata, masks as m
 from eqattn._blocking import choose_blocking
 from eqattn._blocks import Parts
+from eqattn._manual import Manual
 from eqattn._problem import problem
 from eqattn._ring import Rotation
 from eqattn._ring_layout import Contiguous, Zigzag
 from eqattn._ring_plan import ring_plan
+from eqattn._spread import Spread
 from eqattn._sweep import sweep, table_per_hop
 from eqattn._traverse import Layout
 from eqattn.strategies.ring import Ring
@@ -140,9 +142,11 @@ def visits(n, layout, mask):
         spec = dataclasses.replace(spec, q_positions=where, kv_positions=where)
         size = tokens // (n * layout.parts) // 2
         blocking = choose_blocking(spec, size, size, n * layout.parts)
-        parts = Parts(spec, blocking, True)
-        grid = (1, 1, blocking.rows // n, blocking.columns // n)
         ring = Rotation("sp", n, ahead, 0)
+        manual = Manual(mesh, tokens=("sp",))
+        spread = Spread(ring, manual=manual)
+        parts = Parts(spec, blocking, spread)
+        grid = spread.local(blocking).grid
 
         def count(operands):
             own, consts = table_per_hop(
@@ -153,7 +157,7 @@ def visits(n, layout, mask):
             one = {c: lambda *_: [jnp.ones(())] for c in (1, 2)}
             return sweep(one, [*operands, *consts], axes, [()], layout=table)[0][None]
 
-        specs = [ring.partition(a) for a in parts.axes]
+        specs = [manual.partition(a) for a in parts.axes]
         fn = jax.shard_map(count, mesh=mesh, in_specs=(specs,), out_specs=P("sp"), check_vma=False)
         return np.asarray(jax.jit(fn)(parts.operands))
 

@@ -32,6 +32,7 @@ from eqattn import (
     ScoreFn,
     SlidingWindow,
     Support,
+    Ulysses,
     Zigzag,
 )
 from eqattn.cache import KVCache
@@ -66,7 +67,8 @@ assert_type(metadata.platform, Platform)
 assert_type(metadata.blocksize_q, int | None)
 assert_type(AttentionMetadata.from_json(metadata.to_json()), AttentionMetadata)
 AttentionMetadata(block_q=128)  # type: ignore
-strategy = Ring(metadata, layout=Zigzag())
+assert_type(Ulysses(metadata, axis_name="sp").mesh, Any)
+strategy = Ring(metadata, layout=Zigzag(), head_axis="heads")
 assert_type(strategy.metadata, AttentionMetadata)
 assert_type(strategy(query, key_, value, mask=None), AttentionOutput)
 assert_type(strategy.supports(return_weights=True), Support)

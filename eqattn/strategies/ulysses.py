@@ -1,0 +1,57 @@
+"""Many devices: an all-to-all gives each the whole sequence for some of the heads."""
+
+from typing import Any
+
+import equinox as eqx
+
+from .._metadata import AttentionMetadata
+from .._registry import AttentionRegistry
+from .._ring_layout import Contiguous
+from ._sharded import AbstractSharded, Axes
+
+
+@AttentionRegistry.register
+class Ulysses(AbstractSharded):
+    """Exact attention over sequences sharded over devices, which exchange tokens for heads.
+
+    An all-to-all each of queries, keys and values, in their own dtype, gives every device the
+    whole sequence for `1 / n` of the heads. It attends as `Blockwise` does, and all-to-alls bring
+    the rows back, in the accumulation dtype. So `n` must divide the query heads. Key and value
+    heads that `n` does not divide are repeated, up to the least common multiple; and if the mesh
+    shards heads over the automatic axes that `metadata.partition_axis.head_axis` names, so that
+    they stay sharded there.
+
+    It is called as [`eqattn.Ring`][] is, with whole arrays or inside your own `jax.shard_map`, and
+    the same holds for biases, dropout and the indices of heads. Arrays of tokens without heads
+    (segment ids, a bias for all heads) are gathered. Without a mesh and without an `axis_name` it
+    is `Blockwise`.
+
+    **Arguments:**
+
+    - `metadata`: as for `Blockwise`, and `sequence_axis_name`, `mesh`.
+    - `axis_name`: the mesh axis, default `metadata.sequence_axis_name`.
+    - `mesh`: default `metadata.mesh`; the mesh of the context comes first.
+    - `precision`, `fused_backward`: as for `Blockwise`.
+
+    **Raises:** `ValueError` when called, if the mesh has no such axis, if the size of the axis does
+    not divide the query heads, or if an axis is named and there is no mesh.
+
+    ??? cite "Reference"
+
+        Jacobs et al., *DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme
+        Long Sequence Transformer Models*, 2023 (arXiv:2309.14509).
+    """
+
+    metadata: AttentionMetadata
+    axis_name: str | None = eqx.field(static=True, default=None)
+    mesh: Any = eqx.field(static=True, default=None)
+    precision: Any = eqx.field(static=True, default=None)
+    fused_backward: bool = eqx.field(static=True, default=True)
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "ulysses"
+
+    def _axes(self) -> Axes:
+        axis = self.axis_name or self.metadata.sequence_axis_name
+        return Axes(None, axis, self.axis_name is not None, Contiguous())
