@@ -60,7 +60,7 @@ class Problem(eqx.Module):
     logits_dtype: Any = eqx.field(static=True)
     precision: Any = eqx.field(static=True)
     shards: int = eqx.field(static=True, default=1)
-    partition: tuple | None = eqx.field(static=True, default=None)
+    partition: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

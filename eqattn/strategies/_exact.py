@@ -188,7 +188,7 @@ class AbstractExact(AttentionImpl):
         )
 
 
-def _known_partition(q: Array, *others: Any) -> tuple:
+def _known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
     """The mesh axes that shard the batch and the heads of a query whose type says so, and those
     that shard no array.
     """
