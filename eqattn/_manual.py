@@ -67,7 +67,9 @@ class Manual:
                 entries.append(None if at_rest else self.group)
         return P(*entries)
 
-    def over(self, fn: Callable, in_axes: Any, out_axes: Sequence) -> Callable:
+    def over(
+        self, fn: Callable[..., Any], in_axes: Any, out_axes: Sequence[Any]
+    ) -> Callable[..., Any]:
         """`fn` on each device's part of arrays with the given grid axes. An exchange is what the
         compiler makes of two shardings of one array.
         """
