@@ -22,6 +22,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ._carry import accumulation
 from ._compat import (
@@ -72,7 +73,25 @@ def loops(vectorise: bool) -> dict[str, Any]:
     return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise))
 
 
-def code_for(ctx, layout: Layout, tag: Tag | None) -> dict[str, Any]:
+_NO_KERNEL = {lax.gather_p, lax.scatter_add_p, lax.sort_p, lax.while_p, lax.scan_p, lax.cond_p}
+
+
+def too_general(jaxpr: Any) -> str:
+    """The name of an operation in a block function that the compiler of kernels does not know."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in _NO_KERNEL:
+            return eqn.primitive.name
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner) and (name := too_general(getattr(inner, "jaxpr", inner))):
+                return name
+    return ""
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns")
+
+
+def code_for(ctx, layout: Layout, tag: Tag | None, visits: Sequence) -> dict[str, Any]:
     """How to run a visit of the grid: as loops of ordinary JAX, or as a kernel."""
     platforms = tuple(ctx.module_context.platforms)
     hot = tag is not None and tag.stage in (("fold",) if layout.ragged else ("fold", "backward"))
@@ -85,6 +104,8 @@ def code_for(ctx, layout: Layout, tag: Tag | None) -> dict[str, Any]:
         )
     elif layout.listed > 2**17 or max(layout.sides) >= 2**14:
         reason = f"its list of {layout.listed} pairs of blocks is too long; give larger block sizes"
+    elif name := next(filter(None, (too_general(j.jaxpr) for _, j in visits)), ""):
+        reason = f"its mask or score has a {name}, which the compiler of kernels does not know"
     if kernel == "pallas" and platforms == ("tpu",) and reason:
         raise ValueError(
             f"platform='pallas': there is no kernel for this call ({reason}), or use "
@@ -242,7 +263,7 @@ def primitive_rules(primitive, run, params, block_shapes):
         ]
 
     def lowering(ctx, *args, **kw):
-        how = code_for(ctx, kw["layout"], kw["tag"])
+        how = code_for(ctx, kw["layout"], kw["tag"], kw["visits"])
         return mlir.lower_fun(ft.partial(run, **how), multiple_results=True)(ctx, *args, **kw)
 
     def batch(args, dims, *, layout, out_axes, **kw):
