@@ -170,10 +170,11 @@ def choose_blocking(
     if in_place:
         kv_heads = 1
     group = heads // kv_heads
-    side = 0
+    side, deep = 0, 0
     if kernel:  # the largest blocks of logits whose kernels fit
-        small = problem.query.dtype == jnp.bfloat16 and problem.query.shape[-1] <= 128
-        side = 1024 if small else 512
+        narrow, dim = problem.query.dtype == jnp.bfloat16, problem.query.shape[-1]
+        side = 1024 if narrow and dim <= 128 else 512
+        deep = 1024 if narrow and dim <= 256 else 512
     if block_q is None:
         block_q = max(1 if in_place else 8, (side or 256) // group)
     pages = {x.page_size for x in (problem.key, problem.value) if isinstance(x, Pages)}
@@ -183,7 +184,7 @@ def choose_blocking(
             f"{block_k}; leave blocksize_k None."
         )
     if block_k is None:
-        block_k = side or 128
+        block_k = deep or 128
         if pages:
             (block_k,) = pages
         elif in_place:  # a size that divides the keys needs no padded copy of them

@@ -50,6 +50,7 @@ CASES |= {
     "int8 pages": {**ROWS, "queries": 1, "kv_heads": 2, "page": 64, "stored": "int8"},
     "prompts": {**ROWS, "mask": "Causal() & KeyPadding(lengths)", "kv_heads": 2},
     "decode float32": {**ROWS, "queries": 1, "kv_heads": 2, "dtype": "float32"},
+    "long, wide": {"mask": "Causal()", "tokens": 8192, "dim": 256, "values": 256},
     "long": {"mask": "Causal()", "tokens": 131_072, "gradient": False},
     "long gradient": {"mask": "Causal()", "tokens": 131_072},
 }

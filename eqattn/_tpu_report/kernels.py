@@ -13,6 +13,7 @@ from .._blocking import BATCH, choose_blocking, HEAD
 from .._masks import Causal, KeyPadding, Segments, SlidingWindow
 from .._metadata import AttentionMetadata
 from .._problem import problem
+from .._stored import Pages, Quantized
 from .._traverse import COL, replaced, ROW
 from ..strategies import Blockwise, Ragged
 from .peers import PEERS
@@ -123,37 +124,80 @@ def _feature(name: str, options: Callable[..., Any], **operands: Any) -> Kernel:
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class Decode:
-    """A query for each of many rows of keys and values, of lengths that are known at run time."""
+    """The last queries of each of many rows of keys and values, of lengths that are known at run
+    time.
+
+    **Arguments:**
+
+    - `queries`: of a row.
+    - `stored`: the dtype of quantised keys and values.
+    - `page`: tokens of a page.
+    """
+
+    queries: int = 1
+    stored: Any = None
+    page: int | None = None
 
     metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu")
 
     @property
-    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        shapes = (1, QUERY_HEADS), (LENGTH, KV_HEADS), (LENGTH, KV_HEADS)
-        return tuple(jax.ShapeDtypeStruct((ROWS, *s, 128), jnp.bfloat16) for s in shapes)
+    def arrays(self) -> dict[str, Any]:
+        like, page = jax.ShapeDtypeStruct, self.page or LENGTH
+        pool = (ROWS * LENGTH // page, page, KV_HEADS)
+        return {
+            "query": like((ROWS, self.queries, QUERY_HEADS, 128), jnp.bfloat16),
+            "pools": (like((*pool, 128), self.stored or jnp.bfloat16),) * 2,
+            "scales": (like(pool, jnp.float32),) * 2 if self.stored else (),
+            "table": like((ROWS, LENGTH // page), jnp.int32),
+            "lengths": like((ROWS,), jnp.int32),
+        }
+
+    def caches(self, arrays: dict[str, Any]) -> list[Any]:
+        kept = list(arrays["pools"])
+        if self.stored:
+            kept = [Quantized(x, s, jnp.bfloat16) for x, s in zip(kept, arrays["scales"])]
+        return [Pages(x, arrays["table"]) for x in kept] if self.page else kept
 
     def build(self) -> tuple[Callable[..., Any], Sequence[Any]]:
-        def call(arrays, lengths):
-            query, key_, value = arrays
-            mask = KeyPadding(lengths)
-            return attention(query, key_, value, Ragged(self.metadata), mask=mask).attention_outputs
+        def call(arrays):
+            key_, value = self.caches(arrays)
+            lengths = arrays["lengths"]
+            return attention(
+                arrays["query"],
+                key_,
+                value,
+                Ragged(self.metadata),
+                mask=KeyPadding(lengths) & Causal() if self.queries > 1 else KeyPadding(lengths),
+                q_offset=lengths - self.queries if self.queries > 1 else None,
+            ).attention_outputs
 
-        return call, (self.arrays, jax.ShapeDtypeStruct((ROWS,), jnp.int32))
+        return call, (self.arrays,)
 
     def tile(self) -> tuple[int, int]:
         found = []
 
         def look(arrays):
-            query, key_, value = arrays
-            cut = problem(query, key_, value, self.metadata)
+            cut = problem(arrays["query"], *self.caches(arrays), self.metadata)
             found.append(choose_blocking(cut, None, None, in_place=True, kernel="pallas"))
 
         jax.eval_shape(look, self.arrays)
-        return 1, found[0].block_k
+        return self.queries, found[0].block_k
 
 
-_DECODE = Decode()
+def _decode(name: str, **kw: Any) -> Kernel:
+    call = Decode(**kw)
+    each = 128 + 4 if call.stored else 256  # bytes of a vector
+    return Kernel(
+        name=name,
+        call="eqattn_decode",
+        build=call.build,
+        tile=call.tile,
+        nbytes=KV_HEADS * 2 * each,
+    )
+
+
 _T = Call().tokens
 KERNELS = (
     _forward("forward"),
@@ -161,16 +205,12 @@ KERNELS = (
     _forward("forward, 2048 queries", block_q=2048),
     _forward("forward, D=64", dim=64),
     _forward("forward, D=256", dim=256),
-    _forward("forward, D=256, 1024 keys", dim=256, block_k=1024),
     _backward("backward, queries", (0,), 3),
     _backward("backward, keys and values", (1, 2), 4),
-    Kernel(
-        name="decode",
-        call="eqattn_decode",
-        build=_DECODE.build,
-        tile=_DECODE.tile,
-        nbytes=KV_HEADS * 2 * 128 * 2,
-    ),
+    _decode("decode"),
+    _decode("decode, 4 queries", queries=4),
+    _decode("decode, int8", stored=jnp.int8),
+    _decode("decode, pages of 64", page=64),
     _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {})),
     _feature(
         "segments",

@@ -92,6 +92,7 @@ class Steps:
         if not working:
             raise ValueError("the kernel has no products")
         hot = [r for r in working if not any(r != x and r.holds(x) for x in working)]
+        hot = list(dict.fromkeys(self.around(r, working) for r in hot))
         steps = [(s, r) for r in hot if (s := self.through(self.loop_of(r), [r])) is not None]
         most = max(s.products for s, _ in steps)
         steps = [(s, r) for s, r in steps if s.products >= _ALIKE * most]
@@ -110,6 +111,20 @@ class Steps:
 
     def work(self, region: Region) -> int:
         return int(self.schedule.products[region.start : region.stop].sum())
+
+    def around(self, region: Region, working: Sequence[Region]) -> Region:
+        """The outermost region around one that has products of its own besides: then that one is
+        only done at times.
+        """
+        loop = self.loop_of(region)
+        found = [region]
+        for outer in self.skipped:
+            inner = [r for r in working if r != outer and outer.holds(r)]
+            inner = [r for r in inner if not any(r != x and x.holds(r) for x in inner)]
+            own = self.work(outer) > sum(map(self.work, inner))
+            if outer.holds(region) and loop.holds(outer) and own:
+                found.append(outer)
+        return max(found, key=lambda r: r.length)
 
     def loop_of(self, region: Region) -> Region:
         """The loop around a region whose trips are steps: the outermost is the grid."""
