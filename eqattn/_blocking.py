@@ -26,7 +26,7 @@ class Blocking:
     Queries and keys are cut into `parts` of equal length, each with blocks of its own, so that no
     block lies on two devices. What varies with queries and keys holds the keys of `shards` devices.
     `in_place`: keys and values stay as they lie in memory, with their heads inside of the blocks.
-    Then one row of the grid has all query heads: `kv_heads` is 1.
+    Then one row of the grid has all query heads: `kv_heads` is 1. `together`: the pages of a block.
     """
 
     batch: int
@@ -39,6 +39,7 @@ class Blocking:
     parts: int = 1
     shards: int = 1
     in_place: bool = False
+    together: int = 1
 
     @property
     def rows(self) -> int:
@@ -103,6 +104,11 @@ class Blocking:
         x = x.reshape(self.batch, self.columns, 1, self.block_k, self.kv_heads, x.shape[-1])
         x = x.transpose(0, 4, 1, 2, 3, 5)
         return x.reshape(*x.shape[:3], *x.shape[4:])
+
+    def tables_of(self, table: Array) -> list[Array]:
+        """`[B, pages of a row]` as `[B, columns]` for each page of a block."""
+        table = self.pad(table, 1, self.columns * self.together, edge=False)
+        return [table[:, i :: self.together] for i in range(self.together)]
 
     def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
         """A canonical operand `[B|1, H|1, T|1, S|1]` as blocks `[keys|1, rows|1]` on some of the
@@ -183,10 +189,13 @@ def choose_blocking(
             f"Pages of keys and values and blocksize_k must have one size, got {sorted(pages)} and "
             f"{block_k}; leave blocksize_k None."
         )
+    together = 1
     if block_k is None:
         block_k = deep or 128
         if pages:
-            (block_k,) = pages
+            (page,) = pages
+            together = min(max(512 // page, 1), -(-s // page)) if kernel else 1
+            block_k = together * page
         elif in_place:  # a size that divides the keys needs no padded copy of them
             block_k = even_block(s, 512 if kernel else 256) or block_k
     return Blocking(
@@ -200,4 +209,5 @@ def choose_blocking(
         parts=parts,
         shards=shards,
         in_place=in_place,
+        together=together,
     )

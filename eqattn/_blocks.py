@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -18,6 +18,7 @@ from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
 from ._fold import finite, fold, masked_dot, scaled
+from ._live import classes_of, table_of
 from ._masks import AbstractMask
 from ._pairs import Operand, over_block
 from ._problem import Problem, visible
@@ -25,47 +26,6 @@ from ._scores import ScoreFn
 from ._spread import Spread
 from ._stored import as_stored
 from ._traverse import COL, EMPTY, FULL, PARTIAL, ROW
-
-
-def classes_of(
-    mask: AbstractMask,
-    blocking: Blocking,
-    batch_shape: tuple[int, ...],
-    q: Any,
-    k: Any,
-    indices: tuple[Any, Any] = (None, None),
-) -> Any:
-    """The class of each block `[B|1, K|1, rows, columns]`, from the positions of its tokens and
-    the indices of its batch elements and heads, by default `0, 1, ...`
-    """
-    from ._intervals import classify  # imported on first use: half of eqattn's import
-
-    return classify(
-        mask,
-        batch_shape=batch_shape,
-        heads=blocking.kv_heads * blocking.group,
-        kv_heads=blocking.kv_heads,
-        q_positions=q,
-        kv_positions=k,
-        block_q=blocking.block_q,
-        block_k=blocking.block_k,
-        indices=indices,
-    )
-
-
-def table_of(problem: Problem, blocking: Blocking):
-    """The class of each block `[B|1, K|1, rows, columns]`; None if all are full."""
-    table = None
-    if problem.mask is not None:
-        table = classes_of(problem.mask, blocking, problem.batch_shape, *problem.positions())
-    if blocking.keys % blocking.block_k:  # keys that pad the last block must be masked
-        if table is None:
-            table = np.full((1, 1, blocking.rows, blocking.columns), FULL, np.int8)
-        last = np.arange(blocking.columns) == blocking.columns - 1
-        last = last.reshape(1, 1, 1, -1)
-        xp = np if isinstance(table, np.ndarray) else jnp
-        table = xp.where(last & (table == FULL), np.int8(PARTIAL), table)
-    return table
 
 
 def fold_problem(
@@ -224,22 +184,34 @@ class Parts:
         )
 
     def store(self) -> None:
-        """Keys and values that stay in place."""
-        placed, tables = [], []
+        """Keys and values that stay in place; of pages, as many operands as a block has."""
+        placed, tables, blocking = [], [], self.blocking
         for x in map(as_stored, (self.problem.key, self.problem.value)):
+            arrays, axes = [], []
             if x.table is None:
-                arrays, axes = [self.blocking.columns_of(a) for a in x.arrays], (BATCH, COL)
+                arrays = [blocking.columns_of(a) for a in x.arrays]
+                axes = [(BATCH, COL)] * len(arrays)
             else:
-                arrays, axes = list(x.arrays), (len(tables),)
-                tables.append(x.table)
-                self.pages += (len(arrays[0]),)
-            placed.append((arrays, [axes] * len(arrays)))
+                for table in blocking.tables_of(x.table):
+                    arrays += x.arrays
+                    axes += [(len(tables),)] * len(x.arrays)
+                    tables.append(table)
+                    self.pages += (len(x.arrays[0]),)
+            placed.append((arrays, axes))
         (keys, key_axes), (self.values, self.value_axes) = placed
         start = 1 + len(keys)
         self.lookups = tuple(range(start, start + len(tables)))
         self.operands += [*keys, *tables]
         self.axes += [*key_axes, *[(BATCH, COL)] * len(tables)]
         self.roles = ("query", *["key"] * len(keys), *["page"] * len(tables))
+
+    def stored(self, x: Any, blocks: Sequence[Array]) -> Array:
+        """The numbers of a block of keys or values that lie in place."""
+        x = as_stored(x)
+        n = len(x.arrays)
+        pages = [x.decode(*blocks[i : i + n]) for i in range(0, len(blocks), n)]
+        block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
+        return block.astype(self.problem.accumulation)
 
     def on(self, blocking: Blocking) -> "Parts":
         """The same where blocks of this blocking are visited."""
@@ -261,8 +233,7 @@ class Parts:
         def fn(*blocks):
             value = blocks[0]
             if self.blocking.in_place:
-                value = as_stored(self.problem.value).decode(*blocks)
-                value = value.astype(self.problem.accumulation)
+                value = self.stored(self.problem.value, blocks)
             if c == FULL:
                 return [value]
             if self.kernel:
@@ -346,7 +317,7 @@ class Parts:
 
         def fn(*blocks):
             q, *k = blocks[: self.keys.stop]
-            k = as_stored(problem.key).decode(*k).astype(acc) if blocking.in_place else k[0]
+            k = self.stored(problem.key, k) if blocking.in_place else k[0]
             first = self.keys.stop + len(self.lookups)
             named = {n: x if n == "seed" else spread(x, blocking)
                      for n, x in zip(self.roles[first:], blocks[first:])}  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 from . import __version__
 from ._attention import attention
 from ._blocking import Blocking, choose_blocking
-from ._blocks import table_of
+from ._live import table_of
 from ._masks import AbstractMask, BlockCausal, Causal, ChunkedCausal, PrefixLM, SlidingWindow
 from ._metadata import AttentionMetadata, Backend, Platform
 from ._problem import as_mask, problem

@@ -16,7 +16,7 @@ from eqattn import (
     Segments,
 )
 from eqattn._blocking import choose_blocking
-from eqattn._blocks import table_of
+from eqattn._live import table_of
 from eqattn._problem import problem
 from eqattn._traverse import EMPTY
 

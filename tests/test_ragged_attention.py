@@ -8,7 +8,7 @@ from conformance import oracle, oracle_masks as om
 
 import eqattn as e
 from eqattn._blocking import choose_blocking
-from eqattn._blocks import table_of
+from eqattn._live import table_of
 from eqattn._problem import problem
 from eqattn._traverse import EMPTY
 

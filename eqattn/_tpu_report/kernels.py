@@ -179,7 +179,8 @@ class Decode:
         found = []
 
         def look(arrays):
-            cut = problem(arrays["query"], *self.caches(arrays), self.metadata)
+            key_, value = self.caches(arrays)
+            cut = problem(arrays["query"], key_, value, self.metadata)
             found.append(choose_blocking(cut, None, None, in_place=True, kernel="pallas"))
 
         jax.eval_shape(look, self.arrays)

@@ -53,8 +53,8 @@ class Wide:
 
     **Arguments:**
 
-    - `program`: of blocks `[keys | 1, rows | 1]`, of keys or values `[keys, groups, n]`, of numbers
-        `[keys, groups]` to multiply these by, and of one query `[n, rows]`.
+    - `program`: of blocks `[keys | 1, rows | 1]`, of keys or values `[keys, groups, n]` or parts of
+        these, of numbers `[keys, groups]` to multiply them by, and of one query `[n, rows]`.
     - `keys`, `groups`, `rows`: the sizes.
     """
 
@@ -87,7 +87,7 @@ class Wide:
             else:
                 role = "" if program.reads[len(self.roles)] else "plain"
             self.roles.append(role)
-        known = _MOVED | _ELEMENTWISE | {grouped_dot_p}
+        known = _MOVED | _ELEMENTWISE | {grouped_dot_p, lax.concatenate_p}
         plain = {v for v, r in zip(program.jaxpr.invars, self.roles) if r == "plain"}
         plain |= set(program.jaxpr.constvars)
         self.possible = "" not in self.roles and keys > 1
@@ -110,7 +110,7 @@ class Wide:
         if role == "column":
             x = jnp.repeat(x.reshape(*lead, 1, keys), groups, -1)
         elif role == "column of each group":
-            x = x.reshape(*lead, 1, keys * groups)
+            x = x.reshape(*lead, 1, -1)
         elif role == "matrix" and groups == 1:  # such an axis may lie anywhere
             x = jnp.squeeze(x, -2)
         elif role == "row":
@@ -155,6 +155,11 @@ class _Evaluation:
             return s if k.scale is None else s * k.scale
         if eqn.primitive in _MOVED:
             return self.value(eqn.invars[0])
+        if eqn.primitive is lax.concatenate_p:
+            parts = [self.value(x) for x in eqn.invars]
+            scales = [x.scale for x in parts if x.scale is not None]
+            rows = jnp.concatenate([x.rows for x in parts])
+            return Matrix(rows, jnp.concatenate(scales, 1) if scales else None)
         if eqn.primitive is lax.select_n_p and v.aval.ndim == 3:
             test = self.wide.program.maker(eqn.invars[0])
             assert test is not None and test.primitive is lax.is_finite_p, eqn
