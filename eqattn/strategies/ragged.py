@@ -32,6 +32,8 @@ class Ragged(AbstractExact):
     - `metadata`: as for `Blockwise`. Keys are padded, which copies them, unless `blocksize_k`
         divides their number; None chooses a size that does, if one from 64 to 256 does.
     - `precision`, `fused_backward`: as for `Blockwise`.
+
+    On a TPU the forward pass is a kernel, the gradients run as XLA.
     """
 
     metadata: AttentionMetadata
