@@ -178,7 +178,7 @@ def test_reorder(name):
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("rows", [[0, 2, 3], [-1, 0, 1]])
-def test_rows_that_are_not_there_raise(name, rows):
+def test_rows_that_are_not_there_raise(name, rows, unchecked):
     """Else the nearest row would be taken, and two rows of a paged cache write to one page."""
     cache = MAKE[name](jnp.float32)
     with pytest.raises(Exception, match="rows must be between 0 and 2"):

@@ -154,22 +154,38 @@ class Run:
             x = self.value(eqn.invars[0], True)
             return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))
         if eqn.primitive is lax.select_n_p:
-            return lax.select_n(*[self.value(x) for x in self._cases(eqn)])
+            return self._selected(eqn)
         ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
         if not eqn.primitive.multiple_results:
             return ys
         self.done.update(zip([(w, False) for w in eqn.outvars], ys))
         return self.done[v, False]
 
-    def _cases(self, eqn: Any) -> list:
-        """A selection's operands, past selections by the same predicate."""
+    def _selected(self, eqn: Any, factor: float | None = None) -> Any:
+        """A selection (times a factor), whose cases skip selections by the same predicate."""
         which, *cases = eqn.invars
-        for i, v in enumerate(cases):
-            inner = self.program.maker(v)
-            if inner is not None and inner.primitive is lax.select_n_p:
-                if inner.invars[0] is which:
-                    cases[i] = inner.invars[1 + i]
-        return [which, *cases]
+        xs = [self._given(x, which, i, factor) for i, x in enumerate(cases)]
+        return lax.select_n(self.value(which), *xs)
+
+    def _given(self, v: Any, which: Any, case: int, factor: float | None) -> Any:
+        """A value where it is known what the predicate selects."""
+        eqn = self.program.maker(v)
+        if not self._tests(v, which):
+            return self.value(v) if factor is None else self.times(v, factor)
+        if eqn.primitive is lax.select_n_p:
+            return self._given(eqn.invars[1 + case], which, case, factor)
+        small = min(eqn.invars, key=self._size)
+        x, y = (self._given(x, which, case, factor if x is small else None) for x in eqn.invars)
+        return x * y
+
+    def _tests(self, v: Any, which: Any) -> bool:
+        """Whether a value is a selection by the predicate, or a product with one."""
+        eqn = self.program.maker(v)
+        if eqn is None or eqn.primitive not in (lax.select_n_p, lax.mul_p):
+            return False
+        if eqn.primitive is lax.select_n_p:
+            return eqn.invars[0] is which
+        return any(self._tests(x, which) for x in eqn.invars)
 
     def narrow(self, v: Any, flip: bool, dtype: Any) -> Any:
         """A value in the dtype that a product reads, without widening it first."""
@@ -195,13 +211,12 @@ class Run:
         if isinstance(v, Literal):
             return v.val * factor
         if eqn is not None and eqn.primitive is lax.select_n_p:
-            which, *cases = self._cases(eqn)
-            return lax.select_n(self.value(which), *[self.times(x, factor) for x in cases])
+            return self._selected(eqn, factor)
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
             x = self.times(eqn.invars[0], factor)
             return lax.broadcast_in_dim_p.bind(x, **eqn.params)
         if eqn is not None and eqn.primitive is lax.mul_p:
-            small = min(eqn.invars, key=lambda x: self._size(x))
+            small = min(eqn.invars, key=self._size)
             x, y = [self.times(x, factor) if x is small else self.value(x) for x in eqn.invars]
             return x * y
         return self.value(v) * factor
