@@ -68,8 +68,9 @@ class Layout:
 
     @property
     def listed(self) -> int:
-        """How many entries a table has, or would have without batch axes."""
-        return math.prod(self.shape(self.table_axes or (ROW, COL)))
+        """How many entries a table (of one hop) has, or would have without batch axes."""
+        axes = self.table_axes if self.ring is None else self.ring.table_axes
+        return math.prod(self.size(a) for a in axes or (ROW, COL))
 
     @property
     def sides(self) -> tuple[int, int]:

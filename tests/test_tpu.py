@@ -239,6 +239,14 @@ def test_lists_that_scalar_memory_cannot_hold():
     assert kernels(ft.partial(call, strategy=automatic), q, k, v) == 0
 
 
+def test_the_list_of_a_ring_is_that_of_one_hop():
+    q, k, v = (jnp.zeros((1, 1024, 1, 8)) for _ in range(3))
+    mesh = jax.make_mesh((4,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    ring = Ring(metadata(platform="tpu", blocksize_q=1, blocksize_k=1))
+    with jax.set_mesh(mesh):
+        assert kernels(ft.partial(call, strategy=ring), q, k, v) >= 2
+
+
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 def test_garbage_stays_where_it_is_masked(garbage):
     q, k, v = arrays()
