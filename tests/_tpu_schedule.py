@@ -244,7 +244,7 @@ def table() -> None:
         ("v5e:4x4", "Zigzag", 4096, None),
         ("v5e:16x16", "Zigzag", 4096, None),
         ("v5e:4x4", "Zigzag", 65_536, None),
-        ("v5p:2x2x4", "Zigzag", 65_536, None),
+        ("v5p:2x2x4", "Zigzag", 4096, None),
     ]
     for topology, layout, tokens, window in cases:
         got = report(Case(topology, layout, tokens, window))
