@@ -24,7 +24,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_as_one_device(processes, tmp_path):
     flags = f"--xla_force_host_platform_device_count={4 // processes}"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
