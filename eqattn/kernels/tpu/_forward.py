@@ -74,9 +74,7 @@ def visit_fold(
     kw, early = dict(steps[full].products), looks_ahead_first()
     shapes = [(width, rows), (1, rows), (1, rows)]
     out_blocks = shapes if into is not None else [(rows, width), *shapes[1:]]
-    start = [
-        Operand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
-    ]
+    start = [Operand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None]
     weighted = len(logits[full].outs) == 2
 
     def kernel(work_ref, *refs):
