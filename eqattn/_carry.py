@@ -14,6 +14,19 @@ def gauge(maximum: Array) -> Array:
     return jnp.maximum(lax.stop_gradient(maximum), jnp.finfo(maximum.dtype).min)
 
 
+def online_softmax(logits: Array, before: Array) -> tuple[Array, Array, Array]:
+    """A step of the online softmax over the last axis of logits `[rows, keys]`.
+
+    **Arguments:** the logits, and the maximum `[rows, 1]` of those before.
+
+    **Returns:** the new maximum, the exponentials relative to it, and the factor that brings what
+    was relative to the maximum before to the new one.
+    """
+    now = jnp.maximum(before, logits.max(-1, keepdims=True))
+    origin = gauge(now)
+    return now, jnp.exp(logits - origin), jnp.exp(before - origin)
+
+
 def accumulation(*dtypes) -> jnp.dtype:
     """What sums are kept in: float64 if any of the dtypes is, else float32."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)

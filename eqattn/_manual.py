@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
 from ._compat import automatic, varying_axes
+from ._partition import names_of
 from ._traverse import COL, ROW
 
 
@@ -112,6 +113,12 @@ class Manual:
         return run
 
 
+def mesh_here(given: Any) -> Any:
+    """The mesh of the context, else the given one with all its axes automatic; None without."""
+    context = jax.sharding.get_abstract_mesh()
+    return context if not context.empty else given and automatic(given)
+
+
 def token_axis(axes: tuple[int, ...]) -> int:
     """The grid axis whose tokens a device holds."""
     return ROW if ROW in axes else COL
@@ -144,14 +151,9 @@ def with_kernel(
     **Returns:** the axes of `place` and those of `partition` that divide the sizes and are
     automatic here; None if there are none.
     """
-    context = jax.sharding.get_abstract_mesh()
-    if place is not None:
-        mesh = place.mesh
-    elif not context.empty:
-        mesh = context
+    mesh = mesh_here(mesh) if place is None else place.mesh
     if mesh is None or mesh.empty:
         return place
-    mesh = mesh if place is not None or not context.empty else automatic(mesh)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     free = [n for n, kind in kinds.items() if kind == AxisType.Auto]
     free = [n for n in free if place is None or n not in place.names]
@@ -159,7 +161,7 @@ def with_kernel(
     *shards, idle = partition
     for names, size in zip(shards, sizes):
         kept = []
-        for name in (names,) if isinstance(names, str) else names or ():
+        for name in names_of(names):
             if name in free and size % mesh.shape[name] == 0:
                 size //= mesh.shape[name]
                 kept.append(name)

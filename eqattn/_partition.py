@@ -64,6 +64,11 @@ def _axis(value: Any) -> AxisType:
     return tuple(value) if len(value) > 1 else (value[0] if value else None)
 
 
+def names_of(axis: AxisType) -> tuple[str, ...]:
+    """The mesh axes of an entry of a specification."""
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+
+
 def _field(default: Any) -> Any:
     return eqx.field(static=True, converter=_axis, default=default)
 
@@ -200,7 +205,7 @@ class PartitionManager(eqx.Module):
         """
         mode = RuntimeMode(mode)
         entries = [self._entry(axis, mode) for axis in axes]
-        used = [n for e in entries for n in ((e,) if isinstance(e, str) else e or ())]
+        used = [n for e in entries for n in names_of(e)]
         twice = sorted({n for n in used if used.count(n) > 1})
         if twice:
             raise ValueError(
@@ -214,7 +219,7 @@ class PartitionManager(eqx.Module):
             return None
         if not isinstance(axis, str):
             entries = [self._entry(a, mode) for a in axis]
-            return _axis([n for e in entries for n in ((e,) if isinstance(e, str) else e or ())])
+            return _axis([n for e in entries for n in names_of(e)])
         field = _LOGICAL.get(axis.strip("_").lower())
         if field is None:
             raise ValueError(f"Unknown logical axis {axis!r}; the names are {list(_LOGICAL)}.")
@@ -259,7 +264,7 @@ def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpe
             kept.append(entry)
             continue
         names, product = [], 1
-        for name in (entry,) if isinstance(entry, str) else entry:
+        for name in names_of(entry):
             count = mesh.shape.get(name)
             if count is not None and size % (product * count) == 0:
                 names.append(name)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ._carry import gauge
+from ._carry import online_softmax
 from ._ragged_attention import check_mask_value, DEFAULT_MASK_VALUE
 
 
@@ -47,6 +47,8 @@ def ragged_flash_attention_kernel(
     """
     from jax.experimental import pallas as pl
 
+    from .kernels.tpu._product import product_of
+
     check_mask_value(mask_value)
     if k_ref.shape[0] != block_size:
         raise ValueError(f"k_ref {k_ref.shape} does not hold block_size={block_size} keys.")
@@ -67,19 +69,11 @@ def ragged_flash_attention_kernel(
         q, k = q_ref[...], k_ref[...]
         precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
-        def product(a: Array, b: Array, axis: int) -> Array:
-            dims = (((1,), (axis,)), ((), ()))
-            return lax.dot_general(
-                a, b, dims, precision=precision, preferred_element_type=jnp.float32
-            )
-
-        s = product(q, k, 1)
+        s = product_of(q, k, (1, 1), precision)
         s = jnp.where(seen(s.shape, 1), s, -jnp.inf)
-        was = m_ref[...][:, :1]
-        now = jnp.maximum(was, s.max(1, keepdims=True))
-        p, scale = jnp.exp(s - gauge(now)), jnp.exp(was - gauge(now))
+        now, p, scale = online_softmax(s, m_ref[...][:, :1])
         v = v_ref[...].astype(jnp.float32)
         v = jnp.where(seen(v.shape, 0), v, 0).astype(v_ref.dtype)
-        o_ref[...] = o_ref[...] * scale + product(p.astype(v.dtype), v, 0)
+        o_ref[...] = o_ref[...] * scale + product_of(p.astype(v.dtype), v, (1, 0), precision)
         l_ref[...] = l_ref[...] * scale + p.sum(1, keepdims=True)
         m_ref[...] = jnp.broadcast_to(now, m_ref.shape)

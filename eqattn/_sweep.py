@@ -91,37 +91,45 @@ def _is_jaxpr(x: Any) -> bool:
     return hasattr(x, "eqns")
 
 
-def code_for(ctx, layout: Layout, tag: Tag | None, visits: Sequence) -> dict[str, Any]:
-    """How to run a visit of the grid: as loops of ordinary JAX, or as a kernel."""
-    platforms = tuple(ctx.module_context.platforms)
-    hot = tag is not None and tag.stage in (("fold",) if layout.ragged else ("fold", "backward"))
-    kernel, reason = layout.kernel if hot else "", ""
+def no_kernel(ctx, layout: Layout, visits: Sequence) -> str:
+    """Why no kernel for TPUs can run a visit of the grid; empty if one can."""
     if partitioned_automatically(ctx):
-        reason = (
+        return (
             "the compiler cannot split it over the devices of a mesh; call under jax.set_mesh with "
             "a mesh all of whose axes shard batch or heads, as metadata.partition_axis says and as "
             "divides them, or a ring; or call in jax.shard_map"
         )
-    elif layout.listed > 2**17 or max(layout.sides) >= 2**14:
-        reason = f"its list of {layout.listed} pairs of blocks is too long; give larger block sizes"
-    elif name := next(filter(None, (too_general(j.jaxpr) for _, j in visits)), ""):
-        reason = f"its mask or score has a {name}, which the compiler of kernels does not know"
-    if kernel == "pallas" and platforms == ("tpu",) and reason:
-        raise ValueError(
-            f"platform='pallas': there is no kernel for this call ({reason}), or use "
-            "platform='auto' or 'xla'."
-        )
+    if layout.listed > 2**17 or max(layout.sides) >= 2**14:
+        return f"its list of {layout.listed} pairs of blocks is too long; give larger block sizes"
+    name = next(filter(None, (too_general(j.jaxpr) for _, j in visits)), "")
+    return name and f"its mask or score has a {name}, which the compiler of kernels does not know"
+
+
+def code_for(ctx, layout: Layout, tag: Tag | None, visits: Sequence) -> dict[str, Any]:
+    """How to run a visit of the grid: as loops of ordinary JAX, or as a kernel."""
+    platforms = tuple(ctx.module_context.platforms)
+    hot = tag is not None and tag.stage in (("fold",) if layout.ragged else ("fold", "backward"))
+    kernel = layout.kernel if hot else ""
     if kernel == "pallas" and "tpu" not in platforms:
         raise ValueError(
             f"platform='pallas' on a TPU cannot run on {platforms}: use platform='interpret' "
             "there, or 'auto'."
         )
-    if kernel == "interpret" or (kernel and platforms == ("tpu",) and not reason):
-        from .kernels import tpu
+    chosen = kernel == "interpret"
+    if kernel and not chosen and platforms == ("tpu",):
+        reason = no_kernel(ctx, layout, visits)
+        if reason and kernel == "pallas":
+            raise ValueError(
+                f"platform='pallas': there is no kernel for this call ({reason}), or use "
+                "platform='auto' or 'xla'."
+            )
+        chosen = not reason
+    if not chosen:
+        return loops(not loops_over_batch(ctx, layout))
+    from .kernels import tpu
 
-        run = ft.partial(tpu.traverse, interpret=kernel == "interpret")
-        return dict(vectorise=False, traverse=run)
-    return loops(not loops_over_batch(ctx, layout))
+    run = ft.partial(tpu.traverse, interpret=kernel == "interpret")
+    return dict(vectorise=False, traverse=run)
 
 
 def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:

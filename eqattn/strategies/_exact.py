@@ -17,6 +17,7 @@ from .._compat import explicit_axes, sharding_of, typed_by_mesh
 from .._manual import Manual, with_kernel
 from .._masks import Causal
 from .._output import AttentionOutput
+from .._partition import names_of
 from .._platform import Platform
 from .._problem import as_mask, Problem, problem
 from .._scores import ScoreFn
@@ -195,7 +196,7 @@ def _known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
     batch, *rest, _, heads, _ = (None, *sharding_of(q))[-max(4, q.ndim) :]
     arrays = [x for x in jax.tree.leaves((q, *others)) if eqx.is_array(x)]
     entries = [e for x in arrays for e in sharding_of(x)]
-    used = {n for e in entries for n in ((e,) if isinstance(e, str) else e or ())}
+    used = {n for e in entries for n in names_of(e)}
     idle = tuple(n for n in explicit_axes(q) if n not in used)
     return None if any(rest) else batch, heads, idle
 

@@ -16,8 +16,9 @@ from .._blocking import choose_blocking
 from .._blocks import fold_problem
 from .._cached import cached
 from .._carry import Carry
-from .._compat import automatic, varying_axes
-from .._manual import Manual
+from .._compat import varying_axes
+from .._manual import Manual, mesh_here
+from .._partition import names_of
 from .._problem import Problem
 from .._ring import Rotation
 from .._ring_layout import AbstractRingLayout
@@ -194,7 +195,7 @@ class AbstractSharded(AbstractExact):
         starts = []
         for names, size in ((where.batch_axis, query.shape[0]), (where.head_axis, query.shape[2])):
             index = jnp.uint32(0)
-            for name in (names,) if isinstance(names, str) else names or ():
+            for name in names_of(names):
                 if name in manual:
                     index = index * mesh.shape[name] + lax.axis_index(name).astype(jnp.uint32)
             starts.append(index * size)
@@ -207,9 +208,7 @@ class AbstractSharded(AbstractExact):
     def _place(self) -> _Place | None:
         """None where one device holds the whole sequence."""
         axis, head_axis, needed, layout = self._axes()
-        context = jax.sharding.get_abstract_mesh()
-        mesh = self.metadata.mesh if self.mesh is None else self.mesh
-        mesh = (mesh and automatic(mesh)) if context.empty else context
+        mesh = mesh_here(self.metadata.mesh if self.mesh is None else self.mesh)
         named = [a for a in (axis, head_axis) if a is not None]
         if mesh is None:
             if not needed:
@@ -243,8 +242,7 @@ class AbstractSharded(AbstractExact):
 
     def _head_shards(self, mesh: Any, axes: list[str]) -> int:
         """How many shards of the heads the other automatic axes make."""
-        names = self.metadata.partition_axis.head_axis
-        names = (names,) if isinstance(names, str) else names or ()
+        names = names_of(self.metadata.partition_axis.head_axis)
         automatic = [a for a, kind in zip(mesh.axis_names, mesh.axis_types)
                      if kind != AxisType.Manual and a not in axes]  # fmt: skip
         return math.prod(mesh.shape[a] for a in names if a in automatic)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..._carry import gauge
+from ..._carry import online_softmax
 from ..._compat import abstract
 from ..._traverse import Layout
 from ._inline import Program
@@ -93,10 +93,7 @@ def visit_few_rows(
             s = jnp.broadcast_to(s, (rows, keys * groups))
             for ref in mine.values():
                 s = jnp.where(ref[...] > 0, s, -jnp.inf)
-            was = top[...]
-            now = jnp.maximum(was, s.max(1, keepdims=True))
-            origin = gauge(now)
-            p, scale = jnp.exp(s - origin), jnp.exp(was - origin)
+            now, p, scale = online_softmax(s, top[...])
             v = values.evaluate(fetch).value(values.program.outs[0])
             dtype = jnp.float32 if narrow is None else narrow
 
