@@ -179,8 +179,7 @@ def choose_blocking(
     side, deep = 0, 0
     if kernel:  # the largest blocks of logits whose kernels fit
         narrow, dim = problem.query.dtype == jnp.bfloat16, problem.query.shape[-1]
-        side = 1024 if narrow and dim <= 128 else 512
-        deep = 1024 if narrow and dim <= 256 else 512
+        side = deep = 1024 if narrow and dim <= 256 else 512
     if block_q is None:
         block_q = max(1 if in_place else 8, (side or 256) // group)
     pages = {x.page_size for x in (problem.key, problem.value) if isinstance(x, Pages)}

@@ -186,9 +186,9 @@ class FoldStep:
     def spread(self, row: Array) -> Array:
         return row[:, None] if self.grouped else row[None]
 
-    def complete(self, num: Array, den: Array, top: Array) -> list:
+    def complete(self, num: Array, den: Array, top: Array, axis: int = -1) -> list:
         """A numerator that is not finite, met where no pair is masked, makes its row NaN."""
-        return [num, jnp.where(jnp.isfinite(num).all(-1), den, jnp.nan), top]
+        return [num, jnp.where(jnp.isfinite(num).all(axis), den, jnp.nan), top]
 
     def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
         n, product = len(self.logits.in_avals), ft.partial(dot, **dict(self.products))
@@ -225,8 +225,9 @@ def execute(*args, visits, values, layout, out_axes, products, tag, vectorise, t
 
     def finish(accs):
         num, den, top = accs
-        num = num if first.grouped else jnp.swapaxes(num, -1, -2)
-        return first.complete(num, den, top) if unclean else [num, den, top]
+        if unclean:
+            num, den, top = first.complete(num, den, top, -1 if first.grouped else -2)
+        return [num if first.grouped else jnp.swapaxes(num, -1, -2), den, top]
 
     return travel(steps, layout, args, start, out_axes, finish=finish, traverse=traverse)
 

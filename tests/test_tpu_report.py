@@ -125,8 +125,7 @@ def test_steps_of_a_whole_kernel(tokens, tile, lag):
         ]
         blocks = blocks if axis == 0 else list(zip(*blocks))
         partial = [not b.all() for row in blocks for b in row if b.any()]
-        kinds = partial + partial[-1:] * lag
-        kinds = [kind or kinds[max(i - lag, 0)] for i, kind in enumerate(kinds)]
+        kinds = partial + [False] * lag
         got = whole.count(tokens, tile, kept, lag)
         assert got == whole.Count(kinds.count(False), kinds.count(True), len(blocks))
     assert whole.visible_pairs(tokens) == visible.sum()

@@ -98,7 +98,7 @@ class Steps:
         steps = [(s, r) for s, r in steps if s.products >= _ALIKE * most]
         steps.sort(key=lambda sr: sr[0].cycles)
         self.full, region = steps[0]
-        self.masked = steps[-1][0] if len(steps) > 1 else None
+        self.masked = steps[1][0] if len(steps) > 1 else None
         loop = self.loop_of(region)
         idle = [
             r

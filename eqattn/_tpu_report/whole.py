@@ -33,8 +33,8 @@ def count(tokens: int, tile: tuple[int, int], kept: tuple[int, ...], lag: int) -
     - `tokens`: queries, and keys.
     - `tile`: queries and keys of a block.
     - `kept`: the axes of the grid that the kernel's results have.
-    - `lag`: the kernel works on the pair of this many steps before too, and a step is masked if
-        either pair is; so many more steps follow the last pair.
+    - `lag`: the kernel works on the pair of this many steps before too; so many more steps, which
+        are not masked, follow the last pair.
     """
     queries, keys = tile
     table = block_table(Causal(), tokens, tokens, queries, keys)[0, 0]
@@ -43,7 +43,6 @@ def count(tokens: int, tile: tuple[int, int], kept: tuple[int, ...], lag: int) -
     pairs = int(pairs)
     packed = np.asarray(packed)[: pairs + lag]
     masked = np.asarray(kind_of(packed)) != FULL
-    masked[lag:] |= masked[: len(masked) - lag] if lag else False
     rows = int((packed & FIRST != 0).sum())
     return Count(int((~masked).sum()), int(masked.sum()), rows)
 

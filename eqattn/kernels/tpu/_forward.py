@@ -24,16 +24,27 @@ from ._work import abstract_blocks, FIRST, kind_of, LAST, matrix, Operand, Steps
 
 
 LOG2E = math.log2(math.e)
+WINDOW = 512
 
 
-def looks_ahead_first() -> bool:
-    """Which of two independent products to write first. Measured on the static schedules: with the
-    wide matrix units of generation 6 the order saves a seventh of a full pair, before it costs one.
+def sums_by_product() -> bool:
+    """Whether the sum of the rounded probabilities is one more row of their product with the values.
+    Where the matrix units are 256 wide they have time for it, as the schedules show: a tenth of a
+    step is saved. Elsewhere it would cost a twentieth.
     """
     try:
         return pltpu.get_tpu_info().generation >= 6
     except (ValueError, NotImplementedError):  # no TPU to ask about
         return False
+
+
+def windows(keys: int, rows: int) -> list[tuple[slice, slice]]:
+    """Parts of a block of logits, one after the other: the compiler's scheduler keeps the order in
+    which it is given them, and spills half as many registers.
+    """
+    cut = lambda n, m: [slice(i, i + m) for i in range(0, n, m)]
+    sides = [WINDOW if n % WINDOW == 0 else n for n in (keys, rows)]
+    return [(at, to) for to in cut(rows, sides[1]) for at in cut(keys, sides[0])]
 
 
 def visit_fold(
@@ -71,7 +82,10 @@ def visit_fold(
     values[full].flipped[0] = values[full].flipped[0] or matrix(blocks[n])  # the left of a product
     behind = {i: operand(n + i, values, i) for i in range(len(operands) - n) if used(values, i)}
     width, grouped = steps[full].width, steps[full].grouped
-    kw, early = dict(steps[full].products), looks_ahead_first()
+    kw = dict(steps[full].products)
+    narrow = kw["operand_dtype"]
+    ones = 16 if narrow == jnp.bfloat16 and not grouped and sums_by_product() else 0
+    parts = [(slice(0, keys), slice(0, rows))] if grouped else windows(keys, rows)
     shapes = [(width, rows), (1, rows), (1, rows)]
     out_blocks = shapes if into is not None else [(rows, width), *shapes[1:]]
     start = [Operand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None]
@@ -81,7 +95,7 @@ def visit_fold(
         refs = list(refs[len(layout.lookups) :])
         take = lambda keys: {i: refs.pop(0) for i in keys}
         ins, vals, olds, outs = (take(k) for k in (ahead, behind, range(len(start)), range(3)))
-        num, den, top, s_ref, most, *w_ref = refs
+        num, den, top, s_ref, most, dirty, *w_ref = refs
         ids = [pl.program_id(i) for i in range(len(order))]
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
         running = ids[-1] > 0
@@ -103,14 +117,13 @@ def visit_fold(
         lie_ahead = [i in ahead and ahead[i].flipped for i in range(n)]
         lie_behind = [i in behind and behind[i].flipped for i in range(len(fetch))]
 
-        partial = (kind_of(pair) != full) | (kind_of(before) != full)
-
         def poison(c):
             """Makes the logits NaN where a value that is not finite is seen."""
             raw = Run(values[full], fetch, lie_behind).value(values[full].outs[0], True)
 
-            @pl.when(jnp.isnan(jnp.sum(raw.astype(jnp.float32) * 0)))
+            @pl.when(jnp.isnan(jnp.sum((raw.astype(jnp.float32) * 0).sum(0))))
             def _():
+                dirty[0] = 1
                 s = s_ref[...]
                 bad = Run(values[c], fetch, lie_behind).value(values[c].outs[1])
                 if bad.ndim == 1:
@@ -119,45 +132,57 @@ def visit_fold(
                     bad = spread_groups(bad, rows)
                 s_ref[...] = jnp.where(s == -jnp.inf, s, s + bad)
 
-        def look_ahead(c):
-            run = Run(logits[c], load, lie_ahead)
-            s = run.times(logits[c].outs[0], LOG2E)
-            s_ref[...] = s
-            most[...] = s.max(0, keepdims=True)
-            for ref, v in zip(w_ref, logits[c].outs[1:]):
-                ref[...] = run.value(v)
-
-        def both(c):
-            run = Run(values[c], fetch, lie_behind)
-            value = values[c].outs[0]
+        def visit(c, weighed):
+            """Logits of the pair, of class `c`; what the logits of the one before it add."""
+            ahead, behind = Run(logits[c], load, lie_ahead), Run(values[weighed], fetch, lie_behind)
+            value = behind.narrow(values[weighed].outs[0], not grouped, narrow)
             was = top[...]
             now = jnp.maximum(was, most[...])
             origin = gauge(now)
-            p = jnp.exp2(s_ref[...] - origin)
             scale = jnp.exp2(was - origin)
-            q = p * w_ref[0][...] if weighted else p
-            if early and c == full:
-                look_ahead(c)
-            narrow = kw["operand_dtype"]
-            q = q if narrow is None else q.astype(narrow)
-            if grouped:
-                product = weighted_groups(run.narrow(value, False, narrow), q, kw["precision"])
-            else:
-                product = product_of(run.narrow(value, True, narrow), q, (1, 0), kw["precision"])
-            if not (early and c == full):
-                look_ahead(c)
-            num[...] = num[...] * scale + product
-            den[...] = den[...] * scale + p.sum(0, keepdims=True)
+            for at, to in parts:
+                run = ahead.at((at, to))
+                s = run.times(logits[c].outs[0], LOG2E)
+                weights = [run.block(v) for v in logits[c].outs[1:]]
+                p = jnp.exp2(s_ref[at, to] - origin[:, to])
+                q = p * w_ref[0][at, to] if weighted else p
+                q = q if narrow is None else q.astype(narrow)
+                first = at.start == 0
+                s_ref[at, to] = s
+                highest = s.max(0, keepdims=True)
+                most[:, to] = highest if first else jnp.maximum(most[:, to], highest)
+                for ref, w in zip(w_ref, weights):
+                    ref[at, to] = w
+                for ref, term in terms(value, at, p, q):
+                    old = ref[:, to]
+                    ref[:, to] = (old * scale[:, to] if first else old) + term
             top[...] = now
 
+        def terms(value, at, p, q):
+            if grouped:
+                yield num, weighted_groups(value, q, kw["precision"])
+            elif ones:
+                left = jnp.concatenate([value[:, at], jnp.ones((ones, at.stop - at.start), narrow)])
+                both = product_of(left, q, (1, 0), kw["precision"])
+                yield num, both[:width]
+                yield den, both[width : width + 1]
+            else:
+                yield num, product_of(value[:, at], q, (1, 0), kw["precision"])
+            if not ones:
+                yield den, p.sum(0, keepdims=True)
+
         some = min(steps)
+        clean, whole = True, kind_of(pair) == full
         if len(values[some].outs) > 1:
-            pl.when(partial)(lambda: poison(some))
+            dirty[0] = 0
+            pl.when(kind_of(before) != full)(lambda: poison(some))
+            clean = dirty[0] == 0
+            pl.when(~clean)(lambda: visit(some, some))
         if len(steps) == 1:
-            both(full)
+            visit(full, full)
         else:
-            pl.when(partial)(lambda: both(some))
-            pl.when(~partial)(lambda: both(full))
+            pl.when(clean & whole)(lambda: visit(full, full))
+            pl.when(clean & ~whole)(lambda: visit(some, full))
 
         @pl.when(running & ((before & LAST) != 0))
         def _():
@@ -169,6 +194,7 @@ def visit_fold(
 
     scratch = [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
     scratch += [pltpu.VMEM((keys, rows), jnp.float32), pltpu.VMEM((1, rows), jnp.float32)]
+    scratch += [pltpu.SMEM((1,), jnp.int32)]
     scratch += [pltpu.VMEM((keys, rows), jnp.float32)] * weighted
     given = [*ahead.values(), *behind.values(), *start]
     lags = [0] * len(ahead) + [1] * (len(behind) + len(start))
@@ -190,6 +216,7 @@ def visit_fold(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(order) - 1) + ("arbitrary",),
             vmem_limit_bytes=VMEM,
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name="eqattn_fold",

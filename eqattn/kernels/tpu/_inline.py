@@ -4,6 +4,7 @@ A block may lie transposed in memory. A product then reads it so, and what is do
 element is done so: nothing large is transposed in the kernel unless there is no other way.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,35 @@ _ELEMENTWISE = {
     lax.add_p,
     lax.sub_p,
     lax.neg_p,
+}
+# Of which a part of the result needs that part of the arguments only.
+_POINTWISE = _ELEMENTWISE | {
+    lax.abs_p,
+    lax.and_p,
+    lax.clamp_p,
+    lax.div_p,
+    lax.eq_p,
+    lax.exp2_p,
+    lax.exp_p,
+    lax.ge_p,
+    lax.gt_p,
+    lax.integer_pow_p,
+    lax.le_p,
+    lax.log_p,
+    lax.logistic_p,
+    lax.lt_p,
+    lax.max_p,
+    lax.min_p,
+    lax.ne_p,
+    lax.not_p,
+    lax.or_p,
+    lax.rem_p,
+    lax.shift_left_p,
+    lax.shift_right_arithmetic_p,
+    lax.shift_right_logical_p,
+    lax.sign_p,
+    lax.tanh_p,
+    lax.xor_p,
 }
 
 
@@ -99,6 +129,8 @@ class Run:
 
     - `load`: for each argument, a function that reads it.
     - `flipped`: whether what it returns is transposed.
+
+    `at` gives the same evaluation of a `window` of the blocks of logits, slices of keys and rows.
     """
 
     def __init__(self, program: Program, load: Sequence, flipped: Sequence[bool]):
@@ -107,6 +139,46 @@ class Run:
         self.load = {v: (f, t) for v, f, t in zip(invars, load, flipped)}
         consts = zip(program.jaxpr.constvars, program.consts)
         self.done: dict = {(v, False): c for v, c in consts}
+        self.window: tuple[slice, slice] | None = None
+        self.parts: dict = {}
+
+    def at(self, window: tuple[slice, slice] | None) -> "Run":
+        run = copy.copy(self)  # what it reads whole, it reads once
+        run.window, run.parts = window, {}
+        return run
+
+    def block(self, v: Any) -> Any:
+        """What of a block of logits, or of one that makes it, is in the window."""
+        if self.window is None or isinstance(v, Literal) or v.aval.ndim == 0:
+            return self.value(v)
+        if v not in self.parts:
+            self.parts[v] = self._block(v, self.window)
+        return self.parts[v]
+
+    def _block(self, v, window):
+        eqn = self.program.maker(v)
+        if eqn is not None and eqn.primitive is dot_p:
+            return self._dot(*eqn.invars, window, **eqn.params)
+        if eqn is not None and eqn.primitive is lax.select_n_p:
+            return self._selected(eqn)
+        if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
+            if eqn.invars[0].aval.ndim == 0:
+                return self._repeated(self.value(eqn.invars[0]), v.aval.shape)
+        if eqn is not None and eqn.primitive in _POINTWISE:
+            return eqn.primitive.bind(*map(self.block, eqn.invars), **eqn.params | _plain(eqn))
+        return self._cut(self.value(v))
+
+    def _cut(self, x: Any) -> Any:
+        """The window of an array, one of whose sides may be 1."""
+        assert self.window is not None
+        if x.dtype == jnp.bool_:
+            return self._cut(x.astype(jnp.int32)) != 0
+        return x[tuple(slice(None) if n == 1 else w for n, w in zip(x.shape, self.window))]
+
+    def _repeated(self, x: Any, shape: tuple[int, ...]) -> Any:
+        assert self.window is not None
+        sides = [min(n, w.stop - w.start) for n, w in zip(shape, self.window)]
+        return lax.broadcast(x, sides)
 
     def lies_flipped(self, v: Any) -> bool:
         v = v if isinstance(v, Literal) else self.program.root(v)
@@ -116,7 +188,7 @@ class Run:
         if isinstance(v, Literal):
             return v.val
         if (v, flip) not in self.done:
-            self.done[v, flip] = self._value(v, flip)
+            self.done[v, flip] = self.at(None)._value(v, flip)
         return self.done[v, flip]
 
     def _value(self, v, flip):
@@ -165,13 +237,13 @@ class Run:
         """A selection (times a factor), whose cases skip selections by the same predicate."""
         which, *cases = eqn.invars
         xs = [self._given(x, which, i, factor) for i, x in enumerate(cases)]
-        return lax.select_n(self.value(which), *xs)
+        return lax.select_n(self.block(which), *xs)
 
     def _given(self, v: Any, which: Any, case: int, factor: float | None) -> Any:
         """A value where it is known what the predicate selects."""
         eqn = self.program.maker(v)
         if not self._tests(v, which):
-            return self.value(v) if factor is None else self.times(v, factor)
+            return self.block(v) if factor is None else self.times(v, factor)
         if eqn.primitive is lax.select_n_p:
             return self._given(eqn.invars[1 + case], which, case, factor)
         small = min(eqn.invars, key=self._size)
@@ -196,13 +268,14 @@ class Run:
         x = self.value(v, flip)
         return x if dtype is None else x.astype(dtype)
 
-    def _dot(self, a, b, *, contract, lead, precision, operand_dtype):
+    def _dot(self, a, b, window=(None, None), *, contract, lead, precision, operand_dtype):
         assert lead == 0
         operands, dims = [], []
-        for v, c in zip((a, b), contract):
+        for v, c, part in zip((a, b), contract, window):
             flip = self.lies_flipped(v)
-            operands.append(self.narrow(v, flip, operand_dtype))
             dims.append(1 - c if flip else c)
+            x = self.narrow(v, flip, operand_dtype)
+            operands.append(x if part is None else x[:, part] if dims[-1] == 0 else x[part])
         return product_of(operands[0], operands[1], (dims[0], dims[1]), precision)
 
     def times(self, v: Any, factor: float) -> Any:
@@ -213,13 +286,17 @@ class Run:
         if eqn is not None and eqn.primitive is lax.select_n_p:
             return self._selected(eqn, factor)
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
-            x = self.times(eqn.invars[0], factor)
-            return lax.broadcast_in_dim_p.bind(x, **eqn.params)
+            x = self.at(None).times(eqn.invars[0], factor)
+            if self.window is None:
+                return eqn.primitive.bind(x, **eqn.params)
+            if x.ndim == 0:
+                return self._repeated(x, v.aval.shape)
+            return self._cut(eqn.primitive.bind(x, **eqn.params))
         if eqn is not None and eqn.primitive is lax.mul_p:
             small = min(eqn.invars, key=self._size)
-            x, y = [self.times(x, factor) if x is small else self.value(x) for x in eqn.invars]
+            x, y = [self.times(x, factor) if x is small else self.block(x) for x in eqn.invars]
             return x * y
-        return self.value(v) * factor
+        return self.block(v) * factor
 
     def _size(self, v: Any) -> int:
         """Of what a value was before it was repeated."""

@@ -20,8 +20,8 @@ SIDE = 2**14
 
 def work_list(table: Any, layout: Layout, kept: tuple[int, ...], every: int) -> Any:
     """The pairs to visit, packed, `[*, pairs]`, and how many there are: the live ones, and one for
-    each kept row or column without any. Without a table, all of class `every`. One more, without
-    flags, follows them. Of a `ragged` layout there is one list: its rows are those of all the batch
+    each kept row or column without any. Without a table, all of class `every`. One more of that class,
+    without flags, follows them. Of a `ragged` layout there is one list: its rows are those of all the batch
     elements that the table tells apart.
     """
     rows, columns = layout.grid[ROW:]
@@ -60,7 +60,8 @@ def work_list(table: Any, layout: Layout, kept: tuple[int, ...], every: int) -> 
     packed = row << 18 | column << 4 | word(kind) << 2 | word(first) * FIRST | word(last) * LAST
     length = int(count.max()) if xp is np else count.max().astype(jnp.int32)
     packed = packed[..., :length] if xp is np else packed
-    packed = xp.concatenate([packed, packed[..., -1:] & ~np.uint32(FIRST | LAST)], -1)
+    drained = packed[..., -1:] >> 4 << 4 | np.uint32(every << 2)
+    packed = xp.concatenate([packed, drained], -1)
     return lax.bitcast_convert_type(jnp.asarray(packed), jnp.int32), length
 
 
