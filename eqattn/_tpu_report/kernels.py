@@ -206,6 +206,7 @@ KERNELS = (
     _forward("forward, 2048 queries", block_q=2048),
     _forward("forward, D=64", dim=64),
     _forward("forward, D=256", dim=256),
+    _backward("backward", (0, 1, 2), 5),
     _backward("backward, queries", (0,), 3),
     _backward("backward, keys and values", (1, 2), 4),
     _decode("decode"),

@@ -8,7 +8,7 @@ from ..._fold import FoldStep
 from ..._traverse import Layout
 from ._decode import few_rows, visit_few_rows
 from ._forward import visit_fold
-from ._visit import visit_sum
+from ._visit import together, visit_sum
 
 
 def traverse(
@@ -23,7 +23,7 @@ def traverse(
     interpret: Any = False,
 ) -> list[Any]:
     """`eqattn._traverse.traverse` as kernels: one for a fold, one for all the outputs of a sweep
-    that keep the same axes.
+    that keep the same axes, or two such sets where one of them can stay in vector memory.
     """
     if interpret and varying_axes(*args):
         raise ValueError(
@@ -36,9 +36,12 @@ def traverse(
             return visit_few_rows(forms, steps, layout, args, axes[0], interpret)
         return visit_fold(steps, layout, args, axes[0], finish, into, interpret)
     results: list[Any] = [None] * len(axes)
+    main, stay = together(layout, start, axes, into)
     for kept in dict.fromkeys(axes):
-        group = [i for i, a in enumerate(axes) if a == kept]
-        outs = visit_sum(steps, layout, args, start, kept, group, into, interpret)
-        for i, y in zip(group, outs):
-            results[i] = y
+        group = [i for i, a in enumerate(axes) if a == kept and i not in stay]
+        staying = stay if group == main else []
+        if group:
+            outs = visit_sum(steps, layout, args, start, kept, group, staying, into, interpret)
+            for i, y in zip([*group, *staying], outs):
+                results[i] = y
     return finish(results) if into is None else results

@@ -5,7 +5,6 @@ product with the values. Neither waits for the other, so the matrix units work o
 vector units work on the other. The pipeline runs on from one row to the next.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +16,12 @@ from ..._carry import gauge
 from ..._compat import abstract
 from ..._traverse import Layout
 from ._groups import spread_groups, weighted_groups
-from ._inline import Program, Run
+from ._inline import LOG2E, Program, Run
 from ._product import product_of
 from ._visit import VMEM
 from ._work import abstract_blocks, FIRST, kind_of, LAST, matrix, Operand, Steps, work_list
 
 
-LOG2E = math.log2(math.e)
 WINDOW = 512
 
 

@@ -5,6 +5,7 @@ element is done so: nothing large is transposed in the kernel unless there is no
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ._groups import grouped_product
 from ._product import product_of
 
 
+LOG2E = math.log2(math.e)
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _ELEMENTWISE = {
     lax.convert_element_type_p,
@@ -227,6 +229,8 @@ class Run:
             return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))
         if eqn.primitive is lax.select_n_p:
             return self._selected(eqn)
+        if eqn.primitive is lax.exp_p and v.aval.ndim == 2:
+            return jnp.exp2(self.times(eqn.invars[0], LOG2E))  # which the factor costs nothing
         ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
         if not eqn.primitive.multiple_results:
             return ys
@@ -285,6 +289,8 @@ class Run:
             return v.val * factor
         if eqn is not None and eqn.primitive is lax.select_n_p:
             return self._selected(eqn, factor)
+        if eqn is not None and eqn.primitive is lax.sub_p:
+            return self.times(eqn.invars[0], factor) - self.times(eqn.invars[1], factor)
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
             x = self.at(None).times(eqn.invars[0], factor)
             if self.window is None:

@@ -73,6 +73,10 @@ def kind_of(pair: Any) -> Any:
     return (pair >> 2) & 3
 
 
+def row_of(pair: Any) -> Any:
+    return lax.shift_right_logical(pair, 18)
+
+
 def lies_as(shape: tuple[int, ...], flipped: bool = False) -> tuple[int, ...]:
     """A block as it lies in vector memory: at least a matrix, a column `[n, 1]` as a row."""
     if len(shape) < 2:
@@ -133,7 +137,7 @@ class Steps:
             ids, (work_ref, *tables) = split_at(ids_and_refs, len(self.order))
             pair = self.pair(ids, work_ref, lag)
             where = {a: i for a, i in zip(self.order, ids) if a is not None}
-            row, where[COL] = lax.shift_right_logical(pair, 18), (pair >> 4) & (SIDE - 1)
+            row, where[COL] = row_of(pair), (pair >> 4) & (SIDE - 1)
             for a in (ROW, *reversed(self.merged)):
                 size = jnp.int32(self.layout.grid[a])
                 if a == self.outermost:
