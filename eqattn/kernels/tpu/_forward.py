@@ -26,7 +26,7 @@ WINDOW = 512
 
 
 def sums_by_product() -> bool:
-    """Whether the sum of the rounded probabilities is one more row of their product with the values.
+    """Whether the sum of the rounded probabilities is one more row of their product with values.
     Where the matrix units are 256 wide they have time for it, as the schedules show: a tenth of a
     step is saved. Elsewhere it would cost a twentieth.
     """
@@ -36,13 +36,17 @@ def sums_by_product() -> bool:
         return False
 
 
-def windows(keys: int, rows: int) -> list[tuple[slice, slice]]:
+def windows(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
     """Parts of a block of logits, one after the other: the compiler's scheduler keeps the order in
-    which it is given them, and spills half as many registers.
+    which it is given them, and spills half as many registers. A mask takes registers of its own.
     """
-    cut = lambda n, m: [slice(i, i + m) for i in range(0, n, m)]
-    sides = [WINDOW if n % WINDOW == 0 else n for n in (keys, rows)]
-    return [(at, to) for to in cut(rows, sides[1]) for at in cut(keys, sides[0])]
+
+    def cut(n, m):
+        m = m if n % m == 0 else n
+        return [slice(i, i + m) for i in range(0, n, m)]
+
+    sides = cut(keys, WINDOW), cut(rows, WINDOW // 2 if masked else WINDOW)
+    return [(at, to) for to in sides[1] for at in sides[0]]
 
 
 def visit_fold(
@@ -83,7 +87,6 @@ def visit_fold(
     kw = dict(steps[full].products)
     narrow = kw["operand_dtype"]
     ones = 16 if narrow == jnp.bfloat16 and not grouped and sums_by_product() else 0
-    parts = [(slice(0, keys), slice(0, rows))] if grouped else windows(keys, rows)
     shapes = [(width, rows), (1, rows), (1, rows)]
     out_blocks = shapes if into is not None else [(rows, width), *shapes[1:]]
     start = [Operand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None]
@@ -138,7 +141,8 @@ def visit_fold(
             now = jnp.maximum(was, most[...])
             origin = gauge(now)
             scale = jnp.exp2(was - origin)
-            for at, to in parts:
+            parts = windows(keys, rows, masked=c != full)
+            for at, to in [(slice(0, keys), slice(0, rows))] if grouped else parts:
                 run = ahead.at((at, to))
                 s = run.times(logits[c].outs[0], LOG2E)
                 weights = [run.block(v) for v in logits[c].outs[1:]]

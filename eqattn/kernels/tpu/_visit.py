@@ -165,9 +165,7 @@ def visit_sum(
     )
     ys = call(work, *[x.array for x in (*given.values(), *old.values())])
     axes = [(*lead, ROW) if i in stay else kept for i in wanted]
-    return [
-        y.reshape(*layout.shape(a), *held[i].shape) for i, a, y in zip(wanted, axes, ys)
-    ]
+    return [y.reshape(*layout.shape(a), *held[i].shape) for i, a, y in zip(wanted, axes, ys)]
 
 
 def _alike(table: Array, axis: int) -> Array:

@@ -20,9 +20,9 @@ SIDE = 2**14
 
 def work_list(table: Any, layout: Layout, kept: tuple[int, ...], every: int) -> Any:
     """The pairs to visit, packed, `[*, pairs]`, and how many there are: the live ones, and one for
-    each kept row or column without any. Without a table, all of class `every`. One more of that class,
-    without flags, follows them. Of a `ragged` layout there is one list: its rows are those of all the batch
-    elements that the table tells apart.
+    each kept row or column without any. Without a table, all of class `every`. One more of that
+    class, without flags, follows them. Of a `ragged` layout there is one list: its rows are those
+    of all the batch elements that the table tells apart.
     """
     rows, columns = layout.grid[ROW:]
     if table is None:
