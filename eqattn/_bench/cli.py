@@ -2,17 +2,15 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata as distributions
 from pathlib import Path
 from typing import Any
 
+from .._child import End, results
 from .cases import Case, choose, PEERS, Row
 from .report import markdown, plot, table, write
 
@@ -164,28 +162,10 @@ def _child(cases: Sequence[Case], job: dict) -> Iterator[Row | str | dict]:
     if cases[0].cores == 1:
         flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
         environment |= _ONE_THREAD | {"XLA_FLAGS": flags}
-    pipe = subprocess.PIPE
-    errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
-    with (
-        errors,
-        subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.child"],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=errors,
-            text=True,
-            env=environment,
-        ) as child,
-    ):
-        assert child.stdin and child.stdout
-        child.stdin.write(json.dumps(job | {"cases": [dataclasses.asdict(c) for c in cases]}))
-        child.stdin.close()
-        for line in child.stdout:
-            if line.startswith("{"):
-                item = json.loads(line)
-                yield Row.from_dict(item["row"]) if "row" in item else item
-        if child.wait():
-            errors.seek(0)
-            last = (errors.read().strip().splitlines() or ["no message"])[-1]
-            names = ", ".join(case.name for case in cases)
-            yield f"{names}: status {child.returncode}: {last}"
+    names = ", ".join(case.name for case in cases)
+    job = job | {"cases": [dataclasses.asdict(c) for c in cases]}
+    for item in results(("-m", f"{__package__}.child"), job, environment):
+        if not isinstance(item, End):
+            yield Row.from_dict(item["row"]) if "row" in item else item
+        elif item.status:
+            yield f"{names}: {item}"

@@ -2,9 +2,7 @@
 
 import argparse
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,6 +10,7 @@ from importlib import metadata as distributions
 from pathlib import Path
 
 from .._bench.cli import progress_bar
+from .._child import End, results
 from .chips import CHIPS
 from .report import markdown, tables
 from .rows import read, Row, write
@@ -124,31 +123,10 @@ def _child(chip: str, names: Sequence[str], folder: Path) -> Iterator[Row | str]
         "TPU_SKIP_MDS_QUERY": "1",
     }
     environment.pop("XLA_FLAGS", None)  # those of this process are for its own device
-    pipe, done = subprocess.PIPE, 0
-    with (
-        tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody reads would fill up
-        subprocess.Popen(
-            [sys.executable, *CHILD],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=errors,
-            text=True,
-            env=environment,
-        ) as child,
-    ):
-        assert child.stdin and child.stdout
-        child.stdin.write(json.dumps({"chip": chip, "kernels": names, "folder": str(folder)}))
-        child.stdin.close()
-        for line in child.stdout:
-            if line.startswith('{"row"'):
-                done += 1
-                yield Row.from_dict(json.loads(line)["row"])
-            elif line.startswith('{"failed"'):
-                done += 1
-                item = json.loads(line)
-                yield f"{item['failed']} on {chip}: {item['why']}"
-        child.wait()
-        if done < len(names):
-            errors.seek(0)
-            last = (errors.read().strip().splitlines() or ["no message"])[-1]
-            yield f"{names[done]} on {chip}: status {child.returncode}: {last}"
+    job = {"chip": chip, "kernels": names, "folder": str(folder)}
+    for done, item in enumerate(results(CHILD, job, environment)):
+        if not isinstance(item, End):
+            failed = f"{item['failed']} on {chip}: {item['why']}" if "failed" in item else ""
+            yield failed or Row.from_dict(item["row"])
+        elif done < len(names):
+            yield f"{names[done]} on {chip}: {item}"

@@ -1,0 +1,57 @@
+"""Work in a Python process of its own."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a process ended: its status, and the last line of its standard error."""
+
+    status: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"status {self.status}: {self.message}"
+
+
+def results(
+    arguments: Sequence[str], job: Mapping[str, Any], environment: Mapping[str, str]
+) -> Iterator[dict[str, Any] | End]:
+    """Runs Python.
+
+    **Arguments:**
+
+    - `arguments`: those of Python.
+    - `job`: what the process reads from its standard input, as JSON.
+    - `environment`: its environment variables.
+
+    **Returns:** the JSON objects that it prints, one a line, as they come, and at last its end.
+    """
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody reads would fill up
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=errors,
+            text=True,
+            env=environment,
+        ) as child,
+    ):
+        assert child.stdin and child.stdout
+        child.stdin.write(json.dumps(job))
+        child.stdin.close()
+        for line in child.stdout:
+            if line.startswith('{"'):  # else printed by a library
+                yield json.loads(line)
+        status = child.wait()
+        errors.seek(0)
+        last = (errors.read().strip().splitlines() or ["no message"])[-1]
+    yield End(status, last)
