@@ -13,7 +13,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from .._bench import report
 from .._bench.cases import PEERS, Row
 from .._ring_plan import RingPlan
-from .style import below, LINES, new_axes
+from .style import legend_below, LINES, new_axes
 
 
 def plot_scaling(
@@ -114,15 +114,12 @@ def plot_ring(plan: RingPlan, *, ax: Axes | None = None) -> Axes:
     ax.set_ylabel("device")
     title = f"{plan.layout}: the busiest device computes {plan.balance:.2f} times the mean"
     ax.set_title(f"{title} ({plan.lock_step:.2f} in lock step)", fontsize="medium")
-    ax.legend(
+    legend_below(
+        ax,
         handles=[
             Patch(facecolor=shades[0], label="computes; the number says whose keys"),
             Patch(facecolor="none", edgecolor="0.65", hatch="////", linewidth=0, label="waits"),
         ],
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0),
-        bbox_transform=below(ax),
         ncols=2,
-        frameon=False,
     )
     return ax

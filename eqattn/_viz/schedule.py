@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from .._tpu_report import rows
-from .style import below, LINES, new_axes, ORANGE
+from .style import legend_below, LINES, new_axes, ORANGE
 
 
 _UNITS = {
@@ -67,11 +67,5 @@ def plot_schedule(
     ax.set_axisbelow(True)
     ax.set_xlabel("busy, of a step's cycles")
     ax.set_title(", ".join(f"{name} {v}" for name, v in versions.items()), fontsize="medium")
-    ax.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0),
-        bbox_transform=below(ax),
-        ncols=4,
-        frameon=False,
-    )
+    legend_below(ax, ncols=4)
     return ax

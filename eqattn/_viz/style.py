@@ -29,23 +29,17 @@ def figure_of(ax: Axes) -> Figure:
     return figure
 
 
-def below(ax: Axes) -> Any:
-    """The coordinates of the axes, from below the label of the x axis."""
-    return ax.transAxes + ScaledTranslation(0, -0.5, figure_of(ax).dpi_scale_trans)
+def legend_below(ax: Axes, **kwargs: Any) -> None:
+    """A legend below the label of the x axis."""
+    below = ax.transAxes + ScaledTranslation(0, -0.5, figure_of(ax).dpi_scale_trans)
+    place: dict[str, Any] = dict(bbox_to_anchor=(0.5, 0), bbox_transform=below)
+    ax.legend(loc="upper center", frameon=False, **place, **kwargs)
 
 
 def legend(ax: Axes, colours: Sequence[tuple[str, str]]) -> None:
     patches = [Patch(facecolor=c, edgecolor="0.4", linewidth=0.6, label=t) for c, t in colours]
-    ax.legend(
-        handles=patches,
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0),
-        bbox_transform=below(ax),
-        ncols=2 if len(patches) == 4 else len(patches),
-        handlelength=1,
-        columnspacing=1.2,
-        frameon=False,
-    )
+    columns = 2 if len(patches) == 4 else len(patches)
+    legend_below(ax, handles=patches, ncols=columns, handlelength=1, columnspacing=1.2)
 
 
 def label_positions(ax: Axes, t: int, s: int) -> None:
