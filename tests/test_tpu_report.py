@@ -143,8 +143,8 @@ def test_tables(tmp_path):
     assert page.startswith("libtpu 1.\n\n| useful | v6e |") and "| forward | 50.0% |" in page
     assert "| forward | 25.0% |" in page and "| cap | +10% / +20% |" in page
     assert "\n    | cap | v6e | 8 x 16 | 110 | 50.0% | +42% | 25.0% | 5/6 | 1.0 |\n" in page
-    rows.write([ROW_, cap], {"libtpu": "1"}, tmp_path / "x.json")
-    assert rows.read(tmp_path / "x.json") == ([ROW_, cap], {"libtpu": "1"})
+    rows.FILE.write([ROW_, cap], {"libtpu": "1"}, tmp_path / "x.json")
+    assert rows.FILE.read(tmp_path / "x.json") == ([ROW_, cap], {"libtpu": "1"})
 
 
 def judged(before: Row, now: Row) -> list[str]:
@@ -174,7 +174,7 @@ def test_the_budget_is_one():
 def within_budget(chip: str, names: list[str]) -> None:
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu, which compiles for TPUs, is not installed")
-    recorded, versions = rows.read(BUDGET)
+    recorded, versions = rows.FILE.read(BUDGET)
     if versions != cli.versions():
         pytest.skip(f"recorded with {versions}, here are {cli.versions()}; {AGAIN}")
     before = {row.key: row for row in recorded}
@@ -198,7 +198,7 @@ def test_all_within_budget(chip):
 
 
 def test_every_kernel_has_a_budget():
-    recorded = {row.key: row for row in rows.read(BUDGET)[0]}
+    recorded = {row.key: row for row in rows.FILE.read(BUDGET)[0]}
     missing = {(k.name, chip) for k in KERNELS for chip in CHIPS} - set(recorded)
     assert not missing, AGAIN
     tiles = {kernel.name: kernel.tile() for kernel in choose([], peers=True)}

@@ -144,8 +144,8 @@ def recorded(tmp_path):
         rows.append(Row(case, "temp MiB", {"eqattn": tokens / 7}))
         rows.append(Row(case.replace("causal", "causal-gqa"), "time ms", {"eqattn": 1.0}))
     path = tmp_path / "bench.json"
-    report.write(rows, {"python": "3"}, path)
-    assert report.read(path) == (rows, {"python": "3"})
+    report.FILE.write(rows, {"python": "3"}, path)
+    assert report.FILE.read(path) == (rows, {"python": "3"})
     return path
 
 
@@ -213,7 +213,7 @@ def scheduled(tmp_path):
         dataclasses.replace(row, kernel="paged", useful=None),
     ]
     path = tmp_path / "schedule.json"
-    schedule_rows.write([row, *others], {"libtpu": "0.0.1"}, path)
+    schedule_rows.FILE.write([row, *others], {"libtpu": "0.0.1"}, path)
     return path
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._child import End, results
 from .cases import Case, choose, PEERS, Row
-from .report import markdown, plot, table, write
+from .report import FILE, markdown, plot, table
 
 
 _ONE_THREAD = dict.fromkeys(
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         for item in _progress(cases, args.quick, job):
             (rows if isinstance(item, Row) else failed).append(item)
-            write(rows, machine, _beside(args.out, ".json"))  # what is killed has lost nothing
+            FILE.write(rows, machine, _beside(args.out, ".json"))  # what is killed has lost nothing
     except KeyboardInterrupt:
         failed.append("interrupted")
     print(", ".join(f"{k} {v}" for k, v in machine.items()))
@@ -74,7 +74,7 @@ def _beside(out: Path, suffix: str) -> Path:
 
 def _save(rows: Sequence[Row], machine: dict[str, Any], args: argparse.Namespace) -> None:
     data, picture = _beside(args.out, ".json"), _beside(args.out, ".png")
-    write(rows, machine, data)
+    FILE.write(rows, machine, data)
     written = [str(data)]
     if plot(rows, picture):
         written.append(str(picture))

@@ -1,10 +1,10 @@
 """What the bench found, as text, Markdown, JSON and a picture."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .._rows import RowFile
 from .cases import PEERS, Row
 
 
@@ -64,19 +64,7 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
     return "\n".join([*text, "", *(f"- {note}" for note in _notes(rows))]).rstrip() + "\n"
 
 
-def write(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
-    """JSON: the machine, and every row."""
-    data = {"machine": machine, "rows": [row.to_dict() for row in rows]}
-    path.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def read(path: Path) -> tuple[list[Row], dict[str, Any]]:
-    """The rows and the machine that `write` wrote. **Raises:** `ValueError` for another file."""
-    try:
-        data = json.loads(path.read_text())
-        return [Row.from_dict(row) for row in data["rows"]], data["machine"]
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path} was not written by `python -m eqattn bench`.") from e
+FILE = RowFile("bench", "machine", Row.from_dict)
 
 
 def plot(rows: Sequence[Row], path: Path) -> bool:

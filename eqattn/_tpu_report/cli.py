@@ -13,7 +13,7 @@ from .._bench.cli import progress_bar
 from .._child import End, results
 from .chips import CHIPS
 from .report import markdown, tables
-from .rows import read, Row, write
+from .rows import FILE, Row
 
 
 CHILD = ("-m", f"{__package__}.child")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(item, Row):
             rows[item.key] = item
             if args.json is not None:  # what is killed has lost nothing
-                write(_ordered(old | rows), found, args.json)
+                FILE.write(_ordered(old | rows), found, args.json)
             bar(f"{item.chip} {item.kernel}")
         else:
             failed.append(item)
@@ -83,7 +83,7 @@ def versions() -> dict[str, str]:
 def _recorded(path: Path | None, found: dict[str, str]) -> dict[tuple[str, str], Row]:
     if path is None or not path.exists():
         return {}
-    rows, before = read(path)
+    rows, before = FILE.read(path)
     if before != found:
         raise ValueError(f"{path} was recorded with {before}, not {found}; remove it first.")
     return {row.key: row for row in rows}

@@ -1,10 +1,9 @@
 """What is reported of a kernel on a chip, as data."""
 
 import dataclasses
-import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from .._rows import RowFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,17 +53,4 @@ class Row:
         return cls(tile=(queries, keys), **fields)
 
 
-def write(rows: Sequence[Row], versions: dict[str, str], path: Path) -> None:
-    """JSON: the versions, and one line for every row."""
-    lines = [json.dumps(row.to_dict()) for row in rows]
-    text = f'{{"versions": {json.dumps(versions)},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
-    path.write_text(text)
-
-
-def read(path: Path) -> tuple[list[Row], dict[str, str]]:
-    """The rows and the versions that `write` wrote. **Raises:** `ValueError` for another file."""
-    try:
-        data = json.loads(path.read_text())
-        return [Row.from_dict(row) for row in data["rows"]], data["versions"]
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path} was not written by `python -m eqattn tpu-report`.") from e
+FILE = RowFile("tpu-report", "versions", Row.from_dict)

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from .._bench import report
 from .._bench.cases import PEERS, Row
+from .._bench.report import FILE
 from .._ring_plan import RingPlan
 from .style import legend_below, LINES, new_axes
 
@@ -38,7 +38,7 @@ def plot_scaling(
     **Raises:** `ValueError` if the file is none of the bench, or has no such figure.
     """
     pattern = re.compile(re.escape(case).replace(r"\*", r"(\d+)"))
-    rows, _ = report.read(Path(source))
+    rows, _ = FILE.read(Path(source))
     lengths = {int(m[1]): row for row in rows if (m := _match(pattern, row, figure))}
     if not lengths:
         found = sorted({re.sub(r"-\d+-", "-*-", r.case) for r in rows if r.figure == figure})

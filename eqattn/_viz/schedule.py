@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from .._tpu_report import rows
+from .._tpu_report.rows import FILE
 from .style import legend_below, LINES, new_axes, ORANGE
 
 
@@ -42,7 +42,7 @@ def plot_schedule(
 
     **Raises:** `ValueError` if the file is none of the report, or has no such kernel and chip.
     """
-    recorded, versions = rows.read(Path(source))
+    recorded, versions = FILE.read(Path(source))
     match = fnmatch.fnmatchcase
     chosen = [r for r in recorded if match(r.kernel, kernel) and match(r.chip, chip)]
     if not chosen:

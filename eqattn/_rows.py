@@ -1,0 +1,33 @@
+"""Rows of figures in a JSON file, with what they were measured with."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFile(Generic[R]):
+    """The file of a command: what it calls the header, and how it makes rows of dictionaries."""
+
+    command: str
+    header: str
+    make: Callable[[dict[str, Any]], R]
+
+    def write(self, rows: Iterable[Any], measured_with: Mapping[str, Any], path: Path) -> None:
+        """JSON: the header, and one line for every row."""
+        header = json.dumps({self.header: measured_with})
+        lines = ",\n".join(json.dumps(row.to_dict()) for row in rows)
+        path.write_text(f'{header[:-1]},\n"rows": [\n{lines}\n]}}\n')
+
+    def read(self, path: Path) -> tuple[list[R], dict[str, Any]]:
+        """The rows and the header that `write` wrote. **Raises:** `ValueError` for another file."""
+        try:
+            data = json.loads(path.read_text())
+            return [self.make(row) for row in data["rows"]], data[self.header]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{path} was not written by `python -m eqattn {self.command}`.") from e
