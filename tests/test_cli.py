@@ -8,6 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from _programs import refuses
 
 from eqattn import AttentionRegistry, Causal, ring_plan, Zigzag
 from eqattn.__main__ import main
@@ -92,10 +93,7 @@ def test_info_says_why_not(capsys):
     ],
 )
 def test_bad_arguments(words, message, capsys):
-    with pytest.raises(SystemExit) as info:
-        main(words.split())
-    assert info.value.code == 2
-    assert message in capsys.readouterr().err
+    refuses(main, words.split(), message, capsys)
 
 
 def test_masks():

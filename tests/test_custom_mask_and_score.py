@@ -1,15 +1,10 @@
 """The tour: each mask and score agrees with its matrix, and masks skip what they can."""
 
 import re
-import sys
-from pathlib import Path
 
+import custom_mask_and_score as example
 import pytest
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import custom_mask_and_score as example  # noqa: E402
+from _programs import refuses
 
 
 def test_all_cases_agree_and_skip(capsys):
@@ -50,7 +45,4 @@ def test_disagreement_is_a_failure(wrong, monkeypatch, capsys):
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        example.main(arguments.split())
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    refuses(example.main, arguments.split(), message, capsys)

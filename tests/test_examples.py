@@ -1,48 +1,23 @@
 """The example program: it learns, survives interruption exactly, and says what is wrong."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import _run
+import _text
 import jax
 import jax.numpy as jnp
+import language_model
 import numpy as np
 import pytest
+import ring_training
+from _programs import refuses, run, start
 
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "language_model.py"
-sys.path.insert(0, str(SCRIPT.parent))
-
-import _run  # noqa: E402
-import _text  # noqa: E402
-import language_model  # noqa: E402
-
-
+SCRIPT = "language_model.py"
 TINY = "--quick --layers 1 --width 16 --heads 2 --context 16 --steps 150 --sample 8".split()
-
-
-def start(*arguments, **kwargs) -> subprocess.Popen:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        env=os.environ | dict(PYTHONPATH=path, JAX_PLATFORMS="cpu"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **kwargs,
-    )
-
-
-def run(*arguments, status: int = 0) -> str:
-    process = start(*arguments)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == status, err[-3000:]
-    return out
 
 
 def checkpoint(folder: Path) -> tuple[dict, bytes]:
@@ -54,9 +29,7 @@ def checkpoint(folder: Path) -> tuple[dict, bytes]:
 
 
 def test_quick_run_learns(tmp_path):
-    process = start("--quick", cwd=tmp_path)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err[-3000:]
+    out, err = run(SCRIPT, "--quick", cwd=tmp_path)
     assert "tokens/s" in err
     assert "import " in out.split("sample:")[1]
     last = out.splitlines()[-1]
@@ -73,9 +46,9 @@ def test_quick_run_learns(tmp_path):
 
 
 def test_interrupted_run_resumes_bit_for_bit(tmp_path):
-    run(*TINY, "--out", tmp_path / "whole")
+    run(SCRIPT, *TINY, "--out", tmp_path / "whole")
     parts = tmp_path / "parts"
-    process = start(*TINY, "--out", parts)
+    process = start(SCRIPT, *TINY, "--out", parts)
     assert process.stdout is not None
     while not process.stdout.readline().startswith("step"):
         assert process.poll() is None
@@ -85,9 +58,9 @@ def test_interrupted_run_resumes_bit_for_bit(tmp_path):
     assert "stopped and saved after step" in out
     steps = len(checkpoint(parts)[0]["losses"])
     assert 0 < steps < 150
-    run("--out", parts, "--resume")
+    run(SCRIPT, "--out", parts, "--resume")
     assert checkpoint(parts) == checkpoint(tmp_path / "whole")
-    out = run("--out", parts, "--steps", 160, "--stop-after", 155)
+    out, _ = run(SCRIPT, "--out", parts, "--steps", 160, "--stop-after", 155)
     assert "stopped and saved after step 155 of 160" in out
     assert checkpoint(parts)[0]["losses"][:150] == checkpoint(tmp_path / "whole")[0]["losses"]
 
@@ -142,12 +115,7 @@ def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys):
     for folder in ("damaged", "trained"):
         _run.save(Path(folder) / "checkpoint.eqx", config, progress, dict(too=jnp.ones(1)))
     quick = "" if "--out" in arguments else "--quick "
-    with pytest.raises(SystemExit) as stop:
-        language_model.main((quick + arguments).split())
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
+    refuses(language_model.main, (quick + arguments).split(), message, capsys)
 
 
 def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
@@ -178,25 +146,14 @@ def test_text_is_split_by_document(tmp_path):
 
 
 def test_a_ring_and_two_processes_train_like_one_device(tmp_path):
-    script = SCRIPT.with_name("ring_training.py")
     arguments = "--quick --devices 2 --processes 2 --deadline 240 --out".split()
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [sys.executable, str(script), *arguments, str(tmp_path)],
-        env=os.environ | dict(PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    apart = [float(x) for x in re.findall(r"at most (\S+) from one device", result.stdout)]
+    out, _ = run("ring_training.py", *arguments, tmp_path)
+    apart = [float(x) for x in re.findall(r"at most (\S+) from one device", out)]
     assert len(apart) == 3 and max(apart) < 1e-5
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_ring_whose_process_fails_says_so(tmp_path):
-    import ring_training
-
     options = ring_training.argparse.Namespace(
         context=64, steps=1, layout="none such", width=32, out=tmp_path, deadline=120
     )

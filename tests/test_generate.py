@@ -1,18 +1,15 @@
 """`examples/generate.py`: cached text is that of full recomputation, whatever shares the batch."""
 
 import pathlib
-import sys
 
-import jax
-import numpy as np
-import pytest
-
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 import _text
 import cache_figures
 import generate
+import jax
 import language_model as lm
+import numpy as np
+import pytest
+from _programs import refuses
 
 
 PROMPTS = ["import ", "def main(self, text, and more than one piece of a prompt):", "x", "class "]
@@ -94,6 +91,4 @@ def test_eight_bits_and_a_cache_on_the_language_model(tmp_path):
     ],
 )
 def test_bad_arguments(words, message, capsys):
-    with pytest.raises(SystemExit):
-        generate.main(words.split())
-    assert message in capsys.readouterr().err
+    refuses(generate.main, words.split(), message, capsys)

@@ -1,17 +1,12 @@
 """The example: gradients of samples and Hessian-vector products agree with Dense, in less memory."""
 
 import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import per_sample_gradients as example
 import pytest
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import per_sample_gradients as example  # noqa: E402
+from _programs import refuses
 
 
 def test_results_agree_in_less_memory(capsys):
@@ -64,7 +59,4 @@ def test_disagreement_is_a_failure(monkeypatch, capsys):
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        example.main(arguments.split())
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    refuses(example.main, arguments.split(), message, capsys)

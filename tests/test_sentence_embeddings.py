@@ -2,14 +2,12 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from _programs import refuses
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 pytest.importorskip("safetensors", reason="safetensors is not installed: it is in the tests extra")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is in the tests extra")
@@ -133,10 +131,7 @@ def test_bad_arguments(arguments, message, folder, monkeypatch, capsys):
     if not arguments:
         monkeypatch.setattr(example, "PACKAGE", "no_such_package")
     weights = [] if "--weights" in arguments or not arguments else ["--weights", str(folder)]
-    with pytest.raises(SystemExit) as stop:
-        example.main([*arguments.split(), *weights])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    refuses(example.main, [*arguments.split(), *weights], message, capsys)
 
 
 published = pytest.mark.skipif(example.installed() is None, reason=example.REMEDY)

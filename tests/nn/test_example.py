@@ -1,43 +1,26 @@
 """The example: a trained model is converted, and nothing changes but how attention is computed."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "swap_strategy.py"
-sys.path.insert(0, str(SCRIPT.parent))
-
-import swap_strategy  # noqa: E402
+import swap_strategy
+from _programs import refuses, run
 
 
 def test_losses_agree_and_memory_shrinks():
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *"--steps 20 --context 32 --long 1024".split()],
-        env=os.environ | dict(PYTHONPATH=path, JAX_PLATFORMS="cpu"),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "not converted: 100%" in done.stderr
-    rows = re.findall(r"^(eq.*?)  +(\d+\.\d+) +(\d+\.\d+)$", done.stdout, re.MULTILINE)
+    out, err = run("swap_strategy.py", *"--steps 20 --context 32 --long 1024".split())
+    assert "not converted: 100%" in err
+    rows = re.findall(r"^(eq.*?)  +(\d+\.\d+) +(\d+\.\d+)$", out, re.MULTILINE)
     assert len(rows) == 4
     losses = [float(loss) for _, loss, _ in rows]
     assert max(losses) - min(losses) < 2e-6
     memory = {name: float(mib) for name, _, mib in rows}
     assert memory["eqattn, default"] < memory["eqx.nn.MultiheadAttention"] / 3
-    ends = re.search(r"after 20 steps: (\S+) not converted, (\S+) converted", done.stdout)
+    ends = re.search(r"after 20 steps: (\S+) not converted, (\S+) converted", out)
     assert ends is not None
     stayed, converted = map(float, ends.groups())
     assert abs(stayed - converted) < 1e-4 and stayed < losses[0]
-    assert done.stdout.endswith("losses agree\n")
+    assert out.endswith("losses agree\n")
 
 
 def test_disagreement_is_a_failure(monkeypatch, capsys):
@@ -67,7 +50,4 @@ def test_disagreement_is_a_failure(monkeypatch, capsys):
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        swap_strategy.main(arguments.split())
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    refuses(swap_strategy.main, arguments.split(), message, capsys)

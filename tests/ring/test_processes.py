@@ -8,20 +8,13 @@ import time
 
 import numpy as np
 import pytest
+from ring_training import free_port
 
 from . import process
 
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE = 120.0
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
