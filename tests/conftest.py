@@ -42,3 +42,14 @@ def unchecked():
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def registry():
+    """To register what is forgotten after the test."""
+    from eqattn import AttentionRegistry
+
+    before = dict(AttentionRegistry._registry)
+    yield AttentionRegistry
+    AttentionRegistry._registry.clear()
+    AttentionRegistry._registry.update(before)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _draw import normal
+from _reference import exact
 
 from eqattn import Blockwise, dot_product_attention
 
@@ -13,13 +15,9 @@ from eqattn import Blockwise, dot_product_attention
 B, T, S, N, K, H = 2, 21, 17, 4, 2, 8
 
 
-def draw(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32).astype(dtype)
-
-
 def qkv(dtype=jnp.float32, batch=(B,)):
     return tuple(
-        draw(i, *batch, *shape, dtype=dtype)
+        normal(i, *batch, *shape, dtype=dtype)
         for i, shape in enumerate([(T, N, H), (S, K, H), (S, K, H)])
     )
 
@@ -39,21 +37,21 @@ CALLS = {
     "plain": {},
     "causal": dict(is_causal=True, scale=0.2),
     "window int": dict(local_window_size=6, scale=jnp.float32(0.2)),
-    "window tuple": dict(local_window_size=(6, 4), bias=draw(7, B, 1, 1, S)),
-    "window left": dict(local_window_size=(5, 0), is_causal=True, bias=draw(7, S, S)),
+    "window tuple": dict(local_window_size=(6, 4), bias=normal(7, B, 1, 1, S)),
+    "window left": dict(local_window_size=(5, 0), is_causal=True, bias=normal(7, S, S)),
     "window list": dict(local_window_size=[6, 4], mask=seen(3, N, 1, S)),
-    "key lengths": dict(key_value_seq_lengths=int32(5, S), bias=draw(7, 1, 1, T, S)),
-    "query lengths": dict(query_seq_lengths=int32(T, 8), bias=draw(7, 1, N, T, 1), scale=2),
+    "key lengths": dict(key_value_seq_lengths=int32(5, S), bias=normal(7, 1, 1, T, S)),
+    "query lengths": dict(query_seq_lengths=int32(T, 8), bias=normal(7, 1, N, T, 1), scale=2),
     "both lengths": dict(query_seq_lengths=int32(9, T), key_value_seq_lengths=int32(S, 3)),
     "lengths causal": dict(
         query_seq_lengths=int32(1, 20), key_value_seq_lengths=int32(16, 2), is_causal=True
     ),
-    "xla": dict(implementation="xla", bias=draw(7, N, T, S)),
-    "mask": dict(mask=seen(1, B, N, T, S), bias=draw(7, B, N, T, S)),
+    "xla": dict(implementation="xla", bias=normal(7, N, T, S)),
+    "mask": dict(mask=seen(1, B, N, T, S), bias=normal(7, B, N, T, S)),
     "mask shared": dict(mask=seen(2, 1, 1, T, S), is_causal=True),
     "mask per key": dict(mask=seen(4, B, 1, 1, S)),
     "all": dict(
-        bias=draw(8, 1, N, T, S),
+        bias=normal(8, 1, N, T, S),
         mask=seen(5, B, 1, T, S),
         scale=0.4,
         is_causal=True,
@@ -82,7 +80,7 @@ def same(a, b, tol):
 
 def value_and_grads(fn, arrays, kwargs):
     """Output, residual, and the gradients of every float input through the output."""
-    w = draw(9, *jnp.shape(arrays[0]))
+    w = normal(9, *jnp.shape(arrays[0]))
     floats = {n: x for n, x in kwargs.items() if isinstance(x, jax.Array) and n in FLOATS}
     others = {n: x for n, x in kwargs.items() if n not in floats}
 
@@ -138,7 +136,7 @@ def test_float64(x64):
     out, lse = dot_product_attention(*arrays, **kwargs)
     with jax.numpy_dtype_promotion("standard"):
         same((out, lse), jax.nn.dot_product_attention(*arrays, **kwargs), 1e-6)
-    same(out, jnp.asarray(plain(*arrays, np.tril(np.ones((T, S), bool)))[0]), 1e-13)
+    same(out, jnp.asarray(exact(*arrays, visible=np.tril(np.ones((T, S), bool)))[0]), 1e-13)
 
 
 def test_residual_has_its_gradient():
@@ -167,19 +165,6 @@ def test_traced_window_and_transformations():
     same(jax.vmap(lambda q, k, v: fn(q, k, v, window=3))(*arrays), expected, 3e-6)
 
 
-def plain(q, k, v, mask):
-    """Softmax attention in NumPy float64: 0 and `-inf` where a query sees no key."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
-    s = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
-    p = np.where(mask, np.exp(s - s.max(-1, keepdims=True)), 0)
-    total = p.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total[..., 0]) + s.max(-1)
-    p = p / np.where(total == 0, 1, total)
-    return np.einsum("bnts,bsnh->btnh", p, v), lse.transpose(0, 2, 1), p
-
-
 @pytest.mark.parametrize(
     "by, dtype",
     [
@@ -205,7 +190,7 @@ def test_rows_that_see_nothing(by, dtype):
         "query lengths": (dict(query_seq_lengths=int32(T, 2)), (q < queries) & (k >= 0)),
     }[by]
     mask = np.broadcast_to(mask, (B, N, T, S))
-    expected, lse, p = plain(*arrays, mask)
+    expected, lse, p = exact(*arrays, visible=mask)
     grads, out, live, ours = value_and_grads(dot_product_attention, arrays, kwargs)
     tol = 3e-6 if dtype == jnp.float32 else 2e-2
     assert np.abs(np.asarray(out, np.float64) - expected).max() < tol
@@ -214,7 +199,7 @@ def test_rows_that_see_nothing(by, dtype):
     np.testing.assert_array_equal(np.asarray(out)[~np.asarray(live)], 0)
     dq, _, dv = grads[0]
     np.testing.assert_array_equal(np.asarray(dq)[~np.asarray(live)], 0)
-    w = np.asarray(draw(9, *out.shape), np.float64)
+    w = np.asarray(normal(9, *out.shape), np.float64)
     expected = np.einsum("bnts,btnh->bsnh", p, w).reshape(B, S, K, N // K, H).sum(3)
     assert np.abs(np.asarray(dv, np.float64) - expected).max() < 4 * tol
 

@@ -3,10 +3,12 @@
 import functools as ft
 import math
 
+import _draw as draw
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _reference import exact
 from jax import lax
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, dropout_mask
@@ -18,8 +20,7 @@ B, T, S, H, K, D = (2,), 5, 7, 4, 2, 3
 KEY = jax.random.key(7)
 
 
-def normal(seed, *shape, dtype=np.float64):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+normal = ft.partial(draw.normal, dtype=None)
 
 
 def metadata(**kwargs):
@@ -117,13 +118,9 @@ def data(dtype):
 
 
 def dense(q, k, v, keep, bias=0.0):
-    """NumPy: dropout on the probabilities, in the numerator only."""
-    q, k, v, keep, bias = (np.asarray(x, np.float64) for x in (q, k, v, keep, bias))
-    k, v = (np.repeat(x, H // K, 2) for x in (k, v))
-    z = np.einsum("bthd,bshd->bhts", q, k) / math.sqrt(D) + bias
-    p = np.exp(z - z.max(-1, keepdims=True))
-    p = p / p.sum(-1, keepdims=True)
-    return np.einsum("bhts,bshv->bthv", p * keep / (1 - RATE), v)
+    """Dropout on the probabilities, in the numerator only."""
+    keep = np.asarray(keep, np.float64) / (1 - RATE)
+    return exact(q, k, v, lambda z: z / math.sqrt(D) + np.asarray(bias), keep=keep)[0]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -6,12 +6,7 @@ from eqattn._registry import AttentionRegistry
 from eqattn.strategies._base import AttentionImpl
 
 
-@pytest.fixture(autouse=True)
-def restored():
-    before = dict(AttentionRegistry._registry)
-    yield
-    AttentionRegistry._registry.clear()
-    AttentionRegistry._registry.update(before)
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 def strategy(*names):

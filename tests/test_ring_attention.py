@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _reference import exact
 
 import eqattn
 from eqattn import BwdParams, dropout_mask, FwdParams, masks as m, Ring, ring_attention, RingAttn
@@ -27,18 +28,11 @@ def qkv(scale=1.0):
 
 
 def dense(q, k, v, visible=ONES, *, bias=0.0, scale=None, cap=None, sinks=None, keep=1.0):
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (np.repeat(x, H // K, 2) for x in (k, v))
-    z = np.einsum("bthd,bshd->bhts", q, k) * (1 / math.sqrt(D) if scale is None else scale)
-    z = z if cap is None else cap * np.tanh(z / cap)
-    z = np.where(visible, z + np.asarray(bias), -np.inf)
-    top = np.maximum(z.max(-1, keepdims=True), -1e30)
-    p = np.exp(z - top)
-    total = p.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(np.asarray(sinks)[None, :, None] - top).sum(-1, keepdims=True)
-    p = p / np.where(total == 0, 1, total) * np.asarray(keep)
-    return np.einsum("bhts,bshv->bthv", p, v)
+    def logits(z):
+        z = z * (1 / math.sqrt(D) if scale is None else scale)
+        return (z if cap is None else cap * np.tanh(z / cap)) + np.asarray(bias)
+
+    return exact(q, k, v, logits, visible, sinks, keep)[0]
 
 
 def check(want, **kwargs):

@@ -5,11 +5,13 @@ import gc
 import math
 import weakref
 
+import _draw as draw
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _reference import exact
 from jax import lax
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, MaskFn, scores
@@ -25,8 +27,7 @@ wide = {n: eqx.tree_at(lambda s: s.metadata, x, x.metadata.replace(runtime_dtype
         for n, x in STRATEGIES.items()}  # fmt: skip
 
 
-def normal(seed, *shape, dtype=None):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+normal = ft.partial(draw.normal, dtype=None)
 
 
 def qkv(dtype=None):
@@ -35,20 +36,7 @@ def qkv(dtype=None):
 
 
 def softmax(q, k, v, transform, sinks=None):
-    """Float64 NumPy: output `[*b, t, h, v]` and logsumexp of logits changed by `transform`."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (np.repeat(x, q.shape[-2] // k.shape[-2], -2) for x in (k, v))
-    z = transform(np.einsum("...thd,...shd->...hts", q, k))
-    if sinks is not None:
-        z = np.concatenate([z, np.broadcast_to(sinks[:, None, None], (*z.shape[:-1], 1))], -1)
-    top = z.max(-1, keepdims=True)
-    top = np.where(np.isinf(top), 0, top)
-    p = np.exp(z - top)
-    den = p.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = (top + np.log(den))[..., 0]
-    p = (p / np.where(den == 0, 1, den))[..., : k.shape[-3]]
-    return np.einsum("...hts,...shv->...thv", p, v), np.swapaxes(lse, -1, -2)
+    return exact(q, k, v, transform, sinks=sinks)[:2]
 
 
 def transformed(score, logits, q=None, k=None):

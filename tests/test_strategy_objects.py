@@ -11,7 +11,6 @@ from eqattn import (
     AttentionImpl,
     AttentionMetadata,
     AttentionOutput,
-    AttentionRegistry,
     Blockwise,
     Causal,
     Dense,
@@ -234,14 +233,6 @@ def test_calling_a_strategy_is_attention():
 
 
 # A user's own
-
-
-@pytest.fixture
-def registry():
-    before = dict(AttentionRegistry._registry)
-    yield AttentionRegistry
-    AttentionRegistry._registry.clear()
-    AttentionRegistry._registry.update(before)
 
 
 def test_a_users_strategy_needs_a_name_and_forward_native(registry):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_multihead import normal, reference, rms, turn
+from _draw import normal
+from test_multihead import reference, rms, turn
 
 from eqattn import AttentionMetadata, Blockwise, Causal, DenseMask, KeyPadding
 from eqattn.cache import (

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _draw import normal
 
 import eqattn
 import eqattn.nn as nn
@@ -29,10 +30,6 @@ from eqattn import (
 
 T, S, SIZE, HEADS = 7, 9, 24, 4
 KEY = jax.random.key(0)
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 X, MEMORY = normal(0, T, SIZE), normal(1, S, SIZE)

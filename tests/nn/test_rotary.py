@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _draw import normal
 
 import eqattn.nn as nn
 
 
 EXTREME = [0, 1, -1, 7, 4095, 131_071, 10**6, -(10**6), 2**30 + 1, 2**31 - 1, -(2**31)]
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def plain(dim, theta):

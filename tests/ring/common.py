@@ -5,6 +5,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, Blockwise, masks as m
@@ -96,3 +97,18 @@ def close(xs, ys, tolerance=1e-13):
 
 
 SP = P(None, "sp")
+
+
+def by_hand(mesh, check, **kwargs):
+    """In a `shard_map` of one's own: a function of queries, keys, values and segment ids."""
+    names = P(None, mesh.axis_names)
+
+    def local(q, k, v, ids):
+        return attend(q, k, v, ids, axis_name="sp", **kwargs)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(names,) * 4, out_specs=names, check_vma=check)
+
+
+def raises(message, fn, *args):
+    with pytest.raises(ValueError, match=message):
+        fn(*args)

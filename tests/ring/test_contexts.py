@@ -15,6 +15,7 @@ from eqattn.strategies.ring import Ring
 
 from .common import (
     attend,
+    by_hand,
     checkpointed,
     close,
     expected,
@@ -27,6 +28,7 @@ from .common import (
     mapped,
     mesh_of,
     q,
+    raises,
     scanned,
     SEGMENTS,
     SP,
@@ -100,21 +102,14 @@ def test_four_explicit_axes():
         close(jax.jit(gradient(attend))(*placed), expected())
 
 
-def by_hand(check, n=2, **kwargs):
-    def local(q, k, v, ids):
-        return attend(q, k, v, ids, axis_name="sp", **kwargs)
-
-    return jax.shard_map(local, mesh=mesh_of(n), in_specs=(SP,) * 4, out_specs=SP, check_vma=check)
-
-
 def test_own_shard_map():
     for check in (True, False):
-        fn = lambda *xs: by_hand(check, 4 if check else 2)(*xs, SEGMENTS)
+        fn = lambda *xs: by_hand(mesh_of(4 if check else 2), check)(*xs, SEGMENTS)
         close(jax.jit(gradient(fn))(q, k, v), expected())
 
 
 def test_own_shard_map_transforms():
-    fn = lambda *xs: by_hand(True)(*xs, SEGMENTS)
+    fn = lambda *xs: by_hand(mesh_of(2), True)(*xs, SEGMENTS)
     close(jax.jit(hvp(fn))(q, k, v), expected(hvp))
 
 
@@ -123,7 +118,7 @@ def test_own_shard_map_zigzag():
 
     def fn(*xs):
         xs = [layout.permute(x, 2) for x in (*xs, SEGMENTS)]
-        return layout.unpermute(by_hand(True, layout=layout)(*xs), 2)
+        return layout.unpermute(by_hand(mesh_of(2), True, layout=layout)(*xs), 2)
 
     close(jax.jit(gradient(fn))(q, k, v), expected())
 
@@ -258,11 +253,6 @@ def test_cross_attention_with_positions():
 
 
 # Errors, each with its remedy.
-
-
-def raises(message, fn, *args):
-    with pytest.raises(ValueError, match=message):
-        fn(*args)
 
 
 def test_a_missing_axis_raises():

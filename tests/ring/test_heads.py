@@ -18,6 +18,7 @@ from eqattn._ring_plan import ring_plan
 from .common import (
     attend,
     B,
+    by_hand,
     checkpointed,
     close,
     D,
@@ -32,6 +33,7 @@ from .common import (
     mapped,
     mesh_of,
     q,
+    raises,
     scanned,
     SEGMENTS,
     strategy,
@@ -65,30 +67,25 @@ def test_kernels():
     args, want = [x.astype(jnp.float32) for x in (q, k, v)], expected()
     kwargs = dict(runtime_dtype=jnp.float32, platform="interpret")
     for mesh, own in ((mesh_of(4), dict(cls=Ulysses)), (grid_of(2, 2), dict(head_axis="hp"))):
-        fn = by_hand(mesh, False, **own, **kwargs)
+        fn = with_ids(mesh, False, **own, **kwargs)
         with jax.enable_x64(False):
             close(jax.jit(gradient(fn))(*args), want, 1e-5)
 
 
-def by_hand(mesh, check, **kwargs):
-    names = P(None, mesh.axis_names)
-
-    def local(q, k, v, ids):
-        return attend(q, k, v, ids, axis_name="sp", **kwargs)
-
-    fn = jax.shard_map(local, mesh=mesh, in_specs=(names,) * 4, out_specs=names, check_vma=check)
+def with_ids(mesh, check, **kwargs):
+    fn = by_hand(mesh, check, **kwargs)
     return lambda *xs: fn(*xs, SEGMENTS)
 
 
 def test_own_shard_map():
-    close(jax.jit(gradient(by_hand(mesh_of(4), True, cls=Ulysses)))(q, k, v), expected())
+    close(jax.jit(gradient(with_ids(mesh_of(4), True, cls=Ulysses)))(q, k, v), expected())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [True, False])
 def test_more_of_own_shard_maps(check):
-    close(jax.jit(gradient(by_hand(mesh_of(2), check, cls=Ulysses)))(q, k, v), expected())
-    fn = by_hand(grid_of(2, 4), check, head_axis="hp")
+    close(jax.jit(gradient(with_ids(mesh_of(2), check, cls=Ulysses)))(q, k, v), expected())
+    fn = with_ids(grid_of(2, 4), check, head_axis="hp")
     close(jax.jit(gradient(fn))(q, k, v), expected())
     close(jax.jit(hvp(fn))(q, k, v), expected(hvp))
 
@@ -196,11 +193,6 @@ def test_lengths_that_do_not_divide():
 
 
 # Errors, each with its remedy.
-
-
-def raises(message, fn, *args):
-    with pytest.raises(ValueError, match=message):
-        fn(*args)
 
 
 def test_heads_that_do_not_divide_raise():
