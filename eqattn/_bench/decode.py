@@ -56,7 +56,7 @@ def _compiled(function: Callable, *args: Any) -> tuple[Callable[[], Any], int]:
     return lambda: jax.block_until_ready(run(*args)), memory.temp_size_in_bytes
 
 
-def step(case: Case, rounds: int, names: Any) -> Iterator[Row]:
+def step(case: Case, rounds: int) -> Iterator[Row]:
     """Against `jax.nn`, and against only reading the keys and values."""
     args = (*_draw(case.tokens), jnp.asarray(lengths_of(case)))
     made = {"eqattn": _compiled(_eqattn, *args), "jax.nn": _compiled(_jax_nn, *args)}
@@ -81,7 +81,7 @@ def _row(case: Case, figure: str, samples: dict[str, np.ndarray], note: str = ""
     return case.row(figure, {n: x[1] for n, x in found.items()}, quartiles=quartiles, note=note)
 
 
-def longer(case: Case, rounds: int, names: Any) -> Iterator[Row]:
+def longer(case: Case, rounds: int) -> Iterator[Row]:
     """A step over the same lengths in a cache 16 times as long."""
     made = {}
     for name, tokens in (("short", case.tokens), ("eqattn", 16 * case.tokens)):
@@ -94,7 +94,7 @@ def longer(case: Case, rounds: int, names: Any) -> Iterator[Row]:
     yield case.row("temp at 16 S / at S", {"eqattn": grown})
 
 
-def append(case: Case, rounds: int, names: Any) -> Iterator[Row]:
+def append(case: Case, rounds: int) -> Iterator[Row]:
     """One token per row into a donated cache, and into one 32 times as long."""
     calls = {}
     for name, tokens in (("short", case.tokens), ("eqattn", 32 * case.tokens)):

@@ -74,7 +74,7 @@ def _wrong(case: Case, programs: dict[str, peers.Program]) -> list[str]:
     return wrong
 
 
-def _dots(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
+def _dots(case: Case, rounds: int) -> Iterator[Row]:
     inputs = peers.draw(case)
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:3]]
     blocking, _ = blocks_of(Blockwise(AttentionMetadata()), avals[0], avals[1], avals[2], None)
@@ -92,7 +92,7 @@ def _share(case: Case, calls: dict, rounds: int, figure: str) -> Iterator[Row]:
     yield case.row(figure, share, quartiles=around)
 
 
-def _dropout(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
+def _dropout(case: Case, rounds: int) -> Iterator[Row]:
     inputs = peers.draw(case)
     with_it = peers.dropout_program(case, inputs, 0.1)
     calls = {"eqattn": with_it.call, "none": peers.program("eqattn", case, inputs).call}
@@ -103,7 +103,7 @@ def _dropout(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
     yield case.row("time / no dropout", medians, quartiles=quartiles)
 
 
-def _scaling(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
+def _scaling(case: Case, rounds: int) -> Iterator[Row]:
     sizes = [case.tokens * 2**i for i in range(4)]
     programs = {}
     for tokens in sizes:
@@ -167,7 +167,7 @@ print(1 + (time.process_time() - again) / (middle - start))
 """
 
 
-def _import(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
+def _import(case: Case, rounds: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -200,17 +200,12 @@ def measure(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
     - `rounds`: how often the programs are run in turn.
     - `names`: the other libraries.
     """
-    experiments = {
-        "time": _time,
-        "dots": _dots,
-        "dropout": _dropout,
-        "scaling": _scaling,
-        "compile": _compile,
-        "import": _import,
-        "accuracy": _accuracy,
-        **decode.EXPERIMENTS,
-    }
-    yield from experiments[case.kind](case, rounds, names)
+    among_libraries = {"time": _time, "compile": _compile, "accuracy": _accuracy}
+    alone = {"dots": _dots, "dropout": _dropout, "scaling": _scaling, "import": _import}
+    if case.kind in among_libraries:
+        yield from among_libraries[case.kind](case, rounds, names)
+    else:
+        yield from {**alone, **decode.EXPERIMENTS}[case.kind](case, rounds)
 
 
 def pin(core: int | None, cores: int = 1) -> None:

@@ -221,7 +221,6 @@ class AttentionImpl(eqx.Module):
 
         **Returns:** a message naming the parameter, the strategy and the reason, or None.
         """
-        del features
         return None
 
     def get_impl_metadata(self) -> AttentionMetadata:
