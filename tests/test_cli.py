@@ -1,5 +1,6 @@
 """`python -m eqattn info`, `bench` and `tpu-report`."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -13,6 +14,7 @@ from _programs import refuses
 from eqattn import AttentionRegistry, Causal, ring_plan, Zigzag
 from eqattn.__main__ import main
 from eqattn._bench import accuracy, cases, report
+from eqattn._bench.measure import measure
 from eqattn._info import parse_mask
 from eqattn._tpu_report import cli as tpu_report
 
@@ -138,6 +140,15 @@ def test_bench(tmp_path):
         assert name in done.stdout and name in page.read_text()
     pytest.importorskip("matplotlib")
     assert (tmp_path / "figures.png").stat().st_size > 0
+
+
+def test_the_work_of_a_ring():
+    (case,) = cases.choose(["cpu-ring"])
+    assert case.devices == jax.device_count() == 8
+    rows = measure(dataclasses.replace(case, tokens=64), 3, [])
+    found = {row.figure: row.values["eqattn"] for row in rows}
+    assert set(found) == {"zigzag / blockwise", "contiguous / blockwise"}
+    assert all(0 < x < math.inf for x in found.values())
 
 
 def test_a_failing_case_is_reported(tmp_path, monkeypatch, capsys):

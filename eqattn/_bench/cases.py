@@ -64,8 +64,9 @@ class Row:
 class Case:
     """One experiment: B=1, 8 query heads, head dim 64; for decoding see `decode`.
 
-    `kind` is the experiment in `measure` or `decode`; `reference` the library whose time is the
-    unit; `cores` how many it runs on; `targets` are looked up by the name of the figure.
+    `kind` is the experiment in `measure`, `decode` or `ring`; `reference` the library whose time is
+    the unit; `cores` how many it runs on, and `devices` as how many virtual devices; `targets` are
+    looked up by the name of the figure.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Case:
     backward: bool = False
     reference: str = "torch"
     cores: int = 1
+    devices: int = 1
     targets: Mapping[str, Target] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -178,6 +180,7 @@ CASES = (
         targets={"time at 16 S / at S": Target(1.1), "temp at 16 S / at S": Target(1.01)},
     ),
     Case("cpu-append", "append", tokens=512, targets={"time at 32 S / at S": Target(1.2)}),
+    Case("cpu-ring-8192", "ring", tokens=8192, devices=8),
     Case("import", "import", targets={"time / equinox": Target(1.1)}),
 )
 

@@ -18,6 +18,7 @@ from .report import FILE, markdown, plot, table
 _ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"), "1"
 )
+_DEVICES = "--xla_force_host_platform_device_count"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,10 +127,10 @@ def _processor() -> str:
 def _progress(cases: Sequence[Case], quick: bool, job: dict) -> Iterator[Row | str]:
     """Rows as they come, and messages of what failed; a bar where tqdm is installed."""
     groups = [[case] for case in cases]
-    if quick:  # cases that share a process also share the number of its cores
-        several = {
-            n: [c for c in cases if c.cores == n] for n in dict.fromkeys(c.cores for c in cases)
-        }
+    if quick:  # cases that share a process also share its cores and devices
+        several: dict[tuple[int, int], list[Case]] = {}
+        for case in cases:
+            several.setdefault((case.cores, case.devices), []).append(case)
         groups = list(several.values())
     bar = progress_bar(len(cases))
     for group in groups:
@@ -158,9 +159,10 @@ def progress_bar(total: int) -> Callable[[str], None]:
 
 
 def _child(cases: Sequence[Case], job: dict) -> Iterator[Row | str | dict]:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}={cases[0].devices}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     if cases[0].cores == 1:
-        flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+        flags += " --xla_cpu_multi_thread_eigen=false"
         environment |= _ONE_THREAD | {"XLA_FLAGS": flags}
     names = ", ".join(case.name for case in cases)
     job = job | {"cases": [dataclasses.asdict(c) for c in cases]}

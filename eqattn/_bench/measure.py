@@ -20,7 +20,7 @@ import numpy as np
 from .._info import blocks_of
 from .._metadata import AttentionMetadata
 from ..strategies import Blockwise
-from . import decode, peers
+from . import decode, peers, ring
 from .cases import Case, DIM, HEADS, Row
 from .timing import ratios, rounds_of
 
@@ -205,7 +205,7 @@ def measure(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
     if case.kind in among_libraries:
         yield from among_libraries[case.kind](case, rounds, names)
     else:
-        yield from {**alone, **decode.EXPERIMENTS}[case.kind](case, rounds)
+        yield from {**alone, **decode.EXPERIMENTS, **ring.EXPERIMENTS}[case.kind](case, rounds)
 
 
 def pin(core: int | None, cores: int = 1) -> None:
