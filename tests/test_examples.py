@@ -45,7 +45,10 @@ def test_quick_run_learns(tmp_path):
     assert np.mean(history["losses"][-10:]) < np.mean(history["losses"][:10]) - 2
 
 
-def test_interrupted_run_resumes_bit_for_bit(tmp_path):
+def test_interrupted_run_resumes_bit_for_bit(tmp_path, monkeypatch):
+    # The four runs compile the same programs.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     run(SCRIPT, *TINY, "--out", tmp_path / "whole")
     parts = tmp_path / "parts"
     process = start(SCRIPT, *TINY, "--out", parts)
