@@ -11,6 +11,7 @@ import os
 defaults = [
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_force_host_platform_device_count=8",
 ]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
