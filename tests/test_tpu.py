@@ -12,18 +12,13 @@ import sys
 
 import jax
 import jax.export
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from _tpu_compile import CASES, expected, TOPOLOGIES
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
+from _tpu_races import without_races
 
-import eqattn.kernels.tpu
 from eqattn import (
-    _fold,
-    _sweep,
     attention,
     AttentionMetadata,
     Blockwise,
@@ -202,26 +197,6 @@ def test_found_inside_a_ring(check_vma):
             ring_of("interpret", check_vma)(q, k, v)
 
 
-def run_kernels(jaxpr, consts, args, kernel):
-    """Runs a jaxpr with `kernel` in place of the hot visits."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
-    read = lambda v: v.val if isinstance(v, jax.extend.core.Literal) else env[v]
-    count = 0
-    for eqn in jaxpr.eqns:
-        xs, p = [read(v) for v in eqn.invars], eqn.params
-        code = {_fold.fold_p: _fold.execute, _sweep.sweep_p: _sweep.execute}.get(eqn.primitive)
-        if code is not None and p["tag"].stage in ("fold", "backward"):
-            ys, count = code(*xs, **p, vectorise=False, traverse=kernel), count + 1
-        elif (called := p.get("jaxpr") or p.get("call_jaxpr")) is not None:
-            ys, more = run_kernels(called.jaxpr, called.consts, xs, kernel)
-            count += more
-        else:
-            ys = eqn.primitive.bind(*xs, **p)
-            ys = ys if eqn.primitive.multiple_results else [ys]
-        env.update(zip(eqn.outvars, ys))
-    return [read(v) for v in jaxpr.outvars], count
-
-
 @pytest.mark.parametrize("mask", [Causal() & SlidingWindow(9, 2), KeyPadding(jnp.array([7, 33]))])
 def test_races_and_memory_that_nothing_wrote(mask):
     """Interpreted with threads for the copies and NaN in fresh memory."""
@@ -231,11 +206,8 @@ def test_races_and_memory_that_nothing_wrote(mask):
         loss = lambda *x: (call(*x, Blockwise(metadata(platform=platform)), mask) ** 2).sum()
         return jax.value_and_grad(loss, (0, 1, 2))
 
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    kernel = ft.partial(eqattn.kernels.tpu.traverse, interpret=params)
-    closed = jax.make_jaxpr(f("interpret"))(q, k, v)
-    got, count = run_kernels(closed.jaxpr, closed.consts, (q, k, v), kernel)
-    assert count == 2 and not interpret_pallas_call.races.races_found
+    got, count = without_races(f("interpret"), q, k, v)
+    assert count == 2
     want = jax.tree.leaves(f("xla")(q, k, v))
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _tpu_races import without_races
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -91,26 +92,50 @@ def test_rows_of_any_length(t, kv_heads, starts):
     close(call(q, k, v, starts=jnp.asarray(starts), blocksize_k=16), dense(q, k, v, shown))
 
 
+def kept_as(x, stored, in_pages):
+    """`[b, s, k, d]` as a cache keeps it, in fewer bits or in pages of 16 tokens that lie in some
+    order, and the numbers that it then holds.
+    """
+    plain, order = x, np.random.RandomState(1).permutation(x.shape[0] * x.shape[1] // 16)
+    if stored is not None:
+        x = Quantized.quantize(jnp.asarray(x), stored)
+        plain = x.materialise()
+    if in_pages and stored is not None:
+        values, table = paged(np.asarray(x.values), 16, order)
+        scales, _ = paged(np.asarray(x.scales), 16, order)
+        x = Pages(Quantized(jnp.asarray(values), jnp.asarray(scales), x.dtype), table)
+    elif in_pages:
+        x = Pages(*paged(x, 16, order))
+    return x, plain
+
+
 @pytest.mark.parametrize("stored", [None, jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("in_pages", [False, True])
 def test_caches(stored, in_pages):
-    q, k, v = arrays()
-    plain, order = (k, v), np.random.RandomState(1).permutation(len(k) * 3)
-    if stored is not None:
-        k, v = (Quantized.quantize(jnp.asarray(x), stored) for x in (k, v))
-        plain = [x.materialise() for x in (k, v)]
-    if in_pages:
-
-        def pages(x):
-            if not isinstance(x, Quantized):
-                return Pages(*paged(x, 16, order))
-            values, table = paged(np.asarray(x.values), 16, order)
-            scales, _ = paged(np.asarray(x.scales), 16, order)
-            return Pages(Quantized(jnp.asarray(values), jnp.asarray(scales), x.dtype), table)
-
-        k, v = pages(k), pages(v)
+    q, *kv = arrays()
+    (k, v), plain = zip(*[kept_as(x, stored, in_pages) for x in kv])
     output = call(q, k, v, mask=SlidingWindow(19, 0), **({} if in_pages else {"blocksize_k": 16}))
     close(output, dense(q, *plain, seen(1, 48, window=19)))
+
+
+@pytest.mark.parametrize(
+    "t, stored, in_pages", [(1, None, False), (3, jnp.int8, True), (70, None, False)]
+)
+def test_races_and_memory_that_nothing_wrote(t, stored, in_pages):
+    """Few rows, three pages a block and the scales of each, and a prompt: both kernels."""
+    q, *kv = arrays(t, keys=80 if t > 3 else 48)
+    (k, v), plain = zip(*[kept_as(x, stored, in_pages) for x in kv])
+    sizes = {} if in_pages else {"blocksize_k": 16}
+
+    def f(*args):
+        output = call(*args, **sizes)
+        return output.attention_outputs, output.logsumexp
+
+    got, count = without_races(f, q, k, v)
+    assert count == 1
+    want = dense(q, *plain, seen(t, k.shape[1]))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
