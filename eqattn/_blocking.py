@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ._manual import BATCH as BATCH, HEAD as HEAD
+from ._manual import BATCH as BATCH, HEAD as HEAD, split_axis
 from ._problem import Problem
 from ._stored import even_block, Pages
 from ._traverse import COL, ROW
@@ -26,7 +26,8 @@ class Blocking:
     Queries and keys are cut into `parts` of equal length, each with blocks of its own, so that no
     block lies on two devices. What varies with queries and keys holds the keys of `shards` devices.
     `in_place`: keys and values stay as they lie in memory, with their heads inside of the blocks.
-    Then one row of the grid has all query heads: `kv_heads` is 1. `together`: the pages of a block.
+    Then one row of the grid has all query heads of a device: `kv_heads` is the number of devices
+    that heads are sharded over. `together`: the pages of a block.
     """
 
     batch: int
@@ -95,7 +96,7 @@ class Blocking:
 
     def columns_of(self, x: Any) -> Array:
         """`[B, S, K, D]` to `[B, K, columns, block_k, D]`;
-        in place to `[B, columns, block_k, K, D]`.
+        in place to `[B, columns, block_k, K, D]`, see also `shares_of`.
         """
         x = self.pad(x, 1, self.columns * self.block_k, edge=False)
         if self.in_place:
@@ -104,6 +105,10 @@ class Blocking:
         x = x.reshape(self.batch, self.columns, 1, self.block_k, self.kv_heads, x.shape[-1])
         x = x.transpose(0, 4, 1, 2, 3, 5)
         return x.reshape(*x.shape[:3], *x.shape[4:])
+
+    def shares_of(self, x: Any, axis: int, at: int) -> Array:
+        """The heads of what lies in place as a device's own, and an axis of devices at `at`."""
+        return jnp.moveaxis(split_axis(x, axis, self.kv_heads, outside=True), axis, at)
 
     def tables_of(self, table: Array) -> list[Array]:
         """`[B, pages of a row]` as `[B, columns]` for each page of a block."""
@@ -170,11 +175,14 @@ def choose_blocking(
     shards: int = 1,
     in_place: bool = False,
     kernel: str = "",
+    devices: int = 1,
 ) -> Blocking:
-    """The blocking of a problem; automatic sizes where None, those of a TPU for its `kernel`."""
+    """The blocking of a problem; automatic sizes where None, those of a TPU for its `kernel`. Of
+    what lies `in_place`, so many `devices` share the heads.
+    """
     t, s, heads, kv_heads = problem.sizes
     if in_place:
-        kv_heads = 1
+        kv_heads = devices
     group = heads // kv_heads
     side, deep = 0, 0
     if kernel:  # the largest blocks of logits whose kernels fit

@@ -186,15 +186,18 @@ class Parts:
     def store(self) -> None:
         """Keys and values that stay in place; of pages, as many operands as a block has."""
         placed, tables, blocking = [], [], self.blocking
+        shared = blocking.kv_heads > 1
         for x in map(as_stored, (self.problem.key, self.problem.value)):
             arrays, axes = [], []
             if x.table is None:
-                arrays = [blocking.columns_of(a) for a in x.arrays]
-                axes = [(BATCH, COL)] * len(arrays)
+                for a in map(blocking.columns_of, x.arrays):
+                    arrays.append(blocking.shares_of(a, 3, 1) if shared else a)
+                    axes.append((BATCH, HEAD, COL) if shared else (BATCH, COL))
             else:
+                pools = [blocking.shares_of(a, 2, 0) if shared else a for a in x.arrays]
                 for table in blocking.tables_of(x.table):
-                    arrays += x.arrays
-                    axes += [(len(tables),)] * len(x.arrays)
+                    arrays += pools
+                    axes += [(HEAD, len(tables)) if shared else (len(tables),)] * len(pools)
                     tables.append(table)
                     self.pages += (len(x.arrays[0]),)
             placed.append((arrays, axes))

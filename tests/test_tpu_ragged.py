@@ -9,104 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _tpu_races import without_races
+from _tpu_rows import arrays, call, close, dense, kept_as, LENGTHS, seen
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from eqattn import (
-    attention,
-    AttentionMetadata,
-    Carry,
-    Causal,
-    KeyPadding,
-    Ragged,
-    ragged_flash_attention_kernel,
-    SlidingWindow,
-)
-from eqattn._stored import Pages, Quantized
+from eqattn import Carry, ragged_flash_attention_kernel, SlidingWindow
 from eqattn._traverse import Layout
 from eqattn.kernels.tpu._work import work_list
 
 
-LENGTHS = np.array([48, 0, 21])
-
-
-def arrays(t=1, heads=4, kv_heads=2, dim=16, width=8, keys=48, dtype=np.float32):
-    random = np.random.RandomState(0)
-    normal = lambda *shape: random.standard_normal((len(LENGTHS), *shape)).astype(dtype)
-    return normal(t, heads, dim), normal(keys, kv_heads, dim), normal(keys, kv_heads, width)
-
-
-def dense(q, k, v, seen):
-    """Output and logsumexp of `[b, t, h, d]`, for visible pairs `[b, t, s]`."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
-    s = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
-    s = np.where(seen[:, None], s, -np.inf)
-    most = s.max(-1, keepdims=True)
-    p = np.exp(s - np.where(np.isinf(most), 0, most))
-    total = p.sum(-1, keepdims=True)
-    out = np.einsum("bhts,bshd->bthd", p / np.where(total == 0, 1, total), v)
-    with np.errstate(divide="ignore"):
-        return out, np.swapaxes((np.log(total) + most)[..., 0], 1, 2)
-
-
-def seen(t, keys, starts=0, window=None):
-    q = (LENGTHS[:, None] - t + np.arange(t))[:, :, None]
-    k = np.arange(keys)[None, None]
-    shown = (k <= q) & (k < LENGTHS[:, None, None]) & (k >= np.reshape(starts, (-1, 1, 1)))
-    return shown if window is None else shown & (q - k <= window)
-
-
-def call(q, k, v, platform="interpret", mask=None, starts=0, **kw):
-    lengths = jnp.asarray(LENGTHS)
-    shown = Causal() & KeyPadding(lengths, starts)
-    metadata = AttentionMetadata(runtime_dtype=q.dtype, platform=platform, **kw)
-    q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
-    return attention(
-        q, k, v, Ragged(metadata), mask=shown if mask is None else shown & mask,
-        q_offset=lengths - q.shape[1], return_logsumexp=True,
-    )  # fmt: skip
-
-
-def paged(x, size, order):
-    """`[b, s, k, d]` in pages that lie in some order."""
-    pages = x.reshape(-1, size, *x.shape[2:])
-    content = jnp.asarray(pages[np.argsort(order)])
-    return content, jnp.asarray(order.reshape(len(x), -1), jnp.int32)
-
-
-def close(output, want, tolerance=1e-5):
-    got = output.attention_outputs, output.logsumexp
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize(
     "t, kv_heads, starts",
-    [(1, 2, 0), (1, 4, np.array([7, 3, 20])), (3, 1, 0), (70, 2, 0), (64, 2, np.array([5, 0, 0]))],
+    [
+        (1, 2, 0),
+        (1, 4, np.array([7, 3, 20, 33])),
+        (3, 1, 0),
+        (70, 2, 0),
+        (64, 2, np.array([5, 0, 0, 9])),
+    ],
 )
 def test_rows_of_any_length(t, kv_heads, starts):
     """One new token, a few, and whole prompts: each a form of its own."""
     q, k, v = arrays(t, 8 if t == 64 else 4, kv_heads, keys=80 if t > 3 else 48)
     shown = seen(t, k.shape[1], starts)
     close(call(q, k, v, starts=jnp.asarray(starts), blocksize_k=16), dense(q, k, v, shown))
-
-
-def kept_as(x, stored, in_pages):
-    """`[b, s, k, d]` as a cache keeps it, in fewer bits or in pages of 16 tokens that lie in some
-    order, and the numbers that it then holds.
-    """
-    plain, order = x, np.random.RandomState(1).permutation(x.shape[0] * x.shape[1] // 16)
-    if stored is not None:
-        x = Quantized.quantize(jnp.asarray(x), stored)
-        plain = x.materialise()
-    if in_pages and stored is not None:
-        values, table = paged(np.asarray(x.values), 16, order)
-        scales, _ = paged(np.asarray(x.scales), 16, order)
-        x = Pages(Quantized(jnp.asarray(values), jnp.asarray(scales), x.dtype), table)
-    elif in_pages:
-        x = Pages(*paged(x, 16, order))
-    return x, plain
 
 
 @pytest.mark.parametrize("stored", [None, jnp.int8, jnp.float8_e4m3fn])
@@ -148,7 +74,7 @@ def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
         bad = v.copy()
         bad[0, 5, 1, 3] = garbage  # in a full block; heads 2 and 3 of the first row see it
         nan = np.isnan(np.asarray(f(q, k, bad).attention_outputs)).all(-1)[:, 0]
-        assert nan.tolist() == [[False, False, True, True], [False] * 4, [False] * 4]
+        assert nan.tolist() == [[False, False, True, True], *[[False] * 4] * 3]
 
 
 def test_gradients_run_as_ordinary_loops():
@@ -180,9 +106,9 @@ def test_live_blocks_are_all_that_is_visited():
     assert rows[:6].tolist() == [0, 0, 0, 1, 2, 2] and columns[:6].tolist() == [0, 1, 2, 0, 0, 1]
 
 
-@pytest.mark.parametrize("starts", [np.array([0, 0, 0]), np.array([5, 0, 17])])
+@pytest.mark.parametrize("starts", [np.array([0, 0, 0, 0]), np.array([5, 0, 17, 33])])
 def test_the_kernel_body_of_ones_own_call(starts):
-    b, h, d, s, size = 3, 4, 16, 48, 16
+    b, h, d, s, size = len(LENGTHS), 4, 16, 48, 16
     random = np.random.RandomState(2)
     q, k, v = (random.standard_normal(x).astype(np.float32) for x in
                ((b, h, d), (b, s, d), (b, s, 8)))  # fmt: skip

@@ -21,7 +21,7 @@ from .._partition import names_of
 from .._platform import Platform
 from .._problem import as_mask, Problem, problem
 from .._scores import ScoreFn
-from .._stored import AbstractStored
+from .._stored import AbstractStored, as_stored
 from ._base import AttentionImpl, choose_bias, choose_dropout_key
 
 
@@ -79,8 +79,7 @@ class AbstractExact(AttentionImpl):
             partition = axes.batch_axis, axes.kv_head_axis, ()
             if generates:
                 partition = axes.generation_batch_axis, axes.generation_kv_head_axis, ()
-        # Heads inside of blocks that lie in place are not cut; an exchange has cut the others.
-        heads = 1 if self.reads_stored else problem.sizes[3] // (1 if place is None else place.size)
+        heads = problem.sizes[3] // (1 if place is None else place.size)  # those not exchanged
         sizes = math.prod(problem.batch_shape), heads
         return with_kernel(place, self.metadata.mesh, partition, sizes)
 
@@ -206,7 +205,8 @@ def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) 
     arrays, static = eqx.partition(args, eqx.is_array)
     _, q, _, v, _ = args
     *batch, t, heads, _ = sharding_of(q)
-    rows, values = P(*batch, t, heads), P(*batch, t, heads, sharding_of(v)[-1])
+    numbers = as_stored(v).arrays[0]
+    rows, values = P(*batch, t, heads), P(*batch, t, heads, sharding_of(numbers)[-1])
     specs = {
         "outputs": values,
         "weights": P(*batch, heads, t, None),

@@ -8,6 +8,7 @@ from .._blocking import choose_blocking
 from .._blocks import fold_problem
 from .._cached import cached
 from .._carry import Carry
+from .._manual import HEAD
 from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
@@ -19,7 +20,10 @@ from ._exact import AbstractExact
 def fold_blocks(
     problem: Problem, *, block_q, block_k, fused, kernel="", manual=None, in_place=False
 ):
-    blocking = choose_blocking(problem, block_q, block_k, in_place=in_place, kernel=kernel)
+    devices = 1 if manual is None else manual.parts(HEAD)
+    blocking = choose_blocking(
+        problem, block_q, block_k, in_place=in_place, kernel=kernel, devices=devices
+    )
     return fold_problem(problem, blocking, Spread(manual=manual), fused=fused, kernel=kernel)
 
 

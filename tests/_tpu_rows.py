@@ -1,0 +1,78 @@
+"""Rows of unequal length in caches of any kind, and their attention in plain float64."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
+from eqattn._stored import Pages, Quantized
+
+
+LENGTHS = np.array([48, 0, 21, 33])
+
+
+def arrays(t=1, heads=4, kv_heads=2, dim=16, width=8, keys=48, dtype=np.float32):
+    random = np.random.RandomState(0)
+    normal = lambda *shape: random.standard_normal((len(LENGTHS), *shape)).astype(dtype)
+    return normal(t, heads, dim), normal(keys, kv_heads, dim), normal(keys, kv_heads, width)
+
+
+def dense(q, k, v, seen):
+    """Output and logsumexp of `[b, t, h, d]`, for visible pairs `[b, t, s]`."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    s = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+    s = np.where(seen[:, None], s, -np.inf)
+    most = s.max(-1, keepdims=True)
+    p = np.exp(s - np.where(np.isinf(most), 0, most))
+    total = p.sum(-1, keepdims=True)
+    out = np.einsum("bhts,bshd->bthd", p / np.where(total == 0, 1, total), v)
+    with np.errstate(divide="ignore"):
+        return out, np.swapaxes((np.log(total) + most)[..., 0], 1, 2)
+
+
+def seen(t, keys, starts=0, window=None):
+    q = (LENGTHS[:, None] - t + np.arange(t))[:, :, None]
+    k = np.arange(keys)[None, None]
+    shown = (k <= q) & (k < LENGTHS[:, None, None]) & (k >= np.reshape(starts, (-1, 1, 1)))
+    return shown if window is None else shown & (q - k <= window)
+
+
+def call(q, k, v, platform="interpret", mask=None, starts=0, **kw):
+    lengths = jnp.asarray(LENGTHS)
+    shown = Causal() & KeyPadding(lengths, starts)
+    metadata = AttentionMetadata(runtime_dtype=q.dtype, platform=platform, **kw)
+    q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
+    return attention(
+        q, k, v, Ragged(metadata), mask=shown if mask is None else shown & mask,
+        q_offset=lengths - q.shape[1], return_logsumexp=True,
+    )  # fmt: skip
+
+
+def paged(x, size, order):
+    """`[b, s, k, d]` in pages that lie in some order."""
+    pages = x.reshape(-1, size, *x.shape[2:])
+    content = jnp.asarray(pages[np.argsort(order)])
+    return content, jnp.asarray(order.reshape(len(x), -1), jnp.int32)
+
+
+def kept_as(x, stored, in_pages):
+    """`[b, s, k, d]` as a cache keeps it, in fewer bits or in pages of 16 tokens that lie in some
+    order, and the numbers that it then holds.
+    """
+    plain, order = x, np.random.RandomState(1).permutation(x.shape[0] * x.shape[1] // 16)
+    if stored is not None:
+        x = Quantized.quantize(jnp.asarray(x), stored)
+        plain = x.materialise()
+    if in_pages and stored is not None:
+        values, table = paged(np.asarray(x.values), 16, order)
+        scales, _ = paged(np.asarray(x.scales), 16, order)
+        x = Pages(Quantized(jnp.asarray(values), jnp.asarray(scales), x.dtype), table)
+    elif in_pages:
+        x = Pages(*paged(x, 16, order))
+    return x, plain
+
+
+def close(output, want, tolerance=1e-5):
+    got = output.attention_outputs, output.logsumexp
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
