@@ -2,13 +2,17 @@
 
     python tests/_tpu_compile.py v5e causal bias ...
 
-prints one JSON object for each case: how many kernels there are and how many bytes are temporary,
-or the error.
+prints one JSON object for each case: how many kernels and collectives there are and how many bytes
+are temporary, or the error.
 """
 
 import json
 import os
+import pathlib
+import subprocess
 import sys
+
+from _tpu_schedule import Schedule
 
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
@@ -40,6 +44,7 @@ CASES: dict[str, dict] = {
     "float32": {"mask": "Causal()", "dtype": "float32"},
 }
 ROWS = {"strategy": "Ragged", "mask": "KeyPadding(lengths)", "gradient": False}
+SHARED = {**ROWS, "queries": 1, "tokens": 65_536}  # by devices: rows and heads
 CASES |= {
     "decode": {**ROWS, "queries": 1, "kv_heads": 2, "sinks": True, "cap": 30.0},
     "decode, one key head": {**ROWS, "queries": 1, "kv_heads": 1},
@@ -50,6 +55,11 @@ CASES |= {
     "int8 pages": {**ROWS, "queries": 1, "kv_heads": 2, "page": 64, "stored": "int8"},
     "prompts": {**ROWS, "mask": "Causal() & KeyPadding(lengths)", "kv_heads": 2},
     "decode float32": {**ROWS, "queries": 1, "kv_heads": 2, "dtype": "float32"},
+    "decode, mesh": {**SHARED, "mesh": (2, 2), "sinks": True},
+    "prompts, mesh": {**ROWS, "mask": "Causal() & KeyPadding(lengths)", "mesh": (2, 2)},
+    "int8, mesh": {**SHARED, "stored": "int8", "mesh": (2, 2)},
+    "pages, mesh": {**SHARED, "page": 64, "mesh": (2, 2)},
+    "int8 pages, mesh": {**SHARED, "page": 64, "stored": "int8", "mesh": (1, 4)},
     "long, wide": {"mask": "Causal()", "tokens": 8192, "dim": 256, "values": 256},
     "long": {"mask": "Causal()", "tokens": 131_072, "gradient": False},
     "long gradient": {"mask": "Causal()", "tokens": 131_072},
@@ -61,40 +71,44 @@ def compiled(chip: str, case: str):
     import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh, SingleDeviceSharding
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
     import eqattn
     from eqattn.cache import Pages, Quantized
 
     kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=False)
     kinds |= dict(platform="pallas", strategy="Blockwise", queries=None, stored=None, page=None)
+    kinds |= dict(mesh=(1, 1))  # over how many devices rows and heads are sharded
     kinds |= dict(dropout=0.0, sinks=False, kv_heads=4, dim=128, values=128, dtype="bfloat16")
     spec = type("Spec", (), kinds | CASES[case])
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
-    place = SingleDeviceSharding(devices[0])
+    rows, auto = spec.mesh[0], (AxisType.Auto,) * 2
+    grid = np.array(devices[: rows * spec.mesh[1]]).reshape(spec.mesh)
+    mesh = Mesh(grid, ("dp", "tp"), axis_types=auto)
     dtype, s = jnp.dtype(spec.dtype), spec.tokens
     t = s if spec.queries is None else spec.queries
 
-    def array(*shape, dtype=dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    def array(*shape, dtype=dtype, over=()):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*over)))
 
     inputs = {
         "ids": array(1, min(t, 512), dtype=jnp.int32),
-        "lengths": array(1, dtype=jnp.int32),
+        "lengths": array(rows, dtype=jnp.int32, over=("dp",)),
         "booleans": array(1, 1, min(t, 512), min(s, 512), dtype=jnp.bool_),
         "slopes": array(4, dtype=jnp.float32),
         "table": array(32, 4, dtype=jnp.float32),
     }
     wrt = {
-        "query": array(1, t, 4, spec.dim),
+        "query": array(rows, t, 4, spec.dim, over=("dp", None, "tp")),
     }
     for name, dim in (("key_", spec.dim), ("value", spec.values)):
-        lead = (1, s) if spec.page is None else (s // spec.page, spec.page)
-        wrt[name] = array(*lead, spec.kv_heads, dim, dtype=spec.stored or dtype)
+        lead = (rows, s) if spec.page is None else (rows * s // spec.page, spec.page)
+        over = (None if spec.page else "dp", None, "tp")
+        wrt[name] = array(*lead, spec.kv_heads, dim, dtype=spec.stored or dtype, over=over)
     if spec.stored:
-        inputs["scales"] = array(*lead, spec.kv_heads, dtype=jnp.float32)
+        inputs["scales"] = array(*lead, spec.kv_heads, dtype=jnp.float32, over=over)
     if spec.page:
-        inputs["table"] = array(1, s // spec.page, dtype=jnp.int32)
+        inputs["table"] = array(rows, s // spec.page, dtype=jnp.int32, over=("dp",))
 
     def kept(x, inputs):
         x = Quantized(x, inputs["scales"], dtype) if spec.stored else x
@@ -134,8 +148,7 @@ def compiled(chip: str, case: str):
         out, transpose = jax.vjp(lambda wrt: call(wrt, inputs), wrt)
         return out, transpose(cotangent)
 
-    mesh = Mesh(np.array(devices[:1]), ("x",)).abstract_mesh
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.set_mesh(mesh):
         if spec.gradient:
             args = (wrt, inputs, array(1, t, 4, spec.values))
             lowered = jax.jit(gradient).lower(*args)
@@ -150,16 +163,32 @@ def report(chip: str, case: str) -> dict:
         program = lowered.compile()
     except Exception as e:  # what the compiler says is the result
         return {"error": f"{type(e).__name__}: {e}"[:600]}
-    kernels = lowered.as_text().count("tpu_custom_call")
+    schedule = Schedule(program.as_text())
+    collectives = [*schedule.exchanges, *schedule.other_collectives, *schedule.moves]
     memory = program.memory_analysis()
     sizes = {"temporary": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}
-    return {"kernels": kernels, **sizes}
+    return {"kernels": schedule.kernels, "collectives": len(collectives), **sizes}
 
 
 def expected(case: str) -> int:
     """How many kernels there are at least: of the output, and of the gradients."""
     given = CASES[case]
     return 0 if "platform" in given else 1 if not given.get("gradient", True) else 2
+
+
+def compile_all(chip: str, cases: tuple[str, ...]) -> dict:
+    """The reports of cases (of all, if none is given), from a process of its own."""
+    import pytest
+
+    pytest.importorskip("libtpu", reason="libtpu, which compiles for TPUs, is not installed")
+    script = pathlib.Path(__file__)
+    env = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    env.pop("XLA_FLAGS", None)
+    out = subprocess.run(
+        [sys.executable, str(script), chip, *cases], env=env, capture_output=True, text=True
+    )
+    assert out.returncode == 0, out.stderr[-2000:]
+    return {r["case"]: r for r in map(json.loads, out.stdout.splitlines())}
 
 
 if __name__ == "__main__":

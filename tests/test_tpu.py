@@ -3,19 +3,13 @@ and compiled by the compiler of TPUs. Their numbers: conformance/ with the targe
 """
 
 import functools as ft
-import importlib.util
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _tpu_compile import CASES, expected, TOPOLOGIES
+from _tpu_compile import CASES, compile_all, expected, TOPOLOGIES
 from _tpu_races import without_races
 
 from eqattn import (
@@ -247,19 +241,6 @@ def test_garbage_stays_where_it_is_masked(garbage):
     nan = np.isnan(np.asarray(out)).any(-1)
     assert nan[0, 5:, :2].all() and not nan[0, :5].any() and not nan[0, :, 2:].any()
     assert not nan[1].any()
-
-
-def compile_all(chip: str, cases: tuple[str, ...]) -> dict:
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu, which compiles for TPUs, is not installed")
-    script = pathlib.Path(__file__).with_name("_tpu_compile.py")
-    env = {**os.environ, "PYTHONPATH": str(script.parents[1])}
-    env.pop("XLA_FLAGS", None)
-    out = subprocess.run(
-        [sys.executable, str(script), chip, *cases], env=env, capture_output=True, text=True
-    )
-    assert out.returncode == 0, out.stderr[-2000:]
-    return {r["case"]: r for r in map(json.loads, out.stdout.splitlines())}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _tpu_compile import compile_all
 from _tpu_rows import arrays, call, close, dense, kept_as, seen
 from conformance import oracle, oracle_masks as om
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -117,3 +118,11 @@ def test_found():
         assert kernels(f(), q, k, v) == 0  # nobody said what they shard
         axes = PartitionAxis(batch_axis="data", head_axis="model")
         assert kernels(f(partition_axis=axes), q, k, v) == 1
+
+
+def test_compiled_for_a_mesh():
+    """Of caches of 65,536 tokens nothing is copied, and nothing is sent."""
+    cases = ("decode, mesh", "pages, mesh", "int8 pages, mesh")
+    for case, got in compile_all("v5e", cases).items():
+        assert (got.get("kernels"), got.get("collectives")) == (1, 0), got
+        assert got["temporary"] <= 2**20, got
