@@ -1,5 +1,5 @@
 """The kernels for TPUs under `Ragged`: caches of any kind, few rows and many. Against the plain
-float64 expression of `dense`; over the features, conformance/ with the target "tpu_ragged".
+float64 expression of `dense`, and over the features against the oracle of conformance/.
 """
 
 import functools as ft
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from _tpu_races import without_races
 from _tpu_rows import arrays, call, close, dense, kept_as, LENGTHS, seen
+from conformance.cases import covering, name_of
+from conformance.test_conformance import check
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -77,11 +79,19 @@ def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
         assert nan.tolist() == [[False, False, True, True], *[[False] * 4] * 3]
 
 
-def test_gradients_run_as_ordinary_loops():
-    q, k, v = arrays(t=2)
-    loss = lambda platform: lambda *x: (call(*x, platform=platform).attention_outputs ** 2).sum()
-    got, want = (jax.grad(loss(p), (0, 1, 2))(q, k, v) for p in ("interpret", "xla"))
-    jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+def judged():
+    """Every third of the pairwise cases that have these kernels and give first-order gradients:
+    each is as good as the others, and the 3-wise array has more of them.
+    """
+    cases = [{**case, "target": ("tpu_ragged", 1)} for case in covering(2)]
+    kinds = {"dtype": ("float32", "bfloat16"), "transform": ("grad", "jit", "vmap_grad")}
+    return [c for c in cases if all(c[axis] in of for axis, of in kinds.items())][::3]
+
+
+@pytest.mark.parametrize("case", judged(), ids=name_of)
+def test_conformance(case):
+    """Values and gradients, which run as ordinary loops, within the bound of the oracle."""
+    check(case)
 
 
 def kernels(f, *args) -> list[str]:
