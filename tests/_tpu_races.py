@@ -15,12 +15,14 @@ import eqattn.kernels.tpu
 from eqattn import _fold, _sweep
 
 
-def without_races(f: Callable, *args: Any) -> tuple[list, int]:
+def without_races(f: Callable, *args: Any, cores: int = 1) -> tuple[list, int]:
     """What `f` returns, flat, and how many kernels it ran, of which none had a race.
 
-    Its calls of attention choose `platform="interpret"`.
+    Its calls of attention choose `platform="interpret"`. `cores`: of the device.
     """
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    params = pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores
+    )
     kernel = ft.partial(eqattn.kernels.tpu.traverse, interpret=params)
     closed = jax.make_jaxpr(f)(*args)
     counts = []

@@ -256,7 +256,7 @@ def test_garbage_stays_where_it_is_masked(garbage):
     [
         ("v5e", ("causal", "segments", "bias", "grouped", "tail", "t5", "decode", "int8 pages")),
         ("v6e", ("causal", "lengths", "cap", "float32", "drafts", "long")),
-        ("v5p", ("window", "sinks")),
+        ("v5p", ("window", "sinks", "decode")),
         ("v7x", ("causal", "wide")),
     ],
 )

@@ -15,9 +15,18 @@ from conformance.test_conformance import check
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from eqattn import Carry, ragged_flash_attention_kernel, SlidingWindow
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    Carry,
+    KeyPadding,
+    Ragged,
+    ragged_flash_attention_kernel,
+    SlidingWindow,
+)
 from eqattn._traverse import Layout
-from eqattn.kernels.tpu._work import work_list
+from eqattn.kernels.tpu import _decode
+from eqattn.kernels.tpu._work import in_parts, work_list
 
 
 @pytest.mark.parametrize(
@@ -47,10 +56,12 @@ def test_caches(stored, in_pages):
 
 
 @pytest.mark.parametrize(
-    "t, stored, in_pages", [(1, None, False), (3, jnp.int8, True), (70, None, False)]
+    "t, stored, in_pages, cores",
+    [(1, None, False, 2), (3, jnp.int8, True, 1), (70, None, False, 1)],
 )
-def test_races_and_memory_that_nothing_wrote(t, stored, in_pages):
-    """Few rows, three pages a block and the scales of each, and a prompt: both kernels."""
+def test_races_and_memory_that_nothing_wrote(t, stored, in_pages, cores, monkeypatch):
+    """Few rows by two cores, three pages a block and the scales of each, and a prompt."""
+    monkeypatch.setattr(_decode, "cores", lambda: cores)
     q, *kv = arrays(t, keys=80 if t > 3 else 48)
     (k, v), plain = zip(*[kept_as(x, stored, in_pages) for x in kv])
     sizes = {} if in_pages else {"blocksize_k": 16}
@@ -59,7 +70,7 @@ def test_races_and_memory_that_nothing_wrote(t, stored, in_pages):
         output = call(*args, **sizes)
         return output.attention_outputs, output.logsumexp
 
-    got, count = without_races(f, q, k, v)
+    got, count = without_races(f, q, k, v, cores=cores)
     assert count == 1
     want = dense(q, *plain, seen(t, k.shape[1]))
     for x, y in zip(got, want, strict=True):
@@ -114,6 +125,25 @@ def test_live_blocks_are_all_that_is_visited():
     assert int(length) == 3 + 1 + 2
     rows, columns = np.asarray(work) >> 18, (np.asarray(work) >> 4) & (2**14 - 1)
     assert rows[:6].tolist() == [0, 0, 0, 1, 2, 2] and columns[:6].tolist() == [0, 1, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("parts, size", [(2, 8), (3, 12), (4, 24)])
+def test_rows_that_cores_share(parts, size, monkeypatch):
+    """Stretches of the list, that begin and end within rows and may be empty, merged."""
+    cut = []
+    monkeypatch.setattr(_decode, "cores", lambda: parts)
+    monkeypatch.setattr(_decode, "in_parts", lambda *x: cut.append(in_parts(*x)) or cut[-1])
+    q, *kv = arrays(2)
+    starts = np.array([0, 0, 20, 3])
+    (k, v), plain = zip(*[kept_as(x, jnp.int8, False) for x in kv])
+    output = call(q, k, v, starts=jnp.asarray(starts), blocksize_k=size)
+    close(output, dense(q, *plain, seen(2, 48, starts)))
+    one = jnp.full(1, 48)  # a row of which each core has a part
+    metadata = AttentionMetadata(platform="interpret", blocksize_k=size)
+    q, k, v = (jnp.asarray(x[:1]) for x in arrays(2))
+    output = attention(q, k, v, Ragged(metadata), mask=KeyPadding(one), return_logsumexp=True)
+    close(output, dense(q, k, v, np.ones((1, 2, 48), bool)))
+    assert len(cut) == 2 and len(cut[0][0]) == parts
 
 
 @pytest.mark.parametrize("starts", [np.array([0, 0, 0, 0]), np.array([5, 0, 17, 33])])

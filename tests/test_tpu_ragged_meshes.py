@@ -1,11 +1,13 @@
 """The kernels of `Ragged` over the axes of a mesh that shard rows and heads."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from _tpu_compile import compile_all
-from _tpu_rows import arrays, call, close, dense, kept_as, seen
+from _tpu_rows import arrays, call, close, dense, kept_as, LENGTHS, seen
 from conformance import oracle, oracle_masks as om
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -13,7 +15,9 @@ from eqattn import (
     ALiBi,
     attention,
     AttentionMetadata,
+    Carry,
     Causal,
+    KeyPadding,
     MaskFn,
     PartitionAxis,
     Ragged,
@@ -94,6 +98,26 @@ def test_what_differs_by_row_and_head():
     of = oracle.vjp(problem, np.cos(want.out), np.zeros_like(want.lse))
     for got, name in zip(grads, ("q", "k", "v", "slopes", "sinks"), strict=True):
         np.testing.assert_allclose(got, of[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_cut_over_devices():
+    """Each has a part of the keys, of one row none that is seen; the Carries are merged."""
+    q, k, v = arrays(1)
+    lengths, n = jnp.asarray(LENGTHS), 3
+    strategy = Ragged(AttentionMetadata(platform="interpret", blocksize_k=8))
+
+    def part(q, k, v):
+        shown = KeyPadding(lengths - jax.lax.axis_index("keys") * k.shape[1])
+        carry = attention(q, k, v, strategy, mask=shown, return_carry=True).carry
+        parts = jax.lax.all_gather(carry, "keys")
+        return ft.reduce(Carry.merge, [jax.tree.map(lambda x: x[i], parts) for i in range(n)])
+
+    mesh = jax.make_mesh((n,), ("keys",), (AUTO,), devices=jax.devices()[:n])
+    specs = P(), P(None, "keys"), P(None, "keys")
+    whole = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    carry = jax.jit(whole)(q, k, v)
+    for got, want in zip(carry.finalise(), dense(q, k, v, seen(1, 48)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def kernels(f, *args) -> int:

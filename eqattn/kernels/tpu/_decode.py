@@ -1,5 +1,8 @@
 """The softmax fold of few rows over caches by one Pallas kernel: memory sets its pace."""
 
+import dataclasses
+import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,15 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
 
-from ..._carry import online_softmax
+from ..._carry import Carry, online_softmax
 from ..._compat import abstract
 from ..._traverse import Layout
 from ._inline import Program
 from ._product import product_of
 from ._visit import VMEM
 from ._wide import Wide
-from ._work import abstract_blocks, FIRST, kind_of, LAST, Operand, Steps, work_list
+from ._work import (
+    abstract_blocks,
+    FIRST,
+    in_parts,
+    kind_of,
+    LAST,
+    Operand,
+    Steps,
+    work_list,
+)
 
 
 ROWS = 256  # more of them, and the units that multiply set the pace
@@ -54,6 +67,12 @@ def visit_few_rows(
     table, operands = layout.split(args)
     work, length = work_list(table, layout, kept, max(steps))
     grid = Steps.of(layout, length)
+    seen, parts = None, cores()
+    if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # nothing else that they could share
+        work, length, seen = in_parts(work, length, parts, math.prod(layout.shape(kept)))
+        grid = dataclasses.replace(grid, length=length, parts=parts)
+    lead = () if seen is None else (parts,)
+    depth = len(grid.grid)
     step, (keys, rows) = steps[max(steps)], layout.block
     groups, width = step.values.out_avals[0].shape[1:]
     n, values = len(step.logits.in_avals), forms["values"]
@@ -75,7 +94,7 @@ def visit_few_rows(
         take = lambda keys: {i: refs.pop(0) for i in keys}
         ins, vals, mine, outs = (take(k) for k in (ahead, behind, belongs, range(3)))
         num, den, top = refs
-        pair = grid.pair([pl.program_id(i) for i in range(len(grid.order))], work_ref)
+        pair = grid.pair([pl.program_id(i) for i in range(depth)], work_ref)
 
         @pl.when((pair & FIRST) != 0)
         def _():
@@ -140,16 +159,44 @@ def visit_few_rows(
             num_scalar_prefetch=1 + len(tables),
             grid=grid.grid,
             in_specs=[grid.spec(x.axes, x.block) for x in given],
-            out_specs=[grid.spec(kept, shape) for shape in shapes],
+            out_specs=[grid.spec(kept, shape, by_part=True) for shape in shapes],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in shapes],
         ),
-        out_shape=[abstract(args[-1], (*layout.shape(kept), *x), jnp.float32) for x in shapes],
+        out_shape=[
+            abstract(args[-1], (*lead, *layout.shape(kept), *x), jnp.float32) for x in shapes
+        ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * (len(grid.order) - 1) + ("arbitrary",),
+            dimension_semantics=("parallel",) * (depth - 1) + ("arbitrary",),
             vmem_limit_bytes=VMEM,
         ),
         interpret=interpret,
         name="eqattn_decode",
     )
     num, den, top = call(work, *tables, *[x.array for x in given])
-    return [num, den[..., 0], top[..., 0]]
+    den, top = den[..., 0], top[..., 0]
+    return [num, den, top] if seen is None else merged(seen, num, den, top, layout.shape(kept))
+
+
+def cores() -> int:
+    """How many cores share a kernel: the two of a v4 or v5p are one device."""
+    try:
+        return pltpu.get_tpu_info().num_cores
+    except (ValueError, NotImplementedError):  # no TPU to ask about
+        return 1
+
+
+def merged(seen: Array, num: Array, den: Array, top: Array, shape: tuple[int, ...]) -> list:
+    """The Carries of the parts `[parts, *shape, rows, ...]` as one. What a part has not `seen`
+    nobody wrote.
+    """
+    seen = seen.reshape(*seen.shape[:1], *shape, 1)
+    parts = [
+        Carry(
+            jnp.where(here[..., None], num[i], 0),
+            jnp.where(here, den[i], 0),
+            jnp.where(here, top[i], -jnp.inf),
+        )
+        for i, here in enumerate(seen)
+    ]
+    whole = ft.reduce(Carry.merge, parts)
+    return [whole.numerator, whole.denominator, whole.max_so_far]

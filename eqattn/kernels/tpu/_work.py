@@ -65,6 +65,25 @@ def work_list(table: Any, layout: Layout, kept: tuple[int, ...], every: int) -> 
     return lax.bitcast_convert_type(jnp.asarray(packed), jnp.int32), length
 
 
+def in_parts(work: Array, length: Any, parts: int, rows: int) -> tuple[Array, Any, Array]:
+    """One list as `parts` equal stretches of it, so that cores may share it.
+
+    **Returns:** the lists `[parts, pairs]`, the length of the longest, and whether each has a pair
+    of each row, `[parts, rows]`. A row that two of them have is begun and ended by both.
+    """
+    size = -(-length // parts)
+    begin = np.arange(parts, dtype=np.int32)[:, None] * size
+    end = jnp.minimum(begin + size, length)
+    at = np.arange(-(-(len(work) - 1) // parts) + 1, dtype=np.int32)[None]
+    here = begin + at
+    pairs = work[jnp.minimum(here, end - 1)]
+    flags = jnp.where(at == 0, FIRST, 0) | jnp.where(here == end - 1, LAST, 0)
+    pairs = jnp.where(here < end, pairs | flags, pairs & ~15)  # past the end: not a visit
+    rows_at = lambda i: lax.shift_right_logical(work[jnp.clip(i, 0, length - 1)], 18)
+    first, last, row = rows_at(begin), rows_at(end - 1), np.arange(rows, dtype=np.int32)[None]
+    return pairs, size, (begin < end) & (first <= row) & (row <= last)
+
+
 def split_at(xs: Sequence, n: int) -> tuple[Sequence, Sequence]:
     return xs[:n], xs[n:]
 
@@ -95,7 +114,8 @@ def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """The kernel's grid: batch axes and, as None, the work list; `table_axes` are those of the list
-    before its pairs, `merged` those that its rows are of.
+    before its pairs, `merged` those that its rows are of. `parts`: of the list, each a core's; 0 if
+    it is one.
     """
 
     layout: Layout
@@ -104,6 +124,7 @@ class Steps:
     length: Any
     drain: int = 0
     merged: tuple[int, ...] = ()
+    parts: int = 0
 
     @classmethod
     def of(cls, layout: Layout, length: Any, drain: int = 0) -> "Steps":
@@ -120,22 +141,28 @@ class Steps:
 
     @property
     def grid(self) -> tuple:
-        return tuple(
-            self.length + self.drain if a is None else self.layout.grid[a] for a in self.order
-        )
+        parts = (self.parts,) if self.parts else ()
+        sizes = (self.length + self.drain if a is None else self.layout.grid[a] for a in self.order)
+        return (*parts, *sizes)
 
     def pair(self, ids: Sequence, work_ref: Any, lag: int = 0) -> Any:
         """The packed pair of the step `lag` before this one."""
+        part, ids = split_at(ids, bool(self.parts))
         at = [ids[self.order.index(a)] for a in self.table_axes]
         step = ids[self.order.index(None)]
-        return work_ref[(*at, jnp.maximum(step - lag, 0) if lag else step)]
+        return work_ref[(*part, *at, jnp.maximum(step - lag, 0) if lag else step)]
 
-    def spec(self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0) -> pl.BlockSpec:
-        """Where the block of an array on these grid axes lies at each step."""
+    def spec(
+        self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0, *, by_part: bool = False
+    ) -> pl.BlockSpec:
+        """Where the block of an array on these grid axes lies at each step. `by_part`: in front of
+        them, each part of the list has its own.
+        """
 
         def index(*ids_and_refs):
-            ids, (work_ref, *tables) = split_at(ids_and_refs, len(self.order))
+            ids, (work_ref, *tables) = split_at(ids_and_refs, len(self.order) + bool(self.parts))
             pair = self.pair(ids, work_ref, lag)
+            part, ids = split_at(ids, bool(self.parts))
             where = {a: i for a, i in zip(self.order, ids) if a is not None}
             row, where[COL] = row_of(pair), (pair >> 4) & (SIDE - 1)
             for a in (ROW, *reversed(self.merged)):
@@ -148,9 +175,11 @@ class Steps:
                     where[a], row = lax.rem(row, size), lax.div(row, size)
             for i, lookup in enumerate(self.layout.lookups):
                 where[i] = tables[i][tuple(where[a] for a in self.layout.in_axes[lookup])]
-            return (*[where[a] for a in axes], *[0] * len(block))
+            own = part if by_part else ()
+            return (*own, *[where[a] for a in axes], *[0] * len(block))
 
-        return pl.BlockSpec((*[None] * len(axes), *block), index)
+        lead = len(axes) + (bool(self.parts) and by_part)
+        return pl.BlockSpec((*[None] * lead, *block), index)
 
 
 class Operand:
