@@ -19,6 +19,10 @@ from ._stored import even_block, Pages
 from ._traverse import COL, ROW
 
 
+FEW_ROWS = 256
+"""Of queries and heads: more of them, and not memory but the units that multiply set the pace."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocking:
     """Sizes of the grid and its blocks.
@@ -94,21 +98,36 @@ class Blocking:
         x = x.reshape(self.batch, self.parts, padded, heads, *rest)[:, :, :part]
         return x.reshape(self.batch, self.parts * part, heads, *rest)[:, : self.queries]
 
-    def columns_of(self, x: Any) -> Array:
+    def columns_of(self, x: Any, flat: bool = False) -> Array:
         """`[B, S, K, D]` to `[B, K, columns, block_k, D]`;
-        in place to `[B, columns, block_k, K, D]`, see also `shares_of`.
+        in place to `[B, columns, block_k, K, D]`, or `[B, devices, columns, block_k, K / devices,
+        D]` if devices share the heads. `flat`: so is `[B, devices, S * n]`, with blocks `[1, n]`.
         """
-        x = self.pad(x, 1, self.columns * self.block_k, edge=False)
+        tokens = self.columns * self.block_k
+        if flat:
+            x = self.pad(x, 2, tokens * (x.shape[2] // self.keys), edge=False)
+            x = x.reshape(self.batch, self.kv_heads, self.columns, 1, -1)
+            return x[:, 0] if self.kv_heads == 1 else x
+        x = self.pad(x, 1, tokens, edge=False)
         if self.in_place:
-            return x.reshape(self.batch, self.columns, self.block_k, *x.shape[2:])
+            x = x.reshape(self.batch, self.columns, self.block_k, *x.shape[2:])
+            if self.kv_heads == 1:
+                return x
+            return jnp.moveaxis(split_axis(x, 3, self.kv_heads, outside=True), 3, 1)
         # The axis of size 1 makes XLA:CPU copy once, not twice, on the way into a loop.
         x = x.reshape(self.batch, self.columns, 1, self.block_k, self.kv_heads, x.shape[-1])
         x = x.transpose(0, 4, 1, 2, 3, 5)
         return x.reshape(*x.shape[:3], *x.shape[4:])
 
-    def shares_of(self, x: Any, axis: int, at: int) -> Array:
-        """The heads of what lies in place as a device's own, and an axis of devices at `at`."""
-        return jnp.moveaxis(split_axis(x, axis, self.kv_heads, outside=True), axis, at)
+    def pages_of(self, x: Any, flat: bool = False) -> Array:
+        """Pages `[pages, page size, K, D]`, whose heads lie apart for each device that has some:
+        then `[devices, pages, page size, K / devices, D]`. `flat`: `[pages, devices, n]`.
+        """
+        if self.kv_heads == 1:
+            return x
+        if flat:
+            return jnp.moveaxis(x, 1, 0)[:, :, None]
+        return jnp.moveaxis(split_axis(x, 2, self.kv_heads, outside=True), 2, 0)
 
     def tables_of(self, table: Array) -> list[Array]:
         """`[B, pages of a row]` as `[B, columns]` for each page of a block."""

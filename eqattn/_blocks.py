@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._blocking import BATCH, Blocking, HEAD, spread
+from ._blocking import BATCH, Blocking, FEW_ROWS, HEAD, spread
 from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
@@ -187,14 +187,17 @@ class Parts:
         """Keys and values that stay in place; of pages, as many operands as a block has."""
         placed, tables, blocking = [], [], self.blocking
         shared = blocking.kv_heads > 1
-        for x in map(as_stored, (self.problem.key, self.problem.value)):
+        # The kernel of many rows reads scales as a matrix, which XLA makes of them.
+        flat = not self.kernel or blocking.block[1] <= FEW_ROWS
+        both = [as_stored(x) for x in (self.problem.key, self.problem.value)]
+        self.held = [x.in_shares(blocking.kv_heads, flat=flat) for x in both]
+        for x in self.held:
             arrays, axes = [], []
             if x.table is None:
-                for a in map(blocking.columns_of, x.arrays):
-                    arrays.append(blocking.shares_of(a, 3, 1) if shared else a)
-                    axes.append((BATCH, HEAD, COL) if shared else (BATCH, COL))
+                arrays = [blocking.columns_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
+                axes = [(BATCH, HEAD, COL) if shared else (BATCH, COL)] * len(arrays)
             else:
-                pools = [blocking.shares_of(a, 2, 0) if shared else a for a in x.arrays]
+                pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
                 for table in blocking.tables_of(x.table):
                     arrays += pools
                     axes += [(HEAD, len(tables)) if shared else (len(tables),)] * len(pools)
@@ -208,9 +211,9 @@ class Parts:
         self.axes += [*key_axes, *[(BATCH, COL)] * len(tables)]
         self.roles = ("query", *["key"] * len(keys), *["page"] * len(tables))
 
-    def stored(self, x: Any, blocks: Sequence[Array]) -> Array:
-        """The numbers of a block of keys or values that lie in place."""
-        x = as_stored(x)
+    def stored(self, which: int, blocks: Sequence[Array]) -> Array:
+        """The numbers of a block of keys (0) or values (1) that lie in place."""
+        x = self.held[which]
         n = len(x.arrays)
         pages = [x.decode(*blocks[i : i + n]) for i in range(0, len(blocks), n)]
         block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
@@ -236,7 +239,7 @@ class Parts:
         def fn(*blocks):
             value = blocks[0]
             if self.blocking.in_place:
-                value = self.stored(self.problem.value, blocks)
+                value = self.stored(1, blocks)
             if c == FULL:
                 return [value]
             if self.kernel:
@@ -320,7 +323,7 @@ class Parts:
 
         def fn(*blocks):
             q, *k = blocks[: self.keys.stop]
-            k = self.stored(problem.key, k) if blocking.in_place else k[0]
+            k = self.stored(0, k) if blocking.in_place else k[0]
             first = self.keys.stop + len(self.lookups)
             named = {n: x if n == "seed" else spread(x, blocking)
                      for n, x in zip(self.roles[first:], blocks[first:])}  # fmt: skip

@@ -126,6 +126,20 @@ def write(array: Array, new: Array, slots: Array, first: Any = 0) -> Array:
     return array.at[rows, slots].set(new.astype(array.dtype), **options)
 
 
+def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: bool = True) -> Array:
+    """Scales `[b, t, k]` in those of `Quantized`: of the tokens `slots` `[b, t]` of the rows or
+    pages `owner` `[b, t | 1]`, leaving out what is not in the array. `unique`: nothing that is
+    left out has the place of another.
+    """
+    n = array.shape[1]
+    per, t = new.shape[2] // n, new.shape[1]
+    new = jnp.moveaxis(new.reshape(len(new), t, n, per), 2, 1)
+    share = jnp.arange(n, dtype=jnp.int32).reshape(1, n, 1, 1)
+    at = (slots * per)[:, None, :, None] + jnp.arange(per, dtype=jnp.int32).reshape(1, 1, 1, per)
+    options: Any = dict(mode="drop", unique_indices=unique)
+    return array.at[owner[:, None, :, None], share, at].set(new.astype(array.dtype), **options)
+
+
 def places(
     cache: AbstractCache, key: Array, value: Array, counts: Array | None, capacity: int
 ) -> tuple[Array, Array]:

@@ -13,8 +13,9 @@ from ._cache_base import (
     places,
     within,
     write,
+    write_flat,
 )
-from ._stored import Quantized
+from ._stored import apart, Quantized
 
 
 def _zeros(batch: int, capacity: int, kv_heads: int, dim: int, dtype: Any) -> Array:
@@ -99,13 +100,15 @@ class QuantizedKVCache(AbstractCache):
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
         stored: Any = jnp.int8,
+        head_shares: int = 1,
     ) -> "QuantizedKVCache":
-        """Without tokens; `stored` is int8 or a float8 dtype, `dtype` that of queries."""
+        """Without tokens; `stored` is int8 or a float8 dtype, `dtype` that of queries. Where
+        devices share the heads, `head_shares` is their number.
+        """
         value_dim = head_dim if value_dim is None else value_dim
 
         def nothing(dim):
-            values = _zeros(batch, capacity, kv_heads, dim, stored)
-            return Quantized(values, jnp.zeros(values.shape[:-1], jnp.float32), dtype)
+            return Quantized.zeros((batch, capacity, kv_heads, dim), stored, dtype, head_shares)
 
         return cls(nothing(head_dim), nothing(value_dim), jnp.zeros(batch, jnp.int32))
 
@@ -120,7 +123,9 @@ class QuantizedKVCache(AbstractCache):
         def added(held: Quantized, x: Array) -> Quantized:
             new = Quantized.quantize(x, held.values.dtype)
             values = write(held.values, new.values, slots)
-            return Quantized(values, write(held.scales, new.scales, slots), held.dtype)
+            row = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
+            scales = write_flat(held.scales, apart(new.scales, x.shape[2]), row, slots)
+            return Quantized(values, scales, held.dtype)
 
         return QuantizedKVCache(added(self.key, key), added(self.value, value), length)
 

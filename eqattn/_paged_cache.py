@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ._cache_base import AbstractCache, check_new, existing, new_positions, within
+from ._cache_base import (
+    AbstractCache,
+    check_new,
+    existing,
+    new_positions,
+    within,
+    write_flat,
+)
 from ._metadata import concrete
-from ._stored import as_stored, Pages, Quantized
+from ._stored import apart, as_stored, Pages, Quantized
 
 
 class PagedKVCache(AbstractCache):
@@ -58,6 +65,7 @@ class PagedKVCache(AbstractCache):
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
         stored: Any = None,
+        head_shares: int = 1,
     ) -> "PagedKVCache":
         """Without tokens.
 
@@ -66,6 +74,7 @@ class PagedKVCache(AbstractCache):
         - `capacity`: the most tokens of a row.
         - `pages`, `page_size`: of the pool, in all and in tokens.
         - `stored`: None, or int8 or a float8 dtype to quantize to.
+        - `head_shares`: how many devices share the heads, where pages are quantized.
         """
         value_dim = head_dim if value_dim is None else value_dim
 
@@ -73,7 +82,7 @@ class PagedKVCache(AbstractCache):
             shape = (pages, page_size, kv_heads, dim)
             if stored is None:
                 return jnp.zeros(shape, dtype)
-            return Quantized(jnp.zeros(shape, stored), jnp.zeros(shape[:-1], jnp.float32), dtype)
+            return Quantized.zeros(shape, stored, dtype, head_shares)
 
         table = jnp.full((batch, -(-capacity // page_size)), -1, jnp.int32)
         return PagedKVCache(pool(head_dim), pool(value_dim), table, jnp.zeros(batch, jnp.int32))
@@ -118,7 +127,9 @@ class PagedKVCache(AbstractCache):
             if not isinstance(pool, Quantized):
                 return put(pool, x)
             new = Quantized.quantize(x, pool.values.dtype)
-            return Quantized(put(pool.values, new.values), put(pool.scales, new.scales), pool.dtype)
+            scales = apart(new.scales, x.shape[2])
+            scales = write_flat(pool.scales, scales, page, position % size, unique=False)
+            return Quantized(put(pool.values, new.values), scales, pool.dtype)
 
         return PagedKVCache(
             added(self.key_pages, key), added(self.value_pages, value), self.table, length

@@ -18,7 +18,19 @@ class AbstractStored(eqx.Module):
     @property
     @abc.abstractmethod
     def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
-        """`[b, s, k, ...]`, or with a table the pages `[pages, page size, k, ...]`."""
+        """`[b, s, k, ...]`, or with a table the pages `[pages, page size, k, ...]`; those of `flat`
+        as in [`eqattn.cache.Quantized`][].
+        """
+
+    @property
+    def flat(self) -> tuple[bool, ...]:
+        """Which arrays have their tokens and heads in one axis."""
+        return (False,) * len(self.arrays)
+
+    def in_shares(self, n: int, flat: bool = True) -> "AbstractStored":
+        """With flat arrays in `n` shares of heads; or with none that are `flat`."""
+        del n, flat
+        return self
 
     @property
     @abc.abstractmethod
@@ -45,11 +57,12 @@ class AbstractStored(eqx.Module):
 
     def materialise(self) -> Float[Array, "b s k d"]:
         """As one array `[b, s, k, d]`."""
-        arrays = self.arrays
+        stored = self.in_shares(1, flat=False)
+        arrays = stored.arrays
         if self.table is not None:
             arrays = [x[self.table] for x in arrays]
             arrays = [x.reshape(len(x), -1, *x.shape[3:]) for x in arrays]
-        return self.decode(*arrays).astype(self.dtype)
+        return stored.decode(*arrays).astype(self.dtype)
 
 
 class Stored(AbstractStored):
@@ -76,21 +89,48 @@ class Stored(AbstractStored):
 class Quantized(AbstractStored):
     """Numbers of few bits, each vector times a scale of its own.
 
+    Heads are the last axis but one of the numbers. Arrays whose last axes are few heads lie
+    transposed in the memory of a TPU, which no kernel can read a page of. So the scales of all
+    tokens and heads are one axis; of `n` shares of the heads, where `n` devices share these.
+
     **Arguments:**
 
     - `values`: int8 or a float8 dtype, `[..., s, k, d]`.
-    - `scales`: float32 `[..., s, k]`.
+    - `scales`: float32 `[..., n, s * k / n]`: in each share the heads of the first token, then
+        those of the next.
     - `dtype`: what `materialise` returns, and what a query must have.
     """
 
-    values: Shaped[Array, "*b d"]
-    scales: Float[Array, " *b"]
+    values: Shaped[Array, "*b s k d"]
+    scales: Float[Array, "*b n m"]
     _dtype: Any = eqx.field(static=True, converter=jnp.dtype)
 
+    def __check_init__(self):
+        *lead, s, k, _ = self.values.shape
+        *same, n, m = self.scales.shape
+        if same != lead or n * m != s * k or k % n:
+            raise ValueError(
+                f"scales {self.scales.shape} do not fit values {self.values.shape}: they must be "
+                f"[..., n, s * k / n] = {(*lead, 1, s * k)}, or of n shares of the {k} heads."
+            )
+
     @classmethod
-    def quantize(cls, x: Float[Array, "*b d"], dtype: Any = jnp.int8) -> "Quantized":
+    def zeros(cls, shape: tuple[int, ...], stored: Any, dtype: Any, shares: int = 1) -> "Quantized":
+        """Of values `[..., s, k, d]`, as `stored`. **Raises:** `ValueError` unless `shares` divides
+        the heads.
+        """
+        *lead, s, k, _ = shape
+        if k % shares:
+            raise ValueError(f"{k} heads cannot be shared by {shares} devices; give a divisor.")
+        scales = jnp.zeros((*lead, shares, s * k // shares), jnp.float32)
+        return cls(jnp.zeros(shape, stored), scales, dtype)
+
+    @classmethod
+    def quantize(
+        cls, x: Float[Array, "*b s k d"], dtype: Any = jnp.int8, shares: int = 1
+    ) -> "Quantized":
         """Rounds vectors `[..., d]` so that the largest entry of each is the largest number of
-        `dtype`.
+        `dtype`. **Arguments:** `shares`: of the heads, in which the scales lie.
         """
         wide = x.astype(jnp.float32)
         most = float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
@@ -98,7 +138,43 @@ class Quantized(AbstractStored):
         values = wide / jnp.where(scales == 0, 1, scales)[..., None]
         if jnp.issubdtype(dtype, jnp.integer):
             values = jnp.round(values)
-        return cls(values.astype(dtype), scales, x.dtype)
+        return cls(values.astype(dtype), joined(scales, shares), x.dtype)
+
+    @property
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
+        return self.values, self.scales
+
+    @property
+    def flat(self) -> tuple[bool, ...]:
+        return False, True
+
+    def in_shares(self, n: int, flat: bool = True) -> AbstractStored:
+        if flat and self.scales.shape[-2] == n:
+            return self
+        scales = apart(self.scales, self.values.shape[-2])
+        if not flat:
+            return Scaled(self.values, scales, self.dtype)
+        return Quantized(self.values, joined(scales, n), self.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
+
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
+        values, scales = arrays
+        return values.astype(scales.dtype) * apart(scales, values.shape[-2])[..., None]
+
+
+class Scaled(AbstractStored):
+    """`Quantized` with scales `[..., s, k]`, as one block after the other multiplies them."""
+
+    values: Array
+    scales: Array
+    _dtype: Any = eqx.field(static=True)
 
     @property
     def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
@@ -115,6 +191,22 @@ class Quantized(AbstractStored):
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         values, scales = arrays
         return values.astype(scales.dtype) * scales[..., None]
+
+
+def apart(scales: Array, heads: int) -> Array:
+    """`[..., n, s * k / n]` to `[..., s, k]`."""
+    *lead, n, _ = scales.shape
+    if n > 1:
+        scales = jnp.moveaxis(scales.reshape(*lead, n, -1, heads // n), -3, -2)
+    return scales.reshape(*lead, -1, heads)
+
+
+def joined(scales: Array, n: int) -> Array:
+    """Undoes `apart`."""
+    *lead, s, heads = scales.shape
+    if n > 1:
+        scales = jnp.moveaxis(scales.reshape(*lead, s, n, heads // n), -2, -3)
+    return scales.reshape(*lead, n, s * heads // n)
 
 
 class Pages(AbstractStored):
@@ -141,6 +233,13 @@ class Pages(AbstractStored):
     @property
     def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
         return self.stored.arrays
+
+    @property
+    def flat(self) -> tuple[bool, ...]:
+        return self.stored.flat
+
+    def in_shares(self, n: int, flat: bool = True) -> AbstractStored:
+        return Pages(self.stored.in_shares(n, flat), self._table)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -106,7 +106,9 @@ def compiled(chip: str, case: str):
         over = (None if spec.page else "dp", None, "tp")
         wrt[name] = array(*lead, spec.kv_heads, dim, dtype=spec.stored or dtype, over=over)
     if spec.stored:
-        inputs["scales"] = array(*lead, spec.kv_heads, dtype=jnp.float32, over=over)
+        shares = spec.mesh[1]
+        scales = (lead[0], shares, lead[1] * spec.kv_heads // shares)
+        inputs["scales"] = array(*scales, dtype=jnp.float32, over=(over[0], "tp"))
     if spec.page:
         inputs["table"] = array(rows, s // spec.page, dtype=jnp.int32, over=("dp",))
 

@@ -55,21 +55,22 @@ def paged(x, size, order):
     return content, jnp.asarray(order.reshape(len(x), -1), jnp.int32)
 
 
-def kept_as(x, stored, in_pages):
+def kept_as(x, stored, in_pages, shares=1):
     """`[b, s, k, d]` as a cache keeps it, in fewer bits or in pages of 16 tokens that lie in some
     order, and the numbers that it then holds.
     """
-    plain, order = x, np.random.RandomState(1).permutation(x.shape[0] * x.shape[1] // 16)
+    if stored is None and not in_pages:
+        return x, x
+    kept, order = (
+        jnp.asarray(x),
+        np.random.RandomState(1).permutation(x.shape[0] * x.shape[1] // 16),
+    )
+    if in_pages:
+        kept, table = paged(x, 16, order)
     if stored is not None:
-        x = Quantized.quantize(jnp.asarray(x), stored)
-        plain = x.materialise()
-    if in_pages and stored is not None:
-        values, table = paged(np.asarray(x.values), 16, order)
-        scales, _ = paged(np.asarray(x.scales), 16, order)
-        x = Pages(Quantized(jnp.asarray(values), jnp.asarray(scales), x.dtype), table)
-    elif in_pages:
-        x = Pages(*paged(x, 16, order))
-    return x, plain
+        kept = Quantized.quantize(kept, stored, shares)
+    kept = Pages(kept, table) if in_pages else kept
+    return kept, kept.materialise()
 
 
 def close(output, want, tolerance=1e-5):

@@ -22,7 +22,7 @@ from eqattn import (
     PartitionAxis,
     Ragged,
 )
-from eqattn._stored import Pages
+from eqattn._stored import Pages, Quantized
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -37,9 +37,12 @@ def placed(mesh, q, k, v):
     rows, heads = mesh.axis_names
     put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
 
-    def cache(x):
+    def cache(x, rows=rows):
         if isinstance(x, Pages):
-            return Pages(put(x.content, None, None, heads), put(x._table, rows))
+            return Pages(cache(x.content, None), put(x._table, rows))
+        if isinstance(x, Quantized):
+            scales = put(x.scales, rows, heads)
+            return Quantized(put(x.values, rows, None, heads), scales, x.dtype)
         return put(x, rows, None, heads)
 
     return put(q, rows, None, heads), cache(k), cache(v)
@@ -58,7 +61,7 @@ CASES = [
 @pytest.mark.parametrize("t, kv_heads, dp, tp, stored, in_pages, kind", CASES)
 def test_numbers(t, kv_heads, dp, tp, stored, in_pages, kind):
     q, *kv = arrays(t, 8, kv_heads, keys=160 if t > 48 else 48)
-    (k, v), plain = zip(*[kept_as(x, stored, in_pages) for x in kv])
+    (k, v), plain = zip(*[kept_as(x, stored, in_pages, tp) for x in kv])
     sizes = {} if in_pages else {"blocksize_k": 16 if t < 48 else 80}
     with jax.set_mesh(mesh_of(dp, tp, kind=kind)):
         mesh = jax.sharding.get_mesh()

@@ -146,10 +146,11 @@ class Decode:
     def arrays(self) -> dict[str, Any]:
         like, page = jax.ShapeDtypeStruct, self.page or LENGTH
         pool = (ROWS * LENGTH // page, page, KV_HEADS)
+        scales = (pool[0], 1, page * KV_HEADS)
         return {
             "query": like((ROWS, self.queries, QUERY_HEADS, 128), jnp.bfloat16),
             "pools": (like((*pool, 128), self.stored or jnp.bfloat16),) * 2,
-            "scales": (like(pool, jnp.float32),) * 2 if self.stored else (),
+            "scales": (like(scales, jnp.float32),) * 2 if self.stored else (),
             "table": like((ROWS, LENGTH // page), jnp.int32),
             "lengths": like((ROWS,), jnp.int32),
         }

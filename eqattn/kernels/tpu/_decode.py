@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..._blocking import FEW_ROWS
 from ..._carry import Carry, online_softmax
 from ..._compat import abstract
 from ..._traverse import Layout
@@ -31,13 +32,10 @@ from ._work import (
 )
 
 
-ROWS = 256  # more of them, and the units that multiply set the pace
-
-
 def few_rows(steps: dict[int, Any], layout: Layout, args: Sequence) -> dict | None:
     """Logits and values of each class in wide form; None where they have none."""
     step, (keys, rows) = steps[max(steps)], layout.block
-    if not step.grouped or rows > ROWS:
+    if not step.grouped or rows > FEW_ROWS:
         return None
     _, operands = layout.split(args)
     blocks, n = abstract_blocks(operands, layout.in_axes), len(step.logits.in_avals)

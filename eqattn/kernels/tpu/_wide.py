@@ -54,7 +54,7 @@ class Wide:
     **Arguments:**
 
     - `program`: of blocks `[keys | 1, rows | 1]`, of keys or values `[keys, groups, n]` or parts of
-        these, of numbers `[keys, groups]` to multiply them by, and of one query `[n, rows]`.
+        these, of numbers `[1, keys * groups]` to multiply them by, and of one query `[n, rows]`.
     - `keys`, `groups`, `rows`: the sizes.
     """
 
@@ -69,6 +69,9 @@ class Wide:
             if e.primitive is lax.broadcast_in_dim_p and e.outvars[0].aval.ndim == 3
             if not isinstance(e.invars[0], Literal)
         }
+        for e in reversed(eqns):
+            if e.primitive is lax.reshape_p and e.outvars[0] in of_matrix:
+                of_matrix.add(e.invars[0])
         self.roles: list[str] = []
         for v in program.jaxpr.invars:
             shape = v.aval.shape
@@ -77,7 +80,7 @@ class Wide:
             elif len(shape) == 3:
                 role = "matrix"
             elif v in of_matrix:
-                role = "column of each group"
+                role = "scales"
             elif v.aval.size == 1 or len(shape) == 1:
                 role = "plain"
             elif shape == (keys, 1):
@@ -109,7 +112,7 @@ class Wide:
             return Operand(x, axes, flipped=True)
         if role == "column":
             x = jnp.repeat(x.reshape(*lead, 1, keys), groups, -1)
-        elif role == "column of each group":
+        elif role == "scales":
             x = x.reshape(*lead, 1, -1)
         elif role == "matrix" and groups == 1:  # such an axis may lie anywhere
             x = jnp.squeeze(x, -2)
