@@ -2,13 +2,15 @@
 
     python tests/_tpu_compile.py v5e causal bias ...
 
-prints one JSON object for each case: how many kernels and collectives there are and how many bytes
-are temporary, or the error.
+prints one JSON object for each case: how many kernels and collectives there are, how many bytes the
+largest copy has and how many are temporary; or the error.
 """
 
 import json
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -45,6 +47,7 @@ CASES: dict[str, dict] = {
 }
 ROWS = {"strategy": "Ragged", "mask": "KeyPadding(lengths)", "gradient": False}
 SHARED = {**ROWS, "queries": 1, "tokens": 65_536}  # by devices: rows and heads
+LONG = {**ROWS, "queries": 1, "tokens": 65_536, "heads": 8, "rows": 8}
 CASES |= {
     "decode": {**ROWS, "queries": 1, "kv_heads": 2, "sinks": True, "cap": 30.0},
     "decode, one key head": {**ROWS, "queries": 1, "kv_heads": 1},
@@ -60,6 +63,11 @@ CASES |= {
     "int8, mesh": {**SHARED, "stored": "int8", "mesh": (2, 2)},
     "pages, mesh": {**SHARED, "page": 64, "mesh": (2, 2)},
     "int8 pages, mesh": {**SHARED, "page": 64, "stored": "int8", "mesh": (1, 4)},
+    "long rows": {**LONG, "kv_heads": 8},
+    "long int8": {**LONG, "kv_heads": 8, "stored": "int8"},
+    "long pages": {**LONG, "kv_heads": 8, "page": 64},
+    "long int8 pages": {**LONG, "kv_heads": 8, "page": 64, "stored": "int8"},
+    "int8 prompts": {**ROWS, "kv_heads": 2, "stored": "int8"},
     "long, wide": {"mask": "Causal()", "tokens": 8192, "dim": 256, "values": 256},
     "long": {"mask": "Causal()", "tokens": 131_072, "gradient": False},
     "long gradient": {"mask": "Causal()", "tokens": 131_072},
@@ -78,12 +86,12 @@ def compiled(chip: str, case: str):
 
     kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=False)
     kinds |= dict(platform="pallas", strategy="Blockwise", queries=None, stored=None, page=None)
-    kinds |= dict(mesh=(1, 1))  # over how many devices rows and heads are sharded
+    kinds |= dict(mesh=(1, 1), heads=4)  # over how many devices rows and heads are sharded
     kinds |= dict(dropout=0.0, sinks=False, kv_heads=4, dim=128, values=128, dtype="bfloat16")
     spec = type("Spec", (), kinds | CASES[case])
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
-    rows, auto = spec.mesh[0], (AxisType.Auto,) * 2
-    grid = np.array(devices[: rows * spec.mesh[1]]).reshape(spec.mesh)
+    rows, auto = CASES[case].get("rows", spec.mesh[0]), (AxisType.Auto,) * 2
+    grid = np.array(devices[: spec.mesh[0] * spec.mesh[1]]).reshape(spec.mesh)
     mesh = Mesh(grid, ("dp", "tp"), axis_types=auto)
     dtype, s = jnp.dtype(spec.dtype), spec.tokens
     t = s if spec.queries is None else spec.queries
@@ -99,7 +107,7 @@ def compiled(chip: str, case: str):
         "table": array(32, 4, dtype=jnp.float32),
     }
     wrt = {
-        "query": array(rows, t, 4, spec.dim, over=("dp", None, "tp")),
+        "query": array(rows, t, spec.heads, spec.dim, over=("dp", None, "tp")),
     }
     for name, dim in (("key_", spec.dim), ("value", spec.values)):
         lead = (rows, s) if spec.page is None else (rows * s // spec.page, spec.page)
@@ -159,6 +167,18 @@ def compiled(chip: str, case: str):
     return lowered
 
 
+MAKES = ("copy", "copy-start", "transpose", "pad", "concatenate", "gather", "convert", "fusion")
+
+
+def nbytes(type: str) -> int:
+    """Of the largest array in the type of a result."""
+    sizes = [
+        math.prod(map(int, filter(None, shape.split(",")))) * int(bits) // 8
+        for bits, shape in re.findall(r"[a-z]+(\d+)[a-z\d]*\[([\d,]*)\]", type)
+    ]
+    return max(sizes, default=0)
+
+
 def report(chip: str, case: str) -> dict:
     try:
         lowered = compiled(chip, case)
@@ -168,7 +188,13 @@ def report(chip: str, case: str) -> dict:
     schedule = Schedule(program.as_text())
     collectives = [*schedule.exchanges, *schedule.other_collectives, *schedule.moves]
     memory = program.memory_analysis()
-    sizes = {"temporary": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}
+    made = [i for body in schedule.computations.values() for i in body if i.opcode in MAKES]
+    copied = max((nbytes(i.type) for i in made), default=0)
+    sizes = {
+        "copied": copied,
+        "temporary": memory.temp_size_in_bytes,
+        "arguments": memory.argument_size_in_bytes,
+    }
     return {"kernels": schedule.kernels, "collectives": len(collectives), **sizes}
 
 

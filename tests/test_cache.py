@@ -139,6 +139,37 @@ def test_quantized_numbers(dtype):
     assert (q.materialise()[0, 0, 0] == 0).all()
 
 
+@pytest.mark.parametrize("pages", [False, True])
+def test_scales_in_shares_of_the_heads(pages):
+    """However many devices share the heads, the numbers are the same; here all are on one."""
+
+    def filled(shares):
+        if pages:
+            cache = PagedKVCache.empty(
+                B, CAPACITY, 20, 4, K, D, V, stored=jnp.int8, head_shares=shares
+            )
+            cache = cache.reserve(CAPACITY)
+        else:
+            cache = QuantizedKVCache.empty(B, CAPACITY, K, D, V, head_shares=shares)
+        q, k, v = tokens(5, jnp.float32)
+        cache, _ = step(cache, q, k, v, jnp.array([5, 0, 3]))
+        return step(cache, q, k, v, jnp.array([1, 5, 2]))
+
+    (one, out), (two, again) = filled(1), filled(2)
+    held = [x.key_pages if pages else x.key for x in (one, two)]
+    assert [x.scales.shape[-2] for x in held] == [1, 2]
+    if not pages:  # the first row took all five tokens: of each share the one head it has
+        of_heads = jnp.abs(tokens(5, jnp.float32)[1][0]).max(-1).T / 127
+        np.testing.assert_allclose(held[1].scales[0, :, :5], of_heads, rtol=1e-6)
+    for x, y in zip((one.key, one.value), (two.key, two.value)):
+        np.testing.assert_array_equal(x.materialise(), y.materialise())
+    np.testing.assert_allclose(out, again, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="2 heads cannot be shared by 3 devices"):
+        QuantizedKVCache.empty(B, CAPACITY, K, D, V, head_shares=3)
+    with pytest.raises(ValueError, match=r"scales \(3, 5, 2\) do not fit.*\(3, 1, 10\)"):
+        Quantized(jnp.zeros((3, 5, 2, 8), jnp.int8), jnp.zeros((3, 5, 2)), jnp.float32)
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_unused_places_may_hold_anything(name):
     q, k, v = tokens(6, jnp.float32)

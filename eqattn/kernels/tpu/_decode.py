@@ -170,9 +170,18 @@ def visit_few_rows(
         interpret=interpret,
         name="eqattn_decode",
     )
-    num, den, top = call(work, *tables, *[x.array for x in given])
+    num, den, top = call(work, *tables, *[x.array if interpret else placed(x) for x in given])
     den, top = den[..., 0], top[..., 0]
     return [num, den, top] if seen is None else merged(seen, num, den, top, layout.shape(kept))
+
+
+def placed(x: Operand) -> Array:
+    """A cache stays in main memory: XLA would copy the whole of it to vector memory where it has
+    room, however few of its blocks are live.
+    """
+    if not x.cached:
+        return x.array
+    return pltpu.with_memory_space_constraint(x.array, pltpu.MemorySpace.HBM)
 
 
 def cores() -> int:

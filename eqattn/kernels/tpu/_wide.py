@@ -118,7 +118,7 @@ class Wide:
             x = jnp.squeeze(x, -2)
         elif role == "row":
             return Operand(jnp.swapaxes(x, -1, -2), axes, as_lies=True)
-        return Operand(x, axes)
+        return Operand(x, axes, cached=role in ("matrix", "scales"))
 
     def evaluate(self, load: Sequence[Callable | None]) -> "_Evaluation":
         return _Evaluation(self, load)

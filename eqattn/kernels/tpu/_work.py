@@ -184,11 +184,18 @@ class Steps:
 
 class Operand:
     """An array on the grid, as the kernel is given it: `flipped`, transposed; `as_lies`, with
-    matrices of one column as they are.
+    matrices of one column as they are; `cached`, from a cache.
     """
 
-    def __init__(self, x: Any, axes: tuple[int, ...], flipped: bool = False, as_lies: bool = False):
-        self.axes, self.flipped, self.dtype = axes, flipped, x.dtype
+    def __init__(
+        self,
+        x: Any,
+        axes: tuple[int, ...],
+        flipped: bool = False,
+        as_lies: bool = False,
+        cached: bool = False,
+    ):
+        self.axes, self.flipped, self.cached, self.dtype = axes, flipped, cached, x.dtype
         shape = x.shape[len(axes) :]
         self.shape = shape[::-1] if flipped else shape
         self.block = shape if as_lies else lies_as(shape, flipped)
