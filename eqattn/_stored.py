@@ -105,7 +105,7 @@ class Quantized(AbstractStored):
     scales: Float[Array, "*b n m"]
     _dtype: Any = eqx.field(static=True, converter=jnp.dtype)
 
-    def __check_init__(self):
+    def __check_init__(self) -> None:
         *lead, s, k, _ = self.values.shape
         *same, n, m = self.scales.shape
         if same != lead or n * m != s * k or k % n:
