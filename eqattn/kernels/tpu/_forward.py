@@ -218,7 +218,7 @@ def visit_fold(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(order) - 1) + ("arbitrary",),
             vmem_limit_bytes=VMEM,
-            disable_bounds_checks=True,
+            disable_bounds_checks=not layout.lookups,  # whose pages are the caller's
         ),
         interpret=interpret,
         name="eqattn_fold",
