@@ -12,6 +12,8 @@ import pytest
 from _tpu_compile import CASES, compile_all, expected, TOPOLOGIES
 from _tpu_races import without_races
 from conformance import oracle, oracle_masks as om
+from conformance.cases import covering, invalid
+from conformance.test_conformance import check
 
 from eqattn import (
     attention,
@@ -93,6 +95,14 @@ def test_exported_for_a_tpu(f, count):
     read = jax.export.deserialize(exported.serialize())
     assert read.platforms == ("tpu",)
     assert read.mlir_module().count("@tpu_custom_call") == count
+
+
+def test_dropout_is_not_in_the_denominator():
+    """In the form of chips that add up probabilities by a product, see conformance/."""
+    change = dict(dropout=0.25, dtype="bfloat16", lead=(2,), target=("tpu", 1), transform="jit")
+    check(
+        next(x for c in covering(2) if invalid(x := c | change) is None and c["length"] == (32, 48))
+    )
 
 
 def test_static_fields_choose():

@@ -86,11 +86,12 @@ def visit_fold(
     width, grouped = steps[full].width, steps[full].grouped
     kw = dict(steps[full].products)
     narrow = kw["operand_dtype"]
-    ones = 16 if narrow == jnp.bfloat16 and not grouped and sums_by_product() else 0
+    weighted = len(logits[full].outs) == 2
+    by_product = narrow == jnp.bfloat16 and not grouped and not weighted and sums_by_product()
+    ones = 16 if by_product else 0
     shapes = [(width, rows), (1, rows), (1, rows)]
     out_blocks = shapes if into is not None else [(rows, width), *shapes[1:]]
     start = [Operand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None]
-    weighted = len(logits[full].outs) == 2
 
     def kernel(work_ref, *refs):
         refs = list(refs[len(layout.lookups) :])
