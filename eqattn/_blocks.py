@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._blocking import BATCH, Blocking, FEW_ROWS, HEAD, spread
+from ._blocking import BATCH, Blocking, HEAD, spread
 from ._carry import Carry
 from ._dot import dot
 from ._dropout import kept
@@ -187,10 +187,8 @@ class Parts:
         """Keys and values that stay in place; of pages, as many operands as a block has."""
         placed, tables, blocking = [], [], self.blocking
         shared = blocking.kv_heads > 1
-        # The kernel of many rows reads scales as a matrix, which XLA makes of them.
-        flat = not self.kernel or blocking.block[1] <= FEW_ROWS
         both = [as_stored(x) for x in (self.problem.key, self.problem.value)]
-        self.held = [x.in_shares(blocking.kv_heads, flat=flat) for x in both]
+        self.held = [x.in_shares(blocking.kv_heads) for x in both]
         for x in self.held:
             arrays, axes = [], []
             if x.table is None:

@@ -12,7 +12,7 @@ from ._masks import Causal, KeyPadding
 from ._output import AttentionOutput
 from ._packed import packed_segments
 from ._problem import as_mask
-from ._stored import AbstractStored, as_stored, even_block, joined, Pages, Quantized
+from ._stored import AbstractStored, apart, as_stored, even_block, joined, Pages, Quantized
 from .strategies.ragged import Ragged
 
 
@@ -154,9 +154,10 @@ def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
         a = a if parts * size == s else jnp.pad(a, widths)
         return a.reshape(b * parts, size, *a.shape[2:])
 
-    arrays = [paged(a) for a in as_stored(x).in_shares(1, flat=False).arrays]
-    content = arrays[0]
-    if len(arrays) == 2:
-        content = Quantized(content, joined(arrays[1], 1), x.dtype)
+    if isinstance(x, Quantized):
+        scales = paged(apart(x.scales, x.shape[2]))
+        content = Quantized(paged(x.values), joined(scales, 1), x.dtype)
+    else:
+        content = paged(as_stored(x).arrays[0])
     table = row[:, None] * parts + np.arange(parts, dtype=np.int32)[None]
     return Pages(content, table)

@@ -27,9 +27,10 @@ class AbstractStored(eqx.Module):
         """Which arrays have their tokens and heads in one axis."""
         return (False,) * len(self.arrays)
 
-    def in_shares(self, n: int, flat: bool = True) -> "AbstractStored":
-        """With flat arrays in `n` shares of heads; or with none that are `flat`."""
-        del n, flat
+    def in_shares(self, n: int) -> "AbstractStored":
+        """With flat arrays in `n` shares of heads."""
+        if any(self.flat):
+            raise NotImplementedError(f"{type(self).__name__} has flat arrays and no in_shares.")
         return self
 
     @property
@@ -57,12 +58,10 @@ class AbstractStored(eqx.Module):
 
     def materialise(self) -> Float[Array, "b s k d"]:
         """As one array `[b, s, k, d]`."""
-        stored = self.in_shares(1, flat=False)
-        arrays = stored.arrays
-        if self.table is not None:
-            arrays = [x[self.table] for x in arrays]
-            arrays = [x.reshape(len(x), -1, *x.shape[3:]) for x in arrays]
-        return stored.decode(*arrays).astype(self.dtype)
+        if self.table is None:
+            return self.decode(*self.arrays).astype(self.dtype)
+        x = self.decode(*[x[self.table] for x in self.arrays])
+        return x.reshape(len(x), -1, *x.shape[3:]).astype(self.dtype)
 
 
 class Stored(AbstractStored):
@@ -148,12 +147,10 @@ class Quantized(AbstractStored):
     def flat(self) -> tuple[bool, ...]:
         return False, True
 
-    def in_shares(self, n: int, flat: bool = True) -> AbstractStored:
-        if flat and self.scales.shape[-2] == n:
+    def in_shares(self, n: int) -> AbstractStored:
+        if self.scales.shape[-2] == n:
             return self
         scales = apart(self.scales, self.values.shape[-2])
-        if not flat:
-            return Scaled(self.values, scales, self.dtype)
         return Quantized(self.values, joined(scales, n), self.dtype)
 
     @property
@@ -167,30 +164,6 @@ class Quantized(AbstractStored):
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         values, scales = arrays
         return values.astype(scales.dtype) * apart(scales, values.shape[-2])[..., None]
-
-
-class Scaled(AbstractStored):
-    """`Quantized` with scales `[..., s, k]`, as one block after the other multiplies them."""
-
-    values: Array
-    scales: Array
-    _dtype: Any = eqx.field(static=True)
-
-    @property
-    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
-        return self.values, self.scales
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self._dtype
-
-    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
-        values, scales = arrays
-        return values.astype(scales.dtype) * scales[..., None]
 
 
 def apart(scales: Array, heads: int) -> Array:
@@ -238,8 +211,9 @@ class Pages(AbstractStored):
     def flat(self) -> tuple[bool, ...]:
         return self.stored.flat
 
-    def in_shares(self, n: int, flat: bool = True) -> AbstractStored:
-        return Pages(self.stored.in_shares(n, flat), self._table)
+    def in_shares(self, n: int) -> AbstractStored:
+        stored = self.stored.in_shares(n)
+        return self if isinstance(stored, Stored) else Pages(stored, self._table)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -68,6 +68,7 @@ CASES |= {
     "long pages": {**LONG, "kv_heads": 8, "page": 64},
     "long int8 pages": {**LONG, "kv_heads": 8, "page": 64, "stored": "int8"},
     "int8 prompts": {**ROWS, "kv_heads": 2, "stored": "int8"},
+    "int8 dropout": {**ROWS, "kv_heads": 2, "stored": "int8", "queries": 1, "dropout": 0.1},
     "long, wide": {"mask": "Causal()", "tokens": 8192, "dim": 256, "values": 256},
     "long": {"mask": "Causal()", "tokens": 131_072, "gradient": False},
     "long gradient": {"mask": "Causal()", "tokens": 131_072},

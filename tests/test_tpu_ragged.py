@@ -78,6 +78,16 @@ def test_races_and_memory_that_nothing_wrote(t, stored, in_pages, cores, monkeyp
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_prompts_over_quantised_caches(in_pages):
+    """The kernel of many rows reads scales in another form."""
+    q, *kv = arrays(70, keys=80)
+    (k, v), plain = zip(*[kept_as(x, jnp.int8, in_pages) for x in kv])
+    sizes = {} if in_pages else {"blocksize_k": 16}
+    assert kernels(ft.partial(call, platform="tpu", **sizes), q, k, v) == ["eqattn_fold"]
+    close(call(q, k, v, **sizes), dense(q, *plain, seen(70, 80)))
+
+
 def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
     q, k, v = arrays()
     hidden = ~seen(1, 48)[:, 0, :, None, None]

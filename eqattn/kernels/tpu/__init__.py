@@ -8,6 +8,7 @@ from ..._fold import FoldStep
 from ..._traverse import Layout
 from ._decode import few_rows, visit_few_rows
 from ._forward import visit_fold
+from ._matrices import with_matrices
 from ._visit import together, visit_sum
 
 
@@ -34,6 +35,9 @@ def traverse(
         forms = few_rows(steps, layout, args) if into is None else None
         if forms is not None:
             return visit_few_rows(forms, steps, layout, args, axes[0], interpret)
+        first: Any = next(iter(steps.values()))
+        if first.grouped:
+            steps, args = with_matrices(steps, layout, args)
         return visit_fold(steps, layout, args, axes[0], finish, into, interpret)
     results: list[Any] = [None] * len(axes)
     main, stay = together(layout, start, axes, into)

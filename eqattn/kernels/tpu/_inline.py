@@ -79,6 +79,12 @@ def _flat(jaxpr, consts, args) -> list:
     return [read(v) for v in jaxpr.outvars]
 
 
+def flat_jaxpr(closed: Any) -> Any:
+    """A closed jaxpr with the bodies of its calls in their place."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *xs: _flat(closed.jaxpr, closed.consts, xs))(*avals)
+
+
 class Program:
     """A function of blocks whose results `wanted` a kernel computes.
 
@@ -87,9 +93,7 @@ class Program:
     """
 
     def __init__(self, fn: Callable, avals: Sequence, wanted: Sequence[int] | None = None):
-        closed = jax.make_jaxpr(fn)(*avals)
-        plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        flat = jax.make_jaxpr(lambda *xs: _flat(closed.jaxpr, closed.consts, xs))(*plain)
+        flat = flat_jaxpr(jax.make_jaxpr(fn)(*avals))
         self.jaxpr, self.consts = flat.jaxpr, flat.consts
         outs = self.jaxpr.outvars
         self.outs = outs if wanted is None else [outs[i] for i in wanted]
