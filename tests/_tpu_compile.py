@@ -60,7 +60,7 @@ CASES |= {
     "decode float32": {**ROWS, "queries": 1, "kv_heads": 2, "dtype": "float32"},
     "decode, mesh": {**SHARED, "mesh": (2, 2), "sinks": True},
     "prompts, mesh": {**ROWS, "mask": "Causal() & KeyPadding(lengths)", "mesh": (2, 2)},
-    "int8, mesh": {**SHARED, "stored": "int8", "mesh": (2, 2)},
+    "int8, mesh": {**SHARED, "stored": "int8", "mesh": (2, 2), "heads": 8, "kv_heads": 8},
     "pages, mesh": {**SHARED, "page": 64, "mesh": (2, 2)},
     "int8 pages, mesh": {**SHARED, "page": 64, "stored": "int8", "mesh": (1, 4)},
     "long rows": {**LONG, "kv_heads": 8},
