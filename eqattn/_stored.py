@@ -30,7 +30,7 @@ class AbstractStored(eqx.Module):
     def in_shares(self, n: int) -> "AbstractStored":
         """With flat arrays in `n` shares of heads."""
         if any(self.flat):
-            raise NotImplementedError(f"{type(self).__name__} has flat arrays and no in_shares.")
+            raise NotImplementedError(f"{type(self).__name__} cannot share flat arrays over {n}.")
         return self
 
     @property

@@ -161,10 +161,10 @@ class Run:
             self.parts[v] = self._block(v, self.window)
         return self.parts[v]
 
-    def _block(self, v, window):
+    def _block(self, v: Any, window: tuple[slice, slice]) -> Any:
         eqn = self.program.maker(v)
         if eqn is not None and eqn.primitive is dot_p:
-            return self._dot(*eqn.invars, window, **eqn.params)
+            return self._dot(eqn.invars[0], eqn.invars[1], window, **eqn.params)
         if eqn is not None and eqn.primitive is lax.select_n_p:
             return self._selected(eqn)
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
@@ -197,7 +197,7 @@ class Run:
             self.done[v, flip] = self.at(None)._value(v, flip)
         return self.done[v, flip]
 
-    def _value(self, v, flip):
+    def _value(self, v: Any, flip: bool) -> Any:
         if v in self.load:
             load, lies = self.load[v]
             return load() if lies == flip else self.value(v, not flip).T
@@ -233,8 +233,8 @@ class Run:
             return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))
         if eqn.primitive is lax.select_n_p:
             return self._selected(eqn)
-        if eqn.primitive is lax.exp_p and v.aval.ndim == 2:
-            return jnp.exp2(self.times(eqn.invars[0], LOG2E))  # which the factor costs nothing
+        if eqn.primitive is lax.exp_p:  # the scale's factor costs nothing
+            return jnp.exp2(self.times(eqn.invars[0], LOG2E))
         ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
         if not eqn.primitive.multiple_results:
             return ys

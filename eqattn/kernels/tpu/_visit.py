@@ -69,8 +69,8 @@ def visit_sum(
     """
     table, operands = layout.split(args)
     summed = tuple(a for a in layout.batch if a not in kept)
-    order = tuple(a for a in layout.batch if a in kept)
-    order = (*order, None, *summed)  # a result stays in place while all of its terms are added
+    lead = tuple(a for a in layout.batch if a in kept)
+    order = (*lead, None, *summed)  # a result stays in place while all of its terms are added
     table_axes = list(layout.table_axes or (ROW, COL))[:-2]
     for a in set(table_axes) & set(summed):
         table = _alike(table, table_axes.index(a))
@@ -81,7 +81,7 @@ def visit_sum(
     held = [abstract(args[-1], x.shape, x.dtype) for x in start]
     blocks, n = abstract_blocks(operands, layout.in_axes), len(held)
 
-    wanted, lead = [*group, *stay], order[: order.index(None)]
+    wanted = [*group, *stay]
     place = {i: lies_as(held[i].shape) for i in wanted}
     whole = {i: (layout.grid[ROW], *place[i]) if i in stay else place[i] for i in wanted}
     lies = {i: lead if i in stay else kept for i in wanted}
