@@ -270,13 +270,12 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products, tag):
             )
             (v, *_), dv = directional(jaxpr_as_fun(weigh), full[n:], outer, moved[len(inner) :])
             p = jnp.exp(s - gauge(m)[None])
-            keep = (lambda x: x * lax.stop_gradient(weight[0])) if weight else lambda x: x
+            kept = p * lax.stop_gradient(weight[0]) if weight else p
             dnum, dden = jnp.zeros((p.shape[1], v.shape[-1]), p.dtype), jnp.zeros_like(m)
             if ds is not None:
-                dp = p * ds[0]
-                dnum, dden = dot(keep(dp), v, (0, 0), **kw), dp.sum(0)
+                dnum, dden = dot(kept * ds[0], v, (0, 0), **kw), (p * ds[0]).sum(0)
             if dv is not None:
-                dnum = dnum + dot(keep(p), dv[0], (0, 0), **kw)
+                dnum = dnum + dot(kept, dv[0], (0, 0), **kw)
             return [dnum, dden]
 
         return g

@@ -90,17 +90,16 @@ def visit_fold(
     by_product = narrow == jnp.bfloat16 and not grouped and not weighted and sums_by_product()
     ones = 16 if by_product else 0
     shapes = [(width, rows), (1, rows), (1, rows)]
-    # Denominator and maximum are one array: each array costs every step 30 to 50 cycles.
-    out_blocks = [(width, rows) if into is not None else (rows, width), (2, rows)]
-    start = [x for x in into or () if x is not None]
-    if start:
-        both = jnp.stack(start[1:], -2)
-        start = [Operand(x, kept, as_lies=True) for x in (start[0], both)]
+    # Finished denominators and maxima are one array: each array costs every step 30 to 50 cycles.
+    out_blocks = shapes if into is not None else [(rows, width), (2, rows)]
+    start = [Operand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None]
 
     def kernel(work_ref, *refs):
         refs = list(refs[len(layout.lookups) :])
         take = lambda keys: {i: refs.pop(0) for i in keys}
-        ins, vals, olds, outs = (take(k) for k in (ahead, behind, range(len(start)), range(2)))
+        ins, vals, olds, outs = (
+            take(k) for k in (ahead, behind, range(len(start)), range(len(out_blocks)))
+        )
         num, den, top, s_ref, most, dirty, *w_ref = refs
         ids = [pl.program_id(i) for i in range(len(order))]
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
@@ -112,7 +111,7 @@ def visit_fold(
                 num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
                 top[...] = jnp.full_like(top, -jnp.inf)
             else:
-                num[...], den[...], top[...] = olds[0][...], olds[1][:1], olds[1][1:] * LOG2E
+                num[...], den[...], top[...] = olds[0][...], olds[1][...], olds[2][...] * LOG2E
 
         load: list = [None] * n
         for i, x in ahead.items():
@@ -195,9 +194,10 @@ def visit_fold(
         def _():
             accs = [num[...], den[...], top[...] * (1 / LOG2E)]
             if into is None:
-                accs = finish([accs[0].T if grouped else accs[0], accs[1][0], accs[2][0]])
-            outs[0][...] = accs[0]
-            outs[1][:1], outs[1][1:] = (x.reshape(1, rows) for x in accs[1:])
+                y, *both = finish([accs[0].T if grouped else accs[0], accs[1][0], accs[2][0]])
+                accs = [y, jnp.stack(both)]
+            for ref, y in zip(outs.values(), accs):
+                ref[...] = y.reshape(ref.shape)
 
     scratch = [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
     scratch += [pltpu.VMEM((keys, rows), jnp.float32), pltpu.VMEM((1, rows), jnp.float32)]
@@ -228,5 +228,7 @@ def visit_fold(
         interpret=interpret,
         name="eqattn_fold",
     )
-    num, both = call(work, *tables, *[x.array for x in given])
-    return [num, both[..., 0, :], both[..., 1, :]]
+    num, *rest = call(work, *tables, *[x.array for x in given])
+    if into is None:
+        return [num, rest[0][..., 0, :], rest[0][..., 1, :]]
+    return [num, *[x.reshape(*layout.shape(kept), rows) for x in rest]]

@@ -233,6 +233,9 @@ class Run:
             return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))
         if eqn.primitive is lax.select_n_p:
             return self._selected(eqn)
+        if eqn.primitive.name == "add_any" and (terms := self._with_factor(eqn)) is not None:
+            factor, x, y = (self.value(u) for u in terms)
+            return factor * (x + y)
         if eqn.primitive is lax.exp_p:  # the scale's factor costs nothing
             return jnp.exp2(self.times(eqn.invars[0], LOG2E))
         ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
@@ -240,6 +243,17 @@ class Run:
             return ys
         self.done.update(zip([(w, False) for w in eqn.outvars], ys))
         return self.done[v, False]
+
+    def _with_factor(self, eqn: Any) -> tuple | None:
+        """Of a sum of two products with a factor in common: it, and the others."""
+        products = [self.program.maker(v) for v in eqn.invars]
+        if any(p is None or p.primitive is not lax.mul_p for p in products):
+            return None
+        (a, b), (c, d) = (p.invars for p in products)
+        for x, y, u, w in ((a, b, c, d), (a, b, d, c), (b, a, c, d), (b, a, d, c)):
+            if x is u:
+                return x, y, w
+        return None
 
     def _selected(self, eqn: Any, factor: float | None = None) -> Any:
         """A selection (times a factor), whose cases skip selections by the same predicate."""
