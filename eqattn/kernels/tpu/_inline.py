@@ -30,35 +30,16 @@ _ELEMENTWISE = {
     lax.sub_p,
     lax.neg_p,
 }
-# Of which a part of the result needs that part of the arguments only.
-_POINTWISE = _ELEMENTWISE | {
-    lax.abs_p,
-    lax.and_p,
-    lax.clamp_p,
-    lax.div_p,
-    lax.eq_p,
-    lax.exp2_p,
-    lax.exp_p,
-    lax.ge_p,
-    lax.gt_p,
-    lax.integer_pow_p,
-    lax.le_p,
-    lax.log_p,
-    lax.logistic_p,
-    lax.lt_p,
-    lax.max_p,
-    lax.min_p,
-    lax.ne_p,
-    lax.not_p,
-    lax.or_p,
-    lax.rem_p,
-    lax.shift_left_p,
-    lax.shift_right_arithmetic_p,
-    lax.shift_right_logical_p,
-    lax.sign_p,
-    lax.tanh_p,
-    lax.xor_p,
+POINTWISE = {
+    getattr(lax, f"{name}_p")
+    for name in (
+        "abs add and ceil clamp convert_element_type cos div eq erf exp exp2 expm1 floor ge gt "
+        "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round "
+        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square "
+        "sub tanh xor"
+    ).split()
 }
+"""Of which a part of the result needs that part of the arguments only."""
 
 
 def _flat(jaxpr, consts, args) -> list:
@@ -170,7 +151,7 @@ class Run:
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
             if eqn.invars[0].aval.ndim == 0:
                 return self._repeated(self.value(eqn.invars[0]), v.aval.shape)
-        if eqn is not None and eqn.primitive in _POINTWISE:
+        if eqn is not None and eqn.primitive in POINTWISE:
             return eqn.primitive.bind(*map(self.block, eqn.invars), **eqn.params | _plain(eqn))
         return self._cut(self.value(v))
 

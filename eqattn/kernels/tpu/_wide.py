@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from ..._compat import Literal
 from ..._dot import grouped_dot_p
-from ._inline import Program, Run
+from ._inline import POINTWISE, Program, Run
 from ._product import product_of
 from ._work import Operand
 
@@ -26,15 +26,6 @@ _MOVED = {  # what depends on keys or rows alone stays what it is, whichever axi
     lax.reshape_p,
     lax.squeeze_p,
     lax.transpose_p,
-}
-_ELEMENTWISE = {
-    getattr(lax, f"{name}_p")
-    for name in (
-        "abs add and ceil clamp convert_element_type cos div eq erf exp exp2 expm1 floor ge gt "
-        "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round "
-        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square "
-        "sub tanh xor"
-    ).split()
 }
 
 
@@ -90,7 +81,7 @@ class Wide:
             else:
                 role = "" if program.reads[len(self.roles)] else "plain"
             self.roles.append(role)
-        known = _MOVED | _ELEMENTWISE | {grouped_dot_p, lax.concatenate_p}
+        known = _MOVED | POINTWISE | {grouped_dot_p, lax.concatenate_p}
         plain = {v for v, r in zip(program.jaxpr.invars, self.roles) if r == "plain"}
         plain |= set(program.jaxpr.constvars)
         self.possible = "" not in self.roles and keys > 1

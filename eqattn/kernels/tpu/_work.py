@@ -79,7 +79,7 @@ def in_parts(work: Array, length: Any, parts: int, rows: int) -> tuple[Array, An
     pairs = work[jnp.minimum(here, end - 1)]
     flags = jnp.where(at == 0, FIRST, 0) | jnp.where(here == end - 1, LAST, 0)
     pairs = jnp.where(here < end, pairs | flags, pairs & ~15)  # past the end: not a visit
-    rows_at = lambda i: lax.shift_right_logical(work[jnp.clip(i, 0, length - 1)], 18)
+    rows_at = lambda i: row_of(work[jnp.clip(i, 0, length - 1)])
     first, last, row = rows_at(begin), rows_at(end - 1), np.arange(rows, dtype=np.int32)[None]
     return pairs, size, (begin < end) & (first <= row) & (row <= last)
 
