@@ -29,6 +29,7 @@ class Blocking:
 
     Queries and keys are cut into `parts` of equal length, each with blocks of its own, so that no
     block lies on two devices. What varies with queries and keys holds the keys of `shards` devices.
+    `halves`: partial blocks half of whose keys no query of the first half sees are told apart.
     `in_place`: keys and values stay as they lie in memory, with their heads inside of the blocks.
     Then one row of the grid has all query heads of a device: `kv_heads` is the number of devices
     that heads are sharded over. `together`: the pages of a block.
@@ -45,6 +46,7 @@ class Blocking:
     shards: int = 1
     in_place: bool = False
     together: int = 1
+    halves: bool = False
 
     @property
     def rows(self) -> int:
@@ -61,6 +63,15 @@ class Blocking:
     @property
     def block(self) -> tuple[int, int]:
         return (self.block_k, self.group * self.block_q)
+
+    @property
+    def corner(self) -> int:
+        """The rows of a block, the first ones, whose later half of keys may be skipped: half of a
+        head's queries, or those of a whole group.
+        """
+        if not self.halves or self.block_k % 2 or (self.group == 1 and self.block_q % 2):
+            return 0
+        return self.block_q // 2 if self.group == 1 else self.group * self.block_q
 
     def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
         """Pads each part of an axis, to `n` in all, with its last entry or with zeros."""
@@ -236,4 +247,5 @@ def choose_blocking(
         shards=shards,
         in_place=in_place,
         together=together,
+        halves=bool(kernel) and not in_place,
     )

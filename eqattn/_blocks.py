@@ -25,7 +25,7 @@ from ._problem import Problem, visible
 from ._scores import ScoreFn
 from ._spread import Spread
 from ._stored import as_stored
-from ._traverse import COL, EMPTY, FULL, PARTIAL, ROW
+from ._traverse import COL, CORNER, EMPTY, FULL, PARTIAL, ROW
 
 
 def fold_problem(
@@ -75,6 +75,7 @@ def fold_problem(
             kernel=kernel,
             pages=parts.pages,
             lookups=parts.lookups,
+            corner=blocking.corner,
             products=parts.products,
             spec=parts.spec,
             roles=parts.roles,
@@ -289,7 +290,8 @@ class Parts:
             if self.local:
                 indices = at["batch"][:, 0, 0, 0], at["head"][0, :, 0, 0]
             classes = classes_of(mask, blocking, (blocking.batch,), q, k, indices)
-            table = jnp.minimum(table, classes)
+            corner = (classes == CORNER) & (table != EMPTY)
+            table = jnp.where(corner, jnp.int8(CORNER), jnp.minimum(table, classes))
         if table.shape[:2] == (1, 1):
             return table[0, 0]
         return jnp.broadcast_to(table, (*blocking.grid[:2], rows, columns))
@@ -307,7 +309,8 @@ class Parts:
         classes = (PARTIAL, FULL)
         if isinstance(table, np.ndarray):
             present = np.unique(table)
-            classes = tuple(c for c in classes if c in present) or (PARTIAL,)
+            masked = PARTIAL in present or CORNER in present
+            classes = (PARTIAL,) * masked + (FULL,) * (FULL in present) or (PARTIAL,)
             if present.size == 1 and EMPTY not in present:
                 return None, None, classes
         axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n > 1] + [ROW, COL]

@@ -48,6 +48,7 @@ def fold(
     kernel: str = "",
     pages: tuple[int, ...] = (),
     lookups: tuple[int, ...] = (),
+    corner: int = 0,
     products: tuple = (),
     spec: Hashable = None,
     roles: tuple[str, ...] = (),
@@ -67,7 +68,7 @@ def fold(
         own. Where no pair is masked, `values` may return the block alone, whatever it holds.
     - `ring`: the hops, if columns rotate around a mesh axis. `classify` is then a function of the
         operands `reads`, as they are at a hop, that returns the table of the hop.
-    - `fused`, `ragged`, `kernel`, `pages`, `lookups`: as for `Layout`.
+    - `fused`, `ragged`, `kernel`, `pages`, `lookups`, `corner`: as for `Layout`.
     - `products`: keyword arguments of `dot`, as sorted pairs.
 
     **Returns:**
@@ -88,7 +89,17 @@ def fold(
     in_axes = (*in_axes, *[()] * len(consts), *value_axes, *[()] * len(more))
     roles = (*roles, *["closure"] * len(consts), *["value"] * len(given), *["closure"] * len(more))
     layout = Layout(
-        tuple(grid), block, in_axes, table_axes, ring, fused, ragged, kernel, pages, lookups
+        grid=tuple(grid),
+        block=block,
+        in_axes=in_axes,
+        table_axes=table_axes,
+        ring=ring,
+        fused=fused,
+        ragged=ragged,
+        kernel=kernel,
+        pages=pages,
+        lookups=lookups,
+        corner=corner,
     )
     rows = (*layout.batch, ROW)
     lead = [] if table_axes is None else [vary(table, axes)]
@@ -188,7 +199,7 @@ class FoldStep:
 
     def complete(self, num: Array, den: Array, top: Array, axis: int = -1) -> list:
         """A numerator that is not finite, met where no pair is masked, makes its row NaN."""
-        return [num, jnp.where(jnp.isfinite(num).all(axis), den, jnp.nan), top]
+        return [num, den + (num * 0).sum(axis), top]
 
     def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
         n, product = len(self.logits.in_avals), ft.partial(dot, **dict(self.products))

@@ -21,7 +21,7 @@ from ._problem import as_mask, problem
 from ._registry import AttentionRegistry
 from ._ring_layout import Contiguous, Zigzag
 from ._ring_plan import ring_plan, RingPlan
-from ._traverse import EMPTY, FULL, PARTIAL
+from ._traverse import EMPTY, FULL
 from .strategies import AttentionImpl, Blockwise
 
 
@@ -165,7 +165,8 @@ class Cost:
             table = np.full((1, 1, rows, columns), FULL, np.int8)
         heads = blocking.batch * blocking.kv_heads
         shared = heads // (table.shape[0] * table.shape[1])
-        empty, partial, full = (int((table == c).sum()) * shared for c in (EMPTY, PARTIAL, FULL))
+        empty, full = (int((table == c).sum()) * shared for c in (EMPTY, FULL))
+        partial = table.size * shared - empty - full
         pairs = (partial + full) * blocking.block_q * blocking.block_k * blocking.group
         backward = 2.0 * pairs * (3 * dim + 2 * value_dim)  # the logits are computed again
         return cls(empty, partial, full, 2.0 * pairs * (dim + value_dim), backward)

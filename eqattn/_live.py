@@ -1,5 +1,6 @@
 """Which blocks of a problem are live, and which of these need no mask."""
 
+import functools as ft
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 from ._blocking import Blocking
 from ._masks import AbstractMask
 from ._problem import Problem
-from ._traverse import FULL, PARTIAL
+from ._traverse import CORNER, EMPTY, FULL, PARTIAL
 
 
 def classes_of(
@@ -24,17 +25,26 @@ def classes_of(
     """
     from ._intervals import classify  # imported on first use: half of eqattn's import
 
-    return classify(
+    of_blocks = ft.partial(
+        classify,
         mask,
         batch_shape=batch_shape,
         heads=blocking.kv_heads * blocking.group,
         kv_heads=blocking.kv_heads,
         q_positions=q,
         kv_positions=k,
-        block_q=blocking.block_q,
-        block_k=blocking.block_k,
         indices=indices,
     )
+    table = of_blocks(block_q=blocking.block_q, block_k=blocking.block_k)
+    if not blocking.corner:
+        return table
+    parts = 2 if blocking.group == 1 else 1
+    fine = of_blocks(block_q=blocking.block_q // parts, block_k=blocking.block_k // 2)
+    skipped = fine[:, :, ::parts, 1::2] == EMPTY
+    xp = np if isinstance(table, np.ndarray) else jnp
+    if skipped.shape[-1] < table.shape[-1]:  # the last block has no later half
+        skipped = xp.pad(skipped, [(0, 0)] * 3 + [(0, 1)], constant_values=True)
+    return xp.where((table == PARTIAL) & skipped, np.int8(CORNER), table)
 
 
 def table_of(problem: Problem, blocking: Blocking):

@@ -19,6 +19,7 @@ from ._compat import vary, varying_axes
 
 ROW, COL = -2, -1
 EMPTY, PARTIAL, FULL = 0, 1, 2
+CORNER = 3  # partial, and no key of the later half is visible to the first rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Layout:
     """The grid, the `(columns, rows)` of one block of logits, and the grid axes of each operand
     and of the table of live blocks.
 
-    The table holds `EMPTY`, `PARTIAL` or `FULL` per block; without one every pair is visited.
+    The table holds `EMPTY`, `PARTIAL` or `FULL` per block; without one every pair is visited. If
+    there is a `corner`, of so many rows, it may hold `CORNER`.
     In a `ring`, the grid is one device's: its rows and its columns. What has both axes holds the
     columns of all devices. `fused`: a transpose finds all its results in one visit of the grid;
     else those of columns in one and the others in another. `ragged`: batch elements are visited one
@@ -47,6 +49,7 @@ class Layout:
     kernel: str = ""
     pages: tuple[int, ...] = ()
     lookups: tuple[int, ...] = ()
+    corner: int = 0
 
     def size(self, axis: int) -> int:
         return self.pages[axis] if axis >= 0 else self.grid[axis]
@@ -81,6 +84,13 @@ class Layout:
     def split(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The table (or None) and the operands."""
         return (None, args) if self.table_axes is None else (args[0], args[1:])
+
+    def without_corners(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """`split`, where a corner is not told from other partial blocks."""
+        table, operands = self.split(args)
+        if table is not None and self.corner:
+            table = jnp.where(table == CORNER, PARTIAL, table)
+        return table, operands
 
 
 def moves(axes: tuple[int, ...]) -> bool:
@@ -160,7 +170,7 @@ def traverse(
         What the compiler partitions over devices must not be looped over.
     - `into`: accumulators of an earlier visit to go on with (None: a new one). Nothing is finished.
     """
-    table, operands = layout.split(args)
+    table, operands = layout.without_corners(args)
     classes = sorted(steps, reverse=True)
     batch = () if vectorise else layout.batch
     columns = layout.grid[COL]

@@ -11,7 +11,7 @@ from eqattn._tpu_report import cli, report, rows, schedule, whole
 from eqattn._tpu_report.chips import CHIPS
 from eqattn._tpu_report.kernels import choose, KERNELS
 from eqattn._tpu_report.rows import Row
-from eqattn._tpu_report.steps import Steps
+from eqattn._tpu_report.steps import Region, Step, Steps
 from eqattn._traverse import COL, ROW
 
 
@@ -85,7 +85,7 @@ def test_steps(tmp_path):
     assert got.masked is None  # has half of the products: it is no visit of a pair
     assert got.full.share("VALU") == got.full.total(np.arange(111) % 2) / (2 * got.full.cycles)
     assert got.full.matrix_share == 48 / (4 * got.full.cycles)
-    assert got.edges == 10 + 10
+    assert got.edges == [10, 10]
 
 
 def test_masked_steps(tmp_path):
@@ -101,7 +101,7 @@ def test_masked_steps(tmp_path):
 
 def test_a_loop_without_conditions(tmp_path):
     got = steps(tmp_path, {5: PRODUCT, 20: branch("%p1_p0", 3), 30: ""})
-    assert got.full.cycles == 25 - 3 and got.masked is None and got.edges == 0
+    assert got.full.cycles == 25 - 3 and got.masked is None and got.edges == []
     (tmp_path / "7-my_kernel.1-65-packed-bundles-post-ra.txt").write_text("  0   : { }")
     with pytest.raises(ValueError, match="different numbers of cycles"):
         schedule.read(tmp_path, "7-my_kernel.1", CHIPS["v5e"])
@@ -115,20 +115,39 @@ def test_a_loop_without_conditions(tmp_path):
 
 @pytest.mark.parametrize("tokens, tile", [(64, (8, 8)), (60, (8, 16)), (48, (16, 8)), (8, (8, 8))])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_steps_of_a_whole_kernel(tokens, tile, lag):
+@pytest.mark.parametrize("heads", [1, 3])
+def test_steps_of_a_whole_kernel(tokens, tile, lag, heads):
     queries, keys = tile
     visible = np.tril(np.ones((tokens, tokens), bool))
-    for kept, axis in (((ROW,), 0), ((COL,), 1)):
+    for kept, axis in (((ROW,), 0), ((COL,), 1))[: 1 if lag else 2]:  # a fold keeps rows
         blocks = [
             [visible[i : i + queries, j : j + keys] for j in range(0, tokens, keys)]
             for i in range(0, tokens, queries)
         ]
         blocks = blocks if axis == 0 else list(zip(*blocks))
-        partial = [not b.all() for row in blocks for b in row if b.any()]
-        kinds = partial + [False] * lag
-        got = whole.count(tokens, tile, kept, lag)
-        assert got == whole.Count(kinds.count(False), kinds.count(True), len(blocks))
+        live = [b for row in blocks for b in row if b.any()] * heads
+        kinds = ["full" if b.all() else "masked" for b in live]
+        if lag:
+            corner = [not b[: queries // 2, keys // 2 :].any() for b in live]
+            kinds = ["corner" if c and k == "masked" else k for c, k in zip(corner, kinds)]
+            kinds.append("full")
+            for i in range(1, len(kinds)):
+                if kinds[i] == "full" and kinds[i - 1] == "corner":
+                    kinds[i] = "after"
+        got = whole.count(tokens, tile, heads, kept, lag)
+        want = [kinds.count(k) for k in ("full", "masked", "corner", "after")]
+        rows = heads * len(blocks)
+        assert got == whole.Count(*want, rows=rows, begun=1 if lag else rows)
     assert whole.visible_pairs(tokens) == visible.sum()
+
+
+def test_cycles_of_a_whole_kernel(tmp_path):
+    some = steps(tmp_path, KERNEL)
+    cycles = {"full": 100, "masked": 130, "corner": 110, "after": 90}
+    vars(some).update({k: Step(some.schedule, (Region(0, n),)) for k, n in cycles.items()})
+    some.edges = [7, 11, 13]
+    count = whole.Count(full=5, masked=2, corner=3, after=4, rows=6, begun=1)
+    assert count.cycles(some) == 500 + 260 + 330 + 360 + 7 + 6 * 24
 
 
 ROW_ = Row("forward", "v6e", "", (8, 16), 100, 130, 0.5, 0.25, None, {"matrix": 0.6}, 5, 6, 2**20)

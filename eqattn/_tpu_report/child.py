@@ -51,8 +51,9 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
     ideal = tile[0] * tile[1] * kernel.products / chip.products
     entire = None
     if (w := kernel.whole) is not None:
-        cycles = whole.count(w.tokens, tile, w.kept, w.lag).cycles(steps)
-        entire = whole.visible_pairs(w.tokens) * kernel.products / chip.products / cycles
+        cycles = whole.count(w.tokens, tile, w.heads, w.kept, w.lag).cycles(steps)
+        pairs = w.heads * whole.visible_pairs(w.tokens)
+        entire = pairs * kernel.products / chip.products / cycles
     rate = info.bf16_ops_per_second / (2 * chip.products)  # cycles of a second
     return Row(
         kernel=kernel.name,

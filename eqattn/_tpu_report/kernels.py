@@ -96,7 +96,7 @@ def _forward(name: str, *, whole: bool = True, plain: str = "", **kw: Any) -> Ke
         build=call.build,
         tile=call.tile,
         products=2 * call.dim,
-        whole=Whole(call.tokens, kept, lag=1) if whole else None,
+        whole=Whole(call.tokens, HEADS, kept, lag=1) if whole else None,
         plain=plain,
     )
 
@@ -109,7 +109,7 @@ def _backward(name: str, gradient: tuple[int, ...], products: int, **kw: Any) ->
         build=call.build,
         tile=call.tile,
         products=products * call.dim,
-        whole=Whole(call.tokens, (BATCH, HEAD, ROW if gradient == (0,) else COL), lag=0),
+        whole=Whole(call.tokens, HEADS, (BATCH, HEAD, ROW if gradient == (0,) else COL), lag=0),
     )
 
 

@@ -17,7 +17,7 @@ class Row:
     - `cycles`: of a step of the grid, with its overhead, on a pair of blocks that is not masked.
     - `masked`: on one that is; None if there is no difference.
     - `useful`: the share of `cycles` that the products would take at the matrix units' peak.
-    - `whole`: the same of a head's whole kernel and its visible pairs; None if not known.
+    - `whole`: the same of the whole kernel and its visible pairs; None if not known.
     - `memory`: the share of `cycles` that the bytes of a step take from main memory; None if
         that is not what limits the kernel.
     - `units`: the share of each unit's slots that is used.

@@ -10,9 +10,12 @@ ROWS, LENGTH, QUERY_HEADS, KV_HEADS = 32, 8192, 32, 8  # of decoding, with head 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Of a causal kernel, what `whole.count` needs: `tokens`, and the list's `kept` and `lag`."""
+    """Of a causal kernel, what `whole.count` needs: `tokens`, `heads`, and the list's `kept` and
+    `lag`.
+    """
 
     tokens: int
+    heads: int
     kept: tuple[int, ...]
     lag: int
 

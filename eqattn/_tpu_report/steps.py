@@ -14,7 +14,8 @@ import numpy as np
 from .schedule import Branch, Schedule
 
 
-_ALIKE = 0.9  # regions with this share of the most products do the same work
+_ALIKE = 0.95  # regions with this share of the most products do the same work
+_LESS = 0.75  # with this share, the same but for a corner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,10 @@ class Steps:
     - `innermost`: a step is a trip of the innermost loop around the products.
 
     Its attributes are `full`, the step of a pair of blocks that is not masked, `masked`, that of
-    one that is (None if there is but one kind), and `edges`, the cycles that a row of blocks takes
-    beyond its steps.
+    one that is (None if there is but one kind), and `edges`, the cycles of what a row of blocks
+    does beyond its steps, one after the other. `corner` is the step of a masked pair whose corner
+    is skipped, `after` that of a full pair which follows such a one; where there are none, `masked`
+    and `full`.
 
     **Raises:** `ValueError` if there are no products.
     """
@@ -95,10 +98,13 @@ class Steps:
         hot = list(dict.fromkeys(self.around(r, working) for r in hot))
         steps = [(s, r) for r in hot if (s := self.through(self.loop_of(r), [r])) is not None]
         most = max(s.products for s, _ in steps)
-        steps = [(s, r) for s, r in steps if s.products >= _ALIKE * most]
         steps.sort(key=lambda sr: sr[0].cycles)
+        less = [s for s, _ in steps if _LESS * most <= s.products < _ALIKE * most]
+        steps = [(s, r) for s, r in steps if s.products >= _ALIKE * most]
         self.full, region = steps[0]
         self.masked = steps[1][0] if len(steps) > 1 else None
+        masked = self.masked or self.full
+        self.after, self.corner = less if len(less) == 2 else (self.full, masked)
         loop = self.loop_of(region)
         idle = [
             r
@@ -107,7 +113,7 @@ class Steps:
         ]
         idle = [r for r in idle if not any(r != x and x.holds(r) for x in idle)]
         ways = [self.through(loop, [region, r]) for r in idle]
-        self.edges = sum(w.cycles - self.full.cycles for w in ways if w is not None)
+        self.edges = [w.cycles - self.full.cycles for w in ways if w is not None]
 
     def work(self, region: Region) -> int:
         return int(self.schedule.products[region.start : region.stop].sum())

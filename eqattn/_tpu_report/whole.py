@@ -1,52 +1,73 @@
 """The cycles of a whole kernel: every step that its list of pairs makes it run."""
 
 import dataclasses
+import math
 
 import numpy as np
 
-from .._mask_base import block_table
+from .._blocking import Blocking
+from .._live import classes_of
 from .._masks import Causal
-from .._traverse import FULL, Layout
-from ..kernels.tpu._work import FIRST, kind_of, work_list
+from .._traverse import COL, CORNER, FULL, Layout, ROW
+from ..kernels.tpu._work import FIRST, kind_of, Steps as Grid, work_list
 from .steps import Steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """What a head's list makes a kernel do: `full` and `masked` steps, `rows` of blocks."""
+    """What its list makes a kernel do: steps that are `full`, `masked`, masked but for a `corner`
+    that is skipped, and full `after` such a one; `rows` of blocks, and how often it has `begun`
+    one where no other was before.
+    """
 
     full: int
     masked: int
+    corner: int
+    after: int
     rows: int
+    begun: int
 
     def cycles(self, steps: Steps) -> int:
-        masked = steps.full if steps.masked is None else steps.masked
-        each = self.full * steps.full.cycles + self.masked * masked.cycles
-        return each + self.rows * steps.edges
+        kinds = (self.full, steps.full), (self.masked, steps.masked or steps.full)
+        kinds += (self.corner, steps.corner), (self.after, steps.after)
+        begin, *others = steps.edges
+        edges = self.begun * begin + self.rows * sum(others)
+        return sum(n * step.cycles for n, step in kinds if n) + edges
 
 
-def count(tokens: int, tile: tuple[int, int], kept: tuple[int, ...], lag: int) -> Count:
+def count(tokens: int, tile: tuple[int, int], heads: int, kept: tuple[int, ...], lag: int) -> Count:
     """The steps of causal attention.
 
     **Arguments:**
 
-    - `tokens`: queries, and keys.
+    - `tokens`: queries, and keys. `heads`: of both.
     - `tile`: queries and keys of a block.
     - `kept`: the axes of the grid that the kernel's results have.
     - `lag`: the kernel works on the pair of this many steps before too; so many more steps, which
-        are not masked, follow the last pair.
+        are not masked, follow the last pair of a list. Only such a kernel skips corners.
     """
     queries, keys = tile
-    table = block_table(Causal(), tokens, tokens, queries, keys)[0, 0]
-    layout = Layout((1, 1, *table.shape), (keys, queries), ())
-    packed, pairs = work_list(table, layout, kept, FULL)
-    pairs = int(pairs)
-    packed = np.asarray(packed)[: pairs + lag]
-    masked = np.asarray(kind_of(packed)) != FULL
-    rows = int((packed & FIRST != 0).sum())
-    return Count(int((~masked).sum()), int(masked.sum()), rows)
+    at = np.arange(tokens, dtype=np.int32)[None]
+    blocking = Blocking(1, heads, 1, tokens, tokens, queries, keys, halves=bool(lag))
+    table = classes_of(Causal(), blocking, (1,), at, at)[0, 0]
+    layout = Layout(blocking.grid, (keys, queries), (), (ROW, COL), corner=blocking.corner)
+    if lag:
+        grid, packed = Grid.of(table, layout, kept, FULL, drain=lag)
+        lists, pairs = math.prod(grid.grid[:-1]), grid.length
+    else:
+        packed, pairs = work_list(table, layout, kept, FULL)
+        lists = heads
+    packed = np.asarray(packed)[: int(pairs) + lag]
+    kinds = np.asarray(kind_of(packed))
+    corner, full = kinds == CORNER, kinds == FULL
+    after = full & (np.roll(corner, 1) & (np.arange(len(kinds)) > 0))
+    each = full & ~after, ~full & ~corner, corner, after, (packed & FIRST) != 0
+    counts = [lists * int(x.sum()) for x in each]
+    return Count(*counts, begun=lists if lag else counts[-1])
 
 
 def visible_pairs(tokens: int) -> int:
-    """Of causal attention: the work that has to be done, however it is cut into blocks."""
+    """Of causal attention, of one head: the work that has to be done, however it is cut into
+    blocks.
+    """
     return tokens * (tokens + 1) // 2

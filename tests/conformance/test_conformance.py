@@ -133,7 +133,7 @@ def small_windows(case):
     """Kernels work on a block in several parts, as on large ones, and in the forms of all chips."""
     by_product = case["dtype"] == "bfloat16" and case["lead"] == (2,)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_forward, "WINDOW", 16)
+        patch.setattr(_forward, "WINDOW", 8)
         patch.setattr(_forward, "sums_by_product", lambda: by_product)
         yield
 

@@ -22,13 +22,13 @@ from ._visit import VMEM
 from ._wide import Wide
 from ._work import (
     abstract_blocks,
+    cores,
     FIRST,
     in_parts,
     kind_of,
     LAST,
     Operand,
     Steps,
-    work_list,
 )
 
 
@@ -63,11 +63,10 @@ def visit_few_rows(
 ) -> list:
     """Numerator, denominator and maximum, of the forms of `few_rows`."""
     table, operands = layout.split(args)
-    work, length = work_list(table, layout, kept, max(steps))
-    grid = Steps.of(layout, length)
+    grid, work = Steps.of(table, layout, kept, max(steps))
     seen, parts = None, cores()
     if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # nothing else that they could share
-        work, length, seen = in_parts(work, length, parts, math.prod(layout.shape(kept)))
+        work, length, seen = in_parts(work, grid.length, parts, math.prod(layout.shape(kept)))
         grid = dataclasses.replace(grid, length=length, parts=parts)
     lead = () if seen is None else (parts,)
     depth = len(grid.grid)
@@ -182,14 +181,6 @@ def placed(x: Operand) -> Array:
     if not x.cached:
         return x.array
     return pltpu.with_memory_space_constraint(x.array, pltpu.MemorySpace.HBM)
-
-
-def cores() -> int:
-    """How many cores share a kernel: the two of a v4 or v5p are one device."""
-    try:
-        return pltpu.get_tpu_info().num_cores
-    except (ValueError, NotImplementedError):  # no TPU to ask about
-        return 1
 
 
 def merged(seen: Array, num: Array, den: Array, top: Array, shape: tuple[int, ...]) -> list:

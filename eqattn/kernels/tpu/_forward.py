@@ -9,20 +9,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._carry import gauge
 from ..._compat import abstract
-from ..._traverse import Layout
+from ..._traverse import CORNER, Layout
 from ._groups import spread_groups, weighted_groups
 from ._inline import LOG2E, Program, Run
 from ._product import product_of
 from ._visit import VMEM
-from ._work import abstract_blocks, FIRST, kind_of, LAST, matrix, Operand, Steps, work_list
+from ._work import abstract_blocks, FIRST, kind_of, LAST, matrix, nbytes_of, Operand, Steps
 
 
 WINDOW = 512
+SPARE = 8 * 2**20  # bytes for the compiler
+
+
+def either(condition: Any, then: Callable, otherwise: Callable) -> None:
+    lax.cond(condition, then, otherwise)
 
 
 def sums_by_product() -> bool:
@@ -49,6 +55,15 @@ def windows(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
     return [(at, to) for to in sides[1] for at in sides[0]]
 
 
+def skipped(layout: Layout, masked: bool) -> list[tuple[slice, slice]]:
+    """The windows that the corner of a block consists of; none if it cuts through some."""
+    keys, rows = layout.block
+    parts = windows(keys, rows, masked)
+    inside = [(a, b) for a, b in parts if 2 * a.start >= keys and b.stop <= layout.corner]
+    size = sum((a.stop - a.start) * (b.stop - b.start) for a, b in inside)
+    return inside if 2 * size == keys * layout.corner else []
+
+
 def visit_fold(
     steps: dict[int, Any],
     layout: Layout,
@@ -63,8 +78,7 @@ def visit_fold(
     Inside, logits and maxima are those of powers of two.
     """
     table, operands = layout.split(args)
-    work, length = work_list(table, layout, kept, max(steps))
-    grid = Steps.of(layout, length, drain=1)
+    grid, work = Steps.of(table, layout, kept, max(steps), drain=1)
     order = grid.order
     full, keys_rows = max(steps), layout.block
     keys, rows = keys_rows
@@ -95,7 +109,7 @@ def visit_fold(
     start = [Operand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None]
 
     def kernel(work_ref, *refs):
-        refs = list(refs[len(layout.lookups) :])
+        tables, refs = refs[: len(layout.lookups)], list(refs[len(layout.lookups) :])
         take = lambda keys: {i: refs.pop(0) for i in keys}
         ins, vals, olds, outs = (
             take(k) for k in (ahead, behind, range(len(start)), range(len(out_blocks)))
@@ -105,28 +119,37 @@ def visit_fold(
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
         running = ids[-1] > 0
 
-        @pl.when(running & ((before & FIRST) != 0))
-        def _():
-            if not start:
-                num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
-                top[...] = jnp.full_like(top, -jnp.inf)
-            else:
-                num[...], den[...], top[...] = olds[0][...], olds[1][...], olds[2][...] * LOG2E
+        def begin():  # after the first step, which adds what nobody wrote
+            num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
+            top[...] = jnp.full_like(top, -jnp.inf)
+
+        def go_on():
+            num[...], den[...], top[...] = olds[0][...], olds[1][...], olds[2][...] * LOG2E
+
+        if start:
+            pl.when(running & ((before & FIRST) != 0))(go_on)
+        else:
+            pl.when(ids[-1] == 1)(begin)
+
+        def read(x, ref, lag):
+            at = grid.index(x.axes, ids, (work_ref, *tables), lag) if x.resident else ()
+            return x.read(ref, at)
 
         load: list = [None] * n
         for i, x in ahead.items():
-            load[i] = lambda i=i, x=x: x.read(ins[i])
+            load[i] = lambda i=i, x=x: read(x, ins[i], 0)
         fetch: list = [None] * (len(operands) - n)
         for i, x in behind.items():
-            fetch[i] = lambda i=i, x=x: x.read(vals[i])
+            fetch[i] = lambda i=i, x=x: read(x, vals[i], 1)
         lie_ahead = [i in ahead and ahead[i].flipped for i in range(n)]
         lie_behind = [i in behind and behind[i].flipped for i in range(len(fetch))]
 
         def poison(c):
             """Makes the logits NaN where a value that is not finite is seen."""
             raw = Run(values[full], fetch, lie_behind).value(values[full].outs[0], True)
+            total = raw.astype(jnp.float32).sum(0)  # if it overflows, that costs only time
 
-            @pl.when(jnp.isnan(jnp.sum((raw.astype(jnp.float32) * 0).sum(0))))
+            @pl.when(jnp.isnan(jnp.sum(total * 0)))
             def _():
                 dirty[0] = 1
                 s = s_ref[...]
@@ -137,8 +160,10 @@ def visit_fold(
                     bad = spread_groups(bad, rows)
                 s_ref[...] = jnp.where(s == -jnp.inf, s, s + bad)
 
-        def visit(c, weighed):
-            """Logits of the pair, of class `c`; what the logits of the one before it add."""
+        def visit(c, weighed, skip=(), skip_before=()):
+            """Logits of the pair, of class `c`; what the logits of the one before it add. Both
+            without those in some windows.
+            """
             ahead, behind = Run(logits[c], load, lie_ahead), Run(values[weighed], fetch, lie_behind)
             value = behind.narrow(values[weighed].outs[0], not grouped, narrow)
             was = top[...]
@@ -147,19 +172,25 @@ def visit_fold(
             scale = jnp.exp2(was - origin)
             parts = windows(keys, rows, masked=c != full)
             for at, to in [(slice(0, keys), slice(0, rows))] if grouped else parts:
-                run = ahead.at((at, to))
-                s = run.times(logits[c].outs[0], LOG2E)
-                weights = [run.block(v) for v in logits[c].outs[1:]]
-                p = jnp.exp2(s_ref[at, to] - origin[:, to])
-                q = p * w_ref[0][at, to] if weighted else p
-                q = q if narrow is None else q.astype(narrow)
-                first = at.start == 0
+                new, weights, first = (), (), at.start == 0
+                if (at, to) in skip:
+                    s = jnp.full((at.stop - at.start, to.stop - to.start), -jnp.inf)
+                else:
+                    run = ahead.at((at, to))
+                    s = run.times(logits[c].outs[0], LOG2E)
+                    weights = [run.block(v) for v in logits[c].outs[1:]]
+                if (at, to) not in skip_before:
+                    p = jnp.exp2(s_ref[at, to] - origin[:, to])
+                    q = p * w_ref[0][at, to] if weighted else p
+                    q = q if narrow is None else q.astype(narrow)
+                    new = terms(value, at, p, q)
                 s_ref[at, to] = s
-                highest = s.max(0, keepdims=True)
-                most[:, to] = highest if first else jnp.maximum(most[:, to], highest)
-                for ref, w in zip(w_ref, weights):
-                    ref[at, to] = w
-                for ref, term in terms(value, at, p, q):
+                if (at, to) not in skip:
+                    highest = s.max(0, keepdims=True)
+                    most[:, to] = highest if first else jnp.maximum(most[:, to], highest)
+                    for ref, w in zip(w_ref, weights):
+                        ref[at, to] = w
+                for ref, term in new:
                     old = ref[:, to]
                     ref[:, to] = (old * scale[:, to] if first else old) + term
             top[...] = now
@@ -178,17 +209,34 @@ def visit_fold(
                 yield den, p.sum(0, keepdims=True)
 
         some = min(steps)
-        clean, whole = True, kind_of(pair) == full
-        if len(values[some].outs) > 1:
+        skip, skip_before = (skipped(layout, m) for m in (True, False))
+
+        def unmasked():
+            if skip and some != full:
+                after = kind_of(before) == CORNER
+                either(after, lambda: visit(full, full, (), skip_before), lambda: visit(full, full))
+            else:
+                visit(full, full)
+
+        def masked():
+            if skip:
+                corner = kind_of(pair) == CORNER
+                either(corner, lambda: visit(some, full, skip), lambda: visit(some, full))
+            else:
+                visit(some, full)
+
+        def clean():
+            if some == full:
+                visit(full, full)
+            else:
+                either(kind_of(pair) == full, unmasked, masked)
+
+        if len(values[some].outs) == 1:
+            clean()
+        else:
             dirty[0] = 0
             pl.when(kind_of(before) != full)(lambda: poison(some))
-            clean = dirty[0] == 0
-            pl.when(~clean)(lambda: visit(some, some))
-        if len(steps) == 1:
-            visit(full, full)
-        else:
-            pl.when(clean & whole)(lambda: visit(full, full))
-            pl.when(clean & ~whole)(lambda: visit(some, full))
+            either(dirty[0] == 0, clean, lambda: visit(some, some))
 
         @pl.when(running & ((before & LAST) != 0))
         def _():
@@ -198,13 +246,22 @@ def visit_fold(
                 accs = [y, jnp.stack(both)]
             for ref, y in zip(outs.values(), accs):
                 ref[...] = y.reshape(ref.shape)
+            if not start:
+                begin()  # of the next row, while values move out
 
-    scratch = [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
-    scratch += [pltpu.VMEM((keys, rows), jnp.float32), pltpu.VMEM((1, rows), jnp.float32)]
+    square = (keys, rows)
+    scratch = [pltpu.VMEM(shape, jnp.float32) for shape in (*shapes, square, (1, rows))]
     scratch += [pltpu.SMEM((1,), jnp.int32)]
-    scratch += [pltpu.VMEM((keys, rows), jnp.float32)] * weighted
+    scratch += [pltpu.VMEM(square, jnp.float32)] * weighted
     given = [*ahead.values(), *behind.values(), *start]
-    lags = [0] * len(ahead) + [1] * (len(behind) + len(start))
+    nbytes = sum(nbytes_of(x.shape, x.dtype) for x in scratch if len(x.shape) == 2)
+    nbytes += sum(x.nbytes for x in given)
+    nbytes += sum(2 * nbytes_of(block, jnp.dtype(jnp.float32)) for block in out_blocks)
+
+    def spec(x, lag):
+        whole = pl.BlockSpec(memory_space=pltpu.VMEM)
+        return whole if x.resident else grid.spec(x.axes, x.block, lag)
+
     tables = [operands[i] for i in layout.lookups]
     first = 1 + len(tables) + len(ahead) + len(behind)
     call = pl.pallas_call(
@@ -212,23 +269,33 @@ def visit_fold(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(layout.lookups),
             grid=grid.grid,
-            in_specs=[grid.spec(x.axes, x.block, lag) for x, lag in zip(given, lags)],
+            in_specs=[
+                *[spec(x, 0) for x in ahead.values()],
+                *[spec(x, 1) for x in behind.values()],
+                *[grid.spec(x.axes, x.block, 1) for x in start],
+            ],
             out_specs=[grid.spec(kept, block, 1) for block in out_blocks],
             scratch_shapes=scratch,
         ),
         out_shape=[
-            abstract(args[-1], (*layout.shape(kept), *block), jnp.float32) for block in out_blocks
+            abstract(args[-1], (*grid.laid(kept), *block), jnp.float32) for block in out_blocks
         ],
         input_output_aliases={first + i: i for i in range(len(start))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(order) - 1) + ("arbitrary",),
-            vmem_limit_bytes=VMEM,
+            # What it does not need, XLA may give to the operands.
+            vmem_limit_bytes=min(VMEM, 2 * nbytes + SPARE),
             disable_bounds_checks=not layout.lookups,  # whose pages are the caller's
         ),
         interpret=interpret,
         name="eqattn_fold",
     )
-    num, *rest = call(work, *tables, *[x.array for x in given])
-    if into is None:
-        return [num, rest[0][..., 0, :], rest[0][..., 1, :]]
-    return [num, *[x.reshape(*layout.shape(kept), rows) for x in rest]]
+    num, *rest = call(
+        work, *tables, *[x.array.reshape(*grid.laid(x.axes), *x.block) for x in given]
+    )
+    num = num.reshape(*layout.shape(kept), *num.shape[-2:])
+    both = [x.reshape(*layout.shape(kept), -1, rows) for x in rest]
+    den, top = (
+        (both[0][..., i, :] for i in (0, 1)) if into is None else (x[..., 0, :] for x in both)
+    )
+    return [num, den, top]

@@ -6,7 +6,6 @@ there meanwhile, if they fit: so one visit gives the gradients of queries, keys 
 that are empty are not on the list: they cost nothing.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from ._work import (
     LAST,
     lies_as,
     matrix,
+    nbytes_of,
     Operand,
     row_of,
     Steps,
@@ -44,13 +44,9 @@ def together(
     group = [i for i, a in enumerate(axes) if a == columns]
     rows = (*[a for a in columns if a != COL], ROW)
     stay = [i for i, a in enumerate(axes) if a == rows]
-    nbytes = sum(math.prod(_tiled(lies_as(start[i].shape))) * start[i].dtype.itemsize for i in stay)
+    nbytes = sum(nbytes_of(lies_as(start[i].shape), start[i].dtype) for i in stay)
     copies = 2 if into is None else 4  # one is filled while the one before is written
     return (group, stay) if copies * layout.grid[ROW] * nbytes <= STAYING else ([], [])
-
-
-def _tiled(block: tuple[int, ...]) -> tuple[int, ...]:
-    return (*block[:-2], -(-block[-2] // 8) * 8, -(-block[-1] // 128) * 128)
 
 
 def visit_sum(
@@ -67,7 +63,7 @@ def visit_sum(
     """The outputs `group`, all on the axes `kept`, and `stay`, all on the same batch axes and rows,
     of a sweep; its `steps` add to what is there.
     """
-    table, operands = layout.split(args)
+    table, operands = layout.without_corners(args)
     summed = tuple(a for a in layout.batch if a not in kept)
     lead = tuple(a for a in layout.batch if a in kept)
     order = (*lead, None, *summed)  # a result stays in place while all of its terms are added

@@ -1,6 +1,7 @@
 """Which pairs of row and column a kernel visits, in which order, and where their blocks lie."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,31 +9,51 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ..._compat import abstract
 from ..._traverse import COL, EMPTY, Layout, ROW
 
 
+RESIDENT = 2**19  # bytes of an array
+SHORT = 2**11  # pairs of a list
 FIRST, LAST = 1, 2  # flags of a pair; then two bits of its class, 14 of its column, 14 of its row
 SIDE = 2**14
 
 
-def work_list(table: Any, layout: Layout, kept: tuple[int, ...], every: int) -> Any:
+def work_list(
+    table: Any,
+    layout: Layout,
+    kept: tuple[int, ...],
+    every: int,
+    merged: tuple[int, ...] = (),
+    joined: bool = False,
+) -> Any:
     """The pairs to visit, packed, `[*, pairs]`, and how many there are: the live ones, and one for
     each kept row or column without any. Without a table, all of class `every`. One more of that
-    class, without flags, follows them. Of a `ragged` layout there is one list: its rows are those
-    of all the batch elements that the table tells apart.
+    class, without flags, follows them. Its rows are those of all the batch elements of the axes
+    `merged`, which are the innermost; its columns too, if they are `joined`.
     """
     rows, columns = layout.grid[ROW:]
+    apart = rows
     if table is None:
         table = np.full((rows, columns), every, np.int8)
-    elif layout.ragged:
-        table = table.reshape(-1, columns)
-        rows = len(table)
-    assert max(rows, columns) < SIDE, (rows, columns)  # a list that may be this long is refused
     xp: Any = np if isinstance(table, np.ndarray) else jnp
+    if merged:
+        told = (layout.table_axes or ())[:-2]
+        outer = table.shape[: sum(a not in merged for a in told)]
+        sizes = [layout.grid[a] for a in merged]
+        own = [n if a in told else 1 for a, n in zip(merged, sizes)]
+        table = xp.broadcast_to(
+            table.reshape(*outer, *own, rows, columns), (*outer, *sizes, rows, columns)
+        ).reshape(*outer, -1, columns)
+        rows = table.shape[ROW]
     row, column = np.mgrid[:rows, :columns]
+    if joined:
+        column += row // apart * columns
+    # A list that may be this long is refused.
+    assert max(rows, columns) < SIDE, (rows, columns)
     if COL in kept and ROW not in kept:
         table, row, column = (xp.swapaxes(x, -1, -2) for x in (table, row, column))
     lead, (outer, inner) = table.shape[:-2], table.shape[-2:]
@@ -63,6 +84,24 @@ def work_list(table: Any, layout: Layout, kept: tuple[int, ...], every: int) -> 
     drained = packed[..., -1:] >> 4 << 4 | np.uint32(every << 2)
     packed = xp.concatenate([packed, drained], -1)
     return lax.bitcast_convert_type(jnp.asarray(packed), jnp.int32), length
+
+
+def merged_axes(layout: Layout) -> tuple[int, ...]:
+    """The innermost batch axes whose pairs may share a list, so that they are drained once. It
+    lies in scalar memory, and is one core's.
+    """
+    axes, pairs = layout.batch, math.prod(layout.grid[ROW:])
+    while axes and (cores() > 1 or math.prod(layout.grid[a] for a in axes) * pairs > SHORT):
+        axes = axes[1:]
+    return axes
+
+
+def cores() -> int:
+    """How many cores share a kernel: the two of a v4 or v5p are one device."""
+    try:
+        return pltpu.get_tpu_info().num_cores
+    except (ValueError, NotImplementedError):  # no TPU to ask about
+        return 1
 
 
 def in_parts(work: Array, length: Any, parts: int, rows: int) -> tuple[Array, Any, Array]:
@@ -103,6 +142,12 @@ def lies_as(shape: tuple[int, ...], flipped: bool = False) -> tuple[int, ...]:
     return shape[::-1] if flipped or (len(shape) == 2 and shape[1] == 1) else shape
 
 
+def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
+    """Bytes of vector memory that an array takes."""
+    *lead, m, n = shape
+    return math.prod(lead) * -(-m // 8) * 8 * -(-n // 128) * 128 * dtype.itemsize
+
+
 def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """What the block function reads, from what lies in vector memory."""
     if len(shape) == 2 and shape[1] == 1 and shape[0] > 1:
@@ -114,8 +159,8 @@ def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """The kernel's grid: batch axes and, as None, the work list; `table_axes` are those of the list
-    before its pairs, `merged` those that its rows are of. `parts`: of the list, each a core's; 0 if
-    it is one.
+    before its pairs, `merged` those that its rows are of, and its columns if they are `joined`.
+    `parts`: of the list, each a core's; 0 if it is one.
     """
 
     layout: Layout
@@ -124,15 +169,23 @@ class Steps:
     length: Any
     drain: int = 0
     merged: tuple[int, ...] = ()
+    joined: bool = False
     parts: int = 0
 
     @classmethod
-    def of(cls, layout: Layout, length: Any, drain: int = 0) -> "Steps":
-        """Batch elements outside, one after the other where the layout is not ragged."""
-        told = (layout.table_axes or (ROW,) * 2)[:-2]
-        merged = told if layout.ragged else ()
+    def of(
+        cls, table: Any, layout: Layout, kept: tuple[int, ...], every: int, drain: int = 0
+    ) -> tuple["Steps", Any]:
+        """The grid of a fold, and its list of pairs: batch elements outside, one after the other,
+        or in the list where the layout is ragged or the list is short.
+        """
+        told = (layout.table_axes or ())[:-2]
+        merged = told if layout.ragged else merged_axes(layout) if drain else ()
+        joined = bool(merged) and not layout.ragged
+        work, length = work_list(table, layout, kept, every, merged, joined)
         order = (*[a for a in layout.batch if a not in merged], None)
-        return cls(layout, order, () if merged else told, length, drain, merged)
+        outer = tuple(a for a in told if a not in merged)
+        return cls(layout, order, outer, length, drain, merged, joined), work
 
     @property
     def outermost(self) -> int:
@@ -152,6 +205,48 @@ class Steps:
         step = ids[self.order.index(None)]
         return work_ref[(*part, *at, jnp.maximum(step - lag, 0) if lag else step)]
 
+    def index(self, axes: tuple[int, ...], ids: Sequence, refs: Sequence, lag: int = 0) -> list:
+        """Where a step, or the one `lag` before it, is on these grid axes, of which some may be one
+        as in `laid`. `refs`: the list and the tables of pages.
+        """
+        work_ref, *tables = refs
+        pair = self.pair(ids, work_ref, lag)
+        _, ids = split_at(ids, bool(self.parts))
+        where = {a: i for a, i in zip(self.order, ids) if a is not None}
+        sides = {ROW: row_of(pair), COL: (pair >> 4) & (SIDE - 1)}
+        *apart, side = self.split(axes)
+        if side is not None:
+            return [*[where[a] for a in apart], sides[side]]
+        row, where[COL] = sides[ROW], sides[COL]
+        if self.joined:
+            where[COL] = lax.rem(where[COL], jnp.int32(self.layout.grid[COL]))
+        for a in (ROW, *reversed(self.merged)):
+            size = jnp.int32(self.layout.grid[a])
+            if a == self.outermost:
+                where[a] = row
+            elif self.layout.grid[a] == 1:
+                where[a] = jnp.int32(0)
+            else:
+                where[a], row = lax.rem(row, size), lax.div(row, size)
+        for i, lookup in enumerate(self.layout.lookups):
+            where[i] = tables[i][tuple(where[a] for a in self.layout.in_axes[lookup])]
+        return [where[a] for a in axes]
+
+    def split(self, axes: tuple[int, ...]) -> tuple:
+        """The axes before those that are one in `laid`, and which of `ROW` and `COL` that is of."""
+        n = len(axes) - 1 - len(self.merged)
+        if self.joined and n >= 0 and axes[n:-1] == self.merged and axes[-1] in (ROW, COL):
+            return *axes[:n], axes[-1]
+        return *axes, None
+
+    def laid(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes of these axes, in front of the blocks of an array. Of joined axes it has one,
+        as the list has: then the scalar unit has less to do.
+        """
+        *apart, side = self.split(axes)
+        sizes = self.layout.shape(tuple(apart))
+        return sizes if side is None else (*sizes, math.prod(self.layout.shape(axes[len(apart) :])))
+
     def spec(
         self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0, *, by_part: bool = False
     ) -> pl.BlockSpec:
@@ -160,25 +255,11 @@ class Steps:
         """
 
         def index(*ids_and_refs):
-            ids, (work_ref, *tables) = split_at(ids_and_refs, len(self.order) + bool(self.parts))
-            pair = self.pair(ids, work_ref, lag)
-            part, ids = split_at(ids, bool(self.parts))
-            where = {a: i for a, i in zip(self.order, ids) if a is not None}
-            row, where[COL] = row_of(pair), (pair >> 4) & (SIDE - 1)
-            for a in (ROW, *reversed(self.merged)):
-                size = jnp.int32(self.layout.grid[a])
-                if a == self.outermost:
-                    where[a] = row
-                elif self.layout.grid[a] == 1:
-                    where[a] = jnp.int32(0)
-                else:
-                    where[a], row = lax.rem(row, size), lax.div(row, size)
-            for i, lookup in enumerate(self.layout.lookups):
-                where[i] = tables[i][tuple(where[a] for a in self.layout.in_axes[lookup])]
-            own = part if by_part else ()
-            return (*own, *[where[a] for a in axes], *[0] * len(block))
+            ids, refs = split_at(ids_and_refs, len(self.order) + bool(self.parts))
+            own = ids[:1] if by_part and self.parts else ()
+            return (*own, *self.index(axes, ids, refs, lag), *[0] * len(block))
 
-        lead = len(axes) + (bool(self.parts) and by_part)
+        lead = len(self.laid(axes)) + (bool(self.parts) and by_part)
         return pl.BlockSpec((*[None] * lead, *block), index)
 
 
@@ -204,8 +285,23 @@ class Operand:
         x = jnp.swapaxes(x, -1, -2) if flipped else x
         self.array = x.reshape(*x.shape[: len(axes)], *self.block)
 
-    def read(self, ref: Any) -> Array:
-        x = ref[...]
+    @property
+    def resident(self) -> bool:
+        """Whether the whole array lies in vector memory all the time: what is small would not take
+        longer to copy there for each step than to find out that it must be.
+        """
+        return 1 in self.block and nbytes_of(self.array.shape, self.array.dtype) <= RESIDENT
+
+    @property
+    def nbytes(self) -> int:
+        """Of vector memory: one block is read while the next one arrives."""
+        if self.resident:
+            return nbytes_of(self.array.shape, self.array.dtype)
+        return 2 * nbytes_of(self.block, self.array.dtype)
+
+    def read(self, ref: Any, at: Sequence = ()) -> Array:
+        """The block in `ref`, or of a resident array the one `at` some place."""
+        x = ref[(*at, ...)]
         if x.shape != self.shape or x.ndim == 0:
             return as_block(x, self.shape, self.dtype)
         return x != 0 if self.dtype == jnp.bool_ else x

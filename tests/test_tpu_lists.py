@@ -1,0 +1,125 @@
+"""The pairs that kernels for TPUs visit: lists that heads share, and blocks whose corner is empty."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _draw import normal
+from conformance import oracle, oracle_masks as om
+
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, Segments, SlidingWindow
+from eqattn._blocking import BATCH, Blocking, HEAD
+from eqattn._live import classes_of
+from eqattn._masks import AbstractMask
+from eqattn._traverse import COL, CORNER, EMPTY, FULL, Layout, PARTIAL, ROW
+from eqattn.kernels.tpu import _forward, _work
+
+
+T, SIZE = 80, 32
+BLOCKS = dict(blocksize_q=SIZE, blocksize_k=SIZE)
+IDS = np.repeat(np.array([[0, 1, 2], [3, 3, 1]]), [13, 50, 17], axis=1)
+MASKS = {
+    "causal": (Causal(), om.causal(T, T)),
+    "window": (Causal() & SlidingWindow(40, 0), om.causal(T, T) & om.window(T, T, 40, 0)),
+    "segments": (Causal() & Segments(jnp.asarray(IDS)), om.causal(T, T) & om.segments(IDS, IDS)),
+}
+
+
+@pytest.mark.parametrize("heads, block_q", [((2, 2), SIZE), ((4, 2), SIZE // 2)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_without_their_corner(mask, heads, block_q, monkeypatch):
+    """Blocks in four parts, of which the corner is never looked at."""
+    monkeypatch.setattr(_forward, "WINDOW", SIZE // 2)
+    skips = []
+    skipped = _forward.skipped
+    monkeypatch.setattr(_forward, "skipped", lambda *xs: skips.append(skipped(*xs)) or skips[-1])
+    q = normal(0, 2, T, heads[0], 16)
+    k, v, ct = (
+        normal(1, 2, T, heads[1], 16),
+        normal(2, 2, T, heads[1], 8),
+        normal(3, 2, T, heads[0], 8),
+    )
+    sizes = BLOCKS | dict(blocksize_q=block_q)
+    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret", **sizes)
+    ours, visible = MASKS[mask]
+
+    @jax.jit  # so that segments are classified at run time
+    def run(q, k, v, ours):
+        call = lambda *x: attention(*x, Blockwise(metadata), mask=ours).attention_outputs
+        out, transpose = jax.vjp(call, q, k, v)
+        return out, transpose(ct)
+
+    out, got = run(q, k, v, ours)
+    assert skips and all(skips)
+    problem = oracle.Problem(*[np.float64(x) for x in (q, k, v)], scale=1 / 4, mask=visible)
+    want = oracle.forward(problem)
+    grads = oracle.vjp(problem, np.float64(ct), np.zeros_like(want.lse))
+    np.testing.assert_allclose(out, want.out, rtol=0, atol=2e-6)
+    for x, name in zip(got, "qkv", strict=True):
+        np.testing.assert_allclose(x, grads[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("s", [48, 41, 36])
+@pytest.mark.parametrize("mask", [Causal(), Causal() & SlidingWindow(9, 0), SlidingWindow(5, 3)])
+def test_corners_are_empty(mask: AbstractMask, s, group):
+    t, block_q, block_k = 37, 8, 12
+    at = lambda n: np.arange(n, dtype=np.int32)[None]
+    sizes = (1, 2, group, t, s, block_q, block_k)
+    plain = np.asarray(classes_of(mask, Blocking(*sizes), (1,), at(t), at(s)))
+    halved = Blocking(*sizes, halves=True)
+    table = np.asarray(classes_of(mask, halved, (1,), at(t), at(s)))
+    assert halved.corner == (block_q // 2 if group == 1 else group * block_q)
+    np.testing.assert_array_equal(np.where(table == CORNER, PARTIAL, table), plain)
+    visible = np.asarray(mask.as_array(t, s)).reshape(t, s)
+    rows = block_q // 2 if group == 1 else block_q
+    for (_, _, i, j), kind in np.ndenumerate(table):
+        block = visible[i * block_q :, j * block_k :][:block_q, :block_k]
+        assert (kind == CORNER) == (
+            plain[0, 0, i, j] == PARTIAL and not block[:rows, block_k // 2 :].any()
+        )
+    assert (table == CORNER).any()
+
+
+@pytest.mark.parametrize("axes", [(ROW, COL), (HEAD, ROW, COL), (BATCH, ROW, COL), None])
+@pytest.mark.parametrize("merged", [(HEAD,), (BATCH, HEAD)])
+def test_one_list_for_several_heads(axes, merged):
+    """It has the pairs that lists of their own would have, one head's after the other's."""
+    grid = (2, 3, 4, 5)
+    layout = Layout(grid, (8, 8), (), axes)
+    kept, table = (BATCH, HEAD, ROW), None
+    if axes is not None:
+        table = np.random.default_rng(0).integers(EMPTY, CORNER + 1, layout.shape(axes), np.int8)
+    work, length = _work.work_list(table, layout, kept, FULL, merged, joined=True)
+    whole = np.full(grid, FULL, np.int8)
+    if table is not None:
+        table = table.reshape([n if a in axes else 1 for a, n in zip((BATCH, HEAD), grid)] + [4, 5])
+        whole = np.broadcast_to(table, grid)
+    lead = (2,) if axes is not None and BATCH in axes and merged == (HEAD,) else ()
+    lists = np.asarray(work).reshape(*(lead or (1,)), -1)
+    for n, words in enumerate(lists):
+        heads = whole[n] if lead else whole[0] if merged == (HEAD,) else whole.reshape(-1, 4, 5)
+        want = [
+            (h * 4 + i, h * 5 + j, int(head[i, j]))
+            for h, head in enumerate(heads)
+            for i in range(4)
+            for j in (np.flatnonzero(head[i]) if head[i].any() else [0])
+        ]
+        got = [(int(w) >> 18, (int(w) >> 4) & 2**14 - 1, (int(w) >> 2) & 3) for w in words]
+        assert got[: len(want)] == want
+        rows = [r for r, _, _ in want]
+        first = [i == 0 or rows[i] != rows[i - 1] for i in range(len(rows))]
+        assert [bool(w & _work.FIRST) for w in words[: len(want)].tolist()] == first
+        last = [*first[1:], True]
+        assert [bool(w & _work.LAST) for w in words[: len(want)].tolist()] == last
+        assert not any(w & 3 for w in words[len(want) :].tolist())
+    assert length == max(len(x) for x in lists) - 1 or axes is not None
+
+
+def test_cores_do_not_share_a_list(monkeypatch):
+    layout = Layout((2, 3, 4, 5), (8, 8), ())
+    assert _work.merged_axes(layout) == (BATCH, HEAD)
+    assert _work.merged_axes(Layout((2, 3, 16, 32), (8, 8), ())) == (HEAD,)
+    assert _work.merged_axes(Layout((2, 3, 64, 32), (8, 8), ())) == ()
+    monkeypatch.setattr(_work, "cores", lambda: 2)
+    assert _work.merged_axes(layout) == ()
