@@ -27,7 +27,7 @@ from eqattn import (
 )
 from eqattn._traverse import Layout
 from eqattn.kernels.tpu import _decode
-from eqattn.kernels.tpu._work import in_parts, work_list
+from eqattn.kernels.tpu._work import in_parts, Steps
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_live_blocks_are_all_that_is_visited():
     """The list is as long as the live blocks of all rows are many, one for a row without any."""
     table = jnp.asarray([[[1, 1, 2]], [[0, 0, 0]], [[2, 1, 0]]], jnp.int8)
     layout = Layout((3, 1, 1, 3), (16, 4), (), (-4, -2, -1), ragged=True)
-    work, length = work_list(table, layout, (-4, -3, -2), 2)
-    assert int(length) == 3 + 1 + 2
+    grid, work = Steps.of(table, layout, (-4, -3, -2), 2)
+    assert int(grid.length) == 3 + 1 + 2
     rows, columns = np.asarray(work) >> 18, (np.asarray(work) >> 4) & (2**14 - 1)
     assert rows[:6].tolist() == [0, 0, 0, 1, 2, 2] and columns[:6].tolist() == [0, 1, 2, 0, 0, 1]
 

@@ -5,6 +5,7 @@ product with the values. Neither waits for the other, so the matrix units work o
 vector units work on the other. The pipeline runs on from one row to the next.
 """
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,16 +132,13 @@ def visit_fold(
         else:
             pl.when(ids[-1] == 1)(begin)
 
-        def read(x, ref, lag):
-            at = grid.index(x.axes, ids, (work_ref, *tables), lag) if x.resident else ()
-            return x.read(ref, at)
-
+        read = ft.partial(grid.read, ids=ids, refs=(work_ref, *tables))
         load: list = [None] * n
         for i, x in ahead.items():
-            load[i] = lambda i=i, x=x: read(x, ins[i], 0)
+            load[i] = lambda i=i, x=x: read(x, ins[i])
         fetch: list = [None] * (len(operands) - n)
         for i, x in behind.items():
-            fetch[i] = lambda i=i, x=x: read(x, vals[i], 1)
+            fetch[i] = lambda i=i, x=x: read(x, vals[i], lag=1)
         lie_ahead = [i in ahead and ahead[i].flipped for i in range(n)]
         lie_behind = [i in behind and behind[i].flipped for i in range(len(fetch))]
 
@@ -258,10 +256,6 @@ def visit_fold(
     nbytes += sum(x.nbytes for x in given)
     nbytes += sum(2 * nbytes_of(block, jnp.dtype(jnp.float32)) for block in out_blocks)
 
-    def spec(x, lag):
-        whole = pl.BlockSpec(memory_space=pltpu.VMEM)
-        return whole if x.resident else grid.spec(x.axes, x.block, lag)
-
     tables = [operands[i] for i in layout.lookups]
     first = 1 + len(tables) + len(ahead) + len(behind)
     call = pl.pallas_call(
@@ -270,8 +264,8 @@ def visit_fold(
             num_scalar_prefetch=1 + len(layout.lookups),
             grid=grid.grid,
             in_specs=[
-                *[spec(x, 0) for x in ahead.values()],
-                *[spec(x, 1) for x in behind.values()],
+                *[grid.place(x) for x in ahead.values()],
+                *[grid.place(x, lag=1) for x in behind.values()],
                 *[grid.spec(x.axes, x.block, 1) for x in start],
             ],
             out_specs=[grid.spec(kept, block, 1) for block in out_blocks],
@@ -290,9 +284,7 @@ def visit_fold(
         interpret=interpret,
         name="eqattn_fold",
     )
-    num, *rest = call(
-        work, *tables, *[x.array.reshape(*grid.laid(x.axes), *x.block) for x in given]
-    )
+    num, *rest = call(work, *tables, *grid.arrays(given))
     num = num.reshape(*layout.shape(kept), *num.shape[-2:])
     both = [x.reshape(*layout.shape(kept), -1, rows) for x in rest]
     den, top = (

@@ -124,7 +124,7 @@ def visit_sum(
         for i, (ref, where) in at.items():
             load[i] = lambda i=i, ref=ref, where=where: ref[where].reshape(held[i].shape)
         for i in given:
-            load[n + i] = lambda i=i: given[i].read(ins[i])
+            load[n + i] = lambda i=i: grid.read(given[i], ins[i], ids, (work_ref,))
         for c, program in programs.items():
 
             @pl.when(kind_of(pair) == c)
@@ -143,7 +143,10 @@ def visit_sum(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid.grid,
-            in_specs=[grid.spec(x.axes, x.block) for x in (*given.values(), *old.values())],
+            in_specs=[
+                *[grid.place(x) for x in given.values()],
+                *[grid.spec(x.axes, x.block) for x in old.values()],
+            ],
             out_specs=[grid.spec(lies[i], whole[i]) for i in wanted],
             scratch_shapes=[pltpu.VMEM(place[i], held[i].dtype) for i in group],
         ),

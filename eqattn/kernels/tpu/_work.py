@@ -145,7 +145,8 @@ def lies_as(shape: tuple[int, ...], flipped: bool = False) -> tuple[int, ...]:
 def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
     """Bytes of vector memory that an array takes."""
     *lead, m, n = shape
-    return math.prod(lead) * -(-m // 8) * 8 * -(-n // 128) * 128 * dtype.itemsize
+    m = m if m == 1 else -(-m // 8) * 8
+    return math.prod(lead) * m * -(-n // 128) * 128 * dtype.itemsize
 
 
 def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -261,6 +262,19 @@ class Steps:
 
         lead = len(self.laid(axes)) + (bool(self.parts) and by_part)
         return pl.BlockSpec((*[None] * lead, *block), index)
+
+    def place(self, x: "Operand", lag: int = 0) -> pl.BlockSpec:
+        """Where an argument of the kernel lies."""
+        if x.resident:
+            return pl.BlockSpec(memory_space=pltpu.VMEM)
+        return self.spec(x.axes, x.block, lag)
+
+    def read(self, x: "Operand", ref: Any, ids: Sequence, refs: Sequence, lag: int = 0) -> Array:
+        """Its block at a step."""
+        return x.read(ref, self.index(x.axes, ids, refs, lag) if x.resident else ())
+
+    def arrays(self, xs: Sequence["Operand"]) -> list[Array]:
+        return [x.array.reshape(*self.laid(x.axes), *x.block) for x in xs]
 
 
 class Operand:
