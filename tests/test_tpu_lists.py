@@ -12,7 +12,7 @@ from eqattn._blocking import BATCH, Blocking, HEAD
 from eqattn._live import classes_of
 from eqattn._masks import AbstractMask
 from eqattn._traverse import COL, CORNER, EMPTY, FULL, Layout, PARTIAL, ROW
-from eqattn.kernels.tpu import _forward, _work
+from eqattn.kernels.tpu import _step, _work
 
 
 T, SIZE = 80, 32
@@ -29,10 +29,10 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_without_their_corner(mask, heads, block_q, monkeypatch):
     """Blocks in four parts, of which the corner is never looked at."""
-    monkeypatch.setattr(_forward, "WINDOW", SIZE // 2)
+    monkeypatch.setattr(_step, "WINDOW", SIZE // 2)
     skips = []
-    skipped = _forward.skipped
-    monkeypatch.setattr(_forward, "skipped", lambda *xs: skips.append(skipped(*xs)) or skips[-1])
+    skipped = _step.skipped
+    monkeypatch.setattr(_step, "skipped", lambda *xs: skips.append(skipped(*xs)) or skips[-1])
     q = normal(0, 2, T, heads[0], 16)
     k, v, ct = (
         normal(1, 2, T, heads[1], 16),

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from eqattn.kernels.tpu import _forward
+from eqattn.kernels.tpu import _step
 
 from . import build, transforms
 from .bound import excess
@@ -133,8 +133,8 @@ def small_windows(case):
     """Kernels work on a block in several parts, as on large ones, and in the forms of all chips."""
     by_product = case["dtype"] == "bfloat16" and case["lead"] == (2,)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_forward, "WINDOW", 8)
-        patch.setattr(_forward, "sums_by_product", lambda: by_product)
+        patch.setattr(_step, "WINDOW", 8)
+        patch.setattr(_step, "sums_by_product", lambda: by_product)
         yield
 
 
