@@ -308,10 +308,12 @@ class Parts:
             return None, None, (PARTIAL,)
         classes = (PARTIAL, FULL)
         if isinstance(table, np.ndarray):
-            present = np.unique(table)
-            masked = PARTIAL in present or CORNER in present
-            classes = (PARTIAL,) * masked + (FULL,) * (FULL in present) or (PARTIAL,)
-            if present.size == 1 and EMPTY not in present:
+            present = set(np.unique(table))
+            # A visit of several batch elements or heads at once masks where these differ.
+            if CORNER in present or table.min((0, 1)).tolist() != table.max((0, 1)).tolist():
+                present.add(PARTIAL)
+            classes = tuple(c for c in classes if c in present) or (PARTIAL,)
+            if len(present) == 1 and EMPTY not in present:
                 return None, None, classes
         axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n > 1] + [ROW, COL]
         shape = [n for n in table.shape[:2] if n > 1] + list(table.shape[2:])

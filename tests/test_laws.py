@@ -240,3 +240,14 @@ def test_the_tangent_and_the_gradient_are_adjoint(seed, t, s, block):
         if n in "qkv"
     )
     assert abs(left - right) <= limit
+
+
+def test_whole_blocks_that_differ_by_batch_element_and_head():
+    """Every block is empty or full for each of them, but not for all that one visit takes."""
+    q, k, v = draw(0, 16, 16)
+    mask = m.MaskFn(lambda b, h, i, j: (i // 8 == j // 8) == ((b == 0) & (h < 2)))
+    b, h, i, j = np.ogrid[:2, :4, :16, :16]
+    visible = (i // 8 == j // 8) == ((b == 0) & (h < 2))
+    problem = problem_of(q, k, v, mask=visible)
+    actual = run(q, k, v, mask=mask)
+    close(actual, run(q, k, v, "dense", mask=mask), problem)
