@@ -110,7 +110,7 @@ class Blocking:
         return x.reshape(self.batch, self.parts * part, heads, *rest)[:, : self.queries]
 
     def columns_of(self, x: Any, flat: bool = False) -> Array:
-        """`[B, S, K, D]` to `[B, K, columns, block_k, D]`;
+        """`[B, S, K, D]` to `[B, K, columns, block_k, D]`, also without the last axis;
         in place to `[B, columns, block_k, K, D]`, or `[B, devices, columns, block_k, K / devices,
         D]` if devices share the heads. `flat`: so is `[B, devices, S * n]`, with blocks `[1, n]`.
         """
@@ -126,9 +126,8 @@ class Blocking:
                 return x
             return jnp.moveaxis(split_axis(x, 3, self.kv_heads, outside=True), 3, 1)
         # The axis of size 1 makes XLA:CPU copy once, not twice, on the way into a loop.
-        x = x.reshape(self.batch, self.columns, 1, self.block_k, self.kv_heads, x.shape[-1])
-        x = x.transpose(0, 4, 1, 2, 3, 5)
-        return x.reshape(*x.shape[:3], *x.shape[4:])
+        x = x.reshape(self.batch, self.columns, 1, self.block_k, *x.shape[2:])
+        return jnp.moveaxis(x, 4, 1).squeeze(3)
 
     def pages_of(self, x: Any, flat: bool = False) -> Array:
         """Pages `[pages, page size, K, D]`, whose heads lie apart for each device that has some:

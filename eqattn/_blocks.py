@@ -110,11 +110,11 @@ def at_visible(mask: Array, xs: list) -> list:
 
 
 def not_finite(x: Array, precision: Any) -> Array:
-    """`[..., 1]`: NaN where a vector of `x` `[..., n]` holds what is not finite, else 0."""
+    """`[...]`: NaN where a vector of `x` `[..., n]` holds what is not finite, else 0."""
     x = lax.stop_gradient(x)
     few = np.where(np.arange(x.shape[-1]) % 2, 2.0**-13, 2.0**-14)  # sums stay in range
     weights = jnp.asarray(few[:, None].repeat(2, 1), x.dtype)  # two columns: XLA:CPU is fast then
-    return (jnp.einsum("...n,nm->...m", x, weights, precision=precision) * 0)[..., :1]
+    return (jnp.einsum("...n,nm->...m", x, weights, precision=precision) * 0)[..., 0]
 
 
 WHOLE = ("q_position", "kv_position", "valid")
@@ -233,7 +233,7 @@ class Parts:
     def weigh(self, c: int) -> Callable:
         """The `values` of the fold in a block of class `c`."""
         if not (self.blocking.in_place or self.kernel):
-            return lambda clean, poison: [clean, poison[..., 0]]
+            return lambda clean, poison: [clean, poison]
 
         def fn(*blocks):
             value = blocks[0]
@@ -243,8 +243,7 @@ class Parts:
                 return [value]
             if self.kernel:
                 return [finite(value), jnp.where(jnp.isfinite(value), 0, jnp.nan).sum(-1)]
-            clean, poison = self.cleaned(value)
-            return [clean, poison[..., 0]]
+            return self.cleaned(value)
 
         return fn
 

@@ -1,5 +1,6 @@
 """Partial attention as a commutative monoid."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -213,22 +214,24 @@ class Carry(eqx.Module):
         return self.output(), self.max_so_far, self.denominator
 
 
-@jax.custom_jvp
-def _mean(numerator: Array, denominator: Array) -> Array:
-    """`numerator / denominator`, 0 where the denominator is."""
+@ft.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _mean(numerator: Array, denominator: Array, once: bool = True) -> Array:
+    """`numerator / denominator`, 0 where the denominator is; rounded `once`, or as XLA likes."""
+    if once:  # else XLA would multiply by the rounded reciprocal, which it finds in a further pass
+        denominator = jnp.broadcast_to(denominator, numerator.shape)
     seen = denominator != 0
-    return jnp.where(seen, numerator / jnp.where(seen, denominator, 1), 0)
+    return jnp.where(seen, numerator, 0) / jnp.where(seen, denominator, 1)
 
 
 @_mean.defjvp
-def _mean_jvp(primals, tangents):
+def _mean_jvp(once, primals, tangents):
     """Its two cotangents nearly cancel in the gradient of a logit. So `ct / denominator` is rounded
     once for both, and the sum in the second is that of a tree.
     """
     numerator, denominator = primals
-    mean = _mean(numerator, denominator)
+    mean = _mean(numerator, denominator, once)
     widened = _widen(tangents[1], numerator.shape[-1])
-    return mean, _mean(tangents[0] - mean * widened, denominator)
+    return mean, _mean(tangents[0] - mean * widened, denominator, False)
 
 
 def _widen(x: Array, n: int) -> Array:

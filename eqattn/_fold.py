@@ -214,7 +214,8 @@ class FoldStep:
             num = product(kept.T, v, (1, 0))
             return [num, den, new] if poison else self.complete(num, den, new)
         num = product(kept, v, (0, 0)) if self.grouped else product(v, kept, (0, 0))
-        scale = jnp.exp(accs[2] - origin)
+        # Of two numbers that are finite: XLA:CPU would write out all of a shorter loop.
+        scale = jnp.exp(gauge(accs[2]) - origin)
         return [accs[0] * self.spread(scale) + num, accs[1] * scale + den, new]
 
 

@@ -136,13 +136,9 @@ def _loop(lo, hi, body, state):
 
 def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     """Per row: its columns sorted by class, and where each class ends."""
-    columns = table.shape[-1]
-    rank = jnp.full(table.shape, len(classes), jnp.int32)
-    for n, c in enumerate(classes):
-        rank = jnp.where(table == c, n, rank)
-    here = jnp.arange(columns, dtype=jnp.int32).reshape((1,) * (table.ndim - 1) + (columns,))
-    order = jnp.sort(rank * columns + here, axis=-1) % columns
-    ends = [jnp.sum(rank <= n, -1, dtype=jnp.int32) for n in range(len(classes))]
+    here = lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1)
+    _, order = lax.sort((-table, here), num_keys=1)
+    ends = [jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]
     return order, ends
 
 
@@ -228,7 +224,7 @@ def traverse(
 
         lo = 0
         for n, c in enumerate(classes):
-            hi = pick(ends[n], table_axes[:-1], at) if ends else columns
+            hi = pick(ends[n], table_axes, {**at, COL: 0}) if ends else columns
             local = _loop(lo, hi, ft.partial(visit, steps[c]), local)
             lo = hi
         local = finish(local) if into is None else local

@@ -171,8 +171,8 @@ class AbstractExact(AttentionImpl):
                 **options,
             )
             carry, weights = self.fold(spec)
-            results = finish(spec, carry, weights, self.metadata.runtime_dtype, return_weights)
-            return {name: x for name, x in results.items() if wanted[name]}
+            results = finish(spec, carry, weights, self.metadata.runtime_dtype)
+            return {name: results[name]() for name, needed in wanted.items() if needed}
 
         args, partition = (self, q, k, v, options), None
         if explicit_axes(q):
@@ -222,25 +222,26 @@ def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) 
         return inner(arrays)
 
 
-def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any, weighted: bool) -> dict:
-    """Sinks, normalisation, and the caller's batch axes and dtype."""
+def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any) -> dict[str, Callable]:
+    """Sinks, normalisation, and the caller's batch axes and dtype; each result when called for."""
+    before = carry
+    if spec.sinks is not None:
+        carry = carry.with_sinks(spec.sinks[None, None])
 
     def unflatten(x: Array) -> Array:
         return x.reshape(*spec.batch_shape, *x.shape[1:])
 
-    before = carry.logsumexp()
-    if spec.sinks is not None:
-        carry = carry.with_sinks(spec.sinks[None, None])
-    logsumexp = carry.logsumexp()
-    if weighted:
-        if spec.sinks is not None:  # the share of the probability that is not the sinks'
-            share = jnp.exp(before - jnp.where(before == -jnp.inf, 0, logsumexp))
-            weights = weights * jnp.swapaxes(share, 1, 2)[..., None]
-        weights = unflatten(weights.astype(dtype))
+    def probabilities() -> Array:
+        if spec.sinks is None:
+            return weights
+        old = before.logsumexp()  # the share of the probability that is not the sinks'
+        share = jnp.exp(old - jnp.where(old == -jnp.inf, 0, carry.logsumexp()))
+        return weights * jnp.swapaxes(share, 1, 2)[..., None]
+
     parts = (carry.numerator, carry.denominator, carry.max_so_far)
     return {
-        "outputs": unflatten(carry.output().astype(dtype)),
-        "weights": weights,
-        "logsumexp": unflatten(logsumexp),
-        "carry": tuple(map(unflatten, parts)),
+        "outputs": lambda: unflatten(carry.output().astype(dtype)),
+        "weights": lambda: unflatten(probabilities().astype(dtype)),
+        "logsumexp": lambda: unflatten(carry.logsumexp()),
+        "carry": lambda: tuple(map(unflatten, parts)),
     }
