@@ -11,12 +11,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
+from ._axes import BATCH as BATCH, COL, HEAD as HEAD, ROW
 from ._compat import automatic, varying_axes
 from ._partition import names_of
-from ._traverse import COL, ROW
-
-
-BATCH, HEAD = -4, -3  # of the grid that a problem is cut into
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from ._axes import COL as COL, ROW as ROW
 from ._compat import vary, varying_axes
 
 
-ROW, COL = -2, -1
 EMPTY, PARTIAL, FULL = 0, 1, 2
 CORNER = 3  # partial, and no key of the later half is visible to the first rows
 

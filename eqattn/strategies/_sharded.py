@@ -12,20 +12,13 @@ from jax import lax
 from jax.sharding import auto_axes, AxisType, PartitionSpec as P
 from jaxtyping import Array
 
-from .._blocking import choose_blocking
-from .._blocks import fold_problem
-from .._cached import cached
 from .._carry import Carry
 from .._compat import varying_axes
 from .._manual import Manual, mesh_here
 from .._partition import names_of
 from .._problem import Problem
-from .._ring import Rotation
 from .._ring_layout import AbstractRingLayout
-from .._ring_plan import reach
-from .._spread import Spread, with_enough_heads
 from ._exact import AbstractExact
-from .blockwise import fold_blocks
 
 
 class Axes(NamedTuple):
@@ -104,38 +97,6 @@ def _check(problem: Problem, place: _Place) -> None:
             )
 
 
-@cached
-def _fold(problem: Problem, *, block_q, block_k, place, manual, unroll, fused, kernel):
-    axis, n, head_axis, group, mesh, layout, _ = place
-    # Blocks lie on one device and in one chunk of the layout.
-    pieces = math.lcm(layout.parts, group)
-    t, s, _, _ = problem.sizes
-    ring = None
-    if axis is not None:
-        ahead, behind = reach(problem, layout, n, group)
-        ring = Rotation(axis, n, ahead, behind, unroll)
-
-    def tokens(length, given):
-        """The positions of a device's place; of all devices where the axes are automatic."""
-        if given is not None:
-            gathered = mesh is None and head_axis is not None
-            return lax.all_gather(given, head_axis, axis=1, tiled=True) if gathered else given
-        if mesh is not None or axis is None:
-            return layout.tokens(length * (group if mesh is None else 1), n)
-        return layout.own_tokens(length * group, n, axis)
-
-    problem = dataclasses.replace(
-        problem,
-        q_positions=tokens(t, problem.q_positions),
-        kv_positions=tokens(s, problem.kv_positions),
-    )
-    parts = pieces // group if mesh is None else pieces * n
-    shards = n * group if mesh is None else 1
-    blocking = choose_blocking(problem, block_q, block_k, parts, shards, kernel=kernel)
-    spread = Spread(ring, head_axis, group, manual)
-    return fold_problem(problem, blocking, spread, fused=fused, kernel=kernel)
-
-
 class AbstractSharded(AbstractExact):
     """Exact attention over sharded sequences; a subclass says over which `_axes`."""
 
@@ -149,6 +110,8 @@ class AbstractSharded(AbstractExact):
         """Where the tokens are."""
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
+        from .._folds import fold_blocks, fold_spread, with_enough_heads
+
         place, kernel = self._place(), self.kernel(problem)
         if place is not None and place.explicit:
             return self._without_explicit_axes(problem, place)
@@ -170,7 +133,7 @@ class AbstractSharded(AbstractExact):
             seed = self._seed(problem.seed, problem, place.axes)
             problem = dataclasses.replace(problem, seed=seed)
         unroll = not self.metadata.scan_ring_attention
-        return _fold(problem, place=place, unroll=unroll, **options), None
+        return fold_spread(problem, place=place, unroll=unroll, **options), None
 
     def _without_explicit_axes(self, problem: Problem, place: _Place):
         """For arrays that are not typed by the mesh of the context, whose axes are explicit."""

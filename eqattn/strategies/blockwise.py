@@ -4,27 +4,11 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 
-from .._blocking import choose_blocking
-from .._blocks import fold_problem
-from .._cached import cached
 from .._carry import Carry
-from .._manual import HEAD
 from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
-from .._spread import Spread
 from ._exact import AbstractExact
-
-
-@cached
-def fold_blocks(
-    problem: Problem, *, block_q, block_k, fused, kernel="", manual=None, in_place=False
-):
-    devices = 1 if manual is None else manual.parts(HEAD)
-    blocking = choose_blocking(
-        problem, block_q, block_k, in_place=in_place, kernel=kernel, devices=devices
-    )
-    return fold_problem(problem, blocking, Spread(manual=manual), fused=fused, kernel=kernel)
 
 
 @AttentionRegistry.register
@@ -60,6 +44,8 @@ class Blockwise(AbstractExact):
         return "blockwise"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
+        from .._folds import fold_blocks
+
         kernel = self.kernel(problem)
         carry = fold_blocks(
             problem,

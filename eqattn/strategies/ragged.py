@@ -9,7 +9,6 @@ from .._metadata import AttentionMetadata
 from .._problem import Problem
 from .._registry import AttentionRegistry
 from ._exact import AbstractExact
-from .blockwise import fold_blocks
 
 
 @AttentionRegistry.register
@@ -48,6 +47,8 @@ class Ragged(AbstractExact):
         return "ragged"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
+        from .._folds import fold_blocks
+
         kernel = self.kernel(problem)
         carry = fold_blocks(
             problem,
