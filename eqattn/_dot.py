@@ -31,7 +31,16 @@ def dot(a: Array, b: Array, contract: tuple[int, int], *, precision=None, operan
     return p.bind(a, b, contract=contract, lead=0, precision=precision, operand_dtype=operand_dtype)
 
 
+_FEW = 32
+
+
 def _dot_general(a, b, *, contract, lead, precision, operand_dtype):
+    if lead and contract == (0, 0) and b.shape[-1] <= _FEW:
+        # Many small products: XLA:CPU is slow if their left sides are transposed. Turned by way of
+        # an axis of size 1, as it would undo a mere transpose.
+        turned = jnp.moveaxis(b[..., None, :, :], -1, -3).squeeze(-2)
+        kw = dict(lead=lead, precision=precision, operand_dtype=operand_dtype)
+        return jnp.swapaxes(_dot_general(turned, a, contract=(1, 0), **kw), -1, -2)
     batch = tuple(range(lead))
     dims = (((contract[0] + lead,), (contract[1] + lead,)), (batch, batch))
     out = a.dtype
