@@ -227,7 +227,8 @@ def choose_blocking(
         )
     together = 1
     if block_k is None:
-        block_k = deep or 128
+        # As many keys as queries: fewer steps, and no more of a diagonal's blocks is masked.
+        block_k = deep or (256 if group == 1 and s > 256 else 128)
         if pages:
             (page,) = pages
             together = min(max(512 // page, 1), -(-s // page)) if kernel else 1
