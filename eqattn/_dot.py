@@ -61,7 +61,8 @@ def _transpose_b(ct, a, b, *, contract, **kw):
     return dot_p.bind(*operands, contract=axes, **kw)
 
 
-def _batch(primitive, args, dims, *, lead, **kw):
+def batch_in_front(primitive, args, dims, *, lead, **kw):
+    """The batching rule of a primitive that is vectorised over `lead` axes in front."""
     size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
     args = [
         jnp.broadcast_to(x[None], (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
@@ -129,7 +130,7 @@ def _define(primitive, f, transposes, lowering):
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=_STATIC))
     primitive.def_abstract_eval(ft.partial(_abstract, f))
     ad.defbilinear(primitive, *transposes)
-    batching.primitive_batchers[primitive] = ft.partial(_batch, primitive)
+    batching.primitive_batchers[primitive] = ft.partial(batch_in_front, primitive)
     mlir.register_lowering(primitive, lowering)
 
 

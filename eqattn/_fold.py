@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from ._carry import gauge
+from ._centred import centred_dot, recentred
 from ._compat import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from ._dot import dot
 from ._ring import Rotation, travel
@@ -265,6 +266,7 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products, tag):
     inner, outer = [i for i in active if i < n], [i - n for i in active if i >= n]
     acc = visits[0][1].out_avals[0].dtype
     kw = dict(products)
+    narrow = kw.get("operand_dtype") is not None
 
     def directional(f, xs, where, tangents):
         """What `f` returns at `xs`, and its tangent (None if nothing moves)."""
@@ -284,26 +286,34 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products, tag):
             p = jnp.exp(s - gauge(m)[None])
             kept = p * lax.stop_gradient(weight[0]) if weight else p
             dnum, dden = jnp.zeros((p.shape[1], v.shape[-1]), p.dtype), jnp.zeros_like(m)
+            again = []
             if ds is not None:
-                dnum, dden = dot(kept * ds[0], v, (0, 0), **kw), (p * ds[0]).sum(0)
+                if narrow:
+                    dnum, *again = centred_dot(ds[0], p, kept, v, products)
+                else:
+                    dnum = dot(kept * ds[0], v, (0, 0), **kw)
+                dden = (p * ds[0]).sum(0)
             if dv is not None:
                 dnum = dnum + dot(kept, dv[0], (0, 0), **kw)
-            return [dnum, dden]
+            return [dnum, dden, *again]
 
         return g
 
     operands = [*primals, top, *[tangents[i].astype(acc) for i in active]]
     in_axes = [*layout.in_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
     roles = (*tag.inputs, "max", *[f"tangent {tag.inputs[i]}" for i in active])
-    dnum, dden = sweep(
+    names = ("numerator", "denominator", *["numerator again"] * (narrow and bool(inner)))
+    dnum, dden, *again = sweep(
         {c: tangent(logits, weigh) for (c, logits), (_, weigh) in zip(visits, values)},
         operands,
         in_axes,
-        out_axes[:2],
+        out_axes[:1] * len(names),
         layout=layout,
         table=table,
-        tag=Tag("tangent", tag.spec, roles, ("numerator", "denominator")),
+        tag=Tag("tangent", tag.spec, roles, names),
     )
+    if again:
+        dnum = recentred(dnum, dden, again[0], num, den)
     return (num, den, top), (dnum, dden, ad.Zero(jax.typeof(top)))
 
 

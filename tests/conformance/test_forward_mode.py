@@ -1,0 +1,114 @@
+"""Tangents where all logits of a row move by nearly the same: the output hardly does, and errors must
+be as small as its tangent, whatever the products round.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqattn
+from eqattn import masks as m
+
+from . import bound, oracle, oracle_masks
+
+
+T, SHIFT = 24, 30.0
+# Strategy, devices, platform and dtype: each multiplies narrow operands. On a CPU only kernels do,
+# so "gpu" makes a strategy believe that it is elsewhere.
+NARROW = (
+    ("blockwise", 1, "interpret", "bfloat16"),
+    ("ragged", 1, "interpret", "bfloat16"),
+    ("ring", 2, "gpu", "bfloat16"),
+    ("blockwise", 1, "gpu", "float16"),
+)
+
+
+def arguments(dtype, seed=0):
+    """q, k, v, a bias and sinks that hold more than half of most rows; their tangents."""
+    rng = np.random.default_rng(seed)
+    shapes = dict(q=(1, T, 2, 8), k=(1, T, 1, 8), v=(1, T, 1, 8), bias=(1, 2, T, T), sinks=(2,))
+    dtypes = dict.fromkeys(shapes, dtype) | dict(sinks=np.float32)
+    draw = {n: rng.standard_normal(x) for n, x in shapes.items()}
+    moved = {n: 0.1 * rng.standard_normal(x) for n, x in shapes.items()}
+    draw["sinks"] = draw["sinks"] + 4
+    moved |= {n: moved[n] + SHIFT for n in ("bias", "sinks")}
+    return [{n: jnp.asarray(x, dtypes[n]) for n, x in xs.items()} for xs in (draw, moved)]
+
+
+def attend(strategy, platform, xs) -> dict[str, Any]:
+    metadata = eqattn.AttentionMetadata(
+        runtime_dtype=jnp.float32,
+        platform="xla" if platform == "gpu" else platform,
+        softmax_aux=xs["sinks"],
+        blocksize_q=8,
+        blocksize_k=8,
+    )
+    impl = eqattn.AttentionRegistry.create(strategy, metadata)
+    q, k, v, bias = (xs[n] for n in ("q", "k", "v", "bias"))
+    output = eqattn.attention(q, k, v, impl, mask=m.Causal(), bias=bias, return_logsumexp=True)
+    return {"out": output.attention_outputs, "lse": output.logsumexp}
+
+
+def directly(f, xs, moved):
+    return jax.jvp(f, (xs,), (moved,))[1]
+
+
+def linearized(f, xs, moved):
+    return jax.linearize(f, xs)[1](moved)
+
+
+def vectorised(f, xs, moved):
+    xs, moved = jax.tree.map(lambda x: jnp.stack([x, x]), (xs, moved))
+    tangents = jax.vmap(lambda xs, moved: directly(f, xs, moved))(xs, moved)
+    return jax.tree.map(lambda x: x[1], tangents)
+
+
+@contextlib.contextmanager
+def at(devices, platform, monkeypatch):
+    with monkeypatch.context() as patch:
+        if platform == "gpu":
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+        if devices == 1:
+            yield
+            return
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((devices,), ("sp",), auto, devices=jax.devices()[:devices])
+        with jax.set_mesh(mesh):
+            yield
+
+
+CASES = [(directly, x) for x in NARROW] + [(f, NARROW[-1]) for f in (linearized, vectorised)]
+
+
+@pytest.mark.parametrize("transform, how", CASES)
+def test_logits_that_move_alike(transform, how, monkeypatch):
+    strategy, devices, platform, dtype = how
+    xs, moved = arguments(dtype)
+    with at(devices, platform, monkeypatch):
+        program = jax.jit(lambda *a: transform(lambda xs: attend(strategy, platform, xs), *a))
+        assert f"operand_dtype={dtype}" in str(jax.make_jaxpr(program)(xs, moved))
+        tangents = program(xs, moved)
+
+    precision = bound.precision_of(dtype)
+    exact: list[dict[str, Any]] = [
+        {n: np.asarray(x).astype(precision.reference) for n, x in a.items()} for a in (xs, moved)
+    ]
+    problem = oracle.Problem(**exact[0], scale=8**-0.5, mask=oracle_masks.causal(T, T))
+    reference = bound.tangents(problem, exact[1], precision)
+    ratios = {n: bound.excess(x, reference[n]) for n, x in tangents.items()}
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("how", NARROW[:2])
+def test_gradients_are_those_of_plain_sums(how):
+    """They have the mean of a row before they visit it."""
+    strategy, _, platform, dtype = how
+    xs, moved = arguments(dtype)
+    call = lambda xs: jnp.sum(attend(strategy, platform, xs)["out"])  # noqa: E731
+    forward = jax.make_jaxpr(lambda xs, moved: directly(call, xs, moved))(xs, moved)
+    assert "attention_refined" in str(forward)
+    assert "attention_refined" not in str(jax.make_jaxpr(jax.grad(call))(xs))
