@@ -95,19 +95,34 @@ def only_varies(eqn) -> bool:
     return eqn.primitive.name == "pvary"
 
 
-def replay(jaxpr: ClosedJaxpr, *args) -> list:
+def interpret(jaxpr, consts, args, evaluate, literal=lambda v: v.val) -> list:
+    """A jaxpr at arguments of any kind.
+
+    **Arguments:**
+
+    - `evaluate`: `(equation, its arguments) -> its results`.
+    - `literal`: what a literal is as an argument.
+    """
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    read = lambda v: literal(v) if isinstance(v, Literal) else env[v]
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, evaluate(eqn, [read(v) for v in eqn.invars])))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def evaluated(eqn, xs) -> list:
+    """What an equation says at other arguments."""
+    with eqn.ctx.manager:
+        ys = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+    return ys if eqn.primitive.multiple_results else [ys]
+
+
+def replay(closed: ClosedJaxpr, *args) -> list:
     """A jaxpr evaluated at arguments that may vary over more mesh axes than it was traced for."""
-    env = dict(zip([*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars], [*jaxpr.consts, *args]))
-    read = lambda x: x.val if isinstance(x, Literal) else env[x]
-    for eqn in jaxpr.jaxpr.eqns:
-        xs = [read(x) for x in eqn.invars]
+
+    def evaluate(eqn, xs):
         if only_varies(eqn):
-            outs = [vary(x, frozenset(eqn.params["axes"])) for x in xs]
-        elif eqn.primitive is jit_p:
-            outs = replay(eqn.params["jaxpr"], *xs)
-        else:
-            with eqn.ctx.manager:
-                outs = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
-            outs = outs if eqn.primitive.multiple_results else [outs]
-        env.update(zip(eqn.outvars, outs))
-    return [read(x) for x in jaxpr.jaxpr.outvars]
+            return [vary(x, frozenset(eqn.params["axes"])) for x in xs]
+        return replay(eqn.params["jaxpr"], *xs) if eqn.primitive is jit_p else evaluated(eqn, xs)
+
+    return interpret(closed.jaxpr, closed.consts, args, evaluate)

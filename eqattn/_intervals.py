@@ -5,6 +5,7 @@ over a block of rows or columns. The result is sound for every function (what ha
 unknown, so the block counts as partial) and exact for the masks in use.
 """
 
+import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +14,9 @@ import jax
 import jax.extend.core.primitives as P
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 
-from ._compat import only_varies
+from ._compat import interpret, only_varies
 from ._interval_arrays import ARRAY_RULES, block_ends, convert, expand, select, too_large, unknown
 from ._interval_rules import clamp, EXACT, floor_divide, REFLEXIVE, remainder, RULES
 from ._interval_values import carrier, finite, GRID, Interval, kind, source, top, xp_of
@@ -155,22 +156,16 @@ def _parts(jaxpr) -> tuple[Any, Sequence]:
 
 
 def _interpret(jaxpr, consts, args, traced: bool) -> list[Interval | None]:
-    bounds: dict[Var, Interval | None] = dict(zip(jaxpr.constvars, consts))
-    bounds.update(zip(jaxpr.invars, args))
+    return interpret(jaxpr, consts, args, ft.partial(_evaluate, traced=traced), _literal)
 
-    def read(v: Any):
-        if not isinstance(v, Literal):
-            return bounds[v]
-        aval: Any = v.aval
-        if not kind(aval.dtype):
-            return None
-        x = np.asarray(v.val, aval.dtype).astype(carrier(aval.dtype))
-        x = x.reshape((1,) * GRID + aval.shape)
-        return source(x, x, aval.dtype)
 
-    for eqn in jaxpr.eqns:
-        bounds.update(zip(eqn.outvars, _evaluate(eqn, [read(v) for v in eqn.invars], traced)))
-    return [read(v) for v in jaxpr.outvars]
+def _literal(v: Literal) -> Interval | None:
+    aval: Any = v.aval
+    if not kind(aval.dtype):
+        return None
+    x = np.asarray(v.val, aval.dtype).astype(carrier(aval.dtype))
+    x = x.reshape((1,) * GRID + aval.shape)
+    return source(x, x, aval.dtype)
 
 
 def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._compat import Literal, only_varies
+from ..._compat import evaluated, interpret, Literal, only_varies
 from ..._dot import dot_p, grouped_dot_p
 from ._groups import grouped_product
 from ._product import product_of
@@ -42,28 +42,25 @@ POINTWISE = {
 """Of which a part of the result needs that part of the arguments only."""
 
 
-def _flat(jaxpr, consts, args) -> list:
-    """Runs a jaxpr with the bodies of its calls in their place."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
-    for eqn in jaxpr.eqns:
-        xs = [read(v) for v in eqn.invars]
-        called = next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
-        if only_varies(eqn):  # a kernel is one device's
-            ys = xs
-        elif called is None or eqn.primitive in (dot_p, grouped_dot_p):
-            ys = eqn.primitive.bind(*xs, **eqn.params)
-            ys = ys if eqn.primitive.multiple_results else [ys]
-        else:
-            ys = _flat(getattr(called, "jaxpr", called), getattr(called, "consts", ()), xs)
-        env.update(zip(eqn.outvars, ys))
-    return [read(v) for v in jaxpr.outvars]
+def _in_place(eqn, xs) -> list:
+    """An equation, or the body that it calls."""
+    called = next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
+    if only_varies(eqn):  # a kernel is one device's
+        return xs
+    if called is None or eqn.primitive in (dot_p, grouped_dot_p):
+        return evaluated(eqn, xs)
+    return interpret(getattr(called, "jaxpr", called), getattr(called, "consts", ()), xs, _in_place)
 
 
 def flat_jaxpr(closed: Any) -> Any:
     """A closed jaxpr with the bodies of its calls in their place."""
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *xs: _flat(closed.jaxpr, closed.consts, xs))(*avals)
+    return replaced_jaxpr(closed, [v.aval.shape for v in closed.jaxpr.invars], _in_place)
+
+
+def replaced_jaxpr(closed: Any, shapes: Sequence, evaluate: Callable) -> Any:
+    """A closed jaxpr of arguments of these shapes, with equations replaced as `interpret` does."""
+    avals = [jax.ShapeDtypeStruct(n, v.aval.dtype) for n, v in zip(shapes, closed.jaxpr.invars)]
+    return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, evaluate))(*avals)
 
 
 class Program:

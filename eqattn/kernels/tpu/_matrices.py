@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
-from ..._compat import Literal
+from ..._compat import evaluated, Literal
 from ..._traverse import Layout
-from ._inline import flat_jaxpr
+from ._inline import flat_jaxpr, replaced_jaxpr
 
 
 def with_matrices(steps: dict[int, Any], layout: Layout, args: Sequence) -> tuple[dict, Sequence]:
@@ -54,22 +53,11 @@ def with_matrices(steps: dict[int, Any], layout: Layout, args: Sequence) -> tupl
 
 def _reading(closed: Any, matrices: dict[int, tuple[int, ...]]) -> Any:
     """A program whose arguments `matrices` have these shapes already."""
-    jaxpr = closed.jaxpr
+    given = {closed.jaxpr.invars[i] for i in matrices}
 
-    def run(*xs):
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *xs]))
-        read = lambda v: v.val if isinstance(v, Literal) else env[v]
-        given = {jaxpr.invars[i] for i in matrices}
-        for eqn in jaxpr.eqns:
-            if eqn.primitive is lax.reshape_p and eqn.invars[0] in given:
-                env[eqn.outvars[0]] = env[eqn.invars[0]]
-                continue
-            ys = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
-            env.update(zip(eqn.outvars, ys if eqn.primitive.multiple_results else [ys]))
-        return [read(v) for v in jaxpr.outvars]
+    def evaluate(eqn, xs):
+        there = eqn.primitive is lax.reshape_p and eqn.invars[0] in given
+        return xs if there else evaluated(eqn, xs)
 
-    avals = [
-        jax.ShapeDtypeStruct(matrices.get(i, v.aval.shape), v.aval.dtype)
-        for i, v in enumerate(jaxpr.invars)
-    ]
-    return jax.make_jaxpr(run)(*avals)
+    shapes = [matrices.get(i, v.aval.shape) for i, v in enumerate(closed.jaxpr.invars)]
+    return replaced_jaxpr(closed, shapes, evaluate)
