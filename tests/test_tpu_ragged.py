@@ -20,6 +20,7 @@ from eqattn import (
     attention,
     AttentionMetadata,
     Carry,
+    DenseMask,
     KeyPadding,
     Ragged,
     ragged_flash_attention_kernel,
@@ -45,6 +46,14 @@ def test_rows_of_any_length(t, kv_heads, starts):
     q, k, v = arrays(t, 8 if t == 64 else 4, kv_heads, keys=80 if t > 3 else 48)
     shown = seen(t, k.shape[1], starts)
     close(call(q, k, v, starts=jnp.asarray(starts), blocksize_k=16), dense(q, k, v, shown))
+
+
+def test_a_mask_of_pairs_that_heads_share():
+    """It has three axes in a block, as keys have, and is no matrix to be multiplied."""
+    q, k, v = arrays(3)
+    free = np.random.default_rng(0).random((4, 1, 3, 48)) < 0.7
+    output = call(q, k, v, mask=DenseMask(jnp.asarray(free)), blocksize_k=16)
+    close(output, dense(q, k, v, seen(3, 48) & free[:, 0]))
 
 
 @pytest.mark.parametrize("stored", [None, jnp.int8, jnp.float8_e4m3fn])

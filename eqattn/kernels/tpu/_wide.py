@@ -54,24 +54,17 @@ class Wide:
         eqns = [e for e in program.jaxpr.eqns if any(v in program.needed for v in e.outvars)]
         dots = [e for e in eqns if e.primitive is grouped_dot_p]
         self.query = {program.root(e.invars[1]) for e in dots}
-        of_matrix = {
-            e.invars[0]
-            for e in eqns
-            if e.primitive is lax.broadcast_in_dim_p and e.outvars[0].aval.ndim == 3
-            if not isinstance(e.invars[0], Literal)
-        }
+        of_matrix = {e.invars[0] for e in dots} | {v for v in program.outs if v.aval.ndim == 3}
         for e in reversed(eqns):
-            if e.primitive is lax.reshape_p and e.outvars[0] in of_matrix:
-                of_matrix.add(e.invars[0])
+            if not of_matrix.isdisjoint(e.outvars):
+                of_matrix |= {v for v in e.invars if not isinstance(v, Literal)}
         self.roles: list[str] = []
         for v in program.jaxpr.invars:
             shape = v.aval.shape
             if v in self.query:
                 role = "query"
-            elif len(shape) == 3:
-                role = "matrix"
             elif v in of_matrix:
-                role = "scales"
+                role = "matrix" if len(shape) == 3 else "scales"
             elif v.aval.size == 1 or len(shape) == 1:
                 role = "plain"
             elif shape == (keys, 1):
