@@ -25,7 +25,7 @@ What that gives, in closed form, with `A_ij = scale sum_d |q||k|`:
     E_z   = u ((3 + sqrt D) A_ij + |z| + |z - m| + [cap: 7 |c|, bias, ...])       of a logit
     E_p   = p_ij (E_z_ij + sum_l p_il E_z_il + u (f(S) + 7))                      softmax Jacobian
     E_out = sum_j E_p |v_j| + (f(S) u + u_op) sum_j p |v_j|
-    E_lse = sum_j p E_z + u (f(S) + 3) + u |lse|
+    E_lse = sum_j p E_z + u (f(S) + 3) + u |lse|  (+ u_op where a product adds up the probabilities)
     E_dp  = u f(V) |g_i|.|v_j|  (+ u_op |g_i|.|v_j| where a product reads g / l, as on a TPU)
     E_del = sum_j (E_p |dp| + p E_dp) + (f(S) u + 2 u_op) sum_j p |dp|       delta = sum_j p dp
     E_dz  = E_p |dp - delta + l| + p (E_dp + E_del + u |dp - delta + l|)
@@ -62,6 +62,7 @@ class Precision:
     tiny_operand: float
     reference: Any  # dtype in which the reference is computed
     normalised: bool = False  # cotangents of the output are divided by denominators first
+    by_product: bool = False  # denominators are a product too, of computed probabilities and ones
 
 
 def _roundoff(dtype) -> float:
@@ -76,7 +77,7 @@ def _underflow(dtype) -> float:
     )
 
 
-def precision_of(dtype, normalised: bool = False) -> Precision:
+def precision_of(dtype, normalised: bool = False, by_product: bool = False) -> Precision:
     dtype = np.dtype(dtype)
     work = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     reference = np.dtype(np.longdouble if dtype == np.float64 else np.float64)
@@ -88,6 +89,7 @@ def precision_of(dtype, normalised: bool = False) -> Precision:
         tiny_operand=_underflow(dtype),
         reference=reference,
         normalised=normalised,
+        by_product=by_product,
     )
 
 
@@ -324,7 +326,10 @@ def bounded(problem: oracle.Problem, precision: Precision) -> oracle.Problem:
 
 def values(problem, precision) -> dict[str, Bounded]:
     f = oracle.forward(bounded(problem, precision))
-    return {"out": f.out, "lse": f.lse}
+    lse = f.lse
+    if precision.by_product:
+        lse = Bounded(lse.primal, lse.error + precision.u_operand, precision)
+    return {"out": f.out, "lse": lse}
 
 
 def cotangents(ct_out, ct_lse, precision) -> list[Bounded]:

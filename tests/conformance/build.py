@@ -78,6 +78,11 @@ def dtypes_of(case: Case):
     return dtype, jnp.dtype("float64" if case["dtype"] == "float64" else "float32")
 
 
+def sums_by_product(case: Case) -> bool:
+    """Whether the kernel of a case is to be that of chips with wide matrix units."""
+    return case["target"][0] == "tpu" and case["dtype"] == "bfloat16" and case["lead"] == (2, 2)
+
+
 def bias_shape(kind: str, lead, h, t, s):
     ones = (1,) * len(lead)
     return {
@@ -195,7 +200,9 @@ def build(case: Case) -> Built:
     shift = 0 if offset is None else int(offset)
     mask, visible = make_mask(case["mask"], rng, lead, h, t, s, shift)
 
-    precision = bound.precision_of(dtype, normalised=case["target"][0].startswith("tpu"))
+    kernel = case["target"][0].startswith("tpu")
+    by_product = sums_by_product(case) and not case["dropout"]
+    precision = bound.precision_of(dtype, normalised=kernel, by_product=by_product)
     constants: dict[str, Any] = {
         "mask": visible,
         "scale": {"none": d**-0.5}.get(case["scale"], 0.3),
