@@ -1,75 +1,14 @@
 """Caches: appending token by token is attention over all tokens."""
 
-import re
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from _caches import B, CAPACITY, D, EXACT, K, MAKE, paged, step, tokens, V, whole
 
-from eqattn import (
-    attention,
-    AttentionMetadata,
-    Blockwise,
-    Causal,
-    Dense,
-    Ragged,
-    SlidingWindow,
-    Tree,
-)
-from eqattn.cache import (
-    KVCache,
-    PagedKVCache,
-    Pages,
-    Quantized,
-    QuantizedKVCache,
-    RingBufferCache,
-    StackedKVCache,
-)
-
-
-B, H, K, D, V = 3, 4, 2, 8, 6
-CAPACITY = 24
-
-
-def paged(stored=None, dtype=jnp.float32):
-    cache = PagedKVCache.empty(B, CAPACITY, 20, 4, K, D, V, dtype, stored)
-    shuffled = jnp.asarray(np.random.default_rng(0).permutation(20)[:18].reshape(B, 6), jnp.int32)
-    return eqx.tree_at(lambda c: c.table, cache, shuffled)
-
-
-MAKE = {
-    "dense": lambda dtype: KVCache.empty(B, CAPACITY, K, D, V, dtype),
-    "ring buffer": lambda dtype: RingBufferCache.empty(B, CAPACITY, K, D, V, dtype),
-    "paged": lambda dtype: paged(dtype=dtype),
-    "int8": lambda dtype: QuantizedKVCache.empty(B, CAPACITY, K, D, V, dtype),
-    "paged int8": lambda dtype: paged(jnp.int8, dtype),
-    "float8": lambda dtype: QuantizedKVCache.empty(B, CAPACITY, K, D, V, dtype, jnp.float8_e4m3fn),
-}
-EXACT = ("dense", "ring buffer", "paged")
-
-
-def tokens(t, dtype=jnp.float64, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = ((B, t, H, D), (B, t, K, D), (B, t, K, V))
-    return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
-
-
-def step(cache, q, k, v, counts=None, mask=Causal(), strategy=Ragged):
-    offset, dtype = cache.length, q.dtype
-    cache = cache.append(k, v, counts)
-    out = attention(
-        q, cache.key, cache.value, strategy(AttentionMetadata(runtime_dtype=dtype)),
-        mask=mask & cache.mask(), q_offset=offset, kv_positions=cache.positions,
-    )  # fmt: skip
-    return cache, out.attention_outputs
-
-
-def whole(q, k, v, mask=Causal()):
-    strategy = Dense(AttentionMetadata(runtime_dtype=q.dtype))
-    return attention(q, k, v, strategy, mask=mask).attention_outputs
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, Ragged, SlidingWindow, Tree
+from eqattn.cache import KVCache, PagedKVCache, Pages, Quantized, QuantizedKVCache, RingBufferCache
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -248,114 +187,6 @@ def test_wrong_arguments_raise(unchecked):
         jax.block_until_ready(cache.append(k, v, jnp.array([1, 3, 0])).key)
     with pytest.raises(Exception, match="more tokens than it has"):
         jax.block_until_ready(cache.truncate(jnp.array([0, 1, 0])).length)
-
-
-def test_pages_are_reserved_and_released():
-    cache = PagedKVCache.empty(B, 16, 6, 4, K, D, V)
-    _, k, v = tokens(5, jnp.float32)
-    with pytest.raises(Exception, match="no page for its new tokens"):
-        jax.block_until_ready(cache.append(k, v).length)
-    cache = cache.reserve([5, 5, 0]).append(k, v, jnp.array([5, 5, 0]))
-    used = np.asarray(cache.table)
-    assert (used >= 0).sum(1).tolist() == [2, 2, 0] and len(set(used[used >= 0])) == 4
-    assert (cache.reserve(3).table[:2, :2] == cache.table[:2, :2]).all()
-    with pytest.raises(ValueError, match="4 pages of 4 tokens are needed and 2 of 6 are free"):
-        cache.reserve([8, 8, 0])
-    with pytest.raises(ValueError, match="made for 16 a row"):
-        cache.reserve([12, 0, 0])
-    with pytest.raises(ValueError, match="outside of jax.jit"):
-        jax.jit(lambda c: c.reserve(1))(cache)
-    released = cache.release(jnp.array([0]))
-    assert released.length.tolist() == [0, 5, 0]
-    with pytest.raises(Exception, match="no page for its new tokens"):
-        jax.block_until_ready(released.append(k, v, jnp.array([1, 0, 0])).length)
-    again = released.reserve([0, 8, 4])
-    assert len(np.unique(again.table[again.table >= 0])) == 5
-    with pytest.raises(Exception, match="cannot be doubled"):
-        jax.block_until_ready(cache.reorder(jnp.array([0, 0, 1])).length)
-
-
-def test_written_in_place():
-    """The memory of a donated cache is that of the new one, plain `jax.jit`."""
-    for name in ("dense", "paged", "int8", "ring buffer"):
-        cache = MAKE[name](jnp.float32)
-        _, k, v = tokens(1, jnp.float32)
-        append = jax.jit(lambda c, k, v: c.append(k, v), donate_argnums=0)
-        compiled = append.lower(cache, k, v).compile().memory_analysis()
-        big = sum(x.nbytes for x in jax.tree.leaves(cache) if x.ndim > 1 and x.dtype != jnp.int32)
-        assert compiled.alias_size_in_bytes >= big
-        assert compiled.temp_size_in_bytes < big / 2, (name, compiled.temp_size_in_bytes, big)
-
-
-def over_layers(stacked, q, k, v):
-    def layer(carry, i):
-        stacked, x = carry
-        cache, out = step(stacked.layer(i), x, k, v)
-        return (cache.stack, x + out.sum(-1, keepdims=True)), None
-
-    return jax.lax.scan(layer, (stacked, q), jnp.arange(len(stacked.length)))[0]
-
-
-def test_layers_in_one_cache(x64):
-    q, k, v = tokens(5)
-    stacked = StackedKVCache.empty(3, B, 128, K, D, V, jnp.float64)
-    one = KVCache.empty(B, 128, K, D, V, jnp.float64)
-    for start, stop in ((0, 3), (3, 5)):
-        part = [x[:, start:stop] for x in (q, k, v)]
-        stacked, got = jax.jit(over_layers)(stacked, *part)
-        want, now = part[0], one
-        for _ in range(3):
-            now, out = step(one, want, *part[1:])
-            want = want + out.sum(-1, keepdims=True)
-        one = now
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
-        assert stacked.length.tolist() == [[stop] * B] * 3
-    back = stacked.layer(1).truncate(jnp.full(B, 2, jnp.int32)).stack
-    assert back.length.tolist() == [[5] * B, [2] * B, [5] * B]
-    turned = stacked.layer(2).reorder(jnp.array([2, 0, 1])).stack
-    assert (turned.key[2] == stacked.key[2][jnp.array([2, 0, 1])]).all()
-    assert (turned.key[:2] == stacked.key[:2]).all()
-    with pytest.raises(ValueError, match="as many as the layers have"):
-        stacked.layer(0).reorder(jnp.array([0, 1]))
-    with pytest.raises(ValueError, match="multiple of 64"):
-        StackedKVCache.empty(3, B, 61, K, D)
-
-
-def test_unused_places_of_layers_may_hold_anything():
-    q, k, v = tokens(3, jnp.float32)
-    stacked = StackedKVCache.empty(2, B, 64, K, D, V)
-    dirty = lambda x: jnp.full_like(x, jnp.nan) if x.ndim > 2 else x
-    run = jax.jit(over_layers)
-    (_, clean), (_, spoiled) = (run(s, q, k, v) for s in (stacked, jax.tree.map(dirty, stacked)))
-    assert (clean == spoiled).all()
-
-
-def test_layers_are_not_copied():
-    sizes = []
-    for capacity in (256, 4096):
-        stacked = StackedKVCache.empty(3, B, capacity, K, D, V)
-        jitted = jax.jit(over_layers, donate_argnums=0)
-        compiled = jitted.lower(stacked, *tokens(1, jnp.float32)).compile().memory_analysis()
-        assert compiled.alias_size_in_bytes >= stacked.key.nbytes + stacked.value.nbytes
-        sizes.append(compiled.temp_size_in_bytes)
-    assert sizes[1] - sizes[0] < stacked.key.nbytes / 3 / 10  # a tenth of one layer's keys
-
-
-@pytest.mark.parametrize("name", ["dense", "paged", "ring buffer"])
-def test_sharded_heads_are_not_gathered(name):
-    mesh = jax.make_mesh((2,), ("tp",), (AxisType.Auto,), devices=jax.devices()[:2])
-    heads = lambda x: NamedSharding(mesh, P(*[None] * (x.ndim - 2), "tp") if x.ndim == 4 else P())
-    q, k, v = tokens(1, jnp.float32)
-    cache = MAKE[name](jnp.float32).append(*tokens(5, jnp.float32, seed=1)[1:])
-    args = jax.tree.map(lambda x: jax.device_put(x, heads(x)), (cache, q, k, v))
-    run = jax.jit(step).lower(*args).compile()
-    collectives = r"= (\S+) (?:all-gather|all-to-all|all-reduce|collective-permute)\S*\("
-    # The branches that raise tell each device the outcome of the first one's callback.
-    for moved in re.findall(collectives, run.as_text()):
-        assert re.match(rf"s32\[{B}(,1)?\]", moved), moved
-    new, out = run(*args)
-    assert out.sharding.spec == P(None, None, "tp")
-    np.testing.assert_allclose(out, step(cache, q, k, v)[1], rtol=0, atol=1e-6)
 
 
 def test_drafts_of_a_tree(x64):
