@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from _reference import exact
 
 from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
 from eqattn._stored import Pages, Quantized
@@ -18,16 +19,7 @@ def arrays(t=1, heads=4, kv_heads=2, dim=16, width=8, keys=48, dtype=np.float32)
 
 def dense(q, k, v, seen):
     """Output and logsumexp of `[b, t, h, d]`, for visible pairs `[b, t, s]`."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
-    s = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
-    s = np.where(seen[:, None], s, -np.inf)
-    most = s.max(-1, keepdims=True)
-    p = np.exp(s - np.where(np.isinf(most), 0, most))
-    total = p.sum(-1, keepdims=True)
-    out = np.einsum("bhts,bshd->bthd", p / np.where(total == 0, 1, total), v)
-    with np.errstate(divide="ignore"):
-        return out, np.swapaxes((np.log(total) + most)[..., 0], 1, 2)
+    return exact(q, k, v, visible=seen[:, None])[:2]
 
 
 def seen(t, keys, starts=0, window=None):

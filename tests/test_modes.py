@@ -39,7 +39,9 @@ class Server:
         if cache is not None:
             cache = KVCache(place(cache.key, key), place(cache.value, value), cache.length)
         run = jax.jit(self.step).lower(q, k, v, cache, counts).compile()
-        for moved in re.findall(COLLECTIVE, run.as_text()):  # of what raises, see test_cache_memory.py
+        for moved in re.findall(
+            COLLECTIVE, run.as_text()
+        ):  # of what raises, see test_cache_memory.py
             assert re.match(rf"s32\[{B}(,\d+)?\]", moved), moved
         out, cache = run(q, k, v, cache, counts)
         assert out.sharding.spec == self.strategy.create_stable_sharding(output, tensor=out)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _tpu_compile import CASES, compile_all, expected, TOPOLOGIES
+from _tpu_lowered import kernels
 from _tpu_races import without_races
 from conformance import oracle, oracle_masks as om
 from conformance.cases import covering, invalid
@@ -45,11 +46,6 @@ def arrays(dtype=jnp.float32):
 def call(q, k, v, strategy=None, mask=Causal()):
     strategy = strategy or Blockwise(metadata(platform="tpu"))
     return attention(q, k, v, strategy, mask=mask).attention_outputs
-
-
-def kernels(f, *args) -> int:
-    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
-    return lowered.as_text().count("@tpu_custom_call")
 
 
 def summed(*args):

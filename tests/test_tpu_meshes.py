@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _reference import reference
+from _tpu_lowered import kernels
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import (
@@ -96,11 +97,6 @@ def test_indices_of_batch_and_head_are_those_of_the_whole(strategy, names):
     with jax.set_mesh(mesh_of((2, 2), names)):
         got = jax.jit(lambda *x: f(strategy, "interpret", *x).attention_outputs)(*args)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-def kernels(f, *args) -> int:
-    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
-    return lowered.as_text().count("@tpu_custom_call")
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

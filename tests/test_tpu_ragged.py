@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _tpu_compile import compile_all
+from _tpu_lowered import text_of
 from _tpu_races import without_races
 from _tpu_rows import arrays, call, close, dense, kept_as, LENGTHS, seen
 from conformance.cases import covering, name_of
@@ -126,7 +127,7 @@ def test_conformance(case):
 
 
 def kernels(f, *args) -> list[str]:
-    text = jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    text = text_of(f, *args)
     return [n for n in ("eqattn_decode", "eqattn_fold") for _ in range(text.count(f'"{n}"'))]
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _tpu_compile import compile_all
+from _tpu_lowered import kernels
 from _tpu_rows import arrays, call, close, dense, kept_as, LENGTHS, seen
 from conformance import oracle, oracle_masks as om
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -121,11 +122,6 @@ def test_a_row_cut_over_devices():
     carry = jax.jit(whole)(q, k, v)
     for got, want in zip(carry.finalise(), dense(q, k, v, seen(1, 48)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-def kernels(f, *args) -> int:
-    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
-    return lowered.as_text().count("@tpu_custom_call")
 
 
 def test_found():
