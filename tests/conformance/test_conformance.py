@@ -132,7 +132,7 @@ def mesh_of(case):
 def small_windows(case):
     """Kernels work on a block in several parts, as on large ones, and in the forms of all chips."""
     with pytest.MonkeyPatch.context() as patch:
-patch.setattr(_step, "WINDOW", 8)
+        patch.setattr(_step, "WINDOW", 8)
         patch.setattr(_step, "sums_by_product", lambda: build.sums_by_product(case))
         yield
 
