@@ -9,6 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _reference import exact
 from _tpu_compile import CASES, compile_all, expected, TOPOLOGIES
 from _tpu_lowered import kernels
 from _tpu_races import without_races
@@ -19,6 +20,7 @@ from conformance.test_conformance import check
 from eqattn import (
     attention,
     AttentionMetadata,
+    BlockCausal,
     Blockwise,
     Causal,
     Dense,
@@ -236,6 +238,19 @@ def test_the_list_of_a_ring_is_that_of_one_hop():
     ring = Ring(metadata(platform="tpu", blocksize_q=1, blocksize_k=1))
     with jax.set_mesh(mesh):
         assert kernels(ft.partial(call, strategy=ring), q, k, v) >= 2
+
+
+def test_rows_that_see_nothing_beside_full_blocks():
+    """Then no block is partial, and the kernel has no masks."""
+    q, k, v = arrays()
+    impl = Blockwise(metadata(platform="interpret"))
+    later = ~BlockCausal(16)  # queries from 32 on see nothing
+    output = attention(q, k, v, impl, mask=later, return_logsumexp=True)
+    visible = np.arange(48) // 16 > np.arange(40)[:, None] // 16
+    out, lse, _ = exact(q, k, v, visible=visible)
+    np.testing.assert_allclose(output.attention_outputs, out, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output.logsumexp, lse, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(lse[:, 32:]).all()
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._carry import gauge
-from ..._traverse import CORNER, Layout
+from ..._traverse import CORNER, EMPTY, Layout
 from ._groups import spread_groups, weighted_groups
 from ._inline import LOG2E, Program, Run
 from ._product import product_of
@@ -127,6 +127,10 @@ class Body:
         self.num[...], self.den[...] = jnp.zeros_like(self.num), jnp.zeros_like(self.den)
         self.top[...] = jnp.full_like(self.top, -jnp.inf)
 
+    def hide(self) -> None:
+        """A row that sees nothing has a pair too, and no mask if all others are full."""
+        self.s[...], self.most[...] = (jnp.full_like(x, -jnp.inf) for x in (self.s, self.most))
+
     def run(self, pair: Any, before: Any) -> None:
         """The form of a step that suits two packed pairs."""
         form, kind, last = self.form, kind_of(pair), kind_of(before)
@@ -148,6 +152,8 @@ class Body:
         def clean():
             if some == full:
                 plain()
+                if form.layout.table_axes is not None:
+                    pl.when(kind == EMPTY)(self.hide)
             elif skip:
                 lax.cond(
                     kind == full,
