@@ -90,7 +90,7 @@ def test_one_list_for_several_heads(axes, merged):
     kept, table = (BATCH, HEAD, ROW), None
     if axes is not None:
         table = np.random.default_rng(0).integers(EMPTY, CORNER + 1, layout.shape(axes), np.int8)
-    work, length = _work.work_list(table, layout, kept, FULL, merged, joined=True)
+    work, length = _work.work_list(table, layout, kept, FULL, merged)
     whole = np.full(grid, FULL, np.int8)
     if table is not None:
         table = table.reshape([n if a in axes else 1 for a, n in zip((BATCH, HEAD), grid)] + [4, 5])

@@ -23,17 +23,12 @@ SIDE = 2**14
 
 
 def work_list(
-    table: Any,
-    layout: Layout,
-    kept: tuple[int, ...],
-    every: int,
-    merged: tuple[int, ...] = (),
-    joined: bool = False,
+    table: Any, layout: Layout, kept: tuple[int, ...], every: int, merged: tuple[int, ...] = ()
 ) -> Any:
     """The pairs to visit, packed, `[*, pairs]`, and how many there are: the live ones, and one for
     each kept row or column without any. Without a table, all of class `every`. One more of that
     class, without flags, follows them. Its rows are those of all the batch elements of the axes
-    `merged`, which are the innermost; its columns too, if they are `joined`.
+    `merged`, which are the innermost; its columns too, but for a `ragged` layout.
     """
     rows, columns = layout.grid[ROW:]
     apart = rows
@@ -50,7 +45,7 @@ def work_list(
         ).reshape(*outer, -1, columns)
         rows = table.shape[ROW]
     row, column = np.mgrid[:rows, :columns]
-    if joined:
+    if merged and not layout.ragged:
         column += row // apart * columns
     # A list that may be this long is refused.
     assert max(rows, columns) < SIDE, (rows, columns)
@@ -160,7 +155,7 @@ def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """The kernel's grid: batch axes and, as None, the work list; `table_axes` are those of the list
-    before its pairs, `merged` those that its rows are of, and its columns if they are `joined`.
+    before its pairs, `merged` those that its rows are of, and its columns where it is `joined`.
     `parts`: of the list, each a core's; 0 if it is one.
     """
 
@@ -170,7 +165,6 @@ class Steps:
     length: Any
     drain: int = 0
     merged: tuple[int, ...] = ()
-    joined: bool = False
     parts: int = 0
 
     @classmethod
@@ -182,11 +176,14 @@ class Steps:
         """
         told = (layout.table_axes or ())[:-2]
         merged = told if layout.ragged else merged_axes(layout) if drain else ()
-        joined = bool(merged) and not layout.ragged
-        work, length = work_list(table, layout, kept, every, merged, joined)
+        work, length = work_list(table, layout, kept, every, merged)
         order = (*[a for a in layout.batch if a not in merged], None)
         outer = tuple(a for a in told if a not in merged)
-        return cls(layout, order, outer, length, drain, merged, joined), work
+        return cls(layout, order, outer, length, drain, merged), work
+
+    @property
+    def joined(self) -> bool:
+        return bool(self.merged) and not self.layout.ragged
 
     @property
     def outermost(self) -> int:
