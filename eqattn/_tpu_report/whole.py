@@ -16,8 +16,8 @@ from .steps import Steps
 @dataclasses.dataclass(frozen=True)
 class Count:
     """What its list makes a kernel do: steps that are `full`, `masked`, masked but for a `corner`
-    that is skipped, and full `after` such a one; `rows` of blocks, and how often it has `begun`
-    one where no other was before.
+    that is skipped, and full `after` such a one; `rows` of blocks, and those `beside` them, which
+    the first step of a list ends: what is pending there nobody wrote.
     """
 
     full: int
@@ -25,13 +25,12 @@ class Count:
     corner: int
     after: int
     rows: int
-    begun: int
+    beside: int
 
     def cycles(self, steps: Steps) -> int:
         kinds = (self.full, steps.full), (self.masked, steps.masked or steps.full)
         kinds += (self.corner, steps.corner), (self.after, steps.after)
-        begin, *others = steps.edges
-        edges = self.begun * begin + self.rows * sum(others)
+        edges = self.rows * sum(steps.edges) + self.beside * steps.edges[-1]
         return sum(n * step.cycles for n, step in kinds if n) + edges
 
 
@@ -63,7 +62,7 @@ def count(tokens: int, tile: tuple[int, int], heads: int, kept: tuple[int, ...],
     after = full & (np.roll(corner, 1) & (np.arange(len(kinds)) > 0))
     each = full & ~after, ~full & ~corner, corner, after, (packed & FIRST) != 0
     counts = [lists * int(x.sum()) for x in each]
-    return Count(*counts, begun=lists if lag else counts[-1])
+    return Count(*counts, beside=lists if lag else 0)
 
 
 def visible_pairs(tokens: int) -> int:

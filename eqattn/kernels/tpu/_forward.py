@@ -76,7 +76,7 @@ def visit_fold(
         ins, vals, olds, outs = (
             take(k) for k in (ahead, behind, range(len(start)), range(len(out_blocks)))
         )
-        num, den, top, s, most, dirty, *weights = refs
+        num, den, top, s, most, *weights = refs
         ids = [pl.program_id(i) for i in range(len(grid.order))]
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
         read = ft.partial(grid.read, ids=ids, refs=(work_ref, *tables))
@@ -88,20 +88,19 @@ def visit_fold(
             fetch[i] = ft.partial(read, x, vals[i], lag=1)
         lie = [i in ahead and ahead[i].flipped for i in range(n)]
         lie_before = [i in behind and behind[i].flipped for i in range(len(fetch))]
-        state = num, den, top, s, most, dirty, weights
+        state = num, den, top, s, most, weights
         body = Body(form, load, lie, fetch, lie_before, *state)
-        running = ids[-1] > 0
+        running, ended = ids[-1] > 0, (before & LAST) != 0
 
         def go_on():
             num[...], den[...], top[...] = olds[0][...], olds[1][...], olds[2][...] * LOG2E
 
         if start:
             pl.when(running & ((before & FIRST) != 0))(go_on)
-        else:  # after the first step, which adds what nobody wrote
-            pl.when(ids[-1] == 1)(body.clear)
         body.run(pair, before)
 
-        @pl.when(running & ((before & LAST) != 0))
+        # What the first step adds, nobody wrote: it goes where the end of the first row will go.
+        @pl.when(running & ended if start else ~running | ended)
         def _():
             accs = [num[...], den[...], top[...] * (1 / LOG2E)]
             if into is None:
@@ -114,7 +113,6 @@ def visit_fold(
 
     square = (keys, rows)
     scratch = [pltpu.VMEM(shape, jnp.float32) for shape in (*shapes, square, (1, rows))]
-    scratch += [pltpu.SMEM((1,), jnp.int32)]
     scratch += [pltpu.VMEM(square, jnp.float32)] * form.weighted
     given = [*ahead.values(), *behind.values(), *start]
     nbytes = sum(nbytes_of(x.shape, x.dtype) for x in scratch if len(x.shape) == 2)

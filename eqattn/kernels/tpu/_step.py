@@ -106,8 +106,7 @@ class Body:
     - `load`, `lie`: how the blocks of the pair's logits are read, as for `Run`; `fetch`,
         `lie_before`: those of the values of the one before.
     - `num`, `den`, `top`: of the Carry of the row, transposed. `s`, `most`: the logits of the last
-        pair and their maxima. `dirty`: whether not all of its values are finite. `weights`: of
-        dropout, none or one.
+        pair and their maxima. `weights`: of dropout, none or one.
     """
 
     form: Form
@@ -120,7 +119,6 @@ class Body:
     top: Any
     s: Any
     most: Any
-    dirty: Any
     weights: Sequence[Any]
 
     def clear(self) -> None:
@@ -149,37 +147,39 @@ class Body:
         def after_corner():
             visit(full, full, (), skip_before)
 
-        def clean():
-            if some == full:
-                plain()
-                if form.layout.table_axes is not None:
-                    pl.when(kind == EMPTY)(self.hide)
-            elif skip:
-                lax.cond(
-                    kind == full,
-                    lambda: lax.cond(last == CORNER, after_corner, plain),
-                    lambda: lax.cond(kind == CORNER, without_corner, masked),
-                )
-            else:
-                lax.cond(kind == full, plain, masked)
+        def other():
+            lax.cond(
+                kind == full,
+                after_corner if skip else plain,
+                lambda: lax.cond(kind == CORNER, without_corner, masked) if skip else masked(),
+            )
 
-        if len(form.values[some].outs) == 1:
-            clean()
-        else:
-            self.dirty[0] = 0
-            pl.when(last != full)(self.poison)
-            lax.cond(self.dirty[0] == 0, clean, lambda: visit(some, some))
+        if some == full:
+            plain()
+            if form.layout.table_axes is not None:
+                pl.when(kind == EMPTY)(self.hide)
+            return
+        # The most frequent step is behind one branch: each costs all steps 10 to 20 cycles.
+        dirty, frequent = jnp.int32(0), kind == full
+        if skip:
+            frequent &= last != CORNER
+        if len(form.values[some].outs) > 1:
+            dirty = lax.cond(last == full, lambda: jnp.int32(0), self.poison)
+            frequent &= dirty == 0
+        lax.cond(frequent, plain, lambda: lax.cond(dirty == 0, other, lambda: visit(some, some)))
 
-    def poison(self) -> None:
-        """Makes the logits NaN where a value that is not finite is seen."""
+    def poison(self) -> Any:
+        """Makes the logits NaN where a value that is not finite is seen. Returns 1 if there is one,
+        else 0.
+        """
         values, (keys, rows) = self.form.values, self.form.layout.block
         full, some = values[self.form.full], values[self.form.some]
         raw = Run(full, self.fetch, self.lie_before).value(full.outs[0], True)
         total = raw.astype(jnp.float32).sum(0)  # if it overflows, that costs only time
+        dirty = jnp.isnan(jnp.sum(total * 0))
 
-        @pl.when(jnp.isnan(jnp.sum(total * 0)))
+        @pl.when(dirty)
         def _():
-            self.dirty[0] = 1
             s = self.s[...]
             bad = Run(some, self.fetch, self.lie_before).value(some.outs[1])
             if bad.ndim == 1:
@@ -187,6 +187,8 @@ class Body:
             else:
                 bad = spread_groups(bad, rows)
             self.s[...] = jnp.where(s == -jnp.inf, s, s + bad)
+
+        return dirty.astype(jnp.int32)
 
     def visit(self, c: int, weighed: int, skip: Sequence = (), skip_before: Sequence = ()) -> None:
         """Logits of the pair, of class `c`, and what those of the one before it add. Both without
