@@ -242,7 +242,8 @@ class Parts:
             if c == FULL:
                 return [value]
             if self.kernel:
-                return [finite(value), jnp.where(jnp.isfinite(value), 0, jnp.nan).sum(-1)]
+                poison = jnp.where(jnp.isfinite(value), 0, jnp.nan).astype(value.dtype)
+                return [finite(value), poison.sum(-1)]
             return self.cleaned(value)
 
         return fn

@@ -22,7 +22,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ._carry import accumulation
 from ._compat import (
@@ -73,13 +72,19 @@ def loops(vectorise: bool) -> dict[str, Any]:
     return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise))
 
 
-_NO_KERNEL = {lax.gather_p, lax.scatter_add_p, lax.sort_p, lax.while_p, lax.scan_p, lax.cond_p}
+_NO_KERNEL = set(
+    "acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cond cosh cumlogsumexp cummax "
+    "cummin cumprod cumsum digamma dynamic_slice dynamic_update_slice erfc expm1 gather igamma "
+    "igammac lgamma polygamma reduce reduce_precision reduce_prod reduce_xor "
+    "regularized_incomplete_beta rev scan scatter scatter-add scatter-max scatter-min scatter-mul "
+    "scatter-sub sinh sort top_k while zeta".split()
+)
 
 
 def too_general(jaxpr: Any) -> str:
     """The name of an operation in a block function that the compiler of kernels does not know."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive in _NO_KERNEL:
+        if eqn.primitive.name in _NO_KERNEL:
             return eqn.primitive.name
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner) and (name := too_general(getattr(inner, "jaxpr", inner))):
@@ -101,6 +106,8 @@ def no_kernel(ctx, layout: Layout, visits: Sequence) -> str:
         )
     if layout.listed > 2**17 or max(layout.sides) >= 2**14:
         return f"its list of {layout.listed} pairs of blocks is too long; give larger block sizes"
+    if jnp.result_type(float) == jnp.float64:
+        return "it computes in 32 bits and jax_enable_x64 is set"
     name = next(filter(None, (too_general(j.jaxpr) for _, j in visits)), "")
     return name and f"its mask or score has a {name}, which the compiler of kernels does not know"
 
@@ -110,11 +117,13 @@ def code_for(ctx, layout: Layout, tag: Tag | None, visits: Sequence) -> dict[str
     platforms = tuple(ctx.module_context.platforms)
     hot = tag is not None and tag.stage in (("fold",) if layout.ragged else ("fold", "backward"))
     kernel = layout.kernel if hot else ""
-    if kernel == "pallas" and "tpu" not in platforms:
+    if kernel == "pallas" and platforms != ("tpu",):
         raise ValueError(
             f"platform='pallas' on a TPU cannot run on {platforms}: use platform='interpret' "
             "there, or 'auto'."
         )
+    if kernel == "interpret" and jnp.result_type(float) == jnp.float64:
+        raise ValueError("platform='interpret': kernels compute in 32 bits; unset jax_enable_x64.")
     chosen = kernel == "interpret"
     if kernel and not chosen and platforms == ("tpu",):
         reason = no_kernel(ctx, layout, visits)
@@ -375,8 +384,7 @@ def _transpose(cts, *args, visits, layout, out_axes, tag):
         fns = {c: transposed(j) for c, j in visits}
         in_axes = [*[layout.in_axes[i] for i in known], *[out_axes[i] for i in active]]
         backward = None
-        if tag is not None:
-            assert tag.stage == "tangent"
+        if tag is not None and tag.stage == "tangent":
             roles = [tag.inputs[i] for i in known] + [f"ct {tag.outputs[i]}" for i in active]
             names = tuple(tag.inputs[i] for i in group)
             backward = Tag("backward", tag.spec, tuple(roles), names)

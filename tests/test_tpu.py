@@ -97,10 +97,12 @@ def test_exported_for_a_tpu(f, count):
 
 def test_dropout_is_not_in_the_denominator():
     """In the form of chips that add up probabilities by a product, see conformance/."""
-    change = dict(dropout=0.25, dtype="bfloat16", lead=(2,), target=("tpu", 1), transform="jit")
-    check(
-        next(x for c in covering(2) if invalid(x := c | change) is None and c["length"] == (32, 48))
-    )
+    plain = dict.fromkeys(("bias", "score", "sinks", "cap", "scale", "offset"), "none")
+    case = covering(2)[0] | plain | dict(mask="causal", length=(37, 37), block=(16, 16), lead=())
+    case |= dict(heads=(2, 1), dims=(8, 8), dtype="bfloat16", target=("tpu", 1))
+    case |= dict(transform="jit", dropout=0.25)
+    assert invalid(case) is None
+    check(case)
 
 
 def test_static_fields_choose():

@@ -14,11 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._compat import abstract
-from ..._traverse import Layout
+from ..._traverse import EMPTY, Layout
 from ._inline import LOG2E, Program
 from ._step import Body, Form
 from ._visit import VMEM
-from ._work import abstract_blocks, FIRST, LAST, matrix, nbytes_of, Operand, Steps
+from ._work import abstract_blocks, FIRST, kind_of, LAST, matrix, nbytes_of, Operand, Steps
 
 
 SPARE = 8 * 2**20  # bytes of vector memory for the compiler
@@ -98,6 +98,8 @@ def visit_fold(
         if start:
             pl.when(running & ((before & FIRST) != 0))(go_on)
         body.run(pair, before)
+        if form.hides:  # what it has added must not count, whatever its values are
+            pl.when(running & (kind_of(before) == EMPTY))(go_on if start else body.clear)
 
         # What the first step adds, nobody wrote: it goes where the end of the first row will go.
         @pl.when(running & ended if start else ~running | ended)

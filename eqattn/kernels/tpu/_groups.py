@@ -46,7 +46,12 @@ def grouped_product(wide: Array, other: Array, precision: Any) -> Array:
         jnp.where(group == h, other.astype(jnp.float32), zero).astype(other.dtype)
         for h in range(groups)
     ]
-    return product_of(jnp.concatenate(each, 1), jnp.concatenate(own, 0), (1, 0), precision)
+    # What is not finite must not meet the zeros: it makes the logits of its own group NaN.
+    seen = [jnp.isfinite(x.astype(jnp.float32)) for x in each]
+    clean = [jnp.where(f, x.astype(jnp.float32), zero).astype(x.dtype) for f, x in zip(seen, each)]
+    bad = [jnp.where(f, zero, jnp.nan).sum(1, keepdims=True) for f in seen]
+    logits = product_of(jnp.concatenate(clean, 1), jnp.concatenate(own, 0), (1, 0), precision)
+    return logits + spread_groups(jnp.concatenate(bad, 1), rows)
 
 
 def weighted_groups(wide: Array, weights: Array, precision: Any) -> Array:

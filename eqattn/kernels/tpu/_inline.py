@@ -246,9 +246,8 @@ class Run:
             return self.block(v) if factor is None else self.times(v, factor)
         if eqn.primitive is lax.select_n_p:
             return self._given(eqn.invars[1 + case], which, case, factor)
-        small = min(eqn.invars, key=self._size)
-        x, y = (self._given(x, which, case, factor if x is small else None) for x in eqn.invars)
-        return x * y
+        small, large = sorted(eqn.invars, key=self._size)
+        return self._given(small, which, case, factor) * self._given(large, which, case, None)
 
     def _tests(self, v: Any, which: Any) -> bool:
         """Whether a value is a selection by the predicate, or a product with one."""
@@ -282,22 +281,24 @@ class Run:
         """A value times a number, by way of what it is already multiplied with."""
         eqn = self.program.maker(v)
         if isinstance(v, Literal):
-            return v.val * factor
+            return in_range(v.val, factor)
         if eqn is not None and eqn.primitive is lax.select_n_p:
             return self._selected(eqn, factor)
         if eqn is not None and eqn.primitive is lax.sub_p:
             return self.times(eqn.invars[0], factor) - self.times(eqn.invars[1], factor)
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
-            x = self.at(None).times(eqn.invars[0], factor)
+            run, small = self.at(None), eqn.invars[0]
+            x = run.times(small, factor)
+            if small.aval.ndim > 0:
+                x = jnp.where(jnp.abs(run.block(small)) < jnp.inf, jnp.clip(x, *_RANGE), x)
             if self.window is None:
                 return eqn.primitive.bind(x, **eqn.params)
             if x.ndim == 0:
                 return self._repeated(x, v.aval.shape)
             return self._cut(eqn.primitive.bind(x, **eqn.params))
         if eqn is not None and eqn.primitive is lax.mul_p:
-            small = min(eqn.invars, key=self._size)
-            x, y = [self.times(x, factor) if x is small else self.block(x) for x in eqn.invars]
-            return x * y
+            small, large = sorted(eqn.invars, key=self._size)
+            return self.times(small, factor) * self.block(large)
         return self.block(v) * factor
 
     def _size(self, v: Any) -> int:
@@ -305,6 +306,16 @@ class Run:
         while (eqn := self.program.maker(v)) and eqn.primitive is lax.broadcast_in_dim_p:
             v = eqn.invars[0]
         return v.aval.size
+
+
+_RANGE = float(jnp.finfo(jnp.float32).min), float(jnp.finfo(jnp.float32).max)
+
+
+def in_range(x: Any, factor: float) -> Any:
+    """A number times a factor, finite if it is: the origin of a row that sees nothing is the least
+    of all numbers.
+    """
+    return x * factor if math.isinf(x) else min(max(float(x) * factor, _RANGE[0]), _RANGE[1])
 
 
 def _plain(eqn) -> dict:

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._carry import gauge
-from ..._traverse import CORNER, EMPTY, Layout
+from ..._traverse import CORNER, Layout
 from ._groups import spread_groups, weighted_groups
 from ._inline import LOG2E, Program, Run
 from ._product import product_of
@@ -87,6 +87,18 @@ class Form:
         return min(self.logits)
 
     @property
+    def hides(self) -> bool:
+        """Whether a row that sees nothing has a pair of blocks that no mask hides: all others are
+        full.
+        """
+        return self.some == self.full and not self.poisons and self.layout.table_axes is not None
+
+    @property
+    def poisons(self) -> bool:
+        """Whether values that are not finite are kept from the rows that do not see them."""
+        return len(self.values[self.some].outs) > 1
+
+    @property
     def weighted(self) -> bool:
         """By dropout."""
         return len(self.logits[self.full].outs) == 2
@@ -125,10 +137,6 @@ class Body:
         self.num[...], self.den[...] = jnp.zeros_like(self.num), jnp.zeros_like(self.den)
         self.top[...] = jnp.full_like(self.top, -jnp.inf)
 
-    def hide(self) -> None:
-        """A row that sees nothing has a pair too, and no mask if all others are full."""
-        self.s[...], self.most[...] = (jnp.full_like(x, -jnp.inf) for x in (self.s, self.most))
-
     def run(self, pair: Any, before: Any) -> None:
         """The form of a step that suits two packed pairs."""
         form, kind, last = self.form, kind_of(pair), kind_of(before)
@@ -155,15 +163,15 @@ class Body:
             )
 
         if some == full:
+            if form.poisons:
+                self.poison()
             plain()
-            if form.layout.table_axes is not None:
-                pl.when(kind == EMPTY)(self.hide)
             return
         # The most frequent step is behind one branch: each costs all steps 10 to 20 cycles.
         dirty, frequent = jnp.int32(0), kind == full
         if skip:
             frequent &= last != CORNER
-        if len(form.values[some].outs) > 1:
+        if form.poisons:
             dirty = lax.cond(last == full, lambda: jnp.int32(0), self.poison)
             frequent &= dirty == 0
         lax.cond(frequent, plain, lambda: lax.cond(dirty == 0, other, lambda: visit(some, some)))
@@ -174,8 +182,11 @@ class Body:
         """
         values, (keys, rows) = self.form.values, self.form.layout.block
         full, some = values[self.form.full], values[self.form.some]
-        raw = Run(full, self.fetch, self.lie_before).value(full.outs[0], True)
-        total = raw.astype(jnp.float32).sum(0)  # if it overflows, that costs only time
+        if len(full.outs) == 1:
+            total = Run(full, self.fetch, self.lie_before).value(full.outs[0], True)
+            total = total.astype(jnp.float32).sum(0)  # if it overflows, that costs only time
+        else:
+            total = Run(some, self.fetch, self.lie_before).value(some.outs[1])
         dirty = jnp.isnan(jnp.sum(total * 0))
 
         @pl.when(dirty)
@@ -207,7 +218,8 @@ class Body:
         for at, to in [(slice(0, keys), slice(0, rows))] if form.grouped else parts:
             new, weights, first = (), (), at.start == 0
             if (at, to) in skip:
-                s = jnp.full((at.stop - at.start, to.stop - to.start), -jnp.inf)
+                s = jnp.full((at.stop - at.start, to.stop - to.start), -jnp.inf, jnp.float32)
+                weights = [jnp.zeros_like(s)] * len(self.weights)
             else:
                 run = ahead.at((at, to))
                 s = run.times(logits.outs[0], LOG2E)
@@ -218,11 +230,11 @@ class Body:
                 q = q if form.narrow is None else q.astype(form.narrow)
                 new = self.terms(value, at, p, q)
             self.s[at, to] = s
+            for ref, w in zip(self.weights, weights):
+                ref[at, to] = w
             if (at, to) not in skip:
                 highest = s.max(0, keepdims=True)
                 self.most[:, to] = highest if first else jnp.maximum(self.most[:, to], highest)
-                for ref, w in zip(self.weights, weights):
-                    ref[at, to] = w
             for ref, term in new:
                 old = ref[:, to]
                 ref[:, to] = (old * scale[:, to] if first else old) + term
