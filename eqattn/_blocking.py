@@ -9,10 +9,12 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ._dot import VECTORS
 from ._manual import BATCH as BATCH, HEAD as HEAD, split_axis
 from ._problem import Problem
 from ._stored import even_block, Pages
@@ -234,7 +236,8 @@ def choose_blocking(
             together = min(max(512 // page, 1), -(-s // page)) if kernel else 1
             block_k = together * page
         elif in_place:  # a size that divides the keys needs no padded copy of them
-            block_k = even_block(s, 512 if kernel else 256) or block_k
+            vectors = jax.default_backend() == "cpu" and t * heads <= VECTORS * problem.sizes[3]
+            block_k = even_block(s, 512 if kernel else 128 if vectors else 256) or block_k
     return Blocking(
         batch=math.prod(problem.batch_shape),
         kv_heads=kv_heads,

@@ -32,6 +32,8 @@ def dot(a: Array, b: Array, contract: tuple[int, int], *, precision=None, operan
 
 
 _FEW = 32
+VECTORS = 4
+"""So many of them XLA:CPU multiplies by a matrix faster one by one than together."""
 
 
 def _dot_general(a, b, *, contract, lead, precision, operand_dtype):
@@ -47,6 +49,26 @@ def _dot_general(a, b, *, contract, lead, precision, operand_dtype):
     if operand_dtype is not None:
         a, b = a.astype(operand_dtype), b.astype(operand_dtype)
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
+
+
+def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
+    if operand_dtype is not None:  # it has no products of narrow numbers with every shape
+        info = jnp.finfo(operand_dtype)
+        a, b = (lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
+    sides = [x.shape[lead + 1 - c] for x, c in zip((a, b), contract)]
+    if lead == 0 or min(sides) > VECTORS:
+        kw = dict(lead=lead, precision=precision, operand_dtype=None)
+        return _dot_general(a, b, contract=contract, **kw)
+    i = sides.index(min(sides))
+    few, matrix = (a, b)[i], (a, b)[1 - i]
+    batch = tuple(range(lead))
+    dims = (((lead + contract[1 - i],), (lead,)), (batch, batch))
+    kw = dict(precision=precision, preferred_element_type=a.dtype)
+    ys = [
+        lax.dot_general(matrix, lax.index_in_dim(few, j, lead + 1 - contract[i], False), dims, **kw)
+        for j in range(sides[i])
+    ]
+    return jnp.stack(ys, lead + i)
 
 
 def _transpose_a(ct, a, b, *, contract, **kw):
@@ -137,6 +159,8 @@ def _define(primitive, f, transposes, lowering):
 _STATIC = ("contract", "lead", "precision", "operand_dtype")
 _lower_dot = mlir.lower_fun(_dot_general, multiple_results=False)
 _define(dot_p, _dot_general, (_transpose_a, _transpose_b), _lower_dot)
+_lower_on_cpu = mlir.lower_fun(_dot_on_cpu, multiple_results=False)
+mlir.register_lowering(dot_p, _lower_on_cpu, platform="cpu")
 _lower_grouped = mlir.lower_fun(_grouped, multiple_results=False)
 _both = tuple(ft.partial(_transpose_grouped, i) for i in (0, 1))
 _define(grouped_dot_p, _grouped, _both, _lower_grouped)

@@ -135,7 +135,7 @@ def live(s, ends):
     x = jnp.zeros((len(ends), s, 2, 8), jnp.float32)
     spec = problem(x[:, :1], x, x, e.AttentionMetadata(), mask=e.KeyPadding(jnp.asarray(ends)))
     blocking = choose_blocking(spec, None, None, in_place=True)
-    assert blocking.block_k == 256
+    assert blocking.block_k == 128
     return int((table_of(spec, blocking) != EMPTY).sum())
 
 
