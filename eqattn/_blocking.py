@@ -236,8 +236,10 @@ def choose_blocking(
             together = min(max(512 // page, 1), -(-s // page)) if kernel else 1
             block_k = together * page
         elif in_place:  # a size that divides the keys needs no padded copy of them
-            vectors = jax.default_backend() == "cpu" and t * heads <= VECTORS * problem.sizes[3]
-            block_k = even_block(s, 512 if kernel else 128 if vectors else 256) or block_k
+            few = t * heads <= VECTORS * problem.sizes[3]
+            vectors = few and not kernel and jax.default_backend() == "cpu"
+            most = 512 if kernel else 256
+            block_k = (vectors and even_block(s, 128)) or even_block(s, most) or block_k
     return Blocking(
         batch=math.prod(problem.batch_shape),
         kv_heads=kv_heads,
