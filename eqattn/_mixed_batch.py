@@ -8,10 +8,13 @@ from jaxtyping import Array, Float, Int
 
 from ._attention import attention
 from ._carry import Carry
+from ._mask_data import as_ids, as_int, int32
 from ._masks import Causal, KeyPadding
+from ._metadata import concrete
+from ._of_rows import mask_of_rows, scores_of_rows
 from ._output import AttentionOutput
-from ._packed import packed_segments
-from ._problem import as_mask
+from ._packed import check_boundaries, packed_segments
+from ._problem import as_mask, as_scores
 from ._stored import AbstractStored, apart, as_stored, even_block, joined, Pages, Quantized
 from .strategies.ragged import Ragged
 
@@ -43,35 +46,28 @@ def ragged_attention(
         Queries after the last row's are padding.
     - `key_`, `value`: `[b, s, k, d]` and `[b, s, k, v]`, such as those of a cache.
     - `cu_q_lens`: int `[b + 1]`, not decreasing, from 0 on.
-    - `lengths`, `starts`: the keys `starts <= position < lengths` of each row are visible.
+    - `lengths`, `starts`: int `[b]`, the keys `starts <= position < lengths` of each row are
+        visible. `lengths` counts the new queries' keys too.
     - `strategy`: a [`eqattn.Ragged`][].
-    - `mask`, `score`: in addition; functions of positions and heads, without arrays per row.
+    - `mask`, `score`: in addition. They get the index of the row as `b`, and may hold arrays per
+        row and head, but none per query or key.
     - `causal`: hides the keys after each query.
     - `block_q`: queries that are visited together. Each row fills its last block with padding.
 
     **Returns:** an [`eqattn.AttentionOutput`][]: `attention_outputs` `[n, h, v]`, and if asked for
     `logsumexp` `[n, h]` and `carry`. Padding has output 0, logsumexp `-inf` and zero gradients.
 
-    **Raises:** `ValueError` at trace time, naming the shapes and the remedy.
+    **Raises:** `ValueError` or `TypeError` at trace time, naming the shapes and the remedy; also
+    for `cu_q_lens` and `lengths` that do not fit, where they are known then.
     """
-    rows, mask = len(lengths), as_mask(mask)
-    if cu_q_lens.shape != (rows + 1,) or key_.shape[0] != rows:
-        raise ValueError(
-            f"cu_q_lens {cu_q_lens.shape}, lengths {lengths.shape} and key_ {key_.shape} do not "
-            "fit together; b rows have b + 1 boundaries."
-        )
-    scores = score if isinstance(score, list | tuple) else [] if score is None else [score]
-    for part in (*scores, *([] if mask is None else [mask])):
-        if any(o.axes != "h" for o in part.operands()):
-            raise ValueError(
-                f"{part} holds arrays per row, query or key, which are packed here; call attention "
-                "with the rows apart, or use a function of positions."
-            )
-    block_q = min(block_q, max(len(query), 1))
-    place = _places(cu_q_lens.astype(jnp.int32), len(query), block_q)
-    row, lengths = place.row, lengths.astype(jnp.int32)
-    count = (cu_q_lens[1:] - cu_q_lens[:-1]).astype(jnp.int32)
-    starts = jnp.zeros_like(lengths) if starts is None else starts.astype(jnp.int32)
+    mask, scores = as_mask(mask), as_scores(score)
+    cu_q_lens, lengths, starts = _checked(query, key_, value, cu_q_lens, lengths, starts)
+    _check_strategy(strategy)
+    block_q = as_int(block_q, "block_q", least=1, static=True).value
+    place = _places(cu_q_lens, len(query), min(block_q, max(len(query), 1)))
+    row, rows, heads = place.row, len(lengths), query.shape[1]
+    count = cu_q_lens[1:] - cu_q_lens[:-1]
+    mask = mask_of_rows(mask, row, rows, heads)
     length = jnp.where(place.live, lengths[row], 0)
     shown = KeyPadding(length, starts[row])
     for more in (Causal() if causal else None, mask):
@@ -84,7 +80,7 @@ def ragged_attention(
         _of_blocks(value, row, size),
         strategy,
         mask=shown,
-        score=score,
+        score=scores_of_rows(scores, row, rows, heads, query.dtype) or None,
         q_offset=lengths[row] - count[row] + place.first,
         return_logsumexp=return_logsumexp,
         return_carry=return_carry,
@@ -107,6 +103,52 @@ def ragged_attention(
         logsumexp=None if logsumexp is None else unpack(logsumexp, -jnp.inf),
         carry=carry,
     )
+
+
+def _checked(
+    query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any
+) -> tuple[Array, Array, Array]:
+    """`cu_q_lens`, `lengths` and `starts` as int32 arrays that fit the rest."""
+    cu = int32(as_ids(cu_q_lens, "cu_q_lens", 1))
+    lengths = int32(as_ids(lengths, "lengths", 1))
+    starts = np.zeros(lengths.shape, np.int32) if starts is None else starts
+    starts = int32(as_ids(starts, "starts", 1))
+    shapes = f"query {query.shape}, key_ {key_.shape}, value {value.shape}"
+    if query.ndim != 3 or key_.ndim != 4 or value.ndim != 4:
+        raise ValueError(
+            f"query must be [n, h, d], packed without a batch axis, key_ [b, s, k, d] and value "
+            f"[b, s, k, v], got {shapes}."
+        )
+    rows, s = key_.shape[:2]
+    if (value.shape[0], *cu.shape, *lengths.shape, *starts.shape) != (rows, rows + 1, rows, rows):
+        raise ValueError(
+            f"cu_q_lens {cu.shape}, lengths {lengths.shape}, starts {starts.shape}, key_ "
+            f"{key_.shape} and value {value.shape} do not fit together; b rows have b lengths and "
+            "starts, and b + 1 boundaries."
+        )
+    check_boundaries(cu, len(query), "cu_q_lens")
+    known, ends = concrete(cu), concrete(lengths)
+    counts = np.zeros(rows, np.int32) if known is None else np.diff(known)
+    if ends is not None and ((ends < counts) | (ends > s)).any():
+        raise ValueError(
+            f"lengths must be at least the rows' numbers of queries, {counts.tolist()}, and at most "
+            f"the {s} keys of key_ {key_.shape}: they count the new tokens too. Got "
+            f"{ends.tolist()}."
+        )
+    return jnp.asarray(cu), jnp.asarray(lengths), jnp.asarray(starts)
+
+
+def _check_strategy(strategy: Any) -> None:
+    if not getattr(strategy, "reads_stored", False):
+        raise TypeError(
+            f"ragged_attention reads the blocks of rows as pages, which needs Ragged(metadata), "
+            f"got {type(strategy).__name__}."
+        )
+    if strategy.metadata.dropout_prob:
+        raise ValueError(
+            f"dropout_prob={strategy.metadata.dropout_prob}: ragged_attention is for inference and "
+            "has no dropout; use metadata.replace(dropout_prob=0.0)."
+        )
 
 
 class _Places(NamedTuple):

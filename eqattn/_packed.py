@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from ._mask_data import as_ids
 from ._metadata import concrete
 
 
@@ -46,16 +47,8 @@ def packed_segments(cu_seqlens: Int[Array | np.ndarray, " m1"], tokens: int) -> 
     **Raises:** `ValueError` for another shape, and where `cu_seqlens` can be looked at, for
     boundaries that decrease, do not begin at 0 or end after the last token.
     """
-    if cu_seqlens.ndim != 1 or not len(cu_seqlens):
-        raise ValueError(
-            f"cu_seqlens must be [sequences + 1], got {cu_seqlens.shape}; use jax.vmap for batches."
-        )
-    known = concrete(cu_seqlens)
-    if known is not None and (known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > tokens):
-        raise ValueError(
-            f"cu_seqlens must not decrease, from 0 to at most tokens={tokens}, got "
-            f"{known.tolist()}; lengths become boundaries by cumsum, with a 0 in front."
-        )
+    cu_seqlens = as_ids(cu_seqlens, "cu_seqlens")
+    check_boundaries(cu_seqlens, tokens, "cu_seqlens")
     xp = jnp if isinstance(cu_seqlens, jax.Array) else np
     boundaries = cu_seqlens.astype(np.int32)
     token = np.arange(tokens, dtype=np.int32)
@@ -65,3 +58,17 @@ def packed_segments(cu_seqlens: Int[Array | np.ndarray, " m1"], tokens: int) -> 
     return PackedSegments(
         xp.where(inside, ids, np.int32(-1)), xp.where(inside, token - start, np.int32(0))
     )
+
+
+def check_boundaries(boundaries: Array | np.ndarray, tokens: int, name: str) -> None:
+    """Raises unless they are boundaries of so many packed tokens, as far as they are known."""
+    if boundaries.ndim != 1 or not len(boundaries):
+        raise ValueError(
+            f"{name} must be [sequences + 1], got {boundaries.shape}; use jax.vmap for batches."
+        )
+    known = concrete(boundaries)
+    if known is not None and (known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > tokens):
+        raise ValueError(
+            f"{name} must not decrease, from 0 to at most tokens={tokens}, got "
+            f"{known.tolist()}; lengths become boundaries by cumsum, with a 0 in front."
+        )

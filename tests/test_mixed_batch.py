@@ -4,21 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _reference import exact
 from conformance import oracle
 
 from eqattn import (
     ALiBi,
     attention,
     AttentionMetadata,
+    Blockwise,
     Causal,
     Dense,
     KeyPadding,
+    MaskFn,
     Ragged,
     ragged_attention,
+    ScoreFn,
+    scores,
     Segments,
     SlidingWindow,
 )
 from eqattn.cache import PagedKVCache, Quantized
+from eqattn.scores import Operand
 
 
 H, K, D, V, S = 4, 2, 8, 6, 40
@@ -148,11 +154,90 @@ def test_unused_keys_and_padding_may_hold_anything(x64):
         assert (x == y).all()
 
 
-def test_errors():
+def of_rows(transform=None, shown=None, **kwargs):
+    """Each row in float64 NumPy: its logits transformed, and what is shown of them."""
+    q, k, v = arrays()
+    outs = []
+    for row, (end, count) in enumerate(zip(LENGTHS.tolist(), COUNTS.tolist(), strict=True)):
+        at, s = end - count + np.arange(count)[:, None], np.arange(S)[None]
+        visible = (s <= at) & (s < end) & (True if shown is None else shown(row, at, s))
+        change = transform and (lambda z, row=row: transform(z / np.sqrt(D), row, at, s))  # noqa: B023
+        out, lse, _ = exact(q[CU[row] : CU[row] + count], k[row], v[row], change, visible)
+        outs.append((out, lse))
+    out, lse = (np.concatenate(x) for x in zip(*outs, strict=True))
+    got = [x[: int(CU[-1])] for x in run(q, k, v, **kwargs)]
+    close(got, (out, lse))
+
+
+SEEN, SCALES = np.array([9, 5, 3, 20, 30]), np.linspace(0.5, 1.5, 5)
+
+
+@pytest.mark.parametrize("block_q", [2, 16])
+def test_a_mask_is_told_of_rows(block_q, x64):
+    seen = jnp.asarray(SEEN, jnp.int32)
+    shown = lambda row, q, k: k < SEEN[row]
+    of_rows(shown=shown, mask=MaskFn(lambda b, h, q, k: k < seen[b]), block_q=block_q)
+    of_rows(shown=shown, mask=SlidingWindow(50, 0) & KeyPadding(seen), block_q=block_q)
+
+
+@pytest.mark.parametrize("block_q", [2, 16])
+def test_a_score_is_told_of_rows(block_q, x64):
+    scales = jnp.asarray(SCALES)
+    change = lambda z, row, q, k: z * SCALES[row]
+    of_rows(change, score=ScoreFn(lambda z, b, h, q, k: z * scales[b]), block_q=block_q)
+    held = ScoreFn(lambda z, b, h, q, k, x: z * x, [Operand(scales, "b")])
+    of_rows(change, score=[held], block_q=block_q)
+
+
+def test_scalars_are_not_arrays_of_rows(x64):
+    of_rows(lambda z, row, q, k: 5 * np.tanh(z / 5), score=scores.SoftCap(5.0))
+    bias = scores.Bias(jnp.asarray(2.0))
+    of_rows(lambda z, row, q, k: z + 2, score=bias, mask=Causal(jnp.array(0)))
+
+
+def test_lists_are_arrays(unchecked):
     q, k, v = arrays(np.float32)
-    cu, lengths, strategy = jnp.asarray(CU), jnp.asarray(LENGTHS), Ragged(AttentionMetadata())
-    with pytest.raises(ValueError, match="b \\+ 1 boundaries"):
-        ragged_attention(q, k, v, cu[1:], lengths, strategy)
-    with pytest.raises(ValueError, match="arrays per row"):
-        mask = Segments(jnp.zeros((5, 1), jnp.int32), jnp.zeros((5, S), jnp.int32))
-        ragged_attention(q, k, v, cu, lengths, strategy, mask=mask)
+    strategy, starts = Ragged(AttentionMetadata()), [3, 0, 0, 20, 30]
+    want = ragged_attention(
+        q, k, v, jnp.asarray(CU), jnp.asarray(LENGTHS), strategy, starts=jnp.asarray(starts)
+    )
+    got = ragged_attention(q, k, v, CU.tolist(), LENGTHS.tolist(), strategy, starts=starts)
+    assert (got.attention_outputs == want.attention_outputs).all()
+
+
+ERRORS = {
+    "boundaries": (dict(cu_q_lens=CU[1:]), ValueError, "b \\+ 1 boundaries"),
+    "boundaries that decrease": (dict(cu_q_lens=CU[::-1].copy()), ValueError, "cu_q_lens must not decrease"),
+    "more queries": (dict(cu_q_lens=CU + np.arange(6, dtype=np.int32)), ValueError, "at most tokens=21"),
+    "float boundaries": (dict(cu_q_lens=CU.astype(np.float32)), TypeError, "cu_q_lens must be integers"),
+    "no boundaries": (dict(cu_q_lens=None), TypeError, "cu_q_lens must be an array, got NoneType"),
+    "float lengths": (dict(lengths=LENGTHS + 0.9), TypeError, "lengths must be integers"),
+    "one length": (dict(lengths=3), ValueError, "lengths must have at least 1 axis"),
+    "long lengths": (dict(lengths=LENGTHS + 1), ValueError, "at most the 40 keys of key_"),
+    "short lengths": (dict(lengths=LENGTHS // 4), ValueError, "count the new tokens too"),
+    "starts": (dict(starts=np.array([3])), ValueError, "starts \\(1,\\)"),
+    "rows of value": (dict(value=jnp.zeros((10, S, K, V))), ValueError, "value \\(10, 40"),
+    "a batch of queries": (dict(query=jnp.zeros((1, N, H, D))), ValueError, "packed without a batch axis"),
+    "block_q": (dict(block_q=0), ValueError, "block_q must be at least 1"),
+    "negative block_q": (dict(block_q=-1), ValueError, "block_q must be at least 1"),
+    "strategy": (dict(strategy=Blockwise(AttentionMetadata())), TypeError, "Ragged\\(metadata\\), got Blockwise"),
+    "no strategy": (dict(strategy=None), TypeError, "Ragged\\(metadata\\), got NoneType"),
+    "dropout": (dict(strategy=Ragged(AttentionMetadata(dropout_prob=0.1))), ValueError, "replace\\(dropout_prob"),
+    "ids": (
+        dict(mask=Segments(jnp.zeros((5, 1), jnp.int32), jnp.zeros((5, S), jnp.int32))),
+        ValueError, "Segments holds an array|And holds an array",
+    ),
+    "a bias": (dict(score=scores.Bias(jnp.zeros((N, S)))), ValueError, "Bias holds an array \\(21, 40\\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name, unchecked):
+    changed, error, message = ERRORS[name]
+    q, k, v = arrays(np.float32)
+    good = dict(
+        query=q, key_=k, value=v, cu_q_lens=CU, lengths=LENGTHS,
+        strategy=Ragged(AttentionMetadata()),
+    )  # fmt: skip
+    with pytest.raises(error, match=message):
+        ragged_attention(**{**good, **changed})
