@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ._pairs import Operand
+from ._pairs import as_array as as_array, Operand
 
 
 _LARGEST = 2**30  # of a static position: sums of two stay within int32
@@ -30,19 +30,6 @@ def is_known(x: Any) -> bool:
 
 def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Fixed) else x
-
-
-def as_array(x: Any, name: str, least_ndim: int = 0) -> Any:
-    """An array as it is; lists and Python scalars as NumPy. NumPy has one of JAX's dtypes."""
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        if not isinstance(x, list | tuple | bool | int | float):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
-        x = np.asarray(x)
-    if isinstance(x, np.ndarray | np.generic):
-        x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
-    if x.ndim < least_ndim:
-        raise ValueError(f"{name} must have at least {least_ndim} axis, got shape {x.shape}.")
-    return x
 
 
 def as_ids(x: Any, name: str, least_ndim: int = 0) -> Any:

@@ -131,8 +131,8 @@ def _checked(
     counts = np.zeros(rows, np.int32) if known is None else np.diff(known)
     if ends is not None and ((ends < counts) | (ends > s)).any():
         raise ValueError(
-            f"lengths must be at least the rows' numbers of queries, {counts.tolist()}, and at most "
-            f"the {s} keys of key_ {key_.shape}: they count the new tokens too. Got "
+            f"lengths must be at least the rows' numbers of queries, {counts.tolist()}, and at "
+            f"most the {s} keys of key_ {key_.shape}: they count the new tokens too. Got "
             f"{ends.tolist()}."
         )
     return jnp.asarray(cu), jnp.asarray(lengths), jnp.asarray(starts)

@@ -16,6 +16,19 @@ import numpy as np
 from jaxtyping import Array
 
 
+def as_array(x: Any, name: str, least_ndim: int = 0) -> Any:
+    """An array as it is; lists and Python scalars as NumPy. NumPy has one of JAX's dtypes."""
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        if not isinstance(x, list | tuple | bool | int | float):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
+        x = np.asarray(x)
+    if isinstance(x, np.ndarray | np.generic):
+        x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+    if x.ndim < least_ndim:
+        raise ValueError(f"{name} must have at least {least_ndim} axis, got shape {x.shape}.")
+    return x
+
+
 class Operand(eqx.Module):
     """An array that a mask or score reads at each (query, key) pair.
 
@@ -24,10 +37,21 @@ class Operand(eqx.Module):
     - `array`: its axes are those named by `axes`, each of full size or 1.
     - `axes`: which of `"b"`, `"h"`, `"t"`, `"s"` (all batch axes, query head, query, key) it has,
         in that order. `"b"` stands for all leading batch axes.
+
+    **Raises:** `ValueError` for other axes or another order.
     """
 
-    array: Any
+    array: Any = eqx.field(converter=lambda x: as_array(x, "array"))
     axes: str = eqx.field(static=True)
+
+    def __check_init__(self) -> None:
+        if not isinstance(self.axes, str) or self.axes != "".join(
+            a for a in "bhts" if a in self.axes
+        ):
+            raise ValueError(
+                f"axes must be some of 'bhts' (batch, head, query, key), in this order, got "
+                f"{self.axes!r} for an array {self.array.shape}; transpose the array to it."
+            )
 
 
 def canonical(

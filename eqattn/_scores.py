@@ -192,6 +192,12 @@ class ScoreFn(AbstractScore):
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
         self._fn = fn if tree else Fixed(fn)
         self.arrays = tuple(arrays)
+        for x in self.arrays:
+            if not isinstance(x, Operand):
+                raise TypeError(
+                    f"arrays must be Operands such as Operand(array, 'bh'), which say what the "
+                    f"axes are, got {type(x).__name__}."
+                )
 
     @property
     def fn(self) -> Callable:

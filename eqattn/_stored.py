@@ -115,11 +115,12 @@ class Quantized(AbstractStored):
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], stored: Any, dtype: Any, shares: int = 1) -> "Quantized":
-        """Of values `[..., s, k, d]`, as `stored`. **Raises:** `ValueError` unless `shares` divides
-        the heads.
+        """Of values `[..., s, k, d]`, as `stored`. **Raises:** `ValueError` unless that is int8 or
+        a float8 dtype and `shares` divides the heads.
         """
         *lead, s, k, _ = shape
-        if k % shares:
+        _check_eight_bits(stored)
+        if shares < 1 or k % shares:
             raise ValueError(f"{k} heads cannot be shared by {shares} devices; give a divisor.")
         scales = jnp.zeros((*lead, shares, s * k // shares), jnp.float32)
         return cls(jnp.zeros(shape, stored), scales, dtype)
@@ -131,6 +132,7 @@ class Quantized(AbstractStored):
         """Rounds vectors `[..., d]` so that the largest entry of each is the largest number of
         `dtype`. **Arguments:** `shares`: of the heads, in which the scales lie.
         """
+        _check_eight_bits(dtype)
         wide = x.astype(jnp.float32)
         most = float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
         scales = jnp.abs(wide).max(-1) / most
@@ -164,6 +166,15 @@ class Quantized(AbstractStored):
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         values, scales = arrays
         return values.astype(scales.dtype) * apart(scales, values.shape[-2])[..., None]
+
+
+def _check_eight_bits(dtype: Any) -> None:
+    dtype = jnp.dtype(dtype)
+    if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # signed ones
+        raise ValueError(
+            f"Quantized numbers are stored as int8 or a float8 dtype, got {dtype.name}; "
+            "KVCache, and PagedKVCache without stored=, keep numbers as they are."
+        )
 
 
 def apart(scales: Array, heads: int) -> Array:

@@ -109,6 +109,16 @@ def test_scales_in_shares_of_the_heads(pages):
         Quantized(jnp.zeros((3, 5, 2, 8), jnp.int8), jnp.zeros((3, 5, 2)), jnp.float32)
 
 
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16, jnp.uint8, jnp.int4, jnp.int16])
+def test_what_cannot_hold_eight_bits(stored):
+    with pytest.raises(ValueError, match="int8 or a float8 dtype, got " + jnp.dtype(stored).name):
+        QuantizedKVCache.empty(B, CAPACITY, K, D, V, stored=stored)
+    with pytest.raises(ValueError, match="int8 or a float8 dtype"):
+        PagedKVCache.empty(B, CAPACITY, 20, 4, K, D, V, stored=stored)
+    with pytest.raises(ValueError, match="int8 or a float8 dtype"):
+        Quantized.quantize(jnp.ones((1, 2, 3, 4)), stored)
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_unused_places_may_hold_anything(name):
     q, k, v = tokens(6, jnp.float32)

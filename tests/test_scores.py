@@ -547,3 +547,15 @@ def test_scores_are_modules(score, unchecked):
     q, k, v = qkv(np.float32)
     with pytest.raises(TypeError, match="score modules.*ScoreFn"):
         attention(q, k, v, score=score)
+
+
+@pytest.mark.parametrize("axes", ["th", "hb", "q", "hh"])
+def test_axes_of_an_operand_are_in_order(axes):
+    with pytest.raises(ValueError, match=r"some of 'bhts'.*in this order.*transpose"):
+        Operand(jnp.zeros((3, 4)), axes)
+
+
+def test_operands_of_numbers_and_lists(unchecked):
+    assert Operand(2.0, "").array.shape == () and Operand([1.0, 2.0], "h").array.shape == (2,)
+    with pytest.raises(TypeError, match=r"arrays must be Operands such as Operand\(array, 'bh'\)"):
+        ScoreFn(lambda z, b, h, q, k, x: z, [jnp.zeros(4)])

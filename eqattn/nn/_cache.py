@@ -5,9 +5,13 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
+from .._mask_base import And, Or
 from .._masks import AbstractMask
+from .._pairs import Operand
+from .._ring_plan import live_blocks
 from ..cache import AbstractCache, LayerCache, PagedKVCache, RingBufferCache
 
 
@@ -68,20 +72,68 @@ def as_batch(cache: Cache, rows: int | None) -> tuple[Cache, Callable[[Cache], C
     )
 
 
-def check_fits(cache: AbstractCache, tokens: int, dtype: Any, window: Any) -> None:
-    """Raises unless new tokens of a dtype can be appended and read with the layer's window."""
+def check_fits(
+    cache: AbstractCache,
+    tokens: int,
+    dtype: Any,
+    window: Any,
+    mask: AbstractMask | None,
+    heads: int,
+) -> None:
+    """Raises unless new tokens of a dtype can be appended and read with the layer's window, or else
+    with the mask of a call, for a query of so many heads.
+    """
     if cache.key.dtype != dtype:
         raise TypeError(
             f"The cache is of {cache.key.dtype} and the layer's keys are {dtype}; make it with "
             f"dtype=jnp.{dtype}."
         )
-    if isinstance(cache, RingBufferCache) and window is not None and window[0] is not None:
-        capacity, least = cache.key.shape[1], window[0] + tokens
+    if not isinstance(cache, RingBufferCache):
+        return
+    capacity = cache.key.shape[1]
+    if window is not None and window[0] is not None:
+        least = window[0] + tokens
         if capacity < least:
             raise ValueError(
                 f"{tokens} new tokens and the {window[0]} before each that window={window} shows "
                 f"need a RingBufferCache of {least}, got {capacity}; append fewer at a time."
             )
+    elif tokens <= capacity and _shows_beyond(mask, capacity - tokens, len(cache.length), heads):
+        raise ValueError(
+            f"With {tokens} new tokens a RingBufferCache of {capacity} holds the "
+            f"{capacity - tokens} before each, and the mask may show older ones, which are "
+            f"overwritten: add a window such as SlidingWindow({capacity - tokens}, 0) to the mask "
+            "or the layer, take a larger capacity or fewer tokens at a time, or a KVCache."
+        )
+
+
+class _Away(AbstractMask):
+    """A mask in which `q` is how far the query is after the key."""
+
+    mask: AbstractMask
+
+    def operands(self) -> tuple[Operand, ...]:
+        return self.mask.operands()
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        return self.mask.visible(b, h, k + q, k, *ids)
+
+
+def _away(mask: AbstractMask) -> AbstractMask:
+    if isinstance(mask, And | Or):
+        return type(mask)(tuple(map(_away, mask.terms)))
+    return _Away(mask)
+
+
+def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: int) -> bool:
+    """Whether a mask may show any of some keys to queries more than so far after it."""
+    if mask is None:
+        return True
+    keys = np.unique([*range(8), *(2 ** np.arange(3, 21)), distance, distance + 1])
+    far = np.array([[distance + 1, 2**29]])
+    return bool(
+        live_blocks(_away(mask), far, keys.repeat(2).reshape(-1, 2), (rows,), heads, heads).any()
+    )
 
 
 def visible(mask: AbstractMask | None, cache: AbstractCache) -> AbstractMask:

@@ -356,7 +356,7 @@ class MultiheadAttention(eqx.Module):
         q, k, v = processed(process_heads, q, k, v)
         dtype, q_offset = v.dtype, None
         if cache is not None:
-            check_fits(cache, new, k.dtype, self.window)
+            check_fits(cache, new, k.dtype, self.window, mask, self.num_heads)
             q_offset = cache.length if q_positions is None else None
             cache = cache.append(k, v, counts)
             mask = visible(mask, cache)

@@ -10,7 +10,16 @@ import pytest
 from _draw import normal
 from test_multihead import reference, rms, turn
 
-from eqattn import AttentionMetadata, Blockwise, Causal, DenseMask, KeyPadding
+from eqattn import (
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    ChunkedCausal,
+    DenseMask,
+    KeyPadding,
+    MaskFn,
+    SlidingWindow,
+)
 from eqattn.cache import (
     KVCache,
     PagedKVCache,
@@ -183,8 +192,9 @@ def test_process_heads_strategy_and_empty_places():
     sinks = np.asarray(layer.softmax_aux, float)[:, None, None]
     want = reference(layer, x, x, x, process=lambda q, k, v: (q, k, 2 * v), sinks=sinks)
     layer = with_strategy(layer, Blockwise(AttentionMetadata(blocksize_k=4)))
-    run = jax.jit(lambda cache: layer(x, cache=cache, process_heads=process))
-    _, got = run(RingBufferCache.empty(1, CAPACITY, *HELD))
+    seen_all = SlidingWindow(T - 1, None)  # a ring buffer has to know
+    run = jax.jit(lambda cache: layer(x, mask=seen_all, cache=cache, process_heads=process))
+    _, got = run(RingBufferCache.empty(1, 2 * T, *HELD))
     np.testing.assert_allclose(got, want, rtol=0, atol=4e-6)
     assert seen == [((T, HEADS, DIM), (T, KV_HEADS, DIM), (T, KV_HEADS, DIM))]
     with pytest.raises(ValueError, match="does not read; use Ragged"):
@@ -198,6 +208,41 @@ def test_a_mapped_row_is_written_in_place():
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= cache.key.nbytes + cache.value.nbytes
     assert memory.temp_size_in_bytes < cache.key.nbytes / 4
+
+
+@pytest.mark.parametrize(
+    "mask, fits",
+    [
+        (SlidingWindow(4, 0), True),
+        (SlidingWindow(5, 0), False),
+        (Causal(), False),
+        ("causal", False),
+        (None, False),
+        (Causal() & SlidingWindow(4, None), True),
+        (Causal() & (SlidingWindow(1, 0) | SlidingWindow(5, 0)), False),
+        (SlidingWindow(4, 0, sinks=1), False),
+        (ChunkedCausal(5), True),
+        (ChunkedCausal(6), False),
+        (MaskFn(lambda b, h, q, k: (q - k < 5) & (k <= q)), True),
+        (MaskFn(lambda b, h, q, k: q - k < 4 + h), False),
+        (SlidingWindow(4, 0) & KeyPadding(jnp.array(3)), True),
+        (KeyPadding(jnp.array(3)), False),
+    ],
+    ids=range(14),
+)
+def test_a_ring_buffer_knows_what_a_mask_may_show(mask, fits):
+    """The four keys before each of four tokens are all that a ring of eight still has."""
+    layer, x = make(window=None, dtype=jnp.float32), normal(3, 12, SIZE)
+    run = jax.jit(lambda cache, x: layer(x, mask=mask, cache=cache))
+    cache, outs = RingBufferCache.empty(1, 8, *HELD), []
+    if not fits:
+        with pytest.raises(ValueError, match="SlidingWindow.4, 0."):
+            run(cache, x[:4])
+        return
+    for i in range(0, 12, 4):
+        cache, out = run(cache, x[i : i + 4])
+        outs.append(out)
+    np.testing.assert_allclose(np.concatenate(outs), layer(x, mask=mask), rtol=0, atol=1e-5)
 
 
 LAYER = make(dtype=jnp.float32)
