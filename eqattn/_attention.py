@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -10,6 +11,7 @@ from ._metadata import AttentionMetadata
 from ._output import AttentionOutput
 from ._stored import AbstractStored
 from .strategies import AttentionImpl, Blockwise
+from .strategies._base import check_strategy
 
 
 def attention(
@@ -70,19 +72,21 @@ def attention(
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"query must be floating point, got {dtype}; cast it first.")
         strategy = Blockwise(AttentionMetadata(runtime_dtype=dtype))
-    if not isinstance(strategy, AttentionImpl):
-        raise TypeError(
-            f"strategy must be an AttentionImpl such as Blockwise(metadata), got {strategy!r}; "
-            "AttentionRegistry.create(name, metadata) makes one from a name."
-        )
+    check_strategy(strategy)
+    flags = dict(
+        return_weights=return_weights,
+        return_logsumexp=return_logsumexp,
+        return_carry=return_carry,
+    )
+    for name, flag in flags.items():
+        if isinstance(flag, jax.Array):
+            raise TypeError(f"{name} is True or False: it is static; use static_argnames of jit.")
     extras = dict(
         score=score,
         q_offset=q_offset,
         q_positions=q_positions,
         kv_positions=kv_positions,
-        return_weights=return_weights or None,
-        return_logsumexp=return_logsumexp or None,
-        return_carry=return_carry or None,
+        **{name: flag or None for name, flag in flags.items()},
     )
     extras = {name: x for name, x in extras.items() if x is not None}
     accepted = inspect.signature(strategy.forward_native).parameters

@@ -122,17 +122,22 @@ class Carry(eqx.Module):
     def from_oml(
         cls,
         output: Float[Array, "*bth v"],
-        maximum: Float[Array, " *bth"],
-        denominator: Float[Array, " *bth"],
+        maximum: Float[Array, "..."],
+        denominator: Float[Array, "..."],
     ) -> "Carry":
         """From normalised attention `o`, the maximum `m` and the denominator `l` relative to it.
 
         **Arguments:**
 
         - `output`: `[*b, t, h, v]`.
-        - `maximum`, `denominator`: `[*b, t, h]`. Where the one is `-inf` or the other is 0, no key
+        - `maximum`, `denominator`: `[*b, t, h]`, or with a last axis of 1 as
+            [`eqattn.ragged_gqa`][] gives them. Where the one is `-inf` or the other is 0, no key
             was seen, and the output may hold anything.
         """
+        column = (*output.shape[:-1], 1)
+        maximum, denominator = (
+            x[..., 0] if x.shape == column else x for x in (maximum, denominator)
+        )
         _check_rows("maximum", maximum, output)
         _check_rows("denominator", denominator, output)
         dtype = accumulation(output.dtype, maximum.dtype, denominator.dtype)

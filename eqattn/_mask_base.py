@@ -5,7 +5,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -64,6 +64,12 @@ class AbstractMask(eqx.Module):
     def __invert__(self) -> "AbstractMask":
         return self.term if isinstance(self, Not) else Not(self)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "A mask is neither true nor false: combine masks by `&`, `|` and `~` instead of `and`, "
+            "`or` and `not`, and ask `mask is None`."
+        )
+
     def __repr__(self) -> str:
         from ._draw import describe  # with the rules of intervals: half of eqattn's import
 
@@ -101,7 +107,7 @@ class AbstractMask(eqx.Module):
             q.reshape(-1, 1, t, 1),
             k.reshape(-1, 1, 1, s),
         ]
-        args += [canonical(o, batch_shape, heads, t, s) for o in self.operands()]
+        args += [canonical(o, batch_shape, heads, t, s, name) for name, o in named_operands(self)]
         fn = self.visible
         for axis in (3, 2, 1, 0):
             in_axes = tuple(None if a.shape[axis] == 1 else 0 for a in args)
@@ -177,6 +183,16 @@ def block_table(
     )
 
 
+def named_operands(part: Any) -> list[tuple[str, Operand]]:
+    """The operands of a mask or score, in order, each with the name of the term that has it."""
+    if isinstance(part, And | Or):
+        return [x for term in part.terms for x in named_operands(term)]
+    if isinstance(part, Not):
+        return named_operands(part.term)
+    name = getattr(part, "operand_name", type(part).__name__)
+    return [(name, operand) for operand in part.operands()]
+
+
 def _positions(t, s, batch_shape, q, k) -> tuple:
     out = []
     for x, n, axes in ((q, t, "bt"), (k, s, "bs")):
@@ -202,6 +218,8 @@ class Dense(AbstractMask):
     """
 
     array: Any
+
+    operand_name: ClassVar[str] = "mask"
 
     def __init__(self, array: Any):
         self.array = as_array(array, "array")

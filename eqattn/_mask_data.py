@@ -71,6 +71,21 @@ def eagerly(fn: Callable, x: Any) -> Any:
         return fn(jnp, x)
 
 
+def scalar_result(fn: Callable, *args: Any) -> Any:
+    """What a user's function of one pair returns.
+
+    **Raises:** `TypeError` with the remedy if it branches on a traced value.
+    """
+    try:
+        return fn(*args)
+    except jax.errors.TracerBoolConversionError as e:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        raise TypeError(
+            f"{name} asks whether a traced scalar is true: write `&`, `|` and `~` for `and`, `or` "
+            "and `not`, and jnp.where(condition, x, y) for `if`."
+        ) from e
+
+
 def count_of(mask: Any) -> int:
     """How many operands a mask has; computes none of them."""
     return len(jax.eval_shape(lambda: [o.array for o in mask.operands()]))

@@ -23,7 +23,17 @@ from ._mask_base import (
     Or as Or,
     Sparsity as Sparsity,
 )
-from ._mask_data import as_array, as_ids, as_int, eagerly, Fixed, int_operand, is_known, value_of
+from ._mask_data import (
+    as_array,
+    as_ids,
+    as_int,
+    eagerly,
+    Fixed,
+    int_operand,
+    is_known,
+    scalar_result,
+    value_of,
+)
 from ._pairs import Operand
 
 
@@ -367,4 +377,4 @@ class MaskFn(AbstractMask):
         return rows + tuple(Operand(x, "bs") for x in self.col_operands)
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
-        return self.fn(b, h, q, k, *ids)
+        return scalar_result(self.fn, b, h, q, k, *ids)

@@ -211,15 +211,23 @@ class AttentionMetadata(eqx.Module):
 
     @classmethod
     def from_config(
-        cls, config: Any, softmax_scale: Any = None, dropout_prob: float | int = 0.0
+        cls, config: Any, softmax_scale: Any = NOT_GIVEN, dropout_prob: float | int = 0.0
     ) -> "AttentionMetadata":
         """From a model's configuration, read as `base_config` is.
 
         **Arguments:**
 
         - `config`: any object or mapping with some of the attributes of `base_config`.
-        - `softmax_scale`, `dropout_prob`: as for the constructor, not read from `config`.
+        - `softmax_scale`: if given, None too, it wins over that of `config`.
+        - `dropout_prob`: as for the constructor, not read from `config`.
+
+        **Raises:** `ValueError` if `config` has none of the attributes that are read.
         """
+        if config is None:
+            raise ValueError(
+                "config must be an object or mapping to read, got None; AttentionMetadata() has "
+                "the defaults."
+            )
         return cls(base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob)
 
     def replace(self, **kwargs: Any) -> "AttentionMetadata":

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ._carry import accumulation
+from ._mask_base import named_operands
 from ._masks import AbstractMask
 from ._pairs import canonical, Operand
 from ._scores import AbstractScore, ScoreFn
@@ -62,9 +63,8 @@ def _held(
     """The operands of `part` for blocks, that of the rows in front; None where neither they nor
     `fn(*lead, b, ...)` depend on the row.
     """
-    name, operands, depends = type(part).__name__, part.operands(), False
-    moved = [Operand(row, "b")]
-    for operand in operands:
+    operands, moved, depends = named_operands(part), [Operand(row, "b")], False
+    for name, operand in operands:
         try:
             x = canonical(operand, (rows,), heads, 1, 1, name)
         except ValueError as e:
@@ -77,7 +77,7 @@ def _held(
         depends |= x.shape[0] > 1
         moved.append(Operand(jnp.asarray(x)[row], "bhts") if x.shape[0] > 1 else operand)
     scalar = lambda dtype: jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(dtype))
-    scalars = [scalar(d) for d in (*[np.int32] * 4, *[o.array.dtype for o in operands])]
+    scalars = [scalar(d) for d in (*[np.int32] * 4, *[o.array.dtype for _, o in operands])]
     jaxpr = jax.make_jaxpr(fn)(*lead, *scalars).jaxpr
     b = jaxpr.invars[len(lead)]
     depends |= any(x is b for eqn in jaxpr.eqns for x in eqn.invars)

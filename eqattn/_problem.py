@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from ._carry import accumulation
 from ._dropout import seed_of
+from ._mask_base import named_operands
 from ._mask_data import as_int, Fixed
 from ._masks import AbstractMask, Dense
 from ._pairs import canonical, Operand
@@ -139,14 +140,23 @@ def as_mask(mask) -> AbstractMask | None:
     """A mask module from a module, a boolean array or None."""
     if mask is None or isinstance(mask, AbstractMask):
         return mask
-    if isinstance(mask, (jax.Array, np.ndarray)):
+    if isinstance(mask, jax.Array | np.ndarray | list):
+        mask = np.asarray(mask) if isinstance(mask, list) else mask
         if mask.dtype != bool:
             raise TypeError(
                 f"A mask array must be boolean (True = visible), got {mask.dtype}; pass additive "
                 "masks as `bias`."
             )
         return Dense(mask)
-    raise TypeError(f"mask must be a mask module, a boolean array or None, got {type(mask)}.")
+    remedy = "masks such as eqattn.Causal() combine by `&`, `|` and `~`"
+    if isinstance(mask, type):
+        remedy = f"make one, {mask.__name__}(...)"
+    elif callable(mask):
+        remedy = "wrap a function of one pair as eqattn.MaskFn(fn)"
+    got = (
+        f"str {mask!r}" if isinstance(mask, str) else getattr(mask, "__name__", type(mask).__name__)
+    )
+    raise TypeError(f"mask must be a mask module, a boolean array or None, got {got}; {remedy}.")
 
 
 def as_scores(score) -> tuple[AbstractScore, ...]:
@@ -218,6 +228,12 @@ def problem(
 ) -> Problem:
     """Checks the arguments of `attention` and brings them to canonical form."""
     query = jnp.asarray(query)
+    for name, x in (("key_", key), ("value", value)):
+        if isinstance(x, eqx.Module) and not isinstance(x, AbstractStored):
+            raise TypeError(
+                f"{name} must be an array, got {type(x).__name__}; of a cache pass cache.key and "
+                "cache.value, with cache.mask(), q_offset= and kv_positions=cache.positions."
+            )
     key, value = (x if isinstance(x, AbstractStored) else jnp.asarray(x) for x in (key, value))
     check_shapes(query, key, value)
     *batch_shape, t, heads, _ = query.shape
@@ -263,8 +279,7 @@ def problem(
         partition=partition,
     )
     for part in (*scores, *([] if mask is None else [mask])):
-        for operand in part.operands():
-            name = {Bias: "bias", Dense: "mask"}.get(type(part), type(part).__name__)
+        for name, operand in named_operands(part):
             out.canonical(operand, name)
     return out
 

@@ -6,7 +6,7 @@ A score transforms one scalar logit, given the indices of its pair. Order is fix
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ._mask_data import Fixed, value_of
+from ._mask_data import as_array, Fixed, scalar_result, value_of
 from ._metadata import concrete
 from ._pairs import Operand
 
@@ -74,7 +74,9 @@ class SoftCap(AbstractScore):
 class Bias(AbstractScore):
     """Adds an array broadcastable to `[*b, h, t, s]`."""
 
-    bias: Float[Array, "..."]
+    bias: Float[Array, "..."] = eqx.field(converter=lambda x: as_array(x, "bias"))
+
+    operand_name: ClassVar[str] = "bias"
 
     def operands(self) -> tuple[Operand, ...]:
         axes = "bhts"[4 - min(self.bias.ndim, 4) :]
@@ -94,7 +96,7 @@ class ALiBi(AbstractScore):
     - `slopes`: `[h]`, one per query head; `ALiBi.geometric(heads)` gives the paper's.
     """
 
-    slopes: Float[Array, " h"]
+    slopes: Float[Array, " h"] = eqx.field(converter=lambda x: as_array(x, "slopes", 1))
 
     @classmethod
     def geometric(cls, heads: int) -> "ALiBi":
@@ -125,7 +127,7 @@ class T5Bias(AbstractScore):
     - `max_distance`: distances from here on share the last bucket.
     """
 
-    table: Float[Array, "buckets h"]
+    table: Float[Array, "buckets h"] = eqx.field(converter=lambda x: as_array(x, "table"))
     bidirectional: bool = eqx.field(static=True, default=True)
     max_distance: int = eqx.field(static=True, default=128)
 
@@ -147,6 +149,10 @@ class T5Bias(AbstractScore):
 
     def operands(self) -> tuple[Operand, ...]:
         return (Operand(np.arange(self.table.shape[1], dtype=np.int32), "h"),)
+
+    @property
+    def operand_name(self) -> str:
+        return f"T5Bias with a table of shape {self.table.shape}: its heads,"
 
     def bucket(self, q: Int[Array, "..."], k: Int[Array, "..."]) -> Int[Array, "..."]:
         """The bucket of a pair of positions."""
@@ -209,7 +215,7 @@ class ScoreFn(AbstractScore):
     def transform(
         self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, *operands: Any
     ) -> Float[Array, ""]:
-        new = jnp.asarray(self.fn(logit, b, h, q, k, *operands))
+        new = jnp.asarray(scalar_result(self.fn, logit, b, h, q, k, *operands))
         if new.shape != () or not jnp.issubdtype(new.dtype, jnp.floating):
             raise TypeError(
                 f"A score must return one float per pair, got {new.dtype} of shape {new.shape}."

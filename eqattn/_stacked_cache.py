@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._cache_base import AbstractCache, existing, places, within, write
+from ._mask_data import as_ids, int32
+from ._metadata import concrete
 from ._stored import even_block, Pages
 
 
@@ -59,8 +61,16 @@ class StackedKVCache(eqx.Module):
         return cls(key, value, jnp.zeros((layers, batch), jnp.int32))
 
     def layer(self, index: Any) -> "LayerCache":
-        """The cache of a layer, whose index may be traced."""
-        return LayerCache(self, jnp.asarray(index, jnp.int32))
+        """The cache of a layer, whose index may be traced.
+
+        **Raises:** `ValueError` for an index that is known not to be one of the layers'.
+        """
+        index, layers = as_ids(index, "index"), self.length.shape[0]
+        known = concrete(index)
+        if index.shape != () or (known is not None and not 0 <= known < layers):
+            got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
+            raise ValueError(f"index must be one of the {layers} layers, from 0 on, got {got}.")
+        return LayerCache(self, jnp.asarray(int32(index)))
 
 
 class LayerCache(AbstractCache):

@@ -129,8 +129,8 @@ def code_for(ctx, layout: Layout, tag: Tag | None, visits: Sequence) -> dict[str
         reason = no_kernel(ctx, layout, visits)
         if reason and kernel == "pallas":
             raise ValueError(
-                f"platform='pallas': there is no kernel for this call ({reason}), or use "
-                "platform='auto' or 'xla'."
+                f"platform='pallas': there is no kernel for this call ({reason}); "
+                "platform='auto' or 'xla' runs it as XLA code."
             )
         chosen = not reason
     if not chosen:

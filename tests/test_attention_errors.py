@@ -21,6 +21,7 @@ from eqattn import (
     Segments,
     SlidingWindow,
 )
+from eqattn.cache import KVCache
 
 
 B, T, S, H, K, D, V = 2, 3, 6, 4, 2, 5, 7
@@ -77,8 +78,26 @@ TABLE = {
     "mask rank": (lambda: call(mask=array(1, *FULL, dtype=booleans)), ValueError, [(1, *FULL), FULL]),
     "mask of floats": (lambda: call(mask=array(T, S)), TypeError, ["float32", "boolean", "`bias`"]),
     "mask of integers": (lambda: call(mask=array(T, S, dtype=integers)), TypeError, ["int32", "boolean"]),
-    "mask by name": (lambda: call(mask="causal"), TypeError, ["mask module", "str"]),
-    "mask class": (lambda: call(mask=Causal), TypeError, ["mask module"]),
+    "mask by name": (lambda: call(mask="causal"), TypeError, ["mask module", "str", "eqattn.Causal()"]),
+    "mask class": (lambda: call(mask=Causal), TypeError, ["mask module", "Causal(...)"]),
+    "mask as a function": (lambda: call(mask=lambda b, h, q, k: k <= q), TypeError, ["MaskFn(fn)"]),
+    "masks by and": (lambda: call(mask=Causal() and SlidingWindow(3, 0)), TypeError, ["`&`", "`and`"]),
+    "masks by not": (lambda: call(mask=not Causal()), TypeError, ["`~`", "`not`"]),
+    "term": (
+        lambda: call(mask=Causal() & ~Segments(jnp.zeros((B, 9), integers))), ValueError, ["Segments", (B, 9), FULL]
+    ),
+    "mask function by and": (
+        lambda: call(mask=MaskFn(lambda b, h, q, k: q > k and q - k < 4)), TypeError, ["`&`", "jnp.where"]
+    ),
+    "score function by if": (
+        lambda: call(score=scores.ScoreFn(lambda z, b, h, q, k: z if q > k else 2 * z)), TypeError, ["jnp.where"]
+    ),
+    "table of other heads": (
+        lambda: call(score=scores.T5Bias([[0.0] * 8] * 32)), ValueError, ["T5Bias with a table of shape (32, 8)", FULL]
+    ),
+    "cache": (lambda: attention(ones()[0], *[KVCache.empty(B, S, K, D, V)] * 2), TypeError, ["key_", "cache.key"]),
+    "mask for a strategy": (lambda: call(strategy=Causal()), TypeError, ["mask="]),
+    "array for a strategy": (lambda: call(strategy=jnp.ones((T, S), bool)), TypeError, ["mask="]),
     "segments": (
         lambda: call(mask=Segments(jnp.zeros((B, T + 1), integers), jnp.zeros((B, S), integers))),
         ValueError, ["Segments", (B, T + 1), FULL],
@@ -186,6 +205,17 @@ def test_bad_input(name, how):
     for text in contents:
         assert str(text) in message, message
     assert "XlaRuntimeError" not in message and len(message) > 20
+
+
+def test_flags_are_static():
+    with pytest.raises(TypeError, match="return_logsumexp is True or False.*static"):
+        jax.jit(attention)(*ones(), return_logsumexp=True)
+
+
+def test_a_list_of_booleans_is_a_mask():
+    visible = np.tril(np.ones((T, S), bool))
+    got, want = (call(mask=m).attention_outputs for m in (visible.tolist(), visible))
+    assert (got == want).all()
 
 
 def test_traced_numbers_are_never_looked_into():

@@ -42,6 +42,10 @@ def test_from_config_reads_the_table(config):
     )  # fmt: skip
     assert same(m, AttentionMetadata(base_config=config, softmax_scale=0.25, dropout_prob=0.1))
     assert AttentionMetadata.from_config(config, None).dropout_prob == 0.0
+    assert AttentionMetadata.from_config({"softmax_scale": 0.5}).softmax_scale == 0.5
+    assert AttentionMetadata.from_config({"softmax_scale": 0.5}, None).softmax_scale is None
+    with pytest.raises(ValueError, match="got None"):
+        AttentionMetadata.from_config(None)
 
 
 def test_what_is_given_wins_over_the_base_config():

@@ -81,6 +81,9 @@ def test_layers_in_one_cache(x64):
     assert (turned.key[:2] == stacked.key[:2]).all()
     with pytest.raises(ValueError, match="as many as the layers have"):
         stacked.layer(0).reorder(jnp.array([0, 1]))
+    for index, error in ((7, ValueError), (-1, ValueError), ([0], ValueError), (1.7, TypeError)):
+        with pytest.raises(error, match="index must be"):
+            stacked.layer(index)
     with pytest.raises(ValueError, match="multiple of 64"):
         StackedKVCache.empty(3, B, 61, K, D)
 

@@ -225,7 +225,7 @@ ERRORS = {
     "dropout": (dict(strategy=Ragged(AttentionMetadata(dropout_prob=0.1))), ValueError, "replace\\(dropout_prob"),
     "ids": (
         dict(mask=Segments(jnp.zeros((5, 1), jnp.int32), jnp.zeros((5, S), jnp.int32))),
-        ValueError, "Segments holds an array|And holds an array",
+        ValueError, "Segments holds an array",
     ),
     "a bias": (dict(score=scores.Bias(jnp.zeros((N, S)))), ValueError, "Bias holds an array \\(21, 40\\)"),
 }  # fmt: skip

@@ -124,11 +124,14 @@ def test_parts_of_a_row_merge(x64):
     whole = e.ragged_gqa(q, key, v, ends)
 
     def part(*bounds):
-        o, m, l = e.ragged_gqa(q, key, v, *bounds)
-        return e.Carry.from_oml(o, m[..., 0], l[..., 0])
+        return e.Carry.from_oml(*e.ragged_gqa(q, key, v, *bounds))
 
     merged = part(middle).merge(part(ends, middle)).output()
     np.testing.assert_allclose(merged, whole[0], rtol=0, atol=1e-14)
+    one = e.ragged_mqa(q[:, 0], key[:, :, 0], v[:, :, 0], ends)
+    o, m, l = e.Carry.from_oml(*one).to_oml()
+    assert (m == one[1][..., 0]).all() and (l == one[2][..., 0]).all()
+    np.testing.assert_allclose(o, one[0], rtol=0, atol=1e-14)
 
 
 def live(s, ends):

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from .._masks import AbstractMask, Causal, Dense, SlidingWindow
 from .._metadata import AttentionMetadata
-from ..strategies import AttentionImpl, Blockwise, Ragged
+from ..strategies import _base as base, AttentionImpl, Blockwise, Ragged
 
 
 # What a strategy's metadata leaves to the layer, and the layer's argument for it.
@@ -31,11 +31,7 @@ def check_strategy(strategy: Any) -> None:
     """Raises unless a strategy, or None, leaves to the layer what is the layer's."""
     if strategy is None:
         return
-    if not isinstance(strategy, AttentionImpl):
-        raise TypeError(
-            f"strategy must be an AttentionImpl such as Blockwise(metadata), got {strategy!r}; "
-            "AttentionRegistry.create(name, metadata) makes one from a name."
-        )
+    base.check_strategy(strategy)
     for name, argument in _OF_THE_LAYER.items():
         value = getattr(strategy.metadata, name)
         if value is not None and not (name == "dropout_prob" and value == 0):

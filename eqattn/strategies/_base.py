@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from .._masks import AbstractMask
 from .._metadata import AttentionMetadata, Backend, Platform, RuntimeMode
 from .._output import AttentionOutput
 from .._partition import fitted, trimmed
@@ -340,6 +342,21 @@ class AttentionImpl(eqx.Module):
 for _method in ("forward_tpu", "forward_gpu", "forward_cpu", "forward_cuda", "forward_rocm"):
     _signature = inspect.signature(AttentionImpl.__dict__["forward_native"])
     AttentionImpl.__dict__[_method].__signature__ = _signature
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises, with the remedy, unless it is a strategy."""
+    if isinstance(strategy, AttentionImpl):
+        return
+    if isinstance(strategy, AbstractMask | jax.Array | np.ndarray | list):
+        raise TypeError(
+            f"strategy must be an AttentionImpl such as Blockwise(metadata), got "
+            f"{type(strategy).__name__}; pass masks by name, mask=, and biases bias=."
+        )
+    raise TypeError(
+        f"strategy must be an AttentionImpl such as Blockwise(metadata), got {strategy!r}; "
+        "AttentionRegistry.create(name, metadata) makes one from a name."
+    )
 
 
 def choose_bias(mask: Any, bias: Any, init_bias: Callable[[], Array] | None) -> Any:
