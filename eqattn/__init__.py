@@ -70,12 +70,12 @@ from .strategies import (
 
 
 if _typing.TYPE_CHECKING:
-    from . import nn as nn
+    from . import cache as cache, nn as nn
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name == "nn":  # when it is first used, so that layers cost those nothing who need none
-        return _importlib.import_module(".nn", __name__)
+    if name in ("cache", "nn"):  # when first used, so that they cost those nothing who need none
+        return _importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

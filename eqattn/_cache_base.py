@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ._mask_data import as_ids
 from ._masks import AbstractMask, KeyPadding
 
 
@@ -71,7 +72,7 @@ class AbstractCache(eqx.Module):
         return KeyPadding(self.length)
 
 
-def check_new(cache: AbstractCache, key: Array, value: Array, counts: Array | None) -> Array:
+def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Array:
     """How many tokens each row takes, int32 `[b]`.
 
     **Raises:** `ValueError` with both shapes if keys, values or counts do not fit the cache.
@@ -86,21 +87,25 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Array | No
         )
     if counts is None:
         return jnp.full(b, key.shape[1], jnp.int32)
-    if counts.shape != (b,) or not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise ValueError(f"counts must be integers [{b}], got {counts.dtype} {counts.shape}.")
-    counts = counts.astype(jnp.int32)
+    counts = as_ids(counts, "counts")
+    if counts.shape not in ((), (b,)):
+        raise ValueError(
+            f"counts must be an int or integers [{b}], got {counts.dtype} {counts.shape}."
+        )
+    counts = jnp.broadcast_to(jnp.asarray(counts).astype(jnp.int32), (b,))
     wrong = (counts < 0) | (counts > key.shape[1])
     message = f"counts must be between 0 and the number of new tokens, {key.shape[1]}"
     return eqx.error_if(counts, wrong, message)
 
 
-def within(lengths: Array, now: Array) -> Array:
+def within(lengths: Any, now: Array) -> Array:
     """`lengths` as int32 `[b]`, checked for `truncate`."""
-    if lengths.shape != now.shape or not jnp.issubdtype(lengths.dtype, jnp.integer):
+    lengths = as_ids(lengths, "lengths")
+    if lengths.shape != now.shape:
         raise ValueError(
             f"lengths must be integers {now.shape}, got {lengths.dtype} {lengths.shape}."
         )
-    lengths = lengths.astype(jnp.int32)
+    lengths = jnp.asarray(lengths).astype(jnp.int32)
     wrong = (lengths < 0) | (lengths > now)
     return eqx.error_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
 
@@ -109,7 +114,9 @@ def existing(cache: AbstractCache, rows: Array) -> Array:
     """Indices of rows as int32, checked: for one that is not there JAX would take the nearest."""
     rows, n = jnp.asarray(rows), cache.key.shape[0]
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
-        raise ValueError(f"rows must be integers [n], got {rows.dtype} {rows.shape}.")
+        raise ValueError(
+            f"rows must be integers [n], such as [1] for the second, got {rows.dtype} {rows.shape}."
+        )
     rows = rows.astype(jnp.int32)
     return eqx.error_if(rows, (rows < 0) | (rows >= n), f"rows must be between 0 and {n - 1}")
 

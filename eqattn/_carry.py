@@ -60,6 +60,16 @@ class Carry(eqx.Module):
     denominator: Float[Array, " *bth"]
     max_so_far: Float[Array, " *bth"]
 
+    def __check_init__(self) -> None:
+        numerator, *rows = (
+            getattr(x, "shape", None) for x in (self.numerator, self.denominator, self.max_so_far)
+        )
+        if None not in (numerator, *rows) and rows != [numerator[:-1]] * 2:
+            raise ValueError(
+                f"A numerator {numerator} [*b, t, h, v] needs a denominator and a maximum "
+                f"[*b, t, h], got {rows[0]} and {rows[1]}."
+            )
+
     @classmethod
     def empty(cls, shape: tuple[int, ...], value_dim: int, dtype: Any = jnp.float32) -> "Carry":
         """Attention over no keys: the identity of `merge`.
@@ -153,6 +163,11 @@ class Carry(eqx.Module):
 
     def merge(self, other: "Carry") -> "Carry":
         """Attention over the keys of both, for the same rows."""
+        if not isinstance(other, Carry):
+            raise TypeError(
+                f"A Carry merges with a Carry, got {type(other).__name__}; "
+                "attention(..., return_carry=True).carry is one."
+            )
         if self.numerator.shape != other.numerator.shape:
             raise ValueError(
                 f"Carries of {self.numerator.shape} and {other.numerator.shape} (numerators "
@@ -178,8 +193,16 @@ class Carry(eqx.Module):
         **Arguments:**
 
         - `sinks`: `[..., n]`, broadcastable to `[*b, t, h, n]`.
+
+        **Raises:** `ValueError` if they do not broadcast, and for as many sinks `[h]` as heads,
+        which could be one of each: write `[h, 1]`, or `[1, h]` for sinks of all heads.
         """
         shape = self.denominator.shape
+        if sinks.ndim == 1 and shape and sinks.shape[0] == shape[-1] > 1:
+            raise ValueError(
+                f"sinks of shape {sinks.shape} may be one for each head or shared by all; reshape "
+                f"them to {(shape[-1], 1)} or {(1, shape[-1])}."
+            )
         rows = sinks.shape[:-1]
         fits = 1 <= sinks.ndim <= len(shape) + 1
         if not fits or any(n not in (1, m) for n, m in zip(rows[::-1], shape[::-1])):

@@ -176,9 +176,10 @@ class Spec:
     """A call of attention, described by flags."""
 
     def __init__(self, args: argparse.Namespace):
-        for name in ("batch", "queries", "heads", "dim"):
-            if getattr(args, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
+        for name in ("batch", "queries", "heads", "dim", "value_dim", "devices", "group"):
+            size = getattr(args, name)
+            if size is not None and size < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}.")
         self.args = args
         self.name = args.strategy
         AttentionRegistry.get(self.name)

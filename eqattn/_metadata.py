@@ -31,7 +31,10 @@ def _dtype(value: Any) -> np.dtype | None:
     if value is None:
         return None
     text = str(value)
-    dtype = jnp.dtype(text.removeprefix("torch.") if text.startswith("torch.") else value)
+    try:
+        dtype = jnp.dtype(text.removeprefix("torch.") if text.startswith("torch.") else value)
+    except TypeError as e:
+        raise TypeError(f"A runtime dtype is a dtype such as 'bfloat16', got {value!r}.") from e
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
         raise ValueError(f"A runtime dtype must be a floating dtype of JAX, got {dtype.name}.")
     return jnp.dtype(dtype.name)  # in native byte order
@@ -55,8 +58,8 @@ def _leaf(value: Any) -> Any:
 def _size(value: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool | np.bool_):
-        raise TypeError(f"A block size is an integer or None, got {value!r}.")
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        raise TypeError(f"blocksize_q, _k and _b are integers or None, got {value!r}.")
     return operator.index(value)
 
 

@@ -16,6 +16,7 @@ from ._cache_base import (
     within,
     write_flat,
 )
+from ._mask_data import as_ids
 from ._metadata import concrete
 from ._stored import apart, as_stored, Pages, Quantized
 
@@ -77,6 +78,8 @@ class PagedKVCache(AbstractCache):
         - `head_shares`: how many devices share the heads, where pages are quantized.
         """
         value_dim = head_dim if value_dim is None else value_dim
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
 
         def pool(dim):
             shape = (pages, page_size, kv_heads, dim)
@@ -158,7 +161,13 @@ class PagedKVCache(AbstractCache):
         if traced or concrete(self.table) is None or concrete(self.length) is None:
             raise ValueError("reserve runs between steps, outside of jax.jit.")
         table, length = np.array(self.table), np.asarray(self.length)
-        wanted = -(-(length + np.asarray(counts, np.int32)) // self.page_size)
+        counts = np.asarray(as_ids(counts, "counts"))
+        if counts.shape not in ((), length.shape) or (counts < 0).any():
+            raise ValueError(
+                f"counts must be an int or integers {length.shape}, at least 0, got "
+                f"{counts.tolist()}."
+            )
+        wanted = -(-(length + counts) // self.page_size)
         if (wanted > table.shape[1]).any():
             raise ValueError(
                 f"A row would have {int((length + counts).max())} tokens; this cache was made for "

@@ -55,7 +55,8 @@ def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:
             known = [p.value for p in Platform]
             raise ValueError(
                 f"platform {platform!r} is not one of {known}, 'jax' (XLA), 'tpu' or 'gpu' "
-                "(Pallas on that backend)."
+                "(Pallas on that backend)"
+                + (f"; backend={name!r} names the device." if name in list(Backend) else ".")
             )
         return Platform(name), backend
     if backend is Backend.ANY:

@@ -10,8 +10,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ._blockwise_attn import outputs_of
+from ._mask_data import as_array
 from ._masks import BlockCausal, Causal, ChunkedCausal, MaskFn, Segments, SlidingWindow
 from ._metadata import AttentionMetadata
+from ._problem import as_mask
 from .strategies import Blockwise, Ring
 
 
@@ -106,6 +108,13 @@ def ring_attention(
 
     **Raises:** `ValueError` or `TypeError` with the shapes and the remedy.
     """
+    for name, params in (("fwd_params", fwd_params), ("bwd_params", bwd_params)):
+        if params is not None and not isinstance(params, FwdParams):
+            raise TypeError(
+                f"{name} must be FwdParams or BwdParams, got {params!r}; query_chunk_size= and "
+                "key_chunk_size= are plain sizes."
+            )
+    softmax_aux = None if softmax_aux is None else as_array(softmax_aux, "softmax_aux", 1)
     if attention_sink_size and sliding_window is None:
         raise ValueError(
             f"attention_sink_size={attention_sink_size} exempts keys from sliding_window, which is "
@@ -142,7 +151,10 @@ def ring_attention(
     if chunk_size is not None:
         masks.append(ChunkedCausal(chunk_size))
     if sliding_window is not None:
-        left, right = sliding_window if isinstance(sliding_window, tuple) else (sliding_window,) * 2
+        sizes = sliding_window if isinstance(sliding_window, tuple) else (sliding_window,) * 2
+        if len(sizes) != 2:
+            raise ValueError(f"sliding_window must be an int or (left, right), got {sizes}.")
+        left, right = sizes
         masks.append(SlidingWindow(left, right, attention_sink_size))
     if q_segment_ids is not None or kv_segment_ids is not None:
         ids = [q_segment_ids, kv_segment_ids]
@@ -182,7 +194,12 @@ def _of_heads(builder: Callable, queries: int, keys: int, heads: int, kv_heads: 
     """One mask from those of the heads; heads with equal masks share it."""
     groups: list[tuple[Any, list[int]]] = []
     for head in range(heads):
-        mask = builder(queries, keys, heads, head, heads // kv_heads)
+        mask = as_mask(builder(queries, keys, heads, head, heads // kv_heads))
+        if mask is None:
+            raise TypeError(
+                f"mask_builder returned None for head {head}: return a mask, such as "
+                "~KeyPadding(0) where every key is visible."
+            )
         same = [owners for other, owners in groups if eqx.tree_equal(other, mask) is True]
         if same:
             same[0].append(head)

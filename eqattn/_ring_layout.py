@@ -63,6 +63,11 @@ class AbstractRingLayout(abc.ABC):
         return self._take(x, n, axis, np.argsort(self.chunks(n).reshape(-1)))
 
     def _take(self, x: Any, n: int, axis: int, order: np.ndarray) -> Any:
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"axis={axis} is none of an array {x.shape}: give that of its tokens, such as "
+                "axis=0 for [t]."
+            )
         size = self.chunk_size(x.shape[axis], n)
         axis %= x.ndim
         split = x.reshape(*x.shape[:axis], n * self.parts, size, *x.shape[axis + 1 :])
@@ -73,6 +78,8 @@ class AbstractRingLayout(abc.ABC):
 
     def chunk_size(self, tokens: int, n: int) -> int:
         """The length of a chunk. **Raises:** `ValueError` if they are not equal."""
+        if n < 1:
+            raise ValueError(f"A ring has at least 1 device, got {n}.")
         if tokens % (n * self.parts):
             raise ValueError(
                 f"{tokens} tokens are not {self.parts} equal chunks for each of {n} devices "

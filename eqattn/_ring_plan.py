@@ -191,7 +191,8 @@ def ring_plan(
 
     **Arguments:**
 
-    - `tokens`: of queries and keys, on all devices together.
+    - `tokens`: of queries and keys, on all devices together. With `Contiguous` they are padded to
+        equal pieces, as `Ring` does, and the padding counts.
     - `devices`: the size of the ring; 1 with a `group` is [`eqattn.Ulysses`][].
     - `layout`: [`eqattn.Contiguous`][] or [`eqattn.Zigzag`][].
     - `mask`: as for [`eqattn.attention`][]. Hops that it is known to hide before the program runs
@@ -209,6 +210,10 @@ def ring_plan(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads={heads} must be a positive multiple of kv_heads={kv_heads}.")
+    if layout.parts == 1 and devices > 0 and group > 0:
+        tokens = -(-tokens // (devices * group)) * devices * group
     chunk = layout.chunk_size(tokens, devices)
     if group < 1 or heads % group or tokens % (devices * group):
         raise ValueError(

@@ -62,7 +62,10 @@ def decode(data: Any) -> Any:
     if len(data) == 1:
         (tag, body), *_ = data.items()
         if tag in _DECODERS:
-            return _DECODERS[tag](body)
+            try:
+                return _DECODERS[tag](body)
+            except KeyError as e:
+                raise ValueError(f"{tag} has no {e}, which to_dict writes: got {body!r}.") from e
     return {name: decode(item) for name, item in data.items()}
 
 

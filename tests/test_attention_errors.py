@@ -13,13 +13,18 @@ from eqattn import (
     AttentionRegistry,
     Blockwise,
     blockwise_attn,
+    Carry,
     Causal,
     Dense,
     KeyPadding,
     MaskFn,
+    Ring,
+    ring_attention,
+    ring_plan,
     scores,
     Segments,
     SlidingWindow,
+    Zigzag,
 )
 from eqattn.cache import KVCache
 
@@ -166,7 +171,38 @@ TABLE = {
     "keyword of forward_native": (
         lambda: Dense(Metadata()).forward_native(*ones(), window=3), TypeError, ["window"]
     ),
+    "flag of a strategy": (lambda: Blockwise(Metadata(), fused_backward="no"), TypeError, ["fused_backward", "'no'"]),
+    "layout": (lambda: Ring(Metadata(), layout="zigzag"), TypeError, ["layout", "Zigzag()", "'zigzag'"]),
+    "layout class": (lambda: Ring(Metadata(), layout=Zigzag), TypeError, ["layout", "Zigzag()"]),
+    "mesh": (lambda: Ring(Metadata(), mesh="x"), TypeError, ["mesh", "'x'"]),
+    "dtype name": (lambda: Metadata("floaty"), TypeError, ["runtime dtype", "floaty"]),
+    "device for a platform": (lambda: Metadata(platform="cuda"), ValueError, ["backend='cuda'"]),
+    "block of floats": (lambda: Metadata(blocksize_q=64.0), TypeError, ["blocksize_q", "64.0"]),
+    "half an array": (
+        lambda: Metadata.from_dict({"softmax_scale": {"$array": {"dtype": "float32"}}}), ValueError, ["$array", "base64"]
+    ),
+    "half a mesh": (lambda: Metadata.from_dict({"mesh": {"$mesh": {}}}), ValueError, ["$mesh", "shape"]),
+    # rings
+    "axis of tokens": (lambda: Zigzag().permute(np.arange(16), 4), ValueError, ["axis=0", (16,)]),
+    "plan of heads": (lambda: ring_plan(64, 4, heads=6, kv_heads=4), ValueError, ["heads=6", "kv_heads=4"]),
+    "plan of no devices": (lambda: ring_plan(100, 0), ValueError, ["at least 1 device", "0"]),
+    "window of three": (
+        lambda: ring_attention(*ones(), sliding_window=(3, 3, 3)), ValueError, ["sliding_window", (3, 3, 3)]
+    ),
+    "parameters": (lambda: ring_attention(*ones(), fwd_params={}), TypeError, ["fwd_params", "FwdParams"]),
+    "mask builder": (
+        lambda: ring_attention(*ones(), mask_builder=lambda *a: None), TypeError, ["mask_builder", "None", "head 0"]
+    ),
+    # carries
+    "carry of an output": (
+        lambda: Carry.empty((T, H), V).merge(call()), TypeError, ["AttentionOutput", "return_carry=True"]
+    ),
+    "sinks of each head or of all": (
+        lambda: Carry.empty((T, H), V).with_sinks(jnp.ones(H)), ValueError, [(H,), (H, 1), (1, H)]
+    ),
+    "carry": (lambda: Carry(jnp.ones((T, H, V)), jnp.ones(H), jnp.ones((T, H))), ValueError, [(T, H, V), (H,)]),
     # dropout
+    "key where there is no dropout": (lambda: call(key="junk"), TypeError, ["jax.random.key", "'junk'"]),
     "no key": (lambda: call(strategy=DROPOUT), ValueError, ["dropout_prob=0.5", "key=", "inference=True"]),
     "keys": (
         lambda: call(strategy=DROPOUT, key=jax.random.split(jax.random.key(0), 2)), ValueError, [(2,), "single"]

@@ -191,7 +191,7 @@ def test_wrong_arguments_raise(unchecked):
     for key, value in ((k[:2], v[:2]), (k[..., :4], v), (k, v[:, :1]), (k[0], v[0])):
         with pytest.raises(ValueError, match="do not fit a cache"):
             cache.append(key, value)
-    with pytest.raises(ValueError, match="counts must be integers"):
+    with pytest.raises(TypeError, match="counts must be integers"):
         cache.append(k, v, jnp.ones(B))
     with pytest.raises(Exception, match="number of new tokens, 2"):
         jax.block_until_ready(cache.append(k, v, jnp.array([1, 3, 0])).key)
@@ -247,3 +247,32 @@ def test_gradients_reach_pages(x64):
         got, want = (jax.jit(transform(f))(move) for f in (one, two))
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+
+
+def test_lists_and_ints_are_arrays(unchecked):
+    _, k, v = tokens(4, jnp.float32)
+    for make in (MAKE["dense"], MAKE["ring buffer"], MAKE["paged"]):
+        cache = make(jnp.float32)
+        assert cache.append(k, v, [1, 2, 0]).length.tolist() == [1, 2, 0]
+        assert cache.append(k, v, 3).truncate([2, 3, 1]).length.tolist() == [2, 3, 1]
+
+
+NO_PAGES = PagedKVCache.empty(2, CAPACITY, 20, 4, K, D)
+ERRORS = {
+    "counts": (lambda c, k, v: c.append(k, v, [1, 2]), ValueError, r"counts must be an int or integers \[3\]"),
+    "float counts": (lambda c, k, v: c.append(k, v, 1.5), TypeError, "counts must be integers"),
+    "lengths": (lambda c, k, v: c.truncate([1, 2]), ValueError, r"lengths must be integers \(3,\)"),
+    "rows": (lambda c, k, v: NO_PAGES.release(1), ValueError, r"such as \[1\]"),
+    "float pages": (lambda c, k, v: NO_PAGES.reserve([16.9, 0]), TypeError, "counts must be integers"),
+    "fewer pages": (lambda c, k, v: NO_PAGES.reserve([-5, 0]), ValueError, "at least 0"),
+    "pages of other rows": (lambda c, k, v: NO_PAGES.reserve([1, 2, 3]), ValueError, r"integers \(2,\)"),
+    "page size": (lambda c, k, v: PagedKVCache.empty(2, 8, 20, 0, K, D), ValueError, "page_size must be"),
+    "shares": (lambda c, k, v: QuantizedKVCache.empty(2, 8, K, D, head_shares=0), ValueError, "give a divisor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name, unchecked):
+    call, error, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        call(KVCache.empty(B, CAPACITY, K, D, V), *tokens(4, jnp.float32)[1:])

@@ -31,6 +31,12 @@ def linear(layer: Any, x: Float[Array, "*b features"]) -> Float[Array, "*b outpu
     """A layer of every row. For Equinox's own `Linear` it is one product with rows in front, which
     `jax.vmap(layer)(x)` would compute transposed, and transpose.
     """
+    features = getattr(layer, "in_features", x.shape[-1])
+    if features != x.shape[-1]:
+        raise ValueError(
+            f"An input {x.shape} has {x.shape[-1]} features in its last axis where the layer was "
+            f"made for {features}; see its query_size, key_size and value_size."
+        )
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if type(layer) is not eqx.nn.Linear:
         out = jax.vmap(layer)(rows)
@@ -52,7 +58,13 @@ def processed(fn: ProcessHeads | None, q: Array, k: Array, v: Array) -> tuple[Ar
     if fn is None:
         return q, k, v
     shapes = q.shape, k.shape, v.shape
-    q, k, v = (jax.vmap(fn) if q.ndim == 4 else fn)(q, k, v)
+    made = (jax.vmap(fn) if q.ndim == 4 else fn)(q, k, v)
+    if not isinstance(made, tuple | list) or len(made) != 3:
+        got = len(made) if isinstance(made, tuple | list) else type(made).__name__
+        raise ValueError(
+            f"process_heads must return the three arrays of query, key and value, got {got}."
+        )
+    q, k, v = made
     if (q.shape, k.shape, v.shape) != shapes:
         raise ValueError(
             "process_heads must not change the shape of the heads, query, key and value: "

@@ -21,6 +21,8 @@ from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
 from ._parts import (
     as_layer_mask,
     as_window,
+    check_dropout,
+    check_heads,
     check_name,
     check_sequences,
     check_strategy,
@@ -159,6 +161,7 @@ class MultiheadAttention(eqx.Module):
         key_size = query_size if key_size is None else key_size
         value_size = query_size if value_size is None else value_size
         output_size = query_size if output_size is None else output_size
+        check_heads(num_heads, query_size, None in (qk_size, vo_size))
         qk_size = query_size // num_heads if qk_size is None else qk_size
         vo_size = query_size // num_heads if vo_size is None else vo_size
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -167,8 +170,7 @@ class MultiheadAttention(eqx.Module):
                 f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}: each head of "
                 "key and value serves as many query heads."
             )
-        if isinstance(dropout_p, int | float) and not 0 <= dropout_p < 1:
-            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}.")
+        check_dropout(dropout_p)
         check_name("qk_norm", qk_norm, ("rms", "layer"))
         check_name("gating", gating, ("elementwise", "headwise"))
 

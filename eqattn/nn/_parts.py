@@ -27,6 +27,23 @@ def check_name(name: str, value: Any, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {names}, or None; got {value!r}.")
 
 
+def check_heads(heads: int, size: int, shared: bool) -> None:
+    """Raises unless there are heads, and `size` channels for each if they are `shared` out."""
+    if heads < 1 or (shared and size < heads):
+        raise ValueError(
+            f"num_heads must be at least 1 and at most query_size={size}, of which each head gets "
+            f"an equal part, got {heads}; or give qk_size= and vo_size=."
+        )
+
+
+def check_dropout(p: Any) -> None:
+    """Raises unless it is a probability below 1, or an array."""
+    if not (isinstance(p, int | float) or hasattr(p, "dtype")):
+        raise TypeError(f"dropout_p must be a number in [0, 1), got {p!r}.")
+    if isinstance(p, int | float) and not 0 <= p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {p}.")
+
+
 def check_strategy(strategy: Any) -> None:
     """Raises unless a strategy, or None, leaves to the layer what is the layer's."""
     if strategy is None:

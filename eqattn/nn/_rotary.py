@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._carry import accumulation
-from .._mask_data import Fixed, value_of
+from .._mask_data import as_array, Fixed, value_of
 from ._rotary_scaling import AbstractRotaryScaling, plain_frequencies
 
 
@@ -59,6 +59,7 @@ def rotary(
         (arXiv:2104.09864). Pairs are `(i, i + dim/2)` in GPT-NeoX and in Hugging Face's Llama,
         interleaved in the paper, in GPT-J and in Meta's Llama.
     """
+    x = as_array(x, "x")
     if x.ndim < 3:
         raise ValueError(
             f"x must be [*batch, tokens, heads, dim], got shape {x.shape}; add a heads axis of "
@@ -66,6 +67,7 @@ def rotary(
         )
     dim = turned(dim, x.shape[-1])
     theta = as_theta(theta)
+    _check_scaling(scaling)
     positions = jnp.asarray(positions)
     t, batch = x.shape[-3], x.shape[:-3]
     if positions.shape != (t,) and positions.shape != (*batch, t):
@@ -123,11 +125,9 @@ class Rotary(eqx.Module):
     ):
         theta = as_theta(theta)
         self._theta = Fixed(theta) if isinstance(theta, float) else theta
-        if scaling is not None and not isinstance(scaling, AbstractRotaryScaling):
-            raise TypeError(
-                f"scaling must be a module such as YaRNScaling(factor, original_length), got "
-                f"{scaling!r}."
-            )
+        _check_scaling(scaling)
+        if dim is not None:
+            turned(dim, max(dim, 0))
         self.scaling = scaling
         self.dim = dim
         self.interleaved = interleaved
@@ -148,9 +148,19 @@ class Rotary(eqx.Module):
         )
 
 
+def _check_scaling(scaling: Any) -> None:
+    if scaling is not None and not isinstance(scaling, AbstractRotaryScaling):
+        raise TypeError(
+            f"scaling must be a module such as YaRNScaling(factor, original_length), got "
+            f"{scaling!r}."
+        )
+
+
 def turned(dim: int | None, size: int) -> int:
     """How many of `size` features turn. **Raises:** `ValueError` unless that is possible."""
     chosen = size if dim is None else dim
+    if not isinstance(chosen, int):
+        raise TypeError(f"dim must be an even int, or None for all features, got {dim!r}.")
     if chosen % 2 or not 0 <= chosen <= size:
         raise ValueError(
             f"Rotary positions turn pairs: dim must be an even number up to the head's {size}, got "

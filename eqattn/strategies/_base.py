@@ -376,6 +376,8 @@ def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout
             "inference (deterministic of forward_*) is True or False: it is static. Got "
             f"{deterministic!r}."
         )
+    if dropout_rng is not None and not hasattr(dropout_rng, "dtype"):
+        raise TypeError(f"key must be one from jax.random.key, got {dropout_rng!r}.")
     if deterministic or metadata.dropout_prob == 0:
         return None
     if dropout_rng is None:

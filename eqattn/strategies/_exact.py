@@ -33,6 +33,11 @@ class AbstractExact(AttentionImpl):
 
     precision: eqx.AbstractVar[Any]
 
+    def __check_init__(self) -> None:
+        fused = getattr(self, "fused_backward", True)
+        if not isinstance(fused, bool):
+            raise TypeError(f"fused_backward is True or False, got {fused!r}.")
+
     forms_weights: ClassVar[bool] = False
     reads_stored: ClassVar[bool] = False
 

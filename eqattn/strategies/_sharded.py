@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import auto_axes, AxisType, PartitionSpec as P
+from jax.sharding import AbstractMesh, auto_axes, AxisType, Mesh, PartitionSpec as P
 from jaxtyping import Array
 
 from .._carry import Carry
@@ -104,6 +104,10 @@ class AbstractSharded(AbstractExact):
     fused_backward: eqx.AbstractVar[bool]
 
     pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
+
+    def __check_init__(self) -> None:
+        if self.mesh is not None and not isinstance(self.mesh, Mesh | AbstractMesh):
+            raise TypeError(f"mesh is a Mesh, an AbstractMesh or None, got {self.mesh!r}.")
 
     @abc.abstractmethod
     def _axes(self) -> Axes:

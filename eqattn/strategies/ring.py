@@ -62,6 +62,10 @@ class Ring(AbstractSharded):
     fused_backward: bool = eqx.field(static=True, default=True)
     head_axis: str | None = eqx.field(static=True, default=None)
 
+    def __check_init__(self) -> None:
+        if not isinstance(self.layout, AbstractRingLayout):
+            raise TypeError(f"layout is Contiguous() or Zigzag(), got {self.layout!r}.")
+
     @classmethod
     def get_impl_name(cls) -> str:
         return "ring"

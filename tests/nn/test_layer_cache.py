@@ -27,7 +27,7 @@ from eqattn.cache import (
     RingBufferCache,
     StackedKVCache,
 )
-from eqattn.nn import MultiheadAttention, Rotary, with_strategy
+from eqattn.nn import MultiheadAttention, Rotary, rotary, with_strategy
 
 
 T, SIZE, HEADS, KV_HEADS, DIM = 9, 24, 4, 2, 6
@@ -245,6 +245,14 @@ def test_a_ring_buffer_knows_what_a_mask_may_show(mask, fits):
     np.testing.assert_allclose(np.concatenate(outs), layer(x, mask=mask), rtol=0, atol=1e-5)
 
 
+def test_counts_may_be_plain_numbers(unchecked):
+    for x, counts in ((X, 3), (X[None], 3), (X[None], [3])):
+        cache, _ = LAYER(x, cache=KINDS["dense"](), counts=counts)
+        assert cache.length.tolist() == [3]
+    assert rotary([[[1.0, 2.0]]], [0]).tolist() == [[[1.0, 2.0]]]
+
+
+KEY = jax.random.key(0)
 LAYER = make(dtype=jnp.float32)
 X = normal(7, T, SIZE)
 ERRORS = [
@@ -259,6 +267,15 @@ ERRORS = [
     (lambda: LAYER(X, cache=KINDS["dense"](dtype=jnp.bfloat16)), TypeError, "is of bfloat16.*dtype=jnp.float32"),
     (lambda: LAYER(X, cache=KINDS["ring buffer"]()), ValueError, "RingBufferCache of 12, got 8"),
     (lambda: LAYER(X, cache=KVCache.empty(1, 9, 4, 6)), ValueError, "do not fit a cache"),
+    (lambda: LAYER(X[:, :7]), ValueError, r"\(9, 7\) has 7 features.* made for 24"),
+    (lambda: LAYER(X, process_heads=lambda q, k, v: q), ValueError, "three arrays of query, key and value, got"),
+    (lambda: LAYER(X[None], cache=KINDS["dense"](), counts=[1, 2]), ValueError, r"an int or integers \[1\]"),
+    (lambda: MultiheadAttention(0, 32, key=KEY), ValueError, "num_heads must be at least 1"),
+    (lambda: MultiheadAttention(64, 32, key=KEY), ValueError, "at most query_size=32"),
+    (lambda: MultiheadAttention(4, 32, dropout_p="a", key=KEY), TypeError, "dropout_p must be a number"),
+    (lambda: rotary(normal(0, 3, 1, 4), [0, 1, 2], scaling=2.0), TypeError, "such as YaRNScaling"),
+    (lambda: Rotary(dim=3), ValueError, "even number"),
+    (lambda: Rotary(dim=2.0), TypeError, "even int"),
     (lambda: jax.vmap(lambda c: LAYER(X, cache=c), (PagedKVCache(None, None, 0, 0),))(paged(2)), ValueError, "PagedKVCache would copy.*rows in front"),
     (lambda: jax.vmap(lambda c: LAYER(X, cache=c.layer(0)), 1)(StackedKVCache.empty(2, 2, 64, *HELD)), ValueError, "LayerCache would copy"),
 ]  # fmt: skip
