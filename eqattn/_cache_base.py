@@ -72,6 +72,19 @@ class AbstractCache(eqx.Module):
         return KeyPadding(self.length)
 
 
+def check_row_shapes(cache: Any) -> None:
+    """Raises unless key, value and length are of as many rows, tokens and heads."""
+    parts = cache.key, cache.value, cache.length
+    if not all(hasattr(x, "shape") for x in parts):  # a tree of axes or filters
+        return
+    key, value, length = (x.shape for x in parts)
+    if len(key) != 4 or key[:3] != value[:3] or length != key[:1]:
+        raise ValueError(
+            f"A cache has a key [b, s, k, d], a value [b, s, k, v] and a length [b], got {key}, "
+            f"{value} and {length}; empty(...) makes one."
+        )
+
+
 def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Array:
     """How many tokens each row takes, int32 `[b]`.
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from ._cache_base import (
     AbstractCache,
     check_new,
+    check_row_shapes,
     existing,
     new_positions,
     places,
@@ -34,6 +35,9 @@ class KVCache(AbstractCache):
     key: Float[Array, "b s k d"]
     value: Float[Array, "b s k v"]
     length: Int[Array, " b"]
+
+    def __check_init__(self) -> None:
+        check_row_shapes(self)
 
     @property
     def positions(self) -> Int[Array, "b s"] | None:
@@ -158,6 +162,9 @@ class RingBufferCache(AbstractCache):
     value: Float[Array, "b s k v"]
     held: Int[Array, "b s"]
     length: Int[Array, " b"]
+
+    def __check_init__(self) -> None:
+        check_row_shapes(self)
 
     @property
     def positions(self) -> Int[Array, "b s"] | None:

@@ -61,10 +61,11 @@ class Carry(eqx.Module):
     max_so_far: Float[Array, " *bth"]
 
     def __check_init__(self) -> None:
-        numerator, *rows = (
-            getattr(x, "shape", None) for x in (self.numerator, self.denominator, self.max_so_far)
-        )
-        if None not in (numerator, *rows) and rows != [numerator[:-1]] * 2:
+        parts: tuple[Any, ...] = (self.numerator, self.denominator, self.max_so_far)
+        if not all(hasattr(x, "shape") for x in parts):  # a tree of axes or filters
+            return
+        numerator, *rows = (x.shape for x in parts)
+        if rows != [numerator[:-1]] * 2:
             raise ValueError(
                 f"A numerator {numerator} [*b, t, h, v] needs a denominator and a maximum "
                 f"[*b, t, h], got {rows[0]} and {rows[1]}."

@@ -260,6 +260,7 @@ def test_lists_and_ints_are_arrays(unchecked):
 NO_PAGES = PagedKVCache.empty(2, CAPACITY, 20, 4, K, D)
 ERRORS = {
     "counts": (lambda c, k, v: c.append(k, v, [1, 2]), ValueError, r"counts must be an int or integers \[3\]"),
+    "shapes": (lambda c, k, v: KVCache(k, v[:2], c.length), ValueError, r"got \(3, 4, 2, 8\), \(2, 4, 2, 6\) and"),
     "float counts": (lambda c, k, v: c.append(k, v, 1.5), TypeError, "counts must be integers"),
     "lengths": (lambda c, k, v: c.truncate([1, 2]), ValueError, r"lengths must be integers \(3,\)"),
     "rows": (lambda c, k, v: NO_PAGES.release(1), ValueError, r"such as \[1\]"),

@@ -77,6 +77,8 @@ def test_info_says_why_not(capsys):
         ("info --heads 3 --kv-heads 2", "multiple"),
         ("info --heads 0", "--heads"),
         ("info --no-compile --devices 4 --keys 12", "as many keys"),
+        ("info --no-compile --devices 0", "--devices must be at least 1"),
+        ("info --no-compile --value-dim 0", "--value-dim must be at least 1"),
         ("info --strategy fast", "blockwise"),
         ("info --dtype int32", "floating"),
         ("info --dtype floaty", "floaty"),

@@ -50,6 +50,13 @@ def test_tokens_that_do_not_divide_raise(layout):
         layout.positions(7, 4)
 
 
+def test_plan_pads_contiguous_tokens():
+    plan = ring_plan(1001, 8, mask=Causal())
+    assert plan.tokens == 1008 and plan.flops == ring_plan(1008, 8, mask=Causal()).flops
+    with pytest.raises(ValueError, match="pad them to a multiple of 16"):
+        ring_plan(1001, 8, layout=Zigzag())
+
+
 def test_plan_of_causal_zigzag():
     plan = ring_plan(4096, 16, layout=Zigzag(), mask=Causal(), heads=32, kv_heads=8)
     assert plan.shifts == tuple(range(16))

@@ -129,7 +129,7 @@ def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: in
     """Whether a mask may show any of some keys to queries more than so far after it."""
     if mask is None:
         return True
-    keys = np.unique([*range(8), *(2 ** np.arange(3, 21)), distance, distance + 1])
+    keys = np.concatenate([np.arange(8), 2 ** np.arange(3, 21), [distance, distance + 1]])
     far = np.array([[distance + 1, 2**29]])
     return bool(
         live_blocks(_away(mask), far, keys.repeat(2).reshape(-1, 2), (rows,), heads, heads).any()
