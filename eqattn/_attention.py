@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._metadata import AttentionMetadata
 from ._output import AttentionOutput
+from ._problem import MaskLike, ScoreLike
 from ._stored import AbstractStored
 from .strategies import AttentionImpl, Blockwise
 from .strategies._base import check_strategy
@@ -20,9 +21,9 @@ def attention(
     value: Float[Array | AbstractStored, "*b s k v"],
     strategy: AttentionImpl | None = None,
     *,
-    mask: Any = None,
+    mask: MaskLike = None,
     bias: Float[Array, "..."] | None = None,
-    score: Any = None,
+    score: ScoreLike = None,
     key: PRNGKeyArray | None = None,
     inference: bool = False,
     q_offset: Any = None,

@@ -16,6 +16,7 @@ from ._metadata import AttentionMetadata, Platform
 from .strategies import Blockwise
 
 
+_Reach = int | Int[Array, ""]
 _PLATFORMS = {None: Platform.AUTO, "xla": Platform.XLA}
 
 
@@ -27,11 +28,11 @@ def dot_product_attention(
     bias: Float[ArrayLike, "..."] | None = None,
     mask: Bool[ArrayLike, "..."] | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, " b"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: _Reach | tuple[_Reach, _Reach] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[False] = ...,
 ) -> Float[Array, "*q t n h"]: ...
@@ -45,11 +46,11 @@ def dot_product_attention(
     bias: Float[ArrayLike, "..."] | None = None,
     mask: Bool[ArrayLike, "..."] | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, " b"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: _Reach | tuple[_Reach, _Reach] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[True],
 ) -> tuple[Float[Array, "*q t n h"], Float[Array, "*q t n"]]: ...
@@ -135,11 +136,9 @@ def dot_product_attention(
         bias=added,
         return_logsumexp=bool(return_residual),
     )
-    assert out.attention_outputs is not None
     output = jnp.reshape(out.attention_outputs, shape)
     if not return_residual:
         return output
-    assert out.logsumexp is not None
     return output, jnp.reshape(out.logsumexp.astype(k.dtype), shape[:-1])
 
 

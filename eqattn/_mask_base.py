@@ -46,7 +46,7 @@ class AbstractMask(eqx.Module):
         """The arrays of which `visible` gets one scalar each."""
 
     @abc.abstractmethod
-    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any, **_: Any) -> Any:
         """Whether query `q` sees key `k`: one bool scalar, from `jnp` or `lax` operations."""
 
     def __and__(self, other: Any) -> "AbstractMask":

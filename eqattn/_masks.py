@@ -8,6 +8,7 @@ a mask without arrays has no leaves, and equal masks have equal treedefs). Masks
 import functools
 import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -357,7 +358,12 @@ class MaskFn(AbstractMask):
     row_operands: tuple[Any, ...]
     col_operands: tuple[Any, ...]
 
-    def __init__(self, fn: Any, row_operands: Any = (), col_operands: Any = ()):
+    def __init__(
+        self,
+        fn: Callable[[Any, Any, Any, Any], Any] | Callable[..., Any],
+        row_operands: Sequence[Any] = (),
+        col_operands: Sequence[Any] = (),
+    ):
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)

@@ -3,13 +3,24 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 from jaxtyping import Array, Float
 
 from ._carry import Carry
 from ._serialise import check_names, decode, encode
+
+
+# What a field that was not asked for holds. Type checkers can't know what a call asked for: to them
+# it may be anything, as to `Any`, so that fields are used without a cast.
+_NOTHING: Any = None
+if TYPE_CHECKING:
+    _Outputs = Float[Array, "*b t h v"]
+    _NotAsked = Any
+else:
+    _Outputs = Float[Array, "*b t h v"] | None
+    _NotAsked = None
 
 
 class AttentionOutput(eqx.Module):
@@ -23,10 +34,10 @@ class AttentionOutput(eqx.Module):
     - `carry`: the mergeable form of the result, a [`Carry`][eqattn.Carry].
     """
 
-    attention_weights: Float[Array, "*b h t s"] | None = None
-    attention_outputs: Float[Array, "*b t h v"] | None = None
-    logsumexp: Float[Array, "*b t h"] | None = None
-    carry: Carry | None = None
+    attention_weights: Float[Array, "*b h t s"] | _NotAsked = None
+    attention_outputs: _Outputs = _NOTHING
+    logsumexp: Float[Array, "*b t h"] | _NotAsked = None
+    carry: Carry | _NotAsked = None
 
     def replace(self, **kwargs: Any) -> "AttentionOutput":
         """A copy with some fields changed. **Raises:** `TypeError` for an unknown name."""

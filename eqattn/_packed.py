@@ -1,5 +1,6 @@
 """Sequences packed one after the other, known by the boundaries between them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,9 @@ class PackedSegments(NamedTuple):
     positions: Int[Array | np.ndarray, " n"]
 
 
-def packed_segments(cu_seqlens: Int[Array | np.ndarray, " m1"], tokens: int) -> PackedSegments:
+def packed_segments(
+    cu_seqlens: Int[Array | np.ndarray, " m1"] | Sequence[int], tokens: int
+) -> PackedSegments:
     """What masks and positions need to know of packed sequences, from their boundaries:
 
         ids, positions = packed_segments(cu_seqlens, len(query))
@@ -42,7 +45,7 @@ def packed_segments(cu_seqlens: Int[Array | np.ndarray, " m1"], tokens: int) -> 
         batches use `jax.vmap`.
     - `tokens`: how many tokens there are, with padding.
 
-    **Returns:** `ids` and `positions`, NumPy arrays if `cu_seqlens` is one.
+    **Returns:** `ids` and `positions`, NumPy arrays unless `cu_seqlens` is a JAX array.
 
     **Raises:** `ValueError` for another shape, and where `cu_seqlens` can be looked at, for
     boundaries that decrease, do not begin at 0 or end after the last token.

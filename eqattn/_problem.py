@@ -6,13 +6,13 @@ scores in their fixed order, and the numbers that the metadata holds.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from ._carry import accumulation
 from ._dropout import seed_of
@@ -22,6 +22,13 @@ from ._masks import AbstractMask, Dense
 from ._pairs import canonical, Operand
 from ._scores import AbstractScore, Bias, SoftCap
 from ._stored import AbstractStored
+
+
+if TYPE_CHECKING:
+    MaskLike = AbstractMask | Bool[Array | np.ndarray, "..."] | None
+    ScoreLike = AbstractScore | Sequence[AbstractScore] | None
+else:  # `as_mask` and `as_scores` look at them, and name the remedy
+    MaskLike = ScoreLike = Any
 
 
 class Problem(eqx.Module):

@@ -67,7 +67,6 @@ def ragged_gqa(
         mask=KeyPadding(lengths, 0 if starts is None else starts),
         return_carry=True,
     ).carry
-    assert carry is not None
     return _like(query, *carry.to_oml())
 
 

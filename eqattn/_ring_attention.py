@@ -44,7 +44,7 @@ def ring_attention(
     softmax_aux: Float[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     mask_builder: Callable[[int, int, int, int, int], Any] | None = None,
-    sliding_window: int | tuple[int, int] | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
     chunk_size: int | None = None,
     causal: bool = False,
     logits_soft_cap: float | Float[Array, ""] | None = None,
@@ -83,7 +83,8 @@ def ring_attention(
         rows of this device and the columns of all.
     - `mask_builder`: `(queries, keys, heads, head, heads per key/value head) -> mask` of
         `eqattn.masks`, called for each query head with the lengths of the whole sequence.
-    - `sliding_window`: how far a query sees to either side, inclusive: one int, or (left, right).
+    - `sliding_window`: how far a query sees to either side, inclusive: one int, or (left, right)
+        with None for no limit.
     - `chunk_size`: a query sees its own chunk of so many tokens, up to itself.
     - `causal`: whether a query sees only the keys up to its own position.
     - `logits_soft_cap`: `c` in `c tanh(logit / c)`, before the bias. May be learned.

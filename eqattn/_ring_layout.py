@@ -2,13 +2,16 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
+
+
+_X = TypeVar("_X")
 
 
 class AbstractRingLayout(abc.ABC):
@@ -40,7 +43,7 @@ class AbstractRingLayout(abc.ABC):
         chunks = self.chunks(n)[..., None] * size + np.arange(size)
         return chunks.reshape(n, -1).astype(np.int32)
 
-    def permute(self, x: Any, n: int, axis: int = 1) -> Any:
+    def permute(self, x: _X, n: int, axis: int = 1) -> _X:
         """Brings the tokens of an array into the order of this layout.
 
         Do it once, in the data loader, to everything that has tokens: inputs, labels, segment
@@ -58,7 +61,7 @@ class AbstractRingLayout(abc.ABC):
         """
         return self._take(x, n, axis, self.chunks(n).reshape(-1))
 
-    def unpermute(self, x: Any, n: int, axis: int = 1) -> Any:
+    def unpermute(self, x: _X, n: int, axis: int = 1) -> _X:
         """Undoes `permute`. Same arguments."""
         return self._take(x, n, axis, np.argsort(self.chunks(n).reshape(-1)))
 

@@ -33,7 +33,7 @@ class AbstractScore(eqx.Module):
 
     @abc.abstractmethod
     def transform(
-        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, *operands: Any
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, *operands: Any, **_: Any
     ) -> Float[Array, ""]:
         """The new logit.
 
@@ -192,7 +192,11 @@ class ScoreFn(AbstractScore):
     _fn: Any
     arrays: tuple[Operand, ...]
 
-    def __init__(self, fn: Callable[..., Any], arrays: Sequence[Operand] = ()):
+    def __init__(
+        self,
+        fn: Callable[[Any, Any, Any, Any, Any], Any] | Callable[..., Any],
+        arrays: Sequence[Operand] = (),
+    ):
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)

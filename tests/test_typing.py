@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import typing
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from test_docs import blocks, PAGES
 
 import eqattn
 import eqattn.cache
@@ -61,31 +63,51 @@ def test_every_public_name_has_a_known_type(tmp_path, this_checkout):
     assert {"eqattn.attention", "eqattn.viz.plot_mask"} <= {s["name"] for s in found["symbols"]}
 
 
-def pyright(path, folder, env):
-    config = {"include": [str(path)], "extraPaths": [str(ROOT)]}
-    config |= {"reportUnnecessaryTypeIgnoreComment": "error"}
+def pyright(folder, env, **rules):
+    rules["reportUnnecessaryTypeIgnoreComment"] = "error"
+    config = {"include": ["."], "extraPaths": [str(ROOT)], **rules}
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     return run("pyright", "--project", folder, "--pythonpath", sys.executable, env=env)
 
 
-def mypy(path, folder, env):
+def mypy(folder, env):
     flags = "--strict", "--follow-imports=silent", "--cache-dir", folder / "cache"
     env = {**env, "MYPYPATH": str(ROOT)}
-    return run("mypy", *flags, "--python-executable", sys.executable, path, cwd=folder, env=env)
+    return run("mypy", *flags, "--python-executable", sys.executable, ".", cwd=folder, env=env)
+
+
+def errors(done):
+    """The file and the line of each error."""
+    assert done.returncode == 1, done.stdout + done.stderr
+    return set(re.findall(r"(\w+\.py:\d+):.* error:", done.stdout))
 
 
 @pytest.mark.parametrize("checker", [pyright, mypy])
 def test_a_consumer(checker, tmp_path, this_checkout):
     """Its types are as it says, and its errors are errors; other types and errors are found."""
-    done = checker(CONSUMER, tmp_path, this_checkout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    wrong = tmp_path / "wrong.py"
     text = CONSUMER.read_text()
-    wrong.write_text(text + "assert_type(mask, Causal)\nCausal()  # type: ignore\n")
-    done = checker(wrong, tmp_path, this_checkout)
+    wrong = "assert_type(mask, Causal)\nCausal()  # type: ignore\n"
+    (tmp_path / "consumer.py").write_text(text + wrong)
+    done = checker(tmp_path, this_checkout)
     last = text.count("\n") + 1
-    found = {line for line in (last, last + 1) if f"wrong.py:{line}:" in done.stdout}
-    assert done.returncode == 1 and found == {last, last + 1}, done.stdout
+    assert errors(done) == {f"consumer.py:{n}" for n in (last, last + 1)}, done.stdout
+
+
+def test_the_pages(tmp_path, this_checkout):
+    """What the documentation writes passes in pyright's standard mode; a wrong name does not."""
+    written = 0
+    for path in PAGES:
+        lines: list[str] = []
+        for line, source, *_ in blocks(path):
+            lines += [""] * (line - len(lines)) + source.splitlines()  # at the lines of the page
+            written += 1
+        (tmp_path / f"page_{path.stem}.py").write_text("\n".join(lines))
+    assert written > 100
+    wrong = "import eqattn as e, jax.numpy as np\nx = np.ones((8, 4, 4))\n"
+    (tmp_path / "wrong.py").write_text(wrong + "e.attention(x, x, x).attention_outputs.vary()\n")
+    # Pages show one function in several forms.
+    done = pyright(tmp_path, this_checkout, reportRedeclaration="none")
+    assert errors(done) == {"wrong.py:3"}, done.stdout
 
 
 def _types(annotation):

@@ -1,7 +1,7 @@
 """From Equinox's layer to this one, and from one strategy to another, in any model."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, overload, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,6 +13,16 @@ from ._parts import check_strategy
 
 
 _T = TypeVar("_T")
+
+
+@overload
+def from_equinox(
+    model: eqx.nn.MultiheadAttention, *, strategy: AttentionImpl | None = None
+) -> MultiheadAttention: ...
+
+
+@overload
+def from_equinox(model: _T, *, strategy: AttentionImpl | None = None) -> _T: ...
 
 
 def from_equinox(model: Any, *, strategy: AttentionImpl | None = None) -> Any:

@@ -385,7 +385,6 @@ class MultiheadAttention(eqx.Module):
             q_positions=q_positions,
             kv_positions=kv_positions,
         ).attention_outputs
-        assert out is not None
         out = out.astype(dtype)
         if self.gate_proj is not None:
             gate = jax.nn.sigmoid(linear(self.gate_proj, query))

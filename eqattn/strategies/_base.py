@@ -103,6 +103,7 @@ class AttentionImpl(eqx.Module):
         deterministic: bool = False,
         dropout_rng: Any = None,
         causal: bool = True,
+        *args: Any,
         **kwargs: Any,
     ) -> AttentionOutput:
         """Attention in plain JAX, on any device.
@@ -116,7 +117,7 @@ class AttentionImpl(eqx.Module):
         - `deterministic`: whether dropout is off.
         - `dropout_rng`: the key of the dropout, required where it is on.
         - `causal`: whether a query sees only keys at its position and before.
-        - `kwargs`: what else a strategy declares; a name that it does not declare raises.
+        - `args`, `kwargs`: what else a strategy declares; a name that it does not declare raises.
         """
 
     forward_tpu: ClassVar[_Forward] = _defaults_to("forward_tpu", "forward_native")
@@ -338,9 +339,11 @@ class AttentionImpl(eqx.Module):
         return jnp.repeat(k, num_reps, axis=-2), jnp.repeat(v, num_reps, axis=-2)
 
 
-# The delegating methods show the arguments that they pass on.
+# The delegating methods show the arguments that they pass on. (`*args` is for type checkers only: an
+# override may have any parameters if the base takes `*args: Any, **kwargs: Any`.)
+_parameters = inspect.signature(AttentionImpl.__dict__["forward_native"]).parameters.values()
+_signature = inspect.Signature([p for p in _parameters if p.kind is not p.VAR_POSITIONAL])
 for _method in ("forward_tpu", "forward_gpu", "forward_cpu", "forward_cuda", "forward_rocm"):
-    _signature = inspect.signature(AttentionImpl.__dict__["forward_native"])
     AttentionImpl.__dict__[_method].__signature__ = _signature
 
 

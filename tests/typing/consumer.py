@@ -12,6 +12,7 @@ from jax import Array
 
 import eqattn
 from eqattn import (
+    ALiBi,
     attention,
     AttentionImpl,
     AttentionMetadata,
@@ -23,8 +24,10 @@ from eqattn import (
     Dense,
     dot_product_attention,
     load,
+    packed_segments,
     Platform,
     Ring,
+    ring_attention,
     ring_plan,
     RingPlan,
     RuntimeMode,
@@ -37,7 +40,7 @@ from eqattn import (
 )
 from eqattn.cache import KVCache
 from eqattn.masks import AbstractMask, Sparsity
-from eqattn.nn import MultiheadAttention
+from eqattn.nn import from_equinox, MultiheadAttention
 
 
 query = jnp.ones((2, 8, 4, 16))
@@ -46,12 +49,20 @@ key_ = value = jnp.ones((2, 8, 2, 16))
 # Entry points
 out = attention(query, key_, value, Blockwise(AttentionMetadata()), mask=Causal())
 assert_type(out, AttentionOutput)
-assert_type(out.attention_outputs, Array | None)
-assert_type(out.carry, Carry | None)
+assert_type(out.attention_outputs, Array)
+assert_type(out.carry, Carry | Any)
+assert_type(out.logsumexp, Array | Any)
+out.attention_outputs.merge(out.carry)  # type: ignore
 assert_type(dot_product_attention(query, key_, value, is_causal=True), Array)
 assert_type(dot_product_attention(query, key_, value, return_residual=True), tuple[Array, Array])
 attention(query, key_, value, maks=Causal())  # type: ignore
 attention(query, key_, value, inference="no")  # type: ignore
+attention(query, key_, value, mask="causal")  # type: ignore
+attention(query, key_, value, score=jnp.tanh)  # type: ignore
+attention(query, key_, value, mask=query[0] > 0, score=[ALiBi.geometric(4)])
+dot_product_attention(query, key_, value, scale=jnp.ones(()), local_window_size=(3, jnp.array(0)))
+ring_attention(query, key_, value, sliding_window=(3, None))
+packed_segments([0, 3, 8], 8)
 dot_product_attention(query, key_, value, implementation="fast")  # type: ignore
 
 # The Carry
@@ -71,6 +82,7 @@ assert_type(Ulysses(metadata, axis_name="sp").mesh, Any)
 strategy = Ring(metadata, layout=Zigzag(), head_axis="heads")
 assert_type(strategy.metadata, AttentionMetadata)
 assert_type(strategy(query, key_, value, mask=None), AttentionOutput)
+assert_type(Zigzag().permute(query, 4), Array)
 assert_type(strategy.supports(return_weights=True), Support)
 assert_type(strategy.supports().ok, bool)
 assert_type(strategy.get_mode(query), RuntimeMode)
@@ -128,6 +140,10 @@ assert_type(layer(query, cache=cache, mask="causal"), tuple[KVCache, Array])
 layer(query, append=False)  # type: ignore
 layer(query, cache=query)  # type: ignore
 assert_type(eqattn.nn.MultiheadAttention(4, 64, key=jax.random.key(0)), MultiheadAttention)
+assert_type(
+    from_equinox(eqx.nn.MultiheadAttention(4, 64, key=jax.random.key(0))), MultiheadAttention
+)
+assert_type(from_equinox(eqx.nn.Identity()), eqx.nn.Identity)
 
 
 # What filters keep
