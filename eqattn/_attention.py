@@ -1,6 +1,5 @@
 """The public entry."""
 
-import inspect
 from typing import Any
 
 import jax
@@ -90,10 +89,8 @@ def attention(
         **{name: flag or None for name, flag in flags.items()},
     )
     extras = {name: x for name, x in extras.items() if x is not None}
-    accepted = inspect.signature(strategy.forward_native).parameters
-    for name in extras:
-        if name not in accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            raise ValueError(f"{name}: not supported by {type(strategy).__name__}.forward_native.")
+    if reason := strategy.undeclared(extras):
+        raise ValueError(reason)
     return strategy.dispatch(
         query,
         key_,

@@ -179,6 +179,23 @@ def as_scores(score) -> tuple[AbstractScore, ...]:
     return scores
 
 
+def as_bias(bias) -> Array | None:
+    """A bias array, checked."""
+    if bias is None:
+        return None
+    if isinstance(bias, AbstractScore):
+        raise TypeError("bias must be an array; pass score modules as `score`.")
+    bias = jnp.asarray(bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating point, got {bias.dtype}; cast it first.")
+    return bias
+
+
+def check_one_offset(q_offset, q_positions) -> None:
+    if q_offset is not None and q_positions is not None:
+        raise ValueError("Pass q_offset or q_positions, not both.")
+
+
 def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
     """Explicit positions as int32 `[B|1, n]`."""
     if positions is None:
@@ -246,12 +263,7 @@ def problem(
     *batch_shape, t, heads, _ = query.shape
     batch_shape, s = tuple(batch_shape), key.shape[-3]
     scores = as_scores(score)
-    if bias is not None:
-        if isinstance(bias, AbstractScore):
-            raise TypeError("bias must be an array; pass score modules as `score`.")
-        bias = jnp.asarray(bias)
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"bias must be floating point, got {bias.dtype}; cast it first.")
+    if (bias := as_bias(bias)) is not None:
         scores = (Bias(bias), *scores)
     if metadata.logits_soft_cap is not None:
         scores = (SoftCap(metadata.logits_soft_cap), *scores)
@@ -262,8 +274,7 @@ def problem(
             f"{query.shape} by a scale per head or dim."
         )
     mask = as_mask(mask)
-    if q_offset is not None and q_positions is not None:
-        raise ValueError("Pass q_offset or q_positions, not both.")
+    check_one_offset(q_offset, q_positions)
     q_start, q_shift = as_offset(q_offset, batch_shape)
     out = Problem(
         query=_flatten(query, batch_shape),

@@ -24,11 +24,17 @@ class AttentionRegistry:
             def get_impl_name(cls):
                 return "mine"
 
-            def forward_native(self, q, k, v, mask=None, **kwargs):
-                ...
+            def forward_native(
+                self, q, k, v, mask=None, bias=None, init_bias=None, deterministic=False,
+                dropout_rng=None, causal=True,
+            ):
+                ...  # uses each of them, or raises
 
         strategy = AttentionRegistry.create("mine", AttentionMetadata())
         ```
+
+        A keyword of [`eqattn.attention`][] that `forward_native` does not declare, such as `score`,
+        raises where it is used. With `**kwargs` there it would be lost.
     """
 
     _registry: ClassVar[dict[str, "type[AttentionImpl]"]] = {}

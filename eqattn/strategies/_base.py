@@ -3,7 +3,7 @@
 import abc
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
@@ -47,6 +47,17 @@ def _defaults_to(name: str, target: str) -> Any:
     forward.__qualname__ = f"AttentionImpl.{name}"
     forward.__doc__ = f"`{target}`, unless a strategy has its own. Same arguments and result."
     return forward
+
+
+# The keywords of `attention` that a `forward_native` need not have.
+_PASSED_ON = frozenset(
+    "score q_offset q_positions kv_positions return_weights return_logsumexp return_carry".split()
+)
+
+
+def with_metadata(strategy: "AttentionImpl", metadata: AttentionMetadata) -> "AttentionImpl":
+    """The strategy with other metadata."""
+    return eqx.tree_at(lambda s: s.metadata, strategy, metadata)
 
 
 class AttentionImpl(eqx.Module):
@@ -195,7 +206,8 @@ class AttentionImpl(eqx.Module):
             for any value; `platform=` and `backend=` in place of those of the metadata;
             `dropout=True`. None and False mean that a feature is not used.
 
-        **Returns:** a [`Support`][eqattn.Support], true unless `unsupported` gives a reason.
+        **Returns:** a [`Support`][eqattn.Support], true unless `unsupported` gives a reason. What
+        depends on query, key and value (shapes, dtypes), and the key of a dropout, is not asked.
 
         **Raises:** `ValueError` for a name that is not in `features`.
         """
@@ -211,8 +223,20 @@ class AttentionImpl(eqx.Module):
             platform, backend = metadata.platform, metadata.backend
         reason = self._select(platform, backend)[1]
         used = {n: f for n, f in features.items() if f is not None and f is not False}
-        reason = reason or self.unsupported(used) or ""
+        asked = self if metadata is self.metadata else with_metadata(self, metadata)
+        reason = reason or self.undeclared(used) or asked.unsupported(used) or ""
         return Support(not reason, reason)
+
+    def undeclared(self, names: Iterable[str]) -> str:
+        """Which of these keywords of [`eqattn.attention`][] `forward_native` has no parameter for:
+        what a call raises, or empty.
+        """
+        parameters = inspect.signature(self.forward_native).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            for name in names:
+                if name in _PASSED_ON and name not in parameters:
+                    return f"{name}: not supported by {type(self).__name__}.forward_native."
+        return ""
 
     def unsupported(self, features: Mapping[str, Any]) -> str | None:
         """A hook: why this strategy cannot do something.
@@ -339,8 +363,8 @@ class AttentionImpl(eqx.Module):
         return jnp.repeat(k, num_reps, axis=-2), jnp.repeat(v, num_reps, axis=-2)
 
 
-# The delegating methods show the arguments that they pass on. (`*args` is for type checkers only: an
-# override may have any parameters if the base takes `*args: Any, **kwargs: Any`.)
+# The delegating methods show the arguments that they pass on. `*args` is for type checkers: a base
+# with `*args: Any, **kwargs: Any` may be overridden with any parameters.
 _parameters = inspect.signature(AttentionImpl.__dict__["forward_native"]).parameters.values()
 _signature = inspect.Signature([p for p in _parameters if p.kind is not p.VAR_POSITIONAL])
 for _method in ("forward_tpu", "forward_gpu", "forward_cpu", "forward_cuda", "forward_rocm"):
@@ -369,16 +393,20 @@ def choose_bias(mask: Any, bias: Any, init_bias: Callable[[], Array] | None) -> 
     return bias
 
 
+def check_static(inference: Any) -> None:
+    if not isinstance(inference, bool):
+        raise TypeError(
+            "inference (deterministic of forward_*) is True or False: it is static. Got "
+            f"{inference!r}."
+        )
+
+
 def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout_rng: Any) -> Any:
     """The key of a `forward_*`'s dropout, None where it is off.
 
     **Raises:** `ValueError` if dropout is on and there is no key.
     """
-    if not isinstance(deterministic, bool):
-        raise TypeError(
-            "inference (deterministic of forward_*) is True or False: it is static. Got "
-            f"{deterministic!r}."
-        )
+    check_static(deterministic)
     if dropout_rng is not None and not hasattr(dropout_rng, "dtype"):
         raise TypeError(f"key must be one from jax.random.key, got {dropout_rng!r}.")
     if deterministic or metadata.dropout_prob == 0:

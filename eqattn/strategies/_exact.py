@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -15,14 +15,18 @@ from jaxtyping import Array, PRNGKeyArray
 from .._carry import Carry
 from .._compat import explicit_axes, sharding_of, typed_by_mesh
 from .._manual import Manual, with_kernel
-from .._masks import Causal
+from .._mask_data import as_int
+from .._masks import AbstractMask, Causal
 from .._output import AttentionOutput
 from .._partition import names_of
 from .._platform import Platform
-from .._problem import as_mask, Problem, problem
-from .._scores import ScoreFn
+from .._problem import as_bias, as_mask, as_scores, check_one_offset, Problem, problem, visible
+from .._scores import AbstractScore, ScoreFn
 from .._stored import AbstractStored, as_stored
-from ._base import AttentionImpl, choose_bias, choose_dropout_key
+from ._base import AttentionImpl, check_static, choose_bias, choose_dropout_key
+
+
+_SCORE_FN = "a ScoreFn may hold what its compiler does not know"
 
 
 class AbstractExact(AttentionImpl):
@@ -64,13 +68,17 @@ class AbstractExact(AttentionImpl):
         if problem.query.dtype not in (jnp.bfloat16, jnp.float32):
             reason = f"its units multiply bfloat16 and float32, not {problem.query.dtype}"
         elif any(isinstance(score, ScoreFn) for score in problem.scores):
-            reason = "a ScoreFn may hold what its compiler does not know"
+            reason = _SCORE_FN
         if reason and platform is not Platform.AUTO:
-            raise ValueError(
-                f"platform={platform.value!r}: there is no kernel of {type(self).__name__} for "
-                f"this call on a TPU ({reason}); use platform='auto' or 'xla'."
-            )
+            raise ValueError(self._without_kernel(reason))
         return "" if reason else platform.value
+
+    def _without_kernel(self, reason: str) -> str:
+        return (
+            f"platform={self.metadata.platform.value!r}: there is no kernel of "
+            f"{type(self).__name__} for this call on a TPU ({reason}); use platform='auto' or "
+            "'xla'."
+        )
 
     def manual(self, problem: Problem, kernel: str, place: Manual | None = None) -> Manual | None:
         """The mesh axes to make manual for the fold: those of `place`, and for a `kernel` those
@@ -94,11 +102,47 @@ class AbstractExact(AttentionImpl):
 
     def unsupported(self, features: Mapping[str, Any]) -> str | None:
         if features.get("return_weights") and not self.forms_weights:
-            return (
-                f"return_weights: {type(self).__name__} never forms the weights; use "
-                "Dense(metadata) (registry name 'dense')."
+            return self._without_weights()
+        try:
+            reason = self._refused(features)
+        except (TypeError, ValueError) as e:
+            return str(e)
+        return reason or super().unsupported(features)
+
+    def _refused(self, features: Mapping[str, Any]) -> str:
+        """Why a call with these features, of whatever shapes, would raise; or raises so itself."""
+        self._check_blocks()
+        given = {name: x for name, x in features.items() if x is not True}
+        check_static(features.get("inference", False))
+        mask, scores = as_mask(given.get("mask")), as_scores(given.get("score"))
+        as_bias(given.get("bias"))
+        check_one_offset(features.get("q_offset"), features.get("q_positions"))
+        if "q_offset" in given:
+            as_int(given["q_offset"], "q_offset")
+        one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=self.precision), one)
+        self.key_shards()  # raises where there is no mesh that has the axes
+        platform = self.metadata.platform
+        if platform not in (Platform.PALLAS, Platform.INTERPRET) or not self.pallas_lowerings:
+            return ""
+        if any(isinstance(score, ScoreFn) for score in scores):
+            return self._without_kernel(_SCORE_FN)
+        if platform is Platform.PALLAS and (reason := operation_without_kernel(mask, scores)):
+            return self._without_kernel(reason)
+        return ""
+
+    def _without_weights(self) -> str:
+        return (
+            f"return_weights: {type(self).__name__} never forms the weights; use "
+            "Dense(metadata) (registry name 'dense')."
+        )
+
+    def _check_blocks(self) -> None:
+        if self.metadata.blocksize_b not in (None, 1):
+            raise ValueError(
+                f"blocksize_b={self.metadata.blocksize_b}: {type(self).__name__} visits one batch "
+                "element at a time; leave it None or 1."
             )
-        return super().unsupported(features)
 
     def forward_native(
         self,
@@ -133,14 +177,10 @@ class AbstractExact(AttentionImpl):
 
         The keyword arguments are those of [`eqattn.attention`][].
         """
-        if self.metadata.blocksize_b not in (None, 1):
-            raise ValueError(
-                f"blocksize_b={self.metadata.blocksize_b}: {type(self).__name__} visits one batch "
-                "element at a time; leave it None or 1."
-            )
+        self._check_blocks()
         dropout_rng = choose_dropout_key(self.metadata, deterministic, dropout_rng)
-        if return_weights and (reason := self.unsupported({"return_weights": True})):
-            raise ValueError(reason)
+        if return_weights and not self.forms_weights:
+            raise ValueError(self._without_weights())
         bias = choose_bias(mask, bias, init_bias)
         mask = as_mask(mask)
         if causal:
@@ -191,6 +231,30 @@ class AbstractExact(AttentionImpl):
             logsumexp=results.get("logsumexp"),
             carry=Carry(*results["carry"]) if return_carry else None,
         )
+
+
+def operation_without_kernel(mask: AbstractMask | None, scores: Sequence[AbstractScore]) -> str:
+    """Why the compiler of kernels cannot translate a mask or a score; empty if it can."""
+    from .._sweep import too_general
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    row, col = (jax.ShapeDtypeStruct((2,), jnp.int32) for _ in range(2))
+    for part in (*([] if mask is None else [mask]), *scores):
+        is_score = isinstance(part, AbstractScore)
+        args: list[Any] = [jax.ShapeDtypeStruct((2, 2), jnp.float32)] if is_score else []
+        args += [number, number, row, col]
+        axes = ["ts"] * is_score + ["", "", "t", "s"]
+        for operand in part.operands():
+            found = "".join(a for a in operand.axes if a in "ts")
+            args.append(jax.ShapeDtypeStruct((2,) * len(found), operand.array.dtype))
+            axes.append(found)
+        fn = part.transform if is_score else visible(part)
+        fn = jax.vmap(fn, [0 if "s" in a else None for a in axes])
+        fn = jax.vmap(fn, [0 if "t" in a else None for a in axes])
+        if name := too_general(jax.make_jaxpr(fn)(*args).jaxpr):
+            kind = type(part).__name__
+            return f"{kind} has a {name}, which the compiler of kernels does not know"
+    return ""
 
 
 def _known_partition(q: Array, *others: Any) -> tuple[Any, ...]:

@@ -1,0 +1,131 @@
+"""`supports` says what the call does, without raising."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqattn import (
+    ALiBi,
+    attention,
+    AttentionImpl,
+    AttentionMetadata as Metadata,
+    AttentionOutput,
+    Blockwise,
+    Causal,
+    Dense,
+    KeyPadding,
+    MaskFn,
+    Ragged,
+    Ring,
+    ScoreFn,
+    SlidingWindow,
+    T5Bias,
+    Tree,
+    Ulysses,
+)
+
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+T = 16
+QUERY, KEY = jnp.ones((2, T, 4, 8)), jnp.ones((2, T, 2, 8))
+TABLE = jnp.arange(T)
+KERNEL = Metadata(platform="pallas", backend="tpu")
+SCORE_FN = ScoreFn(lambda logit, b, h, q, k: logit)
+PLAIN = Blockwise(Metadata())
+
+
+class NoScores(AttentionImpl):
+    @classmethod
+    def get_impl_name(cls):
+        return "no-scores"
+
+    def forward_native(
+        self,
+        q,
+        k,
+        v,
+        mask=None,
+        bias=None,
+        init_bias=None,
+        deterministic=False,
+        dropout_rng=None,
+        causal=True,
+    ):
+        return AttentionOutput(attention_outputs=q)
+
+
+# A strategy, the keywords of a call, and what the refusal names; None if the call runs.
+CASES = {
+    "nothing": (PLAIN, {}, None),
+    "everything": (
+        PLAIN,
+        dict(mask=TABLE < 8, bias=jnp.ones((T, T)), score=[ALiBi.geometric(4)], q_offset=TABLE[:2]),
+        None,
+    ),
+    "inference": (Blockwise(Metadata(dropout_prob=0.5)), dict(inference=True), None),
+    "traced inference": (PLAIN, dict(inference="no"), "inference"),
+    "blocks of the batch": (Blockwise(Metadata(blocksize_b=4)), {}, "blocksize_b=4"),
+    "precision": (Blockwise(Metadata(), precision="bogus"), {}, "recision"),
+    "ring without a mesh": (Ring(Metadata(), axis_name="sp"), {}, "'sp'"),
+    "ulysses without a mesh": (Ulysses(Metadata(), axis_name="sp"), {}, "'sp'"),
+    "ring of one device": (Ring(Metadata()), {}, None),
+    "weights": (PLAIN, dict(return_weights=True), "return_weights"),
+    "dense weights": (Dense(Metadata()), dict(return_weights=True), None),
+    "mask by name": (PLAIN, dict(mask="causal"), "mask module"),
+    "mask of numbers": (PLAIN, dict(mask=jnp.ones((T, T))), "boolean"),
+    "score": (PLAIN, dict(score=3), "score modules"),
+    "one of the scores": (PLAIN, dict(score=[SCORE_FN, 3]), "score modules"),
+    "integer bias": (PLAIN, dict(bias=jnp.ones((T, T), int)), "floating"),
+    "float offset": (PLAIN, dict(q_offset=1.5), "q_offset"),
+    "offset and positions": (PLAIN, dict(q_offset=1, q_positions=TABLE), "not both"),
+    "not declared": (NoScores(Metadata()), dict(score=SCORE_FN), "score: not supported"),
+    "not needed": (NoScores(Metadata()), dict(mask=Causal()), None),
+    "no kernel on cpu": (Blockwise(Metadata(platform="pallas", backend="cpu")), {}, "on cpu"),
+    "kernel": (
+        Blockwise(KERNEL),
+        dict(mask=Causal() & SlidingWindow(3, 0), score=ALiBi.geometric(4), bias=jnp.ones((T, T))),
+        None,
+    ),
+    "kernel of rows": (Ragged(KERNEL), dict(mask=KeyPadding(TABLE[1:3])), None),
+    "kernel of a function": (Blockwise(KERNEL), dict(score=SCORE_FN), "ScoreFn"),
+    "kernel of a table": (Blockwise(KERNEL), dict(score=T5Bias(jnp.zeros((32, 4)))), "gather"),
+    "kernel of a tree": (Blockwise(KERNEL), dict(mask=Tree(TABLE - 1)), "gather"),
+    "kernel that gathers": (
+        Blockwise(KERNEL),
+        dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q] >= k)),
+        "gather",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_supports_is_what_the_call_does(name):
+    strategy, features, refused = CASES[name]
+    able = strategy.supports(**features)
+    assert able.ok == (refused is None) and (able.ok or refused in able.reason), able.reason
+
+    def call(query, key_):
+        return attention(query, key_, key_, strategy, **features).attention_outputs
+
+    def run():
+        traced = jax.jit(call).trace(QUERY, KEY)
+        if strategy.metadata is KERNEL:
+            traced.lower(lowering_platforms=("tpu",))
+
+    if refused is None:
+        return run()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        run()
+    if refused == "gather":  # found as the program is lowered
+        assert "gather" in str(caught.value)
+    else:
+        assert str(caught.value) == able.reason
+
+
+def test_any_value_and_another_platform():
+    true = dict.fromkeys(("mask", "bias", "score", "key", "q_offset", "kv_positions"), True)
+    assert PLAIN.supports(**true, inference=True).ok
+    assert PLAIN.supports(score=SCORE_FN).ok
+    reason = PLAIN.supports(score=SCORE_FN, platform="pallas", backend="tpu").reason
+    assert "ScoreFn" in reason and "platform='pallas'" in reason
+    assert Blockwise(KERNEL).supports(score=SCORE_FN, platform="xla").ok
