@@ -1,4 +1,4 @@
-"""Pictures, with matplotlib: `python -m pip install 'eqattn[viz]'`.
+"""Pictures, with matplotlib: `python -m pip install -e '.[viz]'`.
 
 Each function draws into the `Axes` that it is given, or into a new figure, and returns the `Axes`;
 `ax.figure.savefig("mask.svg")` saves it. No display is needed.

@@ -3,4 +3,4 @@
 try:
     import matplotlib as matplotlib
 except ImportError as e:
-    raise ImportError("eqattn.viz needs matplotlib: python -m pip install 'eqattn[viz]'") from e
+    raise ImportError("eqattn.viz needs matplotlib: python -m pip install -e '.[viz]'") from e
