@@ -8,8 +8,8 @@ a mask without arrays has no leaves, and equal masks have equal treedefs). Masks
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -36,6 +36,12 @@ from ._mask_data import (
     value_of,
 )
 from ._pairs import Operand
+
+
+if TYPE_CHECKING:
+    _PairFn = Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
+else:  # `MaskFn` checks it itself
+    _PairFn = Any
 
 
 class Causal(AbstractMask):
@@ -358,12 +364,7 @@ class MaskFn(AbstractMask):
     row_operands: tuple[Any, ...]
     col_operands: tuple[Any, ...]
 
-    def __init__(
-        self,
-        fn: Callable[[Any, Any, Any, Any], Any] | Callable[..., Any],
-        row_operands: Sequence[Any] = (),
-        col_operands: Sequence[Any] = (),
-    ):
+    def __init__(self, fn: _PairFn, row_operands: Any = (), col_operands: Any = ()):
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)

@@ -119,8 +119,9 @@ class AbstractExact(AttentionImpl):
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
             as_int(given["q_offset"], "q_offset")
-        one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=self.precision), one)
+        if self.precision is not None:
+            one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+            jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=self.precision), one)
         self.key_shards()  # raises where there is no mesh that has the axes
         platform = self.metadata.platform
         if platform not in (Platform.PALLAS, Platform.INTERPRET) or not self.pallas_lowerings:
