@@ -57,18 +57,22 @@ def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
         a, b = (lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
     sides = [x.shape[lead + 1 - c] for x, c in zip((a, b), contract)]
     if lead == 0 or min(sides) > VECTORS:
-        kw = dict(lead=lead, precision=precision, operand_dtype=None)
-        return _dot_general(a, b, contract=contract, **kw)
+        return _dot_general(
+            a, b, contract=contract, lead=lead, precision=precision, operand_dtype=None
+        )
     i = sides.index(min(sides))
     few, matrix = (a, b)[i], (a, b)[1 - i]
     batch = tuple(range(lead))
     dims = (((lead + contract[1 - i],), (lead,)), (batch, batch))
-    kw = dict(precision=precision, preferred_element_type=a.dtype)
-    ys = [
-        lax.dot_general(matrix, lax.index_in_dim(few, j, lead + 1 - contract[i], False), dims, **kw)
-        for j in range(sides[i])
-    ]
-    return jnp.stack(ys, lead + i)
+    product = ft.partial(
+        lax.dot_general,
+        dimension_numbers=dims,
+        precision=precision,
+        preferred_element_type=a.dtype,
+    )
+    axis = lead + 1 - contract[i]
+    vectors = [lax.index_in_dim(few, j, axis, keepdims=False) for j in range(sides[i])]
+    return jnp.stack([product(matrix, x) for x in vectors], lead + i)
 
 
 def _transpose_a(ct, a, b, *, contract, **kw):

@@ -50,10 +50,10 @@ def packed_segments(
     **Raises:** `ValueError` for another shape, and where `cu_seqlens` can be looked at, for
     boundaries that decrease, do not begin at 0 or end after the last token.
     """
-    cu_seqlens = as_ids(cu_seqlens, "cu_seqlens")
-    check_boundaries(cu_seqlens, tokens, "cu_seqlens")
-    xp = jnp if isinstance(cu_seqlens, jax.Array) else np
-    boundaries = cu_seqlens.astype(np.int32)
+    given = as_ids(cu_seqlens, "cu_seqlens")
+    check_boundaries(given, tokens, "cu_seqlens")
+    xp = jnp if isinstance(given, jax.Array) else np
+    boundaries = given.astype(np.int32)
     token = np.arange(tokens, dtype=np.int32)
     ids = xp.searchsorted(boundaries[1:], token, side="right").astype(np.int32)
     inside = ids < len(boundaries) - 1

@@ -7,6 +7,7 @@ import pytest
 from _programs import refuses
 
 
+@pytest.mark.slow
 def test_all_cases_agree_and_skip(capsys):
     assert example.main(["--quick", "--draw"]) == 0
     captured = capsys.readouterr()

@@ -148,6 +148,7 @@ def test_text_is_split_by_document(tmp_path):
     assert (one.tobytes(), rest.tobytes()) == (b"\0" + b"a" * 95, b"\0" + b"b" * 5)
 
 
+@pytest.mark.slow
 def test_a_ring_and_two_processes_train_like_one_device(tmp_path):
     arguments = "--quick --devices 2 --processes 2 --deadline 240 --out".split()
     out, _ = run("ring_training.py", *arguments, tmp_path)

@@ -9,6 +9,7 @@ import pytest
 from _programs import refuses
 
 
+@pytest.mark.slow
 def test_results_agree_in_less_memory(capsys):
     with jax.numpy_dtype_promotion("standard"):  # for optax
         assert example.main(["--quick"]) == 0

@@ -7,6 +7,7 @@ import swap_strategy
 from _programs import refuses, run
 
 
+@pytest.mark.slow
 def test_losses_agree_and_memory_shrinks():
     out, err = run("swap_strategy.py", *"--steps 20 --context 32 --long 1024".split())
     assert "not converted: 100%" in err
