@@ -56,7 +56,7 @@ def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
         info = jnp.finfo(operand_dtype)
         a, b = (lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
     sides = [x.shape[lead + 1 - c] for x, c in zip((a, b), contract)]
-    if lead == 0 or min(sides) > VECTORS:
+    if lead == 0 or not 0 < min(sides) <= VECTORS:
         return _dot_general(
             a, b, contract=contract, lead=lead, precision=precision, operand_dtype=None
         )

@@ -227,7 +227,7 @@ ERRORS = {
         dict(mask=Segments(jnp.zeros((5, 1), jnp.int32), jnp.zeros((5, S), jnp.int32))),
         ValueError, "Segments holds an array",
     ),
-    "a bias": (dict(score=scores.Bias(jnp.zeros((N, S)))), ValueError, "Bias holds an array \\(21, 40\\)"),
+    "a bias": (dict(score=scores.Bias(jnp.zeros((N, S)))), ValueError, "bias holds an array \\(21, 40\\)"),
 }  # fmt: skip
 
 

@@ -408,7 +408,7 @@ def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout
     """
     check_static(deterministic)
     if dropout_rng is not None and not hasattr(dropout_rng, "dtype"):
-        raise TypeError(f"key must be one from jax.random.key, got {dropout_rng!r}.")
+        raise TypeError(f"key must be one key from jax.random.key, got {dropout_rng!r}.")
     if deterministic or metadata.dropout_prob == 0:
         return None
     if dropout_rng is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..._compat import evaluated, interpret, Literal, only_varies
@@ -315,7 +316,7 @@ def in_range(x: Any, factor: float) -> Any:
     """A number times a factor, finite if it is: the origin of a row that sees nothing is the least
     of all numbers.
     """
-    return x * factor if math.isinf(x) else min(max(float(x) * factor, _RANGE[0]), _RANGE[1])
+    return x * factor if math.isinf(x) else np.float32(np.clip(float(x) * factor, *_RANGE))
 
 
 def _plain(eqn) -> dict:
