@@ -157,8 +157,7 @@ def test_every_feature_on_any_number_of_devices(name, n, layout):
 
 # (feature, places of the ring, devices that exchange heads, layout): one place is Ulysses.
 HEADS = [
-    ("function", 1, 4, Contiguous()), ("sinks", 1, 2, Contiguous()), ("bias", 2, 2, Contiguous()),
-    ("segments", 2, 2, Zigzag()),
+    ("sinks", 1, 2, Contiguous()), ("bias", 2, 2, Contiguous()), ("segments", 2, 2, Zigzag()),
 ]  # fmt: skip
 MORE_HEADS = [
     (name, n, group, layout)
