@@ -18,6 +18,7 @@ from .._manual import Manual, with_kernel
 from .._mask_data import as_int
 from .._masks import AbstractMask, Causal
 from .._output import AttentionOutput
+from .._pairs import over_block
 from .._partition import names_of
 from .._platform import Platform
 from .._problem import as_bias, as_mask, as_scores, check_one_offset, Problem, problem, visible
@@ -238,21 +239,17 @@ def operation_without_kernel(mask: AbstractMask | None, scores: Sequence[Abstrac
     """Why the compiler of kernels cannot translate a mask or a score; empty if it can."""
     from .._sweep import too_general
 
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    row, col = (jax.ShapeDtypeStruct((2,), jnp.int32) for _ in range(2))
+    def block(axes, dtype):
+        return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)
+
     for part in (*([] if mask is None else [mask]), *scores):
         is_score = isinstance(part, AbstractScore)
-        args: list[Any] = [jax.ShapeDtypeStruct((2, 2), jnp.float32)] if is_score else []
-        args += [number, number, row, col]
-        axes = ["ts"] * is_score + ["", "", "t", "s"]
-        for operand in part.operands():
-            found = "".join(a for a in operand.axes if a in "ts")
-            args.append(jax.ShapeDtypeStruct((2,) * len(found), operand.array.dtype))
-            axes.append(found)
+        args = [block("ts", jnp.float32)] * is_score
+        args += [block(axes, jnp.int32) for axes in ("", "", "t", "s")]
+        args += [block(operand.axes, operand.array.dtype) for operand in part.operands()]
         fn = part.transform if is_score else visible(part)
-        fn = jax.vmap(fn, [0 if "s" in a else None for a in axes])
-        fn = jax.vmap(fn, [0 if "t" in a else None for a in axes])
-        if name := too_general(jax.make_jaxpr(fn)(*args).jaxpr):
+        jaxpr = jax.make_jaxpr(lambda *xs, fn=fn: over_block(fn, xs))(*args).jaxpr
+        if name := too_general(jaxpr):
             kind = type(part).__name__
             return f"{kind} has a {name}, which the compiler of kernels does not know"
     return ""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from ..._fold import finite
 from ._product import product_of
 
 
@@ -47,9 +48,8 @@ def grouped_product(wide: Array, other: Array, precision: Any) -> Array:
         for h in range(groups)
     ]
     # What is not finite must not meet the zeros: it makes the logits of its own group NaN.
-    seen = [jnp.isfinite(x.astype(jnp.float32)) for x in each]
-    clean = [jnp.where(f, x.astype(jnp.float32), zero).astype(x.dtype) for f, x in zip(seen, each)]
-    bad = [jnp.where(f, zero, jnp.nan).sum(1, keepdims=True) for f in seen]
+    clean = [finite(x.astype(jnp.float32)).astype(x.dtype) for x in each]
+    bad = [(x.astype(jnp.float32) * 0).sum(1, keepdims=True) for x in each]
     logits = product_of(jnp.concatenate(clean, 1), jnp.concatenate(own, 0), (1, 0), precision)
     return logits + spread_groups(jnp.concatenate(bad, 1), rows)
 
