@@ -11,7 +11,7 @@ from ._output import AttentionOutput
 from ._problem import MaskLike, ScoreLike
 from ._stored import AbstractStored
 from .strategies import AttentionImpl, Blockwise
-from .strategies._base import check_strategy
+from .strategies._checks import check_strategy
 
 
 def attention(

@@ -63,14 +63,19 @@ class StackedKVCache(eqx.Module):
     def layer(self, index: Any) -> "LayerCache":
         """The cache of a layer, whose index may be traced.
 
-        **Raises:** `ValueError` for an index that is known not to be one of the layers'.
+        **Raises:** `ValueError` for an index that is known not to be one of the layers'; for a
+        traced one, `equinox.error_if` raises when the program runs.
         """
         index, layers = as_ids(index, "index"), self.length.shape[0]
         known = concrete(index)
         if index.shape != () or (known is not None and not 0 <= known < layers):
             got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
             raise ValueError(f"index must be one of the {layers} layers, from 0 on, got {got}.")
-        return LayerCache(self, jnp.asarray(int32(index)))
+        index = jnp.asarray(int32(index))
+        if known is None:
+            message = f"index must be one of the {layers} layers, from 0 on"
+            index = eqx.error_if(index, (index < 0) | (index >= layers), message)
+        return LayerCache(self, index)
 
 
 class LayerCache(AbstractCache):

@@ -84,6 +84,9 @@ def test_layers_in_one_cache(x64):
     for index, error in ((7, ValueError), (-1, ValueError), ([0], ValueError), (1.7, TypeError)):
         with pytest.raises(error, match="index must be"):
             stacked.layer(index)
+    for index in (3, -1):
+        with pytest.raises(Exception, match="index must be one of the 3 layers"):
+            jax.block_until_ready(jax.jit(lambda s, i: s.layer(i).length)(stacked, index))
     with pytest.raises(ValueError, match="multiple of 64"):
         StackedKVCache.empty(3, B, 61, K, D)
 

@@ -11,12 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from eqattn._metadata import AttentionMetadata, RuntimeMode
 from eqattn._output import AttentionOutput
 from eqattn._registry import AttentionRegistry
-from eqattn.strategies._base import (
-    AttentionImpl,
-    choose_bias,
-    choose_dropout_key,
-    Support,
-)
+from eqattn.strategies._base import AttentionImpl, Support
+from eqattn.strategies._checks import choose_bias, choose_dropout_key
 
 
 class Minimal(AttentionImpl):

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from .._masks import AbstractMask, Causal, Dense, SlidingWindow
 from .._metadata import AttentionMetadata
-from ..strategies import _base as base, AttentionImpl, Blockwise, Ragged
+from ..strategies import _checks as checks, AttentionImpl, Blockwise, Ragged
 
 
 # What a strategy's metadata leaves to the layer, and the layer's argument for it.
@@ -48,7 +48,7 @@ def check_strategy(strategy: Any) -> None:
     """Raises unless a strategy, or None, leaves to the layer what is the layer's."""
     if strategy is None:
         return
-    base.check_strategy(strategy)
+    checks.check_strategy(strategy)
     for name, argument in _OF_THE_LAYER.items():
         value = getattr(strategy.metadata, name)
         if value is not None and not (name == "dropout_prob" and value == 0):

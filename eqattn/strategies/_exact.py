@@ -24,7 +24,8 @@ from .._platform import Platform
 from .._problem import as_bias, as_mask, as_scores, check_one_offset, Problem, problem, visible
 from .._scores import AbstractScore, ScoreFn
 from .._stored import AbstractStored, as_stored
-from ._base import AttentionImpl, check_static, choose_bias, choose_dropout_key
+from ._base import AttentionImpl
+from ._checks import check_static, choose_bias, choose_dropout_key
 
 
 _SCORE_FN = "a ScoreFn may hold what its compiler does not know"

@@ -1,0 +1,60 @@
+"""What every `forward_*` and every entry checks before a strategy runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from .._masks import AbstractMask
+from .._metadata import AttentionMetadata
+from ._base import AttentionImpl
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises, with the remedy, unless it is a strategy."""
+    if isinstance(strategy, AttentionImpl):
+        return
+    if isinstance(strategy, AbstractMask | jax.Array | np.ndarray | list):
+        raise TypeError(
+            f"strategy must be an AttentionImpl such as Blockwise(metadata), got "
+            f"{type(strategy).__name__}; pass masks by name, mask=, and biases bias=."
+        )
+    raise TypeError(
+        f"strategy must be an AttentionImpl such as Blockwise(metadata), got {strategy!r}; "
+        "AttentionRegistry.create(name, metadata) makes one from a name."
+    )
+
+
+def choose_bias(mask: Any, bias: Any, init_bias: Callable[[], Array] | None) -> Any:
+    """The bias of a `forward_*`: `init_bias()` only where both mask and bias are None."""
+    if mask is None and bias is None and init_bias is not None:
+        return init_bias()
+    return bias
+
+
+def check_static(inference: Any) -> None:
+    if not isinstance(inference, bool):
+        raise TypeError(
+            "inference (deterministic of forward_*) is True or False: it is static. Got "
+            f"{inference!r}."
+        )
+
+
+def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout_rng: Any) -> Any:
+    """The key of a `forward_*`'s dropout, None where it is off.
+
+    **Raises:** `ValueError` if dropout is on and there is no key.
+    """
+    check_static(deterministic)
+    if dropout_rng is not None and not hasattr(dropout_rng, "dtype"):
+        raise TypeError(f"key must be one key from jax.random.key, got {dropout_rng!r}.")
+    if deterministic or metadata.dropout_prob == 0:
+        return None
+    if dropout_rng is None:
+        raise ValueError(
+            f"dropout_prob={metadata.dropout_prob} needs a key: pass key= (dropout_rng= of "
+            "forward_*), or switch dropout off by inference=True (deterministic=True)."
+        )
+    return dropout_rng
