@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ._dot import VECTORS
 from ._manual import BATCH as BATCH, HEAD as HEAD, split_axis
 from ._problem import Problem
 from ._stored import even_block, Pages
@@ -236,10 +235,9 @@ def choose_blocking(
             together = min(max(512 // page, 1), -(-s // page)) if kernel else 1
             block_k = together * page
         elif in_place:  # a size that divides the keys needs no padded copy of them
-            few = t * heads <= VECTORS * problem.sizes[3]
-            vectors = few and not kernel and jax.default_backend() == "cpu"
+            single = t == 1 and not kernel and jax.default_backend() == "cpu"
             most = 512 if kernel else 256
-            block_k = (vectors and even_block(s, 128)) or even_block(s, most) or block_k
+            block_k = (single and even_block(s, 128)) or even_block(s, most) or block_k
     return Blocking(
         batch=math.prod(problem.batch_shape),
         kv_heads=kv_heads,

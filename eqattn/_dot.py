@@ -32,17 +32,9 @@ def dot(a: Array, b: Array, contract: tuple[int, int], *, precision=None, operan
 
 
 _FEW = 32
-VECTORS = 4
-"""So many of them XLA:CPU multiplies by a matrix faster one by one than together."""
 
 
 def _dot_general(a, b, *, contract, lead, precision, operand_dtype):
-    if lead and contract == (0, 0) and b.shape[-1] <= _FEW:
-        # Many small products: XLA:CPU is slow if their left sides are transposed. Turned by way of
-        # an axis of size 1, as it would undo a mere transpose.
-        turned = jnp.moveaxis(b[..., None, :, :], -1, -3).squeeze(-2)
-        kw = dict(lead=lead, precision=precision, operand_dtype=operand_dtype)
-        return jnp.swapaxes(_dot_general(turned, a, contract=(1, 0), **kw), -1, -2)
     batch = tuple(range(lead))
     dims = (((contract[0] + lead,), (contract[1] + lead,)), (batch, batch))
     out = a.dtype
@@ -55,24 +47,18 @@ def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
     if operand_dtype is not None:  # it has no products of narrow numbers with every shape
         info = jnp.finfo(operand_dtype)
         a, b = (lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
-    sides = [x.shape[lead + 1 - c] for x, c in zip((a, b), contract)]
-    if lead == 0 or not 0 < min(sides) <= VECTORS:
-        return _dot_general(
-            a, b, contract=contract, lead=lead, precision=precision, operand_dtype=None
-        )
-    i = sides.index(min(sides))
-    few, matrix = (a, b)[i], (a, b)[1 - i]
-    batch = tuple(range(lead))
-    dims = (((lead + contract[1 - i],), (lead,)), (batch, batch))
-    product = ft.partial(
-        lax.dot_general,
-        dimension_numbers=dims,
-        precision=precision,
-        preferred_element_type=a.dtype,
-    )
-    axis = lead + 1 - contract[i]
-    vectors = [lax.index_in_dim(few, j, axis, keepdims=False) for j in range(sides[i])]
-    return jnp.stack([product(matrix, x) for x in vectors], lead + i)
+    product = ft.partial(_dot_general, lead=lead, precision=precision, operand_dtype=None)
+    # Many small products are slow if their left sides are transposed.
+    if lead and contract == (0, 0) and a.shape[-1] <= _FEW:
+        return product(_turned(a), b, contract=(1, 0))
+    if lead and contract == (0, 0) and b.shape[-1] <= _FEW:
+        return jnp.swapaxes(product(_turned(b), a, contract=(1, 0)), -1, -2)
+    return product(a, b, contract=contract)
+
+
+def _turned(x):
+    """Transposed by way of an axis of size 1: XLA would undo a mere transpose."""
+    return jnp.moveaxis(x[..., None, :, :], -1, -3).squeeze(-2)
 
 
 def _transpose_a(ct, a, b, *, contract, **kw):

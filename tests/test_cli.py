@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from _programs import refuses
 
 from eqattn import AttentionRegistry, Causal, ring_plan, Zigzag
 from eqattn.__main__ import main
-from eqattn._bench import accuracy, cases, report
+from eqattn._bench import accuracy, cases, report, timing
 from eqattn._bench.measure import measure
 from eqattn._info import parse_mask
 from eqattn._tpu_report import cli as tpu_report
@@ -187,6 +188,21 @@ def test_list(capsys):
     assert "cpu-bf16-causal-2048-fwd" not in names
     assert main(["bench", "--list", "--accuracy"]) == 0
     assert len(capsys.readouterr().out.split()) == 8
+
+
+def test_what_a_program_leaves_behind_is_its_own(monkeypatch):
+    now, left = 0.0, 0.0
+
+    def takes(seconds, leaves):
+        def call():
+            nonlocal now, left
+            now, left = now + seconds + left, leaves
+
+        return call
+
+    monkeypatch.setattr(time, "process_time", lambda: now)
+    times = timing.rounds_of({"lavish": takes(1.0, 0.5), "thrifty": takes(1.0, 0.0)}, 4)
+    assert (times["lavish"] == 1.5).all() and (times["thrifty"] == 1).all()
 
 
 def test_verdicts():
