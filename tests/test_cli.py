@@ -141,6 +141,7 @@ def test_bench(tmp_path):
     assert not any("WRONG" in r["note"] for r in data["rows"])
     for name, _ in rows:
         assert name in done.stdout and name in page.read_text()
+    assert "| time / jax.nn |" in page.read_text() and "time ms" not in page.read_text()
     pytest.importorskip("matplotlib")
     assert (tmp_path / "figures.png").stat().st_size > 0
 

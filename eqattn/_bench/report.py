@@ -57,8 +57,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
-    """A table for the documentation."""
-    header, *lines = _cells(rows)
+    """A table for the documentation, without lone times: they say little of other machines."""
+    header, *lines = _cells([row for row in rows if row.figure.split()[-1] not in ("ms", "s")])
     text = [", ".join(f"{k} {v}" for k, v in machine.items()) + ".", ""]
     text += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines)]
     return "\n".join([*text, "", *(f"- {note}" for note in _notes(rows))]).rstrip() + "\n"
