@@ -14,6 +14,7 @@ from jax.extend.core import (
     jaxpr_as_fun as jaxpr_as_fun,
     Literal as Literal,
     Primitive as Primitive,
+    primitives as primitives,
 )
 from jax.extend.core.primitives import jit_p
 from jax.interpreters import ad as ad, batching as batching, mlir as mlir

@@ -2,11 +2,11 @@
 
 import math
 
-import jax.extend.core.primitives as P
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._compat import primitives as P
 from ._interval_values import (
     carrier,
     finite,

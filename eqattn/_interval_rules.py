@@ -2,9 +2,9 @@
 
 import operator
 
-import jax.extend.core.primitives as P
 import numpy as np
 
+from ._compat import primitives as P
 from ._interval_values import carrier, finite, guard, Interval, kind, limits, rounded, xp_of
 
 

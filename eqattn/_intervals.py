@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core.primitives as P
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from ._compat import interpret, only_varies
+from ._compat import interpret, Literal, only_varies, primitives as P
 from ._interval_arrays import ARRAY_RULES, block_ends, convert, expand, select, too_large, unknown
 from ._interval_rules import clamp, EXACT, floor_divide, REFLEXIVE, remainder, RULES
 from ._interval_values import carrier, finite, GRID, Interval, kind, source, top, xp_of
