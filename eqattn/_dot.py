@@ -32,6 +32,7 @@ def dot(a: Array, b: Array, contract: tuple[int, int], *, precision=None, operan
 
 
 _FEW = 32
+_PIECE = 128
 
 
 def _dot_general(a, b, *, contract, lead, precision, operand_dtype):
@@ -48,11 +49,17 @@ def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
         info = jnp.finfo(operand_dtype)
         a, b = (lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
     product = ft.partial(_dot_general, lead=lead, precision=precision, operand_dtype=None)
-    # Many small products are slow if their left sides are transposed.
-    if lead and contract == (0, 0) and a.shape[-1] <= _FEW:
+    if contract != (0, 0):
+        return product(a, b, contract=contract)
+    # Transposed left sides: many small ones are slow, and one is fastest in pieces, whose sums are
+    # also nearer to the exact ones.
+    if lead and a.shape[-1] <= _FEW:
         return product(_turned(a), b, contract=(1, 0))
-    if lead and contract == (0, 0) and b.shape[-1] <= _FEW:
+    if lead and b.shape[-1] <= _FEW:
         return jnp.swapaxes(product(_turned(b), a, contract=(1, 0)), -1, -2)
+    if not lead and a.shape[0] in (2 * _PIECE, 4 * _PIECE):
+        a, b = (x.reshape(-1, _PIECE, x.shape[1]) for x in (a, b))
+        return product(a, b, contract=contract, lead=1).sum(0)
     return product(a, b, contract=contract)
 
 
