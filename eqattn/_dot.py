@@ -58,8 +58,8 @@ def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
     if lead and b.shape[-1] <= _FEW:
         return jnp.swapaxes(product(_turned(b), a, contract=(1, 0)), -1, -2)
     if not lead and a.shape[0] in (2 * _PIECE, 4 * _PIECE):
-        a, b = (x.reshape(-1, _PIECE, x.shape[1]) for x in (a, b))
-        return product(a, b, contract=contract, lead=1).sum(0)
+        a, b = (lax.reshape(x, (len(x) // _PIECE, _PIECE, x.shape[1])) for x in (a, b))
+        return lax.reduce_sum(product(a, b, contract=contract, lead=1), (0,))
     return product(a, b, contract=contract)
 
 
