@@ -1,0 +1,60 @@
+"""Products of blocks, in every orientation and for the lengths that a CPU does in another way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqattn._dot import dot
+
+
+CONTRACT = [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def drawn(contract, n, few, lead):
+    rng = np.random.default_rng(n)
+    sides = [(n, free) if c == 0 else (free, n) for c, free in zip(contract, (few, 48))]
+    return [jnp.asarray(rng.standard_normal((*lead, *s)), jnp.float32) for s in sides]
+
+
+def exact(a, b, contract):
+    a, b = (np.float64(x) for x in (a, b))
+    a = a if contract[0] == 1 else np.swapaxes(a, -1, -2)
+    b = b if contract[1] == 0 else np.swapaxes(b, -1, -2)
+    return a @ b, abs(a) @ abs(b)
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["one", "many"])
+@pytest.mark.parametrize("few", [1, 4, 40])
+@pytest.mark.parametrize("n", [64, 256, 384, 512])
+@pytest.mark.parametrize("contract", CONTRACT)
+def test_products_and_their_gradients(contract, n, few, lead):
+    a, b = drawn(contract, n, few, lead)
+    one = lambda a, b: dot(a, b, contract, precision="highest")
+    y, pull = jax.vjp(jax.vmap(one) if lead else one, a, b)
+    want, size = exact(a, b, contract)
+    u = 2.0**-24
+    assert (abs(y - want) <= (n + 1) * u * size).all()
+    da, db = pull(y)
+    # a' = y b^T in the orientation of a, and b' likewise
+    turn = lambda x, yes: np.swapaxes(x, -1, -2) if yes else x
+    wide = [turn(np.float64(x), t) for x, t in ((a, contract[0] == 0), (b, contract[1] == 1))]
+    z = np.float64(y)
+    for got, left, right, turned in (
+        (da, z, np.swapaxes(wide[1], -1, -2), contract[0] == 0),
+        (db, np.swapaxes(wide[0], -1, -2), z, contract[1] == 1),
+    ):
+        depth = left.shape[-1]
+        bound = (depth + 1) * u * (abs(left) @ abs(right))
+        assert (abs(turn(got, turned) - left @ right) <= bound).all()
+
+
+@pytest.mark.parametrize("few", [4, 40])
+@pytest.mark.parametrize("n", [64, 256])
+@pytest.mark.parametrize("contract", CONTRACT)
+def test_what_the_multiplier_reads(contract, n, few):
+    a, b = drawn(contract, n, few, ())
+    y = dot(a, b, contract, precision="highest", operand_dtype=jnp.bfloat16)
+    want, size = exact(*(x.astype(jnp.bfloat16).astype(jnp.float32) for x in (a, b)), contract)
+    assert y.dtype == jnp.float32
+    assert (abs(y - want) <= (n + 1) * 2.0**-24 * size).all()
