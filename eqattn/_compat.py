@@ -16,7 +16,6 @@ from jax.extend.core import (
     Primitive as Primitive,
     primitives as primitives,
 )
-from jax.extend.core.primitives import jit_p
 from jax.interpreters import ad as ad, batching as batching, mlir as mlir
 
 
@@ -124,6 +123,8 @@ def replay(closed: ClosedJaxpr, *args) -> list:
     def evaluate(eqn, xs):
         if only_varies(eqn):
             return [vary(x, frozenset(eqn.params["axes"])) for x in xs]
-        return replay(eqn.params["jaxpr"], *xs) if eqn.primitive is jit_p else evaluated(eqn, xs)
+        if eqn.primitive is primitives.jit_p:
+            return replay(eqn.params["jaxpr"], *xs)
+        return evaluated(eqn, xs)
 
     return interpret(closed.jaxpr, closed.consts, args, evaluate)

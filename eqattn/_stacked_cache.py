@@ -67,13 +67,12 @@ class StackedKVCache(eqx.Module):
         traced one, `equinox.error_if` raises when the program runs.
         """
         index, layers = as_ids(index, "index"), self.length.shape[0]
-        known = concrete(index)
+        known, message = concrete(index), f"index must be one of the {layers} layers, from 0 on"
         if index.shape != () or (known is not None and not 0 <= known < layers):
             got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
-            raise ValueError(f"index must be one of the {layers} layers, from 0 on, got {got}.")
+            raise ValueError(f"{message}, got {got}.")
         index = jnp.asarray(int32(index))
         if known is None:
-            message = f"index must be one of the {layers} layers, from 0 on"
             index = eqx.error_if(index, (index < 0) | (index >= layers), message)
         return LayerCache(self, index)
 
