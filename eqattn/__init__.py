@@ -5,21 +5,23 @@ import typing as _typing
 
 from . import masks as masks, scores as scores
 from ._attention import attention as attention
-from ._blockwise_attn import blockwise_attn as blockwise_attn
 from ._carry import Carry as Carry
-from ._dot_product import dot_product_attention as dot_product_attention
-from ._dropout import dropout_mask as dropout_mask
-from ._metadata import (
-    AttentionMetadata as AttentionMetadata,
-    Backend as Backend,
-    Platform as Platform,
-    RuntimeMode as RuntimeMode,
-)
-from ._mixed_batch import ragged_attention as ragged_attention
+from ._config.metadata import AttentionMetadata as AttentionMetadata
+from ._config.partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
+from ._config.platform import Backend as Backend, Platform as Platform, RuntimeMode as RuntimeMode
 from ._output import AttentionOutput as AttentionOutput
-from ._packed import packed_segments as packed_segments, PackedSegments as PackedSegments
-from ._partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
-from ._ragged_attention import (
+from ._ragged_attention import ragged_attention as ragged_attention
+from ._ring.layout import (
+    AbstractRingLayout as AbstractRingLayout,
+    Contiguous as Contiguous,
+    ring_mesh as ring_mesh,
+    Zigzag as Zigzag,
+)
+from ._ring.plan import ring_plan as ring_plan, RingPlan as RingPlan
+from ._save.save import load as load, save as save
+from .compat.blockwise import blockwise_attn as blockwise_attn
+from .compat.dot_product import dot_product_attention as dot_product_attention
+from .compat.ragged import (
     get_mha_cost_estimate as get_mha_cost_estimate,
     ragged_gqa as ragged_gqa,
     ragged_mha as ragged_mha,
@@ -28,21 +30,12 @@ from ._ragged_attention import (
     reference_mha as reference_mha,
     reference_mqa as reference_mqa,
 )
-from ._ragged_kernel import ragged_flash_attention_kernel as ragged_flash_attention_kernel
-from ._registry import AttentionRegistry as AttentionRegistry
-from ._ring_attention import (
+from .compat.ragged_kernel import ragged_flash_attention_kernel as ragged_flash_attention_kernel
+from .compat.ring import (
     BwdParams as BwdParams,
     FwdParams as FwdParams,
     ring_attention as ring_attention,
 )
-from ._ring_layout import (
-    AbstractRingLayout as AbstractRingLayout,
-    Contiguous as Contiguous,
-    ring_mesh as ring_mesh,
-    Zigzag as Zigzag,
-)
-from ._ring_plan import ring_plan as ring_plan, RingPlan as RingPlan
-from ._save import load as load, save as save
 from .masks import (
     BlockCausal as BlockCausal,
     Causal as Causal,
@@ -56,7 +49,9 @@ from .masks import (
     SlidingWindow as SlidingWindow,
     Tree as Tree,
 )
+from .masks._packed import packed_segments as packed_segments, PackedSegments as PackedSegments
 from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn, T5Bias as T5Bias
+from .scores._dropout import dropout_mask as dropout_mask
 from .strategies import (
     AttentionImpl as AttentionImpl,
     Blockwise as Blockwise,
@@ -67,12 +62,13 @@ from .strategies import (
     Support as Support,
     Ulysses as Ulysses,
 )
+from .strategies._registry import AttentionRegistry as AttentionRegistry
 
 
 if _typing.TYPE_CHECKING:
     from . import cache as cache, nn as nn
 
-__version__ = "0.1.0"
+from ._version import __version__ as __version__
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -14,9 +14,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     **Returns:** the exit status. Bad arguments exit with status 2 and a message.
     """
-    from . import _info
-    from ._bench import cli
-    from ._tpu_report import cli as tpu_report
+    from ._tools import info as _info
+    from ._tools.bench import cli
+    from ._tools.tpu_report import cli as tpu_report
 
     parser = argparse.ArgumentParser(
         prog="python -m eqattn", description="Exact, memory-efficient attention in JAX."

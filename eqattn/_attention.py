@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._metadata import AttentionMetadata
+from ._config.metadata import AttentionMetadata
 from ._output import AttentionOutput
-from ._problem import MaskLike, ScoreLike
-from ._stored import AbstractStored
+from ._problem.problem import MaskLike, ScoreLike
+from ._problem.storage import AbstractStored
 from .strategies import AttentionImpl, Blockwise
 from .strategies._checks import check_strategy
 
@@ -73,32 +72,19 @@ def attention(
             raise TypeError(f"query must be floating point, got {dtype}; cast it first.")
         strategy = Blockwise(AttentionMetadata(runtime_dtype=dtype))
     check_strategy(strategy)
-    flags = dict(
-        return_weights=return_weights,
-        return_logsumexp=return_logsumexp,
-        return_carry=return_carry,
-    )
-    for name, flag in flags.items():
-        if isinstance(flag, jax.Array):
-            raise TypeError(f"{name} is True or False: it is static; use static_argnames of jit.")
-    extras = dict(
-        score=score,
-        q_offset=q_offset,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        **{name: flag or None for name, flag in flags.items()},
-    )
-    extras = {name: x for name, x in extras.items() if x is not None}
-    if reason := strategy.undeclared(extras):
-        raise ValueError(reason)
-    return strategy.dispatch(
+    return strategy(
         query,
         key_,
         value,
         mask=mask,
         bias=bias,
-        deterministic=inference,
-        dropout_rng=key,
-        causal=False,
-        **extras,
+        score=score,
+        key=key,
+        inference=inference,
+        q_offset=q_offset,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        return_weights=return_weights,
+        return_logsumexp=return_logsumexp,
+        return_carry=return_carry,
     )

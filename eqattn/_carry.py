@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ._misc import accumulation
+
 
 def gauge(maximum: Array) -> Array:
     """The maximum as an origin for exponents: a constant, and finite where nothing was seen."""
@@ -26,11 +28,6 @@ def online_softmax(logits: Array, before: Array) -> tuple[Array, Array, Array]:
     now = jnp.maximum(before, logits.max(-1, keepdims=True))
     origin = gauge(now)
     return now, jnp.exp(logits - origin), jnp.exp(before - origin)
-
-
-def accumulation(*dtypes) -> jnp.dtype:
-    """What sums are kept in: float64 if any of the dtypes is, else float32."""
-    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
 class Carry(eqx.Module):

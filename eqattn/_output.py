@@ -9,7 +9,7 @@ import equinox as eqx
 from jaxtyping import Array, Float
 
 from ._carry import Carry
-from ._serialise import check_names, decode, encode
+from ._config.json import check_names, decode, encode
 
 
 # What a field that was not asked for holds. Type checkers can't know what a call asked for: to them

@@ -11,22 +11,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-
-def as_array(x: Any, name: str, least_ndim: int = 0) -> Any:
-    """An array as it is; lists and Python scalars as NumPy. NumPy has one of JAX's dtypes."""
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        if not isinstance(x, list | tuple | bool | int | float):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
-        x = np.asarray(x)
-    if isinstance(x, np.ndarray | np.generic):
-        x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
-    if x.ndim < least_ndim:
-        raise ValueError(f"{name} must have at least {least_ndim} axis, got shape {x.shape}.")
-    return x
+from ._misc import as_array
 
 
 class Operand(eqx.Module):
@@ -102,3 +92,18 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
             fn = jax.vmap(fn, in_axes)
     squeezed = [a.reshape(tuple(n for n in a.shape if n > 1)) for a in args]
     return jnp.asarray(fn(*squeezed)).reshape(shape)
+
+
+def scalar_result(fn: Callable, *args: Any) -> Any:
+    """What a user's function of one pair returns.
+
+    **Raises:** `TypeError` with the remedy if it branches on a traced value.
+    """
+    try:
+        return fn(*args)
+    except jax.errors.TracerBoolConversionError as e:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        raise TypeError(
+            f"{name} asks whether a traced scalar is true: write `&`, `|` and `~` for `and`, `or` "
+            "and `not`, and jnp.where(condition, x, y) for `if`."
+        ) from e

@@ -1,224 +1,205 @@
-"""One query per row over a cache: `ragged_mha`, `ragged_gqa`, `ragged_mqa` and their references."""
+"""Rows with different numbers of new queries in one call: prompts, single tokens, drafts."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ._attention import attention
-from ._carry import accumulation
-from ._masks import KeyPadding
-from ._metadata import AttentionMetadata
+from ._carry import Carry
+from ._misc import as_ids, as_int, concrete, int32
+from ._output import AttentionOutput
+from ._problem.packed_rows import mask_of_rows, scores_of_rows
+from ._problem.problem import as_mask, as_scores
+from ._problem.storage import AbstractStored, apart, as_stored, even_block, joined, Pages, Quantized
+from .masks._causal import Causal
+from .masks._packed import check_boundaries, packed_segments
+from .masks._padding import KeyPadding
 from .strategies.ragged import Ragged
 
 
-DEFAULT_MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
-
-
-def ragged_gqa(
-    query: Float[Array, "b *one h d"],
-    key: Float[Array, "b s k d"],
-    value: Float[Array, "b s k v"],
+def ragged_attention(
+    query: Float[Array, "n h d"],
+    key_: Float[Array | AbstractStored, "b s k d"],
+    value: Float[Array | AbstractStored, "b s k v"],
+    cu_q_lens: Int[Array, " b1"],
     lengths: Int[Array, " b"],
-    starts: Int[Array, " b"] | None = None,
+    strategy: Ragged,
     *,
-    block_size: int = 256,
-    mask_value: float = DEFAULT_MASK_VALUE,
-    cost_estimate: Any = None,
-) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """Attention of one query per row over the keys `starts <= s < lengths` of that row.
+    starts: Int[Array, " b"] | None = None,
+    mask: Any = None,
+    causal: bool = True,
+    score: Any = None,
+    block_q: int = 16,
+    return_logsumexp: bool = False,
+    return_carry: bool = False,
+) -> AttentionOutput:
+    """Attention of queries that are packed one row after the other, each row over its own keys.
 
-    The logits are not scaled. Only the blocks that hold visible keys are read.
+    A row's queries are its last tokens: the last of them is at position `lengths - 1`. So one call
+    serves rows that enter a prompt, rows that take one token and rows that check drafts.
 
     **Arguments:**
 
-    - `query`: `[b, h, d]` or `[b, 1, h, d]`.
-    - `key`, `value`: `[b, s, k, d]` and `[b, s, k, v]`, where `k` divides `h`.
-    - `lengths`: the position after the last visible key, an end and not a count.
-    - `starts`: the first visible key, default 0. A start at or after the end shows no key.
-    - `block_size`: keys that are read at a time.
-    - `mask_value`: only checked. Masked keys are left out exactly, whatever they hold.
-    - `cost_estimate`: must be None: the cost depends on the lengths.
+    - `query`: `[n, h, d]`; row `i` has those from `cu_q_lens[i]` to before `cu_q_lens[i + 1]`.
+        Queries after the last row's are padding.
+    - `key_`, `value`: `[b, s, k, d]` and `[b, s, k, v]`, such as those of a cache.
+    - `cu_q_lens`: int `[b + 1]`, not decreasing, from 0 on.
+    - `lengths`, `starts`: int `[b]`, the keys `starts <= position < lengths` of each row are
+        visible. `lengths` counts the new queries' keys too.
+    - `strategy`: a [`eqattn.Ragged`][].
+    - `mask`, `score`: in addition. They get the index of the row as `b`, and may hold arrays per
+        row and head, but none per query or key.
+    - `causal`: hides the keys after each query.
+    - `block_q`: queries that are visited together. Each row fills its last block with padding.
 
-    **Returns:**
+    **Returns:** an [`eqattn.AttentionOutput`][]: `attention_outputs` `[n, h, v]`, and if asked for
+    `logsumexp` `[n, h]` and `carry`. Padding has output 0, logsumexp `-inf` and zero gradients.
 
-    `o`, `m` and `l`: the normalised output `[b, h, v]`, the maximum of the logits and the
-    denominator relative to it, `[b, h, 1]`; all have a second axis of size 1 if the query has, and
-    the accumulation dtype (float32). [`eqattn.Carry.from_oml`][] makes them mergeable. A row that
-    sees no key has 0, `-inf` and 0.
-
-    **Raises:** `ValueError` for shapes that do not fit, a `mask_value` above -1e30 or a
-    `cost_estimate`.
+    **Raises:** `ValueError` or `TypeError` at trace time, naming the shapes and the remedy; also
+    for `cu_q_lens` and `lengths` that do not fit, where they are known then.
     """
-    _check(mask_value, cost_estimate)
-    if query.ndim not in (3, 4) or (query.ndim == 4 and query.shape[1] != 1):
-        raise ValueError(
-            f"query must be [b, h, d] or [b, 1, h, d], got {query.shape}; several queries per row "
-            "are attention(query, key, value, Ragged(metadata), ...)."
-        )
-    metadata = AttentionMetadata(
-        runtime_dtype=query.dtype, softmax_scale=1.0, blocksize_k=min(block_size, key.shape[1] or 1)
+    mask, scores = as_mask(mask), as_scores(score)
+    cu_q_lens, lengths, starts = _checked(query, key_, value, cu_q_lens, lengths, starts)
+    _check_strategy(strategy)
+    block_q = as_int(block_q, "block_q", least=1, static=True).value
+    place = _places(cu_q_lens, len(query), min(block_q, max(len(query), 1)))
+    row, rows, heads = place.row, len(lengths), query.shape[1]
+    count = cu_q_lens[1:] - cu_q_lens[:-1]
+    mask = mask_of_rows(mask, row, rows, heads)
+    length = jnp.where(place.live, lengths[row], 0)
+    shown = KeyPadding(length, starts[row])
+    for more in (Causal() if causal else None, mask):
+        shown = shown if more is None else shown & more
+    size = strategy.metadata.blocksize_k
+    blocks = jnp.take(query, place.tokens, axis=0, mode="fill", fill_value=0)
+    output = attention(
+        blocks,
+        _of_blocks(key_, row, size),
+        _of_blocks(value, row, size),
+        strategy,
+        mask=shown,
+        score=scores_of_rows(scores, row, rows, heads, query.dtype) or None,
+        q_offset=lengths[row] - count[row] + place.first,
+        return_logsumexp=return_logsumexp,
+        return_carry=return_carry,
     )
-    carry = attention(
-        query if query.ndim == 4 else query[:, None],
-        key,
-        value,
-        Ragged(metadata),
-        mask=KeyPadding(lengths, 0 if starts is None else starts),
-        return_carry=True,
-    ).carry
-    return _like(query, *carry.to_oml())
+    seen = place.token_block < len(row)
+    at = jnp.minimum(place.token_block, len(row) - 1), place.token_offset
 
+    def unpack(x: Array, padding: float = 0.0) -> Array:
+        x = x[at]
+        return jnp.where(seen.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(padding, x.dtype))
 
-def ragged_mha(
-    query: Float[Array, "b *one h d"],
-    key: Float[Array, "b s h d"],
-    value: Float[Array, "b s h v"],
-    lengths: Int[Array, " b"],
-    starts: Int[Array, " b"] | None = None,
-    *,
-    block_size: int = 256,
-    mask_value: float = DEFAULT_MASK_VALUE,
-    cost_estimate: Any = None,
-) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """[`eqattn.ragged_gqa`][] where each query head has a key head of its own."""
-    _same_heads(query, key)
-    options: Any = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
-    return ragged_gqa(query, key, value, lengths, starts, **options)
-
-
-def ragged_mqa(
-    q: Float[Array, "b *h d"],
-    k: Float[Array, "b s d"],
-    v: Float[Array, "b s v"],
-    lengths: Int[Array, " b"],
-    starts: Int[Array, " b"] | None = None,
-    *,
-    block_size: int = 256,
-    mask_value: float = DEFAULT_MASK_VALUE,
-    cost_estimate: Any = None,
-) -> tuple[Float[Array, "b *h v"], Float[Array, "b *h 1"], Float[Array, "b *h 1"]]:
-    """[`eqattn.ragged_gqa`][] where all query heads share one key head.
-
-    **Arguments:**
-
-    - `q`: `[b, h, d]`, or `[b, d]` for one head.
-    - `k`, `v`: `[b, s, d]` and `[b, s, v]`.
-
-    **Returns:** `o`, `m` and `l` as `[b, h, v]`, `[b, h, 1]`, `[b, h, 1]`, without `h` if `q` has
-    none.
-    """
-    options: Any = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
-    return _one_key_head(ragged_gqa, q, k, v, lengths, starts, options)
-
-
-def reference_gqa(
-    q: Float[Array, "b *one h d"],
-    k: Float[Array, "b s k d"],
-    v: Float[Array, "b s k v"],
-    lengths: Int[Array, " b"],
-    starts: Int[Array, " b"] | None = None,
-    mask_value: float = DEFAULT_MASK_VALUE,
-) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """What [`eqattn.ragged_gqa`][] computes, written out plainly: all logits at once."""
-    _check(mask_value, None)
-    dtype, (*_, heads, _) = accumulation(q.dtype), q.shape
-    s, kv_heads = k.shape[1:3]
-    starts = jnp.zeros_like(lengths) if starts is None else starts.astype(lengths.dtype)
-    position = jnp.arange(s, dtype=lengths.dtype)[None]
-    seen = (position >= starts[:, None]) & (position < lengths[:, None])
-    grouped = q.reshape(len(q), kv_heads, heads // kv_heads, -1).astype(dtype)
-    logits = jnp.einsum("bkgd,bskd->bkgs", grouped, k.astype(dtype), precision="highest")
-    logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
-    m = logits.max(-1, keepdims=True, initial=-jnp.inf)
-    p = jnp.exp(logits - jnp.where(m == -jnp.inf, 0, m))
-    v = jnp.where(seen[:, :, None, None], v.astype(dtype), 0)
-    l = p.sum(-1, keepdims=True)
-    o = jnp.einsum("bkgs,bskv->bkgv", p, v, precision="highest") / jnp.where(l == 0, 1, l)
-    o, m, l = (x.reshape(*q.shape[:-1], -1) for x in (o, m, l))
-    return o, m, l
-
-
-def reference_mha(
-    q: Float[Array, "b *one h d"],
-    k: Float[Array, "b s h d"],
-    v: Float[Array, "b s h v"],
-    lengths: Int[Array, " b"],
-    starts: Int[Array, " b"] | None = None,
-    *,
-    mask_value: float = DEFAULT_MASK_VALUE,
-) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """What [`eqattn.ragged_mha`][] computes, written out plainly."""
-    _same_heads(q, k)
-    return reference_gqa(q, k, v, lengths, starts, mask_value)
-
-
-def reference_mqa(
-    q: Float[Array, "b *h d"],
-    k: Float[Array, "b s d"],
-    v: Float[Array, "b s v"],
-    lengths: Int[Array, " b"],
-    starts: Int[Array, " b"] | None = None,
-    *,
-    mask_value: float = DEFAULT_MASK_VALUE,
-) -> tuple[Float[Array, "b *h v"], Float[Array, "b *h 1"], Float[Array, "b *h 1"]]:
-    """What [`eqattn.ragged_mqa`][] computes, written out plainly."""
-    return _one_key_head(reference_gqa, q, k, v, lengths, starts, dict(mask_value=mask_value))
-
-
-def get_mha_cost_estimate(shape_dtype: tuple[Any, ...]) -> Any:
-    """The operations and bytes of `ragged_mha` or `ragged_gqa` over full rows: two products, an
-    exponential per logit, and each input and output (`o`, `m`, `l` in float32) moved once.
-
-    **Arguments:**
-
-    - `shape_dtype`: `jax.ShapeDtypeStruct`s of query, key, value and lengths (and starts).
-
-    **Returns:** a `jax.experimental.pallas.CostEstimate`.
-    """
-    from jax.experimental import pallas as pl
-
-    query, _, value, *_ = shape_dtype
-    (b, *_, h, d), (_, s, _, width) = query.shape, value.shape
-    given = sum(x.size * x.dtype.itemsize for x in shape_dtype)
-    made = b * h * (width + 2) * accumulation(query.dtype).itemsize
-    return pl.CostEstimate(
-        flops=2 * b * h * s * (d + width), transcendentals=b * h * s, bytes_accessed=given + made
+    out, logsumexp, carry = output.attention_outputs, output.logsumexp, output.carry
+    assert out is not None
+    if carry is not None:
+        carry = Carry(
+            unpack(carry.numerator), unpack(carry.denominator), unpack(carry.max_so_far, -jnp.inf)
+        )
+    return AttentionOutput(
+        attention_outputs=unpack(out),
+        logsumexp=None if logsumexp is None else unpack(logsumexp, -jnp.inf),
+        carry=carry,
     )
 
 
-def check_mask_value(mask_value: float) -> None:
-    if not mask_value <= -1e30:
+def _checked(
+    query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any
+) -> tuple[Array, Array, Array]:
+    """`cu_q_lens`, `lengths` and `starts` as int32 arrays that fit the rest."""
+    cu = int32(as_ids(cu_q_lens, "cu_q_lens", 1))
+    lengths = int32(as_ids(lengths, "lengths", 1))
+    starts = np.zeros(lengths.shape, np.int32) if starts is None else starts
+    starts = int32(as_ids(starts, "starts", 1))
+    shapes = f"query {query.shape}, key_ {key_.shape}, value {value.shape}"
+    if query.ndim != 3 or key_.ndim != 4 or value.ndim != 4:
         raise ValueError(
-            f"mask_value={mask_value}: masking is exact here, and a value above -1e30 would ask "
-            "for another result; leave it out."
+            f"query must be [n, h, d], packed without a batch axis, key_ [b, s, k, d] and value "
+            f"[b, s, k, v], got {shapes}."
+        )
+    rows, s = key_.shape[:2]
+    if (value.shape[0], *cu.shape, *lengths.shape, *starts.shape) != (rows, rows + 1, rows, rows):
+        raise ValueError(
+            f"cu_q_lens {cu.shape}, lengths {lengths.shape}, starts {starts.shape}, key_ "
+            f"{key_.shape} and value {value.shape} do not fit together; b rows have b lengths and "
+            "starts, and b + 1 boundaries."
+        )
+    check_boundaries(cu, len(query), "cu_q_lens")
+    known, ends = concrete(cu), concrete(lengths)
+    counts = np.zeros(rows, np.int32) if known is None else np.diff(known)
+    if ends is not None and ((ends < counts) | (ends > s)).any():
+        raise ValueError(
+            f"lengths must be at least the rows' numbers of queries, {counts.tolist()}, and at "
+            f"most the {s} keys of key_ {key_.shape}: they count the new tokens too. Got "
+            f"{ends.tolist()}."
+        )
+    return jnp.asarray(cu), jnp.asarray(lengths), jnp.asarray(starts)
+
+
+def _check_strategy(strategy: Any) -> None:
+    if not getattr(strategy, "reads_stored", False):
+        raise TypeError(
+            f"ragged_attention reads the blocks of rows as pages, which needs Ragged(metadata), "
+            f"got {type(strategy).__name__}."
+        )
+    if strategy.metadata.dropout_prob:
+        raise ValueError(
+            f"dropout_prob={strategy.metadata.dropout_prob}: ragged_attention is for inference and "
+            "has no dropout; use metadata.replace(dropout_prob=0.0)."
         )
 
 
-def _check(mask_value: float, cost_estimate: Any) -> None:
-    check_mask_value(mask_value)
-    if cost_estimate is not None:
-        raise ValueError(
-            "cost_estimate: what is read depends on the lengths, which are known only when the "
-            "program runs; leave it out."
-        )
+class _Places(NamedTuple):
+    """Where packed queries lie in blocks of one row each."""
+
+    row: Array  # of each block
+    live: Array
+    first: Array  # place of a block's first query among those of its row
+    tokens: Array  # [blocks, block_q], out of range for padding
+    token_block: Array  # of each query, out of range for padding
+    token_offset: Array
 
 
-def _same_heads(query: Array, key: Array) -> None:
-    if query.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"query {query.shape} and key {key.shape} differ in heads; ragged_gqa shares key heads."
-        )
+def _places(boundaries: Array, n: int, size: int) -> _Places:
+    rows = len(boundaries) - 1
+    most = n // size + rows  # each row has one block that is not full, or none
+    counts = boundaries[1:] - boundaries[:-1]
+    ends = jnp.cumsum(-(-counts // size))
+    block = jnp.arange(most, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+    live, row = row < rows, jnp.minimum(row, rows - 1)
+    begins = ends - -(-counts // size)
+    first = (block - begins[row]) * size
+    inside = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    tokens = jnp.where(
+        live[:, None] & (inside < counts[row][:, None]), boundaries[row][:, None] + inside, n
+    )
+    owner, within = map(jnp.asarray, packed_segments(boundaries, n))
+    token_block = jnp.where(owner >= 0, begins[jnp.maximum(owner, 0)] + within // size, most)
+    return _Places(row, live, first, tokens, token_block, within % size)
 
 
-def _one_key_head(fn, q, k, v, lengths, starts, options):
-    if q.ndim not in (2, 3):
-        raise ValueError(f"q must be [b, h, d] or [b, d], got {q.shape}.")
-    heads = q if q.ndim == 3 else q[:, None]
-    oml = fn(heads, k[:, :, None], v[:, :, None], lengths, starts, **options)
-    return oml if q.ndim == 3 else tuple(x[:, 0] for x in oml)
+def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
+    """Keys or values of each block's row, as pages that blocks of one row share."""
+    if isinstance(x, Pages):
+        return Pages(x.content, x.table[row])
+    b, s = x.shape[:2]
+    if size is None:
+        size = even_block(s) or 128
+    size, parts = min(size, s), -(-s // min(size, s))
 
+    def paged(a: Array) -> Array:
+        widths = [(0, 0)] * a.ndim
+        widths[1] = (0, parts * size - s)
+        a = a if parts * size == s else jnp.pad(a, widths)
+        return a.reshape(b * parts, size, *a.shape[2:])
 
-def _like(query: Array, o: Array, m: Array, l: Array) -> tuple[Array, Array, Array]:
-    m, l = m[..., None], l[..., None]
-    return (o, m, l) if query.ndim == 4 else (o[:, 0], m[:, 0], l[:, 0])
+    if isinstance(x, Quantized):
+        scales = paged(apart(x.scales, x.shape[2]))
+        content = Quantized(paged(x.values), joined(scales, 1), x.dtype)
+    else:
+        content = paged(as_stored(x).arrays[0])
+    table = row[:, None] * parts + np.arange(parts, dtype=np.int32)[None]
+    return Pages(content, table)

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 
-from eqattn._intervals import classify
-from eqattn._masks import MaskFn
+from eqattn.masks._function import MaskFn
+from eqattn.masks._intervals.classify import classify
 
 
 INTS = ["int8", "int16", "int32", "uint8", "uint16", "uint32"]

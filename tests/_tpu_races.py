@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import eqattn.kernels.tpu
-from eqattn import _fold, _sweep
+from eqattn._sweep import fold as _fold, sweep as _sweep
 
 
 def without_races(f: Callable, *args: Any, cores: int = 1) -> tuple[list, int]:

@@ -5,7 +5,7 @@ import numpy as np
 from _reference import exact
 
 from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
-from eqattn._stored import Pages, Quantized
+from eqattn._problem.storage import Pages, Quantized
 
 
 LENGTHS = np.array([48, 0, 21, 33])

@@ -5,8 +5,9 @@ import pytest
 from _same import same
 from jax.sharding import AbstractMesh
 
-from eqattn._metadata import AttentionMetadata, Backend, PartitionAxis
-from eqattn._partition import PartitionManager
+from eqattn._config.metadata import AttentionMetadata
+from eqattn._config.partition import PartitionAxis, PartitionManager
+from eqattn._config.platform import Backend
 
 
 class Config:

@@ -14,10 +14,10 @@ from _programs import refuses
 
 from eqattn import AttentionRegistry, Causal, ring_plan, Zigzag
 from eqattn.__main__ import main
-from eqattn._bench import accuracy, cases, report, timing
-from eqattn._bench.measure import measure
-from eqattn._info import parse_mask
-from eqattn._tpu_report import cli as tpu_report
+from eqattn._tools.bench import accuracy, cases, report, timing
+from eqattn._tools.bench.measure import measure
+from eqattn._tools.info import parse_mask
+from eqattn._tools.tpu_report import cli as tpu_report
 
 
 def fields(text, title):
@@ -156,7 +156,7 @@ def test_the_work_of_a_ring():
 
 
 def test_a_failing_case_is_reported(tmp_path, monkeypatch, capsys):
-    from eqattn._bench import cli
+    from eqattn._tools.bench import cli
 
     monkeypatch.setattr(cli, "choose", lambda *_: [cases.Case("broken", "no such kind")])
     assert main(["bench", "--peers", "--out", str(tmp_path / "x")]) == 1

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import eqattn
-from eqattn import _compat
+from eqattn import _jax as _compat
 
 
 ROOT = pathlib.Path(eqattn.__file__).parent

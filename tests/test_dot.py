@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqattn._dot import dot
+from eqattn._sweep.products import dot
 
 
 CONTRACT = [(0, 0), (0, 1), (1, 0), (1, 1)]

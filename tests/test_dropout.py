@@ -12,7 +12,7 @@ from _reference import exact
 from jax import lax
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, dropout_mask
-from eqattn._dropout import kept, seed_of, threefry
+from eqattn.scores._dropout import kept, seed_of, threefry
 
 
 RATE = 0.3

@@ -10,21 +10,14 @@ from _mask_fuzz import block_classes, check_sound, masks
 from hypothesis import given, HealthCheck, settings, strategies as st
 from jax import lax
 
-from eqattn._intervals import classify
-from eqattn._masks import (
-    AbstractMask,
-    BlockCausal,
-    Causal,
-    ChunkedCausal,
-    Dense,
-    KeyPadding,
-    MaskFn,
-    PrefixLM,
-    QueryPadding,
-    Segments,
-    SlidingWindow,
-    Tree,
-)
+from eqattn.masks._base import AbstractMask, Dense
+from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
+from eqattn.masks._function import MaskFn
+from eqattn.masks._intervals.classify import classify
+from eqattn.masks._padding import KeyPadding, QueryPadding
+from eqattn.masks._segments import Segments
+from eqattn.masks._tree import Tree
+from eqattn.masks._window import SlidingWindow
 
 
 T, S, B, H, K = 37, 41, 2, 4, 2

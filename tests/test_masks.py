@@ -9,22 +9,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqattn._masks import (
-    And,
-    BlockCausal,
-    Causal,
-    ChunkedCausal,
-    Dense,
-    KeyPadding,
-    MaskFn,
-    Not,
-    Or,
-    PrefixLM,
-    QueryPadding,
-    Segments,
-    SlidingWindow,
-    Tree,
-)
+from eqattn.masks._base import And, Dense, Not, Or
+from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
+from eqattn.masks._function import MaskFn
+from eqattn.masks._padding import KeyPadding, QueryPadding
+from eqattn.masks._segments import Segments
+from eqattn.masks._tree import Tree
+from eqattn.masks._window import SlidingWindow
 
 
 T, S = 9, 11

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from _same import same
 
-from eqattn._metadata import AttentionMetadata, Backend, PartitionAxis, Platform
-from eqattn._partition import PartitionManager
+from eqattn._config.metadata import AttentionMetadata
+from eqattn._config.partition import PartitionAxis, PartitionManager
+from eqattn._config.platform import Backend, Platform
 
 
 SEED_ORDER = (

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from _same import same
 
-from eqattn._metadata import AttentionMetadata
+from eqattn._config.metadata import AttentionMetadata
 
 
 def learned(**kwargs):

@@ -15,10 +15,10 @@ from eqattn import (
     Ragged,
     Segments,
 )
-from eqattn._blocking import choose_blocking
-from eqattn._live import table_of
-from eqattn._problem import problem
-from eqattn._traverse import EMPTY
+from eqattn._problem.block_classes import table_of
+from eqattn._problem.blocking import choose_blocking
+from eqattn._problem.problem import problem
+from eqattn._sweep.grid import EMPTY
 
 
 CU = np.array([0, 5, 5, 12, 40, 41, 57], np.int32)

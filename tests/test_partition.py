@@ -5,8 +5,9 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
-from eqattn._metadata import AttentionMetadata, PartitionAxis, RuntimeMode
-from eqattn._partition import fitted, PartitionManager, trimmed
+from eqattn._config.metadata import AttentionMetadata
+from eqattn._config.partition import fitted, PartitionAxis, PartitionManager, trimmed
+from eqattn._config.platform import RuntimeMode
 
 
 AXES = PartitionAxis(

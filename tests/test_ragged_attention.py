@@ -7,10 +7,10 @@ import pytest
 from conformance import oracle, oracle_masks as om
 
 import eqattn as e
-from eqattn._blocking import choose_blocking
-from eqattn._live import table_of
-from eqattn._problem import problem
-from eqattn._traverse import EMPTY
+from eqattn._problem.block_classes import table_of
+from eqattn._problem.blocking import choose_blocking
+from eqattn._problem.problem import problem
+from eqattn._sweep.grid import EMPTY
 
 
 B, D, V = 5, 8, 6

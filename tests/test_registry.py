@@ -1,9 +1,9 @@
 import pytest
 
-from eqattn._metadata import AttentionMetadata
+from eqattn._config.metadata import AttentionMetadata
 from eqattn._output import AttentionOutput
-from eqattn._registry import AttentionRegistry
 from eqattn.strategies._base import AttentionImpl
+from eqattn.strategies._registry import AttentionRegistry
 
 
 pytestmark = pytest.mark.usefixtures("registry")

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from eqattn import attention, AttentionMetadata, AttentionRegistry, Causal, Segments, SlidingWindow
-from eqattn._ring_layout import Contiguous, ring_mesh, ring_order, Zigzag
-from eqattn._ring_plan import ring_plan
+from eqattn._ring.layout import Contiguous, ring_mesh, ring_order, Zigzag
+from eqattn._ring.plan import ring_plan
 from eqattn.strategies.ring import Ring
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqattn import AttentionMetadata, Blockwise, load, save
-from eqattn._save import _digest, _line
+from eqattn._save.save import _digest, _line
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from _same import same
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
-from eqattn._metadata import AttentionMetadata, Backend, Platform
-from eqattn._serialise import decode, encode
+from eqattn._config.json import decode, encode
+from eqattn._config.metadata import AttentionMetadata
+from eqattn._config.platform import Backend, Platform
 
 
 FLOATS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]

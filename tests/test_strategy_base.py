@@ -8,11 +8,12 @@ import pytest
 from _same import same
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
-from eqattn._metadata import AttentionMetadata, RuntimeMode
+from eqattn._config.metadata import AttentionMetadata
+from eqattn._config.platform import RuntimeMode
 from eqattn._output import AttentionOutput
-from eqattn._registry import AttentionRegistry
 from eqattn.strategies._base import AttentionImpl, Support
 from eqattn.strategies._checks import choose_bias, choose_dropout_key
+from eqattn.strategies._registry import AttentionRegistry
 
 
 class Minimal(AttentionImpl):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
-from eqattn._compat import jaxpr_as_fun
-from eqattn._sweep import sweep
-from eqattn._traverse import EMPTY, FULL, Layout, PARTIAL
+from eqattn._jax import jaxpr_as_fun
+from eqattn._sweep.grid import EMPTY, FULL, Layout, PARTIAL
+from eqattn._sweep.sweep import sweep
 
 
 LARGE = (2**10, 2**10)  # blocks beyond what is vectorised over the batch

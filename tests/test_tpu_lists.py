@@ -8,11 +8,11 @@ from _draw import normal
 from conformance import oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Segments, SlidingWindow
-from eqattn._blocking import BATCH, Blocking, HEAD
-from eqattn._live import classes_of
-from eqattn._masks import AbstractMask
-from eqattn._traverse import COL, CORNER, EMPTY, FULL, Layout, PARTIAL, ROW
-from eqattn.kernels.tpu import _step, _work
+from eqattn._problem.block_classes import classes_of
+from eqattn._problem.blocking import Blocking
+from eqattn._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, Layout, PARTIAL, ROW
+from eqattn.kernels.tpu import _forward_step as _step, _work_list as _work
+from eqattn.masks._base import AbstractMask
 
 
 T, SIZE = 80, 32

@@ -27,9 +27,10 @@ from eqattn import (
     ragged_flash_attention_kernel,
     SlidingWindow,
 )
-from eqattn._traverse import Layout
+from eqattn._sweep.grid import Layout
 from eqattn.kernels.tpu import _decode
-from eqattn.kernels.tpu._work import in_parts, Steps
+from eqattn.kernels.tpu._grid import Steps
+from eqattn.kernels.tpu._work_list import in_parts
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from eqattn import (
     PartitionAxis,
     Ragged,
 )
-from eqattn._stored import Pages, Quantized
+from eqattn._problem.storage import Pages, Quantized
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eqattn._tpu_report import cli, report, rows, schedule, whole
-from eqattn._tpu_report.chips import CHIPS
-from eqattn._tpu_report.kernels import choose, KERNELS
-from eqattn._tpu_report.rows import Row
-from eqattn._tpu_report.steps import Region, Step, Steps
-from eqattn._traverse import COL, ROW
+from eqattn._sweep.grid import COL, ROW
+from eqattn._tools.tpu_report import cli, report, rows, schedule, whole
+from eqattn._tools.tpu_report.chips import CHIPS
+from eqattn._tools.tpu_report.kernels import choose, KERNELS
+from eqattn._tools.tpu_report.rows import Row
+from eqattn._tools.tpu_report.steps import Region, Step, Steps
 
 
 BUDGET = Path(__file__).with_name("tpu_budget.json")

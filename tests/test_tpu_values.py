@@ -23,8 +23,8 @@ from eqattn import (
     SlidingWindow,
 )
 from eqattn._carry import gauge
-from eqattn.kernels.tpu import _step
-from eqattn.kernels.tpu._inline import Program
+from eqattn.kernels.tpu import _forward_step as _step
+from eqattn.kernels.tpu._program import Program
 from eqattn.scores import AbstractScore
 
 

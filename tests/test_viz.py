@@ -26,9 +26,9 @@ from eqattn import (
     SlidingWindow,
     Zigzag,
 )
-from eqattn._bench import report
-from eqattn._bench.cases import Row, Target
-from eqattn._tpu_report import rows as schedule_rows
+from eqattn._tools.bench import report
+from eqattn._tools.bench.cases import Row, Target
+from eqattn._tools.tpu_report import rows as schedule_rows
 
 
 plt = pytest.importorskip("matplotlib.pyplot")

@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 
 from ..strategies import AttentionImpl
+from ._arguments import check_strategy
 from ._dropout import Dropout
 from ._multihead import MultiheadAttention
-from ._parts import check_strategy
 
 
 _T = TypeVar("_T")

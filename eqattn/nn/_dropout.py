@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .._metadata import concrete
+from .._misc import concrete
 
 
 def _is_number(x: Any) -> bool:

@@ -10,15 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
-from .._cache_base import new_positions
-from .._metadata import AttentionMetadata
-from .._problem import as_scores, as_sinks
-from .._scores import AbstractScore
+from .._config.metadata import AttentionMetadata
+from .._problem.problem import as_scores, as_sinks
+from ..cache._base import new_positions
+from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
-from ._cache import as_batch, Cache, check_fits, new_keys, visible
-from ._dropout import Dropout
-from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
-from ._parts import (
+from ._arguments import (
     as_layer_mask,
     as_window,
     check_dropout,
@@ -28,6 +25,9 @@ from ._parts import (
     check_strategy,
     configured,
 )
+from ._cached_call import as_batch, Cache, check_fits, new_keys, visible
+from ._dropout import Dropout
+from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
 from ._rotary import Rotary, turned
 
 

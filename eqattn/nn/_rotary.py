@@ -9,8 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._carry import accumulation
-from .._mask_data import as_array, Fixed, value_of
+from .._misc import accumulation, as_array, Fixed, value_of
 from ._rotary_scaling import AbstractRotaryScaling, plain_frequencies
 
 

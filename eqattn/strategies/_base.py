@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from .._metadata import AttentionMetadata, Backend, Platform, RuntimeMode
+from .._config.metadata import AttentionMetadata
+from .._config.partition import fitted, trimmed
+from .._config.platform import Backend, Platform, RuntimeMode
 from .._output import AttentionOutput
-from .._partition import fitted, trimmed
-from .._stored import AbstractStored
+from .._problem.storage import AbstractStored
 
 
 _Forward = Callable[..., AttentionOutput]
@@ -142,13 +143,49 @@ class AttentionImpl(eqx.Module):
         value: Float[Array | AbstractStored, "*b s k v"],
         *,
         mask: Any = None,
-        **kwargs: Any,
+        bias: Any = None,
+        score: Any = None,
+        key: Any = None,
+        inference: Any = False,
+        q_offset: Any = None,
+        q_positions: Any = None,
+        kv_positions: Any = None,
+        return_weights: Any = False,
+        return_logsumexp: Any = False,
+        return_carry: Any = False,
     ) -> AttentionOutput:
-        """`eqattn.attention(query, key_, value, self, mask=mask, **kwargs)`, with no mask unless
-        one is given."""
-        from .._attention import attention
-
-        return attention(query, key_, value, self, mask=mask, **kwargs)
+        """The same as [`eqattn.attention`][] with this strategy, which explains the arguments."""
+        flags = dict(
+            return_weights=return_weights,
+            return_logsumexp=return_logsumexp,
+            return_carry=return_carry,
+        )
+        for name, flag in flags.items():
+            if isinstance(flag, jax.Array):
+                raise TypeError(
+                    f"{name} is True or False: it is static; use static_argnames of jit."
+                )
+        extras = dict(
+            score=score,
+            q_offset=q_offset,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            **{name: flag or None for name, flag in flags.items()},
+        )
+        extras = {name: x for name, x in extras.items() if x is not None}
+        if reason := self.undeclared(extras):
+            raise ValueError(reason)
+        return self.dispatch(
+            query,
+            key_,
+            value,
+            mask=mask,
+            bias=bias,
+            deterministic=inference,
+            dropout_rng=key,
+            causal=False,
+            **extras,
+        )
 
     def dispatch(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         """Runs the selected `forward_*`.

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from .._masks import AbstractMask
-from .._metadata import AttentionMetadata
+from .._config.metadata import AttentionMetadata
+from ..masks._base import AbstractMask
 from ._base import AttentionImpl
 
 

@@ -13,17 +13,19 @@ from jax.sharding import auto_axes, PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
-from .._compat import explicit_axes, sharding_of, typed_by_mesh
-from .._manual import Manual, with_kernel
-from .._mask_data import as_int
-from .._masks import AbstractMask, Causal
+from .._config.partition import names_of
+from .._config.platform import Platform
+from .._jax import explicit_axes, sharding_of, typed_by_mesh
+from .._misc import as_int
 from .._output import AttentionOutput
 from .._pairs import over_block
-from .._partition import names_of
-from .._platform import Platform
-from .._problem import as_bias, as_mask, as_scores, check_one_offset, Problem, problem, visible
-from .._scores import AbstractScore, ScoreFn
-from .._stored import AbstractStored, as_stored
+from .._problem.mesh import Manual, with_kernel
+from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem, problem
+from .._problem.storage import AbstractStored, as_stored
+from ..masks._base import AbstractMask, visible
+from ..masks._causal import Causal
+from ..scores._base import AbstractScore
+from ..scores._function import ScoreFn
 from ._base import AttentionImpl
 from ._checks import check_static, choose_bias, choose_dropout_key
 
@@ -238,7 +240,7 @@ class AbstractExact(AttentionImpl):
 
 def operation_without_kernel(mask: AbstractMask | None, scores: Sequence[AbstractScore]) -> str:
     """Why the compiler of kernels cannot translate a mask or a score; empty if it can."""
-    from .._sweep import too_general
+    from ..kernels._select import too_general
 
     def block(axes, dtype):
         return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)

@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, auto_axes, AxisType, Mesh, PartitionSpec 
 from jaxtyping import Array
 
 from .._carry import Carry
-from .._compat import varying_axes
-from .._manual import Manual, mesh_here
-from .._partition import names_of
-from .._problem import Problem
-from .._ring_layout import AbstractRingLayout
+from .._config.partition import names_of
+from .._jax import varying_axes
+from .._problem.mesh import Manual, mesh_here
+from .._problem.problem import Problem
+from .._ring.layout import AbstractRingLayout
 from ._exact import AbstractExact
 
 
@@ -114,7 +114,8 @@ class AbstractSharded(AbstractExact):
         """Where the tokens are."""
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        from .._folds import fold_blocks, fold_spread, with_enough_heads
+        from .._problem.exchange import with_enough_heads
+        from ._fold import fold_blocks, fold_spread
 
         place, kernel = self._place(), self.kernel(problem)
         if place is not None and place.explicit:

@@ -5,10 +5,10 @@ from typing import Any
 import equinox as eqx
 
 from .._carry import Carry
-from .._metadata import AttentionMetadata
-from .._problem import Problem
-from .._registry import AttentionRegistry
+from .._config.metadata import AttentionMetadata
+from .._problem.problem import Problem
 from ._exact import AbstractExact
+from ._registry import AttentionRegistry
 
 
 @AttentionRegistry.register
@@ -36,6 +36,6 @@ class Dense(AbstractExact):
         return "dense"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        from .._folds import fold_whole
+        from ._fold import fold_whole
 
         return fold_whole(problem)

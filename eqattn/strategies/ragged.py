@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 import equinox as eqx
 
 from .._carry import Carry
-from .._metadata import AttentionMetadata
-from .._problem import Problem
-from .._registry import AttentionRegistry
+from .._config.metadata import AttentionMetadata
+from .._problem.problem import Problem
 from ._exact import AbstractExact
+from ._registry import AttentionRegistry
 
 
 @AttentionRegistry.register
@@ -47,7 +47,7 @@ class Ragged(AbstractExact):
         return "ragged"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        from .._folds import fold_blocks
+        from ._fold import fold_blocks
 
         kernel = self.kernel(problem)
         carry = fold_blocks(

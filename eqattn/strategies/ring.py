@@ -4,9 +4,9 @@ from typing import Any
 
 import equinox as eqx
 
-from .._metadata import AttentionMetadata
-from .._registry import AttentionRegistry
-from .._ring_layout import AbstractRingLayout, Contiguous
+from .._config.metadata import AttentionMetadata
+from .._ring.layout import AbstractRingLayout, Contiguous
+from ._registry import AttentionRegistry
 from ._sharded import AbstractSharded, Axes
 
 

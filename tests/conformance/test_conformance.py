@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from eqattn.kernels.tpu import _step
+from eqattn.kernels.tpu import _forward_step as _step
 
 from . import build, transforms
 from .bound import excess

@@ -20,13 +20,7 @@ from eqattn import (
     MaskFn,
     SlidingWindow,
 )
-from eqattn.cache import (
-    KVCache,
-    PagedKVCache,
-    QuantizedKVCache,
-    RingBufferCache,
-    StackedKVCache,
-)
+from eqattn.cache import KVCache, PagedKVCache, QuantizedKVCache, RingBufferCache, StackedKVCache
 from eqattn.nn import MultiheadAttention, Rotary, rotary, with_strategy
 
 

@@ -7,7 +7,7 @@ import pytest
 from conformance import oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, dropout_mask, masks as m, scores as sc
-from eqattn._ring_layout import Contiguous, Zigzag
+from eqattn._ring.layout import Contiguous, Zigzag
 from eqattn.strategies import Ring, Ulysses
 
 from .common import B, D, grid_of, H, K, mesh_of, V

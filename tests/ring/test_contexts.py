@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import attention, Blockwise, masks as m
-from eqattn._ring_layout import Zigzag
+from eqattn._ring.layout import Zigzag
 from eqattn.strategies.ring import Ring
 
 from .common import (

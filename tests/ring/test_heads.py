@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import attention, Blockwise, dropout_mask, masks as m, Ring, Ulysses, Zigzag
-from eqattn._ring_plan import ring_plan
+from eqattn._ring.plan import ring_plan
 
 from .common import (
     attend,

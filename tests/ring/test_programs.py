@@ -10,16 +10,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, masks as m
-from eqattn._blocking import choose_blocking
-from eqattn._blocks import Parts
-from eqattn._manual import Manual
-from eqattn._problem import problem
-from eqattn._ring import Rotation
-from eqattn._ring_layout import Contiguous, Zigzag
-from eqattn._ring_plan import ring_plan
-from eqattn._spread import Spread
-from eqattn._sweep import sweep, table_per_hop
-from eqattn._traverse import Layout
+from eqattn._problem.blocking import choose_blocking
+from eqattn._problem.exchange import Spread
+from eqattn._problem.mesh import Manual
+from eqattn._problem.operands import Parts
+from eqattn._problem.problem import problem
+from eqattn._ring.layout import Contiguous, Zigzag
+from eqattn._ring.plan import ring_plan
+from eqattn._sweep.grid import Layout
+from eqattn._sweep.rotation import Rotation
+from eqattn._sweep.sweep import sweep, table_per_hop
 from eqattn.strategies.ring import Ring
 
 from .common import (

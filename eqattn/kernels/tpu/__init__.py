@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..._compat import varying_axes
-from ..._fold import FoldStep
-from ..._traverse import Layout
+from ..._jax import varying_axes
+from ..._sweep.fold import FoldStep
+from ..._sweep.grid import Layout
+from ._backward import together, visit_sum
 from ._decode import few_rows, visit_few_rows
 from ._forward import visit_fold
-from ._matrices import with_matrices
-from ._visit import together, visit_sum
+from ._scales import with_matrices
 
 
 def traverse(

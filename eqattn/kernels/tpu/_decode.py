@@ -12,24 +12,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from ..._blocking import FEW_ROWS
 from ..._carry import Carry, online_softmax
-from ..._compat import abstract
-from ..._traverse import Layout
-from ._inline import Program
-from ._product import product_of
-from ._visit import VMEM
-from ._wide import Wide
-from ._work import (
-    abstract_blocks,
-    cores,
-    FIRST,
-    in_parts,
-    kind_of,
-    LAST,
-    Operand,
-    Steps,
-)
+from ..._jax import abstract
+from ..._sweep.grid import FEW_ROWS, Layout
+from ._chip import cores, VMEM
+from ._decode_program import Wide
+from ._grid import abstract_blocks, Operand, Steps
+from ._products import product_of
+from ._program import Program
+from ._work_list import FIRST, in_parts, kind_of, LAST
 
 
 def few_rows(steps: dict[int, Any], layout: Layout, args: Sequence) -> dict | None:

@@ -13,15 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..._compat import abstract
-from ..._traverse import EMPTY, Layout
-from ._inline import LOG2E, Program
-from ._step import Body, Form
-from ._visit import VMEM
-from ._work import abstract_blocks, FIRST, kind_of, LAST, matrix, nbytes_of, Operand, Steps
-
-
-SPARE = 8 * 2**20  # bytes of vector memory for the compiler
+from ..._jax import abstract
+from ..._sweep.grid import EMPTY, Layout
+from ._chip import SPARE, VMEM
+from ._forward_step import Body, Form
+from ._grid import abstract_blocks, matrix, nbytes_of, Operand, Steps
+from ._program import LOG2E, Program
+from ._work_list import FIRST, kind_of, LAST
 
 
 def visit_fold(

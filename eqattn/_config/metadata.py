@@ -1,0 +1,369 @@
+"""What a strategy is configured with: one immutable module."""
+
+import json
+import operator
+from collections.abc import Mapping
+from typing import Any, SupportsIndex
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from .._misc import concrete, NOT_GIVEN, NotGiven
+from .base_config import attributes, read, read_fields
+from .json import check_names, decode, encode
+from .partition import as_partition_axis, as_partition_manager, PartitionAxis, PartitionManager
+from .platform import Backend, device_of_platform, Platform, resolve_target, RuntimeMode
+
+
+def _dtype(value: Any) -> np.dtype | None:
+    if value is None:
+        return None
+    text = str(value)
+    try:
+        dtype = jnp.dtype(text.removeprefix("torch.") if text.startswith("torch.") else value)
+    except TypeError as e:
+        raise TypeError(f"A runtime dtype is a dtype such as 'bfloat16', got {value!r}.") from e
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
+        raise ValueError(f"A runtime dtype must be a floating dtype of JAX, got {dtype.name}.")
+    return jnp.dtype(dtype.name)  # in native byte order
+
+
+def _leaf(value: Any) -> Any:
+    """None, a Python float (also from other numbers), or an inexact array of any kind."""
+    if value is None:
+        return None
+    if isinstance(value, float | int | np.floating | np.integer) and not isinstance(value, bool):
+        return float(value)
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not hasattr(value, "shape") or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"softmax_scale, logits_soft_cap and softmax_aux are floats, floating-point arrays or "
+            f"None, got {value!r}."
+        )
+    return value
+
+
+def _size(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        raise TypeError(f"blocksize_q, _k and _b are integers or None, got {value!r}.")
+    return operator.index(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"scan_ring_attention is True or False, got {value!r}.")
+    return bool(value)
+
+
+def _probability(value: Any) -> float:
+    if isinstance(value, jax.Array | bool) or not isinstance(value, float | int | np.number):
+        raise TypeError(f"dropout_prob is a Python number: it is static. Got {value!r}.")
+    return float(value)
+
+
+def _static(default: Any, converter: Any = None) -> Any:
+    return eqx.field(static=True, converter=converter, default=default)
+
+
+class AttentionMetadata(eqx.Module):
+    """How attention is computed: dtypes, devices, scale, blocks. Immutable.
+
+    The only leaves are `softmax_scale`, `logits_soft_cap` and `softmax_aux`, each a Python float,
+    a floating-point array or None, so `jax.grad`, `jax.jit`, `jax.vmap` and their `eqx.filter_*`
+    versions all work over it. A Python float stays one: `eqx.filter_grad` and optimisers see a
+    constant. An array is learned. All else is static, hashable and canonical: equal metadata,
+    however spelled, have equal tree structures and do not retrace.
+
+    Neither import nor construction starts a JAX backend.
+
+    **Arguments:** all can be given by position, in this order.
+
+    - `runtime_dtype`: a floating dtype or its name, default float32. The output has it.
+    - `runtime_softmax_dtype`: a floating dtype that logits are rounded to, or None (they are not).
+    - `sequence_axis_name`: the mesh axis of a ring, default `"sp"`.
+    - `mesh`: a `Mesh`, an `AbstractMesh`, or None (that of the context, if one is needed).
+    - `platform`: a [`Platform`][eqattn.Platform] or its name in any case, default `AUTO`. `"tpu"`
+        and `"gpu"` mean that backend with `PALLAS`, `"jax"` means `XLA`.
+    - `backend`: a [`Backend`][eqattn.Backend] or its name in any case, default `ANY`.
+    - `partition_axis`: a [`PartitionAxis`][eqattn.PartitionAxis], default `PartitionAxis()`.
+    - `partition_manager`: a [`PartitionManager`][eqattn.PartitionManager], default that of
+        `partition_axis`. Given alone, it sets `partition_axis`.
+    - `base_config`: an object or mapping whose attributes fill the arguments that are left out.
+        It is read once, here, and not kept: the attribute is always None. See below.
+    - `scan_ring_attention`: whether a ring is a rolled loop, default True.
+    - `softmax_scale`: the factor of the logits, or None for `1/sqrt(head_dim)`. An int is made a
+        float.
+    - `dropout_prob`: of dropping an attention probability, in `[0, 1)`, default 0.0. Static.
+    - `blocksize_q`, `blocksize_k`, `blocksize_b`: rows, keys and batch elements per block, at
+        least 1; None for automatic.
+    - `logits_soft_cap`: `c > 0` in `c * tanh(logit / c)`, or None for no cap.
+    - `softmax_aux`: sink logits, `[num_heads]`, `[num_heads, n]` or `[1, n]`, or None. Heads are
+        compared with the query's when attention is called.
+
+    **Raises:** `ValueError` or `TypeError` for values outside of these, as far as they are
+    concrete: traced and abstract arrays are never looked into.
+
+    !!! info "What is read from `base_config`"
+
+        | argument | attribute, the first that is not None |
+        |---|---|
+        | `runtime_dtype` | `runtime_dtype`, `attn_dtype`, `dtype`, `torch_dtype` |
+        | `runtime_softmax_dtype` | `runtime_softmax_dtype`, `attn_softmax_dtype` |
+        | `scan_ring_attention` | `scan_ring_attention`, `scan_attention_layers` |
+        | `logits_soft_cap` | `logits_soft_cap`, `attn_logit_softcapping` |
+        | `sequence_axis_name`, `mesh`, `platform`, `backend`, `partition_axis`, |
+        | `partition_manager`, `softmax_scale`, `softmax_aux`, `blocksize_q/k/b` | the same name |
+
+        An argument that is given always wins; so does `partition_axis` over the config's
+        `partition_manager`, and a platform that names a device over the config's `backend`.
+        `dropout_prob` is never read, as it differs between training and use. A config with none
+        of these attributes raises.
+    """
+
+    runtime_dtype: np.dtype = _static(np.dtype("float32"), _dtype)
+    runtime_softmax_dtype: np.dtype | None = _static(None, _dtype)
+    sequence_axis_name: str = _static("sp")
+    mesh: Mesh | AbstractMesh | None = _static(None)
+    platform: Platform = _static(Platform.AUTO)
+    backend: Backend = _static(Backend.ANY)
+    partition_axis: PartitionAxis = eqx.field(default_factory=PartitionAxis)
+    partition_manager: PartitionManager = eqx.field(default_factory=PartitionManager)
+    base_config: None = _static(None)
+    scan_ring_attention: bool = _static(True, _flag)
+    softmax_scale: float | Float[Array, ""] | None = eqx.field(default=None, converter=_leaf)
+    dropout_prob: float = _static(0.0, _probability)
+    blocksize_q: int | None = _static(None, _size)
+    blocksize_k: int | None = _static(None, _size)
+    blocksize_b: int | None = _static(None, _size)
+    logits_soft_cap: float | Float[Array, ""] | None = eqx.field(default=None, converter=_leaf)
+    softmax_aux: Float[Array, "..."] | None = eqx.field(default=None, converter=_leaf)
+
+    def __init__(
+        self,
+        runtime_dtype: Any = NOT_GIVEN,
+        runtime_softmax_dtype: Any = NOT_GIVEN,
+        sequence_axis_name: str | NotGiven = NOT_GIVEN,
+        mesh: Mesh | AbstractMesh | None | NotGiven = NOT_GIVEN,
+        platform: Platform | str | None | NotGiven = NOT_GIVEN,
+        backend: Backend | str | None | NotGiven = NOT_GIVEN,
+        partition_axis: Any = NOT_GIVEN,
+        partition_manager: Any = NOT_GIVEN,
+        base_config: Any = None,
+        scan_ring_attention: bool | np.bool_ | NotGiven = NOT_GIVEN,
+        softmax_scale: Any = NOT_GIVEN,
+        dropout_prob: float | int | np.number | NotGiven = NOT_GIVEN,
+        blocksize_q: SupportsIndex | None | NotGiven = NOT_GIVEN,
+        blocksize_k: SupportsIndex | None | NotGiven = NOT_GIVEN,
+        blocksize_b: SupportsIndex | None | NotGiven = NOT_GIVEN,
+        logits_soft_cap: Any = NOT_GIVEN,
+        softmax_aux: Any = NOT_GIVEN,
+    ):
+        given = dict(locals())
+        values = {
+            name: given[name]
+            for name in _FIELDS
+            if given[name] is not NOT_GIVEN and given[name] is not Ellipsis
+        }
+        if base_config is not None:
+            values |= read_fields(base_config, _FIELDS, values)
+        values["base_config"] = None
+        values["platform"], values["backend"] = resolve_target(
+            values.get("platform"), values.get("backend")
+        )
+        values["partition_axis"], values["partition_manager"] = _partition(values)
+        for name, field in _FIELDS.items():
+            setattr(self, name, values.get(name, field.default))
+
+    def __check_init__(self) -> None:
+        if self.runtime_dtype is None:
+            raise ValueError("runtime_dtype must be a floating dtype, got None.")
+        if not isinstance(self.sequence_axis_name, str) or not self.sequence_axis_name:
+            raise TypeError(f"sequence_axis_name is a name, got {self.sequence_axis_name!r}.")
+        if self.mesh is not None and not isinstance(self.mesh, Mesh | AbstractMesh):
+            raise TypeError(f"mesh is a Mesh, an AbstractMesh or None, got {self.mesh!r}.")
+        if not 0 <= self.dropout_prob < 1:
+            raise ValueError(f"dropout_prob must be in [0, 1), got {self.dropout_prob}.")
+        for name in ("blocksize_q", "blocksize_k", "blocksize_b"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, or None for automatic; got {size}.")
+        scale, cap = concrete(self.softmax_scale), concrete(self.logits_soft_cap)
+        if scale is not None and not np.all(np.isfinite(scale)):
+            raise ValueError(f"softmax_scale must be finite, got {scale}.")
+        if cap is not None and not (np.all(np.isfinite(cap)) and np.all(cap > 0)):
+            raise ValueError(f"logits_soft_cap must be positive and finite, got {cap}.")
+        if self.softmax_aux is not None and np.ndim(self.softmax_aux) not in (1, 2):
+            raise ValueError(
+                "softmax_aux must be [num_heads], [num_heads, n] or [1, n], got shape "
+                f"{np.shape(self.softmax_aux)}."
+            )
+
+    @classmethod
+    def from_config(
+        cls, config: Any, softmax_scale: Any = NOT_GIVEN, dropout_prob: float | int = 0.0
+    ) -> "AttentionMetadata":
+        """From a model's configuration, read as `base_config` is.
+
+        **Arguments:**
+
+        - `config`: any object or mapping with some of the attributes of `base_config`.
+        - `softmax_scale`: if given, None too, it wins over that of `config`.
+        - `dropout_prob`: as for the constructor, not read from `config`.
+
+        **Raises:** `ValueError` if `config` has none of the attributes that are read.
+        """
+        if config is None:
+            raise ValueError(
+                "config must be an object or mapping to read, got None; AttentionMetadata() has "
+                "the defaults."
+            )
+        return cls(base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob)
+
+    def replace(self, **kwargs: Any) -> "AttentionMetadata":
+        """A copy with some arguments changed, converted and checked as in the constructor.
+
+        `partition_axis` and `partition_manager` follow each other, a platform that names a device
+        sets the backend too, and `base_config` fills what is None here and not in `kwargs`.
+
+        **Raises:** `TypeError` for an unknown name.
+        """
+        unknown = sorted(set(kwargs) - set(_FIELDS))
+        if unknown:
+            raise TypeError(f"AttentionMetadata has no {unknown}; its fields are {list(_FIELDS)}.")
+        values = {name: getattr(self, name) for name in _FIELDS if name not in kwargs}
+        if "partition_axis" in kwargs or "partition_manager" in kwargs:
+            values.pop("partition_axis", None)
+            values.pop("partition_manager", None)
+        if device_of_platform(kwargs.get("platform")) is not None:
+            values.pop("backend", None)
+        if kwargs.get("base_config") is not None:
+            values = {name: value for name, value in values.items() if value is not None}
+        return type(self)(**values, **kwargs)
+
+    def set_attrs_carefully(
+        self,
+        attr_name: str,
+        default: Any,
+        pickup_name: str | None = None,
+        use_base_config: bool = True,
+        *,
+        base_config: Any = None,
+    ) -> "AttentionMetadata":
+        """A copy in which an attribute that is None is set; one that is set stays as it is.
+
+        **Arguments:**
+
+        - `attr_name`: the field.
+        - `default`: the value, unless `base_config` has one.
+        - `pickup_name`: the attribute of `base_config` to read, default `attr_name`.
+        - `use_base_config`: whether to read `base_config` at all.
+        - `base_config`: an object or mapping. That of the constructor has been read then, and is
+            not kept.
+
+        **Raises:** `ValueError` for an unknown field, and if `pickup_name` is an attribute that
+        construction does not read and no `base_config` is given to read it from.
+        """
+        if attr_name not in _FIELDS or attr_name == "base_config":
+            raise ValueError(f"AttentionMetadata has no {attr_name!r} to set: {list(_FIELDS)}.")
+        if getattr(self, attr_name) is not None:
+            return self.replace()
+        value = default
+        if use_base_config and base_config is not None:
+            found = read(base_config, pickup_name or attr_name)
+            value = default if found is None else found
+        elif use_base_config and pickup_name not in (None, *attributes(attr_name)):
+            raise ValueError(
+                f"pickup_name={pickup_name!r} is read from a base_config, which is not kept after "
+                "construction: pass base_config=, or use_base_config=False for the default."
+            )
+        return self.replace(**{attr_name: value})
+
+    def get_shardings(
+        self, mode: RuntimeMode | str, BTHD: bool = True, qkv_mni_sharding: bool = False
+    ) -> tuple[PartitionSpec, ...]:
+        """How the tensors of one call are sharded, by `partition_manager`.
+
+        **Arguments:**
+
+        - `mode`: a [`RuntimeMode`][eqattn.RuntimeMode] or its string.
+        - `BTHD`: whether query, key, value and output are `[batch, time, heads, dim]`; else
+            `[batch, heads, time, dim]`. Bias and mask are `[batch, heads, queries, keys]` in both.
+        - `qkv_mni_sharding`: whether keys and values are sharded as queries are, over `head_axis`
+            and `attention_dim_axis`, as where they have as many heads.
+
+        **Returns:** six `PartitionSpec`s without trailing Nones: query, key, value, bias, mask and
+        attention output. They name the mesh axes of `partition_axis`, also those that `mesh`
+        lacks; `create_stable_sharding` of a strategy fits one to an array and mesh.
+        """
+
+        def spec(*axes: str | None) -> PartitionSpec:
+            return self.partition_manager.resolve(axes, mode)
+
+        head, dim = ("head", "head_dim") if qkv_mni_sharding else ("kv_head", "kv_head_dim")
+        if BTHD:
+            query = spec("batch", "query_length", "head", "head_dim")
+            key = spec("batch", "kv_length", head, dim)
+        else:
+            query = spec("batch", "head", "query_length", "head_dim")
+            key = spec("batch", head, "kv_length", dim)
+        bias = spec("batch", "bias_head_seq", "query_length", "bias_kv_seq")
+        mask = spec("batch", None, "query_length", "bias_kv_seq")
+        return query, key, key, bias, mask, query
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields but `base_config` as strict JSON data; `from_dict` restores them exactly.
+
+        Arrays keep their bits and dtype (not their sharding), a mesh its shape, axis names, axis
+        types and device ids. **Raises:** `TypeError` if a leaf is traced or abstract.
+        """
+        return {name: encode(getattr(self, name)) for name in _FIELDS if name != "base_config"}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, mesh: Any = NOT_GIVEN) -> "AttentionMetadata":
+        """From `to_dict`; plain values such as `{"runtime_dtype": "bfloat16"}` work too.
+
+        **Arguments:**
+
+        - `data`: fields by name; those left out get their defaults.
+        - `mesh`: replaces the stored mesh, whose devices are then not looked for.
+
+        **Raises:** `ValueError` for an unknown name, and naming the devices of a mesh that are
+        absent.
+        """
+        check_names(cls, data)
+        if mesh is not NOT_GIVEN:
+            data = {**data, "mesh": None}
+        values = {name: decode(value) for name, value in data.items()}
+        return cls(**(values if mesh is NOT_GIVEN else values | {"mesh": mesh}))
+
+    def to_json(self, **kwargs: Any) -> str:
+        """`to_dict` as strict JSON. **Arguments:** `kwargs` of `json.dumps`."""
+        return json.dumps(self.to_dict(), **{"allow_nan": False, **kwargs})
+
+    @classmethod
+    def from_json(cls, json_str: str, *, mesh: Any = NOT_GIVEN) -> "AttentionMetadata":
+        """From `to_json`; see `from_dict`."""
+        return cls.from_dict(json.loads(json_str), mesh=mesh)
+
+
+_FIELDS = AttentionMetadata.__dataclass_fields__
+
+
+def _partition(values: Mapping) -> tuple[PartitionAxis, PartitionManager]:
+    axis, manager = values.get("partition_axis"), values.get("partition_manager")
+    axis = None if axis is None else as_partition_axis(axis)
+    manager = None if manager is None else as_partition_manager(manager)
+    if manager is None:
+        axis = PartitionAxis() if axis is None else axis
+        return axis, PartitionManager(axis)
+    if axis is not None and axis != manager.partition_axis:
+        raise ValueError(
+            f"partition_axis {axis} and partition_manager {manager} disagree; give one of them."
+        )
+    return manager.partition_axis, manager

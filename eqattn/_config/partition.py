@@ -1,0 +1,233 @@
+"""Which mesh axes shard which axis of an attention tensor."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+from jax.sharding import PartitionSpec
+
+from .._misc import NOT_GIVEN
+from .platform import RuntimeMode
+
+
+AxisType = str | tuple[str, ...] | None
+
+
+def _axis(value: Any) -> AxisType:
+    """Mesh axis names in one form: None, a name, or a tuple of at least two names."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence) or not all(isinstance(n, str) for n in value):
+        raise TypeError(f"A mesh axis is a name, a tuple of names or None, got {value!r}.")
+    if len(set(value)) != len(value):
+        raise ValueError(f"A mesh axis is repeated in {tuple(value)}.")
+    return tuple(value) if len(value) > 1 else (value[0] if value else None)
+
+
+def names_of(axis: AxisType) -> tuple[str, ...]:
+    """The mesh axes of an entry of a specification."""
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+
+
+def _field(default: Any) -> Any:
+    return eqx.field(static=True, converter=_axis, default=default)
+
+
+class PartitionAxis(eqx.Module):
+    """The mesh axes over which each logical axis of an attention tensor is sharded.
+
+    Each is a mesh axis name, a tuple of names (sharded over their product, the first outermost),
+    or None (not sharded). The `generation_*` axes hold in the modes `__autoregressive__` and
+    `__insert__`, the others in `__train__` and `__prefill__`. All fields are static.
+
+    **Arguments:**
+
+    - `batch_axis`: default `("fsdp", "dp")`.
+    - `sequence_axis`: default `"sp"`.
+    - `query_sequence_axis`, `key_sequence_axis`: default `sequence_axis`.
+    - `head_axis`: of the query's heads, default `"tp"`.
+    - `kv_head_axis`: of the key's and value's heads, default `head_axis`.
+    - `attention_dim_axis`: of the query's and key's head dim, default None.
+    - `attention_kv_dim_axis`: of the key's and value's head dim, default `attention_dim_axis`.
+    - `bias_head_sequence_axis`: of the heads of a bias, default None.
+    - `bias_key_sequence_axis`: of the keys of a bias or mask, default None.
+    - `generation_batch_axis`, `generation_head_axis`, `generation_kv_head_axis`,
+        `generation_key_sequence_axis`: default the axis without `generation_`.
+    - `generation_query_sequence_axis`, `generation_attention_dim_axis`,
+        `generation_attention_kv_dim_axis`: default None.
+
+    **Raises:** `TypeError` or `ValueError` unless each is a name, distinct names or None.
+    """
+
+    batch_axis: AxisType = _field(("fsdp", "dp"))
+    sequence_axis: AxisType = _field("sp")
+    query_sequence_axis: AxisType = _field(NOT_GIVEN)
+    head_axis: AxisType = _field("tp")
+    kv_head_axis: AxisType = _field(NOT_GIVEN)
+    key_sequence_axis: AxisType = _field(NOT_GIVEN)
+    attention_dim_axis: AxisType = _field(None)
+    attention_kv_dim_axis: AxisType = _field(NOT_GIVEN)
+    bias_head_sequence_axis: AxisType = _field(None)
+    bias_key_sequence_axis: AxisType = _field(None)
+    generation_batch_axis: AxisType = _field(NOT_GIVEN)
+    generation_query_sequence_axis: AxisType = _field(None)
+    generation_head_axis: AxisType = _field(NOT_GIVEN)
+    generation_kv_head_axis: AxisType = _field(NOT_GIVEN)
+    generation_key_sequence_axis: AxisType = _field(NOT_GIVEN)
+    generation_attention_dim_axis: AxisType = _field(None)
+    generation_attention_kv_dim_axis: AxisType = _field(None)
+
+    def __post_init__(self) -> None:
+        for name, source in _FOLLOWS.items():
+            if getattr(self, name) is NOT_GIVEN:
+                setattr(self, name, getattr(self, source))
+
+
+_FOLLOWS = {
+    "query_sequence_axis": "sequence_axis",
+    "key_sequence_axis": "sequence_axis",
+    "kv_head_axis": "head_axis",
+    "attention_kv_dim_axis": "attention_dim_axis",
+    "generation_batch_axis": "batch_axis",
+    "generation_head_axis": "head_axis",
+    "generation_kv_head_axis": "kv_head_axis",
+    "generation_key_sequence_axis": "key_sequence_axis",
+}
+
+# Logical name -> field. The upper-case forms with underscores ("__BATCH__") are the same names.
+_LOGICAL = {
+    "batch": "batch_axis",
+    "length": "sequence_axis",
+    "query_length": "query_sequence_axis",
+    "kv_length": "key_sequence_axis",
+    "head": "head_axis",
+    "kv_head": "kv_head_axis",
+    "head_dim": "attention_dim_axis",
+    "kv_head_dim": "attention_kv_dim_axis",
+    "bias_head_seq": "bias_head_sequence_axis",
+    "bias_kv_seq": "bias_key_sequence_axis",
+}
+
+
+def as_partition_axis(value: Any) -> PartitionAxis:
+    """A `PartitionAxis` from one, a mapping of its fields, or a foreign object with its attributes.
+
+    A foreign object may call the generation axes `decode_*`; attributes that attention has no use
+    for (`hidden_state_axis`, ...) are not read.
+    """
+    if isinstance(value, PartitionAxis):
+        return value
+    names = list(PartitionAxis.__dataclass_fields__)
+    if isinstance(value, Mapping):
+        unknown = sorted(set(value) - set(names))
+        if unknown:
+            raise ValueError(f"PartitionAxis has no {unknown}; its fields are {names}.")
+        return PartitionAxis(**value)
+    if not hasattr(value, "batch_axis"):
+        raise TypeError(f"partition_axis must be a PartitionAxis or like one, got {value!r}.")
+    found = {}
+    for name in names:
+        alias = name.replace("generation_", "decode_")
+        axis = getattr(value, name, getattr(value, alias, NOT_GIVEN))
+        if axis is not NOT_GIVEN and axis is not Ellipsis:
+            found[name] = axis
+    return PartitionAxis(**found)
+
+
+class PartitionManager(eqx.Module):
+    """Resolves logical axes to a `PartitionSpec`.
+
+    **Arguments:**
+
+    - `partition_axis`: a [`PartitionAxis`][eqattn.PartitionAxis], default `PartitionAxis()`.
+    """
+
+    partition_axis: PartitionAxis = eqx.field(
+        converter=as_partition_axis, default_factory=PartitionAxis
+    )
+
+    def resolve(self, axes: Sequence[Any], mode: RuntimeMode | str) -> PartitionSpec:
+        """The specification of an array with the given logical axes.
+
+        **Arguments:**
+
+        - `axes`: one entry per array axis: None or `"_"` (not sharded), a logical name
+            (`"batch"`, `"length"`, `"query_length"`, `"kv_length"`, `"head"`, `"kv_head"`,
+            `"head_dim"`, `"kv_head_dim"`, `"bias_head_seq"`, `"bias_kv_seq"`; any case,
+            surrounding underscores ignored), or a sequence of logical names.
+        - `mode`: a [`RuntimeMode`][eqattn.RuntimeMode] or its string.
+
+        **Returns:** a `PartitionSpec` without trailing Nones. It is a matter of names alone:
+        mesh axes that the mesh lacks or that do not divide the array are kept.
+
+        **Raises:** `ValueError` for an unknown logical name or mode, and if one mesh axis would
+        shard two array axes.
+        """
+        mode = RuntimeMode(mode)
+        entries = [self._entry(axis, mode) for axis in axes]
+        used = [n for e in entries for n in names_of(e)]
+        twice = sorted({n for n in used if used.count(n) > 1})
+        if twice:
+            raise ValueError(
+                f"Mesh axes {twice} would each shard two axes of {tuple(axes)} in mode "
+                f"{mode.value!r}: {entries}; change the PartitionAxis."
+            )
+        return trimmed(PartitionSpec(*entries))
+
+    def _entry(self, axis: Any, mode: RuntimeMode) -> AxisType:
+        if axis is None or axis == "_":
+            return None
+        if not isinstance(axis, str):
+            entries = [self._entry(a, mode) for a in axis]
+            return _axis([n for e in entries for n in names_of(e)])
+        field = _LOGICAL.get(axis.strip("_").lower())
+        if field is None:
+            raise ValueError(f"Unknown logical axis {axis!r}; the names are {list(_LOGICAL)}.")
+        generation = "generation_" + field
+        use = mode.generates and hasattr(self.partition_axis, generation)
+        return getattr(self.partition_axis, generation if use else field)
+
+
+def as_partition_manager(value: Any) -> PartitionManager:
+    """A `PartitionManager` from one, a mapping, or an object holding a `PartitionAxis`."""
+    if isinstance(value, PartitionManager):
+        return value
+    if isinstance(value, Mapping):
+        return PartitionManager(**value)
+    axis = getattr(value, "partition_axis", getattr(value, "paxis", None))
+    if axis is None:
+        raise TypeError(f"partition_manager must be a PartitionManager, got {value!r}.")
+    return PartitionManager(as_partition_axis(axis))
+
+
+def trimmed(spec: PartitionSpec) -> PartitionSpec:
+    """The same specification without trailing Nones, so that equal ones compare equal."""
+    entries = list(spec.partitions)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return spec.update(partitions=tuple(entries))
+
+
+def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """The part of a specification that an array of a shape can have on a mesh.
+
+    Of each entry, the mesh axes are kept in order as long as their product divides the size of
+    the array axis; axes that the mesh lacks are dropped.
+    """
+    entries = list(spec.partitions)
+    extra = [e for e in entries[len(shape) :] if e is not None]
+    if extra:
+        raise ValueError(f"{spec} has more entries than shape {tuple(shape)} has axes.")
+    kept = []
+    for entry, size in zip(entries, shape):
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            kept.append(entry)
+            continue
+        names, product = [], 1
+        for name in names_of(entry):
+            count = mesh.shape.get(name)
+            if count is not None and size % (product * count) == 0:
+                names.append(name)
+                product *= count
+        kept.append(_axis(names))
+    return trimmed(spec.update(partitions=tuple(kept)))

@@ -1,0 +1,91 @@
+"""Which code runs, and for which device."""
+
+import enum
+from typing import Any
+
+from .._misc import NOT_GIVEN, text_of
+
+
+class Platform(enum.StrEnum):
+    """Which code runs: the best there is (`AUTO`), plain XLA, a Pallas kernel, or (`INTERPRET`) the
+    Pallas kernel of TPUs interpreted on any device, slowly, to see what it computes.
+    """
+
+    AUTO = "auto"
+    XLA = "xla"
+    PALLAS = "pallas"
+    INTERPRET = "interpret"
+
+
+class Backend(enum.StrEnum):
+    """The device that the code is for, and so which `forward_*` of a strategy runs."""
+
+    ANY = "any"
+    TPU = "tpu"
+    GPU = "gpu"
+    CUDA = "cuda"
+    ROCM = "rocm"
+    CPU = "cpu"
+
+
+_DEVICE_PLATFORMS = {"tpu": Backend.TPU, "gpu": Backend.GPU}
+
+
+def device_of_platform(platform: Any) -> Backend | None:
+    """The backend that a platform names: `"tpu"` and `"gpu"` stand for Pallas on that device."""
+    if platform is None or platform is NOT_GIVEN:
+        return None
+    return _DEVICE_PLATFORMS.get(text_of(platform, "platform"))
+
+
+def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:
+    """Platform and backend from enum members or strings in any case; None means the default.
+
+    **Raises:** `ValueError` for an unknown name, and if the two name different devices.
+    """
+    name = "any" if backend is None else text_of(backend, "backend")
+    if name not in list(Backend):
+        raise ValueError(f"backend {backend!r} is not one of {[b.value for b in Backend]}.")
+    backend = Backend(name)
+    device = device_of_platform(platform)
+    if device is None:
+        name = "auto" if platform is None else text_of(platform, "platform")
+        name = "xla" if name == "jax" else name
+        if name not in list(Platform):
+            known = [p.value for p in Platform]
+            raise ValueError(
+                f"platform {platform!r} is not one of {known}, 'jax' (XLA), 'tpu' or 'gpu' "
+                "(Pallas on that backend)"
+                + (f"; backend={name!r} names the device." if name in list(Backend) else ".")
+            )
+        return Platform(name), backend
+    if backend is Backend.ANY:
+        return Platform.PALLAS, device
+    if backend is device or (device is Backend.GPU and backend in (Backend.CUDA, Backend.ROCM)):
+        return Platform.PALLAS, backend
+    raise ValueError(
+        f"platform={device.value!r} means platform='pallas' on backend={device.value!r}, but "
+        f"backend={backend.value!r} was given; leave one of them out."
+    )
+
+
+class RuntimeMode(enum.StrEnum):
+    """What a call of attention is part of. Members equal their strings, e.g. `"__train__"`."""
+
+    AUTOREGRESSIVE = "__autoregressive__"
+    PREFILL = "__prefill__"
+    TRAIN = "__train__"
+    INSERT = "__insert__"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "RuntimeMode":
+        name = text_of(value, "mode").strip("_")
+        for member in cls:
+            if member.value.strip("_") == name:
+                return member
+        raise ValueError(f"mode {value!r} is not one of {[m.value for m in cls]}.")
+
+    @property
+    def generates(self) -> bool:
+        """Whether the few rows of a generation step are the queries (decode and insert)."""
+        return self in (RuntimeMode.AUTOREGRESSIVE, RuntimeMode.INSERT)

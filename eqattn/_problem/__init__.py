@@ -1,0 +1,1 @@
+"""One call: checked, canonical, and cut into blocks."""

@@ -1,0 +1,64 @@
+"""Which blocks of a problem are live, and which of these need no mask."""
+
+import functools as ft
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._sweep.grid import CORNER, EMPTY, FULL, PARTIAL
+from ..masks._base import AbstractMask
+from .blocking import Blocking
+from .problem import Problem
+
+
+def classes_of(
+    mask: AbstractMask,
+    blocking: Blocking,
+    batch_shape: tuple[int, ...],
+    q: Any,
+    k: Any,
+    indices: tuple[Any, Any] = (None, None),
+) -> Any:
+    """The class of each block `[B|1, K|1, rows, columns]`, from the positions of its tokens and
+    the indices of its batch elements and heads, by default `0, 1, ...`
+    """
+    from ..masks._intervals.classify import (
+        classify,  # imported on first use: half of eqattn's import
+    )
+
+    of_blocks = ft.partial(
+        classify,
+        mask,
+        batch_shape=batch_shape,
+        heads=blocking.kv_heads * blocking.group,
+        kv_heads=blocking.kv_heads,
+        q_positions=q,
+        kv_positions=k,
+        indices=indices,
+    )
+    table = of_blocks(block_q=blocking.block_q, block_k=blocking.block_k)
+    if not blocking.corner:
+        return table
+    parts = 2 if blocking.group == 1 else 1
+    fine = of_blocks(block_q=blocking.block_q // parts, block_k=blocking.block_k // 2)
+    skipped = fine[:, :, ::parts, 1::2] == EMPTY
+    xp = np if isinstance(table, np.ndarray) else jnp
+    if skipped.shape[-1] < table.shape[-1]:  # the last block has no later half
+        skipped = xp.pad(skipped, [(0, 0)] * 3 + [(0, 1)], constant_values=True)
+    return xp.where((table == PARTIAL) & skipped, np.int8(CORNER), table)
+
+
+def table_of(problem: Problem, blocking: Blocking):
+    """The class of each block `[B|1, K|1, rows, columns]`; None if all are full."""
+    table = None
+    if problem.mask is not None:
+        table = classes_of(problem.mask, blocking, problem.batch_shape, *problem.positions())
+    if blocking.keys % blocking.block_k:  # keys that pad the last block must be masked
+        if table is None:
+            table = np.full((1, 1, blocking.rows, blocking.columns), FULL, np.int8)
+        last = np.arange(blocking.columns) == blocking.columns - 1
+        last = last.reshape(1, 1, 1, -1)
+        xp = np if isinstance(table, np.ndarray) else jnp
+        table = xp.where(last & (table == FULL), np.int8(PARTIAL), table)
+    return table

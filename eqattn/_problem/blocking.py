@@ -1,0 +1,250 @@
+"""The grid that a problem is cut into, and arrays as blocks on it.
+
+The grid is `(B, K, rows, columns)`: batch, key/value heads, query blocks, key blocks. The rows of
+a block are the queries of all heads that share a key/value head, so keys and values are never
+repeated; blocks of logits are `[keys, group * queries]`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._sweep.grid import BATCH, COL, HEAD, ROW
+from .mesh import split_axis
+from .problem import Problem
+from .storage import even_block, Pages
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocking:
+    """Sizes of the grid and its blocks.
+
+    Queries and keys are cut into `parts` of equal length, each with blocks of its own, so that no
+    block lies on two devices. What varies with queries and keys holds the keys of `shards` devices.
+    `halves`: partial blocks half of whose keys no query of the first half sees are told apart.
+    `in_place`: keys and values stay as they lie in memory, with their heads inside of the blocks.
+    Then one row of the grid has all query heads of a device: `kv_heads` is the number of devices
+    that heads are sharded over. `together`: the pages of a block.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    queries: int
+    keys: int
+    block_q: int
+    block_k: int
+    parts: int = 1
+    shards: int = 1
+    in_place: bool = False
+    together: int = 1
+    halves: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.parts * -(-self.queries // (self.parts * self.block_q))
+
+    @property
+    def columns(self) -> int:
+        return self.parts * -(-self.keys // (self.parts * self.block_k))
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return (self.batch, self.kv_heads, self.rows, self.columns)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return (self.block_k, self.group * self.block_q)
+
+    @property
+    def corner(self) -> int:
+        """The rows of a block, the first ones, whose later half of keys may be skipped: half of a
+        head's queries, or those of a whole group.
+        """
+        if not self.halves or self.block_k % 2 or (self.group == 1 and self.block_q % 2):
+            return 0
+        return self.block_q // 2 if self.group == 1 else self.group * self.block_q
+
+    def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
+        """Pads each part of an axis, to `n` in all, with its last entry or with zeros."""
+        if x.shape[axis] == n:
+            return x
+        parts = self.parts if parts is None else parts
+        xp = np if isinstance(x, np.ndarray) else jnp
+
+        def widen(x, axis, n):
+            widths = [(0, 0)] * x.ndim
+            widths[axis] = (0, n - x.shape[axis])
+            return xp.pad(x, widths, mode="edge") if edge else xp.pad(x, widths)
+
+        if parts == 1:
+            return widen(x, axis, n)
+        lead, rest = x.shape[:axis], x.shape[axis + 1 :]
+        part = -(-x.shape[axis] // parts)
+        x = widen(x, axis, part * parts).reshape(*lead, parts, part, *rest)
+        return widen(x, axis + 1, n // parts).reshape(*lead, n, *rest)
+
+    def rows_of(self, x: Any) -> Array:
+        """`[B, T, H, D]` to `[B, K, rows, D, group * block_q]`."""
+        x = self.pad(x, 1, self.rows * self.block_q, edge=False)
+        x = x.reshape(self.batch, self.rows, self.block_q, self.kv_heads, self.group, x.shape[-1])
+        x = x.transpose(0, 3, 1, 5, 4, 2)
+        return x.reshape(*x.shape[:4], self.group * self.block_q)
+
+    def from_rows(self, x: Array) -> Array:
+        """`[B, K, rows, group * block_q]`, maybe with a last axis `V`, to `[B, T, H]`, `V`."""
+        x = x.reshape(*x.shape[:3], self.group, self.block_q, *x.shape[4:])
+        x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))
+        heads = self.kv_heads * self.group
+        rest, part = x.shape[5:], -(-self.queries // self.parts)
+        padded = self.rows // self.parts * self.block_q
+        x = x.reshape(self.batch, self.parts, padded, heads, *rest)[:, :, :part]
+        return x.reshape(self.batch, self.parts * part, heads, *rest)[:, : self.queries]
+
+    def columns_of(self, x: Any, flat: bool = False) -> Array:
+        """`[B, S, K, D]` to `[B, K, columns, block_k, D]`, also without the last axis;
+        in place to `[B, columns, block_k, K, D]`, or `[B, devices, columns, block_k, K / devices,
+        D]` if devices share the heads. `flat`: so is `[B, devices, S * n]`, with blocks `[1, n]`.
+        """
+        tokens = self.columns * self.block_k
+        if flat:
+            x = self.pad(x, 2, tokens * (x.shape[2] // self.keys), edge=False)
+            x = x.reshape(self.batch, self.kv_heads, self.columns, 1, -1)
+            return x[:, 0] if self.kv_heads == 1 else x
+        x = self.pad(x, 1, tokens, edge=False)
+        if self.in_place:
+            x = x.reshape(self.batch, self.columns, self.block_k, *x.shape[2:])
+            if self.kv_heads == 1:
+                return x
+            return jnp.moveaxis(split_axis(x, 3, self.kv_heads, outside=True), 3, 1)
+        # The axis of size 1 makes XLA:CPU copy once, not twice, on the way into a loop.
+        x = x.reshape(self.batch, self.columns, 1, self.block_k, *x.shape[2:])
+        return jnp.moveaxis(x, 4, 1).squeeze(3)
+
+    def pages_of(self, x: Any, flat: bool = False) -> Array:
+        """Pages `[pages, page size, K, D]`, whose heads lie apart for each device that has some:
+        then `[devices, pages, page size, K / devices, D]`. `flat`: `[pages, devices, n]`.
+        """
+        if self.kv_heads == 1:
+            return x
+        if flat:
+            return jnp.moveaxis(x, 1, 0)[:, :, None]
+        return jnp.moveaxis(split_axis(x, 2, self.kv_heads, outside=True), 2, 0)
+
+    def tables_of(self, table: Array) -> list[Array]:
+        """`[B, pages of a row]` as `[B, columns]` for each page of a block."""
+        table = self.pad(table, 1, self.columns * self.together, edge=False)
+        return [table[:, i :: self.together] for i in range(self.together)]
+
+    def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
+        """A canonical operand `[B|1, H|1, T|1, S|1]` as blocks `[keys|1, rows|1]` on some of the
+        grid's axes; or `[keys, group|1, queries|1]` where the whole would be larger than `x`.
+        """
+        b, h, t, s = x.shape
+        columns = self.columns * (self.shards if t > 1 else 1)
+        if t > 1:
+            x = self.pad(x, 2, self.rows * self.block_q, edge=True)
+        if s > 1:
+            parts = self.parts * columns // self.columns
+            x = self.pad(x, 3, columns * self.block_k, edge=True, parts=parts)
+        sizes = (
+            (b, 1) if b == 1 else (self.batch, 1),
+            (1, 1) if h == 1 else (self.kv_heads, self.group),
+            (1, 1) if t == 1 else (self.rows, self.block_q),
+            (1, 1) if s == 1 else (columns, self.block_k),
+        )
+        x = x.reshape([n for pair in sizes for n in pair]).transpose(0, 2, 4, 6, 7, 3, 5, 1)
+        # One device's only block of rows or columns differs from the others' in a ring.
+        kept = [n > 1 or self.shards > 1 < m for (n, _), m in zip(sizes, (b, h, t, s))]
+        axes = tuple(a for a, keep in zip((BATCH, HEAD, ROW, COL), kept) if keep)
+        keys, group, queries = x.shape[4:7]
+        x = x.reshape([n for (n, _), keep in zip(sizes, kept) if keep] + [keys, group, queries])
+        if keys == 1 and group * queries > 1:
+            xp = np if isinstance(x, np.ndarray) else jnp
+            x = xp.broadcast_to(x, (*x.shape[:-2], self.group, self.block_q))
+        if keys == 1 or x.shape[-2:] in ((1, 1), (self.group, self.block_q)):
+            x = x.reshape(*x.shape[:-2], -1)
+        return x, axes
+
+    def from_pairs(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """What `pairs_of` made blocks of, with its padding."""
+        sizes, block = dict(zip(axes, x.shape)), x.shape[len(axes) :]
+        b, k, rows, columns = (sizes.get(a, 1) for a in (BATCH, HEAD, ROW, COL))
+        if len(block) == 2:
+            block = (block[0], 1, 1) if block[1] == 1 else (block[0], self.group, self.block_q)
+        x = x.reshape(b, k, rows, columns, *block)
+        if HEAD not in axes and self.kv_heads > 1:  # it was only spread over the block
+            x = x[..., :1, :]
+        if ROW not in axes:
+            x = x[..., :1]
+        x = x.transpose(0, 1, 5, 2, 6, 3, 4)
+        return x.reshape(b, x.shape[1] * x.shape[2], rows * x.shape[4], columns * block[0])
+
+
+def spread(x: Array, blocking: Blocking) -> Array:
+    """A block from `pairs_of` as `[keys|1, rows|1]`."""
+    if x.ndim == 2:
+        return x
+    return jnp.broadcast_to(x, (len(x), blocking.group, blocking.block_q)).reshape(len(x), -1)
+
+
+def choose_blocking(
+    problem: Problem,
+    block_q: int | None,
+    block_k: int | None,
+    parts: int = 1,
+    shards: int = 1,
+    in_place: bool = False,
+    kernel: str = "",
+    devices: int = 1,
+) -> Blocking:
+    """The blocking of a problem; automatic sizes where None, those of a TPU for its `kernel`. Of
+    what lies `in_place`, so many `devices` share the heads.
+    """
+    t, s, heads, kv_heads = problem.sizes
+    if in_place:
+        kv_heads = devices
+    group = heads // kv_heads
+    side, deep = 0, 0
+    if kernel:  # the largest blocks of logits whose kernels fit
+        narrow, dim = problem.query.dtype == jnp.bfloat16, problem.query.shape[-1]
+        side = deep = 1024 if narrow and dim <= 256 else 512
+    if block_q is None:
+        block_q = max(1 if in_place else 8, (side or 256) // group)
+    pages = {x.page_size for x in (problem.key, problem.value) if isinstance(x, Pages)}
+    if len(pages | ({block_k} if pages and block_k else set())) > 1:
+        raise ValueError(
+            f"Pages of keys and values and blocksize_k must have one size, got {sorted(pages)} and "
+            f"{block_k}; leave blocksize_k None."
+        )
+    together = 1
+    if block_k is None:
+        # As many keys as queries: fewer steps, and no more of a diagonal's blocks is masked.
+        block_k = deep or (256 if group == 1 and s > 256 else 128)
+        if pages:
+            (page,) = pages
+            together = min(max(512 // page, 1), -(-s // page)) if kernel else 1
+            block_k = together * page
+        elif in_place:  # a size that divides the keys needs no padded copy of them
+            single = t == 1 and not kernel and jax.default_backend() == "cpu"
+            most = 512 if kernel else 256
+            block_k = (single and even_block(s, 128)) or even_block(s, most) or block_k
+    return Blocking(
+        batch=math.prod(problem.batch_shape),
+        kv_heads=kv_heads,
+        group=group,
+        queries=t,
+        keys=s,
+        block_q=min(block_q, max(-(-t // parts), 1)),
+        block_k=min(block_k, max(-(-s // parts), 1)),
+        parts=parts,
+        shards=shards,
+        in_place=in_place,
+        together=together,
+        halves=bool(kernel) and not in_place,
+    )

@@ -1,0 +1,102 @@
+"""How a problem is spread over devices: tokens around a ring, and in each of its places over
+devices that exchange tokens for heads.
+
+Attention of one head needs no other head. So an all-to-all gives each device of a place the tokens
+of them all for some of the heads, it folds these as one device would, and an all-to-all brings the
+rows back. JAX transposes these moves: there is no derivative code here.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._jax import vary, varying_axes
+from .._sweep.grid import BATCH, COL, HEAD, ROW
+from .._sweep.rotation import Rotation
+from .blocking import Blocking
+from .mesh import Manual, merged_axes, split_axis, token_axis
+from .problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Two mesh axes over which tokens are sharded, the ring's outside.
+
+    **Arguments:**
+
+    - `ring`: the hops over the outer axis; None: there is one place.
+    - `axis`, `size`: the inner axis and how many devices exchange; None: each place is one device.
+    - `manual`: how arrays of all devices are spread; None: the axes are manual here.
+    """
+
+    ring: Rotation | None = None
+    axis: str | None = None
+    size: int = 1
+    manual: Manual | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes, the outer one first."""
+        inner = () if self.axis is None else (self.axis,)
+        return inner if self.ring is None else (self.ring.axis, *inner)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the arrays are a device's own."""
+        return self.manual is None
+
+    def local(self, blocking: Blocking) -> Blocking:
+        """The blocking of what a device visits, from that of the arrays outside."""
+        batch, kv_heads = 1, self.size
+        parts = blocking.parts * self.size
+        if self.manual is not None:
+            batch, kv_heads, places = map(self.manual.parts, (BATCH, HEAD, ROW))
+            parts = blocking.parts // places
+        lengths = blocking.queries, blocking.keys
+        queries, keys = (-(-n // blocking.parts) * parts for n in lengths)
+        return dataclasses.replace(
+            blocking,
+            batch=blocking.batch // batch,
+            kv_heads=blocking.kv_heads // kv_heads,
+            queries=queries,
+            keys=keys,
+            parts=parts,
+            shards=max(blocking.shards // self.size, 1),
+        )
+
+    def arrived(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """What a device needs to fold its heads, from what it holds of its tokens. With `returned`,
+        for axes that are manual here; `Manual` does the same for others.
+        """
+        if self.size == 1 or not {HEAD, ROW, COL} & set(axes):
+            return x
+        index = lax.axis_index(self.axis)
+        x = vary(x, varying_axes(index))
+        if HEAD not in axes:
+            return lax.all_gather(x, self.axis, axis=axes.index(token_axis(axes)), tiled=True)
+        at = axes.index(HEAD)
+        x = split_axis(x, at, self.size)
+        if ROW not in axes and COL not in axes:
+            return lax.dynamic_index_in_dim(x, index, at + 1, keepdims=False)
+        return merged_axes(lax.all_to_all(x, self.axis, at + 1, at + 1), at + 1)
+
+    def returned(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """Undoes `arrived` for what has heads and tokens."""
+        if self.size == 1:
+            return x
+        at = axes.index(HEAD)
+        x = split_axis(x, at + 1, self.size, outside=True)
+        return merged_axes(lax.all_to_all(x, self.axis, at + 1, at + 1), at)
+
+
+def with_enough_heads(problem: Problem, shares: int) -> Problem:
+    """With key/value heads in `shares` equal shares: each repeated as often as it must be."""
+    kv_heads = problem.sizes[3]
+    times = math.lcm(kv_heads, shares) // kv_heads
+    if times == 1:
+        return problem
+    key, value = (jnp.repeat(x, times, 2) for x in (problem.key, problem.value))
+    return dataclasses.replace(problem, key=key, value=value)

@@ -1,0 +1,171 @@
+"""Running a fold on each device's part of its arrays."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxtyping import Array
+
+from .._config.partition import names_of
+from .._jax import automatic, varying_axes
+from .._sweep.grid import BATCH, COL, HEAD, ROW
+
+
+@dataclasses.dataclass(frozen=True)
+class Manual:
+    """The axes of a mesh that are made manual for a fold, and what they shard.
+
+    **Arguments:**
+
+    - `mesh`: that of the context where the fold is called, or one given by the caller.
+    - `batch`, `heads`: axes that shard the grid's batch elements and key/value heads.
+    - `tokens`: the axis of a ring: it shards rows, and the columns of what has no rows.
+    - `others`: axes that shard nothing.
+    - `group`: the axis over which tokens are exchanged for heads. Outside of the fold it shards
+        tokens, inside of the axis of a ring; in it, every `n`-th head is on one of its `n` devices,
+        so that those heads that other axes shard stay where they are.
+    """
+
+    mesh: Any
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    group: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.batch, *self.heads, *self.tokens, *self.others, *self.group}
+
+    @property
+    def size(self) -> int:
+        """How many devices exchange."""
+        return math.prod(self.mesh.shape[n] for n in self.group)
+
+    def parts(self, axis: int) -> int:
+        """Over how many devices a grid axis is sharded."""
+        names = {BATCH: self.batch, HEAD: (*self.heads, *self.group)}.get(axis, self.tokens)
+        return math.prod(self.mesh.shape[n] for n in names)
+
+    def partition(self, axes: tuple[int, ...], at_rest: bool = False) -> P:
+        """How an array with these grid axes is spread over the devices in the fold, or `at_rest`.
+        With an exchange, an array with heads has them in two axes.
+        """
+        tokens = (*self.tokens, *self.group) if at_rest else self.tokens
+        spread = {BATCH: self.batch, HEAD: self.heads, token_axis(axes): tokens}
+        entries: list[Any] = []
+        for a in axes:
+            entries.append(spread.get(a) or (P.UNCONSTRAINED if at_rest else None))
+            if a == HEAD and self.group:
+                entries.append(None if at_rest else self.group)
+        return P(*entries)
+
+    def over(
+        self, fn: Callable[..., Any], in_axes: Any, out_axes: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """`fn` on each device's part of arrays with the given grid axes. An exchange is what the
+        compiler makes of two shardings of one array.
+        """
+        in_axes, n = tuple(in_axes), self.size
+
+        def each(fn, tree, *rest):
+            grid = lambda x: isinstance(x, tuple) and all(isinstance(a, int) for a in x)
+            return jax.tree.map(fn, tree, *rest, is_leaf=grid)
+
+        def rest(axes, x):
+            spec = self.partition(axes, at_rest=True)
+            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+        def cut(axes, x):
+            if n == 1 or HEAD not in axes:
+                return x
+            x = split_axis(x, axes.index(HEAD), n)
+            return rest(axes, x) if ROW in axes or COL in axes else x
+
+        def visit(*args):
+            own = lambda axes, x: x.squeeze(axes.index(HEAD) + 1) if HEAD in axes else x
+            outs = fn(*(each(own, in_axes, args) if n > 1 else args))
+            if n > 1:
+                outs = [jnp.expand_dims(x, a.index(HEAD) + 1) for x, a in zip(outs, out_axes)]
+            return outs
+
+        def run(*args):
+            outs = jax.shard_map(
+                visit,
+                mesh=self.mesh,
+                in_specs=each(self.partition, in_axes),
+                out_specs=each(self.partition, list(out_axes)),
+                axis_names=self.names,
+                check_vma=bool(varying_axes(*jax.tree.leaves(args))),  # as around us
+            )(*each(cut, in_axes, args))
+            if n > 1:
+                outs = [merged_axes(rest(a, x), a.index(HEAD)) for x, a in zip(outs, out_axes)]
+            return outs
+
+        return run
+
+
+def mesh_here(given: Any) -> Any:
+    """The mesh of the context, else the given one with all its axes automatic; None without."""
+    context = jax.sharding.get_abstract_mesh()
+    return context if not context.empty else given and automatic(given)
+
+
+def token_axis(axes: tuple[int, ...]) -> int:
+    """The grid axis whose tokens a device holds."""
+    return ROW if ROW in axes else COL
+
+
+def split_axis(x: Array, axis: int, n: int, outside: bool = False) -> Array:
+    """One axis as two, the inner (or the outer) of size `n`."""
+    sizes = (n, x.shape[axis] // n) if outside else (x.shape[axis] // n, n)
+    return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+
+
+def merged_axes(x: Array, axis: int) -> Array:
+    """Two axes as one."""
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def with_kernel(
+    place: Manual | None, mesh: Any, partition: tuple, sizes: tuple[int, int]
+) -> Manual | None:
+    """The manual axes that a kernel needs, which the compiler cannot split over devices.
+
+    **Arguments:**
+
+    - `place`: the axes that are made manual anyway, if any.
+    - `mesh`: that of the metadata; the mesh of the context comes first.
+    - `partition`: the names of axes that shard batch and heads, and of those known to shard
+        nothing.
+    - `sizes`: of the batch and of the key/value heads.
+
+    **Returns:** the axes of `place` and those of `partition` that divide the sizes and are
+    automatic here; None if there are none.
+    """
+    mesh = mesh_here(mesh) if place is None else place.mesh
+    if mesh is None or mesh.empty:
+        return place
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    free = [n for n, kind in kinds.items() if kind == AxisType.Auto]
+    free = [n for n in free if place is None or n not in place.names]
+    chosen = []
+    *shards, idle = partition
+    for names, size in zip(shards, sizes):
+        kept = []
+        for name in names_of(names):
+            if name in free and size % mesh.shape[name] == 0:
+                size //= mesh.shape[name]
+                kept.append(name)
+        free = [n for n in free if n not in kept]
+        chosen.append(tuple(kept))
+    alone = tuple(n for n in free if mesh.shape[n] == 1 or n in idle)
+    if place is None and all(mesh.shape[n] == 1 for n in {*chosen[0], *chosen[1], *alone}):
+        return None
+    place = Manual(mesh) if place is None else place
+    return dataclasses.replace(place, batch=chosen[0], heads=chosen[1], others=alone)

@@ -1,0 +1,312 @@
+"""A `Problem` cut into blocks: its operands, its table of live blocks, the logits of one block."""
+
+import copy
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from .._pairs import Operand, over_block
+from .._sweep.fold import finite, masked_dot, scaled
+from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, PARTIAL, ROW
+from .._sweep.products import dot
+from ..masks._base import AbstractMask, visible
+from ..scores._dropout import kept
+from ..scores._function import ScoreFn
+from .block_classes import classes_of, table_of
+from .blocking import Blocking, spread
+from .exchange import Spread
+from .problem import Problem
+from .storage import as_stored
+
+
+def at_visible(mask: Array, xs: list) -> list:
+    """Blocks with the entries of one visible pair at all masked ones: there a user's function may
+    be singular, and a zero cotangent would not save its gradients.
+    """
+    row = jnp.argmax(mask.any(0))
+    key = jnp.argmax(mask[:, row])
+    at = [x[jnp.where(len(x) > 1, key, 0), jnp.where(x.shape[1] > 1, row, 0)] for x in xs]
+    return [jnp.where(mask, x, y) for x, y in zip(xs, at)]
+
+
+def not_finite(x: Array, precision: Any) -> Array:
+    """`[...]`: NaN where a vector of `x` `[..., n]` holds what is not finite, else 0."""
+    x = lax.stop_gradient(x)
+    few = np.where(np.arange(x.shape[-1]) % 2, 2.0**-13, 2.0**-14)  # sums stay in range
+    weights = jnp.asarray(few[:, None].repeat(2, 1), x.dtype)  # two columns: XLA:CPU is fast then
+    return (jnp.einsum("...n,nm->...m", x, weights, precision=precision) * 0)[..., 0]
+
+
+WHOLE = ("q_position", "kv_position", "valid")
+"""The operands that are given for all devices of a place, and are not gathered from them."""
+
+
+class Parts:
+    """The operands of a problem's blocks, and the function that turns them into logits."""
+
+    def __init__(
+        self, problem: Problem, blocking: Blocking, spread: Spread = Spread(), kernel: str = ""
+    ):
+        self.problem, self.blocking, self.spread = problem, blocking, spread
+        self.kernel, self.sent, self.local = kernel, bool(spread.axes), False
+        dtype, acc = problem.query.dtype, problem.accumulation
+        wide = dtype == acc or (not kernel and jax.default_backend() == "cpu")
+        # Narrow products are slower than float32's on a CPU. What is sent stays narrow, and of
+        # what lies in place only the visited blocks are read.
+        stored = dtype if self.sent or blocking.in_place or not wide else acc
+        precision = problem.precision
+        if precision is None and dtype == acc:
+            precision = lax.Precision.HIGHEST
+        self.products = (("operand_dtype", None if wide else dtype), ("precision", precision))
+        query, scale = problem.query.astype(stored), jnp.asarray(problem.scale, acc)
+        self.post_scale = stored != acc or blocking.in_place
+        self.pages: tuple[int, ...] = ()
+        self.lookups: tuple[int, ...] = ()
+        self.operands = [blocking.rows_of(query)]
+        self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW)]
+        if blocking.in_place:
+            self.store()
+        else:
+            key, value = (x.astype(stored) for x in (problem.key, problem.value))
+            # Not the query, as XLA:CPU is slow at arithmetic in a transposed copy.
+            key = key if self.post_scale else scaled(key, scale)
+            self.operands.append(blocking.columns_of(key))
+            values = [value] if kernel else self.cleaned(value)
+            self.values = [blocking.columns_of(x) for x in values]
+            self.axes.append((BATCH, HEAD, COL))
+            self.value_axes = [(BATCH, HEAD, COL)] * len(values)
+            self.roles = ("query", "key")
+        self.keys = slice(1, len(self.operands) - len(self.lookups))
+        if self.post_scale:
+            self.add("scale", scale.reshape(1, 1, 1, 1))
+        for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
+            self.add(name, x)
+        whole = spread.local(blocking) if spread.inside else blocking
+        valid = np.ones((1, 1, 1, whole.keys), bool)
+        valid = whole.pad(valid, 3, whole.columns * whole.block_k, edge=False)
+        self.padded = not valid.all()
+        if self.padded:
+            self.add("valid", valid)
+        self.groups = []
+        for part in (*problem.scores, *([] if problem.mask is None else [problem.mask])):
+            start = len(self.operands)
+            for operand in part.operands():
+                self.add(type(part).__name__, problem.canonical(operand))
+            self.groups.append(slice(start, len(self.operands)))
+        if problem.seed is not None and problem.rate > 0:
+            self.operands.append(problem.seed)
+            self.axes.append(())
+            self.roles += ("seed",)
+        self.spec = (
+            tuple(type(s).__name__ for s in problem.scores),
+            jax.tree.structure(problem.mask),
+            problem.rate if "seed" in self.roles else 0.0,
+            problem.logits_dtype,
+        )
+
+    def store(self) -> None:
+        """Keys and values that stay in place; of pages, as many operands as a block has."""
+        placed, tables, blocking = [], [], self.blocking
+        shared = blocking.kv_heads > 1
+        both = [as_stored(x) for x in (self.problem.key, self.problem.value)]
+        self.held = [x.in_shares(blocking.kv_heads) for x in both]
+        for x in self.held:
+            arrays, axes = [], []
+            if x.table is None:
+                arrays = [blocking.columns_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
+                axes = [(BATCH, HEAD, COL) if shared else (BATCH, COL)] * len(arrays)
+            else:
+                pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
+                for table in blocking.tables_of(x.table):
+                    arrays += pools
+                    axes += [(HEAD, len(tables)) if shared else (len(tables),)] * len(pools)
+                    tables.append(table)
+                    self.pages += (len(x.arrays[0]),)
+            placed.append((arrays, axes))
+        (keys, key_axes), (self.values, self.value_axes) = placed
+        start = 1 + len(keys)
+        self.lookups = tuple(range(start, start + len(tables)))
+        self.operands += [*keys, *tables]
+        self.axes += [*key_axes, *[(BATCH, COL)] * len(tables)]
+        self.roles = ("query", *["key"] * len(keys), *["page"] * len(tables))
+
+    def stored(self, which: int, blocks: Sequence[Array]) -> Array:
+        """The numbers of a block of keys (0) or values (1) that lie in place."""
+        x = self.held[which]
+        n = len(x.arrays)
+        pages = [x.decode(*blocks[i : i + n]) for i in range(0, len(blocks), n)]
+        block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
+        return block.astype(self.problem.accumulation)
+
+    def on(self, blocking: Blocking) -> "Parts":
+        """The same where blocks of this blocking are visited."""
+        new = copy.copy(self)
+        new.blocking, new.local = blocking, blocking.grid[:2] != self.blocking.grid[:2]
+        return new
+
+    def reading(self, mask: AbstractMask | None, scores: tuple) -> "Parts":
+        """The same with what masks and scores close over exchanged."""
+        new = copy.copy(self)
+        new.problem = dataclasses.replace(self.problem, mask=mask, scores=scores)
+        return new
+
+    def weigh(self, c: int) -> Callable:
+        """The `values` of the fold in a block of class `c`."""
+        if not (self.blocking.in_place or self.kernel):
+            return lambda clean, poison: [clean, poison]
+
+        def fn(*blocks):
+            value = blocks[0]
+            if self.blocking.in_place:
+                value = self.stored(1, blocks)
+            if c == FULL:
+                return [value]
+            if self.kernel:
+                poison = jnp.where(jnp.isfinite(value), 0, jnp.nan).astype(value.dtype)
+                return [finite(value), poison.sum(-1)]
+            return self.cleaned(value)
+
+        return fn
+
+    def cleaned(self, value: Array) -> list[Array]:
+        """A value without what is not finite, and where there was some."""
+        return [finite(value), not_finite(value, dict(self.products)["precision"])]
+
+    def add(self, role: str, x) -> None:
+        whole = self.spread.inside and role in WHOLE
+        blocking = self.spread.local(self.blocking) if whole else self.blocking
+        blocks, axes = blocking.pairs_of(x)
+        self.operands.append(jnp.asarray(blocks))
+        self.axes.append(axes)
+        self.roles += (role,)
+
+    @property
+    def reads(self) -> list[int]:
+        """The operands of `classify`."""
+        own = [] if self.problem.mask is None else range(len(self.axes))[self.groups[-1]]
+        return [*[self.roles.index(name) for name in self.where], *own]
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """The roles among them."""
+        local = ("batch", "head") if self.local else ()
+        return ("q_position", "kv_position", *local, *(("valid",) if self.padded else ()))
+
+    def classify(self, *blocks: Array) -> Array:
+        """The table of one hop, `[rows, columns]` or `[B, K, rows, columns]`."""
+        blocking, axes = self.blocking, [self.axes[i] for i in self.reads]
+        whole = [blocking.from_pairs(x, a) for x, a in zip(blocks, axes)]
+        at, whole = dict(zip(self.where, whole)), whole[len(self.where) :]
+        q, k = at["q_position"][:, 0, :, 0], at["kv_position"][:, 0, 0]
+        rows, columns = q.shape[1] // blocking.block_q, k.shape[1] // blocking.block_k
+        table = jnp.full((1, 1, rows, columns), FULL, jnp.int8)
+        if self.padded:
+            valid = at["valid"].reshape(1, 1, 1, columns, -1)
+            padded = jnp.where(valid.any(-1), jnp.int8(PARTIAL), jnp.int8(EMPTY))
+            table = jnp.where(valid.all(-1), table, padded)
+        if self.problem.mask is not None:
+            mask = Given(self.problem.mask, tuple(whole))
+            indices = None, None
+            if self.local:
+                indices = at["batch"][:, 0, 0, 0], at["head"][0, :, 0, 0]
+            classes = classes_of(mask, blocking, (blocking.batch,), q, k, indices)
+            corner = (classes == CORNER) & (table != EMPTY)
+            table = jnp.where(corner, jnp.int8(CORNER), jnp.minimum(table, classes))
+        if table.shape[:2] == (1, 1):
+            return table[0, 0]
+        return jnp.broadcast_to(table, (*blocking.grid[:2], rows, columns))
+
+    def plan(self):
+        """The table of live blocks, its grid axes, and the classes that can occur."""
+        if self.sent:  # each hop makes its own table
+            some = self.problem.mask is not None or self.padded
+            return None, None, (PARTIAL, FULL) if some else (FULL,)
+        table = table_of(self.problem, self.blocking)
+        if table is None:
+            return None, None, (FULL,)
+        if self.blocking.rows * self.blocking.columns == 1:
+            return None, None, (PARTIAL,)
+        classes = (PARTIAL, FULL)
+        if isinstance(table, np.ndarray):
+            present = set(np.unique(table))
+            # A visit of several batch elements or heads at once masks where these differ.
+            if CORNER in present or table.min((0, 1)).tolist() != table.max((0, 1)).tolist():
+                present.add(PARTIAL)
+            classes = tuple(c for c in classes if c in present) or (PARTIAL,)
+            if len(present) == 1 and EMPTY not in present:
+                return None, None, classes
+        axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n > 1] + [ROW, COL]
+        shape = [n for n in table.shape[:2] if n > 1] + list(table.shape[2:])
+        return jnp.asarray(table.reshape(shape)), tuple(axes), classes
+
+    def hidden(self, s: Array, mask: Array) -> Array:
+        """Logits with `-inf` where the mask is False. They are 0 there, if nothing changed it."""
+        problem = self.problem
+        if self.kernel or self.post_scale or problem.scores or problem.logits_dtype is not None:
+            return jnp.where(mask, s, -jnp.inf)
+        # A mere selection, in place, would be masked stores: ten times slower without AVX-512.
+        return s + jnp.where(mask, 0, -jnp.inf)
+
+    def logits(self, c: int) -> Callable:
+        """The logits of a block of class `c`, and with dropout the factor on its probabilities."""
+        problem, blocking = self.problem, self.blocking
+        acc = problem.accumulation
+
+        def fn(*blocks):
+            q, *k = blocks[: self.keys.stop]
+            k = self.stored(0, k) if blocking.in_place else k[0]
+            first = self.keys.stop + len(self.lookups)
+            named = {n: x if n == "seed" else spread(x, blocking)
+                     for n, x in zip(self.roles[first:], blocks[first:])}  # fmt: skip
+            pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
+            own = [[spread(x, blocking) for x in blocks[g]] for g in self.groups]
+            mask = None
+            if c == PARTIAL:
+                parts = [named["valid"]] if self.padded else []
+                if problem.mask is not None:
+                    parts.append(over_block(visible(problem.mask), [*pairs, *own[-1]]))
+                mask = ft.reduce(jnp.logical_and, parts) if parts else jnp.ones((1, 1), bool)
+                mask = jnp.broadcast_to(mask, blocking.block)
+            if mask is None:
+                s = dot(k, q, (1, 0), **dict(self.products))
+            else:
+                s = masked_dot(k, q, self.products)
+            if mask is not None:  # before the scale, whose gradient is a sum of logits
+                s = jnp.where(mask, s, 0)
+            if self.post_scale:
+                s = s * named["scale"]
+            for score, xs in zip(problem.scores, own):
+                xs = [s, *pairs, *xs]
+                if mask is not None and isinstance(score, ScoreFn):
+                    xs = at_visible(mask, xs)
+                s = over_block(score.transform, xs)
+            if problem.logits_dtype is not None:
+                s = s.astype(problem.logits_dtype).astype(acc)
+            if mask is not None:
+                s = self.hidden(s, mask)
+            if "seed" not in named:
+                return [s]
+            keep = kept(named["seed"], pairs, problem.rate)
+            return [s, keep.astype(acc) * (1 / (1 - problem.rate))]
+
+        return fn
+
+
+class Given(AbstractMask):
+    """A mask whose operands are replaced by canonical arrays."""
+
+    mask: AbstractMask
+    arrays: tuple[Array, ...]
+
+    def operands(self):
+        return tuple(Operand(x, "bhts") for x in self.arrays)
+
+    def visible(self, b, h, q, k, *ids):
+        return self.mask.visible(b, h, q, k, *ids)

@@ -1,0 +1,313 @@
+"""One call of attention, checked and in canonical form.
+
+A `Problem` is what every strategy solves: arrays with one flattened batch axis, the mask and the
+scores in their fixed order, and the numbers that the metadata holds.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from .._misc import accumulation, as_int, Fixed
+from .._pairs import canonical, Operand
+from ..masks._base import AbstractMask, Dense, named_operands
+from ..scores._base import AbstractScore
+from ..scores._bias import Bias
+from ..scores._dropout import seed_of
+from ..scores._soft_cap import SoftCap
+from .storage import AbstractStored
+
+
+if TYPE_CHECKING:
+    MaskLike = AbstractMask | Bool[Array | np.ndarray, "..."] | None
+    ScoreLike = AbstractScore | Sequence[AbstractScore] | None
+else:  # `as_mask` and `as_scores` look at them, and name the remedy
+    MaskLike = ScoreLike = Any
+
+
+class Problem(eqx.Module):
+    """Attention of `query` `[B, T, H, D]` over `key` `[B, S, K, D]` and `value` `[B, S, K, V]`,
+    which are arrays or `AbstractStored`.
+
+    **Arguments:**
+
+    - `mask`: an `AbstractMask` or None.
+    - `scores`: transforms of a logit, in order.
+    - `scale`: a float or scalar array.
+    - `sinks`: None or `[H|1, n]`.
+    - `seed`: None, or that of `kept`.
+    - `q_positions`, `kv_positions`: int32 `[B|1, T]` and `[B|1, S]`, or None for `0, 1, ...`
+    - `q_start`, `q_shift`: a static int, and int32 `[B|1, 1]` or None: added to the queries'.
+    - `batch_shape`: the batch axes that `B` flattens.
+    - `rate`: the dropout probability, used if there is a seed.
+    - `logits_dtype`: a dtype that logits are rounded to, or None.
+    - `precision`: of the products, or None: exact for float32, the default for narrower inputs.
+    - `shards`: what varies with query and key has the keys of so many devices.
+    """
+
+    query: Array
+    key: Any
+    value: Any
+    mask: AbstractMask | None
+    scores: tuple[AbstractScore, ...]
+    scale: Any
+    sinks: Array | None
+    seed: Array | None
+    q_positions: Any
+    kv_positions: Any
+    q_shift: Any
+    q_start: int = eqx.field(static=True)
+    batch_shape: tuple[int, ...] = eqx.field(static=True)
+    rate: float = eqx.field(static=True)
+    logits_dtype: Any = eqx.field(static=True)
+    precision: Any = eqx.field(static=True)
+    shards: int = eqx.field(static=True, default=1)
+    partition: tuple[Any, ...] | None = eqx.field(static=True, default=None)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """`(T, S, H, K)`."""
+        _, t, h, _ = self.query.shape
+        _, s, k, _ = self.key.shape
+        return t, s, h, k
+
+    @property
+    def accumulation(self) -> jnp.dtype:
+        """float32, or float64 for float64 inputs."""
+        return accumulation(self.query.dtype)
+
+    def canonical(self, operand: Operand, name: str = "operand") -> Array | np.ndarray:
+        """An operand as `[B|1, H|1, T|1, S|1]`."""
+        t, s, heads, _ = self.sizes
+        if operand.axes.endswith("ts") and operand.array.shape[-2] > 1:
+            s *= self.shards
+        return canonical(operand, self.batch_shape, heads, t, s, name)
+
+    def positions(self) -> tuple[Any, Any]:
+        """Positions of queries `[B|1, T]` and keys `[B|1, S]`; NumPy arrays where static."""
+        t, s, _, _ = self.sizes
+        q, k = self.q_positions, self.kv_positions
+        q = (np.arange(t, dtype=np.int32)[None] if q is None else q) + np.int32(self.q_start)
+        q = q if self.q_shift is None else q + self.q_shift
+        return q, np.arange(s, dtype=np.int32)[None] if k is None else k
+
+    def indices(self) -> list[Any]:
+        """`b`, `h`, `q`, `k` of every pair as `[B|1, H|1, T|1, S|1]`."""
+        batch, heads = math.prod(self.batch_shape), self.sizes[2]
+        b = np.arange(batch, dtype=np.int32).reshape(-1, 1, 1, 1)
+        h = np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
+        q, k = self.positions()
+        return [b, h, q[:, None, :, None], k[:, None, None, :]]
+
+
+def check_shapes(query, key, value) -> None:
+    """Raises with the shapes and the remedy unless query, key and value fit together."""
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} must be [*batch, tokens, heads, dim], got shape {x.shape}; "
+                "add a heads axis of size 1 for single-head attention."
+            )
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, "
+            f"{value.dtype}; cast them first."
+        )
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"The batch axes differ: {shapes}; broadcast them first.")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key differ in their last axis (head dim): {shapes}; project both to one "
+            "size."
+        )
+    if key.shape[-3:-1] != value.shape[-3:-1]:
+        raise ValueError(
+            f"key and value differ in tokens or heads: {shapes}; each key needs its own value."
+        )
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if 0 in (heads, kv_heads, query.shape[-1]):
+        raise ValueError(f"There must be at least one head and one head dim: {shapes}; got none.")
+    if heads % kv_heads:
+        raise ValueError(
+            f"{heads} query heads are not a multiple of {kv_heads} key/value heads: {shapes}; "
+            "repeat or drop heads until they are."
+        )
+
+
+def as_mask(mask) -> AbstractMask | None:
+    """A mask module from a module, a boolean array or None."""
+    if mask is None or isinstance(mask, AbstractMask):
+        return mask
+    if isinstance(mask, jax.Array | np.ndarray | list):
+        mask = np.asarray(mask) if isinstance(mask, list) else mask
+        if mask.dtype != bool:
+            raise TypeError(
+                f"A mask array must be boolean (True = visible), got {mask.dtype}; pass additive "
+                "masks as `bias`."
+            )
+        return Dense(mask)
+    remedy = "masks such as eqattn.Causal() combine by `&`, `|` and `~`"
+    if isinstance(mask, type):
+        remedy = f"make one, {mask.__name__}(...)"
+    elif callable(mask):
+        remedy = "wrap a function of one pair as eqattn.MaskFn(fn)"
+    got = (
+        f"str {mask!r}" if isinstance(mask, str) else getattr(mask, "__name__", type(mask).__name__)
+    )
+    raise TypeError(f"mask must be a mask module, a boolean array or None, got {got}; {remedy}.")
+
+
+def as_scores(score) -> tuple[AbstractScore, ...]:
+    """A tuple of scores from a score, a sequence of them or None."""
+    if score is None:
+        return ()
+    scores = tuple(score) if isinstance(score, Sequence) else (score,)
+    for s in scores:
+        if not isinstance(s, AbstractScore):
+            raise TypeError(
+                f"score must be score modules, got {type(s)}; wrap a function as ScoreFn(fn)."
+            )
+    return scores
+
+
+def as_bias(bias) -> Array | None:
+    """A bias array, checked."""
+    if bias is None:
+        return None
+    if isinstance(bias, AbstractScore):
+        raise TypeError("bias must be an array; pass score modules as `score`.")
+    bias = jnp.asarray(bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating point, got {bias.dtype}; cast it first.")
+    return bias
+
+
+def check_one_offset(q_offset, q_positions) -> None:
+    if q_offset is not None and q_positions is not None:
+        raise ValueError("Pass q_offset or q_positions, not both.")
+
+
+def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
+    """Explicit positions as int32 `[B|1, n]`."""
+    if positions is None:
+        return None
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {positions.dtype}; cast them first.")
+    flat = canonical(Operand(positions, "bt"), batch_shape, 1, n, 1, name)
+    return jnp.broadcast_to(flat[:, 0, :, 0], (flat.shape[0], n)).astype(jnp.int32)
+
+
+def as_offset(offset, batch_shape: tuple[int, ...]) -> tuple[int, Any]:
+    """An offset `[*b]` as a static start, or as int32 `[B|1, 1]`."""
+    if offset is None:
+        return 0, None
+    offset = as_int(offset, "q_offset")
+    if isinstance(offset, Fixed):
+        return offset.value, None
+    offset = canonical(Operand(offset, "b"), batch_shape, 1, 1, 1, "q_offset")
+    return 0, jnp.asarray(offset[:, 0, :, 0]).astype(jnp.int32)
+
+
+def as_sinks(sinks, heads: int):
+    """`[H|1, n]` from `[H]`, `[H, n]` or `[1, n]`."""
+    if sinks is None:
+        return None
+    if sinks.ndim == 1 and sinks.shape[0] == heads:
+        return sinks[:, None]
+    if sinks.ndim == 2 and sinks.shape[0] in (1, heads):
+        return sinks
+    raise ValueError(
+        f"softmax_aux of shape {sinks.shape} is neither [num_heads] = [{heads}] (one sink per "
+        f"head), [num_heads, n] nor [1, n] (sinks shared by all heads); reshape shared sinks to "
+        "[1, n]."
+    )
+
+
+def problem(
+    query,
+    key,
+    value,
+    metadata,
+    *,
+    mask=None,
+    bias=None,
+    score=None,
+    dropout_key=None,
+    q_offset=None,
+    q_positions=None,
+    kv_positions=None,
+    precision=None,
+    shards=1,
+    partition=None,
+) -> Problem:
+    """Checks the arguments of `attention` and brings them to canonical form."""
+    query = jnp.asarray(query)
+    for name, x in (("key_", key), ("value", value)):
+        if isinstance(x, eqx.Module) and not isinstance(x, AbstractStored):
+            raise TypeError(
+                f"{name} must be an array, got {type(x).__name__}; of a cache pass cache.key and "
+                "cache.value, with cache.mask(), q_offset= and kv_positions=cache.positions."
+            )
+    key, value = (x if isinstance(x, AbstractStored) else jnp.asarray(x) for x in (key, value))
+    check_shapes(query, key, value)
+    *batch_shape, t, heads, _ = query.shape
+    batch_shape, s = tuple(batch_shape), key.shape[-3]
+    scores = as_scores(score)
+    if (bias := as_bias(bias)) is not None:
+        scores = (Bias(bias), *scores)
+    if metadata.logits_soft_cap is not None:
+        scores = (SoftCap(metadata.logits_soft_cap), *scores)
+    scale = metadata.softmax_scale
+    if scale is not None and jnp.ndim(scale) > 0:
+        raise ValueError(
+            f"softmax_scale must be one number, got shape {jnp.shape(scale)}; multiply the query "
+            f"{query.shape} by a scale per head or dim."
+        )
+    mask = as_mask(mask)
+    check_one_offset(q_offset, q_positions)
+    q_start, q_shift = as_offset(q_offset, batch_shape)
+    out = Problem(
+        query=_flatten(query, batch_shape),
+        key=_flatten(key, batch_shape),
+        value=_flatten(value, batch_shape),
+        mask=mask,
+        scores=scores,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        sinks=as_sinks(metadata.softmax_aux, heads),
+        seed=None if dropout_key is None else seed_of(dropout_key),
+        q_positions=as_positions(q_positions, t, batch_shape, "q_positions"),
+        kv_positions=as_positions(kv_positions, s, batch_shape, "kv_positions"),
+        q_shift=q_shift,
+        q_start=q_start,
+        batch_shape=batch_shape,
+        rate=metadata.dropout_prob,
+        logits_dtype=metadata.runtime_softmax_dtype,
+        precision=precision,
+        shards=shards,
+        partition=partition,
+    )
+    for part in (*scores, *([] if mask is None else [mask])):
+        for name, operand in named_operands(part):
+            out.canonical(operand, name)
+    return out
+
+
+def _flatten(x: Any, batch_shape: tuple[int, ...]) -> Any:
+    if len(batch_shape) == 1:
+        return x
+    if isinstance(x, AbstractStored):
+        raise ValueError(
+            f"{type(x).__name__} {x.shape} has {len(batch_shape)} batch axes and needs one: "
+            "reshape what it holds, or pass x.materialise()."
+        )
+    return x.reshape(math.prod(batch_shape), *x.shape[-3:])

@@ -1,0 +1,1 @@
+"""Which tokens each device holds, and what a ring costs."""

@@ -1,0 +1,1 @@
+"""Strategies and metadata in files."""

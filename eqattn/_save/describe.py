@@ -1,0 +1,272 @@
+"""Trees of modules as strict JSON, without the values of their leaves.
+
+To the objects with one key of `_serialise`, this adds `$leaf` (the type of a leaf), `$tuple`,
+`$dtype`, `$enum`, `$object` (a module, dataclass or named tuple), `$strategy` and `$metadata`.
+"""
+
+import dataclasses
+import enum
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._config.json import decode, encode
+from .._config.metadata import AttentionMetadata
+from ..strategies import AttentionImpl
+from ..strategies._registry import AttentionRegistry
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """The type of a leaf. `kind` is `"jax"`, `"numpy"`, `"scalar"` (of NumPy), `"float"` or
+    `"complex"`."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    weak_type: bool = False
+
+    def __str__(self) -> str:
+        if self.kind in ("float", "complex"):
+            return f"a Python {self.kind}"
+        kind = {"jax": "an array", "numpy": "a NumPy array", "scalar": "a NumPy scalar"}[self.kind]
+        return f"{kind} {self.dtype}{list(self.shape)}"
+
+
+def leaf_of(x: Any) -> Leaf | None:
+    """The type of a leaf with plain bytes, None for anything else."""
+    if isinstance(x, np.generic):
+        return Leaf("scalar", x.dtype.name)
+    if isinstance(x, float | complex):
+        return Leaf(type(x).__name__, np.dtype(type(x)).name)
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise TypeError(f"{x.dtype} has no plain bytes; save jax.random.key_data of a key.")
+        if np.dtype(x.dtype).kind in "OSUMm" or np.dtype(x.dtype).names:
+            raise TypeError(f"an array of {x.dtype} is not of numbers.")
+        kind = "numpy" if isinstance(x, np.ndarray) else "jax"
+        return Leaf(kind, x.dtype.name, tuple(x.shape), getattr(x, "weak_type", False))
+    return None
+
+
+def describe(x: Any, at: str = "", static: bool = False) -> Any:
+    """The JSON data from which `restore` makes the tree again, with a `Leaf` for each leaf.
+
+    **Raises:** `TypeError`, naming the field, for what has no exact text.
+    """
+
+    def inside(item: Any, name: Any, static: bool = static) -> Any:
+        return describe(item, f"{at}.{name}" if at else str(name), static)
+
+    try:
+        leaf = None if static else leaf_of(x)
+        if leaf is not None:
+            return {"$leaf": dataclasses.asdict(leaf) | {"shape": list(leaf.shape)}}
+        if isinstance(x, enum.Enum):
+            return {"$enum": [_path(type(x)), x.name]}
+        if isinstance(x, np.dtype):
+            return {"$dtype": x.name}
+        if type(x) is AttentionMetadata:
+            values = {f: getattr(x, f.name) for f in dataclasses.fields(x)}
+            leaves = {
+                f.name: inside(v, f.name)
+                for f, v in values.items()
+                if not (static or f.metadata.get("static")) and leaf_of(v)
+            }
+            data = {f.name: leaves.get(f.name) or encode(v) for f, v in values.items()}
+            return {"$metadata": data}
+        if dataclasses.is_dataclass(type(x)):
+            # To JAX, a dataclass that is no module is one leaf, whatever it holds.
+            fixed = static or not isinstance(x, eqx.Module)
+            fields = {
+                f.name: inside(getattr(x, f.name), f.name, fixed or f.metadata.get("static", False))
+                for f in dataclasses.fields(x)
+            }
+            if isinstance(x, AttentionImpl):
+                return {"$strategy": {**_identity(type(x)), "fields": fields}}
+            return {"$object": {"class": _path(type(x)), "fields": fields}}
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            fields = {n: inside(getattr(x, n), n) for n in type(x)._fields}  # pyright: ignore
+            return {"$object": {"class": _path(type(x)), "fields": fields}}
+        if type(x) is tuple:
+            return {"$tuple": [inside(item, i) for i, item in enumerate(x)]}
+        if type(x) is list:
+            return [inside(item, i) for i, item in enumerate(x)]
+        if type(x) is dict:
+            return {name: inside(x[name], name) for name in sorted(encode(dict.fromkeys(x)))}
+        return encode(x)
+    except _Refused:
+        raise
+    except TypeError as e:
+        raise _Refused(f"{at}: {e}" if at else str(e)) from None
+
+
+class _Refused(TypeError):
+    """A `TypeError` that names its field already."""
+
+
+def restore(data: Any) -> Any:
+    """The inverse of `describe`. **Raises:** `ValueError` for what is not here."""
+    if isinstance(data, list):
+        return [restore(item) for item in data]
+    if not isinstance(data, Mapping):
+        return data
+    tag = _tag(data)
+    body: Any = data.get(tag)
+    if tag == "$leaf":
+        return Leaf(**{**body, "shape": tuple(body["shape"])})
+    if tag == "$tuple":
+        return tuple(restore(item) for item in body)
+    if tag == "$dtype":
+        return jnp.dtype(body)
+    if tag == "$enum":
+        return _class(body[0])[body[1]]
+    if tag == "$metadata":
+        leaves = {name: restore(v) for name, v in body.items() if _is_leaf(v)}
+        metadata = AttentionMetadata.from_dict(body | dict.fromkeys(leaves))
+        return _with_fields(metadata, leaves)
+    if tag == "$strategy":
+        if "name" not in body:
+            raise ValueError(
+                f"The strategy {body['class']} was not registered when it was saved: pass like=."
+            )
+        try:
+            cls = AttentionRegistry.get(body["name"])
+        except ValueError as e:
+            raise ValueError(f"{e} Register the class first, or pass like=.") from None
+        return _instance(cls, body["fields"])
+    if tag == "$object":
+        return _instance(_class(body["class"]), body["fields"])
+    if tag:
+        return decode(data)
+    return {name: restore(item) for name, item in data.items()}
+
+
+def differences(a: Any, b: Any, at: str = "") -> Iterator[tuple[str, str, str]]:
+    """Where two descriptions differ: the field, and the text of either value."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping) and _tag(a) == _tag(b):
+        tag = _tag(a)
+        if tag in ("$metadata", "$strategy", "$object", "$tuple"):
+            yield from differences(a[tag], b[tag], at)
+            return
+        if not tag:
+            for name in dict.fromkeys((*a, *b)):
+                path = at if name in ("fields", "name", "class") else f"{at}.{name}".strip(".")
+                yield from differences(a.get(name, _ABSENT), b.get(name, _ABSENT), path)
+            return
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, pair in enumerate(zip(a, b)):
+            yield from differences(*pair, f"{at}.{i}".strip("."))
+        return
+    if _text(a) != _text(b):
+        yield at or "kind", _text(a), _text(b)
+
+
+_ABSENT = {"$absent": None}
+
+
+def _text(data: Any) -> str:
+    """A description as people read it."""
+    if isinstance(data, list):
+        return f"[{', '.join(map(_text, data))}]"
+    if not isinstance(data, Mapping):
+        return repr(data)
+    tag = _tag(data)
+    body: Any = data.get(tag)
+    if tag == "$leaf":
+        return str(restore(data))
+    if tag == "$absent":
+        return "nothing"
+    if tag in ("$dtype", "$float"):
+        return body
+    if tag == "$enum":
+        return ".".join(body)
+    if tag == "$tuple":
+        return f"({', '.join(map(_text, body))})"
+    if tag == "$metadata":
+        return "AttentionMetadata"
+    if tag in ("$object", "$strategy"):
+        return body.get("name") or body["class"]
+    return json.dumps(body if tag else data)
+
+
+def _tag(data: Mapping[str, Any]) -> str:
+    """The name that says how to read an object; empty for a dictionary."""
+    name = next(iter(data), "")
+    return name if name.startswith("$") else ""
+
+
+def _is_leaf(data: Any) -> bool:
+    return isinstance(data, Mapping) and _tag(data) == "$leaf"
+
+
+def _identity(cls: type) -> dict[str, str]:
+    names = cls.get_impl_name()
+    name = names if isinstance(names, str) else names[0]
+    registered = name in AttentionRegistry.list_implementations()
+    if registered and AttentionRegistry.get(name) is cls:
+        return {"name": name}
+    return {"class": _path(cls)}
+
+
+def _path(cls: type) -> str:
+    """Where a class is found, under its public name if there is one."""
+    for module in ("eqattn", "eqattn.nn", "jax.lax"):
+        if _at(f"{module}:{cls.__qualname__}") is cls:
+            return f"{module}:{cls.__qualname__}"
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _at(path: str) -> Any:
+    module, _, names = path.partition(":")
+    found: Any = sys.modules.get(module)  # never imported: a file must not choose what runs
+    for name in names.split("."):
+        found = vars(found).get(name) if hasattr(found, "__dict__") else None
+    return found
+
+
+def _class(path: str) -> Any:
+    found = _at(path)
+    if not (isinstance(found, type) and (_is_data(found))):
+        module = path.partition(":")[0]
+        raise ValueError(f"The file needs the class {path}: import {module} first, or pass like=.")
+    return found
+
+
+def _is_data(cls: type) -> bool:
+    return issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")
+
+
+def _fields(cls: Any) -> dict[str, dataclasses.Field]:
+    return {f.name: f for f in dataclasses.fields(cls)}
+
+
+def _instance(cls: Any, described: Mapping[str, Any]) -> Any:
+    """An object with these fields; fields that it has gained since have their defaults."""
+    values = {name: restore(item) for name, item in described.items()}
+    if issubclass(cls, tuple):
+        return cls(**values)
+    unknown = sorted(set(values) - set(_fields(cls)))
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no {unknown}; its fields are {list(_fields(cls))}.")
+    for name, field in _fields(cls).items():
+        if name not in values and field.default_factory is not dataclasses.MISSING:
+            values[name] = field.default_factory()
+        elif name not in values and field.default is not dataclasses.MISSING:
+            values[name] = field.default
+        elif name not in values:
+            raise ValueError(f"The file has no {name!r}, which {cls.__name__} needs: pass like=.")
+    return _with_fields(object.__new__(cls), values)
+
+
+def _with_fields(module: Any, values: Mapping[str, Any]) -> Any:
+    """Sets fields of a new object as Equinox's unflattening does: nothing is converted again."""
+    for name, value in values.items():
+        object.__setattr__(module, name, value)
+    return module

@@ -1,0 +1,237 @@
+"""Strategies and metadata in one file: a line of JSON that says what they are, then their leaves.
+
+The line is an object with `eqattn` (the version of the format), `library`, `object`, `leaves` and
+`sha256`. The bytes of the leaves follow, in the order of `jax.tree.leaves`, little-endian, nothing
+between them: Equinox's own format makes voids of float8, and of NumPy's bfloat16.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, overload, Protocol, runtime_checkable, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._config.json import encode
+from .._config.metadata import AttentionMetadata
+from .._misc import NOT_GIVEN
+from .._version import __version__
+from ..strategies import AttentionImpl
+from .describe import describe, differences, Leaf, leaf_of, restore
+
+
+_Saved = TypeVar("_Saved", bound=AttentionMetadata | AttentionImpl)
+_Path = str | os.PathLike[str]
+
+_VERSION = 1
+_START = b'{"eqattn": '
+
+
+@runtime_checkable
+class _Writable(Protocol):
+    def write(self, data: bytes, /) -> object: ...
+
+
+@runtime_checkable
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+    def readline(self) -> bytes: ...
+
+
+def save(path_or_file: _Path | _Writable, obj: AttentionMetadata | AttentionImpl) -> None:
+    """Writes a strategy or metadata, exactly. [`eqattn.load`][] reads it.
+
+    **Arguments:**
+
+    - `path_or_file`: a path, whose file is replaced, or a file open for writing in binary mode,
+        into which it is written where that stands.
+    - `obj`: a strategy, also of a class of your own, or an
+        [`AttentionMetadata`][eqattn.AttentionMetadata]. Leaves are arrays of any dtype, of JAX or
+        NumPy, and Python numbers. Static fields hold numbers, text, dtypes, enums, meshes,
+        `PartitionSpec`s, modules and dataclasses, also in tuples, lists and dictionaries.
+
+    **Raises:** `TypeError`, naming the field, for what has no exact value: functions, traced
+    arrays, random keys. Then nothing is written.
+    """
+    if not isinstance(obj, AttentionMetadata | AttentionImpl):
+        raise TypeError(
+            "save takes a strategy or an AttentionMetadata, eqx.tree_serialise_leaves any other "
+            f"tree; got {type(obj).__name__}."
+        )
+    described = describe(obj)
+    leaves = [x for x in jax.tree.leaves(obj) if leaf_of(x) is not None]
+    if len(leaves) != _line(described).count(b'{"$leaf": '):
+        raise TypeError(f"{type(obj).__name__} has leaves that are not in its fields.")
+    content = b"".join(map(_bytes_of, leaves))
+    header = {
+        "eqattn": _VERSION,
+        "library": __version__,
+        "object": described,
+        "leaves": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()},
+    }
+    header["sha256"] = _digest(header)
+    data = _line(header) + b"\n" + content
+    if isinstance(path_or_file, str | os.PathLike):
+        Path(path_or_file).write_bytes(data)
+    else:
+        path_or_file.write(data)
+
+
+@overload
+def load(path_or_file: _Path | _Readable, like: _Saved, *, mesh: Any = ...) -> _Saved: ...
+@overload
+def load(path_or_file: _Path | _Readable, like: None = None, *, mesh: Any = ...) -> Any: ...
+def load(path_or_file: _Path | _Readable, like: Any = None, *, mesh: Any = NOT_GIVEN) -> Any:
+    """Reads what [`eqattn.save`][] wrote: an equal tree structure, and leaves to the bit.
+
+    Nothing is imported or unpickled: classes are those that are registered with
+    [`AttentionRegistry`][eqattn.AttentionRegistry], and those that are imported already.
+
+    **Arguments:**
+
+    - `path_or_file`: a path, or a file open for reading in binary mode, which is read from where
+        it stands and left where `save` ended.
+    - `like`: what the file must be like: all but the values of its leaves must be equal. Leaves
+        may be `jax.ShapeDtypeStruct`s, and the class need not be registered. None: anything.
+    - `mesh`: takes the place of each mesh in the file, whose devices are then not looked for.
+
+    **Returns:** a strategy or an [`AttentionMetadata`][eqattn.AttentionMetadata]. JAX arrays are
+    on the default device.
+
+    **Raises:** `ValueError` for a file that `save` did not write, that is truncated or damaged, or
+    that differs from `like` (naming each field, and both values); and if a class, a device of a
+    mesh, or `jax_enable_x64` is missing here.
+    """
+    if not isinstance(like, AttentionMetadata | AttentionImpl | None):
+        raise TypeError(
+            f"like is a strategy, an AttentionMetadata or None, got {type(like).__name__}."
+        )
+    if isinstance(path_or_file, str | os.PathLike):
+        with open(path_or_file, "rb") as file:
+            header, content = _read(file)
+            if file.read(1):
+                raise ValueError(
+                    "The file is damaged, or holds more than one object: it goes on where save "
+                    "ended. Pass an open file to read one after the other."
+                )
+    else:
+        header, content = _read(path_or_file)
+    described = header["object"]
+    if mesh is not NOT_GIVEN:
+        described = _with_mesh(described, encode(mesh))
+    if like is None:
+        try:
+            leaves, structure = jax.tree.flatten(restore(described))
+        except (KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"The header of the file is not as save writes it: {e!r}.") from e
+    else:
+        found = [f"{at}: {a} in the file, {b} in like" for at, a, b in _compare(described, like)]
+        if found:
+            raise ValueError("The file differs from like. " + "; ".join(found) + ".")
+        leaves, structure = jax.tree.flatten(like)
+        leaves = [leaf_of(x) or x for x in leaves]
+    return jax.tree.unflatten(structure, _filled(leaves, content))
+
+
+def _compare(described: Any, like: Any) -> Any:
+    """The differences, but for whether the type of an array is weak."""
+    strong = json.loads(_line(described), object_hook=_strong)
+    return differences(strong, json.loads(_line(describe(like)), object_hook=_strong))
+
+
+def _strong(data: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in data.items() if k != "weak_type"} if "kind" in data else data
+
+
+def _line(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, allow_nan=False).encode()
+
+
+def _digest(header: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_line(header)).hexdigest()
+
+
+def _read(file: _Readable) -> tuple[dict[str, Any], bytes]:
+    """The header and the bytes of the leaves, both as they were written."""
+    start = file.read(len(_START))
+    if isinstance(start, str):
+        raise ValueError("The file is open in text mode: open it with mode 'rb'.")
+    if start != _START:
+        raise ValueError(
+            "The file is empty." if not start else "The file was not written by eqattn.save."
+        )
+    line = start + file.readline()
+    if not line.endswith(b"\n"):
+        raise ValueError("The file is truncated: it ends within its header.")
+    try:
+        header = json.loads(line)
+        version, digest = header["eqattn"], header.pop("sha256", None)
+    except (ValueError, KeyError, RecursionError):
+        raise ValueError("The header of the file is damaged.") from None
+    if version != _VERSION:
+        raise ValueError(
+            f"The file has format {version} of eqattn {header.get('library')}; this one reads "
+            f"format {_VERSION}. Install another eqattn, or save again with that one."
+        )
+    if digest != _digest(header):
+        raise ValueError("The header of the file is damaged, or was edited.")
+    size = header["leaves"]["bytes"]
+    content = file.read(size)
+    if len(content) < size:
+        raise ValueError(f"The file is truncated: {len(content)} of {size} bytes of leaves.")
+    if hashlib.sha256(content).hexdigest() != header["leaves"]["sha256"]:
+        raise ValueError("The leaves in the file are damaged.")
+    return header, content
+
+
+def _with_mesh(data: Any, mesh: Any) -> Any:
+    if isinstance(data, list):
+        return [_with_mesh(item, mesh) for item in data]
+    if not isinstance(data, Mapping):
+        return data
+    return mesh if "$mesh" in data else {name: _with_mesh(x, mesh) for name, x in data.items()}
+
+
+def _bytes_of(x: Any) -> bytes:
+    if isinstance(x, Tracer | jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{x} has no value to save: save outside of jax.jit, jax.grad, jax.vmap and "
+            "jax.eval_shape."
+        )
+    array = np.asarray(x)
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _filled(leaves: list[Any], content: bytes) -> list[Any]:
+    """Leaves with their values in the place of their types."""
+    filled, at = [], 0
+    for leaf in leaves:
+        if isinstance(leaf, Leaf):
+            dtype = jnp.dtype(leaf.dtype)
+            end = at + math.prod(leaf.shape) * dtype.itemsize
+            raw = np.frombuffer(content[at:end], dtype.newbyteorder("<"))
+            filled.append(_value(leaf, raw.astype(dtype).reshape(leaf.shape)))
+            at = end
+        else:
+            filled.append(leaf)
+    return filled
+
+
+def _value(leaf: Leaf, data: np.ndarray) -> Any:
+    if leaf.kind == "numpy":
+        return data
+    if leaf.kind != "jax":
+        return data[()] if leaf.kind == "scalar" else data.item()
+    if jax.dtypes.canonicalize_dtype(data.dtype) != data.dtype:
+        raise ValueError(f"The file has arrays of {leaf.dtype}, which need jax_enable_x64.")
+    array = jnp.asarray(data)
+    if leaf.weak_type and leaf.shape == ():  # so that it promotes, and hits caches, as it did
+        weak = jnp.asarray(data.item())
+        return weak if weak.dtype == data.dtype and weak == array else array
+    return array

@@ -1,0 +1,1 @@
+"""The primitives that visit pairs of blocks, closed under differentiation."""

@@ -1,0 +1,128 @@
+"""Visiting the live blocks of a grid: the loops that sweeps and the softmax fold share.
+
+Nothing here is ever differentiated, so loop bounds may depend on data.
+"""
+
+import functools as ft
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._jax import vary, varying_axes
+from .grid import COL, EMPTY, FULL, Layout, moves, PARTIAL, pick, put, ROW
+
+
+def _loop(lo, hi, body, state):
+    if isinstance(lo, int) and isinstance(hi, int) and hi - lo == 1:
+        return body(lo, state)
+    return lax.fori_loop(jnp.int32(lo), jnp.int32(hi), body, state)
+
+
+def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
+    """Per row: its columns sorted by class, and where each class ends."""
+    here = lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1)
+    _, order = lax.sort((-table, here), num_keys=1)
+    ends = [jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]
+    return order, ends
+
+
+def traverse(
+    steps: dict[int, Callable],
+    layout: Layout,
+    args: Sequence,
+    start: Sequence,
+    axes: Sequence[tuple[int, ...]],
+    *,
+    finish: Callable = list,
+    vectorise: bool,
+    into: Sequence | None = None,
+) -> list:
+    """Visits the live pairs: rows outside, their live columns inside, full blocks first.
+
+    **Arguments:**
+
+    - `steps`: per class of block, a function `(accumulator blocks, operand blocks) -> blocks`. On
+        a grid of one pair the accumulators are None, and the blocks returned finished.
+    - `start`, `axes`: what a block of each accumulator holds at first, and the grid axes it keeps.
+    - `finish`: what becomes of the accumulators' blocks once their row is complete; only for
+        accumulators that keep every axis but the columns.
+    - `vectorise`: whether the batch axes stay whole in the blocks instead of being looped over.
+        What the compiler partitions over devices must not be looped over.
+    - `into`: accumulators of an earlier visit to go on with (None: a new one). Nothing is finished.
+    """
+    table, operands = layout.without_corners(args)
+    classes = sorted(steps, reverse=True)
+    batch = () if vectorise else layout.batch
+    columns = layout.grid[COL]
+    mixed = varying_axes(*args)
+    single = math.prod(layout.shape((*batch, ROW, COL))) == 1
+    if into is None and table is None and single and not (layout.pages and any(map(moves, axes))):
+        at = dict.fromkeys((*batch, ROW, COL), 0)
+        for i, lookup in enumerate(layout.lookups):
+            at[i] = pick(operands[lookup], layout.in_axes[lookup], at)
+        new = steps[classes[0]](None, [pick(x, a, at) for x, a in zip(operands, layout.in_axes)])
+        return [
+            y.reshape(layout.shape(a) + x.shape)
+            for x, y, a in zip(jax.eval_shape(finish, start), new, axes)
+        ]
+
+    def filled(axes, block):
+        return vary(jnp.broadcast_to(block, layout.shape(axes) + block.shape), mixed)
+
+    complete = [  # after one row
+        into is None and {ROW, *batch} <= set(a) and not moves(a) for a in axes
+    ]
+    whole = [tuple(a for a in x if a in layout.batch and a not in batch) for x in axes]
+    fresh = [filled(a, block) for a, block in zip(whole, start)]
+    done = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(finish, start)]
+    accumulators = [filled(a, x if once else y)
+                    for a, x, y, once in zip(axes, done, start, complete)]  # fmt: skip
+    if into is not None:
+        accumulators = [x if old is None else old for x, old in zip(accumulators, into)]
+    order, ends = None, []
+    table_axes = layout.table_axes or ()
+    if table is not None:
+        if vectorise:
+            lead = tuple(range(table.ndim - 2))
+            least, most = table.min(lead), table.max(lead)
+            table = jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
+            table_axes = (ROW, COL)
+        order, ends = _itinerary(table, classes)
+        order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
+
+    def row(at: dict, accs: list) -> list:
+        near = [x if moves(a) else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
+        local = [
+            new if once else x if moves(a) else pick(x, a, at)
+            for x, a, new, once in zip(accs, axes, fresh, complete)
+        ]
+
+        def visit(step, t, local):
+            here = {**at, COL: t if order is None else pick(order, table_axes, {**at, COL: t})}
+            for i, lookup in enumerate(layout.lookups):
+                here[i] = pick(near[lookup], layout.in_axes[lookup], here)
+            blocks = [pick(x, a, here) if moves(a) else x for x, a in zip(near, layout.in_axes)]
+            old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
+            new = step(old, blocks)
+            return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
+
+        lo = 0
+        for n, c in enumerate(classes):
+            hi = pick(ends[n], table_axes, {**at, COL: 0}) if ends else columns
+            local = _loop(lo, hi, ft.partial(visit, steps[c]), local)
+            lo = hi
+        local = finish(local) if into is None else local
+        return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
+
+    def nest(left: list, at: dict, accs: list) -> list:
+        if not left:
+            return row(at, accs)
+        a, *left = left
+        return _loop(0, layout.grid[a], lambda i, accs: nest(left, {**at, a: i}, accs), accs)
+
+    return nest([*batch, ROW], {}, accumulators)

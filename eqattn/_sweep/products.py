@@ -1,0 +1,163 @@
+"""Matrix products of a block: float32 accumulation, one rounding, fast orientations.
+
+`lax.dot_general` transposes to products that round their result to the operand's dtype, and to a
+product with a large transposed left side. `dot` fixes both: operands and cotangents are float32
+(float64 under x64), `operand_dtype` says what the multiplier reads, and each transpose is written
+in the orientation that needs no transposed copy of the logits.
+"""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._jax import ad, batching, mlir, Primitive
+
+
+dot_p = Primitive("attention_dot")
+grouped_dot_p = Primitive("attention_grouped_dot")
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int], *, precision=None, operand_dtype=None):
+    """`a` and `b` are matrices; `contract` names the axis of each that is summed over.
+
+    One of them may be `[n, groups, m]`: a matrix `[n, m]` for each group of the other's free axis.
+
+    **Returns:** `[free axis of a, free axis of b]` in the dtype of `a`.
+    """
+    p = dot_p if a.ndim == b.ndim == 2 else grouped_dot_p
+    return p.bind(a, b, contract=contract, lead=0, precision=precision, operand_dtype=operand_dtype)
+
+
+_FEW = 32
+_PIECE = 128
+
+
+def _dot_general(a, b, *, contract, lead, precision, operand_dtype):
+    batch = tuple(range(lead))
+    dims = (((contract[0] + lead,), (contract[1] + lead,)), (batch, batch))
+    out = a.dtype
+    if operand_dtype is not None:
+        a, b = a.astype(operand_dtype), b.astype(operand_dtype)
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
+
+
+def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
+    if operand_dtype is not None:  # it has no products of narrow numbers with every shape
+        info = jnp.finfo(operand_dtype)
+        a, b = (lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
+    product = ft.partial(_dot_general, lead=lead, precision=precision, operand_dtype=None)
+    if contract != (0, 0):
+        return product(a, b, contract=contract)
+    # Transposed left sides: many small ones are slow, and one is fastest in pieces, whose sums are
+    # also nearer to the exact ones.
+    if lead and a.shape[-1] <= _FEW:
+        return product(_turned(a), b, contract=(1, 0))
+    if lead and b.shape[-1] <= _FEW:
+        return jnp.swapaxes(product(_turned(b), a, contract=(1, 0)), -1, -2)
+    if not lead and a.shape[0] in (2 * _PIECE, 4 * _PIECE):
+        a, b = (lax.reshape(x, (len(x) // _PIECE, _PIECE, x.shape[1])) for x in (a, b))
+        return lax.reduce_sum(product(a, b, contract=contract, lead=1), (0,))
+    return product(a, b, contract=contract)
+
+
+def _turned(x):
+    """Transposed by way of an axis of size 1: XLA would undo a mere transpose."""
+    return jnp.moveaxis(x[..., None, :, :], -1, -3).squeeze(-2)
+
+
+def _transpose_a(ct, a, b, *, contract, **kw):
+    ca, free = contract[0], 1 - contract[1]
+    operands, axes = ((ct, b), (1, free)) if ca == 1 else ((b, ct), (free, 1))
+    return dot_p.bind(*operands, contract=axes, **kw)
+
+
+def _transpose_b(ct, a, b, *, contract, **kw):
+    cb, free = contract[1], 1 - contract[0]
+    operands, axes = ((a, ct), (free, 0)) if cb == 0 else ((ct, a), (0, free))
+    return dot_p.bind(*operands, contract=axes, **kw)
+
+
+def batch_in_front(primitive, args, dims, *, lead, **kw):
+    """The batching rule of a primitive that is vectorised over `lead` axes in front."""
+    size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
+    args = [
+        jnp.broadcast_to(x[None], (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(args, dims)
+    ]
+    return primitive.bind(*args, lead=lead + 1, **kw), 0
+
+
+def _apart(x, lead, axis, groups):
+    """A matrix `[lead, n, m]` as one for each of the groups that its axis `axis` holds."""
+    n = lead + axis
+    x = x.reshape(*x.shape[:n], groups, x.shape[n] // groups, *x.shape[n + 1 :])
+    return jnp.moveaxis(x, n, lead)
+
+
+def _merged(x, lead, axis):
+    """What `_apart` was given."""
+    n = lead + axis
+    x = jnp.moveaxis(x, lead, n)
+    return x.reshape(*x.shape[:n], -1, *x.shape[n + 2 :])
+
+
+def _grouped(a, b, *, contract, lead, **kw):
+    """One product with the groups as its batch, which the compiler can split over devices. What is
+    wide comes first if summed over its last axis, else second: the others are slow on XLA:CPU.
+    """
+    first = a.ndim > b.ndim
+    (wide, c), (other, d) = sorted([(a, contract[0]), (b, contract[1])], key=lambda x: -x[0].ndim)
+    other = _apart(other, lead, 1 - d, wide.shape[lead + 1])
+    wide = jnp.moveaxis(wide, lead + 1, lead)
+    product = ft.partial(dot_p.bind, lead=lead + 1, **kw)
+    if c == 1:
+        y = product(wide, other, contract=(1, d))
+    else:
+        y = product(other, wide, contract=(d, 0))
+    y = y if (c == 1) == first else jnp.swapaxes(y, -1, -2)
+    return _merged(y, lead, 1 if first else 0)
+
+
+def _transpose_grouped(which, ct, a, b, *, contract, lead, **kw):
+    """With respect to `a` (0) or `b` (1)."""
+    axis = 1 - which  # of the cotangent that is summed over
+    c, d = contract[which], contract[1 - which]
+    linear, known = (a, b) if which == 0 else (b, a)
+    kw = dict(lead=lead, **kw)
+    if known.ndim - lead == 3:
+        if c == 0:
+            return grouped_dot_p.bind(known, ct, contract=(1 - d, axis), **kw)
+        return grouped_dot_p.bind(ct, known, contract=(axis, 1 - d), **kw)
+    groups = linear.aval.shape[lead + 1]
+    ct, known = _apart(ct, lead, axis, groups), _apart(known, lead, 1 - d, groups)
+    kw["lead"] += 1
+    if c == 1:
+        y = dot_p.bind(ct, known, contract=(axis, 1 - d), **kw)
+    else:
+        y = dot_p.bind(known, ct, contract=(1 - d, axis), **kw)
+    return jnp.moveaxis(y, lead, lead + 1)
+
+
+def _abstract(f, a, b, **kw):
+    return jax.make_jaxpr(lambda a, b: f(a, b, **kw))(a, b).out_avals[0]
+
+
+def _define(primitive, f, transposes, lowering):
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=_STATIC))
+    primitive.def_abstract_eval(ft.partial(_abstract, f))
+    ad.defbilinear(primitive, *transposes)
+    batching.primitive_batchers[primitive] = ft.partial(batch_in_front, primitive)
+    mlir.register_lowering(primitive, lowering)
+
+
+_STATIC = ("contract", "lead", "precision", "operand_dtype")
+_lower_dot = mlir.lower_fun(_dot_general, multiple_results=False)
+_define(dot_p, _dot_general, (_transpose_a, _transpose_b), _lower_dot)
+_lower_on_cpu = mlir.lower_fun(_dot_on_cpu, multiple_results=False)
+mlir.register_lowering(dot_p, _lower_on_cpu, platform="cpu")
+_lower_grouped = mlir.lower_fun(_grouped, multiple_results=False)
+_both = tuple(ft.partial(_transpose_grouped, i) for i in (0, 1))
+_define(grouped_dot_p, _grouped, _both, _lower_grouped)

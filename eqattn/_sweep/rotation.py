@@ -1,0 +1,179 @@
+"""Visiting the columns of all devices of a ring: rows stay, columns and what they collect rotate.
+
+A ring is only another way to run the loops of a sweep: the derivatives of sweeps hold whatever the
+order of their visits, so there is no derivative code here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._jax import jaxpr_as_fun, vary, varying_axes
+from .grid import COL, EMPTY, FULL, Layout, replaced, ROW
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """The hops over a mesh axis that is manual where the sweep runs.
+
+    At shift `s`, a device visits the columns of the device `s` places before it. It visits its
+    own, then the shifts `1 ... ahead`, then `-1 ... -behind`.
+
+    **Arguments:**
+
+    - `axis`, `size`: the name of the mesh axis and how many devices it has.
+    - `ahead`, `behind`: how far columns travel up and down the ring.
+    - `unroll`: whether the hops are written out instead of looped over.
+    - `classify`: the jaxpr from the operands `reads`, as they are at a hop, to the table of that
+        hop; None visits every pair. It was traced for a grid of `rank` axes.
+    - `table_axes`: the grid axes of the table.
+    """
+
+    axis: str
+    size: int
+    ahead: int
+    behind: int
+    unroll: bool = False
+    classify: Any = None
+    reads: tuple[int, ...] = ()
+    table_axes: tuple[int, ...] = ()
+    rank: int = 0
+
+    def only(self, kept: Sequence[int]) -> "Rotation":
+        """Where some of the operands remain, `reads` among them."""
+        return dataclasses.replace(self, reads=tuple(kept.index(i) for i in self.reads))
+
+    def move(self, xs: Sequence[Array], by: int) -> list[Array]:
+        """Sends arrays `by` places up the ring."""
+        to = [(i, (i + by) % self.size) for i in range(self.size)]
+        return [lax.ppermute(x, self.axis, to) for x in xs]
+
+    def table(self, operands: Sequence[Array], layout: Layout) -> tuple:
+        """The table of one hop and its grid axes."""
+        if self.classify is None:
+            return (), None
+        fn, table_axes = jaxpr_as_fun(self.classify), self.table_axes
+        reads = [(operands[i], layout.in_axes[i]) for i in self.reads]
+        for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):  # added by vmap
+            mapped = [0 if axis in axes else None for _, axes in reads]
+            if any(m == 0 for m in mapped):
+                fn, table_axes = jax.vmap(fn, mapped), (axis, *table_axes)
+        return fn(*[x for x, _ in reads]), table_axes
+
+
+def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: Layout) -> tuple:
+    """A table and its grid axes where all other rows are empty."""
+    (whole,) = table or [jnp.full(layout.grid[ROW:], FULL, jnp.int8)]
+    row = lax.broadcasted_iota(jnp.int32, whole.shape, whole.ndim + ROW)
+    inside = (rows.start <= row) & (row < rows.stop)
+    return [jnp.where(inside, whole, jnp.int8(EMPTY))], axes or (ROW, COL)
+
+
+def travel(
+    steps: dict[int, Callable],
+    layout: Layout,
+    args: Sequence,
+    start: Sequence,
+    axes: Sequence[tuple[int, ...]],
+    *,
+    finish: Callable = list,
+    traverse: Callable,
+) -> list:
+    """`traverse`, over the columns of all devices if the layout has a ring."""
+    ring = layout.ring
+    if ring is None:
+        return traverse(steps, layout, args, start, axes, finish=finish)
+    rides = [i for i, a in enumerate(layout.in_axes) if COL in a and ROW not in a]
+    split = [i for i, a in enumerate(layout.in_axes) if COL in a and ROW in a]
+    returns = [i for i, a in enumerate(axes) if COL in a and ROW not in a]
+    slots = [i for i, a in enumerate(axes) if COL in a and ROW in a]
+    stays = [i for i, a in enumerate(axes) if COL not in a]
+    width, here = layout.grid[COL], lax.axis_index(ring.axis)
+
+    def visit(
+        shift, columns: Sequence, state: Sequence, rows: range | None = None
+    ) -> tuple[list, list]:
+        """One hop, or some rows of it: the columns' accumulators of this visit alone, and all the
+        others.
+        """
+        at = (here - shift) % ring.size * width
+
+        def mine(x, axes):
+            return lax.dynamic_slice_in_dim(x, at, width, axes.index(COL))
+
+        own = [mine(args[i], layout.in_axes[i]) for i in split]
+        operands = replaced(args, [*rides, *split], [*columns, *own])
+        table, table_axes = ring.table(operands, layout)
+        if rows is not None:
+            table, table_axes = in_rows(rows, table, table_axes, layout)
+        local = dataclasses.replace(layout, ring=None, table_axes=table_axes)
+        into = replaced([None] * len(axes), stays, [state[i] for i in stays])
+        into = replaced(into, slots, [mine(state[i], axes[i]) for i in slots])
+        new = traverse(steps, local, [*table, *operands], start, axes, into=into)
+        put = [
+            lax.dynamic_update_slice_in_dim(state[i], new[i], at, axes[i].index(COL)) for i in slots
+        ]
+        return [new[i] for i in returns], replaced(new, slots, put)
+
+    def walk(step: int, length: int, columns: list, state: list) -> tuple[list, list]:
+        """The hops `step, 2 step, ...` and the way home of what the columns collected.
+
+        Every move is issued before the visit that it can hide behind. So what columns collect
+        travels one hop late: at hop `h` the sum up to hop `h - 1` arrives and joins the hop's own.
+        """
+
+        def hop(h, columns, total, state, last=False):
+            ahead = columns if last else ring.move(columns, step)
+            arrived = total if total is None else ring.move(total, step)
+            total, state = visit(h * step, columns, state)
+            if arrived is not None:
+                total = [x + y for x, y in zip(arrived, total)]
+            return ahead, total, state
+
+        total, first = (None, 2) if returns else ([], 1)
+        if first == 2 and length > 1:
+            columns, total, state = lax.optimization_barrier(hop(1, columns, total, state))
+        carry: Any = (columns, total, state)
+        if length > first and (ring.unroll or length == first + 1):
+            # Else the moves of one hop mix with the visit of another, and some have nothing to
+            # hide behind.
+            for h in range(first, length):
+                carry = lax.optimization_barrier(hop(h, *carry))
+        elif length > first:
+            carry, _ = lax.scan(
+                lambda c, h: (hop(h, *c), None), carry, jnp.arange(first, length, dtype=jnp.int32)
+            )
+        _, total, state = hop(length, *carry, last=True)
+        if total:
+            total, state = lax.optimization_barrier((total, state))
+        return ring.move(total, -step * length), state
+
+    mixed = varying_axes(*args)
+    state: list = [None] * len(axes)
+    for i in slots:
+        empty = jnp.zeros(layout.shape(axes[i]) + start[i].shape, start[i].dtype)
+        state[i] = vary(empty, mixed)
+    home = [args[i] for i in rides]
+    walks = [(step, n) for step, n in ((1, ring.ahead), (-1, ring.behind)) if n]
+    departing = [ring.move(home, step) for step, _ in walks]
+    # The second half of the device's own pairs comes last: the way home hides behind it.
+    half = layout.grid[ROW] // 2 if returns and walks else 0
+    total, state = visit(0, home, state, range(half) if half else None)
+    arriving = []
+    for (step, length), columns in zip(walks, departing):
+        # Else small columns might go on before this visit, and nothing would hide their first move.
+        columns, state = lax.optimization_barrier((columns, state))
+        collected, state = walk(step, length, columns, state)
+        arriving.append(collected)
+    if half:
+        rest, state = visit(0, home, state, range(half, layout.grid[ROW]))
+        # Else what becomes of the rest might go before the way home.
+        *arriving, state = lax.optimization_barrier((*arriving, rest, state))
+    for more in arriving:
+        total = [x + y for x, y in zip(total, more)]
+    return finish(replaced(state, returns, total))

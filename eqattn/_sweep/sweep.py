@@ -1,0 +1,307 @@
+"""The derivative-closed primitive under every strategy.
+
+A *grid* is a tuple of axis sizes `(*batch, rows, columns)`. An array on it has leading axes for
+some of the grid's axes, named by negative indices, then the axes of one block. A sweep visits the
+live (row, column) pairs of every batch element, applies a block function, and adds each output
+over the grid axes that the output does not have:
+
+    out[axes] = sum over the other axes of f(operands at this point of the grid)
+
+The set of sweeps is closed: the tangent of sweep[f] is sweep[tangent of f], its transpose is
+sweep[transpose of f] with inputs and outputs exchanged, and vmap prepends a grid axis. So every
+order and mode of differentiation follows from the three rules below.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from .._jax import (
+    abstract,
+    ad,
+    batching,
+    ClosedJaxpr,
+    is_zero,
+    jaxpr_as_fun,
+    mlir,
+    Primitive,
+    replay,
+    varies,
+    vary,
+    varying_axes,
+)
+from .._misc import accumulation
+from .grid import COL, Layout, moves, replaced, ROW
+from .lowering import code_for, loops, Tag
+from .rotation import Rotation, travel
+
+
+def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
+    """Traces the block functions; what they close over becomes further operands."""
+    closed = {c: jax.make_jaxpr(f)(*avals) for c, f in fns.items()}
+    axes = frozenset().union(*[varying_axes(x) for x in avals])
+    consts = [vary(jnp.asarray(x), axes) for j in closed.values() for x in j.consts]
+    if consts:
+        n, start = len(avals), len(avals)
+        everything = [*avals, *[abstract(x, x.shape, x.dtype) for x in consts]]
+        for c, j in closed.items():
+            stop = start + len(j.consts)
+
+            def with_consts(*xs, jaxpr=j.jaxpr, mine=slice(start, stop)):
+                whole = ClosedJaxpr(jaxpr, xs[mine])
+                again = ft.partial(replay, whole) if axes else jaxpr_as_fun(whole)
+                return again(*xs[:n])
+
+            closed[c], start = jax.make_jaxpr(with_consts)(*everything), stop
+    return tuple(closed.items()), consts
+
+
+def table_per_hop(
+    ring: Rotation,
+    classify: Callable,
+    operands: Sequence,
+    in_axes: Sequence[tuple[int, ...]],
+    reads: Sequence[int],
+    grid: tuple[int, ...],
+) -> tuple[Rotation, list]:
+    """The rotation whose table at each hop is `classify` of the operands `reads` as they are there.
+
+    **Returns:** it, and what `classify` closes over: the next operands, on none of the grid's axes.
+    """
+    at_hop = []
+    for i in reads:
+        x, axes = operands[i], in_axes[i]
+        shape = tuple(grid[a] for a in axes) + x.shape[len(axes) :]
+        at_hop.append(abstract(x, shape, x.dtype))
+    ((_, jaxpr),), consts = hoist({0: lambda *xs: [classify(*xs)]}, at_hop)
+    table_axes = tuple(range(-len(grid), 0)) if jaxpr.out_avals[0].ndim > 2 else (ROW, COL)
+    reads = (*reads, *range(len(operands), len(operands) + len(consts)))
+    fields = dict(classify=jaxpr, reads=reads, table_axes=table_axes, rank=len(grid))
+    return dataclasses.replace(ring, **fields), consts
+
+
+def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Block functions read floats in the accumulation dtype, so cotangents round once."""
+    dtype = x.dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        dtype = accumulation(dtype)
+    return abstract(x, jnp.shape(x)[len(axes) :], dtype)
+
+
+def evaluate(jaxpr: Any, blocks: Sequence) -> list:
+    """A block function of blocks as they are stored."""
+    return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
+
+
+def sweep(
+    fns: dict[int, Callable],
+    operands: Sequence,
+    in_axes: Sequence[tuple[int, ...]],
+    out_axes: Sequence[tuple[int, ...]],
+    *,
+    layout: Layout,
+    table: Any = None,
+    tag: Tag | None = None,
+) -> list:
+    """Adds up what the block functions return; see the module's docstring.
+
+    **Arguments:**
+
+    - `fns`: per class of block, a function of the operands' blocks returning a list of blocks.
+    - `operands`, `in_axes`: arrays with leading grid axes. Tangents are float32 or wider.
+    - `out_axes`: the grid axes that each output keeps.
+    - `layout`, `table`: the grid and, optionally, the class of each block.
+    """
+    axes = varying_axes(*operands, *([] if table is None else [table]))
+    operands = [vary(x, axes) for x in operands]
+    avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
+    visits, consts = hoist(fns, avals)
+    layout = dataclasses.replace(layout, in_axes=tuple(in_axes) + ((),) * len(consts))
+    if tag is not None:
+        tag = dataclasses.replace(tag, inputs=tag.inputs + ("closure",) * len(consts))
+    lead = [] if layout.table_axes is None else [vary(table, axes)]
+    consts = [vary(x, axes) for x in consts]
+    return sweep_p.bind(
+        *lead, *operands, *consts, visits=visits, layout=layout, out_axes=tuple(out_axes), tag=tag
+    )
+
+
+def _vectorised(f, layout, out_axes):
+    """`f` with the grid's batch axes inside the blocks, its outputs summed where they lack one."""
+    for axis in reversed(layout.batch):
+        mapped = [0 if axis in a else None for a in layout.in_axes]
+
+        def g(*xs, f=f, axis=axis, mapped=mapped):
+            size = layout.grid[axis]
+            ys = jax.vmap(f, mapped, axis_size=size)(*xs)
+            return [y if axis in a else y.sum(0) for y, a in zip(ys, out_axes)]
+
+        f = g
+    return f
+
+
+def execute(*args, visits, layout, out_axes, tag, vectorise, traverse):
+    """A sweep as loops of ordinary JAX."""
+    del tag
+    steps = {}
+    for c, jaxpr in visits:
+        f = lambda *blocks, jaxpr=jaxpr: evaluate(jaxpr, blocks)
+        f = _vectorised(f, layout, out_axes) if vectorise else f
+
+        def step(accs, blocks, f=f):
+            ys = f(*blocks)
+            return ys if accs is None else [a + y for a, y in zip(accs, ys)]
+
+        steps[c] = step
+    zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
+    return travel(steps, layout, args, zeros, out_axes, traverse=traverse)
+
+
+def primitive_rules(primitive, run, params, block_shapes):
+    """Gives a grid primitive its evaluation, abstract evaluation, lowering and batching.
+
+    `block_shapes(avals, **params)` lists shape and dtype of one block of each output.
+    """
+
+    def abstract_eval(*avals, layout, out_axes, **kw):
+        if any(varies(a) for a in avals):  # let JAX work out what each output varies over
+            how = loops(not layout.pages)
+            f = ft.partial(run, layout=layout, out_axes=out_axes, **how, **kw)
+            return jax.make_jaxpr(f)(*avals).out_avals
+        blocks = block_shapes(avals, layout=layout, **kw)
+        return [
+            jax.core.ShapedArray(layout.shape(a) + shape, dtype)
+            for a, (shape, dtype) in zip(out_axes, blocks)
+        ]
+
+    def lowering(ctx, *args, **kw):
+        how = code_for(ctx, kw["layout"], kw["tag"], kw["visits"])
+        return mlir.lower_fun(ft.partial(run, **how), multiple_results=True)(ctx, *args, **kw)
+
+    def batch(args, dims, *, layout, out_axes, **kw):
+        # A batch of one is where the new axis goes: beside it, XLA would copy what is transposed.
+        first = -len(layout.grid)
+        reused = layout.ring is None and first in layout.batch and layout.grid[0] == 1
+        new = first if reused else first - 1
+        size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
+        axes = layout.in_axes
+        axes = axes if layout.table_axes is None else (layout.table_axes, *axes)
+        operands, in_axes = [], []
+        for x, d, a in zip(args, dims, axes):
+            x = x if d is None else jnp.moveaxis(x, d, 0)
+            if new in a:
+                x = jnp.squeeze(x, a.index(new) + (d is not None))
+                a = tuple(n for n in a if n != new)
+            operands.append(x)
+            in_axes.append(a if d is None else (new, *a))
+        table_axes = None if layout.table_axes is None else in_axes.pop(0)
+        layout = dataclasses.replace(
+            layout,
+            grid=(size, *layout.grid[reused:]),
+            in_axes=tuple(in_axes),
+            table_axes=table_axes,
+        )
+        of_one = [new in a for a in out_axes]
+        out_axes = tuple(a if one else (new, *a) for a, one in zip(out_axes, of_one))
+        outs = primitive.bind(*operands, layout=layout, out_axes=out_axes, **kw)
+        outs = [jnp.expand_dims(x, 1) if one else x for x, one in zip(outs, of_one)]
+        return outs, [0] * len(outs)
+
+    jitted = jax.jit(primitive.bind, static_argnames=params)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *args, **kw: jitted(*args, **kw))
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, lowering)
+    batching.primitive_batchers[primitive] = batch
+
+
+sweep_p = Primitive("attention_sweep")
+primitive_rules(
+    sweep_p,
+    execute,
+    ("visits", "layout", "out_axes", "tag"),
+    lambda avals, *, visits, **kw: [(a.shape, a.dtype) for a in visits[0][1].out_avals],
+)
+
+
+def _jvp(primals, tangents, *, visits, layout, out_axes, tag):
+    out = sweep_p.bind(*primals, visits=visits, layout=layout, out_axes=out_axes, tag=tag)
+    table, primals = layout.split(primals)
+    _, tangents = layout.split(tangents)
+    active = [i for i, t in enumerate(tangents) if not is_zero(t)]
+    n = len(primals)
+
+    def tangent(f):
+        def g(*blocks):
+            full = blocks[:n]
+            h = lambda *xs: f(*replaced(full, active, xs))  # noqa: E731
+            return jax.jvp(h, tuple(full[i] for i in active), tuple(blocks[n:]))[1]
+
+        return g
+
+    fns = {c: tangent(jaxpr_as_fun(j)) for c, j in visits}
+    dtypes = visits[0][1].in_avals
+    operands = [*primals, *[tangents[i].astype(dtypes[i].dtype) for i in active]]
+    in_axes = layout.in_axes + tuple(layout.in_axes[i] for i in active)
+    return out, sweep(fns, operands, in_axes, out_axes, layout=layout, table=table)
+
+
+def _transpose(cts, *args, visits, layout, out_axes, tag):
+    table, operands = layout.split(args)
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    known = [i for i in range(len(operands)) if i not in linear]
+    active = [i for i, ct in enumerate(cts) if not is_zero(ct)]
+    results = [None] * len(operands)
+    groups = [linear]
+    if not layout.fused:
+        of_columns = [i for i in linear if moves(layout.in_axes[i])]
+        groups = [of_columns, [i for i in linear if i not in of_columns]]
+    for group in groups:
+        if not (active and group):
+            continue
+
+        def transposed(jaxpr, mine=[linear.index(i) for i in group]):
+            avals = [jaxpr.in_avals[i] for i in linear]
+
+            def g(*blocks):
+                full = replaced([None] * len(operands), known, blocks)
+
+                def h(*xs):
+                    ys = jaxpr_as_fun(jaxpr)(*replaced(full, linear, xs))
+                    return [ys[i] for i in active]
+
+                like = [abstract(a, a.shape, a.dtype) for a in avals]
+                outs = jax.linear_transpose(h, *like)(list(blocks[len(known) :]))
+                return [outs[i] for i in mine]
+
+            return g
+
+        fns = {c: transposed(j) for c, j in visits}
+        in_axes = [*[layout.in_axes[i] for i in known], *[out_axes[i] for i in active]]
+        backward = None
+        if tag is not None and tag.stage == "tangent":
+            roles = [tag.inputs[i] for i in known] + [f"ct {tag.outputs[i]}" for i in active]
+            names = tuple(tag.inputs[i] for i in group)
+            backward = Tag("backward", tag.spec, tuple(roles), names)
+        outs = sweep(
+            fns,
+            [*[operands[i] for i in known], *[cts[i] for i in active]],
+            in_axes,
+            [layout.in_axes[i] for i in group],
+            layout=layout.only(known),
+            table=table,
+            tag=backward,
+        )
+        for i, y in zip(group, outs):
+            results[i] = y
+    return results if layout.table_axes is None else [None, *results]
+
+
+ad.primitive_jvps[sweep_p] = _jvp
+ad.primitive_transposes[sweep_p] = _transpose

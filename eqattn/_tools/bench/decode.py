@@ -1,0 +1,124 @@
+"""One decoding step of a batch of rows, and appending to their cache.
+
+8 rows, 16 query and 4 key heads of 128, float32. The keys lie as a cache holds them.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import attention, AttentionMetadata, KeyPadding, Ragged
+from ...cache import KVCache
+from .cases import Case, Row
+from .timing import rounds_of
+
+
+ROWS, HEADS, KV_HEADS, DIM = 8, 16, 4, 128
+_SHORT = np.array([1, 4, 8, 16, 32, 32, 64, 99])  # of 512; their mean is 32
+
+
+def lengths_of(case: Case) -> np.ndarray:
+    """How many keys each row has: all, or a 16th of them in the mean."""
+    if case.mask == "full":
+        return np.full(ROWS, case.tokens, np.int32)
+    return np.maximum(_SHORT * case.tokens // 512, 1).astype(np.int32)
+
+
+def _draw(tokens: int) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = ((1, HEADS), (tokens, KV_HEADS), (tokens, KV_HEADS))
+    draw = lambda shape: rng.standard_normal((ROWS, *shape, DIM), dtype=np.float32)
+    return [jnp.asarray(draw(shape)) for shape in shapes]
+
+
+def _eqattn(query, key_, value, lengths):
+    strategy = Ragged(AttentionMetadata())
+    return attention(query, key_, value, strategy, mask=KeyPadding(lengths)).attention_outputs
+
+
+def _jax_nn(query, key_, value, lengths):
+    return jax.nn.dot_product_attention(query, key_, value, key_value_seq_lengths=lengths)
+
+
+def _sum(query, key_, value, lengths):
+    """Reads all keys and values once."""
+    return key_.sum() + value.sum()
+
+
+def _compiled(function: Callable, *args: Any) -> tuple[Callable[[], Any], int]:
+    """A call, and its temporary memory."""
+    run = jax.jit(function).lower(*args).compile()
+    memory = run.memory_analysis()
+    assert memory is not None  # a CPU's compiler knows
+    return lambda: jax.block_until_ready(run(*args)), memory.temp_size_in_bytes
+
+
+def step(case: Case, rounds: int) -> Iterator[Row]:
+    """Against `jax.nn`, and against only reading the keys and values."""
+    args = (*_draw(case.tokens), jnp.asarray(lengths_of(case)))
+    made = {"eqattn": _compiled(_eqattn, *args), "jax.nn": _compiled(_jax_nn, *args)}
+    out, theirs = (np.asarray(call()) for call, _ in made.values())
+    error = float(abs(out - theirs).max() / abs(out).max())
+    note = "" if error < 1e-3 else f"jax.nn is WRONG by {error:.2g}"
+    calls = {name: call for name, (call, _) in made.items()}
+    if case.mask == "full":
+        calls["sum"], _ = _compiled(_sum, *args)
+    times = rounds_of(calls, rounds, wall=case.cores > 1)
+    faster = {n: times["jax.nn"] / times[n] for n in made}
+    yield _row(case, "times faster", faster, note=note)
+    if "sum" in times:
+        yield _row(case, "share of a sum", {"eqattn": times["sum"] / times["eqattn"]})
+    yield case.row("time ms", {n: float(np.median(times[n])) * 1e3 for n in made})
+    yield case.row("temp MiB", {n: memory / 2**20 for n, (_, memory) in made.items()})
+
+
+def _row(case: Case, figure: str, samples: dict[str, np.ndarray], note: str = "") -> Row:
+    found = {n: [float(y) for y in np.percentile(x, (25, 50, 75))] for n, x in samples.items()}
+    quartiles = {n: [low, high] for n, (low, _, high) in found.items()}
+    return case.row(figure, {n: x[1] for n, x in found.items()}, quartiles=quartiles, note=note)
+
+
+def longer(case: Case, rounds: int) -> Iterator[Row]:
+    """A step over the same lengths in a cache 16 times as long."""
+    made = {}
+    for name, tokens in (("short", case.tokens), ("eqattn", 16 * case.tokens)):
+        lengths = jnp.full(ROWS, case.tokens // 2, jnp.int32)
+        made[name] = _compiled(_eqattn, *_draw(tokens), lengths)
+        made[name][0]()
+    times = rounds_of({n: call for n, (call, _) in made.items()}, rounds, wall=case.cores > 1)
+    yield _row(case, "time at 16 S / at S", {"eqattn": times["eqattn"] / times["short"]})
+    grown = made["eqattn"][1] / made["short"][1]
+    yield case.row("temp at 16 S / at S", {"eqattn": grown})
+
+
+def append(case: Case, rounds: int) -> Iterator[Row]:
+    """One token per row into a donated cache, and into one 32 times as long."""
+    calls = {}
+    for name, tokens in (("short", case.tokens), ("eqattn", 32 * case.tokens)):
+        calls[name] = _appending(tokens)
+        calls[name]()
+    times = rounds_of(calls, rounds, wall=case.cores > 1)
+    yield _row(case, "time at 32 S / at S", {"eqattn": times["eqattn"] / times["short"]})
+
+
+def _appending(tokens: int) -> Callable[[], None]:
+    """Appends to a cache of so many tokens, and drops the token again."""
+
+    def one(cache: KVCache, new: jax.Array) -> KVCache:
+        return cache.append(new, new).truncate(cache.length)
+
+    new = jnp.ones((ROWS, 1, KV_HEADS, DIM), jnp.float32)
+    cache = KVCache.empty(ROWS, tokens, KV_HEADS, DIM)
+    run = jax.jit(one, donate_argnums=0).lower(cache, new).compile()
+
+    def call():
+        nonlocal cache
+        cache = jax.block_until_ready(run(cache, new))
+
+    return call
+
+
+EXPERIMENTS = {"decode": step, "longer": longer, "append": append}

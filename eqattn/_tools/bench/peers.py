@@ -1,0 +1,189 @@
+"""How each library is called. All but `eqattn` and `jax.nn` are imported only when asked for."""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import attention, AttentionMetadata, Blockwise, Causal, SlidingWindow
+from .cases import Case, DIM, HEADS
+
+
+def installed(name: str) -> bool:
+    """Whether a library can be imported, without doing so."""
+    return name in ("eqattn", "jax.nn") or importlib.util.find_spec(name) is not None
+
+
+@dataclasses.dataclass
+class Program:
+    """One library's computation of a case.
+
+    **Arguments:**
+
+    - `call`: runs it to the end and returns its arrays.
+    - `arrays`: from what `call` returns, float64 NumPy arrays `[b, t, h, d]`.
+    - `temporary`: bytes of temporary memory, None if unknown.
+    """
+
+    call: Callable[[], Any]
+    arrays: Callable[[Any], list[np.ndarray]]
+    temporary: int | None
+
+
+def draw(case: Case, seed: int = 0) -> list[np.ndarray]:
+    """Query, key, value and the output's cotangent, float32 `[1, t, heads, 64]`."""
+    rng = np.random.default_rng(seed)
+    heads = (HEADS, case.kv_heads, case.kv_heads, HEADS)
+    shape = (1, case.tokens)
+    return [rng.standard_normal((*shape, n, DIM), dtype=np.float32) for n in heads]
+
+
+def eqattn_call(case: Case, dropout: float = 0.0) -> Callable[..., Any]:
+    metadata = AttentionMetadata(runtime_dtype=case.dtype, dropout_prob=dropout)
+    mask = {
+        "full": None,
+        "causal": Causal(),
+        "window": SlidingWindow(case.window - 1, 0),
+    }[case.mask]
+
+    def call(q, k, v):
+        key = jax.random.key(0) if dropout else None
+        return attention(q, k, v, Blockwise(metadata), mask=mask, key=key).attention_outputs
+
+    return call
+
+
+def _jax_nn_call(case: Case) -> Callable[..., Any]:
+    return functools.partial(jax.nn.dot_product_attention, **_like_jax_nn(case))
+
+
+def _like_jax_nn(case: Case) -> dict[str, Any]:
+    window = (case.window - 1, 0) if case.mask == "window" else None
+    return dict(is_causal=case.mask == "causal", local_window_size=window)
+
+
+def _tokamax_call(case: Case) -> Callable[..., Any]:
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    kwargs = _like_jax_nn(case)
+    return functools.partial(tokamax.dot_product_attention, **kwargs, implementation="xla_chunked")
+
+
+def _ejkernel_call(case: Case) -> Callable[..., Any]:
+    from ejkernel.kernels._xla.flash_attention import (  # pyright: ignore[reportMissingImports]
+        flash_attention,
+    )
+
+    window = (case.window - 1, 0) if case.mask == "window" else None
+    return functools.partial(flash_attention, causal=case.mask == "causal", sliding_window=window)
+
+
+_CALLS = {
+    "eqattn": eqattn_call,
+    "jax.nn": _jax_nn_call,
+    "tokamax": _tokamax_call,
+    "ejkernel": _ejkernel_call,
+}
+
+
+def jitted(call: Callable[..., Any], backward: bool) -> tuple[Any, int]:
+    """The compiled function of `(q, k, v[, g])`, and how many arguments it has."""
+    if not backward:
+        return jax.jit(lambda q, k, v: (call(q, k, v),)), 3
+
+    def both(q, k, v, g):
+        out, pull = jax.vjp(call, q, k, v)
+        return (out, *pull(g))
+
+    return jax.jit(both), 4
+
+
+def _jax_program(call: Callable[..., Any], case: Case, inputs: list[np.ndarray]) -> Program:
+    function, n = jitted(call, case.backward)
+    args = [jnp.asarray(x).astype(case.dtype) for x in inputs[:n]]
+    analysis = function.lower(*args).compile().memory_analysis()
+    return Program(
+        lambda: jax.block_until_ready(function(*args)),
+        lambda outputs: [np.asarray(x.astype(jnp.float32), np.float64) for x in outputs],
+        analysis.temp_size_in_bytes if analysis is not None else None,
+    )
+
+
+def torch_program(case: Case, inputs: list[np.ndarray]) -> Program:
+    """PyTorch's flash attention; a window is a mask, as it has none of its own."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(1)
+    dtype = getattr(torch, case.dtype)
+    q, k, v, g = (
+        torch.from_numpy(np.ascontiguousarray(x.swapaxes(1, 2))).to(dtype) for x in inputs
+    )
+    kwargs: dict[str, Any] = dict(is_causal=case.mask == "causal")
+    if case.kv_heads != HEADS:
+        kwargs["enable_gqa"] = True
+    if case.mask == "window":
+        distance = torch.arange(case.tokens)[:, None] - torch.arange(case.tokens)
+        kwargs["attn_mask"] = (distance >= 0) & (distance < case.window)
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, **kwargs)
+
+    def forward():
+        with torch.no_grad():
+            return (attend(q, k, v),)
+
+    def both():
+        out = attend(q, k, v)
+        return (out, *torch.autograd.grad(out, (q, k, v), g))
+
+    if case.backward:
+        for x in (q, k, v):
+            x.requires_grad_()
+    return Program(
+        both if case.backward else forward,
+        lambda outputs: [x.detach().double().numpy().swapaxes(1, 2) for x in outputs],
+        None,
+    )
+
+
+def program(name: str, case: Case, inputs: list[np.ndarray]) -> Program:
+    """A library's program for a case; compiles it."""
+    if name == "torch":
+        return torch_program(case, inputs)
+    return _jax_program(_CALLS[name](case), case, inputs)
+
+
+def dropout_program(case: Case, inputs: list[np.ndarray], rate: float) -> Program:
+    """`eqattn` with dropout."""
+    return _jax_program(eqattn_call(case, rate), case, inputs)
+
+
+def dots_program(case: Case, inputs: list[np.ndarray], block_q: int, block_k: int) -> Program:
+    """The forward's block loop with nothing but its two products: the limit of any softmax."""
+    block_q, block_k = math.gcd(block_q, case.tokens), math.gcd(block_k, case.tokens)
+
+    def head(q, k, v):  # [blocks, rows, d], [blocks, keys, d]
+        def rows(i):
+            def visit(j, total):
+                s = jnp.einsum("rd,kd->rk", q[i], k[j])
+                return total + jnp.einsum("rk,kd->rd", s, v[j])
+
+            stop = -(-(i + 1) * block_q // block_k) if case.mask == "causal" else len(k)
+            return jax.lax.fori_loop(0, stop, visit, jnp.zeros_like(q[0]))
+
+        return jax.lax.map(rows, jnp.arange(len(q)))
+
+    def blocked(x, size):
+        return x[0].swapaxes(0, 1).reshape(x.shape[2], -1, size, DIM)
+
+    def call(q, k, v):
+        out = jax.lax.map(
+            lambda xs: head(*xs), (blocked(q, block_q), blocked(k, block_k), blocked(v, block_k))
+        )
+        return out.reshape(1, HEADS, case.tokens, DIM).swapaxes(1, 2)
+
+    return _jax_program(call, case, inputs)

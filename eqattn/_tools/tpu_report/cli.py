@@ -1,0 +1,132 @@
+"""The command: starts one child process for each chip, and reports."""
+
+import argparse
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib import metadata as distributions
+from pathlib import Path
+
+from ..bench.cli import progress_bar
+from ..process import End, results
+from .chips import CHIPS
+from .report import markdown, tables
+from .rows import FILE, Row
+
+
+CHILD = ("-m", f"{__package__}.child")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tpu-report`."""
+    add = parser.add_argument
+    add("--chip", nargs="+", choices=CHIPS, default=list(CHIPS), help="what to compile for")
+    add("--kernel", nargs="+", default=[], metavar="NAME", help="names or globs; all by default")
+    add("--list", action="store_true", help="print the names of the kernels and stop")
+    add("--peers", action="store_true", help="also the kernels of other libraries")
+    add("--json", type=Path, help="write the figures here, or in place of those that it has")
+    add("--markdown", type=Path, help="also write the tables as Markdown")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles, measures and reports.
+
+    **Returns:** 1 if a kernel failed, else 0. **Raises:** `ValueError` for bad arguments.
+    """
+    from .kernels import choose
+    from .peers import NOT_MEASURED
+
+    names = [kernel.name for kernel in choose(args.kernel, args.peers)]
+    if args.list:
+        print("\n".join(names))
+        return 0
+    for path in (args.json, args.markdown):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent}")
+    found = versions()
+    old = _recorded(args.json, found)
+    rows, failed = {}, []
+    bar = progress_bar(len(names) * len(args.chip))
+    for item in measure([(chip, names) for chip in args.chip]):
+        if isinstance(item, Row):
+            rows[item.key] = item
+            if args.json is not None:  # what is killed has lost nothing
+                FILE.write(_ordered(old | rows), found, args.json)
+            bar(f"{item.chip} {item.kernel}")
+        else:
+            failed.append(item)
+            bar(item)
+    print(", ".join(f"{name} {version}" for name, version in found.items()))
+    print(tables(_ordered(rows)))
+    if args.peers:
+        for name in NOT_MEASURED:
+            here = importlib.util.find_spec(name) is not None
+            print(f"{name}: {'installed, but not measured here' if here else 'not installed'}")
+    for message in failed:
+        print(f"failed: {message}", file=sys.stderr)
+    if args.markdown is not None:
+        args.markdown.write_text(markdown(_ordered(old | rows), found))
+    return 1 if failed else 0
+
+
+def versions() -> dict[str, str]:
+    """Of what the schedules depend on. **Raises:** `ValueError` without the compiler."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "libtpu, which compiles for TPUs, is not installed: python -m pip install libtpu"
+        )
+    return {name: distributions.version(name) for name in ("jax", "libtpu")}
+
+
+def _recorded(path: Path | None, found: dict[str, str]) -> dict[tuple[str, str], Row]:
+    if path is None or not path.exists():
+        return {}
+    rows, before = FILE.read(path)
+    if before != found:
+        raise ValueError(f"{path} was recorded with {before}, not {found}; remove it first.")
+    return {row.key: row for row in rows}
+
+
+def _ordered(rows: dict[tuple[str, str], Row]) -> list[Row]:
+    from .kernels import choose
+
+    names, chips = [k.name for k in choose([], peers=True)], list(CHIPS)
+    known = [row for row in rows.values() if row.kernel in names]
+    return sorted(known, key=lambda row: (names.index(row.kernel), chips.index(row.chip)))
+
+
+def measure(jobs: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Row | str]:
+    """Compiles kernels by name for chips. **Returns:** a row for each, or what failed and why."""
+    for chip, names in jobs:
+        left = list(names)
+        while left:
+            done = 0
+            with tempfile.TemporaryDirectory() as folder:
+                for item in _child(chip, left, Path(folder)):
+                    done += 1
+                    yield item
+            # One on which the compiler ends the process is not tried again, the next are.
+            left = left[done:]
+
+
+def _child(chip: str, names: Sequence[str], folder: Path) -> Iterator[Row | str]:
+    from .schedule import PASSES
+
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    # Nothing may ask for a TPU's host, and other processes may load the compiler meanwhile.
+    environment = os.environ | {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_PLATFORMS": "cpu",
+        "LIBTPU_INIT_ARGS": f"{flags} --xla_jf_dump_llo_pass_label_regex={PASSES}",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
+    environment.pop("XLA_FLAGS", None)  # those of this process are for its own device
+    job = {"chip": chip, "kernels": names, "folder": str(folder)}
+    for done, item in enumerate(results(CHILD, job, environment)):
+        if not isinstance(item, End):
+            failed = f"{item['failed']} on {chip}: {item['why']}" if "failed" in item else ""
+            yield failed or Row.from_dict(item["row"])
+        elif done < len(names):
+            yield f"{names[done]} on {chip}: {item}"

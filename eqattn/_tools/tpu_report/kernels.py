@@ -1,0 +1,245 @@
+"""The kernels that are measured. To add one, add a `Kernel` to `KERNELS`."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._attention import attention
+from ..._config.metadata import AttentionMetadata
+from ..._problem.blocking import choose_blocking
+from ..._problem.problem import problem
+from ..._problem.storage import Pages, Quantized
+from ..._sweep.grid import BATCH, COL, HEAD, replaced, ROW
+from ...masks._causal import Causal
+from ...masks._padding import KeyPadding
+from ...masks._segments import Segments
+from ...masks._window import SlidingWindow
+from ...strategies import Blockwise, Ragged
+from .peers import PEERS
+from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS, Whole
+
+
+HEADS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A causal call of `attention` in bfloat16: one batch element, 8 heads, automatic blocks.
+
+    **Arguments:**
+
+    - `tokens`, `dim`: queries and keys, and the head dim of all.
+    - `block_q`, `block_k`: of the metadata.
+    - `gradient`: the arguments (0, 1, 2) whose gradients are returned too.
+    - `operands`: shapes of further arrays by name.
+    - `options`: of these arrays, keyword arguments of `attention` and of the metadata.
+    """
+
+    tokens: int = 4096
+    dim: int = 128
+    block_q: int | None = None
+    block_k: int | None = None
+    gradient: tuple[int, ...] = ()
+    operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
+    options: Callable[..., tuple[dict[str, Any], dict[str, Any]]] = lambda: ({}, {})
+
+    def metadata(self, **kw: Any) -> AttentionMetadata:
+        sizes = dict(blocksize_q=self.block_q, blocksize_k=self.block_k)
+        return AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu", **sizes, **kw)
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((1, self.tokens, HEADS, self.dim), jnp.bfloat16),) * 3
+
+    def build(self) -> tuple[Callable[..., Any], Sequence[Any]]:
+        operands = dict(self.operands)
+
+        def forward(arrays, operands):
+            call: dict[str, Any]
+            call, fields = self.options(**operands)
+            strategy, call = Blockwise(self.metadata(**fields)), {"mask": Causal()} | call
+            query, key_, value = arrays
+            out = attention(query, key_, value, strategy, **call)
+            return out.attention_outputs
+
+        def backward(arrays, operands, cotangent):
+            def of(*moved):
+                return forward(replaced(arrays, self.gradient, moved), operands)
+
+            out, transpose = jax.vjp(of, *[arrays[i] for i in self.gradient])
+            return out, transpose(cotangent)
+
+        if self.gradient:
+            return backward, (self.arrays, operands, self.arrays[0])
+        return forward, (self.arrays, operands)
+
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        found = []
+
+        def look(arrays):
+            query, key_, value = arrays
+            cut = problem(query, key_, value, self.metadata(), mask=Causal())
+            found.append(choose_blocking(cut, self.block_q, self.block_k, kernel="pallas"))
+
+        jax.eval_shape(look, self.arrays)
+        return found[0].block_q, found[0].block_k
+
+
+def _forward(name: str, *, whole: bool = True, plain: str = "", **kw: Any) -> Kernel:
+    call = Call(**kw)
+    kept = (BATCH, HEAD, ROW)
+    return Kernel(
+        name=name,
+        call="eqattn_fold",
+        build=call.build,
+        tile=call.tile,
+        products=2 * call.dim,
+        whole=Whole(call.tokens, HEADS, kept, lag=1) if whole else None,
+        plain=plain,
+    )
+
+
+def _backward(name: str, gradient: tuple[int, ...], products: int, **kw: Any) -> Kernel:
+    call = Call(gradient=gradient, **kw)
+    return Kernel(
+        name=name,
+        call="eqattn_sum",
+        build=call.build,
+        tile=call.tile,
+        products=products * call.dim,
+        whole=Whole(call.tokens, HEADS, (BATCH, HEAD, ROW if gradient == (0,) else COL), lag=0),
+    )
+
+
+def _feature(name: str, options: Callable[..., Any], **operands: Any) -> Kernel:
+    shapes = {k: jax.ShapeDtypeStruct(shape, dtype) for k, (shape, dtype) in operands.items()}
+    return _forward(
+        f"forward, {name}",
+        whole=False,
+        plain="forward",
+        operands=tuple(shapes.items()),
+        options=options,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """The last queries of each of many rows of keys and values, of lengths that are known at run
+    time.
+
+    **Arguments:**
+
+    - `queries`: of a row.
+    - `stored`: the dtype of quantised keys and values.
+    - `page`: tokens of a page.
+    """
+
+    queries: int = 1
+    stored: Any = None
+    page: int | None = None
+
+    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu")
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        like, page = jax.ShapeDtypeStruct, self.page or LENGTH
+        pool = (ROWS * LENGTH // page, page, KV_HEADS)
+        scales = (pool[0], 1, page * KV_HEADS)
+        return {
+            "query": like((ROWS, self.queries, QUERY_HEADS, 128), jnp.bfloat16),
+            "pools": (like((*pool, 128), self.stored or jnp.bfloat16),) * 2,
+            "scales": (like(scales, jnp.float32),) * 2 if self.stored else (),
+            "table": like((ROWS, LENGTH // page), jnp.int32),
+            "lengths": like((ROWS,), jnp.int32),
+        }
+
+    def caches(self, arrays: dict[str, Any]) -> list[Any]:
+        kept = list(arrays["pools"])
+        if self.stored:
+            kept = [Quantized(x, s, jnp.bfloat16) for x, s in zip(kept, arrays["scales"])]
+        return [Pages(x, arrays["table"]) for x in kept] if self.page else kept
+
+    def build(self) -> tuple[Callable[..., Any], Sequence[Any]]:
+        def call(arrays):
+            key_, value = self.caches(arrays)
+            lengths = arrays["lengths"]
+            return attention(
+                arrays["query"],
+                key_,
+                value,
+                Ragged(self.metadata),
+                mask=KeyPadding(lengths) & Causal() if self.queries > 1 else KeyPadding(lengths),
+                q_offset=lengths - self.queries if self.queries > 1 else None,
+            ).attention_outputs
+
+        return call, (self.arrays,)
+
+    def tile(self) -> tuple[int, int]:
+        found = []
+
+        def look(arrays):
+            key_, value = self.caches(arrays)
+            cut = problem(arrays["query"], key_, value, self.metadata)
+            found.append(choose_blocking(cut, None, None, in_place=True, kernel="pallas"))
+
+        jax.eval_shape(look, self.arrays)
+        return self.queries, found[0].block_k
+
+
+def _decode(name: str, **kw: Any) -> Kernel:
+    call = Decode(**kw)
+    each = 128 + 4 if call.stored else 256  # bytes of a vector
+    return Kernel(
+        name=name,
+        call="eqattn_decode",
+        build=call.build,
+        tile=call.tile,
+        nbytes=KV_HEADS * 2 * each,
+    )
+
+
+_T = Call().tokens
+KERNELS = (
+    _forward("forward"),
+    _forward("forward, T=32768", tokens=32_768),
+    _forward("forward, 2048 queries", block_q=2048),
+    _forward("forward, D=64", dim=64),
+    _forward("forward, D=256", dim=256),
+    _backward("backward", (0, 1, 2), 5),
+    _backward("backward, queries", (0,), 3),
+    _backward("backward, keys and values", (1, 2), 4),
+    _decode("decode"),
+    _decode("decode, 4 queries", queries=4),
+    _decode("decode, int8", stored=jnp.int8),
+    _decode("decode, pages of 64", page=64),
+    _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {})),
+    _feature(
+        "segments",
+        lambda ids: ({"mask": Causal() & Segments(ids)}, {}),
+        ids=((1, _T), jnp.int32),
+    ),
+    _feature("sinks", lambda aux: ({}, {"softmax_aux": aux}), aux=((HEADS,), jnp.float32)),
+    _feature("soft cap", lambda: ({}, {"logits_soft_cap": 30.0})),
+    _feature("bias", lambda x: ({"bias": x}, {}), x=((1, HEADS, _T, _T), jnp.float32)),
+    _feature("dropout", lambda: ({"key": jax.random.key(0)}, {"dropout_prob": 0.1})),
+)
+
+
+def choose(patterns: Sequence[str], peers: bool = False) -> list[Kernel]:
+    """The kernels whose name is, or globs, one of the patterns; all, if there are none.
+
+    **Raises:** `ValueError` for a pattern that no kernel matches.
+    """
+    kernels = [*KERNELS, *(PEERS if peers else ())]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(k.name, pattern) for k in kernels):
+            names = ", ".join(repr(k.name) for k in kernels)
+            raise ValueError(f"no kernel is called {pattern!r}; there are {names}")
+    if not patterns:
+        return kernels
+    return [k for k in kernels if any(fnmatch.fnmatchcase(k.name, p) for p in patterns)]

@@ -1,0 +1,13 @@
+"""Keys and values of earlier tokens, as immutable modules: for decoding and serving."""
+
+from .._problem.storage import (
+    AbstractStored as AbstractStored,
+    Pages as Pages,
+    Quantized as Quantized,
+)
+from ._base import AbstractCache as AbstractCache
+from ._contiguous import KVCache as KVCache
+from ._paged import PagedKVCache as PagedKVCache
+from ._quantized import QuantizedKVCache as QuantizedKVCache
+from ._ring_buffer import RingBufferCache as RingBufferCache
+from ._stacked import LayerCache as LayerCache, StackedKVCache as StackedKVCache

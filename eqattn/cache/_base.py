@@ -1,0 +1,177 @@
+"""What caches have in common."""
+
+import abc
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._misc import as_ids
+from ..masks._base import AbstractMask
+from ..masks._padding import KeyPadding
+
+
+_Cache = TypeVar("_Cache")
+
+
+class AbstractCache(eqx.Module):
+    """The keys and values of a batch of rows, each with its own number of tokens.
+
+    A cache is a PyTree of arrays: `append` and the others return a new one, and under `jax.jit`
+    with the cache donated they write in place. `length` before an `append` is the position of the
+    first new token:
+
+        offset = cache.length
+        cache = cache.append(key, value)
+        mask = Causal() & cache.mask()
+        attention(query, cache.key, cache.value, Ragged(metadata), mask=mask, q_offset=offset,
+                  kv_positions=cache.positions)
+
+    **Arguments:**
+
+    - `key`, `value`: `[b, s, k, d]` and `[b, s, k, v]`, arrays or
+        [`eqattn.cache.AbstractStored`][].
+    - `length`: int32 `[b]`.
+
+    All errors that depend on lengths are raised when the program runs (`equinox.error_if`).
+    """
+
+    key: eqx.AbstractVar[Any]
+    value: eqx.AbstractVar[Any]
+    length: eqx.AbstractVar[Any]
+
+    @property
+    @abc.abstractmethod
+    def positions(self) -> Int[Array, "b s"] | None:
+        """Of each stored key; None where they lie in order."""
+
+    @abc.abstractmethod
+    def append(
+        self: _Cache,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> _Cache:
+        """With new tokens after those of each row.
+
+        **Arguments:**
+
+        - `counts`: how many of the `t` tokens each row takes, the first ones; None for all.
+        """
+
+    @abc.abstractmethod
+    def truncate(self: _Cache, lengths: Int[Array, " b"]) -> _Cache:
+        """With the first `lengths` tokens of each row, such as after rejected drafts."""
+
+    @abc.abstractmethod
+    def reorder(self: _Cache, rows: Int[Array, " n"]) -> _Cache:
+        """With the rows at these indices, such as the beams that survive."""
+
+    def mask(self) -> AbstractMask:
+        """Shows the stored tokens."""
+        return KeyPadding(self.length)
+
+
+def check_row_shapes(cache: Any) -> None:
+    """Raises unless key, value and length are of as many rows, tokens and heads."""
+    parts = cache.key, cache.value, cache.length
+    if not all(hasattr(x, "shape") for x in parts):  # a tree of axes or filters
+        return
+    key, value, length = (x.shape for x in parts)
+    if len(key) != 4 or key[:3] != value[:3] or length != key[:1]:
+        raise ValueError(
+            f"A cache has a key [b, s, k, d], a value [b, s, k, v] and a length [b], got {key}, "
+            f"{value} and {length}; empty(...) makes one."
+        )
+
+
+def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Array:
+    """How many tokens each row takes, int32 `[b]`.
+
+    **Raises:** `ValueError` with both shapes if keys, values or counts do not fit the cache.
+    """
+    (b, _, *heads), (_, _, *value_heads) = cache.key.shape, cache.value.shape
+    fits = key.ndim == value.ndim == 4 and (key.shape[0], *key.shape[2:]) == (b, *heads)
+    fits = fits and (*value.shape[:2], *value.shape[2:]) == (b, key.shape[1], *value_heads)
+    if not fits:
+        raise ValueError(
+            f"key {key.shape} and value {value.shape} do not fit a cache of {cache.key.shape} and "
+            f"{cache.value.shape}; they must be [b, t, k, d] and [b, t, k, v]."
+        )
+    if counts is None:
+        return jnp.full(b, key.shape[1], jnp.int32)
+    counts = as_ids(counts, "counts")
+    if counts.shape not in ((), (b,)):
+        raise ValueError(
+            f"counts must be an int or integers [{b}], got {counts.dtype} {counts.shape}."
+        )
+    counts = jnp.broadcast_to(jnp.asarray(counts).astype(jnp.int32), (b,))
+    wrong = (counts < 0) | (counts > key.shape[1])
+    message = f"counts must be between 0 and the number of new tokens, {key.shape[1]}"
+    return eqx.error_if(counts, wrong, message)
+
+
+def within(lengths: Any, now: Array) -> Array:
+    """`lengths` as int32 `[b]`, checked for `truncate`."""
+    lengths = as_ids(lengths, "lengths")
+    if lengths.shape != now.shape:
+        raise ValueError(
+            f"lengths must be integers {now.shape}, got {lengths.dtype} {lengths.shape}."
+        )
+    lengths = jnp.asarray(lengths).astype(jnp.int32)
+    wrong = (lengths < 0) | (lengths > now)
+    return eqx.error_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
+
+
+def existing(cache: AbstractCache, rows: Array) -> Array:
+    """Indices of rows as int32, checked: for one that is not there JAX would take the nearest."""
+    rows, n = jnp.asarray(rows), cache.key.shape[0]
+    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise ValueError(
+            f"rows must be integers [n], such as [1] for the second, got {rows.dtype} {rows.shape}."
+        )
+    rows = rows.astype(jnp.int32)
+    return eqx.error_if(rows, (rows < 0) | (rows >= n), f"rows must be between 0 and {n - 1}")
+
+
+def new_positions(cache: AbstractCache, t: int) -> Array:
+    """Of `t` tokens after those of each row, int32 `[b, t]`."""
+    return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+
+
+def write(array: Array, new: Array, slots: Array, first: Any = 0) -> Array:
+    """`array[first + b, slots[b, t]] = new[b, t]`, leaving out slots that are not in the array."""
+    rows = first + jnp.arange(len(slots), dtype=jnp.int32)[:, None]
+    options: Any = dict(mode="drop", unique_indices=True)
+    return array.at[rows, slots].set(new.astype(array.dtype), **options)
+
+
+def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: bool = True) -> Array:
+    """Scales `[b, t, k]` in those of `Quantized`: of the tokens `slots` `[b, t]` of the rows or
+    pages `owner` `[b, t | 1]`, leaving out what is not in the array. `unique`: nothing that is
+    left out has the place of another.
+    """
+    n = array.shape[1]
+    per, t = new.shape[2] // n, new.shape[1]
+    new = jnp.moveaxis(new.reshape(len(new), t, n, per), 2, 1)
+    share = jnp.arange(n, dtype=jnp.int32).reshape(1, n, 1, 1)
+    at = (slots * per)[:, None, :, None] + jnp.arange(per, dtype=jnp.int32).reshape(1, 1, 1, per)
+    options: Any = dict(mode="drop", unique_indices=unique)
+    return array.at[owner[:, None, :, None], share, at].set(new.astype(array.dtype), **options)
+
+
+def places(
+    cache: AbstractCache, key: Array, value: Array, counts: Array | None, capacity: int
+) -> tuple[Array, Array]:
+    """Where new tokens go in a cache that keeps all of them, `[b, t]`, and the new lengths.
+
+    Tokens that a row does not take get distinct places after the capacity, where nothing is
+    written.
+    """
+    counts = check_new(cache, key, value, counts)
+    length = cache.length + counts
+    message = f"the cache is full: a row would have more than {capacity} tokens"
+    length = eqx.error_if(length, length > capacity, message)
+    position = new_positions(cache, key.shape[1])
+    return jnp.where(position < length[:, None], position, capacity + position), length

@@ -1,0 +1,72 @@
+"""Caches that hold each row in one piece."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ._base import (
+    AbstractCache,
+    check_row_shapes,
+    existing,
+    places,
+    within,
+    write,
+)
+
+
+def _zeros(batch: int, capacity: int, kv_heads: int, dim: int, dtype: Any) -> Array:
+    return jnp.zeros((batch, capacity, kv_heads, dim), dtype)
+
+
+class KVCache(AbstractCache):
+    """Each row in an array of its own, of a fixed capacity.
+
+    **Arguments:**
+
+    - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`; see also `KVCache.empty`.
+    - `length`: int32 `[b]`.
+    """
+
+    key: Float[Array, "b s k d"]
+    value: Float[Array, "b s k v"]
+    length: Int[Array, " b"]
+
+    def __check_init__(self) -> None:
+        check_row_shapes(self)
+
+    @property
+    def positions(self) -> Int[Array, "b s"] | None:
+        return None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+    ) -> "KVCache":
+        """Without tokens. A capacity that a size from 64 to 256 divides is read fastest."""
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = (batch, capacity, kv_heads)
+        key, value = (_zeros(*sizes, dim, dtype) for dim in (head_dim, value_dim))
+        return cls(key, value, jnp.zeros(batch, jnp.int32))
+
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "KVCache":
+        slots, length = places(self, key, value, counts, self.key.shape[1])
+        return KVCache(write(self.key, key, slots), write(self.value, value, slots), length)
+
+    def truncate(self, lengths: Int[Array, " b"]) -> "KVCache":
+        return KVCache(self.key, self.value, within(lengths, self.length))
+
+    def reorder(self, rows: Int[Array, " n"]) -> "KVCache":
+        rows = existing(self, rows)
+        return KVCache(self.key[rows], self.value[rows], self.length[rows])

@@ -1,0 +1,186 @@
+"""A cache in pages that its rows share out among them."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .._misc import as_ids, concrete
+from .._problem.storage import apart, as_stored, Pages, Quantized
+from ._base import AbstractCache, check_new, existing, new_positions, within, write_flat
+
+
+class PagedKVCache(AbstractCache):
+    """All rows take pages of a common pool, as many as their tokens need.
+
+    `reserve` and `release` hand out pages and take them back; they look at the table and so run
+    outside of `jax.jit`, between steps. Everything else is as in other caches.
+
+    **Arguments:**
+
+    - `key_pages`, `value_pages`: `[pages, page size, k, d]` and `[pages, page size, k, v]`, arrays
+        or [`eqattn.cache.Quantized`][]; see also `PagedKVCache.empty`.
+    - `table`: int32 `[b, n]`, the page of each part of a row, -1 for none.
+    - `length`: int32 `[b]`.
+    """
+
+    key_pages: Any
+    value_pages: Any
+    table: Int[Array, "b n"]
+    length: Int[Array, " b"]
+
+    @property
+    def positions(self) -> Int[Array, "b s"] | None:
+        return None
+
+    def __init__(
+        self,
+        key_pages: Float[Array | Quantized, "p n k d"],
+        value_pages: Float[Array | Quantized, "p n k v"],
+        table: Int[Array, "b parts"],
+        length: Int[Array, " b"],
+    ):
+        self.key_pages, self.value_pages = key_pages, value_pages
+        self.table, self.length = table, length
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+        stored: Any = None,
+        head_shares: int = 1,
+    ) -> "PagedKVCache":
+        """Without tokens.
+
+        **Arguments:**
+
+        - `capacity`: the most tokens of a row.
+        - `pages`, `page_size`: of the pool, in all and in tokens.
+        - `stored`: None, or int8 or a float8 dtype to quantize to.
+        - `head_shares`: how many devices share the heads, where pages are quantized.
+        """
+        value_dim = head_dim if value_dim is None else value_dim
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
+
+        def pool(dim):
+            shape = (pages, page_size, kv_heads, dim)
+            if stored is None:
+                return jnp.zeros(shape, dtype)
+            return Quantized.zeros(shape, stored, dtype, head_shares)
+
+        table = jnp.full((batch, -(-capacity // page_size)), -1, jnp.int32)
+        return PagedKVCache(pool(head_dim), pool(value_dim), table, jnp.zeros(batch, jnp.int32))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return as_stored(self.key_pages).shape[1]
+
+    @property
+    def key(self) -> Pages:
+        return Pages(self.key_pages, self.table)
+
+    @property
+    def value(self) -> Pages:
+        return Pages(self.value_pages, self.table)
+
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "PagedKVCache":
+        counts = check_new(self, key, value, counts)
+        (rows, parts), size = self.table.shape, self.page_size
+        length = self.length + counts
+        full = f"the cache is full: a row would have more than {parts * size} tokens"
+        length = eqx.error_if(length, length > parts * size, full)
+        position = new_positions(self, key.shape[1])
+        kept = position < length[:, None]
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        page = self.table[row, jnp.minimum(position // size, parts - 1)]
+        missing = "a row has no page for its new tokens; call cache.reserve(counts) before the step"
+        page = eqx.error_if(page, kept & (page < 0), missing)
+        held = as_stored(self.key_pages).shape[0]
+        page = jnp.where(kept, page, held)  # not in the pool: not written
+
+        def put(pool: Array, new: Array) -> Array:
+            return pool.at[page, position % size].set(new.astype(pool.dtype), mode="drop")
+
+        def added(pool: Any, x: Array) -> Any:
+            if not isinstance(pool, Quantized):
+                return put(pool, x)
+            new = Quantized.quantize(x, pool.values.dtype)
+            scales = apart(new.scales, x.shape[2])
+            scales = write_flat(pool.scales, scales, page, position % size, unique=False)
+            return Quantized(put(pool.values, new.values), scales, pool.dtype)
+
+        return PagedKVCache(
+            added(self.key_pages, key), added(self.value_pages, value), self.table, length
+        )
+
+    def truncate(self, lengths: Int[Array, " b"]) -> "PagedKVCache":
+        """With the first `lengths` tokens of each row, whose other pages stay reserved."""
+        return eqx.tree_at(lambda c: c.length, self, within(lengths, self.length))
+
+    def reorder(self, rows: Int[Array, " n"]) -> "PagedKVCache":
+        """With the rows at these indices, no row twice: two rows would write to the same pages. The
+        pages of rows that are left out are free again.
+        """
+        rows = existing(self, rows)
+        many = jnp.bincount(rows, length=len(self.length)) > 1
+        rows = eqx.error_if(rows, many.any(), "reorder: a row of a PagedKVCache cannot be doubled")
+        return PagedKVCache(self.key_pages, self.value_pages, self.table[rows], self.length[rows])
+
+    def reserve(self, counts: Any) -> "PagedKVCache":
+        """With pages for `counts` more tokens, an int or `[b]`. Not for use under `jax.jit`.
+
+        **Raises:** `ValueError` if there are too few free pages, or a row would exceed its
+        capacity; no page is taken then.
+        """
+        traced = isinstance(counts, jax.Array) and concrete(counts) is None
+        if traced or concrete(self.table) is None or concrete(self.length) is None:
+            raise ValueError("reserve runs between steps, outside of jax.jit.")
+        table, length = np.array(self.table), np.asarray(self.length)
+        counts = np.asarray(as_ids(counts, "counts"))
+        if counts.shape not in ((), length.shape) or (counts < 0).any():
+            raise ValueError(
+                f"counts must be an int or integers {length.shape}, at least 0, got "
+                f"{counts.tolist()}."
+            )
+        wanted = -(-(length + counts) // self.page_size)
+        if (wanted > table.shape[1]).any():
+            raise ValueError(
+                f"A row would have {int((length + counts).max())} tokens; this cache was made for "
+                f"{table.shape[1] * self.page_size} a row."
+            )
+        empty = (np.arange(table.shape[1]) < wanted[:, None]) & (table < 0)
+        free = np.setdiff1d(np.arange(as_stored(self.key_pages).shape[0]), table)
+        if empty.sum() > len(free):
+            raise ValueError(
+                f"{empty.sum()} pages of {self.page_size} tokens are needed and {len(free)} of "
+                f"{as_stored(self.key_pages).shape[0]} are free; release rows that have ended."
+            )
+        table[empty] = free[: empty.sum()]
+        return eqx.tree_at(lambda c: c.table, self, jnp.asarray(table))
+
+    def release(self, rows: Any) -> "PagedKVCache":
+        """Without the tokens and pages of these rows, an int array or mask `[b]`."""
+        rows = jnp.asarray(rows)
+        if rows.dtype != bool:
+            rows = existing(self, rows)
+        elif rows.shape != self.length.shape:
+            raise ValueError(f"A mask of rows must be {self.length.shape}, got {rows.shape}.")
+        table, length = self.table.at[rows].set(-1), self.length.at[rows].set(0)
+        return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))

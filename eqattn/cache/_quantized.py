@@ -1,0 +1,83 @@
+"""A cache of eight bits."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._problem.storage import apart, Quantized
+from ._base import (
+    AbstractCache,
+    existing,
+    places,
+    within,
+    write,
+    write_flat,
+)
+
+
+class QuantizedKVCache(AbstractCache):
+    """As `KVCache`, in 8 bits: each key and value vector has a scale. Blocks are decoded when they
+    are read.
+
+    **Arguments:**
+
+    - `key`, `value`: [`eqattn.cache.Quantized`][]; see also `QuantizedKVCache.empty`.
+    - `length`: int32 `[b]`.
+    """
+
+    key: Quantized
+    value: Quantized
+    length: Int[Array, " b"]
+
+    @property
+    def positions(self) -> Int[Array, "b s"] | None:
+        return None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+        stored: Any = jnp.int8,
+        head_shares: int = 1,
+    ) -> "QuantizedKVCache":
+        """Without tokens; `stored` is int8 or a float8 dtype, `dtype` that of queries. Where
+        devices share the heads, `head_shares` is their number.
+        """
+        value_dim = head_dim if value_dim is None else value_dim
+
+        def nothing(dim):
+            return Quantized.zeros((batch, capacity, kv_heads, dim), stored, dtype, head_shares)
+
+        return cls(nothing(head_dim), nothing(value_dim), jnp.zeros(batch, jnp.int32))
+
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "QuantizedKVCache":
+        slots, length = places(self, key, value, counts, self.key.shape[1])
+
+        def added(held: Quantized, x: Array) -> Quantized:
+            new = Quantized.quantize(x, held.values.dtype)
+            values = write(held.values, new.values, slots)
+            row = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
+            scales = write_flat(held.scales, apart(new.scales, x.shape[2]), row, slots)
+            return Quantized(values, scales, held.dtype)
+
+        return QuantizedKVCache(added(self.key, key), added(self.value, value), length)
+
+    def truncate(self, lengths: Int[Array, " b"]) -> "QuantizedKVCache":
+        return QuantizedKVCache(self.key, self.value, within(lengths, self.length))
+
+    def reorder(self, rows: Int[Array, " n"]) -> "QuantizedKVCache":
+        rows = existing(self, rows)
+        key, value = (Quantized(x.values[rows], x.scales[rows], x.dtype)
+                      for x in (self.key, self.value))  # fmt: skip
+        return QuantizedKVCache(key, value, self.length[rows])

@@ -1,0 +1,144 @@
+"""The caches of many equal layers, for a scan over them."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._misc import as_ids, concrete, int32
+from .._problem.storage import even_block, Pages
+from ._base import AbstractCache, existing, places, within, write
+
+
+class StackedKVCache(eqx.Module):
+    """As a `KVCache` for each layer, in arrays that a scan over layers carries and writes in place:
+
+        def layer(carry, i):
+            caches, x = carry
+            cache = caches.layer(i)
+            ...  # cache.append, attention over cache.key and cache.value
+            return (cache.stack, x), None
+
+    Nothing of a layer is copied: its keys and values are read as pages of the stack.
+
+    **Arguments:**
+
+    - `key`, `value`: `[layers, b, capacity, k, d]` and `[layers, b, capacity, k, v]`; see also
+        `StackedKVCache.empty`.
+    - `length`: int32 `[layers, b]`.
+    """
+
+    key: Float[Array, "l b s k d"]
+    value: Float[Array, "l b s k v"]
+    length: Int[Array, "l b"]
+
+    @classmethod
+    def empty(
+        cls,
+        layers: int,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+    ) -> "StackedKVCache":
+        """Without tokens.
+
+        **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity.
+        """
+        if even_block(capacity) is None:
+            raise ValueError(
+                f"capacity={capacity}: no size from 64 to 256 divides it; use a multiple of 64."
+            )
+        value_dim = head_dim if value_dim is None else value_dim
+        key, value = (
+            jnp.zeros((layers, batch, capacity, kv_heads, dim), dtype)
+            for dim in (head_dim, value_dim)
+        )
+        return cls(key, value, jnp.zeros((layers, batch), jnp.int32))
+
+    def layer(self, index: Any) -> "LayerCache":
+        """The cache of a layer, whose index may be traced.
+
+        **Raises:** `ValueError` for an index that is known not to be one of the layers'; for a
+        traced one, `equinox.error_if` raises when the program runs.
+        """
+        index, layers = as_ids(index, "index"), self.length.shape[0]
+        known, message = concrete(index), f"index must be one of the {layers} layers, from 0 on"
+        if index.shape != () or (known is not None and not 0 <= known < layers):
+            got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
+            raise ValueError(f"{message}, got {got}.")
+        index = jnp.asarray(int32(index))
+        if known is None:
+            index = eqx.error_if(index, (index < 0) | (index >= layers), message)
+        return LayerCache(self, index)
+
+
+class LayerCache(AbstractCache):
+    """One layer of a [`eqattn.cache.StackedKVCache`][], which is `stack`."""
+
+    stack: StackedKVCache
+    index: Int[Array, ""]
+
+    def __init__(self, stack: StackedKVCache, index: Int[Array, ""]):
+        self.stack, self.index = stack, index
+
+    @property
+    def length(self) -> Int[Array, " b"]:
+        return self.stack.length[self.index]
+
+    @property
+    def positions(self) -> Int[Array, "b s"] | None:
+        return None
+
+    @property
+    def key(self) -> Pages:
+        return self._pages(self.stack.key)
+
+    @property
+    def value(self) -> Pages:
+        return self._pages(self.stack.value)
+
+    def _pages(self, x: Array) -> Pages:
+        _, rows, capacity, *rest = x.shape
+        size = even_block(capacity) or capacity
+        each = jnp.arange(rows * (capacity // size), dtype=jnp.int32).reshape(rows, -1)
+        return Pages(x.reshape(-1, size, *rest), self.index * each.size + each)
+
+    def _with(self, key: Array, value: Array, length: Array) -> "LayerCache":
+        lengths = self.stack.length.at[self.index].set(length)
+        return LayerCache(StackedKVCache(key, value, lengths), self.index)
+
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "LayerCache":
+        layers, rows, capacity = self.stack.key.shape[:3]
+        slots, length = places(self, key, value, counts, capacity)
+        first = self.index * rows
+
+        def put(x: Array, new: Array) -> Array:
+            flat = x.reshape(layers * rows, *x.shape[2:])
+            return write(flat, new, slots, first).reshape(x.shape)
+
+        return self._with(put(self.stack.key, key), put(self.stack.value, value), length)
+
+    def truncate(self, lengths: Int[Array, " b"]) -> "LayerCache":
+        return self._with(self.stack.key, self.stack.value, within(lengths, self.length))
+
+    def reorder(self, rows: Int[Array, " n"]) -> "LayerCache":
+        """With the rows at these indices, as many as there are, which copies this layer."""
+        rows = existing(self, rows)
+        if rows.shape != self.length.shape:
+            raise ValueError(
+                f"rows {rows.shape} must be as many as the layers have, {self.length.shape}; other "
+                "numbers need a new StackedKVCache."
+            )
+        key, value = (
+            x.at[self.index].set(x[self.index][rows]) for x in (self.stack.key, self.stack.value)
+        )
+        return self._with(key, value, self.length[rows])

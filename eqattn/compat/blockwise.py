@@ -1,0 +1,102 @@
+"""The functional form of blockwise attention, with the parameters of EasyDeL's `blockwise_attn`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from .._config.metadata import AttentionMetadata
+from ..strategies import AttentionImpl, Blockwise
+
+
+def blockwise_attn(
+    query: Float[Array, "*b t h d"],
+    key: Float[Array, "*b s k d"],
+    value: Float[Array, "*b s k v"],
+    bias: Float[Array, "..."] | None = None,
+    deterministic: bool = True,
+    dropout_rng: PRNGKeyArray | None = None,
+    attn_pdrop: float = 0.0,
+    causal: bool = True,
+    query_chunk_size: int = 2048,
+    key_chunk_size: int = 2048,
+    dtype: Any = jnp.float32,
+    policy: Callable[..., Any] | bool | None = False,
+    precision: lax.PrecisionLike = None,
+    float32_logits: bool = True,
+    prevent_cse: bool = True,
+) -> Float[Array, "*b t h v"]:
+    """Blockwise attention with scale `1 / sqrt(d)`.
+
+    **Arguments:**
+
+    - `query`, `key`, `value`: `[*b, t, h, d]`, `[*b, s, k, d]`, `[*b, s, k, v]`.
+    - `bias`: added to the logits; broadcastable to `[*b, h, t, s]`.
+    - `deterministic`: switches dropout off.
+    - `dropout_rng`: a JAX key, required if dropout is active.
+    - `attn_pdrop`: the probability that an attention probability is dropped (inverted dropout).
+    - `causal`: whether a query sees only the keys up to its own position (top-left aligned).
+    - `query_chunk_size`, `key_chunk_size`: block sizes; any size is right for any length.
+    - `dtype`: of the result.
+    - `policy`: a callable rematerialisation policy wraps the call in `jax.checkpoint`. False or
+        None: no wrapping; gradients take memory linear in the sequence anyway.
+    - `precision`: of the products; None is exact float32 for float32 inputs.
+    - `float32_logits`: False rounds the logits to the dtype of the query.
+    - `prevent_cse`: passed to `jax.checkpoint`; it has no role without a policy.
+
+    **Returns:** `[*b, t, h, v]` in `dtype`.
+    """
+    strategy = Blockwise(
+        AttentionMetadata(
+            runtime_dtype=dtype,
+            runtime_softmax_dtype=None if float32_logits else query.dtype,
+            dropout_prob=attn_pdrop,
+            blocksize_q=query_chunk_size,
+            blocksize_k=key_chunk_size,
+        ),
+        precision=precision,
+    )
+
+    return outputs_of(
+        strategy,
+        query,
+        key,
+        value,
+        dict(bias=bias, dropout_rng=dropout_rng),
+        policy=policy,
+        prevent_cse=prevent_cse,
+        deterministic=deterministic,
+        causal=causal,
+    )
+
+
+def outputs_of(
+    strategy: AttentionImpl,
+    query: Array,
+    key: Array,
+    value: Array,
+    operands: dict[str, Any],
+    *,
+    policy: Callable[..., Any] | bool | None,
+    prevent_cse: bool,
+    **options: Any,
+) -> Array:
+    """A strategy's outputs, within `jax.checkpoint` if there is a policy.
+
+    **Arguments:**
+
+    - `operands`, `options`: keywords of `forward_native`: PyTrees of arrays, and static ones.
+    """
+    if not (policy is None or policy is False or callable(policy)):
+        raise TypeError(f"policy must be a checkpoint policy, False or None, got {policy!r}.")
+
+    def attend(strategy, query, key, value, operands) -> Any:
+        out = strategy.forward_native(query, key, value, **operands, **options)
+        return out.attention_outputs
+
+    if callable(policy):
+        attend = jax.checkpoint(attend, policy=policy, prevent_cse=prevent_cse)
+    return attend(strategy, query, key, value, operands)

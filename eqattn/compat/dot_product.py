@@ -1,0 +1,212 @@
+"""A drop-in for `jax.nn.dot_product_attention`."""
+
+import functools
+import operator
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from .._attention import attention
+from .._config.metadata import AttentionMetadata
+from .._config.platform import Platform
+from .._misc import accumulation
+from ..masks._base import AbstractMask, Dense
+from ..masks._causal import Causal
+from ..masks._padding import KeyPadding, QueryPadding
+from ..masks._window import SlidingWindow
+from ..strategies import Blockwise
+
+
+_Reach = int | Int[Array, ""]
+_PLATFORMS = {None: Platform.AUTO, "xla": Platform.XLA}
+
+
+@overload
+def dot_product_attention(
+    query: Float[ArrayLike, "*q t n h"],
+    key: Float[ArrayLike, "*b s k h"],
+    value: Float[ArrayLike, "*b s k h"],
+    bias: Float[ArrayLike, "..."] | None = None,
+    mask: Bool[ArrayLike, "..."] | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[ArrayLike, " b"] | None = None,
+    key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
+    local_window_size: _Reach | tuple[_Reach, _Reach] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: Literal[False] = ...,
+) -> Float[Array, "*q t n h"]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Float[ArrayLike, "*q t n h"],
+    key: Float[ArrayLike, "*b s k h"],
+    value: Float[ArrayLike, "*b s k h"],
+    bias: Float[ArrayLike, "..."] | None = None,
+    mask: Bool[ArrayLike, "..."] | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[ArrayLike, " b"] | None = None,
+    key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
+    local_window_size: _Reach | tuple[_Reach, _Reach] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: Literal[True],
+) -> tuple[Float[Array, "*q t n h"], Float[Array, "*q t n"]]: ...
+
+
+def dot_product_attention(
+    query: Float[ArrayLike, "*q t n h"],
+    key: Float[ArrayLike, "*b s k h"],
+    value: Float[ArrayLike, "*b s k h"],
+    bias: Float[ArrayLike, "..."] | None = None,
+    mask: Bool[ArrayLike, "..."] | None = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[ArrayLike, " b"] | None = None,
+    key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
+    local_window_size: Any = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Float[Array, "*q t n h"] | tuple[Float[Array, "*q t n h"], Float[Array, "*q t n"]]:
+    r"""Exact attention with the signature, shapes and results of `jax.nn.dot_product_attention`.
+
+    Time and memory are those of [`eqattn.Blockwise`][]. Only a query that sees no key gets another
+    result: output 0, residual `-inf` and zero gradients, where `jax.nn` averages all the values.
+    Dropout, sinks, soft caps and other masks are arguments of [`eqattn.attention`][].
+
+    **Arguments:**
+
+    - `query`: `[b, t, n, h]` or `[t, n, h]`.
+    - `key`: `[b, s, k, h]` or `[s, k, h]`; `n` is a multiple of `k`.
+    - `value`: of the shape and dtype of `key`.
+    - `bias`: added to the logits. It is 4-D, broadcastable to `[b, n, t, s]`; missing leading axes
+        are taken as 1.
+    - `mask`: boolean, True where a key takes part. Shaped like `bias`.
+    - `scale`: of the logits, `1 / sqrt(h)` by default. A scalar array may be traced and has a
+        gradient.
+    - `is_causal`: hides the keys after each query (top-left aligned).
+    - `query_seq_lengths`, `key_value_seq_lengths`: int32 `[b]`. Queries and keys from there on are
+        padding; the output of a padding query is 0.
+    - `local_window_size`: `(left, right)`, both inclusive, or an int for both. They may be traced.
+    - `implementation`: `"xla"` is plain XLA code, None the best code there is for the device.
+        `"cudnn"` is not offered.
+    - `return_residual`: also returns the logsumexp of the logits.
+
+    **Returns:**
+
+    The output, of the query's shape and dtype. With `return_residual`, a pair of it and the
+    logsumexp `[b, t, n]` or `[t, n]`, rounded to the key's dtype. Its gradient flows (`jax.nn`
+    drops it).
+
+    **Raises:**
+
+    `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
+    """
+    shape = jnp.shape(query)
+    q, k, v = _rank_4(query, "query"), _rank_4(key, "key"), _rank_4(value, "value")
+    _check(q, k, v)
+    batch = k.shape[0]
+    terms: list[AbstractMask] = [Causal()] if is_causal else []
+    if local_window_size is not None:
+        terms.append(_window(local_window_size))
+    if query_seq_lengths is not None:
+        terms.append(QueryPadding(_lengths(query_seq_lengths, batch, "query_seq_lengths")))
+    if key_value_seq_lengths is not None:
+        terms.append(KeyPadding(_lengths(key_value_seq_lengths, batch, "key_value_seq_lengths")))
+    if mask is not None:
+        visible = _rank_4(mask, "mask")
+        if visible.dtype != jnp.bool_:
+            raise ValueError(
+                f"mask must be boolean, got {visible.dtype}; pass an additive mask as `bias`."
+            )
+        terms.append(Dense(visible))
+    added = None if bias is None else _rank_4(bias, "bias").astype(accumulation(q.dtype))
+    metadata = AttentionMetadata(
+        runtime_dtype=q.dtype, platform=_platform(implementation), softmax_scale=_scale(scale)
+    )
+    out = attention(
+        q,
+        k,
+        v,
+        Blockwise(metadata),
+        mask=functools.reduce(operator.and_, terms) if terms else None,
+        bias=added,
+        return_logsumexp=bool(return_residual),
+    )
+    output = jnp.reshape(out.attention_outputs, shape)
+    if not return_residual:
+        return output
+    return output, jnp.reshape(out.logsumexp.astype(k.dtype), shape[:-1])
+
+
+def _rank_4(x: ArrayLike, name: str) -> Array:
+    """With axes of size 1 in front."""
+    x = jnp.asarray(x)
+    if x.ndim > 4:
+        raise ValueError(f"{name} must have at most 4 axes, got shape {x.shape}.")
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _check(q: Array, k: Array, v: Array) -> None:
+    """What `jax.nn` asks for beyond `attention`."""
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"query must be floating point, got {q.dtype}; cast it first.")
+    shapes = f"query {q.shape} {q.dtype}, key {k.shape} {k.dtype}, value {v.shape} {v.dtype}"
+    if v.shape != k.shape or v.dtype != k.dtype:
+        raise ValueError(
+            f"value must have the shape and dtype of key, got {shapes}; eqattn.attention takes "
+            "values of another head dim."
+        )
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or q.dtype != k.dtype:
+        raise ValueError(
+            f"query must have the batch size, head dim and dtype of key, got {shapes}; "
+            "broadcast or cast them first."
+        )
+
+
+def _lengths(lengths: ArrayLike, batch: int, name: str) -> Array:
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
+        raise ValueError(
+            f"{name} must be int32 of shape ({batch},), one per batch element, got "
+            f"{lengths.dtype} of shape {lengths.shape}."
+        )
+    return lengths
+
+
+def _window(size: Any) -> AbstractMask:
+    single = isinstance(size, int) or getattr(size, "shape", None) == ()
+    sizes: Any = (size, size) if single else tuple(size)  # pyright: ignore
+    if len(sizes) != 2:
+        raise ValueError(f"local_window_size must be an int or (left, right), got {size!r}.")
+    left, right = sizes
+    if isinstance(left, jax.Array) or isinstance(right, jax.Array):
+        return Causal(right) & ~Causal(-1 - left)
+    return SlidingWindow(left, right)
+
+
+def _scale(scale: Any) -> Any:
+    if scale is None or isinstance(scale, int | float):
+        return scale
+    scale = jnp.asarray(scale)
+    if scale.size != 1:
+        raise ValueError(f"scale must be a scalar, got shape {scale.shape}; multiply the query.")
+    scale = scale.reshape(())
+    return scale if jnp.issubdtype(scale.dtype, jnp.floating) else scale.astype(jnp.float32)
+
+
+def _platform(implementation: str | None) -> Platform:
+    if implementation not in _PLATFORMS:
+        reason = " cuDNN's kernels are not offered;" if implementation == "cudnn" else ""
+        raise ValueError(
+            f"implementation must be None or 'xla', got {implementation!r}:{reason} use None for "
+            "the best code there is for the device."
+        )
+    return _PLATFORMS[implementation]

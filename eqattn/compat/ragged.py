@@ -1,0 +1,224 @@
+"""One query per row over a cache: `ragged_mha`, `ragged_gqa`, `ragged_mqa` and their references."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._attention import attention
+from .._config.metadata import AttentionMetadata
+from .._misc import accumulation
+from ..masks._padding import KeyPadding
+from ..strategies.ragged import Ragged
+
+
+DEFAULT_MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+def ragged_gqa(
+    query: Float[Array, "b *one h d"],
+    key: Float[Array, "b s k d"],
+    value: Float[Array, "b s k v"],
+    lengths: Int[Array, " b"],
+    starts: Int[Array, " b"] | None = None,
+    *,
+    block_size: int = 256,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    cost_estimate: Any = None,
+) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
+    """Attention of one query per row over the keys `starts <= s < lengths` of that row.
+
+    The logits are not scaled. Only the blocks that hold visible keys are read.
+
+    **Arguments:**
+
+    - `query`: `[b, h, d]` or `[b, 1, h, d]`.
+    - `key`, `value`: `[b, s, k, d]` and `[b, s, k, v]`, where `k` divides `h`.
+    - `lengths`: the position after the last visible key, an end and not a count.
+    - `starts`: the first visible key, default 0. A start at or after the end shows no key.
+    - `block_size`: keys that are read at a time.
+    - `mask_value`: only checked. Masked keys are left out exactly, whatever they hold.
+    - `cost_estimate`: must be None: the cost depends on the lengths.
+
+    **Returns:**
+
+    `o`, `m` and `l`: the normalised output `[b, h, v]`, the maximum of the logits and the
+    denominator relative to it, `[b, h, 1]`; all have a second axis of size 1 if the query has, and
+    the accumulation dtype (float32). [`eqattn.Carry.from_oml`][] makes them mergeable. A row that
+    sees no key has 0, `-inf` and 0.
+
+    **Raises:** `ValueError` for shapes that do not fit, a `mask_value` above -1e30 or a
+    `cost_estimate`.
+    """
+    _check(mask_value, cost_estimate)
+    if query.ndim not in (3, 4) or (query.ndim == 4 and query.shape[1] != 1):
+        raise ValueError(
+            f"query must be [b, h, d] or [b, 1, h, d], got {query.shape}; several queries per row "
+            "are attention(query, key, value, Ragged(metadata), ...)."
+        )
+    metadata = AttentionMetadata(
+        runtime_dtype=query.dtype, softmax_scale=1.0, blocksize_k=min(block_size, key.shape[1] or 1)
+    )
+    carry = attention(
+        query if query.ndim == 4 else query[:, None],
+        key,
+        value,
+        Ragged(metadata),
+        mask=KeyPadding(lengths, 0 if starts is None else starts),
+        return_carry=True,
+    ).carry
+    return _like(query, *carry.to_oml())
+
+
+def ragged_mha(
+    query: Float[Array, "b *one h d"],
+    key: Float[Array, "b s h d"],
+    value: Float[Array, "b s h v"],
+    lengths: Int[Array, " b"],
+    starts: Int[Array, " b"] | None = None,
+    *,
+    block_size: int = 256,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    cost_estimate: Any = None,
+) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
+    """[`eqattn.ragged_gqa`][] where each query head has a key head of its own."""
+    _same_heads(query, key)
+    options: Any = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
+    return ragged_gqa(query, key, value, lengths, starts, **options)
+
+
+def ragged_mqa(
+    q: Float[Array, "b *h d"],
+    k: Float[Array, "b s d"],
+    v: Float[Array, "b s v"],
+    lengths: Int[Array, " b"],
+    starts: Int[Array, " b"] | None = None,
+    *,
+    block_size: int = 256,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    cost_estimate: Any = None,
+) -> tuple[Float[Array, "b *h v"], Float[Array, "b *h 1"], Float[Array, "b *h 1"]]:
+    """[`eqattn.ragged_gqa`][] where all query heads share one key head.
+
+    **Arguments:**
+
+    - `q`: `[b, h, d]`, or `[b, d]` for one head.
+    - `k`, `v`: `[b, s, d]` and `[b, s, v]`.
+
+    **Returns:** `o`, `m` and `l` as `[b, h, v]`, `[b, h, 1]`, `[b, h, 1]`, without `h` if `q` has
+    none.
+    """
+    options: Any = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
+    return _one_key_head(ragged_gqa, q, k, v, lengths, starts, options)
+
+
+def reference_gqa(
+    q: Float[Array, "b *one h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k v"],
+    lengths: Int[Array, " b"],
+    starts: Int[Array, " b"] | None = None,
+    mask_value: float = DEFAULT_MASK_VALUE,
+) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
+    """What [`eqattn.ragged_gqa`][] computes, written out plainly: all logits at once."""
+    _check(mask_value, None)
+    dtype, (*_, heads, _) = accumulation(q.dtype), q.shape
+    s, kv_heads = k.shape[1:3]
+    starts = jnp.zeros_like(lengths) if starts is None else starts.astype(lengths.dtype)
+    position = jnp.arange(s, dtype=lengths.dtype)[None]
+    seen = (position >= starts[:, None]) & (position < lengths[:, None])
+    grouped = q.reshape(len(q), kv_heads, heads // kv_heads, -1).astype(dtype)
+    logits = jnp.einsum("bkgd,bskd->bkgs", grouped, k.astype(dtype), precision="highest")
+    logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
+    m = logits.max(-1, keepdims=True, initial=-jnp.inf)
+    p = jnp.exp(logits - jnp.where(m == -jnp.inf, 0, m))
+    v = jnp.where(seen[:, :, None, None], v.astype(dtype), 0)
+    l = p.sum(-1, keepdims=True)
+    o = jnp.einsum("bkgs,bskv->bkgv", p, v, precision="highest") / jnp.where(l == 0, 1, l)
+    o, m, l = (x.reshape(*q.shape[:-1], -1) for x in (o, m, l))
+    return o, m, l
+
+
+def reference_mha(
+    q: Float[Array, "b *one h d"],
+    k: Float[Array, "b s h d"],
+    v: Float[Array, "b s h v"],
+    lengths: Int[Array, " b"],
+    starts: Int[Array, " b"] | None = None,
+    *,
+    mask_value: float = DEFAULT_MASK_VALUE,
+) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
+    """What [`eqattn.ragged_mha`][] computes, written out plainly."""
+    _same_heads(q, k)
+    return reference_gqa(q, k, v, lengths, starts, mask_value)
+
+
+def reference_mqa(
+    q: Float[Array, "b *h d"],
+    k: Float[Array, "b s d"],
+    v: Float[Array, "b s v"],
+    lengths: Int[Array, " b"],
+    starts: Int[Array, " b"] | None = None,
+    *,
+    mask_value: float = DEFAULT_MASK_VALUE,
+) -> tuple[Float[Array, "b *h v"], Float[Array, "b *h 1"], Float[Array, "b *h 1"]]:
+    """What [`eqattn.ragged_mqa`][] computes, written out plainly."""
+    return _one_key_head(reference_gqa, q, k, v, lengths, starts, dict(mask_value=mask_value))
+
+
+def get_mha_cost_estimate(shape_dtype: tuple[Any, ...]) -> Any:
+    """The operations and bytes of `ragged_mha` or `ragged_gqa` over full rows: two products, an
+    exponential per logit, and each input and output (`o`, `m`, `l` in float32) moved once.
+
+    **Arguments:**
+
+    - `shape_dtype`: `jax.ShapeDtypeStruct`s of query, key, value and lengths (and starts).
+
+    **Returns:** a `jax.experimental.pallas.CostEstimate`.
+    """
+    from jax.experimental import pallas as pl
+
+    query, _, value, *_ = shape_dtype
+    (b, *_, h, d), (_, s, _, width) = query.shape, value.shape
+    given = sum(x.size * x.dtype.itemsize for x in shape_dtype)
+    made = b * h * (width + 2) * accumulation(query.dtype).itemsize
+    return pl.CostEstimate(
+        flops=2 * b * h * s * (d + width), transcendentals=b * h * s, bytes_accessed=given + made
+    )
+
+
+def check_mask_value(mask_value: float) -> None:
+    if not mask_value <= -1e30:
+        raise ValueError(
+            f"mask_value={mask_value}: masking is exact here, and a value above -1e30 would ask "
+            "for another result; leave it out."
+        )
+
+
+def _check(mask_value: float, cost_estimate: Any) -> None:
+    check_mask_value(mask_value)
+    if cost_estimate is not None:
+        raise ValueError(
+            "cost_estimate: what is read depends on the lengths, which are known only when the "
+            "program runs; leave it out."
+        )
+
+
+def _same_heads(query: Array, key: Array) -> None:
+    if query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"query {query.shape} and key {key.shape} differ in heads; ragged_gqa shares key heads."
+        )
+
+
+def _one_key_head(fn, q, k, v, lengths, starts, options):
+    if q.ndim not in (2, 3):
+        raise ValueError(f"q must be [b, h, d] or [b, d], got {q.shape}.")
+    heads = q if q.ndim == 3 else q[:, None]
+    oml = fn(heads, k[:, :, None], v[:, :, None], lengths, starts, **options)
+    return oml if q.ndim == 3 else tuple(x[:, 0] for x in oml)
+
+
+def _like(query: Array, o: Array, m: Array, l: Array) -> tuple[Array, Array, Array]:
+    m, l = m[..., None], l[..., None]
+    return (o, m, l) if query.ndim == 4 else (o[:, 0], m[:, 0], l[:, 0])

@@ -1,0 +1,79 @@
+"""A kernel body for those who write their own `pallas_call`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._carry import online_softmax
+from .ragged import check_mask_value, DEFAULT_MASK_VALUE
+
+
+def ragged_flash_attention_kernel(
+    lengths_ref: Any,
+    starts_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    o_ref: Any,
+    m_ref: Any,
+    l_ref: Any,
+    *,
+    block_size: int,
+    mask_value: float = DEFAULT_MASK_VALUE,
+) -> None:
+    """The body of a Pallas kernel: some queries of each row over the keys `starts <= s < lengths`.
+
+    For a grid `(rows, blocks of keys)`, the blocks of a row one after the other, and both arrays of
+    bounds prefetched as scalars (`pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, ...)`). The
+    references of results must stay in place for a whole row. [`eqattn.ragged_gqa`][] and
+    [`eqattn.Ragged`][] have kernels of their own, which do not visit blocks that no key is seen in.
+
+    **Arguments:**
+
+    - `lengths_ref`, `starts_ref`: int32 `[rows]`.
+    - `q_ref`: `[h, d]`, heads that share one key head. Logits are not scaled.
+    - `k_ref`, `v_ref`: `[block_size, d]` and `[block_size, v]`. Beyond the last key may lie
+        anything.
+    - `o_ref`, `m_ref`, `l_ref`: float32 `[h, v]`, and `[h, n]` with any `n` (all columns are
+        equal). At the end of a row the sum of weighted values, not normalised; the maximum of the
+        logits; the denominator relative to it. [`eqattn.Carry`][]`(o, l[:, 0], m[:, 0])` goes on
+        with them. A row without keys has 0, `-inf` and 0.
+    - `block_size`: keys in a block.
+    - `mask_value`: only checked. Masked keys are left out exactly.
+
+    **Raises:** `ValueError` for a `mask_value` above -1e30 or a `k_ref` of another size.
+    """
+    from jax.experimental import pallas as pl
+
+    from ..kernels.tpu._products import product_of
+
+    check_mask_value(mask_value)
+    if k_ref.shape[0] != block_size:
+        raise ValueError(f"k_ref {k_ref.shape} does not hold block_size={block_size} keys.")
+    row, block = pl.program_id(0), pl.program_id(1)
+    start, end, here = starts_ref[row], lengths_ref[row], block * block_size
+
+    @pl.when(block == 0)
+    def _():
+        o_ref[...], l_ref[...] = jnp.zeros_like(o_ref), jnp.zeros_like(l_ref)
+        m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+
+    @pl.when((here < end) & (here + block_size > start))
+    def _():
+        def seen(shape: tuple[int, ...], axis: int) -> Array:
+            position = here + lax.broadcasted_iota(jnp.int32, shape, axis)
+            return (position >= start) & (position < end)
+
+        q, k = q_ref[...], k_ref[...]
+        precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+        s = product_of(q, k, (1, 1), precision)
+        s = jnp.where(seen(s.shape, 1), s, -jnp.inf)
+        now, p, scale = online_softmax(s, m_ref[...][:, :1])
+        v = v_ref[...].astype(jnp.float32)
+        v = jnp.where(seen(v.shape, 0), v, 0).astype(v_ref.dtype)
+        o_ref[...] = o_ref[...] * scale + product_of(p.astype(v.dtype), v, (1, 0), precision)
+        l_ref[...] = l_ref[...] * scale + p.sum(1, keepdims=True)
+        m_ref[...] = jnp.broadcast_to(now, m_ref.shape)

@@ -1,0 +1,224 @@
+"""The functional form of ring attention, with the parameters of ejkernel's `ring_attention`."""
+
+import functools as ft
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from .._config.metadata import AttentionMetadata
+from .._misc import as_array
+from .._problem.problem import as_mask
+from ..masks._causal import BlockCausal, Causal, ChunkedCausal
+from ..masks._function import MaskFn
+from ..masks._segments import Segments
+from ..masks._window import SlidingWindow
+from ..strategies import Blockwise, Ring
+from .blockwise import outputs_of
+
+
+class FwdParams(eqx.Module):
+    """Block sizes of the forward visit; None: automatic.
+
+    **Arguments:**
+
+    - `q_blocksize`, `kv_blocksize`: rows and keys of a block.
+    """
+
+    q_blocksize: int | None = eqx.field(static=True, default=None)
+    kv_blocksize: int | None = eqx.field(static=True, default=None)
+
+
+class BwdParams(FwdParams):
+    """Block sizes of the backward visit. It goes over the blocks of the forward, so a size that
+    differs from that of `FwdParams` raises.
+    """
+
+
+def ring_attention(
+    query: Float[Array, "*b t h d"],
+    key: Float[Array, "*b s k d"],
+    value: Float[Array, "*b s k v"],
+    q_segment_ids: Int[Array, "*b t"] | None = None,
+    kv_segment_ids: Int[Array, "*b s"] | None = None,
+    softmax_aux: Float[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask_builder: Callable[[int, int, int, int, int], Any] | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    causal: bool = False,
+    logits_soft_cap: float | Float[Array, ""] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    axis_name: str | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    fused_backward: bool = False,
+    *,
+    query_chunk_size: int | None = None,
+    key_chunk_size: int | None = None,
+    causal_block_size: int | None = None,
+    deterministic: bool = True,
+    dropout_rng: PRNGKeyArray | None = None,
+    pdrop: float = 0.0,
+    policy: Callable[..., Any] | bool | None = None,
+    precision: lax.PrecisionLike = None,
+    prevent_cse: bool = True,
+    float32_logits: bool = True,
+    attention_sink_size: int = 0,
+    dtype: Any = None,
+) -> Float[Array, "*b t h v"]:
+    """Exact attention over a sequence that is sharded over the mesh axis `axis_name`.
+
+    All masks combine: a query sees a key if each of them lets it.
+
+    **Arguments:**
+
+    - `query`, `key`, `value`: `[*b, t, h, d]`, `[*b, s, k, d]`, `[*b, s, k, v]`: whole arrays, or
+        inside `jax.shard_map` the pieces of this device.
+    - `q_segment_ids`, `kv_segment_ids`: int `[*b, t]`, `[*b, s]`; a query sees keys of its own
+        segment. One alone serves both sides. Negative ids are padding.
+    - `softmax_aux`: sinks, logits without a value: `[h]` one per head, `[h, n]` per head, `[n]` or
+        `[1, n]` shared by all heads.
+    - `bias`: added to the logits; broadcastable to `[*b, h, t, s]`. Inside `shard_map` it holds the
+        rows of this device and the columns of all.
+    - `mask_builder`: `(queries, keys, heads, head, heads per key/value head) -> mask` of
+        `eqattn.masks`, called for each query head with the lengths of the whole sequence.
+    - `sliding_window`: how far a query sees to either side, inclusive: one int, or (left, right)
+        with None for no limit.
+    - `chunk_size`: a query sees its own chunk of so many tokens, up to itself.
+    - `causal`: whether a query sees only the keys up to its own position.
+    - `logits_soft_cap`: `c` in `c tanh(logit / c)`, before the bias. May be learned.
+    - `softmax_scale`: default `1 / sqrt(d)`. May be learned.
+    - `axis_name`: the mesh axis; None: one device holds the whole sequence.
+    - `fwd_params`, `bwd_params`: block sizes, used where those below are None.
+    - `fused_backward`: whether one visit of the blocks gives all gradients, or one those of the
+        queries and another those of keys and values. The gradients are equal; one visit is faster.
+    - `query_chunk_size`, `key_chunk_size`: block sizes; any size is right for any length.
+    - `causal_block_size`: a query sees whole blocks of so many tokens, up to its own block; it
+        takes the place of `causal`.
+    - `deterministic`, `dropout_rng`, `pdrop`: dropout of probability `pdrop` unless deterministic;
+        then a JAX key is required.
+    - `policy`: a callable rematerialisation policy wraps the call in `jax.checkpoint`.
+    - `precision`: of the products; None is exact float32 for float32 inputs.
+    - `prevent_cse`: passed to `jax.checkpoint`; it has no role without a policy.
+    - `float32_logits`: False rounds the logits to the dtype of the query.
+    - `attention_sink_size`: so many first keys are seen in spite of `sliding_window`.
+    - `dtype`: of the result, default that of the query.
+
+    **Returns:** `[*b, t, h, v]`.
+
+    **Raises:** `ValueError` or `TypeError` with the shapes and the remedy.
+    """
+    for name, params in (("fwd_params", fwd_params), ("bwd_params", bwd_params)):
+        if params is not None and not isinstance(params, FwdParams):
+            raise TypeError(
+                f"{name} must be FwdParams or BwdParams, got {params!r}; query_chunk_size= and "
+                "key_chunk_size= are plain sizes."
+            )
+    softmax_aux = None if softmax_aux is None else as_array(softmax_aux, "softmax_aux", 1)
+    if attention_sink_size and sliding_window is None:
+        raise ValueError(
+            f"attention_sink_size={attention_sink_size} exempts keys from sliding_window, which is "
+            "None; give a window or leave it 0."
+        )
+    if softmax_aux is not None and softmax_aux.ndim == 1:
+        if softmax_aux.shape[0] != query.shape[-2]:
+            softmax_aux = softmax_aux[None]
+    block_q = _block_size(
+        "q_blocksize", "query_chunk_size", query_chunk_size, fwd_params, bwd_params
+    )
+    block_k = _block_size("kv_blocksize", "key_chunk_size", key_chunk_size, fwd_params, bwd_params)
+    metadata = AttentionMetadata(
+        runtime_dtype=query.dtype if dtype is None else dtype,
+        runtime_softmax_dtype=None if float32_logits else query.dtype,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        softmax_aux=softmax_aux,
+        dropout_prob=pdrop,
+        blocksize_q=block_q,
+        blocksize_k=block_k,
+    )
+    options: dict[str, Any] = dict(precision=precision, fused_backward=fused_backward)
+    strategy = (
+        Blockwise(metadata, **options)
+        if axis_name is None
+        else Ring(metadata, axis_name=axis_name, **options)
+    )
+    masks: list = []
+    if causal_block_size is not None:
+        masks.append(BlockCausal(causal_block_size))
+    elif causal:
+        masks.append(Causal())
+    if chunk_size is not None:
+        masks.append(ChunkedCausal(chunk_size))
+    if sliding_window is not None:
+        sizes = sliding_window if isinstance(sliding_window, tuple) else (sliding_window,) * 2
+        if len(sizes) != 2:
+            raise ValueError(f"sliding_window must be an int or (left, right), got {sizes}.")
+        left, right = sizes
+        masks.append(SlidingWindow(left, right, attention_sink_size))
+    if q_segment_ids is not None or kv_segment_ids is not None:
+        ids = [q_segment_ids, kv_segment_ids]
+        masks.append(Segments(*[ids[1 - i] if x is None else x for i, x in enumerate(ids)]))
+    if mask_builder is not None:
+        shards = strategy.key_shards()
+        lengths = query.shape[-3] * shards, key.shape[-3] * shards
+        masks.append(_of_heads(mask_builder, *lengths, query.shape[-2], key.shape[-2]))
+    mask = ft.reduce(operator.and_, masks) if masks else None
+
+    return outputs_of(
+        strategy,
+        query,
+        key,
+        value,
+        dict(mask=mask, bias=bias, dropout_rng=dropout_rng),
+        policy=policy,
+        prevent_cse=prevent_cse,
+        deterministic=deterministic,
+        causal=False,
+    )
+
+
+def _block_size(field: str, name: str, given: int | None, *params: Any) -> int | None:
+    sizes = {getattr(p, field) for p in params if p is not None} - {None}
+    if given is not None:
+        return given
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{field} is {params[0]} for the forward and {params[1]} for the backward visit, which "
+            f"go over the same blocks; give one of them, or {name}."
+        )
+    return sizes.pop() if sizes else None
+
+
+def _of_heads(builder: Callable, queries: int, keys: int, heads: int, kv_heads: int) -> Any:
+    """One mask from those of the heads; heads with equal masks share it."""
+    groups: list[tuple[Any, list[int]]] = []
+    for head in range(heads):
+        mask = as_mask(builder(queries, keys, heads, head, heads // kv_heads))
+        if mask is None:
+            raise TypeError(
+                f"mask_builder returned None for head {head}: return a mask, such as "
+                "~KeyPadding(0) where every key is visible."
+            )
+        same = [owners for other, owners in groups if eqx.tree_equal(other, mask) is True]
+        if same:
+            same[0].append(head)
+        else:
+            groups.append((mask, [head]))
+    if len(groups) == 1:
+        return groups[0][0]
+    return ft.reduce(operator.or_, [MaskFn(_Owned(tuple(n))) & mask for mask, n in groups])
+
+
+class _Owned(eqx.Module):
+    """Whether a pair is of one of these heads."""
+
+    owners: tuple[int, ...] = eqx.field(static=True)
+
+    def __call__(self, b, h, q, k):
+        del b, q, k
+        return ft.reduce(operator.or_, [h == n for n in self.owners])

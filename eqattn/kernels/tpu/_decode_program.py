@@ -1,0 +1,167 @@
+"""Block functions evaluated in the form that suits few rows: `[rows, keys * groups]`.
+
+A block of a cache holds `[keys, groups, n]` as it lies in memory, which is a matrix
+`[keys * groups, n]`. Its product with all rows at once has a column for each key of each group, of
+which a row's own group is a part. That wastes work of units that would wait for memory anyway, and
+moves nothing about in vector registers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ..._jax import Literal
+from ..._sweep.products import grouped_dot_p
+from ._grid import Operand
+from ._products import product_of
+from ._program import POINTWISE, Program, Run
+
+
+_MOVED = {  # what depends on keys or rows alone stays what it is, whichever axis holds them
+    lax.broadcast_in_dim_p,
+    lax.reshape_p,
+    lax.squeeze_p,
+    lax.transpose_p,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """`[keys * groups, n]`, each row to be multiplied by a number of `scale` `[1, keys * groups]`
+    (None: by 1).
+    """
+
+    rows: Array
+    scale: Array | None
+
+
+class Wide:
+    """Which of a program's arguments are what, and its evaluation.
+
+    **Arguments:**
+
+    - `program`: of blocks `[keys | 1, rows | 1]`, of keys or values `[keys, groups, n]` or parts of
+        these, of numbers `[1, keys * groups]` to multiply them by, and of one query `[n, rows]`.
+    - `keys`, `groups`, `rows`: the sizes.
+    """
+
+    def __init__(self, program: Program, keys: int, groups: int, rows: int):
+        self.program, self.sizes = program, (keys, groups, rows)
+        eqns = [e for e in program.jaxpr.eqns if any(v in program.needed for v in e.outvars)]
+        dots = [e for e in eqns if e.primitive is grouped_dot_p]
+        self.query = {program.root(e.invars[1]) for e in dots}
+        of_matrix = {e.invars[0] for e in dots} | {v for v in program.outs if v.aval.ndim == 3}
+        for e in reversed(eqns):
+            if not of_matrix.isdisjoint(e.outvars):
+                of_matrix |= {v for v in e.invars if not isinstance(v, Literal)}
+        self.roles: list[str] = []
+        for v in program.jaxpr.invars:
+            shape = v.aval.shape
+            if v in self.query:
+                role = "query"
+            elif v in of_matrix:
+                role = "matrix" if len(shape) == 3 else "scales"
+            elif v.aval.size == 1 or len(shape) == 1:
+                role = "plain"
+            elif shape == (keys, 1):
+                role = "column"
+            elif shape == (1, rows):
+                role = "row"
+            else:
+                role = "" if program.reads[len(self.roles)] else "plain"
+            self.roles.append(role)
+        known = _MOVED | POINTWISE | {grouped_dot_p, lax.concatenate_p}
+        plain = {v for v, r in zip(program.jaxpr.invars, self.roles) if r == "plain"}
+        plain |= set(program.jaxpr.constvars)
+        self.possible = "" not in self.roles and keys > 1
+        for e in eqns:
+            repeats = e.primitive is lax.broadcast_in_dim_p and e.invars[0].aval.size == 1
+            if not repeats and all(isinstance(v, Literal) or v in plain for v in e.invars):
+                plain |= set(e.outvars)
+            elif e.primitive not in known or any(
+                v in plain and v.aval.size > 1 for v in e.invars if not isinstance(v, Literal)
+            ):
+                self.possible = False
+        self.plain = plain
+
+    def operand(self, i: int, x: Any, axes: tuple[int, ...]) -> Operand:
+        """An argument as it is to lie in memory."""
+        keys, groups, _ = self.sizes
+        role, lead = self.roles[i], x.shape[: len(axes)]
+        if role == "query":
+            return Operand(x, axes, flipped=True)
+        if role == "column":
+            x = jnp.repeat(x.reshape(*lead, 1, keys), groups, -1)
+        elif role == "scales":
+            x = x.reshape(*lead, 1, -1)
+        elif role == "matrix" and groups == 1:  # such an axis may lie anywhere
+            x = jnp.squeeze(x, -2)
+        elif role == "row":
+            return Operand(jnp.swapaxes(x, -1, -2), axes, as_lies=True)
+        return Operand(x, axes, cached=role in ("matrix", "scales"))
+
+    def evaluate(self, load: Sequence[Callable | None]) -> "_Evaluation":
+        return _Evaluation(self, load)
+
+
+class _Evaluation:
+    def __init__(self, wide: Wide, load: Sequence[Callable | None]):
+        self.wide, program = wide, wide.program
+        flipped = [role == "query" for role in wide.roles]
+        self.run = Run(program, load, flipped)
+        self.load = dict(zip(program.jaxpr.invars, zip(load, wide.roles)))
+        self.done: dict = {}
+
+    def value(self, v: Any) -> Any:
+        """A `Matrix`, or an array `[rows | 1, keys * groups | 1]`."""
+        if isinstance(v, Literal) or v in self.wide.plain:
+            x = jnp.asarray(self.run.value(v))
+            return x.reshape(1, 1) if x.size == 1 else x
+        if v not in self.done:
+            self.done[v] = self._value(v)
+        return self.done[v]
+
+    def _value(self, v):
+        if v in self.load:
+            load, role = self.load[v]
+            assert load is not None
+            x = load()
+            if role != "matrix":
+                return x
+            return Matrix(x.reshape(-1, x.shape[-1]), None)
+        eqn = self.wide.program.maker(v)
+        if eqn.primitive is grouped_dot_p:
+            dtype, precision = eqn.params["operand_dtype"], eqn.params["precision"]
+            k = self.value(eqn.invars[0])
+            q = self.run.narrow(eqn.invars[1], True, dtype)
+            s = product_of(q, k.rows.astype(q.dtype), (1, 1), precision)
+            return s if k.scale is None else s * k.scale
+        if eqn.primitive in _MOVED:
+            return self.value(eqn.invars[0])
+        if eqn.primitive is lax.concatenate_p:
+            parts = [self.value(x) for x in eqn.invars]
+            scales = [x.scale for x in parts if x.scale is not None]
+            rows = jnp.concatenate([x.rows for x in parts])
+            return Matrix(rows, jnp.concatenate(scales, 1) if scales else None)
+        if eqn.primitive is lax.select_n_p and v.aval.ndim == 3:
+            test = self.wide.program.maker(eqn.invars[0])
+            assert test is not None and test.primitive is lax.is_finite_p, eqn
+            return self.value(eqn.invars[2])  # the kernel sees for itself what is not finite
+        xs = [self.value(x) for x in eqn.invars]
+        if any(isinstance(x, Matrix) for x in xs):
+            return self._of_matrix(eqn, xs)
+        shape = jnp.broadcast_shapes(*[x.shape for x in xs])
+        xs = [jnp.broadcast_to(x, shape) for x in xs]
+        params = {k: None if k == "sharding" else p for k, p in eqn.params.items()}
+        return eqn.primitive.bind(*xs, **params)
+
+    def _of_matrix(self, eqn, xs):
+        if eqn.primitive is lax.convert_element_type_p:  # widened when it meets the other operand
+            return xs[0]
+        assert eqn.primitive is lax.mul_p, eqn
+        matrix, by = xs if isinstance(xs[0], Matrix) else xs[::-1]
+        return Matrix(matrix.rows, by if matrix.scale is None else matrix.scale * by)

@@ -1,0 +1,22 @@
+"""What is visible: masks as functions of one (query, key) pair, with `&`, `|` and `~`."""
+
+from .._pairs import Operand as Operand
+from ._base import (
+    AbstractMask as AbstractMask,
+    And as And,
+    Dense as Dense,
+    Not as Not,
+    Or as Or,
+    Sparsity as Sparsity,
+)
+from ._causal import (
+    BlockCausal as BlockCausal,
+    Causal as Causal,
+    ChunkedCausal as ChunkedCausal,
+    PrefixLM as PrefixLM,
+)
+from ._function import MaskFn as MaskFn
+from ._padding import KeyPadding as KeyPadding, QueryPadding as QueryPadding
+from ._segments import Segments as Segments
+from ._tree import Tree as Tree
+from ._window import SlidingWindow as SlidingWindow

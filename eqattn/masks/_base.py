@@ -1,0 +1,354 @@
+"""What every mask can do, and the algebra of masks."""
+
+import abc
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from .._misc import as_array, as_ids, Fixed, int32
+from .._pairs import canonical, Operand
+
+
+def int_operand(x: Any) -> tuple[Operand, ...]:
+    """The operand of an int per batch element; none if it is static."""
+    return () if isinstance(x, Fixed) else (Operand(int32(x), "b"),)
+
+
+def count_of(mask: Any) -> int:
+    """How many operands a mask has; computes none of them."""
+    return len(jax.eval_shape(lambda: [o.array for o in mask.operands()]))
+
+
+_CHEAP_PAIRS = 2**22  # counted one by one by `sparsity`
+
+
+class Sparsity(NamedTuple):
+    """What part of a mask's blocks is `empty`, `partial` and `full`, and of its pairs `visible`.
+
+    `visible` is None where it would take more than about four million evaluations.
+    """
+
+    empty: Any
+    partial: Any
+    full: Any
+    visible: Any
+
+
+class AbstractMask(eqx.Module):
+    """Base of all masks. A subclass gives `operands` and `visible`.
+
+    `b, h, q, k` are int32 scalars: the flattened batch index, the query head, and the positions of
+    the query and the key. Which blocks hold no visible pair follows from `visible` itself.
+    """
+
+    __array_ufunc__ = None  # `numpy_array & mask` is a mask
+
+    @abc.abstractmethod
+    def operands(self) -> tuple[Operand, ...]:
+        """The arrays of which `visible` gets one scalar each."""
+
+    @abc.abstractmethod
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any, **_: Any) -> Any:
+        """Whether query `q` sees key `k`: one bool scalar, from `jnp` or `lax` operations."""
+
+    def __and__(self, other: Any) -> "AbstractMask":
+        return _combine(And, self, other)
+
+    def __rand__(self, other: Any) -> "AbstractMask":
+        return _combine(And, other, self)
+
+    def __or__(self, other: Any) -> "AbstractMask":
+        return _combine(Or, self, other)
+
+    def __ror__(self, other: Any) -> "AbstractMask":
+        return _combine(Or, other, self)
+
+    def __invert__(self) -> "AbstractMask":
+        return self.term if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "A mask is neither true nor false: combine masks by `&`, `|` and `~` instead of `and`, "
+            "`or` and `not`, and ask `mask is None`."
+        )
+
+    def __repr__(self) -> str:
+        from ._repr import describe  # with the rules of intervals: half of eqattn's import
+
+        return describe(self)
+
+    def as_array(
+        self,
+        t: int,
+        s: int,
+        *,
+        batch_shape: Sequence[int] = (),
+        heads: int = 1,
+        q_positions: Any = None,
+        kv_positions: Any = None,
+    ) -> Bool[Array, "*b h t s"]:
+        """The whole mask, one bool per pair.
+
+        **Arguments:**
+
+        - `t`, `s`: how many queries and keys.
+        - `batch_shape`, `heads`: the leading axes.
+        - `q_positions`, `kv_positions`: int arrays `[*b, t]` and `[*b, s]`, by default 0, 1, ...
+
+        **Returns:** bool `[*b, heads, t, s]`.
+
+        **Raises:** `ValueError` if an array of the mask does not broadcast to that shape.
+        """
+        batch_shape = tuple(batch_shape)
+        q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+        if 0 in (*batch_shape, heads, t, s):
+            return jnp.zeros((*batch_shape, heads, t, s), bool)
+        args = [
+            np.arange(math.prod(batch_shape), dtype=np.int32).reshape(-1, 1, 1, 1),
+            np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1),
+            q.reshape(-1, 1, t, 1),
+            k.reshape(-1, 1, 1, s),
+        ]
+        args += [canonical(o, batch_shape, heads, t, s, name) for name, o in named_operands(self)]
+        fn = self.visible
+        for axis in (3, 2, 1, 0):
+            in_axes = tuple(None if a.shape[axis] == 1 else 0 for a in args)
+            if any(a == 0 for a in in_axes):
+                fn = jax.vmap(fn, in_axes)
+        squeezed = [jnp.asarray(a.reshape([n for n in a.shape if n != 1])) for a in args]
+        shape = [max((n for n in z if n != 1), default=1) for z in zip(*(a.shape for a in args))]
+        out = jnp.asarray(fn(*squeezed)).reshape(shape)
+        full = jnp.broadcast_to(out, (math.prod(batch_shape), heads, t, s))
+        return full.reshape(*batch_shape, heads, t, s)
+
+    def sparsity(
+        self,
+        t: int,
+        s: int,
+        *,
+        block_q: int = 128,
+        block_k: int = 128,
+        batch_shape: Sequence[int] = (),
+        heads: int = 1,
+        q_positions: Any = None,
+        kv_positions: Any = None,
+    ) -> Sparsity:
+        """How much of the mask can be skipped, see `Sparsity`. The arguments are `as_array`'s and
+
+        - `block_q`, `block_k`: how many queries and keys a block has.
+
+        **Returns:** a `Sparsity` of floats (of scalar arrays under a trace).
+        """
+        batch_shape = tuple(batch_shape)
+        where = dict(q_positions=q_positions, kv_positions=kv_positions)
+        table = block_table(
+            self, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads, **where
+        )
+        known = isinstance(table, np.ndarray)
+        number = float if known else lambda x: x
+        empty, partial, full = (number((table == np.int8(c)).mean()) for c in (0, 1, 2))
+        visible = full if known and partial == 0.0 and full in (0.0, 1.0) else None
+        if visible is None and math.prod(batch_shape) * heads * t * s <= _CHEAP_PAIRS:
+            visible = self.as_array(t, s, batch_shape=batch_shape, heads=heads, **where).mean()
+            visible = number(visible)
+        return Sparsity(empty, partial, full, visible)
+
+
+def block_table(
+    mask: AbstractMask,
+    t: int,
+    s: int,
+    block_q: int,
+    block_k: int,
+    *,
+    batch_shape: Sequence[int] = (),
+    heads: int = 1,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+) -> Any:
+    """The class of every block, int8 `[b, heads, rows, columns]`, where axes of batch and heads
+    that it does not depend on have size 1. The arguments are those of `sparsity`.
+    """
+    from ._intervals.classify import classify
+
+    batch_shape = tuple(batch_shape)
+    q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+    return classify(
+        mask,
+        batch_shape=batch_shape,
+        heads=heads,
+        kv_heads=heads,
+        q_positions=q,
+        kv_positions=k,
+        block_q=block_q,
+        block_k=block_k,
+    )
+
+
+def named_operands(part: Any) -> list[tuple[str, Operand]]:
+    """The operands of a mask or score, in order, each with the name of the term that has it."""
+    if isinstance(part, And | Or):
+        return [x for term in part.terms for x in named_operands(term)]
+    if isinstance(part, Not):
+        return named_operands(part.term)
+    name = getattr(part, "operand_name", type(part).__name__)
+    return [(name, operand) for operand in part.operands()]
+
+
+def _positions(t, s, batch_shape, q, k) -> tuple:
+    out = []
+    for x, n, axes in ((q, t, "bt"), (k, s, "bs")):
+        x = np.arange(n, dtype=np.int32) if x is None else int32(as_ids(x, "positions"))
+        size = dict(t=n, s=1) if axes == "bt" else dict(t=1, s=n)
+        full = canonical(Operand(x, axes), batch_shape, 1, **size, name="positions")
+        out.append(full.reshape(full.shape[0], full.shape[2] * full.shape[3]))
+    return tuple(x if x.shape[1] == n else _repeat(x, n) for x, n in zip(out, (t, s)))
+
+
+def _repeat(x, n):
+    return (np if isinstance(x, np.ndarray) else jnp).broadcast_to(x, (x.shape[0], n))
+
+
+class Dense(AbstractMask):
+    """A mask given as an array.
+
+    **Arguments:**
+
+    - `array`: bool, broadcastable to `[*b, h, t, s]`.
+
+    **Raises:** `TypeError` if it is not bool.
+    """
+
+    array: Any
+
+    operand_name: ClassVar[str] = "mask"
+
+    def __init__(self, array: Any):
+        self.array = as_array(array, "array")
+        if self.array.dtype != np.bool_:
+            raise TypeError(
+                f"a mask array must be bool, got {self.array.dtype}; compare it (`x > 0`), or pass "
+                "additive values as `bias`."
+            )
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(self.array, ("", "s", "ts", "hts", "bhts")[min(self.array.ndim, 4)]),)
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        return ids[0]
+
+
+class And(AbstractMask):
+    """Visible where every term is. Written `a & b`."""
+
+    terms: tuple[AbstractMask, ...]
+
+    def operands(self) -> tuple[Operand, ...]:
+        return sum((t.operands() for t in self.terms), ())
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        return functools.reduce(operator.and_, _each(self.terms, b, h, q, k, ids))
+
+
+class Or(AbstractMask):
+    """Visible where any term is. Written `a | b`."""
+
+    terms: tuple[AbstractMask, ...]
+
+    def operands(self) -> tuple[Operand, ...]:
+        return sum((t.operands() for t in self.terms), ())
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        return functools.reduce(operator.or_, _each(self.terms, b, h, q, k, ids))
+
+
+class Not(AbstractMask):
+    """Visible where the term is not. Written `~a`."""
+
+    term: AbstractMask
+
+    def operands(self) -> tuple[Operand, ...]:
+        return self.term.operands()
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        return jnp.logical_not(self.term.visible(b, h, q, k, *ids))
+
+
+def _each(terms, b, h, q, k, ids):
+    for term in terms:
+        n = count_of(term)
+        yield jnp.asarray(term.visible(b, h, q, k, *ids[:n]))
+        ids = ids[n:]
+
+
+def _combine(kind: Any, *operands: Any):
+    terms = []
+    for x in operands:
+        if not isinstance(x, AbstractMask):
+            if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+                return NotImplemented
+            x = Dense(x)
+        terms += x.terms if isinstance(x, kind) else [x]  # pyright: ignore
+    return kind(tuple(terms))
+
+
+def live_blocks(
+    mask: Any,
+    q_ends: np.ndarray,
+    kv_ends: np.ndarray,
+    batch_shape: tuple[int, ...],
+    heads: int,
+    kv_heads: int,
+) -> np.ndarray:
+    """Which blocks of positions may hold a visible pair, `[rows, columns]`, as far as it is known
+    while tracing: arrays of ids may hide anything or nothing.
+
+    **Arguments:**
+
+    - `q_ends`, `kv_ends`: the least and the largest position of each block, `[rows, 2]`,
+        `[columns, 2]`.
+    """
+    both = (q_ends, kv_ends, batch_shape, heads, kv_heads)
+    anything = np.ones((len(q_ends), len(kv_ends)), bool)
+    if isinstance(mask, And | Or):
+        terms = np.stack([live_blocks(term, *both) for term in mask.terms])
+        return np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)
+    if mask is None or any(set(o.axes) & set("ts") for o in mask.operands()):
+        return anything
+    from ._intervals.classify import classify
+
+    table = classify(
+        mask,
+        batch_shape=batch_shape,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_positions=q_ends.reshape(1, -1).astype(np.int32),
+        kv_positions=kv_ends.reshape(1, -1).astype(np.int32),
+        block_q=2,
+        block_k=2,
+    )
+    return np.any(table > 0, axis=(0, 1)) if isinstance(table, np.ndarray) else anything
+
+
+def visible(mask: AbstractMask) -> Callable:
+    """The mask as a function of scalars, with a boolean result."""
+
+    def fn(b, h, q, k, *operands):
+        seen = mask.visible(b, h, q, k, *operands)
+        if jnp.result_type(seen) != jnp.bool_ or jnp.shape(seen) != ():
+            raise TypeError(
+                f"A mask must return one boolean per pair, got {jnp.result_type(seen)} of shape "
+                f"{jnp.shape(seen)}."
+            )
+        return seen
+
+    return fn

@@ -1,0 +1,56 @@
+"""A user's function as a mask."""
+
+from collections.abc import Callable
+from typing import Any, TYPE_CHECKING
+
+import equinox as eqx
+import jax
+
+from .._misc import as_array, Fixed, value_of
+from .._pairs import Operand, scalar_result
+from ._base import AbstractMask
+
+
+if TYPE_CHECKING:
+    _PairFn = Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
+else:  # `MaskFn` checks it itself
+    _PairFn = Any
+
+
+class MaskFn(AbstractMask):
+    """A mask from a function of one pair.
+
+    **Arguments:**
+
+    - `fn`: `fn(b, h, q, k, *row_ids, *col_ids) -> bool`, scalars in and out, from `jnp` or `lax`
+        operations. It may close over arrays (`k < lengths[b]`) but is static itself: a rebuilt
+        function is another mask to `jax.jit`. A callable `eqx.Module` or `jax.tree_util.Partial`
+        is a PyTree node instead.
+    - `row_operands`: arrays `[*b, t]`, `fn` gets one scalar of each. `col_operands`: `[*b, s]`.
+    """
+
+    _fn: Any
+    row_operands: tuple[Any, ...]
+    col_operands: tuple[Any, ...]
+
+    def __init__(self, fn: _PairFn, row_operands: Any = (), col_operands: Any = ()):
+        if not callable(fn):
+            raise TypeError(f"fn must be callable, got {fn!r}.")
+        tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
+        self._fn = fn if tree else Fixed(fn)
+        for name, arrays in (("row_operands", row_operands), ("col_operands", col_operands)):
+            if not isinstance(arrays, tuple | list):
+                raise TypeError(f"{name} must be a tuple of arrays, got {type(arrays).__name__}.")
+        self.row_operands = tuple(as_array(x, "row_operands", 1) for x in row_operands)
+        self.col_operands = tuple(as_array(x, "col_operands", 1) for x in col_operands)
+
+    @property
+    def fn(self) -> Any:
+        return value_of(self._fn)
+
+    def operands(self) -> tuple[Operand, ...]:
+        rows = tuple(Operand(x, "bt") for x in self.row_operands)
+        return rows + tuple(Operand(x, "bs") for x in self.col_operands)
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        return scalar_result(self.fn, b, h, q, k, *ids)

@@ -1,0 +1,291 @@
+"""Which block pairs of a mask are empty, partial or full, for any mask function.
+
+The mask's scalar jaxpr is interpreted over intervals: each of its inputs is replaced by its bounds
+over a block of rows or columns. The result is sound for every function (what has no rule is
+unknown, so the block counts as partial) and exact for the masks in use.
+"""
+
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jax import interpret, Literal, only_varies, primitives as P
+from ..._misc import is_known
+from ..._pairs import canonical, Operand
+from .elementwise import clamp, EXACT, floor_divide, REFLEXIVE, remainder, RULES
+from .interval import carrier, finite, GRID, Interval, kind, source, top, xp_of
+from .structural import ARRAY_RULES, block_ends, convert, expand, select, too_large, unknown
+
+
+_INLINE = {  # primitives that evaluate a jaxpr once, and the parameter that holds it
+    P.jit_p: "jaxpr",
+    P.closed_call_p: "call_jaxpr",
+    P.remat_p: "jaxpr",
+    P.custom_jvp_call_p: "call_jaxpr",
+    P.custom_vjp_call_p: "call_jaxpr",
+}
+_DIVISIONS = {
+    "floor_divide": (jnp.floor_divide, floor_divide),
+    "remainder": (jnp.remainder, remainder),
+}
+_POSITION = np.dtype(np.int32)
+_HOST_ELEMENTS = 2**14  # under a trace, larger results are computed on the device
+
+
+def classify(
+    mask: Any,
+    *,
+    batch_shape: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    q_positions: Any,
+    kv_positions: Any,
+    block_q: int,
+    block_k: int,
+    indices: tuple[Any, Any] = (None, None),
+) -> Any:
+    """The class of every block pair: 0 empty, 1 partial, 2 full.
+
+    A pair classed empty holds no visible (query, key) pair and one classed full only visible ones,
+    whatever the mask computes.
+
+    **Arguments:**
+
+    - `mask`: an [`eqattn.AbstractMask`][].
+    - `batch_shape`: the leading axes of the query, of `B` elements in total.
+    - `heads`, `kv_heads`: query and key heads; the former a multiple of the latter.
+    - `q_positions`: int32 `[B|1, T]`. `kv_positions`: int32 `[B|1, S]`. NumPy, JAX or traced.
+    - `block_q`, `block_k`: rows and columns per block; the last block may be short.
+    - `indices`: int32 `[B|1]` and `[heads|1]`, what the mask gets as `b` and `h`; None: `0, 1, ...`
+
+    **Returns:**
+
+    int8 `[B|1, kv_heads|1, ceil(T/block_q), ceil(S/block_k)]`; a leading axis is 1 when the result
+    does not depend on it. A NumPy array if nothing involved is traced, else a JAX array.
+
+    **Raises:** `ValueError` if an operand of the mask does not broadcast to
+    `[*batch_shape, heads, T, S]` or `heads` is no multiple of `kv_heads`; `TypeError` if the mask
+    does not give one bool.
+    """
+    t, s = q_positions.shape[-1], kv_positions.shape[-1]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads ({heads}) must be a positive multiple of kv_heads ({kv_heads}).")
+    if block_q < 1 or block_k < 1:
+        raise ValueError(f"block sizes must be positive, got {block_q} and {block_k}.")
+    operands = mask.operands()
+    dtypes = [jax.dtypes.canonicalize_dtype(o.array.dtype) for o in operands]
+    scalars = [jax.ShapeDtypeStruct((), d) for d in (*[_POSITION] * 4, *dtypes)]
+    closed = jax.make_jaxpr(mask.visible)(*scalars)
+    if [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars] != [((), np.bool_)]:
+        got = [str(v.aval) for v in closed.jaxpr.outvars]
+        raise TypeError(f"a mask must return one bool scalar per pair, {mask!r} returns {got}.")
+    if t == 0 or s == 0:
+        return np.zeros((1, 1, -(-t // block_q), -(-s // block_k)), np.int8)
+
+    consts, arrays = _parts(closed)[1], [o.array for o in operands]
+    counts = math.prod(batch_shape), heads
+    batch, head = (
+        np.arange(n, dtype=np.int32) if x is None else x for x, n in zip(indices, counts)
+    )
+    traced = not all(map(is_known, [q_positions, kv_positions, batch, head, *arrays, *consts]))
+
+    def known(x, dtype):
+        if traced and not isinstance(x, np.ndarray | np.generic | int | float):
+            return x.astype(dtype)
+        return np.asarray(x).astype(dtype)
+
+    def bounds(x, dtype):  # of [B|1, H|1, T|1, S|1]
+        if not kind(dtype):
+            return None
+        lo, hi = block_ends(x, 2, block_q)
+        if lo is hi:
+            lo, hi = block_ends(x, 3, block_k)
+        else:
+            lo, hi = block_ends(lo, 3, block_k)[0], block_ends(hi, 3, block_k)[1]
+        if lo.shape == x.shape:  # blocks of one entry
+            return source(x, x, dtype)
+        if kind(dtype) == "f":
+            nan = block_ends(block_ends(xp_of(x).isnan(x), 2, block_q)[1], 3, block_k)[1]
+            lo = xp_of(nan, lo).where(nan, lo.dtype.type(-np.inf), lo)
+        return source(lo, hi, dtype)
+
+    def constant(var, x):
+        dtype, shape = var.aval.dtype, (1,) * GRID + var.aval.shape
+        if not kind(dtype):
+            return None
+        x = known(x, carrier(dtype)).reshape(shape)
+        return source(x, x, dtype)
+
+    batch = known(batch, _POSITION).reshape(-1, 1, 1, 1)
+    head = known(head, _POSITION).reshape(1, -1, 1, 1)
+    with np.errstate(all="ignore"):
+        ins: list[Interval | None] = [Interval(batch, batch), Interval(head, head)]
+        for x, shape in ((q_positions, (-1, 1, t, 1)), (kv_positions, (-1, 1, 1, s))):
+            ins.append(bounds(known(x, _POSITION).reshape(shape), _POSITION))
+        for o, dtype in zip(operands, dtypes):
+            array = known(o.array, carrier(dtype)) if kind(dtype) else o.array
+            full = canonical(Operand(array, o.axes), batch_shape, heads, t, s)
+            ins.append(bounds(full, dtype))
+        constants = [constant(v, c) for v, c in zip(closed.jaxpr.constvars, consts)]
+        (visible,) = _interpret(closed.jaxpr, constants, ins, traced)
+    assert visible is not None  # it is a bool
+    every, some = visible
+    if every.shape[1] > 1:
+        split = (every.shape[0], kv_heads, heads // kv_heads, *every.shape[2:])
+        every = every.reshape(split).all(axis=2)
+        some = some.reshape(some.shape[0], *split[1:3], *some.shape[2:]).any(axis=2)
+    xp = xp_of(every, some)
+    shape = (-(-t // block_q), -(-s // block_k))
+    every, some = (
+        xp.broadcast_to(x, (*x.shape[:2], *shape)).astype(np.int8) for x in (every, some)
+    )
+    out = every + some
+    return jnp.asarray(out) if traced else out
+
+
+def _parts(jaxpr) -> tuple[Any, Sequence]:
+    """An open jaxpr and its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def _interpret(jaxpr, consts, args, traced: bool) -> list[Interval | None]:
+    return interpret(jaxpr, consts, args, ft.partial(_evaluate, traced=traced), _literal)
+
+
+def _literal(v: Literal) -> Interval | None:
+    aval: Any = v.aval
+    if not kind(aval.dtype):
+        return None
+    x = np.asarray(v.val, aval.dtype).astype(carrier(aval.dtype))
+    x = x.reshape((1,) * GRID + aval.shape)
+    return source(x, x, aval.dtype)
+
+
+def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:
+    prim = eqn.primitive
+    if prim in _INLINE:
+        name = eqn.params.get("name")
+        if prim is P.jit_p and name in _DIVISIONS and None not in ins:
+            v = _division(eqn, ins, *_DIVISIONS[name])
+            if v is not None:
+                return [v]
+        inner, consts = _parts(eqn.params[_INLINE[prim]])
+        if consts or len(inner.invars) != len(ins):
+            return unknown(eqn)
+        return _interpret(inner, (), ins, traced)
+    if prim is P.cond_p and ins[0] is not None:
+        return _cond(eqn, ins, traced)
+    shapes = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
+    if only_varies(eqn):
+        return ins
+    if None in ins or any(0 in s for s in shapes):
+        return unknown(eqn)
+    if prim in ARRAY_RULES:
+        v = ARRAY_RULES[prim](eqn, *ins)
+    elif prim in RULES or prim in (P.select_n_p, P.clamp_p):
+        v = _elementwise(eqn, ins, traced)
+    else:
+        v = None
+    return unknown(eqn) if v is None else [v]
+
+
+def _elementwise(eqn, ins, traced: bool) -> Interval | None:
+    prim, aval = eqn.primitive, eqn.outvars[0].aval
+    ins = [expand(i, aval.ndim) for i in ins]
+    shape = np.broadcast_shapes(*(i.lo.shape for i in ins))
+    if aval.ndim and too_large(shape, *ins):
+        return None
+    if traced and math.prod(shape) > _HOST_ELEMENTS:
+        ins = [i.map(lambda x: jnp.asarray(x) if x.size > 1 else x) for i in ins]
+    dtype = eqn.invars[-1].aval.dtype
+    if prim is P.select_n_p:
+        return select(dtype, *ins)
+    if prim is P.clamp_p:
+        return clamp(dtype, *ins)
+    if prim in REFLEXIVE and eqn.invars[0] is eqn.invars[1]:
+        holds = np.full((1,) * (GRID + aval.ndim), REFLEXIVE[prim])
+        ok = finite(ins[0]) if kind(dtype) == "f" else True
+        return Interval(holds & ok, holds | (not ok if ok is True else ~ok))
+    if prim in EXACT and kind(dtype) != "f" and all(i.point for i in ins):
+        v = EXACT[prim](*(i.lo for i in ins))
+        return Interval(v, v)
+    return RULES[prim](dtype, *ins)
+
+
+def _cond(eqn, ins, traced: bool) -> list[Interval | None]:
+    outs = []
+    for branch in eqn.params["branches"]:
+        inner, consts = _parts(branch)
+        if consts:
+            return unknown(eqn)
+        outs.append(_interpret(inner, (), ins[1:], traced))
+    joined = []
+    for var, cases in zip(eqn.outvars, zip(*outs)):
+        full = top(var.aval)
+        if full is not None and None not in cases:
+            full = select(var.aval.dtype, expand(ins[0], var.aval.ndim), *cases)
+        joined.append(full)
+    return joined
+
+
+def _division(eqn, ins, function, rule) -> Interval | None:
+    """`//` or `%`, if this jit holds what `jnp` defines them to be and not a namesake."""
+    inner, (out,) = eqn.params["jaxpr"], eqn.outvars
+    avals = [v.aval for v in _parts(inner)[0].invars]
+    if len(avals) != 2 or kind(out.aval.dtype) != "i":
+        return None
+    if any(kind(a.dtype) != "i" or a.ndim not in (0, out.aval.ndim) for a in avals):
+        return None
+    shaped = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    reference = jax.make_jaxpr(function)(*shaped).jaxpr.eqns[0].params.get("jaxpr")
+    if reference is None or not _same(inner, reference):
+        return None
+    a, n = (expand(i, out.aval.ndim) for i in ins)
+    a, n = (convert(v.dtype, out.aval.dtype, i) for v, i in zip(avals, (a, n)))
+    return None if a is None or n is None else rule(out.aval.dtype, a, n)
+
+
+def _same(left, right) -> bool:
+    """Whether two jaxprs are the same computation."""
+    if left is right:
+        return True
+    (a, a_consts), (b, b_consts) = _parts(left), _parts(right)
+    if a_consts or b_consts or len(a.eqns) != len(b.eqns):
+        return False
+    twin = {}
+
+    def bind(xs, ys):
+        twin.update(zip(xs, ys))
+        return len(xs) == len(ys) and all(map(alike, xs, ys))
+
+    def alike(x, y):  # mesh axes that a value varies over do not matter here
+        x, y = x.aval, y.aval
+        return (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
+
+    def read(x, y):
+        if isinstance(x, Literal) or isinstance(y, Literal):
+            both = isinstance(x, Literal) and isinstance(y, Literal)
+            return both and alike(x, y) and bool(np.array_equal(x.val, y.val))
+        return twin.get(x) is y
+
+    def equal(x, y):
+        return _same(x, y) if hasattr(x, "eqns") or hasattr(x, "jaxpr") else bool(x == y)
+
+    def reads(xs, ys):
+        return len(xs) == len(ys) and all(map(read, xs, ys))
+
+    if not bind(a.invars, b.invars):
+        return False
+    for d, e in zip(a.eqns, b.eqns):
+        if d.primitive is not e.primitive or d.params.keys() != e.params.keys():
+            return False
+        if not reads(d.invars, e.invars) or not bind(d.outvars, e.outvars):
+            return False
+        if not all(equal(d.params[k], e.params[k]) for k in d.params):
+            return False
+    return reads(a.outvars, b.outvars)

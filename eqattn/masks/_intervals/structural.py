@@ -1,0 +1,321 @@
+"""Interval rules of selections, casts, shapes and lookups."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._jax import primitives as P
+from .interval import carrier, finite, GRID, guard, Interval, kind, limits, rounded, top, xp_of
+
+
+_MAX_ELEMENTS = 2**20  # of a non-scalar intermediate; beyond it the value counts as unknown
+_MAX_ENTRIES = 2048  # of a table that is searched over index ranges; longer ones are grouped
+
+
+def expand(i: Interval, ndim: int) -> Interval:
+    """A scalar's interval beside values with `ndim` axes."""
+    extra = ndim - (i.lo.ndim - GRID)
+    return i.map(lambda x: x.reshape(*x.shape, *(1,) * extra)) if extra else i
+
+
+def too_large(shape, *ins: Interval) -> bool:
+    return math.prod(shape) > max(_MAX_ELEMENTS, *(i.lo.size for i in ins))
+
+
+def select(dtype, which: Interval, *cases: Interval) -> Interval:
+    """The hull of the cases that `which` (bool or int) may choose."""
+    if which.lo.dtype == np.bool_:
+        f, t = cases
+        xp = xp_of(*which, *f, *t)
+        if which.point and f.point and t.point and kind(dtype) != "f":
+            v = xp.where(which.lo, t.lo, f.lo)
+            return Interval(v, v)
+        lo = xp.where(which.hi, xp.where(which.lo, t.lo, xp.minimum(f.lo, t.lo)), f.lo)
+        hi = xp.where(which.hi, xp.where(which.lo, t.hi, xp.maximum(f.hi, t.hi)), f.hi)
+        return Interval(lo, hi)
+    least, most = limits(dtype)
+    lo, hi = most, least
+    number = which.lo.dtype.type
+    for n, case in enumerate(cases):
+        xp = xp_of(*which, *case) if isinstance(lo, np.generic | np.ndarray) else jnp
+        chosen = (which.lo <= number(n)) & (number(n) <= which.hi)
+        lo = xp.minimum(xp.where(chosen, case.lo, most), lo)  # pyright: ignore
+        hi = xp.maximum(xp.where(chosen, case.hi, least), hi)  # pyright: ignore
+    return guard((which.lo >= number(0)) & (which.hi < number(len(cases))), lo, hi, dtype)
+
+
+def convert(old, new, a: Interval) -> Interval | None:
+    """A cast. Integers wrap, and a float that may not fit an integer type is unknown."""
+    if not kind(new):
+        return None
+    if old == new:
+        return a
+    from_, to, c = kind(old), kind(new), carrier(new)
+    cast = a.map(lambda x: x.astype(c))
+    if from_ == "b" or (from_ + to == "ii" and a.point):
+        return cast
+    if to == "b":
+        zero = carrier(old).type(0)
+        lo, hi = (a.lo > zero) | (a.hi < zero), ~((a.lo == zero) & (a.hi == zero))
+        return guard(finite(a), lo, hi, new) if from_ == "f" else Interval(lo, hi)
+    if to == "f":
+        nmant = jnp.finfo(new).nmant
+        if from_ == "i":
+            return rounded((a,), *cast, new, exact_up_to=2.0 ** (nmant + 1))
+        lossless = nmant >= jnp.finfo(old).nmant and jnp.finfo(new).nexp >= jnp.finfo(old).nexp
+        return cast if lossless else rounded((a,), *cast, new)
+    least, most, t = np.iinfo(c).min, np.iinfo(c).max, carrier(old).type
+    if from_ == "f":
+        inside = 1 - 2**-20
+        ok = finite(a) & (a.lo >= t(least * inside)) & (a.hi <= t(most * inside))
+    else:
+        info = np.iinfo(carrier(old))
+        ok = (a.lo >= t(max(least, info.min))) & (a.hi <= t(min(most, info.max)))
+    return guard(ok, cast.lo, cast.hi, new)
+
+
+# Shapes. `shape` is that of the whole value; an axis that does not vary may be stored as 1.
+
+
+def _full(a: Interval, shape) -> Interval:
+    return a.map(lambda x: xp_of(x).broadcast_to(x, (*x.shape[:GRID], *shape)))
+
+
+def _to_shape(a: Interval, shape) -> Interval:
+    return a.map(lambda x: x.reshape(*x.shape[:GRID], *shape))
+
+
+def _broadcast_in_dim(eqn, a, *_):
+    sizes = dict(zip(eqn.params["broadcast_dimensions"], a.lo.shape[GRID:]))
+    return _to_shape(a, [sizes.get(d, 1) for d in range(eqn.outvars[0].aval.ndim)])
+
+
+def _flatten(eqn, a, *_):
+    return _to_shape(_full(a, eqn.invars[0].aval.shape), eqn.outvars[0].aval.shape)
+
+
+def _reshape(eqn, a, *_):
+    return None if eqn.params["dimensions"] is not None else _flatten(eqn, a)
+
+
+def _transpose(eqn, a):
+    axes = (*range(GRID), *(GRID + d for d in eqn.params["permutation"]))
+    return a.map(lambda x: x.transpose(axes))
+
+
+def _slice(eqn, a):
+    p = eqn.params
+    steps = p["strides"] or (1,) * len(p["start_indices"])
+    at = (slice(None),) * GRID
+    at += tuple(slice(*z) for z in zip(p["start_indices"], p["limit_indices"], steps))
+    return _full(a, eqn.invars[0].aval.shape).map(lambda x: x[at])
+
+
+def _concatenate(eqn, *ins):
+    full = [_full(i, v.aval.shape) for i, v in zip(ins, eqn.invars)]
+    grid = np.broadcast_shapes(*(i.lo.shape[:GRID] for i in full))
+    axis = GRID + eqn.params["dimension"]
+
+    def join(bounds):
+        xp = xp_of(*bounds)
+        return xp.concatenate([xp.broadcast_to(x, (*grid, *x.shape[GRID:])) for x in bounds], axis)
+
+    if too_large((*grid, *eqn.outvars[0].aval.shape), *ins):
+        return None
+    lo = join([i.lo for i in full])
+    exact = all(i.point for i in full)
+    return Interval(lo, lo if exact else join([i.hi for i in full]))
+
+
+def _iota(eqn):
+    p = eqn.params
+    shape = [n if d == p["dimension"] else 1 for d, n in enumerate(p["shape"])]
+    if not kind(p["dtype"]) or kind(p["dtype"]) == "f":
+        return None
+    x = np.arange(math.prod(shape)).astype(p["dtype"]).reshape((1,) * GRID + tuple(shape))
+    return Interval(x, x)
+
+
+def _reduce(name):
+    def rule(eqn, a):
+        k = kind(eqn.invars[0].aval.dtype)
+        if k == "f" or (k == "i" and name in ("any", "all")):
+            return None
+        axes = tuple(GRID + d for d in eqn.params["axes"])
+        return a.map(lambda x: getattr(x, name)(axis=axes))
+
+    return rule
+
+
+# Lookups
+
+
+def block_ends(x, axis: int, size: int) -> tuple:
+    """The least and greatest of consecutive groups of `size` on an axis; the last may be short."""
+    n = x.shape[axis]
+    if n <= 1 or size == 1:
+        return x, x
+    whole = n // size * size
+    head = (slice(None),) * axis
+    parts = []
+    if whole:
+        main = x[(*head, slice(0, whole))]
+        split = (*x.shape[:axis], whole // size, size, *x.shape[axis + 1 :])
+        parts.append(_ends(main.reshape(split), axis + 1))
+    if whole < n:
+        rest = x[(*head, slice(whole, n))]
+        short = (*x.shape[:axis], 1, n - whole, *x.shape[axis + 1 :])
+        parts.append(_ends(rest.reshape(short), axis + 1))
+    lo, hi = zip(*parts)
+    return (
+        (lo[0], hi[0])
+        if len(parts) == 1
+        else tuple(xp_of(x).concatenate(p, axis) for p in (lo, hi))
+    )
+
+
+def _ends(x, axis) -> tuple:
+    if isinstance(x, np.ndarray):
+        return x.min(axis), x.max(axis)
+    # One reduction of both: XLA then fuses what computes `x` into it instead of storing it.
+    least, most = limits(x.dtype)
+    return lax.reduce(
+        (x, x), (most, least), lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1])), (axis,)
+    )
+
+
+def _take(x, index, axis):
+    if xp_of(x, index) is np:
+        return np.take_along_axis(x, np.clip(index, 0, x.shape[axis] - 1), axis)
+    return jnp.take_along_axis(jnp.asarray(x), jnp.asarray(index), axis, mode="clip")
+
+
+def _over_range(least, most, lo, hi, axis: int) -> Interval:
+    """The least of `least[i]` and the greatest of `most[i]` for `lo <= i <= hi`.
+
+    A range is the union of two windows of the largest power of two that fits in it; the bounds of
+    every such window are tabulated.
+    """
+    n, xp = least.shape[axis], xp_of(least, most)
+    sizes = [np.int32(2**i) for i in range(n.bit_length())]
+    width = hi - lo + np.int32(1)
+    if isinstance(width, np.ndarray):
+        level = np.frexp(width)[1] - np.int32(1)
+    else:
+        level = np.int32(31) - lax.clz(width)
+
+    def double(ends, size):
+        def later(x):  # what wraps around is never looked up
+            twice = xp.concatenate([x, x], axis)
+            if xp is np:
+                return twice[(*(slice(None),) * axis, slice(size, size + n))]
+            return lax.dynamic_slice_in_dim(twice, size, n, axis)
+
+        a, b = ends
+        return xp.minimum(a, later(a)), xp.maximum(b, later(b))
+
+    ends = least, most
+    if xp is np:
+        tables = [ends]
+        for size in sizes[:-1]:
+            tables.append(double(tables[-1], size))
+        tables = tuple(np.stack(x) for x in zip(*tables))
+    else:  # a loop, since XLA takes seconds to compile the unrolled one
+        _, tables = lax.scan(lambda x, size: (double(x, size), x), ends, np.array(sizes))
+    first = level * np.int32(n) + lo
+    second = level * np.int32(n) + hi - (np.int32(1) << level) + np.int32(1)
+    out = []
+    for x, combine in zip(tables, (xp_of(*tables, lo, hi).minimum, xp_of(*tables, lo, hi).maximum)):
+        x = xp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], len(sizes) * n, *x.shape[axis + 2 :])
+        out.append(combine(_take(x, first, axis), _take(x, second, axis)))
+    return Interval(*out)
+
+
+def _lookup(table: Interval, axis: int, index: Interval) -> Interval:
+    """`table[index]` along one axis, for an index within bounds."""
+    if index.point:
+        return table.map(lambda x: _take(x, index.lo, axis))
+    group = 1
+    while group * _MAX_ENTRIES < table.lo.shape[axis]:
+        group *= 2
+    least, most = block_ends(table.lo, axis, group)
+    if not table.point:
+        most = block_ends(table.hi, axis, group)[1]
+    lo, hi = index.lo // np.int32(group), index.hi // np.int32(group)
+    return _over_range(least, most, lo, hi, axis)
+
+
+def _pick(table: Interval, shape, starts: dict[int, Interval], sizes, checked: bool):
+    """The slice of `sizes` at `starts` (axes of full size or one entry); None if not covered.
+
+    Indices are clamped as XLA does; if `checked`, an index out of bounds makes the result unknown.
+    """
+    if 0 in shape or any(z not in (1, n) for z, n in zip(sizes, shape)):
+        return None
+    table = _full(table, shape)
+    inside, dtype = np.ones((1,) * table.lo.ndim, np.bool_), table.lo.dtype
+    for axis, (size, n) in enumerate(zip(sizes, shape)):
+        zero = np.zeros((1,) * GRID, np.int32)
+        start = expand(starts.get(axis, Interval(zero, zero)), len(shape))
+        most = start.lo.dtype.type(min(n - size, np.iinfo(start.lo.dtype).max))
+        least = start.lo.dtype.type(0)
+        inside = inside & (start.lo >= least) & (start.hi <= most)
+        if size == n:
+            continue
+        index = start.map(lambda x: xp_of(x).clip(x, least, most).astype(np.int32))
+        grid = np.broadcast_shapes(table.lo.shape[:GRID], index.lo.shape[:GRID])
+        rest = (z for d, z in enumerate(table.lo.shape[GRID:]) if d != axis)
+        if too_large((*grid, *rest), table):
+            return None
+        table = _lookup(table, GRID + axis, index)
+    return guard(inside, *table, dtype) if checked and not _all(inside) else table
+
+
+def _all(ok) -> bool:
+    return isinstance(ok, np.ndarray) and bool(ok.all())
+
+
+def _dynamic_slice(eqn, table, *starts):
+    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    return _pick(table, shape, dict(enumerate(starts)), sizes, checked=False)
+
+
+def _gather(eqn, table, indices):
+    p, out = eqn.params, eqn.outvars[0].aval
+    dims, sizes = p["dimension_numbers"], p["slice_sizes"]
+    width = len(dims.start_index_map)
+    if dims.operand_batching_dims or math.prod(eqn.invars[1].aval.shape) != width:
+        return None
+    flat = _to_shape(_full(indices, eqn.invars[1].aval.shape), (width,))
+    starts = {d: flat.map(lambda x, j=j: x[..., j]) for j, d in enumerate(dims.start_index_map)}
+    clip = p["mode"] == lax.GatherScatterMode.CLIP
+    v = _pick(table, eqn.invars[0].aval.shape, starts, sizes, checked=not clip)
+    return None if v is None else _to_shape(_full(v, sizes), out.shape)
+
+
+ARRAY_RULES = {  # (eqn, *intervals) -> interval, None if unknown
+    P.broadcast_in_dim_p: _broadcast_in_dim,
+    P.reshape_p: _reshape,
+    P.squeeze_p: _flatten,
+    P.transpose_p: _transpose,
+    P.slice_p: _slice,
+    P.concatenate_p: _concatenate,
+    P.iota_p: _iota,
+    P.reduce_or_p: _reduce("any"),
+    P.reduce_and_p: _reduce("all"),
+    P.reduce_max_p: _reduce("max"),
+    P.reduce_min_p: _reduce("min"),
+    P.copy_p: lambda eqn, a: a,
+    P.gather_p: _gather,
+    P.dynamic_slice_p: _dynamic_slice,
+    P.convert_element_type_p: lambda eqn, a: convert(
+        eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype, a
+    ),
+}
+
+
+def unknown(eqn) -> list[Interval | None]:
+    return [top(v.aval) for v in eqn.outvars]

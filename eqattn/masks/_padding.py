@@ -1,0 +1,65 @@
+"""Padding."""
+
+from typing import Any
+
+from .._misc import as_int, Fixed, value_of
+from .._pairs import Operand
+from ._base import AbstractMask, int_operand
+
+
+class KeyPadding(AbstractMask):
+    """Only the keys at positions `starts <= k < lengths` are visible.
+
+    **Arguments:**
+
+    - `lengths`, `starts`: a Python int (static), or an int array: scalar or `[*b]`.
+    """
+
+    _lengths: Any
+    _starts: Any
+
+    def __init__(self, lengths: Any, starts: Any = 0):
+        self._lengths = as_int(lengths, "lengths")
+        self._starts = as_int(starts, "starts")
+
+    @property
+    def lengths(self) -> Any:
+        return value_of(self._lengths)
+
+    @property
+    def starts(self) -> Any:
+        return value_of(self._starts)
+
+    def operands(self) -> tuple[Operand, ...]:
+        return int_operand(self._lengths) + int_operand(self._starts)
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        given = iter(ids)
+        length = self.lengths if isinstance(self._lengths, Fixed) else next(given)
+        start = self.starts if isinstance(self._starts, Fixed) else next(given)
+        return (k >= start) & (k < length)
+
+
+class QueryPadding(AbstractMask):
+    """Only the queries at positions `q < lengths` see anything.
+
+    **Arguments:**
+
+    - `lengths`: a Python int (static), or an int array: scalar or `[*b]`.
+    """
+
+    _lengths: Any
+
+    def __init__(self, lengths: Any):
+        self._lengths = as_int(lengths, "lengths")
+
+    @property
+    def lengths(self) -> Any:
+        return value_of(self._lengths)
+
+    def operands(self) -> tuple[Operand, ...]:
+        return int_operand(self._lengths)
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        (length,) = ids or (self.lengths,)
+        return q < length

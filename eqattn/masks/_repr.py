@@ -1,0 +1,108 @@
+"""Masks in print: a constructor expression and a small picture of the blocks."""
+
+import inspect
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .._misc import Fixed, is_known
+from ._intervals.classify import classify
+
+
+_CELLS = 16
+_MARKS = " \u2591\u2588"  # empty, partial, full
+_SHOWN = 8  # entries of an array
+
+
+def describe(mask: Any) -> str:
+    """The `repr` of a mask. Never raises: what cannot be drawn (traced arrays) is left out."""
+    try:
+        text = _expression(mask)
+    except Exception:
+        text = f"{type(mask).__name__}(...)"
+    try:
+        return text + _picture(mask)
+    except Exception:  # shapes that do not fit each other, leaves replaced by other objects
+        return text
+
+
+def _expression(x: Any) -> str:
+    name = type(x).__name__
+    if hasattr(x, "terms"):
+        sign = " & " if name == "And" else " | "
+        parts = [_expression(t) for t in x.terms]
+        nested = [hasattr(t, "terms") for t in x.terms]
+        return sign.join(f"({p})" if n else p for p, n in zip(parts, nested))
+    if hasattr(x, "term"):
+        return (
+            f"~({_expression(x.term)})" if hasattr(x.term, "terms") else "~" + _expression(x.term)
+        )
+    shown = []
+    for key, parameter in inspect.signature(type(x)).parameters.items():
+        value = getattr(x, key)
+        if isinstance(value, int | tuple) and value == parameter.default:
+            continue
+        if key == "kv_ids" and value is x.q_ids:
+            continue
+        shown.append(f"{key}={_value(value)}")
+    return f"{name}({', '.join(shown)})"
+
+
+def _value(x: Any) -> str:
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_value, x))}{',' if len(x) == 1 else ''})"
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        if is_known(x) and np.size(x) <= _SHOWN:
+            return str(np.asarray(x).tolist())
+        return f"{x.dtype}{list(x.shape)}".replace(" ", "")
+    return getattr(x, "__qualname__", None) or (type(x).__name__ if callable(x) else repr(x))
+
+
+def _picture(mask: Any) -> str:
+    if not all(is_known(x) for x in jax.tree.leaves(mask)):
+        return ""
+    sizes, batch_shape, hint = {"h": 1, "t": 1, "s": 1}, (), 1
+    for operand in mask.operands():
+        array, axes = operand.array, operand.axes
+        tail = [a for a in axes if a != "b"]
+        batch_shape = np.broadcast_shapes(batch_shape, array.shape[: array.ndim - len(tail)])
+        for a, n in zip(tail, array.shape[array.ndim - len(tail) :]):
+            sizes[a] = max(sizes[a], n)
+        if not tail and array.size and array.dtype.kind in "iu":
+            hint = max(hint, int(np.max(np.abs(array))))
+    hint = max([hint, *_static_ints(mask)])
+    plain = max(4 * _CELLS, -(-2 * hint // _CELLS) * _CELLS)
+    t = sizes["t"] if sizes["t"] > 1 else sizes["s"] if sizes["s"] > 1 else plain
+    s = sizes["s"] if sizes["s"] > 1 else t
+    block_q, block_k = -(-t // _CELLS), -(-s // _CELLS)
+    table = classify(
+        mask,
+        batch_shape=batch_shape,
+        heads=sizes["h"],
+        kv_heads=sizes["h"],
+        q_positions=np.arange(t, dtype=np.int32)[None],
+        kv_positions=np.arange(s, dtype=np.int32)[None],
+        block_q=block_q,
+        block_k=block_k,
+    )
+    if not isinstance(table, np.ndarray) or not table.size:  # its function closes over a tracer
+        return ""
+    first = "" if table.shape[:2] == (1, 1) else ", first batch element and head"
+    lines = ["|" + "".join(_MARKS[c] * 2 for c in row) + "|" for row in table[0, 0]]
+    note = f"{t} queries (down) x {s} keys, blocks of {block_q} x {block_k}{first}"
+    return "\n".join(["", *lines, note])
+
+
+def _static_ints(x: Any) -> list[int]:
+    """The sizes that a mask holds: the picture should show them."""
+    if isinstance(x, Fixed):
+        x = x.value
+    if isinstance(x, int) and not isinstance(x, bool):
+        return [abs(x)]
+    if isinstance(x, tuple):
+        return [n for y in x for n in _static_ints(y)]
+    if isinstance(x, eqx.Module):
+        return [n for y in vars(x).values() for n in _static_ints(y)]
+    return []

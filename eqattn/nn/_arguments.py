@@ -1,0 +1,123 @@
+"""A layer's arguments, checked and in the form that it keeps or computes with."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._config.metadata import AttentionMetadata
+from ..masks._base import AbstractMask, Dense
+from ..masks._causal import Causal
+from ..masks._window import SlidingWindow
+from ..strategies import _checks as checks, AttentionImpl, Blockwise, Ragged
+
+
+# What a strategy's metadata leaves to the layer, and the layer's argument for it.
+_OF_THE_LAYER = {
+    "softmax_scale": "softmax_scale",
+    "logits_soft_cap": "logits_soft_cap",
+    "softmax_aux": "softmax_aux",
+    "dropout_prob": "dropout_p",
+}
+
+
+def check_name(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """Raises unless the value is None or one of the known names."""
+    if value is not None and value not in known:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"{name} must be one of {names}, or None; got {value!r}.")
+
+
+def check_heads(heads: int, size: int, shared: bool) -> None:
+    """Raises unless there are heads, and `size` channels for each if they are `shared` out."""
+    if heads < 1 or (shared and size < heads):
+        raise ValueError(
+            f"num_heads must be at least 1 and at most query_size={size}, of which each head gets "
+            f"an equal part, got {heads}; or give qk_size= and vo_size=."
+        )
+
+
+def check_dropout(p: Any) -> None:
+    """Raises unless it is a probability below 1, or an array."""
+    if not (isinstance(p, int | float) or hasattr(p, "dtype")):
+        raise TypeError(f"dropout_p must be a number in [0, 1), got {p!r}.")
+    if isinstance(p, int | float) and not 0 <= p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {p}.")
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises unless a strategy, or None, leaves to the layer what is the layer's."""
+    if strategy is None:
+        return
+    checks.check_strategy(strategy)
+    for name, argument in _OF_THE_LAYER.items():
+        value = getattr(strategy.metadata, name)
+        if value is not None and not (name == "dropout_prob" and value == 0):
+            raise ValueError(
+                f"The strategy's metadata has {name}={value}, which changes what is computed, not "
+                f"how: leave it out there, and give MultiheadAttention {argument}=."
+            )
+
+
+def configured(
+    strategy: AttentionImpl | None, dtype: Any, cached: bool, **own: Any
+) -> AttentionImpl:
+    """A layer's strategy, with what the layer says (not None) in its metadata."""
+    check_strategy(strategy)
+    if strategy is None:
+        strategy = (Ragged if cached else Blockwise)(AttentionMetadata(runtime_dtype=dtype))
+    own = {name: x for name, x in own.items() if x is not None}
+    if not own:
+        return strategy
+    return eqx.tree_at(lambda s: s.metadata, strategy, strategy.metadata.replace(**own))
+
+
+def check_sequences(query: Array, key_: Array, value: Array, batch: tuple[int, ...] = ()) -> None:
+    """Raises unless the inputs are sequences that fit together."""
+    for name, x in (("query", query), ("key_", key_), ("value", value)):
+        if x.shape[:-2] != batch or x.ndim < 2:
+            raise ValueError(
+                f"{name} must be one sequence [tokens, features], got shape {x.shape}; use "
+                "jax.vmap(layer) for a batch."
+                if not batch
+                else f"{name} must be [{batch[0]}, tokens, features], got shape {x.shape}."
+            )
+    if key_.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            "key and value must both be sequences of equal length, got shapes "
+            f"{key_.shape} and {value.shape}."
+        )
+
+
+def as_window(window: Any) -> tuple[int | None, int | None] | None:
+    """`(left, right)`, checked, or None."""
+    if window is None:
+        return None
+    sizes = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    if len(sizes) != 2:
+        raise ValueError(f"window must be an int or (left, right), got {window!r}.")
+    mask = SlidingWindow(*sizes)
+    return mask.left, mask.right
+
+
+def as_layer_mask(mask: Any, window: Any, heads: int, t: int, s: int) -> AbstractMask | None:
+    """The mask of a call, in any of its forms, and the window of the layer."""
+    if isinstance(mask, str):
+        check_name("mask", mask, ("causal", "full"))
+        mask = Causal() if mask == "causal" else None
+    elif mask is not None and not isinstance(mask, AbstractMask):
+        if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
+            raise TypeError(
+                f"mask must be an array, a mask module, 'causal', 'full' or None, got {mask!r}."
+            )
+        if mask.shape not in ((t, s), (heads, t, s)):
+            raise ValueError(
+                "mask must have shape (query_seq_length, kv_seq_length) or (num_heads, "
+                f"query_seq_length, kv_seq_length), {(t, s)} or {(heads, t, s)}, got {mask.shape}; "
+                "eqattn.DenseMask(mask) takes what broadcasts to them."
+            )
+        mask = Dense(mask if mask.dtype == bool else mask != jnp.zeros((), mask.dtype))
+    if window is None:
+        return mask
+    return SlidingWindow(*window) if mask is None else mask & SlidingWindow(*window)

@@ -1,0 +1,139 @@
+"""How a layer goes on from a cache: its rows, its new tokens, and what attention then reads."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._pairs import Operand
+from ..cache import AbstractCache, LayerCache, PagedKVCache, RingBufferCache
+from ..masks._base import AbstractMask, And, live_blocks, Or
+
+
+Cache = TypeVar("Cache", bound=AbstractCache)
+
+
+def new_keys(
+    query: Array,
+    key_: Any,
+    value: Any,
+    cache: Any,
+    counts: Any,
+    append: bool,
+    kv_positions: Any,
+    sizes: tuple[int, int],
+) -> tuple[Array, Array]:
+    """The keys and values that a call brings: the query's by default, none if not `append`."""
+    if cache is None and (counts is not None or not append):
+        raise ValueError("counts and append say what a cache takes: pass cache= too.")
+    if cache is not None and kv_positions is not None:
+        raise ValueError("kv_positions: the cache knows those of its keys; leave them out.")
+    if append:
+        key_ = query if key_ is None else key_
+        return key_, key_ if value is None else value
+    if key_ is not None or value is not None or counts is not None:
+        raise ValueError("append=False reads the cache as it is: leave out key_, value and counts.")
+    key_, value = (jnp.zeros((*query.shape[:-2], 0, size), query.dtype) for size in sizes)
+    return key_, value
+
+
+def as_batch(cache: Cache, rows: int | None) -> tuple[Cache, Callable[[Cache], Cache]]:
+    """The cache of one sequence (`rows` is None) as that of a batch of one, and the way back.
+
+    **Raises:** `ValueError` unless it has as many rows as the inputs.
+    """
+    same = lambda cache: cache
+    if not isinstance(cache, AbstractCache):
+        raise TypeError(
+            f"cache must be one of eqattn.cache, such as a KVCache, or stacked.layer(i) of a "
+            f"StackedKVCache; got {type(cache).__name__}."
+        )
+    shape = cache.length.shape
+    if shape == (1 if rows is None else rows,):
+        return cache, same
+    if shape == () and isinstance(cache, PagedKVCache | LayerCache):
+        raise ValueError(
+            f"jax.vmap over the rows of a {type(cache).__name__} would copy what they share. Call "
+            "the layer outside of jax.vmap with its rows in front, inputs [rows, tokens, "
+            "features]; or map over caches of batch=1 with an axis in front."
+        )
+    if shape == () and rows is None:
+        add, remove = (lambda x: x[None]), (lambda x: x[0])
+        return jax.tree.map(add, cache), lambda cache: jax.tree.map(remove, cache)
+    inputs = "[tokens, features]" if rows is None else f"[{rows}, tokens, features]"
+    raise ValueError(
+        f"A cache with length {shape} does not fit inputs {inputs}: pass all of its rows in front, "
+        "[rows, tokens, features], or one sequence and a cache of batch=1, or jax.vmap over both."
+    )
+
+
+def check_fits(
+    cache: AbstractCache,
+    tokens: int,
+    dtype: Any,
+    window: Any,
+    mask: AbstractMask | None,
+    heads: int,
+) -> None:
+    """Raises unless new tokens of a dtype can be appended and read with the layer's window, or else
+    with the mask of a call, for a query of so many heads.
+    """
+    if cache.key.dtype != dtype:
+        raise TypeError(
+            f"The cache is of {cache.key.dtype} and the layer's keys are {dtype}; make it with "
+            f"dtype=jnp.{dtype}."
+        )
+    if not isinstance(cache, RingBufferCache):
+        return
+    capacity = cache.key.shape[1]
+    if window is not None and window[0] is not None:
+        least = window[0] + tokens
+        if capacity < least:
+            raise ValueError(
+                f"{tokens} new tokens and the {window[0]} before each that window={window} shows "
+                f"need a RingBufferCache of {least}, got {capacity}; append fewer at a time."
+            )
+    elif tokens <= capacity and _shows_beyond(mask, capacity - tokens, len(cache.length), heads):
+        raise ValueError(
+            f"With {tokens} new tokens a RingBufferCache of {capacity} holds the "
+            f"{capacity - tokens} before each, and the mask may show older ones, which are "
+            f"overwritten: add a window such as SlidingWindow({capacity - tokens}, 0) to the mask "
+            "or the layer, take a larger capacity or fewer tokens at a time, or a KVCache."
+        )
+
+
+class _Away(AbstractMask):
+    """A mask in which `q` is how far the query is after the key."""
+
+    mask: AbstractMask
+
+    def operands(self) -> tuple[Operand, ...]:
+        return self.mask.operands()
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        return self.mask.visible(b, h, k + q, k, *ids)
+
+
+def _away(mask: AbstractMask) -> AbstractMask:
+    if isinstance(mask, And | Or):
+        return type(mask)(tuple(map(_away, mask.terms)))
+    return _Away(mask)
+
+
+def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: int) -> bool:
+    """Whether a mask may show any of some keys to queries more than so far after it."""
+    if mask is None:
+        return True
+    keys = np.concatenate([np.arange(8), 2 ** np.arange(3, 21), [distance, distance + 1]])
+    far = np.array([[distance + 1, 2**29]])
+    return bool(
+        live_blocks(_away(mask), far, keys.repeat(2).reshape(-1, 2), (rows,), heads, heads).any()
+    )
+
+
+def visible(mask: AbstractMask | None, cache: AbstractCache) -> AbstractMask:
+    """What a mask shows of the tokens that are stored."""
+    return cache.mask() if mask is None else mask & cache.mask()

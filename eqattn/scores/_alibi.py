@@ -1,0 +1,41 @@
+"""ALiBi."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._misc import as_array
+from .._pairs import Operand
+from ._base import AbstractScore
+
+
+class ALiBi(AbstractScore):
+    """Subtracts `slope * |q - k|` (Press et al., arXiv:2108.12409).
+
+    **Arguments:**
+
+    - `slopes`: `[h]`, one per query head; `ALiBi.geometric(heads)` gives the paper's.
+    """
+
+    slopes: Float[Array, " h"] = eqx.field(converter=lambda x: as_array(x, "slopes", 1))
+
+    @classmethod
+    def geometric(cls, heads: int) -> "ALiBi":
+        """The paper's slopes: `2^(-8 i / n)` for a power of two `n`, interleaved beyond it."""
+        if heads < 1:
+            raise ValueError(f"heads must be at least 1, got {heads}.")
+        power = 2 ** int(np.floor(np.log2(heads)))
+        slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+        extra = [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+        return cls(jnp.asarray(slopes + extra, jnp.float32))
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(self.slopes, "h"),)
+
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, slope: Any
+    ) -> Float[Array, ""]:
+        return logit - slope.astype(logit.dtype) * abs(q - k).astype(logit.dtype)

@@ -1,0 +1,40 @@
+"""What a (query, key) pair is worth, before the mask.
+
+A score transforms one scalar logit, given the indices of its pair. Order is fixed:
+`scale * (q . k)`, soft cap, bias, then the scores that the caller passes, then the mask.
+"""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from .._pairs import Operand
+
+
+class AbstractScore(eqx.Module):
+    """A function from one logit to another.
+
+    Subclasses define `transform`, for scalars, with `jax.numpy` operations. Parameters that are
+    the same for all pairs may be read from `self` (they are differentiable); arrays that vary with
+    batch, head, query or key are listed by `operands` and arrive as scalars.
+    """
+
+    def operands(self) -> tuple[Operand, ...]:
+        """Arrays that vary with batch, head, query or key."""
+        return ()
+
+    @abc.abstractmethod
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, *operands: Any, **_: Any
+    ) -> Float[Array, ""]:
+        """The new logit.
+
+        **Arguments:**
+
+        - `logit`: a float scalar.
+        - `b`, `h`: flattened batch index and query head index, int32 scalars.
+        - `q`, `k`: positions of the query and the key, int32 scalars.
+        - `operands`: one scalar of each operand.
+        """

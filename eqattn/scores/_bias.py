@@ -1,0 +1,27 @@
+"""An added array."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from .._misc import as_array
+from .._pairs import Operand
+from ._base import AbstractScore
+
+
+class Bias(AbstractScore):
+    """Adds an array broadcastable to `[*b, h, t, s]`."""
+
+    bias: Float[Array, "..."] = eqx.field(converter=lambda x: as_array(x, "bias"))
+
+    operand_name: ClassVar[str] = "bias"
+
+    def operands(self) -> tuple[Operand, ...]:
+        axes = "bhts"[4 - min(self.bias.ndim, 4) :]
+        return (Operand(self.bias, axes),)
+
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, bias: Any
+    ) -> Float[Array, ""]:
+        return logit + bias.astype(logit.dtype)

@@ -1,0 +1,36 @@
+"""The soft cap."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._misc import concrete
+from .._pairs import Operand
+from ._base import AbstractScore
+
+
+class SoftCap(AbstractScore):
+    """`cap * tanh(logit / cap)`, as in Gemma 2 (arXiv:2408.00118).
+
+    **Arguments:**
+
+    - `cap`: a positive number or scalar array.
+    """
+
+    cap: Any
+
+    def __check_init__(self) -> None:
+        cap = concrete(self.cap)
+        if cap is not None and not (np.isfinite(cap).all() and (cap > 0).all()):
+            raise ValueError(f"cap must be positive and finite, got {cap}.")
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(jnp.asarray(self.cap), ""),)
+
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, cap: Any
+    ) -> Float[Array, ""]:
+        cap = cap.astype(logit.dtype)
+        return cap * jnp.tanh(logit / cap)

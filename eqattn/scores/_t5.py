@@ -1,0 +1,73 @@
+"""T5's relative bias."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .._misc import as_array
+from .._pairs import Operand
+from ._base import AbstractScore
+
+
+class T5Bias(AbstractScore):
+    """Adds a learned bias per head and bucket of relative position (T5, arXiv:1910.10683).
+
+    **Arguments:**
+
+    - `table`: `[buckets, h]`, or `[buckets, 1]` for all heads.
+    - `bidirectional`: whether keys after the query have buckets of their own.
+    - `max_distance`: distances from here on share the last bucket.
+    """
+
+    table: Float[Array, "buckets h"] = eqx.field(converter=lambda x: as_array(x, "table"))
+    bidirectional: bool = eqx.field(static=True, default=True)
+    max_distance: int = eqx.field(static=True, default=128)
+
+    def __check_init__(self) -> None:
+        shape, least = self.table.shape, 4 if self.bidirectional else 2
+        if len(shape) != 2:
+            raise ValueError(f"table must be [buckets, h], got shape {shape}.")
+        if shape[0] < least:
+            raise ValueError(
+                f"table must have at least {least} buckets if bidirectional is "
+                f"{self.bidirectional}, got shape {shape}."
+            )
+        exact = shape[0] // least
+        if self.max_distance <= exact:
+            raise ValueError(
+                f"max_distance must be more than {exact}, the distances that have a bucket of "
+                f"their own in a table of shape {shape}; got {self.max_distance}."
+            )
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(np.arange(self.table.shape[1], dtype=np.int32), "h"),)
+
+    @property
+    def operand_name(self) -> str:
+        return f"T5Bias with a table of shape {self.table.shape}: its heads,"
+
+    def bucket(self, q: Int[Array, "..."], k: Int[Array, "..."]) -> Int[Array, "..."]:
+        """The bucket of a pair of positions."""
+        buckets = self.table.shape[0]
+        distance = q - k
+        offset = jnp.zeros_like(distance)
+        if self.bidirectional:
+            buckets //= 2
+            offset = jnp.where(distance < 0, buckets, 0).astype(distance.dtype)
+            distance = abs(distance)
+        else:
+            distance = jnp.maximum(distance, 0)
+        exact = buckets // 2
+        ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact)
+        ratio = ratio / float(np.log(self.max_distance / exact))
+        far = exact + (ratio * (buckets - exact)).astype(distance.dtype)
+        near = jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))
+        return offset + near
+
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, column: Any
+    ) -> Float[Array, ""]:
+        return logit + self.table[self.bucket(q, k), column].astype(logit.dtype)

@@ -1,0 +1,15 @@
+"""Pictures, with matplotlib: `python -m pip install -e '.[viz]'`.
+
+Each function draws into the `Axes` that it is given, or into a new figure, and returns the `Axes`;
+`ax.figure.savefig("mask.svg")` saves it. No display is needed.
+"""
+
+try:
+    import matplotlib as _matplotlib  # noqa: F401
+except ImportError as e:
+    raise ImportError("eqattn.viz needs matplotlib: python -m pip install -e '.[viz]'") from e
+
+from ._masks import plot_blocks as plot_blocks, plot_heads as plot_heads, plot_mask as plot_mask
+from ._performance import plot_ring as plot_ring, plot_scaling as plot_scaling
+from ._schedule import plot_schedule as plot_schedule
+from ._weights import plot_weights as plot_weights

@@ -1,0 +1,125 @@
+"""What attention takes: time, memory, and the work of a ring."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from .._ring.plan import RingPlan
+from .._tools.bench.cases import PEERS, Row
+from .._tools.bench.report import FILE
+from ._style import legend_below, LINES, new_axes
+
+
+def plot_scaling(
+    source: Any,
+    figure: str = "time ms",
+    case: str = "cpu-f32-causal-*-fwd",
+    *,
+    ax: Axes | None = None,
+) -> Axes:
+    """Time or memory against the length, from what `python -m eqattn bench` has written.
+
+    **Arguments:**
+
+    - `source`: the path of the `.json` file.
+    - `figure`: a figure of the bench, such as `"time ms"` (CPU time of a call, in milliseconds) or
+        `"temp MiB"` (temporary memory, in mebibytes, as XLA reports it).
+    - `case`: a name of cases, with `*` in the place of the length.
+    - `ax`: where to draw; None: into a new figure.
+
+    **Returns:** the `Axes`: one line per library, on logarithmic axes.
+
+    **Raises:** `ValueError` if the file is none of the bench, or has no such figure.
+    """
+    pattern = re.compile(re.escape(case).replace(r"\*", r"(\d+)"))
+    rows, _ = FILE.read(Path(source))
+    lengths = {int(m[1]): row for row in rows if (m := _match(pattern, row, figure))}
+    if not lengths:
+        found = sorted({re.sub(r"-\d+-", "-*-", r.case) for r in rows if r.figure == figure})
+        known = sorted({r.figure for r in rows})
+        raise ValueError(
+            f"{source} has no {figure!r} of {case!r}; it has the figures {known}, this one of "
+            f"{found}. Write * in the place of the length."
+        )
+    ax = new_axes(ax)
+    for name, colour, marker in zip(("eqattn", *PEERS), LINES, "osD^v"):
+        points = [(n, r.values[name]) for n, r in sorted(lengths.items()) if r.values.get(name)]
+        if points:
+            style: dict[str, Any] = dict(
+                color=colour, marker=marker, linewidth=2 if name == "eqattn" else 1.3
+            )
+            ax.plot(*zip(*points), label=name, markersize=5, **style)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(sorted(lengths), [f"{n:,}" for n in sorted(lengths)])
+    ax.minorticks_off()
+    ax.set_xlabel("length (tokens)")
+    ax.set_ylabel(_FIGURES.get(figure, figure))
+    ax.set_title(case, fontsize="medium")
+    ax.grid(linewidth=0.4, color="0.85")
+    ax.legend(frameon=False)
+    return ax
+
+
+_FIGURES = {"time ms": "CPU time of a call (ms)", "temp MiB": "temporary memory (MiB)"}
+
+
+def _match(pattern: re.Pattern, row: Row, figure: str) -> re.Match | None:
+    return pattern.fullmatch(row.case) if row.figure == figure else None
+
+
+def plot_ring(plan: RingPlan, *, ax: Axes | None = None) -> Axes:
+    """What each device of a ring does, hop by hop.
+
+    Each hop starts when the busiest device has ended the one before. A bar is the products of a
+    device's queries with the keys of the device whose number it has; hatched is what it waits.
+
+    **Arguments:**
+
+    - `plan`: of [`eqattn.ring_plan`][].
+    - `ax`: where to draw; None: into a new figure. Share its x axis to compare layouts.
+
+    **Returns:** the `Axes`.
+    """
+    work = np.asarray(plan.flops, float)
+    longest = work.max(1)
+    starts = np.cumsum(longest) - longest
+    n = plan.devices
+    ax = new_axes(ax, 7.5, 1.6 + 0.32 * n)
+    devices = np.arange(n)
+    shades = plt.get_cmap("cividis")(np.linspace(0.15, 0.95, n))
+    waits: dict[str, Any] = dict(color="none", edgecolor="0.65", hatch="////", linewidth=0)
+    for shift, busy, start, end in zip(plan.shifts, work, starts, longest):
+        source = (devices - shift) % n
+        ax.barh(devices, end - busy, 0.8, start + busy, **waits)
+        ax.barh(devices, busy, 0.8, start, color=shades[source], edgecolor="white", linewidth=0.6)
+        for i in devices[busy > 0.02 * longest.sum()] if n <= 16 else ():
+            dark = np.dot(shades[source[i]][:3], (0.3, 0.6, 0.1)) < 0.5
+            at = start + busy[i] / 2, i
+            text: dict[str, Any] = dict(
+                ha="center", va="center", fontsize="small", color="w" if dark else "k"
+            )
+            ax.annotate(str(source[i]), at, **text)
+    ax.margins(x=0.005)
+    ax.set_ylim(n - 0.4, -0.6)
+    ax.xaxis.set_major_formatter(EngFormatter(unit="FLOP"))
+    ax.yaxis.set_major_locator(MaxNLocator(16, integer=True))
+    ax.set_xlabel("products of the forward, hops in lock step")
+    ax.set_ylabel("device")
+    title = f"{plan.layout}: the busiest device computes {plan.balance:.2f} times the mean"
+    ax.set_title(f"{title} ({plan.lock_step:.2f} in lock step)", fontsize="medium")
+    legend_below(
+        ax,
+        handles=[
+            Patch(facecolor=shades[0], label="computes; the number says whose keys"),
+            Patch(facecolor="none", edgecolor="0.65", hatch="////", linewidth=0, label="waits"),
+        ],
+        ncols=2,
+    )
+    return ax
