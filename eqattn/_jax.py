@@ -1,6 +1,6 @@
 """Every JAX name that is not part of its documented API, in one place.
 
-`tests/test_compat.py` runs all of it on the oldest and the newest supported JAX.
+`tests/test_jax.py` runs all of it on the oldest and the newest supported JAX.
 """
 
 import contextlib

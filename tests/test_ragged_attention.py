@@ -1,203 +1,243 @@
-"""`ragged_mha`, `ragged_gqa`, `ragged_mqa`: one query per row, against the oracle."""
+"""`ragged_attention`: packed queries of rows with their own lengths, against each row by itself."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import oracle, oracle_masks as om
+from _reference import exact
+from conformance import oracle
 
-import eqattn as e
-from eqattn._problem.block_classes import table_of
-from eqattn._problem.blocking import choose_blocking
-from eqattn._problem.problem import problem
-from eqattn._sweep.grid import EMPTY
-
-
-B, D, V = 5, 8, 6
-ENDS = np.array([0, 1, 37, 50, 61], np.int32)
-STARTS = np.array([0, 0, 5, 49, 61], np.int32)
-
-
-def arrays(h, k, s=61, dtype=np.float64, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = ((B, h, D), (B, s, k, D), (B, s, k, V))
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-def expected(q, k, v, ends, starts):
-    s = k.shape[1]
-    mask = om.lengths(1, s, ends, starts)
-    found = oracle.forward(oracle.Problem(q=q[:, None], k=k, v=v, mask=mask, scale=1.0))
-    return found.out[:, 0], found.lse[:, 0]
+from eqattn import (
+    ALiBi,
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    Dense,
+    KeyPadding,
+    MaskFn,
+    Ragged,
+    ragged_attention,
+    ScoreFn,
+    scores,
+    Segments,
+    SlidingWindow,
+)
+from eqattn.cache import PagedKVCache, Quantized
+from eqattn.scores import Operand
 
 
-def close(oml, want, tolerance=1e-13):
-    o, m, l = map(np.asarray, oml)
-    out, lse = want
-    np.testing.assert_allclose(o, out, rtol=0, atol=tolerance)
-    dead = np.isinf(lse)
-    assert (m[..., 0][dead] == -np.inf).all() and (l[..., 0][dead] == 0).all()
-    with np.errstate(divide="ignore"):
-        got = m[..., 0] + np.log(l[..., 0])
-    np.testing.assert_allclose(got[~dead], lse[~dead], rtol=0, atol=tolerance * 10)
+H, K, D, V, S = 4, 2, 8, 6, 40
+LENGTHS = np.array([40, 7, 0, 23, 30], np.int32)
+COUNTS = np.array([11, 1, 0, 5, 1], np.int32)
+CU = np.concatenate([[0], np.cumsum(COUNTS)]).astype(np.int32)
+N = int(CU[-1]) + 3  # three are padding
 
 
-@pytest.mark.parametrize("block", [1, 7, 16, 64, 256])
-@pytest.mark.parametrize("h, k", [(4, 4), (4, 2), (4, 1)])
-def test_against_the_oracle(h, k, block, x64):
-    q, key, v = arrays(h, k)
-    want = expected(q, key, v, ENDS, STARTS)
-    args = tuple(map(jnp.asarray, (q, key, v, ENDS, STARTS)))
-    close(jax.jit(lambda *a: e.ragged_gqa(*a, block_size=block))(*args), want)
-    close(e.reference_gqa(*args), want)
-    if h == k:
-        close(e.ragged_mha(*args, block_size=block), want)
-        close(e.reference_mha(*args), want)
+def arrays(dtype=np.float64):
+    rng = np.random.default_rng(0)
+    shapes = ((N, H, D), (len(LENGTHS), S, K, D), (len(LENGTHS), S, K, V))
+    return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
 
 
-def test_multi_query(x64):
-    q, key, v = arrays(3, 1)
-    want = expected(q, key, v, ENDS, STARTS)
-    args = tuple(map(jnp.asarray, (q, key[:, :, 0], v[:, :, 0], ENDS, STARTS)))
-    for fn in (e.ragged_mqa, e.reference_mqa):
-        close(fn(*args), want)
-        o, m, l = fn(args[0][:, 1], *args[1:])
-        assert (o.shape, m.shape, l.shape) == ((B, V), (B, 1), (B, 1))
-        close([x[:, None] for x in (o, m, l)], [x[:, 1:2] for x in want])
+def metadata(**kwargs):
+    return AttentionMetadata(**{**dict(runtime_dtype=jnp.float64), **kwargs})
 
 
-def test_results_keep_the_rank_of_the_query(x64):
-    q, key, v = map(jnp.asarray, arrays(4, 2))
-    ends = jnp.asarray(ENDS)
-    short, long = e.ragged_gqa(q, key, v, ends), e.ragged_gqa(q[:, None], key, v, ends)
-    for x, y, width in zip(short, long, (V, 1, 1), strict=True):
-        assert x.shape == (B, 4, width) and y.shape == (B, 1, 4, width)
-        assert (x == y[:, 0]).all()
-    for x, y in zip(long, e.reference_gqa(q[:, None], key, v, ends), strict=True):
-        assert x.shape == y.shape
+def one_by_one(q, k, v, mask=None, starts=None, causal=True, **kwargs):
+    """Each row through the plain softmax."""
+    outs = []
+    for row, (length, count) in enumerate(zip(LENGTHS.tolist(), COUNTS.tolist(), strict=True)):
+        shown = KeyPadding(length, 0 if starts is None else int(starts[row]))
+        for more in (Causal() if causal else None, mask):
+            shown = shown if more is None else shown & more
+        out = attention(
+            q[CU[row] : CU[row] + count], k[row], v[row], Dense(metadata()), mask=shown,
+            q_offset=length - count, return_logsumexp=True, **kwargs,
+        )  # fmt: skip
+        outs.append((out.attention_outputs, out.logsumexp))
+    out, lse = (jnp.concatenate(x) for x in zip(*outs, strict=True))
+    pad = N - len(out)
+    return jnp.pad(out, ((0, pad), (0, 0), (0, 0))), jnp.pad(
+        lse, ((0, pad), (0, 0)), constant_values=-np.inf
+    )
 
 
-def test_what_is_not_visible_may_hold_anything(x64):
-    q, key, v = arrays(4, 2)
-    hidden = ~((np.arange(61) >= STARTS[:, None]) & (np.arange(61) < ENDS[:, None]))
-    args = [jnp.asarray(x) for x in (q, key, v, ENDS, STARTS)]
-    want = e.ragged_gqa(*args, block_size=16)
-    for garbage in (np.nan, np.inf, 3e38):
-        args[1:3] = [jnp.asarray(np.where(hidden[..., None, None], garbage, x)) for x in (key, v)]
-        for x, y in zip(e.ragged_gqa(*args, block_size=16), want, strict=True):
-            assert (x == y).all()
+def run(q, k, v, block_q=16, size=8, **kwargs):
+    strategy = Ragged(metadata(blocksize_k=size))
+    out = ragged_attention(
+        q, k, v, jnp.asarray(CU), jnp.asarray(LENGTHS), strategy, block_q=block_q,
+        return_logsumexp=True, **kwargs,
+    )  # fmt: skip
+    return out.attention_outputs, out.logsumexp
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("length", [3, 16])
-def test_a_visible_value_that_is_not_finite_spoils_its_head_and_row_only(bad, length):
-    """Whether or not something else in its block is masked."""
-    q, key, v = arrays(4, 2, s=16, dtype=np.float32)
-    v[1, 2, 1, 0] = bad
-    ends = jnp.full(B, length, jnp.int32)
-    o, _, _ = e.ragged_gqa(*map(jnp.asarray, (q, key, v)), ends, block_size=8)
-    spoiled = np.isnan(np.asarray(o)).any(-1)
-    assert (spoiled == np.isnan(np.asarray(o)).all(-1)).all()
-    assert spoiled.tolist() == [[b == 1 and h >= 2 for h in range(4)] for b in range(B)]
+def close(xs, ys, tolerance=1e-13):
+    for x, y in zip(xs, ys, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
 
 
-def test_gradients(x64):
-    q, key, v = arrays(4, 2)
-    rng = np.random.default_rng(1)
-    ct = rng.standard_normal((B, 4, V))
-    mask = om.lengths(1, 61, ENDS, STARTS)
-    problem = oracle.Problem(q=q[:, None], k=key, v=v, mask=mask, scale=1.0)
-    want = oracle.vjp(problem, ct[:, None], np.zeros((B, 1, 4)))
-
-    def loss(*a):
-        return jnp.vdot(e.ragged_gqa(*a, jnp.asarray(ENDS), jnp.asarray(STARTS))[0], ct)
-
-    got = jax.grad(loss, (0, 1, 2))(*map(jnp.asarray, (q, key, v)))
-    for x, name in zip(got, ("q", "k", "v"), strict=True):
-        np.testing.assert_allclose(np.asarray(x).reshape(want[name].shape), want[name], atol=1e-13)
-
-
-def test_parts_of_a_row_merge(x64):
-    """Splitting the keys: `Carry` makes one result of both parts."""
-    q, key, v = map(jnp.asarray, arrays(4, 2))
-    ends, middle = jnp.asarray(ENDS), jnp.asarray(ENDS // 2)
-    whole = e.ragged_gqa(q, key, v, ends)
-
-    def part(*bounds):
-        return e.Carry.from_oml(*e.ragged_gqa(q, key, v, *bounds))
-
-    merged = part(middle).merge(part(ends, middle)).output()
-    np.testing.assert_allclose(merged, whole[0], rtol=0, atol=1e-14)
-    one = e.ragged_mqa(q[:, 0], key[:, :, 0], v[:, :, 0], ends)
-    o, m, l = e.Carry.from_oml(*one).to_oml()
-    assert (m == one[1][..., 0]).all() and (l == one[2][..., 0]).all()
-    np.testing.assert_allclose(o, one[0], rtol=0, atol=1e-14)
-
-
-def live(s, ends):
-    x = jnp.zeros((len(ends), s, 2, 8), jnp.float32)
-    spec = problem(x[:, :1], x, x, e.AttentionMetadata(), mask=e.KeyPadding(jnp.asarray(ends)))
-    blocking = choose_blocking(spec, None, None, in_place=True)
-    assert blocking.block_k == 128
-    return int((table_of(spec, blocking) != EMPTY).sum())
-
-
-def test_as_many_visits_however_long_the_cache():
-    for ends in ([256] * 4, [1, 0, 129, 1024]):
-        expected = sum(-(-n // 128) for n in ends)
-        assert live(1024, ends) == live(16384, ends) == expected
-
-
-def test_temporary_memory_does_not_grow_with_the_cache():
-    """But for the list of blocks."""
-    sizes = []
-    query = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32)
-    for s in (1024, 16384):
-        key = jax.ShapeDtypeStruct((2, s, 2, 8), jnp.float32)
-        ends = jax.ShapeDtypeStruct((2,), jnp.int32)
-        compiled = jax.jit(e.ragged_gqa).lower(query, key, key, ends).compile()
-        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert sizes[1] - sizes[0] <= 2 * 32 * (16384 - 1024) // 128
-
-
-def test_default_arguments_at_64_tokens():
-    """An ancestor's kernel gave NaN here."""
-    q, key, v = arrays(4, 4, s=64, dtype=np.float32)
-    ends = jnp.full(B, 64, jnp.int32)
-    o, m, l = e.ragged_mha(*map(jnp.asarray, (q, key, v)), ends, jnp.zeros(B, jnp.int32))
-    want, _ = expected(*arrays(4, 4, s=64), np.full(B, 64), np.zeros(B, int))
-    np.testing.assert_allclose(o, want, atol=2e-6)
-    assert (l > 0).all() and jnp.isfinite(m).all()
-
-
-def test_cost_estimate():
-    shapes = [(3, 1, 8, 16), (3, 100, 2, 16), (3, 100, 2, 16)]
-    structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
-    structs.append(jax.ShapeDtypeStruct((3,), jnp.int32))
-    cost = e.get_mha_cost_estimate(tuple(structs))
-    assert cost.flops == 2 * 3 * 8 * 100 * (16 + 16)
-    assert cost.transcendentals == 3 * 8 * 100
-    read = 2 * (3 * 8 * 16 + 2 * 3 * 100 * 2 * 16) + 4 * 3
-    assert cost.bytes_accessed == read + 4 * 3 * 8 * (16 + 2)
+@pytest.mark.parametrize("block_q", [1, 3, 16])
+@pytest.mark.parametrize("size", [8, 7, None])
+def test_rows_by_themselves(block_q, size, x64):
+    q, k, v = arrays()
+    close(jax.jit(lambda *a: run(*a, block_q=block_q, size=size))(q, k, v), one_by_one(q, k, v))
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "kwargs",
     [
-        (dict(mask_value=-1e4), "above -1e30"),
-        (dict(cost_estimate=1), "cost_estimate"),
-        (dict(query=jnp.zeros((B, 2, 4, D))), "several queries per row"),
-        (dict(query=jnp.zeros((B, 3, D))), "not a multiple"),
+        dict(mask=SlidingWindow(4, 0)),
+        dict(causal=False),
+        dict(starts=np.array([3, 0, 0, 20, 30], np.int32)),
+        dict(score=ALiBi(jnp.linspace(0.1, 0.4, H))),
     ],
+    ids=["window", "not causal", "starts", "alibi"],
 )
-def test_errors(change, message, unchecked):
-    q, key, v = (jnp.asarray(x, jnp.float32) for x in arrays(4, 2))
-    with pytest.raises(ValueError, match=message):
-        e.ragged_gqa(**{**dict(query=q, key=key, value=v, lengths=jnp.asarray(ENDS)), **change})
+def test_masks_and_scores(kwargs, x64):
+    q, k, v = arrays()
+    if "score" in kwargs:
+        kwargs = dict(score=ALiBi(jnp.linspace(0.1, 0.4, H, dtype=jnp.float64)))
+    given = {n: jnp.asarray(x) if n == "starts" else x for n, x in kwargs.items()}
+    close(run(q, k, v, **given), one_by_one(q, k, v, **kwargs))
 
 
-def test_heads_must_match_in_mha(unchecked):
-    q, key, v = (jnp.asarray(x, jnp.float32) for x in arrays(4, 2))
-    for fn in (e.ragged_mha, e.reference_mha):
-        with pytest.raises(ValueError, match="ragged_gqa"):
-            fn(q, key, v, jnp.asarray(ENDS))
+def test_cap_sinks_and_bias_against_the_oracle(x64):
+    q, k, v = arrays()
+    slopes, sinks = np.linspace(0.1, 0.4, H), np.linspace(-1, 1, H)
+    md = metadata(blocksize_k=8, logits_soft_cap=2.0, softmax_aux=jnp.asarray(sinks))
+    got = ragged_attention(
+        q, k, v, jnp.asarray(CU), jnp.asarray(LENGTHS), Ragged(md), block_q=4,
+        score=ALiBi(jnp.asarray(slopes)), return_logsumexp=True,
+    )  # fmt: skip
+    for row, (end, count) in enumerate(zip(LENGTHS.tolist(), COUNTS.tolist(), strict=True)):
+        mine, position = slice(CU[row], CU[row] + count), end - count + np.arange(count)
+        distance = position[:, None] - np.arange(S)
+        visible = (distance >= 0) & (np.arange(S) < end)
+        of = oracle.Problem(
+            *(np.asarray(x)[None] for x in (q[mine], k[row], v[row])), scale=D**-0.5,
+            mask=visible, cap=2.0, slopes=slopes, distance=abs(distance), sinks=sinks,
+        )  # fmt: skip
+        found = oracle.forward(of)
+        close([x[mine] for x in (got.attention_outputs, got.logsumexp)],
+              [found.out[0], found.lse[0]])  # fmt: skip
+
+
+def test_gradients(x64):
+    q, k, v = arrays()
+    loss = lambda fn: lambda *a: jnp.sum(jnp.sin(fn(*a)[0]))
+    for transform in (lambda f: jax.grad(f, (0, 1, 2)),
+                      lambda f: lambda *a: jax.jvp(jax.grad(f, (0, 1, 2)), a, a)[1]):  # fmt: skip
+        got = jax.jit(transform(loss(lambda *a: run(*a, block_q=4))))(q, k, v)
+        close(got, jax.jit(transform(loss(one_by_one)))(q, k, v), 1e-12)
+
+
+def test_a_paged_cache(x64):
+    q, k, v = arrays()
+    cache = PagedKVCache.empty(5, S, 30, 8, K, D, V, jnp.float64).reserve(LENGTHS)
+    cache = cache.append(k, v, jnp.asarray(LENGTHS))
+    close(run(q, cache.key, cache.value, size=None), one_by_one(q, k, v))
+
+
+def test_eight_bits(x64):
+    q, k, v = arrays()
+    stored = [Quantized.quantize(x) for x in (k, v)]
+    close(run(q, *stored), one_by_one(q, *(x.materialise() for x in stored)), 1e-6)
+
+
+def test_unused_keys_and_padding_may_hold_anything(x64):
+    q, k, v = arrays()
+    hidden = np.arange(S) >= LENGTHS[:, None]
+    dirty = [jnp.where(hidden[..., None, None], jnp.nan, x) for x in (k, v)]
+    got = run(q.at[int(CU[-1]) :].set(jnp.nan), *dirty)
+    for x, y in zip(got, run(q, k, v), strict=True):
+        assert (x == y).all()
+
+
+def of_rows(transform=None, shown=None, **kwargs):
+    """Each row in float64 NumPy: its logits transformed, and what is shown of them."""
+    q, k, v = arrays()
+    outs = []
+    for row, (end, count) in enumerate(zip(LENGTHS.tolist(), COUNTS.tolist(), strict=True)):
+        at, s = end - count + np.arange(count)[:, None], np.arange(S)[None]
+        visible = (s <= at) & (s < end) & (True if shown is None else shown(row, at, s))
+        change = transform and (lambda z, row=row: transform(z / np.sqrt(D), row, at, s))  # noqa: B023
+        out, lse, _ = exact(q[CU[row] : CU[row] + count], k[row], v[row], change, visible)
+        outs.append((out, lse))
+    out, lse = (np.concatenate(x) for x in zip(*outs, strict=True))
+    got = [x[: int(CU[-1])] for x in run(q, k, v, **kwargs)]
+    close(got, (out, lse))
+
+
+SEEN, SCALES = np.array([9, 5, 3, 20, 30]), np.linspace(0.5, 1.5, 5)
+
+
+@pytest.mark.parametrize("block_q", [2, 16])
+def test_a_mask_is_told_of_rows(block_q, x64):
+    seen = jnp.asarray(SEEN, jnp.int32)
+    shown = lambda row, q, k: k < SEEN[row]
+    of_rows(shown=shown, mask=MaskFn(lambda b, h, q, k: k < seen[b]), block_q=block_q)
+    of_rows(shown=shown, mask=SlidingWindow(50, 0) & KeyPadding(seen), block_q=block_q)
+
+
+@pytest.mark.parametrize("block_q", [2, 16])
+def test_a_score_is_told_of_rows(block_q, x64):
+    scales = jnp.asarray(SCALES)
+    change = lambda z, row, q, k: z * SCALES[row]
+    of_rows(change, score=ScoreFn(lambda z, b, h, q, k: z * scales[b]), block_q=block_q)
+    held = ScoreFn(lambda z, b, h, q, k, x: z * x, [Operand(scales, "b")])
+    of_rows(change, score=[held], block_q=block_q)
+
+
+def test_scalars_are_not_arrays_of_rows(x64):
+    of_rows(lambda z, row, q, k: 5 * np.tanh(z / 5), score=scores.SoftCap(5.0))
+    bias = scores.Bias(jnp.asarray(2.0))
+    of_rows(lambda z, row, q, k: z + 2, score=bias, mask=Causal(jnp.array(0)))
+
+
+def test_lists_are_arrays(unchecked):
+    q, k, v = arrays(np.float32)
+    strategy, starts = Ragged(AttentionMetadata()), [3, 0, 0, 20, 30]
+    want = ragged_attention(
+        q, k, v, jnp.asarray(CU), jnp.asarray(LENGTHS), strategy, starts=jnp.asarray(starts)
+    )
+    got = ragged_attention(q, k, v, CU.tolist(), LENGTHS.tolist(), strategy, starts=starts)
+    assert (got.attention_outputs == want.attention_outputs).all()
+
+
+ERRORS = {
+    "boundaries": (dict(cu_q_lens=CU[1:]), ValueError, "b \\+ 1 boundaries"),
+    "boundaries that decrease": (dict(cu_q_lens=CU[::-1].copy()), ValueError, "cu_q_lens must not decrease"),
+    "more queries": (dict(cu_q_lens=CU + np.arange(6, dtype=np.int32)), ValueError, "at most tokens=21"),
+    "float boundaries": (dict(cu_q_lens=CU.astype(np.float32)), TypeError, "cu_q_lens must be integers"),
+    "no boundaries": (dict(cu_q_lens=None), TypeError, "cu_q_lens must be an array, got NoneType"),
+    "float lengths": (dict(lengths=LENGTHS + 0.9), TypeError, "lengths must be integers"),
+    "one length": (dict(lengths=3), ValueError, "lengths must have at least 1 axis"),
+    "long lengths": (dict(lengths=LENGTHS + 1), ValueError, "at most the 40 keys of key_"),
+    "short lengths": (dict(lengths=LENGTHS // 4), ValueError, "count the new tokens too"),
+    "starts": (dict(starts=np.array([3])), ValueError, "starts \\(1,\\)"),
+    "rows of value": (dict(value=jnp.zeros((10, S, K, V))), ValueError, "value \\(10, 40"),
+    "a batch of queries": (dict(query=jnp.zeros((1, N, H, D))), ValueError, "packed without a batch axis"),
+    "block_q": (dict(block_q=0), ValueError, "block_q must be at least 1"),
+    "negative block_q": (dict(block_q=-1), ValueError, "block_q must be at least 1"),
+    "strategy": (dict(strategy=Blockwise(AttentionMetadata())), TypeError, "Ragged\\(metadata\\), got Blockwise"),
+    "no strategy": (dict(strategy=None), TypeError, "Ragged\\(metadata\\), got NoneType"),
+    "dropout": (dict(strategy=Ragged(AttentionMetadata(dropout_prob=0.1))), ValueError, "replace\\(dropout_prob"),
+    "ids": (
+        dict(mask=Segments(jnp.zeros((5, 1), jnp.int32), jnp.zeros((5, S), jnp.int32))),
+        ValueError, "Segments holds an array",
+    ),
+    "a bias": (dict(score=scores.Bias(jnp.zeros((N, S)))), ValueError, "bias holds an array \\(21, 40\\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name, unchecked):
+    changed, error, message = ERRORS[name]
+    q, k, v = arrays(np.float32)
+    good = dict(
+        query=q, key_=k, value=v, cu_q_lens=CU, lengths=LENGTHS,
+        strategy=Ragged(AttentionMetadata()),
+    )  # fmt: skip
+    with pytest.raises(error, match=message):
+        ragged_attention(**{**good, **changed})

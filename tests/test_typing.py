@@ -21,7 +21,7 @@ import eqattn.viz
 
 
 ROOT = Path(eqattn.__file__).parents[1]
-CONSUMER = ROOT / "tests/typing/consumer.py"
+CONSUMER = ROOT / "tests/typing_consumer.py"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Which mesh axes shard which axis of an attention tensor."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -206,6 +207,34 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return spec.update(partitions=tuple(entries))
+
+
+def with_axes_kept(
+    spec: PartitionSpec,
+    preserved: Sequence[int] | None,
+    source: PartitionSpec | None,
+    rank: int | None,
+) -> PartitionSpec:
+    """The specification in which only some array axes stay sharded.
+
+    **Arguments:**
+
+    - `preserved`: the array axes that stay sharded; None keeps `spec` as it is.
+    - `source`: where the preserved axes are taken from; None means `spec`.
+    - `rank`: how many axes the array has; None means as many as the specifications name.
+
+    **Raises:** `ValueError` for an index out of range.
+    """
+    if preserved is None:
+        return spec
+    named = (spec if source is None else source).partitions
+    rank = max(len(named), len(spec.partitions)) if rank is None else rank
+    entries: list[Any] = [None] * rank
+    for index in map(operator.index, preserved):
+        if not 0 <= index < rank:
+            raise ValueError(f"preserved index {index} is not an axis of {rank} axes.")
+        entries[index] = named[index] if index < len(named) else None
+    return trimmed(PartitionSpec(*entries))
 
 
 def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:

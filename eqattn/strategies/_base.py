@@ -4,7 +4,7 @@ import abc
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -13,39 +13,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .._config.metadata import AttentionMetadata
-from .._config.partition import fitted, trimmed
+from .._config.partition import fitted, with_axes_kept
 from .._config.platform import Backend, Platform, RuntimeMode
 from .._output import AttentionOutput
 from .._problem.storage import AbstractStored
-
-
-_Forward = Callable[..., AttentionOutput]
-
-
-class Support(NamedTuple):
-    """Whether a strategy can do something, and if not, why.
-
-    **Arguments:**
-
-    - `ok`: whether it can.
-    - `reason`: what `attention` would raise; empty if `ok`.
-    """
-
-    ok: bool
-    reason: str
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
-def _defaults_to(name: str, target: str) -> Any:
-    def forward(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        return getattr(self, target)(*args, **kwargs)
-
-    forward.__name__ = name
-    forward.__qualname__ = f"AttentionImpl.{name}"
-    forward.__doc__ = f"`{target}`, unless a strategy has its own. Same arguments and result."
-    return forward
+from ._support import Support
 
 
 # The keywords of `attention` that a `forward_native` need not have.
@@ -130,11 +102,25 @@ class AttentionImpl(eqx.Module):
         - `args`, `kwargs`: what else a strategy declares; a name that it does not declare raises.
         """
 
-    forward_tpu: ClassVar[_Forward] = _defaults_to("forward_tpu", "forward_native")
-    forward_gpu: ClassVar[_Forward] = _defaults_to("forward_gpu", "forward_native")
-    forward_cpu: ClassVar[_Forward] = _defaults_to("forward_cpu", "forward_native")
-    forward_cuda: ClassVar[_Forward] = _defaults_to("forward_cuda", "forward_gpu")
-    forward_rocm: ClassVar[_Forward] = _defaults_to("forward_rocm", "forward_gpu")
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        """What runs on TPUs: `forward_native`, unless a strategy has its own."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        """What runs on GPUs of either kind: `forward_native`, unless a strategy has its own."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        """What runs on NVIDIA GPUs: `forward_gpu`, unless a strategy has its own."""
+        return self.forward_gpu(*args, **kwargs)
+
+    def forward_rocm(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        """What runs on AMD GPUs: `forward_gpu`, unless a strategy has its own."""
+        return self.forward_gpu(*args, **kwargs)
+
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        """What runs on CPUs: `forward_native`, unless a strategy has its own."""
+        return self.forward_native(*args, **kwargs)
 
     def __call__(
         self,
@@ -354,17 +340,8 @@ class AttentionImpl(eqx.Module):
         """
         if state_ps is None or dep is None or dep is False:
             return None
-        spec = state_ps
-        if preserved_indices is not None:
-            source = (state_ps if clone_ps is None else clone_ps).partitions
-            longest = max(len(source), len(state_ps.partitions))
-            rank = longest if tensor is None else len(tensor.shape)
-            entries: list[Any] = [None] * rank
-            for index in map(operator.index, preserved_indices):
-                if not 0 <= index < rank:
-                    raise ValueError(f"preserved index {index} is not an axis of {rank} axes.")
-                entries[index] = source[index] if index < len(source) else None
-            spec = trimmed(PartitionSpec(*entries))
+        rank = None if tensor is None else len(tensor.shape)
+        spec = with_axes_kept(state_ps, preserved_indices, clone_ps, rank)
         if tensor is None:
             return spec
         mesh = self.metadata.mesh
@@ -396,6 +373,12 @@ class AttentionImpl(eqx.Module):
                 f"{k.shape}, {v.shape} and {num_reps}."
             )
         return jnp.repeat(k, num_reps, axis=-2), jnp.repeat(v, num_reps, axis=-2)
+
+
+# The delegating methods show the arguments that they pass on. `*args` is for type checkers: a base
+# with `*args: Any, **kwargs: Any` may be overridden with any parameters.
+_parameters = inspect.signature(AttentionImpl.__dict__["forward_native"]).parameters.values()
+_signature = inspect.Signature([p for p in _parameters if p.kind is not p.VAR_POSITIONAL])
 
 
 # The delegating methods show the arguments that they pass on. `*args` is for type checkers: a base

@@ -6,8 +6,8 @@ Each function draws into the `Axes` that it is given, or into a new figure, and 
 
 try:
     import matplotlib as _matplotlib  # noqa: F401
-except ImportError as e:
-    raise ImportError("eqattn.viz needs matplotlib: python -m pip install -e '.[viz]'") from e
+except ImportError as _e:
+    raise ImportError("eqattn.viz needs matplotlib: python -m pip install -e '.[viz]'") from _e
 
 from ._masks import plot_blocks as plot_blocks, plot_heads as plot_heads, plot_mask as plot_mask
 from ._performance import plot_ring as plot_ring, plot_scaling as plot_scaling

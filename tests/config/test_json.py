@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _metadata_fields import arrays, FIELDS, FLOATS
 from _same import same
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from eqattn._config.json import decode, encode
 from eqattn._config.metadata import AttentionMetadata
-from eqattn._config.platform import Backend, Platform
-
-
-FLOATS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+from eqattn._config.platform import Backend
 
 
 def through_json(value):
@@ -26,16 +24,6 @@ def through_json(value):
 
 def bits(array):
     return np.asarray(array).tobytes()
-
-
-@st.composite
-def arrays(draw, shapes=((), (3,), (2, 2), (0,), (1, 0, 2)), dtypes=tuple(FLOATS[:3])):
-    dtype = np.dtype(draw(st.sampled_from(dtypes)))
-    shape = draw(st.sampled_from(shapes))
-    size = int(np.prod(shape)) * dtype.itemsize
-    # Any bit pattern at all: NaN payloads, subnormals, negative zero, infinities.
-    raw = draw(st.binary(min_size=size, max_size=size))
-    return np.frombuffer(raw, dtype).reshape(shape)
 
 
 @settings(deadline=None, max_examples=60)
@@ -144,31 +132,6 @@ def test_mesh_of_16_devices_and_their_absence():
     gone = {**body, "platform": "tpu", "shape": [2, 4], "device_ids": [*range(8)][::-1]}
     with pytest.raises(ValueError, match=r"tpu devices \[7, 6, 5, 4, 3, 2, 1, 0\].*\(0 tpu"):
         AttentionMetadata.from_dict({"mesh": {"$mesh": gone}})
-
-
-scalars = arrays(shapes=((),)).filter(lambda a: np.isfinite(a) and a > 0)
-leaves = st.one_of(st.none(), st.floats(1e-30, 1e30), scalars)
-axes = st.sampled_from([None, "a", ("b", "c")])
-sizes = st.one_of(st.none(), st.integers(1, 10**6))
-FIELDS = dict(
-    runtime_dtype=st.sampled_from(FLOATS),
-    runtime_softmax_dtype=st.sampled_from([None, *FLOATS]),
-    sequence_axis_name=st.text(min_size=1),
-    mesh=st.sampled_from([None, AbstractMesh((2, 4), ("a", "b"))]),
-    platform=st.sampled_from([*Platform]),
-    backend=st.sampled_from([*Backend]),
-    partition_axis=st.fixed_dictionaries(
-        dict(batch_axis=axes, head_axis=axes, generation_head_axis=axes)
-    ),
-    scan_ring_attention=st.booleans(),
-    softmax_scale=leaves,
-    dropout_prob=st.floats(0, 1, exclude_max=True),
-    blocksize_q=sizes,
-    blocksize_k=sizes,
-    blocksize_b=sizes,
-    logits_soft_cap=leaves,
-    softmax_aux=st.one_of(st.none(), arrays(shapes=((4,), (1, 3), (2, 2)))),
-)
 
 
 @settings(deadline=None, max_examples=100)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import eqattn
-from eqattn import _jax as _compat
+from eqattn import _jax
 
 
 ROOT = pathlib.Path(eqattn.__file__).parent
@@ -32,19 +32,17 @@ def test_semi_private_imports_live_in_one_module():
             for name in names:
                 assert not name.startswith("jax._src"), path
                 semi = name.startswith(("jax.interpreters", "jax.extend"))
-                assert not semi or path.name == "_compat.py", path
+                assert not semi or path.name == "_jax.py", path
 
 
 def test_a_primitive_with_every_rule():
     """The registration that the library relies on: evaluation, jvp, transpose, vmap, lowering."""
-    twice = _compat.Primitive("test_twice")
+    twice = _jax.Primitive("test_twice")
     twice.def_impl(lambda x: 2 * x)
     twice.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
-    _compat.mlir.register_lowering(
-        twice, _compat.mlir.lower_fun(lambda x: 2 * x, multiple_results=False)
-    )
-    _compat.ad.deflinear(twice, lambda ct: [twice.bind(ct)])
-    _compat.batching.primitive_batchers[twice] = lambda args, dims: (twice.bind(*args), dims[0])
+    _jax.mlir.register_lowering(twice, _jax.mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+    _jax.ad.deflinear(twice, lambda ct: [twice.bind(ct)])
+    _jax.batching.primitive_batchers[twice] = lambda args, dims: (twice.bind(*args), dims[0])
     x = jnp.arange(3.0)
     assert jax.jit(jax.vmap(jax.grad(twice.bind)))(x).tolist() == [2, 2, 2]
     assert jax.jvp(twice.bind, (x,), (x,))[1].tolist() == [0, 2, 4]
@@ -52,17 +50,17 @@ def test_a_primitive_with_every_rule():
 
 def test_jaxprs_are_called_again():
     closed = jax.make_jaxpr(lambda x: (x + 1, x * 2))(1.0)
-    assert isinstance(closed, _compat.ClosedJaxpr)
-    assert [float(y) for y in _compat.jaxpr_as_fun(closed)(3.0)] == [4, 6]
+    assert isinstance(closed, _jax.ClosedJaxpr)
+    assert [float(y) for y in _jax.jaxpr_as_fun(closed)(3.0)] == [4, 6]
     literals = jax.make_jaxpr(lambda x: x + 1.0)(1.0).jaxpr.eqns[0].invars
-    assert [isinstance(v, _compat.Literal) for v in literals] == [False, True]
+    assert [isinstance(v, _jax.Literal) for v in literals] == [False, True]
 
 
 def test_symbolic_zeros_and_undefined_primals():
-    assert _compat.is_zero(_compat.ad.Zero(jax.typeof(jnp.ones(2))))
-    assert _compat.is_zero(np.zeros(2, jax.dtypes.float0))
-    assert not _compat.is_zero(jnp.zeros(2))
-    assert not _compat.ad.is_undefined_primal(jnp.ones(2))
+    assert _jax.is_zero(_jax.ad.Zero(jax.typeof(jnp.ones(2))))
+    assert _jax.is_zero(np.zeros(2, jax.dtypes.float0))
+    assert not _jax.is_zero(jnp.zeros(2))
+    assert not _jax.ad.is_undefined_primal(jnp.ones(2))
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -74,12 +72,12 @@ def test_varying_axes(check):
     )
     def f(x):
         everywhere = jnp.ones(2)
-        seen.append((_compat.varying_axes(x, everywhere), _compat.varying_axes(everywhere)))
-        seen.append((_compat.varies(jax.typeof(x)), _compat.varies(jax.typeof(everywhere))))
-        block = _compat.abstract(x, (2,), jnp.float32)
+        seen.append((_jax.varying_axes(x, everywhere), _jax.varying_axes(everywhere)))
+        seen.append((_jax.varies(jax.typeof(x)), _jax.varies(jax.typeof(everywhere))))
+        block = _jax.abstract(x, (2,), jnp.float32)
         seen.append((block.shape, jax.make_jaxpr(jnp.sin)(block).out_avals[0].shape))
-        mixed = _compat.vary(everywhere, _compat.varying_axes(x))
-        seen.append(_compat.varying_axes(mixed))
+        mixed = _jax.vary(everywhere, _jax.varying_axes(x))
+        seen.append(_jax.varying_axes(mixed))
         return x + mixed
 
     jax.jit(f)(jnp.ones(2))
@@ -88,25 +86,25 @@ def test_varying_axes(check):
 
 
 def test_shardings_of_types():
-    assert _compat.explicit_axes(jnp.ones(2)) == ()
+    assert _jax.explicit_axes(jnp.ones(2)) == ()
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(jnp.ones((2, 3)), P("x"))
         seen = []
-        jax.jit(lambda x: seen.append((_compat.explicit_axes(x), _compat.sharding_of(x))) or x)(x)
+        jax.jit(lambda x: seen.append((_jax.explicit_axes(x), _jax.sharding_of(x))) or x)(x)
     assert seen == [(("x",), ("x", None))]
 
 
 def test_partitioned_automatically_is_asked_for_while_lowering():
     asked = []
-    probe = _compat.Primitive("test_probe")
+    probe = _jax.Primitive("test_probe")
     probe.def_impl(lambda x: x)
     probe.def_abstract_eval(lambda x: x)
 
     def rule(ctx, x):
-        asked.append(_compat.partitioned_automatically(ctx))
+        asked.append(_jax.partitioned_automatically(ctx))
         return [x]
 
-    _compat.mlir.register_lowering(probe, rule)
+    _jax.mlir.register_lowering(probe, rule)
     jax.jit(probe.bind).lower(jnp.ones(2))
     assert asked == [False]
     two = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
@@ -122,13 +120,13 @@ def test_the_mark_of_varying_values_is_recognised():
     )
     def f(x):
         def g(y):
-            return _compat.vary(y, frozenset({"x"}))
+            return _jax.vary(y, frozenset({"x"}))
 
         marks.extend(e for e in jax.make_jaxpr(g)(jnp.ones(2)).jaxpr.eqns)
         return x
 
     marks = []
     jax.jit(f)(jnp.ones(2))
-    assert [_compat.only_varies(e) for e in marks] == [True]
+    assert [_jax.only_varies(e) for e in marks] == [True]
     add = jax.make_jaxpr(lambda x: x + 1)(1.0).jaxpr.eqns[0]
-    assert not _compat.only_varies(add)
+    assert not _jax.only_varies(add)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _metadata_fields import FIELDS
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
-from test_serialise import FIELDS
 
 import eqattn
 from eqattn import (

@@ -15,7 +15,7 @@ from eqattn._tools.tpu_report.rows import Row
 from eqattn._tools.tpu_report.steps import Region, Step, Steps
 
 
-BUDGET = Path(__file__).with_name("tpu_budget.json")
+BUDGET = Path(__file__).parents[1] / "tpu_budget.json"
 AGAIN = f"python -m eqattn tpu-report --peers --json tests/{BUDGET.name}"
 
 

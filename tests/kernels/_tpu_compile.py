@@ -1,6 +1,6 @@
 """Attention compiled by the compiler of TPUs, without a TPU.
 
-    python tests/_tpu_compile.py v5e causal bias ...
+    python tests/kernels/_tpu_compile.py v5e causal bias ...
 
 prints one JSON object for each case: how many kernels and collectives there are, how many bytes the
 largest copy has and how many are temporary; or the error.
@@ -219,7 +219,7 @@ def compile_all(chip: str, cases: tuple[str, ...]) -> dict:
 
     pytest.importorskip("libtpu", reason="libtpu, which compiles for TPUs, is not installed")
     script = pathlib.Path(__file__)
-    env = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(script.parents[2])}
     env.pop("XLA_FLAGS", None)
     out = subprocess.run(
         [sys.executable, str(script), chip, *cases], env=env, capture_output=True, text=True

@@ -1,7 +1,7 @@
 """What the compiler of a TPU makes of a ring, without a TPU: it is compiled for a named topology,
 and the moves are read off the scheduled program.
 
-    python tests/_tpu_schedule.py '{"topology": "v5e:4x4", "tokens": 4096}' ...
+    python tests/kernels/_tpu_schedule.py '{"topology": "v5e:4x4", "tokens": 4096}' ...
 
 prints one JSON object for each case; without a case, the table of docs/pages/ring.md.
 """

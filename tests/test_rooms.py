@@ -1,0 +1,78 @@
+"""The rooms of `eqattn`: each imports only from rooms of a lower level, lazy imports included."""
+
+import ast
+import re
+from pathlib import Path
+
+import eqattn
+
+
+PACKAGE = Path(eqattn.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def room(module: str) -> str:
+    """The folder or file at the top of the package that a module is in."""
+    return module.partition(".")[0]
+
+
+def imports(module: str, path: Path):
+    """The modules of the package that a module imports anywhere, also inside of functions."""
+    package = module.split(".")[: None if path.name == "__init__.py" else -1]
+    package = [] if module == "__init__" else package
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names if a.name.partition(".")[0] == "eqattn"]
+            yield from (name.removeprefix("eqattn").strip(".") or "__init__" for name in names)
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            parts = (node.module or "").split(".") if node.module else []
+            if not node.level:
+                if parts[:1] != ["eqattn"]:
+                    continue
+                parts = parts[1:]
+            base = [*base, *parts]
+            for alias in node.names:
+                whole = ".".join([*base, alias.name])
+                yield whole if whole in MODULES else ".".join(base) or "__init__"
+
+
+def arrows() -> set[tuple[str, str]]:
+    found = {(room(m), room(n)) for m, path in MODULES.items() for n in imports(m, path)}
+    return {(a, b) for a, b in found if a != b}
+
+
+def levels() -> dict[str, int]:
+    """The documented level of each room."""
+    page = (PACKAGE.parent / "docs/pages/contributing.md").read_text()
+    table = page[page.index("level  room") :].split("```")[0].splitlines()[1:]
+    found, level = {}, 0
+    for line in table:
+        number, name = re.match(r" *([0-9]*) +([a-z_]+)/? ", line).groups()
+        level = int(number) if number else level
+        found[name] = level
+    return found
+
+
+def test_every_room_is_on_the_map():
+    assert set(levels()) == {room(m) for m in MODULES}
+    assert len(levels()) <= 25 and max(levels().values()) <= 12
+
+
+def test_no_import_runs_upwards():
+    level = levels()
+    assert [(a, b) for a, b in sorted(arrows()) if level[a] <= level[b]] == []
+
+
+def test_the_search_finds_imports():
+    """Of each kind: at the top, of a module, in a function, and absolute ones."""
+    assert "_sweep.fold" in set(imports("strategies._fold", MODULES["strategies._fold"]))
+    assert {("kernels", "_sweep"), ("strategies", "_problem"), ("_tools", "__init__")} <= arrows()
+
+
+def test_files_are_short():
+    lengths = {m: len(path.read_text().splitlines()) for m, path in MODULES.items()}
+    assert {m: n for m, n in lengths.items() if n > 400} == {}
