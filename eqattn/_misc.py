@@ -114,3 +114,8 @@ def text_of(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{what} must be a string or an enum member, got {value!r}.")
     return value.lower()
+
+
+def even_block(tokens: int, most: int = 256) -> int | None:
+    """The largest size from `most` down to 64 that divides so many tokens, or None."""
+    return next((n for n in range(most, 63, -1) if tokens % n == 0), None)

@@ -8,11 +8,11 @@ from jaxtyping import Array, Float, Int
 
 from ._attention import attention
 from ._carry import Carry
-from ._misc import as_ids, as_int, concrete, int32
+from ._misc import as_ids, as_int, concrete, even_block, int32
 from ._output import AttentionOutput
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_scores
-from ._problem.storage import AbstractStored, apart, as_stored, even_block, joined, Pages, Quantized
+from ._problem.storage import AbstractStored, apart, as_stored, joined, Pages, Quantized
 from .masks._causal import Causal
 from .masks._packed import check_boundaries, packed_segments
 from .masks._padding import KeyPadding

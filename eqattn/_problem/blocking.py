@@ -9,15 +9,15 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from .._sweep.grid import BATCH, COL, HEAD, ROW
+from .._sweep.lowering import BlockRequest, Lowering, XLA
 from .mesh import split_axis
 from .problem import Problem
-from .storage import even_block, Pages
+from .storage import Pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,40 +200,27 @@ def choose_blocking(
     parts: int = 1,
     shards: int = 1,
     in_place: bool = False,
-    kernel: str = "",
+    lowering: Lowering = XLA,
     devices: int = 1,
 ) -> Blocking:
-    """The blocking of a problem; automatic sizes where None, those of a TPU for its `kernel`. Of
-    what lies `in_place`, so many `devices` share the heads.
+    """The blocking of a problem; where sizes are None, those that the lowering likes best. Of what
+    lies `in_place`, so many `devices` share the heads.
     """
     t, s, heads, kv_heads = problem.sizes
     if in_place:
         kv_heads = devices
     group = heads // kv_heads
-    side, deep = 0, 0
-    if kernel:  # the largest blocks of logits whose kernels fit
-        narrow, dim = problem.query.dtype == jnp.bfloat16, problem.query.shape[-1]
-        side = deep = 1024 if narrow and dim <= 256 else 512
-    if block_q is None:
-        block_q = max(1 if in_place else 8, (side or 256) // group)
     pages = {x.page_size for x in (problem.key, problem.value) if isinstance(x, Pages)}
     if len(pages | ({block_k} if pages and block_k else set())) > 1:
         raise ValueError(
             f"Pages of keys and values and blocksize_k must have one size, got {sorted(pages)} and "
             f"{block_k}; leave blocksize_k None."
         )
-    together = 1
-    if block_k is None:
-        # As many keys as queries: fewer steps, and no more of a diagonal's blocks is masked.
-        block_k = deep or (256 if group == 1 and s > 256 else 128)
-        if pages:
-            (page,) = pages
-            together = min(max(512 // page, 1), -(-s // page)) if kernel else 1
-            block_k = together * page
-        elif in_place:  # a size that divides the keys needs no padded copy of them
-            single = t == 1 and not kernel and jax.default_backend() == "cpu"
-            most = 512 if kernel else 256
-            block_k = (single and even_block(s, 128)) or even_block(s, most) or block_k
+    page = next(iter(pages), 0)
+    dtype, head_dim = problem.query.dtype, problem.query.shape[-1]
+    best = lowering.choose_blocks(BlockRequest(t, s, group, dtype, head_dim, in_place, page))
+    block_q = best.queries if block_q is None else block_q
+    block_k = best.keys if block_k is None else block_k
     return Blocking(
         batch=math.prod(problem.batch_shape),
         kv_heads=kv_heads,
@@ -245,6 +232,6 @@ def choose_blocking(
         parts=parts,
         shards=shards,
         in_place=in_place,
-        together=together,
-        halves=bool(kernel) and not in_place,
+        together=block_k // page if page else 1,
+        halves=lowering.skips_corners and not in_place,
     )

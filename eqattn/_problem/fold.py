@@ -1,15 +1,17 @@
 """The fold of a problem."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 
 from .._carry import Carry
 from .._sweep.fold import fold
 from .._sweep.grid import BATCH, COL, FULL, HEAD, ROW
-from ..kernels import _select as _select  # registers the kernels
+from .._sweep.lowering import Lowering, XLA
 from .blocking import Blocking
 from .exchange import Spread
-from .operands import Parts, WHOLE
+from .operands import BlockOperands, WHOLE
 from .problem import Problem
 
 
@@ -19,7 +21,7 @@ def fold_problem(
     spread: Spread | None = None,
     *,
     fused: bool,
-    kernel: str = "",
+    lowering: Lowering = XLA,
 ) -> Carry:
     """The softmax fold of a problem: a Carry of `[B, T, H, V]`, `[B, T, H]`, `[B, T, H]`, whose
     gradients take one visit of the blocks if `fused`, else two.
@@ -32,53 +34,42 @@ def fold_problem(
         shape = (blocking.batch, t, heads)
         return Carry.empty(shape, problem.value.shape[-1], problem.accumulation)
     spread = spread or Spread()
-    parts = Parts(problem, blocking, spread, kernel)
-    table, table_axes, classes = parts.plan()
-    visited = parts.on(spread.local(blocking))
+    blocks = BlockOperands(problem, blocking, spread, lowering)
+    table, table_axes, classes = blocks.plan()
+    visited = blocks.on(spread.local(blocking))
+    value_axes = [x.axes for x in blocks.values]
 
-    def run(parts, own, operands, values):
+    def run(blocks, own, operands, values):
         own_axes = table_axes
         if spread.axes and spread.ring is None and classes != (FULL,):
-            own = parts.classify(*[operands[i] for i in parts.reads])
+            own = blocks.classify(*[operands[i] for i in blocks.reads])
             own_axes = (BATCH, HEAD, ROW, COL)[-own.ndim :]
         return fold(
-            {c: parts.logits(c) for c in classes},
+            {c: blocks.logits(c) for c in classes},
             operands,
-            parts.axes,
-            {c: parts.weigh(c) for c in classes},
+            {c: blocks.weigh(c) for c in classes},
             values,
-            parts.value_axes,
-            grid=parts.blocking.grid,
-            block=blocking.block,
+            value_axes,
+            dataclasses.replace(blocks.layout(blocking, own_axes), fused=fused),
             table=own,
-            table_axes=own_axes,
-            ring=spread.ring,
-            classify=None if classes == (FULL,) else parts.classify,
-            reads=parts.reads,
-            fused=fused,
-            ragged=blocking.in_place,
-            kernel=kernel,
-            pages=parts.pages,
-            lookups=parts.lookups,
-            corner=blocking.corner,
-            products=parts.products,
-            spec=parts.spec,
-            roles=parts.roles,
+            classify=None if classes == (FULL,) else blocks.classify,
+            reads=blocks.reads,
+            products=blocks.products,
         )
 
     rows = (BATCH, HEAD, ROW)
     if spread.manual is None:
         operands = [
-            x if name in WHOLE else spread.arrived(x, a)
-            for name, x, a in zip(parts.roles, parts.operands, parts.axes)
+            x.array if x.role in WHOLE else spread.arrived(x.array, x.axes) for x in blocks.operands
         ]
-        values = [spread.arrived(x, a) for x, a in zip(parts.values, parts.value_axes)]
+        values = [spread.arrived(x.array, x.axes) for x in blocks.values]
         carry = [spread.returned(x, rows) for x in run(visited, table, operands, values)]
     else:
         own, static = eqx.partition((problem.mask, problem.scores), eqx.is_array)
+        in_axes = [x.axes for x in blocks.operands]
         carry = spread.manual.over(
             lambda own, *arrays: run(visited.reading(*eqx.combine(own, static)), *arrays),
-            [jax.tree.map(lambda _: (), own), table_axes, parts.axes, parts.value_axes],
+            [jax.tree.map(lambda _: (), own), table_axes, in_axes, value_axes],
             [rows] * 3,
-        )(own, table, parts.operands, parts.values)
+        )(own, table, [x.array for x in blocks.operands], [x.array for x in blocks.values])
     return Carry(*map(blocking.from_rows, carry))

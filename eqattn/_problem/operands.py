@@ -6,7 +6,6 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,7 +13,8 @@ from jaxtyping import Array
 
 from .._pairs import Operand, over_block
 from .._sweep.fold import finite, masked_dot, scaled
-from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, PARTIAL, ROW
+from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, Layout, PARTIAL, ROW
+from .._sweep.lowering import Lowering, XLA
 from .._sweep.products import dot
 from ..masks._base import AbstractMask, visible
 from ..scores._dropout import kept
@@ -48,18 +48,45 @@ WHOLE = ("q_position", "kv_position", "valid")
 """The operands that are given for all devices of a place, and are not gathered from them."""
 
 
-class Parts:
-    """The operands of a problem's blocks, and the function that turns them into logits."""
+@dataclasses.dataclass(frozen=True)
+class BlockOperand:
+    """An array cut into blocks.
+
+    **Arguments:**
+
+    - `role`: what it is to the problem: `"query"`, `"key"`, `"value"`, `"page"`, `"scale"`, an
+        index of a pair, `"valid"`, `"seed"`, or the class of the mask or score that reads it.
+    - `array`: the axes of the grid that it has, then those of one block.
+    - `axes`: these axes of the grid.
+    """
+
+    role: str
+    array: Any
+    axes: tuple[int, ...]
+
+
+class BlockOperands:
+    """The operands of a problem's blocks, and the functions that turn them into logits and values.
+
+    `operands` are those of the logits, in the order in which `logits` reads their blocks: the
+    query, what holds the keys, the scale if products are scaled, the indices of pairs, which keys
+    are no padding, what scores and mask read, and the seed of a dropout. `values` are those of the
+    values. Of pages, `lookups` says which operand holds the page of each page axis of the grid,
+    whose sizes are `pages`.
+    """
 
     def __init__(
-        self, problem: Problem, blocking: Blocking, spread: Spread = Spread(), kernel: str = ""
+        self,
+        problem: Problem,
+        blocking: Blocking,
+        spread: Spread = Spread(),
+        lowering: Lowering = XLA,
     ):
         self.problem, self.blocking, self.spread = problem, blocking, spread
-        self.kernel, self.sent, self.local = kernel, bool(spread.axes), False
+        self.lowering, self.sent, self.local = lowering, bool(spread.axes), False
         dtype, acc = problem.query.dtype, problem.accumulation
-        wide = dtype == acc or (not kernel and jax.default_backend() == "cpu")
-        # Narrow products are slower than float32's on a CPU. What is sent stays narrow, and of
-        # what lies in place only the visited blocks are read.
+        wide = dtype == acc or not lowering.multiplies_narrow()
+        # What is sent stays narrow, and of what lies in place only the visited blocks are read.
         stored = dtype if self.sent or blocking.in_place or not wide else acc
         precision = problem.precision
         if precision is None and dtype == acc:
@@ -69,73 +96,92 @@ class Parts:
         self.post_scale = stored != acc or blocking.in_place
         self.pages: tuple[int, ...] = ()
         self.lookups: tuple[int, ...] = ()
-        self.operands = [blocking.rows_of(query)]
-        self.axes: list[tuple[int, ...]] = [(BATCH, HEAD, ROW)]
+        rows = BlockOperand("query", blocking.rows_of(query), (BATCH, HEAD, ROW))
+        self.operands: tuple[BlockOperand, ...] = (rows,)
+        self.values: tuple[BlockOperand, ...] = ()
         if blocking.in_place:
-            self.store()
+            self._store()
         else:
             key, value = (x.astype(stored) for x in (problem.key, problem.value))
             # Not the query, as XLA:CPU is slow at arithmetic in a transposed copy.
             key = key if self.post_scale else scaled(key, scale)
-            self.operands.append(blocking.columns_of(key))
-            values = [value] if kernel else self.cleaned(value)
-            self.values = [blocking.columns_of(x) for x in values]
-            self.axes.append((BATCH, HEAD, COL))
-            self.value_axes = [(BATCH, HEAD, COL)] * len(values)
-            self.roles = ("query", "key")
+            columns = (BATCH, HEAD, COL)
+            self.operands += (BlockOperand("key", blocking.columns_of(key), columns),)
+            values = [value] if lowering.cleans_values else self.cleaned(value)
+            self.values = tuple(
+                BlockOperand("value", blocking.columns_of(x), columns) for x in values
+            )
         self.keys = slice(1, len(self.operands) - len(self.lookups))
         if self.post_scale:
-            self.add("scale", scale.reshape(1, 1, 1, 1))
+            self._add("scale", scale.reshape(1, 1, 1, 1))
         for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
-            self.add(name, x)
+            self._add(name, x)
         whole = spread.local(blocking) if spread.inside else blocking
         valid = np.ones((1, 1, 1, whole.keys), bool)
         valid = whole.pad(valid, 3, whole.columns * whole.block_k, edge=False)
         self.padded = not valid.all()
         if self.padded:
-            self.add("valid", valid)
-        self.groups = []
+            self._add("valid", valid)
+        self.groups: list[slice] = []
         for part in (*problem.scores, *([] if problem.mask is None else [problem.mask])):
             start = len(self.operands)
             for operand in part.operands():
-                self.add(type(part).__name__, problem.canonical(operand))
+                self._add(type(part).__name__, problem.canonical(operand))
             self.groups.append(slice(start, len(self.operands)))
         if problem.seed is not None and problem.rate > 0:
-            self.operands.append(problem.seed)
-            self.axes.append(())
-            self.roles += ("seed",)
-        self.spec = (
-            tuple(type(s).__name__ for s in problem.scores),
-            jax.tree.structure(problem.mask),
-            problem.rate if "seed" in self.roles else 0.0,
-            problem.logits_dtype,
-        )
+            self.operands += (BlockOperand("seed", problem.seed, ()),)
 
-    def store(self) -> None:
+    def _store(self) -> None:
         """Keys and values that stay in place; of pages, as many operands as a block has."""
         placed, tables, blocking = [], [], self.blocking
         shared = blocking.kv_heads > 1
         both = [as_stored(x) for x in (self.problem.key, self.problem.value)]
         self.held = [x.in_shares(blocking.kv_heads) for x in both]
-        for x in self.held:
-            arrays, axes = [], []
+        for role, x in zip(("key", "value"), self.held):
             if x.table is None:
+                axes = (BATCH, HEAD, COL) if shared else (BATCH, COL)
                 arrays = [blocking.columns_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
-                axes = [(BATCH, HEAD, COL) if shared else (BATCH, COL)] * len(arrays)
-            else:
-                pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
-                for table in blocking.tables_of(x.table):
-                    arrays += pools
-                    axes += [(HEAD, len(tables)) if shared else (len(tables),)] * len(pools)
-                    tables.append(table)
-                    self.pages += (len(x.arrays[0]),)
-            placed.append((arrays, axes))
-        (keys, key_axes), (self.values, self.value_axes) = placed
-        start = 1 + len(keys)
+                placed.append([BlockOperand(role, a, axes) for a in arrays])
+                continue
+            pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
+            found = []
+            for table in blocking.tables_of(x.table):
+                axes = (HEAD, len(tables)) if shared else (len(tables),)
+                found += [BlockOperand(role, a, axes) for a in pools]
+                tables.append(BlockOperand("page", table, (BATCH, COL)))
+                self.pages += (len(x.arrays[0]),)
+            placed.append(found)
+        keys, values = placed
+        start = len(self.operands) + len(keys)
         self.lookups = tuple(range(start, start + len(tables)))
-        self.operands += [*keys, *tables]
-        self.axes += [*key_axes, *[(BATCH, COL)] * len(tables)]
-        self.roles = ("query", *["key"] * len(keys), *["page"] * len(tables))
+        self.operands += (*keys, *tables)
+        self.values = tuple(values)
+
+    def _add(self, role: str, x: Any) -> None:
+        """Adds an operand `[B|1, H|1, T|1, S|1]`."""
+        whole = self.spread.inside and role in WHOLE
+        blocking = self.spread.local(self.blocking) if whole else self.blocking
+        blocks, axes = blocking.pairs_of(x)
+        self.operands += (BlockOperand(role, jnp.asarray(blocks), axes),)
+
+    def index(self, role: str) -> int:
+        """Which of the operands is the first with a role."""
+        return next(i for i, x in enumerate(self.operands) if x.role == role)
+
+    def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> Layout:
+        """The grid of a visit of blocks of this blocking."""
+        return Layout(
+            grid=self.blocking.grid,
+            block=blocking.block,
+            in_axes=tuple(x.axes for x in self.operands),
+            table_axes=table_axes,
+            ring=self.spread.ring,
+            ragged=blocking.in_place,
+            lowering=self.lowering,
+            pages=self.pages,
+            lookups=self.lookups,
+            corner=blocking.corner,
+        )
 
     def stored(self, which: int, blocks: Sequence[Array]) -> Array:
         """The numbers of a block of keys (0) or values (1) that lie in place."""
@@ -145,13 +191,13 @@ class Parts:
         block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
         return block.astype(self.problem.accumulation)
 
-    def on(self, blocking: Blocking) -> "Parts":
+    def on(self, blocking: Blocking) -> "BlockOperands":
         """The same where blocks of this blocking are visited."""
         new = copy.copy(self)
         new.blocking, new.local = blocking, blocking.grid[:2] != self.blocking.grid[:2]
         return new
 
-    def reading(self, mask: AbstractMask | None, scores: tuple) -> "Parts":
+    def reading(self, mask: AbstractMask | None, scores: tuple) -> "BlockOperands":
         """The same with what masks and scores close over exchanged."""
         new = copy.copy(self)
         new.problem = dataclasses.replace(self.problem, mask=mask, scores=scores)
@@ -159,7 +205,7 @@ class Parts:
 
     def weigh(self, c: int) -> Callable:
         """The `values` of the fold in a block of class `c`."""
-        if not (self.blocking.in_place or self.kernel):
+        if not (self.blocking.in_place or self.lowering.cleans_values):
             return lambda clean, poison: [clean, poison]
 
         def fn(*blocks):
@@ -168,7 +214,7 @@ class Parts:
                 value = self.stored(1, blocks)
             if c == FULL:
                 return [value]
-            if self.kernel:
+            if self.lowering.cleans_values:
                 poison = jnp.where(jnp.isfinite(value), 0, jnp.nan).astype(value.dtype)
                 return [finite(value), poison.sum(-1)]
             return self.cleaned(value)
@@ -179,19 +225,11 @@ class Parts:
         """A value without what is not finite, and where there was some."""
         return [finite(value), not_finite(value, dict(self.products)["precision"])]
 
-    def add(self, role: str, x) -> None:
-        whole = self.spread.inside and role in WHOLE
-        blocking = self.spread.local(self.blocking) if whole else self.blocking
-        blocks, axes = blocking.pairs_of(x)
-        self.operands.append(jnp.asarray(blocks))
-        self.axes.append(axes)
-        self.roles += (role,)
-
     @property
     def reads(self) -> list[int]:
         """The operands of `classify`."""
-        own = [] if self.problem.mask is None else range(len(self.axes))[self.groups[-1]]
-        return [*[self.roles.index(name) for name in self.where], *own]
+        own = [] if self.problem.mask is None else range(len(self.operands))[self.groups[-1]]
+        return [*[self.index(role) for role in self.where], *own]
 
     @property
     def where(self) -> tuple[str, ...]:
@@ -201,7 +239,7 @@ class Parts:
 
     def classify(self, *blocks: Array) -> Array:
         """The table of one hop, `[rows, columns]` or `[B, K, rows, columns]`."""
-        blocking, axes = self.blocking, [self.axes[i] for i in self.reads]
+        blocking, axes = self.blocking, [self.operands[i].axes for i in self.reads]
         whole = [blocking.from_pairs(x, a) for x, a in zip(blocks, axes)]
         at, whole = dict(zip(self.where, whole)), whole[len(self.where) :]
         q, k = at["q_position"][:, 0, :, 0], at["kv_position"][:, 0, 0]
@@ -249,7 +287,8 @@ class Parts:
     def hidden(self, s: Array, mask: Array) -> Array:
         """Logits with `-inf` where the mask is False. They are 0 there, if nothing changed it."""
         problem = self.problem
-        if self.kernel or self.post_scale or problem.scores or problem.logits_dtype is not None:
+        changed = self.post_scale or problem.scores or problem.logits_dtype is not None
+        if self.lowering.cleans_values or changed:
             return jnp.where(mask, s, -jnp.inf)
         # A mere selection, in place, would be masked stores: ten times slower without AVX-512.
         return s + jnp.where(mask, 0, -jnp.inf)
@@ -263,8 +302,9 @@ class Parts:
             q, *k = blocks[: self.keys.stop]
             k = self.stored(0, k) if blocking.in_place else k[0]
             first = self.keys.stop + len(self.lookups)
+            roles = [x.role for x in self.operands[first:]]
             named = {n: x if n == "seed" else spread(x, blocking)
-                     for n, x in zip(self.roles[first:], blocks[first:])}  # fmt: skip
+                     for n, x in zip(roles, blocks[first:])}  # fmt: skip
             pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
             own = [[spread(x, blocking) for x in blocks[g]] for g in self.groups]
             mask = None

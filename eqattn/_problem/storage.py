@@ -242,10 +242,5 @@ class Pages(AbstractStored):
         return self.stored.decode(*arrays)
 
 
-def even_block(tokens: int, most: int = 256) -> int | None:
-    """The largest size from `most` down to 64 that divides so many tokens, or None."""
-    return next((n for n in range(most, 63, -1) if tokens % n == 0), None)
-
-
 def as_stored(x: Any) -> AbstractStored:
     return x if isinstance(x, AbstractStored) else Stored(x)

@@ -10,7 +10,7 @@ backward needs a large transpose.
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,36 +24,23 @@ from .._carry import gauge
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from .centred_tangent import centred_dot, recentred
 from .grid import Layout, replaced, ROW
-from .lowering import Tag
 from .products import dot
-from .rotation import Rotation, travel
+from .rotation import travel
 from .sweep import block_aval, evaluate, hoist, primitive_rules, sweep, table_per_hop
 
 
 def fold(
     logits: dict[int, Callable],
     operands: Sequence,
-    in_axes: Sequence[tuple[int, ...]],
     values: dict[int, Callable],
     value_operands: Sequence,
     value_axes: Sequence[tuple[int, ...]],
+    layout: Layout,
     *,
-    grid: tuple[int, ...],
-    block: tuple[int, int],
     table: Any = None,
-    table_axes: tuple[int, ...] | None = None,
-    ring: Rotation | None = None,
     classify: Callable | None = None,
     reads: Sequence[int] = (),
-    fused: bool = True,
-    ragged: bool = False,
-    kernel: str = "",
-    pages: tuple[int, ...] = (),
-    lookups: tuple[int, ...] = (),
-    corner: int = 0,
     products: tuple = (),
-    spec: Hashable = None,
-    roles: tuple[str, ...] = (),
 ) -> list:
     """Softmax-weighted sums of values over the live blocks of a grid `(*batch, rows, columns)`.
 
@@ -62,15 +49,15 @@ def fold(
     - `logits`: per class of block, a function of the operands' blocks. It returns `[s]` or
         `[s, w]`: logits `[keys, rows]` (`-inf` where masked) and, with dropout, the factor
         `[keys, rows]` on each probability in the numerator.
-    - `operands`, `in_axes`: as for `sweep`.
+    - `operands`: as for `sweep`, on the axes of the `layout`.
     - `values`: per class, a function of the blocks of `value_operands` (on `value_axes`) that
         returns a block `[keys, v]`, finite, and `[keys]`: 0, or NaN for a key that makes every row
         NaN that sees it. Only so can a value that is not finite reach these rows and no others, as
         `0 * inf` is not 0. With `[keys, groups, v]`, `[keys, groups]` each group of rows has its
         own. Where no pair is masked, `values` may return the block alone, whatever it holds.
-    - `ring`: the hops, if columns rotate around a mesh axis. `classify` is then a function of the
-        operands `reads`, as they are at a hop, that returns the table of the hop.
-    - `fused`, `ragged`, `kernel`, `pages`, `lookups`, `corner`: as for `Layout`.
+    - `layout`: the grid. With a `ring`, columns rotate around a mesh axis.
+    - `classify`: with a ring, a function of the operands `reads`, as they are at a hop, that
+        returns the table of the hop.
     - `products`: keyword arguments of `dot`, as sorted pairs.
 
     **Returns:**
@@ -79,42 +66,22 @@ def fold(
     blocks `[rows, v]`, `[rows]`, `[rows]`.
     """
     axes = varying_axes(*operands, *value_operands, *([] if table is None else [table]))
-    operands = [vary(x, axes) for x in operands]
+    operands, in_axes, ring = [vary(x, axes) for x in operands], layout.in_axes, layout.ring
     if ring is not None and classify is not None:
-        ring, consts = table_per_hop(ring, classify, operands, in_axes, reads, grid)
+        ring, consts = table_per_hop(ring, classify, operands, in_axes, reads, layout.grid)
         operands = [*operands, *[vary(x, axes) for x in consts]]
-        in_axes, roles = (*in_axes, *[()] * len(consts)), (*roles, *["closure"] * len(consts))
+        in_axes = (*in_axes, *[()] * len(consts))
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = hoist(logits, avals)
     given = list(zip(value_operands, value_axes))
     weigh, more = hoist(values, [block_aval(x, a) for x, a in given])
     in_axes = (*in_axes, *[()] * len(consts), *value_axes, *[()] * len(more))
-    roles = (*roles, *["closure"] * len(consts), *["value"] * len(given), *["closure"] * len(more))
-    layout = Layout(
-        grid=tuple(grid),
-        block=block,
-        in_axes=in_axes,
-        table_axes=table_axes,
-        ring=ring,
-        fused=fused,
-        ragged=ragged,
-        kernel=kernel,
-        pages=pages,
-        lookups=lookups,
-        corner=corner,
-    )
+    layout = dataclasses.replace(layout, in_axes=in_axes, ring=ring, stage="fold")
     rows = (*layout.batch, ROW)
-    lead = [] if table_axes is None else [vary(table, axes)]
+    lead = [] if layout.table_axes is None else [vary(table, axes)]
     args = [*lead, *operands, *[vary(x, axes) for x in (*consts, *value_operands, *more)]]
-    return fold_p.bind(
-        *args,
-        visits=visits,
-        values=weigh,
-        layout=layout,
-        out_axes=(rows,) * 3,
-        products=products,
-        tag=Tag("fold", spec, roles, ("numerator", "denominator", "max")),
-    )
+    static = dict(visits=visits, values=weigh, layout=layout, products=products)
+    return fold_p.bind(*args, out_axes=(rows,) * 3, **static)
 
 
 def finite(x: Array) -> Array:
@@ -221,9 +188,8 @@ class FoldStep:
         return [accs[0] * self.spread(scale) + num, accs[1] * scale + den, new]
 
 
-def execute(*args, visits, values, layout, out_axes, products, tag, vectorise, traverse):
-    """The fold as loops of ordinary JAX."""
-    del tag
+def execute(*args, visits, values, layout, out_axes, products, vectorise, traverse):
+    """The fold, visited as `select_lowering` says."""
     acc = visits[0][1].out_avals[0].dtype
     first, steps = FoldStep(visits[0][1], values[0][1], products), {}
     for (c, logits), (_, weigh) in zip(visits, values):
@@ -253,12 +219,12 @@ def _block_shapes(avals, *, layout, visits, values, **kw):
 
 
 fold_p = Primitive("attention_fold")
-_STATIC = ("visits", "values", "layout", "out_axes", "products", "tag")
+_STATIC = ("visits", "values", "layout", "out_axes", "products")
 primitive_rules(fold_p, execute, _STATIC, _block_shapes)
 
 
-def _jvp(primals, tangents, *, visits, values, layout, out_axes, products, tag):
-    static = dict(visits=visits, values=values, layout=layout, products=products, tag=tag)
+def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
+    static = dict(visits=visits, values=values, layout=layout, products=products)
     num, den, top = fold_p.bind(*primals, out_axes=out_axes, **static)
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
@@ -302,16 +268,14 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products, tag):
 
     operands = [*primals, top, *[tangents[i].astype(acc) for i in active]]
     in_axes = [*layout.in_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
-    roles = (*tag.inputs, "max", *[f"tangent {tag.inputs[i]}" for i in active])
-    names = ("numerator", "denominator", *["numerator again"] * (narrow and bool(inner)))
+    sums = 3 if narrow and inner else 2  # of the numerator, the denominator, the numerator again
     dnum, dden, *again = sweep(
         {c: tangent(logits, weigh) for (c, logits), (_, weigh) in zip(visits, values)},
         operands,
         in_axes,
-        out_axes[:1] * len(names),
-        layout=layout,
+        out_axes[:1] * sums,
+        layout=dataclasses.replace(layout, stage="tangent"),
         table=table,
-        tag=Tag("tangent", tag.spec, roles, names),
     )
     if again:
         dnum = recentred(dnum, dden, again[0], num, den)

@@ -23,19 +23,28 @@ CORNER = 3  # partial, and no key of the later half is visible to the first rows
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The grid, the `(columns, rows)` of one block of logits, and the grid axes of each operand
-    and of the table of live blocks.
+    """The grid of a visit, what lies on it, and how it is visited.
 
-    The table holds `EMPTY`, `PARTIAL` or `FULL` per block; without one every pair is visited. If
-    there is a `corner`, of so many rows, it may hold `CORNER`.
-    In a `ring`, the grid is one device's: its rows and its columns. What has both axes holds the
-    columns of all devices. `fused`: a transpose finds all its results in one visit of the grid;
-    else those of columns in one and the others in another. `ragged`: batch elements are visited one
-    by one wherever they lie on one device, however small: their live columns differ. `kernel`: the
-    code for the visits that a kernel knows, as from `AbstractExact.kernel`.
+    **Arguments:**
 
-    `pages`: sizes of further axes `0, 1, ...`, which are not visited in order: the index on axis
-    `i` is what operand `lookups[i]` holds for the pair.
+    - `grid`: the sizes of its axes, `(*batch, rows, columns)`. In a ring it is one device's: its
+        rows and its columns, but an array with both axes holds the columns of all devices.
+    - `block`: the `(columns, rows)` of one block of logits.
+    - `in_axes`: the grid axes of each operand.
+    - `table_axes`: the grid axes of the table, which holds `EMPTY`, `PARTIAL` or `FULL` for each
+        block. Without a table every pair is visited.
+    - `ring`: the hops, if columns rotate around a mesh axis.
+    - `fused`: whether a transpose finds all its results in one visit of the grid. Else it finds
+        those of columns in one visit and the others in another.
+    - `ragged`: whether batch elements are visited one by one wherever they lie on one device,
+        however small they are, as their live columns differ.
+    - `lowering`: the code for the visits that it knows, as in `lowering.py`; None is `XLA`.
+    - `stage`: which visit this is, so that a lowering recognises those that it knows: `"fold"`;
+        `"tangent"`, the tangent of a fold; `"backward"`, the transpose of that; empty for others.
+    - `pages`: the sizes of further axes `0, 1, ...`, which are not visited in order: the index on
+        axis `i` is what operand `lookups[i]` holds for the pair.
+    - `corner`: how many rows, the first ones, may see no key of the later half of a block. Where
+        it is positive, the table may hold `CORNER`.
     """
 
     grid: tuple[int, ...]
@@ -45,7 +54,8 @@ class Layout:
     ring: Any = None
     fused: bool = True
     ragged: bool = False
-    kernel: str = ""
+    lowering: Any = None
+    stage: str = ""
     pages: tuple[int, ...] = ()
     lookups: tuple[int, ...] = ()
     corner: int = 0

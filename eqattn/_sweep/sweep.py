@@ -38,7 +38,7 @@ from .._jax import (
 )
 from .._misc import accumulation
 from .grid import COL, Layout, moves, replaced, ROW
-from .lowering import code_for, loops, Tag
+from .lowering import loops, select_lowering
 from .rotation import Rotation, travel
 
 
@@ -107,7 +107,6 @@ def sweep(
     *,
     layout: Layout,
     table: Any = None,
-    tag: Tag | None = None,
 ) -> list:
     """Adds up what the block functions return; see the module's docstring.
 
@@ -123,13 +122,10 @@ def sweep(
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = hoist(fns, avals)
     layout = dataclasses.replace(layout, in_axes=tuple(in_axes) + ((),) * len(consts))
-    if tag is not None:
-        tag = dataclasses.replace(tag, inputs=tag.inputs + ("closure",) * len(consts))
     lead = [] if layout.table_axes is None else [vary(table, axes)]
     consts = [vary(x, axes) for x in consts]
-    return sweep_p.bind(
-        *lead, *operands, *consts, visits=visits, layout=layout, out_axes=tuple(out_axes), tag=tag
-    )
+    static = dict(visits=visits, layout=layout, out_axes=tuple(out_axes))
+    return sweep_p.bind(*lead, *operands, *consts, **static)
 
 
 def _vectorised(f, layout, out_axes):
@@ -146,9 +142,8 @@ def _vectorised(f, layout, out_axes):
     return f
 
 
-def execute(*args, visits, layout, out_axes, tag, vectorise, traverse):
-    """A sweep as loops of ordinary JAX."""
-    del tag
+def execute(*args, visits, layout, out_axes, vectorise, traverse):
+    """A sweep, visited as `select_lowering` says."""
     steps = {}
     for c, jaxpr in visits:
         f = lambda *blocks, jaxpr=jaxpr: evaluate(jaxpr, blocks)
@@ -181,7 +176,7 @@ def primitive_rules(primitive, run, params, block_shapes):
         ]
 
     def lowering(ctx, *args, **kw):
-        how = code_for(ctx, kw["layout"], kw["tag"], kw["visits"])
+        how = select_lowering(ctx, kw["layout"], kw["visits"])
         return mlir.lower_fun(ft.partial(run, **how), multiple_results=True)(ctx, *args, **kw)
 
     def batch(args, dims, *, layout, out_axes, **kw):
@@ -225,13 +220,13 @@ sweep_p = Primitive("attention_sweep")
 primitive_rules(
     sweep_p,
     execute,
-    ("visits", "layout", "out_axes", "tag"),
+    ("visits", "layout", "out_axes"),
     lambda avals, *, visits, **kw: [(a.shape, a.dtype) for a in visits[0][1].out_avals],
 )
 
 
-def _jvp(primals, tangents, *, visits, layout, out_axes, tag):
-    out = sweep_p.bind(*primals, visits=visits, layout=layout, out_axes=out_axes, tag=tag)
+def _jvp(primals, tangents, *, visits, layout, out_axes):
+    out = sweep_p.bind(*primals, visits=visits, layout=layout, out_axes=out_axes)
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
     active = [i for i, t in enumerate(tangents) if not is_zero(t)]
@@ -249,10 +244,11 @@ def _jvp(primals, tangents, *, visits, layout, out_axes, tag):
     dtypes = visits[0][1].in_avals
     operands = [*primals, *[tangents[i].astype(dtypes[i].dtype) for i in active]]
     in_axes = layout.in_axes + tuple(layout.in_axes[i] for i in active)
+    layout = dataclasses.replace(layout, stage="")
     return out, sweep(fns, operands, in_axes, out_axes, layout=layout, table=table)
 
 
-def _transpose(cts, *args, visits, layout, out_axes, tag):
+def _transpose(cts, *args, visits, layout, out_axes):
     table, operands = layout.split(args)
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     known = [i for i in range(len(operands)) if i not in linear]
@@ -284,19 +280,14 @@ def _transpose(cts, *args, visits, layout, out_axes, tag):
 
         fns = {c: transposed(j) for c, j in visits}
         in_axes = [*[layout.in_axes[i] for i in known], *[out_axes[i] for i in active]]
-        backward = None
-        if tag is not None and tag.stage == "tangent":
-            roles = [tag.inputs[i] for i in known] + [f"ct {tag.outputs[i]}" for i in active]
-            names = tuple(tag.inputs[i] for i in group)
-            backward = Tag("backward", tag.spec, tuple(roles), names)
+        stage = "backward" if layout.stage == "tangent" else ""
         outs = sweep(
             fns,
             [*[operands[i] for i in known], *[cts[i] for i in active]],
             in_axes,
             [layout.in_axes[i] for i in group],
-            layout=layout.only(known),
+            layout=dataclasses.replace(layout.only(known), stage=stage),
             table=table,
-            tag=backward,
         )
         for i, y in zip(group, outs):
             results[i] = y

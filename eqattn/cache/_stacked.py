@@ -6,8 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_ids, concrete, int32
-from .._problem.storage import even_block, Pages
+from .._misc import as_ids, concrete, even_block, int32
+from .._problem.storage import Pages
 from ._base import AbstractCache, existing, places, within, write
 
 

@@ -1,1 +1,29 @@
-"""Pallas kernels, imported only where one is lowered."""
+"""Kernels: other lowerings of the visits of a grid, in one package for each kind of device.
+
+A package has a subclass of `eqattn._sweep.lowering.Lowering`, and imports Pallas only where a
+kernel is lowered. To add a device, write its package and add its backend here.
+"""
+
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .._sweep.lowering import Lowering
+
+
+BACKENDS: tuple[str, ...] = ("tpu",)
+"""The backends (values of `eqattn.Backend`) for which there are kernels."""
+
+
+def lowering_for(backend: str, asked: str) -> "Lowering":
+    """The kernels for a backend.
+
+    **Arguments:**
+
+    - `backend`: one of `BACKENDS`.
+    - `asked`: as for `Lowering`.
+    """
+    assert backend in BACKENDS, backend
+    from .tpu import TPULowering
+
+    return TPULowering(asked)

@@ -14,7 +14,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
 from .._config.partition import names_of
-from .._config.platform import Platform
+from .._config.platform import Backend, Platform
 from .._jax import explicit_axes, sharding_of, typed_by_mesh
 from .._misc import as_int
 from .._output import AttentionOutput
@@ -22,6 +22,8 @@ from .._pairs import over_block
 from .._problem.mesh import Manual, with_kernel
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem, problem
 from .._problem.storage import AbstractStored, as_stored
+from .._sweep.lowering import Lowering, XLA
+from ..kernels import lowering_for
 from ..masks._base import AbstractMask, visible
 from ..masks._causal import Causal
 from ..scores._base import AbstractScore
@@ -55,27 +57,33 @@ class AbstractExact(AttentionImpl):
         `[B, H, T, S]` (before sinks) if the strategy has them.
         """
 
-    def kernel(self, problem: Problem) -> str:
-        """Which kernel may run the fold: `"interpret"`, `"pallas"` (it must, on a TPU), `"auto"`
-        (where it can) or `""` (none).
+    def lowering(self, problem: Problem) -> Lowering:
+        """What visits the blocks of the fold: the kernels of the device that the metadata name, if
+        there are any and they can, else loops of ordinary JAX.
 
-        **Raises:** `ValueError` if it must, and cannot.
+        **Raises:** `ValueError` if the platform asks for kernels, and they cannot.
         """
+        kernels = self._kernels()
+        if kernels is None:
+            return XLA
+        reason = kernels.unsupported_dtype(problem.query.dtype)
+        if not reason and any(isinstance(score, ScoreFn) for score in problem.scores):
+            reason = _SCORE_FN
+        if reason and kernels.required:
+            raise ValueError(self._without_kernel(reason))
+        return XLA if reason else kernels
+
+    def _kernels(self) -> Lowering | None:
+        """The kernels of the platform and the device that the metadata name, if there are any."""
         platform, device = self.metadata.platform, self.metadata.backend.value
         if platform is Platform.XLA or not self.pallas_lowerings:
-            return ""
-        if platform is not Platform.INTERPRET:
-            device = self.current_backend() if device == "any" else device
-            if device not in self.pallas_lowerings:
-                return ""
-        reason = ""
-        if problem.query.dtype not in (jnp.bfloat16, jnp.float32):
-            reason = f"its units multiply bfloat16 and float32, not {problem.query.dtype}"
-        elif any(isinstance(score, ScoreFn) for score in problem.scores):
-            reason = _SCORE_FN
-        if reason and platform is not Platform.AUTO:
-            raise ValueError(self._without_kernel(reason))
-        return "" if reason else platform.value
+            return None
+        if device == Backend.ANY.value:
+            interpreted = platform is Platform.INTERPRET
+            device = self.pallas_lowerings[0] if interpreted else self.current_backend()
+        elif platform is Platform.INTERPRET and device not in self.pallas_lowerings:
+            device = self.pallas_lowerings[0]
+        return lowering_for(device, platform.value) if device in self.pallas_lowerings else None
 
     def _without_kernel(self, reason: str) -> str:
         return (
@@ -84,11 +92,13 @@ class AbstractExact(AttentionImpl):
             "'xla'."
         )
 
-    def manual(self, problem: Problem, kernel: str, place: Manual | None = None) -> Manual | None:
-        """The mesh axes to make manual for the fold: those of `place`, and for a `kernel` those
-        that shard batch and heads.
+    def manual(
+        self, problem: Problem, lowering: Lowering, place: Manual | None = None
+    ) -> Manual | None:
+        """The mesh axes to make manual for the fold: those of `place`, and those that shard batch
+        and heads where the compiler cannot split the lowering over devices.
         """
-        if not kernel:
+        if lowering.splits_over_devices:
             return place
         partition = problem.partition
         if partition is None:
@@ -127,13 +137,14 @@ class AbstractExact(AttentionImpl):
             one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
             jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=self.precision), one)
         self.key_shards()  # raises where there is no mesh that has the axes
-        platform = self.metadata.platform
-        if platform not in (Platform.PALLAS, Platform.INTERPRET) or not self.pallas_lowerings:
+        kernels = self._kernels()
+        if kernels is None or not kernels.required:
             return ""
         if any(isinstance(score, ScoreFn) for score in scores):
             return self._without_kernel(_SCORE_FN)
-        if platform is Platform.PALLAS and (reason := operation_without_kernel(mask, scores)):
-            return self._without_kernel(reason)
+        if self.metadata.platform is Platform.PALLAS:
+            if reason := operation_without_kernel(kernels, mask, scores):
+                return self._without_kernel(reason)
         return ""
 
     def _without_weights(self) -> str:
@@ -238,9 +249,10 @@ class AbstractExact(AttentionImpl):
         )
 
 
-def operation_without_kernel(mask: AbstractMask | None, scores: Sequence[AbstractScore]) -> str:
+def operation_without_kernel(
+    kernels: Lowering, mask: AbstractMask | None, scores: Sequence[AbstractScore]
+) -> str:
     """Why the compiler of kernels cannot translate a mask or a score; empty if it can."""
-    from ..kernels._select import too_general
 
     def block(axes, dtype):
         return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)
@@ -252,7 +264,7 @@ def operation_without_kernel(mask: AbstractMask | None, scores: Sequence[Abstrac
         args += [block(operand.axes, operand.array.dtype) for operand in part.operands()]
         fn = part.transform if is_score else visible(part)
         jaxpr = jax.make_jaxpr(lambda *xs, fn=fn: over_block(fn, xs))(*args).jaxpr
-        if name := too_general(jaxpr):
+        if name := kernels.unsupported_primitive(jaxpr):
             kind = type(part).__name__
             return f"{kind} has a {name}, which the compiler of kernels does not know"
     return ""

@@ -15,30 +15,31 @@ from .._problem.blocking import choose_blocking
 from .._problem.exchange import Spread
 from .._problem.fold import fold_problem
 from .._problem.jit_cache import cached
-from .._problem.operands import Parts
+from .._problem.operands import BlockOperand, BlockOperands
 from .._problem.problem import Problem
 from .._ring.plan import reach
 from .._sweep.fold import poisoned
 from .._sweep.grid import BATCH, HEAD, PARTIAL
+from .._sweep.lowering import XLA
 from .._sweep.products import dot
 from .._sweep.rotation import Rotation
 
 
 @cached
 def fold_blocks(
-    problem: Problem, *, block_q, block_k, fused, kernel="", manual=None, in_place=False
+    problem: Problem, *, block_q, block_k, fused, lowering=XLA, manual=None, in_place=False
 ) -> Carry:
     """On one device, in its blocks."""
     devices = 1 if manual is None else manual.parts(HEAD)
     blocking = choose_blocking(
-        problem, block_q, block_k, in_place=in_place, kernel=kernel, devices=devices
+        problem, block_q, block_k, in_place=in_place, lowering=lowering, devices=devices
     )
-    return fold_problem(problem, blocking, Spread(manual=manual), fused=fused, kernel=kernel)
+    return fold_problem(problem, blocking, Spread(manual=manual), fused=fused, lowering=lowering)
 
 
 @cached
 def fold_spread(
-    problem: Problem, *, block_q, block_k, place, manual, unroll, fused, kernel
+    problem: Problem, *, block_q, block_k, place, manual, unroll, fused, lowering
 ) -> Carry:
     """Over the devices of a place of a strategy over sharded sequences."""
     axis, n, head_axis, group, mesh, layout, _ = place
@@ -66,9 +67,9 @@ def fold_spread(
     )
     parts = pieces // group if mesh is None else pieces * n
     shards = n * group if mesh is None else 1
-    blocking = choose_blocking(problem, block_q, block_k, parts, shards, kernel=kernel)
+    blocking = choose_blocking(problem, block_q, block_k, parts, shards, lowering=lowering)
     spread = Spread(ring, head_axis, group, manual)
-    return fold_problem(problem, blocking, spread, fused=fused, kernel=kernel)
+    return fold_problem(problem, blocking, spread, fused=fused, lowering=lowering)
 
 
 @cached
@@ -80,8 +81,8 @@ def fold_whole(problem: Problem) -> tuple[Carry, Array]:
         shape = (blocking.batch, t, heads)
         empty = Carry.empty(shape, problem.value.shape[-1], problem.accumulation)
         return empty, jnp.zeros((blocking.batch, heads, t, s), problem.accumulation)
-    parts = Parts(problem, blocking)
-    logits, weigh = parts.logits(PARTIAL), parts.weigh(PARTIAL)
+    whole = BlockOperands(problem, blocking)
+    logits, weigh = whole.logits(PARTIAL), whole.weigh(PARTIAL)
 
     def block(blocks, values):
         s, *weight = logits(*blocks)
@@ -89,14 +90,14 @@ def fold_whole(problem: Problem) -> tuple[Carry, Array]:
         top = s.max(0)
         p = poisoned(s, gauge(top), poison)
         kept = p * weight[0] if weight else p
-        num = dot(v, kept, (0, 0), **dict(parts.products)).T
+        num = dot(v, kept, (0, 0), **dict(whole.products)).T
         return num, p.sum(0), jax.lax.stop_gradient(top), kept
 
     single = {a: n for a, n in zip((BATCH, HEAD), blocking.grid)}
-    operands = [_whole(x, a, problem) for x, a in zip(parts.operands, parts.axes)]
-    values = [_whole(x, a, problem) for x, a in zip(parts.values, parts.value_axes)]
+    operands = [_whole(x, problem) for x in whole.operands]
+    values = [_whole(x, problem) for x in whole.values]
     for axis in (HEAD, BATCH):
-        mapped = [0 if axis in a else None for a in parts.axes]
+        mapped = [0 if axis in x.axes else None for x in whole.operands]
         block = jax.vmap(block, (mapped, 0), axis_size=single[axis])
     num, den, top, kept = block(operands, values)
     carry = Carry(*[blocking.from_rows(x[:, :, None]) for x in (num, den, top)])
@@ -105,7 +106,8 @@ def fold_whole(problem: Problem) -> tuple[Carry, Array]:
     return carry, weights.reshape(blocking.batch, heads, t, s)
 
 
-def _whole(x: Array, axes: tuple[int, ...], problem: Problem) -> Array:
+def _whole(operand: BlockOperand, problem: Problem) -> Array:
     """An operand without the axes of rows and columns, which have one block each."""
+    x, axes = operand.array, operand.axes
     x = x.reshape([n for a, n in zip(axes, x.shape) if a < -2] + list(x.shape[len(axes) :]))
     return x.astype(problem.accumulation) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -18,6 +18,7 @@ from .._jax import varying_axes
 from .._problem.mesh import Manual, mesh_here
 from .._problem.problem import Problem
 from .._ring.layout import AbstractRingLayout
+from ..kernels import BACKENDS
 from ._exact import AbstractExact
 
 
@@ -103,7 +104,7 @@ class AbstractSharded(AbstractExact):
     mesh: eqx.AbstractVar[Any]
     fused_backward: eqx.AbstractVar[bool]
 
-    pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
+    pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
 
     def __check_init__(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh | AbstractMesh):
@@ -117,7 +118,7 @@ class AbstractSharded(AbstractExact):
         from .._problem.exchange import with_enough_heads
         from ._fold import fold_blocks, fold_spread
 
-        place, kernel = self._place(), self.kernel(problem)
+        place, lowering = self._place(), self.lowering(problem)
         if place is not None and place.explicit:
             return self._without_explicit_axes(problem, place)
         if place is not None:
@@ -129,8 +130,8 @@ class AbstractSharded(AbstractExact):
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,
             fused=self.fused_backward,
-            kernel=kernel,
-            manual=self.manual(problem, kernel, place and place.manual),
+            lowering=lowering,
+            manual=self.manual(problem, lowering, place and place.manual),
         )
         if place is None:
             return fold_blocks(problem, **options), None

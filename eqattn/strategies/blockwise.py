@@ -7,6 +7,7 @@ import equinox as eqx
 from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._problem.problem import Problem
+from ..kernels import BACKENDS
 from ._exact import AbstractExact
 from ._registry import AttentionRegistry
 
@@ -37,7 +38,7 @@ class Blockwise(AbstractExact):
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
 
-    pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
+    pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -46,13 +47,13 @@ class Blockwise(AbstractExact):
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
         from ._fold import fold_blocks
 
-        kernel = self.kernel(problem)
+        lowering = self.lowering(problem)
         carry = fold_blocks(
             problem,
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,
             fused=self.fused_backward,
-            kernel=kernel,
-            manual=self.manual(problem, kernel),
+            lowering=lowering,
+            manual=self.manual(problem, lowering),
         )
         return carry, None

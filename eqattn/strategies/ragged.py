@@ -7,6 +7,7 @@ import equinox as eqx
 from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._problem.problem import Problem
+from ..kernels import BACKENDS
 from ._exact import AbstractExact
 from ._registry import AttentionRegistry
 
@@ -40,7 +41,7 @@ class Ragged(AbstractExact):
     fused_backward: bool = eqx.field(static=True, default=True)
 
     reads_stored = True
-    pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
+    pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -49,14 +50,14 @@ class Ragged(AbstractExact):
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
         from ._fold import fold_blocks
 
-        kernel = self.kernel(problem)
+        lowering = self.lowering(problem)
         carry = fold_blocks(
             problem,
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,
             fused=self.fused_backward,
-            kernel=kernel,
-            manual=self.manual(problem, kernel),
+            lowering=lowering,
+            manual=self.manual(problem, lowering),
             in_place=True,
         )
         return carry, None

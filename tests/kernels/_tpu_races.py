@@ -11,8 +11,8 @@ import jax.extend
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-import eqattn.kernels.tpu
 from eqattn._sweep import fold as _fold, sweep as _sweep
+from eqattn.kernels.tpu import _traverse
 
 
 def without_races(f: Callable, *args: Any, cores: int = 1) -> tuple[list, int]:
@@ -23,7 +23,7 @@ def without_races(f: Callable, *args: Any, cores: int = 1) -> tuple[list, int]:
     params = pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores
     )
-    kernel = ft.partial(eqattn.kernels.tpu.traverse, interpret=params)
+    kernel = ft.partial(_traverse.traverse, interpret=params)
     closed = jax.make_jaxpr(f)(*args)
     counts = []
 
@@ -46,7 +46,7 @@ def _run(jaxpr, consts, args, kernel):
     for eqn in jaxpr.eqns:
         xs, p = [read(v) for v in eqn.invars], eqn.params
         code = {_fold.fold_p: _fold.execute, _sweep.sweep_p: _sweep.execute}.get(eqn.primitive)
-        if code is not None and p["tag"].stage in ("fold", "backward"):
+        if code is not None and p["layout"].stage in ("fold", "backward"):
             ys, count = code(*xs, **p, vectorise=False, traverse=kernel), count + 1
         elif eqn.primitive.name in ("jit", "custom_jvp_call"):
             called = p.get("jaxpr") or p["call_jaxpr"]

@@ -13,7 +13,7 @@ from eqattn import attention, AttentionMetadata, masks as m
 from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.exchange import Spread
 from eqattn._problem.mesh import Manual
-from eqattn._problem.operands import Parts
+from eqattn._problem.operands import BlockOperands
 from eqattn._problem.problem import problem
 from eqattn._ring.layout import Contiguous, Zigzag
 from eqattn._ring.plan import ring_plan
@@ -145,21 +145,22 @@ def visits(n, layout, mask):
         ring = Rotation("sp", n, ahead, 0)
         manual = Manual(mesh, tokens=("sp",))
         spread = Spread(ring, manual=manual)
-        parts = Parts(spec, blocking, spread)
+        blocks = BlockOperands(spec, blocking, spread)
+        in_axes = [x.axes for x in blocks.operands]
         grid = spread.local(blocking).grid
 
         def count(operands):
             own, consts = table_per_hop(
-                ring, parts.classify, operands, parts.axes, parts.reads, grid
+                ring, blocks.classify, operands, in_axes, blocks.reads, grid
             )
-            axes = [*parts.axes, *[()] * len(consts)]
+            axes = [*in_axes, *[()] * len(consts)]
             table = Layout(grid, (2**10, 2**10), (), None, own)
             one = {c: lambda *_: [jnp.ones(())] for c in (1, 2)}
             return sweep(one, [*operands, *consts], axes, [()], layout=table)[0][None]
 
-        specs = [manual.partition(a) for a in parts.axes]
+        specs = [manual.partition(a) for a in in_axes]
         fn = jax.shard_map(count, mesh=mesh, in_specs=(specs,), out_specs=P("sp"), check_vma=False)
-        return np.asarray(jax.jit(fn)(parts.operands))
+        return np.asarray(jax.jit(fn)([x.array for x in blocks.operands]))
 
     totals = np.stack([total(ahead) for ahead in range(n)])
     return np.diff(totals, axis=0, prepend=0)

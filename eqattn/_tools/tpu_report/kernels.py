@@ -14,6 +14,7 @@ from ..._problem.blocking import choose_blocking
 from ..._problem.problem import problem
 from ..._problem.storage import Pages, Quantized
 from ..._sweep.grid import BATCH, COL, HEAD, replaced, ROW
+from ...kernels.tpu import TPULowering
 from ...masks._causal import Causal
 from ...masks._padding import KeyPadding
 from ...masks._segments import Segments
@@ -84,7 +85,8 @@ class Call:
         def look(arrays):
             query, key_, value = arrays
             cut = problem(query, key_, value, self.metadata(), mask=Causal())
-            found.append(choose_blocking(cut, self.block_q, self.block_k, kernel="pallas"))
+            kernels = TPULowering("pallas")
+            found.append(choose_blocking(cut, self.block_q, self.block_k, lowering=kernels))
 
         jax.eval_shape(look, self.arrays)
         return found[0].block_q, found[0].block_k
@@ -185,7 +187,8 @@ class Decode:
         def look(arrays):
             key_, value = self.caches(arrays)
             cut = problem(arrays["query"], key_, value, self.metadata)
-            found.append(choose_blocking(cut, None, None, in_place=True, kernel="pallas"))
+            kernels = TPULowering("pallas")
+            found.append(choose_blocking(cut, None, None, in_place=True, lowering=kernels))
 
         jax.eval_shape(look, self.arrays)
         return self.queries, found[0].block_k

@@ -1,0 +1,51 @@
+"""A visit of the grid as kernels for TPUs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..._jax import varying_axes
+from ..._sweep.fold import FoldStep
+from ..._sweep.grid import Layout
+from ._backward import together, visit_sum
+from ._decode import few_rows, visit_few_rows
+from ._forward import visit_fold
+from ._scales import with_matrices
+
+
+def traverse(
+    steps: dict[int, Callable[..., Any]],
+    layout: Layout,
+    args: Sequence[Any],
+    start: Sequence[Any],
+    axes: Sequence[tuple[int, ...]],
+    *,
+    finish: Callable[..., Any] = list,
+    into: Sequence[Any] | None = None,
+    interpret: Any = False,
+) -> list[Any]:
+    """`eqattn._sweep.loops.traverse` as kernels: one for a fold, one for all the outputs of a sweep
+    that keep the same axes, or two such sets where one of them can stay in vector memory.
+    """
+    if interpret and varying_axes(*args):
+        raise ValueError(
+            "platform='interpret' cannot run under jax.shard_map(..., check_vma=True), which "
+            "interpreted kernels do not know; use check_vma=False."
+        )
+    if all(isinstance(step, FoldStep) for step in steps.values()):
+        forms = few_rows(steps, layout, args) if into is None else None
+        if forms is not None:
+            return visit_few_rows(forms, steps, layout, args, axes[0], interpret)
+        first: Any = next(iter(steps.values()))
+        if first.grouped:
+            steps, args = with_matrices(steps, layout, args)
+        return visit_fold(steps, layout, args, axes[0], finish, into, interpret)
+    results: list[Any] = [None] * len(axes)
+    main, stay = together(layout, start, axes, into)
+    for kept in dict.fromkeys(axes):
+        group = [i for i, a in enumerate(axes) if a == kept and i not in stay]
+        staying = stay if group == main else []
+        if group:
+            outs = visit_sum(steps, layout, args, start, kept, group, staying, into, interpret)
+            for i, y in zip([*group, *staying], outs):
+                results[i] = y
+    return finish(results) if into is None else results
