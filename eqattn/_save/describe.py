@@ -1,6 +1,6 @@
 """Trees of modules as strict JSON, without the values of their leaves.
 
-To the objects with one key of `_serialise`, this adds `$leaf` (the type of a leaf), `$tuple`,
+To the objects with one key of `_config/json.py`, this adds `$leaf` (the type of a leaf), `$tuple`,
 `$dtype`, `$enum`, `$object` (a module, dataclass or named tuple), `$strategy` and `$metadata`.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from .._config.json import decode, encode
 from .._config.metadata import AttentionMetadata
+from .._misc import Fixed
 from ..strategies import AttentionImpl
 from ..strategies._registry import AttentionRegistry
 
@@ -215,11 +216,24 @@ def _identity(cls: type) -> dict[str, str]:
     return {"class": _path(cls)}
 
 
+_PUBLIC = ("eqattn", *(f"eqattn.{m}" for m in "masks scores cache nn strategies".split()))
+"""The modules whose names are public, so that they stay wherever the code behind them moves."""
+
+_STATIC = "eqattn:Static"
+"""What a file calls the box of a static value in a field that may also hold an array. It has no
+public name.
+"""
+
+
 def _path(cls: type) -> str:
-    """Where a class is found, under its public name if there is one."""
-    for module in ("eqattn", "eqattn.nn", "jax.lax"):
+    """Where a class is found: under its public name, so that a file can be read whatever moves."""
+    if cls is Fixed:
+        return _STATIC
+    for module in (*_PUBLIC, "jax.lax"):
         if _at(f"{module}:{cls.__qualname__}") is cls:
             return f"{module}:{cls.__qualname__}"
+    if cls.__module__.partition(".")[0] == "eqattn":
+        raise TypeError(f"{cls.__qualname__} is private to eqattn, and no file may depend on it.")
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
@@ -232,9 +246,15 @@ def _at(path: str) -> Any:
 
 
 def _class(path: str) -> Any:
-    found = _at(path)
+    module, _, name = path.partition(":")
+    if path == _STATIC or (module == "eqattn._mask_data" and name == "Fixed"):
+        return Fixed
+    # Version 0.1 wrote private modules, such as eqattn._scores: their names are public elsewhere.
+    private = module.startswith("eqattn.") and "._" in module
+    found = (
+        next(filter(None, (_at(f"{m}:{name}") for m in _PUBLIC)), None) if private else _at(path)
+    )
     if not (isinstance(found, type) and (_is_data(found))):
-        module = path.partition(":")[0]
         raise ValueError(f"The file needs the class {path}: import {module} first, or pass like=.")
     return found
 
