@@ -1,6 +1,7 @@
 """Partial attention as a commutative monoid."""
 
 import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -17,17 +18,42 @@ def gauge(maximum: Array) -> Array:
     return jnp.maximum(lax.stop_gradient(maximum), jnp.finfo(maximum.dtype).min)
 
 
+def change_of_origin(
+    now: Array, before: Array, exp: Callable[[Array], Array] = jnp.exp
+) -> tuple[Array, Array]:
+    r"""The one place where the online softmax moves its origin, for loops and for kernels.
+
+    Sums over the keys so far are relative to their maximum $m$: a key with logit $s$ adds
+    $e^{s - m}$. With further keys the maximum is $m' \ge m$, and since
+    $e^{s - m'} = e^{s - m} e^{m - m'}$, one factor brings all sums so far to the new origin.
+
+    **Arguments:**
+
+    - `now`: the maximum $m'$ of all logits, `-inf` where nothing was seen.
+    - `before`: the maximum $m$ of those before.
+    - `exp`: `jnp.exp`, or `jnp.exp2` where logits are in units of log 2.
+
+    **Returns:** the origin of the exponents, $m'$ as a finite constant, and the factor
+    $e^{m - m'}$.
+    """
+    origin = gauge(now)
+    return origin, exp(before - origin)
+
+
 def online_softmax(logits: Array, before: Array) -> tuple[Array, Array, Array]:
     """A step of the online softmax over the last axis of logits `[rows, keys]`.
 
-    **Arguments:** the logits, and the maximum `[rows, 1]` of those before.
+    **Arguments:**
+
+    - `logits`: `[rows, keys]`.
+    - `before`: the maximum `[rows, 1]` of the logits before.
 
     **Returns:** the new maximum, the exponentials relative to it, and the factor that brings what
     was relative to the maximum before to the new one.
     """
-    now = jnp.maximum(before, logits.max(-1, keepdims=True))
-    origin = gauge(now)
-    return now, jnp.exp(logits - origin), jnp.exp(before - origin)
+    now = jnp.maximum(before, logits.max(-1, keepdims=True, initial=-jnp.inf))
+    origin, scale = change_of_origin(now, before)
+    return now, jnp.exp(logits - origin), scale
 
 
 class Carry(eqx.Module):
@@ -102,10 +128,10 @@ class Carry(eqx.Module):
             )
         dtype = accumulation(logits.dtype, values.dtype)
         logits, values = logits.astype(dtype), values.astype(dtype)
-        top = lax.stop_gradient(logits.max(-1, initial=-jnp.inf))
-        p = jnp.exp(logits - gauge(top)[..., None])
+        nothing = jnp.full((*logits.shape[:-1], 1), -jnp.inf, dtype)
+        top, p, _ = online_softmax(logits, nothing)
         numerator = jnp.einsum("...ths,...shv->...thv", p, values, precision=lax.Precision.HIGHEST)
-        return cls(numerator, p.sum(-1), top)
+        return cls(numerator, p.sum(-1), lax.stop_gradient(top[..., 0]))
 
     @classmethod
     def from_output(

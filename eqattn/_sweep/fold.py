@@ -20,7 +20,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from .._carry import gauge
+from .._carry import change_of_origin, gauge
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from .centred_tangent import centred_dot, recentred
 from .grid import Layout, replaced, ROW
@@ -137,6 +137,18 @@ def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:
     return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison))
 
 
+def softmax_terms(
+    s: Array, origin: Array, weight: Sequence[Array], poison: Sequence[Array]
+) -> tuple[Array, Array]:
+    """What a block of logits `[keys, rows]` adds to a softmax whose exponents have this origin.
+
+    **Returns:** the factors `[keys, rows]` of the values in the numerator, with dropout if there is
+    a `weight`, and the sum of the exponentials `[rows]`.
+    """
+    p = poisoned(s, origin, *poison)
+    return p * weight[0] if weight else p, p.sum(0)
+
+
 @dataclasses.dataclass(frozen=True)
 class FoldStep:
     """What the fold does in a block of one class: `(accumulators, blocks) -> accumulators`.
@@ -175,16 +187,15 @@ class FoldStep:
         s, *weight = self.evaluate_logits(*blocks[:n])
         v, *poison = self.evaluate_values(*blocks[n:])
         top = s.max(0)
-        new = top if accs is None else jnp.maximum(accs[2], top)
-        origin = gauge(new)
-        p = poisoned(s, origin, *poison)
-        kept, den = p * weight[0] if weight else p, p.sum(0)
         if accs is None:
+            kept, den = softmax_terms(s, gauge(top), weight, poison)
             num = product(kept.T, v, (1, 0))
-            return [num, den, new] if poison else self.complete(num, den, new)
+            return [num, den, top] if poison else self.complete(num, den, top)
+        new = jnp.maximum(accs[2], top)
+        # The old maximum is made finite, too: XLA:CPU would write out all of a shorter loop.
+        origin, scale = change_of_origin(new, gauge(accs[2]))
+        kept, den = softmax_terms(s, origin, weight, poison)
         num = product(kept, v, (0, 0)) if self.grouped else product(v, kept, (0, 0))
-        # Of two numbers that are finite: XLA:CPU would write out all of a shorter loop.
-        scale = jnp.exp(gauge(accs[2]) - origin)
         return [accs[0] * self.spread(scale) + num, accs[1] * scale + den, new]
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._attention import attention
+from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._misc import accumulation
 from ..masks._padding import KeyPadding
@@ -130,12 +131,9 @@ def reference_gqa(
     grouped = q.reshape(len(q), kv_heads, heads // kv_heads, -1).astype(dtype)
     logits = jnp.einsum("bkgd,bskd->bkgs", grouped, k.astype(dtype), precision="highest")
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
-    m = logits.max(-1, keepdims=True, initial=-jnp.inf)
-    p = jnp.exp(logits - jnp.where(m == -jnp.inf, 0, m))
-    v = jnp.where(seen[:, :, None, None], v.astype(dtype), 0)
-    l = p.sum(-1, keepdims=True)
-    o = jnp.einsum("bkgs,bskv->bkgv", p, v, precision="highest") / jnp.where(l == 0, 1, l)
-    o, m, l = (x.reshape(*q.shape[:-1], -1) for x in (o, m, l))
+    v = jnp.where(seen[:, :, None, None], v.astype(dtype), 0).repeat(heads // kv_heads, 2)
+    carry = Carry.from_logits(logits.reshape(len(q), 1, heads, s), v)
+    o, m, l = (x.reshape(*q.shape[:-1], -1) for x in carry.to_oml())
     return o, m, l
 
 

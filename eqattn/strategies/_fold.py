@@ -18,7 +18,7 @@ from .._problem.jit_cache import cached
 from .._problem.operands import BlockOperand, BlockOperands
 from .._problem.problem import Problem
 from .._ring.plan import reach
-from .._sweep.fold import poisoned
+from .._sweep.fold import softmax_terms
 from .._sweep.grid import BATCH, HEAD, PARTIAL
 from .._sweep.lowering import XLA
 from .._sweep.products import dot
@@ -86,12 +86,11 @@ def fold_whole(problem: Problem) -> tuple[Carry, Array]:
 
     def block(blocks, values):
         s, *weight = logits(*blocks)
-        v, poison = weigh(*values)
+        v, *poison = weigh(*values)
         top = s.max(0)
-        p = poisoned(s, gauge(top), poison)
-        kept = p * weight[0] if weight else p
+        kept, den = softmax_terms(s, gauge(top), weight, poison)
         num = dot(v, kept, (0, 0), **dict(whole.products)).T
-        return num, p.sum(0), jax.lax.stop_gradient(top), kept
+        return num, den, jax.lax.stop_gradient(top), kept
 
     single = {a: n for a, n in zip((BATCH, HEAD), blocking.grid)}
     operands = [_whole(x, problem) for x in whole.operands]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..._carry import gauge
+from ..._carry import change_of_origin
 from ..._sweep.grid import CORNER, Layout
 from ._chip import sums_by_product
 from ._products import product_of, spread_groups, weighted_groups
@@ -200,8 +200,7 @@ class Body:
         value = behind.narrow(values.outs[0], not form.grouped, form.narrow)
         was = self.top[...]
         now = jnp.maximum(was, self.most[...])
-        origin = gauge(now)
-        scale = jnp.exp2(was - origin)
+        origin, scale = change_of_origin(now, was, jnp.exp2)
         parts = windows(keys, rows, masked=c != form.full)
         for at, to in [(slice(0, keys), slice(0, rows))] if form.grouped else parts:
             new, weights, first = (), (), at.start == 0
