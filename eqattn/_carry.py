@@ -278,7 +278,7 @@ def _mean(numerator: Array, denominator: Array, once: bool = True) -> Array:
 @_mean.defjvp
 def _mean_jvp(once, primals, tangents):
     """Its two cotangents nearly cancel in the gradient of a logit. So `ct / denominator` is rounded
-    once for both, and the sum in the second is that of a tree.
+    once for both, and the sum in the second is one of a tree (see `_widen`).
     """
     numerator, denominator = primals
     mean = _mean(numerator, denominator, once)
@@ -287,11 +287,27 @@ def _mean_jvp(once, primals, tangents):
 
 
 def _widen(x: Array, n: int) -> Array:
-    """`[..., 1]` repeated to `[..., n]`, by doubling; transposed, a sum by halves."""
+    """`[..., 1]` repeated to `[..., n]`, in such a way that its transpose is an accurate sum.
+
+    XLA adds the entries of a row one after the other on a CPU, which loses up to `n / 2` roundings
+    where the two cotangents of `_mean` nearly cancel. There the row is made by doubling, so that
+    its transpose adds by halves and loses `log2(n)`. Other platforms sum in a tree already, and
+    what is doubled would be written out to memory at each step.
+    """
+    return lax.platform_dependent(
+        x, cpu=ft.partial(_doubled, n=n), default=ft.partial(_repeated, n=n)
+    )
+
+
+def _doubled(x: Array, n: int) -> Array:
     if n <= 1:
         return x[..., :n]
-    half = _widen(x, (n + 1) // 2)
+    half = _doubled(x, (n + 1) // 2)
     return jnp.concatenate([half, half[..., : n // 2]], -1)
+
+
+def _repeated(x: Array, n: int) -> Array:
+    return jnp.broadcast_to(x, (*x.shape[:-1], n))
 
 
 def _weight(exponent: Array) -> Array:

@@ -226,6 +226,14 @@ primitive_rules(
 
 
 def _jvp(primals, tangents, *, visits, layout, out_axes):
+    # out[axes] = sum_{pairs} f(x_1, ..., x_n) is linear in what f returns, so its tangent is the sum,
+    # over the same pairs, of the tangent of f:
+    #
+    #     dout[axes] = sum_{pairs} sum_i (df / dx_i) dx_i.
+    #
+    # That is the sweep of a function g(x_1, ..., x_n, dx_i, ...), made by `jax.jvp` of f on blocks.
+    # Its operands lie on the grid as those of f do; tangents of operands that do not move are left
+    # out. So a tangent costs the memory of one more sweep, never that of all pairs.
     out = sweep_p.bind(*primals, visits=visits, layout=layout, out_axes=out_axes)
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
@@ -249,6 +257,22 @@ def _jvp(primals, tangents, *, visits, layout, out_axes):
 
 
 def _transpose(cts, *args, visits, layout, out_axes):
+    # The sweep is linear in some operands y_i and depends on others x in any way,
+    #
+    #     out_k[axes_k] = sum_{pairs} sum_i A_ki(x) y_i.
+    #
+    # In <ct, out> each pair contributes sum_k <ct_k, A_ki(x) y_i>, where ct_k is constant over the
+    # grid axes that out_k lacks. Collecting what multiplies y_i,
+    #
+    #     ct y_i[axes of y_i] = sum_{pairs} sum_k A_ki(x)^T ct_k,
+    #
+    # summed over the grid axes that y_i lacks. That is a sweep again: its operands are x and the
+    # cotangents, on the axes of the outputs, and its outputs are on the axes of the y_i. A_ki(x)^T is
+    # `jax.linear_transpose` of the block function. What was read in many blocks is now summed, and
+    # what was summed is read: so the axes of inputs and outputs change places, and nothing else.
+    #
+    # Not `fused`, the results that move with columns are found in one visit and those of rows in
+    # another: each then has its accumulators in registers or caches, at the price of a second pass.
     table, operands = layout.split(args)
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     known = [i for i in range(len(operands)) if i not in linear]
