@@ -245,19 +245,19 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     #
     #     dnum = sum_j p_j w_j (ds_j v_j + dv_j)     dden = sum_j p_j ds_j     p_j = e^{s_j - m}.
     #
-    # Both are sums over pairs of a function of one block, that is, a sweep with the same grid, whose
+    # Both are sums over pairs of a function of one block, that is, a sweep on the same grid, whose
     # operands are those of the fold, the maximum m, and the tangents. It is linear in the tangents,
-    # so JAX transposes it into the backward pass (`_transpose` in sweep.py): with the cotangents a of
-    # num and c of den, that of a logit is
+    # so JAX transposes it into the backward pass (`_transpose` in sweep.py): with the cotangents a
+    # of num and c of den, that of a logit is
     #
     #     ct s_j = p_j (w_j <a, v_j> + c),
     #
     # the usual p (dp - delta), as c = -<a, num / den> comes from the division in `Carry.output`. A
     # kernel for the backward recognises that sweep by its stage.
     #
-    # Narrow products round v, which costs dnum far more than it costs num where the values have a
-    # large mean, because sum_j p_j ds_j is often nearly zero. There `centred_dot` and `recentred`
-    # give the same sum around the row's mean instead; see centred_tangent.py.
+    # Narrow products round p_j ds_j. Where all logits of a row move alike, these errors exceed what
+    # is left of dnum - (num / den) dden. So there `centred_dot` and `recentred` find the same sum
+    # relative to the mean of ds; see centred_tangent.py.
     static = dict(visits=visits, values=values, layout=layout, products=products)
     num, den, top = fold_p.bind(*primals, out_axes=out_axes, **static)
     table, primals = layout.split(primals)

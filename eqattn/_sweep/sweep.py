@@ -226,8 +226,8 @@ primitive_rules(
 
 
 def _jvp(primals, tangents, *, visits, layout, out_axes):
-    # out[axes] = sum_{pairs} f(x_1, ..., x_n) is linear in what f returns, so its tangent is the sum,
-    # over the same pairs, of the tangent of f:
+    # out[axes] = sum_{pairs} f(x_1, ..., x_n) is linear in what f returns, so its tangent is the
+    # sum, over the same pairs, of the tangent of f:
     #
     #     dout[axes] = sum_{pairs} sum_i (df / dx_i) dx_i.
     #
@@ -267,9 +267,9 @@ def _transpose(cts, *args, visits, layout, out_axes):
     #     ct y_i[axes of y_i] = sum_{pairs} sum_k A_ki(x)^T ct_k,
     #
     # summed over the grid axes that y_i lacks. That is a sweep again: its operands are x and the
-    # cotangents, on the axes of the outputs, and its outputs are on the axes of the y_i. A_ki(x)^T is
-    # `jax.linear_transpose` of the block function. What was read in many blocks is now summed, and
-    # what was summed is read: so the axes of inputs and outputs change places, and nothing else.
+    # cotangents, on the axes of the outputs, and its outputs are on the axes of the y_i. A_ki(x)^T
+    # is `jax.linear_transpose` of the block function. What was read in many blocks is now summed,
+    # and what was summed is read: the axes of inputs and outputs change places, and nothing else.
     #
     # Not `fused`, the results that move with columns are found in one visit and those of rows in
     # another: each then has its accumulators in registers or caches, at the price of a second pass.
