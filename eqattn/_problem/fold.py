@@ -75,7 +75,8 @@ def fold_problem(
         values = [spread.arrived(x, a) for x, a in zip(parts.values, parts.value_axes)]
         carry = [spread.returned(x, rows) for x in run(visited, table, operands, values)]
     else:
-        own, static = eqx.partition((problem.mask, problem.scores), eqx.is_array)
+        consts = [score.consts for score in parts.scores]
+        own, static = eqx.partition((problem.mask, consts), eqx.is_array)
         carry = spread.manual.over(
             lambda own, *arrays: run(visited.reading(*eqx.combine(own, static)), *arrays),
             [jax.tree.map(lambda _: (), own), table_axes, parts.axes, parts.value_axes],

@@ -22,6 +22,7 @@ from .._sweep.fold import poisoned
 from .._sweep.grid import BATCH, HEAD, PARTIAL
 from .._sweep.products import dot
 from .._sweep.rotation import Rotation
+from .._sweep.sweep import block_dtype
 
 
 @cached
@@ -93,8 +94,8 @@ def fold_whole(problem: Problem) -> tuple[Carry, Array]:
         return num, p.sum(0), jax.lax.stop_gradient(top), kept
 
     single = {a: n for a, n in zip((BATCH, HEAD), blocking.grid)}
-    operands = [_whole(x, a, problem) for x, a in zip(parts.operands, parts.axes)]
-    values = [_whole(x, a, problem) for x, a in zip(parts.values, parts.value_axes)]
+    operands = [_whole(x, a) for x, a in zip(parts.operands, parts.axes)]
+    values = [_whole(x, a) for x, a in zip(parts.values, parts.value_axes)]
     for axis in (HEAD, BATCH):
         mapped = [0 if axis in a else None for a in parts.axes]
         block = jax.vmap(block, (mapped, 0), axis_size=single[axis])
@@ -105,7 +106,7 @@ def fold_whole(problem: Problem) -> tuple[Carry, Array]:
     return carry, weights.reshape(blocking.batch, heads, t, s)
 
 
-def _whole(x: Array, axes: tuple[int, ...], problem: Problem) -> Array:
+def _whole(x: Array, axes: tuple[int, ...]) -> Array:
     """An operand without the axes of rows and columns, which have one block each."""
     x = x.reshape([n for a, n in zip(axes, x.shape) if a < -2] + list(x.shape[len(axes) :]))
-    return x.astype(problem.accumulation) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(block_dtype(x))
