@@ -1,9 +1,9 @@
 """Scores as functions of blocks: all that they read is an argument, and what is masked is safe.
 
-A cotangent at a masked pair is 0, but where the score is singular, like `log(q - k)` where `k >= q`,
-its product with the derivative is `0 * inf = NaN`. The gradient of what is one number for each pair,
-the logit and the operands, can be selected pair by pair. The gradient of what all pairs share is a
-sum in which one NaN is enough. So
+A cotangent at a masked pair is 0, but where the score is singular, like `log(q - k)` where
+`k >= q`, its product with the derivative is `0 * inf = NaN`. The gradient of what is one number for
+each pair, the logit and the operands, can be selected pair by pair. The gradient of what all pairs
+share is a sum in which one NaN is enough. So
 
 - masked pairs get the arguments of one visible pair, where derivatives are finite and `0 * J = 0`,
 - and of a block without visible pairs, which has none to give, nothing of the gradient is kept.
@@ -21,7 +21,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from .._jax import evaluated, interpret, only_varies, primitives, vary, varying_axes
+from .._jax import abstract, evaluated, interpret, only_varies, primitives, vary, varying_axes
 from .._misc import accumulation
 from .._pairs import over_block
 from ..scores._base import AbstractScore
@@ -52,13 +52,16 @@ class ClosedScore(eqx.Module):
         logit: Any,
         operands: Sequence[Any],
         consts: Sequence[Array] | None = None,
+        axes: frozenset = frozenset(),
     ) -> "ClosedScore":
-        """A score of a scalar `logit`, scalar indices, and `operands` of these dtypes.
+        """A score of a scalar `logit`, scalar indices, and `operands` of these dtypes, all of which
+        vary over the mesh `axes`.
 
         A trace holds where `jax.shard_map` runs only if it is made there. What it closes over must
         come in as arguments of that: then they are the given `consts`, found by a trace outside.
         """
-        scalars = [jax.ShapeDtypeStruct((), x) for x in (logit, *["int32"] * 4, *operands)]
+        like = vary(jnp.zeros((), logit), axes)
+        scalars = [abstract(like, (), x) for x in (logit, *[jnp.int32] * 4, *operands)]
         closed = jax.make_jaxpr(score.transform)(*scalars)
         dtypes = tuple(x.dtype for x in closed.consts)
         if consts is None:
@@ -72,11 +75,12 @@ class ClosedScore(eqx.Module):
         finite there. The other scalars of its pairs are `[keys|1, rows|1]`.
         """
         axes = varying_axes(s, *others)
+        xs = [vary(x, axes) for x in (s, *others)]
         fn = ft.partial(_evaluate, self.jaxpr, self.dtypes)
         consts = [vary(jnp.asarray(x), axes) for x in self.consts]
         if mask is None or self.finite_when_masked:
-            return fn(consts, [s, *others])
-        return _where_visible(fn, mask, consts, [s, *others])
+            return fn(consts, xs)
+        return _where_visible(fn, mask, consts, xs)
 
 
 def _is_float(x: Any) -> bool:

