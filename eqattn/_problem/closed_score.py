@@ -62,7 +62,8 @@ class ClosedScore(eqx.Module):
         """
         like = vary(jnp.zeros((), logit), axes)
         scalars = [abstract(like, (), x) for x in (logit, *[jnp.int32] * 4, *operands)]
-        closed = jax.make_jaxpr(score.transform)(*scalars)
+        # Not the method itself: JAX compares what it traces, and a module's arrays have no truth.
+        closed = jax.make_jaxpr(lambda *xs: score.transform(*xs))(*scalars)
         dtypes = tuple(x.dtype for x in closed.consts)
         if consts is None:
             consts = [
