@@ -31,10 +31,34 @@ def varies(aval) -> bool:
     return axes is not None and bool(axes.varying)
 
 
+def is_narrow(x) -> bool:
+    """Whether sums of `x` need a wider dtype."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
+
+
+def summed_wide(fn, x):
+    """`fn(x)` for a linear function `fn` whose transpose is a sum, over devices perhaps. Of narrow
+    numbers it is one of float32: XLA:CPU dies of some narrow sums over devices.
+    """
+    if not is_narrow(x):
+        return fn(x)
+
+    @jax.custom_jvp
+    def apply(x):
+        return fn(x)
+
+    @apply.defjvp
+    def _(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return apply(x), fn(t.astype(jnp.float32)).astype(x.dtype)
+
+    return apply(x)
+
+
 def vary(array, axes: frozenset):
     """Marks an array as varying over `axes`; differentiable, its transpose is a sum over them."""
     missing = tuple(axes - varying_axes(array))
-    return lax.pcast(array, missing, to="varying") if missing else array
+    return summed_wide(lambda x: lax.pcast(x, missing, to="varying"), array) if missing else array
 
 
 def abstract(array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._jax import vary, varying_axes
+from .._jax import summed_wide, vary, varying_axes
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.rotation import Rotation
 from .blocking import Blocking
@@ -76,7 +76,8 @@ class Spread:
         index = lax.axis_index(self.axis)
         x = vary(x, varying_axes(index))
         if HEAD not in axes:
-            return lax.all_gather(x, self.axis, axis=axes.index(token_axis(axes)), tiled=True)
+            at = axes.index(token_axis(axes))
+            return summed_wide(lambda x: lax.all_gather(x, self.axis, axis=at, tiled=True), x)
         at = axes.index(HEAD)
         x = split_axis(x, at, self.size)
         if ROW not in axes and COL not in axes:
@@ -98,5 +99,6 @@ def with_enough_heads(problem: Problem, shares: int) -> Problem:
     times = math.lcm(kv_heads, shares) // kv_heads
     if times == 1:
         return problem
-    key, value = (jnp.repeat(x, times, 2) for x in (problem.key, problem.value))
+    repeat = lambda x: jnp.repeat(x, times, 2)
+    key, value = (summed_wide(repeat, x) for x in (problem.key, problem.value))
     return dataclasses.replace(problem, key=key, value=value)

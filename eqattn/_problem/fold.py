@@ -65,7 +65,8 @@ def fold_problem(
         values = [spread.arrived(x.array, x.axes) for x in blocks.values]
         carry = [spread.returned(x, rows) for x in run(visited, table, operands, values)]
     else:
-        own, static = eqx.partition((problem.mask, problem.scores), eqx.is_array)
+        consts = [score.consts for score in blocks.scores]
+        own, static = eqx.partition((problem.mask, consts), eqx.is_array)
         in_axes = [x.axes for x in blocks.operands]
         carry = spread.manual.over(
             lambda own, *arrays: run(visited.reading(*eqx.combine(own, static)), *arrays),

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
 from .._config.partition import names_of
-from .._jax import automatic, varying_axes
+from .._jax import automatic, is_narrow, varying_axes
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 
 
@@ -94,15 +94,25 @@ class Manual:
                 outs = [jnp.expand_dims(x, a.index(HEAD) + 1) for x, a in zip(outs, out_axes)]
             return outs
 
+        def crossing(axes, x):
+            """What is replicated is wide outside, where `jax.shard_map` sums its gradient."""
+            named = {n for names in self.partition(axes) for n in names_of(names)}
+            if all(self.mesh.shape[n] == 1 for n in self.names - named):
+                return x
+            return jax.tree.map(lambda x: x.astype(jnp.float32) if is_narrow(x) else x, x)
+
         def run(*args):
+            args = each(cut, in_axes, args)
+            dtypes = jax.tree.map(lambda x: x.dtype, args)
+            args = each(crossing, in_axes, args)
             outs = jax.shard_map(
-                visit,
+                lambda *xs: visit(*jax.tree.map(lambda x, d: x.astype(d), xs, dtypes)),
                 mesh=self.mesh,
                 in_specs=each(self.partition, in_axes),
                 out_specs=each(self.partition, list(out_axes)),
                 axis_names=self.names,
                 check_vma=bool(varying_axes(*jax.tree.leaves(args))),  # as around us
-            )(*each(cut, in_axes, args))
+            )(*args)
             if n > 1:
                 outs = [merged_axes(rest(a, x), a.index(HEAD)) for x, a in zip(outs, out_axes)]
             return outs

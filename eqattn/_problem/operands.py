@@ -11,29 +11,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from .._jax import summed_wide, varying_axes
+from .._misc import accumulation
 from .._pairs import Operand, over_block
 from .._sweep.fold import finite, masked_dot, scaled
 from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, Layout, PARTIAL, ROW
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.products import dot
+from .._sweep.sweep import block_dtype
 from ..masks._base import AbstractMask, visible
+from ..scores._base import AbstractScore
 from ..scores._dropout import kept
-from ..scores._function import ScoreFn
 from .block_classes import classes_of, table_of
 from .blocking import Blocking, spread
+from .closed_score import ClosedScore
 from .exchange import Spread
 from .problem import Problem
 from .storage import as_stored
-
-
-def at_visible(mask: Array, xs: list) -> list:
-    """Blocks with the entries of one visible pair at all masked ones: there a user's function may
-    be singular, and a zero cotangent would not save its gradients.
-    """
-    row = jnp.argmax(mask.any(0))
-    key = jnp.argmax(mask[:, row])
-    at = [x[jnp.where(len(x) > 1, key, 0), jnp.where(x.shape[1] > 1, row, 0)] for x in xs]
-    return [jnp.where(mask, x, y) for x, y in zip(xs, at)]
 
 
 def not_finite(x: Array, precision: Any) -> Array:
@@ -126,10 +120,13 @@ class BlockOperands:
         for part in (*problem.scores, *([] if problem.mask is None else [problem.mask])):
             start = len(self.operands)
             for operand in part.operands():
-                self._add(type(part).__name__, problem.canonical(operand))
+                scored = isinstance(part, AbstractScore)
+                array = self.widened(operand) if scored else problem.canonical(operand)
+                self._add(type(part).__name__, array)
             self.groups.append(slice(start, len(self.operands)))
         if problem.seed is not None and problem.rate > 0:
             self.operands += (BlockOperand("seed", problem.seed, ()),)
+        self.scores = self.closed_scores()
 
     def _store(self) -> None:
         """Keys and values that stay in place; of pages, as many operands as a block has."""
@@ -197,10 +194,20 @@ class BlockOperands:
         new.blocking, new.local = blocking, blocking.grid[:2] != self.blocking.grid[:2]
         return new
 
-    def reading(self, mask: AbstractMask | None, scores: tuple) -> "BlockOperands":
-        """The same with what masks and scores close over exchanged."""
+    def closed_scores(self, consts: Sequence | None = None) -> list[ClosedScore]:
+        """The scores, with what each closes over exchanged for some `consts`."""
+        closed, acc = [], self.problem.accumulation
+        axes = varying_axes(*(x.array for x in (*self.operands, *self.values)))
+        for i, score in enumerate(self.problem.scores):
+            dtypes = [block_dtype(x.array) for x in self.operands[self.groups[i]]]
+            closed.append(ClosedScore.of(score, acc, dtypes, consts and consts[i], axes))
+        return closed
+
+    def reading(self, mask: AbstractMask | None, consts: Sequence) -> "BlockOperands":
+        """The same with what the mask and each score close over exchanged."""
         new = copy.copy(self)
-        new.problem = dataclasses.replace(self.problem, mask=mask, scores=scores)
+        new.problem = dataclasses.replace(self.problem, mask=mask)
+        new.scores = self.closed_scores(consts)
         return new
 
     def weigh(self, c: int) -> Callable:
@@ -224,6 +231,22 @@ class BlockOperands:
     def cleaned(self, value: Array) -> list[Array]:
         """A value without what is not finite, and where there was some."""
         return [finite(value), not_finite(value, dict(self.products)["precision"])]
+
+    def widened(self, operand: Operand) -> Array | np.ndarray:
+        """An operand of a score in canonical form. Its gradient is a sum over what it is broadcast
+        to, and rounds once: where it is not as large as the logits, it is widened before. Where it
+        is, what it is broadcast to inside of the blocks is summed there, and only the sums over
+        leading axes and devices remain: they are wide, of what was rounded once.
+        """
+        array, acc = operand.array, self.problem.accumulation
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return self.problem.canonical(operand)
+        large = operand.axes.endswith("ts") and 1 not in (*array.shape[-2:], self.blocking.block_k)
+        if large and accumulation(array.dtype) == acc:
+            form = lambda x: self.problem.canonical(Operand(x, operand.axes))
+            return summed_wide(form, array)
+        array = array.astype(accumulation(array.dtype, acc))
+        return self.problem.canonical(Operand(array, operand.axes))
 
     @property
     def reads(self) -> list[int]:
@@ -322,11 +345,8 @@ class BlockOperands:
                 s = jnp.where(mask, s, 0)
             if self.post_scale:
                 s = s * named["scale"]
-            for score, xs in zip(problem.scores, own):
-                xs = [s, *pairs, *xs]
-                if mask is not None and isinstance(score, ScoreFn):
-                    xs = at_visible(mask, xs)
-                s = over_block(score.transform, xs)
+            for score, xs in zip(self.scores, own):
+                s = score(mask, s, *pairs, *xs)
             if problem.logits_dtype is not None:
                 s = s.astype(problem.logits_dtype).astype(acc)
             if mask is not None:

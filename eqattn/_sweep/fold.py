@@ -265,7 +265,6 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     count, n = len(primals), len(primals) - len(values[0][1].in_avals)
     active = [i for i, t in enumerate(tangents) if not is_zero(t)]
     inner, outer = [i for i in active if i < n], [i - n for i in active if i >= n]
-    acc = visits[0][1].out_avals[0].dtype
     kw = dict(products)
     narrow = kw.get("operand_dtype") is not None
 
@@ -300,7 +299,8 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
 
         return g
 
-    operands = [*primals, top, *[tangents[i].astype(acc) for i in active]]
+    dtypes = [a.dtype for jaxpr in (visits[0][1], values[0][1]) for a in jaxpr.in_avals]
+    operands = [*primals, top, *[tangents[i].astype(dtypes[i]) for i in active]]
     in_axes = [*layout.in_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
     sums = 3 if narrow and inner else 2  # of the numerator, the denominator, the numerator again
     dnum, dden, *again = sweep(

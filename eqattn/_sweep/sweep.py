@@ -86,12 +86,13 @@ def table_per_hop(
     return dataclasses.replace(ring, **fields), consts
 
 
-def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def block_dtype(x: Any) -> Any:
     """Block functions read floats in the accumulation dtype, so cotangents round once."""
-    dtype = x.dtype
-    if jnp.issubdtype(dtype, jnp.floating):
-        dtype = accumulation(dtype)
-    return abstract(x, jnp.shape(x)[len(axes) :], dtype)
+    return accumulation(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+
+
+def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return abstract(x, jnp.shape(x)[len(axes) :], block_dtype(x))
 
 
 def evaluate(jaxpr: Any, blocks: Sequence) -> list:

@@ -1,6 +1,6 @@
 """ALiBi."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ class ALiBi(AbstractScore):
     """
 
     slopes: Float[Array, " h"] = eqx.field(converter=lambda x: as_array(x, "slopes", 1))
+
+    finite_when_masked: ClassVar[bool] = True
 
     @classmethod
     def geometric(cls, heads: int) -> "ALiBi":

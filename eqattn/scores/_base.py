@@ -5,7 +5,7 @@ A score transforms one scalar logit, given the indices of its pair. Order is fix
 """
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Float
@@ -19,7 +19,13 @@ class AbstractScore(eqx.Module):
     Subclasses define `transform`, for scalars, with `jax.numpy` operations. Parameters that are
     the same for all pairs may be read from `self` (they are differentiable); arrays that vary with
     batch, head, query or key are listed by `operands` and arrive as scalars.
+
+    A score may be singular at pairs that are masked, like `log(q - k)` under a mask `k < q`: its
+    derivatives are then evaluated at visible pairs only. One whose value and derivatives are finite
+    wherever its logit is can say so by `finite_when_masked`, and its gradients cost a little less.
     """
+
+    finite_when_masked: ClassVar[bool] = False
 
     def operands(self) -> tuple[Operand, ...]:
         """Arrays that vary with batch, head, query or key."""

@@ -15,6 +15,7 @@ class Bias(AbstractScore):
 
     bias: Float[Array, "..."] = eqx.field(converter=lambda x: as_array(x, "bias"))
 
+    finite_when_masked: ClassVar[bool] = True
     operand_name: ClassVar[str] = "bias"
 
     def operands(self) -> tuple[Operand, ...]:

@@ -1,6 +1,6 @@
 """The soft cap."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,8 @@ class SoftCap(AbstractScore):
     """
 
     cap: Any
+
+    finite_when_masked: ClassVar[bool] = True
 
     def __check_init__(self) -> None:
         cap = concrete(self.cap)

@@ -1,6 +1,6 @@
 """T5's relative bias."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ class T5Bias(AbstractScore):
     table: Float[Array, "buckets h"] = eqx.field(converter=lambda x: as_array(x, "table"))
     bidirectional: bool = eqx.field(static=True, default=True)
     max_distance: int = eqx.field(static=True, default=128)
+
+    finite_when_masked: ClassVar[bool] = True
 
     def __check_init__(self) -> None:
         shape, least = self.table.shape, 4 if self.bidirectional else 2
@@ -70,4 +72,4 @@ class T5Bias(AbstractScore):
     def transform(
         self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, column: Any
     ) -> Float[Array, ""]:
-        return logit + self.table[self.bucket(q, k), column].astype(logit.dtype)
+        return logit + self.table.astype(logit.dtype)[self.bucket(q, k), column]

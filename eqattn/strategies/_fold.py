@@ -23,6 +23,7 @@ from .._sweep.grid import BATCH, HEAD, PARTIAL
 from .._sweep.lowering import XLA
 from .._sweep.products import dot
 from .._sweep.rotation import Rotation
+from .._sweep.sweep import block_dtype
 
 
 @cached
@@ -93,8 +94,8 @@ def fold_whole(problem: Problem) -> tuple[Carry, Array]:
         return num, den, jax.lax.stop_gradient(top), kept
 
     single = {a: n for a, n in zip((BATCH, HEAD), blocking.grid)}
-    operands = [_whole(x, problem) for x in whole.operands]
-    values = [_whole(x, problem) for x in whole.values]
+    operands = [_whole(x) for x in whole.operands]
+    values = [_whole(x) for x in whole.values]
     for axis in (HEAD, BATCH):
         mapped = [0 if axis in x.axes else None for x in whole.operands]
         block = jax.vmap(block, (mapped, 0), axis_size=single[axis])
@@ -105,8 +106,8 @@ def fold_whole(problem: Problem) -> tuple[Carry, Array]:
     return carry, weights.reshape(blocking.batch, heads, t, s)
 
 
-def _whole(operand: BlockOperand, problem: Problem) -> Array:
+def _whole(operand: BlockOperand) -> Array:
     """An operand without the axes of rows and columns, which have one block each."""
     x, axes = operand.array, operand.axes
     x = x.reshape([n for a, n in zip(axes, x.shape) if a < -2] + list(x.shape[len(axes) :]))
-    return x.astype(problem.accumulation) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(block_dtype(x))

@@ -164,13 +164,20 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
 
 
 def build(case: Case) -> Built:
-    """Call under `jax.enable_x64` for float64 cases."""
+    """Call under `jax.enable_x64` for cases that `needs_x64`."""
     rng = np.random.default_rng(zlib.crc32(name_of(case).encode()))
     (t, s), (h, kv), (d, dv), lead = case["length"], case["heads"], case["dims"], case["lead"]
     b, dtype, wide = int(np.prod(lead)), *dtypes_of(case)
 
+    default = case["operands"] == "default"
+    of_bias, of_others = (dtype, wide) if default else (jnp.dtype(case["operands"]),) * 2
+
     def normal(shape, kind):
         return jnp.asarray(rng.standard_normal(shape).astype(kind))
+
+    def operand(x, kind):
+        """Of numbers that the sums' dtype has too: the bound takes operands as exact."""
+        return jnp.asarray(np.asarray(x, wide).astype(kind))
 
     def qkv():
         shapes = {"q": (*lead, t, h, d), "k": (*lead, s, kv, d), "v": (*lead, s, kv, dv)}
@@ -178,18 +185,20 @@ def build(case: Case) -> Built:
 
     shared: dict[str, Any] = {}
     if case["bias"] != "none":
-        shared["bias"] = normal(bias_shape(case["bias"], lead, h, t, s), dtype)
+        shape = bias_shape(case["bias"], lead, h, t, s)
+        shared["bias"] = operand(rng.standard_normal(shape), of_bias)
     if case["sinks"] != "none":
-        shared["sinks"] = normal({"H": (h,), "Hn": (h, 3), "1n": (1, 2)}[case["sinks"]], wide)
+        shape = {"H": (h,), "Hn": (h, 3), "1n": (1, 2)}[case["sinks"]]
+        shared["sinks"] = operand(rng.standard_normal(shape), of_others)
     if case["score"] in ("alibi", "both"):
-        shared["slopes"] = jnp.asarray(rng.uniform(0.05, 0.3, h).astype(wide))
+        shared["slopes"] = operand(rng.uniform(0.05, 0.3, h), of_others)
     if case["score"] in ("t5", "t5_causal", "both"):
-        shared["table"] = normal((8, h), wide)
+        shared["table"] = operand(rng.standard_normal((8, h)), of_others)
     for name, value in (("scale", 0.3), ("cap", 2.5)):
         if case[name] == "array":
-            shared[name] = jnp.asarray(value, wide)
+            shared[name] = operand(value, of_others)
     variants = tuple({**qkv(), **shared} for _ in range(2))
-    directions = {n: normal(x.shape, x.dtype) for n, x in variants[0].items()}
+    directions = {n: operand(rng.standard_normal(x.shape), x.dtype) for n, x in variants[0].items()}
 
     offset = {"none": None, "int": Q_OFFSET, "array": jnp.asarray(Q_OFFSET, jnp.int32)}[
         case["offset"]

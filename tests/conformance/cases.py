@@ -50,6 +50,9 @@ AXES: dict[str, tuple] = {
     "heads": ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1)),
     "dims": ((8, 8), (4, 7), (16, 8), (1, 3)),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
+    # Of bias, slopes, table, sinks, scale and cap; by default the bias has that of the queries and
+    # the others that of sums.
+    "operands": ("default", "bfloat16", "float32", "float64"),
     "sinks": ("none", "H", "Hn", "1n"),
     "lead": ((2,), (), (2, 2)),
     "cap": ("none", "float", "array"),
@@ -72,8 +75,8 @@ MORE: dict[str, tuple] = {"target": (("ring", 4), ("tpu_ragged", 1), ("ulysses",
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
-    "tpu": {"dtype": ("float16", "float64")},
-    "tpu_ragged": {"dtype": ("float16", "float64")},
+    "tpu": {"dtype": ("float16", "float64"), "operands": ("float64",)},
+    "tpu_ragged": {"dtype": ("float16", "float64"), "operands": ("float64",)},
     "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
 }
 
@@ -174,6 +177,10 @@ def covering(strength: int, seed: int = 0) -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def needs_x64(case: Case) -> bool:
+    return "float64" in (case["dtype"], case["operands"])
+
+
 def _short(value) -> str:
     if isinstance(value, tuple):
         return "x".join(str(v) for v in value) or "scalar"
@@ -185,6 +192,8 @@ def name_of(case: Case) -> str:
     always = ("mask", "length", "transform", "block", "heads", "dims", "dtype", "lead", "target")
     parts = [_short(case[axis]) for axis in always]
     parts += [
-        f"{a}_{_short(case[a])}" for a in AXES if a not in always and case[a] not in ("none", 0.0)
+        f"{a}_{_short(case[a])}"
+        for a in AXES
+        if a not in always and case[a] not in ("none", "default", 0.0)
     ]
     return "-".join(parts)

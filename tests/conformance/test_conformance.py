@@ -20,7 +20,7 @@ from eqattn.kernels.tpu import _forward_step as _step
 
 from . import build, transforms
 from .bound import excess
-from .cases import covering, name_of
+from .cases import covering, name_of, needs_x64
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -138,7 +138,7 @@ def small_windows(case):
 
 
 def check(case) -> None:
-    with jax.enable_x64(True) if case["dtype"] == "float64" else contextlib.nullcontext():
+    with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
         built = build.build(case)
         call, dynamic = build.library_call(built)
         transform = transforms.TRANSFORMS[case["transform"]]

@@ -100,7 +100,7 @@ def test_dropout_is_not_in_the_denominator():
     plain = dict.fromkeys(("bias", "score", "sinks", "cap", "scale", "offset"), "none")
     case = covering(2)[0] | plain | dict(mask="causal", length=(37, 37), block=(16, 16), lead=())
     case |= dict(heads=(2, 1), dims=(8, 8), dtype="bfloat16", target=("tpu", 1))
-    case |= dict(transform="jit", dropout=0.25)
+    case |= dict(transform="jit", dropout=0.25, operands="default")
     assert invalid(case) is None
     check(case)
 

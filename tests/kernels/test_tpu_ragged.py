@@ -118,6 +118,7 @@ def judged():
     """
     cases = [{**case, "target": ("tpu_ragged", 1)} for case in covering(2)]
     kinds = {"dtype": ("float32", "bfloat16"), "transform": ("grad", "jit", "vmap_grad")}
+    kinds["operands"] = ("default", "bfloat16", "float32")
     return [c for c in cases if all(c[axis] in of for axis, of in kinds.items())][::3]
 
 

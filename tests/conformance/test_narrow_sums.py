@@ -1,0 +1,186 @@
+"""Gradients of narrow operands are summed in float32, over blocks, batch, heads and devices, and
+rounded once.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import eqattn
+from eqattn import masks as m, scores as sc
+
+from . import oracle, oracle_masks as om
+from .test_conformance import mesh_of
+from .test_operand_dtypes import closure
+
+
+B, T, H, D = 4, 32, 8, 8
+BIASES = {
+    "heads": (1, H, 1, 1),
+    "rows": (1, 1, T, 1),
+    "keys": (1, 1, 1, T),
+    "one": (1, 1, 1, 1),
+    "batch": (B, 1, 1, T),
+    "shared": (1, 1, T, T),
+}
+
+
+def arguments(bias, seed=0):
+    """q, k and v in float32, so that only the rounding of the operands' gradients is left."""
+    rng = np.random.default_rng(seed)
+    shapes = dict(q=(B, T, H, D), k=(B, T, 2, D), v=(B, T, 2, D))
+    xs = {n: jnp.asarray(rng.standard_normal(x), jnp.float32) for n, x in shapes.items()}
+    narrow = dict(bias=rng.standard_normal(BIASES[bias]), slopes=rng.uniform(0.05, 0.3, H))
+    narrow["table"] = rng.standard_normal((8, H))
+    xs |= {n: jnp.asarray(x, jnp.bfloat16) for n, x in narrow.items()}
+    cts = (rng.standard_normal((B, T, H, D)), rng.standard_normal((B, T, H)))
+    return xs, tuple(jnp.asarray(x, jnp.float32) for x in cts)
+
+
+def attend(strategy, xs, slopes):
+    metadata = eqattn.AttentionMetadata(blocksize_q=8, blocksize_k=8)
+    strategy = eqattn.AttentionRegistry.create(strategy, metadata)
+    score = [slopes(xs["slopes"]), sc.T5Bias(xs["table"], max_distance=16)]
+    options = dict(mask=m.Causal(), bias=xs["bias"], score=score, return_logsumexp=True)
+    out = eqattn.attention(xs["q"], xs["k"], xs["v"], strategy, **options)
+    return out.attention_outputs, out.logsumexp
+
+
+def gradients(strategy, xs, cts, slopes):
+    _, pull = jax.vjp(lambda xs: attend(strategy, xs, slopes), xs)
+    return pull(cts)[0]
+
+
+def half_ulps(x, exact):
+    """The root mean square of errors in halves of a unit in the last place of bfloat16."""
+    unit = 2.0 ** (np.floor(np.log2(abs(exact))) - 7)
+    return float(np.sqrt(np.mean(((np.asarray(x, np.float64) - exact) / (unit / 2)) ** 2)))
+
+
+def reference(xs, cts):
+    exact = {n: np.asarray(x, np.float64) for n, x in xs.items()}
+    pairs = dict(distance=om.distance(T, T), bucket=om.t5_bucket(T, T, 8, True, 16))
+    problem = oracle.Problem(**exact, scale=D**-0.5, mask=om.causal(T, T), **pairs)
+    return oracle.vjp(problem, *[np.asarray(x, np.float64) for x in cts])
+
+
+CASES = [("blockwise", 1), ("dense", 1), ("ring", 2), ("ring", 8), ("ulysses", 8)]
+
+
+@pytest.mark.parametrize("slopes", [sc.ALiBi, closure])
+@pytest.mark.parametrize("strategy", CASES)
+def test_gradients_round_once(strategy, slopes):
+    """A single rounding is at most one half-ulp, and its root mean square about 0.58 of one or less:
+    0.75 allows for few samples. An array as large as the logits that all devices share is rounded
+    on each of them too: that is 0.82, and no more for more devices.
+    """
+    if strategy == ("dense", 1) and slopes is closure:
+        biases = ("shared",)
+    else:
+        biases = ("keys", "shared") if slopes is closure else BIASES
+    errors: dict[str, list] = {}
+    for bias in biases:
+        xs, cts = arguments(bias)
+        with mesh_of(dict(target=strategy)):
+            found = jax.jit(lambda xs, cts: gradients(strategy[0], xs, cts, slopes))(xs, cts)
+        exact = reference(xs, cts)
+        for n in ("bias", "slopes", "table"):
+            assert found[n].dtype == jnp.bfloat16
+            seen = exact[n] != 0
+            assert not np.any(np.asarray(found[n])[~seen])
+            name = f"{n} {bias}" if n == "bias" else n
+            errors.setdefault(name, []).append(half_ulps(found[n][seen], exact[n][seen]))
+    rms = {n: max(x) for n, x in errors.items()}
+    few = {"bias one": 1.01}  # one number
+    if strategy[0] == "ulysses":
+        few["bias shared"] = 0.9
+    assert all(x <= few.get(n, 0.75) for n, x in rms.items()), rms
+
+
+def narrow_sums(text):
+    """The sums over devices of narrow numbers in a lowered or compiled module."""
+    found = re.findall(r"= \(?(?:bf16|f16)\[[^=]*(?:all-reduce|reduce-scatter)(?:-start)?\(", text)
+    operations = r'"stablehlo\.(?:all_reduce|reduce_scatter)"\(.*?\}\) : \((tensor<[^>]*>)'
+    found += [x for x in re.findall(operations, text, re.DOTALL) if re.search("bf16|f16", x)]
+    return found
+
+
+def narrow_program(strategy, bias, manual, dtype):
+    """The gradient of everything narrow on a mesh of batch and tokens, and its arguments."""
+    xs, (ct, _) = arguments(bias)
+    xs = {n: x.astype(dtype) for n, x in xs.items()}
+    kind = AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("dp", "sp"), (kind, kind), devices=jax.devices()[:4])
+    name = dict(axis_name="sp")
+
+    def fn(xs):
+        metadata = eqattn.AttentionMetadata(blocksize_q=8, blocksize_k=8, runtime_dtype=dtype)
+        cls = eqattn.strategies.Ring if strategy == "ring" else eqattn.strategies.Ulysses
+        score = [sc.ALiBi(xs["slopes"]), sc.T5Bias(xs["table"]), closure(xs["slopes"])]
+        return eqattn.attention(
+            xs["q"], xs["k"], xs["v"], cls(metadata, **name), bias=xs["bias"], score=score
+        ).attention_outputs
+
+    specs = {n: P("dp", "sp") if n in "qkv" else P() for n in xs}
+    if manual:  # sums over devices are ours where JAX knows what varies
+        fn = jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=P("dp", "sp"))
+    else:
+        xs = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in xs.items()}
+    loss = lambda xs: jnp.sum(fn(xs).astype(jnp.float32) * ct)
+    return mesh, jax.jit(jax.grad(loss)), xs
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("strategy, bias", [("ring", "heads"), ("ulysses", "heads")])
+def test_no_sum_over_devices_is_narrow(strategy, bias, manual, dtype):
+    mesh, program, xs = narrow_program(strategy, bias, manual, dtype)
+    with jax.set_mesh(mesh):
+        lowered = program.lower(xs)
+        assert "all_reduce" in lowered.as_text() or "all-reduce" in lowered.compile().as_text()
+        assert not narrow_sums(lowered.as_text())
+        assert not narrow_sums(lowered.compile().as_text())
+
+
+def test_narrow_sums_are_found():
+    """That the test above can fail."""
+    mesh = jax.make_mesh((2,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    for fn in (jax.lax.psum, lambda x, n: jax.lax.psum_scatter(x, n, tiled=True)):
+        f = jax.shard_map(lambda x: fn(x, "sp"), mesh=mesh, in_specs=P("sp"), out_specs=P(),
+                          check_vma=False)  # fmt: skip
+        assert narrow_sums(jax.jit(f).lower(jnp.ones(8, jnp.bfloat16)).as_text())
+
+
+KILLING = """
+import jax, jax.numpy as jnp
+from eqattn import ALiBi, attention, AttentionMetadata, Causal
+from eqattn.strategies import Ring
+
+auto = (jax.sharding.AxisType.Auto,) * 3
+mesh = jax.make_mesh((1, 2, 2), ("dp", "sp", "tp"), auto, devices=jax.devices()[:4])
+q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8), jnp.bfloat16)
+
+def loss(slopes):
+    ring = Ring(AttentionMetadata(runtime_dtype=jnp.bfloat16))
+    out = attention(q, k, v, ring, mask=Causal(), score=ALiBi(slopes)).attention_outputs
+    return out.astype(jnp.float32).var()
+
+with jax.set_mesh(mesh):
+    gradient = jax.jit(jax.grad(loss))(jnp.full(4, 0.1, jnp.bfloat16))
+assert gradient.dtype == jnp.bfloat16 and (gradient > 0).all(), gradient
+"""
+
+
+def test_narrow_slopes_do_not_kill_the_process():
+    """XLA:CPU ends the process at some sums of bfloat16 over devices."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-c", KILLING]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
