@@ -6,7 +6,8 @@ from typing import Any, TYPE_CHECKING
 import equinox as eqx
 import jax
 
-from .._misc import as_array, Fixed, value_of
+from .._closure import function_of
+from .._misc import as_array, Fixed
 from .._pairs import Operand, scalar_result
 from ._base import AbstractMask
 
@@ -46,7 +47,7 @@ class MaskFn(AbstractMask):
 
     @property
     def fn(self) -> Any:
-        return value_of(self._fn)
+        return function_of(self._fn)
 
     def operands(self) -> tuple[Operand, ...]:
         rows = tuple(Operand(x, "bt") for x in self.row_operands)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._misc import Fixed, value_of
+from .._closure import function_of
+from .._misc import Fixed
 from .._pairs import Operand, scalar_result
 from ._base import AbstractScore
 
@@ -46,7 +47,7 @@ class ScoreFn(AbstractScore):
 
     @property
     def fn(self) -> Callable:
-        return value_of(self._fn)
+        return function_of(self._fn)
 
     def operands(self) -> tuple[Operand, ...]:
         return self.arrays
