@@ -89,11 +89,10 @@ class Parts:
         for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
             self.add(name, x)
         whole = spread.local(blocking) if spread.inside else blocking
-        valid = np.ones((1, 1, 1, whole.keys), bool)
-        valid = whole.pad(valid, 3, whole.columns * whole.block_k, edge=False)
-        self.padded = not valid.all()
+        padded = whole.columns * whole.block_k
+        self.padded = padded != whole.keys
         if self.padded:
-            self.add("valid", valid)
+            self.add("valid", whole.pad(np.ones((1, 1, 1, whole.keys), bool), 3, padded, edge=False))
         self.groups = []
         for part in (*problem.scores, *([] if problem.mask is None else [problem.mask])):
             start = len(self.operands)
@@ -242,8 +241,8 @@ class Parts:
             classes = tuple(c for c in classes if c in present) or (PARTIAL,)
             if len(present) == 1 and EMPTY not in present:
                 return None, None, classes
-        axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n > 1] + [ROW, COL]
-        shape = [n for n in table.shape[:2] if n > 1] + list(table.shape[2:])
+        axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n != 1] + [ROW, COL]
+        shape = [n for n in table.shape[:2] if n != 1] + list(table.shape[2:])
         return jnp.asarray(table.reshape(shape)), tuple(axes), classes
 
     def hidden(self, s: Array, mask: Array) -> Array:

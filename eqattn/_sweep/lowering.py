@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from .._jax import partitioned_automatically
+from .._misc import at_most
 from .grid import COL, Layout, ROW
 from .loops import traverse
 
@@ -31,7 +32,7 @@ def loops_over_batch(ctx, layout: Layout) -> bool:
         return not partitioned_automatically(ctx)
     cpu = tuple(ctx.module_context.platforms) == ("cpu",)
     logits = math.prod(layout.shape(layout.batch)) * math.prod(layout.block)
-    small = logits <= (2**20 if layout.grid[ROW] == layout.grid[COL] == 1 else 2**17)
+    small = at_most(logits, 2**20 if layout.grid[ROW] == layout.grid[COL] == 1 else 2**17)
     return cpu and not small and not partitioned_automatically(ctx)
 
 

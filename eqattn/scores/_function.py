@@ -19,9 +19,16 @@ class ScoreFn(AbstractScore):
 
     **Arguments:**
 
-    - `fn`: `jax.numpy` operations on scalars. What it closes over is differentiated too. It is
-        static: a rebuilt lambda is another score to `jax.jit`. A callable `eqx.Module` or
-        `jax.tree_util.Partial` is a PyTree node instead.
+    - `fn`: `jax.numpy` operations on scalars. JAX arrays that it reads (in its closure, defaults,
+        `functools.partial` arguments, or the `eqx.Module` that it is a method of) are arguments of
+        each call of attention: they are differentiated, and may change between calls, also where
+        `fn` is defined anew each time. NumPy arrays, Python numbers and strings are constants:
+        other ones make JAX trace and compile again. Everything else that may change unseen is read
+        when `fn` is first traced, as by `jax.jit`: JAX arrays that are global variables, attributes
+        of objects that are no PyTrees, the contents of lists and dicts without arrays. A function
+        that reads such is traced again only when it is another function. So pass what changes as
+        an array. To your own `jax.jit`, `fn` is static, and a rebuilt lambda is another score; a
+        callable `eqx.Module` or `jax.tree_util.Partial` is a PyTree node instead.
     - `arrays`: `Operand`s whose scalars are passed after `k`.
     """
 
