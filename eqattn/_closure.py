@@ -109,7 +109,18 @@ def function_of(x: Any) -> Any:
     return x.value if isinstance(x, Fixed) else x
 
 
-_VALUES = (bool, int, str, bytes, float, complex, enum.Enum, np.dtype, np.generic, types.EllipsisType)
+_VALUES = (
+    bool,
+    int,
+    str,
+    bytes,
+    float,
+    complex,
+    enum.Enum,
+    np.dtype,
+    np.generic,
+    types.EllipsisType,
+)
 _NAMED = (type, types.ModuleType, types.BuiltinFunctionType, np.ufunc)
 
 
@@ -176,9 +187,7 @@ def _owned(part: _Part, owner: Any) -> _Part:
     if part.known:
         return part
     same = _Same(owner)
-    return dataclasses.replace(
-        part, key=(same, part.key), owners=(same, *part.owners), known=True
-    )
+    return dataclasses.replace(part, key=(same, part.key), owners=(same, *part.owners), known=True)
 
 
 def _take_method(method: types.MethodType, within: tuple[int, ...]) -> _Part:

@@ -35,7 +35,7 @@ def compile_eagerly(primitive, static: tuple[str, ...]) -> None:
     """Makes a call of a primitive outside of any trace compile it, as JAX does with its own.
 
     Its own stay compiled where `jax.disable_jit` is in force. Here the compiled call binds the
-    primitive again, inside of a trace; were it not compiled, the two would call each other for ever.
+    primitive again, inside of a trace; else the two would call each other for ever.
     """
     primitive.def_impl(compiled(jax.jit(primitive.bind, static_argnames=static)))
 

@@ -63,8 +63,7 @@ def at_most(n: Any, limit: int) -> bool:
 
 
 def iota(n: Any) -> Any:
-    """`0, 1, ..., n - 1` as int32. In NumPy, unless `n` is a dimension that `jax.export` leaves open.
-    """
+    """`0, 1, ..., n - 1` as int32; of NumPy, unless `jax.export` leaves `n` open."""
     xp = np if isinstance(n, int) else jnp
     return xp.arange(n, dtype=np.int32)
 

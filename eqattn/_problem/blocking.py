@@ -191,7 +191,9 @@ def spread(x: Array, blocking: Blocking) -> Array:
     """A block from `pairs_of` as `[keys|1, rows|1]`."""
     if x.ndim == 2:
         return x
-    return jnp.broadcast_to(x, (x.shape[0], blocking.group, blocking.block_q)).reshape(x.shape[0], -1)
+    return jnp.broadcast_to(x, (x.shape[0], blocking.group, blocking.block_q)).reshape(
+        x.shape[0], -1
+    )
 
 
 def check_open_length(name: str, n: Any, field: str, block: int | None, parts: int) -> None:

@@ -92,7 +92,9 @@ class Parts:
         padded = whole.columns * whole.block_k
         self.padded = padded != whole.keys
         if self.padded:
-            self.add("valid", whole.pad(np.ones((1, 1, 1, whole.keys), bool), 3, padded, edge=False))
+            self.add(
+                "valid", whole.pad(np.ones((1, 1, 1, whole.keys), bool), 3, padded, edge=False)
+            )
         self.groups = []
         for part in (*problem.scores, *([] if problem.mask is None else [problem.mask])):
             start = len(self.operands)

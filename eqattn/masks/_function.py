@@ -24,8 +24,8 @@ class MaskFn(AbstractMask):
     **Arguments:**
 
     - `fn`: `fn(b, h, q, k, *row_ids, *col_ids) -> bool`, scalars in and out, from `jnp` or `lax`
-        operations. It may close over arrays (`k < lengths[b]`), which may change between calls. What
-        else it may read, and when it is traced anew, is as for [`eqattn.ScoreFn`][].
+        operations. It may close over arrays (`k < lengths[b]`), which may change between calls.
+        What else it may read, and when it is traced anew, is as for [`eqattn.ScoreFn`][].
     - `row_operands`: arrays `[*b, t]`, `fn` gets one scalar of each. `col_operands`: `[*b, s]`.
     """
 

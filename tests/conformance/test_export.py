@@ -57,7 +57,7 @@ def call_of(strategy, name):
         )
         out = eqattn.attention(
             *[arguments[x] for x in "qkv"],
-            eqattn.AttentionRegistry.create(strategy, metadata),
+            strategy=eqattn.AttentionRegistry.create(strategy, metadata),
             mask=array if name == "array" else mask_of(name, ends),
             bias=arguments["bias"],
             score=sc.ALiBi(arguments["slopes"]),
@@ -100,7 +100,7 @@ def check(loaded, name, b, t, s):
     )
     precision = bound.precision_of(np.float32)
     references = bound.values(problem, precision)
-    references |= bound.grads(problem, *[x.astype(np.float64) for x in cts], precision)
+    references |= bound.grads(problem, *[x.astype(np.float64) for x in cts], precision=precision)
     ratios = {
         n: bound.excess(np.asarray(x), references[n])
         for n, x in {"out": out, "lse": lse, **grads}.items()

@@ -2,6 +2,8 @@
 explicit axes, under every transformation, against the oracle.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +46,9 @@ def operands(x):
 def both(x):
     ends, ids = jnp.asarray(ENDS), jnp.asarray(IDS)
     score = sc.ScoreFn(
-        lambda z, b, h, q, k, y: z + x["bias"][0, h, q, k] - x["slopes"][h] * y * abs(q - k).astype(y.dtype),
+        lambda z, b, h, q, k, y: (
+            z + x["bias"][0, h, q, k] - x["slopes"][h] * y * abs(q - k).astype(y.dtype)
+        ),
         [Operand(jnp.ones(H, x["bias"].dtype), "h")],
     )
     seen = m.MaskFn(lambda b, h, q, k, i, j: (i == j) & (k < ends[b]), (ids,), (ids,))
@@ -52,7 +56,7 @@ def both(x):
 
 
 def parameters(x):
-    mask = m.Causal() & m.KeyPadding(jnp.asarray(ENDS)) & m.DenseMask(jnp.asarray(SAME))
+    mask = m.Causal() & m.KeyPadding(jnp.asarray(ENDS)) & m.Dense(jnp.asarray(SAME))
     return dict(mask=mask, bias=x["bias"], score=sc.ALiBi(x["slopes"]))
 
 
@@ -139,7 +143,7 @@ def check(kind, transform, mesh, cls, dtype=np.float64, placed=False, **own):
 
     def call(a):
         out = attention(
-            *[a[n] for n in "qkv"], cls(metadata, **own), **kind(a), return_logsumexp=True
+            *[a[n] for n in "qkv"], strategy=cls(metadata, **own), **kind(a), return_logsumexp=True
         )
         return out.attention_outputs, out.logsumexp
 
@@ -149,6 +153,7 @@ def check(kind, transform, mesh, cls, dtype=np.float64, placed=False, **own):
             xs, dxs = ({n: put(x) if n in "qkv" else x for n, x in y.items()} for y in (xs, dxs))
         result = jax.tree.map(np.asarray, transform(call, xs, dxs, cts))
     precision = bound.precision_of(dtype)
+    exact: dict[str, Any]
     exact, moved = (
         {n: np.asarray(x).astype(precision.reference) for n, x in y.items()} for y in (xs, dxs)
     )
@@ -158,9 +163,9 @@ def check(kind, transform, mesh, cls, dtype=np.float64, placed=False, **own):
     cts = [np.asarray(x) for x in cts]
     references = {
         "values": lambda: bound.values(problem, precision),
-        "grads": lambda: bound.grads(problem, *cts, precision),
+        "grads": lambda: bound.grads(problem, *cts, precision=precision),
         "tangents": lambda: bound.tangents(problem, moved, precision),
-        "hvps": lambda: bound.hvps(problem, *cts, moved, precision),
+        "hvps": lambda: bound.hvps(problem, *cts, directions=moved, precision=precision),
     }
     ((name, got),) = result.items()
     got = got if isinstance(got, dict) else dict(zip(("out", "lse"), got, strict=True))

@@ -89,9 +89,7 @@ def classify(
 
     consts, arrays = _parts(closed)[1], [o.array for o in operands]
     counts = math.prod(batch_shape), heads
-    batch, head = (
-        iota(n) if x is None else x for x, n in zip(indices, counts)
-    )
+    batch, head = (iota(n) if x is None else x for x, n in zip(indices, counts))
     traced = not all(map(is_known, [q_positions, kv_positions, batch, head, *arrays, *consts]))
 
     def known(x, dtype):
