@@ -130,7 +130,7 @@ def checkpoint(f, xs, dxs, cts):
 
 
 def dot(outs, cts):
-    return sum(jnp.sum(x.astype(jnp.float64) * c) for x, c in zip(outs, cts))
+    return sum(jnp.sum(x.astype(jnp.float64) * c.astype(jnp.float64)) for x, c in zip(outs, cts))
 
 
 TRANSFORMS = [jit, eager, grad, eager_grad, jvp, hvp, vmap, scan, checkpoint]
@@ -138,7 +138,8 @@ TRANSFORMS = [jit, eager, grad, eager_grad, jvp, hvp, vmap, scan, checkpoint]
 
 def check(kind, transform, mesh, cls, dtype=np.float64, placed=False, **own):
     xs, dxs = draw(kind, dtype), draw(kind, dtype, 10)
-    cts = normal(20, B, T, H, V), normal(21, B, T, H)
+    wide = np.float64 if dtype == np.float64 else np.float32  # of the logsumexp
+    cts = normal(20, B, T, H, V, dtype=dtype), normal(21, B, T, H, dtype=wide)
     metadata = AttentionMetadata(runtime_dtype=dtype, blocksize_q=4, blocksize_k=4)
 
     def call(a):
@@ -160,7 +161,7 @@ def check(kind, transform, mesh, cls, dtype=np.float64, placed=False, **own):
     visible, _ = KINDS[kind]
     distance = om.distance(T, T, 0) if "slopes" in exact else None
     problem = oracle.Problem(**exact, mask=visible, scale=D**-0.5, distance=distance)
-    cts = [np.asarray(x) for x in cts]
+    cts = [np.asarray(x).astype(precision.reference) for x in cts]
     references = {
         "values": lambda: bound.values(problem, precision),
         "grads": lambda: bound.grads(problem, *cts, precision=precision),
