@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 
 import jax
 import jax.core
@@ -17,6 +18,26 @@ from jax.extend.core import (
     primitives as primitives,
 )
 from jax.interpreters import ad as ad, batching as batching, mlir as mlir
+
+
+def compiled(jitted):
+    """A jitted function that stays so where `jax.disable_jit` is in force."""
+
+    @functools.wraps(jitted)
+    def call(*args, **kwargs):
+        with jax.disable_jit(False):
+            return jitted(*args, **kwargs)
+
+    return call
+
+
+def compile_eagerly(primitive, static: tuple[str, ...]) -> None:
+    """Makes a call of a primitive outside of any trace compile it, as JAX does with its own.
+
+    Its own stay compiled where `jax.disable_jit` is in force. Here the compiled call binds the
+    primitive again, inside of a trace; else the two would call each other for ever.
+    """
+    primitive.def_impl(compiled(jax.jit(primitive.bind, static_argnames=static)))
 
 
 def varying_axes(*arrays) -> frozenset:

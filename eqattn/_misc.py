@@ -57,6 +57,17 @@ def is_known(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic | int | float)
 
 
+def at_most(n: Any, limit: int) -> bool:
+    """Whether a size is known to be: one that `jax.export` leaves open is not."""
+    return isinstance(n, int) and n <= limit
+
+
+def iota(n: Any) -> Any:
+    """`0, 1, ..., n - 1` as int32; of NumPy, unless `jax.export` leaves `n` open."""
+    xp = np if isinstance(n, int) else jnp
+    return xp.arange(n, dtype=np.int32)
+
+
 def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Fixed) else x
 

@@ -146,10 +146,10 @@ class Blocking:
         grid's axes; or `[keys, group|1, queries|1]` where the whole would be larger than `x`.
         """
         b, h, t, s = x.shape
-        columns = self.columns * (self.shards if t > 1 else 1)
-        if t > 1:
+        columns = self.columns * (self.shards if t != 1 else 1)
+        if t != 1:
             x = self.pad(x, 2, self.rows * self.block_q, edge=True)
-        if s > 1:
+        if s != 1:
             parts = self.parts * columns // self.columns
             x = self.pad(x, 3, columns * self.block_k, edge=True, parts=parts)
         sizes = (
@@ -160,12 +160,13 @@ class Blocking:
         )
         x = x.reshape([n for pair in sizes for n in pair]).transpose(0, 2, 4, 6, 7, 3, 5, 1)
         # One device's only block of rows or columns differs from the others' in a ring.
-        kept = [n > 1 or self.shards > 1 < m for (n, _), m in zip(sizes, (b, h, t, s))]
+        kept = [n != 1 or self.shards > 1 != m for (n, _), m in zip(sizes, (b, h, t, s))]
         axes = tuple(a for a, keep in zip((BATCH, HEAD, ROW, COL), kept) if keep)
         keys, group, queries = x.shape[4:7]
         x = x.reshape([n for (n, _), keep in zip(sizes, kept) if keep] + [keys, group, queries])
         if keys == 1 and group * queries > 1:
-            xp = np if isinstance(x, np.ndarray) else jnp
+            static = isinstance(x, np.ndarray) and isinstance(self.block_q, int)
+            xp = np if static else jnp
             x = xp.broadcast_to(x, (*x.shape[:-2], self.group, self.block_q))
         if keys == 1 or x.shape[-2:] in ((1, 1), (self.group, self.block_q)):
             x = x.reshape(*x.shape[:-2], -1)
@@ -190,7 +191,24 @@ def spread(x: Array, blocking: Blocking) -> Array:
     """A block from `pairs_of` as `[keys|1, rows|1]`."""
     if x.ndim == 2:
         return x
-    return jnp.broadcast_to(x, (len(x), blocking.group, blocking.block_q)).reshape(len(x), -1)
+    return jnp.broadcast_to(x, (x.shape[0], blocking.group, blocking.block_q)).reshape(
+        x.shape[0], -1
+    )
+
+
+def check_open_length(name: str, n: Any, field: str, block: int | None, parts: int) -> None:
+    """Raises, with the remedy, if the blocks of a length that `jax.export` leaves open are not all
+    of one size.
+    """
+    if isinstance(n, int):
+        return
+    example = (block or 128) * parts
+    if block is None or n % example != 0:
+        raise ValueError(
+            f"{name} has {n} tokens, a symbolic length: its blocks must be of one size that is "
+            f"known. Give AttentionMetadata({field}=) a size, and export for multiples of it: "
+            f"jax.export.symbolic_shape('{example}*n')."
+        )
 
 
 def choose_blocking(
@@ -210,6 +228,8 @@ def choose_blocking(
     if in_place:
         kv_heads = devices
     group = heads // kv_heads
+    check_open_length("query", t, "blocksize_q", block_q, parts)
+    check_open_length("key", s, "blocksize_k", block_k, parts)
     pages = {x.page_size for x in (problem.key, problem.value) if isinstance(x, Pages)}
     if len(pages | ({block_k} if pages and block_k else set())) > 1:
         raise ValueError(
@@ -217,18 +237,20 @@ def choose_blocking(
             f"{block_k}; leave blocksize_k None."
         )
     page = next(iter(pages), 0)
-    dtype, head_dim = problem.query.dtype, problem.query.shape[-1]
-    best = lowering.choose_blocks(BlockRequest(t, s, group, dtype, head_dim, in_place, page))
-    block_q = best.queries if block_q is None else block_q
-    block_k = best.keys if block_k is None else block_k
+    if block_q is None or block_k is None:
+        dtype, head_dim = problem.query.dtype, problem.query.shape[-1]
+        keys = s if block_k is None else block_k  # a length that is not known has a given block
+        best = lowering.choose_blocks(BlockRequest(t, keys, group, dtype, head_dim, in_place, page))
+        block_q = best.queries if block_q is None else block_q
+        block_k = best.keys if block_k is None else block_k
     return Blocking(
         batch=math.prod(problem.batch_shape),
         kv_heads=kv_heads,
         group=group,
         queries=t,
         keys=s,
-        block_q=min(block_q, max(-(-t // parts), 1)),
-        block_k=min(block_k, max(-(-s // parts), 1)),
+        block_q=min(block_q, max(-(-t // parts), 1)) if isinstance(t, int) else block_q,
+        block_k=min(block_k, max(-(-s // parts), 1)) if isinstance(s, int) else block_k,
         parts=parts,
         shards=shards,
         in_place=in_place,

@@ -111,11 +111,11 @@ class BlockOperands:
         for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
             self._add(name, x)
         whole = spread.local(blocking) if spread.inside else blocking
-        valid = np.ones((1, 1, 1, whole.keys), bool)
-        valid = whole.pad(valid, 3, whole.columns * whole.block_k, edge=False)
-        self.padded = not valid.all()
+        padded = whole.columns * whole.block_k
+        self.padded = padded != whole.keys
         if self.padded:
-            self._add("valid", valid)
+            valid = np.ones((1, 1, 1, whole.keys), bool)
+            self._add("valid", whole.pad(valid, 3, padded, edge=False))
         self.groups: list[slice] = []
         for part in (*problem.scores, *([] if problem.mask is None else [problem.mask])):
             start = len(self.operands)
@@ -303,8 +303,8 @@ class BlockOperands:
             classes = tuple(c for c in classes if c in present) or (PARTIAL,)
             if len(present) == 1 and EMPTY not in present:
                 return None, None, classes
-        axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n > 1] + [ROW, COL]
-        shape = [n for n in table.shape[:2] if n > 1] + list(table.shape[2:])
+        axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n != 1] + [ROW, COL]
+        shape = [n for n in table.shape[:2] if n != 1] + list(table.shape[2:])
         return jnp.asarray(table.reshape(shape)), tuple(axes), classes
 
     def hidden(self, s: Array, mask: Array) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import accumulation, as_int, Fixed
+from .._misc import accumulation, as_int, Fixed, iota
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..scores._base import AbstractScore
@@ -85,7 +85,7 @@ class Problem(eqx.Module):
     def canonical(self, operand: Operand, name: str = "operand") -> Array | np.ndarray:
         """An operand as `[B|1, H|1, T|1, S|1]`."""
         t, s, heads, _ = self.sizes
-        if operand.axes.endswith("ts") and operand.array.shape[-2] > 1:
+        if operand.axes.endswith("ts") and operand.array.shape[-2] != 1:
             s *= self.shards
         return canonical(operand, self.batch_shape, heads, t, s, name)
 
@@ -93,14 +93,14 @@ class Problem(eqx.Module):
         """Positions of queries `[B|1, T]` and keys `[B|1, S]`; NumPy arrays where static."""
         t, s, _, _ = self.sizes
         q, k = self.q_positions, self.kv_positions
-        q = (np.arange(t, dtype=np.int32)[None] if q is None else q) + np.int32(self.q_start)
+        q = (iota(t)[None] if q is None else q) + np.int32(self.q_start)
         q = q if self.q_shift is None else q + self.q_shift
-        return q, np.arange(s, dtype=np.int32)[None] if k is None else k
+        return q, iota(s)[None] if k is None else k
 
     def indices(self) -> list[Any]:
         """`b`, `h`, `q`, `k` of every pair as `[B|1, H|1, T|1, S|1]`."""
         batch, heads = math.prod(self.batch_shape), self.sizes[2]
-        b = np.arange(batch, dtype=np.int32).reshape(-1, 1, 1, 1)
+        b = iota(batch).reshape(-1, 1, 1, 1)
         h = np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
         q, k = self.positions()
         return [b, h, q[:, None, :, None], k[:, None, None, :]]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._jax import ad, batching, mlir, Primitive
+from .._jax import ad, batching, compile_eagerly, mlir, Primitive
 from .products import batch_in_front, dot
 
 
@@ -81,7 +81,7 @@ def _batch(args, dims, **kw):
 
 _STATIC = ("exact", "count", "products", "lead")
 refined_p.multiple_results = True
-refined_p.def_impl(jax.jit(refined_p.bind, static_argnames=_STATIC))
+compile_eagerly(refined_p, _STATIC)
 refined_p.def_abstract_eval(lambda plain, *args, count, **kw: [plain] * count)
 ad.primitive_jvps[refined_p] = _jvp
 ad.primitive_transposes[refined_p] = _transpose

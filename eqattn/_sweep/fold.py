@@ -130,7 +130,7 @@ def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:
     """
     if poison is None:
         return jnp.exp(s - origin[None])
-    poison = poison.reshape(len(poison), -1, 1)
+    poison = poison.reshape(poison.shape[0], -1, 1)
     poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
     poison = poison.reshape(s.shape)
     # Selected before the exponential: XLA:CPU would repeat a select after it for each of its uses.

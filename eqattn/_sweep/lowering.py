@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import jax
 
 from .._jax import partitioned_automatically
-from .._misc import even_block
+from .._misc import at_most, even_block
 from .grid import COL, Layout, ROW
 from .loops import traverse
 
@@ -129,7 +129,7 @@ def loops_over_batch(ctx: Any, layout: Layout) -> bool:
         return not partitioned_automatically(ctx)
     cpu = tuple(ctx.module_context.platforms) == ("cpu",)
     logits = math.prod(layout.shape(layout.batch)) * math.prod(layout.block)
-    small = logits <= (2**20 if layout.grid[ROW] == layout.grid[COL] == 1 else 2**17)
+    small = at_most(logits, 2**20 if layout.grid[ROW] == layout.grid[COL] == 1 else 2**17)
     return cpu and not small and not partitioned_automatically(ctx)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._jax import ad, batching, mlir, Primitive
+from .._jax import ad, batching, compile_eagerly, mlir, Primitive
 
 
 dot_p = Primitive("attention_dot")
@@ -146,7 +146,7 @@ def _abstract(f, a, b, **kw):
 
 
 def _define(primitive, f, transposes, lowering):
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=_STATIC))
+    compile_eagerly(primitive, _STATIC)
     primitive.def_abstract_eval(ft.partial(_abstract, f))
     ad.defbilinear(primitive, *transposes)
     batching.primitive_batchers[primitive] = ft.partial(batch_in_front, primitive)

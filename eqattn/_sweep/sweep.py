@@ -27,6 +27,7 @@ from .._jax import (
     ad,
     batching,
     ClosedJaxpr,
+    compile_eagerly,
     is_zero,
     jaxpr_as_fun,
     mlir,
@@ -209,9 +210,8 @@ def primitive_rules(primitive, run, params, block_shapes):
         outs = [jnp.expand_dims(x, 1) if one else x for x, one in zip(outs, of_one)]
         return outs, [0] * len(outs)
 
-    jitted = jax.jit(primitive.bind, static_argnames=params)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *args, **kw: jitted(*args, **kw))
+    compile_eagerly(primitive, params)
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, lowering)
     batching.primitive_batchers[primitive] = batch

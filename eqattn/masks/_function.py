@@ -6,7 +6,8 @@ from typing import Any, TYPE_CHECKING
 import equinox as eqx
 import jax
 
-from .._misc import as_array, Fixed, value_of
+from .._closure import function_of
+from .._misc import as_array, Fixed
 from .._pairs import Operand, scalar_result
 from ._base import AbstractMask
 
@@ -23,9 +24,8 @@ class MaskFn(AbstractMask):
     **Arguments:**
 
     - `fn`: `fn(b, h, q, k, *row_ids, *col_ids) -> bool`, scalars in and out, from `jnp` or `lax`
-        operations. It may close over arrays (`k < lengths[b]`) but is static itself: a rebuilt
-        function is another mask to `jax.jit`. A callable `eqx.Module` or `jax.tree_util.Partial`
-        is a PyTree node instead.
+        operations. It may close over arrays (`k < lengths[b]`), which may change between calls.
+        What else it may read, and when it is traced anew, is as for [`eqattn.ScoreFn`][].
     - `row_operands`: arrays `[*b, t]`, `fn` gets one scalar of each. `col_operands`: `[*b, s]`.
     """
 
@@ -46,7 +46,7 @@ class MaskFn(AbstractMask):
 
     @property
     def fn(self) -> Any:
-        return value_of(self._fn)
+        return function_of(self._fn)
 
     def operands(self) -> tuple[Operand, ...]:
         rows = tuple(Operand(x, "bt") for x in self.row_operands)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._misc import Fixed, value_of
+from .._closure import function_of
+from .._misc import Fixed
 from .._pairs import Operand, scalar_result
 from ._base import AbstractScore
 
@@ -18,9 +19,16 @@ class ScoreFn(AbstractScore):
 
     **Arguments:**
 
-    - `fn`: `jax.numpy` operations on scalars. What it closes over is differentiated too. It is
-        static: a rebuilt lambda is another score to `jax.jit`. A callable `eqx.Module` or
-        `jax.tree_util.Partial` is a PyTree node instead.
+    - `fn`: `jax.numpy` operations on scalars. JAX arrays that it reads (in its closure, defaults,
+        `functools.partial` arguments, or the `eqx.Module` that it is a method of) are arguments of
+        each call of attention: they are differentiated, and may change between calls, also where
+        `fn` is defined anew each time. NumPy arrays, Python numbers and strings are constants:
+        other ones make JAX trace and compile again. Everything else that may change unseen is read
+        when `fn` is first traced, as by `jax.jit`: JAX arrays that are global variables, attributes
+        of objects that are no PyTrees, the contents of lists and dicts without arrays. A function
+        that reads such is traced again only when it is another function. So pass what changes as
+        an array. To your own `jax.jit`, `fn` is static, and a rebuilt lambda is another score; a
+        callable `eqx.Module` or `jax.tree_util.Partial` is a PyTree node instead.
     - `arrays`: `Operand`s whose scalars are passed after `k`.
     """
 
@@ -46,7 +54,7 @@ class ScoreFn(AbstractScore):
 
     @property
     def fn(self) -> Callable:
-        return value_of(self._fn)
+        return function_of(self._fn)
 
     def operands(self) -> tuple[Operand, ...]:
         return self.arrays

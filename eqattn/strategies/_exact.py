@@ -13,6 +13,7 @@ from jax.sharding import auto_axes, PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
+from .._closure import opened
 from .._config.partition import names_of
 from .._config.platform import Backend, Platform
 from .._jax import explicit_axes, sharding_of, typed_by_mesh
@@ -198,7 +199,7 @@ class AbstractExact(AttentionImpl):
         if return_weights and not self.forms_weights:
             raise ValueError(self._without_weights())
         bias = choose_bias(mask, bias, init_bias)
-        mask = as_mask(mask)
+        mask, score = opened(as_mask(mask)), opened(as_scores(score))
         if causal:
             mask = Causal() if mask is None else Causal() & mask
         wanted = {"outputs": True, "weights": return_weights, "logsumexp": return_logsumexp}

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._carry import Carry, gauge
+from .._jax import compiled
 from .._problem.blocking import choose_blocking
 from .._problem.exchange import Spread
 from .._problem.fold import fold_problem
@@ -38,6 +39,7 @@ def fold_blocks(
     return fold_problem(problem, blocking, Spread(manual=manual), fused=fused, lowering=lowering)
 
 
+@compiled  # JAX cannot look at known arrays inside of a `shard_map` that is not
 @cached
 def fold_spread(
     problem: Problem, *, block_q, block_k, place, manual, unroll, fused, lowering

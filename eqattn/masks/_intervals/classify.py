@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import interpret, Literal, only_varies, primitives as P
-from ..._misc import is_known
+from ..._misc import at_most, iota, is_known
 from ..._pairs import canonical, Operand
 from .elementwise import clamp, EXACT, floor_divide, REFLEXIVE, remainder, RULES
 from .interval import carrier, finite, GRID, Interval, kind, source, top, xp_of
@@ -89,9 +89,7 @@ def classify(
 
     consts, arrays = _parts(closed)[1], [o.array for o in operands]
     counts = math.prod(batch_shape), heads
-    batch, head = (
-        np.arange(n, dtype=np.int32) if x is None else x for x, n in zip(indices, counts)
-    )
+    batch, head = (iota(n) if x is None else x for x, n in zip(indices, counts))
     traced = not all(map(is_known, [q_positions, kv_positions, batch, head, *arrays, *consts]))
 
     def known(x, dtype):
@@ -183,7 +181,8 @@ def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:
     shapes = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
     if only_varies(eqn):
         return ins
-    if None in ins or any(0 in s for s in shapes):
+    open_sizes = any(not isinstance(n, int) for s in shapes for n in s)  # in `jax.export`
+    if None in ins or open_sizes or any(0 in s for s in shapes):
         return unknown(eqn)
     if prim in ARRAY_RULES:
         v = ARRAY_RULES[prim](eqn, *ins)
@@ -197,11 +196,11 @@ def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:
 def _elementwise(eqn, ins, traced: bool) -> Interval | None:
     prim, aval = eqn.primitive, eqn.outvars[0].aval
     ins = [expand(i, aval.ndim) for i in ins]
-    shape = np.broadcast_shapes(*(i.lo.shape for i in ins))
+    shape = jax.lax.broadcast_shapes(*(i.lo.shape for i in ins))
     if aval.ndim and too_large(shape, *ins):
         return None
-    if traced and math.prod(shape) > _HOST_ELEMENTS:
-        ins = [i.map(lambda x: jnp.asarray(x) if x.size > 1 else x) for i in ins]
+    if traced and not at_most(math.prod(shape), _HOST_ELEMENTS):
+        ins = [i.map(lambda x: x if at_most(x.size, 1) else jnp.asarray(x)) for i in ins]
     dtype = eqn.invars[-1].aval.dtype
     if prim is P.select_n_p:
         return select(dtype, *ins)

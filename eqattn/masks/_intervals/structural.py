@@ -7,6 +7,7 @@ import numpy as np
 from jax import lax
 
 from ..._jax import primitives as P
+from ..._misc import at_most
 from .interval import carrier, finite, GRID, guard, Interval, kind, limits, rounded, top, xp_of
 
 
@@ -21,7 +22,8 @@ def expand(i: Interval, ndim: int) -> Interval:
 
 
 def too_large(shape, *ins: Interval) -> bool:
-    return math.prod(shape) > max(_MAX_ELEMENTS, *(i.lo.size for i in ins))
+    known = [i.lo.size for i in ins if isinstance(i.lo.size, int)]
+    return not at_most(math.prod(shape), max(_MAX_ELEMENTS, *known))
 
 
 def select(dtype, which: Interval, *cases: Interval) -> Interval:
@@ -155,16 +157,16 @@ def _reduce(name):
 def block_ends(x, axis: int, size: int) -> tuple:
     """The least and greatest of consecutive groups of `size` on an axis; the last may be short."""
     n = x.shape[axis]
-    if n <= 1 or size == 1:
+    if at_most(n, 1) or size == 1:
         return x, x
     whole = n // size * size
     head = (slice(None),) * axis
     parts = []
-    if whole:
+    if whole != 0:
         main = x[(*head, slice(0, whole))]
         split = (*x.shape[:axis], whole // size, size, *x.shape[axis + 1 :])
         parts.append(_ends(main.reshape(split), axis + 1))
-    if whole < n:
+    if whole != n:
         rest = x[(*head, slice(whole, n))]
         short = (*x.shape[:axis], 1, n - whole, *x.shape[axis + 1 :])
         parts.append(_ends(rest.reshape(short), axis + 1))

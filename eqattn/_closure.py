@@ -1,0 +1,292 @@
+"""A user's function as a PyTree: the arrays that it reads from outside are leaves.
+
+Python keeps them where no transformation of JAX looks: in the cells of a closure, in defaults, in
+the arguments of a `functools.partial`, in the object that a method is bound to. As leaves they are
+arguments like all others: they are differentiated, mapped and sharded, and other arrays need no
+other trace. All else that the function reads is its key. So a function that is defined anew at each
+call, in a loss say, is the same function to a cache while its code and what it reads are the same.
+
+What is neither an array nor an immutable value (a list, an object of one's own) cannot be compared
+from one call to the next. Then the key is the function itself, held weakly.
+"""
+
+import dataclasses
+import dis
+import enum
+import functools as ft
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from ._misc import Fixed
+
+
+class _Same:
+    """An object that is equal to itself only, and that is not kept alive."""
+
+    def __init__(self, x: Any):
+        self._ref, self._hash = weakref.ref(x), id(x)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return isinstance(other, _Same) and self() is not None and self() is other()
+
+    def __call__(self):
+        return self._ref()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What a function reads, taken apart.
+
+    **Arguments:**
+
+    - `key`: equal for parts that differ in their arrays only.
+    - `arrays`: in the order in which `again` takes them from an iterator.
+    - `again`: puts the part together; it keeps nothing alive that the key does not.
+    - `owners`: the objects in the key that are compared by identity.
+    - `known`: whether the key says all.
+    """
+
+    key: Hashable
+    again: Callable[[Iterator], Any]
+    arrays: tuple = ()
+    owners: tuple[_Same, ...] = ()
+    known: bool = True
+
+
+class Recipe:
+    """How a function is made from its arrays."""
+
+    def __init__(self, part: _Part):
+        self.key, self.again, self.owners = part.key, part.again, part.owners
+        self._hash = hash(part.key)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return isinstance(other, Recipe) and self.key == other.key
+
+
+class Closure(eqx.Module):
+    """A function whose arrays are leaves; see the module's docstring."""
+
+    arrays: tuple[Any, ...]
+    recipe: Recipe = eqx.field(static=True)
+
+    def function(self) -> Callable:
+        """The function, of the arrays that are leaves now."""
+        return self.recipe.again(iter(self.arrays))
+
+
+def opened(tree: Any) -> Any:
+    """A mask or scores, with the functions of users in them as PyTrees."""
+
+    def one(x):
+        if not isinstance(x, Fixed) or not callable(x.value):
+            return x
+        try:
+            part = _owned(_take(x.value, weakref.ref(x.value), ()), x.value)
+        except TypeError:  # it cannot be referred to weakly
+            return x
+        return Closure(part.arrays, Recipe(part))
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Fixed))
+
+
+def function_of(x: Any) -> Any:
+    """The function in a field that holds it as it is, as a static value, or as a PyTree."""
+    if isinstance(x, Closure):
+        return x.function()
+    return x.value if isinstance(x, Fixed) else x
+
+
+_VALUES = (
+    bool,
+    int,
+    str,
+    bytes,
+    float,
+    complex,
+    enum.Enum,
+    np.dtype,
+    np.generic,
+    types.EllipsisType,
+)
+_NAMED = (type, types.ModuleType, types.BuiltinFunctionType, np.ufunc)
+
+
+def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
+    """
+    **Arguments:**
+
+    - `fetch`: gets `x` from where it lies, and does not keep it alive.
+    - `within`: the ids of the functions that hold it.
+    """
+    if isinstance(x, jax.Array):
+        return _Part("array", next, (x,))
+    if x is None or isinstance(x, _VALUES):  # 1 == True == 1.0, and 0.0 == -0.0
+        return _Part((type(x), repr(x) if isinstance(x, float | complex | np.generic) else x),
+                     lambda _: x)  # fmt: skip
+    if isinstance(x, np.ndarray) and not x.dtype.hasobject:
+        data, dtype, shape = x.tobytes(), x.dtype, x.shape
+        again = lambda _: np.frombuffer(data, dtype).reshape(shape)
+        return _Part((np.ndarray, dtype, shape, data), again)
+    if isinstance(x, types.FunctionType) and id(x) not in within:
+        return _take_function(x, (*within, id(x)))
+    if isinstance(x, types.MethodType):
+        return _take_method(x, within)
+    if isinstance(x, ft.partial):
+        return _take_partial(x, fetch, within)
+    unknown = _Part("unknown", lambda _: fetch(), known=False)
+    try:
+        if isinstance(x, _NAMED) or (callable(x) and type(x).__module__.split(".")[0] in _JAX):
+            same = _Same(x)
+            return _Part(same, lambda _: same(), owners=(same,))
+        leaves, treedef = jax.tree.flatten(x)
+        hash(treedef)
+    except TypeError:
+        return unknown
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return unknown
+    parts = _take_each(leaves, lambda: jax.tree.leaves(fetch()), within)
+    whole = _joined(treedef, parts, lambda *xs: jax.tree.unflatten(treedef, xs))
+    if whole.arrays or isinstance(x, tuple | eqx.Module):
+        return whole
+    return unknown  # a list without arrays may change, and whoever else holds it may look
+
+
+_JAX = ("jax", "jaxlib")  # what is made by `jax.jit`, `jax.custom_jvp` and the like
+
+
+def _take_each(xs: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> list[_Part]:
+    return [_take(x, lambda i=i: fetch()[i], within) for i, x in enumerate(xs)]
+
+
+def _joined(kind: Hashable, parts: list[_Part], join: Callable) -> _Part:
+    again = [p.again for p in parts]
+    return _Part(
+        (kind, *[p.key for p in parts]),
+        lambda xs: join(*[f(xs) for f in again]),
+        tuple(x for p in parts for x in p.arrays),
+        tuple(x for p in parts for x in p.owners),
+        all(p.known for p in parts),
+    )
+
+
+def _owned(part: _Part, owner: Any) -> _Part:
+    """With a key that says all, as it names the owner of what is not known."""
+    if part.known:
+        return part
+    same = _Same(owner)
+    return dataclasses.replace(part, key=(same, part.key), owners=(same, *part.owners), known=True)
+
+
+def _take_method(method: types.MethodType, within: tuple[int, ...]) -> _Part:
+    ref = weakref.ref(method.__self__)
+    function = _take_function(method.__func__, (*within, id(method.__func__)))
+    bound = _owned(_take(method.__self__, ref, within), method.__self__)
+    return _joined(types.MethodType, [function, bound], types.MethodType)
+
+
+def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
+    each = lambda x: [x.func, *x.args, *x.keywords.values()]
+    n, names = 1 + len(x.args), tuple(x.keywords)
+    return _joined(
+        (ft.partial, names),
+        _take_each(each(x), lambda: each(fetch()), within),
+        lambda *xs: ft.partial(*xs[:n], **dict(zip(names, xs[n:]))),
+    )
+
+
+def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
+    ref, code, same = weakref.ref(fn), fn.__code__, _Same(fn)
+    names = tuple(fn.__kwdefaults__ or ())
+    n = len(fn.__closure__ or ())
+    m = n + len(fn.__defaults__ or ())
+
+    def outside() -> list:
+        fn: Any = ref()
+        held = [cell.cell_contents for cell in fn.__closure__ or ()]
+        return [*held, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+
+    try:
+        parts = _take_each(outside(), outside, within)
+    except ValueError:  # a cell is empty
+        parts = None
+    if parts is None or _writes(code):
+        return _Part(same, lambda _: same(), owners=(same,))
+    same_arrays = not any(p.arrays for p in parts)
+
+    def join(*xs):
+        old: Any = ref()
+        if same_arrays:
+            return old
+        held = tuple(map(types.CellType, xs[:n]))
+        new = types.FunctionType(code, old.__globals__, old.__name__, xs[n:m] or None, held)
+        new.__kwdefaults__ = dict(zip(names, xs[m:])) or None
+        new.__qualname__ = old.__qualname__
+        new.__dict__.update(old.__dict__)
+        return new
+
+    whole, read = _joined((code, names, n, m), parts, join), _take_globals(fn)
+    if read is None:
+        whole = dataclasses.replace(whole, known=False)
+    else:
+        owners = (*whole.owners, *read.owners)
+        whole = dataclasses.replace(whole, key=(whole.key, read.key), owners=owners)
+    return _owned(whole, fn)
+
+
+def _take_globals(fn: types.FunctionType, depth: int = 4) -> _Part | None:
+    """What a function reads from its module, which only keys it; None if that may change unseen."""
+    space, parts = fn.__globals__, []
+    for name in _names(fn.__code__):
+        if name not in space:
+            continue
+        x = space[name]
+        if isinstance(x, types.FunctionType) and x.__globals__ is space:
+            inner = _take_globals(x, depth - 1) if depth and not x.__closure__ else None
+            if inner is None:
+                return None
+            parts.append(inner)
+        if isinstance(x, types.FunctionType):
+            parts.append(_Part(_Same(x), lambda _: None, owners=(_Same(x),)))
+            continue
+        part = _take(x, lambda: None, ())
+        if not part.known or part.arrays:
+            return None
+        parts.append(part)
+    return _joined("globals", parts, lambda *_: None)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for x in code.co_consts:
+        if isinstance(x, types.CodeType):
+            yield from _codes(x)
+
+
+@ft.lru_cache(1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """All that may be the name of a global."""
+    return tuple(dict.fromkeys(name for c in _codes(code) for name in c.co_names))
+
+
+@ft.lru_cache(1024)
+def _writes(code: types.CodeType) -> bool:
+    """Whether it assigns to a variable of its surroundings: then it is not made anew."""
+    return any(
+        i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+        or (i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars)
+        for c in _codes(code)
+        for i in dis.get_instructions(c)
+    )

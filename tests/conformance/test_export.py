@@ -1,0 +1,133 @@
+"""Programs exported for any batch and any length: what is loaded is within the bound of the oracle,
+with its gradients.
+"""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqattn
+from eqattn import masks as m, scores as sc
+
+from . import bound, oracle, oracle_masks as om
+
+
+H, K, D, V, BLOCK = 4, 2, 8, 5, 4
+
+
+@pytest.fixture(autouse=True)
+def exportable(unchecked):
+    """A symbolic size is no `int`, which is all that annotations name."""
+
+
+def mask_of(name, ends):
+    return {
+        "none": None,
+        "causal": m.Causal(),
+        "lengths": m.KeyPadding(ends),
+        "window": m.SlidingWindow(5, 2),
+        "function": m.MaskFn(lambda b, h, q, k: k < ends[b] + h),
+        "and": m.Causal() & m.SlidingWindow(6, 0) & m.KeyPadding(ends),
+        "array": None,
+    }[name]
+
+
+def visible(name, b, t, s, ends):
+    lengths = lambda: om.lengths(t, s, ends)
+    head = np.arange(H)[:, None, None]
+    return {
+        "none": lambda: None,
+        "causal": lambda: om.causal(t, s),
+        "lengths": lengths,
+        "window": lambda: om.window(t, s, 5, 2),
+        "function": lambda: np.broadcast_to(
+            np.arange(s) < ends[:, None, None, None] + head, (b, H, t, s)
+        ),
+        "and": lambda: om.causal(t, s) & om.window(t, s, 6, 0) & lengths(),
+        "array": lambda: np.arange(t * s).reshape(t, s) % 3 > 0,
+    }[name]()
+
+
+def call_of(strategy, name):
+    def call(arguments, ends, array):
+        metadata = eqattn.AttentionMetadata(
+            blocksize_q=BLOCK, blocksize_k=BLOCK, softmax_aux=arguments["sinks"]
+        )
+        out = eqattn.attention(
+            *[arguments[x] for x in "qkv"],
+            strategy=eqattn.AttentionRegistry.create(strategy, metadata),
+            mask=array if name == "array" else mask_of(name, ends),
+            bias=arguments["bias"],
+            score=sc.ALiBi(arguments["slopes"]),
+            return_logsumexp=True,
+        )
+        return out.attention_outputs, out.logsumexp
+
+    return call
+
+
+def shapes(b, t, s):
+    arguments = dict(
+        q=(b, t, H, D), k=(b, s, K, D), v=(b, s, K, V), bias=(1, H, t, s), sinks=(H,), slopes=(H,)
+    )
+    float32 = lambda shape: jax.ShapeDtypeStruct(shape, np.float32)
+    ends, array = jax.ShapeDtypeStruct((b,), np.int32), jax.ShapeDtypeStruct((t, s), np.bool_)
+    return jax.tree.map(float32, arguments, is_leaf=lambda x: isinstance(x, tuple)), ends, array
+
+
+def exported(strategy, name, text):
+    b, t, s = jax.export.symbolic_shape(text)
+    program = jax.jit(call_of(strategy, name))
+    whole = jax.export.export(program)(*shapes(b, t, s))
+    return jax.export.deserialize(whole.serialize(vjp_order=1))
+
+
+def check(loaded, name, b, t, s):
+    rng = np.random.default_rng(b)
+    like, _, _ = shapes(b, t, s)
+    arguments = {n: rng.standard_normal(x.shape).astype(np.float32) for n, x in like.items()}
+    arguments["slopes"] = abs(arguments["slopes"]) / 5
+    ends = rng.integers(1, s + 1, b).astype(np.int32)
+    array = np.arange(t * s).reshape(t, s) % 3 > 0
+    cts = [rng.standard_normal((b, t, H, *x)).astype(np.float32) for x in ((V,), ())]
+    (out, lse), pull = jax.vjp(lambda a: loaded.call(a, ends, array), arguments)
+    (grads,) = pull(tuple(map(jnp.asarray, cts)))
+    exact = {n: x.astype(np.float64) for n, x in arguments.items()}
+    problem = oracle.Problem(
+        **exact, scale=D**-0.5, mask=visible(name, b, t, s, ends), distance=om.distance(t, s, 0)
+    )
+    precision = bound.precision_of(np.float32)
+    references = bound.values(problem, precision)
+    references |= bound.grads(problem, *[x.astype(np.float64) for x in cts], precision=precision)
+    ratios = {
+        n: bound.excess(np.asarray(x), references[n])
+        for n, x in {"out": out, "lse": lse, **grads}.items()
+    }
+    assert max(ratios.values()) <= 1, ratios
+
+
+MASKS = ["none", "causal", "lengths", "window", "function", "and", "array"]
+CASES = [("blockwise", name) for name in MASKS] + [("dense", "and"), ("ragged", "and")]
+
+
+@pytest.mark.parametrize("strategy, name", CASES)
+def test_any_batch(strategy, name):
+    loaded = exported(strategy, name, "b, 7, 13")
+    for b in (1, 3):
+        check(loaded, name, b, 7, 13)
+
+
+@pytest.mark.parametrize("strategy, name", CASES)
+def test_any_batch_and_length(strategy, name):
+    loaded = exported(strategy, name, f"b, {BLOCK}*t, {BLOCK}*s")
+    for b, t, s in ((1, 4, 4), (3, 12, 8)):
+        check(loaded, name, b, t, s)
+
+
+@pytest.mark.parametrize("strategy", ["blockwise", "ragged"])
+@pytest.mark.parametrize("text, missing", [("2, t, 8", "query"), ("2, 8, 2*s", "key")])
+def test_a_length_whose_blocks_are_not_of_one_size_raises(strategy, text, missing):
+    with pytest.raises(ValueError, match=rf"{missing} has .* tokens.*blocksize_.*'4\*n'"):
+        exported(strategy, "causal", text)
