@@ -23,7 +23,7 @@ from .block_classes import classes_of, table_of
 from .blocking import Blocking, spread
 from .exchange import Spread
 from .problem import Problem
-from .storage import as_stored
+from .storage import AbstractStored, as_stored
 
 
 def at_visible(mask: Array, xs: list) -> list:
@@ -129,6 +129,11 @@ class Parts:
                     axes += [(HEAD, len(tables)) if shared else (len(tables),)] * len(pools)
                     tables.append(table)
                     self.pages += (len(x.arrays[0]),)
+            single = self.single_axes(x) * len(arrays)
+            arrays = [
+                lax.squeeze(y, [len(a) + i for i in axis])
+                for y, a, axis in zip(arrays, axes, single)
+            ]
             placed.append((arrays, axes))
         (keys, key_axes), (self.values, self.value_axes) = placed
         start = 1 + len(keys)
@@ -138,12 +143,26 @@ class Parts:
         self.roles = ("query", *["key"] * len(keys), *["page"] * len(tables))
 
     def stored(self, which: int, blocks: Sequence[Array]) -> Array:
-        """The numbers of a block of keys (0) or values (1) that lie in place."""
+        """The numbers of a block of keys (0) or values (1) that lie in place, `[keys, d]` if it has
+        a single head, else `[keys, heads, d]`.
+        """
         x = self.held[which]
-        n = len(x.arrays)
+        n, single = len(x.arrays), self.single_axes(x)
+        blocks = [jnp.expand_dims(a, single[i % n]) for i, a in enumerate(blocks)]
         pages = [x.decode(*blocks[i : i + n]) for i in range(0, len(blocks), n)]
         block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
+        if block.shape[1] == 1 and not self.kernel:
+            block = block[:, 0]
         return block.astype(self.problem.accumulation)
+
+    def single_axes(self, x: AbstractStored) -> list[tuple[int, ...]]:
+        """The axes of size 1 that blocks of the arrays of `x` go without: XLA:CPU lays these out
+        anew, in a copy of all blocks.
+        """
+        if self.kernel:
+            return [()] * len(x.arrays)
+        one_head = x.shape[2] == self.blocking.kv_heads
+        return [(0,) if flat else (1,) * one_head for flat in x.flat]
 
     def on(self, blocking: Blocking) -> "Parts":
         """The same where blocks of this blocking are visited."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import as_ids, concrete
 from .._problem.storage import apart, as_stored, Pages, Quantized
-from ._base import AbstractCache, check_new, existing, new_positions, within, write_flat
+from ._base import AbstractCache, check_new, existing, new_positions, scatter, within, write_flat
 
 
 class PagedKVCache(AbstractCache):
@@ -116,7 +116,7 @@ class PagedKVCache(AbstractCache):
         page = jnp.where(kept, page, held)  # not in the pool: not written
 
         def put(pool: Array, new: Array) -> Array:
-            return pool.at[page, position % size].set(new.astype(pool.dtype), mode="drop")
+            return scatter(pool, new, (page,), position % size, unique=False)
 
         def added(pool: Any, x: Array) -> Any:
             if not isinstance(pool, Quantized):

@@ -117,15 +117,9 @@ class LayerCache(AbstractCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "LayerCache":
-        layers, rows, capacity = self.stack.key.shape[:3]
-        slots, length = places(self, key, value, counts, capacity)
-        first = self.index * rows
-
-        def put(x: Array, new: Array) -> Array:
-            flat = x.reshape(layers * rows, *x.shape[2:])
-            return write(flat, new, slots, first).reshape(x.shape)
-
-        return self._with(put(self.stack.key, key), put(self.stack.value, value), length)
+        slots, length = places(self, key, value, counts, self.stack.key.shape[2])
+        held = ((self.stack.key, key), (self.stack.value, value))
+        return self._with(*[write(x, new, slots, self.index) for x, new in held], length)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "LayerCache":
         return self._with(self.stack.key, self.stack.value, within(lengths, self.length))
