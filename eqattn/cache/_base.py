@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_ids
+from .._problem.storage import Bits
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
@@ -141,14 +142,26 @@ def new_positions(cache: AbstractCache, t: int) -> Array:
     return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
 
 
-def write(array: Array, new: Array, slots: Array, *first: Any) -> Array:
-    """`array[*first, b, slots[b, t]] = new[b, t]`, leaving out slots that are not in the array."""
+def empty_store(shape: tuple[int, ...], dtype: Any, bits: bool) -> Any:
+    """Zeros, as an array or as bits."""
+    return Bits.zeros(shape, dtype) if bits else jnp.zeros(shape, dtype)
+
+
+def rows_of(held: Any, rows: Array) -> Any:
+    """The rows at these indices, of an array or of bits."""
+    return Bits(held.bits[rows], held.dtype) if isinstance(held, Bits) else held[rows]
+
+
+def write(held: Any, new: Array, slots: Array, *first: Any) -> Any:
+    """`held[*first, b, slots[b, t]] = new[b, t]` of an array or bits, leaving out slots that are
+    not in the array.
+    """
     rows = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
-    return scatter(array, new, (*first, rows), slots)
+    return scatter(held, new, (*first, rows), slots)
 
 
-def scatter(array: Array, new: Array, at: tuple, slots: Array, unique: bool = True) -> Array:
-    """`array[*at, slots] = new` for `slots` `[b, t]`, leaving out slots that are not in the array.
+def scatter(held: Any, new: Array, at: tuple, slots: Array, unique: bool = True) -> Any:
+    """`held[*at, slots] = new` for `slots` `[b, t]`, leaving out slots that are not in the array.
     `unique`: nothing that is left out has the place of another.
 
     XLA:CPU makes of a scatter of one token an update of a slice, which it then fuses into each
@@ -156,12 +169,15 @@ def scatter(array: Array, new: Array, at: tuple, slots: Array, unique: bool = Tr
     keeps it a scatter. The array keeps its shape: XLA:CPU would lay out a new axis of size 1 so
     that the whole has to be copied.
     """
-    new = new.astype(array.dtype)
+    if isinstance(held, Bits):
+        bits = Bits.of(new.astype(held.dtype)).bits
+        return Bits(scatter(held.bits, bits, at, slots, unique), held.dtype)
+    new = new.astype(held.dtype)
     if slots.size == 1:
         out = jnp.full_like(slots, np.iinfo(np.int32).max)
         new, slots = jnp.concatenate([new, new], 1), jnp.concatenate([slots, out], 1)
     options: Any = dict(mode="drop", unique_indices=unique)
-    return array.at[(*at, slots)].set(new, **options)
+    return held.at[(*at, slots)].set(new, **options)
 
 
 def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: bool = True) -> Array:
