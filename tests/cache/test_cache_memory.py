@@ -21,6 +21,7 @@ from eqattn.cache import (
     RingBufferCache,
     StackedKVCache,
 )
+from eqattn.nn import MultiheadAttention
 
 
 def test_pages_are_reserved_and_released():
@@ -94,6 +95,21 @@ def test_no_step_copies_the_cache(kind, dtype, kv_heads, new, batch):
     assert memory.temp_size_in_bytes <= 2 * 2**20
     held = [x for x in jax.tree.leaves(cache) if x.ndim > 2]
     assert memory.alias_size_in_bytes >= sum(x.nbytes for x in held)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("dtype, kv_heads", [(jnp.bfloat16, 2), (jnp.float32, 1)])
+def test_no_layer_copies_its_cache(dtype, kv_heads, batch):
+    strategy = Ragged(AttentionMetadata(runtime_dtype=dtype))
+    made = dict(num_kv_heads=kv_heads, dtype=dtype, strategy=strategy)
+    layer = MultiheadAttention(8, 64, key=jax.random.key(0), **made)
+    bits = dtype == jnp.bfloat16
+    cache = KVCache.empty(batch, 8192, kv_heads, 8, dtype=dtype, bits=bits)
+    run = jax.jit(lambda cache, x: layer(x, mask="causal", cache=cache), donate_argnums=0)
+    compiled = run.lower(cache, jax.ShapeDtypeStruct((batch, 1, 64), dtype)).compile()
+    memory = compiled.memory_analysis()
+    big = cache.key.arrays[0] if bits else cache.key
+    assert memory.temp_size_in_bytes <= min(2**20, big.nbytes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
