@@ -3,6 +3,7 @@ heads on several devices.
 """
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def test_written_in_place():
 
 def long_cache(kind, batch, capacity, kv_heads, dtype):
     bits = dtype == jnp.bfloat16 and kind != "int8"
-    sizes = dict(kv_heads=kv_heads, head_dim=64, dtype=dtype)
+    sizes: Any = dict(kv_heads=kv_heads, head_dim=64, dtype=dtype)
     if kind == "int8":
         return QuantizedKVCache.empty(batch, capacity, **sizes)
     if kind == "paged":

@@ -137,7 +137,7 @@ def _stepping(case: Case, tokens: int) -> tuple[Callable[[], None], int]:
     """
     dtype = jnp.dtype(case.dtype)
     strategy = Ragged(AttentionMetadata(runtime_dtype=dtype))
-    sizes = dict(kv_heads=case.kv_heads, head_dim=DIM, dtype=dtype)
+    sizes: Any = dict(kv_heads=case.kv_heads, head_dim=DIM, dtype=dtype)
     if case.cache == "int8":
         cache = QuantizedKVCache.empty(ROWS, tokens, **sizes)
     else:
