@@ -12,7 +12,7 @@ from ._misc import as_ids, as_int, concrete, even_block, int32
 from ._output import AttentionOutput
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_scores
-from ._problem.storage import AbstractStored, apart, as_stored, joined, Pages, Quantized
+from ._problem.storage import AbstractStored, apart, as_stored, Bits, joined, Pages, Quantized
 from .masks._causal import Causal
 from .masks._packed import check_boundaries, packed_segments
 from .masks._padding import KeyPadding
@@ -199,6 +199,8 @@ def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
     if isinstance(x, Quantized):
         scales = paged(apart(x.scales, x.shape[2]))
         content = Quantized(paged(x.values), joined(scales, 1), x.dtype)
+    elif isinstance(x, Bits):
+        content = Bits(paged(x.bits), x.dtype)
     else:
         content = paged(as_stored(x).arrays[0])
     table = row[:, None] * parts + np.arange(parts, dtype=np.int32)[None]

@@ -27,7 +27,7 @@ from .blocking import Blocking, spread
 from .closed_score import ClosedScore
 from .exchange import Spread
 from .problem import Problem
-from .storage import as_stored
+from .storage import AbstractStored, as_stored
 
 
 def not_finite(x: Array, precision: Any) -> Array:
@@ -138,16 +138,22 @@ class BlockOperands:
             if x.table is None:
                 axes = (BATCH, HEAD, COL) if shared else (BATCH, COL)
                 arrays = [blocking.columns_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
-                placed.append([BlockOperand(role, a, axes) for a in arrays])
-                continue
-            pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
-            found = []
-            for table in blocking.tables_of(x.table):
-                axes = (HEAD, len(tables)) if shared else (len(tables),)
-                found += [BlockOperand(role, a, axes) for a in pools]
-                tables.append(BlockOperand("page", table, (BATCH, COL)))
-                self.pages += (len(x.arrays[0]),)
-            placed.append(found)
+                found = [(a, axes) for a in arrays]
+            else:
+                pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
+                found = []
+                for table in blocking.tables_of(x.table):
+                    axes = (HEAD, len(tables)) if shared else (len(tables),)
+                    found += [(a, axes) for a in pools]
+                    tables.append(BlockOperand("page", table, (BATCH, COL)))
+                    self.pages += (len(x.arrays[0]),)
+            single = self.single_axes(x) * (len(found) // len(x.arrays))
+            placed.append(
+                [
+                    BlockOperand(role, lax.squeeze(a, [len(axes) + i for i in one]), axes)
+                    for (a, axes), one in zip(found, single)
+                ]
+            )
         keys, values = placed
         start = len(self.operands) + len(keys)
         self.lookups = tuple(range(start, start + len(tables)))
@@ -181,12 +187,24 @@ class BlockOperands:
         )
 
     def stored(self, which: int, blocks: Sequence[Array]) -> Array:
-        """The numbers of a block of keys (0) or values (1) that lie in place."""
+        """The numbers of a block of keys (0) or values (1) that lie in place, `[keys, d]` if it has
+        a single head, else `[keys, heads, d]`.
+        """
         x = self.held[which]
-        n = len(x.arrays)
+        n, single = len(x.arrays), self.single_axes(x)
+        blocks = [jnp.expand_dims(a, single[i % n]) for i, a in enumerate(blocks)]
         pages = [x.decode(*blocks[i : i + n]) for i in range(0, len(blocks), n)]
         block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
+        if block.shape[1] == 1 and self.lowering.drops_single_axes:
+            block = block[:, 0]
         return block.astype(self.problem.accumulation)
+
+    def single_axes(self, x: AbstractStored) -> list[tuple[int, ...]]:
+        """The axes of size 1 that blocks of the arrays of `x` go without."""
+        if not self.lowering.drops_single_axes:
+            return [()] * len(x.arrays)
+        one_head = x.shape[2] == self.blocking.kv_heads
+        return [(0,) if flat else (1,) * one_head for flat in x.flat]
 
     def on(self, blocking: Blocking) -> "BlockOperands":
         """The same where blocks of this blocking are visited."""

@@ -1,11 +1,16 @@
 """Keys and values that are not one array: in fewer bits, or in pages."""
 
 import abc
+import functools as ft
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int, Shaped, UInt
 
 
 class AbstractStored(eqx.Module):
@@ -83,6 +88,75 @@ class Stored(AbstractStored):
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return arrays[0]
+
+
+class Bits(AbstractStored):
+    """Floats as the integers of the same bits.
+
+    XLA:CPU can write a part of an array of integers, but of bfloat16 it converts the whole array to
+    float32 and back. So a cache that is kept as bits costs what is written, not its capacity.
+
+    **Arguments:**
+
+    - `bits`: unsigned integers `[..., s, k, d]`.
+    - `dtype`: what they stand for, of as many bits each.
+    """
+
+    bits: UInt[Array, "*b s k d"]
+    _dtype: Any = eqx.field(static=True, converter=jnp.dtype)
+
+    def __check_init__(self) -> None:
+        if self.bits.dtype != _unsigned(self._dtype):
+            raise ValueError(
+                f"bits of {self._dtype} are {_unsigned(self._dtype)}, got {self.bits.dtype}; "
+                "Bits.of(array) makes them."
+            )
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Bits":
+        """Of so many zeros."""
+        return cls(jnp.zeros(shape, _unsigned(dtype)), dtype)
+
+    @classmethod
+    def of(cls, x: Float[Array, "*b s k d"]) -> "Bits":
+        """The bits of an array, which has no gradient through them: asked for one, this raises."""
+        return cls(_bits_of(x), x.dtype)
+
+    @property
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
+        return (self.bits,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bits.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
+
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
+        return lax.bitcast_convert_type(arrays[0], self._dtype)
+
+
+def _unsigned(dtype: Any) -> Any:
+    return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+
+
+@jax.custom_jvp
+def _bits_of(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, _unsigned(x.dtype))
+
+
+@ft.partial(_bits_of.defjvp, symbolic_zeros=True)
+def _bits_of_jvp(primals, tangents) -> Any:
+    (x,), (dx,) = primals, tangents
+    if not isinstance(dx, SymbolicZero):
+        raise NotImplementedError(
+            "A cache that is kept as bits has no gradient of the keys and values that are appended "
+            "to it; make it with bits=False, or stop their gradient."
+        )
+    bits = _bits_of(x)
+    return bits, np.zeros(bits.shape, jax.dtypes.float0)
 
 
 class Quantized(AbstractStored):
@@ -198,7 +272,8 @@ class Pages(AbstractStored):
 
     **Arguments:**
 
-    - `content`: `[pages, page size, k, d]`, an array or [`eqattn.cache.Quantized`][].
+    - `content`: `[pages, page size, k, d]`, an array, [`eqattn.cache.Quantized`][] or
+        [`eqattn.cache.Bits`][].
     - `table`: int32 `[b, n]`: the page of each part of a row. Entries for parts that a mask hides
         may be any page; those below 0 are read as page 0.
     """

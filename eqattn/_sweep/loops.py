@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import vary, varying_axes
-from .grid import COL, EMPTY, FULL, Layout, moves, PARTIAL, pick, put, ROW
+from .grid import COL, EMPTY, FULL, Layout, moves, PARTIAL, pick, put, replaced, ROW
 
 
 def _loop(lo, hi, body, state):
@@ -29,6 +29,24 @@ def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     _, order = lax.sort((-table, here), num_keys=1)
     ends = [jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]
     return order, ends
+
+
+def _read_in_turn(t: Any, operands: Sequence, layout: Layout) -> tuple[Any, list]:
+    """Where blocks are read as they lie, narrow floats that are known only at step `t`.
+
+    XLA:CPU slices and converts bfloat16 and float8 by converting all of it, and does so before the
+    loop, where that does not depend on the step.
+    """
+    operands = list(operands)
+    narrow = [
+        i
+        for i, (x, a) in enumerate(zip(operands, layout.in_axes))
+        if moves(a) and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    ]
+    if not (layout.ragged and narrow):
+        return t, operands
+    t, *held = lax.optimization_barrier((jnp.int32(t), *[operands[i] for i in narrow]))
+    return t, replaced(operands, narrow, held)
 
 
 def traverse(
@@ -96,13 +114,14 @@ def traverse(
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
     def row(at: dict, accs: list) -> list:
-        near = [x if moves(a) else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
+        row_operands = [x if moves(a) else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
         local = [
             new if once else x if moves(a) else pick(x, a, at)
             for x, a, new, once in zip(accs, axes, fresh, complete)
         ]
 
         def visit(step, t, local):
+            t, near = _read_in_turn(t, row_operands, layout)
             here = {**at, COL: t if order is None else pick(order, table_axes, {**at, COL: t})}
             for i, lookup in enumerate(layout.lookups):
                 here[i] = pick(near[lookup], layout.in_axes[lookup], here)

@@ -83,6 +83,11 @@ class Lowering(abc.ABC):
     be manual around it.
     """
 
+    drops_single_axes: ClassVar[bool]
+    """Whether blocks of keys and values that stay in place go without axes of size 1, as XLA:CPU
+    would lay these out anew in a copy of all blocks.
+    """
+
     @property
     def required(self) -> bool:
         """Whether the caller asked for this lowering, so that nothing may take its place."""
@@ -145,6 +150,7 @@ class XLALowering(Lowering):
     cleans_values = False
     skips_corners = False
     splits_over_devices = True
+    drops_single_axes = True
 
     def multiplies_narrow(self) -> bool:
         """Not on a CPU, where products of narrow numbers are slower than those of float32."""

@@ -2,6 +2,7 @@
 
 from .._problem.storage import (
     AbstractStored as AbstractStored,
+    Bits as Bits,
     Pages as Pages,
     Quantized as Quantized,
 )

@@ -5,9 +5,11 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_ids
+from .._problem.storage import Bits
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
@@ -140,11 +142,42 @@ def new_positions(cache: AbstractCache, t: int) -> Array:
     return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
 
 
-def write(array: Array, new: Array, slots: Array, first: Any = 0) -> Array:
-    """`array[first + b, slots[b, t]] = new[b, t]`, leaving out slots that are not in the array."""
-    rows = first + jnp.arange(len(slots), dtype=jnp.int32)[:, None]
-    options: Any = dict(mode="drop", unique_indices=True)
-    return array.at[rows, slots].set(new.astype(array.dtype), **options)
+def empty_store(shape: tuple[int, ...], dtype: Any, bits: bool) -> Any:
+    """Zeros, as an array or as bits."""
+    return Bits.zeros(shape, dtype) if bits else jnp.zeros(shape, dtype)
+
+
+def rows_of(held: Any, rows: Array) -> Any:
+    """The rows at these indices, of an array or of bits."""
+    return Bits(held.bits[rows], held.dtype) if isinstance(held, Bits) else held[rows]
+
+
+def write(held: Any, new: Array, slots: Array, *first: Any) -> Any:
+    """`held[*first, b, slots[b, t]] = new[b, t]` of an array or bits, leaving out slots that are
+    not in the array.
+    """
+    rows = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
+    return scatter(held, new, (*first, rows), slots)
+
+
+def scatter(held: Any, new: Array, at: tuple, slots: Array, unique: bool = True) -> Any:
+    """`held[*at, slots] = new` for `slots` `[b, t]`, leaving out slots that are not in the array.
+    `unique`: nothing that is left out has the place of another.
+
+    XLA:CPU makes of a scatter of one token an update of a slice, which it then fuses into each
+    reader of the array, with a copy of the whole for each. A second token, which is in no array,
+    keeps it a scatter. The array keeps its shape: XLA:CPU would lay out a new axis of size 1 so
+    that the whole has to be copied.
+    """
+    if isinstance(held, Bits):
+        bits = Bits.of(new.astype(held.dtype)).bits
+        return Bits(scatter(held.bits, bits, at, slots, unique), held.dtype)
+    new = new.astype(held.dtype)
+    if slots.size == 1:
+        out = jnp.full_like(slots, np.iinfo(np.int32).max)
+        new, slots = jnp.concatenate([new, new], 1), jnp.concatenate([slots, out], 1)
+    options: Any = dict(mode="drop", unique_indices=unique)
+    return held.at[(*at, slots)].set(new, **options)
 
 
 def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: bool = True) -> Array:

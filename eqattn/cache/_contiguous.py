@@ -5,18 +5,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._problem.storage import Bits
 from ._base import (
     AbstractCache,
     check_row_shapes,
+    empty_store,
     existing,
     places,
+    rows_of,
     within,
     write,
 )
-
-
-def _zeros(batch: int, capacity: int, kv_heads: int, dim: int, dtype: Any) -> Array:
-    return jnp.zeros((batch, capacity, kv_heads, dim), dtype)
 
 
 class KVCache(AbstractCache):
@@ -24,12 +23,13 @@ class KVCache(AbstractCache):
 
     **Arguments:**
 
-    - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`; see also `KVCache.empty`.
+    - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`, arrays or
+        [`eqattn.cache.Bits`][]; see also `KVCache.empty`.
     - `length`: int32 `[b]`.
     """
 
-    key: Float[Array, "b s k d"]
-    value: Float[Array, "b s k v"]
+    key: Float[Array | Bits, "b s k d"]
+    value: Float[Array | Bits, "b s k v"]
     length: Int[Array, " b"]
 
     def __check_init__(self) -> None:
@@ -48,11 +48,16 @@ class KVCache(AbstractCache):
         head_dim: int,
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
+        bits: bool = False,
     ) -> "KVCache":
-        """Without tokens. A capacity that a size from 64 to 256 divides is read fastest."""
+        """Without tokens. A capacity that a size from 64 to 256 divides is read fastest; on a CPU,
+        numbers of bfloat16 are written fastest as [`bits`][eqattn.cache.Bits].
+        """
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = (batch, capacity, kv_heads)
-        key, value = (_zeros(*sizes, dim, dtype) for dim in (head_dim, value_dim))
+        key, value = (
+            empty_store((batch, capacity, kv_heads, dim), dtype, bits)
+            for dim in (head_dim, value_dim)
+        )
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
     def append(
@@ -69,4 +74,4 @@ class KVCache(AbstractCache):
 
     def reorder(self, rows: Int[Array, " n"]) -> "KVCache":
         rows = existing(self, rows)
-        return KVCache(self.key[rows], self.value[rows], self.length[rows])
+        return KVCache(rows_of(self.key, rows), rows_of(self.value, rows), self.length[rows])

@@ -9,8 +9,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_ids, concrete
-from .._problem.storage import apart, as_stored, Pages, Quantized
-from ._base import AbstractCache, check_new, existing, new_positions, within, write_flat
+from .._problem.storage import apart, as_stored, Bits, Pages, Quantized
+from ._base import (
+    AbstractCache,
+    check_new,
+    empty_store,
+    existing,
+    new_positions,
+    scatter,
+    within,
+    write_flat,
+)
 
 
 class PagedKVCache(AbstractCache):
@@ -21,8 +30,8 @@ class PagedKVCache(AbstractCache):
 
     **Arguments:**
 
-    - `key_pages`, `value_pages`: `[pages, page size, k, d]` and `[pages, page size, k, v]`, arrays
-        or [`eqattn.cache.Quantized`][]; see also `PagedKVCache.empty`.
+    - `key_pages`, `value_pages`: `[pages, page size, k, d]` and `[pages, page size, k, v]`, arrays,
+        [`eqattn.cache.Quantized`][] or [`eqattn.cache.Bits`][]; see also `PagedKVCache.empty`.
     - `table`: int32 `[b, n]`, the page of each part of a row, -1 for none.
     - `length`: int32 `[b]`.
     """
@@ -38,8 +47,8 @@ class PagedKVCache(AbstractCache):
 
     def __init__(
         self,
-        key_pages: Float[Array | Quantized, "p n k d"],
-        value_pages: Float[Array | Quantized, "p n k v"],
+        key_pages: Float[Array | Quantized | Bits, "p n k d"],
+        value_pages: Float[Array | Quantized | Bits, "p n k v"],
         table: Int[Array, "b parts"],
         length: Int[Array, " b"],
     ):
@@ -59,6 +68,7 @@ class PagedKVCache(AbstractCache):
         dtype: Any = jnp.float32,
         stored: Any = None,
         head_shares: int = 1,
+        bits: bool = False,
     ) -> "PagedKVCache":
         """Without tokens.
 
@@ -68,15 +78,22 @@ class PagedKVCache(AbstractCache):
         - `pages`, `page_size`: of the pool, in all and in tokens.
         - `stored`: None, or int8 or a float8 dtype to quantize to.
         - `head_shares`: how many devices share the heads, where pages are quantized.
+        - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][], which is how a
+            CPU writes bfloat16 fastest.
         """
         value_dim = head_dim if value_dim is None else value_dim
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
+        if bits and stored is not None:
+            raise ValueError(
+                f"bits=True keeps numbers of {jnp.dtype(dtype)} as they are and stored="
+                f"{jnp.dtype(stored)} quantizes them: give one of the two."
+            )
 
         def pool(dim):
             shape = (pages, page_size, kv_heads, dim)
             if stored is None:
-                return jnp.zeros(shape, dtype)
+                return empty_store(shape, dtype, bits)
             return Quantized.zeros(shape, stored, dtype, head_shares)
 
         table = jnp.full((batch, -(-capacity // page_size)), -1, jnp.int32)
@@ -115,8 +132,8 @@ class PagedKVCache(AbstractCache):
         held = as_stored(self.key_pages).shape[0]
         page = jnp.where(kept, page, held)  # not in the pool: not written
 
-        def put(pool: Array, new: Array) -> Array:
-            return pool.at[page, position % size].set(new.astype(pool.dtype), mode="drop")
+        def put(pool: Any, new: Array) -> Any:
+            return scatter(pool, new, (page,), position % size, unique=False)
 
         def added(pool: Any, x: Array) -> Any:
             if not isinstance(pool, Quantized):

@@ -5,16 +5,18 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._problem.storage import Bits
 from ._base import (
     AbstractCache,
     check_new,
     check_row_shapes,
+    empty_store,
     existing,
     new_positions,
+    rows_of,
     within,
     write,
 )
-from ._contiguous import _zeros
 
 
 class RingBufferCache(AbstractCache):
@@ -26,14 +28,14 @@ class RingBufferCache(AbstractCache):
 
     **Arguments:**
 
-    - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`; see also
-        `RingBufferCache.empty`.
+    - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`, arrays or
+        [`eqattn.cache.Bits`][]; see also `RingBufferCache.empty`.
     - `held`: int32 `[b, capacity]`, the position of the token in each place, -1 for none.
     - `length`: int32 `[b]`, all tokens so far.
     """
 
-    key: Float[Array, "b s k d"]
-    value: Float[Array, "b s k v"]
+    key: Float[Array | Bits, "b s k d"]
+    value: Float[Array | Bits, "b s k v"]
     held: Int[Array, "b s"]
     length: Int[Array, " b"]
 
@@ -53,11 +55,16 @@ class RingBufferCache(AbstractCache):
         head_dim: int,
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
+        bits: bool = False,
     ) -> "RingBufferCache":
-        """Without tokens."""
+        """Without tokens; on a CPU, numbers of bfloat16 are written fastest as
+        [`bits`][eqattn.cache.Bits].
+        """
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = (batch, capacity, kv_heads)
-        key, value = (_zeros(*sizes, dim, dtype) for dim in (head_dim, value_dim))
+        key, value = (
+            empty_store((batch, capacity, kv_heads, dim), dtype, bits)
+            for dim in (head_dim, value_dim)
+        )
         held = jnp.full((batch, capacity), -1, jnp.int32)
         return cls(key, value, held, jnp.zeros(batch, jnp.int32))
 
@@ -94,4 +101,5 @@ class RingBufferCache(AbstractCache):
 
     def reorder(self, rows: Int[Array, " n"]) -> "RingBufferCache":
         rows = existing(self, rows)
-        return RingBufferCache(self.key[rows], self.value[rows], self.held[rows], self.length[rows])
+        key, value = rows_of(self.key, rows), rows_of(self.value, rows)
+        return RingBufferCache(key, value, self.held[rows], self.length[rows])

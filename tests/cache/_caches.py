@@ -12,8 +12,8 @@ B, H, K, D, V = 3, 4, 2, 8, 6
 CAPACITY = 24
 
 
-def paged(stored=None, dtype=jnp.float32):
-    cache = PagedKVCache.empty(B, CAPACITY, 20, 4, K, D, V, dtype, stored)
+def paged(stored=None, dtype=jnp.float32, bits=False):
+    cache = PagedKVCache.empty(B, CAPACITY, 20, 4, K, D, V, dtype, stored, bits=bits)
     shuffled = jnp.asarray(np.random.default_rng(0).permutation(20)[:18].reshape(B, 6), jnp.int32)
     return eqx.tree_at(lambda c: c.table, cache, shuffled)
 
@@ -25,8 +25,11 @@ MAKE = {
     "int8": lambda dtype: QuantizedKVCache.empty(B, CAPACITY, K, D, V, dtype),
     "paged int8": lambda dtype: paged(jnp.int8, dtype),
     "float8": lambda dtype: QuantizedKVCache.empty(B, CAPACITY, K, D, V, dtype, jnp.float8_e4m3fn),
+    "bits": lambda dtype: KVCache.empty(B, CAPACITY, K, D, V, dtype, bits=True),
+    "ring buffer bits": lambda dtype: RingBufferCache.empty(B, CAPACITY, K, D, V, dtype, bits=True),
+    "paged bits": lambda dtype: paged(dtype=dtype, bits=True),
 }
-EXACT = ("dense", "ring buffer", "paged")
+EXACT = ("dense", "ring buffer", "paged", "bits", "ring buffer bits", "paged bits")
 
 
 def tokens(t, dtype=jnp.float64, seed=0):

@@ -3,6 +3,7 @@ heads on several devices.
 """
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,17 @@ import pytest
 from _caches import B, D, K, MAKE, step, tokens, V
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn.cache import KVCache, PagedKVCache, StackedKVCache
+from eqattn import attention, AttentionMetadata, KeyPadding, Ragged
+from eqattn.cache import (
+    Bits,
+    KVCache,
+    PagedKVCache,
+    Quantized,
+    QuantizedKVCache,
+    RingBufferCache,
+    StackedKVCache,
+)
+from eqattn.nn import MultiheadAttention
 
 
 def test_pages_are_reserved_and_released():
@@ -49,6 +60,96 @@ def test_written_in_place():
         big = sum(x.nbytes for x in jax.tree.leaves(cache) if x.ndim > 1 and x.dtype != jnp.int32)
         assert compiled.alias_size_in_bytes >= big
         assert compiled.temp_size_in_bytes < big / 2, (name, compiled.temp_size_in_bytes, big)
+
+
+def long_cache(kind, batch, capacity, kv_heads, dtype):
+    bits = dtype == jnp.bfloat16 and kind != "int8"
+    sizes: Any = dict(kv_heads=kv_heads, head_dim=64, dtype=dtype)
+    if kind == "int8":
+        return QuantizedKVCache.empty(batch, capacity, **sizes)
+    if kind == "paged":
+        pages = batch * capacity // 16
+        return PagedKVCache.empty(batch, capacity, pages, 16, bits=bits, **sizes).reserve(4)
+    if kind == "stacked":
+        return StackedKVCache.empty(2, batch, capacity, bits=bits, **sizes)
+    return {"dense": KVCache, "ring buffer": RingBufferCache}[kind].empty(
+        batch, capacity, bits=bits, **sizes
+    )
+
+
+def one_step(cache, q, k, v):
+    """Of attention, over the second layer if there are several."""
+    if isinstance(cache, StackedKVCache):
+        new, out = step(cache.layer(1), q, k, v)
+        return new.stack, out
+    return step(cache, q, k, v)
+
+
+@pytest.mark.parametrize("kv_heads, new, batch", [(4, 1, 1), (4, 4, 8), (1, 1, 8), (1, 4, 1)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("kind", ["dense", "ring buffer", "paged", "stacked", "int8"])
+def test_no_step_copies_the_cache(kind, dtype, kv_heads, new, batch):
+    cache = long_cache(kind, batch, 8192, kv_heads, dtype)
+    args = [jax.ShapeDtypeStruct((batch, new, n, 64), dtype) for n in (8, kv_heads, kv_heads)]
+    compiled = jax.jit(one_step, donate_argnums=0).lower(cache, *args).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes <= 2 * 2**20
+    held = [x for x in jax.tree.leaves(cache) if x.ndim > 2]
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in held)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("dtype, kv_heads", [(jnp.bfloat16, 2), (jnp.float32, 1)])
+def test_no_layer_copies_its_cache(dtype, kv_heads, batch):
+    strategy = Ragged(AttentionMetadata(runtime_dtype=dtype))
+    made = dict(num_kv_heads=kv_heads, dtype=dtype, strategy=strategy)
+    layer = MultiheadAttention(8, 64, key=jax.random.key(0), **made)
+    bits = dtype == jnp.bfloat16
+    cache = KVCache.empty(batch, 8192, kv_heads, 8, dtype=dtype, bits=bits)
+    run = jax.jit(lambda cache, x: layer(x, mask="causal", cache=cache), donate_argnums=0)
+    compiled = run.lower(cache, jax.ShapeDtypeStruct((batch, 1, 64), dtype)).compile()
+    memory = compiled.memory_analysis()
+    big = cache.key.arrays[0] if bits else cache.key
+    assert memory.temp_size_in_bytes <= min(2**20, big.nbytes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_narrow_floats_are_read_where_they_lie(dtype):
+    """Whatever wrote them."""
+    key = jax.ShapeDtypeStruct((8, 8192, 4, 64), dtype)
+    query = jax.ShapeDtypeStruct((8, 1, 8, 64), jnp.bfloat16)
+    if dtype != jnp.bfloat16:
+        scales = jax.ShapeDtypeStruct((8, 1, 8192 * 4), jnp.float32)
+        key = jax.eval_shape(lambda x, s: Quantized(x, s, jnp.bfloat16), key, scales)
+
+    def attend(query, key, lengths):
+        strategy = Ragged(AttentionMetadata(runtime_dtype=jnp.bfloat16))
+        return attention(query, key, key, strategy, mask=KeyPadding(lengths)).attention_outputs
+
+    lengths = jax.ShapeDtypeStruct((8,), jnp.int32)
+    memory = jax.jit(attend).lower(query, key, lengths).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 2 * 2**20
+
+
+def test_bits_have_no_gradient():
+    """Asked for one, they raise; a gradient of what is not appended is as ever."""
+    cache = KVCache.empty(B, 64, K, D, V, bits=True)
+    q, k, v = tokens(2, jnp.float32)
+    loss = lambda q, k: step(cache, q, k, v)[1].sum()
+    with pytest.raises(NotImplementedError, match="bits=False"):
+        jax.grad(loss, 1)(q, k)
+    other = KVCache.empty(B, 64, K, D, V)
+    want = jax.grad(lambda q: step(other, q, k, v)[1].sum())(q)
+    np.testing.assert_allclose(jax.grad(loss)(q, k), want, rtol=0, atol=1e-6)
+
+
+def test_bits_are_those_of_their_dtype():
+    with pytest.raises(ValueError, match="bits of bfloat16 are uint16, got uint32"):
+        Bits(jnp.zeros((1, 2, 1, 4), jnp.uint32), jnp.bfloat16)
+    with pytest.raises(ValueError, match="give one of the two"):
+        PagedKVCache.empty(1, 64, 4, 16, 1, 8, stored=jnp.int8, bits=True)
+    x = tokens(2, jnp.bfloat16)[1]
+    assert (Bits.of(x).materialise() == x).all()
 
 
 def over_layers(stacked, q, k, v):

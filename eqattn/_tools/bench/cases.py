@@ -65,8 +65,9 @@ class Case:
     """One experiment: B=1, 8 query heads, head dim 64; for decoding see `decode`.
 
     `kind` is the experiment in `measure`, `decode` or `ring`; `reference` the library whose time is
-    the unit; `cores` how many it runs on, and `devices` as how many virtual devices; `targets` are
-    looked up by the name of the figure.
+    the unit; `cores` how many it runs on, and `devices` as how many virtual devices; `cache` what
+    holds the keys of a step of decoding: an array, `"bits"` or `"int8"`; `targets` are looked up by
+    the name of the figure.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Case:
     reference: str = "torch"
     cores: int = 1
     devices: int = 1
+    cache: str = ""
     targets: Mapping[str, Target] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -123,6 +125,19 @@ def _decode(name: str, limit: float) -> Case:
         reference="jax.nn",
         cores=2 if cores else 1,
         targets={"times faster": Target(limit, None, True)},
+    )
+
+
+def _cached(name: str, dtype: str = "float32", kv_heads: int = 4, cache: str = "") -> Case:
+    """A step of decoding from a cache, at two capacities."""
+    return Case(
+        name=f"cpu-decode-cache-{name}",
+        kind="cached",
+        tokens=1024,
+        dtype=dtype,
+        kv_heads=kv_heads,
+        cache=cache,
+        targets={"time at 8 S / at S": Target(1.2), "temp MiB": Target(2.0)},
     )
 
 
@@ -179,6 +194,12 @@ CASES = (
         tokens=1024,
         targets={"time at 16 S / at S": Target(1.1), "temp at 16 S / at S": Target(1.01)},
     ),
+    _cached("f32"),
+    _cached("bf16", "bfloat16", cache="bits"),
+    _cached("f16", "float16"),
+    _cached("mqa", kv_heads=1),
+    _cached("mqa-bf16", "bfloat16", 1, "bits"),
+    _cached("int8", "bfloat16", cache="int8"),
     Case("cpu-append", "append", tokens=512, targets={"time at 32 S / at S": Target(1.2)}),
     Case("cpu-ring-8192", "ring", tokens=8192, devices=8),
     Case("import", "import", targets={"time / equinox": Target(1.1)}),

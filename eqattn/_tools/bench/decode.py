@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, AttentionMetadata, KeyPadding, Ragged
-from ...cache import KVCache
+from ... import attention, AttentionMetadata, Causal, KeyPadding, Ragged
+from ...cache import KVCache, QuantizedKVCache
 from .cases import Case, Row
 from .timing import rounds_of
 
@@ -121,4 +121,46 @@ def _appending(tokens: int) -> Callable[[], None]:
     return call
 
 
-EXPERIMENTS = {"decode": step, "longer": longer, "append": append}
+def cached(case: Case, rounds: int) -> Iterator[Row]:
+    """A token per row of a donated cache, appended and attended to, at S and at 8 S."""
+    made = {"short": _stepping(case, case.tokens), "eqattn": _stepping(case, 8 * case.tokens)}
+    for call, _ in made.values():
+        call()
+    times = rounds_of({n: call for n, (call, _) in made.items()}, rounds, wall=case.cores > 1)
+    yield _row(case, "time at 8 S / at S", {"eqattn": times["eqattn"] / times["short"]})
+    yield case.row("temp MiB", {"eqattn": made["eqattn"][1] / 2**20})
+
+
+def _stepping(case: Case, tokens: int) -> tuple[Callable[[], None], int]:
+    """A step over 9 tokens of each row, the last of which it appends and then drops, and its
+    temporary memory.
+    """
+    dtype = jnp.dtype(case.dtype)
+    strategy = Ragged(AttentionMetadata(runtime_dtype=dtype))
+    sizes: Any = dict(kv_heads=case.kv_heads, head_dim=DIM, dtype=dtype)
+    if case.cache == "int8":
+        cache = QuantizedKVCache.empty(ROWS, tokens, **sizes)
+    else:
+        cache = KVCache.empty(ROWS, tokens, bits=case.cache == "bits", **sizes)
+    query, *new = (jnp.ones((ROWS, 1, n, DIM), dtype) for n in (HEADS, *[case.kv_heads] * 2))
+    cache = cache.append(*[jnp.repeat(x, 8, 1) for x in new])
+
+    def one(cache, query, key_, value):
+        offset = cache.length
+        cache = cache.append(key_, value)
+        mask = Causal() & cache.mask()
+        out = attention(query, cache.key, cache.value, strategy, mask=mask, q_offset=offset)
+        return cache.truncate(offset), out.attention_outputs
+
+    run = jax.jit(one, donate_argnums=0).lower(cache, query, *new).compile()
+    memory = run.memory_analysis()
+    assert memory is not None  # a CPU's compiler knows
+
+    def call():
+        nonlocal cache
+        cache, _ = jax.block_until_ready(run(cache, query, *new))
+
+    return call, memory.temp_size_in_bytes
+
+
+EXPERIMENTS = {"decode": step, "longer": longer, "append": append, "cached": cached}

@@ -36,6 +36,7 @@ class TPULowering(Lowering):
     cleans_values = True
     skips_corners = True
     splits_over_devices = False
+    drops_single_axes = False
 
     @property
     def interpreted(self) -> bool:
