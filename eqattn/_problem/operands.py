@@ -260,7 +260,7 @@ class BlockOperands:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return self.problem.canonical(operand)
         large = operand.axes.endswith("ts") and 1 not in (*array.shape[-2:], self.blocking.block_k)
-        if large and accumulation(array.dtype) == acc:
+        if large and self.spread.size == 1 and accumulation(array.dtype) == acc:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
         array = array.astype(accumulation(array.dtype, acc))
