@@ -1,7 +1,8 @@
 """Trees of modules as strict JSON, without the values of their leaves.
 
-To the objects with one key of `_serialise`, this adds `$leaf` (the type of a leaf), `$tuple`,
-`$dtype`, `$enum`, `$object` (a module, dataclass or named tuple), `$strategy` and `$metadata`.
+To the objects with one key of `_config.json`, this adds `$leaf` (the type of a leaf), `$constant`
+(a static value in a field that may also hold a leaf), `$tuple`, `$dtype`, `$enum`, `$object` (a
+module, dataclass or named tuple), `$strategy` and `$metadata`.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import numpy as np
 
 from .._config.json import decode, encode
 from .._config.metadata import AttentionMetadata
+from .._misc import Fixed, value_of
 from ..strategies import AttentionImpl
 from ..strategies._registry import AttentionRegistry
 
@@ -72,20 +74,23 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
             return {"$enum": [_path(type(x)), x.name]}
         if isinstance(x, np.dtype):
             return {"$dtype": x.name}
+        if isinstance(x, Fixed):
+            return {"$constant": inside(x.value, "value", True)}
         if type(x) is AttentionMetadata:
-            values = {f: getattr(x, f.name) for f in dataclasses.fields(x)}
+            values = {f: vars(x)[f.name] for f in dataclasses.fields(x)}
             leaves = {
                 f.name: inside(v, f.name)
                 for f, v in values.items()
                 if not (static or f.metadata.get("static")) and leaf_of(v)
             }
-            data = {f.name: leaves.get(f.name) or encode(v) for f, v in values.items()}
+            data = {f.name: leaves.get(f.name) or encode(value_of(v)) for f, v in values.items()}
             return {"$metadata": data}
         if dataclasses.is_dataclass(type(x)):
             # To JAX, a dataclass that is no module is one leaf, whatever it holds.
             fixed = static or not isinstance(x, eqx.Module)
+            get = vars(x).get if isinstance(x, eqx.Module) else lambda name: getattr(x, name)
             fields = {
-                f.name: inside(getattr(x, f.name), f.name, fixed or f.metadata.get("static", False))
+                f.name: inside(get(f.name), f.name, fixed or f.metadata.get("static", False))
                 for f in dataclasses.fields(x)
             }
             if isinstance(x, AttentionImpl):
@@ -121,6 +126,8 @@ def restore(data: Any) -> Any:
     body: Any = data.get(tag)
     if tag == "$leaf":
         return Leaf(**{**body, "shape": tuple(body["shape"])})
+    if tag == "$constant":
+        return Fixed(restore(body))
     if tag == "$tuple":
         return tuple(restore(item) for item in body)
     if tag == "$dtype":
@@ -187,6 +194,8 @@ def _text(data: Any) -> str:
         return body
     if tag == "$enum":
         return ".".join(body)
+    if tag == "$constant":
+        return _text(body)
     if tag == "$tuple":
         return f"({', '.join(map(_text, body))})"
     if tag == "$metadata":
@@ -215,15 +224,18 @@ def _identity(cls: type) -> dict[str, str]:
     return {"class": _path(cls)}
 
 
+_PUBLIC = ("eqattn", "eqattn.scores", "eqattn.masks", "eqattn.cache", "eqattn.nn", "jax.lax")
+
+
 def _path(cls: type) -> str:
     """Where a class is found, under its public name if there is one."""
-    for module in ("eqattn", "eqattn.nn", "jax.lax"):
-        if _at(f"{module}:{cls.__qualname__}") is cls:
+    for module in _PUBLIC:
+        if found_at(f"{module}:{cls.__qualname__}") is cls:
             return f"{module}:{cls.__qualname__}"
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _at(path: str) -> Any:
+def found_at(path: str) -> Any:
     module, _, names = path.partition(":")
     found: Any = sys.modules.get(module)  # never imported: a file must not choose what runs
     for name in names.split("."):
@@ -232,7 +244,7 @@ def _at(path: str) -> Any:
 
 
 def _class(path: str) -> Any:
-    found = _at(path)
+    found = found_at(path)
     if not (isinstance(found, type) and (_is_data(found))):
         module = path.partition(":")[0]
         raise ValueError(f"The file needs the class {path}: import {module} first, or pass like=.")

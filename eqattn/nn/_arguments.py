@@ -6,7 +6,6 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._config.metadata import AttentionMetadata
 from ..masks._base import AbstractMask, Dense
 from ..masks._causal import Causal
 from ..masks._window import SlidingWindow
@@ -60,13 +59,11 @@ def check_strategy(strategy: Any) -> None:
             )
 
 
-def configured(
-    strategy: AttentionImpl | None, dtype: Any, cached: bool, **own: Any
-) -> AttentionImpl:
+def configured(strategy: AttentionImpl | None, cached: bool, **own: Any) -> AttentionImpl:
     """A layer's strategy, with what the layer says (not None) in its metadata."""
     check_strategy(strategy)
     if strategy is None:
-        strategy = (Ragged if cached else Blockwise)(AttentionMetadata(runtime_dtype=dtype))
+        strategy = Ragged() if cached else Blockwise()
     own = {name: x for name, x in own.items() if x is not None}
     if not own:
         return strategy

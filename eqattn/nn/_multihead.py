@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
+from .._misc import as_constant, with_constants
 from .._problem.problem import as_scores, as_sinks
 from ..cache._base import new_positions
 from ..scores._base import AbstractScore
@@ -31,6 +32,7 @@ from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
 from ._rotary import Rotary, turned
 
 
+@with_constants("softmax_scale", "logits_soft_cap")
 class MultiheadAttention(eqx.Module):
     r"""A drop-in for `eqx.nn.MultiheadAttention`, in memory linear in the sequence.
 
@@ -39,8 +41,8 @@ class MultiheadAttention(eqx.Module):
     gives the projection of 0 instead of the mean of all values, and dropout has the same
     distribution but other bits.
 
-    It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays,
-    Python floats and None, so plain `jax.jit` and `jax.grad` work over any model that holds it.
+    It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays
+    and the two numbers of `dropout`, so plain `jax.jit` and `jax.grad` work over any model that has it.
     With `dropout_p > 0` they do where the call says `inference=True`; else use `eqx.filter_jit` and
     `eqx.filter_grad`. With a cache it takes the new tokens: `cache, out = layer(x, cache=cache)`.
 
@@ -62,8 +64,8 @@ class MultiheadAttention(eqx.Module):
     key_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None
     gate_proj: eqx.nn.Linear | None
     rotary: Rotary | None
-    softmax_scale: float | Float[Array, ""] | None
-    logits_soft_cap: float | Float[Array, ""] | None
+    softmax_scale: float | Float[Array, ""] | None = eqx.field(converter=as_constant)
+    logits_soft_cap: float | Float[Array, ""] | None = eqx.field(converter=as_constant)
     softmax_aux: Float[Array, "..."] | None
     score: AbstractScore | tuple[AbstractScore, ...] | None
     strategy: AttentionImpl | None
@@ -131,8 +133,8 @@ class MultiheadAttention(eqx.Module):
 
         - `num_kv_heads`: of key and value, a divisor of `num_heads`, which is the default.
         - `strategy`: a strategy such as [`eqattn.Blockwise`][] that says where and in which order
-            pairs are visited. By default `Blockwise` in the dtype of the projected value. The
-            output of another is rounded to its metadata's `runtime_dtype`, then cast.
+            pairs are visited, by default `Blockwise()`. Its output is rounded to its metadata's
+            `runtime_dtype` if that is given, then cast to the dtype of the projected value.
         - `rotary`: a [`Rotary`][eqattn.nn.Rotary], applied to queries and keys.
         - `qk_norm`: `"rms"` or `"layer"`, over the features of each query and key head, each with a
             learned scale and no bias.
@@ -145,8 +147,8 @@ class MultiheadAttention(eqx.Module):
         - `softmax_aux`: sinks, `[num_heads]`, `[num_heads, n]` or `[1, n]`.
         - `score`: modules of `eqattn.scores`, as `ALiBi` or `T5Bias`; their arrays are learned.
 
-        A float given for `softmax_scale` or `logits_soft_cap` is a constant to `eqx.filter_grad`,
-        an array is learned.
+        A number given for `softmax_scale` or `logits_soft_cap` is a constant, which is static, an
+        array is learned.
 
         **Raises:** `ValueError` or `TypeError` naming the argument and the remedy.
 
@@ -369,7 +371,6 @@ class MultiheadAttention(eqx.Module):
             v,
             configured(
                 self.strategy,
-                dtype,
                 cache is not None,
                 softmax_scale=self.softmax_scale,
                 logits_soft_cap=self.logits_soft_cap,

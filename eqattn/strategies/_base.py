@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -37,7 +38,8 @@ class AttentionImpl(eqx.Module):
     A subclass needs `get_impl_name` and `forward_native`. It is then constructible from metadata
     alone and runs through [`eqattn.attention`][], `AttentionRegistry` and its own call. Its leaves
     must be inexact arrays, Python floats or None, so that `jax.grad`, `jax.jit` and `jax.vmap`
-    work over the strategy itself; declare every other field static.
+    work over the strategy itself; declare every other field static. A float of your own is a leaf
+    that optimisers move, unless it is declared static.
 
     Which `forward_*` runs follows from static metadata alone, see
     [`selected_forward`][eqattn.AttentionImpl.selected_forward].
@@ -274,6 +276,11 @@ class AttentionImpl(eqx.Module):
     def get_impl_metadata(self) -> AttentionMetadata:
         """**Returns:** the metadata that the strategy was built from."""
         return self.metadata
+
+    def output_dtype(self, query: Any) -> np.dtype:
+        """**Returns:** the metadata's `runtime_dtype`, or that of the query where it is None."""
+        dtype = self.metadata.runtime_dtype
+        return jnp.dtype(query.dtype) if dtype is None else dtype
 
     def get_mode(
         self, q: Any, BTHD: bool = True, *, cache: Any = None, insert: bool = False

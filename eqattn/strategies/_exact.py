@@ -221,7 +221,7 @@ class AbstractExact(AttentionImpl):
                 **options,
             )
             carry, weights = self.fold(spec)
-            results = finish(spec, carry, weights, self.metadata.runtime_dtype)
+            results = finish(spec, carry, weights, self.output_dtype(spec.query))
             return {name: results[name]() for name, needed in wanted.items() if needed}
 
         args, partition = (self, q, k, v, options), None

@@ -98,11 +98,14 @@ def test_equal_metadata_do_not_retrace():
 
     for kwargs in SPELLINGS:
         for scale in (0.5, 0.7):
-            out = f(AttentionMetadata(softmax_scale=scale, **kwargs), 2.0)
+            out = f(AttentionMetadata(softmax_scale=jnp.float32(scale), **kwargs), 2.0)
             assert np.allclose(out, 2 * scale)
     assert traces == 1
-    f(AttentionMetadata(softmax_scale=0.5, blocksize_q=9), 2.0)
+    for kwargs in SPELLINGS:
+        assert f(AttentionMetadata(softmax_scale=0.5, **kwargs), 2.0) == 1
     assert traces == 2
+    f(AttentionMetadata(softmax_scale=0.5, blocksize_q=9), 2.0)
+    assert traces == 3
 
 
 def test_rebuilt_mesh_does_not_retrace():
