@@ -54,10 +54,10 @@ def attention(
     **Returns:**
 
     An [`eqattn.AttentionOutput`][]: `attention_outputs` `[*b, t, h, v]` in the metadata's
-    `runtime_dtype`, by default the query's, and if asked for `attention_weights` `[*b, h, t, s]`, `logsumexp` `[*b, t, h]`
-    and `carry`. Logsumexp and Carry include the sinks: to merge Carries of parts of the keys, give
-    the sinks to one of them. A query that sees no key has output 0, logsumexp `-inf` (with sinks,
-    theirs) and zero gradients.
+    `runtime_dtype`, by default the query's, and if asked for `attention_weights` `[*b, h, t, s]`,
+    `logsumexp` `[*b, t, h]` and `carry`. Logsumexp and Carry include the sinks: to merge Carries of
+    parts of the keys, give the sinks to one of them. A query that sees no key has output
+    0, logsumexp `-inf` (with sinks, theirs) and zero gradients.
 
     **Raises:**
 

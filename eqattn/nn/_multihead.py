@@ -42,9 +42,10 @@ class MultiheadAttention(eqx.Module):
     distribution but other bits.
 
     It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays
-    and the two numbers of `dropout`, so plain `jax.jit` and `jax.grad` work over any model that has it.
-    With `dropout_p > 0` they do where the call says `inference=True`; else use `eqx.filter_jit` and
-    `eqx.filter_grad`. With a cache it takes the new tokens: `cache, out = layer(x, cache=cache)`.
+    and, as in Equinox, the two numbers of `dropout`, so plain `jax.jit` and `jax.grad` work over
+    any model that has it. With `dropout_p > 0` they do where the call says `inference=True`;
+    else use `eqx.filter_jit` and `eqx.filter_grad`, to which these numbers are constants. With a
+    cache it takes the new tokens: `cache, out = layer(x, cache=cache)`.
 
     What is computed is the layer's, how is the strategy's: a strategy whose metadata has a scale,
     soft cap, sinks or dropout raises.
