@@ -42,7 +42,7 @@ def attention(
     - `value`: `[*b, s, k, v]`.
     - `strategy`: where and in which order pairs are visited, by default `Blockwise()`.
     - `mask`: what is visible: a module of `eqattn.masks`, or a boolean array broadcastable to
-        `[*b, h, t, s]`, or None (everything).
+        `[*b, h, t, s]`, or a name: `"causal"` for `Causal()`, `"full"` for None (everything).
     - `bias`: added to the logits; broadcastable to `[*b, h, t, s]`.
     - `score`: a module of `eqattn.scores`, or a sequence of them.
     - `key`: for dropout, required if the metadata's `dropout_prob` is positive and not `inference`.

@@ -10,7 +10,15 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import as_ids, concrete
 from .._problem.storage import apart, as_stored, Pages, Quantized
-from ._base import AbstractCache, check_new, existing, new_positions, within, write_flat
+from ._base import (
+    AbstractCache,
+    check_new,
+    existing,
+    new_positions,
+    within,
+    within_capacity,
+    write_flat,
+)
 
 
 class PagedKVCache(AbstractCache):
@@ -104,8 +112,7 @@ class PagedKVCache(AbstractCache):
         counts = check_new(self, key, value, counts)
         (rows, parts), size = self.table.shape, self.page_size
         length = self.length + counts
-        full = f"the cache is full: a row would have more than {parts * size} tokens"
-        length = eqx.error_if(length, length > parts * size, full)
+        length = within_capacity(length, parts * size)
         position = new_positions(self, key.shape[1])
         kept = position < length[:, None]
         row = jnp.arange(rows, dtype=jnp.int32)[:, None]

@@ -6,8 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._problem.problem import as_mask
 from ..masks._base import AbstractMask, Dense
-from ..masks._causal import Causal
 from ..masks._window import SlidingWindow
 from ..strategies import _checks as checks, AttentionImpl, Blockwise, Ragged
 
@@ -100,14 +100,9 @@ def as_window(window: Any) -> tuple[int | None, int | None] | None:
 
 def as_layer_mask(mask: Any, window: Any, heads: int, t: int, s: int) -> AbstractMask | None:
     """The mask of a call, in any of its forms, and the window of the layer."""
-    if isinstance(mask, str):
-        check_name("mask", mask, ("causal", "full"))
-        mask = Causal() if mask == "causal" else None
-    elif mask is not None and not isinstance(mask, AbstractMask):
-        if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
-            raise TypeError(
-                f"mask must be an array, a mask module, 'causal', 'full' or None, got {mask!r}."
-            )
+    if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
+        mask = as_mask(mask)
+    else:
         if mask.shape not in ((t, s), (heads, t, s)):
             raise ValueError(
                 "mask must have shape (query_seq_length, kv_seq_length) or (num_heads, "

@@ -13,7 +13,7 @@ from .._attention import attention
 from .._config.metadata import AttentionMetadata
 from .._misc import as_constant, with_constants
 from .._problem.problem import as_scores, as_sinks
-from ..cache._base import new_positions
+from ..masks._distance import check_distances
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import (
@@ -29,6 +29,7 @@ from ._arguments import (
 from ._cached_call import as_batch, Cache, check_fits, new_keys, visible
 from ._dropout import Dropout
 from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
+from ._positions import input_positions
 from ._rotary import Rotary, turned
 
 
@@ -44,8 +45,7 @@ class MultiheadAttention(eqx.Module):
     It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays
     and, as in Equinox, the two numbers of `dropout`, so plain `jax.jit` and `jax.grad` work over
     any model that has it. With `dropout_p > 0` they do where the call says `inference=True`;
-    else use `eqx.filter_jit` and `eqx.filter_grad`, to which these numbers are constants. With a
-    cache it takes the new tokens: `cache, out = layer(x, cache=cache)`.
+    else use `eqx.filter_jit` and `eqx.filter_grad`. With `cache=` it returns `(cache, out)`.
 
     What is computed is the layer's, how is the strategy's: a strategy whose metadata has a scale,
     soft cap, sinks or dropout raises.
@@ -300,8 +300,8 @@ class MultiheadAttention(eqx.Module):
 
         - `bias`: added to the logits; broadcastable to `[num_heads, t, s]`.
         - `score`: modules of `eqattn.scores`, after those of the layer.
-        - `q_positions`, `kv_positions`: integers `[t]` and `[s]`, by default `0, 1, ...`, for
-            rotary positions, masks and scores.
+        - `q_positions`, `kv_positions`: integers `[t]` and `[s]`, for rotary positions, masks and
+            scores; by default those of the strategy's `token_positions`, else `0, 1, ...`
         - `cache`: one of [`eqattn.cache`](api.md#caches), of `num_kv_heads` heads of `qk_size` and
             `vo_size`, with the tokens so far. `key_` and `value` are appended, and the query reads
             all that is stored, or what `mask` shows of it. New tokens are at positions
@@ -354,10 +354,11 @@ class MultiheadAttention(eqx.Module):
         k = project(self.key_proj, key_, self.num_kv_heads, self.qk_size)
         v = project(self.value_proj, value, self.num_kv_heads, self.vo_size)
         q, k = normed(self.query_norm, q), normed(self.key_norm, k)
+        given = q_positions, kv_positions
+        at = input_positions(self.strategy, cache, (t, new), given, process_heads is not None)
         if self.rotary is not None:
-            at = lambda n: jnp.arange(n) if cache is None else new_positions(cache, n)
-            q = self.rotary(q, at(t) if q_positions is None else q_positions)
-            k = self.rotary(k, at(new) if kv_positions is None else kv_positions)
+            check_distances(mask, self.rotary)
+            q, k = self.rotary(q, at[0]), self.rotary(k, at[1])
         q, k, v = processed(process_heads, q, k, v)
         dtype, q_offset = v.dtype, None
         if cache is not None:

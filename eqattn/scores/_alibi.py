@@ -22,6 +22,8 @@ class ALiBi(AbstractScore):
 
     slopes: Float[Array, " h"] = eqx.field(converter=lambda x: as_array(x, "slopes", 1))
 
+    uses_distance = True
+
     @classmethod
     def geometric(cls, heads: int) -> "ALiBi":
         """The paper's slopes: `2^(-8 i / n)` for a power of two `n`, interleaved beyond it."""

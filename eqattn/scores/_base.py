@@ -5,7 +5,7 @@ A score transforms one scalar logit, given the indices of its pair. Order is fix
 """
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Float
@@ -19,7 +19,12 @@ class AbstractScore(eqx.Module):
     Subclasses define `transform`, for scalars, with `jax.numpy` operations. Parameters that are
     the same for all pairs may be read from `self` (they are differentiable); arrays that vary with
     batch, head, query or key are listed by `operands` and arrive as scalars.
+
+    A subclass may say `uses_distance = True`: that `transform` asks how far apart two positions
+    are. It then raises next to a mask whose positions do not say so, such as `Tree`.
     """
+
+    uses_distance: ClassVar[bool] = False
 
     def operands(self) -> tuple[Operand, ...]:
         """Arrays that vary with batch, head, query or key."""

@@ -26,6 +26,8 @@ class T5Bias(AbstractScore):
     bidirectional: bool = eqx.field(static=True, default=True)
     max_distance: int = eqx.field(static=True, default=128)
 
+    uses_distance = True
+
     def __check_init__(self) -> None:
         shape, least = self.table.shape, 4 if self.bidirectional else 2
         if len(shape) != 2:

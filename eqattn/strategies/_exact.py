@@ -24,6 +24,7 @@ from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Pr
 from .._problem.storage import AbstractStored, as_stored
 from ..masks._base import AbstractMask, visible
 from ..masks._causal import Causal
+from ..masks._distance import check_distances
 from ..scores._base import AbstractScore
 from ..scores._function import ScoreFn
 from ._base import AttentionImpl
@@ -119,6 +120,7 @@ class AbstractExact(AttentionImpl):
         given = {name: x for name, x in features.items() if x is not True}
         check_static(features.get("inference", False))
         mask, scores = as_mask(given.get("mask")), as_scores(given.get("score"))
+        check_distances(mask, *scores)
         as_bias(given.get("bias"))
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
