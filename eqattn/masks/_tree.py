@@ -51,7 +51,7 @@ class Tree(AbstractMask):
         return value_of(self._start)
 
     @property
-    def positions_are_distances(self) -> bool:
+    def positions_are_distances(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether it is known to be a chain, whose places are its depths."""
         n = self.parents.shape[-1]
         return is_known(self.parents) and bool(

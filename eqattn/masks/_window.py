@@ -34,7 +34,7 @@ class SlidingWindow(AbstractMask):
         self.sinks = as_int(sinks, "sinks", least=0, static=True).value
 
     @property
-    def uses_distance(self) -> bool:
+    def uses_distance(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.left is not None or self.right not in (None, 0)
 
     def operands(self) -> tuple[Operand, ...]:

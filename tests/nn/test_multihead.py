@@ -731,7 +731,7 @@ ERRORS = [
     (lambda: LAYER(X, BATCH, X), ValueError, r"key_ must be one sequence"),
     (lambda: LAYER(X, X, BATCH), ValueError, r"value must be one sequence"),
     (lambda: LAYER(X, X, X, "triangular"), ValueError, "mask must be one of 'causal', 'full', or None; got 'triangular'"),
-    (lambda: LAYER(X, X, X, True), TypeError, "mask must be an array, a mask module"),
+    (lambda: LAYER(X, X, X, True), TypeError, "mask must be a mask module, a boolean array"),
     (lambda: LAYER(X, X, X, score="alibi"), TypeError, "score must be score modules"),
     (lambda: LAYER(X, X, X, q_positions=jnp.arange(3)), ValueError, "q_positions"),
     (lambda: make(rotary=nn.Rotary())(X, X, X, q_positions=jnp.arange(3)), ValueError, r"\(7,\).*got shape \(3,\)"),
