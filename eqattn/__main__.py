@@ -1,6 +1,8 @@
 """`python -m eqattn info`, `python -m eqattn bench` and `python -m eqattn tpu-report`."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -37,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=module.run, error=command.error)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read it, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
     except (ValueError, TypeError) as e:  # what the library says of bad arguments
         return args.error(str(e))
 

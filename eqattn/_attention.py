@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._config.metadata import AttentionMetadata
 from ._output import AttentionOutput
 from ._problem.problem import MaskLike, ScoreLike
 from ._problem.storage import AbstractStored
@@ -42,10 +40,9 @@ def attention(
     - `query`: `[*b, t, h, d]`, any number of leading axes (also none).
     - `key_`: `[*b, s, k, d]`; `h` is a multiple of `k`.
     - `value`: `[*b, s, k, v]`.
-    - `strategy`: where and in which order pairs are visited. By default
-        `Blockwise(AttentionMetadata(runtime_dtype=query.dtype))`.
+    - `strategy`: where and in which order pairs are visited, by default `Blockwise()`.
     - `mask`: what is visible: a module of `eqattn.masks`, or a boolean array broadcastable to
-        `[*b, h, t, s]`, or None (everything).
+        `[*b, h, t, s]`, or a name: `"causal"` for `Causal()`, `"full"` for None (everything).
     - `bias`: added to the logits; broadcastable to `[*b, h, t, s]`.
     - `score`: a module of `eqattn.scores`, or a sequence of them.
     - `key`: for dropout, required if the metadata's `dropout_prob` is positive and not `inference`.
@@ -57,20 +54,16 @@ def attention(
     **Returns:**
 
     An [`eqattn.AttentionOutput`][]: `attention_outputs` `[*b, t, h, v]` in the metadata's
-    `runtime_dtype`, and if asked for `attention_weights` `[*b, h, t, s]`, `logsumexp` `[*b, t, h]`
-    and `carry`. Logsumexp and Carry include the sinks: to merge Carries of parts of the keys, give
-    the sinks to one of them. A query that sees no key has output 0, logsumexp `-inf` (with sinks,
-    theirs) and zero gradients.
+    `runtime_dtype`, by default the query's, and if asked for `attention_weights` `[*b, h, t, s]`,
+    `logsumexp` `[*b, t, h]` and `carry`. Logsumexp and Carry include the sinks: to merge Carries of
+    parts of the keys, give the sinks to one of them. A query that sees no key has output
+    0, logsumexp `-inf` (with sinks, theirs) and zero gradients.
 
     **Raises:**
 
     `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
     """
-    if strategy is None:
-        dtype = jnp.result_type(query)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"query must be floating point, got {dtype}; cast it first.")
-        strategy = Blockwise(AttentionMetadata(runtime_dtype=dtype))
+    strategy = Blockwise() if strategy is None else strategy
     check_strategy(strategy)
     return strategy(
         query,

@@ -65,13 +65,15 @@ class Carry(eqx.Module):
     (commutative bitwise), and `empty` is its exact identity, so keys can be split over blocks,
     devices, cache pages or a shared prefix in any way and order.
 
-    `max_so_far` is a gauge: no result depends on it, and no gradient flows through it.
+    `max_so_far` is a gauge: no result depends on it, and no gradient flows through it. It is the
+    largest logit of the keys, or of the sinks where `with_sinks` added a larger one, as strategies
+    whose metadata has sinks do. So with sinks it may be more than every logit of a key.
 
     **Arguments:**
 
     - `numerator`: `[*b, t, h, v]`, float32 (float64 under x64).
     - `denominator`: `[*b, t, h]`.
-    - `max_so_far`: `[*b, t, h]`, `-inf` where no key was seen.
+    - `max_so_far`: `[*b, t, h]`, `-inf` where neither a key nor a sink was seen.
 
     ??? cite "Reference"
 
@@ -218,6 +220,8 @@ class Carry(eqx.Module):
 
         - `sinks`: `[..., n]`, broadcastable to `[*b, t, h, n]`.
 
+        **Returns:** the Carry in which `max_so_far` is the largest of the sinks where that is more.
+
         **Raises:** `ValueError` if they do not broadcast, and for as many sinks `[h]` as heads,
         which could be one of each: write `[h, 1]`, or `[1, h]` for sinks of all heads.
         """
@@ -262,7 +266,9 @@ class Carry(eqx.Module):
     def to_oml(
         self,
     ) -> tuple[Float[Array, "*bth v"], Float[Array, " *bth"], Float[Array, " *bth"]]:
-        """**Returns:** normalised output `o`, maximum `m` and denominator `l`."""
+        """**Returns:** normalised output `o`, maximum `m` (of logits, and of sinks if there are
+        any) and denominator `l`.
+        """
         return self.output(), self.max_so_far, self.denominator
 
 

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -70,6 +70,55 @@ def iota(n: Any) -> Any:
 
 def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Fixed) else x
+
+
+class _Constant:
+    """A field that may hold a number as `Fixed`, and gives the number itself to who reads it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return self
+        try:
+            return value_of(module.__dict__[self.name])
+        except KeyError:
+            raise AttributeError(f"{owner.__name__} has no {self.name} yet.") from None
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module.__dict__[self.name] = value
+
+
+_Module = TypeVar("_Module", bound=type)
+
+
+def with_constants(*names: str) -> Callable[[_Module], _Module]:
+    """A decorator of an `eqx.Module` class: where a field with one of these names holds a `Fixed`,
+    reading it gives the value.
+
+    JAX flattens a module by its `__dict__`, so that it finds the `Fixed`, which has no leaves: no
+    gradient, optimiser or weight decay moves the value, and functions under `jax.jit` see a
+    number. The fields are converted by `as_constant`, which an array passes unchanged.
+    """
+
+    def decorate(cls: _Module) -> _Module:
+        for name in names:
+            setattr(cls, name, _Constant(name))
+        return cls
+
+    return decorate
+
+
+def constants_of(cls: type) -> list[str]:
+    """The fields that `with_constants` named."""
+    return [name for c in cls.__mro__ for name, x in vars(c).items() if isinstance(x, _Constant)]
+
+
+def as_constant(x: Any) -> Any:
+    """A Python or NumPy number as a `Fixed` float, anything else as it is."""
+    number = isinstance(x, float | int | np.floating | np.integer) and not isinstance(x, bool)
+    return Fixed(float(x)) if number else x
 
 
 def as_ids(x: Any, name: str, least_ndim: int = 0) -> Any:

@@ -14,6 +14,7 @@ from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_scores
 from ._problem.storage import AbstractStored, apart, as_stored, Bits, joined, Pages, Quantized
 from .masks._causal import Causal
+from .masks._distance import check_distances
 from .masks._packed import check_boundaries, packed_segments
 from .masks._padding import KeyPadding
 from .strategies.ragged import Ragged
@@ -61,6 +62,7 @@ def ragged_attention(
     for `cu_q_lens` and `lengths` that do not fit, where they are known then.
     """
     mask, scores = as_mask(mask), as_scores(score)
+    check_distances(mask, *scores)
     cu_q_lens, lengths, starts = _checked(query, key_, value, cu_q_lens, lengths, starts)
     _check_strategy(strategy)
     block_q = as_int(block_q, "block_q", least=1, static=True).value

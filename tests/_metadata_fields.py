@@ -25,7 +25,7 @@ leaves = st.one_of(st.none(), st.floats(1e-30, 1e30), scalars)
 axes = st.sampled_from([None, "a", ("b", "c")])
 sizes = st.one_of(st.none(), st.integers(1, 10**6))
 FIELDS = dict(
-    runtime_dtype=st.sampled_from(FLOATS),
+    runtime_dtype=st.sampled_from([None, *FLOATS]),
     runtime_softmax_dtype=st.sampled_from([None, *FLOATS]),
     sequence_axis_name=st.text(min_size=1),
     mesh=st.sampled_from([None, AbstractMesh((2, 4), ("a", "b"))]),

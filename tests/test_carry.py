@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
 
-from eqattn import Carry
+from eqattn import attention, AttentionMetadata, AttentionRegistry, Carry, Causal
 
 
 T, H, V = 2, 2, 3
@@ -272,6 +272,28 @@ def test_sinks_join_the_denominator_only(dtype):
     extended = np.concatenate([z, np.broadcast_to(sinks, (T, H, 2))], -1)
     want = reference(extended, np.concatenate([v, np.zeros((2, H, V), dtype)]), merges=2)
     assert_near(from_logits(z, v).with_sinks(jnp.asarray(sinks)), want)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "dense", "ragged"])
+def test_the_gauge_of_a_strategy_is_the_largest_logit_or_sink(name):
+    """With sinks it says nothing of the keys alone; logsumexp and output do not depend on it."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(5, 2, 3)), jnp.float32) for _ in range(3))
+    logits = np.einsum("thd,shd->ths", q, k) * 3**-0.5
+    logits = np.where((np.arange(5) <= np.arange(5)[:, None] - 1)[:, None], logits, -np.inf)
+    carry = {}
+    for sinks in (None, jnp.array([[-9.0, -8.0], [30.0, 1.0]])):
+        strategy = AttentionRegistry.create(name, AttentionMetadata(softmax_aux=sinks))
+        call = dict(mask=Causal(-1), return_carry=True)
+        carry[sinks is None] = attention(q, k, v, strategy, **call).carry
+    before, after = carry[True], carry[False]
+    np.testing.assert_allclose(before.max_so_far, logits.max(-1), rtol=1e-6)
+    want = np.maximum(logits.max(-1), [-8.0, 30.0])
+    np.testing.assert_allclose(after.max_so_far, want, rtol=1e-6)
+    assert (after.max_so_far[:, 1] > logits.max(-1)[:, 1]).all()
+    again = before.with_sinks(jnp.array([[-9.0, -8.0], [30.0, 1.0]])[None])
+    for x, y in zip(again.finalise(), after.finalise()):
+        np.testing.assert_allclose(x, y, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (H, 3), (T, 1, 3), (1, H, 3), (T, H, 3), (H, 0)])

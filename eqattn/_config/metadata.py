@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from .._misc import concrete, NOT_GIVEN, NotGiven
+from .._misc import as_constant, concrete, Fixed, NOT_GIVEN, NotGiven, with_constants
 from .base_config import attributes, read, read_fields
 from .json import check_names, decode, encode
 from .partition import as_partition_axis, as_partition_manager, PartitionAxis, PartitionManager
@@ -33,11 +33,10 @@ def _dtype(value: Any) -> np.dtype | None:
 
 
 def _leaf(value: Any) -> Any:
-    """None, a Python float (also from other numbers), or an inexact array of any kind."""
-    if value is None:
-        return None
-    if isinstance(value, float | int | np.floating | np.integer) and not isinstance(value, bool):
-        return float(value)
+    """None, a constant from any number, or an inexact array of any kind."""
+    value = as_constant(value)
+    if value is None or isinstance(value, Fixed):
+        return value
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "shape") or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
@@ -71,20 +70,26 @@ def _static(default: Any, converter: Any = None) -> Any:
     return eqx.field(static=True, converter=converter, default=default)
 
 
+@with_constants("softmax_scale", "logits_soft_cap")
 class AttentionMetadata(eqx.Module):
     """How attention is computed: dtypes, devices, scale, blocks. Immutable.
 
-    The only leaves are `softmax_scale`, `logits_soft_cap` and `softmax_aux`, each a Python float,
-    a floating-point array or None, so `jax.grad`, `jax.jit`, `jax.vmap` and their `eqx.filter_*`
-    versions all work over it. A Python float stays one: `eqx.filter_grad` and optimisers see a
-    constant. An array is learned. All else is static, hashable and canonical: equal metadata,
-    however spelled, have equal tree structures and do not retrace.
+    The only leaves are those of `softmax_scale`, `logits_soft_cap` and `softmax_aux` that are
+    floating-point arrays, so `jax.grad`, `jax.jit`, `jax.vmap` and their `eqx.filter_*` versions
+    all work over it. An array is learned. A number is a constant: like all else it is static, so
+    that no gradient, optimiser or weight decay moves it, and another number retraces. What is
+    static is hashable and canonical: equal metadata, however spelled, have equal tree structures
+    and do not retrace.
+
+    `eqx.tree_at` exchanges arrays, and None with `is_leaf=lambda x: x is None`; `replace` exchanges
+    anything.
 
     Neither import nor construction starts a JAX backend.
 
     **Arguments:** all can be given by position, in this order.
 
-    - `runtime_dtype`: a floating dtype or its name, default float32. The output has it.
+    - `runtime_dtype`: the dtype of the output, a floating dtype or its name. None, the default,
+        is that of the query.
     - `runtime_softmax_dtype`: a floating dtype that logits are rounded to, or None (they are not).
     - `sequence_axis_name`: the mesh axis of a ring, default `"sp"`.
     - `mesh`: a `Mesh`, an `AbstractMesh`, or None (that of the context, if one is needed).
@@ -97,8 +102,8 @@ class AttentionMetadata(eqx.Module):
     - `base_config`: an object or mapping whose attributes fill the arguments that are left out.
         It is read once, here, and not kept: the attribute is always None. See below.
     - `scan_ring_attention`: whether a ring is a rolled loop, default True.
-    - `softmax_scale`: the factor of the logits, or None for `1/sqrt(head_dim)`. An int is made a
-        float.
+    - `softmax_scale`: the factor of the logits, a number or a scalar array, or None for
+        `1/sqrt(head_dim)`.
     - `dropout_prob`: of dropping an attention probability, in `[0, 1)`, default 0.0. Static.
     - `blocksize_q`, `blocksize_k`, `blocksize_b`: rows, keys and batch elements per block, at
         least 1; None for automatic.
@@ -126,7 +131,7 @@ class AttentionMetadata(eqx.Module):
         of these attributes raises.
     """
 
-    runtime_dtype: np.dtype = _static(np.dtype("float32"), _dtype)
+    runtime_dtype: np.dtype | None = _static(None, _dtype)
     runtime_softmax_dtype: np.dtype | None = _static(None, _dtype)
     sequence_axis_name: str = _static("sp")
     mesh: Mesh | AbstractMesh | None = _static(None)
@@ -181,8 +186,6 @@ class AttentionMetadata(eqx.Module):
             setattr(self, name, values.get(name, field.default))
 
     def __check_init__(self) -> None:
-        if self.runtime_dtype is None:
-            raise ValueError("runtime_dtype must be a floating dtype, got None.")
         if not isinstance(self.sequence_axis_name, str) or not self.sequence_axis_name:
             raise TypeError(f"sequence_axis_name is a name, got {self.sequence_axis_name!r}.")
         if self.mesh is not None and not isinstance(self.mesh, Mesh | AbstractMesh):

@@ -6,7 +6,7 @@ scores in their fixed order, and the numbers that the metadata holds.
 
 import math
 from collections.abc import Sequence
-from typing import Any, TYPE_CHECKING
+from typing import Any, Literal, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool
 from .._misc import accumulation, as_int, Fixed, iota
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, Dense, named_operands
+from ..masks._causal import Causal
+from ..masks._distance import check_distances
 from ..scores._base import AbstractScore
 from ..scores._bias import Bias
 from ..scores._dropout import seed_of
@@ -25,7 +27,7 @@ from .storage import AbstractStored
 
 
 if TYPE_CHECKING:
-    MaskLike = AbstractMask | Bool[Array | np.ndarray, "..."] | None
+    MaskLike = AbstractMask | Bool[Array | np.ndarray, "..."] | Literal["causal", "full"] | None
     ScoreLike = AbstractScore | Sequence[AbstractScore] | None
 else:  # `as_mask` and `as_scores` look at them, and name the remedy
     MaskLike = ScoreLike = Any
@@ -143,10 +145,28 @@ def check_shapes(query, key, value) -> None:
         )
 
 
+def named_mask(mask: Any) -> Any:
+    """What the names `"causal"` and `"full"` stand for; anything but a name as it is."""
+    if not isinstance(mask, str):
+        return mask
+    if mask not in ("causal", "full"):
+        raise ValueError(
+            f"mask must be one of 'causal', 'full', or None; got {mask!r}. Other masks are modules "
+            "such as eqattn.SlidingWindow(left, right)."
+        )
+    return Causal() if mask == "causal" else None
+
+
 def as_mask(mask) -> AbstractMask | None:
-    """A mask module from a module, a boolean array or None."""
+    """A mask module from a module, a boolean array, a name or None."""
+    mask = named_mask(mask)
     if mask is None or isinstance(mask, AbstractMask):
         return mask
+    if isinstance(mask, list | tuple) and any(isinstance(m, AbstractMask | str) for m in mask):
+        raise TypeError(
+            f"mask must be one mask, got a {type(mask).__name__} of {len(mask)}: combine them, "
+            "`a & b` for pairs that all of them show, `a | b` for those that any of them shows."
+        )
     if isinstance(mask, jax.Array | np.ndarray | list):
         mask = np.asarray(mask) if isinstance(mask, list) else mask
         if mask.dtype != bool:
@@ -160,10 +180,11 @@ def as_mask(mask) -> AbstractMask | None:
         remedy = f"make one, {mask.__name__}(...)"
     elif callable(mask):
         remedy = "wrap a function of one pair as eqattn.MaskFn(fn)"
-    got = (
-        f"str {mask!r}" if isinstance(mask, str) else getattr(mask, "__name__", type(mask).__name__)
+    got = getattr(mask, "__name__", type(mask).__name__)
+    raise TypeError(
+        f"mask must be a mask module, a boolean array, 'causal', 'full' or None, got {got}; "
+        f"{remedy}."
     )
-    raise TypeError(f"mask must be a mask module, a boolean array or None, got {got}; {remedy}.")
 
 
 def as_scores(score) -> tuple[AbstractScore, ...]:
@@ -274,6 +295,7 @@ def problem(
             f"{query.shape} by a scale per head or dim."
         )
     mask = as_mask(mask)
+    check_distances(mask, *scores)
     check_one_offset(q_offset, q_positions)
     q_start, q_shift = as_offset(q_offset, batch_shape)
     out = Problem(

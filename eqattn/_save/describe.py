@@ -1,7 +1,8 @@
 """Trees of modules as strict JSON, without the values of their leaves.
 
-To the objects with one key of `_config/json.py`, this adds `$leaf` (the type of a leaf), `$tuple`,
-`$dtype`, `$enum`, `$object` (a module, dataclass or named tuple), `$strategy` and `$metadata`.
+To the objects with one key of `_config/json.py`, this adds `$leaf` (the type of a leaf),
+`$constant` (a static value in a field that may also hold a leaf), `$tuple`, `$dtype`, `$enum`,
+`$object` (a module, dataclass or named tuple), `$strategy` and `$metadata`.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import numpy as np
 
 from .._config.json import decode, encode
 from .._config.metadata import AttentionMetadata
-from .._misc import Fixed
+from .._misc import Fixed, value_of
 from ..strategies import AttentionImpl
 from ..strategies._registry import AttentionRegistry
 
@@ -73,20 +74,23 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
             return {"$enum": [_path(type(x)), x.name]}
         if isinstance(x, np.dtype):
             return {"$dtype": x.name}
+        if isinstance(x, Fixed):
+            return {"$constant": inside(x.value, "value", True)}
         if type(x) is AttentionMetadata:
-            values = {f: getattr(x, f.name) for f in dataclasses.fields(x)}
+            values = {f: vars(x)[f.name] for f in dataclasses.fields(x)}
             leaves = {
                 f.name: inside(v, f.name)
                 for f, v in values.items()
                 if not (static or f.metadata.get("static")) and leaf_of(v)
             }
-            data = {f.name: leaves.get(f.name) or encode(v) for f, v in values.items()}
+            data = {f.name: leaves.get(f.name) or encode(value_of(v)) for f, v in values.items()}
             return {"$metadata": data}
         if dataclasses.is_dataclass(type(x)):
             # To JAX, a dataclass that is no module is one leaf, whatever it holds.
             fixed = static or not isinstance(x, eqx.Module)
+            get = vars(x).get if isinstance(x, eqx.Module) else lambda name: getattr(x, name)
             fields = {
-                f.name: inside(getattr(x, f.name), f.name, fixed or f.metadata.get("static", False))
+                f.name: inside(get(f.name), f.name, fixed or f.metadata.get("static", False))
                 for f in dataclasses.fields(x)
             }
             if isinstance(x, AttentionImpl):
@@ -122,6 +126,8 @@ def restore(data: Any) -> Any:
     body: Any = data.get(tag)
     if tag == "$leaf":
         return Leaf(**{**body, "shape": tuple(body["shape"])})
+    if tag == "$constant":
+        return Fixed(restore(body))
     if tag == "$tuple":
         return tuple(restore(item) for item in body)
     if tag == "$dtype":
@@ -188,6 +194,8 @@ def _text(data: Any) -> str:
         return body
     if tag == "$enum":
         return ".".join(body)
+    if tag == "$constant":
+        return _text(body)
     if tag == "$tuple":
         return f"({', '.join(map(_text, body))})"
     if tag == "$metadata":
@@ -219,22 +227,28 @@ def _identity(cls: type) -> dict[str, str]:
 _PUBLIC = ("eqattn", *(f"eqattn.{m}" for m in "masks scores cache nn strategies".split()))
 """The modules whose names are public, so that they stay wherever the code behind them moves."""
 
-_STATIC = "eqattn:Static"
-"""What a file calls the box of a static value in a field that may also hold an array. It has no
-public name.
-"""
-
 
 def _path(cls: type) -> str:
     """Where a class is found: under its public name, so that a file can be read whatever moves."""
-    if cls is Fixed:
-        return _STATIC
     for module in (*_PUBLIC, "jax.lax"):
         if _at(f"{module}:{cls.__qualname__}") is cls:
             return f"{module}:{cls.__qualname__}"
     if cls.__module__.partition(".")[0] == "eqattn":
         raise TypeError(f"{cls.__qualname__} is private to eqattn, and no file may depend on it.")
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def found_at(path: str) -> Any:
+    """What a file calls by this path; None if it is not imported here.
+
+    Format 1 wrote private modules, such as `eqattn._scores`, whose names are public elsewhere.
+    """
+    module, _, name = path.partition(":")
+    if path == "eqattn._mask_data:Fixed":
+        return Fixed
+    if module.startswith("eqattn.") and "._" in module:
+        return next(filter(None, (_at(f"{public}:{name}") for public in _PUBLIC)), None)
+    return _at(path)
 
 
 def _at(path: str) -> Any:
@@ -246,14 +260,7 @@ def _at(path: str) -> Any:
 
 
 def _class(path: str) -> Any:
-    module, _, name = path.partition(":")
-    if path == _STATIC or (module == "eqattn._mask_data" and name == "Fixed"):
-        return Fixed
-    # Version 0.1 wrote private modules, such as eqattn._scores: their names are public elsewhere.
-    private = module.startswith("eqattn.") and "._" in module
-    found = (
-        next(filter(None, (_at(f"{m}:{name}") for m in _PUBLIC)), None) if private else _at(path)
-    )
+    found, module = found_at(path), path.partition(":")[0]
     if not (isinstance(found, type) and (_is_data(found))):
         raise ValueError(f"The file needs the class {path}: import {module} first, or pass like=.")
     return found

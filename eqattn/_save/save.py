@@ -24,12 +24,13 @@ from .._misc import NOT_GIVEN
 from .._version import __version__
 from ..strategies import AttentionImpl
 from .describe import describe, differences, Leaf, leaf_of, restore
+from .upgrade import upgraded
 
 
 _Saved = TypeVar("_Saved", bound=AttentionMetadata | AttentionImpl)
 _Path = str | os.PathLike[str]
 
-_VERSION = 1
+_VERSION = 2
 _START = b'{"eqattn": '
 
 
@@ -174,10 +175,10 @@ def _read(file: _Readable) -> tuple[dict[str, Any], bytes]:
         version, digest = header["eqattn"], header.pop("sha256", None)
     except (ValueError, KeyError, RecursionError):
         raise ValueError("The header of the file is damaged.") from None
-    if version != _VERSION:
+    if version not in (1, _VERSION):
         raise ValueError(
             f"The file has format {version} of eqattn {header.get('library')}; this one reads "
-            f"format {_VERSION}. Install another eqattn, or save again with that one."
+            f"formats 1 to {_VERSION}. Install another eqattn, or save again with that one."
         )
     if digest != _digest(header):
         raise ValueError("The header of the file is damaged, or was edited.")
@@ -187,6 +188,8 @@ def _read(file: _Readable) -> tuple[dict[str, Any], bytes]:
         raise ValueError(f"The file is truncated: {len(content)} of {size} bytes of leaves.")
     if hashlib.sha256(content).hexdigest() != header["leaves"]["sha256"]:
         raise ValueError("The leaves in the file are damaged.")
+    if version == 1:
+        header["object"], content = upgraded(header["object"], content)
     return header, content
 
 

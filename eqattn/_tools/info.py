@@ -233,7 +233,7 @@ class Spec:
 
     def call(self) -> list[tuple[str, str]]:
         args = self.args
-        mask = "none" if args.mask is None else repr(args.mask).splitlines()[0]
+        mask = "none" if args.mask is None else repr(args.mask)
         lines = [("query", shape_of(self.query)), ("key", shape_of(self.key))]
         lines += [("value", shape_of(self.value)), ("mask", mask)]
         if args.dropout:

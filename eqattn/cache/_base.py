@@ -194,6 +194,17 @@ def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: boo
     return array.at[owner[:, None, :, None], share, at].set(new.astype(array.dtype), **options)
 
 
+def within_capacity(length: Array, capacity: int) -> Array:
+    """The new lengths, checked when the program runs."""
+    message = (
+        f"the cache is full: a row would have more than {capacity} tokens. Compare cache.length "
+        "with the capacity before the call, or make the cache larger. If the call donated the "
+        "cache (donate_argnums), its arrays are deleted though the call failed: only a copy from "
+        "before the call can go on."
+    )
+    return eqx.error_if(length, length > capacity, message)
+
+
 def places(
     cache: AbstractCache, key: Array, value: Array, counts: Array | None, capacity: int
 ) -> tuple[Array, Array]:
@@ -204,7 +215,6 @@ def places(
     """
     counts = check_new(cache, key, value, counts)
     length = cache.length + counts
-    message = f"the cache is full: a row would have more than {capacity} tokens"
-    length = eqx.error_if(length, length > capacity, message)
+    length = within_capacity(length, capacity)
     position = new_positions(cache, key.shape[1])
     return jnp.where(position < length[:, None], position, capacity + position), length

@@ -18,6 +18,7 @@ from ._base import (
     new_positions,
     scatter,
     within,
+    within_capacity,
     write_flat,
 )
 
@@ -121,8 +122,7 @@ class PagedKVCache(AbstractCache):
         counts = check_new(self, key, value, counts)
         (rows, parts), size = self.table.shape, self.page_size
         length = self.length + counts
-        full = f"the cache is full: a row would have more than {parts * size} tokens"
-        length = eqx.error_if(length, length > parts * size, full)
+        length = within_capacity(length, parts * size)
         position = new_positions(self, key.shape[1])
         kept = position < length[:, None]
         row = jnp.arange(rows, dtype=jnp.int32)[:, None]

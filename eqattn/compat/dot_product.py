@@ -128,9 +128,7 @@ def dot_product_attention(
             )
         terms.append(Dense(visible))
     added = None if bias is None else _rank_4(bias, "bias").astype(accumulation(q.dtype))
-    metadata = AttentionMetadata(
-        runtime_dtype=q.dtype, platform=_platform(implementation), softmax_scale=_scale(scale)
-    )
+    metadata = AttentionMetadata(platform=_platform(implementation), softmax_scale=_scale(scale))
     out = attention(
         q,
         k,

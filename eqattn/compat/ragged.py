@@ -57,9 +57,7 @@ def ragged_gqa(
             f"query must be [b, h, d] or [b, 1, h, d], got {query.shape}; several queries per row "
             "are attention(query, key, value, Ragged(metadata), ...)."
         )
-    metadata = AttentionMetadata(
-        runtime_dtype=query.dtype, softmax_scale=1.0, blocksize_k=min(block_size, key.shape[1] or 1)
-    )
+    metadata = AttentionMetadata(softmax_scale=1.0, blocksize_k=min(block_size, key.shape[1] or 1))
     carry = attention(
         query if query.ndim == 4 else query[:, None],
         key,

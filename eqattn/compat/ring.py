@@ -132,7 +132,7 @@ def ring_attention(
     )
     block_k = _block_size("kv_blocksize", "key_chunk_size", key_chunk_size, fwd_params, bwd_params)
     metadata = AttentionMetadata(
-        runtime_dtype=query.dtype if dtype is None else dtype,
+        runtime_dtype=dtype,
         runtime_softmax_dtype=None if float32_logits else query.dtype,
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,

@@ -48,7 +48,17 @@ class AbstractMask(eqx.Module):
 
     `b, h, q, k` are int32 scalars: the flattened batch index, the query head, and the positions of
     the query and the key. Which blocks hold no visible pair follows from `visible` itself.
+
+    A subclass may say, by an attribute of the class or a property:
+
+    - `uses_distance`: whether `visible` asks how far apart two positions are, as a window does.
+        False by default.
+    - `positions_are_distances`: whether the difference of two positions is how far apart their
+        tokens are. True by default; next to a mask that says no, what uses distances raises.
     """
+
+    uses_distance: ClassVar[Any] = False
+    positions_are_distances: ClassVar[Any] = True
 
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
 
@@ -82,9 +92,14 @@ class AbstractMask(eqx.Module):
         )
 
     def __repr__(self) -> str:
-        from ._repr import describe  # with the rules of intervals: half of eqattn's import
+        from ._repr import expression  # with the rules of intervals: half of eqattn's import
 
-        return describe(self)
+        return expression(self)
+
+    def __str__(self) -> str:
+        from ._repr import drawing
+
+        return drawing(self)
 
     def as_array(
         self,
@@ -109,6 +124,7 @@ class AbstractMask(eqx.Module):
         **Raises:** `ValueError` if an array of the mask does not broadcast to that shape.
         """
         batch_shape = tuple(batch_shape)
+        _check_leading(self, batch_shape, heads)
         q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
         if 0 in (*batch_shape, heads, t, s):
             return jnp.zeros((*batch_shape, heads, t, s), bool)
@@ -181,6 +197,7 @@ def block_table(
     from ._intervals.classify import classify
 
     batch_shape = tuple(batch_shape)
+    _check_leading(mask, batch_shape, heads)
     q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
     return classify(
         mask,
@@ -202,6 +219,25 @@ def named_operands(part: Any) -> list[tuple[str, Operand]]:
         return named_operands(part.term)
     name = getattr(part, "operand_name", type(part).__name__)
     return [(name, operand) for operand in part.operands()]
+
+
+def _check_leading(mask: AbstractMask, batch_shape: tuple[int, ...], heads: int) -> None:
+    """Raises, with the argument to give, where arrays of a mask have other batch axes or heads."""
+    for name, operand in named_operands(mask):
+        shape, tail = operand.array.shape, operand.axes.lstrip("b")
+        lead = shape[: len(shape) - len(tail)] if "b" in operand.axes else ()
+        have = shape[len(shape) - len(tail)] if tail.startswith("h") else 1
+        wide = len(lead) > len(batch_shape) and any(n != 1 for n in lead)
+        if wide or any(n not in (1, m) for n, m in zip(lead[::-1], batch_shape[::-1])):
+            raise ValueError(
+                f"{name} has an array {shape} with batch axes {lead}, and batch_shape is "
+                f"{batch_shape}: give batch_shape={lead}."
+            )
+        if have not in (1, heads):
+            raise ValueError(
+                f"{name} has an array {shape} for {have} heads, and heads is {heads}: give "
+                f"heads={have}."
+            )
 
 
 def _positions(t, s, batch_shape, q, k) -> tuple:
@@ -231,6 +267,7 @@ class Dense(AbstractMask):
     array: Any
 
     operand_name: ClassVar[str] = "mask"
+    public_name: ClassVar[str] = "DenseMask"  # as `eqattn.Dense` is a strategy
 
     def __init__(self, array: Any):
         self.array = as_array(array, "array")

@@ -72,6 +72,8 @@ class BlockCausal(AbstractMask):
 
     size: int = eqx.field(static=True)
 
+    uses_distance = True
+
     def __init__(self, size: Any):
         self.size = as_int(size, "size", least=1, static=True).value
 
@@ -86,6 +88,8 @@ class ChunkedCausal(AbstractMask):
     """Causal within chunks of `size` positions, nothing between: `k//size == q//size`, `k <= q`."""
 
     size: int = eqx.field(static=True)
+
+    uses_distance = True
 
     def __init__(self, size: Any):
         self.size = as_int(size, "size", least=1, static=True).value

@@ -16,20 +16,28 @@ _MARKS = " \u2591\u2588"  # empty, partial, full
 _SHOWN = 8  # entries of an array
 
 
-def describe(mask: Any) -> str:
-    """The `repr` of a mask. Never raises: what cannot be drawn (traced arrays) is left out."""
+def expression(mask: Any) -> str:
+    """The `repr` of a mask: a constructor expression in one line. It gives the mask again, but for
+    long and traced arrays and functions without a name. Never raises.
+    """
     try:
-        text = _expression(mask)
-    except Exception:
-        text = f"{type(mask).__name__}(...)"
+        return _expression(mask)
+    except Exception:  # leaves replaced by other objects
+        return f"{type(mask).__name__}(...)"
+
+
+def drawing(mask: Any) -> str:
+    """The `str` of a mask: its expression, and below it a picture. Never raises: what cannot be
+    drawn (traced arrays) is left out.
+    """
     try:
-        return text + _picture(mask)
+        return expression(mask) + _picture(mask)
     except Exception:  # shapes that do not fit each other, leaves replaced by other objects
-        return text
+        return expression(mask)
 
 
 def _expression(x: Any) -> str:
-    name = type(x).__name__
+    name = getattr(x, "public_name", type(x).__name__)
     if hasattr(x, "terms"):
         sign = " & " if name == "And" else " | "
         parts = [_expression(t) for t in x.terms]

@@ -17,6 +17,9 @@ class Tree(AbstractMask):
     The draft tokens are at positions `start, ..., start + n - 1`. Each sees every key before
     `start`, itself and its ancestors. All other queries and keys are plain causal.
 
+    Positions are places among the drafts. They say how far a draft is from its ancestors only in a
+    chain, so that windows, ALiBi and rotary positions next to any other tree raise.
+
     **Arguments:**
 
     - `parents`: int `[n]` or `[*b, n]`, the index of each draft token's parent, or -1.
@@ -46,6 +49,14 @@ class Tree(AbstractMask):
     @property
     def start(self) -> Any:
         return value_of(self._start)
+
+    @property
+    def positions_are_distances(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether it is known to be a chain, whose places are its depths."""
+        n = self.parents.shape[-1]
+        return is_known(self.parents) and bool(
+            (np.asarray(self.parents) == np.arange(-1, n - 1)).all()
+        )
 
     def operands(self) -> tuple[Operand, ...]:
         rows = np.arange(math.prod(self.parents.shape[:-1]), dtype=np.int32)

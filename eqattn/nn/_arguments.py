@@ -6,9 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._config.metadata import AttentionMetadata
+from .._problem.problem import as_mask
 from ..masks._base import AbstractMask, Dense
-from ..masks._causal import Causal
 from ..masks._window import SlidingWindow
 from ..strategies import _checks as checks, AttentionImpl, Blockwise, Ragged
 
@@ -60,13 +59,11 @@ def check_strategy(strategy: Any) -> None:
             )
 
 
-def configured(
-    strategy: AttentionImpl | None, dtype: Any, cached: bool, **own: Any
-) -> AttentionImpl:
+def configured(strategy: AttentionImpl | None, cached: bool, **own: Any) -> AttentionImpl:
     """A layer's strategy, with what the layer says (not None) in its metadata."""
     check_strategy(strategy)
     if strategy is None:
-        strategy = (Ragged if cached else Blockwise)(AttentionMetadata(runtime_dtype=dtype))
+        strategy = Ragged() if cached else Blockwise()
     own = {name: x for name, x in own.items() if x is not None}
     if not own:
         return strategy
@@ -103,14 +100,9 @@ def as_window(window: Any) -> tuple[int | None, int | None] | None:
 
 def as_layer_mask(mask: Any, window: Any, heads: int, t: int, s: int) -> AbstractMask | None:
     """The mask of a call, in any of its forms, and the window of the layer."""
-    if isinstance(mask, str):
-        check_name("mask", mask, ("causal", "full"))
-        mask = Causal() if mask == "causal" else None
-    elif mask is not None and not isinstance(mask, AbstractMask):
-        if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
-            raise TypeError(
-                f"mask must be an array, a mask module, 'causal', 'full' or None, got {mask!r}."
-            )
+    if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
+        mask = as_mask(mask)
+    else:
         if mask.shape not in ((t, s), (heads, t, s)):
             raise ValueError(
                 "mask must have shape (query_seq_length, kv_seq_length) or (num_heads, "

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
+from .._misc import as_constant, with_constants
 from .._problem.problem import as_scores, as_sinks
-from ..cache._base import new_positions
+from ..masks._distance import check_distances
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import (
@@ -28,9 +29,11 @@ from ._arguments import (
 from ._cached_call import as_batch, Cache, check_fits, new_keys, visible
 from ._dropout import Dropout
 from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
+from ._positions import input_positions
 from ._rotary import Rotary, turned
 
 
+@with_constants("softmax_scale", "logits_soft_cap")
 class MultiheadAttention(eqx.Module):
     r"""A drop-in for `eqx.nn.MultiheadAttention`, in memory linear in the sequence.
 
@@ -39,10 +42,10 @@ class MultiheadAttention(eqx.Module):
     gives the projection of 0 instead of the mean of all values, and dropout has the same
     distribution but other bits.
 
-    It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays,
-    Python floats and None, so plain `jax.jit` and `jax.grad` work over any model that holds it.
-    With `dropout_p > 0` they do where the call says `inference=True`; else use `eqx.filter_jit` and
-    `eqx.filter_grad`. With a cache it takes the new tokens: `cache, out = layer(x, cache=cache)`.
+    It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays
+    and, as in Equinox, the two numbers of `dropout`, so plain `jax.jit` and `jax.grad` work over
+    any model that has it. With `dropout_p > 0` they do where the call says `inference=True`;
+    else use `eqx.filter_jit` and `eqx.filter_grad`. With `cache=` it returns `(cache, out)`.
 
     What is computed is the layer's, how is the strategy's: a strategy whose metadata has a scale,
     soft cap, sinks or dropout raises.
@@ -62,8 +65,8 @@ class MultiheadAttention(eqx.Module):
     key_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None
     gate_proj: eqx.nn.Linear | None
     rotary: Rotary | None
-    softmax_scale: float | Float[Array, ""] | None
-    logits_soft_cap: float | Float[Array, ""] | None
+    softmax_scale: float | Float[Array, ""] | None = eqx.field(converter=as_constant)
+    logits_soft_cap: float | Float[Array, ""] | None = eqx.field(converter=as_constant)
     softmax_aux: Float[Array, "..."] | None
     score: AbstractScore | tuple[AbstractScore, ...] | None
     strategy: AttentionImpl | None
@@ -131,8 +134,8 @@ class MultiheadAttention(eqx.Module):
 
         - `num_kv_heads`: of key and value, a divisor of `num_heads`, which is the default.
         - `strategy`: a strategy such as [`eqattn.Blockwise`][] that says where and in which order
-            pairs are visited. By default `Blockwise` in the dtype of the projected value. The
-            output of another is rounded to its metadata's `runtime_dtype`, then cast.
+            pairs are visited, by default `Blockwise()`. Its output is rounded to its metadata's
+            `runtime_dtype` if that is given, then cast to the dtype of the projected value.
         - `rotary`: a [`Rotary`][eqattn.nn.Rotary], applied to queries and keys.
         - `qk_norm`: `"rms"` or `"layer"`, over the features of each query and key head, each with a
             learned scale and no bias.
@@ -145,8 +148,8 @@ class MultiheadAttention(eqx.Module):
         - `softmax_aux`: sinks, `[num_heads]`, `[num_heads, n]` or `[1, n]`.
         - `score`: modules of `eqattn.scores`, as `ALiBi` or `T5Bias`; their arrays are learned.
 
-        A float given for `softmax_scale` or `logits_soft_cap` is a constant to `eqx.filter_grad`,
-        an array is learned.
+        A number given for `softmax_scale` or `logits_soft_cap` is a constant, which is static, an
+        array is learned.
 
         **Raises:** `ValueError` or `TypeError` naming the argument and the remedy.
 
@@ -297,8 +300,8 @@ class MultiheadAttention(eqx.Module):
 
         - `bias`: added to the logits; broadcastable to `[num_heads, t, s]`.
         - `score`: modules of `eqattn.scores`, after those of the layer.
-        - `q_positions`, `kv_positions`: integers `[t]` and `[s]`, by default `0, 1, ...`, for
-            rotary positions, masks and scores.
+        - `q_positions`, `kv_positions`: integers `[t]` and `[s]`, for rotary positions, masks and
+            scores; by default those of the strategy's `token_positions`, else `0, 1, ...`
         - `cache`: one of [`eqattn.cache`](api.md#caches), of `num_kv_heads` heads of `qk_size` and
             `vo_size`, with the tokens so far. `key_` and `value` are appended, and the query reads
             all that is stored, or what `mask` shows of it. New tokens are at positions
@@ -351,10 +354,11 @@ class MultiheadAttention(eqx.Module):
         k = project(self.key_proj, key_, self.num_kv_heads, self.qk_size)
         v = project(self.value_proj, value, self.num_kv_heads, self.vo_size)
         q, k = normed(self.query_norm, q), normed(self.key_norm, k)
+        given = q_positions, kv_positions
+        at = input_positions(self.strategy, cache, (t, new), given, process_heads is not None)
         if self.rotary is not None:
-            at = lambda n: jnp.arange(n) if cache is None else new_positions(cache, n)
-            q = self.rotary(q, at(t) if q_positions is None else q_positions)
-            k = self.rotary(k, at(new) if kv_positions is None else kv_positions)
+            check_distances(mask, self.rotary)
+            q, k = self.rotary(q, at[0]), self.rotary(k, at[1])
         q, k, v = processed(process_heads, q, k, v)
         dtype, q_offset = v.dtype, None
         if cache is not None:
@@ -369,7 +373,6 @@ class MultiheadAttention(eqx.Module):
             v,
             configured(
                 self.strategy,
-                dtype,
                 cache is not None,
                 softmax_scale=self.softmax_scale,
                 logits_soft_cap=self.logits_soft_cap,

@@ -1,7 +1,7 @@
 """Rotary position embeddings, for any positions."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -113,6 +113,8 @@ class Rotary(eqx.Module):
     scaling: AbstractRotaryScaling | None
     dim: int | None = eqx.field(static=True)
     interleaved: bool = eqx.field(static=True)
+
+    uses_distance: ClassVar[bool] = True
 
     def __init__(
         self,

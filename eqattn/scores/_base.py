@@ -23,9 +23,13 @@ class AbstractScore(eqx.Module):
     A score may be singular at pairs that are masked, like `log(q - k)` under a mask `k < q`: its
     derivatives are then evaluated at visible pairs only. One whose value and derivatives are finite
     wherever its logit is can say so by `finite_when_masked`, and its gradients cost a little less.
+
+    A subclass may say `uses_distance = True`: that `transform` asks how far apart two positions
+    are. It then raises next to a mask whose positions do not say so, such as `Tree`.
     """
 
     finite_when_masked: ClassVar[bool] = False
+    uses_distance: ClassVar[bool] = False
 
     def operands(self) -> tuple[Operand, ...]:
         """Arrays that vary with batch, head, query or key."""

@@ -2,24 +2,26 @@
 
 from typing import Any, ClassVar
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._misc import concrete
+from .._misc import as_constant, concrete, with_constants
 from .._pairs import Operand
 from ._base import AbstractScore
 
 
+@with_constants("cap")
 class SoftCap(AbstractScore):
     """`cap * tanh(logit / cap)`, as in Gemma 2 (arXiv:2408.00118).
 
     **Arguments:**
 
-    - `cap`: a positive number or scalar array.
+    - `cap`: a positive number, which is a constant, or a scalar array, which is learned.
     """
 
-    cap: Any
+    cap: Any = eqx.field(converter=as_constant)
 
     finite_when_masked: ClassVar[bool] = True
 

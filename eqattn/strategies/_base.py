@@ -9,13 +9,15 @@ from typing import Any, ClassVar, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .._config.metadata import AttentionMetadata
 from .._config.partition import fitted, with_axes_kept
 from .._config.platform import Backend, Platform, RuntimeMode
 from .._output import AttentionOutput
+from .._problem.problem import named_mask
 from .._problem.storage import AbstractStored
 from ._support import Support
 
@@ -37,7 +39,8 @@ class AttentionImpl(eqx.Module):
     A subclass needs `get_impl_name` and `forward_native`. It is then constructible from metadata
     alone and runs through [`eqattn.attention`][], `AttentionRegistry` and its own call. Its leaves
     must be inexact arrays, Python floats or None, so that `jax.grad`, `jax.jit` and `jax.vmap`
-    work over the strategy itself; declare every other field static.
+    work over the strategy itself; declare every other field static. A float of your own is a leaf
+    that optimisers move, unless it is declared static.
 
     Which `forward_*` runs follows from static metadata alone, see
     [`selected_forward`][eqattn.AttentionImpl.selected_forward].
@@ -165,7 +168,7 @@ class AttentionImpl(eqx.Module):
             query,
             key_,
             value,
-            mask=mask,
+            mask=named_mask(mask),
             bias=bias,
             deterministic=inference,
             dropout_rng=key,
@@ -275,6 +278,19 @@ class AttentionImpl(eqx.Module):
         """**Returns:** the metadata that the strategy was built from."""
         return self.metadata
 
+    def output_dtype(self, query: Any) -> np.dtype:
+        """**Returns:** the metadata's `runtime_dtype`, or that of the query where it is None."""
+        dtype = self.metadata.runtime_dtype
+        return jnp.dtype(query.dtype) if dtype is None else dtype
+
+    def token_positions(self, length: int) -> Int[Array, " length"] | None:
+        """A hook: which positions this strategy gives to the tokens of an array, where it is
+        called. What embeds positions outside of it, such as rotary ones, must use the same.
+
+        **Returns:** int32 `[length]`, or None for `0, 1, ...`
+        """
+        return None
+
     def get_mode(
         self, q: Any, BTHD: bool = True, *, cache: Any = None, insert: bool = False
     ) -> RuntimeMode:
@@ -373,12 +389,6 @@ class AttentionImpl(eqx.Module):
                 f"{k.shape}, {v.shape} and {num_reps}."
             )
         return jnp.repeat(k, num_reps, axis=-2), jnp.repeat(v, num_reps, axis=-2)
-
-
-# The delegating methods show the arguments that they pass on. `*args` is for type checkers: a base
-# with `*args: Any, **kwargs: Any` may be overridden with any parameters.
-_parameters = inspect.signature(AttentionImpl.__dict__["forward_native"]).parameters.values()
-_signature = inspect.Signature([p for p in _parameters if p.kind is not p.VAR_POSITIONAL])
 
 
 # The delegating methods show the arguments that they pass on. `*args` is for type checkers: a base

@@ -27,6 +27,7 @@ from .._sweep.lowering import Lowering, XLA
 from ..kernels import lowering_for
 from ..masks._base import AbstractMask, visible
 from ..masks._causal import Causal
+from ..masks._distance import check_distances
 from ..scores._base import AbstractScore
 from ..scores._function import ScoreFn
 from ._base import AttentionImpl
@@ -130,6 +131,7 @@ class AbstractExact(AttentionImpl):
         given = {name: x for name, x in features.items() if x is not True}
         check_static(features.get("inference", False))
         mask, scores = as_mask(given.get("mask")), as_scores(given.get("score"))
+        check_distances(mask, *scores)
         as_bias(given.get("bias"))
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
@@ -233,7 +235,7 @@ class AbstractExact(AttentionImpl):
                 **options,
             )
             carry, weights = self.fold(spec)
-            results = finish(spec, carry, weights, self.metadata.runtime_dtype)
+            results = finish(spec, carry, weights, self.output_dtype(spec.query))
             return {name: results[name]() for name, needed in wanted.items() if needed}
 
         args, partition = (self, q, k, v, options), None

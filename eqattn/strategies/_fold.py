@@ -59,9 +59,7 @@ def fold_spread(
         if given is not None:
             gathered = mesh is None and head_axis is not None
             return lax.all_gather(given, head_axis, axis=1, tiled=True) if gathered else given
-        if mesh is not None or axis is None:
-            return layout.tokens(length * (group if mesh is None else 1), n)
-        return layout.own_tokens(length * group, n, axis)
+        return place.tokens(length)
 
     problem = dataclasses.replace(
         problem,

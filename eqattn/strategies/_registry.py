@@ -78,9 +78,12 @@ class AttentionRegistry:
         return cls._registry[impl_name]
 
     @classmethod
-    def create(cls, impl_name: str, metadata: AttentionMetadata) -> "AttentionImpl":
-        """The strategy of a name, built from metadata. **Raises:** as `get`."""
-        return cls.get(impl_name)(metadata)
+    def create(cls, impl_name: str, metadata: AttentionMetadata | None = None) -> "AttentionImpl":
+        """The strategy of a name, built from metadata, by default `AttentionMetadata()`.
+
+        **Raises:** as `get`.
+        """
+        return cls.get(impl_name)(AttentionMetadata() if metadata is None else metadata)
 
     @classmethod
     def list_implementations(cls) -> list[str]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, auto_axes, AxisType, Mesh, PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from .._carry import Carry
 from .._config.partition import names_of
@@ -57,6 +57,26 @@ class _Place(NamedTuple):
             return None
         tokens, group = (() if a is None else (a,) for a in (self.axis, self.head_axis))
         return Manual(self.mesh, tokens=tokens, group=group)
+
+    def tokens(self, length: int) -> Int[Array, "1 n"]:
+        """The positions of this place's tokens, of which an array here holds `length`; of the
+        tokens of all places where the axes are automatic.
+        """
+        if self.mesh is not None:
+            return self.layout.tokens(length, self.size)
+        length *= self.head_size
+        if self.axis is None:
+            return self.layout.tokens(length, self.size)
+        return self.layout.own_tokens(length, self.size, self.axis)
+
+    def array_tokens(self, length: int) -> Int[Array, " length"] | None:
+        """The positions of the tokens of an array here; None where they are in order."""
+        if self.mesh is not None and self.layout.parts == 1:
+            return None
+        tokens = self.tokens(length)[0]
+        if self.mesh is not None or self.head_axis is None:
+            return tokens
+        return lax.dynamic_slice_in_dim(tokens, lax.axis_index(self.head_axis) * length, length)
 
     @property
     def sharers(self) -> int:
@@ -113,6 +133,10 @@ class AbstractSharded(AbstractExact):
     @abc.abstractmethod
     def _axes(self) -> Axes:
         """Where the tokens are."""
+
+    def token_positions(self, length: int) -> Int[Array, " length"] | None:
+        place = self._place()
+        return None if place is None else place.array_tokens(length)
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
         from .._problem.exchange import with_enough_heads

@@ -34,7 +34,7 @@ class Blockwise(AbstractExact):
         Dao et al., *FlashAttention*, 2022 (arXiv:2205.14135).
     """
 
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
 

@@ -26,7 +26,7 @@ class Dense(AbstractExact):
     - `precision`: as for `Blockwise`.
     """
 
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
     precision: Any = eqx.field(static=True, default=None)
 
     forms_weights = True

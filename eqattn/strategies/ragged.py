@@ -36,7 +36,7 @@ class Ragged(AbstractExact):
     On a TPU the forward pass is a kernel, the gradients run as XLA.
     """
 
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
 

@@ -54,7 +54,7 @@ class Ring(AbstractSharded):
         Parallelism Approach for Long Context Generative AI*, 2024 (arXiv:2405.07719).
     """
 
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
     axis_name: str | None = eqx.field(static=True, default=None)
     mesh: Any = eqx.field(static=True, default=None)
     layout: AbstractRingLayout = eqx.field(static=True, default=Contiguous())

@@ -42,7 +42,7 @@ class Ulysses(AbstractSharded):
         Long Sequence Transformer Models*, 2023 (arXiv:2309.14509).
     """
 
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
     axis_name: str | None = eqx.field(static=True, default=None)
     mesh: Any = eqx.field(static=True, default=None)
     precision: Any = eqx.field(static=True, default=None)

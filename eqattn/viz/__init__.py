@@ -1,4 +1,4 @@
-"""Pictures, with matplotlib: `python -m pip install -e '.[viz]'`.
+"""Pictures, with matplotlib: `python -m pip install 'eqattn[viz]'`.
 
 Each function draws into the `Axes` that it is given, or into a new figure, and returns the `Axes`;
 `ax.figure.savefig("mask.svg")` saves it. No display is needed.
@@ -7,7 +7,10 @@ Each function draws into the `Axes` that it is given, or into a new figure, and 
 try:
     import matplotlib as _matplotlib  # noqa: F401
 except ImportError as _e:
-    raise ImportError("eqattn.viz needs matplotlib: python -m pip install -e '.[viz]'") from _e
+    raise ImportError(
+        "eqattn.viz needs matplotlib: python -m pip install 'eqattn[viz]', or from the sources "
+        "python -m pip install -e '.[viz]'."
+    ) from _e
 
 from ._masks import plot_blocks as plot_blocks, plot_heads as plot_heads, plot_mask as plot_mask
 from ._performance import plot_ring as plot_ring, plot_scaling as plot_scaling

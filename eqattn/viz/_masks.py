@@ -25,7 +25,7 @@ def _mask(mask: Any) -> AbstractMask:
 
 
 def _title(mask: AbstractMask) -> str:
-    text = repr(mask).splitlines()[0]
+    text = repr(mask)
     return text if len(text) <= 56 else text[:55] + "\u2026"
 
 

@@ -39,7 +39,7 @@ def test_fields_are_the_seeds_in_its_order():
 
 def test_defaults():
     m = AttentionMetadata()
-    assert m.runtime_dtype == jnp.float32 and m.runtime_softmax_dtype is None
+    assert m.runtime_dtype is m.runtime_softmax_dtype is None
     assert m.sequence_axis_name == "sp" and m.mesh is None
     assert m.platform is Platform.AUTO and m.backend is Backend.ANY
     assert m.partition_axis == PartitionAxis()
@@ -98,11 +98,14 @@ def test_equal_metadata_do_not_retrace():
 
     for kwargs in SPELLINGS:
         for scale in (0.5, 0.7):
-            out = f(AttentionMetadata(softmax_scale=scale, **kwargs), 2.0)
+            out = f(AttentionMetadata(softmax_scale=jnp.float32(scale), **kwargs), 2.0)
             assert np.allclose(out, 2 * scale)
     assert traces == 1
-    f(AttentionMetadata(softmax_scale=0.5, blocksize_q=9), 2.0)
+    for kwargs in SPELLINGS:
+        assert f(AttentionMetadata(softmax_scale=0.5, **kwargs), 2.0) == 1
     assert traces == 2
+    f(AttentionMetadata(softmax_scale=0.5, blocksize_q=9), 2.0)
+    assert traces == 3
 
 
 def test_rebuilt_mesh_does_not_retrace():
@@ -197,7 +200,6 @@ def test_unknown_platform_and_backend_list_the_names():
         (dict(runtime_dtype="complex64"), "floating dtype"),
         (dict(runtime_dtype=bool), "floating dtype"),
         (dict(runtime_dtype=np.longdouble), "floating dtype"),
-        (dict(runtime_dtype=None), "runtime_dtype"),
         (dict(runtime_softmax_dtype=jnp.int8), "floating dtype"),
         (dict(softmax_aux=jnp.zeros(())), r"\[num_heads\].*shape \(\)"),
         (dict(softmax_aux=1.0), r"\[num_heads\]"),
@@ -296,8 +298,8 @@ def test_import_and_construction_start_no_backend():
     result = run(
         """
         import numpy as np, jax
-        from eqattn._metadata import AttentionMetadata
-        from eqattn._registry import AttentionRegistry
+        from eqattn._config.metadata import AttentionMetadata
+        from eqattn.strategies._registry import AttentionRegistry
         from jax.sharding import AbstractMesh
         m = AttentionMetadata("bfloat16", mesh=AbstractMesh((2,), ("sp",)), platform="tpu",
             softmax_scale=0.1, softmax_aux=np.zeros(3, np.float32), logits_soft_cap=3)

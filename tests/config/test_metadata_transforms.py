@@ -1,9 +1,12 @@
+import copy
+import pickle
 import warnings
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from _same import same
 
 from eqattn._config.metadata import AttentionMetadata
@@ -76,19 +79,40 @@ def test_plain_grad_jit_hessian_agree_with_finite_differences(x64):
     assert value.shape == tangent.shape == ()
 
 
-def test_plain_grad_of_python_floats():
-    m = AttentionMetadata(softmax_scale=0.5, logits_soft_cap=3.0)
-    grads = jax.grad(lambda m: m.softmax_scale**2 + jnp.log(m.logits_soft_cap))(m)
-    assert np.allclose(grads.softmax_scale, 1.0) and np.allclose(grads.logits_soft_cap, 1 / 3)
-    assert jax.jit(lambda m: m.softmax_scale * 2)(m) == 1.0
-
-
-def test_a_float_is_constant_and_an_array_learned_for_filter_grad():
+@pytest.mark.parametrize("grad", [jax.grad, eqx.filter_grad])
+def test_a_number_is_constant_and_an_array_learned(grad):
     m = AttentionMetadata(softmax_scale=0.5, logits_soft_cap=jnp.float32(3))
-    grads = eqx.filter_grad(lambda m: m.softmax_scale * m.logits_soft_cap)(m)
-    assert grads.softmax_scale is None and grads.logits_soft_cap == 0.5
-    assert eqx.filter_jit(lambda m: m.softmax_scale)(m) == 0.5
-    assert type(eqx.apply_updates(m, grads).softmax_scale) is float
+    seen = []
+
+    def f(m):
+        seen.append(type(m.softmax_scale))
+        return m.softmax_scale * m.logits_soft_cap
+
+    grads = grad(f)(m)
+    assert seen == [float] and jax.tree.leaves(grads) == [0.5]
+    assert grads.logits_soft_cap == 0.5 and grads.softmax_scale == 0.5  # static, as `blocksize_q`
+    assert jax.jit(f)(m) == eqx.filter_jit(f)(m) == 1.5
+    moved = eqx.apply_updates(m, grads)
+    assert type(moved.softmax_scale) is float and (moved.softmax_scale, moved.logits_soft_cap) == (
+        0.5,
+        3.5,
+    )
+
+
+def test_constants_and_arrays_change_places():
+    m = AttentionMetadata(softmax_scale=0.5)
+    learnt = m.replace(softmax_scale=jnp.float32(0.5))
+    assert len(jax.tree.leaves(learnt)) == 1 and same(learnt.replace(softmax_scale=0.5), m)
+    assert same(AttentionMetadata.from_json(m.to_json()), m)
+    assert same(pickle.loads(pickle.dumps(m)), m) and same(copy.deepcopy(m), m)
+    with pytest.raises(TypeError, match="0.5 is not a leaf"):
+        eqx.tree_at(lambda m: m.softmax_scale, m, jnp.float32(0.5))
+    none = AttentionMetadata()
+    learnt = eqx.tree_at(lambda m: m.softmax_scale, none, jnp.ones(()), is_leaf=lambda x: x is None)
+    assert learnt.softmax_scale == 1 and "softmax_scale=f32[]" in repr(learnt)
+    assert "softmax_scale=0.5" in repr(m)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(learnt)]
+    assert paths == [".softmax_scale"]
 
 
 def test_vmap_over_metadata():

@@ -56,7 +56,7 @@ def paths(data: bytes) -> set[str]:
 
 def test_a_file_names_no_private_module():
     named = {p for p in paths(written(holder())) if p.startswith("eqattn")}
-    assert {"eqattn:Causal", "eqattn:Static", "eqattn.masks:And"} <= named
+    assert {"eqattn:Causal", "eqattn.masks:And"} <= named
     assert not [p for p in named if "._" in p]
 
 
@@ -105,7 +105,6 @@ def test_files_of_version_0_1_load(registry):
         "eqattn:Causal": "eqattn._masks:Causal",
         "eqattn:SlidingWindow": "eqattn._masks:SlidingWindow",
         "eqattn.masks:And": "eqattn._mask_base:And",
-        "eqattn:Static": "eqattn._mask_data:Fixed",
         "eqattn:Zigzag": "eqattn._ring_layout:Zigzag",
     }
     old |= {p: p.replace("eqattn:", "eqattn._scores:") for p in paths(data) if "SoftCap" in p}

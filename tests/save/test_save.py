@@ -281,8 +281,8 @@ def test_fields_that_came_and_went(registered):
 
 DIFFERENT = {
     "metadata.blocksize_q: 128 in the file, None in like": dict(blocksize_q=128),
-    "metadata.runtime_dtype: 'bfloat16' in the file, 'float32'": dict(runtime_dtype="bfloat16"),
-    "metadata.softmax_scale: a Python float in the file, None": dict(softmax_scale=0.5),
+    "metadata.runtime_dtype: 'bfloat16' in the file, None": dict(runtime_dtype="bfloat16"),
+    "metadata.softmax_scale: 0.5 in the file, None": dict(softmax_scale=0.5),
     r"metadata.softmax_aux: an array float32\[3\] in the file": dict(softmax_aux=jnp.ones(3)),
     r"metadata.softmax_aux: an array bfloat16\[4\] in the file, an array float32\[4\]": dict(
         softmax_aux=jnp.ones(4, jnp.bfloat16)

@@ -1,15 +1,19 @@
 """The files of `eqattn.save`: truncated, damaged, foreign, several in one."""
 
+import hashlib
 import io
 import json
 import sys
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from eqattn import AttentionMetadata, Blockwise, load, save
 from eqattn._save.save import _digest, _line
+from eqattn.scores import SoftCap
 
 
 @pytest.fixture
@@ -36,6 +40,68 @@ def test_one_wrong_bit_anywhere(data):
                 load(io.BytesIO(wrong))
 
 
+def first_format(described, content):
+    """A file as format 1 wrote it."""
+    header = {"eqattn": 1, "library": "0.1.0", "object": described}
+    header["leaves"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return io.BytesIO(_line(header | {"sha256": _digest(header)}) + b"\n" + content)
+
+
+class Capped(Blockwise):
+    caps: tuple = ()
+
+    @classmethod
+    def get_impl_name(cls):
+        return "capped"
+
+
+@pytest.mark.parametrize("like", [False, True])
+def test_format_1_had_its_constants_among_the_leaves(like, registry):
+    """Written with the metadata's dtype as it then was by default."""
+    registry.register(Capped)
+    leaf = lambda kind, dtype, *shape: {
+        "$leaf": {"kind": kind, "dtype": dtype, "shape": list(shape), "weak_type": False}
+    }
+    metadata = {
+        **AttentionMetadata("float32").to_dict(),
+        "base_config": None,
+        "softmax_scale": leaf("float", "float64"),
+        "logits_soft_cap": leaf("jax", "float32"),
+        "softmax_aux": leaf("jax", "float16", 3),
+    }
+    fields = {
+        "metadata": {"$metadata": metadata},
+        "precision": None,
+        "fused_backward": True,
+        "caps": {
+            "$tuple": [
+                {"$object": {"class": "eqattn.scores:SoftCap", "fields": {"cap": cap}}}
+                for cap in (leaf("float", "float64"), leaf("jax", "float32"))
+            ]
+        },
+    }
+    described = {"$strategy": {"name": "capped", "fields": fields}}
+    aux = np.array([1, -2, 0.5], np.float16)
+    numbers = (np.float64(0.3), np.float32(30), aux, np.float64(50), np.float32(5))
+    content = b"".join(x.tobytes() for x in numbers)
+    want = Capped(
+        AttentionMetadata(
+            "float32",
+            softmax_scale=0.3,
+            logits_soft_cap=jnp.float32(30),
+            softmax_aux=jnp.asarray(aux),
+        ),
+        caps=(SoftCap(50.0), SoftCap(jnp.float32(5))),
+    )
+    got = load(first_format(described, content), like=want if like else None)
+    assert eqx.tree_equal(got, want) and jax.tree.structure(got) == jax.tree.structure(want)
+    file = io.BytesIO()
+    save(file, got)
+    file.seek(0)
+    assert eqx.tree_equal(load(file), want)
+    assert b"eqattn._" not in file.getvalue()  # a file names public paths only
+
+
 def test_foreign_files(tmp_path, data):
     for content in (b"\x93NUMPY\x01\x00" + bytes(64), b'{"format": 1}\n', b'{"eqattn": }\n'):
         with pytest.raises(ValueError, match="not written by eqattn.save|damaged"):
@@ -44,8 +110,8 @@ def test_foreign_files(tmp_path, data):
     path.write_bytes(data + b"more")
     with pytest.raises(ValueError, match="goes on where save ended"):
         load(path)
-    newer = data.replace(b'{"eqattn": 1', b'{"eqattn": 2', 1)
-    with pytest.raises(ValueError, match="format 2 of eqattn .* reads format 1"):
+    newer = data.replace(b'{"eqattn": 2', b'{"eqattn": 3', 1)
+    with pytest.raises(ValueError, match="format 3 of eqattn .* reads formats 1 to 2"):
         load(io.BytesIO(newer))
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "absent")

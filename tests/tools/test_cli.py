@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -41,6 +42,25 @@ def test_info(capsys):
     lowerings = fields(text, "code for blockwise")
     assert lowerings["tpu xla"] == "yes" == lowerings["tpu pallas"]
     assert "no Pallas kernel" in lowerings["cuda pallas"]
+
+
+def test_a_reader_that_closes_the_pipe():
+    """Such as `head`: no traceback, and the status of a process that a closed pipe ended."""
+    script = "python -m eqattn info --no-compile | head -1; echo ${PIPESTATUS[0]}"
+    script = script.replace("python", sys.executable, 1)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
+    first, status = done.stdout.splitlines()
+    assert first.split()[0] == "eqattn" and status in ("0", "141")  # 0: it was written at once
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_a_pipe_that_is_closed_before(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["info", "--no-compile"]) == 141
+        monkeypatch.undo()
 
 
 def test_info_counts_what_the_mask_leaves(capsys):
