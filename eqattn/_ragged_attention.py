@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from ._attention import attention
 from ._carry import Carry
-from ._misc import as_ids, as_int, concrete, int32
+from ._misc import as_int, as_int32, concrete
 from ._output import AttentionOutput
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_scores
@@ -109,10 +109,10 @@ def _checked(
     query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any
 ) -> tuple[Array, Array, Array]:
     """`cu_q_lens`, `lengths` and `starts` as int32 arrays that fit the rest."""
-    cu = int32(as_ids(cu_q_lens, "cu_q_lens", 1))
-    lengths = int32(as_ids(lengths, "lengths", 1))
+    cu = as_int32(cu_q_lens, "cu_q_lens", 1)
+    lengths = as_int32(lengths, "lengths", 1)
     starts = np.zeros(lengths.shape, np.int32) if starts is None else starts
-    starts = int32(as_ids(starts, "starts", 1))
+    starts = as_int32(starts, "starts", 1)
     shapes = f"query {query.shape}, key_ {key_.shape}, value {value.shape}"
     if query.ndim != 3 or key_.ndim != 4 or value.ndim != 4:
         raise ValueError(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import accumulation, as_int, Fixed
+from .._misc import accumulation, as_int, concrete, Fixed, positions_in_reach, REACH, value_of
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..scores._base import AbstractScore
@@ -200,22 +200,26 @@ def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
     """Explicit positions as int32 `[B|1, n]`."""
     if positions is None:
         return None
-    positions = jnp.asarray(positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {positions.dtype}; cast them first.")
+    positions = jnp.asarray(positions_in_reach(positions, name))
     flat = canonical(Operand(positions, "bt"), batch_shape, 1, n, 1, name)
-    return jnp.broadcast_to(flat[:, 0, :, 0], (flat.shape[0], n)).astype(jnp.int32)
+    return jnp.broadcast_to(flat[:, 0, :, 0], (flat.shape[0], n))
 
 
-def as_offset(offset, batch_shape: tuple[int, ...]) -> tuple[int, Any]:
-    """An offset `[*b]` as a static start, or as int32 `[B|1, 1]`."""
+def as_offset(offset, batch_shape: tuple[int, ...], t: int) -> tuple[int, Any]:
+    """An offset `[*b]` of `t` queries as a static start, or as int32 `[B|1, 1]`."""
     if offset is None:
         return 0, None
-    offset = as_int(offset, "q_offset")
+    offset = as_int(offset, "q_offset", added=True)
+    known = concrete(value_of(offset))
+    if known is not None and known.size and int(known.max()) + t > REACH:
+        raise ValueError(
+            f"The positions of {t} queries from q_offset on must be below 2**30, got q_offset="
+            f"{known.max()}."
+        )
     if isinstance(offset, Fixed):
         return offset.value, None
     offset = canonical(Operand(offset, "b"), batch_shape, 1, 1, 1, "q_offset")
-    return 0, jnp.asarray(offset[:, 0, :, 0]).astype(jnp.int32)
+    return 0, jnp.asarray(offset[:, 0, :, 0])
 
 
 def as_sinks(sinks, heads: int):
@@ -275,7 +279,7 @@ def problem(
         )
     mask = as_mask(mask)
     check_one_offset(q_offset, q_positions)
-    q_start, q_shift = as_offset(q_offset, batch_shape)
+    q_start, q_shift = as_offset(q_offset, batch_shape, t)
     out = Problem(
         query=_flatten(query, batch_shape),
         key=_flatten(key, batch_shape),

@@ -7,6 +7,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from .._misc import int32_field
+
 
 class AbstractStored(eqx.Module):
     """Keys or values `[b, s, k, d]` as they are stored.
@@ -204,7 +206,7 @@ class Pages(AbstractStored):
     """
 
     content: Any
-    _table: Int[Array, "b n"]
+    _table: Int[Array, "b n"] = int32_field("table")
 
     @property
     def stored(self) -> AbstractStored:
@@ -236,7 +238,7 @@ class Pages(AbstractStored):
 
     @property
     def table(self) -> Int[Array, "b n"]:
-        return jnp.clip(self._table, 0, self.stored.shape[0] - 1).astype(jnp.int32)
+        return jnp.clip(self._table, 0, self.stored.shape[0] - 1)
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return self.stored.decode(*arrays)

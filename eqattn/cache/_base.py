@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_ids
+from .._misc import as_array, as_int32
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
@@ -101,12 +101,12 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Ar
         )
     if counts is None:
         return jnp.full(b, key.shape[1], jnp.int32)
-    counts = as_ids(counts, "counts")
+    counts = as_int32(counts, "counts")
     if counts.shape not in ((), (b,)):
         raise ValueError(
             f"counts must be an int or integers [{b}], got {counts.dtype} {counts.shape}."
         )
-    counts = jnp.broadcast_to(jnp.asarray(counts).astype(jnp.int32), (b,))
+    counts = jnp.broadcast_to(jnp.asarray(counts), (b,))
     wrong = (counts < 0) | (counts > key.shape[1])
     message = f"counts must be between 0 and the number of new tokens, {key.shape[1]}"
     return eqx.error_if(counts, wrong, message)
@@ -114,24 +114,24 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Ar
 
 def within(lengths: Any, now: Array) -> Array:
     """`lengths` as int32 `[b]`, checked for `truncate`."""
-    lengths = as_ids(lengths, "lengths")
+    lengths = as_int32(lengths, "lengths")
     if lengths.shape != now.shape:
         raise ValueError(
             f"lengths must be integers {now.shape}, got {lengths.dtype} {lengths.shape}."
         )
-    lengths = jnp.asarray(lengths).astype(jnp.int32)
+    lengths = jnp.asarray(lengths)
     wrong = (lengths < 0) | (lengths > now)
     return eqx.error_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
 
 
 def existing(cache: AbstractCache, rows: Array) -> Array:
     """Indices of rows as int32, checked: for one that is not there JAX would take the nearest."""
-    rows, n = jnp.asarray(rows), cache.key.shape[0]
+    rows, n = as_array(rows, "rows"), cache.key.shape[0]
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ValueError(
             f"rows must be integers [n], such as [1] for the second, got {rows.dtype} {rows.shape}."
         )
-    rows = rows.astype(jnp.int32)
+    rows = jnp.asarray(as_int32(rows, "rows"))
     return eqx.error_if(rows, (rows < 0) | (rows >= n), f"rows must be between 0 and {n - 1}")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._misc import int32_field
 from ._base import (
     AbstractCache,
     check_row_shapes,
@@ -30,7 +31,7 @@ class KVCache(AbstractCache):
 
     key: Float[Array, "b s k d"]
     value: Float[Array, "b s k v"]
-    length: Int[Array, " b"]
+    length: Int[Array, " b"] = int32_field("length")
 
     def __check_init__(self) -> None:
         check_row_shapes(self)

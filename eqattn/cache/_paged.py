@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_ids, concrete
+from .._misc import as_array, as_int32, concrete, int32_field
 from .._problem.storage import apart, as_stored, Pages, Quantized
 from ._base import AbstractCache, check_new, existing, new_positions, within, write_flat
 
@@ -29,8 +29,8 @@ class PagedKVCache(AbstractCache):
 
     key_pages: Any
     value_pages: Any
-    table: Int[Array, "b n"]
-    length: Int[Array, " b"]
+    table: Int[Array, "b n"] = int32_field("table")
+    length: Int[Array, " b"] = int32_field("length")
 
     @property
     def positions(self) -> Int[Array, "b s"] | None:
@@ -153,7 +153,7 @@ class PagedKVCache(AbstractCache):
         if traced or concrete(self.table) is None or concrete(self.length) is None:
             raise ValueError("reserve runs between steps, outside of jax.jit.")
         table, length = np.array(self.table), np.asarray(self.length)
-        counts = np.asarray(as_ids(counts, "counts"))
+        counts = np.asarray(as_int32(counts, "counts"))
         if counts.shape not in ((), length.shape) or (counts < 0).any():
             raise ValueError(
                 f"counts must be an int or integers {length.shape}, at least 0, got "
@@ -177,7 +177,7 @@ class PagedKVCache(AbstractCache):
 
     def release(self, rows: Any) -> "PagedKVCache":
         """Without the tokens and pages of these rows, an int array or mask `[b]`."""
-        rows = jnp.asarray(rows)
+        rows = as_array(rows, "rows")
         if rows.dtype != bool:
             rows = existing(self, rows)
         elif rows.shape != self.length.shape:

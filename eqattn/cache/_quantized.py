@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._misc import int32_field
 from .._problem.storage import apart, Quantized
 from ._base import (
     AbstractCache,
@@ -28,7 +29,7 @@ class QuantizedKVCache(AbstractCache):
 
     key: Quantized
     value: Quantized
-    length: Int[Array, " b"]
+    length: Int[Array, " b"] = int32_field("length")
 
     @property
     def positions(self) -> Int[Array, "b s"] | None:

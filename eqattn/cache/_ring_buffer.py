@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._misc import int32_field
 from ._base import (
     AbstractCache,
     check_new,
@@ -34,8 +35,8 @@ class RingBufferCache(AbstractCache):
 
     key: Float[Array, "b s k d"]
     value: Float[Array, "b s k v"]
-    held: Int[Array, "b s"]
-    length: Int[Array, " b"]
+    held: Int[Array, "b s"] = int32_field("held")
+    length: Int[Array, " b"] = int32_field("length")
 
     def __check_init__(self) -> None:
         check_row_shapes(self)

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_ids, concrete, int32
+from .._misc import as_int32, concrete, int32_field
 from .._problem.storage import even_block, Pages
 from ._base import AbstractCache, existing, places, within, write
 
@@ -31,7 +31,7 @@ class StackedKVCache(eqx.Module):
 
     key: Float[Array, "l b s k d"]
     value: Float[Array, "l b s k v"]
-    length: Int[Array, "l b"]
+    length: Int[Array, "l b"] = int32_field("length")
 
     @classmethod
     def empty(
@@ -65,12 +65,12 @@ class StackedKVCache(eqx.Module):
         **Raises:** `ValueError` for an index that is known not to be one of the layers'; for a
         traced one, `equinox.error_if` raises when the program runs.
         """
-        index, layers = as_ids(index, "index"), self.length.shape[0]
+        index, layers = as_int32(index, "index"), self.length.shape[0]
         known, message = concrete(index), f"index must be one of the {layers} layers, from 0 on"
         if index.shape != () or (known is not None and not 0 <= known < layers):
             got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
             raise ValueError(f"{message}, got {got}.")
-        index = jnp.asarray(int32(index))
+        index = jnp.asarray(index)
         if known is None:
             index = eqx.error_if(index, (index < 0) | (index >= layers), message)
         return LayerCache(self, index)

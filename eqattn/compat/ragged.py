@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
-from .._misc import accumulation
+from .._misc import accumulation, as_int32
 from ..masks._padding import KeyPadding
 from ..strategies.ragged import Ragged
 
@@ -124,8 +124,9 @@ def reference_gqa(
     _check(mask_value, None)
     dtype, (*_, heads, _) = accumulation(q.dtype), q.shape
     s, kv_heads = k.shape[1:3]
-    starts = jnp.zeros_like(lengths) if starts is None else starts.astype(lengths.dtype)
-    position = jnp.arange(s, dtype=lengths.dtype)[None]
+    lengths = jnp.asarray(as_int32(lengths, "lengths", 1))
+    starts = jnp.zeros_like(lengths) if starts is None else as_int32(starts, "starts", 1)
+    position = jnp.arange(s, dtype=jnp.int32)[None]
     seen = (position >= starts[:, None]) & (position < lengths[:, None])
     grouped = q.reshape(len(q), kv_heads, heads // kv_heads, -1).astype(dtype)
     logits = jnp.einsum("bkgd,bskd->bkgs", grouped, k.astype(dtype), precision="highest")

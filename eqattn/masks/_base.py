@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import as_array, as_ids, Fixed, int32
+from .._misc import as_array, Fixed, int32, positions_in_reach
 from .._pairs import canonical, Operand
 
 
@@ -206,10 +206,10 @@ def named_operands(part: Any) -> list[tuple[str, Operand]]:
 
 def _positions(t, s, batch_shape, q, k) -> tuple:
     out = []
-    for x, n, axes in ((q, t, "bt"), (k, s, "bs")):
-        x = np.arange(n, dtype=np.int32) if x is None else int32(as_ids(x, "positions"))
+    for x, n, axes, name in ((q, t, "bt", "q_positions"), (k, s, "bs", "kv_positions")):
+        x = np.arange(n, dtype=np.int32) if x is None else positions_in_reach(x, name)
         size = dict(t=n, s=1) if axes == "bt" else dict(t=1, s=n)
-        full = canonical(Operand(x, axes), batch_shape, 1, **size, name="positions")
+        full = canonical(Operand(x, axes), batch_shape, 1, **size, name=name)
         out.append(full.reshape(full.shape[0], full.shape[2] * full.shape[3]))
     return tuple(x if x.shape[1] == n else _repeat(x, n) for x, n in zip(out, (t, s)))
 
