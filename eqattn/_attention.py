@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._config.metadata import AttentionMetadata
+from ._misc import as_array, check_floating
 from ._output import AttentionOutput
 from ._problem.problem import MaskLike, ScoreLike
 from ._problem.storage import AbstractStored
@@ -67,10 +67,9 @@ def attention(
     `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
     """
     if strategy is None:
-        dtype = jnp.result_type(query)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"query must be floating point, got {dtype}; cast it first.")
-        strategy = Blockwise(AttentionMetadata(runtime_dtype=dtype))
+        query = as_array(query, "query")
+        check_floating(query=query)
+        strategy = Blockwise(AttentionMetadata(runtime_dtype=query.dtype))
     check_strategy(strategy)
     return strategy(
         query,

@@ -194,6 +194,32 @@ def as_flag(x: Any, name: str) -> bool:
     return bool(x)
 
 
+def check_floating(**arrays: Any) -> None:
+    """**Raises:** `TypeError` for an array, given by its name, that is not of real floats."""
+    for name, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
+
+
+def as_dtype(dtype: Any, name: str) -> np.dtype:
+    """**Raises:** `TypeError` for what is no dtype, `ValueError` for one that JAX would halve."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as e:
+        raise TypeError(f"{name} must be a dtype such as jnp.float32, got {dtype!r}.") from e
+    check_64_bits(name, found)
+    return found
+
+
+def check_64_bits(name: str, dtype: Any) -> None:
+    """**Raises:** `ValueError` for a dtype that JAX would silently halve."""
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"{name}={jnp.dtype(dtype).name} needs the 64-bit mode of JAX, which is off: set "
+            "jax.config.update('jax_enable_x64', True), or choose float32."
+        )
+
+
 def int32(x: Any) -> Any:
     return x if x.dtype == np.int32 else eagerly(lambda xp, x: x.astype(np.int32), x)
 

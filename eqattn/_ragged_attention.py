@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from ._attention import attention
 from ._carry import Carry
-from ._misc import as_int, as_int32, concrete
+from ._misc import as_flag, as_int, as_int32, concrete
 from ._output import AttentionOutput
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_scores
@@ -63,6 +63,7 @@ def ragged_attention(
     mask, scores = as_mask(mask), as_scores(score)
     cu_q_lens, lengths, starts = _checked(query, key_, value, cu_q_lens, lengths, starts)
     _check_strategy(strategy)
+    causal = as_flag(causal, "causal")
     block_q = as_int(block_q, "block_q", least=1, static=True).value
     place = _places(cu_q_lens, len(query), min(block_q, max(len(query), 1)))
     row, rows, heads = place.row, len(lengths), query.shape[1]

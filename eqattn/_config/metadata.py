@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from .._misc import concrete, NOT_GIVEN, NotGiven
+from .._misc import as_flag, concrete, NOT_GIVEN, NotGiven
 from .base_config import attributes, read, read_fields
 from .json import check_names, decode, encode
 from .partition import as_partition_axis, as_partition_manager, PartitionAxis, PartitionManager
@@ -56,9 +56,7 @@ def _size(value: Any) -> int | None:
 
 
 def _flag(value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"scan_ring_attention is True or False, got {value!r}.")
-    return bool(value)
+    return as_flag(value, "scan_ring_attention")
 
 
 def _probability(value: Any) -> float:
@@ -203,6 +201,11 @@ class AttentionMetadata(eqx.Module):
                 "softmax_aux must be [num_heads], [num_heads, n] or [1, n], got shape "
                 f"{np.shape(self.softmax_aux)}."
             )
+        sinks = concrete(self.softmax_aux)
+        if sinks is not None and (np.isnan(sinks) | (sinks == np.inf)).any():
+            raise ValueError(
+                f"softmax_aux must be finite, or -inf for no sink, got {sinks.tolist()}."
+            )
 
     @classmethod
     def from_config(
@@ -301,6 +304,9 @@ class AttentionMetadata(eqx.Module):
         attention output. They name the mesh axes of `partition_axis`, also those that `mesh`
         lacks; `create_stable_sharding` of a strategy fits one to an array and mesh.
         """
+
+        BTHD = as_flag(BTHD, "BTHD")
+        qkv_mni_sharding = as_flag(qkv_mni_sharding, "qkv_mni_sharding")
 
         def spec(*axes: str | None) -> PartitionSpec:
             return self.partition_manager.resolve(axes, mode)

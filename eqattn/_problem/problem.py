@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import accumulation, as_int, concrete, Fixed, positions_in_reach, REACH, value_of
+from .._misc import (
+    accumulation,
+    as_array,
+    as_int,
+    check_64_bits,
+    check_floating,
+    concrete,
+    Fixed,
+    positions_in_reach,
+    REACH,
+    value_of,
+)
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..scores._base import AbstractScore
@@ -110,8 +121,7 @@ def check_shapes(query, key, value) -> None:
     """Raises with the shapes and the remedy unless query, key and value fit together."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
+        check_floating(**{name: x})
         if x.ndim < 3:
             raise ValueError(
                 f"{name} must be [*batch, tokens, heads, dim], got shape {x.shape}; "
@@ -185,9 +195,8 @@ def as_bias(bias) -> Array | None:
         return None
     if isinstance(bias, AbstractScore):
         raise TypeError("bias must be an array; pass score modules as `score`.")
-    bias = jnp.asarray(bias)
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise TypeError(f"bias must be floating point, got {bias.dtype}; cast it first.")
+    bias = jnp.asarray(as_array(bias, "bias"))
+    check_floating(bias=bias)
     return bias
 
 
@@ -255,14 +264,19 @@ def problem(
     partition=None,
 ) -> Problem:
     """Checks the arguments of `attention` and brings them to canonical form."""
-    query = jnp.asarray(query)
+    for name in ("runtime_dtype", "runtime_softmax_dtype"):
+        check_64_bits(name, getattr(metadata, name))
+    query = jnp.asarray(as_array(query, "query"))
     for name, x in (("key_", key), ("value", value)):
         if isinstance(x, eqx.Module) and not isinstance(x, AbstractStored):
             raise TypeError(
                 f"{name} must be an array, got {type(x).__name__}; of a cache pass cache.key and "
                 "cache.value, with cache.mask(), q_offset= and kv_positions=cache.positions."
             )
-    key, value = (x if isinstance(x, AbstractStored) else jnp.asarray(x) for x in (key, value))
+    key, value = (
+        x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
+        for name, x in (("key_", key), ("value", value))
+    )
     check_shapes(query, key, value)
     *batch_shape, t, heads, _ = query.shape
     batch_shape, s = tuple(batch_shape), key.shape[-3]

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_array, as_int32
+from .._misc import as_array, as_dtype, as_int32, check_floating
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
@@ -86,6 +86,12 @@ def check_row_shapes(cache: Any) -> None:
         )
 
 
+def check_dtype(dtype: Any) -> None:
+    """**Raises:** `TypeError` or `ValueError` unless keys and values may have this dtype."""
+    if not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.floating):
+        raise TypeError(f"dtype must be floating point, got {dtype!r}.")
+
+
 def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Array:
     """How many tokens each row takes, int32 `[b]`.
 
@@ -99,6 +105,7 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Ar
             f"key {key.shape} and value {value.shape} do not fit a cache of {cache.key.shape} and "
             f"{cache.value.shape}; they must be [b, t, k, d] and [b, t, k, v]."
         )
+    check_floating(key=key, value=value)
     if counts is None:
         return jnp.full(b, key.shape[1], jnp.int32)
     counts = as_int32(counts, "counts")

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from .._misc import int32_field
 from ._base import (
     AbstractCache,
+    check_dtype,
     check_row_shapes,
     existing,
     places,
@@ -51,6 +52,7 @@ class KVCache(AbstractCache):
         dtype: Any = jnp.float32,
     ) -> "KVCache":
         """Without tokens. A capacity that a size from 64 to 256 divides is read fastest."""
+        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         sizes = (batch, capacity, kv_heads)
         key, value = (_zeros(*sizes, dim, dtype) for dim in (head_dim, value_dim))

@@ -10,7 +10,15 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_int32, concrete, int32_field
 from .._problem.storage import apart, as_stored, Pages, Quantized
-from ._base import AbstractCache, check_new, existing, new_positions, within, write_flat
+from ._base import (
+    AbstractCache,
+    check_dtype,
+    check_new,
+    existing,
+    new_positions,
+    within,
+    write_flat,
+)
 
 
 class PagedKVCache(AbstractCache):
@@ -69,6 +77,7 @@ class PagedKVCache(AbstractCache):
         - `stored`: None, or int8 or a float8 dtype to quantize to.
         - `head_shares`: how many devices share the heads, where pages are quantized.
         """
+        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}.")

@@ -9,6 +9,7 @@ from .._misc import int32_field
 from .._problem.storage import apart, Quantized
 from ._base import (
     AbstractCache,
+    check_dtype,
     existing,
     places,
     within,
@@ -50,6 +51,7 @@ class QuantizedKVCache(AbstractCache):
         """Without tokens; `stored` is int8 or a float8 dtype, `dtype` that of queries. Where
         devices share the heads, `head_shares` is their number.
         """
+        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
 
         def nothing(dim):

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from .._misc import int32_field
 from ._base import (
     AbstractCache,
+    check_dtype,
     check_new,
     check_row_shapes,
     existing,
@@ -56,6 +57,7 @@ class RingBufferCache(AbstractCache):
         dtype: Any = jnp.float32,
     ) -> "RingBufferCache":
         """Without tokens."""
+        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         sizes = (batch, capacity, kv_heads)
         key, value = (_zeros(*sizes, dim, dtype) for dim in (head_dim, value_dim))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import as_int32, concrete, int32_field
 from .._problem.storage import even_block, Pages
-from ._base import AbstractCache, existing, places, within, write
+from ._base import AbstractCache, check_dtype, existing, places, within, write
 
 
 class StackedKVCache(eqx.Module):
@@ -52,6 +52,7 @@ class StackedKVCache(eqx.Module):
             raise ValueError(
                 f"capacity={capacity}: no size from 64 to 256 divides it; use a multiple of 64."
             )
+        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         key, value = (
             jnp.zeros((layers, batch, capacity, kv_heads, dim), dtype)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Platform
-from .._misc import accumulation, as_ids
+from .._misc import accumulation, as_array, as_flag, as_ids, check_floating
 from ..masks._base import AbstractMask, Dense
 from ..masks._causal import Causal
 from ..masks._padding import KeyPadding, QueryPadding
@@ -109,6 +109,8 @@ def dot_product_attention(
 
     `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
     """
+    is_causal = as_flag(is_causal, "is_causal")
+    return_residual = as_flag(return_residual, "return_residual")
     shape = jnp.shape(query)
     q, k, v = _rank_4(query, "query"), _rank_4(key, "key"), _rank_4(value, "value")
     _check(q, k, v)
@@ -138,7 +140,7 @@ def dot_product_attention(
         Blockwise(metadata),
         mask=functools.reduce(operator.and_, terms) if terms else None,
         bias=added,
-        return_logsumexp=bool(return_residual),
+        return_logsumexp=return_residual,
     )
     output = jnp.reshape(out.attention_outputs, shape)
     if not return_residual:
@@ -148,7 +150,7 @@ def dot_product_attention(
 
 def _rank_4(x: ArrayLike, name: str) -> Array:
     """With axes of size 1 in front."""
-    x = jnp.asarray(x)
+    x = jnp.asarray(as_array(x, name))
     if x.ndim > 4:
         raise ValueError(f"{name} must have at most 4 axes, got shape {x.shape}.")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
@@ -156,8 +158,7 @@ def _rank_4(x: ArrayLike, name: str) -> Array:
 
 def _check(q: Array, k: Array, v: Array) -> None:
     """What `jax.nn` asks for beyond `attention`."""
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise TypeError(f"query must be floating point, got {q.dtype}; cast it first.")
+    check_floating(query=q)
     shapes = f"query {q.shape} {q.dtype}, key {k.shape} {k.dtype}, value {v.shape} {v.dtype}"
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._config.metadata import AttentionMetadata
-from .._misc import as_array
+from .._misc import as_array, as_flag
 from .._problem.problem import as_mask
 from ..masks._causal import BlockCausal, Causal, ChunkedCausal
 from ..masks._function import MaskFn
@@ -118,6 +118,8 @@ def ring_attention(
                 f"{name} must be FwdParams or BwdParams, got {params!r}; query_chunk_size= and "
                 "key_chunk_size= are plain sizes."
             )
+    causal = as_flag(causal, "causal")
+    float32_logits = as_flag(float32_logits, "float32_logits")
     softmax_aux = None if softmax_aux is None else as_array(softmax_aux, "softmax_aux", 1)
     if attention_sink_size and sliding_window is None:
         raise ValueError(

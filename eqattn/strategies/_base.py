@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from .._config.metadata import AttentionMetadata
 from .._config.partition import fitted, with_axes_kept
 from .._config.platform import Backend, Platform, RuntimeMode
+from .._misc import as_flag
 from .._output import AttentionOutput
 from .._problem.storage import AbstractStored
 from ._support import Support
@@ -146,11 +147,7 @@ class AttentionImpl(eqx.Module):
             return_logsumexp=return_logsumexp,
             return_carry=return_carry,
         )
-        for name, flag in flags.items():
-            if isinstance(flag, jax.Array):
-                raise TypeError(
-                    f"{name} is True or False: it is static; use static_argnames of jit."
-                )
+        flags = {name: as_flag(flag, name) for name, flag in flags.items()}
         extras = dict(
             score=score,
             q_offset=q_offset,
@@ -289,8 +286,7 @@ class AttentionImpl(eqx.Module):
         **Returns:** the first that holds: `__insert__` if `insert`; `__autoregressive__` if there
         is one query; `__prefill__` if there is a cache; `__train__`.
         """
-        if not isinstance(insert, bool):
-            raise TypeError(f"insert is True or False: the mode is static. Got {insert!r}.")
+        insert, BTHD = as_flag(insert, "insert"), as_flag(BTHD, "BTHD")
         if len(q.shape) < 3:
             raise ValueError(f"A query has at least 3 axes (time, heads, dim), got {q.shape}.")
         if insert:

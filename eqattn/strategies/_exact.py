@@ -16,7 +16,7 @@ from .._carry import Carry
 from .._config.partition import names_of
 from .._config.platform import Platform
 from .._jax import explicit_axes, sharding_of, typed_by_mesh
-from .._misc import as_int
+from .._misc import as_flag, as_int
 from .._output import AttentionOutput
 from .._pairs import over_block
 from .._problem.mesh import Manual, with_kernel
@@ -27,7 +27,7 @@ from ..masks._causal import Causal
 from ..scores._base import AbstractScore
 from ..scores._function import ScoreFn
 from ._base import AttentionImpl
-from ._checks import check_static, choose_bias, choose_dropout_key
+from ._checks import choose_bias, choose_dropout_key
 
 
 _SCORE_FN = "a ScoreFn may hold what its compiler does not know"
@@ -42,9 +42,7 @@ class AbstractExact(AttentionImpl):
     precision: eqx.AbstractVar[Any]
 
     def __check_init__(self) -> None:
-        fused = getattr(self, "fused_backward", True)
-        if not isinstance(fused, bool):
-            raise TypeError(f"fused_backward is True or False, got {fused!r}.")
+        as_flag(getattr(self, "fused_backward", True), "fused_backward")
 
     forms_weights: ClassVar[bool] = False
     reads_stored: ClassVar[bool] = False
@@ -117,7 +115,7 @@ class AbstractExact(AttentionImpl):
         """Why a call with these features, of whatever shapes, would raise; or raises so itself."""
         self._check_blocks()
         given = {name: x for name, x in features.items() if x is not True}
-        check_static(features.get("inference", False))
+        as_flag(features.get("inference", False), "inference (deterministic of forward_*)")
         mask, scores = as_mask(given.get("mask")), as_scores(given.get("score"))
         as_bias(given.get("bias"))
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
@@ -184,14 +182,15 @@ class AbstractExact(AttentionImpl):
         """
         self._check_blocks()
         dropout_rng = choose_dropout_key(self.metadata, deterministic, dropout_rng)
+        wanted = {"outputs": True, "weights": as_flag(return_weights, "return_weights")}
+        wanted["logsumexp"] = as_flag(return_logsumexp, "return_logsumexp")
+        wanted["carry"] = as_flag(return_carry, "return_carry")
         if return_weights and not self.forms_weights:
             raise ValueError(self._without_weights())
         bias = choose_bias(mask, bias, init_bias)
         mask = as_mask(mask)
-        if causal:
+        if as_flag(causal, "causal"):
             mask = Causal() if mask is None else Causal() & mask
-        wanted = {"outputs": True, "weights": return_weights, "logsumexp": return_logsumexp}
-        wanted["carry"] = return_carry
         options = dict(
             mask=mask,
             bias=bias,
