@@ -187,6 +187,25 @@ def as_int(
     return as_int32(x, name, 0, -REACH, REACH) if added else as_int32(x, name)
 
 
+def as_size(x: Any, name: str, least: int = 0) -> int:
+    """A Python int of at least so much, also from NumPy's."""
+    return as_int(x, name, least, static=True).value
+
+
+def as_sizes(x: Any, name: str) -> tuple[int, ...]:
+    """A tuple of sizes, from any sequence of ints."""
+    if not isinstance(x, tuple | list):
+        raise TypeError(f"{name} must be a tuple of ints, got {x!r}.")
+    return tuple(as_size(n, name) for n in x)
+
+
+def as_number(x: Any, name: str) -> float:
+    """A Python float from a real number that is static."""
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a Python number, got {x!r}.")
+    return float(x)
+
+
 def as_flag(x: Any, name: str) -> bool:
     """A Python or NumPy boolean. **Raises:** `TypeError` for anything else, traced ones too."""
     if not isinstance(x, bool | np.bool_):
@@ -205,7 +224,9 @@ def as_dtype(dtype: Any, name: str) -> np.dtype:
     """**Raises:** `TypeError` for what is no dtype, `ValueError` for one that JAX would halve."""
     try:
         found = jnp.dtype(dtype)
-    except TypeError as e:
+        if found.kind not in "biufcV" or found.names:
+            raise TypeError("no dtype of JAX")
+    except (TypeError, ValueError) as e:
         raise TypeError(f"{name} must be a dtype such as jnp.float32, got {dtype!r}.") from e
     check_64_bits(name, found)
     return found

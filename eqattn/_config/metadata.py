@@ -2,7 +2,7 @@
 
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, SupportsIndex
 
 import equinox as eqx
@@ -47,12 +47,20 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-def _size(value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        raise TypeError(f"blocksize_q, _k and _b are integers or None, got {value!r}.")
-    return operator.index(value)
+def _size(name: str) -> Callable[[Any], int | None]:
+    """A converter to an int or None."""
+
+    def convert(value: Any) -> int | None:
+        if value is None:
+            return None
+        if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an integer or None, got {value!r}.")
+        try:
+            return operator.index(value)
+        except TypeError as e:
+            raise TypeError(f"{name} must be an integer or None, got {value!r}.") from e
+
+    return convert
 
 
 def _flag(value: Any) -> bool:
@@ -136,9 +144,9 @@ class AttentionMetadata(eqx.Module):
     scan_ring_attention: bool = _static(True, _flag)
     softmax_scale: float | Float[Array, ""] | None = eqx.field(default=None, converter=_leaf)
     dropout_prob: float = _static(0.0, _probability)
-    blocksize_q: int | None = _static(None, _size)
-    blocksize_k: int | None = _static(None, _size)
-    blocksize_b: int | None = _static(None, _size)
+    blocksize_q: int | None = _static(None, _size("blocksize_q"))
+    blocksize_k: int | None = _static(None, _size("blocksize_k"))
+    blocksize_b: int | None = _static(None, _size("blocksize_b"))
     logits_soft_cap: float | Float[Array, ""] | None = eqx.field(default=None, converter=_leaf)
     softmax_aux: Float[Array, "..."] | None = eqx.field(default=None, converter=_leaf)
 

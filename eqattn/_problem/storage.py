@@ -7,7 +7,15 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from .._misc import int32_field
+from .._misc import (
+    as_array,
+    as_dtype,
+    as_size,
+    as_sizes,
+    check_floating,
+    int32_field,
+    REACH,
+)
 
 
 class AbstractStored(eqx.Module):
@@ -104,7 +112,7 @@ class Quantized(AbstractStored):
 
     values: Shaped[Array, "*b s k d"]
     scales: Float[Array, "*b n m"]
-    _dtype: Any = eqx.field(static=True, converter=jnp.dtype)
+    _dtype: Any = eqx.field(static=True, converter=lambda x: as_dtype(x, "dtype"))
 
     def __check_init__(self) -> None:
         *lead, s, k, _ = self.values.shape
@@ -120,10 +128,15 @@ class Quantized(AbstractStored):
         """Of values `[..., s, k, d]`, as `stored`. **Raises:** `ValueError` unless that is int8 or
         a float8 dtype and `shares` divides the heads.
         """
+        shape, shares = as_sizes(shape, "shape"), as_size(shares, "shares", -REACH)
+        if len(shape) < 3:
+            raise ValueError(f"shape must be (..., tokens, heads, dim), got {shape}.")
         *lead, s, k, _ = shape
-        _check_eight_bits(stored)
+        _check_eight_bits(stored, "stored")
         if shares < 1 or k % shares:
-            raise ValueError(f"{k} heads cannot be shared by {shares} devices; give a divisor.")
+            raise ValueError(
+                f"shares (head_shares of a cache) must divide {k} heads, got {shares} devices."
+            )
         scales = jnp.zeros((*lead, shares, s * k // shares), jnp.float32)
         return cls(jnp.zeros(shape, stored), scales, dtype)
 
@@ -134,7 +147,14 @@ class Quantized(AbstractStored):
         """Rounds vectors `[..., d]` so that the largest entry of each is the largest number of
         `dtype`. **Arguments:** `shares`: of the heads, in which the scales lie.
         """
-        _check_eight_bits(dtype)
+        _check_eight_bits(dtype, "dtype")
+        x, shares = as_array(x, "x"), as_size(shares, "shares", 1)
+        check_floating(x=x)
+        if x.ndim < 3 or x.shape[-2] % shares:
+            raise ValueError(
+                f"x must be [..., tokens, heads, dim] with heads that shares={shares} divides, got "
+                f"{x.shape}."
+            )
         wide = x.astype(jnp.float32)
         most = float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
         scales = jnp.abs(wide).max(-1) / most
@@ -170,11 +190,12 @@ class Quantized(AbstractStored):
         return values.astype(scales.dtype) * apart(scales, values.shape[-2])[..., None]
 
 
-def _check_eight_bits(dtype: Any) -> None:
-    dtype = jnp.dtype(dtype)
+def _check_eight_bits(dtype: Any, name: str) -> None:
+    dtype = as_dtype(dtype, name)
     if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # signed ones
         raise ValueError(
-            f"Quantized numbers are stored as int8 or a float8 dtype, got {dtype.name}; "
+            f"{name} must be int8 or a float8 dtype, as which Quantized numbers are stored, got "
+            f"{dtype.name}; "
             "KVCache, and PagedKVCache without stored=, keep numbers as they are."
         )
 

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_array, as_dtype, as_int32, check_floating
+from .._misc import as_array, as_dtype, as_int32, as_size, check_floating
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
@@ -92,11 +92,19 @@ def check_dtype(dtype: Any) -> None:
         raise TypeError(f"dtype must be floating point, got {dtype!r}.")
 
 
+def check_sizes(**sizes: Any) -> None:
+    """**Raises:** `TypeError` or `ValueError` unless sizes, given by their names, are ints."""
+    for name, size in sizes.items():
+        if size is not None or name != "value_dim":
+            as_size(size, name)
+
+
 def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Array:
     """How many tokens each row takes, int32 `[b]`.
 
     **Raises:** `ValueError` with both shapes if keys, values or counts do not fit the cache.
     """
+    key, value = as_array(key, "key"), as_array(value, "value")
     (b, _, *heads), (_, _, *value_heads) = cache.key.shape, cache.value.shape
     fits = key.ndim == value.ndim == 4 and (key.shape[0], *key.shape[2:]) == (b, *heads)
     fits = fits and (*value.shape[:2], *value.shape[2:]) == (b, key.shape[1], *value_heads)

@@ -10,6 +10,7 @@ from ._base import (
     AbstractCache,
     check_dtype,
     check_row_shapes,
+    check_sizes,
     existing,
     places,
     within,
@@ -52,6 +53,13 @@ class KVCache(AbstractCache):
         dtype: Any = jnp.float32,
     ) -> "KVCache":
         """Without tokens. A capacity that a size from 64 to 256 divides is read fastest."""
+        check_sizes(
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+        )
         check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         sizes = (batch, capacity, kv_heads)

@@ -14,6 +14,7 @@ from ._base import (
     AbstractCache,
     check_dtype,
     check_new,
+    check_sizes,
     existing,
     new_positions,
     within,
@@ -77,6 +78,16 @@ class PagedKVCache(AbstractCache):
         - `stored`: None, or int8 or a float8 dtype to quantize to.
         - `head_shares`: how many devices share the heads, where pages are quantized.
         """
+        check_sizes(
+            batch=batch,
+            capacity=capacity,
+            pages=pages,
+            page_size=page_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_shares=head_shares,
+            value_dim=value_dim,
+        )
         check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         if page_size < 1:

@@ -10,6 +10,7 @@ from .._problem.storage import apart, Quantized
 from ._base import (
     AbstractCache,
     check_dtype,
+    check_sizes,
     existing,
     places,
     within,
@@ -51,6 +52,14 @@ class QuantizedKVCache(AbstractCache):
         """Without tokens; `stored` is int8 or a float8 dtype, `dtype` that of queries. Where
         devices share the heads, `head_shares` is their number.
         """
+        check_sizes(
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_shares=head_shares,
+            value_dim=value_dim,
+        )
         check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
 

@@ -11,6 +11,7 @@ from ._base import (
     check_dtype,
     check_new,
     check_row_shapes,
+    check_sizes,
     existing,
     new_positions,
     within,
@@ -57,6 +58,13 @@ class RingBufferCache(AbstractCache):
         dtype: Any = jnp.float32,
     ) -> "RingBufferCache":
         """Without tokens."""
+        check_sizes(
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+        )
         check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         sizes = (batch, capacity, kv_heads)

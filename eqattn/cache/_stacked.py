@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import as_int32, concrete, int32_field
 from .._problem.storage import even_block, Pages
-from ._base import AbstractCache, check_dtype, existing, places, within, write
+from ._base import AbstractCache, check_dtype, check_sizes, existing, places, within, write
 
 
 class StackedKVCache(eqx.Module):
@@ -48,11 +48,19 @@ class StackedKVCache(eqx.Module):
 
         **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity.
         """
+        check_sizes(
+            layers=layers,
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+        )
+        check_dtype(dtype)
         if even_block(capacity) is None:
             raise ValueError(
                 f"capacity={capacity}: no size from 64 to 256 divides it; use a multiple of 64."
             )
-        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         key, value = (
             jnp.zeros((layers, batch, capacity, kv_heads, dim), dtype)

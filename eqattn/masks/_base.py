@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import as_array, Fixed, int32, positions_in_reach
+from .._misc import as_array, as_size, as_sizes, Fixed, int32, positions_in_reach
 from .._pairs import canonical, Operand
 
 
@@ -108,7 +108,8 @@ class AbstractMask(eqx.Module):
 
         **Raises:** `ValueError` if an array of the mask does not broadcast to that shape.
         """
-        batch_shape = tuple(batch_shape)
+        batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
+        t, s = as_size(t, "t"), as_size(s, "s")
         q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
         if 0 in (*batch_shape, heads, t, s):
             return jnp.zeros((*batch_shape, heads, t, s), bool)
@@ -148,7 +149,7 @@ class AbstractMask(eqx.Module):
 
         **Returns:** a `Sparsity` of floats (of scalar arrays under a trace).
         """
-        batch_shape = tuple(batch_shape)
+        batch_shape = as_sizes(batch_shape, "batch_shape")
         where = dict(q_positions=q_positions, kv_positions=kv_positions)
         table = block_table(
             self, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads, **where
@@ -180,7 +181,9 @@ def block_table(
     """
     from ._intervals.classify import classify
 
-    batch_shape = tuple(batch_shape)
+    batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
+    t, s = as_size(t, "t"), as_size(s, "s")
+    block_q, block_k = as_size(block_q, "block_q", 1), as_size(block_k, "block_k", 1)
     q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
     return classify(
         mask,

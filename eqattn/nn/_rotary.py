@@ -133,7 +133,7 @@ class Rotary(eqx.Module):
         self._theta = Fixed(theta) if isinstance(theta, float) else theta
         _check_scaling(scaling)
         if dim is not None:
-            turned(dim, max(dim, 0))
+            turned(dim, max(dim, 0) if isinstance(dim, int) else 0)
         self.scaling = scaling
         self.dim = dim
         self.interleaved = as_flag(interleaved, "interleaved")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._misc import concrete
+from .._misc import as_array, check_floating, concrete
 from .._pairs import Operand
 from ._base import AbstractScore
 
@@ -22,6 +22,8 @@ class SoftCap(AbstractScore):
     cap: Any
 
     def __check_init__(self) -> None:
+        if isinstance(self.cap, bool) or not isinstance(self.cap, int | float):
+            check_floating(cap=as_array(self.cap, "cap"))
         cap = concrete(self.cap)
         if cap is not None and not (np.isfinite(cap).all() and (cap > 0).all()):
             raise ValueError(f"cap must be positive and finite, got {cap}.")

@@ -27,9 +27,9 @@ class T5Bias(AbstractScore):
     max_distance: int = eqx.field(static=True, default=128)
 
     def __check_init__(self) -> None:
+        as_flag(self.bidirectional, "bidirectional")
         shape, least = self.table.shape, 4 if self.bidirectional else 2
         check_floating(table=self.table)
-        as_flag(self.bidirectional, "bidirectional")
         as_int(self.max_distance, "max_distance", least=1, static=True)
         if len(shape) != 2:
             raise ValueError(f"table must be [buckets, h], got shape {shape}.")
