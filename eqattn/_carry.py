@@ -64,7 +64,7 @@ class Carry(eqx.Module):
         numerator, *rows = (x.shape for x in parts)
         if rows != [numerator[:-1]] * 2:
             raise ValueError(
-                f"A numerator {numerator} [*b, t, h, v] needs a denominator and a maximum "
+                f"A numerator {numerator} [*b, t, h, v] needs a denominator and a max_so_far "
                 f"[*b, t, h], got {rows[0]} and {rows[1]}."
             )
 

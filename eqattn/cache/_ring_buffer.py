@@ -78,13 +78,13 @@ class RingBufferCache(AbstractCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "RingBufferCache":
-        t, capacity = key.shape[1], self.key.shape[1]
+        counts = check_new(self, key, value, counts)
+        t, capacity = jnp.shape(key)[1], self.key.shape[1]
         if t > capacity:
             raise ValueError(
                 f"{t} new tokens do not fit a RingBufferCache of {capacity}; append them in parts, "
                 "so that each part is attended to before it is overwritten."
             )
-        counts = check_new(self, key, value, counts)
         position = new_positions(self, t)
         kept = position < (self.length + counts)[:, None]
         slots = jnp.where(kept, position % capacity, capacity + position)

@@ -54,6 +54,9 @@ def ragged_gqa(
     query, key = as_array(query, "query"), as_array(key, "key", 3)
     check_floating(query=query)
     block_size = as_size(block_size, "block_size", 1)
+    for name, x in (("lengths", lengths), ("starts", starts)):
+        if x is not None and as_int32(x, name).shape not in ((), query.shape[:1]):
+            raise ValueError(f"{name} must be [{query.shape[0]}], one for each row.")
     if query.ndim not in (3, 4) or (query.ndim == 4 and query.shape[1] != 1):
         raise ValueError(
             f"query must be [b, h, d] or [b, 1, h, d], got {query.shape}; several queries per row "
@@ -229,6 +232,9 @@ def _same_heads(query: Array, key: Array) -> None:
 
 
 def _one_key_head(fn, q, k, v, lengths, starts, options):
+    q, k, v = (jnp.asarray(as_array(x, name)) for name, x in zip("qkv", (q, k, v)))
+    if k.ndim != 3 or v.ndim != 3:
+        raise ValueError(f"k and v must be [b, s, d] and [b, s, v], got {k.shape} and {v.shape}.")
     if q.ndim not in (2, 3):
         raise ValueError(f"q must be [b, h, d] or [b, d], got {q.shape}.")
     heads = q if q.ndim == 3 else q[:, None]

@@ -3,10 +3,12 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._config.metadata import AttentionMetadata
+from .._misc import as_dtype, as_flag, as_int, as_size, REACH
 from ..masks._base import AbstractMask, Dense
 from ..masks._causal import Causal
 from ..masks._window import SlidingWindow
@@ -22,9 +24,38 @@ _OF_THE_LAYER = {
 }
 
 
+def checked_sizes(**sizes: Any) -> list[Any]:
+    """The sizes, given by their names, as Python ints, or None where they are."""
+    must = ("num_heads", "query_size")
+    return [
+        None if x is None and name not in must else as_size(x, name, -REACH)
+        for name, x in sizes.items()
+    ]
+
+
+def check_biases(query: Any, key_: Any, value: Any, output: Any) -> None:
+    """Raises unless each says whether that projection has a bias."""
+    for name, flag in dict(query=query, key=key_, value=value, output=output).items():
+        as_flag(flag, f"use_{name}_bias")
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises unless parameters may be of the dtype; None is the default of Equinox."""
+    if dtype is not None and not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.inexact):
+        raise TypeError(f"dtype must be floating point, got {dtype!r}.")
+
+
+def split_key(key: Any, n: int) -> Array:
+    """`n` keys. **Raises:** `TypeError` naming the argument unless it is one key of JAX."""
+    try:
+        return jax.random.split(key, n)
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"key must be one key from jax.random.key, got {key!r}.") from e
+
+
 def check_name(name: str, value: Any, known: tuple[str, ...]) -> None:
     """Raises unless the value is None or one of the known names."""
-    if value is not None and value not in known:
+    if value is not None and not (isinstance(value, str) and value in known):
         names = ", ".join(map(repr, known))
         raise ValueError(f"{name} must be one of {names}, or None; got {value!r}.")
 
@@ -97,8 +128,10 @@ def as_window(window: Any) -> tuple[int | None, int | None] | None:
     sizes = tuple(window) if isinstance(window, tuple | list) else (window, window)
     if len(sizes) != 2:
         raise ValueError(f"window must be an int or (left, right), got {window!r}.")
-    mask = SlidingWindow(*sizes)
-    return mask.left, mask.right
+    left, right = (
+        None if x is None else as_int(x, "window", least=0, static=True).value for x in sizes
+    )
+    return left, right
 
 
 def as_layer_mask(mask: Any, window: Any, heads: int, t: int, s: int) -> AbstractMask | None:

@@ -18,12 +18,16 @@ from ..strategies import AttentionImpl
 from ._arguments import (
     as_layer_mask,
     as_window,
+    check_biases,
     check_dropout,
+    check_dtype,
     check_heads,
     check_name,
     check_sequences,
     check_strategy,
+    checked_sizes,
     configured,
+    split_key,
 )
 from ._cached_call import as_batch, Cache, check_fits, new_keys, visible
 from ._dropout import Dropout
@@ -158,9 +162,13 @@ class MultiheadAttention(eqx.Module):
             vision transformers to 22 billion parameters*, 2023 (arXiv:2302.05442). `gating`: Qiu et
             al., *Gated attention for large language models*, 2025 (arXiv:2505.06708).
         """
-        key_size = query_size if key_size is None else key_size
-        value_size = query_size if value_size is None else value_size
-        output_size = query_size if output_size is None else output_size
+        num_heads, query_size = checked_sizes(num_heads=num_heads, query_size=query_size)
+        sizes = checked_sizes(key_size=key_size, value_size=value_size, output_size=output_size)
+        key_size, value_size, output_size = (query_size if x is None else x for x in sizes)
+        qk_size, vo_size = checked_sizes(qk_size=qk_size, vo_size=vo_size)
+        (num_kv_heads,) = checked_sizes(num_kv_heads=num_kv_heads)
+        check_biases(use_query_bias, use_key_bias, use_value_bias, use_output_bias)
+        check_dtype(dtype)
         check_heads(num_heads, query_size, None in (qk_size, vo_size))
         qk_size = query_size // num_heads if qk_size is None else qk_size
         vo_size = query_size // num_heads if vo_size is None else vo_size
@@ -175,7 +183,7 @@ class MultiheadAttention(eqx.Module):
         check_name("gating", gating, ("elementwise", "headwise"))
 
         # Equinox's keys. The fifth of a longer split, for the gate, is another one.
-        keys = jax.random.split(key, 4)
+        keys = split_key(key, 4)
         make = lambda i, size, features, bias: eqx.nn.Linear(
             size, features, use_bias=bias, dtype=dtype, key=keys[i]
         )
