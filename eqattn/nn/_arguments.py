@@ -69,6 +69,18 @@ def check_heads(heads: int, size: int, shared: bool) -> None:
         )
 
 
+def as_kv_heads(num_kv_heads: Any, num_heads: int) -> int:
+    """How many heads key and value have: a divisor of the query's, by default as many."""
+    (given,) = checked_sizes(num_kv_heads=num_kv_heads)
+    num_kv_heads = num_heads if given is None else given
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}: each head of "
+            "key and value serves as many query heads."
+        )
+    return num_kv_heads
+
+
 def check_dropout(p: Any) -> None:
     """Raises unless it is a probability below 1, or an array."""
     if not (isinstance(p, int | float) or hasattr(p, "dtype")):

@@ -16,6 +16,7 @@ from ..cache._base import new_positions
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import (
+    as_kv_heads,
     as_layer_mask,
     as_window,
     check_biases,
@@ -166,18 +167,12 @@ class MultiheadAttention(eqx.Module):
         sizes = checked_sizes(key_size=key_size, value_size=value_size, output_size=output_size)
         key_size, value_size, output_size = (query_size if x is None else x for x in sizes)
         qk_size, vo_size = checked_sizes(qk_size=qk_size, vo_size=vo_size)
-        (num_kv_heads,) = checked_sizes(num_kv_heads=num_kv_heads)
         check_biases(use_query_bias, use_key_bias, use_value_bias, use_output_bias)
         check_dtype(dtype)
         check_heads(num_heads, query_size, None in (qk_size, vo_size))
         qk_size = query_size // num_heads if qk_size is None else qk_size
         vo_size = query_size // num_heads if vo_size is None else vo_size
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}: each head of "
-                "key and value serves as many query heads."
-            )
+        num_kv_heads = as_kv_heads(num_kv_heads, num_heads)
         check_dropout(dropout_p)
         check_name("qk_norm", qk_norm, ("rms", "layer"))
         check_name("gating", gating, ("elementwise", "headwise"))
