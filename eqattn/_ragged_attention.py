@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from ._attention import attention
 from ._carry import Carry
-from ._misc import as_flag, as_int, as_int32, concrete
+from ._misc import as_array, as_flag, as_int, as_int32, concrete
 from ._output import AttentionOutput
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_scores
@@ -61,6 +61,10 @@ def ragged_attention(
     for `cu_q_lens` and `lengths` that do not fit, where they are known then.
     """
     mask, scores = as_mask(mask), as_scores(score)
+    query, key_, value = (
+        x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
+        for name, x in (("query", query), ("key_", key_), ("value", value))
+    )
     cu_q_lens, lengths, starts = _checked(query, key_, value, cu_q_lens, lengths, starts)
     _check_strategy(strategy)
     causal = as_flag(causal, "causal")
@@ -142,8 +146,8 @@ def _checked(
 def _check_strategy(strategy: Any) -> None:
     if not getattr(strategy, "reads_stored", False):
         raise TypeError(
-            f"ragged_attention reads the blocks of rows as pages, which needs Ragged(metadata), "
-            f"got {type(strategy).__name__}."
+            f"ragged_attention reads the blocks of rows as pages, which needs the strategy "
+            f"Ragged(metadata), got {type(strategy).__name__}."
         )
     if strategy.metadata.dropout_prob:
         raise ValueError(

@@ -313,6 +313,8 @@ class AttentionMetadata(eqx.Module):
         lacks; `create_stable_sharding` of a strategy fits one to an array and mesh.
         """
 
+        if not isinstance(mode, str):
+            raise TypeError(f"mode must be a RuntimeMode or its string, got {mode!r}.")
         BTHD = as_flag(BTHD, "BTHD")
         qkv_mni_sharding = as_flag(qkv_mni_sharding, "qkv_mni_sharding")
 

@@ -158,7 +158,7 @@ def as_mask(mask) -> AbstractMask | None:
     if mask is None or isinstance(mask, AbstractMask):
         return mask
     if isinstance(mask, jax.Array | np.ndarray | list):
-        mask = np.asarray(mask) if isinstance(mask, list) else mask
+        mask = as_array(mask, "mask")
         if mask.dtype != bool:
             raise TypeError(
                 f"A mask array must be boolean (True = visible), got {mask.dtype}; pass additive "

@@ -177,7 +177,10 @@ def ring_plan(
         raise TypeError(f"layout must be Contiguous() or Zigzag(), got {layout!r}.")
     kv_heads = heads if kv_heads is None else as_size(kv_heads, "kv_heads", -REACH)
     block = None if block is None else as_size(block, "block", -REACH)
-    dtype, value_dim = as_dtype(dtype, "dtype"), value_dim and as_size(value_dim, "value_dim")
+    dtype, value_dim = (
+        as_dtype(dtype, "dtype"),
+        (None if value_dim is None else as_size(value_dim, "value_dim")),
+    )
     value_dim = head_dim if value_dim is None else value_dim
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads={heads} must be a positive multiple of kv_heads={kv_heads}.")

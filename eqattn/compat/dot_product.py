@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Platform
-from .._misc import accumulation, as_array, as_flag, as_ids, check_floating
+from .._misc import accumulation, as_array, as_flag, as_ids, as_int, check_floating
 from ..masks._base import AbstractMask, Dense
 from ..masks._causal import Causal
 from ..masks._padding import KeyPadding, QueryPadding
@@ -184,10 +184,12 @@ def _lengths(lengths: ArrayLike, batch: int, name: str) -> Array:
 
 def _window(size: Any) -> AbstractMask:
     single = isinstance(size, int) or getattr(size, "shape", None) == ()
-    sizes: Any = (size, size) if single else tuple(size)  # pyright: ignore
-    if len(sizes) != 2:
+    sizes: Any = (size, size) if single else size
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
         raise ValueError(f"local_window_size must be an int or (left, right), got {size!r}.")
     left, right = sizes
+    for x in sizes:
+        as_int(x, "local_window_size")
     if isinstance(left, jax.Array) or isinstance(right, jax.Array):
         return Causal(right) & ~Causal(-1 - left)
     return SlidingWindow(left, right)
@@ -196,7 +198,7 @@ def _window(size: Any) -> AbstractMask:
 def _scale(scale: Any) -> Any:
     if scale is None or isinstance(scale, int | float):
         return scale
-    scale = jnp.asarray(scale)
+    scale = jnp.asarray(as_array(scale, "scale"))
     if scale.size != 1:
         raise ValueError(f"scale must be a scalar, got shape {scale.shape}; multiply the query.")
     scale = scale.reshape(())
@@ -204,8 +206,8 @@ def _scale(scale: Any) -> Any:
 
 
 def _platform(implementation: str | None) -> Platform:
-    if implementation not in _PLATFORMS:
-        reason = " cuDNN's kernels are not offered;" if implementation == "cudnn" else ""
+    if not isinstance(implementation, str | None) or implementation not in _PLATFORMS:
+        reason = " cuDNN's kernels are not offered;" if repr(implementation) == "'cudnn'" else ""
         raise ValueError(
             f"implementation must be None or 'xla', got {implementation!r}:{reason} use None for "
             "the best code there is for the device."

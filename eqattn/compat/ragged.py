@@ -56,7 +56,9 @@ def ragged_gqa(
     block_size = as_size(block_size, "block_size", 1)
     for name, x in (("lengths", lengths), ("starts", starts)):
         if x is not None and as_int32(x, name).shape not in ((), query.shape[:1]):
-            raise ValueError(f"{name} must be [{query.shape[0]}], one for each row.")
+            raise ValueError(
+                f"{name} must be [{query.shape[0]}], one for each row of query {query.shape}."
+            )
     if query.ndim not in (3, 4) or (query.ndim == 4 and query.shape[1] != 1):
         raise ValueError(
             f"query must be [b, h, d] or [b, 1, h, d], got {query.shape}; several queries per row "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import as_array, as_size, as_sizes, Fixed, int32, positions_in_reach
+from .._misc import as_array, as_size, as_sizes, concrete, Fixed, int32, positions_in_reach
 from .._pairs import canonical, Operand
 
 
@@ -149,7 +149,8 @@ class AbstractMask(eqx.Module):
 
         **Returns:** a `Sparsity` of floats (of scalar arrays under a trace).
         """
-        batch_shape = as_sizes(batch_shape, "batch_shape")
+        batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
+        t, s = as_size(t, "t"), as_size(s, "s")
         where = dict(q_positions=q_positions, kv_positions=kv_positions)
         table = block_table(
             self, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads, **where
@@ -160,7 +161,7 @@ class AbstractMask(eqx.Module):
         visible = full if known and partial == 0.0 and full in (0.0, 1.0) else None
         if visible is None and math.prod(batch_shape) * heads * t * s <= _CHEAP_PAIRS:
             visible = self.as_array(t, s, batch_shape=batch_shape, heads=heads, **where).mean()
-            visible = number(visible)
+            visible = visible if concrete(visible) is None else float(visible)
         return Sparsity(empty, partial, full, visible)
 
 

@@ -33,16 +33,14 @@ def checked_sizes(**sizes: Any) -> list[Any]:
     ]
 
 
-def check_biases(query: Any, key_: Any, value: Any, output: Any) -> None:
-    """Raises unless each says whether that projection has a bias."""
-    for name, flag in dict(query=query, key=key_, value=value, output=output).items():
-        as_flag(flag, f"use_{name}_bias")
-
-
-def check_dtype(dtype: Any) -> None:
-    """Raises unless parameters may be of the dtype; None is the default of Equinox."""
+def check_parameters(dtype: Any, query: Any, key_: Any, value: Any, output: Any) -> None:
+    """Raises unless parameters may be of the dtype (None is Equinox's default), and the others say
+    whether that projection has a bias.
+    """
     if dtype is not None and not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.inexact):
         raise TypeError(f"dtype must be floating point, got {dtype!r}.")
+    for name, flag in dict(query=query, key=key_, value=value, output=output).items():
+        as_flag(flag, f"use_{name}_bias")
 
 
 def split_key(key: Any, n: int) -> Array:
@@ -119,6 +117,8 @@ def configured(
 def check_sequences(query: Array, key_: Array, value: Array, batch: tuple[int, ...] = ()) -> None:
     """Raises unless the inputs are sequences that fit together."""
     for name, x in (("query", query), ("key_", key_), ("value", value)):
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} must be real, got {x.dtype}; take its parts apart.")
         if x.shape[:-2] != batch or x.ndim < 2:
             raise ValueError(
                 f"{name} must be one sequence [tokens, features], got shape {x.shape}; use "

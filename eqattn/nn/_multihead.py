@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
+from .._misc import as_array
 from .._problem.problem import as_scores, as_sinks
 from ..cache._base import new_positions
 from ..scores._base import AbstractScore
@@ -19,11 +20,10 @@ from ._arguments import (
     as_kv_heads,
     as_layer_mask,
     as_window,
-    check_biases,
     check_dropout,
-    check_dtype,
     check_heads,
     check_name,
+    check_parameters,
     check_sequences,
     check_strategy,
     checked_sizes,
@@ -167,8 +167,7 @@ class MultiheadAttention(eqx.Module):
         sizes = checked_sizes(key_size=key_size, value_size=value_size, output_size=output_size)
         key_size, value_size, output_size = (query_size if x is None else x for x in sizes)
         qk_size, vo_size = checked_sizes(qk_size=qk_size, vo_size=vo_size)
-        check_biases(use_query_bias, use_key_bias, use_value_bias, use_output_bias)
-        check_dtype(dtype)
+        check_parameters(dtype, use_query_bias, use_key_bias, use_value_bias, use_output_bias)
         check_heads(num_heads, query_size, None in (qk_size, vo_size))
         qk_size = query_size // num_heads if qk_size is None else qk_size
         vo_size = query_size // num_heads if vo_size is None else vo_size
@@ -330,7 +329,7 @@ class MultiheadAttention(eqx.Module):
                 "inference=.",
                 stacklevel=3,  # below the named scope
             )
-        sizes = self.key_size, self.value_size
+        query, sizes = as_array(query, "query", 2), (self.key_size, self.value_size)
         key_, value = new_keys(query, key_, value, cache, counts, append, kv_positions, sizes)
         one, restore = cache is not None and query.ndim == 2, None
         if cache is not None:

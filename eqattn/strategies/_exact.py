@@ -16,7 +16,7 @@ from .._carry import Carry
 from .._config.partition import names_of
 from .._config.platform import Platform
 from .._jax import explicit_axes, sharding_of, typed_by_mesh
-from .._misc import as_flag, as_int
+from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._pairs import over_block
 from .._problem.mesh import Manual, with_kernel
@@ -43,6 +43,7 @@ class AbstractExact(AttentionImpl):
 
     def __check_init__(self) -> None:
         as_flag(getattr(self, "fused_backward", True), "fused_backward")
+        _check_precision(self.precision)
 
     forms_weights: ClassVar[bool] = False
     reads_stored: ClassVar[bool] = False
@@ -121,9 +122,6 @@ class AbstractExact(AttentionImpl):
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
             as_int(given["q_offset"], "q_offset")
-        if self.precision is not None:
-            one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-            jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=self.precision), one)
         self.key_shards()  # raises where there is no mesh that has the axes
         platform = self.metadata.platform
         if platform not in (Platform.PALLAS, Platform.INTERPRET) or not self.pallas_lowerings:
@@ -223,6 +221,7 @@ class AbstractExact(AttentionImpl):
             results = finish(spec, carry, weights, self.metadata.runtime_dtype)
             return {name: results[name]() for name, needed in wanted.items() if needed}
 
+        q = jnp.asarray(as_array(q, "query"))
         args, partition = (self, q, k, v, options), None
         if explicit_axes(q):
             partition = _known_partition(q, k, v)
@@ -235,6 +234,18 @@ class AbstractExact(AttentionImpl):
             logsumexp=results.get("logsumexp"),
             carry=Carry(*results["carry"]) if return_carry else None,
         )
+
+
+def _check_precision(precision: Any) -> None:
+    if precision is None:
+        return
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"precision must be one of jax.lax.Precision, its name or None, got {precision!r}."
+        ) from e
 
 
 def operation_without_kernel(mask: AbstractMask | None, scores: Sequence[AbstractScore]) -> str:
