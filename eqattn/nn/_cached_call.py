@@ -67,8 +67,9 @@ def as_batch(cache: Cache, rows: int | None) -> tuple[Cache, Callable[[Cache], C
         return jax.tree.map(add, cache), lambda cache: jax.tree.map(remove, cache)
     inputs = "[tokens, features]" if rows is None else f"[{rows}, tokens, features]"
     raise ValueError(
-        f"A cache with length {shape} does not fit query and other inputs {inputs}: pass all of its rows in front, "
-        "[rows, tokens, features], or one sequence and a cache of batch=1, or jax.vmap over both."
+        f"A cache with length {shape} does not fit query and other inputs {inputs}: pass all of "
+        "its rows in front, [rows, tokens, features], or one sequence and a cache of batch=1, or "
+        "jax.vmap over both."
     )
 
 

@@ -43,7 +43,6 @@ class AbstractExact(AttentionImpl):
 
     def __check_init__(self) -> None:
         as_flag(getattr(self, "fused_backward", True), "fused_backward")
-        _check_precision(self.precision)
 
     forms_weights: ClassVar[bool] = False
     reads_stored: ClassVar[bool] = False
@@ -122,6 +121,7 @@ class AbstractExact(AttentionImpl):
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
             as_int(given["q_offset"], "q_offset")
+        _check_precision(self.precision)
         self.key_shards()  # raises where there is no mesh that has the axes
         platform = self.metadata.platform
         if platform not in (Platform.PALLAS, Platform.INTERPRET) or not self.pallas_lowerings:
@@ -221,6 +221,7 @@ class AbstractExact(AttentionImpl):
             results = finish(spec, carry, weights, self.metadata.runtime_dtype)
             return {name: results[name]() for name, needed in wanted.items() if needed}
 
+        _check_precision(self.precision)
         q = jnp.asarray(as_array(q, "query"))
         args, partition = (self, q, k, v, options), None
         if explicit_axes(q):
