@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ._misc import accumulation
+from ._misc import accumulation, as_array, as_dtype, as_size, as_sizes, check_floating
 
 
 def gauge(maximum: Array) -> Array:
@@ -92,7 +92,7 @@ class Carry(eqx.Module):
         numerator, *rows = (x.shape for x in parts)
         if rows != [numerator[:-1]] * 2:
             raise ValueError(
-                f"A numerator {numerator} [*b, t, h, v] needs a denominator and a maximum "
+                f"A numerator {numerator} [*b, t, h, v] needs a denominator and a max_so_far "
                 f"[*b, t, h], got {rows[0]} and {rows[1]}."
             )
 
@@ -105,6 +105,8 @@ class Carry(eqx.Module):
         - `shape`: `(*b, t, h)`.
         - `value_dim`: the size `v` of a value.
         """
+        shape, value_dim = as_sizes(shape, "shape"), as_size(value_dim, "value_dim")
+        dtype = as_dtype(dtype, "dtype")
         return cls(
             jnp.zeros((*shape, value_dim), dtype),
             jnp.zeros(shape, dtype),
@@ -122,6 +124,7 @@ class Carry(eqx.Module):
         - `logits`: `[*b, t, h, s]`.
         - `values`: `[*b, s, h, v]`.
         """
+        logits, values = _floats(logits=logits, values=values)
         *batch, _, h, s = logits.shape if logits.ndim >= 3 else (0, 0, 0)
         if logits.ndim < 3 or values.shape[:-1] != (*batch, s, h):
             raise ValueError(
@@ -147,6 +150,7 @@ class Carry(eqx.Module):
         - `logsumexp`: `[*b, t, h]`; its gradient is kept. Where it is `-inf`, the output may hold
             anything.
         """
+        output, logsumexp = _floats(output=output, logsumexp=logsumexp)
         _check_rows("logsumexp", logsumexp, output)
         dtype = accumulation(output.dtype, logsumexp.dtype)
         output, logsumexp = output.astype(dtype), logsumexp.astype(dtype)
@@ -170,6 +174,9 @@ class Carry(eqx.Module):
             [`eqattn.ragged_gqa`][] gives them. Where the one is `-inf` or the other is 0, no key
             was seen, and the output may hold anything.
         """
+        output, maximum, denominator = _floats(
+            output=output, maximum=maximum, denominator=denominator
+        )
         column = (*output.shape[:-1], 1)
         maximum, denominator = (
             x[..., 0] if x.shape == column else x for x in (maximum, denominator)
@@ -225,7 +232,7 @@ class Carry(eqx.Module):
         **Raises:** `ValueError` if they do not broadcast, and for as many sinks `[h]` as heads,
         which could be one of each: write `[h, 1]`, or `[1, h]` for sinks of all heads.
         """
-        shape = self.denominator.shape
+        (sinks,), shape = _floats(sinks=sinks), self.denominator.shape
         if sinks.ndim == 1 and shape and sinks.shape[0] == shape[-1] > 1:
             raise ValueError(
                 f"sinks of shape {sinks.shape} may be one for each head or shared by all; reshape "
@@ -321,6 +328,13 @@ def _weight(exponent: Array) -> Array:
     seen = exponent != -jnp.inf
     safe = jnp.where(seen, exponent, 0)
     return jnp.where(seen, jnp.exp(safe - lax.stop_gradient(safe)), 0)
+
+
+def _floats(**arrays: Any) -> list[Array]:
+    """Arrays, given by their names, as JAX's. **Raises:** `TypeError` unless they are floats."""
+    found = {name: jnp.asarray(as_array(x, name)) for name, x in arrays.items()}
+    check_floating(**found)
+    return list(found.values())
 
 
 def _check_rows(name: str, rows: Array, output: Array) -> None:

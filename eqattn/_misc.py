@@ -13,16 +13,43 @@ from jax.core import Tracer
 
 
 def as_array(x: Any, name: str, least_ndim: int = 0) -> Any:
-    """An array as it is; lists and Python scalars as NumPy. NumPy has one of JAX's dtypes."""
+    """An array as it is; lists and Python scalars as NumPy. NumPy has one of JAX's dtypes.
+
+    **Raises:** `TypeError` for what is no array of numbers or booleans, `ValueError` for integers
+    that JAX's dtype does not hold: JAX itself would wrap them around.
+    """
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         if not isinstance(x, list | tuple | bool | int | float):
             raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
-        x = np.asarray(x)
+        x = _from_list(x, name)
     if isinstance(x, np.ndarray | np.generic):
-        x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+        x = _in_jax_dtype(np.asarray(x), name)
+    elif not (isinstance(x, jax.Array) or isinstance(x.dtype, np.dtype)):
+        raise TypeError(f"{name} must be an array of NumPy or JAX, got {type(x).__name__}.")
     if x.ndim < least_ndim:
         raise ValueError(f"{name} must have at least {least_ndim} axis, got shape {x.shape}.")
     return x
+
+
+def _from_list(x: Any, name: str) -> np.ndarray:
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
+        raise TypeError(f"{name} must be an array, got a list of arrays; use jnp.stack.")
+    try:
+        return np.asarray(x)
+    except ValueError as e:
+        raise ValueError(f"{name} must be an array, got a list of unequal lengths, {x!r}.") from e
+
+
+def _in_jax_dtype(x: np.ndarray, name: str) -> np.ndarray:
+    if x.dtype == object and x.size and all(isinstance(y, int) for y in x.flat):
+        raise ValueError(f"{name} must fit an integer dtype, got {x.tolist()}.")
+    if x.dtype.kind not in "biufcV" or x.dtype.names:  # "V" has bfloat16 and its like
+        raise TypeError(f"{name} must be an array of numbers or booleans, got {x.dtype}.")
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if dtype.kind in "iu" and dtype != x.dtype:
+        bounds = np.iinfo(dtype)
+        check_bounds(x, name, int(bounds.min), int(bounds.max))
+    return np.asarray(x, dtype)
 
 
 def accumulation(*dtypes) -> jnp.dtype:
@@ -41,7 +68,10 @@ def concrete(value: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
-_LARGEST = 2**30  # of a static position: sums of two stay within int32
+REACH = 2**30
+"""Positions are from -REACH to before REACH, and what is added to them is within +-REACH: sums and
+differences of two are then int32.
+"""
 
 
 class Fixed(eqx.Module):
@@ -122,16 +152,90 @@ def as_constant(x: Any) -> Any:
 
 
 def as_ids(x: Any, name: str, least_ndim: int = 0) -> Any:
+    """Integers that are only compared with their like, in the dtype that they have."""
     x = as_array(x, name, least_ndim)
     if not jnp.issubdtype(x.dtype, np.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}.")
     return x
 
 
-def as_int(x: Any, name: str, least: int | None = None, static: bool = False) -> Any:
-    """A Python int as `Fixed`, an int array as it is."""
+def as_int32(
+    x: Any, name: str, least_ndim: int = 0, least: int = -(2**31), most: int = 2**31 - 1
+) -> Any:
+    """Integers as int32, which never wrap around.
+
+    Values that are known must be within the bounds. Where they are traced, dtypes of which int32
+    holds all are trusted. int64, the default dtype of integers in 64-bit mode, is saturated at the
+    bounds, so that order stays what it is; uint32 and uint64 are refused.
+
+    **Raises:** `ValueError` or `TypeError` with the remedy.
+    """
+    x = as_ids(x, name, least_ndim)
+    if not isinstance(x, jax.Array | np.ndarray):  # abstract
+        return x
+    bounds = np.iinfo(x.dtype)
+    if bounds.min >= least and bounds.max <= most:
+        return int32(x)
+    known = concrete(x)
+    if known is not None:
+        check_bounds(known, name, least, most)
+    elif x.dtype in (np.uint32, np.uint64):
+        raise TypeError(
+            f"{name} is traced and of {x.dtype}, and int32 may not hold its values; if it does, "
+            f"pass {name}.astype(jnp.int32)."
+        )
+    elif x.dtype == np.int64:
+        x = jnp.clip(x, least, most)
+    return int32(x)
+
+
+def check_bounds(x: np.ndarray, name: str, least: int, most: int) -> None:
+    """**Raises:** `ValueError` unless all integers are within the bounds."""
+    if x.size and not (least <= int(x.min()) and int(x.max()) <= most):
+        wrong = int(x.min() if int(x.min()) < least else x.max())
+        reach = "; renumber what is larger" if most >= 2**31 - 1 else ", so that differences fit"
+        raise ValueError(
+            f"{name} must be from {_power(least)} to {_power(most)}{reach}, got {wrong}."
+        )
+
+
+def _power(n: int) -> str:
+    """A bound as a power of two, as far as it is one or one less."""
+    bits = abs(n).bit_length()
+    if n == 2**bits - 1 and n:
+        return f"2**{bits} - 1"
+    return f"{'-' if n < 0 else ''}2**{bits - 1}" if abs(n) == 2 ** max(bits - 1, 0) else str(n)
+
+
+def positions_in_reach(x: Any, name: str, least_ndim: int = 0) -> Any:
+    """Positions as int32, of which sums and differences with others fit too."""
+    return as_int32(x, name, least_ndim, -REACH, REACH - 1)
+
+
+def int32_field(name: str) -> Any:
+    """A field of int32 arrays. Trees of axes and of filters may hold other leaves in it."""
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, jax.Array | np.ndarray | list):
+            return x
+        return jnp.asarray(as_int32(x, name))
+
+    return eqx.field(converter=convert)
+
+
+def as_int(
+    x: Any, name: str, least: int | None = None, static: bool = False, added: bool = False
+) -> Any:
+    """A Python int as `Fixed`, an int array as int32.
+
+    **Arguments:**
+
+    - `least`: of a Python int.
+    - `static`: whether it must be a Python int.
+    - `added`: whether it is added to positions, and so must be within `REACH` as an array too.
+    """
     if isinstance(x, int | np.integer) and not isinstance(x, bool):
-        if abs(int(x)) > _LARGEST:
+        if abs(int(x)) > REACH:
             raise ValueError(f"{name} must be within +-2**30, got {x}.")
         if least is not None and x < least:
             raise ValueError(f"{name} must be at least {least}, got {x}.")
@@ -140,7 +244,61 @@ def as_int(x: Any, name: str, least: int | None = None, static: bool = False) ->
         raise TypeError(f"{name} must be a Python int, got {x!r}.")
     if isinstance(x, bool | float):
         raise TypeError(f"{name} must be an int or an int array, got {x!r}.")
-    return as_ids(x, name)
+    return as_int32(x, name, 0, -REACH, REACH) if added else as_int32(x, name)
+
+
+def as_size(x: Any, name: str, least: int = 0) -> int:
+    """A Python int of at least so much, also from NumPy's."""
+    return as_int(x, name, least, static=True).value
+
+
+def as_sizes(x: Any, name: str) -> tuple[int, ...]:
+    """A tuple of sizes, from any sequence of ints."""
+    if not isinstance(x, tuple | list):
+        raise TypeError(f"{name} must be a tuple of ints, got {x!r}.")
+    return tuple(as_size(n, name) for n in x)
+
+
+def as_number(x: Any, name: str) -> float:
+    """A Python float from a real number that is static."""
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a Python number, got {x!r}.")
+    return float(x)
+
+
+def as_flag(x: Any, name: str) -> bool:
+    """A Python or NumPy boolean. **Raises:** `TypeError` for anything else, traced ones too."""
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} is True or False: it is static. Got {x!r}.")
+    return bool(x)
+
+
+def check_floating(**arrays: Any) -> None:
+    """**Raises:** `TypeError` for an array, given by its name, that is not of real floats."""
+    for name, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
+
+
+def as_dtype(dtype: Any, name: str) -> np.dtype:
+    """**Raises:** `TypeError` for what is no dtype, `ValueError` for one that JAX would halve."""
+    try:
+        found = jnp.dtype(dtype)
+        if found.kind not in "biufcV" or found.names:
+            raise TypeError("no dtype of JAX")
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"{name} must be a dtype such as jnp.float32, got {dtype!r}.") from e
+    check_64_bits(name, found)
+    return found
+
+
+def check_64_bits(name: str, dtype: Any) -> None:
+    """**Raises:** `ValueError` for a dtype that JAX would silently halve."""
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"{name}={jnp.dtype(dtype).name} needs the 64-bit mode of JAX, which is off: set "
+            "jax.config.update('jax_enable_x64', True), or choose float32."
+        )
 
 
 def int32(x: Any) -> Any:

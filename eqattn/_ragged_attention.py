@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from ._attention import attention
 from ._carry import Carry
-from ._misc import as_ids, as_int, concrete, even_block, int32
+from ._misc import as_array, as_flag, as_int, as_int32, concrete, even_block
 from ._output import AttentionOutput
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_scores
@@ -63,8 +63,14 @@ def ragged_attention(
     """
     mask, scores = as_mask(mask), as_scores(score)
     check_distances(mask, *scores)
+    query = jnp.asarray(as_array(query, "query"))
+    key_, value = (
+        x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
+        for name, x in (("key_", key_), ("value", value))
+    )
     cu_q_lens, lengths, starts = _checked(query, key_, value, cu_q_lens, lengths, starts)
     _check_strategy(strategy)
+    causal = as_flag(causal, "causal")
     block_q = as_int(block_q, "block_q", least=1, static=True).value
     place = _places(cu_q_lens, len(query), min(block_q, max(len(query), 1)))
     row, rows, heads = place.row, len(lengths), query.shape[1]
@@ -111,10 +117,10 @@ def _checked(
     query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any
 ) -> tuple[Array, Array, Array]:
     """`cu_q_lens`, `lengths` and `starts` as int32 arrays that fit the rest."""
-    cu = int32(as_ids(cu_q_lens, "cu_q_lens", 1))
-    lengths = int32(as_ids(lengths, "lengths", 1))
+    cu = as_int32(cu_q_lens, "cu_q_lens", 1)
+    lengths = as_int32(lengths, "lengths", 1)
     starts = np.zeros(lengths.shape, np.int32) if starts is None else starts
-    starts = int32(as_ids(starts, "starts", 1))
+    starts = as_int32(starts, "starts", 1)
     shapes = f"query {query.shape}, key_ {key_.shape}, value {value.shape}"
     if query.ndim != 3 or key_.ndim != 4 or value.ndim != 4:
         raise ValueError(
@@ -143,8 +149,8 @@ def _checked(
 def _check_strategy(strategy: Any) -> None:
     if not getattr(strategy, "reads_stored", False):
         raise TypeError(
-            f"ragged_attention reads the blocks of rows as pages, which needs Ragged(metadata), "
-            f"got {type(strategy).__name__}."
+            f"ragged_attention reads the blocks of rows as pages, which needs the strategy "
+            f"Ragged(metadata), got {type(strategy).__name__}."
         )
     if strategy.metadata.dropout_prob:
         raise ValueError(

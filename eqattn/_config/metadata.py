@@ -2,7 +2,7 @@
 
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, SupportsIndex
 
 import equinox as eqx
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from .._misc import as_constant, concrete, Fixed, NOT_GIVEN, NotGiven, with_constants
+from .._misc import as_constant, as_flag, concrete, Fixed, NOT_GIVEN, NotGiven, with_constants
 from .base_config import attributes, read, read_fields
 from .json import check_names, decode, encode
 from .partition import as_partition_axis, as_partition_manager, PartitionAxis, PartitionManager
@@ -46,18 +46,24 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-def _size(value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        raise TypeError(f"blocksize_q, _k and _b are integers or None, got {value!r}.")
-    return operator.index(value)
+def _size(name: str) -> Callable[[Any], int | None]:
+    """A converter to an int or None."""
+
+    def convert(value: Any) -> int | None:
+        if value is None:
+            return None
+        if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an integer or None, got {value!r}.")
+        try:
+            return operator.index(value)
+        except TypeError as e:
+            raise TypeError(f"{name} must be an integer or None, got {value!r}.") from e
+
+    return convert
 
 
 def _flag(value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"scan_ring_attention is True or False, got {value!r}.")
-    return bool(value)
+    return as_flag(value, "scan_ring_attention")
 
 
 def _probability(value: Any) -> float:
@@ -143,9 +149,9 @@ class AttentionMetadata(eqx.Module):
     scan_ring_attention: bool = _static(True, _flag)
     softmax_scale: float | Float[Array, ""] | None = eqx.field(default=None, converter=_leaf)
     dropout_prob: float = _static(0.0, _probability)
-    blocksize_q: int | None = _static(None, _size)
-    blocksize_k: int | None = _static(None, _size)
-    blocksize_b: int | None = _static(None, _size)
+    blocksize_q: int | None = _static(None, _size("blocksize_q"))
+    blocksize_k: int | None = _static(None, _size("blocksize_k"))
+    blocksize_b: int | None = _static(None, _size("blocksize_b"))
     logits_soft_cap: float | Float[Array, ""] | None = eqx.field(default=None, converter=_leaf)
     softmax_aux: Float[Array, "..."] | None = eqx.field(default=None, converter=_leaf)
 
@@ -205,6 +211,11 @@ class AttentionMetadata(eqx.Module):
             raise ValueError(
                 "softmax_aux must be [num_heads], [num_heads, n] or [1, n], got shape "
                 f"{np.shape(self.softmax_aux)}."
+            )
+        sinks = concrete(self.softmax_aux)
+        if sinks is not None and (np.isnan(sinks) | (sinks == np.inf)).any():
+            raise ValueError(
+                f"softmax_aux must be finite, or -inf for no sink, got {sinks.tolist()}."
             )
 
     @classmethod
@@ -304,6 +315,11 @@ class AttentionMetadata(eqx.Module):
         attention output. They name the mesh axes of `partition_axis`, also those that `mesh`
         lacks; `create_stable_sharding` of a strategy fits one to an array and mesh.
         """
+
+        if not isinstance(mode, str):
+            raise TypeError(f"mode must be a RuntimeMode or its string, got {mode!r}.")
+        BTHD = as_flag(BTHD, "BTHD")
+        qkv_mni_sharding = as_flag(qkv_mni_sharding, "qkv_mni_sharding")
 
         def spec(*axes: str | None) -> PartitionSpec:
             return self.partition_manager.resolve(axes, mode)

@@ -14,7 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import accumulation, as_int, Fixed, iota
+from .._misc import (
+    accumulation,
+    as_array,
+    as_int,
+    check_64_bits,
+    check_floating,
+    concrete,
+    Fixed,
+    iota,
+    positions_in_reach,
+    REACH,
+    value_of,
+)
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._causal import Causal
@@ -112,8 +124,7 @@ def check_shapes(query, key, value) -> None:
     """Raises with the shapes and the remedy unless query, key and value fit together."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
+        check_floating(**{name: x})
         if x.ndim < 3:
             raise ValueError(
                 f"{name} must be [*batch, tokens, heads, dim], got shape {x.shape}; "
@@ -168,7 +179,7 @@ def as_mask(mask) -> AbstractMask | None:
             "`a & b` for pairs that all of them show, `a | b` for those that any of them shows."
         )
     if isinstance(mask, jax.Array | np.ndarray | list):
-        mask = np.asarray(mask) if isinstance(mask, list) else mask
+        mask = as_array(mask, "mask")
         if mask.dtype != bool:
             raise TypeError(
                 f"A mask array must be boolean (True = visible), got {mask.dtype}; pass additive "
@@ -206,9 +217,8 @@ def as_bias(bias) -> Array | None:
         return None
     if isinstance(bias, AbstractScore):
         raise TypeError("bias must be an array; pass score modules as `score`.")
-    bias = jnp.asarray(bias)
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise TypeError(f"bias must be floating point, got {bias.dtype}; cast it first.")
+    bias = jnp.asarray(as_array(bias, "bias"))
+    check_floating(bias=bias)
     return bias
 
 
@@ -221,22 +231,26 @@ def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
     """Explicit positions as int32 `[B|1, n]`."""
     if positions is None:
         return None
-    positions = jnp.asarray(positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {positions.dtype}; cast them first.")
+    positions = jnp.asarray(positions_in_reach(positions, name))
     flat = canonical(Operand(positions, "bt"), batch_shape, 1, n, 1, name)
-    return jnp.broadcast_to(flat[:, 0, :, 0], (flat.shape[0], n)).astype(jnp.int32)
+    return jnp.broadcast_to(flat[:, 0, :, 0], (flat.shape[0], n))
 
 
-def as_offset(offset, batch_shape: tuple[int, ...]) -> tuple[int, Any]:
-    """An offset `[*b]` as a static start, or as int32 `[B|1, 1]`."""
+def as_offset(offset, batch_shape: tuple[int, ...], t: int) -> tuple[int, Any]:
+    """An offset `[*b]` of `t` queries as a static start, or as int32 `[B|1, 1]`."""
     if offset is None:
         return 0, None
-    offset = as_int(offset, "q_offset")
+    offset = as_int(offset, "q_offset", added=True)
+    known = concrete(value_of(offset))
+    if known is not None and known.size and int(known.max()) + t > REACH:
+        raise ValueError(
+            f"The positions of {t} queries from q_offset on must be below 2**30, got q_offset="
+            f"{known.max()}."
+        )
     if isinstance(offset, Fixed):
         return offset.value, None
     offset = canonical(Operand(offset, "b"), batch_shape, 1, 1, 1, "q_offset")
-    return 0, jnp.asarray(offset[:, 0, :, 0]).astype(jnp.int32)
+    return 0, jnp.asarray(offset[:, 0, :, 0])
 
 
 def as_sinks(sinks, heads: int):
@@ -272,14 +286,19 @@ def problem(
     partition=None,
 ) -> Problem:
     """Checks the arguments of `attention` and brings them to canonical form."""
-    query = jnp.asarray(query)
+    for name in ("runtime_dtype", "runtime_softmax_dtype"):
+        check_64_bits(name, getattr(metadata, name))
+    query = jnp.asarray(as_array(query, "query"))
     for name, x in (("key_", key), ("value", value)):
         if isinstance(x, eqx.Module) and not isinstance(x, AbstractStored):
             raise TypeError(
                 f"{name} must be an array, got {type(x).__name__}; of a cache pass cache.key and "
                 "cache.value, with cache.mask(), q_offset= and kv_positions=cache.positions."
             )
-    key, value = (x if isinstance(x, AbstractStored) else jnp.asarray(x) for x in (key, value))
+    key, value = (
+        x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
+        for name, x in (("key_", key), ("value", value))
+    )
     check_shapes(query, key, value)
     *batch_shape, t, heads, _ = query.shape
     batch_shape, s = tuple(batch_shape), key.shape[-3]
@@ -297,7 +316,7 @@ def problem(
     mask = as_mask(mask)
     check_distances(mask, *scores)
     check_one_offset(q_offset, q_positions)
-    q_start, q_shift = as_offset(q_offset, batch_shape)
+    q_start, q_shift = as_offset(q_offset, batch_shape, t)
     out = Problem(
         query=_flatten(query, batch_shape),
         key=_flatten(key, batch_shape),

@@ -12,6 +12,16 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
+from .._misc import (
+    as_array,
+    as_dtype,
+    as_size,
+    as_sizes,
+    check_floating,
+    int32_field,
+    REACH,
+)
+
 
 class AbstractStored(eqx.Module):
     """Keys or values `[b, s, k, d]` as they are stored.
@@ -176,7 +186,7 @@ class Quantized(AbstractStored):
 
     values: Shaped[Array, "*b s k d"]
     scales: Float[Array, "*b n m"]
-    _dtype: Any = eqx.field(static=True, converter=jnp.dtype)
+    _dtype: Any = eqx.field(static=True, converter=lambda x: as_dtype(x, "dtype"))
 
     def __check_init__(self) -> None:
         *lead, s, k, _ = self.values.shape
@@ -192,10 +202,15 @@ class Quantized(AbstractStored):
         """Of values `[..., s, k, d]`, as `stored`. **Raises:** `ValueError` unless that is int8 or
         a float8 dtype and `shares` divides the heads.
         """
+        shape, shares = as_sizes(shape, "shape"), as_size(shares, "shares", -REACH)
+        if len(shape) < 3:
+            raise ValueError(f"shape must be (..., tokens, heads, dim), got {shape}.")
         *lead, s, k, _ = shape
-        _check_eight_bits(stored)
+        _check_eight_bits(stored, "stored")
         if shares < 1 or k % shares:
-            raise ValueError(f"{k} heads cannot be shared by {shares} devices; give a divisor.")
+            raise ValueError(
+                f"shares (head_shares of a cache) must divide {k} heads, got {shares} devices."
+            )
         scales = jnp.zeros((*lead, shares, s * k // shares), jnp.float32)
         return cls(jnp.zeros(shape, stored), scales, dtype)
 
@@ -206,7 +221,14 @@ class Quantized(AbstractStored):
         """Rounds vectors `[..., d]` so that the largest entry of each is the largest number of
         `dtype`. **Arguments:** `shares`: of the heads, in which the scales lie.
         """
-        _check_eight_bits(dtype)
+        _check_eight_bits(dtype, "dtype")
+        x, shares = as_array(x, "x"), as_size(shares, "shares", 1)
+        check_floating(x=x)
+        if x.ndim < 3 or x.shape[-2] % shares:
+            raise ValueError(
+                f"x must be [..., tokens, heads, dim] with heads that shares={shares} divides, got "
+                f"{x.shape}."
+            )
         wide = x.astype(jnp.float32)
         most = float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
         scales = jnp.abs(wide).max(-1) / most
@@ -242,11 +264,12 @@ class Quantized(AbstractStored):
         return values.astype(scales.dtype) * apart(scales, values.shape[-2])[..., None]
 
 
-def _check_eight_bits(dtype: Any) -> None:
-    dtype = jnp.dtype(dtype)
+def _check_eight_bits(dtype: Any, name: str) -> None:
+    dtype = as_dtype(dtype, name)
     if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # signed ones
         raise ValueError(
-            f"Quantized numbers are stored as int8 or a float8 dtype, got {dtype.name}; "
+            f"{name} must be int8 or a float8 dtype, as which Quantized numbers are stored, got "
+            f"{dtype.name}; "
             "KVCache, and PagedKVCache without stored=, keep numbers as they are."
         )
 
@@ -279,7 +302,7 @@ class Pages(AbstractStored):
     """
 
     content: Any
-    _table: Int[Array, "b n"]
+    _table: Int[Array, "b n"] = int32_field("table")
 
     @property
     def stored(self) -> AbstractStored:
@@ -311,7 +334,7 @@ class Pages(AbstractStored):
 
     @property
     def table(self) -> Int[Array, "b n"]:
-        return jnp.clip(self._table, 0, self.stored.shape[0] - 1).astype(jnp.int32)
+        return jnp.clip(self._table, 0, self.stored.shape[0] - 1)
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return self.stored.decode(*arrays)

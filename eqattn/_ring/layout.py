@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
+from .._misc import as_array, as_size, REACH
+
 
 _X = TypeVar("_X")
 
@@ -59,13 +61,14 @@ class AbstractRingLayout(abc.ABC):
 
         **Raises:** `ValueError` unless the chunks have equal lengths.
         """
-        return self._take(x, n, axis, self.chunks(n).reshape(-1))
+        return self._take(x, n, axis, self.chunks(as_size(n, "n")).reshape(-1))
 
     def unpermute(self, x: _X, n: int, axis: int = 1) -> _X:
         """Undoes `permute`. Same arguments."""
-        return self._take(x, n, axis, np.argsort(self.chunks(n).reshape(-1)))
+        return self._take(x, n, axis, np.argsort(self.chunks(as_size(n, "n")).reshape(-1)))
 
     def _take(self, x: Any, n: int, axis: int, order: np.ndarray) -> Any:
+        x, axis = as_array(x, "x"), as_size(axis, "axis", -REACH)
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
                 f"axis={axis} is none of an array {x.shape}: give that of its tokens, such as "
@@ -81,8 +84,9 @@ class AbstractRingLayout(abc.ABC):
 
     def chunk_size(self, tokens: int, n: int) -> int:
         """The length of a chunk. **Raises:** `ValueError` if they are not equal."""
-        if n < 1:
-            raise ValueError(f"A ring has at least 1 device, got {n}.")
+        if as_size(n, "n", -REACH) < 1:
+            raise ValueError(f"A ring has at least n=1 device, got {n}.")
+        tokens = as_size(tokens, "tokens")
         if tokens % (n * self.parts):
             raise ValueError(
                 f"{tokens} tokens are not {self.parts} equal chunks for each of {n} devices "

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._misc import accumulation
+from .._misc import accumulation, as_dtype, as_size, REACH
 from .._problem.problem import as_mask, Problem
 from ..masks._base import live_blocks
 from .layout import AbstractRingLayout, Contiguous
@@ -170,7 +170,17 @@ def ring_plan(
     **Raises:** `ValueError` unless the layout divides the tokens, `block` a chunk and `group` the
     heads and the tokens of a place.
     """
-    kv_heads = heads if kv_heads is None else kv_heads
+    tokens, devices = as_size(tokens, "tokens"), as_size(devices, "devices", -REACH)
+    heads, head_dim = as_size(heads, "heads"), as_size(head_dim, "head_dim")
+    batch, group = as_size(batch, "batch"), as_size(group, "group", -REACH)
+    if not isinstance(layout, AbstractRingLayout):
+        raise TypeError(f"layout must be Contiguous() or Zigzag(), got {layout!r}.")
+    kv_heads = heads if kv_heads is None else as_size(kv_heads, "kv_heads", -REACH)
+    block = None if block is None else as_size(block, "block", -REACH)
+    dtype, value_dim = (
+        as_dtype(dtype, "dtype"),
+        (None if value_dim is None else as_size(value_dim, "value_dim")),
+    )
     value_dim = head_dim if value_dim is None else value_dim
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads={heads} must be a positive multiple of kv_heads={kv_heads}.")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_ids
+from .._misc import as_array, as_dtype, as_int32, as_size, check_floating
 from .._problem.storage import Bits
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
@@ -88,11 +88,25 @@ def check_row_shapes(cache: Any) -> None:
         )
 
 
+def check_dtype(dtype: Any) -> None:
+    """**Raises:** `TypeError` or `ValueError` unless keys and values may have this dtype."""
+    if not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.floating):
+        raise TypeError(f"dtype must be floating point, got {dtype!r}.")
+
+
+def check_sizes(**sizes: Any) -> None:
+    """**Raises:** `TypeError` or `ValueError` unless sizes, given by their names, are ints."""
+    for name, size in sizes.items():
+        if size is not None or name != "value_dim":
+            as_size(size, name)
+
+
 def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Array:
     """How many tokens each row takes, int32 `[b]`.
 
     **Raises:** `ValueError` with both shapes if keys, values or counts do not fit the cache.
     """
+    key, value = as_array(key, "key"), as_array(value, "value")
     (b, _, *heads), (_, _, *value_heads) = cache.key.shape, cache.value.shape
     fits = key.ndim == value.ndim == 4 and (key.shape[0], *key.shape[2:]) == (b, *heads)
     fits = fits and (*value.shape[:2], *value.shape[2:]) == (b, key.shape[1], *value_heads)
@@ -101,14 +115,15 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Ar
             f"key {key.shape} and value {value.shape} do not fit a cache of {cache.key.shape} and "
             f"{cache.value.shape}; they must be [b, t, k, d] and [b, t, k, v]."
         )
+    check_floating(key=key, value=value)
     if counts is None:
         return jnp.full(b, key.shape[1], jnp.int32)
-    counts = as_ids(counts, "counts")
+    counts = as_int32(counts, "counts")
     if counts.shape not in ((), (b,)):
         raise ValueError(
             f"counts must be an int or integers [{b}], got {counts.dtype} {counts.shape}."
         )
-    counts = jnp.broadcast_to(jnp.asarray(counts).astype(jnp.int32), (b,))
+    counts = jnp.broadcast_to(jnp.asarray(counts), (b,))
     wrong = (counts < 0) | (counts > key.shape[1])
     message = f"counts must be between 0 and the number of new tokens, {key.shape[1]}"
     return eqx.error_if(counts, wrong, message)
@@ -116,24 +131,24 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Ar
 
 def within(lengths: Any, now: Array) -> Array:
     """`lengths` as int32 `[b]`, checked for `truncate`."""
-    lengths = as_ids(lengths, "lengths")
+    lengths = as_int32(lengths, "lengths")
     if lengths.shape != now.shape:
         raise ValueError(
             f"lengths must be integers {now.shape}, got {lengths.dtype} {lengths.shape}."
         )
-    lengths = jnp.asarray(lengths).astype(jnp.int32)
+    lengths = jnp.asarray(lengths)
     wrong = (lengths < 0) | (lengths > now)
     return eqx.error_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
 
 
 def existing(cache: AbstractCache, rows: Array) -> Array:
     """Indices of rows as int32, checked: for one that is not there JAX would take the nearest."""
-    rows, n = jnp.asarray(rows), cache.key.shape[0]
+    rows, n = as_array(rows, "rows"), cache.key.shape[0]
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ValueError(
             f"rows must be integers [n], such as [1] for the second, got {rows.dtype} {rows.shape}."
         )
-    rows = rows.astype(jnp.int32)
+    rows = jnp.asarray(as_int32(rows, "rows"))
     return eqx.error_if(rows, (rows < 0) | (rows >= n), f"rows must be between 0 and {n - 1}")
 
 

@@ -5,10 +5,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._misc import int32_field
 from .._problem.storage import Bits
 from ._base import (
     AbstractCache,
+    check_dtype,
     check_row_shapes,
+    check_sizes,
     empty_store,
     existing,
     places,
@@ -30,7 +33,7 @@ class KVCache(AbstractCache):
 
     key: Float[Array | Bits, "b s k d"]
     value: Float[Array | Bits, "b s k v"]
-    length: Int[Array, " b"]
+    length: Int[Array, " b"] = int32_field("length")
 
     def __check_init__(self) -> None:
         check_row_shapes(self)
@@ -53,6 +56,14 @@ class KVCache(AbstractCache):
         """Without tokens. A capacity that a size from 64 to 256 divides is read fastest; on a CPU,
         numbers of bfloat16 are written fastest as [`bits`][eqattn.cache.Bits].
         """
+        check_sizes(
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+        )
+        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         key, value = (
             empty_store((batch, capacity, kv_heads, dim), dtype, bits)

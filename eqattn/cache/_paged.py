@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_ids, concrete
+from .._misc import as_array, as_int32, concrete, int32_field
 from .._problem.storage import apart, as_stored, Bits, Pages, Quantized
 from ._base import (
     AbstractCache,
+    check_dtype,
     check_new,
+    check_sizes,
     empty_store,
     existing,
     new_positions,
@@ -39,8 +41,8 @@ class PagedKVCache(AbstractCache):
 
     key_pages: Any
     value_pages: Any
-    table: Int[Array, "b n"]
-    length: Int[Array, " b"]
+    table: Int[Array, "b n"] = int32_field("table")
+    length: Int[Array, " b"] = int32_field("length")
 
     @property
     def positions(self) -> Int[Array, "b s"] | None:
@@ -82,6 +84,17 @@ class PagedKVCache(AbstractCache):
         - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][], which is how a
             CPU writes bfloat16 fastest.
         """
+        check_sizes(
+            batch=batch,
+            capacity=capacity,
+            pages=pages,
+            page_size=page_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_shares=head_shares,
+            value_dim=value_dim,
+        )
+        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
@@ -170,7 +183,7 @@ class PagedKVCache(AbstractCache):
         if traced or concrete(self.table) is None or concrete(self.length) is None:
             raise ValueError("reserve runs between steps, outside of jax.jit.")
         table, length = np.array(self.table), np.asarray(self.length)
-        counts = np.asarray(as_ids(counts, "counts"))
+        counts = np.asarray(as_int32(counts, "counts"))
         if counts.shape not in ((), length.shape) or (counts < 0).any():
             raise ValueError(
                 f"counts must be an int or integers {length.shape}, at least 0, got "
@@ -194,7 +207,7 @@ class PagedKVCache(AbstractCache):
 
     def release(self, rows: Any) -> "PagedKVCache":
         """Without the tokens and pages of these rows, an int array or mask `[b]`."""
-        rows = jnp.asarray(rows)
+        rows = as_array(rows, "rows")
         if rows.dtype != bool:
             rows = existing(self, rows)
         elif rows.shape != self.length.shape:

@@ -5,9 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._misc import int32_field
 from .._problem.storage import apart, Quantized
 from ._base import (
     AbstractCache,
+    check_dtype,
+    check_sizes,
     existing,
     places,
     within,
@@ -28,7 +31,7 @@ class QuantizedKVCache(AbstractCache):
 
     key: Quantized
     value: Quantized
-    length: Int[Array, " b"]
+    length: Int[Array, " b"] = int32_field("length")
 
     @property
     def positions(self) -> Int[Array, "b s"] | None:
@@ -49,6 +52,15 @@ class QuantizedKVCache(AbstractCache):
         """Without tokens; `stored` is int8 or a float8 dtype, `dtype` that of queries. Where
         devices share the heads, `head_shares` is their number.
         """
+        check_sizes(
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_shares=head_shares,
+            value_dim=value_dim,
+        )
+        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
 
         def nothing(dim):

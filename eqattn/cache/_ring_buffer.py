@@ -5,11 +5,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._misc import int32_field
 from .._problem.storage import Bits
 from ._base import (
     AbstractCache,
+    check_dtype,
     check_new,
     check_row_shapes,
+    check_sizes,
     empty_store,
     existing,
     new_positions,
@@ -36,8 +39,8 @@ class RingBufferCache(AbstractCache):
 
     key: Float[Array | Bits, "b s k d"]
     value: Float[Array | Bits, "b s k v"]
-    held: Int[Array, "b s"]
-    length: Int[Array, " b"]
+    held: Int[Array, "b s"] = int32_field("held")
+    length: Int[Array, " b"] = int32_field("length")
 
     def __check_init__(self) -> None:
         check_row_shapes(self)
@@ -60,6 +63,14 @@ class RingBufferCache(AbstractCache):
         """Without tokens; on a CPU, numbers of bfloat16 are written fastest as
         [`bits`][eqattn.cache.Bits].
         """
+        check_sizes(
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+        )
+        check_dtype(dtype)
         value_dim = head_dim if value_dim is None else value_dim
         key, value = (
             empty_store((batch, capacity, kv_heads, dim), dtype, bits)
@@ -74,13 +85,13 @@ class RingBufferCache(AbstractCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "RingBufferCache":
-        t, capacity = key.shape[1], self.key.shape[1]
+        counts = check_new(self, key, value, counts)
+        t, capacity = jnp.shape(key)[1], self.key.shape[1]
         if t > capacity:
             raise ValueError(
                 f"{t} new tokens do not fit a RingBufferCache of {capacity}; append them in parts, "
                 "so that each part is attended to before it is overwritten."
             )
-        counts = check_new(self, key, value, counts)
         position = new_positions(self, t)
         kept = position < (self.length + counts)[:, None]
         slots = jnp.where(kept, position % capacity, capacity + position)

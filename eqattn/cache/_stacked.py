@@ -7,9 +7,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_ids, concrete, even_block, int32
+from .._misc import as_int32, concrete, even_block, int32_field
 from .._problem.storage import as_stored, Bits, Pages
-from ._base import AbstractCache, empty_store, existing, places, within, write
+from ._base import (
+    AbstractCache,
+    check_dtype,
+    check_sizes,
+    empty_store,
+    existing,
+    places,
+    within,
+    write,
+)
 
 
 class StackedKVCache(eqx.Module):
@@ -32,7 +41,7 @@ class StackedKVCache(eqx.Module):
 
     key: Float[Array | Bits, "l b s k d"]
     value: Float[Array | Bits, "l b s k v"]
-    length: Int[Array, "l b"]
+    length: Int[Array, "l b"] = int32_field("length")
 
     @classmethod
     def empty(
@@ -51,6 +60,15 @@ class StackedKVCache(eqx.Module):
 
         **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity.
         """
+        check_sizes(
+            layers=layers,
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+        )
+        check_dtype(dtype)
         if even_block(capacity) is None:
             raise ValueError(
                 f"capacity={capacity}: no size from 64 to 256 divides it; use a multiple of 64."
@@ -68,12 +86,12 @@ class StackedKVCache(eqx.Module):
         **Raises:** `ValueError` for an index that is known not to be one of the layers'; for a
         traced one, `equinox.error_if` raises when the program runs.
         """
-        index, layers = as_ids(index, "index"), self.length.shape[0]
+        index, layers = as_int32(index, "index"), self.length.shape[0]
         known, message = concrete(index), f"index must be one of the {layers} layers, from 0 on"
         if index.shape != () or (known is not None and not 0 <= known < layers):
             got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
             raise ValueError(f"{message}, got {got}.")
-        index = jnp.asarray(int32(index))
+        index = jnp.asarray(index)
         if known is None:
             index = eqx.error_if(index, (index < 0) | (index >= layers), message)
         return LayerCache(self, index)

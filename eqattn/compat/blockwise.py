@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._config.metadata import AttentionMetadata
+from .._misc import as_flag
 from ..strategies import AttentionImpl, Blockwise
 
 
@@ -49,6 +50,7 @@ def blockwise_attn(
 
     **Returns:** `[*b, t, h, v]` in `dtype`.
     """
+    float32_logits = as_flag(float32_logits, "float32_logits")
     strategy = Blockwise(
         AttentionMetadata(
             runtime_dtype=dtype,
@@ -92,6 +94,8 @@ def outputs_of(
     """
     if not (policy is None or policy is False or callable(policy)):
         raise TypeError(f"policy must be a checkpoint policy, False or None, got {policy!r}.")
+
+    prevent_cse = as_flag(prevent_cse, "prevent_cse")
 
     def attend(strategy, query, key, value, operands) -> Any:
         out = strategy.forward_native(query, key, value, **operands, **options)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Platform
-from .._misc import accumulation
+from .._misc import accumulation, as_array, as_flag, as_ids, as_int, check_floating
 from ..masks._base import AbstractMask, Dense
 from ..masks._causal import Causal
 from ..masks._padding import KeyPadding, QueryPadding
@@ -109,6 +109,8 @@ def dot_product_attention(
 
     `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
     """
+    is_causal = as_flag(is_causal, "is_causal")
+    return_residual = as_flag(return_residual, "return_residual")
     shape = jnp.shape(query)
     q, k, v = _rank_4(query, "query"), _rank_4(key, "key"), _rank_4(value, "value")
     _check(q, k, v)
@@ -136,7 +138,7 @@ def dot_product_attention(
         Blockwise(metadata),
         mask=functools.reduce(operator.and_, terms) if terms else None,
         bias=added,
-        return_logsumexp=bool(return_residual),
+        return_logsumexp=return_residual,
     )
     output = jnp.reshape(out.attention_outputs, shape)
     if not return_residual:
@@ -146,7 +148,7 @@ def dot_product_attention(
 
 def _rank_4(x: ArrayLike, name: str) -> Array:
     """With axes of size 1 in front."""
-    x = jnp.asarray(x)
+    x = jnp.asarray(as_array(x, name))
     if x.ndim > 4:
         raise ValueError(f"{name} must have at most 4 axes, got shape {x.shape}.")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
@@ -154,8 +156,7 @@ def _rank_4(x: ArrayLike, name: str) -> Array:
 
 def _check(q: Array, k: Array, v: Array) -> None:
     """What `jax.nn` asks for beyond `attention`."""
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise TypeError(f"query must be floating point, got {q.dtype}; cast it first.")
+    check_floating(query=q)
     shapes = f"query {q.shape} {q.dtype}, key {k.shape} {k.dtype}, value {v.shape} {v.dtype}"
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(
@@ -170,7 +171,7 @@ def _check(q: Array, k: Array, v: Array) -> None:
 
 
 def _lengths(lengths: ArrayLike, batch: int, name: str) -> Array:
-    lengths = jnp.asarray(lengths)
+    lengths = jnp.asarray(as_ids(lengths, name))
     if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
         raise ValueError(
             f"{name} must be int32 of shape ({batch},), one per batch element, got "
@@ -181,10 +182,12 @@ def _lengths(lengths: ArrayLike, batch: int, name: str) -> Array:
 
 def _window(size: Any) -> AbstractMask:
     single = isinstance(size, int) or getattr(size, "shape", None) == ()
-    sizes: Any = (size, size) if single else tuple(size)  # pyright: ignore
-    if len(sizes) != 2:
+    sizes: Any = (size, size) if single else size
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
         raise ValueError(f"local_window_size must be an int or (left, right), got {size!r}.")
     left, right = sizes
+    for x in sizes:
+        as_int(x, "local_window_size")
     if isinstance(left, jax.Array) or isinstance(right, jax.Array):
         return Causal(right) & ~Causal(-1 - left)
     return SlidingWindow(left, right)
@@ -193,7 +196,7 @@ def _window(size: Any) -> AbstractMask:
 def _scale(scale: Any) -> Any:
     if scale is None or isinstance(scale, int | float):
         return scale
-    scale = jnp.asarray(scale)
+    scale = jnp.asarray(as_array(scale, "scale"))
     if scale.size != 1:
         raise ValueError(f"scale must be a scalar, got shape {scale.shape}; multiply the query.")
     scale = scale.reshape(())
@@ -201,8 +204,8 @@ def _scale(scale: Any) -> Any:
 
 
 def _platform(implementation: str | None) -> Platform:
-    if implementation not in _PLATFORMS:
-        reason = " cuDNN's kernels are not offered;" if implementation == "cudnn" else ""
+    if not isinstance(implementation, str | None) or implementation not in _PLATFORMS:
+        reason = " cuDNN's kernels are not offered;" if repr(implementation) == "'cudnn'" else ""
         raise ValueError(
             f"implementation must be None or 'xla', got {implementation!r}:{reason} use None for "
             "the best code there is for the device."

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from .._attention import attention
 from .._carry import Carry
 from .._config.metadata import AttentionMetadata
-from .._misc import accumulation
+from .._misc import accumulation, as_array, as_int32, as_number, as_size, check_floating
 from ..masks._padding import KeyPadding
 from ..strategies.ragged import Ragged
 
@@ -52,6 +52,14 @@ def ragged_gqa(
     `cost_estimate`.
     """
     _check(mask_value, cost_estimate)
+    query, key = as_array(query, "query"), as_array(key, "key", 3)
+    check_floating(query=query)
+    block_size = as_size(block_size, "block_size", 1)
+    for name, x in (("lengths", lengths), ("starts", starts)):
+        if x is not None and as_int32(x, name).shape not in ((), query.shape[:1]):
+            raise ValueError(
+                f"{name} must be [{query.shape[0]}], one for each row of query {query.shape}."
+            )
     if query.ndim not in (3, 4) or (query.ndim == 4 and query.shape[1] != 1):
         raise ValueError(
             f"query must be [b, h, d] or [b, 1, h, d], got {query.shape}; several queries per row "
@@ -121,11 +129,25 @@ def reference_gqa(
 ) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
     """What [`eqattn.ragged_gqa`][] computes, written out plainly: all logits at once."""
     _check(mask_value, None)
+    q, k, v = (jnp.asarray(as_array(x, name)) for name, x in zip("qkv", (q, k, v)))
+    check_floating(q=q, k=k, v=v)
+    if (
+        q.ndim not in (3, 4)
+        or (k.ndim, v.shape[:-1]) != (4, k.shape[:-1])
+        or ((len(q), q.shape[-1], q.shape[-2] % max(k.shape[2], 1)) != (len(k), k.shape[-1], 0))
+    ):
+        raise ValueError(
+            f"q {q.shape}, k {k.shape} and v {v.shape} must be [b, h, d], [b, s, k, d] and "
+            "[b, s, k, v], where k divides h."
+        )
     dtype, (*_, heads, _) = accumulation(q.dtype), q.shape
     s, kv_heads = k.shape[1:3]
-    starts = jnp.zeros_like(lengths) if starts is None else starts.astype(lengths.dtype)
-    position = jnp.arange(s, dtype=lengths.dtype)[None]
-    seen = (position >= starts[:, None]) & (position < lengths[:, None])
+    lengths = jnp.asarray(as_int32(lengths, "lengths", 1))
+    if lengths.shape != (len(q),):
+        raise ValueError(f"lengths must be [{len(q)}], one for each row, got {lengths.shape}.")
+    first: Any = jnp.zeros_like(lengths) if starts is None else as_int32(starts, "starts", 1)
+    position = jnp.arange(s, dtype=jnp.int32)[None]
+    seen = (position >= first[:, None]) & (position < lengths[:, None])
     grouped = q.reshape(len(q), kv_heads, heads // kv_heads, -1).astype(dtype)
     logits = jnp.einsum("bkgd,bskd->bkgs", grouped, k.astype(dtype), precision="highest")
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
@@ -184,7 +206,7 @@ def get_mha_cost_estimate(shape_dtype: tuple[Any, ...]) -> Any:
 
 
 def check_mask_value(mask_value: float) -> None:
-    if not mask_value <= -1e30:
+    if not as_number(mask_value, "mask_value") <= -1e30:
         raise ValueError(
             f"mask_value={mask_value}: masking is exact here, and a value above -1e30 would ask "
             "for another result; leave it out."
@@ -208,6 +230,9 @@ def _same_heads(query: Array, key: Array) -> None:
 
 
 def _one_key_head(fn, q, k, v, lengths, starts, options):
+    q, k, v = (jnp.asarray(as_array(x, name)) for name, x in zip("qkv", (q, k, v)))
+    if k.ndim != 3 or v.ndim != 3:
+        raise ValueError(f"k and v must be [b, s, d] and [b, s, v], got {k.shape} and {v.shape}.")
     if q.ndim not in (2, 3):
         raise ValueError(f"q must be [b, h, d] or [b, d], got {q.shape}.")
     heads = q if q.ndim == 3 else q[:, None]

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._config.metadata import AttentionMetadata
-from .._misc import as_array
+from .._misc import as_array, as_flag, as_size
 from .._problem.problem import as_mask
 from ..masks._causal import BlockCausal, Causal, ChunkedCausal
 from ..masks._function import MaskFn
@@ -118,6 +118,14 @@ def ring_attention(
                 f"{name} must be FwdParams or BwdParams, got {params!r}; query_chunk_size= and "
                 "key_chunk_size= are plain sizes."
             )
+    causal = as_flag(causal, "causal")
+    float32_logits = as_flag(float32_logits, "float32_logits")
+    query, key = as_array(query, "query", 3), as_array(key, "key", 3)
+    attention_sink_size = as_size(attention_sink_size, "attention_sink_size")
+    if not isinstance(axis_name, str | None):
+        raise TypeError(f"axis_name must be the name of a mesh axis or None, got {axis_name!r}.")
+    if not (mask_builder is None or callable(mask_builder)):
+        raise TypeError(f"mask_builder must be a function or None, got {mask_builder!r}.")
     softmax_aux = None if softmax_aux is None else as_array(softmax_aux, "softmax_aux", 1)
     if attention_sink_size and sliding_window is None:
         raise ValueError(
@@ -158,7 +166,7 @@ def ring_attention(
         sizes = sliding_window if isinstance(sliding_window, tuple) else (sliding_window,) * 2
         if len(sizes) != 2:
             raise ValueError(f"sliding_window must be an int or (left, right), got {sizes}.")
-        left, right = sizes
+        left, right = (None if x is None else as_size(x, "sliding_window") for x in sizes)
         masks.append(SlidingWindow(left, right, attention_sink_size))
     if q_segment_ids is not None or kv_segment_ids is not None:
         ids = [q_segment_ids, kv_segment_ids]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import as_array, as_ids, Fixed, int32
+from .._misc import as_array, as_size, as_sizes, concrete, Fixed, int32, positions_in_reach
 from .._pairs import canonical, Operand
 
 
@@ -123,8 +123,9 @@ class AbstractMask(eqx.Module):
 
         **Raises:** `ValueError` if an array of the mask does not broadcast to that shape.
         """
-        batch_shape = tuple(batch_shape)
+        batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
         _check_leading(self, batch_shape, heads)
+        t, s = as_size(t, "t"), as_size(s, "s")
         q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
         if 0 in (*batch_shape, heads, t, s):
             return jnp.zeros((*batch_shape, heads, t, s), bool)
@@ -164,7 +165,8 @@ class AbstractMask(eqx.Module):
 
         **Returns:** a `Sparsity` of floats (of scalar arrays under a trace).
         """
-        batch_shape = tuple(batch_shape)
+        batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
+        t, s = as_size(t, "t"), as_size(s, "s")
         where = dict(q_positions=q_positions, kv_positions=kv_positions)
         table = block_table(
             self, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads, **where
@@ -175,7 +177,7 @@ class AbstractMask(eqx.Module):
         visible = full if known and partial == 0.0 and full in (0.0, 1.0) else None
         if visible is None and math.prod(batch_shape) * heads * t * s <= _CHEAP_PAIRS:
             visible = self.as_array(t, s, batch_shape=batch_shape, heads=heads, **where).mean()
-            visible = number(visible)
+            visible = visible if concrete(visible) is None else float(visible)
         return Sparsity(empty, partial, full, visible)
 
 
@@ -196,8 +198,10 @@ def block_table(
     """
     from ._intervals.classify import classify
 
-    batch_shape = tuple(batch_shape)
+    batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
     _check_leading(mask, batch_shape, heads)
+    t, s = as_size(t, "t"), as_size(s, "s")
+    block_q, block_k = as_size(block_q, "block_q", 1), as_size(block_k, "block_k", 1)
     q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
     return classify(
         mask,
@@ -242,10 +246,10 @@ def _check_leading(mask: AbstractMask, batch_shape: tuple[int, ...], heads: int)
 
 def _positions(t, s, batch_shape, q, k) -> tuple:
     out = []
-    for x, n, axes in ((q, t, "bt"), (k, s, "bs")):
-        x = np.arange(n, dtype=np.int32) if x is None else int32(as_ids(x, "positions"))
+    for x, n, axes, name in ((q, t, "bt", "q_positions"), (k, s, "bs", "kv_positions")):
+        x = np.arange(n, dtype=np.int32) if x is None else positions_in_reach(x, name)
         size = dict(t=n, s=1) if axes == "bt" else dict(t=1, s=n)
-        full = canonical(Operand(x, axes), batch_shape, 1, **size, name="positions")
+        full = canonical(Operand(x, axes), batch_shape, 1, **size, name=name)
         out.append(full.reshape(full.shape[0], full.shape[2] * full.shape[3]))
     return tuple(x if x.shape[1] == n else _repeat(x, n) for x, n in zip(out, (t, s)))
 

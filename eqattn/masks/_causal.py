@@ -28,7 +28,7 @@ class Causal(AbstractMask):
     _offset: Any
 
     def __init__(self, offset: Any = 0):
-        self._offset = as_int(offset, "offset")
+        self._offset = as_int(offset, "offset", added=True)
 
     @property
     def offset(self) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from .._misc import as_ids, concrete
+from .._misc import as_int, as_int32, concrete
 
 
 class PackedSegments(NamedTuple):
@@ -49,14 +49,14 @@ def packed_segments(
     **Raises:** `ValueError` for another shape, and where `cu_seqlens` can be looked at, for
     boundaries that decrease, do not begin at 0 or end after the last token.
     """
-    given = as_ids(cu_seqlens, "cu_seqlens")
+    given = as_int32(cu_seqlens, "cu_seqlens")
+    tokens = as_int(tokens, "tokens", least=0, static=True).value
     check_boundaries(given, tokens, "cu_seqlens")
     xp = jnp if isinstance(given, jax.Array) else np
-    boundaries = given.astype(np.int32)
     token = np.arange(tokens, dtype=np.int32)
-    ids = xp.searchsorted(boundaries[1:], token, side="right").astype(np.int32)
-    inside = ids < len(boundaries) - 1
-    start = boundaries[xp.minimum(ids, len(boundaries) - 1)]
+    ids = xp.searchsorted(given[1:], token, side="right").astype(np.int32)
+    inside = ids < len(given) - 1
+    start = given[xp.minimum(ids, len(given) - 1)]
     return PackedSegments(
         xp.where(inside, ids, np.int32(-1)), xp.where(inside, token - start, np.int32(0))
     )

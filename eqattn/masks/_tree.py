@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._misc import as_ids, as_int, eagerly, is_known, value_of
+from .._misc import as_int, as_int32, eagerly, is_known, value_of
 from .._pairs import Operand
 from ._base import AbstractMask, int_operand
 
@@ -34,8 +34,8 @@ class Tree(AbstractMask):
     _leave: Any
 
     def __init__(self, parents: Any, start: Any = 0):
-        self.parents = as_ids(parents, "parents", least_ndim=1)
-        self._start = as_int(start, "start")
+        self.parents = as_int32(parents, "parents", least_ndim=1)
+        self._start = as_int(start, "start", added=True)
         n = self.parents.shape[-1]
         if n == 0:
             raise ValueError("parents must name at least one draft token, got shape (0,).")

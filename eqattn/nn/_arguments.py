@@ -3,9 +3,11 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._misc import as_dtype, as_flag, as_int, as_size, REACH
 from .._problem.problem import as_mask
 from ..masks._base import AbstractMask, Dense
 from ..masks._window import SlidingWindow
@@ -21,9 +23,36 @@ _OF_THE_LAYER = {
 }
 
 
+def checked_sizes(**sizes: Any) -> list[Any]:
+    """The sizes, given by their names, as Python ints, or None where they are."""
+    must = ("num_heads", "query_size")
+    return [
+        None if x is None and name not in must else as_size(x, name, -REACH)
+        for name, x in sizes.items()
+    ]
+
+
+def check_parameters(dtype: Any, query: Any, key_: Any, value: Any, output: Any) -> None:
+    """Raises unless parameters may be of the dtype (None is Equinox's default), and the others say
+    whether that projection has a bias.
+    """
+    if dtype is not None and not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.inexact):
+        raise TypeError(f"dtype must be floating point, got {dtype!r}.")
+    for name, flag in dict(query=query, key=key_, value=value, output=output).items():
+        as_flag(flag, f"use_{name}_bias")
+
+
+def split_key(key: Any, n: int) -> Array:
+    """`n` keys. **Raises:** `TypeError` naming the argument unless it is one key of JAX."""
+    try:
+        return jax.random.split(key, n)
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"key must be one key from jax.random.key, got {key!r}.") from e
+
+
 def check_name(name: str, value: Any, known: tuple[str, ...]) -> None:
     """Raises unless the value is None or one of the known names."""
-    if value is not None and value not in known:
+    if value is not None and not (isinstance(value, str) and value in known):
         names = ", ".join(map(repr, known))
         raise ValueError(f"{name} must be one of {names}, or None; got {value!r}.")
 
@@ -35,6 +64,18 @@ def check_heads(heads: int, size: int, shared: bool) -> None:
             f"num_heads must be at least 1 and at most query_size={size}, of which each head gets "
             f"an equal part, got {heads}; or give qk_size= and vo_size=."
         )
+
+
+def as_kv_heads(num_kv_heads: Any, num_heads: int) -> int:
+    """How many heads key and value have: a divisor of the query's, by default as many."""
+    (given,) = checked_sizes(num_kv_heads=num_kv_heads)
+    num_kv_heads = num_heads if given is None else given
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}: each head of "
+            "key and value serves as many query heads."
+        )
+    return num_kv_heads
 
 
 def check_dropout(p: Any) -> None:
@@ -73,6 +114,8 @@ def configured(strategy: AttentionImpl | None, cached: bool, **own: Any) -> Atte
 def check_sequences(query: Array, key_: Array, value: Array, batch: tuple[int, ...] = ()) -> None:
     """Raises unless the inputs are sequences that fit together."""
     for name, x in (("query", query), ("key_", key_), ("value", value)):
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} must be real, got {x.dtype}; take its parts apart.")
         if x.shape[:-2] != batch or x.ndim < 2:
             raise ValueError(
                 f"{name} must be one sequence [tokens, features], got shape {x.shape}; use "
@@ -94,8 +137,10 @@ def as_window(window: Any) -> tuple[int | None, int | None] | None:
     sizes = tuple(window) if isinstance(window, tuple | list) else (window, window)
     if len(sizes) != 2:
         raise ValueError(f"window must be an int or (left, right), got {window!r}.")
-    mask = SlidingWindow(*sizes)
-    return mask.left, mask.right
+    left, right = (
+        None if x is None else as_int(x, "window", least=0, static=True).value for x in sizes
+    )
+    return left, right
 
 
 def as_layer_mask(mask: Any, window: Any, heads: int, t: int, s: int) -> AbstractMask | None:

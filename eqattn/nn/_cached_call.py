@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._misc import as_array, as_flag
 from .._pairs import Operand
 from ..cache import AbstractCache, LayerCache, PagedKVCache, RingBufferCache
 from ..masks._base import AbstractMask, And, live_blocks, Or
@@ -27,13 +28,14 @@ def new_keys(
     sizes: tuple[int, int],
 ) -> tuple[Array, Array]:
     """The keys and values that a call brings: the query's by default, none if not `append`."""
+    append = as_flag(append, "append")
     if cache is None and (counts is not None or not append):
         raise ValueError("counts and append say what a cache takes: pass cache= too.")
     if cache is not None and kv_positions is not None:
         raise ValueError("kv_positions: the cache knows those of its keys; leave them out.")
     if append:
-        key_ = query if key_ is None else key_
-        return key_, key_ if value is None else value
+        key_ = query if key_ is None else as_array(key_, "key_", 2)
+        return key_, key_ if value is None else as_array(value, "value", 2)
     if key_ is not None or value is not None or counts is not None:
         raise ValueError("append=False reads the cache as it is: leave out key_, value and counts.")
     key_, value = (jnp.zeros((*query.shape[:-2], 0, size), query.dtype) for size in sizes)
@@ -65,8 +67,9 @@ def as_batch(cache: Cache, rows: int | None) -> tuple[Cache, Callable[[Cache], C
         return jax.tree.map(add, cache), lambda cache: jax.tree.map(remove, cache)
     inputs = "[tokens, features]" if rows is None else f"[{rows}, tokens, features]"
     raise ValueError(
-        f"A cache with length {shape} does not fit inputs {inputs}: pass all of its rows in front, "
-        "[rows, tokens, features], or one sequence and a cache of batch=1, or jax.vmap over both."
+        f"A cache with length {shape} does not fit query and other inputs {inputs}: pass all of "
+        "its rows in front, [rows, tokens, features], or one sequence and a cache of batch=1, or "
+        "jax.vmap over both."
     )
 
 

@@ -57,6 +57,8 @@ def processed(fn: ProcessHeads | None, q: Array, k: Array, v: Array) -> tuple[Ar
     """What a user's function of the heads of one sequence makes of them."""
     if fn is None:
         return q, k, v
+    if not callable(fn):
+        raise TypeError(f"process_heads must be a function or None, got {fn!r}.")
     shapes = q.shape, k.shape, v.shape
     made = (jax.vmap(fn) if q.ndim == 4 else fn)(q, k, v)
     if not isinstance(made, tuple | list) or len(made) != 3:

@@ -11,20 +11,24 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
-from .._misc import as_constant, with_constants
+from .._misc import as_array, as_constant, with_constants
 from .._problem.problem import as_scores, as_sinks
 from ..masks._distance import check_distances
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import (
+    as_kv_heads,
     as_layer_mask,
     as_window,
     check_dropout,
     check_heads,
     check_name,
+    check_parameters,
     check_sequences,
     check_strategy,
+    checked_sizes,
     configured,
+    split_key,
 )
 from ._cached_call import as_batch, Cache, check_fits, new_keys, visible
 from ._dropout import Dropout
@@ -148,8 +152,7 @@ class MultiheadAttention(eqx.Module):
         - `softmax_aux`: sinks, `[num_heads]`, `[num_heads, n]` or `[1, n]`.
         - `score`: modules of `eqattn.scores`, as `ALiBi` or `T5Bias`; their arrays are learned.
 
-        A number given for `softmax_scale` or `logits_soft_cap` is a constant, which is static, an
-        array is learned.
+        A number for `softmax_scale` or `logits_soft_cap` is a static constant, an array is learned.
 
         **Raises:** `ValueError` or `TypeError` naming the argument and the remedy.
 
@@ -161,24 +164,21 @@ class MultiheadAttention(eqx.Module):
             vision transformers to 22 billion parameters*, 2023 (arXiv:2302.05442). `gating`: Qiu et
             al., *Gated attention for large language models*, 2025 (arXiv:2505.06708).
         """
-        key_size = query_size if key_size is None else key_size
-        value_size = query_size if value_size is None else value_size
-        output_size = query_size if output_size is None else output_size
+        num_heads, query_size = checked_sizes(num_heads=num_heads, query_size=query_size)
+        sizes = checked_sizes(key_size=key_size, value_size=value_size, output_size=output_size)
+        key_size, value_size, output_size = (query_size if x is None else x for x in sizes)
+        qk_size, vo_size = checked_sizes(qk_size=qk_size, vo_size=vo_size)
+        check_parameters(dtype, use_query_bias, use_key_bias, use_value_bias, use_output_bias)
         check_heads(num_heads, query_size, None in (qk_size, vo_size))
         qk_size = query_size // num_heads if qk_size is None else qk_size
         vo_size = query_size // num_heads if vo_size is None else vo_size
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}: each head of "
-                "key and value serves as many query heads."
-            )
+        num_kv_heads = as_kv_heads(num_kv_heads, num_heads)
         check_dropout(dropout_p)
         check_name("qk_norm", qk_norm, ("rms", "layer"))
         check_name("gating", gating, ("elementwise", "headwise"))
 
         # Equinox's keys. The fifth of a longer split, for the gate, is another one.
-        keys = jax.random.split(key, 4)
+        keys = split_key(key, 4)
         make = lambda i, size, features, bias: eqx.nn.Linear(
             size, features, use_bias=bias, dtype=dtype, key=keys[i]
         )
@@ -330,7 +330,7 @@ class MultiheadAttention(eqx.Module):
                 "inference=.",
                 stacklevel=3,  # below the named scope
             )
-        sizes = self.key_size, self.value_size
+        query, sizes = as_array(query, "query", 2), (self.key_size, self.value_size)
         key_, value = new_keys(query, key_, value, cache, counts, append, kv_positions, sizes)
         one, restore = cache is not None and query.ndim == 2, None
         if cache is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._misc import accumulation, as_array, Fixed, value_of
+from .._misc import accumulation, as_array, as_flag, as_int32, Fixed, value_of
 from ._rotary_scaling import AbstractRotaryScaling, plain_frequencies
 
 
@@ -59,14 +59,21 @@ def rotary(
         interleaved in the paper, in GPT-J and in Meta's Llama.
     """
     x = as_array(x, "x")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must be floating point, got {x.dtype}; cast it first.")
     if x.ndim < 3:
         raise ValueError(
             f"x must be [*batch, tokens, heads, dim], got shape {x.shape}; add a heads axis of "
             "size 1 for a single head."
         )
     dim = turned(dim, x.shape[-1])
-    theta = as_theta(theta)
+    theta, interleaved = as_theta(theta), as_flag(interleaved, "interleaved")
     _check_scaling(scaling)
+    positions = as_array(positions, "positions")
+    if jnp.issubdtype(positions.dtype, jnp.integer):
+        positions = as_int32(positions, "positions")
+    elif not jnp.issubdtype(positions.dtype, jnp.floating):
+        raise TypeError(f"positions must be integers or floats, got {positions.dtype}.")
     positions = jnp.asarray(positions)
     t, batch = x.shape[-3], x.shape[:-3]
     if positions.shape != (t,) and positions.shape != (*batch, t):
@@ -128,10 +135,10 @@ class Rotary(eqx.Module):
         self._theta = Fixed(theta) if isinstance(theta, float) else theta
         _check_scaling(scaling)
         if dim is not None:
-            turned(dim, max(dim, 0))
+            turned(dim, max(dim, 0) if isinstance(dim, int) else 0)
         self.scaling = scaling
         self.dim = dim
-        self.interleaved = interleaved
+        self.interleaved = as_flag(interleaved, "interleaved")
 
     @property
     def theta(self) -> Any:
@@ -160,7 +167,7 @@ def _check_scaling(scaling: Any) -> None:
 def turned(dim: int | None, size: int) -> int:
     """How many of `size` features turn. **Raises:** `ValueError` unless that is possible."""
     chosen = size if dim is None else dim
-    if not isinstance(chosen, int):
+    if not isinstance(chosen, int) or isinstance(chosen, bool):
         raise TypeError(f"dim must be an even int, or None for all features, got {dim!r}.")
     if chosen % 2 or not 0 <= chosen <= size:
         raise ValueError(
@@ -184,11 +191,9 @@ def as_theta(theta: Any) -> Any:
 
 def _angles(positions: Array, frequencies: Any, dtype: Any) -> Array:
     """`positions * frequencies` up to whole turns, `[*positions.shape, dim/2]`."""
-    if not jnp.issubdtype(positions.dtype, jnp.number) or jnp.iscomplexobj(positions):
-        raise TypeError(f"positions must be integers or floats, got {positions.dtype}.")
     exact = isinstance(frequencies, np.ndarray) and jnp.issubdtype(positions.dtype, jnp.integer)
     if exact and dtype == jnp.float32:
-        return _reduced_angles(positions.astype(jnp.int32), frequencies)
+        return _reduced_angles(positions, frequencies)
     frequencies = jnp.asarray(frequencies).astype(dtype)
     frequencies = frequencies.reshape((1,) * positions.ndim + frequencies.shape)
     return positions.astype(dtype)[..., None] * frequencies

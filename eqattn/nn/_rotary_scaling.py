@@ -12,6 +12,8 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
+from .._misc import as_flag
+
 
 def plain_frequencies(dim: int, theta: Any) -> Any:
     """`theta^(-2i/dim)` for each pair `i`, in radians per position."""
@@ -25,9 +27,12 @@ def _numbers(module: Any, least: float = 0.0) -> None:
     """Checks all fields that are numbers: finite and above `least`."""
     for name in module.__dataclass_fields__:
         value = getattr(module, name)
-        if value is None or isinstance(value, bool):
+        if name == "truncate":
+            as_flag(value, name)
             continue
-        if not isinstance(value, int | float | np.number):
+        if value is None and name == "attention_factor":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
             raise TypeError(f"{name} is a Python number: it is static. Got {value!r}.")
         if not least < value < math.inf:
             raise ValueError(f"{name} must be finite and above {least:g}, got {value}.")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._misc import as_array
+from .._misc import as_array, as_size
 from .._pairs import Operand
 from ._base import AbstractScore
 
@@ -28,12 +28,16 @@ class ALiBi(AbstractScore):
     @classmethod
     def geometric(cls, heads: int) -> "ALiBi":
         """The paper's slopes: `2^(-8 i / n)` for a power of two `n`, interleaved beyond it."""
-        if heads < 1:
-            raise ValueError(f"heads must be at least 1, got {heads}.")
+        heads = as_size(heads, "heads", least=1)
         power = 2 ** int(np.floor(np.log2(heads)))
         slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
         extra = [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
         return cls(jnp.asarray(slopes + extra, jnp.float32))
+
+    def __check_init__(self) -> None:
+        kinds = jnp.floating, jnp.integer
+        if not any(jnp.issubdtype(self.slopes.dtype, kind) for kind in kinds):
+            raise TypeError(f"slopes must be real numbers, got {self.slopes.dtype}.")
 
     def operands(self) -> tuple[Operand, ...]:
         return (Operand(self.slopes, "h"),)

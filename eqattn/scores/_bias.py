@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from .._misc import as_array
+from .._misc import as_array, check_floating
 from .._pairs import Operand
 from ._base import AbstractScore
 
@@ -17,6 +17,9 @@ class Bias(AbstractScore):
 
     finite_when_masked: ClassVar[bool] = True
     operand_name: ClassVar[str] = "bias"
+
+    def __check_init__(self) -> None:
+        check_floating(bias=self.bias)
 
     def operands(self) -> tuple[Operand, ...]:
         axes = "bhts"[4 - min(self.bias.ndim, 4) :]

@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
 
+from .._misc import as_number, as_size, as_sizes
+
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
@@ -77,6 +79,9 @@ def dropout_mask(
     - `batch_shape`, `heads`, `t`, `s`: the sizes of `[*b, h, t, s]`.
     - `rate`: the probability that a pair is dropped.
     """
+    rate = as_number(rate, "rate")
+    batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
+    t, s = as_size(t, "t"), as_size(s, "s")
     if not 0 <= rate < 1:
         raise ValueError(f"rate must be in [0, 1), got {rate}.")
     full = (*batch_shape, heads, t, s)

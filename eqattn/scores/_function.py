@@ -44,6 +44,8 @@ class ScoreFn(AbstractScore):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
         self._fn = fn if tree else Fixed(fn)
+        if not isinstance(arrays, tuple | list):
+            raise TypeError(f"arrays must be a tuple of Operands, got {type(arrays).__name__}.")
         self.arrays = tuple(arrays)
         for x in self.arrays:
             if not isinstance(x, Operand):

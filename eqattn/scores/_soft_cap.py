@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._misc import as_constant, concrete, with_constants
+from .._misc import as_array, as_constant, check_floating, concrete, with_constants
 from .._pairs import Operand
 from ._base import AbstractScore
 
@@ -26,6 +26,8 @@ class SoftCap(AbstractScore):
     finite_when_masked: ClassVar[bool] = True
 
     def __check_init__(self) -> None:
+        if isinstance(self.cap, bool) or not isinstance(self.cap, int | float):
+            check_floating(cap=as_array(self.cap, "cap"))
         cap = concrete(self.cap)
         if cap is not None and not (np.isfinite(cap).all() and (cap > 0).all()):
             raise ValueError(f"cap must be positive and finite, got {cap}.")

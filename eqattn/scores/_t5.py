@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_array
+from .._misc import as_array, as_flag, as_int, check_floating
 from .._pairs import Operand
 from ._base import AbstractScore
 
@@ -30,7 +30,10 @@ class T5Bias(AbstractScore):
     uses_distance: ClassVar[bool] = True
 
     def __check_init__(self) -> None:
+        as_flag(self.bidirectional, "bidirectional")
         shape, least = self.table.shape, 4 if self.bidirectional else 2
+        check_floating(table=self.table)
+        as_int(self.max_distance, "max_distance", least=1, static=True)
         if len(shape) != 2:
             raise ValueError(f"table must be [buckets, h], got shape {shape}.")
         if shape[0] < least:

@@ -2,7 +2,6 @@
 
 import abc
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from .._config.metadata import AttentionMetadata
 from .._config.partition import fitted, with_axes_kept
 from .._config.platform import Backend, Platform, RuntimeMode
+from .._misc import as_array, as_flag, as_size, REACH
 from .._output import AttentionOutput
 from .._problem.problem import named_mask
 from .._problem.storage import AbstractStored
@@ -68,7 +68,8 @@ class AttentionImpl(eqx.Module):
     def __check_init__(self) -> None:
         if not isinstance(self.metadata, AttentionMetadata):
             raise TypeError(
-                f"{type(self).__name__} is built from an AttentionMetadata, got {self.metadata!r}."
+                f"{type(self).__name__} is built from metadata, an AttentionMetadata, got "
+                f"{self.metadata!r}."
             )
 
     @classmethod
@@ -149,11 +150,7 @@ class AttentionImpl(eqx.Module):
             return_logsumexp=return_logsumexp,
             return_carry=return_carry,
         )
-        for name, flag in flags.items():
-            if isinstance(flag, jax.Array):
-                raise TypeError(
-                    f"{name} is True or False: it is static; use static_argnames of jit."
-                )
+        flags = {name: as_flag(flag, name) for name, flag in flags.items()}
         extras = dict(
             score=score,
             q_offset=q_offset,
@@ -305,10 +302,11 @@ class AttentionImpl(eqx.Module):
         **Returns:** the first that holds: `__insert__` if `insert`; `__autoregressive__` if there
         is one query; `__prefill__` if there is a cache; `__train__`.
         """
-        if not isinstance(insert, bool):
-            raise TypeError(f"insert is True or False: the mode is static. Got {insert!r}.")
+        insert, BTHD = as_flag(insert, "insert"), as_flag(BTHD, "BTHD")
+        if not hasattr(q, "shape"):
+            raise TypeError(f"q must be an array, got {q!r}.")
         if len(q.shape) < 3:
-            raise ValueError(f"A query has at least 3 axes (time, heads, dim), got {q.shape}.")
+            raise ValueError(f"The query q has at least 3 axes (time, heads, dim), got {q.shape}.")
         if insert:
             return RuntimeMode.INSERT
         if q.shape[-3 if BTHD else -2] == 1:
@@ -382,7 +380,8 @@ class AttentionImpl(eqx.Module):
         - `k`, `v`: `[*b, s, k, d]` and `[*b, s, k, v]`.
         - `num_reps`: query heads per key head, at least 1.
         """
-        num_reps = operator.index(num_reps)
+        k, v = (jnp.asarray(as_array(x, name)) for name, x in (("k", k), ("v", v)))
+        num_reps = as_size(num_reps, "num_reps", -REACH)
         if num_reps < 1 or k.ndim < 3 or k.shape[:-1] != v.shape[:-1]:
             raise ValueError(
                 f"repeat_kv_heads takes k [*b, s, k, d], v [*b, s, k, v] and num_reps >= 1, got "

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._config.metadata import AttentionMetadata
+from .._misc import as_flag
 from ..masks._base import AbstractMask
 from ._base import AttentionImpl
 
@@ -34,20 +35,12 @@ def choose_bias(mask: Any, bias: Any, init_bias: Callable[[], Array] | None) -> 
     return bias
 
 
-def check_static(inference: Any) -> None:
-    if not isinstance(inference, bool):
-        raise TypeError(
-            "inference (deterministic of forward_*) is True or False: it is static. Got "
-            f"{inference!r}."
-        )
-
-
 def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout_rng: Any) -> Any:
     """The key of a `forward_*`'s dropout, None where it is off.
 
     **Raises:** `ValueError` if dropout is on and there is no key.
     """
-    check_static(deterministic)
+    deterministic = as_flag(deterministic, "inference (deterministic of forward_*)")
     if dropout_rng is not None and not hasattr(dropout_rng, "dtype"):
         raise TypeError(f"key must be one key from jax.random.key, got {dropout_rng!r}.")
     if deterministic or metadata.dropout_prob == 0:

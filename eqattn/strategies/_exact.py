@@ -17,7 +17,7 @@ from .._closure import opened
 from .._config.partition import names_of
 from .._config.platform import Backend, Platform
 from .._jax import explicit_axes, sharding_of, typed_by_mesh
-from .._misc import as_int
+from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._pairs import over_block
 from .._problem.mesh import Manual, with_kernel
@@ -31,7 +31,7 @@ from ..masks._distance import check_distances
 from ..scores._base import AbstractScore
 from ..scores._function import ScoreFn
 from ._base import AttentionImpl
-from ._checks import check_static, choose_bias, choose_dropout_key
+from ._checks import choose_bias, choose_dropout_key
 
 
 _SCORE_FN = "a ScoreFn may hold what its compiler does not know"
@@ -46,9 +46,7 @@ class AbstractExact(AttentionImpl):
     precision: eqx.AbstractVar[Any]
 
     def __check_init__(self) -> None:
-        fused = getattr(self, "fused_backward", True)
-        if not isinstance(fused, bool):
-            raise TypeError(f"fused_backward is True or False, got {fused!r}.")
+        as_flag(getattr(self, "fused_backward", True), "fused_backward")
 
     forms_weights: ClassVar[bool] = False
     reads_stored: ClassVar[bool] = False
@@ -129,16 +127,14 @@ class AbstractExact(AttentionImpl):
         """Why a call with these features, of whatever shapes, would raise; or raises so itself."""
         self._check_blocks()
         given = {name: x for name, x in features.items() if x is not True}
-        check_static(features.get("inference", False))
+        as_flag(features.get("inference", False), "inference (deterministic of forward_*)")
         mask, scores = as_mask(given.get("mask")), as_scores(given.get("score"))
         check_distances(mask, *scores)
         as_bias(given.get("bias"))
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
             as_int(given["q_offset"], "q_offset")
-        if self.precision is not None:
-            one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-            jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=self.precision), one)
+        _check_precision(self.precision)
         self.key_shards()  # raises where there is no mesh that has the axes
         kernels = self._kernels()
         if kernels is None or not kernels.required:
@@ -198,14 +194,15 @@ class AbstractExact(AttentionImpl):
         """
         self._check_blocks()
         dropout_rng = choose_dropout_key(self.metadata, deterministic, dropout_rng)
+        wanted = {"outputs": True, "weights": as_flag(return_weights, "return_weights")}
+        wanted["logsumexp"] = as_flag(return_logsumexp, "return_logsumexp")
+        wanted["carry"] = as_flag(return_carry, "return_carry")
         if return_weights and not self.forms_weights:
             raise ValueError(self._without_weights())
         bias = choose_bias(mask, bias, init_bias)
         mask, score = opened(as_mask(mask)), opened(as_scores(score))
-        if causal:
+        if as_flag(causal, "causal"):
             mask = Causal() if mask is None else Causal() & mask
-        wanted = {"outputs": True, "weights": return_weights, "logsumexp": return_logsumexp}
-        wanted["carry"] = return_carry
         options = dict(
             mask=mask,
             bias=bias,
@@ -238,6 +235,8 @@ class AbstractExact(AttentionImpl):
             results = finish(spec, carry, weights, self.output_dtype(spec.query))
             return {name: results[name]() for name, needed in wanted.items() if needed}
 
+        _check_precision(self.precision)
+        q = jnp.asarray(as_array(q, "query"))
         args, partition = (self, q, k, v, options), None
         if explicit_axes(q):
             partition = _known_partition(q, k, v)
@@ -250,6 +249,18 @@ class AbstractExact(AttentionImpl):
             logsumexp=results.get("logsumexp"),
             carry=Carry(*results["carry"]) if return_carry else None,
         )
+
+
+def _check_precision(precision: Any) -> None:
+    if precision is None:
+        return
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"precision must be one of jax.lax.Precision, its name or None, got {precision!r}."
+        ) from e
 
 
 def operation_without_kernel(

@@ -71,9 +71,9 @@ class AttentionRegistry:
     @classmethod
     def get(cls, impl_name: str) -> "type[AttentionImpl]":
         """The class registered under a name. **Raises:** `ValueError` listing the names."""
-        if impl_name not in cls._registry:
+        if not isinstance(impl_name, str) or impl_name not in cls._registry:
             raise ValueError(
-                f"No strategy is called {impl_name!r}; the names are {cls.list_implementations()}."
+                f"No strategy has the name {impl_name!r}; there are {cls.list_implementations()}."
             )
         return cls._registry[impl_name]
 

@@ -11,7 +11,18 @@ from matplotlib.ticker import MaxNLocator
 from .._problem.problem import as_mask
 from .._sweep.grid import EMPTY, FULL, PARTIAL
 from ..masks._base import AbstractMask, block_table
-from ._style import BLUE, label_positions, legend, matrix, new_axes, ORANGE, PALE, percent, WHITE
+from ._style import (
+    BLUE,
+    label_positions,
+    legend,
+    matrix,
+    new_axes,
+    ORANGE,
+    PALE,
+    percent,
+    set_title,
+    WHITE,
+)
 
 
 _MOST_PAIRS = 2**24
@@ -85,10 +96,10 @@ def plot_mask(
         for draw, size, end in ((ax.axhline, block_q, t), (ax.axvline, block_k, s)):
             for at in range(0, end + 1, size):
                 draw(at, color="0.6", linewidth=0.5)
-    cells: dict[str, Any] = dict(interpolation="nearest", aspect="equal", extent=(0, s, t, 0))
+    cells: dict[str, Any] = dict(interpolation="nearest", aspect="auto", extent=(0, s, t, 0))
     ax.imshow(image, ListedColormap(colours), vmin=0, vmax=len(colours) - 1, **cells)
     label_positions(ax, t, s)
-    ax.set_title(_title(mask), fontsize="medium")
+    set_title(ax, _title(mask))
     legend(ax, shown)
     return ax
 
@@ -131,9 +142,9 @@ def plot_blocks(
     ax = new_axes(ax)
     ends = (0, table.shape[1] * block_k, table.shape[0] * block_q, 0)
     colours = ListedColormap([WHITE, ORANGE, BLUE])
-    ax.imshow(table, colours, vmin=0, vmax=2, interpolation="nearest", aspect="equal", extent=ends)
+    ax.imshow(table, colours, vmin=0, vmax=2, interpolation="nearest", aspect="auto", extent=ends)
     label_positions(ax, t, s)
-    ax.set_title(f"{_title(mask)}\nblocks of {block_q} x {block_k}", fontsize="medium")
+    set_title(ax, _title(mask), f"blocks of {block_q} x {block_k}")
     legend(ax, _classes(*((table == c).mean() for c in (EMPTY, PARTIAL, FULL))))
     return ax
 
@@ -179,6 +190,6 @@ def plot_heads(
     ax.set_xlabel(f"share of {block_q} x {block_k} blocks (%); the numbers: skipped")
     ax.set_ylabel("head")
     ax.yaxis.set_major_locator(MaxNLocator(16, integer=True))
-    ax.set_title(f"{_title(mask)}\n{t:,} queries x {s:,} keys", fontsize="medium")
+    set_title(ax, _title(mask), f"{t:,} queries x {s:,} keys")
     legend(ax, [(BLUE, "full"), (ORANGE, "partial"), (WHITE, "skipped")])
     return ax

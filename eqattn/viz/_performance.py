@@ -1,5 +1,6 @@
 """What attention takes: time, memory, and the work of a ring."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from .._ring.plan import RingPlan
 from .._tools.bench.cases import PEERS, Row
 from .._tools.bench.report import FILE
-from ._style import legend_below, LINES, new_axes
+from ._style import legend_below, LINES, new_axes, set_title
 
 
 def plot_scaling(
@@ -28,8 +29,9 @@ def plot_scaling(
     **Arguments:**
 
     - `source`: the path of the `.json` file.
-    - `figure`: a figure of the bench, such as `"time ms"` (CPU time of a call, in milliseconds) or
-        `"temp MiB"` (temporary memory, in mebibytes, as XLA reports it).
+    - `figure`: a figure of the bench, such as `"time ms"` (CPU time of a call, in milliseconds),
+        `"time / torch"` (relative to a library, also where the bench recorded the ratio to another)
+        or `"temp MiB"` (temporary memory, in mebibytes, as XLA reports it).
     - `case`: a name of cases, with `*` in the place of the length.
     - `ax`: where to draw; None: into a new figure.
 
@@ -39,7 +41,8 @@ def plot_scaling(
     """
     pattern = re.compile(re.escape(case).replace(r"\*", r"(\d+)"))
     rows, _ = FILE.read(Path(source))
-    lengths = {int(m[1]): row for row in rows if (m := _match(pattern, row, figure))}
+    relative = [_relative(row, figure) for row in rows]
+    lengths = {int(m[1]): row for row in relative if (m := _match(pattern, row, figure))}
     if not lengths:
         found = sorted({re.sub(r"-\d+-", "-*-", r.case) for r in rows if r.figure == figure})
         known = sorted({r.figure for r in rows})
@@ -61,13 +64,28 @@ def plot_scaling(
     ax.minorticks_off()
     ax.set_xlabel("length (tokens)")
     ax.set_ylabel(_FIGURES.get(figure, figure))
-    ax.set_title(case, fontsize="medium")
+    set_title(ax, case)
     ax.grid(linewidth=0.4, color="0.85")
     ax.legend(frameon=False)
     return ax
 
 
-_FIGURES = {"time ms": "CPU time of a call (ms)", "temp MiB": "temporary memory (MiB)"}
+_FIGURES = {
+    "time ms": "CPU time of a call (ms)",
+    "temp MiB": "temporary memory (MiB)",
+    "time / torch": "CPU time of a call, relative to PyTorch's",
+    "time / jax.nn": "CPU time of a call, relative to jax.nn's",
+}
+
+
+def _relative(row: Row, figure: str) -> Row:
+    """A row of times relative to some library, as one relative to that of the figure."""
+    kind, _, reference = figure.partition(" / ")
+    unit = row.values.get(reference)
+    if row.figure == figure or not (unit and row.figure.startswith(f"{kind} / ")):
+        return row
+    values = {name: x / unit for name, x in row.values.items()}
+    return dataclasses.replace(row, figure=figure, values=values)
 
 
 def _match(pattern: re.Pattern, row: Row, figure: str) -> re.Match | None:
@@ -113,7 +131,7 @@ def plot_ring(plan: RingPlan, *, ax: Axes | None = None) -> Axes:
     ax.set_xlabel("products of the forward, hops in lock step")
     ax.set_ylabel("device")
     title = f"{plan.layout}: the busiest device computes {plan.balance:.2f} times the mean"
-    ax.set_title(f"{title} ({plan.lock_step:.2f} in lock step)", fontsize="medium")
+    set_title(ax, f"{title} ({plan.lock_step:.2f} in lock step)")
     legend_below(
         ax,
         handles=[

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from .._tools.tpu_report.rows import FILE
-from ._style import legend_below, LINES, new_axes, ORANGE
+from ._style import legend_below, LINES, new_axes, ORANGE, set_title
 
 
 _UNITS = {
@@ -66,6 +66,6 @@ def plot_schedule(
     ax.grid(axis="x", linewidth=0.4, color="0.85")
     ax.set_axisbelow(True)
     ax.set_xlabel("busy, of a step's cycles")
-    ax.set_title(", ".join(f"{name} {v}" for name, v in versions.items()), fontsize="medium")
+    set_title(ax, ", ".join(f"{name} {v}" for name, v in versions.items()))
     legend_below(ax, ncols=4)
     return ax

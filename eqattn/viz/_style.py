@@ -7,7 +7,9 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
@@ -17,7 +19,7 @@ BLUE, ORANGE, PALE, WHITE = "#0072B2", "#E69F00", "#FBE7BD", "#FFFFFF"
 LINES = (BLUE, "#D55E00", "#009E73", "#CC79A7", "#000000")
 
 
-def new_axes(ax: Axes | None, width: float = 5.0, height: float = 4.6) -> Axes:
+def new_axes(ax: Axes | None, width: float = 5.0, height: float = 5.4) -> Axes:
     if ax is not None:
         return ax
     return plt.subplots(figsize=(width, height), layout="constrained")[1]
@@ -40,6 +42,43 @@ def legend(ax: Axes, colours: Sequence[tuple[str, str]]) -> None:
     patches = [Patch(facecolor=c, edgecolor="0.4", linewidth=0.6, label=t) for c, t in colours]
     columns = 2 if len(patches) == 4 else len(patches)
     legend_below(ax, handles=patches, ncols=columns, handlelength=1, columnspacing=1.2)
+
+
+def set_title(ax: Axes, *paragraphs: str) -> None:
+    """A title of at most three lines for each paragraph, as wide as the place of the axes.
+
+    Titles are centred over the axes and not cut at them: one that is wider than its place would
+    run into that of the next axes, or out of the figure.
+    """
+    spec = ax.get_subplotspec()
+    share = 1.0 if spec is None else len(spec.colspan) / spec.get_gridspec().ncols
+    points = 72 * 0.94 * share * figure_of(ax).get_figwidth()
+    font = FontProperties(size="medium")
+    lines = [line for text in paragraphs for line in _wrapped(text, points, font)]
+    ax.set_title("\n".join(lines), fontproperties=font)
+
+
+def _wrapped(text: str, points: float, font: FontProperties, most: int = 3) -> list[str]:
+    """The words of a text in lines of at most so many points, the last one cut if need be."""
+
+    def fits(line: str) -> bool:
+        width = TextPath((0, 0), line.replace("$", "S"), prop=font).get_extents().width
+        return bool(width <= points)
+
+    lines = [""]
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if fits(longer) or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    lines, cut = lines[:most], len(lines) > most
+    for i, line in enumerate(lines):
+        ending = "\u2026" if (cut and i == most - 1) or not fits(line) else ""
+        while ending and line and not fits(line + ending):
+            line = line[:-1]
+        lines[i] = line + ending
+    return lines
 
 
 def label_positions(ax: Axes, t: int, s: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from .._output import AttentionOutput
-from ._style import figure_of, label_positions, matrix, new_axes
+from ._style import figure_of, label_positions, matrix, new_axes, set_title
 
 
 def plot_weights(
@@ -46,7 +46,7 @@ def plot_weights(
     image = matrix(weights.reshape(-1, *weights.shape[-3:]), batch, head, "the weights")
     ax = new_axes(ax)
     ends = (0, s, t, 0)
-    drawn = ax.imshow(image, "cividis", vmin=0, interpolation="nearest", extent=ends)
+    drawn = ax.imshow(image, "cividis", vmin=0, interpolation="nearest", aspect="auto", extent=ends)
     figure_of(ax).colorbar(drawn, ax=ax, label="attention weight", shrink=0.9)
     label_positions(ax, t, s)
     for labels, size, axis, name in (
@@ -60,5 +60,5 @@ def plot_weights(
         turned = 90 if axis is ax.xaxis and max(map(len, labels)) > 1 else 0
         axis.set_ticks(np.arange(size) + 0.5, labels, rotation=turned, fontsize="small")
         axis.set_label_text(name)
-    ax.set_title(f"head {head}", fontsize="medium")
+    set_title(ax, f"head {head}")
     return ax

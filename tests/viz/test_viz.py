@@ -20,6 +20,7 @@ from eqattn import (
     Causal,
     Contiguous,
     Dense,
+    KeyPadding,
     MaskFn,
     ring_plan,
     Segments,
@@ -312,3 +313,34 @@ def test_a_strategy_without_weights_is_refused():
     out = attention(x, x, x, Blockwise(AttentionMetadata()))
     with pytest.raises(ValueError, match="return_weights"):
         viz.plot_weights(out)
+
+
+LONG = (
+    Causal()
+    & (SlidingWindow(1023, 0, sinks=64) | ~MaskFn(lambda b, h, q, k: k % 2 == 0))
+    & KeyPadding(60)
+)
+
+
+@pytest.mark.parametrize(
+    "mask", [Causal() & SlidingWindow(23, 0, sinks=4), LONG], ids=["short", "long"]
+)
+@pytest.mark.parametrize("size", [(9, 5), (10, 4), (6, 6), (9, 9), (14, 5), None], ids=str)
+def test_no_title_is_cut(mask, size):
+    """Neither by the border of the figure nor by the next axes, at any size."""
+    for draw in (viz.plot_mask, viz.plot_blocks):
+        if size is None:
+            axes = [draw(mask, 64)]
+        else:
+            _, axes = plt.subplots(1, 2, figsize=size, layout="constrained")
+            for ax in axes:
+                draw(mask, 64, ax=ax, block_q=8, block_k=8)
+        figure = axes[0].figure
+        figure.canvas.draw()
+        boxes = [ax.title.get_window_extent() for ax in axes]
+        inside = figure.bbox
+        for box, ax in zip(boxes, axes):
+            assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and box.y1 <= inside.y1
+            assert ax.get_legend().get_window_extent().y0 >= inside.y0
+        assert not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:]))
+        plt.close(figure)

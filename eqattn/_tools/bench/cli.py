@@ -12,6 +12,7 @@ from typing import Any
 
 from ..process import End, results
 from .cases import Case, choose, PEERS, Row
+from .record import DATA, record, TABLE
 from .report import FILE, markdown, plot, table
 
 
@@ -32,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peers", nargs="*", choices=PEERS, help="other libraries; None: those installed")
     add("--core", type=int, help="the core to run on; None: the last one")
     add("--out", type=Path, default=Path("eqattn-bench"), help="path of the .json and .png")
+    add(
+        "--record",
+        type=Path,
+        metavar="FOLDER",
+        help="measure all cases, accuracy too, and write what the documentation shows of them into "
+        "its folder: the table, and the data of the pictures",
+    )
     add("--markdown", type=Path, help="also write the table as Markdown")
 
 
@@ -41,6 +49,15 @@ def run(args: argparse.Namespace) -> int:
     **Returns:** 1 if a case failed, else 0. **Raises:** `ValueError` for bad arguments.
     """
     cases = choose(args.only, args.quick, args.accuracy)
+    if args.record is not None:
+        if (args.only and not args.quick) or args.accuracy:
+            raise ValueError(
+                "--record records everything in one run, as figures of several contradict each "
+                "other: leave out --only and --accuracy (with --quick, --only makes a trial)"
+            )
+        if not args.record.is_dir():
+            raise ValueError(f"--record: there is no folder {args.record}")
+        cases += choose([], args.quick, accuracy=True) if not args.only else []
     if args.list:
         print("\n".join(case.name for case in cases))
         return 0
@@ -66,7 +83,20 @@ def run(args: argparse.Namespace) -> int:
     for message in failed:
         print(f"failed: {message}", file=sys.stderr)
     _save(rows, machine, args)
+    if args.record is not None:
+        if failed:
+            print("not recorded: a case failed", file=sys.stderr)
+        else:
+            record(rows, machine, _command(args, rounds), args.record)
+            print(f"recorded: {args.record / DATA}, {args.record / TABLE}")
     return 1 if failed else 0
+
+
+def _command(args: argparse.Namespace, rounds: int) -> str:
+    """The command that measures the same again."""
+    parts = ["python -m eqattn bench", f"--record {args.record.name}", f"--rounds {rounds}"]
+    parts += ["--quick"] * args.quick + ([f"--only {' '.join(args.only)}"] if args.only else [])
+    return " ".join(parts + ([] if args.peers is None else [f"--peers {' '.join(args.peers)}"]))
 
 
 def _beside(out: Path, suffix: str) -> Path:
