@@ -73,11 +73,11 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(repr((self.file, self.tests, self.mutated())).encode()).hexdigest()[:24]
+        return hashlib.sha256(repr((self.file, self.mutated())).encode()).hexdigest()[:24]
 
     @property
     def of_tests(self) -> str:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(repr(self.tests).encode())
         for path in self.paths:
             path = ROOT / path
             for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

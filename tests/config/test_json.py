@@ -192,3 +192,14 @@ def test_importing_leaves_the_json_module_alone():
         assert json.JSONEncoder.default is before
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+@pytest.mark.parametrize("spoil", ["\n", " ", "*", "====", "\u00e9", "A"])
+def test_corrupt_base64(spoil):
+    """Characters that are no base64 are an error, not skipped; nor may any be missing."""
+    data = AttentionMetadata(softmax_aux=np.arange(3.0, dtype=np.float32)).to_dict()
+    text = data["softmax_aux"]["$array"]["base64"]
+    for corrupt in (text[:4] + spoil + text[4:], text[:-4]):
+        data["softmax_aux"]["$array"]["base64"] = corrupt
+        with pytest.raises(ValueError):
+            AttentionMetadata.from_dict(data)

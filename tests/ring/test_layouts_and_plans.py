@@ -6,7 +6,7 @@ import pytest
 
 from eqattn import attention, AttentionMetadata, AttentionRegistry, Causal, Segments, SlidingWindow
 from eqattn._ring.layout import Contiguous, ring_mesh, ring_order, Zigzag
-from eqattn._ring.plan import ring_plan
+from eqattn._ring.plan import ring_plan, span
 from eqattn.strategies.ring import Ring
 
 
@@ -124,3 +124,48 @@ def test_consecutive_devices_are_neighbours(sides):
     assert (abs(np.diff(path, axis=0)).sum(1) == 1).all()
     if len(sides) > 1 and any(n % 2 == 0 for n in sides):
         assert abs(path[0] - path[-1]).sum() == 1
+
+
+def test_plan_of_sizes():
+    """Every size is in the work and in the bytes: values of another size than keys, too."""
+    n, tokens, heads, kv_heads, d, v = 4, 64, 6, 2, 8, 20
+    sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=d, value_dim=v, batch=3)
+    plan = ring_plan(tokens, n, dtype=np.float16, **sizes)
+    own = tokens // n
+    assert plan.flops == ((2 * 3 * heads * own * own * (d + v),) * n,) * n
+    sent = 3 * own * kv_heads * (d + v)
+    assert plan.forward_bytes == (n - 1) * sent * 2
+    assert plan.backward_bytes == (n - 1) * sent * (2 + 4)
+    assert plan.exchange_bytes == 0
+    both = ring_plan(tokens, n, dtype=np.float16, group=2, **sizes)
+    assert both.flops == ((3 * heads * own * own * (d + v),) * n,) * n
+    assert both.forward_bytes == (n - 1) * sent
+    inputs = 3 * own // 2 * (heads * d + kv_heads * (d + v)) * 2
+    outputs = 3 * own // 2 * heads * (v + 1) * 4
+    assert both.exchange_bytes == (inputs + outputs) // 2
+    assert ring_plan(tokens, n, head_dim=8).flops == ring_plan(tokens, n, head_dim=8, value_dim=8).flops
+
+
+def test_plan_balance_by_hand():
+    plan = ring_plan(8, 2, mask=Causal(), head_dim=1, block=1)
+    assert plan.flops == ((4 * 10, 4 * 10), (0, 4 * 16))
+    assert plan.hop_balance == (1, 2) and plan.balance == (10 + 16) / 18
+    assert plan.lock_step == (10 + 16) / 18
+
+
+def test_span_is_the_shortest_way():
+    def live(n, shifts):
+        return np.array([[(i - j) % n in (0, *shifts) for j in range(n)] for i in range(n)])
+
+    for n, shifts, want in (
+        (8, (), (0, 0)),
+        (8, (1, 2), (2, 0)),
+        (8, (7,), (0, 1)),
+        (8, (1, 7), (1, 1)),
+        (8, (1, 2, 6, 7), (2, 2)),
+        (8, tuple(range(1, 8)), (7, 0)),
+        (5, (2, 4), (2, 1)),
+    ):
+        ahead, behind = span(live(n, shifts))
+        assert (ahead, behind) == want, (n, shifts)
+        assert all(s <= ahead or n - s <= behind for s in shifts)
