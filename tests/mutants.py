@@ -22,13 +22,16 @@ import shutil
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 RESULTS = ROOT / ".pytest_cache" / "eqattn-mutants.json"
-_ADDOPTS = "-m 'not slow' --strict-markers"  # the type checker would cost more than the tests
+# The type checker would cost more than the tests.
+_OPTIONS = ["-o", "addopts=-m 'not slow' --strict-markers"]
+_RUNS = 40  # of one process, whose memory grows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +109,25 @@ def check(chosen: list[Mutant]) -> list[str]:
     return [f"{m}: {problem}" for m in chosen if (problem := m.problem())]
 
 
-def _pytest(folder: str, arguments: list[str], log: str) -> None:
-    """Runs in a process of its own."""
+def _serve(folder: str, log: str, requests: Connection) -> None:
+    """Runs pytest, again and again, in a process of its own: what JAX has compiled stays. All that
+    lies in `folder` is imported anew each time.
+    """
     os.chdir(folder)
-    sys.path[:] = [folder, *[p for p in sys.path if Path(p).resolve() != ROOT and p != str(TESTS)]]
-    with open(log, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        import pytest
+    sys.path[:] = [folder, *[p for p in sys.path if Path(p).resolve() not in (ROOT, TESTS)]]
+    import pytest
 
-        code = pytest.main(arguments)
-        sys.stdout.flush()
-        os._exit(code)
+    while True:
+        arguments = requests.recv()
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(folder):
+                del sys.modules[name]
+        with open(log, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            code = int(pytest.main(arguments))
+            sys.stdout.flush()
+        requests.send(code)
 
 
 class Workplace:
@@ -128,29 +138,39 @@ class Workplace:
         self.log = folder / "log"
         ignored = shutil.ignore_patterns(".git", ".pytest_cache", ".hypothesis", ".venv", ".ci")
         shutil.copytree(ROOT, self.folder, ignore=ignored, symlinks=True)
-        # Programs that a mutant leaves as they are need not be compiled again.
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["pytest", "hypothesis", "equinox", "jaxtyping"])
+        self.worker, self.requests, self.runs = None, None, 0
 
     def run(self, tests: tuple[str, ...]) -> tuple[str, str]:
         """`"killed"`, `"survived"` or `"broken"`, and what pytest said last."""
-        arguments = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-o", f"addopts={_ADDOPTS}"]
-        arguments = [str(self.folder), [*arguments, *tests], str(self.log)]
-        process = self.context.Process(target=_pytest, args=arguments)
-        process.start()
-        process.join(self.timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            return "killed", f"nothing after {self.timeout:g} s"
+        if self.runs >= _RUNS:
+            self.stop()
+        if self.worker is None:
+            context = multiprocessing.get_context("spawn")
+            self.requests, theirs = context.Pipe()
+            arguments = str(self.folder), str(self.log), theirs
+            self.worker = context.Process(target=_serve, args=arguments, daemon=True)
+            self.worker.start()
+            theirs.close()
+        self.runs += 1
+        self.requests.send(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *_OPTIONS, *tests])
+        try:
+            if not self.requests.poll(self.timeout):
+                self.stop()
+                return "killed", f"nothing after {self.timeout:g} s"
+            code = self.requests.recv()
+        except EOFError:
+            self.stop()
+            return "killed", "the process died"
         lines = self.log.read_text(errors="replace").splitlines()
         said = [x for x in lines if x.startswith(("FAILED", "ERROR"))] or lines[-1:] or [""]
-        verdict = {0: "survived", 5: "broken", 4: "broken"}.get(process.exitcode, "killed")
-        return verdict, said[0][:200]
+        return {0: "survived", 4: "broken", 5: "broken"}.get(code, "killed"), said[0][:200]
+
+    def stop(self) -> None:
+        if self.worker is not None:
+            self.worker.kill()
+            self.worker.join()
+        self.worker, self.runs = None, 0
 
     def try_out(self, mutant: Mutant) -> tuple[str, str]:
         path = self.folder / "eqattn" / mutant.file
@@ -227,6 +247,7 @@ def run_all(todo: list[Mutant], known: dict, options: argparse.Namespace) -> Non
             known[m.key] = verdict, said, m.of_tests
             RESULTS.write_text(json.dumps(known, indent=1))
             bar.write(f"{verdict:>8}  {m}")
+        place.stop()
 
 
 if __name__ == "__main__":

@@ -63,6 +63,14 @@ def test_a_cache_takes_only_counts():
     assert cache.length.tolist() == [4, 2, 2]
 
 
+@pytest.mark.parametrize("name", ["dense", "int8"])
+def test_a_cache_reorders_all_that_it_has(name):
+    cache = MAKE[name](jnp.float32).append(*numbered(3), COUNTS)
+    moved = cache.reorder(jnp.array([2, 2, 0]))
+    for x, y in zip(jax.tree.leaves(moved), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(x, np.asarray(y)[np.array([2, 2, 0])])
+
+
 def test_a_layer_writes_to_no_other():
     stacked = StackedKVCache.empty(3, B, 64, K, D, V)
     after = stacked.layer(1).append(*numbered(3), COUNTS).stack
@@ -92,9 +100,9 @@ def test_pages_hold_only_counts(stored):
         want = [[3, 11], [211, 0], [201, 202], [1, 2], [111, 112]]
         assert content(cache.key_pages) == content(cache.value_pages) == want
     else:
-        scales = np.asarray(cache.key_pages.scales).reshape(5, 2, K)[..., 0] * 127
-        want = [[3, 11], [211, 0], [201, 202], [1, 2], [111, 112]]
-        np.testing.assert_allclose(scales, want, rtol=1e-6)
+        scales = np.asarray(cache.key_pages.scales).reshape(5, 2, K) * 127
+        want = np.array([[3, 11], [211, 0], [201, 202], [1, 2], [111, 112]])
+        np.testing.assert_allclose(scales, want[..., None].repeat(K, -1), rtol=1e-6)
     assert cache.length.tolist() == [4, 2, 3]
 
 
