@@ -56,7 +56,7 @@ MUTANTS = [
             ("return Interval(known & odd, ~known | odd)", "return Interval(known & odd, odd)"),
             ("lo = xp_of(v.lo).where(v.lo >= zero, zero, least)", "lo = v.lo"),
             ("return Interval(~a.hi, ~a.lo)", "return Interval(~a.lo, ~a.hi)"),
-            ("ok = (n.lo >= zero) & (n.lo < bits)", "ok = n.lo >= zero"),
+            ("ok = (n.lo >= zero) & (n.lo < bits)", "ok = n.lo >= zero", "of shifts by all bits or more, NumPy makes what XLA does"),
             ("ok = (n.lo >= zero) & (n.lo < bits)", "ok = n.lo < bits"),
             ("sure = ok & fits(a, n0, dtype)", "sure = ok"),
             ("return (a.hi <= (most >> n)) & (a.lo >= (least >> n))", "return a.hi <= (most >> n)"),

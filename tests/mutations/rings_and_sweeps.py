@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     (
         "_ring/plan.py",
-        "ring/test_against_oracle.py ring/test_contexts.py -k 'window or position or oracle'",
+        "ring/test_layouts_and_plans.py -k reach",
         [
             ("if any(x is not None for x in explicit):", "if False:"),
             ("block_ends(t, chunks, problem.q_start, pieces)", "block_ends(t, chunks, 0, pieces)"),
