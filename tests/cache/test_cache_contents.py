@@ -13,7 +13,9 @@ from eqattn.cache import KVCache, PagedKVCache, RingBufferCache, StackedKVCache
 def numbered(t, first=1):
     """Keys and values that say which token of which row they are: `100 row + token`."""
     numbers = 100.0 * np.arange(B)[:, None] + first + np.arange(t)
-    one = lambda size: jnp.asarray(np.broadcast_to(numbers[..., None, None], (B, t, K, size)), float)
+    one = lambda size: jnp.asarray(
+        np.broadcast_to(numbers[..., None, None], (B, t, K, size)), float
+    )
     return one(D).astype(jnp.float32), one(V).astype(jnp.float32)
 
 

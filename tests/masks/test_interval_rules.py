@@ -39,7 +39,9 @@ def edges(dtype) -> np.ndarray:
         pool |= {-9, -4, -1, 0, 1, 2, 3, 4, 7, info.bits - 1, info.bits}
         return np.array(sorted(x for x in pool if info.min <= x <= info.max), dtype)
     info = jnp.finfo(dtype)
-    most, tiny, least = (float(x) for x in (info.max, info.smallest_normal, info.smallest_subnormal))
+    most, tiny, least = (
+        float(x) for x in (info.max, info.smallest_normal, info.smallest_subnormal)
+    )
     pool = [0.1, 1.0, 1.0 + float(info.eps), 3.0, 255.5, 2.0**31, most, np.inf, tiny, least]
     return np.array(sorted([0.0, *pool, *(-x for x in pool)])).astype(dtype)
 
@@ -257,9 +259,7 @@ def test_rules_are_sound_when_traced(dtype):
 
 @pytest.mark.parametrize("old", ["bool", *INTS, *FLOATS])
 def test_casts_are_sound(old):
-    casts = {
-        new: lambda x, new=new: x.astype(jnp.dtype(new)) for new in ("bool", *INTS, *FLOATS)
-    }
+    casts = {new: lambda x, new=new: x.astype(jnp.dtype(new)) for new in ("bool", *INTS, *FLOATS)}
     for points in (False, True):
         check_sound(casts, Cells(old, 0, points))
 
@@ -368,9 +368,9 @@ WITHOUT_WRAPPING = {
     "rem": (lax.rem, np.fmod),
     "shift_left": (lax.shift_left, lambda x, y: x << np.clip(y, 0, 62)),
     "shift_right": (
-        lambda x, y: (lax.shift_right_arithmetic if x.dtype == np.int8 else lax.shift_right_logical)(
-            x, y
-        ),
+        lambda x, y: (
+            lax.shift_right_arithmetic if x.dtype == np.int8 else lax.shift_right_logical
+        )(x, y),
         lambda x, y: x >> y,
     ),
 }
@@ -403,7 +403,12 @@ def test_integers_that_do_not_wrap_are_exact(dtype, name):
 
 def test_signs_and_squares_that_do_not_wrap_are_exact():
     x = np.arange(-128, 128)
-    for fn, values in ((jnp.abs, abs(x)), (jnp.square, x * x), (lax.neg, -x), (jnp.sign, np.sign(x))):
+    for fn, values in (
+        (jnp.abs, abs(x)),
+        (jnp.square, x * x),
+        (lax.neg, -x),
+        (jnp.sign, np.sign(x)),
+    ):
         cells = Cells("int8", 0)
         got = interpreted(fn, [cells])
         first = lambda i: int(cells.values[i])  # noqa: B023
@@ -468,7 +473,9 @@ def test_a_namesake_that_differs_in_one_constant():
 
     def remainder(x, n):
         r = lax.rem(x, n)
-        one = lax.bitwise_and(lax.ne(r, jnp.int32(1)), lax.ne(lax.lt(r, jnp.int32(0)), lax.lt(n, jnp.int32(0))))
+        one = lax.bitwise_and(
+            lax.ne(r, jnp.int32(1)), lax.ne(lax.lt(r, jnp.int32(0)), lax.lt(n, jnp.int32(0)))
+        )
         return lax.select(one, r + n, r)
 
     assert division.params["name"] == "remainder"

@@ -338,7 +338,9 @@ def test_indices_of_a_devices_own_batch_elements_and_heads():
     at = np.arange(24, dtype=np.int32)[None]
     b, h = np.array([3, 1], np.int32), np.array([2, 0], np.int32)
     got = classify(mask, q_positions=at, kv_positions=at, indices=(b, h), **sizes)
-    want = (at[0, ::8] < 8 * b[:, None])[:, None, None] & (at[0, ::8] < 8 * h[:, None])[None, :, :, None]
+    want = (at[0, ::8] < 8 * b[:, None])[:, None, None] & (at[0, ::8] < 8 * h[:, None])[
+        None, :, :, None
+    ]
     np.testing.assert_array_equal(got, 2 * want)
     traced = jax.jit(
         lambda b, h: classify(mask, q_positions=at, kv_positions=at, indices=(b, h), **sizes)

@@ -1,4 +1,5 @@
 """Mutants of the Carry and of caches."""
+# fmt: off
 
 CONTENTS = "cache/test_cache_contents.py"
 

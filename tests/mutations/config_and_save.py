@@ -1,4 +1,5 @@
 """Mutants of the configuration, of JSON and of saved files."""
+# fmt: off
 
 MUTANTS = [
     (

@@ -1,4 +1,5 @@
 """Mutants of the interval rules."""
+# fmt: off
 
 # A dtype of each kind: the others are treated alike.
 OTHERS = "int16 uint16 uint32 int64 uint64 float64".split()

@@ -1,4 +1,5 @@
 """Mutants of the kernels: their lists of pairs, their programs and their steps."""
+# fmt: off
 
 LISTS = "kernels/test_tpu_lists.py"
 VALUES = "kernels/test_tpu_values.py"

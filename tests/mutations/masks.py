@@ -1,4 +1,5 @@
 """Mutants of masks and of pair functions."""
+# fmt: off
 
 MASKS = "masks/test_masks.py -k 'definition or algebra or positions or sparsity or live or batch or errors'"
 TREES = "masks/test_masks.py -k 'tree'"

@@ -1,4 +1,5 @@
 """Mutants of one call: its operands, blocks and classes."""
+# fmt: off
 
 CALLS = "strategies/test_laws.py problem/test_attention_errors.py"
 

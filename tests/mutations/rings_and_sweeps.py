@@ -1,4 +1,5 @@
 """Mutants of the visits of blocks, around rings too, and of what a ring is planned to do."""
+# fmt: off
 
 SUMS = "sweep/test_rotation.py sweep/test_sweep.py"
 FOLDS = "strategies/test_laws.py sweep/test_transforms.py sweep/test_sweep.py"

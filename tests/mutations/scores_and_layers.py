@@ -1,4 +1,5 @@
 """Mutants of scores, dropout and layers."""
+# fmt: off
 
 SCORES = "scores/test_scores.py"
 DROPOUT = "scores/test_dropout.py"

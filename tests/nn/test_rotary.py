@@ -337,7 +337,8 @@ def test_errors(call, kind, message):
 @pytest.mark.parametrize("truncate", [False, True])
 @pytest.mark.parametrize("dim", [4, 8, 32])
 @pytest.mark.parametrize(
-    "length, fast, slow", [(4096, 32.0, 1.0), (16, 32.0, 1.0), (10**7, 1e5, 1e-6), (10**6, 8e4, 9e4)]
+    "length, fast, slow",
+    [(4096, 32.0, 1.0), (16, 32.0, 1.0), (10**7, 1e5, 1e-6), (10**6, 8e4, 9e4)],
 )
 def test_bounds_of_yarn(dim, length, fast, slow, truncate):
     """The mix begins at the first pair at the earliest, and ends at the last feature at the

@@ -161,7 +161,10 @@ def test_plan_of_sizes():
     inputs = 3 * own // 2 * (heads * d + kv_heads * (d + v)) * 2
     outputs = 3 * own // 2 * heads * (v + 1) * 4
     assert both.exchange_bytes == (inputs + outputs) // 2
-    assert ring_plan(tokens, n, head_dim=8).flops == ring_plan(tokens, n, head_dim=8, value_dim=8).flops
+    assert (
+        ring_plan(tokens, n, head_dim=8).flops
+        == ring_plan(tokens, n, head_dim=8, value_dim=8).flops
+    )
 
 
 def test_plan_counts_what_goes_both_ways():

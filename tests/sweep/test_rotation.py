@@ -45,9 +45,7 @@ def test_sums_around_a_ring(n, ahead, behind, unroll):
 
     def run(r, c):
         layout = Layout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring)
-        return tuple(
-            sweep({FULL: f}, [r, c], [(ROW,), (COL,)], [(ROW,), (COL,)], layout=layout)
-        )
+        return tuple(sweep({FULL: f}, [r, c], [(ROW,), (COL,)], [(ROW,), (COL,)], layout=layout))
 
     of_rows, of_columns = in_ring(n, run, (rows, columns), P("sp"), P("sp"))
     one, two = (np.asarray(x) for x in f(rows[:, None], columns[None]))
