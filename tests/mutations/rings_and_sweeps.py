@@ -171,4 +171,17 @@ MUTANTS = [
             ("return total / jnp.where(weight == 0, 1, weight)", "return total / weight"),
         ],
     ),
+    (
+        "strategies/_sharded.py",
+        "ring/test_programs.py -k 'hops or zigzag'",
+        [
+            ("unroll = not self.metadata.scan_ring_attention", "unroll = False"),
+            ("unroll = not self.metadata.scan_ring_attention", "unroll = self.metadata.scan_ring_attention"),
+        ],
+    ),
+    (
+        "strategies/_fold.py",
+        "ring/test_programs.py -k 'hops'",
+        [("ring = Rotation(axis, n, ahead, behind, unroll)", "ring = Rotation(axis, n, ahead, behind)")],
+    ),
 ]
