@@ -99,7 +99,7 @@ MESH_OF_16 = """
 import sys
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh
-from eqattn._metadata import AttentionMetadata
+from eqattn import AttentionMetadata
 devices = np.array(jax.devices())[::-1].reshape(2, 8)  # not in the default order
 types = (AxisType.Explicit, AxisType.Auto)
 m = AttentionMetadata(mesh=Mesh(devices, ("dp", "sp"), axis_types=types))
@@ -188,7 +188,7 @@ def test_importing_leaves_the_json_module_alone():
     code = """
         import json
         before = json.JSONEncoder.default
-        import eqattn._serialise, eqattn._metadata
+        import eqattn, eqattn._config.json
         assert json.JSONEncoder.default is before
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
