@@ -29,6 +29,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """What one module compiled is of little use to the next, and adds up to gigabytes a worker."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):

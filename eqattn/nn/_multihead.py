@@ -166,7 +166,7 @@ class MultiheadAttention(eqx.Module):
         """
         num_heads, query_size = checked_sizes(num_heads=num_heads, query_size=query_size)
         sizes = checked_sizes(key_size=key_size, value_size=value_size, output_size=output_size)
-        key_size, value_size, output_size = (query_size if x is None else x for x in sizes)
+        key_size, value_size, output_size = (int(query_size if x is None else x) for x in sizes)
         qk_size, vo_size = checked_sizes(qk_size=qk_size, vo_size=vo_size)
         check_parameters(dtype, use_query_bias, use_key_bias, use_value_bias, use_output_bias)
         check_heads(num_heads, query_size, None in (qk_size, vo_size))

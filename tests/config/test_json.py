@@ -99,7 +99,7 @@ MESH_OF_16 = """
 import sys
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh
-from eqattn._config.metadata import AttentionMetadata
+from eqattn import AttentionMetadata
 devices = np.array(jax.devices())[::-1].reshape(2, 8)  # not in the default order
 types = (AxisType.Explicit, AxisType.Auto)
 m = AttentionMetadata(mesh=Mesh(devices, ("dp", "sp"), axis_types=types))
@@ -188,7 +188,18 @@ def test_importing_leaves_the_json_module_alone():
     code = """
         import json
         before = json.JSONEncoder.default
-        import eqattn._config.json, eqattn._config.metadata
+        import eqattn, eqattn._config.json
         assert json.JSONEncoder.default is before
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+@pytest.mark.parametrize("spoil", ["\n", " ", "*", "====", "\u00e9", "A"])
+def test_corrupt_base64(spoil):
+    """Characters that are no base64 are an error, not skipped; nor may any be missing."""
+    data = AttentionMetadata(softmax_aux=np.arange(3.0, dtype=np.float32)).to_dict()
+    text = data["softmax_aux"]["$array"]["base64"]
+    for corrupt in (text[:4] + spoil + text[4:], text[:-4]):
+        data["softmax_aux"]["$array"]["base64"] = corrupt
+        with pytest.raises(ValueError):
+            AttentionMetadata.from_dict(data)

@@ -298,8 +298,7 @@ def test_import_and_construction_start_no_backend():
     result = run(
         """
         import numpy as np, jax
-        from eqattn._config.metadata import AttentionMetadata
-        from eqattn.strategies._registry import AttentionRegistry
+        from eqattn import AttentionMetadata, AttentionRegistry
         from jax.sharding import AbstractMesh
         m = AttentionMetadata("bfloat16", mesh=AbstractMesh((2,), ("sp",)), platform="tpu",
             softmax_scale=0.1, softmax_aux=np.zeros(3, np.float32), logits_soft_cap=3)

@@ -124,3 +124,27 @@ def test_cores_do_not_share_a_list(monkeypatch):
     assert _work.merged_axes(Layout((2, 3, 64, 32), (8, 8), ())) == ()
     monkeypatch.setattr(_work, "cores", lambda: 2)
     assert _work.merged_axes(layout) == ()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "keys, rows, corner",
+    [(1024, 1024, 512), (1024, 512, 512), (512, 512, 256), (1024, 768, 384), (1024, 1280, 640),
+     (768, 512, 256), (2048, 1024, 512), (1536, 1024, 512), (1024, 1024, 0), (1024, 1024, 1024)],
+)  # fmt: skip
+def test_windows_of_a_corner_are_all_of_it_or_none(keys, rows, corner, masked):
+    """A window that straddles the edge of a corner holds pairs that are visible."""
+    layout = Layout((1, 1, 1, 1), (keys, rows), (), corner=corner)
+    inside = np.zeros((keys, rows), int)
+    for at, to in _step.skipped(layout, masked):
+        inside[at, to] += 1
+    of_corner = np.zeros((keys, rows), int)
+    of_corner[keys // 2 :, :corner] = 1
+    assert (inside == 0).all() or (inside == of_corner).all()
+    covered = np.zeros((keys, rows), int)
+    for at, to in _step.windows(keys, rows, masked):
+        covered[at, to] += 1
+    assert (covered == 1).all()
+    size = _step.WINDOW // 2 if masked else _step.WINDOW
+    if keys == 1024 and rows % size == corner % size == 0:
+        assert inside.sum() == keys // 2 * corner

@@ -329,3 +329,33 @@ def test_sound_for_random_functions_of_64_bits():
 
     with jax.enable_x64(True):
         run()
+
+
+def test_indices_of_a_devices_own_batch_elements_and_heads():
+    """`b` and `h` are what `indices` says, not `0, 1, ...`"""
+    mask = MaskFn(lambda b, h, q, k: (k < 8 * b) & (q < 8 * h))
+    sizes: dict[str, Any] = dict(block_q=8, block_k=8, batch_shape=(2,), heads=2, kv_heads=2)
+    at = np.arange(24, dtype=np.int32)[None]
+    b, h = np.array([3, 1], np.int32), np.array([2, 0], np.int32)
+    got = classify(mask, q_positions=at, kv_positions=at, indices=(b, h), **sizes)
+    want = (at[0, ::8] < 8 * b[:, None])[:, None, None] & (at[0, ::8] < 8 * h[:, None])[
+        None, :, :, None
+    ]
+    np.testing.assert_array_equal(got, 2 * want)
+    traced = jax.jit(
+        lambda b, h: classify(mask, q_positions=at, kv_positions=at, indices=(b, h), **sizes)
+    )
+    np.testing.assert_array_equal(traced(b, h), 2 * want)
+    one = classify(mask, q_positions=at, kv_positions=at, indices=(b, None), **sizes)
+    np.testing.assert_array_equal(one[:, 0], 0 * want[:, 0])
+    np.testing.assert_array_equal(one[:, 1, 0], 2 * (at[0, ::8] < 8 * b[:, None]))
+
+
+def test_blocks_of_grouped_heads_are_full_only_where_all_are():
+    mask = MaskFn(lambda b, h, q, k: (h % 2 == 0) | (q >= k))
+    at = np.arange(16, dtype=np.int32)[None]
+    sizes: dict[str, Any] = dict(block_q=8, block_k=8, batch_shape=(), heads=2)
+    together = classify(mask, q_positions=at, kv_positions=at, kv_heads=1, **sizes)
+    np.testing.assert_array_equal(together[0, 0], [[1, 1], [2, 1]])
+    apart = classify(mask, q_positions=at, kv_positions=at, kv_heads=2, **sizes)
+    np.testing.assert_array_equal(apart[0], [[[2, 2], [2, 2]], [[1, 0], [2, 1]]])

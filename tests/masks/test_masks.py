@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqattn.masks._base import And, Dense, Not, Or
+from eqattn.masks._base import And, Dense, live_blocks, Not, Or
 from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
 from eqattn.masks._function import MaskFn
 from eqattn.masks._padding import KeyPadding, QueryPadding
@@ -358,3 +358,58 @@ def test_x64():
         )
         assert mask.as_array(5, 5, batch_shape=(2,)).shape == (2, 1, 5, 5)
         assert mask.sparsity(5, 5, batch_shape=(2,), block_q=2, block_k=2).full >= 0
+
+
+@pytest.mark.parametrize("shape", ["chain", "random", "star of chains"])
+@pytest.mark.parametrize("n", [1, 3, 9, 17, 40])
+def test_every_ancestor_of_a_tree_is_seen(n, shape):
+    """However deep the tree is, known while tracing or not."""
+    rng = np.random.default_rng(n)
+    parents = np.arange(n) - 1
+    if shape == "random":
+        order = rng.permutation(n)  # a parent may come after its child
+        parents = np.full(n, -1)
+        parents[order[1:]] = [order[rng.integers(0, i)] for i in range(1, n)]
+    elif shape == "star of chains":
+        parents = np.where(np.arange(n) % 7 == 0, -1, parents)
+    want = np.eye(n, dtype=bool)
+    for i in range(n):
+        at = parents[i]
+        while at >= 0:
+            want[i, at], at = True, parents[at]
+    got = Tree(parents).as_array(n, n)[0]
+    np.testing.assert_array_equal(got, want)
+    traced = jax.jit(lambda p: Tree(p).as_array(n, n)[0])(jnp.asarray(parents))
+    np.testing.assert_array_equal(traced, want)
+
+
+LIVE = {
+    "causal": Causal(),
+    "window": SlidingWindow(3, 1),
+    "and": Causal() & SlidingWindow(3, None),
+    "or": SlidingWindow(2, 0) | SlidingWindow(None, -0) & KeyPadding(4),
+    "or of apart": SlidingWindow(0, 0) | MaskFn(lambda b, h, q, k: k >= q + 8),
+    "or in and": Causal() & (SlidingWindow(1, 0) | MaskFn(lambda b, h, q, k: k < 2)),
+    "not": ~Causal(),
+    "per head": MaskFn(lambda b, h, q, k: (h == 1) & (k == q)),
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_live_blocks(name):
+    """What a ring may leave out: blocks of positions none of whose pairs is visible."""
+    n, size = 6, 2
+    ends = np.stack([np.arange(n) * size, np.arange(n) * size + size - 1], 1)
+    got = live_blocks(LIVE[name], ends, ends, (2,), 2, 2)
+    whole = np.asarray(LIVE[name].as_array(n * size, n * size, batch_shape=(2,), heads=2))
+    want = whole.any((0, 1)).reshape(n, size, n, size).any((1, 3))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_live_blocks_of_arrays_may_be_anything():
+    ids = Segments(np.arange(12, dtype=np.int32)[None])
+    ends = np.stack([np.arange(6) * 2, np.arange(6) * 2 + 1], 1)
+    causal = live_blocks(Causal(), ends, ends, (1,), 1, 1)
+    for mask, want in ((None, True), (ids, True), (ids & Causal(), causal), (ids | Causal(), True)):
+        got = live_blocks(mask, ends, ends, (1,), 1, 1)
+        np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))

@@ -4,9 +4,18 @@ import jax
 import numpy as np
 import pytest
 
-from eqattn import attention, AttentionMetadata, AttentionRegistry, Causal, Segments, SlidingWindow
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    AttentionRegistry,
+    Causal,
+    QueryPadding,
+    Segments,
+    SlidingWindow,
+)
+from eqattn._problem.problem import problem
 from eqattn._ring.layout import Contiguous, ring_mesh, ring_order, Zigzag
-from eqattn._ring.plan import ring_plan
+from eqattn._ring.plan import reach, ring_plan, span
 from eqattn.strategies.ring import Ring
 
 
@@ -48,6 +57,15 @@ def test_layouts_are_static():
 def test_tokens_that_do_not_divide_raise(layout):
     with pytest.raises(ValueError, match="pad them to a multiple"):
         layout.positions(7, 4)
+    with pytest.raises(ValueError, match="at least 1 device"):
+        layout.positions(8, 0)
+
+
+def test_a_device_has_whole_chunks():
+    """Two of them in zigzag: tokens for one of each device are too few."""
+    assert Contiguous().chunk_size(12, 4) == 3 and Zigzag().chunk_size(16, 4) == 2
+    with pytest.raises(ValueError, match="pad them to a multiple of 8"):
+        Zigzag().positions(12, 4)
 
 
 def test_plan_pads_contiguous_tokens():
@@ -124,3 +142,80 @@ def test_consecutive_devices_are_neighbours(sides):
     assert (abs(np.diff(path, axis=0)).sum(1) == 1).all()
     if len(sides) > 1 and any(n % 2 == 0 for n in sides):
         assert abs(path[0] - path[-1]).sum() == 1
+
+
+def test_plan_of_sizes():
+    """Every size is in the work and in the bytes: values of another size than keys, too."""
+    n, tokens, heads, kv_heads, d, v = 4, 64, 6, 2, 8, 20
+    sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=d, value_dim=v, batch=3)
+    plan = ring_plan(tokens, n, dtype=np.float16, **sizes)
+    own = tokens // n
+    assert plan.flops == ((2 * 3 * heads * own * own * (d + v),) * n,) * n
+    sent = 3 * own * kv_heads * (d + v)
+    assert plan.forward_bytes == (n - 1) * sent * 2
+    assert plan.backward_bytes == (n - 1) * sent * (2 + 4)
+    assert plan.exchange_bytes == 0
+    both = ring_plan(tokens, n, dtype=np.float16, group=2, **sizes)
+    assert both.flops == ((3 * heads * own * own * (d + v),) * n,) * n
+    assert both.forward_bytes == (n - 1) * sent
+    inputs = 3 * own // 2 * (heads * d + kv_heads * (d + v)) * 2
+    outputs = 3 * own // 2 * heads * (v + 1) * 4
+    assert both.exchange_bytes == (inputs + outputs) // 2
+    assert (
+        ring_plan(tokens, n, head_dim=8).flops
+        == ring_plan(tokens, n, head_dim=8, value_dim=8).flops
+    )
+
+
+def test_plan_counts_what_goes_both_ways():
+    """Columns that travel down the ring are sent, too, and heads that a group must repeat."""
+    mask = Causal() & SlidingWindow(100, 0)
+    plan = ring_plan(4096, 16, layout=Zigzag(), mask=mask, head_dim=4, dtype=np.float16)
+    assert plan.shifts == (0, 1, -1) and plan.forward_bytes == 2 * 256 * 8 * 2
+    repeated = ring_plan(64, 4, heads=4, kv_heads=1, group=2, head_dim=4, dtype=np.float16)
+    assert repeated.forward_bytes == 3 * 8 * 2 * 8 * 2
+
+
+def test_plan_balance_is_over_the_mean():
+    plan = ring_plan(12, 3, mask=QueryPadding(5), head_dim=1, block=1)
+    assert [sum(x) // 4 for x in zip(*plan.flops)] == [48, 12, 0]
+    assert plan.balance == pytest.approx(48 / 20)
+
+
+def test_plan_balance_by_hand():
+    plan = ring_plan(8, 2, mask=Causal(), head_dim=1, block=1)
+    assert plan.flops == ((4 * 10, 4 * 10), (0, 4 * 16))
+    assert plan.hop_balance == (1, 2) and plan.balance == (10 + 16) / 18
+    assert plan.lock_step == (10 + 16) / 18
+
+
+def test_span_is_the_shortest_way():
+    def live(n, shifts):
+        return np.array([[(i - j) % n in (0, *shifts) for j in range(n)] for i in range(n)])
+
+    for n, shifts, want in (
+        (8, (), (0, 0)),
+        (8, (1, 2), (2, 0)),
+        (8, (7,), (0, 1)),
+        (8, (1, 7), (1, 1)),
+        (8, (1, 2, 6, 7), (2, 2)),
+        (8, tuple(range(1, 8)), (7, 0)),
+        (5, (2, 4), (2, 1)),
+    ):
+        ahead, behind = span(live(n, shifts))
+        assert (ahead, behind) == want, (n, shifts)
+        assert all(s <= ahead or n - s <= behind for s in shifts)
+
+
+def test_reach_of_a_call():
+    """How far columns travel follows from known offsets; positions may be anything."""
+    q = jax.numpy.zeros((1, 8, 1, 4))
+
+    def far(mask=SlidingWindow(2, 0), **kwargs):
+        made = problem(q, q, q, AttentionMetadata(), mask=mask, **kwargs)
+        return reach(made, Contiguous(), 4, 1)
+
+    assert far() == (1, 0) and far(Causal()) == (3, 0) and far(SlidingWindow(0, 2)) == (0, 1)
+    assert far(q_offset=4) == (0, 2)  # the first device's queries see the second and third's keys
+    assert far(q_positions=np.arange(8)) == far(kv_positions=np.arange(8)) == (3, 0)
+    assert far(q_offset=np.array([4])) == (3, 0)

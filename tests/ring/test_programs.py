@@ -103,6 +103,20 @@ def test_moves_of_the_forward():
         assert not any(dtype == "f16" for dtype, _ in counts), counts
 
 
+def test_hops_are_a_loop_unless_asked_to_be_written_out():
+    """`scan_ring_attention`: whether a program holds the moves of one hop or those of all."""
+    n = 8
+
+    def moves(scan):
+        s = strategy(Ring, runtime_dtype=jnp.float32, scan_ring_attention=scan)
+        fn = lambda q, k, v: attention(q, k, v, s, mask=m.Causal()).attention_outputs
+        with jax.set_mesh(mesh_of(n)):
+            return jax.jit(fn).lower(*NARROW).as_text().count("collective_permute")
+
+    assert moves(False) % (n - 1) == 0 and moves(True) % 2 == 0
+    assert moves(False) // (n - 1) == moves(True) // 2 > 0
+
+
 def test_moves_of_the_gradient():
     """As many again in the backward, and as many of their float32 gradients."""
     counts = sent(program(4, gradient))

@@ -1,5 +1,7 @@
 """Products of blocks, in every orientation and for the lengths that a CPU does in another way."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,3 +60,23 @@ def test_what_the_multiplier_reads(contract, n, few):
     want, size = exact(*(x.astype(jnp.bfloat16).astype(jnp.float32) for x in (a, b)), contract)
     assert y.dtype == jnp.float32
     assert (abs(y - want) <= (n + 1) * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("contract", CONTRACT)
+def test_narrow_products_are_summed_in_float32(contract, platform):
+    """Where the multiplier reads bfloat16 itself, each product of the program gives float32: of
+    `dot`, of its transposes, and of those for groups.
+    """
+    a, b = drawn(contract, 64, 40, ())
+
+    def values(a, b):
+        f = lambda a, b: dot(a, b, contract, operand_dtype=jnp.bfloat16)
+        y, pull = jax.vjp(f, a, b)
+        return y, pull(y)
+
+    text = jax.jit(values).trace(a, b).lower(lowering_platforms=(platform,)).as_text()
+    types = re.findall(r"dot_general.*: \((.*)\) -> (.*)", text)
+    assert len(types) == 3
+    for operands, result in types:
+        assert operands.count("bf16>") == 2 and "f32>" in result, (operands, result)

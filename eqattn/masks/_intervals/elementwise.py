@@ -2,6 +2,7 @@
 
 import operator
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import primitives as P
@@ -157,7 +158,10 @@ def _truncate_divide(dtype, a, n):
     if kind(dtype) == "f":
         lo, hi = _hull([x / y for x in a for y in n])
         v = rounded((a, n), lo, hi, dtype)
-        return guard((n.lo > zero) | (n.hi < zero), v.lo, v.hi, dtype)
+        # XLA may multiply by the reciprocal, and take it for zero where it is subnormal.
+        most = one / carrier(dtype).type(jnp.finfo(dtype).smallest_normal)
+        positive, negative = (n.lo > zero) & (n.hi <= most), (n.hi < zero) & (n.lo >= -most)
+        return guard(positive | negative, v.lo, v.hi, dtype)
     return _by_constant(dtype, a, n, fn)
 
 

@@ -1,0 +1,55 @@
+"""Mutants of the kernels: their lists of pairs, their programs and their steps."""
+# fmt: off
+
+LISTS = "kernels/test_tpu_lists.py"
+VALUES = "kernels/test_tpu_values.py"
+
+MUTANTS = [
+    (
+        "kernels/tpu/_work_list.py",
+        LISTS,
+        [
+            ("chosen = (table != EMPTY) | (none &", "chosen = (table != EMPTY) | (~none &"),
+            ("first = ~past & (group != xp.concatenate([edge, group[..., :-1]], -1))", "first = ~past"),
+            ("last = ~past & (group != xp.concatenate([group[..., 1:], edge], -1))", "last = ~past"),
+            ("here == end - 1, LAST, 0)", "here == end, LAST, 0)"),
+            ("pairs = jnp.where(here < end, pairs | flags, pairs & ~15)", "pairs = pairs | flags"),
+            ("column += row // apart * columns", "pass"),
+            ("end = jnp.minimum(begin + size, length)", "end = begin + size"),
+            ("return (pair >> 2) & 3", "return (pair >> 2) & 1"),
+        ],
+    ),
+    (
+        "kernels/tpu/_forward_step.py",
+        LISTS,
+        [
+            ("return inside if 2 * size == keys * layout.corner else []", "return inside"),
+            ("2 * a.start >= keys and b.stop <= layout.corner", "2 * a.stop > keys and b.stop <= layout.corner"),
+            ("2 * a.start >= keys and b.stop <= layout.corner", "2 * a.start >= keys and b.start < layout.corner"),
+            ("m = m if n % m == 0 else n", "pass"),
+            ("s = jnp.full((at.stop - at.start, to.stop - to.start), -jnp.inf, jnp.float32)", "s = jnp.full((at.stop - at.start, to.stop - to.start), 0.0, jnp.float32)"),
+            ("scale = jnp.exp2(was - origin)", "scale = jnp.exp(was - origin)"),
+            ("self.most[:, to] = highest if first else jnp.maximum(self.most[:, to], highest)", "self.most[:, to] = highest"),
+            ("ref[:, to] = (old * scale[:, to] if first else old) + term", "ref[:, to] = old * scale[:, to] + term"),
+        ],
+    ),
+    (
+        "kernels/tpu/_program.py",
+        VALUES,
+        [
+            ("return jnp.exp2(self.times(eqn.invars[0], LOG2E))", "return jnp.exp2(self.value(eqn.invars[0]))"),
+            ("return factor * (x + y)", "return factor * x + y"),
+            ("np.float32(np.clip(float(x) * factor, *_RANGE))", "np.float32(float(x) * factor)"),
+            ("jnp.where(jnp.abs(run.block(small)) < jnp.inf, jnp.clip(x, *_RANGE), x)", "x"),
+        ],
+    ),
+    (
+        "kernels/_select.py",
+        "kernels/test_tpu.py -k 'raise or select or kernel or general or lower'",
+        [
+            ("if layout.listed > 2**17 or max(layout.sides) >= 2**14:", "if False:"),
+            ("if reason and kernel == \"pallas\":", "if False:"),
+            ("chosen = not reason", "chosen = False"),
+        ],
+    ),
+]

@@ -1,0 +1,78 @@
+"""Mutants of one call: its operands, blocks and classes."""
+# fmt: off
+
+CALLS = "strategies/test_laws.py problem/test_attention_errors.py"
+
+MUTANTS = [
+    (
+        "_problem/problem.py",
+        CALLS,
+        [
+            ("query.shape[-1] ** -0.5 if scale is None else scale", "value.shape[-1] ** -0.5 if scale is None else scale"),
+            ("scores = (Bias(bias), *scores)", "scores = (*scores, Bias(bias))"),
+            ("scores = (SoftCap(metadata.logits_soft_cap), *scores)", "scores = (*scores, SoftCap(metadata.logits_soft_cap))"),
+            ("return sinks[:, None]", "return sinks[None]"),
+            ("+ np.int32(self.q_start)", "- np.int32(self.q_start)"),
+            ("q = q if self.q_shift is None else q + self.q_shift", "pass"),
+            ("if q_offset is not None and q_positions is not None:", "if False:"),
+            ("if scale is not None and jnp.ndim(scale) > 0:", "if False:"),
+            ("if sinks.ndim == 2 and sinks.shape[0] in (1, heads):", "if sinks.ndim == 2:"),
+        ],
+    ),
+    (
+        "_problem/block_classes.py",
+        "kernels/test_tpu_lists.py -k corners",
+        [
+            ("parts = 2 if blocking.group == 1 else 1", "parts = 1"),
+            ("skipped = fine[:, :, ::parts, 1::2] == EMPTY", "skipped = fine[:, :, ::parts, ::2] == EMPTY"),
+            ("constant_values=True)", "constant_values=False)", "the last block then counts as partial"),
+            ("xp.where((table == PARTIAL) & skipped", "xp.where(skipped"),
+        ],
+    ),
+    (
+        "_problem/block_classes.py",
+        CALLS,
+        [
+            ("table = xp.where(last & (table == FULL), np.int8(PARTIAL), table)", "pass"),
+            ("last = np.arange(blocking.columns) == blocking.columns - 1", "last = np.arange(blocking.columns) == 0"),
+        ],
+    ),
+    (
+        "_problem/blocking.py",
+        CALLS,
+        [
+            ("return self.block_q // 2 if self.group == 1 else self.group * self.block_q", "return self.block_q // 2"),
+            ("x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))", "x = x.transpose(0, 2, 4, 3, 1, *range(5, x.ndim))"),
+            ("x = x.transpose(0, 3, 1, 5, 4, 2)", "x = x.transpose(0, 4, 1, 5, 3, 2)"),
+            ("together = min(max(512 // page, 1), -(-s // page)) if kernel else 1", "together = 1", "how many pages a block has changes no result"),
+            ("return xp.pad(x, widths, mode=\"edge\") if edge else xp.pad(x, widths)", "return xp.pad(x, widths)", "what pads ids is masked as padding: edges only keep bounds tight"),
+            ("if len(pages | ({block_k} if pages and block_k else set())) > 1:", "if False:"),
+        ],
+    ),
+    (
+        "_problem/exchange.py",
+        "ring/test_heads.py",
+        [
+            ("return merged_axes(lax.all_to_all(x, self.axis, at + 1, at + 1), at)", "return merged_axes(x, at)"),
+            ("lax.dynamic_index_in_dim(x, index, at + 1, keepdims=False)", "lax.dynamic_index_in_dim(x, 0 * index, at + 1, keepdims=False)"),
+            ("times = math.lcm(kv_heads, shares) // kv_heads", "times = shares"),
+        ],
+    ),
+    (
+        "_problem/jit_cache.py",
+        "sweep/test_sweep.py -k 'trace or retained'",
+        [
+            ("(type(x), x)", "(None, x)"),
+            ("isinstance(other, _Weak) and self._ref == other._ref", "isinstance(other, _Weak)"),
+            ("node, x = node.of(x.value), Fixed(_Weak(x.value))", "pass"),
+        ],
+    ),
+    (
+        "_problem/mesh.py",
+        "problem/test_sharding.py",
+        [
+            ("if name in free and size % mesh.shape[name] == 0:", "if name in free:"),
+            ("return ROW if ROW in axes else COL", "return COL"),
+        ],
+    ),
+]

@@ -1,0 +1,116 @@
+"""Mutants of scores, dropout and layers."""
+# fmt: off
+
+SCORES = "scores/test_scores.py"
+DROPOUT = "scores/test_dropout.py"
+
+MUTANTS = [
+    (
+        "scores/_dropout.py",
+        DROPOUT,
+        [
+            ("_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))", "_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 25))"),
+            ("_PARITY = np.uint32(0x1BD11BDA)", "_PARITY = np.uint32(0x1BD11BDB)"),
+            ("for i in range(5):", "for i in range(4):"),
+            ("y = y + words[(i + 2) % 3] + np.uint32(i + 1)", "y = y + words[(i + 2) % 3] + np.uint32(i)"),
+            ("return bits >= np.uint32(", "return bits < np.uint32("),
+            ("min(round(rate * 2**32), 2**32 - 1)", "round(rate * 2**31)"),
+            ("b, h = b + seed[2], h + seed[3]", "pass"),
+            ("stream = threefry((seed[0], seed[1]), (b, h))", "stream = threefry((seed[0], seed[1]), (b, b))"),
+            ("bits, _ = threefry(stream, (q, k))", "bits, _ = threefry(stream, (q, q + k))"),
+            ("if not 0 <= rate < 1:", "if not 0 <= rate <= 1:"),
+            ("if key.ndim != 0:", "if False:"),
+        ],
+    ),
+    (
+        "scores/_alibi.py",
+        SCORES + " -k 'libi or ALiBi'",
+        [
+            ("slope.astype(logit.dtype) * abs(q - k).astype(logit.dtype)", "slope.astype(logit.dtype) * (q - k).astype(logit.dtype)"),
+            ("(-8 * (i + 1) / power)", "(-8 * i / power)"),
+            ("(-4 * (2 * i + 1) / power)", "(-4 * (2 * i + 2) / power)"),
+        ],
+    ),
+    (
+        "scores/_t5.py",
+        SCORES + " -k 't5 or T5'",
+        [
+            ("jnp.where(distance < 0, buckets, 0)", "jnp.where(distance <= 0, buckets, 0)"),
+            ("jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))", "jnp.where(distance < exact, distance, far)"),
+            ("exact = buckets // 2\n        ratio", "exact = buckets // 4\n        ratio"),
+            ("distance = jnp.maximum(distance, 0)", "distance = abs(distance)"),
+            ("ratio = ratio / float(np.log(self.max_distance / exact))", "ratio = ratio / float(np.log(self.max_distance))"),
+        ],
+    ),
+    (
+        "scores/_soft_cap.py",
+        SCORES + " -k 'cap or Cap'",
+        [
+            ("return cap * jnp.tanh(logit / cap)", "return jnp.tanh(logit / cap)"),
+            ("(np.isfinite(cap).all() and (cap > 0).all())", "(cap > 0).all()"),
+        ],
+    ),
+    (
+        "nn/_rotary_scaling.py",
+        "nn/test_rotary.py -k 'scaling or yarn or llama or error or traced'",
+        [
+            ("low, high = xp.maximum(low, 0.0), xp.minimum(high, dim - 1.0)", "low, high = xp.maximum(low, 0.0), high"),
+            ("low, high = xp.maximum(low, 0.0), xp.minimum(high, dim - 1.0)", "low, high = low, xp.minimum(high, dim - 1.0)"),
+            ("low, high = xp.maximum(low, 0.0), xp.minimum(high, dim - 1.0)", "low, high = xp.maximum(low, 0.0), xp.minimum(high, dim // 2 - 1.0)"),
+            ("low, high = xp.floor(low), xp.ceil(high)", "low, high = xp.ceil(low), xp.floor(high)"),
+            ("xp.where(high > low, high - low, 0.001)", "xp.where(high > low, high - low, 1.0)"),
+            ("return plain / self.factor * slow + plain * (1 - slow)", "return plain / self.factor * (1 - slow) + plain * slow"),
+            ("0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0", "0.1 * math.log(self.factor) + 1"),
+            ("dim / (dim - 2)", "dim / (dim - 1)"),
+            ("return plain_frequencies(dim, theta) / self.factor", "return plain_frequencies(dim, theta) * self.factor"),
+            ("turns = plain * (self.original_length / (2 * math.pi))", "turns = plain * self.original_length"),
+            ("fast = xp.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)", "fast = (turns - self.low_freq_factor) / span"),
+            ("if self.beta_fast < self.beta_slow:", "if False:"),
+        ],
+    ),
+    (
+        "nn/_rotary.py",
+        "nn/test_rotary.py",
+        [
+            ("new = left * cos - right * sin, right * cos + left * sin", "new = left * cos + right * sin, right * cos - left * sin"),
+            ("jnp.where(positions[..., None] < 0, -angle, angle)", "angle"),
+            ("phase = distance * high + _upper_product(distance, low)", "phase = distance * high"),
+            ("return a1 * b1 + (middle >> half) + (other >> half)", "return a1 * b1 + (middle >> half)"),
+            ("cos, sin = cos * amplitude, sin * amplitude", "pass"),
+            ("jnp.concatenate([turning, x[..., dim:]], -1)", "jnp.concatenate([x[..., dim:], turning], -1)"),
+            ("if chosen % 2 or not 0 <= chosen <= size:", "if not 0 <= chosen <= size:"),
+            ("turning = jnp.stack(new, -1).reshape(turning.shape)", "turning = jnp.concatenate(new, -1)"),
+        ],
+    ),
+    (
+        "nn/_dropout.py",
+        "nn/test_multihead.py -k 'dropout or inference'",
+        [
+            ("return 0.0 if stopped else float(p)", "return float(p)"),
+            ("if inference is not None and inference:", "if False:"),
+            ("inference = float(inference)", "pass"),
+            ("if p is None or stopped is None:", "if False:"),
+        ],
+    ),
+    (
+        "nn/_arguments.py",
+        "nn/test_multihead.py -k 'mask or window or error or strateg'",
+        [
+            ("return SlidingWindow(*window) if mask is None else mask & SlidingWindow(*window)", "return mask"),
+            ("mask = Causal() if mask == \"causal\" else None", "mask = Causal()"),
+            ("if value is not None and not (name == \"dropout_prob\" and value == 0):", "if False:"),
+            ("mask != jnp.zeros((), mask.dtype)", "mask == jnp.zeros((), mask.dtype)"),
+        ],
+    ),
+    (
+        "nn/_cached_call.py",
+        "nn/test_layer_cache.py",
+        [
+            ("return cache.mask() if mask is None else mask & cache.mask()", "return cache.mask()"),
+            ("least = window[0] + tokens", "least = window[0]"),
+            ("return self.mask.visible(b, h, k + q, k, *ids)", "return self.mask.visible(b, h, q, k, *ids)"),
+            ("if cache.key.dtype != dtype:", "if False:"),
+            ("return key_, key_ if value is None else value", "return key_, query if value is None else value"),
+        ],
+    ),
+]
