@@ -107,7 +107,11 @@ def test_what_is_read_and_what_wins():
     is given wins over the axes of the config.
     """
     config = types.SimpleNamespace(
-        runtime_dtype="bfloat16", dtype="float16", softmax_scale=..., blocksize_q=4, dropout_prob=0.5
+        runtime_dtype="bfloat16",
+        dtype="float16",
+        softmax_scale=...,
+        blocksize_q=4,
+        dropout_prob=0.5,
     )
     made = AttentionMetadata(base_config=config)
     assert made.runtime_dtype == jnp.bfloat16 and made.blocksize_q == 4

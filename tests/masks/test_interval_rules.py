@@ -403,12 +403,9 @@ def test_integers_that_do_not_wrap_are_exact(dtype, name):
 
 def test_signs_and_squares_that_do_not_wrap_are_exact():
     x = np.arange(-128, 128)
-    for fn, values in (
-        (jnp.abs, abs(x)),
-        (jnp.square, x * x),
-        (lax.neg, -x),
-        (jnp.sign, np.sign(x)),
-    ):
+    ways = [(jnp.abs, abs(x)), (jnp.square, x * x), (lax.neg, -x), (jnp.sign, np.sign(x))]
+    ways += [(lambda x: x.astype(bool), x != 0), (lambda x: x.astype(jnp.int16), x)]
+    for fn, values in ways:
         cells = Cells("int8", 0)
         got = interpreted(fn, [cells])
         first = lambda i: int(cells.values[i])  # noqa: B023
