@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{state}: {m}\n    tests: {shlex.join(m.tests)}")
     ran = len(states) - states.count("not run")
     print(f"{states.count('killed')} of {ran} killed ({100 * states.count('killed') / max(ran, 1):.1f}"
-          f"%), {len(chosen) - len(todo)} equivalent, {states.count('not run')} not run")  # fmt: skip
+          f"%), {sum(bool(m.equivalent) for m in chosen)} equivalent, {states.count('not run')} not run")  # fmt: skip
     return 0 if states.count("killed") == len(states) else 1
 
 

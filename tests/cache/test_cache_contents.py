@@ -129,6 +129,9 @@ def test_pages_are_taken_and_given_back():
     assert len(set(used.tolist())) == 3
     cache = cache.append(*numbered(4), jnp.array([4, 0, 4], jnp.int32)).reserve(1)
     assert [(row >= 0).sum() for row in np.asarray(cache.table)] == [2, 1, 2]
+    more = np.asarray(cache.table)
+    assert set(used.tolist()) < set(more[more >= 0].tolist()) and len(set(more[more >= 0])) == 5
+    np.testing.assert_array_equal(more[0, :2], used[:2])
     freed = cache.release(jnp.array([0]))
     assert freed.length.tolist() == [0, 0, 4] and (np.asarray(freed.table[0]) == -1).all()
     freed = cache.release(jnp.array([False, False, True]))

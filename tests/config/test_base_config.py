@@ -100,3 +100,24 @@ def test_set_attrs_carefully_returns_a_new_instance():
         pick("kv_block")
     with pytest.raises(ValueError, match="block_q"):
         m.set_attrs_carefully("block_q", 1)
+
+
+def test_what_is_read_and_what_wins():
+    """The first attribute of a field wins, what is unset or dropout is not read, and a manager that
+    is given wins over the axes of the config.
+    """
+    config = types.SimpleNamespace(
+        runtime_dtype="bfloat16",
+        dtype="float16",
+        softmax_scale=...,
+        blocksize_q=4,
+        dropout_prob=0.5,
+    )
+    made = AttentionMetadata(base_config=config)
+    assert made.runtime_dtype == jnp.bfloat16 and made.blocksize_q == 4
+    assert made.softmax_scale is None and made.dropout_prob == 0
+    manager = PartitionManager(PartitionAxis(batch_axis="rows"))
+    config = types.SimpleNamespace(partition_axis=PartitionAxis(head_axis="heads"), blocksize_k=8)
+    made = AttentionMetadata(partition_manager=manager, base_config=config)
+    assert made.partition_manager == manager and made.partition_axis == manager.partition_axis
+    assert made.blocksize_k == 8

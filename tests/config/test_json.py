@@ -1,3 +1,4 @@
+import enum
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from eqattn._config.json import decode, encode
 from eqattn._config.metadata import AttentionMetadata
-from eqattn._config.platform import Backend
+from eqattn._config.platform import Backend, Platform
 
 
 def through_json(value):
@@ -203,3 +204,13 @@ def test_corrupt_base64(spoil):
         data["softmax_aux"]["$array"]["base64"] = corrupt
         with pytest.raises(ValueError):
             AttentionMetadata.from_dict(data)
+
+
+@pytest.mark.parametrize("x", [float("inf"), float("-inf")])
+def test_infinities_keep_their_sign(x):
+    assert decode(json.loads(json.dumps(encode(x), allow_nan=False))) == x
+
+
+def test_enums_become_their_plain_values():
+    kind = enum.Enum("kind", {"one": "a name"})
+    assert encode(kind.one) == "a name" and type(encode(Platform.AUTO)) is str

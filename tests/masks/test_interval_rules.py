@@ -260,8 +260,12 @@ def test_rules_are_sound_when_traced(dtype):
 @pytest.mark.parametrize("old", ["bool", *INTS, *FLOATS])
 def test_casts_are_sound(old):
     casts = {new: lambda x, new=new: x.astype(jnp.dtype(new)) for new in ("bool", *INTS, *FLOATS)}
+    values = edges(old)
+    if kind(jnp.dtype(old)) == "i":  # the first integers that are not exact in some float
+        inexact = [x for x in (257, 2049, 2**24 + 1, 2**53 + 1) if x <= np.iinfo(old).max]
+        values = np.unique(np.append(values, np.array(inexact, old)))
     for points in (False, True):
-        check_sound(casts, Cells(old, 0, points))
+        check_sound(casts, Cells(old, 0, points, values))
 
 
 def test_bools_are_sound():
@@ -403,12 +407,9 @@ def test_integers_that_do_not_wrap_are_exact(dtype, name):
 
 def test_signs_and_squares_that_do_not_wrap_are_exact():
     x = np.arange(-128, 128)
-    for fn, values in (
-        (jnp.abs, abs(x)),
-        (jnp.square, x * x),
-        (lax.neg, -x),
-        (jnp.sign, np.sign(x)),
-    ):
+    ways = [(jnp.abs, abs(x)), (jnp.square, x * x), (lax.neg, -x), (jnp.sign, np.sign(x))]
+    ways += [(lambda x: x.astype(bool), x != 0), (lambda x: x.astype(jnp.int16), x)]
+    for fn, values in ways:
         cells = Cells("int8", 0)
         got = interpreted(fn, [cells])
         first = lambda i: int(cells.values[i])  # noqa: B023

@@ -26,6 +26,8 @@ from eqattn import (
     Blockwise,
     Dense,
     load,
+    PartitionAxis,
+    PartitionManager,
     Ragged,
     Ring,
     save,
@@ -379,3 +381,44 @@ def test_a_loaded_strategy_does_not_retrace():
     strategy = Blockwise(AttentionMetadata(softmax_scale=jnp.array(0.5)))
     assert run(strategy) == run(through_file(strategy)) == 1
     assert len(traced) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """No module: to JAX a leaf, whatever it holds."""
+
+    number: float
+
+
+def test_what_only_looks_like_leaves_or_defaults(registered):
+    """Numbers in a dataclass are not leaves of the tree, and what a field holds is not replaced by
+    what its factory would make.
+    """
+    manager = PartitionManager(PartitionAxis(batch_axis="rows"))
+    cls = strategy_with(manager=None, plain=None)
+    strategy = cls(AttentionMetadata(), manager, Plain(0.25))
+    out = through_file(strategy)
+    assert out.manager == manager and out.plain == Plain(0.25)
+
+    class Holds(AttentionImpl):
+        metadata: AttentionMetadata
+        plain: Any
+
+        @classmethod
+        def get_impl_name(cls):
+            return "test-holds"
+
+        def forward_native(self, q, k, v, mask=None, **kwargs):
+            return AttentionOutput(attention_outputs=v)
+
+    out = through_file(registered(Holds)(AttentionMetadata(), Plain(0.25)))
+    assert out.plain == Plain(0.25)
+
+
+def test_weak_types_make_no_difference():
+    weak, strong = jnp.asarray(2.0), jnp.float32(2.0)
+    assert weak.weak_type and not strong.weak_type
+    for one, other in ((weak, strong), (strong, weak)):
+        like = AttentionMetadata(softmax_scale=other)
+        out = through_file(AttentionMetadata(softmax_scale=one), like=like)
+        assert float(out.softmax_scale) == 2
