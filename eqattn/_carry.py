@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ._misc import accumulation, as_array, as_dtype, as_size, as_sizes, check_floating
+from ._misc import accumulation_dtype, as_array, as_dtype, as_size, as_sizes, check_floating
 
 
-def gauge(maximum: Array) -> Array:
+def safe_max(maximum: Array) -> Array:
     """The maximum as an origin for exponents: a constant, and finite where nothing was seen."""
     return jnp.maximum(lax.stop_gradient(maximum), jnp.finfo(maximum.dtype).min)
 
@@ -36,7 +36,7 @@ def change_of_origin(
     **Returns:** the origin of the exponents, $m'$ as a finite constant, and the factor
     $e^{m - m'}$.
     """
-    origin = gauge(now)
+    origin = safe_max(now)
     return origin, exp(before - origin)
 
 
@@ -131,7 +131,7 @@ class Carry(eqx.Module):
                 f"logits {logits.shape} must be [*b, t, h, s] for values {values.shape} "
                 "[*b, s, h, v]; repeat the values' heads to match."
             )
-        dtype = accumulation(logits.dtype, values.dtype)
+        dtype = accumulation_dtype(logits.dtype, values.dtype)
         logits, values = logits.astype(dtype), values.astype(dtype)
         nothing = jnp.full((*logits.shape[:-1], 1), -jnp.inf, dtype)
         top, p, _ = online_softmax(logits, nothing)
@@ -152,7 +152,7 @@ class Carry(eqx.Module):
         """
         output, logsumexp = _floats(output=output, logsumexp=logsumexp)
         _check_rows("logsumexp", logsumexp, output)
-        dtype = accumulation(output.dtype, logsumexp.dtype)
+        dtype = accumulation_dtype(output.dtype, logsumexp.dtype)
         output, logsumexp = output.astype(dtype), logsumexp.astype(dtype)
         weight = _weight(logsumexp)
         output = jnp.where((logsumexp != -jnp.inf)[..., None], output, 0)
@@ -183,7 +183,7 @@ class Carry(eqx.Module):
         )
         _check_rows("maximum", maximum, output)
         _check_rows("denominator", denominator, output)
-        dtype = accumulation(output.dtype, maximum.dtype, denominator.dtype)
+        dtype = accumulation_dtype(output.dtype, maximum.dtype, denominator.dtype)
         output, maximum, denominator = (x.astype(dtype) for x in (output, maximum, denominator))
         seen = (maximum != -jnp.inf) & (denominator != 0)
         output = jnp.where(seen[..., None], output, 0)
@@ -208,7 +208,7 @@ class Carry(eqx.Module):
             )
         a, b = lax.stop_gradient(self.max_so_far), lax.stop_gradient(other.max_so_far)
         top, first = jnp.maximum(a, b), a >= b
-        share = jnp.exp(jnp.minimum(a, b) - gauge(top))
+        share = jnp.exp(jnp.minimum(a, b) - safe_max(top))
 
         def add(x, y, first, share):
             # Only one product, so that fused multiply-adds round the same in either order.
@@ -247,7 +247,7 @@ class Carry(eqx.Module):
             )
         sinks = sinks.astype(self.denominator.dtype)
         top = lax.stop_gradient(sinks.max(-1, initial=-jnp.inf))
-        denominator = jnp.exp(sinks - gauge(top)[..., None]).sum(-1)
+        denominator = jnp.exp(sinks - safe_max(top)[..., None]).sum(-1)
         return self.merge(
             Carry(
                 jnp.zeros_like(self.numerator),
@@ -260,7 +260,7 @@ class Carry(eqx.Module):
         """`log(sum_j exp(s_j))`, `-inf` where no key was seen."""
         seen = self.denominator != 0
         safe = jnp.where(seen, self.denominator, 1)
-        return jnp.where(seen, gauge(self.max_so_far) + jnp.log(safe), -jnp.inf)
+        return jnp.where(seen, safe_max(self.max_so_far) + jnp.log(safe), -jnp.inf)
 
     def output(self) -> Float[Array, "*bth v"]:
         """The weighted mean of the values, 0 where no key was seen."""

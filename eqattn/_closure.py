@@ -23,7 +23,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ._misc import Fixed
+from ._misc import Static
 
 
 class _Same:
@@ -91,7 +91,7 @@ def opened(tree: Any) -> Any:
     """A mask or scores, with the functions of users in them as PyTrees."""
 
     def one(x):
-        if not isinstance(x, Fixed) or not callable(x.value):
+        if not isinstance(x, Static) or not callable(x.value):
             return x
         try:
             part = _owned(_take(x.value, weakref.ref(x.value), ()), x.value)
@@ -99,14 +99,14 @@ def opened(tree: Any) -> Any:
             return x
         return Closure(part.arrays, Recipe(part))
 
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Fixed))
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Static))
 
 
 def function_of(x: Any) -> Any:
     """The function in a field that holds it as it is, as a static value, or as a PyTree."""
     if isinstance(x, Closure):
         return x.function()
-    return x.value if isinstance(x, Fixed) else x
+    return x.value if isinstance(x, Static) else x
 
 
 _VALUES = (

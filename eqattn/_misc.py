@@ -52,7 +52,7 @@ def _in_jax_dtype(x: np.ndarray, name: str) -> np.ndarray:
     return np.asarray(x, dtype)
 
 
-def accumulation(*dtypes) -> jnp.dtype:
+def accumulation_dtype(*dtypes) -> jnp.dtype:
     """What sums are kept in: float64 if any of the dtypes is, else float32."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
@@ -74,7 +74,7 @@ differences of two are then int32.
 """
 
 
-class Fixed(eqx.Module):
+class Static(eqx.Module):
     """A static value in a field that may also hold an array."""
 
     value: Any = eqx.field(static=True)
@@ -98,8 +98,8 @@ def iota(n: Any) -> Any:
     return xp.arange(n, dtype=np.int32)
 
 
-def value_of(x: Any) -> Any:
-    return x.value if isinstance(x, Fixed) else x
+def unwrap(x: Any) -> Any:
+    return x.value if isinstance(x, Static) else x
 
 
 class _Constant:
@@ -112,7 +112,7 @@ class _Constant:
         if module is None:
             return self
         try:
-            return value_of(module.__dict__[self.name])
+            return unwrap(module.__dict__[self.name])
         except KeyError:
             raise AttributeError(f"{owner.__name__} has no {self.name} yet.") from None
 
@@ -148,7 +148,7 @@ def constants_of(cls: type) -> list[str]:
 def as_constant(x: Any) -> Any:
     """A Python or NumPy number as a `Fixed` float, anything else as it is."""
     number = isinstance(x, float | int | np.floating | np.integer) and not isinstance(x, bool)
-    return Fixed(float(x)) if number else x
+    return Static(float(x)) if number else x
 
 
 def as_ids(x: Any, name: str, least_ndim: int = 0) -> Any:
@@ -239,7 +239,7 @@ def as_int(
             raise ValueError(f"{name} must be within +-2**30, got {x}.")
         if least is not None and x < least:
             raise ValueError(f"{name} must be at least {least}, got {x}.")
-        return Fixed(int(x))
+        return Static(int(x))
     if static:
         raise TypeError(f"{name} must be a Python int, got {x!r}.")
     if isinstance(x, bool | float):

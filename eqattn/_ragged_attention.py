@@ -12,7 +12,15 @@ from ._misc import as_array, as_flag, as_int, as_int32, concrete, even_block
 from ._output import AttentionOutput
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_scores
-from ._problem.storage import AbstractStored, apart, as_stored, Bits, joined, Pages, Quantized
+from ._problem.storage import (
+    AbstractStored,
+    as_stored,
+    Bits,
+    join_heads,
+    Pages,
+    Quantized,
+    split_heads,
+)
 from .masks._causal import Causal
 from .masks._distance import check_distances
 from .masks._packed import check_boundaries, packed_segments
@@ -205,8 +213,8 @@ def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
         return a.reshape(b * parts, size, *a.shape[2:])
 
     if isinstance(x, Quantized):
-        scales = paged(apart(x.scales, x.shape[2]))
-        content = Quantized(paged(x.values), joined(scales, 1), x.dtype)
+        scales = paged(split_heads(x.scales, x.shape[2]))
+        content = Quantized(paged(x.values), join_heads(scales, 1), x.dtype)
     elif isinstance(x, Bits):
         content = Bits(paged(x.bits), x.dtype)
     else:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from .._misc import as_constant, as_flag, concrete, Fixed, NOT_GIVEN, NotGiven, with_constants
+from .._misc import as_constant, as_flag, concrete, NOT_GIVEN, NotGiven, Static, with_constants
 from .base_config import attributes, read, read_fields
 from .json import check_names, decode, encode
 from .partition import as_partition_axis, as_partition_manager, PartitionAxis, PartitionManager
@@ -35,7 +35,7 @@ def _dtype(value: Any) -> np.dtype | None:
 def _leaf(value: Any) -> Any:
     """None, a constant from any number, or an inexact array of any kind."""
     value = as_constant(value)
-    if value is None or isinstance(value, Fixed):
+    if value is None or isinstance(value, Static):
         return value
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "shape") or not jnp.issubdtype(dtype, jnp.floating):

@@ -187,7 +187,7 @@ class Blocking:
         return x.reshape(b, x.shape[1] * x.shape[2], rows * x.shape[4], columns * block[0])
 
 
-def spread(x: Array, blocking: Blocking) -> Array:
+def broadcast_to_rows(x: Array, blocking: Blocking) -> Array:
     """A block from `pairs_of` as `[keys|1, rows|1]`."""
     if x.ndim == 2:
         return x

@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from .._jax import abstract, evaluated, interpret, only_varies, primitives, vary, varying_axes
-from .._misc import accumulation
+from .._misc import accumulation_dtype
 from .._pairs import over_block
 from ..scores._base import AbstractScore
 
@@ -67,7 +67,8 @@ class ClosedScore(eqx.Module):
         dtypes = tuple(x.dtype for x in closed.consts)
         if consts is None:
             consts = [
-                x.astype(accumulation(x.dtype, logit)) if _is_float(x) else x for x in closed.consts
+                x.astype(accumulation_dtype(x.dtype, logit)) if _is_float(x) else x
+                for x in closed.consts
             ]
         return cls(tuple(consts), closed.jaxpr, dtypes, score.finite_when_masked)
 

@@ -17,12 +17,12 @@ from .._jax import summed_wide, vary, varying_axes
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.rotation import Rotation
 from .blocking import Blocking
-from .mesh import Manual, merged_axes, split_axis, token_axis
+from .mesh import ManualAxes, merged_axes, split_axis, token_axis
 from .problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class HeadExchange:
     """Two mesh axes over which tokens are sharded, the ring's outside.
 
     **Arguments:**
@@ -35,7 +35,7 @@ class Spread:
     ring: Rotation | None = None
     axis: str | None = None
     size: int = 1
-    manual: Manual | None = None
+    manual: ManualAxes | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Spread:
             shards=max(blocking.shards // self.size, 1),
         )
 
-    def arrived(self, x: Array, axes: tuple[int, ...]) -> Array:
+    def tokens_to_heads(self, x: Array, axes: tuple[int, ...]) -> Array:
         """What a device needs to fold its heads, from what it holds of its tokens. With `returned`,
         for axes that are manual here; `Manual` does the same for others.
         """
@@ -84,7 +84,7 @@ class Spread:
             return lax.dynamic_index_in_dim(x, index, at + 1, keepdims=False)
         return merged_axes(lax.all_to_all(x, self.axis, at + 1, at + 1), at + 1)
 
-    def returned(self, x: Array, axes: tuple[int, ...]) -> Array:
+    def heads_to_tokens(self, x: Array, axes: tuple[int, ...]) -> Array:
         """Undoes `arrived` for what has heads and tokens."""
         if self.size == 1:
             return x

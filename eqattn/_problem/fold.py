@@ -10,7 +10,7 @@ from .._sweep.fold import fold
 from .._sweep.grid import BATCH, COL, FULL, HEAD, ROW
 from .._sweep.lowering import Lowering, XLA
 from .blocking import Blocking
-from .exchange import Spread
+from .exchange import HeadExchange
 from .operands import BlockOperands, WHOLE
 from .problem import Problem
 
@@ -18,7 +18,7 @@ from .problem import Problem
 def fold_problem(
     problem: Problem,
     blocking: Blocking,
-    spread: Spread | None = None,
+    spread: HeadExchange | None = None,
     *,
     fused: bool,
     lowering: Lowering = XLA,
@@ -32,8 +32,8 @@ def fold_problem(
     if 0 in (*blocking.grid, blocking.queries):
         t, _, heads, _ = problem.sizes
         shape = (blocking.batch, t, heads)
-        return Carry.empty(shape, problem.value.shape[-1], problem.accumulation)
-    spread = spread or Spread()
+        return Carry.empty(shape, problem.value.shape[-1], problem.accumulation_dtype)
+    spread = spread or HeadExchange()
     blocks = BlockOperands(problem, blocking, spread, lowering)
     table, table_axes, classes = blocks.plan()
     visited = blocks.on(spread.local(blocking))
@@ -60,15 +60,16 @@ def fold_problem(
     rows = (BATCH, HEAD, ROW)
     if spread.manual is None:
         operands = [
-            x.array if x.role in WHOLE else spread.arrived(x.array, x.axes) for x in blocks.operands
+            x.array if x.role in WHOLE else spread.tokens_to_heads(x.array, x.axes)
+            for x in blocks.operands
         ]
-        values = [spread.arrived(x.array, x.axes) for x in blocks.values]
-        carry = [spread.returned(x, rows) for x in run(visited, table, operands, values)]
+        values = [spread.tokens_to_heads(x.array, x.axes) for x in blocks.values]
+        carry = [spread.heads_to_tokens(x, rows) for x in run(visited, table, operands, values)]
     else:
         consts = [score.consts for score in blocks.scores]
         own, static = eqx.partition((problem.mask, consts), eqx.is_array)
         in_axes = [x.axes for x in blocks.operands]
-        carry = spread.manual.over(
+        carry = spread.manual.shard_map(
             lambda own, *arrays: run(visited.reading(*eqx.combine(own, static)), *arrays),
             [jax.tree.map(lambda _: (), own), table_axes, in_axes, value_axes],
             [rows] * 3,

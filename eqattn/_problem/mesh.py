@@ -17,7 +17,7 @@ from .._sweep.grid import BATCH, COL, HEAD, ROW
 
 
 @dataclasses.dataclass(frozen=True)
-class Manual:
+class ManualAxes:
     """The axes of a mesh that are made manual for a fold, and what they shard.
 
     **Arguments:**
@@ -65,7 +65,7 @@ class Manual:
                 entries.append(None if at_rest else self.group)
         return P(*entries)
 
-    def over(
+    def shard_map(
         self, fn: Callable[..., Any], in_axes: Any, out_axes: Sequence[Any]
     ) -> Callable[..., Any]:
         """`fn` on each device's part of arrays with the given grid axes. An exchange is what the
@@ -120,7 +120,7 @@ class Manual:
         return run
 
 
-def mesh_here(given: Any) -> Any:
+def current_mesh(given: Any) -> Any:
     """The mesh of the context, else the given one with all its axes automatic; None without."""
     context = jax.sharding.get_abstract_mesh()
     return context if not context.empty else given and automatic(given)
@@ -143,8 +143,8 @@ def merged_axes(x: Array, axis: int) -> Array:
 
 
 def with_kernel(
-    place: Manual | None, mesh: Any, partition: tuple, sizes: tuple[int, int]
-) -> Manual | None:
+    place: ManualAxes | None, mesh: Any, partition: tuple, sizes: tuple[int, int]
+) -> ManualAxes | None:
     """The manual axes that a kernel needs, which the compiler cannot split over devices.
 
     **Arguments:**
@@ -158,7 +158,7 @@ def with_kernel(
     **Returns:** the axes of `place` and those of `partition` that divide the sizes and are
     automatic here; None if there are none.
     """
-    mesh = mesh_here(mesh) if place is None else place.mesh
+    mesh = current_mesh(mesh) if place is None else place.mesh
     if mesh is None or mesh.empty:
         return place
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
@@ -177,5 +177,5 @@ def with_kernel(
     alone = tuple(n for n in free if mesh.shape[n] == 1 or n in idle)
     if place is None and all(mesh.shape[n] == 1 for n in {*chosen[0], *chosen[1], *alone}):
         return None
-    place = Manual(mesh) if place is None else place
+    place = ManualAxes(mesh) if place is None else place
     return dataclasses.replace(place, batch=chosen[0], heads=chosen[1], others=alone)

@@ -12,20 +12,20 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import summed_wide, varying_axes
-from .._misc import accumulation
+from .._misc import accumulation_dtype
 from .._pairs import Operand, over_block
-from .._sweep.fold import finite, masked_dot, scaled
-from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, Layout, PARTIAL, ROW
+from .._sweep.fold import masked_dot, scaled, zero_nonfinite
+from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.products import dot
 from .._sweep.sweep import block_dtype
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
-from ..scores._dropout import kept
+from ..scores._dropout import keep_mask
 from .block_classes import classes_of, table_of
-from .blocking import Blocking, spread
+from .blocking import Blocking, broadcast_to_rows
 from .closed_score import ClosedScore
-from .exchange import Spread
+from .exchange import HeadExchange
 from .problem import Problem
 from .storage import AbstractStored, as_stored
 
@@ -73,12 +73,12 @@ class BlockOperands:
         self,
         problem: Problem,
         blocking: Blocking,
-        spread: Spread = Spread(),
+        spread: HeadExchange = HeadExchange(),
         lowering: Lowering = XLA,
     ):
         self.problem, self.blocking, self.spread = problem, blocking, spread
         self.lowering, self.sent, self.local = lowering, bool(spread.axes), False
-        dtype, acc = problem.query.dtype, problem.accumulation
+        dtype, acc = problem.query.dtype, problem.accumulation_dtype
         wide = dtype == acc or not lowering.multiplies_narrow()
         # What is sent stays narrow, and of what lies in place only the visited blocks are read.
         stored = dtype if self.sent or blocking.in_place or not wide else acc
@@ -171,9 +171,9 @@ class BlockOperands:
         """Which of the operands is the first with a role."""
         return next(i for i, x in enumerate(self.operands) if x.role == role)
 
-    def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> Layout:
+    def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> GridLayout:
         """The grid of a visit of blocks of this blocking."""
-        return Layout(
+        return GridLayout(
             grid=self.blocking.grid,
             block=blocking.block,
             in_axes=tuple(x.axes for x in self.operands),
@@ -197,7 +197,7 @@ class BlockOperands:
         block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
         if block.shape[1] == 1 and self.lowering.drops_single_axes:
             block = block[:, 0]
-        return block.astype(self.problem.accumulation)
+        return block.astype(self.problem.accumulation_dtype)
 
     def single_axes(self, x: AbstractStored) -> list[tuple[int, ...]]:
         """The axes of size 1 that blocks of the arrays of `x` go without."""
@@ -214,7 +214,7 @@ class BlockOperands:
 
     def closed_scores(self, consts: Sequence | None = None) -> list[ClosedScore]:
         """The scores, with what each closes over exchanged for some `consts`."""
-        closed, acc = [], self.problem.accumulation
+        closed, acc = [], self.problem.accumulation_dtype
         axes = varying_axes(*(x.array for x in (*self.operands, *self.values)))
         for i, score in enumerate(self.problem.scores):
             dtypes = [block_dtype(x.array) for x in self.operands[self.groups[i]]]
@@ -241,14 +241,14 @@ class BlockOperands:
                 return [value]
             if self.lowering.cleans_values:
                 poison = jnp.where(jnp.isfinite(value), 0, jnp.nan).astype(value.dtype)
-                return [finite(value), poison.sum(-1)]
+                return [zero_nonfinite(value), poison.sum(-1)]
             return self.cleaned(value)
 
         return fn
 
     def cleaned(self, value: Array) -> list[Array]:
         """A value without what is not finite, and where there was some."""
-        return [finite(value), not_finite(value, dict(self.products)["precision"])]
+        return [zero_nonfinite(value), not_finite(value, dict(self.products)["precision"])]
 
     def widened(self, operand: Operand) -> Array | np.ndarray:
         """An operand of a score in canonical form. Its gradient is a sum over what it is broadcast
@@ -256,14 +256,14 @@ class BlockOperands:
         is, what it is broadcast to inside of the blocks is summed there, and only the sums over
         leading axes and devices remain: they are wide, of what was rounded once.
         """
-        array, acc = operand.array, self.problem.accumulation
+        array, acc = operand.array, self.problem.accumulation_dtype
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return self.problem.canonical(operand)
         large = operand.axes.endswith("ts") and 1 not in (*array.shape[-2:], self.blocking.block_k)
-        if large and self.spread.size == 1 and accumulation(array.dtype) == acc:
+        if large and self.spread.size == 1 and accumulation_dtype(array.dtype) == acc:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
-        array = array.astype(accumulation(array.dtype, acc))
+        array = array.astype(accumulation_dtype(array.dtype, acc))
         return self.problem.canonical(Operand(array, operand.axes))
 
     @property
@@ -291,7 +291,7 @@ class BlockOperands:
             padded = jnp.where(valid.any(-1), jnp.int8(PARTIAL), jnp.int8(EMPTY))
             table = jnp.where(valid.all(-1), table, padded)
         if self.problem.mask is not None:
-            mask = Given(self.problem.mask, tuple(whole))
+            mask = BoundMask(self.problem.mask, tuple(whole))
             indices = None, None
             if self.local:
                 indices = at["batch"][:, 0, 0, 0], at["head"][0, :, 0, 0]
@@ -337,17 +337,17 @@ class BlockOperands:
     def logits(self, c: int) -> Callable:
         """The logits of a block of class `c`, and with dropout the factor on its probabilities."""
         problem, blocking = self.problem, self.blocking
-        acc = problem.accumulation
+        acc = problem.accumulation_dtype
 
         def fn(*blocks):
             q, *k = blocks[: self.keys.stop]
             k = self.stored(0, k) if blocking.in_place else k[0]
             first = self.keys.stop + len(self.lookups)
             roles = [x.role for x in self.operands[first:]]
-            named = {n: x if n == "seed" else spread(x, blocking)
+            named = {n: x if n == "seed" else broadcast_to_rows(x, blocking)
                      for n, x in zip(roles, blocks[first:])}  # fmt: skip
             pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
-            own = [[spread(x, blocking) for x in blocks[g]] for g in self.groups]
+            own = [[broadcast_to_rows(x, blocking) for x in blocks[g]] for g in self.groups]
             mask = None
             if c == PARTIAL:
                 parts = [named["valid"]] if self.padded else []
@@ -371,13 +371,13 @@ class BlockOperands:
                 s = self.hidden(s, mask)
             if "seed" not in named:
                 return [s]
-            keep = kept(named["seed"], pairs, problem.rate)
+            keep = keep_mask(named["seed"], pairs, problem.rate)
             return [s, keep.astype(acc) * (1 / (1 - problem.rate))]
 
         return fn
 
 
-class Given(AbstractMask):
+class BoundMask(AbstractMask):
     """A mask whose operands are replaced by canonical arrays."""
 
     mask: AbstractMask

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._misc import accumulation
+from .._misc import accumulation_dtype
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, named_operands
 from ..scores._base import AbstractScore
@@ -49,7 +49,7 @@ def scores_of_rows(
     scores: Sequence[AbstractScore], row: Array, rows: int, heads: int, dtype: Any
 ) -> tuple[AbstractScore, ...]:
     """The same for scores of a query of a dtype."""
-    logit = (jax.ShapeDtypeStruct((), accumulation(dtype)),)
+    logit = (jax.ShapeDtypeStruct((), accumulation_dtype(dtype)),)
     of_blocks = [_held(s, s.transform, logit, row, rows, heads) for s in scores]
     return tuple(
         score if held is None else ScoreFn(_Transform(score), held)

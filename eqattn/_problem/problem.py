@@ -15,17 +15,17 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from .._misc import (
-    accumulation,
+    accumulation_dtype,
     as_array,
     as_int,
     check_64_bits,
     check_floating,
     concrete,
-    Fixed,
     iota,
     positions_in_reach,
     REACH,
-    value_of,
+    Static,
+    unwrap,
 )
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, Dense, named_operands
@@ -92,9 +92,9 @@ class Problem(eqx.Module):
         return t, s, h, k
 
     @property
-    def accumulation(self) -> jnp.dtype:
+    def accumulation_dtype(self) -> jnp.dtype:
         """float32, or float64 for float64 inputs."""
-        return accumulation(self.query.dtype)
+        return accumulation_dtype(self.query.dtype)
 
     def canonical(self, operand: Operand, name: str = "operand") -> Array | np.ndarray:
         """An operand as `[B|1, H|1, T|1, S|1]`."""
@@ -241,13 +241,13 @@ def as_offset(offset, batch_shape: tuple[int, ...], t: int) -> tuple[int, Any]:
     if offset is None:
         return 0, None
     offset = as_int(offset, "q_offset", added=True)
-    known = concrete(value_of(offset))
+    known = concrete(unwrap(offset))
     if known is not None and known.size and int(known.max()) + t > REACH:
         raise ValueError(
             f"The positions of {t} queries from q_offset on must be below 2**30, got q_offset="
             f"{known.max()}."
         )
-    if isinstance(offset, Fixed):
+    if isinstance(offset, Static):
         return offset.value, None
     offset = canonical(Operand(offset, "b"), batch_shape, 1, 1, 1, "q_offset")
     return 0, jnp.asarray(offset[:, 0, :, 0])

@@ -235,7 +235,7 @@ class Quantized(AbstractStored):
         values = wide / jnp.where(scales == 0, 1, scales)[..., None]
         if jnp.issubdtype(dtype, jnp.integer):
             values = jnp.round(values)
-        return cls(values.astype(dtype), joined(scales, shares), x.dtype)
+        return cls(values.astype(dtype), join_heads(scales, shares), x.dtype)
 
     @property
     def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
@@ -248,8 +248,8 @@ class Quantized(AbstractStored):
     def in_shares(self, n: int) -> AbstractStored:
         if self.scales.shape[-2] == n:
             return self
-        scales = apart(self.scales, self.values.shape[-2])
-        return Quantized(self.values, joined(scales, n), self.dtype)
+        scales = split_heads(self.scales, self.values.shape[-2])
+        return Quantized(self.values, join_heads(scales, n), self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -261,7 +261,7 @@ class Quantized(AbstractStored):
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         values, scales = arrays
-        return values.astype(scales.dtype) * apart(scales, values.shape[-2])[..., None]
+        return values.astype(scales.dtype) * split_heads(scales, values.shape[-2])[..., None]
 
 
 def _check_eight_bits(dtype: Any, name: str) -> None:
@@ -274,7 +274,7 @@ def _check_eight_bits(dtype: Any, name: str) -> None:
         )
 
 
-def apart(scales: Array, heads: int) -> Array:
+def split_heads(scales: Array, heads: int) -> Array:
     """`[..., n, s * k / n]` to `[..., s, k]`."""
     *lead, n, _ = scales.shape
     if n > 1:
@@ -282,7 +282,7 @@ def apart(scales: Array, heads: int) -> Array:
     return scales.reshape(*lead, -1, heads)
 
 
-def joined(scales: Array, n: int) -> Array:
+def join_heads(scales: Array, n: int) -> Array:
     """Undoes `apart`."""
     *lead, s, heads = scales.shape
     if n > 1:

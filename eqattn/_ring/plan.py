@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._misc import accumulation, as_dtype, as_size, REACH
+from .._misc import accumulation_dtype, as_dtype, as_size, REACH
 from .._problem.problem import as_mask, Problem
 from ..masks._base import live_blocks
 from .layout import AbstractRingLayout, Contiguous
@@ -208,7 +208,7 @@ def ring_plan(
     kv_heads = math.lcm(kv_heads, group)  # as many as are sent
     own = batch * (tokens // (devices * group))
     columns = own * kv_heads * (head_dim + value_dim)
-    narrow, wide = jnp.dtype(dtype).itemsize, accumulation(jnp.dtype(dtype)).itemsize
+    narrow, wide = jnp.dtype(dtype).itemsize, accumulation_dtype(jnp.dtype(dtype)).itemsize
     forward, gradients = ((ahead + behind) * columns * size for size in (narrow, wide))
     inputs = (own * heads * head_dim + columns) * narrow
     exchange = (inputs + own * heads * (value_dim + 1) * wide) * (group - 1) // group

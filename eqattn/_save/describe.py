@@ -19,7 +19,7 @@ import numpy as np
 
 from .._config.json import decode, encode
 from .._config.metadata import AttentionMetadata
-from .._misc import Fixed, value_of
+from .._misc import Static, unwrap
 from ..strategies import AttentionImpl
 from ..strategies._registry import AttentionRegistry
 
@@ -74,7 +74,7 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
             return {"$enum": [_path(type(x)), x.name]}
         if isinstance(x, np.dtype):
             return {"$dtype": x.name}
-        if isinstance(x, Fixed):
+        if isinstance(x, Static):
             return {"$constant": inside(x.value, "value", True)}
         if type(x) is AttentionMetadata:
             values = {f: vars(x)[f.name] for f in dataclasses.fields(x)}
@@ -83,7 +83,7 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
                 for f, v in values.items()
                 if not (static or f.metadata.get("static")) and leaf_of(v)
             }
-            data = {f.name: leaves.get(f.name) or encode(value_of(v)) for f, v in values.items()}
+            data = {f.name: leaves.get(f.name) or encode(unwrap(v)) for f, v in values.items()}
             return {"$metadata": data}
         if dataclasses.is_dataclass(type(x)):
             # To JAX, a dataclass that is no module is one leaf, whatever it holds.
@@ -127,7 +127,7 @@ def restore(data: Any) -> Any:
     if tag == "$leaf":
         return Leaf(**{**body, "shape": tuple(body["shape"])})
     if tag == "$constant":
-        return Fixed(restore(body))
+        return Static(restore(body))
     if tag == "$tuple":
         return tuple(restore(item) for item in body)
     if tag == "$dtype":
@@ -245,7 +245,7 @@ def found_at(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     if path == "eqattn._mask_data:Fixed":
-        return Fixed
+        return Static
     if module.startswith("eqattn.") and "._" in module:
         return next(filter(None, (_at(f"{public}:{name}") for public in _PUBLIC)), None)
     return _at(path)

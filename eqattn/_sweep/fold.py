@@ -20,13 +20,13 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from .._carry import change_of_origin, gauge
+from .._carry import change_of_origin, safe_max
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from .centred_tangent import centred_dot, recentred
-from .grid import Layout, replaced, ROW
+from .grid import GridLayout, replaced, ROW
 from .products import dot
-from .rotation import travel
-from .sweep import block_aval, evaluate, hoist, primitive_rules, sweep, table_per_hop
+from .rotation import ring_traverse
+from .sweep import block_aval, closure_convert, evaluate, primitive_rules, sweep, table_per_hop
 
 
 def fold(
@@ -35,7 +35,7 @@ def fold(
     values: dict[int, Callable],
     value_operands: Sequence,
     value_axes: Sequence[tuple[int, ...]],
-    layout: Layout,
+    layout: GridLayout,
     *,
     table: Any = None,
     classify: Callable | None = None,
@@ -72,9 +72,9 @@ def fold(
         operands = [*operands, *[vary(x, axes) for x in consts]]
         in_axes = (*in_axes, *[()] * len(consts))
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
-    visits, consts = hoist(logits, avals)
+    visits, consts = closure_convert(logits, avals)
     given = list(zip(value_operands, value_axes))
-    weigh, more = hoist(values, [block_aval(x, a) for x, a in given])
+    weigh, more = closure_convert(values, [block_aval(x, a) for x, a in given])
     in_axes = (*in_axes, *[()] * len(consts), *value_axes, *[()] * len(more))
     layout = dataclasses.replace(layout, in_axes=in_axes, ring=ring, stage="fold")
     rows = (*layout.batch, ROW)
@@ -84,7 +84,7 @@ def fold(
     return fold_p.bind(*args, out_axes=(rows,) * 3, **static)
 
 
-def finite(x: Array) -> Array:
+def zero_nonfinite(x: Array) -> Array:
     """Numbers that can be multiplied by the zero probability of a masked pair."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
@@ -100,8 +100,8 @@ def masked_dot(k: Array, q: Array, products: tuple) -> Array:
 @masked_dot.defjvp
 def _masked_dot_jvp(products, primals, tangents):
     (k, q), (dk, dq) = primals, tangents
-    both = dot(dk, finite(q), (1, 0), **dict(products)) + dot(
-        finite(k), dq, (1, 0), **dict(products)
+    both = dot(dk, zero_nonfinite(q), (1, 0), **dict(products)) + dot(
+        zero_nonfinite(k), dq, (1, 0), **dict(products)
     )
     return masked_dot(k, q, products), both
 
@@ -120,7 +120,7 @@ def _scaled_jvp(primals, tangents):
     y = scaled(x, scale)
     parts = [] if isinstance(dx, SymbolicZero) else [dx * scale]
     if not isinstance(dscale, SymbolicZero):
-        parts.append(finite(x) * dscale)
+        parts.append(zero_nonfinite(x) * dscale)
     return y, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(y)
 
 
@@ -188,12 +188,12 @@ class FoldStep:
         v, *poison = self.evaluate_values(*blocks[n:])
         top = s.max(0)
         if accs is None:
-            kept, den = softmax_terms(s, gauge(top), weight, poison)
+            kept, den = softmax_terms(s, safe_max(top), weight, poison)
             num = product(kept.T, v, (1, 0))
             return [num, den, top] if poison else self.complete(num, den, top)
         new = jnp.maximum(accs[2], top)
         # The old maximum is made finite, too: XLA:CPU would write out all of a shorter loop.
-        origin, scale = change_of_origin(new, gauge(accs[2]))
+        origin, scale = change_of_origin(new, safe_max(accs[2]))
         kept, den = softmax_terms(s, origin, weight, poison)
         num = product(kept, v, (0, 0)) if self.grouped else product(v, kept, (0, 0))
         return [accs[0] * self.spread(scale) + num, accs[1] * scale + den, new]
@@ -220,7 +220,7 @@ def execute(*args, visits, values, layout, out_axes, products, vectorise, traver
             num, den, top = first.complete(num, den, top, -1 if first.grouped else -2)
         return [num if first.grouped else jnp.swapaxes(num, -1, -2), den, top]
 
-    return travel(steps, layout, args, start, out_axes, finish=finish, traverse=traverse)
+    return ring_traverse(steps, layout, args, start, out_axes, finish=finish, traverse=traverse)
 
 
 def _block_shapes(avals, *, layout, visits, values, **kw):
@@ -283,7 +283,7 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
                 jaxpr_as_fun(logits), full[:n], inner, moved[: len(inner)]
             )
             (v, *_), dv = directional(jaxpr_as_fun(weigh), full[n:], outer, moved[len(inner) :])
-            p = jnp.exp(s - gauge(m)[None])
+            p = jnp.exp(s - safe_max(m)[None])
             kept = p * lax.stop_gradient(weight[0]) if weight else p
             dnum, dden = jnp.zeros((p.shape[1], v.shape[-1]), p.dtype), jnp.zeros_like(m)
             again = []

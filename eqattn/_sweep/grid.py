@@ -22,7 +22,7 @@ CORNER = 3  # partial, and no key of the later half is visible to the first rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class GridLayout:
     """The grid of a visit, what lies on it, and how it is visited.
 
     **Arguments:**
@@ -67,7 +67,7 @@ class Layout:
         devices = 1 if self.ring is None or not {ROW, COL} <= set(axes) else self.ring.size
         return tuple(self.size(a) * (devices if a == COL else 1) for a in axes)
 
-    def only(self, kept: Sequence[int]) -> "Layout":
+    def only(self, kept: Sequence[int]) -> "GridLayout":
         """With some of the operands."""
         ring = None if self.ring is None else self.ring.only(kept)
         in_axes = tuple(self.in_axes[i] for i in kept)

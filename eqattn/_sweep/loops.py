@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import vary, varying_axes
-from .grid import COL, EMPTY, FULL, Layout, moves, PARTIAL, pick, put, replaced, ROW
+from .grid import COL, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
 
 
 def _loop(lo, hi, body, state):
@@ -31,7 +31,7 @@ def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     return order, ends
 
 
-def _read_in_turn(t: Any, operands: Sequence, layout: Layout) -> tuple[Any, list]:
+def _read_in_turn(t: Any, operands: Sequence, layout: GridLayout) -> tuple[Any, list]:
     """Where blocks are read as they lie, narrow floats that are known only at step `t`.
 
     XLA:CPU slices and converts bfloat16 and float8 by converting all of it, and does so before the
@@ -51,7 +51,7 @@ def _read_in_turn(t: Any, operands: Sequence, layout: Layout) -> tuple[Any, list
 
 def traverse(
     steps: dict[int, Callable],
-    layout: Layout,
+    layout: GridLayout,
     args: Sequence,
     start: Sequence,
     axes: Sequence[tuple[int, ...]],

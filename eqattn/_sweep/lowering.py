@@ -17,7 +17,7 @@ import jax
 
 from .._jax import partitioned_automatically
 from .._misc import at_most, even_block
-from .grid import COL, Layout, ROW
+from .grid import COL, GridLayout, ROW
 from .loops import traverse
 
 
@@ -110,7 +110,7 @@ class Lowering(abc.ABC):
         """The name of an operation in a block function that cannot be visited; empty without."""
 
     @abc.abstractmethod
-    def lower(self, ctx: Any, layout: Layout, visits: Sequence) -> dict[str, Any] | None:
+    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any] | None:
         """How a program runs a visit; None leaves it to `XLA`.
 
         **Arguments:**
@@ -126,7 +126,7 @@ class Lowering(abc.ABC):
         """
 
 
-def loops_over_batch(ctx: Any, layout: Layout) -> bool:
+def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     """Whether to loop over the batch axes: on one CPU, unless the blocks are tiny."""
     if layout.pages:
         return True
@@ -176,7 +176,7 @@ class XLALowering(Lowering):
         del jaxpr
         return ""
 
-    def lower(self, ctx: Any, layout: Layout, visits: Sequence) -> dict[str, Any]:
+    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any]:
         del visits
         return loops(not loops_over_batch(ctx, layout))
 
@@ -184,7 +184,7 @@ class XLALowering(Lowering):
 XLA = XLALowering()
 
 
-def select_lowering(ctx: Any, layout: Layout, visits: Sequence) -> dict[str, Any]:
+def select_lowering(ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any]:
     """How a program runs a visit: by the lowering of its layout, or by loops of ordinary JAX."""
     kernel = layout.lowering
     chosen = None if kernel is None else kernel.lower(ctx, layout, visits)

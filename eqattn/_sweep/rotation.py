@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import jaxpr_as_fun, vary, varying_axes
-from .grid import COL, EMPTY, FULL, Layout, replaced, ROW
+from .grid import COL, EMPTY, FULL, GridLayout, replaced, ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Rotation:
         to = [(i, (i + by) % self.size) for i in range(self.size)]
         return [lax.ppermute(x, self.axis, to) for x in xs]
 
-    def table(self, operands: Sequence[Array], layout: Layout) -> tuple:
+    def table(self, operands: Sequence[Array], layout: GridLayout) -> tuple:
         """The table of one hop and its grid axes."""
         if self.classify is None:
             return (), None
@@ -66,7 +66,7 @@ class Rotation:
         return fn(*[x for x, _ in reads]), table_axes
 
 
-def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: Layout) -> tuple:
+def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: GridLayout) -> tuple:
     """A table and its grid axes where all other rows are empty."""
     (whole,) = table or [jnp.full(layout.grid[ROW:], FULL, jnp.int8)]
     row = lax.broadcasted_iota(jnp.int32, whole.shape, whole.ndim + ROW)
@@ -74,9 +74,9 @@ def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: Layout) -> t
     return [jnp.where(inside, whole, jnp.int8(EMPTY))], axes or (ROW, COL)
 
 
-def travel(
+def ring_traverse(
     steps: dict[int, Callable],
-    layout: Layout,
+    layout: GridLayout,
     args: Sequence,
     start: Sequence,
     axes: Sequence[tuple[int, ...]],

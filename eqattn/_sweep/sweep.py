@@ -37,13 +37,13 @@ from .._jax import (
     vary,
     varying_axes,
 )
-from .._misc import accumulation
-from .grid import COL, Layout, moves, replaced, ROW
+from .._misc import accumulation_dtype
+from .grid import COL, GridLayout, moves, replaced, ROW
 from .lowering import loops, select_lowering
-from .rotation import Rotation, travel
+from .rotation import ring_traverse, Rotation
 
 
-def hoist(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
+def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
     """Traces the block functions; what they close over becomes further operands."""
     closed = {c: jax.make_jaxpr(f)(*avals) for c, f in fns.items()}
     axes = frozenset().union(*[varying_axes(x) for x in avals])
@@ -80,7 +80,7 @@ def table_per_hop(
         x, axes = operands[i], in_axes[i]
         shape = tuple(grid[a] for a in axes) + x.shape[len(axes) :]
         at_hop.append(abstract(x, shape, x.dtype))
-    ((_, jaxpr),), consts = hoist({0: lambda *xs: [classify(*xs)]}, at_hop)
+    ((_, jaxpr),), consts = closure_convert({0: lambda *xs: [classify(*xs)]}, at_hop)
     table_axes = tuple(range(-len(grid), 0)) if jaxpr.out_avals[0].ndim > 2 else (ROW, COL)
     reads = (*reads, *range(len(operands), len(operands) + len(consts)))
     fields = dict(classify=jaxpr, reads=reads, table_axes=table_axes, rank=len(grid))
@@ -89,7 +89,7 @@ def table_per_hop(
 
 def block_dtype(x: Any) -> Any:
     """Block functions read floats in the accumulation dtype, so cotangents round once."""
-    return accumulation(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+    return accumulation_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
 
 
 def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -107,7 +107,7 @@ def sweep(
     in_axes: Sequence[tuple[int, ...]],
     out_axes: Sequence[tuple[int, ...]],
     *,
-    layout: Layout,
+    layout: GridLayout,
     table: Any = None,
 ) -> list:
     """Adds up what the block functions return; see the module's docstring.
@@ -122,7 +122,7 @@ def sweep(
     axes = varying_axes(*operands, *([] if table is None else [table]))
     operands = [vary(x, axes) for x in operands]
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
-    visits, consts = hoist(fns, avals)
+    visits, consts = closure_convert(fns, avals)
     layout = dataclasses.replace(layout, in_axes=tuple(in_axes) + ((),) * len(consts))
     lead = [] if layout.table_axes is None else [vary(table, axes)]
     consts = [vary(x, axes) for x in consts]
@@ -157,7 +157,7 @@ def execute(*args, visits, layout, out_axes, vectorise, traverse):
 
         steps[c] = step
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
-    return travel(steps, layout, args, zeros, out_axes, traverse=traverse)
+    return ring_traverse(steps, layout, args, zeros, out_axes, traverse=traverse)
 
 
 def primitive_rules(primitive, run, params, block_shapes):

@@ -129,7 +129,7 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Ar
     return eqx.error_if(counts, wrong, message)
 
 
-def within(lengths: Any, now: Array) -> Array:
+def check_lengths(lengths: Any, now: Array) -> Array:
     """`lengths` as int32 `[b]`, checked for `truncate`."""
     lengths = as_int32(lengths, "lengths")
     if lengths.shape != now.shape:
@@ -141,7 +141,7 @@ def within(lengths: Any, now: Array) -> Array:
     return eqx.error_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
 
 
-def existing(cache: AbstractCache, rows: Array) -> Array:
+def check_rows(cache: AbstractCache, rows: Array) -> Array:
     """Indices of rows as int32, checked: for one that is not there JAX would take the nearest."""
     rows, n = as_array(rows, "rows"), cache.key.shape[0]
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
@@ -220,7 +220,7 @@ def within_capacity(length: Array, capacity: int) -> Array:
     return eqx.error_if(length, length > capacity, message)
 
 
-def places(
+def write_slots(
     cache: AbstractCache, key: Array, value: Array, counts: Array | None, capacity: int
 ) -> tuple[Array, Array]:
     """Where new tokens go in a cache that keeps all of them, `[b, t]`, and the new lengths.

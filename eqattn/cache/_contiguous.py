@@ -10,14 +10,14 @@ from .._problem.storage import Bits
 from ._base import (
     AbstractCache,
     check_dtype,
+    check_lengths,
     check_row_shapes,
+    check_rows,
     check_sizes,
     empty_store,
-    existing,
-    places,
     rows_of,
-    within,
     write,
+    write_slots,
 )
 
 
@@ -77,12 +77,12 @@ class KVCache(AbstractCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "KVCache":
-        slots, length = places(self, key, value, counts, self.key.shape[1])
+        slots, length = write_slots(self, key, value, counts, self.key.shape[1])
         return KVCache(write(self.key, key, slots), write(self.value, value, slots), length)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "KVCache":
-        return KVCache(self.key, self.value, within(lengths, self.length))
+        return KVCache(self.key, self.value, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "KVCache":
-        rows = existing(self, rows)
+        rows = check_rows(self, rows)
         return KVCache(rows_of(self.key, rows), rows_of(self.value, rows), self.length[rows])

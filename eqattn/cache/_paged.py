@@ -9,17 +9,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_int32, concrete, int32_field
-from .._problem.storage import apart, as_stored, Bits, Pages, Quantized
+from .._problem.storage import as_stored, Bits, Pages, Quantized, split_heads
 from ._base import (
     AbstractCache,
     check_dtype,
+    check_lengths,
     check_new,
+    check_rows,
     check_sizes,
     empty_store,
-    existing,
     new_positions,
     scatter,
-    within,
     within_capacity,
     write_flat,
 )
@@ -152,7 +152,7 @@ class PagedKVCache(AbstractCache):
             if not isinstance(pool, Quantized):
                 return put(pool, x)
             new = Quantized.quantize(x, pool.values.dtype)
-            scales = apart(new.scales, x.shape[2])
+            scales = split_heads(new.scales, x.shape[2])
             scales = write_flat(pool.scales, scales, page, position % size, unique=False)
             return Quantized(put(pool.values, new.values), scales, pool.dtype)
 
@@ -162,13 +162,13 @@ class PagedKVCache(AbstractCache):
 
     def truncate(self, lengths: Int[Array, " b"]) -> "PagedKVCache":
         """With the first `lengths` tokens of each row, whose other pages stay reserved."""
-        return eqx.tree_at(lambda c: c.length, self, within(lengths, self.length))
+        return eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "PagedKVCache":
         """With the rows at these indices, no row twice: two rows would write to the same pages. The
         pages of rows that are left out are free again.
         """
-        rows = existing(self, rows)
+        rows = check_rows(self, rows)
         many = jnp.bincount(rows, length=len(self.length)) > 1
         rows = eqx.error_if(rows, many.any(), "reorder: a row of a PagedKVCache cannot be doubled")
         return PagedKVCache(self.key_pages, self.value_pages, self.table[rows], self.length[rows])
@@ -209,7 +209,7 @@ class PagedKVCache(AbstractCache):
         """Without the tokens and pages of these rows, an int array or mask `[b]`."""
         rows = as_array(rows, "rows")
         if rows.dtype != bool:
-            rows = existing(self, rows)
+            rows = check_rows(self, rows)
         elif rows.shape != self.length.shape:
             raise ValueError(f"A mask of rows must be {self.length.shape}, got {rows.shape}.")
         table, length = self.table.at[rows].set(-1), self.length.at[rows].set(0)

@@ -6,16 +6,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import int32_field
-from .._problem.storage import apart, Quantized
+from .._problem.storage import Quantized, split_heads
 from ._base import (
     AbstractCache,
     check_dtype,
+    check_lengths,
+    check_rows,
     check_sizes,
-    existing,
-    places,
-    within,
     write,
     write_flat,
+    write_slots,
 )
 
 
@@ -74,22 +74,22 @@ class QuantizedKVCache(AbstractCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "QuantizedKVCache":
-        slots, length = places(self, key, value, counts, self.key.shape[1])
+        slots, length = write_slots(self, key, value, counts, self.key.shape[1])
 
         def added(held: Quantized, x: Array) -> Quantized:
             new = Quantized.quantize(x, held.values.dtype)
             values = write(held.values, new.values, slots)
             row = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
-            scales = write_flat(held.scales, apart(new.scales, x.shape[2]), row, slots)
+            scales = write_flat(held.scales, split_heads(new.scales, x.shape[2]), row, slots)
             return Quantized(values, scales, held.dtype)
 
         return QuantizedKVCache(added(self.key, key), added(self.value, value), length)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "QuantizedKVCache":
-        return QuantizedKVCache(self.key, self.value, within(lengths, self.length))
+        return QuantizedKVCache(self.key, self.value, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "QuantizedKVCache":
-        rows = existing(self, rows)
+        rows = check_rows(self, rows)
         key, value = (Quantized(x.values[rows], x.scales[rows], x.dtype)
                       for x in (self.key, self.value))  # fmt: skip
         return QuantizedKVCache(key, value, self.length[rows])

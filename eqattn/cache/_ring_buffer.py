@@ -10,14 +10,14 @@ from .._problem.storage import Bits
 from ._base import (
     AbstractCache,
     check_dtype,
+    check_lengths,
     check_new,
     check_row_shapes,
+    check_rows,
     check_sizes,
     empty_store,
-    existing,
     new_positions,
     rows_of,
-    within,
     write,
 )
 
@@ -106,11 +106,11 @@ class RingBufferCache(AbstractCache):
         """With the first `lengths` tokens. What newer tokens have overwritten is not there again:
         as many older tokens are missing as newer ones are dropped.
         """
-        lengths = within(lengths, self.length)
+        lengths = check_lengths(lengths, self.length)
         held = jnp.where(self.held < lengths[:, None], self.held, -1)
         return RingBufferCache(self.key, self.value, held, lengths)
 
     def reorder(self, rows: Int[Array, " n"]) -> "RingBufferCache":
-        rows = existing(self, rows)
+        rows = check_rows(self, rows)
         key, value = rows_of(self.key, rows), rows_of(self.value, rows)
         return RingBufferCache(key, value, self.held[rows], self.length[rows])

@@ -12,12 +12,12 @@ from .._problem.storage import as_stored, Bits, Pages
 from ._base import (
     AbstractCache,
     check_dtype,
+    check_lengths,
+    check_rows,
     check_sizes,
     empty_store,
-    existing,
-    places,
-    within,
     write,
+    write_slots,
 )
 
 
@@ -141,16 +141,16 @@ class LayerCache(AbstractCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "LayerCache":
-        slots, length = places(self, key, value, counts, self.stack.key.shape[2])
+        slots, length = write_slots(self, key, value, counts, self.stack.key.shape[2])
         key = write(self.stack.key, key, slots, self.index)
         return self._with(key, write(self.stack.value, value, slots, self.index), length)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "LayerCache":
-        return self._with(self.stack.key, self.stack.value, within(lengths, self.length))
+        return self._with(self.stack.key, self.stack.value, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "LayerCache":
         """With the rows at these indices, as many as there are, which copies this layer."""
-        rows = existing(self, rows)
+        rows = check_rows(self, rows)
         if rows.shape != self.length.shape:
             raise ValueError(
                 f"rows {rows.shape} must be as many as the layers have, {self.length.shape}; other "

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Platform
-from .._misc import accumulation, as_array, as_flag, as_ids, as_int, check_floating
+from .._misc import accumulation_dtype, as_array, as_flag, as_ids, as_int, check_floating
 from ..masks._base import AbstractMask, Dense
 from ..masks._causal import Causal
 from ..masks._padding import KeyPadding, QueryPadding
@@ -129,7 +129,7 @@ def dot_product_attention(
                 f"mask must be boolean, got {visible.dtype}; pass an additive mask as `bias`."
             )
         terms.append(Dense(visible))
-    added = None if bias is None else _rank_4(bias, "bias").astype(accumulation(q.dtype))
+    added = None if bias is None else _rank_4(bias, "bias").astype(accumulation_dtype(q.dtype))
     metadata = AttentionMetadata(platform=_platform(implementation), softmax_scale=_scale(scale))
     out = attention(
         q,

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from .._attention import attention
 from .._carry import Carry
 from .._config.metadata import AttentionMetadata
-from .._misc import accumulation, as_array, as_int32, as_number, as_size, check_floating
+from .._misc import accumulation_dtype, as_array, as_int32, as_number, as_size, check_floating
 from ..masks._padding import KeyPadding
 from ..strategies.ragged import Ragged
 
@@ -140,7 +140,7 @@ def reference_gqa(
             f"q {q.shape}, k {k.shape} and v {v.shape} must be [b, h, d], [b, s, k, d] and "
             "[b, s, k, v], where k divides h."
         )
-    dtype, (*_, heads, _) = accumulation(q.dtype), q.shape
+    dtype, (*_, heads, _) = accumulation_dtype(q.dtype), q.shape
     s, kv_heads = k.shape[1:3]
     lengths = jnp.asarray(as_int32(lengths, "lengths", 1))
     if lengths.shape != (len(q),):
@@ -199,7 +199,7 @@ def get_mha_cost_estimate(shape_dtype: tuple[Any, ...]) -> Any:
     query, _, value, *_ = shape_dtype
     (b, *_, h, d), (_, s, _, width) = query.shape, value.shape
     given = sum(x.size * x.dtype.itemsize for x in shape_dtype)
-    made = b * h * (width + 2) * accumulation(query.dtype).itemsize
+    made = b * h * (width + 2) * accumulation_dtype(query.dtype).itemsize
     return pl.CostEstimate(
         flops=2 * b * h * s * (d + width), transcendentals=b * h * s, bytes_accessed=given + made
     )

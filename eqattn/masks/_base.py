@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import as_array, as_size, as_sizes, concrete, Fixed, int32, positions_in_reach
+from .._misc import as_array, as_size, as_sizes, concrete, int32, positions_in_reach, Static
 from .._pairs import canonical, Operand
 
 
 def int_operand(x: Any) -> tuple[Operand, ...]:
     """The operand of an int per batch element; none if it is static."""
-    return () if isinstance(x, Fixed) else (Operand(int32(x), "b"),)
+    return () if isinstance(x, Static) else (Operand(int32(x), "b"),)
 
 
 def count_of(mask: Any) -> int:

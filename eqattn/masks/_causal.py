@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._misc import as_int, value_of
+from .._misc import as_int, unwrap
 from .._pairs import Operand
 from ._base import AbstractMask, int_operand
 
@@ -32,7 +32,7 @@ class Causal(AbstractMask):
 
     @property
     def offset(self) -> Any:
-        return value_of(self._offset)
+        return unwrap(self._offset)
 
     def operands(self) -> tuple[Operand, ...]:
         return int_operand(self._offset)
@@ -57,7 +57,7 @@ class PrefixLM(AbstractMask):
 
     @property
     def prefix(self) -> Any:
-        return value_of(self._prefix)
+        return unwrap(self._prefix)
 
     def operands(self) -> tuple[Operand, ...]:
         return int_operand(self._prefix)

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 
 from .._closure import function_of
-from .._misc import as_array, Fixed
+from .._misc import as_array, Static
 from .._pairs import Operand, scalar_result
 from ._base import AbstractMask
 
@@ -37,7 +37,7 @@ class MaskFn(AbstractMask):
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
-        self._fn = fn if tree else Fixed(fn)
+        self._fn = fn if tree else Static(fn)
         for name, arrays in (("row_operands", row_operands), ("col_operands", col_operands)):
             if not isinstance(arrays, tuple | list):
                 raise TypeError(f"{name} must be a tuple of arrays, got {type(arrays).__name__}.")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .._misc import as_int, Fixed, value_of
+from .._misc import as_int, Static, unwrap
 from .._pairs import Operand
 from ._base import AbstractMask, int_operand
 
@@ -24,19 +24,19 @@ class KeyPadding(AbstractMask):
 
     @property
     def lengths(self) -> Any:
-        return value_of(self._lengths)
+        return unwrap(self._lengths)
 
     @property
     def starts(self) -> Any:
-        return value_of(self._starts)
+        return unwrap(self._starts)
 
     def operands(self) -> tuple[Operand, ...]:
         return int_operand(self._lengths) + int_operand(self._starts)
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         given = iter(ids)
-        length = self.lengths if isinstance(self._lengths, Fixed) else next(given)
-        start = self.starts if isinstance(self._starts, Fixed) else next(given)
+        length = self.lengths if isinstance(self._lengths, Static) else next(given)
+        start = self.starts if isinstance(self._starts, Static) else next(given)
         return (k >= start) & (k < length)
 
 
@@ -55,7 +55,7 @@ class QueryPadding(AbstractMask):
 
     @property
     def lengths(self) -> Any:
-        return value_of(self._lengths)
+        return unwrap(self._lengths)
 
     def operands(self) -> tuple[Operand, ...]:
         return int_operand(self._lengths)

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .._misc import Fixed, is_known
+from .._misc import is_known, Static
 from ._intervals.classify import classify
 
 
@@ -105,7 +105,7 @@ def _picture(mask: Any) -> str:
 
 def _static_ints(x: Any) -> list[int]:
     """The sizes that a mask holds: the picture should show them."""
-    if isinstance(x, Fixed):
+    if isinstance(x, Static):
         x = x.value
     if isinstance(x, int) and not isinstance(x, bool):
         return [abs(x)]

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._misc import as_int, as_int32, eagerly, is_known, value_of
+from .._misc import as_int, as_int32, eagerly, is_known, unwrap
 from .._pairs import Operand
 from ._base import AbstractMask, int_operand
 
@@ -48,7 +48,7 @@ class Tree(AbstractMask):
 
     @property
     def start(self) -> Any:
-        return value_of(self._start)
+        return unwrap(self._start)
 
     @property
     def positions_are_distances(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

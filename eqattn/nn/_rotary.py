@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._misc import accumulation, as_array, as_flag, as_int32, Fixed, value_of
+from .._misc import accumulation_dtype, as_array, as_flag, as_int32, Static, unwrap
 from ._rotary_scaling import AbstractRotaryScaling, plain_frequencies
 
 
@@ -81,7 +81,7 @@ def rotary(
             f"positions must be [t] = {(t,)} or [*b, t] = {(*batch, t)} for x of shape {x.shape}, "
             f"got shape {positions.shape}."
         )
-    dtype = accumulation(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     frequencies, amplitude = (
         (plain_frequencies(dim, theta), 1.0)
         if scaling is None
@@ -132,7 +132,7 @@ class Rotary(eqx.Module):
         interleaved: bool = False,
     ):
         theta = as_theta(theta)
-        self._theta = Fixed(theta) if isinstance(theta, float) else theta
+        self._theta = Static(theta) if isinstance(theta, float) else theta
         _check_scaling(scaling)
         if dim is not None:
             turned(dim, max(dim, 0) if isinstance(dim, int) else 0)
@@ -142,7 +142,7 @@ class Rotary(eqx.Module):
 
     @property
     def theta(self) -> Any:
-        return value_of(self._theta)
+        return unwrap(self._theta)
 
     def __call__(self, x: Float[Array, "*b t h d"], positions: Any) -> Float[Array, "*b t h d"]:
         """`rotary(x, positions, ...)`."""

@@ -54,7 +54,7 @@ def seed_of(key: PRNGKeyArray) -> UInt32[Array, " 2"]:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def kept(seed: Array, pairs: Sequence[Array], rate: float) -> Array:
+def keep_mask(seed: Array, pairs: Sequence[Array], rate: float) -> Array:
     """Whether each pair `(b, h, q, k)` survives; the integers broadcast against each other.
 
     The seed is that of `seed_of`, and may go on with the indices of the first batch element and
@@ -90,4 +90,4 @@ def dropout_mask(
         shape = [1] * len(full)
         shape[axis] = n
         index.append(np.arange(n).reshape(shape))
-    return jnp.broadcast_to(kept(seed_of(key), [jnp.asarray(x) for x in index], rate), full)
+    return jnp.broadcast_to(keep_mask(seed_of(key), [jnp.asarray(x) for x in index], rate), full)

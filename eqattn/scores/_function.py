@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._closure import function_of
-from .._misc import Fixed
+from .._misc import Static
 from .._pairs import Operand, scalar_result
 from ._base import AbstractScore
 
@@ -43,7 +43,7 @@ class ScoreFn(AbstractScore):
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
-        self._fn = fn if tree else Fixed(fn)
+        self._fn = fn if tree else Static(fn)
         if not isinstance(arrays, tuple | list):
             raise TypeError(f"arrays must be a tuple of Operands, got {type(arrays).__name__}.")
         self.arrays = tuple(arrays)

@@ -20,7 +20,7 @@ from .._jax import explicit_axes, sharding_of, typed_by_mesh
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._pairs import over_block
-from .._problem.mesh import Manual, with_kernel
+from .._problem.mesh import ManualAxes, with_kernel
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem, problem
 from .._problem.storage import AbstractStored, as_stored
 from .._sweep.lowering import Lowering, XLA
@@ -37,7 +37,7 @@ from ._checks import choose_bias, choose_dropout_key
 _SCORE_FN = "a ScoreFn may hold what its compiler does not know"
 
 
-class AbstractExact(AttentionImpl):
+class AbstractFoldStrategy(AttentionImpl):
     """Exact attention as a fold over (query, key) pairs.
 
     A subclass says in which order pairs are visited, by `fold`. It has no derivative code.
@@ -93,8 +93,8 @@ class AbstractExact(AttentionImpl):
         )
 
     def manual(
-        self, problem: Problem, lowering: Lowering, place: Manual | None = None
-    ) -> Manual | None:
+        self, problem: Problem, lowering: Lowering, place: ManualAxes | None = None
+    ) -> ManualAxes | None:
         """The mesh axes to make manual for the fold: those of `place`, and those that shard batch
         and heads where the compiler cannot split the lowering over devices.
         """

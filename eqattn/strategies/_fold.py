@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._carry import Carry, gauge
+from .._carry import Carry, safe_max
 from .._jax import compiled
 from .._problem.blocking import choose_blocking
-from .._problem.exchange import Spread
+from .._problem.exchange import HeadExchange
 from .._problem.fold import fold_problem
 from .._problem.jit_cache import cached
 from .._problem.operands import BlockOperand, BlockOperands
@@ -28,7 +28,7 @@ from .._sweep.sweep import block_dtype
 
 
 @cached
-def fold_blocks(
+def fold_on_device(
     problem: Problem, *, block_q, block_k, fused, lowering=XLA, manual=None, in_place=False
 ) -> Carry:
     """On one device, in its blocks."""
@@ -36,12 +36,14 @@ def fold_blocks(
     blocking = choose_blocking(
         problem, block_q, block_k, in_place=in_place, lowering=lowering, devices=devices
     )
-    return fold_problem(problem, blocking, Spread(manual=manual), fused=fused, lowering=lowering)
+    return fold_problem(
+        problem, blocking, HeadExchange(manual=manual), fused=fused, lowering=lowering
+    )
 
 
 @compiled  # JAX cannot look at known arrays inside of a `shard_map` that is not
 @cached
-def fold_spread(
+def fold_sharded(
     problem: Problem, *, block_q, block_k, place, manual, unroll, fused, lowering
 ) -> Carry:
     """Over the devices of a place of a strategy over sharded sequences."""
@@ -69,19 +71,19 @@ def fold_spread(
     parts = pieces // group if mesh is None else pieces * n
     shards = n * group if mesh is None else 1
     blocking = choose_blocking(problem, block_q, block_k, parts, shards, lowering=lowering)
-    spread = Spread(ring, head_axis, group, manual)
+    spread = HeadExchange(ring, head_axis, group, manual)
     return fold_problem(problem, blocking, spread, fused=fused, lowering=lowering)
 
 
 @cached
-def fold_whole(problem: Problem) -> tuple[Carry, Array]:
+def fold_dense(problem: Problem) -> tuple[Carry, Array]:
     """At once, with the probabilities."""
     t, s, heads, _ = problem.sizes
     blocking = choose_blocking(problem, max(t, 1), max(s, 1))
     if 0 in (*blocking.grid, t):
         shape = (blocking.batch, t, heads)
-        empty = Carry.empty(shape, problem.value.shape[-1], problem.accumulation)
-        return empty, jnp.zeros((blocking.batch, heads, t, s), problem.accumulation)
+        empty = Carry.empty(shape, problem.value.shape[-1], problem.accumulation_dtype)
+        return empty, jnp.zeros((blocking.batch, heads, t, s), problem.accumulation_dtype)
     whole = BlockOperands(problem, blocking)
     logits, weigh = whole.logits(PARTIAL), whole.weigh(PARTIAL)
 
@@ -89,7 +91,7 @@ def fold_whole(problem: Problem) -> tuple[Carry, Array]:
         s, *weight = logits(*blocks)
         v, *poison = weigh(*values)
         top = s.max(0)
-        kept, den = softmax_terms(s, gauge(top), weight, poison)
+        kept, den = softmax_terms(s, safe_max(top), weight, poison)
         num = dot(v, kept, (0, 0), **dict(whole.products)).T
         return num, den, jax.lax.stop_gradient(top), kept
 

@@ -15,11 +15,11 @@ from jaxtyping import Array, Int
 from .._carry import Carry
 from .._config.partition import names_of
 from .._jax import varying_axes
-from .._problem.mesh import Manual, mesh_here
+from .._problem.mesh import current_mesh, ManualAxes
 from .._problem.problem import Problem
 from .._ring.layout import AbstractRingLayout
 from ..kernels import BACKENDS
-from ._exact import AbstractExact
+from ._exact import AbstractFoldStrategy
 
 
 class Axes(NamedTuple):
@@ -33,7 +33,7 @@ class Axes(NamedTuple):
     layout: AbstractRingLayout
 
 
-class _Place(NamedTuple):
+class SequenceSharding(NamedTuple):
     """Where a sequence is sharded: over a ring, inside over devices that exchange tokens for heads
     (each None: over no axis), and the mesh that these axes are automatic in (None: manual), where
     other axes may cut the heads into `head_shards`.
@@ -52,11 +52,11 @@ class _Place(NamedTuple):
         return tuple(a for a in (self.axis, self.head_axis) if a is not None)
 
     @property
-    def manual(self) -> Manual | None:
+    def manual(self) -> ManualAxes | None:
         if self.mesh is None:
             return None
         tokens, group = (() if a is None else (a,) for a in (self.axis, self.head_axis))
-        return Manual(self.mesh, tokens=tokens, group=group)
+        return ManualAxes(self.mesh, tokens=tokens, group=group)
 
     def tokens(self, length: int) -> Int[Array, "1 n"]:
         """The positions of this place's tokens, of which an array here holds `length`; of the
@@ -92,7 +92,7 @@ class _Place(NamedTuple):
         return () if self.mesh is None else tuple(self.mesh.explicit_axes)
 
 
-def _check(problem: Problem, place: _Place) -> None:
+def _check(problem: Problem, place: SequenceSharding) -> None:
     """Raises, with the remedy, for sizes that cannot be spread so."""
     t, s, heads, _ = problem.sizes
     inside = place.mesh is None
@@ -118,7 +118,7 @@ def _check(problem: Problem, place: _Place) -> None:
             )
 
 
-class AbstractSharded(AbstractExact):
+class AbstractSharded(AbstractFoldStrategy):
     """Exact attention over sharded sequences; a subclass says over which `_axes`."""
 
     mesh: eqx.AbstractVar[Any]
@@ -140,7 +140,7 @@ class AbstractSharded(AbstractExact):
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
         from .._problem.exchange import with_enough_heads
-        from ._fold import fold_blocks, fold_spread
+        from ._fold import fold_on_device, fold_sharded
 
         place, lowering = self._place(), self.lowering(problem)
         if place is not None and place.explicit:
@@ -158,14 +158,14 @@ class AbstractSharded(AbstractExact):
             manual=self.manual(problem, lowering, place and place.manual),
         )
         if place is None:
-            return fold_blocks(problem, **options), None
+            return fold_on_device(problem, **options), None
         if problem.seed is not None and place.mesh is None:
             seed = self._seed(problem.seed, problem, place.axes)
             problem = dataclasses.replace(problem, seed=seed)
         unroll = not self.metadata.scan_ring_attention
-        return fold_spread(problem, place=place, unroll=unroll, **options), None
+        return fold_sharded(problem, place=place, unroll=unroll, **options), None
 
-    def _without_explicit_axes(self, problem: Problem, place: _Place):
+    def _without_explicit_axes(self, problem: Problem, place: SequenceSharding):
         """For arrays that are not typed by the mesh of the context, whose axes are explicit."""
         arrays, static = eqx.partition(problem, eqx.is_array)
         inner: Any = auto_axes(
@@ -198,10 +198,10 @@ class AbstractSharded(AbstractExact):
         place = self._place()
         return place.devices if place is not None and place.mesh is None else 1
 
-    def _place(self) -> _Place | None:
+    def _place(self) -> SequenceSharding | None:
         """None where one device holds the whole sequence."""
         axis, head_axis, needed, layout = self._axes()
-        mesh = mesh_here(self.metadata.mesh if self.mesh is None else self.mesh)
+        mesh = current_mesh(self.metadata.mesh if self.mesh is None else self.mesh)
         named = [a for a in (axis, head_axis) if a is not None]
         if mesh is None:
             if not needed:
@@ -230,7 +230,7 @@ class AbstractSharded(AbstractExact):
                 "jax.shard_map manual over both, or over neither."
             )
         shards = self._head_shards(mesh, named)
-        place = _Place(axis, sizes[0], head_axis, sizes[1], mesh, layout, shards)
+        place = SequenceSharding(axis, sizes[0], head_axis, sizes[1], mesh, layout, shards)
         return place._replace(mesh=None, head_shards=1) if any(manual.values()) else place
 
     def _head_shards(self, mesh: Any, axes: list[str]) -> int:

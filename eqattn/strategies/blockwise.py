@@ -8,12 +8,12 @@ from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._problem.problem import Problem
 from ..kernels import BACKENDS
-from ._exact import AbstractExact
+from ._exact import AbstractFoldStrategy
 from ._registry import AttentionRegistry
 
 
 @AttentionRegistry.register
-class Blockwise(AbstractExact):
+class Blockwise(AbstractFoldStrategy):
     """Exact attention in memory linear in the sequence, block by block.
 
     Blocks that the mask empties are never visited, full ones are not masked, and the answer does
@@ -45,10 +45,10 @@ class Blockwise(AbstractExact):
         return "blockwise"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        from ._fold import fold_blocks
+        from ._fold import fold_on_device
 
         lowering = self.lowering(problem)
-        carry = fold_blocks(
+        carry = fold_on_device(
             problem,
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,

@@ -7,12 +7,12 @@ import equinox as eqx
 from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._problem.problem import Problem
-from ._exact import AbstractExact
+from ._exact import AbstractFoldStrategy
 from ._registry import AttentionRegistry
 
 
 @AttentionRegistry.register
-class Dense(AbstractExact):
+class Dense(AbstractFoldStrategy):
     """Exact attention that forms all logits at once, in memory queries x keys.
 
     It is differentiated by JAX's own rules, without this library's, and is the only strategy with
@@ -36,6 +36,6 @@ class Dense(AbstractExact):
         return "dense"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        from ._fold import fold_whole
+        from ._fold import fold_dense
 
-        return fold_whole(problem)
+        return fold_dense(problem)

@@ -8,12 +8,12 @@ from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._problem.problem import Problem
 from ..kernels import BACKENDS
-from ._exact import AbstractExact
+from ._exact import AbstractFoldStrategy
 from ._registry import AttentionRegistry
 
 
 @AttentionRegistry.register
-class Ragged(AbstractExact):
+class Ragged(AbstractFoldStrategy):
     """Exact attention over rows of unequal length, such as the caches of a batch of requests.
 
     Where `Blockwise` brings whole keys and values into the order that is fastest to multiply,
@@ -48,10 +48,10 @@ class Ragged(AbstractExact):
         return "ragged"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        from ._fold import fold_blocks
+        from ._fold import fold_on_device
 
         lowering = self.lowering(problem)
-        carry = fold_blocks(
+        carry = fold_on_device(
             problem,
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,

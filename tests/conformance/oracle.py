@@ -168,19 +168,19 @@ def forward(problem: Problem) -> Forward:
     if problem.sinks is not None:
         sinks = _sinks_matrix(problem)
         top = np.maximum(top, np.max(plain(sinks), axis=-1)[None, :, None])
-    gauge = np.where(np.isfinite(top), top, 0.0)
+    safe_max = np.where(np.isfinite(top), top, 0.0)
 
-    e = np.where(visible, np.exp(np.where(visible, z - gauge[..., None], 0.0)), 0.0)
+    e = np.where(visible, np.exp(np.where(visible, z - safe_max[..., None], 0.0)), 0.0)
     den = np.sum(e, axis=-1)
     e_sinks = None
     if problem.sinks is not None:
-        e_sinks = np.exp(np.reshape(sinks, (1, *_pad_sink_shape(sinks))) - gauge[..., None])
+        e_sinks = np.exp(np.reshape(sinks, (1, *_pad_sink_shape(sinks))) - safe_max[..., None])
         den = den + np.sum(e_sinks, axis=-1)
     alive = plain(den) > 0
     safe = np.where(alive, den, 1.0)
     p = e / safe[..., None]
     w = p if problem.keep is None else np.where(problem.keep, p, 0.0) * (1 / (1 - problem.rate))
-    lse = np.where(alive, np.log(safe) + gauge, -np.inf)
+    lse = np.where(alive, np.log(safe) + safe_max, -np.inf)
     return Forward(
         out=weighted_rows(w, problem.v),
         lse=_heads_last(lse),

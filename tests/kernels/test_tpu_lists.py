@@ -10,7 +10,7 @@ from conformance import oracle, oracle_masks as om
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Segments, SlidingWindow
 from eqattn._problem.block_classes import classes_of
 from eqattn._problem.blocking import Blocking
-from eqattn._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, Layout, PARTIAL, ROW
+from eqattn._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
 from eqattn.kernels.tpu import _forward_step as _step, _work_list as _work
 from eqattn.masks._base import AbstractMask
 
@@ -87,7 +87,7 @@ def test_corners_are_empty(mask: AbstractMask, s, group):
 def test_one_list_for_several_heads(axes, merged):
     """It has the pairs that lists of their own would have, one head's after the other's."""
     grid = (2, 3, 4, 5)
-    layout = Layout(grid, (8, 8), (), axes)
+    layout = GridLayout(grid, (8, 8), (), axes)
     kept, table = (BATCH, HEAD, ROW), None
     if axes is not None:
         table = np.random.default_rng(0).integers(EMPTY, CORNER + 1, layout.shape(axes), np.int8)
@@ -118,10 +118,10 @@ def test_one_list_for_several_heads(axes, merged):
 
 
 def test_cores_do_not_share_a_list(monkeypatch):
-    layout = Layout((2, 3, 4, 5), (8, 8), ())
+    layout = GridLayout((2, 3, 4, 5), (8, 8), ())
     assert _work.merged_axes(layout) == (BATCH, HEAD)
-    assert _work.merged_axes(Layout((2, 3, 16, 32), (8, 8), ())) == (HEAD,)
-    assert _work.merged_axes(Layout((2, 3, 64, 32), (8, 8), ())) == ()
+    assert _work.merged_axes(GridLayout((2, 3, 16, 32), (8, 8), ())) == (HEAD,)
+    assert _work.merged_axes(GridLayout((2, 3, 64, 32), (8, 8), ())) == ()
     monkeypatch.setattr(_work, "cores", lambda: 2)
     assert _work.merged_axes(layout) == ()
 
@@ -134,7 +134,7 @@ def test_cores_do_not_share_a_list(monkeypatch):
 )  # fmt: skip
 def test_windows_of_a_corner_are_all_of_it_or_none(keys, rows, corner, masked):
     """A window that straddles the edge of a corner holds pairs that are visible."""
-    layout = Layout((1, 1, 1, 1), (keys, rows), (), corner=corner)
+    layout = GridLayout((1, 1, 1, 1), (keys, rows), (), corner=corner)
     inside = np.zeros((keys, rows), int)
     for at, to in _step.skipped(layout, masked):
         inside[at, to] += 1

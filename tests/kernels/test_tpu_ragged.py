@@ -27,9 +27,9 @@ from eqattn import (
     ragged_flash_attention_kernel,
     SlidingWindow,
 )
-from eqattn._sweep.grid import Layout
+from eqattn._sweep.grid import GridLayout
 from eqattn.kernels.tpu import _decode
-from eqattn.kernels.tpu._grid import Steps
+from eqattn.kernels.tpu._grid import KernelGrid
 from eqattn.kernels.tpu._work_list import in_parts
 
 
@@ -151,8 +151,8 @@ def test_caches_are_read_as_they_lie():
 def test_live_blocks_are_all_that_is_visited():
     """The list is as long as the live blocks of all rows are many, one for a row without any."""
     table = jnp.asarray([[[1, 1, 2]], [[0, 0, 0]], [[2, 1, 0]]], jnp.int8)
-    layout = Layout((3, 1, 1, 3), (16, 4), (), (-4, -2, -1), ragged=True)
-    grid, work = Steps.of(table, layout, (-4, -3, -2), 2)
+    layout = GridLayout((3, 1, 1, 3), (16, 4), (), (-4, -2, -1), ragged=True)
+    grid, work = KernelGrid.of(table, layout, (-4, -3, -2), 2)
     assert int(grid.length) == 3 + 1 + 2
     rows, columns = np.asarray(work) >> 18, (np.asarray(work) >> 4) & (2**14 - 1)
     assert rows[:6].tolist() == [0, 0, 0, 1, 2, 2] and columns[:6].tolist() == [0, 1, 2, 0, 0, 1]

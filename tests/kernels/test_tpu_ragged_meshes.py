@@ -33,7 +33,7 @@ def mesh_of(dp, tp, names=("dp", "tp"), kind=AUTO):
     return jax.make_mesh((dp, tp), names, (kind,) * 2, devices=jax.devices()[: dp * tp])
 
 
-def placed(mesh, q, k, v):
+def keep_in_hbm(mesh, q, k, v):
     """Rows over the first axis, heads over the second; of pages, heads alone."""
     rows, heads = mesh.axis_names
     put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
@@ -66,7 +66,7 @@ def test_numbers(t, kv_heads, dp, tp, stored, in_pages, kind):
     sizes = {} if in_pages else {"blocksize_k": 16 if t < 48 else 80}
     with jax.set_mesh(mesh_of(dp, tp, kind=kind)):
         mesh = jax.sharding.get_mesh()
-        args = placed(mesh, q, k, v)
+        args = keep_in_hbm(mesh, q, k, v)
         run = jax.jit(lambda *x: call(*x, **sizes)).lower(*args).compile()
         got = run(*args)
     close(got, dense(q, *plain, seen(t, kv[0].shape[1])))
@@ -90,7 +90,9 @@ def test_what_differs_by_row_and_head():
 
     q, k, v, *others = (jnp.asarray(x, jnp.float32) for x in exact)
     with jax.set_mesh(mesh_of(2, 4)):
-        out, transpose = jax.vjp(jax.jit(f), *placed(jax.sharding.get_mesh(), q, k, v), *others)
+        out, transpose = jax.vjp(
+            jax.jit(f), *keep_in_hbm(jax.sharding.get_mesh(), q, k, v), *others
+        )
         grads = jax.jit(transpose)(jnp.cos(out))
     b, h, i, j = np.ogrid[: len(q), :8, s - t : s, :s]
     shown = (j <= i) & (i - j < 9 + 4 * h) & (j != b)

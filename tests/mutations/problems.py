@@ -64,7 +64,7 @@ MUTANTS = [
         [
             ("(type(x), x)", "(None, x)"),
             ("isinstance(other, _Weak) and self._ref == other._ref", "isinstance(other, _Weak)"),
-            ("node, x = node.of(x.value), Fixed(_Weak(x.value))", "pass"),
+            ("node, x = node.of(x.value), Static(_Weak(x.value))", "pass"),
         ],
     ),
     (

@@ -11,13 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, masks as m
 from eqattn._problem.blocking import choose_blocking
-from eqattn._problem.exchange import Spread
-from eqattn._problem.mesh import Manual
+from eqattn._problem.exchange import HeadExchange
+from eqattn._problem.mesh import ManualAxes
 from eqattn._problem.operands import BlockOperands
 from eqattn._problem.problem import problem
 from eqattn._ring.layout import Contiguous, Zigzag
 from eqattn._ring.plan import ring_plan
-from eqattn._sweep.grid import Layout
+from eqattn._sweep.grid import GridLayout
 from eqattn._sweep.rotation import Rotation
 from eqattn._sweep.sweep import sweep, table_per_hop
 from eqattn.strategies.ring import Ring
@@ -157,8 +157,8 @@ def visits(n, layout, mask):
         size = tokens // (n * layout.parts) // 2
         blocking = choose_blocking(spec, size, size, n * layout.parts)
         ring = Rotation("sp", n, ahead, 0)
-        manual = Manual(mesh, tokens=("sp",))
-        spread = Spread(ring, manual=manual)
+        manual = ManualAxes(mesh, tokens=("sp",))
+        spread = HeadExchange(ring, manual=manual)
         blocks = BlockOperands(spec, blocking, spread)
         in_axes = [x.axes for x in blocks.operands]
         grid = spread.local(blocking).grid
@@ -168,7 +168,7 @@ def visits(n, layout, mask):
                 ring, blocks.classify, operands, in_axes, blocks.reads, grid
             )
             axes = [*in_axes, *[()] * len(consts)]
-            table = Layout(grid, (2**10, 2**10), (), None, own)
+            table = GridLayout(grid, (2**10, 2**10), (), None, own)
             one = {c: lambda *_: [jnp.ones(())] for c in (1, 2)}
             return sweep(one, [*operands, *consts], axes, [()], layout=table)[0][None]
 

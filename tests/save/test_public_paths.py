@@ -18,7 +18,7 @@ import pytest
 
 import eqattn
 from eqattn import AttentionImpl, AttentionMetadata, Causal, load, masks, save, scores, Zigzag
-from eqattn._misc import Fixed
+from eqattn._misc import Static
 from eqattn._save.describe import _path
 from eqattn._save.save import _digest, _line
 
@@ -75,7 +75,7 @@ def test_every_module_of_the_package_is_public_or_refused():
         if isinstance(c, type) and c.__module__ == m.__name__
         and (dataclasses.is_dataclass(c) or issubclass(c, eqx.Module))
     }  # fmt: skip
-    assert Causal in classes and Fixed in classes
+    assert Causal in classes and Static in classes
     refused = set()
     for c in classes:
         try:

@@ -12,7 +12,7 @@ from _reference import exact
 from jax import lax
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, dropout_mask
-from eqattn.scores._dropout import kept, seed_of, threefry
+from eqattn.scores._dropout import keep_mask, seed_of, threefry
 
 
 RATE = 0.3
@@ -286,7 +286,7 @@ def standardised(rate, seed=0, b=0, h=0, word=None):
     """Dropped bits of `N x N` pairs as numbers of mean 0 and variance 1."""
     words = seed_of(jax.random.key(seed)) if word is None else jnp.asarray(word, jnp.uint32)
     i, j = jnp.arange(N)[:, None], jnp.arange(N)[None]
-    keep = jax.jit(kept, static_argnums=2)(words, (jnp.int32(b), jnp.int32(h), i, j), rate)
+    keep = jax.jit(keep_mask, static_argnums=2)(words, (jnp.int32(b), jnp.int32(h), i, j), rate)
     return (~np.asarray(keep) - rate) / math.sqrt(rate * (1 - rate))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from eqattn._sweep.grid import COL, EMPTY, FULL, HEAD, Layout, PARTIAL, ROW
+from eqattn._sweep.grid import COL, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
 from eqattn._sweep.rotation import Rotation
 from eqattn._sweep.sweep import sweep, table_per_hop
 
@@ -44,7 +44,7 @@ def test_sums_around_a_ring(n, ahead, behind, unroll):
     f = lambda r, c: [jnp.sin(r + 2 * c), jnp.cos(3 * r - c)]
 
     def run(r, c):
-        layout = Layout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring)
+        layout = GridLayout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring)
         return tuple(sweep({FULL: f}, [r, c], [(ROW,), (COL,)], [(ROW,), (COL,)], layout=layout))
 
     of_rows, of_columns = in_ring(n, run, (rows, columns), P("sp"), P("sp"))
@@ -60,7 +60,7 @@ def test_gradients_around_a_ring(n, ahead, behind, unroll):
     ring = Rotation("sp", n, ahead, behind, unroll=unroll)
 
     def run(r, c):
-        layout = Layout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring, fused=unroll)
+        layout = GridLayout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring, fused=unroll)
         f = lambda r, c: [jnp.sin(r * c)]
         (out,) = sweep({FULL: f}, [r, c], [(ROW,), (COL,)], [(ROW,)], layout=layout)
         return out
@@ -78,7 +78,7 @@ def test_unrolled_hops_hold_no_loop():
 
     def program(unroll):
         ring = Rotation("sp", n, n - 1, 0, unroll=unroll)
-        layout = Layout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring)
+        layout = GridLayout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring)
 
         def run(r, c):
             f = lambda r, c: [r * c]
@@ -112,7 +112,7 @@ def test_tables_of_hops_under_vmap():
         axes = [(ROW,), (COL,)]
         ring, consts = table_per_hop(ring, seen, [q, k], axes, (0, 1), (1, 1, ROWS, COLUMNS))
         assert not consts
-        layout = Layout((1, 1, ROWS, COLUMNS), LARGE, (), ring=ring)
+        layout = GridLayout((1, 1, ROWS, COLUMNS), LARGE, (), ring=ring)
         f = lambda q, k: [jnp.ones((), jnp.float32)]
         twice = lambda q, k: [2 * jnp.ones((), jnp.float32)]
         return sweep({FULL: f, PARTIAL: twice}, [q, k], axes, [(ROW,)], layout=layout)[0]
@@ -138,7 +138,7 @@ def test_a_batch_axis_of_one_that_an_operand_has():
         ring = Rotation("sp", n, n - 1, 0)
         axes = [(-4, ROW), (COL,)]
         ring, _ = table_per_hop(ring, classify, [q, k], axes, (0, 1), (1, 1, ROWS, COLUMNS))
-        layout = Layout((1, 1, ROWS, COLUMNS), LARGE, (), ring=ring)
+        layout = GridLayout((1, 1, ROWS, COLUMNS), LARGE, (), ring=ring)
         f = lambda q, k: [jnp.ones((), jnp.float32)]
         return sweep({FULL: f}, [q, k], axes, [(-4, ROW)], layout=layout)[0]
 
@@ -152,7 +152,7 @@ def test_each_class_keeps_what_it_closes_over():
     table = jnp.array([[FULL, PARTIAL, EMPTY], [PARTIAL, PARTIAL, FULL]], jnp.int8)
     of_full, of_partial = jnp.arange(4.0), jnp.full((2,), 10.0)
     more = jnp.float32(0.5)
-    layout = Layout((1, 1, 2, 3), (1, 1), (), (ROW, COL))
+    layout = GridLayout((1, 1, 2, 3), (1, 1), (), (ROW, COL))
 
     @jax.jit
     def run(of_full, of_partial, more):
@@ -175,7 +175,7 @@ def test_axes_of_heads_stay_in_their_place():
     ring = Rotation("sp", n, 1, 1)
 
     def run(r, c):
-        layout = Layout((1, 2, ROWS, COLUMNS), (1, 1), (), ring=ring)
+        layout = GridLayout((1, 2, ROWS, COLUMNS), (1, 1), (), ring=ring)
         f = lambda r, c: [r * c, r + c]
         axes = [(HEAD, ROW), (HEAD, COL)]
         return tuple(sweep({FULL: f}, [r, c], axes, [(ROW,), (HEAD, COL)], layout=layout))

@@ -11,7 +11,7 @@ import pytest
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
 from eqattn._jax import jaxpr_as_fun
-from eqattn._sweep.grid import EMPTY, FULL, Layout, PARTIAL
+from eqattn._sweep.grid import EMPTY, FULL, GridLayout, PARTIAL
 from eqattn._sweep.sweep import sweep
 
 
@@ -20,7 +20,7 @@ LARGE = (2**10, 2**10)  # blocks beyond what is vectorised over the batch
 
 def visits(table, axes, grid):
     """How many blocks are visited, by summing one per visit."""
-    layout = Layout(grid, LARGE, (), axes)
+    layout = GridLayout(grid, LARGE, (), axes)
     one = {PARTIAL: lambda: [jnp.ones(())], FULL: lambda: [jnp.ones(())]}
     return sweep(one, [], [], [()], layout=layout, table=table)[0]
 
@@ -60,7 +60,7 @@ def test_is_a_block_sparse_einsum(block):
     outs = sweep(
         {PARTIAL: f, FULL: lambda *b: [2 * y for y in f(*b)]},
         [jnp.asarray(x) for x in xs], AXES, AXES,
-        layout=Layout(GRID, block, (), (-4, -2, -1)), table=jnp.asarray(table),
+        layout=GridLayout(GRID, block, (), (-4, -2, -1)), table=jnp.asarray(table),
     )  # fmt: skip
     if block == (1, 1):  # one table for the whole batch: empty only where all are, full likewise
         least, most = table.min(0, keepdims=True), table.max(0, keepdims=True)

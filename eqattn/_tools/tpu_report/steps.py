@@ -62,7 +62,7 @@ class Step:
         return self.products / (self.cycles * self.schedule.chip.matrix_units)
 
 
-class Steps:
+class KernelGrid:
     """The steps of a kernel.
 
     **Arguments:**

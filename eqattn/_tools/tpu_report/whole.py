@@ -7,11 +7,11 @@ import numpy as np
 
 from ..._problem.block_classes import classes_of
 from ..._problem.blocking import Blocking
-from ..._sweep.grid import COL, CORNER, FULL, Layout, ROW
-from ...kernels.tpu._grid import Steps as Grid
+from ..._sweep.grid import COL, CORNER, FULL, GridLayout, ROW
+from ...kernels.tpu._grid import KernelGrid as Grid
 from ...kernels.tpu._work_list import FIRST, kind_of, work_list
 from ...masks._causal import Causal
-from .steps import Steps
+from .steps import KernelGrid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Count:
     rows: int
     beside: int
 
-    def cycles(self, steps: Steps) -> int:
+    def cycles(self, steps: KernelGrid) -> int:
         kinds = (self.full, steps.full), (self.masked, steps.masked or steps.full)
         kinds += (self.corner, steps.corner), (self.after, steps.after)
         edges = self.rows * sum(steps.edges) + self.beside * steps.edges[-1]
@@ -50,7 +50,7 @@ def count(tokens: int, tile: tuple[int, int], heads: int, kept: tuple[int, ...],
     at = np.arange(tokens, dtype=np.int32)[None]
     blocking = Blocking(1, heads, 1, tokens, tokens, queries, keys, halves=bool(lag))
     table = classes_of(Causal(), blocking, (1,), at, at)[0, 0]
-    layout = Layout(blocking.grid, (keys, queries), (), (ROW, COL), corner=blocking.corner)
+    layout = GridLayout(blocking.grid, (keys, queries), (), (ROW, COL), corner=blocking.corner)
     if lag:
         grid, packed = Grid.of(table, layout, kept, FULL, drain=lag)
         lists, pairs = math.prod(grid.grid[:-1]), grid.length

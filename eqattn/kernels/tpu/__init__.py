@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
-from ..._sweep.grid import Layout
+from ..._sweep.grid import GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
 
 
@@ -69,7 +69,7 @@ class TPULowering(Lowering):
                         return name
         return ""
 
-    def _why_not(self, ctx: Any, layout: Layout, visits: Sequence) -> str:
+    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence) -> str:
         """Why no kernel can run a visit of the grid; empty if one can."""
         if partitioned_automatically(ctx):
             return (
@@ -89,7 +89,7 @@ class TPULowering(Lowering):
             f"its mask or score has a {name}, which the compiler of kernels does not know"
         )
 
-    def lower(self, ctx: Any, layout: Layout, visits: Sequence) -> dict[str, Any] | None:
+    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any] | None:
         if layout.stage not in (("fold",) if layout.ragged else ("fold", "backward")):
             return None
         platforms = tuple(ctx.module_context.platforms)

@@ -15,15 +15,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ..._jax import abstract
-from ..._sweep.grid import COL, EMPTY, FULL, Layout, PARTIAL, ROW
+from ..._sweep.grid import COL, EMPTY, FULL, GridLayout, PARTIAL, ROW
 from ._chip import STAYING, VMEM
-from ._grid import abstract_blocks, lies_as, matrix, nbytes_of, Operand, Steps
+from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, vmem_shape
 from ._program import Program
 from ._work_list import FIRST, kind_of, LAST, row_of, work_list
 
 
 def together(
-    layout: Layout, start: Sequence, axes: Sequence[tuple[int, ...]], into: Sequence | None
+    layout: GridLayout, start: Sequence, axes: Sequence[tuple[int, ...]], into: Sequence | None
 ) -> tuple[list[int], list[int]]:
     """The outputs that keep columns, and with them those that keep rows of the same batch elements:
     none, if these do not fit into vector memory.
@@ -34,14 +34,14 @@ def together(
     group = [i for i, a in enumerate(axes) if a == columns]
     rows = (*[a for a in columns if a != COL], ROW)
     stay = [i for i, a in enumerate(axes) if a == rows]
-    nbytes = sum(nbytes_of(lies_as(start[i].shape), start[i].dtype) for i in stay)
+    nbytes = sum(nbytes_of(vmem_shape(start[i].shape), start[i].dtype) for i in stay)
     copies = 2 if into is None else 4  # one is filled while the one before is written
     return (group, stay) if copies * layout.grid[ROW] * nbytes <= STAYING else ([], [])
 
 
 def visit_sum(
     steps: dict[int, Callable],
-    layout: Layout,
+    layout: GridLayout,
     args: Sequence,
     start: Sequence,
     kept: tuple[int, ...],
@@ -62,13 +62,13 @@ def visit_sum(
         table = _alike(table, table_axes.index(a))
         table_axes.remove(a)
     work, length = work_list(table, layout, kept, max(steps))
-    grid = Steps(layout, order, tuple(table_axes), length)
+    grid = KernelGrid(layout, order, tuple(table_axes), length)
 
     held = [abstract(args[-1], x.shape, x.dtype) for x in start]
     blocks, n = abstract_blocks(operands, layout.in_axes), len(held)
 
     wanted = [*group, *stay]
-    place = {i: lies_as(held[i].shape) for i in wanted}
+    place = {i: vmem_shape(held[i].shape) for i in wanted}
     whole = {i: (layout.grid[ROW], *place[i]) if i in stay else place[i] for i in wanted}
     lies = {i: lead if i in stay else kept for i in wanted}
 
@@ -78,13 +78,13 @@ def visit_sum(
     programs = {c: program(step) for c, step in sorted(steps.items(), reverse=True)}
     main = next(iter(programs.values()))
     given = {
-        i: Operand(x, layout.in_axes[i], matrix(blocks[i]) and main.flipped[n + i])
+        i: KernelOperand(x, layout.in_axes[i], matrix(blocks[i]) and main.flipped[n + i])
         for i, x in enumerate(operands)
         if any(p.reads[n + i] for p in programs.values())
     }
     flipped = [False] * n + [i in given and given[i].flipped for i in range(len(operands))]
     old = {
-        i: Operand(x.reshape(*layout.shape(lies[i]), *whole[i]), lies[i], as_lies=True)
+        i: KernelOperand(x.reshape(*layout.shape(lies[i]), *whole[i]), lies[i], as_lies=True)
         for i in wanted
         if into is not None and (x := into[i]) is not None
     }
@@ -134,7 +134,7 @@ def visit_sum(
             num_scalar_prefetch=1,
             grid=grid.grid,
             in_specs=[
-                *[grid.place(x) for x in given.values()],
+                *[grid.block_spec(x) for x in given.values()],
                 *[grid.spec(x.axes, x.block) for x in old.values()],
             ],
             out_specs=[grid.spec(lies[i], whole[i]) for i in wanted],

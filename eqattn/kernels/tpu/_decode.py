@@ -14,16 +14,16 @@ from jaxtyping import Array
 
 from ..._carry import Carry, online_softmax
 from ..._jax import abstract
-from ..._sweep.grid import FEW_ROWS, Layout
+from ..._sweep.grid import FEW_ROWS, GridLayout
 from ._chip import cores, VMEM
-from ._decode_program import Wide
-from ._grid import abstract_blocks, Operand, Steps
+from ._decode_program import FlatHeadsProgram
+from ._grid import abstract_blocks, KernelGrid, KernelOperand
 from ._products import product_of
 from ._program import Program
 from ._work_list import FIRST, in_parts, kind_of, LAST
 
 
-def few_rows(steps: dict[int, Any], layout: Layout, args: Sequence) -> dict | None:
+def decode_programs(steps: dict[int, Any], layout: GridLayout, args: Sequence) -> dict | None:
     """Logits and values of each class in wide form; None where they have none."""
     step, (keys, rows) = steps[max(steps)], layout.block
     if not step.grouped or rows > FEW_ROWS:
@@ -33,9 +33,9 @@ def few_rows(steps: dict[int, Any], layout: Layout, args: Sequence) -> dict | No
     groups = step.values.out_avals[0].shape[1]
     forms = {}
     for c, s in steps.items():
-        logits = Wide(Program(s.evaluate_logits, blocks[:n]), keys, groups, rows)
+        logits = FlatHeadsProgram(Program(s.evaluate_logits, blocks[:n]), keys, groups, rows)
         forms[c] = logits if len(logits.program.outs) == 1 else None
-    forms["values"] = Wide(Program(_first(step), blocks[n:]), keys, groups, rows)
+    forms["values"] = FlatHeadsProgram(Program(_first(step), blocks[n:]), keys, groups, rows)
     return forms if all(f is not None and f.possible for f in forms.values()) else None
 
 
@@ -44,17 +44,17 @@ def _first(step: Any) -> Callable:
     return lambda *blocks: step.evaluate_values(*blocks)[:1]
 
 
-def visit_few_rows(
+def visit_decode(
     forms: dict,
     steps: dict[int, Any],
-    layout: Layout,
+    layout: GridLayout,
     args: Sequence,
     kept: tuple[int, ...],
     interpret: Any,
 ) -> list:
     """Numerator, denominator and maximum, of the forms of `few_rows`."""
     table, operands = layout.split(args)
-    grid, work = Steps.of(table, layout, kept, max(steps))
+    grid, work = KernelGrid.of(table, layout, kept, max(steps))
     seen, parts = None, cores()
     if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # nothing else that they could share
         work, length, seen = in_parts(work, grid.length, parts, math.prod(layout.shape(kept)))
@@ -75,7 +75,7 @@ def visit_few_rows(
     behind = {i: operand(values, i, n + i) for i in range(len(operands) - n)}
     row, column = np.arange(rows)[:, None], np.arange(keys * groups)[None]
     own = (row // (rows // groups) == column % groups).astype(np.float32)
-    belongs = [Operand(own, ())] if groups > 1 else []
+    belongs = [KernelOperand(own, ())] if groups > 1 else []
 
     def kernel(work_ref, *refs):
         refs = list(refs[len(layout.lookups) :])
@@ -160,12 +160,12 @@ def visit_few_rows(
         interpret=interpret,
         name="eqattn_decode",
     )
-    num, den, top = call(work, *tables, *[x.array if interpret else placed(x) for x in given])
+    num, den, top = call(work, *tables, *[x.array if interpret else keep_in_hbm(x) for x in given])
     den, top = den[..., 0], top[..., 0]
     return [num, den, top] if seen is None else merged(seen, num, den, top, layout.shape(kept))
 
 
-def placed(x: Operand) -> Array:
+def keep_in_hbm(x: KernelOperand) -> Array:
     """A cache stays in main memory: XLA would copy the whole of it to vector memory where it has
     room, however few of its blocks are live.
     """

@@ -16,9 +16,9 @@ from jaxtyping import Array
 
 from ..._jax import Literal
 from ..._sweep.products import grouped_dot_p
-from ._grid import Operand
+from ._grid import KernelOperand
 from ._products import product_of
-from ._program import POINTWISE, Program, Run
+from ._program import Evaluation, POINTWISE, Program
 
 
 _MOVED = {  # what depends on keys or rows alone stays what it is, whichever axis holds them
@@ -39,7 +39,7 @@ class Matrix:
     scale: Array | None
 
 
-class Wide:
+class FlatHeadsProgram:
     """Which of a program's arguments are what, and its evaluation.
 
     **Arguments:**
@@ -88,12 +88,12 @@ class Wide:
                 self.possible = False
         self.plain = plain
 
-    def operand(self, i: int, x: Any, axes: tuple[int, ...]) -> Operand:
+    def operand(self, i: int, x: Any, axes: tuple[int, ...]) -> KernelOperand:
         """An argument as it is to lie in memory."""
         keys, groups, _ = self.sizes
         role, lead = self.roles[i], x.shape[: len(axes)]
         if role == "query":
-            return Operand(x, axes, flipped=True)
+            return KernelOperand(x, axes, flipped=True)
         if role == "column":
             x = jnp.repeat(x.reshape(*lead, 1, keys), groups, -1)
         elif role == "scales":
@@ -101,18 +101,18 @@ class Wide:
         elif role == "matrix" and groups == 1:  # such an axis may lie anywhere
             x = jnp.squeeze(x, -2)
         elif role == "row":
-            return Operand(jnp.swapaxes(x, -1, -2), axes, as_lies=True)
-        return Operand(x, axes, cached=role in ("matrix", "scales"))
+            return KernelOperand(jnp.swapaxes(x, -1, -2), axes, as_lies=True)
+        return KernelOperand(x, axes, cached=role in ("matrix", "scales"))
 
     def evaluate(self, load: Sequence[Callable | None]) -> "_Evaluation":
         return _Evaluation(self, load)
 
 
 class _Evaluation:
-    def __init__(self, wide: Wide, load: Sequence[Callable | None]):
+    def __init__(self, wide: FlatHeadsProgram, load: Sequence[Callable | None]):
         self.wide, program = wide, wide.program
         flipped = [role == "query" for role in wide.roles]
-        self.run = Run(program, load, flipped)
+        self.run = Evaluation(program, load, flipped)
         self.load = dict(zip(program.jaxpr.invars, zip(load, wide.roles)))
         self.done: dict = {}
 

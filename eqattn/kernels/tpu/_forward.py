@@ -14,17 +14,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._jax import abstract
-from ..._sweep.grid import EMPTY, Layout
+from ..._sweep.grid import EMPTY, GridLayout
 from ._chip import SPARE, VMEM
-from ._forward_step import Body, Form
-from ._grid import abstract_blocks, matrix, nbytes_of, Operand, Steps
+from ._forward_step import FoldSpec, FoldStepBody
+from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of
 from ._program import LOG2E, Program
 from ._work_list import FIRST, kind_of, LAST
 
 
 def visit_fold(
     steps: dict[int, Any],
-    layout: Layout,
+    layout: GridLayout,
     args: Sequence,
     kept: tuple[int, ...],
     finish: Callable,
@@ -36,12 +36,12 @@ def visit_fold(
     Inside, logits and maxima are those of powers of two.
     """
     table, operands = layout.split(args)
-    grid, work = Steps.of(table, layout, kept, max(steps), drain=1)
+    grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
     keys, rows = layout.block
     full = steps[max(steps)]
     n = len(full.logits.in_avals)
     blocks = abstract_blocks(operands, layout.in_axes)
-    form = Form(
+    form = FoldSpec(
         layout=layout,
         logits={c: Program(step.evaluate_logits, blocks[:n]) for c, step in steps.items()},
         values={c: Program(step.evaluate_values, blocks[n:]) for c, step in steps.items()},
@@ -57,7 +57,7 @@ def visit_fold(
         for i, flipped in enumerate(main.flipped):
             if any(p.reads[i] for p in programs.values()):
                 flipped = matrix(blocks[start + i]) and flipped
-                found[i] = Operand(operands[start + i], layout.in_axes[start + i], flipped)
+                found[i] = KernelOperand(operands[start + i], layout.in_axes[start + i], flipped)
         return found
 
     value = form.values[form.full]
@@ -66,7 +66,9 @@ def visit_fold(
     shapes = [(form.width, rows), (1, rows), (1, rows)]
     # Finished denominators and maxima are one array: each array costs every step 30 to 50 cycles.
     out_blocks = shapes if into is not None else [(rows, form.width), (2, rows)]
-    start = [Operand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None]
+    start = [
+        KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
+    ]
 
     def kernel(work_ref, *refs):
         tables, refs = refs[: len(layout.lookups)], list(refs[len(layout.lookups) :])
@@ -87,7 +89,7 @@ def visit_fold(
         lie = [i in ahead and ahead[i].flipped for i in range(n)]
         lie_before = [i in behind and behind[i].flipped for i in range(len(fetch))]
         state = num, den, top, s, most, weights
-        body = Body(form, load, lie, fetch, lie_before, *state)
+        body = FoldStepBody(form, load, lie, fetch, lie_before, *state)
         running, ended = ids[-1] > 0, (before & LAST) != 0
 
         def go_on():
@@ -127,15 +129,16 @@ def visit_fold(
             num_scalar_prefetch=1 + len(layout.lookups),
             grid=grid.grid,
             in_specs=[
-                *[grid.place(x) for x in ahead.values()],
-                *[grid.place(x, lag=1) for x in behind.values()],
+                *[grid.block_spec(x) for x in ahead.values()],
+                *[grid.block_spec(x, lag=1) for x in behind.values()],
                 *[grid.spec(x.axes, x.block, 1) for x in start],
             ],
             out_specs=[grid.spec(kept, block, 1) for block in out_blocks],
             scratch_shapes=scratch,
         ),
         out_shape=[
-            abstract(args[-1], (*grid.laid(kept), *block), jnp.float32) for block in out_blocks
+            abstract(args[-1], (*grid.leading_sizes(kept), *block), jnp.float32)
+            for block in out_blocks
         ],
         input_output_aliases={first + i: i for i in range(len(start))},
         compiler_params=pltpu.CompilerParams(

@@ -13,10 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ..._carry import change_of_origin
-from ..._sweep.grid import CORNER, Layout
+from ..._sweep.grid import CORNER, GridLayout
 from ._chip import sums_by_product
 from ._products import product_of, spread_groups, weighted_groups
-from ._program import LOG2E, Program, Run
+from ._program import Evaluation, LOG2E, Program
 from ._work_list import kind_of
 
 
@@ -37,7 +37,7 @@ def windows(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
     return [(at, to) for to in sides[1] for at in sides[0]]
 
 
-def skipped(layout: Layout, masked: bool) -> list[tuple[slice, slice]]:
+def skipped(layout: GridLayout, masked: bool) -> list[tuple[slice, slice]]:
     """The windows that the corner of a block consists of; none if it cuts through some."""
     keys, rows = layout.block
     parts = windows(keys, rows, masked)
@@ -47,7 +47,7 @@ def skipped(layout: Layout, masked: bool) -> list[tuple[slice, slice]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class FoldSpec:
     """What a kernel computes in a block.
 
     **Arguments:**
@@ -57,7 +57,7 @@ class Form:
     - `narrow`, `precision`: of the products; None for operands as they are.
     """
 
-    layout: Layout
+    layout: GridLayout
     logits: dict[int, Program]
     values: dict[int, Program]
     width: int
@@ -98,7 +98,7 @@ class Form:
 
 
 @dataclasses.dataclass(frozen=True)
-class Body:
+class FoldStepBody:
     """A step, on references.
 
     **Arguments:**
@@ -109,7 +109,7 @@ class Body:
         pair and their maxima. `weights`: of dropout, none or one.
     """
 
-    form: Form
+    form: FoldSpec
     load: Sequence[Callable | None]
     lie: Sequence[bool]
     fetch: Sequence[Callable | None]
@@ -171,16 +171,16 @@ class Body:
         values, (keys, rows) = self.form.values, self.form.layout.block
         full, some = values[self.form.full], values[self.form.some]
         if len(full.outs) == 1:
-            total = Run(full, self.fetch, self.lie_before).value(full.outs[0], True)
+            total = Evaluation(full, self.fetch, self.lie_before).value(full.outs[0], True)
             total = total.astype(jnp.float32).sum(0)  # if it overflows, that costs only time
         else:
-            total = Run(some, self.fetch, self.lie_before).value(some.outs[1])
+            total = Evaluation(some, self.fetch, self.lie_before).value(some.outs[1])
         dirty = jnp.isnan(jnp.sum(total * 0))
 
         @pl.when(dirty)
         def _():
             s = self.s[...]
-            bad = Run(some, self.fetch, self.lie_before).value(some.outs[1])
+            bad = Evaluation(some, self.fetch, self.lie_before).value(some.outs[1])
             if bad.ndim == 1:
                 bad = jnp.broadcast_to(bad.reshape(1, keys), (8, keys)).T[:, :1]
             else:
@@ -195,8 +195,8 @@ class Body:
         """
         form, (keys, rows) = self.form, self.form.layout.block
         logits, values = form.logits[c], form.values[weighed]
-        ahead = Run(logits, self.load, self.lie)
-        behind = Run(values, self.fetch, self.lie_before)
+        ahead = Evaluation(logits, self.load, self.lie)
+        behind = Evaluation(values, self.fetch, self.lie_before)
         value = behind.narrow(values.outs[0], not form.grouped, form.narrow)
         was = self.top[...]
         now = jnp.maximum(was, self.most[...])

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ..._jax import abstract
-from ..._sweep.grid import COL, Layout, ROW
+from ..._sweep.grid import COL, GridLayout, ROW
 from ._chip import RESIDENT
 from ._work_list import merged_axes, row_of, SIDE, work_list
 
@@ -21,7 +21,7 @@ def split_at(xs: Sequence, n: int) -> tuple[Sequence, Sequence]:
     return xs[:n], xs[n:]
 
 
-def lies_as(shape: tuple[int, ...], flipped: bool = False) -> tuple[int, ...]:
+def vmem_shape(shape: tuple[int, ...], flipped: bool = False) -> tuple[int, ...]:
     """A block as it lies in vector memory: at least a matrix, a column `[n, 1]` as a row."""
     if len(shape) < 2:
         return (1, *(shape or (1,)))
@@ -44,13 +44,13 @@ def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class KernelGrid:
     """The kernel's grid: batch axes and, as None, the work list; `table_axes` are those of the list
     before its pairs, `merged` those that its rows are of, and its columns where it is `joined`.
     `parts`: of the list, each a core's; 0 if it is one.
     """
 
-    layout: Layout
+    layout: GridLayout
     order: tuple[int | None, ...]
     table_axes: tuple[int, ...]
     length: Any
@@ -60,16 +60,21 @@ class Steps:
 
     @classmethod
     def of(
-        cls, table: Any, layout: Layout, kept: tuple[int, ...], every: int, drain: int = 0
-    ) -> tuple["Steps", Any]:
+        cls,
+        table: Any,
+        layout: GridLayout,
+        kept: tuple[int, ...],
+        default_class: int,
+        drain: int = 0,
+    ) -> tuple["KernelGrid", Any]:
         """The grid of a fold, and its list of pairs: batch elements outside, one after the other,
         or in the list where the layout is ragged or the list is short.
         """
-        told = (layout.table_axes or ())[:-2]
-        merged = told if layout.ragged else merged_axes(layout) if drain else ()
-        work, length = work_list(table, layout, kept, every, merged)
+        table_batch_axes = (layout.table_axes or ())[:-2]
+        merged = table_batch_axes if layout.ragged else merged_axes(layout) if drain else ()
+        work, length = work_list(table, layout, kept, default_class, merged)
         order = (*[a for a in layout.batch if a not in merged], None)
-        outer = tuple(a for a in told if a not in merged)
+        outer = tuple(a for a in table_batch_axes if a not in merged)
         return cls(layout, order, outer, length, drain, merged), work
 
     @property
@@ -128,7 +133,7 @@ class Steps:
             return *axes[:n], axes[-1]
         return *axes, None
 
-    def laid(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+    def leading_sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes of these axes, in front of the blocks of an array. Of joined axes it has one,
         as the list has: then the scalar unit has less to do.
         """
@@ -148,24 +153,26 @@ class Steps:
             own = ids[:1] if by_part and self.parts else ()
             return (*own, *self.index(axes, ids, refs, lag), *[0] * len(block))
 
-        lead = len(self.laid(axes)) + (bool(self.parts) and by_part)
+        lead = len(self.leading_sizes(axes)) + (bool(self.parts) and by_part)
         return pl.BlockSpec((*[None] * lead, *block), index)
 
-    def place(self, x: "Operand", lag: int = 0) -> pl.BlockSpec:
+    def block_spec(self, x: "KernelOperand", lag: int = 0) -> pl.BlockSpec:
         """Where an argument of the kernel lies."""
         if x.resident:
             return pl.BlockSpec(memory_space=pltpu.VMEM)
         return self.spec(x.axes, x.block, lag)
 
-    def read(self, x: "Operand", ref: Any, ids: Sequence, refs: Sequence, lag: int = 0) -> Array:
+    def read(
+        self, x: "KernelOperand", ref: Any, ids: Sequence, refs: Sequence, lag: int = 0
+    ) -> Array:
         """Its block at a step."""
         return x.read(ref, self.index(x.axes, ids, refs, lag) if x.resident else ())
 
-    def arrays(self, xs: Sequence["Operand"]) -> list[Array]:
-        return [x.array.reshape(*self.laid(x.axes), *x.block) for x in xs]
+    def arrays(self, xs: Sequence["KernelOperand"]) -> list[Array]:
+        return [x.array.reshape(*self.leading_sizes(x.axes), *x.block) for x in xs]
 
 
-class Operand:
+class KernelOperand:
     """An array on the grid, as the kernel is given it: `flipped`, transposed; `as_lies`, with
     matrices of one column as they are; `cached`, from a cache.
     """
@@ -181,7 +188,7 @@ class Operand:
         self.axes, self.flipped, self.cached, self.dtype = axes, flipped, cached, x.dtype
         shape = x.shape[len(axes) :]
         self.shape = shape[::-1] if flipped else shape
-        self.block = shape if as_lies else lies_as(shape, flipped)
+        self.block = shape if as_lies else vmem_shape(shape, flipped)
         x = jnp.asarray(x)
         x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
         x = jnp.swapaxes(x, -1, -2) if flipped else x

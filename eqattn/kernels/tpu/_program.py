@@ -102,11 +102,11 @@ class Program:
 
     def __call__(self, load: Sequence[Callable | None], flipped: Sequence[bool]) -> list:
         """**Arguments:** those of `Run`."""
-        run = Run(self, load, flipped)
+        run = Evaluation(self, load, flipped)
         return [run.value(v) for v in self.outs]
 
 
-class Run:
+class Evaluation:
     """One evaluation of a program in a kernel.
 
     **Arguments:**
@@ -126,7 +126,7 @@ class Run:
         self.window: tuple[slice, slice] | None = None
         self.parts: dict = {}
 
-    def at(self, window: tuple[slice, slice] | None) -> "Run":
+    def at(self, window: tuple[slice, slice] | None) -> "Evaluation":
         run = copy.copy(self)  # what it reads whole, it reads once
         run.window, run.parts = window, {}
         return run

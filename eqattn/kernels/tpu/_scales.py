@@ -9,11 +9,13 @@ from typing import Any
 from jax import lax
 
 from ..._jax import evaluated, Literal
-from ..._sweep.grid import Layout
+from ..._sweep.grid import GridLayout
 from ._program import flat_jaxpr, replaced_jaxpr
 
 
-def with_matrices(steps: dict[int, Any], layout: Layout, args: Sequence) -> tuple[dict, Sequence]:
+def with_matrices(
+    steps: dict[int, Any], layout: GridLayout, args: Sequence
+) -> tuple[dict, Sequence]:
     """The steps of a fold, and its arguments, with each row that is only read as a matrix as that
     matrix.
     """

@@ -5,16 +5,16 @@ from typing import Any
 
 from ..._jax import varying_axes
 from ..._sweep.fold import FoldStep
-from ..._sweep.grid import Layout
+from ..._sweep.grid import GridLayout
 from ._backward import together, visit_sum
-from ._decode import few_rows, visit_few_rows
+from ._decode import decode_programs, visit_decode
 from ._forward import visit_fold
 from ._scales import with_matrices
 
 
 def traverse(
     steps: dict[int, Callable[..., Any]],
-    layout: Layout,
+    layout: GridLayout,
     args: Sequence[Any],
     start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],
@@ -32,9 +32,9 @@ def traverse(
             "interpreted kernels do not know; use check_vma=False."
         )
     if all(isinstance(step, FoldStep) for step in steps.values()):
-        forms = few_rows(steps, layout, args) if into is None else None
+        forms = decode_programs(steps, layout, args) if into is None else None
         if forms is not None:
-            return visit_few_rows(forms, steps, layout, args, axes[0], interpret)
+            return visit_decode(forms, steps, layout, args, axes[0], interpret)
         first: Any = next(iter(steps.values()))
         if first.grouped:
             steps, args = with_matrices(steps, layout, args)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ..._sweep.grid import COL, EMPTY, Layout, ROW
+from ..._sweep.grid import COL, EMPTY, GridLayout, ROW
 from ._chip import cores, SHORT
 
 
@@ -17,7 +17,11 @@ SIDE = 2**14
 
 
 def work_list(
-    table: Any, layout: Layout, kept: tuple[int, ...], every: int, merged: tuple[int, ...] = ()
+    table: Any,
+    layout: GridLayout,
+    kept: tuple[int, ...],
+    default_class: int,
+    merged: tuple[int, ...] = (),
 ) -> Any:
     """The pairs to visit, packed, `[*, pairs]`, and how many there are: the live ones, and one for
     each kept row or column without any. Without a table, all of class `every`. One more of that
@@ -27,13 +31,13 @@ def work_list(
     rows, columns = layout.grid[ROW:]
     apart = rows
     if table is None:
-        table = np.full((rows, columns), every, np.int8)
+        table = np.full((rows, columns), default_class, np.int8)
     xp: Any = np if isinstance(table, np.ndarray) else jnp
     if merged:
-        told = (layout.table_axes or ())[:-2]
-        outer = table.shape[: sum(a not in merged for a in told)]
+        table_batch_axes = (layout.table_axes or ())[:-2]
+        outer = table.shape[: sum(a not in merged for a in table_batch_axes)]
         sizes = [layout.grid[a] for a in merged]
-        own = [n if a in told else 1 for a, n in zip(merged, sizes)]
+        own = [n if a in table_batch_axes else 1 for a, n in zip(merged, sizes)]
         table = xp.broadcast_to(
             table.reshape(*outer, *own, rows, columns), (*outer, *sizes, rows, columns)
         ).reshape(*outer, -1, columns)
@@ -70,12 +74,12 @@ def work_list(
     packed = row << 18 | column << 4 | word(kind) << 2 | word(first) * FIRST | word(last) * LAST
     length = int(count.max()) if xp is np else count.max().astype(jnp.int32)
     packed = packed[..., :length] if xp is np else packed
-    drained = packed[..., -1:] >> 4 << 4 | np.uint32(every << 2)
+    drained = packed[..., -1:] >> 4 << 4 | np.uint32(default_class << 2)
     packed = xp.concatenate([packed, drained], -1)
     return lax.bitcast_convert_type(jnp.asarray(packed), jnp.int32), length
 
 
-def merged_axes(layout: Layout) -> tuple[int, ...]:
+def merged_axes(layout: GridLayout) -> tuple[int, ...]:
     """The innermost batch axes whose pairs may share a list, so that they are drained once. It
     lies in scalar memory, and is one core's.
     """
