@@ -84,6 +84,83 @@ class Problem(eqx.Module):
     shards: int = eqx.field(static=True, default=1)
     partition: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
+    @classmethod
+    def from_call(
+        cls,
+        query,
+        key,
+        value,
+        metadata,
+        *,
+        mask=None,
+        bias=None,
+        score=None,
+        dropout_key=None,
+        q_offset=None,
+        q_positions=None,
+        kv_positions=None,
+        precision=None,
+        shards=1,
+        partition=None,
+    ) -> "Problem":
+        """Checks the arguments of `attention` and brings them to canonical form."""
+        for name in ("runtime_dtype", "runtime_softmax_dtype"):
+            check_64_bits(name, getattr(metadata, name))
+        query = jnp.asarray(as_array(query, "query"))
+        for name, x in (("key_", key), ("value", value)):
+            if isinstance(x, eqx.Module) and not isinstance(x, AbstractStored):
+                raise TypeError(
+                    f"{name} must be an array, got {type(x).__name__}; of a cache pass cache.key "
+                    "and cache.value, with cache.mask(), q_offset= and "
+                    "kv_positions=cache.positions."
+                )
+        key, value = (
+            x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
+            for name, x in (("key_", key), ("value", value))
+        )
+        check_shapes(query, key, value)
+        *batch_shape, t, heads, _ = query.shape
+        batch_shape, s = tuple(batch_shape), key.shape[-3]
+        scores = as_scores(score)
+        if (bias := as_bias(bias)) is not None:
+            scores = (Bias(bias), *scores)
+        if metadata.logits_soft_cap is not None:
+            scores = (SoftCap(metadata.logits_soft_cap), *scores)
+        scale = metadata.softmax_scale
+        if scale is not None and jnp.ndim(scale) > 0:
+            raise ValueError(
+                f"softmax_scale must be one number, got shape {jnp.shape(scale)}; multiply the "
+                f"query {query.shape} by a scale per head or dim."
+            )
+        mask = as_mask(mask)
+        check_distances(mask, *scores)
+        check_one_offset(q_offset, q_positions)
+        q_start, q_shift = as_offset(q_offset, batch_shape, t)
+        out = cls(
+            query=_flatten(query, batch_shape),
+            key=_flatten(key, batch_shape),
+            value=_flatten(value, batch_shape),
+            mask=mask,
+            scores=scores,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            sinks=as_sinks(metadata.softmax_aux, heads),
+            seed=None if dropout_key is None else seed_of(dropout_key),
+            q_positions=as_positions(q_positions, t, batch_shape, "q_positions"),
+            kv_positions=as_positions(kv_positions, s, batch_shape, "kv_positions"),
+            q_shift=q_shift,
+            q_start=q_start,
+            batch_shape=batch_shape,
+            rate=metadata.dropout_prob,
+            logits_dtype=metadata.runtime_softmax_dtype,
+            precision=precision,
+            shards=shards,
+            partition=partition,
+        )
+        for part in (*scores, *([] if mask is None else [mask])):
+            for name, operand in named_operands(part):
+                out.canonical(operand, name)
+        return out
+
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """`(T, S, H, K)`."""
@@ -266,81 +343,6 @@ def as_sinks(sinks, heads: int):
         f"head), [num_heads, n] nor [1, n] (sinks shared by all heads); reshape shared sinks to "
         "[1, n]."
     )
-
-
-def problem(
-    query,
-    key,
-    value,
-    metadata,
-    *,
-    mask=None,
-    bias=None,
-    score=None,
-    dropout_key=None,
-    q_offset=None,
-    q_positions=None,
-    kv_positions=None,
-    precision=None,
-    shards=1,
-    partition=None,
-) -> Problem:
-    """Checks the arguments of `attention` and brings them to canonical form."""
-    for name in ("runtime_dtype", "runtime_softmax_dtype"):
-        check_64_bits(name, getattr(metadata, name))
-    query = jnp.asarray(as_array(query, "query"))
-    for name, x in (("key_", key), ("value", value)):
-        if isinstance(x, eqx.Module) and not isinstance(x, AbstractStored):
-            raise TypeError(
-                f"{name} must be an array, got {type(x).__name__}; of a cache pass cache.key and "
-                "cache.value, with cache.mask(), q_offset= and kv_positions=cache.positions."
-            )
-    key, value = (
-        x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
-        for name, x in (("key_", key), ("value", value))
-    )
-    check_shapes(query, key, value)
-    *batch_shape, t, heads, _ = query.shape
-    batch_shape, s = tuple(batch_shape), key.shape[-3]
-    scores = as_scores(score)
-    if (bias := as_bias(bias)) is not None:
-        scores = (Bias(bias), *scores)
-    if metadata.logits_soft_cap is not None:
-        scores = (SoftCap(metadata.logits_soft_cap), *scores)
-    scale = metadata.softmax_scale
-    if scale is not None and jnp.ndim(scale) > 0:
-        raise ValueError(
-            f"softmax_scale must be one number, got shape {jnp.shape(scale)}; multiply the query "
-            f"{query.shape} by a scale per head or dim."
-        )
-    mask = as_mask(mask)
-    check_distances(mask, *scores)
-    check_one_offset(q_offset, q_positions)
-    q_start, q_shift = as_offset(q_offset, batch_shape, t)
-    out = Problem(
-        query=_flatten(query, batch_shape),
-        key=_flatten(key, batch_shape),
-        value=_flatten(value, batch_shape),
-        mask=mask,
-        scores=scores,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        sinks=as_sinks(metadata.softmax_aux, heads),
-        seed=None if dropout_key is None else seed_of(dropout_key),
-        q_positions=as_positions(q_positions, t, batch_shape, "q_positions"),
-        kv_positions=as_positions(kv_positions, s, batch_shape, "kv_positions"),
-        q_shift=q_shift,
-        q_start=q_start,
-        batch_shape=batch_shape,
-        rate=metadata.dropout_prob,
-        logits_dtype=metadata.runtime_softmax_dtype,
-        precision=precision,
-        shards=shards,
-        partition=partition,
-    )
-    for part in (*scores, *([] if mask is None else [mask])):
-        for name, operand in named_operands(part):
-            out.canonical(operand, name)
-    return out
 
 
 def _flatten(x: Any, batch_shape: tuple[int, ...]) -> Any:

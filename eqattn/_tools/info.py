@@ -17,7 +17,7 @@ from .._config.metadata import AttentionMetadata
 from .._config.platform import Backend, Platform
 from .._problem.block_classes import table_of
 from .._problem.blocking import Blocking, choose_blocking
-from .._problem.problem import as_mask, problem
+from .._problem.problem import as_mask, Problem
 from .._ring.layout import Contiguous, Zigzag
 from .._ring.plan import ring_plan, RingPlan
 from .._sweep.grid import EMPTY, FULL
@@ -143,7 +143,7 @@ def blocks_of(
 
     def look(query, key, value):
         metadata = strategy.metadata
-        spec = problem(query, key, value, metadata, mask=as_mask(mask))
+        spec = Problem.from_call(query, key, value, metadata, mask=as_mask(mask))
         blocking = choose_blocking(spec, metadata.blocksize_q, metadata.blocksize_k)
         found.append((blocking, table_of(spec, blocking)))
 

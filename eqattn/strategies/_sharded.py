@@ -19,7 +19,7 @@ from .._problem.mesh import current_mesh, ManualAxes
 from .._problem.problem import Problem
 from .._ring.layout import AbstractRingLayout
 from ..kernels import BACKENDS
-from ._exact import AbstractFoldStrategy
+from ._fold_strategy import AbstractFoldStrategy
 
 
 class Axes(NamedTuple):

@@ -8,7 +8,8 @@ from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._problem.problem import Problem
 from ..kernels import BACKENDS
-from ._exact import AbstractFoldStrategy
+from ._fold_strategy import AbstractFoldStrategy
+from ._on_device import fold
 from ._registry import AttentionRegistry
 
 
@@ -45,14 +46,12 @@ class Blockwise(AbstractFoldStrategy):
         return "blockwise"
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        from ._fold import fold_on_device
-
         lowering = self.lowering(problem)
-        carry = fold_on_device(
+        carry = fold(
             problem,
-            block_q=self.metadata.blocksize_q,
-            block_k=self.metadata.blocksize_k,
-            fused=self.fused_backward,
+            blocksize_q=self.metadata.blocksize_q,
+            blocksize_k=self.metadata.blocksize_k,
+            fused_backward=self.fused_backward,
             lowering=lowering,
             manual=self.manual(problem, lowering),
         )

@@ -7,7 +7,7 @@ import equinox as eqx
 from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._problem.problem import Problem
-from ._exact import AbstractFoldStrategy
+from ._fold_strategy import AbstractFoldStrategy
 from ._registry import AttentionRegistry
 
 

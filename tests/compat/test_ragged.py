@@ -9,7 +9,7 @@ from conformance import oracle, oracle_masks as om
 import eqattn as e
 from eqattn._problem.block_classes import table_of
 from eqattn._problem.blocking import choose_blocking
-from eqattn._problem.problem import problem
+from eqattn._problem.problem import Problem
 from eqattn._sweep.grid import EMPTY
 
 
@@ -136,7 +136,9 @@ def test_parts_of_a_row_merge(x64):
 
 def live(s, ends):
     x = jnp.zeros((len(ends), s, 2, 8), jnp.float32)
-    spec = problem(x[:, :1], x, x, e.AttentionMetadata(), mask=e.KeyPadding(jnp.asarray(ends)))
+    spec = Problem.from_call(
+        x[:, :1], x, x, e.AttentionMetadata(), mask=e.KeyPadding(jnp.asarray(ends))
+    )
     blocking = choose_blocking(spec, None, None, in_place=True)
     assert blocking.block_k == 128
     return int((table_of(spec, blocking) != EMPTY).sum())

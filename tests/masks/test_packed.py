@@ -17,7 +17,7 @@ from eqattn import (
 )
 from eqattn._problem.block_classes import table_of
 from eqattn._problem.blocking import choose_blocking
-from eqattn._problem.problem import problem
+from eqattn._problem.problem import Problem
 from eqattn._sweep.grid import EMPTY
 
 
@@ -80,7 +80,7 @@ def test_only_blocks_inside_of_sequences_are_visited(in_place, causal):
         x = jnp.zeros((1, N, K, D), jnp.float32)
         mask = Segments(packed_segments(cu, N).ids)
         mask = Causal() & mask if causal else mask
-        spec = problem(x, x, x, AttentionMetadata(), mask=mask)
+        spec = Problem.from_call(x, x, x, AttentionMetadata(), mask=mask)
         return (table_of(spec, choose_blocking(spec, 8, 8, in_place=in_place)) != EMPTY).sum()
 
     assert visited(CU) == needed < 64

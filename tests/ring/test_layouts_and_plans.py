@@ -13,7 +13,7 @@ from eqattn import (
     Segments,
     SlidingWindow,
 )
-from eqattn._problem.problem import problem
+from eqattn._problem.problem import Problem
 from eqattn._ring.layout import Contiguous, ring_mesh, ring_order, Zigzag
 from eqattn._ring.plan import reach, ring_plan, span
 from eqattn.strategies.ring import Ring
@@ -212,7 +212,7 @@ def test_reach_of_a_call():
     q = jax.numpy.zeros((1, 8, 1, 4))
 
     def far(mask=SlidingWindow(2, 0), **kwargs):
-        made = problem(q, q, q, AttentionMetadata(), mask=mask, **kwargs)
+        made = Problem.from_call(q, q, q, AttentionMetadata(), mask=mask, **kwargs)
         return reach(made, Contiguous(), 4, 1)
 
     assert far() == (1, 0) and far(Causal()) == (3, 0) and far(SlidingWindow(0, 2)) == (0, 1)

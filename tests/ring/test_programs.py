@@ -14,7 +14,7 @@ from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.exchange import HeadExchange
 from eqattn._problem.mesh import ManualAxes
 from eqattn._problem.operands import BlockOperands
-from eqattn._problem.problem import problem
+from eqattn._problem.problem import Problem
 from eqattn._ring.layout import Contiguous, Zigzag
 from eqattn._ring.plan import ring_plan
 from eqattn._sweep.grid import GridLayout
@@ -151,7 +151,7 @@ def visits(n, layout, mask):
 
     def total(ahead):
         x = jnp.zeros((1, tokens, 1, 1), jnp.float32)
-        spec = problem(x, x, x, AttentionMetadata(), mask=mask)
+        spec = Problem.from_call(x, x, x, AttentionMetadata(), mask=mask)
         where = layout.tokens(tokens, n)
         spec = dataclasses.replace(spec, q_positions=where, kv_positions=where)
         size = tokens // (n * layout.parts) // 2

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..._attention import attention
 from ..._config.metadata import AttentionMetadata
 from ..._problem.blocking import choose_blocking
-from ..._problem.problem import problem
+from ..._problem.problem import Problem
 from ..._problem.storage import Pages, Quantized
 from ..._sweep.grid import BATCH, COL, HEAD, replaced, ROW
 from ...kernels.tpu import TPULowering
@@ -84,7 +84,7 @@ class Call:
 
         def look(arrays):
             query, key_, value = arrays
-            cut = problem(query, key_, value, self.metadata(), mask=Causal())
+            cut = Problem.from_call(query, key_, value, self.metadata(), mask=Causal())
             kernels = TPULowering("pallas")
             found.append(choose_blocking(cut, self.block_q, self.block_k, lowering=kernels))
 
@@ -186,7 +186,7 @@ class Decode:
 
         def look(arrays):
             key_, value = self.caches(arrays)
-            cut = problem(arrays["query"], key_, value, self.metadata)
+            cut = Problem.from_call(arrays["query"], key_, value, self.metadata)
             kernels = TPULowering("pallas")
             found.append(choose_blocking(cut, None, None, in_place=True, lowering=kernels))
 

@@ -21,7 +21,7 @@ from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._pairs import over_block
 from .._problem.mesh import ManualAxes, with_kernel
-from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem, problem
+from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem
 from .._problem.storage import AbstractStored, as_stored
 from .._sweep.lowering import Lowering, XLA
 from ..kernels import lowering_for
@@ -221,7 +221,7 @@ class AbstractFoldStrategy(AttentionImpl):
                         "not read; use Ragged(metadata), or pass its materialise()."
                     )
             shards = self.key_shards()
-            spec = problem(
+            spec = Problem.from_call(
                 q,
                 k,
                 v,

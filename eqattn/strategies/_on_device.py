@@ -1,0 +1,49 @@
+"""The fold for strategies that visit blocks on one device."""
+
+from .._carry import Carry
+from .._problem.mesh import ManualAxes
+from .._problem.problem import Problem
+from .._sweep.lowering import Lowering, XLA
+
+
+def fold(
+    problem: Problem,
+    *,
+    blocksize_q: int | None = None,
+    blocksize_k: int | None = None,
+    fused_backward: bool = True,
+    in_place: bool = False,
+    lowering: Lowering = XLA,
+    manual: ManualAxes | None = None,
+) -> Carry:
+    """Attention over all keys of a problem, block by block, on one device.
+
+    This is what [`eqattn.Blockwise`][] and [`eqattn.Ragged`][] call, and what the `fold` of a
+    strategy of your own may call. It is differentiable in every order.
+
+    **Arguments:**
+
+    - `problem`: one call of attention, as the `fold` of a strategy receives it.
+    - `blocksize_q`, `blocksize_k`: how many queries and keys a block has. None chooses sizes.
+    - `fused_backward`: whether one visit of the blocks gives all gradients, or one visit those of
+        the queries and another those of keys and values.
+    - `in_place`: whether keys and values stay as they lie in memory, and batch elements are visited
+        one after the other.
+    - `lowering`: the code that visits the blocks, as the strategy's `lowering(problem)` chooses it.
+    - `manual`: the mesh axes to make manual, as the strategy's `manual(problem, lowering)` chooses
+        them.
+
+    **Returns:** a [`Carry`][eqattn.Carry] without the sinks: the numerator `[B, T, H, V]`, and the
+    denominator and the maximum `[B, T, H]`, where `B` stands for all batch axes.
+    """
+    from ._fold import fold_on_device  # what it needs is a fifth of the time to import eqattn
+
+    return fold_on_device(
+        problem,
+        block_q=blocksize_q,
+        block_k=blocksize_k,
+        fused=fused_backward,
+        in_place=in_place,
+        lowering=lowering,
+        manual=manual,
+    )
