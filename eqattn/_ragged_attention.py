@@ -15,11 +15,7 @@ from ._problem.problem import as_mask, as_scores
 from ._problem.storage import (
     AbstractStored,
     as_stored,
-    Bits,
-    join_heads,
     Pages,
-    Quantized,
-    split_heads,
 )
 from .masks._causal import Causal
 from .masks._distance import check_distances
@@ -212,12 +208,6 @@ def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
         a = a if parts * size == s else jnp.pad(a, widths)
         return a.reshape(b * parts, size, *a.shape[2:])
 
-    if isinstance(x, Quantized):
-        scales = paged(split_heads(x.scales, x.shape[2]))
-        content = Quantized(paged(x.values), join_heads(scales, 1), x.dtype)
-    elif isinstance(x, Bits):
-        content = Bits(paged(x.bits), x.dtype)
-    else:
-        content = paged(as_stored(x).arrays[0])
+    content = as_stored(x).map_tokens(paged)
     table = row[:, None] * parts + np.arange(parts, dtype=np.int32)[None]
     return Pages(content, table)

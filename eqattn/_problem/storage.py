@@ -2,6 +2,7 @@
 
 import abc
 import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -48,6 +49,12 @@ class AbstractStored(eqx.Module):
             raise NotImplementedError(f"{type(self).__name__} cannot share flat arrays over {n}.")
         return self
 
+    def map_tokens(self, fn: Callable[[Array], Array]) -> "AbstractStored":
+        """A hook: what is stored, with its axes `[b, s]` as `fn` makes them of `[b, s, k, ...]`. By
+        default it is stored as one array.
+        """
+        return Stored(fn(self.materialise()))
+
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
@@ -83,6 +90,9 @@ class Stored(AbstractStored):
     """One array."""
 
     array: Array
+
+    def map_tokens(self, fn: Callable[[Array], Array]) -> AbstractStored:
+        return Stored(fn(self.array))
 
     @property
     def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
@@ -121,6 +131,9 @@ class Bits(AbstractStored):
                 f"bits of {self._dtype} are {_unsigned(self._dtype)}, got {self.bits.dtype}; "
                 "Bits.of(array) makes them."
             )
+
+    def map_tokens(self, fn: Callable[[Array], Array]) -> AbstractStored:
+        return Bits(fn(self.bits), self.dtype)
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Bits":
@@ -244,6 +257,10 @@ class Quantized(AbstractStored):
     @property
     def flat(self) -> tuple[bool, ...]:
         return False, True
+
+    def map_tokens(self, fn: Callable[[Array], Array]) -> AbstractStored:
+        scales = fn(split_heads(self.scales, self.values.shape[-2]))
+        return Quantized(fn(self.values), join_heads(scales, 1), self.dtype)
 
     def in_shares(self, n: int) -> AbstractStored:
         if self.scales.shape[-2] == n:

@@ -1,7 +1,7 @@
 """What caches have in common."""
 
 import abc
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -42,6 +42,12 @@ class AbstractCache(eqx.Module):
     key: eqx.AbstractVar[Any]
     value: eqx.AbstractVar[Any]
     length: eqx.AbstractVar[Any]
+
+    shares_rows: ClassVar[bool] = False
+    """Whether rows share arrays, which `jax.vmap` over the rows would copy for each of them."""
+
+    overwrites: ClassVar[bool] = False
+    """Whether new tokens take the places of the oldest ones, so that a mask must not show these."""
 
     @property
     @abc.abstractmethod

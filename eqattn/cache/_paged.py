@@ -1,6 +1,6 @@
 """A cache in pages that its rows share out among them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -43,6 +43,8 @@ class PagedKVCache(AbstractCache):
     value_pages: Any
     table: Int[Array, "b n"] = int32_field("table")
     length: Int[Array, " b"] = int32_field("length")
+
+    shares_rows: ClassVar[bool] = True
 
     @property
     def positions(self) -> Int[Array, "b s"] | None:

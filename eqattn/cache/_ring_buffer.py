@@ -1,6 +1,6 @@
 """A cache for windows."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -41,6 +41,8 @@ class RingBufferCache(AbstractCache):
     value: Float[Array | Bits, "b s k v"]
     held: Int[Array, "b s"] = int32_field("held")
     length: Int[Array, " b"] = int32_field("length")
+
+    overwrites: ClassVar[bool] = True
 
     def __check_init__(self) -> None:
         check_row_shapes(self)

@@ -1,6 +1,6 @@
 """The caches of many equal layers, for a scan over them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -102,6 +102,8 @@ class LayerCache(AbstractCache):
 
     stack: StackedKVCache
     index: Int[Array, ""]
+
+    shares_rows: ClassVar[bool] = True
 
     def __init__(self, stack: StackedKVCache, index: Int[Array, ""]):
         self.stack, self.index = stack, index

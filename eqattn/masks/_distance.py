@@ -2,16 +2,8 @@
 
 from typing import Any
 
-from ._base import AbstractMask, And, Not, Or
-
-
-def leaf_terms(mask: AbstractMask | None) -> list[AbstractMask]:
-    """The masks that a mask is combined from."""
-    if isinstance(mask, And | Or):
-        return [leaf for term in mask.terms for leaf in leaf_terms(term)]
-    if isinstance(mask, Not):
-        return leaf_terms(mask.term)
-    return [] if mask is None else [mask]
+from ._base import AbstractMask
+from ._terms import leaf_terms
 
 
 def check_distances(mask: AbstractMask | None, *others: Any) -> None:

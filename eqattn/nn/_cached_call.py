@@ -10,8 +10,9 @@ from jaxtyping import Array
 
 from .._misc import as_array, as_flag
 from .._pairs import Operand
-from ..cache import AbstractCache, LayerCache, PagedKVCache, RingBufferCache
-from ..masks._base import AbstractMask, And, live_blocks, Or
+from ..cache import AbstractCache
+from ..masks._base import AbstractMask, live_blocks
+from ..masks._terms import map_terms
 
 
 Cache = TypeVar("Cache", bound=AbstractCache)
@@ -56,7 +57,7 @@ def as_batch(cache: Cache, rows: int | None) -> tuple[Cache, Callable[[Cache], C
     shape = cache.length.shape
     if shape == (1 if rows is None else rows,):
         return cache, same
-    if shape == () and isinstance(cache, PagedKVCache | LayerCache):
+    if shape == () and cache.shares_rows:
         raise ValueError(
             f"jax.vmap over the rows of a {type(cache).__name__} would copy what they share. Call "
             "the layer outside of jax.vmap with its rows in front, inputs [rows, tokens, "
@@ -89,7 +90,7 @@ def check_fits(
             f"The cache is of {cache.key.dtype} and the layer's keys are {dtype}; make it with "
             f"dtype=jnp.{dtype}."
         )
-    if not isinstance(cache, RingBufferCache):
+    if not cache.overwrites:
         return
     capacity = cache.key.shape[1]
     if window is not None and window[0] is not None:
@@ -97,11 +98,11 @@ def check_fits(
         if capacity < least:
             raise ValueError(
                 f"{tokens} new tokens and the {window[0]} before each that window={window} shows "
-                f"need a RingBufferCache of {least}, got {capacity}; append fewer at a time."
+                f"need a {type(cache).__name__} of {least}, got {capacity}; append fewer at a time."
             )
     elif tokens <= capacity and _shows_beyond(mask, capacity - tokens, len(cache.length), heads):
         raise ValueError(
-            f"With {tokens} new tokens a RingBufferCache of {capacity} holds the "
+            f"With {tokens} new tokens a {type(cache).__name__} of {capacity} holds the "
             f"{capacity - tokens} before each, and the mask may show older ones, which are "
             f"overwritten: add a window such as SlidingWindow({capacity - tokens}, 0) to the mask "
             "or the layer, take a larger capacity or fewer tokens at a time, or a KVCache."
@@ -120,21 +121,14 @@ class _Away(AbstractMask):
         return self.mask.visible(b, h, k + q, k, *ids)
 
 
-def _away(mask: AbstractMask) -> AbstractMask:
-    if isinstance(mask, And | Or):
-        return type(mask)(tuple(map(_away, mask.terms)))
-    return _Away(mask)
-
-
 def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: int) -> bool:
     """Whether a mask may show any of some keys to queries more than so far after it."""
     if mask is None:
         return True
     keys = np.concatenate([np.arange(8), 2 ** np.arange(3, 21), [distance, distance + 1]])
     far = np.array([[distance + 1, 2**29]])
-    return bool(
-        live_blocks(_away(mask), far, keys.repeat(2).reshape(-1, 2), (rows,), heads, heads).any()
-    )
+    away = map_terms(mask, _Away)
+    return bool(live_blocks(away, far, keys.repeat(2).reshape(-1, 2), (rows,), heads, heads).any())
 
 
 def visible(mask: AbstractMask | None, cache: AbstractCache) -> AbstractMask:

@@ -30,6 +30,10 @@ class AbstractScore(eqx.Module):
 
     finite_when_masked: ClassVar[bool] = False
     uses_distance: ClassVar[bool] = False
+    tried_in_kernels: ClassVar[bool] = True
+    """Whether kernels for other devices may hold `transform`. `ScoreFn` says no: their compilers do
+    not know every operation that a user's function may hold.
+    """
 
     def operands(self) -> tuple[Operand, ...]:
         """Arrays that vary with batch, head, query or key."""

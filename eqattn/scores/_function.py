@@ -1,7 +1,7 @@
 """A user's function as a score."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -34,6 +34,8 @@ class ScoreFn(AbstractScore):
 
     _fn: Any
     arrays: tuple[Operand, ...]
+
+    tried_in_kernels: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -29,12 +29,15 @@ from ..masks._base import AbstractMask, visible
 from ..masks._causal import Causal
 from ..masks._distance import check_distances
 from ..scores._base import AbstractScore
-from ..scores._function import ScoreFn
 from ._base import AttentionImpl
 from ._checks import choose_bias, choose_dropout_key
 
 
-_SCORE_FN = "a ScoreFn may hold what its compiler does not know"
+def _untried(scores: Sequence[AbstractScore]) -> str:
+    """Why kernels are not tried with some scores; empty if they are."""
+    names = (type(score).__name__ for score in scores if not score.tried_in_kernels)
+    name = next(names, "")
+    return name and f"a {name} may hold what its compiler does not know"
 
 
 class AbstractFoldStrategy(AttentionImpl):
@@ -67,8 +70,7 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None:
             return XLA
         reason = kernels.unsupported_dtype(problem.query.dtype)
-        if not reason and any(isinstance(score, ScoreFn) for score in problem.scores):
-            reason = _SCORE_FN
+        reason = reason or _untried(problem.scores)
         if reason and kernels.required:
             raise ValueError(self._without_kernel(reason))
         return XLA if reason else kernels
@@ -139,8 +141,8 @@ class AbstractFoldStrategy(AttentionImpl):
         kernels = self._kernels()
         if kernels is None or not kernels.required:
             return ""
-        if any(isinstance(score, ScoreFn) for score in scores):
-            return self._without_kernel(_SCORE_FN)
+        if reason := _untried(scores):
+            return self._without_kernel(reason)
         if self.metadata.platform is Platform.PALLAS:
             if reason := operation_without_kernel(kernels, mask, scores):
                 return self._without_kernel(reason)
