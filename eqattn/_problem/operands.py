@@ -14,9 +14,9 @@ from jaxtyping import Array
 from .._jax import summed_wide, varying_axes
 from .._misc import accumulation_dtype
 from .._pairs import Operand, over_block
-from .._sweep.fold import masked_dot, scaled, zero_nonfinite
 from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
 from .._sweep.lowering import Lowering, XLA
+from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
 from .._sweep.sweep import block_dtype
 from ..masks._base import AbstractMask, visible
@@ -28,14 +28,6 @@ from .closed_score import ClosedScore
 from .exchange import HeadExchange
 from .problem import Problem
 from .storage import AbstractStored, as_stored
-
-
-def not_finite(x: Array, precision: Any) -> Array:
-    """`[...]`: NaN where a vector of `x` `[..., n]` holds what is not finite, else 0."""
-    x = lax.stop_gradient(x)
-    few = np.where(np.arange(x.shape[-1]) % 2, 2.0**-13, 2.0**-14)  # sums stay in range
-    weights = jnp.asarray(few[:, None].repeat(2, 1), x.dtype)  # two columns: XLA:CPU is fast then
-    return (jnp.einsum("...n,nm->...m", x, weights, precision=precision) * 0)[..., 0]
 
 
 WHOLE = ("q_position", "kv_position", "valid")
@@ -101,7 +93,7 @@ class BlockOperands:
             key = key if self.post_scale else scaled(key, scale)
             columns = (BATCH, HEAD, COL)
             self.operands += (BlockOperand("key", blocking.columns_of(key), columns),)
-            values = [value] if lowering.cleans_values else self.cleaned(value)
+            values = [value] if lowering.cleans_values else cleaned(value, precision)
             self.values = tuple(
                 BlockOperand("value", blocking.columns_of(x), columns) for x in values
             )
@@ -232,6 +224,7 @@ class BlockOperands:
         """The `values` of the fold in a block of class `c`."""
         if not (self.blocking.in_place or self.lowering.cleans_values):
             return lambda clean, poison: [clean, poison]
+        precision = dict(self.products)["precision"]
 
         def fn(*blocks):
             value = blocks[0]
@@ -240,15 +233,10 @@ class BlockOperands:
             if c == FULL:
                 return [value]
             if self.lowering.cleans_values:
-                poison = jnp.where(jnp.isfinite(value), 0, jnp.nan).astype(value.dtype)
-                return [zero_nonfinite(value), poison.sum(-1)]
-            return self.cleaned(value)
+                return cleaned_in_kernel(value)
+            return cleaned(value, precision)
 
         return fn
-
-    def cleaned(self, value: Array) -> list[Array]:
-        """A value without what is not finite, and where there was some."""
-        return [zero_nonfinite(value), not_finite(value, dict(self.products)["precision"])]
 
     def widened(self, operand: Operand) -> Array | np.ndarray:
         """An operand of a score in canonical form. Its gradient is a sum over what it is broadcast

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from .._carry import change_of_origin, safe_max
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from .centred_tangent import centred_dot, recentred
 from .grid import GridLayout, replaced, ROW
+from .nonfinite import complete, poisoned
 from .products import dot
 from .rotation import ring_traverse
 from .sweep import block_aval, closure_convert, evaluate, primitive_rules, sweep, table_per_hop
@@ -84,59 +84,6 @@ def fold(
     return fold_p.bind(*args, out_axes=(rows,) * 3, **static)
 
 
-def zero_nonfinite(x: Array) -> Array:
-    """Numbers that can be multiplied by the zero probability of a masked pair."""
-    return jnp.where(jnp.isfinite(x), x, 0)
-
-
-@ft.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def masked_dot(k: Array, q: Array, products: tuple) -> Array:
-    """`k q` where some of the results will be masked: what is not finite there must not meet a
-    zero cotangent.
-    """
-    return dot(k, q, (1, 0), **dict(products))
-
-
-@masked_dot.defjvp
-def _masked_dot_jvp(products, primals, tangents):
-    (k, q), (dk, dq) = primals, tangents
-    both = dot(dk, zero_nonfinite(q), (1, 0), **dict(products)) + dot(
-        zero_nonfinite(k), dq, (1, 0), **dict(products)
-    )
-    return masked_dot(k, q, products), both
-
-
-@jax.custom_jvp
-def scaled(x: Array, scale: Array) -> Array:
-    """`x * scale` where some of `x` will be masked: what is not finite there must not meet a zero
-    cotangent.
-    """
-    return x * scale
-
-
-@ft.partial(scaled.defjvp, symbolic_zeros=True)
-def _scaled_jvp(primals, tangents):
-    (x, scale), (dx, dscale) = primals, tangents
-    y = scaled(x, scale)
-    parts = [] if isinstance(dx, SymbolicZero) else [dx * scale]
-    if not isinstance(dscale, SymbolicZero):
-        parts.append(zero_nonfinite(x) * dscale)
-    return y, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(y)
-
-
-def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:
-    """`exp(s - origin)`, NaN at the visible pairs of a key that is NaN in `poison`, `[keys]` or
-    `[keys, groups of rows]`.
-    """
-    if poison is None:
-        return jnp.exp(s - origin[None])
-    poison = poison.reshape(poison.shape[0], -1, 1)
-    poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
-    poison = poison.reshape(s.shape)
-    # Selected before the exponential: XLA:CPU would repeat a select after it for each of its uses.
-    return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison))
-
-
 def softmax_terms(
     s: Array, origin: Array, weight: Sequence[Array], poison: Sequence[Array]
 ) -> tuple[Array, Array]:
@@ -178,10 +125,6 @@ class FoldStep:
     def spread(self, row: Array) -> Array:
         return row[:, None] if self.grouped else row[None]
 
-    def complete(self, num: Array, den: Array, top: Array, axis: int = -1) -> list:
-        """A numerator that is not finite, met where no pair is masked, makes its row NaN."""
-        return [num, den + (num * 0).sum(axis), top]
-
     def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
         n, product = len(self.logits.in_avals), ft.partial(dot, **dict(self.products))
         s, *weight = self.evaluate_logits(*blocks[:n])
@@ -190,7 +133,7 @@ class FoldStep:
         if accs is None:
             kept, den = softmax_terms(s, safe_max(top), weight, poison)
             num = product(kept.T, v, (1, 0))
-            return [num, den, top] if poison else self.complete(num, den, top)
+            return [num, den, top] if poison else complete(num, den, top, -1)
         new = jnp.maximum(accs[2], top)
         # The old maximum is made finite, too: XLA:CPU would write out all of a shorter loop.
         origin, scale = change_of_origin(new, safe_max(accs[2]))
@@ -217,7 +160,7 @@ def execute(*args, visits, values, layout, out_axes, products, vectorise, traver
     def finish(accs):
         num, den, top = accs
         if unclean:
-            num, den, top = first.complete(num, den, top, -1 if first.grouped else -2)
+            num, den, top = complete(num, den, top, -1 if first.grouped else -2)
         return [num if first.grouped else jnp.swapaxes(num, -1, -2), den, top]
 
     return ring_traverse(steps, layout, args, start, out_axes, finish=finish, traverse=traverse)
