@@ -1,15 +1,30 @@
-"""Which blocks of a problem are live, and which of these need no mask."""
+"""The class of each block of a problem: whether none, some or all of its pairs are visible."""
 
 import functools as ft
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
+from .._pairs import Operand
 from .._sweep.grid import CORNER, EMPTY, FULL, PARTIAL
 from ..masks._base import AbstractMask
 from .blocking import Blocking
 from .problem import Problem
+
+
+class BoundMask(AbstractMask):
+    """A mask whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`."""
+
+    mask: AbstractMask
+    arrays: tuple[Array, ...]
+
+    def operands(self):
+        return tuple(Operand(x, "bhts") for x in self.arrays)
+
+    def visible(self, b, h, q, k, *ids):
+        return self.mask.visible(b, h, q, k, *ids)
 
 
 def classes_of(
@@ -20,8 +35,20 @@ def classes_of(
     k: Any,
     indices: tuple[Any, Any] = (None, None),
 ) -> Any:
-    """The class of each block `[B|1, K|1, rows, columns]`, from the positions of its tokens and
-    the indices of its batch elements and heads, by default `0, 1, ...`
+    """The class of each block under a mask.
+
+    **Arguments:**
+
+    - `mask`: the mask.
+    - `blocking`: the sizes of the blocks.
+    - `batch_shape`: the batch axes that the mask's operands may have.
+    - `q`, `k`: the positions of the query and key tokens, `[B|1, T]` and `[B|1, S]`.
+    - `indices`: those of the batch elements and of the heads; None means `0, 1, ...`.
+
+    **Returns:** int8 `[B|1, K|1, rows, columns]`, a NumPy array where all is known at trace time.
+    Where the blocking has a `corner`, partial blocks are also cut into halves of their keys and, if
+    each head has its own keys, of their queries. A block is a `CORNER` if none of the first queries
+    sees any of the later keys.
     """
     from ..masks._intervals.classify import (
         classify,  # imported on first use: half of eqattn's import
@@ -44,17 +71,17 @@ def classes_of(
     fine = of_blocks(block_q=blocking.block_q // parts, block_k=blocking.block_k // 2)
     skipped = fine[:, :, ::parts, 1::2] == EMPTY
     xp = np if isinstance(table, np.ndarray) else jnp
-    if skipped.shape[-1] < table.shape[-1]:  # the last block has no later half
+    if skipped.shape[-1] < table.shape[-1]:  # The last block has no later half.
         skipped = xp.pad(skipped, [(0, 0)] * 3 + [(0, 1)], constant_values=True)
     return xp.where((table == PARTIAL) & skipped, np.int8(CORNER), table)
 
 
 def table_of(problem: Problem, blocking: Blocking):
-    """The class of each block `[B|1, K|1, rows, columns]`; None if all are full."""
+    """The class of each block `[B|1, K|1, rows, columns]`, or None if all are full."""
     table = None
     if problem.mask is not None:
         table = classes_of(problem.mask, blocking, problem.batch_shape, *problem.positions())
-    if blocking.keys % blocking.block_k:  # keys that pad the last block must be masked
+    if blocking.keys % blocking.block_k:  # The keys that pad the last block must be masked.
         if table is None:
             table = np.full((1, 1, blocking.rows, blocking.columns), FULL, np.int8)
         last = np.arange(blocking.columns) == blocking.columns - 1

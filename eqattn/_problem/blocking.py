@@ -22,14 +22,23 @@ from .storage import Pages
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
-    """Sizes of the grid and its blocks.
+    """The sizes of the grid and of its blocks.
 
-    Queries and keys are cut into `parts` of equal length, each with blocks of its own, so that no
-    block lies on two devices. What varies with queries and keys holds the keys of `shards` devices.
-    `halves`: partial blocks half of whose keys no query of the first half sees are told apart.
-    `in_place`: keys and values stay as they lie in memory, with their heads inside of the blocks.
-    Then one row of the grid has all query heads of a device: `kv_heads` is the number of devices
-    that heads are sharded over. `together`: the pages of a block.
+    **Arguments:**
+
+    - `batch`, `kv_heads`: the first two sizes of the grid.
+    - `group`: the number of query heads that share a key/value head.
+    - `queries`, `keys`: the numbers of tokens.
+    - `block_q`, `block_k`: the tokens of a block.
+    - `parts`: the number of equal parts that queries and keys are cut into. Each part has blocks of
+        its own, so that no block lies on two devices.
+    - `shards`: the number of devices whose keys an array holds that varies with queries and keys.
+    - `in_place`: whether keys and values are read where they lie in memory, with their heads inside
+        of the blocks. Then a row of the grid has all query heads of a device, and `kv_heads` is the
+        number of devices that heads are sharded over.
+    - `together`: the number of pages of a block, or 1.
+    - `halves`: whether the class `CORNER` is told apart: a partial block in which no query of the
+        first half sees any key of the later half.
     """
 
     batch: int
@@ -63,8 +72,9 @@ class Blocking:
 
     @property
     def corner(self) -> int:
-        """The rows of a block, the first ones, whose later half of keys may be skipped: half of a
-        head's queries, or those of a whole group.
+        """The number of rows of a block, the first ones, that may skip the later half of its keys:
+        half of a head's queries, or all rows where several heads share keys. It is 0 where no block
+        is cut so.
         """
         if not self.halves or self.block_k % 2 or (self.group == 1 and self.block_q % 2):
             return 0
@@ -90,14 +100,16 @@ class Blocking:
         return widen(x, axis + 1, n // parts).reshape(*lead, n, *rest)
 
     def rows_of(self, x: Any) -> Array:
-        """`[B, T, H, D]` to `[B, K, rows, D, group * block_q]`."""
+        """Turns queries `[B, T, H, D]` into blocks `[B, K, rows, D, group * block_q]`."""
         x = self.pad(x, 1, self.rows * self.block_q, edge=False)
         x = x.reshape(self.batch, self.rows, self.block_q, self.kv_heads, self.group, x.shape[-1])
         x = x.transpose(0, 3, 1, 5, 4, 2)
         return x.reshape(*x.shape[:4], self.group * self.block_q)
 
     def from_rows(self, x: Array) -> Array:
-        """`[B, K, rows, group * block_q]`, maybe with a last axis `V`, to `[B, T, H]`, `V`."""
+        """Turns blocks `[B, K, rows, group * block_q]` into `[B, T, H]`. Both may have a last axis
+        `V`.
+        """
         x = x.reshape(*x.shape[:3], self.group, self.block_q, *x.shape[4:])
         x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))
         heads = self.kv_heads * self.group
@@ -107,9 +119,16 @@ class Blocking:
         return x.reshape(self.batch, self.parts * part, heads, *rest)[:, : self.queries]
 
     def columns_of(self, x: Any, flat: bool = False) -> Array:
-        """`[B, S, K, D]` to `[B, K, columns, block_k, D]`, also without the last axis;
-        in place to `[B, columns, block_k, K, D]`, or `[B, devices, columns, block_k, K / devices,
-        D]` if devices share the heads. `flat`: so is `[B, devices, S * n]`, with blocks `[1, n]`.
+        """Turns keys or values `[B, S, K, D]` into blocks. They may lack the last axis.
+
+        | form | blocks |
+        |---|---|
+        | copied | `[B, K, columns, block_k, D]` |
+        | in place | `[B, columns, block_k, K, D]` |
+        | in place, sharded heads | `[B, devices, columns, block_k, K / devices, D]` |
+        | `flat`, from `[B, devices, S * n]` | `[B, devices, columns, 1, block_k * n]` |
+
+        The last form loses the axis of devices if there is only one.
         """
         tokens = self.columns * self.block_k
         if flat:
@@ -127,8 +146,9 @@ class Blocking:
         return jnp.moveaxis(x, 4, 1).squeeze(3)
 
     def pages_of(self, x: Any, flat: bool = False) -> Array:
-        """Pages `[pages, page size, K, D]`, whose heads lie apart for each device that has some:
-        then `[devices, pages, page size, K / devices, D]`. `flat`: `[pages, devices, n]`.
+        """Turns pages `[pages, page size, K, D]` into
+        `[devices, pages, page size, K / devices, D]`, and those that are `flat`,
+        `[pages, devices, n]`, into `[devices, pages, 1, n]`. For one device they stay as they are.
         """
         if self.kv_heads == 1:
             return x
@@ -137,13 +157,15 @@ class Blocking:
         return jnp.moveaxis(split_axis(x, 2, self.kv_heads, outside=True), 2, 0)
 
     def tables_of(self, table: Array) -> list[Array]:
-        """`[B, pages of a row]` as `[B, columns]` for each page of a block."""
+        """Splits a table `[B, pages of a row]` into one `[B, columns]` for each page of a block."""
         table = self.pad(table, 1, self.columns * self.together, edge=False)
         return [table[:, i :: self.together] for i in range(self.together)]
 
     def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
-        """A canonical operand `[B|1, H|1, T|1, S|1]` as blocks `[keys|1, rows|1]` on some of the
-        grid's axes; or `[keys, group|1, queries|1]` where the whole would be larger than `x`.
+        """Turns a canonical operand `[B|1, H|1, T|1, S|1]` into blocks.
+
+        **Returns:** blocks `[keys|1, rows|1]`, or `[keys, group|1, queries|1]` where rows would be
+        larger than `x` is; and the grid axes in front of them, those on which `x` varies.
         """
         b, h, t, s = x.shape
         columns = self.columns * (self.shards if t != 1 else 1)
@@ -159,7 +181,8 @@ class Blocking:
             (1, 1) if s == 1 else (columns, self.block_k),
         )
         x = x.reshape([n for pair in sizes for n in pair]).transpose(0, 2, 4, 6, 7, 3, 5, 1)
-        # One device's only block of rows or columns differs from the others' in a ring.
+        # Axes with several blocks are kept. In a ring, a device's only block of rows or columns
+        # differs from those of other devices. So an axis on which `x` varies is kept there, too.
         kept = [n != 1 or self.shards > 1 != m for (n, _), m in zip(sizes, (b, h, t, s))]
         axes = tuple(a for a, keep in zip((BATCH, HEAD, ROW, COL), kept) if keep)
         keys, group, queries = x.shape[4:7]
@@ -173,13 +196,13 @@ class Blocking:
         return x, axes
 
     def from_pairs(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """What `pairs_of` made blocks of, with its padding."""
+        """Undoes `pairs_of`, but for the padding."""
         sizes, block = dict(zip(axes, x.shape)), x.shape[len(axes) :]
         b, k, rows, columns = (sizes.get(a, 1) for a in (BATCH, HEAD, ROW, COL))
         if len(block) == 2:
             block = (block[0], 1, 1) if block[1] == 1 else (block[0], self.group, self.block_q)
         x = x.reshape(b, k, rows, columns, *block)
-        if HEAD not in axes and self.kv_heads > 1:  # it was only spread over the block
+        if HEAD not in axes and self.kv_heads > 1:  # `pairs_of` only broadcast it to the block.
             x = x[..., :1, :]
         if ROW not in axes:
             x = x[..., :1]
@@ -188,7 +211,7 @@ class Blocking:
 
 
 def broadcast_to_rows(x: Array, blocking: Blocking) -> Array:
-    """A block from `pairs_of` as `[keys|1, rows|1]`."""
+    """Broadcasts a block from `pairs_of` to `[keys|1, rows|1]`."""
     if x.ndim == 2:
         return x
     return jnp.broadcast_to(x, (x.shape[0], blocking.group, blocking.block_q)).reshape(
@@ -197,8 +220,8 @@ def broadcast_to_rows(x: Array, blocking: Blocking) -> Array:
 
 
 def check_open_length(name: str, n: Any, field: str, block: int | None, parts: int) -> None:
-    """Raises, with the remedy, if the blocks of a length that `jax.export` leaves open are not all
-    of one size.
+    """Raises, with the remedy, unless a length that `jax.export` leaves open is a multiple of a
+    known block size in each of `parts` parts. In the message, 128 is an example of a block size.
     """
     if isinstance(n, int):
         return
@@ -221,8 +244,18 @@ def choose_blocking(
     lowering: Lowering = XLA,
     devices: int = 1,
 ) -> Blocking:
-    """The blocking of a problem; where sizes are None, those that the lowering likes best. Of what
-    lies `in_place`, so many `devices` share the heads.
+    """Chooses the blocking of a problem.
+
+    **Arguments:**
+
+    - `problem`: the problem.
+    - `block_q`, `block_k`: the tokens of a block; None lets the lowering choose.
+    - `parts`, `shards`, `in_place`: as for `Blocking`.
+    - `lowering`: the code that visits the blocks.
+    - `devices`: with `in_place`, the number of devices that heads are sharded over.
+
+    **Raises:** `ValueError` if a symbolic length has no known blocks, or if pages differ in size
+    from each other or from `block_k`.
     """
     t, s, heads, kv_heads = problem.sizes
     if in_place:
@@ -239,7 +272,7 @@ def choose_blocking(
     page = next(iter(pages), 0)
     if block_q is None or block_k is None:
         dtype, head_dim = problem.query.dtype, problem.query.shape[-1]
-        keys = s if block_k is None else block_k  # a length that is not known has a given block
+        keys = s if block_k is None else block_k  # A symbolic length always has a given block.
         best = lowering.choose_blocks(BlockRequest(t, keys, group, dtype, head_dim, in_place, page))
         block_q = best.queries if block_q is None else block_q
         block_k = best.keys if block_k is None else block_k

@@ -1,12 +1,17 @@
 """Scores as functions of blocks: all that they read is an argument, and what is masked is safe.
 
-A cotangent at a masked pair is 0, but where the score is singular, like `log(q - k)` where
-`k >= q`, its product with the derivative is `0 * inf = NaN`. The gradient of what is one number for
-each pair, the logit and the operands, can be selected pair by pair. The gradient of what all pairs
-share is a sum in which one NaN is enough. So
+A cotangent at a masked pair is 0. But a score may be singular there, like `log(q - k)` where
+`k >= q`, and then the product of that cotangent with the derivative is `0 * inf = NaN`.
 
-- masked pairs get the arguments of one visible pair, where derivatives are finite and `0 * J = 0`,
-- and of a block without visible pairs, which has none to give, nothing of the gradient is kept.
+The gradient of an argument that is one number per pair, like the logit, can be selected pair by
+pair. The gradient of an argument that all pairs share is a sum over pairs, and one NaN is enough to
+spoil it. So the derivatives are evaluated with other arguments:
+
+- A masked pair gets the arguments of one visible pair of its block. There derivatives `J` are
+  finite, and `0 * J = 0`.
+- A block without a visible pair has no such arguments. Its whole gradient is dropped.
+
+This is the same trouble as with numbers that are not finite; see `_sweep/nonfinite.py`.
 """
 
 import dataclasses
@@ -32,11 +37,11 @@ class ClosedScore(eqx.Module):
 
     **Arguments:**
 
-    - `consts`: what its `transform` reads that is not a scalar of the pair. Floats are in the
-        accumulation dtype of the logits or wider, so that their gradient, which is a sum over all
+    - `consts`: the arrays that its `transform` reads besides the scalars of a pair. Floats are in
+        the accumulation dtype of the logits or wider. So their gradient, which is a sum over all
         pairs, rounds once.
     - `jaxpr`: its `transform`, with a variable for each of the `consts`.
-    - `dtypes`: of the constants that it reads.
+    - `dtypes`: the dtypes in which the `transform` reads the `consts`.
     - `finite_when_masked`: as for `AbstractScore`.
     """
 
@@ -54,11 +59,19 @@ class ClosedScore(eqx.Module):
         consts: Sequence[Array] | None = None,
         axes: frozenset = frozenset(),
     ) -> "ClosedScore":
-        """A score of a scalar `logit`, scalar indices, and `operands` of these dtypes, all of which
-        vary over the mesh `axes`.
+        """Traces the `transform` of a score.
 
-        A trace holds where `jax.shard_map` runs only if it is made there. What it closes over must
-        come in as arguments of that: then they are the given `consts`, found by a trace outside.
+        A trace is valid inside of `jax.shard_map` only if it was made there. But the arrays that it
+        closes over must be arguments of `jax.shard_map`. So a first trace outside finds them, and a
+        second one inside is given them as `consts`.
+
+        **Arguments:**
+
+        - `score`: the score.
+        - `logit`: the dtype of the logit.
+        - `operands`: the dtypes of the score's operands.
+        - `consts`: the arrays to close over; None takes those that the trace finds.
+        - `axes`: the mesh axes over which all arguments vary.
         """
         like = vary(jnp.zeros((), logit), axes)
         scalars = [abstract(like, (), x) for x in (logit, *[jnp.int32] * 4, *operands)]
@@ -73,8 +86,16 @@ class ClosedScore(eqx.Module):
         return cls(tuple(consts), closed.jaxpr, dtypes, score.finite_when_masked)
 
     def __call__(self, mask: Array | None, s: Array, *others: Array) -> Array:
-        """The new logits `[keys, rows]` of a block; 0 where the mask is False if they need not be
-        finite there. The other scalars of its pairs are `[keys|1, rows|1]`.
+        """Transforms the logits of a block.
+
+        **Arguments:**
+
+        - `mask`: which pairs are visible, `[keys, rows]`; None if all are.
+        - `s`: the logits `[keys, rows]`.
+        - `others`: the indices and operands of its pairs, `[keys|1, rows|1]`.
+
+        **Returns:** the new logits. They are 0 where the mask is False, unless the score is
+        `finite_when_masked`.
         """
         axes = varying_axes(s, *others)
         xs = [vary(x, axes) for x in (s, *others)]
@@ -91,7 +112,13 @@ def _is_float(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A value of a dtype that is held in a wider one, which represents it exactly."""
+    """A value of a narrow dtype that is held in a wider one, which represents it exactly.
+
+    **Arguments:**
+
+    - `wide`: the value.
+    - `dtype`: the narrow dtype.
+    """
 
     wide: Array
     dtype: Any
@@ -112,11 +139,13 @@ _MOVES = {
     lax.squeeze_p,
     lax.transpose_p,
 }
-"""What does not round, so that it may be done to the wide values. Its transpose adds them up."""
+"""Operations that do not round, so they may be applied to wide values. Their transposes add up
+cotangents, which then are wide.
+"""
 
 
 def _step(eqn: Any, xs: Sequence) -> list:
-    """An equation, of wide values as long as none of its results is rounded."""
+    """Evaluates an equation. Values stay wide through operations that do not round."""
     if only_varies(eqn):
         axes = frozenset(eqn.params["axes"])
         return [
@@ -147,6 +176,8 @@ def _step(eqn: Any, xs: Sequence) -> list:
 
 
 def _evaluate(jaxpr: Any, dtypes: Sequence, consts: Sequence, xs: Sequence) -> Array:
+    """Evaluates a transform of scalars on the arrays `xs` of a block."""
+
     def transform(*scalars):
         own = [_Held(x, d) if x.dtype != d else x for x, d in zip(consts, dtypes)]
         (y,) = interpret(jaxpr, own, scalars, _step)
@@ -157,12 +188,21 @@ def _evaluate(jaxpr: Any, dtypes: Sequence, consts: Sequence, xs: Sequence) -> A
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _where_visible(fn: Callable, mask: Array, consts: list[Array], xs: list[Array]) -> Array:
-    """`fn` of a block, 0 where the mask is False. Only derivatives need arguments that are safe."""
+    """Applies `fn` to a block, with 0 where the mask is False. Selection keeps what is masked out
+    of the result, so only derivatives need safe arguments.
+    """
     return jnp.where(mask, fn(consts, xs), 0)
 
 
 @ft.partial(_where_visible.defjvp, symbolic_zeros=True)
 def _where_visible_jvp(fn, primals, tangents):
+    # With f the function, M the mask and x' the arguments at one visible pair, this differentiates
+    #
+    #     y = where(M, f(where(any(M), c, stop(c)), where(M, x, stop(x'))), 0).
+    #
+    # For visible pairs, that is f(c, x). For masked pairs, the outer selection has the tangent 0,
+    # and its transpose hands 0 to the derivative of f at x', which is finite. The constants `c` are
+    # shared by all pairs, so their selection is by whether the block has any visible pair.
     mask, *trees = primals
     leaves, treedef = jax.tree.flatten(trees)
     moved = jax.tree.leaves(tangents[1:], is_leaf=lambda t: isinstance(t, SymbolicZero))
@@ -184,8 +224,10 @@ def _where_visible_jvp(fn, primals, tangents):
 
 
 def _one_visible(mask: Array) -> tuple[Array, tuple[Array, Array]]:
-    """Whether a block has a visible pair, and where the first is: its key `[keys, 1]` and its row
-    `[1, rows]`. By sums and maxima of floats, which kernels know.
+    """Finds a visible pair of a block, by minima and maxima of floats, which kernels know.
+
+    **Returns:** whether there is one, and a mask of its key, `[keys, 1]`, and of its row,
+    `[1, rows]`.
     """
     visible = jnp.where(mask, jnp.float32(1), jnp.float32(0))
 

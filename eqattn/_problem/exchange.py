@@ -1,9 +1,9 @@
-"""How a problem is spread over devices: tokens around a ring, and in each of its places over
-devices that exchange tokens for heads.
+"""How a problem is spread over devices. Tokens are spread around a ring, whose places may each be a
+group of devices that exchange tokens for heads.
 
-Attention of one head needs no other head. So an all-to-all gives each device of a place the tokens
-of them all for some of the heads, it folds these as one device would, and an all-to-all brings the
-rows back. JAX transposes these moves: there is no derivative code here.
+Attention of one head needs no other head. So an all-to-all gives each device of a place all tokens
+of the place, for some of the heads. The device folds these as if it were alone, and a second
+all-to-all brings the rows back. JAX transposes these moves, so there is no derivative code here.
 """
 
 import dataclasses
@@ -23,13 +23,14 @@ from .problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class HeadExchange:
-    """Two mesh axes over which tokens are sharded, the ring's outside.
+    """Two mesh axes over which tokens are sharded. The outer one is that of the ring.
 
     **Arguments:**
 
-    - `ring`: the hops over the outer axis; None: there is one place.
-    - `axis`, `size`: the inner axis and how many devices exchange; None: each place is one device.
-    - `manual`: how arrays of all devices are spread; None: the axes are manual here.
+    - `ring`: the hops over the outer axis; None means that there is a single place.
+    - `axis`: the inner axis, over which heads are exchanged; None means that a place is one device.
+    - `size`: the number of devices that exchange.
+    - `manual`: how arrays of all devices are spread; None means that the axes are manual already.
     """
 
     ring: Rotation | None = None
@@ -45,11 +46,11 @@ class HeadExchange:
 
     @property
     def inside(self) -> bool:
-        """Whether the arrays are a device's own."""
+        """Whether the arrays are one device's own."""
         return self.manual is None
 
     def local(self, blocking: Blocking) -> Blocking:
-        """The blocking of what a device visits, from that of the arrays outside."""
+        """The blocking of what one device visits, from the blocking of the arrays outside."""
         batch, kv_heads = 1, self.size
         parts = blocking.parts * self.size
         if self.manual is not None:
@@ -68,8 +69,11 @@ class HeadExchange:
         )
 
     def tokens_to_heads(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """What a device needs to fold its heads, from what it holds of its tokens. With `returned`,
-        for axes that are manual here; `Manual` does the same for others.
+        """Brings what a device needs to fold its heads, from an array that is sharded by tokens.
+
+        Arrays with heads and tokens are exchanged, and those with heads alone are cut. Those with
+        tokens alone are gathered, and others are whole. This and `heads_to_tokens` are for axes
+        that are manual already; `ManualAxes.shard_map` does the same for automatic ones.
         """
         if self.size == 1 or not {HEAD, ROW, COL} & set(axes):
             return x
@@ -85,7 +89,7 @@ class HeadExchange:
         return merged_axes(lax.all_to_all(x, self.axis, at + 1, at + 1), at + 1)
 
     def heads_to_tokens(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """Undoes `arrived` for what has heads and tokens."""
+        """Undoes `tokens_to_heads` for an array with heads and tokens."""
         if self.size == 1:
             return x
         at = axes.index(HEAD)
@@ -94,7 +98,7 @@ class HeadExchange:
 
 
 def with_enough_heads(problem: Problem, shares: int) -> Problem:
-    """With key/value heads in `shares` equal shares: each repeated as often as it must be."""
+    """Repeats each key/value head as often as is needed to cut the heads into equal `shares`."""
     kv_heads = problem.sizes[3]
     times = math.lcm(kv_heads, shares) // kv_heads
     if times == 1:

@@ -1,4 +1,4 @@
-"""The fold of a problem."""
+"""The fold of a problem: its blocks are made, visited, and put together again as a Carry."""
 
 import dataclasses
 
@@ -23,11 +23,18 @@ def fold_problem(
     fused: bool,
     lowering: Lowering = XLA,
 ) -> Carry:
-    """The softmax fold of a problem: a Carry of `[B, T, H, V]`, `[B, T, H]`, `[B, T, H]`, whose
-    gradients take one visit of the blocks if `fused`, else two.
+    """Evaluates the softmax fold of a problem.
 
-    With a `spread`, over the keys of all its devices. The arrays are a device's own if its axes are
-    manual; else those of all devices, and these axes are made manual for the fold.
+    **Arguments:**
+
+    - `problem`: the problem. Its arrays are one device's own where the axes of the `spread` are
+        manual. Otherwise they are those of all devices, and the axes are made manual for the fold.
+    - `blocking`: the grid and the sizes of its blocks.
+    - `spread`: the devices whose keys are visited; None is this device alone.
+    - `fused`: whether gradients take one visit of the blocks instead of two.
+    - `lowering`: the code that visits the blocks.
+
+    **Returns:** a Carry of `[B, T, H, V]`, `[B, T, H]` and `[B, T, H]`.
     """
     if 0 in (*blocking.grid, blocking.queries):
         t, _, heads, _ = problem.sizes

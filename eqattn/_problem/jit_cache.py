@@ -1,7 +1,17 @@
 """A `jax.jit` for functions of modules, cached by value.
 
-Equal but rebuilt masks, scores and strategies reuse one trace, in an eager loop too. What users'
-functions are compared by is held weakly, so that the cache never keeps alive what they captured.
+Masks, scores and strategies that are rebuilt but equal reuse one trace, in an eager loop too. The
+objects that users' functions are compared by are held weakly, so the cache never keeps alive what
+these functions captured.
+
+The caches form a tree. The root is for calls without any function of a user's. Each such function
+leads to one child per object that it is compared by:
+
+    root: jit            calls without users' functions
+      f: jit             calls with a function compared by f
+        g: jit           calls with two, compared by f and by g
+
+An edge is an entry of a `WeakKeyDictionary`, so a subtree and its traces are dropped with its key.
 """
 
 import functools as ft
@@ -16,21 +26,22 @@ from .._closure import Closure
 
 
 class _Jits:
-    """One jitted function per combination of objects that users' functions are compared by. It dies
-    with any of them, and with it all that its traces captured.
+    """A node of the tree: one jitted function per combination of objects that users' functions are
+    compared by. It dies with any of them, and so does all that its traces captured.
     """
 
     def __init__(self, make: Callable):
         self.make, self.jitted, self.further = make, make(), weakref.WeakKeyDictionary()
 
     def of(self, owner: Any) -> "_Jits":
+        """The child for one more object."""
         if owner not in self.further:
             self.further[owner] = _Jits(self.make)
         return self.further[owner]
 
 
 def cached(fn: Callable) -> Callable:
-    """`fn(*trees, **static)` jitted: arrays are traced, all else is static."""
+    """Jits `fn(*trees, **static)`: arrays in the trees are traced, and all else is static."""
 
     def make():
         @ft.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -51,7 +62,7 @@ def cached(fn: Callable) -> Callable:
                 node = node.of(owner())
         leaves, treedef = jax.tree.flatten(trees)
         arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
-        others = tuple(  # by type too: 1 == True == 1.0
+        others = tuple(  # Compared by type, too, as 1 == True == 1.0.
             (_ARRAY, None) if isinstance(x, jax.Array | np.ndarray) else (type(x), x)
             for x in leaves
         )

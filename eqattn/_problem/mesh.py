@@ -1,4 +1,4 @@
-"""Running a fold on each device's part of its arrays."""
+"""Folds over several devices: the mesh axes that are made manual, and what each device holds."""
 
 import dataclasses
 import math
@@ -22,13 +22,13 @@ class ManualAxes:
 
     **Arguments:**
 
-    - `mesh`: that of the context where the fold is called, or one given by the caller.
-    - `batch`, `heads`: axes that shard the grid's batch elements and key/value heads.
-    - `tokens`: the axis of a ring: it shards rows, and the columns of what has no rows.
-    - `others`: axes that shard nothing.
+    - `mesh`: the mesh of the context in which the fold is called, or one given by the caller.
+    - `batch`, `heads`: the axes that shard the grid's batch elements and key/value heads.
+    - `tokens`: the axis of a ring. It shards rows, and the columns of arrays without rows.
+    - `others`: the axes that shard nothing.
     - `group`: the axis over which tokens are exchanged for heads. Outside of the fold it shards
-        tokens, inside of the axis of a ring; in it, every `n`-th head is on one of its `n` devices,
-        so that those heads that other axes shard stay where they are.
+        tokens, next to the axis of a ring. In the fold, each of its `n` devices has every `n`-th
+        head, so that heads that other axes shard stay where they are.
     """
 
     mesh: Any
@@ -40,21 +40,22 @@ class ManualAxes:
 
     @property
     def names(self) -> set[str]:
+        """The names of all these axes."""
         return {*self.batch, *self.heads, *self.tokens, *self.others, *self.group}
 
     @property
     def size(self) -> int:
-        """How many devices exchange."""
+        """The number of devices that exchange tokens for heads."""
         return math.prod(self.mesh.shape[n] for n in self.group)
 
     def parts(self, axis: int) -> int:
-        """Over how many devices a grid axis is sharded."""
+        """The number of devices that a grid axis is sharded over."""
         names = {BATCH: self.batch, HEAD: (*self.heads, *self.group)}.get(axis, self.tokens)
         return math.prod(self.mesh.shape[n] for n in names)
 
     def partition(self, axes: tuple[int, ...], at_rest: bool = False) -> P:
-        """How an array with these grid axes is spread over the devices in the fold, or `at_rest`.
-        With an exchange, an array with heads has them in two axes.
+        """How an array with these grid axes is spread over the devices in the fold, or outside of
+        it if `at_rest`. With an exchange, an array's heads have two axes, split by `split_axis`.
         """
         tokens = (*self.tokens, *self.group) if at_rest else self.tokens
         spread = {BATCH: self.batch, HEAD: self.heads, token_axis(axes): tokens}
@@ -68,8 +69,11 @@ class ManualAxes:
     def shard_map(
         self, fn: Callable[..., Any], in_axes: Any, out_axes: Sequence[Any]
     ) -> Callable[..., Any]:
-        """`fn` on each device's part of arrays with the given grid axes. An exchange is what the
-        compiler makes of two shardings of one array.
+        """Makes `fn` run on each device's part of arrays with the given grid axes.
+
+        There is no explicit exchange of tokens for heads. An array is constrained to the sharding
+        that it has at rest and then enters the fold with another, and the compiler moves it. So one
+        axis of heads is split in two before the fold, `cut`, of which a device has one entry.
         """
         in_axes, n = tuple(in_axes), self.size
 
@@ -95,7 +99,7 @@ class ManualAxes:
             return outs
 
         def crossing(axes, x):
-            """What is replicated is wide outside, where `jax.shard_map` sums its gradient."""
+            """Widens an array that is replicated, as `jax.shard_map` sums its gradient outside."""
             named = {n for names in self.partition(axes) for n in names_of(names)}
             if all(self.mesh.shape[n] == 1 for n in self.names - named):
                 return x
@@ -111,7 +115,8 @@ class ManualAxes:
                 in_specs=each(self.partition, in_axes),
                 out_specs=each(self.partition, list(out_axes)),
                 axis_names=self.names,
-                check_vma=bool(varying_axes(*jax.tree.leaves(args))),  # as around us
+                # Checked if it is checked around this call.
+                check_vma=bool(varying_axes(*jax.tree.leaves(args))),
             )(*args)
             if n > 1:
                 outs = [merged_axes(rest(a, x), a.index(HEAD)) for x, a in zip(outs, out_axes)]
@@ -121,39 +126,41 @@ class ManualAxes:
 
 
 def current_mesh(given: Any) -> Any:
-    """The mesh of the context, else the given one with all its axes automatic; None without."""
+    """The mesh of the context. Without one, it is the given mesh with all its axes automatic, or
+    None.
+    """
     context = jax.sharding.get_abstract_mesh()
     return context if not context.empty else given and automatic(given)
 
 
 def token_axis(axes: tuple[int, ...]) -> int:
-    """The grid axis whose tokens a device holds."""
+    """The grid axis whose tokens are sharded in an array with these axes."""
     return ROW if ROW in axes else COL
 
 
 def split_axis(x: Array, axis: int, n: int, outside: bool = False) -> Array:
-    """One axis as two, the inner (or the outer) of size `n`."""
+    """Splits an axis in two. The inner one, or the outer one if `outside`, has size `n`."""
     sizes = (n, x.shape[axis] // n) if outside else (x.shape[axis] // n, n)
     return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
 
 
 def merged_axes(x: Array, axis: int) -> Array:
-    """Two axes as one."""
+    """Merges an axis with the next one."""
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def with_kernel(
     place: ManualAxes | None, mesh: Any, partition: tuple, sizes: tuple[int, int]
 ) -> ManualAxes | None:
-    """The manual axes that a kernel needs, which the compiler cannot split over devices.
+    """The manual axes that a kernel needs, as the compiler cannot split it over devices.
 
     **Arguments:**
 
-    - `place`: the axes that are made manual anyway, if any.
-    - `mesh`: that of the metadata; the mesh of the context comes first.
-    - `partition`: the names of axes that shard batch and heads, and of those known to shard
-        nothing.
-    - `sizes`: of the batch and of the key/value heads.
+    - `place`: the axes that are made manual anyway, or None.
+    - `mesh`: the mesh of the metadata, which is used if the context has none.
+    - `partition`: the names of the axes that shard the batch, of those that shard the heads, and of
+        those known to shard nothing.
+    - `sizes`: the sizes of the batch and of the key/value heads.
 
     **Returns:** the axes of `place` and those of `partition` that divide the sizes and are
     automatic here; None if there are none.

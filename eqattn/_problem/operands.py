@@ -1,4 +1,6 @@
-"""A `Problem` cut into blocks: its operands, its table of live blocks, the logits of one block."""
+"""A `Problem` cut into blocks: its operands, its table of live blocks, and the functions that turn
+the operands of one block into logits and values.
+"""
 
 import copy
 import dataclasses
@@ -14,15 +16,15 @@ from jaxtyping import Array
 from .._jax import summed_wide, varying_axes
 from .._misc import accumulation_dtype
 from .._pairs import Operand, over_block
-from .._sweep.fold import masked_dot, scaled, zero_nonfinite
 from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
 from .._sweep.lowering import Lowering, XLA
+from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
 from .._sweep.sweep import block_dtype
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
 from ..scores._dropout import keep_mask
-from .block_classes import classes_of, table_of
+from .block_classes import BoundMask, classes_of, table_of
 from .blocking import Blocking, broadcast_to_rows
 from .closed_score import ClosedScore
 from .exchange import HeadExchange
@@ -30,16 +32,10 @@ from .problem import Problem
 from .storage import AbstractStored, as_stored
 
 
-def not_finite(x: Array, precision: Any) -> Array:
-    """`[...]`: NaN where a vector of `x` `[..., n]` holds what is not finite, else 0."""
-    x = lax.stop_gradient(x)
-    few = np.where(np.arange(x.shape[-1]) % 2, 2.0**-13, 2.0**-14)  # sums stay in range
-    weights = jnp.asarray(few[:, None].repeat(2, 1), x.dtype)  # two columns: XLA:CPU is fast then
-    return (jnp.einsum("...n,nm->...m", x, weights, precision=precision) * 0)[..., 0]
-
-
 WHOLE = ("q_position", "kv_position", "valid")
-"""The operands that are given for all devices of a place, and are not gathered from them."""
+"""The roles of operands that hold the tokens of all devices that exchange heads. These are not
+gathered from the devices.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +44,11 @@ class BlockOperand:
 
     **Arguments:**
 
-    - `role`: what it is to the problem: `"query"`, `"key"`, `"value"`, `"page"`, `"scale"`, an
-        index of a pair, `"valid"`, `"seed"`, or the class of the mask or score that reads it.
-    - `array`: the axes of the grid that it has, then those of one block.
-    - `axes`: these axes of the grid.
+    - `role`: what the array means to the problem: `"query"`, `"key"`, `"value"`, `"page"`,
+        `"scale"`, an index of a pair such as `"q_position"`, `"valid"`, `"seed"`, or the class name
+        of the mask or score that reads it.
+    - `array`: the blocks, with grid axes in front of the axes of one block.
+    - `axes`: the grid axes that the array has.
     """
 
     role: str
@@ -62,11 +59,19 @@ class BlockOperand:
 class BlockOperands:
     """The operands of a problem's blocks, and the functions that turn them into logits and values.
 
-    `operands` are those of the logits, in the order in which `logits` reads their blocks: the
-    query, what holds the keys, the scale if products are scaled, the indices of pairs, which keys
-    are no padding, what scores and mask read, and the seed of a dropout. `values` are those of the
-    values. Of pages, `lookups` says which operand holds the page of each page axis of the grid,
-    whose sizes are `pages`.
+    **Attributes:**
+
+    - `operands`: what the logits read, in the order in which `logits` takes their blocks. These are
+        the query; the arrays that hold the keys, and the tables of their pages; the scale, if it
+        multiplies products and not keys; the four indices of a pair; which keys are not padding;
+        what each score and then the mask reads; and the seed of dropout.
+    - `values`: what the values read.
+    - `keys`: which of the operands hold keys.
+    - `groups`: which of the operands each score and then the mask reads.
+    - `pages`: the sizes of the page axes of the grid, if keys and values lie in pages.
+    - `lookups`: the index of the operand that holds the page, for each page axis.
+    - `products`: keyword arguments of `dot`, as sorted pairs.
+    - `post_scale`: whether the scale multiplies the products instead of the keys.
     """
 
     def __init__(
@@ -80,7 +85,8 @@ class BlockOperands:
         self.lowering, self.sent, self.local = lowering, bool(spread.axes), False
         dtype, acc = problem.query.dtype, problem.accumulation_dtype
         wide = dtype == acc or not lowering.multiplies_narrow()
-        # What is sent stays narrow, and of what lies in place only the visited blocks are read.
+        # Arrays that are sent stay narrow, as that is fewer bytes. So do arrays that are read in
+        # place: widening them would read all of a cache, and only visited blocks are needed.
         stored = dtype if self.sent or blocking.in_place or not wide else acc
         precision = problem.precision
         if precision is None and dtype == acc:
@@ -97,11 +103,12 @@ class BlockOperands:
             self._store()
         else:
             key, value = (x.astype(stored) for x in (problem.key, problem.value))
-            # Not the query, as XLA:CPU is slow at arithmetic in a transposed copy.
+            # The scale multiplies the keys and not the query. Blocks of the query are transposed,
+            # and XLA:CPU is slow at arithmetic in a transposed copy: 2.4 ns for each entry.
             key = key if self.post_scale else scaled(key, scale)
             columns = (BATCH, HEAD, COL)
             self.operands += (BlockOperand("key", blocking.columns_of(key), columns),)
-            values = [value] if lowering.cleans_values else self.cleaned(value)
+            values = [value] if lowering.cleans_values else cleaned(value, precision)
             self.values = tuple(
                 BlockOperand("value", blocking.columns_of(x), columns) for x in values
             )
@@ -129,7 +136,9 @@ class BlockOperands:
         self.scores = self.closed_scores()
 
     def _store(self) -> None:
-        """Keys and values that stay in place; of pages, as many operands as a block has."""
+        """Adds the operands of keys and values that stay in place. If these lie in pages, each page
+        of a block is an operand of its own, on a page axis of its own.
+        """
         placed, tables, blocking = [], [], self.blocking
         shared = blocking.kv_heads > 1
         both = [as_stored(x) for x in (self.problem.key, self.problem.value)]
@@ -161,14 +170,14 @@ class BlockOperands:
         self.values = tuple(values)
 
     def _add(self, role: str, x: Any) -> None:
-        """Adds an operand `[B|1, H|1, T|1, S|1]`."""
+        """Adds an operand from an array `[B|1, H|1, T|1, S|1]`."""
         whole = self.spread.inside and role in WHOLE
         blocking = self.spread.local(self.blocking) if whole else self.blocking
         blocks, axes = blocking.pairs_of(x)
         self.operands += (BlockOperand(role, jnp.asarray(blocks), axes),)
 
     def index(self, role: str) -> int:
-        """Which of the operands is the first with a role."""
+        """The index of the first operand with a role."""
         return next(i for i, x in enumerate(self.operands) if x.role == role)
 
     def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> GridLayout:
@@ -187,8 +196,9 @@ class BlockOperands:
         )
 
     def stored(self, which: int, blocks: Sequence[Array]) -> Array:
-        """The numbers of a block of keys (0) or values (1) that lie in place, `[keys, d]` if it has
-        a single head, else `[keys, heads, d]`.
+        """Decodes a block of keys (`which` is 0) or values (1) that are read in place.
+
+        **Returns:** `[keys, heads, d]`, or `[keys, d]` if a single head's axis is dropped.
         """
         x = self.held[which]
         n, single = len(x.arrays), self.single_axes(x)
@@ -200,20 +210,20 @@ class BlockOperands:
         return block.astype(self.problem.accumulation_dtype)
 
     def single_axes(self, x: AbstractStored) -> list[tuple[int, ...]]:
-        """The axes of size 1 that blocks of the arrays of `x` go without."""
+        """For each array of `x`, the axes of size 1 that its blocks lose."""
         if not self.lowering.drops_single_axes:
             return [()] * len(x.arrays)
         one_head = x.shape[2] == self.blocking.kv_heads
         return [(0,) if flat else (1,) * one_head for flat in x.flat]
 
     def on(self, blocking: Blocking) -> "BlockOperands":
-        """The same where blocks of this blocking are visited."""
+        """The same operands, for a visit of blocks of another blocking: that of one device."""
         new = copy.copy(self)
         new.blocking, new.local = blocking, blocking.grid[:2] != self.blocking.grid[:2]
         return new
 
     def closed_scores(self, consts: Sequence | None = None) -> list[ClosedScore]:
-        """The scores, with what each closes over exchanged for some `consts`."""
+        """The scores as functions of all that they read; `consts` replace what each closes over."""
         closed, acc = [], self.problem.accumulation_dtype
         axes = varying_axes(*(x.array for x in (*self.operands, *self.values)))
         for i, score in enumerate(self.problem.scores):
@@ -222,16 +232,19 @@ class BlockOperands:
         return closed
 
     def reading(self, mask: AbstractMask | None, consts: Sequence) -> "BlockOperands":
-        """The same with what the mask and each score close over exchanged."""
+        """The same operands with another mask, and other `consts` that each score closes over."""
         new = copy.copy(self)
         new.problem = dataclasses.replace(self.problem, mask=mask)
         new.scores = self.closed_scores(consts)
         return new
 
     def weigh(self, c: int) -> Callable:
-        """The `values` of the fold in a block of class `c`."""
+        """The function `values` of the fold for a block of class `c`. It keeps the contract of
+        `_sweep/nonfinite.py`: where a pair may be masked, it returns clean values and their poison.
+        """
         if not (self.blocking.in_place or self.lowering.cleans_values):
             return lambda clean, poison: [clean, poison]
+        precision = dict(self.products)["precision"]
 
         def fn(*blocks):
             value = blocks[0]
@@ -240,21 +253,18 @@ class BlockOperands:
             if c == FULL:
                 return [value]
             if self.lowering.cleans_values:
-                poison = jnp.where(jnp.isfinite(value), 0, jnp.nan).astype(value.dtype)
-                return [zero_nonfinite(value), poison.sum(-1)]
-            return self.cleaned(value)
+                return cleaned_in_kernel(value)
+            return cleaned(value, precision)
 
         return fn
 
-    def cleaned(self, value: Array) -> list[Array]:
-        """A value without what is not finite, and where there was some."""
-        return [zero_nonfinite(value), not_finite(value, dict(self.products)["precision"])]
-
     def widened(self, operand: Operand) -> Array | np.ndarray:
-        """An operand of a score in canonical form. Its gradient is a sum over what it is broadcast
-        to, and rounds once: where it is not as large as the logits, it is widened before. Where it
-        is, what it is broadcast to inside of the blocks is summed there, and only the sums over
-        leading axes and devices remain: they are wide, of what was rounded once.
+        """An operand of a score in canonical form, such that its gradient rounds once.
+
+        That gradient is a sum over the axes that the operand is broadcast to. An operand smaller
+        than the logits is widened before it is broadcast, so that the sum is wide. One as large as
+        the logits would take too much memory. Its gradient is summed inside of the blocks and
+        rounded, and `summed_wide` keeps the remaining sums, over leading axes and devices, wide.
         """
         array, acc = operand.array, self.problem.accumulation_dtype
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -268,13 +278,13 @@ class BlockOperands:
 
     @property
     def reads(self) -> list[int]:
-        """The operands of `classify`."""
+        """The indices of the operands that `classify` reads."""
         own = [] if self.problem.mask is None else range(len(self.operands))[self.groups[-1]]
         return [*[self.index(role) for role in self.where], *own]
 
     @property
     def where(self) -> tuple[str, ...]:
-        """The roles among them."""
+        """The roles of the operands that `classify` reads before those of the mask."""
         local = ("batch", "head") if self.local else ()
         return ("q_position", "kv_position", *local, *(("valid",) if self.padded else ()))
 
@@ -326,16 +336,23 @@ class BlockOperands:
         return jnp.asarray(table.reshape(shape)), tuple(axes), classes
 
     def hidden(self, s: Array, mask: Array) -> Array:
-        """Logits with `-inf` where the mask is False. They are 0 there, if nothing changed it."""
+        """Logits with `-inf` where the mask is False.
+
+        Masked products are 0 already. If neither the scale nor a score nor rounding came after, the
+        masked logits still are.
+        """
         problem = self.problem
         changed = self.post_scale or problem.scores or problem.logits_dtype is not None
         if self.lowering.cleans_values or changed:
             return jnp.where(mask, s, -jnp.inf)
-        # A mere selection, in place, would be masked stores: ten times slower without AVX-512.
+        # So 0 or -inf can be added. XLA:CPU would run a selection in place as masked stores, which
+        # are ten times slower on a processor without AVX-512.
         return s + jnp.where(mask, 0, -jnp.inf)
 
     def logits(self, c: int) -> Callable:
-        """The logits of a block of class `c`, and with dropout the factor on its probabilities."""
+        """The function `logits` of the fold for a block of class `c`. It returns the logits and,
+        with dropout, the factor on their probabilities.
+        """
         problem, blocking = self.problem, self.blocking
         acc = problem.accumulation_dtype
 
@@ -359,7 +376,8 @@ class BlockOperands:
                 s = dot(k, q, (1, 0), **dict(self.products))
             else:
                 s = masked_dot(k, q, self.products)
-            if mask is not None:  # before the scale, whose gradient is a sum of logits
+            if mask is not None:
+                # Masked before the scale, whose gradient is a sum over the products.
                 s = jnp.where(mask, s, 0)
             if self.post_scale:
                 s = s * named["scale"]
@@ -375,16 +393,3 @@ class BlockOperands:
             return [s, keep.astype(acc) * (1 / (1 - problem.rate))]
 
         return fn
-
-
-class BoundMask(AbstractMask):
-    """A mask whose operands are replaced by canonical arrays."""
-
-    mask: AbstractMask
-    arrays: tuple[Array, ...]
-
-    def operands(self):
-        return tuple(Operand(x, "bhts") for x in self.arrays)
-
-    def visible(self, b, h, q, k, *ids):
-        return self.mask.visible(b, h, q, k, *ids)

@@ -1,4 +1,8 @@
-"""Masks and scores of rows where each batch element is a block of one row's queries."""
+"""Masks and scores for packed queries, where a batch element is a block of one row's queries.
+
+A mask and a score are functions of the row `b`. Here the batch index counts blocks instead of rows.
+So the row of each block becomes an operand, which travels with the block, and replaces `b`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +21,16 @@ from ..scores._function import ScoreFn
 
 
 class _OfRows(AbstractMask):
+    """A mask that reads the row of a block from an operand.
+
+    **Arguments:**
+
+    - `mask`: the mask of rows.
+    - `held`: the row of each block, and the operands of the mask for each block.
+    """
+
     mask: AbstractMask
-    held: tuple[Operand, ...]  # the row of each block, and the mask's operands there
+    held: tuple[Operand, ...]
 
     def operands(self) -> tuple[Operand, ...]:
         return self.held
@@ -28,6 +40,8 @@ class _OfRows(AbstractMask):
 
 
 class _Transform(eqx.Module):
+    """The `transform` of a score that reads the row of a block from an operand."""
+
     score: AbstractScore
 
     def __call__(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
@@ -35,9 +49,16 @@ class _Transform(eqx.Module):
 
 
 def mask_of_rows(mask: AbstractMask | None, row: Array, rows: int, heads: int) -> Any:
-    """A mask of `rows` rows as one of blocks, whose rows are `row` `[blocks]`.
+    """Turns a mask of rows into a mask of blocks.
 
-    **Raises:** `ValueError` if it holds arrays per query or key.
+    **Arguments:**
+
+    - `mask`: the mask of rows, or None.
+    - `row`: the row of each block, int32 `[blocks]`.
+    - `rows`: the number of rows.
+    - `heads`: the number of query heads.
+
+    **Raises:** `ValueError` if the mask holds arrays per query or key.
     """
     if mask is None:
         return None
@@ -48,7 +69,9 @@ def mask_of_rows(mask: AbstractMask | None, row: Array, rows: int, heads: int) -
 def scores_of_rows(
     scores: Sequence[AbstractScore], row: Array, rows: int, heads: int, dtype: Any
 ) -> tuple[AbstractScore, ...]:
-    """The same for scores of a query of a dtype."""
+    """Turns scores of rows into scores of blocks, as `mask_of_rows` does. The `dtype` is that of
+    the query.
+    """
     logit = (jax.ShapeDtypeStruct((), accumulation_dtype(dtype)),)
     of_blocks = [_held(s, s.transform, logit, row, rows, heads) for s in scores]
     return tuple(
@@ -60,8 +83,14 @@ def scores_of_rows(
 def _held(
     part: Any, fn: Callable, lead: tuple[Any, ...], row: Array, rows: int, heads: int
 ) -> tuple[Operand, ...] | None:
-    """The operands of `part` for blocks, that of the rows in front; None where neither they nor
-    `fn(*lead, b, ...)` depend on the row.
+    """The operands of a mask or score for blocks, after one that holds the row of each block. It is
+    None where neither the operands nor the function depend on the row.
+
+    **Arguments:**
+
+    - `part`: the mask or score.
+    - `fn`: its function of a pair, `fn(*lead, b, h, q, k, *operands)`.
+    - `lead`: the arguments in front of `b`, as abstract values.
     """
     operands, moved, depends = named_operands(part), [Operand(row, "b")], False
     for name, operand in operands:

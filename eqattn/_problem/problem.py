@@ -1,7 +1,7 @@
 """One call of attention, checked and in canonical form.
 
-A `Problem` is what every strategy solves: arrays with one flattened batch axis, the mask and the
-scores in their fixed order, and the numbers that the metadata holds.
+A `Problem` is what every strategy solves. It has arrays with one flattened batch axis, the mask and
+the scores in their fixed order, and the numbers that the metadata holds.
 """
 
 import math
@@ -41,28 +41,33 @@ from .storage import AbstractStored
 if TYPE_CHECKING:
     MaskLike = AbstractMask | Bool[Array | np.ndarray, "..."] | Literal["causal", "full"] | None
     ScoreLike = AbstractScore | Sequence[AbstractScore] | None
-else:  # `as_mask` and `as_scores` look at them, and name the remedy
+else:  # At run time `as_mask` and `as_scores` check them, and their errors name the remedy.
     MaskLike = ScoreLike = Any
 
 
 class Problem(eqx.Module):
-    """Attention of `query` `[B, T, H, D]` over `key` `[B, S, K, D]` and `value` `[B, S, K, V]`,
-    which are arrays or `AbstractStored`.
+    """Attention of `query` `[B, T, H, D]` over `key` `[B, S, K, D]` and `value` `[B, S, K, V]`.
 
     **Arguments:**
 
-    - `mask`: an `AbstractMask` or None.
-    - `scores`: transforms of a logit, in order.
-    - `scale`: a float or scalar array.
-    - `sinks`: None or `[H|1, n]`.
-    - `seed`: None, or that of `kept`.
-    - `q_positions`, `kv_positions`: int32 `[B|1, T]` and `[B|1, S]`, or None for `0, 1, ...`
-    - `q_start`, `q_shift`: a static int, and int32 `[B|1, 1]` or None: added to the queries'.
+    - `query`: an array.
+    - `key`, `value`: arrays or `AbstractStored`.
+    - `mask`: an `AbstractMask`, or None if all pairs are visible.
+    - `scores`: transforms of a logit, in the order in which they are applied.
+    - `scale`: the factor on the products of query and key, a float or scalar array.
+    - `sinks`: further logits of each row, which have no value, `[H|1, n]`; or None.
+    - `seed`: the seed of `keep_mask`, or None without dropout.
+    - `q_positions`, `kv_positions`: int32 `[B|1, T]` and `[B|1, S]`; None means `0, 1, ...`.
+    - `q_start`, `q_shift`: numbers that are added to the positions of queries: a static int, and
+        int32 `[B|1, 1]` or None.
     - `batch_shape`: the batch axes that `B` flattens.
-    - `rate`: the dropout probability, used if there is a seed.
+    - `rate`: the dropout probability, which is used if there is a seed.
     - `logits_dtype`: a dtype that logits are rounded to, or None.
-    - `precision`: of the products, or None: exact for float32, the default for narrower inputs.
-    - `shards`: what varies with query and key has the keys of so many devices.
+    - `precision`: the precision of products. None means exact products for float32 and the default
+        of JAX for narrower inputs.
+    - `shards`: the number of devices whose keys an array holds that varies with query and key.
+    - `partition`: the names of the mesh axes that shard the batch and the heads, and of those known
+        to shard nothing; or None.
     """
 
     query: Array
@@ -163,25 +168,25 @@ class Problem(eqx.Module):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """`(T, S, H, K)`."""
+        """The numbers of queries, keys, query heads and key/value heads, `(T, S, H, K)`."""
         _, t, h, _ = self.query.shape
         _, s, k, _ = self.key.shape
         return t, s, h, k
 
     @property
     def accumulation_dtype(self) -> jnp.dtype:
-        """float32, or float64 for float64 inputs."""
+        """The dtype of logits and sums: float32, or float64 for float64 inputs."""
         return accumulation_dtype(self.query.dtype)
 
     def canonical(self, operand: Operand, name: str = "operand") -> Array | np.ndarray:
-        """An operand as `[B|1, H|1, T|1, S|1]`."""
+        """Brings an operand to the form `[B|1, H|1, T|1, S|1]`."""
         t, s, heads, _ = self.sizes
         if operand.axes.endswith("ts") and operand.array.shape[-2] != 1:
             s *= self.shards
         return canonical(operand, self.batch_shape, heads, t, s, name)
 
     def positions(self) -> tuple[Any, Any]:
-        """Positions of queries `[B|1, T]` and keys `[B|1, S]`; NumPy arrays where static."""
+        """The positions of queries `[B|1, T]` and keys `[B|1, S]`, NumPy arrays where static."""
         t, s, _, _ = self.sizes
         q, k = self.q_positions, self.kv_positions
         q = (iota(t)[None] if q is None else q) + np.int32(self.q_start)
@@ -189,7 +194,7 @@ class Problem(eqx.Module):
         return q, iota(s)[None] if k is None else k
 
     def indices(self) -> list[Any]:
-        """`b`, `h`, `q`, `k` of every pair as `[B|1, H|1, T|1, S|1]`."""
+        """The indices `b`, `h`, `q`, `k` of every pair, each `[B|1, H|1, T|1, S|1]`."""
         batch, heads = math.prod(self.batch_shape), self.sizes[2]
         b = iota(batch).reshape(-1, 1, 1, 1)
         h = np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
@@ -234,7 +239,9 @@ def check_shapes(query, key, value) -> None:
 
 
 def named_mask(mask: Any) -> Any:
-    """What the names `"causal"` and `"full"` stand for; anything but a name as it is."""
+    """Replaces the names `"causal"` and `"full"` by the masks that they stand for. Anything but a
+    name stays as it is.
+    """
     if not isinstance(mask, str):
         return mask
     if mask not in ("causal", "full"):
@@ -246,7 +253,7 @@ def named_mask(mask: Any) -> Any:
 
 
 def as_mask(mask) -> AbstractMask | None:
-    """A mask module from a module, a boolean array, a name or None."""
+    """Makes a mask module from a module, a boolean array, a name or None."""
     mask = named_mask(mask)
     if mask is None or isinstance(mask, AbstractMask):
         return mask
@@ -276,7 +283,7 @@ def as_mask(mask) -> AbstractMask | None:
 
 
 def as_scores(score) -> tuple[AbstractScore, ...]:
-    """A tuple of scores from a score, a sequence of them or None."""
+    """Makes a tuple of scores from a score, a sequence of them or None."""
     if score is None:
         return ()
     scores = tuple(score) if isinstance(score, Sequence) else (score,)
@@ -289,7 +296,7 @@ def as_scores(score) -> tuple[AbstractScore, ...]:
 
 
 def as_bias(bias) -> Array | None:
-    """A bias array, checked."""
+    """Checks that a bias is an array of floats, or None."""
     if bias is None:
         return None
     if isinstance(bias, AbstractScore):
@@ -300,12 +307,13 @@ def as_bias(bias) -> Array | None:
 
 
 def check_one_offset(q_offset, q_positions) -> None:
+    """Raises if both ways to move the queries are given."""
     if q_offset is not None and q_positions is not None:
         raise ValueError("Pass q_offset or q_positions, not both.")
 
 
 def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
-    """Explicit positions as int32 `[B|1, n]`."""
+    """Brings explicit positions to the form int32 `[B|1, n]`."""
     if positions is None:
         return None
     positions = jnp.asarray(positions_in_reach(positions, name))
@@ -314,7 +322,9 @@ def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
 
 
 def as_offset(offset, batch_shape: tuple[int, ...], t: int) -> tuple[int, Any]:
-    """An offset `[*b]` of `t` queries as a static start, or as int32 `[B|1, 1]`."""
+    """Turns an offset `[*b]` of `t` queries into a static start, or into int32 `[B|1, 1]`. The
+    other of the two is 0 or None.
+    """
     if offset is None:
         return 0, None
     offset = as_int(offset, "q_offset", added=True)
@@ -331,7 +341,7 @@ def as_offset(offset, batch_shape: tuple[int, ...], t: int) -> tuple[int, Any]:
 
 
 def as_sinks(sinks, heads: int):
-    """`[H|1, n]` from `[H]`, `[H, n]` or `[1, n]`."""
+    """Turns sinks `[H]`, `[H, n]` or `[1, n]` into `[H|1, n]`."""
     if sinks is None:
         return None
     if sinks.ndim == 1 and sinks.shape[0] == heads:
@@ -346,6 +356,7 @@ def as_sinks(sinks, heads: int):
 
 
 def _flatten(x: Any, batch_shape: tuple[int, ...]) -> Any:
+    """Flattens the batch axes of an array into one."""
     if len(batch_shape) == 1:
         return x
     if isinstance(x, AbstractStored):

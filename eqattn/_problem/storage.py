@@ -1,4 +1,4 @@
-"""Keys and values that are not one array: in fewer bits, or in pages."""
+"""Keys and values that are not stored as one array of floats: in fewer bits, or in pages."""
 
 import abc
 import functools as ft
@@ -25,26 +25,26 @@ from .._misc import (
 
 
 class AbstractStored(eqx.Module):
-    """Keys or values `[b, s, k, d]` as they are stored.
+    """Keys or values `[b, s, k, d]` in the form in which they are stored.
 
-    [`eqattn.Ragged`][] takes them for key or value and reads the blocks that it needs;
-    `materialise()` makes an array for other strategies.
+    [`eqattn.Ragged`][] takes them for key or value, and reads the blocks that it needs. For other
+    strategies, `materialise()` makes an array.
     """
 
     @property
     @abc.abstractmethod
     def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
-        """`[b, s, k, ...]`, or with a table the pages `[pages, page size, k, ...]`; those of `flat`
-        as in [`eqattn.cache.Quantized`][].
+        """The arrays `[b, s, k, ...]`, or with a table their pages `[pages, page size, k, ...]`.
+        Those that are `flat` have the form of the scales of [`eqattn.cache.Quantized`][].
         """
 
     @property
     def flat(self) -> tuple[bool, ...]:
-        """Which arrays have their tokens and heads in one axis."""
+        """Whether each of the arrays has its tokens and heads in one axis."""
         return (False,) * len(self.arrays)
 
     def in_shares(self, n: int) -> "AbstractStored":
-        """With flat arrays in `n` shares of heads."""
+        """The same numbers, with flat arrays in `n` shares of heads."""
         if any(self.flat):
             raise NotImplementedError(f"{type(self).__name__} cannot share flat arrays over {n}.")
         return self
@@ -63,23 +63,24 @@ class AbstractStored(eqx.Module):
     @property
     @abc.abstractmethod
     def dtype(self) -> Any:
-        """What the stored numbers stand for."""
+        """The dtype of the numbers that are stored, not of the arrays that store them."""
 
     @abc.abstractmethod
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
-        """Numbers from any part of the arrays."""
+        """Converts the same part of each of the arrays to numbers."""
 
     @property
     def table(self) -> Int[Array, "b n"] | None:
-        """The page `[b, s / page size]` that each part of a row lies in."""
+        """The page that each part of a row lies in, `[b, s / page size]`; None without pages."""
         return None
 
     @property
     def ndim(self) -> int:
+        """The number of axes of `shape`."""
         return len(self.shape)
 
     def materialise(self) -> Float[Array, "b s k d"]:
-        """As one array `[b, s, k, d]`."""
+        """Makes one array `[b, s, k, d]` of the numbers."""
         if self.table is None:
             return self.decode(*self.arrays).astype(self.dtype)
         x = self.decode(*[x[self.table] for x in self.arrays])
@@ -87,7 +88,7 @@ class AbstractStored(eqx.Module):
 
 
 class Stored(AbstractStored):
-    """One array."""
+    """Keys or values that are one array."""
 
     array: Array
 
@@ -111,15 +112,16 @@ class Stored(AbstractStored):
 
 
 class Bits(AbstractStored):
-    """Floats as the integers of the same bits.
+    """Floats that are stored as the integers with the same bits.
 
-    XLA:CPU can write a part of an array of integers, but of bfloat16 it converts the whole array to
-    float32 and back. So a cache that is kept as bits costs what is written, not its capacity.
+    XLA:CPU can write a part of an array of integers. To write a part of an array of bfloat16, it
+    converts the whole array to float32 and back. So appending to a cache that is kept as bits costs
+    as much as is written, not as much as its capacity.
 
     **Arguments:**
 
     - `bits`: unsigned integers `[..., s, k, d]`.
-    - `dtype`: what they stand for, of as many bits each.
+    - `dtype`: the dtype of the floats, which has as many bits.
     """
 
     bits: UInt[Array, "*b s k d"]
@@ -137,12 +139,12 @@ class Bits(AbstractStored):
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Bits":
-        """Of so many zeros."""
+        """Makes the bits of zeros of a shape."""
         return cls(jnp.zeros(shape, _unsigned(dtype)), dtype)
 
     @classmethod
     def of(cls, x: Float[Array, "*b s k d"]) -> "Bits":
-        """The bits of an array, which has no gradient through them: asked for one, this raises."""
+        """Takes the bits of an array. It has no gradient through them: asking for one raises."""
         return cls(_bits_of(x), x.dtype)
 
     @property
@@ -183,18 +185,22 @@ def _bits_of_jvp(primals, tangents) -> Any:
 
 
 class Quantized(AbstractStored):
-    """Numbers of few bits, each vector times a scale of its own.
+    """Numbers of 8 bits, with one scale for each vector.
 
-    Heads are the last axis but one of the numbers. Arrays whose last axes are few heads lie
-    transposed in the memory of a TPU, which no kernel can read a page of. So the scales of all
-    tokens and heads are one axis; of `n` shares of the heads, where `n` devices share these.
+    The scales of all tokens and heads lie on one axis, or on one per device if `n` devices share
+    the heads. With an axis of few heads at the end, they would lie transposed in the memory of a
+    TPU, and no kernel could read a page of them. With 2 shares of 4 heads, the scales of tokens
+    `t` and heads `h` are
+
+        share 0   t0h0 t0h1  t1h0 t1h1  t2h0 t2h1 ...
+        share 1   t0h2 t0h3  t1h2 t1h3  t2h2 t2h3 ...
 
     **Arguments:**
 
     - `values`: int8 or a float8 dtype, `[..., s, k, d]`.
-    - `scales`: float32 `[..., n, s * k / n]`: in each share the heads of the first token, then
-        those of the next.
-    - `dtype`: what `materialise` returns, and what a query must have.
+    - `scales`: float32 `[..., n, s * k / n]`. A share has its heads of the first token, then those
+        of the next.
+    - `dtype`: the dtype that `materialise` returns, and that a query must have.
     """
 
     values: Shaped[Array, "*b s k d"]
@@ -212,8 +218,16 @@ class Quantized(AbstractStored):
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], stored: Any, dtype: Any, shares: int = 1) -> "Quantized":
-        """Of values `[..., s, k, d]`, as `stored`. **Raises:** `ValueError` unless that is int8 or
-        a float8 dtype and `shares` divides the heads.
+        """Makes zeros.
+
+        **Arguments:**
+
+        - `shape`: the shape of the values, `(..., s, k, d)`.
+        - `stored`: the dtype of the values, int8 or a float8 dtype.
+        - `dtype`: as for the class.
+        - `shares`: the number of shares that the heads are cut into, which must divide them.
+
+        **Raises:** `ValueError` for another `stored`, or if `shares` does not divide the heads.
         """
         shape, shares = as_sizes(shape, "shape"), as_size(shares, "shares", -REACH)
         if len(shape) < 3:
@@ -231,8 +245,17 @@ class Quantized(AbstractStored):
     def quantize(
         cls, x: Float[Array, "*b s k d"], dtype: Any = jnp.int8, shares: int = 1
     ) -> "Quantized":
-        """Rounds vectors `[..., d]` so that the largest entry of each is the largest number of
-        `dtype`. **Arguments:** `shares`: of the heads, in which the scales lie.
+        """Rounds vectors `[..., d]`, each scaled so that its largest entry becomes the largest
+        number of `dtype`.
+
+        **Arguments:**
+
+        - `x`: floats `[..., s, k, d]`.
+        - `dtype`: the dtype of the values, int8 or a float8 dtype.
+        - `shares`: the number of shares of the heads in which the scales lie, which must divide
+            them.
+
+        **Raises:** `ValueError` for another `dtype`, or if `shares` does not divide the heads.
         """
         _check_eight_bits(dtype, "dtype")
         x, shares = as_array(x, "x"), as_size(shares, "shares", 1)
@@ -292,7 +315,7 @@ def _check_eight_bits(dtype: Any, name: str) -> None:
 
 
 def split_heads(scales: Array, heads: int) -> Array:
-    """`[..., n, s * k / n]` to `[..., s, k]`."""
+    """Turns scales `[..., n, s * k / n]` into `[..., s, k]`."""
     *lead, n, _ = scales.shape
     if n > 1:
         scales = jnp.moveaxis(scales.reshape(*lead, n, -1, heads // n), -3, -2)
@@ -300,7 +323,7 @@ def split_heads(scales: Array, heads: int) -> Array:
 
 
 def join_heads(scales: Array, n: int) -> Array:
-    """Undoes `apart`."""
+    """Turns scales `[..., s, k]` into `[..., n, s * k / n]`, which undoes `split_heads`."""
     *lead, s, heads = scales.shape
     if n > 1:
         scales = jnp.moveaxis(scales.reshape(*lead, s, n, heads // n), -2, -3)
@@ -308,14 +331,14 @@ def join_heads(scales: Array, n: int) -> Array:
 
 
 class Pages(AbstractStored):
-    """Keys or values in pages that any row may use.
+    """Keys or values in pages, which any row may use.
 
     **Arguments:**
 
-    - `content`: `[pages, page size, k, d]`, an array, [`eqattn.cache.Quantized`][] or
+    - `content`: the pages `[pages, page size, k, d]`: an array, [`eqattn.cache.Quantized`][] or
         [`eqattn.cache.Bits`][].
-    - `table`: int32 `[b, n]`: the page of each part of a row. Entries for parts that a mask hides
-        may be any page; those below 0 are read as page 0.
+    - `table`: the page of each part of a row, int32 `[b, n]`. Entries of parts that a mask hides
+        may be any page, and those below 0 are read as page 0.
     """
 
     content: Any
@@ -323,10 +346,12 @@ class Pages(AbstractStored):
 
     @property
     def stored(self) -> AbstractStored:
+        """The content in the form in which it is stored."""
         return as_stored(self.content)
 
     @property
     def page_size(self) -> int:
+        """The number of tokens of a page."""
         return self.stored.shape[1]
 
     @property
@@ -358,4 +383,5 @@ class Pages(AbstractStored):
 
 
 def as_stored(x: Any) -> AbstractStored:
+    """Wraps an array as `Stored`; other forms stay as they are."""
     return x if isinstance(x, AbstractStored) else Stored(x)

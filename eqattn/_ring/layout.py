@@ -19,8 +19,9 @@ _X = TypeVar("_X")
 class AbstractRingLayout(abc.ABC):
     """How the tokens of a sequence are spread over a ring of devices.
 
-    The sequence is cut into `parts` equal chunks per device, and a layout says whose they are. An
-    array whose tokens were permuted so is sharded over the ring in equal, contiguous pieces.
+    The sequence is cut into `parts` equal chunks per device, and a layout says which device holds
+    which chunks. An array whose tokens are in that order is sharded over the ring in equal,
+    contiguous pieces.
     """
 
     parts: ClassVar[int]
@@ -55,7 +56,7 @@ class AbstractRingLayout(abc.ABC):
 
         - `x`: an array, NumPy or JAX.
         - `n`: the number of devices.
-        - `axis`: of its tokens; by default that of `[b, t, ...]`.
+        - `axis`: the axis of its tokens, by default that of `[b, t, ...]`.
 
         **Returns:** an array of the same kind and shape.
 
@@ -64,10 +65,11 @@ class AbstractRingLayout(abc.ABC):
         return self._take(x, n, axis, self.chunks(as_size(n, "n")).reshape(-1))
 
     def unpermute(self, x: _X, n: int, axis: int = 1) -> _X:
-        """Undoes `permute`. Same arguments."""
+        """Undoes `permute`. It has the same arguments."""
         return self._take(x, n, axis, np.argsort(self.chunks(as_size(n, "n")).reshape(-1)))
 
     def _take(self, x: Any, n: int, axis: int, order: np.ndarray) -> Any:
+        """Brings the chunks of an array into an order."""
         x, axis = as_array(x, "x"), as_size(axis, "axis", -REACH)
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
@@ -83,7 +85,10 @@ class AbstractRingLayout(abc.ABC):
         return taken.reshape(x.shape)
 
     def chunk_size(self, tokens: int, n: int) -> int:
-        """The length of a chunk. **Raises:** `ValueError` if they are not equal."""
+        """The number of tokens of a chunk.
+
+        **Raises:** `ValueError` unless the chunks have equal lengths.
+        """
         if as_size(n, "n", -REACH) < 1:
             raise ValueError(f"A ring has at least n=1 device, got {n}.")
         tokens = as_size(tokens, "tokens")
@@ -95,7 +100,7 @@ class AbstractRingLayout(abc.ABC):
         return tokens // (n * self.parts)
 
     def tokens(self, length: int, n: int) -> Int[Array, "1 {length}"]:
-        """The positions `[1, length]` of an array's tokens, the whole ring's in one array."""
+        """The positions `[1, length]` of the tokens of an array that holds the whole ring's."""
         if self.parts == 1:
             return jnp.arange(length, dtype=jnp.int32)[None]
         size = self.chunk_size(length, n)
@@ -142,14 +147,27 @@ class Zigzag(AbstractRingLayout):
 
 
 def ring_order(coordinates: np.ndarray) -> np.ndarray:
-    """An order in which points of a full grid are neighbours, the last and the first too if the
-    grid has an even side.
+    """An order of the points of a full grid in which each is a neighbour of the next. If the grid
+    has an even side, the last is a neighbour of the first, too.
+
+    Pairs of axes are folded into one, along a path that goes back and forth, until two are left. In
+    these, the path goes back and forth along all columns but the first, and home along the first.
+    With 4 rows and 3 columns, the points come in this order, and 11 is beside 0:
+
+        11   0 - 1
+         |       |
+        10   3 - 2
+         |   |
+         9   4 - 5
+         |       |
+         8 - 7 - 6
 
     **Arguments:**
 
     - `coordinates`: int `[n, dims]`, all points of a box.
 
-    **Returns:** int `[n]`: which point comes when.
+    **Returns:** the indices of the points in that order, int `[n]`. Points that do not fill a grid
+    stay in their order.
     """
     low = coordinates.min(0)
     sides = coordinates.max(0) - low + 1
@@ -158,7 +176,7 @@ def ring_order(coordinates: np.ndarray) -> np.ndarray:
     if (index < 0).any():
         return np.arange(len(coordinates))
     path: Any = index.reshape(1, -1) if index.ndim == 1 else index
-    for _ in range(path.ndim - 2):  # fold two axes into a path back and forth
+    for _ in range(path.ndim - 2):  # Folds two axes into one, by a path back and forth.
         path = np.moveaxis(path.copy(), 1, 0)
         path[1::2] = path[1::2][:, :, ::-1] if path.ndim > 2 else path[1::2, ::-1]
         path = np.moveaxis(path, 0, 1).reshape(path.shape[1], -1, *path.shape[3:])
@@ -177,9 +195,10 @@ def ring_mesh(axis_name: str = "sp", *, devices: Any = None) -> jax.sharding.Mes
 
     **Arguments:**
 
-    - `axis_name`: default `"sp"`, as `AttentionMetadata.sequence_axis_name`.
-    - `devices`: default all. Those with coordinates (TPUs) are ordered along a cycle through
-        their grid, so that each hop of a ring crosses one link; others stay in their order.
+    - `axis_name`: the name of the axis, by default that of `AttentionMetadata.sequence_axis_name`.
+    - `devices`: the devices, by default all. Those with coordinates (TPUs) are ordered along a
+        cycle through their grid, so that each hop of a ring crosses one link. Others stay in their
+        order.
 
     **Returns:** a `Mesh` with one axis of type `Auto`.
     """

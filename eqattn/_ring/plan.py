@@ -14,10 +14,22 @@ from .layout import AbstractRingLayout, Contiguous
 
 
 _MOST_BLOCKS = 2048
+"""The most blocks that `ring_plan` cuts queries, and keys, into. It bounds the table of live blocks
+to 2048^2 entries, 4 MiB of booleans, so that a plan takes no noticeable memory. The number is a
+choice, not a measurement, and affects only plans and not what a ring does.
+"""
 
 
 def block_ends(length: int, blocks: int, start: int = 0, pieces: int = 1) -> np.ndarray:
-    """The first and the last position of equal blocks of equal pieces, `[blocks, 2]`."""
+    """The first and the last position of each of the equal blocks of a sequence, `[blocks, 2]`.
+
+    **Arguments:**
+
+    - `length`: the number of tokens.
+    - `blocks`: the number of blocks.
+    - `start`: the position of the first token.
+    - `pieces`: the number of equal pieces that each block must have, whose tokens are padded.
+    """
     size = -(-length // (blocks * pieces)) * pieces
     first = np.arange(blocks) * size
     return start + np.minimum(np.stack([first, first + size - 1], 1), max(length - 1, 0))
@@ -28,7 +40,10 @@ def span(live: np.ndarray) -> tuple[int, int]:
 
     **Arguments:**
 
-    - `live`: bool `[n, n]`, whether a device (row) sees anything of another's (column).
+    - `live`: whether a device (row) sees anything of another's (column), bool `[n, n]`.
+
+    **Returns:** `ahead` and `behind`: the shifts `1 ... ahead` and `-1 ... -behind` hold all live
+    ones, in as few hops as possible. A shift `s` is the same as `s - n`.
     """
     n = len(live)
     shifts = [s for s in range(1, n) if live[np.arange(n), (np.arange(n) - s) % n].any()]
@@ -41,7 +56,12 @@ def span(live: np.ndarray) -> tuple[int, int]:
 
 
 def by_device(live: np.ndarray, layout: AbstractRingLayout, n: int) -> np.ndarray:
-    """How many blocks are live between any two devices `[n, n]`, from those of all positions."""
+    """Counts the live blocks between any two of `n` devices, `[n, n]`.
+
+    **Arguments:**
+
+    - `live`: whether each block is live, in the order of positions, bool `[rows, columns]`.
+    """
     rows, columns = (size // (n * layout.parts) for size in live.shape)
     blocks = live.reshape(n * layout.parts, rows, n * layout.parts, columns).sum((1, 3))
     chunks = layout.chunks(n)
@@ -50,7 +70,7 @@ def by_device(live: np.ndarray, layout: AbstractRingLayout, n: int) -> np.ndarra
 
 def reach(problem: Problem, layout: AbstractRingLayout, n: int, group: int) -> tuple[int, int]:
     """How far the columns of a problem must travel, `ahead` and `behind`, between `n` places of
-    `group` devices each.
+    `group` devices each. With explicit or traced positions they travel all the way.
     """
     explicit = (problem.q_positions, problem.kv_positions, problem.q_shift)
     if any(x is not None for x in explicit):
@@ -70,16 +90,18 @@ class RingPlan:
 
     **Arguments:**
 
-    - `tokens`, `devices`, `layout`: of the ring. With an exchange of heads, `devices` are its
-        places.
-    - `shifts`: per hop, how many places before itself a device's columns come from.
-    - `flops`: floating-point operations of the products of the forward, `[hops][devices]`. A
-        backward has 2.5 times as many.
-    - `forward_bytes`: what each device sends, keys and values.
-    - `backward_bytes`: the same and their gradients.
-    - `group`: how many devices of a place exchange tokens for heads. The `flops` are those of each.
-    - `exchange_bytes`: what each sends by all-to-alls: queries, keys and values, and the numerator
-        and the denominator of each row. The backward sends as much, their gradients.
+    - `tokens`: the number of tokens on all devices together.
+    - `devices`: the number of devices of the ring, or of its places if heads are exchanged.
+    - `layout`: the tokens that each of them holds.
+    - `shifts`: for each hop, how many places before itself a device's columns come from.
+    - `flops`: the floating-point operations of the products of the forward, `[hops][devices]`. A
+        backward has 2.5 times as many: five products where the forward has two.
+    - `forward_bytes`: the bytes of keys and values that each device sends in the forward.
+    - `backward_bytes`: the bytes of these and of their gradients, which it sends in the backward.
+    - `group`: the number of devices of a place, which exchange tokens for heads. The `flops` are
+        those of each of them.
+    - `exchange_bytes`: the bytes that each sends by all-to-alls: queries, keys and values, and the
+        numerator and the denominator of each row. The backward sends their gradients, as many.
     """
 
     tokens: int
@@ -94,22 +116,22 @@ class RingPlan:
 
     @property
     def moves(self) -> int:
-        """How often keys and values are sent, in the forward and again in the backward."""
+        """The number of times that keys and values are sent, in the forward and in the backward."""
         return len(self.shifts) - 1
 
     @property
     def hop_balance(self) -> tuple[float, ...]:
-        """Per hop, the work of the busiest device over the mean."""
+        """For each hop, the work of the busiest device divided by the mean."""
         return tuple(_balance(np.asarray(hop, float)) for hop in self.flops)
 
     @property
     def balance(self) -> float:
-        """The work of the busiest device over the mean: 1.0 is perfect."""
+        """The work of the busiest device divided by the mean. A perfect balance is 1.0."""
         return _balance(np.asarray(self.flops, float).sum(0))
 
     @property
     def lock_step(self) -> float:
-        """The same if every hop waits for its busiest device."""
+        """The same ratio if every hop waits for its busiest device."""
         flops = np.asarray(self.flops, float)
         return float(flops.max(1).sum() / max(flops.sum(0).mean(), 1))
 
@@ -149,21 +171,24 @@ def ring_plan(
     block: int | None = None,
     group: int = 1,
 ) -> RingPlan:
-    """What a ring will do, without running it.
+    """Computes what a ring will do, without running it.
 
     **Arguments:**
 
-    - `tokens`: of queries and keys, on all devices together. With `Contiguous` they are padded to
-        equal pieces, as `Ring` does, and the padding counts.
-    - `devices`: the size of the ring; 1 with a `group` is [`eqattn.Ulysses`][].
+    - `tokens`: the number of queries, and of keys, on all devices together. With `Contiguous` they
+        are padded to equal pieces, as `Ring` does, and the padding counts.
+    - `devices`: the size of the ring. A size of 1 with a `group` is [`eqattn.Ulysses`][].
     - `layout`: [`eqattn.Contiguous`][] or [`eqattn.Zigzag`][].
     - `mask`: as for [`eqattn.attention`][]. Hops that it is known to hide before the program runs
-        are left out. What only arrays (segment ids) hide is skipped when it runs, and counts here.
-    - `batch`, `heads`, `kv_heads`, `head_dim`, `value_dim`: sizes; default `kv_heads` is `heads`,
-        default `value_dim` is `head_dim`.
-    - `dtype`: of keys and values.
-    - `block`: the size of the blocks that are counted, default the least that makes 2048 or fewer.
-    - `group`: the size of `head_axis`: each place of the ring is so many devices.
+        are left out. Pairs that only arrays (segment ids) hide are skipped when it runs, but they
+        count here.
+    - `batch`, `heads`, `head_dim`: the sizes of the queries.
+    - `kv_heads`: the number of key/value heads, by default `heads`.
+    - `value_dim`: the size of a value, by default `head_dim`.
+    - `dtype`: the dtype of keys and values.
+    - `block`: the tokens of the blocks that are counted. The default is the least size that makes
+        2048 blocks or fewer.
+    - `group`: the number of devices of each place of the ring, the size of `head_axis`.
 
     **Returns:** a [`eqattn.RingPlan`][].
 

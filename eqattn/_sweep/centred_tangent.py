@@ -1,14 +1,25 @@
-"""Tangents of a mean in one visit, with the rounding of differences from the mean.
+"""Tangents of a mean in one visit, rounded as differences from the mean are.
 
-The tangent of `num / den` is `(dnum - num / den * dden) / den`, with `num = sum p v`,
-`dnum = sum p ds v` and `dden = sum p ds`. Narrow products round `p ds` in `dnum` and `p` in `num`:
-where all logits of a row move alike, these errors exceed the difference. But for any `c`,
-`dnum = sum p (ds - c) v + c num`, and with that very `num`, as it is rounded, `c num` cancels
-exactly. So a block takes its own mean of `ds` as `c`, and what is left over after the last visit,
-where the mean of the row is known, is the rounding of `num` times that mean.
+The output of a row is `num / den`, and its tangent is
 
-Only evaluation differs from the plain sums. Derivative and transpose are theirs, as a gradient has
-its row's mean before the visit: the programs of gradients hold nothing of this.
+    (dnum - (num / den) dden) / den
+
+    num = sum_j p_j v_j        dnum = sum_j p_j ds_j v_j        dden = sum_j p_j ds_j.
+
+Narrow products round `p_j ds_j` in `dnum` and `p_j` in `num`. Where all logits of a row move alike,
+`dnum` and `(num / den) dden` nearly cancel, and these errors exceed their difference. But for any
+constant `c`,
+
+    dnum = sum_j p_j (ds_j - c) v_j + c num.
+
+The first sum is small where logits move alike, and so are its errors. The second cancels exactly
+if `num` is the same sum with the same rounding. So `centred_dot` takes as `c` the mean of `ds` over
+a block. It also adds up `num` again, rounded as it is in this visit. After the last visit the mean
+of the whole row, `dden / den`, is known. `recentred` then adds what that mean times the two
+roundings of `num` differs by.
+
+Only evaluation differs from the plain sums. Derivative and transpose are those of the plain sums:
+a backward pass has its row's mean before the visit, so programs of gradients hold nothing of this.
 """
 
 import functools as ft
@@ -26,8 +37,14 @@ refined_p = Primitive("attention_refined")
 
 
 def centred_dot(ds: Array, p: Array, weights: Array, v: Array, products: tuple) -> list[Array]:
-    """`(weights * ds) v` and `weights v`, `[rows, v]`, of a block of tangents of logits `[keys,
-    rows]` and values `[keys, v]`.
+    """The products `(weights * ds) v` and `weights v` `[rows, v]` of one block.
+
+    **Arguments:**
+
+    - `ds`: the tangents of the logits `[keys, rows]`.
+    - `p`, `weights`: the probabilities `[keys, rows]`, without and with dropout.
+    - `v`: the values `[keys, v]`.
+    - `products`: keyword arguments of `dot`, as sorted pairs.
     """
     plain = dot(weights * ds, v, (0, 0), **dict(products))
     kw = dict(exact=_about_block_mean, count=2, products=products, lead=0)
@@ -35,8 +52,8 @@ def centred_dot(ds: Array, p: Array, weights: Array, v: Array, products: tuple) 
 
 
 def recentred(dnum: Array, dden: Array, again: Array, num: Array, den: Array) -> Array:
-    """`dnum`, which goes with the numerator `again`, as what goes with `num`: both are the same but
-    for rounding.
+    """Corrects `dnum`, which is relative to the numerator `again`, to be relative to `num`. The two
+    numerators differ only by rounding.
     """
     kw = dict(exact=_about_row_mean, count=1, products=(), lead=0)
     return refined_p.bind(dnum, dden, again, num, den, **kw)[0]
@@ -54,7 +71,13 @@ def _about_row_mean(dnum, dden, again, num, den):
 
 
 def _mean(total: Array, weight: Array) -> Array:
+    """A mean, which is 0 where the sum of the weights is 0."""
     return total / jnp.where(weight == 0, 1, weight)
+
+
+# The primitive takes a plain result and further operands. It evaluates `exact` of them instead, and
+# returns `count` results, vectorised over `lead` axes. Its first result has the derivative of the
+# plain one, that is 1, and the others have none.
 
 
 def _evaluate(*args, exact: Callable, count: int, products: tuple, lead: int):

@@ -1,11 +1,12 @@
 """The online softmax as one more visit of the grid, with a sweep for its tangent.
 
-Per block: `p = exp(s - max)`, numerator `+= v^T p`, denominator `+= sum p`. The maximum is a gauge:
-the Carry's value does not depend on it, so its tangent is zero, and with it held fixed the
-numerator and the denominator are sums over pairs. Their tangent is therefore a sweep, whose
-transpose is the usual five-product flash backward. Blocks of logits are `[keys, rows]`, values and
-numerators `[keys, v]` and `[rows, v]`: the orientation in which no product of the fold and of its
-backward needs a large transpose.
+In each block, `p = exp(s - max)`. The numerator gains `v^T p`, and the denominator gains `sum p`.
+The maximum is a gauge: the value of a Carry does not depend on it, so its tangent is zero. With the
+maximum held fixed, numerator and denominator are sums over pairs. Their tangent is therefore a
+sweep, and its transpose is the usual flash backward of five products.
+
+Blocks of logits are `[keys, rows]`, values `[keys, v]` and numerators `[rows, v]`. In this
+orientation no product of the fold or of its backward needs a large transpose.
 """
 
 import dataclasses
@@ -17,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from .._carry import change_of_origin, safe_max
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from .centred_tangent import centred_dot, recentred
 from .grid import GridLayout, replaced, ROW
+from .nonfinite import complete, poisoned
 from .products import dot
 from .rotation import ring_traverse
 from .sweep import block_aval, closure_convert, evaluate, primitive_rules, sweep, table_per_hop
@@ -42,28 +43,31 @@ def fold(
     reads: Sequence[int] = (),
     products: tuple = (),
 ) -> list:
-    """Softmax-weighted sums of values over the live blocks of a grid `(*batch, rows, columns)`.
+    """Adds up values, weighted by a softmax, over the live blocks of a grid
+    `(*batch, rows, columns)`.
 
     **Arguments:**
 
     - `logits`: per class of block, a function of the operands' blocks. It returns `[s]` or
         `[s, w]`: logits `[keys, rows]` (`-inf` where masked) and, with dropout, the factor
         `[keys, rows]` on each probability in the numerator.
-    - `operands`: as for `sweep`, on the axes of the `layout`.
-    - `values`: per class, a function of the blocks of `value_operands` (on `value_axes`) that
-        returns a block `[keys, v]`, finite, and `[keys]`: 0, or NaN for a key that makes every row
-        NaN that sees it. Only so can a value that is not finite reach these rows and no others, as
-        `0 * inf` is not 0. With `[keys, groups, v]`, `[keys, groups]` each group of rows has its
-        own. Where no pair is masked, `values` may return the block alone, whatever it holds.
+    - `operands`: arrays that `logits` reads, whose grid axes are the `in_axes` of the `layout`.
+    - `values`: per class, a function of the blocks of `value_operands`. It returns a finite block
+        `[keys, v]` and its poison `[keys]`: NaN for a key that makes every row NaN that sees it,
+        else 0; see `nonfinite.py`. With `[keys, groups, v]` and `[keys, groups]`, each group of
+        rows has values of its own. Where no pair is masked, `values` may return the block alone,
+        whatever it holds.
+    - `value_operands`, `value_axes`: arrays that `values` reads, and their grid axes.
     - `layout`: the grid. With a `ring`, columns rotate around a mesh axis.
-    - `classify`: with a ring, a function of the operands `reads`, as they are at a hop, that
-        returns the table of the hop.
+    - `table`: the class of each block, on the `table_axes` of the `layout`; or None.
+    - `classify`: with a ring, a function that returns the table of a hop, or None.
+    - `reads`: the indices of the operands that `classify` reads, as they are at the hop.
     - `products`: keyword arguments of `dot`, as sorted pairs.
 
     **Returns:**
 
-    Numerator, denominator and maximum of a Carry, with the grid's batch and row axes in front of
-    blocks `[rows, v]`, `[rows]`, `[rows]`.
+    The numerator, the denominator and the maximum of a Carry. Each has the batch and row axes of
+    the grid in front of its blocks, `[rows, v]`, `[rows]` and `[rows]`.
     """
     axes = varying_axes(*operands, *value_operands, *([] if table is None else [table]))
     operands, in_axes, ring = [vary(x, axes) for x in operands], layout.in_axes, layout.ring
@@ -84,66 +88,20 @@ def fold(
     return fold_p.bind(*args, out_axes=(rows,) * 3, **static)
 
 
-def zero_nonfinite(x: Array) -> Array:
-    """Numbers that can be multiplied by the zero probability of a masked pair."""
-    return jnp.where(jnp.isfinite(x), x, 0)
-
-
-@ft.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def masked_dot(k: Array, q: Array, products: tuple) -> Array:
-    """`k q` where some of the results will be masked: what is not finite there must not meet a
-    zero cotangent.
-    """
-    return dot(k, q, (1, 0), **dict(products))
-
-
-@masked_dot.defjvp
-def _masked_dot_jvp(products, primals, tangents):
-    (k, q), (dk, dq) = primals, tangents
-    both = dot(dk, zero_nonfinite(q), (1, 0), **dict(products)) + dot(
-        zero_nonfinite(k), dq, (1, 0), **dict(products)
-    )
-    return masked_dot(k, q, products), both
-
-
-@jax.custom_jvp
-def scaled(x: Array, scale: Array) -> Array:
-    """`x * scale` where some of `x` will be masked: what is not finite there must not meet a zero
-    cotangent.
-    """
-    return x * scale
-
-
-@ft.partial(scaled.defjvp, symbolic_zeros=True)
-def _scaled_jvp(primals, tangents):
-    (x, scale), (dx, dscale) = primals, tangents
-    y = scaled(x, scale)
-    parts = [] if isinstance(dx, SymbolicZero) else [dx * scale]
-    if not isinstance(dscale, SymbolicZero):
-        parts.append(zero_nonfinite(x) * dscale)
-    return y, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(y)
-
-
-def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:
-    """`exp(s - origin)`, NaN at the visible pairs of a key that is NaN in `poison`, `[keys]` or
-    `[keys, groups of rows]`.
-    """
-    if poison is None:
-        return jnp.exp(s - origin[None])
-    poison = poison.reshape(poison.shape[0], -1, 1)
-    poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
-    poison = poison.reshape(s.shape)
-    # Selected before the exponential: XLA:CPU would repeat a select after it for each of its uses.
-    return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison))
-
-
 def softmax_terms(
     s: Array, origin: Array, weight: Sequence[Array], poison: Sequence[Array]
 ) -> tuple[Array, Array]:
-    """What a block of logits `[keys, rows]` adds to a softmax whose exponents have this origin.
+    """The terms that a block of logits adds to a softmax.
 
-    **Returns:** the factors `[keys, rows]` of the values in the numerator, with dropout if there is
-    a `weight`, and the sum of the exponentials `[rows]`.
+    **Arguments:**
+
+    - `s`: the logits `[keys, rows]`.
+    - `origin`: what is subtracted from the logits of each row, `[rows]`.
+    - `weight`: a list of one or none: the factors of dropout `[keys, rows]`.
+    - `poison`: a list of one or none, as for `poisoned`.
+
+    **Returns:** the factors `[keys, rows]` of the values in the numerator, and the sums of the
+    exponentials `[rows]`, to which dropout does not apply.
     """
     p = poisoned(s, origin, *poison)
     return p * weight[0] if weight else p, p.sum(0)
@@ -151,10 +109,16 @@ def softmax_terms(
 
 @dataclasses.dataclass(frozen=True)
 class FoldStep:
-    """What the fold does in a block of one class: `(accumulators, blocks) -> accumulators`.
+    """The step of the fold in a block of one class: `(accumulators, blocks) -> accumulators`.
 
-    The accumulators are the numerator `[v, rows]` (`[rows, v]` if `grouped`), the denominator and
-    the maximum; None where there are none before, and the numerator is then `[rows, v]`.
+    The accumulators are the numerator `[v, rows]`, or `[rows, v]` if `grouped`, the denominator and
+    the maximum. They are None if this is the only block, and the numerator returned is then
+    `[rows, v]`.
+
+    **Arguments:**
+
+    - `logits`, `values`: the closed jaxprs of the block functions of the logits and of the values.
+    - `products`: keyword arguments of `dot`, as sorted pairs.
     """
 
     logits: Any
@@ -163,10 +127,12 @@ class FoldStep:
 
     @property
     def grouped(self) -> bool:
+        """Whether each group of rows has values of its own."""
         return self.values.out_avals[0].ndim == 3
 
     @property
     def width(self) -> int:
+        """The size `v` of a value."""
         return self.values.out_avals[0].shape[-1]
 
     def evaluate_logits(self, *blocks: Array) -> list:
@@ -176,11 +142,8 @@ class FoldStep:
         return evaluate(self.values, blocks)
 
     def spread(self, row: Array) -> Array:
+        """Gives numbers `[rows]` the axes of a numerator."""
         return row[:, None] if self.grouped else row[None]
-
-    def complete(self, num: Array, den: Array, top: Array, axis: int = -1) -> list:
-        """A numerator that is not finite, met where no pair is masked, makes its row NaN."""
-        return [num, den + (num * 0).sum(axis), top]
 
     def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
         n, product = len(self.logits.in_avals), ft.partial(dot, **dict(self.products))
@@ -190,9 +153,11 @@ class FoldStep:
         if accs is None:
             kept, den = softmax_terms(s, safe_max(top), weight, poison)
             num = product(kept.T, v, (1, 0))
-            return [num, den, top] if poison else self.complete(num, den, top)
+            return [num, den, top] if poison else complete(num, den, top, -1)
         new = jnp.maximum(accs[2], top)
-        # The old maximum is made finite, too: XLA:CPU would write out all of a shorter loop.
+        # The old maximum is made finite, too. The result does not need that, as the sums of a row
+        # that saw nothing are 0. But the loop that XLA:CPU fuses would be shorter without it, and
+        # all of its intermediate results would be written to memory.
         origin, scale = change_of_origin(new, safe_max(accs[2]))
         kept, den = softmax_terms(s, origin, weight, poison)
         num = product(kept, v, (0, 0)) if self.grouped else product(v, kept, (0, 0))
@@ -200,7 +165,10 @@ class FoldStep:
 
 
 def execute(*args, visits, values, layout, out_axes, products, vectorise, traverse):
-    """The fold, visited as `select_lowering` says."""
+    """Evaluates the fold by the visit that `select_lowering` chose.
+
+    With `vectorise`, the batch axes are inside of the blocks, so the steps are mapped over them.
+    """
     acc = visits[0][1].out_avals[0].dtype
     first, steps = FoldStep(visits[0][1], values[0][1], products), {}
     for (c, logits), (_, weigh) in zip(visits, values):
@@ -217,7 +185,7 @@ def execute(*args, visits, values, layout, out_axes, products, vectorise, traver
     def finish(accs):
         num, den, top = accs
         if unclean:
-            num, den, top = first.complete(num, den, top, -1 if first.grouped else -2)
+            num, den, top = complete(num, den, top, -1 if first.grouped else -2)
         return [num if first.grouped else jnp.swapaxes(num, -1, -2), den, top]
 
     return ring_traverse(steps, layout, args, start, out_axes, finish=finish, traverse=traverse)
@@ -269,7 +237,7 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     narrow = kw.get("operand_dtype") is not None
 
     def directional(f, xs, where, tangents):
-        """What `f` returns at `xs`, and its tangent (None if nothing moves)."""
+        """The result of `f` at `xs` and its tangent, which is None if no operand moves."""
         if not where:
             return f(*xs), None
         return jax.jvp(

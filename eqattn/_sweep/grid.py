@@ -1,4 +1,9 @@
-"""The grid of blocks: its axes, the classes of blocks, and where arrays lie on it."""
+"""The grid of blocks: its axes, the classes of blocks, and where arrays lie on it.
+
+The axes of a grid are `(*batch, rows, columns)` and are named by negative indices: `ROW` is -2 and
+`COL` is -1, and attention has the batch axes `HEAD` and `BATCH`. Names count from the end so that
+they stay right when `vmap` puts a further batch axis in front.
+"""
 
 import dataclasses
 import math
@@ -14,11 +19,20 @@ BATCH, HEAD, ROW, COL = -4, -3, -2, -1
 
 
 FEW_ROWS = 256
-"""Of queries and heads: more of them, and not memory but the units that multiply set the pace."""
+"""The most rows, queries times heads, that a TPU's kernel for decoding takes.
+
+That kernel multiplies each row with the keys of all heads, and most of these products are wasted.
+They cost nothing while the kernel waits for memory; with more rows, the matrix units set the pace.
+The limit is as large as the matrix units of a v6e, 256 x 256. No search for a better one is
+recorded: the `decode*` kernels of `python -m eqattn tpu-report` show what a step costs.
+"""
 
 
+# The class of a block: no pair is visible, some are or may be, all are. Visits skip what is empty
+# and evaluate the mask where it is partial. The order matters: the class of a block under two
+# conditions is the lesser of the two, and an itinerary visits greater classes first.
 EMPTY, PARTIAL, FULL = 0, 1, 2
-CORNER = 3  # partial, and no key of the later half is visible to the first rows
+CORNER = 3  # A partial block in which the first rows see no key of the later half.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +44,20 @@ class GridLayout:
     - `grid`: the sizes of its axes, `(*batch, rows, columns)`. In a ring it is one device's: its
         rows and its columns, but an array with both axes holds the columns of all devices.
     - `block`: the `(columns, rows)` of one block of logits.
-    - `in_axes`: the grid axes of each operand.
+    - `in_axes`: the grid axes that each operand has.
     - `table_axes`: the grid axes of the table, which holds `EMPTY`, `PARTIAL` or `FULL` for each
         block. Without a table every pair is visited.
-    - `ring`: the hops, if columns rotate around a mesh axis.
-    - `fused`: whether a transpose finds all its results in one visit of the grid. Else it finds
-        those of columns in one visit and the others in another.
-    - `ragged`: whether batch elements are visited one by one wherever they lie on one device,
-        however small they are, as their live columns differ.
-    - `lowering`: the code for the visits that it knows, as in `lowering.py`; None is `XLA`.
+    - `ring`: a `Rotation` if columns rotate around a mesh axis; None if they stay.
+    - `fused`: whether a transpose finds all its results in one visit of the grid. Otherwise it
+        finds those that move with columns in one visit and the others in another.
+    - `ragged`: whether batch elements on one device are visited one by one, however small they
+        are, because their live columns differ.
+    - `lowering`: the `Lowering` that visits the blocks, as in `lowering.py`; None means `XLA`.
     - `stage`: which visit this is, so that a lowering recognises those that it knows: `"fold"`;
         `"tangent"`, the tangent of a fold; `"backward"`, the transpose of that; empty for others.
-    - `pages`: the sizes of further axes `0, 1, ...`, which are not visited in order: the index on
-        axis `i` is what operand `lookups[i]` holds for the pair.
+    - `pages`: the sizes of further axes `0, 1, ...`, which are not visited in order. The index on
+        axis `i` is the number that operand `lookups[i]` holds for the pair of blocks.
+    - `lookups`: the index of that operand, for each axis of `pages`.
     - `corner`: how many rows, the first ones, may see no key of the later half of a block. Where
         it is positive, the table may hold `CORNER`.
     """
@@ -61,14 +76,16 @@ class GridLayout:
     corner: int = 0
 
     def size(self, axis: int) -> int:
+        """The number of indices on an axis of the grid, or of `pages` if it is not negative."""
         return self.pages[axis] if axis >= 0 else self.grid[axis]
 
     def shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """The leading sizes of an array with these grid axes."""
         devices = 1 if self.ring is None or not {ROW, COL} <= set(axes) else self.ring.size
         return tuple(self.size(a) * (devices if a == COL else 1) for a in axes)
 
     def only(self, kept: Sequence[int]) -> "GridLayout":
-        """With some of the operands."""
+        """The layout of a visit that has only the operands `kept`, in their order there."""
         ring = None if self.ring is None else self.ring.only(kept)
         in_axes = tuple(self.in_axes[i] for i in kept)
         lookups = tuple(kept.index(i) for i in self.lookups)
@@ -76,6 +93,7 @@ class GridLayout:
 
     @property
     def batch(self) -> tuple[int, ...]:
+        """The names of the batch axes, the outermost first."""
         return tuple(range(-len(self.grid), ROW))
 
     @property
@@ -86,16 +104,16 @@ class GridLayout:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Rows and columns of a table, whose rows are those of all batch elements if `ragged`."""
+        """The rows and columns of a table. If `ragged`, it has the rows of all batch elements."""
         columns = self.grid[COL]
         return (self.listed // columns if self.ragged else self.grid[ROW]), columns
 
     def split(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The table (or None) and the operands."""
+        """Separates the arguments of a primitive into the table, or None, and the operands."""
         return (None, args) if self.table_axes is None else (args[0], args[1:])
 
     def without_corners(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """`split`, where a corner is not told from other partial blocks."""
+        """The same as `split`, with a table in which `CORNER` is replaced by `PARTIAL`."""
         table, operands = self.split(args)
         if table is not None and self.corner:
             table = jnp.where(table == CORNER, PARTIAL, table)
@@ -103,18 +121,18 @@ class GridLayout:
 
 
 def moves(axes: tuple[int, ...]) -> bool:
-    """Whether what has these axes changes with the column."""
+    """Whether an array with these axes has another block for each column, by columns or pages."""
     return any(a == COL or a >= 0 for a in axes)
 
 
 def replaced(xs: Sequence, where: Sequence[int], by: Sequence) -> list:
-    """`xs` with the entries at `where` exchanged."""
+    """A list of `xs` with the entries at the indices `where` replaced."""
     new = dict(zip(where, by))
     return [new.get(i, x) for i, x in enumerate(xs)]
 
 
 def _window(x: Any, axes: tuple[int, ...], at: dict) -> tuple[list, list]:
-    """Start and size of the slice of `x` at the given grid indices."""
+    """The start and the size of the slice of `x` at the given grid indices."""
     start = [jnp.int32(at.get(a, 0)) for a in axes] + [jnp.int32(0)] * (x.ndim - len(axes))
     size = [1 if a in at else n for a, n in zip(axes, x.shape)] + list(x.shape[len(axes) :])
     return start, size
@@ -130,7 +148,7 @@ def pick(x: Any, axes: tuple[int, ...], at: dict) -> Any:
 
 
 def put(x: Array, axes: tuple[int, ...], at: dict, block: Array) -> Array:
-    """`x` with the block that `pick` gives exchanged."""
+    """Replaces in `x` the block that `pick` returns."""
     if not any(a in at for a in axes):
         return block
     start, size = _window(x, axes, at)

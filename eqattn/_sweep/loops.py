@@ -1,6 +1,7 @@
 """Visiting the live blocks of a grid: the loops that sweeps and the softmax fold share.
 
-Nothing here is ever differentiated, so loop bounds may depend on data.
+JAX never differentiates these loops, as the primitives that run them have derivatives of their own.
+So loop bounds may depend on data, and empty blocks cost nothing.
 """
 
 import functools as ft
@@ -18,13 +19,23 @@ from .grid import COL, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, repla
 
 
 def _loop(lo, hi, body, state):
+    """A loop from `lo` to `hi`; of a known single turn, that turn without a loop."""
     if isinstance(lo, int) and isinstance(hi, int) and hi - lo == 1:
         return body(lo, state)
     return lax.fori_loop(jnp.int32(lo), jnp.int32(hi), body, state)
 
 
 def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
-    """Per row: its columns sorted by class, and where each class ends."""
+    """The order in which each row visits its columns: those of the greatest class first.
+
+    **Returns:** the sorted columns of each row, and per class how many columns are of that class or
+    a greater one. For `classes` `(FULL, PARTIAL)`, the row of a table
+
+        columns  0  1  2  3          order  0  2  1  3
+        class    F  P  F  -          ends   2 (full), 3 (full and partial)
+
+    has full blocks at the positions 0 and 1 of `order`, a partial one at 2, and skips the rest.
+    """
     here = lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1)
     _, order = lax.sort((-table, here), num_keys=1)
     ends = [jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]
@@ -32,10 +43,11 @@ def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
 
 
 def _read_in_turn(t: Any, operands: Sequence, layout: GridLayout) -> tuple[Any, list]:
-    """Where blocks are read as they lie, narrow floats that are known only at step `t`.
+    """Ties narrow floats that are read in place to the step `t`, so that XLA cannot convert them
+    ahead of it.
 
-    XLA:CPU slices and converts bfloat16 and float8 by converting all of it, and does so before the
-    loop, where that does not depend on the step.
+    XLA:CPU slices bfloat16 and float8 by converting the whole array. It moves that conversion to
+    before the loop where it does not depend on the step, and then holds a wide copy of a cache.
     """
     operands = list(operands)
     narrow = [
@@ -60,18 +72,24 @@ def traverse(
     vectorise: bool,
     into: Sequence | None = None,
 ) -> list:
-    """Visits the live pairs: rows outside, their live columns inside, full blocks first.
+    """Visits the live pairs: an outer loop over rows, and inner ones over their live columns.
+    Full blocks come first.
 
     **Arguments:**
 
     - `steps`: per class of block, a function `(accumulator blocks, operand blocks) -> blocks`. On
-        a grid of one pair the accumulators are None, and the blocks returned finished.
-    - `start`, `axes`: what a block of each accumulator holds at first, and the grid axes it keeps.
-    - `finish`: what becomes of the accumulators' blocks once their row is complete; only for
-        accumulators that keep every axis but the columns.
+        a grid of one pair it gets None for the accumulators, and returns finished blocks.
+    - `layout`, `args`: the grid, and the arrays on it: a table if there is one, then the operands.
+    - `start`, `axes`: the first content of a block of each accumulator, and the grid axes that the
+        accumulator keeps.
+    - `finish`: a function of the accumulators' blocks, applied once their row is complete. It is
+        for accumulators that keep every axis but the columns.
     - `vectorise`: whether the batch axes stay whole in the blocks instead of being looped over.
-        What the compiler partitions over devices must not be looped over.
-    - `into`: accumulators of an earlier visit to go on with (None: a new one). Nothing is finished.
+        An axis that the compiler partitions over devices must not be looped over.
+    - `into`: accumulators of an earlier visit to go on with; None makes new ones. With `into`,
+        `finish` is not applied.
+
+    **Returns:** the accumulators, with their grid axes in front of the axes of a block.
     """
     table, operands = layout.without_corners(args)
     classes = sorted(steps, reverse=True)
@@ -92,9 +110,9 @@ def traverse(
     def filled(axes, block):
         return vary(jnp.broadcast_to(block, layout.shape(axes) + block.shape), mixed)
 
-    complete = [  # after one row
-        into is None and {ROW, *batch} <= set(a) and not moves(a) for a in axes
-    ]
+    # An accumulator is complete after one row if nothing of another row or batch element is added
+    # to it. It then starts anew in each row, and what is stored is its finished block.
+    complete = [into is None and {ROW, *batch} <= set(a) and not moves(a) for a in axes]
     whole = [tuple(a for a in x if a in layout.batch and a not in batch) for x in axes]
     fresh = [filled(a, block) for a, block in zip(whole, start)]
     done = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(finish, start)]
@@ -106,6 +124,8 @@ def traverse(
     table_axes = layout.table_axes or ()
     if table is not None:
         if vectorise:
+            # All batch elements are visited together, so they share one table: a block is full if
+            # it is full for all of them, and empty only if it is empty for all.
             lead = tuple(range(table.ndim - 2))
             least, most = table.min(lead), table.max(lead)
             table = jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
@@ -114,6 +134,7 @@ def traverse(
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
     def row(at: dict, accs: list) -> list:
+        """Visits the live columns of one row, which is at the grid indices `at`."""
         row_operands = [x if moves(a) else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
         local = [
             new if once else x if moves(a) else pick(x, a, at)
@@ -139,6 +160,7 @@ def traverse(
         return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
     def nest(left: list, at: dict, accs: list) -> list:
+        """Loops over the axes `left`, and visits a row inside of them."""
         if not left:
             return row(at, accs)
         a, *left = left

@@ -1,9 +1,9 @@
 """Which code visits the blocks of a grid.
 
-A `Lowering` is static and travels in the `Layout` of a sweep or fold, so the choice is made once,
-by the strategy, and every rule of differentiation hands it on. `XLA` visits the blocks by loops of
-ordinary JAX. A kernel for a device is another `Lowering`, in `eqattn/kernels/`: it says how large
-its blocks are, which calls and visits it cannot do and why, and visits the others.
+A `Lowering` is static and travels in the `GridLayout` of a sweep or fold. So the choice is made
+once, by the strategy, and every rule of differentiation hands it on. `XLA` visits the blocks by
+loops of ordinary JAX. A kernel for a device is another `Lowering`, in `eqattn/kernels/`. It says
+how large its blocks are, which calls and visits it cannot do and why, and it visits the others.
 """
 
 import abc
@@ -23,15 +23,15 @@ from .loops import traverse
 
 @dataclasses.dataclass(frozen=True)
 class BlockRequest:
-    """What the sizes of blocks depend on.
+    """The properties of a call that its best block sizes depend on.
 
     **Arguments:**
 
-    - `queries`, `keys`: how many tokens there are.
-    - `group`: how many query heads a block has for each of its queries.
-    - `dtype`, `head_dim`: of the queries.
-    - `in_place`: whether keys stay as they lie in memory.
-    - `page_size`: of keys in pages, else 0.
+    - `queries`, `keys`: the numbers of query and key tokens.
+    - `group`: the number of query heads that a block has for each of its queries.
+    - `dtype`, `head_dim`: the dtype and the head dim of the queries.
+    - `in_place`: whether keys and values are read where they lie in memory.
+    - `page_size`: the tokens of a page if keys lie in pages, else 0.
     """
 
     queries: int
@@ -45,11 +45,11 @@ class BlockRequest:
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """The sizes that a lowering likes best.
+    """The block sizes that are fastest for a lowering.
 
     **Arguments:**
 
-    - `queries`, `keys`: of a block. The keys of pages are a multiple of the page size.
+    - `queries`, `keys`: the tokens of a block. If keys lie in pages, a block has whole pages.
     """
 
     queries: int
@@ -69,8 +69,8 @@ class Lowering(abc.ABC):
     asked: str = "auto"
 
     cleans_values: ClassVar[bool]
-    """Whether the visit itself replaces values that are not finite. Else they are replaced before
-    it, in a copy.
+    """Whether the visit itself replaces values that are not finite. Otherwise they are replaced
+    before it, in a copy; see `nonfinite.py`.
     """
 
     skips_corners: ClassVar[bool]
@@ -79,13 +79,13 @@ class Lowering(abc.ABC):
     """
 
     splits_over_devices: ClassVar[bool]
-    """Whether the compiler can split the visit over the devices of a mesh. Else the mesh axes must
-    be manual around it.
+    """Whether the compiler can split the visit over the devices of a mesh. Otherwise the mesh axes
+    must be manual around it.
     """
 
     drops_single_axes: ClassVar[bool]
-    """Whether blocks of keys and values that stay in place go without axes of size 1, as XLA:CPU
-    would lay these out anew in a copy of all blocks.
+    """Whether blocks of keys and values that stay in place lose their axes of size 1. With such
+    axes, XLA:CPU would copy all blocks into another memory layout.
     """
 
     @property
@@ -95,27 +95,28 @@ class Lowering(abc.ABC):
 
     @abc.abstractmethod
     def multiplies_narrow(self) -> bool:
-        """Whether products of numbers narrower than float32 read them as they are."""
+        """Whether products read numbers narrower than float32 without widening them."""
 
     @abc.abstractmethod
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
-        """The sizes of blocks where the caller gave none."""
+        """Chooses the sizes of blocks where the caller gave none."""
 
     @abc.abstractmethod
     def unsupported_dtype(self, dtype: Any) -> str:
-        """Why queries of this dtype cannot be visited; empty if they can."""
+        """The reason why queries of this dtype cannot be visited; empty if they can."""
 
     @abc.abstractmethod
     def unsupported_primitive(self, jaxpr: Any) -> str:
-        """The name of an operation in a block function that cannot be visited; empty without."""
+        """The name of an operation in a block function that this lowering lacks, or empty."""
 
     @abc.abstractmethod
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any] | None:
-        """How a program runs a visit; None leaves it to `XLA`.
+        """Chooses how a program runs a visit; None leaves it to `XLA`.
 
         **Arguments:**
 
         - `ctx`: the context of the lowering rule.
+        - `layout`: the grid.
         - `visits`: pairs of a class of blocks and the jaxpr of its block function.
 
         **Returns:** `traverse`, a function with the arguments and the result of
@@ -127,7 +128,17 @@ class Lowering(abc.ABC):
 
 
 def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
-    """Whether to loop over the batch axes: on one CPU, unless the blocks are tiny."""
+    """Whether to loop over the batch axes: on one CPU, unless the blocks are tiny.
+
+    Without the loop, all batch elements are in each block. A CPU then computes what is masked for
+    some of them, and blocks outgrow its caches; with it, each turn costs the start of some kernels.
+    Partitioned axes are not looped over, as each turn would be on one device.
+
+    The two bounds are numbers of logits in the blocks of all batch elements. Up to 2^17 they take
+    512 KiB of float32. A grid of one pair has no inner loop, so it may have 2^20, or 4 MiB. Both
+    were chosen by trial, and no measurement is recorded. To measure again, vary them in
+    `python -m eqattn bench --only cpu-f32-causal-128-fwd cpu-f32-causal-512-fwd`.
+    """
     if layout.pages:
         return True
     if layout.ragged:
@@ -139,7 +150,7 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
 
 
 def loops(vectorise: bool) -> dict[str, Any]:
-    """To run a visit as loops of ordinary JAX."""
+    """The arguments by which a visit runs as loops of ordinary JAX."""
     return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise))
 
 
@@ -153,17 +164,28 @@ class XLALowering(Lowering):
     drops_single_axes = True
 
     def multiplies_narrow(self) -> bool:
-        """Not on a CPU, where products of narrow numbers are slower than those of float32."""
+        """False on a CPU, where products of float32 are faster. In a prototype, widening bfloat16
+        inputs made the forward 1.6 times as fast, and forward and backward together 1.4 times. The
+        benchmarks `cpu-bf16-*` measure the effect.
+        """
         return jax.default_backend() != "cpu"
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
+        # A block has 256 rows of logits, shared among the heads of a group. With 256 keys these are
+        # 256 KiB of float32, which stay in the second-level cache of a core. In a prototype, blocks
+        # of 256 x 512 and 512 x 512 took within 10% to 20% of the time of 512 x 256. The
+        # benchmarks `cpu-f32-*-2048-*` show the effect.
         group, keys = request.group, request.keys
         queries = max(1 if request.in_place else 8, 256 // group)
         if request.page_size:
             return BlockSizes(queries, request.page_size)
-        # As many keys as queries: fewer steps, and no more of a diagonal's blocks is masked.
+        # Where each head has its own keys, a block has as many keys as queries. That halves the
+        # steps of blocks of 128 keys, with no more masked blocks on a diagonal: the forward of 2048
+        # causal tokens was 4% faster (`cpu-f32-causal-2048-fwd`).
         columns = 256 if group == 1 and keys > 256 else 128
-        if request.in_place:  # a size that divides the keys needs no padded copy of them
+        # In place, a size that divides the keys needs no padded copy of them. For a single query on
+        # a CPU, blocks of 128 keys were the fastest; docs/pages/decoding.md has the comparison.
+        if request.in_place:
             single = request.queries == 1 and jax.default_backend() == "cpu"
             columns = (single and even_block(keys, 128)) or even_block(keys) or columns
         return BlockSizes(queries, columns)
@@ -185,7 +207,9 @@ XLA = XLALowering()
 
 
 def select_lowering(ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any]:
-    """How a program runs a visit: by the lowering of its layout, or by loops of ordinary JAX."""
+    """Chooses how a program runs a visit: by the lowering of its layout, if it can, or by loops of
+    ordinary JAX.
+    """
     kernel = layout.lowering
     chosen = None if kernel is None else kernel.lower(ctx, layout, visits)
     return XLA.lower(ctx, layout, visits) if chosen is None else chosen

@@ -1,6 +1,6 @@
-"""Visiting the columns of all devices of a ring: rows stay, columns and what they collect rotate.
+"""Visiting the columns of all devices of a ring. Rows stay; columns and what they collect rotate.
 
-A ring is only another way to run the loops of a sweep: the derivatives of sweeps hold whatever the
+A ring is only another way to run the loops of a sweep. The derivatives of sweeps hold whatever the
 order of their visits, so there is no derivative code here.
 """
 
@@ -21,17 +21,19 @@ from .grid import COL, EMPTY, FULL, GridLayout, replaced, ROW
 class Rotation:
     """The hops over a mesh axis that is manual where the sweep runs.
 
-    At shift `s`, a device visits the columns of the device `s` places before it. It visits its
-    own, then the shifts `1 ... ahead`, then `-1 ... -behind`.
+    At shift `s`, a device visits the columns of the device `s` places before it. It visits its own
+    columns first, then the shifts `1 ... ahead`, then `-1 ... -behind`. In a ring of 4 with
+    `ahead=2` and `behind=1`, device 0 visits the columns of the devices 0, 3, 2 and 1.
 
     **Arguments:**
 
-    - `axis`, `size`: the name of the mesh axis and how many devices it has.
-    - `ahead`, `behind`: how far columns travel up and down the ring.
+    - `axis`, `size`: the name of the mesh axis and its number of devices.
+    - `ahead`, `behind`: how many hops columns travel up and down the ring.
     - `unroll`: whether the hops are written out instead of looped over.
-    - `classify`: the jaxpr from the operands `reads`, as they are at a hop, to the table of that
-        hop; None visits every pair. It was traced for a grid of `rank` axes.
+    - `classify`: a jaxpr that returns the table of a hop; None visits every pair.
+    - `reads`: the indices of the operands that `classify` reads, as they are at the hop.
     - `table_axes`: the grid axes of the table.
+    - `rank`: the number of grid axes that `classify` was traced for.
     """
 
     axis: str
@@ -45,7 +47,7 @@ class Rotation:
     rank: int = 0
 
     def only(self, kept: Sequence[int]) -> "Rotation":
-        """Where some of the operands remain, `reads` among them."""
+        """The rotation of a visit that has only the operands `kept`, `reads` among them."""
         return dataclasses.replace(self, reads=tuple(kept.index(i) for i in self.reads))
 
     def move(self, xs: Sequence[Array], by: int) -> list[Array]:
@@ -54,7 +56,7 @@ class Rotation:
         return [lax.ppermute(x, self.axis, to) for x in xs]
 
     def table(self, operands: Sequence[Array], layout: GridLayout) -> tuple:
-        """The table of one hop and its grid axes."""
+        """The table of one hop, as a list of one or none, and its grid axes."""
         if self.classify is None:
             return (), None
         fn, table_axes = jaxpr_as_fun(self.classify), self.table_axes
@@ -67,7 +69,7 @@ class Rotation:
 
 
 def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: GridLayout) -> tuple:
-    """A table and its grid axes where all other rows are empty."""
+    """A table in which all rows but these are empty, as a list of one, and its grid axes."""
     (whole,) = table or [jnp.full(layout.grid[ROW:], FULL, jnp.int8)]
     row = lax.broadcasted_iota(jnp.int32, whole.shape, whole.ndim + ROW)
     inside = (rows.start <= row) & (row < rows.stop)
@@ -84,7 +86,17 @@ def ring_traverse(
     finish: Callable = list,
     traverse: Callable,
 ) -> list:
-    """`traverse`, over the columns of all devices if the layout has a ring."""
+    """Runs `traverse`, over the columns of all devices if the layout has a ring.
+
+    What an operand or an accumulator does in a ring follows from its grid axes:
+
+    | axes | operand | accumulator |
+    |---|---|---|
+    | rows, not columns | stays | stays |
+    | columns, not rows | rides along with its columns | rides along, and is sent home at the end |
+    | both | holds the columns of all devices: each hop reads its own | each hop writes its own |
+    | none | stays | stays, and is a sum over all hops |
+    """
     ring = layout.ring
     if ring is None:
         return traverse(steps, layout, args, start, axes, finish=finish)
@@ -98,8 +110,9 @@ def ring_traverse(
     def visit(
         shift, columns: Sequence, state: Sequence, rows: range | None = None
     ) -> tuple[list, list]:
-        """One hop, or some rows of it: the columns' accumulators of this visit alone, and all the
-        others.
+        """Visits the columns of one hop, or some rows of it.
+
+        **Returns:** the accumulators of the columns, of this visit alone, and all accumulators.
         """
         at = (here - shift) % ring.size * width
 
@@ -121,7 +134,7 @@ def ring_traverse(
         return [new[i] for i in returns], replaced(new, slots, put)
 
     def walk(step: int, length: int, columns: list, state: list) -> tuple[list, list]:
-        """The hops `step, 2 step, ...` and the way home of what the columns collected.
+        """Makes the hops `step, 2 step, ...` and sends home what the columns collected.
 
         Every move is issued before the visit that it can hide behind. So what columns collect
         travels one hop late: at hop `h` the sum up to hop `h - 1` arrives and joins the hop's own.
@@ -140,8 +153,8 @@ def ring_traverse(
             columns, total, state = lax.optimization_barrier(hop(1, columns, total, state))
         carry: Any = (columns, total, state)
         if length > first and (ring.unroll or length == first + 1):
-            # Else the moves of one hop mix with the visit of another, and some have nothing to
-            # hide behind.
+            # Without the barriers, the moves of one hop mix with the visit of another, and some
+            # have nothing to hide behind.
             for h in range(first, length):
                 carry = lax.optimization_barrier(hop(h, *carry))
         elif length > first:
@@ -161,18 +174,19 @@ def ring_traverse(
     home = [args[i] for i in rides]
     walks = [(step, n) for step, n in ((1, ring.ahead), (-1, ring.behind)) if n]
     departing = [ring.move(home, step) for step, _ in walks]
-    # The second half of the device's own pairs comes last: the way home hides behind it.
+    # The second half of the device's own rows comes last, so that the way home hides behind it.
     half = layout.grid[ROW] // 2 if returns and walks else 0
     total, state = visit(0, home, state, range(half) if half else None)
     arriving = []
     for (step, length), columns in zip(walks, departing):
-        # Else small columns might go on before this visit, and nothing would hide their first move.
+        # Without it, small columns might go on before this visit, and nothing would hide their
+        # first move.
         columns, state = lax.optimization_barrier((columns, state))
         collected, state = walk(step, length, columns, state)
         arriving.append(collected)
     if half:
         rest, state = visit(0, home, state, range(half, layout.grid[ROW]))
-        # Else what becomes of the rest might go before the way home.
+        # Without it, what is done with the rest might be scheduled before the way home.
         *arriving, state = lax.optimization_barrier((*arriving, rest, state))
     for more in arriving:
         total = [x + y for x, y in zip(total, more)]

@@ -1,4 +1,4 @@
-"""The derivative-closed primitive under every strategy.
+"""The primitive under every strategy, which is closed under differentiation.
 
 A *grid* is a tuple of axis sizes `(*batch, rows, columns)`. An array on it has leading axes for
 some of the grid's axes, named by negative indices, then the axes of one block. A sweep visits the
@@ -44,7 +44,14 @@ from .rotation import ring_traverse, Rotation
 
 
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
-    """Traces the block functions; what they close over becomes further operands."""
+    """Traces the block functions. The arrays that they close over become further operands.
+
+    All functions get the operands of all: first those of `avals`, then what the first function
+    closes over, then what the second does, and so on.
+
+    **Returns:** pairs of a class of blocks and a closed jaxpr without constants; and the further
+    operands.
+    """
     closed = {c: jax.make_jaxpr(f)(*avals) for c, f in fns.items()}
     axes = frozenset().union(*[varying_axes(x) for x in avals])
     consts = [vary(jnp.asarray(x), axes) for j in closed.values() for x in j.consts]
@@ -71,9 +78,11 @@ def table_per_hop(
     reads: Sequence[int],
     grid: tuple[int, ...],
 ) -> tuple[Rotation, list]:
-    """The rotation whose table at each hop is `classify` of the operands `reads` as they are there.
+    """Makes a rotation whose table at each hop is what `classify` returns for the operands `reads`,
+    as they are at that hop.
 
-    **Returns:** it, and what `classify` closes over: the next operands, on none of the grid's axes.
+    **Returns:** the rotation, and the arrays that `classify` closes over. These are to become the
+    next operands, on none of the grid's axes.
     """
     at_hop = []
     for i in reads:
@@ -88,16 +97,19 @@ def table_per_hop(
 
 
 def block_dtype(x: Any) -> Any:
-    """Block functions read floats in the accumulation dtype, so cotangents round once."""
+    """The dtype in which block functions read an array. Floats are read in the accumulation dtype,
+    so that their cotangents round once.
+    """
     return accumulation_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
 
 
 def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """The abstract value of a block of an array with these grid axes."""
     return abstract(x, jnp.shape(x)[len(axes) :], block_dtype(x))
 
 
 def evaluate(jaxpr: Any, blocks: Sequence) -> list:
-    """A block function of blocks as they are stored."""
+    """Applies a block function to blocks as they are stored, each cast to what it reads."""
     return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
 
 
@@ -114,10 +126,14 @@ def sweep(
 
     **Arguments:**
 
-    - `fns`: per class of block, a function of the operands' blocks returning a list of blocks.
-    - `operands`, `in_axes`: arrays with leading grid axes. Tangents are float32 or wider.
+    - `fns`: per class of block, a function of the operands' blocks that returns a list of blocks.
+    - `operands`, `in_axes`: arrays with leading grid axes, and these axes. Tangents must be float32
+        or wider.
     - `out_axes`: the grid axes that each output keeps.
-    - `layout`, `table`: the grid and, optionally, the class of each block.
+    - `layout`: the grid.
+    - `table`: the class of each block, on the `table_axes` of the `layout`; or None.
+
+    **Returns:** a list of arrays, each with its grid axes in front of the axes of a block.
     """
     axes = varying_axes(*operands, *([] if table is None else [table]))
     operands = [vary(x, axes) for x in operands]
@@ -131,7 +147,9 @@ def sweep(
 
 
 def _vectorised(f, layout, out_axes):
-    """`f` with the grid's batch axes inside the blocks, its outputs summed where they lack one."""
+    """Maps `f` over the grid's batch axes, which are inside of the blocks. Outputs that lack a
+    batch axis are summed over it.
+    """
     for axis in reversed(layout.batch):
         mapped = [0 if axis in a else None for a in layout.in_axes]
 
@@ -145,7 +163,7 @@ def _vectorised(f, layout, out_axes):
 
 
 def execute(*args, visits, layout, out_axes, vectorise, traverse):
-    """A sweep, visited as `select_lowering` says."""
+    """Evaluates a sweep by the visit that `select_lowering` chose."""
     steps = {}
     for c, jaxpr in visits:
         f = lambda *blocks, jaxpr=jaxpr: evaluate(jaxpr, blocks)
@@ -163,11 +181,18 @@ def execute(*args, visits, layout, out_axes, vectorise, traverse):
 def primitive_rules(primitive, run, params, block_shapes):
     """Gives a grid primitive its evaluation, abstract evaluation, lowering and batching.
 
-    `block_shapes(avals, **params)` lists shape and dtype of one block of each output.
+    **Arguments:**
+
+    - `primitive`: a `Primitive` with the parameters `layout`, `out_axes` and others.
+    - `run`: its evaluation, `execute` of this module or of `fold.py`.
+    - `params`: the names of its parameters.
+    - `block_shapes`: a function `(avals, **params)` that lists the shape and the dtype of one block
+        of each output.
     """
 
     def abstract_eval(*avals, layout, out_axes, **kw):
-        if any(varies(a) for a in avals):  # let JAX work out what each output varies over
+        # Inside of `jax.shard_map`, JAX works out which mesh axes each output varies over.
+        if any(varies(a) for a in avals):
             how = loops(not layout.pages)
             f = ft.partial(run, layout=layout, out_axes=out_axes, **how, **kw)
             return jax.make_jaxpr(f)(*avals).out_avals
@@ -182,7 +207,10 @@ def primitive_rules(primitive, run, params, block_shapes):
         return mlir.lower_fun(ft.partial(run, **how), multiple_results=True)(ctx, *args, **kw)
 
     def batch(args, dims, *, layout, out_axes, **kw):
-        # A batch of one is where the new axis goes: beside it, XLA would copy what is transposed.
+        # vmap(sweep[f]) is the sweep of f on a grid with one more batch axis in front: an operand
+        # that is mapped has that axis, others lack it and are read again for each index. If the
+        # grid's first batch axis has size 1, the new axis replaces it, and `reused` is True. Beside
+        # an axis of size 1, XLA would copy what is transposed. Outputs get that axis back.
         first = -len(layout.grid)
         reused = layout.ring is None and first in layout.batch and layout.grid[0] == 1
         new = first if reused else first - 1

@@ -143,19 +143,25 @@ MUTANTS = [
         ],
     ),
     (
-        "_sweep/fold.py",
+        "_sweep/nonfinite.py",
         FOLDS,
         [
             ("return jnp.where(jnp.isfinite(x), x, 0)", "return x"),
             ("return jnp.exp(s - origin[None])\n", "return jnp.exp(s)\n"),
             ("jnp.where(s == -jnp.inf, s, s - origin[None] + poison)", "jnp.where(s == -jnp.inf, s, s - origin[None])"),
             ("return [num, den + (num * 0).sum(axis), top]", "return [num, den, top]"),
+            ("parts.append(zero_nonfinite(x) * dscale)", "parts.append(x * dscale)"),
+        ],
+    ),
+    (
+        "_sweep/fold.py",
+        FOLDS,
+        [
             ("kept, den = p * weight[0] if weight else p, p.sum(0)", "kept, den = p, p.sum(0)"),
             ("kept, den = p * weight[0] if weight else p, p.sum(0)", "kept = p * weight[0] if weight else p; den = kept.sum(0)"),
             ("scale = jnp.exp(safe_max(accs[2]) - origin)", "scale = jnp.exp(safe_max(accs[2]) - safe_max(accs[2]))"),
             ("accs[1] * scale + den, new]", "accs[1] + den, new]"),
             ("new = top if accs is None else jnp.maximum(accs[2], top)", "new = top"),
-            ("parts.append(zero_nonfinite(x) * dscale)", "parts.append(x * dscale)"),
             ("kept = p * lax.stop_gradient(weight[0]) if weight else p", "kept = p"),
             ("dden = (p * ds[0]).sum(0)", "dden = (kept * ds[0]).sum(0)"),
             ("dnum = dnum + dot(kept, dv[0], (0, 0), **kw)", "dnum = dot(kept, dv[0], (0, 0), **kw)"),

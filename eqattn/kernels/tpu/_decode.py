@@ -119,6 +119,7 @@ def visit_decode(
             @pl.when(~finite)
             def _():
                 """What is not finite makes the rows NaN that see it."""
+                # This keeps the contract of `_sweep/nonfinite.py`.
                 wide = v.rows.astype(jnp.float32)
                 ones = jnp.ones((8, width), jnp.float32)
                 bad = product_of(ones, (~jnp.isfinite(wide)).astype(jnp.float32), (1, 1), None)

@@ -168,6 +168,7 @@ class FoldStepBody:
         """Makes the logits NaN where a value that is not finite is seen. Returns 1 if there is one,
         else 0.
         """
+        # This keeps the contract of `_sweep/nonfinite.py`.
         values, (keys, rows) = self.form.values, self.form.layout.block
         full, some = values[self.form.full], values[self.form.some]
         if len(full.outs) == 1:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..._sweep.fold import zero_nonfinite
+from ..._sweep.nonfinite import zero_nonfinite
 
 
 LANES = 128
@@ -47,6 +47,7 @@ def grouped_product(wide: Array, other: Array, precision: Any) -> Array:
         for h in range(groups)
     ]
     # What is not finite must not meet the zeros: it makes the logits of its own group NaN.
+    # This keeps the contract of `_sweep/nonfinite.py`.
     clean = [zero_nonfinite(x.astype(jnp.float32)).astype(x.dtype) for x in each]
     bad = [(x.astype(jnp.float32) * 0).sum(1, keepdims=True) for x in each]
     logits = product_of(jnp.concatenate(clean, 1), jnp.concatenate(own, 0), (1, 0), precision)
