@@ -1,4 +1,8 @@
-"""The softmax fold of few rows over caches by one Pallas kernel: memory sets its pace."""
+"""The softmax fold of few rows over caches by one Pallas kernel: memory sets its pace.
+
+A step reads one block of a cache, all its heads at once, and adds it to the Carry of its row by the
+usual online softmax. There is no pipeline as in `_forward.py`: the units wait for memory anyway.
+"""
 
 import dataclasses
 import functools as ft
@@ -24,7 +28,11 @@ from ._work_list import FIRST, in_parts, kind_of, LAST
 
 
 def decode_programs(steps: dict[int, Any], layout: GridLayout, args: Sequence) -> dict | None:
-    """Logits and values of each class in wide form; None where they have none."""
+    """The logits of each class of block, and under `"values"` the values, in the flat form.
+
+    **Returns:** None where the general forward kernel must run: for more than `FEW_ROWS` rows, and
+    for block functions that have no flat form.
+    """
     step, (keys, rows) = steps[max(steps)], layout.block
     if not step.grouped or rows > FEW_ROWS:
         return None
@@ -40,7 +48,7 @@ def decode_programs(steps: dict[int, Any], layout: GridLayout, args: Sequence) -
 
 
 def _first(step: Any) -> Callable:
-    """The values of a block as they are: the kernel sees for itself what is not finite."""
+    """The values of a block as stored: the kernel looks itself for numbers that are not finite."""
     return lambda *blocks: step.evaluate_values(*blocks)[:1]
 
 
@@ -166,8 +174,10 @@ def visit_decode(
 
 
 def keep_in_hbm(x: KernelOperand) -> Array:
-    """A cache stays in main memory: XLA would copy the whole of it to vector memory where it has
-    room, however few of its blocks are live.
+    """The array of an operand, which stays in main memory if it is a cache.
+
+    Else XLA would copy the whole cache to vector memory where that has room, however few of its
+    blocks are live.
     """
     if not x.cached:
         return x.array
@@ -175,8 +185,14 @@ def keep_in_hbm(x: KernelOperand) -> Array:
 
 
 def merged(seen: Array, num: Array, den: Array, top: Array, shape: tuple[int, ...]) -> list:
-    """The Carries of the parts `[parts, *shape, rows, ...]` as one. What a part has not `seen`
-    nobody wrote.
+    """The Carries of all parts of a list, merged into one.
+
+    **Arguments:**
+
+    - `seen`: whether a part has a pair of a row, `[parts, rows of the list]`. If it has none, its
+        Carry of that row was never written, and may hold anything.
+    - `num`, `den`, `top`: numerators, denominators and maxima, `[parts, *shape, rows, ...]`.
+    - `shape`: the sizes of the axes that the results keep.
     """
     seen = seen.reshape(*seen.shape[:1], *shape, 1)
     parts = [
