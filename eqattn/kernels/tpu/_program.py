@@ -17,8 +17,8 @@ The results are those of the jaxpr to rounding. These rules change what is compu
 5. *Powers of two.* `exp(x)` is `exp2(x * log2(e))`. The factor moves towards the leaves: over
    differences, selections and broadcasts, and into the smaller operand of a product (`times`).
    There it meets the softmax scale, and costs one product of two numbers, not one for each logit.
-6. *Selections by one predicate.* Inside `select(p, a, b)`, a selection by the same `p` is known, and
-   only its case is computed: a mask before and one after the scale become one.
+6. *Selections by one predicate.* Inside `select(p, a, b)` it is known what a selection by the same
+   `p` gives, so only that is computed: a mask before and one after the scale become one.
 7. *Common factors.* `f x + f y` becomes `f (x + y)`: a probability multiplies both parts of the
    cotangent of its logit at once.
 8. *No detours.* A product that reads bfloat16 takes a block that was widened from it as it was.
