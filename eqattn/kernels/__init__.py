@@ -1,7 +1,8 @@
 """Kernels: other lowerings of the visits of a grid, in one package for each kind of device.
 
-A package has a subclass of `eqattn._sweep.lowering.Lowering`, and imports Pallas only where a
-kernel is lowered. To add a device, write its package and add its backend here.
+A package defines a subclass of `eqattn._sweep.lowering.Lowering`. It imports Pallas only where a
+kernel is lowered, so that importing eqattn stays fast. To add a device, write its package and add
+its backend here.
 """
 
 from typing import TYPE_CHECKING
@@ -16,12 +17,12 @@ BACKENDS: tuple[str, ...] = ("tpu",)
 
 
 def lowering_for(backend: str, asked: str) -> "Lowering":
-    """The kernels for a backend.
+    """The lowering that runs the kernels of a backend.
 
     **Arguments:**
 
     - `backend`: one of `BACKENDS`.
-    - `asked`: as for `Lowering`.
+    - `asked`: the platform that the caller named, as in `Lowering`.
     """
     assert backend in BACKENDS, backend
     from .tpu import TPULowering

@@ -1,4 +1,4 @@
-"""Pallas kernels for TPUs. Pallas is imported where the first of them is lowered."""
+"""Pallas kernels for TPUs. Pallas is imported only once the first of them is lowered."""
 
 import dataclasses
 import functools as ft
@@ -22,15 +22,19 @@ _UNSUPPORTED = set(
     "regularized_incomplete_beta rev scan scatter scatter-add scatter-max scatter-min scatter-mul "
     "scatter-sub sinh sort top_k while zeta".split()
 )
-"""The operations on scalars and blocks that Mosaic, the compiler of TPU kernels, has no lowering of
-in jax 0.10.2, found by compiling each.
+"""The operations on scalars and blocks that Mosaic, the compiler of TPU kernels, cannot lower.
+
+They were found by compiling each of them with jax 0.10.2. Another version of jax may know more of
+them: compile a kernel with a `MaskFn` that applies the operation to see.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class TPULowering(Lowering):
-    """Kernels for the fold and its first-order backward (of `Ragged`, for the fold). All other
-    visits run as XLA code. With `asked="interpret"` they run on any device, slowly.
+    """Kernels for the fold and for its first-order backward; of `Ragged`, for the fold only.
+
+    All other visits run as XLA code. With `asked="interpret"` the kernels are interpreted, which
+    any device can do, slowly.
     """
 
     cleans_values = True
@@ -40,15 +44,24 @@ class TPULowering(Lowering):
 
     @property
     def interpreted(self) -> bool:
+        """Whether the kernels are interpreted instead of compiled."""
         return self.asked == "interpret"
 
     def multiplies_narrow(self) -> bool:
+        """Always: the matrix units read bfloat16."""
         return True
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """The largest blocks of logits whose kernels fit into vector memory."""
+        # Each step of a kernel costs some 400 cycles of its own, so blocks should be large. One of
+        # 1024 x 1024 logits takes 4 MiB; the backward of bfloat16 and D = 128 then takes 14 MiB.
+        # float32 and wider heads take more, so they have sides of 512, which was chosen by trial.
+        # `python -m eqattn tpu-report` lists cycles and vector memory of each kernel's blocks.
         side = 1024 if request.dtype == jnp.bfloat16 and request.head_dim <= 256 else 512
         queries = max(1 if request.in_place else 8, side // request.group)
+        # A cache is read in blocks of 512 tokens: a decoding step on them takes as long as their
+        # copy on v6e (2228 against 2243 cycles, bfloat16, 8 heads). On a v7x, whose memory is
+        # faster, 2048 tokens would be better (1273 cycles for 512 of them instead of 2515).
         if page := request.page_size:
             together = min(max(512 // page, 1), -(-request.keys // page))
             return BlockSizes(queries, together * page)
@@ -70,13 +83,16 @@ class TPULowering(Lowering):
         return ""
 
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence) -> str:
-        """Why no kernel can run a visit of the grid; empty if one can."""
+        """Why no kernel can run a visit of the grid; the empty string if one can."""
         if partitioned_automatically(ctx):
             return (
                 "the compiler cannot split it over the devices of a mesh; call under jax.set_mesh "
                 "with a mesh all of whose axes shard batch or heads, as metadata.partition_axis "
                 "says and as divides them, or a ring; or call in jax.shard_map"
             )
+        # A pair on the list takes four bytes of scalar memory, so 2**17 of them take half of the
+        # 1 MiB of a core (`smem_capacity_bytes` of `pltpu.get_tpu_info()`, from v4 on). Rows and
+        # columns are numbers of 14 bits on the list, see `_work_list.py`.
         if layout.listed > 2**17 or max(layout.sides) >= 2**14:
             return (
                 f"its list of {layout.listed} pairs of blocks is too long; give larger block sizes"

@@ -4,8 +4,11 @@ The pairs lie in a list that is sorted by the axis that the results keep, so tha
 accumulators stay in vector memory from the first pair to the last. Results of all rows may stay
 there meanwhile, if they fit: so one visit gives the gradients of queries, keys and values. Blocks
 that are empty are not on the list: they cost nothing.
+
+`visit_sum` plans a kernel, a `_Sum`, whose `kernel` is one step on references to vector memory.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +28,11 @@ from ._work_list import FIRST, kind_of, LAST, row_of, work_list
 def together(
     layout: GridLayout, start: Sequence, axes: Sequence[tuple[int, ...]], into: Sequence | None
 ) -> tuple[list[int], list[int]]:
-    """The outputs that keep columns, and with them those that keep rows of the same batch elements:
-    none, if these do not fit into vector memory.
+    """The outputs that one kernel computes, and which of them stay in vector memory meanwhile.
+
+    **Returns:** the indices of the outputs that keep columns, and of those that keep the rows of
+    the same batch elements. Both are empty if the latter do not fit into vector memory, or if the
+    layout wants two visits.
     """
     columns = next((a for a in axes if COL in a and ROW not in a), None)
     if columns is None or not layout.fused:
@@ -37,6 +43,164 @@ def together(
     nbytes = sum(nbytes_of(vmem_shape(start[i].shape), start[i].dtype) for i in stay)
     copies = 2 if into is None else 4  # one is filled while the one before is written
     return (group, stay) if copies * layout.grid[ROW] * nbytes <= STAYING else ([], [])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """An output of a kernel.
+
+    **Arguments:**
+
+    - `aval`: the shape and dtype of its block, as a step of the sweep reads it.
+    - `axes`: the grid axes that it keeps.
+    - `lies`: those of them in front of what lies in vector memory at one time.
+    - `rows`: the number of blocks that lie there at one time, if all rows stay: `(rows,)`, or `()`.
+    """
+
+    aval: Any
+    axes: tuple[int, ...]
+    lies: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """The shape of one block in vector memory."""
+        return vmem_shape(self.aval.shape)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of what lies in vector memory at one time."""
+        return (*self.rows, *self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """The plan of one kernel.
+
+    **Arguments:**
+
+    - `grid`: the kernel's grid. Batch axes that are summed over are inside of the list, so that a
+        result stays in place while all of its terms are added.
+    - `lead`, `summed`: the batch axes that the results keep, and the others.
+    - `group`, `stay`: the outputs whose accumulators are a kept block, and all rows.
+    - `accumulators`: the number of the sweep's outputs.
+    - `results`: those of the kernel, by their index in the sweep.
+    - `programs`: the block function of each class.
+    - `operands`: the number of the sweep's operands, read or not.
+    - `given`: the operands that a program reads, by index.
+    - `old`: the accumulators of an earlier visit to go on with, by the index of the output.
+    """
+
+    grid: KernelGrid
+    lead: tuple[int, ...]
+    summed: tuple[int, ...]
+    group: list[int]
+    stay: list[int]
+    accumulators: int
+    results: dict[int, _Result]
+    programs: dict[int, Program]
+    operands: int
+    given: dict[int, KernelOperand]
+    old: dict[int, KernelOperand]
+
+    def kernel(self, work_ref: Any, *refs: Any) -> None:
+        """One step: adds what a pair contributes to the accumulators of its row and column."""
+        left = list(refs)
+        take = lambda keys: {i: left.pop(0) for i in keys}
+        ins, olds, outs, sums = (
+            take(keys) for keys in (self.given, self.old, self.results, self.group)
+        )
+        order = self.grid.order
+        ids = [pl.program_id(i) for i in range(len(order))]
+        pair = self.grid.pair(ids, work_ref)
+        first, last = (pair & FIRST) != 0, (pair & LAST) != 0
+        begin = ids[len(self.lead)] == 0
+        for a in self.summed:
+            here = ids[order.index(a)]
+            first, last = first & (here == 0), last & (here == self.grid.layout.grid[a] - 1)
+            begin = begin & (here == 0)
+
+        def clear(refs, those):
+            for i in those:
+                refs[i][...] = olds[i][...] if i in self.old else jnp.zeros_like(refs[i])
+
+        pl.when(first)(lambda: clear(sums, self.group))
+        pl.when(begin)(lambda: clear(outs, self.stay))
+        self.add(pair, ids, work_ref, ins, outs, sums)
+
+        @pl.when(last)
+        def _():
+            for i in self.group:
+                outs[i][...] = sums[i][...]
+
+    def add(self, pair: Any, ids: Sequence, work_ref: Any, ins: dict, outs: dict, sums: dict):
+        """Replaces accumulators by what the program of the pair's class makes of them."""
+        at = {
+            i: (outs[i], row_of(pair)) if i in self.stay else (sums[i], ...) for i in self.results
+        }
+        n = self.accumulators
+        load: list = [None] * (n + self.operands)
+        for i, (ref, where) in at.items():
+            load[i] = lambda i=i, ref=ref, where=where: ref[where].reshape(
+                self.results[i].aval.shape
+            )
+        for i, x in self.given.items():
+            load[n + i] = lambda i=i, x=x: self.grid.read(x, ins[i], ids, (work_ref,))
+        flipped = [False] * n
+        flipped += [i in self.given and self.given[i].flipped for i in range(self.operands)]
+        for c, program in self.programs.items():
+
+            @pl.when(kind_of(pair) == c)
+            def _(program=program):
+                for i, y in zip(self.results, program(load, flipped)):
+                    ref, where = at[i]
+                    ref[where] = y.reshape(self.results[i].block)
+
+
+def _plan(
+    steps: dict[int, Callable],
+    layout: GridLayout,
+    args: Sequence,
+    start: Sequence,
+    kept: tuple[int, ...],
+    group: list[int],
+    stay: list[int],
+    into: Sequence | None,
+) -> tuple[_Sum, Any]:
+    """The plan of the kernel of `visit_sum`, and its list of pairs."""
+    table, operands = layout.without_corners(args)
+    summed = tuple(a for a in layout.batch if a not in kept)
+    lead = tuple(a for a in layout.batch if a in kept)
+    table_axes = list(layout.table_axes or (ROW, COL))[:-2]
+    for a in set(table_axes) & set(summed):
+        table = _alike(table, table_axes.index(a))
+        table_axes.remove(a)
+    work, length = work_list(table, layout, kept, max(steps))
+    grid = KernelGrid(layout, (*lead, None, *summed), tuple(table_axes), length)
+
+    held = [abstract(args[-1], x.shape, x.dtype) for x in start]
+    blocks, n, wanted = abstract_blocks(operands, layout.in_axes), len(held), [*group, *stay]
+    results = {i: _Result(held[i], kept, kept) for i in group}
+    all_rows = (layout.grid[ROW],)
+    results |= {i: _Result(held[i], (*lead, ROW), lead, all_rows) for i in stay}
+
+    def program(step):
+        return Program(lambda *xs: step(list(xs[:n]), list(xs[n:])), [*held, *blocks], wanted)
+
+    programs = {c: program(step) for c, step in sorted(steps.items(), reverse=True)}
+    main = next(iter(programs.values()))
+    given = {
+        i: KernelOperand(x, layout.in_axes[i], matrix(blocks[i]) and main.flipped[n + i])
+        for i, x in enumerate(operands)
+        if any(p.reads[n + i] for p in programs.values())
+    }
+    old = {
+        i: KernelOperand(x.reshape(*layout.shape(y.lies), *y.whole), y.lies, as_lies=True)
+        for i, y in results.items()
+        if into is not None and (x := into[i]) is not None
+    }
+    plan = _Sum(grid, lead, summed, group, stay, n, results, programs, len(operands), given, old)
+    return plan, work
 
 
 def visit_sum(
@@ -50,86 +214,22 @@ def visit_sum(
     into: Sequence | None,
     interpret: Any,
 ) -> list:
-    """The outputs `group`, all on the axes `kept`, and `stay`, all on the same batch axes and rows,
-    of a sweep; its `steps` add to what is there.
+    """Some outputs of a sweep, by one kernel.
+
+    **Arguments:**
+
+    - `steps`, `layout`, `args`, `start`, `into`: as for `traverse`.
+    - `kept`: the grid axes that the outputs `group` keep.
+    - `group`, `stay`: the indices of the outputs, as `together` gives them. Those of `stay` keep
+        rows, and the same batch axes as `group`.
+    - `interpret`: whether to interpret the kernel.
+
+    **Returns:** the outputs `group`, then `stay`.
     """
-    table, operands = layout.without_corners(args)
-    summed = tuple(a for a in layout.batch if a not in kept)
-    lead = tuple(a for a in layout.batch if a in kept)
-    order = (*lead, None, *summed)  # a result stays in place while all of its terms are added
-    table_axes = list(layout.table_axes or (ROW, COL))[:-2]
-    for a in set(table_axes) & set(summed):
-        table = _alike(table, table_axes.index(a))
-        table_axes.remove(a)
-    work, length = work_list(table, layout, kept, max(steps))
-    grid = KernelGrid(layout, order, tuple(table_axes), length)
-
-    held = [abstract(args[-1], x.shape, x.dtype) for x in start]
-    blocks, n = abstract_blocks(operands, layout.in_axes), len(held)
-
-    wanted = [*group, *stay]
-    place = {i: vmem_shape(held[i].shape) for i in wanted}
-    whole = {i: (layout.grid[ROW], *place[i]) if i in stay else place[i] for i in wanted}
-    lies = {i: lead if i in stay else kept for i in wanted}
-
-    def program(step):
-        return Program(lambda *xs: step(list(xs[:n]), list(xs[n:])), [*held, *blocks], wanted)
-
-    programs = {c: program(step) for c, step in sorted(steps.items(), reverse=True)}
-    main = next(iter(programs.values()))
-    given = {
-        i: KernelOperand(x, layout.in_axes[i], matrix(blocks[i]) and main.flipped[n + i])
-        for i, x in enumerate(operands)
-        if any(p.reads[n + i] for p in programs.values())
-    }
-    flipped = [False] * n + [i in given and given[i].flipped for i in range(len(operands))]
-    old = {
-        i: KernelOperand(x.reshape(*layout.shape(lies[i]), *whole[i]), lies[i], as_lies=True)
-        for i in wanted
-        if into is not None and (x := into[i]) is not None
-    }
-
-    def kernel(work_ref, *refs):
-        refs = list(refs)
-        take = lambda keys: {i: refs.pop(0) for i in keys}
-        ins, olds, outs, sums = (take(keys) for keys in (given, old, wanted, group))
-        ids = [pl.program_id(i) for i in range(len(order))]
-        pair = grid.pair(ids, work_ref)
-        first, last = (pair & FIRST) != 0, (pair & LAST) != 0
-        begin = ids[len(lead)] == 0
-        for a in summed:
-            here = ids[order.index(a)]
-            first, last = first & (here == 0), last & (here == layout.grid[a] - 1)
-            begin = begin & (here == 0)
-
-        def clear(refs, those):
-            for i in those:
-                refs[i][...] = olds[i][...] if i in old else jnp.zeros_like(refs[i])
-
-        pl.when(first)(lambda: clear(sums, group))
-        pl.when(begin)(lambda: clear(outs, stay))
-        at = {i: (outs[i], row_of(pair)) if i in stay else (sums[i], ...) for i in wanted}
-
-        load: list = [None] * (n + len(operands))
-        for i, (ref, where) in at.items():
-            load[i] = lambda i=i, ref=ref, where=where: ref[where].reshape(held[i].shape)
-        for i in given:
-            load[n + i] = lambda i=i: grid.read(given[i], ins[i], ids, (work_ref,))
-        for c, program in programs.items():
-
-            @pl.when(kind_of(pair) == c)
-            def _(program=program):
-                for i, y in zip(wanted, program(load, flipped)):
-                    ref, where = at[i]
-                    ref[where] = y.reshape(place[i])
-
-        @pl.when(last)
-        def _():
-            for i in group:
-                outs[i][...] = sums[i][...]
-
+    plan, work = _plan(steps, layout, args, start, kept, group, stay, into)
+    grid, given, old, results = plan.grid, plan.given, plan.old, plan.results
     call = pl.pallas_call(
-        kernel,
+        plan.kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid.grid,
@@ -137,15 +237,16 @@ def visit_sum(
                 *[grid.block_spec(x) for x in given.values()],
                 *[grid.spec(x.axes, x.block) for x in old.values()],
             ],
-            out_specs=[grid.spec(lies[i], whole[i]) for i in wanted],
-            scratch_shapes=[pltpu.VMEM(place[i], held[i].dtype) for i in group],
+            out_specs=[grid.spec(y.lies, y.whole) for y in results.values()],
+            scratch_shapes=[pltpu.VMEM(results[i].block, results[i].aval.dtype) for i in group],
         ),
         out_shape=[
-            abstract(args[-1], (*layout.shape(lies[i]), *whole[i]), held[i].dtype) for i in wanted
+            abstract(args[-1], (*layout.shape(y.lies), *y.whole), y.aval.dtype)
+            for y in results.values()
         ],
-        input_output_aliases={1 + len(given) + j: wanted.index(i) for j, i in enumerate(old)},
+        input_output_aliases={1 + len(given) + j: [*results].index(i) for j, i in enumerate(old)},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=tuple("parallel" if a in kept else "arbitrary" for a in order),
+            dimension_semantics=tuple("parallel" if a in kept else "arbitrary" for a in grid.order),
             vmem_limit_bytes=VMEM,
             disable_bounds_checks=True,
         ),
@@ -153,11 +254,14 @@ def visit_sum(
         name="eqattn_sum",
     )
     ys = call(work, *[x.array for x in (*given.values(), *old.values())])
-    axes = [(*lead, ROW) if i in stay else kept for i in wanted]
-    return [y.reshape(*layout.shape(a), *held[i].shape) for i, a, y in zip(wanted, axes, ys)]
+    shapes = [(*layout.shape(r.axes), *r.aval.shape) for r in results.values()]
+    return [y.reshape(shape) for y, shape in zip(ys, shapes)]
 
 
 def _alike(table: Array, axis: int) -> Array:
-    """The class of blocks over a whole axis: partial where they differ."""
+    """The class of a block for all elements of an axis at once: partial where they differ.
+
+    A step that sums over a batch axis visits the same pair for each of its elements.
+    """
     least, most = table.min(axis), table.max(axis)
     return jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))

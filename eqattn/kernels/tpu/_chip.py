@@ -1,17 +1,57 @@
-"""What is known of the chips: sizes and counts that were measured, with their source."""
+"""What is known of the chips: the sizes and counts on which choices of the kernels rest.
+
+No TPU was at hand for any of them. Cycles and vector memory are those of the schedules that the
+compiler makes; `python -m eqattn tpu-report` computes them anew after a change of a constant.
+"""
 
 from jax.experimental.pallas import tpu as pltpu
 
 
-SPARE = 8 * 2**20  # bytes of vector memory for the compiler
+VMEM = 60 * 2**20
+"""The most bytes of vector memory that a kernel may ask for.
+
+It lies a little below the 64 MiB of a core of a v7x, the least of the chips that are reported on.
+"""
 
 
-RESIDENT = 2**19  # bytes of an array
-SHORT = 2**11  # pairs of a list
+SPARE = 8 * 2**20
+"""Bytes of vector memory that the forward kernel asks for besides twice those of its own buffers.
+
+They are for what the compiler adds, such as spilled registers. What a kernel does not ask for, XLA
+can give to the operands. The size was chosen by trial; `tpu-report` lists what kernels take.
+"""
+
+
+RESIDENT = 2**19
+"""The most bytes of a small array that lies in vector memory as a whole.
+
+It bounds arrays of one row or column to a block, such as positions, ids and maxima. To find out at
+each step whether their next block must be copied takes as long as the copy. The size was chosen by
+trial; the cycles of `forward, segments` and `backward` in `tpu-report` show its effect.
+"""
+
+
+SHORT = 2**11
+"""The most pairs that a list may have if several batch elements and heads share it.
+
+Sharing saves the step that drains the pipeline for each of them, but takes scalar memory: 8 KiB for
+so many. The bound was chosen by trial; `whole kernel` in `tpu-report` shows its effect.
+"""
+
+
+STAYING = 32 * 2**20
+"""The most bytes of vector memory for the gradients of all queries of a head.
+
+They stay there while one visit also sums those of keys and values, in two buffers: in float32 with
+D = 128 that is enough for 32,768 queries. What else a kernel may ask for is left to the blocks.
+One visit instead of two took 5094 cycles a full pair of blocks on v6e instead of 8009, and 10585 on
+v5e instead of 16082. `backward` in `tpu-report` against `backward, queries` and `backward, keys and
+values` measures it again.
+"""
 
 
 def cores() -> int:
-    """How many cores share a kernel: the two of a v4 or v5p are one device."""
+    """The number of cores that share a kernel: the two of a v4 or v5p are one device."""
     try:
         return pltpu.get_tpu_info().num_cores
     except (ValueError, NotImplementedError):  # no TPU to ask about
@@ -20,14 +60,11 @@ def cores() -> int:
 
 def sums_by_product() -> bool:
     """Whether the sum of the rounded probabilities is one more row of their product with values.
-    Where the matrix units are 256 wide they have time for it, as the schedules show: a tenth of a
-    step is saved. Elsewhere it would cost a twentieth.
+
+    From v6e on, matrix units are 256 wide and have time for that row. In the schedules of
+    `tpu-report` it saves a tenth of a step there; on older chips it would cost a twentieth.
     """
     try:
         return pltpu.get_tpu_info().generation >= 6
     except (ValueError, NotImplementedError):  # no TPU to ask about
         return False
-
-
-STAYING = 32 * 2**20
-VMEM = 60 * 2**20  # of 64 MiB on a v7x, 95 on a v5p, 128 on others

@@ -1,4 +1,10 @@
-"""The softmax fold of few rows over caches by one Pallas kernel: memory sets its pace."""
+"""The softmax fold of few rows over caches by one Pallas kernel: memory sets its pace.
+
+A step reads one block of a cache, all its heads at once, and adds it to the Carry of its row by the
+usual online softmax. There is no pipeline as in `_forward.py`: the units wait for memory anyway.
+
+`visit_decode` plans the kernel, a `_Decode`, whose `kernel` is one step on references.
+"""
 
 import dataclasses
 import functools as ft
@@ -24,7 +30,11 @@ from ._work_list import FIRST, in_parts, kind_of, LAST
 
 
 def decode_programs(steps: dict[int, Any], layout: GridLayout, args: Sequence) -> dict | None:
-    """Logits and values of each class in wide form; None where they have none."""
+    """The logits of each class of block, and under `"values"` the values, in the flat form.
+
+    **Returns:** None where the general forward kernel must run: for more than `FEW_ROWS` rows, and
+    for block functions that have no flat form.
+    """
     step, (keys, rows) = steps[max(steps)], layout.block
     if not step.grouped or rows > FEW_ROWS:
         return None
@@ -40,8 +50,150 @@ def decode_programs(steps: dict[int, Any], layout: GridLayout, args: Sequence) -
 
 
 def _first(step: Any) -> Callable:
-    """The values of a block as they are: the kernel sees for itself what is not finite."""
+    """The values of a block as stored: the kernel looks itself for numbers that are not finite."""
     return lambda *blocks: step.evaluate_values(*blocks)[:1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decode:
+    """The plan of the kernel.
+
+    **Arguments:**
+
+    - `grid`: the kernel's grid.
+    - `logits`, `values`: the programs in the flat form; `logits` for each class of block.
+    - `ahead`, `behind`: the operands that logits read, and those that values read, by index.
+    - `belongs`: whether a column is of a row's own group, `[rows, keys * groups]`; none if there is
+        one group.
+    - `width`: the size of the last axis of values.
+    - `narrow`, `precision`: those of products, as in `FoldSpec`.
+    """
+
+    grid: KernelGrid
+    logits: dict[int, FlatHeadsProgram]
+    values: FlatHeadsProgram
+    ahead: dict[int, KernelOperand]
+    behind: dict[int, KernelOperand]
+    belongs: list[KernelOperand]
+    width: int
+    narrow: Any
+    precision: Any
+
+    @property
+    def carry(self) -> list[tuple[int, int]]:
+        """The shapes of numerator, denominator and maximum of a row of blocks."""
+        _, rows = self.grid.layout.block
+        return [(rows, self.width), (rows, 1), (rows, 1)]
+
+    @property
+    def depth(self) -> int:
+        """How many axes the kernel's grid has."""
+        return len(self.grid.order) + bool(self.grid.parts)
+
+    @property
+    def given(self) -> list[KernelOperand]:
+        return [*self.ahead.values(), *self.behind.values(), *self.belongs]
+
+    def kernel(self, work_ref: Any, *refs: Any) -> None:
+        """One step: adds a block of keys to the Carry of its row."""
+        left = list(refs[len(self.grid.layout.lookups) :])
+        take = lambda keys: {i: left.pop(0) for i in keys}
+        ins, vals, mine, outs = (take(k) for k in (self.ahead, self.behind, self.belongs, range(3)))
+        num, den, top = state = left
+        pair = self.grid.pair([pl.program_id(i) for i in range(self.depth)], work_ref)
+
+        @pl.when((pair & FIRST) != 0)
+        def _():
+            num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
+            top[...] = jnp.full_like(top, -jnp.inf)
+
+        load: list = [None] * len(self.logits[max(self.logits)].roles)
+        for i, x in self.ahead.items():
+            load[i] = lambda i=i, x=x: x.read(ins[i])
+        fetch = [lambda i=i, x=x: x.read(vals[i]) for i, x in self.behind.items()]
+        for c in self.logits:
+            pl.when(kind_of(pair) == c)(lambda c=c: self.visit(c, load, fetch, mine, state))
+
+        @pl.when((pair & LAST) != 0)
+        def _():
+            for ref, x in zip(outs.values(), (num, den, top)):
+                ref[...] = x[...]
+
+    def visit(self, c: int, load: Sequence, fetch: Sequence, mine: dict, state: Sequence) -> None:
+        """Adds a block of class `c`.
+
+        **Arguments:**
+
+        - `load`, `fetch`: functions that read the arguments of logits and of values.
+        - `mine`: the references of `belongs`.
+        - `state`: the references of numerator, denominator and maximum.
+        """
+        num, den, top = state
+        keys, rows = self.grid.layout.block
+        groups = self.values.sizes[1]
+        s = self.logits[c].evaluate(load).value(self.logits[c].program.outs[0])
+        s = jnp.broadcast_to(s, (rows, keys * groups))
+        for ref in mine.values():
+            s = jnp.where(ref[...] > 0, s, -jnp.inf)
+        now, p, scale = online_softmax(s, top[...])
+        v = self.values.evaluate(fetch).value(self.values.program.outs[0])
+
+        def add(p, y):
+            num[...] = num[...] * scale + y
+            den[...] = den[...] * scale + p.sum(1, keepdims=True)
+
+        y = self.product(p, v.rows, v.scale)
+        finite = ~jnp.isnan(jnp.sum(y * 0))
+        pl.when(finite)(lambda: add(p, y))
+
+        @pl.when(~finite)
+        def _():
+            """A value that is not finite makes the rows NaN that see it, and no others."""
+            wide = v.rows.astype(jnp.float32)
+            ones = jnp.ones((8, self.width), jnp.float32)
+            bad = product_of(ones, (~jnp.isfinite(wide)).astype(jnp.float32), (1, 1), None)
+            bad, by = bad[:1] > 0, v.scale
+            if by is not None:
+                bad, by = bad | ~jnp.isfinite(by), jnp.where(jnp.isfinite(by), by, 0)
+            q = jnp.where(s == -jnp.inf, 0, jnp.where(bad, jnp.nan, p))
+            add(q, self.product(q, jnp.where(jnp.isfinite(wide), wide, 0), by))
+
+        top[...] = now
+
+    def product(self, p: Any, v: Any, by: Any) -> Array:
+        """Probabilities times values, whose scales `by` multiply the probabilities."""
+        dtype = jnp.float32 if self.narrow is None else self.narrow
+        p = p if by is None else p * by
+        return product_of(p.astype(dtype), v.astype(dtype), (1, 0), self.precision)
+
+
+def _plan(
+    forms: dict, steps: dict[int, Any], layout: GridLayout, args: Sequence, kept: tuple[int, ...]
+) -> tuple[_Decode, Any, Array | None]:
+    """The plan of the kernel of `visit_decode`, its list of pairs, and the `seen` of `merged`."""
+    table, operands = layout.split(args)
+    grid, work = KernelGrid.of(table, layout, kept, max(steps))
+    seen, parts = None, cores()
+    if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # nothing else that they could share
+        work, length, seen = in_parts(work, grid.length, parts, math.prod(layout.shape(kept)))
+        grid = dataclasses.replace(grid, length=length, parts=parts)
+    step, (keys, rows) = steps[max(steps)], layout.block
+    groups, width = step.values.out_avals[0].shape[1:]
+    n, values = len(step.logits.in_avals), forms["values"]
+    narrow, precision = (dict(step.products)[k] for k in ("operand_dtype", "precision"))
+
+    def operand(form, i, at):
+        return form.operand(i, operands[at], layout.in_axes[at])
+
+    logits = {c: forms[c] for c in steps}
+    read = [i for i in range(n) if any(form.program.reads[i] for form in logits.values())]
+    ahead = {i: operand(logits[max(steps)], i, i) for i in read}
+    behind = {i: operand(values, i, n + i) for i in range(len(operands) - n)}
+    row, column = np.arange(rows)[:, None], np.arange(keys * groups)[None]
+    own = (row // (rows // groups) == column % groups).astype(np.float32)
+    belongs = [KernelOperand(own, ())] if groups > 1 else []
+    plan = _Decode(grid, logits, values, ahead, behind, belongs, width, narrow, precision)
+    return plan, work, seen
 
 
 def visit_decode(
@@ -52,110 +204,34 @@ def visit_decode(
     kept: tuple[int, ...],
     interpret: Any,
 ) -> list:
-    """Numerator, denominator and maximum, of the forms of `few_rows`."""
-    table, operands = layout.split(args)
-    grid, work = KernelGrid.of(table, layout, kept, max(steps))
-    seen, parts = None, cores()
-    if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # nothing else that they could share
-        work, length, seen = in_parts(work, grid.length, parts, math.prod(layout.shape(kept)))
-        grid = dataclasses.replace(grid, length=length, parts=parts)
-    lead = () if seen is None else (parts,)
-    depth = len(grid.grid)
-    step, (keys, rows) = steps[max(steps)], layout.block
-    groups, width = step.values.out_avals[0].shape[1:]
-    n, values = len(step.logits.in_avals), forms["values"]
-    narrow, precision = (dict(step.products)[k] for k in ("operand_dtype", "precision"))
+    """Numerator, denominator and maximum of a fold of few rows.
 
-    def operand(form, i, at):
-        return form.operand(i, operands[at], layout.in_axes[at])
+    **Arguments:**
 
-    main = forms[max(steps)]
-    read = [i for i in range(n) if any(forms[c].program.reads[i] for c in steps)]
-    ahead = {i: operand(main, i, i) for i in read}
-    behind = {i: operand(values, i, n + i) for i in range(len(operands) - n)}
-    row, column = np.arange(rows)[:, None], np.arange(keys * groups)[None]
-    own = (row // (rows // groups) == column % groups).astype(np.float32)
-    belongs = [KernelOperand(own, ())] if groups > 1 else []
-
-    def kernel(work_ref, *refs):
-        refs = list(refs[len(layout.lookups) :])
-        take = lambda keys: {i: refs.pop(0) for i in keys}
-        ins, vals, mine, outs = (take(k) for k in (ahead, behind, belongs, range(3)))
-        num, den, top = refs
-        pair = grid.pair([pl.program_id(i) for i in range(depth)], work_ref)
-
-        @pl.when((pair & FIRST) != 0)
-        def _():
-            num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
-            top[...] = jnp.full_like(top, -jnp.inf)
-
-        load: list = [None] * n
-        for i, x in ahead.items():
-            load[i] = lambda i=i, x=x: x.read(ins[i])
-        fetch = [lambda i=i, x=x: x.read(vals[i]) for i, x in behind.items()]
-
-        def visit(c):
-            program = forms[c].program
-            s = forms[c].evaluate(load).value(program.outs[0])
-            s = jnp.broadcast_to(s, (rows, keys * groups))
-            for ref in mine.values():
-                s = jnp.where(ref[...] > 0, s, -jnp.inf)
-            now, p, scale = online_softmax(s, top[...])
-            v = values.evaluate(fetch).value(values.program.outs[0])
-            dtype = jnp.float32 if narrow is None else narrow
-
-            def product(p, v, by):
-                p = p if by is None else p * by
-                return product_of(p.astype(dtype), v.astype(dtype), (1, 0), precision)
-
-            def add(p, y):
-                num[...] = num[...] * scale + y
-                den[...] = den[...] * scale + p.sum(1, keepdims=True)
-
-            y = product(p, v.rows, v.scale)
-            finite = ~jnp.isnan(jnp.sum(y * 0))
-            pl.when(finite)(lambda: add(p, y))
-
-            @pl.when(~finite)
-            def _():
-                """What is not finite makes the rows NaN that see it."""
-                # This keeps the contract of `_sweep/nonfinite.py`.
-                wide = v.rows.astype(jnp.float32)
-                ones = jnp.ones((8, width), jnp.float32)
-                bad = product_of(ones, (~jnp.isfinite(wide)).astype(jnp.float32), (1, 1), None)
-                bad, by = bad[:1] > 0, v.scale
-                if by is not None:
-                    bad, by = bad | ~jnp.isfinite(by), jnp.where(jnp.isfinite(by), by, 0)
-                q = jnp.where(s == -jnp.inf, 0, jnp.where(bad, jnp.nan, p))
-                add(q, product(q, jnp.where(jnp.isfinite(wide), wide, 0), by))
-
-            top[...] = now
-
-        for c in steps:
-            pl.when(kind_of(pair) == c)(lambda c=c: visit(c))
-
-        @pl.when((pair & LAST) != 0)
-        def _():
-            for ref, x in zip(outs.values(), (num, den, top)):
-                ref[...] = x[...]
-
+    - `forms`: what `decode_programs` returns.
+    - `steps`, `layout`, `args`: as for `traverse`.
+    - `kept`: the grid axes that the results keep.
+    - `interpret`: whether to interpret the kernel.
+    """
+    plan, work, seen = _plan(forms, steps, layout, args, kept)
+    grid, given = plan.grid, plan.given
+    _, operands = layout.split(args)
     tables = [operands[i] for i in layout.lookups]
-    given = [*ahead.values(), *behind.values(), *belongs]
-    shapes = [(rows, width), (rows, 1), (rows, 1)]
+    lead = () if seen is None else (grid.parts,)
     call = pl.pallas_call(
-        kernel,
+        plan.kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(tables),
             grid=grid.grid,
             in_specs=[grid.spec(x.axes, x.block) for x in given],
-            out_specs=[grid.spec(kept, shape, by_part=True) for shape in shapes],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in shapes],
+            out_specs=[grid.spec(kept, shape, by_part=True) for shape in plan.carry],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in plan.carry],
         ),
         out_shape=[
-            abstract(args[-1], (*lead, *layout.shape(kept), *x), jnp.float32) for x in shapes
+            abstract(args[-1], (*lead, *layout.shape(kept), *x), jnp.float32) for x in plan.carry
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * (depth - 1) + ("arbitrary",),
+            dimension_semantics=("parallel",) * (plan.depth - 1) + ("arbitrary",),
             vmem_limit_bytes=VMEM,
         ),
         interpret=interpret,
@@ -167,8 +243,10 @@ def visit_decode(
 
 
 def keep_in_hbm(x: KernelOperand) -> Array:
-    """A cache stays in main memory: XLA would copy the whole of it to vector memory where it has
-    room, however few of its blocks are live.
+    """The array of an operand, which stays in main memory if it is a cache.
+
+    Else XLA would copy the whole cache to vector memory where that has room, however few of its
+    blocks are live.
     """
     if not x.cached:
         return x.array
@@ -176,8 +254,14 @@ def keep_in_hbm(x: KernelOperand) -> Array:
 
 
 def merged(seen: Array, num: Array, den: Array, top: Array, shape: tuple[int, ...]) -> list:
-    """The Carries of the parts `[parts, *shape, rows, ...]` as one. What a part has not `seen`
-    nobody wrote.
+    """The Carries of all parts of a list, merged into one.
+
+    **Arguments:**
+
+    - `seen`: whether a part has a pair of a row, `[parts, rows of the list]`. If it has none, its
+        Carry of that row was never written, and may hold anything.
+    - `num`, `den`, `top`: numerators, denominators and maxima, `[parts, *shape, rows, ...]`.
+    - `shape`: the sizes of the axes that the results keep.
     """
     seen = seen.reshape(*seen.shape[:1], *shape, 1)
     parts = [

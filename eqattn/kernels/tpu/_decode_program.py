@@ -1,9 +1,18 @@
 """Block functions evaluated in the form that suits few rows: `[rows, keys * groups]`.
 
-A block of a cache holds `[keys, groups, n]` as it lies in memory, which is a matrix
-`[keys * groups, n]`. Its product with all rows at once has a column for each key of each group, of
-which a row's own group is a part. That wastes work of units that would wait for memory anyway, and
-moves nothing about in vector registers.
+A block of a cache holds `[keys, groups, n]` as it lies in memory. Read as a matrix
+`[keys * groups, n]`, its product with all rows has a column for each key of each group. Of 2 keys,
+2 groups and 4 rows, the columns and those that belong to a row (`x`) are
+
+               key 0          key 1
+           group 0  group 1  group 0  group 1
+    row 0     x                 x               rows 0 and 1 are the heads of group 0,
+    row 1     x                 x               rows 2 and 3 those of group 1
+    row 2              x                 x
+    row 3              x                 x
+
+The other products are waste, of units that would wait for memory anyway. In return nothing is
+moved about in vector registers. `_decode.py` sets the logits of the other columns to -inf.
 """
 
 import dataclasses
@@ -21,7 +30,7 @@ from ._products import product_of
 from ._program import Evaluation, POINTWISE, Program
 
 
-_MOVED = {  # what depends on keys or rows alone stays what it is, whichever axis holds them
+_MOVED = {  # they change no number: what depends on keys or rows alone is broadcast when it is used
     lax.broadcast_in_dim_p,
     lax.reshape_p,
     lax.squeeze_p,
@@ -31,8 +40,13 @@ _MOVED = {  # what depends on keys or rows alone stays what it is, whichever axi
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """`[keys * groups, n]`, each row to be multiplied by a number of `scale` `[1, keys * groups]`
-    (None: by 1).
+    """A matrix of keys or values whose scales are still to be multiplied in.
+
+    **Arguments:**
+
+    - `rows`: `[keys * groups, n]`, as stored.
+    - `scale`: the factor of each row, `[1, keys * groups]`; None means 1. It multiplies the logits
+        or the probabilities, which are fewer numbers than the matrix has.
     """
 
     rows: Array
@@ -40,13 +54,17 @@ class Matrix:
 
 
 class FlatHeadsProgram:
-    """Which of a program's arguments are what, and its evaluation.
+    """A program of blocks, and the role of each of its arguments in the flat form.
+
+    The roles are `"query"`, `[n, rows]`; `"matrix"`, keys or values `[keys, groups, n]` or parts of
+    these; `"scales"`, the factors `[1, keys * groups]` of a matrix; `"column"`, `[keys, 1]`, and
+    `"row"`, `[1, rows]`, such as positions; and `"plain"`, single numbers and vectors. An argument
+    that is none of these makes the flat form impossible, as a block `[keys, rows]` of a bias does.
 
     **Arguments:**
 
-    - `program`: of blocks `[keys | 1, rows | 1]`, of keys or values `[keys, groups, n]` or parts of
-        these, of numbers `[1, keys * groups]` to multiply them by, and of one query `[n, rows]`.
-    - `keys`, `groups`, `rows`: the sizes.
+    - `program`: the logits, or the values, of a block.
+    - `keys`, `groups`, `rows`: the sizes of a block.
     """
 
     def __init__(self, program: Program, keys: int, groups: int, rows: int):
@@ -89,7 +107,10 @@ class FlatHeadsProgram:
         self.plain = plain
 
     def operand(self, i: int, x: Any, axes: tuple[int, ...]) -> KernelOperand:
-        """An argument as it is to lie in memory."""
+        """Argument `i` in the form in which the kernel reads it.
+
+        What is given for each key is repeated for each group, and rows become columns.
+        """
         keys, groups, _ = self.sizes
         role, lead = self.roles[i], x.shape[: len(axes)]
         if role == "query":
@@ -105,10 +126,16 @@ class FlatHeadsProgram:
         return KernelOperand(x, axes, cached=role in ("matrix", "scales"))
 
     def evaluate(self, load: Sequence[Callable | None]) -> "_Evaluation":
+        """The evaluation in a kernel; `load` holds for each argument a function that reads it."""
         return _Evaluation(self, load)
 
 
 class _Evaluation:
+    """One evaluation of a program in the flat form: as `Evaluation`, a value is computed on demand.
+
+    An equation on blocks `[keys | 1, rows | 1]` is applied to `[rows | 1, keys * groups | 1]`.
+    """
+
     def __init__(self, wide: FlatHeadsProgram, load: Sequence[Callable | None]):
         self.wide, program = wide, wide.program
         flipped = [role == "query" for role in wide.roles]
@@ -117,7 +144,7 @@ class _Evaluation:
         self.done: dict = {}
 
     def value(self, v: Any) -> Any:
-        """A `Matrix`, or an array `[rows | 1, keys * groups | 1]`."""
+        """The value of a variable: a `Matrix`, or an array `[rows | 1, keys * groups | 1]`."""
         if isinstance(v, Literal) or v in self.wide.plain:
             x = jnp.asarray(self.run.value(v))
             return x.reshape(1, 1) if x.size == 1 else x

@@ -2,9 +2,23 @@
 
 A step computes the logits of one pair and, of the pair before it, the exponentials and their
 product with the values. Neither waits for the other, so the matrix units work on one while the
-vector units work on the other. The pipeline runs on from one row to the next.
+vector units work on the other. The pipeline runs on from one row to the next. Where pairs 0 and 1
+are those of one row, and pair 2 is that of another, the steps are
+
+    step                   0      1      2      3 (drains)
+    logits of pair         0      1      2      unused
+    adds pair              none   0      1      2
+    row whose end it is                  first  second
+
+So the blocks of values, and those of the results, are those of the pair before: they have a `lag`
+of 1. What step 0 adds comes from memory that nobody wrote. It is written where the end of the first
+row will be written, and cleared.
+
+`visit_fold` plans the kernel, a `_Fold`, whose `kernel` is one step on references to vector memory.
+The products and the softmax of a step are in `_forward_step.py`.
 """
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,77 +31,87 @@ from ..._jax import abstract
 from ..._sweep.grid import EMPTY, GridLayout
 from ._chip import SPARE, VMEM
 from ._forward_step import FoldSpec, FoldStepBody
-from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of
+from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, split_at
 from ._program import LOG2E, Program
 from ._work_list import FIRST, kind_of, LAST
 
 
-def visit_fold(
-    steps: dict[int, Any],
-    layout: GridLayout,
-    args: Sequence,
-    kept: tuple[int, ...],
-    finish: Callable,
-    into: Sequence | None,
-    interpret: Any,
-) -> list:
-    """Numerator, denominator and maximum: new ones, finished, or those of `into` gone on with.
+@dataclasses.dataclass(frozen=True)
+class _Fold:
+    """The plan of the kernel.
 
-    Inside, logits and maxima are those of powers of two.
+    **Arguments:**
+
+    - `grid`: the kernel's grid.
+    - `form`: what is computed in a block.
+    - `ahead`, `behind`: the operands that logits read, and those that values read, by index.
+    - `start`: numerator, denominator and maximum of an earlier visit to go on with, or none.
+    - `finish`: what becomes of these three once their row is complete. None leaves them.
     """
-    table, operands = layout.split(args)
-    grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
-    keys, rows = layout.block
-    full = steps[max(steps)]
-    n = len(full.logits.in_avals)
-    blocks = abstract_blocks(operands, layout.in_axes)
-    form = FoldSpec(
-        layout=layout,
-        logits={c: Program(step.evaluate_logits, blocks[:n]) for c, step in steps.items()},
-        values={c: Program(step.evaluate_values, blocks[n:]) for c, step in steps.items()},
-        width=full.width,
-        grouped=full.grouped,
-        narrow=dict(full.products)["operand_dtype"],
-        precision=dict(full.products)["precision"],
-    )
 
-    def given_to(programs, start):
-        """Those of the operands from `start` on that are read."""
-        main, found = programs[max(programs)], {}
-        for i, flipped in enumerate(main.flipped):
-            if any(p.reads[i] for p in programs.values()):
-                flipped = matrix(blocks[start + i]) and flipped
-                found[i] = KernelOperand(operands[start + i], layout.in_axes[start + i], flipped)
-        return found
+    grid: KernelGrid
+    form: FoldSpec
+    ahead: dict[int, KernelOperand]
+    behind: dict[int, KernelOperand]
+    start: list[KernelOperand]
+    finish: Callable | None
 
-    value = form.values[form.full]
-    value.flipped[0] = value.flipped[0] or matrix(blocks[n])  # the left of a product
-    ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
-    shapes = [(form.width, rows), (1, rows), (1, rows)]
-    # Finished denominators and maxima are one array: each array costs every step 30 to 50 cycles.
-    out_blocks = shapes if into is not None else [(rows, form.width), (2, rows)]
-    start = [
-        KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
-    ]
+    @property
+    def carry(self) -> list[tuple[int, int]]:
+        """The shapes of numerator, denominator and maximum of a row of blocks."""
+        _, rows = self.form.layout.block
+        return [(self.form.width, rows), (1, rows), (1, rows)]
 
-    def kernel(work_ref, *refs):
-        tables, refs = refs[: len(layout.lookups)], list(refs[len(layout.lookups) :])
-        take = lambda keys: {i: refs.pop(0) for i in keys}
-        ins, vals, olds, outs = (
-            take(k) for k in (ahead, behind, range(len(start)), range(len(out_blocks)))
+    @property
+    def out_blocks(self) -> list[tuple[int, int]]:
+        """The shapes of the results' blocks.
+
+        Finished denominators and maxima are one array, as each array costs every step 30 to 50
+        cycles in the schedules of `tpu-report`. In a ring they stay apart, so that its moves hide.
+        """
+        (width, rows), *_ = self.carry
+        return self.carry if self.finish is None else [(rows, width), (2, rows)]
+
+    @property
+    def scratch(self) -> list:
+        """The Carry, and of the pair before its logits, their maxima and the dropout weights."""
+        keys, rows = self.form.layout.block
+        scratch = [
+            pltpu.VMEM(shape, jnp.float32) for shape in (*self.carry, (keys, rows), (1, rows))
+        ]
+        return scratch + [pltpu.VMEM((keys, rows), jnp.float32)] * self.form.weighted
+
+    @property
+    def given(self) -> list[KernelOperand]:
+        return [*self.ahead.values(), *self.behind.values(), *self.start]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of vector memory that operands, results and scratch take."""
+        nbytes = sum(nbytes_of(x.shape, x.dtype) for x in self.scratch)
+        nbytes += sum(x.nbytes for x in self.given)
+        return nbytes + sum(
+            2 * nbytes_of(block, jnp.dtype(jnp.float32)) for block in self.out_blocks
         )
-        num, den, top, s, most, *weights = refs
+
+    def kernel(self, work_ref: Any, *refs: Any) -> None:
+        """One step: the logits of its pair, what the pair before adds, and the ends of rows."""
+        grid, form, start = self.grid, self.form, self.start
+        tables, others = split_at(refs, len(form.layout.lookups))
+        left = list(others)
+        take = lambda keys: {i: left.pop(0) for i in keys}
+        ins, vals, olds, outs = (
+            take(k)
+            for k in (self.ahead, self.behind, range(len(start)), range(len(self.out_blocks)))
+        )
+        num, den, top, s, most, *weights = left
         ids = [pl.program_id(i) for i in range(len(grid.order))]
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
         read = ft.partial(grid.read, ids=ids, refs=(work_ref, *tables))
-        load: list = [None] * n
-        for i, x in ahead.items():
-            load[i] = ft.partial(read, x, ins[i])
-        fetch: list = [None] * (len(operands) - n)
-        for i, x in behind.items():
-            fetch[i] = ft.partial(read, x, vals[i], lag=1)
-        lie = [i in ahead and ahead[i].flipped for i in range(n)]
-        lie_before = [i in behind and behind[i].flipped for i in range(len(fetch))]
+        load, lie = _readers(form.logits[form.full], self.ahead, ins, read)
+        fetch, lie_before = _readers(
+            form.values[form.full], self.behind, vals, ft.partial(read, lag=1)
+        )
         state = num, den, top, s, most, weights
         body = FoldStepBody(form, load, lie, fetch, lie_before, *state)
         running, ended = ids[-1] > 0, (before & LAST) != 0
@@ -104,53 +128,123 @@ def visit_fold(
         # What the first step adds, nobody wrote: it goes where the end of the first row will go.
         @pl.when(running & ended if start else ~running | ended)
         def _():
-            accs = [num[...], den[...], top[...] * (1 / LOG2E)]
-            if into is None:
-                y, *both = finish([accs[0].T if form.grouped else accs[0], accs[1][0], accs[2][0]])
-                accs = [y, jnp.stack(both)]
-            for ref, y in zip(outs.values(), accs):
+            for ref, y in zip(outs.values(), self.results(num, den, top)):
                 ref[...] = y.reshape(ref.shape)
             if not start:
                 body.clear()  # for the next row, while values move out
 
-    square = (keys, rows)
-    scratch = [pltpu.VMEM(shape, jnp.float32) for shape in (*shapes, square, (1, rows))]
-    scratch += [pltpu.VMEM(square, jnp.float32)] * form.weighted
-    given = [*ahead.values(), *behind.values(), *start]
-    nbytes = sum(nbytes_of(x.shape, x.dtype) for x in scratch if len(x.shape) == 2)
-    nbytes += sum(x.nbytes for x in given)
-    nbytes += sum(2 * nbytes_of(block, jnp.dtype(jnp.float32)) for block in out_blocks)
+    def results(self, num: Any, den: Any, top: Any) -> list:
+        """What the kernel writes at the end of a row, from the references of its Carry."""
+        accs = [num[...], den[...], top[...] * (1 / LOG2E)]
+        if self.finish is None:
+            return accs
+        num = accs[0].T if self.form.grouped else accs[0]
+        y, *both = self.finish([num, accs[1][0], accs[2][0]])
+        return [y, jnp.stack(both)]
 
+
+def _readers(
+    program: Program, operands: dict[int, KernelOperand], refs: dict, read: Callable
+) -> tuple[list, list[bool]]:
+    """How an `Evaluation` of the program reads each argument, and which of them lie transposed."""
+    load: list = [None] * len(program.reads)
+    for i, x in operands.items():
+        load[i] = ft.partial(read, x, refs[i])
+    return load, [i in operands and operands[i].flipped for i in range(len(load))]
+
+
+def _plan(
+    steps: dict[int, Any],
+    layout: GridLayout,
+    args: Sequence,
+    kept: tuple[int, ...],
+    finish: Callable,
+    into: Sequence | None,
+) -> tuple[_Fold, Any]:
+    """The plan of the kernel of `visit_fold`, and its list of pairs."""
+    table, operands = layout.split(args)
+    grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
+    full = steps[max(steps)]
+    n = len(full.logits.in_avals)
+    blocks = abstract_blocks(operands, layout.in_axes)
+    form = FoldSpec(
+        layout=layout,
+        logits={c: Program(step.evaluate_logits, blocks[:n]) for c, step in steps.items()},
+        values={c: Program(step.evaluate_values, blocks[n:]) for c, step in steps.items()},
+        width=full.width,
+        grouped=full.grouped,
+        narrow=dict(full.products)["operand_dtype"],
+        precision=dict(full.products)["precision"],
+    )
+
+    def given_to(programs, start):
+        """The operands from `start` on that a program of some class reads."""
+        main, found = programs[max(programs)], {}
+        for i, flipped in enumerate(main.flipped):
+            if any(p.reads[i] for p in programs.values()):
+                flipped = matrix(blocks[start + i]) and flipped
+                found[i] = KernelOperand(operands[start + i], layout.in_axes[start + i], flipped)
+        return found
+
+    value = form.values[form.full]
+    value.flipped[0] = value.flipped[0] or matrix(blocks[n])  # the left of a product
+    ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
+    start = [
+        KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
+    ]
+    return _Fold(grid, form, ahead, behind, start, finish if into is None else None), work
+
+
+def visit_fold(
+    steps: dict[int, Any],
+    layout: GridLayout,
+    args: Sequence,
+    kept: tuple[int, ...],
+    finish: Callable,
+    into: Sequence | None,
+    interpret: Any,
+) -> list:
+    """Numerator, denominator and maximum: new ones, finished, or those of `into` gone on with.
+
+    **Arguments:**
+
+    - `steps`, `layout`, `args`, `finish`, `into`: as for `traverse`.
+    - `kept`: the grid axes that the results keep.
+    - `interpret`: whether to interpret the kernel.
+    """
+    plan, work = _plan(steps, layout, args, kept, finish, into)
+    grid, rows = plan.grid, layout.block[1]
+    _, operands = layout.split(args)
     tables = [operands[i] for i in layout.lookups]
-    first = 1 + len(tables) + len(ahead) + len(behind)
+    first = 1 + len(tables) + len(plan.ahead) + len(plan.behind)
     call = pl.pallas_call(
-        kernel,
+        plan.kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(layout.lookups),
             grid=grid.grid,
             in_specs=[
-                *[grid.block_spec(x) for x in ahead.values()],
-                *[grid.block_spec(x, lag=1) for x in behind.values()],
-                *[grid.spec(x.axes, x.block, 1) for x in start],
+                *[grid.block_spec(x) for x in plan.ahead.values()],
+                *[grid.block_spec(x, lag=1) for x in plan.behind.values()],
+                *[grid.spec(x.axes, x.block, 1) for x in plan.start],
             ],
-            out_specs=[grid.spec(kept, block, 1) for block in out_blocks],
-            scratch_shapes=scratch,
+            out_specs=[grid.spec(kept, block, 1) for block in plan.out_blocks],
+            scratch_shapes=plan.scratch,
         ),
         out_shape=[
             abstract(args[-1], (*grid.leading_sizes(kept), *block), jnp.float32)
-            for block in out_blocks
+            for block in plan.out_blocks
         ],
-        input_output_aliases={first + i: i for i in range(len(start))},
+        input_output_aliases={first + i: i for i in range(len(plan.start))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(grid.order) - 1) + ("arbitrary",),
             # What it does not need, XLA may give to the operands.
-            vmem_limit_bytes=min(VMEM, 2 * nbytes + SPARE),
+            vmem_limit_bytes=min(VMEM, 2 * plan.nbytes + SPARE),
             disable_bounds_checks=not layout.lookups,  # whose pages are the caller's
         ),
         interpret=interpret,
         name="eqattn_fold",
     )
-    num, *rest = call(work, *tables, *grid.arrays(given))
+    num, *rest = call(work, *tables, *grid.arrays(plan.given))
     num = num.reshape(*layout.shape(kept), *num.shape[-2:])
     both = [x.reshape(*layout.shape(kept), -1, rows) for x in rest]
     den, top = (

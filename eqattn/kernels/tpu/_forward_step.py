@@ -1,7 +1,8 @@
 """A step of the fold's kernel: the logits of one pair, and what the pair before it adds.
 
 Both are computed in windows of the block of logits, in turn. Nothing of one waits for the other.
-Logits and maxima are those of powers of two.
+Logits and their maxima are in units of `log 2`: for a logit `s` the kernel holds `s * log2(e)`, so
+that `exp(s)` is a power of two, as the hardware computes them.
 """
 
 import dataclasses
@@ -21,12 +22,26 @@ from ._work_list import kind_of
 
 
 WINDOW = 512
-ONES = 16  # rows that one row of a product takes
+"""The side of a window of logits: the larger, the fewer steps; the smaller, the fewer spills.
+
+Windows halved the spilled registers, which brought full pairs from 42.4 to 50.0% useful cycles on
+v6e and from 90.6 to 92.3% on v5e (D = 128, other steps of that change included). Masked windows are
+half as wide, as a mask takes registers of its own; that was chosen by trial. `forward` in
+`python -m eqattn tpu-report` measures both.
+"""
+
+
+ONES = 16
+"""The rows of ones that sum probabilities in a product.
+
+One row would do, but 16 rows of bfloat16 fill a register, so that none holds values and ones.
+"""
 
 
 def windows(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
-    """Parts of a block of logits, one after the other: the compiler's scheduler keeps the order in
-    which it is given them, and spills half as many registers. A mask takes registers of its own.
+    """The windows of a block of logits `[keys, rows]`, in the order in which they are computed.
+
+    The compiler's scheduler keeps that order. A side that `WINDOW` does not divide is not cut.
     """
 
     def cut(n, m):
@@ -38,7 +53,10 @@ def windows(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
 
 
 def skipped(layout: GridLayout, masked: bool) -> list[tuple[slice, slice]]:
-    """The windows that the corner of a block consists of; none if it cuts through some."""
+    """The windows that make up the corner of a block: later half of its keys, first `corner` rows.
+
+    There are none if the corner cuts through a window.
+    """
     keys, rows = layout.block
     parts = windows(keys, rows, masked)
     inside = [(a, b) for a, b in parts if 2 * a.start >= keys and b.stop <= layout.corner]
@@ -52,9 +70,13 @@ class FoldSpec:
 
     **Arguments:**
 
-    - `logits`, `values`: per class of block. Values have the width `width`; `grouped`, those of
-        several groups of rows.
-    - `narrow`, `precision`: of the products; None for operands as they are.
+    - `layout`: the grid of the visit.
+    - `logits`, `values`: a program for each class of block.
+    - `width`: the size of the last axis of values.
+    - `grouped`: whether a block of values holds those of several groups of rows, `[keys, groups,
+        width]`.
+    - `narrow`: the dtype in which products read their operands; None leaves these as they are.
+    - `precision`: that of the products, as for `lax.dot_general`.
     """
 
     layout: GridLayout
@@ -67,17 +89,20 @@ class FoldSpec:
 
     @property
     def full(self) -> int:
+        """The class of blocks all of whose pairs are visible."""
         return max(self.logits)
 
     @property
     def some(self) -> int:
-        """The class of blocks of which only some pairs are visible, if there are such."""
+        """The class of blocks of which only some pairs are visible; `full` if there are none."""
         return min(self.logits)
 
     @property
     def hides(self) -> bool:
-        """Whether a row that sees nothing has a pair of blocks that no mask hides: all others are
-        full.
+        """Whether what an `EMPTY` pair adds must be taken back.
+
+        A row without a live pair has an `EMPTY` one on the list. Where all live blocks are full, no
+        form of the step evaluates a mask, so the `EMPTY` pair counts as if it were visible.
         """
         return self.some == self.full and not self.poisons and self.layout.table_axes is not None
 
@@ -88,25 +113,32 @@ class FoldSpec:
 
     @property
     def weighted(self) -> bool:
-        """By dropout."""
+        """Whether probabilities are multiplied by dropout weights."""
         return len(self.logits[self.full].outs) == 2
 
     @property
     def sums_by_product(self) -> bool:
+        """Whether the product with the values also sums the probabilities.
+
+        It sums what the product reads: probabilities rounded to bfloat16, without dropout weights.
+        """
         narrow = self.narrow == jnp.bfloat16
         return narrow and not self.grouped and not self.weighted and sums_by_product()
 
 
 @dataclasses.dataclass(frozen=True)
 class FoldStepBody:
-    """A step, on references.
+    """A step of the kernel, on references to vector memory.
 
     **Arguments:**
 
-    - `load`, `lie`: how the blocks of the pair's logits are read, as for `Run`; `fetch`,
-        `lie_before`: those of the values of the one before.
-    - `num`, `den`, `top`: of the Carry of the row, transposed. `s`, `most`: the logits of the last
-        pair and their maxima. `weights`: of dropout, none or one.
+    - `form`: what the kernel computes.
+    - `load`, `lie`: how the blocks of this pair's logits are read, as for `Evaluation`.
+    - `fetch`, `lie_before`: how the blocks of the values of the pair before are read.
+    - `num`, `den`, `top`: numerator `[width, rows]`, denominator and maximum `[1, rows]` of the
+        Carry of the row.
+    - `s`, `most`: the logits `[keys, rows]` of the pair before, and their maxima `[1, rows]`.
+    - `weights`: the dropout weights of the pair before, `[keys, rows]`: one reference or none.
     """
 
     form: FoldSpec
@@ -122,11 +154,27 @@ class FoldStepBody:
     weights: Sequence[Any]
 
     def clear(self) -> None:
+        """Sets the Carry of the row to the empty one."""
         self.num[...], self.den[...] = jnp.zeros_like(self.num), jnp.zeros_like(self.den)
         self.top[...] = jnp.full_like(self.top, -jnp.inf)
 
     def run(self, pair: Any, before: Any) -> None:
-        """The form of a step that suits two packed pairs."""
+        """Runs the form of a step that suits the pair and the one before it, both packed.
+
+        The logits of a partial pair need the mask, those of a full one do not. Once its logits are
+        -inf where hidden, a partial pair adds to the Carry like a full one, unless some of its
+        values are not finite. So the forms are
+
+        | form             | logits of the pair        | what the pair before adds     |
+        |---|---|---|
+        | `plain`          | full                      | all windows                   |
+        | `masked`         | partial                   | all windows                   |
+        | `without_corner` | partial, without a corner | all windows                   |
+        | `after_corner`   | full                      | all windows but a corner      |
+        | the last `visit` | partial                   | values cleaned, all windows   |
+
+        The forms that skip a corner run only for pairs of class `CORNER`.
+        """
         form, kind, last = self.form, kind_of(pair), kind_of(before)
         full, some, visit = form.full, form.some, self.visit
         skip, skip_before = (skipped(form.layout, masked) for masked in (True, False))
@@ -155,7 +203,8 @@ class FoldStepBody:
                 self.poison()
             plain()
             return
-        # The most frequent step is behind one branch: each costs all steps 10 to 20 cycles.
+        # The most frequent step is behind one branch, as each branch costs all steps 10 to 20
+        # cycles in the schedules of `tpu-report`.
         dirty, frequent = jnp.int32(0), kind == full
         if skip:
             frequent &= last != CORNER
@@ -165,8 +214,12 @@ class FoldStepBody:
         lax.cond(frequent, plain, lambda: lax.cond(dirty == 0, other, lambda: visit(some, some)))
 
     def poison(self) -> Any:
-        """Makes the logits NaN where a value that is not finite is seen. Returns 1 if there is one,
-        else 0.
+        """Makes the logits of the pair before NaN where a value that is not finite is visible.
+
+        A hidden value must not reach a row, and 0 * inf is NaN. So the values of such a pair are
+        replaced by finite ones, and the rows that see them become NaN by their logits.
+
+        **Returns:** 1 if there is a value that is not finite, else 0.
         """
         # This keeps the contract of `_sweep/nonfinite.py`.
         values, (keys, rows) = self.form.values, self.form.layout.block
@@ -191,8 +244,19 @@ class FoldStepBody:
         return dirty.astype(jnp.int32)
 
     def visit(self, c: int, weighed: int, skip: Sequence = (), skip_before: Sequence = ()) -> None:
-        """Logits of the pair, of class `c`, and what those of the one before it add. Both without
-        those in some windows.
+        """Computes the logits of the pair, and adds what the pair before it contributes.
+
+        In each window, `s` and `weights` still hold those of the pair before when they are read,
+        and those of the pair itself afterwards. The maxima `most` of the pair before are known, so
+        the sums are brought to the new maximum in the first window of each row; see
+        `change_of_origin`.
+
+        **Arguments:**
+
+        - `c`: the class whose program computes the logits.
+        - `weighed`: the class whose program gives the values of the pair before.
+        - `skip`: the windows of the pair in which nothing is visible.
+        - `skip_before`: the windows of the pair before in which nothing is visible.
         """
         form, (keys, rows) = self.form, self.form.layout.block
         logits, values = form.logits[c], form.values[weighed]
@@ -229,7 +293,15 @@ class FoldStepBody:
         self.top[...] = now
 
     def terms(self, value: Any, at: slice, p: Any, q: Any) -> Iterator[tuple[Any, Any]]:
-        """What probabilities `p`, as the product reads them `q`, add to the Carry."""
+        """The references of the Carry, each with what a window adds to it.
+
+        **Arguments:**
+
+        - `value`: the values of the block, transposed unless they are grouped.
+        - `at`: the keys of the window.
+        - `p`: the probabilities `[keys, rows]`.
+        - `q`: the same with dropout weights, in the dtype that the product reads.
+        """
         form = self.form
         if form.grouped:
             yield self.num, weighted_groups(value, q, form.precision)

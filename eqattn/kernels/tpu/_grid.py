@@ -1,4 +1,9 @@
-"""The kernel's grid, and the blocks of its operands."""
+"""The grid of a kernel, and where the blocks of its operands lie at each step.
+
+A kernel's grid has one axis for the list of pairs (`_work_list.py`) and one for each batch axis
+that does not share the list. A step reads its pair from scalar memory, and the index maps of the
+`BlockSpec`s read the same word, so that the right blocks are on their way before the step begins.
+"""
 
 import dataclasses
 import math
@@ -18,25 +23,36 @@ from ._work_list import merged_axes, row_of, SIDE, work_list
 
 
 def split_at(xs: Sequence, n: int) -> tuple[Sequence, Sequence]:
+    """The first `n` of some values, and the others."""
     return xs[:n], xs[n:]
 
 
 def vmem_shape(shape: tuple[int, ...], flipped: bool = False) -> tuple[int, ...]:
-    """A block as it lies in vector memory: at least a matrix, a column `[n, 1]` as a row."""
+    """The shape of a block as it lies in vector memory.
+
+    It is at least a matrix. A column `[n, 1]` lies as a row `[1, n]`: as a column, each of its
+    numbers would take a row of 128 lanes.
+    """
     if len(shape) < 2:
         return (1, *(shape or (1,)))
     return shape[::-1] if flipped or (len(shape) == 2 and shape[1] == 1) else shape
 
 
 def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
-    """Bytes of vector memory that an array takes."""
+    """The bytes of vector memory that an array takes.
+
+    Its last two axes are padded to tiles of 8 x 128; a single row is not padded to 8.
+    """
     *lead, m, n = shape
     m = m if m == 1 else -(-m // 8) * 8
     return math.prod(lead) * m * -(-n // 128) * 128 * dtype.itemsize
 
 
 def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """What the block function reads, from what lies in vector memory."""
+    """A block of the given shape and dtype, from what lies in vector memory.
+
+    A row becomes a column by the transpose of 8 equal rows, as many as a register has.
+    """
     if len(shape) == 2 and shape[1] == 1 and shape[0] > 1:
         x = jnp.broadcast_to(x, (8, shape[0])).T[:, :1]
     x = x.reshape(shape)
@@ -45,9 +61,19 @@ def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class KernelGrid:
-    """The kernel's grid: batch axes and, as None, the work list; `table_axes` are those of the list
-    before its pairs, `merged` those that its rows are of, and its columns where it is `joined`.
-    `parts`: of the list, each a core's; 0 if it is one.
+    """The grid of a kernel.
+
+    **Arguments:**
+
+    - `layout`: the grid of blocks that the kernel visits.
+    - `order`: its axes from the outermost to the innermost: batch axes and, as None, the list.
+    - `table_axes`: the batch axes that the list has before its pairs: each element has its own.
+    - `length`: how many pairs are on the list, known or traced.
+    - `drain`: how many steps follow the last pair, to empty a pipeline.
+    - `merged`: the batch axes whose elements share a list. They have no axis of the kernel's grid.
+        The rows of the list are those of all the elements, and so are its columns if it is
+        `joined`.
+    - `parts`: into how many parts the list is cut, one for each core; 0 if it is whole.
     """
 
     layout: GridLayout
@@ -67,8 +93,12 @@ class KernelGrid:
         default_class: int,
         drain: int = 0,
     ) -> tuple["KernelGrid", Any]:
-        """The grid of a fold, and its list of pairs: batch elements outside, one after the other,
-        or in the list where the layout is ragged or the list is short.
+        """The grid of a fold, and its list of pairs.
+
+        Batch elements are visited one after the other, outside of the list. They share a list where
+        the layout is ragged, or where there is something to drain and the list is short.
+
+        **Arguments:** those of `work_list`, and `drain` as above.
         """
         table_batch_axes = (layout.table_axes or ())[:-2]
         merged = table_batch_axes if layout.ragged else merged_axes(layout) if drain else ()
@@ -79,29 +109,41 @@ class KernelGrid:
 
     @property
     def joined(self) -> bool:
+        """Whether the columns of the list, too, are those of all elements that share it."""
         return bool(self.merged) and not self.layout.ragged
 
     @property
     def outermost(self) -> int:
-        """Of the axes that a row of the list stands for."""
+        """The outermost of the axes that a row of the list counts."""
         return self.merged[0] if self.merged else ROW
 
     @property
     def grid(self) -> tuple:
+        """The sizes of the kernel's grid, parts first."""
         parts = (self.parts,) if self.parts else ()
         sizes = (self.length + self.drain if a is None else self.layout.grid[a] for a in self.order)
         return (*parts, *sizes)
 
     def pair(self, ids: Sequence, work_ref: Any, lag: int = 0) -> Any:
-        """The packed pair of the step `lag` before this one."""
+        """The packed pair of the step `lag` before this one; at the first step, its own."""
         part, ids = split_at(ids, bool(self.parts))
         at = [ids[self.order.index(a)] for a in self.table_axes]
         step = ids[self.order.index(None)]
         return work_ref[(*part, *at, jnp.maximum(step - lag, 0) if lag else step)]
 
     def index(self, axes: tuple[int, ...], ids: Sequence, refs: Sequence, lag: int = 0) -> list:
-        """Where a step, or the one `lag` before it, is on these grid axes, of which some may be one
-        as in `laid`. `refs`: the list and the tables of pages.
+        """The index on the given grid axes of the block that a step reads or writes.
+
+        A row of a merged list counts `(*merged, ROW)` in one number, so the index on each of these
+        axes is found by division. Arrays whose axes are merged in the same way, see
+        `leading_sizes`, need no division.
+
+        **Arguments:**
+
+        - `axes`: the grid axes of an array.
+        - `ids`: the indices of the step on the kernel's grid.
+        - `refs`: the list, and the tables of pages.
+        - `lag`: how many steps before this one.
         """
         work_ref, *tables = refs
         pair = self.pair(ids, work_ref, lag)
@@ -127,15 +169,21 @@ class KernelGrid:
         return [where[a] for a in axes]
 
     def split(self, axes: tuple[int, ...]) -> tuple:
-        """The axes before those that are one in `laid`, and which of `ROW` and `COL` that is of."""
+        """The axes that an array keeps apart, and `ROW` or `COL` where the others are merged.
+
+        The merged batch axes and the row (or column) after them are one axis of the array where
+        they are one number of the list.
+        """
         n = len(axes) - 1 - len(self.merged)
         if self.joined and n >= 0 and axes[n:-1] == self.merged and axes[-1] in (ROW, COL):
             return *axes[:n], axes[-1]
         return *axes, None
 
     def leading_sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of these axes, in front of the blocks of an array. Of joined axes it has one,
-        as the list has: then the scalar unit has less to do.
+        """The sizes of the axes in front of the blocks of an array on these grid axes.
+
+        Axes that are one number of the list are one axis here: then the scalar unit has nothing to
+        divide.
         """
         *apart, side = self.split(axes)
         sizes = self.layout.shape(tuple(apart))
@@ -144,8 +192,13 @@ class KernelGrid:
     def spec(
         self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0, *, by_part: bool = False
     ) -> pl.BlockSpec:
-        """Where the block of an array on these grid axes lies at each step. `by_part`: in front of
-        them, each part of the list has its own.
+        """Where the block of an array on these grid axes lies at each step.
+
+        **Arguments:**
+
+        - `axes`, `block`: the grid axes of the array, and the shape of a block.
+        - `lag`: how many steps late the block is used.
+        - `by_part`: whether each part of the list has an array of its own, in front of all axes.
         """
 
         def index(*ids_and_refs):
@@ -157,7 +210,7 @@ class KernelGrid:
         return pl.BlockSpec((*[None] * lead, *block), index)
 
     def block_spec(self, x: "KernelOperand", lag: int = 0) -> pl.BlockSpec:
-        """Where an argument of the kernel lies."""
+        """Where the block of an operand lies at each step; a resident one is given whole."""
         if x.resident:
             return pl.BlockSpec(memory_space=pltpu.VMEM)
         return self.spec(x.axes, x.block, lag)
@@ -165,16 +218,24 @@ class KernelGrid:
     def read(
         self, x: "KernelOperand", ref: Any, ids: Sequence, refs: Sequence, lag: int = 0
     ) -> Array:
-        """Its block at a step."""
+        """The block of an operand at a step, or at the one `lag` before it."""
         return x.read(ref, self.index(x.axes, ids, refs, lag) if x.resident else ())
 
     def arrays(self, xs: Sequence["KernelOperand"]) -> list[Array]:
+        """The arrays of the operands, with the leading axes that `spec` counts on."""
         return [x.array.reshape(*self.leading_sizes(x.axes), *x.block) for x in xs]
 
 
 class KernelOperand:
-    """An array on the grid, as the kernel is given it: `flipped`, transposed; `as_lies`, with
-    matrices of one column as they are; `cached`, from a cache.
+    """An array on the grid, in the form in which the kernel is given it.
+
+    **Arguments:**
+
+    - `x`: the array, `[*axes, *block]`. Booleans are given to the kernel as int32.
+    - `axes`: its grid axes.
+    - `flipped`: whether its blocks are given transposed.
+    - `as_lies`: whether blocks keep their shape, columns `[n, 1]` included.
+    - `cached`: whether it comes from a cache, which XLA must not copy.
     """
 
     def __init__(
@@ -196,20 +257,21 @@ class KernelOperand:
 
     @property
     def resident(self) -> bool:
-        """Whether the whole array lies in vector memory all the time: what is small would not take
-        longer to copy there for each step than to find out that it must be.
+        """Whether the whole array lies in vector memory all the time.
+
+        It does where its blocks are rows or columns and all of it is small, see `RESIDENT`.
         """
         return 1 in self.block and nbytes_of(self.array.shape, self.array.dtype) <= RESIDENT
 
     @property
     def nbytes(self) -> int:
-        """Of vector memory: one block is read while the next one arrives."""
+        """The bytes of vector memory that it takes: one block is read while the next arrives."""
         if self.resident:
             return nbytes_of(self.array.shape, self.array.dtype)
         return 2 * nbytes_of(self.block, self.array.dtype)
 
     def read(self, ref: Any, at: Sequence = ()) -> Array:
-        """The block in `ref`, or of a resident array the one `at` some place."""
+        """The block in `ref`; of a resident array, the one at the index `at`."""
         x = ref[(*at, ...)]
         if x.shape != self.shape or x.ndim == 0:
             return as_block(x, self.shape, self.dtype)
@@ -217,8 +279,10 @@ class KernelOperand:
 
 
 def abstract_blocks(operands: Sequence, axes: Sequence[tuple[int, ...]]) -> list:
+    """The shapes and dtypes of one block of each operand."""
     return [abstract(x, x.shape[len(a) :], x.dtype) for x, a in zip(operands, axes)]
 
 
 def matrix(x: Any) -> bool:
+    """Whether a block is a matrix, and neither a row nor a column."""
     return len(x.shape) == 2 and min(x.shape) > 1

@@ -1,8 +1,8 @@
 """Products of blocks that hold all key/value heads, as a cache lies in memory: `[keys, groups, n]`.
-Each group has its own share of the rows.
 
-Where that is a multiple of the lanes, a group is a product of its own; else one product has all
-groups side by side, with zeros or unused results where group and row do not belong together.
+A group is a key/value head, and each group has its own share of the rows. Where that share is a
+multiple of the lanes, each group is a product of its own. Else there is one product with all groups
+side by side, which has zeros or unused results where group and row do not belong together.
 """
 
 from typing import Any
@@ -15,23 +15,31 @@ from ..._sweep.nonfinite import zero_nonfinite
 
 
 LANES = 128
+"""The lanes of a vector register: arrays can be cut along the last axis at multiples of them."""
 
 
 def _apart(groups: int, rows: int) -> bool:
+    """Whether each group has a product of its own."""
     return groups == 1 or rows // groups % LANES == 0
 
 
 def _share(x: Array, h: int, groups: int, axis: int) -> Array:
+    """The slice of group `h` of an axis that holds one group after the other."""
     n = x.shape[axis] // groups
     return lax.slice_in_dim(x, h * n, (h + 1) * n, axis=axis)
 
 
 def _group_of(shape: tuple[int, ...], axis: int, groups: int) -> Array:
+    """The index of the group that each place along an axis belongs to."""
     return lax.div(lax.broadcasted_iota(jnp.int32, shape, axis), jnp.int32(shape[axis] // groups))
 
 
 def grouped_product(wide: Array, other: Array, precision: Any) -> Array:
-    """`[keys, groups, n]` and `[n, rows]` to `[keys, rows]`."""
+    """The logits `[keys, rows]` of keys `[keys, groups, n]` and queries `[n, rows]`.
+
+    In the joint product, keys are `[keys, groups * n]`, and queries `[groups * n, rows]` with zeros
+    in the places of all groups but their own.
+    """
     groups, rows = wide.shape[1], other.shape[1]
     each = [wide[:, h] for h in range(groups)]
     if _apart(groups, rows):
@@ -46,8 +54,9 @@ def grouped_product(wide: Array, other: Array, precision: Any) -> Array:
         jnp.where(group == h, other.astype(jnp.float32), zero).astype(other.dtype)
         for h in range(groups)
     ]
-    # What is not finite must not meet the zeros: it makes the logits of its own group NaN.
-    # This keeps the contract of `_sweep/nonfinite.py`.
+    # A number that is not finite would make 0 * inf = NaN of a zero, in the rows of other groups.
+    # So it is left out here, and added as NaN to the logits of its own group. This keeps the
+    # contract of `_sweep/nonfinite.py`.
     clean = [zero_nonfinite(x.astype(jnp.float32)).astype(x.dtype) for x in each]
     bad = [(x.astype(jnp.float32) * 0).sum(1, keepdims=True) for x in each]
     logits = product_of(jnp.concatenate(clean, 1), jnp.concatenate(own, 0), (1, 0), precision)
@@ -55,7 +64,10 @@ def grouped_product(wide: Array, other: Array, precision: Any) -> Array:
 
 
 def weighted_groups(wide: Array, weights: Array, precision: Any) -> Array:
-    """`[keys, groups, n]` and `[keys, rows]` to `[n, rows]`."""
+    """The sums `[n, rows]` of values `[keys, groups, n]` with weights `[keys, rows]`.
+
+    The joint product has the sums of all groups for each row, of which its own group's are kept.
+    """
     groups, rows = wide.shape[1], weights.shape[1]
     each = [wide[:, h] for h in range(groups)]
     if _apart(groups, rows):
@@ -74,7 +86,11 @@ def weighted_groups(wide: Array, weights: Array, precision: Any) -> Array:
 
 
 def spread_groups(bad: Array, rows: int) -> Array:
-    """`[keys, groups]`, 0 or NaN, to `[keys, rows]`."""
+    """What is 0 or NaN for each group, `[keys, groups]`, for each row of the group, `[keys, rows]`.
+
+    A product with a matrix of zeros and ones spreads it. NaN is 1 in that product, as NaN times 0
+    would be NaN in the rows of other groups, too.
+    """
     groups = bad.shape[1]
     belongs = _group_of((groups, rows), 1, groups) == lax.broadcasted_iota(
         jnp.int32, (groups, rows), 0
@@ -86,6 +102,6 @@ def spread_groups(bad: Array, rows: int) -> Array:
 
 
 def product_of(a: Array, b: Array, contract: tuple[int, int], precision: Any) -> Array:
-    """In float32, summed over the named axes."""
+    """The product of two matrices in float32, summed over the axis of each in `contract`."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)

@@ -1,7 +1,27 @@
-"""Block functions as programs that a kernel can hold: flat, evaluated where something reads them.
+"""Block functions as programs that a kernel can hold.
 
-A block may lie transposed in memory. A product then reads it so, and what is done element by
-element is done so: nothing large is transposed in the kernel unless there is no other way.
+A `Program` is the jaxpr of a block function; an `Evaluation` writes its equations into a kernel.
+The results are those of the jaxpr to rounding. These rules change what is computed on the way:
+
+1. *Calls are inlined.* `jit`, `custom_jvp_call` and the like are replaced by their bodies
+   (`flat_jaxpr`), so that the rules below see across them. `pvary` is dropped: a kernel runs on one
+   device.
+2. *Values are computed on demand*, once, where a result first reads them. So unused results cost
+   nothing, and instructions stand in the order of demand, which the compiler's scheduler keeps.
+3. *Large blocks are not transposed.* An argument that every product would like transposed is given
+   so to the kernel. What is done to it element by element is done in that orientation, and a
+   product or a sum names the other axis instead.
+4. *Windows.* A window of a block of logits is computed from the windows of what it is made of: by
+   operations on single elements, selections, and products with slices of their operands. All other
+   values are computed whole, once, and cut (`block`).
+5. *Powers of two.* `exp(x)` is `exp2(x * log2(e))`. The factor moves towards the leaves: over
+   differences, selections and broadcasts, and into the smaller operand of a product (`times`).
+   There it meets the softmax scale, and costs one product of two numbers, not one for each logit.
+6. *Selections by one predicate.* Inside `select(p, a, b)` it is known what a selection by the same
+   `p` gives, so only that is computed: a mask before and one after the scale become one.
+7. *Common factors.* `f x + f y` becomes `f (x + y)`: a probability multiplies both parts of the
+   cotangent of its logit at once.
+8. *No detours.* A product that reads bfloat16 takes a block that was widened from it as it was.
 """
 
 import copy
@@ -20,7 +40,10 @@ from ._products import grouped_product, product_of
 
 
 LOG2E = math.log2(math.e)
+# The parameters in which equations that call something keep the body.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+# Operations that are done in either orientation of a block. `Program.root` goes back through them
+# by the last argument, which is the block that they work on (of a selection, the second case).
 _ELEMENTWISE = {
     lax.convert_element_type_p,
     lax.is_finite_p,
@@ -39,11 +62,11 @@ POINTWISE = {
         "sub tanh xor"
     ).split()
 }
-"""Of which a part of the result needs that part of the arguments only."""
+"""Operations of which a part of the result needs that part of the arguments only."""
 
 
 def _in_place(eqn, xs) -> list:
-    """An equation, or the body that it calls."""
+    """The results of an equation, or of the body that it calls, at `xs`."""
     called = next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
     if only_varies(eqn):  # a kernel is one device's
         return xs
@@ -53,21 +76,34 @@ def _in_place(eqn, xs) -> list:
 
 
 def flat_jaxpr(closed: Any) -> Any:
-    """A closed jaxpr with the bodies of its calls in their place."""
+    """A closed jaxpr with its calls replaced by their bodies."""
     return replaced_jaxpr(closed, [v.aval.shape for v in closed.jaxpr.invars], _in_place)
 
 
 def replaced_jaxpr(closed: Any, shapes: Sequence, evaluate: Callable) -> Any:
-    """A closed jaxpr of arguments of these shapes, with equations replaced as `interpret` does."""
+    """A closed jaxpr traced anew.
+
+    **Arguments:**
+
+    - `shapes`: the shapes of its arguments in the new jaxpr.
+    - `evaluate`: `(equation, its arguments) -> its results`, as for `interpret`.
+    """
     avals = [jax.ShapeDtypeStruct(n, v.aval.dtype) for n, v in zip(shapes, closed.jaxpr.invars)]
     return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, evaluate))(*avals)
 
 
 class Program:
-    """A function of blocks whose results `wanted` a kernel computes.
+    """A function of blocks, of which a kernel computes some results.
 
-    `reads` holds for each argument whether these depend on it, `flipped` whether every product
-    that reads it would like it transposed.
+    Its attribute `reads` holds for each argument whether these results depend on it. `flipped`
+    holds whether every product that reads the argument would like it transposed: as a left operand
+    that is summed over its first axis.
+
+    **Arguments:**
+
+    - `fn`: the function, which returns a list.
+    - `avals`: the shapes and dtypes of its arguments.
+    - `wanted`: the indices of the results to compute; None for all.
     """
 
     def __init__(self, fn: Callable, avals: Sequence, wanted: Sequence[int] | None = None):
@@ -91,17 +127,17 @@ class Program:
         self.flipped = [all(wishes.get(v, [False])) for v in self.jaxpr.invars]
 
     def maker(self, v: Any) -> Any:
-        """The equation that a value comes from, None for arguments and constants."""
+        """The equation that a variable comes from; None for arguments and constants."""
         return None if isinstance(v, Literal) else self.made_by.get(v)
 
     def root(self, v: Any) -> Any:
-        """What a value was before it was worked on element by element; None for a constant."""
+        """The variable that a value was made from element by element; None for a constant."""
         while (eqn := self.maker(v)) is not None and eqn.primitive in _ELEMENTWISE:
             v = eqn.invars[-1]
         return None if isinstance(v, Literal) else v
 
     def __call__(self, load: Sequence[Callable | None], flipped: Sequence[bool]) -> list:
-        """**Arguments:** those of `Run`."""
+        """The results in a kernel. The arguments are those of `Evaluation`."""
         run = Evaluation(self, load, flipped)
         return [run.value(v) for v in self.outs]
 
@@ -111,10 +147,12 @@ class Evaluation:
 
     **Arguments:**
 
-    - `load`: for each argument, a function that reads it.
-    - `flipped`: whether what it returns is transposed.
+    - `program`: what to evaluate.
+    - `load`: for each argument, a function that reads it; None where nothing does.
+    - `flipped`: for each argument, whether what `load` returns is transposed.
 
-    `at` gives the same evaluation of a `window` of the blocks of logits, slices of keys and rows.
+    Values that were computed are kept: whole ones in `done`, by variable and whether they are
+    transposed, those of the window in `parts`.
     """
 
     def __init__(self, program: Program, load: Sequence, flipped: Sequence[bool]):
@@ -127,12 +165,13 @@ class Evaluation:
         self.parts: dict = {}
 
     def at(self, window: tuple[slice, slice] | None) -> "Evaluation":
+        """The same evaluation for a window of the blocks of logits: slices of keys and of rows."""
         run = copy.copy(self)  # what it reads whole, it reads once
         run.window, run.parts = window, {}
         return run
 
     def block(self, v: Any) -> Any:
-        """What of a block of logits, or of one that makes it, is in the window."""
+        """The part in the window of a block of logits, or of a block that makes it."""
         if self.window is None or isinstance(v, Literal) or v.aval.ndim == 0:
             return self.value(v)
         if v not in self.parts:
@@ -160,15 +199,18 @@ class Evaluation:
         return x[tuple(slice(None) if n == 1 else w for n, w in zip(x.shape, self.window))]
 
     def _repeated(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """A number, repeated to the window of a block of this shape."""
         assert self.window is not None
         sides = [min(n, w.stop - w.start) for n, w in zip(shape, self.window)]
         return lax.broadcast(x, sides)
 
     def lies_flipped(self, v: Any) -> bool:
+        """Whether a value is made, element by element, from an argument that lies transposed."""
         v = v if isinstance(v, Literal) else self.program.root(v)
         return not isinstance(v, Literal) and self.load.get(v, (None, False))[1]
 
     def value(self, v: Any, flip: bool = False) -> Any:
+        """The whole value of a variable, transposed if `flip`."""
         if isinstance(v, Literal):
             return v.val
         if (v, flip) not in self.done:
@@ -223,7 +265,7 @@ class Evaluation:
         return self.done[v, False]
 
     def _with_factor(self, eqn: Any) -> tuple | None:
-        """Of a sum of two products with a factor in common: it, and the others."""
+        """The common factor of a sum of two products, and the two others; None without one."""
         products = [self.program.maker(v) for v in eqn.invars]
         if any(p is None or p.primitive is not lax.mul_p for p in products):
             return None
@@ -234,13 +276,13 @@ class Evaluation:
         return None
 
     def _selected(self, eqn: Any, factor: float | None = None) -> Any:
-        """A selection (times a factor), whose cases skip selections by the same predicate."""
+        """A selection, times a factor, whose cases skip selections by the same predicate."""
         which, *cases = eqn.invars
         xs = [self._given(x, which, i, factor) for i, x in enumerate(cases)]
         return lax.select_n(self.block(which), *xs)
 
     def _given(self, v: Any, which: Any, case: int, factor: float | None) -> Any:
-        """A value where it is known what the predicate selects."""
+        """A value, times a factor, where the predicate `which` is known to select `case`."""
         eqn = self.program.maker(v)
         if not self._tests(v, which):
             return self.block(v) if factor is None else self.times(v, factor)
@@ -268,6 +310,7 @@ class Evaluation:
         return x if dtype is None else x.astype(dtype)
 
     def _dot(self, a, b, window=(None, None), *, contract, lead, precision, operand_dtype):
+        """A product of matrices in the orientation in which they lie, or the window of it."""
         assert lead == 0
         operands, dims = [], []
         for v, c, part in zip((a, b), contract, window):
@@ -278,7 +321,7 @@ class Evaluation:
         return product_of(operands[0], operands[1], (dims[0], dims[1]), precision)
 
     def times(self, v: Any, factor: float) -> Any:
-        """A value times a number, by way of what it is already multiplied with."""
+        """A value times a number, which is multiplied in where that costs least (rule 5)."""
         eqn = self.program.maker(v)
         if isinstance(v, Literal):
             return in_range(v.val, factor)
@@ -302,7 +345,7 @@ class Evaluation:
         return self.block(v) * factor
 
     def _size(self, v: Any) -> int:
-        """Of what a value was before it was repeated."""
+        """The size of what a value was before it was repeated."""
         while (eqn := self.program.maker(v)) and eqn.primitive is lax.broadcast_in_dim_p:
             v = eqn.invars[0]
         return v.aval.size
@@ -312,11 +355,14 @@ _RANGE = float(jnp.finfo(jnp.float32).min), float(jnp.finfo(jnp.float32).max)
 
 
 def in_range(x: Any, factor: float) -> Any:
-    """A number times a factor, finite if it is: the origin of a row that sees nothing is the least
-    of all numbers.
+    """A number times a factor, which is finite if the number is.
+
+    The origin of a row that sees nothing is the least finite number. Times `log2(e)` it would
+    overflow to -inf, and a masked logit minus its origin would be NaN.
     """
     return x * factor if math.isinf(x) else np.float32(np.clip(float(x) * factor, *_RANGE))
 
 
 def _plain(eqn) -> dict:
+    """Parameters to replace in an equation whose arguments have other shapes: its sharding."""
     return {"sharding": None} if "sharding" in eqn.params else {}

@@ -1,5 +1,8 @@
-"""Scales of a block `[1, keys * groups]` as a matrix `[keys, groups]`, for the kernel that reads
-them so: no kernel can turn a row into a matrix, XLA does it before.
+"""Scales of quantised keys and values, laid out for the kernel that reads them as a matrix.
+
+A cache keeps the scales of a block as a row `[1, keys * groups]`, which the decoding kernel reads
+as it is. The forward kernel needs a matrix `[keys, groups]`. No kernel can turn a row into a
+matrix, so XLA does it before the kernel.
 """
 
 import dataclasses
@@ -16,8 +19,10 @@ from ._program import flat_jaxpr, replaced_jaxpr
 def with_matrices(
     steps: dict[int, Any], layout: GridLayout, args: Sequence
 ) -> tuple[dict, Sequence]:
-    """The steps of a fold, and its arguments, with each row that is only read as a matrix as that
-    matrix.
+    """The steps and the arguments of a fold, with rows given as the matrices that they become.
+
+    An argument is changed if every use of it, in the logits and in the values of every class, is a
+    reshape of the row to one and the same matrix.
     """
     n = len(next(iter(steps.values())).logits.in_avals)
     programs = {c: [flat_jaxpr(s.logits), flat_jaxpr(s.values)] for c, s in steps.items()}
@@ -54,7 +59,7 @@ def with_matrices(
 
 
 def _reading(closed: Any, matrices: dict[int, tuple[int, ...]]) -> Any:
-    """A program whose arguments `matrices` have these shapes already."""
+    """A program whose arguments `matrices` have these shapes already, without the reshapes."""
     given = {closed.jaxpr.invars[i] for i in matrices}
 
     def evaluate(eqn, xs):

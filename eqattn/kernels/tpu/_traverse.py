@@ -1,4 +1,4 @@
-"""A visit of the grid as kernels for TPUs."""
+"""The choice of the kernels that make up one visit of the grid."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +23,14 @@ def traverse(
     into: Sequence[Any] | None = None,
     interpret: Any = False,
 ) -> list[Any]:
-    """`eqattn._sweep.loops.traverse` as kernels: one for a fold, one for all the outputs of a sweep
-    that keep the same axes, or two such sets where one of them can stay in vector memory.
+    """`eqattn._sweep.loops.traverse` by kernels, with the same arguments and results.
+
+    A fold is one kernel. A sweep has one kernel for all outputs that keep the same axes. Where the
+    outputs of rows can stay in vector memory, they join the kernel for those of columns.
+
+    **Arguments:** those of `eqattn._sweep.loops.traverse`, and
+
+    - `interpret`: whether to interpret the kernels; or what `pl.pallas_call` takes under that name.
     """
     if interpret and varying_axes(*args):
         raise ValueError(

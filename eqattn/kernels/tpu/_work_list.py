@@ -1,4 +1,25 @@
-"""Which pairs of row and column a kernel visits, in which order, and where their blocks lie."""
+"""Which pairs of row and column a kernel visits, in which order, and where their blocks lie.
+
+The pairs that are visited stand on a list in scalar memory, one word of 32 bits for each:
+
+    bit   31            18 17             4 3     2    1      0
+         +----------------+----------------+-------+------+-------+
+         |  row, 14 bits  | column, 14 bits| class | LAST | FIRST |
+         +----------------+----------------+-------+------+-------+
+
+`class` is `EMPTY`, `PARTIAL`, `FULL` or `CORNER` of `eqattn._sweep.grid`. `FIRST` and `LAST` say
+that a pair begins or ends its group, the pairs that share an accumulator: a row where rows are
+kept, a column where columns are. For a causal table of 2 x 2 blocks whose rows are kept,
+
+    PARTIAL  EMPTY           row  column  class    flags            word
+    FULL     PARTIAL           0       0  PARTIAL  FIRST | LAST  0x00007
+                               1       0  FULL     FIRST         0x40009
+                               1       1  PARTIAL  LAST          0x40016
+                               1       1  FULL                   0x40018
+
+The empty block is not on the list, whose length is 3. The word after its end is for the step that
+drains the forward's pipeline: it has the place of the last pair, so that no block is copied for it.
+"""
 
 import math
 from typing import Any
@@ -12,8 +33,9 @@ from ..._sweep.grid import COL, EMPTY, GridLayout, ROW
 from ._chip import cores, SHORT
 
 
-FIRST, LAST = 1, 2  # flags of a pair; then two bits of its class, 14 of its column, 14 of its row
+FIRST, LAST = 1, 2
 SIDE = 2**14
+"""The number of rows, or of columns, that 14 bits can count."""
 
 
 def work_list(
@@ -23,10 +45,23 @@ def work_list(
     default_class: int,
     merged: tuple[int, ...] = (),
 ) -> Any:
-    """The pairs to visit, packed, `[*, pairs]`, and how many there are: the live ones, and one for
-    each kept row or column without any. Without a table, all of class `every`. One more of that
-    class, without flags, follows them. Its rows are those of all the batch elements of the axes
-    `merged`, which are the innermost; its columns too, but for a `ragged` layout.
+    """The list of the pairs to visit.
+
+    On it are the live pairs, and one pair of class `EMPTY` for each kept row or column without a
+    live one, so that its result is written, too.
+
+    **Arguments:**
+
+    - `table`: the class of each block, `[*batch, rows, columns]`, known or traced. None stands for
+        a table whose blocks all have the class `default_class`.
+    - `kept`: the grid axes that the results keep. The pairs of a kept row or column stand together.
+    - `default_class`: the class without a table, and of the word after the last pair.
+    - `merged`: the innermost batch axes whose elements share one list. Its rows are then those of
+        all these elements, one after the other; and so are its columns, unless the layout is
+        `ragged`.
+
+    **Returns:** the packed pairs, int32 `[*batch, pairs + 1]`, and the number of pairs, that of the
+    longest list. Shorter lists are filled with words of class `EMPTY` and without flags.
     """
     rows, columns = layout.grid[ROW:]
     apart = rows
@@ -45,11 +80,12 @@ def work_list(
     row, column = np.mgrid[:rows, :columns]
     if merged and not layout.ragged:
         column += row // apart * columns
-    # A list that may be this long is refused.
+    # `TPULowering` refuses a grid of more rows or columns.
     assert max(rows, columns) < SIDE, (rows, columns)
     if COL in kept and ROW not in kept:
         table, row, column = (xp.swapaxes(x, -1, -2) for x in (table, row, column))
     lead, (outer, inner) = table.shape[:-2], table.shape[-2:]
+    # One group for each accumulator: each pair, each row (or column), or all pairs.
     if ROW in kept and COL in kept:
         outer, inner = outer * inner, 1
     elif ROW not in kept and COL not in kept:
@@ -58,6 +94,8 @@ def work_list(
     none = (table == EMPTY).all(-1, keepdims=True)
     chosen = (table != EMPTY) | (none & np.broadcast_to(np.arange(inner) == 0, table.shape))
     chosen = chosen.reshape(*lead, -1)
+    # The chosen pairs are moved to the front by a sort, which keeps their order and also works for
+    # a traced table: its list has room for all pairs, and `count` says how many it holds.
     index, everything = np.arange(outer * inner), outer * inner
     index = np.broadcast_to(index, chosen.shape)
     order = xp.sort(xp.where(chosen, index, index + everything), axis=-1)
@@ -80,8 +118,10 @@ def work_list(
 
 
 def merged_axes(layout: GridLayout) -> tuple[int, ...]:
-    """The innermost batch axes whose pairs may share a list, so that they are drained once. It
-    lies in scalar memory, and is one core's.
+    """The innermost batch axes whose elements may share a list, so that they are drained once.
+
+    A shared list must be short, as it lies in scalar memory. It would be one core's work, so where
+    two cores share a kernel, nothing is merged.
     """
     axes, pairs = layout.batch, math.prod(layout.grid[ROW:])
     while axes and (cores() > 1 or math.prod(layout.grid[a] for a in axes) * pairs > SHORT):
@@ -90,10 +130,20 @@ def merged_axes(layout: GridLayout) -> tuple[int, ...]:
 
 
 def in_parts(work: Array, length: Any, parts: int, rows: int) -> tuple[Array, Any, Array]:
-    """One list as `parts` equal stretches of it, so that cores may share it.
+    """One list cut into `parts` equal stretches, so that cores may share it.
 
-    **Returns:** the lists `[parts, pairs]`, the length of the longest, and whether each has a pair
-    of each row, `[parts, rows]`. A row that two of them have is begun and ended by both.
+    Each stretch begins with a `FIRST` pair and ends with a `LAST` one, so a row that is cut has a
+    Carry in both parts.
+
+    **Arguments:**
+
+    - `work`: the list `[pairs + 1]` of `work_list`.
+    - `length`: the number of its pairs, known or traced.
+    - `parts`: how many stretches there are.
+    - `rows`: how many rows the list has.
+
+    **Returns:** the lists `[parts, pairs]`, the length of the longest, and whether each part has a
+    pair of each row, `[parts, rows]`.
     """
     size = -(-length // parts)
     begin = np.arange(parts, dtype=np.int32)[:, None] * size
@@ -102,15 +152,17 @@ def in_parts(work: Array, length: Any, parts: int, rows: int) -> tuple[Array, An
     here = begin + at
     pairs = work[jnp.minimum(here, end - 1)]
     flags = jnp.where(at == 0, FIRST, 0) | jnp.where(here == end - 1, LAST, 0)
-    pairs = jnp.where(here < end, pairs | flags, pairs & ~15)  # past the end: not a visit
+    pairs = jnp.where(here < end, pairs | flags, pairs & ~15)  # EMPTY past the end, without flags
     rows_at = lambda i: row_of(work[jnp.clip(i, 0, length - 1)])
     first, last, row = rows_at(begin), rows_at(end - 1), np.arange(rows, dtype=np.int32)[None]
     return pairs, size, (begin < end) & (first <= row) & (row <= last)
 
 
 def kind_of(pair: Any) -> Any:
+    """The class of the block of a packed pair."""
     return (pair >> 2) & 3
 
 
 def row_of(pair: Any) -> Any:
+    """The row of a packed pair. The shift is logical: bit 31 is the row's, not a sign."""
     return lax.shift_right_logical(pair, 18)
