@@ -225,7 +225,8 @@ def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
     b, s = x.shape[:2]
     if size is None:
         # A size from 64 to 256 that divides the row needs no padding, hence no copy. If there is
-        # none, the padded row has blocks of 128: the middle of that range, chosen by trial.
+        # none, the row is padded to blocks of 128, which was chosen by trial within that range. No
+        # benchmark covers padded rows; `bench --only 'cpu-decode-*'` shows those without padding.
         size = even_block(s) or 128
     size, parts = min(size, s), -(-s // min(size, s))
 
