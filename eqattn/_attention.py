@@ -1,4 +1,4 @@
-"""The public entry."""
+"""`attention()`, the entry of the library: it checks the strategy and calls it."""
 
 from typing import Any
 
@@ -37,31 +37,33 @@ def attention(
 
     **Arguments:**
 
-    - `query`: `[*b, t, h, d]`, any number of leading axes (also none).
-    - `key_`: `[*b, s, k, d]`; `h` is a multiple of `k`.
-    - `value`: `[*b, s, k, v]`.
-    - `strategy`: where and in which order pairs are visited, by default `Blockwise()`.
-    - `mask`: what is visible: a module of `eqattn.masks`, or a boolean array broadcastable to
-        `[*b, h, t, s]`, or a name: `"causal"` for `Causal()`, `"full"` for None (everything).
-    - `bias`: added to the logits; broadcastable to `[*b, h, t, s]`.
+    - `query`: the queries, `[*b, t, h, d]`, with any number of leading axes `*b`, or none.
+    - `key_`: the keys, `[*b, s, k, d]`, where `h` is a multiple of `k`.
+    - `value`: the values, `[*b, s, k, v]`.
+    - `strategy`: where and in which order pairs are visited. The default is `Blockwise()`.
+    - `mask`: which pairs are visible. It is a module of `eqattn.masks`, a boolean array
+        broadcastable to `[*b, h, t, s]`, or a name: `"causal"` means `Causal()`, and `"full"` means
+        None, which shows every pair.
+    - `bias`: an array that is added to the logits and is broadcastable to `[*b, h, t, s]`.
     - `score`: a module of `eqattn.scores`, or a sequence of them.
-    - `key`: for dropout, required if the metadata's `dropout_prob` is positive and not `inference`.
-    - `inference`: switches dropout off.
-    - `q_offset`: added to the positions of the queries: an integer, or an integer array `[*b]`.
+    - `key`: the random key of the dropout. It is required if the metadata's `dropout_prob` is
+        positive, unless `inference` is set.
+    - `inference`: whether dropout is switched off.
+    - `q_offset`: an integer, or an integer array `[*b]`, that is added to the query positions.
     - `q_positions`, `kv_positions`: explicit positions, `[*b, t]` and `[*b, s]`.
-    - `return_weights`, `return_logsumexp`, `return_carry`: further fields of the output.
+    - `return_weights`, `return_logsumexp`, `return_carry`: whether the output also has that field.
 
     **Returns:**
 
-    An [`eqattn.AttentionOutput`][]: `attention_outputs` `[*b, t, h, v]` in the metadata's
-    `runtime_dtype`, by default the query's, and if asked for `attention_weights` `[*b, h, t, s]`,
-    `logsumexp` `[*b, t, h]` and `carry`. Logsumexp and Carry include the sinks: to merge Carries of
-    parts of the keys, give the sinks to one of them. A query that sees no key has output
-    0, logsumexp `-inf` (with sinks, theirs) and zero gradients.
+    An [`eqattn.AttentionOutput`][]. Its `attention_outputs` `[*b, t, h, v]` have the metadata's
+    `runtime_dtype`, by default the query's dtype. If asked for, it also has `attention_weights`
+    `[*b, h, t, s]`, `logsumexp` `[*b, t, h]` and `carry`. Logsumexp and Carry include the sinks: to
+    merge Carries of parts of the keys, give the sinks to one of them only. A query that sees no key
+    has output 0, zero gradients, and the logsumexp `-inf`, or that of the sinks if there are any.
 
     **Raises:**
 
-    `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
+    `ValueError` or `TypeError` at trace time; the message names the shapes and the remedy.
     """
     strategy = Blockwise() if strategy is None else strategy
     check_strategy(strategy)

@@ -1,4 +1,10 @@
-"""Rows with different numbers of new queries in one call: prompts, single tokens, drafts."""
+"""`ragged_attention()`: one call serves rows with different numbers of new queries, such as
+prompts, single tokens and drafts.
+
+Its method: the packed queries are copied into blocks of `block_q`, each of which belongs to one row
+(`_places`). Each block becomes a batch element of an ordinary call of `attention`, whose keys are
+pages of its row (`_of_blocks`), so no keys are copied. Afterwards the outputs are packed again.
+"""
 
 from typing import Any, NamedTuple
 
@@ -40,30 +46,36 @@ def ragged_attention(
     return_logsumexp: bool = False,
     return_carry: bool = False,
 ) -> AttentionOutput:
-    """Attention of queries that are packed one row after the other, each row over its own keys.
+    """Attention of queries that are packed one row after the other. Each row attends to its own
+    keys.
 
-    A row's queries are its last tokens: the last of them is at position `lengths - 1`. So one call
+    The queries of a row are its last tokens: the last one is at position `lengths - 1`. So one call
     serves rows that enter a prompt, rows that take one token and rows that check drafts.
 
     **Arguments:**
 
-    - `query`: `[n, h, d]`; row `i` has those from `cu_q_lens[i]` to before `cu_q_lens[i + 1]`.
-        Queries after the last row's are padding.
-    - `key_`, `value`: `[b, s, k, d]` and `[b, s, k, v]`, such as those of a cache.
-    - `cu_q_lens`: int `[b + 1]`, not decreasing, from 0 on.
-    - `lengths`, `starts`: int `[b]`, the keys `starts <= position < lengths` of each row are
-        visible. `lengths` counts the new queries' keys too.
+    - `query`: the packed queries, `[n, h, d]`. Row `i` has those from `cu_q_lens[i]` up to, but
+        not including, `cu_q_lens[i + 1]`. Queries after those of the last row are padding.
+    - `key_`, `value`: keys `[b, s, k, d]` and values `[b, s, k, v]`, such as those of a cache.
+    - `cu_q_lens`: the boundaries of the rows in `query`, int `[b + 1]`. They start at 0 and do not
+        decrease.
+    - `lengths`, `starts`: int `[b]`. The keys `starts <= position < lengths` of each row are
+        visible, and `lengths` includes the keys of the new queries. The default start is 0.
     - `strategy`: a [`eqattn.Ragged`][].
-    - `mask`, `score`: in addition. They get the index of the row as `b`, and may hold arrays per
-        row and head, but none per query or key.
-    - `causal`: hides the keys after each query.
-    - `block_q`: queries that are visited together. Each row fills its last block with padding.
+    - `mask`, `score`: a further mask and further scores. They receive the index of the row as `b`.
+        They may hold arrays per row and head, but none per query or key.
+    - `causal`: whether a query sees only the keys up to its own position.
+    - `block_q`: how many queries are visited together. Each row pads its last block, so a small
+        block wastes less, and a large one reads the keys of a long prompt less often. The default
+        of 16 was chosen by trial.
+    - `return_logsumexp`, `return_carry`: whether the output also has that field.
 
-    **Returns:** an [`eqattn.AttentionOutput`][]: `attention_outputs` `[n, h, v]`, and if asked for
-    `logsumexp` `[n, h]` and `carry`. Padding has output 0, logsumexp `-inf` and zero gradients.
+    **Returns:** an [`eqattn.AttentionOutput`][]. It has `attention_outputs` `[n, h, v]` and, if
+    asked for, `logsumexp` `[n, h]` and `carry`. Padding has output 0, logsumexp `-inf` and zero
+    gradients.
 
-    **Raises:** `ValueError` or `TypeError` at trace time, naming the shapes and the remedy; also
-    for `cu_q_lens` and `lengths` that do not fit, where they are known then.
+    **Raises:** `ValueError` or `TypeError` at trace time; the message names the shapes and the
+    remedy. This includes `cu_q_lens` and `lengths` that do not fit, if their values are known.
     """
     mask, scores = as_mask(mask), as_scores(score)
     check_distances(mask, *scores)
@@ -120,7 +132,7 @@ def ragged_attention(
 def _checked(
     query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any
 ) -> tuple[Array, Array, Array]:
-    """`cu_q_lens`, `lengths` and `starts` as int32 arrays that fit the rest."""
+    """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit."""
     cu = as_int32(cu_q_lens, "cu_q_lens", 1)
     lengths = as_int32(lengths, "lengths", 1)
     starts = np.zeros(lengths.shape, np.int32) if starts is None else starts
@@ -164,19 +176,28 @@ def _check_strategy(strategy: Any) -> None:
 
 
 class _Places(NamedTuple):
-    """Where packed queries lie in blocks of one row each."""
+    """The two-way map between packed queries and blocks that belong to one row each.
 
-    row: Array  # of each block
-    live: Array
-    first: Array  # place of a block's first query among those of its row
-    tokens: Array  # [blocks, block_q], out of range for padding
-    token_block: Array  # of each query, out of range for padding
-    token_offset: Array
+    For rows of 3 and 1 queries and blocks of 2, the live blocks are, with `x` for padding:
+
+        tokens   [0, 1] [2, x] [3, x]
+        row         0      0      1
+        first       0      2      0
+    """
+
+    row: Array  # [blocks]: the row that a block belongs to
+    live: Array  # [blocks]: whether the block has any queries
+    first: Array  # [blocks]: the place of its first query among the queries of its row
+    tokens: Array  # [blocks, block_q]: the packed queries of a block; padding is out of range
+    token_block: Array  # [n]: the block that holds a query; out of range for padding
+    token_offset: Array  # [n]: the place of a query within that block
 
 
 def _places(boundaries: Array, n: int, size: int) -> _Places:
     rows = len(boundaries) - 1
-    most = n // size + rows  # each row has one block that is not full, or none
+    # Each row has at most one block that is not full, so there are at most n // size full blocks
+    # and `rows` others. This bound is static, as shapes must be; the blocks beyond are not live.
+    most = n // size + rows
     counts = boundaries[1:] - boundaries[:-1]
     ends = jnp.cumsum(-(-counts // size))
     block = jnp.arange(most, dtype=jnp.int32)
@@ -194,11 +215,14 @@ def _places(boundaries: Array, n: int, size: int) -> _Places:
 
 
 def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
-    """Keys or values of each block's row, as pages that blocks of one row share."""
+    """The keys or values of each block's row, as pages. Blocks of one row share its pages."""
     if isinstance(x, Pages):
         return Pages(x.content, x.table[row])
     b, s = x.shape[:2]
     if size is None:
+        # A size from 64 to 256 that divides the row needs no padding, hence no copy. If there is
+        # none, the row is padded to blocks of 128, which was chosen by trial within that range. No
+        # benchmark covers padded rows; `bench --only 'cpu-decode-*'` shows those without padding.
         size = even_block(s) or 128
     size, parts = min(size, s), -(-s // min(size, s))
 

@@ -1,1 +1,1 @@
-"""Strategies and metadata in files."""
+"""Writes strategies and metadata to files, and reads them."""

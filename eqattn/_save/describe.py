@@ -1,8 +1,11 @@
-"""Trees of modules as strict JSON, without the values of their leaves.
+"""Describes trees of modules as strict JSON, without the values of their leaves.
 
-To the objects with one key of `_config/json.py`, this adds `$leaf` (the type of a leaf),
-`$constant` (a static value in a field that may also hold a leaf), `$tuple`, `$dtype`, `$enum`,
-`$object` (a module, dataclass or named tuple), `$strategy` and `$metadata`.
+What JSON has no type for is an object with one key, its tag. `_config/json.py` defines some tags,
+and this module adds `$leaf` (the type of a leaf), `$constant` (a static value in a field that may
+also hold a leaf), `$tuple`, `$dtype`, `$enum`, `$object` (a module, dataclass or named tuple),
+`$strategy` and `$metadata`. For example, `Blockwise()` begins with
+
+    {"$strategy": {"name": "blockwise", "fields": {"metadata": {"$metadata": {...}}, ...}}}
 """
 
 import dataclasses
@@ -26,8 +29,9 @@ from ..strategies._registry import AttentionRegistry
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The type of a leaf. `kind` is `"jax"`, `"numpy"`, `"scalar"` (of NumPy), `"float"` or
-    `"complex"`."""
+    """The type of a leaf. `kind` says what it is: an array of `"jax"` or of `"numpy"`, a NumPy
+    `"scalar"`, or a Python `"float"` or `"complex"`.
+    """
 
     kind: str
     dtype: str
@@ -42,7 +46,10 @@ class Leaf:
 
 
 def leaf_of(x: Any) -> Leaf | None:
-    """The type of a leaf with plain bytes, None for anything else."""
+    """The type of a leaf that has plain bytes; None for anything else.
+
+    **Raises:** `TypeError` for an array whose elements are not numbers, such as random keys.
+    """
     if isinstance(x, np.generic):
         return Leaf("scalar", x.dtype.name)
     if isinstance(x, float | complex):
@@ -59,6 +66,12 @@ def leaf_of(x: Any) -> Leaf | None:
 
 def describe(x: Any, at: str = "", static: bool = False) -> Any:
     """The JSON data from which `restore` makes the tree again, with a `Leaf` for each leaf.
+
+    **Arguments:**
+
+    - `x`: the tree, or a part of it.
+    - `at`: the path of `x` in the tree, for messages.
+    - `static`: whether `x` is in a static field, in which numbers are values and not leaves.
 
     **Raises:** `TypeError`, naming the field, for what has no exact text.
     """
@@ -117,7 +130,7 @@ class _Refused(TypeError):
 
 
 def restore(data: Any) -> Any:
-    """The inverse of `describe`. **Raises:** `ValueError` for what is not here."""
+    """The inverse of `describe`. **Raises:** `ValueError` for a class that is not imported here."""
     if isinstance(data, list):
         return [restore(item) for item in data]
     if not isinstance(data, Mapping):
@@ -156,7 +169,7 @@ def restore(data: Any) -> Any:
 
 
 def differences(a: Any, b: Any, at: str = "") -> Iterator[tuple[str, str, str]]:
-    """Where two descriptions differ: the field, and the text of either value."""
+    """Where two descriptions differ: the path of each field, and the text of both values."""
     if isinstance(a, Mapping) and isinstance(b, Mapping) and _tag(a) == _tag(b):
         tag = _tag(a)
         if tag in ("$metadata", "$strategy", "$object", "$tuple"):
@@ -179,7 +192,7 @@ _ABSENT = {"$absent": None}
 
 
 def _text(data: Any) -> str:
-    """A description as people read it."""
+    """A description as text for people to read."""
     if isinstance(data, list):
         return f"[{', '.join(map(_text, data))}]"
     if not isinstance(data, Mapping):
@@ -206,7 +219,7 @@ def _text(data: Any) -> str:
 
 
 def _tag(data: Mapping[str, Any]) -> str:
-    """The name that says how to read an object; empty for a dictionary."""
+    """The tag that says how to read an object; empty for a plain dictionary."""
     name = next(iter(data), "")
     return name if name.startswith("$") else ""
 
@@ -229,7 +242,7 @@ _PUBLIC = ("eqattn", *(f"eqattn.{m}" for m in "masks scores cache nn strategies"
 
 
 def _path(cls: type) -> str:
-    """Where a class is found: under its public name, so that a file can be read whatever moves."""
+    """The path of a class for a file. It is public, so that files stay readable when code moves."""
     for module in (*_PUBLIC, "jax.lax"):
         if _at(f"{module}:{cls.__qualname__}") is cls:
             return f"{module}:{cls.__qualname__}"
@@ -239,9 +252,10 @@ def _path(cls: type) -> str:
 
 
 def found_at(path: str) -> Any:
-    """What a file calls by this path; None if it is not imported here.
+    """The object that a path in a file stands for; None if it is not imported here.
 
-    Format 1 wrote private modules, such as `eqattn._scores`, whose names are public elsewhere.
+    Format 1 wrote private modules, such as `eqattn._scores`. Their names are looked up among the
+    public ones.
     """
     module, _, name = path.partition(":")
     if path == "eqattn._mask_data:Fixed":
@@ -253,7 +267,7 @@ def found_at(path: str) -> Any:
 
 def _at(path: str) -> Any:
     module, _, names = path.partition(":")
-    found: Any = sys.modules.get(module)  # never imported: a file must not choose what runs
+    found: Any = sys.modules.get(module)  # nothing is imported: a file must not choose what runs
     for name in names.split("."):
         found = vars(found).get(name) if hasattr(found, "__dict__") else None
     return found
@@ -275,7 +289,7 @@ def _fields(cls: Any) -> dict[str, dataclasses.Field]:
 
 
 def _instance(cls: Any, described: Mapping[str, Any]) -> Any:
-    """An object with these fields; fields that it has gained since have their defaults."""
+    """An object with the described fields. Fields that the class has gained since get defaults."""
     values = {name: restore(item) for name, item in described.items()}
     if issubclass(cls, tuple):
         return cls(**values)
@@ -293,7 +307,7 @@ def _instance(cls: Any, described: Mapping[str, Any]) -> Any:
 
 
 def _with_fields(module: Any, values: Mapping[str, Any]) -> Any:
-    """Sets fields of a new object as Equinox's unflattening does: nothing is converted again."""
+    """Sets fields of a new object, as Equinox's unflattening does. No converter runs again."""
     for name, value in values.items():
         object.__setattr__(module, name, value)
     return module

@@ -1,8 +1,13 @@
-"""Strategies and metadata in one file: a line of JSON that says what they are, then their leaves.
+"""A saved strategy, or saved metadata, is one file: a line of JSON, then the bytes of the leaves.
 
-The line is an object with `eqattn` (the version of the format), `library`, `object`, `leaves` and
-`sha256`. The bytes of the leaves follow, in the order of `jax.tree.leaves`, little-endian, nothing
-between them: Equinox's own format makes voids of float8, and of NumPy's bfloat16.
+    {"eqattn": 2, "library": "...", "object": ..., "leaves": {"bytes": ..., "sha256": ...}, ...}
+    the bytes of the first leaf, the second, ... without anything between them
+
+The keys of the line are `eqattn`, the version of the format; `library`, the version that wrote it;
+`object`, the description that `describe` makes; `leaves`, the number of their bytes and a hash of
+them; and `sha256`, a hash of all the rest of the line. The leaves come in the order of
+`jax.tree.leaves`, and are little-endian. Equinox's own format is not used because it makes void
+dtypes of float8, and of NumPy's bfloat16.
 """
 
 import hashlib
@@ -46,19 +51,19 @@ class _Readable(Protocol):
 
 
 def save(path_or_file: _Path | _Writable, obj: AttentionMetadata | AttentionImpl) -> None:
-    """Writes a strategy or metadata, exactly. [`eqattn.load`][] reads it.
+    """Writes a strategy or metadata to a file, exactly. [`eqattn.load`][] reads it.
 
     **Arguments:**
 
     - `path_or_file`: a path, whose file is replaced, or a file open for writing in binary mode,
-        into which it is written where that stands.
+        which is written at its current position.
     - `obj`: a strategy, also of a class of your own, or an
         [`AttentionMetadata`][eqattn.AttentionMetadata]. Leaves are arrays of any dtype, of JAX or
         NumPy, and Python numbers. Static fields hold numbers, text, dtypes, enums, meshes,
         `PartitionSpec`s, modules and dataclasses, also in tuples, lists and dictionaries.
 
     **Raises:** `TypeError`, naming the field, for what has no exact value: functions, traced
-    arrays, random keys. Then nothing is written.
+    arrays, random keys. Nothing is written then.
     """
     if not isinstance(obj, AttentionMetadata | AttentionImpl):
         raise TypeError(
@@ -89,18 +94,21 @@ def load(path_or_file: _Path | _Readable, like: _Saved, *, mesh: Any = ...) -> _
 @overload
 def load(path_or_file: _Path | _Readable, like: None = None, *, mesh: Any = ...) -> Any: ...
 def load(path_or_file: _Path | _Readable, like: Any = None, *, mesh: Any = NOT_GIVEN) -> Any:
-    """Reads what [`eqattn.save`][] wrote: an equal tree structure, and leaves to the bit.
+    """Reads what [`eqattn.save`][] wrote. The tree structure is equal, and the leaves are equal to
+    the bit.
 
-    Nothing is imported or unpickled: classes are those that are registered with
-    [`AttentionRegistry`][eqattn.AttentionRegistry], and those that are imported already.
+    Nothing is imported or unpickled. A class must be registered with
+    [`AttentionRegistry`][eqattn.AttentionRegistry], or be imported already.
 
     **Arguments:**
 
-    - `path_or_file`: a path, or a file open for reading in binary mode, which is read from where
-        it stands and left where `save` ended.
-    - `like`: what the file must be like: all but the values of its leaves must be equal. Leaves
-        may be `jax.ShapeDtypeStruct`s, and the class need not be registered. None: anything.
-    - `mesh`: takes the place of each mesh in the file, whose devices are then not looked for.
+    - `path_or_file`: a path, or a file open for reading in binary mode. It is read from its current
+        position, and left where `save` ended.
+    - `like`: a strategy or metadata that the file must equal in all but the values of its leaves.
+        Its leaves may be `jax.ShapeDtypeStruct`s, and its class need not be registered. With None,
+        the file may hold anything.
+    - `mesh`: a mesh, or None, that takes the place of each mesh in the file. The devices of those
+        in the file are then not looked for.
 
     **Returns:** a strategy or an [`AttentionMetadata`][eqattn.AttentionMetadata]. JAX arrays are
     on the default device.
@@ -141,7 +149,7 @@ def load(path_or_file: _Path | _Readable, like: Any = None, *, mesh: Any = NOT_G
 
 
 def _compare(described: Any, like: Any) -> Any:
-    """The differences, but for whether the type of an array is weak."""
+    """The differences between a description and `like`. Weak types do not count as different."""
     strong = json.loads(_line(described), object_hook=_strong)
     return differences(strong, json.loads(_line(describe(like)), object_hook=_strong))
 
@@ -159,7 +167,7 @@ def _digest(header: Mapping[str, Any]) -> str:
 
 
 def _read(file: _Readable) -> tuple[dict[str, Any], bytes]:
-    """The header and the bytes of the leaves, both as they were written."""
+    """Reads and checks a file. Returns the header and the bytes of the leaves, in this format."""
     start = file.read(len(_START))
     if isinstance(start, str):
         raise ValueError("The file is open in text mode: open it with mode 'rb'.")
@@ -212,7 +220,7 @@ def _bytes_of(x: Any) -> bytes:
 
 
 def _filled(leaves: list[Any], content: bytes) -> list[Any]:
-    """Leaves with their values in the place of their types."""
+    """Puts values from the `content` of a file in the place of the types of leaves."""
     filled, at = [], 0
     for leaf in leaves:
         if isinstance(leaf, Leaf):
@@ -234,7 +242,9 @@ def _value(leaf: Leaf, data: np.ndarray) -> Any:
     if jax.dtypes.canonicalize_dtype(data.dtype) != data.dtype:
         raise ValueError(f"The file has arrays of {leaf.dtype}, which need jax_enable_x64.")
     array = jnp.asarray(data)
-    if leaf.weak_type and leaf.shape == ():  # so that it promotes, and hits caches, as it did
+    # A weak type is kept, so that the array promotes, and finds compiled programs, as it did. JAX
+    # makes one of a Python number, which can only be done if that number is exact.
+    if leaf.weak_type and leaf.shape == ():
         weak = jnp.asarray(data.item())
         return weak if weak.dtype == data.dtype and weak == array else array
     return array

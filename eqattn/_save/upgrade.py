@@ -1,4 +1,4 @@
-"""Files of earlier formats."""
+"""Converts what files of earlier formats hold to the current one."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from .describe import found_at
 
 
 def upgraded(described: Any, content: bytes) -> tuple[Any, bytes]:
-    """What a file of format 1 describes, and the bytes of its leaves, as format 2 has them.
+    """Converts the description and the bytes of the leaves of a file from format 1 to format 2.
 
     In format 1, a number in a field that may also hold an array was a leaf. In format 2 it is a
     constant, which is described with its value and has no bytes among those of the leaves.
@@ -22,7 +22,7 @@ def upgraded(described: Any, content: bytes) -> tuple[Any, bytes]:
     kept, at = [], 0
 
     def visit(x: Any, names: Sequence[str] = (), tag: str = "") -> Any:
-        """`x` in format 2, where `names` are its fields that may hold a constant."""
+        """Returns `x` in format 2. Its fields `names` may hold a constant."""
         if isinstance(x, list):
             return [visit(item) for item in x]
         if not isinstance(x, Mapping):

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The commands of `python -m eqattn`: `info`, `bench` and `tpu-report`."""

@@ -1,4 +1,4 @@
-"""`python -m eqattn info`: what a call of attention would run, and what it would cost."""
+"""`python -m eqattn info` tells what a call of attention would run, and what it would cost."""
 
 import argparse
 import dataclasses
@@ -28,6 +28,7 @@ from ..strategies import AttentionImpl, Blockwise
 from ..strategies._registry import AttentionRegistry
 
 
+# By name: the class of a mask, and the least and the largest number of its sizes.
 _MASKS: dict[str, tuple[Callable[..., AbstractMask], int, int]] = {
     "causal": (Causal, 0, 1),
     "window": (SlidingWindow, 2, 3),
@@ -40,7 +41,7 @@ _LAYOUTS = {"contiguous": Contiguous(), "zigzag": Zigzag()}
 
 
 def parse_mask(text: str) -> AbstractMask | None:
-    """A mask from `name:size,size&name`, for example `causal&window:511,0`; None from `none`."""
+    """Makes a mask of `name:size,size&name`, such as `causal&window:511,0`; None of `none`."""
     if text == "none":
         return None
     result = None
@@ -69,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keys", type=int, metavar="S", help="number of keys; None: as many as queries")
     add("--heads", type=int, default=8, help="query heads")
     add("--kv-heads", type=int, help="key and value heads; None: as many as query heads")
-    add("--dim", type=int, default=64, help="of a query and a key")
-    add("--value-dim", type=int, help="of a value; None: as --dim")
-    add("--dtype", default="float32", help="of query, key and value")
+    add("--dim", type=int, default=64, help="size of a query and a key")
+    add("--value-dim", type=int, help="size of a value; None: as --dim")
+    add("--dtype", default="float32", help="dtype of query, key and value")
     add("--mask", type=parse_mask, default="causal", help="such as none, causal&window:511,0")
     add("--dropout", type=float, default=0.0, metavar="P", help="dropout probability")
     add("--weights", action="store_true", help="ask for the attention weights")
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", default="any", help="any, cpu, gpu, cuda, rocm or tpu")
     add("--devices", type=int, default=1, metavar="N", help="also the plan of a ring of N devices")
     add("--group", type=int, default=1, metavar="N", help="devices of a place that exchange heads")
-    add("--layout", choices=sorted(_LAYOUTS), default="contiguous", help="of the ring")
+    add("--layout", choices=sorted(_LAYOUTS), default="contiguous", help="layout of the ring")
     add("--blocksize-q", type=int, help="None: automatic")
     add("--blocksize-k", type=int, help="None: automatic")
     add("--no-compile", action="store_true", help="leave out the memory, which needs a compilation")
@@ -107,7 +108,7 @@ def show(title: str, lines: list[tuple[str, str]]) -> None:
 
 
 def versions() -> list[tuple[str, str]]:
-    """Versions and devices. Starts a JAX backend."""
+    """The versions of packages, and the devices. To list these, JAX starts a backend."""
     names = ("jax", "jaxlib", "equinox", "jaxtyping")
     found = [("eqattn", __version__), *((n, distributions.version(n)) for n in names)]
     kinds = [d.device_kind for d in jax.devices()]
@@ -121,7 +122,7 @@ def shape_of(x: jax.ShapeDtypeStruct) -> str:
 
 
 def count(n: float) -> str:
-    """With a decimal prefix."""
+    """A number as text with a decimal prefix, such as `1.5 G`."""
     for prefix in ("", "k", "M", "G", "T"):
         if n < 1000:
             return f"{n:.3g} {prefix}"
@@ -137,7 +138,7 @@ def blocks_of(
     strategy: Blockwise, query: Any, key: Any, value: Any, mask: Any
 ) -> tuple[Blocking, Any]:
     """The blocking that `strategy` chooses for arrays of these shapes, and the class of every
-    block (None: all full), without computing attention.
+    block, or None if all are full. Attention is traced and not computed.
     """
     found = []
 
@@ -153,7 +154,13 @@ def blocks_of(
 
 @dataclasses.dataclass
 class Cost:
-    """Visited blocks by class, out of all, and the products' floating-point operations."""
+    """The number of blocks of each class, and the floating-point operations of the products.
+
+    A product of `m` x `k` by `k` x `n` takes `2 m k n` operations. For each visited pair of query
+    and key, the forward pass has a product of size `dim` (q . k) and one of size `value_dim`
+    (p v). The backward pass has three of size `dim` (q . k again, dq and dk) and two of size
+    `value_dim` (dv, and dp = g . v).
+    """
 
     empty: int
     partial: int
@@ -171,12 +178,12 @@ class Cost:
         empty, full = (int((table == c).sum()) * shared for c in (EMPTY, FULL))
         partial = table.size * shared - empty - full
         pairs = (partial + full) * blocking.block_q * blocking.block_k * blocking.group
-        backward = 2.0 * pairs * (3 * dim + 2 * value_dim)  # the logits are computed again
+        backward = 2.0 * pairs * (3 * dim + 2 * value_dim)
         return cls(empty, partial, full, 2.0 * pairs * (dim + value_dim), backward)
 
 
 class Spec:
-    """A call of attention, described by flags."""
+    """A call of attention that flags describe, and the sections of the report on it."""
 
     def __init__(self, args: argparse.Namespace):
         for name in ("batch", "queries", "heads", "dim", "value_dim", "devices", "group"):
@@ -213,7 +220,7 @@ class Spec:
         )
 
     def create(self, name: str) -> tuple[AttentionImpl | None, str]:
-        """A strategy that would run the call, or why there is none."""
+        """Makes the strategy of a name that would run the call, or says why it would not."""
         try:
             strategy = AttentionRegistry.create(name, self.metadata)
             reason = strategy.supports(**self.features).reason

@@ -1,4 +1,4 @@
-"""Work in a Python process of its own."""
+"""Runs work in a Python process of its own."""
 
 import dataclasses
 import json
@@ -23,15 +23,16 @@ class End:
 def results(
     arguments: Sequence[str], job: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Iterator[dict[str, Any] | End]:
-    """Runs Python.
+    """Runs Python in another process.
 
     **Arguments:**
 
-    - `arguments`: those of Python.
+    - `arguments`: the command line arguments of Python.
     - `job`: what the process reads from its standard input, as JSON.
-    - `environment`: its environment variables.
+    - `environment`: the environment variables of the process.
 
-    **Returns:** the JSON objects that it prints, one a line, as they come, and at last its end.
+    **Returns:** the JSON objects that the process prints, one a line, as they come. The last item
+    is an `End`.
     """
     pipe = subprocess.PIPE
     with (
@@ -49,7 +50,7 @@ def results(
         child.stdin.write(json.dumps(job))
         child.stdin.close()
         for line in child.stdout:
-            if line.startswith('{"'):  # else printed by a library
+            if line.startswith('{"'):  # a library may have printed other lines
                 yield json.loads(line)
         status = child.wait()
         errors.seek(0)

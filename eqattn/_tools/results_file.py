@@ -1,4 +1,4 @@
-"""Rows of figures in a JSON file, with what they were measured with."""
+"""Files of measured figures: rows in JSON, and a header that says what they were measured with."""
 
 import dataclasses
 import json
@@ -12,20 +12,22 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class RowFile(Generic[R]):
-    """The file of a command: what it calls the header, and how it makes rows of dictionaries."""
+    """The format of a command's file: its name for the header, and a function that makes a row of a
+    dictionary.
+    """
 
     command: str
     header: str
     make: Callable[[dict[str, Any]], R]
 
     def write(self, rows: Iterable[Any], measured_with: Mapping[str, Any], path: Path) -> None:
-        """JSON: the header, and one line for every row."""
+        """Writes JSON: the header, and one line for every row."""
         header = json.dumps({self.header: measured_with})
         lines = ",\n".join(json.dumps(row.to_dict()) for row in rows)
         path.write_text(f'{header[:-1]},\n"rows": [\n{lines}\n]}}\n')
 
     def read(self, path: Path) -> tuple[list[R], dict[str, Any]]:
-        """The rows and the header that `write` wrote. **Raises:** `ValueError` for another file."""
+        """Reads the rows and the header. **Raises:** `ValueError` if `write` did not write them."""
         try:
             data = json.loads(path.read_text())
             return [self.make(row) for row in data["rows"]], data[self.header]

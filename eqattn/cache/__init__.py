@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, as immutable modules: for decoding and serving."""
+"""Caches hold the keys and values of earlier tokens, as immutable modules, for decoding."""
 
 from .._problem.storage import (
     AbstractStored as AbstractStored,

@@ -1,4 +1,4 @@
-"""What caches have in common."""
+"""The base of all caches, the checks of their arguments, and the writes into their arrays."""
 
 import abc
 from typing import Any, ClassVar, TypeVar
@@ -32,9 +32,9 @@ class AbstractCache(eqx.Module):
 
     **Arguments:**
 
-    - `key`, `value`: `[b, s, k, d]` and `[b, s, k, v]`, arrays or
+    - `key`, `value`: the keys `[b, s, k, d]` and the values `[b, s, k, v]`, as arrays or
         [`eqattn.cache.AbstractStored`][].
-    - `length`: int32 `[b]`.
+    - `length`: how many tokens each row has, int32 `[b]`.
 
     All errors that depend on lengths are raised when the program runs (`equinox.error_if`).
     """
@@ -52,7 +52,7 @@ class AbstractCache(eqx.Module):
     @property
     @abc.abstractmethod
     def positions(self) -> Int[Array, "b s"] | None:
-        """Of each stored key; None where they lie in order."""
+        """The position of each stored key; None means `0, 1, ..., s - 1`."""
 
     @abc.abstractmethod
     def append(
@@ -61,30 +61,35 @@ class AbstractCache(eqx.Module):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> _Cache:
-        """With new tokens after those of each row.
+        """Returns the cache with new tokens after those of each row.
 
         **Arguments:**
 
-        - `counts`: how many of the `t` tokens each row takes, the first ones; None for all.
+        - `key`, `value`: the new keys `[b, t, k, d]` and values `[b, t, k, v]`.
+        - `counts`: how many of the `t` tokens each row takes. It takes the first ones; None means
+            all of them.
         """
 
     @abc.abstractmethod
     def truncate(self: _Cache, lengths: Int[Array, " b"]) -> _Cache:
-        """With the first `lengths` tokens of each row, such as after rejected drafts."""
+        """Returns the cache with only the first `lengths` tokens of each row, such as after drafts
+        were rejected.
+        """
 
     @abc.abstractmethod
     def reorder(self: _Cache, rows: Int[Array, " n"]) -> _Cache:
-        """With the rows at these indices, such as the beams that survive."""
+        """Returns the cache with the rows at these indices, such as the beams that survive."""
 
     def mask(self) -> AbstractMask:
-        """Shows the stored tokens."""
+        """A mask that shows the stored tokens and hides the rest of the arrays."""
         return KeyPadding(self.length)
 
 
 def check_row_shapes(cache: Any) -> None:
-    """Raises unless key, value and length are of as many rows, tokens and heads."""
+    """**Raises:** `ValueError` unless key, value and length agree in rows, tokens and heads."""
     parts = cache.key, cache.value, cache.length
-    if not all(hasattr(x, "shape") for x in parts):  # a tree of axes or filters
+    # JAX and Equinox also build caches whose leaves are axes of `vmap` or booleans of a filter.
+    if not all(hasattr(x, "shape") for x in parts):
         return
     key, value, length = (x.shape for x in parts)
     if len(key) != 4 or key[:3] != value[:3] or length != key[:1]:
@@ -95,20 +100,22 @@ def check_row_shapes(cache: Any) -> None:
 
 
 def check_dtype(dtype: Any) -> None:
-    """**Raises:** `TypeError` or `ValueError` unless keys and values may have this dtype."""
+    """**Raises:** `TypeError` unless the dtype, which keys and values get, is floating point."""
     if not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.floating):
         raise TypeError(f"dtype must be floating point, got {dtype!r}.")
 
 
 def check_sizes(**sizes: Any) -> None:
-    """**Raises:** `TypeError` or `ValueError` unless sizes, given by their names, are ints."""
+    """**Raises:** `TypeError` or `ValueError` unless the sizes, which are given by their names, are
+    ints. Only `value_dim` may be None.
+    """
     for name, size in sizes.items():
         if size is not None or name != "value_dim":
             as_size(size, name)
 
 
 def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Array:
-    """How many tokens each row takes, int32 `[b]`.
+    """Checks new keys and values, and returns how many tokens each row takes, int32 `[b]`.
 
     **Raises:** `ValueError` with both shapes if keys, values or counts do not fit the cache.
     """
@@ -136,7 +143,7 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Ar
 
 
 def check_lengths(lengths: Any, now: Array) -> Array:
-    """`lengths` as int32 `[b]`, checked for `truncate`."""
+    """Returns the `lengths` of `truncate` as int32 `[b]`, checked against the lengths `now`."""
     lengths = as_int32(lengths, "lengths")
     if lengths.shape != now.shape:
         raise ValueError(
@@ -148,7 +155,7 @@ def check_lengths(lengths: Any, now: Array) -> Array:
 
 
 def check_rows(cache: AbstractCache, rows: Array) -> Array:
-    """Indices of rows as int32, checked: for one that is not there JAX would take the nearest."""
+    """Returns indices of rows as int32, checked. JAX would clamp one that is out of range."""
     rows, n = as_array(rows, "rows"), cache.key.shape[0]
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ValueError(
@@ -159,36 +166,40 @@ def check_rows(cache: AbstractCache, rows: Array) -> Array:
 
 
 def new_positions(cache: AbstractCache, t: int) -> Array:
-    """Of `t` tokens after those of each row, int32 `[b, t]`."""
+    """The positions of `t` new tokens after those of each row, int32 `[b, t]`."""
     return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
 
 
 def empty_store(shape: tuple[int, ...], dtype: Any, bits: bool) -> Any:
-    """Zeros, as an array or as bits."""
+    """Zeros, as an array or as [`eqattn.cache.Bits`][]."""
     return Bits.zeros(shape, dtype) if bits else jnp.zeros(shape, dtype)
 
 
 def rows_of(held: Any, rows: Array) -> Any:
-    """The rows at these indices, of an array or of bits."""
+    """Returns the rows at these indices, of an array or of `Bits`."""
     return Bits(held.bits[rows], held.dtype) if isinstance(held, Bits) else held[rows]
 
 
 def write(held: Any, new: Array, slots: Array, *first: Any) -> Any:
-    """`held[*first, b, slots[b, t]] = new[b, t]` of an array or bits, leaving out slots that are
-    not in the array.
+    """Writes `held[*first, b, slots[b, t]] = new[b, t]` for all `b` and `t`. Slots that are out of
+    range are left out. `held` is an array or `Bits`.
     """
     rows = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
     return scatter(held, new, (*first, rows), slots)
 
 
 def scatter(held: Any, new: Array, at: tuple, slots: Array, unique: bool = True) -> Any:
-    """`held[*at, slots] = new` for `slots` `[b, t]`, leaving out slots that are not in the array.
-    `unique`: nothing that is left out has the place of another.
+    """Writes `held[*at, slots] = new` for `slots` `[b, t]`. Slots that are out of range are left
+    out.
 
-    XLA:CPU makes of a scatter of one token an update of a slice, which it then fuses into each
-    reader of the array, with a copy of the whole for each. A second token, which is in no array,
-    keeps it a scatter. The array keeps its shape: XLA:CPU would lay out a new axis of size 1 so
-    that the whole has to be copied.
+    `unique` promises XLA that no two indices are equal, those that are left out included.
+
+    A scatter of a single token needs care on a CPU. XLA:CPU turns it into an update of a slice, and
+    fuses that into each reader of the array, with a copy of the whole array for each. So a second
+    token is added, which is out of range: it writes nothing, but the operation stays a scatter. The
+    array itself is not reshaped, as XLA:CPU may choose a layout for a new axis of size 1 that
+    forces a copy of the whole. `python -m eqattn bench --only 'cpu-decode-cache-*'` shows such
+    copies: a step then takes longer in a cache of 8 times the capacity.
     """
     if isinstance(held, Bits):
         bits = Bits.of(new.astype(held.dtype)).bits
@@ -202,9 +213,19 @@ def scatter(held: Any, new: Array, at: tuple, slots: Array, unique: bool = True)
 
 
 def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: bool = True) -> Array:
-    """Scales `[b, t, k]` in those of `Quantized`: of the tokens `slots` `[b, t]` of the rows or
-    pages `owner` `[b, t | 1]`, leaving out what is not in the array. `unique`: nothing that is
-    left out has the place of another.
+    """Writes scales `new` `[b, t, k]` into the scales of a `Quantized`. Indices that are out of
+    range are left out.
+
+    **Arguments:**
+
+    - `array`: `[owners, n, s * (k / n)]`, where an owner is a row or a page. The `k` heads are cut
+        into `n` shares, one per device; within a share the heads of a token lie side by side:
+
+            array[owner, share] = | token 0: heads of the share | token 1: ... | ... | token s - 1 |
+
+    - `owner`: the row or page that each token belongs to, `[b, t]` or `[b, 1]`.
+    - `slots`: the place of each token within its owner, `[b, t]`.
+    - `unique`: a promise to XLA that no two indices are equal, those that are left out included.
     """
     n = array.shape[1]
     per, t = new.shape[2] // n, new.shape[1]
@@ -216,7 +237,7 @@ def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: boo
 
 
 def within_capacity(length: Array, capacity: int) -> Array:
-    """The new lengths, checked when the program runs."""
+    """Returns the new lengths, checked against the capacity when the program runs."""
     message = (
         f"the cache is full: a row would have more than {capacity} tokens. Compare cache.length "
         "with the capacity before the call, or make the cache larger. If the call donated the "
@@ -229,10 +250,10 @@ def within_capacity(length: Array, capacity: int) -> Array:
 def write_slots(
     cache: AbstractCache, key: Array, value: Array, counts: Array | None, capacity: int
 ) -> tuple[Array, Array]:
-    """Where new tokens go in a cache that keeps all of them, `[b, t]`, and the new lengths.
+    """The places `[b, t]` of new tokens in a cache that keeps all of them, and the new lengths.
 
-    Tokens that a row does not take get distinct places after the capacity, where nothing is
-    written.
+    Tokens that a row does not take get places after the capacity, where nothing is written. These
+    places are distinct, as the scatter promises unique indices.
     """
     counts = check_new(cache, key, value, counts)
     length = cache.length + counts

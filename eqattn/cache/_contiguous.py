@@ -1,4 +1,4 @@
-"""Caches that hold each row in one piece."""
+"""`KVCache`, which holds each row in one piece."""
 
 from typing import Any
 
@@ -22,13 +22,13 @@ from ._base import (
 
 
 class KVCache(AbstractCache):
-    """Each row in an array of its own, of a fixed capacity.
+    """A cache that holds the tokens of each row one after the other, up to a fixed capacity.
 
     **Arguments:**
 
-    - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`, arrays or
-        [`eqattn.cache.Bits`][]; see also `KVCache.empty`.
-    - `length`: int32 `[b]`.
+    - `key`, `value`: the keys `[b, capacity, k, d]` and the values `[b, capacity, k, v]`, as arrays
+        or [`eqattn.cache.Bits`][]. `KVCache.empty` makes them.
+    - `length`: how many tokens each row has, int32 `[b]`.
     """
 
     key: Float[Array | Bits, "b s k d"]
@@ -53,8 +53,9 @@ class KVCache(AbstractCache):
         dtype: Any = jnp.float32,
         bits: bool = False,
     ) -> "KVCache":
-        """Without tokens. A capacity that a size from 64 to 256 divides is read fastest; on a CPU,
-        numbers of bfloat16 are written fastest as [`bits`][eqattn.cache.Bits].
+        """Makes a cache without tokens. A capacity that is a multiple of some size from 64 to 256
+        is read fastest, as its blocks need no padding. On a CPU, numbers of bfloat16 are written
+        fastest as [`bits`][eqattn.cache.Bits].
         """
         check_sizes(
             batch=batch,

@@ -1,4 +1,4 @@
-"""A cache in pages that its rows share out among them."""
+"""`PagedKVCache`, whose rows take pages from a common pool."""
 
 from typing import Any, ClassVar
 
@@ -26,17 +26,20 @@ from ._base import (
 
 
 class PagedKVCache(AbstractCache):
-    """All rows take pages of a common pool, as many as their tokens need.
+    """A cache whose rows take pages from a common pool, as many as their tokens need.
 
-    `reserve` and `release` hand out pages and take them back; they look at the table and so run
-    outside of `jax.jit`, between steps. Everything else is as in other caches.
+    `reserve` hands pages out and `release` takes them back. `reserve` looks at the table, so it
+    runs outside of `jax.jit`, between steps. Everything else is as in other caches.
 
     **Arguments:**
 
-    - `key_pages`, `value_pages`: `[pages, page size, k, d]` and `[pages, page size, k, v]`, arrays,
-        [`eqattn.cache.Quantized`][] or [`eqattn.cache.Bits`][]; see also `PagedKVCache.empty`.
-    - `table`: int32 `[b, n]`, the page of each part of a row, -1 for none.
-    - `length`: int32 `[b]`.
+    - `key_pages`, `value_pages`: the pools of pages, `[pages, page size, k, d]` and
+        `[pages, page size, k, v]`, as arrays, [`eqattn.cache.Quantized`][] or
+        [`eqattn.cache.Bits`][]. `PagedKVCache.empty` makes them.
+    - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none.
+    - `length`: how many tokens each row has, int32 `[b]`.
+
+    Token `p` of row `b` lies in page `table[b, p // page_size]`, at place `p % page_size`.
     """
 
     key_pages: Any
@@ -75,14 +78,19 @@ class PagedKVCache(AbstractCache):
         head_shares: int = 1,
         bits: bool = False,
     ) -> "PagedKVCache":
-        """Without tokens.
+        """Makes a cache without tokens, whose pages are all free.
 
         **Arguments:**
 
-        - `capacity`: the most tokens of a row.
-        - `pages`, `page_size`: of the pool, in all and in tokens.
-        - `stored`: None, or int8 or a float8 dtype to quantize to.
-        - `head_shares`: how many devices share the heads, where pages are quantized.
+        - `batch`: how many rows there are.
+        - `capacity`: the largest number of tokens of a row.
+        - `pages`: how many pages the pool has.
+        - `page_size`: how many tokens a page has.
+        - `kv_heads`, `head_dim`, `value_dim`: the number of key heads, and the sizes of a key and
+            of a value. The default of `value_dim` is `head_dim`.
+        - `dtype`: the dtype of keys and values when they are read.
+        - `stored`: int8 or a float8 dtype to quantize to, or None.
+        - `head_shares`: how many devices share the heads of quantized pages.
         - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][], which is how a
             CPU writes bfloat16 fastest.
         """
@@ -117,7 +125,7 @@ class PagedKVCache(AbstractCache):
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
+        """How many tokens a page has."""
         return as_stored(self.key_pages).shape[1]
 
     @property
@@ -145,7 +153,9 @@ class PagedKVCache(AbstractCache):
         missing = "a row has no page for its new tokens; call cache.reserve(counts) before the step"
         page = eqx.error_if(page, kept & (page < 0), missing)
         held = as_stored(self.key_pages).shape[0]
-        page = jnp.where(kept, page, held)  # not in the pool: not written
+        # Tokens that are not kept go to a page that is not in the pool, so nothing is written.
+        # Several may go to the same place there, hence `unique=False`.
+        page = jnp.where(kept, page, held)
 
         def put(pool: Any, new: Array) -> Any:
             return scatter(pool, new, (page,), position % size, unique=False)
@@ -163,12 +173,14 @@ class PagedKVCache(AbstractCache):
         )
 
     def truncate(self, lengths: Int[Array, " b"]) -> "PagedKVCache":
-        """With the first `lengths` tokens of each row, whose other pages stay reserved."""
+        """Returns the cache with only the first `lengths` tokens of each row. A row keeps the pages
+        that it no longer needs; they stay reserved for it.
+        """
         return eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "PagedKVCache":
-        """With the rows at these indices, no row twice: two rows would write to the same pages. The
-        pages of rows that are left out are free again.
+        """Returns the cache with the rows at these indices. No row may occur twice, as two rows
+        would then write to the same pages. The pages of rows that are left out are free again.
         """
         rows = check_rows(self, rows)
         many = jnp.bincount(rows, length=len(self.length)) > 1
@@ -176,7 +188,8 @@ class PagedKVCache(AbstractCache):
         return PagedKVCache(self.key_pages, self.value_pages, self.table[rows], self.length[rows])
 
     def reserve(self, counts: Any) -> "PagedKVCache":
-        """With pages for `counts` more tokens, an int or `[b]`. Not for use under `jax.jit`.
+        """Returns the cache with pages for `counts` more tokens of each row, an int or ints `[b]`.
+        It cannot be used under `jax.jit`.
 
         **Raises:** `ValueError` if there are too few free pages, or a row would exceed its
         capacity; no page is taken then.
@@ -208,7 +221,9 @@ class PagedKVCache(AbstractCache):
         return eqx.tree_at(lambda c: c.table, self, jnp.asarray(table))
 
     def release(self, rows: Any) -> "PagedKVCache":
-        """Without the tokens and pages of these rows, an int array or mask `[b]`."""
+        """Returns the cache without the tokens and pages of some rows. `rows` is an array of their
+        indices, or a boolean mask `[b]`.
+        """
         rows = as_array(rows, "rows")
         if rows.dtype != bool:
             rows = check_rows(self, rows)

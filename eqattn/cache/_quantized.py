@@ -1,4 +1,4 @@
-"""A cache of eight bits."""
+"""`QuantizedKVCache`, which holds keys and values in eight bits."""
 
 from typing import Any
 
@@ -20,13 +20,14 @@ from ._base import (
 
 
 class QuantizedKVCache(AbstractCache):
-    """As `KVCache`, in 8 bits: each key and value vector has a scale. Blocks are decoded when they
-    are read.
+    """A `KVCache` in 8 bits. Each key vector and each value vector has a scale of its own, and
+    blocks are decoded when they are read.
 
     **Arguments:**
 
-    - `key`, `value`: [`eqattn.cache.Quantized`][]; see also `QuantizedKVCache.empty`.
-    - `length`: int32 `[b]`.
+    - `key`, `value`: keys and values, as [`eqattn.cache.Quantized`][]. `QuantizedKVCache.empty`
+        makes them.
+    - `length`: how many tokens each row has, int32 `[b]`.
     """
 
     key: Quantized
@@ -49,8 +50,8 @@ class QuantizedKVCache(AbstractCache):
         stored: Any = jnp.int8,
         head_shares: int = 1,
     ) -> "QuantizedKVCache":
-        """Without tokens; `stored` is int8 or a float8 dtype, `dtype` that of queries. Where
-        devices share the heads, `head_shares` is their number.
+        """Makes a cache without tokens. `stored` is int8 or a float8 dtype, and `dtype` is the
+        dtype of the queries. `head_shares` is the number of devices that share the heads.
         """
         check_sizes(
             batch=batch,

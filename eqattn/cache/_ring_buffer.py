@@ -1,4 +1,4 @@
-"""A cache for windows."""
+"""`RingBufferCache`, which holds the last tokens of each row, for sliding windows."""
 
 from typing import Any, ClassVar
 
@@ -23,18 +23,20 @@ from ._base import (
 
 
 class RingBufferCache(AbstractCache):
-    """The last `capacity` tokens of each row, for sliding windows: a token at position `p` lies at
-    `p % capacity`.
+    """A cache of the last `capacity` tokens of each row, for sliding windows. The token at position
+    `p` lies at place `p % capacity`.
 
-    Attention needs `kv_positions=cache.positions`, and sees the right keys if `capacity` is at
-    least the window plus the number of tokens that are appended at a time, less one.
+    Attention needs `kv_positions=cache.positions`. It sees the right keys if `capacity` is at
+    least the window, which counts the query's own key, plus the number of tokens that are appended
+    at a time, less one.
 
     **Arguments:**
 
-    - `key`, `value`: `[b, capacity, k, d]` and `[b, capacity, k, v]`, arrays or
-        [`eqattn.cache.Bits`][]; see also `RingBufferCache.empty`.
-    - `held`: int32 `[b, capacity]`, the position of the token in each place, -1 for none.
-    - `length`: int32 `[b]`, all tokens so far.
+    - `key`, `value`: the keys `[b, capacity, k, d]` and the values `[b, capacity, k, v]`, as arrays
+        or [`eqattn.cache.Bits`][]. `RingBufferCache.empty` makes them.
+    - `held`: the position of the token at each place, int32 `[b, capacity]`. -1 means that there is
+        none.
+    - `length`: how many tokens each row has had so far, int32 `[b]`.
     """
 
     key: Float[Array | Bits, "b s k d"]
@@ -62,7 +64,7 @@ class RingBufferCache(AbstractCache):
         dtype: Any = jnp.float32,
         bits: bool = False,
     ) -> "RingBufferCache":
-        """Without tokens; on a CPU, numbers of bfloat16 are written fastest as
+        """Makes a cache without tokens. On a CPU, numbers of bfloat16 are written fastest as
         [`bits`][eqattn.cache.Bits].
         """
         check_sizes(
@@ -105,8 +107,9 @@ class RingBufferCache(AbstractCache):
         )
 
     def truncate(self, lengths: Int[Array, " b"]) -> "RingBufferCache":
-        """With the first `lengths` tokens. What newer tokens have overwritten is not there again:
-        as many older tokens are missing as newer ones are dropped.
+        """Returns the cache with only the first `lengths` tokens of each row. Tokens that newer
+        ones have overwritten do not come back: for each token that is dropped, one fewer older
+        token is there.
         """
         lengths = check_lengths(lengths, self.length)
         held = jnp.where(self.held < lengths[:, None], self.held, -1)

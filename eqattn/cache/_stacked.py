@@ -1,4 +1,4 @@
-"""The caches of many equal layers, for a scan over them."""
+"""`StackedKVCache`, the caches of many equal layers, for a scan over the layers."""
 
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from ._base import (
 
 
 class StackedKVCache(eqx.Module):
-    """As a `KVCache` for each layer, in arrays that a scan over layers carries and writes in place:
+    """A `KVCache` for each layer, in arrays that a scan over layers carries and writes in place:
 
         def layer(carry, i):
             caches, x = carry
@@ -34,9 +34,10 @@ class StackedKVCache(eqx.Module):
 
     **Arguments:**
 
-    - `key`, `value`: `[layers, b, capacity, k, d]` and `[layers, b, capacity, k, v]`, arrays or
-        [`eqattn.cache.Bits`][]; see also `StackedKVCache.empty`.
-    - `length`: int32 `[layers, b]`.
+    - `key`, `value`: the keys `[layers, b, capacity, k, d]` and the values
+        `[layers, b, capacity, k, v]`, as arrays or [`eqattn.cache.Bits`][]. `StackedKVCache.empty`
+        makes them.
+    - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
     """
 
     key: Float[Array | Bits, "l b s k d"]
@@ -55,10 +56,11 @@ class StackedKVCache(eqx.Module):
         dtype: Any = jnp.float32,
         bits: bool = False,
     ) -> "StackedKVCache":
-        """Without tokens; on a CPU, numbers of bfloat16 are written fastest as
+        """Makes a cache without tokens. On a CPU, numbers of bfloat16 are written fastest as
         [`bits`][eqattn.cache.Bits].
 
-        **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity.
+        **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity. A layer is read
+        as pages of that size, so its rows must be whole pages.
         """
         check_sizes(
             layers=layers,
@@ -81,10 +83,10 @@ class StackedKVCache(eqx.Module):
         return cls(key, value, jnp.zeros((layers, batch), jnp.int32))
 
     def layer(self, index: Any) -> "LayerCache":
-        """The cache of a layer, whose index may be traced.
+        """The cache of one layer. The index may be traced.
 
-        **Raises:** `ValueError` for an index that is known not to be one of the layers'; for a
-        traced one, `equinox.error_if` raises when the program runs.
+        **Raises:** `ValueError` for a known index that is out of range. For a traced one,
+        `equinox.error_if` raises when the program runs.
         """
         index, layers = as_int32(index, "index"), self.length.shape[0]
         known, message = concrete(index), f"index must be one of the {layers} layers, from 0 on"
@@ -98,7 +100,7 @@ class StackedKVCache(eqx.Module):
 
 
 class LayerCache(AbstractCache):
-    """One layer of a [`eqattn.cache.StackedKVCache`][], which is `stack`."""
+    """The cache of one layer of a [`eqattn.cache.StackedKVCache`][], which is its `stack`."""
 
     stack: StackedKVCache
     index: Int[Array, ""]
@@ -125,6 +127,9 @@ class LayerCache(AbstractCache):
         return self._pages(self.stack.value)
 
     def _pages(self, x: Any) -> Pages:
+        """The layer's part of an array of the stack, as pages. All layers are one pool; row `b` of
+        layer `l` has the pages from `(l * rows + b) * (capacity // size)` on.
+        """
         _, rows, capacity, *rest = x.shape
         size = even_block(capacity) or capacity
         each = jnp.arange(rows * (capacity // size), dtype=jnp.int32).reshape(rows, -1)
@@ -151,7 +156,9 @@ class LayerCache(AbstractCache):
         return self._with(self.stack.key, self.stack.value, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "LayerCache":
-        """With the rows at these indices, as many as there are, which copies this layer."""
+        """Returns the cache with the rows at these indices, of which there must be as many as
+        before. It copies this layer.
+        """
         rows = check_rows(self, rows)
         if rows.shape != self.length.shape:
             raise ValueError(

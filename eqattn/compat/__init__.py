@@ -1,1 +1,1 @@
-"""Other libraries' signatures."""
+"""Functions with the signatures of other libraries."""

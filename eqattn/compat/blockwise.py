@@ -1,4 +1,4 @@
-"""The functional form of blockwise attention, with the parameters of EasyDeL's `blockwise_attn`."""
+"""`blockwise_attn()`: blockwise attention with the parameters of EasyDeL's function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,19 +34,22 @@ def blockwise_attn(
 
     **Arguments:**
 
-    - `query`, `key`, `value`: `[*b, t, h, d]`, `[*b, s, k, d]`, `[*b, s, k, v]`.
-    - `bias`: added to the logits; broadcastable to `[*b, h, t, s]`.
-    - `deterministic`: switches dropout off.
-    - `dropout_rng`: a JAX key, required if dropout is active.
-    - `attn_pdrop`: the probability that an attention probability is dropped (inverted dropout).
+    - `query`, `key`, `value`: queries `[*b, t, h, d]`, keys `[*b, s, k, d]` and values
+        `[*b, s, k, v]`.
+    - `bias`: an array that is added to the logits, broadcastable to `[*b, h, t, s]`.
+    - `deterministic`: whether dropout is off.
+    - `dropout_rng`: a random key, which is required if dropout is on.
+    - `attn_pdrop`: the probability that an attention weight is dropped (inverted dropout).
     - `causal`: whether a query sees only the keys up to its own position (top-left aligned).
-    - `query_chunk_size`, `key_chunk_size`: block sizes; any size is right for any length.
-    - `dtype`: of the result.
-    - `policy`: a callable rematerialisation policy wraps the call in `jax.checkpoint`. False or
-        None: no wrapping; gradients take memory linear in the sequence anyway.
-    - `precision`: of the products; None is exact float32 for float32 inputs.
-    - `float32_logits`: False rounds the logits to the dtype of the query.
-    - `prevent_cse`: passed to `jax.checkpoint`; it has no role without a policy.
+    - `query_chunk_size`, `key_chunk_size`: the block sizes. Any size is right for any length.
+    - `dtype`: the dtype of the result.
+    - `policy`: a callable rematerialisation policy, with which the call is wrapped in
+        `jax.checkpoint`. With False or None it is not wrapped; gradients take memory linear in the
+        sequence anyway.
+    - `precision`: the precision of the products. None is exact float32 for float32 inputs.
+    - `float32_logits`: whether logits stay float32. Otherwise they are rounded to the query's
+        dtype.
+    - `prevent_cse`: an argument of `jax.checkpoint`, which has no role without a policy.
 
     **Returns:** `[*b, t, h, v]` in `dtype`.
     """
@@ -86,11 +89,12 @@ def outputs_of(
     prevent_cse: bool,
     **options: Any,
 ) -> Array:
-    """A strategy's outputs, within `jax.checkpoint` if there is a policy.
+    """Computes a strategy's outputs, within `jax.checkpoint` if there is a policy.
 
     **Arguments:**
 
-    - `operands`, `options`: keywords of `forward_native`: PyTrees of arrays, and static ones.
+    - `operands`: the keywords of `forward_native` that are PyTrees of arrays.
+    - `options`: its static keywords.
     """
     if not (policy is None or policy is False or callable(policy)):
         raise TypeError(f"policy must be a checkpoint policy, False or None, got {policy!r}.")

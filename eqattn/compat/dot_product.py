@@ -1,4 +1,4 @@
-"""A drop-in for `jax.nn.dot_product_attention`."""
+"""`dot_product_attention()`, a drop-in for `jax.nn.dot_product_attention`."""
 
 import functools
 import operator
@@ -79,35 +79,36 @@ def dot_product_attention(
 
     Time and memory are those of [`eqattn.Blockwise`][]. Only a query that sees no key gets another
     result: output 0, residual `-inf` and zero gradients, where `jax.nn` averages all the values.
-    Dropout, sinks, soft caps and other masks are arguments of [`eqattn.attention`][].
+    [`eqattn.attention`][] also has dropout, sinks, soft caps and other masks.
 
     **Arguments:**
 
-    - `query`: `[b, t, n, h]` or `[t, n, h]`.
-    - `key`: `[b, s, k, h]` or `[s, k, h]`; `n` is a multiple of `k`.
-    - `value`: of the shape and dtype of `key`.
-    - `bias`: added to the logits. It is 4-D, broadcastable to `[b, n, t, s]`; missing leading axes
-        are taken as 1.
-    - `mask`: boolean, True where a key takes part. Shaped like `bias`.
-    - `scale`: of the logits, `1 / sqrt(h)` by default. A scalar array may be traced and has a
-        gradient.
-    - `is_causal`: hides the keys after each query (top-left aligned).
-    - `query_seq_lengths`, `key_value_seq_lengths`: int32 `[b]`. Queries and keys from there on are
-        padding; the output of a padding query is 0.
-    - `local_window_size`: `(left, right)`, both inclusive, or an int for both. They may be traced.
-    - `implementation`: `"xla"` is plain XLA code, None the best code there is for the device.
-        `"cudnn"` is not offered.
-    - `return_residual`: also returns the logsumexp of the logits.
+    - `query`: the queries, `[b, t, n, h]` or `[t, n, h]`.
+    - `key`: the keys, `[b, s, k, h]` or `[s, k, h]`, where `n` is a multiple of `k`.
+    - `value`: the values, with the shape and dtype of `key`.
+    - `bias`: an array that is added to the logits. It is broadcastable to `[b, n, t, s]`, and
+        missing leading axes are taken as 1.
+    - `mask`: booleans, shaped like `bias`, that are True where a query sees a key.
+    - `scale`: the factor of the logits, `1 / sqrt(h)` by default. A scalar array may be traced and
+        has a gradient.
+    - `is_causal`: whether a query sees only the keys up to its own position (top-left aligned).
+    - `query_seq_lengths`, `key_value_seq_lengths`: how many queries and keys there are, int32
+        `[b]`. Those from there on are padding, and the output of a padding query is 0.
+    - `local_window_size`: `(left, right)`, how far a query sees to either side, both inclusive, or
+        an int for both. They may be traced.
+    - `implementation`: `"xla"` for plain XLA code, or None for the best code that there is for the
+        device. `"cudnn"` is not offered.
+    - `return_residual`: whether to return the logsumexp of the logits too.
 
     **Returns:**
 
-    The output, of the query's shape and dtype. With `return_residual`, a pair of it and the
-    logsumexp `[b, t, n]` or `[t, n]`, rounded to the key's dtype. Its gradient flows (`jax.nn`
-    drops it).
+    The output, with the query's shape and dtype. With `return_residual`, it is a pair of that and
+    the logsumexp `[b, t, n]` or `[t, n]`, rounded to the key's dtype. The gradient of the logsumexp
+    flows; `jax.nn` drops it.
 
     **Raises:**
 
-    `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
+    `ValueError` or `TypeError` at trace time; the message names the shapes and the remedy.
     """
     is_causal = as_flag(is_causal, "is_causal")
     return_residual = as_flag(return_residual, "return_residual")
@@ -147,7 +148,7 @@ def dot_product_attention(
 
 
 def _rank_4(x: ArrayLike, name: str) -> Array:
-    """With axes of size 1 in front."""
+    """Returns an array of 4 axes, with axes of size 1 added in front."""
     x = jnp.asarray(as_array(x, name))
     if x.ndim > 4:
         raise ValueError(f"{name} must have at most 4 axes, got shape {x.shape}.")
@@ -155,7 +156,7 @@ def _rank_4(x: ArrayLike, name: str) -> Array:
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
-    """What `jax.nn` asks for beyond `attention`."""
+    """Checks what `jax.nn` asks for and `attention` does not."""
     check_floating(query=q)
     shapes = f"query {q.shape} {q.dtype}, key {k.shape} {k.dtype}, value {v.shape} {v.dtype}"
     if v.shape != k.shape or v.dtype != k.dtype:
@@ -188,6 +189,8 @@ def _window(size: Any) -> AbstractMask:
     left, right = sizes
     for x in sizes:
         as_int(x, "local_window_size")
+    # The sizes of a `SlidingWindow` are static. The offset of `Causal` may be traced: a window is
+    # k <= q + right, and not k <= q - left - 1.
     if isinstance(left, jax.Array) or isinstance(right, jax.Array):
         return Causal(right) & ~Causal(-1 - left)
     return SlidingWindow(left, right)

@@ -1,4 +1,6 @@
-"""One query per row over a cache: `ragged_mha`, `ragged_gqa`, `ragged_mqa` and their references."""
+"""`ragged_mha`, `ragged_gqa` and `ragged_mqa`: one query per row over a cache; and references of
+them.
+"""
 
 from typing import Any
 
@@ -13,6 +15,7 @@ from ..masks._padding import KeyPadding
 from ..strategies.ragged import Ragged
 
 
+# JAX's own kernels for TPUs have this default. Here the value is only checked.
 DEFAULT_MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -33,20 +36,23 @@ def ragged_gqa(
 
     **Arguments:**
 
-    - `query`: `[b, h, d]` or `[b, 1, h, d]`.
-    - `key`, `value`: `[b, s, k, d]` and `[b, s, k, v]`, where `k` divides `h`.
-    - `lengths`: the position after the last visible key, an end and not a count.
-    - `starts`: the first visible key, default 0. A start at or after the end shows no key.
-    - `block_size`: keys that are read at a time.
-    - `mask_value`: only checked. Masked keys are left out exactly, whatever they hold.
-    - `cost_estimate`: must be None: the cost depends on the lengths.
+    - `query`: the queries, `[b, h, d]` or `[b, 1, h, d]`.
+    - `key`, `value`: keys `[b, s, k, d]` and values `[b, s, k, v]`, where `k` divides `h`.
+    - `lengths`: the position after the last visible key of each row, int `[b]`. It is an end and
+        not a count.
+    - `starts`: the position of the first visible key of each row, int `[b]`, by default 0. A start
+        at or after the end shows no key.
+    - `block_size`: how many keys are read at a time.
+    - `mask_value`: a number that is checked and not used. Masked keys are left out exactly,
+        whatever they hold.
+    - `cost_estimate`: an argument that must be None, as the cost depends on the lengths.
 
     **Returns:**
 
-    `o`, `m` and `l`: the normalised output `[b, h, v]`, the maximum of the logits and the
-    denominator relative to it, `[b, h, 1]`; all have a second axis of size 1 if the query has, and
-    the accumulation dtype (float32). [`eqattn.Carry.from_oml`][] makes them mergeable. A row that
-    sees no key has 0, `-inf` and 0.
+    `o`, `m` and `l`. `o` is the normalised output `[b, h, v]`, `m` the maximum of the logits
+    `[b, h, 1]`, and `l` the denominator relative to it `[b, h, 1]`. They have a second axis of size
+    1 if the query has one, and the accumulation dtype (float32). [`eqattn.Carry.from_oml`][] makes
+    them mergeable. A row that sees no key has 0, `-inf` and 0.
 
     **Raises:** `ValueError` for shapes that do not fit, a `mask_value` above -1e30 or a
     `cost_estimate`.
@@ -109,8 +115,8 @@ def ragged_mqa(
 
     **Arguments:**
 
-    - `q`: `[b, h, d]`, or `[b, d]` for one head.
-    - `k`, `v`: `[b, s, d]` and `[b, s, v]`.
+    - `q`: the queries, `[b, h, d]`, or `[b, d]` for one head.
+    - `k`, `v`: keys `[b, s, d]` and values `[b, s, v]`.
 
     **Returns:** `o`, `m` and `l` as `[b, h, v]`, `[b, h, 1]`, `[b, h, 1]`, without `h` if `q` has
     none.
@@ -127,7 +133,7 @@ def reference_gqa(
     starts: Int[Array, " b"] | None = None,
     mask_value: float = DEFAULT_MASK_VALUE,
 ) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """What [`eqattn.ragged_gqa`][] computes, written out plainly: all logits at once."""
+    """Computes what [`eqattn.ragged_gqa`][] does, written out plainly, with all logits at once."""
     _check(mask_value, None)
     q, k, v = (jnp.asarray(as_array(x, name)) for name, x in zip("qkv", (q, k, v)))
     check_floating(q=q, k=k, v=v)
@@ -166,7 +172,7 @@ def reference_mha(
     *,
     mask_value: float = DEFAULT_MASK_VALUE,
 ) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """What [`eqattn.ragged_mha`][] computes, written out plainly."""
+    """Computes what [`eqattn.ragged_mha`][] does, written out plainly."""
     _same_heads(q, k)
     return reference_gqa(q, k, v, lengths, starts, mask_value)
 
@@ -180,17 +186,20 @@ def reference_mqa(
     *,
     mask_value: float = DEFAULT_MASK_VALUE,
 ) -> tuple[Float[Array, "b *h v"], Float[Array, "b *h 1"], Float[Array, "b *h 1"]]:
-    """What [`eqattn.ragged_mqa`][] computes, written out plainly."""
+    """Computes what [`eqattn.ragged_mqa`][] does, written out plainly."""
     return _one_key_head(reference_gqa, q, k, v, lengths, starts, dict(mask_value=mask_value))
 
 
 def get_mha_cost_estimate(shape_dtype: tuple[Any, ...]) -> Any:
-    """The operations and bytes of `ragged_mha` or `ragged_gqa` over full rows: two products, an
-    exponential per logit, and each input and output (`o`, `m`, `l` in float32) moved once.
+    """Counts the operations and bytes of `ragged_mha` or `ragged_gqa` over full rows.
+
+    These are two products, an exponential per logit, and each input and output (`o`, `m` and `l`
+    in float32) moved once.
 
     **Arguments:**
 
-    - `shape_dtype`: `jax.ShapeDtypeStruct`s of query, key, value and lengths (and starts).
+    - `shape_dtype`: `jax.ShapeDtypeStruct`s of query, key, value and lengths, and optionally
+        starts.
 
     **Returns:** a `jax.experimental.pallas.CostEstimate`.
     """

@@ -1,4 +1,4 @@
-"""A kernel body for those who write their own `pallas_call`."""
+"""`ragged_flash_attention_kernel()`, a kernel body for those who write their own `pallas_call`."""
 
 from typing import Any
 
@@ -25,23 +25,25 @@ def ragged_flash_attention_kernel(
 ) -> None:
     """The body of a Pallas kernel: some queries of each row over the keys `starts <= s < lengths`.
 
-    For a grid `(rows, blocks of keys)`, the blocks of a row one after the other, and both arrays of
-    bounds prefetched as scalars (`pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, ...)`). The
-    references of results must stay in place for a whole row. [`eqattn.ragged_gqa`][] and
-    [`eqattn.Ragged`][] have kernels of their own, which do not visit blocks that no key is seen in.
+    It is for a grid `(rows, blocks of keys)` that visits the blocks of a row one after the other.
+    Both arrays of bounds must be prefetched as scalars
+    (`pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, ...)`), and the references of results must
+    stay in place for a whole row. [`eqattn.ragged_gqa`][] and [`eqattn.Ragged`][] have kernels of
+    their own, which do not visit blocks without visible keys.
 
     **Arguments:**
 
-    - `lengths_ref`, `starts_ref`: int32 `[rows]`.
-    - `q_ref`: `[h, d]`, heads that share one key head. Logits are not scaled.
-    - `k_ref`, `v_ref`: `[block_size, d]` and `[block_size, v]`. Beyond the last key may lie
-        anything.
-    - `o_ref`, `m_ref`, `l_ref`: float32 `[h, v]`, and `[h, n]` with any `n` (all columns are
-        equal). At the end of a row the sum of weighted values, not normalised; the maximum of the
-        logits; the denominator relative to it. [`eqattn.Carry`][]`(o, l[:, 0], m[:, 0])` goes on
-        with them. A row without keys has 0, `-inf` and 0.
-    - `block_size`: keys in a block.
-    - `mask_value`: only checked. Masked keys are left out exactly.
+    - `lengths_ref`, `starts_ref`: the end and the start of the visible keys, int32 `[rows]`.
+    - `q_ref`: the heads `[h, d]` of a query, which share one key head. Logits are not scaled.
+    - `k_ref`, `v_ref`: a block of keys `[block_size, d]` and of values `[block_size, v]`. What lies
+        beyond the last key may be anything.
+    - `o_ref`: at the end of a row, the sum of the weighted values, not normalised, float32
+        `[h, v]`.
+    - `m_ref`, `l_ref`: at the end of a row, the maximum of the logits and the denominator relative
+        to it, float32 `[h, n]` with any `n`; all columns are equal. A row without keys has 0,
+        `-inf` and 0. [`eqattn.Carry`][]`(o, l[:, 0], m[:, 0])` continues from the three.
+    - `block_size`: how many keys a block has.
+    - `mask_value`: a number that is checked and not used. Masked keys are left out exactly.
 
     **Raises:** `ValueError` for a `mask_value` above -1e30 or a `k_ref` of another size.
     """

@@ -1,4 +1,4 @@
-"""The functional form of ring attention, with the parameters of ejkernel's `ring_attention`."""
+"""`ring_attention()`: ring attention with the parameters of ejkernel's function."""
 
 import functools as ft
 import operator
@@ -21,11 +21,11 @@ from .blockwise import outputs_of
 
 
 class FwdParams(eqx.Module):
-    """Block sizes of the forward visit; None: automatic.
+    """The block sizes of the forward visit.
 
     **Arguments:**
 
-    - `q_blocksize`, `kv_blocksize`: rows and keys of a block.
+    - `q_blocksize`, `kv_blocksize`: how many queries and keys a block has. None chooses a size.
     """
 
     q_blocksize: int | None = eqx.field(static=True, default=None)
@@ -33,8 +33,8 @@ class FwdParams(eqx.Module):
 
 
 class BwdParams(FwdParams):
-    """Block sizes of the backward visit. It goes over the blocks of the forward, so a size that
-    differs from that of `FwdParams` raises.
+    """The block sizes of the backward visit. It visits the blocks of the forward visit, so a size
+    that differs from that of `FwdParams` raises.
     """
 
 
@@ -72,41 +72,48 @@ def ring_attention(
 ) -> Float[Array, "*b t h v"]:
     """Exact attention over a sequence that is sharded over the mesh axis `axis_name`.
 
-    All masks combine: a query sees a key if each of them lets it.
+    All masks combine: a query sees a key if each of them shows it.
 
     **Arguments:**
 
-    - `query`, `key`, `value`: `[*b, t, h, d]`, `[*b, s, k, d]`, `[*b, s, k, v]`: whole arrays, or
-        inside `jax.shard_map` the pieces of this device.
-    - `q_segment_ids`, `kv_segment_ids`: int `[*b, t]`, `[*b, s]`; a query sees keys of its own
-        segment. One alone serves both sides. Negative ids are padding.
-    - `softmax_aux`: sinks, logits without a value: `[h]` one per head, `[h, n]` per head, `[n]` or
-        `[1, n]` shared by all heads.
-    - `bias`: added to the logits; broadcastable to `[*b, h, t, s]`. Inside `shard_map` it holds the
-        rows of this device and the columns of all.
-    - `mask_builder`: `(queries, keys, heads, head, heads per key/value head) -> mask` of
-        `eqattn.masks`, called for each query head with the lengths of the whole sequence.
+    - `query`, `key`, `value`: queries `[*b, t, h, d]`, keys `[*b, s, k, d]` and values
+        `[*b, s, k, v]`. They are whole arrays or, inside `jax.shard_map`, the pieces of this
+        device.
+    - `q_segment_ids`, `kv_segment_ids`: the segments of queries, int `[*b, t]`, and of keys, int
+        `[*b, s]`. A query sees the keys of its own segment. If only one is given, it serves both
+        sides. Negative ids are padding.
+    - `softmax_aux`: sinks, which are logits without a value. `[h]` is one per head, `[h, n]` is `n`
+        per head, and `[n]` or `[1, n]` are shared by all heads.
+    - `bias`: an array that is added to the logits, broadcastable to `[*b, h, t, s]`. Inside
+        `shard_map` it holds the rows of this device and the columns of all devices.
+    - `mask_builder`: a function `(queries, keys, heads, head, heads per key/value head) -> mask`
+        to a mask of `eqattn.masks`. It is called for each query head, with the lengths of the whole
+        sequence.
     - `sliding_window`: how far a query sees to either side, inclusive: one int, or (left, right)
         with None for no limit.
-    - `chunk_size`: a query sees its own chunk of so many tokens, up to itself.
+    - `chunk_size`: the size of chunks of tokens. A query sees those of its own chunk, up to itself.
     - `causal`: whether a query sees only the keys up to its own position.
-    - `logits_soft_cap`: `c` in `c tanh(logit / c)`, before the bias. May be learned.
-    - `softmax_scale`: default `1 / sqrt(d)`. May be learned.
-    - `axis_name`: the mesh axis; None: one device holds the whole sequence.
-    - `fwd_params`, `bwd_params`: block sizes, used where those below are None.
-    - `fused_backward`: whether one visit of the blocks gives all gradients, or one those of the
-        queries and another those of keys and values. The gradients are equal; one visit is faster.
-    - `query_chunk_size`, `key_chunk_size`: block sizes; any size is right for any length.
-    - `causal_block_size`: a query sees whole blocks of so many tokens, up to its own block; it
-        takes the place of `causal`.
-    - `deterministic`, `dropout_rng`, `pdrop`: dropout of probability `pdrop` unless deterministic;
-        then a JAX key is required.
-    - `policy`: a callable rematerialisation policy wraps the call in `jax.checkpoint`.
-    - `precision`: of the products; None is exact float32 for float32 inputs.
-    - `prevent_cse`: passed to `jax.checkpoint`; it has no role without a policy.
-    - `float32_logits`: False rounds the logits to the dtype of the query.
-    - `attention_sink_size`: so many first keys are seen in spite of `sliding_window`.
-    - `dtype`: of the result, default that of the query.
+    - `logits_soft_cap`: `c` in `c tanh(logit / c)`, before the bias. An array may be learned.
+    - `softmax_scale`: the factor of the logits, by default `1 / sqrt(d)`. An array may be learned.
+    - `axis_name`: the mesh axis of the ring. With None, one device holds the whole sequence.
+    - `fwd_params`, `bwd_params`: block sizes, which are used if those below are None.
+    - `fused_backward`: whether one visit of the blocks computes all gradients. Otherwise one visit
+        computes those of the queries, and another those of keys and values. The gradients are
+        equal, and a single visit is faster.
+    - `query_chunk_size`, `key_chunk_size`: the block sizes. Any size is right for any length.
+    - `causal_block_size`: the size of blocks of tokens. A query sees all of its own block and of
+        those before it. This takes the place of `causal`.
+    - `deterministic`: whether dropout is off.
+    - `dropout_rng`: a random key, which is required if dropout is on.
+    - `pdrop`: the probability that an attention weight is dropped.
+    - `policy`: a callable rematerialisation policy, with which the call is wrapped in
+        `jax.checkpoint`.
+    - `precision`: the precision of the products. None is exact float32 for float32 inputs.
+    - `prevent_cse`: an argument of `jax.checkpoint`, which has no role without a policy.
+    - `float32_logits`: whether logits stay float32. Otherwise they are rounded to the query's
+        dtype.
+    - `attention_sink_size`: how many of the first keys are seen in spite of `sliding_window`.
+    - `dtype`: the dtype of the result, by default that of the query.
 
     **Returns:** `[*b, t, h, v]`.
 
@@ -203,7 +210,7 @@ def _block_size(field: str, name: str, given: int | None, *params: Any) -> int |
 
 
 def _of_heads(builder: Callable, queries: int, keys: int, heads: int, kv_heads: int) -> Any:
-    """One mask from those of the heads; heads with equal masks share it."""
+    """Combines the masks of the heads into one. Heads with equal masks share it."""
     groups: list[tuple[Any, list[int]]] = []
     for head in range(heads):
         mask = as_mask(builder(queries, keys, heads, head, heads // kv_heads))
@@ -223,7 +230,7 @@ def _of_heads(builder: Callable, queries: int, keys: int, heads: int, kv_heads: 
 
 
 class _Owned(eqx.Module):
-    """Whether a pair is of one of these heads."""
+    """A function of a pair that tells whether the pair belongs to one of these heads."""
 
     owners: tuple[int, ...] = eqx.field(static=True)
 

@@ -1,4 +1,4 @@
-"""A layer's arguments, checked and in the form that it keeps or computes with."""
+"""Checks a layer's arguments, and brings them into the form that it keeps or computes with."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..masks._window import SlidingWindow
 from ..strategies import _checks as checks, AttentionImpl, Blockwise, Ragged
 
 
-# What a strategy's metadata leaves to the layer, and the layer's argument for it.
+# Fields of a strategy's metadata that the layer decides, and the layer's argument for each.
 _OF_THE_LAYER = {
     "softmax_scale": "softmax_scale",
     "logits_soft_cap": "logits_soft_cap",
@@ -24,7 +24,9 @@ _OF_THE_LAYER = {
 
 
 def checked_sizes(**sizes: Any) -> list[Any]:
-    """The sizes, given by their names, as Python ints, or None where they are."""
+    """Returns sizes, which are given by their names, as Python ints. Those that are None stay so,
+    except for `num_heads` and `query_size`.
+    """
     must = ("num_heads", "query_size")
     return [
         None if x is None and name not in must else as_size(x, name, -REACH)
@@ -33,8 +35,8 @@ def checked_sizes(**sizes: Any) -> list[Any]:
 
 
 def check_parameters(dtype: Any, query: Any, key_: Any, value: Any, output: Any) -> None:
-    """Raises unless parameters may be of the dtype (None is Equinox's default), and the others say
-    whether that projection has a bias.
+    """**Raises:** `TypeError` unless parameters may have this dtype (None is Equinox's default) and
+    each of the others is a boolean, which says whether that projection has a bias.
     """
     if dtype is not None and not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.inexact):
         raise TypeError(f"dtype must be floating point, got {dtype!r}.")
@@ -43,7 +45,7 @@ def check_parameters(dtype: Any, query: Any, key_: Any, value: Any, output: Any)
 
 
 def split_key(key: Any, n: int) -> Array:
-    """`n` keys. **Raises:** `TypeError` naming the argument unless it is one key of JAX."""
+    """Splits a key in `n`. **Raises:** `TypeError`, naming the argument, unless it is one key."""
     try:
         return jax.random.split(key, n)
     except (TypeError, ValueError) as e:
@@ -51,14 +53,16 @@ def split_key(key: Any, n: int) -> Array:
 
 
 def check_name(name: str, value: Any, known: tuple[str, ...]) -> None:
-    """Raises unless the value is None or one of the known names."""
+    """**Raises:** `ValueError` unless the value is None or one of the known names."""
     if value is not None and not (isinstance(value, str) and value in known):
         names = ", ".join(map(repr, known))
         raise ValueError(f"{name} must be one of {names}, or None; got {value!r}.")
 
 
 def check_heads(heads: int, size: int, shared: bool) -> None:
-    """Raises unless there are heads, and `size` channels for each if they are `shared` out."""
+    """**Raises:** `ValueError` unless there are heads and, if the `size` channels are `shared` out
+    among them, at least one channel for each.
+    """
     if heads < 1 or (shared and size < heads):
         raise ValueError(
             f"num_heads must be at least 1 and at most query_size={size}, of which each head gets "
@@ -67,7 +71,7 @@ def check_heads(heads: int, size: int, shared: bool) -> None:
 
 
 def as_kv_heads(num_kv_heads: Any, num_heads: int) -> int:
-    """How many heads key and value have: a divisor of the query's, by default as many."""
+    """How many heads key and value have. It must divide `num_heads`, which is the default."""
     (given,) = checked_sizes(num_kv_heads=num_kv_heads)
     num_kv_heads = num_heads if given is None else given
     if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -79,7 +83,7 @@ def as_kv_heads(num_kv_heads: Any, num_heads: int) -> int:
 
 
 def check_dropout(p: Any) -> None:
-    """Raises unless it is a probability below 1, or an array."""
+    """**Raises:** `TypeError` or `ValueError` unless `p` is a probability below 1, or an array."""
     if not (isinstance(p, int | float) or hasattr(p, "dtype")):
         raise TypeError(f"dropout_p must be a number in [0, 1), got {p!r}.")
     if isinstance(p, int | float) and not 0 <= p < 1:
@@ -87,7 +91,7 @@ def check_dropout(p: Any) -> None:
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raises unless a strategy, or None, leaves to the layer what is the layer's."""
+    """**Raises:** `ValueError` if a strategy's metadata decide what the layer decides."""
     if strategy is None:
         return
     checks.check_strategy(strategy)
@@ -101,7 +105,9 @@ def check_strategy(strategy: Any) -> None:
 
 
 def configured(strategy: AttentionImpl | None, cached: bool, **own: Any) -> AttentionImpl:
-    """A layer's strategy, with what the layer says (not None) in its metadata."""
+    """Returns a layer's strategy, with the layer's own settings in its metadata. A setting that is
+    None is left out.
+    """
     check_strategy(strategy)
     if strategy is None:
         strategy = Ragged() if cached else Blockwise()
@@ -112,7 +118,7 @@ def configured(strategy: AttentionImpl | None, cached: bool, **own: Any) -> Atte
 
 
 def check_sequences(query: Array, key_: Array, value: Array, batch: tuple[int, ...] = ()) -> None:
-    """Raises unless the inputs are sequences that fit together."""
+    """**Raises:** `TypeError` or `ValueError` unless the inputs are sequences that fit together."""
     for name, x in (("query", query), ("key_", key_), ("value", value)):
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(f"{name} must be real, got {x.dtype}; take its parts apart.")
@@ -131,7 +137,7 @@ def check_sequences(query: Array, key_: Array, value: Array, batch: tuple[int, .
 
 
 def as_window(window: Any) -> tuple[int | None, int | None] | None:
-    """`(left, right)`, checked, or None."""
+    """Returns a window as a checked pair `(left, right)`, or None."""
     if window is None:
         return None
     sizes = tuple(window) if isinstance(window, tuple | list) else (window, window)
@@ -144,7 +150,7 @@ def as_window(window: Any) -> tuple[int | None, int | None] | None:
 
 
 def as_layer_mask(mask: Any, window: Any, heads: int, t: int, s: int) -> AbstractMask | None:
-    """The mask of a call, in any of its forms, and the window of the layer."""
+    """Combines the mask of a call, in any of its forms, with the window of the layer."""
     if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
         mask = as_mask(mask)
     else:

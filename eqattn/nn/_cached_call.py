@@ -1,4 +1,4 @@
-"""How a layer goes on from a cache: its rows, its new tokens, and what attention then reads."""
+"""How a layer continues from a cache: its rows, its new tokens, and what attention then reads."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,7 +28,9 @@ def new_keys(
     kv_positions: Any,
     sizes: tuple[int, int],
 ) -> tuple[Array, Array]:
-    """The keys and values that a call brings: the query's by default, none if not `append`."""
+    """The keys and values that a call brings. They are the query by default, and empty arrays if
+    `append` is False.
+    """
     append = as_flag(append, "append")
     if cache is None and (counts is not None or not append):
         raise ValueError("counts and append say what a cache takes: pass cache= too.")
@@ -44,7 +46,8 @@ def new_keys(
 
 
 def as_batch(cache: Cache, rows: int | None) -> tuple[Cache, Callable[[Cache], Cache]]:
-    """The cache of one sequence (`rows` is None) as that of a batch of one, and the way back.
+    """Returns a cache with an axis of rows, and a function that restores its form afterwards. Only
+    the cache of one sequence, for which `rows` is None, may lack that axis.
 
     **Raises:** `ValueError` unless it has as many rows as the inputs.
     """
@@ -82,8 +85,8 @@ def check_fits(
     mask: AbstractMask | None,
     heads: int,
 ) -> None:
-    """Raises unless new tokens of a dtype can be appended and read with the layer's window, or else
-    with the mask of a call, for a query of so many heads.
+    """**Raises:** `TypeError` or `ValueError` unless new tokens of this dtype can be appended, and
+    the cache then still holds all that the layer's window shows, or else the mask of the call.
     """
     if cache.key.dtype != dtype:
         raise TypeError(
@@ -122,7 +125,13 @@ class _Away(AbstractMask):
 
 
 def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: int) -> bool:
-    """Whether a mask may show any of some keys to queries more than so far after it."""
+    """Whether a mask may show a key to a query that is more than `distance` after it.
+
+    The mask is classified over ranges of positions, so all queries from `distance + 1` to 2^29
+    after a key are one range. Keys are tried one by one, at the positions 0 to 7, the powers of two
+    up to 2^20, and around `distance`: a mask that exempts the first keys, or looks at chunks, shows
+    it there. A mask that treats only other keys differently is not found out.
+    """
     if mask is None:
         return True
     keys = np.concatenate([np.arange(8), 2 ** np.arange(3, 21), [distance, distance + 1]])
@@ -132,5 +141,5 @@ def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: in
 
 
 def visible(mask: AbstractMask | None, cache: AbstractCache) -> AbstractMask:
-    """What a mask shows of the tokens that are stored."""
+    """Combines the mask of a call with the one that shows the stored tokens."""
     return cache.mask() if mask is None else mask & cache.mask()

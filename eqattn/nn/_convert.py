@@ -1,4 +1,4 @@
-"""From Equinox's layer to this one, and from one strategy to another, in any model."""
+"""Converts Equinox's layers in a model to this library's, and gives layers another strategy."""
 
 from collections.abc import Callable
 from typing import Any, overload, TypeVar
@@ -26,30 +26,31 @@ def from_equinox(model: _T, *, strategy: AttentionImpl | None = None) -> _T: ...
 
 
 def from_equinox(model: Any, *, strategy: AttentionImpl | None = None) -> Any:
-    """Every `eqx.nn.MultiheadAttention` of a model as an [`eqattn.nn.MultiheadAttention`][].
+    """Converts every `eqx.nn.MultiheadAttention` of a model to an
+    [`eqattn.nn.MultiheadAttention`][].
 
-    The projections, as they are, and the dropout settings are kept, so that the outputs agree, and
-    the model has the same leaves in the same order. Only a query that sees no key differs: it gives
-    the projection of 0.
+    The projections and the dropout settings are kept. So the outputs agree, and the model has the
+    same leaves in the same order. Only a query that sees no key differs: it gives the projection
+    of 0.
 
     **Arguments:**
 
-    - `model`: a layer, or any PyTree that holds layers.
-    - `strategy`: of the new layers.
+    - `model`: a layer, or any PyTree that holds layers. It is unchanged.
+    - `strategy`: the strategy of the new layers, or None for the default.
 
-    **Returns:** the layer or model. The one given is unchanged.
+    **Returns:** the new layer or model.
 
     **Raises:** `ValueError` if there is no such layer.
     """
     check_strategy(strategy)
-    # Not subclasses: what they change would be lost.
+    # Subclasses are left alone, as what they change would be lost.
     is_layer = lambda x: type(x) is eqx.nn.MultiheadAttention
     convert = lambda layer: _swap(_convert(layer), strategy)
     return _replace(model, is_layer, convert, eqx.nn.MultiheadAttention)
 
 
 def with_strategy(model: _T, strategy: AttentionImpl | None) -> _T:
-    """A model in which every [`eqattn.nn.MultiheadAttention`][] has another strategy.
+    """Gives every [`eqattn.nn.MultiheadAttention`][] of a model another strategy.
 
     **Arguments:**
 
@@ -70,7 +71,7 @@ def with_strategy(model: _T, strategy: AttentionImpl | None) -> _T:
 def _replace(
     model: Any, is_layer: Callable[[Any], bool], fn: Callable[[Any], Any], kind: type
 ) -> Any:
-    """The model with `fn` of every layer."""
+    """Returns the model with `fn(layer)` in the place of every layer."""
     if not any(map(is_layer, jax.tree.leaves(model, is_leaf=is_layer))):
         remedy = (
             "from_equinox(model) converts Equinox's"

@@ -1,4 +1,4 @@
-"""The dropout settings of a layer, as a PyTree node that plain JAX transformations accept."""
+"""`Dropout`: the dropout settings of a layer, as a PyTree that plain JAX transformations accept."""
 
 import dataclasses
 import numbers
@@ -14,8 +14,10 @@ def _is_number(x: Any) -> bool:
 
 
 class _Off:
-    """Whether `p` is 0, as part of a tree structure. Where a filter has taken `p` away, as in
-    gradients and the moments of an optimiser, structures are equal whatever it was.
+    """Whether `p` is 0, as part of a tree structure.
+
+    A filter may have taken `p` away, as in gradients and in the moments of an optimiser. Then `p`
+    is `missing`, and the structure is equal to that with any `p`. So all instances have one hash.
     """
 
     def __init__(self, value: bool, missing: bool):
@@ -36,11 +38,12 @@ class _Off:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dropout:
-    """`p` and `inference`, two leaves as in `eqx.nn.Dropout`, so that checkpoints, `eqx.tree_at`
-    and `eqx.nn.inference_mode` work alike.
+    """The dropout settings `p` and `inference`. They are two leaves, as in `eqx.nn.Dropout`, so
+    that checkpoints, `eqx.tree_at` and `eqx.nn.inference_mode` work alike.
 
-    There a bool leaf stops `jax.grad`, and a traced `p` stops `jax.jit`. Here the tree structure
-    says whether `p` is 0, and `inference` next to a number is handed to JAX as a float.
+    In Equinox's class, a bool leaf makes `jax.grad` raise, and a traced `p` makes `jax.jit` raise.
+    Here the tree structure says whether `p` is 0, and JAX gets `inference` as a float if `p` is a
+    number.
 
     **Arguments:**
 
@@ -54,7 +57,7 @@ class Dropout:
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], _Off]:
         p, inference = self.p, self.inference
-        # Only next to a number: in a tree of filters, as for `eqx.partition`, bools stay bools.
+        # In a tree of filters, as for `eqx.partition`, `p` is no number, and bools stay bools.
         if isinstance(inference, bool) and _is_number(p):
             inference = float(inference)
         off = bool(p == 0) if _is_number(p) else self.off
@@ -70,13 +73,13 @@ class Dropout:
         return cls(*children, off=off.value)
 
     def rate(self, inference: Any = None) -> float:
-        """The probability to use in a call, 0.0 where dropout is off.
+        """The probability to use in a call; 0.0 if dropout is off.
 
         **Arguments:**
 
-        - `inference`: of the call; None for that of the layer.
+        - `inference`: what the call says; None takes the layer's own.
 
-        **Raises:** `ValueError` if that depends on a traced value.
+        **Raises:** `ValueError` if the probability depends on a traced value.
         """
         if inference is not None and inference:
             return 0.0

@@ -1,4 +1,4 @@
-"""From the inputs of a layer to its heads."""
+"""Makes the heads of a layer from its inputs."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 
 
 def head_norm(name: str | None, size: int, dtype: Any) -> Any:
-    """A normalisation over the features of a head, or None."""
+    """Makes a normalisation over the features of a head; None for no name."""
     if name is None:
         return None
     kind = eqx.nn.RMSNorm if name == "rms" else eqx.nn.LayerNorm
@@ -21,15 +21,15 @@ def head_norm(name: str | None, size: int, dtype: Any) -> Any:
 
 
 def normed(layer: Any, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
-    """A normalisation of each head, or the heads as they are."""
+    """Normalises each head, or returns the heads as they are if there is no normalisation."""
     if layer is None:
         return x
     return jax.vmap(layer)(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 def linear(layer: Any, x: Float[Array, "*b features"]) -> Float[Array, "*b outputs"]:
-    """A layer of every row. For Equinox's own `Linear` it is one product with rows in front, which
-    `jax.vmap(layer)(x)` would compute transposed, and transpose.
+    """Applies a layer to every row. For Equinox's own `Linear` this is one product with the rows in
+    front. `jax.vmap(layer)(x)` would compute the transposed product, and then transpose that.
     """
     features = getattr(layer, "in_features", x.shape[-1])
     if features != x.shape[-1]:
@@ -49,12 +49,12 @@ def linear(layer: Any, x: Float[Array, "*b features"]) -> Float[Array, "*b outpu
 def project(
     layer: Any, x: Float[Array, "*b features"], heads: int, size: int
 ) -> Float[Array, "*b heads size"]:
-    """The heads of sequences."""
+    """Projects sequences, and splits the result into heads."""
     return linear(layer, x).reshape(*x.shape[:-1], heads, size)
 
 
 def processed(fn: ProcessHeads | None, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """What a user's function of the heads of one sequence makes of them."""
+    """Applies a user's function of the heads of one sequence, and checks what it returns."""
     if fn is None:
         return q, k, v
     if not callable(fn):

@@ -1,4 +1,4 @@
-"""Multihead attention with projections, as a layer."""
+"""`MultiheadAttention`, a layer: projections, attention, and a projection of the output."""
 
 import warnings
 from collections.abc import Sequence
@@ -48,15 +48,15 @@ class MultiheadAttention(eqx.Module):
 
     It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays
     and, as in Equinox, the two numbers of `dropout`, so plain `jax.jit` and `jax.grad` work over
-    any model that has it. With `dropout_p > 0` they do where the call says `inference=True`;
+    any model that has it. With `dropout_p > 0` they do so if the call says `inference=True`;
     else use `eqx.filter_jit` and `eqx.filter_grad`. With `cache=` it returns `(cache, out)`.
 
-    What is computed is the layer's, how is the strategy's: a strategy whose metadata has a scale,
-    soft cap, sinks or dropout raises.
+    The layer says what is computed, and the strategy says how. So a strategy whose metadata has a
+    scale, soft cap, sinks or dropout raises.
 
-    In order: projections; `qk_norm`; `rotary`; `process_heads`; `softmax_scale`,
-    `logits_soft_cap`, bias and scores; masks; softmax with `softmax_aux`; dropout; `gating`; the
-    projection of the output.
+    These steps follow each other: projections; `qk_norm`; `rotary`; `process_heads`;
+    `softmax_scale`, `logits_soft_cap`, bias and scores; masks; softmax with `softmax_aux`; dropout;
+    `gating`; the projection of the output.
     """
 
     query_proj: eqx.nn.Linear
@@ -64,7 +64,7 @@ class MultiheadAttention(eqx.Module):
     value_proj: eqx.nn.Linear
     output_proj: eqx.nn.Linear
     dropout: Dropout
-    # Further leaves come after Equinox's and are None by default.
+    # These leaves are None by default. They come after Equinox's, so that checkpoints agree.
     query_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None
     key_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None
     gate_proj: eqx.nn.Linear | None
@@ -118,39 +118,39 @@ class MultiheadAttention(eqx.Module):
         score: AbstractScore | Sequence[AbstractScore] | None = None,
         key: PRNGKeyArray,
     ):
-        r"""**Arguments:** those of Equinox, by position or name,
+        r"""**Arguments:** these are Equinox's, by position or name:
 
-        - `num_heads`: of the query.
-        - `query_size`, `key_size`, `value_size`: channels of the inputs, the latter two by default
-            `query_size`.
-        - `output_size`: channels of the output, by default `query_size`.
-        - `qk_size`, `vo_size`: channels per head of query and key, and of the value; by default
-            `query_size // num_heads`.
+        - `num_heads`: how many heads the query has.
+        - `query_size`, `key_size`, `value_size`: the channels of the inputs. The latter two are
+            `query_size` by default.
+        - `output_size`: the channels of the output, by default `query_size`.
+        - `qk_size`, `vo_size`: the channels per head of query and key, and of the value. The
+            default is `query_size // num_heads`.
         - `use_query_bias`, `use_key_bias`, `use_value_bias`, `use_output_bias`: whether that
             projection has a bias.
-        - `dropout_p`: of dropping an attention weight, in `[0, 1)`.
-        - `inference`: whether dropout is off. `eqx.nn.inference_mode` changes it, a call overrides
-            it.
-        - `dtype`: of all parameters; by default float32, or float64 in 64-bit mode.
-        - `key`: for the initialisation. Keyword-only.
+        - `dropout_p`: the probability that an attention weight is dropped, in `[0, 1)`.
+        - `inference`: whether dropout is off. `eqx.nn.inference_mode` changes it, and a call may
+            override it.
+        - `dtype`: the dtype of all parameters, by default float32, or float64 in 64-bit mode.
+        - `key`: the random key of the initialisation, keyword-only.
 
-        and keyword-only:
+        These are keyword-only:
 
-        - `num_kv_heads`: of key and value, a divisor of `num_heads`, which is the default.
-        - `strategy`: a strategy such as [`eqattn.Blockwise`][] that says where and in which order
-            pairs are visited, by default `Blockwise()`. Its output is rounded to its metadata's
-            `runtime_dtype` if that is given, then cast to the dtype of the projected value.
-        - `rotary`: a [`Rotary`][eqattn.nn.Rotary], applied to queries and keys.
-        - `qk_norm`: `"rms"` or `"layer"`, over the features of each query and key head, each with a
-            learned scale and no bias.
-        - `gating`: the output of attention is multiplied by the sigmoid of a projection of the
-            query: `"elementwise"`, or with one factor per head, `"headwise"`.
-        - `window`: `(left, right)`, both inclusive, None for unbounded; an int for both. It comes
-            in addition to the mask of a call.
-        - `softmax_scale`: of the logits, by default `1 / sqrt(qk_size)`.
+        - `num_kv_heads`: how many heads key and value have: a divisor of `num_heads`, its default.
+        - `strategy`: where and in which order pairs are visited, by default `Blockwise()`. Its
+            output is rounded to its metadata's `runtime_dtype` if that is given, then cast to the
+            dtype of the projected value.
+        - `rotary`: a [`Rotary`][eqattn.nn.Rotary] that turns queries and keys.
+        - `qk_norm`: `"rms"` or `"layer"`, a normalisation over the features of each query and key
+            head. Both have a learned scale and no bias.
+        - `gating`: whether the output of attention is multiplied by the sigmoid of a projection of
+            the query: `"elementwise"`, or by one factor per head, `"headwise"`.
+        - `window`: `(left, right)`, both inclusive, None for unbounded; an int for both. It is
+            combined with the mask of a call.
+        - `softmax_scale`: the factor of the logits, by default `1 / sqrt(qk_size)`.
         - `logits_soft_cap`: `c` in `c * tanh(logit / c)`.
         - `softmax_aux`: sinks, `[num_heads]`, `[num_heads, n]` or `[1, n]`.
-        - `score`: modules of `eqattn.scores`, as `ALiBi` or `T5Bias`; their arrays are learned.
+        - `score`: modules of `eqattn.scores`, such as `ALiBi`. Their arrays are learned.
 
         A number for `softmax_scale` or `logits_soft_cap` is a static constant, an array is learned.
 
@@ -177,7 +177,8 @@ class MultiheadAttention(eqx.Module):
         check_name("qk_norm", qk_norm, ("rms", "layer"))
         check_name("gating", gating, ("elementwise", "headwise"))
 
-        # Equinox's keys. The fifth of a longer split, for the gate, is another one.
+        # Equinox splits the key in four, too. A split in five would give other keys than its four,
+        # so the key of the gate is made in another way.
         keys = split_key(key, 4)
         make = lambda i, size, features, bias: eqx.nn.Linear(
             size, features, use_bias=bias, dtype=dtype, key=keys[i]
@@ -283,45 +284,41 @@ class MultiheadAttention(eqx.Module):
         counts: int | Int[Array, "*b"] | None = None,
         append: bool = True,
     ) -> Any:
-        r"""**Arguments:** those of Equinox,
+        r"""**Arguments:** these are Equinox's:
 
         - `query`, `key_`, `value`: `[t, query_size]`, `[s, key_size]` and `[s, value_size]`. By
             default `key_` is the query, and `value` is `key_`.
-        - `mask`: an array `[t, s]` or `[num_heads, t, s]`, of booleans, or numbers that hide where
-            they are 0. Or a mask module such as [`eqattn.KeyPadding`][], or a name: `"causal"`, or
+        - `mask`: an array `[t, s]` or `[num_heads, t, s]` of booleans, or of numbers that hide
+            where they are 0; or a mask module such as [`eqattn.KeyPadding`][]; or `"causal"`, or
             `"full"` for None.
-        - `key`: for dropout; not used if that is off.
-        - `inference`: whether dropout is off, None for the layer's `inference`.
-        - `deterministic`: the same, deprecated.
+        - `key`: the random key of the dropout, not used if that is off.
+        - `inference`: whether dropout is off; None takes the layer's `inference`.
+        - `deterministic`: a deprecated name of `inference`.
         - `process_heads`: a function from query `[t, num_heads, qk_size]`, key
             `[s, num_kv_heads, qk_size]` and value `[s, num_kv_heads, vo_size]` to such.
 
-        and keyword-only:
+        These are keyword-only:
 
-        - `bias`: added to the logits; broadcastable to `[num_heads, t, s]`.
-        - `score`: modules of `eqattn.scores`, after those of the layer.
+        - `bias`: an array that is added to the logits, broadcastable to `[num_heads, t, s]`.
+        - `score`: modules of `eqattn.scores`, which are applied after those of the layer.
         - `q_positions`, `kv_positions`: integers `[t]` and `[s]`, for rotary positions, masks and
             scores; by default those of the strategy's `token_positions`, else `0, 1, ...`
-        - `cache`: one of [`eqattn.cache`](api.md#caches), of `num_kv_heads` heads of `qk_size` and
-            `vo_size`, with the tokens so far. `key_` and `value` are appended, and the query reads
-            all that is stored, or what `mask` shows of it. New tokens are at positions
-            `cache.length`, `cache.length + 1`, ...; `q_positions` moves those of the query. What
-            has an axis `s` for keys has the cache's places there.
-        - `counts`: how many of the new keys the cache takes, the first ones; None for all.
-        - `append`: whether there are new keys; if not, the query reads the cache as it is.
+        - `cache`: one of [`eqattn.cache`](api.md#caches) with `num_kv_heads` heads of `qk_size` and
+            `vo_size`, and the tokens so far. `key_` and `value` are appended. The query reads all
+            that is stored, or what `mask` shows of it. New tokens are at positions `cache.length`,
+            `cache.length + 1`, ...; `q_positions` moves those of the query. An axis `s` for keys
+            then stands for the places of the cache.
+        - `counts`: how many of the new keys, from the first, the cache takes; None for all.
+        - `append`: whether there are new keys. If not, the query reads the cache as it is.
 
-        A cache is that of one sequence, of `batch=1` or a row that `jax.vmap` maps over. Or it has
-        `b` rows, and all inputs and the output have them in front, `[b, t, query_size]`; `counts`
-        is then `[b]`. Without a strategy a layer reads caches by [`eqattn.Ragged`][].
+        A cache belongs to one sequence: it has `batch=1`, or is a row that `jax.vmap` maps over. Or
+        it has `b` rows; all inputs and the output then have these in front, `[b, t, query_size]`,
+        and `counts` is `[b]`. Without a strategy a layer reads caches by [`eqattn.Ragged`][].
 
-        **Returns:**
+        **Returns:** `[t, output_size]`, with a cache `(cache, [t, output_size])`.
 
-        `[t, output_size]`, with a cache `(cache, [t, output_size])`.
-
-        **Raises:**
-
-        `ValueError` at trace time, naming the shapes and the remedy; `RuntimeError` if dropout is
-        on and there is no `key`.
+        **Raises:** `ValueError` at trace time, naming the shapes and the remedy; `RuntimeError` if
+        dropout is on and there is no `key`.
         """
         if deterministic is not None:
             inference = deterministic

@@ -1,4 +1,4 @@
-"""Where the tokens of a layer's inputs are in their sequence."""
+"""The positions of the tokens of a layer's inputs in their sequence."""
 
 from typing import Any
 
@@ -16,17 +16,16 @@ def input_positions(
     given: tuple[Any, Any],
     processed: bool,
 ) -> tuple[Any, Any]:
-    """The positions of the queries and of the new keys, for what comes before the mask: rotary
-    embeddings.
+    """The positions of the queries and of the new keys, which rotary embeddings need.
 
     **Arguments:**
 
     - `lengths`: how many queries and new keys there are.
-    - `given`: their positions as the caller gives them, or None for those that follow from the
-        strategy (which may read arrays in another order, as a ring in zigzag does) or the cache.
+    - `given`: their positions as the caller gives them, or None. With None they follow from the
+        cache, or from the strategy: a ring in zigzag, for example, reads arrays in another order.
     - `processed`: whether a function of the caller's sees queries and keys.
 
-    **Raises:** `ValueError` where strategy and cache disagree about the order, and where that
+    **Raises:** `ValueError` if strategy and cache disagree about the order, or if the caller's
     function cannot know it.
     """
     lying = [None if strategy is None else strategy.token_positions(n) for n in lengths]

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, for any positions."""
+"""Rotary position embeddings, accurate at any position."""
 
 import math
 from typing import Any, ClassVar
@@ -24,33 +24,36 @@ def rotary(
 ) -> Float[Array, "*b t h d"]:
     r"""Rotary position embedding: turns pairs of features by angles proportional to the position.
 
-    Pair `i` of position `p` turns by `p * theta^(-2i/dim)` radians, so that products of queries and
-    keys depend on the difference of their positions only. A pure function: nothing is cached, and
-    a position has the same angle at any offset and length.
+    Pair `i` of position `p` turns by `p * theta^(-2i/dim)` radians. So products of queries and keys
+    depend on the difference of their positions only. The function is pure: nothing is cached, and a
+    position has the same angle at any offset and length.
 
-    Angles of integer positions and a Python `theta` are reduced to one turn exactly, in integers:
-    at any int32 position they are right to float32's last digits. Where one is traced or a float,
-    the angle is a product in float32 (float64 for float64 `x`), with a relative error of 6e-8 of
-    the whole angle.
+    With integer positions and a Python number `theta`, angles are reduced to one turn exactly, in
+    integers: at any int32 position they are right to float32's last digits. With float positions or
+    an array `theta`, the angle is a product in float32 (float64 for float64 `x`). Its error is then
+    about 6e-8, the rounding of float32, times the whole angle.
 
     **Arguments:**
 
     - `x`: queries or keys, `[*b, t, h, d]`.
-    - `positions`: those of the rows, `[t]` or `[*b, t]`, integers or floats, of any size and sign.
-    - `theta`: a number above 1, or a scalar array, which may be traced.
-    - `scaling`: for contexts longer than those trained on: a
+    - `positions`: the positions of the rows, `[t]` or `[*b, t]`. They are integers or floats, of
+        any size and sign.
+    - `theta`: the base of the frequencies: a number above 1, or a scalar array, which may be
+        traced.
+    - `scaling`: how frequencies change for contexts longer than those trained on: a
         [`LinearScaling`][eqattn.nn.LinearScaling], [`NTKScaling`][eqattn.nn.NTKScaling],
         [`YaRNScaling`][eqattn.nn.YaRNScaling] or [`Llama3Scaling`][eqattn.nn.Llama3Scaling].
-    - `dim`: how many features turn, an even number; the others stay. All by default.
+    - `dim`: how many features turn, an even number. The others stay as they are. By default all
+        turn.
     - `interleaved`: whether a pair is `(2i, 2i + 1)` instead of `(i, i + dim/2)`.
 
     **Returns:**
 
-    `x`, turned, in its dtype. The arithmetic is float32 or wider.
+    `x` after the turn, in its dtype. The arithmetic is float32 or wider.
 
     **Raises:**
 
-    `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
+    `ValueError` or `TypeError` at trace time; the message names the shapes and the remedy.
 
     ??? cite "Reference"
 
@@ -108,12 +111,12 @@ def rotary(
 
 
 class Rotary(eqx.Module):
-    """The arguments of [`eqattn.nn.rotary`][], as what a layer is built with.
+    """A module that holds the arguments of [`eqattn.nn.rotary`][], for a layer to be built with.
 
-    It has no leaves, unless `theta` is an array; that is then learned, or varies along the layers
-    of a `jax.lax.scan`.
+    It has no leaves, unless `theta` is an array. The array is then learned, or varies along the
+    layers of a `jax.lax.scan`.
 
-    **Arguments:** those of `rotary` by the same names: `theta`, `scaling`, `dim`, `interleaved`.
+    **Arguments:** `theta`, `scaling`, `dim` and `interleaved`, as in `rotary`.
     """
 
     _theta: Any
@@ -145,7 +148,7 @@ class Rotary(eqx.Module):
         return unwrap(self._theta)
 
     def __call__(self, x: Float[Array, "*b t h d"], positions: Any) -> Float[Array, "*b t h d"]:
-        """`rotary(x, positions, ...)`."""
+        """Calls `rotary(x, positions, ...)`."""
         return rotary(
             x,
             positions,
@@ -165,7 +168,7 @@ def _check_scaling(scaling: Any) -> None:
 
 
 def turned(dim: int | None, size: int) -> int:
-    """How many of `size` features turn. **Raises:** `ValueError` unless that is possible."""
+    """How many of `size` features turn. **Raises:** `ValueError` unless they are whole pairs."""
     chosen = size if dim is None else dim
     if not isinstance(chosen, int) or isinstance(chosen, bool):
         raise TypeError(f"dim must be an even int, or None for all features, got {dim!r}.")
@@ -178,7 +181,7 @@ def turned(dim: int | None, size: int) -> int:
 
 
 def as_theta(theta: Any) -> Any:
-    """A float, or a scalar array."""
+    """Returns `theta` as a float or a scalar array, checked."""
     if isinstance(theta, int | float | np.number) and not isinstance(theta, bool):
         if not 1 < theta < math.inf:
             raise ValueError(f"theta must be a number above 1, got {theta}.")
@@ -190,7 +193,7 @@ def as_theta(theta: Any) -> Any:
 
 
 def _angles(positions: Array, frequencies: Any, dtype: Any) -> Array:
-    """`positions * frequencies` up to whole turns, `[*positions.shape, dim/2]`."""
+    """The angles `positions * frequencies` up to whole turns, `[*positions.shape, dim/2]`."""
     exact = isinstance(frequencies, np.ndarray) and jnp.issubdtype(positions.dtype, jnp.integer)
     if exact and dtype == jnp.float32:
         return _reduced_angles(positions, frequencies)
@@ -200,10 +203,24 @@ def _angles(positions: Array, frequencies: Any, dtype: Any) -> Array:
 
 
 def _reduced_angles(positions: Array, frequencies: np.ndarray) -> Array:
-    """Angles in `[-pi, pi]`, within 2e-7 of the exact ones.
+    """Angles in `[-pi, pi]`, reduced exactly before they are rounded to float32.
 
-    Frequencies are 64-bit fixed-point fractions of a turn. Of their product with a position,
-    modulo whole turns, this computes the upper 32 bits.
+    A frequency, as a fraction of a turn, is a fixed-point number of 64 bits in two words:
+
+        frequency / (2 pi) mod 1  =  high / 2^32 + low / 2^64,   high, low: uint32
+
+    The angle of position `p`, as a fraction of a turn in units of 2^-32, is
+
+        p * high + floor(p * low / 2^32)   modulo 2^32, which are whole turns,
+
+    and uint32 arithmetic wraps around by itself. For example, a frequency of 3/8 of a turn has
+    `high = 3 * 2^29`, and position 3 gets 9 * 2^29 mod 2^32 = 2^29, that is 1/8 of a turn.
+
+    What is left out of `low` is below 2^-64 turns, times `p < 2^31`, and the floor is below one
+    unit of 2^-32 turns, or 1.5e-9 radians. What remains is rounding: of the angle to float32, and,
+    at large positions, of the frequencies to float64. Against `numpy.longdouble`, for `theta` from
+    1e4 to 1e6 and 64 and 128 features, 4,000 random positions of either sign gave errors of up to
+    3.0e-7 below 2^20, and of up to 5.7e-7 below 2^31.
     """
     turns = frequencies / (2 * np.pi) % 1.0 * 2.0**32
     high = np.floor(turns)
@@ -212,13 +229,22 @@ def _reduced_angles(positions: Array, frequencies: np.ndarray) -> Array:
     high, low = (jnp.asarray(x.astype(np.uint32).reshape(shape)) for x in (high, low))
     distance = lax.bitcast_convert_type(jnp.abs(positions), jnp.uint32)[..., None]
     phase = distance * high + _upper_product(distance, low)
+    # Read as a signed integer, the fraction of a turn is in [-1/2, 1/2).
     angle = lax.bitcast_convert_type(phase, jnp.int32).astype(jnp.float32)
     angle = angle * np.float32(2 * np.pi / 2.0**32)
     return jnp.where(positions[..., None] < 0, -angle, angle)
 
 
 def _upper_product(a: Array, b: Array) -> Array:
-    """The upper 32 of the 64 bits of a product of uint32s."""
+    """The upper 32 of the 64 bits of a product of uint32s.
+
+    With 16-bit halves, the product is the sum of four products, each of which fits in 32 bits:
+
+        a * b = 2^32 a1 b1 + 2^16 (a1 b0 + a0 b1) + a0 b0
+
+    `middle` adds a1 b0 and the carry out of a0 b0; `other` adds a0 b1 and the lower half of
+    `middle`. Neither can overflow: (2^16 - 1)^2 + 2^16 - 1 < 2^32.
+    """
     half, lower = np.uint32(16), np.uint32(0xFFFF)
     a1, a0, b1, b0 = a >> half, a & lower, b >> half, b & lower
     middle = a1 * b0 + (a0 * b0 >> half)

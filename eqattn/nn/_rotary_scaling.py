@@ -1,7 +1,7 @@
 """How rotary frequencies change for contexts longer than those trained on.
 
-Formulas are written once, for NumPy and `jax.numpy`: frequencies are a NumPy array where `theta` is
-a Python float, and traced where it is.
+Each formula is written once, for NumPy and `jax.numpy`. Frequencies are a NumPy array if `theta` is
+a Python float, so that angles can be reduced exactly, and a traced array if it is one.
 """
 
 import abc
@@ -16,7 +16,7 @@ from .._misc import as_flag
 
 
 def plain_frequencies(dim: int, theta: Any) -> Any:
-    """`theta^(-2i/dim)` for each pair `i`, in radians per position."""
+    """The frequencies `theta^(-2i/dim)` of each pair `i`, in radians per position."""
     exponents = -np.arange(0, dim, 2) / max(dim, 1)
     if isinstance(theta, float):
         return theta**exponents
@@ -24,7 +24,7 @@ def plain_frequencies(dim: int, theta: Any) -> Any:
 
 
 def _numbers(module: Any, least: float = 0.0) -> None:
-    """Checks all fields that are numbers: finite and above `least`."""
+    """Checks that all fields that are numbers are finite and above `least`."""
     for name in module.__dataclass_fields__:
         value = getattr(module, name)
         if name == "truncate":
@@ -39,32 +39,32 @@ def _numbers(module: Any, least: float = 0.0) -> None:
 
 
 class AbstractRotaryScaling(eqx.Module):
-    """Base of the scalings. A subclass gives `frequencies`, and has static fields only."""
+    """The base of all scalings. A subclass defines `frequencies`, and has static fields only."""
 
     @abc.abstractmethod
     def frequencies(self, dim: int, theta: Any) -> Any:
-        """Radians per position of each pair.
+        """The frequency of each pair, in radians per position.
 
         **Arguments:**
 
         - `dim`: how many features turn.
         - `theta`: a Python float, or a floating-point scalar array.
 
-        **Returns:** `[dim/2]`; a NumPy array of float64 if `theta` is a Python float.
+        **Returns:** `[dim/2]`. It is a NumPy array of float64 if `theta` is a Python float.
         """
 
     def amplitude(self) -> float:
-        """What turned queries and keys are multiplied with, each."""
+        """The factor by which turned queries, and turned keys, are multiplied."""
         return 1.0
 
 
 class LinearScaling(AbstractRotaryScaling):
-    """Positions divided by `factor`, that is, position interpolation (Chen et al.,
+    """Divides positions by `factor`. This is position interpolation (Chen et al.,
     arXiv:2306.15595).
 
     **Arguments:**
 
-    - `factor`: the new context over that trained on.
+    - `factor`: the length of the new context over that of the context trained on.
     """
 
     factor: float = eqx.field(static=True)
@@ -77,15 +77,20 @@ class LinearScaling(AbstractRotaryScaling):
 
 
 class NTKScaling(AbstractRotaryScaling):
-    """`theta` times `factor^(dim/(dim-2))`: the fastest pair keeps its frequency, that of the
-    slowest is divided by `factor` (the "NTK-aware" interpolation, described in arXiv:2309.00071).
+    """Multiplies `theta` by `factor^(dim/(dim-2))`. The fastest pair keeps its frequency, and that
+    of the slowest is divided by `factor`. This is the "NTK-aware" interpolation that is described
+    in arXiv:2309.00071.
+
+    The exponent follows from the slowest pair, `i = dim/2 - 1`. Its frequency is
+    `theta^(-(dim-2)/dim)`, so that multiplying `theta` by `factor^(dim/(dim-2))` divides it by
+    `factor`.
 
     "Dynamic NTK" for a context of `n` tokens, of which `m` were trained on, is this with the factor
     `factor * n / m - (factor - 1)`.
 
     **Arguments:**
 
-    - `factor`: the new context over that trained on.
+    - `factor`: the length of the new context over that of the context trained on.
     """
 
     factor: float = eqx.field(static=True)
@@ -100,20 +105,20 @@ class NTKScaling(AbstractRotaryScaling):
 
 
 class YaRNScaling(AbstractRotaryScaling):
-    """Fast pairs keep their frequency, slow ones are divided by `factor`, those between are mixed,
-    and logits grow (Peng et al., *YaRN*, arXiv:2309.00071).
+    """Keeps the frequencies of fast pairs, divides those of slow pairs by `factor`, mixes both for
+    the pairs between, and makes logits larger (Peng et al., *YaRN*, arXiv:2309.00071).
 
-    The mix is linear in the index of the pair, as in the authors' code and the models in use; the
+    The mix is linear in the index of the pair, as in the authors' code and the models in use. The
     paper's formula is linear in the number of turns.
 
     **Arguments:**
 
-    - `factor`: the new context over that trained on.
-    - `original_length`: the context trained on.
-    - `beta_fast`, `beta_slow`: pairs that turn more often than `beta_fast` times within
-        `original_length` are fast, less often than `beta_slow` times slow.
-    - `attention_factor`: what turned queries and keys are multiplied with, by default
-        `0.1 * log(factor) + 1`, or 1 for a factor below 1.
+    - `factor`: the length of the new context over that of the context trained on.
+    - `original_length`: the length of the context trained on.
+    - `beta_fast`, `beta_slow`: numbers of turns within `original_length`. Pairs that turn more
+        often than `beta_fast` times are fast, and less often than `beta_slow` times slow.
+    - `attention_factor`: the factor by which turned queries, and turned keys, are multiplied. The
+        default is `0.1 * log(factor) + 1`, or 1 for a factor below 1.
     - `truncate`: whether the bounds of the mix are rounded to whole pairs.
     """
 
@@ -135,7 +140,9 @@ class YaRNScaling(AbstractRotaryScaling):
         xp: Any = np if isinstance(theta, float) else jnp
 
         def pair(turns: float) -> Any:
-            """The (fractional) index of the pair that turns so often within `original_length`."""
+            """The (fractional) index of the pair that turns so often within `original_length`: the
+            solution `i` of `original_length * theta^(-2i/dim) = 2 pi turns`.
+            """
             return (
                 dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * xp.log(theta))
             )
@@ -157,15 +164,17 @@ class YaRNScaling(AbstractRotaryScaling):
 
 
 class Llama3Scaling(AbstractRotaryScaling):
-    """Wavelengths below `original_length / high_freq_factor` keep their frequency. Above
-    `original_length / low_freq_factor` it is divided by `factor`. Between them it is mixed,
-    linearly in the number of turns (Llama 3.1, in Meta's code `apply_scaling`).
+    """Keeps the frequency of pairs with a wavelength below `original_length / high_freq_factor`.
+    Above `original_length / low_freq_factor` it is divided by `factor`. Between them both are
+    mixed, linearly in the number of turns. This is `apply_scaling` of Meta's code for Llama 3.1.
 
     **Arguments:**
 
-    - `factor`: by how much low frequencies are divided; 8 in Llama 3.1, 32 in the small 3.2.
-    - `low_freq_factor`, `high_freq_factor`: the bounds above.
-    - `original_length`: the context trained on.
+    - `factor`: by how much low frequencies are divided. It is 8 in Llama 3.1, and 32 in the small
+        models of Llama 3.2.
+    - `low_freq_factor`, `high_freq_factor`: the numbers of turns within `original_length` between
+        which frequencies are mixed.
+    - `original_length`: the length of the context trained on.
     """
 
     factor: float = eqx.field(static=True, default=8.0)

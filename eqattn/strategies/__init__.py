@@ -1,4 +1,4 @@
-"""Where and in which order (query, key) pairs are visited."""
+"""Strategies say where and in which order (query, key) pairs are visited."""
 
 from .._problem.problem import Problem as Problem
 from ._base import AttentionImpl as AttentionImpl
@@ -13,4 +13,4 @@ from .ulysses import Ulysses as Ulysses
 
 
 AbstractExact = AbstractFoldStrategy
-"""The name of `AbstractFoldStrategy` in version 0.1."""
+"""`AbstractFoldStrategy` had this name in version 0.1."""

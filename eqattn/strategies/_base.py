@@ -1,4 +1,4 @@
-"""What every strategy is: metadata, a name, and one `forward_*` per device."""
+"""`AttentionImpl`, the base of all strategies: metadata, a name, and one `forward_*` per device."""
 
 import abc
 import inspect
@@ -22,14 +22,14 @@ from .._problem.storage import AbstractStored
 from ._support import Support
 
 
-# The keywords of `attention` that a `forward_native` need not have.
+# Keywords of `attention` that a `forward_native` may leave out; a call that uses one then raises.
 _PASSED_ON = frozenset(
     "score q_offset q_positions kv_positions return_weights return_logsumexp return_carry".split()
 )
 
 
 def with_metadata(strategy: "AttentionImpl", metadata: AttentionMetadata) -> "AttentionImpl":
-    """The strategy with other metadata."""
+    """Returns the strategy with other metadata."""
     return eqx.tree_at(lambda s: s.metadata, strategy, metadata)
 
 
@@ -51,9 +51,9 @@ class AttentionImpl(eqx.Module):
 
     !!! info "For authors"
 
-        - `pallas_lowerings`: class attribute, the backends (`"tpu"`, `"gpu"`, `"cuda"`, `"rocm"`)
-            for which `forward_*` has a Pallas kernel; `"gpu"` stands for both kinds.
-        - `features`: class attribute, the names that `supports` knows.
+        - `pallas_lowerings`: a class attribute with the backends (`"tpu"`, `"gpu"`, `"cuda"`,
+            `"rocm"`) for which `forward_*` has a Pallas kernel; `"gpu"` stands for both kinds.
+        - `features`: a class attribute with the names that `supports` knows.
         - `unsupported`: a hook that says what this strategy cannot do.
     """
 
@@ -96,34 +96,34 @@ class AttentionImpl(eqx.Module):
 
         **Arguments:**
 
-        - `q`, `k`, `v`: `[*b, t, h, d]`, `[*b, s, k, d]` and `[*b, s, k, v]`.
+        - `q`, `k`, `v`: queries `[*b, t, h, d]`, keys `[*b, s, k, d]`, values `[*b, s, k, v]`.
         - `mask`: which pairs are visible: a mask, or booleans that broadcast to `[*b, h, t, s]`.
-        - `bias`: added to the logits, broadcastable to `[*b, h, t, s]`. Mask and bias combine.
-        - `init_bias`: called for the bias if both `mask` and `bias` are None.
+        - `bias`: an array that is added to the logits, broadcastable to `[*b, h, t, s]`.
+        - `init_bias`: a function that is called for the bias if both `mask` and `bias` are None.
         - `deterministic`: whether dropout is off.
-        - `dropout_rng`: the key of the dropout, required where it is on.
-        - `causal`: whether a query sees only keys at its position and before.
-        - `args`, `kwargs`: what else a strategy declares; a name that it does not declare raises.
+        - `dropout_rng`: the random key of the dropout, which is required if dropout is on.
+        - `causal`: whether a query sees only the keys up to its own position.
+        - `args`, `kwargs`: further arguments that a strategy declares; other names raise.
         """
 
     def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        """What runs on TPUs: `forward_native`, unless a strategy has its own."""
+        """Runs on TPUs: `forward_native`, unless a strategy has its own."""
         return self.forward_native(*args, **kwargs)
 
     def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        """What runs on GPUs of either kind: `forward_native`, unless a strategy has its own."""
+        """Runs on GPUs of either kind: `forward_native`, unless a strategy has its own."""
         return self.forward_native(*args, **kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        """What runs on NVIDIA GPUs: `forward_gpu`, unless a strategy has its own."""
+        """Runs on NVIDIA GPUs: `forward_gpu`, unless a strategy has its own."""
         return self.forward_gpu(*args, **kwargs)
 
     def forward_rocm(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        """What runs on AMD GPUs: `forward_gpu`, unless a strategy has its own."""
+        """Runs on AMD GPUs: `forward_gpu`, unless a strategy has its own."""
         return self.forward_gpu(*args, **kwargs)
 
     def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        """What runs on CPUs: `forward_native`, unless a strategy has its own."""
+        """Runs on CPUs: `forward_native`, unless a strategy has its own."""
         return self.forward_native(*args, **kwargs)
 
     def __call__(
@@ -144,7 +144,7 @@ class AttentionImpl(eqx.Module):
         return_logsumexp: Any = False,
         return_carry: Any = False,
     ) -> AttentionOutput:
-        """The same as [`eqattn.attention`][] with this strategy, which explains the arguments."""
+        """The same as [`eqattn.attention`][] with this strategy. It explains the arguments."""
         flags = dict(
             return_weights=return_weights,
             return_logsumexp=return_logsumexp,
@@ -178,18 +178,18 @@ class AttentionImpl(eqx.Module):
 
         **Arguments:** those of `forward_native`.
 
-        **Raises:** `ValueError` at trace time if the metadata asks for code that there is not.
+        **Raises:** `ValueError` at trace time if the metadata asks for code that does not exist.
         """
         return getattr(self, self.selected_forward())(*args, **kwargs)
 
     def selected_forward(self) -> str:
-        """The name of the method that `dispatch` runs, from `metadata.platform` and `backend`:
+        """The method that `dispatch` runs, which the metadata's `platform` and `backend` choose:
 
         - `XLA`: `forward_native`, on any backend.
         - `AUTO`: the `forward_*` of the backend; `ANY` stands for the default backend of JAX.
         - `PALLAS`: the same, if the strategy has a Pallas kernel there.
 
-        **Raises:** `ValueError` naming the parameter, the strategy and the reason if not.
+        **Raises:** `ValueError` if there is no such kernel, with the parameter and the reason.
         """
         name, reason = self._select(self.metadata.platform, self.metadata.backend)
         if reason:
@@ -219,16 +219,16 @@ class AttentionImpl(eqx.Module):
         return name if isinstance(name, str) else name[0]
 
     def supports(self, **features: Any) -> Support:
-        """Answers without raising what a call with these features would do.
+        """Tells, without raising, whether a call with these features would run.
 
         **Arguments:**
 
         - `features`: keywords of [`eqattn.attention`][] with the values they would have, or True
-            for any value; `platform=` and `backend=` in place of those of the metadata;
-            `dropout=True`. None and False mean that a feature is not used.
+            for any value. `platform=` and `backend=` take the place of those of the metadata, and
+            `dropout=True` asks about dropout. None and False mean that a feature is not used.
 
-        **Returns:** a [`Support`][eqattn.Support], true unless `unsupported` gives a reason. What
-        depends on query, key and value (shapes, dtypes), and the key of a dropout, is not asked.
+        **Returns:** a [`Support`][eqattn.Support], true unless something is against the call. The
+        shapes and dtypes of query, key and value, and the key of a dropout, are not looked at.
 
         **Raises:** `ValueError` for a name that is not in `features`.
         """
@@ -249,8 +249,8 @@ class AttentionImpl(eqx.Module):
         return Support(not reason, reason)
 
     def undeclared(self, names: Iterable[str]) -> str:
-        """Which of these keywords of [`eqattn.attention`][] `forward_native` has no parameter for:
-        what a call raises, or empty.
+        """What a call raises if `forward_native` has no parameter for one of these keywords of
+        [`eqattn.attention`][]; empty if it has all of them.
         """
         parameters = inspect.signature(self.forward_native).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -260,12 +260,12 @@ class AttentionImpl(eqx.Module):
         return ""
 
     def unsupported(self, features: Mapping[str, Any]) -> str | None:
-        """A hook: why this strategy cannot do something.
+        """A hook that says why this strategy cannot do something.
 
         **Arguments:**
 
-        - `features`: those in use, by name, as in `supports`. Values may be traced: look at
-            shapes, dtypes and presence only.
+        - `features`: the features in use, by name, as in `supports`. Values may be traced, so only
+            their shapes, dtypes and presence may be looked at.
 
         **Returns:** a message naming the parameter, the strategy and the reason, or None.
         """
@@ -276,13 +276,13 @@ class AttentionImpl(eqx.Module):
         return self.metadata
 
     def output_dtype(self, query: Any) -> np.dtype:
-        """**Returns:** the metadata's `runtime_dtype`, or that of the query where it is None."""
+        """**Returns:** the metadata's `runtime_dtype`, or the query's dtype if that is None."""
         dtype = self.metadata.runtime_dtype
         return jnp.dtype(query.dtype) if dtype is None else dtype
 
     def token_positions(self, length: int) -> Int[Array, " length"] | None:
-        """A hook: which positions this strategy gives to the tokens of an array, where it is
-        called. What embeds positions outside of it, such as rotary ones, must use the same.
+        """A hook that says which positions the tokens of an array have for this strategy, where it
+        is called. Code outside of it that embeds positions, such as `rotary`, must use the same.
 
         **Returns:** int32 `[length]`, or None for `0, 1, ...`
         """
@@ -291,11 +291,12 @@ class AttentionImpl(eqx.Module):
     def get_mode(
         self, q: Any, BTHD: bool = True, *, cache: Any = None, insert: bool = False
     ) -> RuntimeMode:
-        """What a call is part of, from shapes and presence, never from array values.
+        """What a call is part of. It follows from shapes and presence, never from array values.
 
         **Arguments:**
 
-        - `q`: the query, `[*b, t, h, d]`, or `[*b, h, t, d]` if not `BTHD`.
+        - `q`: the query, `[*b, t, h, d]`, or `[*b, h, t, d]` if `BTHD` is False.
+        - `BTHD`: whether the token axis comes before the head axis.
         - `cache`: the cache in use, or None.
         - `insert`: whether the call inserts into a cache that serves other rows.
 
@@ -315,7 +316,7 @@ class AttentionImpl(eqx.Module):
 
     @staticmethod
     def current_backend() -> Literal["tpu", "gpu", "cpu"]:
-        """The default backend of JAX, which this starts.
+        """The default backend of JAX. Asking for it starts that backend.
 
         **Raises:** `ValueError` for any other backend.
         """
@@ -341,14 +342,14 @@ class AttentionImpl(eqx.Module):
         **Arguments:**
 
         - `state_ps`: the specification to start from.
-        - `preserved_indices`: the array axes that stay sharded; None for all, as in `state_ps`.
-        - `clone_ps`: where the preserved axes are taken from, default `state_ps`.
-        - `dep`: None or False if what the tensor depends on is absent: then the result is None.
+        - `preserved_indices`: the array axes that stay sharded; None means all of them.
+        - `clone_ps`: where the preserved axes are taken from, by default `state_ps`.
+        - `dep`: None or False if what the tensor depends on is absent. The result is None then.
         - `tensor`: an array, or anything with a shape. Mesh axes that do not divide its axis, or
             that the mesh (of the metadata, else of `jax.set_mesh`) lacks, are dropped.
 
-        **Returns:** a `PartitionSpec`, without trailing Nones unless it is `state_ps` itself; None
-        if `state_ps` is None or by `dep`.
+        **Returns:** a `PartitionSpec`, without trailing Nones unless it is `state_ps` itself. It is
+        None if `state_ps` is None, or if `dep` is None or False.
 
         **Raises:** `ValueError` for an index out of range, or for a tensor without a mesh.
         """
@@ -371,14 +372,14 @@ class AttentionImpl(eqx.Module):
     def repeat_kv_heads(
         k: Float[Array, "*b s k d"], v: Float[Array, "*b s k v"], num_reps: int
     ) -> tuple[Float[Array, "*b s h d"], Float[Array, "*b s h v"]]:
-        """Each key and value head, `num_reps` times in a row.
+        """Repeats each key and value head `num_reps` times, one copy after the other.
 
         No strategy of this package needs it: grouped queries never copy keys and values.
 
         **Arguments:**
 
-        - `k`, `v`: `[*b, s, k, d]` and `[*b, s, k, v]`.
-        - `num_reps`: query heads per key head, at least 1.
+        - `k`, `v`: keys `[*b, s, k, d]` and values `[*b, s, k, v]`.
+        - `num_reps`: how many query heads share a key head, at least 1.
         """
         k, v = (jnp.asarray(as_array(x, name)) for name, x in (("k", k), ("v", v)))
         num_reps = as_size(num_reps, "num_reps", -REACH)
@@ -390,8 +391,8 @@ class AttentionImpl(eqx.Module):
         return jnp.repeat(k, num_reps, axis=-2), jnp.repeat(v, num_reps, axis=-2)
 
 
-# The delegating methods show the arguments that they pass on. `*args` is for type checkers: a base
-# with `*args: Any, **kwargs: Any` may be overridden with any parameters.
+# `help` of the delegating methods shows the arguments that they pass on. `*args` is left out: it is
+# for type checkers, which let any parameters override `*args: Any, **kwargs: Any`.
 _parameters = inspect.signature(AttentionImpl.__dict__["forward_native"]).parameters.values()
 _signature = inspect.Signature([p for p in _parameters if p.kind is not p.VAR_POSITIONAL])
 for _method in ("forward_tpu", "forward_gpu", "forward_cpu", "forward_cuda", "forward_rocm"):

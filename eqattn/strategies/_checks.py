@@ -1,4 +1,4 @@
-"""What every `forward_*` and every entry checks before a strategy runs."""
+"""Checks that every `forward_*` and every entry make before a strategy runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from ._base import AttentionImpl
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raises, with the remedy, unless it is a strategy."""
+    """**Raises:** `TypeError`, with the remedy, unless it is a strategy."""
     if isinstance(strategy, AttentionImpl):
         return
     if isinstance(strategy, AbstractMask | jax.Array | np.ndarray | list):
@@ -29,14 +29,14 @@ def check_strategy(strategy: Any) -> None:
 
 
 def choose_bias(mask: Any, bias: Any, init_bias: Callable[[], Array] | None) -> Any:
-    """The bias of a `forward_*`: `init_bias()` only where both mask and bias are None."""
+    """The bias of a `forward_*`. `init_bias` is called only if both mask and bias are None."""
     if mask is None and bias is None and init_bias is not None:
         return init_bias()
     return bias
 
 
 def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout_rng: Any) -> Any:
-    """The key of a `forward_*`'s dropout, None where it is off.
+    """The random key of a `forward_*`'s dropout; None if dropout is off.
 
     **Raises:** `ValueError` if dropout is on and there is no key.
     """

@@ -1,5 +1,8 @@
-"""How strategies fold a problem. What they need for it is imported when they first do so: nearly
-a fifth of eqattn's import.
+"""How strategies fold a problem: on one device, over sharded sequences, or all at once.
+
+Strategies import this module when they first run, not at their own import: what it imports takes
+nearly a fifth of the time of `import eqattn`. `python -m eqattn bench --only import` measures the
+whole import; `python -X importtime -c "import eqattn.strategies._fold"` shows this share.
 """
 
 import dataclasses
@@ -31,7 +34,9 @@ from .._sweep.sweep import block_dtype
 def fold_on_device(
     problem: Problem, *, block_q, block_k, fused, lowering=XLA, manual=None, in_place=False
 ) -> Carry:
-    """On one device, in its blocks."""
+    """Folds a problem on one device, block by block. [`eqattn.strategies.fold`][] has the arguments
+    under longer names.
+    """
     devices = 1 if manual is None else manual.parts(HEAD)
     blocking = choose_blocking(
         problem, block_q, block_k, in_place=in_place, lowering=lowering, devices=devices
@@ -41,14 +46,19 @@ def fold_on_device(
     )
 
 
-@compiled  # JAX cannot look at known arrays inside of a `shard_map` that is not
+@compiled  # outside of `jax.jit`, JAX cannot look at known arrays inside of a `shard_map`
 @cached
 def fold_sharded(
     problem: Problem, *, block_q, block_k, place, manual, unroll, fused, lowering
 ) -> Carry:
-    """Over the devices of a place of a strategy over sharded sequences."""
+    """Folds a problem whose tokens are sharded over devices as `place`, a `SequenceSharding`, says.
+
+    Along `axis`, keys and values rotate from device to device. Along `head_axis`, devices exchange
+    tokens for heads. Either may be None.
+    """
     axis, n, head_axis, group, mesh, layout, _ = place
-    # Blocks lie on one device and in one chunk of the layout.
+    # A block must lie on one device and in one chunk of the layout. So the tokens of a place of
+    # the ring are cut into a number of pieces that both its chunks and its devices divide.
     pieces = math.lcm(layout.parts, group)
     t, s, _, _ = problem.sizes
     ring = None
@@ -57,7 +67,10 @@ def fold_sharded(
         ring = Rotation(axis, n, ahead, behind, unroll)
 
     def tokens(length, given):
-        """The positions of a device's place; of all devices where the axes are automatic."""
+        """The positions of the tokens of this device's place of the ring, or of all places if the
+        axes are automatic. Positions that the caller gave are gathered over `head_axis`, as the
+        exchange of tokens for heads gathers the tokens.
+        """
         if given is not None:
             gathered = mesh is None and head_axis is not None
             return lax.all_gather(given, head_axis, axis=1, tiled=True) if gathered else given
@@ -77,7 +90,9 @@ def fold_sharded(
 
 @cached
 def fold_dense(problem: Problem) -> tuple[Carry, Array]:
-    """At once, with the probabilities."""
+    """Folds a problem in a single block, and returns the Carry and the probabilities
+    `[B, H, T, S]`. There is no loop and no rule of this library for derivatives.
+    """
     t, s, heads, _ = problem.sizes
     blocking = choose_blocking(problem, max(t, 1), max(s, 1))
     if 0 in (*blocking.grid, t):
@@ -103,13 +118,14 @@ def fold_dense(problem: Problem) -> tuple[Carry, Array]:
         block = jax.vmap(block, (mapped, 0), axis_size=single[axis])
     num, den, top, kept = block(operands, values)
     carry = Carry(*[blocking.from_rows(x[:, :, None]) for x in (num, den, top)])
+    # The inner `where` keeps 1 / 0 out of the derivative for rows that see no key.
     inverse = jnp.where(den == 0, 0, 1 / jnp.where(den == 0, 1, den))
     weights = jnp.swapaxes(kept * inverse[:, :, None], -1, -2)
     return carry, weights.reshape(blocking.batch, heads, t, s)
 
 
 def _whole(operand: BlockOperand) -> Array:
-    """An operand without the axes of rows and columns, which have one block each."""
+    """An operand without its axes for blocks of rows and of columns, of which there is one each."""
     x, axes = operand.array, operand.axes
     x = x.reshape([n for a, n in zip(axes, x.shape) if a < -2] + list(x.shape[len(axes) :]))
     return x.astype(block_dtype(x))

@@ -1,4 +1,6 @@
-"""What every strategy of this library has in common: arguments in, a Carry folded, output."""
+"""The base of this library's strategies. It turns the arguments of a call into a `Problem`, has the
+strategy fold that into a Carry, and turns the Carry into an output.
+"""
 
 import abc
 import math
@@ -56,15 +58,17 @@ class AbstractFoldStrategy(AttentionImpl):
 
     @abc.abstractmethod
     def fold(self, problem: Problem) -> tuple[Carry, Array | None]:
-        """The Carry `[B, T, H, ...]` of a problem without its sinks, and the probabilities
-        `[B, H, T, S]` (before sinks) if the strategy has them.
+        """Folds a problem.
+
+        **Returns:** the Carry `[B, T, H, ...]`, without the sinks, and the probabilities
+        `[B, H, T, S]`, also without the sinks, or None if the strategy does not form them.
         """
 
     def lowering(self, problem: Problem) -> Lowering:
-        """What visits the blocks of the fold: the kernels of the device that the metadata name, if
-        there are any and they can, else loops of ordinary JAX.
+        """The code that visits the blocks of the fold. It is the kernels of the device that the
+        metadata name, if there are any and they support the call, else loops of ordinary JAX.
 
-        **Raises:** `ValueError` if the platform asks for kernels, and they cannot.
+        **Raises:** `ValueError` if the platform asks for kernels that do not support the call.
         """
         kernels = self._kernels()
         if kernels is None:
@@ -97,8 +101,8 @@ class AbstractFoldStrategy(AttentionImpl):
     def manual(
         self, problem: Problem, lowering: Lowering, place: ManualAxes | None = None
     ) -> ManualAxes | None:
-        """The mesh axes to make manual for the fold: those of `place`, and those that shard batch
-        and heads where the compiler cannot split the lowering over devices.
+        """The mesh axes to make manual for the fold. They are those of `place`, and also those that
+        shard batch and heads if the compiler cannot split the lowering over devices.
         """
         if lowering.splits_over_devices:
             return place
@@ -108,12 +112,14 @@ class AbstractFoldStrategy(AttentionImpl):
             partition = axes.batch_axis, axes.kv_head_axis, ()
             if generates:
                 partition = axes.generation_batch_axis, axes.generation_kv_head_axis, ()
-        heads = problem.sizes[3] // (1 if place is None else place.size)  # those not exchanged
+        heads = problem.sizes[3] // (1 if place is None else place.size)  # after the exchange
         sizes = math.prod(problem.batch_shape), heads
         return with_kernel(place, self.metadata.mesh, partition, sizes)
 
     def key_shards(self) -> int:
-        """A hook: how many devices' keys a bias or `Dense` mask holds."""
+        """A hook that says of how many devices a bias or a `Dense` mask holds the keys. It is more
+        than 1 inside of the caller's own `shard_map` over the tokens.
+        """
         return 1
 
     def unsupported(self, features: Mapping[str, Any]) -> str | None:
@@ -126,7 +132,9 @@ class AbstractFoldStrategy(AttentionImpl):
         return reason or super().unsupported(features)
 
     def _refused(self, features: Mapping[str, Any]) -> str:
-        """Why a call with these features, of whatever shapes, would raise; or raises so itself."""
+        """Why a call with these features would raise, whatever its shapes; empty if it would not.
+        Some of the checks raise instead, with the message of the call.
+        """
         self._check_blocks()
         given = {name: x for name, x in features.items() if x is not True}
         as_flag(features.get("inference", False), "inference (deterministic of forward_*)")
@@ -186,11 +194,13 @@ class AbstractFoldStrategy(AttentionImpl):
         **Arguments:**
 
         - `mask`: a mask module or a boolean array broadcastable to `[*b, h, t, s]`.
-        - `bias`: added to the logits, broadcastable to `[*b, h, t, s]`. Mask and bias combine.
-        - `init_bias`: called for a bias if both mask and bias are None.
-        - `deterministic`: switches dropout off.
-        - `dropout_rng`: a JAX key; required if dropout is active.
-        - `causal`: hides the keys after each query (top-left aligned), in addition to `mask`.
+        - `bias`: an array, broadcastable to `[*b, h, t, s]`, that is added to the logits. Mask
+            and bias combine.
+        - `init_bias`: a function that is called for a bias if both mask and bias are None.
+        - `deterministic`: whether dropout is off.
+        - `dropout_rng`: a random key. It is required if dropout is on.
+        - `causal`: whether a query sees only the keys up to its own position (top-left aligned),
+            in addition to `mask`.
 
         The keyword arguments are those of [`eqattn.attention`][].
         """
@@ -268,7 +278,10 @@ def _check_precision(precision: Any) -> None:
 def operation_without_kernel(
     kernels: Lowering, mask: AbstractMask | None, scores: Sequence[AbstractScore]
 ) -> str:
-    """Why the compiler of kernels cannot translate a mask or a score; empty if it can."""
+    """Why the compiler of kernels cannot translate a mask or a score; empty if it can.
+
+    Each is traced over a small block, of 2 keys and 2 queries, and its operations are looked up.
+    """
 
     def block(axes, dtype):
         return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)
@@ -287,8 +300,8 @@ def operation_without_kernel(
 
 
 def _known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
-    """The mesh axes that shard the batch and the heads of a query whose type says so, and those
-    that shard no array.
+    """The mesh axes that shard the batch, those that shard the heads, and those that shard no
+    array, as the types of the arrays of an explicit mesh tell.
     """
     batch, *rest, _, heads, _ = (None, *sharding_of(q))[-max(4, q.ndim) :]
     arrays = [x for x in jax.tree.leaves((q, *others)) if eqx.is_array(x)]
@@ -299,7 +312,7 @@ def _known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
 
 
 def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) -> dict:
-    """Runs where the compiler propagates shardings; results are sharded like the query."""
+    """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
     arrays, static = eqx.partition(args, eqx.is_array)
     _, q, _, v, _ = args
     *batch, t, heads, _ = sharding_of(q)
@@ -321,7 +334,9 @@ def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) 
 
 
 def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any) -> dict[str, Callable]:
-    """Sinks, normalisation, and the caller's batch axes and dtype; each result when called for."""
+    """The results of a fold by name, with sinks, normalised, and in the caller's batch axes and
+    dtype. Each is a function, so that only what is asked for is computed.
+    """
     before = carry
     if spec.sinks is not None:
         carry = carry.with_sinks(spec.sinks[None, None])
@@ -332,7 +347,9 @@ def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any) -> dict[str, C
     def probabilities() -> Array:
         if spec.sinks is None:
             return weights
-        old = before.logsumexp()  # the share of the probability that is not the sinks'
+        # Without sinks p = exp(s - L), with them p' = exp(s - L'), where L and L' are the
+        # logsumexps. So p' = p exp(L - L'); the factor is the share that the sinks leave to keys.
+        old = before.logsumexp()
         share = jnp.exp(old - jnp.where(old == -jnp.inf, 0, carry.logsumexp()))
         return weights * jnp.swapaxes(share, 1, 2)[..., None]
 

@@ -24,9 +24,9 @@ def fold(
     **Arguments:**
 
     - `problem`: one call of attention, as the `fold` of a strategy receives it.
-    - `blocksize_q`, `blocksize_k`: how many queries and keys a block has. None chooses sizes.
-    - `fused_backward`: whether one visit of the blocks gives all gradients, or one visit those of
-        the queries and another those of keys and values.
+    - `blocksize_q`, `blocksize_k`: how many queries and keys a block has; None chooses a size.
+    - `fused_backward`: whether one visit of the blocks computes all gradients. Otherwise one visit
+        computes those of the queries, and another those of keys and values.
     - `in_place`: whether keys and values stay as they lie in memory, and batch elements are visited
         one after the other.
     - `lowering`: the code that visits the blocks, as the strategy's `lowering(problem)` chooses it.
@@ -36,7 +36,7 @@ def fold(
     **Returns:** a [`Carry`][eqattn.Carry] without the sinks: the numerator `[B, T, H, V]`, and the
     denominator and the maximum `[B, T, H]`, where `B` stands for all batch axes.
     """
-    from ._fold import fold_on_device  # what it needs is a fifth of the time to import eqattn
+    from ._fold import fold_on_device  # a late import; the module's docstring says why
 
     return fold_on_device(
         problem,

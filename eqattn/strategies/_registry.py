@@ -1,4 +1,4 @@
-"""Strategies by name."""
+"""`AttentionRegistry`, which finds strategies by name."""
 
 import inspect
 from typing import ClassVar, TypeVar
@@ -39,11 +39,11 @@ class AttentionRegistry:
 
     @classmethod
     def register(cls, impl_cls: _Impl) -> _Impl:
-        """Adds a strategy class under its name or names; a class decorator.
+        """Adds a strategy class under its name or names. It may be used as a class decorator.
 
         Registering the same class again changes nothing.
 
-        **Raises:** `ValueError` if a name is taken by another class (then none is added),
+        **Raises:** `ValueError` if a name is taken by another class, and then no name is added;
         `TypeError` for anything but a concrete strategy class with names.
         """
         if not (isinstance(impl_cls, type) and issubclass(impl_cls, AttentionImpl)):
@@ -70,7 +70,7 @@ class AttentionRegistry:
 
     @classmethod
     def get(cls, impl_name: str) -> "type[AttentionImpl]":
-        """The class registered under a name. **Raises:** `ValueError` listing the names."""
+        """The class registered under a name. **Raises:** `ValueError` that lists the names."""
         if not isinstance(impl_name, str) or impl_name not in cls._registry:
             raise ValueError(
                 f"No strategy has the name {impl_name!r}; there are {cls.list_implementations()}."
@@ -79,13 +79,13 @@ class AttentionRegistry:
 
     @classmethod
     def create(cls, impl_name: str, metadata: AttentionMetadata | None = None) -> "AttentionImpl":
-        """The strategy of a name, built from metadata, by default `AttentionMetadata()`.
+        """Builds the strategy of a name from metadata, by default from `AttentionMetadata()`.
 
-        **Raises:** as `get`.
+        **Raises:** `ValueError`, as `get` does.
         """
         return cls.get(impl_name)(AttentionMetadata() if metadata is None else metadata)
 
     @classmethod
     def list_implementations(cls) -> list[str]:
-        """All registered names, sorted."""
+        """Returns all registered names, sorted."""
         return sorted(cls._registry)

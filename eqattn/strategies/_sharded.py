@@ -1,4 +1,4 @@
-"""What strategies over sharded sequences have in common: where they are, and one fold there."""
+"""The base of strategies over sharded sequences: it finds out how tokens are sharded, and folds."""
 
 import abc
 import dataclasses
@@ -23,29 +23,26 @@ from ._fold_strategy import AbstractFoldStrategy
 
 
 class Axes(NamedTuple):
-    """The axis of a ring, and the axis over which tokens are exchanged for heads; whether there
-    must be a mesh that has them; and which tokens each place of the ring holds.
-    """
+    """The mesh axes that a strategy names for its tokens."""
 
-    axis: str | None
-    head_axis: str | None
-    needed: bool
-    layout: AbstractRingLayout
+    axis: str | None  # the axis of the ring
+    head_axis: str | None  # the axis over which tokens are exchanged for heads
+    needed: bool  # whether a call without a mesh raises, instead of running on one device
+    layout: AbstractRingLayout  # which tokens each place of the ring holds
 
 
 class SequenceSharding(NamedTuple):
-    """Where a sequence is sharded: over a ring, inside over devices that exchange tokens for heads
-    (each None: over no axis), and the mesh that these axes are automatic in (None: manual), where
-    other axes may cut the heads into `head_shards`.
+    """How a sequence is sharded: over the places of a ring, and within each place over devices that
+    exchange tokens for heads.
     """
 
-    axis: str | None
-    size: int
-    head_axis: str | None
-    head_size: int
-    mesh: Any
-    layout: AbstractRingLayout
-    head_shards: int = 1
+    axis: str | None  # the axis of the ring; None if there is none
+    size: int  # how many places the ring has
+    head_axis: str | None  # the axis of the exchange; None if there is none
+    head_size: int  # how many devices exchange tokens for heads
+    mesh: Any  # the mesh in which these axes are automatic; None if they are manual
+    layout: AbstractRingLayout  # which tokens each place of the ring holds
+    head_shards: int = 1  # how many ways other automatic axes shard the heads
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -59,8 +56,8 @@ class SequenceSharding(NamedTuple):
         return ManualAxes(self.mesh, tokens=tokens, group=group)
 
     def tokens(self, length: int) -> Int[Array, "1 n"]:
-        """The positions of this place's tokens, of which an array here holds `length`; of the
-        tokens of all places where the axes are automatic.
+        """The positions of the tokens of this place of the ring, or of all places if the axes are
+        automatic. `length` is how many tokens an array has here.
         """
         if self.mesh is not None:
             return self.layout.tokens(length, self.size)
@@ -70,7 +67,7 @@ class SequenceSharding(NamedTuple):
         return self.layout.own_tokens(length, self.size, self.axis)
 
     def array_tokens(self, length: int) -> Int[Array, " length"] | None:
-        """The positions of the tokens of an array here; None where they are in order."""
+        """The positions of the tokens of an array here; None if they are `0, 1, ...`."""
         if self.mesh is not None and self.layout.parts == 1:
             return None
         tokens = self.tokens(length)[0]
@@ -80,11 +77,12 @@ class SequenceSharding(NamedTuple):
 
     @property
     def sharers(self) -> int:
-        """In how many shares the heads are cut."""
+        """How many ways heads are sharded during attention."""
         return self.head_size * self.head_shards
 
     @property
     def devices(self) -> int:
+        """How many devices shard the tokens."""
         return self.size * self.head_size
 
     @property
@@ -93,7 +91,7 @@ class SequenceSharding(NamedTuple):
 
 
 def _check(problem: Problem, place: SequenceSharding) -> None:
-    """Raises, with the remedy, for sizes that cannot be spread so."""
+    """**Raises:** `ValueError`, with the remedy, for sizes that cannot be sharded like this."""
     t, s, heads, _ = problem.sizes
     inside = place.mesh is None
     parts = place.size * math.lcm(place.layout.parts, place.head_size)
@@ -119,7 +117,7 @@ def _check(problem: Problem, place: SequenceSharding) -> None:
 
 
 class AbstractSharded(AbstractFoldStrategy):
-    """Exact attention over sharded sequences; a subclass says over which `_axes`."""
+    """Exact attention over sharded sequences. A subclass says over which mesh axes, by `_axes`."""
 
     mesh: eqx.AbstractVar[Any]
     fused_backward: eqx.AbstractVar[bool]
@@ -132,7 +130,7 @@ class AbstractSharded(AbstractFoldStrategy):
 
     @abc.abstractmethod
     def _axes(self) -> Axes:
-        """Where the tokens are."""
+        """The mesh axes over which the tokens are sharded."""
 
     def token_positions(self, length: int) -> Int[Array, " length"] | None:
         place = self._place()
@@ -166,7 +164,9 @@ class AbstractSharded(AbstractFoldStrategy):
         return fold_sharded(problem, place=place, unroll=unroll, **options), None
 
     def _without_explicit_axes(self, problem: Problem, place: SequenceSharding):
-        """For arrays that are not typed by the mesh of the context, whose axes are explicit."""
+        """Folds where the compiler propagates shardings. A mesh of the context with explicit axes
+        needs this, as the arrays of a problem have no shardings in their types.
+        """
         arrays, static = eqx.partition(problem, eqx.is_array)
         inner: Any = auto_axes(
             lambda arrays: self.fold(eqx.combine(arrays, static)),
@@ -176,12 +176,14 @@ class AbstractSharded(AbstractFoldStrategy):
         return inner(arrays)
 
     def _seed(self, seed: Array, problem: Problem, axes: tuple[str, ...]) -> Array:
-        """The seed with the indices of this device's first batch element and head, so that the
-        bits of the dropout are those of the whole arrays.
+        """The seed, followed by the indices of this device's first batch element and head in the
+        whole arrays. Dropout then draws the bits of the whole arrays, as its counter contains
+        these indices.
         """
         query, mesh = problem.query, jax.sharding.get_abstract_mesh()
         manual = {a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual}
-        if set(axes) & varying_axes(query):  # JAX knows which axes shard the query
+        # If JAX tracks over which manual axes the query varies, only those can shard it.
+        if set(axes) & varying_axes(query):
             manual &= varying_axes(query)
         manual -= set(axes)
         where = self.metadata.partition_axis
@@ -199,7 +201,7 @@ class AbstractSharded(AbstractFoldStrategy):
         return place.devices if place is not None and place.mesh is None else 1
 
     def _place(self) -> SequenceSharding | None:
-        """None where one device holds the whole sequence."""
+        """How the sequence is sharded here; None if one device holds all of it."""
         axis, head_axis, needed, layout = self._axes()
         mesh = current_mesh(self.metadata.mesh if self.mesh is None else self.mesh)
         named = [a for a in (axis, head_axis) if a is not None]
@@ -234,7 +236,7 @@ class AbstractSharded(AbstractFoldStrategy):
         return place._replace(mesh=None, head_shards=1) if any(manual.values()) else place
 
     def _head_shards(self, mesh: Any, axes: list[str]) -> int:
-        """How many shards of the heads the other automatic axes make."""
+        """How many ways automatic axes other than `axes` shard the heads."""
         names = names_of(self.metadata.partition_axis.head_axis)
         automatic = [a for a, kind in zip(mesh.axis_names, mesh.axis_types)
                      if kind != AxisType.Manual and a not in axes]  # fmt: skip

@@ -1,15 +1,15 @@
-"""What `supports` answers."""
+"""`Support`, the answer of a strategy's `supports`."""
 
 from typing import NamedTuple
 
 
 class Support(NamedTuple):
-    """Whether a strategy can do something, and if not, why.
+    """Whether a strategy can do something, and if not, why. It is true or false as `ok` is.
 
     **Arguments:**
 
-    - `ok`: whether it can.
-    - `reason`: what `attention` would raise; empty if `ok`.
+    - `ok`: whether the strategy can do it.
+    - `reason`: the message that `attention` would raise; empty if `ok`.
     """
 
     ok: bool

@@ -1,4 +1,4 @@
-"""One device: rows outside, their live columns inside."""
+"""`Blockwise`: one device visits blocks of queries, and for each the live blocks of keys."""
 
 from typing import Any, ClassVar
 
@@ -23,11 +23,12 @@ class Blockwise(AbstractFoldStrategy):
     **Arguments:**
 
     - `metadata`: scale, soft cap, sinks, dropout, dtypes, and the block sizes `blocksize_q` and
-        `blocksize_k` (None: automatic).
-    - `precision`: of the products; None means exact float32 products for float32 inputs and the
-        platform's default for narrower ones.
-    - `fused_backward`: whether one visit of the blocks gives all gradients, or one visit those of
-        the queries and another those of keys and values. The gradients are equal; one is faster.
+        `blocksize_k`, which are chosen automatically if they are None.
+    - `precision`: the precision of the products. None means exact float32 products for float32
+        inputs, and the platform's default for narrower ones.
+    - `fused_backward`: whether one visit of the blocks computes all gradients. Otherwise one visit
+        computes those of the queries, and another those of keys and values. The gradients are
+        equal, and a single visit is faster.
 
     ??? cite "Reference"
 

@@ -1,4 +1,4 @@
-"""The plain softmax: the reference, and the strategy that returns attention weights."""
+"""`Dense`, the plain softmax: the reference, and the strategy that returns attention weights."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from ._registry import AttentionRegistry
 
 @AttentionRegistry.register
 class Dense(AbstractFoldStrategy):
-    """Exact attention that forms all logits at once, in memory queries x keys.
+    """Exact attention that forms all logits at once. Its memory grows as queries times keys.
 
-    It is differentiated by JAX's own rules, without this library's, and is the only strategy with
-    `return_weights=True`: the probabilities `[*b, h, t, s]` as they multiply the values (after
-    dropout; with sinks they sum to less than one).
+    JAX differentiates it by its own rules; no derivative rule of this library takes part. It is the
+    only strategy with `return_weights=True`. The weights are the probabilities `[*b, h, t, s]` as
+    they multiply the values: dropout has been applied, and with sinks they sum to less than one.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""One device, rows of unequal length: each costs what its own live keys cost."""
+"""`Ragged`: one device, and rows of unequal length, each of which costs what its live keys cost."""
 
 from typing import Any, ClassVar
 
@@ -22,8 +22,8 @@ class Ragged(AbstractFoldStrategy):
     decoding step costs what the tokens of its rows cost, however long the cache and however unequal
     the rows, and takes no temporary memory that grows with the cache.
 
-    Lengths are masks ([`eqattn.KeyPadding`][]), and where the new tokens are is `q_offset`, both
-    per row and known only when the program runs:
+    Lengths are given as a mask ([`eqattn.KeyPadding`][]), and the position of the new tokens as
+    `q_offset`. Both are per row, and need not be known before the program runs:
 
         mask = Causal() & KeyPadding(lengths)
         attention(query, key_, value, Ragged(metadata), mask=mask, q_offset=lengths - new)
@@ -34,7 +34,7 @@ class Ragged(AbstractFoldStrategy):
         divides their number; None chooses a size that does, if one from 64 to 256 does.
     - `precision`, `fused_backward`: as for `Blockwise`.
 
-    On a TPU the forward pass is a kernel, the gradients run as XLA.
+    On a TPU the forward pass is a kernel, and the gradients run as XLA.
     """
 
     metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)

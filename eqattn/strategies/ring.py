@@ -1,4 +1,4 @@
-"""Many devices: rows stay, columns rotate around a mesh axis."""
+"""`Ring`: each of many devices keeps its queries; keys and values rotate around a mesh axis."""
 
 from typing import Any
 
@@ -33,16 +33,16 @@ class Ring(AbstractSharded):
 
     **Arguments:**
 
-    - `metadata`: as for `Blockwise`, and `sequence_axis_name`, `mesh` and `scan_ring_attention`
-        (False writes the hops out instead of looping over them).
-    - `axis_name`: the mesh axis, default `metadata.sequence_axis_name`.
-    - `mesh`: default `metadata.mesh`; the mesh of the context comes first.
-    - `layout`: which tokens each device holds, [`eqattn.Contiguous`][] or [`eqattn.Zigzag`][].
+    - `metadata`: as for `Blockwise`, and also `sequence_axis_name`, `mesh` and
+        `scan_ring_attention`, of which False writes the hops out instead of looping over them.
+    - `axis_name`: the mesh axis of the ring, by default `metadata.sequence_axis_name`.
+    - `mesh`: the mesh, by default `metadata.mesh`. A mesh of the context takes precedence.
+    - `layout`: which tokens each device holds: [`eqattn.Contiguous`][] or [`eqattn.Zigzag`][].
     - `precision`, `fused_backward`: as for `Blockwise`.
     - `head_axis`: a second mesh axis, inside of the ring's: tokens are sharded over
-        `(axis_name, head_axis)`. The devices along it hold one place of the ring together, with the
-        tokens that the layout gives to it in equal, contiguous pieces. They exchange tokens for
-        heads as in [`eqattn.Ulysses`][], and the ring turns with fewer hops.
+        `(axis_name, head_axis)`. The devices along it share one place of the ring: each holds an
+        equal, contiguous piece of the tokens that the layout gives to that place. They exchange
+        tokens for heads as in [`eqattn.Ulysses`][], and the ring turns with fewer hops.
 
     **Raises:** `ValueError` when called, if the mesh has no such axis, if the layout does not
     divide the tokens or `head_axis` the query heads, or if an axis is named and there is no mesh.

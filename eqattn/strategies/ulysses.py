@@ -1,4 +1,4 @@
-"""Many devices: an all-to-all gives each the whole sequence for some of the heads."""
+"""`Ulysses`: an all-to-all gives each of many devices the whole sequence for some of the heads."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from ._sharded import AbstractSharded, Axes
 class Ulysses(AbstractSharded):
     """Exact attention over sequences sharded over devices, which exchange tokens for heads.
 
-    An all-to-all each of queries, keys and values, in their own dtype, gives every device the
-    whole sequence for `1 / n` of the heads. It attends as `Blockwise` does, and all-to-alls bring
-    the rows back, in the accumulation dtype. So `n` must divide the query heads. Key and value
-    heads that `n` does not divide are repeated, up to the least common multiple; and if the mesh
-    shards heads over the automatic axes that `metadata.partition_axis.head_axis` names, so that
-    they stay sharded there.
+    Queries, keys and values each go through an all-to-all, in their own dtype. It gives each of the
+    `n` devices the whole sequence for `1 / n` of the heads. A device attends as `Blockwise` does,
+    and all-to-alls bring the rows back, in the accumulation dtype. So `n` must divide the query
+    heads. Key and value heads that `n` does not divide are repeated, up to the least common
+    multiple. They are repeated further if the mesh also shards heads over the automatic axes that
+    `metadata.partition_axis.head_axis` names, so that they stay sharded there.
 
     It is called as [`eqattn.Ring`][] is, with whole arrays or inside your own `jax.shard_map`, and
     the same holds for biases, dropout and the indices of heads. Arrays of tokens without heads
@@ -28,9 +28,9 @@ class Ulysses(AbstractSharded):
 
     **Arguments:**
 
-    - `metadata`: as for `Blockwise`, and `sequence_axis_name`, `mesh`.
-    - `axis_name`: the mesh axis, default `metadata.sequence_axis_name`.
-    - `mesh`: default `metadata.mesh`; the mesh of the context comes first.
+    - `metadata`: as for `Blockwise`, and also `sequence_axis_name` and `mesh`.
+    - `axis_name`: the mesh axis, by default `metadata.sequence_axis_name`.
+    - `mesh`: the mesh, by default `metadata.mesh`. A mesh of the context takes precedence.
     - `precision`, `fused_backward`: as for `Blockwise`.
 
     **Raises:** `ValueError` when called, if the mesh has no such axis, if the size of the axis does

@@ -1,4 +1,4 @@
-"""Masks: their pairs, their blocks, and their heads."""
+"""Pictures of masks: of their pairs, of their blocks, and of how sparse each head is."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +25,8 @@ from ._style import (
 )
 
 
+# `plot_mask` evaluates and draws every pair, in memory and time that grow with their number. The
+# bound was chosen by trial: 4096 x 4096 pairs, more than a figure has pixels for.
 _MOST_PAIRS = 2**24
 
 
@@ -53,17 +55,17 @@ def plot_mask(
     head: int = 0,
     ax: Axes | None = None,
 ) -> Axes:
-    """Which pairs a mask makes visible, and what blocks make of them.
+    """Draws which pairs a mask makes visible, and which of them blocks skip.
 
     **Arguments:**
 
-    - `mask`: a mask, or bool broadcastable to `[*b, heads, t, s]`.
-    - `t`, `s`: how many queries and keys; default `s` is `t`.
-    - `block_q`, `block_k`: the size of blocks. Given, they are outlined, and pairs that are hidden
-        but visited are told from those that are skipped.
-    - `batch_shape`, `heads`: the leading axes.
-    - `batch`, `head`: which element of the (flattened) batch and which head is drawn.
-    - `ax`: where to draw; None: into a new figure.
+    - `mask`: a mask, or booleans broadcastable to `[*b, heads, t, s]`.
+    - `t`, `s`: how many queries and keys there are. By default `s` is `t`.
+    - `block_q`, `block_k`: the size of blocks. If they are given, blocks are outlined, and the
+        colours tell hidden pairs that are visited from pairs that are skipped.
+    - `batch_shape`, `heads`: the shape of the batch, and the number of heads.
+    - `batch`, `head`: which element of the (flattened) batch, and which head, is drawn.
+    - `ax`: the `Axes` to draw into. With None, a new figure is made.
 
     **Returns:** the `Axes`.
 
@@ -129,11 +131,11 @@ def plot_blocks(
     head: int = 0,
     ax: Axes | None = None,
 ) -> Axes:
-    """Which blocks of a mask are skipped, masked and full, at any length.
+    """Draws which blocks of a mask are skipped, partial and full, at any length.
 
     No pair is evaluated: the classes follow from the mask's function, as when attention runs.
 
-    **Arguments:** those of `plot_mask`, with default blocks of 128 x 128.
+    **Arguments:** they are those of `plot_mask`. Blocks are 128 x 128 by default.
 
     **Returns:** the `Axes`.
     """
@@ -165,9 +167,9 @@ def plot_heads(
     batch_shape: Sequence[int] = (),
     ax: Axes | None = None,
 ) -> Axes:
-    """How sparse the blocks of each head are: bars of the shares that are full, partial, skipped.
+    """Draws how sparse each head is, as bars of the shares of full, partial and skipped blocks.
 
-    **Arguments:** those of `plot_blocks`. Shares are means over the batch.
+    **Arguments:** they are those of `plot_blocks`. Shares are means over the batch.
 
     **Returns:** the `Axes`.
     """

@@ -1,4 +1,4 @@
-"""What attention takes: time, memory, and the work of a ring."""
+"""Pictures of what attention costs: time, memory, and the work of a ring."""
 
 import dataclasses
 import re
@@ -24,20 +24,20 @@ def plot_scaling(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """Time or memory against the length, from what `python -m eqattn bench` has written.
+    """Draws time or memory against the length, from what `python -m eqattn bench` has written.
 
     **Arguments:**
 
     - `source`: the path of the `.json` file.
-    - `figure`: a figure of the bench, such as `"time ms"` (CPU time of a call, in milliseconds),
-        `"time / torch"` (relative to a library, also where the bench recorded the ratio to another)
-        or `"temp MiB"` (temporary memory, in mebibytes, as XLA reports it).
+    - `figure`: a figure of the bench. `"time ms"` is the CPU time of a call, in milliseconds.
+        `"time / torch"` is relative to that library, even if the bench recorded the ratio to
+        another. `"temp MiB"` is temporary memory, in mebibytes, as XLA reports it.
     - `case`: a name of cases, with `*` in the place of the length.
-    - `ax`: where to draw; None: into a new figure.
+    - `ax`: the `Axes` to draw into. With None, a new figure is made.
 
-    **Returns:** the `Axes`: one line per library, on logarithmic axes.
+    **Returns:** the `Axes`, with one line per library, on logarithmic axes.
 
-    **Raises:** `ValueError` if the file is none of the bench, or has no such figure.
+    **Raises:** `ValueError` if the bench did not write the file, or if it has no such figure.
     """
     pattern = re.compile(re.escape(case).replace(r"\*", r"(\d+)"))
     rows, _ = FILE.read(Path(source))
@@ -79,7 +79,7 @@ _FIGURES = {
 
 
 def _relative(row: Row, figure: str) -> Row:
-    """A row of times relative to some library, as one relative to that of the figure."""
+    """Converts a row of times relative to some library to one relative to that of the figure."""
     kind, _, reference = figure.partition(" / ")
     unit = row.values.get(reference)
     if row.figure == figure or not (unit and row.figure.startswith(f"{kind} / ")):
@@ -93,15 +93,17 @@ def _match(pattern: re.Pattern, row: Row, figure: str) -> re.Match | None:
 
 
 def plot_ring(plan: RingPlan, *, ax: Axes | None = None) -> Axes:
-    """What each device of a ring does, hop by hop.
+    """Draws what each device of a ring does, hop by hop.
 
-    Each hop starts when the busiest device has ended the one before. A bar is the products of a
-    device's queries with the keys of the device whose number it has; hatched is what it waits.
+    Each hop starts when the busiest device has ended the one before. A bar stands for the products
+    of a device's queries with the keys of the device whose number is on it. Hatched bars are the
+    time that a device waits.
 
     **Arguments:**
 
-    - `plan`: of [`eqattn.ring_plan`][].
-    - `ax`: where to draw; None: into a new figure. Share its x axis to compare layouts.
+    - `plan`: what [`eqattn.ring_plan`][] returns.
+    - `ax`: the `Axes` to draw into. With None, a new figure is made. Share the x axis of several to
+        compare layouts.
 
     **Returns:** the `Axes`.
     """

@@ -1,4 +1,4 @@
-"""What keeps a TPU busy, from the schedules of the kernels."""
+"""A picture of what keeps a TPU busy, from the schedules of the kernels."""
 
 import fnmatch
 from pathlib import Path
@@ -25,7 +25,7 @@ _UNITS = {
 def plot_schedule(
     source: Any, kernel: str = "forward", chip: str = "*", *, ax: Axes | None = None
 ) -> Axes:
-    """How busy a kernel keeps each unit of a TPU, from what `python -m eqattn tpu-report` has
+    """Draws how busy a kernel keeps each unit of a TPU, from what `python -m eqattn tpu-report` has
     written.
 
     The bars are shares of the cycles of one step of the kernel, on a pair of blocks that is not
@@ -36,11 +36,12 @@ def plot_schedule(
 
     - `source`: the path of the `.json` file.
     - `kernel`, `chip`: names in the file, or patterns of names with `*`.
-    - `ax`: where to draw; None: into a new figure.
+    - `ax`: the `Axes` to draw into. With None, a new figure is made.
 
-    **Returns:** the `Axes`: one group of bars for each kernel and chip.
+    **Returns:** the `Axes`, with one group of bars for each kernel and chip.
 
-    **Raises:** `ValueError` if the file is none of the report, or has no such kernel and chip.
+    **Raises:** `ValueError` if the report did not write the file, or if it has no such kernel and
+    chip.
     """
     recorded, versions = FILE.read(Path(source))
     match = fnmatch.fnmatchcase

@@ -1,4 +1,4 @@
-"""What the pictures share: colours, axes and legends."""
+"""The colours, axes and legends that the pictures share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
 
-# Okabe and Ito's colours, which are told apart whatever one's colour vision.
+# These are Okabe and Ito's colours, which can be told apart with any colour vision.
 BLUE, ORANGE, PALE, WHITE = "#0072B2", "#E69F00", "#FBE7BD", "#FFFFFF"
 LINES = (BLUE, "#D55E00", "#009E73", "#CC79A7", "#000000")
 
@@ -32,7 +32,7 @@ def figure_of(ax: Axes) -> Figure:
 
 
 def legend_below(ax: Axes, **kwargs: Any) -> None:
-    """A legend below the label of the x axis."""
+    """Adds a legend below the label of the x axis."""
     below = ax.transAxes + ScaledTranslation(0, -0.5, figure_of(ax).dpi_scale_trans)
     place: dict[str, Any] = dict(bbox_to_anchor=(0.5, 0), bbox_transform=below)
     ax.legend(loc="upper center", frameon=False, **place, **kwargs)
@@ -45,10 +45,11 @@ def legend(ax: Axes, colours: Sequence[tuple[str, str]]) -> None:
 
 
 def set_title(ax: Axes, *paragraphs: str) -> None:
-    """A title of at most three lines for each paragraph, as wide as the place of the axes.
+    """Sets a title of at most three lines for each paragraph. It is as wide as the place that the
+    axes have in the figure, less a margin of 6%.
 
-    Titles are centred over the axes and not cut at them: one that is wider than its place would
-    run into that of the next axes, or out of the figure.
+    Matplotlib centres titles over the axes and does not wrap them: a wider one would run into that
+    of the next axes, or out of the figure.
     """
     spec = ax.get_subplotspec()
     share = 1.0 if spec is None else len(spec.colspan) / spec.get_gridspec().ncols
@@ -59,7 +60,9 @@ def set_title(ax: Axes, *paragraphs: str) -> None:
 
 
 def _wrapped(text: str, points: float, font: FontProperties, most: int = 3) -> list[str]:
-    """The words of a text in lines of at most so many points, the last one cut if need be."""
+    """Breaks a text into at most `most` lines, each at most `points` wide. What does not fit is
+    cut, and ends in an ellipsis.
+    """
 
     def fits(line: str) -> bool:
         width = TextPath((0, 0), line.replace("$", "S"), prop=font).get_extents().width
@@ -87,13 +90,15 @@ def label_positions(ax: Axes, t: int, s: int) -> None:
     ax.set_xlim(0, s)
     ax.set_ylim(t, 0)
     for axis in (ax.xaxis, ax.yaxis):
-        ticks = 8 if s < 10_000 else 5  # that their labels leave room for
+        ticks = 8 if s < 10_000 else 5  # more labels would overlap
         axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 4, 5, 8, 10], integer=True))
         axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def matrix(array: np.ndarray, batch: int, head: int, names: str) -> np.ndarray:
-    """One matrix of an array `[batch, heads, rows, columns]`, whose first axes may have size 1."""
+    """Returns the matrix of one batch element and head of an array
+    `[batch, heads, rows, columns]`. **Raises:** `ValueError` if there is none.
+    """
     for i, (index, axis) in enumerate(((batch, "batch"), (head, "head"))):
         size = array.shape[i]
         if not 0 <= index < size:

@@ -1,4 +1,4 @@
-"""Attention weights."""
+"""A picture of attention weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,15 +19,15 @@ def plot_weights(
     key_labels: Sequence[str] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """The attention weights of one head.
+    """Draws the attention weights of one head.
 
     **Arguments:**
 
     - `output`: what [`eqattn.attention`][] returns for `Dense(metadata)` and
         `return_weights=True`, or the weights `[*b, heads, t, s]` themselves.
-    - `batch`, `head`: which element of the (flattened) batch and which head.
-    - `query_labels`, `key_labels`: a text per query and per key, such as tokens.
-    - `ax`: where to draw; None: into a new figure.
+    - `batch`, `head`: which element of the (flattened) batch, and which head, is drawn.
+    - `query_labels`, `key_labels`: one text per query and per key, such as its token.
+    - `ax`: the `Axes` to draw into. With None, a new figure is made.
 
     **Returns:** the `Axes`.
 

@@ -1,11 +1,20 @@
-"""Rounding errors of the outputs and the gradients, in their natural unit.
+"""Measures rounding errors of the outputs and the gradients, in their natural unit.
 
-The unit of an output is `u * sum_j p_ij |v_j|`, with the unit roundoff `u` of the dtype: what
-rounding every term of the sum once could cost. The unit of a gradient is its own formula with every
-term made positive, likewise: `u * sum_i p_ij |g_i|` for dv and, with `a_ij = |g_i| . |v_j|`,
-`u * scale * sum_j p_ij (a_ij + sum_l p_il a_il) |k_j|` for dq. In the units, a
-probability is at least what float32 can hold over `u`: underflow is no error. The reference is
-float64, from the rounded inputs.
+The unit of an output is what rounding every term of its sum once could cost. With the unit roundoff
+`u` of the dtype, that is
+
+    out_i = sum_j p_ij v_j      has the unit    u sum_j p_ij |v_j|.
+
+The unit of a gradient is made likewise: `u` times its formula with every term made positive. With
+`a_ij = |g_i| . |v_j|`, the units are
+
+    dv_j:    u sum_i p_ij |g_i|
+    dq_i:    u scale sum_j p_ij (a_ij + sum_l p_il a_il) |k_j|
+    dk_j:    u scale sum_i p_ij (a_ij + sum_l p_il a_il) |q_i|
+
+as `ds_ij = p_ij (g_i . v_j - sum_l p_il g_i . v_l)`. In the units, a probability is increased by
+the smallest normal float32 over `u`, so that underflow of a probability does not count as an error.
+The reference is computed in float64, from the rounded inputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +28,11 @@ from .cases import Case, DIM, Row, Target
 
 _NAMES = ("out", "dq", "dk", "dv")
 _TINY = float(np.finfo(np.float32).tiny)
-_LIMIT = 1.02  # of the root mean square error, relative to torch's
+_LIMIT = 1.02  # the aim: the largest root mean square error, relative to torch's
 
 
 def draw(case: Case) -> list[np.ndarray]:
-    """Inputs of the distribution that the case is named after, rounded to its dtype."""
+    """Draws inputs of the distribution that the case is named after, rounded to its dtype."""
     q, k, v, g = peers.draw(case)
     name = case.name.split("-", 2)[2]
     if name == "logits64":
@@ -41,9 +50,9 @@ def reference(inputs: Sequence[np.ndarray], roundoff: float) -> tuple[list, list
     **Arguments:**
 
     - `inputs`: query, key, value and cotangent, `[1, t, h, d]`.
-    - `roundoff`: `u`.
+    - `roundoff`: the unit roundoff `u`.
 
-    **Returns:** two lists, of out, dq, dk and dv.
+    **Returns:** two lists, each of out, dq, dk and dv: the values, and their units.
     """
     q, k, v, g = (x[0].swapaxes(0, 1).astype(np.float64) for x in inputs)
     values, units = zip(*(_head(*head, _TINY / roundoff) for head in zip(q, k, v, g)))
@@ -70,7 +79,7 @@ def _head(q, k, v, g, floor):
 
 
 def rows(case: Case, names: Sequence[str]) -> Iterator[Row]:
-    """Root mean square and largest error of each library, for out, dq, dk and dv."""
+    """The root mean square and the largest error of each library, for out, dq, dk and dv."""
     inputs = draw(case)
     roundoff = float(jax.numpy.finfo(case.dtype).eps) / 2
     exact, units = reference(inputs, roundoff)

@@ -1,4 +1,4 @@
-"""What is measured, and which figures are the aim."""
+"""The cases that are measured, and the figures that are the aim."""
 
 import dataclasses
 import fnmatch
@@ -12,7 +12,9 @@ PEERS = ("jax.nn", "torch", "ejkernel", "tokamax")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A bound on a figure, and a harder one."""
+    """An aim for a figure: a limit, and a harder one, `stretch`. Both are upper bounds, or lower
+    bounds with `at_least`.
+    """
 
     limit: float
     stretch: float | None = None
@@ -32,9 +34,8 @@ class Target:
 
 @dataclasses.dataclass
 class Row:
-    """One figure: its value for each library, `[lower, upper]` quartiles, and its target.
-
-    `note` names what should be known, such as libraries whose results are wrong.
+    """One figure of a case: its value and `[lower, upper]` quartiles for each library, and its
+    target. `note` says what a reader should know, such as libraries whose results are wrong.
     """
 
     case: str
@@ -62,12 +63,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One experiment: B=1, 8 query heads, head dim 64; for decoding see `decode`.
+    """One experiment. It has one batch element, 8 query heads and head dim 64, except for decoding,
+    whose sizes are in `decode`.
 
-    `kind` is the experiment in `measure`, `decode` or `ring`; `reference` the library whose time is
-    the unit; `cores` how many it runs on, and `devices` as how many virtual devices; `cache` what
-    holds the keys of a step of decoding: an array, `"bits"` or `"int8"`; `targets` are looked up by
-    the name of the figure.
+    **Arguments:**
+
+    - `kind`: the name of the experiment in `measure`, `decode` or `ring`.
+    - `reference`: the library whose time is the unit.
+    - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
+    - `cache`: what holds the keys of a decoding step: `""` for an array, `"bits"` or `"int8"`.
+    - `targets`: the aims, by the name of the figure.
     """
 
     name: str
@@ -86,7 +91,7 @@ class Case:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Case":
-        """From `dataclasses.asdict`."""
+        """Makes a case of what `dataclasses.asdict` returned."""
         targets = {figure: Target(**x) for figure, x in data["targets"].items()}
         return cls(**{**data, "targets": targets})
 
@@ -95,7 +100,9 @@ class Case:
 
 
 def _time(name: str, limit: float | None = None, stretch: float | None = None, **kwargs) -> Case:
-    """A time case, named by what it is. The memory targets are those of T=2048 causal."""
+    """A case of time, whose name says what it is: `cpu-<dtype>-<mask>[-gqa]-<tokens>-<direction>`.
+    There are targets of memory for 2048 causal tokens only.
+    """
     dtype, mask, tokens, direction = name.removeprefix("cpu-").replace("-gqa", "").split("-")
     backward = direction == "grad"
     reference = kwargs.get("reference", "torch")
@@ -115,7 +122,7 @@ def _time(name: str, limit: float | None = None, stretch: float | None = None, *
 
 
 def _decode(name: str, limit: float) -> Case:
-    """A step of decoding, named by what it is."""
+    """A step of decoding, whose name says what it is."""
     tokens, mask, *cores = name.removeprefix("cpu-decode-").split("-", 2)
     return Case(
         name=name,

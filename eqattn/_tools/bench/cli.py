@@ -1,4 +1,4 @@
-"""The command: starts one child process per case, and reports."""
+"""The command `bench`: it starts one child process per case, and reports."""
 
 import argparse
 import dataclasses
@@ -133,7 +133,7 @@ def _cores() -> set[int]:
 
 
 def machine_of(names: Sequence[str], rounds: int) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """A description of what the figures are measured on: versions, processor and load."""
     found: dict[str, Any] = {"python": platform.python_version()}
     for name in ("eqattn", "jax", "jaxlib", *(n for n in names if n != "jax.nn")):
         try:
@@ -155,7 +155,7 @@ def _processor() -> str:
 
 
 def _progress(cases: Sequence[Case], quick: bool, job: dict) -> Iterator[Row | str]:
-    """Rows as they come, and messages of what failed; a bar where tqdm is installed."""
+    """Yields rows as they come, and messages of what failed. With tqdm, it shows a bar."""
     groups = [[case] for case in cases]
     if quick:  # cases that share a process also share its cores and devices
         several: dict[tuple[int, int], list[Case]] = {}

@@ -1,6 +1,7 @@
-"""One decoding step of a batch of rows, and appending to their cache.
+"""Measures a decoding step of a batch of rows, and appending to their cache.
 
-8 rows, 16 query and 4 key heads of 128, float32. The keys lie as a cache holds them.
+There are 8 rows, with 16 query heads and 4 key heads of size 128, in float32. The keys lie in
+memory as a cache holds them.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +18,12 @@ from .timing import rounds_of
 
 
 ROWS, HEADS, KV_HEADS, DIM = 8, 16, 4, 128
-_SHORT = np.array([1, 4, 8, 16, 32, 32, 64, 99])  # of 512; their mean is 32
+# The lengths of rows of which 512 tokens fit. Their mean is 32, a 16th.
+_SHORT = np.array([1, 4, 8, 16, 32, 32, 64, 99])
 
 
 def lengths_of(case: Case) -> np.ndarray:
-    """How many keys each row has: all, or a 16th of them in the mean."""
+    """How many keys each row has: all of them, or, in the mean, a 16th."""
     if case.mask == "full":
         return np.full(ROWS, case.tokens, np.int32)
     return np.maximum(_SHORT * case.tokens // 512, 1).astype(np.int32)
@@ -49,7 +51,7 @@ def _sum(query, key_, value, lengths):
 
 
 def _compiled(function: Callable, *args: Any) -> tuple[Callable[[], Any], int]:
-    """A call, and its temporary memory."""
+    """Compiles a function. Returns a call of it, and the bytes of its temporary memory."""
     run = jax.jit(function).lower(*args).compile()
     memory = run.memory_analysis()
     assert memory is not None  # a CPU's compiler knows
@@ -57,7 +59,7 @@ def _compiled(function: Callable, *args: Any) -> tuple[Callable[[], Any], int]:
 
 
 def step(case: Case, rounds: int) -> Iterator[Row]:
-    """Against `jax.nn`, and against only reading the keys and values."""
+    """Measures a step against `jax.nn`, and against a sum that only reads the keys and values."""
     args = (*_draw(case.tokens), jnp.asarray(lengths_of(case)))
     made = {"eqattn": _compiled(_eqattn, *args), "jax.nn": _compiled(_jax_nn, *args)}
     out, theirs = (np.asarray(call()) for call, _ in made.values())
@@ -82,7 +84,7 @@ def _row(case: Case, figure: str, samples: dict[str, np.ndarray], note: str = ""
 
 
 def longer(case: Case, rounds: int) -> Iterator[Row]:
-    """A step over the same lengths in a cache 16 times as long."""
+    """Measures a step over the same lengths in a cache, and in one 16 times as long."""
     made = {}
     for name, tokens in (("short", case.tokens), ("eqattn", 16 * case.tokens)):
         lengths = jnp.full(ROWS, case.tokens // 2, jnp.int32)
@@ -95,7 +97,7 @@ def longer(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def append(case: Case, rounds: int) -> Iterator[Row]:
-    """One token per row into a donated cache, and into one 32 times as long."""
+    """Measures writing one token per row into a donated cache, and into one 32 times as long."""
     calls = {}
     for name, tokens in (("short", case.tokens), ("eqattn", 32 * case.tokens)):
         calls[name] = _appending(tokens)
@@ -105,7 +107,7 @@ def append(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def _appending(tokens: int) -> Callable[[], None]:
-    """Appends to a cache of so many tokens, and drops the token again."""
+    """Returns a call that appends a token to a cache of so many tokens, and drops it again."""
 
     def one(cache: KVCache, new: jax.Array) -> KVCache:
         return cache.append(new, new).truncate(cache.length)
@@ -122,7 +124,9 @@ def _appending(tokens: int) -> Callable[[], None]:
 
 
 def cached(case: Case, rounds: int) -> Iterator[Row]:
-    """A token per row of a donated cache, appended and attended to, at S and at 8 S."""
+    """Measures a step that appends a token per row to a donated cache and attends, in a cache of
+    `S` tokens and in one of `8 S`.
+    """
     made = {"short": _stepping(case, case.tokens), "eqattn": _stepping(case, 8 * case.tokens)}
     for call, _ in made.values():
         call()
@@ -132,8 +136,8 @@ def cached(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def _stepping(case: Case, tokens: int) -> tuple[Callable[[], None], int]:
-    """A step over 9 tokens of each row, the last of which it appends and then drops, and its
-    temporary memory.
+    """Returns a call, and the bytes of its temporary memory. The call is a step over 9 tokens of
+    each row, the last of which it appends and then drops.
     """
     dtype = jnp.dtype(case.dtype)
     strategy = Ragged(AttentionMetadata(runtime_dtype=dtype))

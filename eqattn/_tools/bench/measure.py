@@ -1,8 +1,8 @@
-"""How a figure is measured.
+"""Measures the figures of each kind of case.
 
-Times are CPU times of this process, which runs on one core; on several, those that pass. Programs
-are run in turn, forwards and backwards, and a ratio is the median of the ratios within each round:
-what the machine does to one, it does to the other.
+Times are the CPU times of this process if it runs on one core, and elapsed times if it runs on
+several. Programs run in turn, forwards and backwards. A ratio is the median of the ratios within
+each round: what disturbs one program in a round disturbs the other.
 """
 
 import dataclasses
@@ -25,8 +25,12 @@ from .cases import Case, DIM, HEADS, Row
 from .timing import ratios, rounds_of
 
 
-_LARGEST = 3 * 2**30  # bytes of temporary memory
-_WRONG = {"float32": 1e-3, "bfloat16": 3e-2}  # relative to the largest entry
+# A program that needs more bytes of temporary memory than this is not run. The bound, chosen by
+# trial, keeps a library with quadratic memory from taking all that the machine has.
+_LARGEST = 3 * 2**30
+# A library is reported as wrong if its largest difference, relative to the largest entry, exceeds
+# this. The bounds are far above rounding, so that they tell another formula from another order.
+_WRONG = {"float32": 1e-3, "bfloat16": 3e-2}
 
 
 def _time(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
@@ -60,7 +64,7 @@ def _time(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
 
 
 def _wrong(case: Case, programs: dict[str, peers.Program]) -> list[str]:
-    """Runs every program twice; which of them do not compute what ours does."""
+    """Runs every program twice, and says which of them do not compute what eqattn does."""
     results = {}
     for name, program in programs.items():
         program.call()
@@ -121,7 +125,9 @@ def _scaling(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def _compile(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
-    """Trace, lower and compile from nothing, after a first time that imports what it needs."""
+    """Measures tracing, lowering and compiling with empty caches. A first run, which is not
+    measured, imports what that needs.
+    """
 
     def once(name: str, tokens: int) -> float:
         smaller = dataclasses.replace(case, tokens=tokens)
@@ -152,8 +158,8 @@ def _compile(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
     yield case.row("at 4 T / at T", grown, quartiles={"eqattn": quartiles["at 4 T"]})
 
 
-# What equinox leaves to the garbage collector is collected before the second import, which would
-# else set it off.
+# Garbage that the import of equinox leaves is collected before eqattn is imported. Else the second
+# import would trigger that collection, and be charged for it.
 _IMPORT = """
 import gc
 import time
@@ -178,7 +184,7 @@ def _import(case: Case, rounds: int) -> Iterator[Row]:
             )
             return float(run.stdout)
 
-        once()  # writes the bytecode that an installed package has
+        once()  # writes the bytecode, which an installed package has
         times = [once() for _ in range(max(rounds // 3, 3))]
     low, middle, high = np.percentile(times, (25, 50, 75))
     spread = {"eqattn": [float(low), float(high)]}
@@ -196,9 +202,9 @@ def measure(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
 
     **Arguments:**
 
-    - `case`: which.
+    - `case`: which experiment to run.
     - `rounds`: how often the programs are run in turn.
-    - `names`: the other libraries.
+    - `names`: the other libraries to compare with.
     """
     among_libraries = {"time": _time, "compile": _compile, "accuracy": _accuracy}
     alone = {"dots": _dots, "dropout": _dropout, "scaling": _scaling, "import": _import}
@@ -209,7 +215,9 @@ def measure(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
 
 
 def pin(core: int | None, cores: int = 1) -> None:
-    """Keeps this process on one core, by default the last, or on so many, where the system can."""
+    """Keeps this process on one core, by default on the last, or on so many cores. It does nothing
+    on systems that cannot do so.
+    """
     if hasattr(os, "sched_setaffinity"):
         allowed = sorted(os.sched_getaffinity(0))
         chosen = allowed[-cores:] if core is None or cores > 1 else [core]

@@ -1,4 +1,4 @@
-"""How each library is called. All but `eqattn` and `jax.nn` are imported only when asked for."""
+"""Calls each library. All but `eqattn` and `jax.nn` are imported only when they are asked for."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from .cases import Case, DIM, HEADS
 
 
 def installed(name: str) -> bool:
-    """Whether a library can be imported, without doing so."""
+    """Whether a library can be imported. It is not imported."""
     return name in ("eqattn", "jax.nn") or importlib.util.find_spec(name) is not None
 
 
@@ -26,9 +26,9 @@ class Program:
 
     **Arguments:**
 
-    - `call`: runs it to the end and returns its arrays.
-    - `arrays`: from what `call` returns, float64 NumPy arrays `[b, t, h, d]`.
-    - `temporary`: bytes of temporary memory, None if unknown.
+    - `call`: a function that runs it to the end and returns its arrays.
+    - `arrays`: a function that turns what `call` returns into float64 NumPy arrays `[b, t, h, d]`.
+    - `temporary`: how many bytes of temporary memory it needs; None if that is not known.
     """
 
     call: Callable[[], Any]
@@ -37,7 +37,7 @@ class Program:
 
 
 def draw(case: Case, seed: int = 0) -> list[np.ndarray]:
-    """Query, key, value and the output's cotangent, float32 `[1, t, heads, 64]`."""
+    """Draws query, key, value and the cotangent of the output, float32 `[1, t, heads, 64]`."""
     rng = np.random.default_rng(seed)
     heads = (HEADS, case.kv_heads, case.kv_heads, HEADS)
     shape = (1, case.tokens)
@@ -93,7 +93,9 @@ _CALLS = {
 
 
 def jitted(call: Callable[..., Any], backward: bool) -> tuple[Any, int]:
-    """The compiled function of `(q, k, v[, g])`, and how many arguments it has."""
+    """The jitted function of `(q, k, v)` or, with gradients, of `(q, k, v, g)`, and how many
+    arguments it has.
+    """
     if not backward:
         return jax.jit(lambda q, k, v: (call(q, k, v),)), 3
 
@@ -116,7 +118,7 @@ def _jax_program(call: Callable[..., Any], case: Case, inputs: list[np.ndarray])
 
 
 def torch_program(case: Case, inputs: list[np.ndarray]) -> Program:
-    """PyTorch's flash attention; a window is a mask, as it has none of its own."""
+    """PyTorch's flash attention. It has no windows, so that a window is a mask."""
     import torch  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
@@ -151,19 +153,21 @@ def torch_program(case: Case, inputs: list[np.ndarray]) -> Program:
 
 
 def program(name: str, case: Case, inputs: list[np.ndarray]) -> Program:
-    """A library's program for a case; compiles it."""
+    """Compiles a library's program for a case."""
     if name == "torch":
         return torch_program(case, inputs)
     return _jax_program(_CALLS[name](case), case, inputs)
 
 
 def dropout_program(case: Case, inputs: list[np.ndarray], rate: float) -> Program:
-    """`eqattn` with dropout."""
+    """Compiles the program of `eqattn` with dropout."""
     return _jax_program(eqattn_call(case, rate), case, inputs)
 
 
 def dots_program(case: Case, inputs: list[np.ndarray], block_q: int, block_k: int) -> Program:
-    """The forward's block loop with nothing but its two products: the limit of any softmax."""
+    """Compiles the block loop of the forward pass with nothing but its two products. No softmax
+    over such blocks can be faster.
+    """
     block_q, block_k = math.gcd(block_q, case.tokens), math.gcd(block_k, case.tokens)
 
     def head(q, k, v):  # [blocks, rows, d], [blocks, keys, d]

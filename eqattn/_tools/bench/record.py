@@ -1,5 +1,5 @@
-"""The figures of the documentation. All of them are in one file, of one run: the table is written
-with it, and pictures are drawn from it, so that they cannot contradict each other.
+"""Records the figures of the documentation. All of them are in one file, of one run. The table is
+written with it, and pictures are drawn from it, so that they cannot contradict each other.
 """
 
 import datetime
@@ -15,7 +15,7 @@ DATA, TABLE = "benchmarks.json", "benchmarks_data.md"
 
 
 def record(rows: Sequence[Row], machine: Mapping[str, Any], command: str, folder: Path) -> None:
-    """Writes the figures of a run, and the table of them."""
+    """Writes the figures of a run, and a table of them."""
     today = datetime.date.today()
     header = {"date": f"{today.day} {today:%B %Y}", "command": command, **machine}
     FILE.write(rows, header, folder / DATA)

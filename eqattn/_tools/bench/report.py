@@ -1,4 +1,4 @@
-"""What the bench found, as text, Markdown, JSON and a picture."""
+"""Shows what the bench found, as text, Markdown, JSON and a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ def _number(x: float | None) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
-    """A header and one line of text cells per row; a repeated case name is left out."""
+    """A header, and one line of text cells per row. A repeated case name is left out."""
     shown = [n for n in PEERS if any(n in r.values for r in rows)]
     lines = [["case", "figure", "eqattn", "quartiles", "target", "verdict", *shown]]
     before = None
@@ -41,14 +41,14 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many targets were met."""
+    """A sentence that says how many targets were met; empty if there are none."""
     verdicts = [row.verdict for row in rows if row.verdict]
     missed = verdicts.count("miss")
     return f"{len(verdicts) - missed} of {len(verdicts)} targets met" if verdicts else ""
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned columns of plain text."""
+    """A table as aligned columns of plain text."""
     lines = _cells(rows)
     widths = [max(map(len, column)) for column in zip(*lines)]
     text = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in lines]
@@ -57,7 +57,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
-    """A table for the documentation, without lone times: they say little of other machines."""
+    """A table for the documentation. It leaves out absolute times, which say little of other
+    machines.
+    """
     header, *lines = _cells([row for row in rows if row.figure.split()[-1] not in ("ms", "s")])
     text = [", ".join(f"{k} {v}" for k, v in machine.items()) + ".", ""]
     text += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines)]
@@ -68,7 +70,9 @@ FILE = RowFile("bench", "machine", Row.from_dict)
 
 
 def plot(rows: Sequence[Row], path: Path) -> bool:
-    """Bars of time and of temporary memory, on log axes. **Returns:** False without matplotlib."""
+    """Draws bars of time and of temporary memory, on logarithmic axes. **Returns:** whether there
+    is a picture: there is none without matplotlib, or without such figures.
+    """
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""The work of a ring of virtual devices, with gradients, against `Blockwise` on one device."""
+"""Measures the work of a ring of virtual devices, with gradients, against one device."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ from .timing import ratios, rounds_of
 
 
 def _gradients(strategy: AttentionImpl, args: list[jax.Array]) -> Callable[[], object]:
-    """A call for the output and the gradients of queries, keys and values."""
+    """Returns a call that computes the output and the gradients of queries, keys and values."""
 
     @jax.jit
     def both(q, k, v, g):
@@ -28,7 +28,7 @@ def _gradients(strategy: AttentionImpl, args: list[jax.Array]) -> Callable[[], o
 
 
 def work(case: Case, rounds: int) -> Iterator[Row]:
-    """The CPU time of both layouts over that of `Blockwise`."""
+    """Measures the CPU time of both layouts over that of `Blockwise`."""
     mesh, metadata = ring_mesh("sp"), AttentionMetadata(runtime_dtype=case.dtype)
     arrays = [jnp.asarray(x, case.dtype) for x in draw(case)]
     spread = [jax.device_put(x, NamedSharding(mesh, P(None, "sp"))) for x in arrays]

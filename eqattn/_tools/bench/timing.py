@@ -1,4 +1,4 @@
-"""Calls in turn, and the ratios of their times."""
+"""Times calls in turn, and computes the ratios of their times."""
 
 import gc
 import math
@@ -9,15 +9,19 @@ from typing import Any
 import numpy as np
 
 
-_SHORTEST = 0.02  # seconds of one sample
-_OTHERS = 3  # other libraries than the two of the target are measured in each third round
+# A sample repeats a call until it takes about this many seconds, so that the resolution of the
+# clock and the cost of a dispatch are small against it. It was chosen by trial: the quartiles that
+# `bench` prints show how much samples scatter.
+_SHORTEST = 0.02
+# Libraries other than the two of the target are measured in each third round only, to save time.
+_OTHERS = 3
 
 
 def rounds_of(
     calls: dict[str, Callable[[], Any]], rounds: int, rare: Sequence[str] = (), wall: bool = False
 ) -> dict[str, np.ndarray]:
-    """Seconds of each call in each round; NaN where a rare one was left out. They are CPU seconds,
-    or with `wall` those that pass, which is what counts on several cores.
+    """The seconds of each call in each round; NaN where a rare call was left out. They are CPU
+    seconds or, with `wall`, elapsed seconds, which are what counts on several cores.
     """
     clock = time.perf_counter if wall else time.process_time
     times = {name: np.full(rounds, np.nan) for name in calls}
@@ -29,8 +33,8 @@ def rounds_of(
         for i in range(rounds):
             names = [n for n in calls if n not in rare or i % _OTHERS == 0]
             for name in names if i % 2 == 0 else names[::-1]:
-                # Not timed: a program's large arrays are given back to the system only after its
-                # results are ready, which would be charged to the next program.
+                # This call is not timed. The large arrays of the program before are given back to
+                # the system only after its results are ready, and this program would pay for it.
                 calls[name]()
                 times[name][i] = _once(calls[name], repeats[name], clock)
     finally:
@@ -46,7 +50,7 @@ def _once(call: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> 
 
 
 def ratios(times: dict[str, np.ndarray], reference: str) -> tuple[dict, dict]:
-    """Medians and quartiles of each call's time over the reference's."""
+    """The medians and the quartiles of each call's time over the time of the reference."""
     medians, quartiles = {}, {}
     for name, x in times.items():
         ratio = (x / times[reference])[np.isfinite(x)]

@@ -1,5 +1,5 @@
-"""`python -m eqattn._tpu_report.child`: compiles kernels for a chip and prints their rows, as JSON
-lines.
+"""`python -m eqattn._tools.tpu_report.child` compiles kernels for a chip and prints their rows, as
+JSON lines.
 """
 
 import json
@@ -41,7 +41,7 @@ def compile_for(device: Any, build: Callable[..., Any]) -> None:
 
 
 def measure(name: str, kernel: Kernel, folder: Path) -> Row:
-    """Reads the schedule of a kernel in the `folder`, once it has been compiled."""
+    """Makes the row of a kernel from its schedule, which the compiler left in the `folder`."""
     chip, tile, info = CHIPS[name], kernel.tile(), pltpu.get_tpu_info()
     found = schedule.dumped(folder, kernel.call)
     if len(found) != 1:
@@ -54,7 +54,8 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
         cycles = whole.count(w.tokens, tile, w.heads, w.kept, w.lag).cycles(steps)
         pairs = w.heads * whole.visible_pairs(w.tokens)
         entire = pairs * kernel.products / chip.products / cycles
-    rate = info.bf16_ops_per_second / (2 * chip.products)  # cycles of a second
+    # A product is two operations, so this is the clock rate: cycles per second.
+    rate = info.bf16_ops_per_second / (2 * chip.products)
     return Row(
         kernel=kernel.name,
         chip=name,
@@ -87,9 +88,9 @@ def main() -> None:
     for name in job["kernels"]:
         (kernel,) = choose([name], peers=True)
         try:
-            # What is lowered may ask what kind of device this is.
+            # Code that is lowered may ask for the kind of device, which the mesh tells.
             with jax.sharding.use_abstract_mesh(Mesh([device], ("x",)).abstract_mesh):
-                if kernel.build is not built:  # else of the program before
+                if kernel.build is not built:  # several kernels may be of one program
                     built = None
                     for path in folder.iterdir():
                         path.unlink()

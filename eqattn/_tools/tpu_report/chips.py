@@ -1,4 +1,4 @@
-"""The chips that are compiled for."""
+"""The chips for which kernels are compiled."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ class Chip:
 
     **Arguments:**
 
-    - `topology`: a name that the compiler knows for some of these chips.
-    - `matrix_units`: how many there are.
-    - `products`: multiplications and additions that all of them can do in a cycle: those of the
-        peak in bfloat16.
-    - `busy`: the cycles for which one `vmatmul` occupies a matrix unit, by the size of the
-        elements of its left operand. From the intervals in the compiler's own profile.
+    - `topology`: the compiler's name for a group of these chips.
+    - `matrix_units`: how many matrix units a core has.
+    - `products`: how many multiplications, each with an addition, all matrix units do in a cycle at
+        the peak in bfloat16.
+    - `busy`: how many cycles one `vmatmul` occupies a matrix unit, by the type of the elements of
+        its left operand. The numbers are from the intervals in the compiler's own profile.
     - `delay`: how many bundles after a branch run whether it is taken or not.
     """
 
@@ -25,6 +25,7 @@ class Chip:
     delay: int
 
 
+# `busy` for chips whose matrix units have 128 x 128 multipliers, and for those with 256 x 256.
 _NARROW = {"bf16": 16, "f32": 8, "x8": 16}
 _WIDE = {"bf16": 8, "f32": 4, "x8": 8}
 

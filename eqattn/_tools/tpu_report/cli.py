@@ -1,4 +1,4 @@
-"""The command: starts one child process for each chip, and reports."""
+"""The command `tpu-report`: it starts one child process for each chip, and reports."""
 
 import argparse
 import importlib.util
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     for item in measure([(chip, names) for chip in args.chip]):
         if isinstance(item, Row):
             rows[item.key] = item
-            if args.json is not None:  # what is killed has lost nothing
+            if args.json is not None:  # written after each row, so that a kill loses nothing
                 FILE.write(_ordered(old | rows), found, args.json)
             bar(f"{item.chip} {item.kernel}")
         else:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of what the schedules depend on. **Raises:** `ValueError` without the compiler."""
+    """The versions of what schedules depend on. **Raises:** `ValueError` without the compiler."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             "libtpu, which compiles for TPUs, is not installed: python -m pip install libtpu"
@@ -98,7 +98,7 @@ def _ordered(rows: dict[tuple[str, str], Row]) -> list[Row]:
 
 
 def measure(jobs: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Row | str]:
-    """Compiles kernels by name for chips. **Returns:** a row for each, or what failed and why."""
+    """Compiles kernels, by name, for chips. **Returns:** a row for each, or what failed and why."""
     for chip, names in jobs:
         left = list(names)
         while left:
@@ -107,7 +107,8 @@ def measure(jobs: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Row | str]:
                 for item in _child(chip, left, Path(folder)):
                     done += 1
                     yield item
-            # One on which the compiler ends the process is not tried again, the next are.
+            # A kernel on which the compiler ended the process is not tried again. The next ones are
+            # compiled in a new process.
             left = left[done:]
 
 
@@ -115,14 +116,14 @@ def _child(chip: str, names: Sequence[str], folder: Path) -> Iterator[Row | str]
     from .schedule import PASSES
 
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-    # Nothing may ask for a TPU's host, and other processes may load the compiler meanwhile.
+    # No code may look for the host of a TPU, and other processes may load the compiler meanwhile.
     environment = os.environ | {
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_PLATFORMS": "cpu",
         "LIBTPU_INIT_ARGS": f"{flags} --xla_jf_dump_llo_pass_label_regex={PASSES}",
         "TPU_SKIP_MDS_QUERY": "1",
     }
-    environment.pop("XLA_FLAGS", None)  # those of this process are for its own device
+    environment.pop("XLA_FLAGS", None)  # the flags of this process are for its own device
     job = {"chip": chip, "kernels": names, "folder": str(folder)}
     for done, item in enumerate(results(CHILD, job, environment)):
         if not isinstance(item, End):

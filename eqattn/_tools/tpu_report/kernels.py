@@ -1,4 +1,4 @@
-"""The kernels that are measured. To add one, add a `Kernel` to `KERNELS`."""
+"""The kernels that are measured. A new one is one more `Kernel` in `KERNELS`."""
 
 import dataclasses
 import fnmatch
@@ -29,15 +29,16 @@ HEADS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A causal call of `attention` in bfloat16: one batch element, 8 heads, automatic blocks.
+    """A causal call of `attention` in bfloat16, with one batch element and 8 heads.
 
     **Arguments:**
 
-    - `tokens`, `dim`: queries and keys, and the head dim of all.
-    - `block_q`, `block_k`: of the metadata.
+    - `tokens`, `dim`: the number of queries and of keys, and the head dim of all.
+    - `block_q`, `block_k`: the block sizes of the metadata; None chooses them.
     - `gradient`: the arguments (0, 1, 2) whose gradients are returned too.
-    - `operands`: shapes of further arrays by name.
-    - `options`: of these arrays, keyword arguments of `attention` and of the metadata.
+    - `operands`: the shapes of further arrays, by name.
+    - `options`: a function of these arrays that returns keyword arguments of `attention`, and
+        keyword arguments of the metadata.
     """
 
     tokens: int = 4096
@@ -79,7 +80,7 @@ class Call:
         return forward, (self.arrays, operands)
 
     def tile(self) -> tuple[int, int]:
-        """Queries and keys of a block."""
+        """How many queries and keys a block has."""
         found = []
 
         def look(arrays):
@@ -131,14 +132,13 @@ def _feature(name: str, options: Callable[..., Any], **operands: Any) -> Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """The last queries of each of many rows of keys and values, of lengths that are known at run
-    time.
+    """A decoding step: the last queries of each of many rows, whose lengths are known at run time.
 
     **Arguments:**
 
-    - `queries`: of a row.
-    - `stored`: the dtype of quantised keys and values.
-    - `page`: tokens of a page.
+    - `queries`: how many queries a row has.
+    - `stored`: the dtype of quantised keys and values; None if they are not quantised.
+    - `page`: how many tokens a page has; None if there are no pages.
     """
 
     queries: int = 1
@@ -196,7 +196,8 @@ class Decode:
 
 def _decode(name: str, **kw: Any) -> Kernel:
     call = Decode(**kw)
-    each = 128 + 4 if call.stored else 256  # bytes of a vector
+    # Bytes of a vector of 128 numbers: 8 bits each and a float32 scale, or 16 bits each.
+    each = 128 + 4 if call.stored else 256
     return Kernel(
         name=name,
         call="eqattn_decode",
@@ -234,7 +235,7 @@ KERNELS = (
 
 
 def choose(patterns: Sequence[str], peers: bool = False) -> list[Kernel]:
-    """The kernels whose name is, or globs, one of the patterns; all, if there are none.
+    """The kernels whose name matches one of the patterns; all kernels if there are no patterns.
 
     **Raises:** `ValueError` for a pattern that no kernel matches.
     """

@@ -1,4 +1,4 @@
-"""What was found, as text and as Markdown."""
+"""Shows what was found, as text and as Markdown."""
 
 from collections.abc import Callable, Sequence
 
@@ -31,14 +31,14 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def _every_figure(rows: Sequence[Row]) -> Table:
-    """A line for each row, without columns that are empty."""
+    """A table with a line for each row, without columns that are empty."""
     lines = [[of(row) for of in _COLUMNS.values()] for row in rows]
     kept = [i for i in range(len(_COLUMNS)) if any(line[i] for line in lines)]
     return [[line[i] for i in kept] for line in [list(_COLUMNS), *lines]]
 
 
 def _by_chip(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> Table:
-    """A line for each kernel, a column for each chip."""
+    """A table with a line for each kernel and a column for each chip."""
     chips = list(dict.fromkeys(row.chip for row in rows))
     cells = {row.key: cell(row) for row in rows}
     names = dict.fromkeys(row.kernel for row in rows)
@@ -46,7 +46,9 @@ def _by_chip(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> Tab
 
 
 def _features(rows: Sequence[Row]) -> tuple[list[Row], Callable[[Row], str]]:
-    """The rows of features whose plain kernel is there, and what each costs it."""
+    """The rows of features whose plain kernel is there too, and a function that tells by how much a
+    feature makes that kernel slower.
+    """
     known = {row.key: row for row in rows}
 
     def cost(row: Row) -> str:
@@ -58,7 +60,7 @@ def _features(rows: Sequence[Row]) -> tuple[list[Row], Callable[[Row], str]]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Aligned columns of plain text: kernels, and features as what they cost."""
+    """The tables as aligned columns of plain text: of kernels, and of what features cost."""
     features, cost = _features(rows)
     others, found = [row for row in rows if row not in features], []
     for table in (_every_figure(others), _by_chip("feature", features, cost)):
@@ -70,7 +72,7 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
-    """The documentation's tables."""
+    """The tables of the documentation."""
     found = [", ".join(f"{name} {version}" for name, version in versions.items()) + "."]
     features, cost = _features(rows)
     measured = [row for row in rows if row.useful is not None and row not in features]

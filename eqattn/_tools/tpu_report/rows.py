@@ -1,4 +1,4 @@
-"""What is reported of a kernel on a chip, as data."""
+"""The figures of a kernel on a chip, as data."""
 
 import dataclasses
 from typing import Any
@@ -12,17 +12,19 @@ class Row:
 
     **Arguments:**
 
-    - `kernel`, `chip`: their names. `plain`: of a kernel with a feature, that without it.
-    - `tile`: queries and keys of a block.
-    - `cycles`: of a step of the grid, with its overhead, on a pair of blocks that is not masked.
-    - `masked`: on one that is; None if there is no difference.
+    - `kernel`, `chip`: their names.
+    - `plain`: for a kernel with a feature, the name of the kernel without it; else empty.
+    - `tile`: how many queries and keys a block has.
+    - `cycles`: the cycles of a step of the grid, with its overhead, on a pair of blocks that is not
+        masked.
+    - `masked`: the cycles of a step on a masked pair; None if there is no difference.
     - `useful`: the share of `cycles` that the products would take at the matrix units' peak.
-    - `whole`: the same of the whole kernel and its visible pairs; None if not known.
-    - `memory`: the share of `cycles` that the bytes of a step take from main memory; None if
-        that is not what limits the kernel.
+    - `whole`: that share for the whole kernel and its visible pairs; None if it is not known.
+    - `memory`: the share of `cycles` that reading the bytes of a step from main memory takes; None
+        if memory is not what limits the kernel.
     - `units`: the share of each unit's slots that is used.
-    - `spills`, `fills`: registers stored and loaded again in such a step.
-    - `vmem`: bytes of vector memory.
+    - `spills`, `fills`: how many registers such a step stores, and loads again.
+    - `vmem`: how many bytes of vector memory the kernel allocates.
     """
 
     kernel: str

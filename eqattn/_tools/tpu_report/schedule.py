@@ -1,8 +1,8 @@
-"""The schedule of one kernel, as the compiler of TPUs dumps it.
+"""Reads the schedule of one kernel, as the compiler of TPUs dumps it.
 
-A line of the bundles after register allocation is a cycle: where the machine waits, the bundle is
-empty. (The later, final bundles hold the empty ones as delays, so they are not cycles.) A second
-file has as many lines, with the slots that each bundle uses.
+In the file of bundles after register allocation, a bundle is a cycle: where the machine waits, the
+bundle is empty. The final bundles, in a later file, do not serve: there a delay stands for empty
+bundles. A second file has as many lines as there are cycles, with the slots that each bundle uses.
 """
 
 import dataclasses
@@ -35,13 +35,15 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Cycle by cycle.
+    """What a kernel does in each cycle.
 
     **Arguments:**
 
-    - `products`: the cycles of matrix units that start, int `[cycles]`.
-    - `slots`: the slots in use, int `[cycles]` by name, and `capacity`, how many there are.
-    - `branches`: in the order of their cycles.
+    - `chip`: the chip that it is compiled for.
+    - `products`: for how many cycles the products that start occupy matrix units, int `[cycles]`.
+    - `slots`: how many slots of each kind are in use, int `[cycles]` by name.
+    - `capacity`: how many slots of each kind there are.
+    - `branches`: the jumps, in the order of their cycles.
     - `vmem`: the vector memory that the kernel allocates, in bytes.
     """
 
@@ -58,16 +60,16 @@ class Schedule:
 
 
 def dumped(folder: Path, call: str) -> list[str]:
-    """The starts of the names of the files of each kernel called `call`."""
+    """For each kernel that is called `call`, the text with which the names of its files start."""
     name = re.compile(rf"(\d+-{re.escape(call)}(?:\.\d+)?)-\d+-packed-bundles-post-ra\.txt")
     return sorted(m[1] for p in folder.iterdir() if (m := name.fullmatch(p.name)))
 
 
 def read(folder: Path, start: str, chip: Chip) -> Schedule:
-    """The schedule whose files' names begin with `start`.
+    """Reads the schedule whose files' names begin with `start`.
 
-    **Raises:** `ValueError` if the files are not as they were with the compiler that this was
-    written for.
+    **Raises:** `ValueError` if the files do not have the form that this code was written for, as
+    another compiler may write them.
     """
 
     def text(kind: str) -> str:
@@ -102,7 +104,7 @@ def _utilisation(text: str) -> tuple[dict[str, int], dict[str, np.ndarray]]:
 
 
 def _bundles(text: str) -> list[str]:
-    """The text of each bundle; some span lines."""
+    """The text of each bundle. Some bundles span several lines."""
     found: list[str] = []
     for line in text.splitlines():
         if m := _BUNDLE.match(line):

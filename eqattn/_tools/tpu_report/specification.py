@@ -1,4 +1,4 @@
-"""What there is to know of a kernel in order to measure it."""
+"""`Kernel`: what must be known of a kernel in order to measure it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,9 +10,7 @@ ROWS, LENGTH, QUERY_HEADS, KV_HEADS = 32, 8192, 32, 8  # of decoding, with head 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Of a causal kernel, what `whole.count` needs: `tokens`, `heads`, and the list's `kept` and
-    `lag`.
-    """
+    """The arguments of `whole.count` for a causal kernel."""
 
     tokens: int
     heads: int
@@ -22,23 +20,25 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel, and the program that it is found in.
+    """A kernel, and the program that contains it.
 
     **Arguments:**
 
-    - `name`: in the report.
-    - `call`: the name of its `pallas_call`, of which the program has one.
-    - `build`: returns a function and its abstract arguments, a PyTree each.
-    - `tile`: returns how many queries and keys a step of the grid has; called while the kernel is
-        compiled.
-    - `products`: multiplications for each pair of query and key: the sum, over the products that
-        such a kernel cannot do without, of the size that they contract or add. 0 if the matrix
-        units do not limit it.
-    - `nbytes`: bytes that a step reads from main memory for each key of its tile, if that limits
-        it.
-    - `whole`: for the figure of the whole kernel.
+    - `name`: the name in the report.
+    - `call`: the name of its `pallas_call`. The program must have exactly one of that name.
+    - `build`: a function that returns a function to compile, and its abstract arguments, which are
+        PyTrees.
+    - `tile`: a function that returns how many queries and keys a step of the grid has. It is called
+        after the kernel has been compiled.
+    - `products`: how many multiplications each pair of query and key needs. It is the sum, over the
+        products that such a kernel cannot do without, of the size that they contract or add. It is
+        0 if the matrix units do not limit the kernel.
+    - `nbytes`: how many bytes a step reads from main memory for each key of its tile; 0 if memory
+        does not limit the kernel.
+    - `whole`: what the figure of the whole kernel needs; None leaves that figure out.
     - `plain`: the name of the same kernel without its feature.
-    - `innermost`: a step is a trip of the innermost loop around the products, not of the grid.
+    - `innermost`: whether a step is a trip of the innermost loop around the products. Otherwise it
+        is a trip of the outermost loop, the grid.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""The cycles of one step of a kernel's grid, from its schedule.
+"""Finds the cycles of one step of a kernel's grid in its schedule.
 
 The grid is a loop of the schedule, and what a kernel does under a condition is a region that a
-branch skips. Of all ways through the loop's body, the shortest that goes through a region with
-products is a step: it skips what the first and the last step of a row do, and what is seldom done.
-Regions under one predicate are skipped or taken together.
+branch skips. Of all ways through the body of the loop, the shortest one through a region with
+products is a step. It skips what only the first and the last step of a row do, and what is seldom
+done. Regions under one predicate are skipped or taken together.
 """
 
 import dataclasses
@@ -14,13 +14,16 @@ import numpy as np
 from .schedule import Branch, Schedule
 
 
-_ALIKE = 0.95  # regions with this share of the most products do the same work
-_LESS = 0.75  # with this share, the same but for a corner
+# Steps are told apart by their products. One that has nearly as many as the most does the same
+# work. One that skips a corner, the later half of the keys for the first half of the queries, has
+# three quarters of them. The margin of 5%, chosen by trial, is for products that are not of blocks.
+_ALIKE = 0.95
+_LESS = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Cycles `start` to `stop`, without the last."""
+    """The cycles from `start` up to, but not including, `stop`."""
 
     start: int
     stop: int
@@ -35,7 +38,7 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The bundles of a way through a loop."""
+    """The regions of a schedule that a way through a loop passes."""
 
     schedule: Schedule
     pieces: tuple[Region, ...]
@@ -48,13 +51,13 @@ class Step:
         return int(sum(per_cycle[p.start : p.stop].sum() for p in self.pieces))
 
     def share(self, slot: str) -> float:
-        """Of the capacity of a kind of slot, what is used."""
+        """The share of the slots of a kind that is used."""
         schedule = self.schedule
         return self.total(schedule.slots[slot]) / (self.cycles * schedule.capacity[slot])
 
     @property
     def products(self) -> int:
-        """Cycles of matrix units."""
+        """For how many cycles products occupy matrix units, added up over the units."""
         return self.total(self.schedule.products)
 
     @property
@@ -67,14 +70,14 @@ class KernelGrid:
 
     **Arguments:**
 
-    - `schedule`: of the kernel.
-    - `innermost`: a step is a trip of the innermost loop around the products.
+    - `schedule`: the schedule of the kernel.
+    - `innermost`: whether a step is a trip of the innermost loop around the products.
 
-    Its attributes are `full`, the step of a pair of blocks that is not masked, `masked`, that of
-    one that is (None if there is but one kind), and `edges`, the cycles of what a row of blocks
-    does beyond its steps, one after the other. `corner` is the step of a masked pair whose corner
-    is skipped, `after` that of a full pair which follows such a one; where there are none, `masked`
-    and `full`.
+    It has these attributes. `full` is the step of a pair of blocks that is not masked. `masked` is
+    that of a masked pair, or None if there is but one kind. `edges` are the cycles of what a row of
+    blocks does beyond its steps, one after the other. `corner` is the step of a masked pair whose
+    corner is skipped, and `after` that of a full pair that follows such a pair. If the kernel skips
+    no corners, these two are `masked` and `full`.
 
     **Raises:** `ValueError` if there are no products.
     """
@@ -119,8 +122,8 @@ class KernelGrid:
         return int(self.schedule.products[region.start : region.stop].sum())
 
     def around(self, region: Region, working: Sequence[Region]) -> Region:
-        """The outermost region around one that has products of its own besides: then that one is
-        only done at times.
+        """The outermost region around this one that has products of its own besides. Within such a
+        region, this one is done only at times.
         """
         loop = self.loop_of(region)
         found = [region]
@@ -133,7 +136,7 @@ class KernelGrid:
         return max(found, key=lambda r: r.length)
 
     def loop_of(self, region: Region) -> Region:
-        """The loop around a region whose trips are steps: the outermost is the grid."""
+        """The loop around a region whose trips are steps. The outermost loop is the grid."""
         around = [x for x in self.loops if x.holds(region)]
         return self.pick(around, key=lambda x: x.length, default=Region(0, self.schedule.cycles))
 
@@ -176,7 +179,8 @@ class KernelGrid:
     def _choices(self, branch: Branch, loop: Region, regions: Sequence[Region]) -> list[bool]:
         skipped = Region(branch.at + 1 + self.delay, branch.target)
         back, leaves = branch.target <= branch.at, branch.target >= loop.stop
-        if back or leaves or skipped.length < 0:  # loops within run once
+        # A loop within the body is taken to run once, so no way jumps back or leaves the loop.
+        if back or leaves or skipped.length < 0:
             return [] if branch.predicate is None else [False]
         choices = [False] if branch.predicate is not None else []
         if not any(skipped.start <= r.start < skipped.stop for r in regions):

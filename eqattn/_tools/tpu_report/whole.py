@@ -1,4 +1,4 @@
-"""The cycles of a whole kernel: every step that its list of pairs makes it run."""
+"""Counts the cycles of a whole kernel: of every step that its list of pairs makes it run."""
 
 import dataclasses
 import math
@@ -16,17 +16,14 @@ from .steps import KernelGrid
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """What its list makes a kernel do: steps that are `full`, `masked`, masked but for a `corner`
-    that is skipped, and full `after` such a one; `rows` of blocks, and those `beside` them, which
-    the first step of a list ends: what is pending there nobody wrote.
-    """
+    """What its list of pairs makes a kernel do."""
 
-    full: int
-    masked: int
-    corner: int
-    after: int
-    rows: int
-    beside: int
+    full: int  # steps on pairs of blocks that are not masked
+    masked: int  # steps on masked pairs
+    corner: int  # steps on masked pairs whose corner is skipped
+    after: int  # steps on full pairs that follow such a pair
+    rows: int  # rows of blocks
+    beside: int  # rows that end though they never began: one at the first step of each list
 
     def cycles(self, steps: KernelGrid) -> int:
         kinds = (self.full, steps.full), (self.masked, steps.masked or steps.full)
@@ -36,15 +33,17 @@ class Count:
 
 
 def count(tokens: int, tile: tuple[int, int], heads: int, kept: tuple[int, ...], lag: int) -> Count:
-    """The steps of causal attention.
+    """Counts the steps of causal attention.
 
     **Arguments:**
 
-    - `tokens`: queries, and keys. `heads`: of both.
-    - `tile`: queries and keys of a block.
+    - `tokens`: how many queries, and how many keys, there are.
+    - `heads`: how many heads queries and keys have.
+    - `tile`: how many queries and keys a block has.
     - `kept`: the axes of the grid that the kernel's results have.
-    - `lag`: the kernel works on the pair of this many steps before too; so many more steps, which
-        are not masked, follow the last pair of a list. Only such a kernel skips corners.
+    - `lag`: how many steps before its current pair is another pair that the kernel works on too. So
+        many more steps, which are not masked, follow the last pair of a list. Only a kernel with a
+        lag skips corners.
     """
     queries, keys = tile
     at = np.arange(tokens, dtype=np.int32)[None]
@@ -67,7 +66,7 @@ def count(tokens: int, tile: tuple[int, int], heads: int, kept: tuple[int, ...],
 
 
 def visible_pairs(tokens: int) -> int:
-    """Of causal attention, of one head: the work that has to be done, however it is cut into
-    blocks.
+    """How many pairs causal attention has in one head. This is the work that has to be done,
+    however it is cut into blocks.
     """
     return tokens * (tokens + 1) // 2
