@@ -97,7 +97,6 @@ MUTANTS = [
         "nn/test_multihead.py -k 'mask or window or error or strateg'",
         [
             ("return SlidingWindow(*window) if mask is None else mask & SlidingWindow(*window)", "return mask"),
-            ("mask = Causal() if mask == \"causal\" else None", "mask = Causal()"),
             ("if value is not None and not (name == \"dropout_prob\" and value == 0):", "if False:"),
             ("mask != jnp.zeros((), mask.dtype)", "mask == jnp.zeros((), mask.dtype)"),
         ],
@@ -110,7 +109,7 @@ MUTANTS = [
             ("least = window[0] + tokens", "least = window[0]"),
             ("return self.mask.visible(b, h, k + q, k, *ids)", "return self.mask.visible(b, h, q, k, *ids)"),
             ("if cache.key.dtype != dtype:", "if False:"),
-            ("return key_, key_ if value is None else value", "return key_, query if value is None else value"),
+            ("return key_, key_ if value is None", "return key_, query if value is None"),
         ],
     ),
 ]
