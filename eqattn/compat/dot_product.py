@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Platform
-from .._misc import accumulation_dtype, as_array, as_flag, as_ids, as_int, check_floating
+from .._misc import accumulation_dtype, as_array, as_flag, as_int, check_floating
 from ..masks._base import AbstractMask, Dense
 from ..masks._causal import Causal
 from ..masks._padding import KeyPadding, QueryPadding
@@ -171,7 +171,7 @@ def _check(q: Array, k: Array, v: Array) -> None:
 
 
 def _lengths(lengths: ArrayLike, batch: int, name: str) -> Array:
-    lengths = jnp.asarray(as_ids(lengths, name))
+    lengths = jnp.asarray(as_array(lengths, name))
     if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
         raise ValueError(
             f"{name} must be int32 of shape ({batch},), one per batch element, got "

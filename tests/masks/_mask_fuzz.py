@@ -257,7 +257,8 @@ def check_sound(case, block_q, block_k, traced):
     assert isinstance(got[0], np.ndarray)
     if traced:
         got.append(np.asarray(jax.jit(table)(*args)))
-    for fn in (evaluate, jax.jit(evaluate)):
+    near = max(np.abs(x.astype(np.int64)).max(initial=0) for x in (q, k)) < 2**30
+    for fn in (evaluate, jax.jit(evaluate)) if near else (jax.jit(evaluate),):
         want = block_classes(np.asarray(fn(*args)), heads, kv_heads, block_q, block_k)
         for g in got:
             g = np.broadcast_to(g, want.shape)

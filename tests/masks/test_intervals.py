@@ -85,7 +85,9 @@ EXACT = {
 
 
 def brute(mask, t=T, s=S, **where):
-    return np.asarray(jax.jit(lambda: mask.as_array(t, s, batch_shape=(B,), heads=H, **where))())
+    # Positions are traced: those that are known must be within 2**30.
+    whole = jax.jit(lambda where: mask.as_array(t, s, batch_shape=(B,), heads=H, **where))
+    return np.asarray(whole(where))
 
 
 def table_of(mask, block_q, block_k, t=T, s=S, q=None, k=None):
