@@ -85,7 +85,7 @@ class AbstractRingLayout(abc.ABC):
     def chunk_size(self, tokens: int, n: int) -> int:
         """The length of a chunk. **Raises:** `ValueError` if they are not equal."""
         if as_size(n, "n", -REACH) < 1:
-            raise ValueError(f"A ring has at least n=1 device, got {n}.")
+            raise ValueError(f"A ring has at least 1 device, got n={n}.")
         tokens = as_size(tokens, "tokens")
         if tokens % (n * self.parts):
             raise ValueError(
