@@ -1,7 +1,8 @@
 """Mutants of one call: its operands, blocks and classes."""
 # fmt: off
 
-CALLS = "strategies/test_laws.py problem/test_attention_errors.py"
+ERRORS = "problem/test_attention_errors.py -k eval_shape"
+CALLS = "strategies/test_laws.py sweep/test_transforms.py -k 'value or split or whole_blocks or grouped'"
 
 MUTANTS = [
     (
@@ -12,11 +13,23 @@ MUTANTS = [
             ("scores = (Bias(bias), *scores)", "scores = (*scores, Bias(bias))"),
             ("scores = (SoftCap(metadata.logits_soft_cap), *scores)", "scores = (*scores, SoftCap(metadata.logits_soft_cap))"),
             ("return sinks[:, None]", "return sinks[None]"),
-            ("+ np.int32(self.q_start)", "- np.int32(self.q_start)"),
-            ("q = q if self.q_shift is None else q + self.q_shift", "pass"),
+        ],
+    ),
+    (
+        "_problem/problem.py",
+        ERRORS,
+        [
             ("if q_offset is not None and q_positions is not None:", "if False:"),
             ("if scale is not None and jnp.ndim(scale) > 0:", "if False:"),
             ("if sinks.ndim == 2 and sinks.shape[0] in (1, heads):", "if sinks.ndim == 2:"),
+        ],
+    ),
+    (
+        "_problem/problem.py",
+        "problem/test_offsets.py",
+        [
+            ("+ np.int32(self.q_start)", "- np.int32(self.q_start)"),
+            ("q = q if self.q_shift is None else q + self.q_shift", "pass"),
         ],
     ),
     (
