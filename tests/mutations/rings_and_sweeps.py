@@ -1,7 +1,7 @@
 """Mutants of the visits of blocks, around rings too, and of what a ring is planned to do."""
 # fmt: off
 
-SUMS = "sweep/test_rotation.py sweep/test_sweep.py"
+SUMS = "sweep/test_rotation.py"
 FOLDS = (
     "sweep/test_transforms.py strategies/test_laws.py"
     " -k 'test_transform and (value or vjp or jvp) or dropout or constant or split or whole_blocks'"
@@ -92,7 +92,6 @@ MUTANTS = [
             ("first in layout.batch and layout.grid[0] == 1", "first in layout.batch and False", "a batch axis of one beside the new one changes only the layout of what XLA copies"),
             ("return [y if axis in a else y.sum(0) for y, a in zip(ys, out_axes)]", "return [y if axis in a else y[0] for y, a in zip(ys, out_axes)]"),
             ("return ys if accs is None else [a + y for a, y in zip(accs, ys)]", "return ys"),
-            ("return accumulation_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype", "return x.dtype"),
             ("table_axes = None if layout.table_axes is None else in_axes.pop(0)", "table_axes = layout.table_axes and in_axes.pop(0)[1:]"),
             ("active = [i for i, t in enumerate(tangents) if not is_zero(t)]\n    n = len", "active = [i for i, t in enumerate(tangents) if not is_zero(t)][:1]\n    n = len"),
             ("groups = [of_columns, [i for i in linear if i not in of_columns]]", "groups = [of_columns]"),
@@ -100,6 +99,13 @@ MUTANTS = [
             ("outs = [jnp.expand_dims(x, 1) if one else x for x, one in zip(outs, of_one)]", "pass"),
             ("if jaxpr.out_avals[0].ndim > 2 else (ROW, COL)", "if False else (ROW, COL)"),
             ("active = [i for i, ct in enumerate(cts) if not is_zero(ct)]", "active = [i for i, ct in enumerate(cts) if not is_zero(ct)][-1:]"),
+        ],
+    ),
+    (
+        "_sweep/sweep.py",
+        "sweep/test_sweep.py -k narrow_operands",
+        [
+            ("return accumulation_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype", "return x.dtype"),
         ],
     ),
     (
@@ -126,7 +132,7 @@ MUTANTS = [
     ),
     (
         "_sweep/lowering.py",
-        "sweep/test_sweep.py",
+        "sweep/test_sweep.py -k visits",
         [
             ("return cpu and not small and not partitioned_automatically(ctx)", "return False"),
         ],
