@@ -2,7 +2,10 @@
 # fmt: off
 
 SCORES = "scores/test_scores.py"
-DROPOUT = "scores/test_dropout.py"
+DROPOUT = (
+    "scores/test_dropout.py -k 'known_answers or generator_of_jax or not_one_key or rate or weights_show"
+    " or flattening or streams or commute or follow_positions'"
+)
 
 MUTANTS = [
     (
