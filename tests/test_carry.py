@@ -263,6 +263,27 @@ def test_output_of_an_unseen_row_may_hold_anything(garbage):
             np.testing.assert_array_equal(g, 0)
 
 
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_a_denominator_of_zero_alone_says_that_no_key_was_seen(garbage):
+    """The numerator must be 0, as it is added to that of other keys."""
+    nothing, finite = jnp.zeros((T, H)), jnp.ones((T, H))
+    carry = Carry.from_oml(jnp.full((T, H, V), garbage), finite, nothing)
+    identical((carry.numerator, carry.denominator), (jnp.zeros((T, H, V)), nothing))
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_values_that_no_row_sees_may_hold_anything(garbage):
+    logits, values = jnp.full((T, H, 2), -jnp.inf), jnp.full((2, H, V), garbage)
+    np.testing.assert_array_equal(from_logits(logits, values).output(), 0)
+
+
+def test_gradient_of_a_maximum_that_is_given():
+    """The logsumexp is `m + log(l)`, so the maximum that a caller gives moves it."""
+    one = jnp.ones((T, H))
+    loss = lambda m: Carry.from_oml(jnp.ones((T, H, V)), m, one).logsumexp().sum()
+    np.testing.assert_array_equal(jax.grad(loss)(one), 1)
+
+
 # Sinks
 
 
@@ -452,6 +473,13 @@ def test_shapes_that_do_not_fit_raise_with_both(name, how, unchecked):
     f = MISFITS[name] if how == "eager" else lambda: jax.eval_shape(MISFITS[name])
     with pytest.raises(ValueError, match=r"\(.*\).*\(\d.*\).*; .*\."):
         f()
+
+
+def test_as_many_sinks_as_heads_are_ambiguous(unchecked):
+    carry = Carry.empty((T, H), V)
+    with pytest.raises(ValueError, match="may be one for each head or shared by all"):
+        carry.with_sinks(ones(H))
+    assert carry.with_sinks(ones(H + 1)).denominator.shape == (T, H)
 
 
 def test_merging_dtypes_raises_under_strict_promotion(x64):

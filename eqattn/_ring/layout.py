@@ -90,7 +90,7 @@ class AbstractRingLayout(abc.ABC):
         **Raises:** `ValueError` unless the chunks have equal lengths.
         """
         if as_size(n, "n", -REACH) < 1:
-            raise ValueError(f"A ring has at least n=1 device, got {n}.")
+            raise ValueError(f"A ring has at least 1 device, got n={n}.")
         tokens = as_size(tokens, "tokens")
         if tokens % (n * self.parts):
             raise ValueError(

@@ -139,7 +139,7 @@ MUTANTS = [
             ("if d.primitive is not e.primitive or", "if"),
             ("every = every.reshape(split).all(axis=2)", "every = every.reshape(split).any(axis=2)"),
             ("*some.shape[2:]).any(axis=2)", "*some.shape[2:]).all(axis=2)"),
-            ("np.arange(n, dtype=np.int32) if x is None else x for", "np.arange(n, dtype=np.int32) if True else x for", ),
+            ("iota(n) if x is None else x for", "iota(n) if True else x for", ),
             ("lo = xp_of(nan, lo).where(nan, lo.dtype.type(-np.inf), lo)", "pass"),
             ("block_ends(lo, 3, block_k)[0], block_ends(hi, 3, block_k)[1]", "block_ends(lo, 3, block_k)[0], block_ends(lo, 3, block_k)[1]"),
             ("if prim in EXACT and kind(dtype) != \"f\" and all", "if prim in EXACT and all"),

@@ -24,7 +24,7 @@ MUTANTS = [
             ("for axis in (3, 2, 1, 0):", "for axis in (2, 3, 1, 0):"),
             ("number((table == np.int8(c)).mean()) for c in (0, 1, 2)", "number((table == np.int8(c)).mean()) for c in (0, 2, 1)"),
             ("visible = full if known and partial == 0.0 and full in (0.0, 1.0) else None", "visible = full if known else None"),
-            ("x = np.arange(n, dtype=np.int32) if x is None else int32", "x = np.arange(n, dtype=np.int32) if True else int32"),
+            ("np.arange(n, dtype=np.int32) if x is None else pos", "np.arange(n, dtype=np.int32) if True else pos"),
             ("full = jnp.broadcast_to(out, (math.prod(batch_shape), heads, t, s))", "full = jnp.broadcast_to(out[:, :1], (math.prod(batch_shape), heads, t, s))"),
         ],
     ),

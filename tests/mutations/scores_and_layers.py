@@ -2,7 +2,10 @@
 # fmt: off
 
 SCORES = "scores/test_scores.py"
-DROPOUT = "scores/test_dropout.py"
+DROPOUT = (
+    "scores/test_dropout.py -k 'known_answers or generator_of_jax or not_one_key or rate or weights_show"
+    " or flattening or streams or commute or follow_positions'"
+)
 
 MUTANTS = [
     (
@@ -97,7 +100,6 @@ MUTANTS = [
         "nn/test_multihead.py -k 'mask or window or error or strateg'",
         [
             ("return SlidingWindow(*window) if mask is None else mask & SlidingWindow(*window)", "return mask"),
-            ("mask = Causal() if mask == \"causal\" else None", "mask = Causal()"),
             ("if value is not None and not (name == \"dropout_prob\" and value == 0):", "if False:"),
             ("mask != jnp.zeros((), mask.dtype)", "mask == jnp.zeros((), mask.dtype)"),
         ],
@@ -110,7 +112,7 @@ MUTANTS = [
             ("least = window[0] + tokens", "least = window[0]"),
             ("return self.mask.visible(b, h, k + q, k, *ids)", "return self.mask.visible(b, h, q, k, *ids)"),
             ("if cache.key.dtype != dtype:", "if False:"),
-            ("return key_, key_ if value is None else value", "return key_, query if value is None else value"),
+            ("return key_, key_ if value is None", "return key_, query if value is None"),
         ],
     ),
 ]

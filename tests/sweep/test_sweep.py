@@ -11,7 +11,7 @@ import pytest
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
 from eqattn._jax import jaxpr_as_fun
-from eqattn._sweep.grid import EMPTY, FULL, GridLayout, PARTIAL
+from eqattn._sweep.grid import EMPTY, FULL, GridLayout, PARTIAL, ROW
 from eqattn._sweep.sweep import sweep
 
 
@@ -179,3 +179,11 @@ def test_cotangents_round_once():
             floats = [a for a in jaxpr.out_avals if jnp.issubdtype(a.dtype, jnp.floating)]
             assert floats and all(a.dtype == jnp.float32 for a in floats)
             jaxpr_as_fun(jaxpr)
+
+
+def test_cotangents_of_narrow_operands_are_summed_wide():
+    """A sum of ones in bfloat16 would end at 256."""
+    layout = GridLayout((1, 1, 1, 300), (1, 1), ())
+    wide = {FULL: lambda x: [x.astype(jnp.float32)]}
+    total = lambda x: sweep(wide, [x], [(ROW,)], [(ROW,)], layout=layout)[0].sum()
+    assert jax.grad(total)(jnp.ones(1, jnp.bfloat16)) == 300

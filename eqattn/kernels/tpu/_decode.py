@@ -148,7 +148,9 @@ class _Decode:
 
         @pl.when(~finite)
         def _():
-            """A value that is not finite makes the rows NaN that see it, and no others."""
+            """A value that is not finite makes the rows NaN that see it, and no others: the contract
+            of `_sweep/nonfinite.py`.
+            """
             wide = v.rows.astype(jnp.float32)
             ones = jnp.ones((8, self.width), jnp.float32)
             bad = product_of(ones, (~jnp.isfinite(wide)).astype(jnp.float32), (1, 1), None)

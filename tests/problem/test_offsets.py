@@ -1,0 +1,26 @@
+"""Where queries are: an offset counts from their own positions, known to Python or not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqattn import attention, Causal
+
+
+B, T, S, D = 2, 3, 7, 4
+
+
+@pytest.mark.parametrize("offset", [3, 0, [1, 4]], ids=str)
+@pytest.mark.parametrize("traced", [False, True], ids=["known", "traced"])
+def test_an_offset_moves_what_causal_shows(offset, traced):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(B, n, 1, D)).astype(np.float32) for n in (T, S, S))
+    call = lambda at: attention(q, k, v, mask=Causal(), q_offset=at).attention_outputs
+    at = jnp.asarray(offset, jnp.int32) if traced or not isinstance(offset, int) else offset
+    got = jax.jit(call)(at) if traced else call(at)
+    seen = np.arange(T)[:, None] + np.broadcast_to(offset, B)[:, None, None] >= np.arange(S)
+    logits = np.einsum("bthd,bshd->bts", q, k, dtype=np.float64) / np.sqrt(D)
+    weights = np.exp(np.where(seen, logits, -np.inf))
+    want = np.einsum("bts,bshv->btv", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(got[:, :, 0], want, rtol=1e-5, atol=1e-6)
