@@ -24,8 +24,8 @@ _MAX_ELEMENTS = 2**20
 
 # A table that is searched over ranges of indices may have so many entries; in a longer one, groups
 # of entries stand for their bounds. Of int32, the 12 levels of `_over_range` then take 192 KiB for
-# both bounds of a table. Chosen by trial: `AbstractMask.sparsity` shows what grouping costs, which is that
-# ranges are rounded outwards to whole groups.
+# both bounds of a table. Chosen by trial: `AbstractMask.sparsity` shows what grouping costs, which
+# is that ranges are rounded outwards to whole groups.
 _MAX_ENTRIES = 2048
 
 
