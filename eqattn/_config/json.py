@@ -19,10 +19,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, Partition
 
 
 def encode(value: Any) -> Any:
-    """A value as strict JSON data that [`decode`][] turns back into it, bit for bit.
+    """A value as strict JSON data that `decode` turns back into it, bit for bit.
 
-    Modules, mappings and tuples become objects and lists, dtypes and enums their names: those
-    come back as plain data, for the constructor that they are given to.
+    Modules and mappings become objects, tuples become lists, and dtypes and enums become their
+    names. These come back as plain data, which the constructor they are given to converts.
 
     **Raises:** `TypeError` for tracers, abstract arrays and anything else without a value.
     """
@@ -50,7 +50,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The inverse of [`encode`][].
+    """The value that `encode` wrote.
 
     **Raises:** `ValueError` if the devices of a mesh are absent, or if an array's dtype needs
     `jax_enable_x64`.
@@ -70,7 +70,7 @@ def decode(data: Any) -> Any:
 
 
 def check_names(cls: type, data: Any) -> None:
-    """Raises unless `data` is a mapping whose names are fields of `cls`."""
+    """Raises `TypeError` or `ValueError` unless `data` maps names of fields of `cls`."""
     names = list(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(data, Mapping):
         raise TypeError(f"{cls.__name__} expects an object with fields {names}, got {data!r}.")
