@@ -92,7 +92,7 @@ class Carry(eqx.Module):
 
     def __check_init__(self) -> None:
         parts: tuple[Any, ...] = (self.numerator, self.denominator, self.max_so_far)
-        if not all(hasattr(x, "shape") for x in parts):  # a tree of axes or filters
+        if not all(hasattr(x, "shape") for x in parts):  # trees of axes or filters have no arrays
             return
         numerator, *rows = (x.shape for x in parts)
         if rows != [numerator[:-1]] * 2:

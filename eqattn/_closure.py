@@ -173,7 +173,8 @@ def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
     whole = _joined(treedef, parts, lambda *xs: jax.tree.unflatten(treedef, xs))
     if whole.arrays or isinstance(x, tuple | eqx.Module):
         return whole
-    return unknown  # a list without arrays may change, and whoever else holds it may look
+    # A list without arrays may change, and a copy would not be the object that others hold.
+    return unknown
 
 
 _JAX = ("jax", "jaxlib")  # the modules of what `jax.jit`, `jax.custom_jvp` and the like make
@@ -184,6 +185,7 @@ def _take_each(xs: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> li
 
 
 def _joined(kind: Hashable, parts: list[_Part], join: Callable) -> _Part:
+    """A whole of several parts: `join` makes it of their values, and `kind` says how in the key."""
     again = [p.again for p in parts]
     return _Part(
         (kind, *[p.key for p in parts]),
@@ -206,6 +208,7 @@ def _owned(part: _Part, owner: Any) -> _Part:
 
 
 def _take_method(method: types.MethodType, within: tuple[int, ...]) -> _Part:
+    # A method is its function and the object that it is bound to.
     ref = weakref.ref(method.__self__)
     function = _take_function(method.__func__, (*within, id(method.__func__)))
     bound = _owned(_take(method.__self__, ref, within), method.__self__)
@@ -213,6 +216,7 @@ def _take_method(method: types.MethodType, within: tuple[int, ...]) -> _Part:
 
 
 def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
+    # The names of keyword arguments are in the key; their values follow the positional ones.
     each = lambda x: [x.func, *x.args, *x.keywords.values()]
     n, names = 1 + len(x.args), tuple(x.keywords)
     return _joined(
@@ -223,6 +227,12 @@ def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ..
 
 
 def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
+    """Takes a Python function apart.
+
+    It reads its `n` closure cells, its defaults (up to the index `m`), its keyword defaults, and
+    globals. The first three are put back into a copy of the function, if there are arrays among
+    them; otherwise the function itself is used. Globals only add to the key.
+    """
     ref, code, same = weakref.ref(fn), fn.__code__, _Same(fn)
     names = tuple(fn.__kwdefaults__ or ())
     n = len(fn.__closure__ or ())
@@ -235,7 +245,7 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
 
     try:
         parts = _take_each(outside(), outside, within)
-    except ValueError:  # a cell is empty
+    except ValueError:  # a cell is empty until its variable is first assigned
         parts = None
     if parts is None or _writes(code):
         return _Part(same, lambda _: same(), owners=(same,))

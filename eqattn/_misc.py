@@ -53,7 +53,7 @@ def _from_list(x: Any, name: str) -> np.ndarray:
 def _in_jax_dtype(x: np.ndarray, name: str) -> np.ndarray:
     if x.dtype == object and x.size and all(isinstance(y, int) for y in x.flat):
         raise ValueError(f"{name} must fit an integer dtype, got {x.tolist()}.")
-    if x.dtype.kind not in "biufcV" or x.dtype.names:  # "V" has bfloat16 and its like
+    if x.dtype.kind not in "biufcV" or x.dtype.names:  # "V" includes bfloat16 and float8
         raise TypeError(f"{name} must be an array of numbers or booleans, got {x.dtype}.")
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if dtype.kind in "iu" and dtype != x.dtype:

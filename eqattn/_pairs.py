@@ -92,7 +92,7 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
     **Returns:** `[keys|1, rows|1]`.
     """
     shape = tuple(max((a.shape[i] for a in args), default=1) for i in (0, 1))
-    for axis in (1, 0):  # rows inside, keys outside
+    for axis in (1, 0):  # the map over rows is the inner one
         in_axes = tuple(0 if a.shape[axis] > 1 else None for a in args)
         if any(a == 0 for a in in_axes):
             fn = jax.vmap(fn, in_axes)

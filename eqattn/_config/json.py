@@ -1,7 +1,12 @@
 """Exact JSON forms of arrays, meshes, specifications and modules.
 
-Everything is strict JSON. What JSON cannot hold exactly is an object with one key:
-`$array` (dtype, shape, base64 of the little-endian bytes), `$mesh`, `$spec` and `$float`.
+Everything is strict JSON. What JSON cannot hold exactly is an object with one key, which names its
+kind: `$array`, `$mesh`, `$spec` or `$float`. An array has its bytes in base64, little-endian and in
+row-major order, so that it comes back bit for bit. For example, `np.float16([1, 2])` is
+
+    {"$array": {"dtype": "float16", "shape": [2], "base64": "ADwAQA==", "kind": "numpy"}}
+
+and an infinite number is `{"$float": "inf"}`. No other name may begin with a `$`.
 """
 
 import base64
@@ -118,6 +123,8 @@ def _decode_array(body: Mapping) -> Any:
 
 
 def _encode_mesh(mesh: Mesh | AbstractMesh) -> dict:
+    # A mesh has device ids and their platform. An abstract mesh has None instead, and may have the
+    # kind of device that it is for.
     body = {
         "shape": list(mesh.axis_sizes),
         "axis_names": [_key(name) for name in mesh.axis_names],
@@ -163,7 +170,7 @@ def _encode_spec(spec: PartitionSpec) -> dict:
             return {"unconstrained": True}
         return list(e) if isinstance(e, tuple) else e
 
-    kind = getattr(spec, "unreduced_kind", None)  # JAX before 0.12 only knows sums
+    kind = getattr(spec, "unreduced_kind", None)  # JAX before 0.12 only has sums
     return {
         "entries": [entry(e) for e in spec.partitions],
         "unreduced": sorted(spec.unreduced),

@@ -29,7 +29,7 @@ def _dtype(value: Any) -> np.dtype | None:
         raise TypeError(f"A runtime dtype is a dtype such as 'bfloat16', got {value!r}.") from e
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
         raise ValueError(f"A runtime dtype must be a floating dtype of JAX, got {dtype.name}.")
-    return jnp.dtype(dtype.name)  # in native byte order
+    return jnp.dtype(dtype.name)  # the name drops any byte order but the native one
 
 
 def _leaf(value: Any) -> Any:

@@ -28,7 +28,7 @@ def count_of(mask: Any) -> int:
     return len(jax.eval_shape(lambda: [o.array for o in mask.operands()]))
 
 
-_CHEAP_PAIRS = 2**22  # `sparsity` counts visible pairs up to these, as 4 MiB of bool; by trial
+_CHEAP_PAIRS = 2**22  # `sparsity` counts visible pairs of up to 4 MiB of bools, chosen by trial
 
 
 class Sparsity(NamedTuple):
@@ -92,7 +92,7 @@ class AbstractMask(eqx.Module):
         )
 
     def __repr__(self) -> str:
-        from ._repr import expression  # with the rules of intervals: half of eqattn's import
+        from ._repr import expression  # imports the rules of intervals, half of eqattn's import
 
         return expression(self)
 
@@ -271,7 +271,7 @@ class Dense(AbstractMask):
     array: Any
 
     operand_name: ClassVar[str] = "mask"
-    public_name: ClassVar[str] = "DenseMask"  # as `eqattn.Dense` is a strategy
+    public_name: ClassVar[str] = "DenseMask"  # its name in `eqattn`, where `Dense` is a strategy
 
     def __init__(self, array: Any):
         self.array = as_array(array, "array")

@@ -101,7 +101,7 @@ def _picture(mask: Any) -> str:
         block_q=block_q,
         block_k=block_k,
     )
-    if not isinstance(table, np.ndarray) or not table.size:  # its function closes over a tracer
+    if not isinstance(table, np.ndarray) or not table.size:  # the function closes over a tracer
         return ""
     first = "" if table.shape[:2] == (1, 1) else ", first batch element and head"
     lines = ["|" + "".join(_MARKS[c] * 2 for c in row) + "|" for row in table[0, 0]]

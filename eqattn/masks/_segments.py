@@ -31,13 +31,12 @@ class Segments(AbstractMask):
             raise TypeError(f"q_ids and kv_ids must both be signed or unsigned, got {dtypes}.")
 
     def operands(self) -> tuple[Operand, ...]:
-        # Ids are equal if each is at most the other. So each id travels twice, as `low` on the
-        # smaller side of a comparison and as `high` on the larger one. Padding has the greatest
-        # integer as `low` and the least as `high`, so that a pair with padding fails a comparison:
-        # no `low` of an id, which is at least 0, is at most the least integer. The least `low` and
-        # the greatest `high` of a block are then those of its segments alone, wherever it holds
-        # padding, and the block is empty exactly where the ranges of its queries' and its keys' ids
-        # do not meet.
+        # Ids are equal if each is at most the other. So each id travels twice: as `low` on the
+        # smaller side of a comparison, and as `high` on the larger side. Padding has the greatest
+        # integer as `low` and the least as `high`. A pair with padding then fails a comparison, as
+        # ids are at least 0. The least `low` and the greatest `high` of a block are those of its
+        # segments alone, wherever it holds padding. So the block is empty exactly where the range
+        # of its queries' ids does not meet that of its keys' ids.
         dtype = np.promote_types(self.q_ids.dtype, self.kv_ids.dtype)
         out_of_reach = np.iinfo(dtype).max, np.iinfo(dtype).min
         operands = []

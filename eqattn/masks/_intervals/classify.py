@@ -149,7 +149,7 @@ def _block_bounds(x, dtype, block_q: int, block_k: int) -> Interval | None:
         lo, hi = block_ends(x, 3, block_k)
     else:
         lo, hi = block_ends(lo, 3, block_k)[0], block_ends(hi, 3, block_k)[1]
-    if lo.shape == x.shape:  # blocks of one entry
+    if lo.shape == x.shape:  # each block has one entry, which is known exactly
         return source(x, x, dtype)
     if kind(dtype) == "f":
         # A minimum may or may not skip NaN. An infinite bound says that the block may hold one.
@@ -196,6 +196,7 @@ def _interpret(jaxpr, consts, args, traced: bool) -> list[Interval | None]:
 
 
 def _literal(v: Literal) -> Interval | None:
+    """The interval of a constant that a jaxpr holds in place of a variable."""
     aval: Any = v.aval
     if not kind(aval.dtype):
         return None
@@ -222,7 +223,7 @@ def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:
     shapes = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
     if only_varies(eqn):
         return ins
-    open_sizes = any(not isinstance(n, int) for s in shapes for n in s)  # in `jax.export`
+    open_sizes = any(not isinstance(n, int) for s in shapes for n in s)  # of `jax.export`
     if None in ins or open_sizes or any(0 in s for s in shapes):
         return unknown(eqn)
     if prim in ARRAY_RULES:
@@ -235,6 +236,7 @@ def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:
 
 
 def _elementwise(eqn, ins, traced: bool) -> Interval | None:
+    """The interval of an elementwise result, by the sharpest rule that applies."""
     prim, aval = eqn.primitive, eqn.outvars[0].aval
     ins = [expand(i, aval.ndim) for i in ins]
     shape = jax.lax.broadcast_shapes(*(i.lo.shape for i in ins))

@@ -211,7 +211,7 @@ def _truncate_remainder(dtype, a, n):
     def fn(a, n):
         xp = xp_of(a.lo, a.hi, n)
 
-        def parts(x):  # quotient and remainder that round towards zero
+        def parts(x):  # the quotient rounded towards zero, and its remainder
             f = x // n
             up = (x < zero) & (x - f * n != zero)
             return xp.where(up, f + one, f), xp.where(up, x - f * n - n, x - f * n)
@@ -327,7 +327,8 @@ def _meet(a, b):
     return (a.lo <= b.hi) & (b.lo <= a.hi)
 
 
-RULES = {  # (dtype of the first operand, *intervals) -> interval, None if unknown
+# Each rule is called as `(dtype of the operands, *intervals)`. It returns None for what is unknown.
+RULES = {
     P.add_p: _add,
     P.sub_p: _sub,
     P.mul_p: _mul,

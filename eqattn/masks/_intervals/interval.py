@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 
-GRID = 4  # batch, head, row block, key block
+GRID = 4  # the number of grid axes: batch, head, row block, key block
 _INTEGERS = {np.dtype(f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64)}
 _FLOATS = {np.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)}
 

@@ -246,7 +246,7 @@ def _over_range(least, most, lo, hi, axis: int) -> Interval:
         level = np.int32(31) - lax.clz(width)
 
     def double(ends, size):
-        def later(x):  # what wraps around is never looked up
+        def later(x):  # windows that would reach beyond the end wrap around, and are never read
             twice = xp.concatenate([x, x], axis)
             if xp is np:
                 return twice[(*(slice(None),) * axis, slice(size, size + n))]
@@ -261,7 +261,7 @@ def _over_range(least, most, lo, hi, axis: int) -> Interval:
         for size in sizes[:-1]:
             tables.append(double(tables[-1], size))
         tables = tuple(np.stack(x) for x in zip(*tables))
-    else:  # a loop, since XLA takes seconds to compile the unrolled one
+    else:  # this is a scan, since XLA takes seconds to compile the unrolled loop
         _, tables = lax.scan(lambda x, size: (double(x, size), x), ends, np.array(sizes))
     # Levels are laid end to end: the window at i of a level is entry `level * n + i`.
     first = level * np.int32(n) + lo
