@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
 from .._misc import as_number, as_size, as_sizes
 
 
-# Both are from the paper: the rotations of the 2x32 variant, and the parity of the key schedule.
+# Both are those of Random123, the authors' library: the rotations of the 2x32 variant, and the
+# parity of the key schedule.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
