@@ -1,4 +1,4 @@
-"""Partial attention as a commutative monoid."""
+"""The Carry: attention over some of the keys, which forms a commutative monoid under `merge`."""
 
 import functools as ft
 from collections.abc import Callable
@@ -14,7 +14,11 @@ from ._misc import accumulation_dtype, as_array, as_dtype, as_size, as_sizes, ch
 
 
 def safe_max(maximum: Array) -> Array:
-    """The maximum as an origin for exponents: a constant, and finite where nothing was seen."""
+    """The maximum as an origin for exponents: a constant, and finite where nothing was seen.
+
+    There the maximum is `-inf`, and `-inf - (-inf)` would be NaN. Relative to the least finite
+    number, the exponential of `-inf` is 0, as it should be.
+    """
     return jnp.maximum(lax.stop_gradient(maximum), jnp.finfo(maximum.dtype).min)
 
 
@@ -41,15 +45,15 @@ def change_of_origin(
 
 
 def online_softmax(logits: Array, before: Array) -> tuple[Array, Array, Array]:
-    """A step of the online softmax over the last axis of logits `[rows, keys]`.
+    """A step of the online softmax over the last axis of the logits.
 
     **Arguments:**
 
-    - `logits`: `[rows, keys]`.
+    - `logits`: the logits `[rows, keys]` of further keys.
     - `before`: the maximum `[rows, 1]` of the logits before.
 
-    **Returns:** the new maximum, the exponentials relative to it, and the factor that brings what
-    was relative to the maximum before to the new one.
+    **Returns:** the new maximum, the exponentials relative to it, and the factor that brings sums
+    relative to the maximum before to the new one.
     """
     now = jnp.maximum(before, logits.max(-1, keepdims=True, initial=-jnp.inf))
     origin, scale = change_of_origin(now, before)
@@ -71,9 +75,10 @@ class Carry(eqx.Module):
 
     **Arguments:**
 
-    - `numerator`: `[*b, t, h, v]`, float32 (float64 under x64).
-    - `denominator`: `[*b, t, h]`.
-    - `max_so_far`: `[*b, t, h]`, `-inf` where neither a key nor a sink was seen.
+    - `numerator`: the weighted sum of the values, `[*b, t, h, v]`, float32 (float64 under x64).
+    - `denominator`: the sum of the weights, `[*b, t, h]`.
+    - `max_so_far`: the origin of the exponents, `[*b, t, h]`; `-inf` where neither a key nor a sink
+        was seen.
 
     ??? cite "Reference"
 
@@ -87,7 +92,7 @@ class Carry(eqx.Module):
 
     def __check_init__(self) -> None:
         parts: tuple[Any, ...] = (self.numerator, self.denominator, self.max_so_far)
-        if not all(hasattr(x, "shape") for x in parts):  # a tree of axes or filters
+        if not all(hasattr(x, "shape") for x in parts):  # trees of axes or filters have no arrays
             return
         numerator, *rows = (x.shape for x in parts)
         if rows != [numerator[:-1]] * 2:
@@ -102,8 +107,9 @@ class Carry(eqx.Module):
 
         **Arguments:**
 
-        - `shape`: `(*b, t, h)`.
+        - `shape`: the shape `(*b, t, h)` of the rows.
         - `value_dim`: the size `v` of a value.
+        - `dtype`: the dtype of the sums, float32 by default.
         """
         shape, value_dim = as_sizes(shape, "shape"), as_size(value_dim, "value_dim")
         dtype = as_dtype(dtype, "dtype")
@@ -121,8 +127,8 @@ class Carry(eqx.Module):
 
         **Arguments:**
 
-        - `logits`: `[*b, t, h, s]`.
-        - `values`: `[*b, s, h, v]`.
+        - `logits`: the logits of `s` keys, `[*b, t, h, s]`.
+        - `values`: the values of these keys, `[*b, s, h, v]`.
         """
         logits, values = _floats(logits=logits, values=values)
         *batch, _, h, s = logits.shape if logits.ndim >= 3 else (0, 0, 0)
@@ -142,13 +148,16 @@ class Carry(eqx.Module):
     def from_output(
         cls, output: Float[Array, "*bth v"], logsumexp: Float[Array, " *bth"]
     ) -> "Carry":
-        """From normalised attention and its logsumexp (`-inf` where no key was seen).
+        r"""The Carry of normalised attention and its logsumexp.
+
+        With the logsumexp $L$ as origin, the denominator is $e^{L - L} = 1$, and the numerator is
+        the output. The 1 keeps the derivative by $L$.
 
         **Arguments:**
 
-        - `output`: `[*b, t, h, v]`.
-        - `logsumexp`: `[*b, t, h]`; its gradient is kept. Where it is `-inf`, the output may hold
-            anything.
+        - `output`: the weighted means of the values, `[*b, t, h, v]`.
+        - `logsumexp`: `[*b, t, h]`; its gradient is kept. Where no key was seen it is `-inf`, and
+            the output may hold anything.
         """
         output, logsumexp = _floats(output=output, logsumexp=logsumexp)
         _check_rows("logsumexp", logsumexp, output)
@@ -165,14 +174,15 @@ class Carry(eqx.Module):
         maximum: Float[Array, "..."],
         denominator: Float[Array, "..."],
     ) -> "Carry":
-        """From normalised attention `o`, the maximum `m` and the denominator `l` relative to it.
+        """The Carry of normalised attention `o`, the maximum `m` and the denominator `l`.
 
         **Arguments:**
 
-        - `output`: `[*b, t, h, v]`.
-        - `maximum`, `denominator`: `[*b, t, h]`, or with a last axis of 1 as
-            [`eqattn.ragged_gqa`][] gives them. Where the one is `-inf` or the other is 0, no key
-            was seen, and the output may hold anything.
+        - `output`: the weighted means `o` of the values, `[*b, t, h, v]`.
+        - `maximum`, `denominator`: the largest logit `m`, and the sum `l` of exponentials relative
+            to it. They are `[*b, t, h]`, or have a last axis of 1 as [`eqattn.ragged_gqa`][] gives
+            them. Where `m` is `-inf` or `l` is 0, no key was seen, and the output may hold
+            anything.
         """
         output, maximum, denominator = _floats(
             output=output, maximum=maximum, denominator=denominator
@@ -191,11 +201,15 @@ class Carry(eqx.Module):
         return cls(output * denominator[..., None], denominator, lax.stop_gradient(maximum))
 
     def update(self, logits: Float[Array, "*bt h s"], values: Float[Array, "*b s h v"]) -> "Carry":
-        """With the given keys added; see `from_logits` for the arguments."""
+        """This Carry with the given keys added. The arguments are those of `from_logits`."""
         return self.merge(Carry.from_logits(logits, values))
 
     def merge(self, other: "Carry") -> "Carry":
-        """Attention over the keys of both, for the same rows."""
+        r"""Attention over the keys of both Carries, for the same rows.
+
+        Relative to the larger of the two maxima $a \ge b$, the sums of the one stay as they are,
+        and those of the other are multiplied by $e^{b - a}$.
+        """
         if not isinstance(other, Carry):
             raise TypeError(
                 f"A Carry merges with a Carry, got {type(other).__name__}; "
@@ -211,7 +225,8 @@ class Carry(eqx.Module):
         share = jnp.exp(jnp.minimum(a, b) - safe_max(top))
 
         def add(x, y, first, share):
-            # Only one product, so that fused multiply-adds round the same in either order.
+            # There is only one product, so that a fused multiply-add rounds the same in either
+            # order: `merge` commutes bitwise.
             return jnp.where(first, x, y) + jnp.where(first, y, x) * share
 
         return Carry(
@@ -221,16 +236,17 @@ class Carry(eqx.Module):
         )
 
     def with_sinks(self, sinks: Float[Array, "*#bth n"]) -> "Carry":
-        """With `n` logits per row that join the denominator but have no value.
+        """This Carry with `n` more logits per row that join the denominator but have no value.
 
         **Arguments:**
 
-        - `sinks`: `[..., n]`, broadcastable to `[*b, t, h, n]`.
+        - `sinks`: the logits `[..., n]`, which broadcast to `[*b, t, h, n]`.
 
-        **Returns:** the Carry in which `max_so_far` is the largest of the sinks where that is more.
+        **Returns:** a Carry whose `max_so_far` is the largest sink where that is more.
 
-        **Raises:** `ValueError` if they do not broadcast, and for as many sinks `[h]` as heads,
-        which could be one of each: write `[h, 1]`, or `[1, h]` for sinks of all heads.
+        **Raises:** `ValueError` if the sinks do not broadcast. Also for as many sinks `[h]` as
+        heads, which may be meant for one head each: write `[h, 1]`, or `[1, h]` for sinks that all
+        heads share.
         """
         (sinks,), shape = _floats(sinks=sinks), self.denominator.shape
         if sinks.ndim == 1 and shape and sinks.shape[0] == shape[-1] > 1:
@@ -257,7 +273,7 @@ class Carry(eqx.Module):
         )
 
     def logsumexp(self) -> Float[Array, " *bth"]:
-        """`log(sum_j exp(s_j))`, `-inf` where no key was seen."""
+        """The logsumexp `log(sum_j exp(s_j))` of the logits, `-inf` where no key was seen."""
         seen = self.denominator != 0
         safe = jnp.where(seen, self.denominator, 1)
         return jnp.where(seen, safe_max(self.max_so_far) + jnp.log(safe), -jnp.inf)
@@ -267,22 +283,30 @@ class Carry(eqx.Module):
         return _mean(self.numerator, self.denominator[..., None])
 
     def finalise(self) -> tuple[Float[Array, "*bth v"], Float[Array, " *bth"]]:
-        """**Returns:** `(output, logsumexp)`; a row that saw no key has output 0 and `-inf`."""
+        """**Returns:** `(output, logsumexp)`, which are 0 and `-inf` for a row that saw no key."""
         return self.output(), self.logsumexp()
 
     def to_oml(
         self,
     ) -> tuple[Float[Array, "*bth v"], Float[Array, " *bth"], Float[Array, " *bth"]]:
-        """**Returns:** normalised output `o`, maximum `m` (of logits, and of sinks if there are
-        any) and denominator `l`.
+        """**Returns:** the normalised output `o`, the maximum `m` of the logits and of any sinks,
+        and the denominator `l` relative to it.
         """
         return self.output(), self.max_so_far, self.denominator
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _mean(numerator: Array, denominator: Array, once: bool = True) -> Array:
-    """`numerator / denominator`, 0 where the denominator is; rounded `once`, or as XLA likes."""
-    if once:  # else XLA would multiply by the rounded reciprocal, which it finds in a further pass
+    """The quotient `numerator / denominator`, 0 where the denominator is 0.
+
+    **Arguments:**
+
+    - `once`: whether the quotient must be rounded only once. Else XLA may multiply by the rounded
+        reciprocal of a whole row.
+    """
+    # If the rows were broadcast by the division itself, XLA would compute their rounded reciprocals
+    # in a further pass, and multiply by them.
+    if once:
         denominator = jnp.broadcast_to(denominator, numerator.shape)
     seen = denominator != 0
     return jnp.where(seen, numerator, 0) / jnp.where(seen, denominator, 1)
@@ -290,8 +314,16 @@ def _mean(numerator: Array, denominator: Array, once: bool = True) -> Array:
 
 @_mean.defjvp
 def _mean_jvp(once, primals, tangents):
-    """Its two cotangents nearly cancel in the gradient of a logit. So `ct / denominator` is rounded
-    once for both, and the sum in the second is one of a tree (see `_widen`).
+    """The derivative of the mean `y = n / l` of a row, written so that its transpose is accurate.
+
+    By the quotient rule, `dy = dn / l - n dl / l^2`, which is computed as `dy = (dn - y dl) / l`.
+    Given the cotangent `ct` of `y`, the transpose of this form is
+
+        ct_n = ct / l,    ct_l = -sum_v y_v (ct / l)_v.
+
+    With `n = sum_j e_j v_j` and `l = sum_j e_j`, the gradient of a logit is
+    `e_j (ct_n . v_j + ct_l)`, in which the two nearly cancel. So both contain the same rounded
+    `ct / l`, whose error cancels with them, and the sum in `ct_l` is one of a tree, see `_widen`.
     """
     numerator, denominator = primals
     mean = _mean(numerator, denominator, once)
@@ -300,7 +332,7 @@ def _mean_jvp(once, primals, tangents):
 
 
 def _widen(x: Array, n: int) -> Array:
-    """`[..., 1]` repeated to `[..., n]`, in such a way that its transpose is an accurate sum.
+    """An array `[..., 1]` repeated to `[..., n]`, such that its transpose is an accurate sum.
 
     XLA adds the entries of a row one after the other on a CPU, which loses up to `n / 2` roundings
     where the two cotangents of `_mean` nearly cancel. There the row is made by doubling, so that
@@ -313,6 +345,7 @@ def _widen(x: Array, n: int) -> Array:
 
 
 def _doubled(x: Array, n: int) -> Array:
+    # The row of n is the row of ceil(n / 2), followed by its first floor(n / 2) entries.
     if n <= 1:
         return x[..., :n]
     half = _doubled(x, (n + 1) // 2)
@@ -324,14 +357,18 @@ def _repeated(x: Array, n: int) -> Array:
 
 
 def _weight(exponent: Array) -> Array:
-    """1 with the derivative of `exp(exponent)` relative to itself; 0 at `-inf`."""
+    """The number 1 with the derivative by `x` of `exp(x - x0)` at `x0 = x`; 0 where `x` is `-inf`.
+
+    A weight `exp(x)` relative to its own origin is 1 whatever `x` is. That the origin is a constant
+    keeps the derivative, which is that of `log(weight)`.
+    """
     seen = exponent != -jnp.inf
     safe = jnp.where(seen, exponent, 0)
     return jnp.where(seen, jnp.exp(safe - lax.stop_gradient(safe)), 0)
 
 
 def _floats(**arrays: Any) -> list[Array]:
-    """Arrays, given by their names, as JAX's. **Raises:** `TypeError` unless they are floats."""
+    """The arrays as arrays of JAX. **Raises:** `TypeError`, by name, unless they are floats."""
     found = {name: jnp.asarray(as_array(x, name)) for name, x in arrays.items()}
     check_floating(**found)
     return list(found.values())

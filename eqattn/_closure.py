@@ -3,11 +3,15 @@
 Python keeps them where no transformation of JAX looks: in the cells of a closure, in defaults, in
 the arguments of a `functools.partial`, in the object that a method is bound to. As leaves they are
 arguments like all others: they are differentiated, mapped and sharded, and other arrays need no
-other trace. All else that the function reads is its key. So a function that is defined anew at each
-call, in a loss say, is the same function to a cache while its code and what it reads are the same.
+other trace. Everything else that the function reads is its key. So a function that is defined anew
+at each call, in a loss say, is the same function to a cache while its code and key are the same.
 
 What is neither an array nor an immutable value (a list, an object of one's own) cannot be compared
 from one call to the next. Then the key is the function itself, held weakly.
+
+For example, `lambda b, h, q, k: k < lengths[b] + 1`, with a JAX array `lengths` around it, has the
+leaf `lengths`. Its key is its code, which holds the 1, and that its one cell holds an array. Each
+call with a new lambda of this code finds the same key, and puts its own array into the cell.
 """
 
 import dataclasses
@@ -27,7 +31,7 @@ from ._misc import Static
 
 
 class _Same:
-    """An object that is equal to itself only, and that is not kept alive."""
+    """A key for an object that is equal to itself only, and that the key does not keep alive."""
 
     def __init__(self, x: Any):
         self._ref, self._hash = weakref.ref(x), id(x)
@@ -44,15 +48,17 @@ class _Same:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What a function reads, taken apart.
+    """A value that a function reads, taken apart into a key and arrays.
 
     **Arguments:**
 
-    - `key`: equal for parts that differ in their arrays only.
-    - `arrays`: in the order in which `again` takes them from an iterator.
-    - `again`: puts the part together; it keeps nothing alive that the key does not.
+    - `key`: a hashable value that is equal for parts which differ in their arrays only.
+    - `again`: a function that puts the value together, given an iterator of arrays. It keeps
+        nothing alive that the key does not.
+    - `arrays`: the arrays, in the order in which `again` takes them.
     - `owners`: the objects in the key that are compared by identity.
-    - `known`: whether the key says all.
+    - `known`: whether the key determines the value, but for its arrays. If not, the value may
+        change without the key.
     """
 
     key: Hashable
@@ -63,7 +69,7 @@ class _Part:
 
 
 class Recipe:
-    """How a function is made from its arrays."""
+    """The static half of a `Closure`: how a function is made from its arrays, hashed by its key."""
 
     def __init__(self, part: _Part):
         self.key, self.again, self.owners = part.key, part.again, part.owners
@@ -77,25 +83,25 @@ class Recipe:
 
 
 class Closure(eqx.Module):
-    """A function whose arrays are leaves; see the module's docstring."""
+    """A function whose arrays are leaves. The module's docstring says which arrays."""
 
     arrays: tuple[Any, ...]
     recipe: Recipe = eqx.field(static=True)
 
     def function(self) -> Callable:
-        """The function, of the arrays that are leaves now."""
+        """The function with the current leaves in place of the arrays that it read."""
         return self.recipe.again(iter(self.arrays))
 
 
 def opened(tree: Any) -> Any:
-    """A mask or scores, with the functions of users in them as PyTrees."""
+    """A mask or scores in which users' functions are `Closure`s instead of static values."""
 
     def one(x):
         if not isinstance(x, Static) or not callable(x.value):
             return x
         try:
             part = _owned(_take(x.value, weakref.ref(x.value), ()), x.value)
-        except TypeError:  # it cannot be referred to weakly
+        except TypeError:  # some callables have no weak references
             return x
         return Closure(part.arrays, Recipe(part))
 
@@ -103,12 +109,13 @@ def opened(tree: Any) -> Any:
 
 
 def function_of(x: Any) -> Any:
-    """The function in a field that holds it as it is, as a static value, or as a PyTree."""
+    """The function in a field that holds a `Closure`, a static function, or the function itself."""
     if isinstance(x, Closure):
         return x.function()
     return x.value if isinstance(x, Static) else x
 
 
+# Immutable values, which are keys by themselves.
 _VALUES = (
     bool,
     int,
@@ -121,19 +128,24 @@ _VALUES = (
     np.generic,
     types.EllipsisType,
 )
+# Objects that are in effect constants, known by their identity.
 _NAMED = (type, types.ModuleType, types.BuiltinFunctionType, np.ufunc)
 
 
 def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
-    """
+    """Takes a value that a function reads apart.
+
     **Arguments:**
 
-    - `fetch`: gets `x` from where it lies, and does not keep it alive.
-    - `within`: the ids of the functions that hold it.
+    - `x`: the value.
+    - `fetch`: a function that reads the value again from where it lies, and does not keep it alive.
+    - `within`: the ids of the functions that hold the value. One of these inside of itself, as a
+        recursive function is, is not taken apart again.
     """
     if isinstance(x, jax.Array):
         return _Part("array", next, (x,))
-    if x is None or isinstance(x, _VALUES):  # 1 == True == 1.0, and 0.0 == -0.0
+    # The type and the text are in the key since 1 == True == 1.0 and 0.0 == -0.0.
+    if x is None or isinstance(x, _VALUES):
         return _Part((type(x), repr(x) if isinstance(x, float | complex | np.generic) else x),
                      lambda _: x)  # fmt: skip
     if isinstance(x, np.ndarray) and not x.dtype.hasobject:
@@ -161,10 +173,11 @@ def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
     whole = _joined(treedef, parts, lambda *xs: jax.tree.unflatten(treedef, xs))
     if whole.arrays or isinstance(x, tuple | eqx.Module):
         return whole
-    return unknown  # a list without arrays may change, and whoever else holds it may look
+    # A list without arrays may change, and a copy would not be the object that others hold.
+    return unknown
 
 
-_JAX = ("jax", "jaxlib")  # what is made by `jax.jit`, `jax.custom_jvp` and the like
+_JAX = ("jax", "jaxlib")  # the modules of what `jax.jit`, `jax.custom_jvp` and the like make
 
 
 def _take_each(xs: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> list[_Part]:
@@ -172,6 +185,7 @@ def _take_each(xs: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> li
 
 
 def _joined(kind: Hashable, parts: list[_Part], join: Callable) -> _Part:
+    """A whole of several parts: `join` makes it of their values, and `kind` says how in the key."""
     again = [p.again for p in parts]
     return _Part(
         (kind, *[p.key for p in parts]),
@@ -183,7 +197,10 @@ def _joined(kind: Hashable, parts: list[_Part], join: Callable) -> _Part:
 
 
 def _owned(part: _Part, owner: Any) -> _Part:
-    """With a key that says all, as it names the owner of what is not known."""
+    """A part whose key also names its owner, if the key alone did not determine the value.
+
+    The owner, held weakly and compared by identity, then stands for all that is not known.
+    """
     if part.known:
         return part
     same = _Same(owner)
@@ -191,6 +208,7 @@ def _owned(part: _Part, owner: Any) -> _Part:
 
 
 def _take_method(method: types.MethodType, within: tuple[int, ...]) -> _Part:
+    # A method is its function and the object that it is bound to.
     ref = weakref.ref(method.__self__)
     function = _take_function(method.__func__, (*within, id(method.__func__)))
     bound = _owned(_take(method.__self__, ref, within), method.__self__)
@@ -198,6 +216,7 @@ def _take_method(method: types.MethodType, within: tuple[int, ...]) -> _Part:
 
 
 def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
+    # The names of keyword arguments are in the key; their values follow the positional ones.
     each = lambda x: [x.func, *x.args, *x.keywords.values()]
     n, names = 1 + len(x.args), tuple(x.keywords)
     return _joined(
@@ -208,6 +227,12 @@ def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ..
 
 
 def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
+    """Takes a Python function apart.
+
+    It reads its `n` closure cells, its defaults (up to the index `m`), its keyword defaults, and
+    globals. The first three are put back into a copy of the function, if there are arrays among
+    them; otherwise the function itself is used. Globals only add to the key.
+    """
     ref, code, same = weakref.ref(fn), fn.__code__, _Same(fn)
     names = tuple(fn.__kwdefaults__ or ())
     n = len(fn.__closure__ or ())
@@ -220,7 +245,7 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
 
     try:
         parts = _take_each(outside(), outside, within)
-    except ValueError:  # a cell is empty
+    except ValueError:  # a cell is empty until its variable is first assigned
         parts = None
     if parts is None or _writes(code):
         return _Part(same, lambda _: same(), owners=(same,))
@@ -247,7 +272,12 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
 
 
 def _take_globals(fn: types.FunctionType, depth: int = 4) -> _Part | None:
-    """What a function reads from its module, which only keys it; None if that may change unseen."""
+    """The key of what a function reads from its module; None if that may change unseen.
+
+    Globals are not replaced when the function is made anew, so that a global JAX array counts as
+    one that may change unseen. Functions of the same module are followed too, to a `depth` that
+    was chosen by trial: it bounds the time that a key takes.
+    """
     space, parts = fn.__globals__, []
     for name in _names(fn.__code__):
         if name not in space:
@@ -269,6 +299,7 @@ def _take_globals(fn: types.FunctionType, depth: int = 4) -> _Part | None:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and those of the functions, lambdas and comprehensions inside it."""
     yield code
     for x in code.co_consts:
         if isinstance(x, types.CodeType):
@@ -277,13 +308,16 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @ft.lru_cache(1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """All that may be the name of a global."""
+    """All names in the code that may be those of globals."""
     return tuple(dict.fromkeys(name for c in _codes(code) for name in c.co_names))
 
 
 @ft.lru_cache(1024)
 def _writes(code: types.CodeType) -> bool:
-    """Whether it assigns to a variable of its surroundings: then it is not made anew."""
+    """Whether the code assigns to a variable of its surroundings.
+
+    Such a function is not made anew, since a copy would assign to cells of its own.
+    """
     return any(
         i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
         or (i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars)

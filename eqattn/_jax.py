@@ -1,4 +1,4 @@
-"""Every JAX name that is not part of its documented API, in one place.
+"""The only module that uses names of JAX outside of its documented API.
 
 `tests/test_jax.py` runs all of it on the oldest and the newest supported JAX.
 """
@@ -21,7 +21,7 @@ from jax.interpreters import ad as ad, batching as batching, mlir as mlir
 
 
 def compiled(jitted):
-    """A jitted function that stays so where `jax.disable_jit` is in force."""
+    """A jitted function that stays compiled where `jax.disable_jit` is in force."""
 
     @functools.wraps(jitted)
     def call(*args, **kwargs):
@@ -32,16 +32,22 @@ def compiled(jitted):
 
 
 def compile_eagerly(primitive, static: tuple[str, ...]) -> None:
-    """Makes a call of a primitive outside of any trace compile it, as JAX does with its own.
+    """Lets a call of a primitive outside of any trace compile it, as JAX does with its own.
 
-    Its own stay compiled where `jax.disable_jit` is in force. Here the compiled call binds the
-    primitive again, inside of a trace; else the two would call each other for ever.
+    The implementation of the primitive is a jitted function that binds it again. It must stay
+    jitted where `jax.disable_jit` is in force, as JAX's own primitives do. Without the trace inside
+    of it, bind and implementation would call each other for ever.
+
+    **Arguments:**
+
+    - `primitive`: the primitive.
+    - `static`: the names of its parameters, which are static.
     """
     primitive.def_impl(compiled(jax.jit(primitive.bind, static_argnames=static)))
 
 
 def varying_axes(*arrays) -> frozenset:
-    """Mesh axes that any of the arrays varies over, inside `shard_map(..., check_vma=True)`."""
+    """The mesh axes that any of the arrays varies over in a `shard_map(..., check_vma=True)`."""
     types = [getattr(jax.typeof(a), "manual_axis_type", None) for a in arrays]
     return frozenset().union(*[t.varying for t in types if t is not None])
 
@@ -53,13 +59,16 @@ def varies(aval) -> bool:
 
 
 def is_narrow(x) -> bool:
-    """Whether sums of `x` need a wider dtype."""
+    """Whether `x` has floats of less than 32 bits, so that sums of it need a wider dtype."""
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
 
 
 def summed_wide(fn, x):
-    """`fn(x)` for a linear function `fn` whose transpose is a sum, over devices perhaps. Of narrow
-    numbers it is one of float32: XLA:CPU dies of some narrow sums over devices.
+    """The result of a linear function, whose transpose is taken in float32 for narrow numbers.
+
+    The derivative of a linear `fn` is `fn` itself, here of a tangent that is cast to float32 first
+    and back afterwards. The transpose of these three steps sums cotangents in float32. XLA:CPU
+    crashes on some sums of narrow numbers over devices, which such transposes are.
     """
     if not is_narrow(x):
         return fn(x)
@@ -77,13 +86,13 @@ def summed_wide(fn, x):
 
 
 def vary(array, axes: frozenset):
-    """Marks an array as varying over `axes`; differentiable, its transpose is a sum over them."""
+    """An array marked as varying over `axes`. The transpose of this is a sum over them."""
     missing = tuple(axes - varying_axes(array))
     return summed_wide(lambda x: lax.pcast(x, missing, to="varying"), array) if missing else array
 
 
 def abstract(array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-    """An abstract block of `array` that varies over the same mesh axes."""
+    """An abstract array of a shape and dtype that varies over the same mesh axes as `array`."""
     aval = array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)
     axes = getattr(aval, "manual_axis_type", None)
     if axes is None or not axes.varying:
@@ -94,37 +103,40 @@ def abstract(array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
 
 
 def typed_by_mesh(mesh):
-    """A context in which arrays that are typed by a mesh have that mesh, if there is none yet."""
+    """A context with the given mesh, for arrays whose types name it, unless one is set already."""
     if jax.sharding.get_abstract_mesh().empty:
         return jax.sharding.use_abstract_mesh(mesh)
     return contextlib.nullcontext()
 
 
 def automatic(mesh):
-    """The mesh with all its axes automatic."""
+    """The mesh with the type of all its axes set to automatic."""
     return mesh.update(axis_types=(jax.sharding.AxisType.Auto,) * len(mesh.axis_names))
 
 
 def explicit_axes(array) -> tuple[str, ...]:
-    """The explicit axes of the mesh that an array's type is sharded over."""
+    """The explicit axes of the mesh in an array's type; none if it has no mesh."""
     sharding = getattr(jax.typeof(array), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     return () if mesh is None or mesh.empty else tuple(mesh.explicit_axes)
 
 
 def sharding_of(array) -> tuple:
-    """The partition of each axis in an array's type."""
+    """The mesh axes that shard each axis of an array, by its type; None where none does."""
     spec = tuple(jax.typeof(array).sharding.spec)
     return spec + (None,) * (jnp.ndim(array) - len(spec))
 
 
 def is_zero(tangent) -> bool:
-    """Whether a tangent or cotangent is symbolically zero (or of an integer)."""
+    """Whether a tangent or cotangent is symbolically zero, or belongs to an integer."""
     return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
 
 
 def partitioned_automatically(ctx) -> bool:
-    """Whether the module being lowered is split over devices by the compiler (not by us)."""
+    """Whether the compiler will split the module that is lowered over several devices.
+
+    Axes that a `shard_map` around it has made manual are split already, and do not count.
+    """
     axes = ctx.module_context.axis_context
     if hasattr(axes, "num_devices"):
         return axes.num_devices > 1
@@ -141,12 +153,14 @@ def only_varies(eqn) -> bool:
 
 
 def interpret(jaxpr, consts, args, evaluate, literal=lambda v: v.val) -> list:
-    """A jaxpr at arguments of any kind.
+    """The results of a jaxpr at arguments of any kind, intervals for example.
 
     **Arguments:**
 
-    - `evaluate`: `(equation, its arguments) -> its results`.
-    - `literal`: what a literal is as an argument.
+    - `jaxpr`: an open jaxpr.
+    - `consts`, `args`: the arguments for its constants and for its inputs.
+    - `evaluate`: a function `(equation, list of its arguments) -> list of its results`.
+    - `literal`: a function from a literal to an argument, by default its value.
     """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
     read = lambda v: literal(v) if isinstance(v, Literal) else env[v]
@@ -156,7 +170,7 @@ def interpret(jaxpr, consts, args, evaluate, literal=lambda v: v.val) -> list:
 
 
 def evaluated(eqn, xs) -> list:
-    """What an equation says at other arguments."""
+    """The results of an equation at other arguments."""
     with eqn.ctx.manager:
         ys = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
     return ys if eqn.primitive.multiple_results else [ys]

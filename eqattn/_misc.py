@@ -1,4 +1,8 @@
-"""Values that are static, known or traced, and the dtypes of sums: what every room may use."""
+"""Helpers that every room may use: checks of arguments, static values, and the dtypes of sums.
+
+A value is *static* if it is part of the program (a Python number, a shape), *known* if NumPy can
+have it while tracing, and *traced* otherwise. Known arrays are checked and computed with at once.
+"""
 
 import enum
 from collections.abc import Callable
@@ -13,9 +17,15 @@ from jax.core import Tracer
 
 
 def as_array(x: Any, name: str, least_ndim: int = 0) -> Any:
-    """An array as it is; lists and Python scalars as NumPy. NumPy has one of JAX's dtypes.
+    """An array of JAX as it is, and anything else as a NumPy array with one of JAX's dtypes.
 
-    **Raises:** `TypeError` for what is no array of numbers or booleans, `ValueError` for integers
+    **Arguments:**
+
+    - `x`: an array, a list or tuple of numbers, or a Python number.
+    - `name`: the name of the argument, for errors.
+    - `least_ndim`: the least number of axes that the array must have.
+
+    **Raises:** `TypeError` for what is no array of numbers or booleans. `ValueError` for integers
     that JAX's dtype does not hold: JAX itself would wrap them around.
     """
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
@@ -43,7 +53,7 @@ def _from_list(x: Any, name: str) -> np.ndarray:
 def _in_jax_dtype(x: np.ndarray, name: str) -> np.ndarray:
     if x.dtype == object and x.size and all(isinstance(y, int) for y in x.flat):
         raise ValueError(f"{name} must fit an integer dtype, got {x.tolist()}.")
-    if x.dtype.kind not in "biufcV" or x.dtype.names:  # "V" has bfloat16 and its like
+    if x.dtype.kind not in "biufcV" or x.dtype.names:  # "V" includes bfloat16 and float8
         raise TypeError(f"{name} must be an array of numbers or booleans, got {x.dtype}.")
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if dtype.kind in "iu" and dtype != x.dtype:
@@ -53,12 +63,12 @@ def _in_jax_dtype(x: np.ndarray, name: str) -> np.ndarray:
 
 
 def accumulation_dtype(*dtypes) -> jnp.dtype:
-    """What sums are kept in: float64 if any of the dtypes is, else float32."""
+    """The dtype that sums are kept in: float64 if any of the dtypes is, else float32."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
 def concrete(value: Any) -> np.ndarray | None:
-    """The value of a number or array, or None where it cannot be looked at."""
+    """The value of a number or array as NumPy's, or None where it is traced or elsewhere."""
     if isinstance(value, float | int | np.generic):
         return np.asarray(value)
     if isinstance(value, Tracer) or not isinstance(value, jax.Array | np.ndarray):
@@ -69,41 +79,45 @@ def concrete(value: Any) -> np.ndarray | None:
 
 
 REACH = 2**30
-"""Positions are from -REACH to before REACH, and what is added to them is within +-REACH: sums and
-differences of two are then int32.
+"""The bound of positions, which are from -REACH to before REACH; what is added to them is within
++-REACH. The sum or difference of two such numbers is within +-2^31 and does not wrap around.
 """
 
 
 class Static(eqx.Module):
-    """A static value in a field that may also hold an array."""
+    """A static value in a field that may also hold an array.
+
+    It has no leaves: its value is part of the tree structure.
+    """
 
     value: Any = eqx.field(static=True)
 
 
 def is_known(x: Any) -> bool:
-    """Whether NumPy can have the value: no tracer, not spread over other hosts."""
+    """Whether NumPy can have the value: it is no tracer, and no other host holds a part of it."""
     if isinstance(x, jax.Array):
         return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
     return isinstance(x, np.ndarray | np.generic | int | float)
 
 
 def at_most(n: Any, limit: int) -> bool:
-    """Whether a size is known to be: one that `jax.export` leaves open is not."""
+    """Whether a size is known to be at most `limit`; one that `jax.export` leaves open is not."""
     return isinstance(n, int) and n <= limit
 
 
 def iota(n: Any) -> Any:
-    """`0, 1, ..., n - 1` as int32; of NumPy, unless `jax.export` leaves `n` open."""
+    """The numbers `0, 1, ..., n - 1` as int32, as NumPy's unless `jax.export` leaves `n` open."""
     xp = np if isinstance(n, int) else jnp
     return xp.arange(n, dtype=np.int32)
 
 
 def unwrap(x: Any) -> Any:
+    """The value in a `Static`, or anything else as it is."""
     return x.value if isinstance(x, Static) else x
 
 
 class _Constant:
-    """A field that may hold a number as `Fixed`, and gives the number itself to who reads it."""
+    """The descriptor of a field that may hold a number as `Static`; reading gives the number."""
 
     def __init__(self, name: str):
         self.name = name
@@ -124,10 +138,10 @@ _Module = TypeVar("_Module", bound=type)
 
 
 def with_constants(*names: str) -> Callable[[_Module], _Module]:
-    """A decorator of an `eqx.Module` class: where a field with one of these names holds a `Fixed`,
+    """A decorator of an `eqx.Module` class: where a field with one of these names holds a `Static`,
     reading it gives the value.
 
-    JAX flattens a module by its `__dict__`, so that it finds the `Fixed`, which has no leaves: no
+    JAX flattens a module by its `__dict__`, so that it finds the `Static`, which has no leaves: no
     gradient, optimiser or weight decay moves the value, and functions under `jax.jit` see a
     number. The fields are converted by `as_constant`, which an array passes unchanged.
     """
@@ -141,18 +155,18 @@ def with_constants(*names: str) -> Callable[[_Module], _Module]:
 
 
 def constants_of(cls: type) -> list[str]:
-    """The fields that `with_constants` named."""
+    """The names of the fields that `with_constants` was given for a class."""
     return [name for c in cls.__mro__ for name, x in vars(c).items() if isinstance(x, _Constant)]
 
 
 def as_constant(x: Any) -> Any:
-    """A Python or NumPy number as a `Fixed` float, anything else as it is."""
+    """A Python or NumPy number as a `Static` float, anything else as it is."""
     number = isinstance(x, float | int | np.floating | np.integer) and not isinstance(x, bool)
     return Static(float(x)) if number else x
 
 
 def as_ids(x: Any, name: str, least_ndim: int = 0) -> Any:
-    """Integers that are only compared with their like, in the dtype that they have."""
+    """An array of integers in the dtype that it has, for ids, which are only compared."""
     x = as_array(x, name, least_ndim)
     if not jnp.issubdtype(x.dtype, np.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}.")
@@ -162,16 +176,21 @@ def as_ids(x: Any, name: str, least_ndim: int = 0) -> Any:
 def as_int32(
     x: Any, name: str, least_ndim: int = 0, least: int = -(2**31), most: int = 2**31 - 1
 ) -> Any:
-    """Integers as int32, which never wrap around.
+    """An array of integers as int32, without any that wraps around.
 
-    Values that are known must be within the bounds. Where they are traced, dtypes of which int32
-    holds all are trusted. int64, the default dtype of integers in 64-bit mode, is saturated at the
-    bounds, so that order stays what it is; uint32 and uint64 are refused.
+    Values that are known must be within the bounds. Traced values are trusted where all values of
+    their dtype are int32. Traced int64, the default dtype of integers in 64-bit mode, is saturated
+    at the bounds, which keeps the order of its values. Traced uint32 and uint64 are refused.
+
+    **Arguments:**
+
+    - `x`, `name`, `least_ndim`: the array, its name in errors, and the least number of its axes.
+    - `least`, `most`: the bounds, both inclusive.
 
     **Raises:** `ValueError` or `TypeError` with the remedy.
     """
     x = as_ids(x, name, least_ndim)
-    if not isinstance(x, jax.Array | np.ndarray):  # abstract
+    if not isinstance(x, jax.Array | np.ndarray):  # a `jax.ShapeDtypeStruct`, say
         return x
     bounds = np.iinfo(x.dtype)
     if bounds.min >= least and bounds.max <= most:
@@ -200,7 +219,7 @@ def check_bounds(x: np.ndarray, name: str, least: int, most: int) -> None:
 
 
 def _power(n: int) -> str:
-    """A bound as a power of two, as far as it is one or one less."""
+    """The text of a bound: as a power of two if it is one, or one less, else in digits."""
     bits = abs(n).bit_length()
     if n == 2**bits - 1 and n:
         return f"2**{bits} - 1"
@@ -208,12 +227,15 @@ def _power(n: int) -> str:
 
 
 def positions_in_reach(x: Any, name: str, least_ndim: int = 0) -> Any:
-    """Positions as int32, of which sums and differences with others fit too."""
+    """Positions as int32 within `REACH`, so that sums and differences of two are int32 too."""
     return as_int32(x, name, least_ndim, -REACH, REACH - 1)
 
 
 def int32_field(name: str) -> Any:
-    """A field of int32 arrays. Trees of axes and of filters may hold other leaves in it."""
+    """A field of int32 arrays.
+
+    Other leaves pass as they are, as trees of axes and of filters hold None or booleans there.
+    """
 
     def convert(x: Any) -> Any:
         if not isinstance(x, jax.Array | np.ndarray | list):
@@ -226,13 +248,14 @@ def int32_field(name: str) -> Any:
 def as_int(
     x: Any, name: str, least: int | None = None, static: bool = False, added: bool = False
 ) -> Any:
-    """A Python int as `Fixed`, an int array as int32.
+    """A Python int as a `Static`, and an int array as int32.
 
     **Arguments:**
 
-    - `least`: of a Python int.
+    - `x`, `name`: the integer or array, and its name in errors.
+    - `least`: the least value that a Python int may have.
     - `static`: whether it must be a Python int.
-    - `added`: whether it is added to positions, and so must be within `REACH` as an array too.
+    - `added`: whether it is added to positions, so that arrays too must be within `REACH`.
     """
     if isinstance(x, int | np.integer) and not isinstance(x, bool):
         if abs(int(x)) > REACH:
@@ -248,19 +271,19 @@ def as_int(
 
 
 def as_size(x: Any, name: str, least: int = 0) -> int:
-    """A Python int of at least so much, also from NumPy's."""
+    """A Python int of at least `least`, from a Python or NumPy integer."""
     return as_int(x, name, least, static=True).value
 
 
 def as_sizes(x: Any, name: str) -> tuple[int, ...]:
-    """A tuple of sizes, from any sequence of ints."""
+    """A tuple of sizes, from a tuple or list of integers."""
     if not isinstance(x, tuple | list):
         raise TypeError(f"{name} must be a tuple of ints, got {x!r}.")
     return tuple(as_size(n, name) for n in x)
 
 
 def as_number(x: Any, name: str) -> float:
-    """A Python float from a real number that is static."""
+    """A Python float, from a real number of Python or NumPy."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a Python number, got {x!r}.")
     return float(x)
@@ -274,14 +297,16 @@ def as_flag(x: Any, name: str) -> bool:
 
 
 def check_floating(**arrays: Any) -> None:
-    """**Raises:** `TypeError` for an array, given by its name, that is not of real floats."""
+    """**Raises:** `TypeError` for an array that is not of real floats, by its keyword."""
     for name, x in arrays.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
 
 
 def as_dtype(dtype: Any, name: str) -> np.dtype:
-    """**Raises:** `TypeError` for what is no dtype, `ValueError` for one that JAX would halve."""
+    """A dtype that JAX has. **Raises:** `TypeError` for what is no dtype, and `ValueError` for a
+    dtype of 64 bits that JAX would halve.
+    """
     try:
         found = jnp.dtype(dtype)
         if found.kind not in "biufcV" or found.names:
@@ -302,11 +327,14 @@ def check_64_bits(name: str, dtype: Any) -> None:
 
 
 def int32(x: Any) -> Any:
+    """An array of integers cast to int32, at once if it is known."""
     return x if x.dtype == np.int32 else eagerly(lambda xp, x: x.astype(np.int32), x)
 
 
 def eagerly(fn: Callable, x: Any) -> Any:
-    """`fn(np or jnp, x)`, computed at once if `x` is known, even under a trace."""
+    """The result of `fn(np, x)` or `fn(jnp, x)`, computed at once if `x` is known, even under a
+    trace.
+    """
     if isinstance(x, np.ndarray):
         return fn(np, x)
     with jax.ensure_compile_time_eval():
@@ -323,7 +351,7 @@ class NotGiven(enum.Enum):
 
 
 NOT_GIVEN: Any = NotGiven.NOT_GIVEN
-"""An argument that was left out, where None is a value."""
+"""The default of an argument for which None is a value: it was left out."""
 
 
 def text_of(value: Any, what: str) -> str:
@@ -335,5 +363,10 @@ def text_of(value: Any, what: str) -> str:
 
 
 def even_block(tokens: int, most: int = 256) -> int | None:
-    """The largest size from `most` down to 64 that divides so many tokens, or None."""
+    """The largest size from `most` down to 64 that divides so many tokens, or None.
+
+    Keys of a cache are cut into blocks of such a size, so that the last block needs no padded copy
+    of them. Smaller blocks mean more visits, larger ones more keys that are masked. Both bounds
+    were chosen by trial. The decoding cases of `python -m eqattn bench` show their effect.
+    """
     return next((n for n in range(most, 63, -1) if tokens % n == 0), None)

@@ -1,4 +1,4 @@
-"""What attention returns."""
+"""The results of a call of attention."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from ._carry import Carry
 from ._config.json import check_names, decode, encode
 
 
-# What a field that was not asked for holds. Type checkers can't know what a call asked for: to them
-# it may be anything, as to `Any`, so that fields are used without a cast.
+# A field that was not asked for holds None. Type checkers cannot know what a call asked for. For
+# them such a field has the type `Any`, so that callers use it without a cast.
 _NOTHING: Any = None
 if TYPE_CHECKING:
     _Outputs = Float[Array, "*b t h v"]
@@ -24,13 +24,14 @@ else:
 
 
 class AttentionOutput(eqx.Module):
-    """The results of one call of attention. What was not asked for is None.
+    """The results of one call of attention. A field that was not asked for is None.
 
     **Arguments:**
 
-    - `attention_weights`: the probabilities `[*b, h, t, s]`.
-    - `attention_outputs`: `[*b, t, h, v]`.
-    - `logsumexp`: of the logits over the keys, `[*b, t, h]`; `-inf` where no key is visible.
+    - `attention_weights`: the attention probabilities, `[*b, h, t, s]`.
+    - `attention_outputs`: the weighted means of the values, `[*b, t, h, v]`.
+    - `logsumexp`: the logsumexp of the logits over the keys, `[*b, t, h]`; `-inf` where no key is
+        visible.
     - `carry`: the mergeable form of the result, a [`Carry`][eqattn.Carry].
     """
 
@@ -46,14 +47,15 @@ class AttentionOutput(eqx.Module):
     def to_dict(self) -> dict[str, Any]:
         """All fields as strict JSON data; `from_dict` restores them bit for bit.
 
-        Arrays keep their dtype, not their sharding. **Raises:** `TypeError` for traced and
-        abstract arrays.
+        Arrays keep their dtype but not their sharding.
+
+        **Raises:** `TypeError` for traced and abstract arrays.
         """
         return {name: encode(getattr(self, name)) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "AttentionOutput":
-        """From `to_dict`. **Raises:** `ValueError` for an unknown name."""
+        """The output that `to_dict` wrote. **Raises:** `ValueError` for an unknown name."""
         check_names(cls, data)
         values = {name: decode(value) for name, value in data.items()}
         carry = values.get("carry")
@@ -63,10 +65,10 @@ class AttentionOutput(eqx.Module):
         return cls(**values)
 
     def to_json(self, **kwargs: Any) -> str:
-        """`to_dict` as strict JSON. **Arguments:** `kwargs` of `json.dumps`."""
+        """The data of `to_dict` as strict JSON text. `kwargs` are passed to `json.dumps`."""
         return json.dumps(self.to_dict(), **{"allow_nan": False, **kwargs})
 
     @classmethod
     def from_json(cls, json_str: str) -> "AttentionOutput":
-        """From `to_json`."""
+        """The output that `to_json` wrote."""
         return cls.from_dict(json.loads(json_str))

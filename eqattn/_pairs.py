@@ -24,9 +24,9 @@ class Operand(eqx.Module):
 
     **Arguments:**
 
-    - `array`: its axes are those named by `axes`, each of full size or 1.
-    - `axes`: which of `"b"`, `"h"`, `"t"`, `"s"` (all batch axes, query head, query, key) it has,
-        in that order. `"b"` stands for all leading batch axes.
+    - `array`: the array. It has the axes that `axes` names, each of full size or 1.
+    - `axes`: the axes of the array: some of `"b"` (all leading batch axes), `"h"` (query head),
+        `"t"` (query) and `"s"` (key), in that order.
 
     **Raises:** `ValueError` for other axes or another order.
     """
@@ -81,12 +81,18 @@ def canonical(
 def over_block(fn: Callable, args: Sequence[Array]) -> Array:
     """Evaluates a scalar function at every pair of a block.
 
-    Each argument is `[keys|1, rows|1]`; axes of size 1 are shared.
+    Axes of size 1 are shared: `fn` is not mapped over an axis on which all arguments have size 1.
+    Then what depends only on the row, say, is computed once for each row.
+
+    **Arguments:**
+
+    - `fn`: a function of scalars.
+    - `args`: arrays `[keys|1, rows|1]`, one for each argument of `fn`.
 
     **Returns:** `[keys|1, rows|1]`.
     """
     shape = tuple(max((a.shape[i] for a in args), default=1) for i in (0, 1))
-    for axis in (1, 0):  # rows inside, keys outside
+    for axis in (1, 0):  # the map over rows is the inner one
         in_axes = tuple(0 if a.shape[axis] > 1 else None for a in args)
         if any(a == 0 for a in in_axes):
             fn = jax.vmap(fn, in_axes)
@@ -95,9 +101,9 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
 
 
 def scalar_result(fn: Callable, *args: Any) -> Any:
-    """What a user's function of one pair returns.
+    """The result of a user's function of one pair.
 
-    **Raises:** `TypeError` with the remedy if it branches on a traced value.
+    **Raises:** `TypeError` with the remedy if the function branches on a traced value.
     """
     try:
         return fn(*args)

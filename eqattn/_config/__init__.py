@@ -1,1 +1,1 @@
-"""How attention is configured."""
+"""The configuration of attention: metadata, platforms, mesh axes and their JSON forms."""

@@ -1,4 +1,4 @@
-"""Reading metadata out of a model's configuration object."""
+"""How the arguments of `AttentionMetadata` are read from a model's configuration object."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +7,8 @@ from .._misc import NOT_GIVEN
 from .platform import device_of_platform
 
 
-# A field that is not here is read from the attribute of the same name.
+# The attributes that a field is read from, in order of preference. A field that is not listed is
+# read from the attribute of the same name, and one with an empty tuple is never read.
 _ATTRIBUTES = {
     "runtime_dtype": ("runtime_dtype", "attn_dtype", "dtype", "torch_dtype"),
     "runtime_softmax_dtype": ("runtime_softmax_dtype", "attn_softmax_dtype"),
@@ -19,20 +20,26 @@ _ATTRIBUTES = {
 
 
 def attributes(field: str) -> tuple[str, ...]:
-    """The attributes of a config that a field is read from, in order."""
+    """The attributes of a config that a field is read from, in order of preference."""
     return _ATTRIBUTES.get(field, (field,))
 
 
 def read(config: Any, name: str) -> Any:
-    """An attribute of an object or item of a mapping; None if it is absent or unset."""
+    """An attribute of an object, or an item of a mapping; None if it is absent or unset."""
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return None if value is NOT_GIVEN or value is Ellipsis else value
 
 
 def read_fields(config: Any, fields: Iterable[str], given: Mapping) -> dict[str, Any]:
-    """What a config says about the fields that are not given.
+    """The values that a config has for the fields that are not given.
 
-    **Raises:** `ValueError` if it has none of the attributes that are read.
+    **Arguments:**
+
+    - `config`: any object or mapping.
+    - `fields`: the names of the fields to look for.
+    - `given`: the arguments of the constructor by name, which win over the config.
+
+    **Raises:** `ValueError` if the config has none of the attributes that are read.
     """
     fields = list(fields)
     found = {}
@@ -48,7 +55,8 @@ def read_fields(config: Any, fields: Iterable[str], given: Mapping) -> dict[str,
             f"base_config of type {type(config).__name__} has none of the attributes that are "
             f"read: {known}."
         )
-    # What is given wins as a whole, also over the other way to say the same.
+    # A given argument also wins over a config that says the same under another name: a partition
+    # axis over the config's manager, and a platform that names a device over its backend.
     if "partition_axis" in given or "partition_manager" in given:
         found.pop("partition_axis", None)
         found.pop("partition_manager", None)

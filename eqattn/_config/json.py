@@ -1,7 +1,12 @@
 """Exact JSON forms of arrays, meshes, specifications and modules.
 
-Everything is strict JSON. What JSON cannot hold exactly is an object with one key:
-`$array` (dtype, shape, base64 of the little-endian bytes), `$mesh`, `$spec` and `$float`.
+Everything is strict JSON. What JSON cannot hold exactly is an object with one key, which names its
+kind: `$array`, `$mesh`, `$spec` or `$float`. An array has its bytes in base64, little-endian and in
+row-major order, so that it comes back bit for bit. For example, `np.float16([1, 2])` is
+
+    {"$array": {"dtype": "float16", "shape": [2], "base64": "ADwAQA==", "kind": "numpy"}}
+
+and an infinite number is `{"$float": "inf"}`. No other name may begin with a `$`.
 """
 
 import base64
@@ -19,10 +24,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, Partition
 
 
 def encode(value: Any) -> Any:
-    """A value as strict JSON data that [`decode`][] turns back into it, bit for bit.
+    """A value as strict JSON data that `decode` turns back into it, bit for bit.
 
-    Modules, mappings and tuples become objects and lists, dtypes and enums their names: those
-    come back as plain data, for the constructor that they are given to.
+    Modules and mappings become objects, tuples become lists, and dtypes and enums become their
+    names. These come back as plain data, which the constructor they are given to converts.
 
     **Raises:** `TypeError` for tracers, abstract arrays and anything else without a value.
     """
@@ -50,7 +55,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The inverse of [`encode`][].
+    """The value that `encode` wrote.
 
     **Raises:** `ValueError` if the devices of a mesh are absent, or if an array's dtype needs
     `jax_enable_x64`.
@@ -70,7 +75,7 @@ def decode(data: Any) -> Any:
 
 
 def check_names(cls: type, data: Any) -> None:
-    """Raises unless `data` is a mapping whose names are fields of `cls`."""
+    """Raises `TypeError` or `ValueError` unless `data` maps names of fields of `cls`."""
     names = list(cls.__dataclass_fields__)  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(data, Mapping):
         raise TypeError(f"{cls.__name__} expects an object with fields {names}, got {data!r}.")
@@ -118,6 +123,8 @@ def _decode_array(body: Mapping) -> Any:
 
 
 def _encode_mesh(mesh: Mesh | AbstractMesh) -> dict:
+    # A mesh has device ids and their platform. An abstract mesh has None instead, and may have the
+    # kind of device that it is for.
     body = {
         "shape": list(mesh.axis_sizes),
         "axis_names": [_key(name) for name in mesh.axis_names],
@@ -163,7 +170,7 @@ def _encode_spec(spec: PartitionSpec) -> dict:
             return {"unconstrained": True}
         return list(e) if isinstance(e, tuple) else e
 
-    kind = getattr(spec, "unreduced_kind", None)  # JAX before 0.12 only knows sums
+    kind = getattr(spec, "unreduced_kind", None)  # JAX before 0.12 only has sums
     return {
         "entries": [entry(e) for e in spec.partitions],
         "unreduced": sorted(spec.unreduced),

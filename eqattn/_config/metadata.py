@@ -1,4 +1,4 @@
-"""What a strategy is configured with: one immutable module."""
+"""`AttentionMetadata`, the one immutable module that configures a strategy."""
 
 import json
 import operator
@@ -29,11 +29,11 @@ def _dtype(value: Any) -> np.dtype | None:
         raise TypeError(f"A runtime dtype is a dtype such as 'bfloat16', got {value!r}.") from e
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
         raise ValueError(f"A runtime dtype must be a floating dtype of JAX, got {dtype.name}.")
-    return jnp.dtype(dtype.name)  # in native byte order
+    return jnp.dtype(dtype.name)  # the name drops any byte order but the native one
 
 
 def _leaf(value: Any) -> Any:
-    """None, a constant from any number, or an inexact array of any kind."""
+    """None as it is, a number as a constant, or a floating-point array of any kind as it is."""
     value = as_constant(value)
     if value is None or isinstance(value, Static):
         return value
@@ -47,7 +47,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _size(name: str) -> Callable[[Any], int | None]:
-    """A converter to an int or None."""
+    """The converter of a field that holds an int or None."""
 
     def convert(value: Any) -> int | None:
         if value is None:
@@ -78,7 +78,7 @@ def _static(default: Any, converter: Any = None) -> Any:
 
 @with_constants("softmax_scale", "logits_soft_cap")
 class AttentionMetadata(eqx.Module):
-    """How attention is computed: dtypes, devices, scale, blocks. Immutable.
+    """How attention is computed: its dtypes, devices, scale and blocks. It is immutable.
 
     The only leaves are those of `softmax_scale`, `logits_soft_cap` and `softmax_aux` that are
     floating-point arrays, so `jax.grad`, `jax.jit`, `jax.vmap` and their `eqx.filter_*` versions
@@ -95,25 +95,27 @@ class AttentionMetadata(eqx.Module):
     **Arguments:** all can be given by position, in this order.
 
     - `runtime_dtype`: the dtype of the output, a floating dtype or its name. None, the default,
-        is that of the query.
-    - `runtime_softmax_dtype`: a floating dtype that logits are rounded to, or None (they are not).
-    - `sequence_axis_name`: the mesh axis of a ring, default `"sp"`.
-    - `mesh`: a `Mesh`, an `AbstractMesh`, or None (that of the context, if one is needed).
+        means the dtype of the query.
+    - `runtime_softmax_dtype`: a floating dtype that logits are rounded to. With None, the default,
+        they are not rounded.
+    - `sequence_axis_name`: the mesh axis that a ring shards sequences over, default `"sp"`.
+    - `mesh`: a `Mesh`, an `AbstractMesh`, or None for the mesh of the context, if one is needed.
     - `platform`: a [`Platform`][eqattn.Platform] or its name in any case, default `AUTO`. `"tpu"`
         and `"gpu"` mean that backend with `PALLAS`, `"jax"` means `XLA`.
     - `backend`: a [`Backend`][eqattn.Backend] or its name in any case, default `ANY`.
     - `partition_axis`: a [`PartitionAxis`][eqattn.PartitionAxis], default `PartitionAxis()`.
-    - `partition_manager`: a [`PartitionManager`][eqattn.PartitionManager], default that of
+    - `partition_manager`: a [`PartitionManager`][eqattn.PartitionManager], by default the one of
         `partition_axis`. Given alone, it sets `partition_axis`.
     - `base_config`: an object or mapping whose attributes fill the arguments that are left out.
         It is read once, here, and not kept: the attribute is always None. See below.
-    - `scan_ring_attention`: whether a ring is a rolled loop, default True.
+    - `scan_ring_attention`: whether the hops of a ring are a rolled loop, default True.
     - `softmax_scale`: the factor of the logits, a number or a scalar array, or None for
         `1/sqrt(head_dim)`.
-    - `dropout_prob`: of dropping an attention probability, in `[0, 1)`, default 0.0. Static.
-    - `blocksize_q`, `blocksize_k`, `blocksize_b`: rows, keys and batch elements per block, at
-        least 1; None for automatic.
-    - `logits_soft_cap`: `c > 0` in `c * tanh(logit / c)`, or None for no cap.
+    - `dropout_prob`: the probability of dropping an attention probability, a static number in
+        `[0, 1)`, default 0.0.
+    - `blocksize_q`, `blocksize_k`, `blocksize_b`: the numbers of queries, keys and batch elements
+        in a block, at least 1. None, the default, lets the strategy choose.
+    - `logits_soft_cap`: the cap `c > 0` in `c * tanh(logit / c)`, or None for no cap.
     - `softmax_aux`: sink logits, `[num_heads]`, `[num_heads, n]` or `[1, n]`, or None. Heads are
         compared with the query's when attention is called.
 
@@ -222,13 +224,13 @@ class AttentionMetadata(eqx.Module):
     def from_config(
         cls, config: Any, softmax_scale: Any = NOT_GIVEN, dropout_prob: float | int = 0.0
     ) -> "AttentionMetadata":
-        """From a model's configuration, read as `base_config` is.
+        """The metadata of a model's configuration, which is read as `base_config` is.
 
         **Arguments:**
 
         - `config`: any object or mapping with some of the attributes of `base_config`.
-        - `softmax_scale`: if given, None too, it wins over that of `config`.
-        - `dropout_prob`: as for the constructor, not read from `config`.
+        - `softmax_scale`: the factor of the logits. If given, even as None, it wins over `config`.
+        - `dropout_prob`: the probability of dropout, which is not read from `config`.
 
         **Raises:** `ValueError` if `config` has none of the attributes that are read.
         """
@@ -273,12 +275,12 @@ class AttentionMetadata(eqx.Module):
 
         **Arguments:**
 
-        - `attr_name`: the field.
-        - `default`: the value, unless `base_config` has one.
+        - `attr_name`: the name of the field.
+        - `default`: the value of the field, unless `base_config` has one.
         - `pickup_name`: the attribute of `base_config` to read, default `attr_name`.
         - `use_base_config`: whether to read `base_config` at all.
-        - `base_config`: an object or mapping. That of the constructor has been read then, and is
-            not kept.
+        - `base_config`: an object or mapping. The one that was given to the constructor was read
+            there, and is not kept.
 
         **Raises:** `ValueError` for an unknown field, and if `pickup_name` is an attribute that
         construction does not read and no `base_config` is given to read it from.
@@ -301,19 +303,20 @@ class AttentionMetadata(eqx.Module):
     def get_shardings(
         self, mode: RuntimeMode | str, BTHD: bool = True, qkv_mni_sharding: bool = False
     ) -> tuple[PartitionSpec, ...]:
-        """How the tensors of one call are sharded, by `partition_manager`.
+        """The shardings of the tensors of one call, which `partition_manager` resolves.
 
         **Arguments:**
 
         - `mode`: a [`RuntimeMode`][eqattn.RuntimeMode] or its string.
-        - `BTHD`: whether query, key, value and output are `[batch, time, heads, dim]`; else
-            `[batch, heads, time, dim]`. Bias and mask are `[batch, heads, queries, keys]` in both.
+        - `BTHD`: whether query, key, value and output are `[batch, time, heads, dim]`; else they
+            are `[batch, heads, time, dim]`. Bias and mask are `[batch, heads, queries, keys]` in
+            both cases.
         - `qkv_mni_sharding`: whether keys and values are sharded as queries are, over `head_axis`
-            and `attention_dim_axis`, as where they have as many heads.
+            and `attention_dim_axis`, which suits keys with as many heads as queries.
 
-        **Returns:** six `PartitionSpec`s without trailing Nones: query, key, value, bias, mask and
-        attention output. They name the mesh axes of `partition_axis`, also those that `mesh`
-        lacks; `create_stable_sharding` of a strategy fits one to an array and mesh.
+        **Returns:** six `PartitionSpec`s without trailing Nones: those of query, key, value, bias,
+        mask and attention output. They name the mesh axes of `partition_axis`, also those that
+        `mesh` lacks; `create_stable_sharding` of a strategy fits one to an array and mesh.
         """
 
         if not isinstance(mode, str):
@@ -338,22 +341,22 @@ class AttentionMetadata(eqx.Module):
     def to_dict(self) -> dict[str, Any]:
         """All fields but `base_config` as strict JSON data; `from_dict` restores them exactly.
 
-        Arrays keep their bits and dtype (not their sharding), a mesh its shape, axis names, axis
-        types and device ids. **Raises:** `TypeError` if a leaf is traced or abstract.
+        Arrays keep their bits and dtype but not their sharding. A mesh keeps its shape, axis
+        names, axis types and device ids. **Raises:** `TypeError` if a leaf is traced or abstract.
         """
         return {name: encode(getattr(self, name)) for name in _FIELDS if name != "base_config"}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, mesh: Any = NOT_GIVEN) -> "AttentionMetadata":
-        """From `to_dict`; plain values such as `{"runtime_dtype": "bfloat16"}` work too.
+        """The metadata that `to_dict` wrote, or that has plain values such as `"bfloat16"`.
 
         **Arguments:**
 
-        - `data`: fields by name; those left out get their defaults.
-        - `mesh`: replaces the stored mesh, whose devices are then not looked for.
+        - `data`: the fields by name. Those that are left out get their defaults.
+        - `mesh`: a mesh in place of the stored one, whose devices are then not looked for.
 
-        **Raises:** `ValueError` for an unknown name, and naming the devices of a mesh that are
-        absent.
+        **Raises:** `ValueError` for an unknown name, and for a mesh whose devices are absent, which
+        it names.
         """
         check_names(cls, data)
         if mesh is not NOT_GIVEN:
@@ -362,12 +365,12 @@ class AttentionMetadata(eqx.Module):
         return cls(**(values if mesh is NOT_GIVEN else values | {"mesh": mesh}))
 
     def to_json(self, **kwargs: Any) -> str:
-        """`to_dict` as strict JSON. **Arguments:** `kwargs` of `json.dumps`."""
+        """The data of `to_dict` as strict JSON text. `kwargs` are passed to `json.dumps`."""
         return json.dumps(self.to_dict(), **{"allow_nan": False, **kwargs})
 
     @classmethod
     def from_json(cls, json_str: str, *, mesh: Any = NOT_GIVEN) -> "AttentionMetadata":
-        """From `to_json`; see `from_dict`."""
+        """The metadata that `to_json` wrote; `mesh` is that of `from_dict`."""
         return cls.from_dict(json.loads(json_str), mesh=mesh)
 
 

@@ -1,4 +1,4 @@
-"""Which mesh axes shard which axis of an attention tensor."""
+"""Which mesh axes shard which axis of an attention tensor: `PartitionAxis` and its manager."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ AxisType = str | tuple[str, ...] | None
 
 
 def _axis(value: Any) -> AxisType:
-    """Mesh axis names in one form: None, a name, or a tuple of at least two names."""
+    """Mesh axis names in canonical form: None, one name, or a tuple of at least two names."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Sequence) or not all(isinstance(n, str) for n in value):
@@ -43,19 +43,21 @@ class PartitionAxis(eqx.Module):
 
     **Arguments:**
 
-    - `batch_axis`: default `("fsdp", "dp")`.
-    - `sequence_axis`: default `"sp"`.
-    - `query_sequence_axis`, `key_sequence_axis`: default `sequence_axis`.
-    - `head_axis`: of the query's heads, default `"tp"`.
-    - `kv_head_axis`: of the key's and value's heads, default `head_axis`.
-    - `attention_dim_axis`: of the query's and key's head dim, default None.
-    - `attention_kv_dim_axis`: of the key's and value's head dim, default `attention_dim_axis`.
-    - `bias_head_sequence_axis`: of the heads of a bias, default None.
-    - `bias_key_sequence_axis`: of the keys of a bias or mask, default None.
+    - `batch_axis`: shards the batch, default `("fsdp", "dp")`.
+    - `sequence_axis`: shards sequences, default `"sp"`.
+    - `query_sequence_axis`, `key_sequence_axis`: shard the queries and the keys of a sequence,
+        default `sequence_axis`.
+    - `head_axis`: shards the query's heads, default `"tp"`.
+    - `kv_head_axis`: shards the key's and value's heads, default `head_axis`.
+    - `attention_dim_axis`: shards the query's and output's head dim, default None.
+    - `attention_kv_dim_axis`: shards the key's and value's head dim, default `attention_dim_axis`.
+    - `bias_head_sequence_axis`: shards the heads of a bias, default None.
+    - `bias_key_sequence_axis`: shards the keys of a bias or mask, default None.
     - `generation_batch_axis`, `generation_head_axis`, `generation_kv_head_axis`,
-        `generation_key_sequence_axis`: default the axis without `generation_`.
+        `generation_key_sequence_axis`: replace the axis without `generation_` in these modes; by
+        default they equal it.
     - `generation_query_sequence_axis`, `generation_attention_dim_axis`,
-        `generation_attention_kv_dim_axis`: default None.
+        `generation_attention_kv_dim_axis`: likewise, default None.
 
     **Raises:** `TypeError` or `ValueError` unless each is a name, distinct names or None.
     """
@@ -84,6 +86,7 @@ class PartitionAxis(eqx.Module):
                 setattr(self, name, getattr(self, source))
 
 
+# Each of these fields, when it is left out, takes the value of the other.
 _FOLLOWS = {
     "query_sequence_axis": "sequence_axis",
     "key_sequence_axis": "sequence_axis",
@@ -111,7 +114,7 @@ _LOGICAL = {
 
 
 def as_partition_axis(value: Any) -> PartitionAxis:
-    """A `PartitionAxis` from one, a mapping of its fields, or a foreign object with its attributes.
+    """A `PartitionAxis` as it is, or made from a mapping or the attributes of another object.
 
     A foreign object may call the generation axes `decode_*`; attributes that attention has no use
     for (`hidden_state_axis`, ...) are not read.
@@ -136,11 +139,12 @@ def as_partition_axis(value: Any) -> PartitionAxis:
 
 
 class PartitionManager(eqx.Module):
-    """Resolves logical axes to a `PartitionSpec`.
+    """Resolves the logical axes of an array to a `PartitionSpec`.
 
     **Arguments:**
 
-    - `partition_axis`: a [`PartitionAxis`][eqattn.PartitionAxis], default `PartitionAxis()`.
+    - `partition_axis`: the mesh axes of each logical axis, a
+        [`PartitionAxis`][eqattn.PartitionAxis], default `PartitionAxis()`.
     """
 
     partition_axis: PartitionAxis = eqx.field(
@@ -158,8 +162,8 @@ class PartitionManager(eqx.Module):
             surrounding underscores ignored), or a sequence of logical names.
         - `mode`: a [`RuntimeMode`][eqattn.RuntimeMode] or its string.
 
-        **Returns:** a `PartitionSpec` without trailing Nones. It is a matter of names alone:
-        mesh axes that the mesh lacks or that do not divide the array are kept.
+        **Returns:** a `PartitionSpec` without trailing Nones. It follows from names alone: mesh
+        axes that a mesh lacks or that do not divide an array are kept.
 
         **Raises:** `ValueError` for an unknown logical name or mode, and if one mesh axis would
         shard two array axes.
@@ -190,7 +194,7 @@ class PartitionManager(eqx.Module):
 
 
 def as_partition_manager(value: Any) -> PartitionManager:
-    """A `PartitionManager` from one, a mapping, or an object holding a `PartitionAxis`."""
+    """A `PartitionManager` as it is, or made from a mapping or what holds a `PartitionAxis`."""
     if isinstance(value, PartitionManager):
         return value
     if isinstance(value, Mapping):
@@ -219,9 +223,9 @@ def with_axes_kept(
 
     **Arguments:**
 
-    - `preserved`: the array axes that stay sharded; None keeps `spec` as it is.
-    - `source`: where the preserved axes are taken from; None means `spec`.
-    - `rank`: how many axes the array has; None means as many as the specifications name.
+    - `preserved`: the indices of the array axes that stay sharded; None keeps `spec` as it is.
+    - `source`: the specification whose entries the preserved axes get; None means `spec`.
+    - `rank`: the number of axes of the array; None means as many as the specifications name.
 
     **Raises:** `ValueError` for an index out of range.
     """
@@ -240,8 +244,10 @@ def with_axes_kept(
 def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
     """The part of a specification that an array of a shape can have on a mesh.
 
-    Of each entry, the mesh axes are kept in order as long as their product divides the size of
-    the array axis; axes that the mesh lacks are dropped.
+    Each entry's mesh axes are taken in order. One is kept where the mesh has it, and its size
+    times the sizes of those kept before it divides the size of the array axis.
+
+    **Raises:** `ValueError` if the specification shards more axes than the array has.
     """
     entries = list(spec.partitions)
     extra = [e for e in entries[len(shape) :] if e is not None]

@@ -1,4 +1,4 @@
-"""Which code runs, and for which device."""
+"""The choice of the code that computes attention, and of the device that it runs on."""
 
 import enum
 from typing import Any
@@ -7,8 +7,10 @@ from .._misc import NOT_GIVEN, text_of
 
 
 class Platform(enum.StrEnum):
-    """Which code runs: the best there is (`AUTO`), plain XLA, a Pallas kernel, or (`INTERPRET`) the
-    Pallas kernel of TPUs interpreted on any device, slowly, to see what it computes.
+    """Which code runs: the best there is (`AUTO`), plain XLA, or a Pallas kernel.
+
+    `INTERPRET` runs the Pallas kernel of TPUs on any device by interpreting it, which is slow and
+    shows what it computes.
     """
 
     AUTO = "auto"
@@ -18,7 +20,7 @@ class Platform(enum.StrEnum):
 
 
 class Backend(enum.StrEnum):
-    """The device that the code is for, and so which `forward_*` of a strategy runs."""
+    """The device that the code is for. It decides which `forward_*` of a strategy runs."""
 
     ANY = "any"
     TPU = "tpu"
@@ -32,14 +34,18 @@ _DEVICE_PLATFORMS = {"tpu": Backend.TPU, "gpu": Backend.GPU}
 
 
 def device_of_platform(platform: Any) -> Backend | None:
-    """The backend that a platform names: `"tpu"` and `"gpu"` stand for Pallas on that device."""
+    """The backend that a platform names: `"tpu"` and `"gpu"` mean Pallas on that device. None for
+    any other platform.
+    """
     if platform is None or platform is NOT_GIVEN:
         return None
     return _DEVICE_PLATFORMS.get(text_of(platform, "platform"))
 
 
 def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:
-    """Platform and backend from enum members or strings in any case; None means the default.
+    """The platform and the backend that enum members or strings in any case name.
+
+    None means the default, `AUTO` and `ANY`.
 
     **Raises:** `ValueError` for an unknown name, and if the two name different devices.
     """
@@ -70,7 +76,7 @@ def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:
 
 
 class RuntimeMode(enum.StrEnum):
-    """What a call of attention is part of. Members equal their strings, e.g. `"__train__"`."""
+    """The work that a call of attention is part of. A member equals its string: `"__train__"`."""
 
     AUTOREGRESSIVE = "__autoregressive__"
     PREFILL = "__prefill__"
@@ -87,5 +93,5 @@ class RuntimeMode(enum.StrEnum):
 
     @property
     def generates(self) -> bool:
-        """Whether the few rows of a generation step are the queries (decode and insert)."""
+        """Whether the queries are the few rows of a generation step, as when decoding."""
         return self in (RuntimeMode.AUTOREGRESSIVE, RuntimeMode.INSERT)

@@ -1,4 +1,9 @@
-"""What is visible: masks as functions of one (query, key) pair, with `&`, `|` and `~`."""
+"""Masks: which key a query may see, as functions of one (query, key) pair.
+
+A mask is a PyTree of call-time data: its arrays are leaves, and its sizes and functions are static.
+So a mask without arrays has no leaves, and equal masks have equal treedefs. Masks combine with `&`,
+`|` and `~`, and a bool array that is combined with a mask becomes a `Dense`.
+"""
 
 from .._pairs import Operand as Operand
 from ._base import (

@@ -1,4 +1,4 @@
-"""What every mask can do, and the algebra of masks."""
+"""The base class of masks, and the masks that combine others: `And`, `Or` and `Not`."""
 
 import abc
 import functools
@@ -19,22 +19,21 @@ from .._pairs import canonical, Operand
 
 
 def int_operand(x: Any) -> tuple[Operand, ...]:
-    """The operand of an int per batch element; none if it is static."""
+    """The operand that holds an int per batch element; none if the int is static."""
     return () if isinstance(x, Static) else (Operand(int32(x), "b"),)
 
 
 def count_of(mask: Any) -> int:
-    """How many operands a mask has; computes none of them."""
+    """How many operands a mask has, without computing any of them."""
     return len(jax.eval_shape(lambda: [o.array for o in mask.operands()]))
 
 
-_CHEAP_PAIRS = 2**22  # counted one by one by `sparsity`
+_CHEAP_PAIRS = 2**22  # `sparsity` counts visible pairs of up to 4 MiB of bools, chosen by trial
 
 
 class Sparsity(NamedTuple):
-    """What part of a mask's blocks is `empty`, `partial` and `full`, and of its pairs `visible`.
-
-    `visible` is None where it would take more than about four million evaluations.
+    """The fractions of a mask's blocks that are `empty`, `partial` and `full`, and the fraction of
+    its pairs that is `visible`, None where it takes more than about four million evaluations.
     """
 
     empty: Any
@@ -44,17 +43,18 @@ class Sparsity(NamedTuple):
 
 
 class AbstractMask(eqx.Module):
-    """Base of all masks. A subclass gives `operands` and `visible`.
+    """The base of all masks. A subclass defines `operands` and `visible`.
 
     `b, h, q, k` are int32 scalars: the flattened batch index, the query head, and the positions of
     the query and the key. Which blocks hold no visible pair follows from `visible` itself.
 
-    A subclass may say, by an attribute of the class or a property:
+    A subclass may set these attributes of the class, or define them as properties:
 
     - `uses_distance`: whether `visible` asks how far apart two positions are, as a window does.
-        False by default.
+        The default is False.
     - `positions_are_distances`: whether the difference of two positions is how far apart their
-        tokens are. True by default; next to a mask that says no, what uses distances raises.
+        tokens are. The default is True. Next to a mask where it is False, a mask or score that
+        uses distances raises.
     """
 
     uses_distance: ClassVar[Any] = False
@@ -64,11 +64,11 @@ class AbstractMask(eqx.Module):
 
     @abc.abstractmethod
     def operands(self) -> tuple[Operand, ...]:
-        """The arrays of which `visible` gets one scalar each."""
+        """The arrays of the mask: `visible` receives one scalar of each."""
 
     @abc.abstractmethod
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any, **_: Any) -> Any:
-        """Whether query `q` sees key `k`: one bool scalar, from `jnp` or `lax` operations."""
+        """Whether query `q` sees key `k`, as one bool scalar from `jnp` or `lax` operations."""
 
     def __and__(self, other: Any) -> "AbstractMask":
         return _combine(And, self, other)
@@ -92,7 +92,7 @@ class AbstractMask(eqx.Module):
         )
 
     def __repr__(self) -> str:
-        from ._repr import expression  # with the rules of intervals: half of eqattn's import
+        from ._repr import expression  # imports the rules of intervals, half of eqattn's import
 
         return expression(self)
 
@@ -111,12 +111,12 @@ class AbstractMask(eqx.Module):
         q_positions: Any = None,
         kv_positions: Any = None,
     ) -> Bool[Array, "*b h t s"]:
-        """The whole mask, one bool per pair.
+        """The whole mask as an array, with one bool for each pair.
 
         **Arguments:**
 
-        - `t`, `s`: how many queries and keys.
-        - `batch_shape`, `heads`: the leading axes.
+        - `t`, `s`: the numbers of queries and keys.
+        - `batch_shape`, `heads`: the sizes of the batch axes, and the number of query heads.
         - `q_positions`, `kv_positions`: int arrays `[*b, t]` and `[*b, s]`, by default 0, 1, ...
 
         **Returns:** bool `[*b, heads, t, s]`.
@@ -159,11 +159,11 @@ class AbstractMask(eqx.Module):
         q_positions: Any = None,
         kv_positions: Any = None,
     ) -> Sparsity:
-        """How much of the mask can be skipped, see `Sparsity`. The arguments are `as_array`'s and
+        """How much of the mask can be skipped. The arguments are those of `as_array`, and
 
-        - `block_q`, `block_k`: how many queries and keys a block has.
+        - `block_q`, `block_k`: the numbers of queries and keys in a block.
 
-        **Returns:** a `Sparsity` of floats (of scalar arrays under a trace).
+        **Returns:** a `Sparsity` of floats, or of scalar arrays under a trace.
         """
         batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
         t, s = as_size(t, "t"), as_size(s, "s")
@@ -193,8 +193,8 @@ def block_table(
     q_positions: Any = None,
     kv_positions: Any = None,
 ) -> Any:
-    """The class of every block, int8 `[b, heads, rows, columns]`, where axes of batch and heads
-    that it does not depend on have size 1. The arguments are those of `sparsity`.
+    """The class of every block as int8 `[b, heads, rows, columns]`. Batch and head axes that it
+    does not depend on have size 1. The arguments are those of `sparsity`.
     """
     from ._intervals.classify import classify
 
@@ -216,7 +216,7 @@ def block_table(
 
 
 def named_operands(part: Any) -> list[tuple[str, Operand]]:
-    """The operands of a mask or score, in order, each with the name of the term that has it."""
+    """The operands of a mask or score, in order, each with the name of the term it belongs to."""
     if isinstance(part, And | Or):
         return [x for term in part.terms for x in named_operands(term)]
     if isinstance(part, Not):
@@ -226,7 +226,7 @@ def named_operands(part: Any) -> list[tuple[str, Operand]]:
 
 
 def _check_leading(mask: AbstractMask, batch_shape: tuple[int, ...], heads: int) -> None:
-    """Raises, with the argument to give, where arrays of a mask have other batch axes or heads."""
+    """Raises where arrays of a mask have other batch axes or heads, and says what to give."""
     for name, operand in named_operands(mask):
         shape, tail = operand.array.shape, operand.axes.lstrip("b")
         lead = shape[: len(shape) - len(tail)] if "b" in operand.axes else ()
@@ -263,15 +263,15 @@ class Dense(AbstractMask):
 
     **Arguments:**
 
-    - `array`: bool, broadcastable to `[*b, h, t, s]`.
+    - `array`: a bool array that broadcasts to `[*b, h, t, s]`.
 
-    **Raises:** `TypeError` if it is not bool.
+    **Raises:** `TypeError` if the array is not bool.
     """
 
     array: Any
 
     operand_name: ClassVar[str] = "mask"
-    public_name: ClassVar[str] = "DenseMask"  # as `eqattn.Dense` is a strategy
+    public_name: ClassVar[str] = "DenseMask"  # its name in `eqattn`, where `Dense` is a strategy
 
     def __init__(self, array: Any):
         self.array = as_array(array, "array")
@@ -289,7 +289,7 @@ class Dense(AbstractMask):
 
 
 class And(AbstractMask):
-    """Visible where every term is. Written `a & b`."""
+    """A pair is visible where every term says so. It is written `a & b`."""
 
     terms: tuple[AbstractMask, ...]
 
@@ -301,7 +301,7 @@ class And(AbstractMask):
 
 
 class Or(AbstractMask):
-    """Visible where any term is. Written `a | b`."""
+    """A pair is visible where any term says so. It is written `a | b`."""
 
     terms: tuple[AbstractMask, ...]
 
@@ -313,7 +313,7 @@ class Or(AbstractMask):
 
 
 class Not(AbstractMask):
-    """Visible where the term is not. Written `~a`."""
+    """A pair is visible where the term says that it is not. It is written `~a`."""
 
     term: AbstractMask
 
@@ -350,13 +350,13 @@ def live_blocks(
     heads: int,
     kv_heads: int,
 ) -> np.ndarray:
-    """Which blocks of positions may hold a visible pair, `[rows, columns]`, as far as it is known
-    while tracing: arrays of ids may hide anything or nothing.
+    """Whether each block of positions may hold a visible pair, bool `[rows, columns]`, as far as
+    this is known while tracing: arrays of ids may hide anything or nothing.
 
     **Arguments:**
 
-    - `q_ends`, `kv_ends`: the least and the largest position of each block, `[rows, 2]`,
-        `[columns, 2]`.
+    - `q_ends`, `kv_ends`: the least and the greatest position of each block, int arrays
+        `[rows, 2]` and `[columns, 2]`.
     """
     both = (q_ends, kv_ends, batch_shape, heads, kv_heads)
     anything = np.ones((len(q_ends), len(kv_ends)), bool)
@@ -381,7 +381,7 @@ def live_blocks(
 
 
 def visible(mask: AbstractMask) -> Callable:
-    """The mask as a function of scalars, with a boolean result."""
+    """The mask as a function of scalars that raises unless its result is one boolean."""
 
     def fn(b, h, q, k, *operands):
         seen = mask.visible(b, h, q, k, *operands)

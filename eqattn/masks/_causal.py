@@ -1,9 +1,4 @@
-"""Masks: which key a query may see, as functions of one (query, key) pair.
-
-A mask is a PyTree of call-time data: its arrays are leaves, its sizes and functions are static (so
-a mask without arrays has no leaves, and equal masks have equal treedefs). Masks combine with `&`,
-`|` and `~`; a bool array operand is wrapped in `Dense`.
-"""
+"""Causal masks: a query sees no later key, or none of a later chunk."""
 
 from typing import Any
 
@@ -21,8 +16,9 @@ class Causal(AbstractMask):
 
     **Arguments:**
 
-    - `offset`: a Python int (static), or an int array: scalar or one per batch element `[*b]`.
-        With `t` queries at the end of `s` keys and positions from 0, `offset = s - t`.
+    - `offset`: a Python int, which is static, or an int array, scalar or one per batch element
+        `[*b]`. The default is 0. With `t` queries at the end of `s` keys and positions from 0,
+        `offset = s - t`.
     """
 
     _offset: Any
@@ -43,11 +39,12 @@ class Causal(AbstractMask):
 
 
 class PrefixLM(AbstractMask):
-    """Causal, but every query sees the whole prefix: `k < prefix` or `k <= q`.
+    """A causal mask in which every query also sees the whole prefix: `k < prefix` or `k <= q`.
 
     **Arguments:**
 
-    - `prefix`: a Python int (static), or an int array: scalar or `[*b]`.
+    - `prefix`: the number of tokens in the prefix: a Python int, which is static, or an int array,
+        scalar or `[*b]`.
     """
 
     _prefix: Any
@@ -68,7 +65,12 @@ class PrefixLM(AbstractMask):
 
 
 class BlockCausal(AbstractMask):
-    """Causal between chunks of `size` positions, all visible within one: `k//size <= q//size`."""
+    """A query sees all keys of its own chunk and of earlier ones: `k//size <= q//size`.
+
+    **Arguments:**
+
+    - `size`: the number of positions in a chunk, a static int of at least 1.
+    """
 
     size: int = eqx.field(static=True)
 
@@ -85,7 +87,12 @@ class BlockCausal(AbstractMask):
 
 
 class ChunkedCausal(AbstractMask):
-    """Causal within chunks of `size` positions, nothing between: `k//size == q//size`, `k <= q`."""
+    """A query sees the keys of its own chunk up to itself: `k//size == q//size` and `k <= q`.
+
+    **Arguments:**
+
+    - `size`: the number of positions in a chunk, a static int of at least 1.
+    """
 
     size: int = eqx.field(static=True)
 
@@ -102,6 +109,7 @@ class ChunkedCausal(AbstractMask):
 
 
 def _chunk(x, size):
+    # An arithmetic shift is a floor division by a power of two, in one operation per pair.
     if size & (size - 1):
         return x // size
     return jax.lax.shift_right_arithmetic(x, jnp.asarray(size.bit_length() - 1, x.dtype))

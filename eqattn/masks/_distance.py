@@ -1,4 +1,4 @@
-"""Which masks make the difference of two positions a distance, and who takes it for one."""
+"""A check that what uses distances between positions is not combined with a mask that has none."""
 
 from typing import Any
 
@@ -7,8 +7,12 @@ from ._terms import leaf_terms
 
 
 def check_distances(mask: AbstractMask | None, *others: Any) -> None:
-    """Raises where a term of the mask, or a score or rotary embedding among the others, uses
-    distances next to a term in which positions are none.
+    """Raises `ValueError` where distances between positions are used, and have no meaning.
+
+    **Arguments:**
+
+    - `mask`: the mask, each of whose terms may use distances, or say that positions are none.
+    - `others`: scores and rotary embeddings, which may use distances too.
     """
     terms = leaf_terms(mask)
     names = lambda parts: " and ".join(dict.fromkeys(type(part).__name__ for part in parts))

@@ -1,4 +1,4 @@
-"""A user's function as a mask."""
+"""The mask that a user's function of one pair defines."""
 
 from collections.abc import Callable
 from typing import Any, TYPE_CHECKING
@@ -14,7 +14,7 @@ from ._base import AbstractMask
 
 if TYPE_CHECKING:
     _PairFn = Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
-else:  # `MaskFn` checks it itself
+else:  # `MaskFn` checks `fn` itself, so that run-time type checkers need not
     _PairFn = Any
 
 
@@ -26,7 +26,8 @@ class MaskFn(AbstractMask):
     - `fn`: `fn(b, h, q, k, *row_ids, *col_ids) -> bool`, scalars in and out, from `jnp` or `lax`
         operations. It may close over arrays (`k < lengths[b]`), which may change between calls.
         What else it may read, and when it is traced anew, is as for [`eqattn.ScoreFn`][].
-    - `row_operands`: arrays `[*b, t]`, `fn` gets one scalar of each. `col_operands`: `[*b, s]`.
+    - `row_operands`: arrays `[*b, t]`. `fn` receives one scalar of each, that of the query.
+    - `col_operands`: arrays `[*b, s]`. `fn` receives one scalar of each, that of the key.
     """
 
     _fn: Any

@@ -1,4 +1,4 @@
-"""Sequences packed one after the other, known by the boundaries between them."""
+"""Sequences that are packed one after the other, given by the boundaries between them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from .._misc import as_int, as_int32, concrete
 
 
 class PackedSegments(NamedTuple):
-    """Of each packed token: the number of its sequence, and its place in it.
+    """The sequence of each packed token, and its position there.
 
     **Arguments:**
 
-    - `ids`: int32 `[n]`, -1 for padding.
-    - `positions`: int32 `[n]`, 0 for padding.
+    - `ids`: int32 `[n]`, the number of the token's sequence, -1 for padding.
+    - `positions`: int32 `[n]`, the position of the token in its sequence, 0 for padding.
     """
 
     ids: Int[Array | np.ndarray, " n"]
@@ -27,7 +27,7 @@ class PackedSegments(NamedTuple):
 def packed_segments(
     cu_seqlens: Int[Array | np.ndarray, " m1"] | Sequence[int], tokens: int
 ) -> PackedSegments:
-    """What masks and positions need to know of packed sequences, from their boundaries:
+    """The segment ids and the positions of packed tokens, from the boundaries of their sequences:
 
         ids, positions = packed_segments(cu_seqlens, len(query))
         query, key_ = rotary(query, positions), rotary(key_, positions)
@@ -39,14 +39,14 @@ def packed_segments(
 
     **Arguments:**
 
-    - `cu_seqlens`: int `[m + 1]`, not decreasing, from 0 on; sequence `i` has the tokens from
-        `cu_seqlens[i]` to before `cu_seqlens[i + 1]`. Tokens after the last are padding. For
-        batches use `jax.vmap`.
-    - `tokens`: how many tokens there are, with padding.
+    - `cu_seqlens`: an int array `[m + 1]` that starts at 0 and does not decrease. Sequence `i` has
+        the tokens from `cu_seqlens[i]` to before `cu_seqlens[i + 1]`. Tokens after the last
+        sequence are padding. For batches use `jax.vmap`.
+    - `tokens`: the number of tokens, padding included.
 
-    **Returns:** `ids` and `positions`, NumPy arrays unless `cu_seqlens` is a JAX array.
+    **Returns:** a `PackedSegments`, of NumPy arrays unless `cu_seqlens` is a JAX array.
 
-    **Raises:** `ValueError` for another shape, and where `cu_seqlens` can be looked at, for
+    **Raises:** `ValueError` for another shape. Where the values of `cu_seqlens` are known, also for
     boundaries that decrease, do not begin at 0 or end after the last token.
     """
     given = as_int32(cu_seqlens, "cu_seqlens")
@@ -63,7 +63,7 @@ def packed_segments(
 
 
 def check_boundaries(boundaries: Array | np.ndarray, tokens: int, name: str) -> None:
-    """Raises unless they are boundaries of so many packed tokens, as far as they are known."""
+    """Raises `ValueError` unless these are boundaries of `tokens` packed tokens, if known."""
     if boundaries.ndim != 1 or not len(boundaries):
         raise ValueError(
             f"{name} must be [sequences + 1], got {boundaries.shape}; use jax.vmap for batches."

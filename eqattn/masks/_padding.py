@@ -1,4 +1,4 @@
-"""Padding."""
+"""Masks that hide padding: keys or queries beyond the length of their sequence."""
 
 from typing import Any
 
@@ -12,7 +12,9 @@ class KeyPadding(AbstractMask):
 
     **Arguments:**
 
-    - `lengths`, `starts`: a Python int (static), or an int array: scalar or `[*b]`.
+    - `lengths`: the position after the last visible key: a Python int, which is static, or an int
+        array, scalar or `[*b]`.
+    - `starts`: the position of the first visible key, likewise. The default is 0.
     """
 
     _lengths: Any
@@ -45,7 +47,8 @@ class QueryPadding(AbstractMask):
 
     **Arguments:**
 
-    - `lengths`: a Python int (static), or an int array: scalar or `[*b]`.
+    - `lengths`: the position after the last query: a Python int, which is static, or an int array,
+        scalar or `[*b]`.
     """
 
     _lengths: Any

@@ -1,4 +1,4 @@
-"""Masks in print: a constructor expression and a small picture of the blocks."""
+"""The text of a mask: a constructor expression, and a small picture of its blocks."""
 
 import inspect
 from typing import Any
@@ -11,28 +11,31 @@ from .._misc import is_known, Static
 from ._intervals.classify import classify
 
 
-_CELLS = 16
-_MARKS = " \u2591\u2588"  # empty, partial, full
-_SHOWN = 8  # entries of an array
+_CELLS = 16  # the picture has at most so many rows, and so many columns of two characters each
+_MARKS = " \u2591\u2588"  # the characters of empty, partial and full blocks
+_SHOWN = 8  # an array with more entries is shown by its dtype and shape
 
 
 def expression(mask: Any) -> str:
-    """The `repr` of a mask: a constructor expression in one line. It gives the mask again, but for
-    long and traced arrays and functions without a name. Never raises.
+    """The `repr` of a mask: a constructor expression in one line.
+
+    Evaluated, it gives an equal mask, unless it holds long or traced arrays or functions without a
+    name. It never raises.
     """
     try:
         return _expression(mask)
-    except Exception:  # leaves replaced by other objects
+    except Exception:  # `eqx.tree_at` and `jax.tree.map` may put any objects in place of leaves
         return f"{type(mask).__name__}(...)"
 
 
 def drawing(mask: Any) -> str:
-    """The `str` of a mask: its expression, and below it a picture. Never raises: what cannot be
-    drawn (traced arrays) is left out.
+    """The `str` of a mask: its expression, and below it a picture of its blocks.
+
+    It never raises: the picture is left out where it cannot be drawn, as of traced arrays.
     """
     try:
         return expression(mask) + _picture(mask)
-    except Exception:  # shapes that do not fit each other, leaves replaced by other objects
+    except Exception:  # shapes may not fit each other, and leaves may be any objects
         return expression(mask)
 
 
@@ -69,6 +72,9 @@ def _value(x: Any) -> str:
 
 
 def _picture(mask: Any) -> str:
+    # Arrays say how many heads, queries and keys there are. Where none has such an axis, the
+    # numbers that the mask holds (lengths, sizes of windows) are a hint of how many would show its
+    # shape.
     if not all(is_known(x) for x in jax.tree.leaves(mask)):
         return ""
     sizes, batch_shape, hint = {"h": 1, "t": 1, "s": 1}, (), 1
@@ -95,7 +101,7 @@ def _picture(mask: Any) -> str:
         block_q=block_q,
         block_k=block_k,
     )
-    if not isinstance(table, np.ndarray) or not table.size:  # its function closes over a tracer
+    if not isinstance(table, np.ndarray) or not table.size:  # the function closes over a tracer
         return ""
     first = "" if table.shape[:2] == (1, 1) else ", first batch element and head"
     lines = ["|" + "".join(_MARKS[c] * 2 for c in row) + "|" for row in table[0, 0]]
@@ -104,7 +110,7 @@ def _picture(mask: Any) -> str:
 
 
 def _static_ints(x: Any) -> list[int]:
-    """The sizes that a mask holds: the picture should show them."""
+    """The magnitudes of the static ints that a mask holds, which the picture should show."""
     if isinstance(x, Static):
         x = x.value
     if isinstance(x, int) and not isinstance(x, bool):

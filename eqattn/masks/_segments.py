@@ -1,4 +1,4 @@
-"""Segments."""
+"""The mask of sequences that share a row: a query sees only its own segment."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ class Segments(AbstractMask):
 
     **Arguments:**
 
-    - `q_ids`: int `[*b, t]`. `kv_ids`: int `[*b, s]`, by default the queries'.
+    - `q_ids`: an int array `[*b, t]`, the segment of each query.
+    - `kv_ids`: an int array `[*b, s]`, the segment of each key. The default is `q_ids`.
     """
 
     q_ids: Any
@@ -30,8 +31,12 @@ class Segments(AbstractMask):
             raise TypeError(f"q_ids and kv_ids must both be signed or unsigned, got {dtypes}.")
 
     def operands(self) -> tuple[Operand, ...]:
-        # Equal ids are `low <= high` both ways. With padding out of reach on either side, a block's
-        # bounds are those of its segments alone, wherever it holds padding.
+        # Ids are equal if each is at most the other. So each id travels twice: as `low` on the
+        # smaller side of a comparison, and as `high` on the larger side. Padding has the greatest
+        # integer as `low` and the least as `high`. A pair with padding then fails a comparison, as
+        # ids are at least 0. The least `low` and the greatest `high` of a block are those of its
+        # segments alone, wherever it holds padding. So the block is empty exactly where the range
+        # of its queries' ids does not meet that of its keys' ids.
         dtype = np.promote_types(self.q_ids.dtype, self.kv_ids.dtype)
         out_of_reach = np.iinfo(dtype).max, np.iinfo(dtype).min
         operands = []

@@ -6,7 +6,7 @@ from ._base import AbstractMask, And, Not, Or
 
 
 def leaf_terms(mask: AbstractMask | None) -> list[AbstractMask]:
-    """The masks that a mask is combined from."""
+    """The masks that a mask is combined from by `&`, `|` and `~`; none for None."""
     if isinstance(mask, And | Or):
         return [leaf for term in mask.terms for leaf in leaf_terms(term)]
     if isinstance(mask, Not):

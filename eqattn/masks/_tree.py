@@ -1,4 +1,4 @@
-"""Trees of drafts."""
+"""The mask of tree-shaped drafts, for speculative decoding."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from ._base import AbstractMask, int_operand
 
 
 class Tree(AbstractMask):
-    """Tree-shaped drafts of speculative decoding.
+    """A mask for the tree-shaped drafts of speculative decoding.
 
     The draft tokens are at positions `start, ..., start + n - 1`. Each sees every key before
     `start`, itself and its ancestors. All other queries and keys are plain causal.
@@ -22,8 +22,10 @@ class Tree(AbstractMask):
 
     **Arguments:**
 
-    - `parents`: int `[n]` or `[*b, n]`, the index of each draft token's parent, or -1.
-    - `start`: a Python int (static), or an int array: scalar or `[*b]`.
+    - `parents`: an int array `[n]` or `[*b, n]`, the index of each draft token's parent among the
+        drafts, or -1 for a token without one.
+    - `start`: the position of the first draft token: a Python int, which is static, or an int
+        array, scalar or `[*b]`. The default is 0.
 
     **Raises:** `ValueError` if known `parents` are out of range or have a cycle.
     """
@@ -52,7 +54,7 @@ class Tree(AbstractMask):
 
     @property
     def positions_are_distances(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether it is known to be a chain, whose places are its depths."""
+        """Whether the tree is known to be a chain, where a token's index is its depth."""
         n = self.parents.shape[-1]
         return is_known(self.parents) and bool(
             (np.asarray(self.parents) == np.arange(-1, n - 1)).all()
@@ -72,7 +74,7 @@ class Tree(AbstractMask):
 
         i, j = q - start, k - start
         both = (i >= 0) & (i < n) & (j >= 0) & (j < n)
-        # In preorder, the descendants of a token are the ones numbered from `enter` to `leave`.
+        # In preorder, a token and its descendants are numbered from `enter` to before `leave`.
         descends = (at(enter, j) <= at(enter, i)) & (at(enter, i) < at(leave, j))
         return jnp.where(both, descends, k <= q)
 
@@ -89,7 +91,23 @@ def _check_forest(parents):
 
 
 def _preorder(xp, parents):
-    """When a depth-first walk enters and leaves each token."""
+    """The numbers with which a depth-first walk enters and leaves each token, int32 `[*b, n]`.
+
+    A walk that counts tokens as it enters them (preorder) visits each subtree in one go. So the
+    tokens below `j`, itself included, are those with `enter[j] <= enter[i] < leave[j]`, where
+    `leave[j] = enter[j] + size[j]` and `size` counts the tokens of a subtree. For the parents
+    `[-1, 0, 0, 1]` of the tree 0 -> (1 -> 3, 2):
+
+        token  0  1  2  3
+        size   4  2  1  1
+        enter  0  1  3  2
+        leave  4  3  4  3
+
+    Nothing here loops over tokens, so that `parents` may be traced. Squaring the relation "is its
+    parent or itself" k times gives all ancestors up to 2^k above. Before a token, the walk enters
+    its parent (one step) and the subtrees of older siblings (their sizes). The sum of such steps
+    over the token and all its ancestors is `enter`.
+    """
     n = parents.shape[-1]
     own = xp.arange(n, dtype=np.int32)
     own = own.reshape((1,) * (parents.ndim - 1) + (n,))

@@ -1,4 +1,4 @@
-"""Windows."""
+"""The mask of local attention: a query sees a window of keys around it."""
 
 import functools
 import operator
@@ -13,13 +13,13 @@ from ._base import AbstractMask
 
 
 class SlidingWindow(AbstractMask):
-    """A query sees `left` keys before it and `right` after it: `-right <= q - k <= left`.
+    """A query sees itself, `left` keys before it and `right` after: `-right <= q - k <= left`.
 
     **Arguments:**
 
-    - `left`, `right`: ints >= 0, both inclusive; None is unbounded.
-    - `sinks`: the first `sinks` keys are visible to every query, on both sides of the window. `&`
-        with another mask (`Causal()`) still hides them where that mask does.
+    - `left`, `right`: static ints of at least 0, both inclusive; None means no bound on that side.
+    - `sinks`: the number of first keys that every query sees, on both sides of the window. The
+        default is 0. `&` with another mask (`Causal()`) still hides them where that mask does.
 
     **Raises:** `ValueError` for negative sizes, `TypeError` for sizes that are no ints.
     """
@@ -41,7 +41,9 @@ class SlidingWindow(AbstractMask):
         return ()
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
-        # Clamping the key leaves the result as it is and makes the bounds of a block exact.
+        # Keys below `sinks` are visible anyway, so that clamping the key to `sinks` in the distance
+        # changes no result. It makes bounds exact: a block that holds sinks and later keys has only
+        # the later keys' distances, and is full where these are within the window.
         distance = q - (jnp.maximum(k, self.sinks) if self.sinks else k)
         terms = [] if self.left is None else [distance <= self.left]
         terms += [] if self.right is None else [distance >= -self.right]

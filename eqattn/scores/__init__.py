@@ -1,4 +1,4 @@
-"""What a (query, key) pair is worth: transforms of a logit, for `attention(..., score=...)`."""
+"""Scores: transforms of the logit of one (query, key) pair, for `attention(..., score=...)`."""
 
 from .._pairs import Operand as Operand
 from ._alibi import ALiBi as ALiBi

@@ -1,4 +1,4 @@
-"""ALiBi."""
+"""ALiBi, a bias that falls linearly with the distance between two positions."""
 
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ class ALiBi(AbstractScore):
 
     **Arguments:**
 
-    - `slopes`: `[h]`, one per query head; `ALiBi.geometric(heads)` gives the paper's.
+    - `slopes`: `[h]`, one slope per query head. `ALiBi.geometric(heads)` gives the paper's.
     """
 
     slopes: Float[Array, " h"] = eqx.field(converter=lambda x: as_array(x, "slopes", 1))
@@ -27,7 +27,12 @@ class ALiBi(AbstractScore):
 
     @classmethod
     def geometric(cls, heads: int) -> "ALiBi":
-        """The paper's slopes: `2^(-8 i / n)` for a power of two `n`, interleaved beyond it."""
+        """The slopes of the paper's code, for any number of heads.
+
+        Of `n` heads, a power of two, head `i = 1, ..., n` has the slope `2^(-8 i / n)`. For another
+        number of heads, `n` is the power of two below it. The further heads have every other slope
+        of the series for `2 n` heads, `2^(-8 i / (2 n))` for `i = 1, 3, 5, ...`
+        """
         heads = as_size(heads, "heads", least=1)
         power = 2 ** int(np.floor(np.log2(heads)))
         slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]

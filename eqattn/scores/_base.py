@@ -1,7 +1,7 @@
-"""What a (query, key) pair is worth, before the mask.
+"""The base class of scores.
 
-A score transforms one scalar logit, given the indices of its pair. Order is fixed:
-`scale * (q . k)`, soft cap, bias, then the scores that the caller passes, then the mask.
+A score transforms one scalar logit, given the indices of its pair. The order is fixed:
+`scale * (q . k)`, then the soft cap, the bias, the scores that the caller passes, and the mask.
 """
 
 import abc
@@ -21,11 +21,12 @@ class AbstractScore(eqx.Module):
     batch, head, query or key are listed by `operands` and arrive as scalars.
 
     A score may be singular at pairs that are masked, like `log(q - k)` under a mask `k < q`: its
-    derivatives are then evaluated at visible pairs only. One whose value and derivatives are finite
-    wherever its logit is can say so by `finite_when_masked`, and its gradients cost a little less.
+    derivatives are then evaluated at visible pairs only. A score whose value and derivatives are
+    finite wherever its logit is may set `finite_when_masked = True`, so that its gradients cost a
+    little less.
 
-    A subclass may say `uses_distance = True`: that `transform` asks how far apart two positions
-    are. It then raises next to a mask whose positions do not say so, such as `Tree`.
+    A subclass sets `uses_distance = True` where `transform` asks how far apart two positions are.
+    It then raises next to a mask whose positions are no distances, such as `Tree`.
     """
 
     finite_when_masked: ClassVar[bool] = False
@@ -36,19 +37,19 @@ class AbstractScore(eqx.Module):
     """
 
     def operands(self) -> tuple[Operand, ...]:
-        """Arrays that vary with batch, head, query or key."""
+        """The arrays that vary with batch, head, query or key. By default there are none."""
         return ()
 
     @abc.abstractmethod
     def transform(
         self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, *operands: Any, **_: Any
     ) -> Float[Array, ""]:
-        """The new logit.
+        """The new logit of one pair, a float scalar.
 
         **Arguments:**
 
-        - `logit`: a float scalar.
-        - `b`, `h`: flattened batch index and query head index, int32 scalars.
-        - `q`, `k`: positions of the query and the key, int32 scalars.
-        - `operands`: one scalar of each operand.
+        - `logit`: the logit so far, a float scalar.
+        - `b`, `h`: the flattened batch index and the query head, int32 scalars.
+        - `q`, `k`: the positions of the query and the key, int32 scalars.
+        - `operands`: one scalar of each array that `operands` lists, in that order.
         """

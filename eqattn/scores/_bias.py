@@ -1,4 +1,4 @@
-"""An added array."""
+"""An array that is added to the logits."""
 
 from typing import Any, ClassVar
 
@@ -11,7 +11,12 @@ from ._base import AbstractScore
 
 
 class Bias(AbstractScore):
-    """Adds an array broadcastable to `[*b, h, t, s]`."""
+    """Adds an array to the logits.
+
+    **Arguments:**
+
+    - `bias`: a float array that broadcasts to `[*b, h, t, s]`.
+    """
 
     bias: Float[Array, "..."] = eqx.field(converter=lambda x: as_array(x, "bias"))
 

@@ -1,8 +1,10 @@
 """Dropout whose mask is a function of (key, batch, head, query position, key position).
 
 The bits are Threefry-2x32 with 20 rounds (Salmon et al., *Parallel random numbers: as easy as
-1, 2, 3*, SC 2011), evaluated elementwise at each pair, so the mask is the same for any block size,
-strategy, kernel and number of devices, and nothing of size queries x keys is ever stored.
+1, 2, 3*, SC 2011), evaluated elementwise at each pair. So the mask is the same for any block size,
+strategy, kernel and number of devices, and nothing of size queries x keys is ever stored. It needs
+only additions, rotations and exclusive ors of 32 bits, which the vector unit of a TPU has. Philox
+needs 64-bit products of 32-bit words, which it has not.
 """
 
 import math
@@ -17,16 +19,23 @@ from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
 from .._misc import as_number, as_size, as_sizes
 
 
+# Both are those of Random123, the authors' library: the rotations of the 2x32 variant, and the
+# parity of the key schedule.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
 
 def _rotate(x: Array, n: int) -> Array:
+    """Rotates 32 bits to the left by `n`."""
     return (x << np.uint32(n)) | (x >> np.uint32(32 - n))
 
 
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Threefry-2x32-20 of uint32 words that broadcast against each other."""
+    """Threefry-2x32-20 of uint32 words that broadcast against each other.
+
+    Twenty rounds of "add, rotate, exclusive or" are five groups of four. After each group, two of
+    three key words are added, shifted by one word from group to group, and the group's number.
+    """
     words = (*key, key[0] ^ key[1] ^ _PARITY)
     x, y = counter[0] + key[0], counter[1] + key[1]
     for i in range(5):
@@ -39,7 +48,10 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 
 
 def seed_of(key: PRNGKeyArray) -> UInt32[Array, " 2"]:
-    """Two words from any JAX key (typed or raw `uint32`)."""
+    """Two uint32 words from any single JAX key, typed or raw `uint32`.
+
+    **Raises:** `TypeError` for what is no key, `ValueError` for an array of keys.
+    """
     if not isinstance(key, jax.Array | np.ndarray):
         raise TypeError(f"The dropout key must be one key from jax.random.key, got {key!r}.")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -55,10 +67,17 @@ def seed_of(key: PRNGKeyArray) -> UInt32[Array, " 2"]:
 
 
 def keep_mask(seed: Array, pairs: Sequence[Array], rate: float) -> Array:
-    """Whether each pair `(b, h, q, k)` survives; the integers broadcast against each other.
+    """Whether each pair survives dropout.
 
-    The seed is that of `seed_of`, and may go on with the indices of the first batch element and
-    head, where the pairs are some device's own.
+    A first Threefry of `(b, h)` under the seed gives the key of a second one, of `(q, k)`. Its bits
+    are uniform over 0, ..., 2^32 - 1, and a pair is dropped where they are below `rate * 2^32`.
+
+    **Arguments:**
+
+    - `seed`: the two words of `seed_of`. Where `b` and `h` count from a device's first batch
+        element and head, the indices of these two follow as a third and fourth word.
+    - `pairs`: the integers `b`, `h`, `q`, `k`, which broadcast against each other.
+    - `rate`: the probability that a pair is dropped.
     """
     b, h, q, k = (lax.convert_element_type(x, jnp.uint32) for x in pairs)
     if seed.shape[0] > 2:
@@ -75,9 +94,11 @@ def dropout_mask(
 
     **Arguments:**
 
-    - `key`: as passed to `attention`.
+    - `key`: the dropout key, as it is passed to `attention`.
     - `batch_shape`, `heads`, `t`, `s`: the sizes of `[*b, h, t, s]`.
     - `rate`: the probability that a pair is dropped.
+
+    **Returns:** bool `[*b, h, t, s]`, True where a pair is kept.
     """
     rate = as_number(rate, "rate")
     batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")

@@ -1,4 +1,4 @@
-"""A user's function as a score."""
+"""The score that a user's function of one pair defines."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -19,17 +19,23 @@ class ScoreFn(AbstractScore):
 
     **Arguments:**
 
-    - `fn`: `jax.numpy` operations on scalars. JAX arrays that it reads (in its closure, defaults,
-        `functools.partial` arguments, or the `eqx.Module` that it is a method of) are arguments of
-        each call of attention: they are differentiated, and may change between calls, also where
-        `fn` is defined anew each time. NumPy arrays, Python numbers and strings are constants:
-        other ones make JAX trace and compile again. Everything else that may change unseen is read
-        when `fn` is first traced, as by `jax.jit`: JAX arrays that are global variables, attributes
-        of objects that are no PyTrees, the contents of lists and dicts without arrays. A function
-        that reads such is traced again only when it is another function. So pass what changes as
-        an array. To your own `jax.jit`, `fn` is static, and a rebuilt lambda is another score; a
-        callable `eqx.Module` or `jax.tree_util.Partial` is a PyTree node instead.
-    - `arrays`: `Operand`s whose scalars are passed after `k`.
+    - `fn`: a function of scalars, made of `jax.numpy` operations. See below for what it may read.
+    - `arrays`: a tuple of `Operand`s. One scalar of each is passed after `k`.
+
+    What `fn` reads from outside is treated by its kind.
+
+    - JAX arrays in its closure, its defaults, the arguments of a `functools.partial` or the
+        `eqx.Module` that it is a method of are arguments of each call of attention. They are
+        differentiated, and may change between calls, also where `fn` is defined anew each time.
+    - NumPy arrays, Python numbers and strings are constants. Other constants make JAX trace and
+        compile again.
+    - Everything else that may change unseen is read when `fn` is first traced, as by `jax.jit`.
+        This means JAX arrays that are global variables, attributes of objects that are no PyTrees,
+        and the contents of lists and dicts without arrays. A function that reads such is traced
+        again only when it is another function. So pass what changes as an array.
+
+    To your own `jax.jit`, `fn` is static, and a rebuilt lambda is another score. A callable
+    `eqx.Module` or `jax.tree_util.Partial` is a PyTree node instead.
     """
 
     _fn: Any

@@ -1,4 +1,4 @@
-"""The soft cap."""
+"""The soft cap, which keeps logits within bounds."""
 
 from typing import Any, ClassVar
 

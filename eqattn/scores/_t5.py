@@ -1,4 +1,4 @@
-"""T5's relative bias."""
+"""The relative position bias of T5."""
 
 from typing import Any, ClassVar
 
@@ -17,9 +17,9 @@ class T5Bias(AbstractScore):
 
     **Arguments:**
 
-    - `table`: `[buckets, h]`, or `[buckets, 1]` for all heads.
-    - `bidirectional`: whether keys after the query have buckets of their own.
-    - `max_distance`: distances from here on share the last bucket.
+    - `table`: a float array `[buckets, h]`, or `[buckets, 1]` for one bias that all heads share.
+    - `bidirectional`: whether keys after the query have buckets of their own. The default is True.
+    - `max_distance`: the distance from which on all keys share the last bucket, 128 by default.
     """
 
     table: Float[Array, "buckets h"] = eqx.field(converter=lambda x: as_array(x, "table"))
@@ -56,7 +56,13 @@ class T5Bias(AbstractScore):
         return f"T5Bias with a table of shape {self.table.shape}: its heads,"
 
     def bucket(self, q: Int[Array, "..."], k: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The bucket of a pair of positions."""
+        """The bucket of each pair of positions.
+
+        Of `n` buckets (half of the table's on each side, if it is bidirectional), the first
+        `n // 2` each hold one distance. The others share the distances up to `max_distance` on a
+        logarithmic scale: for `e = n // 2`, a distance `d >= e` is in the bucket
+        `e + floor(log(d / e) / log(max_distance / e) * (n - e))`, and in the last one beyond it.
+        """
         buckets = self.table.shape[0]
         distance = q - k
         offset = jnp.zeros_like(distance)

@@ -1,1 +1,1 @@
-"""Which blocks a mask empties or fills, by interval interpretation of its jaxpr."""
+"""Interval interpretation of a mask's jaxpr, which finds the blocks that it empties or fills."""

@@ -1,8 +1,16 @@
 """Which block pairs of a mask are empty, partial or full, for any mask function.
 
 The mask's scalar jaxpr is interpreted over intervals: each of its inputs is replaced by its bounds
-over a block of rows or columns. The result is sound for every function (what has no rule is
-unknown, so the block counts as partial) and exact for the masks in use.
+over a block of rows or columns. By induction over its equations, each value of each pair of the
+block lies within the bounds of its variable (see `interval.py`). The result is a bool with bounds:
+
+    bounds of `visible`   what it says of the pairs of a block   class
+    [False, False]        none is visible                        0, empty
+    [False, True]         nothing                                1, partial
+    [True, True]          all are visible                        2, full
+
+So it is sound for every function: what has no rule has the whole range of its dtype as bounds, and
+at worst the block counts as partial. It is exact for the masks in use.
 """
 
 import functools as ft
@@ -22,19 +30,28 @@ from .interval import carrier, finite, GRID, Interval, kind, source, top, xp_of
 from .structural import ARRAY_RULES, block_ends, convert, expand, select, too_large, unknown
 
 
-_INLINE = {  # primitives that evaluate a jaxpr once, and the parameter that holds it
+# The primitives that evaluate a jaxpr once, and the parameter that holds it.
+_INLINE = {
     P.jit_p: "jaxpr",
     P.closed_call_p: "call_jaxpr",
     P.remat_p: "jaxpr",
     P.custom_jvp_call_p: "call_jaxpr",
     P.custom_vjp_call_p: "call_jaxpr",
 }
+# What `//` and `%` of `jnp` call their jitted definitions. The equations inside correct a quotient
+# that was rounded towards zero, by comparisons of variables that intervals bound one by one. The
+# rule of the whole is exact instead.
 _DIVISIONS = {
     "floor_divide": (jnp.floor_divide, floor_divide),
     "remainder": (jnp.remainder, remainder),
 }
 _POSITION = np.dtype(np.int32)
-_HOST_ELEMENTS = 2**14  # under a trace, larger results are computed on the device
+
+# Under a trace, NumPy computes results of at most so many elements, and the device larger ones.
+# What NumPy computes while tracing becomes a constant of the program: 2^14 of int32 are 64 KiB.
+# Chosen by trial: a larger limit means larger constants, a smaller one more operations on small
+# arrays. Both can be seen in `jax.make_jaxpr` of `classify` at traced positions.
+_HOST_ELEMENTS = 2**14
 
 
 def classify(
@@ -79,11 +96,7 @@ def classify(
         raise ValueError(f"block sizes must be positive, got {block_q} and {block_k}.")
     operands = mask.operands()
     dtypes = [jax.dtypes.canonicalize_dtype(o.array.dtype) for o in operands]
-    scalars = [jax.ShapeDtypeStruct((), d) for d in (*[_POSITION] * 4, *dtypes)]
-    closed = jax.make_jaxpr(mask.visible)(*scalars)
-    if [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars] != [((), np.bool_)]:
-        got = [str(v.aval) for v in closed.jaxpr.outvars]
-        raise TypeError(f"a mask must return one bool scalar per pair, {mask!r} returns {got}.")
+    closed = _scalar_jaxpr(mask, dtypes)
     if t == 0 or s == 0:
         return np.zeros((1, 1, -(-t // block_q), -(-s // block_k)), np.int8)
 
@@ -92,70 +105,98 @@ def classify(
     batch, head = (iota(n) if x is None else x for x, n in zip(indices, counts))
     traced = not all(map(is_known, [q_positions, kv_positions, batch, head, *arrays, *consts]))
 
-    def known(x, dtype):
-        if traced and not isinstance(x, np.ndarray | np.generic | int | float):
-            return x.astype(dtype)
-        return np.asarray(x).astype(dtype)
-
-    def bounds(x, dtype):  # of [B|1, H|1, T|1, S|1]
-        if not kind(dtype):
-            return None
-        lo, hi = block_ends(x, 2, block_q)
-        if lo is hi:
-            lo, hi = block_ends(x, 3, block_k)
-        else:
-            lo, hi = block_ends(lo, 3, block_k)[0], block_ends(hi, 3, block_k)[1]
-        if lo.shape == x.shape:  # blocks of one entry
-            return source(x, x, dtype)
-        if kind(dtype) == "f":
-            nan = block_ends(block_ends(xp_of(x).isnan(x), 2, block_q)[1], 3, block_k)[1]
-            lo = xp_of(nan, lo).where(nan, lo.dtype.type(-np.inf), lo)
-        return source(lo, hi, dtype)
-
-    def constant(var, x):
-        dtype, shape = var.aval.dtype, (1,) * GRID + var.aval.shape
-        if not kind(dtype):
-            return None
-        x = known(x, carrier(dtype)).reshape(shape)
-        return source(x, x, dtype)
-
-    batch = known(batch, _POSITION).reshape(-1, 1, 1, 1)
-    head = known(head, _POSITION).reshape(1, -1, 1, 1)
-    with np.errstate(all="ignore"):
+    batch = _known(batch, _POSITION, traced).reshape(-1, 1, 1, 1)
+    head = _known(head, _POSITION, traced).reshape(1, -1, 1, 1)
+    with np.errstate(all="ignore"):  # rules test for overflow by themselves
         ins: list[Interval | None] = [Interval(batch, batch), Interval(head, head)]
         for x, shape in ((q_positions, (-1, 1, t, 1)), (kv_positions, (-1, 1, 1, s))):
-            ins.append(bounds(known(x, _POSITION).reshape(shape), _POSITION))
+            x = _known(x, _POSITION, traced).reshape(shape)
+            ins.append(_block_bounds(x, _POSITION, block_q, block_k))
         for o, dtype in zip(operands, dtypes):
-            array = known(o.array, carrier(dtype)) if kind(dtype) else o.array
+            array = _known(o.array, carrier(dtype), traced) if kind(dtype) else o.array
             full = canonical(Operand(array, o.axes), batch_shape, heads, t, s)
-            ins.append(bounds(full, dtype))
-        constants = [constant(v, c) for v, c in zip(closed.jaxpr.constvars, consts)]
+            ins.append(_block_bounds(full, dtype, block_q, block_k))
+        constants = [_constant(v, c, traced) for v, c in zip(closed.jaxpr.constvars, consts)]
         (visible,) = _interpret(closed.jaxpr, constants, ins, traced)
     assert visible is not None  # it is a bool
+    out = _class_table(visible, heads, kv_heads, (-(-t // block_q), -(-s // block_k)))
+    return jnp.asarray(out) if traced else out
+
+
+def _scalar_jaxpr(mask, dtypes):
+    """The jaxpr of a mask for one pair, given the dtypes of its operands."""
+    scalars = [jax.ShapeDtypeStruct((), d) for d in (*[_POSITION] * 4, *dtypes)]
+    closed = jax.make_jaxpr(mask.visible)(*scalars)
+    if [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars] != [((), np.bool_)]:
+        got = [str(v.aval) for v in closed.jaxpr.outvars]
+        raise TypeError(f"a mask must return one bool scalar per pair, {mask!r} returns {got}.")
+    return closed
+
+
+def _known(x, dtype, traced: bool):
+    """An array of a dtype: NumPy's, but under a trace a JAX array stays one."""
+    if traced and not isinstance(x, np.ndarray | np.generic | int | float):
+        return x.astype(dtype)
+    return np.asarray(x).astype(dtype)
+
+
+def _block_bounds(x, dtype, block_q: int, block_k: int) -> Interval | None:
+    """The bounds over each block of an array `[B|1, H|1, T|1, S|1]`; None without rules."""
+    if not kind(dtype):
+        return None
+    lo, hi = block_ends(x, 2, block_q)
+    if lo is hi:
+        lo, hi = block_ends(x, 3, block_k)
+    else:
+        lo, hi = block_ends(lo, 3, block_k)[0], block_ends(hi, 3, block_k)[1]
+    if lo.shape == x.shape:  # each block has one entry, which is known exactly
+        return source(x, x, dtype)
+    if kind(dtype) == "f":
+        # A minimum may or may not skip NaN. An infinite bound says that the block may hold one.
+        nan = block_ends(block_ends(xp_of(x).isnan(x), 2, block_q)[1], 3, block_k)[1]
+        lo = xp_of(nan, lo).where(nan, lo.dtype.type(-np.inf), lo)
+    return source(lo, hi, dtype)
+
+
+def _constant(var, x, traced: bool) -> Interval | None:
+    """An array that the mask function closes over, which is the same for all pairs."""
+    dtype, shape = var.aval.dtype, (1,) * GRID + var.aval.shape
+    if not kind(dtype):
+        return None
+    x = _known(x, carrier(dtype), traced).reshape(shape)
+    return source(x, x, dtype)
+
+
+def _class_table(visible: Interval, heads: int, kv_heads: int, shape: tuple[int, int]):
+    """Classes from bounds: `every + some` is 0 where no pair is visible, 2 where all are, else 1.
+
+    The query heads that share a key head share a block. Every pair of it is visible if it is for
+    all of these heads, and some pair is visible if it is for any of them.
+    """
     every, some = visible
     if every.shape[1] > 1:
         split = (every.shape[0], kv_heads, heads // kv_heads, *every.shape[2:])
         every = every.reshape(split).all(axis=2)
         some = some.reshape(some.shape[0], *split[1:3], *some.shape[2:]).any(axis=2)
     xp = xp_of(every, some)
-    shape = (-(-t // block_q), -(-s // block_k))
     every, some = (
         xp.broadcast_to(x, (*x.shape[:2], *shape)).astype(np.int8) for x in (every, some)
     )
-    out = every + some
-    return jnp.asarray(out) if traced else out
+    return every + some
 
 
 def _parts(jaxpr) -> tuple[Any, Sequence]:
-    """An open jaxpr and its constants."""
+    """The open jaxpr and the constants of a jaxpr, which may be open or closed."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def _interpret(jaxpr, consts, args, traced: bool) -> list[Interval | None]:
+    """The intervals of a jaxpr's results, from those of its arguments."""
     return interpret(jaxpr, consts, args, ft.partial(_evaluate, traced=traced), _literal)
 
 
 def _literal(v: Literal) -> Interval | None:
+    """The interval of a constant that a jaxpr holds in place of a variable."""
     aval: Any = v.aval
     if not kind(aval.dtype):
         return None
@@ -165,6 +206,7 @@ def _literal(v: Literal) -> Interval | None:
 
 
 def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:
+    """The intervals of an equation's results: by its own jaxpr, by a rule, or unknown."""
     prim = eqn.primitive
     if prim in _INLINE:
         name = eqn.params.get("name")
@@ -181,7 +223,7 @@ def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:
     shapes = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
     if only_varies(eqn):
         return ins
-    open_sizes = any(not isinstance(n, int) for s in shapes for n in s)  # in `jax.export`
+    open_sizes = any(not isinstance(n, int) for s in shapes for n in s)  # of `jax.export`
     if None in ins or open_sizes or any(0 in s for s in shapes):
         return unknown(eqn)
     if prim in ARRAY_RULES:
@@ -194,6 +236,7 @@ def _evaluate(eqn, ins, traced: bool) -> list[Interval | None]:
 
 
 def _elementwise(eqn, ins, traced: bool) -> Interval | None:
+    """The interval of an elementwise result, by the sharpest rule that applies."""
     prim, aval = eqn.primitive, eqn.outvars[0].aval
     ins = [expand(i, aval.ndim) for i in ins]
     shape = jax.lax.broadcast_shapes(*(i.lo.shape for i in ins))
@@ -206,6 +249,7 @@ def _elementwise(eqn, ins, traced: bool) -> Interval | None:
         return select(dtype, *ins)
     if prim is P.clamp_p:
         return clamp(dtype, *ins)
+    # `x <= x` holds unless x is NaN; the rule of `<=` sees two intervals and cannot know.
     if prim in REFLEXIVE and eqn.invars[0] is eqn.invars[1]:
         holds = np.full((1,) * (GRID + aval.ndim), REFLEXIVE[prim])
         ok = finite(ins[0]) if kind(dtype) == "f" else True
@@ -217,6 +261,7 @@ def _elementwise(eqn, ins, traced: bool) -> Interval | None:
 
 
 def _cond(eqn, ins, traced: bool) -> list[Interval | None]:
+    """The hull of the results of those branches that may run."""
     outs = []
     for branch in eqn.params["branches"]:
         inner, consts = _parts(branch)
@@ -225,7 +270,7 @@ def _cond(eqn, ins, traced: bool) -> list[Interval | None]:
         outs.append(_interpret(inner, (), ins[1:], traced))
     joined = []
     for var, cases in zip(eqn.outvars, zip(*outs)):
-        full = top(var.aval)
+        full = top(var.aval)  # a case without an interval says nothing
         if full is not None and None not in cases:
             full = select(var.aval.dtype, expand(ins[0], var.aval.ndim), *cases)
         joined.append(full)
@@ -233,7 +278,11 @@ def _cond(eqn, ins, traced: bool) -> list[Interval | None]:
 
 
 def _division(eqn, ins, function, rule) -> Interval | None:
-    """`//` or `%`, if this jit holds what `jnp` defines them to be and not a namesake."""
+    """The interval of `//` or `%`, if this jit holds what `jnp` defines them to be.
+
+    Any function of a user's may have the name that JAX gives to these. So the definition is traced
+    anew, for the same types, and compared with what the equation holds.
+    """
     inner, (out,) = eqn.params["jaxpr"], eqn.outvars
     avals = [v.aval for v in _parts(inner)[0].invars]
     if len(avals) != 2 or kind(out.aval.dtype) != "i":
@@ -250,7 +299,11 @@ def _division(eqn, ins, function, rule) -> Interval | None:
 
 
 def _same(left, right) -> bool:
-    """Whether two jaxprs are the same computation."""
+    """Whether two jaxprs are the same computation, up to the names of their variables.
+
+    `twin` maps each variable of the left one to its partner on the right. Both are walked through
+    together: definitions add to the map, and uses must agree with it.
+    """
     if left is right:
         return True
     (a, a_consts), (b, b_consts) = _parts(left), _parts(right)

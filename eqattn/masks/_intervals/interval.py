@@ -1,4 +1,17 @@
-"""Bounds of a scalar over a grid of blocks, as numpy or jax arrays."""
+"""Intervals: bounds of a value over a grid of blocks, as NumPy or JAX arrays.
+
+All rules keep one invariant. For each grid cell, every value that the compiled mask may compute
+for a pair in that cell lies in `[lo, hi]`. The bounds of the inputs have it, and each rule turns
+bounds that have it into bounds that have it, so that the bounds of the result have it too.
+
+- Wider bounds are always sound. `guard` gives up, cell by cell, by widening to the whole range.
+- Integer bounds must hold in the arithmetic modulo 2^n that XLA computes in. A rule therefore gives
+  up wherever an exact result might not fit the dtype.
+- Float bounds are rounded outwards, see `rounded`. NaN compares with nothing and so is in no
+  interval of finite ends: finite bounds promise that there is none, infinite ones promise nothing.
+- Variables are bounded one by one, and what ties them together is lost: `x - x` over `[0, 3]` is
+  bounded by `[-3, 3]`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,13 +20,13 @@ import numpy as np
 from jax import lax
 
 
-GRID = 4  # batch, head, row block, key block
+GRID = 4  # the number of grid axes: batch, head, row block, key block
 _INTEGERS = {np.dtype(f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64)}
 _FLOATS = {np.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)}
 
 
 class Interval(NamedTuple):
-    """Every value lies in `[lo, hi]`; a bool's bounds are (all, any).
+    """Every value lies in `[lo, hi]`; a bool's bounds are (all, any), since False < True.
 
     Both are arrays of rank `4 + n`: the four grid axes (each of full size or 1), then the `n` axes
     of the value itself. `lo is hi` marks a point: a value known exactly at each grid cell. A float
@@ -25,14 +38,17 @@ class Interval(NamedTuple):
 
     @property
     def point(self) -> bool:
+        """Whether the value is known exactly at each grid cell."""
         return self.lo is self.hi
 
     def map(self, fn) -> "Interval":
+        """The bounds through `fn`, which never decreases or only rearranges entries."""
         lo = fn(self.lo)
         return Interval(lo, lo if self.point else fn(self.hi))
 
 
 def xp_of(*arrays) -> Any:
+    """The module to compute with: NumPy while all arrays are NumPy's, else `jax.numpy`."""
     return np if all(isinstance(a, np.ndarray) for a in arrays) else jnp
 
 
@@ -61,7 +77,7 @@ def limits(dtype) -> tuple[Any, Any]:
 
 
 def top(aval) -> Interval | None:
-    """Nothing is known: the dtype's whole range, or None for a dtype without rules."""
+    """The interval of which nothing is known: the dtype's whole range, or None without rules."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None or not kind(dtype):
         return None
@@ -72,7 +88,9 @@ def source(lo, hi, dtype) -> Interval:
     """Bounds of stored data (a point when `lo is hi`), already in the bounds' dtype."""
     if kind(dtype) != "f":
         return Interval(lo, hi)
-    # A subnormal may or may not be flushed to zero, so it is known only up to the smallest normal.
+    # A subnormal may or may not be flushed to zero, so that any value between 0 and the smallest
+    # normal of its sign may stand for it. The bits tell it from 0: compared as a float, it would
+    # equal 0 wherever the device that compares flushes it. The shift drops the sign bit.
     xp, c = xp_of(lo, hi), carrier(dtype)
     tiny = c.type(jnp.finfo(dtype).smallest_normal)
     bits = np.dtype(f"uint{8 * c.itemsize}")
@@ -88,7 +106,7 @@ def source(lo, hi, dtype) -> Interval:
 
 
 def guard(ok, lo, hi, dtype) -> Interval:
-    """The bounds where `ok`, else the whole range."""
+    """The bounds in the cells where `ok`, and the dtype's whole range elsewhere."""
     if isinstance(ok, np.ndarray) and ok.all():
         return Interval(lo, hi)
     xp, (least, most) = xp_of(ok, lo, hi), limits(dtype)
@@ -96,6 +114,7 @@ def guard(ok, lo, hi, dtype) -> Interval:
 
 
 def finite(*ins: Interval) -> Any:
+    """Where all bounds are finite, and so no value can be NaN or infinite."""
     ok = np.ones((1,) * ins[0].lo.ndim, np.bool_)
     for a in (b for i in ins for b in i):
         ok = ok & xp_of(a).isfinite(a)
@@ -103,7 +122,28 @@ def finite(*ins: Interval) -> Any:
 
 
 def rounded(ins, lo, hi, dtype, exact_up_to: float = -1.0) -> Interval:
-    """Float bounds of a result that may be rounded, fused, or flushed to zero by the compiler."""
+    """Float bounds of a result that may be rounded, fused, or flushed to zero by the compiler.
+
+    `lo` and `hi` are computed bounds of the exact result. They move outwards by `4 eps |x| + 2
+    tiny`, where `eps` is the distance from 1 to the next number and `tiny` the smallest normal.
+    This covers
+
+    - the device's rounding, at most `eps / 2` relative, or about `eps` where it divides by
+      multiplying with a rounded reciprocal;
+    - the rounding of the computed bound, `eps / 2`, and of moving it, `eps` at most;
+    - flushing to zero, less than `tiny` on the device and again here, under a trace.
+
+    A fused multiply-add skips the rounding of its product. It stays inside since the product's
+    interval, widened on both sides, also holds the exact product. The same holds for narrow floats
+    that XLA keeps in float32 between two operations.
+
+    **Arguments:**
+
+    - `ins`: the operands; the result may be NaN or infinite where a bound of theirs is not finite.
+    - `lo`, `hi`: the bounds before rounding, in the carrier of `dtype`.
+    - `dtype`: the dtype of the result.
+    - `exact_up_to`: results of at most this magnitude are exact, and not widened.
+    """
     c, info, xp = carrier(dtype), jnp.finfo(dtype), xp_of(lo, hi)
     eps, tiny, most = (c.type(float(v)) for v in (info.eps, info.smallest_normal, info.max))
     low = lo - (abs(lo) * (eps * c.type(4)) + tiny * c.type(2))
@@ -111,7 +151,7 @@ def rounded(ins, lo, hi, dtype, exact_up_to: float = -1.0) -> Interval:
     if exact_up_to >= 0:
         low = xp.where(abs(lo) <= c.type(exact_up_to), lo, low)
         high = xp.where(abs(hi) <= c.type(exact_up_to), hi, high)
-    ok = (low >= -most) & (high <= most)
+    ok = (low >= -most) & (high <= most)  # beyond it, the device may have overflowed
     if kind(ins[0].lo.dtype) == "f":
         ok = ok & finite(*ins)
     return guard(ok, low, high, dtype)

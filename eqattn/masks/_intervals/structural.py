@@ -1,4 +1,9 @@
-"""Interval rules of selections, casts, shapes and lookups."""
+"""Interval rules of selections, casts, shapes and lookups.
+
+The invariant that each rule keeps is in `interval.py`. Rules of shapes move both bounds as the
+primitive moves the value. A lookup at an index that is only bounded takes the extremes of the table
+over the range of the index.
+"""
 
 import math
 
@@ -11,8 +16,17 @@ from ..._misc import at_most
 from .interval import carrier, finite, GRID, guard, Interval, kind, limits, rounded, top, xp_of
 
 
-_MAX_ELEMENTS = 2**20  # of a non-scalar intermediate; beyond it the value counts as unknown
-_MAX_ENTRIES = 2048  # of a table that is searched over index ranges; longer ones are grouped
+# An intermediate of a mask function that is not a scalar may have so many entries over the whole
+# grid; a larger one is unknown. Of int32, its two bounds then take 8 MiB. Chosen by trial: a larger
+# limit costs memory and time at each trace, a smaller one makes blocks partial, which
+# `AbstractMask.sparsity` shows.
+_MAX_ELEMENTS = 2**20
+
+# A table that is searched over ranges of indices may have so many entries; in a longer one, groups
+# of entries stand for their bounds. Of int32, the 12 levels of `_over_range` then take 192 KiB for
+# both bounds of a table. Chosen by trial: `AbstractMask.sparsity` shows what grouping costs, which
+# is that ranges are rounded outwards to whole groups.
+_MAX_ENTRIES = 2048
 
 
 def expand(i: Interval, ndim: int) -> Interval:
@@ -22,6 +36,7 @@ def expand(i: Interval, ndim: int) -> Interval:
 
 
 def too_large(shape, *ins: Interval) -> bool:
+    """Whether a result is larger than both the limit and all that it is computed from."""
     known = [i.lo.size for i in ins if isinstance(i.lo.size, int)]
     return not at_most(math.prod(shape), max(_MAX_ELEMENTS, *known))
 
@@ -29,6 +44,7 @@ def too_large(shape, *ins: Interval) -> bool:
 def select(dtype, which: Interval, *cases: Interval) -> Interval:
     """The hull of the cases that `which` (bool or int) may choose."""
     if which.lo.dtype == np.bool_:
+        # `which.lo` says that the second is certainly chosen, `not which.hi` that the first is.
         f, t = cases
         xp = xp_of(*which, *f, *t)
         if which.point and f.point and t.point and kind(dtype) != "f":
@@ -37,6 +53,8 @@ def select(dtype, which: Interval, *cases: Interval) -> Interval:
         lo = xp.where(which.hi, xp.where(which.lo, t.lo, xp.minimum(f.lo, t.lo)), f.lo)
         hi = xp.where(which.hi, xp.where(which.lo, t.hi, xp.maximum(f.hi, t.hi)), f.hi)
         return Interval(lo, hi)
+    # An empty hull, which grows by each case that is possible. An index that may be out of bounds
+    # makes the result unknown.
     least, most = limits(dtype)
     lo, hi = most, least
     number = which.lo.dtype.type
@@ -49,7 +67,11 @@ def select(dtype, which: Interval, *cases: Interval) -> Interval:
 
 
 def convert(old, new, a: Interval) -> Interval | None:
-    """A cast. Integers wrap, and a float that may not fit an integer type is unknown."""
+    """The cast of an interval to another dtype.
+
+    Where no value wraps around or overflows, casts never decrease, so that the bounds are cast.
+    Elsewhere the result is unknown, but for integers known exactly: NumPy wraps them as XLA does.
+    """
     if not kind(new):
         return None
     if old == new:
@@ -58,18 +80,20 @@ def convert(old, new, a: Interval) -> Interval | None:
     cast = a.map(lambda x: x.astype(c))
     if from_ == "b" or (from_ + to == "ii" and a.point):
         return cast
-    if to == "b":
+    if to == "b":  # whether it is not 0: certainly where 0 lies outside, possibly unless it is all
         zero = carrier(old).type(0)
         lo, hi = (a.lo > zero) | (a.hi < zero), ~((a.lo == zero) & (a.hi == zero))
         return guard(finite(a), lo, hi, new) if from_ == "f" else Interval(lo, hi)
     if to == "f":
         nmant = jnp.finfo(new).nmant
-        if from_ == "i":
+        if from_ == "i":  # a float with n stored bits of mantissa holds integers up to 2^(n + 1)
             return rounded((a,), *cast, new, exact_up_to=2.0 ** (nmant + 1))
         lossless = nmant >= jnp.finfo(old).nmant and jnp.finfo(new).nexp >= jnp.finfo(old).nexp
         return cast if lossless else rounded((a,), *cast, new)
     least, most, t = np.iinfo(c).min, np.iinfo(c).max, carrier(old).type
     if from_ == "f":
+        # The greatest integer may round up to a float that does not fit: float32(2^31 - 1) is 2^31.
+        # A margin of 2^-20 is more than the 2^-24 of that rounding.
         inside = 1 - 2**-20
         ok = finite(a) & (a.lo >= t(least * inside)) & (a.hi <= t(most * inside))
     else:
@@ -78,7 +102,8 @@ def convert(old, new, a: Interval) -> Interval | None:
     return guard(ok, cast.lo, cast.hi, new)
 
 
-# Shapes. `shape` is that of the whole value; an axis that does not vary may be stored as 1.
+# Shapes. `shape` is the shape of the whole value. An axis along which the bounds do not vary may be
+# stored with size 1, so that rules which mix axes broadcast first, by `_full`.
 
 
 def _full(a: Interval, shape) -> Interval:
@@ -141,6 +166,8 @@ def _iota(eqn):
 
 
 def _reduce(name):
+    """The rule of a maximum or minimum, `any` or `all`, which never decrease in any entry."""
+
     def rule(eqn, a):
         k = kind(eqn.invars[0].aval.dtype)
         if k == "f" or (k == "i" and name in ("any", "all")):
@@ -151,7 +178,8 @@ def _reduce(name):
     return rule
 
 
-# Lookups
+# Lookups: an index known exactly reads the bounds that are stored there. One that is bounded by a
+# range needs the extremes of the table over that range.
 
 
 def block_ends(x, axis: int, size: int) -> tuple:
@@ -181,7 +209,7 @@ def block_ends(x, axis: int, size: int) -> tuple:
 def _ends(x, axis) -> tuple:
     if isinstance(x, np.ndarray):
         return x.min(axis), x.max(axis)
-    # One reduction of both: XLA then fuses what computes `x` into it instead of storing it.
+    # Both ends are one reduction: XLA then fuses what computes `x` into it instead of storing it.
     least, most = limits(x.dtype)
     return lax.reduce(
         (x, x), (most, least), lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1])), (axis,)
@@ -198,18 +226,27 @@ def _over_range(least, most, lo, hi, axis: int) -> Interval:
     """The least of `least[i]` and the greatest of `most[i]` for `lo <= i <= hi`.
 
     A range is the union of two windows of the largest power of two that fits in it; the bounds of
-    every such window are tabulated.
+    every such window are tabulated. That the two overlap does no harm to a minimum. For `least`:
+
+        index            0  1  2  3  4
+        level 0, size 1  5  3  8  6  9
+        level 1, size 2  3  3  6  6  .   the entry at i is the least of i and i + 1
+        level 2, size 4  3  3  .  .  .   the entry at i is the least of i, ..., i + 3
+
+    The range from 2 to 4 has 3 entries, so that its level is floor(log2 3) = 1. The windows are
+    those at 2 and at 4 - 2 + 1 = 3, and the least is min(6, 6) = 6. `n` entries have
+    floor(log2 n) + 1 levels, each from the one before: `size` entries later is the other half.
     """
     n, xp = least.shape[axis], xp_of(least, most)
     sizes = [np.int32(2**i) for i in range(n.bit_length())]
     width = hi - lo + np.int32(1)
     if isinstance(width, np.ndarray):
-        level = np.frexp(width)[1] - np.int32(1)
+        level = np.frexp(width)[1] - np.int32(1)  # floor(log2), as width = m * 2^e, 1/2 <= m < 1
     else:
         level = np.int32(31) - lax.clz(width)
 
     def double(ends, size):
-        def later(x):  # what wraps around is never looked up
+        def later(x):  # windows that would reach beyond the end wrap around, and are never read
             twice = xp.concatenate([x, x], axis)
             if xp is np:
                 return twice[(*(slice(None),) * axis, slice(size, size + n))]
@@ -224,8 +261,9 @@ def _over_range(least, most, lo, hi, axis: int) -> Interval:
         for size in sizes[:-1]:
             tables.append(double(tables[-1], size))
         tables = tuple(np.stack(x) for x in zip(*tables))
-    else:  # a loop, since XLA takes seconds to compile the unrolled one
+    else:  # this is a scan, since XLA takes seconds to compile the unrolled loop
         _, tables = lax.scan(lambda x, size: (double(x, size), x), ends, np.array(sizes))
+    # Levels are laid end to end: the window at i of a level is entry `level * n + i`.
     first = level * np.int32(n) + lo
     second = level * np.int32(n) + hi - (np.int32(1) << level) + np.int32(1)
     out = []
@@ -246,14 +284,26 @@ def _lookup(table: Interval, axis: int, index: Interval) -> Interval:
     least, most = block_ends(table.lo, axis, group)
     if not table.point:
         most = block_ends(table.hi, axis, group)[1]
+    # Whole groups contain the range of indices, so that their extremes bound its own.
     lo, hi = index.lo // np.int32(group), index.hi // np.int32(group)
     return _over_range(least, most, lo, hi, axis)
 
 
 def _pick(table: Interval, shape, starts: dict[int, Interval], sizes, checked: bool):
-    """The slice of `sizes` at `starts` (axes of full size or one entry); None if not covered.
+    """The slice of `sizes` at `starts`, one lookup for each axis of which one entry is taken.
 
-    Indices are clamped as XLA does; if `checked`, an index out of bounds makes the result unknown.
+    Starts are clamped to `[0, n - size]`, as XLA clamps them. Clamping never decreases, so that
+    clamped bounds bound the clamped index.
+
+    **Arguments:**
+
+    - `table`, `shape`: the array that is sliced, and its shape.
+    - `starts`: the first index on each axis, 0 for an axis that is left out.
+    - `sizes`: the size of the slice on each axis: 1, or the full size.
+    - `checked`: whether an index that may be out of bounds makes the result unknown, as where XLA
+        fills in a value or promises nothing.
+
+    **Returns:** the interval of the slice; None for other sizes and where it would be too large.
     """
     if 0 in shape or any(z not in (1, n) for z, n in zip(sizes, shape)):
         return None
@@ -286,6 +336,8 @@ def _dynamic_slice(eqn, table, *starts):
 
 
 def _gather(eqn, table, indices):
+    # Only a gather with a single vector of start indices, as `table[i, j]` of scalars makes it, is
+    # a slice; any other is unknown.
     p, out = eqn.params, eqn.outvars[0].aval
     dims, sizes = p["dimension_numbers"], p["slice_sizes"]
     width = len(dims.start_index_map)
@@ -298,7 +350,9 @@ def _gather(eqn, table, indices):
     return None if v is None else _to_shape(_full(v, sizes), out.shape)
 
 
-ARRAY_RULES = {  # (eqn, *intervals) -> interval, None if unknown
+# Rules of primitives whose result depends on parameters of the equation:
+# `(eqn, *intervals) -> interval`, or None if it is unknown.
+ARRAY_RULES = {
     P.broadcast_in_dim_p: _broadcast_in_dim,
     P.reshape_p: _reshape,
     P.squeeze_p: _flatten,
@@ -320,4 +374,5 @@ ARRAY_RULES = {  # (eqn, *intervals) -> interval, None if unknown
 
 
 def unknown(eqn) -> list[Interval | None]:
+    """The results of an equation of which nothing is known."""
     return [top(v.aval) for v in eqn.outvars]
