@@ -148,7 +148,7 @@ class _Decode:
 
         @pl.when(~finite)
         def _():
-            """A value that is not finite makes the rows NaN that see it, and no others: the contract
+            """A value that is not finite makes only those rows NaN that see it: the contract
             of `_sweep/nonfinite.py`.
             """
             wide = v.rows.astype(jnp.float32)
