@@ -1,9 +1,9 @@
 """Sums over the live pairs of a grid by one Pallas kernel: the backward of attention.
 
-The pairs lie in a list that is sorted by the axis that the results keep, so that their
-accumulators stay in vector memory from the first pair to the last. Results of all rows may stay
-there meanwhile, if they fit: so one visit gives the gradients of queries, keys and values. Blocks
-that are empty are not on the list: they cost nothing.
+The list of pairs is sorted by the axis that the results keep. So their accumulators stay in vector
+memory from the first pair of a row or column to its last. Results of all rows may stay there
+meanwhile, if they fit: one visit then gives the gradients of queries, keys and values. Blocks that
+are empty are not on the list, so they cost nothing.
 
 `visit_sum` plans a kernel, a `_Sum`, whose `kernel` is one step on references to vector memory.
 """

@@ -1,8 +1,8 @@
 """The grid of a kernel, and where the blocks of its operands lie at each step.
 
 A kernel's grid has one axis for the list of pairs (`_work_list.py`) and one for each batch axis
-that does not share the list. A step reads its pair from scalar memory, and the index maps of the
-`BlockSpec`s read the same word, so that the right blocks are on their way before the step begins.
+that does not share the list. A step reads its pair from scalar memory. The index maps of the
+`BlockSpec`s read the same words, so that blocks are on their way before their step begins.
 """
 
 import dataclasses

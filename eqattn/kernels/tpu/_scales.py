@@ -21,8 +21,8 @@ def with_matrices(
 ) -> tuple[dict, Sequence]:
     """The steps and the arguments of a fold, with rows given as the matrices that they become.
 
-    An argument is changed if every use of it, in the logits and in the values of every class, is a
-    reshape of the row to one and the same matrix.
+    An argument is changed if every use of it is a reshape of the row to one and the same matrix, in
+    the block functions of all classes.
     """
     n = len(next(iter(steps.values())).logits.in_avals)
     programs = {c: [flat_jaxpr(s.logits), flat_jaxpr(s.values)] for c, s in steps.items()}

@@ -47,8 +47,8 @@ def work_list(
 ) -> Any:
     """The list of the pairs to visit.
 
-    On it are the live pairs, and one pair of class `EMPTY` for each kept row or column without a
-    live one, so that its result is written, too.
+    On it are the live pairs. A kept row or column without one has a pair of class `EMPTY`, so that
+    its result is written, too.
 
     **Arguments:**
 
