@@ -23,7 +23,7 @@ def _loop(lo, hi, body, state):
     return lax.fori_loop(jnp.int32(lo), jnp.int32(hi), body, state)
 
 
-def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
+def itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     """Per row: its columns sorted by class, and where each class ends."""
     here = lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1)
     _, order = lax.sort((-table, here), num_keys=1)
@@ -110,7 +110,7 @@ def traverse(
             least, most = table.min(lead), table.max(lead)
             table = jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
             table_axes = (ROW, COL)
-        order, ends = _itinerary(table, classes)
+        order, ends = itinerary(table, classes)
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
     def row(at: dict, accs: list) -> list:

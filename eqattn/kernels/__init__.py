@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from .._sweep.lowering import Lowering
 
 
-BACKENDS: tuple[str, ...] = ("tpu",)
-"""The backends (values of `eqattn.Backend`) for which there are kernels."""
+BACKENDS: tuple[str, ...] = ("tpu", "gpu", "cuda")
+"""The backends (values of `eqattn.Backend`) for which there are kernels. `"gpu"` has those of
+`"cuda"`: there are none for `"rocm"`.
+"""
 
 
-def lowering_for(backend: str, asked: str) -> "Lowering":
-    """The kernels for a backend.
+def lowering_for(backend: str, asked: str) -> "Lowering | None":
+    """The kernels for a backend, or None where only who asks for them shall have them.
 
     **Arguments:**
 
@@ -24,6 +26,12 @@ def lowering_for(backend: str, asked: str) -> "Lowering":
     - `asked`: as for `Lowering`.
     """
     assert backend in BACKENDS, backend
-    from .tpu import TPULowering
+    if backend == "tpu":
+        from .tpu import TPULowering
 
-    return TPULowering(asked)
+        return TPULowering(asked)
+    if asked == "auto":  # until the kernels have been measured on a GPU
+        return None
+    from .gpu import GPULowering
+
+    return GPULowering(asked)

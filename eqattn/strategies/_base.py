@@ -52,7 +52,8 @@ class AttentionImpl(eqx.Module):
     !!! info "For authors"
 
         - `pallas_lowerings`: class attribute, the backends (`"tpu"`, `"gpu"`, `"cuda"`, `"rocm"`)
-            for which `forward_*` has a Pallas kernel; `"gpu"` stands for both kinds.
+            for which `forward_*` has a Pallas kernel; `"gpu"` stands for both kinds, unless one of
+            them is named too.
         - `features`: class attribute, the names that `supports` knows.
         - `unsupported`: a hook that says what this strategy cannot do.
     """
@@ -200,9 +201,10 @@ class AttentionImpl(eqx.Module):
         if platform is Platform.XLA:
             return "forward_native", ""
         if platform is Platform.INTERPRET and "tpu" in self.pallas_lowerings:
-            return "forward_tpu", ""
+            return f"forward_{self._interpreted_device(backend)}", ""
         device = self.current_backend() if backend is Backend.ANY else backend.value
-        family = "gpu" if device in ("cuda", "rocm") else device
+        told_apart = {"cuda", "rocm"} & set(self.pallas_lowerings)
+        family = "gpu" if device in ("cuda", "rocm") and not told_apart else device
         asked = platform in (Platform.PALLAS, Platform.INTERPRET)
         if asked and not {device, family} & set(self.pallas_lowerings):
             reason = (
@@ -213,6 +215,11 @@ class AttentionImpl(eqx.Module):
                 reason += f" There is one for backend {' and '.join(self.pallas_lowerings)}."
             return "", reason
         return f"forward_{device}", ""
+
+    def _interpreted_device(self, backend: Backend) -> str:
+        """The device whose kernels are interpreted: that of the backend if there are any."""
+        found = backend.value in self.pallas_lowerings
+        return backend.value if found else self.pallas_lowerings[0]
 
     def _name(self) -> str:
         name = self.get_impl_name()

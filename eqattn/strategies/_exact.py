@@ -70,7 +70,7 @@ class AbstractFoldStrategy(AttentionImpl):
         if not reason and any(isinstance(score, ScoreFn) for score in problem.scores):
             reason = _SCORE_FN
         if reason and kernels.required:
-            raise ValueError(self._without_kernel(reason))
+            raise ValueError(self._without_kernel(kernels, reason))
         return XLA if reason else kernels
 
     def _kernels(self) -> Lowering | None:
@@ -78,18 +78,17 @@ class AbstractFoldStrategy(AttentionImpl):
         platform, device = self.metadata.platform, self.metadata.backend.value
         if platform is Platform.XLA or not self.pallas_lowerings:
             return None
-        if device == Backend.ANY.value:
-            interpreted = platform is Platform.INTERPRET
-            device = self.pallas_lowerings[0] if interpreted else self.current_backend()
-        elif platform is Platform.INTERPRET and device not in self.pallas_lowerings:
-            device = self.pallas_lowerings[0]
+        if platform is Platform.INTERPRET:
+            device = self._interpreted_device(self.metadata.backend)
+        elif device == Backend.ANY.value:
+            device = self.current_backend()
         return lowering_for(device, platform.value) if device in self.pallas_lowerings else None
 
-    def _without_kernel(self, reason: str) -> str:
+    def _without_kernel(self, kernels: Lowering, reason: str) -> str:
         return (
             f"platform={self.metadata.platform.value!r}: there is no kernel of "
-            f"{type(self).__name__} for this call on a TPU ({reason}); use platform='auto' or "
-            "'xla'."
+            f"{type(self).__name__} for this call on {kernels.device} ({reason}); use "
+            "platform='auto' or 'xla'."
         )
 
     def manual(
@@ -140,10 +139,10 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None or not kernels.required:
             return ""
         if any(isinstance(score, ScoreFn) for score in scores):
-            return self._without_kernel(_SCORE_FN)
+            return self._without_kernel(kernels, _SCORE_FN)
         if self.metadata.platform is Platform.PALLAS:
             if reason := operation_without_kernel(kernels, mask, scores):
-                return self._without_kernel(reason)
+                return self._without_kernel(kernels, reason)
         return ""
 
     def _without_weights(self) -> str:
