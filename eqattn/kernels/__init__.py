@@ -35,3 +35,10 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
     from .gpu import GPULowering
 
     return GPULowering(asked)
+
+
+def interpreted_backend(backend: str, available: tuple[str, ...]) -> str:
+    """Whose kernels `platform="interpret"` interprets: those of the backend, or the first ones that
+    are `available` if it has none of them.
+    """
+    return str(backend) if backend in available else available[0]

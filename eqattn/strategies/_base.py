@@ -19,6 +19,7 @@ from .._misc import as_array, as_flag, as_size, REACH
 from .._output import AttentionOutput
 from .._problem.problem import named_mask
 from .._problem.storage import AbstractStored
+from ..kernels import interpreted_backend
 from ._support import Support
 
 
@@ -201,7 +202,7 @@ class AttentionImpl(eqx.Module):
         if platform is Platform.XLA:
             return "forward_native", ""
         if platform is Platform.INTERPRET and "tpu" in self.pallas_lowerings:
-            return f"forward_{self._interpreted_device(backend)}", ""
+            return f"forward_{interpreted_backend(backend, self.pallas_lowerings)}", ""
         device = self.current_backend() if backend is Backend.ANY else backend.value
         told_apart = {"cuda", "rocm"} & set(self.pallas_lowerings)
         family = "gpu" if device in ("cuda", "rocm") and not told_apart else device
@@ -215,11 +216,6 @@ class AttentionImpl(eqx.Module):
                 reason += f" There is one for backend {' and '.join(self.pallas_lowerings)}."
             return "", reason
         return f"forward_{device}", ""
-
-    def _interpreted_device(self, backend: Backend) -> str:
-        """The device whose kernels are interpreted: that of the backend if there are any."""
-        found = backend.value in self.pallas_lowerings
-        return backend.value if found else self.pallas_lowerings[0]
 
     def _name(self) -> str:
         name = self.get_impl_name()

@@ -24,7 +24,7 @@ from .._problem.mesh import ManualAxes, with_kernel
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem, problem
 from .._problem.storage import AbstractStored, as_stored
 from .._sweep.lowering import Lowering, XLA
-from ..kernels import lowering_for
+from ..kernels import interpreted_backend, lowering_for
 from ..masks._base import AbstractMask, visible
 from ..masks._causal import Causal
 from ..masks._distance import check_distances
@@ -79,7 +79,7 @@ class AbstractFoldStrategy(AttentionImpl):
         if platform is Platform.XLA or not self.pallas_lowerings:
             return None
         if platform is Platform.INTERPRET:
-            device = self._interpreted_device(self.metadata.backend)
+            device = interpreted_backend(device, self.pallas_lowerings)
         elif device == Backend.ANY.value:
             device = self.current_backend()
         return lowering_for(device, platform.value) if device in self.pallas_lowerings else None

@@ -177,6 +177,25 @@ def test_in_every_hop_of_a_ring(check_vma):
     assert kernels(own, *arrays()) >= 2
 
 
+@newest
+def test_the_carry_of_earlier_hops_goes_on():
+    q, k, v = arrays()
+    mesh = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    place = jax.sharding.PartitionSpec(None, "sp")
+    ring = Ring(metadata(platform="interpret", backend="cuda"), axis_name="sp")
+    own = jax.shard_map(
+        ft.partial(call, strategy=ring),
+        mesh=mesh,
+        in_specs=place,
+        out_specs=place,
+        check_vma=False,
+    )
+    got = jax.jit(own)(q, k, v).astype(jnp.float32)
+    wide = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    problem = oracle.Problem(*wide, scale=16**-0.5, mask=om.causal(40, 48, 0, 0))
+    np.testing.assert_allclose(got, oracle.forward(problem).out, rtol=0, atol=2e-2)
+
+
 PLAIN = covering(2)[0] | dict.fromkeys(
     ("bias", "score", "sinks", "cap", "scale", "offset", "mask"), "none"
 )
@@ -241,8 +260,9 @@ def test_warpgroups_do_not_race(value, monkeypatch):
 
     from eqattn.kernels.gpu import _mosaic
 
-    params = ft.partial(_mosaic.plgpu.InterpretGPUParams, detect_races=True)
-    monkeypatch.setattr(_mosaic.plgpu, "InterpretGPUParams", params)
+    mosaic: Any = _mosaic.plgpu
+    params = ft.partial(mosaic.InterpretGPUParams, detect_races=True)
+    monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
     q, k, v = (
         jax.random.normal(jax.random.key(i), (1, 500, 1, 16), jnp.bfloat16) for i in range(3)
     )

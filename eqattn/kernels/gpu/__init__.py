@@ -5,6 +5,7 @@ import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ..._jax import partitioned_automatically
@@ -15,6 +16,9 @@ from ._program import unsupported
 
 ROWS = 128
 """Of a block: what two warpgroups multiply at once."""
+
+OLDEST_JAX = (0, 12)
+"""Whose Mosaic GPU the kernel is written for: it changes from version to version."""
 
 LARGEST_DIM = 256
 """Of a query, key or value: more would not fit into registers."""
@@ -53,10 +57,9 @@ class GPULowering(Lowering):
 
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence) -> str:
         """Why no kernel can run a visit of the grid; empty if one can."""
-        from . import _mosaic as mosaic
-
-        if reason := mosaic.version_reason():
-            return reason
+        if jax.__version_info__ < OLDEST_JAX:
+            oldest = ".".join(map(str, OLDEST_JAX))
+            return f"it is written for jax {oldest} and newer, and this is {jax.__version__}"
         if partitioned_automatically(ctx):
             return (
                 "the compiler cannot split it over the devices of a mesh; call under jax.set_mesh "

@@ -130,10 +130,3 @@ def alone(fn: Any) -> Any:
         return jax.pure_callback(host, jax.eval_shape(fn, *xs), *xs)
 
     return run
-
-
-def version_reason() -> str:
-    """Why this version of JAX cannot run the kernels; empty if it can."""
-    if jax.__version_info__ < (0, 12):
-        return f"it is written for jax 0.12 and newer, and this is {jax.__version__}"
-    return ""
