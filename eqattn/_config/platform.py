@@ -7,8 +7,9 @@ from .._misc import NOT_GIVEN, text_of
 
 
 class Platform(enum.StrEnum):
-    """Which code runs: the best there is (`AUTO`), plain XLA, a Pallas kernel, or (`INTERPRET`) the
-    Pallas kernel of TPUs interpreted on any device, slowly, to see what it computes.
+    """Which code runs: the best that is measured (`AUTO`), plain XLA, a Pallas kernel, or
+    (`INTERPRET`) the Pallas kernel of the backend, by default of TPUs, interpreted on any device,
+    slowly, to see what it computes.
     """
 
     AUTO = "auto"

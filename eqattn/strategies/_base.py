@@ -53,8 +53,7 @@ class AttentionImpl(eqx.Module):
     !!! info "For authors"
 
         - `pallas_lowerings`: class attribute, the backends (`"tpu"`, `"gpu"`, `"cuda"`, `"rocm"`)
-            for which `forward_*` has a Pallas kernel; `"gpu"` stands for both kinds, unless one of
-            them is named too.
+            with a Pallas kernel; `"gpu"` alone stands for both kinds.
         - `features`: class attribute, the names that `supports` knows.
         - `unsupported`: a hook that says what this strategy cannot do.
     """
