@@ -29,6 +29,9 @@ over full blocks and of that over partial ones (of the only one, if they share i
 compiler's warnings say that it serialised the products, and bytes of temporary arrays.
 """
 
+TILE_EXPONENTIALS = 32
+"""What a thread takes of the smallest tile, 64 rows of 64 keys in 128 threads."""
+
 _H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -208,7 +211,7 @@ def hot_loops(listing: str) -> list[list[str]]:
         if target and labels.get(target[1], end + 1) <= end:
             start = labels[target[1]]
             body = " ".join(instructions[start : end + 1])
-            if "HGMMA" in body and "MUFU.EX2" in body:
+            if "HGMMA" in body and body.count("MUFU.EX2") >= TILE_EXPONENTIALS:
                 spans.add((start, end))
     found: list[tuple[int, int]] = []
     for start, end in sorted(spans, key=lambda span: span[1] - span[0]):
