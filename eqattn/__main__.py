@@ -1,4 +1,4 @@
-"""`python -m eqattn info`, `python -m eqattn bench` and `python -m eqattn tpu-report`."""
+"""`python -m eqattn`: `info`, `bench`, `tpu-report` and `gpu-report`."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     **Returns:** the exit status. Bad arguments exit with status 2 and a message.
     """
-    from ._tools import info as _info
+    from ._tools import gpu_report, info as _info
     from ._tools.bench import cli
     from ._tools.tpu_report import cli as tpu_report
 
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (_info, "info", "what would run for a call of attention, and why not something else"),
         (cli, "bench", "time, memory and accuracy, side by side with other libraries"),
         (tpu_report, "tpu-report", "the schedules of the kernels for TPUs; needs libtpu, no TPU"),
+        (gpu_report, "gpu-report", "machine code of the GPU kernel; needs CUDA's compiler, no GPU"),
     ):
         command = commands.add_parser(
             name,

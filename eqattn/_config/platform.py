@@ -7,10 +7,10 @@ from .._misc import NOT_GIVEN, text_of
 
 
 class Platform(enum.StrEnum):
-    """Which code runs: the best there is (`AUTO`), plain XLA, or a Pallas kernel.
+    """Which code runs: the best that is measured (`AUTO`), plain XLA, or a Pallas kernel.
 
-    `INTERPRET` runs the Pallas kernel of TPUs on any device by interpreting it, which is slow and
-    shows what it computes.
+    `INTERPRET` runs the Pallas kernel of the backend, by default that of TPUs, on any device by
+    interpreting it, which is slow and shows what it computes.
     """
 
     AUTO = "auto"

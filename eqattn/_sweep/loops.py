@@ -25,7 +25,7 @@ def _loop(lo, hi, body, state):
     return lax.fori_loop(jnp.int32(lo), jnp.int32(hi), body, state)
 
 
-def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
+def itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     """The order in which each row visits its columns: those of the greatest class first.
 
     **Returns:** the sorted columns of each row, and per class how many columns are of that class or
@@ -130,7 +130,7 @@ def traverse(
             least, most = table.min(lead), table.max(lead)
             table = jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
             table_axes = (ROW, COL)
-        order, ends = _itinerary(table, classes)
+        order, ends = itinerary(table, classes)
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
     def row(at: dict, accs: list) -> list:

@@ -68,6 +68,9 @@ class Lowering(abc.ABC):
 
     asked: str = "auto"
 
+    device: ClassVar[str]
+    """What it runs on, in words."""
+
     cleans_values: ClassVar[bool]
     """Whether the visit itself replaces values that are not finite. Otherwise they are replaced
     before it, in a copy; see `nonfinite.py`.
@@ -158,6 +161,7 @@ def loops(vectorise: bool) -> dict[str, Any]:
 class XLALowering(Lowering):
     """Loops of ordinary JAX: any block function, any dtype, any device."""
 
+    device = "any device"
     cleans_values = False
     skips_corners = False
     splits_over_devices = True

@@ -332,4 +332,6 @@ class Spec:
             for code in (Platform.XLA, Platform.PALLAS):
                 able = strategy.supports(**self.features, platform=code, backend=backend)
                 lines.append((f"{backend.value} {code.value}", able.reason or "yes"))
+        if strategy.supports(platform="gpu"):
+            lines.append(("cuda auto", "as xla: the kernel has not been measured on a GPU"))
         return lines

@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from .._sweep.lowering import Lowering
 
 
-BACKENDS: tuple[str, ...] = ("tpu",)
-"""The backends (values of `eqattn.Backend`) for which there are kernels."""
+BACKENDS: tuple[str, ...] = ("tpu", "gpu", "cuda")
+"""The backends (values of `eqattn.Backend`) for which there are kernels. `"gpu"` has those of
+`"cuda"`: there are none for `"rocm"`.
+"""
 
 
-def lowering_for(backend: str, asked: str) -> "Lowering":
-    """The lowering that runs the kernels of a backend.
+def lowering_for(backend: str, asked: str) -> "Lowering | None":
+    """The lowering that runs the kernels of a backend; None where only those who ask for kernels
+    get them.
 
     **Arguments:**
 
@@ -25,6 +28,19 @@ def lowering_for(backend: str, asked: str) -> "Lowering":
     - `asked`: the platform that the caller named, as in `Lowering`.
     """
     assert backend in BACKENDS, backend
-    from .tpu import TPULowering
+    if backend == "tpu":
+        from .tpu import TPULowering
 
-    return TPULowering(asked)
+        return TPULowering(asked)
+    if asked == "auto":  # until the kernels have been measured on a GPU
+        return None
+    from .gpu import GPULowering
+
+    return GPULowering(asked)
+
+
+def interpreted_backend(backend: str, available: tuple[str, ...]) -> str:
+    """Whose kernels `platform="interpret"` interprets: those of the backend, or the first ones that
+    are `available` if it has none of them.
+    """
+    return str(backend) if backend in available else available[0]

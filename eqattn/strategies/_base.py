@@ -19,6 +19,7 @@ from .._misc import as_array, as_flag, as_size, REACH
 from .._output import AttentionOutput
 from .._problem.problem import named_mask
 from .._problem.storage import AbstractStored
+from ..kernels import interpreted_backend
 from ._support import Support
 
 
@@ -52,7 +53,7 @@ class AttentionImpl(eqx.Module):
     !!! info "For authors"
 
         - `pallas_lowerings`: a class attribute with the backends (`"tpu"`, `"gpu"`, `"cuda"`,
-            `"rocm"`) for which `forward_*` has a Pallas kernel; `"gpu"` stands for both kinds.
+            `"rocm"`) that have a Pallas kernel; `"gpu"` alone stands for both kinds.
         - `features`: a class attribute with the names that `supports` knows.
         - `unsupported`: a hook that says what this strategy cannot do.
     """
@@ -200,9 +201,10 @@ class AttentionImpl(eqx.Module):
         if platform is Platform.XLA:
             return "forward_native", ""
         if platform is Platform.INTERPRET and "tpu" in self.pallas_lowerings:
-            return "forward_tpu", ""
+            return f"forward_{interpreted_backend(backend, self.pallas_lowerings)}", ""
         device = self.current_backend() if backend is Backend.ANY else backend.value
-        family = "gpu" if device in ("cuda", "rocm") else device
+        told_apart = {"cuda", "rocm"} & set(self.pallas_lowerings)
+        family = "gpu" if device in ("cuda", "rocm") and not told_apart else device
         asked = platform in (Platform.PALLAS, Platform.INTERPRET)
         if asked and not {device, family} & set(self.pallas_lowerings):
             reason = (

@@ -26,7 +26,7 @@ from .._problem.mesh import ManualAxes, with_kernel
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem
 from .._problem.storage import AbstractStored, as_stored
 from .._sweep.lowering import Lowering, XLA
-from ..kernels import lowering_for
+from ..kernels import interpreted_backend, lowering_for
 from ..masks._base import AbstractMask, visible
 from ..masks._causal import Causal
 from ..masks._distance import check_distances
@@ -76,7 +76,7 @@ class AbstractFoldStrategy(AttentionImpl):
         reason = kernels.unsupported_dtype(problem.query.dtype)
         reason = reason or _untried(problem.scores)
         if reason and kernels.required:
-            raise ValueError(self._without_kernel(reason))
+            raise ValueError(self._without_kernel(kernels, reason))
         return XLA if reason else kernels
 
     def _kernels(self) -> Lowering | None:
@@ -84,18 +84,17 @@ class AbstractFoldStrategy(AttentionImpl):
         platform, device = self.metadata.platform, self.metadata.backend.value
         if platform is Platform.XLA or not self.pallas_lowerings:
             return None
-        if device == Backend.ANY.value:
-            interpreted = platform is Platform.INTERPRET
-            device = self.pallas_lowerings[0] if interpreted else self.current_backend()
-        elif platform is Platform.INTERPRET and device not in self.pallas_lowerings:
-            device = self.pallas_lowerings[0]
+        if platform is Platform.INTERPRET:
+            device = interpreted_backend(device, self.pallas_lowerings)
+        elif device == Backend.ANY.value:
+            device = self.current_backend()
         return lowering_for(device, platform.value) if device in self.pallas_lowerings else None
 
-    def _without_kernel(self, reason: str) -> str:
+    def _without_kernel(self, kernels: Lowering, reason: str) -> str:
         return (
             f"platform={self.metadata.platform.value!r}: there is no kernel of "
-            f"{type(self).__name__} for this call on a TPU ({reason}); use platform='auto' or "
-            "'xla'."
+            f"{type(self).__name__} for this call on {kernels.device} ({reason}); use "
+            "platform='auto' or 'xla'."
         )
 
     def manual(
@@ -150,10 +149,10 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None or not kernels.required:
             return ""
         if reason := _untried(scores):
-            return self._without_kernel(reason)
+            return self._without_kernel(kernels, reason)
         if self.metadata.platform is Platform.PALLAS:
             if reason := operation_without_kernel(kernels, mask, scores):
-                return self._without_kernel(reason)
+                return self._without_kernel(kernels, reason)
         return ""
 
     def _without_weights(self) -> str:

@@ -7,7 +7,6 @@ import equinox as eqx
 from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._problem.problem import Problem
-from ..kernels import BACKENDS
 from ._fold_strategy import AbstractFoldStrategy
 from ._on_device import fold
 from ._registry import AttentionRegistry
@@ -42,7 +41,7 @@ class Ragged(AbstractFoldStrategy):
     fused_backward: bool = eqx.field(static=True, default=True)
 
     reads_stored = True
-    pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
+    pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
 
     @classmethod
     def get_impl_name(cls) -> str:

@@ -209,7 +209,7 @@ def build(case: Case) -> Built:
     shift = 0 if offset is None else int(offset)
     mask, visible = make_mask(case["mask"], rng, lead, h, t, s, shift)
 
-    kernel = case["target"][0].startswith("tpu")
+    kernel = case["target"][0].startswith(("tpu", "gpu"))
     by_product = sums_by_product(case) and not case["dropout"]
     precision = bound.precision_of(dtype, normalised=kernel, by_product=by_product)
     constants: dict[str, Any] = {
@@ -280,10 +280,11 @@ def library_call(built: Built):
                 )
             )
         target = case["target"][0]
-        kernels = {"tpu": "blockwise", "tpu_ragged": "ragged"}
+        kernels = {"tpu": "blockwise", "tpu_ragged": "ragged", "gpu": "blockwise"}
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
             platform="interpret" if target in kernels else "auto",
+            backend="cuda" if target == "gpu" else "any",
             softmax_scale={"none": None, "float": 0.3}.get(case["scale"], arguments.get("scale")),
             logits_soft_cap={"none": None, "float": 2.5}.get(case["cap"], arguments.get("cap")),
             softmax_aux=arguments.get("sinks"),

@@ -60,7 +60,7 @@ AXES: dict[str, tuple] = {
     "offset": ("none", "int", "array"),
     "dropout": (0.0, 0.25),
     # (registry name, devices); "tpu", "tpu_ragged": the TPU's kernels under Blockwise and Ragged,
-    # interpreted.
+    # interpreted. "gpu", that of NVIDIA GPUs, is not on this axis: see `interpreted_on_a_gpu`.
     "target": (
         ("blockwise", 1),
         ("dense", 1),
@@ -78,6 +78,12 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "tpu": {"dtype": ("float16", "float64"), "operands": ("float64",)},
     "tpu_ragged": {"dtype": ("float16", "float64"), "operands": ("float64",)},
     "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
+    "gpu": {
+        "dtype": ("float32", "float64"),
+        "mask": ("tree",),  # its table and that of T5 are gathered from
+        "operands": ("float64",),
+        "score": ("t5", "t5_causal", "both"),
+    },
 }
 
 Case = dict
@@ -101,7 +107,7 @@ def invalid(case: Case) -> str | None:
         return "no batch axis to leave out"
     if case.get("dropout", 0.0) and case.get("offset", "none") != "none":
         return "dropout_mask() gives the bits of positions that start at zero"
-    kernel = case.get("target", ("",))[0].startswith("tpu")
+    kernel = case.get("target", ("",))[0].startswith(("tpu", "gpu"))
     if kernel and (case.get("dtype"), case.get("transform")) == ("bfloat16", "hvp"):
         return "the bound does not know the rounding of the derivative of cotangent / denominator"
     for axis, values in TARGET_LIMITS.get(case.get("target", ("",))[0], {}).items():
@@ -181,6 +187,27 @@ def covering(strength: int, seed: int = 0) -> tuple[Case, ...]:
 
 def needs_x64(case: Case) -> bool:
     return "float64" in (case["dtype"], case["operands"])
+
+
+@functools.cache
+def interpreted_on_a_gpu(strength: int) -> tuple[Case, ...]:
+    """The cases of `Blockwise` for the kernel for NVIDIA GPUs, with other values in place of those
+    that it cannot do: every sixth of the pairwise array, as each takes some ten seconds, or all of
+    the 3-wise one.
+    """
+    other = {
+        "dtype": {"float32": "bfloat16", "float64": "float16"},
+        "mask": {"tree": "causal"},
+        "operands": {"float64": "float32"},
+        "score": {"t5": "none", "t5_causal": "alibi", "both": "alibi"},
+    }
+    found = []
+    for case in covering(strength):
+        if case["target"] == ("blockwise", 1):
+            case = case | {a: by.get(case[a], case[a]) for a, by in other.items()}
+            found.append(case | {"target": ("gpu", 1)})
+    found = [c for c in found if invalid(c) is None]
+    return tuple(found[:: 6 if strength == 2 else 1])
 
 
 def _short(value) -> str:

@@ -20,7 +20,7 @@ from eqattn.kernels.tpu import _forward_step as _step
 
 from . import build, transforms
 from .bound import excess
-from .cases import covering, name_of, needs_x64
+from .cases import covering, interpreted_on_a_gpu, name_of, needs_x64
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -53,7 +53,10 @@ class Passed:
 
 def _selected(strength: int):
     targets = os.environ.get("EQATTN_TARGETS")
-    cases = [c for c in covering(strength) if not targets or c["target"][0] in targets.split(",")]
+    cases = list(covering(strength))
+    if jax.__version_info__ >= (0, 12):  # which has the interpreter
+        cases += interpreted_on_a_gpu(strength)
+    cases = [c for c in cases if not targets or c["target"][0] in targets.split(",")]
     if strength == 3:
         part, parts = (int(x) for x in os.environ.get("EQATTN_SHARD", "1/1").split("/"))
         if not 1 <= part <= parts:

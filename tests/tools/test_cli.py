@@ -41,7 +41,8 @@ def test_info(capsys):
     assert set(fields(text, "strategies")) == set(AttentionRegistry.list_implementations())
     lowerings = fields(text, "code for blockwise")
     assert lowerings["tpu xla"] == "yes" == lowerings["tpu pallas"]
-    assert "no Pallas kernel" in lowerings["cuda pallas"]
+    assert lowerings["cuda pallas"] == "yes" and "not been measured" in lowerings["cuda auto"]
+    assert "no Pallas kernel" in lowerings["rocm pallas"]
 
 
 def test_a_reader_that_closes_the_pipe():

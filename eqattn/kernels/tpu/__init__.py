@@ -5,14 +5,13 @@ import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.core
 import jax.numpy as jnp
 
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
 from ..._sweep.grid import GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
+from .._program import equations
 
 
 _UNSUPPORTED = set(
@@ -37,6 +36,7 @@ class TPULowering(Lowering):
     any device can do, slowly.
     """
 
+    device = "a TPU"
     cleans_values = True
     skips_corners = True
     splits_over_devices = False
@@ -73,14 +73,8 @@ class TPULowering(Lowering):
         return f"its units multiply bfloat16 and float32, not {dtype}"
 
     def unsupported_primitive(self, jaxpr: Any) -> str:
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in _UNSUPPORTED:
-                return eqn.primitive.name
-            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-                if _is_jaxpr(inner):
-                    if name := self.unsupported_primitive(getattr(inner, "jaxpr", inner)):
-                        return name
-        return ""
+        names = (eqn.primitive.name for eqn in equations(jaxpr))
+        return next((name for name in names if name in _UNSUPPORTED), "")
 
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence) -> str:
         """Why no kernel can run a visit of the grid; the empty string if one can."""
@@ -131,7 +125,3 @@ class TPULowering(Lowering):
         from ._traverse import traverse
 
         return dict(vectorise=False, traverse=ft.partial(traverse, interpret=self.interpreted))
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return hasattr(x, "eqns")

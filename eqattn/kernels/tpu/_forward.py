@@ -29,10 +29,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..._jax import abstract
 from ..._sweep.grid import EMPTY, GridLayout
+from .._program import LOG2E
 from ._chip import SPARE, VMEM
 from ._forward_step import FoldSpec, FoldStepBody
 from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, split_at
-from ._program import LOG2E, Program
+from ._program import Program
 from ._work_list import FIRST, kind_of, LAST
 
 

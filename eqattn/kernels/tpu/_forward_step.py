@@ -15,9 +15,10 @@ from jax.experimental import pallas as pl
 
 from ..._carry import change_of_origin
 from ..._sweep.grid import CORNER, GridLayout
+from .._program import LOG2E
 from ._chip import sums_by_product
 from ._products import product_of, spread_groups, weighted_groups
-from ._program import Evaluation, LOG2E, Program
+from ._program import Evaluation, Program
 from ._work_list import kind_of
 
 

@@ -34,14 +34,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jax import evaluated, interpret, Literal, only_varies
+from ..._jax import Literal
 from ..._sweep.products import dot_p, grouped_dot_p
+from .._program import flat_jaxpr, LOG2E, POINTWISE
 from ._products import grouped_product, product_of
 
 
-LOG2E = math.log2(math.e)
-# The parameters in which equations that call something keep the body.
-_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 # Operations that are done in either orientation of a block. `Program.root` goes back through them
 # by the last argument, which is the block that they work on (of a selection, the second case).
 _ELEMENTWISE = {
@@ -53,43 +51,6 @@ _ELEMENTWISE = {
     lax.sub_p,
     lax.neg_p,
 }
-POINTWISE = {
-    getattr(lax, f"{name}_p")
-    for name in (
-        "abs add and ceil clamp convert_element_type cos div eq erf exp exp2 expm1 floor ge gt "
-        "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round "
-        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square "
-        "sub tanh xor"
-    ).split()
-}
-"""Operations of which a part of the result needs that part of the arguments only."""
-
-
-def _in_place(eqn, xs) -> list:
-    """The results of an equation, or of the body that it calls, at `xs`."""
-    called = next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
-    if only_varies(eqn):  # a kernel is one device's
-        return xs
-    if called is None or eqn.primitive in (dot_p, grouped_dot_p):
-        return evaluated(eqn, xs)
-    return interpret(getattr(called, "jaxpr", called), getattr(called, "consts", ()), xs, _in_place)
-
-
-def flat_jaxpr(closed: Any) -> Any:
-    """A closed jaxpr with its calls replaced by their bodies."""
-    return replaced_jaxpr(closed, [v.aval.shape for v in closed.jaxpr.invars], _in_place)
-
-
-def replaced_jaxpr(closed: Any, shapes: Sequence, evaluate: Callable) -> Any:
-    """A closed jaxpr traced anew.
-
-    **Arguments:**
-
-    - `shapes`: the shapes of its arguments in the new jaxpr.
-    - `evaluate`: `(equation, its arguments) -> its results`, as for `interpret`.
-    """
-    avals = [jax.ShapeDtypeStruct(n, v.aval.dtype) for n, v in zip(shapes, closed.jaxpr.invars)]
-    return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, evaluate))(*avals)
 
 
 class Program:

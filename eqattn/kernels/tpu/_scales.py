@@ -13,7 +13,7 @@ from jax import lax
 
 from ..._jax import evaluated, Literal
 from ..._sweep.grid import GridLayout
-from ._program import flat_jaxpr, replaced_jaxpr
+from .._program import flat_jaxpr, replaced_jaxpr
 
 
 def with_matrices(

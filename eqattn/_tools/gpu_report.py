@@ -1,0 +1,237 @@
+"""`python -m eqattn gpu-report`: what NVIDIA's compiler makes of the kernel, without a GPU.
+
+A process of its own compiles each call for an H200 that is not there, and reads what the compiler
+wrote of it: spilled registers, shared memory, and the instructions of the two loops that take all
+the time, over blocks that are full and over those that a mask cuts.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata as distributions
+from pathlib import Path
+from typing import Any
+
+from .process import End, results
+
+
+NEEDS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
+"""The distributions that compile and take apart; `jax[cuda13]` brings them, but for the last."""
+
+FIGURES = ("spilled", "registers", "shared", "loop", "masked", "warnings", "temporary")
+"""Bytes of registers that were spilled, registers, bytes of shared memory, instructions of the loop
+over full blocks and of that over partial ones (of the only one, if they share it), how many of the
+compiler's warnings say that it serialised the products, and bytes of temporary arrays.
+"""
+
+TILE_EXPONENTIALS = 32
+"""What a thread takes of the smallest tile, 64 rows of 64 keys in 128 threads."""
+
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "NVIDIA H200 141GB HBM3e"
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+"""
+
+
+def calls() -> dict[str, Callable[[], dict[str, Any]]]:
+    """The calls that are compiled: sizes, and arguments of `attention`."""
+    import jax
+    import jax.numpy as jnp
+
+    from .. import (
+        ALiBi,
+        BlockCausal,
+        Causal,
+        DenseMask,
+        KeyPadding,
+        MaskFn,
+        PrefixLM,
+        Segments,
+        SlidingWindow,
+    )
+
+    ids = lambda: jnp.zeros((1, 4096), jnp.int32)
+    pattern = MaskFn(lambda b, h, q, k: (q * 7 + k * 3) % 5 < 3)
+    return {
+        "full": lambda: dict(),
+        "causal": lambda: dict(mask=Causal()),
+        "causal, float16": lambda: dict(mask=Causal(), dtype="float16"),
+        "causal, 4 heads a key": lambda: dict(mask=Causal(), kv_heads=2),
+        "causal, 64": lambda: dict(mask=Causal(), dim=64),
+        "causal, 256": lambda: dict(mask=Causal(), dim=256),
+        "causal, 192 and 128": lambda: dict(mask=Causal(), dim=192, width=128),
+        "window": lambda: dict(mask=SlidingWindow(1023, 0)),
+        "segments": lambda: dict(mask=Causal() & Segments(ids())),
+        "blocks": lambda: dict(mask=BlockCausal(100)),
+        "prefix": lambda: dict(mask=PrefixLM(jnp.array([7]))),
+        "not and or": lambda: dict(mask=~SlidingWindow(3, 5) | KeyPadding(jnp.array([7]))),
+        "function": lambda: dict(mask=pattern),
+        "dense": lambda: dict(tokens=1024, mask=DenseMask(jnp.ones((1024, 1024), bool))),
+        "soft cap": lambda: dict(mask=Causal(), cap=20.0),
+        "bias": lambda: dict(
+            tokens=1024, mask=Causal(), bias=jnp.zeros((8, 1024, 1024), jnp.bfloat16)
+        ),
+        "alibi": lambda: dict(mask=Causal(), score=ALiBi(jnp.ones(8))),
+        "dropout": lambda: dict(mask=Causal(), rate=0.1, key=jax.random.key(0)),
+        "odd lengths": lambda: dict(mask=Causal(), tokens=1001, dim=72),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `gpu-report`."""
+    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="which calls; None: all")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+
+
+def versions() -> dict[str, str]:
+    """Of what compiles. **Raises:** `ValueError` that says what to install."""
+    found = {}
+    for name in ("jax", *NEEDS):
+        try:
+            found[name] = distributions.version(name)
+        except distributions.PackageNotFoundError:
+            raise ValueError(
+                f"gpu-report needs {name}: python -m pip install 'jax[cuda13]' "
+                "nvidia-cuda-nvdisasm (no GPU is needed)"
+            ) from None
+    return found
+
+
+def measure(names: list[str] | None = None) -> Iterator[dict[str, Any] | End]:
+    """Compiles calls. **Returns:** a row of figures for each, and at last how the process ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": folder}
+        environment.pop("XLA_FLAGS", None)  # those of this process may be unknown to that one
+        job = {"kernels": names, "folder": folder}
+        yield from results(["-W", "ignore", "-m", __name__], job, environment)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles, prints and writes. **Returns:** 1 if a call failed, else 0."""
+    if unknown := sorted(set(args.kernel or ()) - set(calls())):
+        raise ValueError(f"{unknown} are not among {sorted(calls())}")
+    found, rows, failed = versions(), {}, False
+    print(", ".join(f"{name} {version}" for name, version in found.items()))
+    print(f"{'':22}" + "".join(f"{x:>11}" for x in FIGURES))
+    for row in measure(args.kernel):
+        if isinstance(row, End):
+            if row.status:
+                print(row)
+            failed |= row.status != 0
+        elif "error" in row:
+            print(f"{row['kernel']:22} {row['error']}")
+            failed = True
+        else:
+            rows[row.pop("kernel")] = row
+            name = next(reversed(rows))
+            print(f"{name:22}" + "".join(f"{row[x]!s:>11}" for x in FIGURES), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"versions": found, "kernels": rows}, indent=1) + "\n")
+    return int(failed)
+
+
+def compiled(name: str, target: str, folder: Path) -> dict[str, Any]:
+    """The figures of one call."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    from .. import attention, AttentionMetadata, Blockwise
+
+    devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    mesh = topologies.make_mesh(devices, (1,), ("x",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    given = calls()[name]()
+    tokens, dim = given.pop("tokens", 4096), given.pop("dim", 128)
+    width, kv_heads = given.pop("width", dim), given.pop("kv_heads", 8)
+    dtype = jnp.dtype(given.pop("dtype", "bfloat16"))
+    fields = dict(logits_soft_cap=given.pop("cap", None), dropout_prob=given.pop("rate", 0.0))
+    how = Blockwise(AttentionMetadata(platform="gpu", runtime_dtype=dtype, **fields))
+    shapes = [(1, tokens, 8, dim), (1, tokens, kv_heads, dim), (1, tokens, kv_heads, width)]
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape in shapes]
+    for old in folder.iterdir():
+        old.unlink()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        call = lambda q, k, v: attention(q, k, v, how, **given).attention_outputs
+        traced = jax.jit(call).trace(*args)
+        program = traced.lower(lowering_platforms=("cuda",)).compile()
+    memory: Any = program.memory_analysis()
+    found = {path.name.partition(".")[2]: path.read_text() for path in folder.iterdir()}
+    return figures(found) | {"temporary": memory.temp_size_in_bytes}
+
+
+def figures(found: dict[str, str]) -> dict[str, Any]:
+    """What the compiler wrote, by the ends of the names of its files, as numbers."""
+
+    def numbers(pattern: str, text: str) -> list[int]:
+        return [int(x) for x in re.findall(pattern, text)]
+
+    loops = [len(body) for body in hot_loops(found["sass_ctrl"])]
+    return dict(
+        spilled=sum(numbers(r"(\d+) bytes spill", found["ptxas"])),
+        registers=max(numbers(r"Used (\d+) registers", found["ptxas"])),
+        shared=max(numbers(r"smem_scratch_bytes=(\d+)", found["resources.txt"])),
+        loop=loops[0],
+        masked=loops[1] if len(loops) > 1 else None,
+        warnings=len(re.findall(r"C75\d\d", found["ptxas"])),
+    )
+
+
+def hot_loops(listing: str) -> list[list[str]]:
+    """The loops that multiply matrices and take exponentials, as instructions, in the order of the
+    program. Of those that overlap, as a loop and what waits in it, the shortest counts.
+    """
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if match := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[match[1]] = len(instructions)
+        elif match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?\s*$", line):
+            instructions.append(match[1])
+    spans = set()
+    for end, text in enumerate(instructions):
+        target = re.search(r"BRA.*?(\.L_x_\d+)", text)
+        if target and labels.get(target[1], end + 1) <= end:
+            start = labels[target[1]]
+            body = " ".join(instructions[start : end + 1])
+            if "HGMMA" in body and body.count("MUFU.EX2") >= TILE_EXPONENTIALS:
+                spans.add((start, end))
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans, key=lambda span: span[1] - span[0]):
+        if all(end < a or b < start for a, b in found):
+            found.append((start, end))
+    return [instructions[start : end + 1] for start, end in sorted(found)]
+
+
+def main() -> None:
+    """What the process does: a row, or why there is none, for each call."""
+    job = json.load(sys.stdin)
+    names = calls() if job["kernels"] is None else job["kernels"]
+    for name in names:
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                row = compiled(name, _H200, Path(job["folder"]))
+        except Exception as e:
+            row = {"error": f"{type(e).__name__}: {e}".splitlines()[0]}
+        print(json.dumps({"kernel": name, **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

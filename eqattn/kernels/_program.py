@@ -1,0 +1,73 @@
+"""Block functions as flat jaxprs, for kernels that hold them: shared by all devices."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from .._jax import evaluated, interpret, only_varies
+from .._sweep.products import dot_p, grouped_dot_p
+
+
+LOG2E = math.log2(math.e)
+# The parameters in which equations that call something keep the body.
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+POINTWISE = {
+    getattr(lax, f"{name}_p")
+    for name in (
+        "abs add and ceil clamp convert_element_type cos div eq erf exp exp2 expm1 floor ge gt "
+        "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round "
+        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square "
+        "sub tanh xor"
+    ).split()
+}
+"""Operations of which a part of the result needs that part of the arguments only."""
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns")
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of all that it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def calls(eqn: Any) -> Any:
+    """The body that an equation calls, or None if it calls none."""
+    if eqn.primitive in (dot_p, grouped_dot_p):
+        return None
+    return next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
+
+
+def _in_place(eqn, xs) -> list:
+    """The results of an equation, or of the body that it calls, at `xs`."""
+    if only_varies(eqn):  # a kernel is one device's
+        return xs
+    called = calls(eqn)
+    if called is None:
+        return evaluated(eqn, xs)
+    return interpret(getattr(called, "jaxpr", called), getattr(called, "consts", ()), xs, _in_place)
+
+
+def flat_jaxpr(closed: Any) -> Any:
+    """A closed jaxpr with its calls replaced by their bodies."""
+    return replaced_jaxpr(closed, [v.aval.shape for v in closed.jaxpr.invars], _in_place)
+
+
+def replaced_jaxpr(closed: Any, shapes: Sequence, evaluate: Callable) -> Any:
+    """A closed jaxpr traced anew.
+
+    **Arguments:**
+
+    - `shapes`: the shapes of its arguments in the new jaxpr.
+    - `evaluate`: `(equation, its arguments) -> its results`, as for `interpret`.
+    """
+    avals = [jax.ShapeDtypeStruct(n, v.aval.dtype) for n, v in zip(shapes, closed.jaxpr.invars)]
+    return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, evaluate))(*avals)

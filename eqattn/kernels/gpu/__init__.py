@@ -1,0 +1,104 @@
+"""Pallas kernels for NVIDIA GPUs. Pallas is imported where the first of them is lowered."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._jax import partitioned_automatically
+from ..._sweep.grid import GridLayout
+from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
+from ._program import unsupported
+
+
+ROWS = 128
+"""Of a block: what two warpgroups multiply at once."""
+
+OLDEST_JAX = (0, 12)
+"""Whose Mosaic GPU the kernel is written for: it changes from version to version."""
+
+LARGEST_DIM = 256
+"""Of a query, key or value: more would not fit into registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GPULowering(Lowering):
+    """A kernel for the fold, written for Hopper (H100, H200). All other visits run as XLA code.
+    With `asked="interpret"` it runs on any device, very slowly.
+    """
+
+    device = "an NVIDIA GPU"
+    cleans_values = False
+    skips_corners = False
+    splits_over_devices = False
+
+    @property
+    def interpreted(self) -> bool:
+        return self.asked == "interpret"
+
+    def multiplies_narrow(self) -> bool:
+        return True
+
+    def choose_blocks(self, request: BlockRequest) -> BlockSizes:
+        """As many rows as a program has, and as many keys as it multiplies at once."""
+        keys = 128 if request.head_dim <= 128 else 64
+        return BlockSizes(max(ROWS // request.group, 1), keys)
+
+    def unsupported_dtype(self, dtype: Any) -> str:
+        if dtype in (jnp.bfloat16, jnp.float16):
+            return ""
+        return f"its tensor cores multiply bfloat16 and float16, not {dtype}"
+
+    def unsupported_primitive(self, jaxpr: Any) -> str:
+        return unsupported(jaxpr)
+
+    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence) -> str:
+        """Why no kernel can run a visit of the grid; empty if one can."""
+        if jax.__version_info__ < OLDEST_JAX:
+            oldest = ".".join(map(str, OLDEST_JAX))
+            return f"it is written for jax {oldest} and newer, and this is {jax.__version__}"
+        if partitioned_automatically(ctx):
+            return (
+                "the compiler cannot split it over the devices of a mesh; call under jax.set_mesh "
+                "with a mesh all of whose axes shard batch or heads, as metadata.partition_axis "
+                "says and as divides them, or a ring; or call in jax.shard_map"
+            )
+        if jnp.result_type(float) == jnp.float64:
+            return "it computes in 32 bits and jax_enable_x64 is set"
+        value = ctx.avals_in[-2]  # the last but one operand of a fold; the last is its poison
+        query = visits[0][1].in_avals[0]
+        if max(query.shape[0], value.shape[-1]) > LARGEST_DIM:
+            return (
+                f"its queries and values have up to {LARGEST_DIM} numbers, not {query.shape[0]} "
+                f"and {value.shape[-1]}"
+            )
+        names = (self.unsupported_primitive(jaxpr.jaxpr) for _, jaxpr in visits)
+        name = next(filter(None, names), "")
+        return name and (
+            f"its mask or score has a {name}, which the compiler of kernels does not know"
+        )
+
+    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any] | None:
+        if layout.stage != "fold" or layout.ragged:
+            return None
+        platforms = tuple(ctx.module_context.platforms)
+        if not self.interpreted and platforms != ("cuda",):
+            if self.required:
+                raise ValueError(
+                    f"platform={self.asked!r} on an NVIDIA GPU cannot run on {platforms}: use "
+                    "platform='interpret' there, or 'auto'."
+                )
+            return None
+        if reason := self._why_not(ctx, layout, visits):
+            if self.required:
+                raise ValueError(
+                    f"platform={self.asked!r}: there is no kernel for this call ({reason}); "
+                    "platform='auto' or 'xla' runs it as XLA code."
+                )
+            return None
+        from ._traverse import traverse
+
+        return dict(vectorise=False, traverse=ft.partial(traverse, interpreted=self.interpreted))

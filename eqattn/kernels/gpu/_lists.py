@@ -1,0 +1,33 @@
+"""Which columns each row of a grid visits, in which order, and in which order rows are visited."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..._sweep.grid import FULL, PARTIAL
+from ..._sweep.loops import itinerary
+
+
+def lists(table: Any, classes: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """The live columns of each row.
+
+    **Arguments:**
+
+    - `table`: the class of each pair of blocks, `[*, rows, columns]`.
+    - `classes`: those for which there is a block function.
+
+    **Returns:** the rows, those with the most to do first; of each row its columns `[*, rows,
+    columns]`, full blocks first; and how many of them are full and how many live, `[*, rows, 2]`.
+    """
+    # XLA would sort a table that is known while it compiles, in seconds.
+    table = lax.optimization_barrier(table)
+    order, ends = itinerary(table, (FULL, PARTIAL))
+    full, live = (x[..., 0] for x in ends)
+    if FULL not in classes:
+        full = jnp.zeros_like(full)
+    elif PARTIAL not in classes:
+        live = full
+    longest = live.reshape(-1, live.shape[-1]).max(0)
+    rows = jnp.argsort(-longest, stable=True).astype(jnp.int32)
+    return rows, order.astype(jnp.int32), jnp.stack([full, live], -1).astype(jnp.int32)

@@ -1,0 +1,132 @@
+"""The unstable API that kernels for NVIDIA GPUs are written in, in one place.
+
+Pallas says of Mosaic GPU that it can change weekly. What differs between versions of JAX, and what
+its interpreter cannot do, is told apart here and nowhere else.
+"""
+
+import threading
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+
+WARPGROUP = 64
+"""How many rows one warpgroup multiplies at once."""
+
+_BLOCK = plgpu.Layout.WGMMA
+_LAYOUTS = {"rk": _BLOCK, "r": _BLOCK.reduce(1), "k": _BLOCK.reduce(0)}
+
+Barrier = plgpu.Barrier
+SMEM: Any = plgpu.SMEM
+barrier_arrive = plgpu.barrier_arrive
+barrier_wait = plgpu.barrier_wait
+ds = pl.ds
+when = pl.when
+copy_in = plgpu.copy_gmem_to_smem
+commit_smem = plgpu.commit_smem
+set_max_registers = plgpu.set_max_registers
+
+
+def matrices(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for matrices that tensor cores read: tiles of 8 rows of 128 bytes."""
+    tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    return SMEM(shape, dtype, transforms=tiles)
+
+
+def load(ref: Any, kind: str) -> Any:
+    """What a warpgroup's threads hold of a block of pairs (`"rk"`), of rows or of keys."""
+    layout: Any = _LAYOUTS[kind]
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+def as_kind(x: Any, kind: str) -> Any:
+    """The same array, held as `load` says."""
+    return plgpu.layout_cast(x, _LAYOUTS[kind])
+
+
+def iota(shape: tuple[int, int], axis: int) -> Any:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_BLOCK)
+
+
+def logits_of(q: Any, k: Any, keys: int, meanwhile: Any) -> Any:
+    """`q k^T` of two matrices in shared memory; `meanwhile()` runs while it is computed."""
+
+    def product(acc):
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        meanwhile()
+        return acc[...]
+
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((WARPGROUP, keys), jnp.float32))
+
+
+def weighted(acc: Any, p: Any, v: Any, meanwhile: Any, interpreted: bool) -> Any:
+    """`acc + p v`, where `p` is in registers and `v` in shared memory.
+
+    The interpreter has no products whose left side is in registers, and none that go on with an
+    accumulator: there it is an ordinary product.
+    """
+    if interpreted:
+        new = acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
+        meanwhile()
+        commit_smem()  # it was read as by threads, not as by the tensor cores
+        return new
+
+    def product(ref):
+        plgpu.wgmma(ref, p, v)
+        meanwhile()
+
+    return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))
+
+
+def in_order(*xs: Any) -> tuple:
+    """What comes before must not move behind what follows: the compiler would spill."""
+    return lax.optimization_barrier(xs)
+
+
+def kernel(
+    body: Any, out: list, programs: int, name: str, scratch: tuple, interpreted: bool
+) -> Any:
+    """A kernel of three warpgroups, `body(*inputs, *outputs, *scratch)`, on a grid of programs."""
+
+    def entry(*refs):
+        pl.run_scoped(lambda *own: body(*refs, *own), *scratch, collective_axes="warpgroup")
+
+    entry.__name__ = name
+    more = {}
+    if interpreted:
+        more["interpret"] = plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
+    return plgpu.kernel(
+        entry,
+        out_type=out,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **more,
+    )
+
+
+_interpreting = threading.Lock()
+
+
+def alone(fn: Any) -> Any:
+    """A function of arrays that interprets a kernel, as a callback. All interpreted kernels of a
+    process share one memory, and XLA would run two of one program at once.
+    """
+
+    def run(*xs):
+        compiled = jax.jit(fn)
+
+        def host(*xs):
+            with _interpreting:
+                return [np.asarray(y) for y in compiled(*map(np.asarray, xs))]
+
+        return jax.pure_callback(host, jax.eval_shape(fn, *xs), *xs)
+
+    return run

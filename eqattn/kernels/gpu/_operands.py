@@ -1,0 +1,176 @@
+"""The arrays of a visit as a kernel reads them: the axes of the grid in one, then a block.
+
+A kernel is one program for each tile of rows. Whatever its grid has of batch axes, an array lies in
+memory as `[places, ...]`, and `Places` finds the place of a program and a column in it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..._sweep.grid import COL, GridLayout, ROW
+from . import _mosaic as mosaic
+from ._program import Value
+
+
+TILE = 2 * mosaic.WARPGROUP
+"""The rows of a program: two warpgroups multiply, in turn."""
+
+
+def padded(x: Any, axis: int, n: int) -> Any:
+    """An array with zeros behind it, to the length `n` of an axis."""
+    if x.shape[axis] == n:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, n - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
+def rounded_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How a block of the grid is cut and padded for the kernel.
+
+    **Arguments:**
+
+    - `rows`, `keys`, `dim`, `width`: of a block, of a query and of a value, as they are given.
+    """
+
+    rows: int
+    keys: int
+    dim: int
+    width: int
+
+    @property
+    def tile_k(self) -> int:
+        """The keys that are multiplied at once: fewer where rows of them are long, for registers
+        and shared memory hold as many numbers.
+        """
+        most = 128 if max(self.padded_dim, self.padded_width) <= 128 else 64
+        return min(most, rounded_up(self.keys, 64))
+
+    @property
+    def stages(self) -> int:
+        """How many tiles of keys and values shared memory holds."""
+        return 4 if max(self.padded_dim, self.padded_width) <= 64 else 2
+
+    @property
+    def padded_rows(self) -> int:
+        return rounded_up(self.rows, TILE)
+
+    @property
+    def padded_keys(self) -> int:
+        return rounded_up(self.keys, self.tile_k)
+
+    @property
+    def padded_dim(self) -> int:
+        return rounded_up(self.dim, 64)
+
+    @property
+    def padded_width(self) -> int:
+        return rounded_up(self.width, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where a program is on the grid: the index on each batch axis, and on that of rows."""
+
+    layout: GridLayout
+    at: dict[int, Any]
+
+    @classmethod
+    def of(cls, layout: GridLayout, element: Any, row: Any) -> "Places":
+        """**Arguments:** which batch element, all batch axes in one, and which row."""
+        at: dict[int, Any] = {ROW: row}
+        for axis in reversed(layout.batch):
+            n = jnp.int32(layout.grid[axis])
+            if layout.grid[axis] == 1:
+                at[axis] = jnp.int32(0)
+            else:
+                at[axis], element = lax.rem(element, n), lax.div(element, n)
+        return cls(layout, at)
+
+    def place(self, axes: Sequence[int], column: Any = None) -> Any:
+        """The index of a block in an array with these axes of the grid."""
+        where, index = {**self.at, COL: column}, jnp.int32(0)
+        for axis in axes:
+            index = index * jnp.int32(self.layout.grid[axis]) + where[axis]
+        return index
+
+
+class Operand:
+    """What a block function reads of an array on the grid.
+
+    **Arguments:**
+
+    - `x`, `axes`: the array, with these axes of the grid in front of its blocks, `[keys|1,
+        rows|1]`, `[keys, heads|1, queries|1]` or of no pair at all.
+    - `layout`, `sizes`: of the visit.
+
+    `kind` is that of `Value`, or None for a vector that no pair indexes. `array` is what the kernel
+    is given, `[places, rows, keys]` without the axes that it does not vary with.
+    """
+
+    def __init__(self, x: Any, axes: tuple[int, ...], layout: GridLayout, sizes: Sizes):
+        lead, block = x.shape[: len(axes)], x.shape[len(axes) :]
+        self.axes, self.bool, places = axes, x.dtype == jnp.bool_, math.prod(lead)
+        keys, rows = layout.block
+        if len(block) == 3:  # it is the same for the heads of a group, or for their queries
+            heads = block[1] if block[1] > 1 else rows // block[2]
+            x = jnp.broadcast_to(x, (*lead, keys, heads, rows // heads))
+            block = (keys, rows)
+        self.kind: str | None = None
+        if len(block) == 2:
+            self.kind = "r" * (block[1] > 1) + "k" * (block[0] > 1)
+            if self.kind == "rk":
+                x = jnp.swapaxes(x.reshape(places, keys, rows), 1, 2)
+        elif not block:
+            self.kind = ""
+        shape = {"rk": (rows, keys), "r": (rows,), "k": (keys,), "": ()}
+        x = x.reshape(places, *(block if self.kind is None else shape[self.kind]))
+        for axis, name in enumerate(self.kind or ""):
+            n = sizes.padded_rows if name == "r" else sizes.padded_keys
+            x = padded(x, axis + 1, n)
+        if self.bool:
+            x = x.astype(jnp.int8 if self.kind == "rk" else jnp.int32)
+        elif self.kind != "rk" and jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(jnp.float32)
+        self.array, self.dtype = x, x.dtype
+
+    @property
+    def staged(self) -> bool:
+        """Whether it travels with the keys: it differs from key to key."""
+        return self.kind == "k"
+
+    @property
+    def moves(self) -> bool:
+        return COL in self.axes or self.kind == "rk"
+
+    def value(self, x: Any) -> Value:
+        """What the block function is given, from what was loaded."""
+        if self.kind is None:
+            return Value("", None, x)
+        if self.bool:
+            x = x != 0
+        elif jnp.issubdtype(self.dtype, jnp.floating):
+            x = x.astype(jnp.float32)
+        return Value(self.kind, x)
+
+    def read(self, ref: Any, place: Any, start_row: Any, start_key: Any, tile_k: int) -> Value:
+        """Its part of a tile, from global memory."""
+        rows = mosaic.ds(start_row, mosaic.WARPGROUP) if self.kind in ("r", "rk") else None
+        if self.kind is None:
+            return self.value(tuple(ref[place, i] for i in range(self.array.shape[1])))
+        if self.kind == "":
+            return self.value(ref[place])
+        if self.kind == "r":
+            return self.value(mosaic.load(ref.at[place, rows], "r"))
+        keys = mosaic.ds(start_key, tile_k)
+        return self.value(mosaic.load(ref.at[place, rows, keys], "rk"))

@@ -1,0 +1,12 @@
+"""Programs as they are lowered for NVIDIA GPUs, on any machine."""
+
+import jax
+
+
+def text_of(f, *args) -> str:
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(f, *args) -> int:
+    """How many there are."""
+    return text_of(f, *args).count("@mosaic_gpu_v2")

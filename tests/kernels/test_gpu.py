@@ -1,0 +1,305 @@
+"""The kernel for NVIDIA GPUs: chosen by static fields, found wherever it is called from, and right
+when it is interpreted. More of its numbers: conformance/ with the target "gpu".
+"""
+
+import functools as ft
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _gpu_lowered import kernels
+from conformance import oracle, oracle_masks as om
+from conformance.cases import covering, invalid
+from conformance.test_conformance import check
+
+from eqattn import (
+    ALiBi,
+    attention,
+    AttentionMetadata,
+    BlockCausal,
+    Blockwise,
+    Causal,
+    Dense,
+    KeyPadding,
+    MaskFn,
+    PrefixLM,
+    Ragged,
+    Ring,
+    ScoreFn,
+    Segments,
+    SlidingWindow,
+    T5Bias,
+)
+from eqattn.kernels.gpu import GPULowering
+
+
+SHAPES = [(2, 40, 4, 16), (2, 48, 2, 16), (2, 48, 2, 8)]
+newest = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="the kernel is written for jax 0.12 and newer"
+)
+
+
+def metadata(**kw):
+    return AttentionMetadata(**dict(runtime_dtype=jnp.bfloat16) | kw)
+
+
+def arrays(dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, SHAPES)]
+
+
+def call(q, k, v, strategy: Any = None, mask: Any = Causal(), **kw):
+    strategy = strategy or Blockwise(metadata(platform="gpu"))
+    return attention(q, k, v, strategy, mask=mask, **kw).attention_outputs
+
+
+def summed(*args):
+    return call(*args).astype(jnp.float32).sum()
+
+
+@newest
+@pytest.mark.parametrize(
+    "f",
+    [
+        call,
+        jax.grad(summed),
+        jax.grad(summed, (0, 1, 2)),
+        jax.grad(jax.checkpoint(summed), (0, 1, 2)),
+        jax.vmap(jax.grad(summed)),
+        lambda q, k, v: jax.lax.scan(lambda c, _: (call(c, k, v), None), q, length=3)[0],
+        lambda q, k, v: jax.jvp(lambda q: call(q, k, v), (q,), (q,)),
+    ],
+)
+def test_the_kernel_is_found(f):
+    """Of the fold: gradients run as XLA code."""
+    q, k, v = arrays()
+    if f is not call and "vmap" in repr(f):
+        q, k, v = (x[None] for x in (q, k, v))
+    v = jnp.concatenate([v, v], -1)  # as wide as the query, for the scan
+    assert kernels(f, q, k, v) == 1
+
+
+@newest
+def test_exported_for_a_gpu():
+    """Written where there is no GPU, and read again, the program still has its kernel."""
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    exported = jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=unchecked)
+    read = jax.export.deserialize(exported(*arrays()).serialize())
+    assert read.platforms == ("cuda",)
+    assert read.mlir_module().count("@mosaic_gpu_v2") == 1
+
+
+@newest
+@pytest.mark.parametrize("platform, backend", [("gpu", "any"), ("gpu", "cuda"), ("pallas", "cuda")])
+def test_static_fields_choose(platform, backend):
+    chosen = Blockwise(metadata(platform=platform, backend=backend))
+    assert kernels(ft.partial(call, strategy=chosen), *arrays()) == 1
+
+
+@pytest.mark.parametrize("backend", ["gpu", "cuda", "rocm"])
+def test_only_who_asks_has_the_kernel(backend):
+    """Until it has been measured."""
+    automatic = Blockwise(metadata(platform="auto", backend=backend))
+    assert kernels(ft.partial(call, strategy=automatic), *arrays()) == 0
+    assert automatic.supports(mask=Causal())
+
+
+def test_other_devices_have_none():
+    rocm = Blockwise(metadata(platform="gpu", backend="rocm"))
+    with pytest.raises(ValueError, match="no Pallas kernel for blockwise on rocm.*'xla' or 'auto'"):
+        call(*arrays(), strategy=rocm)
+    assert "on rocm" in rocm.supports(mask=Causal()).reason
+    for strategy in (Ragged, Dense):
+        with pytest.raises(ValueError, match="no Pallas kernel for .* on gpu"):
+            call(*arrays(), strategy=strategy(metadata(platform="gpu")))
+    with pytest.raises(ValueError, match="on an NVIDIA GPU cannot run on .*cpu"):
+        call(*arrays())
+
+
+def test_what_there_is_no_kernel_for():
+    q, k, v = arrays()
+    for platform in ("interpret", "pallas"):
+        strategy = Blockwise(metadata(platform=platform, backend="cuda"))
+        with pytest.raises(
+            ValueError, match="on an NVIDIA GPU .*bfloat16 and float16, not float32"
+        ):
+            call(*arrays(jnp.float32), strategy=strategy)
+        score = ScoreFn(lambda s, b, h, q, k: s + jnp.cos(q - k))
+        with pytest.raises(ValueError, match="no kernel.*ScoreFn"):
+            call(q, k, v, strategy, score=score)
+        if jax.__version_info__ >= (0, 12):
+            wide = jnp.zeros((1, 8, 1, 264), jnp.bfloat16)
+            with pytest.raises(ValueError, match="up to 256 numbers, not 264 and 264"):
+                kernels(ft.partial(call, strategy=strategy), wide, wide, wide)
+            table = T5Bias(jnp.ones((8, 4)))
+            with pytest.raises(ValueError, match="has a (gather|concatenate), which the compiler"):
+                kernels(ft.partial(call, strategy=strategy, score=table), q, k, v)
+        else:
+            with pytest.raises(ValueError, match="written for jax 0.12"):
+                kernels(ft.partial(call, strategy=strategy), q, k, v)
+    assert not Blockwise(metadata(platform="gpu")).supports(score=T5Bias(jnp.ones((8, 4))))
+
+
+def test_blocks_are_what_a_program_has():
+    from eqattn._sweep.lowering import BlockRequest, BlockSizes
+
+    def chosen(group, head_dim):
+        request = BlockRequest(4096, 4096, group, jnp.bfloat16, head_dim, in_place=False)
+        return GPULowering("pallas").choose_blocks(request)
+
+    assert chosen(1, 128) == BlockSizes(128, 128)
+    assert chosen(4, 64) == BlockSizes(32, 128)
+    assert chosen(3, 256) == BlockSizes(42, 64)
+
+
+@newest
+def test_the_compiler_does_not_split_the_kernel():
+    q, k, v = arrays()
+    mesh = jax.make_mesh((2,), ("dp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="call under jax.set_mesh.*partition_axis.*shard_map"):
+        kernels(call, *args)
+    own = jax.shard_map(call, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
+    assert kernels(own, *args) == 1
+
+
+@newest
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_in_every_hop_of_a_ring(check_vma):
+    mesh = jax.make_mesh((4,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    place = jax.sharding.PartitionSpec(None, "sp")
+    ring = ft.partial(call, strategy=Ring(metadata(platform="gpu"), axis_name="sp"))
+    own = jax.shard_map(ring, mesh=mesh, in_specs=place, out_specs=place, check_vma=check_vma)
+    assert kernels(own, *arrays()) >= 2
+
+
+@newest
+def test_the_carry_of_earlier_hops_goes_on():
+    q, k, v = arrays()
+    mesh = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    place = jax.sharding.PartitionSpec(None, "sp")
+    ring = Ring(metadata(platform="interpret", backend="cuda"), axis_name="sp")
+    own = jax.shard_map(
+        ft.partial(call, strategy=ring),
+        mesh=mesh,
+        in_specs=place,
+        out_specs=place,
+        check_vma=False,
+    )
+    got = jax.jit(own)(q, k, v).astype(jnp.float32)
+    wide = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    problem = oracle.Problem(*wide, scale=16**-0.5, mask=om.causal(40, 48, 0, 0))
+    np.testing.assert_allclose(got, oracle.forward(problem).out, rtol=0, atol=2e-2)
+
+
+PLAIN = covering(2)[0] | dict.fromkeys(
+    ("bias", "score", "sinks", "cap", "scale", "offset", "mask"), "none"
+)
+PLAIN["operands"] = "default"
+PLAIN |= dict(lead=(), dtype="bfloat16", target=("gpu", 1), dropout=0.0, transform="vmap")
+PLAIN |= dict(length=(37, 67), block=(16, 16), heads=(4, 2), dims=(8, 8))
+
+
+@newest
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(mask="and", bias="heads", sinks="H", cap="float", dims=(4, 7), lead=(2,)),
+        dict(mask="window", dropout=0.25, block=(5, 3), dtype="float16"),
+        dict(mask="dense", bias="unbatched", score="alibi", transform="jit", lead=(2,)),
+    ],
+    ids=str,
+)
+def test_values(case):
+    case = PLAIN | case
+    assert invalid(case) is None
+    check(case)
+
+
+def exact(q, k, v, visible, **kw):
+    """The output where nothing is wrong, and which of its rows see what is not finite."""
+    group = q.shape[2] // k.shape[2]
+    wide = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    fine = [np.where(np.isfinite(x), x, 0.0) for x in wide]
+    problem = oracle.Problem(*fine, scale=q.shape[-1] ** -0.5, mask=visible, **kw)
+    bad = np.repeat(~np.isfinite(wide[2]).all(-1) | ~np.isfinite(wide[1]).all(-1), group, 2)
+    seen = np.broadcast_to(visible, (len(q), q.shape[2], *visible.shape[-2:]))
+    return oracle.forward(problem).out, np.einsum("bhts,bsh->bth", seen, bad) > 0
+
+
+def interpreted(*args, **kw):
+    strategy = Blockwise(metadata(platform="interpret", backend="cuda"))
+    return jax.jit(ft.partial(call, strategy=strategy, **kw))(*args).astype(jnp.float32)
+
+
+@newest
+def test_what_is_not_finite_reaches_the_rows_that_see_it():
+    """Of several programs, tiles of keys and heads of a group, and where blocks are padded."""
+    t, s = 140, 200
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, n, h, 16), jnp.bfloat16)
+               for i, n, h in ((0, t, 4), (1, s, 2), (2, s, 2)))  # fmt: skip
+    v = v.at[0, 60, 1, 3].set(jnp.nan).at[0, 130, 0, 1].set(jnp.inf)
+    k, v = k.at[0, 150:].set(jnp.nan), v.at[0, 150:].set(jnp.nan)
+    mask, visible = SlidingWindow(20, 5), om.window(t, s, 20, 5)
+    got = interpreted(q, k, v, mask=mask & KeyPadding(150))
+    want, bad = exact(q, k, v, visible & (np.arange(s) < 150))
+    assert bad.any() and not bad.all()
+    np.testing.assert_array_equal(np.isnan(got), np.repeat(bad[..., None], 16, -1))
+    assert np.abs(np.where(bad[..., None], 0, got - want)).max() < 2e-2
+
+
+@newest
+@pytest.mark.parametrize("value", [1.0, np.nan])
+def test_warpgroups_do_not_race(value, monkeypatch):
+    """For tiles in shared memory, also where keys come a second time."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    from eqattn.kernels.gpu import _mosaic
+
+    mosaic: Any = _mosaic.plgpu
+    params = ft.partial(mosaic.InterpretGPUParams, detect_races=True)
+    monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (1, 500, 1, 16), jnp.bfloat16) for i in range(3)
+    )
+    mask = Causal() & Segments(jnp.arange(500, dtype=jnp.int32) // 200)
+    got = interpreted(q, k, v.at[0, 300].set(value), mask=mask)
+    assert jnp.isnan(got).any() == np.isnan(value)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@newest
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_that_is_not_positive(scale):
+    """The kernel multiplies maxima with it, so that it must have its sign elsewhere."""
+    q, k, v = arrays()
+    fields = dict(platform="interpret", backend="cuda", softmax_scale=jnp.float32(scale))
+    got = jax.jit(ft.partial(call, strategy=Blockwise(metadata(**fields))))(q, k, v)
+    wide = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    problem = oracle.Problem(*wide, scale=scale, mask=om.causal(40, 48, 0, 0))
+    np.testing.assert_allclose(got.astype(jnp.float32), oracle.forward(problem).out, atol=2e-2)
+
+
+IDS = np.repeat(np.arange(3, dtype=np.int32), 16)
+MASKS = {
+    "causal": Causal(),
+    "segments": Segments(jnp.asarray(IDS[:40]), jnp.asarray(IDS)),
+    "not": ~SlidingWindow(3, 5) | KeyPadding(jnp.array([7, 9])),
+    "blocks": BlockCausal(7),
+    "prefix": PrefixLM(jnp.array([7, 9])),
+    "function": MaskFn(lambda b, h, q, k: ((q * 7 + k * 3) % 5 < 3) & (b + h != 2)),
+}
+
+
+@newest
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("score", [None, ALiBi(jnp.ones(4))], ids=["plain", "alibi"])
+def test_masks_are_inlined(name, score):
+    """Mosaic takes them: it verifies a program when it lowers it."""
+    strategy = Blockwise(metadata(platform="gpu", logits_soft_cap=20.0))
+    f = ft.partial(call, strategy=strategy, mask=MASKS[name], score=score)
+    assert kernels(f, *arrays()) == 1

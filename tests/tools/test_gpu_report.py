@@ -1,0 +1,74 @@
+"""`python -m eqattn gpu-report`: what it reads of machine code, and the kernel's budget."""
+
+import importlib.util
+import json
+import pathlib
+
+import pytest
+
+from eqattn.__main__ import main
+from eqattn._tools import gpu_report
+from eqattn._tools.process import End
+
+
+BUDGET = pathlib.Path(__file__).parents[1] / "gpu_budget.json"
+
+LISTING = """
+.L_x_0:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8] ;
+EXPONENTIALS
+.L_x_2:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3] ;
+        /*0040*/              @!P0 BRA `(.L_x_2) ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+        /*0060*/                   BRA `(.L_x_0) ;
+""".replace("EXPONENTIALS", "        /*0020*/                   MUFU.EX2 R5, R5 ;\n" * 32)
+
+
+def test_the_hot_loop_is_found():
+    """Not the one that waits in it, nor the one around it."""
+    (body,) = gpu_report.hot_loops(LISTING)
+    names = [text.split()[0].split(".")[0] for text in body]
+    assert names == ["HGMMA", *["MUFU"] * 32, "SYNCS", "@!P0", "@P1"]
+
+
+def test_what_the_compiler_says_is_read():
+    said = "48 bytes stack frame, 12 bytes spill stores, 52 bytes spill loads\nUsed 168 registers"
+    files = {"ptxas": said, "resources.txt": "smem_scratch_bytes=165888, x", "sass_ctrl": LISTING}
+    assert gpu_report.figures(files) == dict(
+        spilled=64, registers=168, shared=165888, loop=36, masked=None, warnings=0
+    )
+
+
+def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_report, "NEEDS", ("no-such-distribution",))
+    with pytest.raises(SystemExit):
+        main(["gpu-report"])
+    assert "needs no-such-distribution: python -m pip install" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["gpu-report", "--kernel", "square"])
+    assert "['square'] are not among" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax[cuda13]"
+)
+def test_budget():
+    """With another compiler, record anew: `python -m eqattn gpu-report --json` the budget file."""
+    budget = json.loads(BUDGET.read_text())
+    if budget["versions"] != gpu_report.versions():
+        pytest.skip(f"recorded with {budget['versions']}")
+    rows = [row for row in gpu_report.measure() if not isinstance(row, End)]
+    assert {row["kernel"] for row in rows} == set(budget["kernels"]) == set(gpu_report.calls())
+    worse = []
+    for row in rows:
+        assert "error" not in row, row
+        assert row["warnings"] == 0 and row["shared"] <= 227 * 1024, row
+        most = budget["kernels"][row["kernel"]]
+        for name in ("spilled", "shared", "loop", "masked", "temporary"):
+            if most[name] is not None and not row[name] <= 1.03 * most[name]:
+                worse.append((row["kernel"], name, row[name], most[name]))
+    assert not worse
