@@ -42,6 +42,23 @@ def _itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     return order, ends
 
 
+def _shared_table(table: Any) -> Array:
+    """The table `[rows, columns]` of batch elements that are visited together. A block is full if
+    it is full for all of them, and empty only if it is empty for all.
+    """
+    lead = tuple(range(table.ndim - 2))
+    least, most = table.min(lead), table.max(lead)
+    return jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
+
+
+def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
+    """The blocks of all operands at a point of the grid, the pages that it looks up included."""
+    at = dict(at)
+    for i, lookup in enumerate(layout.lookups):
+        at[i] = pick(operands[lookup], layout.in_axes[lookup], at)
+    return [pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
+
+
 def _read_in_turn(t: Any, operands: Sequence, layout: GridLayout) -> tuple[Any, list]:
     """Ties narrow floats that are read in place to the step `t`, so that XLA cannot convert them
     ahead of it.
@@ -99,9 +116,7 @@ def traverse(
     single = math.prod(layout.shape((*batch, ROW, COL))) == 1
     if into is None and table is None and single and not (layout.pages and any(map(moves, axes))):
         at = dict.fromkeys((*batch, ROW, COL), 0)
-        for i, lookup in enumerate(layout.lookups):
-            at[i] = pick(operands[lookup], layout.in_axes[lookup], at)
-        new = steps[classes[0]](None, [pick(x, a, at) for x, a in zip(operands, layout.in_axes)])
+        new = steps[classes[0]](None, _blocks_at(operands, layout, at))
         return [
             y.reshape(layout.shape(a) + x.shape)
             for x, y, a in zip(jax.eval_shape(finish, start), new, axes)
@@ -124,12 +139,7 @@ def traverse(
     table_axes = layout.table_axes or ()
     if table is not None:
         if vectorise:
-            # All batch elements are visited together, so they share one table: a block is full if
-            # it is full for all of them, and empty only if it is empty for all.
-            lead = tuple(range(table.ndim - 2))
-            least, most = table.min(lead), table.max(lead)
-            table = jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
-            table_axes = (ROW, COL)
+            table, table_axes = _shared_table(table), (ROW, COL)
         order, ends = _itinerary(table, classes)
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
