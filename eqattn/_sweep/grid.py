@@ -98,7 +98,9 @@ class GridLayout:
 
     @property
     def listed(self) -> int:
-        """How many entries a table (of one hop) has, or would have without batch axes."""
+        """The number of entries of a table, in a ring of the table of one hop. Without a table, it is
+        that of one without batch axes.
+        """
         axes = self.table_axes if self.ring is None else self.ring.table_axes
         return math.prod(self.size(a) for a in axes or (ROW, COL))
 

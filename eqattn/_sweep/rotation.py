@@ -61,7 +61,7 @@ class Rotation:
             return (), None
         fn, table_axes = jaxpr_as_fun(self.classify), self.table_axes
         reads = [(operands[i], layout.in_axes[i]) for i in self.reads]
-        for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):  # added by vmap
+        for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):  # Axes added by vmap.
             mapped = [0 if axis in axes else None for _, axes in reads]
             if any(m == 0 for m in mapped):
                 fn, table_axes = jax.vmap(fn, mapped), (axis, *table_axes)
