@@ -98,8 +98,8 @@ class GridLayout:
 
     @property
     def listed(self) -> int:
-        """The number of entries of a table, in a ring of the table of one hop. Without a table, it is
-        that of one without batch axes.
+        """The number of entries of the table, or of that of one hop in a ring. Without a table, it
+        is the number for one without batch axes.
         """
         axes = self.table_axes if self.ring is None else self.ring.table_axes
         return math.prod(self.size(a) for a in axes or (ROW, COL))
