@@ -43,16 +43,15 @@ def classes_of(
     - `blocking`: the sizes of the blocks.
     - `batch_shape`: the batch axes that the mask's operands may have.
     - `q`, `k`: the positions of the query and key tokens, `[B|1, T]` and `[B|1, S]`.
-    - `indices`: those of the batch elements and of the heads; None means `0, 1, ...`.
+    - `indices`: the indices of the batch elements and of the heads; None means `0, 1, ...`.
 
     **Returns:** int8 `[B|1, K|1, rows, columns]`, a NumPy array where all is known at trace time.
     Where the blocking has a `corner`, partial blocks are also cut into halves of their keys and, if
     each head has its own keys, of their queries. A block is a `CORNER` if none of the first queries
     sees any of the later keys.
     """
-    from ..masks._intervals.classify import (
-        classify,  # imported on first use: half of eqattn's import
-    )
+    # Imported on first use, as it takes half of the time that importing eqattn takes.
+    from ..masks._intervals.classify import classify
 
     of_blocks = ft.partial(
         classify,

@@ -314,7 +314,7 @@ class BlockOperands:
 
     def plan(self):
         """The table of live blocks, its grid axes, and the classes that can occur."""
-        if self.sent:  # each hop makes its own table
+        if self.sent:  # Each hop makes its own table.
             some = self.problem.mask is not None or self.padded
             return None, None, (PARTIAL, FULL) if some else (FULL,)
         table = table_of(self.problem, self.blocking)

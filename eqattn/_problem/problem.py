@@ -112,17 +112,7 @@ class Problem(eqx.Module):
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             check_64_bits(name, getattr(metadata, name))
         query = jnp.asarray(as_array(query, "query"))
-        for name, x in (("key_", key), ("value", value)):
-            if isinstance(x, eqx.Module) and not isinstance(x, AbstractStored):
-                raise TypeError(
-                    f"{name} must be an array, got {type(x).__name__}; of a cache pass cache.key "
-                    "and cache.value, with cache.mask(), q_offset= and "
-                    "kv_positions=cache.positions."
-                )
-        key, value = (
-            x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
-            for name, x in (("key_", key), ("value", value))
-        )
+        key, value = as_keys_and_values(key, value)
         check_shapes(query, key, value)
         *batch_shape, t, heads, _ = query.shape
         batch_shape, s = tuple(batch_shape), key.shape[-3]
@@ -200,6 +190,22 @@ class Problem(eqx.Module):
         h = np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
         q, k = self.positions()
         return [b, h, q[:, None, :, None], k[:, None, None, :]]
+
+
+def as_keys_and_values(key, value) -> tuple[Any, Any]:
+    """Keys and values as arrays or as they are stored, but not as a cache of both."""
+    for name, x in (("key_", key), ("value", value)):
+        if isinstance(x, eqx.Module) and not isinstance(x, AbstractStored):
+            raise TypeError(
+                f"{name} must be an array, got {type(x).__name__}; of a cache pass cache.key "
+                "and cache.value, with cache.mask(), q_offset= and "
+                "kv_positions=cache.positions."
+            )
+    key, value = (
+        x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
+        for name, x in (("key_", key), ("value", value))
+    )
+    return key, value
 
 
 def check_shapes(query, key, value) -> None:

@@ -306,7 +306,7 @@ class Quantized(AbstractStored):
 
 def _check_eight_bits(dtype: Any, name: str) -> None:
     dtype = as_dtype(dtype, name)
-    if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # signed ones
+    if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # Signed.
         raise ValueError(
             f"{name} must be int8 or a float8 dtype, as which Quantized numbers are stored, got "
             f"{dtype.name}; "

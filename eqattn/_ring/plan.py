@@ -230,7 +230,7 @@ def ring_plan(
     here = np.arange(devices)
     each = 2 * batch * heads // group * block**2 * (head_dim + value_dim)
     flops = [tuple(int(x) * each for x in blocks[here, (here - s) % devices]) for s in shifts]
-    kv_heads = math.lcm(kv_heads, group)  # as many as are sent
+    kv_heads = math.lcm(kv_heads, group)  # Heads are repeated until each device has some.
     own = batch * (tokens // (devices * group))
     columns = own * kv_heads * (head_dim + value_dim)
     narrow, wide = jnp.dtype(dtype).itemsize, accumulation_dtype(jnp.dtype(dtype)).itemsize

@@ -270,7 +270,9 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     dtypes = [a.dtype for jaxpr in (visits[0][1], values[0][1]) for a in jaxpr.in_avals]
     operands = [*primals, top, *[tangents[i].astype(dtypes[i]) for i in active]]
     in_axes = [*layout.in_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
-    sums = 3 if narrow and inner else 2  # of the numerator, the denominator, the numerator again
+    # The sums are those of the numerator, of the denominator and, for `recentred`, of the numerator
+    # again.
+    sums = 3 if narrow and inner else 2
     dnum, dden, *again = sweep(
         {c: tangent(logits, weigh) for (c, logits), (_, weigh) in zip(visits, values)},
         operands,

@@ -98,7 +98,9 @@ class GridLayout:
 
     @property
     def listed(self) -> int:
-        """How many entries a table (of one hop) has, or would have without batch axes."""
+        """The number of entries of the table, or of that of one hop in a ring. Without a table, it
+        is the number for one without batch axes.
+        """
         axes = self.table_axes if self.ring is None else self.ring.table_axes
         return math.prod(self.size(a) for a in axes or (ROW, COL))
 

@@ -4,6 +4,7 @@ JAX never differentiates these loops, as the primitives that run them have deriv
 So loop bounds may depend on data, and empty blocks cost nothing.
 """
 
+import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
@@ -42,6 +43,23 @@ def itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     return order, ends
 
 
+def _shared_table(table: Any) -> Array:
+    """The table `[rows, columns]` of batch elements that are visited together. A block is full if
+    it is full for all of them, and empty only if it is empty for all.
+    """
+    lead = tuple(range(table.ndim - 2))
+    least, most = table.min(lead), table.max(lead)
+    return jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
+
+
+def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
+    """The blocks of all operands at a point of the grid, the pages that it looks up included."""
+    at = dict(at)
+    for i, lookup in enumerate(layout.lookups):
+        at[i] = pick(operands[lookup], layout.in_axes[lookup], at)
+    return [pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
+
+
 def _read_in_turn(t: Any, operands: Sequence, layout: GridLayout) -> tuple[Any, list]:
     """Ties narrow floats that are read in place to the step `t`, so that XLA cannot convert them
     ahead of it.
@@ -59,6 +77,66 @@ def _read_in_turn(t: Any, operands: Sequence, layout: GridLayout) -> tuple[Any, 
         return t, operands
     t, *held = lax.optimization_barrier((jnp.int32(t), *[operands[i] for i in narrow]))
     return t, replaced(operands, narrow, held)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowVisit:
+    """Visits the live columns of one row.
+
+    **Arguments:**
+
+    - `steps`, `layout`, `axes`, `finish`: as for `traverse`.
+    - `operands`: the arrays on the grid.
+    - `order`, `ends`: the itinerary of all rows, or None and an empty list without a table.
+    - `table_axes`: the grid axes of `order` and `ends`.
+    - `fresh`: the first content of a row of each accumulator.
+    - `complete`: whether each accumulator is complete after one row.
+    """
+
+    steps: dict[int, Callable]
+    layout: GridLayout
+    operands: Sequence
+    order: Any
+    ends: list[Array]
+    table_axes: tuple[int, ...]
+    axes: Sequence[tuple[int, ...]]
+    fresh: list[Array]
+    complete: list[bool]
+    finish: Callable
+
+    def __call__(self, at: dict, accs: list) -> list:
+        """Visits the live columns of one row, which is at the grid indices `at`."""
+        layout, axes, finish = self.layout, self.axes, self.finish
+        operands = [
+            x if moves(a) else pick(x, a, at) for x, a in zip(self.operands, layout.in_axes)
+        ]
+        local = [
+            new if once else x if moves(a) else pick(x, a, at)
+            for x, a, new, once in zip(accs, axes, self.fresh, self.complete)
+        ]
+
+        def visit(step, t, local):
+            t, near = _read_in_turn(t, operands, layout)
+            column = t
+            if self.order is not None:
+                column = pick(self.order, self.table_axes, {**at, COL: t})
+            here = {**at, COL: column}
+            for i, lookup in enumerate(layout.lookups):
+                here[i] = pick(near[lookup], layout.in_axes[lookup], here)
+            blocks = [pick(x, a, here) if moves(a) else x for x, a in zip(near, layout.in_axes)]
+            old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
+            new = step(old, blocks)
+            return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
+
+        lo = 0
+        for n, c in enumerate(sorted(self.steps, reverse=True)):
+            hi = layout.grid[COL]
+            if self.ends:
+                hi = pick(self.ends[n], self.table_axes, {**at, COL: 0})
+            local = _loop(lo, hi, ft.partial(visit, self.steps[c]), local)
+            lo = hi
+        local = finish(local)
+        return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
 
 def traverse(
@@ -94,14 +172,11 @@ def traverse(
     table, operands = layout.without_corners(args)
     classes = sorted(steps, reverse=True)
     batch = () if vectorise else layout.batch
-    columns = layout.grid[COL]
     mixed = varying_axes(*args)
     single = math.prod(layout.shape((*batch, ROW, COL))) == 1
     if into is None and table is None and single and not (layout.pages and any(map(moves, axes))):
         at = dict.fromkeys((*batch, ROW, COL), 0)
-        for i, lookup in enumerate(layout.lookups):
-            at[i] = pick(operands[lookup], layout.in_axes[lookup], at)
-        new = steps[classes[0]](None, [pick(x, a, at) for x, a in zip(operands, layout.in_axes)])
+        new = steps[classes[0]](None, _blocks_at(operands, layout, at))
         return [
             y.reshape(layout.shape(a) + x.shape)
             for x, y, a in zip(jax.eval_shape(finish, start), new, axes)
@@ -124,40 +199,12 @@ def traverse(
     table_axes = layout.table_axes or ()
     if table is not None:
         if vectorise:
-            # All batch elements are visited together, so they share one table: a block is full if
-            # it is full for all of them, and empty only if it is empty for all.
-            lead = tuple(range(table.ndim - 2))
-            least, most = table.min(lead), table.max(lead)
-            table = jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
-            table_axes = (ROW, COL)
+            table, table_axes = _shared_table(table), (ROW, COL)
         order, ends = itinerary(table, classes)
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
-    def row(at: dict, accs: list) -> list:
-        """Visits the live columns of one row, which is at the grid indices `at`."""
-        row_operands = [x if moves(a) else pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
-        local = [
-            new if once else x if moves(a) else pick(x, a, at)
-            for x, a, new, once in zip(accs, axes, fresh, complete)
-        ]
-
-        def visit(step, t, local):
-            t, near = _read_in_turn(t, row_operands, layout)
-            here = {**at, COL: t if order is None else pick(order, table_axes, {**at, COL: t})}
-            for i, lookup in enumerate(layout.lookups):
-                here[i] = pick(near[lookup], layout.in_axes[lookup], here)
-            blocks = [pick(x, a, here) if moves(a) else x for x, a in zip(near, layout.in_axes)]
-            old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
-            new = step(old, blocks)
-            return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
-
-        lo = 0
-        for n, c in enumerate(classes):
-            hi = pick(ends[n], table_axes, {**at, COL: 0}) if ends else columns
-            local = _loop(lo, hi, ft.partial(visit, steps[c]), local)
-            lo = hi
-        local = finish(local) if into is None else local
-        return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
+    finish = finish if into is None else list
+    row = _RowVisit(steps, layout, operands, order, ends, table_axes, axes, fresh, complete, finish)
 
     def nest(left: list, at: dict, accs: list) -> list:
         """Loops over the axes `left`, and visits a row inside of them."""

@@ -45,7 +45,7 @@ def dot(a: Array, b: Array, contract: tuple[int, int], *, precision=None, operan
 #
 # A single product is added up in pieces of `_PIECE` keys. With blocks of 256 keys, that made
 # `cpu-f32-causal-2048-fwd` 2% faster. It also brought the error of outputs for values of mean 10
-# from 2.45 to 1.7, in the units of docs/pages/numerics.md, where blocks of 128 keys had 1.8.
+# from 2.45 to 1.7, in the units of docs/pages/benchmarks.md, where blocks of 128 keys had 1.8.
 # `python -m eqattn bench --accuracy` measures the errors again.
 _FEW = 32
 _PIECE = 128

@@ -61,7 +61,7 @@ class Rotation:
             return (), None
         fn, table_axes = jaxpr_as_fun(self.classify), self.table_axes
         reads = [(operands[i], layout.in_axes[i]) for i in self.reads]
-        for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):  # added by vmap
+        for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):  # Axes added by vmap.
             mapped = [0 if axis in axes else None for _, axes in reads]
             if any(m == 0 for m in mapped):
                 fn, table_axes = jax.vmap(fn, mapped), (axis, *table_axes)
@@ -74,6 +74,118 @@ def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: GridLayout) 
     row = lax.broadcasted_iota(jnp.int32, whole.shape, whole.ndim + ROW)
     inside = (rows.start <= row) & (row < rows.stop)
     return [jnp.where(inside, whole, jnp.int8(EMPTY))], axes or (ROW, COL)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RingVisit:
+    """One device's visit of the columns of all devices.
+
+    **Arguments:**
+
+    - `steps`, `layout`, `args`, `start`, `axes`, `traverse`: as for `ring_traverse`.
+    - `here`: the index of this device on the mesh axis of the ring.
+
+    Its properties are lists of indices.
+    """
+
+    steps: dict[int, Callable]
+    layout: GridLayout
+    args: Sequence
+    start: Sequence
+    axes: Sequence[tuple[int, ...]]
+    traverse: Callable
+    here: Array
+
+    def _where(self, axes: Sequence[tuple[int, ...]], columns: bool, rows: bool) -> list[int]:
+        return [i for i, a in enumerate(axes) if (COL in a) == columns and (ROW in a) == rows]
+
+    @property
+    def rides(self) -> list[int]:
+        """The operands that ride along with the columns."""
+        return self._where(self.layout.in_axes, columns=True, rows=False)
+
+    @property
+    def split(self) -> list[int]:
+        """The operands that hold the columns of all devices."""
+        return self._where(self.layout.in_axes, columns=True, rows=True)
+
+    @property
+    def returns(self) -> list[int]:
+        """The accumulators that ride along with the columns, and are sent home at the end."""
+        return self._where(self.axes, columns=True, rows=False)
+
+    @property
+    def slots(self) -> list[int]:
+        """The accumulators that hold the columns of all devices."""
+        return self._where(self.axes, columns=True, rows=True)
+
+    @property
+    def stays(self) -> list[int]:
+        """The accumulators without columns."""
+        return [i for i, a in enumerate(self.axes) if COL not in a]
+
+    def visit(
+        self, shift: Any, columns: Sequence, state: Sequence, rows: range | None = None
+    ) -> tuple[list, list]:
+        """Visits the columns of one hop, or some rows of it.
+
+        **Returns:** the accumulators of the columns, of this visit alone, and all accumulators.
+        """
+        layout, args, axes, ring = self.layout, self.args, self.axes, self.layout.ring
+        width = layout.grid[COL]
+        at = (self.here - shift) % ring.size * width
+
+        def mine(x, axes):
+            return lax.dynamic_slice_in_dim(x, at, width, axes.index(COL))
+
+        own = [mine(args[i], layout.in_axes[i]) for i in self.split]
+        operands = replaced(args, [*self.rides, *self.split], [*columns, *own])
+        table, table_axes = ring.table(operands, layout)
+        if rows is not None:
+            table, table_axes = in_rows(rows, table, table_axes, layout)
+        local = dataclasses.replace(layout, ring=None, table_axes=table_axes)
+        into = replaced([None] * len(axes), self.stays, [state[i] for i in self.stays])
+        into = replaced(into, self.slots, [mine(state[i], axes[i]) for i in self.slots])
+        new = self.traverse(self.steps, local, [*table, *operands], self.start, axes, into=into)
+        put = [
+            lax.dynamic_update_slice_in_dim(state[i], new[i], at, axes[i].index(COL))
+            for i in self.slots
+        ]
+        return [new[i] for i in self.returns], replaced(new, self.slots, put)
+
+    def walk(self, step: int, length: int, columns: list, state: list) -> tuple[list, list]:
+        """Makes the hops `step, 2 step, ...` and sends home what the columns collected.
+
+        Every move is issued before the visit that it can hide behind. So what columns collect
+        travels one hop late: at hop `h` the sum up to hop `h - 1` arrives and joins the hop's own.
+        """
+        ring = self.layout.ring
+
+        def hop(h, columns, total, state, last=False):
+            ahead = columns if last else ring.move(columns, step)
+            arrived = total if total is None else ring.move(total, step)
+            total, state = self.visit(h * step, columns, state)
+            if arrived is not None:
+                total = [x + y for x, y in zip(arrived, total)]
+            return ahead, total, state
+
+        total, first = (None, 2) if self.returns else ([], 1)
+        if first == 2 and length > 1:
+            columns, total, state = lax.optimization_barrier(hop(1, columns, total, state))
+        carry: Any = (columns, total, state)
+        if length > first and (ring.unroll or length == first + 1):
+            # Without the barriers, the moves of one hop mix with the visit of another, and some
+            # have nothing to hide behind.
+            for h in range(first, length):
+                carry = lax.optimization_barrier(hop(h, *carry))
+        elif length > first:
+            carry, _ = lax.scan(
+                lambda c, h: (hop(h, *c), None), carry, jnp.arange(first, length, dtype=jnp.int32)
+            )
+        _, total, state = hop(length, *carry, last=True)
+        if total:
+            total, state = lax.optimization_barrier((total, state))
+        return ring.move(total, -step * length), state
 
 
 def ring_traverse(
@@ -100,92 +212,28 @@ def ring_traverse(
     ring = layout.ring
     if ring is None:
         return traverse(steps, layout, args, start, axes, finish=finish)
-    rides = [i for i, a in enumerate(layout.in_axes) if COL in a and ROW not in a]
-    split = [i for i, a in enumerate(layout.in_axes) if COL in a and ROW in a]
-    returns = [i for i, a in enumerate(axes) if COL in a and ROW not in a]
-    slots = [i for i, a in enumerate(axes) if COL in a and ROW in a]
-    stays = [i for i, a in enumerate(axes) if COL not in a]
-    width, here = layout.grid[COL], lax.axis_index(ring.axis)
-
-    def visit(
-        shift, columns: Sequence, state: Sequence, rows: range | None = None
-    ) -> tuple[list, list]:
-        """Visits the columns of one hop, or some rows of it.
-
-        **Returns:** the accumulators of the columns, of this visit alone, and all accumulators.
-        """
-        at = (here - shift) % ring.size * width
-
-        def mine(x, axes):
-            return lax.dynamic_slice_in_dim(x, at, width, axes.index(COL))
-
-        own = [mine(args[i], layout.in_axes[i]) for i in split]
-        operands = replaced(args, [*rides, *split], [*columns, *own])
-        table, table_axes = ring.table(operands, layout)
-        if rows is not None:
-            table, table_axes = in_rows(rows, table, table_axes, layout)
-        local = dataclasses.replace(layout, ring=None, table_axes=table_axes)
-        into = replaced([None] * len(axes), stays, [state[i] for i in stays])
-        into = replaced(into, slots, [mine(state[i], axes[i]) for i in slots])
-        new = traverse(steps, local, [*table, *operands], start, axes, into=into)
-        put = [
-            lax.dynamic_update_slice_in_dim(state[i], new[i], at, axes[i].index(COL)) for i in slots
-        ]
-        return [new[i] for i in returns], replaced(new, slots, put)
-
-    def walk(step: int, length: int, columns: list, state: list) -> tuple[list, list]:
-        """Makes the hops `step, 2 step, ...` and sends home what the columns collected.
-
-        Every move is issued before the visit that it can hide behind. So what columns collect
-        travels one hop late: at hop `h` the sum up to hop `h - 1` arrives and joins the hop's own.
-        """
-
-        def hop(h, columns, total, state, last=False):
-            ahead = columns if last else ring.move(columns, step)
-            arrived = total if total is None else ring.move(total, step)
-            total, state = visit(h * step, columns, state)
-            if arrived is not None:
-                total = [x + y for x, y in zip(arrived, total)]
-            return ahead, total, state
-
-        total, first = (None, 2) if returns else ([], 1)
-        if first == 2 and length > 1:
-            columns, total, state = lax.optimization_barrier(hop(1, columns, total, state))
-        carry: Any = (columns, total, state)
-        if length > first and (ring.unroll or length == first + 1):
-            # Without the barriers, the moves of one hop mix with the visit of another, and some
-            # have nothing to hide behind.
-            for h in range(first, length):
-                carry = lax.optimization_barrier(hop(h, *carry))
-        elif length > first:
-            carry, _ = lax.scan(
-                lambda c, h: (hop(h, *c), None), carry, jnp.arange(first, length, dtype=jnp.int32)
-            )
-        _, total, state = hop(length, *carry, last=True)
-        if total:
-            total, state = lax.optimization_barrier((total, state))
-        return ring.move(total, -step * length), state
-
-    mixed = varying_axes(*args)
+    here = lax.axis_index(ring.axis)
+    ring_visit = _RingVisit(steps, layout, args, start, axes, traverse, here)
+    returns, mixed = ring_visit.returns, varying_axes(*args)
     state: list = [None] * len(axes)
-    for i in slots:
+    for i in ring_visit.slots:
         empty = jnp.zeros(layout.shape(axes[i]) + start[i].shape, start[i].dtype)
         state[i] = vary(empty, mixed)
-    home = [args[i] for i in rides]
+    home = [args[i] for i in ring_visit.rides]
     walks = [(step, n) for step, n in ((1, ring.ahead), (-1, ring.behind)) if n]
     departing = [ring.move(home, step) for step, _ in walks]
     # The second half of the device's own rows comes last, so that the way home hides behind it.
     half = layout.grid[ROW] // 2 if returns and walks else 0
-    total, state = visit(0, home, state, range(half) if half else None)
+    total, state = ring_visit.visit(0, home, state, range(half) if half else None)
     arriving = []
     for (step, length), columns in zip(walks, departing):
         # Without it, small columns might go on before this visit, and nothing would hide their
         # first move.
         columns, state = lax.optimization_barrier((columns, state))
-        collected, state = walk(step, length, columns, state)
+        collected, state = ring_visit.walk(step, length, columns, state)
         arriving.append(collected)
     if half:
-        rest, state = visit(0, home, state, range(half, layout.grid[ROW]))
+        rest, state = ring_visit.visit(0, home, state, range(half, layout.grid[ROW]))
         # Without it, what is done with the rest might be scheduled before the way home.
         *arriving, state = lax.optimization_barrier((*arriving, rest, state))
     for more in arriving:
