@@ -67,8 +67,8 @@ class PrefixLM(AbstractMask):
         return (k < prefix) | (k <= q)
 
 
-class BlockCausal(AbstractMask):
-    """Causal between chunks of `size` positions, all visible within one: `k//size <= q//size`."""
+class AbstractChunks(AbstractMask):
+    """A mask that depends on the chunks of `size` positions that a query and a key lie in."""
 
     size: int = eqx.field(static=True)
 
@@ -79,23 +79,17 @@ class BlockCausal(AbstractMask):
 
     def operands(self) -> tuple[Operand, ...]:
         return ()
+
+
+class BlockCausal(AbstractChunks):
+    """Causal between chunks of `size` positions, all visible within one: `k//size <= q//size`."""
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return _chunk(k, self.size) <= _chunk(q, self.size)
 
 
-class ChunkedCausal(AbstractMask):
+class ChunkedCausal(AbstractChunks):
     """Causal within chunks of `size` positions, nothing between: `k//size == q//size`, `k <= q`."""
-
-    size: int = eqx.field(static=True)
-
-    uses_distance = True
-
-    def __init__(self, size: Any):
-        self.size = as_int(size, "size", least=1, static=True).value
-
-    def operands(self) -> tuple[Operand, ...]:
-        return ()
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return (_chunk(k, self.size) == _chunk(q, self.size)) & (k <= q)

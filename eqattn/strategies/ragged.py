@@ -1,20 +1,16 @@
 """`Ragged`: one device, and rows of unequal length, each of which costs what its live keys cost."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 
-from .._carry import Carry
 from .._config.metadata import AttentionMetadata
-from .._problem.problem import Problem
-from ..kernels import BACKENDS
-from ._fold_strategy import AbstractFoldStrategy
-from ._on_device import fold
+from ._on_device import AbstractOnDevice
 from ._registry import AttentionRegistry
 
 
 @AttentionRegistry.register
-class Ragged(AbstractFoldStrategy):
+class Ragged(AbstractOnDevice):
     """Exact attention over rows of unequal length, such as the caches of a batch of requests.
 
     Where `Blockwise` brings whole keys and values into the order that is fastest to multiply,
@@ -42,21 +38,7 @@ class Ragged(AbstractFoldStrategy):
     fused_backward: bool = eqx.field(static=True, default=True)
 
     reads_stored = True
-    pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
 
     @classmethod
     def get_impl_name(cls) -> str:
         return "ragged"
-
-    def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        lowering = self.lowering(problem)
-        carry = fold(
-            problem,
-            blocksize_q=self.metadata.blocksize_q,
-            blocksize_k=self.metadata.blocksize_k,
-            fused_backward=self.fused_backward,
-            in_place=True,
-            lowering=lowering,
-            manual=self.manual(problem, lowering),
-        )
-        return carry, None
