@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_dtype, as_int32, as_size, check_floating
-from .._problem.storage import Bits
+from .._problem.storage import Bits, Quantized, split_heads
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
@@ -99,19 +99,19 @@ def check_row_shapes(cache: Any) -> None:
         )
 
 
-def check_dtype(dtype: Any) -> None:
-    """**Raises:** `TypeError` unless the dtype, which keys and values get, is floating point."""
+def checked_dims(dtype: Any, head_dim: Any, value_dim: Any, **sizes: Any) -> tuple[int, int]:
+    """Checks the arguments of `empty`, and returns the sizes of a key and of a value. The latter is
+    that of a key if `value_dim` is None.
+
+    **Raises:** `TypeError` or `ValueError` unless the sizes, which are given by their names, are
+    ints, and the dtype, which keys and values get, is floating point.
+    """
+    sizes |= {"head_dim": head_dim} | ({} if value_dim is None else {"value_dim": value_dim})
+    for name, size in sizes.items():
+        as_size(size, name)
     if not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.floating):
         raise TypeError(f"dtype must be floating point, got {dtype!r}.")
-
-
-def check_sizes(**sizes: Any) -> None:
-    """**Raises:** `TypeError` or `ValueError` unless the sizes, which are given by their names, are
-    ints. Only `value_dim` may be None.
-    """
-    for name, size in sizes.items():
-        if size is not None or name != "value_dim":
-            as_size(size, name)
+    return head_dim, head_dim if value_dim is None else value_dim
 
 
 def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Array:
@@ -175,6 +175,11 @@ def empty_store(shape: tuple[int, ...], dtype: Any, bits: bool) -> Any:
     return Bits.zeros(shape, dtype) if bits else jnp.zeros(shape, dtype)
 
 
+def empty_pair(lead: tuple[int, ...], dims: tuple[int, int], dtype: Any, bits: bool) -> list[Any]:
+    """Zeros for keys `[*lead, dims[0]]` and for values `[*lead, dims[1]]`."""
+    return [empty_store((*lead, dim), dtype, bits) for dim in dims]
+
+
 def rows_of(held: Any, rows: Array) -> Any:
     """Returns the rows at these indices, of an array or of `Bits`."""
     return Bits(held.bits[rows], held.dtype) if isinstance(held, Bits) else held[rows]
@@ -234,6 +239,18 @@ def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: boo
     at = (slots * per)[:, None, :, None] + jnp.arange(per, dtype=jnp.int32).reshape(1, 1, 1, per)
     options: Any = dict(mode="drop", unique_indices=unique)
     return array.at[owner[:, None, :, None], share, at].set(new.astype(array.dtype), **options)
+
+
+def store(held: Any, new: Array, owner: Array, slots: Array, unique: bool = True) -> Any:
+    """Writes keys or values `new` `[b, t, k, d]` at `slots` of the rows or pages `owner`, quantized
+    if `held` is. The other arguments are those of `write_flat`.
+    """
+    if not isinstance(held, Quantized):
+        return scatter(held, new, (owner,), slots, unique)
+    made = Quantized.quantize(new, held.values.dtype)
+    values = scatter(held.values, made.values, (owner,), slots, unique)
+    scales = split_heads(made.scales, new.shape[2])
+    return Quantized(values, write_flat(held.scales, scales, owner, slots, unique), held.dtype)
 
 
 def within_capacity(length: Array, capacity: int) -> Array:

@@ -9,12 +9,11 @@ from .._misc import int32_field
 from .._problem.storage import Bits
 from ._base import (
     AbstractCache,
-    check_dtype,
     check_lengths,
     check_row_shapes,
     check_rows,
-    check_sizes,
-    empty_store,
+    checked_dims,
+    empty_pair,
     rows_of,
     write,
     write_slots,
@@ -57,19 +56,9 @@ class KVCache(AbstractCache):
         is read fastest, as its blocks need no padding. On a CPU, numbers of bfloat16 are written
         fastest as [`bits`][eqattn.cache.Bits].
         """
-        check_sizes(
-            batch=batch,
-            capacity=capacity,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-        )
-        check_dtype(dtype)
-        value_dim = head_dim if value_dim is None else value_dim
-        key, value = (
-            empty_store((batch, capacity, kv_heads, dim), dtype, bits)
-            for dim in (head_dim, value_dim)
-        )
+        sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
+        dims = checked_dims(dtype, head_dim, value_dim, **sizes)
+        key, value = empty_pair((batch, capacity, kv_heads), dims, dtype, bits)
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
     def append(

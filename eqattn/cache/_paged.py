@@ -9,19 +9,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_int32, concrete, int32_field
-from .._problem.storage import as_stored, Bits, Pages, Quantized, split_heads
+from .._problem.storage import as_stored, Bits, Pages, Quantized
 from ._base import (
     AbstractCache,
-    check_dtype,
     check_lengths,
     check_new,
     check_rows,
-    check_sizes,
+    checked_dims,
     empty_store,
     new_positions,
-    scatter,
+    store,
     within_capacity,
-    write_flat,
 )
 
 
@@ -94,18 +92,9 @@ class PagedKVCache(AbstractCache):
         - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][], which is how a
             CPU writes bfloat16 fastest.
         """
-        check_sizes(
-            batch=batch,
-            capacity=capacity,
-            pages=pages,
-            page_size=page_size,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            head_shares=head_shares,
-            value_dim=value_dim,
-        )
-        check_dtype(dtype)
-        value_dim = head_dim if value_dim is None else value_dim
+        sizes = dict(batch=batch, capacity=capacity, pages=pages, page_size=page_size)
+        sizes |= dict(kv_heads=kv_heads, head_shares=head_shares)
+        dims = checked_dims(dtype, head_dim, value_dim, **sizes)
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
         if bits and stored is not None:
@@ -121,7 +110,8 @@ class PagedKVCache(AbstractCache):
             return Quantized.zeros(shape, stored, dtype, head_shares)
 
         table = jnp.full((batch, -(-capacity // page_size)), -1, jnp.int32)
-        return PagedKVCache(pool(head_dim), pool(value_dim), table, jnp.zeros(batch, jnp.int32))
+        key_pages, value_pages = map(pool, dims)
+        return PagedKVCache(key_pages, value_pages, table, jnp.zeros(batch, jnp.int32))
 
     @property
     def page_size(self) -> int:
@@ -156,21 +146,11 @@ class PagedKVCache(AbstractCache):
         # Tokens that are not kept go to a page that is not in the pool, so nothing is written.
         # Several may go to the same place there, hence `unique=False`.
         page = jnp.where(kept, page, held)
-
-        def put(pool: Any, new: Array) -> Any:
-            return scatter(pool, new, (page,), position % size, unique=False)
-
-        def added(pool: Any, x: Array) -> Any:
-            if not isinstance(pool, Quantized):
-                return put(pool, x)
-            new = Quantized.quantize(x, pool.values.dtype)
-            scales = split_heads(new.scales, x.shape[2])
-            scales = write_flat(pool.scales, scales, page, position % size, unique=False)
-            return Quantized(put(pool.values, new.values), scales, pool.dtype)
-
-        return PagedKVCache(
-            added(self.key_pages, key), added(self.value_pages, value), self.table, length
+        keys, values = (
+            store(pool, new, page, position % size, unique=False)
+            for pool, new in ((self.key_pages, key), (self.value_pages, value))
         )
+        return PagedKVCache(keys, values, self.table, length)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "PagedKVCache":
         """Returns the cache with only the first `lengths` tokens of each row. A row keeps the pages

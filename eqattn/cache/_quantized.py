@@ -6,17 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import int32_field
-from .._problem.storage import Quantized, split_heads
-from ._base import (
-    AbstractCache,
-    check_dtype,
-    check_lengths,
-    check_rows,
-    check_sizes,
-    write,
-    write_flat,
-    write_slots,
-)
+from .._problem.storage import Quantized
+from ._base import AbstractCache, check_lengths, check_rows, checked_dims, store, write_slots
 
 
 class QuantizedKVCache(AbstractCache):
@@ -53,21 +44,12 @@ class QuantizedKVCache(AbstractCache):
         """Makes a cache without tokens. `stored` is int8 or a float8 dtype, and `dtype` is the
         dtype of the queries. `head_shares` is the number of devices that share the heads.
         """
-        check_sizes(
-            batch=batch,
-            capacity=capacity,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            head_shares=head_shares,
-            value_dim=value_dim,
+        sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads, head_shares=head_shares)
+        key, value = (
+            Quantized.zeros((batch, capacity, kv_heads, dim), stored, dtype, head_shares)
+            for dim in checked_dims(dtype, head_dim, value_dim, **sizes)
         )
-        check_dtype(dtype)
-        value_dim = head_dim if value_dim is None else value_dim
-
-        def nothing(dim):
-            return Quantized.zeros((batch, capacity, kv_heads, dim), stored, dtype, head_shares)
-
-        return cls(nothing(head_dim), nothing(value_dim), jnp.zeros(batch, jnp.int32))
+        return cls(key, value, jnp.zeros(batch, jnp.int32))
 
     def append(
         self,
@@ -76,15 +58,10 @@ class QuantizedKVCache(AbstractCache):
         counts: Int[Array, " b"] | None = None,
     ) -> "QuantizedKVCache":
         slots, length = write_slots(self, key, value, counts, self.key.shape[1])
-
-        def added(held: Quantized, x: Array) -> Quantized:
-            new = Quantized.quantize(x, held.values.dtype)
-            values = write(held.values, new.values, slots)
-            row = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
-            scales = write_flat(held.scales, split_heads(new.scales, x.shape[2]), row, slots)
-            return Quantized(values, scales, held.dtype)
-
-        return QuantizedKVCache(added(self.key, key), added(self.value, value), length)
+        row = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
+        return QuantizedKVCache(
+            store(self.key, key, row, slots), store(self.value, value, row, slots), length
+        )
 
     def truncate(self, lengths: Int[Array, " b"]) -> "QuantizedKVCache":
         return QuantizedKVCache(self.key, self.value, check_lengths(lengths, self.length))

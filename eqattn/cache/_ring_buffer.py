@@ -9,13 +9,12 @@ from .._misc import int32_field
 from .._problem.storage import Bits
 from ._base import (
     AbstractCache,
-    check_dtype,
     check_lengths,
     check_new,
     check_row_shapes,
     check_rows,
-    check_sizes,
-    empty_store,
+    checked_dims,
+    empty_pair,
     new_positions,
     rows_of,
     write,
@@ -67,19 +66,9 @@ class RingBufferCache(AbstractCache):
         """Makes a cache without tokens. On a CPU, numbers of bfloat16 are written fastest as
         [`bits`][eqattn.cache.Bits].
         """
-        check_sizes(
-            batch=batch,
-            capacity=capacity,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-        )
-        check_dtype(dtype)
-        value_dim = head_dim if value_dim is None else value_dim
-        key, value = (
-            empty_store((batch, capacity, kv_heads, dim), dtype, bits)
-            for dim in (head_dim, value_dim)
-        )
+        sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
+        dims = checked_dims(dtype, head_dim, value_dim, **sizes)
+        key, value = empty_pair((batch, capacity, kv_heads), dims, dtype, bits)
         held = jnp.full((batch, capacity), -1, jnp.int32)
         return cls(key, value, held, jnp.zeros(batch, jnp.int32))
 

@@ -11,11 +11,10 @@ from .._misc import as_int32, concrete, even_block, int32_field
 from .._problem.storage import as_stored, Bits, Pages
 from ._base import (
     AbstractCache,
-    check_dtype,
     check_lengths,
     check_rows,
-    check_sizes,
-    empty_store,
+    checked_dims,
+    empty_pair,
     write,
     write_slots,
 )
@@ -62,24 +61,13 @@ class StackedKVCache(eqx.Module):
         **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity. A layer is read
         as pages of that size, so its rows must be whole pages.
         """
-        check_sizes(
-            layers=layers,
-            batch=batch,
-            capacity=capacity,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-        )
-        check_dtype(dtype)
+        sizes = dict(layers=layers, batch=batch, capacity=capacity, kv_heads=kv_heads)
+        dims = checked_dims(dtype, head_dim, value_dim, **sizes)
         if even_block(capacity) is None:
             raise ValueError(
                 f"capacity={capacity}: no size from 64 to 256 divides it; use a multiple of 64."
             )
-        value_dim = head_dim if value_dim is None else value_dim
-        key, value = (
-            empty_store((layers, batch, capacity, kv_heads, dim), dtype, bits)
-            for dim in (head_dim, value_dim)
-        )
+        key, value = empty_pair((layers, batch, capacity, kv_heads), dims, dtype, bits)
         return cls(key, value, jnp.zeros((layers, batch), jnp.int32))
 
     def layer(self, index: Any) -> "LayerCache":

@@ -64,7 +64,26 @@ class PrefixLM(AbstractMask):
         return (k < prefix) | (k <= q)
 
 
-class BlockCausal(AbstractMask):
+class AbstractChunks(AbstractMask):
+    """A mask that depends on the chunks of `size` positions that a query and a key lie in.
+
+    **Arguments:**
+
+    - `size`: the number of positions in a chunk, a static int of at least 1.
+    """
+
+    size: int = eqx.field(static=True)
+
+    uses_distance = True
+
+    def __init__(self, size: Any):
+        self.size = as_int(size, "size", least=1, static=True).value
+
+    def operands(self) -> tuple[Operand, ...]:
+        return ()
+
+
+class BlockCausal(AbstractChunks):
     """A query sees all keys of its own chunk and of earlier ones: `k//size <= q//size`.
 
     **Arguments:**
@@ -72,37 +91,17 @@ class BlockCausal(AbstractMask):
     - `size`: the number of positions in a chunk, a static int of at least 1.
     """
 
-    size: int = eqx.field(static=True)
-
-    uses_distance = True
-
-    def __init__(self, size: Any):
-        self.size = as_int(size, "size", least=1, static=True).value
-
-    def operands(self) -> tuple[Operand, ...]:
-        return ()
-
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return _chunk(k, self.size) <= _chunk(q, self.size)
 
 
-class ChunkedCausal(AbstractMask):
+class ChunkedCausal(AbstractChunks):
     """A query sees the keys of its own chunk up to itself: `k//size == q//size` and `k <= q`.
 
     **Arguments:**
 
     - `size`: the number of positions in a chunk, a static int of at least 1.
     """
-
-    size: int = eqx.field(static=True)
-
-    uses_distance = True
-
-    def __init__(self, size: Any):
-        self.size = as_int(size, "size", least=1, static=True).value
-
-    def operands(self) -> tuple[Operand, ...]:
-        return ()
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return (_chunk(k, self.size) == _chunk(q, self.size)) & (k <= q)

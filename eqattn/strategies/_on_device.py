@@ -1,9 +1,15 @@
-"""The fold for strategies that visit blocks on one device."""
+"""The fold on one device, and the base of the strategies that consist of it."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
 
 from .._carry import Carry
 from .._problem.mesh import ManualAxes
 from .._problem.problem import Problem
 from .._sweep.lowering import Lowering, XLA
+from ..kernels import BACKENDS
+from ._fold_strategy import AbstractFoldStrategy
 
 
 def fold(
@@ -47,3 +53,26 @@ def fold(
         lowering=lowering,
         manual=manual,
     )
+
+
+class AbstractOnDevice(AbstractFoldStrategy):
+    """Exact attention on one device, block by block. A subclass with `reads_stored` reads keys and
+    values as they lie in memory.
+    """
+
+    fused_backward: eqx.AbstractVar[bool]
+
+    pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
+
+    def fold(self, problem: Problem) -> tuple[Carry, Any]:
+        lowering = self.lowering(problem)
+        carry = fold(
+            problem,
+            blocksize_q=self.metadata.blocksize_q,
+            blocksize_k=self.metadata.blocksize_k,
+            fused_backward=self.fused_backward,
+            in_place=self.reads_stored,
+            lowering=lowering,
+            manual=self.manual(problem, lowering),
+        )
+        return carry, None

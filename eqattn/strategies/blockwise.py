@@ -1,20 +1,16 @@
 """`Blockwise`: one device visits blocks of queries, and for each the live blocks of keys."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 
-from .._carry import Carry
 from .._config.metadata import AttentionMetadata
-from .._problem.problem import Problem
-from ..kernels import BACKENDS
-from ._fold_strategy import AbstractFoldStrategy
-from ._on_device import fold
+from ._on_device import AbstractOnDevice
 from ._registry import AttentionRegistry
 
 
 @AttentionRegistry.register
-class Blockwise(AbstractFoldStrategy):
+class Blockwise(AbstractOnDevice):
     """Exact attention in memory linear in the sequence, block by block.
 
     Blocks that the mask empties are never visited, full ones are not masked, and the answer does
@@ -40,20 +36,6 @@ class Blockwise(AbstractFoldStrategy):
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
 
-    pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
-
     @classmethod
     def get_impl_name(cls) -> str:
         return "blockwise"
-
-    def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        lowering = self.lowering(problem)
-        carry = fold(
-            problem,
-            blocksize_q=self.metadata.blocksize_q,
-            blocksize_k=self.metadata.blocksize_k,
-            fused_backward=self.fused_backward,
-            lowering=lowering,
-            manual=self.manual(problem, lowering),
-        )
-        return carry, None

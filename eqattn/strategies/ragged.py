@@ -4,16 +4,13 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 
-from .._carry import Carry
 from .._config.metadata import AttentionMetadata
-from .._problem.problem import Problem
-from ._fold_strategy import AbstractFoldStrategy
-from ._on_device import fold
+from ._on_device import AbstractOnDevice
 from ._registry import AttentionRegistry
 
 
 @AttentionRegistry.register
-class Ragged(AbstractFoldStrategy):
+class Ragged(AbstractOnDevice):
     """Exact attention over rows of unequal length, such as the caches of a batch of requests.
 
     Where `Blockwise` brings whole keys and values into the order that is fastest to multiply,
@@ -46,16 +43,3 @@ class Ragged(AbstractFoldStrategy):
     @classmethod
     def get_impl_name(cls) -> str:
         return "ragged"
-
-    def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        lowering = self.lowering(problem)
-        carry = fold(
-            problem,
-            blocksize_q=self.metadata.blocksize_q,
-            blocksize_k=self.metadata.blocksize_k,
-            fused_backward=self.fused_backward,
-            in_place=True,
-            lowering=lowering,
-            manual=self.manual(problem, lowering),
-        )
-        return carry, None

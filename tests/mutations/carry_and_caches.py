@@ -99,7 +99,7 @@ MUTANTS = [
             ("page = jnp.where(kept, page, held)", "pass"),
             ("kept = position < length[:, None]", "kept = position <= length[:, None]"),
             ("self.table[row, jnp.minimum(position // size, parts - 1)]", "self.table[row, jnp.minimum(position // size, 0)]"),
-            ("write_flat(pool.scales, scales, page, position % size, unique=False)", "write_flat(pool.scales, scales, page, position * 0, unique=False)"),
+            ("store(pool, new, page, position % size, unique=False)", "store(pool, new, page, position * 0, unique=False)"),
             ("eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))", "eqx.tree_at(lambda c: c.length, self, lengths)"),
             ("self.table[rows], self.length[rows])", "self.table, self.length[rows])"),
             ("self.table[rows], self.length[rows])", "self.table[rows], self.length)"),
