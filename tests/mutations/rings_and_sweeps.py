@@ -62,9 +62,15 @@ MUTANTS = [
     ),
     (
         "_sweep/rotation.py",
-        SUMS,
+        "sweep/test_rotation.py -k travel_to",
         [
             ("to = [(i, (i + by) % self.size) for i in range(self.size)]", "to = [(i, (i - by) % self.size) for i in range(self.size)]"),
+        ],
+    ),
+    (
+        "_sweep/rotation.py",
+        SUMS,
+        [
             ("total = [x + y for x, y in zip(arrived, total)]", "pass"),
             ("total = [x + y for x, y in zip(total, more)]", "total = more"),
             ("return ring.move(total, -step * length), state", "return total, state"),
