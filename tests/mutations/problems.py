@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     (
         "_problem/jit_cache.py",
-        "sweep/test_sweep.py -k 'trace or retained'",
+        "problem/test_jit_cache.py test_closure.py -k 'own or freed'",
         [
             ("(type(x), x)", "(None, x)"),
             ("node = node.of(owner())", "pass"),
