@@ -6,7 +6,13 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from eqattn._config.metadata import AttentionMetadata
-from eqattn._config.partition import fitted, PartitionAxis, PartitionManager, trimmed
+from eqattn._config.partition import (
+    fitted,
+    PartitionAxis,
+    PartitionManager,
+    trimmed,
+    with_axes_kept,
+)
 from eqattn._config.platform import RuntimeMode
 
 
@@ -168,3 +174,14 @@ def test_fitted(spec, shape, kept):
 def test_fitted_with_too_many_entries_raises():
     with pytest.raises(ValueError, match="more entries"):
         fitted(P(None, "a"), (2,), AbstractMesh((2,), ("a",)))
+
+
+def test_some_axes_stay_sharded():
+    spec = P("a", "b", "c")
+    assert with_axes_kept(spec, None, None, None) == spec
+    assert with_axes_kept(spec, (0, 2), None, None) == P("a", None, "c")
+    assert with_axes_kept(spec, (1,), P("x", "y"), None) == P(None, "y")
+    assert with_axes_kept(P("a"), (1, 0), None, 2) == P("a")
+    for index in (3, -1):
+        with pytest.raises(ValueError, match=f"preserved index {index} .* 3 axes"):
+            with_axes_kept(spec, (index,), None, None)

@@ -7,16 +7,6 @@ CALLS = "strategies/test_laws.py sweep/test_transforms.py -k 'value or split or 
 MUTANTS = [
     (
         "_problem/problem.py",
-        CALLS,
-        [
-            ("query.shape[-1] ** -0.5 if scale is None else scale", "value.shape[-1] ** -0.5 if scale is None else scale"),
-            ("scores = (Bias(bias), *scores)", "scores = (*scores, Bias(bias))"),
-            ("scores = (SoftCap(metadata.logits_soft_cap), *scores)", "scores = (*scores, SoftCap(metadata.logits_soft_cap))"),
-            ("return sinks[:, None]", "return sinks[None]"),
-        ],
-    ),
-    (
-        "_problem/problem.py",
         ERRORS,
         [
             ("if q_offset is not None and q_positions is not None:", "if False:"),
@@ -30,6 +20,16 @@ MUTANTS = [
         [
             ("+ np.int32(self.q_start)", "- np.int32(self.q_start)"),
             ("q = q if self.q_shift is None else q + self.q_shift", "pass"),
+        ],
+    ),
+    (
+        "_problem/problem.py",
+        CALLS,
+        [
+            ("query.shape[-1] ** -0.5 if scale is None else scale", "value.shape[-1] ** -0.5 if scale is None else scale"),
+            ("scores = (Bias(bias), *scores)", "scores = (*scores, Bias(bias))"),
+            ("scores = (SoftCap(metadata.logits_soft_cap), *scores)", "scores = (*scores, SoftCap(metadata.logits_soft_cap))"),
+            ("return sinks[:, None]", "return sinks[None]"),
         ],
     ),
     (
@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     (
         "_problem/jit_cache.py",
-        "sweep/test_sweep.py -k 'trace or retained'",
+        "problem/test_jit_cache.py test_closure.py -k 'own or freed'",
         [
             ("(type(x), x)", "(None, x)"),
             ("node = node.of(owner())", "pass"),

@@ -53,6 +53,20 @@ def test_sums_around_a_ring(n, ahead, behind, unroll):
     close(of_columns, two.sum(0))
 
 
+@pytest.mark.parametrize("ahead, behind", [(1, 0), (0, 1), (2, 1)])
+def test_columns_travel_to_the_next_device_or_the_one_before(ahead, behind):
+    """A route that is no whole turn shows which devices the columns came from."""
+    n = 5
+    rows, columns = numbers(n)
+    layout = GridLayout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=Rotation("sp", n, ahead, behind))
+    f = {FULL: lambda r, c: [r * c]}
+    run = lambda r, c: sweep(f, [r, c], [(ROW,), (COL,)], [(ROW,)], layout=layout)[0]
+    got = in_ring(n, run, (rows, columns), P("sp"), P("sp"))
+    of_device = columns.reshape(n, COLUMNS).sum(1)
+    met = sum(np.roll(of_device, shift) for shift in range(-behind, ahead + 1))
+    close(got, rows * met.repeat(ROWS))
+
+
 @pytest.mark.parametrize("n, ahead, behind, unroll", [(4, 3, 0, False), (5, 2, 2, True)])
 def test_gradients_around_a_ring(n, ahead, behind, unroll):
     """The cotangents of columns are summed on their way, once per hop."""

@@ -11,7 +11,8 @@ import pytest
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
 from eqattn._jax import jaxpr_as_fun
-from eqattn._sweep.grid import EMPTY, FULL, GridLayout, PARTIAL, ROW
+from eqattn._sweep.grid import COL, EMPTY, FULL, GridLayout, PARTIAL, ROW
+from eqattn._sweep.rotation import Rotation
 from eqattn._sweep.sweep import sweep
 
 
@@ -187,3 +188,35 @@ def test_cotangents_of_narrow_operands_are_summed_wide():
     wide = {FULL: lambda x: [x.astype(jnp.float32)]}
     total = lambda x: sweep(wide, [x], [(ROW,)], [(ROW,)], layout=layout)[0].sum()
     assert jax.grad(total)(jnp.ones(1, jnp.bfloat16)) == 300
+
+
+def test_cotangents_of_all_outputs_are_summed():
+    r, c = np.array([0.5, -1.0, 2.0], np.float32), np.array([1.5, 0.25], np.float32)
+    layout = GridLayout((1, 1, 3, 2), (1, 1), ())
+
+    def loss(r, c):
+        f = {FULL: lambda r, c: [jnp.sin(r * c), r * r * c]}
+        outs = sweep(f, [r, c], [(ROW,), (COL,)], [(ROW,), (COL,)], layout=layout)
+        return sum(x.sum() for x in outs)
+
+    of_rows, of_columns = jax.grad(loss, (0, 1))(r, c)
+    r, c = r[:, None], c[None]
+    np.testing.assert_allclose(of_rows, (c * np.cos(r * c) + 2 * r * c).sum(1), rtol=1e-5)
+    np.testing.assert_allclose(of_columns, (r * np.cos(r * c) + r * r).sum(0), rtol=1e-5)
+
+
+def test_vmap_takes_the_place_of_a_batch_axis_of_one():
+    rng = np.random.default_rng(0)
+    r, c = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 1, 3), (5, 2)))
+    layout = GridLayout((1, 1, 3, 2), (1, 1), ())
+    axes = [(-4, ROW), (COL,)]
+    f = {FULL: lambda r, c: [r * c]}
+    one = lambda r, c: sweep(f, [r, c], axes, [(-4, ROW)], layout=layout)[0]
+    got = jax.vmap(one)(r, c)
+    np.testing.assert_allclose(got, r * c.sum(1)[:, None, None], rtol=1e-5)
+
+
+def test_a_layout_of_some_operands():
+    ring = Rotation("sp", 4, 3, 0, reads=(0, 2))
+    layout = GridLayout((1, 1, 2, 3), (1, 1), ((ROW,), (COL,), ()), ring=ring).only([0, 2])
+    assert layout.in_axes == ((ROW,), ()) and layout.ring.reads == (0, 1)
