@@ -147,11 +147,10 @@ class AttentionImpl(eqx.Module):
     ) -> AttentionOutput:
         """The same as [`eqattn.attention`][] with this strategy. It explains the arguments."""
         flags = dict(
-            return_weights=return_weights,
-            return_logsumexp=return_logsumexp,
-            return_carry=return_carry,
+            return_weights=as_flag(return_weights, "return_weights"),
+            return_logsumexp=as_flag(return_logsumexp, "return_logsumexp"),
+            return_carry=as_flag(return_carry, "return_carry"),
         )
-        flags = {name: as_flag(flag, name) for name, flag in flags.items()}
         extras = dict(
             score=score,
             q_offset=q_offset,
