@@ -312,3 +312,8 @@ def test_import_and_construction_start_no_backend():
         JAX_PLATFORMS="nonexistent",
     )
     assert result.stdout.strip() == "no backend", result.stderr
+
+
+def test_a_mesh_that_is_given_replaces_the_stored_one_unread():
+    data = AttentionMetadata(blocksize_q=8).to_dict() | {"mesh": {"$mesh": "of absent devices"}}
+    assert AttentionMetadata.from_dict(data, mesh=None) == AttentionMetadata(blocksize_q=8)

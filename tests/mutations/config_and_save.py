@@ -60,18 +60,24 @@ MUTANTS = [
     ),
     (
         "_config/metadata.py",
+        "config/test_metadata.py config/test_base_config.py -k 'stored_one or set_attrs'",
+        [
+            ("if getattr(self, attr_name) is not None:\n            return self.replace()", "pass"),
+            ("value = default if found is None else found", "value = default"),
+            ("data = {**data, \"mesh\": None}", "pass"),
+        ],
+    ),
+    (
+        "_config/metadata.py",
         "config/test_metadata.py config/test_partition.py",
         [
             ("if not 0 <= self.dropout_prob < 1:", "if not 0 <= self.dropout_prob <= 1:"),
             ("if size is not None and size < 1:", "if size is not None and size < 0:"),
             ("np.all(np.isfinite(cap)) and np.all(cap > 0)", "np.all(np.isfinite(cap))"),
-            ("if getattr(self, attr_name) is not None:\n            return self.replace()", "pass"),
-            ("value = default if found is None else found", "value = default"),
             ("(\"head\", \"head_dim\") if qkv_mni_sharding else (\"kv_head\", \"kv_head_dim\")", "(\"kv_head\", \"kv_head_dim\")"),
             ("key = spec(\"batch\", head, \"kv_length\", dim)", "key = spec(\"batch\", \"kv_length\", head, dim)"),
             ("return query, key, key, bias, mask, query", "return query, key, key, mask, bias, query"),
             ("if axis is not None and axis != manager.partition_axis:", "if False:"),
-            ("data = {**data, \"mesh\": None}", "pass"),
             ("values.pop(\"partition_manager\", None)", "pass"),
             ("if value is not None}\n        return type(self)", "}\n        return type(self)"),
         ],
