@@ -57,7 +57,7 @@ def test_layouts_are_static():
 def test_tokens_that_do_not_divide_raise(layout):
     with pytest.raises(ValueError, match="pad them to a multiple"):
         layout.positions(7, 4)
-    with pytest.raises(ValueError, match="at least n=1 device"):
+    with pytest.raises(ValueError, match="at least 1 device"):
         layout.positions(8, 0)
 
 
