@@ -16,7 +16,8 @@ B, T, S, D = 2, 3, 7, 4
 def test_an_offset_moves_what_causal_shows(offset, traced):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, n, 1, D)).astype(np.float32) for n in (T, S, S))
-    call = lambda at: attention(q, k, v, mask=Causal(), q_offset=at).attention_outputs
+    arrays = [jnp.asarray(x) for x in (q, k, v)]
+    call = lambda at: attention(*arrays, mask=Causal(), q_offset=at).attention_outputs
     at = jnp.asarray(offset, jnp.int32) if traced or not isinstance(offset, int) else offset
     got = jax.jit(call)(at) if traced else call(at)
     seen = np.arange(T)[:, None] + np.broadcast_to(offset, B)[:, None, None] >= np.arange(S)
