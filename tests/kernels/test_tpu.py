@@ -123,8 +123,8 @@ def test_one_trace_for_equal_fields():
 
     q, k, v = arrays()
     for platform in ("interpret", "xla", "interpret", "xla"):
-        f(Blockwise(metadata(platform=platform, softmax_scale=0.3)), q, k, v)
-        f(Blockwise(metadata(platform=platform, softmax_scale=0.4)), q, k, v)
+        f(Blockwise(metadata(platform=platform, softmax_scale=jnp.array(0.3))), q, k, v)
+        f(Blockwise(metadata(platform=platform, softmax_scale=jnp.array(0.4))), q, k, v)
     assert [str(p) for p in traces] == ["interpret", "xla"]
 
 

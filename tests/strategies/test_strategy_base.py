@@ -82,7 +82,7 @@ def test_a_minimal_subclass_is_built_from_metadata_alone():
         assert strategy.metadata is m and strategy.get_impl_metadata() is m
     with pytest.raises(TypeError):
         Minimal()  # pyright: ignore
-    with pytest.raises(TypeError, match="Minimal is built from an AttentionMetadata"):
+    with pytest.raises(TypeError, match="Minimal is built from metadata, an AttentionMetadata"):
         Minimal("metadata")  # pyright: ignore
 
 
