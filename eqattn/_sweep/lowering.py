@@ -113,7 +113,7 @@ class Lowering(abc.ABC):
         """The name of an operation in a block function that this lowering lacks, or empty."""
 
     @abc.abstractmethod
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any] | None:
+    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
         """Chooses how a program runs a visit; None leaves it to `XLA`.
 
         **Arguments:**
@@ -202,7 +202,7 @@ class XLALowering(Lowering):
         del jaxpr
         return ""
 
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any]:
+    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
         del visits
         return loops(not loops_over_batch(ctx, layout))
 
@@ -210,7 +210,7 @@ class XLALowering(Lowering):
 XLA = XLALowering()
 
 
-def select_lowering(ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any]:
+def select_lowering(ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
     """Chooses how a program runs a visit: by the lowering of its layout, if it can, or by loops of
     ordinary JAX.
     """

@@ -46,14 +46,14 @@ def legend(ax: Axes, colours: Sequence[tuple[str, str]]) -> None:
 
 def set_title(ax: Axes, *paragraphs: str) -> None:
     """Sets a title of at most three lines for each paragraph. It is as wide as the place that the
-    axes have in the figure, less a margin of 6%.
+    axes have in the figure, less a margin of 12%.
 
     Matplotlib centres titles over the axes and does not wrap them: a wider one would run into that
     of the next axes, or out of the figure.
     """
     spec = ax.get_subplotspec()
     share = 1.0 if spec is None else len(spec.colspan) / spec.get_gridspec().ncols
-    points = 72 * 0.94 * share * figure_of(ax).get_figwidth()
+    points = 72 * 0.88 * share * figure_of(ax).get_figwidth()
     font = FontProperties(size="medium")
     lines = [line for text in paragraphs for line in _wrapped(text, points, font)]
     ax.set_title("\n".join(lines), fontproperties=font)

@@ -305,7 +305,7 @@ def test_needs_no_display_and_saves(tmp_path):
 
 def test_without_matplotlib_says_what_to_install():
     done = python("import sys; sys.modules['matplotlib'] = None\nimport eqattn\nimport eqattn.viz")
-    assert done.returncode and done.stderr.strip().endswith("python -m pip install -e '.[viz]'")
+    assert done.returncode and done.stderr.strip().endswith("python -m pip install -e '.[viz]'.")
 
 
 def test_a_strategy_without_weights_is_refused():

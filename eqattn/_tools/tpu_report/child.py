@@ -18,7 +18,7 @@ from .chips import CHIPS
 from .kernels import choose
 from .rows import Row
 from .specification import Kernel
-from .steps import KernelGrid
+from .steps import Steps
 
 
 UNITS = {
@@ -46,7 +46,7 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
     found = schedule.dumped(folder, kernel.call)
     if len(found) != 1:
         raise ValueError(f"the program has {len(found)} kernels {kernel.call}, not one")
-    steps = KernelGrid(schedule.read(folder, found[0], chip), kernel.innermost)
+    steps = Steps(schedule.read(folder, found[0], chip), kernel.innermost)
     full, masked = steps.full, steps.masked
     ideal = tile[0] * tile[1] * kernel.products / chip.products
     entire = None

@@ -65,7 +65,7 @@ class Step:
         return self.products / (self.cycles * self.schedule.chip.matrix_units)
 
 
-class KernelGrid:
+class Steps:
     """The steps of a kernel.
 
     **Arguments:**

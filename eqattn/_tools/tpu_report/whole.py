@@ -11,7 +11,7 @@ from ..._sweep.grid import COL, CORNER, FULL, GridLayout, ROW
 from ...kernels.tpu._grid import KernelGrid as Grid
 from ...kernels.tpu._work_list import FIRST, kind_of, work_list
 from ...masks._causal import Causal
-from .steps import KernelGrid
+from .steps import Steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Count:
     rows: int  # rows of blocks
     beside: int  # rows that end though they never began: one at the first step of each list
 
-    def cycles(self, steps: KernelGrid) -> int:
+    def cycles(self, steps: Steps) -> int:
         kinds = (self.full, steps.full), (self.masked, steps.masked or steps.full)
         kinds += (self.corner, steps.corner), (self.after, steps.after)
         edges = self.rows * sum(steps.edges) + self.beside * steps.edges[-1]

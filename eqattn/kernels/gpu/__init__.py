@@ -55,7 +55,7 @@ class GPULowering(Lowering):
     def unsupported_primitive(self, jaxpr: Any) -> str:
         return unsupported(jaxpr)
 
-    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence) -> str:
+    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a visit of the grid; empty if one can."""
         if jax.__version_info__ < OLDEST_JAX:
             oldest = ".".join(map(str, OLDEST_JAX))
@@ -81,7 +81,7 @@ class GPULowering(Lowering):
             f"its mask or score has a {name}, which the compiler of kernels does not know"
         )
 
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any] | None:
+    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
         if layout.stage != "fold" or layout.ragged:
             return None
         platforms = tuple(ctx.module_context.platforms)

@@ -76,7 +76,7 @@ class TPULowering(Lowering):
         names = (eqn.primitive.name for eqn in equations(jaxpr))
         return next((name for name in names if name in _UNSUPPORTED), "")
 
-    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence) -> str:
+    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a visit of the grid; the empty string if one can."""
         if partitioned_automatically(ctx):
             return (
@@ -99,7 +99,7 @@ class TPULowering(Lowering):
             f"its mask or score has a {name}, which the compiler of kernels does not know"
         )
 
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence) -> dict[str, Any] | None:
+    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
         if layout.stage not in (("fold",) if layout.ragged else ("fold", "backward")):
             return None
         platforms = tuple(ctx.module_context.platforms)
