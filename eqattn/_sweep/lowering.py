@@ -96,6 +96,11 @@ class Lowering(abc.ABC):
         """Whether the caller asked for this lowering, so that nothing may take its place."""
         return self.asked != "auto"
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels are interpreted, on any device, instead of compiled."""
+        return self.asked == "interpret"
+
     @abc.abstractmethod
     def multiplies_narrow(self) -> bool:
         """Whether products read numbers narrower than float32 without widening them."""

@@ -34,10 +34,7 @@ class GPULowering(Lowering):
     cleans_values = False
     skips_corners = False
     splits_over_devices = False
-
-    @property
-    def interpreted(self) -> bool:
-        return self.asked == "interpret"
+    drops_single_axes = False
 
     def multiplies_narrow(self) -> bool:
         return True

@@ -42,11 +42,6 @@ class TPULowering(Lowering):
     splits_over_devices = False
     drops_single_axes = False
 
-    @property
-    def interpreted(self) -> bool:
-        """Whether the kernels are interpreted instead of compiled."""
-        return self.asked == "interpret"
-
     def multiplies_narrow(self) -> bool:
         """Always: the matrix units read bfloat16."""
         return True
