@@ -17,25 +17,6 @@ from ._ring.layout import (
     ring_mesh as ring_mesh,
     Zigzag as Zigzag,
 )
-from ._ring.plan import ring_plan as ring_plan, RingPlan as RingPlan
-from ._save.save import load as load, save as save
-from .compat.blockwise import blockwise_attn as blockwise_attn
-from .compat.dot_product import dot_product_attention as dot_product_attention
-from .compat.ragged import (
-    get_mha_cost_estimate as get_mha_cost_estimate,
-    ragged_gqa as ragged_gqa,
-    ragged_mha as ragged_mha,
-    ragged_mqa as ragged_mqa,
-    reference_gqa as reference_gqa,
-    reference_mha as reference_mha,
-    reference_mqa as reference_mqa,
-)
-from .compat.ragged_kernel import ragged_flash_attention_kernel as ragged_flash_attention_kernel
-from .compat.ring import (
-    BwdParams as BwdParams,
-    FwdParams as FwdParams,
-    ring_attention as ring_attention,
-)
 from .masks import (
     BlockCausal as BlockCausal,
     Causal as Causal,
@@ -67,11 +48,55 @@ from .strategies._registry import AttentionRegistry as AttentionRegistry
 
 if _typing.TYPE_CHECKING:
     from . import cache as cache, nn as nn
+    from ._ring.plan import ring_plan as ring_plan, RingPlan as RingPlan
+    from ._save.save import load as load, save as save
+    from .compat.blockwise import blockwise_attn as blockwise_attn
+    from .compat.dot_product import dot_product_attention as dot_product_attention
+    from .compat.ragged import (
+        get_mha_cost_estimate as get_mha_cost_estimate,
+        ragged_gqa as ragged_gqa,
+        ragged_mha as ragged_mha,
+        ragged_mqa as ragged_mqa,
+        reference_gqa as reference_gqa,
+        reference_mha as reference_mha,
+        reference_mqa as reference_mqa,
+    )
+    from .compat.ragged_kernel import ragged_flash_attention_kernel as ragged_flash_attention_kernel
+    from .compat.ring import (
+        BwdParams as BwdParams,
+        FwdParams as FwdParams,
+        ring_attention as ring_attention,
+    )
 
 from ._version import __version__ as __version__
 
 
+# What many programs never use is imported when it is first asked for: these names stand in the
+# modules beside them, and above for type checkers (`tests/test_import.py` compares the two).
+_LATE = {
+    "_ring.plan": "ring_plan RingPlan",
+    "_save.save": "load save",
+    "compat.blockwise": "blockwise_attn",
+    "compat.dot_product": "dot_product_attention",
+    "compat.ragged": (
+        "get_mha_cost_estimate ragged_gqa ragged_mha ragged_mqa "
+        "reference_gqa reference_mha reference_mqa"
+    ),
+    "compat.ragged_kernel": "ragged_flash_attention_kernel",
+    "compat.ring": "BwdParams FwdParams ring_attention",
+}
+_MODULE_OF = {name: module for module, names in _LATE.items() for name in names.split()}
+
+
 def __getattr__(name: str) -> _typing.Any:
-    if name in ("cache", "nn"):  # when first used, so that they cost those nothing who need none
+    if name in ("cache", "nn"):
         return _importlib.import_module(f".{name}", __name__)
+    if name in _MODULE_OF:
+        value = getattr(_importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "cache", "nn", *_MODULE_OF})
