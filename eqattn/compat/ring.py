@@ -2,7 +2,7 @@
 
 import functools as ft
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -134,11 +134,6 @@ def ring_attention(
     if not (mask_builder is None or callable(mask_builder)):
         raise TypeError(f"mask_builder must be a function or None, got {mask_builder!r}.")
     softmax_aux = None if softmax_aux is None else as_array(softmax_aux, "softmax_aux", 1)
-    if attention_sink_size and sliding_window is None:
-        raise ValueError(
-            f"attention_sink_size={attention_sink_size} exempts keys from sliding_window, which is "
-            "None; give a window or leave it 0."
-        )
     if softmax_aux is not None and softmax_aux.ndim == 1:
         if softmax_aux.shape[0] != query.shape[-2]:
             softmax_aux = softmax_aux[None]
@@ -162,22 +157,11 @@ def ring_attention(
         if axis_name is None
         else Ring(metadata, axis_name=axis_name, **options)
     )
-    masks: list = []
-    if causal_block_size is not None:
-        masks.append(BlockCausal(causal_block_size))
-    elif causal:
-        masks.append(Causal())
-    if chunk_size is not None:
-        masks.append(ChunkedCausal(chunk_size))
-    if sliding_window is not None:
-        sizes = sliding_window if isinstance(sliding_window, tuple) else (sliding_window,) * 2
-        if len(sizes) != 2:
-            raise ValueError(f"sliding_window must be an int or (left, right), got {sizes}.")
-        left, right = (None if x is None else as_size(x, "sliding_window") for x in sizes)
-        masks.append(SlidingWindow(left, right, attention_sink_size))
-    if q_segment_ids is not None or kv_segment_ids is not None:
-        ids = [q_segment_ids, kv_segment_ids]
-        masks.append(Segments(*[ids[1 - i] if x is None else x for i, x in enumerate(ids)]))
+    masks = [
+        *_spans(causal, causal_block_size, chunk_size),
+        *_windows(sliding_window, attention_sink_size),
+        *_segments(q_segment_ids, kv_segment_ids),
+    ]
     if mask_builder is not None:
         shards = strategy.key_shards()
         lengths = query.shape[-3] * shards, key.shape[-3] * shards
@@ -195,6 +179,37 @@ def ring_attention(
         deterministic=deterministic,
         causal=False,
     )
+
+
+def _spans(causal: bool, causal_block_size: int | None, chunk_size: int | None) -> Iterator[Any]:
+    """The masks that hide what comes later, and what is in other chunks."""
+    if causal_block_size is not None:
+        yield BlockCausal(causal_block_size)
+    elif causal:
+        yield Causal()
+    if chunk_size is not None:
+        yield ChunkedCausal(chunk_size)
+
+
+def _windows(sizes: int | tuple[int | None, ...] | None, sinks: int) -> Iterator[SlidingWindow]:
+    if sizes is None:
+        if sinks:
+            raise ValueError(
+                f"attention_sink_size={sinks} exempts keys from sliding_window, which is None; "
+                "give a window or leave it 0."
+            )
+        return
+    sizes = sizes if isinstance(sizes, tuple) else (sizes, sizes)
+    if len(sizes) != 2:
+        raise ValueError(f"sliding_window must be an int or (left, right), got {sizes}.")
+    left, right = (None if x is None else as_size(x, "sliding_window") for x in sizes)
+    yield SlidingWindow(left, right, sinks)
+
+
+def _segments(q_ids: Any, kv_ids: Any) -> Iterator[Segments]:
+    """The mask of segment ids. If one side has none, it has those of the other."""
+    if q_ids is not None or kv_ids is not None:
+        yield Segments(kv_ids if q_ids is None else q_ids, q_ids if kv_ids is None else kv_ids)
 
 
 def _block_size(field: str, name: str, given: int | None, *params: Any) -> int | None:
