@@ -66,12 +66,13 @@ from .strategies._registry import AttentionRegistry as AttentionRegistry
 
 
 if _typing.TYPE_CHECKING:
-    from . import cache as cache, nn as nn
+    from . import cache as cache, nn as nn, stats as stats
 
 from ._version import __version__ as __version__
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name in ("cache", "nn"):  # when first used, so that they cost those nothing who need none
+    # They are imported when first used, so that they cost those nothing who need none.
+    if name in ("cache", "nn", "stats"):
         return _importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
