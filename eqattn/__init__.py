@@ -47,7 +47,7 @@ from .strategies._registry import AttentionRegistry as AttentionRegistry
 
 
 if _typing.TYPE_CHECKING:
-    from . import cache as cache, nn as nn
+    from . import cache as cache, nn as nn, stats as stats
     from ._ring.plan import ring_plan as ring_plan, RingPlan as RingPlan
     from ._save.save import load as load, save as save
     from .compat.blockwise import blockwise_attn as blockwise_attn
@@ -73,6 +73,7 @@ from ._version import __version__ as __version__
 
 # What many programs never use is imported when it is first asked for: these names stand in the
 # modules beside them, and above for type checkers (`tests/test_import.py` compares the two).
+_ROOMS = ("cache", "nn", "stats")
 _LATE = {
     "_ring.plan": "ring_plan RingPlan",
     "_save.save": "load save",
@@ -89,7 +90,7 @@ _MODULE_OF = {name: module for module, names in _LATE.items() for name in names.
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name in ("cache", "nn"):
+    if name in _ROOMS:
         return _importlib.import_module(f".{name}", __name__)
     if name in _MODULE_OF:
         value = getattr(_importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
@@ -99,4 +100,4 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "cache", "nn", *_MODULE_OF})
+    return sorted({*globals(), *_ROOMS, *_MODULE_OF})

@@ -28,6 +28,7 @@ def attention(
     return_weights: bool = False,
     return_logsumexp: bool = False,
     return_carry: bool = False,
+    return_max_logits: bool = False,
 ) -> AttentionOutput:
     r"""Exact attention.
 
@@ -51,15 +52,17 @@ def attention(
     - `inference`: whether dropout is switched off.
     - `q_offset`: an integer, or an integer array `[*b]`, that is added to the query positions.
     - `q_positions`, `kv_positions`: explicit positions, `[*b, t]` and `[*b, s]`.
-    - `return_weights`, `return_logsumexp`, `return_carry`: whether the output also has that field.
+    - `return_weights`, `return_logsumexp`, `return_carry`, `return_max_logits`: whether the output
+        also has that field.
 
     **Returns:**
 
     An [`eqattn.AttentionOutput`][]. Its `attention_outputs` `[*b, t, h, v]` have the metadata's
     `runtime_dtype`, by default the query's dtype. If asked for, it also has `attention_weights`
-    `[*b, h, t, s]`, `logsumexp` `[*b, t, h]` and `carry`. Logsumexp and Carry include the sinks: to
-    merge Carries of parts of the keys, give the sinks to one of them only. A query that sees no key
-    has output 0, zero gradients, and the logsumexp `-inf`, or that of the sinks if there are any.
+    `[*b, h, t, s]`, `logsumexp` `[*b, t, h]`, `carry` and `max_logits` `[*b, t, h]`, the largest
+    logit of each query. Logsumexp and Carry include the sinks, and `max_logits` does not: to merge
+    Carries of parts of the keys, give the sinks to one of them only. A query that sees no key has
+    output 0, zero gradients, and the logsumexp `-inf`, or that of the sinks if there are any.
 
     **Raises:**
 
@@ -82,4 +85,5 @@ def attention(
         return_weights=return_weights,
         return_logsumexp=return_logsumexp,
         return_carry=return_carry,
+        return_max_logits=return_max_logits,
     )

@@ -71,7 +71,9 @@ class Carry(eqx.Module):
 
     `max_so_far` is a gauge: no result depends on it, and no gradient flows through it. It is the
     largest logit of the keys, or of the sinks where `with_sinks` added a larger one, as strategies
-    whose metadata has sinks do. So with sinks it may be more than every logit of a key.
+    whose metadata has sinks do. So with sinks it may be more than every logit of a key, and
+    `from_output` has the logsumexp there. What a call saw is `return_max_logits=True` of
+    [`eqattn.attention`][].
 
     **Arguments:**
 

@@ -33,12 +33,15 @@ class AttentionOutput(eqx.Module):
     - `logsumexp`: the logsumexp of the logits over the keys, `[*b, t, h]`; `-inf` where no key is
         visible.
     - `carry`: the mergeable form of the result, a [`Carry`][eqattn.Carry].
+    - `max_logits`: the largest logit of the keys that each query sees, `[*b, t, h]`; `-inf` where
+        no key is visible. Sinks do not count, and no gradient flows through it.
     """
 
     attention_weights: Float[Array, "*b h t s"] | _NotAsked = None
     attention_outputs: _Outputs = _NOTHING
     logsumexp: Float[Array, "*b t h"] | _NotAsked = None
     carry: Carry | _NotAsked = None
+    max_logits: Float[Array, "*b t h"] | _NotAsked = None
 
     def replace(self, **kwargs: Any) -> "AttentionOutput":
         """A copy with some fields changed. **Raises:** `TypeError` for an unknown name."""

@@ -45,6 +45,7 @@ def ragged_attention(
     block_q: int = 16,
     return_logsumexp: bool = False,
     return_carry: bool = False,
+    return_max_logits: bool = False,
 ) -> AttentionOutput:
     """Attention of queries that are packed one row after the other. Each row attends to its own
     keys.
@@ -68,11 +69,12 @@ def ragged_attention(
     - `block_q`: how many queries are visited together. Each row pads its last block, so a small
         block wastes less, and a large one reads the keys of a long prompt less often. The default
         of 16 was chosen by trial.
-    - `return_logsumexp`, `return_carry`: whether the output also has that field.
+    - `return_logsumexp`, `return_carry`, `return_max_logits`: whether the output also has that
+        field.
 
     **Returns:** an [`eqattn.AttentionOutput`][]. It has `attention_outputs` `[n, h, v]` and, if
-    asked for, `logsumexp` `[n, h]` and `carry`. Padding has output 0, logsumexp `-inf` and zero
-    gradients.
+    asked for, `logsumexp` `[n, h]`, `carry` and `max_logits` `[n, h]`. Padding has output 0,
+    logsumexp and largest logit `-inf`, and zero gradients.
 
     **Raises:** `ValueError` or `TypeError` at trace time; the message names the shapes and the
     remedy. This includes `cu_q_lens` and `lengths` that do not fit, if their values are known.
@@ -108,6 +110,7 @@ def ragged_attention(
         q_offset=lengths[row] - count[row] + place.first,
         return_logsumexp=return_logsumexp,
         return_carry=return_carry,
+        return_max_logits=return_max_logits,
     )
     seen = place.token_block < len(row)
     at = jnp.minimum(place.token_block, len(row) - 1), place.token_offset
@@ -117,6 +120,7 @@ def ragged_attention(
         return jnp.where(seen.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(padding, x.dtype))
 
     out, logsumexp, carry = output.attention_outputs, output.logsumexp, output.carry
+    top = output.max_logits
     assert out is not None
     if carry is not None:
         carry = Carry(
@@ -126,6 +130,7 @@ def ragged_attention(
         attention_outputs=unpack(out),
         logsumexp=None if logsumexp is None else unpack(logsumexp, -jnp.inf),
         carry=carry,
+        max_logits=None if top is None else unpack(top, -jnp.inf),
     )
 
 

@@ -38,7 +38,9 @@ QKV = dict(query=ones(B, T, H, D), key_=ones(B, T, H, D), value=ones(B, T, H, D)
 PLAIN = dict(query=ones(B, T, H, D), key=ones(B, T, H, D), value=ones(B, T, H, D))
 ROW = dict(query=ones(B, H, D), key=ones(B, T, H, D), value=ones(B, T, H, D), lengths=counts(3, 4))
 CAUSAL = eqattn.Causal()
-FLAGS = dict(return_weights=False, return_logsumexp=False, return_carry=False)
+FLAGS = dict(
+    return_weights=False, return_logsumexp=False, return_carry=False, return_max_logits=False
+)
 ROWS = ones(B, T, H)
 CARRY = eqattn.Carry(ones(B, T, H, D), ROWS, ROWS)
 NEW = dict(key=ones(B, 2, H, D), value=ones(B, 2, H, D), counts=counts(1, 2))
@@ -73,7 +75,8 @@ def entries() -> dict[str, Entry]:
             e.ragged_attention,
             dict(query=ones(3, H, D), key_=ones(B, T, H, D), value=ones(B, T, H, D), cu_q_lens=counts(0, 1, 3),
                  lengths=counts(3, 4), strategy=e.Ragged(META), starts=None, mask=None, causal=True,
-                 score=None, block_q=16, return_logsumexp=False, return_carry=False),
+                 score=None, block_q=16, return_logsumexp=False, return_carry=False,
+                 return_max_logits=False),
         ),
         "dot_product_attention": Entry(
             e.dot_product_attention,

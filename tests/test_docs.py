@@ -15,6 +15,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 import eqattn.cache
+import eqattn.stats
 import eqattn.viz
 from eqattn import AttentionRegistry
 
@@ -84,7 +85,7 @@ def test_every_public_name_is_in_the_reference():
     documented = set(re.findall(r"^::: eqattn\.([\w.]+)$", text, re.MULTILINE))
     public = set()
     modules = {"": eqattn, "masks.": eqattn.masks, "scores.": eqattn.scores}
-    modules |= {"cache.": eqattn.cache, "viz.": eqattn.viz}
+    modules |= {"cache.": eqattn.cache, "viz.": eqattn.viz, "stats.": eqattn.stats}
     for prefix, module in modules.items():
         names = [n for n in vars(module) if not n.startswith("_")]
         values = {n: getattr(module, n) for n in names}

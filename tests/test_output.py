@@ -22,7 +22,7 @@ def output(dtype=jnp.bfloat16):
 
 def test_fields_and_defaults():
     names = [f.name for f in dataclasses.fields(AttentionOutput)]
-    assert names == ["attention_weights", "attention_outputs", "logsumexp", "carry"]
+    assert names == ["attention_weights", "attention_outputs", "logsumexp", "carry", "max_logits"]
     empty = AttentionOutput()
     assert all(getattr(empty, name) is None for name in names) and jax.tree.leaves(empty) == []
     w, o = jnp.zeros((1, 1, 2, 2)), jnp.zeros((1, 2, 1, 3))

@@ -17,6 +17,7 @@ from test_docs import blocks, PAGES
 
 import eqattn
 import eqattn.cache
+import eqattn.stats
 import eqattn.viz
 
 
@@ -137,7 +138,15 @@ def _functions(module):
 def test_every_array_has_a_dtype_and_a_shape():
     """No public function takes or returns `Array` without jaxtyping's `Float[Array, "t d"]`."""
     bare, shaped = [], 0
-    for module in (eqattn, eqattn.masks, eqattn.scores, eqattn.cache, eqattn.nn, eqattn.viz):
+    for module in (
+        eqattn,
+        eqattn.masks,
+        eqattn.scores,
+        eqattn.cache,
+        eqattn.nn,
+        eqattn.viz,
+        eqattn.stats,
+    ):
         for name, function in _functions(module):
             if not inspect.isfunction(inspect.unwrap(function)):
                 continue

@@ -25,7 +25,8 @@ from ._support import Support
 
 # Keywords of `attention` that a `forward_native` may leave out; a call that uses one then raises.
 _PASSED_ON = frozenset(
-    "score q_offset q_positions kv_positions return_weights return_logsumexp return_carry".split()
+    "score q_offset q_positions kv_positions return_weights return_logsumexp return_carry "
+    "return_max_logits".split()
 )
 
 
@@ -63,7 +64,7 @@ class AttentionImpl(eqx.Module):
     pallas_lowerings: ClassVar[tuple[str, ...]] = ()
     features: ClassVar[frozenset[str]] = frozenset(
         "mask bias score key inference q_offset q_positions kv_positions return_weights "
-        "return_logsumexp return_carry dropout".split()
+        "return_logsumexp return_carry return_max_logits dropout".split()
     )
 
     def __check_init__(self) -> None:
@@ -144,19 +145,17 @@ class AttentionImpl(eqx.Module):
         return_weights: Any = False,
         return_logsumexp: Any = False,
         return_carry: Any = False,
+        return_max_logits: Any = False,
     ) -> AttentionOutput:
         """The same as [`eqattn.attention`][] with this strategy. It explains the arguments."""
-        flags = dict(
-            return_weights=as_flag(return_weights, "return_weights"),
-            return_logsumexp=as_flag(return_logsumexp, "return_logsumexp"),
-            return_carry=as_flag(return_carry, "return_carry"),
-        )
+        flags = dict(return_weights=return_weights, return_logsumexp=return_logsumexp)
+        flags |= dict(return_carry=return_carry, return_max_logits=return_max_logits)
         extras = dict(
             score=score,
             q_offset=q_offset,
             q_positions=q_positions,
             kv_positions=kv_positions,
-            **{name: flag or None for name, flag in flags.items()},
+            **{name: as_flag(flag, name) or None for name, flag in flags.items()},
         )
         extras = {name: x for name, x in extras.items() if x is not None}
         if reason := self.undeclared(extras):

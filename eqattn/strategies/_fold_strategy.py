@@ -187,6 +187,7 @@ class AbstractFoldStrategy(AttentionImpl):
         return_weights: bool = False,
         return_logsumexp: bool = False,
         return_carry: bool = False,
+        return_max_logits: bool = False,
     ) -> AttentionOutput:
         """Attention of `q` `[*b, t, h, d]` over `k` `[*b, s, k, d]` and `v` `[*b, s, k, v]`.
 
@@ -208,6 +209,7 @@ class AbstractFoldStrategy(AttentionImpl):
         wanted = {"outputs": True, "weights": as_flag(return_weights, "return_weights")}
         wanted["logsumexp"] = as_flag(return_logsumexp, "return_logsumexp")
         wanted["carry"] = as_flag(return_carry, "return_carry")
+        wanted["max_logits"] = as_flag(return_max_logits, "return_max_logits")
         if return_weights and not self.forms_weights:
             raise ValueError(self._without_weights())
         bias = choose_bias(mask, bias, init_bias)
@@ -259,6 +261,7 @@ class AbstractFoldStrategy(AttentionImpl):
             attention_outputs=checkpoint_name(results["outputs"], "attention_output"),
             logsumexp=results.get("logsumexp"),
             carry=Carry(*results["carry"]) if return_carry else None,
+            max_logits=results.get("max_logits"),
         )
 
 
@@ -322,6 +325,7 @@ def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) 
         "weights": P(*batch, heads, t, None),
         "logsumexp": rows,
         "carry": (values, rows, rows),
+        "max_logits": rows,
     }
     inner: Any = auto_axes(
         lambda arrays: run(*eqx.combine(arrays, static)),
@@ -358,4 +362,5 @@ def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any) -> dict[str, C
         "weights": lambda: unflatten(probabilities().astype(dtype)),
         "logsumexp": lambda: unflatten(carry.logsumexp()),
         "carry": lambda: tuple(map(unflatten, parts)),
+        "max_logits": lambda: jax.lax.stop_gradient(unflatten(before.max_so_far)),
     }

@@ -329,7 +329,16 @@ def values(problem, precision) -> dict[str, Bounded]:
     lse = f.lse
     if precision.by_product:
         lse = Bounded(lse.primal, lse.error + precision.u_operand, precision)
-    return {"out": f.out, "lse": lse}
+    return {"out": f.out, "lse": lse, "top": _largest(f, precision)}
+
+
+def _largest(f: oracle.Forward, precision) -> Bounded:
+    """The largest logit of each row, without sinks. A maximum moves at most as far as the one of
+    its terms that moves most.
+    """
+    value = np.where(f.visible, f.z.primal, -np.inf).max(-1, initial=-np.inf)
+    error = np.where(f.visible, f.z.error, 0).max(-1, initial=0)
+    return Bounded(value.transpose(0, 2, 1), error.transpose(0, 2, 1), precision)
 
 
 def cotangents(ct_out, ct_lse, precision) -> list[Bounded]:

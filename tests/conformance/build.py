@@ -268,7 +268,7 @@ def library_call(built: Built):
     )
     block_q, block_k = case["block"]
 
-    def call(arguments, dynamic):
+    def call(arguments, dynamic, **more):
         mask, offset = eqx.combine(dynamic, static)
         score = []
         if "slopes" in arguments:
@@ -303,7 +303,9 @@ def library_call(built: Built):
             key=jax.random.key(DROPOUT_SEED) if case["dropout"] else None,
             q_offset=offset,
             return_logsumexp=True,
+            **more,
         )
-        return output.attention_outputs, output.logsumexp
+        results = output.attention_outputs, output.logsumexp
+        return (*results, output.max_logits) if more else results
 
     return call, dynamic

@@ -78,6 +78,7 @@ class Forward:
     x: Any
     a: Any
     t: Any
+    z: Any  # the logits
     p: Any
     w: Any
     p_sinks: Any
@@ -189,6 +190,7 @@ def forward(problem: Problem) -> Forward:
         x=x,
         a=a,
         t=t,
+        z=z,
         p=p,
         w=w,
         p_sinks=None if e_sinks is None else e_sinks / safe[..., None],

@@ -30,7 +30,7 @@ def test_transform(case):
     transform = transforms.TRANSFORMS[case["transform"]]
     with mesh_of(case), jax.disable_jit():
         result = transform(
-            lambda a: call(a, dynamic),
+            lambda a, **more: call(a, dynamic, **more),
             built.variants,
             built.directions,
             (built.ct_out, built.ct_lse),

@@ -35,9 +35,10 @@ def _loss(call, cts):
 
 def jit(call, variants, directions, cts):
     # Plain, not differentiated; then under vjp. (Peers differ between the two.)
-    plain = call(variants[0])
+    *plain, top = call(variants[0], return_max_logits=True)
     outputs, grads = _pull(call, variants[0], cts)
-    return {"values": [_named(plain)], "values_under_vjp": [_named(outputs)], "grads": [grads]}
+    values = {**_named(plain), "top": top}
+    return {"values": [values], "values_under_vjp": [_named(outputs)], "grads": [grads]}
 
 
 def grad(call, variants, directions, cts):

@@ -1,0 +1,8 @@
+"""Statistics of attention, in memory linear in the sequence. No weights are formed."""
+
+from ._stats import (
+    effective_window as effective_window,
+    entropy as entropy,
+    expectation as expectation,
+    mass as mass,
+)

@@ -1,0 +1,290 @@
+r"""Statistics of the probabilities of attention, as derivatives of its logsumexp.
+
+Let $L_i = \log \sum_j e^{s_{ij}}$ be the logsumexp of row $i$ over its keys, and $p_{ij} =
+e^{s_{ij} - L_i}$. If each logit moves by $\epsilon f_{ij}$, then
+
+$$
+\frac{d L_i}{d \epsilon} = \sum_j p_{ij} f_{ij}, \qquad
+\frac{\partial}{\partial b_j} \sum_i w_i L_i = \sum_i w_i p_{ij} \quad \text{for a bias } b_j .
+$$
+
+So the expectation of any function $f$ of a pair is a tangent, and the mass that a key receives is a
+gradient. Both are visits that the fold has already: they run under every strategy, skip the blocks
+that a mask empties, and are differentiable themselves. The values do not matter, so that there is
+one of size 1 for each key.
+
+Sinks join the denominator alone. They are left out of $L$, and with that of the keys and the sinks,
+$L'$, each probability is multiplied by the share of the keys, $e^{L - L'}$.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._attention import attention
+from .._misc import as_array
+from .._pairs import Operand
+from .._problem.problem import as_bias, as_scores, as_sinks, MaskLike, ScoreLike
+from .._problem.storage import AbstractStored
+from ..scores._base import AbstractScore
+from ..scores._bias import Bias
+from ..scores._function import ScoreFn
+from ..strategies import AttentionImpl, Blockwise
+from ..strategies._base import with_metadata
+from ..strategies._checks import check_strategy
+
+
+class _Logit(AbstractScore):
+    """The logit itself."""
+
+    finite_when_masked: ClassVar[bool] = True
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return logit
+
+
+class _Distance(AbstractScore):
+    """How far apart the query and the key of a pair are."""
+
+    finite_when_masked: ClassVar[bool] = True
+    uses_distance: ClassVar[bool] = True
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return abs(q - k).astype(logit.dtype)
+
+
+class _Moved(AbstractScore):
+    """The logit, moved by `amount` times a function of the pair."""
+
+    fn: AbstractScore
+    amount: Float[Array, ""]
+
+    @property
+    def finite_when_masked(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.fn.finite_when_masked
+
+    @property
+    def uses_distance(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.fn.uses_distance
+
+    @property
+    def tried_in_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.fn.tried_in_kernels
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (*self.fn.operands(), Operand(self.amount, ""))
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        *own, amount = operands
+        return logit + amount.astype(logit.dtype) * self.fn.transform(logit, b, h, q, k, *own)
+
+
+class _Call:
+    """One call of attention, of which the statistics ask for the logsumexp alone.
+
+    **Attributes:**
+
+    - `rows`, `keys`: the shapes `(*b, t, h)` of rows and `(*b, h, 1, s)` of a bias of the keys.
+    - `dtype`: the dtype of sums.
+    """
+
+    def __init__(self, query: Any, key_: Any, strategy: AttentionImpl | None, call: dict):
+        strategy = Blockwise() if strategy is None else strategy
+        check_strategy(strategy)
+        self.query = jnp.asarray(as_array(query, "query", 3))
+        if isinstance(key_, AbstractStored):  # may be pages of a pool: their own values
+            self.key = self.value = key_
+        else:
+            self.key = jnp.asarray(as_array(key_, "key_", 3))
+            self.value = jnp.zeros_like(self.key[..., :1])
+        metadata = strategy.metadata
+        *batch, tokens, heads, _ = self.query.shape
+        self.rows, self.keys = (*batch, tokens, heads), (*batch, heads, 1, self.key.shape[-3])
+        self.dtype = jnp.float64 if self.query.dtype == jnp.float64 else jnp.float32
+        sinks = as_sinks(metadata.softmax_aux, heads)
+        self.sinks = None if sinks is None else jax.nn.logsumexp(sinks.astype(self.dtype), -1)
+        self.strategy = with_metadata(strategy, metadata.replace(softmax_aux=None))
+        bias, score = as_bias(call.pop("bias")), as_scores(call.pop("score"))
+        self.scores = score if bias is None else (Bias(bias), *score)
+        self.options = call
+
+    def logsumexp(self, *more: AbstractScore) -> Array:
+        """The logsumexp `[*b, t, h]` over the keys, without sinks, under further scores."""
+        out = attention(
+            self.query,
+            self.key,
+            self.value,
+            self.strategy,
+            score=(*self.scores, *more),
+            inference=True,
+            return_logsumexp=True,
+            **self.options,
+        )
+        return out.logsumexp.astype(self.dtype)
+
+    def expectation(self, fn: AbstractScore) -> tuple[Array, Array]:
+        """The logsumexp without sinks, and the expectation of `fn` over the keys."""
+
+        def moved(amount):
+            return self.logsumexp(_Moved(fn, amount))
+
+        return jax.jvp(moved, (jnp.zeros((), self.dtype),), (jnp.ones((), self.dtype),))
+
+    def with_sinks(self, logsumexp: Array) -> Array:
+        """The logsumexp over the keys and the sinks."""
+        if self.sinks is None:
+            return logsumexp
+        sinks = jnp.broadcast_to(self.sinks, logsumexp.shape)
+        return jnp.logaddexp(logsumexp, sinks)
+
+    def share(self, logsumexp: Array) -> Array:
+        """The sum of the probabilities of the keys: 1, or less by what the sinks take."""
+        seen = logsumexp != -jnp.inf
+        safe = jnp.where(seen, logsumexp, 0)
+        return jnp.where(seen, jnp.exp(safe - self.with_sinks(safe)), 0)
+
+
+def _options(mask, bias, score, q_offset, q_positions, kv_positions) -> dict[str, Any]:
+    where = dict(q_offset=q_offset, q_positions=q_positions, kv_positions=kv_positions)
+    return dict(mask=mask, bias=bias, score=score, **where)
+
+
+def expectation(
+    fn: Callable[..., Any] | AbstractScore,
+    query: Float[Array, "*b t h d"],
+    key_: Float[Array | AbstractStored, "*b s k d"],
+    strategy: AttentionImpl | None = None,
+    *,
+    arrays: Sequence[Operand] = (),
+    mask: MaskLike = None,
+    bias: Any = None,
+    score: ScoreLike = None,
+    q_offset: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+) -> Float[Array, "*b t h"]:
+    r"""The expectation of a function of a pair under the softmax, $\sum_j p_{ij} f_{ij}$.
+
+    **Arguments:**
+
+    - `fn`: a function `fn(logit, b, h, q, k, *operands)` of scalars, as that of
+        [`eqattn.ScoreFn`][]; or a score, whose `transform` it is. `logit` is the final one.
+    - `query`, `key_`, `strategy`, `mask`, `bias`, `score`, `q_offset`, `q_positions`,
+        `kv_positions`: as for [`eqattn.attention`][]. Dropout does not count.
+    - `arrays`: the [`eqattn.scores.Operand`][]s of which `fn` receives one scalar each.
+
+    **Returns:** `[*b, t, h]`, float32 or wider. It is 0 for a query that sees no key. With sinks,
+    the probabilities of the keys sum to less than one.
+
+    **Raises:** what [`eqattn.attention`][] raises.
+    """
+    if not isinstance(fn, AbstractScore):
+        fn = ScoreFn(fn, arrays)
+    elif len(arrays):
+        raise ValueError(f"arrays are operands of a function; {type(fn).__name__} has its own.")
+    options = _options(mask, bias, score, q_offset, q_positions, kv_positions)
+    call = _Call(query, key_, strategy, options)
+    logsumexp, mean = call.expectation(fn)
+    return mean * call.share(logsumexp)
+
+
+def entropy(
+    query: Float[Array, "*b t h d"],
+    key_: Float[Array | AbstractStored, "*b s k d"],
+    strategy: AttentionImpl | None = None,
+    *,
+    mask: MaskLike = None,
+    bias: Any = None,
+    score: ScoreLike = None,
+    q_offset: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+) -> Float[Array, "*b t h"]:
+    r"""The entropy of the attention of each query, $-\sum_j p_{ij} \log p_{ij}$, in nats.
+
+    It is the logsumexp less the expectation of the logit. Their difference is small next to them
+    where a query sees little but one key, and then accurate to the roundoff of a logit.
+
+    **Arguments:** those of [`eqattn.stats.expectation`][].
+
+    **Returns:** `[*b, t, h]`, float32 or wider. It is 0 for a query that sees no key. With sinks,
+    the sum is over the keys alone, whose probabilities sum to less than one.
+    """
+    options = _options(mask, bias, score, q_offset, q_positions, kv_positions)
+    call = _Call(query, key_, strategy, options)
+    logsumexp, mean = call.expectation(_Logit())
+    seen = logsumexp != -jnp.inf
+    safe = jnp.where(seen, logsumexp, 0)
+    return jnp.where(seen, call.share(logsumexp) * (call.with_sinks(safe) - mean), 0)
+
+
+def effective_window(
+    query: Float[Array, "*b t h d"],
+    key_: Float[Array | AbstractStored, "*b s k d"],
+    strategy: AttentionImpl | None = None,
+    *,
+    mask: MaskLike = None,
+    bias: Any = None,
+    score: ScoreLike = None,
+    q_offset: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+) -> Float[Array, "*b t h"]:
+    r"""How many keys a causal window would have in which uniform attention is as far from its query
+    as this one is: $1 + 2 \sum_j p_{ij} |i - j|$, where the $p_{ij}$ of the keys sum to one.
+
+    The mean distance in a uniform window of `w` keys, the query's own included, is `(w - 1) / 2`.
+
+    **Arguments:** those of [`eqattn.stats.expectation`][].
+
+    **Returns:** `[*b, t, h]`, float32 or wider. It is 0 for a query that sees no key.
+    """
+    options = _options(mask, bias, score, q_offset, q_positions, kv_positions)
+    logsumexp, mean = _Call(query, key_, strategy, options).expectation(_Distance())
+    return jnp.where(logsumexp != -jnp.inf, 1 + 2 * mean, 0)
+
+
+def mass(
+    query: Float[Array, "*b t h d"],
+    key_: Float[Array | AbstractStored, "*b s k d"],
+    strategy: AttentionImpl | None = None,
+    *,
+    weights: Any = None,
+    mask: MaskLike = None,
+    bias: Any = None,
+    score: ScoreLike = None,
+    q_offset: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+) -> Float[Array, "*b s h"]:
+    r"""The probability that each key receives from all queries, $\sum_i w_i p_{ij}$.
+
+    A cache that must forget keeps the keys that received most.
+
+    **Arguments:** those of [`eqattn.stats.expectation`][], and
+
+    - `weights`: an array, broadcastable to the rows `[*b, t, h]`, that says how much each query
+        counts; None means 1. Ones for the last few queries and zeros for the others ask which keys
+        these look at.
+
+    **Returns:** `[*b, s, h]`, float32 or wider.
+    """
+    options = _options(mask, bias, score, q_offset, q_positions, kv_positions)
+    call = _Call(query, key_, strategy, options)
+    weights = jnp.ones((), call.dtype) if weights is None else jnp.asarray(weights)
+    fits = weights.ndim <= len(call.rows) and all(
+        n in (1, m) for n, m in zip(weights.shape[::-1], call.rows[::-1])
+    )
+    if not fits:
+        raise ValueError(
+            f"weights {weights.shape} do not broadcast to the rows {call.rows} [*b, t, h]; give "
+            "each axis its full size or 1."
+        )
+    nothing = jnp.zeros(call.keys, call.dtype)
+    logsumexp, pull = jax.vjp(lambda bias: call.logsumexp(Bias(bias)), nothing)
+    weights = jnp.broadcast_to(weights.astype(call.dtype), call.rows) * call.share(logsumexp)
+    (received,) = pull(weights)
+    return jnp.swapaxes(received[..., 0, :], -1, -2)
