@@ -11,6 +11,7 @@ from ._config.partition import PartitionAxis as PartitionAxis, PartitionManager 
 from ._config.platform import Backend as Backend, Platform as Platform, RuntimeMode as RuntimeMode
 from ._output import AttentionOutput as AttentionOutput
 from ._ragged_attention import ragged_attention as ragged_attention
+from ._ring.balanced import Balanced as Balanced
 from ._ring.layout import (
     AbstractRingLayout as AbstractRingLayout,
     Contiguous as Contiguous,

@@ -18,7 +18,7 @@ class BoundMask(AbstractMask):
     """A mask whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`."""
 
     mask: AbstractMask
-    arrays: tuple[Array, ...]
+    arrays: tuple[Array | np.ndarray, ...]
 
     def operands(self):
         return tuple(Operand(x, "bhts") for x in self.arrays)

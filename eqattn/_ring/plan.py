@@ -10,6 +10,7 @@ import numpy as np
 from .._misc import accumulation_dtype, as_dtype, as_size, REACH
 from .._problem.problem import as_mask, Problem
 from ..masks._base import live_blocks
+from .counts import counted_blocks
 from .layout import AbstractRingLayout, Contiguous
 
 
@@ -102,6 +103,8 @@ class RingPlan:
         those of each of them.
     - `exchange_bytes`: the bytes that each sends by all-to-alls: queries, keys and values, and the
         numerator and the denominator of each row. The backward sends their gradients, as many.
+    - `uncounted`: the names of the masks whose arrays were not known. They may hide more than the
+        `flops` say.
     """
 
     tokens: int
@@ -113,6 +116,7 @@ class RingPlan:
     backward_bytes: int
     group: int = 1
     exchange_bytes: int = 0
+    uncounted: tuple[str, ...] = ()
 
     @property
     def moves(self) -> int:
@@ -130,6 +134,18 @@ class RingPlan:
         return _balance(np.asarray(self.flops, float).sum(0))
 
     @property
+    def in_turn(self) -> float:
+        """The same ratio if a device begins a hop when it has ended the one before, and both of its
+        neighbours have begun that: they hold what it receives, or receive what it sends.
+        """
+        flops = np.asarray(self.flops, float)
+        begins = ends = np.zeros(flops.shape[1])
+        for hop in flops:
+            begins = np.maximum(ends, np.maximum(np.roll(begins, 1), np.roll(begins, -1)))
+            ends = begins + hop
+        return float(ends.max() / max(flops.sum(0).mean(), 1))
+
+    @property
     def lock_step(self) -> float:
         """The same ratio if every hop waits for its busiest device."""
         flops = np.asarray(self.flops, float)
@@ -143,7 +159,9 @@ class RingPlan:
             f"  moves     {self.moves} forward, {self.moves} + {self.moves} of gradients backward",
             f"  bytes     {self.forward_bytes:,} forward, {self.backward_bytes:,} backward",
             *[exchange] * (self.group > 1),
-            f"  balance   {self.balance:.3f} (in lock step {self.lock_step:.3f})",
+            f"  balance   {self.balance:.3f} (in turn {self.in_turn:.3f}, "
+            f"in lock step {self.lock_step:.3f})",
+            *[f"  unknown   what {', '.join(self.uncounted)} hides"] * bool(self.uncounted),
             "  hop  shift  flops per device      max/mean",
         ]
         for i, (shift, flops, ratio) in enumerate(zip(self.shifts, self.flops, self.hop_balance)):
@@ -178,10 +196,11 @@ def ring_plan(
     - `tokens`: the number of queries, and of keys, on all devices together. With `Contiguous` they
         are padded to equal pieces, as `Ring` does, and the padding counts.
     - `devices`: the size of the ring. A size of 1 with a `group` is [`eqattn.Ulysses`][].
-    - `layout`: [`eqattn.Contiguous`][] or [`eqattn.Zigzag`][].
+    - `layout`: [`eqattn.Contiguous`][], [`eqattn.Zigzag`][] or [`eqattn.Balanced`][].
     - `mask`: as for [`eqattn.attention`][]. Hops that it is known to hide before the program runs
-        are left out. Pairs that only arrays (segment ids) hide are skipped when it runs, but they
-        count here.
+        are left out. Of what arrays hide (segment ids), the blocks are skipped when it runs, and
+        the hops are made. They are counted if the arrays are known here, else the plan names them.
+        A block with any visible pair counts whole.
     - `batch`, `heads`, `head_dim`: the sizes of the queries.
     - `kv_heads`: the number of key/value heads, by default `heads`.
     - `value_dim`: the size of a value, by default `head_dim`.
@@ -199,7 +218,7 @@ def ring_plan(
     heads, head_dim = as_size(heads, "heads"), as_size(head_dim, "head_dim")
     batch, group = as_size(batch, "batch"), as_size(group, "group", -REACH)
     if not isinstance(layout, AbstractRingLayout):
-        raise TypeError(f"layout must be Contiguous() or Zigzag(), got {layout!r}.")
+        raise TypeError(f"layout must be Contiguous(), Zigzag() or Balanced(...), got {layout!r}.")
     kv_heads = heads if kv_heads is None else as_size(kv_heads, "kv_heads", -REACH)
     block = None if block is None else as_size(block, "block", -REACH)
     dtype, value_dim = (
@@ -209,6 +228,7 @@ def ring_plan(
     value_dim = head_dim if value_dim is None else value_dim
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads={heads} must be a positive multiple of kv_heads={kv_heads}.")
+    given = tokens
     if layout.parts == 1 and devices > 0 and group > 0:
         tokens = -(-tokens // (devices * group)) * devices * group
     chunk = layout.chunk_size(tokens, devices)
@@ -224,12 +244,17 @@ def ring_plan(
         raise ValueError(f"block={block} does not divide a chunk of {chunk} tokens.")
     mask = as_mask(mask)
     ends = block_ends(tokens, tokens // block)
-    blocks = by_device(live_blocks(mask, ends, ends, (batch,), heads, kv_heads), layout, devices)
-    ahead, behind = span(blocks > 0)
+    seen = by_device(live_blocks(mask, ends, ends, (batch,), heads, kv_heads), layout, devices)
+    ahead, behind = span(seen > 0)
     shifts = (*range(ahead + 1), *range(-1, -behind - 1, -1))
-    here = np.arange(devices)
-    each = 2 * batch * heads // group * block**2 * (head_dim + value_dim)
-    flops = [tuple(int(x) * each for x in blocks[here, (here - s) % devices]) for s in shifts]
+    live, uncounted = counted_blocks(mask, tokens, block, batch, heads, tokens - given)
+    varied = math.prod(live.shape[:2])  # 1, or the batch elements and heads that it is counted for
+    blocks, here = by_device(live.sum((0, 1)), layout, devices), np.arange(devices)
+    each = 2 * batch * heads * block**2 * (head_dim + value_dim)
+    flops = [
+        tuple(int(x) * each // (varied * group) for x in blocks[here, (here - s) % devices])
+        for s in shifts
+    ]
     kv_heads = math.lcm(kv_heads, group)  # Heads are repeated until each device has some.
     own = batch * (tokens // (devices * group))
     columns = own * kv_heads * (head_dim + value_dim)
@@ -247,4 +272,5 @@ def ring_plan(
         forward + gradients,
         group,
         exchange,
+        uncounted,
     )

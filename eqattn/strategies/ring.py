@@ -37,7 +37,8 @@ class Ring(AbstractSharded):
         `scan_ring_attention`, of which False writes the hops out instead of looping over them.
     - `axis_name`: the mesh axis of the ring, by default `metadata.sequence_axis_name`.
     - `mesh`: the mesh, by default `metadata.mesh`. A mesh of the context takes precedence.
-    - `layout`: which tokens each device holds: [`eqattn.Contiguous`][] or [`eqattn.Zigzag`][].
+    - `layout`: which tokens each device holds: [`eqattn.Contiguous`][], [`eqattn.Zigzag`][] or
+        [`eqattn.Balanced`][].
     - `precision`, `fused_backward`: as for `Blockwise`.
     - `head_axis`: a second mesh axis, inside of the ring's: tokens are sharded over
         `(axis_name, head_axis)`. The devices along it share one place of the ring: each holds an
@@ -64,7 +65,9 @@ class Ring(AbstractSharded):
 
     def __check_init__(self) -> None:
         if not isinstance(self.layout, AbstractRingLayout):
-            raise TypeError(f"layout is Contiguous() or Zigzag(), got {self.layout!r}.")
+            raise TypeError(
+                f"layout is Contiguous(), Zigzag() or Balanced(...), got {self.layout!r}."
+            )
 
     @classmethod
     def get_impl_name(cls) -> str:

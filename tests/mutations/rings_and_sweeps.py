@@ -34,7 +34,7 @@ MUTANTS = [
             ("block**2 * (head_dim + value_dim)", "block**2 * (head_dim + head_dim)"),
             ("columns = own * kv_heads * (head_dim + value_dim)", "columns = own * kv_heads * 2 * head_dim"),
             ("columns = own * kv_heads * (head_dim + value_dim)", "columns = own * heads * (head_dim + value_dim)"),
-            ("each = 2 * batch * heads // group", "each = 2 * batch * heads"),
+            ("// (varied * group)", "// varied"),
             ("own = batch * (tokens // (devices * group))", "own = batch * (tokens // devices)"),
             ("own * heads * (value_dim + 1) * wide", "own * heads * value_dim * wide"),
             ("* (group - 1) // group", ""),

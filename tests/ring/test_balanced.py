@@ -1,0 +1,180 @@
+"""The layout that is balanced for the masks at hand, and plans that count ids."""
+
+import sysconfig
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    Balanced,
+    Causal,
+    load,
+    MaskFn,
+    Ring,
+    ring_plan,
+    save,
+    Segments,
+    SlidingWindow,
+    Zigzag,
+)
+from eqattn._ring.balanced import share_out
+
+from .common import attend, close, expected, gradient, k, mesh_of, q, SEGMENTS, T, v
+
+
+def documents(tokens, seed=0):
+    """Segment ids of packed documents: the sources of Python's standard library, shuffled."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    paths = [p for p in sorted(folder.rglob("*.py")) if "packages" not in str(p)]
+    sizes = np.random.default_rng(seed).permutation([p.stat().st_size for p in paths])
+    ends = np.cumsum(sizes[sizes > 0])
+    assert ends[-1] > tokens
+    return np.searchsorted(ends, np.arange(tokens), side="right").astype(np.int32)
+
+
+def pairs(ids, window):
+    """How many keys each token sees, under a causal mask with a window and documents."""
+    start = np.searchsorted(ids, ids)
+    return np.minimum(np.arange(len(ids)) - start + 1, window)
+
+
+@pytest.mark.parametrize("tokens, n", [(2**16, 8), (2**16, 16), (2**18, 64), (2**20, 256)])
+def test_real_documents(tokens, n):
+    """Counted without the library, pair by pair: every device within 5% of the mean."""
+    ids = documents(tokens)
+    mask = Causal() & Segments(ids)
+    near = mask & SlidingWindow(1023, 0)
+    layout, both = Balanced(mask, tokens, n), Balanced([mask, near], tokens, n)
+    for made, window in ((layout, tokens), (both, tokens), (both, 1024)):
+        held = made.positions(tokens, n)
+        assert (np.sort(held.reshape(-1)) == np.arange(tokens)).all()
+        work = pairs(ids, window)[held].sum(1)
+        assert work.max() <= 1.05 * work.mean(), (made, window, work.max() / work.mean())
+    zigzag = pairs(ids, tokens)[Zigzag().positions(tokens, n)].sum(1)
+    assert zigzag.max() > 1.5 * zigzag.mean()
+
+
+def test_a_plan_counts_ids():
+    """Four documents of 4 tokens, on two devices of two documents each."""
+    ids = np.repeat(np.arange(4), 4)
+    mask = Causal() & Segments(ids)
+    plan = ring_plan(16, 2, mask=mask, head_dim=1, block=1)
+    assert plan.flops == ((4 * 20, 4 * 20), (0, 0)) and plan.uncounted == ()
+    first = ring_plan(16, 2, mask=Causal() & Segments(np.repeat([0, 1], 8)), head_dim=1, block=1)
+    assert first.flops == ((4 * 36, 4 * 36), (0, 0))
+    uneven = ring_plan(16, 2, mask=Causal() & Segments(np.maximum(np.arange(16), 8)), head_dim=1)
+    assert uneven.balance == 36 / 26 and uneven.moves == 1
+    padded = ring_plan(15, 2, mask=Causal() & Segments(ids[:15]), head_dim=1, block=4)
+    assert padded.tokens == 16 and padded.flops == ((4 * 32, 4 * 32), (0, 0))
+
+
+def test_a_plan_says_what_it_did_not_count():
+    def plan(ids):
+        made = ring_plan(64, 4, mask=Causal() & Segments(ids) & SlidingWindow(8, 0))
+        assert made.uncounted == ("Segments",) and made.shifts == (0, 1)
+        assert "unknown   what Segments hides" in repr(made)
+        assert made.flops == ring_plan(64, 4, mask=Causal() & SlidingWindow(8, 0)).flops
+        return ids
+
+    jax.eval_shape(plan, jnp.zeros(64, jnp.int32))
+    assert "unknown" not in repr(ring_plan(64, 4, mask=Segments(jnp.zeros(64, jnp.int32))))
+
+
+def test_a_plan_counts_what_varies_with_batch_and_head():
+    """Of two heads one sees everything, and the other nothing; of two rows, one half."""
+    sizes = dict(head_dim=1, block=1, heads=2)
+    one_head = ring_plan(8, 2, mask=MaskFn(lambda b, h, q, k: h < 1), **sizes)
+    assert one_head.flops == ring_plan(8, 2, head_dim=1, block=1).flops
+    ids = np.stack([np.zeros(8, int), np.arange(8) // 4])
+    plan = ring_plan(8, 2, mask=Segments(ids), batch=2, head_dim=1, block=1)
+    assert plan.flops == ((4 * 32, 4 * 32), (4 * 16, 4 * 16))
+
+
+def test_in_turn_by_hand():
+    """Every hop waits for the neighbours to have begun the one before, and for nothing else."""
+    plan = ring_plan(12, 3, mask=MaskFn(lambda b, h, q, k: q < 4), head_dim=1, block=1)
+    assert plan.flops == ((64, 0, 0),) * 3  # the others wait, but end as it begins its last
+    assert plan.in_turn == plan.balance == 3 and plan.lock_step == 3
+    causal = ring_plan(8, 2, mask=Causal(), head_dim=1, block=1)
+    assert causal.flops == ((40, 40), (0, 64)) and causal.in_turn == causal.balance
+
+
+def test_shares_are_equal_in_number_and_nearly_in_work():
+    work = np.random.default_rng(0).exponential(size=(2, 64))
+    owner = share_out(work, 8)
+    assert (np.bincount(owner) == 8).all()
+    loads = np.stack([np.bincount(owner, w) for w in work])
+    assert (loads.max(1) <= 1.02 * loads.mean(1)).all()
+    assert (np.bincount(share_out(np.zeros((1, 6)), 3)) == 2).all()  # nothing visible at all
+    # The largest alone is more than a share: it lies with the least of the others.
+    alone = share_out(np.array([[9.0, 1, 2, 3]]), 2)
+    assert alone[0] == alone[1] != alone[2]
+
+
+def test_a_layout_is_static_and_can_be_saved(tmp_path):
+    ids = documents(4096)
+    layout = Balanced(Causal() & Segments(ids), 4096, 4, chunk=64)
+    again = Balanced(Causal() & Segments(jnp.asarray(ids)), 4096, 4, chunk=64)
+    assert layout == again and hash(layout) == hash(again) and layout.parts == 16
+    assert layout != Balanced(Causal(), 4096, 4, chunk=64)
+    strategy = Ring(AttentionMetadata(), layout=layout)
+    assert jax.tree.leaves(strategy) == []
+    save(tmp_path / "ring.eqattn", strategy)
+    assert load(tmp_path / "ring.eqattn").layout == layout
+    x = np.arange(4096)
+    assert (layout.unpermute(layout.permute(x, 4, 0), 4, 0) == x).all()
+    assert (layout.permute(x, 4, 0) == layout.positions(4096, 4).reshape(-1)).all()
+    assert repr(layout) == "Balanced(16 chunks for each of 4 devices)"
+    assert Balanced(None, 2**20, 256).chunk_size(2**20, 256) == 512
+    assert Balanced(None, 2**16, 256).chunk_size(2**16, 256) == 64
+    assert Balanced(None, 2**16, 16).chunk_size(2**16, 16) == 512
+    assert Balanced(["causal", SlidingWindow(3, 0)], 12, 2).chunk_size(12, 2) == 6
+
+
+def test_a_ring_in_a_balanced_layout():
+    """All gradients, as the layout of the strategy; and values by positions of two batches, of one
+    program.
+    """
+    n = 2
+    mask = Causal() & Segments(np.asarray(SEGMENTS))
+    layout = Balanced(mask, T, n, chunk=4, batch=2)
+    assert len({*layout.held}) == n and layout.held != ((0, 2), (1, 3))
+    loader = Ring(AttentionMetadata(runtime_dtype=jnp.float64, blocksize_q=4, blocksize_k=4))
+
+    def given(q, k, v, ids, positions):
+        mask = Causal() & Segments(ids)
+        where = dict(q_positions=positions, kv_positions=positions)
+        return attention(q, k, v, loader, mask=mask, **where).attention_outputs
+
+    program = jax.jit(given)
+    with jax.set_mesh(mesh_of(n)):
+        args = [layout.permute(x, n) for x in (q, k, v, SEGMENTS)]
+        found = jax.jit(gradient(lambda *xs: attend(*xs, args[3], layout=layout)))(*args[:3])
+        want = jax.tree.map(lambda x: layout.permute(x, n) if x.ndim else x, expected())
+        close(found, want)
+        want = attend(q, k, v)
+        for made in (layout, Balanced(None, T, n, chunk=4), Zigzag()):
+            moved = [made.permute(x, n) for x in (q, k, v, SEGMENTS)]
+            out = program(*moved, made.positions(T, n).reshape(-1))
+            close(made.unpermute(out, n), want)
+    assert program._cache_size() == 1
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="12 tokens.*n=5.*pad"):
+        Balanced(Causal(), 12, 5)
+    with pytest.raises(ValueError, match="chunk=4 does not divide the 6 tokens of each of 2"):
+        Balanced(Causal(), 12, 2, chunk=4)
+    with pytest.raises(ValueError, match="made for 2 devices, and there are 4.*n=4"):
+        Balanced(Causal(), 16, 2, chunk=4).positions(16, 4)
+    with pytest.raises(ValueError, match="Segments are traced.*on the host"):
+        jax.eval_shape(lambda i: Balanced(Segments(i), 16, 2) and i, jnp.zeros(16, jnp.int32))
+    with pytest.raises(ValueError, match="does not broadcast"):
+        Balanced(Segments(np.zeros(12, int)), 16, 2)
+    with pytest.raises(ValueError, match="pad them to a multiple"):
+        Balanced(Causal(), 16, 2, chunk=4).positions(18, 2)
