@@ -118,6 +118,9 @@ class Bits(AbstractStored):
     converts the whole array to float32 and back. So appending to a cache that is kept as bits costs
     as much as is written, not as much as its capacity.
 
+    It stands for an array of the floats: functions of `jax.numpy`, every strategy and an index
+    `x[...]` read it as one.
+
     **Arguments:**
 
     - `bits`: unsigned integers `[..., s, k, d]`.
@@ -162,6 +165,15 @@ class Bits(AbstractStored):
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return lax.bitcast_convert_type(arrays[0], self._dtype)
 
+    def __jax_array__(self) -> Array:
+        return self.decode(self.bits)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.decode(self.bits), dtype, copy=copy)
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.decode(self.bits[index])
+
 
 def _unsigned(dtype: Any) -> Any:
     return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
@@ -178,7 +190,8 @@ def _bits_of_jvp(primals, tangents) -> Any:
     if not isinstance(dx, SymbolicZero):
         raise NotImplementedError(
             "A cache that is kept as bits has no gradient of the keys and values that are appended "
-            "to it; make it with bits=False, or stop their gradient."
+            "to it. Caches of narrow floats are kept so on a CPU: make it with bits=False, or stop "
+            "their gradient."
         )
     bits = _bits_of(x)
     return bits, np.zeros(bits.shape, jax.dtypes.float0)

@@ -53,10 +53,9 @@ class StackedKVCache(eqx.Module):
         head_dim: int,
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
-        bits: bool = False,
+        bits: bool | None = None,
     ) -> "StackedKVCache":
-        """Makes a cache without tokens. On a CPU, numbers of bfloat16 are written fastest as
-        [`bits`][eqattn.cache.Bits].
+        """Makes a cache without tokens. `bits` is as for `KVCache.empty`.
 
         **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity. A layer is read
         as pages of that size, so its rows must be whole pages.

@@ -225,6 +225,8 @@ class AbstractFoldStrategy(AttentionImpl):
         )
 
         def run(self, q, k, v, options):
+            if not self.reads_stored:
+                k, v = (jnp.asarray(x) if hasattr(x, "__jax_array__") else x for x in (k, v))
             for name, x in (("key_", k), ("value", v)):
                 if isinstance(x, AbstractStored) and not self.reads_stored:
                     raise ValueError(
