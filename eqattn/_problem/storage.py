@@ -75,6 +75,11 @@ class AbstractStored(eqx.Module):
         return None
 
     @property
+    def first(self) -> "AbstractStored | None":
+        """What holds the first features of each vector, if these lie in arrays of their own."""
+        return None
+
+    @property
     def ndim(self) -> int:
         """The number of axes of `shape`."""
         return len(self.shape)
@@ -390,6 +395,11 @@ class Pages(AbstractStored):
     @property
     def table(self) -> Int[Array, "b n"]:
         return jnp.clip(self._table, 0, self.stored.shape[0] - 1)
+
+    @property
+    def first(self) -> AbstractStored | None:
+        first = self.stored.first
+        return None if first is None else Pages(first, self._table)
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return self.stored.decode(*arrays)
