@@ -82,7 +82,9 @@ class Joined(AbstractStored):
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         n = len(self._first.arrays)
         made = self._first.decode(*arrays[:n]), self.rest.decode(*arrays[n:])
-        if made[0].dtype != made[1].dtype:  # One of them may be quantized, and is then decoded wide.
+        if (
+            made[0].dtype != made[1].dtype
+        ):  # One of them may be quantized, and is then decoded wide.
             made = [x.astype(accumulation_dtype(self.dtype)) for x in made]
         return jnp.concatenate(made, -1)
 
