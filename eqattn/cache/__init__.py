@@ -1,9 +1,9 @@
 """Caches hold the keys and values of earlier tokens, as immutable modules, for decoding."""
 
+from .._problem.bits import Bits as Bits
 from .._problem.joined import Joined as Joined
 from .._problem.storage import (
     AbstractStored as AbstractStored,
-    Bits as Bits,
     Pages as Pages,
     Quantized as Quantized,
 )

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_floating
-from .._problem.storage import Bits, Quantized, split_heads
+from .._problem.bits import Bits
+from .._problem.storage import Quantized, split_heads
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 

@@ -39,11 +39,13 @@ class LatentKVCache(AbstractCache):
 
     cache: AbstractCache
 
+    def __init__(self, cache: AbstractCache):
+        self.cache = cache
+
     def __check_init__(self) -> None:
         if not isinstance(self.cache, AbstractCache):
-            return  # JAX and Equinox also build caches of what is no cache.
-        heads = self.cache.key.shape[-2:-1]
-        if heads not in ((1,), ()):
+            raise TypeError(f"cache must be one of eqattn.cache, got {type(self.cache).__name__}.")
+        if self.cache.key.shape[-2] != 1:
             raise ValueError(
                 f"The latents of a token are one head, which all heads of the query share: got a "
                 f"{type(self.cache).__name__} with a key {self.cache.key.shape}; make it with "
@@ -73,11 +75,11 @@ class LatentKVCache(AbstractCache):
         return self.cache.overwrites
 
     @property
-    def length(self) -> Int[Array, " b"]:
+    def length(self) -> Any:
         return self.cache.length
 
     @property
-    def positions(self) -> Int[Array, "b s"] | None:
+    def positions(self) -> Any:
         return self.cache.positions
 
     @property
@@ -93,8 +95,8 @@ class LatentKVCache(AbstractCache):
 
     def append(
         self,
-        key: Float[Array, "b t 1 p"],
-        value: Float[Array, "b t 1 r"],
+        key: Float[Array, "b t k p"],
+        value: Float[Array, "b t k r"],
         counts: Int[Array, " b"] | None = None,
     ) -> "LatentKVCache":
         """Returns the cache with new tokens after those of each row.

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_int32, concrete, int32_field
-from .._problem.storage import as_stored, Bits, Pages, Quantized
+from .._problem.bits import Bits
+from .._problem.storage import as_stored, Pages, Quantized
 from ._base import (
     AbstractCache,
     check_lengths,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import int32_field
-from .._problem.storage import Bits
+from .._problem.bits import Bits
 from ._base import (
     AbstractCache,
     check_lengths,

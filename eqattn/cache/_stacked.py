@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_int32, concrete, even_block, int32_field
-from .._problem.storage import as_stored, Bits, Pages
+from .._problem.bits import Bits
+from .._problem.storage import as_stored, Pages
 from ._base import (
     AbstractCache,
     check_lengths,
