@@ -16,6 +16,7 @@ from ._attention import attention
 from ._carry import Carry
 from ._misc import as_array, as_flag, as_int, as_int32, concrete, even_block
 from ._output import AttentionOutput
+from ._problem.joined import read_once
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_scores
 from ._problem.storage import (
@@ -100,10 +101,11 @@ def ragged_attention(
         shown = shown if more is None else shown & more
     size = strategy.metadata.blocksize_k
     blocks = jnp.take(query, place.tokens, axis=0, mode="fill", fill_value=0)
+    keys, once = _of_blocks(key_, row, size), read_once(key_, value) is not value
     output = attention(
         blocks,
-        _of_blocks(key_, row, size),
-        _of_blocks(value, row, size),
+        keys,
+        keys.first if once else _of_blocks(value, row, size),
         strategy,
         mask=shown,
         score=scores_of_rows(scores, row, rows, heads, query.dtype) or None,

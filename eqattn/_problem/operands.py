@@ -141,7 +141,8 @@ class BlockOperands:
         """
         placed, tables, blocking = [], [], self.blocking
         shared = blocking.kv_heads > 1
-        both = [as_stored(x) for x in (self.problem.key, self.problem.value)]
+        key, value = (as_stored(x) for x in (self.problem.key, self.problem.value))
+        both = [key, value if value.arrays or self.lowering.shares_blocks else key.first]
         self.held = [x.in_shares(blocking.kv_heads) for x in both]
         for role, x in zip(("key", "value"), self.held):
             if x.table is None:
@@ -156,7 +157,7 @@ class BlockOperands:
                     found += [(a, axes) for a in pools]
                     tables.append(BlockOperand("page", table, (BATCH, COL)))
                     self.pages += (len(x.arrays[0]),)
-            single = self.single_axes(x) * (len(found) // len(x.arrays))
+            single = self.single_axes(x) * len(found)
             placed.append(
                 [
                     BlockOperand(role, lax.squeeze(a, [len(axes) + i for i in one]), axes)
@@ -193,6 +194,7 @@ class BlockOperands:
             pages=self.pages,
             lookups=self.lookups,
             corner=blocking.corner,
+            shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
         )
 
     def stored(self, which: int, blocks: Sequence[Array]) -> Array:
@@ -201,6 +203,8 @@ class BlockOperands:
         **Returns:** `[keys, heads, d]`, or `[keys, d]` if a single head's axis is dropped.
         """
         x = self.held[which]
+        if not x.arrays:  # The values are part of the keys, whose blocks these are.
+            return x.decode(self.stored(0, blocks))
         n, single = len(x.arrays), self.single_axes(x)
         blocks = [jnp.expand_dims(a, single[i % n]) for i, a in enumerate(blocks)]
         pages = [x.decode(*blocks[i : i + n]) for i in range(0, len(blocks), n)]

@@ -1,17 +1,12 @@
 """Keys and values that are not stored as one array of floats: in fewer bits, or in pages."""
 
 import abc
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int, Shaped, UInt
+from jaxtyping import Array, Float, Int, Shaped
 
 from .._misc import (
     as_array,
@@ -75,6 +70,11 @@ class AbstractStored(eqx.Module):
         return None
 
     @property
+    def first(self) -> "AbstractStored | None":
+        """What holds the first features of each vector, if these lie in arrays of their own."""
+        return None
+
+    @property
     def ndim(self) -> int:
         """The number of axes of `shape`."""
         return len(self.shape)
@@ -109,79 +109,6 @@ class Stored(AbstractStored):
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return arrays[0]
-
-
-class Bits(AbstractStored):
-    """Floats that are stored as the integers with the same bits.
-
-    XLA:CPU can write a part of an array of integers. To write a part of an array of bfloat16, it
-    converts the whole array to float32 and back. So appending to a cache that is kept as bits costs
-    as much as is written, not as much as its capacity.
-
-    **Arguments:**
-
-    - `bits`: unsigned integers `[..., s, k, d]`.
-    - `dtype`: the dtype of the floats, which has as many bits.
-    """
-
-    bits: UInt[Array, "*b s k d"]
-    _dtype: Any = eqx.field(static=True, converter=jnp.dtype)
-
-    def __check_init__(self) -> None:
-        if self.bits.dtype != _unsigned(self._dtype):
-            raise ValueError(
-                f"bits of {self._dtype} are {_unsigned(self._dtype)}, got {self.bits.dtype}; "
-                "Bits.of(array) makes them."
-            )
-
-    def map_tokens(self, fn: Callable[[Array], Array]) -> AbstractStored:
-        return Bits(fn(self.bits), self.dtype)
-
-    @classmethod
-    def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Bits":
-        """Makes the bits of zeros of a shape."""
-        return cls(jnp.zeros(shape, _unsigned(dtype)), dtype)
-
-    @classmethod
-    def of(cls, x: Float[Array, "*b s k d"]) -> "Bits":
-        """Takes the bits of an array. It has no gradient through them: asking for one raises."""
-        return cls(_bits_of(x), x.dtype)
-
-    @property
-    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
-        return (self.bits,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.bits.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self._dtype
-
-    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
-        return lax.bitcast_convert_type(arrays[0], self._dtype)
-
-
-def _unsigned(dtype: Any) -> Any:
-    return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
-
-
-@jax.custom_jvp
-def _bits_of(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, _unsigned(x.dtype))
-
-
-@ft.partial(_bits_of.defjvp, symbolic_zeros=True)
-def _bits_of_jvp(primals, tangents) -> Any:
-    (x,), (dx,) = primals, tangents
-    if not isinstance(dx, SymbolicZero):
-        raise NotImplementedError(
-            "A cache that is kept as bits has no gradient of the keys and values that are appended "
-            "to it; make it with bits=False, or stop their gradient."
-        )
-    bits = _bits_of(x)
-    return bits, np.zeros(bits.shape, jax.dtypes.float0)
 
 
 class Quantized(AbstractStored):
@@ -377,6 +304,11 @@ class Pages(AbstractStored):
     @property
     def table(self) -> Int[Array, "b n"]:
         return jnp.clip(self._table, 0, self.stored.shape[0] - 1)
+
+    @property
+    def first(self) -> AbstractStored | None:
+        first = self.stored.first
+        return None if first is None else Pages(first, self._table)
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return self.stored.decode(*arrays)

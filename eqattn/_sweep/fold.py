@@ -52,7 +52,8 @@ def fold(
         `[s, w]`: logits `[keys, rows]` (`-inf` where masked) and, with dropout, the factor
         `[keys, rows]` on each probability in the numerator.
     - `operands`: arrays that `logits` reads, whose grid axes are the `in_axes` of the `layout`.
-    - `values`: per class, a function of the blocks of `value_operands`. It returns a finite block
+    - `values`: per class, a function of the blocks of the operands that the `layout` has as
+        `shared`, then of those of `value_operands`. It returns a finite block
         `[keys, v]` and its poison `[keys]`: NaN for a key that makes every row NaN that sees it,
         else 0; see `nonfinite.py`. With `[keys, groups, v]` and `[keys, groups]`, each group of
         rows has values of its own. Where no pair is masked, `values` may return the block alone,
@@ -77,7 +78,8 @@ def fold(
         in_axes = (*in_axes, *[()] * len(consts))
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = closure_convert(logits, avals)
-    given = list(zip(value_operands, value_axes))
+    given = [(operands[i], in_axes[i]) for i in layout.shared]
+    given += zip(value_operands, value_axes)
     weigh, more = closure_convert(values, [block_aval(x, a) for x, a in given])
     in_axes = (*in_axes, *[()] * len(consts), *value_axes, *[()] * len(more))
     layout = dataclasses.replace(layout, in_axes=in_axes, ring=ring, stage="fold")
@@ -119,11 +121,13 @@ class FoldStep:
 
     - `logits`, `values`: the closed jaxprs of the block functions of the logits and of the values.
     - `products`: keyword arguments of `dot`, as sorted pairs.
+    - `shared`: which of the blocks that the logits read the values read, too.
     """
 
     logits: Any
     values: Any
     products: tuple
+    shared: tuple[int, ...] = ()
 
     @property
     def grouped(self) -> bool:
@@ -148,7 +152,7 @@ class FoldStep:
     def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
         n, product = len(self.logits.in_avals), ft.partial(dot, **dict(self.products))
         s, *weight = self.evaluate_logits(*blocks[:n])
-        v, *poison = self.evaluate_values(*blocks[n:])
+        v, *poison = self.evaluate_values(*[blocks[i] for i in self.shared], *blocks[n:])
         top = s.max(0)
         if accs is None:
             kept, den = softmax_terms(s, safe_max(top), weight, poison)
@@ -171,8 +175,9 @@ def execute(*args, visits, values, layout, out_axes, products, vectorise, traver
     """
     acc = visits[0][1].out_avals[0].dtype
     first, steps = FoldStep(visits[0][1], values[0][1], products), {}
+    shared = layout.shared
     for (c, logits), (_, weigh) in zip(visits, values):
-        step: Callable = FoldStep(logits, weigh, products)
+        step: Callable = FoldStep(logits, weigh, products, shared)
         if vectorise:
             for axis in reversed(layout.batch):
                 mapped = [0 if axis in a else None for a in layout.in_axes]
@@ -230,9 +235,12 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     num, den, top = fold_p.bind(*primals, out_axes=out_axes, **static)
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
-    count, n = len(primals), len(primals) - len(values[0][1].in_avals)
+    count, n = len(primals), len(visits[0][1].in_avals)
     active = [i for i, t in enumerate(tangents) if not is_zero(t)]
-    inner, outer = [i for i in active if i < n], [i - n for i in active if i >= n]
+    # What the logits read is `primals[:n]`, and what the values read is `primals[i]` for i in
+    # `read`. `inner` and `outer` say which of the former and of the latter move.
+    read = [*layout.shared, *range(n, count)]
+    inner, outer = [i for i in active if i < n], [j for j, i in enumerate(read) if i in active]
     kw = dict(products)
     narrow = kw.get("operand_dtype") is not None
 
@@ -250,7 +258,10 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
             (s, *weight), ds = directional(
                 jaxpr_as_fun(logits), full[:n], inner, moved[: len(inner)]
             )
-            (v, *_), dv = directional(jaxpr_as_fun(weigh), full[n:], outer, moved[len(inner) :])
+            of_values = tuple(moved[active.index(read[j])] for j in outer)
+            (v, *_), dv = directional(
+                jaxpr_as_fun(weigh), [full[i] for i in read], outer, of_values
+            )
             p = jnp.exp(s - safe_max(m)[None])
             kept = p * lax.stop_gradient(weight[0]) if weight else p
             dnum, dden = jnp.zeros((p.shape[1], v.shape[-1]), p.dtype), jnp.zeros_like(m)
@@ -267,7 +278,8 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
 
         return g
 
-    dtypes = [a.dtype for jaxpr in (visits[0][1], values[0][1]) for a in jaxpr.in_avals]
+    avals = [*visits[0][1].in_avals, *values[0][1].in_avals[len(layout.shared) :]]
+    dtypes = [a.dtype for a in avals]
     operands = [*primals, top, *[tangents[i].astype(dtypes[i]) for i in active]]
     in_axes = [*layout.in_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
     # The sums are those of the numerator, of the denominator and, for `recentred`, of the numerator

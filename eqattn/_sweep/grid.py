@@ -60,6 +60,7 @@ class GridLayout:
     - `lookups`: the index of that operand, for each axis of `pages`.
     - `corner`: how many rows, the first ones, may see no key of the later half of a block. Where
         it is positive, the table may hold `CORNER`.
+    - `shared`: the operands of the logits of a fold that its values read, too, ahead of their own.
     """
 
     grid: tuple[int, ...]
@@ -74,6 +75,7 @@ class GridLayout:
     pages: tuple[int, ...] = ()
     lookups: tuple[int, ...] = ()
     corner: int = 0
+    shared: tuple[int, ...] = ()
 
     def size(self, axis: int) -> int:
         """The number of indices on an axis of the grid, or of `pages` if it is not negative."""

@@ -86,6 +86,11 @@ class Lowering(abc.ABC):
     must be manual around it.
     """
 
+    shares_blocks: ClassVar[bool] = False
+    """Whether the logits and the values of a fold may read the same blocks. Otherwise what both
+    read is an operand of each.
+    """
+
     drops_single_axes: ClassVar[bool]
     """Whether blocks of keys and values that stay in place lose their axes of size 1. With such
     axes, XLA:CPU would copy all blocks into another memory layout.
@@ -170,6 +175,7 @@ class XLALowering(Lowering):
     cleans_values = False
     skips_corners = False
     splits_over_devices = True
+    shares_blocks = True
     drops_single_axes = True
 
     def multiplies_narrow(self) -> bool:

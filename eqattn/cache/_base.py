@@ -4,12 +4,14 @@ import abc
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_array, as_dtype, as_int32, as_size, check_floating
-from .._problem.storage import Bits, Quantized, split_heads
+from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_floating
+from .._problem.bits import Bits
+from .._problem.storage import Quantized, split_heads
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
@@ -170,12 +172,20 @@ def new_positions(cache: AbstractCache, t: int) -> Array:
     return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
 
 
-def empty_store(shape: tuple[int, ...], dtype: Any, bits: bool) -> Any:
-    """Zeros, as an array or as [`eqattn.cache.Bits`][]."""
-    return Bits.zeros(shape, dtype) if bits else jnp.zeros(shape, dtype)
+def empty_store(shape: tuple[int, ...], dtype: Any, bits: bool | None) -> Any:
+    """Zeros, as an array or as [`eqattn.cache.Bits`][]. With `bits` None they are bits where XLA
+    could not write a part of the array in place: on a CPU, all floats narrower than float32 but
+    float16.
+    """
+    if bits is None:
+        narrow = jnp.dtype(dtype).itemsize < 4 and dtype != jnp.float16
+        bits = narrow and jax.default_backend() == "cpu"
+    return Bits.zeros(shape, dtype) if as_flag(bits, "bits") else jnp.zeros(shape, dtype)
 
 
-def empty_pair(lead: tuple[int, ...], dims: tuple[int, int], dtype: Any, bits: bool) -> list[Any]:
+def empty_pair(
+    lead: tuple[int, ...], dims: tuple[int, int], dtype: Any, bits: bool | None
+) -> list[Any]:
     """Zeros for keys `[*lead, dims[0]]` and for values `[*lead, dims[1]]`."""
     return [empty_store((*lead, dim), dtype, bits) for dim in dims]
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import int32_field
-from .._problem.storage import Bits
+from .._problem.bits import Bits
 from ._base import (
     AbstractCache,
     check_lengths,
@@ -50,11 +50,12 @@ class KVCache(AbstractCache):
         head_dim: int,
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
-        bits: bool = False,
+        bits: bool | None = None,
     ) -> "KVCache":
         """Makes a cache without tokens. A capacity that is a multiple of some size from 64 to 256
-        is read fastest, as its blocks need no padding. On a CPU, numbers of bfloat16 are written
-        fastest as [`bits`][eqattn.cache.Bits].
+        is read fastest, as its blocks need no padding. `bits` says whether numbers are kept as
+        [`eqattn.cache.Bits`][]; None means, where that makes writing faster: on a CPU, for bfloat16
+        and float8.
         """
         sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_int32, concrete, int32_field
-from .._problem.storage import as_stored, Bits, Pages, Quantized
+from .._problem.bits import Bits
+from .._problem.storage import as_stored, Pages, Quantized
 from ._base import (
     AbstractCache,
     check_lengths,
@@ -74,7 +75,7 @@ class PagedKVCache(AbstractCache):
         dtype: Any = jnp.float32,
         stored: Any = None,
         head_shares: int = 1,
-        bits: bool = False,
+        bits: bool | None = None,
     ) -> "PagedKVCache":
         """Makes a cache without tokens, whose pages are all free.
 
@@ -89,8 +90,8 @@ class PagedKVCache(AbstractCache):
         - `dtype`: the dtype of keys and values when they are read.
         - `stored`: int8 or a float8 dtype to quantize to, or None.
         - `head_shares`: how many devices share the heads of quantized pages.
-        - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][], which is how a
-            CPU writes bfloat16 fastest.
+        - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][]; None as for
+            `KVCache.empty`.
         """
         sizes = dict(batch=batch, capacity=capacity, pages=pages, page_size=page_size)
         sizes |= dict(kv_heads=kv_heads, head_shares=head_shares)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import int32_field
-from .._problem.storage import Bits
+from .._problem.bits import Bits
 from ._base import (
     AbstractCache,
     check_lengths,
@@ -61,11 +61,9 @@ class RingBufferCache(AbstractCache):
         head_dim: int,
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
-        bits: bool = False,
+        bits: bool | None = None,
     ) -> "RingBufferCache":
-        """Makes a cache without tokens. On a CPU, numbers of bfloat16 are written fastest as
-        [`bits`][eqattn.cache.Bits].
-        """
+        """Makes a cache without tokens. `bits` is as for `KVCache.empty`."""
         sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
         key, value = empty_pair((batch, capacity, kv_heads), dims, dtype, bits)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_int32, concrete, even_block, int32_field
-from .._problem.storage import as_stored, Bits, Pages
+from .._problem.bits import Bits
+from .._problem.storage import as_stored, Pages
 from ._base import (
     AbstractCache,
     check_lengths,
@@ -53,10 +54,9 @@ class StackedKVCache(eqx.Module):
         head_dim: int,
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
-        bits: bool = False,
+        bits: bool | None = None,
     ) -> "StackedKVCache":
-        """Makes a cache without tokens. On a CPU, numbers of bfloat16 are written fastest as
-        [`bits`][eqattn.cache.Bits].
+        """Makes a cache without tokens. `bits` is as for `KVCache.empty`.
 
         **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity. A layer is read
         as pages of that size, so its rows must be whole pages.

@@ -1,6 +1,7 @@
 """Layers: attention with projections, rotary positions, and conversion from Equinox's."""
 
 from ._convert import from_equinox as from_equinox, with_strategy as with_strategy
+from ._latent import LatentAttention as LatentAttention
 from ._multihead import MultiheadAttention as MultiheadAttention
 from ._rotary import Rotary as Rotary, rotary as rotary
 from ._rotary_scaling import (

@@ -9,6 +9,7 @@ import jax
 from ..strategies import AttentionImpl
 from ._arguments import check_strategy
 from ._dropout import Dropout
+from ._latent import LatentAttention
 from ._multihead import MultiheadAttention
 
 
@@ -50,7 +51,8 @@ def from_equinox(model: Any, *, strategy: AttentionImpl | None = None) -> Any:
 
 
 def with_strategy(model: _T, strategy: AttentionImpl | None) -> _T:
-    """Gives every [`eqattn.nn.MultiheadAttention`][] of a model another strategy.
+    """Gives every [`eqattn.nn.MultiheadAttention`][] and [`eqattn.nn.LatentAttention`][] of a model
+    another strategy.
 
     **Arguments:**
 
@@ -64,7 +66,7 @@ def with_strategy(model: _T, strategy: AttentionImpl | None) -> _T:
     soft cap, sinks or dropout, which are the layers'.
     """
     check_strategy(strategy)
-    is_layer = lambda x: isinstance(x, MultiheadAttention)
+    is_layer = lambda x: isinstance(x, MultiheadAttention | LatentAttention)
     return _replace(model, is_layer, lambda layer: _swap(layer, strategy), MultiheadAttention)
 
 
@@ -85,7 +87,7 @@ def _replace(
     return jax.tree.map(lambda x: fn(x) if is_layer(x) else x, model, is_leaf=is_layer)
 
 
-def _swap(layer: MultiheadAttention, strategy: AttentionImpl | None) -> MultiheadAttention:
+def _swap(layer: _T, strategy: AttentionImpl | None) -> _T:
     is_none = lambda x: x is None
     return eqx.tree_at(lambda x: x.strategy, layer, strategy, is_leaf=is_none)
 

@@ -22,6 +22,7 @@ from .._jax import explicit_axes, sharding_of, typed_by_mesh
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._pairs import over_block
+from .._problem.joined import read_once
 from .._problem.mesh import ManualAxes, with_kernel
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem
 from .._problem.storage import AbstractStored, as_stored
@@ -227,6 +228,8 @@ class AbstractFoldStrategy(AttentionImpl):
         )
 
         def run(self, q, k, v, options):
+            if not self.reads_stored:
+                k, v = (jnp.asarray(x) if hasattr(x, "__jax_array__") else x for x in (k, v))
             for name, x in (("key_", k), ("value", v)):
                 if isinstance(x, AbstractStored) and not self.reads_stored:
                     raise ValueError(
@@ -250,6 +253,7 @@ class AbstractFoldStrategy(AttentionImpl):
 
         _check_precision(self.precision)
         q = jnp.asarray(as_array(q, "query"))
+        v = read_once(k, v) if self.reads_stored else v
         args, partition = (self, q, k, v, options), None
         if explicit_axes(q):
             partition = _known_partition(q, k, v)
@@ -318,8 +322,9 @@ def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) 
     arrays, static = eqx.partition(args, eqx.is_array)
     _, q, _, v, _ = args
     *batch, t, heads, _ = sharding_of(q)
-    numbers = as_stored(v).arrays[0]
-    rows, values = P(*batch, t, heads), P(*batch, t, heads, sharding_of(numbers)[-1])
+    numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
+    features = sharding_of(numbers[0])[-1] if numbers else None
+    rows, values = P(*batch, t, heads), P(*batch, t, heads, features)
     specs = {
         "outputs": values,
         "weights": P(*batch, heads, t, None),

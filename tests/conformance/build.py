@@ -259,6 +259,7 @@ def library_call(built: Built):
     """
     import eqattn
     from eqattn import scores as sc
+    from eqattn.cache import Joined
 
     case = built.case
     dtype, _ = dtypes_of(case)
@@ -281,11 +282,21 @@ def library_call(built: Built):
             )
         target = case["target"][0]
         kernels = {"tpu": "blockwise", "tpu_ragged": "ragged", "gpu": "blockwise"}
+        names = kernels | {"latent": "ragged"}
+        q, k, v = (arguments[name] for name in "qkv")
+        default_scale = None
+        if target == "latent":  # Of features that the query does not look at, and those of `k`.
+            default_scale = q.shape[-1] ** -0.5
+            q = jnp.concatenate([jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), q], -1)
+            k = Joined(v, k)
+            v = k.first
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
             platform="interpret" if target in kernels else "auto",
             backend="cuda" if target == "gpu" else "any",
-            softmax_scale={"none": None, "float": 0.3}.get(case["scale"], arguments.get("scale")),
+            softmax_scale={"none": default_scale, "float": 0.3}.get(
+                case["scale"], arguments.get("scale")
+            ),
             logits_soft_cap={"none": None, "float": 2.5}.get(case["cap"], arguments.get("cap")),
             softmax_aux=arguments.get("sinks"),
             dropout_prob=case["dropout"],
@@ -293,10 +304,10 @@ def library_call(built: Built):
             blocksize_k=block_k,
         )
         output = eqattn.attention(
-            arguments["q"],
-            arguments["k"],
-            arguments["v"],
-            eqattn.AttentionRegistry.create(kernels.get(target, target), metadata),
+            q,
+            k,
+            v,
+            eqattn.AttentionRegistry.create(names.get(target, target), metadata),
             mask=mask,
             bias=arguments.get("bias"),
             score=score or None,

@@ -69,15 +69,18 @@ AXES: dict[str, tuple] = {
         ("tpu", 1),
     ),
 }
-# Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring and
-# test_tpu_ragged.py.
-MORE: dict[str, tuple] = {"target": (("ring", 4), ("tpu_ragged", 1), ("ulysses", 2))}
+# Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring,
+# test_tpu_ragged.py and test_latent.py. "latent": Ragged, the values being part of the keys.
+MORE: dict[str, tuple] = {
+    "target": (("ring", 4), ("tpu_ragged", 1), ("ulysses", 2), ("latent", 1)),
+}
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "tpu": {"dtype": ("float16", "float64"), "operands": ("float64",)},
     "tpu_ragged": {"dtype": ("float16", "float64"), "operands": ("float64",)},
     "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
+    "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
     "gpu": {
         "dtype": ("float32", "float64"),
         "mask": ("tree",),  # its table and that of T5 are gathered from

@@ -71,7 +71,7 @@ class Case:
     - `kind`: the name of the experiment in `measure`, `decode` or `ring`.
     - `reference`: the library whose time is the unit.
     - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
-    - `cache`: what holds the keys of a decoding step: `""` for an array, `"bits"` or `"int8"`.
+    - `cache`: what holds the keys of a decoding step: `""` for a `KVCache`, or `"int8"`.
     - `targets`: the aims, by the name of the figure.
     """
 
@@ -202,10 +202,10 @@ CASES = (
         targets={"time at 16 S / at S": Target(1.1), "temp at 16 S / at S": Target(1.01)},
     ),
     _cached("f32"),
-    _cached("bf16", "bfloat16", cache="bits"),
+    _cached("bf16", "bfloat16"),
     _cached("f16", "float16"),
     _cached("mqa", kv_heads=1),
-    _cached("mqa-bf16", "bfloat16", 1, "bits"),
+    _cached("mqa-bf16", "bfloat16", 1),
     _cached("int8", "bfloat16", cache="int8"),
     Case("cpu-append", "append", tokens=512, targets={"time at 32 S / at S": Target(1.2)}),
     Case("cpu-ring-8192", "ring", tokens=8192, devices=8),

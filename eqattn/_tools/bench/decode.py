@@ -145,7 +145,7 @@ def _stepping(case: Case, tokens: int) -> tuple[Callable[[], None], int]:
     if case.cache == "int8":
         cache = QuantizedKVCache.empty(ROWS, tokens, **sizes)
     else:
-        cache = KVCache.empty(ROWS, tokens, bits=case.cache == "bits", **sizes)
+        cache = KVCache.empty(ROWS, tokens, **sizes)
     query, *new = (jnp.ones((ROWS, 1, n, DIM), dtype) for n in (HEADS, *[case.kv_heads] * 2))
     cache = cache.append(*[jnp.repeat(x, 8, 1) for x in new])
 

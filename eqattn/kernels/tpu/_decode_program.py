@@ -53,6 +53,11 @@ class Matrix:
     scale: Array | None
 
 
+def _of_features(concatenation: Any) -> bool:
+    """Whether parts of vectors are joined, and not keys."""
+    return concatenation.params["dimension"] == concatenation.outvars[0].aval.ndim - 1
+
+
 class FlatHeadsProgram:
     """A program of blocks, and the role of each of its arguments in the flat form.
 
@@ -96,6 +101,10 @@ class FlatHeadsProgram:
         plain = {v for v, r in zip(program.jaxpr.invars, self.roles) if r == "plain"}
         plain |= set(program.jaxpr.constvars)
         self.possible = "" not in self.roles and keys > 1
+        # A `Matrix` has one scale for each row. So parts of a row with scales of their own do not
+        # become one.
+        joins = any(e.primitive is lax.concatenate_p and _of_features(e) for e in eqns)
+        self.possible &= not (joins and "scales" in self.roles)
         for e in eqns:
             repeats = e.primitive is lax.broadcast_in_dim_p and e.invars[0].aval.size == 1
             if not repeats and all(isinstance(v, Literal) or v in plain for v in e.invars):
@@ -171,6 +180,8 @@ class _Evaluation:
             return self.value(eqn.invars[0])
         if eqn.primitive is lax.concatenate_p:
             parts = [self.value(x) for x in eqn.invars]
+            if _of_features(eqn):
+                return Matrix(jnp.concatenate([x.rows for x in parts], 1), None)
             scales = [x.scale for x in parts if x.scale is not None]
             rows = jnp.concatenate([x.rows for x in parts])
             return Matrix(rows, jnp.concatenate(scales, 1) if scales else None)

@@ -1,0 +1,116 @@
+"""`LatentKVCache`, whose values are the first features of its keys."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._problem.joined import Joined
+from .._problem.storage import AbstractStored, Pages
+from ._base import AbstractCache
+from ._contiguous import KVCache
+
+
+class LatentKVCache(AbstractCache):
+    """A cache for multi-head latent attention (MLA): keys and values are made of one latent vector
+    per token, which is stored once, and read once for both.
+
+    Of each token it holds the latent `c`, `[r]`, and the part `k` of the key, `[p]`, that has
+    rotary positions and that all heads share. Attention reads the keys `[c, k]` and the values `c`,
+    with queries `[r + p]` that the keys' up-projection is absorbed into:
+
+        cache = cache.append(k, c)
+        key = cache.key
+        attention(query, key, key.first, Ragged(metadata), mask=Causal() & cache.mask(), ...)
+
+    `cache.value` is the same as `cache.key.first`.
+
+    **Arguments:**
+
+    - `cache`: the cache that holds the latents, as its values, and the shared part of the keys, as
+        its keys. It has one head, and may be of any kind: paged, quantized, a ring buffer, or
+        `stacked.layer(i)`. `LatentKVCache.empty` makes a `KVCache`; of a `PagedKVCache`,
+        `LatentKVCache(cache.cache.reserve(1))` reserves pages.
+
+    ??? cite "Reference"
+
+        DeepSeek-AI, *DeepSeek-V2*, 2024 (arXiv:2405.04434), section 2.1.
+    """
+
+    cache: AbstractCache
+
+    def __init__(self, cache: AbstractCache):
+        self.cache = cache
+
+    def __check_init__(self) -> None:
+        if not isinstance(self.cache, AbstractCache):
+            raise TypeError(f"cache must be one of eqattn.cache, got {type(self.cache).__name__}.")
+        if self.cache.key.shape[-2] != 1:
+            raise ValueError(
+                f"The latents of a token are one head, which all heads of the query share: got a "
+                f"{type(self.cache).__name__} with a key {self.cache.key.shape}; make it with "
+                "kv_heads=1."
+            )
+
+    @classmethod
+    def empty(
+        cls, batch: int, capacity: int, rank: int, rotary_dim: int, dtype: Any = jnp.float32
+    ) -> "LatentKVCache":
+        """Makes a cache without tokens, in a `KVCache`.
+
+        **Arguments:**
+
+        - `batch`, `capacity`, `dtype`: as for `KVCache.empty`.
+        - `rank`: the size of a latent.
+        - `rotary_dim`: the size of the shared part of a key.
+        """
+        return cls(KVCache.empty(batch, capacity, 1, rotary_dim, rank, dtype))
+
+    @property
+    def shares_rows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.cache.shares_rows
+
+    @property
+    def overwrites(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.cache.overwrites
+
+    @property
+    def length(self) -> Any:
+        return self.cache.length
+
+    @property
+    def positions(self) -> Any:
+        return self.cache.positions
+
+    @property
+    def key(self) -> AbstractStored:
+        latent, rest = self.cache.value, self.cache.key
+        if isinstance(latent, Pages):
+            return Pages(Joined(latent.content, rest.content), latent._table)
+        return Joined(latent, rest)
+
+    @property
+    def value(self) -> Any:
+        return self.cache.value
+
+    def append(
+        self,
+        key: Float[Array, "b t k p"],
+        value: Float[Array, "b t k r"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "LatentKVCache":
+        """Returns the cache with new tokens after those of each row.
+
+        **Arguments:**
+
+        - `key`: the shared part of the new keys, `[b, t, 1, p]`.
+        - `value`: the new latents, `[b, t, 1, r]`.
+        - `counts`: how many of the `t` tokens each row takes; None means all of them.
+        """
+        return LatentKVCache(self.cache.append(key, value, counts))
+
+    def truncate(self, lengths: Int[Array, " b"]) -> "LatentKVCache":
+        return LatentKVCache(self.cache.truncate(lengths))
+
+    def reorder(self, rows: Int[Array, " n"]) -> "LatentKVCache":
+        return LatentKVCache(self.cache.reorder(rows))

@@ -1,0 +1,330 @@
+"""`LatentAttention`, the layer of DeepSeek's models, whose cache holds latents."""
+
+from typing import Any, Literal, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from .._attention import attention
+from .._config.metadata import AttentionMetadata
+from .._misc import as_array, as_constant, as_flag, as_number, as_size, with_constants
+from .._problem.joined import Joined
+from .._problem.storage import as_stored
+from ..cache import LatentKVCache
+from ..masks._distance import check_distances
+from ..scores._base import AbstractScore
+from ..strategies import AttentionImpl
+from ._arguments import as_layer_mask, check_name, check_strategy, configured, split_key
+from ._cached_call import as_batch, check_fits, visible
+from ._heads import linear, normed, project
+from ._positions import input_positions
+from ._rotary import Rotary, turned
+
+
+_Form = Literal["expanded", "absorbed"] | None
+
+
+@with_constants("softmax_scale")
+class LatentAttention(eqx.Module):
+    r"""Multi-head latent attention (MLA): keys and values of all heads are projections of one
+    latent vector per token, and a cache holds just that.
+
+    With `c` the normalised latent of a token, `[kv_lora_rank]`, and `r` the rotary part of its key,
+    which all heads share,
+
+        key of head i = [W_i c, r]        value of head i = V_i c
+
+    and a query is `[q, p]`, of which `p` has rotary positions. There are two forms, which compute
+    the same function:
+
+    - `"expanded"` makes keys and values of every head. It takes the fewest operations where there
+        are about as many queries as keys, as in training.
+    - `"absorbed"` moves the projections to the other side of the products,
+        `q . W_i c = (W_i^T q) . c` and `sum_j p_j V_i c_j = V_i (sum_j p_j c_j)`. Then it is
+        attention with one key head, `[c, r]`, whose values are `c`. It reads the fewest bytes, as a
+        step of decoding needs.
+
+    It takes one sequence, `[t, hidden_size]`; use `jax.vmap` for a batch. With `cache=` it returns
+    `(cache, out)`, and takes one sequence or all rows of the cache, `[b, t, hidden_size]`.
+
+    Fields have the names of DeepSeek's published code, where `kv_a_proj` is `kv_a_proj_with_mqa`.
+    """
+
+    q_proj: eqx.nn.Linear | None
+    q_a_proj: eqx.nn.Linear | None
+    q_a_norm: eqx.nn.RMSNorm | None
+    q_b_proj: eqx.nn.Linear | None
+    kv_a_proj: eqx.nn.Linear
+    kv_a_norm: eqx.nn.RMSNorm
+    kv_b_proj: eqx.nn.Linear
+    o_proj: eqx.nn.Linear
+    rotary: Rotary | None
+    softmax_scale: float | Float[Array, ""] | None = eqx.field(converter=as_constant)
+    strategy: AttentionImpl | None
+
+    num_heads: int = eqx.field(static=True)
+    hidden_size: int = eqx.field(static=True)
+    q_lora_rank: int | None = eqx.field(static=True)
+    kv_lora_rank: int = eqx.field(static=True)
+    qk_nope_head_dim: int = eqx.field(static=True)
+    qk_rope_head_dim: int = eqx.field(static=True)
+    v_head_dim: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        hidden_size: int,
+        *,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None = None,
+        rotary: Rotary | None = None,
+        softmax_scale: Any = None,
+        norm_eps: float = 1e-6,
+        use_bias: bool = False,
+        dtype: Any = None,
+        strategy: AttentionImpl | None = None,
+        key: PRNGKeyArray,
+    ):
+        r"""**Arguments:** those that DeepSeek's configurations have bear the same names.
+
+        - `num_heads`: how many heads there are.
+        - `hidden_size`: the channels of input and output.
+        - `kv_lora_rank`: the size of a latent.
+        - `qk_nope_head_dim`, `qk_rope_head_dim`: the features of a head's query and key without
+            positions, and with.
+        - `v_head_dim`: the features of a head's value.
+        - `q_lora_rank`: the size of the latent that queries are made of; None makes them of the
+            input.
+        - `rotary`: a [`Rotary`][eqattn.nn.Rotary] that turns the parts with positions. That of
+            DeepSeek's models is `Rotary(theta, interleaved=True)`.
+        - `softmax_scale`: the factor of the logits, by default
+            `1 / sqrt(qk_nope_head_dim + qk_rope_head_dim)`. A number is a constant, an array is
+            learned. Models with YaRN have `(0.1 m log(factor) + 1)^2` times that, where `m` is
+            their `mscale_all_dim`.
+        - `norm_eps`: what the RMS norms of the latents add to the mean square.
+        - `use_bias`: whether the projections of the input and of the output have a bias.
+        - `dtype`: the dtype of all parameters, by default float32, or float64 in 64-bit mode.
+        - `strategy`: where and in which order pairs are visited, by default `Blockwise()`, and with
+            a cache `Ragged()`.
+        - `key`: the random key of the initialisation.
+
+        **Raises:** `ValueError` or `TypeError` naming the argument and the remedy.
+
+        ??? cite "Reference"
+
+            DeepSeek-AI, *DeepSeek-V2*, 2024 (arXiv:2405.04434), section 2.1, and *DeepSeek-V3*,
+            2024 (arXiv:2412.19437), section 2.1.1.
+        """
+        sizes = dict(
+            num_heads=num_heads,
+            hidden_size=hidden_size,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            v_head_dim=v_head_dim,
+        )
+        for name, size in sizes.items():
+            as_size(size, name, 1)
+        as_size(qk_rope_head_dim, "qk_rope_head_dim", 0)
+        if q_lora_rank is not None:
+            as_size(q_lora_rank, "q_lora_rank", 1)
+        use_bias, eps = as_flag(use_bias, "use_bias"), as_number(norm_eps, "norm_eps")
+        if rotary is not None:
+            if not isinstance(rotary, Rotary):
+                raise TypeError(f"rotary must be a Rotary, such as Rotary(10_000), got {rotary!r}.")
+            turned(rotary.dim, qk_rope_head_dim)
+        check_strategy(strategy)
+        keys = iter(split_key(key, 6))
+        make = lambda size, features, bias=False: eqx.nn.Linear(
+            size, features, use_bias=bias, dtype=dtype, key=next(keys)
+        )
+        norm = lambda size: eqx.nn.RMSNorm(size, eps=eps, use_bias=False, dtype=dtype)
+        queries = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
+        self.q_proj = self.q_a_proj = self.q_a_norm = self.q_b_proj = None
+        if q_lora_rank is None:
+            self.q_proj = make(hidden_size, queries)
+        else:
+            self.q_a_proj = make(hidden_size, q_lora_rank, use_bias)
+            self.q_a_norm = norm(q_lora_rank)
+            self.q_b_proj = make(q_lora_rank, queries)
+        self.kv_a_proj = make(hidden_size, kv_lora_rank + qk_rope_head_dim, use_bias)
+        self.kv_a_norm = norm(kv_lora_rank)
+        self.kv_b_proj = make(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
+        self.o_proj = make(num_heads * v_head_dim, hidden_size, use_bias)
+        self.rotary = rotary
+        self.softmax_scale = AttentionMetadata(softmax_scale=softmax_scale).softmax_scale
+        self.strategy = strategy
+
+        self.num_heads = num_heads
+        self.hidden_size = hidden_size
+        self.q_lora_rank = q_lora_rank
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "t hidden_size"],
+        mask: Any = None,
+        *,
+        form: _Form = None,
+        bias: Float[Array, "..."] | None = None,
+        score: Any = None,
+        q_positions: Any = None,
+        cache: None = None,
+    ) -> Float[Array, "t hidden_size"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "*b t hidden_size"],
+        mask: Any = None,
+        *,
+        form: _Form = None,
+        bias: Float[Array, "..."] | None = None,
+        score: Any = None,
+        q_positions: Any = None,
+        cache: LatentKVCache,
+        counts: int | Int[Array, "*b"] | None = None,
+    ) -> tuple[LatentKVCache, Float[Array, "*b t hidden_size"]]: ...
+
+    @jax.named_scope("eqattn.nn.LatentAttention")
+    def __call__(
+        self,
+        x: Float[Array, "*b t hidden_size"],
+        mask: Any = None,
+        *,
+        form: Any = None,
+        bias: Float[Array, "..."] | None = None,
+        score: AbstractScore | tuple[AbstractScore, ...] | None = None,
+        q_positions: Any = None,
+        cache: Any = None,
+        counts: Any = None,
+    ) -> Any:
+        r"""**Arguments:**
+
+        - `x`: the input, `[t, hidden_size]`.
+        - `mask`, `bias`, `score`: as for [`eqattn.nn.MultiheadAttention`][].
+        - `form`: `"expanded"` or `"absorbed"`; None is the latter with a cache, else the former.
+        - `q_positions`: the positions of the tokens, integers `[t]`, by default as for
+            `MultiheadAttention`. Those of new keys in a cache are always `cache.length` and on.
+        - `cache`: an [`eqattn.cache.LatentKVCache`][] of `rank=kv_lora_rank` and
+            `rotary_dim=qk_rope_head_dim`, to which the tokens of `x` are appended.
+        - `counts`: how many of them, from the first, the cache takes; None for all.
+
+        **Returns:** `[t, hidden_size]`, with a cache `(cache, [t, hidden_size])`.
+
+        **Raises:** `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
+        """
+        check_name("form", form, ("expanded", "absorbed"))
+        x = as_array(x, "x", 2)
+        one, restore = x.ndim == 2, None
+        if cache is None:
+            if counts is not None:
+                raise ValueError("counts says what a cache takes: pass cache= too.")
+        else:
+            cache, restore = as_batch(cache, None if one else x.shape[0])
+            if not isinstance(cache, LatentKVCache):
+                raise TypeError(
+                    f"cache must be a LatentKVCache, got {type(cache).__name__}: make it by "
+                    f"LatentKVCache.empty(batch, capacity, {self.kv_lora_rank}, "
+                    f"{self.qk_rope_head_dim}), or of one with a single head, "
+                    "LatentKVCache(cache)."
+                )
+        if x.ndim > 2 + (cache is not None):
+            raise ValueError(
+                f"x must be one sequence [tokens, hidden_size], got shape {x.shape}; use "
+                "jax.vmap(layer) for a batch."
+            )
+        if one:  # As a row of a batch, which stored keys need.
+            x = x[None]
+            q_positions, counts = (
+                None if y is None else jnp.asarray(y)[None] for y in (q_positions, counts)
+            )
+        t = x.shape[1]
+        s = t if cache is None else cache.key.shape[1]
+        mask = as_layer_mask(mask, None, self.num_heads, t, s)
+        query, rest, latent = self._projected(x, mask, cache, q_positions)
+        kv_positions, q_offset = q_positions, None
+        if cache is not None:
+            check_fits(cache, t, latent.dtype, None, mask, self.num_heads)
+            q_offset = cache.length if q_positions is None else None
+            cache = cache.append(rest, latent, counts)
+            mask, kv_positions = visible(mask, cache), cache.positions
+        absorbed = form == "absorbed" or (form is None and cache is not None)
+        scale = self.softmax_scale
+        if scale is None:
+            scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        strategy = configured(self.strategy, cache is not None, softmax_scale=scale)
+        keys = Joined(latent, rest) if cache is None else cache.key
+        into_keys, into_values = self._up_projections()
+        if absorbed:
+            inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
+            query = jnp.concatenate([jnp.einsum("...hn,hnr->...hr", inner, into_keys), turning], -1)
+            key, value = keys, keys.first
+            if not getattr(strategy, "reads_stored", False):
+                key, value = keys.materialise(), as_stored(value).materialise()
+        else:
+            held = keys.materialise()[..., 0, :]
+            latent, rest = jnp.split(held, [self.kv_lora_rank], -1)
+            key = jnp.einsum("...r,hnr->...hn", latent, into_keys)
+            rest = jnp.broadcast_to(rest[..., None, :], (*key.shape[:-1], rest.shape[-1]))
+            key = jnp.concatenate([key, rest], -1)
+            value = jnp.einsum("...r,hvr->...hv", latent, into_values)
+        out = attention(
+            query,
+            key,
+            value,
+            strategy,
+            mask=mask,
+            bias=bias,
+            score=score,
+            q_offset=q_offset,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+        ).attention_outputs
+        out = out.astype(query.dtype)
+        if absorbed:
+            out = jnp.einsum("...hr,hvr->...hv", out, into_values)
+        out = linear(self.o_proj, out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim))
+        out = out[0] if one else out
+        return out if restore is None else (restore(cache), out)
+
+    def _projected(self, x: Array, mask: Any, cache: Any, q_positions: Any) -> tuple[Array, ...]:
+        """The queries `[b, t, h, n + p]`, and of the keys the part `[b, t, 1, p]` with positions
+        and the latents `[b, t, 1, r]`.
+        """
+        size = self.qk_nope_head_dim + self.qk_rope_head_dim
+        if self.q_proj is None:
+            latent = normed(self.q_a_norm, linear(self.q_a_proj, x))
+            query = project(self.q_b_proj, latent, self.num_heads, size)
+        else:
+            query = project(self.q_proj, x, self.num_heads, size)
+        latent, rest = jnp.split(linear(self.kv_a_proj, x)[..., None, :], [self.kv_lora_rank], -1)
+        latent = normed(self.kv_a_norm, latent)
+        if self.rotary is None:
+            return query, rest, latent
+        check_distances(mask, self.rotary)
+        t = x.shape[1]
+        at = input_positions(
+            self.strategy,
+            cache,
+            (t, t),
+            (q_positions, q_positions if cache is None else None),
+            False,
+        )
+        inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
+        query = jnp.concatenate([inner, self.rotary(turning, at[0])], -1)
+        return query, self.rotary(rest, at[1]), latent
+
+    def _up_projections(self) -> tuple[Array, Array]:
+        """The projections of a latent to keys `[h, n, r]` and to values `[h, v, r]`."""
+        weight = self.kv_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
+        keys, values = jnp.split(weight, [self.qk_nope_head_dim], 1)
+        return keys, values
