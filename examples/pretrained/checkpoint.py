@@ -29,8 +29,9 @@ def same(tensors: Tensors, spec: Spec) -> Tensors:
 
 
 def from_gemma(tensors: Tensors, spec: Spec) -> Tensors:
-    """Gemma's norms multiply by one more than their weight."""
-    return {name: x + 1 if name.endswith("norm.weight") else x for name, x in tensors.items()}
+    """Gemma's norms multiply by one more than their weight, a sum that bfloat16 would round."""
+    plus_one = lambda x: x.astype(jnp.float32) + 1
+    return {k: plus_one(x) if k.endswith("norm.weight") else x for k, x in tensors.items()}
 
 
 def from_gpt2(tensors: Tensors, spec: Spec) -> Tensors:
@@ -217,7 +218,9 @@ def assemble(config: Config, tensors: Tensors, dtype: Any = jnp.float32) -> Deco
         if x is None or x.shape != wanted.shape:
             got = "nothing" if x is None else x.shape
             raise ValueError(f"The checkpoint must have {name} of shape {wanted.shape}, got {got}.")
-        made.append(jnp.asarray(x).astype(dtype))
+        # Norms compute in float32, whatever their input, so their weights are not rounded.
+        exact = re.search(r"(norm|before\.\d|after\.\d|layers\.1)\.weight$", name)
+        made.append(jnp.asarray(x).astype(jnp.float32 if exact else dtype))
     if found:
         raise ValueError(f"The checkpoint has tensors that the model has not: {sorted(found)[:5]}.")
     return jax.tree.unflatten(structure, made)
