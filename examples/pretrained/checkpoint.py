@@ -1,0 +1,273 @@
+"""Reads directories in Hugging Face's format: config.json and *.safetensors into a `Decoder`.
+
+A family that lays out its tensors in its own way has a function that returns them as Llama's.
+`PLACES` says where those belong in the `Decoder`.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from .decoder import Decoder
+from .families import Config, FAMILIES, read_spec, text_config
+from .spec import Spec
+
+
+Tensors = dict[str, Any]
+
+
+def same(tensors: Tensors, spec: Spec) -> Tensors:
+    return tensors
+
+
+def from_gemma(tensors: Tensors, spec: Spec) -> Tensors:
+    """Gemma's norms multiply by one more than their weight, a sum that bfloat16 would round."""
+    plus_one = lambda x: x.astype(jnp.float32) + 1
+    return {k: plus_one(x) if k.endswith("norm.weight") else x for k, x in tensors.items()}
+
+
+def from_gpt2(tensors: Tensors, spec: Spec) -> Tensors:
+    """GPT-2 has weights `[inputs, outputs]`, and query, key and value in one."""
+    found = {}
+    for name, x in tensors.items():
+        name = re.sub(r"^h\.", "layers.", name)
+        if re.search(r"c_\w+\.weight$", name):
+            x = x.T
+        for old, new in GPT2_NAMES.items():
+            name = name.replace(old, new)
+        if "c_attn" not in name:
+            found[name] = x
+            continue
+        for part, piece in zip("qkv", jnp.split(x, 3), strict=True):
+            found[name.replace("attn.c_attn", f"self_attn.{part}_proj")] = piece
+    return found
+
+
+GPT2_NAMES = {
+    "wte": "embed_tokens",
+    "wpe": "positions",
+    "ln_f": "norm",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    ".attn.c_proj": ".self_attn.o_proj",
+    "c_fc": "up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+
+
+def from_gpt_oss(tensors: Tensors, spec: Spec) -> Tensors:
+    """Gate and up alternate in gpt-oss, and experts may have four bits."""
+    found = {}
+    for name, x in tensors.items():
+        if "gate_up_proj" not in name:
+            found[name] = x
+            continue
+        for i, part in enumerate(("gate", "up")):
+            found[name.replace("gate_up", part)] = x[..., i::2]
+    return found
+
+
+def from_deepseek(tensors: Tensors, spec: Spec) -> Tensors:
+    """Heads of DeepSeek end with the part that turns; here they begin with it. Keys and values are
+    one projection of the latent vector, and each expert has tensors of its own.
+    """
+    latent, mixture = spec.latent, spec.mixture
+    assert latent is not None and mixture is not None
+    found = {}
+    for name, x in tensors.items():
+        if re.search(r"self_attn\.q(_b)?_proj\.weight$", name):
+            plain, turned = jnp.split(
+                x.reshape(spec.heads, spec.head_dim, -1), [latent.plain_dim], 1
+            )
+            found[name] = jnp.concatenate([turned, plain], 1).reshape(x.shape)
+        elif "self_attn.kv_b_proj" in name:
+            pieces = jnp.split(x.reshape(spec.heads, -1, x.shape[-1]), [latent.plain_dim], 1)
+            for part, piece in zip("kv", pieces, strict=True):
+                found[name.replace("kv_b", part)] = piece.reshape(-1, x.shape[-1])
+        elif expert := re.search(r"(.*\.experts\.)(\d+)\.(\w+)\.weight$", name):
+            stem, first, part = expert.groups()
+            if first == "0":
+                all_ = [tensors[f"{stem}{i}.{part}.weight"].T for i in range(mixture.count)]
+                found[stem + part] = jnp.stack(all_)
+        else:
+            found[name.replace("mlp.gate.", "mlp.router.")] = x
+    return found
+
+
+# Names of Llama's tensors, and of the parts of others that Llama has not, as paths in a `Decoder`.
+PLACES = {
+    r"embed_tokens\.weight": "embedding",
+    r"positions\.weight": "positions",
+    r"^lm_head": "head",
+    r"^layers\.": "blocks.",
+    r"self_attn\.kv_a_proj_with_mqa": "compress.down",
+    r"self_attn\.kv_a_layernorm": "compress.norm",
+    r"self_attn\.sinks": "attention.softmax_aux",
+    r"self_attn\.": "attention.",
+    r"\.o_proj": ".output_proj",
+    r"\.q_norm": ".query_norm",
+    r"\.k_norm": ".key_norm",
+    r"\.v_proj": ".value_proj",
+    r"mlp\.router\.e_score_correction_bias": "mlp.correction",
+    r"mlp\.shared_experts\.": "mlp.shared.",
+    r"mlp\.experts\.gate_proj_bias": "mlp.biases.0",
+    r"mlp\.experts\.up_proj_bias": "mlp.biases.1",
+    r"mlp\.experts\.down_proj_bias": "mlp.biases.2",
+    r"mlp\.experts\.": "mlp.",
+    r"\.(gate|up|down)_proj": r".\1",
+    r"\.input_layernorm": ".before.0",
+    r"\.pre_feedforward_layernorm": ".before.1",
+    r"\.post_feedforward_layernorm": ".after.1",
+}
+
+
+def places(spec: Spec) -> dict[str, str]:
+    """`PLACES`, and the names that mean other things in other families."""
+    query, key_ = (r"\.q_proj", ".query_proj"), (r"\.k_proj", ".key_proj")
+    normed = ".before.1" if spec.norms == "before" else ".after.0"
+    extra = {r"\.post_attention_layernorm": normed}
+    if spec.qk_norm == "width":
+        extra |= {
+            r"\.q_norm": ".query_proj.layers.1",
+            r"\.k_norm": ".key_proj.layers.1",
+            query[0]: ".query_proj.layers.0",
+            key_[0]: ".key_proj.layers.0",
+        }
+    elif spec.latent is not None:
+        extra |= {
+            r"\.q_a_proj": ".query_proj.layers.0",
+            r"\.q_a_layernorm": ".query_proj.layers.1",
+            r"\.q_b_proj": ".query_proj.layers.2",
+            query[0]: query[1],
+            key_[0]: ".key_proj.expand",
+        }
+    else:
+        extra |= dict([query, key_])
+    return extra | {old: new for old, new in PLACES.items() if old not in extra}
+
+
+LAYOUTS: dict[str, Callable[[Tensors, Spec], Tensors]] = dict.fromkeys(FAMILIES, same) | {
+    "gemma2": from_gemma,
+    "gemma3_text": from_gemma,
+    "gpt_oss": from_gpt_oss,
+    "gpt2": from_gpt2,
+    "deepseek_v3": from_deepseek,
+}
+STEM = re.compile(r"^((model\.)?language_model\.)?(model\.|transformer\.)?")
+# Tables that follow from the config, and what sees images.
+UNUSED = re.compile(r"rotary_emb|\.attn\.(masked_)?bias$|vision_tower|multi_modal_projector")
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FP4 = np.concatenate([FP4, -FP4])
+
+
+def dequantised(tensors: Tensors) -> Tensors:
+    """With the numbers that quantised tensors stand for: those of gpt-oss, of four bits with a
+    power of two for each 32, and those of DeepSeek, float8 with a factor for each 128 x 128.
+    """
+    found = {}
+    for name, x in tensors.items():
+        if name.endswith("_blocks"):  # [experts, outputs, inputs/32, 16], two numbers in each byte
+            halves = jnp.stack([x & 0xF, x >> 4], -1).reshape(*x.shape[:-1], 32)
+            power = tensors[name.replace("_blocks", "_scales")].astype(np.int32) - 127
+            numbers = jnp.ldexp(jnp.asarray(FP4)[halves], power[..., None])
+            found[name.removesuffix("_blocks")] = numbers.reshape(*x.shape[:2], -1).swapaxes(1, 2)
+        elif f"{name}_scale_inv" in tensors:
+            factor = tensors[f"{name}_scale_inv"].repeat(128, 0).repeat(128, 1)
+            found[name] = x.astype(np.float32) * factor[: x.shape[0], : x.shape[1]]
+        elif not name.endswith(("_scales", "_scale_inv")):
+            found[name] = x
+    return found
+
+
+def assemble(config: Config, tensors: Tensors, dtype: Any = jnp.float32) -> Decoder:
+    """The decoder with the tensors of a checkpoint. JAX can trace and differentiate it.
+
+    **Raises:** `ValueError` if a tensor is missing, is left over, or has another shape.
+    """
+    spec, translate = read_spec(config), LAYOUTS[text_config(config)["model_type"]]
+    tensors = {STEM.sub("", name): x for name, x in tensors.items() if not UNUSED.search(name)}
+    tensors = dequantised(tensors)
+    found, renames = {}, places(spec)
+    for name, x in translate(tensors, spec).items():
+        if (layer := re.match(r"layers\.(\d+)", name)) and int(layer[1]) >= len(spec.layers):
+            continue  # DeepSeek's layers for the prediction of more tokens follow the last
+        for old, new in renames.items():
+            name = re.sub(old, new, name)
+        found[name] = x
+    if spec.tied:
+        found.pop("head.weight", None)
+    skeleton = eqx.filter_eval_shape(Decoder, spec, jax.random.key(0))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(skeleton)
+    made = []
+    for path, wanted in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if not hasattr(wanted, "shape"):
+            made.append(wanted)
+            continue
+        x = found.pop(name, None)
+        if x is None or x.shape != wanted.shape:
+            got = "nothing" if x is None else x.shape
+            raise ValueError(f"The checkpoint must have {name} of shape {wanted.shape}, got {got}.")
+        # Norms compute in float32, whatever their input, so their weights are not rounded.
+        exact = re.search(r"(norm|before\.\d|after\.\d|layers\.1)\.weight$", name)
+        made.append(jnp.asarray(x).astype(jnp.float32 if exact else dtype))
+    if found:
+        raise ValueError(f"The checkpoint has tensors that the model has not: {sorted(found)[:5]}.")
+    return jax.tree.unflatten(structure, made)
+
+
+DTYPES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16", U8="uint8", I8="int8")
+DTYPES |= dict(I64="int64", I32="int32", F8_E4M3="float8_e4m3fn", F8_E5M2="float8_e5m2")
+
+
+def read_tensors(path: Path) -> Tensors:
+    """The arrays of a .safetensors file, mapped from the disk: 8 bytes with the length of a header
+    in JSON, the header, and the numbers. (The package safetensors reads no bfloat16 for NumPy.)
+    """
+    raw = np.memmap(path, np.uint8, "r")
+    start = 8 + int(raw[:8].view("<u8")[0])
+    header = json.loads(raw[8:start].tobytes())
+    header.pop("__metadata__", None)
+    found = {}
+    for name, x in header.items():
+        begin, end = (start + at for at in x["data_offsets"])
+        found[name] = raw[begin:end].view(jnp.dtype(DTYPES[x["dtype"]])).reshape(x["shape"])
+    return found
+
+
+def load_config(folder: Path) -> Config:
+    """**Raises:** `ValueError` if there is none."""
+    try:
+        return json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} holds no model: {error}.") from error
+
+
+def load(folder: Path, dtype: Any = jnp.float32) -> tuple[Decoder, Config]:
+    """The decoder of a directory, and its config.
+
+    **Raises:** `ValueError` if the directory has no such model.
+    """
+    config = load_config(folder)
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} has no *.safetensors.")
+    tensors = {name: x for path in paths for name, x in read_tensors(path).items()}
+    return assemble(config, tensors, dtype), config
+
+
+def random_decoder(config: Config, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Decoder:
+    """A decoder with random weights."""
+    model = Decoder(read_spec(config), key)
+    cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(cast, model)

@@ -1,0 +1,265 @@
+"""Published families on eqattn compute what transformers computes, which `references/` holds."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _programs import refuses
+
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is in the tests extra")
+
+import pretrained_decoder as example  # noqa: E402
+import tokenizers  # noqa: E402
+from pretrained.checkpoint import assemble, dequantised, load, read_tensors  # noqa: E402
+from pretrained.decoder import empty_caches  # noqa: E402
+from pretrained.families import read_spec  # noqa: E402
+from pretrained.generation import Choice, generate  # noqa: E402
+
+
+REFERENCES = Path(__file__).parent / "references"
+FAMILIES = sorted(path.name for path in REFERENCES.iterdir())
+PROMPTS = 9, 5  # how many tokens of each row were continued
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def reference(family):
+    arrays = np.load(REFERENCES / family / "reference.npz")
+    rows = [arrays[f"tokens/{i}"] for i in range(2)]
+    return arrays, rows, [row[:n].tolist() for row, n in zip(rows, PROMPTS, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients(family):
+    folder = REFERENCES / family
+    config = json.loads((folder / "config.json").read_bytes())
+    tensors = read_tensors(folder / "model.safetensors")
+    tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
+    arrays, rows, _ = reference(family)
+    lengths, longest = [len(row) for row in rows], max(map(len, rows))
+    padded = np.stack([np.pad(row, (0, longest - len(row))) for row in rows])
+
+    @jax.jit
+    def run(tensors):
+        def loss(tensors):
+            logits = jax.vmap(assemble(config, tensors))(padded)
+            log_p, new = jax.nn.log_softmax(logits[:, :-1]), jnp.asarray(padded[:, 1:])
+            log_p = jnp.take_along_axis(log_p, new[..., None], -1)[..., 0]
+            counted = np.arange(1, longest)[None] < np.array(lengths)[:, None]
+            return -jnp.where(counted, log_p, 0.0).sum() / float(counted.sum()), logits
+
+        return jax.grad(loss, has_aux=True)(tensors)
+
+    gradients, logits = run(tensors)
+    for i, n in enumerate(lengths):
+        want = arrays[f"logits/{i}"]
+        assert np.abs(logits[i, :n] - want).max() <= 1e-5 * max(1.0, np.abs(want).max())
+    names = [name.removeprefix("gradient/") for name in arrays if name.startswith("gradient/")]
+    assert len(names) >= len(tensors) - 1  # DeepSeek's correction of the choice has none
+    for name in names:
+        want = arrays[f"gradient/{name}"]
+        assert np.abs(gradients[name] - want).max() <= 1e-4 * np.abs(want).max(), name
+
+
+# Learned positions, windows of two bases, sinks, latent keys: the others are slow.
+DIFFERENT = "deepseek_v3", "gemma3", "gpt2", "gpt_oss"
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(family, kind, marks=() if first else pytest.mark.slow)
+        for family in FAMILIES
+        for kind, first in (("ring", family in DIFFERENT), ("contiguous", False))
+    ],
+)
+def test_generated_tokens(family, kind):
+    arrays, _, prompts = reference(family)
+    model, _ = load(REFERENCES / family)
+    steps = generate(model, prompts, 12, kind=kind, piece=9 if kind == "ring" else 4)
+    assert np.array_equal(np.array(list(steps)).T, arrays["ids"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["blockwise", "ragged", "dense"])
+def test_strategies_generate_the_same(strategy, capsys):
+    arrays, _, prompts = reference("gemma3")
+    texts = [" ".join(map(str, prompt)) for prompt in prompts]
+    arguments = ["--length", "12", "--strategy", strategy, "--check", "--prompt", *texts]
+    assert example.main([str(REFERENCES / "gemma3"), *arguments]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [list(map(int, out[i].split())) for i in (2, 4)] == arrays["ids"].tolist()
+    assert out[-1] == "as full recomputation"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_eight_bits_change_logits_little(family):
+    model, _ = load(REFERENCES / family)
+    _, rows, _ = reference(family)
+    tokens = np.stack([row[:13] for row in rows])
+    logits = {}
+    for kind in ("contiguous", "int8"):
+        caches = empty_caches(model, 2, 13, 13, kind)
+        _, logits[kind] = jax.jit(type(model).step)(model, caches, tokens)
+    apart = jnp.linalg.norm(logits["int8"] - logits["contiguous"])
+    assert 0 < apart < 0.02 * jnp.linalg.norm(logits["contiguous"])
+
+
+def test_choices():
+    logits, keys = jnp.array([1.0, 3.0, 2.0, -9.0]), jax.random.split(jax.random.key(0), 400)
+    draw = lambda choice: np.asarray(jax.vmap(choice, (None, 0))(logits, keys))
+    assert (draw(Choice()) == 1).all()
+    assert (draw(Choice(1.0, top_k=1)) == 1).all()
+    assert set(draw(Choice(1.0, top_k=2))) == {1, 2}
+    # The likeliest has the probability 0.665, and with the second 0.91.
+    assert (draw(Choice(1.0, top_p=0.6)) == 1).all()
+    assert set(draw(Choice(1.0, top_p=0.7))) == {1, 2}
+    shares = np.bincount(draw(Choice(2.0)), minlength=4) / 400
+    assert np.abs(shares - jax.nn.softmax(logits / 2)).max() < 0.08  # three standard deviations
+
+
+def test_a_text_stops_at_its_end(capsys):
+    """The second row goes on when the first has ended, and tokens of the first are not shown."""
+    arrays, _, prompts = reference("gemma3")
+    ids = arrays["ids"].tolist()
+    stop = next(x for x in ids[0] if x not in ids[1])
+    model, _ = load(REFERENCES / "gemma3")
+    got = list(generate(model, prompts, 12, piece=9, stop=[stop]))
+    first = ids[0][: ids[0].index(stop) + 1]
+    assert [x for x, _ in got] == first + [None] * (12 - len(first))
+    assert [x for _, x in got] == ids[1]
+
+
+def test_quantised_tensors():
+    rng = np.random.default_rng(0)
+    blocks, scales = (
+        rng.integers(0, 256, (2, 3, 2, 16), np.uint8),
+        rng.integers(120, 130, (2, 3, 2)),
+    )
+    got = dequantised({"x_blocks": blocks, "x_scales": scales.astype(np.uint8), "y": 1})
+    assert got.keys() == {"x", "y"} and got["x"].shape == (2, 64, 3)
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    values += [-x for x in values]
+    for e, row, column in [(0, 0, 0), (1, 2, 33), (0, 1, 62), (1, 1, 31)]:
+        byte = blocks[e, row, column // 32, column % 32 // 2]
+        number = values[byte >> 4 if column % 2 else byte & 15]
+        assert got["x"][e, column, row] == number * 2.0 ** (scales[e, row, column // 32] - 127)
+
+    weight = jnp.asarray(rng.normal(size=(130, 200)), jnp.float8_e4m3fn)
+    factors = rng.uniform(size=(2, 2)).astype(np.float32)
+    got = dequantised({"w": np.asarray(weight), "w_scale_inv": factors})
+    assert got.keys() == {"w"}
+    for row, column in [(0, 0), (127, 128), (129, 127), (128, 199)]:
+        want = np.float32(weight[row, column]) * factors[row // 128, column // 128]
+        assert got["w"][row, column] == want
+
+
+SIZES = dict(
+    vocab_size=8,
+    hidden_size=16,
+    intermediate_size=8,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+)
+
+
+def test_configs_from_before_transformers_5():
+    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaling |= dict(original_max_position_embeddings=8192, rope_type="llama3")
+    config = dict(SIZES, model_type="llama", rope_theta=5e5, rope_scaling=scaling)
+    (rotary,) = {layer.rotary for layer in read_spec(config).layers}
+    assert rotary.theta == 5e5 and rotary.scaling.factor == 8.0
+    assert rotary.scaling.original_length == 8192
+
+    config = dict(
+        SIZES,
+        model_type="gemma3",
+        text_config=dict(
+            SIZES,
+            query_pre_attn_scalar=4,
+            sliding_window=512,
+            sliding_window_pattern=3,
+            rope_theta=1e6,
+            rope_local_base_freq=1e4,
+            rope_scaling=dict(factor=8.0, rope_type="linear"),
+        ),
+    )
+    layers = read_spec(config).layers
+    assert [layer.window for layer in layers] == [511, 511, None] * 2
+    assert [layer.rotary.theta for layer in layers] == [1e4, 1e4, 1e6] * 2
+    assert layers[0].rotary.scaling is None and layers[2].rotary.scaling.factor == 8.0
+
+    config = dict(SIZES, model_type="qwen2", sliding_window=8, max_window_layers=4)
+    assert {layer.window for layer in read_spec(config).layers} == {None}
+    config["use_sliding_window"] = True
+    assert [layer.window for layer in read_spec(config).layers] == [None] * 4 + [7] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(model_type="mamba"), "model_type 'mamba' is not known; known: llama, mistral"),
+        (
+            dict(SIZES, model_type="llama", rope_scaling=dict(type="dynamic", factor=2.0)),
+            "rope_type 'dynamic' is not known; known: default, linear, llama3, yarn.",
+        ),
+        (
+            dict(SIZES, model_type="llama", hidden_act="relu2"),
+            "the activation 'relu2' is not known",
+        ),
+    ],
+)
+def test_what_is_not_known_raises(config, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuses(example.main, [str(tmp_path), "--random"], message, capsys)
+
+
+def test_tensors_must_be_those_of_the_model():
+    folder = REFERENCES / "qwen3"
+    config = json.loads((folder / "config.json").read_bytes())
+    tensors = read_tensors(folder / "model.safetensors")
+    with pytest.raises(ValueError, match="tensors that the model has not: .*odd"):
+        assemble(config, tensors | {"odd": np.zeros(1)})
+    del tensors["model.layers.1.self_attn.q_norm.weight"]
+    with pytest.raises(ValueError, match=r"1.attention.query_norm.weight of shape \(4,\), got not"):
+        assemble(config, tensors)
+
+
+def test_the_program_streams_a_text(tmp_path, capsys):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(REFERENCES / "qwen3" / name, tmp_path)
+    letters = {x: i for i, x in enumerate("abcdefghijklmnopqrstuvwxyz .,!?-")}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert example.main([str(tmp_path), "--prompt", "hello", "--length", "8", "--check"]) == 0
+    out, err = capsys.readouterr()
+    model, _ = load(tmp_path)
+    (steps,) = np.array(list(generate(model, [[letters[x] for x in "hello"]], 8))).T.tolist()
+    assert out == "".join(list(letters)[x] for x in steps) + "\nas full recomputation\n"
+    assert err.startswith("8 tokens, ")
+
+
+@pytest.mark.slow
+def test_a_cache_is_compared_with_recomputation(capsys):
+    assert example.main([str(REFERENCES / "qwen3"), "--random", "--compare", "48"]) == 0
+    assert re.fullmatch(
+        r"a step after 48 tokens: \S+ ms with a cache, \S+ ms without, \S+ times as long\n",
+        capsys.readouterr().out,
+    )
