@@ -25,7 +25,6 @@ from ._problem.storage import (
     Pages,
 )
 from .masks._causal import Causal
-from .masks._distance import check_distances
 from .masks._packed import check_boundaries, packed_segments
 from .masks._padding import KeyPadding
 from .strategies.ragged import Ragged
@@ -81,7 +80,6 @@ def ragged_attention(
     remedy. This includes `cu_q_lens` and `lengths` that do not fit, if their values are known.
     """
     mask, scores = as_mask(mask), as_scores(score)
-    check_distances(mask, *scores)
     query = jnp.asarray(as_array(query, "query"))
     key_, value = (
         x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))

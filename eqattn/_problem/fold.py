@@ -40,7 +40,7 @@ def fold_problem(
         t, _, heads, _ = problem.sizes
         shape = (blocking.batch, t, heads)
         return Carry.empty(shape, problem.value.shape[-1], problem.accumulation_dtype)
-    spread = spread or HeadExchange()
+    spread, problem = spread or HeadExchange(), problem.at_places()
     blocks = BlockOperands(problem, blocking, spread, lowering)
     table, table_axes, classes = blocks.plan()
     visited = blocks.on(spread.local(blocking))

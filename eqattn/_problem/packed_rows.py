@@ -16,6 +16,7 @@ from jaxtyping import Array
 from .._misc import accumulation_dtype
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, named_operands
+from ..masks._terms import map_terms
 from ..scores._base import AbstractScore
 from ..scores._function import ScoreFn
 
@@ -60,10 +61,15 @@ def mask_of_rows(mask: AbstractMask | None, row: Array, rows: int, heads: int) -
 
     **Raises:** `ValueError` if the mask holds arrays per query or key.
     """
-    if mask is None:
-        return None
-    held = _held(mask, mask.visible, (), row, rows, heads)
-    return mask if held is None else _OfRows(mask, held)
+
+    def of_blocks(term):
+        moved = term.of_rows(row)
+        if moved is not None:
+            return moved
+        held = _held(term, term.visible, (), row, rows, heads)
+        return term if held is None else _OfRows(term, held)
+
+    return None if mask is None else map_terms(mask, of_blocks)
 
 
 def scores_of_rows(

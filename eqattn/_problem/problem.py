@@ -4,6 +4,7 @@ A `Problem` is what every strategy solves. It has arrays with one flattened batc
 the scores in their fixed order, and the numbers that the metadata holds.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, TYPE_CHECKING
@@ -30,7 +31,7 @@ from .._misc import (
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._causal import Causal
-from ..masks._distance import check_distances
+from ..masks._terms import check_positions, leaf_terms, placed
 from ..scores._base import AbstractScore
 from ..scores._bias import Bias
 from ..scores._dropout import seed_of
@@ -128,7 +129,7 @@ class Problem(eqx.Module):
                 f"query {query.shape} by a scale per head or dim."
             )
         mask = as_mask(mask)
-        check_distances(mask, *scores)
+        check_positions(mask)
         check_one_offset(q_offset, q_positions)
         q_start, q_shift = as_offset(q_offset, batch_shape, t)
         out = cls(
@@ -182,6 +183,24 @@ class Problem(eqx.Module):
         q = (iota(t)[None] if q is None else q) + np.int32(self.q_start)
         q = q if self.q_shift is None else q + self.q_shift
         return q, iota(s)[None] if k is None else k
+
+    def at_places(self, q: Any = None, k: Any = None) -> "Problem":
+        """The problem with its mask as that of its tokens, and with positions as the mask moves
+        them; the problem itself if it moves none.
+
+        **Arguments:**
+
+        - `q`, `k`: the places of queries `[t]` and keys `[s]` where the problem does not say them.
+            None means `0, 1, ...`
+        """
+        if not any(term.moves_positions for term in leaf_terms(self.mask)):
+            return self
+        given = (self.q_positions, q), (self.kv_positions, k)
+        q, k = (x[None] if old is None and x is not None else old for old, x in given)
+        whole = dataclasses.replace(self, q_positions=q, kv_positions=k)
+        mask, q, k = placed(self.mask, self.batch_shape, *whole.positions())
+        moved = dict(q_positions=q, kv_positions=k, q_start=0, q_shift=None)
+        return dataclasses.replace(self, mask=mask, **moved)
 
     def indices(self) -> list[Any]:
         """The indices `b`, `h`, `q`, `k` of every pair, each `[B|1, H|1, T|1, S|1]`."""

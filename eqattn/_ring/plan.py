@@ -9,7 +9,7 @@ import numpy as np
 
 from .._misc import accumulation_dtype, as_dtype, as_size, REACH
 from .._problem.problem import as_mask, Problem
-from ..masks._base import live_blocks
+from ..masks._terms import live_blocks
 from .counts import counted_blocks
 from .layout import AbstractRingLayout, Contiguous
 

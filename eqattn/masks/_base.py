@@ -48,17 +48,12 @@ class AbstractMask(eqx.Module):
     `b, h, q, k` are int32 scalars: the flattened batch index, the query head, and the positions of
     the query and the key. Which blocks hold no visible pair follows from `visible` itself.
 
-    A subclass may set these attributes of the class, or define them as properties:
-
-    - `uses_distance`: whether `visible` asks how far apart two positions are, as a window does.
-        The default is False.
-    - `positions_are_distances`: whether the difference of two positions is how far apart their
-        tokens are. The default is True. Next to a mask where it is False, a mask or score that
-        uses distances raises.
+    A mask that knows where tokens stand better than the places where they lie, as a `Tree` does,
+    sets `moves_positions` and defines `positions_of`. All masks, scores and dropout of the call
+    then see the positions that it returns.
     """
 
-    uses_distance: ClassVar[Any] = False
-    positions_are_distances: ClassVar[Any] = True
+    moves_positions: ClassVar[bool] = False
 
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
 
@@ -69,6 +64,26 @@ class AbstractMask(eqx.Module):
     @abc.abstractmethod
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any, **_: Any) -> Any:
         """Whether query `q` sees key `k`, as one bool scalar from `jnp` or `lax` operations."""
+
+    def positions_of(self, places: Any) -> Any:
+        """A hook: the positions of the tokens that lie at these places, `[n]` or `[*b, n]`. Places
+        are what `q_positions`, `q_offset` and `kv_positions` of a call say.
+        """
+        return places
+
+    def at_places(self, q: Any, k: Any) -> "AbstractMask":
+        """A hook: the mask of queries and keys at these places, `[t]` or `[*b, t]` and `[s]` or
+        `[*b, s]`. What a mask looks up by place can be operands of the mask returned. Each is then
+        looked up once for each token and not for each pair, and outside of kernels.
+        """
+        del q, k
+        return self
+
+    def of_rows(self, row: Array) -> "AbstractMask | None":
+        """A hook: the mask whose batch element `i` is the element `row[i]` of this one. None means
+        that it follows from the operands.
+        """
+        del row
 
     def __and__(self, other: Any) -> "AbstractMask":
         return _combine(And, self, other)
@@ -126,7 +141,7 @@ class AbstractMask(eqx.Module):
         batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
         _check_leading(self, batch_shape, heads)
         t, s = as_size(t, "t"), as_size(s, "s")
-        q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+        mask, q, k = _placed(self, t, s, batch_shape, q_positions, kv_positions)
         if 0 in (*batch_shape, heads, t, s):
             return jnp.zeros((*batch_shape, heads, t, s), bool)
         args = [
@@ -135,8 +150,8 @@ class AbstractMask(eqx.Module):
             q.reshape(-1, 1, t, 1),
             k.reshape(-1, 1, 1, s),
         ]
-        args += [canonical(o, batch_shape, heads, t, s, name) for name, o in named_operands(self)]
-        fn = self.visible
+        args += [canonical(o, batch_shape, heads, t, s, name) for name, o in named_operands(mask)]
+        fn = mask.visible
         for axis in (3, 2, 1, 0):
             in_axes = tuple(None if a.shape[axis] == 1 else 0 for a in args)
             if any(a == 0 for a in in_axes):
@@ -202,7 +217,7 @@ def block_table(
     _check_leading(mask, batch_shape, heads)
     t, s = as_size(t, "t"), as_size(s, "s")
     block_q, block_k = as_size(block_q, "block_q", 1), as_size(block_k, "block_k", 1)
-    q, k = _positions(t, s, batch_shape, q_positions, kv_positions)
+    mask, q, k = _placed(mask, t, s, batch_shape, q_positions, kv_positions)
     return classify(
         mask,
         batch_shape=batch_shape,
@@ -244,14 +259,18 @@ def _check_leading(mask: AbstractMask, batch_shape: tuple[int, ...], heads: int)
             )
 
 
-def _positions(t, s, batch_shape, q, k) -> tuple:
+def _placed(mask, t, s, batch_shape, q, k) -> tuple:
+    """The mask at places `q` and `k`, and the positions of the tokens that lie there."""
+    from ._terms import placed
+
     out = []
     for x, n, axes, name in ((q, t, "bt", "q_positions"), (k, s, "bs", "kv_positions")):
         x = np.arange(n, dtype=np.int32) if x is None else positions_in_reach(x, name)
         size = dict(t=n, s=1) if axes == "bt" else dict(t=1, s=n)
         full = canonical(Operand(x, axes), batch_shape, 1, **size, name=name)
         out.append(full.reshape(full.shape[0], full.shape[2] * full.shape[3]))
-    return tuple(x if x.shape[1] == n else _repeat(x, n) for x, n in zip(out, (t, s)))
+    q, k = (x if x.shape[1] == n else _repeat(x, n) for x, n in zip(out, (t, s)))
+    return placed(mask, batch_shape, q, k)
 
 
 def _repeat(x, n):
@@ -340,44 +359,6 @@ def _combine(kind: Any, *operands: Any):
             x = Dense(x)
         terms += x.terms if isinstance(x, kind) else [x]  # pyright: ignore
     return kind(tuple(terms))
-
-
-def live_blocks(
-    mask: Any,
-    q_ends: np.ndarray,
-    kv_ends: np.ndarray,
-    batch_shape: tuple[int, ...],
-    heads: int,
-    kv_heads: int,
-) -> np.ndarray:
-    """Whether each block of positions may hold a visible pair, bool `[rows, columns]`, as far as
-    this is known while tracing: arrays of ids may hide anything or nothing.
-
-    **Arguments:**
-
-    - `q_ends`, `kv_ends`: the least and the greatest position of each block, int arrays
-        `[rows, 2]` and `[columns, 2]`.
-    """
-    both = (q_ends, kv_ends, batch_shape, heads, kv_heads)
-    anything = np.ones((len(q_ends), len(kv_ends)), bool)
-    if isinstance(mask, And | Or):
-        terms = np.stack([live_blocks(term, *both) for term in mask.terms])
-        return np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)
-    if mask is None or any(set(o.axes) & set("ts") for o in mask.operands()):
-        return anything
-    from ._intervals.classify import classify
-
-    table = classify(
-        mask,
-        batch_shape=batch_shape,
-        heads=heads,
-        kv_heads=kv_heads,
-        q_positions=q_ends.reshape(1, -1).astype(np.int32),
-        kv_positions=kv_ends.reshape(1, -1).astype(np.int32),
-        block_q=2,
-        block_k=2,
-    )
-    return np.any(table > 0, axis=(0, 1)) if isinstance(table, np.ndarray) else anything
 
 
 def visible(mask: AbstractMask) -> Callable:

@@ -74,8 +74,6 @@ class AbstractChunks(AbstractMask):
 
     size: int = eqx.field(static=True)
 
-    uses_distance = True
-
     def __init__(self, size: Any):
         self.size = as_int(size, "size", least=1, static=True).value
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from .._misc import is_known, Static
-from ._intervals.classify import classify
+from ._base import block_table
 
 
 _CELLS = 16  # the picture has at most so many rows, and so many columns of two characters each
@@ -91,16 +91,8 @@ def _picture(mask: Any) -> str:
     t = sizes["t"] if sizes["t"] > 1 else sizes["s"] if sizes["s"] > 1 else plain
     s = sizes["s"] if sizes["s"] > 1 else t
     block_q, block_k = -(-t // _CELLS), -(-s // _CELLS)
-    table = classify(
-        mask,
-        batch_shape=batch_shape,
-        heads=sizes["h"],
-        kv_heads=sizes["h"],
-        q_positions=np.arange(t, dtype=np.int32)[None],
-        kv_positions=np.arange(s, dtype=np.int32)[None],
-        block_q=block_q,
-        block_k=block_k,
-    )
+    shape = dict(batch_shape=batch_shape, heads=sizes["h"])
+    table = block_table(mask, t, s, block_q, block_k, **shape)
     if not isinstance(table, np.ndarray) or not table.size:  # the function closes over a tracer
         return ""
     first = "" if table.shape[:2] == (1, 1) else ", first batch element and head"

@@ -1,7 +1,13 @@
-"""The masks that a mask is combined from."""
+"""The masks that a mask is combined from, and what follows from them term by term."""
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._misc import is_known
 from ._base import AbstractMask, And, Not, Or
 
 
@@ -15,7 +21,109 @@ def leaf_terms(mask: AbstractMask | None) -> list[AbstractMask]:
 
 
 def map_terms(mask: AbstractMask, fn: Callable[[AbstractMask], AbstractMask]) -> AbstractMask:
-    """The same combination by `&` and `|` of masks that `fn` makes of its terms."""
+    """The same combination of masks that `fn` makes of its terms."""
     if isinstance(mask, And | Or):
         return type(mask)(tuple(map_terms(term, fn) for term in mask.terms))
+    if isinstance(mask, Not):
+        return Not(map_terms(mask.term, fn))
     return fn(mask)
+
+
+def moved_positions(mask: AbstractMask | None, places: Any) -> Any:
+    """The positions of the tokens at these places, `[n]` or `[*b, n]`, under a mask that
+    `check_positions` has passed.
+    """
+    movers = [term for term in leaf_terms(mask) if term.moves_positions]
+    return movers[0].positions_of(places) if movers else places
+
+
+def check_positions(mask: AbstractMask | None) -> None:
+    """**Raises:** `ValueError` if two terms of a mask move positions, unless they are known to be
+    equal.
+    """
+    movers = [term for term in leaf_terms(mask) if term.moves_positions]
+    for other in movers[1:]:
+        if not _equal(movers[0], other):
+            raise ValueError(
+                f"The mask holds two that say where tokens stand, {movers[0]!r} and {other!r}: "
+                "make one of both, such as one Tree of all tokens."
+            )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two masks are known to be equal."""
+    (xs, of_a), (ys, of_b) = jax.tree.flatten(a), jax.tree.flatten(b)
+    same = lambda x, y: x is y or (is_known(x) and is_known(y) and np.array_equal(x, y))
+    return of_a == of_b and all(map(same, xs, ys))
+
+
+def placed(mask: Any, batch_shape: tuple[int, ...], q: Any, k: Any) -> tuple[Any, Any, Any]:
+    """The mask of tokens at these places, and their positions under it.
+
+    **Arguments:**
+
+    - `mask`: a mask or None.
+    - `batch_shape`: the batch axes of its arrays, which `B` flattens.
+    - `q`, `k`: the places of queries and keys, int32 `[B|1, t]` and `[B|1, s]`.
+
+    **Returns:** the mask, and the positions `[B|1, t]` and `[B|1, s]`.
+    """
+    terms = leaf_terms(mask)
+    lead = lambda x: x.reshape(*(batch_shape if x.shape[0] > 1 else ()), x.shape[-1])
+    if not any(term.moves_positions for term in terms):
+        return mask, q, k
+    rows, columns = lead(q), lead(k)
+
+    def flat(x):
+        xp = np if isinstance(x, np.ndarray) else jnp
+        whole = x.ndim > 1 and max(x.shape[:-1]) > 1
+        x = xp.broadcast_to(x, (*batch_shape, x.shape[-1])) if whole else x
+        return x.reshape(-1, x.shape[-1])
+
+    q, k = (flat(moved_positions(mask, x)) for x in (rows, columns))
+    return map_terms(mask, lambda term: term.at_places(rows, columns)), q, k
+
+
+def live_blocks(
+    mask: Any,
+    q_ends: np.ndarray,
+    kv_ends: np.ndarray,
+    batch_shape: tuple[int, ...],
+    heads: int,
+    kv_heads: int,
+    moved: bool | None = None,
+) -> np.ndarray:
+    """Whether each block of positions may hold a visible pair, bool `[rows, columns]`, as far as
+    this is known while tracing: arrays of ids may hide anything or nothing.
+
+    **Arguments:**
+
+    - `q_ends`, `kv_ends`: the least and the greatest position of each block, int arrays
+        `[rows, 2]` and `[columns, 2]`.
+    - `moved`: whether a term moves positions. These blocks are of places then, and what the other
+        terms show there is not known.
+    """
+    if moved is None:
+        moved = any(term.moves_positions for term in leaf_terms(mask))
+    both = (q_ends, kv_ends, batch_shape, heads, kv_heads)
+    anything = np.ones((len(q_ends), len(kv_ends)), bool)
+    if isinstance(mask, And | Or):
+        terms = np.stack([live_blocks(term, *both, moved=moved) for term in mask.terms])
+        return np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)
+    if mask is None or any(set(o.axes) & set("ts") for o in mask.operands()):
+        return anything
+    if moved and not (isinstance(mask, AbstractMask) and mask.moves_positions):
+        return anything
+    from ._intervals.classify import classify
+
+    table = classify(
+        mask,
+        batch_shape=batch_shape,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_positions=q_ends.reshape(1, -1).astype(np.int32),
+        kv_positions=kv_ends.reshape(1, -1).astype(np.int32),
+        block_q=2,
+        block_k=2,
+    )
+    return np.any(table > 0, axis=(0, 1)) if isinstance(table, np.ndarray) else anything

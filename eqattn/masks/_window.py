@@ -33,10 +33,6 @@ class SlidingWindow(AbstractMask):
         self.right = None if right is None else as_int(right, "right", least=0, static=True).value
         self.sinks = as_int(sinks, "sinks", least=0, static=True).value
 
-    @property
-    def uses_distance(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.left is not None or self.right not in (None, 0)
-
     def operands(self) -> tuple[Operand, ...]:
         return ()
 

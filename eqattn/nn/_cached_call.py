@@ -11,8 +11,8 @@ from jaxtyping import Array
 from .._misc import as_array, as_flag
 from .._pairs import Operand
 from ..cache import AbstractCache
-from ..masks._base import AbstractMask, live_blocks
-from ..masks._terms import map_terms
+from ..masks._base import AbstractMask
+from ..masks._terms import live_blocks, map_terms
 
 
 Cache = TypeVar("Cache", bound=AbstractCache)

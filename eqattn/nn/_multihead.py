@@ -13,7 +13,7 @@ from .._attention import attention
 from .._config.metadata import AttentionMetadata
 from .._misc import as_array, as_constant, with_constants
 from .._problem.problem import as_scores, as_sinks
-from ..masks._distance import check_distances
+from ..masks._terms import moved_positions
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import (
@@ -354,8 +354,7 @@ class MultiheadAttention(eqx.Module):
         given = q_positions, kv_positions
         at = input_positions(self.strategy, cache, (t, new), given, process_heads is not None)
         if self.rotary is not None:
-            check_distances(mask, self.rotary)
-            q, k = self.rotary(q, at[0]), self.rotary(k, at[1])
+            q, k = (self.rotary(x, moved_positions(mask, p)) for x, p in zip((q, k), at))
         q, k, v = processed(process_heads, q, k, v)
         dtype, q_offset = v.dtype, None
         if cache is not None:

@@ -1,7 +1,7 @@
 """Rotary position embeddings, accurate at any position."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -123,8 +123,6 @@ class Rotary(eqx.Module):
     scaling: AbstractRotaryScaling | None
     dim: int | None = eqx.field(static=True)
     interleaved: bool = eqx.field(static=True)
-
-    uses_distance: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -23,7 +23,6 @@ class ALiBi(AbstractScore):
     slopes: Float[Array, " h"] = eqx.field(converter=lambda x: as_array(x, "slopes", 1))
 
     finite_when_masked: ClassVar[bool] = True
-    uses_distance: ClassVar[bool] = True
 
     @classmethod
     def geometric(cls, heads: int) -> "ALiBi":

@@ -24,13 +24,9 @@ class AbstractScore(eqx.Module):
     derivatives are then evaluated at visible pairs only. A score whose value and derivatives are
     finite wherever its logit is may set `finite_when_masked = True`, so that its gradients cost a
     little less.
-
-    A subclass sets `uses_distance = True` where `transform` asks how far apart two positions are.
-    It then raises next to a mask whose positions are no distances, such as `Tree`.
     """
 
     finite_when_masked: ClassVar[bool] = False
-    uses_distance: ClassVar[bool] = False
     tried_in_kernels: ClassVar[bool] = True
     """Whether kernels for other devices may hold `transform`. `ScoreFn` says no: their compilers do
     not know every operation that a user's function may hold.

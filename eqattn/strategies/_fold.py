@@ -66,6 +66,8 @@ def fold_sharded(
         ahead, behind = reach(problem, layout, n, group)
         ring = Rotation(axis, n, ahead, behind, unroll)
 
+    problem = problem.at_places(place.array_tokens(t), place.array_tokens(s))
+
     def tokens(length, given):
         """The positions of the tokens of this device's place of the ring, or of all places if the
         axes are automatic. Positions that the caller gave are gathered over `head_axis`, as the
@@ -93,6 +95,7 @@ def fold_dense(problem: Problem) -> tuple[Carry, Array]:
     """Folds a problem in a single block, and returns the Carry and the probabilities
     `[B, H, T, S]`. There is no loop and no rule of this library for derivatives.
     """
+    problem = problem.at_places()
     t, s, heads, _ = problem.sizes
     blocking = choose_blocking(problem, max(t, 1), max(s, 1))
     if 0 in (*blocking.grid, t):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import auto_axes, PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
@@ -30,7 +31,7 @@ from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
 from ..masks._base import AbstractMask, visible
 from ..masks._causal import Causal
-from ..masks._distance import check_distances
+from ..masks._terms import check_positions, placed
 from ..scores._base import AbstractScore
 from ._base import AttentionImpl
 from ._checks import choose_bias, choose_dropout_key
@@ -139,7 +140,7 @@ class AbstractFoldStrategy(AttentionImpl):
         given = {name: x for name, x in features.items() if x is not True}
         as_flag(features.get("inference", False), "inference (deterministic of forward_*)")
         mask, scores = as_mask(given.get("mask")), as_scores(given.get("score"))
-        check_distances(mask, *scores)
+        check_positions(mask)
         as_bias(given.get("bias"))
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
@@ -292,6 +293,7 @@ def operation_without_kernel(
     def block(axes, dtype):
         return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)
 
+    mask, *_ = placed(mask, (), *[np.arange(2, dtype=np.int32)[None]] * 2)
     for part in (*([] if mask is None else [mask]), *scores):
         is_score = isinstance(part, AbstractScore)
         args = [block("ts", jnp.float32)] * is_score

@@ -137,7 +137,7 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
     if kind == "chunked_causal":
         return m.ChunkedCausal(5), om.chunked_causal(t, s, 5, offset)
     if kind == "tree":
-        parents = np.array([rng.integers(-1, i) if i else -1 for i in range(t)], np.int32)
+        parents = tree_of(t, rng)
         return m.Tree(jnp.asarray(parents), start=s - t), om.tree(t, s, parents, s - t)
     if kind == "dense":
         x = rng.random((*lead, h, t, s)) < 0.6
@@ -161,6 +161,15 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
         mask = ~m.SlidingWindow(2, 1) & m.BlockCausal(8)
         return mask, ~om.window(t, s, 2, 1, 0, offset) & om.block_causal(t, s, 8, offset)
     raise AssertionError(kind)
+
+
+def tree_of(n: int, rng) -> np.ndarray:
+    """The parents of a random forest, whose nodes stand in any order."""
+    parents = np.array([rng.integers(-1, i) if i else -1 for i in range(n)], np.int32)
+    at = rng.permutation(n).astype(np.int32)
+    shuffled = np.empty(n, np.int32)
+    shuffled[at] = np.where(parents < 0, -1, at[parents])
+    return shuffled
 
 
 def build(case: Case) -> Built:
@@ -218,10 +227,13 @@ def build(case: Case) -> Built:
     }
     if case["cap"] != "none":
         constants["cap"] = 2.5
+    at = None
+    if case["mask"] == "tree":
+        at = om.tree_positions(t, s, np.asarray(mask.parents), s - t)
     if "slopes" in shared:
-        constants["distance"] = om.distance(t, s, shift)
+        constants["distance"] = om.distance(t, s, shift, at)
     if "table" in shared:
-        constants["bucket"] = om.t5_bucket(t, s, 8, case["score"] != "t5_causal", 16, shift)
+        constants["bucket"] = om.t5_bucket(t, s, 8, case["score"] != "t5_causal", 16, shift, at)
     if case["dropout"]:
         from eqattn import dropout_mask
 

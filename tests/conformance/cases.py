@@ -83,9 +83,8 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
     "gpu": {
         "dtype": ("float32", "float64"),
-        "mask": ("tree",),  # its table and that of T5 are gathered from
         "operands": ("float64",),
-        "score": ("t5", "t5_causal", "both"),
+        "score": ("t5", "t5_causal", "both"),  # their table is gathered from
     },
 }
 
@@ -102,8 +101,6 @@ def invalid(case: Case) -> str | None:
             return "a tree's rows start at its own offset"
         if case.get("dropout", 0.0):
             return "dropout_mask() gives the bits of positions that start at zero"
-        if case.get("score", "none") != "none":
-            return "distances among drafts raise, see tests/masks/test_tree_distances.py"
     if case.get("bias") == "batch" and case.get("lead") == ():
         return "no batch axis to vary over"
     if case.get("bias") == "unbatched" and case.get("lead") == ():
@@ -200,7 +197,6 @@ def interpreted_on_a_gpu(strength: int) -> tuple[Case, ...]:
     """
     other = {
         "dtype": {"float32": "bfloat16", "float64": "float16"},
-        "mask": {"tree": "causal"},
         "operands": {"float64": "float32"},
         "score": {"t5": "none", "t5_causal": "alibi", "both": "alibi"},
     }

@@ -74,19 +74,30 @@ def tree(t, s, parents, start):
     return _dense(visible)
 
 
-def distance(t, s, q_offset=0):
-    """ALiBi subtracts `slope * |q - k|`."""
-    q, k = grid(t, s, q_offset)
+def tree_positions(t, s, parents, start):
+    """Of rows `[T,1]` and of keys `[1,S]`: a node is one below its parent, a root at `start`."""
+
+    def depth(node):
+        above = int(parents[node])
+        return 0 if above < 0 else 1 + depth(above)
+
+    nodes = [start + depth(node) for node in range(t)]
+    return np.array(nodes)[:, None], np.array([*range(start), *nodes])[None, :s]
+
+
+def distance(t, s, q_offset=0, at=None):
+    """ALiBi subtracts `slope * |q - k|`. `at` are other positions than those of `grid`."""
+    q, k = at or grid(t, s, q_offset)
     return np.abs(q - k).astype(np.float64)
 
 
-def t5_bucket(t, s, buckets, bidirectional=True, max_distance=128, q_offset=0):
+def t5_bucket(t, s, buckets, bidirectional=True, max_distance=128, q_offset=0, at=None):
     """T5's relative position buckets, in integers: the logarithm is never rounded.
 
     `floor(log(n / exact) / log(max_distance / exact) * (buckets - exact))` is the number of `j >=
     1` with `n^r exact^j >= max_distance^j exact^r`, where `r = buckets - exact`.
     """
-    q, k = grid(t, s, q_offset)
+    q, k = at or grid(t, s, q_offset)
     relative = (k - q).astype(int)
     if bidirectional:
         buckets //= 2

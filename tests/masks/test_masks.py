@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqattn.masks._base import And, Dense, live_blocks, Not, Or
+from eqattn.masks._base import And, Dense, Not, Or
 from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
 from eqattn.masks._function import MaskFn
 from eqattn.masks._padding import KeyPadding, QueryPadding
 from eqattn.masks._segments import Segments
+from eqattn.masks._terms import live_blocks
 from eqattn.masks._tree import Tree
 from eqattn.masks._window import SlidingWindow
 
@@ -327,7 +328,7 @@ def test_repr_never_raises():
         (lambda: Tree([1, 0]), ValueError, "no cycle"),
         (lambda: Tree([0]), ValueError, "no cycle"),
         (lambda: Tree([-1, 2]), ValueError, "index below 2"),
-        (lambda: Tree(np.zeros(0, np.int32)), ValueError, "at least one draft token"),
+        (lambda: Tree(np.zeros(0, np.int32)), ValueError, "at least one token"),
         (lambda: MaskFn(3), TypeError, "fn must be callable"),
         (lambda: MaskFn(min, IDS), TypeError, "row_operands must be a tuple"),
         (lambda: Segments(IDS).as_array(3, 11), ValueError, r"\(2, 11\)"),

@@ -2,18 +2,13 @@
 # fmt: off
 
 MASKS = "masks/test_masks.py -k 'definition or algebra or positions or sparsity or live or batch or errors'"
-TREES = "masks/test_masks.py -k 'tree'"
+TREES = "masks/test_trees.py masks/test_masks.py -k 'tree or mask_sees or values_and or functions_of'"
 
 MUTANTS = [
     (
         "masks/_base.py",
         MASKS,
         [
-            ("np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)", "np.all(terms, axis=0)"),
-            ("np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)", "np.any(terms, axis=0)"),
-            ("if mask is None or any(set(o.axes) & set(\"ts\") for o in mask.operands()):", "if mask is None:"),
-            ("return np.any(table > 0, axis=(0, 1))", "return np.all(table > 0, axis=(0, 1))"),
-            ("return np.any(table > 0, axis=(0, 1))", "return np.any(table > 1, axis=(0, 1))"),
             ("functools.reduce(operator.and_, _each", "functools.reduce(operator.or_, _each"),
             ("functools.reduce(operator.or_, _each", "functools.reduce(operator.and_, _each"),
             ("return jnp.logical_not(self.term.visible(b, h, q, k, *ids))", "return self.term.visible(b, h, q, k, *ids)"),
@@ -76,20 +71,45 @@ MUTANTS = [
         ],
     ),
     (
+        "masks/_terms.py",
+        MASKS,
+        [
+            ("np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)", "np.all(terms, axis=0)"),
+            ("np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)", "np.any(terms, axis=0)"),
+            ("if mask is None or any(set(o.axes) & set(\"ts\") for o in mask.operands()):", "if mask is None:"),
+            ("return np.any(table > 0, axis=(0, 1))", "return np.all(table > 0, axis=(0, 1))"),
+            ("return np.any(table > 0, axis=(0, 1))", "return np.any(table > 1, axis=(0, 1))"),
+        ],
+    ),
+    (
+        "masks/_terms.py",
+        TREES,
+        [
+            ("return movers[0].positions_of(places) if movers else places", "return places"),
+            ("if not _equal(movers[0], other):", "if False:"),
+            ("return Not(map_terms(mask.term, fn))", "return map_terms(mask.term, fn)"),
+            ("lead = lambda x: x.reshape(*(batch_shape if x.shape[0] > 1 else ()), x.shape[-1])", "lead = lambda x: x[0]"),
+            ("if moved and not (isinstance(mask, AbstractMask) and mask.moves_positions):", "if False:"),
+        ],
+    ),
+    (
         "masks/_tree.py",
         TREES,
         [
-            ("range(max(n - 1, 1).bit_length())", "range(max(n - 1, 1).bit_length() - 1)"),
-            ("range(max(n - 1, 1).bit_length())", "range(3)"),
-            ("descends = (at(enter, j) <= at(enter, i)) & (at(enter, i) < at(leave, j))", "descends = at(enter, j) <= at(enter, i)"),
-            ("(at(enter, i) < at(leave, j))", "(at(enter, i) <= at(leave, j))"),
-            ("return jnp.where(both, descends, k <= q)", "return descends & (k <= q)"),
-            ("return jnp.where(both, descends, k <= q)", "return jnp.where(both, descends, k < q)"),
-            ("jnp.asarray(table)[row * n + jnp.clip(i, 0, n - 1)]", "jnp.asarray(table)[jnp.clip(i, 0, n - 1)]"),
-            ("i, j = q - start, k - start", "i, j = q, k"),
-            ("step = step + (parents >= 0).astype(np.int32)", "pass"),
-            ("own[..., None, :] < own[..., :, None]", "own[..., None, :] > own[..., :, None]", "siblings are walked in the other order, which is a preorder too"),
-            ("return enter, enter + size", "return enter, enter + size - 1"),
+            ("xp.where(inside, start + depth, places)", "xp.where(inside, depth, places)"),
+            ("xp.where(inside, start + depth, places)", "places"),
+            ("left = xp.searchsorted(xp.sort(leave), enter, side=\"right\")", "left = xp.searchsorted(xp.sort(leave), enter, side=\"left\")"),
+            ("return (low <= last) & (first < high)", "return low <= last"),
+            ("return (low <= last) & (first < high)", "return (low <= last) & (first <= high)"),
+            ("return (low <= last) & (first < high)", "return (low < last) & (first < high)"),
+            ("xp.where(inside, start + leave, _NEVER)", "xp.where(inside, start + leave, start)"),
+            ("xp.minimum(place, start - np.int32(1))", "place"),
+            ("(2 * size).bit_length()", "(2 * size).bit_length() - 1"),
+            ("(2 * size).bit_length()", "3"),
+            ("has_sibling = (sorted_above[after] == above) &", "has_sibling ="),
+            ("ahead[:size] = 1", "ahead[:] = 1"),
+            ("above = xp.where(above < 0, np.int32(size), above + row)", "above = xp.where(above < 0, np.int32(size), above)"),
+            ("take = lambda x, ndim: jnp.asarray(x)[row] if jnp.ndim(x) > ndim else x", "take = lambda x, ndim: x"),
         ],
     ),
     (

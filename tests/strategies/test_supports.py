@@ -73,11 +73,13 @@ CASES = {
     "dense weights": (Dense(Metadata()), dict(return_weights=True), None),
     "mask by name": (PLAIN, dict(mask="causal"), None),
     "mask by a wrong name": (PLAIN, dict(mask="casual"), "'full'"),
-    "distances among drafts": (
+    "distances in a tree": (
         PLAIN,
         dict(mask=Tree(jnp.maximum(TABLE - 2, -1)) & SlidingWindow(3, 0)),
-        "would take distances",
+        None,
     ),
+    "two trees": (PLAIN, dict(mask=Tree(TABLE - 1) | Tree(TABLE * 0 - 1)), "where tokens stand"),
+    "one tree twice": (PLAIN, dict(mask=Tree(TABLE - 1) & ~Tree(TABLE - 1)), None),
     "mask of numbers": (PLAIN, dict(mask=jnp.ones((T, T))), "boolean"),
     "score": (PLAIN, dict(score=3), "score modules"),
     "one of the scores": (PLAIN, dict(score=[SCORE_FN, 3]), "score modules"),
@@ -95,7 +97,7 @@ CASES = {
     "kernel of rows": (Ragged(KERNEL), dict(mask=KeyPadding(TABLE[1:3])), None),
     "kernel of a function": (Blockwise(KERNEL), dict(score=SCORE_FN), "ScoreFn"),
     "kernel of a table": (Blockwise(KERNEL), dict(score=T5Bias(jnp.zeros((32, 4)))), "gather"),
-    "kernel of a tree": (Blockwise(KERNEL), dict(mask=Tree(TABLE - 1)), "gather"),
+    "kernel of a tree": (Blockwise(KERNEL), dict(mask=Tree(TABLE - 1)), None),
     "kernel that gathers": (
         Blockwise(KERNEL),
         dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q] >= k)),
