@@ -99,11 +99,12 @@ def ragged_attention(
         shown = shown if more is None else shown & more
     size = strategy.metadata.blocksize_k
     blocks = jnp.take(query, place.tokens, axis=0, mode="fill", fill_value=0)
-    keys, once = _of_blocks(key_, row, size), read_once(key_, value) is not value
+    keys = _of_blocks(key_, row, size)
+    latents = keys.first if read_once(key_, value) is not value else None
     output = attention(
         blocks,
         keys,
-        keys.first if once else _of_blocks(value, row, size),
+        _of_blocks(value, row, size) if latents is None else latents,
         strategy,
         mask=shown,
         score=scores_of_rows(scores, row, rows, heads, query.dtype) or None,

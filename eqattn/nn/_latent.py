@@ -13,7 +13,7 @@ from .._misc import as_array, as_constant, as_flag, as_number, as_size, with_con
 from .._problem.joined import Joined
 from .._problem.storage import as_stored
 from ..cache import LatentKVCache
-from ..masks._distance import check_distances
+from ..masks._terms import moved_positions
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import as_layer_mask, check_name, check_strategy, configured, split_key
@@ -310,7 +310,6 @@ class LatentAttention(eqx.Module):
         latent = normed(self.kv_a_norm, latent)
         if self.rotary is None:
             return query, rest, latent
-        check_distances(mask, self.rotary)
         t = x.shape[1]
         at = input_positions(
             self.strategy,
@@ -319,6 +318,7 @@ class LatentAttention(eqx.Module):
             (q_positions, q_positions if cache is None else None),
             False,
         )
+        at = [moved_positions(mask, places) for places in at]
         inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
         query = jnp.concatenate([inner, self.rotary(turning, at[0])], -1)
         return query, self.rotary(rest, at[1]), latent

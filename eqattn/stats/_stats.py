@@ -50,7 +50,6 @@ class _Distance(AbstractScore):
     """How far apart the query and the key of a pair are."""
 
     finite_when_masked: ClassVar[bool] = True
-    uses_distance: ClassVar[bool] = True
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return abs(q - k).astype(logit.dtype)
@@ -65,10 +64,6 @@ class _Moved(AbstractScore):
     @property
     def finite_when_masked(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.fn.finite_when_masked
-
-    @property
-    def uses_distance(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.fn.uses_distance
 
     @property
     def tried_in_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
