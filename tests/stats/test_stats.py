@@ -265,6 +265,12 @@ def test_memory_is_linear_in_the_tokens():
     assert temporary(4096) <= 4.2 * temporary(1024)
 
 
+def test_distance_in_a_tree_is_that_of_depths():
+    q = jnp.zeros((2, 4, 2, 8))  # so each token attends alike to its path, itself included
+    found = stats.effective_window(q, q, mask=Tree([-1, 0, 0, 1], start=0))
+    np.testing.assert_allclose(found[0, :, 0], [1, 2, 2, 3], rtol=1e-6)
+
+
 def test_bad_input():
     q = jnp.zeros((2, 4, 2, 8))
     with pytest.raises(ValueError, match=r"weights \(3, 1\).*\(2, 4, 2\).*full size or 1"):
@@ -273,8 +279,6 @@ def test_bad_input():
         stats.entropy(q, q, Blockwise(), bias=Causal())  # pyright: ignore
     with pytest.raises(ValueError, match="has its own"):
         stats.expectation(ALiBi(jnp.ones(2)), q, q, arrays=[Operand(jnp.ones(4), "s")])
-    with pytest.raises(ValueError, match="distance"):
-        stats.effective_window(q, q, mask=Tree([-1, 0, 0, 1], start=0))
     with pytest.raises(TypeError, match="AttentionImpl"):
         stats.entropy(q, q, Causal())  # pyright: ignore
     assert eqattn.stats is stats
