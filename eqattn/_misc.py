@@ -68,13 +68,17 @@ def accumulation_dtype(*dtypes) -> jnp.dtype:
 
 
 def concrete(value: Any) -> np.ndarray | None:
-    """The value of a number or array as NumPy's, or None where it is traced or elsewhere."""
+    """The value of a number or array as NumPy's, or None where it is traced or elsewhere. Where
+    each process has all of an array, it is known to each.
+    """
     if isinstance(value, float | int | np.generic):
         return np.asarray(value)
     if isinstance(value, Tracer) or not isinstance(value, jax.Array | np.ndarray):
         return None
-    if isinstance(value, jax.Array) and (value.is_deleted() or not value.is_fully_addressable):
-        return None
+    if isinstance(value, jax.Array):
+        here = value.is_fully_addressable or value.is_fully_replicated
+        if value.is_deleted() or not here:
+            return None
     return np.asarray(value)
 
 

@@ -223,7 +223,7 @@ def _places(boundaries: Array, n: int, size: int) -> _Places:
 def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
     """The keys or values of each block's row, as pages. Blocks of one row share its pages."""
     if isinstance(x, Pages):
-        return Pages(x.content, x.table[row])
+        return x.rows(row)
     b, s = x.shape[:2]
     if size is None:
         # A size from 64 to 256 that divides the row needs no padding, hence no copy. If there is

@@ -7,10 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_floating
 from .._problem.bits import Bits
+from .._problem.key_shards import stored_specs
 from .._problem.storage import Quantized, split_heads
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
@@ -85,6 +87,24 @@ class AbstractCache(eqx.Module):
     def mask(self) -> AbstractMask:
         """A mask that shows the stored tokens and hides the rest of the arrays."""
         return KeyPadding(self.length)
+
+    def key_shardings(self, mesh: Any, axis_name: str) -> Any:
+        """The shardings of a cache whose tokens are spread over the devices along a mesh axis, as
+        `Ragged(metadata, axis_name=...)` reads them:
+
+            cache = jax.device_put(cache, cache.key_shardings(mesh, "keys"))
+
+        **Arguments:**
+
+        - `mesh`: a `jax.sharding.Mesh`.
+        - `axis_name`: the name of the axis.
+
+        **Returns:** a tree like this cache, with a `NamedSharding` in place of each array.
+        """
+        specs = stored_specs(self.key, axis_name) | stored_specs(self.value, axis_name)
+        if self.positions is not None:
+            specs[id(self.positions)] = P(None, axis_name)
+        return jax.tree.map(lambda x: NamedSharding(mesh, specs.get(id(x), P())), self)
 
 
 def check_row_shapes(cache: Any) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_array, as_int32, concrete, int32_field
+from .._misc import as_array, as_int32, as_size, concrete, int32_field
 from .._problem.bits import Bits
 from .._problem.storage import as_stored, Pages, Quantized
 from ._base import (
@@ -38,6 +38,9 @@ class PagedKVCache(AbstractCache):
     - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none.
     - `length`: how many tokens each row has, int32 `[b]`.
 
+    - `shares`: the number of devices that share the pool, each an equal run of its pages, for
+        `Ragged(metadata, axis_name=...)`. The parts of a row lie on them in turn.
+
     Token `p` of row `b` lies in page `table[b, p // page_size]`, at place `p % page_size`.
     """
 
@@ -45,6 +48,7 @@ class PagedKVCache(AbstractCache):
     value_pages: Any
     table: Int[Array, "b n"] = int32_field("table")
     length: Int[Array, " b"] = int32_field("length")
+    shares: int = eqx.field(static=True)
 
     shares_rows: ClassVar[bool] = True
 
@@ -58,9 +62,10 @@ class PagedKVCache(AbstractCache):
         value_pages: Float[Array | Quantized | Bits, "p n k v"],
         table: Int[Array, "b parts"],
         length: Int[Array, " b"],
+        shares: int = 1,
     ):
         self.key_pages, self.value_pages = key_pages, value_pages
-        self.table, self.length = table, length
+        self.table, self.length, self.shares = table, length, as_size(shares, "shares", 1)
 
     @classmethod
     def empty(
@@ -76,6 +81,7 @@ class PagedKVCache(AbstractCache):
         stored: Any = None,
         head_shares: int = 1,
         bits: bool | None = None,
+        shares: int = 1,
     ) -> "PagedKVCache":
         """Makes a cache without tokens, whose pages are all free.
 
@@ -92,6 +98,10 @@ class PagedKVCache(AbstractCache):
         - `head_shares`: how many devices share the heads of quantized pages.
         - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][]; None as for
             `KVCache.empty`.
+        - `shares`: how many devices share the pages. The capacity is rounded up, so that each has
+            as many parts of a row as the others.
+
+        **Raises:** `ValueError` for sizes that do not fit, as pages that `shares` does not divide.
         """
         sizes = dict(batch=batch, capacity=capacity, pages=pages, page_size=page_size)
         sizes |= dict(kv_heads=kv_heads, head_shares=head_shares)
@@ -104,15 +114,21 @@ class PagedKVCache(AbstractCache):
                 f"{jnp.dtype(stored)} quantizes them: give one of the two."
             )
 
+        if as_size(shares, "shares", 1) > 1 and pages % shares:
+            raise ValueError(
+                f"shares={shares} devices cannot share {pages} pages; use a multiple of {shares}."
+            )
+
         def pool(dim):
             shape = (pages, page_size, kv_heads, dim)
             if stored is None:
                 return empty_store(shape, dtype, bits)
             return Quantized.zeros(shape, stored, dtype, head_shares)
 
-        table = jnp.full((batch, -(-capacity // page_size)), -1, jnp.int32)
+        parts = -(-capacity // (page_size * shares)) * shares
+        table = jnp.full((batch, parts), -1, jnp.int32)
         key_pages, value_pages = map(pool, dims)
-        return PagedKVCache(key_pages, value_pages, table, jnp.zeros(batch, jnp.int32))
+        return PagedKVCache(key_pages, value_pages, table, jnp.zeros(batch, jnp.int32), shares)
 
     @property
     def page_size(self) -> int:
@@ -121,11 +137,11 @@ class PagedKVCache(AbstractCache):
 
     @property
     def key(self) -> Pages:
-        return Pages(self.key_pages, self.table)
+        return Pages(self.key_pages, self.table, self.shares)
 
     @property
     def value(self) -> Pages:
-        return Pages(self.value_pages, self.table)
+        return Pages(self.value_pages, self.table, self.shares)
 
     def append(
         self,
@@ -151,7 +167,7 @@ class PagedKVCache(AbstractCache):
             store(pool, new, page, position % size, unique=False)
             for pool, new in ((self.key_pages, key), (self.value_pages, value))
         )
-        return PagedKVCache(keys, values, self.table, length)
+        return PagedKVCache(keys, values, self.table, length, self.shares)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "PagedKVCache":
         """Returns the cache with only the first `lengths` tokens of each row. A row keeps the pages
@@ -166,7 +182,8 @@ class PagedKVCache(AbstractCache):
         rows = check_rows(self, rows)
         many = jnp.bincount(rows, length=len(self.length)) > 1
         rows = eqx.error_if(rows, many.any(), "reorder: a row of a PagedKVCache cannot be doubled")
-        return PagedKVCache(self.key_pages, self.value_pages, self.table[rows], self.length[rows])
+        table, length = self.table[rows], self.length[rows]
+        return PagedKVCache(self.key_pages, self.value_pages, table, length, self.shares)
 
     def reserve(self, counts: Any) -> "PagedKVCache":
         """Returns the cache with pages for `counts` more tokens of each row, an int or ints `[b]`.
@@ -175,31 +192,9 @@ class PagedKVCache(AbstractCache):
         **Raises:** `ValueError` if there are too few free pages, or a row would exceed its
         capacity; no page is taken then.
         """
-        traced = isinstance(counts, jax.Array) and concrete(counts) is None
-        if traced or concrete(self.table) is None or concrete(self.length) is None:
-            raise ValueError("reserve runs between steps, outside of jax.jit.")
-        table, length = np.array(self.table), np.asarray(self.length)
-        counts = np.asarray(as_int32(counts, "counts"))
-        if counts.shape not in ((), length.shape) or (counts < 0).any():
-            raise ValueError(
-                f"counts must be an int or integers {length.shape}, at least 0, got "
-                f"{counts.tolist()}."
-            )
-        wanted = -(-(length + counts) // self.page_size)
-        if (wanted > table.shape[1]).any():
-            raise ValueError(
-                f"A row would have {int((length + counts).max())} tokens; this cache was made for "
-                f"{table.shape[1] * self.page_size} a row."
-            )
-        empty = (np.arange(table.shape[1]) < wanted[:, None]) & (table < 0)
-        free = np.setdiff1d(np.arange(as_stored(self.key_pages).shape[0]), table)
-        if empty.sum() > len(free):
-            raise ValueError(
-                f"{empty.sum()} pages of {self.page_size} tokens are needed and {len(free)} of "
-                f"{as_stored(self.key_pages).shape[0]} are free; release rows that have ended."
-            )
-        table[empty] = free[: empty.sum()]
-        return eqx.tree_at(lambda c: c.table, self, jnp.asarray(table))
+        pages = as_stored(self.key_pages).shape[0]
+        table = with_pages(self.table, self.length, counts, self.page_size, pages, self.shares)
+        return eqx.tree_at(lambda c: c.table, self, like(self.table, table))
 
     def release(self, rows: Any) -> "PagedKVCache":
         """Returns the cache without the tokens and pages of some rows. `rows` is an array of their
@@ -212,3 +207,55 @@ class PagedKVCache(AbstractCache):
             raise ValueError(f"A mask of rows must be {self.length.shape}, got {rows.shape}.")
         table, length = self.table.at[rows].set(-1), self.length.at[rows].set(0)
         return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))
+
+
+def like(old: Array, new: np.ndarray) -> Array:
+    """The new values as an array that lies where the old one does, on several hosts too."""
+    if old.is_fully_addressable:
+        return jnp.asarray(new)
+    return jax.make_array_from_callback(new.shape, old.sharding, lambda index: new[index])
+
+
+def with_pages(
+    table: Any, length: Any, counts: Any, page_size: int, pages: int, shares: int
+) -> np.ndarray:
+    """A table `[b, n]` with pages for `counts` more tokens of each row.
+
+    **Arguments:**
+
+    - `length`: how many tokens each row has, `[b]`.
+    - `pages`, `page_size`: how many pages the pool has, and how many tokens a page has.
+    - `shares`: the number of equal runs of pages. Part `j` of a row gets a page of the run
+        `j % shares`.
+
+    **Raises:** `ValueError` as `PagedKVCache.reserve` does.
+    """
+    traced = isinstance(counts, jax.Array) and concrete(counts) is None
+    if traced or concrete(table) is None or concrete(length) is None:
+        raise ValueError("reserve runs between steps, outside of jax.jit.")
+    table, length = np.array(table), np.asarray(length)
+    counts = np.asarray(as_int32(counts, "counts"))
+    if counts.shape not in ((), length.shape) or (counts < 0).any():
+        raise ValueError(
+            f"counts must be an int or integers {length.shape}, at least 0, got {counts.tolist()}."
+        )
+    wanted = -(-(length + counts) // page_size)
+    if (wanted > table.shape[1]).any():
+        raise ValueError(
+            f"A row would have {int((length + counts).max())} tokens; this cache was made for "
+            f"{table.shape[1] * page_size} a row."
+        )
+    empty = (np.arange(table.shape[1]) < wanted[:, None]) & (table < 0)
+    free = np.setdiff1d(np.arange(pages), table)
+    for share in range(shares):
+        own = free[free // (pages // shares) == share] if shares > 1 else free
+        mine = np.zeros_like(empty)
+        mine[:, share::shares] = empty[:, share::shares]
+        if mine.sum() > len(own):
+            of = f" of device {share}" if shares > 1 else ""
+            raise ValueError(
+                f"{mine.sum()} pages{of} of {page_size} tokens are needed and {len(own)} of "
+                f"{pages // shares} are free; release rows that have ended."
+            )
+        table[mine] = own[: mine.sum()]
+    return table

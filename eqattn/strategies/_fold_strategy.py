@@ -99,6 +99,17 @@ class AbstractFoldStrategy(AttentionImpl):
             "platform='auto' or 'xla'."
         )
 
+    def partition(self, problem: Problem) -> tuple[Any, ...]:
+        """The names of the mesh axes that shard the batch and the heads, and of those known to
+        shard nothing.
+        """
+        if problem.partition is not None:
+            return problem.partition
+        axes, generates = self.metadata.partition_axis, problem.sizes[0] == 1
+        if generates:
+            return axes.generation_batch_axis, axes.generation_kv_head_axis, ()
+        return axes.batch_axis, axes.kv_head_axis, ()
+
     def manual(
         self, problem: Problem, lowering: Lowering, place: ManualAxes | None = None
     ) -> ManualAxes | None:
@@ -107,12 +118,7 @@ class AbstractFoldStrategy(AttentionImpl):
         """
         if lowering.splits_over_devices:
             return place
-        partition = problem.partition
-        if partition is None:
-            axes, generates = self.metadata.partition_axis, problem.sizes[0] == 1
-            partition = axes.batch_axis, axes.kv_head_axis, ()
-            if generates:
-                partition = axes.generation_batch_axis, axes.generation_kv_head_axis, ()
+        partition = self.partition(problem)
         heads = problem.sizes[3] // (1 if place is None else place.size)  # after the exchange
         sizes = math.prod(problem.batch_shape), heads
         return with_kernel(place, self.metadata.mesh, partition, sizes)

@@ -64,8 +64,16 @@ class AbstractOnDevice(AbstractFoldStrategy):
 
     pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
 
+    def keys_axis(self) -> str | None:
+        """A hook that says which mesh axis shards the keys, of which then each device attends to
+        its own; None if one device has all keys.
+        """
+        return None
+
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
         lowering = self.lowering(problem)
+        if (axis := self.keys_axis()) is not None:
+            return self._fold_over_keys(problem, axis, lowering), None
         carry = fold(
             problem,
             blocksize_q=self.metadata.blocksize_q,
@@ -76,3 +84,22 @@ class AbstractOnDevice(AbstractFoldStrategy):
             manual=self.manual(problem, lowering),
         )
         return carry, None
+
+    def _fold_over_keys(self, problem: Problem, axis: str, lowering: Lowering) -> Carry:
+        from ._key_shards import fold_over_keys, keys_place
+
+        given = self.metadata.mesh
+        n, mesh = keys_place(axis, given)
+        return fold_over_keys(
+            problem,
+            axis=axis,
+            n=n,
+            mesh=mesh,
+            given_mesh=given,
+            partition=self.partition(problem),
+            block_q=self.metadata.blocksize_q,
+            block_k=self.metadata.blocksize_k,
+            fused=self.fused_backward,
+            in_place=self.reads_stored,
+            lowering=lowering,
+        )

@@ -29,6 +29,17 @@ class Ragged(AbstractOnDevice):
     - `metadata`: as for `Blockwise`. Keys are padded, which copies them, unless `blocksize_k`
         divides their number; None chooses a size that does, if one from 64 to 256 does.
     - `precision`, `fused_backward`: as for `Blockwise`.
+    - `axis_name`: a mesh axis that shards the keys of each row, for caches that are longer than the
+        memory of a device; None if one device has them all. Each device attends to its own keys,
+        and one merge of Carries joins the results, which are equal on all. See below.
+
+    With `axis_name`, keys and values, and what varies with keys, are sharded by tokens: device `i`
+    of `n` has the `i`-th equal piece of an array, or of a cache in pages, made with `shares=n`, the
+    pages `i`, `i + n`, ... of each row. Queries are whole. It is called with whole arrays, where
+    the mesh is that of the context or of the metadata, or inside your own `jax.shard_map` that is
+    manual over the axis, with each device's piece. There `kv_positions` are those of the piece; by
+    default the pieces follow each other. A table of pages is whole, and so is what varies with keys
+    next to it.
 
     On a TPU the forward pass is a kernel, and the gradients run as XLA.
     """
@@ -36,6 +47,7 @@ class Ragged(AbstractOnDevice):
     metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
+    axis_name: str | None = eqx.field(static=True, default=None)
 
     reads_stored = True
     pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
@@ -43,3 +55,13 @@ class Ragged(AbstractOnDevice):
     @classmethod
     def get_impl_name(cls) -> str:
         return "ragged"
+
+    def keys_axis(self) -> str | None:
+        return self.axis_name
+
+    def key_shards(self) -> int:
+        if self.axis_name is not None:
+            from ._key_shards import keys_place
+
+            keys_place(self.axis_name, self.metadata.mesh)  # raises without a mesh that has it
+        return 1

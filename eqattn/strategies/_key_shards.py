@@ -1,0 +1,81 @@
+"""The fold on devices that each hold some of the keys of every row, and all of the queries."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import AxisType, PartitionSpec as P
+
+from .._carry import Carry
+from .._jax import compiled, varying_axes
+from .._problem.jit_cache import cached
+from .._problem.key_shards import merged_over, ShardedKeys
+from .._problem.mesh import current_mesh, with_kernel
+from .._problem.problem import Problem
+from ._fold import fold_on_device
+
+
+def keys_place(axis: str, given: Any) -> tuple[int, Any]:
+    """How many devices a mesh axis has, and the mesh if the axis is automatic there, else None.
+
+    **Raises:** `ValueError`, with the remedy, without a mesh that has the axis.
+    """
+    mesh = current_mesh(given)
+    if mesh is None or axis not in mesh.shape:
+        found = "there is no mesh" if mesh is None else f"the mesh has {tuple(mesh.axis_names)}"
+        raise ValueError(
+            f"axis_name={axis!r} of Ragged names the axis over which keys are sharded, and {found}. "
+            "Call under jax.set_mesh, give the metadata a mesh, or call inside jax.shard_map; "
+            "Ragged(metadata) reads keys on one device."
+        )
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    if kinds[axis] == AxisType.Explicit:
+        raise ValueError(
+            f"axis_name={axis!r} of Ragged is an explicit axis of the mesh; make it automatic, or "
+            "call inside of your own jax.shard_map."
+        )
+    return mesh.shape[axis], None if kinds[axis] == AxisType.Manual else mesh
+
+
+@compiled  # outside of `jax.jit`, JAX cannot look at known arrays inside of a `shard_map`
+@cached
+def fold_over_keys(
+    problem: Problem, *, axis, n, mesh, given_mesh, partition, lowering, **options
+) -> Carry:
+    """Folds a problem whose keys are sharded over the `n` devices of a mesh axis.
+
+    **Arguments:**
+
+    - `mesh`: the mesh in which the axis is automatic; None if it is manual already.
+    - `given_mesh`, `partition`: as for `with_kernel`, for a lowering that XLA cannot split.
+    - `options`: keyword arguments of `fold_on_device`.
+    """
+    sharded = ShardedKeys.of(problem)
+    sharded.check(n, axis, inside=mesh is None)
+
+    def visit(sharded: ShardedKeys) -> Carry:
+        own, manual = sharded.problem(axis, n), None
+        if not lowering.splits_over_devices:
+            sizes = math.prod(own.batch_shape), own.sizes[3]
+            manual = with_kernel(None, given_mesh, partition, sizes)
+        return merged_over(fold_on_device(own, lowering=lowering, manual=manual, **options), axis)
+
+    if mesh is None:
+        return visit(sharded)
+    arrays, static = eqx.partition(sharded, eqx.is_array)
+    dtypes = jax.tree.map(lambda x: x.dtype, arrays)
+
+    def on_device(arrays):
+        narrow = jax.tree.map(lambda x, d: x.astype(d), arrays, dtypes)
+        return visit(eqx.combine(narrow, static))
+
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(arrays.specs(axis),),
+        out_specs=P(),
+        axis_names={axis},
+        # Checked if it is checked around this call.
+        check_vma=bool(varying_axes(*jax.tree.leaves(arrays))),
+    )(arrays.widened())

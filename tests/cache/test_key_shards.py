@@ -1,0 +1,246 @@
+"""Caches whose tokens are spread over devices: `Ragged(metadata, axis_name=...)`."""
+
+import functools as ft
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from eqattn import ALiBi, attention, AttentionMetadata, Causal, KeyPadding, Ragged, Segments
+from eqattn.cache import KVCache, PagedKVCache, QuantizedKVCache, RingBufferCache
+
+
+N, B, H, K, D, V, CAPACITY = 4, 2, 4, 2, 8, 6, 24
+SIZES = dict(batch=B, capacity=CAPACITY, kv_heads=K, head_dim=D, value_dim=V)
+PAGED = ft.partial(PagedKVCache.empty, pages=16, page_size=3, shares=N, **SIZES)
+MAKE = {
+    "one piece": lambda: KVCache.empty(**SIZES),
+    "int8": lambda: QuantizedKVCache.empty(**SIZES),
+    "bits": lambda: KVCache.empty(**SIZES, bits=True),
+    "ring buffer": lambda: RingBufferCache.empty(**SIZES),
+    "pages": PAGED,
+    "int8 pages": lambda: PAGED(stored=jnp.int8),
+    "pages of bits": lambda: PAGED(bits=True),
+}
+SLOW = ("int8", "bits", "pages of bits", "ring buffer")
+CACHES = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in MAKE]
+
+
+def mesh_of(n=N, name="keys"):
+    return jax.make_mesh((n,), (name,), (AxisType.Auto,), devices=jax.devices()[:n])
+
+
+def tokens(t, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = ((B, t, H, D), (B, t, K, D), (B, t, K, V))
+    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+
+
+def by_hand(q, k, v, lengths, counts):
+    """Attention of the last `counts` tokens of each row over its keys, in NumPy. Rows of `q` after
+    these are zero.
+    """
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
+    for b, (length, count) in enumerate(zip(lengths, counts)):
+        for i in range(count):
+            seen = slice(0, length - count + i + 1)
+            keys, values = (x[b, seen].repeat(H // K, 1).astype(float) for x in (k, v))
+            logits = np.einsum("hd,shd->hs", q[b, i], keys) * D**-0.5
+            p = np.exp(logits - logits.max(-1, keepdims=True))
+            out[b, i] = np.einsum("hs,shv->hv", p / p.sum(-1, keepdims=True), values)
+    return out
+
+
+def step(cache, q, k, v, counts, **own):
+    offset = cache.length
+    cache = cache.append(k, v, counts)
+    out = attention(
+        q, cache.key, cache.value, Ragged(AttentionMetadata(), **own),
+        mask=Causal() & cache.mask(), q_offset=offset, kv_positions=cache.positions,
+    )  # fmt: skip
+    return cache, out.attention_outputs
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_prompt_and_drafts(name):
+    """Rows of unequal length, and one without tokens at first; then drafts of both. Each device has
+    its share of the arrays, which are never gathered.
+    """
+    mesh, lengths = mesh_of(), np.zeros(B, int)
+    with jax.set_mesh(mesh):
+        cache = MAKE[name]()
+        cache = jax.device_put(cache, cache.key_shardings(mesh, "keys"))
+        program = jax.jit(ft.partial(step, axis_name="keys"), donate_argnums=0)
+        for t, counts in ((9, [9, 0]), (2, [2, 1])):
+            if isinstance(cache, PagedKVCache):
+                cache = cache.reserve(counts)
+            new = tokens(t, seed=t)
+            text = program.lower(cache, *new, jnp.array(counts)).compile().as_text()
+            cache, out = program(cache, *new, jnp.array(counts))
+            lengths = lengths + counts
+            held = [np.asarray(jnp.asarray(_materialised(x))) for x in (cache.key, cache.value)]
+            want = by_hand(np.asarray(new[0]), *held, lengths, counts)
+            for row, count in enumerate(counts):
+                np.testing.assert_allclose(out[row, :count], want[row, :count], atol=1e-5)
+    assert "all-gather" not in text and "all-to-all" not in text
+    for x in jax.tree.leaves((cache.key, cache.value)):
+        if x.ndim > 2:
+            assert x.sharding.shard_shape(x.shape) != x.shape
+
+
+def _materialised(x):
+    return x.materialise() if hasattr(x, "materialise") else x
+
+
+RNG = np.random.default_rng(1)
+S, T = 16, 3
+ARRAYS = {
+    "q": RNG.normal(size=(B, T, H, D)),
+    "k": RNG.normal(size=(B, S, K, D)),
+    "v": RNG.normal(size=(B, S, K, V)),
+    "sinks": RNG.normal(size=H),
+    "bias": RNG.normal(size=(H, T, S)),
+    "slopes": RNG.uniform(size=H),
+}
+IDS = RNG.integers(0, 2, (B, S)).astype(np.int32)
+LENGTHS, OFFSET = np.array([14, 0]), np.array([10, 2])
+
+
+def dense(a):
+    """Output and logsumexp from all logits, in plain `jax.numpy`."""
+    logits = jnp.einsum("bthd,bshd->bhts", a["q"], a["k"].repeat(H // K, 2)) * D**-0.5
+    position = OFFSET[:, None] + np.arange(T)
+    distance = abs(position[:, :, None] - np.arange(S))[:, None].astype(float)
+    logits = logits + a["bias"][None] - a["slopes"].reshape(1, H, 1, 1) * distance
+    seen = (np.arange(S) <= position[:, :, None]) & (np.arange(S) < LENGTHS[:, None, None])
+    seen = (seen & (IDS == 0)[:, None])[:, None]
+    e = jnp.where(seen, jnp.exp(logits), 0)
+    total = e.sum(-1) + jnp.exp(a["sinks"])[None, :, None]
+    out = jnp.einsum("bhts,bshv->bthv", e / total[..., None], a["v"].repeat(H // K, 2))
+    return out, jnp.log(total).swapaxes(1, 2)
+
+
+def sharded(a, ids, axis="keys"):
+    metadata = AttentionMetadata(softmax_aux=a["sinks"], blocksize_k=3)
+    zeros = jnp.zeros((B, T), jnp.int32)
+    mask = Causal() & KeyPadding(jnp.asarray(LENGTHS)) & Segments(zeros, ids)
+    out = attention(
+        a["q"], a["k"], a["v"], Ragged(metadata, axis_name=axis), mask=mask, bias=a["bias"],
+        score=ALiBi(a["slopes"]), q_offset=jnp.asarray(OFFSET), return_logsumexp=True,
+    )  # fmt: skip
+    return out.attention_outputs, out.logsumexp
+
+
+def with_gradients(fn):
+    def loss(a, *rest):
+        found = fn(a, *rest)
+        return sum(jnp.sin(x).sum() for x in found), found
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_gradients_of_everything(manual, x64):
+    """Any mask and score, sinks, and gradients, of whole arrays and in a `shard_map` of one's own,
+    where what varies with keys is the device's own.
+    """
+    mesh, fn = mesh_of(), sharded
+    if manual:
+        on = {"k": P(None, "keys"), "v": P(None, "keys"), "bias": P(None, None, "keys")}
+        specs = {name: on.get(name, P()) for name in ARRAYS}, P(None, "keys")
+        fn = jax.shard_map(sharded, mesh=mesh, in_specs=specs, out_specs=P())
+    with jax.set_mesh(mesh):
+        arrays = {name: jnp.asarray(x) for name, x in ARRAYS.items()}
+        found = with_gradients(fn)(arrays, jnp.asarray(IDS))
+    want = with_gradients(dense)(arrays)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_merge_is_all_that_travels(dtype):
+    """Of a maximum, a numerator and a denominator for each row: `t * h * (v + 2)` numbers. Each
+    device holds its part of the keys, and no copy of the others'.
+    """
+    mesh, t, s = mesh_of(), 2, 4096
+    q, k, v = (jax.ShapeDtypeStruct((B, *x), jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+               for x, spec in (((t, H, D), P()), ((s, K, D), P(None, "keys")), ((s, K, V), P(None, "keys"))))  # fmt: skip
+
+    def call(q, k, v, lengths):
+        mask, strategy = Causal() & KeyPadding(lengths), Ragged(axis_name="keys")
+        offset = lengths - t
+        return attention(q, k, v, strategy, mask=mask, q_offset=offset).attention_outputs
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(call).lower(q, k, v, jnp.full(B, s)).compile()
+    lines = [x for x in compiled.as_text().splitlines() if re.search(r" all-|collective", x)]
+    sent = "".join(line.split(" all-reduce(")[0] for line in lines)
+    sizes = [np.prod([int(n) for n in x.split(",")]) for x in re.findall(r"f32\[([\d,]+)\]", sent)]
+    assert sum(sizes) == B * t * H * (V + 2) and len(lines) <= 3
+    memory = compiled.memory_analysis()
+    whole = B * s * K * (D + V) * jnp.dtype(dtype).itemsize
+    assert memory.argument_size_in_bytes < 1.1 * whole / N
+    assert memory.temp_size_in_bytes < whole / N
+
+
+def test_pages_in_a_shard_map_of_ones_own():
+    """Each device has its pages of the pool, and the whole table."""
+    mesh = mesh_of()
+    cache = PAGED().reserve([20, 7])
+    _, k, v = tokens(20)
+    cache = cache.append(k, v, jnp.array([20, 7]))
+    q = tokens(1, seed=5)[0]
+
+    def local(q, cache):
+        mask, strategy = cache.mask(), Ragged(axis_name="keys")
+        return attention(q, cache.key, cache.value, strategy, mask=mask).attention_outputs
+
+    specs = P(), jax.tree.map(lambda x: x.spec, cache.key_shardings(mesh, "keys"))
+    out = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))(q, cache)
+    held = [np.asarray(x.materialise()) for x in (cache.key, cache.value)]
+    np.testing.assert_allclose(out, by_hand(np.asarray(q), *held, [20, 7], [1, 1]), atol=1e-5)
+
+
+def test_pages_are_taken_from_the_device_of_their_part():
+    cache = PAGED().reserve([24, 5])
+    table = np.asarray(cache.table)
+    assert table.shape == (B, 8) and (table[0] // 4 == np.arange(8) % N).all()
+    assert (table[1, :2] // 4 == [0, 1]).all() and (table[1, 2:] == -1).all()
+    assert (
+        len(np.unique(table[table >= 0])) == 10
+        and cache.release(jnp.array([0])).reserve(5).shares == N
+    )
+    with pytest.raises(ValueError, match="5 pages of device 0 of 3 tokens are needed and 4 of 4"):
+        PagedKVCache.empty(**{**SIZES, "capacity": 60}, pages=16, page_size=3, shares=N).reserve(
+            [51, 0]
+        )
+    assert PagedKVCache.empty(**SIZES, pages=16, page_size=5, shares=N).table.shape == (B, 8)
+
+
+def test_bad_input():
+    q, k, v = tokens(10)
+    strategy = Ragged(AttentionMetadata(), axis_name="keys")
+    run = lambda *xs: attention(*xs, strategy)
+    with pytest.raises(ValueError, match="'keys' of Ragged names.*there is no mesh.*jax.set_mesh"):
+        run(q, k, v)
+    assert "there is no mesh" in strategy.supports().reason
+    with jax.set_mesh(mesh_of(name="sp")):
+        with pytest.raises(ValueError, match=r"the mesh has \('sp',\)"):
+            run(q, k, v)
+    with jax.set_mesh(mesh_of()):
+        assert strategy.supports().ok
+        with pytest.raises(ValueError, match=r"key_ \(2, 10, 2, 8\).*10 keys.*4 devices.*multiple"):
+            run(q, k, v)
+        cache = PagedKVCache.empty(pages=16, page_size=3, **SIZES)
+        with pytest.raises(ValueError, match=r"PagedKVCache.empty\(..., shares=4\)"):
+            run(q, cache.key, cache.value)
+    with jax.set_mesh(
+        jax.make_mesh((4,), ("keys",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    ):
+        with pytest.raises(ValueError, match="explicit axis.*automatic"):
+            run(q, k, v)
+    with pytest.raises(ValueError, match="shares=3 devices cannot share 16 pages"):
+        PagedKVCache.empty(pages=16, page_size=3, shares=3, **SIZES)
