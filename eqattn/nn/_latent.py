@@ -49,7 +49,12 @@ class LatentAttention(eqx.Module):
     It takes one sequence, `[t, hidden_size]`; use `jax.vmap` for a batch. With `cache=` it returns
     `(cache, out)`, and takes one sequence or all rows of the cache, `[b, t, hidden_size]`.
 
-    Fields have the names of DeepSeek's published code, where `kv_a_proj` is `kv_a_proj_with_mqa`.
+    Fields have the names of DeepSeek's published code but for two. `kv_a_proj` is its
+    `kv_a_proj_with_mqa`. Its `kv_b_proj` is two projections here, as the absorbed form multiplies
+    with each alone and would otherwise copy both:
+
+        both = kv_b_proj.weight.reshape(num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank)
+        k_b, v_b = jnp.split(both, [qk_nope_head_dim], 1)  # each .reshape(-1, kv_lora_rank)
     """
 
     q_proj: eqx.nn.Linear | None
@@ -58,7 +63,8 @@ class LatentAttention(eqx.Module):
     q_b_proj: eqx.nn.Linear | None
     kv_a_proj: eqx.nn.Linear
     kv_a_norm: eqx.nn.RMSNorm
-    kv_b_proj: eqx.nn.Linear
+    k_b_proj: eqx.nn.Linear
+    v_b_proj: eqx.nn.Linear
     o_proj: eqx.nn.Linear
     rotary: Rotary | None
     softmax_scale: float | Float[Array, ""] | None = eqx.field(converter=as_constant)
@@ -138,7 +144,7 @@ class LatentAttention(eqx.Module):
                 raise TypeError(f"rotary must be a Rotary, such as Rotary(10_000), got {rotary!r}.")
             turned(rotary.dim, qk_rope_head_dim)
         check_strategy(strategy)
-        keys = iter(split_key(key, 6))
+        keys = iter(split_key(key, 7))
         make = lambda size, features, bias=False: eqx.nn.Linear(
             size, features, use_bias=bias, dtype=dtype, key=next(keys)
         )
@@ -153,7 +159,8 @@ class LatentAttention(eqx.Module):
             self.q_b_proj = make(q_lora_rank, queries)
         self.kv_a_proj = make(hidden_size, kv_lora_rank + qk_rope_head_dim, use_bias)
         self.kv_a_norm = norm(kv_lora_rank)
-        self.kv_b_proj = make(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
+        self.k_b_proj = make(kv_lora_rank, num_heads * qk_nope_head_dim)
+        self.v_b_proj = make(kv_lora_rank, num_heads * v_head_dim)
         self.o_proj = make(num_heads * v_head_dim, hidden_size, use_bias)
         self.rotary = rotary
         self.softmax_scale = AttentionMetadata(softmax_scale=softmax_scale).softmax_scale
@@ -263,20 +270,21 @@ class LatentAttention(eqx.Module):
             scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         strategy = configured(self.strategy, cache is not None, softmax_scale=scale)
         keys = Joined(latent, rest) if cache is None else cache.key
-        into_keys, into_values = self._up_projections()
         if absorbed:
             inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
-            query = jnp.concatenate([jnp.einsum("...hn,hnr->...hr", inner, into_keys), turning], -1)
+            weight = self.k_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
+            inner = jnp.einsum("...hn,hnr->...hr", inner, weight)
+            query = jnp.concatenate([inner, turning], -1)
             key, value = keys, keys.first
             if not getattr(strategy, "reads_stored", False):
                 key, value = keys.materialise(), as_stored(value).materialise()
         else:
             held = keys.materialise()[..., 0, :]
             latent, rest = jnp.split(held, [self.kv_lora_rank], -1)
-            key = jnp.einsum("...r,hnr->...hn", latent, into_keys)
+            key = project(self.k_b_proj, latent, self.num_heads, self.qk_nope_head_dim)
             rest = jnp.broadcast_to(rest[..., None, :], (*key.shape[:-1], rest.shape[-1]))
             key = jnp.concatenate([key, rest], -1)
-            value = jnp.einsum("...r,hvr->...hv", latent, into_values)
+            value = project(self.v_b_proj, latent, self.num_heads, self.v_head_dim)
         out = attention(
             query,
             key,
@@ -291,7 +299,8 @@ class LatentAttention(eqx.Module):
         ).attention_outputs
         out = out.astype(query.dtype)
         if absorbed:
-            out = jnp.einsum("...hr,hvr->...hv", out, into_values)
+            weight = self.v_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
+            out = jnp.einsum("...hr,hvr->...hv", out, weight)
         out = linear(self.o_proj, out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim))
         out = out[0] if one else out
         return out if restore is None else (restore(cache), out)
@@ -322,9 +331,3 @@ class LatentAttention(eqx.Module):
         inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
         query = jnp.concatenate([inner, self.rotary(turning, at[0])], -1)
         return query, self.rotary(rest, at[1]), latent
-
-    def _up_projections(self) -> tuple[Array, Array]:
-        """The projections of a latent to keys `[h, n, r]` and to values `[h, v, r]`."""
-        weight = self.kv_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
-        keys, values = jnp.split(weight, [self.qk_nope_head_dim], 1)
-        return keys, values

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqattn import AttentionMetadata, Blockwise, Dense, SlidingWindow
-from eqattn.cache import KVCache, LatentKVCache, PagedKVCache, QuantizedKVCache
+from eqattn.cache import KVCache, LatentKVCache, QuantizedKVCache
 from eqattn.nn import LatentAttention, MultiheadAttention, Rotary, with_strategy
 
 
@@ -54,20 +54,20 @@ def published(xp, w, x, scale=(NOPE + ROPE) ** -0.5):
     q = xp.concatenate([q[..., :NOPE], turn(q[..., NOPE:])], -1)
     compressed = x @ w["kv_a_proj"].T
     shared = turn(compressed[:, None, RANK:])
-    expanded = norm(compressed[:, :RANK], w["kv_a_norm"]) @ w["kv_b_proj"].T
-    expanded = expanded.reshape(T, HEADS, NOPE + VALUE)
-    k = xp.concatenate([expanded[..., :NOPE], xp.repeat(shared, HEADS, 1)], -1)
+    latent = norm(compressed[:, :RANK], w["kv_a_norm"])
+    inner, v = ((latent @ w[n].T).reshape(T, HEADS, -1) for n in ("k_b_proj", "v_b_proj"))
+    k = xp.concatenate([inner, xp.repeat(shared, HEADS, 1)], -1)
     logits = xp.einsum("thd,shd->hts", q, k) * scale
     logits = xp.where(np.tril(np.ones((T, T), bool)), logits, -np.inf)
     p = xp.exp(logits - logits.max(-1, keepdims=True))
     p = p / p.sum(-1, keepdims=True)
-    out = xp.einsum("hts,shv->thv", p, expanded[..., NOPE:])
+    out = xp.einsum("hts,shv->thv", p, v)
     return out.reshape(T, -1) @ w["o_proj"].T
 
 
 def weights(layer):
-    names = ("q_proj", "q_a_proj", "q_a_norm", "q_b_proj", "kv_a_proj", "kv_a_norm", "kv_b_proj",
-             "o_proj")  # fmt: skip
+    names = ("q_proj", "q_a_proj", "q_a_norm", "q_b_proj", "kv_a_proj", "kv_a_norm", "k_b_proj",
+             "v_b_proj", "o_proj")  # fmt: skip
     found = {name: getattr(layer, name) for name in names}
     return {name: x.weight for name, x in found.items() if x is not None}
 
@@ -103,9 +103,6 @@ def test_both_forms_are_what_is_published(q_lora_rank, x64):
 
 CACHES = {
     "dense": lambda: LatentKVCache.empty(2, 64, RANK, ROPE),
-    "paged": lambda: LatentKVCache(
-        PagedKVCache.empty(2, 64, 8, 16, 1, ROPE, RANK).reserve(jnp.array([T, T]))
-    ),
     "int8": lambda: LatentKVCache(QuantizedKVCache.empty(2, 64, 1, ROPE, RANK)),
 }
 
@@ -142,13 +139,11 @@ def test_one_sequence_and_other_strategies():
 
     @jax.jit
     def run(layer, x, cache):
-        other = with_strategy({"layer": layer}, Dense(AttentionMetadata()))["layer"]
-        reads_arrays = with_strategy(layer, Blockwise())
+        dense = with_strategy({"layer": layer}, Dense(AttentionMetadata()))["layer"]
         one = jax.tree.map(lambda x: x[0], cache)
-        outs = [layer(x, mask), other(x, mask), other(x, mask, form="absorbed")]
-        outs += [layer(x, mask, q_positions=jnp.arange(5, 5 + T))]
-        outs += [m(x, mask, cache=cache)[1] for m in (layer, reads_arrays)]
-        return [*outs, layer(x, mask, cache=one)[1]]
+        outs = [dense(x, mask), dense(x, mask, form="absorbed"), layer(x, mask, cache=one)[1]]
+        outs += [dense(x, mask, q_positions=jnp.arange(5, 5 + T))]
+        return [*outs, with_strategy(layer, Blockwise())(x, mask, cache=cache)[1]]
 
     first, *others = run(layer, x, cache)
     for out in others:

@@ -207,6 +207,12 @@ CASES = (
     _cached("mqa", kv_heads=1),
     _cached("mqa-bf16", "bfloat16", 1),
     _cached("int8", "bfloat16", cache="int8"),
+    Case(
+        "cpu-decode-latent",
+        "latent",
+        tokens=8192,
+        targets={"times faster": Target(3.0, None, True), "temp MiB": Target(2.0)},
+    ),
     Case("cpu-append", "append", tokens=512, targets={"time at 32 S / at S": Target(1.2)}),
     Case("cpu-ring-8192", "ring", tokens=8192, devices=8),
     Case("import", "import", targets={"time / equinox": Target(1.1)}),

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import attention, AttentionMetadata, Causal, KeyPadding, Ragged
-from ...cache import KVCache, QuantizedKVCache
+from ...cache import KVCache, LatentKVCache, QuantizedKVCache
+from ...nn import LatentAttention
 from .cases import Case, Row
 from .timing import rounds_of
 
@@ -167,4 +168,53 @@ def _stepping(case: Case, tokens: int) -> tuple[Callable[[], None], int]:
     return call, memory.temp_size_in_bytes
 
 
-EXPERIMENTS = {"decode": step, "longer": longer, "append": append, "cached": cached}
+def latent(case: Case, rounds: int) -> Iterator[Row]:
+    """Measures a step of one row of DeepSeek's layer from a cache of latents, with 16 heads of
+    DeepSeek V3's sizes: absorbed, and with the keys and values of all heads made again.
+    """
+    made = {n: _latent_step(case, n) for n in ("absorbed", "expanded")}
+    outs = {n: np.asarray(call()) for n, (call, _) in made.items()}
+    assert abs(outs["absorbed"] - outs["expanded"]).max() < 1e-4 * abs(outs["absorbed"]).max()
+    times = rounds_of({n: call for n, (call, _) in made.items()}, rounds, wall=case.cores > 1)
+    faster = {"eqattn": times["expanded"] / times["absorbed"]}
+    yield _row(case, "times faster", faster, note="than keys and values of all heads")
+    yield case.row("time ms", {"eqattn": float(np.median(times["absorbed"])) * 1e3})
+    yield case.row("temp MiB", {"eqattn": made["absorbed"][1] / 2**20})
+
+
+def _latent_step(case: Case, form: Any) -> tuple[Callable[[], jax.Array], int]:
+    """Returns a call, and the bytes of its temporary memory. The call is a step over a full cache,
+    the last token of which it appends and then drops.
+    """
+    sizes: Any = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    layer = LatentAttention(16, 512, **sizes, key=jax.random.key(0))
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(i), (1, *shape))
+    before = case.tokens - 1
+    cache = LatentKVCache.empty(1, case.tokens, 512, 64)
+    cache = cache.append(draw(1, before, 1, 64), draw(2, before, 1, 512))
+
+    def one(cache, layer, x):
+        length = cache.length
+        cache, out = layer(x, "causal", cache=cache, form=form)
+        return cache.truncate(length), out
+
+    args = layer, draw(3, 1, 512)
+    run = jax.jit(one, donate_argnums=0).lower(cache, *args).compile()
+    memory = run.memory_analysis()
+    assert memory is not None  # a CPU's compiler knows
+
+    def call():
+        nonlocal cache
+        cache, out = jax.block_until_ready(run(cache, *args))
+        return out
+
+    return call, memory.temp_size_in_bytes
+
+
+EXPERIMENTS = {
+    "append": append,
+    "cached": cached,
+    "decode": step,
+    "latent": latent,
+    "longer": longer,
+}
