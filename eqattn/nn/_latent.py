@@ -13,7 +13,7 @@ from .._misc import as_array, as_constant, as_flag, as_number, as_size, with_con
 from .._problem.joined import Joined
 from .._problem.storage import as_stored
 from ..cache import LatentKVCache
-from ..masks._distance import check_distances
+from ..masks._terms import moved_positions
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import as_layer_mask, check_name, check_strategy, configured, split_key
@@ -310,7 +310,6 @@ class LatentAttention(eqx.Module):
         latent = normed(self.kv_a_norm, latent)
         if self.rotary is None:
             return query, rest, latent
-        check_distances(mask, self.rotary)
         t = x.shape[1]
         at = input_positions(
             self.strategy,
@@ -320,8 +319,9 @@ class LatentAttention(eqx.Module):
             False,
         )
         inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
-        query = jnp.concatenate([inner, self.rotary(turning, at[0])], -1)
-        return query, self.rotary(rest, at[1]), latent
+        turned = self.rotary(turning, moved_positions(mask, at[0]))
+        query = jnp.concatenate([inner, turned], -1)
+        return query, self.rotary(rest, moved_positions(mask, at[1])), latent
 
     def _up_projections(self) -> tuple[Array, Array]:
         """The projections of a latent to keys `[h, n, r]` and to values `[h, v, r]`."""
