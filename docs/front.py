@@ -2,7 +2,7 @@
 
     python -m eqattn bench --record docs --rounds 11 --peers jax.nn torch && python docs/front.py
 
-Both come from `docs/benchmarks.json`, the file of the table and pictures of the benchmarks page: the
+Both come from `docs/benchmarks.json`, the file of the table of the benchmarks page: the
 table in README.md and index.md, and the picture `docs/scaling.svg` of the README.
 """
 

@@ -194,8 +194,6 @@ def empty_caches(
         `"int8"`, which is that with eight bits in the layers without a window.
     """
     dtype = model.embedding.dtype
-    # XLA:CPU writes a part of a bfloat16 array fastest as bits.
-    bits = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
 
     def empty(layer: MultiheadAttention | LatentAttention) -> Any:
         if isinstance(layer, LatentAttention):
@@ -204,12 +202,12 @@ def empty_caches(
         sizes = layer.num_kv_heads, layer.qk_size, layer.vo_size, dtype
         if layer.window is not None and kind != "contiguous":
             held = min(layer.window[0] + piece, capacity + piece)
-            return RingBufferCache.empty(rows, held, *sizes, bits=bits)
+            return RingBufferCache.empty(rows, held, *sizes)
         return every_token(sizes)
 
     def every_token(sizes: tuple[Any, ...]) -> Any:
         if kind == "int8":
             return QuantizedKVCache.empty(rows, capacity, *sizes)
-        return KVCache.empty(rows, capacity, *sizes, bits=bits)
+        return KVCache.empty(rows, capacity, *sizes)
 
     return tuple(empty(block.attention) for block in model.blocks)
