@@ -76,29 +76,16 @@ def from_gpt_oss(tensors: Tensors, spec: Spec) -> Tensors:
 
 
 def from_deepseek(tensors: Tensors, spec: Spec) -> Tensors:
-    """Heads of DeepSeek end with the part that turns; here they begin with it. Keys and values are
-    one projection of the latent vector, and each expert has tensors of its own.
-    """
-    latent, mixture = spec.latent, spec.mixture
-    assert latent is not None and mixture is not None
+    """Each expert of DeepSeek has tensors of its own."""
+    assert spec.mixture is not None
     found = {}
     for name, x in tensors.items():
-        if re.search(r"self_attn\.q(_b)?_proj\.weight$", name):
-            plain, turned = jnp.split(
-                x.reshape(spec.heads, spec.head_dim, -1), [latent.plain_dim], 1
-            )
-            found[name] = jnp.concatenate([turned, plain], 1).reshape(x.shape)
-        elif "self_attn.kv_b_proj" in name:
-            pieces = jnp.split(x.reshape(spec.heads, -1, x.shape[-1]), [latent.plain_dim], 1)
-            for part, piece in zip("kv", pieces, strict=True):
-                found[name.replace("kv_b", part)] = piece.reshape(-1, x.shape[-1])
-        elif expert := re.search(r"(.*\.experts\.)(\d+)\.(\w+)\.weight$", name):
-            stem, first, part = expert.groups()
-            if first == "0":
-                all_ = [tensors[f"{stem}{i}.{part}.weight"].T for i in range(mixture.count)]
-                found[stem + part] = jnp.stack(all_)
-        else:
+        expert = re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name)
+        if expert is None:
             found[name.replace("mlp.gate.", "mlp.router.")] = x
+        elif expert[2] == "0":
+            names = [f"{expert[1]}{i}.{expert[3]}.weight" for i in range(spec.mixture.count)]
+            found[expert[1] + expert[3]] = jnp.stack([tensors[name].T for name in names])
     return found
 
 
@@ -108,8 +95,6 @@ PLACES = {
     r"positions\.weight": "positions",
     r"^lm_head": "head",
     r"^layers\.": "blocks.",
-    r"self_attn\.kv_a_proj_with_mqa": "compress.down",
-    r"self_attn\.kv_a_layernorm": "compress.norm",
     r"self_attn\.sinks": "attention.softmax_aux",
     r"self_attn\.": "attention.",
     r"\.o_proj": ".output_proj",
@@ -141,13 +126,11 @@ def places(spec: Spec) -> dict[str, str]:
             query[0]: ".query_proj.layers.0",
             key_[0]: ".key_proj.layers.0",
         }
-    elif spec.latent is not None:
+    elif spec.latent is not None:  # the layer has DeepSeek's names
         extra |= {
-            r"\.q_a_proj": ".query_proj.layers.0",
-            r"\.q_a_layernorm": ".query_proj.layers.1",
-            r"\.q_b_proj": ".query_proj.layers.2",
-            query[0]: query[1],
-            key_[0]: ".key_proj.expand",
+            r"\.kv_a_proj_with_mqa": ".kv_a_proj",
+            r"_a_layernorm": "_a_norm",
+            r"\.o_proj": ".o_proj",
         }
     else:
         extra |= dict([query, key_])

@@ -1,7 +1,6 @@
 """One decoder for many published families: what they differ in is a field of `Spec`.
 
-Attention is `eqattn.nn.MultiheadAttention` throughout, that of DeepSeek too: there, keys and values
-are projections of a latent vector instead of the hidden state.
+Attention is `eqattn.nn.MultiheadAttention`, and that of DeepSeek `eqattn.nn.LatentAttention`.
 """
 
 from collections.abc import Sequence
@@ -13,27 +12,41 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqattn import Causal, Segments
-from eqattn.cache import KVCache, QuantizedKVCache, RingBufferCache
-from eqattn.nn import MultiheadAttention
+from eqattn.cache import KVCache, LatentKVCache, QuantizedKVCache, RingBufferCache
+from eqattn.nn import LatentAttention, MultiheadAttention
 
-from .layers import along_rows, Compress, Experts, LatentKeys, linear, MLP
+from .layers import along_rows, Experts, linear, MLP
 from .spec import Layer, Spec
 
 
-def make_attention(spec: Spec, layer: Layer, key: PRNGKeyArray) -> MultiheadAttention:
+def make_attention(spec: Spec, layer: Layer, key: PRNGKeyArray) -> Any:
     """The attention of a layer. Its projections are replaced where a family's are no `Linear`."""
-    latent = spec.latent
-    sizes = (None, None) if latent is None else (latent.rank + latent.rotary_dim, latent.rank)
-    qk_size = spec.head_dim
+    if spec.latent is not None:
+        sizes = spec.latent
+        return LatentAttention(
+            spec.heads,
+            spec.width,
+            kv_lora_rank=sizes.rank,
+            qk_nope_head_dim=sizes.plain_dim,
+            qk_rope_head_dim=sizes.rotary_dim,
+            v_head_dim=sizes.value_dim,
+            q_lora_rank=sizes.query_rank,
+            rotary=layer.rotary,
+            softmax_scale=spec.scale,
+            norm_eps=spec.eps,
+            use_bias=sizes.bias,
+            key=key,
+        )
+    size = spec.head_dim
     out = MultiheadAttention(
         spec.heads,
         spec.width,
-        *sizes,
-        spec.width,
-        qk_size,
-        spec.value_dim,
-        *(spec.qkv_bias,) * 3,
-        spec.output_bias,
+        qk_size=size,
+        vo_size=size,
+        use_query_bias=spec.qkv_bias,
+        use_key_bias=spec.qkv_bias,
+        use_value_bias=spec.qkv_bias,
+        use_output_bias=spec.output_bias,
         num_kv_heads=spec.kv_heads,
         rotary=layer.rotary,
         qk_norm="rms" if spec.qk_norm == "head" else None,
@@ -44,43 +57,26 @@ def make_attention(spec: Spec, layer: Layer, key: PRNGKeyArray) -> MultiheadAtte
         key=key,
     )
     norm = lambda size: eqx.nn.RMSNorm(size, spec.eps, use_bias=False)
-    change: dict[str, Any] = {}
     if spec.qk_norm == "head":
-        change = dict(query_norm=norm(qk_size), key_norm=norm(qk_size))
+        return eqx.tree_at(lambda m: (m.query_norm, m.key_norm), out, (norm(size), norm(size)))
     if spec.qk_norm == "width":
-        for name in ("query_proj", "key_proj"):
-            made = getattr(out, name)
-            change[name] = eqx.nn.Sequential([made, norm(made.out_features)])
-    if latent is not None:
-        first, second, third = jax.random.split(key, 3)
-        expand = eqx.nn.Linear(
-            latent.rank, spec.heads * latent.plain_dim, use_bias=False, key=first
-        )
-        change["key_proj"] = LatentKeys(expand, spec.heads)
-        if latent.query_rank is not None:
-            down = eqx.nn.Linear(spec.width, latent.query_rank, latent.bias, key=second)
-            up = eqx.nn.Linear(latent.query_rank, spec.heads * qk_size, False, key=third)
-            change["query_proj"] = eqx.nn.Sequential([down, norm(latent.query_rank), up])
-    return eqx.tree_at(lambda m: [getattr(m, x) for x in change], out, list(change.values()))
+        made = out.query_proj, out.key_proj
+        normed = [eqx.nn.Sequential([x, norm(x.out_features)]) for x in made]
+        return eqx.tree_at(lambda m: (m.query_proj, m.key_proj), out, normed)
+    return out
 
 
 class Block(eqx.Module):
     """Attention and an MLP, each added to its input, each normalised before, after or both."""
 
-    attention: MultiheadAttention
-    compress: Compress | None
+    attention: MultiheadAttention | LatentAttention
     mlp: MLP | Experts
     before: tuple[Any, Any] | None
     after: tuple[Any, Any] | None
 
     def __init__(self, spec: Spec, layer: Layer, key: PRNGKeyArray):
-        first, second, third = jax.random.split(key, 3)
+        first, second = jax.random.split(key)
         self.attention = make_attention(spec, layer, first)
-        self.compress = None
-        if spec.latent is not None:
-            sizes = spec.latent
-            down = eqx.nn.Linear(spec.width, sizes.rank + sizes.rotary_dim, sizes.bias, key=third)
-            self.compress = Compress(down, eqx.nn.RMSNorm(sizes.rank, spec.eps, use_bias=False))
         self.mlp = Experts(spec, second) if layer.experts else MLP(spec, spec.hidden, second)
         pair = lambda: (make_norm(spec), make_norm(spec))
         self.before = pair() if spec.norms in ("before", "both") else None
@@ -92,9 +88,7 @@ class Block(eqx.Module):
         """The cache among the options, if there is one, and the output."""
         before, after = self.before or (None, None), self.after or (None, None)
         normed = lambda norm, x: x if norm is None else along_rows(norm, x)
-        y = normed(before[0], x)
-        key_, value = (None, None) if self.compress is None else self.compress(y)
-        y = self.attention(y, key_, value, mask, **options)
+        y = self.attention(normed(before[0], x), mask=mask, **options)
         cache, y = y if options.get("cache") is not None else (None, y)
         x = x + normed(after[0], y)
         return cache, x + normed(after[1], self.mlp(normed(before[1], x)))
@@ -161,8 +155,10 @@ class Decoder(eqx.Module):
         """What the last layer makes of each token."""
         x = self.embed(tokens, jnp.arange(len(tokens)) if positions is None else positions)
         mask = Causal() if segments is None else Causal() & Segments(segments)
-        options = dict(q_positions=positions, kv_positions=positions)
         for block in self.blocks:
+            options = dict(q_positions=positions, kv_positions=positions)
+            if isinstance(block.attention, LatentAttention):
+                del options["kv_positions"]  # its keys are those of its queries
             _, x = block(x, mask, **options)
         return x
 
@@ -198,16 +194,20 @@ def empty_caches(
         `"int8"`, which is that with eight bits in the layers without a window.
     """
     dtype = model.embedding.dtype
-    # XLA:CPU writes a part of a bfloat16 array fastest as bits.
-    bits = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
 
-    def empty(layer: MultiheadAttention) -> Any:
+    def empty(layer: MultiheadAttention | LatentAttention) -> Any:
+        if isinstance(layer, LatentAttention):
+            sizes = 1, layer.qk_rope_head_dim, layer.kv_lora_rank, dtype
+            return LatentKVCache(every_token(sizes))
         sizes = layer.num_kv_heads, layer.qk_size, layer.vo_size, dtype
         if layer.window is not None and kind != "contiguous":
             held = min(layer.window[0] + piece, capacity + piece)
-            return RingBufferCache.empty(rows, held, *sizes, bits=bits)
+            return RingBufferCache.empty(rows, held, *sizes)
+        return every_token(sizes)
+
+    def every_token(sizes: tuple[Any, ...]) -> Any:
         if kind == "int8":
             return QuantizedKVCache.empty(rows, capacity, *sizes)
-        return KVCache.empty(rows, capacity, *sizes, bits=bits)
+        return KVCache.empty(rows, capacity, *sizes)
 
     return tuple(empty(block.attention) for block in model.blocks)

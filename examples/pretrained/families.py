@@ -88,7 +88,6 @@ def llama(config: Config) -> dict[str, Any]:
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        value_dim=head_dim,
         layers=layers(dict(config, layer_types=None), lambda i: False),
         eps=config.get("rms_norm_eps", 1e-6),
         activation=activation(config.get("hidden_act", "silu")),
@@ -217,16 +216,11 @@ def deepseek(config: Config) -> dict[str, Any]:
     dense = config.get("first_k_dense_replace", 0)
     hidden = config["moe_intermediate_size"]
     return dict(
-        kv_heads=config["num_attention_heads"],
-        head_dim=dim + plain,
-        value_dim=config["v_head_dim"],
         layers=tuple(
             Layer(None, turned, experts=i >= dense) for i in range(config["num_hidden_layers"])
         ),
-        qkv_bias=False,
-        output_bias=bias,
         scale=scale,
-        latent=Latent(config.get("q_lora_rank"), rank, dim, plain, bias),
+        latent=Latent(config.get("q_lora_rank"), rank, dim, plain, config["v_head_dim"], bias),
         mixture=Mixture(
             config["n_routed_experts"],
             config["num_experts_per_tok"],

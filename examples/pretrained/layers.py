@@ -1,4 +1,4 @@
-"""The parts of a layer beside attention: MLPs, mixtures of experts, and latent keys and values."""
+"""The parts of a layer beside attention: MLPs and mixtures of experts."""
 
 import functools
 import math
@@ -125,30 +125,3 @@ class Experts(eqx.Module):
             out = out + self.biases[2][None]
         out = jnp.einsum("neo,ne->no", out, self.weights(rows).astype(out.dtype)).reshape(x.shape)
         return out if self.shared is None else out + self.shared(x)
-
-
-class LatentKeys(eqx.Module):
-    """Makes the keys of all heads from a latent vector: `[latent, rotary] -> [rotary, plain]` of
-    each head, of which the first part is the same for all.
-    """
-
-    expand: eqx.nn.Linear
-    heads: int = eqx.field(static=True)
-
-    def __call__(self, x: Float[Array, " rank+rotary"]) -> Float[Array, " heads*size"]:
-        rank = self.expand.in_features
-        plain = self.expand(x[:rank]).reshape(self.heads, -1)
-        shared = jnp.broadcast_to(x[None, rank:], (self.heads, len(x) - rank))
-        return jnp.concatenate([shared, plain], -1).reshape(-1)
-
-
-class Compress(eqx.Module):
-    """Makes the latent vector, normalised, and the part of keys that turns with the position."""
-
-    down: eqx.nn.Linear
-    norm: eqx.nn.RMSNorm
-
-    def __call__(self, x: Float[Array, "*b width"]) -> tuple[Array, Array]:
-        x, rank = linear(self.down, x), self.norm.shape[0]
-        latent = along_rows(self.norm, x[..., :rank])
-        return jnp.concatenate([latent, x[..., rank:]], -1), latent

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqattn.nn import MultiheadAttention
+from eqattn.nn import LatentAttention, MultiheadAttention
 
 from .decoder import Decoder
 
@@ -46,18 +46,22 @@ def _is(*kinds: type) -> Any:
 
 
 def adapt(model: Decoder, rank: int, scale: float, key: PRNGKeyArray) -> Decoder:
-    """The model with an adapter at each linear projection of its attention layers."""
+    """The model with an adapter at each projection that its attention layers call."""
     keys = iter(jax.random.split(key, 1000))
 
     def wrap(x: Any) -> Any:
         return LoRA(x, rank, scale, next(keys)) if isinstance(x, eqx.nn.Linear) else x
 
     def attention(x: Any) -> Any:
-        if not isinstance(x, MultiheadAttention):
+        if not isinstance(x, MultiheadAttention | LatentAttention):
             return x
-        return jax.tree.map(wrap, x, is_leaf=_is(eqx.nn.Linear))
+        adapted = jax.tree.map(wrap, x, is_leaf=_is(eqx.nn.Linear))
+        if isinstance(x, MultiheadAttention):
+            return adapted
+        # This projection is not called: its weight is multiplied by queries, or by latents.
+        return eqx.tree_at(lambda m: m.kv_b_proj, adapted, x.kv_b_proj)
 
-    return jax.tree.map(attention, model, is_leaf=_is(MultiheadAttention))
+    return jax.tree.map(attention, model, is_leaf=_is(MultiheadAttention, LatentAttention))
 
 
 def merge(model: Decoder) -> Decoder:

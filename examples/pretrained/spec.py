@@ -32,12 +32,13 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """The sizes of multi-head latent attention, and whether its projections down have biases."""
+    """The sizes of multi-head latent attention, and whether its projections have biases."""
 
     query_rank: int | None
     rank: int
     rotary_dim: int
     plain_dim: int
+    value_dim: int
     bias: bool
 
 
@@ -51,7 +52,6 @@ class Spec:
     heads: int
     kv_heads: int
     head_dim: int
-    value_dim: int
     layers: tuple[Layer, ...]
     eps: float
     norms: str = "before"  # or "after", or "both": of each of attention and MLP

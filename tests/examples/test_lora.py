@@ -106,3 +106,11 @@ def test_a_run_learns_and_goes_on(tmp_path, capsys):
     refuses(
         example.main, [str(REFERENCES / "llama"), "--text", str(text)], "tokenizer.json", capsys
     )
+
+
+def test_adapters_of_latent_attention():
+    model, _ = load(REFERENCES / "deepseek_v3")
+    adapted = adapt(model, 2, 1.0, jax.random.key(0))
+    adapters, _ = split(adapted)
+    assert len(jax.tree.leaves(adapters)) == 2 * 2 * 4  # q_a, q_b, kv_a and o of both layers
+    assert eqx.tree_equal(merge(adapted), model)

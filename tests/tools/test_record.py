@@ -22,6 +22,16 @@ def test_the_table_and_the_pictures_have_one_source():
     assert [x.name for x in DOCS.glob("*.json")] == [record.DATA]
 
 
+def test_the_front_pages_show_the_recorded_figures(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    import front
+
+    for path in front.PAGES:
+        page = path.read_text()
+        assert front.written(page) == page and front.table() in page
+    assert f"benchmarks.json {front.digest()}" in front.PICTURE.read_text()
+
+
 def test_remarks_are_on_the_recorded_figures():
     _, header = report.FILE.read(DOCS / record.DATA)
     page = (DOCS / "pages" / "benchmarks.md").read_text()

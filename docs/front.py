@@ -1,0 +1,97 @@
+"""Writes what the README and the front page show of the recorded benchmarks.
+
+    python -m eqattn bench --record docs --rounds 11 --peers jax.nn torch && python docs/front.py
+
+Both come from `docs/benchmarks.json`, the file of the table of the benchmarks page: the
+table in README.md and index.md, and the picture `docs/scaling.svg` of the README.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+
+DOCS = Path(__file__).parent
+DATA, PICTURE = DOCS / "benchmarks.json", DOCS / "scaling.svg"
+PAGES = DOCS.parent / "README.md", DOCS / "pages" / "index.md"
+MARKS = "<!-- Written by docs/front.py. -->\n", "<!-- End of what docs/front.py wrote. -->"
+
+# What a row of the table says, and its case and figure among the recorded ones.
+TIMES = {
+    "forward, 2,048 tokens": "cpu-f32-causal-2048-fwd",
+    "gradient, 2,048 tokens": "cpu-f32-causal-2048-grad",
+    "forward, 2,048 tokens, 2 key heads": "cpu-f32-causal-gqa-2048-fwd",
+    "forward, 8,192 tokens": "cpu-f32-causal-8192-fwd",
+    "forward, 8,192 tokens, window of 512": "cpu-f32-window-8192-fwd",
+}
+PEERS = "eqattn", "jax.nn", "torch"
+
+
+def table() -> str:
+    """The table, and what was measured on what."""
+    recorded = json.loads(DATA.read_text())
+    found = {(row["case"], row["figure"]): row for row in recorded["rows"]}
+
+    def cell(row: dict[str, Any] | None, peer: str, unit: str = "") -> str:
+        if row is None or peer not in row["values"]:
+            return "-"
+        return f"{row['values'][peer]:.3g}{unit}"
+
+    machine = recorded["machine"]
+    lines = [
+        f"Recorded on {machine['date']}: {machine['processor']}. Causal float32 attention with 8 "
+        "heads of 64. Times are multiples of PyTorch's: below 1 is faster. Memory is temporary.",
+        "",
+        "| | eqattn | `jax.nn` | PyTorch | memory, eqattn | memory, `jax.nn` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, case in TIMES.items():
+        times, memory = found[case, "time / torch"], found[case, "temp MiB"]
+        needs = re.fullmatch(r"jax\.nn needs (.*)", times["note"])
+        theirs = needs[1] if needs else cell(memory, "jax.nn", " MiB")
+        cells = [cell(times, peer) for peer in PEERS]
+        cells += [cell(memory, "eqattn", " MiB"), theirs]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    step = "A step of decoding, 8 rows of up to 8,192 tokens, is {} times as fast as `jax.nn`'s."
+    full, short = (
+        cell(found[f"cpu-decode-8192-{kind}", "times faster"], "eqattn")
+        for kind in ("full", "short")
+    )
+    lines += ["", step.format(f"{full} (all full) and {short} (most short)")]
+    return "\n".join(lines) + "\n"
+
+
+def digest() -> str:
+    return hashlib.sha256(DATA.read_bytes()).hexdigest()
+
+
+def draw() -> None:
+    """Time and memory of the forward pass against the length."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "eqattn"
+    from matplotlib import pyplot as plt
+
+    from eqattn import viz
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    viz.plot_scaling(DATA, "time / torch", ax=axes[0])
+    viz.plot_scaling(DATA, "temp MiB", ax=axes[1])
+    metadata = {"Date": None, "Description": f"benchmarks.json {digest()}"}
+    figure.savefig(PICTURE, metadata=metadata)
+
+
+def written(page: str) -> str:
+    """The page with the table between the marks."""
+    before, rest = page.split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    return f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{after}"
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(written(path.read_text()))
+    draw()
