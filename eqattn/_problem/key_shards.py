@@ -42,7 +42,8 @@ def merged_over(carry: Carry, axis: str) -> Carry:
     top = lax.pmax(lax.stop_gradient(carry.max_so_far), axis)
     share = jnp.exp(lax.stop_gradient(carry.max_so_far) - safe_max(top))
     sums = carry.numerator * share[..., None], carry.denominator * share
-    return Carry(*lax.psum(sums, axis), top)
+    numerator, denominator = lax.psum(sums, axis)
+    return Carry(numerator, denominator, top)
 
 
 def stored_specs(x: Any, axis: str) -> dict[int, P]:

@@ -48,7 +48,7 @@ class PagedKVCache(AbstractCache):
     value_pages: Any
     table: Int[Array, "b n"] = int32_field("table")
     length: Int[Array, " b"] = int32_field("length")
-    shares: int = eqx.field(static=True)
+    shares: int = eqx.field(static=True, default=1)
 
     shares_rows: ClassVar[bool] = True
 

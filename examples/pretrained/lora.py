@@ -58,8 +58,8 @@ def adapt(model: Decoder, rank: int, scale: float, key: PRNGKeyArray) -> Decoder
         adapted = jax.tree.map(wrap, x, is_leaf=_is(eqx.nn.Linear))
         if isinstance(x, MultiheadAttention):
             return adapted
-        # This projection is not called: its weight is multiplied by queries, or by latents.
-        return eqx.tree_at(lambda m: m.kv_b_proj, adapted, x.kv_b_proj)
+        # The absorbed form calls neither: it multiplies their weights by queries and by results.
+        return eqx.tree_at(lambda m: (m.k_b_proj, m.v_b_proj), adapted, (x.k_b_proj, x.v_b_proj))
 
     return jax.tree.map(attention, model, is_leaf=_is(MultiheadAttention, LatentAttention))
 
