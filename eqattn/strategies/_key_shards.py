@@ -26,8 +26,8 @@ def keys_place(axis: str, given: Any) -> tuple[int, Any]:
         found = "there is no mesh" if mesh is None else f"the mesh has {tuple(mesh.axis_names)}"
         raise ValueError(
             f"axis_name={axis!r} of Ragged names the axis over which keys are sharded, and "
-            f"{found}. Call under jax.set_mesh, give the metadata a mesh, or call inside jax.shard_map; "
-            "Ragged(metadata) reads keys on one device."
+            f"{found}. Call under jax.set_mesh, give the metadata a mesh, or call inside "
+            "jax.shard_map; Ragged(metadata) reads keys on one device."
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     if kinds[axis] == AxisType.Explicit:

@@ -76,10 +76,17 @@ def from_gpt_oss(tensors: Tensors, spec: Spec) -> Tensors:
 
 
 def from_deepseek(tensors: Tensors, spec: Spec) -> Tensors:
-    """Each expert of DeepSeek has tensors of its own."""
-    assert spec.mixture is not None
-    found = {}
+    """Each expert of DeepSeek has tensors of its own. The projections of latents to keys and to
+    values are one tensor, whose rows are those of each head.
+    """
+    assert spec.mixture is not None and spec.latent is not None
+    found, of_key = {}, spec.latent.plain_dim
     for name, x in tensors.items():
+        if name.endswith(".kv_b_proj.weight"):
+            rows = x.reshape(spec.heads, -1, x.shape[-1])
+            for part, piece in (("k", rows[:, :of_key]), ("v", rows[:, of_key:])):
+                found[name.replace("kv_b", f"{part}_b")] = piece.reshape(-1, x.shape[-1])
+            continue
         expert = re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name)
         if expert is None:
             found[name.replace("mlp.gate.", "mlp.router.")] = x
