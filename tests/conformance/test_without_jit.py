@@ -13,7 +13,7 @@ from .test_conformance import judge, mesh_of
 
 
 PLAIN = {axis: values[0] for axis, values in AXES.items()}
-PLAIN |= {"mask": "and", "length": (7, 13), "block": (5, 3), "bias": "heads", "sinks": "H"}
+PLAIN |= {"mask": "and", "length": (3, 5), "block": (2, 3), "bias": "heads", "sinks": "H"}
 CASES = [PLAIN | {"transform": transform} for transform in AXES["transform"]]
 CASES += [PLAIN | {"target": (name, 1)} for name in ("dense", "ragged")]
 CASES += [PLAIN | {"target": ("ring", 2), "transform": "grad", "length": (4, 4)}]

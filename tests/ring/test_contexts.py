@@ -41,7 +41,13 @@ from .common import (
 
 @pytest.mark.parametrize(
     "transform, n",
-    [(hvp, 2), (twice, 2), (forward_mode, 4), (mapped, 2), (scanned, 2), (checkpointed, 2)],
+    [
+        (twice, 2),
+        (forward_mode, 4),
+        (mapped, 2),
+        # The matrix of conformance has these with rings, too.
+        *[pytest.param(f, 2, marks=pytest.mark.slow) for f in (hvp, scanned, checkpointed)],
+    ],
 )
 def test_transform(transform, n):
     with jax.set_mesh(mesh_of(n)):

@@ -207,8 +207,18 @@ def test_two_explicit_axes(kind):
     check(kind, grad, grid_of(2, 2, AxisType.Explicit), Ring, head_axis="hp")
 
 
-@pytest.mark.parametrize("axes", AXES, ids=names)
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize(
+    "dtype, axes",
+    [
+        (np.float32, AxisType.Auto),
+        (jnp.bfloat16, AxisType.Explicit),
+        pytest.param(np.float32, AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param(jnp.bfloat16, AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param(np.float16, AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param(np.float16, AxisType.Explicit, marks=pytest.mark.slow),
+    ],
+    ids=names,
+)
 def test_dtypes(dtype, axes):
     check(both, grad, mesh_of(2, axes), Ring, dtype)
 
@@ -223,4 +233,4 @@ def test_everything(kind, transform, cls, placed, axes):
 def test_one_device():
     """The kinds are what the oracle takes them for."""
     for kind in KINDS:
-        check(kind, grad, mesh_of(1), Blockwise)
+        check(kind, jit, mesh_of(1), Blockwise)

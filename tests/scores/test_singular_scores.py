@@ -30,10 +30,19 @@ def log_distance(strength):
 UNSEEN = [(None, 7, (0, 7)), (4, 8, (0, 6)), (4, 11, (3, 0)), (3, 11, (0, 0))]
 PLACES = [("dense", 1), ("ragged", 1), ("ring", 2), ("ulysses", 2)]
 KINDS = (log_distance, LogDistance)
-CASES = [(*sizes, kind, ("blockwise", 1)) for sizes in UNSEEN for kind in KINDS]
-CASES += [(*sizes, LogDistance, ("tpu", 1)) for sizes in UNSEEN[:3]]
-CASES += [(*UNSEEN[(i + j) % 4], kind, place)
-          for i, place in enumerate(PLACES) for j, kind in enumerate(KINDS)]  # fmt: skip
+
+
+def crossed(shift):
+    """Each size and each strategy, with kinds in turn."""
+    kinds = [(i + shift) % 2 for i in range(4)]
+    for sizes, j in zip(UNSEEN, kinds):
+        yield *sizes, KINDS[j], ("blockwise", 1)
+    for i, (place, j) in enumerate(zip(PLACES, kinds)):
+        yield *UNSEEN[(i + j) % 4], KINDS[j], place
+
+
+CASES = [*crossed(0), *[(*sizes, LogDistance, ("tpu", 1)) for sizes in UNSEEN[:3]]]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in crossed(1)]
 
 
 @pytest.mark.parametrize("block, t, lengths, kind, place", CASES)
