@@ -109,10 +109,10 @@ class PagedKVCache(AbstractCache):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
         shape = (pages, page_size, kv_heads)
-        pools = empty_pools(shape, dims, dtype, stored, head_shares, bits, shares)
+        keys, values = empty_pools(shape, dims, dtype, stored, head_shares, bits, shares)
         parts = -(-capacity // (page_size * shares)) * shares
         table = jnp.full((batch, parts), -1, jnp.int32)
-        return PagedKVCache(*pools, table, jnp.zeros(batch, jnp.int32), shares)
+        return PagedKVCache(keys, values, table, jnp.zeros(batch, jnp.int32), shares)
 
     @property
     def page_size(self) -> int:
@@ -185,7 +185,7 @@ def empty_pools(
     head_shares: int,
     bits: bool | None,
     shares: int,
-) -> list[Any]:
+) -> tuple[Any, Any]:
     """Pools of pages of zeros, for keys `[*shape, dims[0]]` and for values `[*shape, dims[1]]`,
     where `shape` begins with the number of pages. The other arguments are those of
     `PagedKVCache.empty`.
@@ -199,9 +199,13 @@ def empty_pools(
         raise ValueError(
             f"shares={shares} devices cannot share {shape[0]} pages; use a multiple of {shares}."
         )
-    if stored is None:
-        return [empty_store((*shape, dim), dtype, bits) for dim in dims]
-    return [Quantized.zeros((*shape, dim), stored, dtype, head_shares) for dim in dims]
+
+    def pool(dim: int) -> Any:
+        if stored is None:
+            return empty_store((*shape, dim), dtype, bits)
+        return Quantized.zeros((*shape, dim), stored, dtype, head_shares)
+
+    return pool(dims[0]), pool(dims[1])
 
 
 def write_pages(

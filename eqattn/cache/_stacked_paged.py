@@ -64,7 +64,7 @@ class StackedPagedKVCache(eqx.Module):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
         shape = (pages, layers, page_size, kv_heads)
-        pools = empty_pools(
+        keys, values = empty_pools(
             shape, dims, dtype, stored, head_shares, bits, as_size(shares, "shares")
         )
         parts = -(-capacity // (page_size * shares)) * shares
@@ -72,7 +72,7 @@ class StackedPagedKVCache(eqx.Module):
             jnp.full((batch, parts), -1, jnp.int32),
             jnp.zeros((layers, batch), jnp.int32),
         )
-        return cls(*pools, table, length, shares)
+        return cls(keys, values, table, length, shares)
 
     def layer(self, index: Any) -> "PagedLayerCache":
         """The cache of one layer. The index may be traced.
