@@ -14,3 +14,7 @@ from ._paged import PagedKVCache as PagedKVCache
 from ._quantized import QuantizedKVCache as QuantizedKVCache
 from ._ring_buffer import RingBufferCache as RingBufferCache
 from ._stacked import LayerCache as LayerCache, StackedKVCache as StackedKVCache
+from ._stacked_paged import (
+    PagedLayerCache as PagedLayerCache,
+    StackedPagedKVCache as StackedPagedKVCache,
+)

@@ -108,27 +108,11 @@ class PagedKVCache(AbstractCache):
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
-        if bits and stored is not None:
-            raise ValueError(
-                f"bits=True keeps numbers of {jnp.dtype(dtype)} as they are and stored="
-                f"{jnp.dtype(stored)} quantizes them: give one of the two."
-            )
-
-        if as_size(shares, "shares", 1) > 1 and pages % shares:
-            raise ValueError(
-                f"shares={shares} devices cannot share {pages} pages; use a multiple of {shares}."
-            )
-
-        def pool(dim):
-            shape = (pages, page_size, kv_heads, dim)
-            if stored is None:
-                return empty_store(shape, dtype, bits)
-            return Quantized.zeros(shape, stored, dtype, head_shares)
-
+        shape = (pages, page_size, kv_heads)
+        keys, values = empty_pools(shape, dims, dtype, stored, head_shares, bits, shares)
         parts = -(-capacity // (page_size * shares)) * shares
         table = jnp.full((batch, parts), -1, jnp.int32)
-        key_pages, value_pages = map(pool, dims)
-        return PagedKVCache(key_pages, value_pages, table, jnp.zeros(batch, jnp.int32), shares)
+        return PagedKVCache(keys, values, table, jnp.zeros(batch, jnp.int32), shares)
 
     @property
     def page_size(self) -> int:
@@ -149,24 +133,8 @@ class PagedKVCache(AbstractCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "PagedKVCache":
-        counts = check_new(self, key, value, counts)
-        (rows, parts), size = self.table.shape, self.page_size
-        length = self.length + counts
-        length = within_capacity(length, parts * size)
-        position = new_positions(self, key.shape[1])
-        kept = position < length[:, None]
-        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        page = self.table[row, jnp.minimum(position // size, parts - 1)]
-        missing = "a row has no page for its new tokens; call cache.reserve(counts) before the step"
-        page = eqx.error_if(page, kept & (page < 0), missing)
-        held = as_stored(self.key_pages).shape[0]
-        # Tokens that are not kept go to a page that is not in the pool, so nothing is written.
-        # Several may go to the same place there, hence `unique=False`.
-        page = jnp.where(kept, page, held)
-        keys, values = (
-            store(pool, new, page, position % size, unique=False)
-            for pool, new in ((self.key_pages, key), (self.value_pages, value))
-        )
+        pools = self.key_pages, self.value_pages
+        keys, values, length = write_pages(self, pools, self.table, key, value, counts)
         return PagedKVCache(keys, values, self.table, length, self.shares)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "PagedKVCache":
@@ -207,6 +175,70 @@ class PagedKVCache(AbstractCache):
             raise ValueError(f"A mask of rows must be {self.length.shape}, got {rows.shape}.")
         table, length = self.table.at[rows].set(-1), self.length.at[rows].set(0)
         return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))
+
+
+def empty_pools(
+    shape: tuple[int, ...],
+    dims: tuple[int, int],
+    dtype: Any,
+    stored: Any,
+    head_shares: int,
+    bits: bool | None,
+    shares: int,
+) -> tuple[Any, Any]:
+    """Pools of pages of zeros, for keys `[*shape, dims[0]]` and for values `[*shape, dims[1]]`,
+    where `shape` begins with the number of pages. The other arguments are those of
+    `PagedKVCache.empty`.
+    """
+    if bits and stored is not None:
+        raise ValueError(
+            f"bits=True keeps numbers of {jnp.dtype(dtype)} as they are and stored="
+            f"{jnp.dtype(stored)} quantizes them: give one of the two."
+        )
+    if as_size(shares, "shares", 1) > 1 and shape[0] % shares:
+        raise ValueError(
+            f"shares={shares} devices cannot share {shape[0]} pages; use a multiple of {shares}."
+        )
+
+    def pool(dim: int) -> Any:
+        if stored is None:
+            return empty_store((*shape, dim), dtype, bits)
+        return Quantized.zeros((*shape, dim), stored, dtype, head_shares)
+
+    return pool(dims[0]), pool(dims[1])
+
+
+def write_pages(
+    cache: AbstractCache, pools: Any, table: Array, key: Array, value: Array, counts: Any
+) -> tuple[Any, Any, Array]:
+    """Writes new tokens into pools of keys and of values, `[pages, page size, ...]`.
+
+    **Arguments:**
+
+    - `cache`: the cache that they are appended to.
+    - `table`: the page in these pools of each part of a row, int32 `[b, n]`; below 0 it has none.
+    - `key`, `value`, `counts`: those of `append`.
+
+    **Returns:** the pools, and the new lengths.
+    """
+    counts = check_new(cache, key, value, counts)
+    held, size = as_stored(pools[0]).shape[:2]
+    rows, parts = table.shape
+    length = within_capacity(cache.length + counts, parts * size)
+    position = new_positions(cache, key.shape[1])
+    kept = position < length[:, None]
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    page = table[row, jnp.minimum(position // size, parts - 1)]
+    missing = "a row has no page for its new tokens; call cache.reserve(counts) before the step"
+    page = eqx.error_if(page, kept & (page < 0), missing)
+    # Tokens that are not kept go to a page that is not in the pool, so nothing is written. Several
+    # may go to the same place there, hence `unique=False`.
+    page = jnp.where(kept, page, held)
+    keys, values = (
+        store(pool, new, page, position % size, unique=False)
+        for pool, new in zip(pools, (key, value))
+    )
+    return keys, values, length
 
 
 def like(old: Array, new: np.ndarray) -> Array:

@@ -76,15 +76,22 @@ class StackedKVCache(eqx.Module):
         **Raises:** `ValueError` for a known index that is out of range. For a traced one,
         `equinox.error_if` raises when the program runs.
         """
-        index, layers = as_int32(index, "index"), self.length.shape[0]
-        known, message = concrete(index), f"index must be one of the {layers} layers, from 0 on"
-        if index.shape != () or (known is not None and not 0 <= known < layers):
-            got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
-            raise ValueError(f"{message}, got {got}.")
-        index = jnp.asarray(index)
-        if known is None:
-            index = eqx.error_if(index, (index < 0) | (index >= layers), message)
-        return LayerCache(self, index)
+        return LayerCache(self, layer_index(index, self.length.shape[0]))
+
+
+def layer_index(index: Any, layers: int) -> Array:
+    """The index of one of some layers as int32, checked."""
+    index = as_int32(index, "index")
+    known, message = concrete(index), f"index must be one of the {layers} layers, from 0 on"
+    if index.shape != () or (known is not None and not 0 <= known < layers):
+        got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
+        raise ValueError(f"{message}, got {got}.")
+    index = jnp.asarray(index)
+    return (
+        index
+        if known is not None
+        else eqx.error_if(index, (index < 0) | (index >= layers), message)
+    )
 
 
 class LayerCache(AbstractCache):

@@ -10,7 +10,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import ALiBi, attention, AttentionMetadata, Causal, KeyPadding, Ragged, Segments
-from eqattn.cache import KVCache, PagedKVCache, QuantizedKVCache, RingBufferCache
+from eqattn.cache import (
+    KVCache,
+    PagedKVCache,
+    QuantizedKVCache,
+    RingBufferCache,
+    StackedPagedKVCache,
+)
 
 
 N, B, H, K, D, V, CAPACITY = 4, 2, 4, 2, 8, 6, 24
@@ -244,3 +250,53 @@ def test_bad_input():
             run(q, k, v)
     with pytest.raises(ValueError, match="shares=3 devices cannot share 16 pages"):
         PagedKVCache.empty(pages=16, page_size=3, shares=3, **SIZES)
+
+
+LAYERS = 3
+
+
+def through_layers(caches, q, k, v, counts, **own):
+    """A scan over layers, which attend to the same tokens, scaled by the number of the layer."""
+
+    def layer(carry, i):
+        caches, outs = carry
+        scaled = [x * (1 + i).astype(x.dtype) for x in (k, v)]
+        cache, out = step(caches.layer(i), q, *scaled, counts, **own)
+        return (cache.stack, outs.at[i].set(out)), None
+
+    outs = jnp.zeros((LAYERS, *q.shape[:3], V))
+    (caches, outs), _ = jax.lax.scan(layer, (caches, outs), jnp.arange(LAYERS))
+    return caches, outs
+
+
+@pytest.mark.parametrize("shares, stored", [(1, jnp.int8), (N, None)])
+def test_pages_of_many_layers(shares, stored):
+    """One table serves all layers, on one device and spread over several."""
+    mesh, own = mesh_of(), {} if shares == 1 else {"axis_name": "keys"}
+    sizes = dict(pages=12, page_size=3, stored=stored, shares=shares, **SIZES)
+    with jax.set_mesh(mesh):
+        caches = StackedPagedKVCache.empty(LAYERS, **sizes)
+        if shares > 1:
+            caches = jax.device_put(caches, caches.key_shardings(mesh, "keys"))
+        program = jax.jit(ft.partial(through_layers, **own), donate_argnums=0)
+        lengths = np.zeros(B, int)
+        for t, counts in ((7, [7, 4]), (1, [1, 1])):
+            caches, new = caches.reserve(counts), tokens(t, seed=t)
+            text = program.lower(caches, *new, jnp.array(counts)).compile().as_text()
+            caches, outs = program(caches, *new, jnp.array(counts))
+            lengths = lengths + counts
+        assert (np.asarray(caches.length) == lengths).all() and "all-gather" not in text
+        for i in range(LAYERS):
+            cache = caches.layer(i)
+            held = [np.asarray(x.materialise()) for x in (cache.key, cache.value)]
+            want = by_hand(np.asarray(new[0]), *held, lengths, counts)
+            np.testing.assert_allclose(outs[i], want, atol=1e-5)
+        rows = caches.layer(2).truncate(jnp.array([2, 5])).stack.length
+        assert rows[2].tolist() == [2, 5] and rows[1].tolist() == [8, 5]
+        freed = caches.release(jnp.array([0]))
+        assert (freed.table[0] == -1).all() and freed.length[:, 0].max() == 0
+        assert freed.length[:, 1].min() == 5 and (freed.table[1] == caches.table[1]).all()
+        with pytest.raises(ValueError, match="A row would have 40 tokens"):
+            freed.reserve([40, 0])
+        with pytest.raises(ValueError, match="share one table"):
+            caches.layer(0).reorder(jnp.array([1, 0]))

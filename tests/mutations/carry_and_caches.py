@@ -98,7 +98,7 @@ MUTANTS = [
             ("page = jnp.where(kept, page, held)", "page = jnp.where(kept, page, 0)"),
             ("page = jnp.where(kept, page, held)", "pass"),
             ("kept = position < length[:, None]", "kept = position <= length[:, None]"),
-            ("self.table[row, jnp.minimum(position // size, parts - 1)]", "self.table[row, jnp.minimum(position // size, 0)]"),
+            ("table[row, jnp.minimum(position // size, parts - 1)]", "table[row, jnp.minimum(position // size, 0)]"),
             ("store(pool, new, page, position % size, unique=False)", "store(pool, new, page, position * 0, unique=False)"),
             ("eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))", "eqx.tree_at(lambda c: c.length, self, lengths)"),
             ("self.table[rows], self.length[rows]", "self.table, self.length[rows]"),

@@ -1,0 +1,186 @@
+"""`StackedPagedKVCache`, the paged caches of many equal layers, with one table of pages."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from .._misc import as_array, as_size, int32_field
+from .._problem.storage import as_stored, Pages
+from ._base import AbstractCache, check_lengths, check_rows, checked_dims
+from ._paged import empty_pools, like, with_pages, write_pages
+from ._stacked import layer_index
+
+
+class StackedPagedKVCache(eqx.Module):
+    """A `PagedKVCache` for each layer, in arrays that a scan over layers carries and writes in
+    place, as [`eqattn.cache.StackedKVCache`][] is. A page is the same part of a row in every layer,
+    so that one table serves them all, and `reserve` costs the host the same for any number of
+    layers.
+
+    **Arguments:**
+
+    - `key_pages`, `value_pages`: the pools of pages, `[pages, layers, page size, k, d]` and
+        `[pages, layers, page size, k, v]`, as arrays, [`eqattn.cache.Quantized`][] or
+        [`eqattn.cache.Bits`][]. `StackedPagedKVCache.empty` makes them.
+    - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none.
+    - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
+    - `shares`: as for [`eqattn.cache.PagedKVCache`][].
+    """
+
+    key_pages: Any
+    value_pages: Any
+    table: Int[Array, "b n"] = int32_field("table")
+    length: Int[Array, "l b"] = int32_field("length")
+    shares: int = eqx.field(static=True, default=1)
+
+    @classmethod
+    def empty(
+        cls,
+        layers: int,
+        batch: int,
+        capacity: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+        stored: Any = None,
+        head_shares: int = 1,
+        bits: bool | None = None,
+        shares: int = 1,
+    ) -> "StackedPagedKVCache":
+        """Makes a cache without tokens. The arguments are those of
+        [`eqattn.cache.PagedKVCache`][]`.empty`, and `layers`; each page has all layers.
+        """
+        sizes = dict(layers=layers, batch=batch, capacity=capacity, pages=pages)
+        sizes |= dict(page_size=page_size, kv_heads=kv_heads, head_shares=head_shares)
+        dims = checked_dims(dtype, head_dim, value_dim, **sizes)
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
+        shape = (pages, layers, page_size, kv_heads)
+        keys, values = empty_pools(
+            shape, dims, dtype, stored, head_shares, bits, as_size(shares, "shares")
+        )
+        parts = -(-capacity // (page_size * shares)) * shares
+        table, length = (
+            jnp.full((batch, parts), -1, jnp.int32),
+            jnp.zeros((layers, batch), jnp.int32),
+        )
+        return cls(keys, values, table, length, shares)
+
+    def layer(self, index: Any) -> "PagedLayerCache":
+        """The cache of one layer. The index may be traced.
+
+        **Raises:** `ValueError` for a known index that is out of range. For a traced one,
+        `equinox.error_if` raises when the program runs.
+        """
+        return PagedLayerCache(self, layer_index(index, self.length.shape[0]))
+
+    def reserve(self, counts: Any) -> "StackedPagedKVCache":
+        """Returns the cache with pages for `counts` more tokens of each row, in all layers; as that
+        of [`eqattn.cache.PagedKVCache`][].
+        """
+        pages, _, size, *_ = as_stored(self.key_pages).shape
+        length = self.length.max(0)
+        table = with_pages(self.table, length, counts, size, pages, self.shares)
+        return eqx.tree_at(lambda c: c.table, self, like(self.table, table))
+
+    def release(self, rows: Any) -> "StackedPagedKVCache":
+        """Returns the cache without the tokens and pages of some rows, in all layers. `rows` is an
+        array of their indices, or a boolean mask `[b]`.
+        """
+        rows = as_array(rows, "rows")
+        if rows.dtype != bool:
+            rows = check_rows(self.layer(0), jnp.asarray(rows))
+        elif rows.shape != self.length.shape[1:]:
+            raise ValueError(f"A mask of rows must be {self.length.shape[1:]}, got {rows.shape}.")
+        table, length = self.table.at[rows].set(-1), self.length.at[:, rows].set(0)
+        return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))
+
+    def key_shardings(self, mesh: Any, axis_name: str) -> "StackedPagedKVCache":
+        """The shardings of a cache whose pages are spread over the devices along a mesh axis, as
+        those of [`eqattn.cache.AbstractCache`][].
+        """
+        pages, whole = NamedSharding(mesh, P(axis_name)), NamedSharding(mesh, P())
+        pools = jax.tree.map(lambda _: pages, (self.key_pages, self.value_pages))
+        where = lambda c: (c.key_pages, c.value_pages)
+        return eqx.tree_at(where, jax.tree.map(lambda _: whole, self), pools)
+
+
+class PagedLayerCache(AbstractCache):
+    """The cache of one layer of a [`eqattn.cache.StackedPagedKVCache`][], which is its `stack`."""
+
+    stack: StackedPagedKVCache
+    index: Int[Array, ""]
+
+    shares_rows: ClassVar[bool] = True
+
+    def __init__(self, stack: StackedPagedKVCache, index: Int[Array, ""]):
+        self.stack, self.index = stack, index
+
+    @property
+    def length(self) -> Int[Array, " b"]:
+        return self.stack.length[self.index]
+
+    @property
+    def positions(self) -> Int[Array, "b s"] | None:
+        return None
+
+    @property
+    def key(self) -> Pages:
+        return Pages(_merged(self.stack.key_pages), self._table, self.stack.shares)
+
+    @property
+    def value(self) -> Pages:
+        return Pages(_merged(self.stack.value_pages), self._table, self.stack.shares)
+
+    @property
+    def _table(self) -> Array:
+        """The table for pools in which the pages of all layers lie one after the other."""
+        table, layers = self.stack.table, self.stack.length.shape[0]
+        return jnp.where(table < 0, -1, table * layers + self.index)
+
+    def append(
+        self,
+        key: Float[Array, "b t k d"],
+        value: Float[Array, "b t k v"],
+        counts: Int[Array, " b"] | None = None,
+    ) -> "PagedLayerCache":
+        old = self.stack.key_pages, self.stack.value_pages
+        pools = [_merged(x) for x in old]
+        *pools, length = write_pages(self, pools, self._table, key, value, counts)
+        keys, values = (
+            jax.tree.map(lambda x, y: x.reshape(y.shape), new, held)
+            for new, held in zip(pools, old)
+        )
+        return self._with(keys, values, length)
+
+    def _with(self, keys: Any, values: Any, length: Array) -> "PagedLayerCache":
+        lengths = self.stack.length.at[self.index].set(length)
+        stack = StackedPagedKVCache(keys, values, self.stack.table, lengths, self.stack.shares)
+        return PagedLayerCache(stack, self.index)
+
+    def truncate(self, lengths: Int[Array, " b"]) -> "PagedLayerCache":
+        """Returns the cache with only the first `lengths` tokens of each row of this layer. A row
+        keeps the pages that it no longer needs.
+        """
+        lengths = check_lengths(lengths, self.length)
+        return self._with(self.stack.key_pages, self.stack.value_pages, lengths)
+
+    def reorder(self, rows: Int[Array, " n"]) -> "PagedLayerCache":
+        """**Raises:** `ValueError`, as the layers share the table of pages."""
+        raise ValueError(
+            "The layers of a StackedPagedKVCache share one table of pages, so that one of them "
+            "cannot be reordered alone; take new rows of stack.table and stack.length."
+        )
+
+
+def _merged(pool: Any) -> Any:
+    """A pool `[pages, layers, page size, ...]` as `[pages * layers, page size, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(int(np.prod(x.shape[:2])), *x.shape[2:]), pool)

@@ -1,0 +1,45 @@
+"""Mutants of attention whose keys are sharded over devices."""
+# fmt: off
+
+SHARDS = "cache/test_key_shards.py"
+
+MUTANTS = [
+    (
+        "_problem/key_shards.py",
+        SHARDS,
+        [
+            ("top = lax.pmax(lax.stop_gradient(carry.max_so_far), axis)", "top = lax.stop_gradient(carry.max_so_far)"),
+            ("sums = carry.numerator * share[..., None], carry.denominator * share", "sums = carry.numerator, carry.denominator"),
+            ("positions = (index * size + iota(size))[None]", "positions = (0 * index + iota(size))[None]"),
+            ("x = x.reshape(*x.shape[:-1], -1, n, page)", "x = x.reshape(*x.shape[:-1], n, -1, page).swapaxes(-2, -3)"),
+            ("P() if self.paged or x.shape[-1] == 1 else", "P() if x.shape[-1] == 1 else"),
+            ("lead = [0 if held.table is not None else 2 if flat else 1 for flat in held.flat]", "lead = [0 if held.table is not None else 1 for flat in held.flat]"),
+            ("if not self.paged and not inside and x.shape[1] % n:", "if False:"),
+        ],
+    ),
+    (
+        "_problem/storage.py",
+        SHARDS + " -k pages",
+        [
+            ("table - index * self.stored.shape[0]", "table"),
+            ("self._table.reshape(len(self._table), -1, self.shares)", "self._table.reshape(len(self._table), self.shares, -1).swapaxes(1, 2)"),
+        ],
+    ),
+    (
+        "cache/_paged.py",
+        SHARDS + " -k pages",
+        [
+            ("mine[:, share::shares] = empty[:, share::shares]", "mine[:] = empty"),
+            ("-(-capacity // (page_size * shares)) * shares", "-(-capacity // page_size)"),
+        ],
+    ),
+    (
+        "cache/_stacked_paged.py",
+        SHARDS + " -k layers",
+        [
+            ("table * layers + self.index", "table * layers"),
+            ("self.stack.length.at[self.index].set(length)", "self.stack.length.at[0].set(length)"),
+            ("length = self.length.max(0)", "length = self.length.min(0)"),
+        ],
+    ),
+]
