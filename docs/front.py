@@ -2,8 +2,8 @@
 
     python -m eqattn bench --record docs --rounds 11 --peers jax.nn torch && python docs/front.py
 
-Both come from `docs/benchmarks.json`, the file of the table of the benchmarks page: the
-table in README.md and index.md, and the picture `docs/scaling.svg` of the README.
+Both come from `docs/benchmarks.json`, the file of the long table of the benchmarks page: the
+table in README.md, index.md and benchmarks.md, and the picture `docs/scaling.svg` of the README.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 DATA, PICTURE = DOCS / "benchmarks.json", DOCS / "scaling.svg"
-PAGES = DOCS.parent / "README.md", DOCS / "pages" / "index.md"
+PAGES = DOCS.parent / "README.md", *(DOCS / "pages" / f"{x}.md" for x in ("index", "benchmarks"))
 MARKS = "<!-- Written by docs/front.py. -->\n", "<!-- End of what docs/front.py wrote. -->"
 
 # What a row of the table says, and its case and figure among the recorded ones.
