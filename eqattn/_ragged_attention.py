@@ -1,13 +1,15 @@
 """`ragged_attention()`: one call serves rows with different numbers of new queries, such as
-prompts, single tokens and drafts.
+prompts, single tokens and drafts. `cascade_attention()`: pages that rows share are read once.
 
-Its method: the packed queries are copied into blocks of `block_q`, each of which belongs to one row
-(`_places`). Each block becomes a batch element of an ordinary call of `attention`, whose keys are
-pages of its row (`_of_blocks`), so no keys are copied. Afterwards the outputs are packed again.
+Their method: the packed queries are copied into blocks of `block_q`, each of which belongs to one
+row (`_places`). Each block becomes a batch element of an ordinary call of `attention`, whose keys
+are pages of its row (`_of_blocks`), so no keys are copied. Then the outputs are packed again.
 """
 
 from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -18,15 +20,17 @@ from ._misc import as_array, as_flag, as_int, as_int32, concrete, even_block
 from ._output import AttentionOutput
 from ._problem.joined import read_once
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
-from ._problem.problem import as_mask, as_scores
+from ._problem.problem import as_mask, as_scores, check_shapes
 from ._problem.storage import (
     AbstractStored,
     as_stored,
     Pages,
 )
+from .cache import AbstractCache
 from .masks._causal import Causal
 from .masks._packed import check_boundaries, packed_segments
 from .masks._padding import KeyPadding
+from .strategies import AttentionImpl
 from .strategies.ragged import Ragged
 
 
@@ -133,6 +137,127 @@ def ragged_attention(
         carry=carry,
         max_logits=None if top is None else unpack(top, -jnp.inf),
     )
+
+
+def cascade_attention(
+    query: Float[Array, "b t h d"],
+    cache: AbstractCache,
+    strategy: AttentionImpl = Ragged(),
+    *,
+    q_offset: Any,
+    block_q: int = 64,
+    return_logsumexp: bool = False,
+    return_carry: bool = False,
+) -> AttentionOutput:
+    r"""Causal attention over a cache in pages, in which pages that rows share are read once for all
+    of them, instead of once for each.
+
+    Rows that begin with the same page are a group. The pages that all of a group begin with are
+    read for the queries of the whole group at once, and the other pages row by row. These are
+    attention over two parts of the keys, so their Carries are merged, which is exact.
+
+        cache = cache.share([1, 2, 3], from_row=0, tokens=prefix)
+        ...
+        offset = cache.length
+        cache = cache.append(key, value)
+        cascade_attention(query, cache, Ragged(metadata), q_offset=offset)
+
+    Rows that share nothing cost what they cost without it, and the first part some idle work.
+
+    **Arguments:**
+
+    - `query`: the queries of the tokens that were appended last, `[b, t, h, d]`.
+    - `cache`: a [`PagedKVCache`][eqattn.cache.PagedKVCache], or another with its pages.
+    - `strategy`: a [`Ragged`][eqattn.Ragged]. Its metadata give the scale, soft cap and sinks.
+    - `q_offset`: the positions of the first queries, integers `[b]`: `cache.length` before the
+        tokens were appended.
+    - `block_q`: for how many queries of a group shared pages are read at once.
+    - `return_logsumexp`, `return_carry`: whether the output also has that field.
+
+    **Returns:** an [`eqattn.AttentionOutput`][], as that of `attention` with the mask
+    `Causal() & cache.mask()`, to rounding.
+
+    **Raises:** `ValueError` or `TypeError` at trace time; the message names the shapes and the
+    remedy.
+
+    ??? cite "Reference"
+
+        Juravsky et al., *Hydragen: High-Throughput LLM Inference with Shared Prefixes*, 2024
+        (arXiv:2402.05099).
+    """
+    _check_strategy(strategy)
+    key = cache.key
+    if not isinstance(key, Pages):
+        raise TypeError(
+            f"cascade_attention reads pages that rows share, which a {type(cache).__name__} has "
+            "none of; use attention, or a PagedKVCache."
+        )
+    query = jnp.asarray(as_array(query, "query"))
+    value = key.first or cache.value
+    check_shapes(query, key, value)
+    b, t, *heads = query.shape
+    offset = jnp.asarray(as_int32(q_offset, "q_offset"))
+    if offset.shape != (b,):
+        raise ValueError(f"q_offset must be integers [b] = {(b,)}, got shape {offset.shape}.")
+    block_q = min(as_int(block_q, "block_q", least=1, static=True).value, max(b * t, 1))
+    leader, prefix = _groups(key.table, offset, key.page_size)
+    # Queries are packed in the order of their leaders; those of leader i are one row of the pack.
+    order = jnp.argsort(leader, stable=True)
+    members = jnp.bincount(leader, length=b).astype(jnp.int32)
+    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(members * t, dtype=jnp.int32)])
+    place = _places(ends, b * t, block_q)
+    packed = query[order].reshape(b * t, *heads)
+    blocks = jnp.take(packed, place.tokens, axis=0, mode="fill", fill_value=0)
+    length = jnp.where(place.live, prefix[place.row], 0)
+    keys = _of_blocks(key, place.row, None)
+    whole = strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)
+    shared = attention(
+        blocks,
+        keys,
+        keys.first or _of_blocks(value, place.row, None),
+        eqx.tree_at(lambda s: s.metadata, strategy, whole),
+        mask=KeyPadding(length),
+        return_carry=True,
+    ).carry
+    own = attention(
+        query,
+        key,
+        value,
+        strategy,
+        mask=Causal() & KeyPadding(cache.length, prefix[leader]),
+        q_offset=offset,
+        return_carry=True,
+    ).carry
+    assert shared is not None and own is not None
+    at, back = (place.token_block, place.token_offset), jnp.argsort(order)
+    unpack = lambda x: x[at].reshape(b, t, *x.shape[2:])[back]
+    carry = own.merge(jax.tree.map(unpack, shared))
+    return AttentionOutput(
+        attention_outputs=carry.output().astype(strategy.output_dtype(query)),
+        logsumexp=carry.logsumexp() if as_flag(return_logsumexp, "return_logsumexp") else None,
+        carry=carry if as_flag(return_carry, "return_carry") else None,
+    )
+
+
+def _groups(table: Array, lengths: Array, size: int) -> tuple[Array, Array]:
+    """The first row of each row's group, `[b]`, and how many tokens the group of which a row is the
+    first shares, `[b]`; 0 for a group of one.
+
+    **Arguments:**
+
+    - `table`: the pages of each row, `[b, n]`.
+    - `lengths`: how many tokens of each row may be shared, `[b]`.
+    - `size`: how many tokens a page has.
+    """
+    rows = jnp.arange(len(lengths), dtype=jnp.int32)
+    there = lengths > 0  # An empty row has no pages, whatever its table says.
+    same = (table[:, None, 0] == table[None, :, 0]) & there[:, None] & there[None]
+    leader = jnp.argmax(same | (rows[:, None] == rows[None]), 1).astype(jnp.int32)
+    equal = jnp.cumprod((table == table[leader]).astype(jnp.int32), 1).sum(1, dtype=jnp.int32)
+    mine = leader[None] == rows[:, None]  # [leader, row]
+    reach = jnp.minimum(equal * size, lengths)[None]
+    shared = jnp.where(mine, reach, jnp.iinfo(jnp.int32).max).min(1)
+    return leader, jnp.where(mine.sum(1) > 1, shared, 0)
 
 
 def _checked(

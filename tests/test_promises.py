@@ -26,6 +26,7 @@ PROMISES = [
     ("contributing.md", "What is reported as empty is always so", "masks/test_intervals.py::test_sound_for_random_functions"),
     ("contributing.md", "never another definition of attention", "kernels/test_tpu_values.py"),
     ("decoding.md", "caches are never gathered", "cache/test_cache_memory.py::test_sharded_heads_are_not_gathered"),
+    ("decoding.md", "Prefixes of whole pages are never copied.", "cache/test_shared_pages.py::test_a_page_is_copied_when_it_is_written"),
     ("index.md", "keys and values are never repeated in memory", "test_promises.py::test_keys_and_values_are_never_repeated"),
     ("index.md", "Blocks in which nothing is visible are never visited", "sweep/test_sweep.py::test_visits_live_blocks_only"),
     ("index.md", "Every transformation of JAX works, in any order, in linear memory.", "sweep/test_transforms.py::test_transform"),

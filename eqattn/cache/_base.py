@@ -176,7 +176,7 @@ def check_lengths(lengths: Any, now: Array) -> Array:
     return eqx.error_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
 
 
-def check_rows(cache: AbstractCache, rows: Array) -> Array:
+def check_rows(cache: AbstractCache, rows: Any) -> Array:
     """Returns indices of rows as int32, checked. JAX would clamp one that is out of range."""
     rows, n = as_array(rows, "rows"), cache.key.shape[0]
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):

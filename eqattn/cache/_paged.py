@@ -1,14 +1,13 @@
 """`PagedKVCache`, whose rows take pages from a common pool."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_array, as_int32, as_size, concrete, int32_field
+from .._misc import as_array, as_flag, as_size, int32_field
 from .._problem.bits import Bits
 from .._problem.storage import as_stored, Pages, Quantized
 from ._base import (
@@ -22,26 +21,29 @@ from ._base import (
     store,
     within_capacity,
 )
+from ._page_table import copy_pages, copy_pages_donated, doubled, like, pages_of, reserved, shared
 
 
 class PagedKVCache(AbstractCache):
     """A cache whose rows take pages from a common pool, as many as their tokens need.
 
-    `reserve` hands pages out and `release` takes them back. `reserve` looks at the table, so it
-    runs outside of `jax.jit`, between steps. Everything else is as in other caches.
+    `reserve` hands pages out and `release` takes them back. Rows that begin alike `share` the pages
+    of their first tokens, until one of them writes there. `reserve` and `share` look at the table,
+    so they run outside of `jax.jit`, between steps. Everything else is as in other caches.
 
     **Arguments:**
 
     - `key_pages`, `value_pages`: the pools of pages, `[pages, page size, k, d]` and
         `[pages, page size, k, v]`, as arrays, [`eqattn.cache.Quantized`][] or
         [`eqattn.cache.Bits`][]. `PagedKVCache.empty` makes them.
-    - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none.
+    - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none, and
+        `-2 - page` that other rows may have the same page, so that it is not written to.
     - `length`: how many tokens each row has, int32 `[b]`.
-
     - `shares`: the number of devices that share the pool, each an equal run of its pages, for
         `Ragged(metadata, axis_name=...)`. The parts of a row lie on them in turn.
 
-    Token `p` of row `b` lies in page `table[b, p // page_size]`, at place `p % page_size`.
+    Token `p` of row `b` lies in page `table[b, p // page_size]`, at place `p % page_size`. A page
+    is free if no row has it: how many have it is counted in the table, and stands nowhere else.
     """
 
     key_pages: Any
@@ -121,11 +123,11 @@ class PagedKVCache(AbstractCache):
 
     @property
     def key(self) -> Pages:
-        return Pages(self.key_pages, self.table, self.shares)
+        return Pages(self.key_pages, pages_of(self.table), self.shares)
 
     @property
     def value(self) -> Pages:
-        return Pages(self.value_pages, self.table, self.shares)
+        return Pages(self.value_pages, pages_of(self.table), self.shares)
 
     def append(
         self,
@@ -144,25 +146,41 @@ class PagedKVCache(AbstractCache):
         return eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "PagedKVCache":
-        """Returns the cache with the rows at these indices. No row may occur twice, as two rows
-        would then write to the same pages. The pages of rows that are left out are free again.
+        """Returns the cache with the rows at these indices. Rows that occur twice share their
+        pages. The pages of rows that are left out are free again.
         """
         rows = check_rows(self, rows)
-        many = jnp.bincount(rows, length=len(self.length)) > 1
-        rows = eqx.error_if(rows, many.any(), "reorder: a row of a PagedKVCache cannot be doubled")
-        table, length = self.table[rows], self.length[rows]
+        table, length = doubled(self.table, rows), self.length[rows]
         return PagedKVCache(self.key_pages, self.value_pages, table, length, self.shares)
 
-    def reserve(self, counts: Any) -> "PagedKVCache":
-        """Returns the cache with pages for `counts` more tokens of each row, an int or ints `[b]`.
-        It cannot be used under `jax.jit`.
+    def reserve(self, counts: Any, donate: bool = False) -> "PagedKVCache":
+        """Returns the cache with pages for `counts` more tokens of each row: an int, or integers
+        `[b]`. A row that is going to write to a page that others have, too, gets a copy of it.
 
-        **Raises:** `ValueError` if there are too few free pages, or a row would exceed its
+        `donate` says that pages are copied within the memory of this cache, which cannot be used
+        afterwards. Otherwise the first copy is one of all pages. Where rows share whole pages only,
+        there is nothing to copy.
+
+        **Raises:** `ValueError` if the pool has too few free pages, or a row would outgrow its
         capacity; no page is taken then.
         """
-        pages = as_stored(self.key_pages).shape[0]
-        table = with_pages(self.table, self.length, counts, self.page_size, pages, self.shares)
-        return eqx.tree_at(lambda c: c.table, self, like(self.table, table))
+        return with_reserved(self, self.length, counts, self.page_size, donate)
+
+    def share(self, rows: Any, from_row: int, tokens: int) -> "PagedKVCache":
+        """Returns the cache in which `rows` begin with the first `tokens` of another row. They have
+        the same pages: nothing is copied until `reserve` prepares one of them, or `from_row`, to
+        write to a page that is not its own. Rows may be released in any order.
+
+        **Arguments:**
+
+        - `rows`: the row that begins so, or the rows, `[n]`. They must be empty.
+        - `from_row`: the row that has the tokens.
+        - `tokens`: how many, at least 1.
+
+        **Raises:** `ValueError` if a row is absent, not empty or named twice, or if `from_row` has
+        fewer tokens.
+        """
+        return with_shared(self, self.length, rows, from_row, tokens, self.page_size)
 
     def release(self, rows: Any) -> "PagedKVCache":
         """Returns the cache without the tokens and pages of some rows. `rows` is an array of their
@@ -229,7 +247,10 @@ def write_pages(
     kept = position < length[:, None]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     page = table[row, jnp.minimum(position // size, parts - 1)]
-    missing = "a row has no page for its new tokens; call cache.reserve(counts) before the step"
+    missing = (
+        "a row has no page for its new tokens, or not alone; call cache.reserve(counts) before the "
+        "step"
+    )
     page = eqx.error_if(page, kept & (page < 0), missing)
     # Tokens that are not kept go to a page that is not in the pool, so nothing is written. Several
     # may go to the same place there, hence `unique=False`.
@@ -241,53 +262,35 @@ def write_pages(
     return keys, values, length
 
 
-def like(old: Array, new: np.ndarray) -> Array:
-    """The new values as an array that lies where the old one does, on several hosts too."""
-    if old.is_fully_addressable:
-        return jnp.asarray(new)
-    return jax.make_array_from_callback(new.shape, old.sharding, lambda index: new[index])
+Cache = TypeVar("Cache")
 
 
-def with_pages(
-    table: Any, length: Any, counts: Any, page_size: int, pages: int, shares: int
-) -> np.ndarray:
-    """A table `[b, n]` with pages for `counts` more tokens of each row.
+def with_reserved(cache: Cache, length: Array, counts: Any, size: int, donate: bool) -> Cache:
+    """A cache of pages with some for more tokens: `PagedKVCache.reserve`. The axis of pages comes
+    first in its pools.
 
     **Arguments:**
 
     - `length`: how many tokens each row has, `[b]`.
-    - `pages`, `page_size`: how many pages the pool has, and how many tokens a page has.
-    - `shares`: the number of equal runs of pages. Part `j` of a row gets a page of the run
-        `j % shares`.
-
-    **Raises:** `ValueError` as `PagedKVCache.reserve` does.
+    - `size`: how many tokens a page has.
     """
-    traced = isinstance(counts, jax.Array) and concrete(counts) is None
-    if traced or concrete(table) is None or concrete(length) is None:
-        raise ValueError("reserve runs between steps, outside of jax.jit.")
-    table, length = np.array(table), np.asarray(length)
-    counts = np.asarray(as_int32(counts, "counts"))
-    if counts.shape not in ((), length.shape) or (counts < 0).any():
-        raise ValueError(
-            f"counts must be an int or integers {length.shape}, at least 0, got {counts.tolist()}."
-        )
-    wanted = -(-(length + counts) // page_size)
-    if (wanted > table.shape[1]).any():
-        raise ValueError(
-            f"A row would have {int((length + counts).max())} tokens; this cache was made for "
-            f"{table.shape[1] * page_size} a row."
-        )
-    empty = (np.arange(table.shape[1]) < wanted[:, None]) & (table < 0)
-    free = np.setdiff1d(np.arange(pages), table)
-    for share in range(shares):
-        own = free[free // (pages // shares) == share] if shares > 1 else free
-        mine = np.zeros_like(empty)
-        mine[:, share::shares] = empty[:, share::shares]
-        if mine.sum() > len(own):
-            of = f" of device {share}" if shares > 1 else ""
-            raise ValueError(
-                f"{mine.sum()} pages{of} of {page_size} tokens are needed and {len(own)} of "
-                f"{pages // shares} are free; release rows that have ended."
-            )
-        table[mine] = own[: mine.sum()]
-    return table
+    where: Any = lambda c: (c.key_pages, c.value_pages, c.table)
+    keys, values, old = where(cache)
+    pages, donate = as_stored(keys).shape[0], as_flag(donate, "donate")
+    table, copies = reserved(old, length, counts, size, pages, cache.shares)  # pyright: ignore
+    if copies is not None:
+        copy = copy_pages_donated if donate else copy_pages
+        keys, values = copy((keys, values), *map(jnp.asarray, copies))
+    return eqx.tree_at(where, cache, (keys, values, like(old, table)))
+
+
+def with_shared(
+    cache: Cache, length: Array, rows: Any, from_row: int, tokens: int, size: int
+) -> Cache:
+    """A cache of pages with rows that begin as another: `PagedKVCache.share`."""
+    where: Any = lambda c: (c.table, c.length)
+    old, lengths = where(cache)
+    table, rows = shared(old, length, rows, from_row, tokens, size)
+    new = np.array(lengths)
+    new[..., rows] = tokens
+    return eqx.tree_at(where, cache, (like(old, table), like(lengths, new)))

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 from .._misc import as_array, as_size, int32_field
 from .._problem.storage import as_stored, Pages
 from ._base import AbstractCache, check_lengths, check_rows, checked_dims
-from ._paged import empty_pools, like, with_pages, write_pages
+from ._page_table import pages_of
+from ._paged import empty_pools, with_reserved, with_shared, write_pages
 from ._stacked import layer_index
 
 
@@ -82,14 +83,19 @@ class StackedPagedKVCache(eqx.Module):
         """
         return PagedLayerCache(self, layer_index(index, self.length.shape[0]))
 
-    def reserve(self, counts: Any) -> "StackedPagedKVCache":
+    def reserve(self, counts: Any, donate: bool = False) -> "StackedPagedKVCache":
         """Returns the cache with pages for `counts` more tokens of each row, in all layers; as that
         of [`eqattn.cache.PagedKVCache`][].
         """
-        pages, _, size, *_ = as_stored(self.key_pages).shape
-        length = self.length.max(0)
-        table = with_pages(self.table, length, counts, size, pages, self.shares)
-        return eqx.tree_at(lambda c: c.table, self, like(self.table, table))
+        size = as_stored(self.key_pages).shape[2]
+        return with_reserved(self, self.length.max(0), counts, size, donate)
+
+    def share(self, rows: Any, from_row: int, tokens: int) -> "StackedPagedKVCache":
+        """Returns the cache in which `rows` begin with the first `tokens` of another row, in all
+        layers; as that of [`eqattn.cache.PagedKVCache`][].
+        """
+        size = as_stored(self.key_pages).shape[2]
+        return with_shared(self, self.length.min(0), rows, from_row, tokens, size)
 
     def release(self, rows: Any) -> "StackedPagedKVCache":
         """Returns the cache without the tokens and pages of some rows, in all layers. `rows` is an
@@ -134,17 +140,18 @@ class PagedLayerCache(AbstractCache):
 
     @property
     def key(self) -> Pages:
-        return Pages(_merged(self.stack.key_pages), self._table, self.stack.shares)
+        return self._pages(self.stack.key_pages)
 
     @property
     def value(self) -> Pages:
-        return Pages(_merged(self.stack.value_pages), self._table, self.stack.shares)
+        return self._pages(self.stack.value_pages)
 
-    @property
-    def _table(self) -> Array:
+    def _pages(self, pool: Any) -> Pages:
+        return Pages(_merged(pool), self._own(pages_of(self.stack.table)), self.stack.shares)
+
+    def _own(self, table: Array) -> Array:
         """The table for pools in which the pages of all layers lie one after the other."""
-        table, layers = self.stack.table, self.stack.length.shape[0]
-        return jnp.where(table < 0, -1, table * layers + self.index)
+        return jnp.where(table < 0, -1, table * self.stack.length.shape[0] + self.index)
 
     def append(
         self,
@@ -154,7 +161,7 @@ class PagedLayerCache(AbstractCache):
     ) -> "PagedLayerCache":
         old = self.stack.key_pages, self.stack.value_pages
         pools = [_merged(x) for x in old]
-        *pools, length = write_pages(self, pools, self._table, key, value, counts)
+        *pools, length = write_pages(self, pools, self._own(self.stack.table), key, value, counts)
         keys, values = (
             jax.tree.map(lambda x, y: x.reshape(y.shape), new, held)
             for new, held in zip(pools, old)

@@ -26,10 +26,16 @@ MUTANTS = [
         ],
     ),
     (
+        "cache/_page_table.py",
+        SHARDS + " -k pages",
+        [
+            ("mine[:, share::shares] = (empty | copied)[:, share::shares]", "mine[:] = empty | copied"),
+        ],
+    ),
+    (
         "cache/_paged.py",
         SHARDS + " -k pages",
         [
-            ("mine[:, share::shares] = empty[:, share::shares]", "mine[:] = empty"),
             ("-(-capacity // (page_size * shares)) * shares", "-(-capacity // page_size)"),
         ],
     ),
@@ -39,7 +45,7 @@ MUTANTS = [
         [
             ("table * layers + self.index", "table * layers"),
             ("self.stack.length.at[self.index].set(length)", "self.stack.length.at[0].set(length)"),
-            ("length = self.length.max(0)", "length = self.length.min(0)"),
+            ("self.length.max(0), counts", "self.length.min(0), counts"),
         ],
     ),
 ]

@@ -207,6 +207,7 @@ CASES = (
     _cached("mqa", kv_heads=1),
     _cached("mqa-bf16", "bfloat16", 1),
     _cached("int8", "bfloat16", cache="int8"),
+    Case("cpu-decode-shared", "shared", tokens=4096),
     Case(
         "cpu-decode-latent",
         "latent",

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, AttentionMetadata, Causal, KeyPadding, Ragged
-from ...cache import KVCache, LatentKVCache, QuantizedKVCache
+from ... import attention, AttentionMetadata, cascade_attention, Causal, KeyPadding, Ragged
+from ...cache import KVCache, LatentKVCache, PagedKVCache, QuantizedKVCache
 from ...nn import LatentAttention
 from .cases import Case, Row
 from .timing import rounds_of
@@ -168,6 +168,44 @@ def _stepping(case: Case, tokens: int) -> tuple[Callable[[], None], int]:
     return call, memory.temp_size_in_bytes
 
 
+def shared(case: Case, rounds: int) -> Iterator[Row]:
+    """Measures a step of rows whose first `S` tokens lie in pages that they share, and that have 32
+    tokens of their own: by a cascade, and row by row.
+    """
+    size, own = 64, 32
+    pages = case.tokens // size + ROWS
+    cache = PagedKVCache.empty(ROWS, case.tokens + own, pages, size, KV_HEADS, DIM)
+    rng = np.random.default_rng(0)
+
+    def draw(tokens, heads):
+        return jnp.asarray(rng.standard_normal((ROWS, tokens, heads, DIM), dtype=np.float32))
+
+    counts = jnp.array([case.tokens] + [0] * (ROWS - 1))
+    cache = cache.reserve(counts)
+    cache = cache.append(draw(case.tokens, KV_HEADS), draw(case.tokens, KV_HEADS), counts)
+    cache = cache.share(list(range(1, ROWS)), 0, case.tokens).reserve(own)
+    cache = cache.append(draw(own, KV_HEADS), draw(own, KV_HEADS))
+
+    def by_rows(query, cache):
+        mask, at = Causal() & cache.mask(), cache.length - 1
+        out = attention(query, cache.key, cache.value, Ragged(), mask=mask, q_offset=at)
+        return out.attention_outputs
+
+    def cascade(query, cache):
+        return cascade_attention(query, cache, q_offset=cache.length - 1).attention_outputs
+
+    args = draw(1, HEADS), cache
+    made = {"eqattn": _compiled(cascade, *args), "by rows": _compiled(by_rows, *args)}
+    out, other = (np.asarray(call()) for call, _ in made.values())
+    assert abs(out - other).max() < 1e-4 * abs(other).max()
+    calls = {name: call for name, (call, _) in made.items()}
+    times = rounds_of(calls, rounds, wall=case.cores > 1)
+    faster = {"eqattn": times["by rows"] / times["eqattn"]}
+    yield _row(case, "times faster", faster, note="than shared pages row by row")
+    yield case.row("time ms", {n: float(np.median(times[n])) * 1e3 for n in made})
+    yield case.row("temp MiB", {n: memory / 2**20 for n, (_, memory) in made.items()})
+
+
 def latent(case: Case, rounds: int) -> Iterator[Row]:
     """Measures a step of one row of DeepSeek's layer from a cache of latents, with 16 heads of
     DeepSeek V3's sizes: absorbed, and with the keys and values of all heads made again.
@@ -217,4 +255,5 @@ EXPERIMENTS = {
     "decode": step,
     "latent": latent,
     "longer": longer,
+    "shared": shared,
 }

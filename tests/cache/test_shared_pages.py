@@ -1,0 +1,195 @@
+"""Rows of a `PagedKVCache` that share pages: a model of lists says what each row holds, and the oracle
+what attention over them is.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance import oracle
+
+from eqattn import AttentionMetadata, cascade_attention, Dense, Ragged
+from eqattn.cache import KVCache, LatentKVCache, PagedKVCache
+
+
+ROWS, SIZE, PAGES, CAPACITY, NEW = 4, 4, 24, 24, 3
+appended = jax.jit(lambda cache, x, counts: cache.append(x, x, counts), donate_argnums=0)
+
+
+def held_by(cache):
+    """The tokens of each row, each known by the number that its key and value are."""
+    key, value = (np.asarray(x.materialise())[..., 0, 0] for x in (cache.key, cache.value))
+    np.testing.assert_array_equal(key, value)
+    return [key[b, :n].tolist() for b, n in enumerate(cache.length.tolist())]
+
+
+def users_of(cache):
+    table = np.asarray(cache.table)
+    pages = np.where(table < -1, -2 - table, table)
+    return np.bincount(pages[pages >= 0], minlength=PAGES)
+
+
+def numbers(first):
+    x = np.arange(first, first + ROWS * NEW, dtype=np.float32).reshape(ROWS, NEW, 1, 1)
+    return jnp.asarray(x)
+
+
+def put(cache, lists, counts, first, donate=False):
+    """Appends to the cache and to the model, with pages for just that."""
+    new = numbers(first)
+    cache = cache.reserve(counts, donate=donate)
+    cache = appended(cache, new, jnp.asarray(counts, jnp.int32))
+    given = np.asarray(new)[..., 0, 0]
+    return cache, [row + given[b, : counts[b]].tolist() for b, row in enumerate(lists)]
+
+
+def test_a_page_is_copied_when_it_is_written():
+    cache, lists = PagedKVCache.empty(ROWS, CAPACITY, PAGES, SIZE, 1, 1), [[]] * ROWS
+    for first in (0, 100):
+        cache, lists = put(cache, lists, [3, 0, 0, 0], first)
+    cache = cache.share([1, 2], from_row=0, tokens=6)
+    lists = [lists[0], lists[0], lists[0], []]
+    assert held_by(cache) == lists and users_of(cache).tolist()[:3] == [3, 3, 0]
+    with pytest.raises(Exception, match="or not alone; call cache.reserve"):
+        jax.block_until_ready(cache.append(numbers(0), numbers(0), jnp.array([0, 1, 0, 0])))
+    # Rows 1 and 0 get copies of the second page, and row 2, the last that has it, keeps it.
+    cache, lists = put(cache, lists, [1, 1, 0, 0], 200)
+    assert held_by(cache) == lists and users_of(cache).tolist()[:4] == [3, 1, 1, 1]
+    before = users_of(cache)
+    cache, lists = put(cache, lists, [0, 0, 2, 0], 300)
+    assert held_by(cache) == lists and users_of(cache).tolist() == before.tolist()
+    whole = cache.release([0, 1, 2]).reserve(0)
+    assert users_of(whole).sum() == 0 and held_by(whole) == [[]] * ROWS
+    # Whole pages are never copied.
+    cache, lists = put(cache.release([1, 2, 3]), [lists[0], [], [], []], [1, 0, 0, 0], 400)
+    cache, lists = cache.share(3, 0, 8), [lists[0], [], [], lists[0][:8]]
+    before = users_of(cache).sum()
+    cache, lists = put(cache, lists, [0, 0, 0, 1], 500)
+    assert held_by(cache) == lists and users_of(cache).sum() == before + 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nothing_is_lost_whatever_the_order(seed):
+    """Rows join, share, double, are cut short and leave at random."""
+    rng = np.random.default_rng(seed)
+    cache, lists = PagedKVCache.empty(ROWS, CAPACITY, PAGES, SIZE, 1, 1), [[]] * ROWS
+    done = {"append": 0, "share": 0, "release": 0, "truncate": 0, "reorder": 0}
+    for i in range(40):
+        what = rng.choice(list(done), p=[0.4, 0.25, 0.15, 0.1, 0.1])
+        full = [b for b in range(ROWS) if lists[b]]
+        empty = [b for b in range(ROWS) if (np.asarray(cache.table)[b] == -1).all()]
+        if what == "append":
+            counts = np.minimum(rng.integers(0, NEW + 1, ROWS), [CAPACITY - len(x) for x in lists])
+            donate = bool(rng.integers(2))
+            cache, lists = put(cache, lists, counts.tolist(), 1000 * i, donate)
+        elif what == "share" and full and empty:
+            source, rows = rng.choice(full), rng.permutation(empty)[: rng.integers(1, 3)]
+            tokens = int(rng.integers(1, len(lists[source]) + 1))
+            cache = cache.share(rows.tolist(), int(source), tokens)
+            lists = [lists[source][:tokens] if b in rows else x for b, x in enumerate(lists)]
+        elif what == "release":
+            row = int(rng.integers(ROWS))
+            cache, lists = (
+                cache.release([row]),
+                [[] if b == row else x for b, x in enumerate(lists)],
+            )
+        elif what == "truncate":
+            lengths = [int(rng.integers(0, len(x) + 1)) for x in lists]
+            cache = cache.truncate(jnp.asarray(lengths, jnp.int32))
+            lists = [x[:n] for x, n in zip(lists, lengths)]
+        elif what == "reorder":
+            rows = rng.integers(0, ROWS, ROWS)
+            cache, lists = cache.reorder(jnp.asarray(rows, jnp.int32)), [lists[b] for b in rows]
+        else:
+            continue
+        done[what] += 1
+        assert held_by(cache) == lists, (i, what)
+        table = np.asarray(cache.table)
+        own = table[table >= 0]
+        assert len(set(own)) == len(own) and (users_of(cache)[own] == 1).all()
+    assert all(done.values())
+
+
+@pytest.mark.parametrize(
+    "rows, from_row, tokens, match",
+    [
+        (1, 7, 3, "among the 4 rows"),
+        ([1, 4], 0, 3, "among the 4 rows"),
+        (1, 2, 3, "Row 2 has 0 tokens, not 3"),
+        (1, 0, 4, "Row 0 has 3 tokens, not 4"),
+        (1, 0, 0, "tokens must be"),
+        (3, 0, 1, r"Rows \[3\] have tokens or pages"),
+        ([1, 1], 0, 1, "named twice"),
+        (0, 0, 1, "named twice"),
+    ],
+)
+def test_what_cannot_be_shared_raises(rows, from_row, tokens, match):
+    cache = PagedKVCache.empty(ROWS, CAPACITY, PAGES, SIZE, 1, 1).reserve([3, 0, 0, 1])
+    cache = cache.append(numbers(0), numbers(0), jnp.array([3, 0, 0, 0]))
+    with pytest.raises(ValueError, match=match):
+        cache.share(rows, from_row, tokens)
+
+
+HEADS, DIM, VALUE = 4, 6, 5
+
+
+def filled(kind, tokens, dtype):
+    """A cache in which rows 1 and 2 begin with 10 and 7 tokens of row 0, and row 3 is alone."""
+    heads, dim, value = (1, 4, VALUE) if kind == "latent" else (2, DIM, VALUE)
+    cache = PagedKVCache.empty(5, CAPACITY, PAGES, SIZE, heads, dim, value, dtype)
+    rng = np.random.default_rng(0)
+    draw = lambda n: [
+        jnp.asarray(rng.standard_normal((5, n, heads, size)), dtype) for size in (dim, value)
+    ]
+    cache = cache.reserve([12, 0, 0, 5, 0]).append(*draw(12), jnp.array([12, 0, 0, 5, 0]))
+    cache = cache.share(1, 0, 10).share(2, 0, 7).reserve([tokens] * 4 + [0])
+    cache = LatentKVCache(cache) if kind == "latent" else cache
+    return cache, draw(tokens)
+
+
+@pytest.mark.parametrize(
+    "kind, tokens, block_q", [("plain", 1, 64), ("plain", 3, 2), ("latent", 1, 64)]
+)
+def test_a_cascade_is_attention_row_by_row(kind, tokens, block_q, x64):
+    """The group of rows 0, 1 and 2 shares 4 tokens in whole pages, and 3 of the page after."""
+    cache, new = filled(kind, tokens, jnp.float64)
+    counts = jnp.array([tokens] * 4 + [0])
+    size = cache.key.shape[-1]
+    query = jnp.asarray(np.random.default_rng(1).standard_normal((5, tokens, HEADS, size)))
+    sinks = jnp.linspace(-1.0, 1.0, HEADS)
+    strategy = Ragged(AttentionMetadata(softmax_aux=sinks))
+
+    @jax.jit
+    def run(cache, query):
+        offset = cache.length
+        cache = cache.append(*new, counts)
+        out = cascade_attention(
+            query, cache, strategy, q_offset=offset, block_q=block_q, return_logsumexp=True
+        )
+        keys, values = cache.key.materialise(), cache.value.materialise()
+        return out.attention_outputs, out.logsumexp, keys, values, offset
+
+    out, logsumexp, keys, values, offset = map(np.asarray, run(cache, query))
+    seen = np.arange(CAPACITY) <= offset[:, None, None] + np.arange(tokens)[:, None]
+    of = oracle.Problem(
+        np.asarray(query),
+        keys,
+        values,
+        scale=size**-0.5,
+        mask=seen[:, None],
+        sinks=np.asarray(sinks),
+    )
+    want = oracle.forward(of)
+    np.testing.assert_allclose(out[:4], want.out[:4], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(logsumexp[:4], want.lse[:4], rtol=0, atol=1e-13)
+
+
+def test_a_cascade_needs_pages():
+    query = jnp.zeros((1, 1, 2, 4))
+    with pytest.raises(TypeError, match="KVCache has none of; use attention"):
+        cascade_attention(query, KVCache.empty(1, 64, 2, 4), q_offset=jnp.zeros(1, jnp.int32))
+    pages = PagedKVCache.empty(1, 64, 4, 16, 2, 4)
+    with pytest.raises(ValueError, match=r"q_offset must be integers \[b\] = \(1,\)"):
+        cascade_attention(query, pages, q_offset=jnp.zeros(2, jnp.int32))
+    with pytest.raises(TypeError, match="needs the strategy Ragged"):
+        cascade_attention(query, pages, Dense(), q_offset=jnp.zeros(1, jnp.int32))

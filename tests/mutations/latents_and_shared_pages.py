@@ -1,0 +1,64 @@
+"""Mutants of latents, of pages that rows share, and of floats kept as bits."""
+# fmt: off
+
+SHARED = "cache/test_shared_pages.py -k 'copied or nothing_is_lost or cannot_be_shared'"
+CASCADE = "cache/test_shared_pages.py -k cascade"
+LATENT = "cache/test_latent.py -k 'gradients or whole or read_once or fit'"
+
+MUTANTS = [
+    (
+        "cache/_page_table.py",
+        SHARED,
+        [
+            ("copied[at] = users[page] > 1", "copied[at] = True"),
+            ("copied[at] = users[page] > 1", "copied[at] = False"),
+            ("users[page] -= copied[at]", "pass"),
+            ("written &= np.broadcast_to(counts > 0, length.shape)[:, None]", "pass"),
+            ("= old[kept], table[kept]", "= table[kept], old[kept]"),
+            ("kept = copied & (part == length[:, None] // page_size)", "kept = copied & (part > length[:, None] // page_size)"),
+            ("table[from_row, :parts] = -2 - pages_of(table[from_row, :parts])", "pass"),
+            ("parts = -(-tokens // page_size)", "parts = tokens // page_size"),
+            ("jnp.where(many[:, None] & (table >= 0), -2 - table, table)", "table"),
+            ("if tokens > length[from_row]:", "if False:"),
+            ("return xp.where(table < -1, -2 - table, table)", "return table"),
+        ],
+    ),
+    (
+        "_ragged_attention.py",
+        CASCADE,
+        [
+            ("reach = jnp.minimum(equal * size, lengths)[None]", "reach = (equal * size)[None]"),
+            ("shared = jnp.where(mine, reach, jnp.iinfo(jnp.int32).max).min(1)", "shared = jnp.where(mine, reach, 0).max(1)"),
+            ("Causal() & KeyPadding(cache.length, prefix[leader])", "Causal() & KeyPadding(cache.length)"),
+            ("x[at].reshape(b, t, *x.shape[2:])[back]", "x[at].reshape(b, t, *x.shape[2:])"),
+            ("strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)", "strategy.metadata.replace(blocksize_q=block_q)"),
+            ("packed = query[order].reshape", "packed = query.reshape"),
+        ],
+    ),
+    (
+        "_problem/joined.py",
+        LATENT,
+        [
+            ("same = len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs))", "same = False"),
+            ("return key[..., : self._shape[-1]]", "return key[..., -self._shape[-1] :]"),
+            ("return jnp.concatenate(made, -1)", "return jnp.concatenate(made[::-1], -1)"),
+            ("if first.shape[:-1] != rest.shape[:-1] or first.dtype != rest.dtype:", "if False:"),
+        ],
+    ),
+    (
+        "_sweep/fold.py",
+        LATENT,
+        [
+            ("read = [*layout.shared, *range(n, count)]", "read = [*range(n, count)]"),
+            ("of_values = tuple(moved[active.index(read[j])] for j in outer)", "of_values = tuple(0 * moved[active.index(read[j])] for j in outer)"),
+        ],
+    ),
+    (
+        "cache/_base.py",
+        "cache/test_cache_memory.py -k bits_where",
+        [
+            ("bits = narrow and jax.default_backend() == \"cpu\"", "bits = False"),
+            ("jnp.dtype(dtype).itemsize < 4 and dtype != jnp.float16", "jnp.dtype(dtype).itemsize < 4"),
+        ],
+    ),
+]
