@@ -9,7 +9,7 @@ import pytest
 from conformance import oracle
 
 from eqattn import AttentionMetadata, cascade_attention, Dense, Ragged
-from eqattn.cache import KVCache, LatentKVCache, PagedKVCache
+from eqattn.cache import KVCache, LatentKVCache, PagedKVCache, StackedPagedKVCache
 
 
 ROWS, SIZE, PAGES, CAPACITY, NEW = 4, 4, 24, 24, 3
@@ -193,3 +193,28 @@ def test_a_cascade_needs_pages():
         cascade_attention(query, pages, q_offset=jnp.zeros(2, jnp.int32))
     with pytest.raises(TypeError, match="needs the strategy Ragged"):
         cascade_attention(query, pages, Dense(), q_offset=jnp.zeros(1, jnp.int32))
+
+
+def test_layers_of_one_table_share_pages_in_the_shares_of_devices():
+    """A page is shared in all layers, and its copy stays on the device that has its part."""
+    layers, sizes = 2, dict(capacity=CAPACITY, pages=PAGES, page_size=SIZE, kv_heads=1, head_dim=1)
+    cache = StackedPagedKVCache.empty(layers, batch=2, shares=2, **sizes).reserve([6, 0])
+    new = jnp.arange(12.0).reshape(2, 6, 1, 1)
+
+    def append(cache, x, counts):
+        for i in range(layers):
+            cache = cache.layer(i).append(x + 100 * i, x + 100 * i, counts).stack
+        return cache
+
+    cache = append(cache, new, jnp.array([6, 0])).share(1, 0, 6)
+    with pytest.raises(Exception, match="or not alone"):
+        jax.block_until_ready(append(cache, new[:, :1], jnp.array([0, 1])))
+    cache = append(cache.reserve([0, 1]), new[:, :1], jnp.array([0, 1]))
+    pages = np.asarray(cache.table)[:, :2]
+    pages = np.where(pages < -1, -2 - pages, pages)
+    assert pages[0, 0] == pages[1, 0] and pages[0, 1] != pages[1, 1]
+    assert (pages // (PAGES // 2) == [0, 1]).all()
+    for i in range(layers):
+        first, second = held_by(cache.layer(i))
+        assert first == [100 * i + x for x in range(6)]
+        assert second == [*first, 100 * i + 6.0]
