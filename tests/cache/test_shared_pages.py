@@ -52,6 +52,8 @@ def test_a_page_is_copied_when_it_is_written():
     assert held_by(cache) == lists and users_of(cache).tolist()[:3] == [3, 3, 0]
     with pytest.raises(Exception, match="or not alone; call cache.reserve"):
         jax.block_until_ready(cache.append(numbers(0), numbers(0), jnp.array([0, 1, 0, 0])))
+    assert users_of(cache.reserve([1, 0, 0, 0])).tolist()[:4] == [3, 2, 1, 0]  # no more than that
+    assert users_of(cache.reserve(1)).tolist()[:6] == [3, 1, 1, 1, 1, 0]  # row 3 gets one, too
     # Rows 1 and 0 get copies of the second page, and row 2, the last that has it, keeps it.
     cache, lists = put(cache, lists, [1, 1, 0, 0], 200)
     assert held_by(cache) == lists and users_of(cache).tolist()[:4] == [3, 1, 1, 1]

@@ -48,6 +48,8 @@ CASES: dict[str, dict] = {
 ROWS = {"strategy": "Ragged", "mask": "KeyPadding(lengths)", "gradient": False}
 SHARED = {**ROWS, "queries": 1, "tokens": 65_536}  # by devices: rows and heads
 LONG = {**ROWS, "queries": 1, "tokens": 65_536, "heads": 8, "rows": 8}
+LATENT = {**ROWS, "queries": 1, "kv_heads": 1, "heads": 16, "dim": 576, "values": 512}
+LATENT |= {"tokens": 8192, "latent": True}
 CASES |= {
     "decode": {**ROWS, "queries": 1, "kv_heads": 2, "sinks": True, "cap": 30.0},
     "decode, one key head": {**ROWS, "queries": 1, "kv_heads": 1},
@@ -69,6 +71,9 @@ CASES |= {
     "long int8 pages": {**LONG, "kv_heads": 8, "page": 64, "stored": "int8"},
     "int8 prompts": {**ROWS, "kv_heads": 2, "stored": "int8"},
     "int8 dropout": {**ROWS, "kv_heads": 2, "stored": "int8", "queries": 1, "dropout": 0.1},
+    "latents": {**LATENT},
+    "latent pages": {**LATENT, "page": 64},
+    "int8 latents": {**LATENT, "stored": "int8"},
     "long, wide": {"mask": "Causal()", "tokens": 8192, "dim": 256, "values": 256},
     "long": {"mask": "Causal()", "tokens": 131_072, "gradient": False},
     "long gradient": {"mask": "Causal()", "tokens": 131_072},
@@ -83,10 +88,11 @@ def compiled(chip: str, case: str):
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
     import eqattn
-    from eqattn.cache import Pages, Quantized
+    from eqattn.cache import Joined, Pages, Quantized
 
     kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=False)
     kinds |= dict(platform="pallas", strategy="Blockwise", queries=None, stored=None, page=None)
+    kinds |= dict(latent=False)  # whether the values are the first features of the keys
     kinds |= dict(mesh=(1, 1), heads=4)  # over how many devices rows and heads are sharded
     kinds |= dict(dropout=0.0, sinks=False, kv_heads=4, dim=128, values=128, dtype="bfloat16")
     spec = type("Spec", (), kinds | CASES[case])
@@ -110,7 +116,8 @@ def compiled(chip: str, case: str):
     wrt = {
         "query": array(rows, t, spec.heads, spec.dim, over=("dp", None, "tp")),
     }
-    for name, dim in (("key_", spec.dim), ("value", spec.values)):
+    rest = spec.dim - spec.values if spec.latent else spec.dim
+    for name, dim in (("key_", rest), ("value", spec.values)):
         lead = (rows, s) if spec.page is None else (rows * s // spec.page, spec.page)
         over = (None if spec.page else "dp", None, "tp")
         wrt[name] = array(*lead, spec.kv_heads, dim, dtype=spec.stored or dtype, over=over)
@@ -144,10 +151,15 @@ def compiled(chip: str, case: str):
             softmax_aux=wrt.get("sinks"),
         )
         names = {**vars(eqattn), **inputs}
+        key, value = kept(wrt["key_"], inputs), kept(wrt["value"], inputs)
+        if spec.latent and spec.page:
+            key = Pages(Joined(value.content, key.content), inputs["table"])
+        elif spec.latent:
+            key = Joined(value, key)
         return eqattn.attention(
             wrt["query"],
-            kept(wrt["key_"], inputs),
-            kept(wrt["value"], inputs),
+            key,
+            key.first if spec.latent else value,
             getattr(eqattn, spec.strategy)(metadata),
             mask=eval(spec.mask, names),
             score=None if spec.score is None else eval(spec.score, names),

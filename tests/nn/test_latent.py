@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqattn import AttentionMetadata, Blockwise, Dense, SlidingWindow
+from eqattn import AttentionMetadata, Blockwise, Dense, Ring, SlidingWindow, Zigzag
 from eqattn.cache import KVCache, LatentKVCache, QuantizedKVCache
 from eqattn.nn import LatentAttention, MultiheadAttention, Rotary, with_strategy
 
@@ -16,6 +16,7 @@ from eqattn.nn import LatentAttention, MultiheadAttention, Rotary, with_strategy
 T, HEADS, HIDDEN, RANK, NOPE, ROPE, VALUE = 9, 3, 20, 8, 6, 4, 5
 SIZES = dict(kv_lora_rank=RANK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE)
 THETA = 100.0
+FORMS = "expanded", "absorbed"
 
 
 def made(q_lora_rank=None, dtype=jnp.float64, **kw):
@@ -81,7 +82,7 @@ def test_both_forms_are_what_is_published(q_lora_rank, x64):
     @jax.jit
     def run(layer, x):
         got = {}
-        for form in ("expanded", "absorbed"):
+        for form in FORMS:
             f = lambda layer, x, form=form: layer(x, "causal", form=form)
             out, vjp = jax.vjp(f, layer, x)
             of_layer, of_x = vjp(ct)
@@ -150,6 +151,25 @@ def test_one_sequence_and_other_strategies():
         np.testing.assert_allclose(out, first, rtol=0, atol=2e-6)
     slope = jax.grad(lambda m: m(x, mask, form="absorbed").sum())(layer).softmax_scale
     assert slope.shape == () and slope != 0
+
+
+def test_over_a_ring_of_devices():
+    """Both forms, with the tokens of a zigzag on each of two devices."""
+    layer, x = made(None, jnp.float32), inputs(jnp.float32)[:8]
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("sp",), auto, devices=jax.devices()[:2])
+    ring = Ring(axis_name="sp", layout=Zigzag())
+
+    @jax.jit
+    def run(layer, x):
+        order = ring.token_positions(8)
+        over = with_strategy(layer, ring)
+        return layer(x, "causal")[order], *[over(x[order], "causal", form=f) for f in FORMS]
+
+    with jax.set_mesh(mesh):
+        whole, *outs = run(layer, x)
+    for out in outs:
+        np.testing.assert_allclose(out, whole, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
