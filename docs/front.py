@@ -80,6 +80,9 @@ def draw() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     viz.plot_scaling(DATA, "time / torch", ax=axes[0])
     viz.plot_scaling(DATA, "temp MiB", ax=axes[1])
+    axes[0].set_yticks([0.5, 1, 2, 3], ["0.5", "1", "2", "3"])
+    for ax, what in zip(axes, ("Time", "Memory"), strict=True):
+        ax.set_title(f"{what} of causal attention")
     metadata = {"Date": None, "Description": f"benchmarks.json {digest()}"}
     figure.savefig(PICTURE, metadata=metadata)
 

@@ -51,7 +51,7 @@ def fragments(path: Path) -> list[str]:
 # that is to be added here.
 VERB = re.compile(
     r"\b(?:is|are|was|were|be|has|have|had|do|does|did|can|may|must|will|would|need|let|see|use|call"
-    r"|pass|give|take|make|say|write|read|run|put|add|come|go|get|know|show|keep|set|turn|change|took|ask|wrote|match|raise"
+    r"|pass|give|take|make|say|write|read|run|put|add|come|go|get|know|show|keep|set|turn|change|took|ask|wrote|match|raise|compile|wait"
     r"|\w{2,}(?:s|ed|en))\b",
     re.IGNORECASE,
 )
