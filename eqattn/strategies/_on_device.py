@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import equinox as eqx
+from jaxtyping import Array
 
 from .._carry import Carry
 from .._problem.mesh import ManualAxes
@@ -76,3 +77,19 @@ class AbstractOnDevice(AbstractFoldStrategy):
             manual=self.manual(problem, lowering),
         )
         return carry, None
+
+    def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array] | None:
+        lowering = self.lowering(problem)
+        if self.reads_stored or not lowering.finishes_rows:
+            return None
+        from ._fold import attend_on_device
+
+        return attend_on_device(
+            problem,
+            block_q=self.metadata.blocksize_q,
+            block_k=self.metadata.blocksize_k,
+            fused=self.fused_backward,
+            lowering=lowering,
+            manual=self.manual(problem, lowering),
+            dtype=dtype,
+        )

@@ -95,7 +95,8 @@ def _splash(query: Any, key_: Any, value: Any) -> Any:
     kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
     query = query * jnp.bfloat16(DIM**-0.5)
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (query, key_, value)]
-    return jnp.swapaxes(jax.vmap(kernel)(*heads_first), 1, 2)
+    out: Any = jax.vmap(kernel)(*heads_first)
+    return jnp.swapaxes(out, 1, 2)
 
 
 def _forward(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
