@@ -105,7 +105,7 @@ def _split(x, dtype, kept):
     return [y, (x - y.astype(x.dtype)).astype(dtype)] if kept else [y]
 
 
-def _execute(*args, out_axes, dtype, kept, sunk, vectorise, traverse, finishes=False, **static):
+def execute(*args, out_axes, dtype, kept, sunk, vectorise, traverse, finishes=False, **static):
     layout: GridLayout = static["layout"]
     fold = ft.partial(fold_execute, out_axes=out_axes[:1] * 3, **static)
     how, finish = (
@@ -143,7 +143,7 @@ attend_p = Primitive("attention_attend")
 # `kept` says whether there is a result between the two, of what rounding left out of the output.
 # `sunk` says whether the last operand is the logsumexp of sinks.
 _STATIC = ("visits", "values", "layout", "out_axes", "products", "dtype", "kept", "sunk")
-primitive_rules(attend_p, _execute, _STATIC, _block_shapes)
+primitive_rules(attend_p, execute, _STATIC, _block_shapes)
 
 
 def _jvp(primals, tangents, *, out_axes, dtype, kept, **static):
