@@ -10,12 +10,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from .._carry import Carry
 from .._sweep.attend import attend
 from .._sweep.fold import fold
-from .._sweep.grid import BATCH, COL, FULL, HEAD, ROW
+from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
 from .._sweep.lowering import Lowering, XLA
 from .blocking import Blocking
 from .exchange import HeadExchange
@@ -121,13 +122,17 @@ def _visited(
     blocks = BlockOperands(problem, blocking, spread, lowering)
     table, table_axes, classes = blocks.plan()
     visited = blocks.on(spread.local(blocking))
+    # Of a table with axes of batch or heads, each device of a mesh may have another part.
+    alike = spread.manual is None or table_axes == (ROW, COL)
+    known = KnownTable.of(table) if isinstance(table, np.ndarray) and alike else None
+    table = None if table is None else jnp.asarray(table)
     value_axes = [x.axes for x in blocks.values]
 
     def run(blocks, own, operands, values, ends):
-        own_axes = table_axes
+        own_axes, same = table_axes, known
         if spread.axes and spread.ring is None and classes != (FULL,):
             own = blocks.classify(*[operands[i] for i in blocks.reads])
-            own_axes = (BATCH, HEAD, ROW, COL)[-own.ndim :]
+            own_axes, same = (BATCH, HEAD, ROW, COL)[-own.ndim :], None
         return visit(
             [dataclasses.replace(x, array=a) for x, a in zip(joined, ends)],
             {c: blocks.logits(c) for c in classes},
@@ -135,7 +140,7 @@ def _visited(
             {c: blocks.weigh(c) for c in classes},
             values,
             value_axes,
-            dataclasses.replace(blocks.layout(blocking, own_axes), fused=fused),
+            dataclasses.replace(blocks.layout(blocking, own_axes), fused=fused, known=same),
             table=own,
             classify=None if classes == (FULL,) else blocks.classify,
             reads=blocks.reads,

@@ -255,6 +255,7 @@ def primitive_rules(primitive, run, params, block_shapes):
             grid=(size, *layout.grid[reused:]),
             in_axes=tuple(in_axes),
             table_axes=table_axes,
+            known=layout.known if table_axes == layout.table_axes else None,
         )
         of_one = [new in a for a in out_axes]
         out_axes = tuple(a if one else (new, *a) for a, one in zip(out_axes, of_one))

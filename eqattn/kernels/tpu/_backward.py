@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
 
 from ..._jax import abstract
 from ..._sweep.grid import COL, EMPTY, FULL, GridLayout, PARTIAL, ROW
@@ -188,7 +188,7 @@ def _plan(
 ) -> tuple[_Sum, Any]:
     """The plan of the kernel of `visit_sum`, and its list of pairs."""
     dtypes = dtypes or [x.dtype for x in start]
-    table, operands = layout.without_corners(args)
+    table, operands = layout.known_without_corners(args)
     summed = tuple(a for a in layout.batch if a not in kept)
     lead = tuple(a for a in layout.batch if a in kept)
     table_axes = list(layout.table_axes or (ROW, COL))[:-2]
@@ -280,10 +280,11 @@ def visit_sum(
     return [y.reshape(shape) for y, shape in zip(ys, shapes)]
 
 
-def _alike(table: Array, axis: int) -> Array:
+def _alike(table: Any, axis: int) -> Any:
     """The class of a block for all elements of an axis at once: partial where they differ.
 
     A step that sums over a batch axis visits the same pair for each of its elements.
     """
+    xp: Any = np if isinstance(table, np.ndarray) else jnp
     least, most = table.min(axis), table.max(axis)
-    return jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
+    return xp.where(least == FULL, FULL, xp.where(most == EMPTY, EMPTY, PARTIAL))

@@ -164,11 +164,11 @@ def _plan(
     layout: GridLayout,
     args: Sequence,
     kept: tuple[int, ...],
-    finish: Finish,
+    finish: Any,
     into: Sequence | None,
 ) -> tuple[_Fold, Any]:
     """The plan of the kernel of `visit_fold`, and its list of pairs."""
-    table, operands = layout.split(args)
+    table, operands = layout.split_known(args)
     grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
     full = steps[max(steps)]
     n = len(full.logits.in_avals)
@@ -198,9 +198,10 @@ def _plan(
     start = [
         KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
     ]
-    ends = [KernelOperand(operands[i], layout.in_axes[i]) for i in finish.reads]
-    whole = finish if into is None else None
-    return _Fold(grid, form, ahead, behind, ends if into is None else [], start, whole), work
+    whole: Finish | None = finish if into is None else None
+    reads = () if whole is None else whole.reads
+    ends = [KernelOperand(operands[i], layout.in_axes[i]) for i in reads]
+    return _Fold(grid, form, ahead, behind, ends, start, whole), work
 
 
 def visit_fold(
@@ -208,7 +209,7 @@ def visit_fold(
     layout: GridLayout,
     args: Sequence,
     kept: tuple[int, ...],
-    finish: Finish,
+    finish: Any,
     into: Sequence | None,
     interpret: Any,
 ) -> list:
