@@ -74,18 +74,23 @@ def attend(
     if sinks is not None:
         arrays = [*arrays, vary(sinks, varying_axes(*arrays))]
         layout = dataclasses.replace(layout, in_axes=(*layout.in_axes, sink_axes))
-    static |= dict(layout=layout, dtype=jnp.dtype(dtype), kept=False, sunk=sinks is not None)
+    static |= dict(layout=layout, dtype=jnp.dtype(dtype), derived=False, sunk=sinks is not None)
     return attend_p.bind(*arrays, out_axes=((*layout.batch, ROW),) * 2, **static)
 
 
-def _finished(num, den, top, *sink, dtype, kept, along):
+def _keeps(dtype, acc, derived):
+    """Whether what rounding leaves out of the output is a result, too."""
+    return derived and jnp.dtype(dtype).itemsize < jnp.dtype(acc).itemsize
+
+
+def _finished(num, den, top, *sink, dtype, derived, along):
     """The results of a row from its Carry.
 
     **Arguments:**
 
     - `num`, `den`, `top`: the numerator, the denominator and the maximum.
     - `sink`: the logsumexp of the sinks, if there are any.
-    - `dtype`, `kept`: as for `_Attend`.
+    - `dtype`, `derived`: parameters of `attend_p`.
     - `along`: a function that gives numbers of rows the axes of the numerator.
     """
     if sink:
@@ -96,32 +101,38 @@ def _finished(num, den, top, *sink, dtype, kept, along):
     inverse = jnp.where(seen, 1 / jnp.where(seen, den, 1), 0)
     out = jnp.where(along(seen), num * along(inverse), 0)
     lse = jnp.where(seen, safe_max(top) + jnp.log(jnp.where(seen, den, 1)), -jnp.inf)
-    return [*_split(out, dtype, kept), lse]
+    return [*_split(out, dtype, derived), lse]
 
 
-def _split(x, dtype, kept):
-    """A number rounded to a dtype and, if `kept`, what that left out, in the same dtype."""
+def _split(x, dtype, derived):
+    """A number rounded to a dtype and, if it is kept, what that left out, in the same dtype."""
     y = x.astype(dtype)
-    return [y, (x - y.astype(x.dtype)).astype(dtype)] if kept else [y]
+    if not _keeps(dtype, x.dtype, derived):
+        return [y]
+    return [y, (x - y.astype(x.dtype)).astype(dtype)]
 
 
-def execute(*args, out_axes, dtype, kept, sunk, vectorise, traverse, finishes=False, **static):
+def execute(*args, out_axes, dtype, derived, sunk, vectorise, traverse, finishes=False, **static):
+    """Evaluates it by the visit that `select_lowering` chose."""
     layout: GridLayout = static["layout"]
-    fold = ft.partial(fold_execute, out_axes=out_axes[:1] * 3, **static)
-    how, finish = (
-        dict(vectorise=vectorise, traverse=traverse),
-        ft.partial(_finished, dtype=dtype, kept=kept),
+    fold = ft.partial(
+        fold_execute, out_axes=out_axes[:1] * 3, vectorise=vectorise, traverse=traverse, **static
     )
+    finish = ft.partial(_finished, dtype=dtype, derived=derived)
     _, operands = layout.split(args)
     if finishes and layout.ring is None:
-        reads = (len(operands) - 1,) if sunk else ()
+        # Output and values lie as the backward pass reads them, or as the forward pass has them.
+        turn = lambda outs: [*[jnp.swapaxes(x, -1, -2) for x in outs[:-1]], outs[-1]]
 
         def of_block(num, den, top, *sink):
             outs = finish(num, den, top, *sink, along=lambda x: x[None])
-            return [*[jnp.swapaxes(x, -1, -2) for x in outs[:-1]], outs[-1]]
+            return turn(outs) if derived else outs
 
-        return fold(*args, **how, finishes=True, results=Finish(of_block, reads))
-    num, den, top = fold(*args, **how)
+        reads = (len(operands) - 1,) if sunk else ()
+        results = Finish(of_block, reads, flips_values=not derived)
+        outs = fold(*args, finishes=True, results=results)
+        return outs if derived else turn(outs)
+    num, den, top = fold(*args)
     sink = [_on_rows(operands[-1], layout)] if sunk else []
     return finish(num, den, top, *sink, along=lambda x: x[..., None])
 
@@ -133,32 +144,32 @@ def _on_rows(sinks: Array, layout: GridLayout) -> Array:
     return jnp.broadcast_to(jnp.expand_dims(sinks, missing), (*shape, layout.block[1]))
 
 
-def _block_shapes(avals, *, layout, visits, values, dtype, kept, **kw):
+def _block_shapes(avals, *, layout, visits, values, dtype, derived, **kw):
     acc, rows = visits[0][1].out_avals[0].dtype, layout.block[1]
     width = values[0][1].out_avals[0].shape[-1]
-    return [((rows, width), dtype)] * (1 + kept) + [((rows,), acc)]
+    return [((rows, width), dtype)] * (1 + _keeps(dtype, acc, derived)) + [((rows,), acc)]
 
 
 attend_p = Primitive("attention_attend")
-# `kept` says whether there is a result between the two, of what rounding left out of the output.
-# `sunk` says whether the last operand is the logsumexp of sinks.
-_STATIC = ("visits", "values", "layout", "out_axes", "products", "dtype", "kept", "sunk")
+# `derived` says whether derivatives are taken. Then there may be a result between the two, what
+# rounding left out of the output. `sunk` says whether the last operand is the logsumexp of sinks.
+_STATIC = ("visits", "values", "layout", "out_axes", "products", "dtype", "derived", "sunk")
 primitive_rules(attend_p, execute, _STATIC, _block_shapes)
 
 
-def _jvp(primals, tangents, *, out_axes, dtype, kept, **static):
+def _jvp(primals, tangents, *, out_axes, dtype, derived, **static):
     # The primal keeps what rounding leaves out: it is read by the tangents, and by their transpose.
     # The tangents are linear, and one primitive, so that their transpose gets the cotangent of the
     # output as it is, and not cast to float32.
     acc = static["visits"][0][1].out_avals[0].dtype
-    more = jnp.dtype(dtype).itemsize < acc.itemsize
-    static |= dict(dtype=dtype, kept=more)
-    outs = attend_p.bind(*primals, out_axes=out_axes[:1] * (2 + more), **static)
+    count = 2 + _keeps(dtype, acc, True)
+    static |= dict(dtype=dtype, derived=True)
+    outs = attend_p.bind(*primals, out_axes=out_axes[:1] * count, **static)
     active = tuple(i for i, t in enumerate(tangents) if not is_zero(t))
     axes = varying_axes(outs[0])
     moved = [vary(tangents[i], axes) for i in active]
     rates = tangent_p.bind(*primals, *outs, *moved, active=active, **static)
-    if kept == more:
+    if derived:
         return outs, rates
     return [outs[0], outs[-1]], [rates[0], rates[-1]]
 
@@ -178,18 +189,17 @@ class _Point:
     """
 
     table: Any
-    operands: Sequence[Array]
+    operands: Sequence[Any]
     sink: list[Array]
     output: Array
     lse: Array
 
     @classmethod
-    def of(cls, args: Sequence, *, layout, kept, sunk, **_) -> "_Point":
+    def of(cls, args: Sequence, *, layout, dtype, sunk, **_) -> "_Point":
         *primals, lse = args
-        primals, parts = primals[: len(primals) - 1 - kept], primals[len(primals) - 1 - kept :]
-        output = parts[0].astype(lse.dtype)
-        if kept:
-            output = output + parts[1].astype(lse.dtype)
+        n = len(primals) - 1 - _keeps(dtype, lse.dtype, True)
+        primals, parts = primals[:n], [x.astype(lse.dtype) for x in primals[n:]]
+        output = sum(parts[1:], parts[0])
         table, operands = layout.split(primals)
         sink = [_on_rows(operands[-1], layout)] if sunk else []
         return cls(table, operands[: len(operands) - sunk], sink, output, lse)
@@ -218,7 +228,7 @@ def _taken_apart(args, active, layout):
 
 def _tangents(*args, active, **static):
     """The tangents of the results of `attend_p`. Each is rounded as its result is."""
-    layout, dtype, kept = static["layout"], static["dtype"], static["kept"]
+    layout, dtype = static["layout"], static["dtype"]
     args, moved = _taken_apart(args, active, layout)
     at = _Point.of(args, **static)
     read = [a.dtype for f in (static["visits"], static["values"]) for a in f[0][1].in_avals]
@@ -235,7 +245,7 @@ def _tangents(*args, active, **static):
     if len(at.operands) in moved:
         dlse = dlse + share[0] * _on_rows(moved[len(at.operands)], layout)
     out = dnum - at.output * dlse[..., None]
-    return [*_split(out, dtype, kept), dlse]
+    return [*_split(out, dtype, True), dlse]
 
 
 def _transposed(cts, *args, active, **static):
@@ -296,7 +306,7 @@ def _batch(args, dims, **static):
 tangent_p = Primitive("attention_attend_tangent")
 tangent_p.multiple_results = True
 compile_eagerly(
-    tangent_p, ("visits", "values", "layout", "products", "dtype", "kept", "sunk", "active")
+    tangent_p, ("visits", "values", "layout", "products", "dtype", "derived", "sunk", "active")
 )
 tangent_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[tangent_p] = _tangents_jvp

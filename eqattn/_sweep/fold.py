@@ -210,10 +210,13 @@ class Finish:
     - `fn`: a function of the row's numerator, denominator and maximum, and of the blocks that it
         reads. It returns a list: matrices, then vectors of float32.
     - `reads`: the operands whose blocks it reads, by index. These have no axis of columns.
+    - `flips_values`: whether a kernel that wants values transposed should have them so from XLA,
+        which writes a copy. Where another visit needs them as they are, it transposes blocks.
     """
 
     fn: Callable[..., list]
     reads: tuple[int, ...] = ()
+    flips_values: bool = True
 
     def __call__(self, accs: Sequence, *blocks: Any) -> list:
         return self.fn(*accs, *blocks)
@@ -260,7 +263,7 @@ def execute(
             return results([num, den, top], *blocks)
         return [num if first.grouped else jnp.swapaxes(num, -1, -2), den, top]
 
-    done = Finish(finish, () if results is None else results.reads)
+    done = Finish(finish) if results is None else dataclasses.replace(results, fn=finish)
     return ring_traverse(steps, layout, args, start, out_axes, finish=done, traverse=traverse)
 
 

@@ -8,7 +8,7 @@ MUTANTS = [
         "_sweep/attend.py",
         ATTEND,
         [
-            ("more = jnp.dtype(dtype).itemsize < acc.itemsize", "more = False"),
+            ("return derived and jnp.dtype(dtype).itemsize < jnp.dtype(acc).itemsize", "return False"),
             ("num, den = num * along(share), den * share + jnp.exp(sink[0] - origin)", "num, den = num * along(share), den + jnp.exp(sink[0] - origin)"),
             ("        top = origin\n", ""),
             ("c = c - row_sums(at.output * g.astype(at.output.dtype))", "c = c"),

@@ -193,12 +193,13 @@ def _plan(
         return found
 
     value = form.values[form.full]
-    value.flipped[0] = value.flipped[0] or matrix(blocks[n])  # the left of a product
+    whole: Finish | None = finish if into is None else None
+    if whole is None or whole.flips_values:  # they are the left of a product
+        value.flipped[0] = value.flipped[0] or matrix(blocks[n])
     ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
     start = [
         KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
     ]
-    whole: Finish | None = finish if into is None else None
     reads = () if whole is None else whole.reads
     ends = [KernelOperand(operands[i], layout.in_axes[i]) for i in reads]
     return _Fold(grid, form, ahead, behind, ends, start, whole), work
