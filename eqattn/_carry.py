@@ -19,7 +19,12 @@ def safe_max(maximum: Array) -> Array:
     There the maximum is `-inf`, and `-inf - (-inf)` would be NaN. Relative to the least finite
     number, the exponential of `-inf` is 0, as it should be.
     """
-    return jnp.maximum(lax.stop_gradient(maximum), jnp.finfo(maximum.dtype).min)
+    return finite_origin(lax.stop_gradient(maximum))
+
+
+def finite_origin(origin: Array) -> Array:
+    """The origin itself, with its derivative, and finite where nothing was seen."""
+    return jnp.maximum(origin, jnp.finfo(origin.dtype).min)
 
 
 def change_of_origin(
@@ -356,6 +361,13 @@ def _doubled(x: Array, n: int) -> Array:
 
 def _repeated(x: Array, n: int) -> Array:
     return jnp.broadcast_to(x, (*x.shape[:-1], n))
+
+
+def row_sums(x: Array) -> Array:
+    """The sum over the last axis, as accurate as the transpose of `_widen`, which it is."""
+    like = jax.ShapeDtypeStruct((*x.shape[:-1], 1), x.dtype)
+    (total,) = jax.linear_transpose(ft.partial(_widen, n=x.shape[-1]), like)(x)
+    return total[..., 0]
 
 
 def _weight(exponent: Array) -> Array:

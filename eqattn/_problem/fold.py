@@ -1,17 +1,26 @@
-"""The fold of a problem: its blocks are made, visited, and put together again as a Carry."""
+"""The fold of a problem: its blocks are made, visited, and put together again as a Carry, or as
+output and logsumexp.
+"""
 
 import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from .._carry import Carry
+from .._sweep.attend import attend
 from .._sweep.fold import fold
-from .._sweep.grid import BATCH, COL, FULL, HEAD, ROW
+from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
 from .._sweep.lowering import Lowering, XLA
 from .blocking import Blocking
 from .exchange import HeadExchange
-from .operands import BlockOperands, WHOLE
+from .operands import BlockOperand, BlockOperands, WHOLE
 from .problem import Problem
 
 
@@ -34,30 +43,104 @@ def fold_problem(
     - `fused`: whether gradients take one visit of the blocks instead of two.
     - `lowering`: the code that visits the blocks.
 
-    **Returns:** a Carry of `[B, T, H, V]`, `[B, T, H]` and `[B, T, H]`.
+    **Returns:** a Carry of `[B, T, H, V]`, `[B, T, H]` and `[B, T, H]`, without the sinks.
     """
     if 0 in (*blocking.grid, blocking.queries):
-        t, _, heads, _ = problem.sizes
-        shape = (blocking.batch, t, heads)
-        return Carry.empty(shape, problem.value.shape[-1], problem.accumulation_dtype)
+        return _empty(problem, blocking)
+    return Carry(*_visited(_folded, 3, [], problem, blocking, spread, fused, lowering))
+
+
+def attend_problem(
+    problem: Problem,
+    blocking: Blocking,
+    spread: HeadExchange | None = None,
+    *,
+    fused: bool,
+    lowering: Lowering,
+    dtype: Any,
+) -> tuple[Array, Array]:
+    """Evaluates a problem without a Carry.
+
+    **Arguments:** those of `fold_problem`, and
+
+    - `dtype`: the dtype of the output.
+
+    **Returns:** the output `[B, T, H, V]` and the logsumexp `[B, T, H]`, with the sinks.
+    """
+    sinks = problem.sinks
+    if 0 in (*blocking.grid, blocking.queries):
+        carry = _empty(problem, blocking)
+        carry = carry if sinks is None else carry.with_sinks(sinks[None, None])
+        return carry.output().astype(dtype), carry.logsumexp()
+    joined = []
+    if sinks is not None:
+        wide = jax.nn.logsumexp(sinks.astype(problem.accumulation_dtype), -1)
+        blocks, axes = blocking.pairs_of(wide.reshape(1, -1, 1, 1))
+        blocks = jnp.asarray(blocks).reshape(*blocks.shape[: len(axes)], -1)
+        joined = [BlockOperand("sinks", blocks, axes)]
+    visit = ft.partial(_attended, dtype=dtype)
+    out, lse = _visited(visit, 2, joined, problem, blocking, spread, fused, lowering)
+    return out, lse
+
+
+def _folded(joined: Sequence[BlockOperand], *args: Any, **kw: Any) -> list[Array]:
+    assert not joined, joined
+    return fold(*args, **kw)
+
+
+def _attended(joined: Sequence[BlockOperand], *args: Any, **kw: Any) -> list[Array]:
+    sinks = {"sinks": x.array for x in joined} | {"sink_axes": x.axes for x in joined}
+    return attend(*args, **sinks, **kw)
+
+
+def _empty(problem: Problem, blocking: Blocking) -> Carry:
+    t, _, heads, _ = problem.sizes
+    shape = (blocking.batch, t, heads)
+    return Carry.empty(shape, problem.value.shape[-1], problem.accumulation_dtype)
+
+
+def _visited(
+    visit: Callable[..., list[Array]],
+    count: int,
+    joined: Sequence[BlockOperand],
+    problem: Problem,
+    blocking: Blocking,
+    spread: HeadExchange | None,
+    fused: bool,
+    lowering: Lowering,
+) -> list[Array]:
+    """The results of a visit of all blocks, as arrays of tokens.
+
+    **Arguments:**
+
+    - `visit`: `fold` or `attend`, with what is joined to the rows as an argument in front.
+    - `count`: the number of its results.
+    - `joined`: what is joined to the rows once their keys have been visited.
+    - the others: those of `fold_problem`.
+    """
     spread, problem = spread or HeadExchange(), problem.at_places()
     blocks = BlockOperands(problem, blocking, spread, lowering)
     table, table_axes, classes = blocks.plan()
     visited = blocks.on(spread.local(blocking))
+    # Of a table with axes of batch or heads, each device of a mesh may have another part.
+    alike = spread.manual is None or table_axes == (ROW, COL)
+    known = KnownTable.of(table) if isinstance(table, np.ndarray) and alike else None
+    table = None if table is None else jnp.asarray(table)
     value_axes = [x.axes for x in blocks.values]
 
-    def run(blocks, own, operands, values):
-        own_axes = table_axes
+    def run(blocks, own, operands, values, ends):
+        own_axes, same = table_axes, known
         if spread.axes and spread.ring is None and classes != (FULL,):
             own = blocks.classify(*[operands[i] for i in blocks.reads])
-            own_axes = (BATCH, HEAD, ROW, COL)[-own.ndim :]
-        return fold(
+            own_axes, same = (BATCH, HEAD, ROW, COL)[-own.ndim :], None
+        return visit(
+            [dataclasses.replace(x, array=a) for x, a in zip(joined, ends)],
             {c: blocks.logits(c) for c in classes},
             operands,
             {c: blocks.weigh(c) for c in classes},
             values,
             value_axes,
-            dataclasses.replace(blocks.layout(blocking, own_axes), fused=fused),
+            dataclasses.replace(blocks.layout(blocking, own_axes), fused=fused, known=same),
             table=own,
             classify=None if classes == (FULL,) else blocks.classify,
             reads=blocks.reads,
@@ -70,15 +153,18 @@ def fold_problem(
             x.array if x.role in WHOLE else spread.tokens_to_heads(x.array, x.axes)
             for x in blocks.operands
         ]
-        values = [spread.tokens_to_heads(x.array, x.axes) for x in blocks.values]
-        carry = [spread.heads_to_tokens(x, rows) for x in run(visited, table, operands, values)]
+        values, ends = (
+            [spread.tokens_to_heads(x.array, x.axes) for x in xs] for xs in (blocks.values, joined)
+        )
+        found = run(visited, table, operands, values, ends)
+        found = [spread.heads_to_tokens(x, rows) for x in found]
     else:
         consts = [score.consts for score in blocks.scores]
         own, static = eqx.partition((problem.mask, consts), eqx.is_array)
-        in_axes = [x.axes for x in blocks.operands]
-        carry = spread.manual.shard_map(
+        arrays = [blocks.operands, blocks.values, joined]
+        found = spread.manual.shard_map(
             lambda own, *arrays: run(visited.reading(*eqx.combine(own, static)), *arrays),
-            [jax.tree.map(lambda _: (), own), table_axes, in_axes, value_axes],
-            [rows] * 3,
-        )(own, table, [x.array for x in blocks.operands], [x.array for x in blocks.values])
-    return Carry(*map(blocking.from_rows, carry))
+            [jax.tree.map(lambda _: (), own), table_axes, *[[x.axes for x in xs] for xs in arrays]],
+            [rows] * count,
+        )(own, table, *[[x.array for x in xs] for xs in arrays])
+    return [blocking.from_rows(x) for x in found]

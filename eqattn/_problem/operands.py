@@ -317,7 +317,9 @@ class BlockOperands:
         return jnp.broadcast_to(table, (*blocking.grid[:2], rows, columns))
 
     def plan(self):
-        """The table of live blocks, its grid axes, and the classes that can occur."""
+        """The table of live blocks, a NumPy array where it is known, its grid axes, and the classes
+        that can occur.
+        """
         if self.sent:  # Each hop makes its own table.
             some = self.problem.mask is not None or self.padded
             return None, None, (PARTIAL, FULL) if some else (FULL,)
@@ -337,7 +339,7 @@ class BlockOperands:
                 return None, None, classes
         axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n != 1] + [ROW, COL]
         shape = [n for n in table.shape[:2] if n != 1] + list(table.shape[2:])
-        return jnp.asarray(table.reshape(shape)), tuple(axes), classes
+        return table.reshape(shape), tuple(axes), classes
 
     def hidden(self, s: Array, mask: Array) -> Array:
         """Logits with `-inf` where the mask is False.

@@ -20,14 +20,22 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._carry import change_of_origin, safe_max
+from .._carry import change_of_origin, finite_origin, safe_max
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from .centred_tangent import centred_dot, recentred
 from .grid import GridLayout, replaced, ROW
 from .nonfinite import complete, poisoned
 from .products import dot
 from .rotation import ring_traverse
-from .sweep import block_aval, closure_convert, evaluate, primitive_rules, sweep, table_per_hop
+from .sweep import (
+    block_aval,
+    closure_convert,
+    evaluate,
+    primitive_rules,
+    sweep_arguments,
+    sweep_p,
+    table_per_hop,
+)
 
 
 def fold(
@@ -70,6 +78,37 @@ def fold(
     The numerator, the denominator and the maximum of a Carry. Each has the batch and row axes of
     the grid in front of its blocks, `[rows, v]`, `[rows]` and `[rows]`.
     """
+    args, static = fold_arguments(
+        logits,
+        operands,
+        values,
+        value_operands,
+        value_axes,
+        layout,
+        table=table,
+        classify=classify,
+        reads=reads,
+        products=products,
+    )
+    return fold_p.bind(*args, out_axes=((*layout.batch, ROW),) * 3, **static)
+
+
+def fold_arguments(
+    logits: dict[int, Callable],
+    operands: Sequence,
+    values: dict[int, Callable],
+    value_operands: Sequence,
+    value_axes: Sequence[tuple[int, ...]],
+    layout: GridLayout,
+    *,
+    table: Any = None,
+    classify: Callable | None = None,
+    reads: Sequence[int] = (),
+    products: tuple = (),
+) -> tuple[list, dict[str, Any]]:
+    """The arguments and the parameters of the primitive by which `fold` adds up, but for its
+    `out_axes`.
+    """
     axes = varying_axes(*operands, *value_operands, *([] if table is None else [table]))
     operands, in_axes, ring = [vary(x, axes) for x in operands], layout.in_axes, layout.ring
     if ring is not None and classify is not None:
@@ -83,11 +122,9 @@ def fold(
     weigh, more = closure_convert(values, [block_aval(x, a) for x, a in given])
     in_axes = (*in_axes, *[()] * len(consts), *value_axes, *[()] * len(more))
     layout = dataclasses.replace(layout, in_axes=in_axes, ring=ring, stage="fold")
-    rows = (*layout.batch, ROW)
     lead = [] if layout.table_axes is None else [vary(table, axes)]
     args = [*lead, *operands, *[vary(x, axes) for x in (*consts, *value_operands, *more)]]
-    static = dict(visits=visits, values=weigh, layout=layout, products=products)
-    return fold_p.bind(*args, out_axes=(rows,) * 3, **static)
+    return args, dict(visits=visits, values=weigh, layout=layout, products=products)
 
 
 def softmax_terms(
@@ -168,10 +205,47 @@ class FoldStep:
         return [accs[0] * self.spread(scale) + num, accs[1] * scale + den, new]
 
 
-def execute(*args, visits, values, layout, out_axes, products, vectorise, traverse):
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What a visit returns of a row, once it is complete.
+
+    **Arguments:**
+
+    - `fn`: a function of the row's numerator, denominator and maximum, and of the blocks that it
+        reads. It returns a list: matrices, then vectors of float32.
+    - `reads`: the operands whose blocks it reads, by index. These have no axis of columns.
+    - `flips_values`: whether a kernel that wants values transposed should have them so from XLA,
+        which writes a copy. Where another visit needs them as they are, it transposes blocks.
+    """
+
+    fn: Callable[..., list]
+    reads: tuple[int, ...] = ()
+    flips_values: bool = True
+
+    def __call__(self, accs: Sequence, *blocks: Any) -> list:
+        return self.fn(*accs, *blocks)
+
+
+def execute(
+    *args,
+    visits,
+    values,
+    layout,
+    out_axes,
+    products,
+    vectorise,
+    traverse,
+    finishes=False,
+    results: Finish | None = None,
+):
     """Evaluates the fold by the visit that `select_lowering` chose.
 
     With `vectorise`, the batch axes are inside of the blocks, so the steps are mapped over them.
+
+    **Arguments:**
+
+    - `results`: what to return in place of the Carry, if the visit `finishes` rows. Its function
+        gets the numerator as `[v, rows]`.
     """
     acc = visits[0][1].out_avals[0].dtype
     first, steps = FoldStep(visits[0][1], values[0][1], products), {}
@@ -187,13 +261,15 @@ def execute(*args, visits, values, layout, out_axes, products, vectorise, traver
     shape = (rows, first.width) if first.grouped else (first.width, rows)
     start = [np.zeros(shape, acc), np.zeros(rows, acc), np.full(rows, -np.inf, acc)]
 
-    def finish(accs):
-        num, den, top = accs
+    def finish(num, den, top, *blocks):
         if unclean:
             num, den, top = complete(num, den, top, -1 if first.grouped else -2)
+        if results is not None:
+            return results([num, den, top], *blocks)
         return [num if first.grouped else jnp.swapaxes(num, -1, -2), den, top]
 
-    return ring_traverse(steps, layout, args, start, out_axes, finish=finish, traverse=traverse)
+    done = Finish(finish) if results is None else dataclasses.replace(results, fn=finish)
+    return ring_traverse(steps, layout, args, start, out_axes, finish=done, traverse=traverse)
 
 
 def _block_shapes(avals, *, layout, visits, values, **kw):
@@ -220,7 +296,7 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     #
     # Both are sums over pairs of a function of one block, that is, a sweep on the same grid, whose
     # operands are those of the fold, the maximum m, and the tangents. It is linear in the tangents,
-    # so JAX transposes it into the backward pass (`_transpose` in sweep.py): with the cotangents a
+    # so JAX transposes it into the backward pass (`transpose` in sweep.py): with the cotangents a
     # of num and c of den, that of a logit is
     #
     #     ct s_j = p_j (w_j <a, v_j> + c),
@@ -235,8 +311,47 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     num, den, top = fold_p.bind(*primals, out_axes=out_axes, **static)
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
+    read = operand_dtypes(visits, values, layout)
+    moved = {i: t.astype(read[i]) for i, t in enumerate(tangents) if not is_zero(t)}
+    args, sums = tangent_arguments(primals, moved, top, table, **static)
+    dnum, dden, *again = sweep_p.bind(*args, **sums)
+    if again:
+        dnum = recentred(dnum, dden, again[0], num, den)
+    return (num, den, top), (dnum, dden, ad.Zero(jax.typeof(top)))
+
+
+def operand_dtypes(visits: tuple, values: tuple, layout: GridLayout) -> list:
+    """The dtypes in which block functions read the operands of a fold."""
+    own = values[0][1].in_avals[len(layout.shared) :]
+    return [a.dtype for a in (*visits[0][1].in_avals, *own)]
+
+
+def tangent_arguments(
+    primals: Sequence,
+    moved: dict[int, Any],
+    origin: Array,
+    table: Any,
+    *,
+    visits: tuple,
+    values: tuple,
+    layout: GridLayout,
+    products: tuple,
+) -> tuple[list, dict[str, Any]]:
+    """The sweep of the tangents of the two sums of a fold.
+
+    **Arguments:**
+
+    - `primals`: the operands of the fold.
+    - `moved`: the tangents of those that move, by index.
+    - `origin`: the origin of the exponents of each row, such as their maximum.
+    - `table`, `visits`, `values`, `layout`, `products`: those of the fold.
+
+    **Returns:** the arguments and the parameters of the sweep. Its results are the tangents of
+    numerator and denominator. If products are narrow, the former is relative to a numerator that is
+    rounded as it is in this visit, which is the third result; see `recentred`.
+    """
     count, n = len(primals), len(visits[0][1].in_avals)
-    active = [i for i, t in enumerate(tangents) if not is_zero(t)]
+    active, rows = list(moved), (*layout.batch, ROW)
     # What the logits read is `primals[:n]`, and what the values read is `primals[i]` for i in
     # `read`. `inner` and `outer` say which of the former and of the latter move.
     read = [*layout.shared, *range(n, count)]
@@ -262,7 +377,8 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
             (v, *_), dv = directional(
                 jaxpr_as_fun(weigh), [full[i] for i in read], outer, of_values
             )
-            p = jnp.exp(s - safe_max(m)[None])
+            # A maximum is a gauge and has no tangent, but another origin may have one.
+            p = jnp.exp(s - finite_origin(m)[None])
             kept = p * lax.stop_gradient(weight[0]) if weight else p
             dnum, dden = jnp.zeros((p.shape[1], v.shape[-1]), p.dtype), jnp.zeros_like(m)
             again = []
@@ -278,24 +394,16 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
 
         return g
 
-    avals = [*visits[0][1].in_avals, *values[0][1].in_avals[len(layout.shared) :]]
-    dtypes = [a.dtype for a in avals]
-    operands = [*primals, top, *[tangents[i].astype(dtypes[i]) for i in active]]
-    in_axes = [*layout.in_axes, out_axes[2], *[layout.in_axes[i] for i in active]]
     # The sums are those of the numerator, of the denominator and, for `recentred`, of the numerator
     # again.
-    sums = 3 if narrow and inner else 2
-    dnum, dden, *again = sweep(
+    return sweep_arguments(
         {c: tangent(logits, weigh) for (c, logits), (_, weigh) in zip(visits, values)},
-        operands,
-        in_axes,
-        out_axes[:1] * sums,
+        [*primals, origin, *moved.values()],
+        [*layout.in_axes[:count], rows, *[layout.in_axes[i] for i in active]],
+        (rows,) * (3 if narrow and inner else 2),
         layout=dataclasses.replace(layout, stage="tangent"),
         table=table,
     )
-    if again:
-        dnum = recentred(dnum, dden, again[0], num, den)
-    return (num, den, top), (dnum, dden, ad.Zero(jax.typeof(top)))
 
 
 ad.primitive_jvps[fold_p] = _jvp

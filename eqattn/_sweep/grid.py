@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -36,6 +37,27 @@ CORNER = 3  # A partial block in which the first rows see no key of the later ha
 
 
 @dataclasses.dataclass(frozen=True)
+class KnownTable:
+    """A table that is known while a program is traced, as something that can be hashed.
+
+    **Arguments:**
+
+    - `shape`, `classes`: the shape of the table, and the bytes of its int8 entries.
+    """
+
+    shape: tuple[int, ...]
+    classes: bytes
+
+    @classmethod
+    def of(cls, table: np.ndarray) -> "KnownTable":
+        return cls(table.shape, table.astype(np.int8).tobytes())
+
+    @property
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.classes, np.int8).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class GridLayout:
     """The grid of a visit, what lies on it, and how it is visited.
 
@@ -47,6 +69,8 @@ class GridLayout:
     - `in_axes`: the grid axes that each operand has.
     - `table_axes`: the grid axes of the table, which holds `EMPTY`, `PARTIAL` or `FULL` for each
         block. Without a table every pair is visited.
+    - `known`: the table itself, where it is known while the program is traced. A lowering may use
+        it in place of the argument, which holds the same.
     - `ring`: a `Rotation` if columns rotate around a mesh axis; None if they stay.
     - `fused`: whether a transpose finds all its results in one visit of the grid. Otherwise it
         finds those that move with columns in one visit and the others in another.
@@ -67,6 +91,7 @@ class GridLayout:
     block: tuple[int, int]
     in_axes: tuple[tuple[int, ...], ...]
     table_axes: tuple[int, ...] | None = None
+    known: KnownTable | None = None
     ring: Any = None
     fused: bool = True
     ragged: bool = False
@@ -116,12 +141,26 @@ class GridLayout:
         """Separates the arguments of a primitive into the table, or None, and the operands."""
         return (None, args) if self.table_axes is None else (args[0], args[1:])
 
+    def split_known(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The same as `split`, with a NumPy array for a table that is known."""
+        table, operands = self.split(args)
+        return table if self.known is None else self.known.array, operands
+
     def without_corners(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The same as `split`, with a table in which `CORNER` is replaced by `PARTIAL`."""
         table, operands = self.split(args)
-        if table is not None and self.corner:
-            table = jnp.where(table == CORNER, PARTIAL, table)
-        return table, operands
+        return self._as_partial(table), operands
+
+    def known_without_corners(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The same as `without_corners`, with a NumPy array for a table that is known."""
+        table, operands = self.split_known(args)
+        return self._as_partial(table), operands
+
+    def _as_partial(self, table: Any) -> Any:
+        if table is None or not self.corner:
+            return table
+        xp = np if isinstance(table, np.ndarray) else jnp
+        return xp.where(table == CORNER, np.int8(PARTIAL), table)
 
 
 def moves(axes: tuple[int, ...]) -> bool:

@@ -81,6 +81,11 @@ class Lowering(abc.ABC):
     of its own.
     """
 
+    finishes_rows: ClassVar[bool]
+    """Whether the visit of a fold writes outputs and logsumexps at less cost than a Carry, so that
+    `attend` is used where nobody asks for the Carry.
+    """
+
     splits_over_devices: ClassVar[bool]
     """Whether the compiler can split the visit over the devices of a mesh. Otherwise the mesh axes
     must be manual around it.
@@ -133,8 +138,10 @@ class Lowering(abc.ABC):
         - `visits`: pairs of a class of blocks and the jaxpr of its block function.
 
         **Returns:** `traverse`, a function with the arguments and the result of
-        [`traverse`][eqattn._sweep.loops.traverse], and `vectorise`, whether block functions get the
-        batch axes of the grid inside their blocks.
+        [`traverse`][eqattn._sweep.loops.traverse]; `vectorise`, whether block functions get the
+        batch axes of the grid inside their blocks; and, where it is True, `finishes`: that
+        `traverse` of a fold applies a `finish` that reads operands and returns results of any
+        number and dtype, and that `traverse` of a sweep takes `dtypes` to round sums to.
 
         **Raises:** `ValueError` if the lowering is required and cannot run the visit.
         """
@@ -174,6 +181,7 @@ class XLALowering(Lowering):
     device = "any device"
     cleans_values = False
     skips_corners = False
+    finishes_rows = False
     splits_over_devices = True
     shares_blocks = True
     drops_single_axes = True

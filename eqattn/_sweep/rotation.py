@@ -143,7 +143,7 @@ class _RingVisit:
         table, table_axes = ring.table(operands, layout)
         if rows is not None:
             table, table_axes = in_rows(rows, table, table_axes, layout)
-        local = dataclasses.replace(layout, ring=None, table_axes=table_axes)
+        local = dataclasses.replace(layout, ring=None, table_axes=table_axes, known=None)
         into = replaced([None] * len(axes), self.stays, [state[i] for i in self.stays])
         into = replaced(into, self.slots, [mine(state[i], axes[i]) for i in self.slots])
         new = self.traverse(self.steps, local, [*table, *operands], self.start, axes, into=into)

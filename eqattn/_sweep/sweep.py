@@ -121,20 +121,39 @@ def sweep(
     *,
     layout: GridLayout,
     table: Any = None,
+    dtypes: Sequence = (),
 ) -> list:
     """Adds up what the block functions return; see the module's docstring.
 
     **Arguments:**
 
     - `fns`: per class of block, a function of the operands' blocks that returns a list of blocks.
-    - `operands`, `in_axes`: arrays with leading grid axes, and these axes. Tangents must be float32
-        or wider.
+    - `operands`, `in_axes`: arrays with leading grid axes, and these axes. Block functions read
+        floats in the accumulation dtype, whatever the dtype of the array is.
     - `out_axes`: the grid axes that each output keeps.
     - `layout`: the grid.
     - `table`: the class of each block, on the `table_axes` of the `layout`; or None.
+    - `dtypes`: the dtypes to which complete sums are rounded, once; by default they are not.
 
     **Returns:** a list of arrays, each with its grid axes in front of the axes of a block.
     """
+    args, static = sweep_arguments(
+        fns, operands, in_axes, out_axes, layout=layout, table=table, dtypes=dtypes
+    )
+    return sweep_p.bind(*args, **static)
+
+
+def sweep_arguments(
+    fns: dict[int, Callable],
+    operands: Sequence,
+    in_axes: Sequence[tuple[int, ...]],
+    out_axes: Sequence[tuple[int, ...]],
+    *,
+    layout: GridLayout,
+    table: Any = None,
+    dtypes: Sequence = (),
+) -> tuple[list, dict[str, Any]]:
+    """The arguments and the parameters of the primitive by which `sweep` adds up."""
     axes = varying_axes(*operands, *([] if table is None else [table]))
     operands = [vary(x, axes) for x in operands]
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
@@ -142,8 +161,10 @@ def sweep(
     layout = dataclasses.replace(layout, in_axes=tuple(in_axes) + ((),) * len(consts))
     lead = [] if layout.table_axes is None else [vary(table, axes)]
     consts = [vary(x, axes) for x in consts]
-    static = dict(visits=visits, layout=layout, out_axes=tuple(out_axes))
-    return sweep_p.bind(*lead, *operands, *consts, **static)
+    sums = [a.dtype for a in visits[0][1].out_avals]
+    dtypes = () if list(dtypes) == sums else tuple(jnp.dtype(d) for d in dtypes)
+    static = dict(visits=visits, layout=layout, out_axes=tuple(out_axes), dtypes=dtypes)
+    return [*lead, *operands, *consts], static
 
 
 def _vectorised(f, layout, out_axes):
@@ -162,7 +183,7 @@ def _vectorised(f, layout, out_axes):
     return f
 
 
-def execute(*args, visits, layout, out_axes, vectorise, traverse):
+def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finishes=False):
     """Evaluates a sweep by the visit that `select_lowering` chose."""
     steps = {}
     for c, jaxpr in visits:
@@ -175,7 +196,10 @@ def execute(*args, visits, layout, out_axes, vectorise, traverse):
 
         steps[c] = step
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
-    return ring_traverse(steps, layout, args, zeros, out_axes, traverse=traverse)
+    if finishes and dtypes and layout.ring is None:
+        traverse = ft.partial(traverse, dtypes=dtypes)
+    sums = ring_traverse(steps, layout, args, zeros, out_axes, traverse=traverse)
+    return [x.astype(d) for x, d in zip(sums, dtypes)] if dtypes else sums
 
 
 def primitive_rules(primitive, run, params, block_shapes):
@@ -231,6 +255,7 @@ def primitive_rules(primitive, run, params, block_shapes):
             grid=(size, *layout.grid[reused:]),
             in_axes=tuple(in_axes),
             table_axes=table_axes,
+            known=layout.known if table_axes == layout.table_axes else None,
         )
         of_one = [new in a for a in out_axes]
         out_axes = tuple(a if one else (new, *a) for a, one in zip(out_axes, of_one))
@@ -245,16 +270,21 @@ def primitive_rules(primitive, run, params, block_shapes):
     batching.primitive_batchers[primitive] = batch
 
 
+def _block_shapes(avals, *, visits, dtypes, **kw):
+    outs = visits[0][1].out_avals
+    return [(a.shape, d) for a, d in zip(outs, dtypes or [a.dtype for a in outs])]
+
+
 sweep_p = Primitive("attention_sweep")
 primitive_rules(
     sweep_p,
     execute,
-    ("visits", "layout", "out_axes"),
-    lambda avals, *, visits, **kw: [(a.shape, a.dtype) for a in visits[0][1].out_avals],
+    ("visits", "layout", "out_axes", "dtypes"),
+    _block_shapes,
 )
 
 
-def _jvp(primals, tangents, *, visits, layout, out_axes):
+def _jvp(primals, tangents, *, visits, layout, out_axes, dtypes):
     # out[axes] = sum_{pairs} f(x_1, ..., x_n) is linear in what f returns, so its tangent is the
     # sum, over the same pairs, of the tangent of f:
     #
@@ -263,7 +293,8 @@ def _jvp(primals, tangents, *, visits, layout, out_axes):
     # That is the sweep of a function g(x_1, ..., x_n, dx_i, ...), made by `jax.jvp` of f on blocks.
     # Its operands lie on the grid as those of f do; tangents of operands that do not move are left
     # out. So a tangent costs the memory of one more sweep, never that of all pairs.
-    out = sweep_p.bind(*primals, visits=visits, layout=layout, out_axes=out_axes)
+    static = dict(visits=visits, layout=layout, out_axes=out_axes, dtypes=dtypes)
+    out = sweep_p.bind(*primals, **static)
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
     active = [i for i, t in enumerate(tangents) if not is_zero(t)]
@@ -278,14 +309,14 @@ def _jvp(primals, tangents, *, visits, layout, out_axes):
         return g
 
     fns = {c: tangent(jaxpr_as_fun(j)) for c, j in visits}
-    dtypes = visits[0][1].in_avals
-    operands = [*primals, *[tangents[i].astype(dtypes[i].dtype) for i in active]]
+    read = visits[0][1].in_avals
+    operands = [*primals, *[tangents[i].astype(read[i].dtype) for i in active]]
     in_axes = layout.in_axes + tuple(layout.in_axes[i] for i in active)
     layout = dataclasses.replace(layout, stage="")
-    return out, sweep(fns, operands, in_axes, out_axes, layout=layout, table=table)
+    return out, sweep(fns, operands, in_axes, out_axes, layout=layout, table=table, dtypes=dtypes)
 
 
-def _transpose(cts, *args, visits, layout, out_axes):
+def transpose(cts, *args, visits, layout, out_axes, dtypes=()):
     # The sweep is linear in some operands y_i and depends on others x in any way,
     #
     #     out_k[axes_k] = sum_{pairs} sum_i A_ki(x) y_i.
@@ -300,8 +331,12 @@ def _transpose(cts, *args, visits, layout, out_axes):
     # is `jax.linear_transpose` of the block function. What was read in many blocks is now summed,
     # and what was summed is read: the axes of inputs and outputs change places, and nothing else.
     #
+    # Each result is rounded to the dtype of its y_i once its sum is complete. The cotangents may be
+    # of any dtype, too.
+    #
     # Not `fused`, the results that move with columns are found in one visit and those of rows in
     # another: each then has its accumulators in registers or caches, at the price of a second pass.
+    del dtypes
     table, operands = layout.split(args)
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     known = [i for i in range(len(operands)) if i not in linear]
@@ -341,6 +376,7 @@ def _transpose(cts, *args, visits, layout, out_axes):
             [layout.in_axes[i] for i in group],
             layout=dataclasses.replace(layout.only(known), stage=stage),
             table=table,
+            dtypes=[operands[i].aval.dtype for i in group],
         )
         for i, y in zip(group, outs):
             results[i] = y
@@ -348,4 +384,4 @@ def _transpose(cts, *args, visits, layout, out_axes):
 
 
 ad.primitive_jvps[sweep_p] = _jvp
-ad.primitive_transposes[sweep_p] = _transpose
+ad.primitive_transposes[sweep_p] = transpose

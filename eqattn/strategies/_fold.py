@@ -17,7 +17,7 @@ from .._carry import Carry, safe_max
 from .._jax import compiled
 from .._problem.blocking import choose_blocking
 from .._problem.exchange import HeadExchange
-from .._problem.fold import fold_problem
+from .._problem.fold import attend_problem, fold_problem
 from .._problem.jit_cache import cached
 from .._problem.operands import BlockOperand, BlockOperands
 from .._problem.problem import Problem
@@ -44,6 +44,16 @@ def fold_on_device(
     return fold_problem(
         problem, blocking, HeadExchange(manual=manual), fused=fused, lowering=lowering
     )
+
+
+@cached
+def attend_on_device(
+    problem: Problem, *, block_q, block_k, fused, lowering, manual, dtype
+) -> tuple[Array, Array]:
+    """The output, in a dtype, and the logsumexp of a problem on one device, with the sinks."""
+    blocking = choose_blocking(problem, block_q, block_k, lowering=lowering)
+    spread = HeadExchange(manual=manual)
+    return attend_problem(problem, blocking, spread, fused=fused, lowering=lowering, dtype=dtype)
 
 
 @compiled  # outside of `jax.jit`, JAX cannot look at known arrays inside of a `shard_map`

@@ -66,6 +66,16 @@ class AbstractFoldStrategy(AttentionImpl):
         `[B, H, T, S]`, also without the sinks, or None if the strategy does not form them.
         """
 
+    def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array] | None:
+        """A hook for code that finishes rows where it visits their keys, at less cost than by way
+        of a Carry. It is asked where a call needs no Carry and no weights.
+
+        **Returns:** the output `[B, T, H, V]` in `dtype` and the logsumexp `[B, T, H]`, both with
+        the sinks; or None, by default, where the `fold` is no dearer.
+        """
+        del problem, dtype
+        return None
+
     def lowering(self, problem: Problem) -> Lowering:
         """The code that visits the blocks of the fold. It is the kernels of the device that the
         metadata name, if there are any and they support the call, else loops of ordinary JAX.
@@ -254,8 +264,15 @@ class AbstractFoldStrategy(AttentionImpl):
                 partition=partition,
                 **options,
             )
-            carry, weights = self.fold(spec)
-            results = finish(spec, carry, weights, self.output_dtype(spec.query))
+            dtype = self.output_dtype(spec.query)
+            found = None
+            if not (wanted["carry"] or wanted["weights"] or wanted["max_logits"]):
+                found = self.attend(spec, dtype)
+            if found is None:
+                carry, weights = self.fold(spec)
+                results = finish(spec, carry, weights, dtype)
+            else:
+                results = attended(spec, *found)
             return {name: results[name]() for name, needed in wanted.items() if needed}
 
         _check_precision(self.precision)
@@ -347,6 +364,13 @@ def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) 
     )
     with typed_by_mesh(jax.typeof(q).sharding.mesh):
         return inner(arrays)
+
+
+def attended(spec: Problem, output: Array, logsumexp: Array) -> dict[str, Callable]:
+    """The same results as those of `finish`, where there is no Carry."""
+    both = {"outputs": output, "logsumexp": logsumexp}
+    shapes = {name: (*spec.batch_shape, *x.shape[1:]) for name, x in both.items()}
+    return {name: lambda name=name: both[name].reshape(shapes[name]) for name in both}
 
 
 def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any) -> dict[str, Callable]:

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import equinox as eqx
+from jaxtyping import Array
 
 from .._carry import Carry
 from .._problem.mesh import ManualAxes
@@ -102,4 +103,20 @@ class AbstractOnDevice(AbstractFoldStrategy):
             fused=self.fused_backward,
             in_place=self.reads_stored,
             lowering=lowering,
+        )
+
+    def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array] | None:
+        lowering = self.lowering(problem)
+        if self.reads_stored or self.keys_axis() is not None or not lowering.finishes_rows:
+            return None
+        from ._fold import attend_on_device
+
+        return attend_on_device(
+            problem,
+            block_q=self.metadata.blocksize_q,
+            block_k=self.metadata.blocksize_k,
+            fused=self.fused_backward,
+            lowering=lowering,
+            manual=self.manual(problem, lowering),
+            dtype=dtype,
         )

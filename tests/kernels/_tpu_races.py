@@ -11,8 +11,15 @@ import jax.extend
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from eqattn._sweep import fold as _fold, sweep as _sweep
+from eqattn._sweep import attend as _attend, fold as _fold, sweep as _sweep
 from eqattn.kernels.tpu import _traverse
+
+
+_HOT = {
+    _attend.attend_p: _attend.execute,
+    _fold.fold_p: _fold.execute,
+    _sweep.sweep_p: _sweep.execute,
+}
 
 
 def without_races(f: Callable, *args: Any, cores: int = 1) -> tuple[list, int]:
@@ -45,9 +52,10 @@ def _run(jaxpr, consts, args, kernel):
     count = 0
     for eqn in jaxpr.eqns:
         xs, p = [read(v) for v in eqn.invars], eqn.params
-        code = {_fold.fold_p: _fold.execute, _sweep.sweep_p: _sweep.execute}.get(eqn.primitive)
+        code = _HOT.get(eqn.primitive)
         if code is not None and p["layout"].stage in ("fold", "backward"):
-            ys, count = code(*xs, **p, vectorise=False, traverse=kernel), count + 1
+            ys = code(*xs, **p, vectorise=False, traverse=kernel, finishes=True)
+            count += 1
         elif eqn.primitive.name in ("jit", "custom_jvp_call"):
             called = p.get("jaxpr") or p["call_jaxpr"]
             ys, more = _run(called.jaxpr, called.consts, xs, kernel)

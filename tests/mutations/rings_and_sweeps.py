@@ -193,7 +193,7 @@ MUTANTS = [
             ("kept = p * lax.stop_gradient(weight[0]) if weight else p", "kept = p"),
             ("dden = (p * ds[0]).sum(0)", "dden = (kept * ds[0]).sum(0)"),
             ("dnum = dnum + dot(kept, dv[0], (0, 0), **kw)", "dnum = dot(kept, dv[0], (0, 0), **kw)"),
-            ("p = jnp.exp(s - safe_max(m)[None])", "p = jnp.exp(s - m[None])"),
+            ("p = jnp.exp(s - finite_origin(m)[None])", "p = jnp.exp(s - m[None])"),
         ],
     ),
     (

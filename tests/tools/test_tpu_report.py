@@ -238,7 +238,7 @@ def test_what_fails_is_reported(monkeypatch, tmp_path, capsys):
         "job = json.load(sys.stdin)\n"
         "row = dict(kernel='forward', chip=job['chip'], plain='', tile=[8, 8], cycles=9, masked=None)\n"
         "row |= dict(useful=.5, whole=None, memory=None, units={}, spills=0, fills=0, vmem=1)\n"
-        "for name in job['kernels']:\n"
+        "for name in job['names']:\n"
         "    if name == 'forward': print(json.dumps({'row': row}), flush=True)\n"
         "    elif name == 'forward, bias': sys.exit('the compiler fell')\n"
         "    else: print(json.dumps({'failed': name, 'why': 'no'}), flush=True)\n"

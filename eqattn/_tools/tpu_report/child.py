@@ -1,5 +1,5 @@
-"""`python -m eqattn._tools.tpu_report.child` compiles kernels for a chip and prints their rows, as
-JSON lines.
+"""`python -m eqattn._tools.tpu_report.child` compiles kernels or whole calls for a chip and prints
+their rows, as JSON lines.
 """
 
 import json
@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from . import schedule, whole
+from . import calls, schedule, whole
 from .chips import CHIPS
 from .kernels import choose
 from .rows import Row
@@ -30,14 +30,14 @@ UNITS = {
 }
 
 
-def compile_for(device: Any, build: Callable[..., Any]) -> None:
+def compile_for(device: Any, build: Callable[..., Any]) -> Any:
     """Compiles what `build` returns."""
     function, args = build()
     place = SingleDeviceSharding(device)
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tuple(args)
     )
-    jax.jit(function, out_shardings=place).lower(*args).compile()
+    return jax.jit(function, out_shardings=place).lower(*args).compile()
 
 
 def measure(name: str, kernel: Kernel, folder: Path) -> Row:
@@ -83,20 +83,28 @@ def _rounded(share: float) -> float:
 def main() -> None:
     """Reads the job, a JSON object, from standard input."""
     job = json.load(sys.stdin)
-    folder, topology, built = Path(job["folder"]), CHIPS[job["chip"]].topology, None
+    folder, topology = Path(job["folder"]), CHIPS[job["chip"]].topology
+    built: Any = None
+    program: Any = None
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    for name in job["kernels"]:
-        (kernel,) = choose([name], peers=True)
+    for name in job["names"]:
         try:
             # Code that is lowered may ask for the kind of device, which the mesh tells.
             with jax.sharding.use_abstract_mesh(Mesh([device], ("x",)).abstract_mesh):
-                if kernel.build is not built:  # several kernels may be of one program
+                (chosen,) = (calls.choose if job["call"] else choose)([name], peers=True)
+                what: Any = chosen
+                if what.build is not built:  # several kernels may be of one program
                     built = None
                     for path in folder.iterdir():
                         path.unlink()
-                    compile_for(device, kernel.build)
-                    built = kernel.build
-                item = {"row": measure(job["chip"], kernel, folder).to_dict()}
+                    program = compile_for(device, what.build)
+                    built = what.build
+                if job["call"]:
+                    temporary = program.memory_analysis().temp_size_in_bytes
+                    row = calls.measure(job["chip"], what, temporary, folder)
+                else:
+                    row = measure(job["chip"], what, folder)
+                item = {"row": row.to_dict()}
         except Exception as e:  # what the compiler says is the result
             item = {"failed": name, "why": f"{type(e).__name__}: {e}"[:600]}
         print(json.dumps(item), flush=True)

@@ -1,19 +1,22 @@
 """The command `tpu-report`: it starts one child process for each chip, and reports."""
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata as distributions
 from pathlib import Path
+from typing import Any
 
 from ..bench.cli import progress_bar
 from ..process import End, results
+from ..results_file import RowFile
+from . import report
 from .chips import CHIPS
-from .report import markdown, tables
-from .rows import FILE, Row
+from .rows import CallRow, CALLS_FILE, FILE, Row
 
 
 CHILD = ("-m", f"{__package__}.child")
@@ -23,11 +26,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `tpu-report`."""
     add = parser.add_argument
     add("--chip", nargs="+", choices=CHIPS, default=list(CHIPS), help="what to compile for")
-    add("--kernel", nargs="+", default=[], metavar="NAME", help="names or globs; all by default")
+    add("--kernel", nargs="+", default=[], metavar="NAME", help="names or globs; by default all")
+    add("--call", action="store_true", help="whole calls, with all that is around their kernels")
     add("--list", action="store_true", help="print the names of the kernels and stop")
     add("--peers", action="store_true", help="also the kernels of other libraries")
     add("--json", type=Path, help="write the figures here, or in place of those that it has")
     add("--markdown", type=Path, help="also write the tables as Markdown")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is measured: single kernels or whole calls.
+
+    **Arguments:**
+
+    - `choose`: a function of patterns and of whether those of other libraries are wanted, which
+        returns what they name.
+    - `file`: the format of its figures in a file.
+    - `tables`, `markdown`: how its rows are shown.
+    """
+
+    choose: Callable[[Sequence[str], bool], Sequence[Any]]
+    file: RowFile
+    tables: Callable[[Sequence[Any]], str]
+    markdown: Callable[[Sequence[Any], dict[str, str]], str]
+
+    @classmethod
+    def of(cls, call: bool) -> "Kind":
+        from . import calls, kernels  # which import JAX and Pallas
+
+        if call:
+            return cls(calls.choose, CALLS_FILE, report.call_tables, report.call_markdown)
+        return cls(kernels.choose, FILE, report.tables, report.markdown)
+
+    def ordered(self, rows: dict[tuple[str, str], Any]) -> list[Any]:
+        names, chips = [x.name for x in self.choose([], True)], list(CHIPS)
+        known = [key for key in rows if key[0] in names]
+        known.sort(key=lambda key: (names.index(key[0]), chips.index(key[1])))
+        return [rows[key] for key in known]
+
+    def recorded(self, path: Path | None, found: dict[str, str]) -> dict[tuple[str, str], Any]:
+        if path is None or not path.exists():
+            return {}
+        rows, before = self.file.read(path)
+        if before != found:
+            raise ValueError(f"{path} was recorded with {before}, not {found}; remove it first.")
+        return {row.key: row for row in rows}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
     **Returns:** 1 if a kernel failed, else 0. **Raises:** `ValueError` for bad arguments.
     """
-    from .kernels import choose
     from .peers import NOT_MEASURED
 
-    names = [kernel.name for kernel in choose(args.kernel, args.peers)]
+    kind = Kind.of(args.call)
+    names = [x.name for x in kind.choose(args.kernel, args.peers)]
     if args.list:
         print("\n".join(names))
         return 0
@@ -46,20 +90,20 @@ def run(args: argparse.Namespace) -> int:
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"there is no folder {path.parent}")
     found = versions()
-    old = _recorded(args.json, found)
+    old = kind.recorded(args.json, found)
     rows, failed = {}, []
     bar = progress_bar(len(names) * len(args.chip))
-    for item in measure([(chip, names) for chip in args.chip]):
-        if isinstance(item, Row):
+    for item in measure([(chip, names) for chip in args.chip], call=args.call):
+        if not isinstance(item, str):
             rows[item.key] = item
             if args.json is not None:  # written after each row, so that a kill loses nothing
-                FILE.write(_ordered(old | rows), found, args.json)
-            bar(f"{item.chip} {item.kernel}")
+                kind.file.write(kind.ordered(old | rows), found, args.json)
+            bar(" ".join(reversed(item.key)))
         else:
             failed.append(item)
             bar(item)
     print(", ".join(f"{name} {version}" for name, version in found.items()))
-    print(tables(_ordered(rows)))
+    print(kind.tables(kind.ordered(rows)))
     if args.peers:
         for name in NOT_MEASURED:
             here = importlib.util.find_spec(name) is not None
@@ -67,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     for message in failed:
         print(f"failed: {message}", file=sys.stderr)
     if args.markdown is not None:
-        args.markdown.write_text(markdown(_ordered(old | rows), found))
+        args.markdown.write_text(kind.markdown(kind.ordered(old | rows), found))
     return 1 if failed else 0
 
 
@@ -80,31 +124,19 @@ def versions() -> dict[str, str]:
     return {name: distributions.version(name) for name in ("jax", "libtpu")}
 
 
-def _recorded(path: Path | None, found: dict[str, str]) -> dict[tuple[str, str], Row]:
-    if path is None or not path.exists():
-        return {}
-    rows, before = FILE.read(path)
-    if before != found:
-        raise ValueError(f"{path} was recorded with {before}, not {found}; remove it first.")
-    return {row.key: row for row in rows}
+def measure(
+    jobs: Sequence[tuple[str, Sequence[str]]], call: bool = False
+) -> Iterator[Row | CallRow | str]:
+    """Compiles kernels, or whole calls with `call`, by name, for chips.
 
-
-def _ordered(rows: dict[tuple[str, str], Row]) -> list[Row]:
-    from .kernels import choose
-
-    names, chips = [k.name for k in choose([], peers=True)], list(CHIPS)
-    known = [row for row in rows.values() if row.kernel in names]
-    return sorted(known, key=lambda row: (names.index(row.kernel), chips.index(row.chip)))
-
-
-def measure(jobs: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Row | str]:
-    """Compiles kernels, by name, for chips. **Returns:** a row for each, or what failed and why."""
+    **Returns:** a row for each, or what failed and why.
+    """
     for chip, names in jobs:
         left = list(names)
         while left:
             done = 0
             with tempfile.TemporaryDirectory() as folder:
-                for item in _child(chip, left, Path(folder)):
+                for item in _child(chip, left, Path(folder), call):
                     done += 1
                     yield item
             # A kernel on which the compiler ended the process is not tried again. The next ones are
@@ -112,10 +144,13 @@ def measure(jobs: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Row | str]:
             left = left[done:]
 
 
-def _child(chip: str, names: Sequence[str], folder: Path) -> Iterator[Row | str]:
+def _child(
+    chip: str, names: Sequence[str], folder: Path, call: bool
+) -> Iterator[Row | CallRow | str]:
     from .schedule import PASSES
 
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    flags += " --xla_jf_dump_hlo_text=true" if call else ""
     # No code may look for the host of a TPU, and other processes may load the compiler meanwhile.
     environment = os.environ | {
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -124,10 +159,11 @@ def _child(chip: str, names: Sequence[str], folder: Path) -> Iterator[Row | str]
         "TPU_SKIP_MDS_QUERY": "1",
     }
     environment.pop("XLA_FLAGS", None)  # the flags of this process are for its own device
-    job = {"chip": chip, "kernels": names, "folder": str(folder)}
+    job = {"chip": chip, "names": names, "call": call, "folder": str(folder)}
+    make = (CALLS_FILE if call else FILE).make
     for done, item in enumerate(results(CHILD, job, environment)):
         if not isinstance(item, End):
             failed = f"{item['failed']} on {chip}: {item['why']}" if "failed" in item else ""
-            yield failed or Row.from_dict(item["row"])
+            yield failed or make(item["row"])
         elif done < len(names):
             yield f"{names[done]} on {chip}: {item}"

@@ -29,6 +29,23 @@ def _flash(blocks: tuple[int, int] | None) -> tuple[Callable[..., Any], Sequence
     return call, [_array(1, HEADS, TOKENS, DIM)] * 3
 
 
+def splash_sizes(queries: int, keys: int, compute: int, fused: bool = False) -> Any:
+    """The block sizes of splash attention. If `fused`, one kernel computes all gradients."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import BlockSizes
+
+    return BlockSizes(
+        block_q=queries,
+        block_kv=keys,
+        block_kv_compute=compute,
+        block_q_dkv=queries,
+        block_kv_dkv=keys,
+        block_kv_dkv_compute=compute,
+        block_q_dq=None if fused else queries,
+        block_kv_dq=None if fused else compute,
+        use_fused_bwd_kernel=fused,
+    )
+
+
 def _splash(
     queries: int, keys: int, compute: int, dim: int = DIM, gradient: bool = False
 ) -> tuple[Callable[..., Any], Sequence[Any]]:
@@ -37,16 +54,7 @@ def _splash(
         splash_attention_mask as masks,
     )
 
-    sizes = splash.BlockSizes(
-        block_q=queries,
-        block_kv=keys,
-        block_kv_compute=compute,
-        block_q_dkv=queries,
-        block_kv_dkv=keys,
-        block_kv_dkv_compute=compute,
-        block_q_dq=queries,
-        block_kv_dq=compute,
-    )
+    sizes = splash_sizes(queries, keys, compute)
     mask = masks.MultiHeadMask([masks.CausalMask((TOKENS, TOKENS))] * HEADS)
     kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
 

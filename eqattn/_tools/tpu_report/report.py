@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from .rows import Row
+from .rows import CallRow, Row
 
 
 Table = list[list[str]]  # a header, then lines
@@ -65,9 +65,7 @@ def tables(rows: Sequence[Row]) -> str:
     others, found = [row for row in rows if row not in features], []
     for table in (_every_figure(others), _by_chip("feature", features, cost)):
         if len(table) > 1:
-            widths = [max(map(len, column)) for column in zip(*table)]
-            text = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in table]
-            found.append("\n".join([text[0], "  ".join("-" * w for w in widths), *text[1:]]))
+            found.append(_aligned(table))
     return "\n\n".join(found)
 
 
@@ -97,3 +95,39 @@ def _piped(table: Table) -> str:
     header, *lines = table
     lines = [header, ["---"] * len(header), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _aligned(table: Table) -> str:
+    widths = [max(map(len, column)) for column in zip(*table)]
+    text = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in table]
+    return "\n".join([text[0], "  ".join("-" * w for w in widths), *text[1:]])
+
+
+def _calls(rows: Sequence[CallRow]) -> Table:
+    """A header, and a line for each row."""
+    header = ["call", "chip", "MB moved", "outside kernels", "temporary MiB", "kernels ms"]
+    lines = [
+        [
+            row.call,
+            row.chip,
+            f"{row.total / 1e6:,.0f}",
+            f"{row.outside / 1e6:,.0f}",
+            f"{row.temporary / 2**20:,.0f}",
+            f"{row.kernel_ms:.2f}",
+            f"{row.outside_ms:.2f}",
+            f"{row.kernel_ms + row.outside_ms:.2f}",
+        ]
+        for row in rows
+    ]
+    return [[*header, "outside ms", "together ms"], *lines]
+
+
+def call_tables(rows: Sequence[CallRow]) -> str:
+    """The costs of whole calls, as aligned columns of plain text."""
+    return _aligned(_calls(rows))
+
+
+def call_markdown(rows: Sequence[CallRow], versions: dict[str, str]) -> str:
+    """The same table for the documentation."""
+    header = ", ".join(f"{name} {version}" for name, version in versions.items()) + "."
+    return f"{header}\n\n{_piped(_calls(rows))}\n"

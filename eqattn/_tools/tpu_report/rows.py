@@ -1,4 +1,4 @@
-"""The figures of a kernel on a chip, as data."""
+"""The figures of a kernel, and of a whole call, on a chip, as data."""
 
 import dataclasses
 from typing import Any
@@ -55,4 +55,41 @@ class Row:
         return cls(tile=(queries, keys), **fields)
 
 
+@dataclasses.dataclass(frozen=True)
+class CallRow:
+    """The costs of a whole call on one chip.
+
+    **Arguments:**
+
+    - `call`, `chip`: their names.
+    - `total`: how many bytes its instructions move to and from main memory.
+    - `outside`: those of them that no kernel moves.
+    - `temporary`: the bytes of main memory that it takes beside arguments and results.
+    - `cycles`: those of its kernels.
+    - `kernel_ms`, `outside_ms`: milliseconds of its kernels, at the clock of the chip, and of the
+        bytes outside of them, at the bandwidth of its memory.
+    """
+
+    call: str
+    chip: str
+    total: int
+    outside: int
+    temporary: int
+    cycles: int
+    kernel_ms: float
+    outside_ms: float
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.call, self.chip
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "CallRow":
+        return cls(**fields)
+
+
 FILE = RowFile("tpu-report", "versions", Row.from_dict)
+CALLS_FILE = RowFile("tpu-report --call", "versions", CallRow.from_dict)

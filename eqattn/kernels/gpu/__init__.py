@@ -33,6 +33,7 @@ class GPULowering(Lowering):
     device = "an NVIDIA GPU"
     cleans_values = False
     skips_corners = False
+    finishes_rows = False
     splits_over_devices = False
     drops_single_axes = False
 

@@ -39,6 +39,7 @@ class TPULowering(Lowering):
     device = "a TPU"
     cleans_values = True
     skips_corners = True
+    finishes_rows = True
     splits_over_devices = False
     drops_single_axes = False
 
@@ -119,4 +120,5 @@ class TPULowering(Lowering):
                 return None
         from ._traverse import traverse
 
-        return dict(vectorise=False, traverse=ft.partial(traverse, interpret=self.interpreted))
+        run = ft.partial(traverse, interpret=self.interpreted)
+        return dict(vectorise=False, traverse=run, finishes=True)

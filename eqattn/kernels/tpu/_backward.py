@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
 
 from ..._jax import abstract
 from ..._sweep.grid import COL, EMPTY, FULL, GridLayout, PARTIAL, ROW
@@ -54,12 +54,14 @@ class _Result:
     - `aval`: the shape and dtype of its block, as a step of the sweep reads it.
     - `axes`: the grid axes that it keeps.
     - `lies`: those of them in front of what lies in vector memory at one time.
+    - `dtype`: the dtype in which it is written, once its sum is complete.
     - `rows`: the number of blocks that lie there at one time, if all rows stay: `(rows,)`, or `()`.
     """
 
     aval: Any
     axes: tuple[int, ...]
     lies: tuple[int, ...]
+    dtype: Any
     rows: tuple[int, ...] = ()
 
     @property
@@ -71,6 +73,13 @@ class _Result:
     def whole(self) -> tuple[int, ...]:
         """The shape of what lies in vector memory at one time."""
         return (*self.rows, *self.block)
+
+    @property
+    def apart(self) -> bool:
+        """Whether its sum lies beside what is written: for one of several visits of its place, or
+        as it is rounded.
+        """
+        return not self.rows or self.dtype != self.aval.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,41 +112,50 @@ class _Sum:
     given: dict[int, KernelOperand]
     old: dict[int, KernelOperand]
 
+    @property
+    def apart(self) -> list[int]:
+        """The results whose sums lie in memory of their own."""
+        return [i for i, x in self.results.items() if x.apart]
+
     def kernel(self, work_ref: Any, *refs: Any) -> None:
         """One step: adds what a pair contributes to the accumulators of its row and column."""
         left = list(refs)
         take = lambda keys: {i: left.pop(0) for i in keys}
         ins, olds, outs, sums = (
-            take(keys) for keys in (self.given, self.old, self.results, self.group)
+            take(keys) for keys in (self.given, self.old, self.results, self.apart)
         )
+        sums = outs | sums
         order = self.grid.order
         ids = [pl.program_id(i) for i in range(len(order))]
         pair = self.grid.pair(ids, work_ref)
         first, last = (pair & FIRST) != 0, (pair & LAST) != 0
-        begin = ids[len(self.lead)] == 0
+        at = ids[len(self.lead)]
+        begin, end = at == 0, at == pl.num_programs(len(self.lead)) - 1
         for a in self.summed:
             here = ids[order.index(a)]
             first, last = first & (here == 0), last & (here == self.grid.layout.grid[a] - 1)
             begin = begin & (here == 0)
+            end = end & (here == self.grid.layout.grid[a] - 1)
 
-        def clear(refs, those):
+        def clear(those):
             for i in those:
-                refs[i][...] = olds[i][...] if i in self.old else jnp.zeros_like(refs[i])
+                sums[i][...] = olds[i][...] if i in self.old else jnp.zeros_like(sums[i])
 
-        pl.when(first)(lambda: clear(sums, self.group))
-        pl.when(begin)(lambda: clear(outs, self.stay))
-        self.add(pair, ids, work_ref, ins, outs, sums)
+        def write(those):
+            for i in those:
+                outs[i][...] = sums[i][...].astype(outs[i].dtype)
 
-        @pl.when(last)
-        def _():
-            for i in self.group:
-                outs[i][...] = sums[i][...]
+        pl.when(first)(lambda: clear(self.group))
+        pl.when(begin)(lambda: clear(self.stay))
+        self.add(pair, ids, work_ref, ins, sums)
+        pl.when(last)(lambda: write(self.group))
+        rounded = [i for i in self.stay if i in self.apart]
+        if rounded:
+            pl.when(end)(lambda: write(rounded))
 
-    def add(self, pair: Any, ids: Sequence, work_ref: Any, ins: dict, outs: dict, sums: dict):
+    def add(self, pair: Any, ids: Sequence, work_ref: Any, ins: dict, sums: dict):
         """Replaces accumulators by what the program of the pair's class makes of them."""
-        at = {
-            i: (outs[i], row_of(pair)) if i in self.stay else (sums[i], ...) for i in self.results
-        }
+        at = {i: (sums[i], row_of(pair) if i in self.stay else ...) for i in self.results}
         n = self.accumulators
         load: list = [None] * (n + self.operands)
         for i, (ref, where) in at.items():
@@ -166,9 +184,11 @@ def _plan(
     group: list[int],
     stay: list[int],
     into: Sequence | None,
+    dtypes: Sequence,
 ) -> tuple[_Sum, Any]:
     """The plan of the kernel of `visit_sum`, and its list of pairs."""
-    table, operands = layout.without_corners(args)
+    dtypes = dtypes or [x.dtype for x in start]
+    table, operands = layout.known_without_corners(args)
     summed = tuple(a for a in layout.batch if a not in kept)
     lead = tuple(a for a in layout.batch if a in kept)
     table_axes = list(layout.table_axes or (ROW, COL))[:-2]
@@ -180,9 +200,9 @@ def _plan(
 
     held = [abstract(args[-1], x.shape, x.dtype) for x in start]
     blocks, n, wanted = abstract_blocks(operands, layout.in_axes), len(held), [*group, *stay]
-    results = {i: _Result(held[i], kept, kept) for i in group}
+    results = {i: _Result(held[i], kept, kept, dtypes[i]) for i in group}
     all_rows = (layout.grid[ROW],)
-    results |= {i: _Result(held[i], (*lead, ROW), lead, all_rows) for i in stay}
+    results |= {i: _Result(held[i], (*lead, ROW), lead, dtypes[i], all_rows) for i in stay}
 
     def program(step):
         return Program(lambda *xs: step(list(xs[:n]), list(xs[n:])), [*held, *blocks], wanted)
@@ -212,13 +232,14 @@ def visit_sum(
     group: list[int],
     stay: list[int],
     into: Sequence | None,
+    dtypes: Sequence,
     interpret: Any,
 ) -> list:
     """Some outputs of a sweep, by one kernel.
 
     **Arguments:**
 
-    - `steps`, `layout`, `args`, `start`, `into`: as for `traverse`.
+    - `steps`, `layout`, `args`, `start`, `into`, `dtypes`: as for `traverse`.
     - `kept`: the grid axes that the outputs `group` keep.
     - `group`, `stay`: the indices of the outputs, as `together` gives them. Those of `stay` keep
         rows, and the same batch axes as `group`.
@@ -226,7 +247,7 @@ def visit_sum(
 
     **Returns:** the outputs `group`, then `stay`.
     """
-    plan, work = _plan(steps, layout, args, start, kept, group, stay, into)
+    plan, work = _plan(steps, layout, args, start, kept, group, stay, into, dtypes)
     grid, given, old, results = plan.grid, plan.given, plan.old, plan.results
     call = pl.pallas_call(
         plan.kernel,
@@ -238,11 +259,12 @@ def visit_sum(
                 *[grid.spec(x.axes, x.block) for x in old.values()],
             ],
             out_specs=[grid.spec(y.lies, y.whole) for y in results.values()],
-            scratch_shapes=[pltpu.VMEM(results[i].block, results[i].aval.dtype) for i in group],
+            scratch_shapes=[
+                pltpu.VMEM(results[i].whole, results[i].aval.dtype) for i in plan.apart
+            ],
         ),
         out_shape=[
-            abstract(args[-1], (*layout.shape(y.lies), *y.whole), y.aval.dtype)
-            for y in results.values()
+            abstract(args[-1], (*layout.shape(y.lies), *y.whole), y.dtype) for y in results.values()
         ],
         input_output_aliases={1 + len(given) + j: [*results].index(i) for j, i in enumerate(old)},
         compiler_params=pltpu.CompilerParams(
@@ -258,10 +280,11 @@ def visit_sum(
     return [y.reshape(shape) for y, shape in zip(ys, shapes)]
 
 
-def _alike(table: Array, axis: int) -> Array:
+def _alike(table: Any, axis: int) -> Any:
     """The class of a block for all elements of an axis at once: partial where they differ.
 
     A step that sums over a batch axis visits the same pair for each of its elements.
     """
+    xp: Any = np if isinstance(table, np.ndarray) else jnp
     least, most = table.min(axis), table.max(axis)
-    return jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
+    return xp.where(least == FULL, FULL, xp.where(most == EMPTY, EMPTY, PARTIAL))

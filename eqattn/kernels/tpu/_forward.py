@@ -23,11 +23,13 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._jax import abstract
+from ..._sweep.fold import Finish
 from ..._sweep.grid import EMPTY, GridLayout
 from .._program import LOG2E
 from ._chip import SPARE, VMEM
@@ -46,6 +48,7 @@ class _Fold:
     - `grid`: the kernel's grid.
     - `form`: what is computed in a block.
     - `ahead`, `behind`: the operands that logits read, and those that values read, by index.
+    - `ends`: the operands that `finish` reads.
     - `start`: numerator, denominator and maximum of an earlier visit to go on with, or none.
     - `finish`: what becomes of these three once their row is complete. None leaves them.
     """
@@ -54,8 +57,9 @@ class _Fold:
     form: FoldSpec
     ahead: dict[int, KernelOperand]
     behind: dict[int, KernelOperand]
+    ends: list[KernelOperand]
     start: list[KernelOperand]
-    finish: Callable | None
+    finish: Finish | None
 
     @property
     def carry(self) -> list[tuple[int, int]]:
@@ -64,14 +68,16 @@ class _Fold:
         return [(self.form.width, rows), (1, rows), (1, rows)]
 
     @property
-    def out_blocks(self) -> list[tuple[int, int]]:
-        """The shapes of the results' blocks.
+    def outs(self) -> list[Any]:
+        """The shapes and dtypes of the results' blocks.
 
-        Finished denominators and maxima are one array, as each array costs every step 30 to 50
-        cycles in the schedules of `tpu-report`. In a ring they stay apart, so that its moves hide.
+        The vectors of a finished row, such as denominators and maxima, are one array, as each array
+        costs every step 30 to 50 cycles in the schedules of `tpu-report`. In a ring they stay
+        apart, so that its moves hide.
         """
-        (width, rows), *_ = self.carry
-        return self.carry if self.finish is None else [(rows, width), (2, rows)]
+        like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.carry]
+        ends = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.ends]
+        return jax.eval_shape(self.finished, like, ends)
 
     @property
     def scratch(self) -> list:
@@ -84,16 +90,14 @@ class _Fold:
 
     @property
     def given(self) -> list[KernelOperand]:
-        return [*self.ahead.values(), *self.behind.values(), *self.start]
+        return [*self.ahead.values(), *self.behind.values(), *self.ends, *self.start]
 
     @property
     def nbytes(self) -> int:
         """The bytes of vector memory that operands, results and scratch take."""
         nbytes = sum(nbytes_of(x.shape, x.dtype) for x in self.scratch)
         nbytes += sum(x.nbytes for x in self.given)
-        return nbytes + sum(
-            2 * nbytes_of(block, jnp.dtype(jnp.float32)) for block in self.out_blocks
-        )
+        return nbytes + sum(2 * nbytes_of(x.shape, x.dtype) for x in self.outs)
 
     def kernel(self, work_ref: Any, *refs: Any) -> None:
         """One step: the logits of its pair, what the pair before adds, and the ends of rows."""
@@ -101,10 +105,9 @@ class _Fold:
         tables, others = split_at(refs, len(form.layout.lookups))
         left = list(others)
         take = lambda keys: {i: left.pop(0) for i in keys}
-        ins, vals, olds, outs = (
-            take(k)
-            for k in (self.ahead, self.behind, range(len(start)), range(len(self.out_blocks)))
-        )
+        counts = (len(x) for x in (self.ends, start, self.outs))
+        keys = (self.ahead, self.behind, *map(range, counts))
+        ins, vals, ends, olds, outs = map(take, keys)
         num, den, top, s, most, *weights = left
         ids = [pl.program_id(i) for i in range(len(grid.order))]
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
@@ -129,19 +132,21 @@ class _Fold:
         # What the first step adds, nobody wrote: it goes where the end of the first row will go.
         @pl.when(running & ended if start else ~running | ended)
         def _():
-            for ref, y in zip(outs.values(), self.results(num, den, top)):
-                ref[...] = y.reshape(ref.shape)
+            accs = [num[...], den[...], top[...] * (1 / LOG2E)]
+            blocks = [read(x, ref, lag=1) for x, ref in zip(self.ends, ends.values())]
+            for ref, y in zip(outs.values(), self.finished(accs, blocks)):
+                ref[...] = y
             if not start:
                 body.clear()  # for the next row, while values move out
 
-    def results(self, num: Any, den: Any, top: Any) -> list:
-        """What the kernel writes at the end of a row, from the references of its Carry."""
-        accs = [num[...], den[...], top[...] * (1 / LOG2E)]
+    def finished(self, accs: Sequence, blocks: Sequence) -> list:
+        """What the kernel writes at the end of a row, from its Carry and what `finish` reads."""
         if self.finish is None:
-            return accs
-        num = accs[0].T if self.form.grouped else accs[0]
-        y, *both = self.finish([num, accs[1][0], accs[2][0]])
-        return [y, jnp.stack(both)]
+            return list(accs)
+        num, den, top = accs
+        ys = self.finish([num.T if self.form.grouped else num, den[0], top[0]], *blocks)
+        vectors = [y for y in ys if y.ndim == 1]
+        return [*[y for y in ys if y.ndim == 2], jnp.stack(vectors)]
 
 
 def _readers(
@@ -159,11 +164,11 @@ def _plan(
     layout: GridLayout,
     args: Sequence,
     kept: tuple[int, ...],
-    finish: Callable,
+    finish: Any,
     into: Sequence | None,
 ) -> tuple[_Fold, Any]:
     """The plan of the kernel of `visit_fold`, and its list of pairs."""
-    table, operands = layout.split(args)
+    table, operands = layout.split_known(args)
     grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
     full = steps[max(steps)]
     n = len(full.logits.in_avals)
@@ -188,12 +193,16 @@ def _plan(
         return found
 
     value = form.values[form.full]
-    value.flipped[0] = value.flipped[0] or matrix(blocks[n])  # the left of a product
+    whole: Finish | None = finish if into is None else None
+    if whole is None or whole.flips_values:  # they are the left of a product
+        value.flipped[0] = value.flipped[0] or matrix(blocks[n])
     ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
     start = [
         KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
     ]
-    return _Fold(grid, form, ahead, behind, start, finish if into is None else None), work
+    reads = () if whole is None else whole.reads
+    ends = [KernelOperand(operands[i], layout.in_axes[i]) for i in reads]
+    return _Fold(grid, form, ahead, behind, ends, start, whole), work
 
 
 def visit_fold(
@@ -201,11 +210,11 @@ def visit_fold(
     layout: GridLayout,
     args: Sequence,
     kept: tuple[int, ...],
-    finish: Callable,
+    finish: Any,
     into: Sequence | None,
     interpret: Any,
 ) -> list:
-    """Numerator, denominator and maximum: new ones, finished, or those of `into` gone on with.
+    """What `finish` makes of the Carries of rows, or those of `into` gone on with.
 
     **Arguments:**
 
@@ -214,10 +223,10 @@ def visit_fold(
     - `interpret`: whether to interpret the kernel.
     """
     plan, work = _plan(steps, layout, args, kept, finish, into)
-    grid, rows = plan.grid, layout.block[1]
+    grid = plan.grid
     _, operands = layout.split(args)
     tables = [operands[i] for i in layout.lookups]
-    first = 1 + len(tables) + len(plan.ahead) + len(plan.behind)
+    first = 1 + len(tables) + len(plan.given) - len(plan.start)
     call = pl.pallas_call(
         plan.kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -225,15 +234,14 @@ def visit_fold(
             grid=grid.grid,
             in_specs=[
                 *[grid.block_spec(x) for x in plan.ahead.values()],
-                *[grid.block_spec(x, lag=1) for x in plan.behind.values()],
+                *[grid.block_spec(x, lag=1) for x in (*plan.behind.values(), *plan.ends)],
                 *[grid.spec(x.axes, x.block, 1) for x in plan.start],
             ],
-            out_specs=[grid.spec(kept, block, 1) for block in plan.out_blocks],
+            out_specs=[grid.spec(kept, x.shape, 1) for x in plan.outs],
             scratch_shapes=plan.scratch,
         ),
         out_shape=[
-            abstract(args[-1], (*grid.leading_sizes(kept), *block), jnp.float32)
-            for block in plan.out_blocks
+            abstract(args[-1], (*grid.leading_sizes(kept), *x.shape), x.dtype) for x in plan.outs
         ],
         input_output_aliases={first + i: i for i in range(len(plan.start))},
         compiler_params=pltpu.CompilerParams(
@@ -245,10 +253,9 @@ def visit_fold(
         interpret=interpret,
         name="eqattn_fold",
     )
-    num, *rest = call(work, *tables, *grid.arrays(plan.given))
-    num = num.reshape(*layout.shape(kept), *num.shape[-2:])
-    both = [x.reshape(*layout.shape(kept), -1, rows) for x in rest]
-    den, top = (
-        (both[0][..., i, :] for i in (0, 1)) if into is None else (x[..., 0, :] for x in both)
-    )
-    return [num, den, top]
+    ys = call(work, *tables, *grid.arrays(plan.given))
+    ys = [y.reshape(*layout.shape(kept), *y.shape[-2:]) for y in ys]
+    if into is not None:
+        return [ys[0], *[y[..., 0, :] for y in ys[1:]]]
+    *matrices, vectors = ys
+    return [*matrices, *[vectors[..., i, :] for i in range(vectors.shape[-2])]]

@@ -19,8 +19,9 @@ def traverse(
     start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],
     *,
-    finish: Callable[..., Any] = list,
+    finish: Any = list,
     into: Sequence[Any] | None = None,
+    dtypes: Sequence[Any] = (),
     interpret: Any = False,
 ) -> list[Any]:
     """`eqattn._sweep.loops.traverse` by kernels, with the same arguments and results.
@@ -30,6 +31,7 @@ def traverse(
 
     **Arguments:** those of `eqattn._sweep.loops.traverse`, and
 
+    - `dtypes`: the dtypes to which the sums of a sweep are rounded, if not those of `start`.
     - `interpret`: whether to interpret the kernels; or what `pl.pallas_call` takes under that name.
     """
     if interpret and varying_axes(*args):
@@ -51,7 +53,9 @@ def traverse(
         group = [i for i, a in enumerate(axes) if a == kept and i not in stay]
         staying = stay if group == main else []
         if group:
-            outs = visit_sum(steps, layout, args, start, kept, group, staying, into, interpret)
+            outs = visit_sum(
+                steps, layout, args, start, kept, group, staying, into, dtypes, interpret
+            )
             for i, y in zip([*group, *staying], outs):
                 results[i] = y
     return finish(results) if into is None else results

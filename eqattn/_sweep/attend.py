@@ -1,0 +1,321 @@
+r"""Attention that is finished where its blocks are visited: the output and the logsumexp of a row.
+
+A Carry is float32, and not yet divided. Who wants the output pays for that: a kernel writes the
+numerator, and a second pass reads it, divides it, and rounds it. Here the visit itself writes what
+the caller wants, and derivatives read and write arrays in the caller's dtype.
+
+With the logsumexp $L$ of a row as the origin of its exponents, `p_j = e^{s_j - L}` is the softmax.
+With the sinks' logsumexp $\sigma$, which joins $L$ but has no value, and dropout's factors $w$,
+
+    o = sum_j p_j w_j v_j                           L = log(e^sigma + sum_j e^{s_j})
+    do = dnum - o dL                                dL = dden + e^{sigma - L} dsigma
+    dnum = sum_j p_j w_j (ds_j v_j + dv_j)          dden = sum_j p_j ds_j.
+
+The last two are the sums of a fold's tangent, with $L$ in place of the maximum. So tangents are
+that sweep, and all else follows from sweeps. The transpose, with the cotangents `g` of `o` and `l`
+of `L`, is the transpose of that sweep, with the cotangents `g` and
+
+    c = l - <o, g>                                  ct sigma = sum over rows of e^{sigma - L} c.
+
+In the gradient of a logit, `p_j (w_j <g, v_j> + c)`, the two terms nearly cancel. So an `o` that
+was rounded to bfloat16 is not enough for `c`: with sharp softmaxes, gradients were off by up to 54
+times their bound. What was left out by rounding is kept beside it, in the same dtype, where
+derivatives are taken; both together have 16 bits.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._carry import change_of_origin, finite_origin, row_sums, safe_max
+from .._jax import (
+    ad,
+    batching,
+    compile_eagerly,
+    is_zero,
+    mlir,
+    Primitive,
+    varies,
+    vary,
+    varying_axes,
+)
+from .centred_tangent import recentred
+from .fold import (
+    execute as fold_execute,
+    Finish,
+    fold_arguments,
+    operand_dtypes,
+    tangent_arguments,
+)
+from .grid import GridLayout, replaced, ROW
+from .sweep import primitive_rules, sweep_p, transpose
+
+
+def attend(
+    *args: Any,
+    sinks: Array | None = None,
+    sink_axes: tuple[int, ...] = (),
+    dtype: Any,
+    **kw: Any,
+) -> list:
+    """Adds up values, weighted by a softmax, over the live blocks of a grid, and finishes rows.
+
+    **Arguments:** those of `fold`, and
+
+    - `sinks`: the logsumexp of the sinks of each row, `[rows|1]` with grid axes in front; or None.
+    - `sink_axes`: these grid axes.
+    - `dtype`: the dtype of the output.
+
+    **Returns:** the output `[rows, v]`, 0 where nothing was seen, and the logsumexp `[rows]` in the
+    accumulation dtype, `-inf` there. Both have the batch and row axes of the grid in front.
+    """
+    arrays, static = fold_arguments(*args, **kw)
+    layout = static["layout"]
+    if sinks is not None:
+        arrays = [*arrays, vary(sinks, varying_axes(*arrays))]
+        layout = dataclasses.replace(layout, in_axes=(*layout.in_axes, sink_axes))
+    static |= dict(layout=layout, dtype=jnp.dtype(dtype), derived=False, sunk=sinks is not None)
+    return attend_p.bind(*arrays, out_axes=((*layout.batch, ROW),) * 2, **static)
+
+
+def _keeps(dtype, acc, derived):
+    """Whether what rounding leaves out of the output is a result, too."""
+    return derived and jnp.dtype(dtype).itemsize < jnp.dtype(acc).itemsize
+
+
+def _finished(num, den, top, *sink, dtype, derived, along):
+    """The results of a row from its Carry.
+
+    **Arguments:**
+
+    - `num`, `den`, `top`: the numerator, the denominator and the maximum.
+    - `sink`: the logsumexp of the sinks, if there are any.
+    - `dtype`, `derived`: parameters of `attend_p`.
+    - `along`: a function that gives numbers of rows the axes of the numerator.
+    """
+    if sink:
+        origin, share = change_of_origin(jnp.maximum(top, sink[0]), safe_max(top))
+        num, den = num * along(share), den * share + jnp.exp(sink[0] - origin)
+        top = origin
+    seen = den != 0
+    inverse = jnp.where(seen, 1 / jnp.where(seen, den, 1), 0)
+    out = jnp.where(along(seen), num * along(inverse), 0)
+    lse = jnp.where(seen, safe_max(top) + jnp.log(jnp.where(seen, den, 1)), -jnp.inf)
+    return [*_split(out, dtype, derived), lse]
+
+
+def _split(x, dtype, derived):
+    """A number rounded to a dtype and, if it is kept, what that left out, in the same dtype."""
+    y = x.astype(dtype)
+    if not _keeps(dtype, x.dtype, derived):
+        return [y]
+    return [y, (x - y.astype(x.dtype)).astype(dtype)]
+
+
+def execute(*args, out_axes, dtype, derived, sunk, vectorise, traverse, finishes=False, **static):
+    """Evaluates it by the visit that `select_lowering` chose."""
+    layout: GridLayout = static["layout"]
+    fold = ft.partial(
+        fold_execute, out_axes=out_axes[:1] * 3, vectorise=vectorise, traverse=traverse, **static
+    )
+    finish = ft.partial(_finished, dtype=dtype, derived=derived)
+    _, operands = layout.split(args)
+    if finishes and layout.ring is None:
+        # Output and values lie as the backward pass reads them, or as the forward pass has them.
+        turn = lambda outs: [*[jnp.swapaxes(x, -1, -2) for x in outs[:-1]], outs[-1]]
+
+        def of_block(num, den, top, *sink):
+            outs = finish(num, den, top, *sink, along=lambda x: x[None])
+            return turn(outs) if derived else outs
+
+        reads = (len(operands) - 1,) if sunk else ()
+        results = Finish(of_block, reads, flips_values=not derived)
+        outs = fold(*args, finishes=True, results=results)
+        return outs if derived else turn(outs)
+    num, den, top = fold(*args)
+    sink = [_on_rows(operands[-1], layout)] if sunk else []
+    return finish(num, den, top, *sink, along=lambda x: x[..., None])
+
+
+def _on_rows(sinks: Array, layout: GridLayout) -> Array:
+    """The sinks' logsumexp with all batch axes and that of rows, `[*batch, rows of blocks, n]`."""
+    axes, shape = layout.in_axes[-1], layout.shape((*layout.batch, ROW))
+    missing = [i for i, a in enumerate((*layout.batch, ROW)) if a not in axes]
+    return jnp.broadcast_to(jnp.expand_dims(sinks, missing), (*shape, layout.block[1]))
+
+
+def _block_shapes(avals, *, layout, visits, values, dtype, derived, **kw):
+    acc, rows = visits[0][1].out_avals[0].dtype, layout.block[1]
+    width = values[0][1].out_avals[0].shape[-1]
+    return [((rows, width), dtype)] * (1 + _keeps(dtype, acc, derived)) + [((rows,), acc)]
+
+
+attend_p = Primitive("attention_attend")
+# `derived` says whether derivatives are taken. Then there may be a result between the two, what
+# rounding left out of the output. `sunk` says whether the last operand is the logsumexp of sinks.
+_STATIC = ("visits", "values", "layout", "out_axes", "products", "dtype", "derived", "sunk")
+primitive_rules(attend_p, execute, _STATIC, _block_shapes)
+
+
+def _jvp(primals, tangents, *, out_axes, dtype, derived, **static):
+    # The primal keeps what rounding leaves out: it is read by the tangents, and by their transpose.
+    # The tangents are linear, and one primitive, so that their transpose gets the cotangent of the
+    # output as it is, and not cast to float32.
+    acc = static["visits"][0][1].out_avals[0].dtype
+    count = 2 + _keeps(dtype, acc, True)
+    static |= dict(dtype=dtype, derived=True)
+    outs = attend_p.bind(*primals, out_axes=out_axes[:1] * count, **static)
+    active = tuple(i for i, t in enumerate(tangents) if not is_zero(t))
+    axes = varying_axes(outs[0])
+    moved = [vary(tangents[i], axes) for i in active]
+    rates = tangent_p.bind(*primals, *outs, *moved, active=active, **static)
+    if derived:
+        return outs, rates
+    return [outs[0], outs[-1]], [rates[0], rates[-1]]
+
+
+ad.primitive_jvps[attend_p] = _jvp
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """Where tangents are taken: the arguments of `tangent_p`, but for the tangents themselves.
+
+    **Arguments:**
+
+    - `table`, `operands`: those of the visit.
+    - `sink`: the last operand, on all rows, if it is the sinks' logsumexp; else an empty list.
+    - `output`, `lse`: the output, with what rounding left out, and the logsumexp.
+    """
+
+    table: Any
+    operands: Sequence[Any]
+    sink: list[Array]
+    output: Array
+    lse: Array
+
+    @classmethod
+    def of(cls, args: Sequence, *, layout, dtype, sunk, **_) -> "_Point":
+        *primals, lse = args
+        n = len(primals) - 1 - _keeps(dtype, lse.dtype, True)
+        primals, parts = primals[:n], [x.astype(lse.dtype) for x in primals[n:]]
+        output = sum(parts[1:], parts[0])
+        table, operands = layout.split(primals)
+        sink = [_on_rows(operands[-1], layout)] if sunk else []
+        return cls(table, operands[: len(operands) - sunk], sink, output, lse)
+
+    def share(self) -> list[Array]:
+        """The share of each row's softmax that its sinks have, as a list of one or none."""
+        return [jnp.exp(x - finite_origin(self.lse)) for x in self.sink]
+
+    def sums(self, moved: dict[int, Any], *, visits, values, layout, products, **_):
+        """The arguments and the parameters of the sweep of `dnum` and `dden`."""
+        n = len(self.operands)
+        layout = dataclasses.replace(layout, in_axes=layout.in_axes[:n])
+        static = dict(visits=visits, values=values, layout=layout, products=products)
+        return tangent_arguments(self.operands, moved, self.lse, self.table, **static)
+
+
+def _taken_apart(args, active, layout):
+    """The arguments of `tangent_p`: those of `_Point.of`, and tangents by index of the operand.
+
+    Indices in `active` count a table, too.
+    """
+    point, moved = args[: len(args) - len(active)], args[len(args) - len(active) :]
+    lead = layout.table_axes is not None
+    return point, {i - lead: t for i, t in zip(active, moved)}
+
+
+def _tangents(*args, active, **static):
+    """The tangents of the results of `attend_p`. Each is rounded as its result is."""
+    layout, dtype = static["layout"], static["dtype"]
+    args, moved = _taken_apart(args, active, layout)
+    at = _Point.of(args, **static)
+    read = operand_dtypes(static["visits"], static["values"], layout)
+    inner = {i: t.astype(read[i]) for i, t in moved.items() if i < len(at.operands)}
+    dnum, dlse = jnp.zeros_like(at.output), jnp.zeros_like(at.lse)
+    share = at.share()
+    if inner:
+        sweep_args, sums = at.sums(inner, **static)
+        dnum, dlse, *again = sweep_p.bind(*sweep_args, **sums)
+        if again:
+            seen = (at.lse != -jnp.inf).astype(at.lse.dtype)
+            rest = seen - share[0] if share else seen
+            dnum = recentred(dnum, dlse, again[0], at.output, rest)
+    if len(at.operands) in moved:
+        dlse = dlse + share[0] * _on_rows(moved[len(at.operands)], layout)
+    out = dnum - at.output * dlse[..., None]
+    return [*_split(out, dtype, True), dlse]
+
+
+def _transposed(cts, *args, active, **static):
+    layout = static["layout"]
+    args, moved = _taken_apart(args, active, layout)
+    at = _Point.of(args, **static)
+    # What rounding left out is 0 but for rounding, and so is its part in the cotangent.
+    g, ct_lse = cts[0], cts[-1]
+    c = jnp.zeros_like(at.lse) if is_zero(ct_lse) else ct_lse
+    if not is_zero(g):
+        c = c - row_sums(at.output * g.astype(at.output.dtype))
+    found = {}
+    inner = {i: t for i, t in moved.items() if i < len(at.operands)}
+    if inner:
+        # The sweep is traced for arrays like the tangents, of which there are none: they are what
+        # it is transposed for.
+        axes = varying_axes(at.lse)
+        like = {i: vary(jnp.zeros(t.aval.shape, t.aval.dtype), axes) for i, t in inner.items()}
+        sweep_args, sums = at.sums(like, **static)
+        first = (at.table is not None) + len(at.operands) + 1  # after the origin
+        slots = range(first, first + len(inner))
+        sweep_args = replaced(sweep_args, slots, [*inner.values()])
+        zero = [ad.Zero(jax.typeof(at.output))] * (len(sums["out_axes"]) - 2)
+        results = transpose([g, c, *zero], *sweep_args, **sums)
+        found = {i: results[n] for i, n in zip(inner, slots)}
+    if len(at.operands) in moved:
+        _, back = jax.vjp(lambda x: _on_rows(x, layout), _zeros_like(moved[len(at.operands)]))
+        (found[len(at.operands)],) = back(at.share()[0] * c)
+    return [None] * len(args) + [found[i] for i in moved]
+
+
+def _zeros_like(undefined):
+    return jnp.zeros(undefined.aval.shape, undefined.aval.dtype)
+
+
+def _abstract(*avals, active, **static):
+    layout: GridLayout = static["layout"]
+    if any(varies(a) for a in avals):
+        return jax.make_jaxpr(ft.partial(_tangents, active=active, **static))(*avals).out_avals
+    shape = layout.shape((*layout.batch, ROW))
+    blocks = _block_shapes(avals, **static)
+    return [jax.core.ShapedArray(shape + block, dtype) for block, dtype in blocks]
+
+
+def _tangents_jvp(primals, tangents, **static):
+    # Derivatives of derivatives are those of the sweeps that make them up.
+    active = [i for i, t in enumerate(tangents) if not is_zero(t)]
+    f = lambda *xs: _tangents(*replaced(primals, active, xs), **static)
+    values, directions = (tuple(x[i] for i in active) for x in (primals, tangents))
+    return jax.jvp(f, values, directions)
+
+
+def _batch(args, dims, **static):
+    outs = jax.vmap(ft.partial(_tangents, **static), dims)(*args)
+    return outs, [0] * len(outs)
+
+
+tangent_p = Primitive("attention_attend_tangent")
+tangent_p.multiple_results = True
+compile_eagerly(
+    tangent_p, ("visits", "values", "layout", "products", "dtype", "derived", "sunk", "active")
+)
+tangent_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[tangent_p] = _tangents_jvp
+ad.primitive_transposes[tangent_p] = _transposed
+batching.primitive_batchers[tangent_p] = _batch
+mlir.register_lowering(tangent_p, mlir.lower_fun(_tangents, multiple_results=True))

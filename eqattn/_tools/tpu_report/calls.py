@@ -1,0 +1,168 @@
+"""Whole calls of attention, with all that the compiler puts around the kernels.
+
+Arrays come and go as `[batch, tokens, heads, dim]`, as models have them. That costs transposes,
+casts and sums beside a kernel. They are counted here, in bytes, for eqattn and for jax's splash
+attention, on the same arrays.
+"""
+
+import dataclasses
+import fnmatch
+import functools as ft
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ..._attention import attention
+from ..._config.metadata import AttentionMetadata
+from ..._sweep.grid import BATCH, COL, HEAD, ROW
+from ...masks._causal import Causal
+from ...strategies import Blockwise
+from . import schedule, traffic, whole
+from .chips import CHIPS
+from .kernels import Call, Decode
+from .peers import splash_sizes
+from .rows import CallRow
+from .specification import LENGTH, ROWS
+from .steps import Steps
+
+
+BATCH_SIZE, TOKENS, HEADS, DIM = 8, 4096, 16, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeCall:
+    """A program with kernels.
+
+    **Arguments:**
+
+    - `name`: the name in the report, which ends with that of the library.
+    - `build`: a function that returns a function to compile, and its abstract arguments.
+    - `kernels`: for each kernel, by the name of its `pallas_call`, how many cycles it takes, from
+        the steps of its schedule.
+    """
+
+    name: str
+    build: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]
+    kernels: Mapping[str, Callable[[Steps], int]]
+
+
+def measure(name: str, call: WholeCall, temporary: int, folder: Path) -> CallRow:
+    """Makes the row of a call from what the compiler left in the `folder`.
+
+    **Arguments:**
+
+    - `temporary`: the bytes of temporary memory, as the compiled program tells.
+    """
+    chip, info, cycles = CHIPS[name], pltpu.get_tpu_info(), 0
+    found = traffic.moves(traffic.dumped(folder))
+    for kernel, count in call.kernels.items():
+        (start,) = schedule.dumped(folder, kernel)
+        cycles += count(Steps(schedule.read(folder, start, chip)))
+    total, outside = sum(m.nbytes for m in found), sum(m.nbytes for m in found if not m.kernel)
+    rate = info.bf16_ops_per_second / (2 * chip.products)
+    return CallRow(
+        call=call.name,
+        chip=name,
+        total=total,
+        outside=outside,
+        temporary=temporary,
+        cycles=cycles,
+        kernel_ms=round(1e3 * cycles / rate, 3),
+        outside_ms=round(1e3 * outside / info.mem_bw_bytes_per_second, 3),
+    )
+
+
+_ARRAY = jax.ShapeDtypeStruct((BATCH_SIZE, TOKENS, HEADS, DIM), jnp.bfloat16)
+
+
+def _eqattn(query: Any, key_: Any, value: Any) -> Any:
+    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu")
+    return attention(query, key_, value, Blockwise(metadata), mask=Causal()).attention_outputs
+
+
+def _splash(query: Any, key_: Any, value: Any) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+        splash_attention_mask as masks,
+    )
+
+    mask = masks.MultiHeadMask([masks.CausalMask((TOKENS, TOKENS))] * HEADS)
+    sizes = splash_sizes(1024, 1024, 512, fused=True)
+    kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
+    query = query * jnp.bfloat16(DIM**-0.5)
+    heads_first = [jnp.swapaxes(x, 1, 2) for x in (query, key_, value)]
+    out: Any = jax.vmap(kernel)(*heads_first)
+    return jnp.swapaxes(out, 1, 2)
+
+
+def _forward(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+    return f, (_ARRAY,) * 3
+
+
+def _training(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+    def step(query, key_, value, cotangent):
+        out, transpose = jax.vjp(f, query, key_, value)
+        return out, *transpose(cotangent)
+
+    return step, (_ARRAY,) * 4
+
+
+def _cycles(kept: tuple[int, ...], lag: int) -> Callable[[Steps], int]:
+    """The cycles of a kernel of eqattn: of all steps on its list."""
+
+    def cycles(steps: Steps) -> int:
+        tile = Call(tokens=TOKENS, dim=DIM).tile()
+        return whole.count(TOKENS, tile, BATCH_SIZE * HEADS, kept, lag).cycles(steps)
+
+    return cycles
+
+
+def _live(steps: Steps) -> int:
+    """The cycles of a kernel of splash: of its blocks with a visible pair. Those of steps that do
+    nothing, and of the ends of rows, are left out.
+    """
+    side = TOKENS // 1024
+    return BATCH_SIZE * HEADS * side * (side + 1) // 2 * steps.full.cycles
+
+
+def _decoding(steps: Steps) -> int:
+    _, keys = Decode().tile()
+    return ROWS * LENGTH // keys * steps.full.cycles
+
+
+_FOLD = {"eqattn_fold": _cycles((BATCH, HEAD, ROW), 1)}
+_SUM = {"eqattn_sum": _cycles((BATCH, HEAD, COL), 0)}
+CALLS = (
+    WholeCall("forward, eqattn", ft.partial(_forward, _eqattn), _FOLD),
+    WholeCall("training, eqattn", ft.partial(_training, _eqattn), _FOLD | _SUM),
+    WholeCall("decoding, eqattn", Decode().build, {"eqattn_decode": _decoding}),
+    WholeCall(
+        "forward, splash",
+        ft.partial(_forward, _splash),
+        {"splash_mha_fwd_no_residuals": _live},
+    ),
+    WholeCall(
+        "training, splash",
+        ft.partial(_training, _splash),
+        {"splash_mha_fwd_residuals": _live, "splash_mha_dkv_no_residuals": _live},
+    ),
+)
+
+
+def choose(patterns: Sequence[str], peers: bool = False) -> list[WholeCall]:
+    """The calls whose name matches one of the patterns; without patterns all, those of other
+    libraries only with `peers`.
+
+    **Raises:** `ValueError` for a pattern that no call matches.
+    """
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(c.name, pattern) for c in CALLS):
+            names = ", ".join(repr(c.name) for c in CALLS)
+            raise ValueError(f"no call is called {pattern!r}; there are {names}")
+    if patterns:
+        return [c for c in CALLS if any(fnmatch.fnmatchcase(c.name, p) for p in patterns)]
+    return [c for c in CALLS if peers or c.name.endswith("eqattn")]
