@@ -10,11 +10,6 @@ from ._config.metadata import AttentionMetadata as AttentionMetadata
 from ._config.partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
 from ._config.platform import Backend as Backend, Platform as Platform, RuntimeMode as RuntimeMode
 from ._output import AttentionOutput as AttentionOutput
-from ._ragged_attention import (
-    cascade_attention as cascade_attention,
-    ragged_attention as ragged_attention,
-)
-from ._ring.balanced import Balanced as Balanced
 from ._ring.layout import (
     AbstractRingLayout as AbstractRingLayout,
     Contiguous as Contiguous,
@@ -34,7 +29,6 @@ from .masks import (
     SlidingWindow as SlidingWindow,
     Tree as Tree,
 )
-from .masks._packed import packed_segments as packed_segments, PackedSegments as PackedSegments
 from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn, T5Bias as T5Bias
 from .scores._dropout import dropout_mask as dropout_mask
 from .strategies import (
@@ -52,6 +46,11 @@ from .strategies._registry import AttentionRegistry as AttentionRegistry
 
 if _typing.TYPE_CHECKING:
     from . import cache as cache, nn as nn, stats as stats
+    from ._ragged_attention import (
+        cascade_attention as cascade_attention,
+        ragged_attention as ragged_attention,
+    )
+    from ._ring.balanced import Balanced as Balanced
     from ._ring.plan import ring_plan as ring_plan, RingPlan as RingPlan
     from ._save.save import load as load, save as save
     from .compat.blockwise import blockwise_attn as blockwise_attn
@@ -71,6 +70,7 @@ if _typing.TYPE_CHECKING:
         FwdParams as FwdParams,
         ring_attention as ring_attention,
     )
+    from .masks._packed import packed_segments as packed_segments, PackedSegments as PackedSegments
 
 from ._version import __version__ as __version__
 
@@ -79,6 +79,8 @@ from ._version import __version__ as __version__
 # modules beside them, and above for type checkers (`tests/test_import.py` compares the two).
 _ROOMS = ("cache", "nn", "stats")
 _LATE = {
+    "_ragged_attention": "cascade_attention ragged_attention",
+    "_ring.balanced": "Balanced",
     "_ring.plan": "ring_plan RingPlan",
     "_save.save": "load save",
     "compat.blockwise": "blockwise_attn",
@@ -89,6 +91,7 @@ _LATE = {
     ),
     "compat.ragged_kernel": "ragged_flash_attention_kernel",
     "compat.ring": "BwdParams FwdParams ring_attention",
+    "masks._packed": "packed_segments PackedSegments",
 }
 _MODULE_OF = {name: module for module, names in _LATE.items() for name in names.split()}
 

@@ -147,8 +147,7 @@ class BlockOperands:
         for role, x in zip(("key", "value"), self.held):
             if x.table is None:
                 axes = (BATCH, HEAD, COL) if shared else (BATCH, COL)
-                arrays = [blocking.columns_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
-                found = [(a, axes) for a in arrays]
+                found = [(blocking.columns_of(a, f), axes) for a, f in zip(x.arrays, x.flat)]
             else:
                 pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
                 found = []

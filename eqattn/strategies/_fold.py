@@ -22,7 +22,7 @@ from .._problem.jit_cache import cached
 from .._problem.operands import BlockOperand, BlockOperands
 from .._problem.problem import Problem
 from .._ring.plan import reach
-from .._sweep.fold import softmax_terms
+from .._sweep.fold_step import softmax_terms
 from .._sweep.grid import BATCH, HEAD, PARTIAL
 from .._sweep.lowering import XLA
 from .._sweep.products import dot

@@ -182,7 +182,7 @@ MUTANTS = [
         ],
     ),
     (
-        "_sweep/fold.py",
+        "_sweep/fold_step.py",
         FOLDS,
         [
             ("return p * weight[0] if weight else p, p.sum(0)", "return p, p.sum(0)"),
@@ -190,6 +190,12 @@ MUTANTS = [
             ("change_of_origin(new, safe_max(accs[2]))", "safe_max(new), jnp.ones_like(new)"),
             ("accs[1] * scale + den, new]", "accs[1] + den, new]"),
             ("new = jnp.maximum(accs[2], top)", "new = top"),
+        ],
+    ),
+    (
+        "_sweep/fold.py",
+        FOLDS,
+        [
             ("kept = p * lax.stop_gradient(weight[0]) if weight else p", "kept = p"),
             ("dden = (p * ds[0]).sum(0)", "dden = (kept * ds[0]).sum(0)"),
             ("dnum = dnum + dot(kept, dv[0], (0, 0), **kw)", "dnum = dot(kept, dv[0], (0, 0), **kw)"),

@@ -21,7 +21,7 @@ MUTANTS = [
         ],
     ),
     (
-        "strategies/_fold_strategy.py",
+        "strategies/_results.py",
         f"{STATS} -k 'strategies or largest'",
         [
             ("unflatten(before.max_so_far)", "unflatten(carry.max_so_far)"),

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..._jax import varying_axes
-from ..._sweep.fold import FoldStep
+from ..._sweep.fold_step import FoldStep
 from ..._sweep.grid import GridLayout
 from . import _mosaic as mosaic
 from ._forward import visit_fold

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._jax import abstract
-from ..._sweep.fold import Finish
+from ..._sweep.fold_step import Finish
 from ..._sweep.grid import EMPTY, GridLayout
 from .._program import LOG2E
 from ._chip import SPARE, VMEM

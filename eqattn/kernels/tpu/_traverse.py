@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._jax import varying_axes
-from ..._sweep.fold import FoldStep
+from ..._sweep.fold_step import FoldStep
 from ..._sweep.grid import GridLayout
 from ._backward import together, visit_sum
 from ._decode import decode_programs, visit_decode

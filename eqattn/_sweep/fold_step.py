@@ -1,0 +1,113 @@
+"""What a fold does in one block, and with a row whose blocks have all been visited."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._carry import change_of_origin, safe_max
+from .nonfinite import complete, poisoned
+from .products import dot
+from .sweep import evaluate
+
+
+def softmax_terms(
+    s: Array, origin: Array, weight: Sequence[Array], poison: Sequence[Array]
+) -> tuple[Array, Array]:
+    """The terms that a block of logits adds to a softmax.
+
+    **Arguments:**
+
+    - `s`: the logits `[keys, rows]`.
+    - `origin`: what is subtracted from the logits of each row, `[rows]`.
+    - `weight`: a list of one or none: the factors of dropout `[keys, rows]`.
+    - `poison`: a list of one or none, as for `poisoned`.
+
+    **Returns:** the factors `[keys, rows]` of the values in the numerator, and the sums of the
+    exponentials `[rows]`, to which dropout does not apply.
+    """
+    p = poisoned(s, origin, *poison)
+    return p * weight[0] if weight else p, p.sum(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldStep:
+    """The step of the fold in a block of one class: `(accumulators, blocks) -> accumulators`.
+
+    The accumulators are the numerator `[v, rows]`, or `[rows, v]` if `grouped`, the denominator and
+    the maximum. They are None if this is the only block, and the numerator returned is then
+    `[rows, v]`.
+
+    **Arguments:**
+
+    - `logits`, `values`: the closed jaxprs of the block functions of the logits and of the values.
+    - `products`: keyword arguments of `dot`, as sorted pairs.
+    - `shared`: which of the blocks that the logits read the values read, too.
+    """
+
+    logits: Any
+    values: Any
+    products: tuple
+    shared: tuple[int, ...] = ()
+
+    @property
+    def grouped(self) -> bool:
+        """Whether each group of rows has values of its own."""
+        return self.values.out_avals[0].ndim == 3
+
+    @property
+    def width(self) -> int:
+        """The size `v` of a value."""
+        return self.values.out_avals[0].shape[-1]
+
+    def evaluate_logits(self, *blocks: Array) -> list:
+        return evaluate(self.logits, blocks)
+
+    def evaluate_values(self, *blocks: Array) -> list:
+        return evaluate(self.values, blocks)
+
+    def spread(self, row: Array) -> Array:
+        """Gives numbers `[rows]` the axes of a numerator."""
+        return row[:, None] if self.grouped else row[None]
+
+    def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
+        n, product = len(self.logits.in_avals), ft.partial(dot, **dict(self.products))
+        s, *weight = self.evaluate_logits(*blocks[:n])
+        v, *poison = self.evaluate_values(*[blocks[i] for i in self.shared], *blocks[n:])
+        top = s.max(0)
+        if accs is None:
+            kept, den = softmax_terms(s, safe_max(top), weight, poison)
+            num = product(kept.T, v, (1, 0))
+            return [num, den, top] if poison else complete(num, den, top, -1)
+        new = jnp.maximum(accs[2], top)
+        # The old maximum is made finite, too. The result does not need that, as the sums of a row
+        # that saw nothing are 0. But the loop that XLA:CPU fuses would be shorter without it, and
+        # all of its intermediate results would be written to memory.
+        origin, scale = change_of_origin(new, safe_max(accs[2]))
+        kept, den = softmax_terms(s, origin, weight, poison)
+        num = product(kept, v, (0, 0)) if self.grouped else product(v, kept, (0, 0))
+        return [accs[0] * self.spread(scale) + num, accs[1] * scale + den, new]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What a visit returns of a row, once it is complete.
+
+    **Arguments:**
+
+    - `fn`: a function of the row's numerator, denominator and maximum, and of the blocks that it
+        reads. It returns a list: matrices, then vectors of float32.
+    - `reads`: the operands whose blocks it reads, by index. These have no axis of columns.
+    - `flips_values`: whether a kernel that wants values transposed should have them so from XLA,
+        which writes a copy. Where another visit needs them as they are, it transposes blocks.
+    """
+
+    fn: Callable[..., list]
+    reads: tuple[int, ...] = ()
+    flips_values: bool = True
+
+    def __call__(self, accs: Sequence, *blocks: Any) -> list:
+        return self.fn(*accs, *blocks)

@@ -1,0 +1,48 @@
+"""The results of a call, from its Carry or from rows that are finished already."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._carry import Carry
+from .._problem.problem import Problem
+
+
+def attended(spec: Problem, output: Array, logsumexp: Array) -> dict[str, Callable]:
+    """The same results as those of `finish`, where there is no Carry."""
+    both = {"outputs": output, "logsumexp": logsumexp}
+    shapes = {name: (*spec.batch_shape, *x.shape[1:]) for name, x in both.items()}
+    return {name: lambda name=name: both[name].reshape(shapes[name]) for name in both}
+
+
+def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any) -> dict[str, Callable]:
+    """The results of a fold by name, with sinks, normalised, and in the caller's batch axes and
+    dtype. Each is a function, so that only what is asked for is computed.
+    """
+    before = carry
+    if spec.sinks is not None:
+        carry = carry.with_sinks(spec.sinks[None, None])
+
+    def unflatten(x: Array) -> Array:
+        return x.reshape(*spec.batch_shape, *x.shape[1:])
+
+    def probabilities() -> Array:
+        if spec.sinks is None:
+            return weights
+        # Without sinks p = exp(s - L), with them p' = exp(s - L'), where L and L' are the
+        # logsumexps. So p' = p exp(L - L'); the factor is the share that the sinks leave to keys.
+        old = before.logsumexp()
+        share = jnp.exp(old - jnp.where(old == -jnp.inf, 0, carry.logsumexp()))
+        return weights * jnp.swapaxes(share, 1, 2)[..., None]
+
+    parts = (carry.numerator, carry.denominator, carry.max_so_far)
+    return {
+        "outputs": lambda: unflatten(carry.output().astype(dtype)),
+        "weights": lambda: unflatten(probabilities().astype(dtype)),
+        "logsumexp": lambda: unflatten(carry.logsumexp()),
+        "carry": lambda: tuple(map(unflatten, parts)),
+        "max_logits": lambda: jax.lax.stop_gradient(unflatten(before.max_so_far)),
+    }
