@@ -144,7 +144,8 @@ def filled(kind, tokens, dtype):
         jnp.asarray(rng.standard_normal((5, n, heads, size)), dtype) for size in (dim, value)
     ]
     cache = cache.reserve([12, 0, 0, 5, 0]).append(*draw(12), jnp.array([12, 0, 0, 5, 0]))
-    cache = cache.share(1, 0, 10).share(2, 0, 7).reserve([tokens] * 4 + [0])
+    cache = cache.share(1, 0, 10).share(2, 0, 7)
+    cache = cache.reserve([tokens] * 4 + [0]) if tokens else cache
     cache = LatentKVCache(cache) if kind == "latent" else cache
     return cache, draw(tokens)
 
@@ -184,6 +185,22 @@ def test_a_cascade_is_attention_row_by_row(kind, tokens, block_q, x64):
     want = oracle.forward(of)
     np.testing.assert_allclose(out[:4], want.out[:4], rtol=0, atol=1e-13)
     np.testing.assert_allclose(logsumexp[:4], want.lse[:4], rtol=0, atol=1e-13)
+
+
+def test_a_page_that_rows_share_in_part(x64):
+    """The last tokens of rows 0, 1 and 2 look back, before any of them writes: row 2 sees 3 tokens of
+    a page of which row 0 holds 4.
+    """
+    cache, _ = filled("plain", 0, jnp.float64)
+    query = jnp.asarray(np.random.default_rng(1).standard_normal((5, 1, HEADS, DIM)))
+    at = jnp.maximum(cache.length - 1, 0)
+    out = jax.jit(cascade_attention)(query, cache, q_offset=at).attention_outputs
+    keys, values = (np.asarray(x.materialise()) for x in (cache.key, cache.value))
+    seen = np.arange(CAPACITY) <= np.asarray(at)[:, None, None, None]
+    want = oracle.forward(
+        oracle.Problem(np.asarray(query), keys, values, scale=DIM**-0.5, mask=seen)
+    )
+    np.testing.assert_allclose(out[:4], want.out[:4], rtol=0, atol=1e-13)
 
 
 def test_a_cascade_needs_pages():
