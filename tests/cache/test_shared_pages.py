@@ -133,10 +133,12 @@ def test_what_cannot_be_shared_raises(rows, from_row, tokens, match):
 
 
 HEADS, DIM, VALUE = 4, 6, 5
+COUNTS = np.array([1, 1, 1, 0, 1])
+LIVE = COUNTS > 0
 
 
 def filled(kind, tokens, dtype):
-    """A cache in which rows 1 and 2 begin with 10 and 7 tokens of row 0, and row 3 is alone."""
+    """A cache in which rows 2 and 4 begin with 10 and 7 tokens of row 0, and row 1 is alone."""
     heads, dim, value = (1, 4, VALUE) if kind == "latent" else (2, DIM, VALUE)
     cache = PagedKVCache.empty(5, CAPACITY, PAGES, SIZE, heads, dim, value, dtype)
     rng = np.random.default_rng(0)
@@ -144,7 +146,8 @@ def filled(kind, tokens, dtype):
         jnp.asarray(rng.standard_normal((5, n, heads, size)), dtype) for size in (dim, value)
     ]
     cache = cache.reserve([12, 0, 0, 5, 0]).append(*draw(12), jnp.array([12, 0, 0, 5, 0]))
-    cache = cache.share(1, 0, 10).share(2, 0, 7).reserve([tokens] * 4 + [0])
+    cache = cache.share(1, 0, 10).share(2, 0, 7).reorder(jnp.array([0, 3, 1, 4, 2]))
+    cache = cache.reserve(COUNTS * tokens) if tokens else cache
     cache = LatentKVCache(cache) if kind == "latent" else cache
     return cache, draw(tokens)
 
@@ -153,9 +156,9 @@ def filled(kind, tokens, dtype):
     "kind, tokens, block_q", [("plain", 1, 64), ("plain", 3, 2), ("latent", 1, 64)]
 )
 def test_a_cascade_is_attention_row_by_row(kind, tokens, block_q, x64):
-    """The group of rows 0, 1 and 2 shares 4 tokens in whole pages, and 3 of the page after."""
+    """The group of rows 0, 2 and 4 shares 4 tokens in whole pages, and 3 of the page after."""
     cache, new = filled(kind, tokens, jnp.float64)
-    counts = jnp.array([tokens] * 4 + [0])
+    counts = jnp.asarray(COUNTS * tokens, jnp.int32)
     size = cache.key.shape[-1]
     query = jnp.asarray(np.random.default_rng(1).standard_normal((5, tokens, HEADS, size)))
     sinks = jnp.linspace(-1.0, 1.0, HEADS)
@@ -182,8 +185,24 @@ def test_a_cascade_is_attention_row_by_row(kind, tokens, block_q, x64):
         sinks=np.asarray(sinks),
     )
     want = oracle.forward(of)
-    np.testing.assert_allclose(out[:4], want.out[:4], rtol=0, atol=1e-13)
-    np.testing.assert_allclose(logsumexp[:4], want.lse[:4], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(out[LIVE], want.out[LIVE], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(logsumexp[LIVE], want.lse[LIVE], rtol=0, atol=1e-13)
+
+
+def test_a_page_that_rows_share_in_part(x64):
+    """The last tokens of rows 0, 2 and 4 look back, before any of them writes: row 4 sees 3 tokens of
+    a page of which row 0 holds 4.
+    """
+    cache, _ = filled("plain", 0, jnp.float64)
+    query = jnp.asarray(np.random.default_rng(1).standard_normal((5, 1, HEADS, DIM)))
+    at = jnp.maximum(cache.length - 1, 0)
+    out = np.asarray(jax.jit(cascade_attention)(query, cache, q_offset=at).attention_outputs)
+    keys, values = (np.asarray(x.materialise()) for x in (cache.key, cache.value))
+    seen = np.arange(CAPACITY) <= np.asarray(at)[:, None, None, None]
+    want = oracle.forward(
+        oracle.Problem(np.asarray(query), keys, values, scale=DIM**-0.5, mask=seen)
+    )
+    np.testing.assert_allclose(out[LIVE], want.out[LIVE], rtol=0, atol=1e-13)
 
 
 def test_a_cascade_needs_pages():

@@ -2,7 +2,7 @@
 # fmt: off
 
 SHARED = "cache/test_shared_pages.py -k 'copied or nothing_is_lost or cannot_be_shared'"
-CASCADE = "cache/test_shared_pages.py -k cascade"
+CASCADE = "cache/test_shared_pages.py -k 'cascade or in_part'"
 LATENT = "cache/test_latent.py -k 'gradients or whole or read_once or fit'"
 
 MUTANTS = [
