@@ -306,8 +306,8 @@ def make_parser() -> argparse.ArgumentParser:
         '    """Return the ',
         "from collections import ",
     ]
-    add("--model", type=Path, help="folder of a checkpoint (default: the one that language_model.py "
-        "has trained in runs/language_model, else a small one in runs/generate)")  # fmt: skip
+    found = "runs/language_model if language_model.py trained one there, else runs/generate"
+    add("--model", type=Path, help=f"folder of a checkpoint (default: {found})")
     add("--draft", type=Path, help="folder of a smaller model's checkpoint, to guess ahead")
     add("--ahead", type=int, default=4, help="bytes that it guesses (default %(default)s)")
     add("--prompt", nargs="+", default=prompts, help="starts of texts")
