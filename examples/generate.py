@@ -1,7 +1,7 @@
 """Serves the language model: several prompts at once, through a paged cache.
 
-    python examples/generate.py                   # trains a model in seconds, if there is none
-    python examples/generate.py --model runs/language_model --prompt "import " "def " "class A"
+    python examples/generate.py    # the model that language_model.py trained, or a small one
+    python examples/generate.py --prompt "import " "def " "class A"
     python examples/generate.py --draft runs/draft --model runs/language_model  # speculative
 
 Rows join and leave: as soon as a text has ended, its pages are free and the next prompt takes its
@@ -288,6 +288,12 @@ def fetch(folder: Path, quick: Sequence[str]) -> tuple[lm.LanguageModel, Config]
     return load(path, lm.create_state(config)).model, config
 
 
+def trained() -> Path:
+    """The folder of the model that the README's first command trained, if it is there."""
+    folder = Path("runs/language_model")
+    return folder if (folder / "checkpoint.eqx").exists() else Path("runs/generate")
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -300,7 +306,8 @@ def make_parser() -> argparse.ArgumentParser:
         '    """Return the ',
         "from collections import ",
     ]
-    add("--model", type=Path, default=Path("runs/generate"), help="folder of a checkpoint")
+    found = "runs/language_model if language_model.py trained one there, else runs/generate"
+    add("--model", type=Path, help=f"folder of a checkpoint (default: {found})")
     add("--draft", type=Path, help="folder of a smaller model's checkpoint, to guess ahead")
     add("--ahead", type=int, default=4, help="bytes that it guesses (default %(default)s)")
     add("--prompt", nargs="+", default=prompts, help="starts of texts")
@@ -325,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.temperature < 0 or not 0 < options.top_p <= 1:
         parser.error("--temperature must be at least 0, and --top-p above 0 and at most 1")
-    model, config = fetch(options.model, ["--quick"])
+    model, config = fetch(options.model or trained(), ["--quick"])
     requests = [Request(p.encode(), options.length) for p in options.prompt]
     ahead = options.ahead if options.draft else 0
     capacity = 1 + max(len(r.prompt) for r in requests) + options.length + ahead

@@ -36,7 +36,7 @@ def long_sentences(path: Path) -> list[str]:
 
 
 def code(text: str) -> list[str]:
-    found = re.findall(r"^```(?:python|bash)\n(.*?)^```$", text, re.DOTALL | re.M)
+    found = re.findall(r"^```(?:python|py|bash)\n(.*?)^```$", text, re.DOTALL | re.M)
     return [line for block in found for line in block.splitlines()]
 
 

@@ -92,3 +92,11 @@ def test_eight_bits_and_a_cache_on_the_language_model(tmp_path):
 )
 def test_bad_arguments(words, message, capsys):
     refuses(generate.main, words.split(), message, capsys)
+
+
+def test_the_model_is_the_one_that_was_trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert generate.trained() == pathlib.Path("runs/generate")
+    (tmp_path / "runs" / "language_model").mkdir(parents=True)
+    (tmp_path / "runs" / "language_model" / "checkpoint.eqx").touch()
+    assert generate.trained() == pathlib.Path("runs/language_model")
