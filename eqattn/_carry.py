@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ._jax import abstract
 from ._misc import accumulation_dtype, as_array, as_dtype, as_size, as_sizes, check_floating
 
 
@@ -365,7 +366,7 @@ def _repeated(x: Array, n: int) -> Array:
 
 def row_sums(x: Array) -> Array:
     """The sum over the last axis, as accurate as the transpose of `_widen`, which it is."""
-    like = jax.ShapeDtypeStruct((*x.shape[:-1], 1), x.dtype)
+    like = abstract(x, (*x.shape[:-1], 1), x.dtype)
     (total,) = jax.linear_transpose(ft.partial(_widen, n=x.shape[-1]), like)(x)
     return total[..., 0]
 

@@ -263,28 +263,23 @@ def _transposed(cts, *args, active, **static):
     c = jnp.zeros_like(at.lse) if is_zero(ct_lse) else ct_lse
     if not is_zero(g):
         c = c - row_sums(at.output * g.astype(at.output.dtype))
-    found = {}
-    inner = {i: t for i, t in moved.items() if i < len(at.operands)}
+    # The sweep is traced for arrays like the tangents, of which there are none: they are what it is
+    # transposed for.
+    axes = varying_axes(at.lse)
+    like = {i: vary(jnp.zeros(t.aval.shape, t.aval.dtype), axes) for i, t in moved.items()}
+    inner, found = {i: t for i, t in moved.items() if i < len(at.operands)}, {}
     if inner:
-        # The sweep is traced for arrays like the tangents, of which there are none: they are what
-        # it is transposed for.
-        axes = varying_axes(at.lse)
-        like = {i: vary(jnp.zeros(t.aval.shape, t.aval.dtype), axes) for i, t in inner.items()}
-        sweep_args, sums = at.sums(like, **static)
+        sweep_args, sums = at.sums({i: like[i] for i in inner}, **static)
         first = (at.table is not None) + len(at.operands) + 1  # after the origin
         slots = range(first, first + len(inner))
         sweep_args = replaced(sweep_args, slots, [*inner.values()])
         zero = [ad.Zero(jax.typeof(at.output))] * (len(sums["out_axes"]) - 2)
         results = transpose([g, c, *zero], *sweep_args, **sums)
         found = {i: results[n] for i, n in zip(inner, slots)}
-    if len(at.operands) in moved:
-        _, back = jax.vjp(lambda x: _on_rows(x, layout), _zeros_like(moved[len(at.operands)]))
-        (found[len(at.operands)],) = back(at.share()[0] * c)
+    if (last := len(at.operands)) in moved:
+        back = jax.linear_transpose(lambda x: _on_rows(x, layout), like[last])
+        (found[last],) = back(at.share()[0] * c)
     return [None] * len(args) + [found[i] for i in moved]
-
-
-def _zeros_like(undefined):
-    return jnp.zeros(undefined.aval.shape, undefined.aval.dtype)
 
 
 def _abstract(*avals, active, **static):

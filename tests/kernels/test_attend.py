@@ -9,6 +9,7 @@ import pytest
 from _draw import normal
 from _tpu_lowered import kernels, text_of
 from conformance import bound, oracle, oracle_masks as om
+from jax.sharding import AxisType, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ragged
 from eqattn._sweep.grid import KnownTable
@@ -186,3 +187,24 @@ def test_two_tangents():
     h = 1e-4
     second = 2 * (exact(0.0).real - exact(h).real) / h**2
     np.testing.assert_allclose(got, second, rtol=1e-4, atol=1e-4)
+
+
+def test_in_a_shard_map_that_is_checked():
+    """Where JAX knows which arrays vary over the mesh: sinks do not, and what they meet does."""
+    mesh = jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    q, k, v = draw()
+    sinks, g = normal(7, H, 1), normal(8, *q.shape)
+
+    def loss(q, k, v, sinks, g):
+        how = strategy("auto", backend="tpu", softmax_aux=sinks)
+        out = attention(q, k, v, how, mask=Causal()).attention_outputs
+        return jax.lax.psum((out * g).sum(), "dp")
+
+    rows = P("dp")
+    over_devices = jax.shard_map(
+        loss, mesh=mesh, in_specs=(rows, rows, rows, P(), rows), out_specs=P()
+    )
+    got = jax.jit(jax.grad(over_devices, (0, 1, 2, 3)))(q, k, v, sinks, g)
+    precision = bound.precision_of(np.float32)
+    want = bound.grads(problem(q, k, v, sinks), np.float64(g), np.zeros((B, T, H)), precision)
+    judged(dict(zip(("q", "k", "v", "sinks"), got, strict=True)), want)

@@ -12,7 +12,7 @@ MUTANTS = [
             ("num, den = num * along(share), den * share + jnp.exp(sink[0] - origin)", "num, den = num * along(share), den + jnp.exp(sink[0] - origin)"),
             ("        top = origin\n", ""),
             ("c = c - row_sums(at.output * g.astype(at.output.dtype))", "c = c"),
-            ("(found[len(at.operands)],) = back(at.share()[0] * c)", "(found[len(at.operands)],) = back(c)"),
+            ("(found[last],) = back(at.share()[0] * c)", "(found[last],) = back(c)"),
             ("out = dnum - at.output * dlse[..., None]", "out = dnum"),
             ("[jnp.exp(x - finite_origin(self.lse)) for x in self.sink]", "[jnp.exp(x - safe_max(self.lse)) for x in self.sink]"),
             ("first = (at.table is not None) + len(at.operands) + 1", "first = len(at.operands) + 1"),

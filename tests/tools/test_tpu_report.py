@@ -137,7 +137,8 @@ def test_steps_of_a_whole_kernel(tokens, tile, lag, heads):
         got = whole.count(tokens, tile, heads, kept, lag)
         want = [kinds.count(k) for k in ("full", "masked", "corner", "after")]
         rows = heads * len(blocks)
-        assert got == whole.Count(*want, rows=rows, beside=int(lag))
+        lists = 1 if lag else heads
+        assert got == whole.Count(*want, rows=rows, lists=lists, beside=int(lag))
     assert whole.visible_pairs(tokens) == visible.sum()
 
 
@@ -146,8 +147,9 @@ def test_cycles_of_a_whole_kernel(tmp_path):
     cycles = {"full": 100, "masked": 130, "corner": 110, "after": 90}
     vars(some).update({k: Step(some.schedule, (Region(0, n),)) for k, n in cycles.items()})
     some.edges = [7, 11]
-    count = whole.Count(full=5, masked=2, corner=3, after=4, rows=6, beside=1)
+    count = whole.Count(full=5, masked=2, corner=3, after=4, rows=6, lists=2, beside=1)
     assert count.cycles(some) == 500 + 260 + 330 + 360 + 6 * 18 + 11
+    assert count.cycles(some, (1,)) == 500 + 260 + 330 + 360 + 6 * 7 + 2 * 11 + 11
 
 
 ROW_ = Row("forward", "v6e", "", (8, 16), 100, 130, 0.5, 0.25, None, {"matrix": 0.6}, 5, 6, 2**20)

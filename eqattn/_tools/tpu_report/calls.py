@@ -23,7 +23,7 @@ from ...masks._causal import Causal
 from ...strategies import Blockwise
 from . import schedule, traffic, whole
 from .chips import CHIPS
-from .kernels import Call, Decode
+from .kernels import Call, Decode, STAYING
 from .peers import splash_sizes
 from .rows import CallRow
 from .specification import LENGTH, ROWS
@@ -111,12 +111,12 @@ def _training(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]
     return step, (_ARRAY,) * 4
 
 
-def _cycles(kept: tuple[int, ...], lag: int) -> Callable[[Steps], int]:
+def _cycles(kept: tuple[int, ...], lag: int, once: tuple[int, ...] = ()) -> Callable[[Steps], int]:
     """The cycles of a kernel of eqattn: of all steps on its list."""
 
     def cycles(steps: Steps) -> int:
         tile = Call(tokens=TOKENS, dim=DIM).tile()
-        return whole.count(TOKENS, tile, BATCH_SIZE * HEADS, kept, lag).cycles(steps)
+        return whole.count(TOKENS, tile, BATCH_SIZE * HEADS, kept, lag).cycles(steps, once)
 
     return cycles
 
@@ -135,7 +135,7 @@ def _decoding(steps: Steps) -> int:
 
 
 _FOLD = {"eqattn_fold": _cycles((BATCH, HEAD, ROW), 1)}
-_SUM = {"eqattn_sum": _cycles((BATCH, HEAD, COL), 0)}
+_SUM = {"eqattn_sum": _cycles((BATCH, HEAD, COL), 0, STAYING)}
 CALLS = (
     WholeCall("forward, eqattn", ft.partial(_forward, _eqattn), _FOLD),
     WholeCall("training, eqattn", ft.partial(_training, _eqattn), _FOLD | _SUM),

@@ -25,6 +25,10 @@ from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS, Whole
 
 
 HEADS = 8
+STAYING = (1, 3)
+"""The edges, in the order of the schedule, of the gradients of all queries of a head: these are
+cleared before its first column and written after its last. Edges 0 and 2 are those of a column.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +119,13 @@ def _backward(name: str, gradient: tuple[int, ...], products: int, **kw: Any) ->
         build=call.build,
         tile=call.tile,
         products=products * call.dim,
-        whole=Whole(call.tokens, HEADS, (BATCH, HEAD, ROW if gradient == (0,) else COL), lag=0),
+        whole=Whole(
+            call.tokens,
+            HEADS,
+            (BATCH, HEAD, ROW if gradient == (0,) else COL),
+            lag=0,
+            once=STAYING if gradient == (0, 1, 2) else (),
+        ),
     )
 
 

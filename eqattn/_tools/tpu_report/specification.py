@@ -10,12 +10,13 @@ ROWS, LENGTH, QUERY_HEADS, KV_HEADS = 32, 8192, 32, 8  # of decoding, with head 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """The arguments of `whole.count` for a causal kernel."""
+    """The arguments of `whole.count` for a causal kernel, and `once`, as for `Count.cycles`."""
 
     tokens: int
     heads: int
     kept: tuple[int, ...]
     lag: int
+    once: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,13 +23,21 @@ class Count:
     masked: int  # steps on masked pairs
     corner: int  # steps on masked pairs whose corner is skipped
     after: int  # steps on full pairs that follow such a pair
-    rows: int  # rows of blocks
+    rows: int  # rows of blocks, or columns where these are kept
+    lists: int  # lists of pairs: one for each head, unless heads share one
     beside: int  # rows that end though they never began: one at the first step of each list
 
-    def cycles(self, steps: Steps) -> int:
+    def cycles(self, steps: Steps, once: Sequence[int] = ()) -> int:
+        """The cycles of all steps, and of the ends of rows.
+
+        **Arguments:**
+
+        - `once`: the edges, by index, that are done once for each list and not for each row.
+        """
         kinds = (self.full, steps.full), (self.masked, steps.masked or steps.full)
         kinds += (self.corner, steps.corner), (self.after, steps.after)
-        edges = self.rows * sum(steps.edges) + self.beside * steps.edges[-1]
+        often = (self.lists if i in once else self.rows for i in range(len(steps.edges)))
+        edges = sum(n * e for n, e in zip(often, steps.edges)) + self.beside * steps.edges[-1]
         return sum(n * step.cycles for n, step in kinds if n) + edges
 
 
@@ -62,7 +71,7 @@ def count(tokens: int, tile: tuple[int, int], heads: int, kept: tuple[int, ...],
     after = full & (np.roll(corner, 1) & (np.arange(len(kinds)) > 0))
     each = full & ~after, ~full & ~corner, corner, after, (packed & FIRST) != 0
     counts = [lists * int(x.sum()) for x in each]
-    return Count(*counts, beside=lists if lag else 0)
+    return Count(*counts, lists=lists, beside=lists if lag else 0)
 
 
 def visible_pairs(tokens: int) -> int:
