@@ -46,6 +46,7 @@ from .masks import (
     PrefixLM as PrefixLM,
     QueryPadding as QueryPadding,
     Segments as Segments,
+    Selected as Selected,
     SlidingWindow as SlidingWindow,
     Tree as Tree,
 )

@@ -42,6 +42,7 @@ class Tree(AbstractMask):
     _enter: Any
     _leave: Any
 
+    by_place: ClassVar[bool] = True
     moves_positions: ClassVar[bool] = True
 
     def __init__(self, parents: Any, start: Any = 0):

@@ -26,6 +26,7 @@ AXES: dict[str, tuple] = {
         "block_causal",
         "chunked_causal",
         "tree",
+        "selected",
         "dense",
         "array",
         "and",
@@ -77,7 +78,9 @@ MORE: dict[str, tuple] = {"target": (("ring", 4), ("tpu_ragged", 1), ("ulysses",
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "tpu": {"dtype": ("float16", "float64"), "operands": ("float64",)},
     "tpu_ragged": {"dtype": ("float16", "float64"), "operands": ("float64",)},
-    "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
+    # Two devices share the heads, and neither has all keys that are listed.
+    "ulysses": {"heads": ((1, 1),), "mask": ("selected",)},
+    "ring": {"mask": ("selected",)},
     "gpu": {
         "dtype": ("float32", "float64"),
         "operands": ("float64",),
