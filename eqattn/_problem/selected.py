@@ -28,6 +28,7 @@ from .._misc import accumulation_dtype
 from .._pairs import Operand
 from .._sweep.fold import fold_p
 from ..masks._base import AbstractMask, Dense, named_operands
+from ..masks._selected import distinct
 from ..scores._base import AbstractScore
 from .block_classes import BoundMask
 from .problem import Problem
@@ -80,7 +81,7 @@ def key_slots(problem: Problem, selection: Any) -> tuple[Array, Array]:
     of these entries list a key.
     """
     s = problem.sizes[1]
-    rows, seen = selection.distinct(selection.rows_of(problem.batch_shape))
+    rows, seen = distinct(selection.rows_of(problem.batch_shape))
     size = selection.block_k
     if size > 1:
         limit = np.int32((2**31 - 1) // size - 1)

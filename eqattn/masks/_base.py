@@ -12,7 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from .._misc import as_array, as_size, as_sizes, concrete, int32, positions_in_reach, Static
 from .._pairs import canonical, Operand
@@ -84,7 +84,7 @@ class AbstractMask(eqx.Module):
         looked up once for each token and not for each pair, and outside of kernels.
         """
 
-    def of_rows(self, row: Array) -> "AbstractMask | None":
+    def of_rows(self, row: Int[Array, " n"]) -> "AbstractMask | None":
         """A hook: the mask whose batch element `i` is the element `row[i]` of this one. None means
         that it follows from the operands.
         """

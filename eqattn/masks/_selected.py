@@ -99,19 +99,12 @@ class Selected(AbstractMask):
             return self
         return Selected(jnp.repeat(self.indices, heads // h, -3), self.block_q, self.block_k)
 
-    def distinct(self, rows: Array) -> tuple[Array, Array]:
-        """The indices in rising order, and which of them list a key that none before them does."""
-        none = np.int32(2**31 - 1)
-        rows = jnp.sort(jnp.where(rows < 0, none, rows))
-        again = jnp.pad(rows[..., 1:] == rows[..., :-1], [(0, 0)] * (rows.ndim - 1) + [(1, 0)])
-        return rows, (rows != none) & ~again
-
     def at_places(self, q: Any, k: Any) -> AbstractMask:
         """The mask as an array of bools for each pair."""
         t = q.shape[-1]
         *lead, h, rows, n = self.indices.shape
         self.check_call(tuple(lead), h, h, t, 2**30)
-        listed, _ = self.distinct(jnp.asarray(self.indices))
+        listed, _ = distinct(jnp.asarray(self.indices))
         whole = np.broadcast_shapes(tuple(lead), k.shape[:-1])
         wanted = jnp.broadcast_to(jnp.asarray(k) // np.int32(self.block_k), (*whole, k.shape[-1]))
         wanted = jnp.broadcast_to(wanted[..., None, None, :], (*whole, h, rows, k.shape[-1]))
@@ -137,3 +130,11 @@ class Selected(AbstractMask):
             "one here: pass it to attention, with queries that have their own axis of the batch, "
             "or take DenseMask(mask.as_array(t, s))."
         )
+
+
+def distinct(rows: Array) -> tuple[Array, Array]:
+    """The indices in rising order, and which of them list a key that none before them does."""
+    none = np.int32(2**31 - 1)
+    rows = jnp.sort(jnp.where(rows < 0, none, rows))
+    again = jnp.pad(rows[..., 1:] == rows[..., :-1], [(0, 0)] * (rows.ndim - 1) + [(1, 0)])
+    return rows, (rows != none) & ~again
