@@ -26,6 +26,7 @@ from .masks import (
     PrefixLM as PrefixLM,
     QueryPadding as QueryPadding,
     Segments as Segments,
+    Selected as Selected,
     SlidingWindow as SlidingWindow,
     Tree as Tree,
 )

@@ -134,6 +134,7 @@ def entries() -> dict[str, Entry]:
         "ChunkedCausal": Entry(e.ChunkedCausal, dict(size=2)),
         "SlidingWindow": Entry(e.SlidingWindow, dict(left=2, right=0, sinks=1)),
         "Segments": Entry(e.Segments, dict(q_ids=counts(0, 1), kv_ids=counts(0, 1, 1))),
+        "Selected": Entry(e.Selected, dict(indices=np.array([[[0, 1]]]), block_q=1, block_k=1)),
         "Tree": Entry(e.Tree, dict(parents=counts(-1, 0, 0), start=2)),
         "MaskFn": Entry(
             e.MaskFn, dict(fn=lambda b, h, q, k: k <= q, row_operands=(counts(0, 1),), col_operands=[counts(0, 1)])

@@ -79,7 +79,9 @@ def table_of(problem: Problem, blocking: Blocking):
     """The class of each block `[B|1, K|1, rows, columns]`, or None if all are full."""
     table = None
     if problem.mask is not None:
-        table = classes_of(problem.mask, blocking, problem.batch_shape, *problem.positions())
+        given = problem.b_indices, problem.h_indices
+        at = *problem.positions(), given
+        table = classes_of(problem.mask, blocking, problem.batch_shape, *at)
     if blocking.keys % blocking.block_k:  # The keys that pad the last block must be masked.
         if table is None:
             table = np.full((1, 1, blocking.rows, blocking.columns), FULL, np.int8)

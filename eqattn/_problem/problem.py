@@ -31,7 +31,7 @@ from .._misc import (
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._causal import Causal
-from ..masks._terms import check_positions, leaf_terms, placed
+from ..masks._terms import check_call, leaf_terms, placed
 from ..scores._base import AbstractScore
 from ..scores._bias import Bias
 from ..scores._dropout import seed_of
@@ -69,6 +69,8 @@ class Problem(eqx.Module):
     - `shards`: the number of devices whose keys an array holds that varies with query and key.
     - `partition`: the names of the mesh axes that shard the batch and the heads, and of those known
         to shard nothing; or None.
+    - `b_indices`, `h_indices`: what masks, scores and dropout get as `b` and `h`, int32 `[B]` and
+        `[B, H]`; None means `0, 1, ...`
     """
 
     query: Array
@@ -89,6 +91,8 @@ class Problem(eqx.Module):
     precision: Any = eqx.field(static=True)
     shards: int = eqx.field(static=True, default=1)
     partition: tuple[Any, ...] | None = eqx.field(static=True, default=None)
+    b_indices: Any = None
+    h_indices: Any = None
 
     @classmethod
     def from_call(
@@ -129,7 +133,7 @@ class Problem(eqx.Module):
                 f"query {query.shape} by a scale per head or dim."
             )
         mask = as_mask(mask)
-        check_positions(mask)
+        check_call(mask, batch_shape, heads, key.shape[-2], t, s * shards)
         check_one_offset(q_offset, q_positions)
         q_start, q_shift = as_offset(q_offset, batch_shape, t)
         out = cls(
@@ -184,29 +188,33 @@ class Problem(eqx.Module):
         q = q if self.q_shift is None else q + self.q_shift
         return q, iota(s)[None] if k is None else k
 
-    def at_places(self, q: Any = None, k: Any = None) -> "Problem":
+    def at_places(self, q: Any = None, k: Any = None, lists: bool = True) -> "Problem":
         """The problem with its mask as that of its tokens, and with positions as the mask moves
-        them; the problem itself if it moves none.
+        them; the problem itself if no term of the mask goes by places.
 
         **Arguments:**
 
         - `q`, `k`: the places of queries `[t]` and keys `[s]` where the problem does not say them.
             None means `0, 1, ...`
+        - `lists`: whether a list of keys becomes an array of bools. Otherwise it stays.
         """
-        if not any(term.moves_positions for term in leaf_terms(self.mask)):
+        if not any(x.by_place and (lists or not x.selects) for x in leaf_terms(self.mask)):
             return self
         given = (self.q_positions, q), (self.kv_positions, k)
         q, k = (x[None] if old is None and x is not None else old for old, x in given)
         whole = dataclasses.replace(self, q_positions=q, kv_positions=k)
-        mask, q, k = placed(self.mask, self.batch_shape, *whole.positions())
-        moved = dict(q_positions=q, kv_positions=k, q_start=0, q_shift=None)
+        mask, q, k = placed(self.mask, self.batch_shape, self.sizes[2], *whole.positions(), lists)
+        moved = {}
+        if any(term.moves_positions for term in leaf_terms(self.mask)):
+            moved = dict(q_positions=q, kv_positions=k, q_start=0, q_shift=None)
         return dataclasses.replace(self, mask=mask, **moved)
 
     def indices(self) -> list[Any]:
         """The indices `b`, `h`, `q`, `k` of every pair, each `[B|1, H|1, T|1, S|1]`."""
         batch, heads = math.prod(self.batch_shape), self.sizes[2]
-        b = iota(batch).reshape(-1, 1, 1, 1)
-        h = np.arange(heads, dtype=np.int32).reshape(1, -1, 1, 1)
+        b = (iota(batch) if self.b_indices is None else self.b_indices).reshape(-1, 1, 1, 1)
+        h = iota(heads)[None] if self.h_indices is None else self.h_indices
+        h = h[:, :, None, None]
         q, k = self.positions()
         return [b, h, q[:, None, :, None], k[:, None, None, :]]
 

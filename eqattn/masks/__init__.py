@@ -23,5 +23,6 @@ from ._causal import (
 from ._function import MaskFn as MaskFn
 from ._padding import KeyPadding as KeyPadding, QueryPadding as QueryPadding
 from ._segments import Segments as Segments
+from ._selected import Selected as Selected
 from ._tree import Tree as Tree
 from ._window import SlidingWindow as SlidingWindow

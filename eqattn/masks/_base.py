@@ -12,7 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from .._misc import as_array, as_size, as_sizes, concrete, int32, positions_in_reach, Static
 from .._pairs import canonical, Operand
@@ -53,7 +53,14 @@ class AbstractMask(eqx.Module):
     then see the positions that it returns.
     """
 
+    by_place: ClassVar[bool] = False
+    """Whether `at_places` is defined."""
+
     moves_positions: ClassVar[bool] = False
+    """Whether `positions_of` is defined."""
+
+    selects: ClassVar[bool] = False
+    """Whether the mask lists keys, as a `Selected` does, instead of being a function of a pair."""
 
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
 
@@ -71,19 +78,16 @@ class AbstractMask(eqx.Module):
         """
         return places
 
-    def at_places(self, q: Any, k: Any) -> "AbstractMask":
+    def at_places(self, q: Any, k: Any) -> "AbstractMask | None":
         """A hook: the mask of queries and keys at these places, `[t]` or `[*b, t]` and `[s]` or
         `[*b, s]`. What a mask looks up by place can be operands of the mask returned. Each is then
         looked up once for each token and not for each pair, and outside of kernels.
         """
-        del q, k
-        return self
 
-    def of_rows(self, row: Array) -> "AbstractMask | None":
+    def of_rows(self, row: Int[Array, " n"]) -> "AbstractMask | None":
         """A hook: the mask whose batch element `i` is the element `row[i]` of this one. None means
         that it follows from the operands.
         """
-        del row
 
     def __and__(self, other: Any) -> "AbstractMask":
         return _combine(And, self, other)
@@ -141,7 +145,7 @@ class AbstractMask(eqx.Module):
         batch_shape, heads = as_sizes(batch_shape, "batch_shape"), as_size(heads, "heads")
         _check_leading(self, batch_shape, heads)
         t, s = as_size(t, "t"), as_size(s, "s")
-        mask, q, k = _placed(self, t, s, batch_shape, q_positions, kv_positions)
+        mask, q, k = _placed(self, t, s, batch_shape, heads, q_positions, kv_positions)
         if 0 in (*batch_shape, heads, t, s):
             return jnp.zeros((*batch_shape, heads, t, s), bool)
         args = [
@@ -217,7 +221,7 @@ def block_table(
     _check_leading(mask, batch_shape, heads)
     t, s = as_size(t, "t"), as_size(s, "s")
     block_q, block_k = as_size(block_q, "block_q", 1), as_size(block_k, "block_k", 1)
-    mask, q, k = _placed(mask, t, s, batch_shape, q_positions, kv_positions)
+    mask, q, k = _placed(mask, t, s, batch_shape, heads, q_positions, kv_positions)
     return classify(
         mask,
         batch_shape=batch_shape,
@@ -259,7 +263,7 @@ def _check_leading(mask: AbstractMask, batch_shape: tuple[int, ...], heads: int)
             )
 
 
-def _placed(mask, t, s, batch_shape, q, k) -> tuple:
+def _placed(mask, t, s, batch_shape, heads, q, k) -> tuple:
     """The mask at places `q` and `k`, and the positions of the tokens that lie there."""
     from ._terms import placed
 
@@ -270,7 +274,7 @@ def _placed(mask, t, s, batch_shape, q, k) -> tuple:
         full = canonical(Operand(x, axes), batch_shape, 1, **size, name=name)
         out.append(full.reshape(full.shape[0], full.shape[2] * full.shape[3]))
     q, k = (x if x.shape[1] == n else _repeat(x, n) for x, n in zip(out, (t, s)))
-    return placed(mask, batch_shape, q, k)
+    return placed(mask, batch_shape, heads, q, k)
 
 
 def _repeat(x, n):

@@ -91,8 +91,7 @@ def _picture(mask: Any) -> str:
     t = sizes["t"] if sizes["t"] > 1 else sizes["s"] if sizes["s"] > 1 else plain
     s = sizes["s"] if sizes["s"] > 1 else t
     block_q, block_k = -(-t // _CELLS), -(-s // _CELLS)
-    heads = sizes["h"]
-    table = block_table(mask, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads)
+    table = block_table(mask, t, s, block_q, block_k, batch_shape=batch_shape, heads=sizes["h"])
     if not isinstance(table, np.ndarray) or not table.size:  # the function closes over a tracer
         return ""
     first = "" if table.shape[:2] == (1, 1) else ", first batch element and head"

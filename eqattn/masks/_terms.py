@@ -1,5 +1,6 @@
 """The masks that a mask is combined from, and what follows from them term by term."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,19 @@ def moved_positions(mask: AbstractMask | None, places: Any) -> Any:
     return movers[0].positions_of(places) if movers else places
 
 
+def check_call(mask: AbstractMask | None, *sizes: Any) -> None:
+    """**Raises:** `ValueError` for a mask that does not fit a call, as far as operands do not tell.
+
+    **Arguments:**
+
+    - `sizes`: the batch axes, and the numbers of query heads, key/value heads, queries and keys.
+    """
+    check_positions(mask)
+    for term in leaf_terms(mask):
+        if term.selects:
+            term.check_call(*sizes)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def check_positions(mask: AbstractMask | None) -> None:
     """**Raises:** `ValueError` if two terms of a mask move positions, unless they are known to be
     equal.
@@ -57,20 +71,24 @@ def _equal(a: Any, b: Any) -> bool:
     return of_a == of_b and all(map(same, xs, ys))
 
 
-def placed(mask: Any, batch_shape: tuple[int, ...], q: Any, k: Any) -> tuple[Any, Any, Any]:
+def placed(
+    mask: Any, batch_shape: tuple[int, ...], heads: int, q: Any, k: Any, lists: bool = True
+) -> tuple[Any, Any, Any]:
     """The mask of tokens at these places, and their positions under it.
 
     **Arguments:**
 
     - `mask`: a mask or None.
     - `batch_shape`: the batch axes of its arrays, which `B` flattens.
+    - `heads`: the number of query heads.
     - `q`, `k`: the places of queries and keys, int32 `[B|1, t]` and `[B|1, s]`.
+    - `lists`: whether a list of keys becomes an array of bools. Otherwise it stays.
 
     **Returns:** the mask, and the positions `[B|1, t]` and `[B|1, s]`.
     """
     terms = leaf_terms(mask)
     lead = lambda x: x.reshape(*(batch_shape if x.shape[0] > 1 else ()), x.shape[-1])
-    if not any(term.moves_positions for term in terms):
+    if not any(term.by_place for term in terms):
         return mask, q, k
     rows, columns = lead(q), lead(k)
 
@@ -78,10 +96,57 @@ def placed(mask: Any, batch_shape: tuple[int, ...], q: Any, k: Any) -> tuple[Any
         xp = np if isinstance(x, np.ndarray) else jnp
         whole = x.ndim > 1 and max(x.shape[:-1]) > 1
         x = xp.broadcast_to(x, (*batch_shape, x.shape[-1])) if whole else x
-        return x.reshape(-1, x.shape[-1])
+        return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
-    q, k = (flat(moved_positions(mask, x)) for x in (rows, columns))
-    return map_terms(mask, lambda term: term.at_places(rows, columns)), q, k
+    def at(term: Any) -> Any:
+        if not term.by_place or (term.selects and not lists):
+            return term
+        term = term.for_heads(heads) if term.selects else term
+        return term.at_places(rows, columns)
+
+    mask, moving = map_terms(mask, at), mask
+    q, k = (flat(moved_positions(moving, x)) for x in (rows, columns))
+    return mask, q, k
+
+
+def split_list(mask: AbstractMask | None) -> tuple[Any, Any, Any]:
+    """The term of a mask that lists keys, and the mask if that term is True, and if it is False.
+
+    A mask `f` of a list `L` and other terms is `L & f(True) | f(False)`, as a list that is not
+    negated can only add to what is visible. So what it lists is visited under `f(True)`, and
+    without it `f(False)` is.
+
+    **Returns:** the term or None, and the two masks, which are True or False where they do not
+    depend on the pair.
+
+    **Raises:** `ValueError` if there are several lists, or one is negated.
+    """
+    if not any(term.selects for term in leaf_terms(mask)):
+        return None, mask, mask
+    if isinstance(mask, Not):
+        raise ValueError(
+            "A list of keys cannot be negated: what it does not list would be visited. Take "
+            "~DenseMask(mask.as_array(t, s)) where an array of all pairs fits."
+        )
+    if not isinstance(mask, And | Or):
+        return mask, True, False
+    found = [split_list(term) for term in mask.terms]
+    lists = [x for x, _, _ in found if x is not None]
+    if len(lists) > 1:
+        raise ValueError(
+            f"The mask holds {len(lists)} lists of keys, and a visit gathers those of one: join "
+            "their indices for `|`, or keep those in both for `&`."
+        )
+    # A True term of `&` and a False one of `|` change nothing; the other way round, they decide.
+    neutral = isinstance(mask, And)
+
+    def joined(cases):
+        if any(x is (not neutral) for x in cases):
+            return not neutral
+        left = [x for x in cases if x is not neutral]
+        return (left[0] if len(left) == 1 else type(mask)(tuple(left))) if left else neutral
+
+    return lists[0], joined([x for _, x, _ in found]), joined([x for _, _, x in found])
 
 
 def live_blocks(

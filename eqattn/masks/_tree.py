@@ -42,6 +42,7 @@ class Tree(AbstractMask):
     _enter: Any
     _leave: Any
 
+    by_place: ClassVar[bool] = True
     moves_positions: ClassVar[bool] = True
 
     def __init__(self, parents: Any, start: Any = 0):
@@ -108,7 +109,7 @@ class Tree(AbstractMask):
         _, _, k_low, k_high = _numbers(*self._looked_up(k, *walk))
         return _TreeAtPlaces(q_first, q_last, k_low, k_high)
 
-    def of_rows(self, row: Array) -> AbstractMask:
+    def of_rows(self, row: Int[Array, " n"]) -> AbstractMask:
         take = lambda x, ndim: jnp.asarray(x)[row] if jnp.ndim(x) > ndim else x
         start = self._start
         new = take(self.parents, 1), take(self._enter, 1), take(self._leave, 1)

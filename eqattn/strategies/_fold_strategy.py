@@ -31,7 +31,7 @@ from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
 from ..masks._base import AbstractMask, visible
 from ..masks._causal import Causal
-from ..masks._terms import check_positions, placed
+from ..masks._terms import check_positions, leaf_terms, placed, split_list
 from ..scores._base import AbstractScore
 from ._base import AttentionImpl
 from ._checks import choose_bias, choose_dropout_key
@@ -140,6 +140,13 @@ class AbstractFoldStrategy(AttentionImpl):
         """
         return 1
 
+    def check_lists(self, mask: AbstractMask | None) -> None:
+        """A hook. **Raises:** `ValueError` for a mask that lists keys, as a `Selected` does, in a
+        way that this strategy cannot visit.
+        """
+        if not self.forms_weights:
+            split_list(mask)
+
     def unsupported(self, features: Mapping[str, Any]) -> str | None:
         if features.get("return_weights") and not self.forms_weights:
             return self._without_weights()
@@ -158,6 +165,7 @@ class AbstractFoldStrategy(AttentionImpl):
         as_flag(features.get("inference", False), "inference (deterministic of forward_*)")
         mask, scores = as_mask(given.get("mask")), as_scores(given.get("score"))
         check_positions(mask)
+        self.check_lists(mask)
         as_bias(given.get("bias"))
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
@@ -255,6 +263,7 @@ class AbstractFoldStrategy(AttentionImpl):
                         "not read; use Ragged(metadata), or pass its materialise()."
                     )
             shards = self.key_shards()
+            self.check_lists(options["mask"])
             spec = Problem.from_call(
                 q,
                 k,
@@ -317,8 +326,13 @@ def operation_without_kernel(
     def block(axes, dtype):
         return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)
 
-    mask, *_ = placed(mask, (), *[np.arange(2, dtype=np.int32)[None]] * 2)
-    for part in (*([] if mask is None else [mask]), *scores):
+    if any(term.selects for term in leaf_terms(mask)):
+        _, *masks = split_list(mask)  # What is listed is gathered outside of kernels.
+    else:
+        masks = [mask]
+    at = np.arange(2, dtype=np.int32)[None]
+    masks = [placed(x, (), 1, at, at)[0] for x in masks if isinstance(x, AbstractMask)]
+    for part in (*masks, *scores):
         is_score = isinstance(part, AbstractScore)
         args = [block("ts", jnp.float32)] * is_score
         args += [block(axes, jnp.int32) for axes in ("", "", "t", "s")]

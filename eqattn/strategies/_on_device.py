@@ -10,6 +10,7 @@ from .._problem.mesh import ManualAxes
 from .._problem.problem import Problem
 from .._sweep.lowering import Lowering, XLA
 from ..kernels import BACKENDS
+from ..masks._terms import split_list
 from ._fold_strategy import AbstractFoldStrategy
 
 
@@ -107,8 +108,9 @@ class AbstractOnDevice(AbstractFoldStrategy):
 
     def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array] | None:
         lowering = self.lowering(problem)
-        if self.reads_stored or self.keys_axis() is not None or not lowering.finishes_rows:
-            return None
+        several = self.keys_axis() is not None or split_list(problem.mask)[0] is not None
+        if self.reads_stored or several or not lowering.finishes_rows:
+            return None  # Several visits meet as Carries.
         from ._fold import attend_on_device
 
         return attend_on_device(

@@ -19,6 +19,8 @@ from .._problem.mesh import current_mesh, ManualAxes
 from .._problem.problem import Problem
 from .._ring.layout import AbstractRingLayout
 from ..kernels import BACKENDS
+from ..masks._base import AbstractMask
+from ..masks._terms import leaf_terms
 from ._fold_strategy import AbstractFoldStrategy
 
 
@@ -195,6 +197,14 @@ class AbstractSharded(AbstractFoldStrategy):
                     index = index * mesh.shape[name] + lax.axis_index(name).astype(jnp.uint32)
             starts.append(index * size)
         return jnp.concatenate([seed, jnp.stack(starts)])
+
+    def check_lists(self, mask: AbstractMask | None) -> None:
+        if self._place() is not None and any(term.selects for term in leaf_terms(mask)):
+            raise ValueError(
+                f"{type(self).__name__} does not visit a list of keys, such as a Selected, as they "
+                "may lie on any of its devices. Shard queries and their list alone, by a "
+                "jax.shard_map with whole keys around Blockwise(metadata)."
+            )
 
     def key_shards(self) -> int:
         place = self._place()

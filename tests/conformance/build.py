@@ -139,6 +139,17 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
     if kind == "tree":
         parents = tree_of(t, rng)
         return m.Tree(jnp.asarray(parents), start=s - t), om.tree(t, s, parents, s - t)
+    if kind == "selected":
+        # A list for each head and query, or of blocks, for blocks of queries and all heads.
+        all_heads, block_q, block_k = ((h, 1, 1), (1, 3, 4))[int(rng.integers(2))]
+        blocks = -(-s // block_k)
+        shape = (*lead, all_heads, -(-t // block_q), min(blocks, 5))
+        listed = rng.integers(-1, blocks, shape, dtype=np.int32)
+        plain = om.selected(t, s, listed.reshape(b, *shape[-3:]), block_q, block_k)
+        mask = m.Selected(jnp.asarray(listed), block_q, block_k)
+        if rng.integers(2):
+            return m.Causal() & mask, plain & om.causal(t, s, 0, offset)
+        return m.SlidingWindow(1, 0) | mask, plain | om.window(t, s, 1, 0, 0, offset)
     if kind == "dense":
         x = rng.random((*lead, h, t, s)) < 0.6
         return m.Dense(jnp.asarray(x)), x.reshape(b, h, t, s)

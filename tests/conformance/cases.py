@@ -26,6 +26,7 @@ AXES: dict[str, tuple] = {
         "block_causal",
         "chunked_causal",
         "tree",
+        "selected",
         "dense",
         "array",
         "and",
@@ -79,8 +80,10 @@ MORE: dict[str, tuple] = {
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "tpu": {"dtype": ("float16", "float64"), "operands": ("float64",)},
     "tpu_ragged": {"dtype": ("float16", "float64"), "operands": ("float64",)},
-    "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
+    # Two devices share the heads, and neither has all keys that are listed.
+    "ulysses": {"heads": ((1, 1),), "mask": ("selected",)},
+    "ring": {"mask": ("selected",)},
     "gpu": {
         "dtype": ("float32", "float64"),
         "operands": ("float64",),

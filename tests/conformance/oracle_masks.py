@@ -74,6 +74,16 @@ def tree(t, s, parents, start):
     return _dense(visible)
 
 
+def selected(t, s, listed, block_q, block_k):
+    """`listed` `[B, H|1, rows, n]`: row `i // block_q` lists the block `j // block_k`."""
+    listed = np.asarray(listed)
+    visible = np.zeros((*listed.shape[:2], t, s), bool)
+    for i in range(t):
+        for j in range(s):
+            visible[:, :, i, j] = (listed[:, :, i // block_q] == j // block_k).any(-1)
+    return visible
+
+
 def tree_positions(t, s, parents, start):
     """Of rows `[T,1]` and of keys `[1,S]`: a node is one below its parent, a root at `start`."""
 

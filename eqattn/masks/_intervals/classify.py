@@ -78,7 +78,8 @@ def classify(
     - `heads`, `kv_heads`: query and key heads; the former a multiple of the latter.
     - `q_positions`: int32 `[B|1, T]`. `kv_positions`: int32 `[B|1, S]`. NumPy, JAX or traced.
     - `block_q`, `block_k`: rows and columns per block; the last block may be short.
-    - `indices`: int32 `[B|1]` and `[heads|1]`, what the mask gets as `b` and `h`; None: `0, 1, ...`
+    - `indices`: int32 `[B|1]` and `[heads|1]` or `[B, heads]`, what the mask gets as `b` and `h`;
+        None means `0, 1, ...`
 
     **Returns:**
 
@@ -106,7 +107,8 @@ def classify(
     traced = not all(map(is_known, [q_positions, kv_positions, batch, head, *arrays, *consts]))
 
     batch = _known(batch, _POSITION, traced).reshape(-1, 1, 1, 1)
-    head = _known(head, _POSITION, traced).reshape(1, -1, 1, 1)
+    head = _known(head, _POSITION, traced)
+    head = head.reshape(len(head) if head.ndim == 2 else 1, -1, 1, 1)
     with np.errstate(all="ignore"):  # rules test for overflow by themselves
         ins: list[Interval | None] = [Interval(batch, batch), Interval(head, head)]
         for x, shape in ((q_positions, (-1, 1, t, 1)), (kv_positions, (-1, 1, 1, s))):

@@ -1,0 +1,287 @@
+"""A problem whose keys are listed for each query, as problems whose keys are gathered.
+
+A row of the list, a query or a block of them, becomes a batch element, and its keys are copied out
+of the whole in the order of the list. What is left is an ordinary problem, with a batch axis
+`(batch, heads of the list, rows)` and `n` keys, so every visit, score and mask applies to it, in
+every order of differentiation. Its gradients are brought back by the transpose of the gather, which
+adds up in float32.
+
+The copies of all rows would take `t * n` vectors. So some rows at a time are visited, as many as
+have together as many keys as the whole problem. A scatter of their gradients then costs about as
+much as the sum over the whole that it makes, and the copies about as much memory as the keys.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from .._carry import Carry
+from .._misc import accumulation_dtype
+from .._pairs import Operand
+from .._sweep.fold import fold_p
+from ..masks._base import AbstractMask, Dense, named_operands
+from ..masks._selected import distinct
+from ..scores._base import AbstractScore
+from .block_classes import BoundMask
+from .problem import Problem
+from .storage import AbstractStored
+
+
+class _BoundScore(AbstractScore):
+    """A score whose operands are replaced by canonical arrays."""
+
+    score: AbstractScore
+    arrays: tuple[Array, ...]
+
+    @property
+    def finite_when_masked(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.finite_when_masked
+
+    @property
+    def tried_in_kernels(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.tried_in_kernels
+
+    def operands(self) -> tuple[Operand, ...]:
+        return tuple(Operand(x, "bhts") for x in self.arrays)
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        return self.score.transform(logit, b, h, q, k, *ids)
+
+
+class _Rows(eqx.Module):
+    """Some rows of a list, and what belongs to them.
+
+    **Arguments:**
+
+    - `query`: `[B, rows * block_q, H, D]`.
+    - `slots`, `seen`: where the listed keys lie in the arrays, and whether they count; int32 and
+        bool `[B|1, h, rows, n]`.
+    - `q_positions`: int32 `[B|1, rows * block_q]`.
+    - `of_mask`, `of_scores`: the operands, canonical, with the queries of these rows.
+    """
+
+    query: Array
+    slots: Array
+    seen: Array
+    q_positions: Array
+    of_mask: tuple[Array, ...]
+    of_scores: tuple[tuple[Array, ...], ...]
+
+
+def key_slots(problem: Problem, selection: Any) -> tuple[Array, Array]:
+    """Where the keys that a `Selected` lists lie, int32 `[B|1, h, rows, n]`, each once, and which
+    of these entries list a key.
+    """
+    s = problem.sizes[1]
+    rows, seen = distinct(selection.rows_of(problem.batch_shape))
+    size = selection.block_k
+    if size > 1:
+        limit = np.int32((2**31 - 1) // size - 1)
+        rows = (jnp.minimum(rows, limit) * np.int32(size))[..., None]
+        rows = rows + np.arange(size, dtype=np.int32).reshape((1,) * (rows.ndim - 1) + (-1,))
+        rows = rows.reshape(*rows.shape[:-2], -1)
+        seen = jnp.repeat(seen, size, -1)
+    if problem.kv_positions is None:
+        seen = seen & (rows < s)
+        return jnp.where(seen, rows, 0), seen
+
+    def lookup(positions, rows):
+        order = jnp.argsort(positions).astype(jnp.int32)
+        at = jnp.searchsorted(positions[order], rows)
+        slot = order[jnp.minimum(at, s - 1)]
+        return slot, positions[slot] == rows
+
+    batch = max(len(rows), len(problem.kv_positions))
+    given = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (problem.kv_positions, rows))
+    slots, found = jax.vmap(lookup)(*given)
+    return slots, seen & found
+
+
+def fold_selected(
+    problem: Problem, selection: Any, slots: Array, seen: Array, fold: Callable
+) -> Carry:
+    """Folds the pairs of a problem that a `Selected` lists and its mask shows.
+
+    **Arguments:**
+
+    - `problem`: the problem. Its mask is what else hides pairs, at their places.
+    - `selection`: the list.
+    - `slots`, `seen`: by `key_slots`.
+    - `fold`: a function that folds a problem.
+    """
+    t, s, heads, _ = problem.sizes
+    batch, size = problem.query.shape[0], selection.block_q
+    listed, n = slots.shape[2:]
+    if 0 in (t, s, n, batch):
+        shape = (batch, t, heads)
+        return Carry.empty(shape, problem.value.shape[-1], problem.accumulation_dtype)
+    together = min(listed, max(-(-s // (n * slots.shape[1])), 1))
+    parts = -(-listed // together)
+
+    def cut(x: Any, axis: int, tokens: int) -> Any:
+        """Cuts an axis into `parts`, which come first. An axis of size 1 is repeated."""
+        x = jnp.asarray(x)
+        if x.shape[axis] == 1 and tokens != 1:
+            return jnp.broadcast_to(x[None], (parts, *x.shape))
+        if x.shape[axis] == 1:
+            x = jnp.broadcast_to(x, (*x.shape[:axis], t if axis else 1, *x.shape[axis + 1 :]))
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, parts * tokens - x.shape[axis])
+        x = jnp.pad(x, widths).reshape(*x.shape[:axis], parts, tokens, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    def canonical(part: Any) -> tuple[Array, ...]:
+        return tuple(
+            cut(_wide(problem.canonical(o, name)), 2, together * size)
+            for name, o in named_operands(part)
+        )
+
+    rows = _Rows(
+        query=cut(problem.query, 1, together * size),
+        slots=cut(slots, 2, together),
+        seen=cut(seen, 2, together),
+        q_positions=cut(problem.positions()[0], 1, together * size),
+        of_mask=() if problem.mask is None else canonical(problem.mask),
+        of_scores=tuple(canonical(score) for score in problem.scores),
+    )
+    visit = ft.partial(_fold_rows, problem, size, fold=fold)
+    if parts == 1:
+        carry = visit(jax.tree.map(lambda x: x[0], rows))
+        return jax.tree.map(lambda x: x[:, :t], carry)
+    # What is gathered is gathered again in a backward pass, and only the results are kept.
+    kept = jax.checkpoint(visit, policy=lambda p, *_, **__: p is fold_p, prevent_cse=False)
+    _, carry = lax.scan(lambda _, x: (None, kept(x)), None, rows)
+    whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :t]
+    return jax.tree.map(whole, carry)
+
+
+def _fold_rows(problem: Problem, size: int, rows: _Rows, *, fold: Callable) -> Carry:
+    """Folds some rows of a list, whose keys are gathered. Rows are `size` queries each."""
+    batch, _, heads, dim = rows.query.shape
+    _, h, count, n = rows.slots.shape
+    kv_heads, mine = problem.sizes[3], heads // h
+
+    def merged(x: Any) -> Array:
+        """`[B|1, h|1, rows|1, ...]` with the first three axes in full, as one."""
+        return jnp.broadcast_to(x, (batch, h, count, *x.shape[3:])).reshape(-1, *x.shape[3:])
+
+    def by_row(x: Array) -> Array:
+        """A canonical array `[B|1, H|1, T|1, S|1]`, its rows apart and its keys gathered, as that
+        of the gathered problem.
+        """
+        b, all_heads, t, s = x.shape
+        x = x.reshape(
+            b, *((h, mine) if all_heads > 1 else (1, 1)), *((count, size) if t > 1 else (1, 1)), s
+        )
+        x = x.transpose(0, 1, 3, 2, 4, 5)  # [B, h, rows, heads, queries, keys]
+        if s > 1:
+            at = rows.slots[:, :, :, None, None]
+            lead = np.broadcast_shapes(x.shape[:3], at.shape[:3])
+            x = jnp.broadcast_to(x, (*lead, *x.shape[3:]))
+            at = jnp.broadcast_to(at, (*lead, *x.shape[3:5], n))
+            x = jnp.take_along_axis(x, at, -1)
+        return merged(x)
+
+    queries = rows.query.reshape(batch, count, size, h, mine, dim).transpose(0, 3, 1, 2, 4, 5)
+    head = None if h == 1 else np.arange(h, dtype=np.int32) // np.int32(h // kv_heads)
+    key, value = (
+        merged(_gathered(x, rows.slots, head, batch)) for x in (problem.key, problem.value)
+    )
+    shown: AbstractMask = Dense(merged(rows.seen[:, :, :, None, None]))
+    if problem.mask is not None:
+        shown = shown & BoundMask(problem.mask, tuple(map(by_row, rows.of_mask)))
+    kv_positions, given = rows.slots, problem.kv_positions
+    if given is not None:
+        kv_positions = jnp.asarray(given)[_owner(len(given)), rows.slots]
+    iota = lambda n: np.arange(n, dtype=np.int32)
+    inner = dataclasses.replace(
+        problem,
+        query=merged(queries),
+        key=key,
+        value=value,
+        mask=shown,
+        scores=tuple(
+            _BoundScore(score, tuple(map(by_row, xs)))
+            for score, xs in zip(problem.scores, rows.of_scores)
+        ),
+        q_positions=merged(rows.q_positions.reshape(-1, 1, count, size)),
+        kv_positions=merged(kv_positions),
+        q_start=0,
+        q_shift=None,
+        batch_shape=(batch * h * count,),
+        b_indices=merged(iota(batch).reshape(-1, 1, 1)),
+        h_indices=merged(iota(heads).reshape(1, h, 1, mine)),
+        partition=None,
+    )
+    carry = fold(inner)
+
+    def back(x: Array) -> Array:
+        x = x.reshape(batch, h, count, size, mine, *x.shape[3:])
+        x = jnp.moveaxis(x, 1, 3)
+        return x.reshape(batch, count * size, heads, *x.shape[5:])
+
+    return jax.tree.map(back, carry)
+
+
+def _wide(x: Any) -> Any:
+    """An operand in the dtype of sums, so that what is gathered adds up its cotangents there."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(accumulation_dtype(x.dtype))
+
+
+def _owner(batch: int) -> np.ndarray:
+    return np.arange(batch, dtype=np.int32).reshape(-1, 1, 1, 1)
+
+
+@jax.custom_jvp
+def _taken(x: Array, at: tuple[Array, ...]) -> Array:
+    """The entries of an array at indices within bounds. The transpose adds up in float32."""
+    return x.at[at].get(mode="promise_in_bounds")
+
+
+@_taken.defjvp
+def _taken_jvp(primals, tangents):
+    # This is linear in `x`. Its transpose casts, adds up what was taken from one place, and rounds.
+    # In a scan, what has a rule of its own must not close over the indices, as `summed_wide` would.
+    (x, at), (dx, _) = primals, tangents
+    wide = dx.astype(accumulation_dtype(dx.dtype))
+    return _taken(x, at), wide.at[at].get(mode="promise_in_bounds").astype(x.dtype)
+
+
+def _gathered(x: Any, slots: Array, head: np.ndarray | None, batch: int) -> Array:
+    """The keys or values `[B, h, rows, n, K, D]` at `slots`, or `[B, h, rows, n, 1, D]` of one head
+    for each `h`.
+    """
+    heads = () if head is None else (head.reshape(1, -1, 1, 1),)
+    if not isinstance(x, AbstractStored):
+        found = _taken(x, (jnp.asarray(_owner(batch)), slots, *map(jnp.asarray, heads)))
+        return found if head is None else found[..., None, :]
+    owner, at = _owner(batch), slots
+    if x.table is not None:
+        page = x.page_size  # pyright: ignore[reportAttributeAccessIssue]
+        owner, at = x.table[owner, slots // page], slots % page
+    owner, at = jnp.broadcast_arrays(jnp.asarray(owner), at)
+    parts = []
+    for array, flat in zip(x.arrays, x.flat):
+        if not flat:
+            parts.append(array[owner, at])
+            continue
+        shares, tokens = array.shape[1], array.shape[2] * array.shape[1] // x.shape[2]
+        one = array.reshape(len(array), shares, tokens, -1)[owner, :, at]
+        one = jnp.moveaxis(one, -2, -3)  # [B, h, rows, shares, n, heads of a share]
+        parts.append(one.reshape(*one.shape[:-2], -1))
+    found = x.decode(*parts).astype(x.dtype)
+    if head is None:
+        return found
+    return jnp.take_along_axis(
+        found, jnp.broadcast_to(head.reshape(1, -1, 1, 1, 1, 1), (*found.shape[:-2], 1, 1)), -2
+    )

@@ -1,0 +1,202 @@
+"""`Selected` is the dense mask that it stands for, and costs what it lists."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqattn import (
+    ALiBi,
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    Dense,
+    DenseMask,
+    masks,
+    Ragged,
+    ragged_attention,
+    Ring,
+    Selected,
+    SlidingWindow,
+    Tree,
+    Ulysses,
+)
+from eqattn.cache import PagedKVCache
+
+
+B, T, S, H, K, D, V = 2, 9, 24, 4, 2, 8, 6
+RNG = np.random.default_rng(0)
+ARRAYS = [
+    jnp.asarray(RNG.normal(size=(B, n, heads, d)), jnp.float32)
+    for n, heads, d in ((T, H, D), (S, K, D), (S, K, V))
+]
+
+
+def listed(heads=1, block_q=1, block_k=1, n=5, batch=B):
+    """A random list, in which some keys stand twice, and the bools that it stands for."""
+    rows, blocks = -(-T // block_q), -(-S // block_k)
+    indices = RNG.integers(-1, blocks, (batch, heads, rows, n))
+    seen = np.zeros((batch, heads, T, S), bool)
+    for at in np.ndindex(batch, heads, T):
+        of_row = indices[(*at[:2], at[2] // block_q)]
+        seen[at] = np.isin(np.arange(S) // block_k, of_row)
+    whole = seen if heads in (1, H) else seen.repeat(H // heads, 1)
+    return Selected(jnp.asarray(indices), block_q, block_k), DenseMask(jnp.asarray(whole))
+
+
+def results(mask, strategy, arrays=ARRAYS, **options):
+    """Values, all gradients and a tangent, of one program."""
+
+    @jax.jit
+    def run(arrays, options):
+        def call(q, k, v, bias):
+            out = attention(
+                q, k, v, strategy, mask=mask, bias=bias, return_logsumexp=True, **options
+            )
+            seen = jnp.isfinite(out.logsumexp)
+            return out.attention_outputs, jnp.where(seen, out.logsumexp, 0)
+
+        primals = (*arrays, jnp.sin(jnp.arange(H * T * S, dtype=jnp.float32)).reshape(H, T, S))
+        loss = lambda *xs: sum(jnp.sin(3 * x).sum() for x in call(*xs))
+        return (
+            call(*primals),
+            jax.grad(loss, (0, 1, 2, 3))(*primals),
+            jax.jvp(call, primals, primals),
+        )
+
+    return run(list(arrays), options)
+
+
+def assert_close(got, want, atol=3e-5):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol)
+
+
+POSITIONS = jnp.asarray(RNG.permutation(S))
+CASES = {
+    "per query and head": (dict(heads=H), lambda x: x & Causal(), {}),
+    "per key head": (dict(heads=K, n=30), lambda x: x | SlidingWindow(2, 0), {}),
+    "of blocks": (dict(block_q=4, block_k=5, n=3), lambda x: ~Causal(-9) & (x | SlidingWindow(1, 0)), {}),
+    "of positions": (dict(), lambda x: x & Causal(10), dict(kv_positions=POSITIONS)),
+    "in a tree": (dict(heads=K), lambda x: x & Tree([-1, 0, 0, 1, 2], 4) & SlidingWindow(3, 0), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_dense_mask_that_it_stands_for(name):
+    given, combined, options = CASES[name]
+    mask, dense = listed(**given)
+    if "kv_positions" in options:
+        dense = DenseMask(dense.array[..., POSITIONS])
+    else:
+        whole = mask.as_array(T, S, batch_shape=(B,), heads=H)
+        np.testing.assert_array_equal(whole, jnp.broadcast_to(dense.array, whole.shape))
+    score = dict(score=ALiBi.geometric(H), **options)
+    want = results(combined(dense), Dense(), **score)
+    assert_close(results(combined(mask), Blockwise(), **score), want)
+
+
+def test_dropout_kernels_maps_and_the_plain_softmax():
+    """Of one list: the bits of its keys, the interpreted kernels of a TPU, `vmap`, `Dense`."""
+    mask, dense = listed(heads=K)
+    masked = lambda x: x & Causal(8)
+    dropping = AttentionMetadata(dropout_prob=0.4)
+    key = jax.random.key(0)
+    run = jax.jit(lambda *xs: attention(*xs, Blockwise(dropping), mask=masked(mask), key=key))
+    want = attention(*ARRAYS, Dense(dropping), mask=masked(dense), key=key)
+    assert_close(run(*ARRAYS).attention_outputs, want.attention_outputs)
+    plain = attention(*ARRAYS, Dense(), mask=masked(dense), return_weights=True)
+    same = attention(*ARRAYS, Dense(), mask=masked(mask), return_weights=True)
+    assert_close(same.attention_weights, plain.attention_weights)
+    kernel = Blockwise(AttentionMetadata(platform="interpret"))
+    got = jax.jit(lambda *xs: attention(*xs, kernel, mask=masked(mask)))(*ARRAYS)
+    assert_close(got.attention_outputs, plain.attention_outputs)
+    one = lambda i, *xs: attention(*xs, mask=masked(Selected(i))).attention_outputs
+    assert_close(jax.jit(jax.vmap(one))(mask.indices, *ARRAYS), plain.attention_outputs)
+
+
+@pytest.mark.parametrize("stored", [None, "int8"])
+def test_pages_are_read_where_they_lie(stored):
+    cache = PagedKVCache.empty(B, 32, 12, 4, K, D, V, jnp.float32, stored)
+    cache = cache.reserve(jnp.full(B, S)).append(*ARRAYS[1:])
+    mask, dense = listed(heads=K, n=3)
+    mask = Selected(jnp.concatenate([mask.indices, mask.indices[..., :1]], -1))
+    run = jax.jit(lambda q, k, v, m: attention(q, k, v, Ragged(), mask=m & cache.mask()))
+    whole = [x.materialise() for x in (cache.key, cache.value)]
+    array = np.pad(np.asarray(dense.array), [(0, 0)] * 3 + [(0, whole[0].shape[1] - S)])
+    want = attention(ARRAYS[0], *whole, mask=DenseMask(array)).attention_outputs
+    got = run(ARRAYS[0], cache.key, cache.value, mask).attention_outputs
+    assert_close(got, want)
+
+
+def test_work_and_memory_do_not_grow_with_the_keys_that_are_not_listed():
+    """Of 16,384 keys, 64 are listed for each of 64 queries, 1/256 of the pairs: a backward pass then
+    takes less than 1/8 of the time, and memory as for some copies of keys and values.
+    """
+    t, s, n, h, d = 64, 16384, 64, 16, 32
+    q, k = jnp.ones((1, t, h, d)), jnp.ones((1, s, 1, d))
+    indices = jnp.asarray(RNG.integers(0, s, (1, 1, t, n)))
+
+    def loss(q, k, v, indices):
+        mask = None if indices is None else Selected(indices)
+        return attention(q, k, v, mask=mask).attention_outputs.sum()
+
+    took = []
+    for given in (indices, None):
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, given).compile()
+        took.append([])
+        for _ in range(3):
+            begin = time.perf_counter()
+            jax.block_until_ready(program(q, k, k, given))
+            took[-1].append(time.perf_counter() - begin)
+        if given is not None:
+            assert program.memory_analysis().temp_size_in_bytes < 8 * k.nbytes
+    assert min(took[0]) < min(took[1]) / 8
+
+
+Q = jnp.ones((6, 1, 2))
+BAD = {
+    "one axis": (lambda: Selected([0]), r"\[\*b, h, rows, n\], got shape \(1,\)"),
+    "below none": (lambda: Selected([[[-2]]]), "at least 0, got -2"),
+    "floats": (lambda: Selected([[[0.5]]]), "indices must be integers, got float"),
+    "no block": (lambda: Selected([[[0]]], block_k=0), "block_k must be at least 1"),
+    "rows": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((1, 5, 1), int))), r"\(1, 5, 1\) do not fit .* 6 rows of 1"),
+    "heads": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((2, 6, 1), int))), "h one of 1, 1 and 1"),
+    "batch": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((2, 1, 6, 1), int))), r"batch \(\)"),
+    "beyond the keys": (lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 6))), "below 6, .* got 6"),
+    "beyond the blocks": (lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 2), block_k=4)), "below 2, "),
+    "negated": (lambda: attention(Q, Q, Q, mask=~Selected(np.zeros((1, 6, 1), int))), "cannot be negated"),
+    "two": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((1, 6, 1), int)) & Selected(np.zeros((1, 6, 1), int))), "holds 2 lists"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors(name):
+    call, message = BAD[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_what_cannot_visit_a_list_says_so():
+    mask = Selected(np.zeros((1, 6, 1), int))
+    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    for strategy in (Ring(mesh=mesh, axis_name="sp"), Ulysses(mesh=mesh, axis_name="sp")):
+        assert "does not visit a list" in strategy.supports(mask=mask).reason
+        with pytest.raises(
+            ValueError, match="does not visit a list.*jax.shard_map with whole keys"
+        ):
+            attention(Q, Q, Q, strategy, mask=mask)
+    assert Blockwise().supports(mask=mask & Causal()) and Dense().supports(mask=~mask)
+    assert "negated" in Blockwise().supports(mask=~mask).reason
+    kernel = Blockwise(AttentionMetadata(platform="pallas", backend="tpu"))
+    assert kernel.supports(mask=mask & Causal())
+    with pytest.raises(TypeError, match="lists keys and is no function of one pair"):
+        ragged_attention(
+            Q, Q[None], Q[None], jnp.array([0, 6]), jnp.array([6]), Ragged(), mask=mask
+        )
+    # Traced indices that name no key list nothing.
+    out = jax.jit(lambda i: attention(Q, Q, Q, mask=masks.Selected(i)))(jnp.full((1, 6, 2), 99))
+    np.testing.assert_array_equal(out.attention_outputs, 0)

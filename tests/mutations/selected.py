@@ -1,0 +1,47 @@
+"""Mutants of lists of keys."""
+# fmt: off
+
+LISTS = "masks/test_selected.py -k 'stands or pages or dropout or errors'"
+
+MUTANTS = [
+    (
+        "masks/_selected.py",
+        LISTS,
+        [
+            ("return rows, (rows != none) & ~again", "return rows, rows != none"),
+            ("return rows, (rows != none) & ~again", "return rows, ~again"),
+            ("jnp.asarray(k) // np.int32(self.block_k)", "jnp.asarray(k)"),
+            ("known.max() >= blocks", "known.max() > blocks"),
+            ("jnp.repeat(self.indices, heads // h, -3)", "jnp.tile(self.indices, (heads // h, 1, 1))"),
+        ],
+    ),
+    (
+        "masks/_terms.py",
+        LISTS,
+        [
+            ("neutral = isinstance(mask, And)", "neutral = True"),
+            ("return mask, True, False", "return mask, True, True"),
+        ],
+    ),
+    (
+        "_problem/selected.py",
+        LISTS,
+        [
+            ("seen = seen & (rows < s)", "pass"),
+            ("return slots, seen & found", "return slots, seen"),
+            ("np.arange(h, dtype=np.int32) // np.int32(h // kv_heads)", "np.zeros(h, np.int32)"),
+            ("h_indices=merged(iota(heads).reshape(1, h, 1, mine))", "h_indices=None"),
+            ("b_indices=merged(iota(batch).reshape(-1, 1, 1))", "b_indices=None"),
+            ("x = jnp.moveaxis(x, 1, 3)", "pass"),
+            ("kv_positions = jnp.asarray(given)[_owner(len(given)), rows.slots]", "pass"),
+            ("slots // page], slots % page", "slots // page], slots * 0"),
+        ],
+    ),
+    (
+        "strategies/_fold.py",
+        LISTS,
+        [
+            ("more = ~always if listed is True else listed & ~always", "more = None if listed is True else listed"),
+        ],
+    ),
+]
