@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 
+import pytest
 from test_docs import blocks, ROOT
 
 
+@pytest.mark.slow
 def test_the_page_runs():
     found = list(blocks(ROOT / "docs" / "pages" / "profiling.md"))
     env = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
