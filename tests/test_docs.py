@@ -92,7 +92,7 @@ def test_every_public_name_is_in_the_reference():
     modules = {"": eqattn, "masks.": eqattn.masks, "scores.": eqattn.scores}
     modules |= {"cache.": eqattn.cache, "viz.": eqattn.viz, "stats.": eqattn.stats}
     for prefix, module in modules.items():
-        names = [n for n in vars(module) if not n.startswith("_")]
+        names = [n for n in dir(module) if not n.startswith("_")]  # also what is imported when used
         values = {n: getattr(module, n) for n in names}
         public |= {prefix + n for n, x in values.items() if not inspect.ismodule(x)}
     seen = {id(_resolve(name)) for name in documented}
