@@ -71,8 +71,10 @@ class AbstractStored(eqx.Module):
         return None
 
     @property
-    def first(self) -> "AbstractStored | None":
-        """What holds the first features of each vector, if these lie in arrays of their own."""
+    def first(self) -> Any:
+        """What holds the first features of each vector, if these lie in arrays of their own; else
+        None.
+        """
         return None
 
     @property
@@ -320,7 +322,7 @@ class Pages(AbstractStored):
         return jnp.clip(self._table, 0, self.stored.shape[0] - 1)
 
     @property
-    def first(self) -> AbstractStored | None:
+    def first(self) -> Any:
         first = self.stored.first
         return None if first is None else Pages(first, self._table, self.shares)
 
