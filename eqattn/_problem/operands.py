@@ -193,6 +193,7 @@ class BlockOperands:
             pages=self.pages,
             lookups=self.lookups,
             corner=blocking.corner,
+            uniform=blocking.fixed,
             shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
         )
 
