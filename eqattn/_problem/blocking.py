@@ -39,6 +39,8 @@ class Blocking:
     - `together`: the number of pages of a block, or 1.
     - `halves`: whether the class `CORNER` is told apart: a partial block in which no query of the
         first half sees any key of the later half.
+    - `fixed`: whether blocks keep their size where there are fewer tokens, and any number of them
+        is visited in the same way.
     """
 
     batch: int
@@ -53,6 +55,7 @@ class Blocking:
     in_place: bool = False
     together: int = 1
     halves: bool = False
+    fixed: bool = False
 
     @property
     def rows(self) -> int:
@@ -243,6 +246,7 @@ def choose_blocking(
     in_place: bool = False,
     lowering: Lowering = XLA,
     devices: int = 1,
+    fixed: bool = False,
 ) -> Blocking:
     """Chooses the blocking of a problem.
 
@@ -253,6 +257,7 @@ def choose_blocking(
     - `parts`, `shards`, `in_place`: as for `Blocking`.
     - `lowering`: the code that visits the blocks.
     - `devices`: with `in_place`, the number of devices that heads are sharded over.
+    - `fixed`: whether blocks keep their size where there are fewer tokens, and are padded.
 
     **Raises:** `ValueError` if a symbolic length has no known blocks, or if pages differ in size
     from each other or from `block_k`.
@@ -282,11 +287,16 @@ def choose_blocking(
         group=group,
         queries=t,
         keys=s,
-        block_q=min(block_q, max(-(-t // parts), 1)) if isinstance(t, int) else block_q,
-        block_k=min(block_k, max(-(-s // parts), 1)) if isinstance(s, int) else block_k,
+        block_q=block_q
+        if fixed or not isinstance(t, int)
+        else min(block_q, max(-(-t // parts), 1)),
+        block_k=block_k
+        if fixed or not isinstance(s, int)
+        else min(block_k, max(-(-s // parts), 1)),
         parts=parts,
         shards=shards,
         in_place=in_place,
         together=block_k // page if page else 1,
         halves=lowering.skips_corners and not in_place,
+        fixed=fixed,
     )

@@ -182,6 +182,7 @@ class BlockOperands:
 
     def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> GridLayout:
         """The grid of a visit of blocks of this blocking."""
+        more: Any = dict(pages=self.pages, lookups=self.lookups, corner=blocking.corner)
         return GridLayout(
             grid=self.blocking.grid,
             block=blocking.block,
@@ -190,9 +191,8 @@ class BlockOperands:
             ring=self.spread.ring,
             ragged=blocking.in_place,
             lowering=self.lowering,
-            pages=self.pages,
-            lookups=self.lookups,
-            corner=blocking.corner,
+            uniform=blocking.fixed,
+            **more,
             shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
         )
 

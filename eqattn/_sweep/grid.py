@@ -85,6 +85,8 @@ class GridLayout:
     - `corner`: how many rows, the first ones, may see no key of the later half of a block. Where
         it is positive, the table may hold `CORNER`.
     - `shared`: the operands of the logits of a fold that its values read, too, ahead of their own.
+    - `uniform`: whether a grid of one pair of blocks is visited as larger ones are, so that its
+        bits are those that it would have among others.
     """
 
     grid: tuple[int, ...]
@@ -101,6 +103,7 @@ class GridLayout:
     lookups: tuple[int, ...] = ()
     corner: int = 0
     shared: tuple[int, ...] = ()
+    uniform: bool = False
 
     def size(self, axis: int) -> int:
         """The number of indices on an axis of the grid, or of `pages` if it is not negative."""

@@ -174,7 +174,8 @@ def traverse(
     batch = () if vectorise else layout.batch
     mixed = varying_axes(*args)
     single = math.prod(layout.shape((*batch, ROW, COL))) == 1
-    if into is None and table is None and single and not (layout.pages and any(map(moves, axes))):
+    single = single and not layout.uniform and not (layout.pages and any(map(moves, axes)))
+    if into is None and table is None and single:
         at = dict.fromkeys((*batch, ROW, COL), 0)
         new = steps[classes[0]](None, _blocks_at(operands, layout, at))
         return [

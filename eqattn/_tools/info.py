@@ -26,6 +26,7 @@ from ..masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
 from ..masks._window import SlidingWindow
 from ..strategies import AttentionImpl, Blockwise
 from ..strategies._registry import AttentionRegistry
+from ..strategies._sharded import AbstractSharded
 
 
 # By name: the class of a mask, and the least and the largest number of its sizes.
@@ -304,6 +305,8 @@ class Spec:
         for name in AttentionRegistry.list_implementations():
             strategy, reason = self.create(name)
             would = f"would run ({strategy.selected_forward()})" if strategy else reason
+            if isinstance(strategy, AbstractSharded) and strategy._place() is None:
+                would += " on one device, as blockwise: there is no mesh"
             lines.append((name, would))
         return lines
 

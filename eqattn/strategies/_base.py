@@ -20,7 +20,7 @@ from .._output import AttentionOutput
 from .._problem.problem import named_mask
 from .._problem.storage import AbstractStored
 from ..kernels import interpreted_backend
-from ._support import Support
+from ._support import Support, varying_bits
 
 
 # Keywords of `attention` that a `forward_native` may leave out; a call that uses one then raises.
@@ -64,7 +64,7 @@ class AttentionImpl(eqx.Module):
     pallas_lowerings: ClassVar[tuple[str, ...]] = ()
     features: ClassVar[frozenset[str]] = frozenset(
         "mask bias score key inference q_offset q_positions kv_positions return_weights "
-        "return_logsumexp return_carry return_max_logits dropout".split()
+        "return_logsumexp return_carry return_max_logits dropout bitwise".split()
     )
 
     def __check_init__(self) -> None:
@@ -224,8 +224,9 @@ class AttentionImpl(eqx.Module):
         **Arguments:**
 
         - `features`: keywords of [`eqattn.attention`][] with the values they would have, or True
-            for any value. `platform=` and `backend=` take the place of those of the metadata, and
-            `dropout=True` asks about dropout. None and False mean that a feature is not used.
+            for any value. `platform=` and `backend=` take the place of those of the metadata,
+            `dropout=True` asks about dropout, and `bitwise="batch"` about equal bits. None and
+            False mean that a feature is not used.
 
         **Returns:** a [`Support`][eqattn.Support], true unless something is against the call. The
         shapes and dtypes of query, key and value, and the key of a dropout, are not looked at.
@@ -245,8 +246,8 @@ class AttentionImpl(eqx.Module):
         reason = self._select(platform, backend)[1]
         used = {n: f for n, f in features.items() if f is not None and f is not False}
         asked = self if metadata is self.metadata else with_metadata(self, metadata)
-        reason = reason or self.undeclared(used) or asked.unsupported(used) or ""
-        return Support(not reason, reason)
+        reason = reason or self.undeclared(used) or asked.unsupported(used)
+        return Support(False, reason) if reason else varying_bits(asked, used)
 
     def undeclared(self, names: Iterable[str]) -> str:
         """What a call raises if `forward_native` has no parameter for one of these keywords of

@@ -36,7 +36,15 @@ from ..masks._terms import split_list
 
 @cached
 def fold_on_device(
-    problem: Problem, *, block_q, block_k, fused, lowering=XLA, manual=None, in_place=False
+    problem: Problem,
+    *,
+    block_q,
+    block_k,
+    fused,
+    lowering=XLA,
+    manual=None,
+    in_place=False,
+    fixed=False,
 ) -> Carry:
     """Folds a problem on one device, block by block. [`eqattn.strategies.fold`][] has the arguments
     under longer names.
@@ -64,7 +72,13 @@ def fold_on_device(
         )
     devices = 1 if manual is None else manual.parts(HEAD)
     blocking = choose_blocking(
-        problem, block_q, block_k, in_place=in_place, lowering=lowering, devices=devices
+        problem,
+        block_q,
+        block_k,
+        in_place=in_place,
+        lowering=lowering,
+        devices=devices,
+        fixed=fixed,
     )
     return fold_problem(
         problem, blocking, HeadExchange(manual=manual), fused=fused, lowering=lowering

@@ -23,6 +23,7 @@ def fold(
     in_place: bool = False,
     lowering: Lowering = XLA,
     manual: ManualAxes | None = None,
+    fixed: bool = False,
 ) -> Carry:
     """Attention over all keys of a problem, block by block, on one device.
 
@@ -40,6 +41,7 @@ def fold(
     - `lowering`: the code that visits the blocks, as the strategy's `lowering(problem)` chooses it.
     - `manual`: the mesh axes to make manual, as the strategy's `manual(problem, lowering)` chooses
         them.
+    - `fixed`: whether blocks keep their size where there are fewer tokens, and are padded.
 
     **Returns:** a [`Carry`][eqattn.Carry] without the sinks: the numerator `[B, T, H, V]`, and the
     denominator and the maximum `[B, T, H]`, where `B` stands for all batch axes.
@@ -54,6 +56,7 @@ def fold(
         in_place=in_place,
         lowering=lowering,
         manual=manual,
+        fixed=fixed,
     )
 
 
@@ -72,7 +75,17 @@ class AbstractOnDevice(AbstractFoldStrategy):
         """
         return None
 
+    def same_bits(self) -> bool:
+        """A hook that says whether the bits of a row depend on nothing but the row: blocks have
+        fixed sizes, and XLA visits them.
+        """
+        return False
+
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
+        if self.same_bits():
+            block_q, block_k = self.metadata.blocksize_q or 16, self.metadata.blocksize_k or 128
+            options: Any = dict(blocksize_q=block_q, blocksize_k=block_k, in_place=True, fixed=True)
+            return fold(problem, fused_backward=self.fused_backward, **options), None
         lowering = self.lowering(problem)
         if (axis := self.keys_axis()) is not None:
             return self._fold_over_keys(problem, axis, lowering), None

@@ -1,6 +1,7 @@
 """`Support`, the answer of a strategy's `supports`."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class Support(NamedTuple):
@@ -17,3 +18,24 @@ class Support(NamedTuple):
 
     def __bool__(self) -> bool:
         return self.ok
+
+
+BITS = ("batch", "capacity", "chunks", "decode", "layout")
+"""What the bits of a row may not depend on, see the page on numerics."""
+
+
+def varying_bits(strategy: Any, features: Mapping[str, Any]) -> Support:
+    """Whether the bits of a row are independent of what `features["bitwise"]` names, if anything.
+
+    **Raises:** `ValueError` for a name that is not in `BITS`.
+    """
+    kind = features.get("bitwise")
+    if kind not in (None, True, *BITS):
+        raise ValueError(f"bitwise must be one of {BITS}, or True for all of them, got {kind!r}.")
+    if kind is None or getattr(strategy, "bitwise", False):
+        return Support(True, "")
+    reason = (
+        f"bitwise: {type(strategy).__name__} may give a row other bits in another batch, cache or "
+        "chunk; use Ragged(metadata, bitwise=True)."
+    )
+    return Support(False, reason)

@@ -38,7 +38,10 @@ def test_info(capsys):
     assert (runs["strategy"], runs["method"], runs["code"]) == ("blockwise", "forward_cpu", "XLA")
     assert runs["visited"].startswith("20 of 32 blocks") and "empty ones are skipped" in text
     assert "MiB forward" in runs["temporary"] and "MiB with gradients" in runs["temporary"]
-    assert set(fields(text, "strategies")) == set(AttentionRegistry.list_implementations())
+    found = fields(text, "strategies")
+    assert set(found) == set(AttentionRegistry.list_implementations())
+    alone = [name for name, line in found.items() if "as blockwise: there is no mesh" in line]
+    assert alone == ["ring", "ulysses"] and "one device" not in found["ragged"]
     lowerings = fields(text, "code for blockwise")
     assert lowerings["tpu xla"] == "yes" == lowerings["tpu pallas"]
     assert lowerings["cuda pallas"] == "yes" and "not been measured" in lowerings["cuda auto"]
