@@ -188,7 +188,7 @@ def entries() -> dict[str, Entry]:
         # Layers
         "rotary": Entry(
             nn.rotary,
-            dict(x=ones(B, T, H, D), positions=jnp.arange(T), theta=1e4, scaling=None, dim=2, interleaved=False),
+            dict(x=ones(B, T, H, D), positions=jnp.arange(T), theta=1e4, scaling=None, dim=2, interleaved=False, sections=None),
         ),
         "Rotary": Entry(nn.Rotary, dict(theta=1e4, scaling=None, dim=2, interleaved=False)),
         "MultiheadAttention": Entry(

@@ -1,6 +1,7 @@
 """Rotary position embeddings, accurate at any position."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._misc import accumulation_dtype, as_array, as_flag, as_int32, Static, unwrap
+from .._misc import accumulation_dtype, as_array, as_flag, as_int32, as_sizes, Static, unwrap
 from ._rotary_scaling import AbstractRotaryScaling, plain_frequencies
 
 
@@ -21,6 +22,7 @@ def rotary(
     scaling: AbstractRotaryScaling | None = None,
     dim: int | None = None,
     interleaved: bool = False,
+    sections: Sequence[int] | None = None,
 ) -> Float[Array, "*b t h d"]:
     r"""Rotary position embedding: turns pairs of features by angles proportional to the position.
 
@@ -46,6 +48,9 @@ def rotary(
     - `dim`: how many features turn, an even number. The others stay as they are. By default all
         turn.
     - `interleaved`: whether a pair is `(2i, 2i + 1)` instead of `(i, i + dim/2)`.
+    - `sections`: how many pairs turn by each axis of positions, in their order, for images and
+        video: `(16, 24, 24)` for time, height and width in Qwen2-VL (M-RoPE). The positions are
+        `[t, axes]` or `[*b, t, axes]` then. The frequencies stay those of all pairs.
 
     **Returns:**
 
@@ -79,11 +84,17 @@ def rotary(
         raise TypeError(f"positions must be integers or floats, got {positions.dtype}.")
     positions = jnp.asarray(positions)
     t, batch = x.shape[-3], x.shape[:-3]
-    if positions.shape != (t,) and positions.shape != (*batch, t):
+    axes = () if sections is None else (len(_checked_sections(sections, dim)),)
+    if positions.shape not in ((t, *axes), (*batch, t, *axes)):
         raise ValueError(
             f"positions must be [t] = {(t,)} or [*b, t] = {(*batch, t)} for x of shape {x.shape}, "
-            f"got shape {positions.shape}."
+            f"and have one more axis of the number of sections={sections}, if there are any; got "
+            f"shape {positions.shape}."
         )
+    if sections is None:
+        positions = positions[..., None]
+    else:
+        positions = positions[..., np.repeat(np.arange(len(sections)), sections)]
     dtype = accumulation_dtype(x.dtype)
     frequencies, amplitude = (
         (plain_frequencies(dim, theta), 1.0)
@@ -91,7 +102,8 @@ def rotary(
         else (scaling.frequencies(dim, theta), scaling.amplitude())
     )
     angles = _angles(positions, frequencies, dtype)
-    angles = angles.reshape((1,) * (x.ndim - 2 - positions.ndim) + (*positions.shape, 1, dim // 2))
+    lead = positions.shape[:-1]
+    angles = angles.reshape((1,) * (x.ndim - 2 - len(lead)) + (*lead, 1, dim // 2))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if amplitude != 1.0:
         cos, sin = cos * amplitude, sin * amplitude
@@ -157,6 +169,16 @@ class Rotary(eqx.Module):
         )
 
 
+def _checked_sections(sections: Any, dim: int) -> tuple[int, ...]:
+    sizes = as_sizes(sections, "sections")
+    if sum(sizes) != dim // 2:
+        raise ValueError(
+            f"sections must add up to the {dim // 2} pairs of {dim} features that turn, got "
+            f"{sizes}, {sum(sizes)} pairs."
+        )
+    return sizes
+
+
 def _check_scaling(scaling: Any) -> None:
     if scaling is not None and not isinstance(scaling, AbstractRotaryScaling):
         raise TypeError(
@@ -191,13 +213,15 @@ def as_theta(theta: Any) -> Any:
 
 
 def _angles(positions: Array, frequencies: Any, dtype: Any) -> Array:
-    """The angles `positions * frequencies` up to whole turns, `[*positions.shape, dim/2]`."""
+    """The angles `positions * frequencies` up to whole turns, `[..., dim/2]`, for positions of all
+    pairs, `[..., 1]`, or of each, `[..., dim/2]`.
+    """
     exact = isinstance(frequencies, np.ndarray) and jnp.issubdtype(positions.dtype, jnp.integer)
     if exact and dtype == jnp.float32:
         return _reduced_angles(positions, frequencies)
     frequencies = jnp.asarray(frequencies).astype(dtype)
-    frequencies = frequencies.reshape((1,) * positions.ndim + frequencies.shape)
-    return positions.astype(dtype)[..., None] * frequencies
+    frequencies = frequencies.reshape((1,) * (positions.ndim - 1) + frequencies.shape)
+    return positions.astype(dtype) * frequencies
 
 
 def _reduced_angles(positions: Array, frequencies: np.ndarray) -> Array:
@@ -223,14 +247,14 @@ def _reduced_angles(positions: Array, frequencies: np.ndarray) -> Array:
     turns = frequencies / (2 * np.pi) % 1.0 * 2.0**32
     high = np.floor(turns)
     low = np.floor((turns - high) * 2.0**32)
-    shape = (1,) * positions.ndim + frequencies.shape
+    shape = (1,) * (positions.ndim - 1) + frequencies.shape
     high, low = (jnp.asarray(x.astype(np.uint32).reshape(shape)) for x in (high, low))
-    distance = lax.bitcast_convert_type(jnp.abs(positions), jnp.uint32)[..., None]
+    distance = lax.bitcast_convert_type(jnp.abs(positions), jnp.uint32)
     phase = distance * high + _upper_product(distance, low)
     # Read as a signed integer, the fraction of a turn is in [-1/2, 1/2).
     angle = lax.bitcast_convert_type(phase, jnp.int32).astype(jnp.float32)
     angle = angle * np.float32(2 * np.pi / 2.0**32)
-    return jnp.where(positions[..., None] < 0, -angle, angle)
+    return jnp.where(positions < 0, -angle, angle)
 
 
 def _upper_product(a: Array, b: Array) -> Array:
