@@ -1,6 +1,7 @@
 """Exact, memory-efficient attention as immutable Equinox modules."""
 
 import importlib as _importlib
+import sys as _sys
 import typing as _typing
 
 from . import masks as masks, scores as scores
@@ -109,3 +110,10 @@ def __getattr__(name: str) -> _typing.Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_ROOMS, *_MODULE_OF})
+
+
+# The hook of jaxtyping has types checked in what is imported while it is installed, which may be
+# no longer than this import. So then nothing is late.
+if any(type(finder).__module__.startswith("jaxtyping.") for finder in _sys.meta_path):
+    for _name in (*_ROOMS, *_MODULE_OF):
+        __getattr__(_name)

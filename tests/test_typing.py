@@ -123,7 +123,8 @@ def _types(annotation):
 
 def _functions(module):
     """The public functions of a module, and the methods of its classes, by name."""
-    for name, value in vars(module).items():
+    for name in dir(module):
+        value = getattr(module, name)
         if name.startswith("_") or inspect.ismodule(value):
             continue
         if not inspect.isclass(value):
