@@ -88,7 +88,7 @@ def test_public_names_are_there_and_are_documented():
 
 def test_type_checkers_see_the_names_that_are_imported_late():
     tree = ast.parse(pathlib.Path(eqattn.__file__).read_text())
-    (block,) = [n for n in tree.body if isinstance(n, ast.If)]
+    block = next(n for n in tree.body if isinstance(n, ast.If))
     seen = {
         alias.asname: node.module
         for node in block.body

@@ -76,7 +76,7 @@ MUTANTS = [
         "nn/test_rotary.py",
         [
             ("new = left * cos - right * sin, right * cos + left * sin", "new = left * cos + right * sin, right * cos - left * sin"),
-            ("jnp.where(positions[..., None] < 0, -angle, angle)", "angle"),
+            ("jnp.where(positions < 0, -angle, angle)", "angle"),
             ("phase = distance * high + _upper_product(distance, low)", "phase = distance * high"),
             ("return a1 * b1 + (middle >> half) + (other >> half)", "return a1 * b1 + (middle >> half)"),
             ("cos, sin = cos * amplitude, sin * amplitude", "pass"),
