@@ -5,26 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
-from .._pairs import Operand
 from .._sweep.grid import CORNER, EMPTY, FULL, PARTIAL
 from ..masks._base import AbstractMask
 from .blocking import Blocking
 from .problem import Problem
-
-
-class BoundMask(AbstractMask):
-    """A mask whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`."""
-
-    mask: AbstractMask
-    arrays: tuple[Array | np.ndarray, ...]
-
-    def operands(self):
-        return tuple(Operand(x, "bhts") for x in self.arrays)
-
-    def visible(self, b, h, q, k, *ids):
-        return self.mask.visible(b, h, q, k, *ids)
 
 
 def classes_of(

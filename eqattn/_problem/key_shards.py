@@ -24,9 +24,7 @@ from jaxtyping import Array
 from .._carry import Carry, safe_max
 from .._jax import is_narrow
 from .._misc import iota
-from .._pairs import Operand
-from ..scores._base import AbstractScore
-from .block_classes import BoundMask
+from .bound import BoundMask, BoundScore
 from .joined import Leading
 from .problem import Problem
 from .storage import as_stored, Pages
@@ -53,27 +51,6 @@ def stored_specs(x: Any, axis: str) -> dict[int, P]:
     held = as_stored(x)
     lead = [0 if held.table is not None else 2 if flat else 1 for flat in held.flat]
     return {id(a): P(*[None] * n, axis) for a, n in zip(held.arrays, lead)}
-
-
-class BoundScore(AbstractScore):
-    """A score whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`."""
-
-    score: AbstractScore
-    arrays: tuple[Array, ...]
-
-    @property
-    def finite_when_masked(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.score.finite_when_masked
-
-    @property
-    def tried_in_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.score.tried_in_kernels
-
-    def operands(self) -> tuple[Operand, ...]:
-        return tuple(Operand(x, "bhts") for x in self.arrays)
-
-    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
-        return self.score.transform(logit, b, h, q, k, *operands)
 
 
 class ShardedKeys(eqx.Module):

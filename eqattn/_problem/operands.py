@@ -24,8 +24,9 @@ from .._sweep.sweep import block_dtype
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
 from ..scores._dropout import keep_mask
-from .block_classes import BoundMask, classes_of, table_of
+from .block_classes import classes_of, table_of
 from .blocking import Blocking, broadcast_to_rows
+from .bound import BoundMask
 from .closed_score import ClosedScore
 from .exchange import HeadExchange
 from .problem import Problem
@@ -156,13 +157,11 @@ class BlockOperands:
                     found += [(a, axes) for a in pools]
                     tables.append(BlockOperand("page", table, (BATCH, COL)))
                     self.pages += (len(x.arrays[0]),)
-            single = self.single_axes(x) * len(found)
-            placed.append(
-                [
-                    BlockOperand(role, lax.squeeze(a, [len(axes) + i for i in one]), axes)
-                    for (a, axes), one in zip(found, single)
-                ]
-            )
+            lie = [
+                BlockOperand(role, lax.squeeze(a, [len(axes) + i for i in one]), axes)
+                for (a, axes), one in zip(found, self.single_axes(x) * len(found))
+            ]
+            placed.append(lie)
         keys, values = placed
         start = len(self.operands) + len(keys)
         self.lookups = tuple(range(start, start + len(tables)))

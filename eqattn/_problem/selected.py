@@ -25,35 +25,12 @@ from jaxtyping import Array
 
 from .._carry import Carry
 from .._misc import accumulation_dtype
-from .._pairs import Operand
 from .._sweep.fold import fold_p
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
-from ..scores._base import AbstractScore
-from .block_classes import BoundMask
+from .bound import BoundMask, BoundScore
 from .problem import Problem
 from .storage import AbstractStored
-
-
-class _BoundScore(AbstractScore):
-    """A score whose operands are replaced by canonical arrays."""
-
-    score: AbstractScore
-    arrays: tuple[Array, ...]
-
-    @property
-    def finite_when_masked(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.score.finite_when_masked
-
-    @property
-    def tried_in_kernels(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.score.tried_in_kernels
-
-    def operands(self) -> tuple[Operand, ...]:
-        return tuple(Operand(x, "bhts") for x in self.arrays)
-
-    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
-        return self.score.transform(logit, b, h, q, k, *ids)
 
 
 class _Rows(eqx.Module):
@@ -209,7 +186,7 @@ def _fold_rows(problem: Problem, size: int, rows: _Rows, *, fold: Callable) -> C
         value=value,
         mask=shown,
         scores=tuple(
-            _BoundScore(score, tuple(map(by_row, xs)))
+            BoundScore(score, tuple(map(by_row, xs)))
             for score, xs in zip(problem.scores, rows.of_scores)
         ),
         q_positions=merged(rows.q_positions.reshape(-1, 1, count, size)),

@@ -4,7 +4,7 @@ import numpy as np
 
 from .._misc import concrete
 from .._pairs import canonical
-from .._problem.block_classes import BoundMask
+from .._problem.bound import BoundMask
 from ..masks._base import AbstractMask, And, Or
 
 
