@@ -1,0 +1,44 @@
+"""Masks and scores whose operands are other arrays than their own, such as a part of these."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array
+
+from .._pairs import Operand
+from ..masks._base import AbstractMask
+from ..scores._base import AbstractScore
+
+
+class BoundMask(AbstractMask):
+    """A mask whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`."""
+
+    mask: AbstractMask
+    arrays: tuple[Array | np.ndarray, ...]
+
+    def operands(self):
+        return tuple(Operand(x, "bhts") for x in self.arrays)
+
+    def visible(self, b, h, q, k, *ids):
+        return self.mask.visible(b, h, q, k, *ids)
+
+
+class BoundScore(AbstractScore):
+    """A score whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`."""
+
+    score: AbstractScore
+    arrays: tuple[Array, ...]
+
+    @property
+    def finite_when_masked(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.finite_when_masked
+
+    @property
+    def tried_in_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.tried_in_kernels
+
+    def operands(self) -> tuple[Operand, ...]:
+        return tuple(Operand(x, "bhts") for x in self.arrays)
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        return self.score.transform(logit, b, h, q, k, *operands)
