@@ -92,8 +92,11 @@ def ignored(trees: dict[str, ast.Module]) -> list[str]:
     return found
 
 
+# The rules of a primitive get all of its parameters, and `execute` what a lowering can do: a fold is
+# told what to return, and the transpose of a sum has the dtypes of its operands.
+EXCEPTIONS = ["_sweep/fold.py: execute(finishes)", "_sweep/sweep.py: transpose(dtypes)"]
 # The arguments that every `traverse` has. This one is of a fold, whose accumulators are known.
-EXCEPTIONS = [f"kernels/gpu/_traverse.py: traverse({x})" for x in ("start", "axes", "finish")]
+EXCEPTIONS += [f"kernels/gpu/_traverse.py: traverse({x})" for x in ("start", "axes", "finish")]
 
 
 def test_every_parameter_is_read():

@@ -74,8 +74,6 @@ class AbstractFoldStrategy(AttentionImpl):
         **Returns:** the output `[B, T, H, V]` in `dtype` and the logsumexp `[B, T, H]`, both with
         the sinks; or None, by default, where the `fold` is no dearer.
         """
-        del problem, dtype
-        return None
 
     def lowering(self, problem: Problem) -> Lowering:
         """The code that visits the blocks of the fold. It is the kernels of the device that the

@@ -14,7 +14,14 @@ from .test_conformance import judge, mesh_of
 
 PLAIN = {axis: values[0] for axis, values in AXES.items()}
 PLAIN |= {"mask": "and", "length": (3, 5), "block": (2, 3), "bias": "heads", "sinks": "H"}
-CASES = [PLAIN | {"transform": transform} for transform in AXES["transform"]]
+# Steps in Python are slow, so one transformation of each kind runs by default.
+CASES = [
+    pytest.param(
+        PLAIN | {"transform": transform},
+        marks=pytest.mark.slow if transform in ("linearize", "vmap", "checkpoint") else (),
+    )
+    for transform in AXES["transform"]
+]
 CASES += [PLAIN | {"target": (name, 1)} for name in ("dense", "ragged")]
 CASES += [PLAIN | {"target": ("ring", 2), "transform": "grad", "length": (4, 4)}]
 

@@ -45,6 +45,7 @@ def test_quick_run_learns(tmp_path):
     assert np.mean(history["losses"][-10:]) < np.mean(history["losses"][:10]) - 2
 
 
+@pytest.mark.slow
 def test_interrupted_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     # The four runs compile the same programs.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))

@@ -95,6 +95,7 @@ def test_exported_for_a_tpu(f, count):
     assert read.mlir_module().count("@tpu_custom_call") == count
 
 
+@pytest.mark.slow
 def test_dropout_is_not_in_the_denominator():
     """In the form of chips that add up probabilities by a product, see conformance/."""
     plain = dict.fromkeys(("bias", "score", "sinks", "cap", "scale", "offset"), "none")

@@ -151,6 +151,7 @@ def test_own_shard_map_with_parameters():
         close(jax.jit(jax.grad(loss(fn), range(5)))(*args), want)
 
 
+@pytest.mark.slow
 def test_own_shard_map_dropout():
     """The bits of the whole arrays, also where batch and heads are sharded."""
     mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "sp"), axis_types=(AxisType.Auto,) * 3)

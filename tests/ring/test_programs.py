@@ -168,7 +168,7 @@ def visits(n, layout, mask):
                 ring, blocks.classify, operands, in_axes, blocks.reads, grid
             )
             axes = [*in_axes, *[()] * len(consts)]
-            table = GridLayout(grid, (2**10, 2**10), (), None, own)
+            table = GridLayout(grid, (2**10, 2**10), (), ring=own)
             one = {c: lambda *_: [jnp.ones(())] for c in (1, 2)}
             return sweep(one, [*operands, *consts], axes, [()], layout=table)[0][None]
 
