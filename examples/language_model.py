@@ -1,6 +1,6 @@
 """Trains a byte-level GPT-style language model with `eqattn.attention` in every layer.
 
-    python examples/language_model.py                   # about 5 minutes on 2 CPU cores
+    python examples/language_model.py                   # about 4 minutes on 2 CPU cores
     python examples/language_model.py --text PATH       # your own text, a file or a folder
     python examples/language_model.py --context 16384 --memory-report
 
