@@ -186,13 +186,7 @@ class PagedKVCache(AbstractCache):
         """Returns the cache without the tokens and pages of some rows. `rows` is an array of their
         indices, or a boolean mask `[b]`.
         """
-        rows = as_array(rows, "rows")
-        if rows.dtype != bool:
-            rows = check_rows(self, rows)
-        elif rows.shape != self.length.shape:
-            raise ValueError(f"A mask of rows must be {self.length.shape}, got {rows.shape}.")
-        table, length = self.table.at[rows].set(-1), self.length.at[rows].set(0)
-        return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))
+        return with_released(self, self, rows)
 
 
 def empty_pools(
@@ -294,3 +288,21 @@ def with_shared(
     new = np.array(lengths)
     new[..., rows] = tokens
     return eqx.tree_at(where, cache, (like(old, table), like(lengths, new)))
+
+
+def with_released(cache: Cache, one: AbstractCache, rows: Any) -> Cache:
+    """A cache of pages without the tokens and pages of some rows: `PagedKVCache.release`.
+
+    **Arguments:**
+
+    - `one`: the cache itself, or that of one of its layers, whose rows these are.
+    """
+    rows = as_array(rows, "rows")
+    if rows.dtype != bool:
+        rows = check_rows(one, rows)
+    elif rows.shape != one.length.shape:
+        raise ValueError(f"A mask of rows must be {one.length.shape}, got {rows.shape}.")
+    where: Any = lambda c: (c.table, c.length)
+    table, length = where(cache)
+    table, length = table.at[rows].set(-1), length.at[..., rows].set(0)
+    return eqx.tree_at(where, cache, (table, length))

@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_array, as_size, int32_field
+from .._misc import as_size, int32_field
 from .._problem.storage import as_stored, Pages
-from ._base import AbstractCache, check_lengths, check_rows, checked_dims
+from ._base import AbstractCache, check_lengths, checked_dims
 from ._page_table import pages_of
-from ._paged import empty_pools, with_reserved, with_shared, write_pages
+from ._paged import empty_pools, with_released, with_reserved, with_shared, write_pages
 from ._stacked import layer_index
 
 
@@ -101,13 +101,7 @@ class StackedPagedKVCache(eqx.Module):
         """Returns the cache without the tokens and pages of some rows, in all layers. `rows` is an
         array of their indices, or a boolean mask `[b]`.
         """
-        rows = as_array(rows, "rows")
-        if rows.dtype != bool:
-            rows = check_rows(self.layer(0), jnp.asarray(rows))
-        elif rows.shape != self.length.shape[1:]:
-            raise ValueError(f"A mask of rows must be {self.length.shape[1:]}, got {rows.shape}.")
-        table, length = self.table.at[rows].set(-1), self.length.at[:, rows].set(0)
-        return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))
+        return with_released(self, self.layer(0), rows)
 
     def key_shardings(self, mesh: Any, axis_name: str) -> "StackedPagedKVCache":
         """The shardings of a cache whose pages are spread over the devices along a mesh axis, as

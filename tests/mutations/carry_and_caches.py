@@ -102,8 +102,8 @@ MUTANTS = [
             ("store(pool, new, page, position % size, unique=False)", "store(pool, new, page, position * 0, unique=False)"),
             ("eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))", "eqx.tree_at(lambda c: c.length, self, lengths)"),
             ("doubled(self.table, rows), self.length[rows]", "doubled(self.table, rows), self.length"),
-            ("self.table.at[rows].set(-1), self.length.at[rows].set(0)", "self.table, self.length.at[rows].set(0)"),
-            ("self.table.at[rows].set(-1), self.length.at[rows].set(0)", "self.table.at[rows].set(-1), self.length"),
+            ("table.at[rows].set(-1), length.at[..., rows].set(0)", "table, length.at[..., rows].set(0)"),
+            ("table.at[rows].set(-1), length.at[..., rows].set(0)", "table.at[rows].set(-1), length"),
         ],
     ),
     (
