@@ -33,7 +33,14 @@ import jax.core
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._carry import change_of_origin, finite_origin, row_sums, safe_max
+from .._carry import (
+    change_of_origin,
+    finite_origin,
+    guarded_quotient,
+    logsumexp,
+    row_sums,
+    safe_max,
+)
 from .._jax import (
     ad,
     batching,
@@ -103,11 +110,10 @@ def _finished(num, den, top, *sink, dtype, derived, along):
         origin, share = change_of_origin(jnp.maximum(top, sink[0]), safe_max(top))
         num, den = num * along(share), den * share + jnp.exp(sink[0] - origin)
         top = origin
-    seen = den != 0
-    inverse = jnp.where(seen, 1 / jnp.where(seen, den, 1), 0)
-    out = jnp.where(along(seen), num * along(inverse), 0)
-    lse = jnp.where(seen, safe_max(top) + jnp.log(jnp.where(seen, den, 1)), -jnp.inf)
-    return [*_split(out, dtype, derived), lse]
+    # There is one reciprocal a row, as a division for each number would be slow in a kernel.
+    inverse = guarded_quotient(jnp.ones_like(den), den)
+    out = jnp.where(along(den != 0), num * along(inverse), 0)
+    return [*_split(out, dtype, derived), logsumexp(den, top)]
 
 
 def _split(x, dtype, derived):

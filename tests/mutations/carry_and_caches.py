@@ -5,32 +5,44 @@ CONTENTS = "cache/test_cache_contents.py"
 
 MUTANTS = [
     (
-        "_carry.py",
+        "_carry/rows.py",
         "test_carry.py",
         [
             ("jnp.maximum(origin, jnp.finfo(origin.dtype).min)", "jnp.maximum(origin, 0)"),
             ("jnp.maximum(origin, jnp.finfo(origin.dtype).min)", "origin"),
+            ("return now, jnp.exp(logits - origin), scale", "return now, jnp.exp(logits), scale"),
+            ("safe_max(maximum) + jnp.log(safe), -jnp.inf)", "safe_max(maximum) + jnp.log(safe), 0.0)"),
+            ("jnp.where(seen, safe_max(maximum) + jnp.log(safe)", "jnp.where(seen, jnp.log(safe)"),
+            ("return mean, row_mean(tangents[0] - mean * widened, denominator, False)", "return mean, row_mean(tangents[0], denominator, False)"),
+            ("return jnp.concatenate([half, half[..., : n // 2]], -1)", "return jnp.concatenate([half, half[..., : n // 2] * 0], -1)"),
+        ],
+    ),
+    (
+        "_carry/rows.py",
+        "test_carry.py -k 'denominator_of_zero or no_row_sees or maximum_that or ambiguous or oml or do_not_fit'",
+        [
+            ("return jnp.where(seen, total, 0) / jnp.where(seen, weight, 1)", "return total / jnp.where(seen, weight, 1)"),
+        ],
+    ),
+    (
+        "_carry/carry.py",
+        "test_carry.py",
+        [
             ("top, first = jnp.maximum(a, b), a >= b", "top, first = jnp.maximum(a, b), a <= b"),
             ("share = jnp.exp(jnp.minimum(a, b) - safe_max(top))", "share = jnp.exp(jnp.minimum(a, b))"),
             ("jnp.where(first, x, y) + jnp.where(first, y, x) * share", "jnp.where(first, x, y) * share + jnp.where(first, y, x)"),
             ("nothing = jnp.full((*logits.shape[:-1], 1), -jnp.inf, dtype)", "nothing = jnp.full((*logits.shape[:-1], 1), 0.0, dtype)"),
             ("lax.stop_gradient(top[..., 0])", "top[..., 0] * 0"),
-            ("return now, jnp.exp(logits - origin), scale", "return now, jnp.exp(logits), scale"),
             ("denominator = jnp.exp(sinks - safe_max(top)[..., None]).sum(-1)", "denominator = jnp.exp(sinks - safe_max(top)[..., None]).max(-1)"),
-            ("safe_max(self.max_so_far) + jnp.log(safe), -jnp.inf)", "safe_max(self.max_so_far) + jnp.log(safe), 0.0)"),
-            ("jnp.where(seen, safe_max(self.max_so_far) + jnp.log(safe)", "jnp.where(seen, jnp.log(safe)"),
-            ("return mean, _mean(tangents[0] - mean * widened, denominator, False)", "return mean, _mean(tangents[0], denominator, False)"),
-            ("return jnp.concatenate([half, half[..., : n // 2]], -1)", "return jnp.concatenate([half, half[..., : n // 2] * 0], -1)"),
             ("seen = (maximum != -jnp.inf) & (denominator != 0)", "seen = denominator != 0"),
             ("jnp.full(shape, -jnp.inf, dtype),", "jnp.zeros(shape, dtype),"),
             ("precision=lax.Precision.HIGHEST)\n        return cls(numerator", "precision=lax.Precision.DEFAULT)\n        return cls(numerator", "on a CPU products of float32 are exact to rounding whatever the precision"),
         ],
     ),
     (
-        "_carry.py",
+        "_carry/carry.py",
         "test_carry.py -k 'denominator_of_zero or no_row_sees or maximum_that or ambiguous or oml or do_not_fit'",
         [
-            ("return jnp.where(seen, numerator, 0) / jnp.where(seen, denominator, 1)", "return numerator / jnp.where(seen, denominator, 1)"),
             ("seen = (maximum != -jnp.inf) & (denominator != 0)", "seen = maximum != -jnp.inf"),
             ("denominator = jnp.where(seen, denominator, 0) * _weight(maximum)", "denominator = jnp.where(seen, denominator, 0)"),
             ("if sinks.ndim == 1 and shape and sinks.shape[0] == shape[-1] > 1:", "if False:"),
