@@ -8,6 +8,7 @@ from jaxtyping import Array
 from .._pairs import Operand
 from ..masks._base import AbstractMask
 from ..scores._base import AbstractScore
+from ..scores._wrapper import AbstractWrapper
 
 
 class BoundMask(AbstractMask):
@@ -23,19 +24,11 @@ class BoundMask(AbstractMask):
         return self.mask.visible(b, h, q, k, *ids)
 
 
-class BoundScore(AbstractScore):
+class BoundScore(AbstractWrapper):
     """A score whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`."""
 
     score: AbstractScore
     arrays: tuple[Array, ...]
-
-    @property
-    def finite_when_masked(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.score.finite_when_masked
-
-    @property
-    def tried_in_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.score.tried_in_kernels
 
     def operands(self) -> tuple[Operand, ...]:
         return tuple(Operand(x, "bhts") for x in self.arrays)

@@ -30,6 +30,7 @@ from .._jax import abstract, evaluated, interpret, only_varies, primitives, vary
 from .._misc import accumulation_dtype
 from .._pairs import over_block
 from ..scores._base import AbstractScore
+from ..scores._wrapper import AbstractWrapper
 
 
 class ClosedScore(eqx.Module):
@@ -106,6 +107,31 @@ class ClosedScore(eqx.Module):
         return _where_visible(fn, mask, consts, xs)
 
 
+class HeldScore(AbstractWrapper):
+    """A score whose arrays are held in the dtype of sums, or a wider one.
+
+    Where the arrays cross the boundary of a `jax.shard_map`, their gradient is a sum over devices.
+    Like the sums inside, this one is then wide, and rounds once.
+
+    **Arguments:**
+
+    - `score`: the score.
+    - `closed`: what it computes.
+    """
+
+    score: AbstractScore
+    closed: ClosedScore
+
+    @classmethod
+    def of(cls, score: AbstractScore, *args: Any, **kw: Any) -> "HeldScore":
+        """Holds the arrays of a score. The arguments are those of `ClosedScore.of`."""
+        return cls(score, ClosedScore.of(score, *args, **kw))
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        closed = self.closed
+        return _of_pair(closed.jaxpr, closed.dtypes, closed.consts, (logit, b, h, q, k, *operands))
+
+
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
@@ -175,14 +201,16 @@ def _step(eqn: Any, xs: Sequence) -> list:
     return evaluated(eqn, [x.narrow() if isinstance(x, _Held) else x for x in xs])
 
 
+def _of_pair(jaxpr: Any, dtypes: Sequence, consts: Sequence, scalars: Sequence) -> Array:
+    """Evaluates a transform, whose `consts` it reads in these dtypes, on the scalars of a pair."""
+    own = [_Held(x, d) if x.dtype != d else x for x, d in zip(consts, dtypes)]
+    (y,) = interpret(jaxpr, own, scalars, _step)
+    return y.wide if isinstance(y, _Held) else y
+
+
 def _evaluate(jaxpr: Any, dtypes: Sequence, consts: Sequence, xs: Sequence) -> Array:
     """Evaluates a transform of scalars on the arrays `xs` of a block."""
-
-    def transform(*scalars):
-        own = [_Held(x, d) if x.dtype != d else x for x, d in zip(consts, dtypes)]
-        (y,) = interpret(jaxpr, own, scalars, _step)
-        return y.wide if isinstance(y, _Held) else y
-
+    transform = lambda *scalars: _of_pair(jaxpr, dtypes, consts, scalars)
     return over_block(transform, xs).astype(xs[0].dtype)
 
 

@@ -12,6 +12,8 @@ Where keys lie decides which positions a device has. With `n` devices, of which 
 | in pages | the pages `i`, `i + n`, `i + 2 n`, ... of each row, in its share of the pool |
 """
 
+import dataclasses
+import math
 from typing import Any
 
 import equinox as eqx
@@ -22,9 +24,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .._carry import Carry, safe_max
-from .._jax import is_narrow
-from .._misc import iota
+from .._jax import is_narrow, varying_axes
+from .._misc import accumulation_dtype, iota
+from .._sweep.sweep import block_dtype
 from .bound import BoundMask, BoundScore
+from .closed_score import ClosedScore, HeldScore
 from .joined import Leading
 from .problem import Problem
 from .storage import as_stored, Pages
@@ -53,6 +57,11 @@ def stored_specs(x: Any, axis: str) -> dict[int, P]:
     return {id(a): P(*[None] * n, axis) for a, n in zip(held.arrays, lead)}
 
 
+def on_every_device(operand: Array, paged: bool) -> bool:
+    """Whether each device has all of an operand: of pages, and where it does not vary with keys."""
+    return paged or operand.shape[-1] == 1
+
+
 class ShardedKeys(eqx.Module):
     """What a problem has of its keys, apart from the rest of it.
 
@@ -62,6 +71,7 @@ class ShardedKeys(eqx.Module):
     - `key`, `value`: keys and values, as arrays or as they are stored.
     - `positions`: the positions of the keys, or None.
     - `mask`, `scores`: the canonical operands of the mask and of each score.
+    - `consts`: the arrays that each score closes over, in the dtype of sums.
     """
 
     rest: Problem
@@ -70,17 +80,47 @@ class ShardedKeys(eqx.Module):
     positions: Any
     mask: Any
     scores: Any
+    consts: Any
 
     @classmethod
-    def of(cls, problem: Problem) -> "ShardedKeys":
+    def of(cls, problem: Problem, axis: str, inside: bool) -> "ShardedKeys":
+        """Takes a problem apart.
+
+        **Arguments:**
+
+        - `problem`: the problem.
+        - `axis`: the mesh axis over which its keys are sharded.
+        - `inside`: whether the axis is manual already. Then keys in one piece are this device's.
+        """
+        acc, size = problem.accumulation_dtype, problem.sizes[1]
+        paged = isinstance(problem.key, Pages)
+        if inside and not paged and problem.kv_positions is None:
+            start = lax.axis_index(axis) * size
+            problem = dataclasses.replace(problem, kv_positions=(start + iota(size))[None])
+        # Masks look up what they know by place while the places of all keys are at hand.
+        problem = problem.at_places()
+
         def operands(part: Any) -> tuple[Array, ...]:
             return tuple(jnp.asarray(problem.canonical(o)) for o in part.operands())
 
+        def wide(x: Array) -> Array:
+            """An operand of a score in the dtype of sums, if its gradient is a sum over devices."""
+            summed = on_every_device(x, paged) and jnp.issubdtype(x.dtype, jnp.floating)
+            return x.astype(accumulation_dtype(x.dtype, acc)) if summed else x
+
         mask = () if problem.mask is None else operands(problem.mask)
-        scores = tuple(map(operands, problem.scores))
+        scores = tuple(tuple(map(wide, operands(score))) for score in problem.scores)
         where = lambda p: (p.key, p.value, p.kv_positions)
         rest = eqx.tree_at(where, problem, (None,) * 3, is_leaf=lambda x: x is None)
-        return cls(rest, problem.key, problem.value, problem.kv_positions, mask, scores)
+        # Canonical operands have one batch axis, and the gradient of the scale is such a sum, too.
+        one = (math.prod(problem.batch_shape),)
+        rest = dataclasses.replace(rest, scale=jnp.asarray(rest.scale, acc), batch_shape=one)
+        consts = tuple(
+            ClosedScore.of(score, acc, [block_dtype(x) for x in arrays]).consts
+            for score, arrays in zip(problem.scores, scores)
+        )
+        at = problem.kv_positions
+        return cls(rest, problem.key, problem.value, at, mask, scores, consts)
 
     @property
     def paged(self) -> bool:
@@ -112,13 +152,13 @@ class ShardedKeys(eqx.Module):
             return jax.tree.map(lambda leaf: held.get(id(leaf), P()), x)
 
         def operand(x: Array) -> P:
-            return P() if self.paged or x.shape[-1] == 1 else P(*[None] * (x.ndim - 1), axis)
+            if on_every_device(x, self.paged):
+                return P()
+            return P(*[None] * (x.ndim - 1), axis)
 
-        whole = jax.tree.map(lambda _: P(), self.rest)
-        groups = (self.positions, self.mask, self.scores)
-        return ShardedKeys(
-            whole, stored(self.key), stored(self.value), *jax.tree.map(operand, groups)
-        )
+        whole, consts = jax.tree.map(lambda _: P(), (self.rest, self.consts))
+        groups = jax.tree.map(operand, (self.positions, self.mask, self.scores))
+        return ShardedKeys(whole, stored(self.key), stored(self.value), *groups, consts)
 
     def widened(self) -> "ShardedKeys":
         """The same, with what every device has in float32 or wider: its gradient is a sum over
@@ -155,7 +195,11 @@ class ShardedKeys(eqx.Module):
             first = as_stored(key).first
             value = value if first is None else Leading(first.shape, first.dtype)
         problem = self.rest
-        bound = tuple(BoundScore(s, x) for s, x in zip(problem.scores, scores))
+        axes, acc = varying_axes(*jax.tree.leaves((key, scores))), problem.accumulation_dtype
+        bound = tuple(
+            BoundScore(HeldScore.of(s, acc, [block_dtype(x) for x in xs], c, axes), xs)
+            for s, xs, c in zip(problem.scores, scores, self.consts)
+        )
         new = [key, value, positions, bound]
         where = lambda p: [p.key, p.value, p.kv_positions, p.scores]
         problem = eqx.tree_at(where, problem, new, is_leaf=lambda x: x is None)

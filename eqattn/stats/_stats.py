@@ -32,6 +32,7 @@ from .._problem.storage import AbstractStored
 from ..scores._base import AbstractScore
 from ..scores._bias import Bias
 from ..scores._function import ScoreFn
+from ..scores._wrapper import AbstractWrapper
 from ..strategies import AttentionImpl, Blockwise
 from ..strategies._base import with_metadata
 from ..strategies._checks import check_strategy
@@ -55,26 +56,18 @@ class _Distance(AbstractScore):
         return abs(q - k).astype(logit.dtype)
 
 
-class _Moved(AbstractScore):
-    """The logit, moved by `amount` times a function of the pair."""
+class _Moved(AbstractWrapper):
+    """The logit, moved by `amount` times a function of the pair, which is a score."""
 
-    fn: AbstractScore
+    score: AbstractScore
     amount: Float[Array, ""]
 
-    @property
-    def finite_when_masked(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.fn.finite_when_masked
-
-    @property
-    def tried_in_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.fn.tried_in_kernels
-
     def operands(self) -> tuple[Operand, ...]:
-        return (*self.fn.operands(), Operand(self.amount, ""))
+        return (*self.score.operands(), Operand(self.amount, ""))
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
         *own, amount = operands
-        return logit + amount.astype(logit.dtype) * self.fn.transform(logit, b, h, q, k, *own)
+        return logit + amount.astype(logit.dtype) * self.score.transform(logit, b, h, q, k, *own)
 
 
 class _Call:

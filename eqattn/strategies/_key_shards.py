@@ -51,7 +51,7 @@ def fold_over_keys(
     - `given_mesh`, `partition`: as for `with_kernel`, for a lowering that XLA cannot split.
     - `options`: keyword arguments of `fold_on_device`.
     """
-    sharded = ShardedKeys.of(problem)
+    sharded = ShardedKeys.of(problem, axis, inside=mesh is None)
     sharded.check(n, axis, inside=mesh is None)
 
     def visit(sharded: ShardedKeys) -> Carry:

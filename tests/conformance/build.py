@@ -305,7 +305,7 @@ def library_call(built: Built):
             )
         target = case["target"][0]
         kernels = {"tpu": "blockwise", "tpu_ragged": "ragged", "gpu": "blockwise"}
-        names = kernels | {"latent": "ragged"}
+        names = kernels | {"latent": "ragged", "ragged_keys": "ragged"}
         q, k, v = (arguments[name] for name in "qkv")
         default_scale = None
         if target == "latent":  # Of features that the query does not look at, and those of `k`.
@@ -326,11 +326,12 @@ def library_call(built: Built):
             blocksize_q=block_q,
             blocksize_k=block_k,
         )
+        options = {"axis_name": "sp"} if target == "ragged_keys" else {}
         output = eqattn.attention(
             q,
             k,
             v,
-            eqattn.AttentionRegistry.create(names.get(target, target), metadata),
+            eqattn.AttentionRegistry.get(names.get(target, target))(metadata, **options),
             mask=mask,
             bias=arguments.get("bias"),
             score=score or None,

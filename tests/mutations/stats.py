@@ -10,7 +10,7 @@ MUTANTS = [
         [
             ("metadata.replace(softmax_aux=None)", "metadata"),
             ("inference=True,", "inference=False,"),
-            ("return logit + amount.astype(logit.dtype) * self.fn", "return amount.astype(logit.dtype) * self.fn"),
+            ("return logit + amount.astype(logit.dtype) * self.score", "return amount.astype(logit.dtype) * self.score"),
             ("return mean * call.share(logsumexp)", "return mean"),
             ("call.share(logsumexp) * (call.with_sinks(safe) - mean)", "call.share(logsumexp) * (safe - mean)"),
             ("call.share(logsumexp) * (call.with_sinks(safe) - mean)", "(call.with_sinks(safe) - mean)"),
