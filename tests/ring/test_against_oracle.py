@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conformance import oracle, oracle_masks as om
 
-from eqattn import attention, AttentionMetadata, dropout_mask, masks as m, scores as sc
+from eqattn import attention, AttentionMetadata, Balanced, dropout_mask, masks as m, scores as sc
 from eqattn._ring.layout import Contiguous, Zigzag
 from eqattn.strategies import Ring, Ulysses
 
@@ -132,6 +132,13 @@ ZIGZAG = [
     ("causal", 3), ("causal", 8), ("window", 4), ("segments", 2), ("bias", 2), ("key_bias", 2), ("scores", 2),
 ]  # fmt: skip
 CASES = [(*case, Contiguous()) for case in ORACLE] + [(*case, Zigzag()) for case in ZIGZAG]
+
+
+def balanced(n, t):
+    """A layout with no order among its chunks: those of a causal window, dealt out in turns."""
+    return Balanced(["causal", m.SlidingWindow(9, 2)], t, n, chunk=3)
+
+
 EVERYTHING = [
     (name, n, layout)
     for name in sorted({name for name, *_ in CASES})
@@ -147,6 +154,18 @@ def names(cases):
 @pytest.mark.parametrize("name, n, layout", CASES, ids=names(CASES))
 def test_feature(name, n, layout):
     compare(name, n, layout, t=32 if n == 8 else 24)
+
+
+@pytest.mark.parametrize("name", ["scores", "dropout"])
+def test_feature_in_a_balanced_layout(name):
+    compare(name, 2, balanced(2, 24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({name for name, *_ in CASES}))
+@pytest.mark.parametrize("n, group", [(2, 1), (4, 1), (8, 1), (2, 2)])
+def test_every_feature_in_a_balanced_layout(name, n, group):
+    compare(name, n, balanced(n, 48), t=48, group=group)
 
 
 @pytest.mark.slow
