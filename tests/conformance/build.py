@@ -274,6 +274,25 @@ def build(case: Case) -> Built:
     )
 
 
+def empty_pages(built: Built):
+    """A cache in pages of 4 tokens, for as many tokens as there are. Rows have their pages in turns,
+    so that those of a row lie apart.
+    """
+    from eqattn.cache import PagedKVCache
+
+    case = built.case
+    k, v = (built.variants[0][name] for name in "kv")
+    b, s, heads, d = k.shape
+    devices = case["target"][1]
+    sizes = dict(pages=b * s // 4, page_size=4, shares=devices)
+    cache = PagedKVCache.empty(
+        b, s, kv_heads=heads, head_dim=d, value_dim=v.shape[-1], dtype=k.dtype, bits=False, **sizes
+    )
+    for tokens in range(4 * devices, s + 1, 4 * devices):
+        cache = cache.reserve(tokens)
+    return cache
+
+
 def library_call(built: Built):
     """`(arguments, dynamic) -> (out, lse)` and `dynamic`, the call-time arrays of the mask and
     offset.
@@ -284,8 +303,9 @@ def library_call(built: Built):
     from eqattn import scores as sc
     from eqattn.cache import Joined
 
-    case = built.case
+    case, target = built.case, built.case["target"][0]
     dtype, _ = dtypes_of(case)
+    pages = empty_pages(built) if target.startswith("paged") else None
     traced = case["offset"] == "array"
     dynamic, static = eqx.partition(
         (built.mask, built.offset), eqx.is_array if traced else lambda _: False
@@ -303,9 +323,8 @@ def library_call(built: Built):
                     arguments["table"], bidirectional=case["score"] != "t5_causal", max_distance=16
                 )
             )
-        target = case["target"][0]
         kernels = {"tpu": "blockwise", "tpu_ragged": "ragged", "gpu": "blockwise"}
-        names = kernels | {"latent": "ragged", "ragged_keys": "ragged"}
+        names = kernels | dict.fromkeys(("latent", "paged", "ragged_keys", "paged_keys"), "ragged")
         q, k, v = (arguments[name] for name in "qkv")
         default_scale = None
         if target == "latent":  # Of features that the query does not look at, and those of `k`.
@@ -324,9 +343,12 @@ def library_call(built: Built):
             softmax_aux=arguments.get("sinks"),
             dropout_prob=case["dropout"],
             blocksize_q=block_q,
-            blocksize_k=block_k,
+            blocksize_k=None if pages is not None else block_k,  # a page
         )
-        options = {"axis_name": "sp"} if target == "ragged_keys" else {}
+        if pages is not None:
+            cache = pages.append(k, v)
+            k, v = cache.key, cache.value
+        options = {"axis_name": "sp"} if target.endswith("_keys") else {}
         output = eqattn.attention(
             q,
             k,

@@ -71,11 +71,21 @@ AXES: dict[str, tuple] = {
     ),
 }
 # Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring,
-# test_tpu_ragged.py, test_latent.py and test_sharded_keys.py. "latent": Ragged, the values being
-# part of the keys. "ragged_keys": Ragged, each device having some of the keys.
+# test_tpu_ragged.py, test_latent.py and test_where_keys_lie.py. "latent": Ragged, the values being
+# part of the keys. "paged": Ragged, keys and values being in pages. "ragged_keys", "paged_keys":
+# each device has some of the keys.
 MORE: dict[str, tuple] = {
-    "target": (("ring", 4), ("tpu_ragged", 1), ("ulysses", 2), ("latent", 1), ("ragged_keys", 4)),
+    "target": (
+        *(("ring", 4), ("tpu_ragged", 1), ("ulysses", 2), ("latent", 1)),
+        *(("paged", 1), ("ragged_keys", 4), ("paged_keys", 4)),
+    ),
 }
+
+
+def _in_parts_of(n: int) -> tuple:
+    """The lengths whose keys are not so many equal parts."""
+    return tuple((t, s) for t, s in AXES["length"] if s % n or not s)
+
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
@@ -85,11 +95,10 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     # Two devices share the heads, and neither has all keys that are listed.
     "ulysses": {"heads": ((1, 1),), "mask": ("selected",)},
     "ring": {"mask": ("selected",)},
-    # Four devices have equally many keys, and none has all that are listed.
-    "ragged_keys": {
-        "length": tuple((t, s) for t, s in AXES["length"] if s % 4),
-        "mask": ("selected",),
-    },
+    # Pages of 4 tokens, equally many on each device, of which none has all keys that are listed.
+    "ragged_keys": {"length": _in_parts_of(4), "mask": ("selected",)},
+    "paged_keys": {"length": _in_parts_of(16), "lead": ((), (2, 2)), "mask": ("selected",)},
+    "paged": {"length": _in_parts_of(4), "lead": ((), (2, 2))},
     "gpu": {
         "dtype": ("float32", "float64"),
         "operands": ("float64",),

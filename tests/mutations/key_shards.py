@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     (
         "_problem/key_shards.py",
-        "conformance/test_sharded_keys.py -m ''",
+        "conformance/test_where_keys_lie.py -m ''",
         [
             ("problem = problem.at_places()", "problem"),
             ("one = (math.prod(problem.batch_shape),)", "one = problem.batch_shape"),
