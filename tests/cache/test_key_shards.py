@@ -31,7 +31,7 @@ MAKE = {
     "int8 pages": lambda: PAGED(stored=jnp.int8),
     "pages of bits": lambda: PAGED(bits=True),
 }
-SLOW = ("int8", "bits", "pages of bits", "ring buffer")
+SLOW = ("one piece", "bits", "pages of bits", "ring buffer")
 CACHES = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in MAKE]
 
 
