@@ -68,7 +68,7 @@ class Case:
 
     **Arguments:**
 
-    - `kind`: the name of the experiment in `measure`, `decode` or `ring`.
+    - `kind`: the name of the experiment in `measure`, `decode`, `statistics` or `ring`.
     - `reference`: the library whose time is the unit.
     - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
     - `cache`: what holds the keys of a decoding step: `""` for a `KVCache`, or `"int8"`.
@@ -213,6 +213,19 @@ CASES = (
         "latent",
         tokens=8192,
         targets={"times faster": Target(3.0, None, True), "temp MiB": Target(2.0)},
+    ),
+    Case("cpu-reserve", "reserve", targets={"times faster": Target(10.0, None, True)}),
+    Case(
+        "cpu-statistics",
+        "statistics",
+        tokens=1024,
+        targets={
+            "max logits / forward": Target(1.02),
+            **{
+                f"{name} / forward": Target(1.0)
+                for name in ("entropy", "effective window", "expectation", "mass")
+            },
+        },
     ),
     Case("cpu-append", "append", tokens=512, targets={"time at 32 S / at S": Target(1.2)}),
     Case("cpu-ring-8192", "ring", tokens=8192, devices=8),

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import attention, AttentionMetadata, cascade_attention, Causal, KeyPadding, Ragged
-from ...cache import KVCache, LatentKVCache, PagedKVCache, QuantizedKVCache
+from ...cache import (
+    KVCache,
+    LatentKVCache,
+    PagedKVCache,
+    QuantizedKVCache,
+    StackedPagedKVCache,
+)
 from ...nn import LatentAttention
 from .cases import Case, Row
 from .timing import rounds_of
@@ -249,11 +255,29 @@ def _latent_step(case: Case, form: Any) -> tuple[Callable[[], jax.Array], int]:
     return call, memory.temp_size_in_bytes
 
 
+def reserve(case: Case, rounds: int) -> Iterator[Row]:
+    """Measures how long the host takes to find pages for one more token of 32 rows in 32 layers:
+    with one table for all layers, and with a cache for each.
+    """
+    sizes: Any = dict(batch=32, capacity=1024, pages=2048, page_size=16, kv_heads=1, head_dim=1)
+    stack = StackedPagedKVCache.empty(layers=32, **sizes).reserve(1)
+    caches = [PagedKVCache.empty(**sizes).reserve(1) for _ in range(32)]
+    calls = {
+        "eqattn": lambda: jax.block_until_ready(stack.reserve(17).table),
+        "a cache a layer": lambda: jax.block_until_ready([c.reserve(17).table for c in caches]),
+    }
+    times = rounds_of(calls, rounds)
+    faster = {"eqattn": times["a cache a layer"] / times["eqattn"]}
+    yield _row(case, "times faster", faster, note="than a table for each of 32 layers")
+    yield case.row("time ms", {n: float(np.median(x)) * 1e3 for n, x in times.items()})
+
+
 EXPERIMENTS = {
     "append": append,
     "cached": cached,
     "decode": step,
     "latent": latent,
     "longer": longer,
+    "reserve": reserve,
     "shared": shared,
 }

@@ -20,7 +20,7 @@ import numpy as np
 from ..._config.metadata import AttentionMetadata
 from ...strategies import Blockwise
 from ..info import blocks_of
-from . import decode, peers, ring
+from . import decode, peers, ring, statistics
 from .cases import Case, DIM, HEADS, Row
 from .timing import ratios, rounds_of
 
@@ -211,7 +211,8 @@ def measure(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
     if case.kind in among_libraries:
         yield from among_libraries[case.kind](case, rounds, names)
     else:
-        yield from {**alone, **decode.EXPERIMENTS, **ring.EXPERIMENTS}[case.kind](case, rounds)
+        more = decode.EXPERIMENTS | statistics.EXPERIMENTS | ring.EXPERIMENTS
+        yield from {**alone, **more}[case.kind](case, rounds)
 
 
 def pin(core: int | None, cores: int = 1) -> None:
