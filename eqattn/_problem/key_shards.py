@@ -157,8 +157,9 @@ class ShardedKeys(eqx.Module):
             return P(*[None] * (x.ndim - 1), axis)
 
         whole, consts = jax.tree.map(lambda _: P(), (self.rest, self.consts))
-        groups = jax.tree.map(operand, (self.positions, self.mask, self.scores))
-        return ShardedKeys(whole, stored(self.key), stored(self.value), *groups, consts)
+        groups = (self.positions, self.mask, self.scores)
+        at, mask, scores = jax.tree.map(operand, groups)
+        return ShardedKeys(whole, stored(self.key), stored(self.value), at, mask, scores, consts)
 
     def widened(self) -> "ShardedKeys":
         """The same, with what every device has in float32 or wider: its gradient is a sum over
