@@ -23,17 +23,17 @@ from .._sweep.products import dot
 from .._sweep.sweep import block_dtype
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
-from ..scores._dropout import keep_mask
 from .block_classes import classes_of, table_of
 from .blocking import Blocking, broadcast_to_rows
 from .bound import BoundMask
 from .closed_score import ClosedScore
+from .dropout import weights_of, WORDS, words_of
 from .exchange import HeadExchange
 from .problem import Problem
 from .storage import AbstractStored, as_stored
 
 
-WHOLE = ("q_position", "kv_position", "valid")
+WHOLE = ("q_position", "kv_position", "valid", *WORDS)
 """The roles of operands that hold the tokens of all devices that exchange heads. These are not
 gathered from the devices.
 """
@@ -46,8 +46,8 @@ class BlockOperand:
     **Arguments:**
 
     - `role`: what the array means to the problem: `"query"`, `"key"`, `"value"`, `"page"`,
-        `"scale"`, an index of a pair such as `"q_position"`, `"valid"`, `"seed"`, or the class name
-        of the mask or score that reads it.
+        `"scale"`, an index of a pair such as `"q_position"`, `"valid"`, one of `WORDS`, or the
+        class name of the mask or score that reads it.
     - `array`: the blocks, with grid axes in front of the axes of one block.
     - `axes`: the grid axes that the array has.
     """
@@ -65,7 +65,7 @@ class BlockOperands:
     - `operands`: what the logits read, in the order in which `logits` takes their blocks. These are
         the query; the arrays that hold the keys, and the tables of their pages; the scale, if it
         multiplies products and not keys; the four indices of a pair; which keys are not padding;
-        what each score and then the mask reads; and the seed of dropout.
+        what each score and then the mask reads; and the two words of dropout that each row has.
     - `values`: what the values read.
     - `keys`: which of the operands hold keys.
     - `groups`: which of the operands each score and then the mask reads.
@@ -132,8 +132,8 @@ class BlockOperands:
                 array = self.widened(operand) if scored else problem.canonical(operand)
                 self._add(type(part).__name__, array)
             self.groups.append(slice(start, len(self.operands)))
-        if problem.seed is not None and problem.rate > 0:
-            self.operands += (BlockOperand("seed", problem.seed, ()),)
+        for name, x in words_of(problem, spread).items():
+            self._add(name, x)
         self.scores = self.closed_scores()
 
     def _store(self) -> None:
@@ -365,8 +365,7 @@ class BlockOperands:
             k = self.stored(0, k) if blocking.in_place else k[0]
             first = self.keys.stop + len(self.lookups)
             roles = [x.role for x in self.operands[first:]]
-            named = {n: x if n == "seed" else broadcast_to_rows(x, blocking)
-                     for n, x in zip(roles, blocks[first:])}  # fmt: skip
+            named = {n: broadcast_to_rows(x, blocking) for n, x in zip(roles, blocks[first:])}
             pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
             own = [[broadcast_to_rows(x, blocking) for x in blocks[g]] for g in self.groups]
             mask = None
@@ -391,9 +390,6 @@ class BlockOperands:
                 s = s.astype(problem.logits_dtype).astype(acc)
             if mask is not None:
                 s = self.hidden(s, mask)
-            if "seed" not in named:
-                return [s]
-            keep = keep_mask(named["seed"], pairs, problem.rate)
-            return [s, keep.astype(acc) * (1 / (1 - problem.rate))]
+            return [s, *weights_of(problem, named, acc)]
 
         return fn

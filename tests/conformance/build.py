@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import bound, oracle_masks as om
+from . import bound, oracle_dropout as od, oracle_masks as om
 from .cases import Case, name_of
 from .oracle import Problem
 
@@ -246,11 +246,9 @@ def build(case: Case) -> Built:
     if "table" in shared:
         constants["bucket"] = om.t5_bucket(t, s, 8, case["score"] != "t5_causal", 16, shift, at)
     if case["dropout"]:
-        from eqattn import dropout_mask
-
-        drawn = jax.jit(dropout_mask, static_argnums=(1, 2, 3, 4, 5))
-        keep = drawn(jax.random.key(DROPOUT_SEED), lead, h, t, s, case["dropout"])
-        constants |= {"keep": np.asarray(keep).reshape(b, h, t, s), "rate": case["dropout"]}
+        rate, places = case["dropout"], at or om.grid(t, s, shift)
+        keep = od.kept(jax.random.key(DROPOUT_SEED), b, h, *places, rate)
+        constants |= {"keep": keep, "rate": od.dropped_share(rate)}
 
     def flat(name, x):
         x = np.asarray(x).astype(precision.reference)

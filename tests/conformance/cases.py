@@ -117,14 +117,10 @@ def invalid(case: Case) -> str | None:
             return "a tree's nodes are the last t keys: t <= s"
         if case.get("offset", "none") != "none":
             return "a tree's rows start at its own offset"
-        if case.get("dropout", 0.0):
-            return "dropout_mask() gives the bits of positions that start at zero"
     if case.get("bias") == "batch" and case.get("lead") == ():
         return "no batch axis to vary over"
     if case.get("bias") == "unbatched" and case.get("lead") == ():
         return "no batch axis to leave out"
-    if case.get("dropout", 0.0) and case.get("offset", "none") != "none":
-        return "dropout_mask() gives the bits of positions that start at zero"
     kernel = case.get("target", ("",))[0].startswith(("tpu", "gpu"))
     if kernel and (case.get("dtype"), case.get("transform")) == ("bfloat16", "hvp"):
         return "the bound does not know the rounding of the derivative of cotangent / denominator"

@@ -4,7 +4,7 @@
 SCORES = "scores/test_scores.py"
 DROPOUT = (
     "scores/test_dropout.py -k 'known_answers or generator_of_jax or not_one_key or rate or weights_show"
-    " or flattening or streams or commute or follow_positions'"
+    " or flattening or oracle or follow_positions'"
 )
 
 MUTANTS = [
@@ -16,13 +16,28 @@ MUTANTS = [
             ("_PARITY = np.uint32(0x1BD11BDA)", "_PARITY = np.uint32(0x1BD11BDB)"),
             ("for i in range(5):", "for i in range(4):"),
             ("y = y + words[(i + 2) % 3] + np.uint32(i + 1)", "y = y + words[(i + 2) % 3] + np.uint32(i)"),
-            ("return bits >= np.uint32(", "return bits < np.uint32("),
+            ("return x >= np.int32(", "return x < np.int32("),
             ("min(round(rate * 2**32), 2**32 - 1)", "round(rate * 2**31)"),
+            ("min(round(rate * 2**32), 2**32 - 1)", "round(rate * 2**32)"),
+            ("x = k * _GOLDEN + words[0]", "x = k + words[0]"),
+            ("x = shifted(x, 16) * _FIRST + words[1]", "x = shifted(x, 16) * _FIRST"),
+            ("x = shifted(x, 15) * _SECOND", "x = shifted(x, 16) * _SECOND"),
+            ("lax.shift_right_logical(x,", "lax.shift_right_arithmetic(x,"),
+            ("return 2**32 / (2**32 - dropped(rate))", "return 1 / (1 - rate)"),
             ("b, h = b + seed[2], h + seed[3]", "pass"),
             ("stream = threefry((seed[0], seed[1]), (b, h))", "stream = threefry((seed[0], seed[1]), (b, b))"),
-            ("bits, _ = threefry(stream, (q, k))", "bits, _ = threefry(stream, (q, q + k))"),
+            ("threefry(stream, (q, jnp.zeros_like(q)))", "threefry(stream, (jnp.zeros_like(q), q))"),
             ("if not 0 <= rate < 1:", "if not 0 <= rate <= 1:"),
             ("if key.ndim != 0:", "if False:"),
+        ],
+    ),
+    (
+        "_problem/dropout.py",
+        "scores/test_dropout.py ring/test_contexts.py ring/test_heads.py -k 'dropout or weights_show or tail or gradients_under'",
+        [
+            ("if spread.inside and spread.size > 1:", "if False:"),
+            ("lax.axis_index(spread.axis) * own", "0"),
+            ("np.asarray(kept_factor(problem.rate), dtype)", "np.asarray(1, dtype)"),
         ],
     ),
     (

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance import oracle, oracle_masks as om
+from conformance import oracle, oracle_dropout as od, oracle_masks as om
 
-from eqattn import attention, AttentionMetadata, Balanced, dropout_mask, masks as m, scores as sc
+from eqattn import attention, AttentionMetadata, Balanced, masks as m, scores as sc
 from eqattn._ring.layout import Contiguous, Zigzag
 from eqattn.strategies import Ring, Ulysses
 
@@ -80,8 +80,8 @@ def compare(name, n, layout=Contiguous(), t=24, block=4, *, group=1, **options):
             "bucket": om.t5_bucket(t, t, 8, True, 16, 0),
         }
     if rate:
-        keep = dropout_mask(jax.random.key(7), (B,), H, t, t, rate)
-        constants |= {"keep": np.asarray(keep), "rate": rate}
+        keep = od.kept(jax.random.key(7), B, H, *om.grid(t, t), rate)
+        constants |= {"keep": keep, "rate": rate}
     want = oracle.Problem(**{**constants, **arguments})
     cts = rng.standard_normal((B, t, H, V)), rng.standard_normal((B, t, H))
 

@@ -1,4 +1,4 @@
-"""Dropout: the bits and their statistics, and attention under them."""
+"""Dropout: the bits, and attention under them. Their statistics: `test_dropout_statistics.py`."""
 
 import functools as ft
 import math
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _reference import exact
+from conformance import oracle_dropout as od
 from jax import lax
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, dropout_mask
@@ -75,6 +76,25 @@ def test_is_elementwise():
             assert (x[i, j], y[i, j]) == one
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_the_bits_are_those_of_the_oracle(rate):
+    """Every pair, in NumPy: of batch elements, heads and positions, negative ones and far ones."""
+    places = np.array([-(2**30), -7, -1, 0, 1, 2, 1000, 2**20 + 3, 2**30 - 1], np.int32)
+    keys = np.concatenate([places, np.arange(200, dtype=np.int32)])
+    one = np.array([0, 5], np.int32), np.array([0, 1, 130], np.int32), places, keys
+    index = [x.reshape([-1 if i == j else 1 for j in range(4)]) for i, x in enumerate(one)]
+    drawn = jax.jit(keep_mask, static_argnums=2)
+    for words in ((0, 0), (2**32 - 1, 12345)):
+        got = drawn(jnp.asarray(words, jnp.uint32), [jnp.asarray(x) for x in index], rate)
+        np.testing.assert_array_equal(got, od.kept_of_words(words, *index, rate))
+
+
+def test_the_mask_is_that_of_the_oracle():
+    places = np.arange(T)[:, None], np.arange(S)[None]
+    want = od.kept(KEY, 2, H, *places, RATE)
+    np.testing.assert_array_equal(dropout_mask(KEY, B, H, T, S, RATE), want)
+
+
 # Keys
 
 
@@ -119,7 +139,7 @@ def data(dtype):
 
 def dense(q, k, v, keep, bias=0.0):
     """Dropout on the probabilities, in the numerator only."""
-    keep = np.asarray(keep, np.float64) / (1 - RATE)
+    keep = np.asarray(keep, np.float64) / (1 - od.dropped_share(RATE))
     return exact(q, k, v, lambda z: z / math.sqrt(D) + np.asarray(bias), keep=keep)[0]
 
 
@@ -273,87 +293,3 @@ def test_the_gradient_of_a_value_shows_which_pairs_are_kept():
     count = dropout_mask(KEY, (), 1, T, S, RATE)[0].sum(0)
     want = np.broadcast_to(count[:, None, None] / S / (1 - RATE), (S, 1, D))
     np.testing.assert_allclose(gradient, want, rtol=1e-6)
-
-
-# Statistics of the bits. A test of false alarm probability p has its threshold at that quantile.
-
-N = 512
-Z = 5.0  # two-sided: 6e-7
-
-
-@ft.cache
-def standardised(rate, seed=0, b=0, h=0, word=None):
-    """Dropped bits of `N x N` pairs as numbers of mean 0 and variance 1."""
-    words = seed_of(jax.random.key(seed)) if word is None else jnp.asarray(word, jnp.uint32)
-    i, j = jnp.arange(N)[:, None], jnp.arange(N)[None]
-    keep = jax.jit(keep_mask, static_argnums=2)(words, (jnp.int32(b), jnp.int32(h), i, j), rate)
-    return (~np.asarray(keep) - rate) / math.sqrt(rate * (1 - rate))
-
-
-def chi2_z(chi2, n):
-    """Wilson and Hilferty's normal approximation."""
-    return ((chi2 / n) ** (1 / 3) - (1 - 2 / (9 * n))) / math.sqrt(2 / (9 * n))
-
-
-RATES = [0.1, 0.5, 0.9]
-
-
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("stream", [{}, dict(b=3, h=1), dict(seed=1), dict(b=2**20, h=100)])
-def test_rate_rows_and_columns(stream, rate):
-    z = standardised(rate, **stream)
-    assert abs(z.sum() / N) < Z
-    for axis in (0, 1):
-        sums = z.sum(axis) / math.sqrt(N)
-        assert abs(chi2_z((sums**2).sum(), N)) < Z
-
-
-@pytest.mark.parametrize("rate", RATES)
-def test_no_lag_correlates(rate):
-    """All 512^2 circular autocorrelations at once; the largest of n normals is below 7 unless
-    p < 4e-7. The spectrum of white noise is exponential: n exp(-x) at its largest.
-    """
-    z = standardised(rate, seed=2)
-    power = np.abs(np.fft.fft2(z)) ** 2 / N**2
-    lags = np.fft.ifft2(power).real * N
-    lags[0, 0] = 0
-    assert abs(lags).max() < 7
-    assert power.ravel()[1:].max() < math.log(N**2 / 2) + 14
-
-
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize(
-    "other",
-    [
-        dict(h=1),
-        dict(b=1),
-        dict(b=1, h=1),
-        dict(seed=1),
-        dict(h=2**16),
-        dict(word=(0, 1)),
-        dict(word=(1, 0)),
-    ],
-    ids=str,
-)
-def test_streams_are_independent(other, rate):
-    """Of heads, batch elements and seeds, at every lag: weak generators fail here first."""
-    base = dict(word=(0, 0)) if "word" in other else {}
-    x, y = standardised(rate, **base), standardised(rate, **other)
-    assert abs((x * y).sum() / N) < Z
-    lags = np.fft.ifft2(np.fft.fft2(x) * np.fft.fft2(y).conj()).real / N
-    assert abs(lags).max() < 7
-
-
-def test_batch_and_head_do_not_commute():
-    """(b, h) and (h, b), and pairs (q, k) and (k, q), have bits of their own."""
-    x, y = standardised(0.5, b=1, h=2), standardised(0.5, b=2, h=1)
-    assert abs((x * y).sum() / N) < Z
-    upper = np.triu_indices(N, 1)
-    assert abs((x[upper] * x.T[upper]).sum() / math.sqrt(len(upper[0]))) < Z
-
-
-def test_every_bit_of_a_word_is_fair():
-    i = jnp.arange(N, dtype=jnp.uint32)
-    x, _ = threefry((jnp.uint32(0), jnp.uint32(0)), (i[:, None], i[None]))
-    ones = (np.asarray(x)[..., None] >> np.arange(32, dtype=np.uint32) & 1).sum((0, 1))
-    assert (abs(ones - N**2 / 2) / (N / 2) < Z).all()

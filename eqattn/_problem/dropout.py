@@ -1,0 +1,43 @@
+"""Dropout of a problem: the words of each row, and the factors on the probabilities of a block."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ..scores._dropout import is_kept, kept_factor, row_words
+from .exchange import HeadExchange
+from .problem import Problem
+
+
+WORDS = ("first_word", "second_word")
+"""The roles of the operands that hold the words of each row."""
+
+
+def words_of(problem: Problem, spread: HeadExchange) -> dict[str, Array]:
+    """The words `[B, H, T, 1]` of each row, by role; none without dropout.
+
+    Where devices exchange tokens for heads, they are those of this device's heads and of all its
+    tokens after the exchange, whose positions it knows.
+    """
+    if problem.seed is None or problem.rate == 0:
+        return {}
+    b, h, q, _ = (jnp.asarray(x) for x in problem.indices())
+    if spread.inside and spread.size > 1:
+        own = h.shape[1] // spread.size
+        h = lax.dynamic_slice_in_dim(h, lax.axis_index(spread.axis) * own, own, 1)
+    return dict(zip(WORDS, row_words(problem.seed, b, h, q)))
+
+
+def weights_of(problem: Problem, named: dict[str, Array], dtype: jnp.dtype) -> list[Array]:
+    """The factors on the probabilities of a block `[keys, rows]`; an empty list without dropout.
+
+    **Arguments:**
+
+    - `named`: the blocks of the problem's operands, by role, each `[keys|1, rows|1]`.
+    """
+    if WORDS[0] not in named:
+        return []
+    words = named[WORDS[0]], named[WORDS[1]]
+    keep = is_kept(words, named["kv_position"], problem.rate)
+    return [jnp.where(keep, np.asarray(kept_factor(problem.rate), dtype), 0)]
