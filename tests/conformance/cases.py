@@ -73,7 +73,13 @@ AXES: dict[str, tuple] = {
 # Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring,
 # test_tpu_ragged.py and test_latent.py. "latent": Ragged, the values being part of the keys.
 MORE: dict[str, tuple] = {
-    "target": (("ring", 4), ("tpu_ragged", 1), ("ulysses", 2), ("latent", 1)),
+    "target": (
+        ("ring", 4),
+        ("tpu_ragged", 1),
+        ("ulysses", 2),
+        ("all_gather", 2),
+        ("latent", 1),
+    ),
 }
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
@@ -84,6 +90,7 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     # Two devices share the heads, and neither has all keys that are listed.
     "ulysses": {"heads": ((1, 1),), "mask": ("selected",)},
     "ring": {"mask": ("selected",)},
+    "all_gather": {"mask": ("selected",)},
     "gpu": {
         "dtype": ("float32", "float64"),
         "operands": ("float64",),
