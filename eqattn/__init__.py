@@ -34,6 +34,7 @@ from .masks import (
 from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn, T5Bias as T5Bias
 from .scores._dropout import dropout_mask as dropout_mask
 from .strategies import (
+    AllGather as AllGather,
     AttentionImpl as AttentionImpl,
     Blockwise as Blockwise,
     Dense as Dense,
@@ -53,6 +54,11 @@ if _typing.TYPE_CHECKING:
         ragged_attention as ragged_attention,
     )
     from ._ring.balanced import Balanced as Balanced
+    from ._ring.choice import (
+        Sharding as Sharding,
+        sharding_plan as sharding_plan,
+        ShardingPlan as ShardingPlan,
+    )
     from ._ring.plan import ring_plan as ring_plan, RingPlan as RingPlan
     from ._save.save import load as load, save as save
     from .compat.blockwise import blockwise_attn as blockwise_attn
@@ -83,6 +89,7 @@ _ROOMS = ("cache", "nn", "stats")
 _LATE = {
     "_ragged_attention": "cascade_attention ragged_attention",
     "_ring.balanced": "Balanced",
+    "_ring.choice": "Sharding sharding_plan ShardingPlan",
     "_ring.plan": "ring_plan RingPlan",
     "_save.save": "load save",
     "compat.blockwise": "blockwise_attn",

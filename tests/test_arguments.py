@@ -123,6 +123,12 @@ def entries() -> dict[str, Entry]:
             dict(tokens=64, devices=4, layout=e.Contiguous(), mask=CAUSAL, batch=1, heads=4, kv_heads=2,
                  head_dim=8, value_dim=8, dtype=jnp.float32, block=None, group=1),
         ),
+        "sharding_plan": Entry(
+            e.sharding_plan,
+            dict(tokens=64, devices=4, layout=e.Contiguous(), mask=CAUSAL, batch=1, heads=4, kv_heads=2,
+                 head_dim=8, value_dim=8, dtype=jnp.float32, block=None, flops=1e12, bandwidth=1e10, links=2,
+                 latency=1e-6),
+        ),
         "permute": Entry(e.Zigzag().permute, dict(x=ones(B, 8), n=2, axis=1)),
         "positions of a layout": Entry(e.Zigzag().positions, dict(tokens=8, n=2)),
         # Masks
@@ -235,7 +241,7 @@ def entries() -> dict[str, Entry]:
         "create": Entry(lambda name, metadata: e.AttentionRegistry.create(name, metadata), dict(name="dense", metadata=META)),
         "get": Entry(lambda name: e.AttentionRegistry.get(name), dict(name="dense")),
     }  # fmt: skip
-    for name in ("Blockwise", "Dense", "Ragged", "Ring", "Ulysses"):
+    for name in ("AllGather", "Blockwise", "Dense", "Ragged", "Ring", "Ulysses"):
         strategy = getattr(e, name)
         known = dict(metadata=META, precision=None, fused_backward=True, axis_name=None, mesh=None)
         parameters = inspect.signature(strategy).parameters

@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import summed_wide, vary, varying_axes
+from .._sweep.gathering import ColumnsOfDevices
 from .._sweep.grid import BATCH, COL, HEAD, ROW
-from .._sweep.rotation import Rotation
 from .blocking import Blocking
 from .mesh import ManualAxes, merged_axes, split_axis, token_axis
 from .problem import Problem
@@ -27,13 +27,14 @@ class HeadExchange:
 
     **Arguments:**
 
-    - `ring`: the hops over the outer axis; None means that there is a single place.
+    - `ring`: how columns are reached over the outer axis, by hops or by gathering them; None means
+        that there is a single place.
     - `axis`: the inner axis, over which heads are exchanged; None means that a place is one device.
     - `size`: the number of devices that exchange.
     - `manual`: how arrays of all devices are spread; None means that the axes are manual already.
     """
 
-    ring: Rotation | None = None
+    ring: ColumnsOfDevices | None = None
     axis: str | None = None
     size: int = 1
     manual: ManualAxes | None = None

@@ -190,6 +190,12 @@ def ring_order(coordinates: np.ndarray) -> np.ndarray:
     return np.concatenate([*snake, path[::-1, 0]])
 
 
+def check_layout(layout: Any) -> None:
+    """**Raises:** `TypeError` unless it is a layout."""
+    if not isinstance(layout, AbstractRingLayout):
+        raise TypeError(f"layout must be Contiguous(), Zigzag() or Balanced(...), got {layout!r}.")
+
+
 def ring_mesh(axis_name: str = "sp", *, devices: Any = None) -> jax.sharding.Mesh:
     """A mesh of one axis whose consecutive devices are neighbours in the machine.
 

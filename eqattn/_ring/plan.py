@@ -11,7 +11,7 @@ from .._misc import accumulation_dtype, as_dtype, as_size, REACH
 from .._problem.problem import as_mask, Problem
 from ..masks._terms import live_blocks
 from .counts import counted_blocks
-from .layout import AbstractRingLayout, Contiguous
+from .layout import AbstractRingLayout, check_layout, Contiguous
 
 
 _MOST_BLOCKS = 2048
@@ -217,8 +217,7 @@ def ring_plan(
     tokens, devices = as_size(tokens, "tokens"), as_size(devices, "devices", -REACH)
     heads, head_dim = as_size(heads, "heads"), as_size(head_dim, "head_dim")
     batch, group = as_size(batch, "batch"), as_size(group, "group", -REACH)
-    if not isinstance(layout, AbstractRingLayout):
-        raise TypeError(f"layout must be Contiguous(), Zigzag() or Balanced(...), got {layout!r}.")
+    check_layout(layout)
     kv_heads = heads if kv_heads is None else as_size(kv_heads, "kv_heads", -REACH)
     block = None if block is None else as_size(block, "block", -REACH)
     dtype, value_dim = (

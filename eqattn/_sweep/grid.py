@@ -71,7 +71,8 @@ class GridLayout:
         block. Without a table every pair is visited.
     - `known`: the table itself, where it is known while the program is traced. A lowering may use
         it in place of the argument, which holds the same.
-    - `ring`: a `Rotation` if columns rotate around a mesh axis; None if they stay.
+    - `ring`: a `Rotation` if columns rotate around a mesh axis, a `Gathering` if each device
+        gathers them; None if they stay.
     - `fused`: whether a transpose finds all its results in one visit of the grid. Otherwise it
         finds those that move with columns in one visit and the others in another.
     - `ragged`: whether batch elements on one device are visited one by one, however small they
@@ -132,13 +133,17 @@ class GridLayout:
         is the number for one without batch axes.
         """
         axes = self.table_axes if self.ring is None else self.ring.table_axes
-        return math.prod(self.size(a) for a in axes or (ROW, COL))
+        return math.prod(self.columns if a == COL else self.size(a) for a in axes or (ROW, COL))
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of one visit: those of all devices where they are gathered."""
+        return self.grid[COL] * (1 if self.ring is None else self.ring.together)
 
     @property
     def sides(self) -> tuple[int, int]:
         """The rows and columns of a table. If `ragged`, it has the rows of all batch elements."""
-        columns = self.grid[COL]
-        return (self.listed // columns if self.ragged else self.grid[ROW]), columns
+        return (self.listed // self.columns if self.ragged else self.grid[ROW]), self.columns
 
     def split(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Separates the arguments of a primitive into the table, or None, and the operands."""

@@ -17,7 +17,7 @@ import jax
 
 from .._jax import partitioned_automatically
 from .._misc import at_most, even_block
-from .grid import COL, GridLayout, ROW
+from .grid import GridLayout, ROW
 from .loops import traverse
 
 
@@ -165,7 +165,7 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
         return not partitioned_automatically(ctx)
     cpu = tuple(ctx.module_context.platforms) == ("cpu",)
     logits = math.prod(layout.shape(layout.batch)) * math.prod(layout.block)
-    small = at_most(logits, 2**20 if layout.grid[ROW] == layout.grid[COL] == 1 else 2**17)
+    small = at_most(logits, 2**20 if layout.grid[ROW] == layout.columns == 1 else 2**17)
     return cpu and not small and not partitioned_automatically(ctx)
 
 

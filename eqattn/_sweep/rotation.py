@@ -8,64 +8,37 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._jax import jaxpr_as_fun, vary, varying_axes
+from .._jax import vary, varying_axes
+from .gathering import ColumnsOfDevices, gathered_traverse, Gathering
 from .grid import COL, EMPTY, FULL, GridLayout, replaced, ROW
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotation:
+class Rotation(ColumnsOfDevices):
     """The hops over a mesh axis that is manual where the sweep runs.
 
     At shift `s`, a device visits the columns of the device `s` places before it. It visits its own
     columns first, then the shifts `1 ... ahead`, then `-1 ... -behind`. In a ring of 4 with
     `ahead=2` and `behind=1`, device 0 visits the columns of the devices 0, 3, 2 and 1.
 
-    **Arguments:**
+    **Arguments:** those of `ColumnsOfDevices`, whose visit is a hop, and
 
-    - `axis`, `size`: the name of the mesh axis and its number of devices.
     - `ahead`, `behind`: how many hops columns travel up and down the ring.
     - `unroll`: whether the hops are written out instead of looped over.
-    - `classify`: a jaxpr that returns the table of a hop; None visits every pair.
-    - `reads`: the indices of the operands that `classify` reads, as they are at the hop.
-    - `table_axes`: the grid axes of the table.
-    - `rank`: the number of grid axes that `classify` was traced for.
     """
 
-    axis: str
-    size: int
     ahead: int
     behind: int
     unroll: bool = False
-    classify: Any = None
-    reads: tuple[int, ...] = ()
-    table_axes: tuple[int, ...] = ()
-    rank: int = 0
-
-    def only(self, kept: Sequence[int]) -> "Rotation":
-        """The rotation of a visit that has only the operands `kept`, `reads` among them."""
-        return dataclasses.replace(self, reads=tuple(kept.index(i) for i in self.reads))
 
     def move(self, xs: Sequence[Array], by: int) -> list[Array]:
         """Sends arrays `by` places up the ring."""
         to = [(i, (i + by) % self.size) for i in range(self.size)]
         return [lax.ppermute(x, self.axis, to) for x in xs]
-
-    def table(self, operands: Sequence[Array], layout: GridLayout) -> tuple:
-        """The table of one hop, as a list of one or none, and its grid axes."""
-        if self.classify is None:
-            return (), None
-        fn, table_axes = jaxpr_as_fun(self.classify), self.table_axes
-        reads = [(operands[i], layout.in_axes[i]) for i in self.reads]
-        for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):  # Axes added by vmap.
-            mapped = [0 if axis in axes else None for _, axes in reads]
-            if any(m == 0 for m in mapped):
-                fn, table_axes = jax.vmap(fn, mapped), (axis, *table_axes)
-        return fn(*[x for x, _ in reads]), table_axes
 
 
 def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: GridLayout) -> tuple:
@@ -198,7 +171,7 @@ def ring_traverse(
     finish: Callable = list,
     traverse: Callable,
 ) -> list:
-    """Runs `traverse`, over the columns of all devices if the layout has a ring.
+    """Runs `traverse`, over the columns of all devices if the layout has a ring or gathers them.
 
     What an operand or an accumulator does in a ring follows from its grid axes:
 
@@ -212,6 +185,8 @@ def ring_traverse(
     ring = layout.ring
     if ring is None:
         return traverse(steps, layout, args, start, axes, finish=finish)
+    if isinstance(ring, Gathering):
+        return gathered_traverse(steps, layout, args, start, axes, finish=finish, traverse=traverse)
     here = lax.axis_index(ring.axis)
     ring_visit = _RingVisit(steps, layout, args, start, axes, traverse, here)
     returns, mixed = ring_visit.returns, varying_axes(*args)

@@ -38,9 +38,10 @@ from .._jax import (
     varying_axes,
 )
 from .._misc import accumulation_dtype
+from .gathering import ColumnsOfDevices
 from .grid import COL, GridLayout, moves, replaced, ROW
 from .lowering import loops, select_lowering
-from .rotation import ring_traverse, Rotation
+from .rotation import ring_traverse
 
 
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
@@ -71,23 +72,24 @@ def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, l
 
 
 def table_per_hop(
-    ring: Rotation,
+    ring: ColumnsOfDevices,
     classify: Callable,
     operands: Sequence,
     in_axes: Sequence[tuple[int, ...]],
     reads: Sequence[int],
     grid: tuple[int, ...],
-) -> tuple[Rotation, list]:
-    """Makes a rotation whose table at each hop is what `classify` returns for the operands `reads`,
-    as they are at that hop.
+) -> tuple[Any, list]:
+    """Makes a ring whose table at each hop is what `classify` returns for the operands `reads`, as
+    they are at that hop.
 
-    **Returns:** the rotation, and the arrays that `classify` closes over. These are to become the
+    **Returns:** the ring, and the arrays that `classify` closes over. These are to become the
     next operands, on none of the grid's axes.
     """
     at_hop = []
     for i in reads:
         x, axes = operands[i], in_axes[i]
-        shape = tuple(grid[a] for a in axes) + x.shape[len(axes) :]
+        shape = tuple(grid[a] * (ring.together if a == COL else 1) for a in axes)
+        shape += x.shape[len(axes) :]
         at_hop.append(abstract(x, shape, x.dtype))
     ((_, jaxpr),), consts = closure_convert({0: lambda *xs: [classify(*xs)]}, at_hop)
     table_axes = tuple(range(-len(grid), 0)) if jaxpr.out_avals[0].ndim > 2 else (ROW, COL)

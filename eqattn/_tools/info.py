@@ -18,6 +18,7 @@ from .._config.platform import Backend, Platform
 from .._problem.block_classes import table_of
 from .._problem.blocking import Blocking, choose_blocking
 from .._problem.problem import as_mask, Problem
+from .._ring.choice import sharding_plan, ShardingPlan
 from .._ring.layout import Contiguous, Zigzag
 from .._ring.plan import ring_plan, RingPlan
 from .._sweep.grid import EMPTY, FULL
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     show("strategies", spec.strategies())
     show("code for " + spec.name, spec.lowerings())
     if max(args.devices, args.group) > 1:
-        print(f"\n{spec.ring()}")
+        print(f"\n{spec.ring()}\n\n{spec.sharding()}")
     return 0
 
 
@@ -310,13 +311,13 @@ class Spec:
             lines.append((name, would))
         return lines
 
-    def ring(self) -> RingPlan:
+    def sizes(self) -> dict[str, Any]:
+        """The arguments of the plans that say what is sharded."""
         (batch, tokens, heads, dim), (_, keys, kv_heads, _) = self.query.shape, self.key.shape
         if keys != tokens:
             raise ValueError(f"--devices plans a ring for as many keys as queries, not {keys}.")
-        return ring_plan(
-            tokens,
-            self.args.devices,
+        return dict(
+            tokens=tokens,
             layout=_LAYOUTS[self.args.layout],
             mask=self.args.mask,
             batch=batch,
@@ -325,8 +326,14 @@ class Spec:
             head_dim=dim,
             value_dim=self.value_dim,
             dtype=self.key.dtype,
-            group=self.args.group,
         )
+
+    def ring(self) -> RingPlan:
+        return ring_plan(devices=self.args.devices, group=self.args.group, **self.sizes())
+
+    def sharding(self) -> ShardingPlan:
+        """The comparison of strategies, for as many devices as the ring has in all its places."""
+        return sharding_plan(devices=self.args.devices * self.args.group, **self.sizes())
 
     def lowerings(self) -> list[tuple[str, str]]:
         strategy = AttentionRegistry.create(self.name, AttentionMetadata())

@@ -5,6 +5,7 @@ from ._base import AttentionImpl as AttentionImpl
 from ._fold_strategy import AbstractFoldStrategy as AbstractFoldStrategy
 from ._on_device import fold as fold
 from ._support import Support as Support
+from .all_gather import AllGather as AllGather
 from .blockwise import Blockwise as Blockwise
 from .dense import Dense as Dense
 from .ragged import Ragged as Ragged

@@ -26,6 +26,7 @@ from .._problem.problem import Problem
 from .._problem.selected import fold_selected, key_slots
 from .._ring.plan import reach
 from .._sweep.fold_step import softmax_terms
+from .._sweep.gathering import Gathering
 from .._sweep.grid import BATCH, HEAD, PARTIAL
 from .._sweep.lowering import XLA
 from .._sweep.products import dot
@@ -120,16 +121,18 @@ def fold_sharded(
 ) -> Carry:
     """Folds a problem whose tokens are sharded over devices as `place`, a `SequenceSharding`, says.
 
-    Along `axis`, keys and values rotate from device to device. Along `head_axis`, devices exchange
-    tokens for heads. Either may be None.
+    Along `axis`, keys and values rotate from device to device, or each device gathers them. Along
+    `head_axis`, devices exchange tokens for heads. Either may be None.
     """
-    axis, n, head_axis, group, mesh, layout, _ = place
+    axis, n, head_axis, group, mesh, layout, gathers, _ = place
     # A block must lie on one device and in one chunk of the layout. So the tokens of a place of
     # the ring are cut into a number of pieces that both its chunks and its devices divide.
     pieces = math.lcm(layout.parts, group)
     t, s, _, _ = problem.sizes
     ring = None
-    if axis is not None:
+    if gathers:
+        ring = Gathering(axis, n)
+    elif axis is not None:
         ahead, behind = reach(problem, layout, n, group)
         ring = Rotation(axis, n, ahead, behind, unroll)
 

@@ -120,12 +120,17 @@ class AbstractFoldStrategy(AttentionImpl):
         return axes.batch_axis, axes.kv_head_axis, ()
 
     def manual(
-        self, problem: Problem, lowering: Lowering, place: ManualAxes | None = None
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        place: ManualAxes | None = None,
+        gathers: bool = False,
     ) -> ManualAxes | None:
         """The mesh axes to make manual for the fold. They are those of `place`, and also those that
-        shard batch and heads if the compiler cannot split the lowering over devices.
+        shard batch and heads if the compiler cannot split the lowering over devices, or if it
+        `gathers`: where some axes are manual, XLA splits an all-gather over none of the others.
         """
-        if lowering.splits_over_devices:
+        if lowering.splits_over_devices and not gathers:
             return place
         partition = self.partition(problem)
         heads = problem.sizes[3] // (1 if place is None else place.size)  # after the exchange

@@ -31,6 +31,7 @@ class Axes(NamedTuple):
     head_axis: str | None  # the axis over which tokens are exchanged for heads
     needed: bool  # whether a call without a mesh raises, instead of running on one device
     layout: AbstractRingLayout  # which tokens each place of the ring holds
+    gathers: bool = False  # whether keys and values are gathered over `axis`, instead of rotating
 
 
 class SequenceSharding(NamedTuple):
@@ -44,6 +45,7 @@ class SequenceSharding(NamedTuple):
     head_size: int  # how many devices exchange tokens for heads
     mesh: Any  # the mesh in which these axes are automatic; None if they are manual
     layout: AbstractRingLayout  # which tokens each place of the ring holds
+    gathers: bool  # whether keys and values are gathered over `axis`, instead of rotating
     head_shards: int = 1  # how many ways other automatic axes shard the heads
 
     @property
@@ -150,12 +152,13 @@ class AbstractSharded(AbstractFoldStrategy):
             if place.head_size > 1:
                 uneven = problem.sizes[2] % place.sharers
                 problem = with_enough_heads(problem, place.head_size if uneven else place.sharers)
+        gathers = place is not None and place.gathers
         options: dict[str, Any] = dict(
             block_q=self.metadata.blocksize_q,
             block_k=self.metadata.blocksize_k,
             fused=self.fused_backward,
             lowering=lowering,
-            manual=self.manual(problem, lowering, place and place.manual),
+            manual=self.manual(problem, lowering, place and place.manual, gathers),
         )
         if place is None:
             return fold_on_device(problem, **options), None
@@ -212,7 +215,7 @@ class AbstractSharded(AbstractFoldStrategy):
 
     def _place(self) -> SequenceSharding | None:
         """How the sequence is sharded here; None if one device holds all of it."""
-        axis, head_axis, needed, layout = self._axes()
+        axis, head_axis, needed, layout, gathers = self._axes()
         mesh = current_mesh(self.metadata.mesh if self.mesh is None else self.mesh)
         named = [a for a in (axis, head_axis) if a is not None]
         if mesh is None:
@@ -242,7 +245,8 @@ class AbstractSharded(AbstractFoldStrategy):
                 "jax.shard_map manual over both, or over neither."
             )
         shards = self._head_shards(mesh, named)
-        place = SequenceSharding(axis, sizes[0], head_axis, sizes[1], mesh, layout, shards)
+        tokens = (axis, sizes[0], head_axis, sizes[1], mesh, layout, gathers)
+        place = SequenceSharding(*tokens, shards)
         return place._replace(mesh=None, head_shards=1) if any(manual.values()) else place
 
     def _head_shards(self, mesh: Any, axes: list[str]) -> int:

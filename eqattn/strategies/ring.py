@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 
 from .._config.metadata import AttentionMetadata
-from .._ring.layout import AbstractRingLayout, Contiguous
+from .._ring.layout import AbstractRingLayout, check_layout, Contiguous
 from ._registry import AttentionRegistry
 from ._sharded import AbstractSharded, Axes
 
@@ -64,10 +64,7 @@ class Ring(AbstractSharded):
     head_axis: str | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
-        if not isinstance(self.layout, AbstractRingLayout):
-            raise TypeError(
-                f"layout is Contiguous(), Zigzag() or Balanced(...), got {self.layout!r}."
-            )
+        check_layout(self.layout)
 
     @classmethod
     def get_impl_name(cls) -> str:

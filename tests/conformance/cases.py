@@ -76,7 +76,7 @@ AXES: dict[str, tuple] = {
 # each device has some of the keys.
 MORE: dict[str, tuple] = {
     "target": (
-        *(("ring", 4), ("tpu_ragged", 1), ("ulysses", 2), ("latent", 1)),
+        *(("ring", 4), ("ulysses", 2), ("all_gather", 2), ("tpu_ragged", 1), ("latent", 1)),
         *(("paged", 1), ("ragged_keys", 4), ("paged_keys", 4)),
     ),
 }
@@ -95,6 +95,7 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     # Two devices share the heads, and neither has all keys that are listed.
     "ulysses": {"heads": ((1, 1),), "mask": ("selected",)},
     "ring": {"mask": ("selected",)},
+    "all_gather": {"mask": ("selected",)},
     # Pages of 4 tokens, equally many on each device, of which none has all keys that are listed.
     "ragged_keys": {"length": _in_parts_of(4), "mask": ("selected",)},
     "paged_keys": {"length": _in_parts_of(16), "lead": ((), (2, 2)), "mask": ("selected",)},

@@ -71,12 +71,20 @@ def reference(xs, cts):
     return oracle.vjp(problem, *[np.asarray(x, np.float64) for x in cts])
 
 
-CASES = [("blockwise", 1), ("dense", 1), ("ring", 2), ("ring", 8), ("ulysses", 8)]
+CASES = [
+    ("blockwise", 1),
+    ("dense", 1),
+    ("ring", 2),
+    ("ring", 8),
+    ("ulysses", 8),
+    ("all_gather", 8),
+]
 
 
+RARE = [("ring", 2), ("all_gather", 8)]
 # Many devices show what few do, and more of it.
 CROSSED = [
-    pytest.param(case, slopes, marks=pytest.mark.slow if case == ("ring", 2) else ())
+    pytest.param(case, slopes, marks=pytest.mark.slow if case in RARE else ())
     for case in CASES
     for slopes in (sc.ALiBi, closure)
 ]
@@ -130,7 +138,7 @@ def narrow_program(strategy, bias, manual, dtype):
 
     def fn(xs):
         metadata = eqattn.AttentionMetadata(blocksize_q=8, blocksize_k=8, runtime_dtype=dtype)
-        cls = eqattn.strategies.Ring if strategy == "ring" else eqattn.strategies.Ulysses
+        cls = eqattn.AttentionRegistry.get(strategy)
         score = [sc.ALiBi(xs["slopes"]), sc.T5Bias(xs["table"]), closure(xs["slopes"])]
         return eqattn.attention(
             xs["q"], xs["k"], xs["v"], cls(metadata, **name), bias=xs["bias"], score=score

@@ -82,10 +82,16 @@ MUTANTS = [
             ("departing = [ring.move(home, step) for step, _ in walks]", "departing = [home for step, _ in walks]"),
             ("half = layout.grid[ROW] // 2 if returns and walks else 0", "half = 0", "only when the visits run differs"),
             ("inside = (rows.start <= row) & (row < rows.stop)", "inside = (rows.start <= row) & (row <= rows.stop)"),
-            ("for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):", "for axis in range(-self.rank - 1, -len(layout.grid), -1):"),
-            ("fn, table_axes = jax.vmap(fn, mapped), (axis, *table_axes)", "fn, table_axes = jax.vmap(fn, mapped), (*table_axes, axis)"),
             ("for h in range(first, length):", "for h in range(first, length - 1):"),
             ("if first == 2 and length > 1:", "if False:"),
+        ],
+    ),
+    (
+        "_sweep/gathering.py",
+        SUMS,
+        [
+            ("for axis in range(-self.rank - 1, -len(layout.grid) - 1, -1):", "for axis in range(-self.rank - 1, -len(layout.grid), -1):"),
+            ("fn, table_axes = jax.vmap(fn, mapped), (axis, *table_axes)", "fn, table_axes = jax.vmap(fn, mapped), (*table_axes, axis)"),
         ],
     ),
     (
@@ -114,7 +120,7 @@ MUTANTS = [
         ],
     ),
     (
-        "_sweep/rotation.py",
+        "_sweep/gathering.py",
         "sweep/test_sweep.py -k some_operands",
         [
             ("reads=tuple(kept.index(i) for i in self.reads)", "reads=self.reads"),

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from eqattn import (
     ALiBi,
+    AllGather,
     AttentionMetadata,
     Blockwise,
     Causal,
@@ -53,6 +54,7 @@ PLACES = {
     "zigzag with heads": ((2, 2), Ring(METADATA, layout=ZIGZAG, head_axis="hp"), 2),
     "contiguous": ((4,), Ring(METADATA, layout=Contiguous()), 1),
     "ulysses": ((2,), Ulysses(METADATA), 1),
+    "gathered zigzag": ((2,), AllGather(METADATA, layout=ZIGZAG), 2),
 }
 
 

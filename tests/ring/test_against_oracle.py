@@ -8,7 +8,7 @@ from conformance import oracle, oracle_dropout as od, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, Balanced, masks as m, scores as sc
 from eqattn._ring.layout import Contiguous, Zigzag
-from eqattn.strategies import Ring, Ulysses
+from eqattn.strategies import AllGather, Ring, Ulysses
 
 from .common import B, D, grid_of, H, K, mesh_of, V
 
@@ -57,8 +57,10 @@ def features(name, t, rng, tokens):
     return table[name]
 
 
-def compare(name, n, layout=Contiguous(), t=24, block=4, *, group=1, **options):
-    """On a ring of `n` places of `group` devices each; Ulysses where there is one place."""
+def compare(name, n, layout=Contiguous(), t=24, block=4, *, group=1, gathers=False, **options):
+    """On a ring of `n` places of `group` devices each; Ulysses where there is one place. If it
+    `gathers`, keys and values are gathered over the places.
+    """
     ulysses = n == 1 < group
     rng = np.random.default_rng(len(name))
 
@@ -95,6 +97,7 @@ def compare(name, n, layout=Contiguous(), t=24, block=4, *, group=1, **options):
         head_axis = "hp" if group > 1 else None
         strategy = Ring(metadata, layout=layout, head_axis=head_axis)
         strategy = Ulysses(metadata) if ulysses else strategy
+        strategy = AllGather(metadata, layout=layout) if gathers else strategy
         bias = a.get("bias")
         for axis in (2, 3):
             bias = bias if bias is None or bias.shape[axis] == 1 else tokens(bias, axis)
@@ -172,6 +175,20 @@ def test_every_feature_in_a_balanced_layout(name, n, group):
 @pytest.mark.parametrize("name, n, layout", EVERYTHING, ids=names(EVERYTHING))
 def test_every_feature_on_any_number_of_devices(name, n, layout):
     compare(name, n, layout, t=48)
+
+
+GATHERED = [("segments", 4, Contiguous()), ("bias", 2, Zigzag()), ("dropout", 3, Zigzag())]
+
+
+@pytest.mark.parametrize("name, n, layout", GATHERED, ids=names(GATHERED))
+def test_feature_with_gathered_keys(name, n, layout):
+    compare(name, n, layout, gathers=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, n, layout", EVERYTHING, ids=names(EVERYTHING))
+def test_every_feature_with_gathered_keys(name, n, layout):
+    compare(name, n, layout, t=48, gathers=True)
 
 
 # (feature, places of the ring, devices that exchange heads, layout): one place is Ulysses.

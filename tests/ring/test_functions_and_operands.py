@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from eqattn import attention, AttentionMetadata, Blockwise, masks as m, scores as sc
 from eqattn.scores import Operand
-from eqattn.strategies import Ring, Ulysses
+from eqattn.strategies import AllGather, Ring, Ulysses
 
 from .common import B, D, grid_of, H, K, mesh_of, SP, V
 
@@ -180,11 +180,12 @@ SOME = [  # each kind, each transformation, each strategy; placed or not
     (closures, grad, Ring, False), (closures, eager_grad, Ring, True), (closures, jvp, Ring, True),
     (closures, vmap, Ulysses, False), (operands, hvp, Ring, True), (operands, scan, Ulysses, True),
     (both, checkpoint, Ring, False), (both, eager, Ring, True), (parameters, vmap, Ring, True),
-    (parameters, jit, Ulysses, True), (positions, grad, Ring, True),
+    (parameters, jit, Ulysses, True), (positions, grad, Ring, True), (both, hvp, AllGather, True),
 ]  # fmt: skip
 ALL = [
     (kind, transform, cls, placed)
-    for kind in KINDS for transform in TRANSFORMS for cls in (Ring, Ulysses) for placed in (False, True)
+    for kind in KINDS for transform in TRANSFORMS for cls in (AllGather, Ring, Ulysses)
+    for placed in (False, True)
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import eqattn
 from eqattn import (
     ALiBi,
+    AllGather,
     attention,
     AttentionMetadata,
     Blockwise,
@@ -115,6 +116,7 @@ STRATEGIES = [
     pytest.param(Ragged, 1, {}, marks=pytest.mark.slow),
     pytest.param(Ring, 4, {"axis_name": "sp"}, marks=pytest.mark.slow),
     pytest.param(Ulysses, 2, {"axis_name": "sp"}, marks=pytest.mark.slow),
+    pytest.param(AllGather, 2, {"axis_name": "sp"}, marks=pytest.mark.slow),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from eqattn import attention, AttentionMetadata, AttentionRegistry, Blockwise
 
 
-NAMES = ("blockwise", "dense", "ragged", "ring", "ulysses")
+NAMES = ("blockwise", "dense", "ragged", "ring", "ulysses", "all_gather")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

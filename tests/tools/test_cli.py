@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from _programs import refuses
 
-from eqattn import AttentionRegistry, Causal, ring_plan, Zigzag
+from eqattn import AttentionRegistry, Causal, ring_plan, sharding_plan, Zigzag
 from eqattn.__main__ import main
 from eqattn._tools.bench import accuracy, cases, report, timing
 from eqattn._tools.bench.measure import measure
@@ -41,7 +41,7 @@ def test_info(capsys):
     found = fields(text, "strategies")
     assert set(found) == set(AttentionRegistry.list_implementations())
     alone = [name for name, line in found.items() if "as blockwise: there is no mesh" in line]
-    assert alone == ["ring", "ulysses"] and "one device" not in found["ragged"]
+    assert alone == ["all_gather", "ring", "ulysses"] and "one device" not in found["ragged"]
     lowerings = fields(text, "code for blockwise")
     assert lowerings["tpu xla"] == "yes" == lowerings["tpu pallas"]
     assert lowerings["cuda pallas"] == "yes" and "not been measured" in lowerings["cuda auto"]
@@ -80,7 +80,10 @@ def test_info_plans_a_ring(capsys):
     flags = "--queries 4096 --heads 8 --kv-heads 2 --dtype bfloat16 --devices 16 --layout zigzag"
     assert main(["info", "--no-compile", *flags.split()]) == 0
     plan = ring_plan(4096, 16, layout=Zigzag(), mask=Causal(), heads=8, kv_heads=2, head_dim=64)
-    assert repr(plan) in capsys.readouterr().out and plan.balance == 1
+    text = capsys.readouterr().out
+    assert repr(plan) in text and plan.balance == 1
+    sizes = dict(heads=8, kv_heads=2, head_dim=64)
+    assert repr(sharding_plan(4096, 16, layout=Zigzag(), mask=Causal(), **sizes)) in text
 
 
 def test_info_says_why_not(capsys):

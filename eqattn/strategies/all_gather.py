@@ -1,0 +1,68 @@
+"""`AllGather`: each of many devices keeps its queries, and gathers the keys and values of all."""
+
+from typing import Any
+
+import equinox as eqx
+
+from .._config.metadata import AttentionMetadata
+from .._ring.layout import AbstractRingLayout, check_layout, Contiguous
+from ._registry import AttentionRegistry
+from ._sharded import AbstractSharded, Axes
+
+
+@AttentionRegistry.register
+class AllGather(AbstractSharded):
+    """Exact attention over sequences that are sharded over devices, for short shards.
+
+    Each device keeps its queries, and gathers the keys and values of all devices, in their own
+    dtype and with their own number of heads. Then it attends as `Blockwise` does, with its own
+    queries. In a gradient, keys and values are gathered again, and the gradients that each device
+    has of all of them are summed in float32 by a reduce-scatter, and rounded once. So nothing that
+    grows with the sequence is kept for the backward, but while a device attends it holds all keys
+    and values, and in the backward also float32 gradients of them.
+
+    A [`eqattn.Ring`][] sends as many bytes in as many steps as there are devices, each behind the
+    work of one step. With few tokens for each device, that work is too short to hide a step, and
+    small blocks are inefficient. Gathering is a single exchange, which nothing hides.
+    [`eqattn.sharding_plan`][] compares the two, and [`eqattn.Ulysses`][], by their bytes and work.
+
+    It is called as a `Ring` is, with whole arrays or inside your own `jax.shard_map`, and the same
+    holds for layouts, biases, dropout and the indices of heads. Batch and heads stay sharded over
+    the axes that `metadata.partition_axis` names and that divide them; over other automatic axes
+    XLA gathers them, too. Without a mesh and without an `axis_name` it is `Blockwise`.
+
+    **Arguments:**
+
+    - `metadata`: as for `Blockwise`, and also `sequence_axis_name` and `mesh`.
+    - `axis_name`: the mesh axis, by default `metadata.sequence_axis_name`.
+    - `mesh`: the mesh, by default `metadata.mesh`. A mesh of the context takes precedence.
+    - `layout`: which tokens each device holds: [`eqattn.Contiguous`][], [`eqattn.Zigzag`][] or
+        [`eqattn.Balanced`][]. It shares out the work of the queries, as in a ring.
+    - `precision`, `fused_backward`: as for `Blockwise`.
+
+    **Raises:** `ValueError` when called, if the mesh has no such axis, if the layout does not
+    divide the tokens, or if an axis is named and there is no mesh.
+
+    ??? cite "Reference"
+
+        Llama Team, *The Llama 3 Herd of Models*, 2024 (arXiv:2407.21783), section 3.3.2: context
+        parallelism by an all-gather of keys and values.
+    """
+
+    metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
+    axis_name: str | None = eqx.field(static=True, default=None)
+    mesh: Any = eqx.field(static=True, default=None)
+    layout: AbstractRingLayout = eqx.field(static=True, default=Contiguous())
+    precision: Any = eqx.field(static=True, default=None)
+    fused_backward: bool = eqx.field(static=True, default=True)
+
+    def __check_init__(self) -> None:
+        check_layout(self.layout)
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "all_gather"
+
+    def _axes(self) -> Axes:
+        axis = self.axis_name or self.metadata.sequence_axis_name
+        return Axes(axis, None, self.axis_name is not None, self.layout, gathers=True)
