@@ -112,7 +112,8 @@ class ShardedKeys(eqx.Module):
             return jax.tree.map(lambda leaf: held.get(id(leaf), P()), x)
 
         def operand(x: Array) -> P:
-            return P() if self.paged or x.shape[-1] == 1 else P(*[None] * (x.ndim - 1), axis)
+            token = min(x.ndim - 1, 3)  # canonical operands may have features behind it
+            return P() if self.paged or x.shape[token] == 1 else P(*[None] * token, axis)
 
         whole = jax.tree.map(lambda _: P(), self.rest)
         groups = (self.positions, self.mask, self.scores)
@@ -136,13 +137,17 @@ class ShardedKeys(eqx.Module):
             tokens, page = key.shape[1], key.page_size
 
             def own(x: Any) -> Any:
-                """The tokens on the last axis that lie in pages of this device."""
+                """The tokens that lie in pages of this device. They are on the last axis, or before
+                one of features.
+                """
                 x = jnp.asarray(x)
-                if x.shape[-1] == 1 < tokens:
+                at = min(x.ndim - 1, 3)
+                if x.shape[at] == 1 < tokens:
                     return x
-                x = x.reshape(*x.shape[:-1], -1, n, page)
-                x = lax.dynamic_index_in_dim(x, index, x.ndim - 2, keepdims=False)
-                return x.reshape(*x.shape[:-2], -1)
+                lead, last = x.shape[:at], x.shape[at + 1 :]
+                x = x.reshape(*lead, -1, n, page, *last)
+                x = lax.dynamic_index_in_dim(x, index, at + 1, keepdims=False)
+                return x.reshape(*lead, -1, *last)
 
             key = key.share(index)
             value = value.share(index) if isinstance(value, Pages) else value
