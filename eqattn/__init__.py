@@ -24,11 +24,13 @@ from .masks import (
     Dense as DenseMask,
     KeyPadding as KeyPadding,
     MaskFn as MaskFn,
+    Neighbourhood as Neighbourhood,
     PrefixLM as PrefixLM,
     QueryPadding as QueryPadding,
     Segments as Segments,
     Selected as Selected,
     SlidingWindow as SlidingWindow,
+    TileOrder as TileOrder,
     Tree as Tree,
 )
 from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn, T5Bias as T5Bias
@@ -79,6 +81,7 @@ if _typing.TYPE_CHECKING:
         ring_attention as ring_attention,
     )
     from .masks._packed import packed_segments as packed_segments, PackedSegments as PackedSegments
+    from .stats._top_keys import top_keys as top_keys, TopKeys as TopKeys
 
 from ._version import __version__ as __version__
 
@@ -101,6 +104,7 @@ _LATE = {
     "compat.ragged_kernel": "ragged_flash_attention_kernel",
     "compat.ring": "BwdParams FwdParams ring_attention",
     "masks._packed": "packed_segments PackedSegments",
+    "stats._top_keys": "top_keys TopKeys",
 }
 _MODULE_OF = {name: module for module, names in _LATE.items() for name in names.split()}
 

@@ -132,6 +132,11 @@ def is_zero(tangent) -> bool:
     return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
 
 
+def zero_tangent(x):
+    """The symbolically zero tangent of an array, of integers too."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
 def partitioned_automatically(ctx) -> bool:
     """Whether the compiler will split the module that is lowered over several devices.
 

@@ -1,8 +1,9 @@
 """Functions of one (query, key) pair and the arrays that travel with them.
 
 A mask and a score are written once, for scalars: the flattened batch index `b`, the query head
-`h`, the positions `q` and `k`, and one scalar of each array ("operand") they carry. Strategies,
-kernels and the block classification all evaluate that same function.
+`h`, the positions `q` and `k`, and of each array ("operand") they carry one scalar or, if the array
+has features, one vector. Strategies, kernels and the block classification all evaluate that same
+function.
 """
 
 import math
@@ -26,7 +27,10 @@ class Operand(eqx.Module):
 
     - `array`: the array. It has the axes that `axes` names, each of full size or 1.
     - `axes`: the axes of the array: some of `"b"` (all leading batch axes), `"h"` (query head),
-        `"t"` (query) and `"s"` (key), in that order.
+        `"t"` (query) and `"s"` (key), in that order, and then perhaps `"f"` (features). With
+        features, the mask or score reads a vector `[f]` at each pair, for a product of its own. The
+        product of a vector of the query and one of the key, `x @ y`, is then a product of matrices
+        for a block.
 
     **Raises:** `ValueError` for other axes or another order.
     """
@@ -36,28 +40,55 @@ class Operand(eqx.Module):
 
     def __check_init__(self) -> None:
         if not isinstance(self.axes, str) or self.axes != "".join(
-            a for a in "bhts" if a in self.axes
+            a for a in "bhtsf" if a in self.axes
         ):
             raise ValueError(
-                f"axes must be some of 'bhts' (batch, head, query, key), in this order, got "
-                f"{self.axes!r} for an array {self.array.shape}; transpose the array to it."
+                f"axes must be some of 'bhtsf' (batch, head, query, key, features), in this order, "
+                f"got {self.axes!r} for an array {self.array.shape}; transpose the array to it."
             )
+
+    @property
+    def feature_shape(self) -> tuple[int, ...]:
+        """The shape of what is read at each pair: `(f,)` with features, else `()`."""
+        return tuple(self.array.shape[-1:]) if self.axes.endswith("f") else ()
+
+    @classmethod
+    def of_canonical(cls, array: Any) -> "Operand":
+        """The operand whose canonical form is this array."""
+        return cls(array, "bhtsf"[: array.ndim])
+
+
+def as_operands(arrays: Any) -> tuple[Operand, ...]:
+    """**Raises:** `TypeError`, with the remedy, unless it is a tuple or list of `Operand`s."""
+    if not isinstance(arrays, tuple | list):
+        raise TypeError(f"arrays must be a tuple of Operands, got {type(arrays).__name__}.")
+    for x in arrays:
+        if not isinstance(x, Operand):
+            raise TypeError(
+                f"arrays must be Operands such as Operand(array, 'bh'), which say what the "
+                f"axes are, got {type(x).__name__}."
+            )
+    return tuple(arrays)
 
 
 def canonical(
     operand: Operand, batch_shape: Sequence[int], heads: int, t: int, s: int, name: str = "operand"
 ) -> Array | np.ndarray:
-    """An operand as a rank-4 array `[B|1, H|1, T|1, S|1]`, with all batch axes flattened.
+    """An operand as an array `[B|1, H|1, T|1, S|1]`, with all batch axes flattened, and then its
+    axis of features if it has one.
 
     **Raises:** `ValueError` with both shapes if it does not broadcast to `[*batch, h, t, s]`.
     """
     array, axes = operand.array, operand.axes
     full = (*batch_shape, heads, t, s)
     sizes = {"h": heads, "t": t, "s": s}
-    tail = [a for a in axes if a != "b"]
-    lead = array.shape[: array.ndim - len(tail)]
-    rest = array.shape[array.ndim - len(tail) :]
-    ok = array.ndim >= len(tail) and len(lead) <= len(batch_shape) and ("b" in axes or not lead)
+    tail, last = [a for a in axes if a not in "bf"], operand.feature_shape
+    ndim = array.ndim - len(last)
+    lead, rest = (
+        array.shape[: max(ndim - len(tail), 0)],
+        array.shape[max(ndim - len(tail), 0) : ndim],
+    )
+    ok = ndim >= len(tail) and len(lead) <= len(batch_shape) and ("b" in axes or not lead)
     padded = (1,) * (len(batch_shape) - len(lead)) + tuple(lead)
     ok = ok and all(n in (1, m) for n, m in zip(padded, batch_shape))
     ok = ok and all(n in (1, sizes[a]) for a, n in zip(tail, rest))
@@ -72,10 +103,11 @@ def canonical(
         flat = (math.prod(batch_shape),)
     else:
         xp = np if isinstance(array, np.ndarray) else jnp
-        array = xp.broadcast_to(array.reshape(*padded, *rest), (*batch_shape, *rest))
+        array = array.reshape(*padded, *rest, *last)
+        array = xp.broadcast_to(array, (*batch_shape, *rest, *last))
         flat = (math.prod(batch_shape),)
     size = dict(zip(tail, rest))
-    return array.reshape(*flat, *(size.get(a, 1) for a in "hts"))
+    return array.reshape(*flat, *(size.get(a, 1) for a in "hts"), *last)
 
 
 def over_block(fn: Callable, args: Sequence[Array]) -> Array:
@@ -86,8 +118,9 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
 
     **Arguments:**
 
-    - `fn`: a function of scalars.
-    - `args`: arrays `[keys|1, rows|1]`, one for each argument of `fn`.
+    - `fn`: a function of scalars and of vectors.
+    - `args`: arrays `[keys|1, rows|1]`, or `[keys|1, rows|1, f]` for vectors, one for each argument
+        of `fn`.
 
     **Returns:** `[keys|1, rows|1]`.
     """
@@ -96,7 +129,7 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
         in_axes = tuple(0 if a.shape[axis] > 1 else None for a in args)
         if any(a == 0 for a in in_axes):
             fn = jax.vmap(fn, in_axes)
-    squeezed = [a.reshape(tuple(n for n in a.shape if n > 1)) for a in args]
+    squeezed = [a.reshape(tuple(n for n in a.shape[:2] if n > 1) + a.shape[2:]) for a in args]
     return jnp.asarray(fn(*squeezed)).reshape(shape)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.lowering import BlockRequest, Lowering, XLA
+from .._sweep.sweep import block_dtype
 from .mesh import split_axis
 from .problem import Problem
 from .storage import Pages
@@ -165,12 +166,13 @@ class Blocking:
         return [table[:, i :: self.together] for i in range(self.together)]
 
     def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
-        """Turns a canonical operand `[B|1, H|1, T|1, S|1]` into blocks.
+        """Turns a canonical operand `[B|1, H|1, T|1, S|1]`, perhaps with features, into blocks.
 
         **Returns:** blocks `[keys|1, rows|1]`, or `[keys, group|1, queries|1]` where rows would be
-        larger than `x` is; and the grid axes in front of them, those on which `x` varies.
+        larger than `x` is, and then the features; and the grid axes in front of them, those on
+        which `x` varies.
         """
-        b, h, t, s = x.shape
+        b, h, t, s, *last = x.shape
         columns = self.columns * (self.shards if t != 1 else 1)
         if t != 1:
             x = self.pad(x, 2, self.rows * self.block_q, edge=True)
@@ -183,13 +185,18 @@ class Blocking:
             (1, 1) if t == 1 else (self.rows, self.block_q),
             (1, 1) if s == 1 else (columns, self.block_k),
         )
-        x = x.reshape([n for pair in sizes for n in pair]).transpose(0, 2, 4, 6, 7, 3, 5, 1)
+        x = x.reshape([n for pair in sizes for n in pair] + last)
+        x = x.transpose(0, 2, 4, 6, 7, 3, 5, 1, *range(8, x.ndim))
         # Axes with several blocks are kept. In a ring, a device's only block of rows or columns
         # differs from those of other devices. So an axis on which `x` varies is kept there, too.
         kept = [n != 1 or self.shards > 1 != m for (n, _), m in zip(sizes, (b, h, t, s))]
         axes = tuple(a for a, keep in zip((BATCH, HEAD, ROW, COL), kept) if keep)
         keys, group, queries = x.shape[4:7]
-        x = x.reshape([n for (n, _), keep in zip(sizes, kept) if keep] + [keys, group, queries])
+        lead = [n for (n, _), keep in zip(sizes, kept) if keep]
+        x = x.reshape(*lead, keys, group, queries, *last)
+        if last:
+            whole = (group, queries) in ((1, 1), (self.group, self.block_q))
+            return x.reshape(*lead, keys, -1, *last) if whole else x, axes
         if keys == 1 and group * queries > 1:
             static = isinstance(x, np.ndarray) and isinstance(self.block_q, int)
             xp = np if static else jnp
@@ -198,28 +205,55 @@ class Blocking:
             x = x.reshape(*x.shape[:-2], -1)
         return x, axes
 
-    def from_pairs(self, x: Array, axes: tuple[int, ...]) -> Array:
+    def from_pairs(self, x: Array, axes: tuple[int, ...], features: bool = False) -> Array:
         """Undoes `pairs_of`, but for the padding."""
-        sizes, block = dict(zip(axes, x.shape)), x.shape[len(axes) :]
+        last = x.shape[x.ndim - features :]
+        sizes, block = dict(zip(axes, x.shape)), x.shape[len(axes) : x.ndim - features]
         b, k, rows, columns = (sizes.get(a, 1) for a in (BATCH, HEAD, ROW, COL))
         if len(block) == 2:
             block = (block[0], 1, 1) if block[1] == 1 else (block[0], self.group, self.block_q)
-        x = x.reshape(b, k, rows, columns, *block)
+        x = x.reshape(b, k, rows, columns, *block, *last)
         if HEAD not in axes and self.kv_heads > 1:  # `pairs_of` only broadcast it to the block.
-            x = x[..., :1, :]
+            x = x[:, :, :, :, :, :1]
         if ROW not in axes:
-            x = x[..., :1]
-        x = x.transpose(0, 1, 5, 2, 6, 3, 4)
-        return x.reshape(b, x.shape[1] * x.shape[2], rows * x.shape[4], columns * block[0])
+            x = x[:, :, :, :, :, :, :1]
+        x = x.transpose(0, 1, 5, 2, 6, 3, 4, *range(7, x.ndim))
+        tokens = rows * x.shape[4], columns * block[0]
+        return x.reshape(b, x.shape[1] * x.shape[2], *tokens, *last)
 
 
-def broadcast_to_rows(x: Array, blocking: Blocking) -> Array:
-    """Broadcasts a block from `pairs_of` to `[keys|1, rows|1]`."""
-    if x.ndim == 2:
+@dataclasses.dataclass(frozen=True)
+class BlockOperand:
+    """An array cut into blocks.
+
+    **Arguments:**
+
+    - `role`: what the array means to the problem: `"query"`, `"key"`, `"value"`, `"page"`,
+        `"scale"`, an index of a pair such as `"q_position"`, `"valid"`, `"seed"`, or the class name
+        of the mask or score that reads it.
+    - `array`: the blocks, with grid axes in front of the axes of one block.
+    - `axes`: the grid axes that the array has.
+    - `features`: whether the last axis of a block is one of features.
+    """
+
+    role: str
+    array: Any
+    axes: tuple[int, ...]
+    features: bool = False
+
+    @property
+    def read(self) -> tuple[tuple[int, ...], Any]:
+        """The shape and the dtype of what a mask or score reads of it at a pair."""
+        return self.array.shape[-1:] if self.features else (), block_dtype(self.array)
+
+
+def broadcast_to_rows(x: Array, blocking: Blocking, features: bool = False) -> Array:
+    """Broadcasts a block from `pairs_of` to `[keys|1, rows|1]`, with its features behind."""
+    if x.ndim - features == 2:
         return x
-    return jnp.broadcast_to(x, (x.shape[0], blocking.group, blocking.block_q)).reshape(
-        x.shape[0], -1
-    )
+    keys, last = x.shape[0], x.shape[3:]
+    x = jnp.broadcast_to(x, (keys, blocking.group, blocking.block_q, *last))
+    return x.reshape(keys, -1, *last)
 
 
 def check_open_length(name: str, n: Any, field: str, block: int | None, parts: int) -> None:

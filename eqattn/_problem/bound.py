@@ -12,26 +12,28 @@ from ..scores._wrapper import AbstractWrapper
 
 
 class BoundMask(AbstractMask):
-    """A mask whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`."""
+    """A mask whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`, some perhaps
+    with features.
+    """
 
     mask: AbstractMask
     arrays: tuple[Array | np.ndarray, ...]
 
     def operands(self):
-        return tuple(Operand(x, "bhts") for x in self.arrays)
+        return tuple(map(Operand.of_canonical, self.arrays))
 
     def visible(self, b, h, q, k, *ids):
         return self.mask.visible(b, h, q, k, *ids)
 
 
 class BoundScore(AbstractWrapper):
-    """A score whose operands are replaced by canonical arrays `[B|1, H|1, T|1, S|1]`."""
+    """A score whose operands are replaced by canonical arrays, as those of a `BoundMask`."""
 
     score: AbstractScore
     arrays: tuple[Array, ...]
 
     def operands(self) -> tuple[Operand, ...]:
-        return tuple(Operand(x, "bhts") for x in self.arrays)
+        return tuple(map(Operand.of_canonical, self.arrays))
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
         return self.score.transform(logit, b, h, q, k, *operands)

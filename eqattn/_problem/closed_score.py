@@ -11,6 +11,10 @@ spoil it. So the derivatives are evaluated with other arguments:
   finite, and `0 * J = 0`.
 - A block without a visible pair has no such arguments. Its whole gradient is dropped.
 
+An operand with features is shared by all pairs of a row or of a key, and to select it pair by pair
+would turn its product into one for each pair. So there every value is selected where the function
+first makes it of both, that is, after the product; see `_Guarded`.
+
 This is the same trouble as with numbers that are not finite; see `_sweep/nonfinite.py`.
 """
 
@@ -29,6 +33,7 @@ from jaxtyping import Array
 from .._jax import abstract, evaluated, interpret, only_varies, primitives, vary, varying_axes
 from .._misc import accumulation_dtype
 from .._pairs import over_block
+from .._sweep.nonfinite import zero_nonfinite
 from ..scores._base import AbstractScore
 from ..scores._wrapper import AbstractWrapper
 
@@ -56,7 +61,7 @@ class ClosedScore(eqx.Module):
         cls,
         score: AbstractScore,
         logit: Any,
-        operands: Sequence[Any],
+        operands: Sequence[tuple[tuple[int, ...], Any]],
         consts: Sequence[Array] | None = None,
         axes: frozenset = frozenset(),
     ) -> "ClosedScore":
@@ -70,14 +75,15 @@ class ClosedScore(eqx.Module):
 
         - `score`: the score.
         - `logit`: the dtype of the logit.
-        - `operands`: the dtypes of the score's operands.
+        - `operands`: the shape and the dtype of what the score reads of each operand at a pair.
         - `consts`: the arrays to close over; None takes those that the trace finds.
         - `axes`: the mesh axes over which all arguments vary.
         """
         like = vary(jnp.zeros((), logit), axes)
-        scalars = [abstract(like, (), x) for x in (logit, *[jnp.int32] * 4, *operands)]
+        read = [((), x) for x in (logit, *[jnp.int32] * 4)] + list(operands)
         # Not the method itself: JAX compares what it traces, and a module's arrays have no truth.
-        closed = jax.make_jaxpr(lambda *xs: score.transform(*xs))(*scalars)
+        transform = jax.make_jaxpr(lambda *xs: score.transform(*xs))
+        closed = transform(*[abstract(like, *x) for x in read])
         dtypes = tuple(x.dtype for x in closed.consts)
         if consts is None:
             consts = [
@@ -93,7 +99,7 @@ class ClosedScore(eqx.Module):
 
         - `mask`: which pairs are visible, `[keys, rows]`; None if all are.
         - `s`: the logits `[keys, rows]`.
-        - `others`: the indices and operands of its pairs, `[keys|1, rows|1]`.
+        - `others`: the indices and operands of its pairs, `[keys|1, rows|1]`, some with features.
 
         **Returns:** the new logits. They are 0 where the mask is False, unless the score is
         `finite_when_masked`.
@@ -201,17 +207,93 @@ def _step(eqn: Any, xs: Sequence) -> list:
     return evaluated(eqn, [x.narrow() if isinstance(x, _Held) else x for x in xs])
 
 
-def _of_pair(jaxpr: Any, dtypes: Sequence, consts: Sequence, scalars: Sequence) -> Array:
+def _of_pair(
+    jaxpr: Any, dtypes: Sequence, consts: Sequence, scalars: Sequence, step: Callable = _step
+) -> Array:
     """Evaluates a transform, whose `consts` it reads in these dtypes, on the scalars of a pair."""
     own = [_Held(x, d) if x.dtype != d else x for x, d in zip(consts, dtypes)]
-    (y,) = interpret(jaxpr, own, scalars, _step)
+    (y,) = interpret(jaxpr, own, scalars, step)
+    y = y.here if isinstance(y, _Guarded) else y
     return y.wide if isinstance(y, _Held) else y
 
 
-def _evaluate(jaxpr: Any, dtypes: Sequence, consts: Sequence, xs: Sequence) -> Array:
-    """Evaluates a transform of scalars on the arrays `xs` of a block."""
+def _evaluate(
+    jaxpr: Any,
+    dtypes: Sequence,
+    consts: Sequence,
+    xs: Sequence,
+    there: Sequence = (),
+    mask: Array | None = None,
+) -> Array:
+    """Evaluates a transform of scalars on the arrays `xs` of a block.
+
+    **Arguments:**
+
+    - `jaxpr`, `dtypes`, `consts`: those of a `ClosedScore`.
+    - `there`, `mask`: the arguments at one visible pair, and which pairs are visible, if each value
+        is to be that of this pair where its own pair is masked.
+    """
+
     transform = lambda *scalars: _of_pair(jaxpr, dtypes, consts, scalars)
-    return over_block(transform, xs).astype(xs[0].dtype)
+
+    def guarded(seen, *scalars):
+        here, elsewhere = scalars[: len(xs)], scalars[len(xs) :]
+        args = [_Guarded(x, y, _axes(z)) for x, y, z in zip(here, elsewhere, xs)]
+        return _of_pair(jaxpr, dtypes, consts, args, ft.partial(_guarded_step, seen, _axes(mask)))
+
+    if mask is None:
+        return over_block(transform, xs).astype(xs[0].dtype)
+    return over_block(guarded, [mask, *xs, *there]).astype(xs[0].dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Guarded:
+    """A value at a pair, and at one visible pair of the same block.
+
+    Once a value depends on both the row and the key, that of a masked pair is replaced by that of
+    the visible pair. So all that is computed from it is finite there, and its own derivative gets
+    the cotangent 0, by the transpose of a selection.
+
+    **Arguments:**
+
+    - `here`, `there`: the value at the pair, and at the visible one.
+    - `axes`: the axes of the block on which it depends, of 0 for keys and 1 for rows.
+    """
+
+    here: Any
+    there: Any
+    axes: frozenset
+
+
+def _axes(x: Any) -> frozenset:
+    """The axes of a block on which an array `[keys|1, rows|1, ...]` varies."""
+    return frozenset(i for i in (0, 1) if x.shape[i] > 1)
+
+
+def _guarded_step(seen: Any, masked: frozenset, eqn: Any, xs: Sequence) -> list:
+    """Evaluates an equation of guarded values.
+
+    **Arguments:**
+
+    - `seen`: whether the pair is visible.
+    - `masked`: the axes of the block on which `seen` depends.
+    """
+    if eqn.primitive is primitives.jit_p:
+        inner = eqn.params["jaxpr"]
+        step = ft.partial(_guarded_step, seen, masked)
+        return interpret(inner.jaxpr, inner.consts, xs, step)
+    xs = [x if isinstance(x, _Guarded) else _Guarded(x, x, frozenset()) for x in xs]
+    axes = frozenset().union(*(x.axes for x in xs))
+
+    def chosen(here, there):
+        if not masked <= axes:
+            return here
+        if isinstance(here, _Held):
+            return dataclasses.replace(here, wide=chosen(here.wide, there.wide))
+        return jnp.where(seen, here, lax.stop_gradient(there))
+
+    both = zip(_step(eqn, [x.here for x in xs]), _step(eqn, [x.there for x in xs]))
+    return [_Guarded(chosen(here, there), there, axes) for here, there in both]
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -230,7 +312,8 @@ def _where_visible_jvp(fn, primals, tangents):
     #
     # For visible pairs, that is f(c, x). For masked pairs, the outer selection has the tangent 0,
     # and its transpose hands 0 to the derivative of f at x', which is finite. The constants `c` are
-    # shared by all pairs, so their selection is by whether the block has any visible pair.
+    # shared by all pairs, so their selection is by whether the block has any visible pair. That of
+    # features is by whether their row or key has any, and `_Guarded` selects what f makes of them.
     mask, *trees = primals
     leaves, treedef = jax.tree.flatten(trees)
     moved = jax.tree.leaves(tangents[1:], is_leaf=lambda t: isinstance(t, SymbolicZero))
@@ -243,9 +326,11 @@ def _where_visible_jvp(fn, primals, tangents):
         new = dict(zip(active, of_active))
         consts, xs = jax.tree.unflatten(treedef, [new.get(i, x) for i, x in enumerate(leaves)])
         seen, picks = _one_visible(mask)
-        xs = [jnp.where(mask, x, lax.stop_gradient(_picked(x, *picks))) for x in xs]
+        there = [lax.stop_gradient(_picked(x, *picks)) for x in xs]
         consts = [jnp.where(seen, x, lax.stop_gradient(x)) for x in consts]
-        return jnp.where(mask, fn(consts, xs), 0)
+        guards = (there, mask) if any(x.ndim > 2 for x in xs) else ()
+        xs = [_where_seen(mask, x, y) for x, y in zip(xs, there)]
+        return jnp.where(mask, fn(consts, xs, *guards), 0)
 
     values, directions = ([xs[i] for i in active] for xs in (leaves, moved))
     return y, jax.jvp(safe, tuple(values), tuple(directions))[1]
@@ -269,9 +354,21 @@ def _one_visible(mask: Array) -> tuple[Array, tuple[Array, Array]]:
     return visible.max() > 0, (key, row)
 
 
+def _where_seen(mask: Array, x: Array, y: Array) -> Array:
+    """An argument `x` where a pair is visible, else `y`. Features of a row or a key stay if any of
+    its pairs is visible, with 0 for what is not finite: a masked pair may multiply it by 0.
+    """
+    if x.ndim == 2:
+        return jnp.where(mask, x, y)
+    shared = [i for i in (0, 1) if x.shape[i] == 1]
+    x = jnp.where(mask.any(shared, keepdims=True)[..., None], x, y)
+    return zero_nonfinite(x) if _is_float(x) else x
+
+
 def _picked(x: Array, key: Array, row: Array) -> Array:
-    """The entry `[1, 1]` of `x` `[keys|1, rows|1]` at one pair."""
+    """The entry `[1, 1, ...]` of `x` `[keys|1, rows|1, ...]` at one pair."""
     for axis, at in enumerate((key, row)):
         if x.shape[axis] > 1:
+            at = at.reshape(*at.shape, *[1] * (x.ndim - 2))
             x = jnp.where(at, x, jnp.zeros((), x.dtype)).sum(axis, keepdims=True, dtype=x.dtype)
     return x

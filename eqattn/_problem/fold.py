@@ -1,5 +1,5 @@
-"""The fold of a problem: its blocks are made, visited, and put together again as a Carry, or as
-output and logsumexp.
+"""The fold of a problem: its blocks are made, visited, and put together again as a Carry, as output
+and logsumexp, or as the greatest logits of each row.
 """
 
 import dataclasses
@@ -18,9 +18,10 @@ from .._sweep.attend import attend
 from .._sweep.fold import fold
 from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
 from .._sweep.lowering import Lowering, XLA
-from .blocking import Blocking
+from .._sweep.top import NONE, top
+from .blocking import Blocking, BlockOperand
 from .exchange import HeadExchange
-from .operands import BlockOperand, BlockOperands, WHOLE
+from .operands import BlockOperands, WHOLE
 from .problem import Problem
 
 
@@ -83,12 +84,44 @@ def attend_problem(
     return out, lse
 
 
-def _folded(joined: Sequence[BlockOperand], *args: Any, **kw: Any) -> list[Array]:
+def top_of_problem(
+    problem: Problem, blocking: Blocking, spread: HeadExchange | None = None, *, count: int
+) -> tuple[Array, Array]:
+    """The `count` greatest logits of each row of a problem and the positions of their keys, both
+    `[B, T, H, count]`. The arguments are those of `fold_problem`.
+    """
+    if 0 in (*blocking.grid, blocking.queries):
+        t, _, heads, _ = problem.sizes
+        shape = (blocking.batch, t, heads, count)
+        empty = jnp.full(shape, -jnp.inf, problem.accumulation_dtype)
+        return empty, jnp.full(shape, NONE, jnp.int32)
+    visit = ft.partial(_ranked, count=count)
+    values, places = _visited(visit, 2, [], problem, blocking, spread, True, XLA)
+    return values, places
+
+
+def _folded(joined: Sequence[BlockOperand], *args: Any, place: int, **kw: Any) -> list[Array]:
     assert not joined, joined
     return fold(*args, **kw)
 
 
-def _attended(joined: Sequence[BlockOperand], *args: Any, **kw: Any) -> list[Array]:
+def _ranked(
+    joined: Sequence[BlockOperand],
+    logits: Any,
+    operands: Any,
+    values: Any,
+    value_operands: Any,
+    value_axes: Any,
+    layout: Any,
+    *,
+    products: Any,
+    **kw: Any,
+) -> list[Array]:
+    del joined, values, value_operands, value_axes, products
+    return top(logits, operands, layout, **kw)
+
+
+def _attended(joined: Sequence[BlockOperand], *args: Any, place: int, **kw: Any) -> list[Array]:
     sinks = {"sinks": x.array for x in joined} | {"sink_axes": x.axes for x in joined}
     return attend(*args, **sinks, **kw)
 
@@ -113,7 +146,8 @@ def _visited(
 
     **Arguments:**
 
-    - `visit`: `fold` or `attend`, with what is joined to the rows as an argument in front.
+    - `visit`: `fold`, `attend` or `top`, with what is joined to the rows as an argument in front,
+        and the index of the operand that holds the positions of keys as `place`.
     - `count`: the number of its results.
     - `joined`: what is joined to the rows once their keys have been visited.
     - the others: those of `fold_problem`.
@@ -145,6 +179,7 @@ def _visited(
             classify=None if classes == (FULL,) else blocks.classify,
             reads=blocks.reads,
             products=blocks.products,
+            place=blocks.index("kv_position"),
         )
 
     rows = (BATCH, HEAD, ROW)

@@ -57,9 +57,19 @@ def stored_specs(x: Any, axis: str) -> dict[int, P]:
     return {id(a): P(*[None] * n, axis) for a, n in zip(held.arrays, lead)}
 
 
+def key_axis(operand: Array) -> int:
+    """The axis of keys of an array, the last one. A canonical operand may have features behind."""
+    return min(operand.ndim - 1, 3)
+
+
 def on_every_device(operand: Array, paged: bool) -> bool:
     """Whether each device has all of an operand: of pages, and where it does not vary with keys."""
-    return paged or operand.shape[-1] == 1
+    return paged or operand.shape[key_axis(operand)] == 1
+
+
+def _read(operand: Array) -> tuple[tuple[int, ...], Any]:
+    """The shape and the dtype of what a score reads of a canonical operand at a pair."""
+    return operand.shape[4:], block_dtype(operand)
 
 
 class ShardedKeys(eqx.Module):
@@ -116,7 +126,7 @@ class ShardedKeys(eqx.Module):
         one = (math.prod(problem.batch_shape),)
         rest = dataclasses.replace(rest, scale=jnp.asarray(rest.scale, acc), batch_shape=one)
         consts = tuple(
-            ClosedScore.of(score, acc, [block_dtype(x) for x in arrays]).consts
+            ClosedScore.of(score, acc, list(map(_read, arrays))).consts
             for score, arrays in zip(problem.scores, scores)
         )
         at = problem.kv_positions
@@ -154,7 +164,7 @@ class ShardedKeys(eqx.Module):
         def operand(x: Array) -> P:
             if on_every_device(x, self.paged):
                 return P()
-            return P(*[None] * (x.ndim - 1), axis)
+            return P(*[None] * key_axis(x), axis)
 
         whole, consts = jax.tree.map(lambda _: P(), (self.rest, self.consts))
         groups = (self.positions, self.mask, self.scores)
@@ -177,13 +187,17 @@ class ShardedKeys(eqx.Module):
             tokens, page = key.shape[1], key.page_size
 
             def own(x: Any) -> Any:
-                """The tokens on the last axis that lie in pages of this device."""
+                """The tokens that lie in pages of this device. They are on the last axis, or before
+                one of features.
+                """
                 x = jnp.asarray(x)
-                if x.shape[-1] == 1 < tokens:
+                at = min(x.ndim - 1, 3)
+                if x.shape[at] == 1 < tokens:
                     return x
-                x = x.reshape(*x.shape[:-1], -1, n, page)
-                x = lax.dynamic_index_in_dim(x, index, x.ndim - 2, keepdims=False)
-                return x.reshape(*x.shape[:-2], -1)
+                lead, last = x.shape[:at], x.shape[at + 1 :]
+                x = x.reshape(*lead, -1, n, page, *last)
+                x = lax.dynamic_index_in_dim(x, index, at + 1, keepdims=False)
+                return x.reshape(*lead, -1, *last)
 
             key = key.share(index)
             value = value.share(index) if isinstance(value, Pages) else value
@@ -198,7 +212,7 @@ class ShardedKeys(eqx.Module):
         problem = self.rest
         axes, acc = varying_axes(*jax.tree.leaves((key, scores))), problem.accumulation_dtype
         bound = tuple(
-            BoundScore(HeldScore.of(s, acc, [block_dtype(x) for x in xs], c, axes), xs)
+            BoundScore(HeldScore.of(s, acc, list(map(_read, xs)), c, axes), xs)
             for s, xs, c in zip(problem.scores, scores, self.consts)
         )
         new = [key, value, positions, bound]

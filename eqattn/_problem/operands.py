@@ -20,11 +20,10 @@ from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PAR
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
-from .._sweep.sweep import block_dtype
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
 from .block_classes import classes_of, table_of
-from .blocking import Blocking, broadcast_to_rows
+from .blocking import Blocking, BlockOperand, broadcast_to_rows
 from .bound import BoundMask
 from .closed_score import ClosedScore
 from .dropout import weights_of, WORDS, words_of
@@ -37,24 +36,6 @@ WHOLE = ("q_position", "kv_position", "valid", *WORDS)
 """The roles of operands that hold the tokens of all devices that exchange heads. These are not
 gathered from the devices.
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockOperand:
-    """An array cut into blocks.
-
-    **Arguments:**
-
-    - `role`: what the array means to the problem: `"query"`, `"key"`, `"value"`, `"page"`,
-        `"scale"`, an index of a pair such as `"q_position"`, `"valid"`, one of `WORDS`, or the
-        class name of the mask or score that reads it.
-    - `array`: the blocks, with grid axes in front of the axes of one block.
-    - `axes`: the grid axes that the array has.
-    """
-
-    role: str
-    array: Any
-    axes: tuple[int, ...]
 
 
 class BlockOperands:
@@ -169,11 +150,11 @@ class BlockOperands:
         self.values = tuple(values)
 
     def _add(self, role: str, x: Any) -> None:
-        """Adds an operand from an array `[B|1, H|1, T|1, S|1]`."""
+        """Adds an operand from an array `[B|1, H|1, T|1, S|1]`, perhaps with features."""
         whole = self.spread.inside and role in WHOLE
         blocking = self.spread.local(self.blocking) if whole else self.blocking
         blocks, axes = blocking.pairs_of(x)
-        self.operands += (BlockOperand(role, jnp.asarray(blocks), axes),)
+        self.operands += (BlockOperand(role, jnp.asarray(blocks), axes, x.ndim > 4),)
 
     def index(self, role: str) -> int:
         """The index of the first operand with a role."""
@@ -229,8 +210,8 @@ class BlockOperands:
         closed, acc = [], self.problem.accumulation_dtype
         axes = varying_axes(*(x.array for x in (*self.operands, *self.values)))
         for i, score in enumerate(self.problem.scores):
-            dtypes = [block_dtype(x.array) for x in self.operands[self.groups[i]]]
-            closed.append(ClosedScore.of(score, acc, dtypes, consts and consts[i], axes))
+            read = [x.read for x in self.operands[self.groups[i]]]
+            closed.append(ClosedScore.of(score, acc, read, consts and consts[i], axes))
         return closed
 
     def reading(self, mask: AbstractMask | None, consts: Sequence) -> "BlockOperands":
@@ -292,8 +273,8 @@ class BlockOperands:
 
     def classify(self, *blocks: Array) -> Array:
         """The table of one hop, `[rows, columns]` or `[B, K, rows, columns]`."""
-        blocking, axes = self.blocking, [self.operands[i].axes for i in self.reads]
-        whole = [blocking.from_pairs(x, a) for x, a in zip(blocks, axes)]
+        blocking, read = self.blocking, [self.operands[i] for i in self.reads]
+        whole = [blocking.from_pairs(x, y.axes, y.features) for x, y in zip(blocks, read)]
         at, whole = dict(zip(self.where, whole)), whole[len(self.where) :]
         q, k = at["q_position"][:, 0, :, 0], at["kv_position"][:, 0, 0]
         rows, columns = q.shape[1] // blocking.block_q, k.shape[1] // blocking.block_k
@@ -364,10 +345,13 @@ class BlockOperands:
             q, *k = blocks[: self.keys.stop]
             k = self.stored(0, k) if blocking.in_place else k[0]
             first = self.keys.stop + len(self.lookups)
-            roles = [x.role for x in self.operands[first:]]
-            named = {n: broadcast_to_rows(x, blocking) for n, x in zip(roles, blocks[first:])}
+            others = zip(self.operands[first:], blocks[first:])
+            named = {y.role: broadcast_to_rows(x, blocking, y.features) for y, x in others}
             pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
-            own = [[broadcast_to_rows(x, blocking) for x in blocks[g]] for g in self.groups]
+            own = [
+                [broadcast_to_rows(x, blocking, y.features)
+                 for x, y in zip(blocks[g], self.operands[g])] for g in self.groups
+            ]  # fmt: skip
             mask = None
             if c == PARTIAL:
                 parts = [named["valid"]] if self.padded else []

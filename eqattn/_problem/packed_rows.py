@@ -110,9 +110,9 @@ def _held(
                 "rows apart."
             ) from e
         depends |= x.shape[0] > 1
-        moved.append(Operand(jnp.asarray(x)[row], "bhts") if x.shape[0] > 1 else operand)
-    scalar = lambda dtype: jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(dtype))
-    scalars = [scalar(d) for d in (*[np.int32] * 4, *[o.array.dtype for _, o in operands])]
+        moved.append(Operand.of_canonical(jnp.asarray(x)[row]) if x.shape[0] > 1 else operand)
+    read = [((), np.int32)] * 4 + [(o.feature_shape, o.array.dtype) for _, o in operands]
+    scalars = [jax.ShapeDtypeStruct(n, jax.dtypes.canonicalize_dtype(d)) for n, d in read]
     jaxpr = jax.make_jaxpr(fn)(*lead, *scalars).jaxpr
     b = jaxpr.invars[len(lead)]
     depends |= any(x is b for eqn in jaxpr.eqns for x in eqn.invars)

@@ -174,9 +174,9 @@ class Problem(eqx.Module):
         return accumulation_dtype(self.query.dtype)
 
     def canonical(self, operand: Operand, name: str = "operand") -> Array | np.ndarray:
-        """Brings an operand to the form `[B|1, H|1, T|1, S|1]`."""
-        t, s, heads, _ = self.sizes
-        if operand.axes.endswith("ts") and operand.array.shape[-2] != 1:
+        """Brings an operand to the form `[B|1, H|1, T|1, S|1]`, perhaps with features behind."""
+        (t, s, heads, _), lead = self.sizes, operand.array.shape[: -1 - len(operand.feature_shape)]
+        if operand.axes.removesuffix("f").endswith("ts") and lead[-1] != 1:
             s *= self.shards
         return canonical(operand, self.batch_shape, heads, t, s, name)
 

@@ -152,19 +152,20 @@ def _fold_rows(problem: Problem, size: int, rows: _Rows, *, fold: Callable) -> C
 
     def by_row(x: Array) -> Array:
         """A canonical array `[B|1, H|1, T|1, S|1]`, its rows apart and its keys gathered, as that
-        of the gathered problem.
+        of the gathered problem. There may be features behind.
         """
-        b, all_heads, t, s = x.shape
-        x = x.reshape(
-            b, *((h, mine) if all_heads > 1 else (1, 1)), *((count, size) if t > 1 else (1, 1)), s
+        b, all_heads, t, *last = x.shape
+        of_heads, of_rows = (
+            (h, mine) if all_heads > 1 else (1, 1),
+            (count, size) if t > 1 else (1, 1),
         )
-        x = x.transpose(0, 1, 3, 2, 4, 5)  # [B, h, rows, heads, queries, keys]
-        if s > 1:
-            at = rows.slots[:, :, :, None, None]
-            lead = np.broadcast_shapes(x.shape[:3], at.shape[:3])
-            x = jnp.broadcast_to(x, (*lead, *x.shape[3:]))
-            at = jnp.broadcast_to(at, (*lead, *x.shape[3:5], n))
-            x = jnp.take_along_axis(x, at, -1)
+        x = x.reshape(b, *of_heads, *of_rows, *last)
+        x = jnp.moveaxis(x, 3, 2)  # [B, h, rows, heads, queries, keys]
+        if x.shape[5] > 1:
+            own = [np.arange(m, dtype=np.int32).reshape(-1, *[1] * (5 - i))
+                   for i, m in enumerate(x.shape[:5])]  # fmt: skip
+            at = tuple(map(jnp.asarray, (*own, rows.slots[:, :, :, None, None])))
+            x = x.at[at].get(mode="promise_in_bounds")
         return merged(x)
 
     queries = rows.query.reshape(batch, count, size, h, mine, dim).transpose(0, 3, 1, 2, 4, 5)

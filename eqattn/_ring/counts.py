@@ -46,7 +46,10 @@ def counted_blocks(
     if any(concrete(o.array) is None for o in operands):
         return anything, (name,)
     arrays = [np.asarray(canonical(o, (batch,), heads, length, length, name)) for o in operands]
-    widths = [[(0, 0), (0, 0), *[(0, padding * (n > 1)) for n in x.shape[2:]]] for x in arrays]
+    widths = [
+        [(0, 0), (0, 0), *[(0, padding * (n > 1)) for n in x.shape[2:4]], *[(0, 0)] * (x.ndim - 4)]
+        for x in arrays
+    ]
     bound = BoundMask(mask, tuple(np.pad(x, w, mode="edge") for x, w in zip(arrays, widths)))
     positions = np.arange(tokens, dtype=np.int32)
     if not any(set(o.axes) & set("ts") for o in operands):

@@ -21,6 +21,7 @@ from ._causal import (
     PrefixLM as PrefixLM,
 )
 from ._function import MaskFn as MaskFn
+from ._neighbourhood import Neighbourhood as Neighbourhood, TileOrder as TileOrder
 from ._padding import KeyPadding as KeyPadding, QueryPadding as QueryPadding
 from ._segments import Segments as Segments
 from ._selected import Selected as Selected

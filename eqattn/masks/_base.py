@@ -66,7 +66,9 @@ class AbstractMask(eqx.Module):
 
     @abc.abstractmethod
     def operands(self) -> tuple[Operand, ...]:
-        """The arrays of the mask: `visible` receives one scalar of each."""
+        """The arrays of the mask: `visible` receives one scalar of each, or one vector if it has
+        features.
+        """
 
     @abc.abstractmethod
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any, **_: Any) -> Any:
@@ -160,8 +162,12 @@ class AbstractMask(eqx.Module):
             in_axes = tuple(None if a.shape[axis] == 1 else 0 for a in args)
             if any(a == 0 for a in in_axes):
                 fn = jax.vmap(fn, in_axes)
-        squeezed = [jnp.asarray(a.reshape([n for n in a.shape if n != 1])) for a in args]
-        shape = [max((n for n in z if n != 1), default=1) for z in zip(*(a.shape for a in args))]
+        squeezed = [
+            jnp.asarray(a.reshape([*(n for n in a.shape[:4] if n != 1), *a.shape[4:]]))
+            for a in args
+        ]
+        sizes = zip(*(a.shape[:4] for a in args))
+        shape = [max((n for n in z if n != 1), default=1) for z in sizes]
         out = jnp.asarray(fn(*squeezed)).reshape(shape)
         full = jnp.broadcast_to(out, (math.prod(batch_shape), heads, t, s))
         return full.reshape(*batch_shape, heads, t, s)
@@ -248,6 +254,7 @@ def _check_leading(mask: AbstractMask, batch_shape: tuple[int, ...], heads: int)
     """Raises where arrays of a mask have other batch axes or heads, and says what to give."""
     for name, operand in named_operands(mask):
         shape, tail = operand.array.shape, operand.axes.lstrip("b")
+        shape, tail = (shape[:-1], tail[:-1]) if tail.endswith("f") else (shape, tail)
         lead = shape[: len(shape) - len(tail)] if "b" in operand.axes else ()
         have = shape[len(shape) - len(tail)] if tail.startswith("h") else 1
         wide = len(lead) > len(batch_shape) and any(n != 1 for n in lead)

@@ -8,7 +8,7 @@ import jax
 
 from .._closure import function_of
 from .._misc import as_array, Static
-from .._pairs import Operand, scalar_result
+from .._pairs import as_operands, Operand, scalar_result
 from ._base import AbstractMask
 
 
@@ -23,27 +23,33 @@ class MaskFn(AbstractMask):
 
     **Arguments:**
 
-    - `fn`: `fn(b, h, q, k, *row_ids, *col_ids) -> bool`, scalars in and out, from `jnp` or `lax`
-        operations. It may close over arrays (`k < lengths[b]`), which may change between calls.
-        What else it may read, and when it is traced anew, is as for [`eqattn.ScoreFn`][].
+    - `fn`: `fn(b, h, q, k, *row_ids, *col_ids, *others) -> bool`, scalars in and out, from `jnp` or
+        `lax` operations. It may close over arrays (`k < lengths[b]`), which may change between
+        calls. What else it may read, and when it is traced anew, is as for [`eqattn.ScoreFn`][].
     - `row_operands`: arrays `[*b, t]`. `fn` receives one scalar of each, that of the query.
     - `col_operands`: arrays `[*b, s]`. `fn` receives one scalar of each, that of the key.
+    - `arrays`: a tuple of [`eqattn.scores.Operand`][]s. `fn` receives one scalar of each, or one
+        vector if it has features.
     """
 
     _fn: Any
     row_operands: tuple[Any, ...]
     col_operands: tuple[Any, ...]
+    arrays: tuple[Operand, ...]
 
-    def __init__(self, fn: _PairFn, row_operands: Any = (), col_operands: Any = ()):
+    def __init__(
+        self, fn: _PairFn, row_operands: Any = (), col_operands: Any = (), arrays: Any = ()
+    ):
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
         self._fn = fn if tree else Static(fn)
-        for name, arrays in (("row_operands", row_operands), ("col_operands", col_operands)):
-            if not isinstance(arrays, tuple | list):
-                raise TypeError(f"{name} must be a tuple of arrays, got {type(arrays).__name__}.")
+        for name, given in (("row_operands", row_operands), ("col_operands", col_operands)):
+            if not isinstance(given, tuple | list):
+                raise TypeError(f"{name} must be a tuple of arrays, got {type(given).__name__}.")
         self.row_operands = tuple(as_array(x, "row_operands", 1) for x in row_operands)
         self.col_operands = tuple(as_array(x, "col_operands", 1) for x in col_operands)
+        self.arrays = as_operands(arrays)
 
     @property
     def fn(self) -> Any:
@@ -51,7 +57,7 @@ class MaskFn(AbstractMask):
 
     def operands(self) -> tuple[Operand, ...]:
         rows = tuple(Operand(x, "bt") for x in self.row_operands)
-        return rows + tuple(Operand(x, "bs") for x in self.col_operands)
+        return rows + tuple(Operand(x, "bs") for x in self.col_operands) + self.arrays
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         return scalar_result(self.fn, b, h, q, k, *ids)

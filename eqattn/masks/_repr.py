@@ -79,10 +79,11 @@ def _picture(mask: Any) -> str:
         return ""
     sizes, batch_shape, hint = {"h": 1, "t": 1, "s": 1}, (), 1
     for operand in mask.operands():
-        array, axes = operand.array, operand.axes
+        array, axes = operand.array, operand.axes.removesuffix("f")
+        shape = array.shape[: array.ndim - len(operand.feature_shape)]
         tail = [a for a in axes if a != "b"]
-        batch_shape = np.broadcast_shapes(batch_shape, array.shape[: array.ndim - len(tail)])
-        for a, n in zip(tail, array.shape[array.ndim - len(tail) :]):
+        batch_shape = np.broadcast_shapes(batch_shape, shape[: len(shape) - len(tail)])
+        for a, n in zip(tail, shape[len(shape) - len(tail) :]):
             sizes[a] = max(sizes[a], n)
         if not tail and array.size and array.dtype.kind in "iu":
             hint = max(hint, int(np.max(np.abs(array))))

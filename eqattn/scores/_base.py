@@ -18,7 +18,8 @@ class AbstractScore(eqx.Module):
 
     Subclasses define `transform`, for scalars, with `jax.numpy` operations. Parameters that are
     the same for all pairs may be read from `self` (they are differentiable); arrays that vary with
-    batch, head, query or key are listed by `operands` and arrive as scalars.
+    batch, head, query or key are listed by `operands` and arrive as scalars, those with features as
+    vectors.
 
     A score may be singular at pairs that are masked, like `log(q - k)` under a mask `k < q`: its
     derivatives are then evaluated at visible pairs only. A score whose value and derivatives are
@@ -47,5 +48,6 @@ class AbstractScore(eqx.Module):
         - `logit`: the logit so far, a float scalar.
         - `b`, `h`: the flattened batch index and the query head, int32 scalars.
         - `q`, `k`: the positions of the query and the key, int32 scalars.
-        - `operands`: one scalar of each array that `operands` lists, in that order.
+        - `operands`: one scalar of each array that `operands` lists, in that order, or one vector
+            if it has features.
         """

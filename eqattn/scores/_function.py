@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from .._closure import function_of
 from .._misc import Static
-from .._pairs import Operand, scalar_result
+from .._pairs import as_operands, Operand, scalar_result
 from ._base import AbstractScore
 
 
@@ -20,7 +20,8 @@ class ScoreFn(AbstractScore):
     **Arguments:**
 
     - `fn`: a function of scalars, made of `jax.numpy` operations. See below for what it may read.
-    - `arrays`: a tuple of `Operand`s. One scalar of each is passed after `k`.
+    - `arrays`: a tuple of `Operand`s. One scalar of each is passed after `k`, or one vector if it
+        has features.
 
     What `fn` reads from outside is treated by its kind.
 
@@ -52,15 +53,7 @@ class ScoreFn(AbstractScore):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
         self._fn = fn if tree else Static(fn)
-        if not isinstance(arrays, tuple | list):
-            raise TypeError(f"arrays must be a tuple of Operands, got {type(arrays).__name__}.")
-        self.arrays = tuple(arrays)
-        for x in self.arrays:
-            if not isinstance(x, Operand):
-                raise TypeError(
-                    f"arrays must be Operands such as Operand(array, 'bh'), which say what the "
-                    f"axes are, got {type(x).__name__}."
-                )
+        self.arrays = as_operands(arrays)
 
     @property
     def fn(self) -> Callable:

@@ -17,11 +17,11 @@ from jaxtyping import Array
 from .._carry import Carry, safe_max
 from .._jax import compiled
 from .._misc import even_block
-from .._problem.blocking import choose_blocking
+from .._problem.blocking import Blocking, BlockOperand, choose_blocking
 from .._problem.exchange import HeadExchange
-from .._problem.fold import attend_problem, fold_problem
+from .._problem.fold import attend_problem, fold_problem, top_of_problem
 from .._problem.jit_cache import cached
-from .._problem.operands import BlockOperand, BlockOperands
+from .._problem.operands import BlockOperands
 from .._problem.problem import Problem
 from .._problem.selected import fold_selected, key_slots
 from .._ring.plan import reach
@@ -96,6 +96,21 @@ def attend_on_device(
     return attend_problem(problem, blocking, spread, fused=fused, lowering=lowering, dtype=dtype)
 
 
+@cached
+def top_on_device(problem: Problem, *, count, block_q, block_k, in_place) -> tuple[Array, Array]:
+    """The `count` greatest logits of each row, and the positions of their keys, on one device."""
+    block_k = _ranked_keys(problem, count) if block_k is None and not in_place else block_k
+    blocking = choose_blocking(problem, block_q, block_k, in_place=in_place)
+    return top_of_problem(problem, blocking, count=count)
+
+
+def _ranked_keys(problem: Problem, count: int) -> int | None:
+    """How many keys a block has whose logits join a list of `count`: at least as many, as the whole
+    list is sorted with each block. None leaves it to the lowering.
+    """
+    return None if count <= 128 else 1 << (count - 1).bit_length()
+
+
 def _fold_gathered(problem: Problem, *, block_q, block_k, fused, lowering) -> Carry:
     """Folds a problem whose keys are gathered.
 
@@ -123,6 +138,29 @@ def fold_sharded(
 
     Along `axis`, keys and values rotate from device to device, or each device gathers them. Along
     `head_axis`, devices exchange tokens for heads. Either may be None.
+    """
+    problem, blocking, spread = _over_devices(
+        problem, block_q, block_k, place, manual, unroll, lowering
+    )
+    return fold_problem(problem, blocking, spread, fused=fused, lowering=lowering)
+
+
+@compiled
+@cached
+def top_sharded(
+    problem: Problem, *, count, block_q, block_k, place, manual, unroll
+) -> tuple[Array, Array]:
+    """The same as `top_on_device` of a problem whose tokens are sharded as for `fold_sharded`."""
+    block_k = _ranked_keys(problem, count) if block_k is None else block_k
+    found = _over_devices(problem, block_q, block_k, place, manual, unroll, XLA)
+    return top_of_problem(*found, count=count)
+
+
+def _over_devices(
+    problem: Problem, block_q, block_k, place, manual, unroll, lowering
+) -> tuple[Problem, Blocking, HeadExchange]:
+    """A problem with the positions of its tokens, its blocking, and the devices that it is spread
+    over.
     """
     axis, n, head_axis, group, mesh, layout, gathers, _ = place
     # A block must lie on one device and in one chunk of the layout. So the tokens of a place of
@@ -156,8 +194,7 @@ def fold_sharded(
     parts = pieces // group if mesh is None else pieces * n
     shards = n * group if mesh is None else 1
     blocking = choose_blocking(problem, block_q, block_k, parts, shards, lowering=lowering)
-    spread = HeadExchange(ring, head_axis, group, manual)
-    return fold_problem(problem, blocking, spread, fused=fused, lowering=lowering)
+    return problem, blocking, HeadExchange(ring, head_axis, group, manual)
 
 
 @cached

@@ -38,11 +38,18 @@ from ._checks import choose_bias, choose_dropout_key
 from ._results import attended, finish
 
 
-def _untried(scores: Sequence[AbstractScore]) -> str:
-    """Why kernels are not tried with some scores; empty if they are."""
-    names = (type(score).__name__ for score in scores if not score.tried_in_kernels)
-    name = next(names, "")
-    return name and f"a {name} may hold what its compiler does not know"
+def _untried(mask: AbstractMask | None, scores: Sequence[AbstractScore]) -> str:
+    """Why kernels are not tried with a mask and scores; empty if they are."""
+    for score in scores:
+        if not score.tried_in_kernels:
+            return f"a {type(score).__name__} may hold what its compiler does not know"
+    for part in (*leaf_terms(mask), *scores):
+        axes: list[str] = []
+        # This only looks at the operands, and computes none.
+        jax.eval_shape(lambda: [axes.append(o.axes) or o.array for o in part.operands()])
+        if any(x.endswith("f") for x in axes):
+            return f"an operand of {type(part).__name__} has features, which kernels do not read"
+    return ""
 
 
 class AbstractFoldStrategy(AttentionImpl):
@@ -75,6 +82,18 @@ class AbstractFoldStrategy(AttentionImpl):
         the sinks; or None, by default, where the `fold` is no dearer.
         """
 
+    def top(self, problem: Problem, count: int) -> tuple[Array, Array]:
+        """A hook for [`eqattn.top_keys`][]: the `count` greatest logits of each row, the greatest
+        first, and the positions of their keys, `[B, T, H, count]`. By default, one device visits
+        blocks of all keys.
+        """
+        from ._fold import top_on_device
+
+        sizes = self.metadata.blocksize_q, self.metadata.blocksize_k
+        return top_on_device(
+            problem, count=count, block_q=sizes[0], block_k=sizes[1], in_place=self.reads_stored
+        )
+
     def lowering(self, problem: Problem) -> Lowering:
         """The code that visits the blocks of the fold. It is the kernels of the device that the
         metadata name, if there are any and they support the call, else loops of ordinary JAX.
@@ -85,7 +104,7 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None:
             return XLA
         reason = kernels.unsupported_dtype(problem.query.dtype)
-        reason = reason or _untried(problem.scores)
+        reason = reason or _untried(problem.mask, problem.scores)
         if reason and kernels.required:
             raise ValueError(self._without_kernel(kernels, reason))
         return XLA if reason else kernels
@@ -178,7 +197,7 @@ class AbstractFoldStrategy(AttentionImpl):
         kernels = self._kernels()
         if kernels is None or not kernels.required:
             return ""
-        if reason := _untried(scores):
+        if reason := _untried(mask, scores):
             return self._without_kernel(kernels, reason)
         if self.metadata.platform is Platform.PALLAS:
             if reason := operation_without_kernel(kernels, mask, scores):

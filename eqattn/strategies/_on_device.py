@@ -100,6 +100,14 @@ class AbstractOnDevice(AbstractFoldStrategy):
         )
         return carry, None
 
+    def top(self, problem: Problem, count: int) -> tuple[Array, Array]:
+        if (axis := self.keys_axis()) is not None:
+            raise ValueError(
+                f"top_keys does not visit keys that axis_name={axis!r} of Ragged shards; call it "
+                "for the keys of each device in a jax.shard_map, and merge what it returns."
+            )
+        return super().top(problem, count)
+
     def _fold_over_keys(self, problem: Problem, axis: str, lowering: Lowering) -> Carry:
         from ._key_shards import fold_over_keys, keys_place
 

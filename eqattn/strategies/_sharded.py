@@ -120,6 +120,22 @@ def _check(problem: Problem, place: SequenceSharding) -> None:
             )
 
 
+def _with_shared_heads(problem: Problem, place: SequenceSharding | None) -> Problem:
+    """The problem with as many key/value heads as the devices need that exchange tokens for heads.
+
+    **Raises:** what `_check` raises.
+    """
+    from .._problem.exchange import with_enough_heads
+
+    if place is None:
+        return problem
+    _check(problem, place)
+    if place.head_size == 1:
+        return problem
+    uneven = problem.sizes[2] % place.sharers
+    return with_enough_heads(problem, place.head_size if uneven else place.sharers)
+
+
 class AbstractSharded(AbstractFoldStrategy):
     """Exact attention over sharded sequences. A subclass says over which mesh axes, by `_axes`."""
 
@@ -141,17 +157,14 @@ class AbstractSharded(AbstractFoldStrategy):
         return None if place is None else place.array_tokens(length)
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        from .._problem.exchange import with_enough_heads
         from ._fold import fold_on_device, fold_sharded
 
         place, lowering = self._place(), self.lowering(problem)
         if place is not None and place.explicit:
-            return self._without_explicit_axes(problem, place)
-        if place is not None:
-            _check(problem, place)
-            if place.head_size > 1:
-                uneven = problem.sizes[2] % place.sharers
-                problem = with_enough_heads(problem, place.head_size if uneven else place.sharers)
+            return self._without_explicit_axes(self.fold, problem, place)
+        if place is not None and self._lists(problem.mask):
+            return self._fold_listed(problem, place), None
+        problem = _with_shared_heads(problem, place)
         gathers = place is not None and place.gathers
         options: dict[str, Any] = dict(
             block_q=self.metadata.blocksize_q,
@@ -168,13 +181,30 @@ class AbstractSharded(AbstractFoldStrategy):
         unroll = not self.metadata.scan_ring_attention
         return fold_sharded(problem, place=place, unroll=unroll, **options), None
 
-    def _without_explicit_axes(self, problem: Problem, place: SequenceSharding):
+    def top(self, problem: Problem, count: int) -> tuple[Array, Array]:
+        from ._fold import top_on_device, top_sharded
+
+        place = self._place()
+        if place is not None and place.explicit:
+            return self._without_explicit_axes(lambda x: self.top(x, count), problem, place)
+        problem = _with_shared_heads(problem, place)
+        options: dict[str, Any] = dict(
+            count=count, block_q=self.metadata.blocksize_q, block_k=self.metadata.blocksize_k
+        )
+        if place is None:
+            return top_on_device(problem, in_place=False, **options)
+        options["unroll"] = not self.metadata.scan_ring_attention
+        # Blocks of keys visit the devices, also where attention would gather them.
+        place = place._replace(gathers=False)
+        return top_sharded(problem, place=place, manual=place.manual, **options)
+
+    def _without_explicit_axes(self, run: Any, problem: Problem, place: SequenceSharding) -> Any:
         """Folds where the compiler propagates shardings. A mesh of the context with explicit axes
         needs this, as the arrays of a problem have no shardings in their types.
         """
         arrays, static = eqx.partition(problem, eqx.is_array)
         inner: Any = auto_axes(
-            lambda arrays: self.fold(eqx.combine(arrays, static)),
+            lambda arrays: run(eqx.combine(arrays, static)),
             axes=place.explicit,
             out_sharding=P(None, place.axes),
         )
@@ -202,12 +232,24 @@ class AbstractSharded(AbstractFoldStrategy):
         return jnp.concatenate([seed, jnp.stack(starts)])
 
     def check_lists(self, mask: AbstractMask | None) -> None:
-        if self._place() is not None and any(term.selects for term in leaf_terms(mask)):
-            raise ValueError(
-                f"{type(self).__name__} does not visit a list of keys, such as a Selected, as they "
-                "may lie on any of its devices. Shard queries and their list alone, by a "
-                "jax.shard_map with whole keys around Blockwise(metadata)."
-            )
+        super().check_lists(mask)
+        if self._lists(mask) and self._place() is not None:
+            kernels = self._kernels()
+            if kernels is not None and kernels.required:
+                raise ValueError(self._without_kernel(kernels, "keys that are listed"))
+
+    def _lists(self, mask: AbstractMask | None) -> bool:
+        return any(term.selects for term in leaf_terms(mask))
+
+    def _fold_listed(self, problem: Problem, place: SequenceSharding) -> Carry:
+        """Folds a problem whose mask lists keys, which may lie on any of the devices."""
+        from ._listed_shards import fold_listed
+
+        if problem.seed is not None and place.mesh is None:
+            seed = self._seed(problem.seed, problem, place.axes)
+            problem = dataclasses.replace(problem, seed=seed)
+        sizes = dict(block_q=self.metadata.blocksize_q, block_k=self.metadata.blocksize_k)
+        return fold_listed(problem, place=place, fused=self.fused_backward, **sizes)
 
     def key_shards(self) -> int:
         place = self._place()

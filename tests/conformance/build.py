@@ -214,6 +214,9 @@ def build(case: Case) -> Built:
         shared["slopes"] = operand(rng.uniform(0.05, 0.3, h), of_others)
     if case["score"] in ("t5", "t5_causal", "both"):
         shared["table"] = operand(rng.standard_normal((8, h)), of_others)
+    if case["score"] == "features":
+        for name, n in (("row_features", t), ("column_features", s)):
+            shared[name] = operand(rng.standard_normal((*lead, n, 3)), of_others)
     for name, value in (("scale", 0.3), ("cap", 2.5)):
         if case[name] == "array":
             shared[name] = operand(value, of_others)
@@ -254,6 +257,8 @@ def build(case: Case) -> Built:
         x = np.asarray(x).astype(precision.reference)
         if name in "qkv":
             return x.reshape(b, *x.shape[len(lead) :])
+        if name.endswith("features"):
+            return x.reshape(b, -1, 1, x.shape[-1])
         return x.reshape(int(np.prod(x.shape[:-3])), *x.shape[-3:]) if name == "bias" else x
 
     problems = tuple(
@@ -321,6 +326,11 @@ def library_call(built: Built):
                     arguments["table"], bidirectional=case["score"] != "t5_causal", max_distance=16
                 )
             )
+        if "row_features" in arguments:
+            pair = arguments["row_features"], arguments["column_features"]
+            operands = (sc.Operand(x, axes) for x, axes in zip(pair, ("btf", "bsf")))
+            dot = lambda logit, b, h, q, k, x, y: logit + (x @ y).astype(logit.dtype)
+            score.append(sc.ScoreFn(dot, tuple(operands)))
         kernels = {"tpu": "blockwise", "tpu_ragged": "ragged", "gpu": "blockwise"}
         names = kernels | dict.fromkeys(("latent", "paged", "ragged_keys", "paged_keys"), "ragged")
         q, k, v = (arguments[name] for name in "qkv")

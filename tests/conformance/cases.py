@@ -47,7 +47,7 @@ AXES: dict[str, tuple] = {
     ),
     "block": ((1, 1), (1, 16), (5, 3), (16, 16), (16, 7), (128, 128), (1000, 16)),
     "bias": ("none", "full", "heads", "keys", "rows", "batch", "unbatched"),
-    "score": ("none", "alibi", "t5", "t5_causal", "both"),
+    "score": ("none", "alibi", "t5", "t5_causal", "both", "features"),
     "heads": ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1)),
     "dims": ((8, 8), (4, 7), (16, 8), (1, 3)),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
@@ -89,13 +89,17 @@ def _in_parts_of(n: int) -> tuple:
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
-    "tpu": {"dtype": ("float16", "float64"), "operands": ("float64",)},
-    "tpu_ragged": {"dtype": ("float16", "float64"), "operands": ("float64",)},
+    # No kernel reads operands with features.
+    **{
+        name: {
+            "dtype": ("float16", "float64"),
+            "operands": ("float64",),
+            "score": ("features",),
+        }
+        for name in ("tpu", "tpu_ragged")
+    },
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
-    # Two devices share the heads, and neither has all keys that are listed.
-    "ulysses": {"heads": ((1, 1),), "mask": ("selected",)},
-    "ring": {"mask": ("selected",)},
-    "all_gather": {"mask": ("selected",)},
+    "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
     # Pages of 4 tokens, equally many on each device, of which none has all keys that are listed.
     "ragged_keys": {"length": _in_parts_of(4), "mask": ("selected",)},
     "paged_keys": {"length": _in_parts_of(16), "lead": ((), (2, 2)), "mask": ("selected",)},
@@ -103,7 +107,8 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "gpu": {
         "dtype": ("float32", "float64"),
         "operands": ("float64",),
-        "score": ("t5", "t5_causal", "both"),  # their table is gathered from
+        # Their table is gathered from, or they have features.
+        "score": ("t5", "t5_causal", "both", "features"),
     },
 }
 
@@ -213,7 +218,7 @@ def interpreted_on_a_gpu(strength: int) -> tuple[Case, ...]:
     other = {
         "dtype": {"float32": "bfloat16", "float64": "float16"},
         "operands": {"float64": "float32"},
-        "score": {"t5": "none", "t5_causal": "alibi", "both": "alibi"},
+        "score": {"t5": "none", "t5_causal": "alibi", "both": "alibi", "features": "none"},
     }
     found = []
     for case in covering(strength):

@@ -8,7 +8,7 @@ Shapes: `q [B,T,H,D]`, `k [B,S,K,D]`, `v [B,S,K,V]`, pair arrays `[B,H,T,S]`, `o
 [B,T,H]`.
 
 With `x = q.k`, `a = scale x`, `t = tanh(a/cap)`, `c = cap t`, `z = c + bias - slope |i-j| +
-table[bucket]`, `p = exp(z - lse)` over the visible keys, `lse` over visible keys and sinks, `r =
+table[bucket] + row_features.column_features`, `p = exp(z - lse)` over the visible keys, `lse` over visible keys and sinks, `r =
 keep / (1 - rate)`:
 
     out_i = sum_j r_ij p_ij v_j
@@ -32,7 +32,10 @@ from typing import Any
 import numpy as np
 
 
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "scale", "cap", "slopes", "table")
+DIFFERENTIABLE = (
+    *("q", "k", "v", "bias", "sinks", "scale", "cap", "slopes", "table"),
+    *("row_features", "column_features"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Problem:
     distance: Any = None
     table: Any = None  # [buckets,H], with bucket [T,S] int
     bucket: Any = None
+    row_features: Any = None  # [B,T,1,F], with column_features [B,S,1,F]
+    column_features: Any = None
     sinks: Any = None  # [H], [H,n] or [1,n]
     keep: Any = None  # bool [B,H,T,S]
     rate: float = 0.0
@@ -163,6 +168,8 @@ def forward(problem: Problem) -> Forward:
         z = z - np.reshape(problem.slopes, (1, -1, 1, 1)) * problem.distance
     if problem.table is not None:
         z = z + np.einsum("tsn,nh->hts", _one_hot(problem), problem.table)[None]
+    if problem.row_features is not None:
+        z = z + scores_of(problem.row_features, problem.column_features)
 
     # The maximum is a gauge: any value gives the same answer, so it is a plain constant here.
     top = np.max(np.where(visible, plain(z), -np.inf), axis=-1, initial=-np.inf)
@@ -246,6 +253,12 @@ def vjp(problem: Problem, ct_out, ct_lse) -> dict[str, Any]:
         grads["slopes"] = -np.sum(dz * problem.distance, axis=(0, 2, 3))
     if problem.table is not None:
         grads["table"] = np.einsum("bhts,tsn->nh", dz, _one_hot(problem))
+    if problem.row_features is not None:
+        shared = np.sum(dz, axis=(1,))
+        b, t, s = np.shape(shared)
+        shared = np.reshape(shared, (b, 1, t, s))
+        grads["row_features"] = weighted_rows(shared, problem.column_features)
+        grads["column_features"] = weighted_columns(shared, problem.row_features, 1)
     if problem.sinks is not None:
         pairs = np.sum(f.p_sinks * row[..., None], axis=(0, 2))
         grads["sinks"] = np.reshape(
@@ -280,6 +293,10 @@ def jvp(problem: Problem, tangents: dict[str, Any]) -> dict[str, Any]:
         dz = dz - np.reshape(dot["slopes"], (1, -1, 1, 1)) * problem.distance
     if "table" in dot:
         dz = dz + np.einsum("tsn,nh->hts", _one_hot(problem), dot["table"])[None]
+    if "row_features" in dot:
+        dz = dz + scores_of(dot["row_features"], problem.column_features)
+    if "column_features" in dot:
+        dz = dz + scores_of(problem.row_features, dot["column_features"])
     dz = np.where(visible, dz, 0.0)
     dlse = np.einsum("bhts,bhts->bht", f.p, dz)
     if "sinks" in dot:

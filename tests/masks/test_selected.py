@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from eqattn import (
     ALiBi,
@@ -13,16 +14,21 @@ from eqattn import (
     AttentionMetadata,
     Blockwise,
     Causal,
+    Contiguous,
     Dense,
     DenseMask,
+    KeyPadding,
     masks,
     Ragged,
     ragged_attention,
     Ring,
+    Segments,
     Selected,
     SlidingWindow,
+    top_keys,
     Tree,
     Ulysses,
+    Zigzag,
 )
 from eqattn.cache import PagedKVCache
 
@@ -180,15 +186,78 @@ def test_errors(name):
         call()
 
 
+MESH = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+SEGMENTS = np.sort(RNG.integers(0, 2, (B, S)), -1).astype(np.int32)
+# A mask next to the list, and further arguments, of queries and keys that are sharded.
+SHARDED = {
+    "of queries": (dict(heads=K), lambda x: x & Causal(10), Ring, {}),
+    "of blocks and a bias": (dict(block_q=4, block_k=5), lambda x: x | SlidingWindow(2, 0), Ulysses, {}),
+    "in a tree": (dict(heads=H), lambda x: x & Tree([-1, 0, 0, 1, 2], 4), Ring, {}),
+    "at positions": (dict(), lambda x: x & Causal(8), Ring, dict(kv_positions=POSITIONS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [x if x == "of queries" else pytest.param(x, marks=pytest.mark.slow) for x in SHARDED]
+)
+def test_lists_of_tokens_that_are_sharded(name):
+    """With whole arrays. Nine queries are not equal pieces for two devices."""
+    given, combined, kind, options = SHARDED[name]
+    mask, dense = listed(**given)
+    if options:
+        dense = DenseMask(dense.array[..., POSITIONS])
+    score = dict(score=ALiBi.geometric(H), **options)
+    combined, both = (lambda x, f=combined: f(x) & KeyPadding(jnp.array([20, 24]))), []
+    for one, strategy in ((dense, Dense()), (mask, kind(axis_name="sp", mesh=MESH))):
+        both.append(results(combined(one), strategy, **score))
+    assert_close(both[1], both[0])
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag()], ids=str)
+def test_lists_in_a_shard_map_of_ones_own(layout):
+    """Of pieces of the queries, of their lists and of the keys, which list places in the whole
+    sequence. The lists are those that `top_keys` makes there.
+    """
+    x = jnp.asarray(RNG.normal(size=(B, S, H, D)), jnp.float32)
+    ids = jnp.asarray(SEGMENTS)
+    strategy, spec = Ring(axis_name="sp", layout=layout), P(None, "sp")
+
+    def local(query, key, ids):
+        mask = Causal() & Segments(ids)
+        top = top_keys(query[:, :, :1], key[:, :, :1], 4, strategy, mask=mask)
+        listed = mask & Selected(top.indices)
+        return attention(query, key, key, strategy, mask=listed).attention_outputs
+
+    def whole(query, key, ids):
+        logits = jnp.einsum("bthd,bshd->bhts", query[:, :, :1], key[:, :, :1]) * D**-0.5
+        seen = jnp.tri(S, dtype=bool)[None] & (ids[:, :, None] == ids[:, None])
+        values = jax.lax.top_k(jnp.where(seen[:, None], logits, -jnp.inf), 4)[0]
+        seen = seen[:, None] & (logits >= values[..., -1:])
+        return attention(query, key, key, Dense(), mask=DenseMask(seen)).attention_outputs
+
+    ring = jax.shard_map(local, mesh=MESH, in_specs=(spec,) * 3, out_specs=spec)
+    move = lambda x, f: f(x, 2)
+    both = []
+    for fn in (lambda *xs: move(ring(*[move(x, layout.permute) for x in xs], permuted), layout.unpermute),
+               lambda *xs: whole(*xs, ids)):  # fmt: skip
+        permuted = move(ids, layout.permute)
+        loss = lambda *xs, fn=fn: jnp.sin(3 * fn(*xs)).sum()
+        both.append(
+            jax.jit(lambda *xs, fn=fn, loss=loss: (fn(*xs), jax.grad(loss, (0, 1))(*xs)))(x, x)
+        )
+    assert_close(*both)
+
+
 def test_what_cannot_visit_a_list_says_so():
     mask = Selected(np.zeros((1, 6, 1), int))
-    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
-    for strategy in (Ring(mesh=mesh, axis_name="sp"), Ulysses(mesh=mesh, axis_name="sp")):
-        assert "does not visit a list" in strategy.supports(mask=mask).reason
-        with pytest.raises(
-            ValueError, match="does not visit a list.*jax.shard_map with whole keys"
-        ):
-            attention(Q, Q, Q, strategy, mask=mask)
+    kernels = AttentionMetadata(platform="pallas", backend="tpu", mesh=MESH)
+    ring = Ring(kernels, axis_name="sp")
+    assert (
+        "no kernel of Ring for this call on a TPU (keys that are listed)"
+        in ring.supports(mask=mask).reason
+    )
+    assert Ring(mesh=MESH, axis_name="sp").supports(mask=mask)
+    assert "negated" in Ring(mesh=MESH, axis_name="sp").supports(mask=~mask).reason
     assert Blockwise().supports(mask=mask & Causal()) and Dense().supports(mask=~mask)
     assert "negated" in Blockwise().supports(mask=~mask).reason
     kernel = Blockwise(AttentionMetadata(platform="pallas", backend="tpu"))

@@ -24,7 +24,7 @@ MUTANTS = [
         [
             ("live & more if isinstance(mask, And) else live | more", "live & more"),
             ("return anything, (name,)", "return anything, ()"),
-            ("[(0, padding * (n > 1)) for n in x.shape[2:]]", "[(0, padding) for n in x.shape[2:]]"),
+            ("[(0, padding * (n > 1)) for n in x.shape[2:4]]", "[(0, padding) for n in x.shape[2:4]]"),
             ("positions.reshape(blocks, block)[:, [0, -1]]", "positions.reshape(blocks, block)[:, [0, 0]]"),
         ],
     ),

@@ -11,7 +11,7 @@ MUTANTS = [
             ("top = lax.pmax(lax.stop_gradient(carry.max_so_far), axis)", "top = lax.stop_gradient(carry.max_so_far)"),
             ("sums = carry.numerator * share[..., None], carry.denominator * share", "sums = carry.numerator, carry.denominator"),
             ("positions = (index * size + iota(size))[None]", "positions = (0 * index + iota(size))[None]"),
-            ("x = x.reshape(*x.shape[:-1], -1, n, page)", "x = x.reshape(*x.shape[:-1], n, -1, page).swapaxes(-2, -3)"),
+            ("x = x.reshape(*lead, -1, n, page, *last)", "x = x.reshape(*lead, n, -1, page, *last).swapaxes(at, at + 1)"),
             ("lead = [0 if held.table is not None else 2 if flat else 1 for flat in held.flat]", "lead = [0 if held.table is not None else 1 for flat in held.flat]"),
             ("if not self.paged and not inside and x.shape[1] % n:", "if False:"),
         ],
@@ -20,12 +20,12 @@ MUTANTS = [
         "_problem/key_shards.py",
         "conformance/test_where_keys_lie.py",
         [
-            ("return paged or operand.shape[-1] == 1", "return operand.shape[-1] == 1"),
+            ("return paged or operand.shape[key_axis(operand)] == 1", "return operand.shape[key_axis(operand)] == 1"),
             ("problem = problem.at_places()", "problem"),
             ("one = (math.prod(problem.batch_shape),)", "one = problem.batch_shape"),
             ("return x.astype(accumulation_dtype(x.dtype, acc)) if summed else x", "return x"),
             ("scale=jnp.asarray(rest.scale, acc), batch_shape=one", "batch_shape=one"),
-            ("HeldScore.of(s, acc, [block_dtype(x) for x in xs], c, axes)", "s"),
+            ("HeldScore.of(s, acc, list(map(_read, xs)), c, axes)", "s"),
         ],
     ),
     (

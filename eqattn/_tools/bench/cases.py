@@ -228,6 +228,35 @@ CASES = (
         },
     ),
     Case("cpu-append", "append", tokens=512, targets={"time at 32 S / at S": Target(1.2)}),
+    *(
+        Case(
+            f"cpu-selected-{direction}",
+            "selected",
+            tokens=131_072,
+            backward=direction == "grad",
+            targets={"time / all keys": Target(1 / 32)},
+        )
+        for direction in ("fwd", "grad")
+    ),
+    *(
+        Case(
+            f"cpu-selected-blocks{'' if heads == HEADS else '-gqa'}-{direction}",
+            "selected blocks",
+            tokens=4096,
+            kv_heads=heads,
+            backward=direction == "grad",
+            targets={"time / all keys": Target(0.13)},
+        )
+        for heads in (HEADS, 2)
+        for direction in ("fwd", "grad")
+    ),
+    Case("cpu-top-keys", "ranking", tokens=131_072),
+    Case(
+        "cpu-tree",
+        "tree",
+        tokens=16_384,
+        targets={"build ms": Target(50.0), "table ms": Target(50.0)},
+    ),
     Case("cpu-ring-8192", "ring", tokens=8192, devices=8),
     Case("import", "import", targets={"time / equinox": Target(1.1)}),
 )

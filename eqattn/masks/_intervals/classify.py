@@ -97,7 +97,7 @@ def classify(
         raise ValueError(f"block sizes must be positive, got {block_q} and {block_k}.")
     operands = mask.operands()
     dtypes = [jax.dtypes.canonicalize_dtype(o.array.dtype) for o in operands]
-    closed = _scalar_jaxpr(mask, dtypes)
+    closed = _scalar_jaxpr(mask, [(o.feature_shape, d) for o, d in zip(operands, dtypes)])
     if t == 0 or s == 0:
         return np.zeros((1, 1, -(-t // block_q), -(-s // block_k)), np.int8)
 
@@ -115,6 +115,9 @@ def classify(
             x = _known(x, _POSITION, traced).reshape(shape)
             ins.append(_block_bounds(x, _POSITION, block_q, block_k))
         for o, dtype in zip(operands, dtypes):
+            if o.feature_shape:  # What a mask does with vectors is not known.
+                ins.append(None)
+                continue
             array = _known(o.array, carrier(dtype), traced) if kind(dtype) else o.array
             full = canonical(Operand(array, o.axes), batch_shape, heads, t, s)
             ins.append(_block_bounds(full, dtype, block_q, block_k))
@@ -125,9 +128,9 @@ def classify(
     return jnp.asarray(out) if traced else out
 
 
-def _scalar_jaxpr(mask, dtypes):
-    """The jaxpr of a mask for one pair, given the dtypes of its operands."""
-    scalars = [jax.ShapeDtypeStruct((), d) for d in (*[_POSITION] * 4, *dtypes)]
+def _scalar_jaxpr(mask, operands):
+    """The jaxpr of a mask for one pair, given the shapes and dtypes of what it reads there."""
+    scalars = [jax.ShapeDtypeStruct(*x) for x in (*[((), _POSITION)] * 4, *operands)]
     closed = jax.make_jaxpr(mask.visible)(*scalars)
     if [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars] != [((), np.bool_)]:
         got = [str(v.aval) for v in closed.jaxpr.outvars]

@@ -1,0 +1,131 @@
+"""Measures keys that are listed, trees, the ranking of keys, and the blocks of neighbourhoods."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import attention, Selected, top_keys, Tree
+from ...masks._base import block_table
+from .cases import Case, DIM, HEADS, Row
+from .timing import ratios, rounds_of
+
+
+def _program(function: Callable, backward: bool, *args: Any) -> tuple[Callable[[], Any], int]:
+    """A call of a function or of its gradients for its first three arguments, and the bytes of its
+    temporary memory.
+    """
+    if backward:
+        function = jax.grad(lambda *xs, f=function: f(*xs).sum(), (0, 1, 2))
+    run = jax.jit(function).lower(*args).compile()
+    memory = run.memory_analysis()
+    assert memory is not None  # a CPU's compiler knows
+    return lambda: jax.block_until_ready(run(*args)), memory.temp_size_in_bytes
+
+
+def _compare(
+    case: Case, rounds: int, function: Callable, inputs: tuple, figure: str, given: tuple, none: Any
+) -> Iterator[Row]:
+    """Compares a function of its inputs and `given` with the same of `none`."""
+    made = {
+        "eqattn": _program(function, case.backward, *inputs, *given),
+        "all keys": _program(function, case.backward, *inputs, none),
+    }
+    for call, _ in made.values():
+        call()
+    few = max(rounds // 4, 1)  # what all keys take is seconds
+    times = rounds_of({name: call for name, (call, _) in made.items()}, few)
+    medians, quartiles = ratios(times, "all keys")
+    yield case.row(figure, medians, quartiles=quartiles)
+    yield case.row("time ms", {n: float(np.median(x)) * 1e3 for n, x in times.items()})
+    yield case.row("temp MiB", {n: memory / 2**20 for n, (_, memory) in made.items()})
+
+
+def selected(case: Case, rounds: int) -> Iterator[Row]:
+    """Of 32 queries with 128 heads over one key head, as in DeepSeek-V3.2, each lists a 64th of the
+    keys.
+    """
+    rng, t, heads = np.random.default_rng(0), 32, 128
+    draw = lambda n, h: jnp.asarray(rng.standard_normal((1, n, h, DIM), dtype=np.float32))
+    query, key_, value = draw(t, heads), draw(case.tokens, 1), draw(case.tokens, 1)
+    listed = [rng.permutation(case.tokens)[: case.tokens // 64] for _ in range(t)]
+
+    def run(query, key_, value, indices):
+        mask = None if indices is None else Selected(indices)
+        return attention(query, key_, value, mask=mask).attention_outputs
+
+    indices = jnp.asarray(np.array(listed)[None, None], jnp.int32)
+    inputs, figure = (query, key_, value), "time / all keys"
+    yield from _compare(case, rounds, run, inputs, figure, (indices,), None)
+
+
+def selected_blocks(case: Case, rounds: int) -> Iterator[Row]:
+    """Of eight heads, which may share keys, blocks of 64 queries list a tenth of the blocks of 64
+    keys.
+    """
+    rng, size = np.random.default_rng(0), 64
+    draw = lambda h: jnp.asarray(rng.standard_normal((1, case.tokens, h, DIM), dtype=np.float32))
+    inputs = draw(HEADS), draw(case.kv_heads), draw(case.kv_heads)
+    blocks = case.tokens // size
+    n = max(blocks // 10, 1)
+    every = range(case.kv_heads * blocks)
+    listed = np.array([rng.permutation(blocks)[:n] for _ in every], np.int32)
+
+    def run(query, key_, value, indices):
+        mask = None if indices is None else Selected(indices, size, size)
+        return attention(query, key_, value, mask=mask).attention_outputs
+
+    indices = jnp.asarray(listed.reshape(1, case.kv_heads, blocks, n))
+    note = f"{n / blocks:.3f} of the pairs"
+    for row in _compare(case, rounds, run, inputs, "time / all keys", (indices,), None):
+        row.note = note
+        yield row
+
+
+def ranking(case: Case, rounds: int) -> Iterator[Row]:
+    """Lists the 2048 greatest logits of 32 queries with one head, and sorts all of them at once."""
+    rng, t = np.random.default_rng(0), 32
+    draw = lambda n: jnp.asarray(rng.standard_normal((1, n, 1, DIM), dtype=np.float32))
+    args, n = (draw(t), draw(case.tokens)), min(2048, case.tokens)
+    logits = lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k)
+    made = {
+        "eqattn": _program(lambda q, k: top_keys(q, k, n).indices, False, *args),
+        "jax.lax.top_k": _program(lambda q, k: jax.lax.top_k(logits(q, k), n)[1], False, *args),
+    }
+    for call, _ in made.values():
+        call()
+    times = rounds_of({name: call for name, (call, _) in made.items()}, rounds)
+    medians, quartiles = ratios(times, "jax.lax.top_k")
+    yield case.row("time / jax.lax.top_k", medians, quartiles=quartiles)
+    yield case.row("time ms", {name: float(np.median(x)) * 1e3 for name, x in times.items()})
+    yield case.row("temp MiB", {name: memory / 2**20 for name, (_, memory) in made.items()})
+
+
+def tree(case: Case, rounds: int) -> Iterator[Row]:
+    """Builds a forest of prompts of 256 tokens with 8 completions of 128 each, and its table."""
+    one = np.concatenate(
+        [np.arange(-1, 255), *[np.r_[255, 256 + 128 * i : 383 + 128 * i] for i in range(8)]]
+    )
+    trees = -(-case.tokens // len(one))
+    parents = np.concatenate([np.where(one < 0, -1, one + i * len(one)) for i in range(trees)])
+    parents = np.where(parents < case.tokens, parents, -1)[: case.tokens].astype(np.int32)
+    mask, block = Tree(parents), min(128, case.tokens)
+
+    def table():
+        return block_table(mask, case.tokens, case.tokens, block, block)
+
+    calls = {"build": lambda: Tree(parents), "table": table}
+    times = rounds_of(calls, rounds)
+    for name in calls:
+        yield case.row(f"{name} ms", {"eqattn": float(np.median(times[name])) * 1e3})
+    yield case.row("blocks skipped", {"eqattn": float((np.asarray(table()) == 0).mean())})
+
+
+EXPERIMENTS = {
+    "ranking": ranking,
+    "selected": selected,
+    "selected blocks": selected_blocks,
+    "tree": tree,
+}

@@ -1,0 +1,134 @@
+"""`top_keys()`: which keys each query scores highest."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._closure import opened
+from .._misc import as_array, as_size
+from .._problem.problem import as_mask, as_scores, check_shapes, MaskLike, Problem, ScoreLike
+from .._problem.storage import AbstractStored
+from .._sweep.top import greatest
+from ..masks._terms import leaf_terms
+from ..strategies import AttentionImpl, Blockwise
+from ..strategies._checks import check_strategy
+from ..strategies._fold_strategy import AbstractFoldStrategy
+
+
+class TopKeys(eqx.Module):
+    """The keys that each query scores highest, the highest first.
+
+    Lists of other keys for the same queries merge exactly, in any order, as Carries do.
+
+    **Arguments:**
+
+    - `values`: the logits, `[*b, h, t, n]`, with -inf where there is no key.
+    - `indices`: the positions of the keys, int32 `[*b, h, t, n]`, with -1 where there is no key. A
+        [`eqattn.Selected`][] takes them as they are.
+    """
+
+    values: Float[Array, "*b h t n"]
+    indices: Int[Array, "*b h t n"]
+
+    def merge(self, other: "TopKeys") -> "TopKeys":
+        """The highest of both lists, as many as this one has.
+
+        **Arguments:**
+
+        - `other`: a list of other keys for the same queries.
+
+        **Raises:** `ValueError` if the queries differ.
+        """
+        if self.values.shape[:-1] != other.values.shape[:-1]:
+            raise ValueError(
+                f"Lists {self.values.shape} and {other.values.shape} [*b, h, t, n] are of other "
+                "queries; only lists of the same queries merge."
+            )
+        values = jnp.concatenate([self.values, other.values], -1)
+        indices = jnp.concatenate([self.indices, other.indices], -1)
+        return TopKeys(*greatest(values, indices, self.values.shape[-1]))
+
+
+def top_keys(
+    query: Float[Array, "*b t h d"],
+    key_: Float[Array | AbstractStored, "*b s k d"],
+    n: int,
+    strategy: AttentionImpl | None = None,
+    *,
+    mask: MaskLike = None,
+    bias: Any = None,
+    score: ScoreLike = None,
+    q_offset: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+) -> TopKeys:
+    """The `n` keys with the greatest logits, for each query and head.
+
+    Logits are those of [`eqattn.attention`][], all transforms and the mask included. They are
+    visited block by block, so that memory grows as queries times `n` and not as queries times keys.
+    Where a score does not look at its logit, as that of an indexer, the products of `query` and
+    `key_` are not computed: pass one head of each.
+
+    **Arguments:**
+
+    - `query`, `key_`, `strategy`, `mask`, `bias`, `score`, `q_offset`, `q_positions`,
+        `kv_positions`: as for [`eqattn.attention`][]. Dropout and sinks do not count. A mask may
+        not be a [`eqattn.Selected`][] or a [`eqattn.Tree`][].
+    - `n`: how many keys are listed, an int.
+
+    **Returns:** a [`eqattn.TopKeys`][]. Of equal logits, those of lower positions come first. Where
+    a query sees fewer than `n` keys, the other indices are -1. Its `values` are differentiable in
+    every order. `indices` are positions, as `kv_positions` says them.
+
+    **Raises:** `ValueError` if `n` is larger than the number of keys.
+    """
+    strategy = Blockwise() if strategy is None else strategy
+    check_strategy(strategy)
+    if not isinstance(strategy, AbstractFoldStrategy):
+        raise TypeError(
+            f"{type(strategy).__name__} does not fold a problem, so that it cannot rank keys; use "
+            "Blockwise(metadata)."
+        )
+    query = jnp.asarray(as_array(query, "query", 3))
+    stored = isinstance(key_, AbstractStored)
+    if stored and not strategy.reads_stored:
+        raise ValueError(
+            f"key_ is {type(key_).__name__} {key_.shape}, which {type(strategy).__name__} does not "
+            "read; use Ragged(metadata), or pass its materialise()."
+        )
+    key: Any = key_ if stored else jnp.asarray(as_array(key_, "key_", 3))
+    shards, n = strategy.key_shards(), as_size(n, "n", 1)
+    check_shapes(query, key, key)
+    if n > key.shape[-3] * shards:
+        raise ValueError(
+            f"n={n} is larger than the {key.shape[-3] * shards} keys of key_ {key.shape} "
+            f"[*b, s, k, d]; list at most these."
+        )
+    seen = opened(as_mask(mask))
+    for term in leaf_terms(seen):
+        if term.selects or term.moves_positions:
+            kind = type(term).__name__
+            raise ValueError(
+                f"top_keys does not rank keys under a {kind}; take DenseMask(mask.as_array(t, s)) "
+                "where an array of all pairs fits."
+            )
+    problem = Problem.from_call(
+        query,
+        key,
+        key if stored else key[..., :1],
+        strategy.metadata,
+        mask=seen,
+        bias=bias,
+        score=opened(as_scores(score)),
+        q_offset=q_offset,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        precision=getattr(strategy, "precision", None),
+        shards=shards,
+    )
+    found = strategy.top(problem, n)
+    t, _, heads, _ = problem.sizes
+    shape = (*problem.batch_shape, heads, t, n)
+    return TopKeys(*(jnp.swapaxes(x, 1, 2).reshape(shape) for x in found))
