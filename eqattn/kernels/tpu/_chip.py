@@ -61,9 +61,14 @@ def cores() -> int:
 def sums_by_product() -> bool:
     """Whether the sum of the rounded probabilities is one more row of their product with values.
 
-    From v6e on, matrix units are 256 wide and have time for that row. In the schedules of
-    `tpu-report` it saves a tenth of a step there; on older chips it would cost a twentieth.
+    Wide matrix units have time for that row. In the schedules of `tpu-report` it saves a tenth of a
+    step there; on older chips it would cost a twentieth.
     """
+    return wide_units()
+
+
+def wide_units() -> bool:
+    """Whether matrix units are 256 wide, as they are from v6e on, and not 128."""
     try:
         return pltpu.get_tpu_info().generation >= 6
     except (ValueError, NotImplementedError):  # no TPU to ask about

@@ -1,7 +1,11 @@
 """The softmax fold of few rows over caches by one Pallas kernel: memory sets its pace.
 
-A step reads one block of a cache, all its heads at once, and adds it to the Carry of its row by the
-usual online softmax. There is no pipeline as in `_forward.py`: the units wait for memory anyway.
+A step reads one block of a cache, all its heads at once. It computes the logits of the block, and
+adds the block before it to the Carry of its row by the usual online softmax. Products, maxima and
+exponentials of one block wait for each other, but not for those of the other block. The pipeline is
+that of `_forward.py`: it runs on from one row to the next, and the blocks of values, and those of
+the results, have a `lag` of 1. What the first step adds nobody wrote; it is cleared as its row
+begins, in the second step.
 
 `visit_decode` plans the kernel, a `_Decode`, whose `kernel` is one step on references.
 """
@@ -20,7 +24,7 @@ from jaxtyping import Array
 
 from ..._carry import Carry, online_softmax
 from ..._jax import abstract
-from ..._sweep.grid import FEW_ROWS, GridLayout
+from ..._sweep.grid import EMPTY, FEW_ROWS, GridLayout
 from ._chip import cores, VMEM
 from ._decode_program import FlatHeadsProgram
 from ._grid import abstract_blocks, KernelGrid, KernelOperand
@@ -86,6 +90,12 @@ class _Decode:
         return [(rows, self.width), (rows, 1), (rows, 1)]
 
     @property
+    def wide(self) -> tuple[int, int]:
+        """The shape of the logits of a block."""
+        keys, rows = self.grid.layout.block
+        return rows, keys * self.values.sizes[1]
+
+    @property
     def depth(self) -> int:
         """How many axes the kernel's grid has."""
         return len(self.grid.order) + bool(self.grid.parts)
@@ -99,10 +109,11 @@ class _Decode:
         left = list(refs[len(self.grid.layout.lookups) :])
         take = lambda keys: {i: left.pop(0) for i in keys}
         ins, vals, mine, outs = (take(k) for k in (self.ahead, self.behind, self.belongs, range(3)))
-        num, den, top = state = left
-        pair = self.grid.pair([pl.program_id(i) for i in range(self.depth)], work_ref)
+        num, den, top, logits = state = left
+        ids = [pl.program_id(i) for i in range(self.depth)]
+        pair, before = (self.grid.pair(ids, work_ref, lag) for lag in (0, 1))
 
-        @pl.when((pair & FIRST) != 0)
+        @pl.when((before & FIRST) != 0)
         def _():
             num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
             top[...] = jnp.full_like(top, -jnp.inf)
@@ -111,30 +122,35 @@ class _Decode:
         for i, x in self.ahead.items():
             load[i] = lambda i=i, x=x: x.read(ins[i])
         fetch = [lambda i=i, x=x: x.read(vals[i]) for i, x in self.behind.items()]
-        for c in self.logits:
-            pl.when(kind_of(pair) == c)(lambda c=c: self.visit(c, load, fetch, mine, state))
+        kind, empty = kind_of(pair), kind_of(pair) == EMPTY
+        for c in self.logits:  # an empty pair takes the form of a full one
+            chosen = (kind == c) | empty if c == max(self.logits) else kind == c
+            pl.when(chosen)(lambda c=c: self.visit(c, load, fetch, mine, state))
 
-        @pl.when((pair & LAST) != 0)
+        @pl.when(empty)
+        def _():
+            logits[...] = jnp.full_like(logits, -jnp.inf)
+
+        @pl.when((before & LAST) != 0)
         def _():
             for ref, x in zip(outs.values(), (num, den, top)):
                 ref[...] = x[...]
 
     def visit(self, c: int, load: Sequence, fetch: Sequence, mine: dict, state: Sequence) -> None:
-        """Adds a block of class `c`.
+        """Computes the logits of a block of class `c`, and adds the block before it.
 
         **Arguments:**
 
         - `load`, `fetch`: functions that read the arguments of logits and of values.
         - `mine`: the references of `belongs`.
-        - `state`: the references of numerator, denominator and maximum.
+        - `state`: the references of numerator, denominator and maximum, and of the logits of the
+            block before.
         """
-        num, den, top = state
-        keys, rows = self.grid.layout.block
-        groups = self.values.sizes[1]
-        s = self.logits[c].evaluate(load).value(self.logits[c].program.outs[0])
-        s = jnp.broadcast_to(s, (rows, keys * groups))
+        num, den, top, logits = state
+        s, new = logits[...], self.logits[c].evaluate(load).value(self.logits[c].program.outs[0])
+        new = jnp.broadcast_to(new, logits.shape)
         for ref in mine.values():
-            s = jnp.where(ref[...] > 0, s, -jnp.inf)
+            new = jnp.where(ref[...] > 0, new, -jnp.inf)
         now, p, scale = online_softmax(s, top[...])
         v = self.values.evaluate(fetch).value(self.values.program.outs[0])
 
@@ -143,6 +159,7 @@ class _Decode:
             den[...] = den[...] * scale + p.sum(1, keepdims=True)
 
         y = self.product(p, v.rows, v.scale)
+        logits[...] = new
         finite = ~jnp.isnan(jnp.sum(y * 0))
         pl.when(finite)(lambda: add(p, y))
 
@@ -174,7 +191,7 @@ def _plan(
 ) -> tuple[_Decode, Any, Array | None]:
     """The plan of the kernel of `visit_decode`, its list of pairs, and the `seen` of `merged`."""
     table, operands = layout.split(args)
-    grid, work = KernelGrid.of(table, layout, kept, max(steps))
+    grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
     seen, parts = None, cores()
     if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # nothing else that they could share
         work, length, seen = in_parts(work, grid.length, parts, math.prod(layout.shape(kept)))
@@ -225,9 +242,14 @@ def visit_decode(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(tables),
             grid=grid.grid,
-            in_specs=[grid.spec(x.axes, x.block) for x in given],
-            out_specs=[grid.spec(kept, shape, by_part=True) for shape in plan.carry],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in plan.carry],
+            in_specs=[
+                grid.spec(x.axes, x.block, lag)
+                for lag, xs in enumerate((plan.ahead, plan.behind))
+                for x in xs.values()
+            ]
+            + [grid.spec(x.axes, x.block) for x in plan.belongs],
+            out_specs=[grid.spec(kept, shape, 1, by_part=True) for shape in plan.carry],
+            scratch_shapes=[pltpu.VMEM(x, jnp.float32) for x in (*plan.carry, plan.wide)],
         ),
         out_shape=[
             abstract(args[-1], (*lead, *layout.shape(kept), *x), jnp.float32) for x in plan.carry

@@ -149,8 +149,17 @@ class Evaluation:
             if eqn.invars[0].aval.ndim == 0:
                 return self._repeated(self.value(eqn.invars[0]), v.aval.shape)
         if eqn is not None and eqn.primitive in POINTWISE:
-            return eqn.primitive.bind(*map(self.block, eqn.invars), **eqn.params | _plain(eqn))
+            return self.pointwise(eqn, self.block)
         return self._cut(self.value(v))
+
+    def pointwise(self, eqn: Any, get: Callable) -> Any:
+        """An operation on single elements of what `get` returns for its arguments."""
+        if eqn.primitive.name == "add_any" and (terms := self._with_factor(eqn)) is not None:
+            factor, x, y = map(get, terms)
+            return factor * (x + y)
+        if eqn.primitive is lax.exp_p:  # the scale's factor costs nothing
+            return jnp.exp2(self.times(eqn.invars[0], LOG2E))
+        return eqn.primitive.bind(*map(get, eqn.invars), **eqn.params | _plain(eqn))
 
     def _cut(self, x: Any) -> Any:
         """The window of an array, one of whose sides may be 1."""
@@ -158,6 +167,12 @@ class Evaluation:
         if x.dtype == jnp.bool_:
             return self._cut(x.astype(jnp.int32)) != 0
         return x[tuple(slice(None) if n == 1 else w for n, w in zip(x.shape, self.window))]
+
+    def _spread(self, v: Any, x: Any, factor: float) -> Any:
+        """The window of a broadcast `v`, made of `x`, which is its operand times a factor."""
+        del factor
+        eqn = self.program.maker(v)
+        return self._cut(eqn.primitive.bind(x, **eqn.params))
 
     def _repeated(self, x: Any, shape: tuple[int, ...]) -> Any:
         """A number, repeated to the window of a block of this shape."""
@@ -194,12 +209,11 @@ class Evaluation:
             return grouped_product(k, q, precision)
         if eqn.primitive is lax.transpose_p:
             return self.value(eqn.invars[0], not flip)
-        if flip and eqn.primitive is lax.broadcast_in_dim_p and eqn.invars[0].aval.ndim == 0:
-            x = self.value(eqn.invars[0], False)
-            return lax.broadcast(x, eqn.params["shape"][::-1])
-        if flip and eqn.primitive in _ELEMENTWISE:
-            xs = [self.value(x, x.aval.ndim == 2) for x in eqn.invars]
-            return eqn.primitive.bind(*xs, **{**eqn.params, **_plain(eqn)})
+        if flip and eqn.primitive is lax.broadcast_in_dim_p and eqn.invars[0].aval.ndim < 2:
+            x, kept = self.value(eqn.invars[0], False), eqn.params["broadcast_dimensions"]
+            return lax.broadcast_in_dim(x, v.aval.shape[::-1], tuple(1 - a for a in kept))
+        if flip and eqn.primitive in POINTWISE and eqn.primitive is not lax.exp_p:
+            return self.pointwise(eqn, lambda x: self.value(x, x.aval.ndim == 2))
         if flip:
             return self.value(v, False).T
         if (
@@ -209,16 +223,16 @@ class Evaluation:
             and not isinstance(v, Literal)
         ):
             return self.value(v, True).T
+        if eqn.primitive is lax.reshape_p and v.aval.ndim < 2 and 1 in eqn.invars[0].aval.shape:
+            x = eqn.invars[0]  # a row or a column: its numbers are in one order either way
+            return self.value(x, self.lies_flipped(x)).reshape(v.aval.shape)
         if eqn.primitive is lax.reduce_sum_p and self.lies_flipped(eqn.invars[0]):
             x = self.value(eqn.invars[0], True)
             return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))
         if eqn.primitive is lax.select_n_p:
             return self._selected(eqn)
-        if eqn.primitive.name == "add_any" and (terms := self._with_factor(eqn)) is not None:
-            factor, x, y = (self.value(u) for u in terms)
-            return factor * (x + y)
-        if eqn.primitive is lax.exp_p:  # the scale's factor costs nothing
-            return jnp.exp2(self.times(eqn.invars[0], LOG2E))
+        if eqn.primitive.name == "add_any" or eqn.primitive is lax.exp_p:
+            return self.pointwise(eqn, self.value)
         ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
         if not eqn.primitive.multiple_results:
             return ys
@@ -299,7 +313,7 @@ class Evaluation:
                 return eqn.primitive.bind(x, **eqn.params)
             if x.ndim == 0:
                 return self._repeated(x, v.aval.shape)
-            return self._cut(eqn.primitive.bind(x, **eqn.params))
+            return self._spread(v, x, factor)
         if eqn is not None and eqn.primitive is lax.mul_p:
             small, large = sorted(eqn.invars, key=self._size)
             return self.times(small, factor) * self.block(large)
