@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._jax import evaluated, interpret, only_varies
+from .._jax import evaluated, interpret, only_varies, primitives
 from .._sweep.products import dot_p, grouped_dot_p
 
 
@@ -22,7 +22,7 @@ POINTWISE = {
         "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square "
         "sub tanh xor"
     ).split()
-}
+} | {primitives.add_jaxvals_p}
 """Operations of which a part of the result needs that part of the arguments only."""
 
 

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from ..._jax import Literal
+from ..._jax import Literal, primitives
 from ..._sweep.grid import COL, CORNER, GridLayout, PARTIAL, ROW
 from ..._sweep.products import dot_p
 from .._program import POINTWISE
@@ -37,19 +37,23 @@ from ._chip import wide_units
 from ._forward_step import of_corner
 from ._products import LANES, product_of
 from ._program import Program
-from ._turned import TurnedEvaluation, Window
+from ._turned import size_of, TurnedEvaluation, Window
 
 
 WINDOW = 256, 512
 """The keys and the rows of a window of logits.
 
 Of 256 x 256, 256 x 512, 512 x 512 and 256 x 1024 the second took the fewest cycles in a prototype:
-4218 for a full pair of D = 128 on v6e, against 4460, 4483 and 4507. Going over the keys first took
-4218, going over the rows first 4434. `backward` in `python -m eqattn tpu-report` measures it again.
+4218 for a full pair of D = 128 on v6e, against 4460, 4483 and 4507. With the rows as the inner loop
+it took 4434. Masked windows have half as many rows, as a mask takes registers of its own: that
+brought 6105 cycles to 5710. `backward` in `python -m eqattn tpu-report` measures it again.
 """
 
 
-def windows(keys: int, rows: int) -> list[Window]:
+_ADD = lax.add_p, primitives.add_jaxvals_p
+
+
+def windows(keys: int, rows: int, masked: bool) -> list[Window]:
     """The windows of a block, in the order in which they are computed.
 
     A side that `WINDOW` does not divide is not cut.
@@ -59,7 +63,8 @@ def windows(keys: int, rows: int) -> list[Window]:
         m = m if n % m == 0 else n
         return [slice(i, i + m) for i in range(0, n, m)]
 
-    return [(at, to) for to in cut(rows, WINDOW[1]) for at in cut(keys, WINDOW[0])]
+    sides = cut(keys, WINDOW[0]), cut(rows, WINDOW[1] // 2 if masked else WINDOW[1])
+    return [(at, to) for to in sides[1] for at in sides[0]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +124,7 @@ class TurnedSums:
 
     def _sum(self, out: Any, accumulator: Any) -> _Sum | None:
         eqn = self.program.maker(out)
-        if eqn is None or eqn.primitive.name not in ("add", "add_any"):
+        if eqn is None or eqn.primitive not in _ADD:
             return None
         if accumulator not in eqn.invars or eqn.invars[0] is eqn.invars[1]:
             return None
@@ -153,7 +158,7 @@ class TurnedSums:
             return {v: (at, eqn.params["contract"][at])}
         linear = eqn.primitive in (lax.neg_p, lax.convert_element_type_p)
         linear |= eqn.primitive is lax.mul_p and sum(of_blocks) == 1
-        linear |= eqn.primitive.name in ("add", "add_any") and all(of_blocks)
+        linear |= eqn.primitive in _ADD and all(of_blocks)
         if eqn.primitive is lax.select_n_p and not of_blocks[0]:
             linear = all(b or self._zero(x) for b, x in zip(of_blocks[1:], eqn.invars[1:]))
         if not linear:
@@ -181,23 +186,20 @@ class TurnedSums:
     def add(
         self,
         run: TurnedEvaluation,
-        block: tuple[int, int],
+        parts: Sequence[Window],
         add: Callable[[int, slice, Array], None],
         scratch: Sequence[Sequence[Any]],
-        skip: Sequence[Window] = (),
     ) -> None:
-        """Adds what all windows contribute.
+        """Adds what some windows contribute.
 
         **Arguments:**
 
         - `run`: the evaluation of a pair.
-        - `block`: the keys and rows of a block.
+        - `parts`: the windows.
         - `add`: a function of the index of a sum, a slice of its keys or rows, and what is added
             there.
         - `scratch`: for each of `turned_again` two references, for this window and the one before.
-        - `skip`: the windows in which nothing is visible.
         """
-        parts = [x for x in windows(*block) if x not in skip]
         ahead, late = self._begun(run, parts[0]), lambda: None
         for n, window in enumerate(parts):
             here = ahead
@@ -206,8 +208,8 @@ class TurnedSums:
             late()
             turned = {}
             for (v, dtype), refs in zip(self.turned_again, scratch):
-                turned[v, dtype] = refs[n % 2]
-                refs[n % 2][...] = here.block(v).astype(dtype).T
+                turned[v, dtype] = ref = refs[n % 2].at[: size_of(window[0]), : size_of(window[1])]
+                ref[...] = here.block(v).astype(dtype).T
             for i, x in enumerate(self.sums):
                 if x.kept == COL:
                     add(i, window[0], self._added(here, x, x.rest, window, turned))
@@ -280,13 +282,13 @@ class TurnedStep:
         """The windows that a pair of class `CORNER` skips; empty if such a pair is on no list."""
         if not self.layout.corner or PARTIAL not in self.forms:
             return []
-        return of_corner(self.layout, windows(*self.layout.block))
+        return of_corner(self.layout, windows(*self.layout.block, masked=True))
 
     @property
     def scratch(self) -> list:
         """Memory for blocks turned again: for each, that of a window and of the one before."""
-        at, to = windows(*self.layout.block)[0]
-        shape = at.stop, to.stop
+        at, to = windows(*self.layout.block, masked=False)[0]
+        shape = size_of(at), size_of(to)
         return [pltpu.VMEM(shape, dtype) for _, dtype in self.main.turned_again for _ in range(2)]
 
     def run(
@@ -310,19 +312,22 @@ class TurnedStep:
         if self.corner:
             forms.append((CORNER, PARTIAL, self.corner))
         for own, c, skip in forms:
+            parts = windows(*self.layout.block, masked=c != max(self.forms))
+            parts = [x for x in parts if x not in skip]
 
             @pl.when(kind == own)
-            def _(sums=self.forms[c], skip=skip):
-                run = TurnedEvaluation(sums.program, load, flipped)
-                sums.add(run, self.layout.block, add, pairs, skip)
+            def _(sums=self.forms[c], parts=parts):
+                sums.add(TurnedEvaluation(sums.program, load, flipped), parts, add, pairs)
 
 
 def suits(step: TurnedStep) -> bool:
-    """Whether a kernel is faster with this step: with wide matrix units and bfloat16 products.
+    """Whether a kernel is faster with this step: where matrix units are wide, products read
+    bfloat16, and gradients of keys or values are summed.
 
-    On v5e it would take 10754 cycles for a full pair instead of 10506. Its sums in float32 were not
-    measured.
+    On v5e it would take 10754 cycles for a full pair instead of 10506. A kernel for the queries alone
+    would take 3322 on v6e instead of 3040. Products of float32 were not measured.
     """
     dtypes = {e.params["operand_dtype"] for x in step.forms.values() for e in x.firsts}
     even = not any(n % LANES for n in step.layout.block)
-    return wide_units() and even and dtypes == {jnp.dtype(jnp.bfloat16)}
+    of_keys = any(x.kept == COL for x in step.main.sums)
+    return wide_units() and of_keys and even and dtypes == {jnp.dtype(jnp.bfloat16)}

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jax import Literal
+from ..._jax import Literal, primitives
 from ..._sweep.products import dot_p, grouped_dot_p
 from .._program import flat_jaxpr, LOG2E, POINTWISE
 from ._products import grouped_product, product_of
@@ -154,7 +154,8 @@ class Evaluation:
 
     def pointwise(self, eqn: Any, get: Callable) -> Any:
         """An operation on single elements of what `get` returns for its arguments."""
-        if eqn.primitive.name == "add_any" and (terms := self._with_factor(eqn)) is not None:
+        added = eqn.primitive is primitives.add_jaxvals_p
+        if added and (terms := self._with_factor(eqn)) is not None:
             factor, x, y = map(get, terms)
             return factor * (x + y)
         if eqn.primitive is lax.exp_p:  # the scale's factor costs nothing
@@ -231,7 +232,7 @@ class Evaluation:
             return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))
         if eqn.primitive is lax.select_n_p:
             return self._selected(eqn)
-        if eqn.primitive.name == "add_any" or eqn.primitive is lax.exp_p:
+        if eqn.primitive in (primitives.add_jaxvals_p, lax.exp_p):
             return self.pointwise(eqn, self.value)
         ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
         if not eqn.primitive.multiple_results:

@@ -17,6 +17,11 @@ Window = tuple[slice, slice]
 """The keys and the rows of a part of a block of logits."""
 
 
+def size_of(part: slice) -> int:
+    """How many keys or rows a part has."""
+    return part.stop - part.start
+
+
 class TurnedEvaluation(Evaluation):
     """An evaluation whose windows of blocks of logits are transposed: `[rows, keys]`.
 
@@ -51,19 +56,22 @@ class TurnedEvaluation(Evaluation):
 
     def _repeated(self, x: Any, shape: tuple[int, ...]) -> Any:
         assert self.window is not None
-        sides = [min(n, w.stop - w.start) for n, w in zip(shape, self.window)]
+        sides = [min(n, size_of(w)) for n, w in zip(shape, self.window)]
         return lax.broadcast(x, sides[::-1])
 
     def _broadcast(self, v: Any, x: Any, factor: float | None) -> Any:
         """The window of a broadcast `v` of `x`: one number, or those of the rows or of the keys."""
         if x.ndim == 0:
             return self._repeated(x, v.aval.shape)
-        (axis,) = self.program.maker(v).params["broadcast_dimensions"] if x.ndim == 1 else (None,)
-        of_keys = axis == 0 if x.ndim == 1 else x.shape[1] == 1
-        row = x.reshape(1, -1) if x.ndim == 1 or not of_keys else x.T
+        if x.ndim == 1:
+            (axis,) = self.program.maker(v).params["broadcast_dimensions"]
+            of_keys, row = bool(axis == 0), x.reshape(1, -1)
+        else:
+            of_keys = x.shape[1] == 1
+            row = x.T if of_keys else x
         y = self._from_side((v, factor), of_keys, lambda _: row)
         assert self.window is not None
-        keys, rows = (w.stop - w.start for w in self.window)
+        keys, rows = map(size_of, self.window)
         return jnp.broadcast_to(y, (rows, keys))
 
     def _from_side(self, key: Any, of_keys: bool, row: Callable[[bool], Array]) -> Array:
@@ -85,11 +93,11 @@ class TurnedEvaluation(Evaluation):
                 x = jnp.broadcast_to(x, (LANES, x.shape[1])).T
             self.done["side", key] = x, boolean
         x, boolean = self.done["side", key]
-        width = keys.stop - keys.start
+        width = size_of(keys)
         if of_keys:
             x = x[:, keys]
         elif width % LANES == 0:
             x = jnp.concatenate([x[rows]] * (width // LANES), 1)
         else:
-            x = jnp.broadcast_to(x[rows, :1], (rows.stop - rows.start, width))
+            x = jnp.broadcast_to(x[rows, :1], (size_of(rows), width))
         return x != 0 if boolean else x
