@@ -324,8 +324,8 @@ def suits(step: TurnedStep) -> bool:
     """Whether a kernel is faster with this step: where matrix units are wide, products read
     bfloat16, and gradients of keys or values are summed.
 
-    On v5e it would take 10754 cycles for a full pair instead of 10506. A kernel for the queries alone
-    would take 3322 on v6e instead of 3040. Products of float32 were not measured.
+    On v5e it would take 10754 cycles for a full pair instead of 10506. A kernel for the queries
+    alone would take 3322 on v6e instead of 3040. Products of float32 were not measured.
     """
     dtypes = {e.params["operand_dtype"] for x in step.forms.values() for e in x.firsts}
     even = not any(n % LANES for n in step.layout.block)

@@ -160,7 +160,29 @@ class Evaluation:
             return factor * (x + y)
         if eqn.primitive is lax.exp_p:  # the scale's factor costs nothing
             return jnp.exp2(self.times(eqn.invars[0], LOG2E))
+        if not _integer(eqn.outvars[0]):
+            for v in self._integers(eqn):
+                get(v)
         return eqn.primitive.bind(*map(get, eqn.invars), **eqn.params | _plain(eqn))
+
+    def _integers(self, eqn: Any) -> list[Any]:
+        """The integers that an operation is made of by operations on single elements, in order.
+
+        A generator of random bits has hundreds of them, one after the other. Evaluated on demand,
+        they would exceed the depth to which Python's calls may be nested.
+        """
+        found: dict = {}
+        left = [(v, False) for v in eqn.invars]
+        while left:
+            v, ready = left.pop()
+            made = None if isinstance(v, Literal) or v in found else self.program.maker(v)
+            if made is None or made.primitive not in POINTWISE or not _integer(v):
+                continue
+            if ready:
+                found[v] = None
+            else:
+                left += [(v, True), *[(u, False) for u in made.invars]]
+        return [*found]
 
     def _cut(self, x: Any) -> Any:
         """The window of an array, one of whose sides may be 1."""
@@ -337,6 +359,10 @@ def in_range(x: Any, factor: float) -> Any:
     overflow to -inf, and a masked logit minus its origin would be NaN.
     """
     return x * factor if math.isinf(x) else np.float32(np.clip(float(x) * factor, *_RANGE))
+
+
+def _integer(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.integer)
 
 
 def _plain(eqn) -> dict:
