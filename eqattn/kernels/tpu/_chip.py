@@ -69,7 +69,21 @@ def sums_by_product() -> bool:
 
 def wide_units() -> bool:
     """Whether matrix units are 256 wide, as they are from v6e on, and not 128."""
+    return generation() >= 6
+
+
+def waits_for_cache(itemsize: int) -> bool:
+    """Whether 512 tokens of a cache take longer to copy than to visit.
+
+    Both take a time in proportion to the heads. They are compared in `decode` and `decode, int8` of
+    `tpu-report`.
+    """
+    return generation() < (6 if itemsize == 1 else 7)
+
+
+def generation() -> int:
+    """The generation of the chip, such as 5 for v5e and v5p; 0 without one to ask about."""
     try:
-        return pltpu.get_tpu_info().generation >= 6
-    except (ValueError, NotImplementedError):  # no TPU to ask about
-        return False
+        return pltpu.get_tpu_info().generation
+    except (ValueError, NotImplementedError):
+        return 0
