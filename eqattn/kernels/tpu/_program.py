@@ -160,13 +160,13 @@ class Evaluation:
             return factor * (x + y)
         if eqn.primitive is lax.exp_p:  # the scale's factor costs nothing
             return jnp.exp2(self.times(eqn.invars[0], LOG2E))
-        if not _integer(eqn.outvars[0]):
-            for v in self._integers(eqn):
-                get(v)
+        for v in self._integers(eqn):
+            get(v)
         return eqn.primitive.bind(*map(get, eqn.invars), **eqn.params | _plain(eqn))
 
     def _integers(self, eqn: Any) -> list[Any]:
-        """The integers that an operation is made of by operations on single elements, in order.
+        """The integers that an operation is made of by operations on single elements, in order, but
+        for those that were computed.
 
         A generator of random bits has hundreds of them, one after the other. Evaluated on demand,
         they would exceed the depth to which Python's calls may be nested.
@@ -177,6 +177,8 @@ class Evaluation:
             v, ready = left.pop()
             made = None if isinstance(v, Literal) or v in found else self.program.maker(v)
             if made is None or made.primitive not in POINTWISE or not _integer(v):
+                continue
+            if v in self.parts or (v, False) in self.done or (v, True) in self.done:
                 continue
             if ready:
                 found[v] = None
