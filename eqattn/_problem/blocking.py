@@ -18,7 +18,7 @@ from .._sweep.lowering import BlockRequest, Lowering, XLA
 from .._sweep.sweep import block_dtype
 from .mesh import split_axis
 from .problem import Problem
-from .storage import Pages
+from .storage import Pages, Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +312,11 @@ def choose_blocking(
     if block_q is None or block_k is None:
         dtype, head_dim = problem.query.dtype, problem.query.shape[-1]
         keys = s if block_k is None else block_k  # A symbolic length always has a given block.
-        best = lowering.choose_blocks(BlockRequest(t, keys, group, dtype, head_dim, in_place, page))
+        contents = [x.content if isinstance(x, Pages) else x for x in (problem.key, problem.value)]
+        itemsize = 1 if isinstance(contents[0], Quantized) else dtype.itemsize
+        nbytes = sum(math.prod(x.shape[-2:]) for x in contents) * itemsize // devices
+        request = BlockRequest(t, keys, group, dtype, head_dim, in_place, page, itemsize, nbytes)
+        best = lowering.choose_blocks(request)
         block_q = best.queries if block_q is None else block_q
         block_k = best.keys if block_k is None else block_k
     return Blocking(

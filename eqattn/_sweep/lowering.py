@@ -32,6 +32,8 @@ class BlockRequest:
     - `dtype`, `head_dim`: the dtype and the head dim of the queries.
     - `in_place`: whether keys and values are read where they lie in memory.
     - `page_size`: the tokens of a page if keys lie in pages, else 0.
+    - `itemsize`, `token_nbytes`: the bytes of a number, and of all keys and values of a token on
+        one device, as they are stored.
     """
 
     queries: int
@@ -41,6 +43,8 @@ class BlockRequest:
     head_dim: int
     in_place: bool
     page_size: int = 0
+    itemsize: int = 4
+    token_nbytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._jax import evaluated, interpret, only_varies
+from .._jax import evaluated, interpret, only_varies, primitives
 from .._sweep.products import dot_p, grouped_dot_p
 
 
@@ -22,7 +22,7 @@ POINTWISE = {
         "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square "
         "sub tanh xor"
     ).split()
-}
+} | {primitives.add_jaxvals_p}
 """Operations of which a part of the result needs that part of the arguments only."""
 
 
@@ -46,9 +46,17 @@ def calls(eqn: Any) -> Any:
     return next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
 
 
+def _only_places(eqn) -> bool:
+    """Whether an equation changes nothing but over which devices a value is spread: a kernel is one
+    device's.
+    """
+    same = eqn.primitive is lax.reshape_p and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    return only_varies(eqn) or eqn.primitive.name == "reshard" or same
+
+
 def _in_place(eqn, xs) -> list:
     """The results of an equation, or of the body that it calls, at `xs`."""
-    if only_varies(eqn):  # a kernel is one device's
+    if _only_places(eqn):
         return xs
     called = calls(eqn)
     if called is None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from eqattn.kernels.tpu import _forward_step as _step
+from eqattn.kernels.tpu import _backward_step, _forward_step as _step
 
 from . import build, transforms
 from .bound import excess
@@ -137,6 +137,8 @@ def small_windows(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_step, "WINDOW", 8)
         patch.setattr(_step, "sums_by_product", lambda: build.sums_by_product(case))
+        patch.setattr(_backward_step, "WINDOW", (8, 16))
+        patch.setattr(_backward_step, "suits", lambda step: case["lead"] != ())
         yield
 
 

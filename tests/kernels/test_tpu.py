@@ -30,6 +30,8 @@ from eqattn import (
     SlidingWindow,
     T5Bias,
 )
+from eqattn._sweep.lowering import BlockRequest
+from eqattn.kernels.tpu import _backward_step, _chip, TPULowering
 
 
 SHAPES = [(2, 40, 4, 16), (2, 48, 2, 16), (2, 48, 2, 8)]
@@ -180,8 +182,10 @@ def ring_of(platform, check_vma):
     return jax.shard_map(ring, **specs, check_vma=check_vma)
 
 
-def test_inside_a_ring():
-    """The kernel goes on with the Carry of the hops before."""
+@pytest.mark.parametrize("turned", [False, True])
+def test_inside_a_ring(turned, monkeypatch):
+    """The kernels go on with the Carry, and with the sums, of the hops before."""
+    monkeypatch.setattr(_backward_step, "suits", lambda step: turned)
     q, k, v = arrays()
 
     @jax.jit
@@ -224,6 +228,28 @@ def test_races_and_memory_that_nothing_wrote(mask):
     want = jax.tree.leaves(f("xla")(q, k, v))
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "generation, itemsize, keys, heads, tokens",
+    [
+        (0, 2, 8192, 8, 512),  # no chip is known
+        (5, 1, 8192, 8, 512),
+        (6, 2, 8192, 8, 512),
+        (6, 1, 8192, 8, 1024),
+        (7, 2, 8192, 8, 1024),
+        (7, 2, 2048, 8, 512),
+        (7, 2, 8192, 64, 512),  # vector memory could not hold two blocks of 1024
+    ],
+)
+def test_blocks_of_a_cache(generation, itemsize, keys, heads, tokens, monkeypatch):
+    """The faster the memory, the more tokens a step reads."""
+    monkeypatch.setattr(_chip, "generation", lambda: generation)
+    for page in (0, 64):
+        request = BlockRequest(
+            1, keys, 32, jnp.dtype(jnp.bfloat16), 128, True, page, itemsize, heads * 256 * itemsize
+        )
+        assert TPULowering("pallas").choose_blocks(request).keys == tokens
 
 
 def test_lists_that_scalar_memory_cannot_hold():

@@ -114,9 +114,9 @@ def test_a_loop_without_conditions(tmp_path):
 
 
 @pytest.mark.parametrize("tokens, tile", [(64, (8, 8)), (60, (8, 16)), (48, (16, 8)), (8, (8, 8))])
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag, corners", [(0, False), (0, True), (1, True)])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_steps_of_a_whole_kernel(tokens, tile, lag, heads):
+def test_steps_of_a_whole_kernel(tokens, tile, lag, corners, heads):
     queries, keys = tile
     visible = np.tril(np.ones((tokens, tokens), bool))
     for kept, axis in (((ROW,), 0), ((COL,), 1))[: 1 if lag else 2]:  # a fold keeps rows
@@ -127,14 +127,15 @@ def test_steps_of_a_whole_kernel(tokens, tile, lag, heads):
         blocks = blocks if axis == 0 else list(zip(*blocks))
         live = [b for row in blocks for b in row if b.any()] * heads
         kinds = ["full" if b.all() else "masked" for b in live]
-        if lag:
+        if corners:
             corner = [not b[: queries // 2, keys // 2 :].any() for b in live]
             kinds = ["corner" if c and k == "masked" else k for c, k in zip(corner, kinds)]
+        if lag:
             kinds.append("full")
             for i in range(1, len(kinds)):
                 if kinds[i] == "full" and kinds[i - 1] == "corner":
                     kinds[i] = "after"
-        got = whole.count(tokens, tile, heads, kept, lag)
+        got = whole.count(tokens, tile, heads, kept, lag, corners)
         want = [kinds.count(k) for k in ("full", "masked", "corner", "after")]
         rows = heads * len(blocks)
         lists = 1 if lag else heads
@@ -223,7 +224,8 @@ def test_every_kernel_has_a_budget():
     missing = {(k.name, chip) for k in KERNELS for chip in CHIPS} - set(recorded)
     assert not missing, AGAIN
     tiles = {kernel.name: kernel.tile() for kernel in choose([], peers=True)}
-    assert {row.kernel: row.tile for row in recorded.values()} == tiles
+    slow = {row.kernel: row.tile for row in recorded.values() if row.chip == "v5e"}
+    assert slow | {name: x for name, x in tiles.items() if name not in slow} == tiles
 
 
 def test_names():

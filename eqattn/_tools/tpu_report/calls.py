@@ -116,7 +116,8 @@ def _cycles(kept: tuple[int, ...], lag: int, once: tuple[int, ...] = ()) -> Call
 
     def cycles(steps: Steps) -> int:
         tile = Call(tokens=TOKENS, dim=DIM).tile()
-        return whole.count(TOKENS, tile, BATCH_SIZE * HEADS, kept, lag).cycles(steps, once)
+        counts = whole.count(TOKENS, tile, BATCH_SIZE * HEADS, kept, lag, steps.skips)
+        return counts.cycles(steps, once)
 
     return cycles
 

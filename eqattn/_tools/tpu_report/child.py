@@ -51,7 +51,8 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
     ideal = tile[0] * tile[1] * kernel.products / chip.products
     entire = None
     if (w := kernel.whole) is not None:
-        cycles = whole.count(w.tokens, tile, w.heads, w.kept, w.lag).cycles(steps, w.once)
+        counts = whole.count(w.tokens, tile, w.heads, w.kept, w.lag, steps.skips)
+        cycles = counts.cycles(steps, w.once)
         pairs = w.heads * whole.visible_pairs(w.tokens)
         entire = pairs * kernel.products / chip.products / cycles
     # A product is two operations, so this is the clock rate: cycles per second.

@@ -76,8 +76,9 @@ class Steps:
     It has these attributes. `full` is the step of a pair of blocks that is not masked. `masked` is
     that of a masked pair, or None if there is but one kind. `edges` are the cycles of what a row of
     blocks does beyond its steps, one after the other. `corner` is the step of a masked pair whose
-    corner is skipped, and `after` that of a full pair that follows such a pair. If the kernel skips
-    no corners, these two are `masked` and `full`.
+    corner is skipped, and `after` that of a full pair that follows such a pair, which a kernel
+    without a lag treats as `full`. `skips` says whether the kernel skips corners. If not, these two
+    are `masked` and `full`.
 
     **Raises:** `ValueError` if there are no products.
     """
@@ -107,7 +108,9 @@ class Steps:
         self.full, region = steps[0]
         self.masked = steps[1][0] if len(steps) > 1 else None
         masked = self.masked or self.full
-        self.after, self.corner = less if len(less) == 2 else (self.full, masked)
+        self.skips = 0 < len(less) < 3
+        after_and_corner = [self.full, *less] if len(less) == 1 else less
+        self.after, self.corner = after_and_corner if self.skips else (self.full, masked)
         loop = self.loop_of(region)
         idle = [
             r

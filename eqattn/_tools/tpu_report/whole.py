@@ -41,7 +41,14 @@ class Count:
         return sum(n * step.cycles for n, step in kinds if n) + edges
 
 
-def count(tokens: int, tile: tuple[int, int], heads: int, kept: tuple[int, ...], lag: int) -> Count:
+def count(
+    tokens: int,
+    tile: tuple[int, int],
+    heads: int,
+    kept: tuple[int, ...],
+    lag: int,
+    corners: bool,
+) -> Count:
     """Counts the steps of causal attention.
 
     **Arguments:**
@@ -51,12 +58,12 @@ def count(tokens: int, tile: tuple[int, int], heads: int, kept: tuple[int, ...],
     - `tile`: how many queries and keys a block has.
     - `kept`: the axes of the grid that the kernel's results have.
     - `lag`: how many steps before its current pair is another pair that the kernel works on too. So
-        many more steps, which are not masked, follow the last pair of a list. Only a kernel with a
-        lag skips corners.
+        many more steps, which are not masked, follow the last pair of a list.
+    - `corners`: whether the kernel skips the corners of masked pairs.
     """
     queries, keys = tile
     at = np.arange(tokens, dtype=np.int32)[None]
-    blocking = Blocking(1, heads, 1, tokens, tokens, queries, keys, halves=bool(lag))
+    blocking = Blocking(1, heads, 1, tokens, tokens, queries, keys, halves=corners)
     table = classes_of(Causal(), blocking, (1,), at, at)[0, 0]
     layout = GridLayout(blocking.grid, (keys, queries), (), (ROW, COL), corner=blocking.corner)
     if lag:
@@ -68,7 +75,7 @@ def count(tokens: int, tile: tuple[int, int], heads: int, kept: tuple[int, ...],
     packed = np.asarray(packed)[: int(pairs) + lag]
     kinds = np.asarray(kind_of(packed))
     corner, full = kinds == CORNER, kinds == FULL
-    after = full & (np.roll(corner, 1) & (np.arange(len(kinds)) > 0))
+    after = full & (np.roll(corner, 1) & (np.arange(len(kinds)) > 0)) & bool(lag)
     each = full & ~after, ~full & ~corner, corner, after, (packed & FIRST) != 0
     counts = [lists * int(x.sum()) for x in each]
     return Count(*counts, lists=lists, beside=lists if lag else 0)

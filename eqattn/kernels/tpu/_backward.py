@@ -9,6 +9,7 @@ are empty are not on the list, so they cost nothing.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..._jax import abstract
 from ..._sweep.grid import COL, EMPTY, FULL, GridLayout, PARTIAL, ROW
+from ._backward_step import TurnedStep
 from ._chip import STAYING, VMEM
 from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, vmem_shape
 from ._program import Program
@@ -56,6 +58,7 @@ class _Result:
     - `lies`: those of them in front of what lies in vector memory at one time.
     - `dtype`: the dtype in which it is written, once its sum is complete.
     - `rows`: the number of blocks that lie there at one time, if all rows stay: `(rows,)`, or `()`.
+    - `flipped`: whether its sum, which then lies apart, is the transpose of what is written.
     """
 
     aval: Any
@@ -63,6 +66,7 @@ class _Result:
     lies: tuple[int, ...]
     dtype: Any
     rows: tuple[int, ...] = ()
+    flipped: bool = False
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -73,6 +77,11 @@ class _Result:
     def whole(self) -> tuple[int, ...]:
         """The shape of what lies in vector memory at one time."""
         return (*self.rows, *self.block)
+
+    @property
+    def total(self) -> tuple[int, ...]:
+        """The shape of its sum."""
+        return self.whole[::-1] if self.flipped else self.whole
 
     @property
     def apart(self) -> bool:
@@ -98,6 +107,7 @@ class _Sum:
     - `operands`: the number of the sweep's operands, read or not.
     - `given`: the operands that a program reads, by index.
     - `old`: the accumulators of an earlier visit to go on with, by the index of the output.
+    - `turned`: the step that adds windows `[rows, keys]`, or None.
     """
 
     grid: KernelGrid
@@ -111,6 +121,7 @@ class _Sum:
     operands: int
     given: dict[int, KernelOperand]
     old: dict[int, KernelOperand]
+    turned: TurnedStep | None
 
     @property
     def apart(self) -> list[int]:
@@ -121,8 +132,8 @@ class _Sum:
         """One step: adds what a pair contributes to the accumulators of its row and column."""
         left = list(refs)
         take = lambda keys: {i: left.pop(0) for i in keys}
-        ins, olds, outs, sums = (
-            take(keys) for keys in (self.given, self.old, self.results, self.apart)
+        ins, olds, outs, sums, kept = (
+            take(keys) for keys in (self.given, self.old, self.results, self.apart, self.kept)
         )
         sums = outs | sums
         order = self.grid.order
@@ -137,21 +148,95 @@ class _Sum:
             begin = begin & (here == 0)
             end = end & (here == self.grid.layout.grid[a] - 1)
 
+        def lying(i, x):
+            return x.T if self.results[i].flipped else x
+
         def clear(those):
             for i in those:
-                sums[i][...] = olds[i][...] if i in self.old else jnp.zeros_like(sums[i])
+                old = lying(i, olds[i][...]) if i in self.old else jnp.zeros_like(sums[i])
+                sums[i][...] = old
 
         def write(those):
             for i in those:
-                outs[i][...] = sums[i][...].astype(outs[i].dtype)
+                outs[i][...] = lying(i, sums[i][...].astype(outs[i].dtype))
 
-        pl.when(first)(lambda: clear(self.group))
+        @pl.when(first)
+        def _():
+            clear(self.group)
+            for i, ref in kept.items():
+                ref[...] = self.read(i, ids, work_ref, ins).T
+
         pl.when(begin)(lambda: clear(self.stay))
-        self.add(pair, ids, work_ref, ins, sums)
+        if self.turned:
+            self.add_turned(pair, ids, work_ref, ins, sums, kept, left)
+        else:
+            self.add(pair, ids, work_ref, ins, sums)
         pl.when(last)(lambda: write(self.group))
         rounded = [i for i in self.stay if i in self.apart]
         if rounded:
             pl.when(end)(lambda: write(rounded))
+
+    @property
+    def kept(self) -> list[int]:
+        """The operands whose blocks change with a group of the list only, and whose transposes lie
+        in memory of their own from the first pair of a group to its last.
+        """
+        if not self.turned:
+            return []
+        turned = self.turned.main.turned[self.accumulators :]
+        kept = {*self.lead, ROW if self.results[self.group[0]].axes[-1] == ROW else COL}
+        return [
+            i
+            for i, x in self.given.items()
+            if turned[i] and len(x.shape) == 2 and kept.issuperset(x.axes)
+        ]
+
+    @property
+    def scratch(self) -> list:
+        """The sums that lie apart, operands that are `kept`, and blocks turned again."""
+        found = [pltpu.VMEM(self.results[i].total, self.results[i].aval.dtype) for i in self.apart]
+        for i in self.kept:
+            x = self.given[i]
+            found.append(pltpu.VMEM(x.shape[::-1], x.array.dtype))
+        return found + (self.turned.scratch if self.turned else [])
+
+    def read(self, i: int, ids: Sequence, work_ref: Any, ins: dict, as_row: bool = False) -> Any:
+        """The block of an operand."""
+        return self.grid.read(self.given[i], ins[i], ids, (work_ref,), as_row=as_row)
+
+    def add_turned(
+        self,
+        pair: Any,
+        ids: Sequence,
+        work_ref: Any,
+        ins: dict,
+        sums: dict,
+        kept: dict,
+        scratch: Sequence,
+    ) -> None:
+        """Adds what the program of the pair's class contributes, by windows `[rows, keys]`.
+
+        **Arguments:** those of `add`, and
+
+        - `kept`: the references of the operands that are `kept`.
+        - `scratch`: those of blocks turned again.
+        """
+        n, order = self.accumulators, [*self.results]
+        load: list = [None] * (n + self.operands)
+        for i in self.given:
+            load[n + i] = ft.partial(self.read, i, ids, work_ref, ins, as_row=True)
+        for i, ref in kept.items():
+            load[n + i] = lambda ref=ref: ref[...]
+        flipped = [False] * n
+        rows = {i for i, x in self.given.items() if x.is_column}
+        flipped += [i in kept or i in rows for i in range(self.operands)]
+
+        def add(j, part, y):
+            i = order[j]
+            where = (row_of(pair), slice(None), part) if i in self.stay else (slice(None), part)
+            sums[i][where] += y
+
+        self.turned.run(kind_of(pair), load, flipped, add, scratch)
 
     def add(self, pair: Any, ids: Sequence, work_ref: Any, ins: dict, sums: dict):
         """Replaces accumulators by what the program of the pair's class makes of them."""
@@ -162,8 +247,8 @@ class _Sum:
             load[i] = lambda i=i, ref=ref, where=where: ref[where].reshape(
                 self.results[i].aval.shape
             )
-        for i, x in self.given.items():
-            load[n + i] = lambda i=i, x=x: self.grid.read(x, ins[i], ids, (work_ref,))
+        for i in self.given:
+            load[n + i] = ft.partial(self.read, i, ids, work_ref, ins)
         flipped = [False] * n
         flipped += [i in self.given and self.given[i].flipped for i in range(self.operands)]
         for c, program in self.programs.items():
@@ -188,29 +273,40 @@ def _plan(
 ) -> tuple[_Sum, Any]:
     """The plan of the kernel of `visit_sum`, and its list of pairs."""
     dtypes = dtypes or [x.dtype for x in start]
-    table, operands = layout.known_without_corners(args)
+    held = [abstract(args[-1], x.shape, x.dtype) for x in start]
+    blocks = abstract_blocks(layout.split(args)[1], layout.in_axes)
+    n, wanted = len(held), [*group, *stay]
+
+    def program(step):
+        return Program(lambda *xs: step(list(xs[:n]), list(xs[n:])), [*held, *blocks], wanted)
+
+    programs = {c: program(step) for c, step in sorted(steps.items(), reverse=True)}
+    turned = TurnedStep.of(layout, programs, wanted)
     summed = tuple(a for a in layout.batch if a not in kept)
     lead = tuple(a for a in layout.batch if a in kept)
     table_axes = list(layout.table_axes or (ROW, COL))[:-2]
+    if turned is None or not turned.corner or set(table_axes) & set(summed):
+        table, operands = layout.known_without_corners(args)
+    else:
+        table, operands = layout.split_known(args)
     for a in set(table_axes) & set(summed):
         table = _alike(table, table_axes.index(a))
         table_axes.remove(a)
     work, length = work_list(table, layout, kept, max(steps))
     grid = KernelGrid(layout, (*lead, None, *summed), tuple(table_axes), length)
 
-    held = [abstract(args[-1], x.shape, x.dtype) for x in start]
-    blocks, n, wanted = abstract_blocks(operands, layout.in_axes), len(held), [*group, *stay]
     results = {i: _Result(held[i], kept, kept, dtypes[i]) for i in group}
     all_rows = (layout.grid[ROW],)
     results |= {i: _Result(held[i], (*lead, ROW), lead, dtypes[i], all_rows) for i in stay}
 
-    def program(step):
-        return Program(lambda *xs: step(list(xs[:n]), list(xs[n:])), [*held, *blocks], wanted)
-
-    programs = {c: program(step) for c, step in sorted(steps.items(), reverse=True)}
+    if turned:
+        for i, x in zip(wanted, turned.main.sums):
+            results[i] = dataclasses.replace(results[i], flipped=x.flipped)
     main = next(iter(programs.values()))
     given = {
-        i: KernelOperand(x, layout.in_axes[i], matrix(blocks[i]) and main.flipped[n + i])
+        i: KernelOperand(
+            x, layout.in_axes[i], not turned and matrix(blocks[i]) and main.flipped[n + i]
+        )
         for i, x in enumerate(operands)
         if any(p.reads[n + i] for p in programs.values())
     }
@@ -219,7 +315,8 @@ def _plan(
         for i, y in results.items()
         if into is not None and (x := into[i]) is not None
     }
-    plan = _Sum(grid, lead, summed, group, stay, n, results, programs, len(operands), given, old)
+    count = len(operands)
+    plan = _Sum(grid, lead, summed, group, stay, n, results, programs, count, given, old, turned)
     return plan, work
 
 
@@ -259,9 +356,7 @@ def visit_sum(
                 *[grid.spec(x.axes, x.block) for x in old.values()],
             ],
             out_specs=[grid.spec(y.lies, y.whole) for y in results.values()],
-            scratch_shapes=[
-                pltpu.VMEM(results[i].whole, results[i].aval.dtype) for i in plan.apart
-            ],
+            scratch_shapes=plan.scratch,
         ),
         out_shape=[
             abstract(args[-1], (*layout.shape(y.lies), *y.whole), y.dtype) for y in results.values()

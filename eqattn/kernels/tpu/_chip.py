@@ -61,10 +61,29 @@ def cores() -> int:
 def sums_by_product() -> bool:
     """Whether the sum of the rounded probabilities is one more row of their product with values.
 
-    From v6e on, matrix units are 256 wide and have time for that row. In the schedules of
-    `tpu-report` it saves a tenth of a step there; on older chips it would cost a twentieth.
+    Wide matrix units have time for that row. In the schedules of `tpu-report` it saves a tenth of a
+    step there; on older chips it would cost a twentieth.
     """
+    return wide_units()
+
+
+def wide_units() -> bool:
+    """Whether matrix units are 256 wide, as they are from v6e on, and not 128."""
+    return generation() >= 6
+
+
+def waits_for_cache(itemsize: int) -> bool:
+    """Whether 512 tokens of a cache take longer to copy than to visit.
+
+    Both take a time in proportion to the heads. They are compared in `decode` and `decode, int8` of
+    `tpu-report`.
+    """
+    return generation() < (6 if itemsize == 1 else 7)
+
+
+def generation() -> int:
+    """The generation of the chip, such as 5 for v5e and v5p; 0 without one to ask about."""
     try:
-        return pltpu.get_tpu_info().generation >= 6
-    except (ValueError, NotImplementedError):  # no TPU to ask about
-        return False
+        return pltpu.get_tpu_info().generation
+    except (ValueError, NotImplementedError):
+        return 0

@@ -1,7 +1,11 @@
 """The softmax fold of few rows over caches by one Pallas kernel: memory sets its pace.
 
-A step reads one block of a cache, all its heads at once, and adds it to the Carry of its row by the
-usual online softmax. There is no pipeline as in `_forward.py`: the units wait for memory anyway.
+A step reads one block of a cache, all its heads at once. It computes the logits of the block, and
+adds the block before it to the Carry of its row by the usual online softmax. Products, maxima and
+exponentials of one block wait for each other, but not for those of the other block. The pipeline is
+that of `_forward.py`: it runs on from one row to the next, and the blocks of values, and those of
+the results, have a `lag` of 1. What the first step adds nobody wrote; it is cleared as its row
+begins, in the second step.
 
 `visit_decode` plans the kernel, a `_Decode`, whose `kernel` is one step on references.
 """
@@ -14,19 +18,27 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from ..._carry import Carry, online_softmax
+from ..._carry import Carry, change_of_origin
 from ..._jax import abstract
-from ..._sweep.grid import FEW_ROWS, GridLayout
+from ..._sweep.grid import EMPTY, FEW_ROWS, GridLayout
 from ._chip import cores, VMEM
 from ._decode_program import FlatHeadsProgram
-from ._grid import abstract_blocks, KernelGrid, KernelOperand
+from ._grid import abstract_blocks, KernelGrid, KernelOperand, split_at
 from ._products import product_of
 from ._program import Program
 from ._work_list import FIRST, in_parts, kind_of, LAST
+
+
+COLUMNS = 1024
+"""The columns of logits that are computed at one time.
+
+The number was chosen by trial; `decode` in `python -m eqattn tpu-report` shows its effect.
+"""
 
 
 def decode_programs(steps: dict[int, Any], layout: GridLayout, args: Sequence) -> dict | None:
@@ -86,6 +98,34 @@ class _Decode:
         return [(rows, self.width), (rows, 1), (rows, 1)]
 
     @property
+    def outs(self) -> list[tuple[int, int]]:
+        """The shapes of the results of a row of blocks: the numerator; denominator and maximum side
+        by side, as each array costs every step some 40 cycles.
+        """
+        _, rows = self.grid.layout.block
+        return [(rows, self.width), (rows, 2)]
+
+    @property
+    def scratch(self) -> list:
+        """The Carry, the logits of this block and of the one before, and the latter's maxima."""
+        _, rows = self.grid.layout.block
+        shapes = *self.carry, (2, rows, self.columns), (rows, 1)
+        return [pltpu.VMEM(x, jnp.float32) for x in shapes]
+
+    @property
+    def columns(self) -> int:
+        """How many columns the logits of a block have: one for each key of each group."""
+        return self.grid.layout.block[0] * self.values.sizes[1]
+
+    @property
+    def parts(self) -> list[slice]:
+        """The columns that are computed at one time. The compiler keeps the order in which they
+        are, so that one part is exponentiated while another is multiplied.
+        """
+        size = COLUMNS if self.columns % COLUMNS == 0 else self.columns
+        return [slice(i, i + size) for i in range(0, self.columns, size)]
+
+    @property
     def depth(self) -> int:
         """How many axes the kernel's grid has."""
         return len(self.grid.order) + bool(self.grid.parts)
@@ -96,61 +136,92 @@ class _Decode:
 
     def kernel(self, work_ref: Any, *refs: Any) -> None:
         """One step: adds a block of keys to the Carry of its row."""
-        left = list(refs[len(self.grid.layout.lookups) :])
+        tables, others = split_at(refs, len(self.grid.layout.lookups))
+        left = list(others)
         take = lambda keys: {i: left.pop(0) for i in keys}
-        ins, vals, mine, outs = (take(k) for k in (self.ahead, self.behind, self.belongs, range(3)))
-        num, den, top = state = left
-        pair = self.grid.pair([pl.program_id(i) for i in range(self.depth)], work_ref)
+        outs = range(len(self.outs))
+        ins, vals, mine, outs = (take(k) for k in (self.ahead, self.behind, self.belongs, outs))
+        num, den, top, logits, most = left
+        ids = [pl.program_id(i) for i in range(self.depth)]
+        pair, before = (self.grid.pair(ids, work_ref, lag) for lag in (0, 1))
 
-        @pl.when((pair & FIRST) != 0)
+        @pl.when((before & FIRST) != 0)
         def _():
             num[...], den[...] = jnp.zeros_like(num), jnp.zeros_like(den)
             top[...] = jnp.full_like(top, -jnp.inf)
 
         load: list = [None] * len(self.logits[max(self.logits)].roles)
+        read = ft.partial(self.grid.read, ids=ids, refs=(work_ref, *tables))
         for i, x in self.ahead.items():
-            load[i] = lambda i=i, x=x: x.read(ins[i])
-        fetch = [lambda i=i, x=x: x.read(vals[i]) for i, x in self.behind.items()]
-        for c in self.logits:
-            pl.when(kind_of(pair) == c)(lambda c=c: self.visit(c, load, fetch, mine, state))
+            load[i] = ft.partial(read, x, ins[i])
+        fetch = [ft.partial(read, x, vals[i], lag=1) for i, x in self.behind.items()]
+        kind, empty = kind_of(pair), kind_of(pair) == EMPTY
+        own = lax.rem(ids[-1], 2)
+        both = logits.at[own], logits.at[1 - own]
+        state = num, den, top, *both, most
+        for c in self.logits:  # an empty pair takes the form of a full one
+            chosen = (kind == c) | empty if c == max(self.logits) else kind == c
+            pl.when(chosen)(lambda c=c: self.visit(c, load, fetch, mine, state))
 
-        @pl.when((pair & LAST) != 0)
+        @pl.when(empty)
         def _():
-            for ref, x in zip(outs.values(), (num, den, top)):
-                ref[...] = x[...]
+            for ref in (both[0], most):
+                ref[...] = jnp.full(ref.shape, -jnp.inf, jnp.float32)
+
+        @pl.when((before & LAST) != 0)
+        def _():
+            outs[0][...] = num[...]
+            outs[1][:, :1], outs[1][:, 1:] = den[...], top[...]
 
     def visit(self, c: int, load: Sequence, fetch: Sequence, mine: dict, state: Sequence) -> None:
-        """Adds a block of class `c`.
+        """Adds the block before, and computes the logits of a block of class `c`.
+
+        Both take the matrix units the longer part of a step. What the end of the step waits for,
+        whether the sum is finite, is computed first.
 
         **Arguments:**
 
         - `load`, `fetch`: functions that read the arguments of logits and of values.
         - `mine`: the references of `belongs`.
-        - `state`: the references of numerator, denominator and maximum.
+        - `state`: the references of numerator, denominator and maximum; of the logits of this block
+            and of the one before; and of the maxima, of the block before until they are replaced.
         """
-        num, den, top = state
-        keys, rows = self.grid.layout.block
-        groups = self.values.sizes[1]
-        s = self.logits[c].evaluate(load).value(self.logits[c].program.outs[0])
-        s = jnp.broadcast_to(s, (rows, keys * groups))
-        for ref in mine.values():
-            s = jnp.where(ref[...] > 0, s, -jnp.inf)
-        now, p, scale = online_softmax(s, top[...])
+        num, den, top, logits, logits_before, most = state
+        was = top[...]
+        now = jnp.maximum(was, most[...])
+        origin, scale = change_of_origin(now, was)
         v = self.values.evaluate(fetch).value(self.values.program.outs[0])
 
-        def add(p, y):
+        def add(total, y):
             num[...] = num[...] * scale + y
-            den[...] = den[...] * scale + p.sum(1, keepdims=True)
+            den[...] = den[...] * scale + total
 
-        y = self.product(p, v.rows, v.scale)
+        totals, sums = [], []
+        for part in self.parts:
+            p = jnp.exp(logits_before[:, part] - origin)
+            by = None if v.scale is None else v.scale[:, part]
+            totals.append(p.sum(1, keepdims=True))
+            sums.append(self.product(p, v.rows[part], by))
+        total, y = sum(totals[1:], totals[0]), sum(sums[1:], sums[0])
         finite = ~jnp.isnan(jnp.sum(y * 0))
-        pl.when(finite)(lambda: add(p, y))
+        highest = []
+        for part in self.parts:
+            new = self.logits[c].evaluate(load, part).value(self.logits[c].program.outs[0])
+            new = jnp.broadcast_to(new, (new.shape[0], part.stop - part.start))
+            for ref in mine.values():
+                new = jnp.where(ref[:, part] > 0, new, -jnp.inf)
+            logits[:, part] = jnp.broadcast_to(new, (logits.shape[0], new.shape[1]))
+            highest.append(new.max(1, keepdims=True))
+        most[...] = jnp.broadcast_to(ft.reduce(jnp.maximum, highest), most.shape)
+        pl.when(finite)(lambda: add(total, y))
 
         @pl.when(~finite)
         def _():
             """A value that is not finite makes only those rows NaN that see it: the contract
             of `_sweep/nonfinite.py`.
             """
+            s = logits_before[...]
+            p = jnp.exp(s - origin)
             wide = v.rows.astype(jnp.float32)
             ones = jnp.ones((8, self.width), jnp.float32)
             bad = product_of(ones, (~jnp.isfinite(wide)).astype(jnp.float32), (1, 1), None)
@@ -158,7 +229,8 @@ class _Decode:
             if by is not None:
                 bad, by = bad | ~jnp.isfinite(by), jnp.where(jnp.isfinite(by), by, 0)
             q = jnp.where(s == -jnp.inf, 0, jnp.where(bad, jnp.nan, p))
-            add(q, self.product(q, jnp.where(jnp.isfinite(wide), wide, 0), by))
+            y = self.product(q, jnp.where(jnp.isfinite(wide), wide, 0), by)
+            add(q.sum(1, keepdims=True), y)
 
         top[...] = now
 
@@ -174,7 +246,7 @@ def _plan(
 ) -> tuple[_Decode, Any, Array | None]:
     """The plan of the kernel of `visit_decode`, its list of pairs, and the `seen` of `merged`."""
     table, operands = layout.split(args)
-    grid, work = KernelGrid.of(table, layout, kept, max(steps))
+    grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
     seen, parts = None, cores()
     if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # nothing else that they could share
         work, length, seen = in_parts(work, grid.length, parts, math.prod(layout.shape(kept)))
@@ -225,22 +297,27 @@ def visit_decode(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(tables),
             grid=grid.grid,
-            in_specs=[grid.spec(x.axes, x.block) for x in given],
-            out_specs=[grid.spec(kept, shape, by_part=True) for shape in plan.carry],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in plan.carry],
+            in_specs=[
+                *[grid.block_spec(x) for x in plan.ahead.values()],
+                *[grid.block_spec(x, 1) for x in plan.behind.values()],
+                *[pl.BlockSpec(memory_space=pltpu.VMEM) for _ in plan.belongs],
+            ],
+            out_specs=[grid.spec(kept, shape, 1, by_part=True) for shape in plan.outs],
+            scratch_shapes=plan.scratch,
         ),
         out_shape=[
-            abstract(args[-1], (*lead, *layout.shape(kept), *x), jnp.float32) for x in plan.carry
+            abstract(args[-1], (*lead, *layout.shape(kept), *x), jnp.float32) for x in plan.outs
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (plan.depth - 1) + ("arbitrary",),
             vmem_limit_bytes=VMEM,
+            disable_bounds_checks=not layout.lookups,  # whose pages are the caller's
         ),
         interpret=interpret,
         name="eqattn_decode",
     )
-    num, den, top = call(work, *tables, *[x.array if interpret else keep_in_hbm(x) for x in given])
-    den, top = den[..., 0], top[..., 0]
+    num, both = call(work, *tables, *[x.array if interpret else keep_in_hbm(x) for x in given])
+    den, top = both[..., 0], both[..., 1]
     return [num, den, top] if seen is None else merged(seen, num, den, top, layout.shape(kept))
 
 

@@ -134,9 +134,15 @@ class FlatHeadsProgram:
             return KernelOperand(jnp.swapaxes(x, -1, -2), axes, as_lies=True)
         return KernelOperand(x, axes, cached=role in ("matrix", "scales"))
 
-    def evaluate(self, load: Sequence[Callable | None]) -> "_Evaluation":
-        """The evaluation in a kernel; `load` holds for each argument a function that reads it."""
-        return _Evaluation(self, load)
+    def evaluate(self, load: Sequence[Callable | None], part: slice | None = None) -> "_Evaluation":
+        """The evaluation in a kernel, of all columns or of a part of them.
+
+        **Arguments:**
+
+        - `load`: for each argument a function that reads it.
+        - `part`: the columns; None for all.
+        """
+        return _Evaluation(self, load, part)
 
 
 class _Evaluation:
@@ -145,8 +151,9 @@ class _Evaluation:
     An equation on blocks `[keys | 1, rows | 1]` is applied to `[rows | 1, keys * groups | 1]`.
     """
 
-    def __init__(self, wide: FlatHeadsProgram, load: Sequence[Callable | None]):
+    def __init__(self, wide: FlatHeadsProgram, load: Sequence[Callable | None], part: slice | None):
         self.wide, program = wide, wide.program
+        self.part = slice(None) if part is None else part
         flipped = [role == "query" for role in wide.roles]
         self.run = Evaluation(program, load, flipped)
         self.load = dict(zip(program.jaxpr.invars, zip(load, wide.roles)))
@@ -166,6 +173,8 @@ class _Evaluation:
             load, role = self.load[v]
             assert load is not None
             x = load()
+            if role == "column":
+                return x[:, self.part]
             if role != "matrix":
                 return x
             return Matrix(x.reshape(-1, x.shape[-1]), None)
@@ -174,8 +183,8 @@ class _Evaluation:
             dtype, precision = eqn.params["operand_dtype"], eqn.params["precision"]
             k = self.value(eqn.invars[0])
             q = self.run.narrow(eqn.invars[1], True, dtype)
-            s = product_of(q, k.rows.astype(q.dtype), (1, 1), precision)
-            return s if k.scale is None else s * k.scale
+            s = product_of(q, k.rows[self.part].astype(q.dtype), (1, 1), precision)
+            return s if k.scale is None else s * k.scale[:, self.part]
         if eqn.primitive in _MOVED:
             return self.value(eqn.invars[0])
         if eqn.primitive is lax.concatenate_p:

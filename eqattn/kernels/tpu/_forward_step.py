@@ -54,12 +54,19 @@ def windows(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
 
 
 def skipped(layout: GridLayout, masked: bool) -> list[tuple[slice, slice]]:
-    """The windows that make up the corner of a block: later half of its keys, first `corner` rows.
+    """The windows that make up the corner of a block."""
+    return of_corner(layout, windows(*layout.block, masked))
 
-    There are none if the corner cuts through a window.
+
+def of_corner(
+    layout: GridLayout, parts: Sequence[tuple[slice, slice]]
+) -> list[tuple[slice, slice]]:
+    """Those of the parts of a block that make up its corner: the later half of its keys, and the
+    first `corner` rows.
+
+    There are none if the corner cuts through a part.
     """
-    keys, rows = layout.block
-    parts = windows(keys, rows, masked)
+    keys, _ = layout.block
     inside = [(a, b) for a, b in parts if 2 * a.start >= keys and b.stop <= layout.corner]
     size = sum((a.stop - a.start) * (b.stop - b.start) for a, b in inside)
     return inside if 2 * size == keys * layout.corner else []

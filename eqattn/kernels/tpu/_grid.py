@@ -216,10 +216,16 @@ class KernelGrid:
         return self.spec(x.axes, x.block, lag)
 
     def read(
-        self, x: "KernelOperand", ref: Any, ids: Sequence, refs: Sequence, lag: int = 0
+        self,
+        x: "KernelOperand",
+        ref: Any,
+        ids: Sequence,
+        refs: Sequence,
+        lag: int = 0,
+        as_row: bool = False,
     ) -> Array:
-        """The block of an operand at a step, or at the one `lag` before it."""
-        return x.read(ref, self.index(x.axes, ids, refs, lag) if x.resident else ())
+        """The block of an operand at a step, or at the one `lag` before it; see `KernelOperand`."""
+        return x.read(ref, self.index(x.axes, ids, refs, lag) if x.resident else (), as_row)
 
     def arrays(self, xs: Sequence["KernelOperand"]) -> list[Array]:
         """The arrays of the operands, with the leading axes that `spec` counts on."""
@@ -270,9 +276,22 @@ class KernelOperand:
             return nbytes_of(self.array.shape, self.array.dtype)
         return 2 * nbytes_of(self.block, self.array.dtype)
 
-    def read(self, ref: Any, at: Sequence = ()) -> Array:
-        """The block in `ref`; of a resident array, the one at the index `at`."""
+    @property
+    def is_column(self) -> bool:
+        """Whether a block is a column `[n, 1]`, which lies as a row."""
+        return len(self.shape) == 2 and self.shape[0] > 1 == self.shape[1]
+
+    def read(self, ref: Any, at: Sequence = (), as_row: bool = False) -> Array:
+        """The block in `ref`; of a resident array, the one at the index `at`.
+
+        **Arguments:**
+
+        - `as_row`: whether a column is returned as the row `[1, n]` as which it lies.
+        """
         x = ref[(*at, ...)]
+        if as_row and self.is_column:
+            x = x.reshape(self.shape[::-1])
+            return x != 0 if self.dtype == jnp.bool_ else x
         if x.shape != self.shape or x.ndim == 0:
             return as_block(x, self.shape, self.dtype)
         return x != 0 if self.dtype == jnp.bool_ else x

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jax import Literal
+from ..._jax import Literal, primitives
 from ..._sweep.products import dot_p, grouped_dot_p
 from .._program import flat_jaxpr, LOG2E, POINTWISE
 from ._products import grouped_product, product_of
@@ -149,8 +149,42 @@ class Evaluation:
             if eqn.invars[0].aval.ndim == 0:
                 return self._repeated(self.value(eqn.invars[0]), v.aval.shape)
         if eqn is not None and eqn.primitive in POINTWISE:
-            return eqn.primitive.bind(*map(self.block, eqn.invars), **eqn.params | _plain(eqn))
+            return self.pointwise(eqn, self.block)
         return self._cut(self.value(v))
+
+    def pointwise(self, eqn: Any, get: Callable) -> Any:
+        """An operation on single elements of what `get` returns for its arguments."""
+        added = eqn.primitive is primitives.add_jaxvals_p
+        if added and (terms := self._with_factor(eqn)) is not None:
+            factor, x, y = map(get, terms)
+            return factor * (x + y)
+        if eqn.primitive is lax.exp_p:  # the scale's factor costs nothing
+            return jnp.exp2(self.times(eqn.invars[0], LOG2E))
+        for v in self._integers(eqn):
+            get(v)
+        return eqn.primitive.bind(*map(get, eqn.invars), **eqn.params | _plain(eqn))
+
+    def _integers(self, eqn: Any) -> list[Any]:
+        """The integers that an operation is made of by operations on single elements, in order, but
+        for those that were computed.
+
+        A generator of random bits has hundreds of them, one after the other. Evaluated on demand,
+        they would exceed the depth to which Python's calls may be nested.
+        """
+        found: dict = {}
+        left = [(v, False) for v in eqn.invars]
+        while left:
+            v, ready = left.pop()
+            made = None if isinstance(v, Literal) or v in found else self.program.maker(v)
+            if made is None or made.primitive not in POINTWISE or not _integer(v):
+                continue
+            if v in self.parts or (v, False) in self.done or (v, True) in self.done:
+                continue
+            if ready:
+                found[v] = None
+            else:
+                left += [(v, True), *[(u, False) for u in made.invars]]
+        return [*found]
 
     def _cut(self, x: Any) -> Any:
         """The window of an array, one of whose sides may be 1."""
@@ -158,6 +192,12 @@ class Evaluation:
         if x.dtype == jnp.bool_:
             return self._cut(x.astype(jnp.int32)) != 0
         return x[tuple(slice(None) if n == 1 else w for n, w in zip(x.shape, self.window))]
+
+    def _spread(self, v: Any, x: Any, factor: float) -> Any:
+        """The window of a broadcast `v`, made of `x`, which is its operand times a factor."""
+        del factor
+        eqn = self.program.maker(v)
+        return self._cut(eqn.primitive.bind(x, **eqn.params))
 
     def _repeated(self, x: Any, shape: tuple[int, ...]) -> Any:
         """A number, repeated to the window of a block of this shape."""
@@ -194,12 +234,11 @@ class Evaluation:
             return grouped_product(k, q, precision)
         if eqn.primitive is lax.transpose_p:
             return self.value(eqn.invars[0], not flip)
-        if flip and eqn.primitive is lax.broadcast_in_dim_p and eqn.invars[0].aval.ndim == 0:
-            x = self.value(eqn.invars[0], False)
-            return lax.broadcast(x, eqn.params["shape"][::-1])
-        if flip and eqn.primitive in _ELEMENTWISE:
-            xs = [self.value(x, x.aval.ndim == 2) for x in eqn.invars]
-            return eqn.primitive.bind(*xs, **{**eqn.params, **_plain(eqn)})
+        if flip and eqn.primitive is lax.broadcast_in_dim_p and eqn.invars[0].aval.ndim < 2:
+            x, kept = self.value(eqn.invars[0], False), eqn.params["broadcast_dimensions"]
+            return lax.broadcast_in_dim(x, v.aval.shape[::-1], tuple(1 - a for a in kept))
+        if flip and eqn.primitive in POINTWISE and eqn.primitive is not lax.exp_p:
+            return self.pointwise(eqn, lambda x: self.value(x, x.aval.ndim == 2))
         if flip:
             return self.value(v, False).T
         if (
@@ -209,16 +248,16 @@ class Evaluation:
             and not isinstance(v, Literal)
         ):
             return self.value(v, True).T
+        if eqn.primitive is lax.reshape_p and v.aval.ndim < 2 and 1 in eqn.invars[0].aval.shape:
+            x = eqn.invars[0]  # a row or a column: its numbers are in one order either way
+            return self.value(x, self.lies_flipped(x)).reshape(v.aval.shape)
         if eqn.primitive is lax.reduce_sum_p and self.lies_flipped(eqn.invars[0]):
             x = self.value(eqn.invars[0], True)
             return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))
         if eqn.primitive is lax.select_n_p:
             return self._selected(eqn)
-        if eqn.primitive.name == "add_any" and (terms := self._with_factor(eqn)) is not None:
-            factor, x, y = (self.value(u) for u in terms)
-            return factor * (x + y)
-        if eqn.primitive is lax.exp_p:  # the scale's factor costs nothing
-            return jnp.exp2(self.times(eqn.invars[0], LOG2E))
+        if eqn.primitive in (primitives.add_jaxvals_p, lax.exp_p):
+            return self.pointwise(eqn, self.value)
         ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
         if not eqn.primitive.multiple_results:
             return ys
@@ -299,7 +338,7 @@ class Evaluation:
                 return eqn.primitive.bind(x, **eqn.params)
             if x.ndim == 0:
                 return self._repeated(x, v.aval.shape)
-            return self._cut(eqn.primitive.bind(x, **eqn.params))
+            return self._spread(v, x, factor)
         if eqn is not None and eqn.primitive is lax.mul_p:
             small, large = sorted(eqn.invars, key=self._size)
             return self.times(small, factor) * self.block(large)
@@ -322,6 +361,10 @@ def in_range(x: Any, factor: float) -> Any:
     overflow to -inf, and a masked logit minus its origin would be NaN.
     """
     return x * factor if math.isinf(x) else np.float32(np.clip(float(x) * factor, *_RANGE))
+
+
+def _integer(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.integer)
 
 
 def _plain(eqn) -> dict:

@@ -1,0 +1,103 @@
+"""The evaluation of a program with blocks of logits as `[rows, keys]`, window by window."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ..._sweep.products import dot_p
+from .._program import POINTWISE
+from ._products import LANES, product_of
+from ._program import Evaluation
+
+
+Window = tuple[slice, slice]
+"""The keys and the rows of a part of a block of logits."""
+
+
+def size_of(part: slice) -> int:
+    """How many keys or rows a part has."""
+    return part.stop - part.start
+
+
+class TurnedEvaluation(Evaluation):
+    """An evaluation whose windows of blocks of logits are transposed: `[rows, keys]`.
+
+    Whole values lie as in any `Evaluation`. Numbers of rows alone are computed as a row, and then
+    stand as a column in each of the lanes, which is done once.
+    """
+
+    def _block(self, v: Any, window: Window) -> Any:
+        eqn, (keys, rows) = self.program.maker(v), window
+        if v.aval.size == 1:
+            return self.value(v)
+        if min(v.aval.shape) == 1:
+            return self._from_side(v, v.aval.shape[1] == 1, lambda flip: self.value(v, flip))
+        if eqn is not None and eqn.primitive is dot_p:
+            (a, b), (i, j) = eqn.invars, eqn.params["contract"]
+            dtype = eqn.params["operand_dtype"]
+            left, right = self.narrow(b, j == 0, dtype), self.narrow(a, i == 1, dtype)
+            return product_of(left[rows], right[:, keys], (1, 0), eqn.params["precision"])
+        if eqn is not None and eqn.primitive is lax.select_n_p:
+            return self._selected(eqn)
+        if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
+            return self._broadcast(v, self.value(eqn.invars[0]), None)
+        if eqn is not None and eqn.primitive in POINTWISE:
+            return self.pointwise(eqn, self.block)
+        x = self.value(v, True)
+        if x.dtype == jnp.bool_:
+            return x.astype(jnp.int32)[rows, keys] != 0
+        return x[rows, keys]
+
+    def _spread(self, v: Any, x: Any, factor: float) -> Any:
+        return self._broadcast(v, x, factor)
+
+    def _repeated(self, x: Any, shape: tuple[int, ...]) -> Any:
+        assert self.window is not None
+        sides = [min(n, size_of(w)) for n, w in zip(shape, self.window)]
+        return lax.broadcast(x, sides[::-1])
+
+    def _broadcast(self, v: Any, x: Any, factor: float | None) -> Any:
+        """The window of a broadcast `v` of `x`: one number, or those of the rows or of the keys."""
+        if x.ndim == 0:
+            return self._repeated(x, v.aval.shape)
+        if x.ndim == 1:
+            (axis,) = self.program.maker(v).params["broadcast_dimensions"]
+            of_keys, row = bool(axis == 0), x.reshape(1, -1)
+        else:
+            of_keys = x.shape[1] == 1
+            row = x.T if of_keys else x
+        y = self._from_side((v, factor), of_keys, lambda _: row)
+        assert self.window is not None
+        keys, rows = map(size_of, self.window)
+        return jnp.broadcast_to(y, (rows, keys))
+
+    def _from_side(self, key: Any, of_keys: bool, row: Callable[[bool], Array]) -> Array:
+        """The window of numbers `[1, keys]`, or of numbers `[1, rows]` as columns.
+
+        **Arguments:**
+
+        - `key`: what identifies the numbers.
+        - `of_keys`: whether they are those of keys.
+        - `row`: a function that returns them as a row, given whether that is a transpose.
+        """
+        assert self.window is not None
+        keys, rows = self.window
+        if ("side", key) not in self.done:
+            x = row(of_keys)
+            boolean = x.dtype == jnp.bool_
+            x = x.astype(jnp.int32) if boolean else x
+            if not of_keys:
+                x = jnp.broadcast_to(x, (LANES, x.shape[1])).T
+            self.done["side", key] = x, boolean
+        x, boolean = self.done["side", key]
+        width = size_of(keys)
+        if of_keys:
+            x = x[:, keys]
+        elif width % LANES == 0:
+            x = jnp.concatenate([x[rows]] * (width // LANES), 1)
+        else:
+            x = jnp.broadcast_to(x[rows, :1], (size_of(rows), width))
+        return x != 0 if boolean else x

@@ -1,0 +1,39 @@
+"""Mutants of the backward's kernel for wide matrix units, and of the pipeline of decoding."""
+# fmt: off
+
+BACKWARD = "kernels/test_tpu_backward.py"
+ROWS = "kernels/test_tpu_ragged.py"
+
+MUTANTS = [
+    (
+        "kernels/tpu/_backward_step.py",
+        BACKWARD,
+        [
+            ("ref[...] = here.block(v).astype(dtype).T", "ref[...] = here.block(v).astype(dtype).T * 0"),
+            ("turned[v, dtype] = ref = refs[n % 2]", "turned[v, dtype] = ref = refs[0]"),
+            ("linear |= eqn.primitive is lax.mul_p and sum(of_blocks) == 1", "linear |= eqn.primitive is lax.mul_p"),
+            ("linear |= eqn.primitive in _ADD and all(of_blocks)", "linear |= eqn.primitive in _ADD"),
+            ("linear = all(b or self._zero(x) for b, x in zip(of_blocks[1:], eqn.invars[1:]))", "linear = True"),
+            ("parts = [x for x in parts if x not in skip]", "parts = [x for x in parts if x in skip] or parts"),
+            ("left = run.narrow(other, axis == 0, dtype)[:, summed]", "left = run.narrow(other, axis == 0, dtype)[:, : size_of(summed)]"),
+        ],
+    ),
+    (
+        "kernels/tpu/_turned.py",
+        BACKWARD,
+        [
+            ("x = x[:, keys]", "x = x[:, : size_of(keys)]"),
+            ("return product_of(left[rows], right[:, keys], (1, 0), eqn.params[\"precision\"])", "return product_of(left[: size_of(rows)], right[:, keys], (1, 0), eqn.params[\"precision\"])"),
+        ],
+    ),
+    (
+        "kernels/tpu/_decode.py",
+        ROWS,
+        [
+            ("both = logits.at[own], logits.at[1 - own]", "both = logits.at[own], logits.at[own]"),
+            ("@pl.when((before & FIRST) != 0)", "@pl.when((pair & FIRST) != 0)"),
+            ("@pl.when((before & LAST) != 0)", "@pl.when((pair & LAST) != 0)"),
+            ("now = jnp.maximum(was, most[...])", "now = jnp.maximum(was, 0 * most[...])"),
+        ],
+    ),
+]
