@@ -121,8 +121,9 @@ def ties(query, key, n, strategy=None, **options):
     return top_keys(query[:, :, None], key[:, :, None], n, strategy, **options)
 
 
-def sorted_ties(query, key, n, positions=None):
+def sorted_ties(query, key, n, positions=None, seen=True):
     logits = np.einsum("btd,bsd->bts", query, key) * key.shape[-1] ** -0.5
+    logits = np.where(seen, logits, -np.inf)
     positions = np.arange(key.shape[1]) if positions is None else positions
     order = np.lexsort(np.broadcast_arrays(positions, -logits), axis=-1)[..., :n]
     return np.take_along_axis(logits, order, -1)[:, None], positions[order][:, None]
@@ -150,13 +151,18 @@ def test_of_equal_logits_the_lower_position_comes_first():
             out_specs=P(None, None, "sp"),
         )
         moved = ties(query, key, 7, Blockwise(metadata), kv_positions=positions)
-        return by_hand(query, key), halves[0].merge(halves[1]), moved
+        causal = ties(query, key, 7, Blockwise(metadata), mask=Causal(4))
+        return by_hand(query, key), halves[0].merge(halves[1]), moved, causal
 
-    by_hand, merged, moved = run(query, key)
+    by_hand, merged, moved, causal = run(query, key)
     for found in (by_hand, merged):
         np.testing.assert_array_equal(found.indices, want[1])
         np.testing.assert_array_equal(found.values, want[0])
     np.testing.assert_array_equal(moved.indices, sorted_ties(query, key, 7, positions)[1])
+    # Blocks that the mask leaves whole, and others, in any order of visits.
+    values, indices = sorted_ties(query, key, 7, seen=np.tri(T, T, 4, bool))
+    np.testing.assert_array_equal(causal.values, values)
+    np.testing.assert_array_equal(causal.indices, np.where(values == -np.inf, -1, indices))
 
 
 def test_it_chooses_keys_of_pages_for_attention():

@@ -95,7 +95,8 @@ def top_of_problem(
         shape = (blocking.batch, t, heads, count)
         empty = jnp.full(shape, -jnp.inf, problem.accumulation_dtype)
         return empty, jnp.full(shape, NONE, jnp.int32)
-    visit = ft.partial(_ranked, count=count)
+    ordered = problem.kv_positions is None and spread is None
+    visit = ft.partial(_ranked, count=count, ordered=ordered)
     values, places = _visited(visit, 2, [], problem, blocking, spread, True, XLA)
     return values, places
 

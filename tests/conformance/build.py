@@ -150,6 +150,10 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
         if rng.integers(2):
             return m.Causal() & mask, plain & om.causal(t, s, 0, offset)
         return m.SlidingWindow(1, 0) | mask, plain | om.window(t, s, 1, 0, 0, offset)
+    if kind == "neighbourhood":
+        shape, tile, window = (max(s // 5, 3), 5), (2, 3), (3, 3)
+        mask = m.Neighbourhood(m.TileOrder(shape, tile), window)
+        return mask, om.neighbourhood(t, s, shape, tile, window, offset)
     if kind == "dense":
         x = rng.random((*lead, h, t, s)) < 0.6
         return m.Dense(jnp.asarray(x)), x.reshape(b, h, t, s)

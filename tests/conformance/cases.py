@@ -71,14 +71,15 @@ AXES: dict[str, tuple] = {
     ),
 }
 # Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring,
-# test_tpu_ragged.py, test_latent.py and test_where_keys_lie.py. "latent": Ragged, the values being
-# part of the keys. "paged": Ragged, keys and values being in pages. "ragged_keys", "paged_keys":
-# each device has some of the keys.
+# test_tpu_ragged.py, test_latent.py, test_where_keys_lie.py and test_neighbourhood.py. "latent":
+# Ragged, the values being part of the keys. "paged": Ragged, keys and values being in pages.
+# "ragged_keys", "paged_keys": each device has some of the keys.
 MORE: dict[str, tuple] = {
     "target": (
         *(("ring", 4), ("ulysses", 2), ("all_gather", 2), ("tpu_ragged", 1), ("latent", 1)),
         *(("paged", 1), ("ragged_keys", 4), ("paged_keys", 4)),
     ),
+    "mask": ("neighbourhood",),
 }
 
 

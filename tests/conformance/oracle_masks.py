@@ -6,6 +6,8 @@ Every mask is `[B|1, H|1, T, S]` bool. `q` and `k` are the positions of rows and
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 
@@ -82,6 +84,23 @@ def selected(t, s, listed, block_q, block_k):
         for j in range(s):
             visible[:, :, i, j] = (listed[:, :, i // block_q] == j // block_k).any(-1)
     return visible
+
+
+def neighbourhood(t, s, shape, tile, window, q_offset=0):
+    """Row `i` is at place `i + q_offset`, column `j` at place `j` of a grid whose tokens lie tile by
+    tile. A window is around its query, or begins or ends with the grid.
+    """
+    corners = itertools.product(*(range(0, n, m) for n, m in zip(shape, tile)))
+    places = []
+    for corner in corners:
+        inside = (range(a, min(a + m, n)) for a, m, n in zip(corner, tile, shape))
+        places += list(itertools.product(*inside))
+    visible = np.zeros((t, s), bool)
+    for i, j in itertools.product(range(t), range(s)):
+        if max(i + q_offset, j) < len(places):
+            pairs = zip(places[i + q_offset], places[j], shape, window)
+            visible[i, j] = all(0 <= y - min(max(x - w // 2, 0), n - w) < w for x, y, n, w in pairs)
+    return _dense(visible)
 
 
 def tree_positions(t, s, parents, start):

@@ -86,7 +86,7 @@ def test_exactly_the_empty_blocks_are_skipped_and_tiles_leave_fewer():
         large = Neighbourhood(TileOrder((64, 64), tile), 17)
         share.append(1 - large.sparsity(4096, 4096, block_q=64, block_k=64).empty)
     # Of 64 blocks, about 17 rows of tokens or 3 x 3 tiles.
-    assert share[1] < 0.14 and share[0] > 0.26
+    assert share[1] < 0.15 and share[0] > 0.26
     video = Neighbourhood(TileOrder((8, 16, 16), (2, 8, 8)), (3, 5, 5), (True, False, False))
     assert video.sparsity(2048, 2048, block_q=128, block_k=128).empty > 0.6
 
@@ -95,7 +95,7 @@ H, D = 2, 4
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("place", ["interpret", "zigzag"])
+@pytest.mark.parametrize("place", ["interpret", pytest.param("zigzag", marks=pytest.mark.slow)])
 def test_in_kernels_and_rings_with_tokens_of_text(place):
     """An image of 6 x 8 tokens, tile by tile, and 16 tokens of text behind it that see all."""
     order, text = TileOrder((6, 8), (2, 4)), 16

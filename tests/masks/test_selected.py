@@ -197,9 +197,8 @@ SHARDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [x if x == "of queries" else pytest.param(x, marks=pytest.mark.slow) for x in SHARDED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED)
 def test_lists_of_tokens_that_are_sharded(name):
     """With whole arrays. Nine queries are not equal pieces for two devices."""
     given, combined, kind, options = SHARDED[name]
@@ -213,7 +212,9 @@ def test_lists_of_tokens_that_are_sharded(name):
     assert_close(both[1], both[0])
 
 
-@pytest.mark.parametrize("layout", [Contiguous(), Zigzag()], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Contiguous(), marks=pytest.mark.slow), Zigzag()], ids=str
+)
 def test_lists_in_a_shard_map_of_ones_own(layout):
     """Of pieces of the queries, of their lists and of the keys, which list places in the whole
     sequence. The lists are those that `top_keys` makes there.

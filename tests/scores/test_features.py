@@ -104,10 +104,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        x if x in ("blockwise", "ring") else pytest.param(x, marks=pytest.mark.slow)
-        for x in STRATEGIES
-    ],
+    [x if x == "blockwise" else pytest.param(x, marks=pytest.mark.slow) for x in STRATEGIES],
 )
 def test_a_second_product_in_masks_and_scores(name, x64):
     strategy, kind = STRATEGIES[name]
