@@ -208,6 +208,7 @@ BAD = {
     "a tree": (lambda: top_keys(Q, Q, 2, mask=Tree([-1, 0])), "under a Tree"),
     "pages": (lambda: top_keys(Q[None], PagedKVCache.empty(1, 4, 2, 2, 1, 2, 2, jnp.float32).key, 1), "does not read; use Ragged"),
     "sharded": (lambda: top_keys(Q, Q, 2, Ragged(AttentionMetadata(mesh=MESH), axis_name="sp")), "axis_name='sp' of Ragged"),
+    "a kernel": (lambda: top_keys(Q, Q, 2, Blockwise(AttentionMetadata(platform="interpret"))), r"no kernel of Blockwise for this call .*\(top_keys\)"),
     "other queries": (lambda: top_keys(Q, Q, 2).merge(top_keys(Q[:3], Q, 2)), r"\(1, 6, 2\) and \(1, 3, 2\)"),
 }  # fmt: skip
 

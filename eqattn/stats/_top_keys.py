@@ -82,7 +82,8 @@ def top_keys(
     a query sees fewer than `n` keys, the other indices are -1. Its `values` are differentiable in
     every order. `indices` are positions, as `kv_positions` says them.
 
-    **Raises:** `ValueError` if `n` is larger than the number of keys.
+    **Raises:** `ValueError` if `n` is larger than the number of keys, and if the platform asks for
+    a kernel, as none ranks keys.
     """
     strategy = Blockwise() if strategy is None else strategy
     check_strategy(strategy)
@@ -91,6 +92,7 @@ def top_keys(
             f"{type(strategy).__name__} does not fold a problem, so that it cannot rank keys; use "
             "Blockwise(metadata)."
         )
+    strategy.check_without_kernel("top_keys")
     query = jnp.asarray(as_array(query, "query", 3))
     stored = isinstance(key_, AbstractStored)
     if stored and not strategy.reads_stored:

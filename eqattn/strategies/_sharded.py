@@ -234,9 +234,7 @@ class AbstractSharded(AbstractFoldStrategy):
     def check_lists(self, mask: AbstractMask | None) -> None:
         super().check_lists(mask)
         if self._lists(mask) and self._place() is not None:
-            kernels = self._kernels()
-            if kernels is not None and kernels.required:
-                raise ValueError(self._without_kernel(kernels, "keys that are listed"))
+            self.check_without_kernel("keys that are listed")
 
     def _lists(self, mask: AbstractMask | None) -> bool:
         return any(term.selects for term in leaf_terms(mask))

@@ -23,7 +23,7 @@ MUTANTS = [
         ],
     ),
     (
-        "strategies/_fold_strategy.py",
+        "strategies/_checks.py",
         FEATURES,
         [
             ('if any(x.endswith("f") for x in axes):', "if False:"),
