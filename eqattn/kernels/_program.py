@@ -1,5 +1,6 @@
 """Block functions as flat jaxprs, for kernels that hold them: shared by all devices."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 from jax import lax
 
 from .._jax import evaluated, interpret, only_varies
+from .._sweep.centred_tangent import evaluate_refined, refined_p
 from .._sweep.products import dot_p, grouped_dot_p
 
 
@@ -51,6 +53,8 @@ def _in_place(eqn, xs) -> list:
     if only_varies(eqn):  # a kernel is one device's
         return xs
     called = calls(eqn)
+    if eqn.primitive is refined_p:
+        called = jax.make_jaxpr(ft.partial(evaluate_refined, **eqn.params))(*xs)
     if called is None:
         return evaluated(eqn, xs)
     return interpret(getattr(called, "jaxpr", called), getattr(called, "consts", ()), xs, _in_place)

@@ -4,13 +4,12 @@ strategy fold that into a Carry, and turns the Carry into an output.
 
 import abc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import auto_axes, PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
@@ -22,34 +21,18 @@ from .._config.platform import Backend, Platform
 from .._jax import explicit_axes, sharding_of, typed_by_mesh
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
-from .._pairs import over_block
 from .._problem.joined import read_once
 from .._problem.mesh import ManualAxes, with_kernel
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem
 from .._problem.storage import AbstractStored, as_stored
 from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
-from ..masks._base import AbstractMask, visible
+from ..masks._base import AbstractMask
 from ..masks._causal import Causal
-from ..masks._terms import check_positions, leaf_terms, placed, split_list
-from ..scores._base import AbstractScore
+from ..masks._terms import check_positions, split_list
 from ._base import AttentionImpl
 from ._checks import choose_bias, choose_dropout_key
 from ._results import attended, finish
-
-
-def _untried(mask: AbstractMask | None, scores: Sequence[AbstractScore]) -> str:
-    """Why kernels are not tried with a mask and scores; empty if they are."""
-    for score in scores:
-        if not score.tried_in_kernels:
-            return f"a {type(score).__name__} may hold what its compiler does not know"
-    for part in (*leaf_terms(mask), *scores):
-        axes: list[str] = []
-        # This only looks at the operands, and computes none.
-        jax.eval_shape(lambda: [axes.append(o.axes) or o.array for o in part.operands()])
-        if any(x.endswith("f") for x in axes):
-            return f"an operand of {type(part).__name__} has features, which kernels do not read"
-    return ""
 
 
 class AbstractFoldStrategy(AttentionImpl):
@@ -104,7 +87,7 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None:
             return XLA
         reason = kernels.unsupported_dtype(problem.query.dtype)
-        reason = reason or _untried(problem.mask, problem.scores)
+        reason = reason or untried_in(kernels, problem.mask, problem.scores)
         if reason and kernels.required:
             raise ValueError(self._without_kernel(kernels, reason))
         return XLA if reason else kernels
@@ -197,7 +180,7 @@ class AbstractFoldStrategy(AttentionImpl):
         kernels = self._kernels()
         if kernels is None or not kernels.required:
             return ""
-        if reason := _untried(mask, scores):
+        if reason := untried_in(kernels, mask, scores):
             return self._without_kernel(kernels, reason)
         if self.metadata.platform is Platform.PALLAS:
             if reason := operation_without_kernel(kernels, mask, scores):
@@ -335,36 +318,6 @@ def _check_precision(precision: Any) -> None:
         raise ValueError(
             f"precision must be one of jax.lax.Precision, its name or None, got {precision!r}."
         ) from e
-
-
-def operation_without_kernel(
-    kernels: Lowering, mask: AbstractMask | None, scores: Sequence[AbstractScore]
-) -> str:
-    """Why the compiler of kernels cannot translate a mask or a score; empty if it can.
-
-    Each is traced over a small block, of 2 keys and 2 queries, and its operations are looked up.
-    """
-
-    def block(axes, dtype):
-        return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)
-
-    if any(term.selects for term in leaf_terms(mask)):
-        _, *masks = split_list(mask)  # What is listed is gathered outside of kernels.
-    else:
-        masks = [mask]
-    at = np.arange(2, dtype=np.int32)[None]
-    masks = [placed(x, (), 1, at, at)[0] for x in masks if isinstance(x, AbstractMask)]
-    for part in (*masks, *scores):
-        is_score = isinstance(part, AbstractScore)
-        args = [block("ts", jnp.float32)] * is_score
-        args += [block(axes, jnp.int32) for axes in ("", "", "t", "s")]
-        args += [block(operand.axes, operand.array.dtype) for operand in part.operands()]
-        fn = part.transform if is_score else visible(part)
-        jaxpr = jax.make_jaxpr(lambda *xs, fn=fn: over_block(fn, xs))(*args).jaxpr
-        if name := kernels.unsupported_primitive(jaxpr):
-            kind = type(part).__name__
-            return f"{kind} has a {name}, which the compiler of kernels does not know"
-    return ""
 
 
 def _known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
