@@ -130,7 +130,8 @@ def split(part: Any, scalars: Sequence[Any]) -> Lookups | None:
     one of its own.
     """
     own, scored = part.operands(), isinstance(part, AbstractScore)
-    axes = [*[None] * scored, "b", "h", "bt", "bs", *[o.axes.rstrip("f") for o in own]]
+    # A problem may have heads of their own for each batch element, see `Problem.h_indices`.
+    axes = [*[None] * scored, "b", "bh", "bt", "bs", *[o.axes.rstrip("f") for o in own]]
     fn = part.transform if scored else visible(part)
     # Not a method itself: JAX compares what it traces, and a module's arrays have no truth.
     avals = [abstract(x, x.shape, x.dtype) for x in scalars]
@@ -211,7 +212,7 @@ def looked_up(problem: Problem) -> Problem:
 def _found(lookups: Lookups, i: int, given: Sequence[Array], problem: Problem) -> Array:
     """What is looked up for all queries or keys, with the axes that `lookups.axes[i]` says."""
     own, axes = [given[j] for j in lookups.reads[i]], lookups.axes[i]
-    shape = np.broadcast_shapes((1, 1, 1, 1), *[x.shape for x in own])
+    shape = jnp.broadcast_shapes((1, 1, 1, 1), *[x.shape for x in own])
     flat = [jnp.broadcast_to(x, shape).reshape(-1) for x in own]
     one = lambda *xs: lookups.look_up(i, xs)
     values = (jax.vmap(one)(*flat) if flat else one()).reshape(shape)

@@ -184,9 +184,9 @@ def _order(case: Case) -> Case:
 
 
 @functools.cache
-def covering(strength: int, seed: int = 3) -> tuple[Case, ...]:
-    """A covering array of the given strength, greedy, the same on every machine. Of the seeds up to
-    8, this one makes the fewest pairwise cases.
+def covering(strength: int, seed: int = 4) -> tuple[Case, ...]:
+    """A covering array of the given strength, greedy, the same on every machine. The seed is that of
+    nine which made the fewest pairwise cases.
     """
     rng = random.Random(seed)
     left, axes = _uncovered(strength), _axes(strength)

@@ -9,7 +9,7 @@ import pytest
 from _reference import exact
 from _tpu_lowered import kernels
 
-from eqattn import attention, AttentionMetadata, Blockwise, MaskFn, Ring, ScoreFn
+from eqattn import attention, AttentionMetadata, Blockwise, MaskFn, Ring, ScoreFn, Selected
 from eqattn._problem.lookups import lookups_of, without_lookups
 
 
@@ -18,7 +18,7 @@ TABLE = np.arange(64, dtype=np.float32) % 7
 IDS = np.repeat(np.arange(8), 8).astype(np.int32)
 
 
-def found(fn, axes=("b", "h", "bt", "bs")):
+def found(fn, axes=("b", "bh", "bt", "bs")):
     """The axes of what a function of `(b, h, q, k)` looks up; None if that is nothing."""
     lookups = lookups_of(fn, [jax.ShapeDtypeStruct((), jnp.int32)] * 4, axes)
     return None if lookups is None else sorted(lookups.axes)
@@ -30,7 +30,7 @@ TABLES = jnp.asarray(TABLE), jnp.asarray(TABLE).reshape(8, 8)
 @pytest.mark.parametrize(
     "fn, axes",
     [
-        (lambda b, h, q, k: TABLES[0][h], ["h"]),
+        (lambda b, h, q, k: TABLES[0][h], ["bh"]),
         (lambda b, h, q, k: TABLES[0][q] + TABLES[0][k], ["bs", "bt"]),
         (lambda b, h, q, k: TABLES[0][q // 4] * h.astype(jnp.float32) + k, ["bht"]),
         (lambda b, h, q, k: TABLES[0][b] + TABLES[0][3] + (q - k).astype(jnp.float32), ["b"]),
@@ -110,6 +110,16 @@ def test_lookups_where_shard_map_tracks_what_varies():
     specs = dict(in_specs=(dp, dp, dp, jax.sharding.PartitionSpec()), out_specs=dp)
     q, k, v = (x[0] for x in arrays())
     assert kernels(jax.shard_map(fn, mesh=mesh, **specs), q, k, v, jnp.ones(H)) == 1
+
+
+def test_lookups_beside_a_list_of_keys():
+    """Each row of a list is a batch element there, with heads of its own."""
+    q, k, v = (x[0] for x in arrays())
+    slopes, how = jnp.ones(H), Blockwise(AttentionMetadata(platform="pallas", backend="tpu"))
+    score = ScoreFn(lambda s, b, h, q, k: s - slopes[h] * abs(q - k).astype(s.dtype))
+    listed = Selected(jnp.tile(jnp.arange(8, dtype=jnp.int32), (1, 1, T, 1)))
+    fn = lambda *x: attention(*x, how, mask=listed, score=score).attention_outputs
+    assert kernels(fn, q, k, v) == 1
 
 
 def test_lookups_of_a_ring():

@@ -12,7 +12,7 @@ MUTANTS = [
             ("within = None if within is not None and {\"t\", \"s\"} <= within else within", "pass"),
             ("looked = eqn.primitive not in _CHEAP or any(x[1] for x in xs)", "looked = eqn.primitive not in _CHEAP"),
             ("if not found or any(v.aval.shape != () for v in found):", "if not found:"),
-            ("\"b\", \"h\", \"bt\", \"bs\", *[o.axes", "\"b\", \"h\", \"t\", \"s\", *[o.axes"),
+            ("\"b\", \"bh\", \"bt\", \"bs\", *[o.axes", "\"b\", \"h\", \"bt\", \"bs\", *[o.axes"),
             ("lead = () if shape[0] == 1 else problem.batch_shape", "lead = () if shape[0] == 1 else (shape[0],)"),
             ("found |= {v: about[v] for v in jaxpr.outvars if not isinstance(v, Literal)}", "pass"),
         ],
