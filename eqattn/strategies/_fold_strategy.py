@@ -32,6 +32,7 @@ from ..masks._causal import Causal
 from ..masks._terms import check_positions, split_list
 from ._base import AttentionImpl
 from ._checks import choose_bias, choose_dropout_key
+from ._in_kernels import operation_without_kernel, untried_in
 from ._results import attended, finish
 
 
