@@ -21,6 +21,7 @@ from .._sweep.lowering import Lowering, XLA
 from .._sweep.top import NONE, top
 from .blocking import Blocking, BlockOperand
 from .exchange import HeadExchange
+from .lookups import looked_up
 from .operands import BlockOperands, WHOLE
 from .problem import Problem
 
@@ -154,6 +155,9 @@ def _visited(
     - the others: those of `fold_problem`.
     """
     spread, problem = spread or HeadExchange(), problem.at_places()
+    # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
+    if lowering is not XLA and not (spread.inside and spread.size > 1):
+        problem = looked_up(problem)
     blocks = BlockOperands(problem, blocking, spread, lowering)
     table, table_axes, classes = blocks.plan()
     visited = blocks.on(spread.local(blocking))

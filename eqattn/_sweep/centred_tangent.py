@@ -80,7 +80,8 @@ def _mean(total: Array, weight: Array) -> Array:
 # plain one, that is 1, and the others have none.
 
 
-def _evaluate(*args, exact: Callable, count: int, products: tuple, lead: int):
+def evaluate_refined(*args, exact: Callable, count: int, products: tuple, lead: int):
+    """What the primitive returns, by operations that are no primitives of this library."""
     del count
     f = ft.partial(exact, **dict(products))
     for _ in range(lead):
@@ -109,4 +110,4 @@ refined_p.def_abstract_eval(lambda plain, *args, count, **kw: [plain] * count)
 ad.primitive_jvps[refined_p] = _jvp
 ad.primitive_transposes[refined_p] = _transpose
 batching.primitive_batchers[refined_p] = _batch
-mlir.register_lowering(refined_p, mlir.lower_fun(_evaluate, multiple_results=True))
+mlir.register_lowering(refined_p, mlir.lower_fun(evaluate_refined, multiple_results=True))

@@ -132,6 +132,12 @@ class Lowering(abc.ABC):
         """The name of an operation in a block function that this lowering lacks, or empty."""
 
     @abc.abstractmethod
+    def unsupported_function(self, jaxpr: Any) -> str:
+        """Why a function of a user's own, over a block, cannot be visited; empty if it can. Unlike
+        `unsupported_primitive` it lets pass only what is known to work.
+        """
+
+    @abc.abstractmethod
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
         """Chooses how a program runs a visit; None leaves it to `XLA`.
 
@@ -222,6 +228,10 @@ class XLALowering(Lowering):
         return ""
 
     def unsupported_primitive(self, jaxpr: Any) -> str:
+        del jaxpr
+        return ""
+
+    def unsupported_function(self, jaxpr: Any) -> str:
         del jaxpr
         return ""
 

@@ -1,5 +1,6 @@
 """Block functions as flat jaxprs, for kernels that hold them: shared by all devices."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 from jax import lax
 
 from .._jax import evaluated, interpret, only_varies, primitives
+from .._sweep.centred_tangent import evaluate_refined, refined_p
 from .._sweep.products import dot_p, grouped_dot_p
 
 
@@ -59,6 +61,8 @@ def _in_place(eqn, xs) -> list:
     if _only_places(eqn):
         return xs
     called = calls(eqn)
+    if eqn.primitive is refined_p:
+        called = jax.make_jaxpr(ft.partial(evaluate_refined, **eqn.params))(*xs)
     if called is None:
         return evaluated(eqn, xs)
     return interpret(getattr(called, "jaxpr", called), getattr(called, "consts", ()), xs, _in_place)

@@ -1,20 +1,15 @@
 """Checks that every `forward_*` and every entry make before a strategy runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from .._config.metadata import AttentionMetadata
 from .._misc import as_flag
-from .._pairs import over_block
-from .._sweep.lowering import Lowering
-from ..masks._base import AbstractMask, visible
-from ..masks._terms import leaf_terms, placed, split_list
-from ..scores._base import AbstractScore
+from ..masks._base import AbstractMask
 from ._base import AttentionImpl
 
 
@@ -56,47 +51,3 @@ def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout
             "forward_*), or switch dropout off by inference=True (deterministic=True)."
         )
     return dropout_rng
-
-
-def untried_in_kernels(mask: AbstractMask | None, scores: Sequence[AbstractScore]) -> str:
-    """Why kernels are not tried with a mask and scores; empty if they are."""
-    for score in scores:
-        if not score.tried_in_kernels:
-            return f"a {type(score).__name__} may hold what its compiler does not know"
-    for part in (*leaf_terms(mask), *scores):
-        axes: list[str] = []
-        # This only looks at the operands, and computes none.
-        jax.eval_shape(lambda: [axes.append(o.axes) or o.array for o in part.operands()])
-        if any(x.endswith("f") for x in axes):
-            return f"an operand of {type(part).__name__} has features, which kernels do not read"
-    return ""
-
-
-def operation_without_kernel(
-    kernels: Lowering, mask: AbstractMask | None, scores: Sequence[AbstractScore]
-) -> str:
-    """Why the compiler of kernels cannot translate a mask or a score; empty if it can.
-
-    Each is traced over a small block, of 2 keys and 2 queries, and its operations are looked up.
-    """
-
-    def block(axes, dtype):
-        return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)
-
-    if any(term.selects for term in leaf_terms(mask)):
-        _, *masks = split_list(mask)  # What is listed is gathered outside of kernels.
-    else:
-        masks = [mask]
-    at = np.arange(2, dtype=np.int32)[None]
-    masks = [placed(x, (), 1, at, at)[0] for x in masks if isinstance(x, AbstractMask)]
-    for part in (*masks, *scores):
-        is_score = isinstance(part, AbstractScore)
-        args = [block("ts", jnp.float32)] * is_score
-        args += [block(axes, jnp.int32) for axes in ("", "", "t", "s")]
-        args += [block(operand.axes, operand.array.dtype) for operand in part.operands()]
-        fn = part.transform if is_score else visible(part)
-        jaxpr = jax.make_jaxpr(lambda *xs, fn=fn: over_block(fn, xs))(*args).jaxpr
-        if name := kernels.unsupported_primitive(jaxpr):
-            kind = type(part).__name__
-            return f"{kind} has a {name}, which the compiler of kernels does not know"
-    return ""

@@ -31,12 +31,8 @@ from ..masks._base import AbstractMask
 from ..masks._causal import Causal
 from ..masks._terms import check_positions, split_list
 from ._base import AttentionImpl
-from ._checks import (
-    choose_bias,
-    choose_dropout_key,
-    operation_without_kernel,
-    untried_in_kernels,
-)
+from ._checks import choose_bias, choose_dropout_key
+from ._in_kernels import operation_without_kernel, untried_in
 from ._results import attended, finish
 
 
@@ -92,7 +88,7 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None:
             return XLA
         reason = kernels.unsupported_dtype(problem.query.dtype)
-        reason = reason or untried_in_kernels(problem.mask, problem.scores)
+        reason = reason or untried_in(kernels, problem.mask, problem.scores)
         if reason and kernels.required:
             raise ValueError(self._without_kernel(kernels, reason))
         return XLA if reason else kernels
@@ -185,7 +181,7 @@ class AbstractFoldStrategy(AttentionImpl):
         kernels = self._kernels()
         if kernels is None or not kernels.required:
             return ""
-        if reason := untried_in_kernels(mask, scores):
+        if reason := untried_in(kernels, mask, scores):
             return self._without_kernel(kernels, reason)
         if self.metadata.platform is Platform.PALLAS:
             if reason := operation_without_kernel(kernels, mask, scores):

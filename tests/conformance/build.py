@@ -214,7 +214,7 @@ def build(case: Case) -> Built:
     if case["sinks"] != "none":
         shape = {"H": (h,), "Hn": (h, 3), "1n": (1, 2)}[case["sinks"]]
         shared["sinks"] = operand(rng.standard_normal(shape), of_others)
-    if case["score"] in ("alibi", "both"):
+    if case["score"] in ("alibi", "both", "lookup"):
         shared["slopes"] = operand(rng.uniform(0.05, 0.3, h), of_others)
     if case["score"] in ("t5", "t5_causal", "both"):
         shared["table"] = operand(rng.standard_normal((8, h)), of_others)
@@ -300,6 +300,10 @@ def empty_pages(built: Built):
     return cache
 
 
+def _nearer(slopes, logit, b, h, q, k):
+    return logit - slopes[h].astype(logit.dtype) * abs(q - k).astype(logit.dtype)
+
+
 def library_call(built: Built):
     """`(arguments, dynamic) -> (out, lse)` and `dynamic`, the call-time arrays of the mask and
     offset.
@@ -322,7 +326,9 @@ def library_call(built: Built):
     def call(arguments, dynamic, **more):
         mask, offset = eqx.combine(dynamic, static)
         score = []
-        if "slopes" in arguments:
+        if case["score"] == "lookup":
+            score.append(sc.ScoreFn(functools.partial(_nearer, arguments["slopes"])))
+        elif "slopes" in arguments:
             score.append(sc.ALiBi(arguments["slopes"]))
         if "table" in arguments:
             score.append(

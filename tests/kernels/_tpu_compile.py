@@ -37,6 +37,9 @@ CASES: dict[str, dict] = {
     "alibi": {"mask": "Causal()", "score": "ALiBi(slopes)"},
     # Reads a table at computed places, and so runs XLA.
     "t5": {"score": "T5Bias(table, bidirectional=True, max_distance=64)", "platform": "auto"},
+    "functions of floats": {"mask": "Causal()", "score": "ScoreFn(of_floats)"},
+    "functions of integers": {"mask": "Causal()", "score": "ScoreFn(of_integers)"},
+    "lookups": {"mask": "MaskFn(lambda b, h, q, k: starts[q] <= k)", "score": "ScoreFn(looked_up)"},
     "dropout": {"mask": "Causal()", "dropout": 0.1},
     "sinks": {"mask": "Causal()", "sinks": True},
     "grouped": {"mask": "Causal()", "kv_heads": 1},
@@ -44,6 +47,15 @@ CASES: dict[str, dict] = {
     "narrow": {"mask": "Causal()", "dim": 64, "values": 64},
     "wide": {"mask": "Causal()", "dim": 256, "values": 256},
     "float32": {"mask": "Causal()", "dtype": "float32"},
+    "tangent": {"mask": "Causal()", "tangent": True},
+    "tangent float32": {"mask": "Causal()", "dtype": "float32", "tangent": True, "dropout": 0.1},
+    "tangent of a bias": {
+        "bias": True,
+        "sinks": True,
+        "kv_heads": 1,
+        "values": 64,
+        "tangent": True,
+    },
 }
 ROWS = {"strategy": "Ragged", "mask": "KeyPadding(lengths)", "gradient": False}
 SHARED = {**ROWS, "queries": 1, "tokens": 65_536}  # by devices: rows and heads
@@ -75,9 +87,55 @@ CASES |= {
     "latent pages": {**LATENT, "page": 64},
     "int8 latents": {**LATENT, "stored": "int8"},
     "long, wide": {"mask": "Causal()", "tokens": 8192, "dim": 256, "values": 256},
+    "long window": {
+        "mask": "Causal() & SlidingWindow(1000, 0)",
+        "tokens": 2**20,
+        "gradient": False,
+        "heads": 1,
+        "kv_heads": 1,
+    },
     "long": {"mask": "Causal()", "tokens": 131_072, "gradient": False},
     "long gradient": {"mask": "Causal()", "tokens": 131_072},
 }
+
+
+def functions(inputs: dict) -> dict:
+    """Functions of users that have every operation that kernels take, of pairs, rows and keys."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    one = [lax.abs, lax.ceil, lax.cos, lax.erf, lax.exp, lax.exp2, lax.floor, lax.log, lax.log1p]
+    one += [lax.logistic, lax.neg, lax.round, lax.rsqrt, lax.sign, lax.sin, lax.sqrt, lax.square]
+    one += [lax.tanh, lambda x: lax.integer_pow(x, 3), lambda x: lax.clamp(0.5, x, 2.0)]
+    one += [lambda x: jnp.where(lax.is_finite(x), x, 0.0)]
+    two = [lax.add, lax.div, lax.max, lax.min, lax.mul, lax.pow, lax.rem, lax.sub]
+    compare = [lax.eq, lax.ge, lax.gt, lax.le, lax.lt, lax.ne]
+
+    def of_floats(s, b, h, q, k):
+        x = lax.abs(s) + 1.0
+        row, key = (1.0 + 0.01 * i.astype(jnp.float32) for i in (q, k))
+        terms = [f(y) for f in one for y in (x, row, key, 1.0 + h.astype(jnp.float32))]
+        terms += [f(*y) for f in two for y in ((x, row), (key, x), (row, key), (row, row))]
+        terms += [jnp.where(f(x, row), x, key) for f in compare]
+        return s + 0.01 * sum(terms)
+
+    def of_integers(s, b, h, q, k):
+        i, n = q - k, jnp.int32(3)
+        two = [lax.add, lax.max, lax.min, lax.mul, lax.sub, jnp.floor_divide, jnp.remainder]
+        two += [lax.div, lax.rem, lax.shift_left, lax.shift_right_arithmetic]
+        two += [lax.shift_right_logical, lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor]
+        terms = [f(y, n) for f in two for y in (i, q, k, h)] + [f(q, k + 1) for f in two[:7]]
+        terms += [f(y) for f in (lax.abs, lax.neg, lax.sign, lax.bitwise_not) for y in (i, q)]
+        seen = [f(q, k) for f in compare] + [f(i, n) for f in compare]
+        odd = (seen[0] & seen[1] | ~seen[2]) ^ seen[3]
+        total = sum(terms) + sum(x.astype(jnp.int32) for x in (*seen, odd))
+        return s + 1e-3 * jnp.where(odd, total, -total).astype(jnp.float32)
+
+    def looked_up(s, b, h, q, k):
+        slope, near = inputs["slopes"][h], inputs["starts"][q] == inputs["starts"][k]
+        return jnp.where(near, s, s - slope * (q - k).astype(s.dtype))
+
+    return dict(of_floats=of_floats, of_integers=of_integers, looked_up=looked_up)
 
 
 def compiled(chip: str, case: str):
@@ -92,6 +150,7 @@ def compiled(chip: str, case: str):
 
     kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=False)
     kinds |= dict(platform="pallas", strategy="Blockwise", queries=None, stored=None, page=None)
+    kinds |= dict(tangent=False)  # whether forward mode is compiled, in place of gradients
     kinds |= dict(latent=False)  # whether the values are the first features of the keys
     kinds |= dict(mesh=(1, 1), heads=4)  # over how many devices rows and heads are sharded
     kinds |= dict(dropout=0.0, sinks=False, kv_heads=4, dim=128, values=128, dtype="bfloat16")
@@ -111,6 +170,7 @@ def compiled(chip: str, case: str):
         "lengths": array(rows, dtype=jnp.int32, over=("dp",)),
         "booleans": array(1, 1, min(t, 512), min(s, 512), dtype=jnp.bool_),
         "slopes": array(4, dtype=jnp.float32),
+        "starts": array(512, dtype=jnp.int32),
         "table": array(32, 4, dtype=jnp.float32),
     }
     wrt = {
@@ -150,7 +210,7 @@ def compiled(chip: str, case: str):
             dropout_prob=spec.dropout,
             softmax_aux=wrt.get("sinks"),
         )
-        names = {**vars(eqattn), **inputs}
+        names = {**vars(eqattn), **inputs, **functions(inputs)}
         key, value = kept(wrt["key_"], inputs), kept(wrt["value"], inputs)
         if spec.latent and spec.page:
             key = Pages(Joined(value.content, key.content), inputs["table"])
@@ -171,8 +231,13 @@ def compiled(chip: str, case: str):
         out, transpose = jax.vjp(lambda wrt: call(wrt, inputs), wrt)
         return out, transpose(cotangent)
 
+    def tangent(wrt, inputs, moved):
+        return jax.jvp(lambda wrt: call(wrt, inputs), (wrt,), (moved,))
+
     with jax.set_mesh(mesh):
-        if spec.gradient:
+        if spec.tangent:
+            lowered = jax.jit(tangent).lower(wrt, inputs, wrt)
+        elif spec.gradient:
             args = (wrt, inputs, array(1, t, 4, spec.values))
             lowered = jax.jit(gradient).lower(*args)
         else:

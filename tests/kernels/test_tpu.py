@@ -47,13 +47,19 @@ def arrays(dtype=jnp.float32):
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, SHAPES)]
 
 
-def call(q, k, v, strategy=None, mask=Causal()):
+def call(q, k, v, strategy=None, mask=Causal(), score=None):
     strategy = strategy or Blockwise(metadata(platform="tpu"))
-    return attention(q, k, v, strategy, mask=mask).attention_outputs
+    return attention(q, k, v, strategy, mask=mask, score=score).attention_outputs
 
 
-def summed(*args):
-    return call(*args).sum()
+def summed(q, k, v, slopes=None):
+    score = (
+        None if slopes is None else ScoreFn(lambda s, b, h, q, k: s + slopes[h] * jnp.cos(q - k))
+    )
+    return call(q, k, v, score=score).sum()
+
+
+SLOPES = jnp.ones(4)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,10 @@ def summed(*args):
         (jax.grad(jax.checkpoint(summed), (0, 1, 2)), 2),
         (jax.vmap(jax.grad(summed)), 2),
         (lambda q, k, v: jax.lax.scan(lambda c, _: (call(c, k, v), None), q, length=3)[0], 1),
-        (lambda q, k, v: jax.jvp(lambda q: call(q, k, v), (q,), (q,)), 1),
+        (lambda q, k, v: jax.jvp(lambda q: call(q, k, v), (q,), (q,)), 2),
+        (lambda q, k, v: jax.linearize(call, q, k, v)[1](q, k, v), 2),
+        (lambda *x: call(*x, score=ScoreFn(lambda s, b, h, q, k: s + jnp.cos(q - k))), 1),
+        (jax.grad(lambda *x: summed(*x, SLOPES)), 2),
     ],
 )
 def test_the_kernel_is_found(f, count):
@@ -86,6 +95,16 @@ def test_one_visit_gives_all_gradients_if_those_of_the_queries_fit(tokens, fused
     loss = lambda *x: call(*x, strategy=strategy).astype(jnp.float32).sum()
     args = [jax.ShapeDtypeStruct((1, tokens, 1, 128), jnp.bfloat16)] * 3
     assert kernels(jax.grad(loss, (0, 1, 2)), *args) == count
+
+
+def test_a_list_that_is_known_holds_visible_blocks_only():
+    """Of 2^20 pairs of blocks, 2^11 are visible. Made on the device, the list would hold all."""
+    args = [jax.ShapeDtypeStruct((1, 2**20, 1, 128), jnp.bfloat16)] * 3
+    how = Blockwise(AttentionMetadata(platform="auto", backend="tpu", runtime_dtype=jnp.bfloat16))
+    near = lambda *x: call(*x[:3], how, Causal() & SlidingWindow(1000, 0))
+    assert kernels(near, *args) == 1
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    assert kernels(lambda *x: call(*x[:3], how, KeyPadding(x[3])), *args, lengths) == 0
 
 
 @pytest.mark.parametrize("f, count", [(call, 1), (jax.grad(summed, (0, 1, 2)), 2)])
@@ -137,12 +156,17 @@ def test_what_there_is_no_kernel_for():
         call(q, k, v)
     with pytest.raises(ValueError, match="bfloat16 and float32, not float16.*platform='auto'"):
         call(*arrays(jnp.float16))
-    score = ScoreFn(lambda s, b, h, q, k: s + jnp.cos(q - k))
-    for platform in ("interpret", "tpu"):
-        with pytest.raises(
-            ValueError, match=f"{'interpret' if platform == 'interpret' else 'pallas'}.*ScoreFn"
-        ):
-            attention(q, k, v, Blockwise(metadata(platform=platform)), score=score)
+    bias = jnp.ones(100)
+    score = ScoreFn(lambda s, b, h, q, k: s + bias[q - k])
+    for fn, reason in (
+        (score.fn, "has a (gather|dynamic_slice)"),
+        (lambda s, b, h, q, k: jnp.sinh(s), "has a sinh"),
+        (lambda s, b, h, q, k: s.astype(jnp.bfloat16), "has numbers of bfloat16"),
+    ):
+        for platform in ("interpret", "tpu"):
+            name = "interpret" if platform == "interpret" else "pallas"
+            with pytest.raises(ValueError, match=f"{name}.*a ScoreFn {reason}"):
+                attention(q, k, v, Blockwise(metadata(platform=platform)), score=ScoreFn(fn))
     automatic = Blockwise(metadata(platform="auto", backend="tpu"))
     assert kernels(lambda *x: attention(*x, automatic, score=score).attention_outputs, q, k, v) == 0
     assert kernels(ft.partial(call, strategy=automatic), *arrays(jnp.float16)) == 0
@@ -255,7 +279,7 @@ def test_blocks_of_a_cache(generation, itemsize, keys, heads, tokens, monkeypatc
 def test_lists_that_scalar_memory_cannot_hold():
     q, k, v = (jnp.zeros((1, 512, 1, 8)) for _ in range(3))
     small = dict(blocksize_q=1, blocksize_k=1)
-    with pytest.raises(ValueError, match="list of 262144 pairs.*larger block sizes"):
+    with pytest.raises(ValueError, match="list of 131840 pairs.*larger block sizes"):
         kernels(ft.partial(call, strategy=Blockwise(metadata(platform="tpu", **small))), q, k, v)
     automatic = Blockwise(metadata(platform="auto", backend="tpu", **small))
     assert kernels(ft.partial(call, strategy=automatic), q, k, v) == 0

@@ -23,7 +23,7 @@ MUTANTS = [
         ],
     ),
     (
-        "strategies/_checks.py",
+        "strategies/_in_kernels.py",
         FEATURES,
         [
             ('if any(x.endswith("f") for x in axes):', "if False:"),

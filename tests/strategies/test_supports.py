@@ -31,6 +31,7 @@ QUERY, KEY = jnp.ones((2, T, 4, 8)), jnp.ones((2, T, 2, 8))
 TABLE = jnp.arange(T)
 KERNEL = Metadata(platform="pallas", backend="tpu")
 SCORE_FN = ScoreFn(lambda logit, b, h, q, k: logit)
+GATHERS = ScoreFn(lambda logit, b, h, q, k: logit + TABLE[q - k].astype(logit.dtype))
 PLAIN = Blockwise(Metadata())
 
 
@@ -95,13 +96,24 @@ CASES = {
         None,
     ),
     "kernel of rows": (Ragged(KERNEL), dict(mask=KeyPadding(TABLE[1:3])), None),
-    "kernel of a function": (Blockwise(KERNEL), dict(score=SCORE_FN), "ScoreFn"),
+    "kernel of a function": (Blockwise(KERNEL), dict(score=SCORE_FN), None),
+    "kernel of a lookup": (
+        Blockwise(KERNEL),
+        dict(score=ScoreFn(lambda s, b, h, q, k: jnp.where(TABLE[q] > TABLE[k], s, -s))),
+        None,
+    ),
+    "kernel of a function that gathers": (Blockwise(KERNEL), dict(score=GATHERS), "ScoreFn has a"),
     "kernel of a table": (Blockwise(KERNEL), dict(score=T5Bias(jnp.zeros((32, 4)))), "gather"),
     "kernel of a tree": (Blockwise(KERNEL), dict(mask=Tree(TABLE - 1)), None),
     "kernel that gathers": (
         Blockwise(KERNEL),
-        dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q] >= k)),
+        dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q - k] >= k)),
         "gather",
+    ),
+    "kernel that looks up": (
+        Blockwise(KERNEL),
+        dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q] >= k)),
+        None,
     ),
 }
 
@@ -134,6 +146,6 @@ def test_any_value_and_another_platform():
     true = dict.fromkeys(("mask", "bias", "score", "key", "q_offset", "kv_positions"), True)
     assert PLAIN.supports(**true, inference=True).ok
     assert PLAIN.supports(score=SCORE_FN).ok
-    reason = PLAIN.supports(score=SCORE_FN, platform="pallas", backend="tpu").reason
+    reason = PLAIN.supports(score=GATHERS, platform="pallas", backend="tpu").reason
     assert "ScoreFn" in reason and "platform='pallas'" in reason
     assert Blockwise(KERNEL).supports(score=SCORE_FN, platform="xla").ok

@@ -53,6 +53,10 @@ class GPULowering(Lowering):
     def unsupported_primitive(self, jaxpr: Any) -> str:
         return unsupported(jaxpr)
 
+    def unsupported_function(self, jaxpr: Any) -> str:
+        del jaxpr
+        return "may hold what its compiler does not know"
+
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a visit of the grid; empty if one can."""
         if jax.__version_info__ < OLDEST_JAX:

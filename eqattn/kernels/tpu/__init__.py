@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
-from ..._sweep.grid import GridLayout
+from ..._sweep.grid import EMPTY, GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
-from .._program import equations
+from .._program import calls, equations, POINTWISE
 
 
 _UNSUPPORTED = set(
@@ -26,6 +27,27 @@ _UNSUPPORTED = set(
 They were found by compiling each of them with jax 0.10.2. Another version of jax may know more of
 them: compile a kernel with a `MaskFn` that applies the operation to see.
 """
+
+
+_OF_FUNCTIONS = {p.name for p in POINTWISE} - _UNSUPPORTED
+_OF_FUNCTIONS |= {"add_any", "broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"}
+"""The operations that a function of a user's own may have. The tests compile each of them, with its
+derivatives, for each chip (`functions` in `tests/kernels/_tpu_compile.py`).
+"""
+
+
+def _listed(layout: GridLayout) -> int:
+    """The most pairs of blocks that a list of a visit may hold.
+
+    A list that is made on the device has room for all. Of one that is known, only pairs that are
+    not empty remain, and one for each row, or each column, that has none.
+    """
+    if layout.known is None or layout.ring is not None:
+        return layout.listed
+    table = layout.known.array
+    return int(
+        np.prod(table.shape[:-2]) * ((table != EMPTY).sum((-2, -1)).max() + max(table.shape[-2:]))
+    )
 
 
 def _cached_tokens(request: BlockRequest) -> int:
@@ -88,6 +110,15 @@ class TPULowering(Lowering):
         names = (eqn.primitive.name for eqn in equations(jaxpr))
         return next((name for name in names if name in _UNSUPPORTED), "")
 
+    def unsupported_function(self, jaxpr: Any) -> str:
+        for eqn in equations(jaxpr):
+            if calls(eqn) is None and eqn.primitive.name not in _OF_FUNCTIONS:
+                return f"has a {eqn.primitive.name}, which the compiler of kernels does not know"
+            for aval in (v.aval for v in (*eqn.invars, *eqn.outvars)):
+                if aval.dtype not in (jnp.float32, jnp.int32, jnp.bool_):
+                    return f"has numbers of {aval.dtype}: kernels compute in float32 and int32"
+        return ""
+
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a visit of the grid; the empty string if one can."""
         if partitioned_automatically(ctx):
@@ -99,10 +130,8 @@ class TPULowering(Lowering):
         # A pair on the list takes four bytes of scalar memory, so 2**17 of them take half of the
         # 1 MiB of a core (`smem_capacity_bytes` of `pltpu.get_tpu_info()`, from v4 on). Rows and
         # columns are numbers of 14 bits on the list, see `_work_list.py`.
-        if layout.listed > 2**17 or max(layout.sides) >= 2**14:
-            return (
-                f"its list of {layout.listed} pairs of blocks is too long; give larger block sizes"
-            )
+        if (listed := _listed(layout)) > 2**17 or max(layout.sides) >= 2**14:
+            return f"its list of {listed} pairs of blocks is too long; give larger block sizes"
         if jnp.result_type(float) == jnp.float64:
             return "it computes in 32 bits and jax_enable_x64 is set"
         names = (self.unsupported_primitive(jaxpr.jaxpr) for _, jaxpr in visits)
@@ -112,7 +141,8 @@ class TPULowering(Lowering):
         )
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
-        if layout.stage not in (("fold",) if layout.ragged else ("fold", "backward")):
+        known = ("fold",) if layout.ragged else ("fold", "tangent", "backward")
+        if layout.stage not in known:
             return None
         platforms = tuple(ctx.module_context.platforms)
         if self.asked == "pallas" and platforms != ("tpu",):

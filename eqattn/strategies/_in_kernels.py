@@ -1,0 +1,70 @@
+"""Which masks and scores kernels can hold, and why not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._pairs import over_block
+from .._problem.lookups import without_lookups
+from .._sweep.lowering import Lowering
+from ..masks._base import AbstractMask, visible
+from ..masks._terms import leaf_terms, placed, split_list
+from ..scores._base import AbstractScore
+
+
+def untried_in(
+    kernels: Lowering, mask: AbstractMask | None, scores: Sequence[AbstractScore]
+) -> str:
+    """Why kernels are not tried with a mask and scores; empty if they are."""
+    for part in (*leaf_terms(mask), *scores):
+        axes: list[str] = []
+        # This only looks at the operands, and computes none.
+        jax.eval_shape(lambda: [axes.append(o.axes) or o.array for o in part.operands()])
+        if any(x.endswith("f") for x in axes):
+            return f"an operand of {type(part).__name__} has features, which kernels do not read"
+    for score in scores:
+        if not score.tried_in_kernels:
+            if reason := kernels.unsupported_function(_left_to_kernels(score)):
+                return f"a {type(score).__name__} {reason}"
+    return ""
+
+
+def _left_to_kernels(part: AbstractMask | AbstractScore) -> Any:
+    """The jaxpr of a mask or a score over a block of 2 keys and 2 queries, but for what it looks up
+    by query or by key, which is done outside of kernels.
+    """
+    part = without_lookups(part)
+
+    def block(axes, dtype):
+        return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)
+
+    is_score = isinstance(part, AbstractScore)
+    args = [block("ts", jnp.float32)] * is_score
+    args += [block(axes, jnp.int32) for axes in ("", "", "t", "s")]
+    args += [block(operand.axes, operand.array.dtype) for operand in part.operands()]
+    fn = part.transform if is_score else visible(part)
+    return jax.make_jaxpr(lambda *xs: over_block(fn, xs))(*args).jaxpr
+
+
+def operation_without_kernel(
+    kernels: Lowering, mask: AbstractMask | None, scores: Sequence[AbstractScore]
+) -> str:
+    """Why the compiler of kernels cannot translate a mask or a score; empty if it can.
+
+    Each is traced over a small block, of 2 keys and 2 queries, and its operations are looked up.
+    """
+
+    if any(term.selects for term in leaf_terms(mask)):
+        _, *masks = split_list(mask)  # What is listed is gathered outside of kernels.
+    else:
+        masks = [mask]
+    at = np.arange(2, dtype=np.int32)[None]
+    masks = [placed(x, (), 1, at, at)[0] for x in masks if isinstance(x, AbstractMask)]
+    for part in (*masks, *scores):
+        if name := kernels.unsupported_primitive(_left_to_kernels(part)):
+            kind = type(part).__name__
+            return f"{kind} has a {name}, which the compiler of kernels does not know"
+    return ""

@@ -1,0 +1,136 @@
+"""What masks and scores look up by query or by key alone becomes an operand of kernels. The target
+"tpu" of conformance/ has the score "lookup", with gradients.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _reference import exact
+from _tpu_lowered import kernels
+
+from eqattn import attention, AttentionMetadata, Blockwise, MaskFn, Ring, ScoreFn, Selected
+from eqattn._problem.lookups import lookups_of, without_lookups
+
+
+B, T, S, H, K, D = (2, 2), 24, 40, 4, 2, 8
+TABLE = np.arange(64, dtype=np.float32) % 7
+IDS = np.repeat(np.arange(8), 8).astype(np.int32)
+
+
+def found(fn, axes=("b", "bh", "bt", "bs")):
+    """The axes of what a function of `(b, h, q, k)` looks up; None if that is nothing."""
+    lookups = lookups_of(fn, [jax.ShapeDtypeStruct((), jnp.int32)] * 4, axes)
+    return None if lookups is None else sorted(lookups.axes)
+
+
+TABLES = jnp.asarray(TABLE), jnp.asarray(TABLE).reshape(8, 8)
+
+
+@pytest.mark.parametrize(
+    "fn, axes",
+    [
+        (lambda b, h, q, k: TABLES[0][h], ["bh"]),
+        (lambda b, h, q, k: TABLES[0][q] + TABLES[0][k], ["bs", "bt"]),
+        (lambda b, h, q, k: TABLES[0][q // 4] * h.astype(jnp.float32) + k, ["bht"]),
+        (lambda b, h, q, k: TABLES[0][b] + TABLES[0][3] + (q - k).astype(jnp.float32), ["b"]),
+        (lambda b, h, q, k: TABLES[1][h, k // 8] + q.astype(jnp.float32), ["bhs"]),
+        (lambda b, h, q, k: jnp.where(TABLES[0][q] > 3, TABLES[0][q], 0.0) - k, ["bt"]),
+        # Places that depend on both, functions without lookups, and rows of tables stay.
+        (lambda b, h, q, k: TABLES[0][q - k], None),
+        (lambda b, h, q, k: TABLES[1][q // 8, k // 8], None),
+        (lambda b, h, q, k: TABLES[1][q][k], None),
+        (lambda b, h, q, k: (q - k).astype(jnp.float32), None),
+    ],
+)
+def test_what_is_found(fn, axes):
+    with jax.numpy_dtype_promotion("standard"):
+        assert found(fn) == axes
+
+
+def test_a_function_without_lookups_is_left_as_it_is():
+    mask, score = MaskFn(lambda b, h, q, k: q >= k), ScoreFn(lambda s, b, h, q, k: s * 2)
+    assert without_lookups(mask) is mask and without_lookups(score) is score
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (*B, T, H, D), (*B, S, K, D), (*B, S, K, D)
+    return [jax.random.normal(key, x) for key, x in zip(keys, shapes)]
+
+
+def call(q, k, v, slopes, lengths, platform):
+    """Keys of the same document, up to a length for each batch element, and ALiBi."""
+    mask = MaskFn(
+        lambda b, h, q, k: (k < lengths[b]) & (jnp.asarray(IDS)[q] <= jnp.asarray(IDS)[k])
+    )
+    score = ScoreFn(lambda s, b, h, q, k: s - slopes[h] * abs(q - k).astype(s.dtype))
+    how = Blockwise(
+        AttentionMetadata(platform=platform, backend="tpu", blocksize_q=8, blocksize_k=16)
+    )
+    return attention(q, k, v, how, mask=mask, score=score, q_offset=5).attention_outputs
+
+
+def test_values_and_gradients_of_lookups():
+    q, k, v = arrays()
+    slopes, lengths = jnp.linspace(0.1, 0.4, H), jnp.array([40, 17, 0, 33])
+
+    @jax.jit
+    def run(q, k, v, slopes, lengths):
+        fn = lambda q, slopes: call(q, k, v, slopes, lengths, "interpret")
+        out, pull = jax.vjp(fn, q, slopes)
+        return out, pull(2 * out)
+
+    out, (_, of_slopes) = run(q, k, v, slopes, lengths)
+    at, to = np.arange(T)[:, None] + 5, np.arange(S)[None]
+    seen = (to < np.asarray(lengths).reshape(*B, 1, 1, 1)) & (IDS[at] <= IDS[to])
+
+    def want(slopes):
+        bias = np.where(seen, -np.asarray(slopes)[:, None, None] * abs(at - to), -np.inf)
+        return exact(q, k, v, lambda z: z / np.sqrt(D) + bias)[0]
+
+    whole = want(slopes)
+    np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-5)
+    for i in range(H):
+        step = np.eye(H)[i] * 1e-4
+        moved = (want(slopes + step) - want(slopes - step)) / 2e-4
+        np.testing.assert_allclose(of_slopes[i], (2 * whole * moved).sum(), rtol=1e-3, atol=1e-3)
+
+
+def test_lookups_run_in_the_kernels():
+    slopes, lengths = jnp.ones(H), jnp.array([40, 17, 0, 33])
+    loss = lambda *x: call(*x, lengths, "pallas").sum()
+    assert kernels(jax.grad(loss, (0, 1, 2, 3)), *arrays(), slopes) >= 2
+
+
+def test_lookups_where_shard_map_tracks_what_varies():
+    mesh = jax.make_mesh((2,), ("dp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    dp, rows = jax.sharding.PartitionSpec("dp"), jnp.array([40, 17])
+    fn = lambda *x: call(*x, rows, "pallas")
+    specs = dict(in_specs=(dp, dp, dp, jax.sharding.PartitionSpec()), out_specs=dp)
+    q, k, v = (x[0] for x in arrays())
+    assert kernels(jax.shard_map(fn, mesh=mesh, **specs), q, k, v, jnp.ones(H)) == 1
+
+
+def test_lookups_beside_a_list_of_keys():
+    """Each row of a list is a batch element there, with heads of its own."""
+    q, k, v = (x[0] for x in arrays())
+    slopes, how = jnp.ones(H), Blockwise(AttentionMetadata(platform="pallas", backend="tpu"))
+    score = ScoreFn(lambda s, b, h, q, k: s - slopes[h] * abs(q - k).astype(s.dtype))
+    listed = Selected(jnp.tile(jnp.arange(8, dtype=jnp.int32), (1, 1, T, 1)))
+    fn = lambda *x: attention(*x, how, mask=listed, score=score).attention_outputs
+    assert kernels(fn, q, k, v) == 1
+
+
+def test_lookups_of_a_ring():
+    """Rows stay and keys rotate, with what was found for them."""
+    q, k, v = (x[0] for x in arrays())
+    k, v = k[:, :T], v[:, :T]
+    mesh = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mask = MaskFn(lambda b, h, q, k: jnp.asarray(IDS)[q] == jnp.asarray(IDS)[k])
+    how = Ring(AttentionMetadata(platform="interpret", backend="tpu"), axis_name="sp", mesh=mesh)
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda *x: attention(*x, how, mask=mask).attention_outputs)(q, k, v)
+    bias = np.where(IDS[:T, None] == IDS[None, :T], 0.0, -np.inf)
+    want = exact(q, k, v, lambda z: z / np.sqrt(D) + bias)[0]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
