@@ -58,6 +58,19 @@ def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout
     return dropout_rng
 
 
+def check_precision(precision: Any) -> None:
+    """**Raises:** `ValueError` unless it is a precision of JAX, or None."""
+    if precision is None:
+        return
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"precision must be one of jax.lax.Precision, its name or None, got {precision!r}."
+        ) from e
+
+
 def untried_in_kernels(mask: AbstractMask | None, scores: Sequence[AbstractScore]) -> str:
     """Why kernels are not tried with a mask and scores; empty if they are."""
     for score in scores:
