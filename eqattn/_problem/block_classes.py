@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._sweep.grid import CORNER, EMPTY, FULL, PARTIAL
+from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, PARTIAL, ROW
 from ..masks._base import AbstractMask
 from .blocking import Blocking
 from .problem import Problem
@@ -75,3 +75,19 @@ def table_of(problem: Problem, blocking: Blocking):
         xp = np if isinstance(table, np.ndarray) else jnp
         table = xp.where(last & (table == FULL), np.int8(PARTIAL), table)
     return table
+
+
+def as_partial(table: Any) -> Any:
+    """A table in which full blocks are partial ones, so that rows are visited in the order of their
+    keys. Full blocks come first, and what is full depends on the other queries of a block: a row
+    would have its keys in another order beside others.
+    """
+    xp = np if isinstance(table, np.ndarray) else jnp
+    return xp.minimum(table, np.int8(PARTIAL))
+
+
+def on_grid(table: Any) -> tuple[Any, tuple[int, ...]]:
+    """A table `[B|1, K|1, rows, columns]` without its axes of size 1, and the grid axes it has."""
+    axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n != 1] + [ROW, COL]
+    shape = [n for n in table.shape[:2] if n != 1] + list(table.shape[2:])
+    return table.reshape(shape), tuple(axes)

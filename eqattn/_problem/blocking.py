@@ -188,8 +188,10 @@ class Blocking:
         x = x.reshape([n for pair in sizes for n in pair] + last)
         x = x.transpose(0, 2, 4, 6, 7, 3, 5, 1, *range(8, x.ndim))
         # Axes with several blocks are kept. In a ring, a device's only block of rows or columns
-        # differs from those of other devices. So an axis on which `x` varies is kept there, too.
-        kept = [n != 1 or self.shards > 1 != m for (n, _), m in zip(sizes, (b, h, t, s))]
+        # differs from those of other devices. So an axis on which `x` varies is kept there, too. If
+        # blocks are `fixed`, one of them is visited as several are.
+        alone = self.shards > 1 or self.fixed
+        kept = [n != 1 or (alone and m != 1) for (n, _), m in zip(sizes, (b, h, t, s))]
         axes = tuple(a for a, keep in zip((BATCH, HEAD, ROW, COL), kept) if keep)
         keys, group, queries = x.shape[4:7]
         lead = [n for (n, _), keep in zip(sizes, kept) if keep]

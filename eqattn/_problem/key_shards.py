@@ -141,11 +141,11 @@ class ShardedKeys(eqx.Module):
         for name, x in (("key_", self.key), ("value", self.value)):
             if isinstance(x, Leading):  # a part of the keys
                 continue
-            shares = x.shares if isinstance(x, Pages) else n
-            if isinstance(x, Pages) != self.paged or shares != n:
+            devices = x.devices if isinstance(x, Pages) else n
+            if isinstance(x, Pages) != self.paged or devices != n:
                 raise ValueError(
                     f"{name} {x.shape} lies in pages, and the {n} devices of axis {axis!r} need a "
-                    f"pool in {n} shares: make the cache by PagedKVCache.empty(..., shares={n})."
+                    f"pool in {n} shares: make the cache by PagedKVCache.empty(..., devices={n})."
                 )
             if not self.paged and not inside and x.shape[1] % n:
                 raise ValueError(

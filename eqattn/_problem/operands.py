@@ -22,7 +22,7 @@ from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
-from .block_classes import classes_of, table_of
+from .block_classes import as_partial, classes_of, on_grid, table_of
 from .blocking import Blocking, BlockOperand, broadcast_to_rows
 from .bound import BoundMask
 from .closed_score import ClosedScore
@@ -75,7 +75,7 @@ class BlockOperands:
             precision = lax.Precision.HIGHEST
         self.products = (("operand_dtype", None if wide else dtype), ("precision", precision))
         query, scale = problem.query.astype(stored), jnp.asarray(problem.scale, acc)
-        self.post_scale = stored != acc or blocking.in_place
+        self.post_scale = stored != acc or blocking.in_place or blocking.fixed
         self.pages: tuple[int, ...] = ()
         self.lookups: tuple[int, ...] = ()
         rows = BlockOperand("query", blocking.rows_of(query), (BATCH, HEAD, ROW))
@@ -291,6 +291,7 @@ class BlockOperands:
             classes = classes_of(mask, blocking, (blocking.batch,), q, k, indices)
             corner = (classes == CORNER) & (table != EMPTY)
             table = jnp.where(corner, jnp.int8(CORNER), jnp.minimum(table, classes))
+        table = as_partial(table) if blocking.fixed else table
         if table.shape[:2] == (1, 1):
             return table[0, 0]
         return jnp.broadcast_to(table, (*blocking.grid[:2], rows, columns))
@@ -299,12 +300,14 @@ class BlockOperands:
         """The table of live blocks, a NumPy array where it is known, its grid axes, and the classes
         that can occur.
         """
+        fixed = self.blocking.fixed
         if self.sent:  # Each hop makes its own table.
             some = self.problem.mask is not None or self.padded
-            return None, None, (PARTIAL, FULL) if some else (FULL,)
+            return None, None, (PARTIAL,) if fixed else (PARTIAL, FULL) if some else (FULL,)
         table = table_of(self.problem, self.blocking)
-        if table is None:
-            return None, None, (FULL,)
+        if table is None or fixed:
+            placed = (None, None) if table is None else on_grid(as_partial(table))
+            return *placed, (PARTIAL,) if fixed else (FULL,)
         if self.blocking.rows * self.blocking.columns == 1:
             return None, None, (PARTIAL,)
         classes = (PARTIAL, FULL)
@@ -316,9 +319,7 @@ class BlockOperands:
             classes = tuple(c for c in classes if c in present) or (PARTIAL,)
             if len(present) == 1 and EMPTY not in present:
                 return None, None, classes
-        axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n != 1] + [ROW, COL]
-        shape = [n for n in table.shape[:2] if n != 1] + list(table.shape[2:])
-        return table.reshape(shape), tuple(axes), classes
+        return *on_grid(table), classes
 
     def hidden(self, s: Array, mask: Array) -> Array:
         """Logits with `-inf` where the mask is False.

@@ -269,21 +269,21 @@ class Pages(AbstractStored):
         [`eqattn.cache.Bits`][].
     - `table`: the page of each part of a row, int32 `[b, n]`. Entries of parts that a mask hides
         may be any page, and those below 0 are read as page 0.
-    - `shares`: the number of devices that share the pages, each an equal run of them. Then the
-        pages of the parts `i`, `i + shares`, ... of each row must be those of device `i`.
+    - `devices`: the number of devices that share the pages, each an equal run of them. Then the
+        pages of the parts `i`, `i + devices`, ... of each row must be those of device `i`.
     """
 
     content: Any
     _table: Int[Array, "b n"] = int32_field("table")
-    shares: int = eqx.field(static=True, default=1)
+    devices: int = eqx.field(static=True, default=1)
 
     def rows(self, rows: Int[Array, " n"]) -> "Pages":
         """The same pages with the rows at these indices."""
-        return Pages(self.content, self._table[rows], self.shares)
+        return Pages(self.content, self._table[rows], self.devices)
 
     def share(self, index: Int[Array, ""]) -> "Pages":
         """The parts of the rows that lie in the pages of a device, where `content` is these."""
-        table = self._table.reshape(len(self._table), -1, self.shares)
+        table = self._table.reshape(len(self._table), -1, self.devices)
         table = lax.dynamic_index_in_dim(table, index, 2, keepdims=False)
         return Pages(self.content, table - index * self.stored.shape[0])
 
@@ -307,7 +307,7 @@ class Pages(AbstractStored):
 
     def in_shares(self, n: int) -> AbstractStored:
         stored = self.stored.in_shares(n)
-        return self if isinstance(stored, Stored) else Pages(stored, self._table, self.shares)
+        return self if isinstance(stored, Stored) else Pages(stored, self._table, self.devices)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -324,7 +324,7 @@ class Pages(AbstractStored):
     @property
     def first(self) -> Any:
         first = self.stored.first
-        return None if first is None else Pages(first, self._table, self.shares)
+        return None if first is None else Pages(first, self._table, self.devices)
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return self.stored.decode(*arrays)

@@ -19,9 +19,15 @@ from .._jax import vary, varying_axes
 from .grid import COL, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
 
 
-def _loop(lo, hi, body, state):
-    """A loop from `lo` to `hi`; of a known single turn, that turn without a loop."""
-    if isinstance(lo, int) and isinstance(hi, int) and hi - lo == 1:
+def _loop(lo, hi, body, state, uniform):
+    """A loop from `lo` to `hi`; of a known single turn, that turn without a loop.
+
+    If it is to be `uniform`, it stays a loop of which XLA does not know the number of turns. What
+    is compiled for a turn, and with it the order of sums inside, could else depend on that.
+    """
+    if uniform:
+        hi = lax.optimization_barrier(jnp.int32(hi))
+    elif isinstance(lo, int) and isinstance(hi, int) and hi - lo == 1:
         return body(lo, state)
     return lax.fori_loop(jnp.int32(lo), jnp.int32(hi), body, state)
 
@@ -133,7 +139,7 @@ class _RowVisit:
             hi = layout.grid[COL]
             if self.ends:
                 hi = pick(self.ends[n], self.table_axes, {**at, COL: 0})
-            local = _loop(lo, hi, ft.partial(visit, self.steps[c]), local)
+            local = _loop(lo, hi, ft.partial(visit, self.steps[c]), local, layout.uniform)
             lo = hi
         local = finish(local)
         return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
@@ -212,6 +218,7 @@ def traverse(
         if not left:
             return row(at, accs)
         a, *left = left
-        return _loop(0, layout.grid[a], lambda i, accs: nest(left, {**at, a: i}, accs), accs)
+        turn = lambda i, accs: nest(left, {**at, a: i}, accs)
+        return _loop(0, layout.grid[a], turn, accs, layout.uniform)
 
     return nest([*batch, ROW], {}, accumulators)

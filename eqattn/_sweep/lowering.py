@@ -169,7 +169,7 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     were chosen by trial, and no measurement is recorded. To measure again, vary them in
     `python -m eqattn bench --only cpu-f32-causal-128-fwd cpu-f32-causal-512-fwd`.
     """
-    if layout.pages:
+    if layout.pages or layout.uniform:
         return True
     if layout.ragged:
         return not partitioned_automatically(ctx)

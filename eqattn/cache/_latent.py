@@ -86,7 +86,7 @@ class LatentKVCache(AbstractCache):
     def key(self) -> AbstractStored:
         latent, rest = self.cache.value, self.cache.key
         if isinstance(latent, Pages):
-            return Pages(Joined(latent.content, rest.content), latent._table, latent.shares)
+            return Pages(Joined(latent.content, rest.content), latent._table, latent.devices)
         return Joined(latent, rest)
 
     @property

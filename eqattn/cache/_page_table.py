@@ -45,7 +45,7 @@ def _known(name: str, given: Any, *arrays: Any) -> list[np.ndarray]:
 
 
 def reserved(
-    table: Any, length: Any, counts: Any, page_size: int, pages: int, shares: int
+    table: Any, length: Any, counts: Any, page_size: int, pages: int, devices: int
 ) -> tuple[np.ndarray, Any]:
     """A table with pages for `counts` more tokens of each row, none of which others will write to.
 
@@ -53,8 +53,8 @@ def reserved(
 
     - `length`: how many tokens each row has, `[b]`.
     - `pages`, `page_size`: how many pages the pool has, and how many tokens a page has.
-    - `shares`: the number of equal runs of pages. Part `j` of a row gets a page of the run
-        `j % shares`.
+    - `devices`: the number of equal runs of pages. Part `j` of a row gets a page of the run
+        `j % devices`.
 
     **Returns:** the table, and the pages to copy: None, or the old and the new ones, int32
     `[2, b]`. Where these are `pages`, there is nothing to copy.
@@ -85,15 +85,15 @@ def reserved(
         users[page] -= copied[at]
         table[at] = page
     old = table.copy()
-    for share in range(shares):
-        own = free[free // (pages // shares) == share] if shares > 1 else free
+    for share in range(devices):
+        own = free[free // (pages // devices) == share] if devices > 1 else free
         mine = np.zeros_like(empty)
-        mine[:, share::shares] = (empty | copied)[:, share::shares]
+        mine[:, share::devices] = (empty | copied)[:, share::devices]
         if mine.sum() > len(own):
-            of = f" of device {share}" if shares > 1 else ""
+            of = f" of device {share}" if devices > 1 else ""
             raise ValueError(
                 f"{mine.sum()} pages{of} of {page_size} tokens are needed and {len(own)} of "
-                f"{pages // shares} are free; release rows that have ended."
+                f"{pages // devices} are free; release rows that have ended."
             )
         table[mine] = own[: mine.sum()]
     # Of a page that is written from its first token on, nothing is kept.

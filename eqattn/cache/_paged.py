@@ -39,7 +39,7 @@ class PagedKVCache(AbstractCache):
     - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none, and
         `-2 - page` that other rows may have the same page, so that it is not written to.
     - `length`: how many tokens each row has, int32 `[b]`.
-    - `shares`: the number of devices that share the pool, each an equal run of its pages, for
+    - `devices`: the number of devices that share the pool, each an equal run of its pages, for
         `Ragged(metadata, axis_name=...)`. The parts of a row lie on them in turn.
 
     Token `p` of row `b` lies in page `table[b, p // page_size]`, at place `p % page_size`. A page
@@ -50,7 +50,7 @@ class PagedKVCache(AbstractCache):
     value_pages: Any
     table: Int[Array, "b n"] = int32_field("table")
     length: Int[Array, " b"] = int32_field("length")
-    shares: int = eqx.field(static=True, default=1)
+    devices: int = eqx.field(static=True, default=1)
 
     shares_rows: ClassVar[bool] = True
 
@@ -64,10 +64,10 @@ class PagedKVCache(AbstractCache):
         value_pages: Float[Array | Quantized | Bits, "p n k v"],
         table: Int[Array, "b parts"],
         length: Int[Array, " b"],
-        shares: int = 1,
+        devices: int = 1,
     ):
         self.key_pages, self.value_pages = key_pages, value_pages
-        self.table, self.length, self.shares = table, length, as_size(shares, "shares", 1)
+        self.table, self.length, self.devices = table, length, as_size(devices, "devices", 1)
 
     @classmethod
     def empty(
@@ -83,7 +83,7 @@ class PagedKVCache(AbstractCache):
         stored: Any = None,
         head_shares: int = 1,
         bits: bool | None = None,
-        shares: int = 1,
+        devices: int = 1,
     ) -> "PagedKVCache":
         """Makes a cache without tokens, whose pages are all free.
 
@@ -100,10 +100,10 @@ class PagedKVCache(AbstractCache):
         - `head_shares`: how many devices share the heads of quantized pages.
         - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][]; None as for
             `KVCache.empty`.
-        - `shares`: how many devices share the pages. The capacity is rounded up, so that each has
+        - `devices`: how many devices share the pages. The capacity is rounded up, so that each has
             as many parts of a row as the others.
 
-        **Raises:** `ValueError` for sizes that do not fit, as pages that `shares` does not divide.
+        **Raises:** `ValueError` for sizes that do not fit, as pages that `devices` does not divide.
         """
         sizes = dict(batch=batch, capacity=capacity, pages=pages, page_size=page_size)
         sizes |= dict(kv_heads=kv_heads, head_shares=head_shares)
@@ -111,10 +111,10 @@ class PagedKVCache(AbstractCache):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
         shape = (pages, page_size, kv_heads)
-        keys, values = empty_pools(shape, dims, dtype, stored, head_shares, bits, shares)
-        parts = -(-capacity // (page_size * shares)) * shares
+        keys, values = empty_pools(shape, dims, dtype, stored, head_shares, bits, devices)
+        parts = -(-capacity // (page_size * devices)) * devices
         table = jnp.full((batch, parts), -1, jnp.int32)
-        return PagedKVCache(keys, values, table, jnp.zeros(batch, jnp.int32), shares)
+        return PagedKVCache(keys, values, table, jnp.zeros(batch, jnp.int32), devices)
 
     @property
     def page_size(self) -> int:
@@ -123,11 +123,11 @@ class PagedKVCache(AbstractCache):
 
     @property
     def key(self) -> Pages:
-        return Pages(self.key_pages, pages_of(self.table), self.shares)
+        return Pages(self.key_pages, pages_of(self.table), self.devices)
 
     @property
     def value(self) -> Pages:
-        return Pages(self.value_pages, pages_of(self.table), self.shares)
+        return Pages(self.value_pages, pages_of(self.table), self.devices)
 
     def append(
         self,
@@ -137,7 +137,7 @@ class PagedKVCache(AbstractCache):
     ) -> "PagedKVCache":
         pools = self.key_pages, self.value_pages
         keys, values, length = write_pages(self, pools, self.table, key, value, counts)
-        return PagedKVCache(keys, values, self.table, length, self.shares)
+        return PagedKVCache(keys, values, self.table, length, self.devices)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "PagedKVCache":
         """Returns the cache with only the first `lengths` tokens of each row. A row keeps the pages
@@ -151,7 +151,7 @@ class PagedKVCache(AbstractCache):
         """
         rows = check_rows(self, rows)
         table, length = doubled(self.table, rows), self.length[rows]
-        return PagedKVCache(self.key_pages, self.value_pages, table, length, self.shares)
+        return PagedKVCache(self.key_pages, self.value_pages, table, length, self.devices)
 
     def reserve(self, counts: Any, donate: bool = False) -> "PagedKVCache":
         """Returns the cache with pages for `counts` more tokens of each row: an int, or integers
@@ -196,7 +196,7 @@ def empty_pools(
     stored: Any,
     head_shares: int,
     bits: bool | None,
-    shares: int,
+    devices: int,
 ) -> tuple[Any, Any]:
     """Pools of pages of zeros, for keys `[*shape, dims[0]]` and for values `[*shape, dims[1]]`,
     where `shape` begins with the number of pages. The other arguments are those of
@@ -207,9 +207,9 @@ def empty_pools(
             f"bits=True keeps numbers of {jnp.dtype(dtype)} as they are and stored="
             f"{jnp.dtype(stored)} quantizes them: give one of the two."
         )
-    if as_size(shares, "shares", 1) > 1 and shape[0] % shares:
+    if as_size(devices, "devices", 1) > 1 and shape[0] % devices:
         raise ValueError(
-            f"shares={shares} devices cannot share {shape[0]} pages; use a multiple of {shares}."
+            f"devices={devices} cannot share {shape[0]} pages; use a multiple of {devices}."
         )
 
     def pool(dim: int) -> Any:
@@ -271,7 +271,7 @@ def with_reserved(cache: Cache, length: Array, counts: Any, size: int, donate: b
     where: Any = lambda c: (c.key_pages, c.value_pages, c.table)
     keys, values, old = where(cache)
     pages, donate = as_stored(keys).shape[0], as_flag(donate, "donate")
-    table, copies = reserved(old, length, counts, size, pages, cache.shares)  # pyright: ignore
+    table, copies = reserved(old, length, counts, size, pages, cache.devices)  # pyright: ignore
     if copies is not None:
         copy = copy_pages_donated if donate else copy_pages
         keys, values = copy((keys, values), *map(jnp.asarray, copies))

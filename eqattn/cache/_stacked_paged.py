@@ -30,14 +30,14 @@ class StackedPagedKVCache(eqx.Module):
         [`eqattn.cache.Bits`][]. `StackedPagedKVCache.empty` makes them.
     - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none.
     - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
-    - `shares`: as for [`eqattn.cache.PagedKVCache`][].
+    - `devices`: as for [`eqattn.cache.PagedKVCache`][].
     """
 
     key_pages: Any
     value_pages: Any
     table: Int[Array, "b n"] = int32_field("table")
     length: Int[Array, "l b"] = int32_field("length")
-    shares: int = eqx.field(static=True, default=1)
+    devices: int = eqx.field(static=True, default=1)
 
     @classmethod
     def empty(
@@ -54,7 +54,7 @@ class StackedPagedKVCache(eqx.Module):
         stored: Any = None,
         head_shares: int = 1,
         bits: bool | None = None,
-        shares: int = 1,
+        devices: int = 1,
     ) -> "StackedPagedKVCache":
         """Makes a cache without tokens. The arguments are those of
         [`eqattn.cache.PagedKVCache`][]`.empty`, and `layers`; each page has all layers.
@@ -66,14 +66,14 @@ class StackedPagedKVCache(eqx.Module):
             raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
         shape = (pages, layers, page_size, kv_heads)
         keys, values = empty_pools(
-            shape, dims, dtype, stored, head_shares, bits, as_size(shares, "shares")
+            shape, dims, dtype, stored, head_shares, bits, as_size(devices, "devices")
         )
-        parts = -(-capacity // (page_size * shares)) * shares
+        parts = -(-capacity // (page_size * devices)) * devices
         table, length = (
             jnp.full((batch, parts), -1, jnp.int32),
             jnp.zeros((layers, batch), jnp.int32),
         )
-        return cls(keys, values, table, length, shares)
+        return cls(keys, values, table, length, devices)
 
     def layer(self, index: Any) -> "PagedLayerCache":
         """The cache of one layer. The index may be traced.
@@ -141,7 +141,7 @@ class PagedLayerCache(AbstractCache):
         return self._pages(self.stack.value_pages)
 
     def _pages(self, pool: Any) -> Pages:
-        return Pages(_merged(pool), self._own(pages_of(self.stack.table)), self.stack.shares)
+        return Pages(_merged(pool), self._own(pages_of(self.stack.table)), self.stack.devices)
 
     def _own(self, table: Array) -> Array:
         """The table for pools in which the pages of all layers lie one after the other."""
@@ -164,7 +164,7 @@ class PagedLayerCache(AbstractCache):
 
     def _with(self, keys: Any, values: Any, length: Array) -> "PagedLayerCache":
         lengths = self.stack.length.at[self.index].set(length)
-        stack = StackedPagedKVCache(keys, values, self.stack.table, lengths, self.stack.shares)
+        stack = StackedPagedKVCache(keys, values, self.stack.table, lengths, self.stack.devices)
         return PagedLayerCache(stack, self.index)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "PagedLayerCache":

@@ -53,15 +53,15 @@ class AttentionImpl(eqx.Module):
 
     !!! info "For authors"
 
-        - `pallas_lowerings`: a class attribute with the backends (`"tpu"`, `"gpu"`, `"cuda"`,
-            `"rocm"`) that have a Pallas kernel; `"gpu"` alone stands for both kinds.
-        - `features`: a class attribute with the names that `supports` knows.
-        - `unsupported`: a hook that says what this strategy cannot do.
+        Class attributes are `pallas_lowerings`, backends with a Pallas kernel (`"tpu"`, `"cuda"`,
+        `"rocm"`, or `"gpu"` for both); `features`, what `supports` knows; and `promises`, what bits
+        do not depend on if a field `bitwise` is True. `unsupported` says what it cannot do.
     """
 
     metadata: AttentionMetadata
 
     pallas_lowerings: ClassVar[tuple[str, ...]] = ()
+    promises: ClassVar[frozenset[str]] = frozenset()
     features: ClassVar[frozenset[str]] = frozenset(
         "mask bias score key inference q_offset q_positions kv_positions return_weights "
         "return_logsumexp return_carry return_max_logits dropout bitwise".split()

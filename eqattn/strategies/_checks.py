@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -51,3 +52,16 @@ def choose_dropout_key(metadata: AttentionMetadata, deterministic: bool, dropout
             "forward_*), or switch dropout off by inference=True (deterministic=True)."
         )
     return dropout_rng
+
+
+def check_precision(precision: Any) -> None:
+    """**Raises:** `ValueError` unless it is a precision of JAX, or None."""
+    if precision is None:
+        return
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"precision must be one of jax.lax.Precision, its name or None, got {precision!r}."
+        ) from e

@@ -137,7 +137,7 @@ def _fold_gathered(problem: Problem, *, block_q, block_k, fused, lowering) -> Ca
 @compiled  # outside of `jax.jit`, JAX cannot look at known arrays inside of a `shard_map`
 @cached
 def fold_sharded(
-    problem: Problem, *, block_q, block_k, place, manual, unroll, fused, lowering
+    problem: Problem, *, block_q, block_k, place, manual, unroll, fused, lowering, fixed
 ) -> Carry:
     """Folds a problem whose tokens are sharded over devices as `place`, a `SequenceSharding`, says.
 
@@ -145,7 +145,7 @@ def fold_sharded(
     `head_axis`, devices exchange tokens for heads. Either may be None.
     """
     problem, blocking, spread = _over_devices(
-        problem, block_q, block_k, place, manual, unroll, lowering
+        problem, block_q, block_k, place, manual, unroll, lowering, fixed
     )
     return fold_problem(problem, blocking, spread, fused=fused, lowering=lowering)
 
@@ -162,7 +162,7 @@ def top_sharded(
 
 
 def _over_devices(
-    problem: Problem, block_q, block_k, place, manual, unroll, lowering
+    problem: Problem, block_q, block_k, place, manual, unroll, lowering, fixed=False
 ) -> tuple[Problem, Blocking, HeadExchange]:
     """A problem with the positions of its tokens, its blocking, and the devices that it is spread
     over.
@@ -198,7 +198,9 @@ def _over_devices(
     )
     parts = pieces // group if mesh is None else pieces * n
     shards = n * group if mesh is None else 1
-    blocking = choose_blocking(problem, block_q, block_k, parts, shards, lowering=lowering)
+    blocking = choose_blocking(
+        problem, block_q, block_k, parts, shards, lowering=lowering, fixed=fixed
+    )
     return problem, blocking, HeadExchange(ring, head_axis, group, manual)
 
 

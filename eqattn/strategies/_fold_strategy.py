@@ -31,7 +31,7 @@ from ..masks._base import AbstractMask
 from ..masks._causal import Causal
 from ..masks._terms import check_positions, split_list
 from ._base import AttentionImpl
-from ._checks import choose_bias, choose_dropout_key
+from ._checks import check_precision, choose_bias, choose_dropout_key
 from ._in_kernels import operation_without_kernel, untried_in
 from ._results import attended, finish
 
@@ -46,9 +46,27 @@ class AbstractFoldStrategy(AttentionImpl):
 
     def __check_init__(self) -> None:
         as_flag(getattr(self, "fused_backward", True), "fused_backward")
+        platform = self.metadata.platform
+        if self.fixed and platform in (Platform.PALLAS, Platform.INTERPRET):
+            raise ValueError(
+                f"bitwise=True with platform={platform.value!r}: kernels have blocks of their own; "
+                "use platform='xla' or 'auto'."
+            )
 
     forms_weights: ClassVar[bool] = False
     reads_stored: ClassVar[bool] = False
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the bits of a row are to depend on nothing but the row, as a field `bitwise`
+        says: blocks have sizes that only the metadata decide about, and XLA visits them in order.
+        """
+        return as_flag(getattr(self, "bitwise", False), "bitwise")
+
+    def block_sizes(self) -> tuple[int | None, int | None]:
+        """The tokens of a block, of queries and of keys; None lets the lowering choose."""
+        sizes = self.metadata.blocksize_q, self.metadata.blocksize_k
+        return (sizes[0] or 16, sizes[1] or 128) if self.fixed else sizes
 
     @abc.abstractmethod
     def fold(self, problem: Problem) -> tuple[Carry, Array | None]:
@@ -96,7 +114,7 @@ class AbstractFoldStrategy(AttentionImpl):
     def _kernels(self) -> Lowering | None:
         """The kernels of the platform and the device that the metadata name, if there are any."""
         platform, device = self.metadata.platform, self.metadata.backend.value
-        if platform is Platform.XLA or not self.pallas_lowerings:
+        if platform is Platform.XLA or not self.pallas_lowerings or self.fixed:
             return None
         if platform is Platform.INTERPRET:
             device = interpreted_backend(device, self.pallas_lowerings)
@@ -127,13 +145,14 @@ class AbstractFoldStrategy(AttentionImpl):
         problem: Problem,
         lowering: Lowering,
         place: ManualAxes | None = None,
-        gathers: bool = False,
+        by_hand: bool = False,
     ) -> ManualAxes | None:
         """The mesh axes to make manual for the fold. They are those of `place`, and also those that
-        shard batch and heads if the compiler cannot split the lowering over devices, or if it
-        `gathers`: where some axes are manual, XLA splits an all-gather over none of the others.
+        shard batch and heads if the compiler cannot split the lowering over devices, or is not to
+        do it. Next to manual axes, XLA splits an all-gather over none of the others, and where bits
+        are fixed it should not decide about loops.
         """
-        if lowering.splits_over_devices and not gathers:
+        if lowering.splits_over_devices and not by_hand:
             return place
         partition = self.partition(problem)
         heads = problem.sizes[3] // (1 if place is None else place.size)  # after the exchange
@@ -150,8 +169,11 @@ class AbstractFoldStrategy(AttentionImpl):
         """A hook. **Raises:** `ValueError` for a mask that lists keys, as a `Selected` does, in a
         way that this strategy cannot visit.
         """
-        if not self.forms_weights:
-            split_list(mask)
+        if not self.forms_weights and split_list(mask)[0] is not None and self.fixed:
+            raise ValueError(
+                "bitwise=True with a list of keys, such as a Selected: listed keys are gathered in "
+                "blocks of their own sizes; use the same strategy without bitwise."
+            )
 
     def unsupported(self, features: Mapping[str, Any]) -> str | None:
         if features.get("return_weights") and not self.forms_weights:
@@ -176,7 +198,7 @@ class AbstractFoldStrategy(AttentionImpl):
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
             as_int(given["q_offset"], "q_offset")
-        _check_precision(self.precision)
+        check_precision(self.precision)
         self.key_shards()  # raises where there is no mesh that has the axes
         kernels = self._kernels()
         if kernels is None or not kernels.required:
@@ -298,7 +320,7 @@ class AbstractFoldStrategy(AttentionImpl):
                 results = attended(spec, *found)
             return {name: results[name]() for name, needed in wanted.items() if needed}
 
-        _check_precision(self.precision)
+        check_precision(self.precision)
         q = jnp.asarray(as_array(q, "query"))
         v = read_once(k, v) if self.reads_stored else v
         args, partition = (self, q, k, v, options), None
@@ -314,18 +336,6 @@ class AbstractFoldStrategy(AttentionImpl):
             carry=Carry(*results["carry"]) if return_carry else None,
             max_logits=results.get("max_logits"),
         )
-
-
-def _check_precision(precision: Any) -> None:
-    if precision is None:
-        return
-    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    try:
-        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
-    except (TypeError, ValueError) as e:
-        raise ValueError(
-            f"precision must be one of jax.lax.Precision, its name or None, got {precision!r}."
-        ) from e
 
 
 def _known_partition(q: Array, *others: Any) -> tuple[Any, ...]:

@@ -75,28 +75,20 @@ class AbstractOnDevice(AbstractFoldStrategy):
         """
         return None
 
-    def same_bits(self) -> bool:
-        """A hook that says whether the bits of a row depend on nothing but the row: blocks have
-        fixed sizes, and XLA visits them.
-        """
-        return False
-
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
-        if self.same_bits():
-            block_q, block_k = self.metadata.blocksize_q or 16, self.metadata.blocksize_k or 128
-            options: Any = dict(blocksize_q=block_q, blocksize_k=block_k, in_place=True, fixed=True)
-            return fold(problem, fused_backward=self.fused_backward, **options), None
         lowering = self.lowering(problem)
         if (axis := self.keys_axis()) is not None:
             return self._fold_over_keys(problem, axis, lowering), None
+        block_q, block_k = self.block_sizes()
         carry = fold(
             problem,
-            blocksize_q=self.metadata.blocksize_q,
-            blocksize_k=self.metadata.blocksize_k,
+            blocksize_q=block_q,
+            blocksize_k=block_k,
             fused_backward=self.fused_backward,
             in_place=self.reads_stored,
             lowering=lowering,
-            manual=self.manual(problem, lowering),
+            manual=self.manual(problem, lowering, by_hand=self.fixed),
+            fixed=self.fixed,
         )
         return carry, None
 

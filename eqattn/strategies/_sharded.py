@@ -94,6 +94,16 @@ class SequenceSharding(NamedTuple):
         return () if self.mesh is None else tuple(self.mesh.explicit_axes)
 
 
+def _check_whole_blocks(problem: Problem, place: SequenceSharding, block_k: int) -> None:
+    """**Raises:** `ValueError`, with the remedy, if a device has a part of a block of keys."""
+    if problem.sizes[1] % (block_k * (1 if place.mesh is None else place.devices)):
+        raise ValueError(
+            f"bitwise=True: the keys {problem.key.shape} [b, s, heads, dim] are not whole blocks "
+            f"of {block_k} on each of {place.devices} devices; pad them, or give the metadata a "
+            "blocksize_k that divides them."
+        )
+
+
 def _check(problem: Problem, place: SequenceSharding) -> None:
     """**Raises:** `ValueError`, with the remedy, for sizes that cannot be sharded like this."""
     t, s, heads, _ = problem.sizes
@@ -165,16 +175,20 @@ class AbstractSharded(AbstractFoldStrategy):
         if place is not None and self._lists(problem.mask):
             return self._fold_listed(problem, place), None
         problem = _with_shared_heads(problem, place)
-        gathers = place is not None and place.gathers
+        by_hand = self.fixed or (place is not None and place.gathers)
+        block_q, block_k = self.block_sizes()
         options: dict[str, Any] = dict(
-            block_q=self.metadata.blocksize_q,
-            block_k=self.metadata.blocksize_k,
+            block_q=block_q,
+            block_k=block_k,
             fused=self.fused_backward,
             lowering=lowering,
-            manual=self.manual(problem, lowering, place and place.manual, gathers),
+            manual=self.manual(problem, lowering, place and place.manual, by_hand),
+            fixed=self.fixed,
         )
         if place is None:
             return fold_on_device(problem, **options), None
+        if self.fixed and block_k is not None:
+            _check_whole_blocks(problem, place, block_k)
         if problem.seed is not None and place.mesh is None:
             seed = self._seed(problem.seed, problem, place.axes)
             problem = dataclasses.replace(problem, seed=seed)

@@ -20,8 +20,15 @@ class Support(NamedTuple):
         return self.ok
 
 
-BITS = ("batch", "capacity", "chunks", "decode", "layout")
+BITS = ("batch", "capacity", "chunks", "decode", "devices", "layout")
 """What the bits of a row may not depend on, see the page on numerics."""
+
+_REMEDIES = {
+    True: "use Ragged(metadata, bitwise=True)",
+    "devices": "use AllGather(metadata, bitwise=True)",
+    "batch": "use Ragged(metadata, bitwise=True), or Blockwise or AllGather in the same way",
+    "layout": "use Ragged(metadata, bitwise=True)",
+}
 
 
 def varying_bits(strategy: Any, features: Mapping[str, Any]) -> Support:
@@ -31,11 +38,17 @@ def varying_bits(strategy: Any, features: Mapping[str, Any]) -> Support:
     """
     kind = features.get("bitwise")
     if kind not in (None, True, *BITS):
-        raise ValueError(f"bitwise must be one of {BITS}, or True for all of them, got {kind!r}.")
-    if kind is None or getattr(strategy, "bitwise", False):
+        raise ValueError(
+            f"bitwise must be one of {BITS}, or True for all but devices, got {kind!r}."
+        )
+    promised = strategy.promises if getattr(strategy, "bitwise", False) else frozenset()
+    asked = {None: set(), True: {*BITS} - {"devices"}}.get(kind, {kind})
+    missing = [name for name in BITS if name in asked and name not in promised]
+    if not missing:
         return Support(True, "")
+    remedy = _REMEDIES.get(kind, "use Ragged(metadata, bitwise=True), or Blockwise in the same way")
     reason = (
-        f"bitwise: {type(strategy).__name__} may give a row other bits in another batch, cache or "
-        "chunk; use Ragged(metadata, bitwise=True)."
+        f"bitwise: {type(strategy).__name__} may give a row other bits where it depends on "
+        f"{', '.join(missing)}; {remedy}."
     )
     return Support(False, reason)

@@ -39,6 +39,9 @@ class AllGather(AbstractSharded):
     - `layout`: which tokens each device holds: [`eqattn.Contiguous`][], [`eqattn.Zigzag`][] or
         [`eqattn.Balanced`][]. It shares out the work of the queries, as in a ring.
     - `precision`, `fused_backward`: as for `Blockwise`.
+    - `bitwise`: whether the bits of a row's output, logsumexp and query gradient are the same on
+        any number of devices, and as on one device by `Blockwise(metadata, bitwise=True)`. Each
+        device's keys must be whole blocks, and the layout `Contiguous`.
 
     **Raises:** `ValueError` when called, if the mesh has no such axis, if the layout does not
     divide the tokens, or if an axis is named and there is no mesh.
@@ -55,9 +58,17 @@ class AllGather(AbstractSharded):
     layout: AbstractRingLayout = eqx.field(static=True, default=Contiguous())
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
+    bitwise: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         check_layout(self.layout)
+        if self.fixed and self.layout != Contiguous():
+            raise ValueError(
+                f"bitwise=True with layout={self.layout!r}: keys are visited as they are gathered, "
+                "in an order that depends on the devices; use Contiguous()."
+            )
+
+    promises = frozenset({"batch", "devices"})
 
     @classmethod
     def get_impl_name(cls) -> str:

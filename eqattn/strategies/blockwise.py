@@ -25,6 +25,10 @@ class Blockwise(AbstractOnDevice):
     - `fused_backward`: whether one visit of the blocks computes all gradients. Otherwise one visit
         computes those of the queries, and another those of keys and values. The gradients are
         equal, and a single visit is faster.
+    - `bitwise`: whether the bits of a row depend on nothing but the row: not on the batch, on keys
+        that a mask hides, or on the chunks in which its queries come. Blocks then have the sizes of
+        the metadata, by default 16 and 128, however few tokens there are, and XLA visits them in
+        order. See [Numerics](../numerics.md#the-same-bits).
 
     ??? cite "Reference"
 
@@ -35,6 +39,9 @@ class Blockwise(AbstractOnDevice):
     metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
     precision: Any = eqx.field(static=True, default=None)
     fused_backward: bool = eqx.field(static=True, default=True)
+    bitwise: bool = eqx.field(static=True, default=False)
+
+    promises = frozenset({"batch", "capacity", "chunks", "decode"})
 
     @classmethod
     def get_impl_name(cls) -> str:

@@ -5,8 +5,6 @@ from typing import Any, ClassVar
 import equinox as eqx
 
 from .._config.metadata import AttentionMetadata
-from .._config.platform import Platform
-from .._misc import as_flag
 from ._on_device import AbstractOnDevice
 from ._registry import AttentionRegistry
 
@@ -34,18 +32,16 @@ class Ragged(AbstractOnDevice):
     - `axis_name`: a mesh axis that shards the keys of each row, for caches that are longer than the
         memory of a device; None if one device has them all. Each device attends to its own keys,
         and one merge of Carries joins the results, which are equal on all. See below.
-    - `bitwise`: whether the bits of a row's outputs and logsumexp depend on nothing but the row:
-        not on the batch, the capacity or the pages of the cache, or the chunks in which its queries
-        come. Blocks then have the sizes of the metadata, by default 16 and 128, however few tokens
-        there are, and XLA visits them. A single query costs as much as `blocksize_q` of them.
+    - `bitwise`: as for `Blockwise`. Nor do the bits depend on the pages of the cache. A single
+        query costs as much as `blocksize_q` of them.
 
     With `axis_name`, keys and values, and what varies with keys, are sharded by tokens: device `i`
-    of `n` has the `i`-th equal piece of an array, or of a cache in pages, made with `shares=n`, the
-    pages `i`, `i + n`, ... of each row. Queries are whole. It is called with whole arrays, where
-    the mesh is that of the context or of the metadata, or inside your own `jax.shard_map` that is
-    manual over the axis, with each device's piece. There `kv_positions` are those of the piece; by
-    default the pieces follow each other. A table of pages is whole, and so is what varies with keys
-    next to it.
+    of `n` has the `i`-th equal piece of an array, or of a cache in pages, made with `devices=n`,
+    the pages `i`, `i + n`, ... of each row. Queries are whole. It is called with whole arrays,
+    where the mesh is that of the context or of the metadata, or inside your own `jax.shard_map`
+    that is manual over the axis, with each device's piece. There `kv_positions` are those of the
+    piece; by default the pieces follow each other. A table of pages is whole, and so is what varies
+    with keys next to it.
 
     On a TPU the forward pass is a kernel, and the gradients run as XLA.
     """
@@ -57,29 +53,19 @@ class Ragged(AbstractOnDevice):
     bitwise: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
-        if not as_flag(self.bitwise, "bitwise"):
-            return
-        if self.axis_name is not None:
+        if self.fixed and self.axis_name is not None:
             raise ValueError(
                 f"bitwise=True with axis_name={self.axis_name!r}: a merge over devices has bits "
                 "that depend on their number; keep the keys on one device."
             )
-        platform = self.metadata.platform
-        if platform in (Platform.PALLAS, Platform.INTERPRET):
-            raise ValueError(
-                f"bitwise=True with platform={platform.value!r}: kernels have blocks of their own; "
-                "use platform='xla' or 'auto'."
-            )
 
     reads_stored = True
+    promises = frozenset({"batch", "capacity", "chunks", "decode", "layout"})
     pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
 
     @classmethod
     def get_impl_name(cls) -> str:
         return "ragged"
-
-    def same_bits(self) -> bool:
-        return self.bitwise
 
     def keys_axis(self) -> str | None:
         return self.axis_name

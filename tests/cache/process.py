@@ -59,7 +59,7 @@ def main(rank: int, processes: int, port: int, out: str) -> None:
 
     with jax.set_mesh(mesh):
         metadata = AttentionMetadata(runtime_dtype=jnp.float64)
-        outs = serve(Ragged(metadata, axis_name="keys"), place, shares=n)
+        outs = serve(Ragged(metadata, axis_name="keys"), place, devices=n)
         whole = jax.jit(lambda xs: xs, out_shardings=NamedSharding(mesh, P()))(outs)
     if rank == 0:
         np.savez(out, *[np.asarray(x.addressable_data(0)) for x in whole])

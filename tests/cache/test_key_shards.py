@@ -21,7 +21,7 @@ from eqattn.cache import (
 
 N, B, H, K, D, V, CAPACITY = 4, 2, 4, 2, 8, 6, 24
 SIZES = dict(batch=B, capacity=CAPACITY, kv_heads=K, head_dim=D, value_dim=V)
-PAGED = ft.partial(PagedKVCache.empty, pages=16, page_size=3, shares=N, **SIZES)
+PAGED = ft.partial(PagedKVCache.empty, pages=16, page_size=3, devices=N, **SIZES)
 MAKE = {
     "one piece": lambda: KVCache.empty(**SIZES),
     "int8": lambda: QuantizedKVCache.empty(**SIZES),
@@ -217,13 +217,13 @@ def test_pages_are_taken_from_the_device_of_their_part():
     assert (table[1, :2] // 4 == [0, 1]).all() and (table[1, 2:] == -1).all()
     assert (
         len(np.unique(table[table >= 0])) == 10
-        and cache.release(jnp.array([0])).reserve(5).shares == N
+        and cache.release(jnp.array([0])).reserve(5).devices == N
     )
     with pytest.raises(ValueError, match="5 pages of device 0 of 3 tokens are needed and 4 of 4"):
-        PagedKVCache.empty(**{**SIZES, "capacity": 60}, pages=16, page_size=3, shares=N).reserve(
+        PagedKVCache.empty(**{**SIZES, "capacity": 60}, pages=16, page_size=3, devices=N).reserve(
             [51, 0]
         )
-    assert PagedKVCache.empty(**SIZES, pages=16, page_size=5, shares=N).table.shape == (B, 8)
+    assert PagedKVCache.empty(**SIZES, pages=16, page_size=5, devices=N).table.shape == (B, 8)
 
 
 def test_bad_input():
@@ -241,15 +241,15 @@ def test_bad_input():
         with pytest.raises(ValueError, match=r"key_ \(2, 10, 2, 8\).*10 keys.*4 devices.*multiple"):
             run(q, k, v)
         cache = PagedKVCache.empty(pages=16, page_size=3, **SIZES)
-        with pytest.raises(ValueError, match=r"PagedKVCache.empty\(..., shares=4\)"):
+        with pytest.raises(ValueError, match=r"PagedKVCache.empty\(..., devices=4\)"):
             run(q, cache.key, cache.value)
     with jax.set_mesh(
         jax.make_mesh((4,), ("keys",), (AxisType.Explicit,), devices=jax.devices()[:4])
     ):
         with pytest.raises(ValueError, match="explicit axis.*automatic"):
             run(q, k, v)
-    with pytest.raises(ValueError, match="shares=3 devices cannot share 16 pages"):
-        PagedKVCache.empty(pages=16, page_size=3, shares=3, **SIZES)
+    with pytest.raises(ValueError, match="devices=3 cannot share 16 pages"):
+        PagedKVCache.empty(pages=16, page_size=3, devices=3, **SIZES)
 
 
 LAYERS = 3
@@ -269,14 +269,14 @@ def through_layers(caches, q, k, v, counts, **own):
     return caches, outs
 
 
-@pytest.mark.parametrize("shares, stored", [(1, jnp.int8), (N, None)])
-def test_pages_of_many_layers(shares, stored):
+@pytest.mark.parametrize("devices, stored", [(1, jnp.int8), (N, None)])
+def test_pages_of_many_layers(devices, stored):
     """One table serves all layers, on one device and spread over several."""
-    mesh, own = mesh_of(), {} if shares == 1 else {"axis_name": "keys"}
-    sizes = dict(pages=12, page_size=3, stored=stored, shares=shares, **SIZES)
+    mesh, own = mesh_of(), {} if devices == 1 else {"axis_name": "keys"}
+    sizes = dict(pages=12, page_size=3, stored=stored, devices=devices, **SIZES)
     with jax.set_mesh(mesh):
         caches = StackedPagedKVCache.empty(LAYERS, **sizes)
-        if shares > 1:
+        if devices > 1:
             caches = jax.device_put(caches, caches.key_shardings(mesh, "keys"))
         program = jax.jit(ft.partial(through_layers, **own), donate_argnums=0)
         lengths = np.zeros(B, int)

@@ -219,7 +219,7 @@ def test_a_cascade_needs_pages():
 def test_layers_of_one_table_share_pages_in_the_shares_of_devices():
     """A page is shared in all layers, and its copy stays on the device that has its part."""
     layers, sizes = 2, dict(capacity=CAPACITY, pages=PAGES, page_size=SIZE, kv_heads=1, head_dim=1)
-    cache = StackedPagedKVCache.empty(layers, batch=2, shares=2, **sizes).reserve([6, 0])
+    cache = StackedPagedKVCache.empty(layers, batch=2, devices=2, **sizes).reserve([6, 0])
     new = jnp.arange(12.0).reshape(2, 6, 1, 1)
 
     def append(cache, x, counts):

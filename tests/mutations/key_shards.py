@@ -33,21 +33,21 @@ MUTANTS = [
         SHARDS + " -k pages",
         [
             ("table - index * self.stored.shape[0]", "table"),
-            ("self._table.reshape(len(self._table), -1, self.shares)", "self._table.reshape(len(self._table), self.shares, -1).swapaxes(1, 2)"),
+            ("self._table.reshape(len(self._table), -1, self.devices)", "self._table.reshape(len(self._table), self.devices, -1).swapaxes(1, 2)"),
         ],
     ),
     (
         "cache/_page_table.py",
         SHARDS + " -k pages",
         [
-            ("mine[:, share::shares] = (empty | copied)[:, share::shares]", "mine[:] = empty | copied"),
+            ("mine[:, share::devices] = (empty | copied)[:, share::devices]", "mine[:] = empty | copied"),
         ],
     ),
     (
         "cache/_paged.py",
         SHARDS + " -k pages",
         [
-            ("-(-capacity // (page_size * shares)) * shares", "-(-capacity // page_size)"),
+            ("-(-capacity // (page_size * devices)) * devices", "-(-capacity // page_size)"),
         ],
     ),
     (

@@ -78,10 +78,10 @@ def test_own_shard_map(check, transform):
 @pytest.mark.slow
 def test_kernels():
     """The TPU's, interpreted: what each device visits is what they know."""
-    args = [x.astype(jnp.float32) for x in (q, k, v)]
+    args, want = [x.astype(jnp.float32) for x in (q, k, v)], expected()
     fn = ft.partial(gathered, runtime_dtype=jnp.float32, platform="interpret", mesh=mesh_of(4))
     with jax.enable_x64(False):
-        close(jax.jit(gradient(fn))(*args), expected(), 1e-5)
+        close(jax.jit(gradient(fn))(*args), want, 1e-5)
 
 
 @pytest.mark.slow

@@ -1,88 +1,243 @@
-"""`Ragged(metadata, bitwise=True)`: the bits of a row depend on nothing but the row."""
+"""Strategies with `bitwise=True`: the bits of a row depend on nothing but the row."""
+
+import functools as ft
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, HealthCheck, settings, strategies as st
+from jax.sharding import AxisType
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ragged, Ring
+from eqattn import (
+    AllGather,
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    KeyPadding,
+    Ragged,
+    Ring,
+    Selected,
+    SlidingWindow,
+    Zigzag,
+)
 from eqattn.cache import Pages
 
 
-H, K, D, S, T, BLOCK = 4, 2, 16, 24, 20, 8
-STRICT = Ragged(AttentionMetadata(blocksize_q=BLOCK, blocksize_k=BLOCK), bitwise=True)
+H, K, D, BLOCK = 4, 2, 16, 8
+METADATA = AttentionMetadata(blocksize_q=BLOCK, blocksize_k=BLOCK)
+STRICT = {cls: cls(METADATA, bitwise=True) for cls in (Blockwise, Ragged)}
+# The blocks at the edge of a window are partial for some rows and full for others.
+MASK = Causal() & SlidingWindow(13, 0, sinks=1)
 
 
-@jax.jit
-def run(q, k, v, offset, lengths):
-    mask = Causal() & KeyPadding(lengths)
-    out = attention(q, k, v, STRICT, mask=mask, q_offset=offset, return_logsumexp=True)
-    return out.attention_outputs, out.logsumexp
+@ft.cache
+def compiled(fn, statics, optimised):
+    """A program, compiled as users do, or for speed as the other tests are: see conftest.py."""
+    options = {"xla_backend_optimization_level": 3} if optimised else None
+    return jax.jit(fn, static_argnums=statics, compiler_options=options)
 
 
-def same(found, want, where):
-    for x, y in zip(found, want, strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert x.shape == y.shape and x.tobytes() == y.tobytes(), where
+def visit(cls, gradients, rows, columns, where):
+    """Output, logsumexp and, if asked for, gradients, by the names of what they belong to.
+
+    `rows` are a query, its cotangents and a bias; `columns` keys and values; `where` an offset and
+    the number of keys.
+    """
+    (q, ct, ct_lse, bias), (k, v), (offset, lengths) = rows, columns, where
+    mask = MASK & KeyPadding(lengths)
+
+    def call(q, k, v):
+        out = attention(
+            q, k, v, STRICT[cls], mask=mask, bias=bias, q_offset=offset, return_logsumexp=True
+        )
+        return out.attention_outputs, out.logsumexp
+
+    if not gradients:
+        return dict(zip(("out", "lse"), call(q, k, v)))
+    outs, pull = jax.vjp(call, q, k, v)
+    return dict(zip(("out", "lse", "q", "k", "v"), (*outs, *pull((ct, ct_lse)))))
 
 
-def check(seed, row, offset, dtype):
-    """One row of queries and keys, in all arrangements."""
-    rng = np.random.default_rng(seed)
+def same(found, want, where, names=None):
+    for name in names or want:
+        x, y = np.asarray(found[name]), np.asarray(want[name])
+        assert x.shape == y.shape and x.tobytes() == y.tobytes(), (where, name)
+
+
+def check(cls, gradients, shape, seed, row, offset, dtype):
+    """One row of `shape` queries and keys in all arrangements. A gradient of keys or values is a sum
+    over queries: it is compared where these are the same.
+    """
+    rng, (t, s) = np.random.default_rng(seed), shape
+    run = compiled(visit, (0, 1), gradients)
     new = lambda *shape: jnp.asarray(rng.normal(size=shape) * 10.0 ** rng.uniform(-2, 2), dtype)
-    q, k, v = new(1, T, H, D), new(1, S, K, D), new(1, S, K, D)
-    length, at = jnp.array([min(offset + T, S)]), jnp.array([offset])
-    want = run(q, k, v, at, length)
+
+    def rows_of(b, t):
+        ct_lse = jnp.asarray(rng.normal(size=(b, t, H)), jnp.float32)
+        return new(b, t, H, D), new(b, t, H, D), ct_lse, new(b, H, t, s)
+
+    rows, columns = rows_of(1, t), (new(1, s, K, D), new(1, s, K, D))
+    where = jnp.array([offset]), jnp.array([min(offset + t, s)])
+    want = run(cls, gradients, rows, columns, where)
+    of_rows = [name for name in ("out", "lse", "q") if name in want]
+
     # batch: beside other rows, at any place, of other lengths.
-    others = [x.at[row].set(y[0]) for x, y in ((new(3, *z.shape[1:]), z) for z in (q, k, v))]
-    put = lambda x, y: jnp.asarray(rng.integers(0, S, 3), jnp.int32).at[row].set(x[0])
-    found = run(*others, put(at, S), put(length, S))
-    same([x[row : row + 1] for x in found], want, "batch")
+    put = lambda xs, ys: jax.tree.map(lambda x, y: x.at[row].set(y[0]), xs, ys)
+    others = tuple(jnp.asarray(rng.integers(0, s + 1, 3), jnp.int32) for _ in where)
+    several = put(rows_of(3, t), rows), put((new(3, s, K, D), new(3, s, K, D)), columns)
+    found = run(cls, gradients, *several, put(others, where))
+    same({n: x[row : row + 1] for n, x in found.items()}, want, "batch")
+
     # capacity: a larger cache, which holds anything.
-    more = [jnp.concatenate([x, new(1, 41, K, D)], 1) for x in (k, v)]
-    same(run(q, *more, at, length), want, "capacity")
+    longer = tuple(jnp.concatenate([x, new(1, 41, K, D)], 1) for x in columns)
+    *first, bias = rows
+    more = (*first, jnp.concatenate([bias, new(1, H, t, 41)], 3))
+    found = run(cls, gradients, more, longer, where)
+    found = {n: x[:, :s] if n in ("k", "v") else x for n, x in found.items()}
+    same(found, want, "capacity")
+
     # layout: pages in any order.
-    table = jnp.asarray(rng.permutation(5)[: S // BLOCK][None], jnp.int32)
-    pool = lambda x: new(5, BLOCK, K, D).at[table[0]].set(x.reshape(-1, BLOCK, K, D))
-    same(run(q, Pages(pool(k), table), Pages(pool(v), table), at, length), want, "layout")
+    if cls is Ragged and s % BLOCK == 0:
+        table = jnp.asarray(rng.permutation(5)[: s // BLOCK][None], jnp.int32)
+        pool = lambda x: new(5, BLOCK, K, D).at[table[0]].set(x.reshape(-1, BLOCK, K, D))
+        paged = tuple(Pages(pool(x), table) for x in columns)
+        found = dict(run(cls, gradients, rows, paged, where))
+        for name in {"k", "v"} & set(found):
+            found[name] = found[name].content[table[0]].reshape(1, s, K, D)
+        same(found, want, "layout")
+
     # chunks, of which no boundary is that of a block; then a single token, and padded queries.
-    cut = lambda a, b: run(q[:, a:b], k, v, at + a, length)
-    joined = [jnp.concatenate(x, 1) for x in zip(cut(0, 7), cut(7, T))]
-    same(joined, want, "chunks")
-    for i in (0, 11, T - 1):
-        same(cut(i, i + 1), [x[:, i : i + 1] for x in want], "decode")
-    wide = jnp.concatenate([q, new(1, 6, H, D)], 1)
-    same([x[:, :T] for x in run(wide, k, v, at, length)], want, "padding")
+    def part(a, b):
+        *some, bias = rows
+        own = *[x[:, a:b] for x in some], bias[:, :, a:b]
+        return run(cls, gradients, own, columns, (where[0] + a, where[1]))
+
+    if t > BLOCK:
+        parts = part(0, 7), part(7, t)
+        joined = {n: jnp.concatenate([x[n] for x in parts], 1) for n in of_rows}
+        same(joined, want, "chunks", of_rows)
+    for i in {0, t // 2, t - 1}:
+        same(part(i, i + 1), {n: want[n][:, i : i + 1] for n in of_rows}, "decode")
+    q, ct, ct_lse, bias = rows
+    wide = lambda x, axis=1: jnp.pad(x, [(0, 6 * (i == axis)) for i in range(x.ndim)])
+    padded = jnp.concatenate([q, new(1, 6, H, D)], 1), wide(ct), wide(ct_lse), wide(bias, 2)
+    found = run(cls, gradients, padded, columns, where)
+    found = {n: x[:, :t] if n in of_rows else x for n, x in found.items()}
+    same(found, want, "padding")
 
 
-cases = given(st.integers(0, 2**32), st.integers(0, 2), st.integers(0, 4))
-options = dict(deadline=None, suppress_health_check=list(HealthCheck))
+def cases(examples):
+    numbers = given(st.integers(0, 2**32), st.integers(0, 2), st.integers(0, 4))
+    options = settings(
+        max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    return lambda test: options(numbers(test))
 
 
-@settings(max_examples=15, **options)
-@cases
+@cases(15)
 def test_the_bits_of_a_row(seed, row, offset):
-    check(seed, row, offset, jnp.float32)
+    check(Ragged, False, (20, 24), seed, row, offset, jnp.float32)
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_single_block():
+    """What is compiled for the only turn of a loop may add up in another order."""
+    check(Blockwise, True, (8, 8), 0, 1, 0, jnp.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bits_of_many_rows(dtype):
-    def one(seed, row, offset):
-        check(seed, row, offset, jnp.dtype(dtype))
+@pytest.mark.parametrize("shape", [(20, 24), (8, 8), (11, 40)])
+@pytest.mark.parametrize("cls", STRICT)
+def test_the_bits_of_many_rows(cls, shape, dtype):
+    """700 cases of each shape, so 2,100 of each dtype for each strategy."""
+    cases(700)(lambda *xs: check(cls, True, shape, *xs, jnp.dtype(dtype)))()
 
-    settings(max_examples=2000, **options)(cases(one))()
+
+# Any number of devices.
+
+
+def sharded(cls, q, k, v, cts):
+    strategy = cls(METADATA, bitwise=True)
+
+    def call(q):
+        out = attention(q, k, v, strategy, mask=MASK, return_logsumexp=True)
+        return out.attention_outputs, out.logsumexp
+
+    outs, pull = jax.vjp(call, q)
+    return dict(zip(("out", "lse", "q"), (*outs, *pull(cts))))
+
+
+def on_devices(n, arrays, cts, optimised=False):
+    """Output, logsumexp and the gradient of the query on `n` devices."""
+    mesh = jax.make_mesh((n,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:n])
+    with jax.set_mesh(mesh):
+        run = compiled(sharded, (0,), optimised)
+        found = run(Blockwise if n == 1 else AllGather, *arrays, cts)
+    return jax.tree.map(np.asarray, found)
+
+
+def many(seed, dtype, b=2, t=64):
+    rng = np.random.default_rng(seed)
+    new = lambda *shape: jnp.asarray(rng.normal(size=shape) * 10.0 ** rng.uniform(-2, 2), dtype)
+    arrays = new(b, t, H, D), new(b, t, K, D), new(b, t, K, D)
+    return arrays, (new(b, t, H, D), jnp.asarray(rng.normal(size=(b, t, H)), jnp.float32))
+
+
+def test_any_number_of_devices():
+    given = many(0, jnp.float32)
+    want = on_devices(1, *given)
+    same(on_devices(4, *given), want, "devices")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_number_of_devices_in_many_cases(dtype):
+    """2,000 rows in all: 250 batches of each dtype, of two rows and on 2 and 4 devices."""
+    for seed in range(250):
+        given = many(seed, dtype)
+        want = on_devices(1, *given, optimised=True)
+        for n in (2, 4):
+            same(on_devices(n, *given, optimised=True), want, (n, seed))
+
+
+@pytest.mark.parametrize("cls", [Blockwise, pytest.param(Ragged, marks=pytest.mark.slow)])
+def test_a_batch_that_is_sharded(cls):
+    """Over an automatic axis that the metadata name: the loops are those of one device."""
+    (q, k, v), _ = many(0, jnp.float32)
+    strategy = STRICT[cls]
+    fn = jax.jit(lambda *xs: attention(*xs, strategy, mask=MASK).attention_outputs)
+    want = np.asarray(fn(q, k, v))
+    with jax.set_mesh(jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])):
+        put = lambda x: jax.device_put(x, jax.P("dp"))
+        found = np.asarray(fn(put(q), put(k), put(v)))
+    assert found.tobytes() == want.tobytes()
 
 
 def test_who_promises_what():
-    for kind in ("batch", "capacity", "chunks", "decode", "layout", True):
-        assert STRICT.supports(bitwise=kind).ok
-        for strategy in (Ragged(), Blockwise(), Ring()):
-            assert "Ragged(metadata, bitwise=True)" in strategy.supports(bitwise=kind).reason
+    promised = {
+        Ragged: {"batch", "capacity", "chunks", "decode", "layout", True},
+        Blockwise: {"batch", "capacity", "chunks", "decode"},
+        AllGather: {"batch", "devices"},
+    }
+    for kind in ("batch", "capacity", "chunks", "decode", "layout", "devices", True):
+        for cls, kinds in promised.items():
+            assert cls(METADATA, bitwise=True).supports(bitwise=kind).ok == (kind in kinds)
+            assert not cls(METADATA).supports(bitwise=kind).ok
+        remedy = "AllGather" if kind == "devices" else "Ragged"
+        assert f"{remedy}(metadata, bitwise=True)" in Ring().supports(bitwise=kind).reason
     with pytest.raises(ValueError, match="bitwise must be one of"):
         Ragged().supports(bitwise="device")
     with pytest.raises(ValueError, match="axis_name='keys'.*one device"):
         Ragged(AttentionMetadata(), axis_name="keys", bitwise=True)
-    with pytest.raises(ValueError, match="platform='pallas'.*'xla'"):
-        Ragged(AttentionMetadata(platform="pallas"), bitwise=True)
+    for cls in promised:
+        with pytest.raises(ValueError, match="platform='pallas'.*'xla'"):
+            cls(AttentionMetadata(platform="pallas"), bitwise=True)
+    with pytest.raises(ValueError, match="layout=Zigzag.*Contiguous"):
+        AllGather(METADATA, layout=Zigzag(), bitwise=True)
+    listed = Selected(jnp.zeros((1, 1, 1), jnp.int32))
+    assert "list of keys" in STRICT[Blockwise].supports(mask=listed).reason
+    with pytest.raises(ValueError, match=r"keys \(2, 24, 2, 16\).*not whole blocks of 8.*pad"):
+        on_devices(2, *many(0, jnp.float32, t=24))

@@ -68,7 +68,7 @@ class Case:
 
     **Arguments:**
 
-    - `kind`: the name of the experiment in `measure`, `decode`, `statistics` or `ring`.
+    - `kind`: the name of the experiment in `measure`, `decode`, `statistics`, `ring` or `bits`.
     - `reference`: the library whose time is the unit.
     - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
     - `cache`: what holds the keys of a decoding step: `""` for a `KVCache`, or `"int8"`.
@@ -208,6 +208,7 @@ CASES = (
     _cached("mqa-bf16", "bfloat16", 1),
     _cached("int8", "bfloat16", cache="int8"),
     Case("cpu-decode-shared", "shared", tokens=4096),
+    Case("cpu-bits", "bits", tokens=1024),
     Case(
         "cpu-decode-latent",
         "latent",

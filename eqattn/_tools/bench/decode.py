@@ -36,7 +36,8 @@ def lengths_of(case: Case) -> np.ndarray:
     return np.maximum(_SHORT * case.tokens // 512, 1).astype(np.int32)
 
 
-def _draw(tokens: int) -> list[jax.Array]:
+def draw(tokens: int) -> list[jax.Array]:
+    """The query, the keys and the values of a step."""
     rng = np.random.default_rng(0)
     shapes = ((1, HEADS), (tokens, KV_HEADS), (tokens, KV_HEADS))
     draw = lambda shape: rng.standard_normal((ROWS, *shape, DIM), dtype=np.float32)
@@ -57,7 +58,7 @@ def _sum(query, key_, value, lengths):
     return key_.sum() + value.sum()
 
 
-def _compiled(function: Callable, *args: Any) -> tuple[Callable[[], Any], int]:
+def compiled(function: Callable, *args: Any) -> tuple[Callable[[], Any], int]:
     """Compiles a function. Returns a call of it, and the bytes of its temporary memory."""
     run = jax.jit(function).lower(*args).compile()
     memory = run.memory_analysis()
@@ -67,14 +68,14 @@ def _compiled(function: Callable, *args: Any) -> tuple[Callable[[], Any], int]:
 
 def step(case: Case, rounds: int) -> Iterator[Row]:
     """Measures a step against `jax.nn`, and against a sum that only reads the keys and values."""
-    args = (*_draw(case.tokens), jnp.asarray(lengths_of(case)))
-    made = {"eqattn": _compiled(_eqattn, *args), "jax.nn": _compiled(_jax_nn, *args)}
+    args = (*draw(case.tokens), jnp.asarray(lengths_of(case)))
+    made = {"eqattn": compiled(_eqattn, *args), "jax.nn": compiled(_jax_nn, *args)}
     out, theirs = (np.asarray(call()) for call, _ in made.values())
     error = float(abs(out - theirs).max() / abs(out).max())
     note = "" if error < 1e-3 else f"jax.nn is WRONG by {error:.2g}"
     calls = {name: call for name, (call, _) in made.items()}
     if case.mask == "full":
-        calls["sum"], _ = _compiled(_sum, *args)
+        calls["sum"], _ = compiled(_sum, *args)
     times = rounds_of(calls, rounds, wall=case.cores > 1)
     faster = {n: times["jax.nn"] / times[n] for n in made}
     yield _row(case, "times faster", faster, note=note)
@@ -95,7 +96,7 @@ def longer(case: Case, rounds: int) -> Iterator[Row]:
     made = {}
     for name, tokens in (("short", case.tokens), ("eqattn", 16 * case.tokens)):
         lengths = jnp.full(ROWS, case.tokens // 2, jnp.int32)
-        made[name] = _compiled(_eqattn, *_draw(tokens), lengths)
+        made[name] = compiled(_eqattn, *draw(tokens), lengths)
         made[name][0]()
     times = rounds_of({n: call for n, (call, _) in made.items()}, rounds, wall=case.cores > 1)
     yield _row(case, "time at 16 S / at S", {"eqattn": times["eqattn"] / times["short"]})
@@ -201,7 +202,7 @@ def shared(case: Case, rounds: int) -> Iterator[Row]:
         return cascade_attention(query, cache, q_offset=cache.length - 1).attention_outputs
 
     args = draw(1, HEADS), cache
-    made = {"eqattn": _compiled(cascade, *args), "by rows": _compiled(by_rows, *args)}
+    made = {"eqattn": compiled(cascade, *args), "by rows": compiled(by_rows, *args)}
     out, other = (np.asarray(call()) for call, _ in made.values())
     assert abs(out - other).max() < 1e-4 * abs(other).max()
     calls = {name: call for name, (call, _) in made.items()}
