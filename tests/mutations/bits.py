@@ -1,0 +1,49 @@
+"""Mutants of what fixes the bits of a row."""
+# fmt: off
+
+BITS = "strategies/test_bitwise.py -k 'bits_of_a_row or any_number'"
+
+MUTANTS = [
+    (
+        "_problem/block_classes.py",
+        BITS,
+        [("return xp.minimum(table, np.int8(PARTIAL))", "return table")],
+    ),
+    (
+        "_problem/operands.py",
+        BITS,
+        [
+            ("table = as_partial(table) if blocking.fixed else table", "pass"),
+            ("placed = (None, None) if table is None else on_grid(as_partial(table))", "placed = (None, None) if table is None else on_grid(table)"),
+        ],
+    ),
+    (
+        "strategies/_fold_strategy.py",
+        "strategies/test_bitwise.py",
+        [
+            ("return (sizes[0] or 16, sizes[1] or 128) if self.fixed else sizes", "return sizes", "blocks that are given are the same"),
+            ("or not self.pallas_lowerings or self.fixed:", "or not self.pallas_lowerings:", "on a CPU there is no kernel to choose"),
+        ],
+    ),
+    (
+        "strategies/_on_device.py",
+        "strategies/test_bitwise.py",
+        [
+            ("            fixed=self.fixed,\n", ""),
+            ("by_hand=self.fixed", "by_hand=False"),
+        ],
+    ),
+    (
+        "strategies/_support.py",
+        "strategies/test_bitwise.py -k promises",
+        [
+            ("name in asked and name not in promised", "name not in promised"),
+            ('{*BITS} - {"devices"}', "set(BITS)"),
+        ],
+    ),
+    (
+        "strategies/_sharded.py",
+        "strategies/test_bitwise.py",
+        [("fixed_k * place.devices)", "fixed_k)")],
+    ),
+]
