@@ -44,6 +44,6 @@ MUTANTS = [
     (
         "strategies/_sharded.py",
         "strategies/test_bitwise.py",
-        [("fixed_k * place.devices)", "fixed_k)")],
+        [("(1 if place.mesh is None else place.devices)", "1")],
     ),
 ]

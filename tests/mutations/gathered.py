@@ -19,7 +19,7 @@ MUTANTS = [
     (
         "strategies/_fold_strategy.py",
         "ring/test_all_gather.py -k other_axes",
-        [("if lowering.splits_over_devices and not gathers:", "if lowering.splits_over_devices:")],
+        [("if lowering.splits_over_devices and not by_hand:", "if lowering.splits_over_devices:")],
     ),
     (
         "strategies/all_gather.py",
