@@ -26,7 +26,6 @@ BITS = ("batch", "capacity", "chunks", "decode", "devices", "layout")
 _REMEDIES = {
     True: "use Ragged(metadata, bitwise=True)",
     "devices": "use AllGather(metadata, bitwise=True)",
-    "batch": "use Ragged(metadata, bitwise=True), or Blockwise or AllGather in the same way",
     "layout": "use Ragged(metadata, bitwise=True)",
 }
 

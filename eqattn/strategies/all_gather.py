@@ -68,7 +68,7 @@ class AllGather(AbstractSharded):
                 "in an order that depends on the devices; use Contiguous()."
             )
 
-    promises = frozenset({"batch", "devices"})
+    promises = frozenset({"devices"})
 
     @classmethod
     def get_impl_name(cls) -> str:

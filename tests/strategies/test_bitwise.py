@@ -224,7 +224,7 @@ def test_who_promises_what():
     promised = {
         Ragged: {"batch", "capacity", "chunks", "decode", "layout", True},
         Blockwise: {"batch", "capacity", "chunks", "decode"},
-        AllGather: {"batch", "devices"},
+        AllGather: {"devices"},
     }
     for kind in ("batch", "capacity", "chunks", "decode", "layout", "devices", True):
         for cls, kinds in promised.items():
