@@ -291,7 +291,7 @@ def empty_pages(built: Built):
     k, v = (built.variants[0][name] for name in "kv")
     b, s, heads, d = k.shape
     devices = case["target"][1]
-    sizes = dict(pages=b * s // 4, page_size=4, shares=devices)
+    sizes = dict(pages=b * s // 4, page_size=4, devices=devices)
     cache = PagedKVCache.empty(
         b, s, kv_heads=heads, head_dim=d, value_dim=v.shape[-1], dtype=k.dtype, bits=False, **sizes
     )
