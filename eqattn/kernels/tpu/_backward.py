@@ -221,6 +221,7 @@ class _Sum:
         - `kept`: the references of the operands that are `kept`.
         - `scratch`: those of blocks turned again.
         """
+        assert self.turned is not None
         n, order = self.accumulators, [*self.results]
         load: list = [None] * (n + self.operands)
         for i in self.given:

@@ -19,6 +19,7 @@ windows, in three stages: `s` and `dp` of the next window are computed beside `p
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -200,7 +201,8 @@ class TurnedSums:
             there.
         - `scratch`: for each of `turned_again` two references, for this window and the one before.
         """
-        ahead, late = self._begun(run, parts[0]), lambda: None
+        ahead = self._begun(run, parts[0])
+        late: Callable[[], None] = lambda: None
         for n, window in enumerate(parts):
             here = ahead
             if n + 1 < len(parts):
@@ -210,16 +212,17 @@ class TurnedSums:
             for (v, dtype), refs in zip(self.turned_again, scratch):
                 turned[v, dtype] = ref = refs[n % 2].at[: size_of(window[0]), : size_of(window[1])]
                 ref[...] = here.block(v).astype(dtype).T
-            for i, x in enumerate(self.sums):
-                if x.kept == COL:
-                    add(i, window[0], self._added(here, x, x.rest, window, turned))
-
-            def late(here=here, window=window, turned=turned):
-                for i, x in enumerate(self.sums):
-                    if x.kept == ROW:
-                        add(i, window[1], self._added(here, x, x.rest, window, turned))
-
+            self._add(COL, here, window, turned, add)
+            late = ft.partial(self._add, ROW, here, window, turned, add)
         late()
+
+    def _add(
+        self, kept: int, run: TurnedEvaluation, window: Window, turned: dict, add: Callable
+    ) -> None:
+        """Adds what a window contributes to the sums that are `kept` for keys, or for rows."""
+        for i, x in enumerate(self.sums):
+            if x.kept == kept:
+                add(i, window[kept == ROW], self._added(run, x, x.rest, window, turned))
 
     def _begun(self, run: TurnedEvaluation, window: Window) -> TurnedEvaluation:
         """The evaluation of a window, with its products of keys and queries."""
