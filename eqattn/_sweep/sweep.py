@@ -185,13 +185,7 @@ def _vectorised(f, layout, out_axes):
     return f
 
 
-def steps_of(
-    visits: Sequence,
-    layout: GridLayout,
-    out_axes: Sequence[tuple[int, ...]],
-    wanted: Sequence[int],
-    vectorise: bool,
-) -> dict[int, Callable]:
+def steps_of(visits, layout, out_axes, wanted, vectorise) -> dict[int, Callable]:
     """The steps by which `traverse` adds up the results `wanted` of block functions."""
     steps = {}
     for c, jaxpr in visits:
