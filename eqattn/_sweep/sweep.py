@@ -185,18 +185,24 @@ def _vectorised(f, layout, out_axes):
     return f
 
 
-def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finishes=False):
-    """Evaluates a sweep by the visit that `select_lowering` chose."""
+def steps_of(visits, layout, out_axes, wanted, vectorise) -> dict[int, Callable]:
+    """The steps by which `traverse` adds up the results `wanted` of block functions."""
     steps = {}
     for c, jaxpr in visits:
-        f = lambda *blocks, jaxpr=jaxpr: evaluate(jaxpr, blocks)
-        f = _vectorised(f, layout, out_axes) if vectorise else f
+        f = lambda *blocks, jaxpr=jaxpr: [evaluate(jaxpr, blocks)[i] for i in wanted]
+        f = _vectorised(f, layout, [out_axes[i] for i in wanted]) if vectorise else f
 
         def step(accs, blocks, f=f):
             ys = f(*blocks)
             return ys if accs is None else [a + y for a, y in zip(accs, ys)]
 
         steps[c] = step
+    return steps
+
+
+def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finishes=False):
+    """Evaluates a sweep by the visit that `select_lowering` chose."""
+    steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise)
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
     if finishes and dtypes and layout.ring is None:
         traverse = ft.partial(traverse, dtypes=dtypes)

@@ -1,8 +1,8 @@
-"""`python -m eqattn gpu-report`: what NVIDIA's compiler makes of the kernel, without a GPU.
+"""`python -m eqattn gpu-report`: what NVIDIA's compiler makes of the kernels, without a GPU.
 
 A process of its own compiles each call for an H200 that is not there, and reads what the compiler
-wrote of it: spilled registers, shared memory, and the instructions of the two loops that take all
-the time, over blocks that are full and over those that a mask cuts.
+wrote of its kernels: spilled registers, shared memory, and the instructions of the two loops that
+take all the time, over blocks that are full and over those that a mask cuts.
 """
 
 import argparse
@@ -26,8 +26,11 @@ NEEDS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cud
 FIGURES = ("spilled", "registers", "shared", "loop", "masked", "warnings", "temporary")
 """Bytes of registers that were spilled, registers, bytes of shared memory, instructions of the loop
 over full blocks and of that over partial ones (of the only one, if they share it), how many of the
-compiler's warnings say that it serialised the products, and bytes of temporary arrays.
+compiler's warnings say that it serialised the products, and bytes of temporary arrays of the call.
 """
+
+KERNELS = {"fold": "", "sum_rows": ": dq", "sum_columns": ": dk and dv"}
+"""The kernels of a call, and what their rows of the report add to its name."""
 
 TILE_EXPONENTIALS = 32
 """What a thread takes of the smallest tile, 64 rows of 64 keys in 128 threads."""
@@ -94,6 +97,22 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
     }
 
 
+DIFFERENTIATED = (
+    "full",
+    "causal",
+    "causal, 4 heads a key",
+    "causal, 64",
+    "causal, 256",
+    "window",
+    "segments",
+    "soft cap",
+    "alibi",
+    "dropout",
+    "odd lengths",
+)
+"""The calls whose gradients of query, key and value are compiled, too."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `gpu-report`."""
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="which calls; None: all")
@@ -115,7 +134,9 @@ def versions() -> dict[str, str]:
 
 
 def measure(names: list[str] | None = None) -> Iterator[dict[str, Any] | End]:
-    """Compiles calls. **Returns:** a row of figures for each, and at last how the process ended."""
+    """Compiles calls. **Returns:** a row of figures for each kernel, and at last how the process
+    ended.
+    """
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": folder}
         environment.pop("XLA_FLAGS", None)  # those of this process may be unknown to that one
@@ -129,26 +150,26 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{unknown} are not among {sorted(calls())}")
     found, rows, failed = versions(), {}, False
     print(", ".join(f"{name} {version}" for name, version in found.items()))
-    print(f"{'':22}" + "".join(f"{x:>11}" for x in FIGURES))
+    print(f"{'':30}" + "".join(f"{x:>11}" for x in FIGURES))
     for row in measure(args.kernel):
         if isinstance(row, End):
             if row.status:
                 print(row)
             failed |= row.status != 0
         elif "error" in row:
-            print(f"{row['kernel']:22} {row['error']}")
+            print(f"{row['kernel']:30} {row['error']}")
             failed = True
         else:
             rows[row.pop("kernel")] = row
             name = next(reversed(rows))
-            print(f"{name:22}" + "".join(f"{row[x]!s:>11}" for x in FIGURES), flush=True)
+            print(f"{name:30}" + "".join(f"{row[x]!s:>11}" for x in FIGURES), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps({"versions": found, "kernels": rows}, indent=1) + "\n")
     return int(failed)
 
 
-def compiled(name: str, target: str, folder: Path) -> dict[str, Any]:
-    """The figures of one call."""
+def compiled(name: str, target: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """The figures of the kernels of one call, by what their rows are called."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
@@ -164,28 +185,52 @@ def compiled(name: str, target: str, folder: Path) -> dict[str, Any]:
     dtype = jnp.dtype(given.pop("dtype", "bfloat16"))
     fields = dict(logits_soft_cap=given.pop("cap", None), dropout_prob=given.pop("rate", 0.0))
     how = Blockwise(AttentionMetadata(platform="gpu", runtime_dtype=dtype, **fields))
-    shapes = [(1, tokens, 8, dim), (1, tokens, kv_heads, dim), (1, tokens, kv_heads, width)]
-    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape in shapes]
-    for old in folder.iterdir():
-        old.unlink()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        call = lambda q, k, v: attention(q, k, v, how, **given).attention_outputs
-        traced = jax.jit(call).trace(*args)
-        program = traced.lower(lowering_platforms=("cuda",)).compile()
-    memory: Any = program.memory_analysis()
-    found = {path.name.partition(".")[2]: path.read_text() for path in folder.iterdir()}
-    return figures(found) | {"temporary": memory.temp_size_in_bytes}
+    heads = {"q": (8, dim), "k": (kv_heads, dim), "v": (kv_heads, width), "g": (8, width)}
+    shapes = {x: (1, tokens, *n) for x, n in heads.items()}
+    q, k, v, g = (jax.ShapeDtypeStruct(x, dtype, sharding=place) for x in shapes.values())
+    call = lambda q, k, v: attention(q, k, v, how, **given).attention_outputs
+    gradients = lambda q, k, v, g: jax.vjp(call, q, k, v)[1](g)
+    found: dict[str, dict[str, Any]] = {}
+    for f, args in [(call, (q, k, v)), (gradients, (q, k, v, g))][: 1 + (name in DIFFERENTIATED)]:
+        for old in folder.iterdir():
+            old.unlink()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = jax.jit(f).trace(*args)
+            program = traced.lower(lowering_platforms=("cuda",)).compile()
+        memory: Any = program.memory_analysis()
+        for kernel, row in kernels_of(folder).items():
+            if f is call or not kernel.startswith("fold"):
+                base, _, number = kernel.partition(" ")
+                row |= {"temporary": memory.temp_size_in_bytes}
+                found[" ".join([name + KERNELS[base], *number.split()])] = row
+    return found
+
+
+def kernels_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """The figures of each kernel that the compiler wrote about. Of two with one name, the second
+    has a number. The compiler works on several at once, and may number their resources otherwise.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("eqattn_*.ptxas")):
+        base = path.stem.rpartition("_")[0]
+        said = {name: path.with_suffix(f".{name}").read_text() for name in ("ptxas", "sass_ctrl")}
+        resources = [x.read_text() for x in folder.glob(f"{base}_*.resources.txt")]
+        name = base.removeprefix("eqattn_")
+        name = f"{name} 2" if name in found else name
+        found[name] = figures(said | {"resources.txt": "".join(resources)})
+    return found
 
 
 def figures(found: dict[str, str]) -> dict[str, Any]:
     """What the compiler wrote, by the ends of the names of its files, as numbers."""
 
     def numbers(pattern: str, text: str) -> list[int]:
-        return [int(x) for x in re.findall(pattern, text)]
+        return [int(x) for match in re.finditer(pattern, text) for x in match.groups()]
 
     loops = [len(body) for body in hot_loops(found["sass_ctrl"])]
+    spilled = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     return dict(
-        spilled=sum(numbers(r"(\d+) bytes spill", found["ptxas"])),
+        spilled=sum(numbers(spilled, found["ptxas"])),
         registers=max(numbers(r"Used (\d+) registers", found["ptxas"])),
         shared=max(numbers(r"smem_scratch_bytes=(\d+)", found["resources.txt"])),
         loop=loops[0],
@@ -221,16 +266,17 @@ def hot_loops(listing: str) -> list[list[str]]:
 
 
 def main() -> None:
-    """What the process does: a row, or why there is none, for each call."""
+    """What the process does: rows, or why there are none, for each call."""
     job = json.load(sys.stdin)
     names = calls() if job["kernels"] is None else job["kernels"]
     for name in names:
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                row = compiled(name, _H200, Path(job["folder"]))
+                rows = compiled(name, _H200, Path(job["folder"]))
         except Exception as e:
-            row = {"error": f"{type(e).__name__}: {e}".splitlines()[0]}
-        print(json.dumps({"kernel": name, **row}), flush=True)
+            rows = {name: {"error": f"{type(e).__name__}: {e}".splitlines()[0]}}
+        for kernel, row in rows.items():
+            print(json.dumps({"kernel": kernel, **row}), flush=True)
 
 
 if __name__ == "__main__":

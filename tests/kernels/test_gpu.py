@@ -1,8 +1,9 @@
-"""The kernel for NVIDIA GPUs: chosen by static fields, found wherever it is called from, and right
-when it is interpreted. More of its numbers: conformance/ with the target "gpu".
+"""The kernels for NVIDIA GPUs: chosen by static fields, found wherever they are called from, and
+right when they are interpreted. More of their numbers: conformance/ with the target "gpu".
 """
 
 import functools as ft
+import re
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _gpu_lowered import kernels
+from _gpu_lowered import kernels, text_of
 from conformance import oracle, oracle_masks as om
 from conformance.cases import covering, invalid
 from conformance.test_conformance import check
@@ -62,24 +63,45 @@ def summed(*args):
 
 @newest
 @pytest.mark.parametrize(
-    "f",
+    "count, f",
     [
-        call,
-        jax.grad(summed),
-        jax.grad(summed, (0, 1, 2)),
-        jax.grad(jax.checkpoint(summed), (0, 1, 2)),
-        jax.vmap(jax.grad(summed)),
-        lambda q, k, v: jax.lax.scan(lambda c, _: (call(c, k, v), None), q, length=3)[0],
-        lambda q, k, v: jax.jvp(lambda q: call(q, k, v), (q,), (q,)),
+        (1, call),
+        (2, jax.grad(summed)),
+        (3, jax.grad(summed, (0, 1, 2))),
+        (3, jax.grad(jax.checkpoint(summed), (0, 1, 2))),
+        (2, jax.vmap(jax.grad(summed))),
+        (1, lambda q, k, v: jax.lax.scan(lambda c, _: (call(c, k, v), None), q, length=3)[0]),
+        (1, lambda q, k, v: jax.jvp(lambda q: call(q, k, v), (q,), (q,))),
     ],
 )
-def test_the_kernel_is_found(f):
-    """Of the fold: gradients run as XLA code."""
+def test_kernels_are_found(count, f):
+    """One of the fold, one for the gradients of queries and one for those of keys and values."""
     q, k, v = arrays()
     if f is not call and "vmap" in repr(f):
         q, k, v = (x[None] for x in (q, k, v))
     v = jnp.concatenate([v, v], -1)  # as wide as the query, for the scan
-    assert kernels(f, q, k, v) == 1
+    assert kernels(f, q, k, v) == count
+
+
+@newest
+def test_the_gradient_of_a_bias_runs_as_loops():
+    """And those of queries, keys and values as kernels beside it."""
+    q, k, v = arrays()
+    bias = jnp.ones((2, 4, 40, 48), jnp.bfloat16)
+    f = jax.grad(lambda q, k, v, bias: call(q, k, v, bias=bias).astype(jnp.float32).sum(), (0, 3))
+    assert kernels(f, q, k, v, bias) == 2
+
+
+@newest
+def test_results_have_the_dtype_of_the_caller():
+    """No float32 numerators, and no float32 gradients, are written by kernels."""
+    q, k, v = arrays()
+    text = text_of(jax.grad(summed, (0, 1, 2)), q, k, v)
+    outputs = [line.rpartition("->")[2] for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+    assert len(outputs) == 3
+    for line in outputs:
+        wide = re.findall(r"tensor<([0-9x]+)xf32>", line)
+        assert all(shape.count("x") == 1 for shape in wide), line  # logsumexps
 
 
 @newest
@@ -210,7 +232,14 @@ PLAIN |= dict(length=(37, 67), block=(16, 16), heads=(4, 2), dims=(8, 8))
     [
         dict(mask="and", bias="heads", sinks="H", cap="float", dims=(4, 7), lead=(2,)),
         dict(mask="window", dropout=0.25, block=(5, 3), dtype="float16"),
-        dict(mask="dense", bias="unbatched", score="alibi", transform="jit", lead=(2,)),
+        dict(
+            mask="dense",
+            bias="unbatched",
+            score="alibi",
+            transform="jit",
+            lead=(2,),
+            block=(37, 32),
+        ),
     ],
     ids=str,
 )
@@ -270,6 +299,51 @@ def test_warpgroups_do_not_race(value, monkeypatch):
     got = interpreted(q, k, v.at[0, 300].set(value), mask=mask)
     assert jnp.isnan(got).any() == np.isnan(value)
     assert not gpu_callbacks.get_races().races_found
+
+
+@newest
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [1.0, np.nan])
+def test_warpgroups_do_not_race_in_gradients(value, monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    from eqattn.kernels.gpu import _mosaic
+
+    mosaic: Any = _mosaic.plgpu
+    params = ft.partial(mosaic.InterpretGPUParams, detect_races=True)
+    monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (1, 300, 1, 16), jnp.bfloat16) for i in range(3)
+    )
+    f = lambda *xs: interpreted(*xs, mask=Causal()).sum()
+    found = jax.grad(f, (0, 1, 2))(q.at[0, 200].set(value), k.at[0, 250].set(value), v)
+    assert all(jnp.isnan(x).any() == np.isnan(value) for x in found)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@newest
+def test_what_is_masked_reaches_no_gradient():
+    """A key or a value that is not finite, and a query: gradients are bitwise those without it,
+    but for the keys that this query sees.
+    """
+    t, s = 130, 140
+    q, k, v, g = (jax.random.normal(jax.random.key(i), (1, n, 1, 16), jnp.bfloat16)
+                  for i, n in enumerate((t, s, s, t)))  # fmt: skip
+    mask, wrong = SlidingWindow(20, 5) & KeyPadding(120), jnp.nan
+
+    @jax.jit
+    def gradients(q, k, v):
+        f = lambda *xs: interpreted(*xs, mask=mask)
+        return jax.vjp(f, q, k, v)[1](g.astype(jnp.float32))
+
+    want = gradients(q, k.at[0, 120:].set(0), v.at[0, 120:].set(0))
+    got = gradients(q.at[0, 70].set(wrong), k.at[0, 120:].set(wrong), v.at[0, 120:].set(wrong))
+    seen = [np.arange(t) == 70, *[abs(np.arange(s) - 62.5) < 13] * 2]  # the keys 50 to 75
+    for x, y, nan in zip(want, got, seen):
+        x, y = (np.asarray(z.astype(jnp.float32))[0, :, 0] for z in (x, y))
+        np.testing.assert_array_equal(np.isnan(y).any(-1), nan)
+        np.testing.assert_array_equal(x[~nan], y[~nan])
+    assert not np.asarray(got[1].astype(jnp.float32))[0, 120:].any()
 
 
 @newest

@@ -35,11 +35,29 @@ def test_the_hot_loop_is_found():
 
 
 def test_what_the_compiler_says_is_read():
-    said = "48 bytes stack frame, 12 bytes spill stores, 52 bytes spill loads\nUsed 168 registers"
+    spills = "12 bytes spill stores, 52 bytes spill loads"
+    said = f"warning: {spills}\n48 bytes stack frame, {spills}\nUsed 168 registers"
     files = {"ptxas": said, "resources.txt": "smem_scratch_bytes=165888, x", "sass_ctrl": LISTING}
     assert gpu_report.figures(files) == dict(
         spilled=64, registers=168, shared=165888, loop=36, masked=None, warnings=0
     )
+
+
+def test_kernels_of_a_call_are_told_apart(tmp_path):
+    """Also where two have one name, and their resources another number."""
+    said = "0 bytes stack frame, {} bytes spill stores, 0 bytes spill loads\nUsed 168 registers"
+    for n, (name, spilled) in enumerate([("fold", 0), ("sum_columns", 4), ("sum_columns", 8)]):
+        path = tmp_path / f"eqattn_{name}_{n}"
+        path.with_suffix(".ptxas").write_text(said.format(spilled))
+        path.with_suffix(".sass_ctrl").write_text(LISTING)
+        resources = tmp_path / f"eqattn_{name}_{n + 3}.resources.txt"
+        resources.write_text(f"smem_scratch_bytes={1024 * (n + 1)}")
+    found = gpu_report.kernels_of(tmp_path)
+    assert {name: (row["spilled"], row["shared"]) for name, row in found.items()} == {
+        "fold": (0, 1024),
+        "sum_columns": (4, 3072),
+        "sum_columns 2": (8, 3072),
+    }
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
@@ -62,7 +80,7 @@ def test_budget():
     if budget["versions"] != gpu_report.versions():
         pytest.skip(f"recorded with {budget['versions']}")
     rows = [row for row in gpu_report.measure() if not isinstance(row, End)]
-    assert {row["kernel"] for row in rows} == set(budget["kernels"]) == set(gpu_report.calls())
+    assert {row["kernel"] for row in rows} == set(budget["kernels"]) >= set(gpu_report.calls())
     worse = []
     for row in rows:
         assert "error" not in row, row

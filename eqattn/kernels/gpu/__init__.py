@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..._jax import partitioned_automatically
 from ..._sweep.grid import GridLayout
-from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
+from ..._sweep.lowering import BlockRequest, BlockSizes, loops_over_batch, Lowering
 from ._program import unsupported
 
 
@@ -18,7 +18,7 @@ ROWS = 128
 """Of a block: what two warpgroups multiply at once."""
 
 OLDEST_JAX = (0, 12)
-"""Whose Mosaic GPU the kernel is written for: it changes from version to version."""
+"""Whose Mosaic GPU the kernels are written for: it changes from version to version."""
 
 LARGEST_DIM = 256
 """Of a query, key or value: more would not fit into registers."""
@@ -26,14 +26,15 @@ LARGEST_DIM = 256
 
 @dataclasses.dataclass(frozen=True)
 class GPULowering(Lowering):
-    """A kernel for the fold, written for Hopper (H100, H200). All other visits run as XLA code.
-    With `asked="interpret"` it runs on any device, very slowly.
+    """Kernels for the fold, and for the gradients of queries, keys and values, written for Hopper
+    (H100, H200). All other visits, and other gradients, run as XLA code. With `asked="interpret"`
+    they run on any device, very slowly.
     """
 
     device = "an NVIDIA GPU"
     cleans_values = False
     skips_corners = False
-    finishes_rows = False
+    finishes_rows = True
     splits_over_devices = False
     drops_single_axes = False
 
@@ -70,8 +71,10 @@ class GPULowering(Lowering):
             )
         if jnp.result_type(float) == jnp.float64:
             return "it computes in 32 bits and jax_enable_x64 is set"
-        value = ctx.avals_in[-2]  # the last but one operand of a fold; the last is its poison
-        query = visits[0][1].in_avals[0]
+        if layout.stage == "backward":
+            return ""
+        read = visits[0][1].in_avals
+        query, value = read[0], layout.split(ctx.avals_in)[1][len(read)]
         if max(query.shape[0], value.shape[-1]) > LARGEST_DIM:
             return (
                 f"its queries and values have up to {LARGEST_DIM} numbers, not {query.shape[0]} "
@@ -84,7 +87,7 @@ class GPULowering(Lowering):
         )
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
-        if layout.stage != "fold" or layout.ragged:
+        if layout.stage not in ("fold", "backward") or layout.ragged:
             return None
         platforms = tuple(ctx.module_context.platforms)
         if not self.interpreted and platforms != ("cuda",):
@@ -101,6 +104,11 @@ class GPULowering(Lowering):
                     "platform='auto' or 'xla' runs it as XLA code."
                 )
             return None
-        from ._traverse import traverse
+        from ._traverse import traverse, traverse_sum
 
-        return dict(vectorise=False, traverse=ft.partial(traverse, interpreted=self.interpreted))
+        run: Any = ft.partial(traverse, interpreted=self.interpreted)
+        if layout.stage == "fold":
+            return dict(vectorise=False, traverse=run, finishes=True)
+        run = ft.partial(traverse_sum, interpreted=self.interpreted, visits=visits)
+        run = ft.partial(run, vectorise=not loops_over_batch(ctx, layout))
+        return dict(vectorise=False, traverse=run, finishes=True)

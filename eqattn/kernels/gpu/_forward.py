@@ -20,8 +20,9 @@ from ..._jax import abstract
 from ..._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
 from .._program import LOG2E
 from . import _mosaic as mosaic
+from ._ending import Ending
 from ._lists import lists
-from ._operands import Operand, padded, Places, Sizes, TILE
+from ._operands import divided, Operand, padded, Places, ROWS, Sizes, TILE
 from ._program import PairProgram, Value
 
 
@@ -44,6 +45,7 @@ class Plan:
         pair is visited.
     - `dtype`: of queries, keys and values.
     - `continued`: whether the kernel goes on with an earlier Carry.
+    - `ending`: what it writes of the rows.
     """
 
     layout: GridLayout
@@ -55,6 +57,7 @@ class Plan:
     table_axes: tuple[int, ...] | None
     dtype: Any
     continued: bool
+    ending: Ending
     interpreted: bool
 
     @property
@@ -101,13 +104,14 @@ class Program:
         listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.old = [refs.pop(0) for _ in range(3)] if plan.continued else []
-        self.num, self.den, self.top = refs
+        self.ends = [refs.pop(0) for _ in plan.ending.given]
+        self.results = refs
         self.memory, self.arrived, self.free, self.turn = scratch
         self.warpgroup = lax.axis_index("warpgroup")
-        rest, element = _divided(lax.axis_index("program"), plan.elements)
-        row, self.tile = _divided(rest, plan.sizes.padded_rows // TILE)
+        rest, element = divided(lax.axis_index("program"), plan.elements)
+        row, self.tile = divided(rest, plan.sizes.padded_rows // TILE)
         self.row = listed[0][row] if listed else row
-        self.places = Places.of(plan.layout, element, self.row)
+        self.places = Places.of(plan.layout, ROWS, element, self.row)
         self.at_row = self.places.place((*plan.layout.batch, ROW))
         columns = jnp.int32(plan.layout.grid[COL])
         full, live = columns if max(plan.programs) == FULL else jnp.int32(0), columns
@@ -122,7 +126,7 @@ class Program:
 
     def where(self, step: Any) -> tuple[Any, Any]:
         """The column of a step, and the first key of its tile in there."""
-        at, part = _divided(step, self.plan.parts)
+        at, part = divided(step, self.plan.parts)
         column = at if self.columns is None else self.columns[at]
         return column, part * jnp.int32(self.plan.sizes.tile_k)
 
@@ -175,12 +179,12 @@ class Program:
         if not self.old:
             filled = lambda shape, x: lax.full(shape, x, jnp.float32)
             n = mosaic.WARPGROUP
-            acc = mosaic.as_kind(filled((n, width), 0.0), "rk")
-            den = mosaic.as_kind(filled((n,), 0.0), "r")
-            top = mosaic.as_kind(filled((n,), -jnp.inf), "r")
+            acc = mosaic.held(filled((n, width), 0.0), "pairs")
+            den = mosaic.held(filled((n,), 0.0), "own")
+            top = mosaic.held(filled((n,), -jnp.inf), "own")
         else:
-            acc = mosaic.load(self.old[0].at[self.at_row, rows], "rk")
-            den, top = (mosaic.load(x.at[self.at_row, rows], "r") for x in self.old[1:])
+            acc = mosaic.load(self.old[0].at[self.at_row, rows], "pairs")
+            den, top = (mosaic.load(x.at[self.at_row, rows], "own") for x in self.old[1:])
             top = top * LOG2E
         mosaic.barrier_wait(q_arrived.at[self.warpgroup])
         mosaic.when(self.live > 0)(lambda: mosaic.barrier_wait(k_arrived.at[0]))
@@ -193,13 +197,24 @@ class Program:
                 begin = end
         mosaic.when(self.warpgroup == 0)(self.next_turn)
         acc, den, top = state
-        poison = mosaic.as_kind(lax.full((mosaic.WARPGROUP,), 0.0, jnp.float32), "r")
+        poison = mosaic.held(lax.full((mosaic.WARPGROUP,), 0.0, jnp.float32), "own")
         program = plan.programs[min(plan.programs)]
         step = ft.partial(self.poisoned, program, near)
         den = den + lax.fori_loop(jnp.int32(0), self.again, step, poison)
-        self.num[self.at_row, rows] = acc
-        self.den[self.at_row, rows] = den
-        self.top[self.at_row, rows] = top * (1 / LOG2E)
+        self.write((acc, den, top * (1 / LOG2E)), rows)
+
+    def write(self, accs: tuple, rows: Any) -> None:
+        """Writes the results of the rows, narrow ones by way of the memory of their queries."""
+        plan, sizes = self.plan, self.plan.sizes
+
+        def read(i):
+            x = plan.ending.given[i]
+            return x.read(self.ends[i], self.places.place(x.axes), self.start, None, 0)
+
+        lengths = dict(r=mosaic.WARPGROUP, v=sizes.padded_width)
+        for x, ref in zip(plan.ending(accs, read, lengths), self.results):
+            memory = self.memory[0].at[self.warpgroup] if x.ndim == 2 else None
+            mosaic.store(x, ref.at[self.at_row, rows], memory)
 
     def next_turn(self) -> None:
         mosaic.barrier_arrive(self.turn)
@@ -210,7 +225,7 @@ class Program:
         x, tile_k = self.plan.operands[i], self.plan.sizes.tile_k
         if x.staged:
             vector = self.memory[3][self.plan.staged.index(i)]
-            return x.value(mosaic.load(vector.at[slot], "k"))
+            return x.read_staged(vector.at[slot])
         column, start = (None, None) if step is None else self.where(step)
         return x.read(self.given[i], self.places.place(x.axes, column), self.start, start, tile_k)
 
@@ -222,7 +237,7 @@ class Program:
         """
         sizes, lengths = self.plan.sizes, {"r": mosaic.WARPGROUP, "k": self.plan.sizes.tile_k}
         q_tile, k_tile = self.memory[0].at[self.warpgroup], self.memory[1].at[slot]
-        s = mosaic.logits_of(q_tile, k_tile, sizes.tile_k, meanwhile)
+        s = mosaic.pairs_of(q_tile, k_tile, meanwhile)
         read = lambda i: near[i] if i in near else self.read(i, step, slot)
         s, *weights = program(s, read, lengths, LOG2E, self.plan.scale is not None)
         if sizes.padded_keys != sizes.keys:
@@ -258,7 +273,7 @@ class Program:
             at = k_arrived.at[self.slot(following)]
             mosaic.when(following < self.live)(lambda: mosaic.barrier_wait(at))
 
-        acc = mosaic.weighted(acc, weighted, self.memory[2].at[slot], meanwhile, plan.interpreted)
+        acc = mosaic.weighted(acc, weighted, self.memory[2].at[slot], plan.interpreted, meanwhile)
         mosaic.barrier_arrive(self.free[1].at[slot])
         return acc, den, now
 
@@ -273,16 +288,9 @@ class Program:
         s, *_ = self.logits(program, near, step, slot, lambda: None)
         column, start = self.where(step)
         keys = mosaic.ds(start, plan.sizes.tile_k)
-        bad = mosaic.load(self.poison.at[self.places.place(plan.value_axes, column), keys], "k")
+        bad = mosaic.load(self.poison.at[self.places.place(plan.value_axes, column), keys], "other")
         bad = lax.broadcast_in_dim(bad, s.shape, [1])
         return poison + jnp.where(s == -jnp.inf, 0.0, bad).sum(1)
-
-
-def _divided(x: Any, n: int) -> tuple[Any, Any]:
-    """Quotient and remainder."""
-    if n == 1:
-        return x, jnp.int32(0)
-    return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))
 
 
 def _scale_of(programs: dict[int, PairProgram], layout: GridLayout) -> int | None:
@@ -295,10 +303,11 @@ def visit_fold(
     steps: dict[int, Any],
     layout: GridLayout,
     args: Sequence,
+    finish: Any,
     into: Sequence | None,
     interpreted: bool,
 ) -> list:
-    """Numerator `[*, rows, v]`, denominator and maximum of each row of the grid."""
+    """What `finish` makes of each row of the grid, with its grid axes in front."""
     table, operands = layout.split(args)
     first = steps[max(steps)]
     n = len(first.logits.in_avals)
@@ -314,7 +323,8 @@ def visit_fold(
     sizes = Sizes(rows, keys, query.shape[-2], first.width)
     dtype = dict(first.products)["operand_dtype"]
     wanted = [i for i in range(n) if any(p.reads[i] for p in programs.values())]
-    given = {i: Operand(operands[i], layout.in_axes[i], layout, sizes) for i in wanted}
+    lengths = dict(r=sizes.padded_rows, k=sizes.padded_keys)
+    given = {i: Operand(operands[i], layout.in_axes[i], layout, ROWS, lengths) for i in wanted}
 
     def blocks(x, axes, *padding):
         x = x.reshape(math.prod(x.shape[: len(axes)]), *x.shape[len(axes) :])
@@ -340,6 +350,8 @@ def visit_fold(
     if old is not None:
         inputs.append(blocks(old[0], kept, sizes.padded_rows, sizes.padded_width))
         inputs += [blocks(x, kept, sizes.padded_rows) for x in old[1:]]
+    ending = Ending(finish, operands, layout, lengths)
+    inputs += [x.array for x in ending.given]
     plan = Plan(
         layout=layout,
         sizes=sizes,
@@ -350,6 +362,7 @@ def visit_fold(
         table_axes=None if table is None else (layout.table_axes or ())[:-2],
         dtype=dtype,
         continued=old is not None,
+        ending=ending,
         interpreted=interpreted,
     )
 
@@ -368,10 +381,14 @@ def visit_fold(
             program.copy()
 
     places = math.prod(shape)
-    out = [(places, sizes.padded_rows, sizes.padded_width), *[(places, sizes.padded_rows)] * 2]
-    out = [abstract(args[-1], x, jnp.float32) for x in out]
+    wide = lambda is_wide: (sizes.padded_width,) if is_wide else ()
+    out = [((places, sizes.padded_rows, *wide(w)), dtype) for dtype, w, _ in ending.results]
+    out = [abstract(args[-1], *x) for x in out]
     count = places * (sizes.padded_rows // TILE)
     run = mosaic.kernel(body, out, count, "eqattn_fold", plan.scratch(), interpreted)
-    num, *both = run(*inputs)
-    num = num[:, :rows, : sizes.width].reshape(*shape, rows, sizes.width)
-    return [num, *[x[:, :rows].reshape(*shape, rows) for x in both]]
+    found = []
+    for x, (_, is_wide, turned) in zip(run(*inputs), ending.results):
+        x = x[:, :rows, : sizes.width] if is_wide else x[:, :rows]
+        x = x.reshape(*shape, *x.shape[1:])
+        found.append(jnp.swapaxes(x, -1, -2) if is_wide and not turned else x)
+    return found

@@ -19,7 +19,7 @@ WARPGROUP = 64
 """How many rows one warpgroup multiplies at once."""
 
 _BLOCK = plgpu.Layout.WGMMA
-_LAYOUTS = {"rk": _BLOCK, "r": _BLOCK.reduce(1), "k": _BLOCK.reduce(0)}
+_LAYOUTS = {"pairs": _BLOCK, "own": _BLOCK.reduce(1), "other": _BLOCK.reduce(0)}
 
 Barrier = plgpu.Barrier
 SMEM: Any = plgpu.SMEM
@@ -38,33 +38,36 @@ def matrices(shape: tuple[int, ...], dtype: Any) -> Any:
     return SMEM(shape, dtype, transforms=tiles)
 
 
-def load(ref: Any, kind: str) -> Any:
-    """What a warpgroup's threads hold of a block of pairs (`"rk"`), of rows or of keys."""
-    layout: Any = _LAYOUTS[kind]
+def load(ref: Any, which: str) -> Any:
+    """What a warpgroup's threads hold of a block of `"pairs"`, of its first axis, which is the
+    program's `"own"`, or of the `"other"`.
+    """
+    layout: Any = _LAYOUTS[which]
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
-def as_kind(x: Any, kind: str) -> Any:
+def held(x: Any, which: str) -> Any:
     """The same array, held as `load` says."""
-    return plgpu.layout_cast(x, _LAYOUTS[kind])
+    return plgpu.layout_cast(x, _LAYOUTS[which])
 
 
 def iota(shape: tuple[int, int], axis: int) -> Any:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_BLOCK)
 
 
-def logits_of(q: Any, k: Any, keys: int, meanwhile: Any) -> Any:
-    """`q k^T` of two matrices in shared memory; `meanwhile()` runs while it is computed."""
+def pairs_of(own: Any, other: Any, meanwhile: Any = lambda: None) -> Any:
+    """`own other^T` of two matrices in shared memory; `meanwhile()` runs while it is computed."""
 
     def product(acc):
-        plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        plgpu.wgmma(acc, own, other.transpose((1, 0)))
         meanwhile()
         return acc[...]
 
-    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((WARPGROUP, keys), jnp.float32))
+    shape = (WARPGROUP, other.shape[0])
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def weighted(acc: Any, p: Any, v: Any, meanwhile: Any, interpreted: bool) -> Any:
+def weighted(acc: Any, p: Any, v: Any, interpreted: bool, meanwhile: Any = lambda: None) -> Any:
     """`acc + p v`, where `p` is in registers and `v` in shared memory.
 
     The interpreter has no products whose left side is in registers, and none that go on with an
@@ -81,6 +84,19 @@ def weighted(acc: Any, p: Any, v: Any, meanwhile: Any, interpreted: bool) -> Any
         meanwhile()
 
     return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))
+
+
+def store(x: Any, to: Any, memory: Any = None) -> None:
+    """Writes what a warpgroup holds to global memory: by way of a shared `memory` of the same shape
+    and dtype, where there is one, as that writes whole lines.
+    """
+    if memory is None or memory.dtype != x.dtype or memory.shape != x.shape:
+        plgpu.store(to, x, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    memory[...] = x
+    commit_smem()
+    plgpu.copy_smem_to_gmem(memory, to)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def in_order(*xs: Any) -> tuple:

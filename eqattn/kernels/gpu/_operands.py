@@ -34,6 +34,13 @@ def rounded_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def divided(x: Any, n: int) -> tuple[Any, Any]:
+    """Quotient and remainder."""
+    if n == 1:
+        return x, jnp.int32(0)
+    return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """How a block of the grid is cut and padded for the kernel.
@@ -79,27 +86,50 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Side:
+    """Which side of the pairs a program has one block of. It visits the live blocks of the other.
+
+    **Arguments:**
+
+    - `own`, `other`: the axes of the grid.
+    - `kinds`: the kinds of what varies with them, in this order: a program holds pairs
+        `[own, other]`.
+    """
+
+    own: int
+    other: int
+    kinds: str
+
+
+ROWS = Side(ROW, COL, "rk")
+COLUMNS = Side(COL, ROW, "kr")
+
+
+@dataclasses.dataclass(frozen=True)
 class Places:
-    """Where a program is on the grid: the index on each batch axis, and on that of rows."""
+    """Where a program is on the grid: the index on each batch axis, and on that of its side."""
 
     layout: GridLayout
+    side: Side
     at: dict[int, Any]
 
     @classmethod
-    def of(cls, layout: GridLayout, element: Any, row: Any) -> "Places":
-        """**Arguments:** which batch element, all batch axes in one, and which row."""
-        at: dict[int, Any] = {ROW: row}
+    def of(cls, layout: GridLayout, side: Side, element: Any, own: Any) -> "Places":
+        """**Arguments:** which batch element, of all batch axes in one, and which block."""
+        at: dict[int, Any] = {side.own: own}
         for axis in reversed(layout.batch):
             n = jnp.int32(layout.grid[axis])
             if layout.grid[axis] == 1:
                 at[axis] = jnp.int32(0)
             else:
                 at[axis], element = lax.rem(element, n), lax.div(element, n)
-        return cls(layout, at)
+        return cls(layout, side, at)
 
-    def place(self, axes: Sequence[int], column: Any = None) -> Any:
-        """The index of a block in an array with these axes of the grid."""
-        where, index = {**self.at, COL: column}, jnp.int32(0)
+    def place(self, axes: Sequence[int], other: Any = None) -> Any:
+        """The index of a block in an array with these axes of the grid, at a block of the other
+        side.
+        """
+        where, index = {**self.at, self.side.other: other}, jnp.int32(0)
         for axis in axes:
             index = index * jnp.int32(self.layout.grid[axis]) + where[axis]
         return index
@@ -111,47 +141,64 @@ class Operand:
     **Arguments:**
 
     - `x`, `axes`: the array, with these axes of the grid in front of its blocks, `[keys|1,
-        rows|1]`, `[keys, heads|1, queries|1]` or of no pair at all.
-    - `layout`, `sizes`: of the visit.
+        rows|1]`, `[keys, heads|1, queries|1]`, `[rows]`, `[keys]`, or of no pair at all.
+    - `layout`, `side`: of the visit.
+    - `lengths`: of a block of rows (`"r"`) and of keys (`"k"`), as the kernel pads them.
 
     `kind` is that of `Value`, or None for a vector that no pair indexes. `array` is what the kernel
-    is given, `[places, rows, keys]` without the axes that it does not vary with.
+    is given, `[places, own, other]` without the axes that it does not vary with.
     """
 
-    def __init__(self, x: Any, axes: tuple[int, ...], layout: GridLayout, sizes: Sizes):
+    def __init__(
+        self,
+        x: Any,
+        axes: tuple[int, ...],
+        layout: GridLayout,
+        side: Side,
+        lengths: dict[str, int],
+    ):
         lead, block = x.shape[: len(axes)], x.shape[len(axes) :]
-        self.axes, self.bool, places = axes, x.dtype == jnp.bool_, math.prod(lead)
-        keys, rows = layout.block
+        self.axes, self.side, self.bool = axes, side, x.dtype == jnp.bool_
+        places, (keys, rows) = math.prod(lead), layout.block
         if len(block) == 3:  # it is the same for the heads of a group, or for their queries
             heads = block[1] if block[1] > 1 else rows // block[2]
             x = jnp.broadcast_to(x, (*lead, keys, heads, rows // heads))
             block = (keys, rows)
         self.kind: str | None = None
         if len(block) == 2:
-            self.kind = "r" * (block[1] > 1) + "k" * (block[0] > 1)
+            varies = dict(r=block[1] > 1, k=block[0] > 1)
+            self.kind = "".join(a for a in side.kinds if varies[a])
             if self.kind == "rk":
                 x = jnp.swapaxes(x.reshape(places, keys, rows), 1, 2)
         elif not block:
             self.kind = ""
-        shape = {"rk": (rows, keys), "r": (rows,), "k": (keys,), "": ()}
-        x = x.reshape(places, *(block if self.kind is None else shape[self.kind]))
+        elif ROW in axes or COL in axes:
+            self.kind = "r" if ROW in axes else "k"
+        sizes = dict(r=rows, k=keys)
+        shape = block if self.kind is None else tuple(sizes[a] for a in self.kind)
+        x = x.reshape(places, *shape)
         for axis, name in enumerate(self.kind or ""):
-            n = sizes.padded_rows if name == "r" else sizes.padded_keys
-            x = padded(x, axis + 1, n)
+            x = padded(x, axis + 1, lengths[name])
         if self.bool:
-            x = x.astype(jnp.int8 if self.kind == "rk" else jnp.int32)
-        elif self.kind != "rk" and jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(jnp.int8 if self.both else jnp.int32)
+        elif not self.both and jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(jnp.float32)
         self.array, self.dtype = x, x.dtype
 
     @property
+    def both(self) -> bool:
+        """Whether it differs from pair to pair."""
+        return self.kind is not None and len(self.kind) == 2
+
+    @property
     def staged(self) -> bool:
-        """Whether it travels with the keys: it differs from key to key."""
-        return self.kind == "k"
+        """Whether it travels with the blocks of the other side."""
+        return self.kind == self.side.kinds[1]
 
     @property
     def moves(self) -> bool:
-        return COL in self.axes or self.kind == "rk"
+        """Whether a program reads it anew in each tile, though it is not staged."""
+        return self.side.other in self.axes or self.both
 
     def value(self, x: Any) -> Value:
         """What the block function is given, from what was loaded."""
@@ -163,14 +210,24 @@ class Operand:
             x = x.astype(jnp.float32)
         return Value(self.kind, x)
 
-    def read(self, ref: Any, place: Any, start_row: Any, start_key: Any, tile_k: int) -> Value:
-        """Its part of a tile, from global memory."""
-        rows = mosaic.ds(start_row, mosaic.WARPGROUP) if self.kind in ("r", "rk") else None
+    def read(self, ref: Any, place: Any, own: Any, other: Any, tile: int) -> Value:
+        """Its part of a tile, from global memory.
+
+        **Arguments:**
+
+        - `ref`: the `array`. `place`: which block of it.
+        - `own`, `other`: where the tile begins on either side.
+        - `tile`: its length on the other side.
+        """
         if self.kind is None:
             return self.value(tuple(ref[place, i] for i in range(self.array.shape[1])))
         if self.kind == "":
             return self.value(ref[place])
-        if self.kind == "r":
-            return self.value(mosaic.load(ref.at[place, rows], "r"))
-        keys = mosaic.ds(start_key, tile_k)
-        return self.value(mosaic.load(ref.at[place, rows, keys], "rk"))
+        mine = mosaic.ds(own, mosaic.WARPGROUP)
+        if not self.both:
+            return self.value(mosaic.load(ref.at[place, mine], "own"))
+        return self.value(mosaic.load(ref.at[place, mine, mosaic.ds(other, tile)], "pairs"))
+
+    def read_staged(self, ref: Any) -> Value:
+        """Its part of a tile, from shared memory."""
+        return self.value(mosaic.load(ref, "other"))

@@ -1,10 +1,11 @@
 """Block functions as a warpgroup evaluates them: pair by pair, in registers.
 
-A block function is written for blocks `[keys, rows]`, and is a product of keys and queries followed
-by operations of one pair each. A warpgroup holds the transposed block, one row of the softmax in
-the same four threads. Since every operation after the product is of one pair, neither this nor the
-shapes in the function matter: all that counts of a value is what it varies with, its *kind*:
-`"rk"` rows and keys, `"r"` rows, `"k"` keys, `""` neither. It is repeated where two kinds meet.
+A block function is written for blocks `[keys, rows]`. It is products of matrices that give a number
+for each pair, operations of one pair each, and in sums further products. A warpgroup may hold the
+transposed block: in the fold, one row of the softmax lies in the same four threads. Since what is
+between the products is of one pair, neither this nor the shapes in the function matter: all that
+counts of a value is what it varies with, its *kind*: `"rk"` rows and keys, or `"kr"` where a
+warpgroup holds it so, `"r"` rows, `"k"` keys, `""` neither. It is repeated where two kinds meet.
 """
 
 import dataclasses
@@ -17,11 +18,10 @@ from jax import lax
 
 from ..._jax import Literal, only_varies
 from ..._sweep.products import dot_p
-from .._program import calls, equations, flat_jaxpr
+from .._program import calls, equations, flat_jaxpr, LOG2E
 
 
 _SAME = {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p, lax.transpose_p, lax.copy_p}
-"""Operations that change the shape of a value, but not what it is at a pair."""
 
 
 def _named(names: str) -> set:
@@ -36,13 +36,36 @@ _OF_A_PAIR = _named(
 """Operations that Mosaic GPU, the compiler of these kernels, lowers in jax 0.12."""
 
 
+_BY_NAME: dict[str, Callable] = {
+    "add_any": lax.add,
+    "one_minus_square": lambda x: (1 - x) * (1 + x),
+}
+"""What operations of derivatives compute that have no public name."""
+
+_KNOWN = _OF_A_PAIR | _SAME | {lax.slice_p, dot_p}
+
+
 def unsupported(jaxpr: Any) -> str:
     """The name of an operation in a block function that a kernel cannot hold; empty without."""
-    known = _OF_A_PAIR | _SAME | {lax.slice_p, dot_p}
     for eqn in equations(jaxpr):
-        if eqn.primitive not in known and not (calls(eqn) or only_varies(eqn)):
+        if not (is_known(eqn) or calls(eqn)):
             return eqn.primitive.name
     return ""
+
+
+def is_known(eqn: Any) -> bool:
+    """Whether a kernel can hold an operation."""
+    return eqn.primitive in _KNOWN or eqn.primitive.name in _BY_NAME or is_identity(eqn)
+
+
+def is_identity(eqn: Any) -> bool:
+    """Whether it only says something of a value: how it is sharded, or differentiated."""
+    return eqn.primitive.name in ("reshard", "stop_gradient") or only_varies(eqn)
+
+
+def _same(eqn: Any) -> bool:
+    """Whether it changes the shape of a value, but not what it is at a pair."""
+    return eqn.primitive in _SAME or is_identity(eqn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,35 +96,65 @@ def _as_number(x: Any, dtype: Any) -> Any:
     return jnp.where(x, one, one * 0)
 
 
-class PairProgram:
+class BlockProgram:
     """A block function, evaluated where a result needs it.
 
     **Arguments:**
 
-    - `closed`: its jaxpr. Arguments 0 and 1 are the queries and the keys.
-
-    `reads` holds for each argument whether the results depend on it, the product aside. `scale` is
-    the argument that logits are multiplied with last, before some are masked; None without.
+    - `closed`: its jaxpr.
     """
 
     def __init__(self, closed: Any):
         flat = flat_jaxpr(closed)
         self.jaxpr, self.consts = flat.jaxpr, flat.consts
         self.made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
-        needed = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+
+    def needed(self, results: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+        """The operations that some values depend on, up to products, in the order of the function;
+        and for each argument whether they do.
+        """
+        needed, eqns = {v for v in results if not isinstance(v, Literal)}, []
         for eqn in reversed(self.jaxpr.eqns):
-            if needed & set(eqn.outvars) and eqn.primitive is not dot_p:
-                needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
-        self.reads = [v in needed for v in self.jaxpr.invars]
-        self.scale = self._scale()
+            if needed & set(eqn.outvars):
+                eqns.insert(0, eqn)
+                if eqn.primitive is not dot_p:
+                    needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+        return eqns, [v in needed for v in self.jaxpr.invars]
 
     def root(self, v: Any) -> Any:
         """What a value was before its shape was changed."""
-        while (eqn := self.made_by.get(v)) is not None and eqn.primitive in _SAME:
+        while (eqn := self.made_by.get(v)) is not None and _same(eqn):
             v = eqn.invars[0]
             if isinstance(v, Literal):
                 break
         return v
+
+    def hidden(self, v: Any) -> bool:
+        """Whether a value is the logit of a masked pair."""
+        v = v if isinstance(v, Literal) else self.root(v)
+        return isinstance(v, Literal) and bool(v.val == -np.inf)
+
+    def choice(self, v: Any) -> tuple[Any, int] | None:
+        """The predicate that masks a logit, and its case of those that are not; or None."""
+        eqn = None if isinstance(v, Literal) else self.made_by.get(v)
+        if eqn is None or eqn.primitive is not lax.select_n_p:
+            return None
+        hidden = [self.hidden(x) for x in eqn.invars[1:]]
+        return (eqn.invars[0], hidden.index(False)) if sorted(hidden) == [False, True] else None
+
+
+class PairProgram(BlockProgram):
+    """The block function of logits: one product, and what is done to it pair by pair. Arguments 0
+    and 1 are the queries and the keys.
+
+    `reads` holds for each argument whether the results depend on it, the product aside. `scale` is
+    the argument that logits are multiplied with last, before some are masked; None without.
+    """
+
+    def __init__(self, closed: Any):
+        super().__init__(closed)
+        self.reads = self.needed(self.jaxpr.outvars)[1]
+        self.scale = self._scale()
 
     def _scale(self) -> int | None:
         v, reads = self.root(self.jaxpr.outvars[0]), [x for e in self.jaxpr.eqns for x in e.invars]
@@ -117,11 +170,6 @@ class PairProgram:
                 once = sum(x is self.jaxpr.invars[i] for x in reads) == 1
                 return i if once and self.jaxpr.invars[i].aval.size == 1 else None
         return None
-
-    def hidden(self, v: Any) -> bool:
-        """Whether a value is the logit of a masked pair."""
-        v = v if isinstance(v, Literal) else self.root(v)
-        return isinstance(v, Literal) and bool(v.val == -np.inf)
 
     def __call__(
         self,
@@ -141,21 +189,39 @@ class PairProgram:
         - `apart`: whether the first result comes without the factor and without its `scale`, which
             is positive and not infinite.
         """
-        run = _Run(self, product, read, sizes)
+        run = Run(self, lambda _: product, read, sizes)
         logits, *others = self.jaxpr.outvars
         run.apart = self.scale if apart else None
         values = [run.times(logits, None if apart else factor, {}), *map(run.value, others)]
-        return [x.spread("rk", sizes) for x in values]
+        return [x.spread("".join(sizes), sizes) for x in values]
 
 
-class _Run:
-    """One evaluation of a program."""
+class Run:
+    """One evaluation of a program.
 
-    def __init__(self, program: PairProgram, product: Any, read: Callable, sizes: dict[str, int]):
-        self.made_by, self.product, self.sizes = program.made_by, product, sizes
+    **Arguments:**
+
+    - `product`: the result of a product, `[own, other]`.
+    - `read`: the value of an argument.
+    - `sizes`: the lengths of the axes of a tile by kind, in the order of its axes.
+    - `origin`: the argument that is subtracted in exponents, if it is read as that times
+        `log2(e)`.
+    """
+
+    def __init__(
+        self,
+        program: BlockProgram,
+        product: Callable[[Any], Any],
+        read: Callable[[int], Value],
+        sizes: dict[str, int],
+        origin: int | None = None,
+    ):
+        self.program, self.made_by = program, program.made_by
+        self.product, self.sizes = product, sizes
         self.arguments = {v: i for i, v in enumerate(program.jaxpr.invars)}
-        self.read, self.root = read, program.root
+        self.read, self.root, self.origin = read, program.root, origin
         self.apart: int | None = None
+        self.exponentials: dict[Any, Value] = {}
         consts = zip(program.jaxpr.constvars, program.consts)
         self.done: dict[Any, Value] = {v: Value("", c) for v, c in consts}
 
@@ -171,8 +237,62 @@ class _Run:
             return self.read(self.arguments[v])
         eqn = self.made_by[v]
         if eqn.primitive is dot_p:
-            return Value("rk", self.product)
+            return Value("".join(self.sizes), self.product(eqn))
+        if eqn.primitive is lax.exp_p:
+            return self._exponential(eqn.invars[0], {})
+        if eqn.primitive.name == "add_any":
+            return self._sum(eqn, {})
         return _evaluated(eqn, [self.value(x) for x in eqn.invars], self.sizes)
+
+    def _exponential(self, v: Any, given: dict[Any, int]) -> Value:
+        """The exponential of an argument of `exp`. That of a masked logit is 0, also where the
+        origin of its row is NaN: so logit and origin meet in one operation, and the mask selects
+        afterwards, unless it is given.
+        """
+        eqn = None if isinstance(v, Literal) else self.made_by.get(v)
+        choice = None
+        if eqn is not None and eqn.primitive is lax.sub_p and self._is_origin(eqn.invars[1]):
+            choice = self.program.choice(eqn.invars[0])
+        which, case = choice or (None, 0)
+        if v not in self.exponentials:
+            x = self.times(v, LOG2E, {} if choice is None else {which: case})
+            self.exponentials[v] = Value(x.kind, jnp.exp2(x.array))
+        y = self.exponentials[v]
+        if choice is None or given.get(which) == case:
+            return y
+        cases = (y, _ZERO) if case == 0 else (_ZERO, y)
+        return self._apply(lambda *xs: lax.select_n(*xs), self.value(which), *cases)
+
+    def _apply(self, f: Callable, *xs: Value) -> Value:
+        kind = _joined(xs, self.sizes)
+        return Value(kind, f(*[x.spread(kind, self.sizes) for x in xs]))
+
+    def _sum(self, eqn: Any, given: dict[Any, int]) -> Value:
+        """The sum of two cotangents; a factor that both have is multiplied once."""
+        terms = self._with_factor(eqn)
+        both = [self.times(v, None, given) for v in (terms or (None, *eqn.invars))[1:]]
+        total = self._apply(jnp.add, *both)
+        if terms is None:
+            return total
+        return self._apply(jnp.multiply, self.times(terms[0], None, given), total)
+
+    def _with_factor(self, eqn: Any) -> tuple | None:
+        """The common factor of a sum of two products, and the two others; None without one."""
+        made = [None if isinstance(v, Literal) else self.made_by.get(v) for v in eqn.invars]
+        products = [p.invars for p in made if p is not None and p.primitive is lax.mul_p]
+        if len(products) < 2:
+            return None
+        (a, b), (c, d) = products
+        for x, y, u, w in ((a, b, c, d), (a, b, d, c), (b, a, c, d), (b, a, d, c)):
+            if x is u:
+                return x, y, w
+        return None
+
+    def _is_origin(self, v: Any) -> bool:
+        """Whether a value is the finite origin of exponents."""
+        eqn = None if isinstance(v, Literal) else self.made_by.get(self.root(v))
+        found = origin_of(eqn, self.root, self.arguments)
+        return found is not None and found == self.origin
 
     def times(self, v: Any, factor: float | None, given: dict[Any, int]) -> Value:
         """A value times a factor, by way of what it is already multiplied with.
@@ -190,7 +310,7 @@ class _Run:
                 return self.times(cases[given[which]], factor, given)
             xs = [self.times(x, factor, {**given, which: i}) for i, x in enumerate(cases)]
             return _evaluated(eqn, [self.value(which), *xs], self.sizes)
-        if eqn is not None and eqn.primitive in _SAME:
+        if eqn is not None and _same(eqn):
             return self.times(eqn.invars[0], factor, given)
         if eqn is not None and eqn.primitive is lax.mul_p and self.apart is not None:
             for v, w in (eqn.invars, eqn.invars[::-1]):
@@ -198,11 +318,39 @@ class _Run:
                     return self.times(w, None, given)
         if eqn is not None and eqn.primitive is lax.mul_p:
             small, large = sorted(eqn.invars, key=lambda x: len(self.value(x).kind))
-            if not self.value(small).kind:
+            if not self.value(small).kind or (factor is None and given):
                 xs = [self.times(small, factor, given), self.times(large, None, given)]
                 return _evaluated(eqn, xs, self.sizes)
+        if eqn is not None and eqn.primitive is lax.sub_p and self._is_origin(eqn.invars[1]):
+            assert self.origin is not None
+            x = self.times(eqn.invars[0], factor, given)
+            return self._apply(jnp.subtract, x, self.read(self.origin))
+        if eqn is not None and factor is None and given and eqn.primitive is lax.exp_p:
+            return self._exponential(eqn.invars[0], given)
+        if eqn is not None and factor is None and given and eqn.primitive.name == "add_any":
+            return self._sum(eqn, given)
+        if eqn is not None and eqn.primitive is lax.max_p and factor is not None:
+            return self._apply(jnp.maximum, *(self.times(x, factor, given) for x in eqn.invars))
         x = self.value(v)
         return x if factor is None else Value(x.kind, x.array * np.float32(factor))
+
+
+_ZERO = Value("", np.float32(0))
+
+
+def origin_of(eqn: Any, root: Callable, arguments: dict[Any, int]) -> int | None:
+    """The argument of which an operation makes the finite origin of exponents, or None."""
+    if eqn is None or eqn.primitive is not lax.max_p:
+        return None
+    v, least = eqn.invars
+    if not (isinstance(least, Literal) and least.val == np.finfo(np.float32).min):
+        return None
+    return arguments.get(root(v))
+
+
+def _joined(xs: Sequence[Value], sizes: dict[str, int]) -> str:
+    """The kind of what varies with any of several values."""
+    return "".join(a for a in sizes if any(a in x.kind for x in xs))
 
 
 def _in_range(x: Any, factor: float) -> Any:
@@ -217,10 +365,10 @@ def _evaluated(eqn: Any, xs: Sequence[Value], sizes: dict[str, int]) -> Value:
         (start,), (limit,) = eqn.params["start_indices"], eqn.params["limit_indices"]
         parts = xs[0].parts[start : limit : (eqn.params["strides"] or (1,))[0]]
         return Value("", None, parts)
-    if eqn.primitive in _SAME:
+    if _same(eqn):
         (x, *_) = xs
         return Value("", x.parts[0]) if len(x.parts) == 1 else x
-    kind = "".join(a for a in "rk" if any(a in x.kind for x in xs))
+    kind = _joined(xs, sizes)
     arrays = [x.spread(kind, sizes) for x in xs] if kind else [x.array for x in xs]
     params = eqn.params | ({"sharding": None} if "sharding" in eqn.params else {})
     if eqn.primitive is lax.is_finite_p:
@@ -231,4 +379,6 @@ def _evaluated(eqn: Any, xs: Sequence[Value], sizes: dict[str, int]) -> Value:
         return Value(kind, arrays[0] != 0)
     if eqn.primitive is lax.convert_element_type_p and eqn.invars[0].aval.dtype == jnp.bool_:
         return Value(kind, _as_number(arrays[0], params["new_dtype"]))
+    if eqn.primitive.name in _BY_NAME:
+        return Value(kind, _BY_NAME[eqn.primitive.name](*arrays))
     return Value(kind, eqn.primitive.bind(*arrays, **params))

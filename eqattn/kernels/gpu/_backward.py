@@ -1,0 +1,330 @@
+"""Sums over the live pairs of a grid by kernels for Hopper: the gradients of queries, keys and
+values.
+
+A program has 128 queries or 128 keys of one block, and adds up the gradients of these over the
+other side. So no two programs add to one number, and results are the same in each run. Two of its
+three warpgroups have 64 of them each, with their sums in registers. The third copies tiles of the
+other side into shared memory, some ahead.
+
+Gradients of queries take one kernel, and those of keys and values another, or two where the sums of
+both would not fit into registers.
+"""
+
+import collections
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..._sweep.grid import FULL, GridLayout, PARTIAL
+from . import _mosaic as mosaic
+from ._operands import divided, Operand, Places, rounded_up, ROWS, Side, TILE
+from ._program import Run, Value
+from ._sum_program import SumProgram
+
+
+STREAMED = 64
+"""The queries or keys of a tile that is copied: what a product of 64 others has in registers."""
+
+REGISTERS = 128
+"""How many of a thread may hold sums: of 240, the pairs of a tile take as many again."""
+
+SHARED = 227 * 1024
+"""The bytes of shared memory of a program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a kernel computes, and from what.
+
+    **Arguments:**
+
+    - `side`: whose gradients they are.
+    - `length`, `other`: of a block on that side, and on the other, before they are padded.
+    - `programs`: the block function of each class.
+    - `wanted`: the results, by index, those that need fewer products first.
+    - `own`, `streamed`: the matrices of either side, as arguments. `features`: their sizes.
+    - `operands`: what is read pair by pair, by argument.
+    - `origin`: the argument that is the origin of exponents, which comes in units of `log 2`.
+    - `cleaned`: the matrices that may hold what is not finite, of which sums read a clean copy.
+    - `table_axes`: the axes of the grid of the lists of live blocks, without the last two; None
+        where every pair is visited.
+    - `dtype`: of matrices. `dtypes`: of the results.
+    """
+
+    layout: GridLayout
+    side: Side
+    length: int
+    other: int
+    programs: dict[int, SumProgram]
+    wanted: list[int]
+    own: list[int]
+    streamed: list[int]
+    features: dict[int, int]
+    operands: dict[int, Operand]
+    origin: int | None
+    cleaned: list[int]
+    table_axes: tuple[int, ...] | None
+    dtype: Any
+    dtypes: dict[int, Any]
+    interpreted: bool
+
+    @property
+    def elements(self) -> int:
+        """How many elements the batch axes of the grid have together."""
+        return math.prod(self.layout.shape(self.layout.batch))
+
+    @property
+    def tiles(self) -> int:
+        """How many programs a block has."""
+        return rounded_up(self.length, TILE) // TILE
+
+    @property
+    def parts(self) -> int:
+        """How many tiles a block of the other side has."""
+        return rounded_up(self.other, STREAMED) // STREAMED
+
+    @property
+    def staged(self) -> list[int]:
+        return [i for i, x in self.operands.items() if x.staged]
+
+    @property
+    def widths(self) -> dict[int, int]:
+        """The sizes of the results."""
+        program = self.programs[max(self.programs)]
+        return {o: self.features[program.gradient(o).matrix] for o in self.wanted}
+
+    @property
+    def stages(self) -> list[int]:
+        """How many tiles of each matrix of the other side shared memory holds."""
+        rest = len(self.streamed) - 1
+        own = 2 * sum(self.features[i] for i in self.own)
+        for stages in ([2] * (1 + rest), [2] + [1] * rest):
+            tiles = sum(n * self.features[i] for n, i in zip(stages, self.streamed))
+            # Of a vector, a kilobyte is taken, as its place is a multiple of that.
+            if STREAMED * 2 * (own + tiles) + 1024 * (1 + len(self.staged)) <= SHARED:
+                return stages
+        return [1] * (1 + rest)
+
+    def scratch(self) -> tuple:
+        """Shared memory and barriers: `(own matrices, tiles, what varies with them)`, `(own
+        matrices, tiles have arrived)`, which tiles are free, and that both warpgroups are here.
+        """
+        own = [
+            mosaic.matrices((2, mosaic.WARPGROUP, self.features[i]), self.dtype) for i in self.own
+        ]
+        tiles = [
+            mosaic.matrices((n, STREAMED, self.features[i]), self.dtype)
+            for i, n in zip(self.streamed, self.stages)
+        ]
+        vectors = [
+            mosaic.SMEM((self.stages[0], STREAMED), self.operands[i].dtype) for i in self.staged
+        ]
+        with_it = [1 + len(vectors), *[1] * (len(tiles) - 1)]
+        arrived = [
+            mosaic.Barrier(num_arrivals=x, num_barriers=n) for x, n in zip(with_it, self.stages)
+        ]
+        free = [mosaic.Barrier(num_arrivals=2, num_barriers=n) for n in self.stages]
+        here = mosaic.Barrier(num_barriers=2 * len(own))
+        return (own, tiles, vectors), (here, arrived), free, mosaic.Barrier(num_arrivals=2)
+
+
+class Program:
+    """One program of the kernel, on references."""
+
+    def __init__(self, plan: Plan, refs: Sequence, scratch: Sequence):
+        self.plan, refs = plan, list(refs)
+        self.matrices = {i: refs.pop(0) for i in (*plan.own, *plan.streamed)}
+        dirty = {i: refs.pop(0) for i in plan.cleaned}
+        listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
+        self.given = {i: refs.pop(0) for i in plan.operands}
+        self.results = dict(zip(plan.wanted, refs))
+        (own, tiles, vectors), (self.here, self.arrived), self.free, self.both = scratch
+        self.own, self.tiles = dict(zip(plan.own, own)), tiles
+        self.vectors = dict(zip(plan.staged, vectors))
+        self.warpgroup = lax.axis_index("warpgroup")
+        rest, element = divided(lax.axis_index("program"), plan.elements)
+        at, tile = divided(rest, plan.tiles)
+        at = listed[0][at] if listed else at
+        self.places = Places.of(plan.layout, plan.side, element, at)
+        self.at = self.places.place((*plan.layout.batch, plan.side.own))
+        self.start = tile * jnp.int32(TILE) + self.warpgroup * jnp.int32(mosaic.WARPGROUP)
+        count = jnp.int32(plan.layout.grid[plan.side.other])
+        full, live = count if max(plan.programs) == FULL else jnp.int32(0), count
+        self.listed = None
+        if listed:
+            table = self.places.place(plan.table_axes or ())
+            full, live = (listed[2][table, at, i] for i in (0, 1))
+            self.listed = listed[1].at[table, at]
+        self.full, self.live = (n * jnp.int32(plan.parts) for n in (full, live))
+        self.dirty = jnp.bool_(False)
+        for i, ref in dirty.items():
+            axes = [a for a in plan.layout.in_axes[i] if a != plan.side.other]
+            self.dirty |= ref[self.places.place(axes)] != 0
+
+    def where(self, step: Any) -> tuple[Any, Any]:
+        """The block of the other side at a step, and where its tile begins in there."""
+        at, part = divided(step, self.plan.parts)
+        block = at if self.listed is None else self.listed[at]
+        return block, part * jnp.int32(STREAMED)
+
+    def copy(self) -> None:
+        """What the third warpgroup does."""
+        plan = self.plan
+
+        def send(step, _):
+            block, start = self.where(step)
+            tile = mosaic.ds(start, STREAMED)
+            for n, i in enumerate(plan.streamed):
+                slot, stages = self.slot(n, step), plan.stages[n]
+                free, arrived = self.free[n].at[slot], self.arrived[n].at[slot]
+                mosaic.when(step >= stages)(ft.partial(mosaic.barrier_wait, free))
+                place = self.places.place(plan.layout.in_axes[i], block)
+                mosaic.copy_in(self.matrices[i].at[place, tile], self.tiles[n].at[slot], arrived)
+                for j, vector in self.vectors.items() if n == 0 else ():
+                    place = self.places.place(plan.operands[j].axes, block)
+                    mosaic.copy_in(self.given[j].at[place, tile], vector.at[slot], arrived)
+            return ()
+
+        lax.fori_loop(jnp.int32(0), self.live, send, ())
+
+    def compute(self) -> None:
+        """What each of the other two does, for its part of the block."""
+        plan, rows = self.plan, mosaic.ds(self.start, mosaic.WARPGROUP)
+        here = [self.here.at[n * 2 + self.warpgroup] for n in range(len(plan.own))]
+        for i, barrier in zip(plan.own, here):
+            place = self.places.place(plan.layout.in_axes[i])
+            mosaic.copy_in(
+                self.matrices[i].at[place, rows], self.own[i].at[self.warpgroup], barrier
+            )
+        near = {i: self.read(i) for i, x in plan.operands.items() if not (x.staged or x.moves)}
+        zeros = lambda n: lax.full((mosaic.WARPGROUP, n), 0.0, jnp.float32)
+        sums = tuple(mosaic.held(zeros(plan.widths[o]), "pairs") for o in plan.wanted)
+        for barrier in here:
+            mosaic.barrier_wait(barrier)
+        begin = jnp.int32(0)
+        for c, end in ((FULL, self.full), (PARTIAL, self.live)):
+            if c not in plan.programs:
+                continue
+            step = ft.partial(self.step, plan.programs[c], near)
+            if plan.programs[c].cleaned & set(plan.cleaned):
+                # What is not finite is rare, so the loop that looks for it is another one.
+                last = jnp.where(self.dirty, begin, end)
+                sums = lax.fori_loop(begin, last, ft.partial(step, False), sums)
+                begin = last
+            sums = lax.fori_loop(begin, end, ft.partial(step, True), sums)
+            begin = end
+        self.write(sums, rows)
+
+    def write(self, sums: Sequence, rows: Any) -> None:
+        """Writes the results: by way of shared memory where they have the dtype of the matrices."""
+        plan = self.plan
+        memory = {plan.features[i]: self.own[i].at[self.warpgroup] for i in plan.own}
+        for o, x in zip(plan.wanted, sums):
+            place = self.results[o].at[self.at, rows]
+            mosaic.store(x.astype(plan.dtypes[o]), place, memory.get(plan.widths[o]))
+
+    def read(self, i: int, step: Any = None) -> Value:
+        """An operand at a step."""
+        x = self.plan.operands[i]
+        if x.staged:
+            return x.read_staged(self.vectors[i].at[self.slot(0, step)])
+        block, start = (None, None) if step is None else self.where(step)
+        place = self.places.place(x.axes, block)
+        return x.read(self.given[i], place, self.start, start, STREAMED)
+
+    def slot(self, n: int, step: Any) -> Any:
+        """Where the tile of a matrix of the other side lies at a step."""
+        return lax.rem(step, jnp.int32(self.plan.stages[n]))
+
+    def step(self, program: SumProgram, near: dict, cleans: bool, step: Any, sums: tuple) -> tuple:
+        """Adds what a tile of the other side contributes. `cleans`: whether what is not finite in
+        it is replaced before the products that the program wants so.
+        """
+        plan = self.plan
+        gradients = [program.gradient(o) for o in plan.wanted]
+        dots = program.dots([g.pairs for g in gradients])
+        inner = collections.Counter(program.factors(eqn)[plan.side is ROWS] for eqn in dots)
+        summed = {g.matrix for g in gradients}
+        tile = lambda i: self.tile(i, step)
+        waited: set[int] = set()
+
+        def product(eqn):
+            factors = program.factors(eqn)
+            mine, i = factors if plan.side is ROWS else factors[::-1]
+            self.wait(i, step, waited)
+            found = mosaic.pairs_of(self.own[mine].at[self.warpgroup], tile(i))
+            inner[i] -= 1
+            if not inner[i] and i not in summed and i != plan.streamed[0]:
+                self.release(i, step)
+            if not inner[i] and i in summed and cleans and i in program.cleaned:
+                self.clean(i, step)
+            return found
+
+        sizes: dict[str, int] = dict(zip(plan.side.kinds, (mosaic.WARPGROUP, STREAMED)))
+        read = lambda i: near[i] if i in near else self.read(i, step)
+        run = Run(program, product, read, sizes, plan.origin)
+        for eqn in dots:  # What is staged arrives with the first tile.
+            run.value(eqn.outvars[0])
+        pairs = []
+        for gradient in gradients:
+            x = run.times(gradient.pairs, None, {}).spread(plan.side.kinds, sizes)
+            if plan.other % STREAMED:
+                inside = mosaic.iota(x.shape, 1) + self.where(step)[1] < jnp.int32(plan.other)
+                x = jnp.where(inside, x, jnp.float32(0))
+            if not plan.interpreted and program.cleaned:
+                # Or the compiler would mask what has been rounded, and take numbers apart for it.
+                (x,) = mosaic.in_order(x)
+            pairs.append(x.astype(plan.dtype))
+        new = []
+        for gradient, acc, x in zip(gradients, sums, pairs):
+            self.wait(gradient.matrix, step, waited)
+            new.append(mosaic.weighted(acc, x, tile(gradient.matrix), plan.interpreted))
+            if gradient.matrix != plan.streamed[0]:
+                self.release(gradient.matrix, step)
+        self.release(plan.streamed[0], step)
+        return tuple(new)
+
+    def tile(self, i: int, step: Any) -> Any:
+        """The tile of a matrix in shared memory."""
+        n = self.plan.streamed.index(i)
+        return self.tiles[n].at[self.slot(n, step)]
+
+    def wait(self, i: int, step: Any, waited: set[int]) -> None:
+        """Waits until the tile of a matrix has arrived, once a step."""
+        if i not in waited:
+            n = self.plan.streamed.index(i)
+            mosaic.barrier_wait(self.arrived[n].at[self.slot(n, step)])
+            waited.add(i)
+
+    def release(self, i: int, step: Any) -> None:
+        """Lets the next tile of a matrix take the place of one that was read."""
+        n = self.plan.streamed.index(i)
+        if self.plan.interpreted:  # which does not know that the barrier suffices after mere reads
+            mosaic.commit_smem()
+        mosaic.barrier_arrive(self.free[n].at[self.slot(n, step)])
+
+    def clean(self, i: int, step: Any) -> None:
+        """Replaces what is not finite in a tile that both warpgroups have multiplied, as
+        `_sweep/nonfinite.py` wants it: what is masked must not meet a probability of 0.
+        """
+        memory = self.tile(i, step)
+
+        def replace(part):
+            here = memory.at[:, mosaic.ds(part * STREAMED, STREAMED)]
+            x = mosaic.load(here, "pairs")
+            here[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
+
+        def both():
+            mosaic.barrier_arrive(self.both)
+            mosaic.barrier_wait(self.both)
+
+        both()
+        for part in range(self.plan.features[i] // STREAMED):
+            mosaic.when(self.warpgroup == part % 2)(ft.partial(replace, part))
+        mosaic.commit_smem()
+        both()

@@ -1,0 +1,178 @@
+"""The block function of a backward pass, cut at its products.
+
+Its arguments are matrices of rows (queries, cotangents), matrices of columns (keys, values), and
+what masks and scores read. Its results are gradients. Those of matrices are made in three stages:
+
+    products in     logits and cotangents of probabilities: a matrix of columns times one of rows
+    pair by pair    probabilities and cotangents of logits, as masks and scores make them
+    products out    such a block times a matrix of the side that is summed over
+
+A kernel has the first in registers, does the second there, and adds up the third. A gradient that
+is not made so is not for kernels.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from ..._jax import Literal
+from ..._sweep.grid import COL, GridLayout, ROW
+from ..._sweep.products import dot_p
+from ._operands import COLUMNS, ROWS, Side
+from ._program import BlockProgram, is_identity, is_known, origin_of
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(v.aval.shape)
+
+
+def keeps_matrix(eqn: Any) -> bool:
+    """Whether an operation changes at most the dtype or the sharding of a matrix."""
+    if eqn.primitive in (lax.convert_element_type_p, lax.copy_p) or is_identity(eqn):
+        return True
+    same = eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is None
+    return same and _shape(eqn.invars[0]) == _shape(eqn.outvars[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """A result that is a product of a block of pairs and a matrix.
+
+    **Arguments:**
+
+    - `side`: the side that it belongs to. The other is summed over.
+    - `pairs`: the variable of the block.
+    - `matrix`: the argument that is the matrix.
+    - `turned`: whether the result is `[features, own]`.
+    """
+
+    side: Side
+    pairs: Any
+    matrix: int
+    turned: bool
+
+
+class SumProgram(BlockProgram):
+    """The block function of one class of blocks.
+
+    **Arguments:**
+
+    - `closed`: its jaxpr.
+    - `layout`: the grid.
+
+    `features` holds for each matrix which of its axes is not that of tokens, and `dtypes` the
+    dtypes in which matrices are multiplied. `cleaned` are the matrices of which products out read
+    a copy, in which what is not finite is 0.
+    """
+
+    def __init__(self, closed: Any, layout: GridLayout):
+        super().__init__(closed)
+        self.arguments = {v: i for i, v in enumerate(self.jaxpr.invars)}
+        self.layout = layout
+        self.features: dict[int, int] = {}
+        self.dtypes: set = set()
+        self.cleaned: set[int] = set()
+        self.gradients = [self._gradient(v) for v in self.jaxpr.outvars]
+
+    def _matrix(self, v: Any) -> tuple[int | None, bool]:
+        """The matrix that a variable is, as an argument, and whether it was cleaned; or None."""
+        eqn = None if isinstance(v, Literal) else self.made_by.get(v)
+        if eqn is not None and keeps_matrix(eqn):
+            return self._matrix(eqn.invars[0])
+        if eqn is not None and eqn.primitive is lax.select_n_p:
+            test = self.made_by.get(eqn.invars[0])
+            if test is not None and test.primitive is lax.is_finite_p:
+                return self._matrix(eqn.invars[2])[0], True
+        i = None if isinstance(v, Literal) else self.arguments.get(v)
+        if i is None or len(_shape(v)) != 2 or self.side_of(i) is None:
+            return None, False
+        return i, False
+
+    def side_of(self, i: int) -> Side | None:
+        """The side that an argument belongs to, if it is one."""
+        axes = self.layout.in_axes[i]
+        return {(True, False): ROWS, (False, True): COLUMNS}.get((ROW in axes, COL in axes))
+
+    def _gradient(self, v: Any) -> Gradient | None:
+        eqn = None if isinstance(v, Literal) else self.made_by.get(v)
+        if eqn is None or eqn.primitive is not dot_p:
+            return None
+        contract = eqn.params["contract"]
+        found = [self._matrix(x) for x in eqn.invars]
+        where = [n for n, (i, _) in enumerate(found) if i is not None]
+        if len(where) != 1:
+            return None
+        (at,) = where
+        (i, cleaned), pairs = found[at], eqn.invars[1 - at]
+        if isinstance(pairs, Literal) or _shape(pairs) != self.layout.block:
+            return None
+        summed = ROWS if contract[1 - at] == 1 else COLUMNS
+        if i is None or self.side_of(i) is not summed:
+            return None
+        self._multiplies(i, 1 - contract[at], eqn)
+        if cleaned:
+            self.cleaned.add(i)
+        return Gradient(COLUMNS if summed is ROWS else ROWS, pairs, i, turned=at == 0)
+
+    def _multiplies(self, i: int, features: int, eqn: Any) -> None:
+        self.features[i] = features
+        self.dtypes.add(eqn.params["operand_dtype"])
+
+    def gradient(self, i: int) -> Gradient:
+        """A result that `why_not` has nothing against."""
+        found = self.gradients[i]
+        assert found is not None, i
+        return found
+
+    def size(self, i: int) -> int:
+        """The number of features of a matrix."""
+        return _shape(self.jaxpr.invars[i])[self.features[i]]
+
+    def dots(self, pairs: Sequence[Any]) -> list[Any]:
+        """The products that some blocks of pairs depend on."""
+        return [eqn for eqn in self.needed(pairs)[0] if eqn.primitive is dot_p]
+
+    def factors(self, eqn: Any) -> tuple[int, int]:
+        """The matrices of rows and of columns that a product in multiplies.
+
+        **Raises:** `ValueError` if it is not one.
+        """
+        (column, x), (row, y) = (self._matrix(v) for v in eqn.invars)
+        if row is None or column is None or x or y:
+            raise ValueError("a product of something else than two matrices")
+        if (self.side_of(row), self.side_of(column)) != (ROWS, COLUMNS):
+            raise ValueError("a product that is no block of pairs")
+        for i, features in zip((column, row), eqn.params["contract"]):
+            self._multiplies(i, features, eqn)
+        return row, column
+
+    def why_not(self, wanted: Sequence[int]) -> str:
+        """Why a kernel cannot compute some results; empty if it can."""
+        if any(self.gradients[i] is None for i in wanted):
+            return "a gradient that is not that of queries, keys or values"
+        eqns, _ = self.needed([self.gradient(i).pairs for i in wanted])
+        for eqn in eqns:
+            if eqn.primitive is dot_p:
+                try:
+                    self.factors(eqn)
+                except ValueError as e:
+                    return str(e)
+            elif not is_known(eqn):
+                return eqn.primitive.name
+        if len(self.dtypes) > 1 or None in self.dtypes:
+            return "products of wide numbers"
+        return ""
+
+    def origin(self, results: Sequence[Any]) -> int | None:
+        """The argument that only makes the finite origin of exponents; None without one."""
+        eqns, reads = self.needed(results)
+        made = [(eqn, origin_of(eqn, self.root, self.arguments)) for eqn in eqns]
+        found = {i for _, i in made if i is not None}
+        if len(found) != 1:
+            return None
+        (i,) = found
+        uses = [eqn for eqn in eqns if self.jaxpr.invars[i] in eqn.invars]
+        direct = all(origin_of(eqn, self.root, self.arguments) == i for eqn in uses)
+        return i if direct and reads[i] else None

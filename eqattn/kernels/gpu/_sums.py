@@ -1,0 +1,149 @@
+"""The kernels of a backward pass: which results each computes, and of which arrays it is made."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..._jax import abstract
+from ..._sweep.grid import GridLayout
+from .._program import LOG2E
+from . import _mosaic as mosaic
+from ._backward import Plan, Program, REGISTERS, STREAMED
+from ._lists import lists
+from ._operands import Operand, padded, rounded_up, ROWS, Side, TILE
+from ._sum_program import SumProgram
+
+
+_LEAST = float(jnp.finfo(jnp.float32).min)
+
+
+def kernels_of(
+    programs: dict[int, SumProgram], wanted: Sequence[int]
+) -> list[tuple[Side, list[int]]]:
+    """The results that each kernel computes: all of a side whose sums fit into registers."""
+    program, found = programs[max(programs)], []
+    for i in wanted:
+        gradient = program.gradient(i)
+        size = rounded_up(program.size(gradient.matrix), 64) // 2
+        for n, (side, mine, used) in enumerate(found):
+            if side is gradient.side and used + size <= REGISTERS:
+                found[n] = (side, [*mine, i], used + size)
+                break
+        else:
+            found.append((gradient.side, [i], size))
+    return [(side, mine) for side, mine, _ in found]
+
+
+def visit_sum(
+    programs: dict[int, SumProgram],
+    side: Side,
+    wanted: list[int],
+    layout: GridLayout,
+    args: Sequence,
+    dtypes: dict[int, Any],
+    interpreted: bool,
+) -> dict[int, Any]:
+    """Some results of a sweep, by one kernel.
+
+    **Arguments:**
+
+    - `programs`: the block function of each class.
+    - `side`, `wanted`: the results, all of one side.
+    - `layout`, `args`: the grid, and the table, if there is one, and the operands on it.
+    - `dtypes`: what results are rounded to.
+
+    **Returns:** the results with all batch axes and that of the side in front, `[own, features]`.
+    """
+    table, operands = layout.without_corners(args)
+    first = programs[max(programs)]
+    needs = lambda o: len(first.dots([first.gradient(o).pairs]))
+    wanted = sorted(wanted, key=needs)
+    gradients = {c: [p.gradient(o) for o in wanted] for c, p in programs.items()}
+    pairs = {c: [g.pairs for g in gs] for c, gs in gradients.items()}
+    inner = [p.factors(eqn) for c, p in programs.items() for eqn in p.dots(pairs[c])]
+    matrices = [g.matrix for gs in gradients.values() for g in gs]
+    mine = side is not ROWS
+    own = list(dict.fromkeys(f[mine] for f in inner))
+    streamed = list(dict.fromkeys([*(f[not mine] for f in inner), *matrices]))
+    features = {i: rounded_up(first.size(i), mosaic.WARPGROUP) for i in (*own, *streamed)}
+    origins = {p.origin(pairs[c]) for c, p in programs.items()}
+    origin = origins.pop() if len(origins) == 1 else None
+    reads = [p.needed(pairs[c])[1] for c, p in programs.items()]
+
+    keys, rows = layout.block
+    length, other = (rows, keys) if side is ROWS else (keys, rows)
+    lengths = dict(zip(side.kinds, (rounded_up(length, TILE), rounded_up(other, STREAMED))))
+    if origin is not None:
+        x = jnp.maximum(operands[origin], _LEAST) * LOG2E
+        operands = [jnp.maximum(x, _LEAST) if i == origin else y for i, y in enumerate(operands)]
+    given = {
+        i: Operand(x, layout.in_axes[i], layout, side, lengths)
+        for i, x in enumerate(operands)
+        if any(r[i] for r in reads)
+    }
+    (dtype,) = first.dtypes
+    cleaned = [i for i in streamed if any(i in p.cleaned for p in programs.values())]
+    inputs, dirty = [], []
+    for i in (*own, *streamed):
+        axes, x = layout.in_axes[i], operands[i]
+        if i in cleaned:
+            along = [n for n, a in enumerate(axes) if a == side.other]
+            bad = ~jnp.isfinite(x).all((*along, x.ndim - 2, x.ndim - 1))
+            dirty.append(bad.astype(jnp.int32).reshape(-1))
+        x = x if first.features[i] == 1 else jnp.swapaxes(x, -1, -2)
+        x = x.reshape(math.prod(x.shape[: len(axes)]), *x.shape[len(axes) :]).astype(dtype)
+        x = padded(x, 1, lengths[side.kinds[i in streamed]])
+        inputs.append(padded(x, 2, features[i]))
+    inputs += dirty
+    if table is not None:
+        table = table if side is ROWS else jnp.swapaxes(table, -1, -2)
+        order, columns, counts = lists(table, tuple(programs))
+        inputs += [order, *(x.reshape(-1, *x.shape[-2:]) for x in (columns, counts))]
+    inputs += [x.array for x in given.values()]
+    plan = Plan(
+        layout=layout,
+        side=side,
+        length=length,
+        other=other,
+        programs=programs,
+        wanted=wanted,
+        own=own,
+        streamed=streamed,
+        features=features,
+        operands=given,
+        origin=origin,
+        cleaned=cleaned,
+        table_axes=None if table is None else (layout.table_axes or ())[:-2],
+        dtype=dtype,
+        dtypes=dtypes,
+        interpreted=interpreted,
+    )
+
+    def body(*refs):
+        scratch = len(plan.scratch())
+        program = Program(plan, refs[:-scratch], refs[-scratch:])
+
+        @mosaic.when(program.warpgroup < 2)
+        def _():
+            mosaic.set_max_registers(240, action="increase")
+            program.compute()
+
+        @mosaic.when(program.warpgroup == 2)
+        def _():
+            mosaic.set_max_registers(24, action="decrease")
+            program.copy()
+
+    shape = layout.shape((*layout.batch, side.own))
+    places = math.prod(shape)
+    out = [(places, lengths[side.kinds[0]], plan.widths[o]) for o in wanted]
+    out = [abstract(args[-1], x, dtypes[o]) for x, o in zip(out, wanted)]
+    name = "eqattn_sum_" + ("rows" if side is ROWS else "columns")
+    run = mosaic.kernel(body, out, places * plan.tiles, name, plan.scratch(), interpreted)
+    found = {}
+    for o, x in zip(wanted, run(*inputs)):
+        width = first.size(first.gradient(o).matrix)
+        x = x[:, :length, :width].reshape(*shape, length, width)
+        found[o] = jnp.swapaxes(x, -1, -2) if first.gradient(o).turned else x
+    return found
