@@ -251,9 +251,7 @@ class Evaluation:
         if eqn.primitive is lax.reshape_p:
             x: Any = eqn.invars[0]
             shape = eqn.outvars[0].aval.shape
-            if (
-                len(shape) < 2 and 1 in x.aval.shape
-            ):  # the numbers of a row or column have one order
+            if len(shape) < 2 and 1 in x.aval.shape:  # numbers of one order, row or column
                 return self.value(x, self.lies_flipped(x)).reshape(shape)
         if eqn.primitive is lax.reduce_sum_p and self.lies_flipped(eqn.invars[0]):
             x = self.value(eqn.invars[0], True)
