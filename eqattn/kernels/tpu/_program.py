@@ -27,7 +27,7 @@ The results are those of the jaxpr to rounding. These rules change what is compu
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ class Evaluation:
         self.window: tuple[slice, slice] | None = None
         self.parts: dict = {}
 
-    def at(self, window: tuple[slice, slice] | None) -> Self:
+    def at(self, window: tuple[slice, slice] | None) -> Any:
         """The same evaluation for a window of the blocks of logits: slices of keys and of rows."""
         run = copy.copy(self)  # what it reads whole, it reads once
         run.window, run.parts = window, {}
