@@ -27,7 +27,7 @@ The results are those of the jaxpr to rounding. These rules change what is compu
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ class Evaluation:
         self.window: tuple[slice, slice] | None = None
         self.parts: dict = {}
 
-    def at(self, window: tuple[slice, slice] | None) -> Self:
+    def at(self, window: tuple[slice, slice] | None) -> Any:
         """The same evaluation for a window of the blocks of logits: slices of keys and of rows."""
         run = copy.copy(self)  # what it reads whole, it reads once
         run.window, run.parts = window, {}
@@ -251,9 +251,7 @@ class Evaluation:
         if eqn.primitive is lax.reshape_p:
             x: Any = eqn.invars[0]
             shape = eqn.outvars[0].aval.shape
-            if (
-                len(shape) < 2 and 1 in x.aval.shape
-            ):  # the numbers of a row or column have one order
+            if len(shape) < 2 and 1 in x.aval.shape:  # numbers of one order, row or column
                 return self.value(x, self.lies_flipped(x)).reshape(shape)
         if eqn.primitive is lax.reduce_sum_p and self.lies_flipped(eqn.invars[0]):
             x = self.value(eqn.invars[0], True)
