@@ -32,7 +32,6 @@ from ..masks._causal import Causal
 from ..masks._terms import check_positions, split_list
 from ._base import AttentionImpl
 from ._checks import check_precision, choose_bias, choose_dropout_key
-from ._in_kernels import operation_without_kernel, untried_in
 from ._results import attended, finish
 
 
@@ -106,6 +105,8 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None:
             return XLA
         reason = kernels.unsupported_dtype(problem.query.dtype)
+        from ._in_kernels import untried_in  # with what only kernels need
+
         reason = reason or untried_in(kernels, problem.mask, problem.scores)
         if reason and kernels.required:
             raise ValueError(self._without_kernel(kernels, reason))
@@ -203,6 +204,8 @@ class AbstractFoldStrategy(AttentionImpl):
         kernels = self._kernels()
         if kernels is None or not kernels.required:
             return ""
+        from ._in_kernels import operation_without_kernel, untried_in
+
         if reason := untried_in(kernels, mask, scores):
             return self._without_kernel(kernels, reason)
         if self.metadata.platform is Platform.PALLAS:
