@@ -19,7 +19,8 @@ from jaxtyping import Array
 
 from .._carry import Carry
 from .._jax import compiled, is_narrow, summed_wide, varying_axes
-from .._misc import iota
+from .._misc import accumulation_dtype, iota
+from .._pairs import Operand
 from .._problem.bound import BoundMask, BoundScore
 from .._problem.jit_cache import cached
 from .._problem.problem import Problem
@@ -76,7 +77,7 @@ class _Apart(eqx.Module):
                     )
                 held.append(None)
                 continue
-            held.append(tuple(jnp.asarray(problem.canonical(o)) for o in part.operands()))
+            held.append(tuple(_held(problem, o) for o in part.operands()))
         lists = (x.rows_of(problem.batch_shape) for x in lists_of(problem.mask))
         q = problem.q_positions if problem.q_positions is not None else q
         k = problem.kv_positions if problem.kv_positions is not None else k
@@ -199,6 +200,16 @@ def fold_listed(problem: Problem, *, place, **options) -> Carry:
         check_vma=bool(varying_axes(*jax.tree.leaves(arrays))),
     )(arrays.widened())
     return jax.tree.map(lambda x: x[:, :t], carry)
+
+
+def _held(problem: Problem, operand: Operand) -> Array:
+    """An operand in canonical form. The gradient of floats that all queries share is a sum over
+    devices, so these are in the dtype of sums.
+    """
+    x = jnp.asarray(problem.canonical(operand))
+    if x.shape[2] > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(accumulation_dtype(x.dtype, problem.accumulation_dtype))
 
 
 def _gathered(apart: _Apart, axes: tuple[str, ...]) -> _Apart:
