@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._misc import accumulation_dtype, as_size, REACH
+from .._misc import accumulation_dtype, as_size
 from .layout import AbstractRingLayout, Contiguous
 from .plan import ring_plan, RingPlan
 
@@ -155,7 +155,7 @@ def sharding_plan(
     for name, number in dataclasses.asdict(machine).items():
         if not (isinstance(number, int | float) and number > 0):
             raise ValueError(f"{name} must be a positive number, got {number!r}.")
-    devices = as_size(devices, "devices", -REACH)
+    devices = as_size(devices, "devices", 1)
     sizes: dict[str, Any] = dict(
         layout=layout,
         mask=mask,
