@@ -46,7 +46,7 @@ class AbstractFoldStrategy(AttentionImpl):
     def __check_init__(self) -> None:
         as_flag(getattr(self, "fused_backward", True), "fused_backward")
         # What is no metadata is named by the check of `AttentionImpl`, which comes after this one.
-        platform = getattr(self.metadata, "platform", None)
+        platform: Any = getattr(self.metadata, "platform", None)
         if self.fixed and platform in (Platform.PALLAS, Platform.INTERPRET):
             raise ValueError(
                 f"bitwise=True with platform={platform.value!r}: kernels have blocks of their own; "
