@@ -81,10 +81,12 @@ CASES = [
 ]
 
 
-RARE = [("ring", 2), ("all_gather", 8)]
 # Many devices show what few do, and more of it.
+ALWAYS = [("blockwise", sc.ALiBi), ("ring", closure), ("ulysses", sc.ALiBi)]
 CROSSED = [
-    pytest.param(case, slopes, marks=pytest.mark.slow if case in RARE else ())
+    pytest.param(
+        case, slopes, marks=() if case[1] != 2 and (case[0], slopes) in ALWAYS else pytest.mark.slow
+    )
     for case in CASES
     for slopes in (sc.ALiBi, closure)
 ]

@@ -18,7 +18,9 @@ PLAIN |= {"mask": "and", "length": (3, 5), "block": (2, 3), "bias": "heads", "si
 CASES = [
     pytest.param(
         PLAIN | {"transform": transform},
-        marks=pytest.mark.slow if transform in ("linearize", "vmap", "checkpoint") else (),
+        marks=pytest.mark.slow
+        if transform in ("linearize", "vmap", "checkpoint", "jit", "scan", "hvp")
+        else (),
     )
     for transform in AXES["transform"]
 ]

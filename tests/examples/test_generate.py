@@ -40,6 +40,7 @@ def serve(folder, capsys, *more):
     return status, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_as_full_recomputation(folder, capsys):
     status, out = serve(folder, capsys, "--check")
     assert status == 0 and "as full recomputation" in out

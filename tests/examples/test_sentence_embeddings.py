@@ -137,6 +137,7 @@ def test_bad_arguments(arguments, message, folder, monkeypatch, capsys):
 published = pytest.mark.skipif(example.installed() is None, reason=example.REMEDY)
 
 
+@pytest.mark.slow
 @published
 def test_published_weights_find_what_is_meant(capsys):
     assert example.main(["--check"]) == 0
