@@ -188,6 +188,29 @@ def differences(a: Any, b: Any, at: str = "") -> Iterator[tuple[str, str, str]]:
         yield at or "kind", _text(a), _text(b)
 
 
+def with_defaults(data: Any, like: Any) -> Any:
+    """A description with the defaults of fields that classes have had only since it was written.
+
+    **Arguments:**
+
+    - `data`: the description.
+    - `like`: what it is compared with, whose classes have the fields.
+    """
+    body = data.get(_tag(data)) if isinstance(data, Mapping) else None
+    if not isinstance(body, Mapping) or not isinstance(body.get("fields"), Mapping):
+        return data
+    if not dataclasses.is_dataclass(type(like)):
+        return data
+    fields = dict(body["fields"])
+    for f in dataclasses.fields(like):
+        if f.name in fields:
+            fields[f.name] = with_defaults(fields[f.name], getattr(like, f.name, None))
+        elif f.default is not dataclasses.MISSING:
+            static = f.metadata.get("static", False) or not isinstance(like, eqx.Module)
+            fields[f.name] = describe(f.default, f.name, static)
+    return {_tag(data): {**body, "fields": fields}}
+
+
 _ABSENT = {"$absent": None}
 
 

@@ -28,7 +28,7 @@ from .._config.metadata import AttentionMetadata
 from .._misc import NOT_GIVEN
 from .._version import __version__
 from ..strategies import AttentionImpl
-from .describe import describe, differences, Leaf, leaf_of, restore
+from .describe import describe, differences, Leaf, leaf_of, restore, with_defaults
 from .upgrade import upgraded
 
 
@@ -150,7 +150,7 @@ def load(path_or_file: _Path | _Readable, like: Any = None, *, mesh: Any = NOT_G
 
 def _compare(described: Any, like: Any) -> Any:
     """The differences between a description and `like`. Weak types do not count as different."""
-    strong = json.loads(_line(described), object_hook=_strong)
+    strong = json.loads(_line(with_defaults(described, like)), object_hook=_strong)
     return differences(strong, json.loads(_line(describe(like)), object_hook=_strong))
 
 

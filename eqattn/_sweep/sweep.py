@@ -189,7 +189,11 @@ def steps_of(visits, layout, out_axes, wanted, vectorise) -> dict[int, Callable]
     """The steps by which `traverse` adds up the results `wanted` of block functions."""
     steps = {}
     for c, jaxpr in visits:
-        f = lambda *blocks, jaxpr=jaxpr: [evaluate(jaxpr, blocks)[i] for i in wanted]
+
+        def f(*blocks, jaxpr=jaxpr):
+            ys = evaluate(jaxpr, blocks)
+            return [ys[i] for i in wanted]
+
         f = _vectorised(f, layout, [out_axes[i] for i in wanted]) if vectorise else f
 
         def step(accs, blocks, f=f):

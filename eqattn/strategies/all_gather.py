@@ -1,6 +1,6 @@
 """`AllGather`: each of many devices keeps its queries, and gathers the keys and values of all."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 
@@ -68,7 +68,7 @@ class AllGather(AbstractSharded):
                 "in an order that depends on the devices; use Contiguous()."
             )
 
-    promises = frozenset({"devices"})
+    promises: ClassVar[frozenset[str]] = frozenset({"devices"})
 
     @classmethod
     def get_impl_name(cls) -> str:

@@ -1,6 +1,6 @@
 """`Blockwise`: one device visits blocks of queries, and for each the live blocks of keys."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 
@@ -41,7 +41,7 @@ class Blockwise(AbstractOnDevice):
     fused_backward: bool = eqx.field(static=True, default=True)
     bitwise: bool = eqx.field(static=True, default=False)
 
-    promises = frozenset({"batch", "capacity", "chunks", "decode"})
+    promises: ClassVar[frozenset[str]] = frozenset({"batch", "capacity", "chunks", "decode"})
 
     @classmethod
     def get_impl_name(cls) -> str:

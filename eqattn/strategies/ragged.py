@@ -60,7 +60,9 @@ class Ragged(AbstractOnDevice):
             )
 
     reads_stored = True
-    promises = frozenset({"batch", "capacity", "chunks", "decode", "layout"})
+    promises: ClassVar[frozenset[str]] = frozenset(
+        {"batch", "capacity", "chunks", "decode", "layout"}
+    )
     pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
 
     @classmethod

@@ -92,7 +92,7 @@ def test_memory_does_not_grow_as_that_of_dense(capsys):
         ("--lr -1", "--lr -1.0 is not a positive number"),
         ("--lr nan", "--lr nan is not a positive number"),
         ("--dtype float8", "argument --dtype: invalid choice"),
-        ("--strategy nothing", "No strategy has the name 'nothing'; there are ['blockwise'"),
+        ("--strategy nothing", "No strategy has the name 'nothing'; there are ['all_gather'"),
         ("--text nowhere", "nowhere does not exist"),
         ("--text empty", "needs more text"),
         ("--out occupied", "occupied"),

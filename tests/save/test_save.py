@@ -274,8 +274,10 @@ def test_fields_that_came_and_went(registered):
     out = load(file)
     assert type(out) is newer and (out.a, out.b) == (1, 3)
     file.seek(0)
-    with pytest.raises(ValueError, match="b: nothing in the file, 3 in like"):
-        load(file, like=newer(AttentionMetadata(), 1))
+    assert load(file, like=newer(AttentionMetadata(), 1)).b == 3  # the default of a field that came
+    file.seek(0)
+    with pytest.raises(ValueError, match="b: 3 in the file, 4 in like"):
+        load(file, like=newer(AttentionMetadata(), 1, 4))
     strategy_with(b=3)
     file.seek(0)
     with pytest.raises(

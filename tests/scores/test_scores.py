@@ -554,7 +554,7 @@ def test_scores_are_modules(score, unchecked):
 
 @pytest.mark.parametrize("axes", ["th", "hb", "q", "hh"])
 def test_axes_of_an_operand_are_in_order(axes):
-    with pytest.raises(ValueError, match=r"some of 'bhts'.*in this order.*transpose"):
+    with pytest.raises(ValueError, match=r"some of 'bhtsf'.*in this order.*transpose"):
         Operand(jnp.zeros((3, 4)), axes)
 
 
