@@ -138,6 +138,19 @@ class HeldScore(AbstractWrapper):
         return _of_pair(closed.jaxpr, closed.dtypes, closed.consts, (logit, b, h, q, k, *operands))
 
 
+def read_of(operand: Any, logit: Any, features: int = 4) -> tuple[tuple[int, ...], Any]:
+    """The shape and the dtype of what a score reads of an operand at a pair.
+
+    **Arguments:**
+
+    - `operand`: the operand, canonical, of which floats are read in the dtype of sums.
+    - `logit`: the dtype of the logit.
+    - `features`: which axis is that of features, if there are any.
+    """
+    dtype = accumulation_dtype(operand.dtype, logit) if _is_float(operand) else operand.dtype
+    return operand.shape[features:], dtype
+
+
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 

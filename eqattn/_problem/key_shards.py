@@ -26,9 +26,8 @@ from jaxtyping import Array
 from .._carry import Carry, safe_max
 from .._jax import is_narrow, varying_axes
 from .._misc import accumulation_dtype, iota
-from .._sweep.sweep import block_dtype
 from .bound import BoundMask, BoundScore
-from .closed_score import ClosedScore, HeldScore
+from .closed_score import ClosedScore, HeldScore, read_of
 from .joined import Leading
 from .problem import Problem
 from .storage import as_stored, Pages
@@ -65,11 +64,6 @@ def key_axis(operand: Array) -> int:
 def on_every_device(operand: Array, paged: bool) -> bool:
     """Whether each device has all of an operand: of pages, and where it does not vary with keys."""
     return paged or operand.shape[key_axis(operand)] == 1
-
-
-def _read(operand: Array) -> tuple[tuple[int, ...], Any]:
-    """The shape and the dtype of what a score reads of a canonical operand at a pair."""
-    return operand.shape[4:], block_dtype(operand)
 
 
 class ShardedKeys(eqx.Module):
@@ -126,7 +120,7 @@ class ShardedKeys(eqx.Module):
         one = (math.prod(problem.batch_shape),)
         rest = dataclasses.replace(rest, scale=jnp.asarray(rest.scale, acc), batch_shape=one)
         consts = tuple(
-            ClosedScore.of(score, acc, list(map(_read, arrays))).consts
+            ClosedScore.of(score, acc, [read_of(x, acc) for x in arrays]).consts
             for score, arrays in zip(problem.scores, scores)
         )
         at = problem.kv_positions
@@ -212,7 +206,7 @@ class ShardedKeys(eqx.Module):
         problem = self.rest
         axes, acc = varying_axes(*jax.tree.leaves((key, scores))), problem.accumulation_dtype
         bound = tuple(
-            BoundScore(HeldScore.of(s, acc, list(map(_read, xs)), c, axes), xs)
+            BoundScore(HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes), xs)
             for s, xs, c in zip(problem.scores, scores, self.consts)
         )
         new = [key, value, positions, bound]

@@ -29,6 +29,7 @@ from .._sweep.fold import fold_p
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
 from .bound import BoundMask, BoundScore
+from .closed_score import HeldScore, read_of
 from .problem import Problem
 from .storage import AbstractStored
 
@@ -129,6 +130,11 @@ def fold_selected(
         of_mask=() if problem.mask is None else canonical(problem.mask),
         of_scores=tuple(canonical(score) for score in problem.scores),
     )
+    # All parts read the arrays of a score, whose gradient is a sum over them.
+    acc = problem.accumulation_dtype
+    reads = [[read_of(x, acc, features=5) for x in xs] for xs in rows.of_scores]
+    held = tuple(HeldScore.of(s, acc, read) for s, read in zip(problem.scores, reads))
+    problem = dataclasses.replace(problem, scores=held)
     visit = ft.partial(_fold_rows, problem, size, fold=fold)
     if parts == 1:
         carry = visit(jax.tree.map(lambda x: x[0], rows))

@@ -194,9 +194,9 @@ def steps_of(visits, layout, out_axes, wanted, vectorise) -> dict[int, Callable]
             ys = evaluate(jaxpr, blocks)
             return [ys[i] for i in wanted]
 
-        f = _vectorised(f, layout, [out_axes[i] for i in wanted]) if vectorise else f
+        call = _vectorised(f, layout, [out_axes[i] for i in wanted]) if vectorise else f
 
-        def step(accs, blocks, f=f):
+        def step(accs, blocks, f=call):
             ys = f(*blocks)
             return ys if accs is None else [a + y for a, y in zip(accs, ys)]
 

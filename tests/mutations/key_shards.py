@@ -25,7 +25,7 @@ MUTANTS = [
             ("one = (math.prod(problem.batch_shape),)", "one = problem.batch_shape"),
             ("return x.astype(accumulation_dtype(x.dtype, acc)) if summed else x", "return x"),
             ("scale=jnp.asarray(rest.scale, acc), batch_shape=one", "batch_shape=one"),
-            ("HeldScore.of(s, acc, list(map(_read, xs)), c, axes)", "s"),
+            ("HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes)", "s"),
         ],
     ),
     (
