@@ -368,17 +368,8 @@ def visit_fold(
 
     def body(*refs):
         scratch = len(plan.scratch())
-        program = Program(plan, refs[:-scratch], refs[-scratch:])
-
-        @mosaic.when(program.warpgroup < 2)
-        def _():
-            mosaic.set_max_registers(240 if sizes.padded_dim > 128 else 232, action="increase")
-            program.compute()
-
-        @mosaic.when(program.warpgroup == 2)
-        def _():
-            mosaic.set_max_registers(24 if sizes.padded_dim > 128 else 40, action="decrease")
-            program.copy()
+        registers = (240, 24) if sizes.padded_dim > 128 else (232, 40)
+        mosaic.specialise(Program(plan, refs[:-scratch], refs[-scratch:]), *registers)
 
     places = math.prod(shape)
     wide = lambda is_wide: (sizes.padded_width,) if is_wide else ()

@@ -131,6 +131,26 @@ def kernel(
 _interpreting = threading.Lock()
 
 
+def specialise(program: Any, computing: int, copying: int) -> None:
+    """Has two warpgroups compute, and the third one copy what they read.
+
+    **Arguments:**
+
+    - `program`: has the index `warpgroup`, and the methods `compute` and `copy`.
+    - `computing`, `copying`: how many registers a thread of either has.
+    """
+
+    @when(program.warpgroup < 2)
+    def _():
+        set_max_registers(computing, action="increase")
+        program.compute()
+
+    @when(program.warpgroup == 2)
+    def _():
+        set_max_registers(copying, action="decrease")
+        program.copy()
+
+
 def alone(fn: Any) -> Any:
     """A function of arrays that interprets a kernel, as a callback. All interpreted kernels of a
     process share one memory, and XLA would run two of one program at once.

@@ -123,17 +123,7 @@ def visit_sum(
 
     def body(*refs):
         scratch = len(plan.scratch())
-        program = Program(plan, refs[:-scratch], refs[-scratch:])
-
-        @mosaic.when(program.warpgroup < 2)
-        def _():
-            mosaic.set_max_registers(240, action="increase")
-            program.compute()
-
-        @mosaic.when(program.warpgroup == 2)
-        def _():
-            mosaic.set_max_registers(24, action="decrease")
-            program.copy()
+        mosaic.specialise(Program(plan, refs[:-scratch], refs[-scratch:]), 240, 24)
 
     shape = layout.shape((*layout.batch, side.own))
     places = math.prod(shape)
