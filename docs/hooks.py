@@ -25,7 +25,8 @@ _BLOCK = re.compile(
 def _mathml(match: re.Match) -> str:
     tag = match["tag"]
     display = "block" if tag == "div" else "inline"
-    return f"<{tag}>{convert(unescape(match['tex']).strip(), display=display)}</{tag}>"
+    formula = convert(unescape(match["tex"]).strip(), display=display)
+    return f'<{tag} class="formula">{formula}</{tag}>'
 
 
 def on_page_content(html: str, **kwargs) -> str:
