@@ -131,13 +131,25 @@ def mesh_of(case):
     return jax.set_mesh(jax.make_mesh((n,), ("sp",), auto, devices=jax.devices()[:n]))
 
 
+def in_parts(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
+    """The windows of a small block: half of the keys, and half or, if masked, a quarter of the rows,
+    where that is even.
+    """
+
+    def cut(n, most):
+        size = n // next(parts for parts in (most, 2, 1) if n % parts == 0)
+        return [slice(i, i + size) for i in range(0, n, size)]
+
+    return [(at, to) for to in cut(rows, 4 if masked else 2) for at in cut(keys, 2)]
+
+
 @contextlib.contextmanager
 def small_windows(case):
     """Kernels work on a block in several parts, as on large ones, and in the forms of all chips."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_step, "WINDOW", 8)
+        patch.setattr(_step, "windows", in_parts)
         patch.setattr(_step, "sums_by_product", lambda: build.sums_by_product(case))
-        patch.setattr(_backward_step, "WINDOW", (8, 16))
+        patch.setattr(_backward_step, "windows", in_parts)
         patch.setattr(_backward_step, "suits", lambda step: case["lead"] != ())
         yield
 
