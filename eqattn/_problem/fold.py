@@ -33,6 +33,7 @@ def fold_problem(
     *,
     fused: bool,
     lowering: Lowering = XLA,
+    live: Any = None,
 ) -> Carry:
     """Evaluates the softmax fold of a problem.
 
@@ -44,12 +45,13 @@ def fold_problem(
     - `spread`: the devices whose keys are visited; None is this device alone.
     - `fused`: whether gradients take one visit of the blocks instead of two.
     - `lowering`: the code that visits the blocks.
+    - `live`: which blocks are visible at most, bool `[B|1, K|1, rows, columns]`; None if all are.
 
     **Returns:** a Carry of `[B, T, H, V]`, `[B, T, H]` and `[B, T, H]`, without the sinks.
     """
     if 0 in (*blocking.grid, blocking.queries):
         return _empty(problem, blocking)
-    return Carry(*_visited(_folded, 3, [], problem, blocking, spread, fused, lowering))
+    return Carry(*_visited(_folded, 3, [], problem, blocking, spread, fused, lowering, live))
 
 
 def attend_problem(
@@ -143,6 +145,7 @@ def _visited(
     spread: HeadExchange | None,
     fused: bool,
     lowering: Lowering,
+    live: Any = None,
 ) -> list[Array]:
     """The results of a visit of all blocks, as arrays of tokens.
 
@@ -158,7 +161,7 @@ def _visited(
     # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
     if lowering is not XLA and not (spread.inside and spread.size > 1):
         problem = looked_up(problem)
-    blocks = BlockOperands(problem, blocking, spread, lowering)
+    blocks = BlockOperands(problem, blocking, spread, lowering, live)
     table, table_axes, classes = blocks.plan()
     visited = blocks.on(spread.local(blocking))
     # Of a table with axes of batch or heads, each device of a mesh may have another part.

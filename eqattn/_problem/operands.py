@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import summed_wide, varying_axes
-from .._misc import accumulation_dtype
+from .._misc import accumulation_dtype, widened
 from .._pairs import Operand, over_block
 from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
 from .._sweep.lowering import Lowering, XLA
@@ -54,6 +54,7 @@ class BlockOperands:
     - `lookups`: the index of the operand that holds the page, for each page axis.
     - `products`: keyword arguments of `dot`, as sorted pairs.
     - `post_scale`: whether the scale multiplies the products instead of the keys.
+    - `live`: which blocks are visible at most, bool `[B|1, K|1, rows, columns]`; None if all are.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class BlockOperands:
         blocking: Blocking,
         spread: HeadExchange = HeadExchange(),
         lowering: Lowering = XLA,
+        live: Any = None,
     ):
-        self.problem, self.blocking, self.spread = problem, blocking, spread
+        self.problem, self.blocking, self.spread, self.live = problem, blocking, spread, live
         self.lowering, self.sent, self.local = lowering, bool(spread.axes), False
         dtype, acc = problem.query.dtype, problem.accumulation_dtype
         wide = dtype == acc or not lowering.multiplies_narrow()
@@ -105,12 +107,15 @@ class BlockOperands:
         if self.padded:
             valid = np.ones((1, 1, 1, whole.keys), bool)
             self._add("valid", whole.pad(valid, 3, padded, edge=False))
+        if live is not None:
+            blocks, axes = on_grid(jnp.asarray(live))
+            self.operands += (BlockOperand("live", blocks[..., None, None], axes),)
         self.groups: list[slice] = []
         for part in (*problem.scores, *([] if problem.mask is None else [problem.mask])):
             start = len(self.operands)
             for operand in part.operands():
                 scored = isinstance(part, AbstractScore)
-                array = self.widened(operand) if scored else problem.canonical(operand)
+                array = self.canonical_wide(operand) if scored else problem.canonical(operand)
                 self._add(type(part).__name__, array)
             self.groups.append(slice(start, len(self.operands)))
         for name, x in words_of(problem, spread).items():
@@ -169,7 +174,7 @@ class BlockOperands:
             in_axes=tuple(x.axes for x in self.operands),
             table_axes=table_axes,
             ring=self.spread.ring,
-            ragged=blocking.in_place,
+            ragged=blocking.in_place or self.live is not None,
             lowering=self.lowering,
             uniform=blocking.fixed,
             **more,
@@ -241,7 +246,7 @@ class BlockOperands:
 
         return fn
 
-    def widened(self, operand: Operand) -> Array | np.ndarray:
+    def canonical_wide(self, operand: Operand) -> Array | np.ndarray:
         """An operand of a score in canonical form, such that its gradient rounds once.
 
         That gradient is a sum over the axes that the operand is broadcast to. An operand smaller
@@ -256,8 +261,7 @@ class BlockOperands:
         if large and self.spread.size == 1 and accumulation_dtype(array.dtype) == acc:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
-        array = array.astype(accumulation_dtype(array.dtype, acc))
-        return self.problem.canonical(Operand(array, operand.axes))
+        return self.problem.canonical(Operand(widened(array, acc), operand.axes))
 
     @property
     def reads(self) -> list[int]:
@@ -304,11 +308,11 @@ class BlockOperands:
         if self.sent:  # Each hop makes its own table.
             some = self.problem.mask is not None or self.padded
             return None, None, (PARTIAL,) if fixed else (PARTIAL, FULL) if some else (FULL,)
-        table = table_of(self.problem, self.blocking)
+        table = table_of(self.problem, self.blocking, self.live)
         if table is None or fixed:
             placed = (None, None) if table is None else on_grid(as_partial(table))
             return *placed, (PARTIAL,) if fixed else (FULL,)
-        if self.blocking.rows * self.blocking.columns == 1:
+        if self.blocking.rows * self.blocking.columns == 1 and self.live is None:
             return None, None, (PARTIAL,)
         classes = (PARTIAL, FULL)
         if isinstance(table, np.ndarray):
@@ -355,7 +359,7 @@ class BlockOperands:
             ]  # fmt: skip
             mask = None
             if c == PARTIAL:
-                parts = [named["valid"]] if self.padded else []
+                parts = [named[role] for role in ("valid", "live") if role in named]
                 if problem.mask is not None:
                     parts.append(over_block(visible(problem.mask), [*pairs, *own[-1]]))
                 mask = ft.reduce(jnp.logical_and, parts) if parts else jnp.ones((1, 1), bool)
