@@ -32,7 +32,7 @@ from .problem import Problem
 from .storage import AbstractStored, as_stored
 
 
-WHOLE = ("q_position", "kv_position", "valid", *WORDS)
+WHOLE = ("q_position", "kv_position", "kv_place", "valid", *WORDS)
 """The roles of operands that hold the tokens of all devices that exchange heads. These are not
 gathered from the devices.
 """
@@ -64,6 +64,7 @@ class BlockOperands:
         spread: HeadExchange = HeadExchange(),
         lowering: Lowering = XLA,
         live: Any = None,
+        places: bool = False,
     ):
         self.problem, self.blocking, self.spread, self.live = problem, blocking, spread, live
         self.lowering, self.sent, self.local = lowering, bool(spread.axes), False
@@ -101,6 +102,8 @@ class BlockOperands:
             self._add("scale", scale.reshape(1, 1, 1, 1))
         for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
             self._add(name, x)
+        if places and problem.kv_places is not None:
+            self._add("kv_place", problem.kv_places[:, None, None, :])
         whole = spread.local(blocking) if spread.inside else blocking
         padded = whole.columns * whole.block_k
         self.padded = padded != whole.keys
@@ -164,6 +167,12 @@ class BlockOperands:
     def index(self, role: str) -> int:
         """The index of the first operand with a role."""
         return next(i for i, x in enumerate(self.operands) if x.role == role)
+
+    @property
+    def places(self) -> int:
+        """The index of the operand that says where each key lies."""
+        moved = any(x.role == "kv_place" for x in self.operands)
+        return self.index("kv_place" if moved else "kv_position")
 
     def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> GridLayout:
         """The grid of a visit of blocks of this blocking."""

@@ -216,6 +216,7 @@ def _over_devices(
         problem,
         q_positions=tokens(t, problem.q_positions),
         kv_positions=tokens(s, problem.kv_positions),
+        kv_places=None if problem.kv_places is None else tokens(s, problem.kv_places),
     )
     parts = pieces // group if mesh is None else pieces * n
     shards = n * group if mesh is None else 1
