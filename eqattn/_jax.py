@@ -63,26 +63,43 @@ def is_narrow(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
 
 
-def summed_wide(fn, x):
-    """The result of a linear function, whose transpose is taken in float32 for narrow numbers.
+def shadow_of(x):
+    """What `summed_wide` takes as the `shadow` of an array; None if sums of it are wide anyway."""
+    return x.astype(jnp.float32) if is_narrow(x) else None
+
+
+def summed_wide(fn, x, *args, shadow=None):
+    """The result of a function that is linear in an array, and whose transpose is taken in float32
+    for narrow numbers.
 
     The derivative of a linear `fn` is `fn` itself, here of a tangent that is cast to float32 first
     and back afterwards. The transpose of these three steps sums cotangents in float32. XLA:CPU
     crashes on some sums of narrow numbers over devices, which such transposes are.
+
+    Where `fn` is applied in each turn of a loop, the turns add up cotangents, too. So the first
+    step is taken before the loop, where it makes the shadow. No turn reads what the shadow holds:
+    only its tangent is used, and XLA drops the array.
+
+    **Arguments:**
+
+    - `fn`: a function of `x` and `args`.
+    - `x`: an array.
+    - `args`: integers, such as indices. In a loop, `fn` must not close over arrays.
+    - `shadow`: `shadow_of(x)`, made before a loop; None makes it here.
     """
     if not is_narrow(x):
-        return fn(x)
+        return fn(x, *args)
 
     @jax.custom_jvp
-    def apply(x):
-        return fn(x)
+    def apply(x, shadow, *args):
+        return fn(x, *args)
 
     @apply.defjvp
     def _(primals, tangents):
-        (x,), (t,) = primals, tangents
-        return apply(x), fn(t.astype(jnp.float32)).astype(x.dtype)
+        (x, shadow, *args), (_, t, *_) = primals, tangents
+        return apply(x, shadow, *args), fn(t, *args).astype(x.dtype)
 
-    return apply(x)
+    return apply(lax.stop_gradient(x), shadow_of(x) if shadow is None else shadow, *args)
 
 
 def vary(array, axes: frozenset):

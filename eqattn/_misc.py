@@ -67,6 +67,18 @@ def accumulation_dtype(*dtypes) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
+def widened(x: Any, *dtypes) -> Any:
+    """Floats in the dtype of sums with those of `dtypes`, and anything else as it is.
+
+    The gradient of what is repeated or sent to several devices is a sum. What is widened before
+    that has a wide sum, which rounds once, on its way back to `x`. `summed_wide` in `_jax` does the
+    same for the tangents of a linear function alone.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(accumulation_dtype(x.dtype, *dtypes))
+
+
 def concrete(value: Any) -> np.ndarray | None:
     """The value of a number or array as NumPy's, or None where it is traced or elsewhere. Where
     each process has all of an array, it is known to each.

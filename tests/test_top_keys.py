@@ -173,6 +173,26 @@ def test_of_equal_logits_the_lower_position_comes_first():
     np.testing.assert_array_equal(causal.indices, np.where(values == -np.inf, -1, indices))
 
 
+FOREST = Tree([-1, 0, 0, 1, 2, 3, -1, 6, 6, 7], 6)  # of the last ten of 16 tokens
+
+
+@pytest.mark.parametrize("kind", [Blockwise, pytest.param(Ring, marks=pytest.mark.slow)])
+def test_keys_of_a_tree_are_listed_by_their_places(kind):
+    """Where the tokens of several branches have one depth, which is what windows and scores see.
+    Some values are equal, and some of those at the end of a list.
+    """
+    mask = FOREST & SlidingWindow(3, 0)
+    query, key = (RNG.integers(-1, 2, (B, T, 1, D)).astype(np.float32) for _ in "qk")
+    more = dict(mesh=MESH, axis_name="sp") if kind is Ring else {}
+    strategy = kind(AttentionMetadata(blocksize_q=4, blocksize_k=4), **more)
+    seen = np.asarray(mask.as_array(T, T))
+    run = jax.jit(lambda q, k: top_keys(q, k, N, strategy, mask=mask))
+    values, indices = sorted_ties(query[:, :, 0], key[:, :, 0], N, seen=seen)
+    found = run(query, key)
+    np.testing.assert_array_equal(found.values, values)
+    np.testing.assert_array_equal(found.indices, np.where(values == -np.inf, -1, indices))
+
+
 def test_it_chooses_keys_of_pages_for_attention():
     """A step of decoding: keys in pages are ranked, and attention reads those."""
     cache = PagedKVCache.empty(B, 16, 8, 4, 1, 4, 4, jnp.float32)
@@ -213,7 +233,6 @@ BAD = {
     "too many": (lambda: top_keys(Q, Q, 7), r"n=7 is larger than the 6 keys of key_ \(6, 1, 2\)"),
     "none": (lambda: top_keys(Q, Q, 0), "n must be at least 1"),
     "a list": (lambda: top_keys(Q, Q, 2, mask=Causal() & Selected(np.zeros((1, 6, 1), int))), "under a Selected; take DenseMask"),
-    "a tree": (lambda: top_keys(Q, Q, 2, mask=Tree([-1, 0])), "under a Tree"),
     "pages": (lambda: top_keys(Q[None], PagedKVCache.empty(1, 4, 2, 2, 1, 2, 2, jnp.float32).key, 1), "does not read; use Ragged"),
     "sharded": (lambda: top_keys(Q, Q, 2, Ragged(AttentionMetadata(mesh=MESH), axis_name="sp")), "axis_name='sp' of Ragged"),
     "a kernel": (lambda: top_keys(Q, Q, 2, Blockwise(AttentionMetadata(platform="interpret"))), r"no kernel of Blockwise for this call .*\(top_keys\)"),

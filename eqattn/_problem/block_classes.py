@@ -60,8 +60,10 @@ def classes_of(
     return xp.where((table == PARTIAL) & skipped, np.int8(CORNER), table)
 
 
-def table_of(problem: Problem, blocking: Blocking):
-    """The class of each block `[B|1, K|1, rows, columns]`, or None if all are full."""
+def table_of(problem: Problem, blocking: Blocking, live: Any = None):
+    """The class of each block `[B|1, K|1, rows, columns]`, or None if all are full. Where `live` is
+    given and False, blocks are empty.
+    """
     table = None
     if problem.mask is not None:
         given = problem.b_indices, problem.h_indices
@@ -74,6 +76,10 @@ def table_of(problem: Problem, blocking: Blocking):
         last = last.reshape(1, 1, 1, -1)
         xp = np if isinstance(table, np.ndarray) else jnp
         table = xp.where(last & (table == FULL), np.int8(PARTIAL), table)
+    if live is not None:
+        known = isinstance(live, np.ndarray) and not isinstance(table, jnp.ndarray)
+        xp = np if known else jnp
+        table = xp.where(live, np.int8(FULL) if table is None else table, np.int8(EMPTY))
     return table
 
 

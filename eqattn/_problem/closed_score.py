@@ -31,7 +31,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from .._jax import abstract, evaluated, interpret, only_varies, primitives, vary, varying_axes
-from .._misc import accumulation_dtype
+from .._misc import accumulation_dtype, widened
 from .._pairs import over_block
 from .._sweep.nonfinite import zero_nonfinite
 from ..scores._base import AbstractScore
@@ -86,10 +86,7 @@ class ClosedScore(eqx.Module):
         closed = transform(*[abstract(like, *x) for x in read])
         dtypes = tuple(x.dtype for x in closed.consts)
         if consts is None:
-            consts = [
-                x.astype(accumulation_dtype(x.dtype, logit)) if _is_float(x) else x
-                for x in closed.consts
-            ]
+            consts = [widened(x, logit) for x in closed.consts]
         return cls(tuple(consts), closed.jaxpr, dtypes, score.finite_when_masked)
 
     def __call__(self, mask: Array | None, s: Array, *others: Array) -> Array:

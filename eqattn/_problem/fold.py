@@ -33,6 +33,7 @@ def fold_problem(
     *,
     fused: bool,
     lowering: Lowering = XLA,
+    live: Any = None,
 ) -> Carry:
     """Evaluates the softmax fold of a problem.
 
@@ -44,12 +45,13 @@ def fold_problem(
     - `spread`: the devices whose keys are visited; None is this device alone.
     - `fused`: whether gradients take one visit of the blocks instead of two.
     - `lowering`: the code that visits the blocks.
+    - `live`: which blocks are visible at most, bool `[B|1, K|1, rows, columns]`; None if all are.
 
     **Returns:** a Carry of `[B, T, H, V]`, `[B, T, H]` and `[B, T, H]`, without the sinks.
     """
     if 0 in (*blocking.grid, blocking.queries):
         return _empty(problem, blocking)
-    return Carry(*_visited(_folded, 3, [], problem, blocking, spread, fused, lowering))
+    return Carry(*_visited(_folded, 3, [], problem, blocking, spread, fused, lowering, live))
 
 
 def attend_problem(
@@ -98,7 +100,8 @@ def top_of_problem(
         return empty, jnp.full(shape, NONE, jnp.int32)
     ordered = problem.kv_positions is None and spread is None
     visit = ft.partial(_ranked, count=count, ordered=ordered)
-    values, places = _visited(visit, 2, [], problem, blocking, spread, True, XLA)
+    given = visit, 2, [], problem, blocking, spread, True, XLA
+    values, places = _visited(*given, places=True)
     return values, places
 
 
@@ -143,22 +146,25 @@ def _visited(
     spread: HeadExchange | None,
     fused: bool,
     lowering: Lowering,
+    live: Any = None,
+    places: bool = False,
 ) -> list[Array]:
     """The results of a visit of all blocks, as arrays of tokens.
 
     **Arguments:**
 
     - `visit`: `fold`, `attend` or `top`, with what is joined to the rows as an argument in front,
-        and the index of the operand that holds the positions of keys as `place`.
+        and the index of the operand that holds the places of keys as `place`.
     - `count`: the number of its results.
     - `joined`: what is joined to the rows once their keys have been visited.
+    - `places`: whether the visit reads the places of keys where a mask has moved their positions.
     - the others: those of `fold_problem`.
     """
     spread, problem = spread or HeadExchange(), problem.at_places()
     # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
     if lowering is not XLA and not (spread.inside and spread.size > 1):
         problem = looked_up(problem)
-    blocks = BlockOperands(problem, blocking, spread, lowering)
+    blocks = BlockOperands(problem, blocking, spread, lowering, live, places)
     table, table_axes, classes = blocks.plan()
     visited = blocks.on(spread.local(blocking))
     # Of a table with axes of batch or heads, each device of a mesh may have another part.
@@ -184,7 +190,7 @@ def _visited(
             classify=None if classes == (FULL,) else blocks.classify,
             reads=blocks.reads,
             products=blocks.products,
-            place=blocks.index("kv_position"),
+            place=blocks.places,
         )
 
     rows = (BATCH, HEAD, ROW)

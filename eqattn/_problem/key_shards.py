@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .._carry import Carry, safe_max
-from .._jax import is_narrow, varying_axes
-from .._misc import accumulation_dtype, iota
+from .._jax import varying_axes
+from .._misc import iota, widened
 from .bound import BoundMask, BoundScore
 from .closed_score import ClosedScore, HeldScore, read_of
 from .joined import Leading
@@ -109,8 +109,7 @@ class ShardedKeys(eqx.Module):
 
         def wide(x: Array) -> Array:
             """An operand of a score in the dtype of sums, if its gradient is a sum over devices."""
-            summed = on_every_device(x, paged) and jnp.issubdtype(x.dtype, jnp.floating)
-            return x.astype(accumulation_dtype(x.dtype, acc)) if summed else x
+            return widened(x, acc) if on_every_device(x, paged) else x
 
         mask = () if problem.mask is None else operands(problem.mask)
         scores = tuple(tuple(map(wide, operands(score))) for score in problem.scores)
@@ -164,13 +163,6 @@ class ShardedKeys(eqx.Module):
         groups = (self.positions, self.mask, self.scores)
         at, mask, scores = jax.tree.map(operand, groups)
         return ShardedKeys(whole, stored(self.key), stored(self.value), at, mask, scores, consts)
-
-    def widened(self) -> "ShardedKeys":
-        """The same, with what every device has in float32 or wider: its gradient is a sum over
-        devices, and is summed in this dtype.
-        """
-        wide = lambda x: x.astype(jnp.float32) if is_narrow(x) else x
-        return eqx.tree_at(lambda s: s.rest, self, jax.tree.map(wide, self.rest))
 
     def problem(self, axis: str, n: int) -> Problem:
         """The problem of this device, where the mesh axis is manual."""

@@ -98,31 +98,50 @@ class ManualAxes:
                 outs = [jnp.expand_dims(x, a.index(HEAD) + 1) for x, a in zip(outs, out_axes)]
             return outs
 
-        def crossing(axes, x):
-            """Widens an array that is replicated, as `jax.shard_map` sums its gradient outside."""
-            named = {n for names in self.partition(axes) for n in names_of(names)}
-            if all(self.mesh.shape[n] == 1 for n in self.names - named):
-                return x
-            return jax.tree.map(lambda x: x.astype(jnp.float32) if is_narrow(x) else x, x)
-
         def run(*args):
-            args = each(cut, in_axes, args)
-            dtypes = jax.tree.map(lambda x: x.dtype, args)
-            args = each(crossing, in_axes, args)
-            outs = jax.shard_map(
-                lambda *xs: visit(*jax.tree.map(lambda x, d: x.astype(d), xs, dtypes)),
+            outs = shard_map_wide(
+                visit,
                 mesh=self.mesh,
                 in_specs=each(self.partition, in_axes),
                 out_specs=each(self.partition, list(out_axes)),
-                axis_names=self.names,
-                # Checked if it is checked around this call.
-                check_vma=bool(varying_axes(*jax.tree.leaves(args))),
-            )(*args)
+                names=self.names,
+            )(*each(cut, in_axes, args))
             if n > 1:
                 outs = [merged_axes(rest(a, x), a.index(HEAD)) for x, a in zip(outs, out_axes)]
             return outs
 
         return run
+
+
+def shard_map_wide(
+    fn: Callable[..., Any], *, mesh: Any, in_specs: tuple, out_specs: Any, names: set[str]
+) -> Callable[..., Any]:
+    """Makes `fn` run on each device's part of arrays, as `jax.shard_map` with these `axis_names`.
+
+    The gradient of what several devices have is a sum over them. So narrow floats of which they
+    have the same part cross into the map in float32, in which JAX then adds up.
+    """
+
+    def crossing(spec: P, xs: Any) -> Any:
+        named = {name for entry in spec for name in names_of(entry)}
+        alone = all(mesh.shape[name] == 1 for name in names - named)
+        wide = lambda x: x.astype(jnp.float32) if is_narrow(x) and not alone else x
+        return jax.tree.map(wide, xs)
+
+    def run(*args):
+        dtypes = jax.tree.map(lambda x: x.dtype, args)
+        wide = jax.tree.map(crossing, in_specs, args, is_leaf=lambda x: isinstance(x, P))
+        return jax.shard_map(
+            lambda *xs: fn(*jax.tree.map(lambda x, d: x.astype(d), xs, dtypes)),
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=names,
+            # Checked if it is checked around this call.
+            check_vma=bool(varying_axes(*jax.tree.leaves(args))),
+        )(*wide)
+
+    return run
 
 
 def current_mesh(given: Any) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import summed_wide, varying_axes
-from .._misc import accumulation_dtype
+from .._misc import accumulation_dtype, widened
 from .._pairs import Operand, over_block
 from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
 from .._sweep.lowering import Lowering, XLA
@@ -32,7 +32,7 @@ from .problem import Problem
 from .storage import AbstractStored, as_stored
 
 
-WHOLE = ("q_position", "kv_position", "valid", *WORDS)
+WHOLE = ("q_position", "kv_position", "kv_place", "valid", *WORDS)
 """The roles of operands that hold the tokens of all devices that exchange heads. These are not
 gathered from the devices.
 """
@@ -54,6 +54,7 @@ class BlockOperands:
     - `lookups`: the index of the operand that holds the page, for each page axis.
     - `products`: keyword arguments of `dot`, as sorted pairs.
     - `post_scale`: whether the scale multiplies the products instead of the keys.
+    - `live`: which blocks are visible at most, bool `[B|1, K|1, rows, columns]`; None if all are.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class BlockOperands:
         blocking: Blocking,
         spread: HeadExchange = HeadExchange(),
         lowering: Lowering = XLA,
+        live: Any = None,
+        places: bool = False,
     ):
-        self.problem, self.blocking, self.spread = problem, blocking, spread
+        self.problem, self.blocking, self.spread, self.live = problem, blocking, spread, live
         self.lowering, self.sent, self.local = lowering, bool(spread.axes), False
         dtype, acc = problem.query.dtype, problem.accumulation_dtype
         wide = dtype == acc or not lowering.multiplies_narrow()
@@ -99,18 +102,23 @@ class BlockOperands:
             self._add("scale", scale.reshape(1, 1, 1, 1))
         for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
             self._add(name, x)
+        if places and problem.kv_places is not None:
+            self._add("kv_place", problem.kv_places[:, None, None, :])
         whole = spread.local(blocking) if spread.inside else blocking
         padded = whole.columns * whole.block_k
         self.padded = padded != whole.keys
         if self.padded:
             valid = np.ones((1, 1, 1, whole.keys), bool)
             self._add("valid", whole.pad(valid, 3, padded, edge=False))
+        if live is not None:
+            blocks, axes = on_grid(jnp.asarray(live))
+            self.operands += (BlockOperand("live", blocks[..., None, None], axes),)
         self.groups: list[slice] = []
         for part in (*problem.scores, *([] if problem.mask is None else [problem.mask])):
             start = len(self.operands)
             for operand in part.operands():
                 scored = isinstance(part, AbstractScore)
-                array = self.widened(operand) if scored else problem.canonical(operand)
+                array = self.canonical_wide(operand) if scored else problem.canonical(operand)
                 self._add(type(part).__name__, array)
             self.groups.append(slice(start, len(self.operands)))
         for name, x in words_of(problem, spread).items():
@@ -160,6 +168,12 @@ class BlockOperands:
         """The index of the first operand with a role."""
         return next(i for i, x in enumerate(self.operands) if x.role == role)
 
+    @property
+    def places(self) -> int:
+        """The index of the operand that says where each key lies."""
+        moved = any(x.role == "kv_place" for x in self.operands)
+        return self.index("kv_place" if moved else "kv_position")
+
     def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> GridLayout:
         """The grid of a visit of blocks of this blocking."""
         more: Any = dict(pages=self.pages, lookups=self.lookups, corner=blocking.corner)
@@ -169,7 +183,7 @@ class BlockOperands:
             in_axes=tuple(x.axes for x in self.operands),
             table_axes=table_axes,
             ring=self.spread.ring,
-            ragged=blocking.in_place,
+            ragged=blocking.in_place or self.live is not None,
             lowering=self.lowering,
             uniform=blocking.fixed,
             **more,
@@ -241,7 +255,7 @@ class BlockOperands:
 
         return fn
 
-    def widened(self, operand: Operand) -> Array | np.ndarray:
+    def canonical_wide(self, operand: Operand) -> Array | np.ndarray:
         """An operand of a score in canonical form, such that its gradient rounds once.
 
         That gradient is a sum over the axes that the operand is broadcast to. An operand smaller
@@ -256,8 +270,7 @@ class BlockOperands:
         if large and self.spread.size == 1 and accumulation_dtype(array.dtype) == acc:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
-        array = array.astype(accumulation_dtype(array.dtype, acc))
-        return self.problem.canonical(Operand(array, operand.axes))
+        return self.problem.canonical(Operand(widened(array, acc), operand.axes))
 
     @property
     def reads(self) -> list[int]:
@@ -304,11 +317,11 @@ class BlockOperands:
         if self.sent:  # Each hop makes its own table.
             some = self.problem.mask is not None or self.padded
             return None, None, (PARTIAL,) if fixed else (PARTIAL, FULL) if some else (FULL,)
-        table = table_of(self.problem, self.blocking)
+        table = table_of(self.problem, self.blocking, self.live)
         if table is None or fixed:
             placed = (None, None) if table is None else on_grid(as_partial(table))
             return *placed, (PARTIAL,) if fixed else (FULL,)
-        if self.blocking.rows * self.blocking.columns == 1:
+        if self.blocking.rows * self.blocking.columns == 1 and self.live is None:
             return None, None, (PARTIAL,)
         classes = (PARTIAL, FULL)
         if isinstance(table, np.ndarray):
@@ -355,7 +368,7 @@ class BlockOperands:
             ]  # fmt: skip
             mask = None
             if c == PARTIAL:
-                parts = [named["valid"]] if self.padded else []
+                parts = [named[role] for role in ("valid", "live") if role in named]
                 if problem.mask is not None:
                     parts.append(over_block(visible(problem.mask), [*pairs, *own[-1]]))
                 mask = ft.reduce(jnp.logical_and, parts) if parts else jnp.ones((1, 1), bool)

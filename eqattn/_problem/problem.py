@@ -69,6 +69,7 @@ class Problem(eqx.Module):
     - `shards`: the number of devices whose keys an array holds that varies with query and key.
     - `partition`: the names of the mesh axes that shard the batch and the heads, and of those known
         to shard nothing; or None.
+    - `kv_places`: the places of keys whose positions a mask has moved, int32 `[B|1, S]`, or None.
     - `b_indices`, `h_indices`: what masks, scores and dropout get as `b` and `h`, int32 `[B]` and
         `[B, H]`; None means `0, 1, ...`
     """
@@ -91,6 +92,7 @@ class Problem(eqx.Module):
     precision: Any = eqx.field(static=True)
     shards: int = eqx.field(static=True, default=1)
     partition: tuple[Any, ...] | None = eqx.field(static=True, default=None)
+    kv_places: Any = None
     b_indices: Any = None
     h_indices: Any = None
 
@@ -189,8 +191,8 @@ class Problem(eqx.Module):
         return q, iota(s)[None] if k is None else k
 
     def at_places(self, q: Any = None, k: Any = None, lists: bool = True) -> "Problem":
-        """The problem with its mask as that of its tokens, and with positions as the mask moves
-        them; the problem itself if no term of the mask goes by places.
+        """The problem with its mask as that of its tokens, and with positions as this moves them;
+        the problem itself if no term of the mask goes by places.
 
         **Arguments:**
 
@@ -203,10 +205,12 @@ class Problem(eqx.Module):
         given = (self.q_positions, q), (self.kv_positions, k)
         q, k = (x[None] if old is None and x is not None else old for old, x in given)
         whole = dataclasses.replace(self, q_positions=q, kv_positions=k)
-        mask, q, k = placed(self.mask, self.batch_shape, self.sizes[2], *whole.positions(), lists)
+        places = whole.positions()
+        mask, q, k = placed(self.mask, self.batch_shape, self.sizes[2], *places, lists)
         moved = {}
         if any(term.moves_positions for term in leaf_terms(self.mask)):
-            moved = dict(q_positions=q, kv_positions=k, q_start=0, q_shift=None)
+            moved = dict(q_positions=q, kv_positions=k, kv_places=places[1])
+            moved |= dict(q_start=0, q_shift=None)
         return dataclasses.replace(self, mask=mask, **moved)
 
     def indices(self) -> list[Any]:
@@ -272,9 +276,7 @@ def check_shapes(query, key, value) -> None:
 
 
 def named_mask(mask: Any) -> Any:
-    """Replaces the names `"causal"` and `"full"` by the masks that they stand for. Anything but a
-    name stays as it is.
-    """
+    """The masks that the names `"causal"` and `"full"` stand for; anything but a name as it is."""
     if not isinstance(mask, str):
         return mask
     if mask not in ("causal", "full"):
@@ -330,12 +332,11 @@ def as_scores(score) -> tuple[AbstractScore, ...]:
 
 def as_bias(bias) -> Array | None:
     """Checks that a bias is an array of floats, or None."""
-    if bias is None:
-        return None
     if isinstance(bias, AbstractScore):
         raise TypeError("bias must be an array; pass score modules as `score`.")
-    bias = jnp.asarray(as_array(bias, "bias"))
-    check_floating(bias=bias)
+    if bias is not None:
+        bias = jnp.asarray(as_array(bias, "bias"))
+        check_floating(bias=bias)
     return bias
 
 
@@ -393,8 +394,6 @@ def _flatten(x: Any, batch_shape: tuple[int, ...]) -> Any:
     if len(batch_shape) == 1:
         return x
     if isinstance(x, AbstractStored):
-        raise ValueError(
-            f"{type(x).__name__} {x.shape} has {len(batch_shape)} batch axes and needs one: "
-            "reshape what it holds, or pass x.materialise()."
-        )
+        axes = f"{type(x).__name__} {x.shape} has {len(batch_shape)} batch axes and needs one"
+        raise ValueError(f"{axes}: reshape what it holds, or pass x.materialise().")
     return x.reshape(math.prod(batch_shape), *x.shape[-3:])

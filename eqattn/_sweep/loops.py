@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from .._jax import vary, varying_axes
-from .grid import COL, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
+from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
 
 
 def _loop(lo, hi, body, state, uniform):
@@ -43,8 +44,11 @@ def itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
 
     has full blocks at the positions 0 and 1 of `order`, a partial one at 2, and skips the rest.
     """
+    # One number that has the class and then the column: XLA:CPU sorts one array some five times as
+    # fast as one by another.
+    n = jnp.int32(table.shape[-1])
     here = lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1)
-    _, order = lax.sort((-table, here), num_keys=1)
+    order = lax.sort((np.int32(CORNER) - table.astype(jnp.int32)) * n + here) % n
     ends = [jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]
     return order, ends
 

@@ -45,12 +45,29 @@ def greatest(
         values = jnp.pad(values, widths, constant_values=-jnp.inf)
         places = jnp.pad(places, widths, constant_values=NONE)
     if ordered:
-        # That selection compares bits, by which -0 is below 0, and NaN has a sign.
-        same = jnp.where(values == 0, 0, jnp.where(jnp.isnan(values), jnp.nan, values))
-        _, at = lax.top_k(same, count)
-        return tuple(jnp.take_along_axis(x, at, -1) for x in (values, places))  # pyright: ignore
+        return _selected(values, places, count)
     values, places = lax.sort((values, -places), num_keys=2)
     return values[..., : -count - 1 : -1], -places[..., : -count - 1 : -1]
+
+
+def _selected(values: Array, places: Array, count: int) -> tuple[Array, Array]:
+    """The `count` greatest entries; of equal values those that stand first."""
+    # XLA's selection compares bits, by which -0 is below 0, and NaN has a sign.
+    same = jnp.where(values == 0, 0, jnp.where(jnp.isnan(values), jnp.nan, values))
+    _, at = lax.top_k(same, count)
+    return jnp.take_along_axis(values, at, -1), jnp.take_along_axis(places, at, -1)
+
+
+def _some_greatest(values: Array, places: Array, count: int) -> tuple[Array, Array]:
+    """The entries that `greatest` returns, in any order.
+
+    Which entries these are depends on places only where there are equal values on both sides of
+    the end of the list. Without such, XLA's selection finds them.
+    """
+    found = _selected(values, places, count)
+    least = found[0][..., -1:]
+    known = (least == -jnp.inf) | ((values >= least).sum(-1, keepdims=True) == count)
+    return lax.cond(known.all(), lambda: found, lambda: greatest(values, places, count))
 
 
 def top(
@@ -115,23 +132,30 @@ def execute(
     steps = {}
     for c, jaxpr in visits:
 
-        def step(accs, blocks, jaxpr=jaxpr):
+        def logits_of(blocks, jaxpr=jaxpr):
             values = evaluate(jaxpr, blocks)[0].T
             places = jnp.broadcast_to(blocks[place].T, values.shape)
-            places = jnp.where(values == -jnp.inf, jnp.int32(NONE), places)
-            if accs is not None:
-                values = jnp.concatenate([accs[0], values], 1)
-                places = jnp.concatenate([accs[1], places], 1)
-            return list(greatest(values, places, count, ordered))
+            return values, jnp.where(values == -jnp.inf, jnp.int32(NONE), places)
 
-        if vectorise:
-            for axis in reversed(layout.batch):
-                mapped = [0 if axis in a else None for a in layout.in_axes]
-                step = jax.vmap(step, (0, mapped), axis_size=layout.grid[axis])
+        for axis in reversed(layout.batch if vectorise else ()):
+            mapped = [0 if axis in a else None for a in layout.in_axes]
+            logits_of = jax.vmap(logits_of, (mapped,), axis_size=layout.grid[axis])
+
+        def step(accs, blocks, logits_of=logits_of):
+            found = logits_of(blocks)
+            if accs is None:
+                return list(greatest(*found, count, ordered))
+            joined = [jnp.concatenate(pair, -1) for pair in zip(accs, found)]
+            return list((_selected if ordered else _some_greatest)(*joined, count))
+
         steps[c] = step
     shape, dtype = (layout.block[1], count), visits[0][1].out_avals[0].dtype
     start = [np.full(shape, -np.inf, dtype), np.full(shape, NONE, np.int32)]
-    return ring_traverse(steps, layout, args, start, out_axes, traverse=traverse)
+
+    def finish(accs):
+        return list(accs if ordered else greatest(*accs, count))
+
+    return ring_traverse(steps, layout, args, start, out_axes, finish=finish, traverse=traverse)
 
 
 def _block_shapes(avals, *, layout, visits, count, **kw):

@@ -75,12 +75,13 @@ def top_keys(
 
     - `query`, `key_`, `strategy`, `mask`, `bias`, `score`, `q_offset`, `q_positions`,
         `kv_positions`: as for [`eqattn.attention`][]. Dropout and sinks do not count. A mask may
-        not be a [`eqattn.Selected`][] or a [`eqattn.Tree`][].
+        not hold a [`eqattn.Selected`][].
     - `n`: how many keys are listed, an int.
 
     **Returns:** a [`eqattn.TopKeys`][]. Of equal logits, those of lower positions come first. Where
     a query sees fewer than `n` keys, the other indices are -1. Its `values` are differentiable in
-    every order. `indices` are positions, as `kv_positions` says them.
+    every order. `indices` are positions, as `kv_positions` says them, under a [`eqattn.Tree`][],
+    too, where scores see depths.
 
     **Raises:** `ValueError` if `n` is larger than the number of keys, and if the platform asks for
     a kernel, as none ranks keys.
@@ -110,11 +111,10 @@ def top_keys(
         )
     seen = opened(as_mask(mask))
     for term in leaf_terms(seen):
-        if term.selects or term.moves_positions:
-            kind = type(term).__name__
+        if term.selects:
             raise ValueError(
-                f"top_keys does not rank keys under a {kind}; take DenseMask(mask.as_array(t, s)) "
-                "where an array of all pairs fits."
+                f"top_keys does not rank keys under a {type(term).__name__}; take "
+                "DenseMask(mask.as_array(t, s)) where an array of all pairs fits."
             )
     problem = Problem.from_call(
         query,

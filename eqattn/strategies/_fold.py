@@ -8,6 +8,8 @@ whole import; `python -X importtime -c "import eqattn.strategies._fold"` shows t
 import dataclasses
 import functools as ft
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from .._problem.blocking import Blocking, BlockOperand, choose_blocking
 from .._problem.exchange import HeadExchange
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
 from .._problem.jit_cache import cached
+from .._problem.listed_blocks import blocking_of, live_blocks
 from .._problem.operands import BlockOperands
 from .._problem.problem import Problem
 from .._problem.selected import fold_selected, key_slots
@@ -52,25 +55,19 @@ def fold_on_device(
     """
     selection, listed, always = split_list(problem.mask)
     if selection is not None:
-        slots = key_slots(problem, selection)
+        rest = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
+        visit = _visit_of_list(problem, selection, manual=manual, **rest)
         # From here on, its indices are not needed, and positions may be moved.
         problem = problem.at_places(lists=False)
         _, listed, always = split_list(problem.mask)
-        rest = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
-        if manual is not None:  # The gathered problem has other axes than those.
-            rest = dict(rest, lowering=XLA)
-        gathered = ft.partial(_fold_gathered, **rest)
         if always is False:
             mask = None if listed is True else listed
-            problem = dataclasses.replace(problem, mask=mask)
-            return fold_selected(problem, selection, *slots, gathered)
+            return visit(dataclasses.replace(problem, mask=mask))
         more = ~always if listed is True else listed & ~always
         added = dataclasses.replace(problem, mask=more)
         alone = dataclasses.replace(problem, mask=always)
-        rest = dict(rest, lowering=lowering, manual=manual, in_place=in_place)
-        return fold_on_device(alone, **rest).merge(
-            fold_selected(added, selection, *slots, gathered)
-        )
+        rest = dict(rest, manual=manual, in_place=in_place)
+        return fold_on_device(alone, **rest).merge(visit(added))
     devices = 1 if manual is None else manual.parts(HEAD)
     blocking = choose_blocking(
         problem,
@@ -109,6 +106,30 @@ def _ranked_keys(count: int) -> int | None:
     block ranks the list again. None leaves it to the lowering.
     """
     return None if count <= 32 else 4 << (count - 1).bit_length()
+
+
+def _visit_of_list(
+    problem: Problem, selection: Any, *, fused, block_q, block_k, lowering, manual
+) -> Callable[[Problem], Carry]:
+    """The fold of the pairs that a list names. What it returns takes the problem with what else
+    hides pairs as its mask.
+    """
+    blocking = blocking_of(problem, selection, block_q, block_k, lowering)
+    if blocking is not None:
+        return ft.partial(
+            fold_problem,
+            blocking=blocking,
+            spread=HeadExchange(manual=manual),
+            fused=fused,
+            lowering=lowering,
+            live=live_blocks(problem, selection, blocking),
+        )
+    slots, seen = key_slots(problem, selection)
+    if manual is not None:  # The gathered problem has other axes than those.
+        lowering = XLA
+    sizes = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
+    fold = ft.partial(_fold_gathered, **sizes)
+    return ft.partial(fold_selected, selection=selection, slots=slots, seen=seen, fold=fold)
 
 
 def _fold_gathered(problem: Problem, *, block_q, block_k, fused, lowering) -> Carry:
@@ -195,6 +216,7 @@ def _over_devices(
         problem,
         q_positions=tokens(t, problem.q_positions),
         kv_positions=tokens(s, problem.kv_positions),
+        kv_places=None if problem.kv_places is None else tokens(s, problem.kv_places),
     )
     parts = pieces // group if mesh is None else pieces * n
     shards = n * group if mesh is None else 1

@@ -4,14 +4,13 @@ import math
 from typing import Any
 
 import equinox as eqx
-import jax
 from jax.sharding import AxisType, PartitionSpec as P
 
 from .._carry import Carry
-from .._jax import compiled, varying_axes
+from .._jax import compiled
 from .._problem.jit_cache import cached
 from .._problem.key_shards import merged_over, ShardedKeys
-from .._problem.mesh import current_mesh, with_kernel
+from .._problem.mesh import current_mesh, shard_map_wide, with_kernel
 from .._problem.problem import Problem
 from ._fold import fold_on_device
 
@@ -64,18 +63,10 @@ def fold_over_keys(
     if mesh is None:
         return visit(sharded)
     arrays, static = eqx.partition(sharded, eqx.is_array)
-    dtypes = jax.tree.map(lambda x: x.dtype, arrays)
-
-    def on_device(arrays):
-        narrow = jax.tree.map(lambda x, d: x.astype(d), arrays, dtypes)
-        return visit(eqx.combine(narrow, static))
-
-    return jax.shard_map(
-        on_device,
+    return shard_map_wide(
+        lambda arrays: visit(eqx.combine(arrays, static)),
         mesh=mesh,
         in_specs=(arrays.specs(axis),),
         out_specs=P(),
-        axis_names={axis},
-        # Checked if it is checked around this call.
-        check_vma=bool(varying_axes(*jax.tree.leaves(arrays))),
-    )(arrays.widened())
+        names={axis},
+    )(arrays)

@@ -18,21 +18,21 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .._carry import Carry
-from .._jax import compiled, is_narrow, summed_wide, varying_axes
-from .._misc import accumulation_dtype, iota
+from .._jax import compiled, summed_wide
+from .._misc import iota, widened
 from .._pairs import Operand
 from .._problem.bound import BoundMask, BoundScore
 from .._problem.jit_cache import cached
+from .._problem.mesh import shard_map_wide
 from .._problem.problem import Problem
 from ..masks._base import AbstractMask
-from ..masks._selected import Selected
 from ..masks._terms import leaf_terms, map_terms
 from ._fold import fold_on_device
 
 
-def lists_of(mask: AbstractMask | None) -> list[Selected]:
+def lists_of(mask: AbstractMask | None) -> list[Any]:
     """The terms of a mask that list keys."""
-    return [term for term in leaf_terms(mask) if isinstance(term, Selected)]
+    return [term for term in leaf_terms(mask) if term.selects]
 
 
 class _Apart(eqx.Module):
@@ -67,9 +67,10 @@ class _Apart(eqx.Module):
         """
         held: list[Any] = []
         for part in (*leaf_terms(problem.mask), *problem.scores):
-            if isinstance(part, Selected):
+            masks = isinstance(part, AbstractMask)
+            if masks and part.selects:
                 continue
-            if isinstance(part, AbstractMask) and part.by_place:
+            if masks and part.by_place:
                 if len(problem.batch_shape) > 1:
                     raise ValueError(
                         f"A {type(part).__name__} next to a list of keys over devices needs one "
@@ -123,21 +124,13 @@ class _Apart(eqx.Module):
             held=jax.tree.map(lambda x: rows(2) if x.shape[2] == t else P(), self.held),
         )
 
-    def widened(self) -> "_Apart":
-        """The same, with what every device has in float32 or wider: its gradient is a sum over
-        devices, and is summed in this dtype.
-        """
-        wide = lambda x: x.astype(jnp.float32) if is_narrow(x) else x
-        where = lambda p: (p.rest, p.key, p.value, p.held)
-        return eqx.tree_at(where, self, jax.tree.map(wide, where(self)))
-
     def problem(self) -> Problem:
         """The problem again, of the arrays that are here now."""
         lists, held = iter(self.lists), iter(self.held)
 
         def term(x: AbstractMask) -> AbstractMask:
-            if isinstance(x, Selected):
-                return Selected(next(lists), x.block_q, x.block_k)
+            if x.selects:
+                return eqx.tree_at(lambda term: term.indices, x, next(lists))
             arrays = next(held)
             return x if arrays is None else BoundMask(x, arrays)
 
@@ -184,21 +177,13 @@ def fold_listed(problem: Problem, *, place, **options) -> Carry:
 
     apart = apart.map_rows(padded)
     arrays, static = eqx.partition(apart, eqx.is_array)
-    dtypes = jax.tree.map(lambda x: x.dtype, arrays)
-
-    def on_device(arrays):
-        narrow = jax.tree.map(lambda x, d: x.astype(d), arrays, dtypes)
-        return visit(eqx.combine(narrow, static))
-
-    carry = jax.shard_map(
-        on_device,
+    carry = shard_map_wide(
+        lambda arrays: visit(eqx.combine(arrays, static)),
         mesh=place.mesh,
         in_specs=(arrays.specs(place.axes),),
         out_specs=P(None, place.axes),
-        axis_names=set(place.axes),
-        # Checked if it is checked around this call.
-        check_vma=bool(varying_axes(*jax.tree.leaves(arrays))),
-    )(arrays.widened())
+        names=set(place.axes),
+    )(arrays)
     return jax.tree.map(lambda x: x[:, :t], carry)
 
 
@@ -207,9 +192,7 @@ def _held(problem: Problem, operand: Operand) -> Array:
     devices, so these are in the dtype of sums.
     """
     x = jnp.asarray(problem.canonical(operand))
-    if x.shape[2] > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return x.astype(accumulation_dtype(x.dtype, problem.accumulation_dtype))
+    return x if x.shape[2] > 1 else widened(x, problem.accumulation_dtype)
 
 
 def _gathered(apart: _Apart, axes: tuple[str, ...]) -> _Apart:

@@ -30,7 +30,7 @@ from eqattn import (
     Ulysses,
     Zigzag,
 )
-from eqattn.cache import PagedKVCache
+from eqattn.cache import Joined, PagedKVCache, Pages
 
 
 B, T, S, H, K, D, V = 2, 9, 24, 4, 2, 8, 6
@@ -124,6 +124,54 @@ def test_dropout_kernels_maps_and_the_plain_softmax():
     assert_close(jax.jit(jax.vmap(one))(mask.indices, *ARRAYS), plain.attention_outputs)
 
 
+PARTS = AttentionMetadata(blocksize_q=16, blocksize_k=32)
+BLOCKS = {
+    "of each head": (2, lambda x: x & Causal(), Blockwise()),
+    "of all heads, in parts": (1, lambda x: (x | SlidingWindow(20, 0)) & Causal(8), Blockwise(PARTS)),
+    "of rows apart": (2, lambda x: x, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "of rows apart")) for x in BLOCKS]
+)
+def test_blocks_are_visited_where_they_lie(name):
+    """Large blocks that are listed are those of a table. No key is gathered, and no gradient
+    scattered. The last blocks are not full.
+    """
+    lists, combined, strategy = BLOCKS[name]
+    rng, t, s, size, h = np.random.default_rng(1), 70, 150, (32, 64), 4
+    draw = lambda n, heads: jnp.asarray(rng.normal(size=(2, n, heads, 4)), jnp.float32)
+    arrays = draw(t, h), draw(s, 2), draw(s, 2)
+    listed = rng.integers(-1, 3, (2, lists, 3, 2))
+    listed[..., 1, :] = -1  # these queries see nothing
+    seen = (listed[..., None] == np.arange(3)).any(-2).repeat(32, 2).repeat(64, 3)[:, :, :t, :s]
+    dense = DenseMask(jnp.asarray(seen.repeat(h // lists, 1)))
+
+    def call(mask, strategy, *arrays):
+        out = attention(*arrays, strategy, mask=combined(mask), return_logsumexp=True)
+        sees = jnp.isfinite(out.logsumexp)
+        return out.attention_outputs, jnp.where(sees, out.logsumexp, 0)
+
+    def ours(indices, *arrays):
+        mask = lambda i: Selected(i, *size)
+        if strategy is not None:
+            return call(mask(indices), strategy, *arrays)
+        return jax.vmap(lambda i, *xs: call(mask(i), Blockwise(), *xs))(indices, *arrays)
+
+    def both(fn):
+        def run(indices, *arrays):
+            loss = lambda *xs: sum(jnp.sin(3 * y).sum() for y in fn(indices, *xs))
+            return fn(indices, *arrays), jax.jvp(jax.grad(loss, (0, 1, 2)), arrays, arrays)
+
+        return jax.jit(run).lower(jnp.asarray(listed), *arrays)
+
+    got, want = (both(fn) for fn in (ours, lambda _, *xs: call(dense, Dense(), *xs)))
+    assert "stablehlo.gather" not in got.as_text()
+    got, want = (x.compile()(jnp.asarray(listed), *arrays) for x in (got, want))
+    assert_close(got, want, 2e-4)
+
+
 @pytest.mark.parametrize("stored", [None, "int8"])
 def test_pages_are_read_where_they_lie(stored):
     cache = PagedKVCache.empty(B, 32, 12, 4, K, D, V, jnp.float32, stored)
@@ -136,6 +184,30 @@ def test_pages_are_read_where_they_lie(stored):
     want = attention(ARRAYS[0], *whole, mask=DenseMask(array)).attention_outputs
     got = run(ARRAYS[0], cache.key, cache.value, mask).attention_outputs
     assert_close(got, want)
+
+
+def test_gradients_of_narrow_keys_are_summed_wide():
+    """Of 600 queries that list one key of two, alone or in pages, each adds 1 to the gradient of its
+    value. A sum of these in bfloat16 would end at 512, and it did where rows of a list are visited
+    in parts. Latents are read once, and the gradients of what they are read for added.
+    """
+    t, dtype = 600, jnp.bfloat16
+    query, mask = jnp.ones((1, t, 1, 2), dtype), Selected(jnp.zeros((1, 1, t, 1), int))
+    pages = lambda x: Pages(x, jnp.zeros((1, 1), jnp.int32))
+    total = lambda *xs: attention(query, *xs, Ragged(), mask=mask).attention_outputs.sum()
+
+    def of_latents(x):
+        held = Joined(x[..., :1], x[..., 1:])
+        return total(held, held.first)
+
+    calls = (
+        lambda x: attention(query, x, x, mask=mask).attention_outputs.sum(),
+        lambda x: total(pages(x), pages(x)),
+        of_latents,
+    )
+    found = jax.jit(lambda x: [jax.grad(call)(x) for call in calls])(jnp.ones((1, 2, 1, 2), dtype))
+    for gradient, both in zip(found, (1, 1, 0)):
+        np.testing.assert_array_equal(gradient[0, :, 0], [[t, t * both], [0, 0]])
 
 
 def test_work_and_memory_do_not_grow_with_the_keys_that_are_not_listed():

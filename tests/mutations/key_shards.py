@@ -23,7 +23,7 @@ MUTANTS = [
             ("return paged or operand.shape[key_axis(operand)] == 1", "return operand.shape[key_axis(operand)] == 1"),
             ("problem = problem.at_places()", "problem"),
             ("one = (math.prod(problem.batch_shape),)", "one = problem.batch_shape"),
-            ("return x.astype(accumulation_dtype(x.dtype, acc)) if summed else x", "return x"),
+            ("return widened(x, acc) if on_every_device(x, paged) else x", "return x"),
             ("scale=jnp.asarray(rest.scale, acc), batch_shape=one", "batch_shape=one"),
             ("HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes)", "s"),
         ],

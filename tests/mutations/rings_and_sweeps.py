@@ -138,7 +138,7 @@ MUTANTS = [
         SUMS,
         [
             ("[jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]", "[jnp.sum(table > c, -1, dtype=jnp.int32, keepdims=True) for c in classes]"),
-            ("lax.sort((-table, here), num_keys=1)", "lax.sort((table, here), num_keys=1)"),
+            ("(np.int32(CORNER) - table.astype(jnp.int32))", "table.astype(jnp.int32)"),
             ("jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))", "jnp.where(most == EMPTY, EMPTY, FULL)"),
             ("jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))", "jnp.where(least == FULL, FULL, jnp.where(least == EMPTY, EMPTY, PARTIAL))"),
             ("lo = hi\n        local = finish", "lo = 0\n        local = finish"),
