@@ -369,12 +369,16 @@ class BlockOperands:
                 s = jnp.where(mask, s, 0)
             if self.post_scale:
                 s = s * named["scale"]
-            for score, xs in zip(self.scores, own):
-                s = score(mask, s, *pairs, *xs)
+            weight = weights_of(problem, named, acc)
+            for part, score, xs in zip(problem.scores, self.scores, own):
+                if part.weighs:
+                    weight = [score(mask, s, *pairs, *xs)]
+                else:
+                    s = score(mask, s, *pairs, *xs)
             if problem.logits_dtype is not None:
                 s = s.astype(problem.logits_dtype).astype(acc)
             if mask is not None:
                 s = self.hidden(s, mask)
-            return [s, *weights_of(problem, named, acc)]
+            return [s, *weight]
 
         return fn
