@@ -74,6 +74,32 @@ class _Factor(AbstractScore):
         return self.score.transform(logit, b, h, q, k, *operands)
 
 
+@jax.custom_jvp
+def _at_zero(logit: Any, x: Any) -> Any:
+    """`logit + x` where `x` is 0, which is not read, and has its derivatives."""
+    del x
+    return logit
+
+
+@_at_zero.defjvp
+def _at_zero_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return _at_zero(*primals), tangents[0] + tangents[1]
+
+
+class _KeyBias(AbstractScore):
+    """A bias of each key `[*b, h, 1, s]`, which is 0."""
+
+    bias: Float[Array, "..."]
+
+    finite_when_masked: ClassVar[bool] = True
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(self.bias, "bhts"),)
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        return _at_zero(logit, operands[0].astype(logit.dtype))
+
+
 class _Moved(AbstractWrapper):
     """The logit, moved by `amount` times a function of the pair, which is a score."""
 
@@ -118,12 +144,12 @@ class _Call:
         self.scores = score if bias is None else (Bias(bias), *score)
         self.options = call
 
-    def attend(self, *more: AbstractScore, **wanted: bool) -> AttentionOutput:
-        """Attention without sinks, under further scores."""
+    def attend(self, value: Any, *more: AbstractScore, **wanted: bool) -> AttentionOutput:
+        """Attention over some values without sinks, under further scores."""
         return attention(
             self.query,
             self.key,
-            self.value,
+            value,
             self.strategy,
             score=(*self.scores, *more),
             inference=True,
@@ -133,12 +159,13 @@ class _Call:
 
     def logsumexp(self, *more: AbstractScore) -> Array:
         """The logsumexp `[*b, t, h]` over the keys, without sinks, under further scores."""
-        return self.attend(*more, return_logsumexp=True).logsumexp.astype(self.dtype)
+        value = self.value[..., :0] if self.weighs else self.value  # nothing to weigh
+        return self.attend(value, *more, return_logsumexp=True).logsumexp.astype(self.dtype)
 
     @property
     def weighs(self) -> bool:
-        """Whether values of 1 can have other factors than those of dropout. Kernels would round
-        these, and what is stored is its own values.
+        """Whether values of any size can have other factors than those of dropout. Kernels would
+        round these, and what is stored is its own values.
         """
         strategy = self.strategy
         folds = isinstance(strategy, AbstractFoldStrategy) and not strategy.may_run_kernels
@@ -147,7 +174,7 @@ class _Call:
     def expectation(self, fn: AbstractScore) -> tuple[Array, Array]:
         """The logsumexp without sinks, and the expectation of `fn` over the keys."""
         if self.weighs:
-            carry = self.attend(_Factor(fn), return_carry=True).carry
+            carry = self.attend(self.value, _Factor(fn), return_carry=True).carry
             return carry.logsumexp(), carry.output()[..., 0]
 
         def moved(amount):
@@ -306,7 +333,7 @@ def mass(
             "each axis its full size or 1."
         )
     nothing = jnp.zeros(call.keys, call.dtype)
-    logsumexp, pull = jax.vjp(lambda bias: call.logsumexp(Bias(bias)), nothing)
+    logsumexp, pull = jax.vjp(lambda bias: call.logsumexp(_KeyBias(bias)), nothing)
     weights = jnp.broadcast_to(weights.astype(call.dtype), call.rows) * call.share(logsumexp)
     (received,) = pull(weights)
     return jnp.swapaxes(received[..., 0, :], -1, -2)

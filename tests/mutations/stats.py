@@ -20,7 +20,7 @@ MUTANTS = [
             ("jnp.where(logit == -jnp.inf, 0, logit)", "logit"),
             ("jnp.ones_like(self.key[..., :1])", "jnp.zeros_like(self.key[..., :1])"),
             ("return folds and not self.stored", "return folds"),
-            ("self.attend(_Factor(fn), return_carry=True)", "self.attend(fn, return_carry=True)"),
+            ("self.attend(self.value, _Factor(fn),", "self.attend(self.value, fn,"),
             ("not strategy.may_run_kernels", "True", "without the rounding of kernels both ways give the same"),
             ("jnp.swapaxes(received[..., 0, :], -1, -2)", "received[..., 0, :].reshape(*call.rows[:-2], -1, call.rows[-1])"),
         ],
