@@ -165,7 +165,7 @@ def split_axis(x: Array, axis: int, n: int, outside: bool = False) -> Array:
 
 def merged_axes(x: Array, axis: int) -> Array:
     """Merges an axis with the next one."""
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def with_kernel(

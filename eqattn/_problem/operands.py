@@ -93,7 +93,9 @@ class BlockOperands:
             key = key if self.post_scale else scaled(key, scale)
             columns = (BATCH, HEAD, COL)
             self.operands += (BlockOperand("key", blocking.columns_of(key), columns),)
-            values = [value] if lowering.cleans_values else cleaned(value, precision)
+            # Values of size 0, of which only the logsumexp is wanted, have nothing to clean.
+            clean = lowering.cleans_values or value.shape[-1] == 0
+            values = [value] if clean else cleaned(value, precision)
             self.values = tuple(
                 BlockOperand("value", blocking.columns_of(x), columns) for x in values
             )
@@ -240,7 +242,7 @@ class BlockOperands:
         `_sweep/nonfinite.py`: where a pair may be masked, it returns clean values and their poison.
         """
         if not (self.blocking.in_place or self.lowering.cleans_values):
-            return lambda clean, poison: [clean, poison]
+            return lambda clean, *poison: [clean, *poison]
         precision = dict(self.products)["precision"]
 
         def fn(*blocks):
@@ -382,12 +384,16 @@ class BlockOperands:
                 s = jnp.where(mask, s, 0)
             if self.post_scale:
                 s = s * named["scale"]
-            for score, xs in zip(self.scores, own):
-                s = score(mask, s, *pairs, *xs)
+            weight = weights_of(problem, named, acc)
+            for part, score, xs in zip(problem.scores, self.scores, own):
+                if part.weighs:
+                    weight = [score(mask, s, *pairs, *xs)]
+                else:
+                    s = score(mask, s, *pairs, *xs)
             if problem.logits_dtype is not None:
                 s = s.astype(problem.logits_dtype).astype(acc)
             if mask is not None:
                 s = self.hidden(s, mask)
-            return [s, *weights_of(problem, named, acc)]
+            return [s, *weight]
 
         return fn

@@ -29,6 +29,8 @@ class Sharding:
     - `held`: the bytes of keys and values that a device holds while it attends.
     - `seconds`: the time of forward and backward in the model of `sharding_plan`.
     - `exposed`: the part of it in which a device waits for what is sent.
+    - `plan`: the [`eqattn.RingPlan`][] that the numbers follow from, with the work of each hop. For
+        a strategy without hops, only the sums of its work count.
     """
 
     strategy: str
@@ -40,6 +42,7 @@ class Sharding:
     held: int = 0
     seconds: float = 0.0
     exposed: float = 0.0
+    plan: RingPlan | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +129,10 @@ def sharding_plan(
 ) -> ShardingPlan:
     """Compares [`eqattn.Ring`][], [`eqattn.Ulysses`][], both combined and [`eqattn.AllGather`][].
 
-    It says what each sends, computes and holds, for a sequence that is sharded over devices.
+    It says what each sends, computes and holds, for a sequence that is sharded over devices. Call
+    it to choose a strategy. The numbers of each follow from a plan of [`eqattn.ring_plan`][], which
+    is the `plan` of its [`eqattn.Sharding`][]. Call that one where a ring is chosen already, for
+    its hops and their balance.
 
     Bytes, steps and operations follow from the sizes and the mask. Times are those of a model. A
     device computes `flops` operations a second, and sends `bandwidth` bytes a second to a
@@ -206,6 +212,7 @@ def _ring(machine: _Machine, name: str, plan: RingPlan, own: int) -> Sharding:
         held=own * (2 if moves else 1),  # what it visits, and what arrives meanwhile
         seconds=forward + backward + exchange,
         exposed=waits + more + exchange,
+        plan=plan,
     )
 
 
@@ -225,4 +232,5 @@ def _gathered(machine: _Machine, plan: RingPlan, own: int, dtype: Any) -> Shardi
         held=n * own,
         seconds=work * (1 + _BACKWARD) / machine.flops + exchange,
         exposed=exchange,
+        plan=plan,
     )

@@ -189,7 +189,10 @@ def ring_plan(
     block: int | None = None,
     group: int = 1,
 ) -> RingPlan:
-    """Computes what a ring will do, without running it.
+    """Computes what a ring will do, without running it: its hops, and how balanced they are.
+
+    Whether a ring is the best choice is the question of [`eqattn.sharding_plan`][], which compares
+    plans of all strategies.
 
     **Arguments:**
 

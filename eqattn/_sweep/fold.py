@@ -16,11 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
 from .._carry import finite_origin
-from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
+from .._jax import ad, is_zero, jaxpr_as_fun, Literal, Primitive, vary, varying_axes
 from .centred_tangent import centred_dot, recentred
 from .fold_step import Finish, FoldStep
 from .grid import GridLayout, replaced, ROW
@@ -56,8 +55,8 @@ def fold(
     **Arguments:**
 
     - `logits`: per class of block, a function of the operands' blocks. It returns `[s]` or
-        `[s, w]`: logits `[keys, rows]` (`-inf` where masked) and, with dropout, the factor
-        `[keys, rows]` on each probability in the numerator.
+        `[s, w]`: logits `[keys, rows]` (`-inf` where masked) and, with dropout or a function whose
+        mean is asked for, the factor `[keys, rows]` on each probability in the numerator.
     - `operands`: arrays that `logits` reads, whose grid axes are the `in_axes` of the `layout`.
     - `values`: per class, a function of the blocks of the operands that the `layout` has as
         `shared`, then of those of `value_operands`. It returns a finite block
@@ -188,11 +187,13 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     #
     #     num = sum_j e^{s_j - m} w_j v_j        den = sum_j e^{s_j - m}        top = m
     #
-    # over the row's visible keys j, w_j being the factor of dropout. The value that a Carry stands
-    # for, num e^m and den e^m, does not depend on m. So m may be held fixed while s and v move: its
-    # tangent is zero (`ad.Zero` below), and the other two have the tangents
+    # over the row's visible keys j, w_j being the factor on the probability. The value that a Carry
+    # stands for, num e^m and den e^m, does not depend on m. So m may be held fixed while s, w and v
+    # move: its tangent is zero (`ad.Zero` below), and the other two have the tangents
     #
-    #     dnum = sum_j p_j w_j (ds_j v_j + dv_j)     dden = sum_j p_j ds_j     p_j = e^{s_j - m}.
+    #     dnum = sum_j p_j (w_j ds_j v_j + w_j dv_j + dw_j v_j)     dden = sum_j p_j ds_j
+    #
+    # with p_j = e^{s_j - m}. The factor of dropout does not move.
     #
     # Both are sums over pairs of a function of one block, that is, a sweep on the same grid, whose
     # operands are those of the fold, the maximum m, and the tangents. It is linear in the tangents,
@@ -218,6 +219,15 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     if again:
         dnum = recentred(dnum, dden, again[0], num, den)
     return (num, den, top), (dnum, dden, ad.Zero(jax.typeof(top)))
+
+
+def _read_by(jaxpr: Any, result: int) -> set[int]:
+    """The arguments of a jaxpr, by index, that one of its results may depend on."""
+    found = {x for x in jaxpr.outvars[result : result + 1] if not isinstance(x, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if not found.isdisjoint(eqn.outvars):
+            found.update(x for x in eqn.invars if not isinstance(x, Literal))
+    return {i for i, x in enumerate(jaxpr.invars) if x in found}
 
 
 def operand_dtypes(visits: tuple, values: tuple, layout: GridLayout) -> list:
@@ -268,6 +278,8 @@ def tangent_arguments(
         )
 
     def tangent(logits, weigh):
+        weighs = len(logits.out_avals) > 1 and bool(_read_by(logits.jaxpr, 1) & {*inner})
+
         def g(*blocks):
             full, m, moved = blocks[:count], blocks[count], blocks[count + 1 :]
             (s, *weight), ds = directional(
@@ -279,7 +291,7 @@ def tangent_arguments(
             )
             # A maximum is a gauge and has no tangent, but another origin may have one.
             p = jnp.exp(s - finite_origin(m)[None])
-            kept = p * lax.stop_gradient(weight[0]) if weight else p
+            kept = p * weight[0] if weight else p
             dnum, dden = jnp.zeros((p.shape[1], v.shape[-1]), p.dtype), jnp.zeros_like(m)
             again = []
             if ds is not None:
@@ -288,6 +300,8 @@ def tangent_arguments(
                 else:
                     dnum = dot(kept * ds[0], v, (0, 0), **kw)
                 dden = (p * ds[0]).sum(0)
+            if weighs:
+                dnum = dnum + dot(p * ds[1], v, (0, 0), **kw)
             if dv is not None:
                 dnum = dnum + dot(kept, dv[0], (0, 0), **kw)
             return [dnum, dden, *again]

@@ -73,14 +73,25 @@ class FoldStep:
         """Gives numbers `[rows]` the axes of a numerator."""
         return row[:, None] if self.grouped else row[None]
 
+    def weighted(self, v: Array, kept: Array, alone: bool) -> Array:
+        """The sums of the values with the factors `kept`, as a part of the numerator. In a block
+        that is `alone` they are `[rows, v]`.
+        """
+        product = ft.partial(dot, **dict(self.products))
+        if self.width == 1 and not self.grouped:  # It joins the denominator's sum, and is exact.
+            return (v * kept).sum(0)[:, None] if alone else (v * kept).sum(0)[None]
+        if alone:
+            return product(kept.T, v, (1, 0))
+        return product(kept, v, (0, 0)) if self.grouped else product(v, kept, (0, 0))
+
     def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
-        n, product = len(self.logits.in_avals), ft.partial(dot, **dict(self.products))
+        n = len(self.logits.in_avals)
         s, *weight = self.evaluate_logits(*blocks[:n])
         v, *poison = self.evaluate_values(*[blocks[i] for i in self.shared], *blocks[n:])
         top = s.max(0)
         if accs is None:
             kept, den = softmax_terms(s, safe_max(top), weight, poison)
-            num = product(kept.T, v, (1, 0))
+            num = self.weighted(v, kept, alone=True)
             return [num, den, top] if poison else complete(num, den, top, -1)
         new = jnp.maximum(accs[2], top)
         # The old maximum is made finite, too. The result does not need that, as the sums of a row
@@ -88,7 +99,7 @@ class FoldStep:
         # all of its intermediate results would be written to memory.
         origin, scale = change_of_origin(new, safe_max(accs[2]))
         kept, den = softmax_terms(s, origin, weight, poison)
-        num = product(kept, v, (0, 0)) if self.grouped else product(v, kept, (0, 0))
+        num = self.weighted(v, kept, alone=False)
         return [accs[0] * self.spread(scale) + num, accs[1] * scale + den, new]
 
 

@@ -129,7 +129,7 @@ def _merged(x, lead, axis):
     """Undoes `_apart`."""
     n = lead + axis
     x = jnp.moveaxis(x, lead, n)
-    return x.reshape(*x.shape[:n], -1, *x.shape[n + 2 :])
+    return x.reshape(*x.shape[:n], x.shape[n] * x.shape[n + 1], *x.shape[n + 2 :])
 
 
 def _grouped(a, b, *, contract, lead, **kw):

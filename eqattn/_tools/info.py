@@ -254,7 +254,8 @@ class Spec:
         if strategy is None:
             return [("nothing", reason)]
         forward = strategy.selected_forward()
-        lines = [("strategy", self.name), ("method", forward), ("code", self.code(strategy))]
+        name = self.name + self.where(strategy)
+        lines = [("strategy", name), ("method", forward), ("code", self.code(strategy))]
         if isinstance(strategy, Blockwise):
             lines += self.cost(strategy)
         return lines if self.args.no_compile else lines + self.memory(strategy)
@@ -306,10 +307,14 @@ class Spec:
         for name in AttentionRegistry.list_implementations():
             strategy, reason = self.create(name)
             would = f"would run ({strategy.selected_forward()})" if strategy else reason
-            if isinstance(strategy, AbstractSharded) and strategy._place() is None:
-                would += " on one device, as blockwise: there is no mesh"
-            lines.append((name, would))
+            lines.append((name, would + self.where(strategy)))
         return lines
+
+    def where(self, strategy: AttentionImpl | None) -> str:
+        """Says so where a strategy over sharded sequences runs without a mesh; else nothing."""
+        if isinstance(strategy, AbstractSharded) and strategy._place() is None:
+            return " on one device, as blockwise: there is no mesh"
+        return ""
 
     def sizes(self) -> dict[str, Any]:
         """The arguments of the plans that say what is sharded."""

@@ -32,6 +32,10 @@ class AbstractScore(eqx.Module):
     """Whether kernels for other devices may hold `transform`. `ScoreFn` says no: their compilers do
     not know every operation that a user's function may hold.
     """
+    weighs: ClassVar[bool] = False
+    """Whether `transform` gives the factor on the probability of a pair in the numerator, instead
+    of a logit. One of the scores of a call may do so, the last one.
+    """
 
     def operands(self) -> tuple[Operand, ...]:
         """The arrays that vary with batch, head, query or key. By default there are none."""

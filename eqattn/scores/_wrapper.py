@@ -19,3 +19,7 @@ class AbstractWrapper(AbstractScore):
     @property
     def tried_in_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.score.tried_in_kernels
+
+    @property
+    def weighs(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.weighs

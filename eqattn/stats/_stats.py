@@ -8,10 +8,11 @@ $$
 \frac{\partial}{\partial b_j} \sum_i w_i L_i = \sum_i w_i p_{ij} \quad \text{for a bias } b_j .
 $$
 
-So the expectation of any function $f$ of a pair is a tangent, and the mass that a key receives is a
-gradient. Both are visits that the fold has already: they run under every strategy, skip the blocks
-that a mask empties, and are differentiable themselves. The values do not matter, so that there is
-one of size 1 for each key.
+So the mass that a key receives is a gradient, and the expectation of any function $f$ of a pair is
+a tangent. It is also an output of attention, over values of 1 with $f$ as the factor on each
+probability, as that of dropout is. That takes one visit of the blocks, where a tangent takes two.
+All are visits that the fold has already: they run under every strategy, skip the blocks that a mask
+empties, and are differentiable themselves.
 
 Sinks join the denominator alone. They are left out of $L$, and with that of the keys and the sinks,
 $L'$, each probability is multiplied by the share of the keys, $e^{L - L'}$.
@@ -26,6 +27,7 @@ from jaxtyping import Array, Float
 
 from .._attention import attention
 from .._misc import as_array
+from .._output import AttentionOutput
 from .._pairs import Operand
 from .._problem.problem import as_bias, as_scores, as_sinks, MaskLike, ScoreLike
 from .._problem.storage import AbstractStored
@@ -36,6 +38,7 @@ from ..scores._wrapper import AbstractWrapper
 from ..strategies import AttentionImpl, Blockwise
 from ..strategies._base import with_metadata
 from ..strategies._checks import check_strategy
+from ..strategies._fold_strategy import AbstractFoldStrategy
 
 
 class _Logit(AbstractScore):
@@ -44,7 +47,8 @@ class _Logit(AbstractScore):
     finite_when_masked: ClassVar[bool] = True
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return logit
+        # Next to a probability of 0 it adds nothing, as p log p does.
+        return jnp.where(logit == -jnp.inf, 0, logit)
 
 
 class _Distance(AbstractScore):
@@ -54,6 +58,46 @@ class _Distance(AbstractScore):
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return abs(q - k).astype(logit.dtype)
+
+
+class _Factor(AbstractScore):
+    """A function of the pair, which is a score, as the factor on the probability."""
+
+    score: AbstractScore
+
+    weighs: ClassVar[bool] = True
+
+    def operands(self) -> tuple[Operand, ...]:
+        return self.score.operands()
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        return self.score.transform(logit, b, h, q, k, *operands)
+
+
+@jax.custom_jvp
+def _at_zero(logit: Any, x: Any) -> Any:
+    """`logit + x` where `x` is 0, which is not read, and has its derivatives."""
+    del x
+    return logit
+
+
+@_at_zero.defjvp
+def _at_zero_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return _at_zero(*primals), tangents[0] + tangents[1]
+
+
+class _KeyBias(AbstractScore):
+    """A bias of each key `[*b, h, 1, s]`, which is 0."""
+
+    bias: Float[Array, "..."]
+
+    finite_when_masked: ClassVar[bool] = True
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(self.bias, "bhts"),)
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        return _at_zero(logit, operands[0].astype(logit.dtype))
 
 
 class _Moved(AbstractWrapper):
@@ -83,11 +127,12 @@ class _Call:
         strategy = Blockwise() if strategy is None else strategy
         check_strategy(strategy)
         self.query = jnp.asarray(as_array(query, "query", 3))
-        if isinstance(key_, AbstractStored):  # may be pages of a pool: their own values
+        self.stored = isinstance(key_, AbstractStored)
+        if self.stored:  # may be pages of a pool: their own values
             self.key = self.value = key_
         else:
             self.key = jnp.asarray(as_array(key_, "key_", 3))
-            self.value = jnp.zeros_like(self.key[..., :1])
+            self.value = jnp.ones_like(self.key[..., :1])
         metadata = strategy.metadata
         *batch, tokens, heads, _ = self.query.shape
         self.rows, self.keys = (*batch, tokens, heads), (*batch, heads, 1, self.key.shape[-3])
@@ -99,22 +144,38 @@ class _Call:
         self.scores = score if bias is None else (Bias(bias), *score)
         self.options = call
 
-    def logsumexp(self, *more: AbstractScore) -> Array:
-        """The logsumexp `[*b, t, h]` over the keys, without sinks, under further scores."""
-        out = attention(
+    def attend(self, value: Any, *more: AbstractScore, **wanted: bool) -> AttentionOutput:
+        """Attention over some values without sinks, under further scores."""
+        return attention(
             self.query,
             self.key,
-            self.value,
+            value,
             self.strategy,
             score=(*self.scores, *more),
             inference=True,
-            return_logsumexp=True,
+            **wanted,
             **self.options,
         )
-        return out.logsumexp.astype(self.dtype)
+
+    def logsumexp(self, *more: AbstractScore) -> Array:
+        """The logsumexp `[*b, t, h]` over the keys, without sinks, under further scores."""
+        value = self.value[..., :0] if self.weighs else self.value  # nothing to weigh
+        return self.attend(value, *more, return_logsumexp=True).logsumexp.astype(self.dtype)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether values of any size can have other factors than those of dropout. Kernels would
+        round these, and what is stored is its own values.
+        """
+        strategy = self.strategy
+        folds = isinstance(strategy, AbstractFoldStrategy) and not strategy.may_run_kernels
+        return folds and not self.stored
 
     def expectation(self, fn: AbstractScore) -> tuple[Array, Array]:
         """The logsumexp without sinks, and the expectation of `fn` over the keys."""
+        if self.weighs:
+            carry = self.attend(self.value, _Factor(fn), return_carry=True).carry
+            return carry.logsumexp(), carry.output()[..., 0]
 
         def moved(amount):
             return self.logsumexp(_Moved(fn, amount))
@@ -272,7 +333,7 @@ def mass(
             "each axis its full size or 1."
         )
     nothing = jnp.zeros(call.keys, call.dtype)
-    logsumexp, pull = jax.vjp(lambda bias: call.logsumexp(Bias(bias)), nothing)
+    logsumexp, pull = jax.vjp(lambda bias: call.logsumexp(_KeyBias(bias)), nothing)
     weights = jnp.broadcast_to(weights.astype(call.dtype), call.rows) * call.share(logsumexp)
     (received,) = pull(weights)
     return jnp.swapaxes(received[..., 0, :], -1, -2)

@@ -85,10 +85,10 @@ def fold_on_device(
 
 @cached
 def attend_on_device(
-    problem: Problem, *, block_q, block_k, fused, lowering, manual, dtype
+    problem: Problem, *, block_q, block_k, fused, lowering, manual, fixed, dtype
 ) -> tuple[Array, Array]:
     """The output, in a dtype, and the logsumexp of a problem on one device, with the sinks."""
-    blocking = choose_blocking(problem, block_q, block_k, lowering=lowering)
+    blocking = choose_blocking(problem, block_q, block_k, lowering=lowering, fixed=fixed)
     spread = HeadExchange(manual=manual)
     return attend_problem(problem, blocking, spread, fused=fused, lowering=lowering, dtype=dtype)
 

@@ -45,21 +45,17 @@ class AbstractFoldStrategy(AttentionImpl):
 
     def __check_init__(self) -> None:
         as_flag(getattr(self, "fused_backward", True), "fused_backward")
-        # What is no metadata is named by the check of `AttentionImpl`, which comes after this one.
-        platform: Any = getattr(self.metadata, "platform", None)
-        if self.fixed and platform in (Platform.PALLAS, Platform.INTERPRET):
-            raise ValueError(
-                f"bitwise=True with platform={platform.value!r}: kernels have blocks of their own; "
-                "use platform='xla' or 'auto'."
-            )
+        as_flag(getattr(self, "bitwise", False), "bitwise")
 
     forms_weights: ClassVar[bool] = False
     reads_stored: ClassVar[bool] = False
+    fixed_in: ClassVar[tuple[str, ...]] = ()
+    """The backends whose kernels may be `fixed`."""
 
     @property
     def fixed(self) -> bool:
         """Whether the bits of a row are to depend on nothing but the row, as a field `bitwise`
-        says: blocks have sizes that only the metadata decide about, and XLA visits them in order.
+        says: blocks have sizes that only the metadata decide about, and are visited in order.
         """
         return as_flag(getattr(self, "bitwise", False), "bitwise")
 
@@ -116,13 +112,27 @@ class AbstractFoldStrategy(AttentionImpl):
     def _kernels(self) -> Lowering | None:
         """The kernels of the platform and the device that the metadata name, if there are any."""
         platform, device = self.metadata.platform, self.metadata.backend.value
-        if platform is Platform.XLA or not self.pallas_lowerings or self.fixed:
+        if platform is Platform.XLA or not self.pallas_lowerings:
+            return None
+        if self.fixed and platform is Platform.AUTO:  # Kernels may refuse a call for its size.
             return None
         if platform is Platform.INTERPRET:
             device = interpreted_backend(device, self.pallas_lowerings)
         elif device == Backend.ANY.value:
             device = self.current_backend()
+        if self.fixed and device not in self.fixed_in:
+            fixed = " or ".join(self.fixed_in)
+            remedy = f"use backend {fixed}, or platform" if fixed else "use platform"
+            raise ValueError(
+                f"bitwise=True with platform={platform.value!r}: on {device}, kernels of "
+                f"{type(self).__name__} have blocks of their own; {remedy}='xla' or 'auto'."
+            )
         return lowering_for(device, platform.value) if device in self.pallas_lowerings else None
+
+    @property
+    def may_run_kernels(self) -> bool:
+        """Whether calls run in kernels, if these support the call."""
+        return self._kernels() is not None
 
     def _without_kernel(self, kernels: Lowering, reason: str) -> str:
         return (

@@ -68,6 +68,7 @@ class AbstractOnDevice(AbstractFoldStrategy):
     fused_backward: eqx.AbstractVar[bool]
 
     pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
+    fixed_in: ClassVar[tuple[str, ...]] = ("tpu",)
 
     def keys_axis(self) -> str | None:
         """A hook that says which mesh axis shards the keys, of which then each device attends to
@@ -126,12 +127,14 @@ class AbstractOnDevice(AbstractFoldStrategy):
             return None  # Several visits meet as Carries.
         from ._fold import attend_on_device
 
+        block_q, block_k = self.block_sizes()
         return attend_on_device(
             problem,
-            block_q=self.metadata.blocksize_q,
-            block_k=self.metadata.blocksize_k,
+            block_q=block_q,
+            block_k=block_k,
             fused=self.fused_backward,
             lowering=lowering,
             manual=self.manual(problem, lowering),
+            fixed=self.fixed,
             dtype=dtype,
         )

@@ -1,11 +1,10 @@
 """A prompt that a ring has attended to is decoded from where its keys and values lie."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _moved import moved
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, Causal, Contiguous, Ragged, Ring, Zigzag
@@ -14,17 +13,6 @@ from eqattn.cache import KVCache
 
 B, T, NEW, H, K, D, N = 2, 32, 5, 4, 2, 8, 4
 METADATA = AttentionMetadata(blocksize_q=4, blocksize_k=4)
-NAMES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-
-
-def moved(program):
-    """The exchanges of a program, and how many bytes their results have."""
-    found = re.findall(rf"= (.*?) ({NAMES})(?:-start)?\(", program.as_text())
-    count = lambda text: sum(
-        int(re.sub(r"\D", "", dtype)) // 8 * int(np.prod([int(x) for x in shape.split(",") if x]))
-        for dtype, shape in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", text)
-    )
-    return {name for _, name in found}, sum(count(shapes) for shapes, _ in found)
 
 
 @pytest.mark.parametrize("layout", [Zigzag(), pytest.param(Contiguous(), marks=pytest.mark.slow)])

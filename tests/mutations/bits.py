@@ -22,15 +22,17 @@ MUTANTS = [
         "strategies/test_bitwise.py",
         [
             ("return (sizes[0] or 16, sizes[1] or 128) if self.fixed else sizes", "return sizes", "blocks that are given are the same"),
-            ("or not self.pallas_lowerings or self.fixed:", "or not self.pallas_lowerings:", "on a CPU there is no kernel to choose"),
+            ("if self.fixed and platform is Platform.AUTO:", "if False:", "on a CPU there is no kernel to choose"),
+            ("if self.fixed and device not in self.fixed_in:", "if False:"),
         ],
     ),
     (
         "strategies/_on_device.py",
         "strategies/test_bitwise.py",
         [
-            ("            fixed=self.fixed,\n", ""),
-            ("by_hand=self.fixed", "by_hand=False"),
+            ("by_hand=self.fixed),\n            fixed=self.fixed,\n", "by_hand=self.fixed),\n"),
+            ("manual=self.manual(problem, lowering),\n            fixed=self.fixed,", "manual=self.manual(problem, lowering),\n            fixed=False,"),
+            ("lowering, by_hand=self.fixed", "lowering, by_hand=False"),
         ],
     ),
     (

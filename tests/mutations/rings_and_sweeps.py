@@ -202,7 +202,7 @@ MUTANTS = [
         "_sweep/fold.py",
         FOLDS,
         [
-            ("kept = p * lax.stop_gradient(weight[0]) if weight else p", "kept = p"),
+            ("kept = p * weight[0] if weight else p", "kept = p"),
             ("dden = (p * ds[0]).sum(0)", "dden = (kept * ds[0]).sum(0)"),
             ("dnum = dnum + dot(kept, dv[0], (0, 0), **kw)", "dnum = dot(kept, dv[0], (0, 0), **kw)"),
             ("p = jnp.exp(s - finite_origin(m)[None])", "p = jnp.exp(s - m[None])"),

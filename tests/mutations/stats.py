@@ -17,8 +17,43 @@ MUTANTS = [
             ("jnp.where(logsumexp != -jnp.inf, 1 + 2 * mean, 0)", "1 + 2 * mean"),
             ("call.rows) * call.share(logsumexp)", "call.rows)"),
             ("(Bias(bias), *score)", "score"),
+            ("jnp.where(logit == -jnp.inf, 0, logit)", "logit"),
+            ("jnp.ones_like(self.key[..., :1])", "jnp.zeros_like(self.key[..., :1])"),
+            ("return folds and not self.stored", "return folds"),
+            ("self.attend(self.value, _Factor(fn),", "self.attend(self.value, fn,"),
+            ("not strategy.may_run_kernels", "True", "without the rounding of kernels both ways give the same"),
             ("jnp.swapaxes(received[..., 0, :], -1, -2)", "received[..., 0, :].reshape(*call.rows[:-2], -1, call.rows[-1])"),
         ],
+    ),
+    (
+        "_sweep/fold.py",
+        f"{STATS} -k 'all_probabilities or forward_mode'",
+        [
+            ("if weighs:", "if False:"),
+            ("bool(_read_by(logits.jaxpr, 1) & {*inner})", "bool(_read_by(logits.jaxpr, 0) & {*inner})", "only speed: of dropout, it adds a product with 0"),
+            ("dot(p * ds[1], v", "dot(kept * ds[1], v"),
+        ],
+    ),
+    (
+        "_sweep/fold_step.py",
+        STATS,
+        [
+            ("(v * kept).sum(0)[None]", "kept.sum(0)[None]", "values of a statistic are 1"),
+            ("self.width == 1 and not self.grouped", "self.width == 1"),
+        ],
+    ),
+    (
+        "_problem/operands.py",
+        STATS,
+        [
+            ("if part.weighs:", "if False:"),
+            ("weight = [score(mask, s, *pairs, *xs)]", "weight = [score(None, s, *pairs, *xs)]"),
+        ],
+    ),
+    (
+        "scores/_wrapper.py",
+        STATS,
+        [("return self.score.weighs", "return False")],
     ),
     (
         "strategies/_results.py",

@@ -33,6 +33,11 @@ def test_numbers_of_each_strategy():
     assert (ring.held, gathered.held, mixed.held) == (2 * own, 8 * own, 2 * 2 * own)
     assert ulysses.held == 4 * own  # two heads are repeated for eight devices
     assert ulysses.forward_bytes == ring_plan(2048, 1, group=8, **SIZES).exchange_bytes
+    # Each is expressed by the plan that `ring_plan` makes.
+    kw = dict(mask=Causal(), **SIZES)
+    assert ring.plan == gathered.plan == ring_plan(2048, 8, layout=Zigzag(), **kw)
+    assert mixed.plan == ring_plan(2048, 2, group=4, layout=Zigzag(), **kw)
+    assert ulysses.plan == ring_plan(2048, 1, group=8, **kw)
     # Keys and values over two links, and a step; then these again, and their gradients.
     waits = 7 * own / 2e9 + 1e-3 + 7 * 3 * own / 2e9 + 2e-3
     assert gathered.exposed == pytest.approx(waits)

@@ -20,6 +20,7 @@ from eqattn import (
     KeyPadding,
     Ragged,
     Ring,
+    Selected,
     SlidingWindow,
     stats,
     Tree,
@@ -181,7 +182,7 @@ def test_uniform_attention_has_the_entropy_and_the_window_of_its_keys():
 
 @pytest.mark.parametrize("kind", ["pages", pytest.param("eight bits", marks=pytest.mark.slow)])
 def test_stored_keys(kind):
-    """A cache is read where it lies, and pages are not copied."""
+    """A cache is read where it lies, and pages are not copied. As values, it has no ones."""
     q = jnp.asarray(RNG.normal(size=(B, 2, H, D)), jnp.float32)
     k = jnp.asarray(RNG.normal(size=(B, T, K, D)), jnp.float32)
     empty = dict(batch=B, capacity=T, kv_heads=K, head_dim=D)
@@ -199,11 +200,45 @@ def test_stored_keys(kind):
         found = []
         for x, strategy in ((key, Ragged()), (dense, Dense())):
             args = dict(mask=mask, q_offset=offset)
-            found.append(stats.mass(q, x, strategy, **args))
+            found.append([f(q, x, strategy, **args) for f in (stats.mass, stats.entropy)])
         return found
 
-    one, other = both(cache.key, held)
-    np.testing.assert_allclose(one, other, atol=1e-5)
+    for one, other in zip(*both(cache.key, held)):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_what_is_not_there():
+    """A key with a bias of -inf is as one that is masked, and what is masked may hold anything.
+    So may a list of keys leave it out.
+    """
+    q, k = (jnp.asarray(ARRAYS[n][:1], jnp.float32) for n in "qk")
+    strategy = Blockwise(AttentionMetadata(blocksize_q=8, blocksize_k=8))
+    cost = jnp.ones(T).at[0].set(jnp.nan)
+    others = jnp.broadcast_to(jnp.arange(1, T, dtype=jnp.int32), (1, 1, T, T - 1))
+    ways = [
+        dict(bias=jnp.zeros((1, T)).at[0, 0].set(-jnp.inf), mask=Causal()),
+        dict(mask=Causal() & KeyPadding(jnp.array([T]), jnp.array([1]))),
+        dict(mask=Causal() & Selected(others)),
+    ]
+
+    @jax.jit
+    def found(q):
+        def both(q, way):
+            entropy = stats.entropy(q, k, strategy, **way)
+            if "bias" in way:
+                return entropy, jnp.zeros(())
+            arrays = [Operand(cost, "s")]
+            fn = lambda z, b, h, q, k, x: x * z
+            return entropy, stats.expectation(fn, q, k, strategy, arrays=arrays, **way).sum()
+
+        loss = lambda q, way: sum(jnp.sin(x).sum() for x in both(q, way))
+        return [(both(q, way), jax.grad(loss)(q, way)) for way in ways]
+
+    hidden, masked, listed = found(q)
+    assert jnp.isfinite(masked[1]).all() and masked[0][0][0, 1:].min() >= 0
+    np.testing.assert_allclose(hidden[0][0], masked[0][0], atol=2e-6)
+    for x, y in zip(jax.tree.leaves(listed), jax.tree.leaves(masked), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def largest(q, k, v, axis=None, **own):

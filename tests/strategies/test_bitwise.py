@@ -27,7 +27,11 @@ from eqattn.cache import Pages
 
 H, K, D, BLOCK = 4, 2, 16, 8
 METADATA = AttentionMetadata(blocksize_q=BLOCK, blocksize_k=BLOCK)
-STRICT = {cls: cls(METADATA, bitwise=True) for cls in (Blockwise, Ragged)}
+KERNELS = METADATA.replace(platform="interpret")
+STRICT = {cls.__name__: cls(METADATA, bitwise=True) for cls in (Blockwise, Ragged)}
+STRICT |= {f"{cls.__name__} in kernels": cls(KERNELS, bitwise=True) for cls in (Blockwise, Ragged)}
+QUICK = "batch", "decode"
+KINDS = "batch", "capacity", "layout", "chunks", "decode"
 # The blocks at the edge of a window are partial for some rows and full for others.
 MASK = Causal() & SlidingWindow(13, 0, sinks=1)
 
@@ -39,7 +43,7 @@ def compiled(fn, statics, optimised):
     return jax.jit(fn, static_argnums=statics, compiler_options=options)
 
 
-def visit(cls, gradients, rows, columns, where):
+def visit(name, gradients, rows, columns, where):
     """Output, logsumexp and, if asked for, gradients, by the names of what they belong to.
 
     `rows` are a query, its cotangents and a bias; `columns` keys and values; `where` an offset and
@@ -48,30 +52,31 @@ def visit(cls, gradients, rows, columns, where):
     (q, ct, ct_lse, bias), (k, v), (offset, lengths) = rows, columns, where
     mask = MASK & KeyPadding(lengths)
 
-    def call(q, k, v):
+    def call(q, bias, k, v):
         out = attention(
-            q, k, v, STRICT[cls], mask=mask, bias=bias, q_offset=offset, return_logsumexp=True
+            q, k, v, STRICT[name], mask=mask, bias=bias, q_offset=offset, return_logsumexp=True
         )
         return out.attention_outputs, out.logsumexp
 
     if not gradients:
-        return dict(zip(("out", "lse"), call(q, k, v)))
-    outs, pull = jax.vjp(call, q, k, v)
-    return dict(zip(("out", "lse", "q", "k", "v"), (*outs, *pull((ct, ct_lse)))))
+        return dict(zip(("out", "lse"), call(q, bias, k, v)))
+    outs, pull = jax.vjp(call, q, bias, k, v)
+    found = dict(zip(("out", "lse", "q", "bias", "k", "v"), (*outs, *pull((ct, ct_lse)))))
+    return found | {"bias": found["bias"].swapaxes(1, 2)}  # [b, t, h, s], as all that rows have
 
 
 def same(found, want, where, names=None):
-    for name in names or want:
+    for name in want if names is None else names:
         x, y = np.asarray(found[name]), np.asarray(want[name])
         assert x.shape == y.shape and x.tobytes() == y.tobytes(), (where, name)
 
 
-def check(cls, gradients, shape, seed, row, offset, dtype):
+def check(name, gradients, shape, seed, row, offset, dtype, kinds=KINDS):
     """One row of `shape` queries and keys in all arrangements. A gradient of keys or values is a sum
     over queries: it is compared where these are the same.
     """
     rng, (t, s) = np.random.default_rng(seed), shape
-    run = compiled(visit, (0, 1), gradients)
+    call = ft.partial(compiled(visit, (0, 1), gradients), name, gradients)
     new = lambda *shape: jnp.asarray(rng.normal(size=shape) * 10.0 ** rng.uniform(-2, 2), dtype)
 
     def rows_of(b, t):
@@ -80,30 +85,30 @@ def check(cls, gradients, shape, seed, row, offset, dtype):
 
     rows, columns = rows_of(1, t), (new(1, s, K, D), new(1, s, K, D))
     where = jnp.array([offset]), jnp.array([min(offset + t, s)])
-    want = run(cls, gradients, rows, columns, where)
-    of_rows = [name for name in ("out", "lse", "q") if name in want]
+    want = call(rows, columns, where)
+    of_rows = [name for name in ("out", "lse", "q", "bias") if name in want]
 
     # batch: beside other rows, at any place, of other lengths.
     put = lambda xs, ys: jax.tree.map(lambda x, y: x.at[row].set(y[0]), xs, ys)
     others = tuple(jnp.asarray(rng.integers(0, s + 1, 3), jnp.int32) for _ in where)
     several = put(rows_of(3, t), rows), put((new(3, s, K, D), new(3, s, K, D)), columns)
-    found = run(cls, gradients, *several, put(others, where))
-    same({n: x[row : row + 1] for n, x in found.items()}, want, "batch")
+    found = call(*several, put(others, where)) if "batch" in kinds else {}
+    same({n: x[row : row + 1] for n, x in found.items()}, want, "batch", found)
 
     # capacity: a larger cache, which holds anything.
     longer = tuple(jnp.concatenate([x, new(1, 41, K, D)], 1) for x in columns)
     *first, bias = rows
     more = (*first, jnp.concatenate([bias, new(1, H, t, 41)], 3))
-    found = run(cls, gradients, more, longer, where)
-    found = {n: x[:, :s] if n in ("k", "v") else x for n, x in found.items()}
-    same(found, want, "capacity")
+    found = call(more, longer, where) if "capacity" in kinds else {}
+    own = {"k": np.s_[:, :s], "v": np.s_[:, :s], "bias": np.s_[..., :s]}
+    same({n: x[own.get(n, ...)] for n, x in found.items()}, want, "capacity", found)
 
     # layout: pages in any order.
-    if cls is Ragged and s % BLOCK == 0:
+    if "layout" in kinds and isinstance(STRICT[name], Ragged) and s % BLOCK == 0:
         table = jnp.asarray(rng.permutation(5)[: s // BLOCK][None], jnp.int32)
         pool = lambda x: new(5, BLOCK, K, D).at[table[0]].set(x.reshape(-1, BLOCK, K, D))
         paged = tuple(Pages(pool(x), table) for x in columns)
-        found = dict(run(cls, gradients, rows, paged, where))
+        found = dict(call(rows, paged, where))
         for name in {"k", "v"} & set(found):
             found[name] = found[name].content[table[0]].reshape(1, s, K, D)
         same(found, want, "layout")
@@ -112,20 +117,20 @@ def check(cls, gradients, shape, seed, row, offset, dtype):
     def part(a, b):
         *some, bias = rows
         own = *[x[:, a:b] for x in some], bias[:, :, a:b]
-        return run(cls, gradients, own, columns, (where[0] + a, where[1]))
+        return call(own, columns, (where[0] + a, where[1]))
 
-    if t > BLOCK:
+    if "chunks" in kinds and t > BLOCK:
         parts = part(0, 7), part(7, t)
         joined = {n: jnp.concatenate([x[n] for x in parts], 1) for n in of_rows}
         same(joined, want, "chunks", of_rows)
-    for i in {0, t // 2, t - 1}:
+    for i in {0, t // 2, t - 1} if "decode" in kinds else ():
         same(part(i, i + 1), {n: want[n][:, i : i + 1] for n in of_rows}, "decode")
     q, ct, ct_lse, bias = rows
     wide = lambda x, axis=1: jnp.pad(x, [(0, 6 * (i == axis)) for i in range(x.ndim)])
     padded = jnp.concatenate([q, new(1, 6, H, D)], 1), wide(ct), wide(ct_lse), wide(bias, 2)
-    found = run(cls, gradients, padded, columns, where)
+    found = call(padded, columns, where) if "batch" in kinds else {}
     found = {n: x[:, :t] if n in of_rows else x for n, x in found.items()}
-    same(found, want, "padding")
+    same(found, want, "padding", found)
 
 
 def cases(examples):
@@ -138,24 +143,30 @@ def cases(examples):
 
 @cases(15)
 def test_the_bits_of_a_row(seed, row, offset):
-    check(Ragged, False, (20, 24), seed, row, offset, jnp.float32)
+    check("Ragged", False, (20, 24), seed, row, offset, jnp.float32)
+
+
+@cases(3)
+def test_the_bits_of_a_row_in_kernels(seed, row, offset):
+    """Interpreted. A row alone, of several, and token by token; all else is slow."""
+    check("Blockwise in kernels", False, (11, 16), seed, row, offset, jnp.float32, QUICK)
 
 
 @pytest.mark.slow
 def test_the_gradient_of_a_single_block():
     """What is compiled for the only turn of a loop may add up in another order."""
-    check(Blockwise, True, (8, 8), 0, 1, 0, jnp.float32)
+    check("Blockwise", True, (8, 8), 0, 1, 0, jnp.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(20, 24), (8, 8), (11, 40)])
-@pytest.mark.parametrize("cls", STRICT)
-def test_the_bits_of_many_rows(cls, shape, dtype):
+@pytest.mark.parametrize("name", STRICT)
+def test_the_bits_of_many_rows(name, shape, dtype):
     """700 cases of each shape, so 2,100 of each dtype for each strategy."""
 
     def one(seed, row, offset):
-        check(cls, True, shape, seed, row, offset, jnp.dtype(dtype))
+        check(name, True, shape, seed, row, offset, jnp.dtype(dtype))
 
     cases(700)(one)()
 
@@ -211,7 +222,7 @@ def test_any_number_of_devices_in_many_cases(dtype):
 def test_a_batch_that_is_sharded(cls):
     """Over an automatic axis that the metadata name: the loops are those of one device."""
     (q, k, v), _ = many(0, jnp.float32)
-    strategy = STRICT[cls]
+    strategy = STRICT[cls.__name__]
     fn = jax.jit(lambda *xs: attention(*xs, strategy, mask=MASK).attention_outputs)
     want = np.asarray(fn(q, k, v))
     with jax.set_mesh(jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])):
@@ -236,12 +247,19 @@ def test_who_promises_what():
         Ragged().supports(bitwise="device")
     with pytest.raises(ValueError, match="axis_name='keys'.*one device"):
         Ragged(AttentionMetadata(), axis_name="keys", bitwise=True)
-    for cls in promised:
-        with pytest.raises(ValueError, match="platform='pallas'.*'xla'"):
-            cls(AttentionMetadata(platform="pallas"), bitwise=True)
+    for cls in (Blockwise, Ragged):
+        strict = cls(KERNELS, bitwise=True)
+        assert all(strict.supports(bitwise=kind).ok == (kind in promised[cls]) for kind in KINDS)
+        assert (
+            strict.supports(bitwise="batch").ok and cls(METADATA, bitwise=True)._kernels() is None
+        )
+    other = Blockwise(KERNELS.replace(backend="gpu"), bitwise=True)
+    assert "on gpu, kernels of Blockwise have blocks of their own" in other.supports().reason
+    with pytest.raises(ValueError, match="platform='interpret'.*AllGather.*'xla' or 'auto'"):
+        attention(*many(0, jnp.float32)[0], AllGather(KERNELS, bitwise=True))
     with pytest.raises(ValueError, match="layout=Zigzag.*Contiguous"):
         AllGather(METADATA, layout=Zigzag(), bitwise=True)
     listed = Selected(jnp.zeros((1, 1, 1), jnp.int32))
-    assert "list of keys" in STRICT[Blockwise].supports(mask=listed).reason
+    assert "list of keys" in STRICT["Blockwise"].supports(mask=listed).reason
     with pytest.raises(ValueError, match=r"keys \(2, 24, 2, 16\).*not whole blocks of 8.*pad"):
         on_devices(2, *many(0, jnp.float32, t=24))

@@ -86,6 +86,17 @@ def test_info_plans_a_ring(capsys):
     assert repr(sharding_plan(4096, 16, layout=Zigzag(), mask=Causal(), **sizes)) in text
 
 
+def test_a_mesh_that_was_forgotten(capsys):
+    """A ring without a mesh runs on one device, and says so wherever it is named."""
+    assert main(["info", "--no-compile", "--strategy", "ring", "--queries", "64"]) == 0
+    text, alone = capsys.readouterr().out, " on one device, as blockwise: there is no mesh"
+    assert fields(text, "runs")["strategy"] == "ring" + alone
+    others = fields(text, "strategies")
+    for name in ("ring", "ulysses", "all_gather"):
+        assert others[name].endswith(alone)
+    assert not others["blockwise"].endswith(alone)
+
+
 def test_info_says_why_not(capsys):
     assert main(["info", "--no-compile", "--weights", "--queries", "64"]) == 0
     text = capsys.readouterr().out

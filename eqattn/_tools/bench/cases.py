@@ -68,7 +68,8 @@ class Case:
 
     **Arguments:**
 
-    - `kind`: the name of the experiment in `measure`, `decode`, `statistics`, `ring` or `bits`.
+    - `kind`: the name of the experiment in `measure`, `decode`, `statistics`, `ring`,
+        `balance` or `bits`.
     - `reference`: the library whose time is the unit.
     - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
     - `cache`: what holds the keys of a decoding step: `""` for a `KVCache`, or `"int8"`.
@@ -259,6 +260,16 @@ CASES = (
         targets={"build ms": Target(50.0), "table ms": Target(50.0)},
     ),
     Case("cpu-ring-8192", "ring", tokens=8192, devices=8),
+    Case(
+        "ring-balance",
+        "balance",
+        tokens=4096,
+        targets={
+            f"balanced{which}, {n} devices": Target(1.05)
+            for n in (8, 16, 32, 64, 128, 256)
+            for which in ("", " for both, documents", " for both, window")
+        },
+    ),
     Case("import", "import", targets={"time / equinox": Target(1.1)}),
 )
 

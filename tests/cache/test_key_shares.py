@@ -1,0 +1,125 @@
+"""What a step over a cache on several devices reads and sends, for every kind of cache: each device
+holds its part of the tokens, gets no others, and one Carry of the step's rows is sent.
+"""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _moved import moved
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from eqattn import attention, AttentionMetadata, Causal, Ragged
+from eqattn.cache import (
+    KVCache,
+    LatentKVCache,
+    PagedKVCache,
+    QuantizedKVCache,
+    RingBufferCache,
+    StackedPagedKVCache,
+)
+
+
+N, B, T, H, K, D, V = 4, 2, 3, 4, 2, 16, 8
+RANK, ROTARY = 24, 8
+HEADS = dict(kv_heads=K, head_dim=D, value_dim=V)
+LATENTS = dict(kv_heads=1, head_dim=ROTARY, value_dim=RANK)
+
+
+def paged(capacity, cls=PagedKVCache.empty, **own):
+    return cls(batch=B, capacity=capacity, pages=capacity // 4, page_size=8, devices=N, **own)
+
+
+MAKE = {
+    "one piece": lambda n: KVCache.empty(B, n, **HEADS),
+    "bits": lambda n: KVCache.empty(B, n, **HEADS, dtype=jnp.bfloat16, bits=True),
+    "ring buffer": lambda n: RingBufferCache.empty(B, n, **HEADS),
+    "int8": lambda n: QuantizedKVCache.empty(B, n, **HEADS),
+    "pages": lambda n: paged(n, **HEADS),
+    "int8 pages": lambda n: paged(n, **HEADS, stored=jnp.int8),
+    "latents": lambda n: LatentKVCache.empty(B, n, RANK, ROTARY),
+    "int8 latents": lambda n: LatentKVCache(QuantizedKVCache.empty(B, n, **LATENTS)),
+    "pages of latents": lambda n: LatentKVCache(paged(n, **LATENTS)),
+    "pages of layers": lambda n: paged(
+        n, ft.partial(StackedPagedKVCache.empty, layers=2), **HEADS, stored=jnp.int8
+    ),
+}
+QUICK = ("int8 pages", "pages of latents", "int8 latents")
+KINDS = [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in MAKE]
+
+
+def attend(cache, query, offset, axis="keys"):
+    if isinstance(cache, StackedPagedKVCache):
+        cache = cache.layer(1)
+    key = cache.key
+    value = key.first if isinstance(cache, LatentKVCache) else cache.value
+    mask, strategy = Causal() & cache.mask(), Ragged(AttentionMetadata(), axis_name=axis)
+    options = dict(mask=mask, q_offset=offset, kv_positions=cache.positions)
+    return attention(query, key, value, strategy, **options).attention_outputs
+
+
+def sizes_of(name):
+    """The features of a query and of a value."""
+    return (RANK + ROTARY, RANK) if "latents" in name else (D, V)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_step_reads_and_sends(name):
+    mesh = jax.make_mesh((N,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:N])
+    d, v = sizes_of(name)
+    cache = jax.eval_shape(lambda: MAKE[name](4096))
+    placed = MAKE[name](32).key_shardings(mesh, "keys")
+    like = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    cache = jax.tree.map(
+        like, cache, jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(placed))
+    )
+    whole = NamedSharding(mesh, P())
+    dtype = jnp.bfloat16 if name == "bits" else jnp.float32
+    query = like(jax.ShapeDtypeStruct((B, T, H, d), dtype), whole)
+    offset = like(jax.ShapeDtypeStruct((B,), jnp.int32), whole)
+    with jax.set_mesh(mesh):
+        program = jax.jit(attend).lower(cache, query, offset).compile()
+    names, sent = moved(program)
+    assert names == {"all-reduce"} and sent <= 1.05 * B * T * H * (v + 2) * 4
+    held = [x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)]
+    shared = sum(n for n in held if n > 2**16)  # all but lengths and tables of pages
+    memory = program.memory_analysis()
+    rest = sum(held) - shared + query.size * dtype(0).itemsize + 64
+    assert memory.argument_size_in_bytes <= shared / N + rest
+    assert memory.temp_size_in_bytes < shared / N
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in KINDS if "latents" in str(x.values)], ids=lambda x: x.replace(" ", "-")
+)
+def test_latents_on_several_devices(name):
+    """A prompt of unequal rows and drafts, against all probabilities in float64."""
+    mesh = jax.make_mesh((N,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:N])
+    rng, lengths = np.random.default_rng(0), np.zeros(B, int)
+
+    @jax.jit
+    def step(cache, query, rest, latent, counts):
+        offset = cache.length
+        cache = cache.append(rest, latent, counts)
+        return cache, attend(cache, query, offset)
+
+    with jax.set_mesh(mesh):
+        cache = MAKE[name](32)
+        cache = jax.device_put(cache, cache.key_shardings(mesh, "keys"))
+        for t, counts in ((9, [9, 4]), (3, [3, 1])):
+            draw = lambda h, n, t=t: jnp.asarray(rng.standard_normal((B, t, h, n)), jnp.float32)
+            query, new = draw(H, RANK + ROTARY), (draw(1, ROTARY), draw(1, RANK))
+            if isinstance(cache.cache, PagedKVCache):
+                cache = LatentKVCache(cache.cache.reserve(counts))
+            cache, out = step(cache, query, *new, jnp.array(counts))
+            lengths = lengths + counts
+            keys = np.asarray(cache.key.materialise(), float)[:, :, 0]
+            for row, (n, count) in enumerate(zip(lengths, counts)):
+                for i in range(count):
+                    seen = keys[row, : n - count + i + 1]
+                    s = np.asarray(query[row, i], float) @ seen.T * (RANK + ROTARY) ** -0.5
+                    p = np.exp(s - s.max(-1, keepdims=True))
+                    want = p / p.sum(-1, keepdims=True) @ seen[:, :RANK]
+                    np.testing.assert_allclose(out[row, i], want, atol=1e-5)
