@@ -76,6 +76,10 @@ def attend_problem(
         carry = _empty(problem, blocking)
         carry = carry if sinks is None else carry.with_sinks(sinks[None, None])
         return carry.output().astype(dtype), carry.logsumexp()
+    if lowering.holds_operands_apart:
+        arrays = dict(query=problem.query, key=problem.key, value=problem.value)
+        apart = {name: jax.lax.optimization_barrier(x) for name, x in arrays.items()}
+        problem = dataclasses.replace(problem, **apart)
     joined = []
     if sinks is not None:
         wide = jax.nn.logsumexp(sinks.astype(problem.accumulation_dtype), -1)

@@ -105,6 +105,11 @@ class Lowering(abc.ABC):
     axes, XLA:CPU would copy all blocks into another memory layout.
     """
 
+    holds_operands_apart: ClassVar[bool] = False
+    """Whether XLA must not make the transpose of heads and tokens a part of the projection before
+    it, as it could then not write the result in the order in which a visit reads it.
+    """
+
     @property
     def required(self) -> bool:
         """Whether the caller asked for this lowering, so that nothing may take its place."""
@@ -114,6 +119,13 @@ class Lowering(abc.ABC):
     def interpreted(self) -> bool:
         """Whether kernels are interpreted, on any device, instead of compiled."""
         return self.asked == "interpret"
+
+    def features_innermost(self) -> bool:
+        """Whether a visit that finishes rows reads queries, keys and values, and writes outputs,
+        with their features innermost, as projections write and read them. Otherwise it gets and
+        gives some of them transposed, by copies.
+        """
+        return False
 
     @abc.abstractmethod
     def multiplies_narrow(self) -> bool:

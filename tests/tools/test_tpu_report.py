@@ -36,6 +36,37 @@ def dump(folder, bundles, name="7-my_kernel.1"):
     )
 
 
+DETAILS = """HLO:
+  operation: %copy.1 = f32[8]{{0}} copy(f32[8]{{0}} %my_kernel.1)
+  emitted bundle range: [TensorCoreSequencer:0:0x10, TensorCoreSequencer:9:0x20)
+HLO:
+  operation: %my_kernel.1 = f32[8]{{0}} custom-call(f32[8]{{0}} %x), custom_call_target="y"
+  emitted bundle range: [TensorCoreSequencer:{first}:0x174c, TensorCoreSequencer:{last}:0x693e)
+"""
+
+
+def dump_overlays(folder, first, last, edges):
+    """The files in which the compiler tells how it cuts a program, of which it writes one twice."""
+    (folder / "5-TLP-82-hlo-details.txt").write_text(DETAILS.format(first=1, last=1))
+    (folder / "5-TLP-107-hlo-details.txt").write_text(DETAILS.format(first=first, last=last))
+    (folder / "4-TLP-82-hlo-details.txt").write_text("HLO:\n  operation: %other = f32[8]{0}\n")
+    (folder / "4-TLP-84-overlay-graph.txt").write_text("digraph {\n}\n")
+    lines = [f'  "#{a}:tlp def:#2 size:6008" -> "#{b}:tlp def:#3 size:8 <exit>"' for a, b in edges]
+    (folder / "5-TLP-84-overlay-graph.txt").write_text("\n".join(["digraph {", *lines, "}"]))
+
+
+def test_overlays(tmp_path):
+    edges = [(0, 1), (1, 2), (2, 3), (3, 10), (1, 3), (9, 2)]
+    dump_overlays(tmp_path, 1, 3, edges)
+    assert schedule.overlays(tmp_path, "my_kernel") == (3, 0)  # what is after it is not its own
+    dump_overlays(tmp_path, 1, 3, [*edges, (3, 2), (2, 1), (2, 1), (2, 0)])
+    assert schedule.overlays(tmp_path, "my_kernel") == (3, 2)
+    dump_overlays(tmp_path, 2, 2, edges)
+    assert schedule.overlays(tmp_path, "my_kernel") == (1, 0)
+    with pytest.raises(ValueError, match="did not tell where .* of my_kern lie"):
+        schedule.overlays(tmp_path, "my_kern")
+
+
 def branch(predicate, target):
     return f"%9 = sbr.rel ({predicate}) target bundleno = {target} (0x0), region = 5"
 
@@ -178,6 +209,8 @@ def judged(before: Row, now: Row) -> list[str]:
             found.append(f"{now.key}: {figure} rose from {old} to {new}")
         elif new < 0.97 * old:
             found.append(f"{now.key}: {figure} fell from {old} to {new}; record it: {AGAIN}")
+    if now.back:
+        found.append(f"{now.key}: {now.back} ways back among its {now.overlays} overlays")
     return found
 
 
@@ -191,6 +224,8 @@ def test_the_budget_is_one():
     ]
     (better,) = judged(ROW_, dataclasses.replace(ROW_, spills=4))
     assert "spills fell from 5 to 4; record it" in better
+    (fetched,) = judged(ROW_, dataclasses.replace(ROW_, overlays=3, back=1))
+    assert "1 ways back among its 3 overlays" in fetched
 
 
 def within_budget(chip: str, names: list[str]) -> None:

@@ -111,6 +111,37 @@ def _training(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]
     return step, (_ARRAY,) * 4
 
 
+def _layer(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer around attention: what queries, keys and values are made of, and what becomes of its
+    output. The compiler chooses how the projections read and write their arrays.
+    """
+
+    def layer(x: Any, into: Any, out: Any) -> Any:
+        heads = [jnp.einsum("btm,mhd->bthd", x, w) for w in into]
+        return jnp.einsum("bthd,hdm->btm", f(*heads), out)
+
+    return layer
+
+
+def _layer_arrays() -> tuple[Any, ...]:
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    width = HEADS * DIM
+    return like(BATCH_SIZE, TOKENS, width), (like(width, HEADS, DIM),) * 3, like(HEADS, DIM, width)
+
+
+def _forward_layer(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+    return _layer(f), _layer_arrays()
+
+
+def _training_layer(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+    def step(x, into, out, cotangent):
+        y, transpose = jax.vjp(_layer(f), x, into, out)
+        return y, *transpose(cotangent)
+
+    arrays = _layer_arrays()
+    return step, (*arrays, arrays[0])
+
+
 def _cycles(kept: tuple[int, ...], lag: int, once: tuple[int, ...] = ()) -> Callable[[Steps], int]:
     """The cycles of a kernel of eqattn: of all steps on its list."""
 
@@ -137,20 +168,18 @@ def _decoding(steps: Steps) -> int:
 
 _FOLD = {"eqattn_fold": _cycles((BATCH, HEAD, ROW), 1)}
 _SUM = {"eqattn_sum": _cycles((BATCH, HEAD, COL), 0, STAYING)}
+_SPLASH = {"splash_mha_fwd_no_residuals": _live}
+_SPLASH_SUM = {"splash_mha_fwd_residuals": _live, "splash_mha_dkv_no_residuals": _live}
 CALLS = (
     WholeCall("forward, eqattn", ft.partial(_forward, _eqattn), _FOLD),
     WholeCall("training, eqattn", ft.partial(_training, _eqattn), _FOLD | _SUM),
     WholeCall("decoding, eqattn", Decode().build, {"eqattn_decode": _decoding}),
-    WholeCall(
-        "forward, splash",
-        ft.partial(_forward, _splash),
-        {"splash_mha_fwd_no_residuals": _live},
-    ),
-    WholeCall(
-        "training, splash",
-        ft.partial(_training, _splash),
-        {"splash_mha_fwd_residuals": _live, "splash_mha_dkv_no_residuals": _live},
-    ),
+    WholeCall("layer, eqattn", ft.partial(_forward_layer, _eqattn), _FOLD),
+    WholeCall("layer training, eqattn", ft.partial(_training_layer, _eqattn), _FOLD | _SUM),
+    WholeCall("forward, splash", ft.partial(_forward, _splash), _SPLASH),
+    WholeCall("training, splash", ft.partial(_training, _splash), _SPLASH_SUM),
+    WholeCall("layer, splash", ft.partial(_forward_layer, _splash), _SPLASH),
+    WholeCall("layer training, splash", ft.partial(_training_layer, _splash), _SPLASH_SUM),
 )
 
 

@@ -57,6 +57,7 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
         entire = pairs * kernel.products / chip.products / cycles
     # A product is two operations, so this is the clock rate: cycles per second.
     rate = info.bf16_ops_per_second / (2 * chip.products)
+    overlays, back = schedule.overlays(folder, kernel.call)
     return Row(
         kernel=kernel.name,
         chip=name,
@@ -74,6 +75,8 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
         spills=full.total(full.schedule.slots["VSTORE:SPILL"]),
         fills=full.total(full.schedule.slots["VLOAD:FILL"]),
         vmem=full.schedule.vmem,
+        overlays=overlays,
+        back=back,
     )
 
 

@@ -40,6 +40,7 @@ class Call:
     - `tokens`, `dim`: the number of queries and of keys, and the head dim of all.
     - `block_q`, `block_k`: the block sizes of the metadata; None chooses them.
     - `gradient`: the arguments (0, 1, 2) whose gradients are returned too.
+    - `tangent`: whether the tangent of the output is returned too, for tangents of all arguments.
     - `operands`: the shapes of further arrays, by name.
     - `options`: a function of these arrays that returns keyword arguments of `attention`, and
         keyword arguments of the metadata.
@@ -50,6 +51,7 @@ class Call:
     block_q: int | None = None
     block_k: int | None = None
     gradient: tuple[int, ...] = ()
+    tangent: bool = False
     operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
     options: Callable[..., tuple[dict[str, Any], dict[str, Any]]] = lambda: ({}, {})
 
@@ -79,6 +81,11 @@ class Call:
             out, transpose = jax.vjp(of, *[arrays[i] for i in self.gradient])
             return out, transpose(cotangent)
 
+        def tangent(arrays, operands, moved):
+            return jax.jvp(lambda x: forward(x, operands), (arrays,), (moved,))
+
+        if self.tangent:
+            return tangent, (self.arrays, operands, self.arrays)
         if self.gradient:
             return backward, (self.arrays, operands, self.arrays[0])
         return forward, (self.arrays, operands)
@@ -126,6 +133,19 @@ def _backward(name: str, gradient: tuple[int, ...], products: int, **kw: Any) ->
             lag=0,
             once=STAYING if gradient == (0, 1, 2) else (),
         ),
+    )
+
+
+def _tangent(name: str, **kw: Any) -> Kernel:
+    call = Call(tangent=True, **kw)
+    kept = (BATCH, HEAD, ROW)
+    return Kernel(
+        name=name,
+        call="eqattn_sum",
+        build=call.build,
+        tile=call.tile,
+        products=5 * call.dim,
+        whole=Whole(call.tokens, HEADS, kept, lag=0),
     )
 
 
@@ -227,6 +247,7 @@ KERNELS = (
     _backward("backward", (0, 1, 2), 5),
     _backward("backward, queries", (0,), 3),
     _backward("backward, keys and values", (1, 2), 4),
+    _tangent("forward mode"),
     _decode("decode"),
     _decode("decode, 4 queries", queries=4),
     _decode("decode, int8", stored=jnp.int8),

@@ -16,6 +16,12 @@ def _more(count: int | None, than: int | None) -> str:
     return "" if count is None or than is None else f"{count / than - 1:+.0%}"
 
 
+def _overlays(row: Row) -> str:
+    if row.overlays is None:
+        return ""
+    return f"{row.overlays}" + (f", {row.back} back" if row.back else "")
+
+
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "kernel": lambda row: row.kernel,
     "chip": lambda row: row.chip,
@@ -27,6 +33,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "memory": lambda row: _percent(row.memory),
     "spills/fills": lambda row: f"{row.spills}/{row.fills}",
     "VMEM MiB": lambda row: f"{row.vmem / 2**20:.1f}",
+    "overlays": _overlays,
 }
 
 

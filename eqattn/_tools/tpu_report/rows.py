@@ -25,6 +25,8 @@ class Row:
     - `units`: the share of each unit's slots that is used.
     - `spills`, `fills`: how many registers such a step stores, and loads again.
     - `vmem`: how many bytes of vector memory the kernel allocates.
+    - `overlays`: into how many overlays its instructions are cut; None where it was not recorded.
+    - `back`: the number of ways back from one of them to an earlier one, see `schedule.overlays`.
     """
 
     kernel: str
@@ -40,6 +42,8 @@ class Row:
     spills: int
     fills: int
     vmem: int
+    overlays: int | None = None
+    back: int = 0
 
     @property
     def key(self) -> tuple[str, str]:

@@ -15,12 +15,13 @@ from .chips import Chip
 
 
 # What the compiler calls the files that are read here.
-PASSES = "packed-bundles-post-ra|pre-delay|post-bundle-packing-post-ra"
+PASSES = "packed-bundles-post-ra|pre-delay|post-bundle-packing-post-ra|overlay-graph|hlo-details"
 
 _BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:[> ]*\{(.*)", re.DOTALL)
 _BRANCH = re.compile(r"sbr\.rel(?:\s*\((!?)%(p\d+)\w*\))?\s.*?target bundleno = (\d+)", re.DOTALL)
 _PRODUCT = re.compile(r"vmatmul[a-z0-9_.]*")
 _VMEM = re.compile(r"space=vmem, size = (0x[0-9a-f]+|\d+), offset = (0x[0-9a-f]+|\d+)")
+_EDGE = re.compile(r'"#(\d+):[^"]*" -> "#(\d+):')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,37 @@ def read(folder: Path, start: str, chip: Chip) -> Schedule:
     allocated = _VMEM.findall(text("post-bundle-packing-post-ra"))
     vmem = max((int(size, 0) + int(offset, 0) for size, offset in allocated), default=0)
     return Schedule(chip, products, slots, capacity, branches, vmem)
+
+
+def overlays(folder: Path, call: str) -> tuple[int, int]:
+    """How a kernel is cut into overlays.
+
+    Instruction memory is small. So a program is cut into overlays, of which one is there at a time,
+    and the next is fetched where the program goes on into it. The compiler tells in which overlays
+    the instructions of a kernel lie, and which of them may follow which.
+
+    **Returns:** the number of overlays that hold instructions of the kernel, and the number of ways
+    back from one of them to an earlier one. A loop that has such a way in it fetches its
+    instructions again at each trip.
+
+    **Raises:** `ValueError` if the compiler did not tell.
+    """
+    place = re.compile(
+        rf"%{re.escape(call)}(?:\.\d+)? = .* custom-call\(.*\n"
+        r"\s*emitted bundle range: \[\w+:(\d+):\w+, \w+:(\d+):\w+\)"
+    )
+    # The details are written before and after the program is cut: the later file counts.
+    found = []
+    for path in folder.glob("*-hlo-details.txt"):
+        program, _, number = path.name.removesuffix("-hlo-details.txt").rpartition("-")
+        if match := place.search(path.read_text(errors="replace")):
+            found.append((int(number), program, int(match[1]), int(match[2])))
+    if not found:
+        raise ValueError(f"the compiler did not tell where the instructions of {call} lie")
+    _, program, first, last = max(found)
+    (graph,) = folder.glob(f"{program}-*-overlay-graph.txt")
+    edges = {(int(a), int(b)) for a, b in _EDGE.findall(graph.read_text())}
+    return last - first + 1, sum(first <= b < a <= last for a, b in edges)
 
 
 def _utilisation(text: str) -> tuple[dict[str, int], dict[str, np.ndarray]]:

@@ -78,8 +78,15 @@ class TPULowering(Lowering):
     cleans_values = True
     skips_corners = True
     finishes_rows = True
+    holds_operands_apart = True
     splits_over_devices = False
     drops_single_axes = False
+
+    def features_innermost(self) -> bool:
+        """Where matrix units are wide: a step has time for transposes there."""
+        from ._chip import wide_units
+
+        return wide_units()
 
     def multiplies_narrow(self) -> bool:
         """Always: the matrix units read bfloat16."""

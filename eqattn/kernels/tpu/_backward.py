@@ -22,7 +22,7 @@ from ..._jax import abstract
 from ..._sweep.grid import COL, EMPTY, FULL, GridLayout, PARTIAL, ROW
 from ._backward_step import TurnedStep
 from ._chip import STAYING, VMEM
-from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, vmem_shape
+from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, turns, vmem_shape
 from ._program import Program
 from ._work_list import FIRST, kind_of, LAST, row_of, work_list
 
@@ -59,6 +59,7 @@ class _Result:
     - `dtype`: the dtype in which it is written, once its sum is complete.
     - `rows`: the number of blocks that lie there at one time, if all rows stay: `(rows,)`, or `()`.
     - `flipped`: whether its sum, which then lies apart, is the transpose of what is written.
+    - `turned`: whether its blocks are the transposes of its sums, with features innermost.
     """
 
     aval: Any
@@ -67,6 +68,7 @@ class _Result:
     dtype: Any
     rows: tuple[int, ...] = ()
     flipped: bool = False
+    turned: bool = False
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -77,6 +79,11 @@ class _Result:
     def whole(self) -> tuple[int, ...]:
         """The shape of what lies in vector memory at one time."""
         return (*self.rows, *self.block)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The shape of what is written of it at one time."""
+        return (*self.rows, *self.block[::-1]) if self.turned else self.whole
 
     @property
     def total(self) -> tuple[int, ...]:
@@ -149,7 +156,7 @@ class _Sum:
             end = end & (here == self.grid.layout.grid[a] - 1)
 
         def lying(i, x):
-            return x.T if self.results[i].flipped else x
+            return x.T if self.results[i].flipped or self.results[i].turned else x
 
         def clear(those):
             for i in those:
@@ -158,7 +165,8 @@ class _Sum:
 
         def write(those):
             for i in those:
-                outs[i][...] = lying(i, sums[i][...].astype(outs[i].dtype))
+                for at in range(*self.results[i].rows) if self.results[i].turned else (...,):
+                    outs[i][at] = lying(i, sums[i][at].astype(outs[i].dtype))
 
         @pl.when(first)
         def _():
@@ -230,6 +238,7 @@ class _Sum:
             load[n + i] = lambda ref=ref: ref[...]
         flipped = [False] * n
         rows = {i for i, x in self.given.items() if x.is_column}
+        rows |= {i for i, x in self.given.items() if x.flipped}
         flipped += [i in kept or i in rows for i in range(self.operands)]
 
         def add(j, part, y):
@@ -302,12 +311,18 @@ def _plan(
 
     if turned:
         for i, x in zip(wanted, turned.main.sums):
-            results[i] = dataclasses.replace(results[i], flipped=x.flipped)
+            last = i in stay and results[i].apart and turns(held[i])
+            results[i] = dataclasses.replace(results[i], flipped=x.flipped, turned=last)
     main = next(iter(programs.values()))
+
+    def flips(i):  # queries, which a step needs both ways, are given as projections write them
+        if not turned:
+            return matrix(blocks[i]) and main.flipped[n + i]
+        both = turned.main.turned[n + i] and turns(blocks[i])
+        return both and ROW in layout.in_axes[i] and kept[-1] == COL
+
     given = {
-        i: KernelOperand(
-            x, layout.in_axes[i], not turned and matrix(blocks[i]) and main.flipped[n + i]
-        )
+        i: KernelOperand(x, layout.in_axes[i], flips(i))
         for i, x in enumerate(operands)
         if any(p.reads[n + i] for p in programs.values())
     }
@@ -347,6 +362,7 @@ def visit_sum(
     """
     plan, work = _plan(steps, layout, args, start, kept, group, stay, into, dtypes)
     grid, given, old, results = plan.grid, plan.given, plan.old, plan.results
+    outs = [*results.values()]
     call = pl.pallas_call(
         plan.kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -356,12 +372,10 @@ def visit_sum(
                 *[grid.block_spec(x) for x in given.values()],
                 *[grid.spec(x.axes, x.block) for x in old.values()],
             ],
-            out_specs=[grid.spec(y.lies, y.whole) for y in results.values()],
+            out_specs=[grid.spec(y.lies, y.written) for y in outs],
             scratch_shapes=plan.scratch,
         ),
-        out_shape=[
-            abstract(args[-1], (*layout.shape(y.lies), *y.whole), y.dtype) for y in results.values()
-        ],
+        out_shape=[abstract(args[-1], (*layout.shape(y.lies), *y.written), y.dtype) for y in outs],
         input_output_aliases={1 + len(given) + j: [*results].index(i) for j, i in enumerate(old)},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple("parallel" if a in kept else "arbitrary" for a in grid.order),
@@ -372,8 +386,8 @@ def visit_sum(
         name="eqattn_sum",
     )
     ys = call(work, *[x.array for x in (*given.values(), *old.values())])
-    shapes = [(*layout.shape(r.axes), *r.aval.shape) for r in results.values()]
-    return [y.reshape(shape) for y, shape in zip(ys, shapes)]
+    ys = [jnp.swapaxes(y, -1, -2) if x.turned else y for x, y in zip(outs, ys)]
+    return [y.reshape(*layout.shape(x.axes), *x.aval.shape) for x, y in zip(outs, ys)]
 
 
 def _alike(table: Any, axis: int) -> Any:

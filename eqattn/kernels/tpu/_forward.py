@@ -25,16 +25,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._jax import abstract
 from ..._sweep.fold_step import Finish
-from ..._sweep.grid import EMPTY, GridLayout
+from ..._sweep.grid import COL, EMPTY, GridLayout
 from .._program import LOG2E
 from ._chip import SPARE, VMEM
 from ._forward_step import FoldSpec, FoldStepBody
-from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, split_at
+from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, split_at, turns
 from ._program import Program
 from ._work_list import FIRST, kind_of, LAST
 
@@ -48,6 +49,9 @@ class _Fold:
     - `grid`: the kernel's grid.
     - `form`: what is computed in a block.
     - `ahead`, `behind`: the operands that logits read, and those that values read, by index.
+    - `turned`: the index of the operand of logits that a step turns at the first pair of a row,
+        such as queries; or none.
+    - `early`: whether a step turns its values for the step that adds them.
     - `ends`: the operands that `finish` reads.
     - `start`: numerator, denominator and maximum of an earlier visit to go on with, or none.
     - `finish`: what becomes of these three once their row is complete. None leaves them.
@@ -57,6 +61,8 @@ class _Fold:
     form: FoldSpec
     ahead: dict[int, KernelOperand]
     behind: dict[int, KernelOperand]
+    turned: list[int]
+    early: bool
     ends: list[KernelOperand]
     start: list[KernelOperand]
     finish: Finish | None
@@ -81,12 +87,20 @@ class _Fold:
 
     @property
     def scratch(self) -> list:
-        """The Carry, and of the pair before its logits, their maxima and the dropout weights."""
+        """The Carry; of the pair before its logits, their maxima and the dropout weights; and what
+        is turned: operands of the row, and values of this pair and of the one before.
+        """
         keys, rows = self.form.layout.block
         scratch = [
             pltpu.VMEM(shape, jnp.float32) for shape in (*self.carry, (keys, rows), (1, rows))
         ]
-        return scratch + [pltpu.VMEM((keys, rows), jnp.float32)] * self.form.weighted
+        scratch += [pltpu.VMEM((keys, rows), jnp.float32)] * self.form.weighted
+        of_row = [self.ahead[i] for i in self.turned]
+        scratch += [pltpu.VMEM(x.shape[::-1], x.array.dtype) for x in of_row]
+        if self.early:
+            x = self.behind[0]
+            scratch.append(pltpu.VMEM((2, *x.shape[::-1]), x.array.dtype))
+        return scratch
 
     @property
     def given(self) -> list[KernelOperand]:
@@ -108,7 +122,8 @@ class _Fold:
         counts = (len(x) for x in (self.ends, start, self.outs))
         keys = (self.ahead, self.behind, *map(range, counts))
         ins, vals, ends, olds, outs = map(take, keys)
-        num, den, top, s, most, *weights = left
+        num, den, top, s, most = left[:5]
+        weights, kept = split_at(left[5:], form.weighted)
         ids = [pl.program_id(i) for i in range(len(grid.order))]
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
         read = ft.partial(grid.read, ids=ids, refs=(work_ref, *tables))
@@ -116,9 +131,28 @@ class _Fold:
         fetch, lie_before = _readers(
             form.values[form.full], self.behind, vals, ft.partial(read, lag=1)
         )
-        state = num, den, top, s, most, weights
-        body = FoldStepBody(form, load, lie, fetch, lie_before, *state)
         running, ended = ids[-1] > 0, (before & LAST) != 0
+        for i, ref in zip(self.turned, kept):
+            load[i], lie[i] = (lambda ref=ref: ref[...]), False
+
+        def turn(ref, x, given):
+            ref[...] = read(x, given).T
+
+        if self.turned:
+
+            @pl.when((pair & FIRST) != 0)
+            def _():
+                for i, ref in zip(self.turned, kept):
+                    turn(ref, self.ahead[i], ins[i])
+
+        aside = None
+        if self.early:
+            own = lax.rem(ids[-1], 2)
+            here, there = (kept[-1].at[i] for i in (own, 1 - own))
+            aside = ft.partial(turn, here, self.behind[0], vals[0])
+            fetch[0], lie_before[0] = (lambda: there[...]), True
+        state = num, den, top, s, most, weights
+        body = FoldStepBody(form, load, lie, fetch, lie_before, *state, aside)
 
         def go_on():
             num[...], den[...], top[...] = olds[0][...], olds[1][...], olds[2][...] * LOG2E
@@ -197,12 +231,21 @@ def _plan(
     if whole is None or whole.flips_values:  # they are the left of a product
         value.flipped[0] = value.flipped[0] or matrix(blocks[n])
     ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
+    turned, early = [], False
+    innermost = layout.lowering is not None and layout.lowering.features_innermost()
+    if whole is not None and innermost and not form.grouped:
+        main = form.logits[form.full]
+        for i, x in ahead.items():
+            if main.held[i] and COL not in x.axes and turns(blocks[i]):
+                ahead[i] = KernelOperand(operands[i], x.axes, flipped=True)
+                turned.append(i)
+        early = 0 in behind and not behind[0].flipped and turns(blocks[n])
     start = [
         KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
     ]
     reads = () if whole is None else whole.reads
     ends = [KernelOperand(operands[i], layout.in_axes[i]) for i in reads]
-    return _Fold(grid, form, ahead, behind, ends, start, whole), work
+    return _Fold(grid, form, ahead, behind, turned, early, ends, start, whole), work
 
 
 def visit_fold(
@@ -234,7 +277,8 @@ def visit_fold(
             grid=grid.grid,
             in_specs=[
                 *[grid.block_spec(x) for x in plan.ahead.values()],
-                *[grid.block_spec(x, lag=1) for x in (*plan.behind.values(), *plan.ends)],
+                *[grid.block_spec(x, int(not plan.early or i > 0)) for i, x in plan.behind.items()],
+                *[grid.block_spec(x, lag=1) for x in plan.ends],
                 *[grid.spec(x.axes, x.block, 1) for x in plan.start],
             ],
             out_specs=[grid.spec(kept, x.shape, 1) for x in plan.outs],

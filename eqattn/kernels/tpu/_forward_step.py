@@ -147,6 +147,7 @@ class FoldStepBody:
         Carry of the row.
     - `s`, `most`: the logits `[keys, rows]` of the pair before, and their maxima `[1, rows]`.
     - `weights`: the dropout weights of the pair before, `[keys, rows]`: one reference or none.
+    - `aside`: what a step does besides, for which no unit waits.
     """
 
     form: FoldSpec
@@ -160,6 +161,7 @@ class FoldStepBody:
     s: Any
     most: Any
     weights: Sequence[Any]
+    aside: Callable[[], None] | None
 
     def clear(self) -> None:
         """Sets the Carry of the row to the empty one."""
@@ -268,6 +270,8 @@ class FoldStepBody:
         """
         form, (keys, rows) = self.form, self.form.layout.block
         logits, values = form.logits[c], form.values[weighed]
+        if self.aside:
+            self.aside()
         ahead = Evaluation(logits, self.load, self.lie)
         behind = Evaluation(values, self.fetch, self.lie_before)
         value = behind.narrow(values.outs[0], not form.grouped, form.narrow)

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from ..._jax import abstract
 from ..._sweep.grid import COL, GridLayout, ROW
 from ._chip import RESIDENT
+from ._products import LANES
 from ._work_list import merged_axes, row_of, SIDE, work_list
 
 
@@ -305,3 +306,8 @@ def abstract_blocks(operands: Sequence, axes: Sequence[tuple[int, ...]]) -> list
 def matrix(x: Any) -> bool:
     """Whether a block is a matrix, and neither a row nor a column."""
     return len(x.shape) == 2 and min(x.shape) > 1
+
+
+def turns(x: Any) -> bool:
+    """Whether whole registers hold a block, transposed and not."""
+    return len(x.shape) == 2 and not any(n % LANES for n in x.shape)

@@ -58,7 +58,8 @@ class Program:
 
     Its attribute `reads` holds for each argument whether these results depend on it. `flipped`
     holds whether every product that reads the argument would like it transposed: as a left operand
-    that is summed over its first axis.
+    that is summed over its first axis. `held` holds whether every such product has it as a right
+    operand that is summed over its first axis.
 
     **Arguments:**
 
@@ -83,9 +84,11 @@ class Program:
         wishes: dict = {}
         for eqn in dots:
             (a, b), contract = eqn.invars, eqn.params["contract"]
-            wishes.setdefault(self.root(a), []).append(contract[0] == 0)
-            wishes.setdefault(self.root(b), []).append(False)
-        self.flipped = [all(wishes.get(v, [False])) for v in self.jaxpr.invars]
+            wishes.setdefault(self.root(a), []).append((contract[0] == 0, False))
+            wishes.setdefault(self.root(b), []).append((False, contract[1] == 0))
+        found = [wishes.get(v, [(False, False)]) for v in self.jaxpr.invars]
+        self.flipped = [all(flipped for flipped, _ in x) for x in found]
+        self.held = [all(held for _, held in x) for x in found]
 
     def maker(self, v: Any) -> Any:
         """The equation that a variable comes from; None for arguments and constants."""

@@ -1,0 +1,30 @@
+"""Mutants of kernels that read and write features innermost."""
+# fmt: off
+
+FEATURES = "kernels/test_tpu_features.py"
+
+MUTANTS = [
+    (
+        "kernels/tpu/_forward.py",
+        FEATURES,
+        [
+            ("here, there = (kept[-1].at[i] for i in (own, 1 - own))", "here, there = (kept[-1].at[i] for i in (own, own))"),
+            ("            @pl.when((pair & FIRST) != 0)", "            @pl.when((before & FIRST) != 0)"),
+            ("int(not plan.early or i > 0)", "1"),
+            ("if main.held[i] and COL not in x.axes and turns(blocks[i]):", "if False:"),
+        ],
+    ),
+    (
+        "kernels/tpu/_backward.py",
+        FEATURES,
+        [
+            ("last = i in stay and results[i].apart and turns(held[i])", "last = False"),
+            ("both = turned.main.turned[n + i] and turns(blocks[i])", "both = False"),
+        ],
+    ),
+    (
+        "_problem/fold.py",
+        FEATURES,
+        [("if lowering.holds_operands_apart:", "if False:")],
+    ),
+]
