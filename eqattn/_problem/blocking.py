@@ -16,6 +16,7 @@ from jaxtyping import Array
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.lowering import BlockRequest, Lowering, XLA
 from .._sweep.sweep import block_dtype
+from .._sweep.tokens import Tokens
 from .mesh import split_axis
 from .problem import Problem
 from .storage import Pages, Quantized
@@ -84,6 +85,16 @@ class Blocking:
             return 0
         return self.block_q // 2 if self.group == 1 else self.group * self.block_q
 
+    @property
+    def tokens(self) -> tuple[Tokens, ...]:
+        """What `rows_of` and `columns_of` cut, for kernels that read it in place. Of several parts,
+        each is padded, so that tokens do not lie behind each other.
+        """
+        if self.parts > 1:
+            return ()
+        rows = Tokens(ROW, self.queries, self.block_q, self.group)
+        return rows, Tokens(COL, self.keys, self.block_k)
+
     def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
         """Pads each part of an axis, to `n` in all, with its last entry or with zeros."""
         if x.shape[axis] == n:
@@ -119,8 +130,10 @@ class Blocking:
         heads = self.kv_heads * self.group
         rest, part = x.shape[5:], -(-self.queries // self.parts)
         padded = self.rows // self.parts * self.block_q
-        x = x.reshape(self.batch, self.parts, padded, heads, *rest)[:, :, :part]
-        return x.reshape(self.batch, self.parts * part, heads, *rest)[:, : self.queries]
+        if self.parts > 1:
+            x = x.reshape(self.batch, self.parts, padded, heads, *rest)[:, :, :part]
+            padded = self.parts * part
+        return x.reshape(self.batch, padded, heads, *rest)[:, : self.queries]
 
     def columns_of(self, x: Any, flat: bool = False) -> Array:
         """Turns keys or values `[B, S, K, D]` into blocks. They may lack the last axis.

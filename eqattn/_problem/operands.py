@@ -188,6 +188,7 @@ class BlockOperands:
             ragged=blocking.in_place or self.live is not None,
             lowering=self.lowering,
             uniform=blocking.fixed,
+            tokens=() if self.sent or blocking.in_place else self.blocking.tokens,
             **more,
             shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
         )

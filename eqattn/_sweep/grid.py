@@ -88,6 +88,8 @@ class GridLayout:
     - `shared`: the operands of the logits of a fold that its values read, too, ahead of their own.
     - `uniform`: whether a grid of one pair of blocks is visited as larger ones are, so that its
         bits are those that it would have among others.
+    - `tokens`: the `Tokens` that rows and columns were cut from, so that a lowering can read and
+        write these where they lie. It is empty where they lie otherwise.
     """
 
     grid: tuple[int, ...]
@@ -105,6 +107,7 @@ class GridLayout:
     corner: int = 0
     shared: tuple[int, ...] = ()
     uniform: bool = False
+    tokens: tuple[Any, ...] = ()
 
     def size(self, axis: int) -> int:
         """The number of indices on an axis of the grid, or of `pages` if it is not negative."""

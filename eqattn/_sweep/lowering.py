@@ -75,6 +75,9 @@ class Lowering(abc.ABC):
     device: ClassVar[str]
     """What it runs on, in words."""
 
+    kernels: ClassVar[str] = ""
+    """Which passes have a kernel and which have not, in words."""
+
     cleans_values: ClassVar[bool]
     """Whether the visit itself replaces values that are not finite. Otherwise they are replaced
     before it, in a copy; see `nonfinite.py`.

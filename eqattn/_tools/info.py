@@ -22,6 +22,7 @@ from .._ring.choice import sharding_plan, ShardingPlan
 from .._ring.layout import Contiguous, Zigzag
 from .._ring.plan import ring_plan, RingPlan
 from .._sweep.grid import EMPTY, FULL
+from ..kernels import BACKENDS, lowering_for
 from ..masks._base import AbstractMask
 from ..masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
 from ..masks._window import SlidingWindow
@@ -346,7 +347,14 @@ class Spec:
         for backend in (Backend.CPU, Backend.CUDA, Backend.ROCM, Backend.TPU):
             for code in (Platform.XLA, Platform.PALLAS):
                 able = strategy.supports(**self.features, platform=code, backend=backend)
-                lines.append((f"{backend.value} {code.value}", able.reason or "yes"))
+                lowering = None
+                if code is Platform.PALLAS and backend.value in BACKENDS:
+                    lowering = lowering_for(backend.value, code.value)
+                reason = able.reason
+                if lowering is not None and able:
+                    reason = lowering.unsupported_dtype(self.query.dtype)
+                found = f"yes: {lowering.kernels}" if lowering and lowering.kernels else "yes"
+                lines.append((f"{backend.value} {code.value}", reason or found))
         if strategy.supports(platform="gpu"):
             lines.append(("cuda auto", "as xla: the kernel has not been measured on a GPU"))
         return lines

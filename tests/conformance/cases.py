@@ -223,6 +223,7 @@ def interpreted_on_a_gpu(strength: int) -> tuple[Case, ...]:
         "dtype": {"float32": "bfloat16", "float64": "float16"},
         "operands": {"float64": "float32"},
         "score": {"t5": "none", "t5_causal": "alibi", "both": "alibi", "features": "none"},
+        "block": {(1000, 16): (16, 64)},  # which kernels read where they lie
     }
     found = []
     for case in covering(strength):

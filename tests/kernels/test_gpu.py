@@ -174,7 +174,8 @@ def test_blocks_are_what_a_program_has():
 
     assert chosen(1, 128) == BlockSizes(128, 128)
     assert chosen(4, 64) == BlockSizes(32, 128)
-    assert chosen(3, 256) == BlockSizes(42, 64)
+    assert chosen(3, 256) == BlockSizes(128, 64)
+    assert chosen(32, 128) == BlockSizes(8, 128)
 
 
 @newest

@@ -44,7 +44,8 @@ def test_info(capsys):
     assert alone == ["all_gather", "ring", "ulysses"] and "one device" not in found["ragged"]
     lowerings = fields(text, "code for blockwise")
     assert lowerings["tpu xla"] == "yes" == lowerings["tpu pallas"]
-    assert lowerings["cuda pallas"] == "yes" and "not been measured" in lowerings["cuda auto"]
+    assert lowerings["cuda pallas"].endswith("bfloat16 and float16, not float32")
+    assert "not been measured" in lowerings["cuda auto"]
     assert "no Pallas kernel" in lowerings["rocm pallas"]
 
 
@@ -102,6 +103,9 @@ def test_info_says_why_not(capsys):
     text = capsys.readouterr().out
     assert "return_weights" in fields(text, "runs")["nothing"]
     assert fields(text, "strategies")["dense"].startswith("would run")
+    assert main(["info", "--no-compile", "--dtype", "bfloat16", "--queries", "64"]) == 0
+    kernels = fields(capsys.readouterr().out, "code for blockwise")["cuda pallas"]
+    assert "forward eqattn_fold" in kernels and "query eqattn_sum_rows" in kernels
     assert main(["info", "--no-compile", "--platform", "pallas"]) == 0
     assert "no Pallas kernel" in fields(capsys.readouterr().out, "runs")["nothing"]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,11 @@ class GPULowering(Lowering):
     """
 
     device = "an NVIDIA GPU"
-    cleans_values = False
+    kernels = (
+        "forward eqattn_fold; gradients of query eqattn_sum_rows, of key and value "
+        "eqattn_sum_columns; other gradients, forward mode and higher orders run as XLA code"
+    )
+    cleans_values = True
     skips_corners = False
     finishes_rows = True
     splits_over_devices = False
@@ -42,9 +47,11 @@ class GPULowering(Lowering):
         return True
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
-        """As many rows as a program has, and as many keys as it multiplies at once."""
+        """As many rows as some programs have, of whole heads and of tokens that are copied at once,
+        and as many keys as a program multiplies at once.
+        """
         keys = 128 if request.head_dim <= 128 else 64
-        return BlockSizes(max(ROWS // request.group, 1), keys)
+        return BlockSizes(max(ROWS // math.gcd(ROWS, request.group), 8), keys)
 
     def unsupported_dtype(self, dtype: Any) -> str:
         if dtype in (jnp.bfloat16, jnp.float16):

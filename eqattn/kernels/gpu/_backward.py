@@ -22,6 +22,7 @@ from jax import lax
 
 from ..._sweep.grid import FULL, GridLayout, PARTIAL
 from . import _mosaic as mosaic
+from ._matrices import Matrix
 from ._operands import divided, Operand, Places, rounded_up, ROWS, Side, TILE
 from ._program import Run, Value
 from ._sum_program import SumProgram
@@ -47,10 +48,11 @@ class Plan:
     - `length`, `other`: of a block on that side, and on the other, before they are padded.
     - `programs`: the block function of each class.
     - `wanted`: the results, by index, those that need fewer products first.
-    - `own`, `streamed`: the matrices of either side, as arguments. `features`: their sizes.
+    - `own`, `streamed`: the matrices of either side, as arguments. `matrices`: where they lie.
+    - `results`: where the results do that have the dtype of matrices; of others, None.
     - `operands`: what is read pair by pair, by argument.
     - `origin`: the argument that is the origin of exponents, which comes in units of `log 2`.
-    - `cleaned`: the matrices that may hold what is not finite, of which sums read a clean copy.
+    - `cleaned`: the matrices that may hold what is not finite, which products want replaced.
     - `table_axes`: the axes of the grid of the lists of live blocks, without the last two; None
         where every pair is visited.
     - `dtype`: of matrices. `dtypes`: of the results.
@@ -64,7 +66,8 @@ class Plan:
     wanted: list[int]
     own: list[int]
     streamed: list[int]
-    features: dict[int, int]
+    matrices: dict[int, Matrix]
+    results: dict[int, Matrix | None]
     operands: dict[int, Operand]
     origin: int | None
     cleaned: list[int]
@@ -91,6 +94,11 @@ class Plan:
     @property
     def staged(self) -> list[int]:
         return [i for i, x in self.operands.items() if x.staged]
+
+    @property
+    def features(self) -> dict[int, int]:
+        """The sizes of the matrices."""
+        return {i: x.features for i, x in self.matrices.items()}
 
     @property
     def widths(self) -> dict[int, int]:
@@ -124,12 +132,14 @@ class Plan:
         vectors = [
             mosaic.SMEM((self.stages[0], STREAMED), self.operands[i].dtype) for i in self.staged
         ]
-        with_it = [1 + len(vectors), *[1] * (len(tiles) - 1)]
+        with_it = [self.matrices[i].copies(STREAMED) for i in self.streamed]
+        with_it[0] += len(vectors)
         arrived = [
             mosaic.Barrier(num_arrivals=x, num_barriers=n) for x, n in zip(with_it, self.stages)
         ]
         free = [mosaic.Barrier(num_arrivals=2, num_barriers=n) for n in self.stages]
-        here = mosaic.Barrier(num_barriers=2 * len(own))
+        mine = [self.matrices[i].copies(mosaic.WARPGROUP) for i in self.own]
+        here = [mosaic.Barrier(num_arrivals=x, num_barriers=2) for x in mine]
         return (own, tiles, vectors), (here, arrived), free, mosaic.Barrier(num_arrivals=2)
 
 
@@ -161,10 +171,12 @@ class Program:
             full, live = (listed[2][table, at, i] for i in (0, 1))
             self.listed = listed[1].at[table, at]
         self.full, self.live = (n * jnp.int32(plan.parts) for n in (full, live))
-        self.dirty = jnp.bool_(False)
+        self.dirty = jnp.int32(0)
         for i, ref in dirty.items():
             axes = [a for a in plan.layout.in_axes[i] if a != plan.side.other]
-            self.dirty |= ref[self.places.place(axes)] != 0
+            self.dirty = jnp.maximum(self.dirty, ref[self.places.place(axes)])
+        clean = 1 - self.dirty
+        self.plain, self.full = self.live * clean, self.full * clean
 
     def where(self, step: Any) -> tuple[Any, Any]:
         """The block of the other side at a step, and where its tile begins in there."""
@@ -178,16 +190,16 @@ class Program:
 
         def send(step, _):
             block, start = self.where(step)
-            tile = mosaic.ds(start, STREAMED)
             for n, i in enumerate(plan.streamed):
                 slot, stages = self.slot(n, step), plan.stages[n]
                 free, arrived = self.free[n].at[slot], self.arrived[n].at[slot]
                 mosaic.when(step >= stages)(ft.partial(mosaic.barrier_wait, free))
-                place = self.places.place(plan.layout.in_axes[i], block)
-                mosaic.copy_in(self.matrices[i].at[place, tile], self.tiles[n].at[slot], arrived)
+                matrix, tile = plan.matrices[i], self.tiles[n].at[slot]
+                matrix.copy_in(self.matrices[i], self.places, block, start, tile, arrived)
                 for j, vector in self.vectors.items() if n == 0 else ():
                     place = self.places.place(plan.operands[j].axes, block)
-                    mosaic.copy_in(self.given[j].at[place, tile], vector.at[slot], arrived)
+                    part = self.given[j].at[place, mosaic.ds(start, STREAMED)]
+                    mosaic.copy_in(part, vector.at[slot], arrived)
             return ()
 
         lax.fori_loop(jnp.int32(0), self.live, send, ())
@@ -195,38 +207,49 @@ class Program:
     def compute(self) -> None:
         """What each of the other two does, for its part of the block."""
         plan, rows = self.plan, mosaic.ds(self.start, mosaic.WARPGROUP)
-        here = [self.here.at[n * 2 + self.warpgroup] for n in range(len(plan.own))]
-        for i, barrier in zip(plan.own, here):
-            place = self.places.place(plan.layout.in_axes[i])
-            mosaic.copy_in(
-                self.matrices[i].at[place, rows], self.own[i].at[self.warpgroup], barrier
-            )
+        for i, here in zip(plan.own, self.here):
+            tile, here = self.own[i].at[self.warpgroup], here.at[self.warpgroup]
+            matrix = plan.matrices[i]
+            matrix.copy_in(self.matrices[i], self.places, None, self.start, tile, here)
         near = {i: self.read(i) for i, x in plan.operands.items() if not (x.staged or x.moves)}
         zeros = lambda n: lax.full((mosaic.WARPGROUP, n), 0.0, jnp.float32)
         sums = tuple(mosaic.held(zeros(plan.widths[o]), "pairs") for o in plan.wanted)
-        for barrier in here:
-            mosaic.barrier_wait(barrier)
+        for here in self.here:
+            mosaic.barrier_wait(here.at[self.warpgroup])
         begin = jnp.int32(0)
-        for c, end in ((FULL, self.full), (PARTIAL, self.live)):
-            if c not in plan.programs:
-                continue
-            step = ft.partial(self.step, plan.programs[c], near)
-            if plan.programs[c].cleaned & set(plan.cleaned):
-                # What is not finite is rare, so the loop that looks for it is another one.
-                last = jnp.where(self.dirty, begin, end)
-                sums = lax.fori_loop(begin, last, ft.partial(step, False), sums)
-                begin = last
-            sums = lax.fori_loop(begin, end, ft.partial(step, True), sums)
-            begin = end
+        for c, end in ((FULL, self.full), (PARTIAL, self.plain)):
+            if c in plan.programs:
+                step = ft.partial(self.step, plan.programs[c], near, False)
+                sums = lax.fori_loop(begin, end, step, sums)
+                begin = end
+        if plan.cleaned:
+            # What is not finite is rare, so the loop that looks for it is another one.
+            program = plan.programs[PARTIAL]
+            if own := sorted(program.cleaned_first & set(plan.own)):
+                mosaic.when(self.dirty > 0)(ft.partial(self.clean_own, own))
+            step = ft.partial(self.step, program, near, True)
+            sums = lax.fori_loop(begin, self.live, step, sums)
         self.write(sums, rows)
+
+    def clean_own(self, own: Sequence[int]) -> None:
+        """Replaces what is not finite in some matrices of the part of the block."""
+        for i in own:
+            for part in mosaic.parts_of(self.own[i].at[self.warpgroup]):
+                mosaic.clean(part)
+        mosaic.commit_smem()
 
     def write(self, sums: Sequence, rows: Any) -> None:
         """Writes the results: by way of shared memory where they have the dtype of the matrices."""
         plan = self.plan
         memory = {plan.features[i]: self.own[i].at[self.warpgroup] for i in plan.own}
+        widest = memory[max(memory)]
         for o, x in zip(plan.wanted, sums):
-            place = self.results[o].at[self.at, rows]
-            mosaic.store(x.astype(plan.dtypes[o]), place, memory.get(plan.widths[o]))
+            ref, place, x = self.results[o], plan.results[o], x.astype(plan.dtypes[o])
+            if place is None:
+                mosaic.store(x, ref.at[self.at, rows])
+            else:
+                tile = widest.at[:, mosaic.ds(0, place.features)]
+                place.store(x, ref, self.places, self.start, tile)
 
     def read(self, i: int, step: Any = None) -> Value:
         """An operand at a step."""
@@ -252,17 +275,22 @@ class Program:
         summed = {g.matrix for g in gradients}
         tile = lambda i: self.tile(i, step)
         waited: set[int] = set()
+        first = program.cleaned_first - set(plan.own) if cleans else set()
 
         def product(eqn):
             factors = program.factors(eqn)
             mine, i = factors if plan.side is ROWS else factors[::-1]
             self.wait(i, step, waited)
+            if i in first:
+                mosaic.clean_together(tile(i), self.warpgroup, self.both)
+                first.discard(i)
             found = mosaic.pairs_of(self.own[mine].at[self.warpgroup], tile(i))
             inner[i] -= 1
             if not inner[i] and i not in summed and i != plan.streamed[0]:
                 self.release(i, step)
             if not inner[i] and i in summed and cleans and i in program.cleaned:
-                self.clean(i, step)
+                # What is masked must not meet a probability of 0, as `_sweep/nonfinite.py` says.
+                mosaic.clean_together(tile(i), self.warpgroup, self.both)
             return found
 
         sizes: dict[str, int] = dict(zip(plan.side.kinds, (mosaic.WARPGROUP, STREAMED)))
@@ -307,24 +335,3 @@ class Program:
         if self.plan.interpreted:  # which does not know that the barrier suffices after mere reads
             mosaic.commit_smem()
         mosaic.barrier_arrive(self.free[n].at[self.slot(n, step)])
-
-    def clean(self, i: int, step: Any) -> None:
-        """Replaces what is not finite in a tile that both warpgroups have multiplied, as
-        `_sweep/nonfinite.py` wants it: what is masked must not meet a probability of 0.
-        """
-        memory = self.tile(i, step)
-
-        def replace(part):
-            here = memory.at[:, mosaic.ds(part * STREAMED, STREAMED)]
-            x = mosaic.load(here, "pairs")
-            here[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
-
-        def both():
-            mosaic.barrier_arrive(self.both)
-            mosaic.barrier_wait(self.both)
-
-        both()
-        for part in range(self.plan.features[i] // STREAMED):
-            mosaic.when(self.warpgroup == part % 2)(ft.partial(replace, part))
-        mosaic.commit_smem()
-        both()

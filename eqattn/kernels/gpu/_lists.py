@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..._sweep.grid import FULL, PARTIAL
@@ -14,20 +15,27 @@ def lists(table: Any, classes: tuple[int, ...]) -> tuple[Any, Any, Any]:
 
     **Arguments:**
 
-    - `table`: the class of each pair of blocks, `[*, rows, columns]`.
+    - `table`: the class of each pair of blocks, `[*, rows, columns]`. Where it is a NumPy array, so
+        are the lists.
     - `classes`: those for which there is a block function.
 
     **Returns:** the rows, those with the most to do first; of each row its columns `[*, rows,
     columns]`, full blocks first; and how many of them are full and how many live, `[*, rows, 2]`.
     """
-    # XLA would sort a table that is known while it compiles, in seconds.
-    table = lax.optimization_barrier(table)
-    order, ends = itinerary(table, (FULL, PARTIAL))
-    full, live = (x[..., 0] for x in ends)
+    if isinstance(table, np.ndarray):
+        order = np.argsort(-table.astype(np.int32), axis=-1, kind="stable")
+        full, live = ((table >= c).sum(-1) for c in (FULL, PARTIAL))
+    else:
+        # XLA would sort a table that is known while it compiles, in seconds.
+        table = lax.optimization_barrier(table)
+        order, ends = itinerary(table, (FULL, PARTIAL))
+        full, live = (x[..., 0] for x in ends)
+    xp = np if isinstance(table, np.ndarray) else jnp
     if FULL not in classes:
-        full = jnp.zeros_like(full)
+        full = xp.zeros_like(full)
     elif PARTIAL not in classes:
         live = full
     longest = live.reshape(-1, live.shape[-1]).max(0)
-    rows = jnp.argsort(-longest, stable=True).astype(jnp.int32)
-    return rows, order.astype(jnp.int32), jnp.stack([full, live], -1).astype(jnp.int32)
+    rows = np.argsort(-longest, kind="stable") if xp is np else jnp.argsort(-longest, stable=True)
+    found = rows, order, xp.stack([full, live], -1)
+    return tuple(x.astype(np.int32) for x in found)

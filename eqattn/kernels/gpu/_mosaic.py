@@ -4,6 +4,7 @@ Pallas says of Mosaic GPU that it can change weekly. What differs between versio
 its interpreter cannot do, is told apart here and nowhere else.
 """
 
+import functools as ft
 import threading
 from typing import Any
 
@@ -28,6 +29,7 @@ barrier_wait = plgpu.barrier_wait
 ds = pl.ds
 when = pl.when
 copy_in = plgpu.copy_gmem_to_smem
+copy_out = plgpu.copy_smem_to_gmem
 commit_smem = plgpu.commit_smem
 set_max_registers = plgpu.set_max_registers
 
@@ -86,17 +88,53 @@ def weighted(acc: Any, p: Any, v: Any, interpreted: bool, meanwhile: Any = lambd
     return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
-def store(x: Any, to: Any, memory: Any = None) -> None:
-    """Writes what a warpgroup holds to global memory: by way of a shared `memory` of the same shape
-    and dtype, where there is one, as that writes whole lines.
+def store(x: Any, to: Any) -> None:
+    """Writes what a warpgroup holds to global memory."""
+    plgpu.store(to, x, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def stage(x: Any, memory: Any) -> None:
+    """Writes what a warpgroup holds to shared memory, for copies to global memory: these write
+    whole lines.
     """
-    if memory is None or memory.dtype != x.dtype or memory.shape != x.shape:
-        plgpu.store(to, x, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
-        return
     memory[...] = x
     commit_smem()
-    plgpu.copy_smem_to_gmem(memory, to)
+
+
+def wait_for_copies() -> None:
+    """Waits until what this warpgroup copies to global memory has been written."""
     plgpu.wait_smem_to_gmem(0)
+
+
+def clean_together(tile: Any, warpgroup: Any, both: Any) -> None:
+    """Replaces what is not finite by 0 in a tile of shared memory that two warpgroups have read.
+
+    **Arguments:**
+
+    - `warpgroup`: which of the two this is. `both`: a barrier for them.
+    """
+
+    def meet():
+        barrier_arrive(both)
+        barrier_wait(both)
+
+    meet()
+    for i, part in enumerate(parts_of(tile)):
+        when(warpgroup == i % 2)(ft.partial(clean, part))
+    commit_smem()
+    meet()
+
+
+def clean(part: Any) -> None:
+    """Replaces what is not finite by 0 in a part of a tile."""
+    x = load(part, "pairs")
+    part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
+
+
+def parts_of(tile: Any) -> list[Any]:
+    """A tile of shared memory in parts that registers have room for."""
+    n = WARPGROUP
+    return [tile.at[:, ds(i * n, n)] for i in range(tile.shape[1] // n)]
 
 
 def in_order(*xs: Any) -> tuple:

@@ -125,11 +125,15 @@ class Places:
                 at[axis], element = lax.rem(element, n), lax.div(element, n)
         return cls(layout, side, at)
 
+    def with_other(self, other: Any) -> dict[int, Any]:
+        """The index on each axis, at a block of the other side."""
+        return {**self.at, self.side.other: other}
+
     def place(self, axes: Sequence[int], other: Any = None) -> Any:
         """The index of a block in an array with these axes of the grid, at a block of the other
         side.
         """
-        where, index = {**self.at, self.side.other: other}, jnp.int32(0)
+        where, index = self.with_other(other), jnp.int32(0)
         for axis in axes:
             index = index * jnp.int32(self.layout.grid[axis]) + where[axis]
         return index

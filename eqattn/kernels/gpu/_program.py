@@ -368,6 +368,8 @@ def _evaluated(eqn: Any, xs: Sequence[Value], sizes: dict[str, int]) -> Value:
     if _same(eqn):
         (x, *_) = xs
         return Value("", x.parts[0]) if len(x.parts) == 1 else x
+    if eqn.primitive is lax.reduce_sum_p:  # over the values of a row
+        return Value(xs[0].kind[:1], xs[0].array.sum(1))
     kind = _joined(xs, sizes)
     arrays = [x.spread(kind, sizes) for x in xs] if kind else [x.array for x in xs]
     params = eqn.params | ({"sharding": None} if "sharding" in eqn.params else {})

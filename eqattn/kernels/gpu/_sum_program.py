@@ -64,7 +64,7 @@ class SumProgram(BlockProgram):
 
     `features` holds for each matrix which of its axes is not that of tokens, and `dtypes` the
     dtypes in which matrices are multiplied. `cleaned` are the matrices of which products out read
-    a copy, in which what is not finite is 0.
+    a copy, in which what is not finite is 0, and `cleaned_first` those of which products in do.
     """
 
     def __init__(self, closed: Any, layout: GridLayout):
@@ -74,6 +74,7 @@ class SumProgram(BlockProgram):
         self.features: dict[int, int] = {}
         self.dtypes: set = set()
         self.cleaned: set[int] = set()
+        self.cleaned_first: set[int] = set()
         self.gradients = [self._gradient(v) for v in self.jaxpr.outvars]
 
     def _matrix(self, v: Any) -> tuple[int | None, bool]:
@@ -81,14 +82,17 @@ class SumProgram(BlockProgram):
         eqn = None if isinstance(v, Literal) else self.made_by.get(v)
         if eqn is not None and keeps_matrix(eqn):
             return self._matrix(eqn.invars[0])
-        if eqn is not None and eqn.primitive is lax.select_n_p:
-            test = self.made_by.get(eqn.invars[0])
-            if test is not None and test.primitive is lax.is_finite_p:
-                return self._matrix(eqn.invars[2])[0], True
+        if eqn is not None and self._finite(eqn):
+            return self._matrix(eqn.invars[2])[0], True
         i = None if isinstance(v, Literal) else self.arguments.get(v)
         if i is None or len(_shape(v)) != 2 or self.side_of(i) is None:
             return None, False
         return i, False
+
+    def _finite(self, eqn: Any) -> bool:
+        """Whether an operation replaces numbers where others are not finite."""
+        test = self.made_by.get(eqn.invars[0]) if eqn.primitive is lax.select_n_p else None
+        return test is not None and test.primitive is lax.is_finite_p
 
     def side_of(self, i: int) -> Side | None:
         """The side that an argument belongs to, if it is one."""
@@ -97,6 +101,10 @@ class SumProgram(BlockProgram):
 
     def _gradient(self, v: Any) -> Gradient | None:
         eqn = None if isinstance(v, Literal) else self.made_by.get(v)
+        if eqn is not None and self._finite(eqn):
+            # Of a value that is cleaned, the gradient is 0 where it is not finite. It is so by
+            # itself where the value is masked, and that of one that is visible may be anything.
+            eqn = self.made_by.get(eqn.invars[2])
         if eqn is None or eqn.primitive is not dot_p:
             return None
         contract = eqn.params["contract"]
@@ -139,13 +147,15 @@ class SumProgram(BlockProgram):
 
         **Raises:** `ValueError` if it is not one.
         """
-        (column, x), (row, y) = (self._matrix(v) for v in eqn.invars)
-        if row is None or column is None or x or y:
+        found = [self._matrix(v) for v in eqn.invars]
+        (column, _), (row, _) = found
+        if row is None or column is None:
             raise ValueError("a product of something else than two matrices")
         if (self.side_of(row), self.side_of(column)) != (ROWS, COLUMNS):
             raise ValueError("a product that is no block of pairs")
         for i, features in zip((column, row), eqn.params["contract"]):
             self._multiplies(i, features, eqn)
+        self.cleaned_first |= {i for i, cleaned in found if cleaned and i is not None}
         return row, column
 
     def why_not(self, wanted: Sequence[int]) -> str:

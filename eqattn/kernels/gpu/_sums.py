@@ -12,7 +12,8 @@ from .._program import LOG2E
 from . import _mosaic as mosaic
 from ._backward import Plan, Program, REGISTERS, STREAMED
 from ._lists import lists
-from ._operands import Operand, padded, rounded_up, ROWS, Side, TILE
+from ._matrices import Matrix
+from ._operands import Operand, rounded_up, ROWS, Side, TILE
 from ._sum_program import SumProgram
 
 
@@ -56,7 +57,7 @@ def visit_sum(
 
     **Returns:** the results with all batch axes and that of the side in front, `[own, features]`.
     """
-    table, operands = layout.without_corners(args)
+    table, operands = layout.known_without_corners(args)
     first = programs[max(programs)]
     needs = lambda o: len(first.dots([first.gradient(o).pairs]))
     wanted = sorted(wanted, key=needs)
@@ -67,7 +68,6 @@ def visit_sum(
     mine = side is not ROWS
     own = list(dict.fromkeys(f[mine] for f in inner))
     streamed = list(dict.fromkeys([*(f[not mine] for f in inner), *matrices]))
-    features = {i: rounded_up(first.size(i), mosaic.WARPGROUP) for i in (*own, *streamed)}
     origins = {p.origin(pairs[c]) for c, p in programs.items()}
     origin = origins.pop() if len(origins) == 1 else None
     reads = [p.needed(pairs[c])[1] for c, p in programs.items()]
@@ -84,21 +84,29 @@ def visit_sum(
         if any(r[i] for r in reads)
     }
     (dtype,) = first.dtypes
-    cleaned = [i for i in streamed if any(i in p.cleaned for p in programs.values())]
-    inputs, dirty = [], []
+    cleans = [p.cleaned | p.cleaned_first for p in programs.values()]
+    cleaned = [i for i in (*own, *streamed) if any(i in some for some in cleans)]
+    matrices, inputs, dirty = {}, [], []
     for i in (*own, *streamed):
-        axes, x = layout.in_axes[i], operands[i]
+        axes, x, axis = layout.in_axes[i], operands[i], side.other if i in streamed else side.own
         if i in cleaned:
             along = [n for n, a in enumerate(axes) if a == side.other]
             bad = ~jnp.isfinite(x).all((*along, x.ndim - 2, x.ndim - 1))
             dirty.append(bad.astype(jnp.int32).reshape(-1))
-        x = x if first.features[i] == 1 else jnp.swapaxes(x, -1, -2)
-        x = x.reshape(math.prod(x.shape[: len(axes)]), *x.shape[len(axes) :]).astype(dtype)
-        x = padded(x, 1, lengths[side.kinds[i in streamed]])
-        inputs.append(padded(x, 2, features[i]))
+        lie = other if i in streamed else length, first.size(i), lengths[side.kinds[i in streamed]]
+        matrices[i] = Matrix(layout, axes, axis, *lie, turned=first.features[i] == 0)
+        inputs.append(matrices[i].given(x, dtype))
     inputs += dirty
+    kept, results = (*layout.batch, side.own), {}
+    widest = max(matrices[i].features for i in own)
+    for o in wanted:
+        gradient = first.gradient(o)
+        lie = length, first.size(gradient.matrix), lengths[side.kinds[0]]
+        place = Matrix(layout, kept, side.own, *lie, turned=gradient.turned)
+        by_copies = dtypes[o] == dtype and place.features <= widest
+        results[o] = place if by_copies else None
     if table is not None:
-        table = table if side is ROWS else jnp.swapaxes(table, -1, -2)
+        table = table if side is ROWS else table.swapaxes(-1, -2)
         order, columns, counts = lists(table, tuple(programs))
         inputs += [order, *(x.reshape(-1, *x.shape[-2:]) for x in (columns, counts))]
     inputs += [x.array for x in given.values()]
@@ -111,7 +119,8 @@ def visit_sum(
         wanted=wanted,
         own=own,
         streamed=streamed,
-        features=features,
+        matrices=matrices,
+        results=results,
         operands=given,
         origin=origin,
         cleaned=cleaned,
@@ -125,14 +134,19 @@ def visit_sum(
         scratch = len(plan.scratch())
         mosaic.specialise(Program(plan, refs[:-scratch], refs[-scratch:]), 240, 24)
 
-    shape = layout.shape((*layout.batch, side.own))
+    shape = layout.shape(kept)
     places = math.prod(shape)
-    out = [(places, lengths[side.kinds[0]], plan.widths[o]) for o in wanted]
-    out = [abstract(args[-1], x, dtypes[o]) for x, o in zip(out, wanted)]
+    out = []
+    for o in wanted:
+        place, copied = results[o], (places, lengths[side.kinds[0]], plan.widths[o])
+        out.append(abstract(args[-1], copied if place is None else place.written, dtypes[o]))
     name = "eqattn_sum_" + ("rows" if side is ROWS else "columns")
     run = mosaic.kernel(body, out, places * plan.tiles, name, plan.scratch(), interpreted)
     found = {}
     for o, x in zip(wanted, run(*inputs)):
+        if (place := results[o]) is not None:
+            found[o] = place.blocks(x)
+            continue
         width = first.size(first.gradient(o).matrix)
         x = x[:, :length, :width].reshape(*shape, length, width)
         found[o] = jnp.swapaxes(x, -1, -2) if first.gradient(o).turned else x

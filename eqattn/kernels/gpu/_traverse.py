@@ -10,7 +10,7 @@ from ..._sweep.grid import GridLayout
 from ..._sweep.sweep import steps_of
 from . import _mosaic as mosaic
 from ._ending import kept
-from ._forward import visit_fold
+from ._fold import visit_fold
 from ._sum_program import SumProgram
 from ._sums import kernels_of, visit_sum
 
@@ -30,7 +30,7 @@ def traverse(
     del start, axes  # A Carry keeps all batch axes and rows.
     finish = finish if into is None else Finish(kept)
     for step in steps.values():
-        assert isinstance(step, FoldStep) and len(step.values.out_avals) == 2 and not step.grouped
+        assert isinstance(step, FoldStep) and not step.grouped
 
     def run(*xs):
         n = len(args)

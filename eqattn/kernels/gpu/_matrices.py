@@ -1,0 +1,163 @@
+"""Matrices of tokens as kernels copy their tiles: queries, keys, values, cotangents and results.
+
+Tokens are read and written where they lie, `[batch, tokens, heads, features]`, by copies that know
+strides and bounds: what is behind the last token comes as 0, and is not written. Where they cannot,
+as blocks begin at odd places or tokens move around a ring, blocks are copied for the kernel.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..._sweep.grid import GridLayout, HEAD
+from ..._sweep.tokens import Tokens
+from . import _mosaic as mosaic
+from ._operands import divided, padded, Places, rounded_up
+
+
+_ROWS = 8
+"""A copy into shared memory has so many rows at least, and begins at a multiple of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Where the tiles of a matrix lie.
+
+    **Arguments:**
+
+    - `layout`: the grid. `axes`: those of the matrix, and `axis` the one that has its tokens.
+    - `rows`, `width`: of a block, as it is given. `length`: its rows as a copy is padded.
+    - `turned`: whether blocks are `[width, rows]`.
+    """
+
+    layout: GridLayout
+    axes: tuple[int, ...]
+    axis: int
+    rows: int
+    width: int
+    length: int
+    turned: bool
+
+    @property
+    def features(self) -> int:
+        """The width in shared memory, in lines of 128 bytes."""
+        return rounded_up(self.width, mosaic.WARPGROUP)
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """What it is in memory, if a kernel reads that in place."""
+        found = next((x for x in self.layout.tokens if x.axis == self.axis), None)
+        if found is None or not {HEAD, self.axis} <= set(self.axes):
+            return None
+        whole = found.block % mosaic.WARPGROUP == 0
+        if found.group > 1:
+            whole = whole or found.block in (8, 16, 32)
+        elif self.layout.grid[self.axis] == 1:
+            whole = True
+        return found if whole else None
+
+    @property
+    def _others(self) -> list[int]:
+        return [a for a in self.axes if a not in (self.axis, HEAD)]
+
+    def given(self, x: Any, dtype: Any) -> Any:
+        """The array that the kernel reads, `[elements, tokens, heads, features]`, of blocks."""
+        if self.tokens is None:
+            x = jnp.swapaxes(x, -1, -2) if self.turned else x
+            x = padded(x.reshape(-1, self.rows, 1, self.width), 1, self.length)
+        else:
+            x = self.tokens.joined(x, self.axes, self.turned)
+            x = x.reshape(-1, *x.shape[-3:])
+            x = padded(x, 1, rounded_up(x.shape[1], _ROWS))
+        return padded(x, 3, self._stored_width).astype(dtype)
+
+    @property
+    def _stored_width(self) -> int:
+        """The width in memory: of one that is short, copies add the rest."""
+        short = self.width % 8 == 0 and self.width <= mosaic.WARPGROUP
+        return self.width if short else self.features
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The shape of the array that a kernel writes."""
+        if self.tokens is None:
+            places = math.prod(self.layout.shape(self.axes))
+            return places, self.length, 1, self.features
+        elements = math.prod(self.layout.shape(tuple(self._others)))
+        heads = self.layout.grid[HEAD] * self.tokens.group
+        return elements, rounded_up(self.tokens.count, _ROWS), heads, self._stored_width
+
+    def blocks(self, x: Any) -> Any:
+        """The blocks of what the kernel wrote, with the axes of the grid in front."""
+        sizes = {a: self.layout.grid[a] for a in self.axes}
+        x = x[..., : self.width]
+        if self.tokens is not None:
+            x = x[:, : self.tokens.count].reshape(*[sizes[a] for a in self._others], *x.shape[1:])
+            return self.tokens.cut(x, self.axes, sizes, self.turned)
+        x = x[:, : self.rows, 0].reshape(*sizes.values(), self.rows, self.width)
+        return jnp.swapaxes(x, -1, -2) if self.turned else x
+
+    def copies(self, count: int) -> int:
+        """How many copies a tile of so many rows takes: one for each head in it."""
+        if self.tokens is None or self.tokens.group == 1:
+            return 1
+        return max(count // self.tokens.block, 1)
+
+    def _pieces(
+        self, places: Places, other: Any, start: Any, count: int
+    ) -> Iterator[tuple[Any, tuple, int, int]]:
+        """The copies of a tile: whether its rows are in the block, where they lie, their first row
+        in the tile, and how many they are.
+        """
+        # Of a slice from a number that is not known, nobody checks that the array ends before it.
+        zero = 0 if self._stored_width == self.features else lax.mul(jnp.int32(0), jnp.int32(1))
+        all_features = mosaic.ds(zero, self.features)
+        if self.tokens is None:
+            where = (places.place(self.axes, other), mosaic.ds(start, count))
+            yield True, (*where, 0, all_features), 0, count
+            return
+        at, block, group = places.with_other(other), self.tokens.block, self.tokens.group
+        element = places.place(self._others, other)
+        first, head = at[self.axis] * jnp.int32(block), at[HEAD] * jnp.int32(group)
+        if group == 1:
+            inside = True if self.layout.grid[self.axis] == 1 else start < block
+            yield inside, (element, mosaic.ds(first + start, count), head, all_features), 0, count
+            return
+        n = count // self.copies(count)
+        for offset in range(0, count, n):
+            heads, token = divided(start + jnp.int32(offset), block)
+            inside = heads < group
+            heads = jnp.minimum(heads, jnp.int32(group - 1))
+            where = (element, mosaic.ds(first + token, n), head + heads, all_features)
+            yield inside, where, offset, n
+
+    def copy_in(
+        self, ref: Any, places: Places, other: Any, start: Any, tile: Any, barrier: Any
+    ) -> None:
+        """Has a tile of a block copied into shared memory.
+
+        **Arguments:**
+
+        - `ref`: the array that is `given`.
+        - `places`, `other`: where the block is on the grid.
+        - `start`: the first row of the tile in there.
+        - `tile`: the shared memory. `barrier`: where each copy arrives.
+        """
+        count = tile.shape[0]
+        for _, where, offset, n in self._pieces(places, other, start, count):
+            part = tile if n == count else tile.at[mosaic.ds(offset, n)]
+            mosaic.copy_in(ref.at[where], part, barrier)
+
+    def store(self, x: Any, ref: Any, places: Places, start: Any, memory: Any) -> None:
+        """Writes a tile of a block, by way of shared memory of the same shape and dtype."""
+        mosaic.stage(x, memory)
+        count = x.shape[0]
+        for inside, where, offset, n in self._pieces(places, None, start, count):
+            part = memory if n == count else memory.at[mosaic.ds(offset, n)]
+            send = lambda part=part, where=where: mosaic.copy_out(part, ref.at[where])
+            send() if inside is True else mosaic.when(inside)(send)
+        mosaic.wait_for_copies()

@@ -1,0 +1,90 @@
+"""The kernels for NVIDIA GPUs read and write tokens where they lie, of any lengths and groups."""
+
+import functools as ft
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _gpu_lowered import text_of
+from conformance import oracle, oracle_masks as om
+from conformance.cases import covering, invalid
+from conformance.test_conformance import check
+
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, SlidingWindow
+
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="the kernel is written for jax 0.12 and newer"
+)
+
+
+def attend(q, k, v, **kw):
+    mask = kw.pop("mask", Causal())
+    fields = dict(runtime_dtype=jnp.bfloat16, backend="cuda") | kw
+    strategy = Blockwise(AttentionMetadata(**fields))
+    return attention(q, k, v, strategy, mask=mask).attention_outputs
+
+
+def calls(text: str) -> list[tuple[list[str], list[str]]]:
+    """The types of the operands and of the results of each kernel."""
+    found = []
+    for line in text.splitlines():
+        if "@mosaic_gpu_v2" in line:
+            given, _, out = line.rpartition(" : ")[2].partition("->")
+            found.append(tuple(re.findall(r"tensor<([^>]*)>", x) for x in (given, out)))
+    return found
+
+
+@pytest.mark.parametrize("tokens, dim, kept", [(264, 64, (264, 64)), (261, 72, (264, 128))])
+def test_tokens_are_read_and_written_where_they_lie(tokens, dim, kept):
+    """Or padded there, where the compiler cannot read lengths and sizes as they are."""
+    sizes = [(2, tokens, h, dim) for h in (4, 2, 2, 4)]
+    q, k, v, g = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in sizes)
+    call = ft.partial(attend, platform="gpu")
+    gradients = lambda q, k, v, g: jax.vjp(call, q, k, v)[1](g)
+    fold, *sums = calls(text_of(gradients, q, k, v, g))
+    of_rows, of_keys = (f"2x{kept[0]}x{h}x{kept[1]}xbf16" for h in (4, 2))
+    assert fold[0][:3] == [of_rows, of_keys, of_keys] and fold[1][:2] == [of_rows] * 2
+    assert sorted(found for _, out in sums for found in out) == [of_keys] * 2 + [of_rows]
+    for given, _ in sums:
+        assert given[:4].count(of_rows) == given[:4].count(of_keys) == 2
+
+
+PLAIN = covering(2)[0] | dict.fromkeys(
+    ("bias", "score", "sinks", "cap", "scale", "offset", "mask"), "none"
+)
+PLAIN |= dict(operands="default", lead=(), dtype="bfloat16", target=("gpu", 1), dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Rows of a block that are no whole tiles, tokens and features that end within one.
+        dict(heads=(6, 2), block=(32, 64), length=(70, 130), dims=(16, 8), mask="causal"),
+        dict(heads=(2, 2), block=(64, 128), length=(70, 130), dims=(72, 24), lead=(2,)),
+        # Blocks that begin at odd places are copied.
+        dict(heads=(2, 1), block=(24, 40), length=(70, 90), dims=(16, 8), mask="window"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("transform", ["jit", pytest.param("grad", marks=pytest.mark.slow)])
+def test_values(case, transform):
+    case = PLAIN | case | dict(transform=transform)
+    assert invalid(case) is None
+    check(case)
+
+
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_few_and_many_tokens(tokens):
+    """Of one block, and of several, the last of which is not whole."""
+    q, k, v = (jax.random.normal(x, (1, tokens, 2, 64), jnp.bfloat16)
+               for x in jax.random.split(jax.random.key(0), 3))  # fmt: skip
+    mask = SlidingWindow(90, 0)
+    got = jax.jit(ft.partial(attend, platform="interpret", mask=mask))(q, k, v)
+    wide: Any = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    visible = om.window(tokens, tokens, 90, 0)
+    problem = oracle.Problem(*wide, scale=1 / 8, mask=visible)
+    np.testing.assert_allclose(got.astype(jnp.float32), oracle.forward(problem).out, atol=2e-2)

@@ -1,0 +1,56 @@
+"""Mutants of the kernels for NVIDIA GPUs: where tokens lie, and what is not finite. They need jax
+0.12, as their tests do.
+"""
+# fmt: off
+
+TOKENS = "kernels/test_gpu_tokens.py -k 'not grad'"
+FINITE = "kernels/test_gpu.py -k not_finite"
+MASKED = "kernels/test_gpu.py -k masked_reaches"
+
+MUTANTS = [
+    (
+        "_sweep/tokens.py",
+        "sweep/test_tokens.py",
+        [
+            ("return lax.slice_in_dim(x, 0, self.count, axis=len(others))", "return x"),
+            ("features, group, block = (n, n + 1, n + 2) if turned else (n + 2, n, n + 1)", "features, group, block = (n, n + 2, n + 1) if turned else (n + 2, n, n + 1)"),
+            ("block = (features, -1) if turned else (-1, features)", "block = (-1, features)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_matrices.py",
+        TOKENS,
+        [
+            ("inside = heads < group", "inside = heads <= group"),
+            ("inside = True if self.layout.grid[self.axis] == 1 else start < block", "inside = True"),
+            ("whole = found.block % mosaic.WARPGROUP == 0", "whole = True"),
+            ("whole = whole or found.block in (8, 16, 32)", "whole = True"),
+            ("x = padded(x, 1, rounded_up(x.shape[1], _ROWS))", "pass"),
+            ("short = self.width % 8 == 0 and self.width <= mosaic.WARPGROUP", "short = True"),
+        ],
+    ),
+    (
+        "kernels/gpu/_forward.py",
+        FINITE,
+        [
+            ("self.full, self.plain = self.full * clean, self.live * clean", "pass"),
+            ("den = den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1)", "den = den + bad.sum(1)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_forward.py",
+        "kernels/test_gpu.py -k not_positive",
+        [
+            ("jnp.maximum(jnp.abs(scale),", "jnp.maximum(scale,"),
+        ],
+    ),
+    (
+        "kernels/gpu/_backward.py",
+        MASKED,
+        [
+            ("first = program.cleaned_first - set(plan.own) if cleans else set()", "first = set()"),
+            ("self.plain, self.full = self.live * clean, self.full * clean", "self.plain = self.live"),
+            ("mosaic.when(self.dirty > 0)(ft.partial(self.clean_own, own))", "pass"),
+        ],
+    ),
+]
