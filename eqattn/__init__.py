@@ -123,6 +123,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_ROOMS, *_MODULE_OF})
 
 
+# Without it, a star would import late names only if something had asked for them before. A type
+# checker takes what a star imports from the imports above, as it could not read this list.
+if not _typing.TYPE_CHECKING:
+    __all__ = [
+        *("masks", "scores", "strategies", *_ROOMS, *_MODULE_OF),
+        *(n for n, x in globals().items() if n[0] != "_" and not isinstance(x, type(_sys))),
+    ]
+
+
 # The hook of jaxtyping has types checked in what is imported while it is installed, which may be
 # no longer than this import. So then nothing is late.
 if any(type(finder).__module__.startswith("jaxtyping.") for finder in _sys.meta_path):

@@ -101,6 +101,20 @@ def test_type_checkers_see_the_names_that_are_imported_late():
         assert getattr(eqattn, name) is getattr(home, name)
 
 
+def test_a_star_imports_every_public_name_and_nothing_else():
+    """Also those that are imported late, whatever was used before."""
+    done = python(
+        "from eqattn import *\n"
+        "import sys, eqattn, types\n"
+        "own = {n for n in dir() if n[0] != '_'} - {'sys', 'types', 'eqattn'}\n"
+        "public = {n for n in dir(eqattn) if n[0] != '_'}\n"
+        "rooms = {n for n in public if isinstance(getattr(eqattn, n), types.ModuleType)}\n"
+        "print(sorted(own ^ (public - rooms)))\n"
+    )
+    rooms = ["cache", "masks", "nn", "scores", "stats", "strategies"]
+    assert done.stdout.strip() == str(rooms)
+
+
 def test_construction_starts_no_backend():
     """Metadata, strategies, masks and scores of static values."""
     python(

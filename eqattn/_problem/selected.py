@@ -65,9 +65,9 @@ def key_slots(problem: Problem, selection: Any) -> tuple[Array, Array]:
         limit = np.int32((2**31 - 1) // size - 1)
         rows = (jnp.minimum(rows, limit) * np.int32(size))[..., None]
         rows = rows + np.arange(size, dtype=np.int32).reshape((1,) * (rows.ndim - 1) + (-1,))
-        rows = rows.reshape(*rows.shape[:-2], -1)
+        rows = rows.reshape(*rows.shape[:-2], rows.shape[-2] * size)
         seen = jnp.repeat(seen, size, -1)
-    if problem.kv_positions is None:
+    if problem.kv_positions is None or s == 0:
         seen = seen & (rows < s)
         return jnp.where(seen, rows, 0), seen
 

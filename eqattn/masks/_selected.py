@@ -1,5 +1,6 @@
 """The mask of keys that are chosen per query, or per block of queries."""
 
+import math
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -90,7 +91,8 @@ class Selected(AbstractMask):
         if all(size == 1 for size in lead):
             return x.reshape(1, h, rows, n)
         x = x.reshape(*(1,) * (len(batch_shape) - len(lead)), *x.shape)
-        return jnp.broadcast_to(x, (*batch_shape, h, rows, n)).reshape(-1, h, rows, n)
+        batch = math.prod(batch_shape)  # -1 would not do: rows or entries may be none
+        return jnp.broadcast_to(x, (*batch_shape, h, rows, n)).reshape(batch, h, rows, n)
 
     def for_heads(self, heads: int) -> "Selected":
         """The list with an axis of 1 or of all query heads."""

@@ -105,6 +105,41 @@ def test_it_is_the_dense_mask_that_it_stands_for(name):
     assert_close(results(combined(mask), Blockwise(), **score), want)
 
 
+def test_no_queries_no_keys_and_no_entries():
+    """A list may be empty along any of its axes, as what it belongs to may be."""
+
+    @jax.jit
+    def run(arrays):
+        found = {}
+        for name, t, s, n, block_k, moved in EMPTY:
+            q, k, v = arrays[0][:, :t], *(x[:, :s] for x in arrays[1:])
+            lists = Selected(jnp.full((B, 1, t, n), -1, jnp.int32), 1, block_k)
+            where = dict(kv_positions=jnp.arange(s)[::-1]) if moved else {}
+
+            def loss(q, k, v):
+                out = attention(q, k, v, mask=lists, return_logsumexp=True, **where)
+                return out.attention_outputs.sum(), (out.attention_outputs, out.logsumexp)
+
+            found[name] = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return found
+
+    for name, (gradients, (out, logsumexp)) in run(ARRAYS).items():
+        t = dict((x[0], x[1]) for x in EMPTY)[name]
+        assert out.shape == (B, t, H, V) and (logsumexp == -jnp.inf).all(), name
+        assert all((x == 0).all() for x in (out, *gradients)), name
+
+
+# Queries, keys, entries, keys of a block, and whether keys have positions of their own.
+EMPTY = [
+    ("no queries", 0, S, 3, 1, False),
+    ("no queries, blocks", 0, S, 3, 4, True),
+    ("no keys", T, 0, 3, 1, False),
+    ("no keys, moved", T, 0, 3, 1, True),
+    ("no entries", T, S, 0, 1, False),
+    ("no entries, blocks", T, S, 0, 4, True),
+]
+
+
 def test_dropout_kernels_maps_and_the_plain_softmax():
     """Of one list: the bits of its keys, the interpreted kernels of a TPU, `vmap`, `Dense`."""
     mask, dense = listed(heads=K)
