@@ -67,7 +67,8 @@ def key_slots(problem: Problem, selection: Any) -> tuple[Array, Array]:
         rows = rows + np.arange(size, dtype=np.int32).reshape((1,) * (rows.ndim - 1) + (-1,))
         rows = rows.reshape(*rows.shape[:-2], rows.shape[-2] * size)
         seen = jnp.repeat(seen, size, -1)
-    if problem.kv_positions is None or s == 0:
+    places = problem.kv_positions if problem.kv_places is None else problem.kv_places
+    if places is None or s == 0:
         seen = seen & (rows < s)
         return jnp.where(seen, rows, 0), seen
 
@@ -77,8 +78,8 @@ def key_slots(problem: Problem, selection: Any) -> tuple[Array, Array]:
         slot = order[jnp.minimum(at, s - 1)]
         return slot, positions[slot] == rows
 
-    batch = max(len(rows), len(problem.kv_positions))
-    given = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (problem.kv_positions, rows))
+    batch = max(len(rows), len(places))
+    given = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (places, rows))
     slots, found = jax.vmap(lookup)(*given)
     return slots, seen & found
 

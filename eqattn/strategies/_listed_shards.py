@@ -42,10 +42,10 @@ class _Apart(eqx.Module):
 
     - `rest`: the problem without what follows.
     - `query`, `q_positions`: the queries `[B, T, H, D]`, and their positions `[B|1, T]`.
-    - `key`, `value`, `kv_positions`: keys and values, and the positions of keys or None.
+    - `key`, `value`, `kv_positions`, `kv_places`: keys and values, and the positions and the places
+        of keys or None.
     - `lists`: the indices of each term of the mask that lists keys, `[B|1, h, rows, n]`.
-    - `held`: the canonical operands of each other term of the mask, then of each score. It is None
-        for a term that goes by places, which has none of tokens.
+    - `held`: the canonical operands of each other term of the mask, then of each score.
     """
 
     rest: Problem
@@ -54,6 +54,7 @@ class _Apart(eqx.Module):
     key: Any
     value: Any
     kv_positions: Any
+    kv_places: Any
     lists: tuple[Any, ...]
     held: tuple[Any, ...]
 
@@ -63,30 +64,24 @@ class _Apart(eqx.Module):
 
         **Arguments:**
 
-        - `q`, `k`: the positions of its tokens, where it does not have them; `k` may be None.
+        - `q`, `k`: the places of its tokens `[t]` and `[s]`, where it does not have them; `k` may
+            be None.
         """
-        held: list[Any] = []
-        for part in (*leaf_terms(problem.mask), *problem.scores):
-            masks = isinstance(part, AbstractMask)
-            if masks and part.selects:
-                continue
-            if masks and part.by_place:
-                if len(problem.batch_shape) > 1:
-                    raise ValueError(
-                        f"A {type(part).__name__} next to a list of keys over devices needs one "
-                        f"batch axis, got {problem.batch_shape}; flatten these."
-                    )
-                held.append(None)
-                continue
-            held.append(tuple(_held(problem, o) for o in part.operands()))
-        lists = (x.rows_of(problem.batch_shape) for x in lists_of(problem.mask))
-        q = problem.q_positions if problem.q_positions is not None else q
-        k = problem.kv_positions if problem.kv_positions is not None else k
-        where = lambda p: (p.query, p.key, p.value, p.q_positions, p.kv_positions)
+        lists = tuple(x.rows_of(problem.batch_shape) for x in lists_of(problem.mask))
+        # Other masks look up what they know by place while the places of all tokens are at hand.
+        problem = problem.at_places(q, k, lists=False)
+        q_positions, kv_positions = (
+            given if given is not None or x is None else x[None]
+            for given, x in ((problem.q_positions, q), (problem.kv_positions, k))
+        )
+        parts = [x for x in leaf_terms(problem.mask) if not x.selects], problem.scores
+        held = tuple(tuple(_held(problem, o) for o in x.operands()) for x in (*parts[0], *parts[1]))
+        where = lambda p: (p.query, p.key, p.value, p.q_positions, p.kv_positions, p.kv_places)
+        # Canonical operands have one batch axis.
         rest = dataclasses.replace(problem, batch_shape=problem.query.shape[:1], shards=1)
-        rest = eqx.tree_at(where, rest, (None,) * 5, is_leaf=lambda x: x is None)
-        arrays = problem.query, q, problem.key, problem.value, k
-        return cls(rest, *arrays, tuple(lists), tuple(held))
+        rest = eqx.tree_at(where, rest, (None,) * 6, is_leaf=lambda x: x is None)
+        keys = problem.key, problem.value, kv_positions, problem.kv_places
+        return cls(rest, problem.query, q_positions, *keys, lists, held)
 
     def map_rows(self, fn: Any) -> "_Apart":
         """Applies `fn(array, axis of its queries, whether it is a list)` to what has queries."""
@@ -99,18 +94,19 @@ class _Apart(eqx.Module):
             self.key,
             self.value,
             self.kv_positions,
+            self.kv_places,
             tuple(fn(x, 2, True) for x in self.lists),
             jax.tree.map(rows, self.held),
         )
 
     def map_keys(self, fn: Any) -> "_Apart":
         """Applies `fn(array, axis of its keys)` to what has keys and no queries."""
-        s, given = self.key.shape[1], self.kv_positions
+        s = self.key.shape[1]
         columns = lambda x: fn(x, 3) if x.shape[3] == s and x.shape[2] == 1 else x
-        where = lambda p: (p.key, p.value, p.kv_positions, p.held)
-        positions = None if given is None else fn(given, 1)
-        new = fn(self.key, 1), fn(self.value, 1), positions, jax.tree.map(columns, self.held)
-        return eqx.tree_at(where, self, new, is_leaf=lambda x: x is None)
+        where = lambda p: (p.key, p.value, p.kv_positions, p.kv_places)
+        new = jax.tree.map(lambda x: fn(x, 1), where(self))
+        new = eqx.tree_at(where, self, new, is_leaf=lambda x: x is None)
+        return dataclasses.replace(new, held=jax.tree.map(columns, self.held))
 
     def specs(self, names: Any) -> "_Apart":
         """How each array is spread over mesh axes: by its queries, if it has any."""
@@ -131,15 +127,14 @@ class _Apart(eqx.Module):
         def term(x: AbstractMask) -> AbstractMask:
             if x.selects:
                 return eqx.tree_at(lambda term: term.indices, x, next(lists))
-            arrays = next(held)
-            return x if arrays is None else BoundMask(x, arrays)
+            return BoundMask(x, next(held))
 
         mask = self.rest.mask
         mask = None if mask is None else map_terms(mask, term)
         scores = [BoundScore(score, arrays) for score, arrays in zip(self.rest.scores, held)]
-        where = lambda p: (p.query, p.key, p.value, p.q_positions, p.kv_positions, p.mask, p.scores)
-        new = (self.query, self.key, self.value, self.q_positions, self.kv_positions)
-        new = (*new, mask, tuple(scores))
+        names = "query", "key", "value", "q_positions", "kv_positions", "kv_places"
+        where = lambda p: (*(getattr(p, name) for name in names), p.mask, p.scores)
+        new = (*(getattr(self, name) for name in names), mask, tuple(scores))
         return eqx.tree_at(where, self.rest, new, is_leaf=lambda x: x is None)
 
 
@@ -156,10 +151,10 @@ def fold_listed(problem: Problem, *, place, **options) -> Carry:
     t, s, _, _ = problem.sizes
     inside = place.mesh is None
     q, k = place.array_tokens(t), None
-    if place.layout.parts > 1:
+    looked_up = any(x.by_place and not x.selects for x in leaf_terms(problem.mask))
+    if place.layout.parts > 1 or looked_up:
         k = place.array_tokens(s)
-    q, k = (x if x is None else x[None] for x in (iota(t) if q is None else q, k))
-    apart = _Apart.of(problem, jnp.asarray(q), k)
+    apart = _Apart.of(problem, jnp.asarray(iota(t) if q is None else q), k)
 
     def visit(apart: _Apart) -> Carry:
         return fold_on_device(apart.problem(), **options)
