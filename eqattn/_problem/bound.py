@@ -7,6 +7,7 @@ from jaxtyping import Array
 
 from .._pairs import Operand
 from ..masks._base import AbstractMask
+from ..masks._terms import leaf_terms, map_terms
 from ..scores._base import AbstractScore
 from ..scores._wrapper import AbstractWrapper
 
@@ -24,6 +25,18 @@ class BoundMask(AbstractMask):
 
     def visible(self, b, h, q, k, *ids):
         return self.mask.visible(b, h, q, k, *ids)
+
+
+def terms_beside_lists(mask: AbstractMask | None) -> list[AbstractMask]:
+    """The terms of a mask but for those that list keys, which have no operands."""
+    return [term for term in leaf_terms(mask) if not term.selects]
+
+
+def with_bound_terms(mask: AbstractMask | None, arrays: Any) -> AbstractMask | None:
+    """The mask with canonical arrays as operands, a tuple for each of its `terms_beside_lists`."""
+    left = iter(arrays)
+    bound = lambda term: term if term.selects else BoundMask(term, next(left))
+    return None if mask is None else map_terms(mask, bound)
 
 
 class BoundScore(AbstractWrapper):

@@ -26,7 +26,7 @@ from jaxtyping import Array
 from .._carry import Carry, safe_max
 from .._jax import varying_axes
 from .._misc import iota, widened
-from .bound import BoundMask, BoundScore
+from .bound import BoundScore, terms_beside_lists, with_bound_terms
 from .closed_score import ClosedScore, HeldScore, read_of
 from .joined import Leading
 from .problem import Problem
@@ -73,8 +73,8 @@ class ShardedKeys(eqx.Module):
 
     - `rest`: the problem without keys, values and arrays that vary with keys.
     - `key`, `value`: keys and values, as arrays or as they are stored.
-    - `positions`: the positions of the keys, or None.
-    - `mask`, `scores`: the canonical operands of the mask and of each score.
+    - `positions`, `places`: the positions of the keys, and their places, or None.
+    - `mask`, `scores`: the canonical operands of each term of the mask and of each score.
     - `consts`: the arrays that each score closes over, in the dtype of sums.
     """
 
@@ -82,6 +82,7 @@ class ShardedKeys(eqx.Module):
     key: Any
     value: Any
     positions: Any
+    places: Any
     mask: Any
     scores: Any
     consts: Any
@@ -101,8 +102,9 @@ class ShardedKeys(eqx.Module):
         if inside and not paged and problem.kv_positions is None:
             start = lax.axis_index(axis) * size
             problem = dataclasses.replace(problem, kv_positions=(start + iota(size))[None])
-        # Masks look up what they know by place while the places of all keys are at hand.
-        problem = problem.at_places()
+        # Masks look up what they know by place while the places of all keys are at hand. A list of
+        # keys stays: each device finds those that it has.
+        problem = problem.at_places(lists=False)
 
         def operands(part: Any) -> tuple[Array, ...]:
             return tuple(jnp.asarray(problem.canonical(o)) for o in part.operands())
@@ -111,10 +113,10 @@ class ShardedKeys(eqx.Module):
             """An operand of a score in the dtype of sums, if its gradient is a sum over devices."""
             return widened(x, acc) if on_every_device(x, paged) else x
 
-        mask = () if problem.mask is None else operands(problem.mask)
+        mask = tuple(map(operands, terms_beside_lists(problem.mask)))
         scores = tuple(tuple(map(wide, operands(score))) for score in problem.scores)
-        where = lambda p: (p.key, p.value, p.kv_positions)
-        rest = eqx.tree_at(where, problem, (None,) * 3, is_leaf=lambda x: x is None)
+        where = lambda p: (p.key, p.value, p.kv_positions, p.kv_places)
+        rest = eqx.tree_at(where, problem, (None,) * 4, is_leaf=lambda x: x is None)
         # Canonical operands have one batch axis, and the gradient of the scale is such a sum, too.
         one = (math.prod(problem.batch_shape),)
         rest = dataclasses.replace(rest, scale=jnp.asarray(rest.scale, acc), batch_shape=one)
@@ -122,8 +124,8 @@ class ShardedKeys(eqx.Module):
             ClosedScore.of(score, acc, [read_of(x, acc) for x in arrays]).consts
             for score, arrays in zip(problem.scores, scores)
         )
-        at = problem.kv_positions
-        return cls(rest, problem.key, problem.value, at, mask, scores, consts)
+        at = problem.kv_positions, problem.kv_places
+        return cls(rest, problem.key, problem.value, *at, mask, scores, consts)
 
     @property
     def paged(self) -> bool:
@@ -160,15 +162,15 @@ class ShardedKeys(eqx.Module):
             return P(*[None] * key_axis(x), axis)
 
         whole, consts = jax.tree.map(lambda _: P(), (self.rest, self.consts))
-        groups = (self.positions, self.mask, self.scores)
-        at, mask, scores = jax.tree.map(operand, groups)
-        return ShardedKeys(whole, stored(self.key), stored(self.value), at, mask, scores, consts)
+        groups = (self.positions, self.places, self.mask, self.scores)
+        groups = jax.tree.map(operand, groups)
+        return ShardedKeys(whole, stored(self.key), stored(self.value), *groups, consts)
 
     def problem(self, axis: str, n: int) -> Problem:
         """The problem of this device, where the mesh axis is manual."""
         index = lax.axis_index(axis)
-        key, value, positions, mask = self.key, self.value, self.positions, self.mask
-        scores = self.scores
+        key, value, positions, places = self.key, self.value, self.positions, self.places
+        mask, scores = self.mask, self.scores
         if self.paged:
             tokens, page = key.shape[1], key.page_size
 
@@ -188,7 +190,7 @@ class ShardedKeys(eqx.Module):
             key = key.share(index)
             value = value.share(index) if isinstance(value, Pages) else value
             positions = own(iota(tokens)[None] if positions is None else positions)
-            mask, scores = jax.tree.map(own, (mask, scores))
+            places, mask, scores = jax.tree.map(own, (places, mask, scores))
         elif positions is None:
             size = key.shape[1]
             positions = (index * size + iota(size))[None]
@@ -201,9 +203,6 @@ class ShardedKeys(eqx.Module):
             BoundScore(HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes), xs)
             for s, xs, c in zip(problem.scores, scores, self.consts)
         )
-        new = [key, value, positions, bound]
-        where = lambda p: [p.key, p.value, p.kv_positions, p.scores]
-        problem = eqx.tree_at(where, problem, new, is_leaf=lambda x: x is None)
-        if problem.mask is not None:
-            problem = eqx.tree_at(lambda p: p.mask, problem, BoundMask(problem.mask, mask))
-        return problem
+        new = [key, value, positions, places, bound, with_bound_terms(problem.mask, mask)]
+        where = lambda p: [p.key, p.value, p.kv_positions, p.kv_places, p.scores, p.mask]
+        return eqx.tree_at(where, problem, new, is_leaf=lambda x: x is None)

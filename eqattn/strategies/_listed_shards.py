@@ -21,7 +21,7 @@ from .._carry import Carry
 from .._jax import compiled, summed_wide
 from .._misc import iota, widened
 from .._pairs import Operand
-from .._problem.bound import BoundMask, BoundScore
+from .._problem.bound import BoundScore, terms_beside_lists, with_bound_terms
 from .._problem.jit_cache import cached
 from .._problem.mesh import shard_map_wide
 from .._problem.problem import Problem
@@ -74,8 +74,8 @@ class _Apart(eqx.Module):
             given if given is not None or x is None else x[None]
             for given, x in ((problem.q_positions, q), (problem.kv_positions, k))
         )
-        parts = [x for x in leaf_terms(problem.mask) if not x.selects], problem.scores
-        held = tuple(tuple(_held(problem, o) for o in x.operands()) for x in (*parts[0], *parts[1]))
+        parts = *terms_beside_lists(problem.mask), *problem.scores
+        held = tuple(tuple(_held(problem, o) for o in x.operands()) for x in parts)
         where = lambda p: (p.query, p.key, p.value, p.q_positions, p.kv_positions, p.kv_places)
         # Canonical operands have one batch axis.
         rest = dataclasses.replace(problem, batch_shape=problem.query.shape[:1], shards=1)
@@ -122,15 +122,11 @@ class _Apart(eqx.Module):
 
     def problem(self) -> Problem:
         """The problem again, of the arrays that are here now."""
-        lists, held = iter(self.lists), iter(self.held)
-
-        def term(x: AbstractMask) -> AbstractMask:
-            if x.selects:
-                return eqx.tree_at(lambda term: term.indices, x, next(lists))
-            return BoundMask(x, next(held))
-
-        mask = self.rest.mask
-        mask = None if mask is None else map_terms(mask, term)
+        lists, mask = iter(self.lists), self.rest.mask
+        own = lambda x: eqx.tree_at(lambda x: x.indices, x, next(lists)) if x.selects else x
+        mask = None if mask is None else map_terms(mask, own)
+        n = len(terms_beside_lists(mask))
+        mask, held = with_bound_terms(mask, self.held[:n]), self.held[n:]
         scores = [BoundScore(score, arrays) for score, arrays in zip(self.rest.scores, held)]
         names = "query", "key", "value", "q_positions", "kv_positions", "kv_places"
         where = lambda p: (*(getattr(p, name) for name in names), p.mask, p.scores)
@@ -151,7 +147,7 @@ def fold_listed(problem: Problem, *, place, **options) -> Carry:
     t, s, _, _ = problem.sizes
     inside = place.mesh is None
     q, k = place.array_tokens(t), None
-    looked_up = any(x.by_place and not x.selects for x in leaf_terms(problem.mask))
+    looked_up = any(x.by_place for x in terms_beside_lists(problem.mask))
     if place.layout.parts > 1 or looked_up:
         k = place.array_tokens(s)
     apart = _Apart.of(problem, jnp.asarray(iota(t) if q is None else q), k)

@@ -102,9 +102,9 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     },
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
     "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
-    # Pages of 4 tokens, equally many on each device, of which none has all keys that are listed.
-    "ragged_keys": {"length": _in_parts_of(4), "mask": ("selected",)},
-    "paged_keys": {"length": _in_parts_of(16), "lead": ((), (2, 2)), "mask": ("selected",)},
+    # Pages of 4 tokens, equally many on each device.
+    "ragged_keys": {"length": _in_parts_of(4)},
+    "paged_keys": {"length": _in_parts_of(16), "lead": ((), (2, 2))},
     "paged": {"length": _in_parts_of(4), "lead": ((), (2, 2))},
     "gpu": {
         "dtype": ("float32", "float64"),
