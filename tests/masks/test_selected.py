@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqattn import (
     ALiBi,
@@ -33,6 +33,7 @@ from eqattn import (
 from eqattn.cache import Joined, PagedKVCache, Pages
 
 
+MESH = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
 B, T, S, H, K, D, V = 2, 9, 24, 4, 2, 8, 6
 RNG = np.random.default_rng(0)
 ARRAYS = [
@@ -164,6 +165,7 @@ BLOCKS = {
     "of each head": (2, lambda x: x & Causal(), Blockwise()),
     "of all heads, in parts": (1, lambda x: (x | SlidingWindow(20, 0)) & Causal(8), Blockwise(PARTS)),
     "of rows apart": (2, lambda x: x, None),
+    "of heads together": (2, lambda x: x & SlidingWindow(99, 99), Blockwise()),
 }  # fmt: skip
 
 
@@ -172,12 +174,15 @@ BLOCKS = {
 )
 def test_blocks_are_visited_where_they_lie(name):
     """Large blocks that are listed are those of a table. No key is gathered, and no gradient
-    scattered. The last blocks are not full.
+    scattered. The last blocks are not full. Where the compiler splits the batch over devices, it
+    visits what any head lists.
     """
     lists, combined, strategy = BLOCKS[name]
     rng, t, s, size, h = np.random.default_rng(1), 70, 150, (32, 64), 4
     draw = lambda n, heads: jnp.asarray(rng.normal(size=(2, n, heads, 4)), jnp.float32)
     arrays = draw(t, h), draw(s, 2), draw(s, 2)
+    if name == "of heads together":
+        arrays = jax.device_put(arrays, NamedSharding(MESH, P("sp")))
     listed = rng.integers(-1, 3, (2, lists, 3, 2))
     listed[..., 1, :] = -1  # these queries see nothing
     seen = (listed[..., None] == np.arange(3)).any(-2).repeat(32, 2).repeat(64, 3)[:, :, :t, :s]
@@ -293,7 +298,6 @@ def test_errors(name):
         call()
 
 
-MESH = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
 SEGMENTS = np.sort(RNG.integers(0, 2, (B, S)), -1).astype(np.int32)
 # A mask next to the list, and further arguments, of queries and keys that are sharded.
 SHARDED = {
@@ -317,6 +321,40 @@ def test_lists_of_tokens_that_are_sharded(name):
     for one, strategy in ((dense, Dense()), (mask, kind(axis_name="sp", mesh=MESH))):
         both.append(results(combined(one), strategy, **score))
     assert_close(both[1], both[0])
+
+
+@pytest.mark.slow
+def test_lists_next_to_trees_of_two_batch_axes_over_devices():
+    """With whole arrays, and with pieces in a `jax.shard_map` of one's own."""
+    rng, lead, n = np.random.default_rng(0), (2, 3), 12
+    draw = lambda heads: jnp.asarray(rng.normal(size=(*lead, n, heads, D)), jnp.float32)
+    arrays, listed = (draw(H), draw(K), draw(K)), rng.integers(-1, n, (*lead, K, n, 5))
+    parents = np.array(
+        [[np.r_[-1, rng.integers(-1, np.arange(1, 8))] for _ in "abc"] for _ in "ab"]
+    )
+    beside = lambda parents: Tree(parents, n - 8) & SlidingWindow(3, 0)
+    seen = (listed[..., None] == np.arange(n)).any(-2).repeat(H // K, 2)
+    dense = jnp.asarray(seen) & beside(parents).as_array(n, n, batch_shape=lead)
+    given = *arrays, jnp.asarray(listed), jnp.asarray(parents, jnp.int32)
+
+    def call(strategy):
+        def run(q, k, v, listed, parents):
+            mask = Selected(listed) & beside(parents)
+            return attention(q, k, v, strategy, mask=mask).attention_outputs
+
+        return run
+
+    rows, lists = P(None, None, "sp"), P(None, None, None, "sp")
+    pieces = jax.shard_map(
+        call(Ring(axis_name="sp")),
+        mesh=MESH,
+        in_specs=(rows, rows, rows, lists, P()),
+        out_specs=rows,
+    )
+    want = attention(*arrays, Dense(), mask=DenseMask(dense)).attention_outputs
+    assert float(abs(want).sum()) > 0
+    for fn in (call(Ring(mesh=MESH, axis_name="sp")), pieces):
+        assert_close(jax.jit(fn)(*given), want)
 
 
 @pytest.mark.parametrize(

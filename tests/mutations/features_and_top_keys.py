@@ -44,7 +44,7 @@ MUTANTS = [
         RANKED,
         [
             ("if n > key.shape[-3] * shards:", "if n >= key.shape[-3] * shards:"),
-            ("if term.selects or term.moves_positions:", "if term.selects:"),
+            ("if term.selects:", "if False:"),
         ],
     ),
     (
@@ -52,7 +52,7 @@ MUTANTS = [
         LISTED,
         [
             ("for name in reversed(axes):", "for name in ():"),
-            ("if place.layout.parts > 1:", "if False:"),
+            ("if place.layout.parts > 1 or looked_up:", "if looked_up:"),
             ("x.shape[3] == s and x.shape[2] == 1", "False"),
         ],
     ),

@@ -21,7 +21,7 @@ MUTANTS = [
         "conformance/test_where_keys_lie.py",
         [
             ("return paged or operand.shape[key_axis(operand)] == 1", "return operand.shape[key_axis(operand)] == 1"),
-            ("problem = problem.at_places()", "problem"),
+            ("problem = problem.at_places(lists=False)", "problem"),
             ("one = (math.prod(problem.batch_shape),)", "one = problem.batch_shape"),
             ("return widened(x, acc) if on_every_device(x, paged) else x", "return x"),
             ("scale=jnp.asarray(rest.scale, acc), batch_shape=one", "batch_shape=one"),

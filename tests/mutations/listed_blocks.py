@@ -1,0 +1,42 @@
+"""Mutants of lists that are tables of blocks, of wide gradients in loops, and of ties in lists."""
+# fmt: off
+
+MUTANTS = [
+    (
+        "_problem/listed_blocks.py",
+        "masks/test_selected.py -k visited",
+        [
+            ("jnp.where(indices < 0, count, indices)", "indices"),
+            ("selection.block_q // blocking.block_q", "1"),
+            ("selection.block_k // blocking.block_k", "1"),
+        ],
+    ),
+    (
+        "_problem/operands.py",
+        "masks/test_selected.py -k visited",
+        [('for role in ("valid", "live") if role in named', 'for role in ("valid",) if role in named')],
+    ),
+    (
+        "_problem/block_classes.py",
+        "masks/test_selected.py -k visited",
+        [("np.int8(FULL) if table is None else table, np.int8(EMPTY))", "np.int8(FULL), np.int8(EMPTY))")],
+    ),
+    (
+        "_jax.py",
+        "masks/test_selected.py -k narrow",
+        [("shadow_of(x) if shadow is None else shadow", "shadow_of(x)")],
+    ),
+    (
+        "_sweep/top.py",
+        "test_top_keys.py -k 'equal or tree'",
+        [
+            ("(least == -jnp.inf) | (", "jnp.bool_(True) | ("),
+            ("return list(accs if ordered else greatest(*accs, count))", "return list(accs)"),
+        ],
+    ),
+    (
+        "_problem/fold.py",
+        "test_top_keys.py -k tree",
+        [("_visited(*given, places=True)", "_visited(*given)")],
+    ),
+]
