@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import numpy as np
 from jaxtyping import Array
 
@@ -30,6 +31,17 @@ class BoundMask(AbstractMask):
 def terms_beside_lists(mask: AbstractMask | None) -> list[AbstractMask]:
     """The terms of a mask but for those that list keys, which have no operands."""
     return [term for term in leaf_terms(mask) if not term.selects]
+
+
+def with_flat_lists(mask: AbstractMask | None, batch_shape: tuple[int, ...]) -> AbstractMask | None:
+    """The mask with one batch axis in each of its lists of keys, in place of `batch_shape`."""
+
+    def flat(term: Any) -> Any:
+        if not term.selects:
+            return term
+        return eqx.tree_at(lambda x: x.indices, term, term.rows_of(batch_shape))
+
+    return None if mask is None else map_terms(mask, flat)
 
 
 def with_bound_terms(mask: AbstractMask | None, arrays: Any) -> AbstractMask | None:

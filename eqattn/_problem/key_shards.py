@@ -26,7 +26,7 @@ from jaxtyping import Array
 from .._carry import Carry, safe_max
 from .._jax import varying_axes
 from .._misc import iota, widened
-from .bound import BoundScore, terms_beside_lists, with_bound_terms
+from .bound import BoundScore, terms_beside_lists, with_bound_terms, with_flat_lists
 from .closed_score import ClosedScore, HeldScore, read_of
 from .joined import Leading
 from .problem import Problem
@@ -120,6 +120,7 @@ class ShardedKeys(eqx.Module):
         # Canonical operands have one batch axis, and the gradient of the scale is such a sum, too.
         one = (math.prod(problem.batch_shape),)
         rest = dataclasses.replace(rest, scale=jnp.asarray(rest.scale, acc), batch_shape=one)
+        rest = dataclasses.replace(rest, mask=with_flat_lists(rest.mask, problem.batch_shape))
         consts = tuple(
             ClosedScore.of(score, acc, [read_of(x, acc) for x in arrays]).consts
             for score, arrays in zip(problem.scores, scores)
