@@ -77,9 +77,7 @@ def table_of(problem: Problem, blocking: Blocking, live: Any = None):
         xp = np if isinstance(table, np.ndarray) else jnp
         table = xp.where(last & (table == FULL), np.int8(PARTIAL), table)
     if live is not None:
-        known = isinstance(live, np.ndarray) and not isinstance(table, jnp.ndarray)
-        xp = np if known else jnp
-        table = xp.where(live, np.int8(FULL) if table is None else table, np.int8(EMPTY))
+        table = jnp.where(live, np.int8(FULL) if table is None else table, np.int8(EMPTY))
     return table
 
 

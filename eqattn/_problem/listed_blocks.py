@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import concrete
 from .._sweep.lowering import Lowering, XLA
 from .blocking import Blocking, choose_blocking
 from .problem import Problem
@@ -59,20 +58,10 @@ def blocking_of(
     return choose_blocking(problem, block_q, block_k, lowering=lowering)
 
 
-def live_blocks(
-    problem: Problem, selection: Any, blocking: Blocking
-) -> Bool[Array | np.ndarray, "b k rows columns"]:
-    """Which blocks of a blocking a list names, an array of NumPy where the list is known."""
-    known = concrete(selection.indices)
-    indices = jnp.asarray(selection.rows_of(problem.batch_shape))
+def live_blocks(problem: Problem, selection: Any, blocking: Blocking) -> Bool[Array, "b k r c"]:
+    """Which blocks of a blocking a list names, in rows and columns."""
+    indices = selection.rows_of(problem.batch_shape)
     count = -(-problem.sizes[1] // selection.block_k)
-    if known is not None:
-        with jax.ensure_compile_time_eval():
-            return np.asarray(_live(indices, count, selection, blocking))
-    return _live(indices, count, selection, blocking)
-
-
-def _live(indices: Array, count: int, selection: Any, blocking: Blocking) -> Array:
     places = jnp.where(indices < 0, count, indices)  # beyond the blocks, and so dropped
     own = [np.arange(n, dtype=np.int32).reshape(-1, *[1] * (3 - i))
            for i, n in enumerate(indices.shape[:3])]  # fmt: skip
