@@ -13,7 +13,7 @@ MUTANTS = [
     ),
     (
         "_problem/operands.py",
-        "masks/test_selected.py -k visited",
+        "masks/test_selected.py -k visited -m ''",
         [('for role in ("valid", "live") if role in named', 'for role in ("valid",) if role in named')],
     ),
     (
