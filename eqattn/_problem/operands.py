@@ -273,7 +273,18 @@ class BlockOperands:
         if large and self.spread.size == 1 and accumulation_dtype(array.dtype) == acc:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
-        return self.problem.canonical(Operand(widened(array, acc), operand.axes))
+        operand = Operand(widened(array, acc), operand.axes)
+        return self._with_own_rows(self.problem.canonical(operand))
+
+    def _with_own_rows(self, x: Array) -> Array:
+        """An array of the pairs of a single query, with the rows that pad its block if blocks are
+        `fixed`. So its gradient is that of one row, as among others: XLA would compile a sum over
+        the rows of the block to other bits.
+        """
+        if not self.blocking.fixed or self.blocking.queries != 1 or x.shape[3] == 1:
+            return x
+        more = self.blocking.block_q - 1
+        return jnp.pad(x, [(0, more * (i == 2)) for i in range(x.ndim)])
 
     @property
     def reads(self) -> list[int]:
