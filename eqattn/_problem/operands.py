@@ -274,17 +274,7 @@ class BlockOperands:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
         operand = Operand(widened(array, acc), operand.axes)
-        return self._with_own_rows(self.problem.canonical(operand))
-
-    def _with_own_rows(self, x: Array) -> Array:
-        """An array of the pairs of a single query, with the rows that pad its block if blocks are
-        `fixed`. So its gradient is that of one row, as among others: XLA would compile a sum over
-        the rows of the block to other bits.
-        """
-        if not self.blocking.fixed or self.blocking.queries != 1 or x.shape[3] == 1:
-            return x
-        more = self.blocking.block_q - 1
-        return jnp.pad(x, [(0, more * (i == 2)) for i in range(x.ndim)])
+        return self.blocking.own_rows(self.problem.canonical(operand))
 
     @property
     def reads(self) -> list[int]:
@@ -398,10 +388,8 @@ class BlockOperands:
                 s = s * named["scale"]
             weight = weights_of(problem, named, acc)
             for part, score, xs in zip(problem.scores, self.scores, own):
-                if part.weighs:
-                    weight = [score(mask, s, *pairs, *xs)]
-                else:
-                    s = score(mask, s, *pairs, *xs)
+                y = score(mask, s, *pairs, *xs)
+                s, weight = (s, [y]) if part.weighs else (y, weight)
             if problem.logits_dtype is not None:
                 s = s.astype(problem.logits_dtype).astype(acc)
             if mask is not None:

@@ -46,8 +46,8 @@ MUTANTS = [
         "_problem/operands.py",
         STATS,
         [
-            ("if part.weighs:", "if False:"),
-            ("weight = [score(mask, s, *pairs, *xs)]", "weight = [score(None, s, *pairs, *xs)]"),
+            ("(s, [y]) if part.weighs else (y, weight)", "(y, weight)"),
+            ("y = score(mask, s, *pairs, *xs)", "y = score(None, s, *pairs, *xs)"),
         ],
     ),
     (

@@ -152,6 +152,11 @@ def test_the_bits_of_a_row_in_kernels(seed, row, offset):
     check("Blockwise in kernels", False, (11, 16), seed, row, offset, jnp.float32, QUICK)
 
 
+def test_the_gradients_of_a_step():
+    """That of a bias was a sum over the rows that pad its block, which is compiled to other bits."""
+    check("Ragged", True, (20, 24), 468725, 0, 0, jnp.bfloat16, ("decode",))
+
+
 @pytest.mark.slow
 def test_the_gradient_of_a_single_block():
     """What is compiled for the only turn of a loop may add up in another order."""
