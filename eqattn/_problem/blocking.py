@@ -114,6 +114,15 @@ class Blocking:
         x = widen(x, axis, part * parts).reshape(*lead, parts, part, *rest)
         return widen(x, axis + 1, n // parts).reshape(*lead, n, *rest)
 
+    def own_rows(self, x: Any) -> Any:
+        """An array `[B|1, H|1, T|1, S|1]` of the pairs of a single query, with the rows that pad
+        its block if blocks are `fixed`. So its gradient is that of one row, as among others: XLA
+        would compile a sum over the rows of the block to other bits.
+        """
+        if not self.fixed or self.queries != 1 or x.shape[3] == 1:
+            return x
+        return self.pad(x, 2, self.block_q, edge=False, parts=1)
+
     def rows_of(self, x: Any) -> Array:
         """Turns queries `[B, T, H, D]` into blocks `[B, K, rows, D, group * block_q]`."""
         x = self.pad(x, 1, self.rows * self.block_q, edge=False)

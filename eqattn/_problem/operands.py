@@ -273,7 +273,8 @@ class BlockOperands:
         if large and self.spread.size == 1 and accumulation_dtype(array.dtype) == acc:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
-        return self.problem.canonical(Operand(widened(array, acc), operand.axes))
+        operand = Operand(widened(array, acc), operand.axes)
+        return self.blocking.own_rows(self.problem.canonical(operand))
 
     @property
     def reads(self) -> list[int]:
@@ -387,10 +388,8 @@ class BlockOperands:
                 s = s * named["scale"]
             weight = weights_of(problem, named, acc)
             for part, score, xs in zip(problem.scores, self.scores, own):
-                if part.weighs:
-                    weight = [score(mask, s, *pairs, *xs)]
-                else:
-                    s = score(mask, s, *pairs, *xs)
+                y = score(mask, s, *pairs, *xs)
+                s, weight = (s, [y]) if part.weighs else (y, weight)
             if problem.logits_dtype is not None:
                 s = s.astype(problem.logits_dtype).astype(acc)
             if mask is not None:

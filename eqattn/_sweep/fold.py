@@ -300,7 +300,7 @@ def tangent_arguments(
                 else:
                     dnum = dot(kept * ds[0], v, (0, 0), **kw)
                 dden = (p * ds[0]).sum(0)
-            if weighs:
+            if weighs and ds is not None:
                 dnum = dnum + dot(p * ds[1], v, (0, 0), **kw)
             if dv is not None:
                 dnum = dnum + dot(kept, dv[0], (0, 0), **kw)

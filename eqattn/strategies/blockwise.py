@@ -27,8 +27,9 @@ class Blockwise(AbstractOnDevice):
         equal, and a single visit is faster.
     - `bitwise`: whether the bits of a row depend on nothing but the row: not on the batch, on keys
         that a mask hides, or on the chunks in which its queries come. Blocks then have the sizes of
-        the metadata, by default 16 and 128, however few tokens there are, and XLA visits them in
-        order. See [Numerics](../numerics.md#the-same-bits).
+        the metadata, by default 16 and 128, however few tokens there are, and are visited in order.
+        Kernels run only if `platform` asks for them. See
+        [Numerics](../numerics.md#the-same-bits).
 
     ??? cite "Reference"
 

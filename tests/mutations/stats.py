@@ -29,7 +29,7 @@ MUTANTS = [
         "_sweep/fold.py",
         f"{STATS} -k 'all_probabilities or forward_mode'",
         [
-            ("if weighs:", "if False:"),
+            ("if weighs and ds is not None:", "if False:"),
             ("bool(_read_by(logits.jaxpr, 1) & {*inner})", "bool(_read_by(logits.jaxpr, 0) & {*inner})", "only speed: of dropout, it adds a product with 0"),
             ("dot(p * ds[1], v", "dot(kept * ds[1], v"),
         ],
@@ -46,8 +46,8 @@ MUTANTS = [
         "_problem/operands.py",
         STATS,
         [
-            ("if part.weighs:", "if False:"),
-            ("weight = [score(mask, s, *pairs, *xs)]", "weight = [score(None, s, *pairs, *xs)]"),
+            ("(s, [y]) if part.weighs else (y, weight)", "(y, weight)"),
+            ("y = score(mask, s, *pairs, *xs)", "y = score(None, s, *pairs, *xs)"),
         ],
     ),
     (
