@@ -32,8 +32,8 @@ from .steps import Steps
 
 BATCH_SIZE, TOKENS, HEADS, DIM = 8, 4096, 16, 128
 WIDTH = 512
-"""The features that a layer reads and writes. Of 2048 of them, the projections would take minutes to
-compile; how their results are laid out does not depend on them.
+"""The features that a layer reads and writes. With 2048 of them, the projections would take minutes
+to compile, and would lay out their results in the same way.
 """
 
 
