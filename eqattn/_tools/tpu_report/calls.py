@@ -31,6 +31,10 @@ from .steps import Steps
 
 
 BATCH_SIZE, TOKENS, HEADS, DIM = 8, 4096, 16, 128
+WIDTH = 512
+"""The features that a layer reads and writes. With 2048 of them, the projections would take minutes
+to compile, and would lay out their results in the same way.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +129,8 @@ def _layer(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def _layer_arrays() -> tuple[Any, ...]:
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    width = HEADS * DIM
-    return like(BATCH_SIZE, TOKENS, width), (like(width, HEADS, DIM),) * 3, like(HEADS, DIM, width)
+    into, out = like(WIDTH, HEADS, DIM), like(HEADS, DIM, WIDTH)
+    return like(BATCH_SIZE, TOKENS, WIDTH), (into,) * 3, out
 
 
 def _forward_layer(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
