@@ -53,6 +53,36 @@ def test_tokens_are_read_and_written_where_they_lie(tokens, dim, kept):
         assert given[:4].count(of_rows) == given[:4].count(of_keys) == 2
 
 
+@pytest.mark.parametrize("tokens, kv_heads", [(512, 2), (264, 4)])
+def test_the_compiler_copies_nothing_for_them(tokens, kv_heads, monkeypatch):
+    """What kernels read is an argument of the program or the result of another, and what the caller
+    gets is theirs. The compiler is that of CPUs, and what stands in for a kernel has its operands
+    and its results.
+    """
+    from eqattn.kernels.gpu import _mosaic
+
+    def kernel(body, out, *more):
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out]
+        return lambda *xs: jax.pure_callback(lambda *ys: like, like, *xs)
+
+    monkeypatch.setattr(_mosaic, "kernel", kernel)
+    monkeypatch.setattr(_mosaic, "alone", lambda fn: fn)
+    shapes = [(1, tokens, h, 64) for h in (4, kv_heads, kv_heads, 4)]
+    q, k, v, g = (jax.ShapeDtypeStruct(x, jnp.float16) for x in shapes)
+    call = ft.partial(attend, platform="interpret", runtime_dtype=jnp.float16)
+    gradients = lambda q, k, v, g: jax.vjp(call, q, k, v)[1](g)
+    for f, args, count in ((call, (q, k, v), 1), (gradients, (q, k, v, g), 3)):
+        text = jax.jit(f).lower(*args).compile().as_text()
+        entry = text[text.index("ENTRY") :].splitlines()
+        kernels = [x for x in entry if " custom-call(" in x]
+        assert len(kernels) == count
+        reads = [x for x in entry if x in kernels or "ROOT" in x]
+        found = re.compile(r"(%[\w.]+) = f16\[\d+,[^ ]* (?:fusion|copy|transpose|pad)\(")
+        copies = [match[1] for line in entry if (match := found.search(line))]
+        read = [re.search(re.escape(x) + r"[,) ]", " ".join(reads)) for x in copies]
+        assert not any(read), reads
+
+
 PLAIN = covering(2)[0] | dict.fromkeys(
     ("bias", "score", "sinks", "cap", "scale", "offset", "mask"), "none"
 )

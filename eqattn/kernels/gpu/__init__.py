@@ -46,6 +46,9 @@ class GPULowering(Lowering):
     def multiplies_narrow(self) -> bool:
         return True
 
+    def features_innermost(self) -> bool:
+        return True
+
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """As many rows as some programs have, of whole heads and of tokens that are copied at once,
         and as many keys as a program multiplies at once.
