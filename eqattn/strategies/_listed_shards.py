@@ -163,7 +163,7 @@ def fold_listed(problem: Problem, *, place, **options) -> Carry:
     t, s, _, _ = problem.sizes
     inside = place.mesh is None
     q, k = place.array_tokens(t), None
-    if place.layout.parts > 1:
+    if not place.layout.in_order(place.size):
         k = place.array_tokens(s)
     q, k = (x if x is None else x[None] for x in (iota(t) if q is None else q, k))
     apart = _Apart.of(problem, jnp.asarray(q), k)
