@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._carry import Carry
-from .._misc import accumulation_dtype
+from .._misc import accumulation_dtype, iota
 from .._sweep.fold import fold_p
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
@@ -77,8 +77,9 @@ def key_slots(problem: Problem, selection: Any) -> tuple[Array, Array]:
         slot = order[jnp.minimum(at, s - 1)]
         return slot, positions[slot] == rows
 
-    batch = max(len(rows), len(problem.kv_positions))
-    given = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (problem.kv_positions, rows))
+    both = jnp.asarray(problem.kv_positions), rows
+    batch = jnp.broadcast_shapes(*(x.shape[:1] for x in both))
+    given = (jnp.broadcast_to(x, (*batch, *x.shape[1:])) for x in both)
     slots, found = jax.vmap(lookup)(*given)
     return slots, seen & found
 
@@ -168,7 +169,7 @@ def _fold_rows(problem: Problem, size: int, rows: _Rows, *, fold: Callable) -> C
         x = x.reshape(b, *of_heads, *of_rows, *last)
         x = jnp.moveaxis(x, 3, 2)  # [B, h, rows, heads, queries, keys]
         if x.shape[5] > 1:
-            own = [np.arange(m, dtype=np.int32).reshape(-1, *[1] * (5 - i))
+            own = [iota(m).reshape(-1, *[1] * (5 - i))
                    for i, m in enumerate(x.shape[:5])]  # fmt: skip
             at = tuple(map(jnp.asarray, (*own, rows.slots[:, :, :, None, None])))
             x = x.at[at].get(mode="promise_in_bounds")
@@ -184,8 +185,7 @@ def _fold_rows(problem: Problem, size: int, rows: _Rows, *, fold: Callable) -> C
         shown = shown & BoundMask(problem.mask, tuple(map(by_row, rows.of_mask)))
     kv_positions, given = rows.slots, problem.kv_positions
     if given is not None:
-        kv_positions = jnp.asarray(given)[_owner(len(given)), rows.slots]
-    iota = lambda n: np.arange(n, dtype=np.int32)
+        kv_positions = jnp.asarray(given)[_owner(given.shape[0]), rows.slots]
     inner = dataclasses.replace(
         problem,
         query=merged(queries),
@@ -222,8 +222,8 @@ def _wide(x: Any) -> Any:
     return x.astype(accumulation_dtype(x.dtype))
 
 
-def _owner(batch: int) -> np.ndarray:
-    return np.arange(batch, dtype=np.int32).reshape(-1, 1, 1, 1)
+def _owner(batch: int) -> Any:
+    return iota(batch).reshape(-1, 1, 1, 1)
 
 
 @jax.custom_jvp
@@ -260,7 +260,7 @@ def _gathered(x: Any, slots: Array, head: np.ndarray | None, batch: int) -> Arra
             parts.append(array[owner, at])
             continue
         shares, tokens = array.shape[1], array.shape[2] * array.shape[1] // x.shape[2]
-        one = array.reshape(len(array), shares, tokens, -1)[owner, :, at]
+        one = array.reshape(array.shape[0], shares, tokens, -1)[owner, :, at]
         one = jnp.moveaxis(one, -2, -3)  # [B, h, rows, shares, n, heads of a share]
         parts.append(one.reshape(*one.shape[:-2], -1))
     found = x.decode(*parts).astype(x.dtype)
