@@ -90,7 +90,7 @@ def ragged_attention(
         for name, x in (("key_", key_), ("value", value))
     )
     cu_q_lens, lengths, starts = _checked(query, key_, value, cu_q_lens, lengths, starts)
-    _check_strategy(strategy)
+    _check_strategy(strategy, "ragged_attention")
     causal = as_flag(causal, "causal")
     block_q = as_int(block_q, "block_q", least=1, static=True).value
     place = _places(cu_q_lens, len(query), min(block_q, max(len(query), 1)))
@@ -101,14 +101,14 @@ def ragged_attention(
     shown = KeyPadding(length, starts[row])
     for more in (Causal() if causal else None, mask):
         shown = shown if more is None else shown & more
-    size = strategy.metadata.blocksize_k
-    blocks = jnp.take(query, place.tokens, axis=0, mode="fill", fill_value=0)
-    keys = _of_blocks(key_, row, size)
+    size, fixed = strategy.block_sizes()[1], strategy.fixed
+    blocks = _queries_of(query, place)
+    keys = _of_blocks(key_, row, size, fixed)
     latents = keys.first if read_once(key_, value) is not value else None
     output = attention(
         blocks,
         keys,
-        _of_blocks(value, row, size) if latents is None else latents,
+        _of_blocks(value, row, size, fixed) if latents is None else latents,
         strategy,
         mask=shown,
         score=scores_of_rows(scores, row, rows, heads, query.dtype) or None,
@@ -185,7 +185,12 @@ def cascade_attention(
         Juravsky et al., *Hydragen: High-Throughput LLM Inference with Shared Prefixes*, 2024
         (arXiv:2402.05099).
     """
-    _check_strategy(strategy)
+    _check_strategy(strategy, "cascade_attention")
+    if strategy.fixed:
+        raise ValueError(
+            "bitwise=True: cascade_attention merges what rows share with the rest, so that the "
+            "bits of a row depend on the other rows; use attention with Causal() & cache.mask()."
+        )
     key = cache.key
     if not isinstance(key, Pages):
         raise TypeError(
@@ -207,7 +212,7 @@ def cascade_attention(
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(members * t, dtype=jnp.int32)])
     place = _places(ends, b * t, block_q)
     packed = query[order].reshape(b * t, *heads)
-    blocks = jnp.take(packed, place.tokens, axis=0, mode="fill", fill_value=0)
+    blocks = _queries_of(packed, place)
     length = jnp.where(place.live, prefix[place.row], 0)
     keys = _of_blocks(key, place.row, None)
     whole = strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)
@@ -293,15 +298,15 @@ def _checked(
     return jnp.asarray(cu), jnp.asarray(lengths), jnp.asarray(starts)
 
 
-def _check_strategy(strategy: Any) -> None:
+def _check_strategy(strategy: Any, function: str) -> None:
     if not getattr(strategy, "reads_stored", False):
         raise TypeError(
-            f"ragged_attention reads the blocks of rows as pages, which needs the strategy "
+            f"{function} reads the blocks of rows as pages, which needs the strategy "
             f"Ragged(metadata), got {type(strategy).__name__}."
         )
     if strategy.metadata.dropout_prob:
         raise ValueError(
-            f"dropout_prob={strategy.metadata.dropout_prob}: ragged_attention is for inference and "
+            f"dropout_prob={strategy.metadata.dropout_prob}: {function} is for inference and "
             "has no dropout; use metadata.replace(dropout_prob=0.0)."
         )
 
@@ -345,8 +350,17 @@ def _places(boundaries: Array, n: int, size: int) -> _Places:
     return _Places(row, live, first, tokens, token_block, within % size)
 
 
-def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
-    """The keys or values of each block's row, as pages. Blocks of one row share its pages."""
+def _queries_of(packed: Array, place: _Places) -> Array:
+    """The queries of each block, and zeros for padding."""
+    if not len(packed):
+        return jnp.zeros((*place.tokens.shape, *packed.shape[1:]), packed.dtype)
+    return jnp.take(packed, place.tokens, axis=0, mode="fill", fill_value=0)
+
+
+def _of_blocks(x: Any, row: Array, size: int | None, fixed: bool = False) -> Pages:
+    """The keys or values of each block's row, as pages. Blocks of one row share its pages, which
+    have `size` tokens also where there are fewer if that is `fixed`.
+    """
     if isinstance(x, Pages):
         return x.rows(row)
     b, s = x.shape[:2]
@@ -355,7 +369,8 @@ def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
         # none, the row is padded to blocks of 128, which was chosen by trial within that range. No
         # benchmark covers padded rows; `bench --only 'cpu-decode-*'` shows those without padding.
         size = even_block(s) or 128
-    size, parts = min(size, s), -(-s // min(size, s))
+    size = size if fixed else max(min(size, s), 1)
+    parts = -(-s // size)
 
     def paged(a: Array) -> Array:
         widths = [(0, 0)] * a.ndim

@@ -12,6 +12,7 @@ from eqattn import (
     attention,
     AttentionMetadata,
     Blockwise,
+    cascade_attention,
     Causal,
     Dense,
     KeyPadding,
@@ -241,3 +242,47 @@ def test_errors(name, unchecked):
     )  # fmt: skip
     with pytest.raises(error, match=message):
         ragged_attention(**{**good, **changed})
+
+
+@pytest.mark.parametrize("sizes", [dict(blocksize_q=4, blocksize_k=16), {}])
+def test_a_row_of_a_pack_has_the_bits_that_it_has_alone(sizes):
+    """Also where a block has more keys than there are, as by default."""
+    strategy = Ragged(AttentionMetadata(**sizes), bitwise=True)
+    q, k, v = arrays(np.float32)
+    offset = LENGTHS - COUNTS
+
+    @jax.jit
+    def packed(q, k, v):
+        ends, lengths = jnp.asarray(CU), jnp.asarray(LENGTHS)
+        return ragged_attention(q, k, v, ends, lengths, strategy).attention_outputs
+
+    @jax.jit
+    def padded(q, k, v):
+        mask = Causal() & KeyPadding(LENGTHS)
+        return attention(q, k, v, strategy, mask=mask, q_offset=offset).attention_outputs
+
+    token = CU[:-1, None] + np.arange(max(COUNTS))
+    alone = np.asarray(padded(q[np.minimum(token, N - 1)], k, v))
+    alone = np.concatenate([x[:n] for x, n in zip(alone, COUNTS.tolist(), strict=True)])
+    assert np.asarray(packed(q, k, v))[: CU[-1]].tobytes() == alone.tobytes()
+
+
+def test_no_queries_and_no_keys():
+    for n, s in ((0, S), (4, 0), (0, 0)):
+        q, k = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((n, H, D), (2, s, K, D)))
+        at, lengths = jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32)
+        call = lambda q, k: ragged_attention(q, k, k, at, lengths, Ragged())
+        assert jax.eval_shape(call, q, k).attention_outputs.shape == (n, H, D)
+
+
+def test_what_cascades_cannot_keep_raises():
+    cache = PagedKVCache.empty(1, 16, pages=4, page_size=4, kv_heads=K, head_dim=D)
+    query, offset = jnp.zeros((1, 1, H, D)), jnp.zeros(1, jnp.int32)
+    for strategy, message in (
+        (Ragged(bitwise=True), "bitwise=True: cascade_attention merges"),
+        (Ragged(AttentionMetadata(dropout_prob=0.1)), "cascade_attention is for inference"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cascade_attention(query, cache, strategy, q_offset=offset)
+    with pytest.raises(ValueError, match=r"\[4\] and 128; give the metadata blocksize_k=4"):
+        attention(query, cache.key, cache.value, Ragged(bitwise=True))

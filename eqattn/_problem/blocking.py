@@ -328,9 +328,12 @@ def choose_blocking(
     check_open_length("key", s, "blocksize_k", block_k, parts)
     pages = {x.page_size for x in (problem.key, problem.value) if isinstance(x, Pages)}
     if len(pages | ({block_k} if pages and block_k else set())) > 1:
+        remedy = (
+            f"give the metadata blocksize_k={min(pages)}" if fixed else "leave blocksize_k None"
+        )
         raise ValueError(
             f"Pages of keys and values and blocksize_k must have one size, got {sorted(pages)} and "
-            f"{block_k}; leave blocksize_k None."
+            f"{block_k}; {remedy}."
         )
     page = next(iter(pages), 0)
     if block_q is None or block_k is None:

@@ -294,6 +294,8 @@ class BlockOperands:
         whole = [blocking.from_pairs(x, y.axes, y.features) for x, y in zip(blocks, read)]
         at, whole = dict(zip(self.where, whole)), whole[len(self.where) :]
         q, k = at["q_position"][:, 0, :, 0], at["kv_position"][:, 0, 0]
+        # The position of a single query is not padded to its block, as it varies over no rows.
+        q = jnp.broadcast_to(q, (q.shape[0], max(q.shape[1], blocking.block_q)))
         rows, columns = q.shape[1] // blocking.block_q, k.shape[1] // blocking.block_k
         table = jnp.full((1, 1, rows, columns), FULL, jnp.int8)
         if self.padded:

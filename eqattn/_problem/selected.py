@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from .._carry import Carry
 from .._jax import shadow_of, summed_wide
-from .._misc import widened
+from .._misc import iota, widened
 from .._sweep.fold import fold_p
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
@@ -78,8 +78,9 @@ def key_slots(problem: Problem, selection: Any) -> tuple[Array, Array]:
         slot = order[jnp.minimum(at, s - 1)]
         return slot, positions[slot] == rows
 
-    batch = max(len(rows), len(places))
-    given = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (places, rows))
+    both = jnp.asarray(places), rows
+    batch = jnp.broadcast_shapes(*(x.shape[:1] for x in both))
+    given = (jnp.broadcast_to(x, (*batch, *x.shape[1:])) for x in both)
     slots, found = jax.vmap(lookup)(*given)
     return slots, seen & found
 
@@ -193,7 +194,7 @@ def _fold_rows(
         x = x.reshape(b, *of_heads, *of_rows, *last)
         x = jnp.moveaxis(x, 3, 2)  # [B, h, rows, heads, queries, keys]
         if x.shape[5] > 1:
-            own = [np.arange(m, dtype=np.int32).reshape(-1, *[1] * (5 - i))
+            own = [iota(m).reshape(-1, *[1] * (5 - i))
                    for i, m in enumerate(x.shape[:5])]  # fmt: skip
             at = tuple(map(jnp.asarray, (*own, rows.slots[:, :, :, None, None])))
             x = x.at[at].get(mode="promise_in_bounds")
@@ -209,8 +210,7 @@ def _fold_rows(
         shown = shown & BoundMask(problem.mask, tuple(map(by_row, rows.of_mask)))
     kv_positions, given = rows.slots, problem.kv_positions
     if given is not None:
-        kv_positions = jnp.asarray(given)[_owner(len(given)), rows.slots]
-    iota = lambda n: np.arange(n, dtype=np.int32)
+        kv_positions = jnp.asarray(given)[_owner(given.shape[0]), rows.slots]
     inner = dataclasses.replace(
         problem,
         query=merged(queries),
@@ -240,8 +240,8 @@ def _fold_rows(
     return jax.tree.map(back, carry)
 
 
-def _owner(batch: int) -> np.ndarray:
-    return np.arange(batch, dtype=np.int32).reshape(-1, 1, 1, 1)
+def _owner(batch: int) -> Any:
+    return iota(batch).reshape(-1, 1, 1, 1)
 
 
 class _Source(eqx.Module):

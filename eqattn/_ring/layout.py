@@ -30,6 +30,10 @@ class AbstractRingLayout(abc.ABC):
     def chunks(self, n: int) -> np.ndarray:
         """The chunks `[n, parts]` of each of `n` devices, in their order there."""
 
+    def in_order(self, n: int) -> bool:
+        """Whether tokens stay where they are: device after device holds the chunks `0, 1, ...`."""
+        return bool((self.chunks(n).reshape(-1) == np.arange(n * self.parts)).all())
+
     def positions(self, tokens: int, n: int) -> np.ndarray:
         """The positions of the tokens that each device holds.
 
@@ -101,7 +105,7 @@ class AbstractRingLayout(abc.ABC):
 
     def tokens(self, length: int, n: int) -> Int[Array, "1 {length}"]:
         """The positions `[1, length]` of the tokens of an array that holds the whole ring's."""
-        if self.parts == 1:
+        if self.parts == 1 and self.in_order(n):
             return jnp.arange(length, dtype=jnp.int32)[None]
         size = self.chunk_size(length, n)
         chunks = jnp.asarray(self.chunks(n).reshape(-1, 1) * size, jnp.int32)

@@ -148,7 +148,7 @@ def fold_listed(problem: Problem, *, place, **options) -> Carry:
     inside = place.mesh is None
     q, k = place.array_tokens(t), None
     looked_up = any(x.by_place for x in terms_beside_lists(problem.mask))
-    if place.layout.parts > 1 or looked_up:
+    if not place.layout.in_order(place.size) or looked_up:
         k = place.array_tokens(s)
     apart = _Apart.of(problem, jnp.asarray(iota(t) if q is None else q), k)
 

@@ -72,7 +72,7 @@ class SequenceSharding(NamedTuple):
 
     def array_tokens(self, length: int) -> Int[Array, " length"] | None:
         """The positions of the tokens of an array here; None if they are `0, 1, ...`."""
-        if self.mesh is not None and self.layout.parts == 1:
+        if self.mesh is not None and self.layout.in_order(self.size):
             return None
         tokens = self.tokens(length)[0]
         if self.mesh is not None or self.head_axis is None:
@@ -92,6 +92,18 @@ class SequenceSharding(NamedTuple):
     @property
     def explicit(self) -> tuple[str, ...]:
         return () if self.mesh is None else tuple(self.mesh.explicit_axes)
+
+
+def _whole(layout: AbstractRingLayout) -> None:
+    """The place of a sequence that one device holds, which is none.
+
+    **Raises:** `ValueError` for a layout whose tokens are in another order there.
+    """
+    if not layout.in_order(1):
+        raise ValueError(
+            f"layout={layout!r} has the tokens of one device in another order than 0, 1, ..., and "
+            "there is no mesh of several; use Contiguous()."
+        )
 
 
 def _check_whole_blocks(problem: Problem, place: SequenceSharding, block_k: int) -> None:
@@ -123,7 +135,7 @@ def _check(problem: Problem, place: SequenceSharding) -> None:
             f"{remedy}, and Ring(metadata, axis_name=, head_axis=) splits the devices between both."
         )
     for length in (t, s):
-        if place.layout.parts > 1 and not inside and length % parts:
+        if not place.layout.in_order(place.size) and not inside and length % parts:
             raise ValueError(
                 f"{length} tokens are not equal pieces for {place.devices} devices "
                 f"({type(place.layout).__name__}); pad them to a multiple of {parts}."
@@ -274,7 +286,7 @@ class AbstractSharded(AbstractFoldStrategy):
         named = [a for a in (axis, head_axis) if a is not None]
         if mesh is None:
             if not needed:
-                return None
+                return _whole(layout)
             raise ValueError(
                 f"Axes {tuple(named)} are named and there is no mesh. Call under jax.set_mesh, "
                 "give the metadata a mesh, or call inside jax.shard_map; Blockwise(metadata) runs "
@@ -290,7 +302,7 @@ class AbstractSharded(AbstractFoldStrategy):
         sizes = [1 if a is None else mesh.shape[a] for a in (axis, head_axis)]
         axis, head_axis = (a if n > 1 else None for a, n in zip((axis, head_axis), sizes))
         if axis is None and head_axis is None:
-            return None
+            return _whole(layout)
         kinds = dict(zip(mesh.axis_names, mesh.axis_types))
         manual = {a: kinds[a] == AxisType.Manual for a in (axis, head_axis) if a is not None}
         if len({*manual.values()}) > 1:

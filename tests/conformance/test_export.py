@@ -22,7 +22,16 @@ def exportable(unchecked):
     """A symbolic size is no `int`, which is all that annotations name."""
 
 
-def mask_of(name, ends):
+def listed(b, t, s, ends):
+    """Four keys of each query."""
+    first = ends.reshape(b, 1, 1, 1) + 3 * np.arange(t, dtype=np.int32).reshape(1, 1, t, 1)
+    return ((first + np.arange(4, dtype=np.int32).reshape(1, 1, 1, 4) ** 2) % s).astype(np.int32)
+
+
+def mask_of(name, ends, t, s):
+    if name == "selected":
+        indices = listed(ends.shape[0], t, s, ends)
+        return m.Causal(4) & m.Selected(indices) & m.KeyPadding(ends)
     return {
         "none": None,
         "causal": m.Causal(),
@@ -37,6 +46,8 @@ def mask_of(name, ends):
 def visible(name, b, t, s, ends):
     lengths = lambda: om.lengths(t, s, ends)
     head = np.arange(H)[:, None, None]
+    keys = np.arange(s)
+    at_most_four = lambda: (listed(b, t, s, ends)[..., None] == keys).any(-2)
     return {
         "none": lambda: None,
         "causal": lambda: om.causal(t, s),
@@ -46,6 +57,7 @@ def visible(name, b, t, s, ends):
             np.arange(s) < ends[:, None, None, None] + head, (b, H, t, s)
         ),
         "and": lambda: om.causal(t, s) & om.window(t, s, 6, 0) & lengths(),
+        "selected": lambda: om.causal(t, s, 4) & lengths() & at_most_four(),
         "array": lambda: np.arange(t * s).reshape(t, s) % 3 > 0,
     }[name]()
 
@@ -58,7 +70,7 @@ def call_of(strategy, name):
         out = eqattn.attention(
             *[arguments[x] for x in "qkv"],
             strategy=eqattn.AttentionRegistry.create(strategy, metadata),
-            mask=array if name == "array" else mask_of(name, ends),
+            mask=array if name == "array" else mask_of(name, ends, *array.shape),
             bias=arguments["bias"],
             score=sc.ALiBi(arguments["slopes"]),
             return_logsumexp=True,
@@ -117,7 +129,11 @@ FEW = [("blockwise", "and"), ("blockwise", "function"), ("ragged", "and")]
 MARKED = [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize("strategy, name", MARKED)
+# A list of keys, whose number of keys is that of the lists.
+LISTED = [("blockwise", "selected"), pytest.param("ragged", "selected", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("strategy, name", [*MARKED, *LISTED])
 def test_any_batch(strategy, name):
     loaded = exported(strategy, name, "b, 7, 13")
     for b in (1, 3):

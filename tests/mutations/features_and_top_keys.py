@@ -52,7 +52,7 @@ MUTANTS = [
         LISTED,
         [
             ("for name in reversed(axes):", "for name in ():"),
-            ("if place.layout.parts > 1 or looked_up:", "if looked_up:"),
+            ("if not place.layout.in_order(place.size) or looked_up:", "if looked_up:"),
             ("x.shape[3] == s and x.shape[2] == 1", "False"),
         ],
     ),

@@ -33,7 +33,7 @@ MUTANTS = [
             ("h_indices=merged(iota(heads).reshape(1, h, 1, mine))", "h_indices=None"),
             ("b_indices=merged(iota(batch).reshape(-1, 1, 1))", "b_indices=None"),
             ("x = jnp.moveaxis(x, 1, 3)", "pass"),
-            ("kv_positions = jnp.asarray(given)[_owner(len(given)), rows.slots]", "pass"),
+            ("kv_positions = jnp.asarray(given)[_owner(given.shape[0]), rows.slots]", "pass"),
             ("slots // page], slots % page", "slots // page], slots * 0"),
         ],
     ),

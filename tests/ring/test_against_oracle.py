@@ -137,9 +137,11 @@ ZIGZAG = [
 CASES = [(*case, Contiguous()) for case in ORACLE] + [(*case, Zigzag()) for case in ZIGZAG]
 
 
-def balanced(n, t):
+def balanced(n, t, chunk=3):
     """A layout with no order among its chunks: those of a causal window, dealt out in turns."""
-    return Balanced(["causal", m.SlidingWindow(9, 2)], t, n, chunk=3)
+    layout = Balanced(["causal", m.SlidingWindow(9, 2)], t, n, chunk=chunk)
+    assert not layout.in_order(n)
+    return layout
 
 
 EVERYTHING = [
@@ -159,16 +161,19 @@ def test_feature(name, n, layout):
     compare(name, n, layout, t=32 if n == 8 else 24)
 
 
-@pytest.mark.parametrize("name", ["scores", "dropout"])
-def test_feature_in_a_balanced_layout(name):
-    compare(name, 2, balanced(2, 24))
+@pytest.mark.parametrize("name, chunk", [("scores", 3), ("dropout", 12)])
+def test_feature_in_a_balanced_layout(name, chunk):
+    """Also where each device has a single chunk, which is not the one of its place."""
+    compare(name, 2, balanced(2, 24, chunk))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name for name, *_ in CASES}))
-@pytest.mark.parametrize("n, group", [(2, 1), (4, 1), (8, 1), (2, 2)])
-def test_every_feature_in_a_balanced_layout(name, n, group):
-    compare(name, n, balanced(n, 48), t=48, group=group)
+@pytest.mark.parametrize(
+    "n, group, chunk", [(2, 1, 3), (4, 1, 3), (8, 1, 3), (2, 2, 3), (4, 1, 12), (2, 2, 24)]
+)
+def test_every_feature_in_a_balanced_layout(name, n, group, chunk):
+    compare(name, n, balanced(n, 48, chunk), t=48, group=group)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from eqattn import (
+    AbstractRingLayout,
     attention,
     AttentionMetadata,
     Balanced,
@@ -176,6 +177,19 @@ def test_bad_input():
         Balanced(Causal(), 16, 2, chunk=4).positions(16, 4)
     with pytest.raises(ValueError, match="Segments are traced.*on the host"):
         jax.eval_shape(lambda i: Balanced(Segments(i), 16, 2) and i, jnp.zeros(16, jnp.int32))
+    # Without a mesh, its order would be taken for that of the tokens.
+    alone = Ring(AttentionMetadata(), layout=Balanced(Causal(), 16, 2, chunk=4))
+    with pytest.raises(ValueError, match="made for 2 devices, and there are 1.*n=1"):
+        attention(*[jnp.zeros((1, 16, 1, 4))] * 3, alone, mask=Causal())
+
+    class Backwards(AbstractRingLayout):
+        parts = 2
+
+        def chunks(self, n):
+            return np.arange(2 * n)[::-1].reshape(n, 2)
+
+    with pytest.raises(ValueError, match="another order than 0, 1, .*no mesh.*Contiguous"):
+        attention(*[jnp.zeros((1, 16, 1, 4))] * 3, Ring(layout=Backwards()), mask=Causal())
     with pytest.raises(ValueError, match="does not broadcast"):
         Balanced(Segments(np.zeros(12, int)), 16, 2)
     with pytest.raises(ValueError, match="pad them to a multiple"):

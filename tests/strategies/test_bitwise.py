@@ -215,6 +215,13 @@ def test_any_number_of_devices():
     same(on_devices(4, *given), want, "devices")
 
 
+def test_one_query_on_any_number_of_devices():
+    """As in decoding: fewer queries than devices, in a block of 8."""
+    (q, k, v), (out, lse) = many(1, jnp.float32, t=32)
+    given = (q[:, :1], k, v), (out[:, :1], lse[:, :1])
+    same(on_devices(2, *given), on_devices(1, *given), "devices")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_number_of_devices_in_many_cases(dtype):

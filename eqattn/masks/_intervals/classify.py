@@ -108,7 +108,7 @@ def classify(
 
     batch = _known(batch, _POSITION, traced).reshape(-1, 1, 1, 1)
     head = _known(head, _POSITION, traced)
-    head = head.reshape(len(head) if head.ndim == 2 else 1, -1, 1, 1)
+    head = head.reshape(head.shape[0] if head.ndim == 2 else 1, -1, 1, 1)
     with np.errstate(all="ignore"):  # rules test for overflow by themselves
         ins: list[Interval | None] = [Interval(batch, batch), Interval(head, head)]
         for x, shape in ((q_positions, (-1, 1, t, 1)), (kv_positions, (-1, 1, 1, s))):
