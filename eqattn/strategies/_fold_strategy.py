@@ -216,8 +216,7 @@ class AbstractFoldStrategy(AttentionImpl):
         kernels = self._kernels()
         if kernels is None or not kernels.required:
             return ""
-        if reason := kernels.unsupported_features(features, self.metadata):
-            return self._without_kernel(kernels, reason)
+        self._check_features(features)
         from ._in_kernels import operation_without_kernel, untried_in
 
         if reason := untried_in(kernels, mask, scores):
@@ -231,8 +230,7 @@ class AbstractFoldStrategy(AttentionImpl):
         """**Raises:** `ValueError` if the platform asks for code that no call with these features
         can have.
         """
-        kernels = self._kernels()
-        if kernels is not None and kernels.required:
+        if (kernels := self._kernels()) is not None:
             if reason := kernels.unsupported_features(features, self.metadata):
                 raise ValueError(self._without_kernel(kernels, reason))
 
