@@ -10,13 +10,15 @@ class Platform(enum.StrEnum):
     """Which code runs: the best that is measured (`AUTO`), plain XLA, or a Pallas kernel.
 
     `INTERPRET` runs the Pallas kernel of the backend, by default that of TPUs, on any device by
-    interpreting it, which is slow and shows what it computes.
+    interpreting it, which is slow and shows what it computes. `CUDNN` runs NVIDIA's library, which
+    computes fewer calls, and some of them differently; `AUTO` never chooses it.
     """
 
     AUTO = "auto"
     XLA = "xla"
     PALLAS = "pallas"
     INTERPRET = "interpret"
+    CUDNN = "cudnn"
 
 
 class Backend(enum.StrEnum):
@@ -30,12 +32,12 @@ class Backend(enum.StrEnum):
     CPU = "cpu"
 
 
-_DEVICE_PLATFORMS = {"tpu": Backend.TPU, "gpu": Backend.GPU}
+_DEVICE_PLATFORMS = {"tpu": Backend.TPU, "gpu": Backend.GPU, "cudnn": Backend.CUDA}
 
 
 def device_of_platform(platform: Any) -> Backend | None:
-    """The backend that a platform names: `"tpu"` and `"gpu"` mean Pallas on that device. None for
-    any other platform.
+    """The backend that a platform names: `"tpu"` and `"gpu"` mean Pallas on that device, and
+    `"cudnn"` runs on NVIDIA GPUs. None for any other platform.
     """
     if platform is None or platform is NOT_GIVEN:
         return None
@@ -65,6 +67,13 @@ def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:
                 + (f"; backend={name!r} names the device." if name in list(Backend) else ".")
             )
         return Platform(name), backend
+    if text_of(platform, "platform") == Platform.CUDNN:
+        if backend in (Backend.ANY, Backend.GPU, Backend.CUDA):
+            return Platform.CUDNN, device
+        raise ValueError(
+            "platform='cudnn' runs NVIDIA's library on backend='cuda', but "
+            f"backend={backend.value!r} was given; leave one of them out."
+        )
     if backend is Backend.ANY:
         return Platform.PALLAS, device
     if backend is device or (device is Backend.GPU and backend in (Backend.CUDA, Backend.ROCM)):

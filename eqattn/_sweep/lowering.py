@@ -10,10 +10,11 @@ import abc
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+from jaxtyping import Array
 
 from .._jax import partitioned_automatically
 from .._misc import at_most, even_block
@@ -137,6 +138,33 @@ class Lowering(abc.ABC):
     @abc.abstractmethod
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """Chooses the sizes of blocks where the caller gave none."""
+
+    def unsupported_features(self, features: Mapping[str, Any], metadata: Any) -> str:
+        """A hook: why no call with these features can run, whatever its shapes are; empty if some
+        can. What only a visit tells is left to `lower`.
+
+        **Arguments:**
+
+        - `features`: keywords of `attention` that are in use. A value is True where any is meant.
+        - `metadata`: that of the strategy.
+        """
+        del features, metadata
+        return ""
+
+    def attend(self, problem: Any) -> Array | None:
+        """A hook for code that computes whole calls and visits no blocks. It is asked where a call
+        needs nothing but the output.
+
+        **Arguments:**
+
+        - `problem`: the call, a `Problem`, whose features `unsupported_features` has passed.
+
+        **Returns:** the output `[B, T, H, V]`, or None where blocks are to be visited.
+
+        **Raises:** `ValueError` if it cannot compute the call, with the reason.
+        """
+        del problem
+        return None
 
     @abc.abstractmethod
     def unsupported_dtype(self, dtype: Any) -> str:

@@ -29,7 +29,7 @@ over full blocks and of that over partial ones (of the only one, if they share i
 compiler's warnings say that it serialised the products, and bytes of temporary arrays of the call.
 """
 
-KERNELS = {"fold": "", "sum_rows": ": dq", "sum_columns": ": dk and dv"}
+KERNELS = {"fold": "", "sum_rows": ": dq", "sum_columns": ": dk and dv", "decode": ""}
 """The kernels of a call, and what their rows of the report add to its name."""
 
 TILE_EXPONENTIALS = 32
@@ -54,7 +54,9 @@ platform_name: "CUDA"
 
 
 def calls() -> dict[str, Callable[[], dict[str, Any]]]:
-    """The calls that are compiled: sizes, and arguments of `attention`."""
+    """The calls that are compiled: sizes, and arguments of `attention`. Those with `slots` are
+    steps over caches of so many tokens a row.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -94,6 +96,13 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
         "alibi": lambda: dict(mask=Causal(), score=ALiBi(jnp.ones(8))),
         "dropout": lambda: dict(mask=Causal(), rate=0.1, key=jax.random.key(0)),
         "odd lengths": lambda: dict(mask=Causal(), tokens=1001, dim=72),
+        "decode": lambda: dict(slots=8192),
+        "decode, a long row": lambda: dict(slots=131072, rows=1),
+        "decode, pages": lambda: dict(slots=8192, page=16),
+        "decode, window": lambda: dict(slots=8192, page=128, mask=SlidingWindow(1023, 0)),
+        "decode, 4 drafts": lambda: dict(slots=8192, tokens=4, dtype="float16"),
+        "decode, 64": lambda: dict(slots=8192, dim=64),
+        "decode, 256": lambda: dict(slots=8192, dim=256),
     }
 
 
@@ -116,7 +125,7 @@ DIFFERENTIATED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `gpu-report`."""
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="which calls; None: all")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write figures here, beside those of other calls")
 
 
 def versions() -> dict[str, str]:
@@ -164,6 +173,8 @@ def run(args: argparse.Namespace) -> int:
             name = next(reversed(rows))
             print(f"{name:30}" + "".join(f"{row[x]!s:>11}" for x in FIGURES), flush=True)
     if args.json is not None:
+        if args.kernel is not None and args.json.exists():
+            rows = json.loads(args.json.read_text())["kernels"] | rows
         args.json.write_text(json.dumps({"versions": found, "kernels": rows}, indent=1) + "\n")
     return int(failed)
 
@@ -171,15 +182,68 @@ def run(args: argparse.Namespace) -> int:
 def compiled(name: str, target: str, folder: Path) -> dict[str, dict[str, Any]]:
     """The figures of the kernels of one call, by what their rows are called."""
     import jax
-    import jax.numpy as jnp
     from jax.experimental import topologies
-
-    from .. import attention, AttentionMetadata, Blockwise
 
     devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
     mesh = topologies.make_mesh(devices, (1,), ("x",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     given = calls()[name]()
+    if "slots" in given:
+        jobs = [decoding(place, **given)]
+    else:
+        call, args, gradients, more = training(place, given)
+        jobs = [(call, args), (gradients, more)][: 1 + (name in DIFFERENTIATED)]
+    found: dict[str, dict[str, Any]] = {}
+    for f, args in jobs:
+        for old in folder.iterdir():
+            old.unlink()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = jax.jit(f).trace(*args)
+            program = traced.lower(lowering_platforms=("cuda",)).compile()
+        memory: Any = program.memory_analysis()
+        for kernel, row in kernels_of(folder).items():
+            if f is jobs[0][0] or not kernel.startswith("fold"):
+                base, _, number = kernel.partition(" ")
+                row |= {"temporary": memory.temp_size_in_bytes}
+                found[" ".join([name + KERNELS[base], *number.split()])] = row
+    return found
+
+
+def decoding(place: Any, slots: int, **given: Any) -> tuple[Any, tuple]:
+    """A step of new tokens over caches, of 32 heads that share 8 key heads: a function and its
+    arguments.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from .. import attention, AttentionMetadata, Causal, KeyPadding, Ragged
+    from .._problem.storage import Pages
+
+    rows, tokens, dim = given.get("rows", 64), given.get("tokens", 1), given.get("dim", 128)
+    page, mask = given.get("page"), given.get("mask")
+    dtype = jnp.dtype(given.get("dtype", "bfloat16"))
+    how = Ragged(AttentionMetadata(platform="gpu", runtime_dtype=dtype))
+    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    lead = (rows, slots) if page is None else (rows * slots // page, page)
+    table = [] if page is None else [array(rows, slots // page, dtype=jnp.int32)]
+
+    def step(q, k, v, lengths, *table):
+        k, v = [Pages(x, *table) for x in (k, v)] if table else (k, v)
+        seen = Causal() & KeyPadding(lengths)
+        seen = seen if mask is None else seen & mask
+        return attention(q, k, v, how, mask=seen, q_offset=lengths - tokens).attention_outputs
+
+    kv = [array(*lead, 8, dim)] * 2
+    return step, (array(rows, tokens, 32, dim), *kv, array(rows, dtype=jnp.int32), *table)
+
+
+def training(place: Any, given: dict[str, Any]) -> tuple[Any, tuple, Any, tuple]:
+    """A call and its gradients: functions, each with its arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    from .. import attention, AttentionMetadata, Blockwise
+
     tokens, dim = given.pop("tokens", 4096), given.pop("dim", 128)
     width, kv_heads = given.pop("width", dim), given.pop("kv_heads", 8)
     dtype = jnp.dtype(given.pop("dtype", "bfloat16"))
@@ -190,20 +254,7 @@ def compiled(name: str, target: str, folder: Path) -> dict[str, dict[str, Any]]:
     q, k, v, g = (jax.ShapeDtypeStruct(x, dtype, sharding=place) for x in shapes.values())
     call = lambda q, k, v: attention(q, k, v, how, **given).attention_outputs
     gradients = lambda q, k, v, g: jax.vjp(call, q, k, v)[1](g)
-    found: dict[str, dict[str, Any]] = {}
-    for f, args in [(call, (q, k, v)), (gradients, (q, k, v, g))][: 1 + (name in DIFFERENTIATED)]:
-        for old in folder.iterdir():
-            old.unlink()
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            traced = jax.jit(f).trace(*args)
-            program = traced.lower(lowering_platforms=("cuda",)).compile()
-        memory: Any = program.memory_analysis()
-        for kernel, row in kernels_of(folder).items():
-            if f is call or not kernel.startswith("fold"):
-                base, _, number = kernel.partition(" ")
-                row |= {"temporary": memory.temp_size_in_bytes}
-                found[" ".join([name + KERNELS[base], *number.split()])] = row
-    return found
+    return call, (q, k, v), gradients, (q, k, v, g)
 
 
 def kernels_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -217,19 +268,25 @@ def kernels_of(folder: Path) -> dict[str, dict[str, Any]]:
         resources = [x.read_text() for x in folder.glob(f"{base}_*.resources.txt")]
         name = base.removeprefix("eqattn_")
         name = f"{name} 2" if name in found else name
-        found[name] = figures(said | {"resources.txt": "".join(resources)})
+        said["resources.txt"] = "".join(resources)
+        found[name] = figures(said, cleans=not name.startswith("decode"))
     return found
 
 
-def figures(found: dict[str, str]) -> dict[str, Any]:
-    """What the compiler wrote, by the ends of the names of its files, as numbers."""
+def figures(found: dict[str, str], cleans: bool = True) -> dict[str, Any]:
+    """What the compiler wrote, by the ends of the names of its files, as numbers.
+
+    **Arguments:**
+
+    - `cleans`: whether a kernel of several loops has one for what is not finite.
+    """
 
     def numbers(pattern: str, text: str) -> list[int]:
         return [int(x) for match in re.finditer(pattern, text) for x in match.groups()]
 
     loops = [len(body) for body in hot_loops(found["sass_ctrl"])]
     # The last of several replaces what is not finite, and runs only where there is some.
-    loops = loops[: max(len(loops) - 1, 1)]
+    loops = loops[: max(len(loops) - cleans, 1)]
     spilled = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     return dict(
         spilled=sum(numbers(spilled, found["ptxas"])),

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dropout", type=float, default=0.0, metavar="P", help="dropout probability")
     add("--weights", action="store_true", help="ask for the attention weights")
     add("--strategy", default="blockwise", help="registry name")
-    add("--platform", default="auto", help="auto, xla or pallas")
+    add("--platform", default="auto", help="auto, xla, pallas or cudnn")
     add("--backend", default="any", help="any, cpu, gpu, cuda, rocm or tpu")
     add("--devices", type=int, default=1, metavar="N", help="also the plan of a ring of N devices")
     add("--group", type=int, default=1, metavar="N", help="devices of a place that exchange heads")
@@ -264,6 +264,8 @@ class Spec:
     def code(self, strategy: AttentionImpl) -> str:
         if strategy.metadata.platform is Platform.XLA:
             return "XLA"
+        if strategy.metadata.platform is Platform.CUDNN:
+            return "cuDNN"
         kernel = strategy.supports(**self.features, platform=Platform.PALLAS)
         return "Pallas kernel" if kernel.ok else "XLA"
 
@@ -355,6 +357,8 @@ class Spec:
                     reason = lowering.unsupported_dtype(self.query.dtype)
                 found = f"yes: {lowering.kernels}" if lowering and lowering.kernels else "yes"
                 lines.append((f"{backend.value} {code.value}", reason or found))
+        able = strategy.supports(**self.features, platform=Platform.CUDNN)
+        lines.append(("cuda cudnn", able.reason or "yes"))
         if strategy.supports(platform="gpu"):
             lines.append(("cuda auto", "as xla: the kernel has not been measured on a GPU"))
         return lines

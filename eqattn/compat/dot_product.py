@@ -97,7 +97,7 @@ def dot_product_attention(
     - `local_window_size`: `(left, right)`, how far a query sees to either side, both inclusive, or
         an int for both. They may be traced.
     - `implementation`: `"xla"` for plain XLA code, or None for the best code that there is for the
-        device. `"cudnn"` is not offered.
+        device. `"cudnn"` is the platform of [`eqattn.attention`][]; here it is not offered.
     - `return_residual`: whether to return the logsumexp of the logits too.
 
     **Returns:**
@@ -208,7 +208,9 @@ def _scale(scale: Any) -> Any:
 
 def _platform(implementation: str | None) -> Platform:
     if not isinstance(implementation, str | None) or implementation not in _PLATFORMS:
-        reason = " cuDNN's kernels are not offered;" if repr(implementation) == "'cudnn'" else ""
+        reason = ""
+        if repr(implementation) == "'cudnn'":
+            reason = " eqattn.attention runs cuDNN with AttentionMetadata(platform='cudnn');"
         raise ValueError(
             f"implementation must be None or 'xla', got {implementation!r}:{reason} use None for "
             "the best code there is for the device."

@@ -34,6 +34,10 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
         return TPULowering(asked)
     if asked == "auto":  # until the kernels have been measured on a GPU
         return None
+    if asked == "cudnn":
+        from .gpu._cudnn import CuDNNLowering
+
+        return CuDNNLowering(asked)
     from .gpu import GPULowering
 
     return GPULowering(asked)

@@ -20,7 +20,7 @@ from .._output import AttentionOutput
 from .._problem.problem import named_mask
 from .._problem.storage import AbstractStored
 from ..kernels import interpreted_backend
-from ._support import Support, varying_bits
+from ._support import Support, varying_bits, without_library
 
 
 # Keywords of `attention` that a `forward_native` may leave out; a call that uses one then raises.
@@ -54,13 +54,14 @@ class AttentionImpl(eqx.Module):
     !!! info "For authors"
 
         Class attributes are `pallas_lowerings`, backends with a Pallas kernel (`"tpu"`, `"cuda"`,
-        `"rocm"`, or `"gpu"` for both); `features`, what `supports` knows; and `promises`, what bits
-        do not depend on if a field `bitwise` is True. `unsupported` says what it cannot do.
+        `"rocm"`, or `"gpu"` for both); `libraries`, such as `"cudnn"`; `features` of `supports`;
+        `promises`, what bits do not depend on if `bitwise` is True. `unsupported` is a hook.
     """
 
     metadata: AttentionMetadata
 
     pallas_lowerings: ClassVar[tuple[str, ...]] = ()
+    libraries: ClassVar[tuple[str, ...]] = ()
     promises: ClassVar[frozenset[str]] = frozenset()
     features: ClassVar[frozenset[str]] = frozenset(
         "mask bias score key inference q_offset q_positions kv_positions return_weights "
@@ -186,7 +187,7 @@ class AttentionImpl(eqx.Module):
 
         - `XLA`: `forward_native`, on any backend.
         - `AUTO`: the `forward_*` of the backend; `ANY` stands for the default backend of JAX.
-        - `PALLAS`: the same, if the strategy has a Pallas kernel there.
+        - `PALLAS`, `CUDNN`: the same, if the strategy has a Pallas kernel there, or the library.
 
         **Raises:** `ValueError` if there is no such kernel, with the parameter and the reason.
         """
@@ -198,6 +199,8 @@ class AttentionImpl(eqx.Module):
     def _select(self, platform: Platform, backend: Backend) -> tuple[str, str]:
         if platform is Platform.XLA:
             return "forward_native", ""
+        if platform is Platform.CUDNN:
+            return "forward_cuda", without_library(self, platform.value)
         if platform is Platform.INTERPRET and "tpu" in self.pallas_lowerings:
             return f"forward_{interpreted_backend(backend, self.pallas_lowerings)}", ""
         device = self.current_backend() if backend is Backend.ANY else backend.value
@@ -238,12 +241,9 @@ class AttentionImpl(eqx.Module):
         if unknown:
             raise ValueError(f"{unknown} are not among the features {sorted(known)}.")
         metadata = self.metadata
-        platform, backend = metadata.platform, metadata.backend
-        if "platform" in features or "backend" in features:
-            asked = {name: features[name] for name in ("platform", "backend") if name in features}
-            metadata = metadata.replace(**asked)
-            platform, backend = metadata.platform, metadata.backend
-        reason = self._select(platform, backend)[1]
+        if target := {n: features[n] for n in ("platform", "backend") if n in features}:
+            metadata = metadata.replace(**target)
+        reason = self._select(metadata.platform, metadata.backend)[1]
         used = {n: f for n, f in features.items() if f is not None and f is not False}
         asked = self if metadata is self.metadata else with_metadata(self, metadata)
         reason = reason or self.undeclared(used) or asked.unsupported(used)

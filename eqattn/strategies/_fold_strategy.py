@@ -72,12 +72,13 @@ class AbstractFoldStrategy(AttentionImpl):
         `[B, H, T, S]`, also without the sinks, or None if the strategy does not form them.
         """
 
-    def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array] | None:
+    def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array | None] | None:
         """A hook for code that finishes rows where it visits their keys, at less cost than by way
         of a Carry. It is asked where a call needs no Carry and no weights.
 
         **Returns:** the output `[B, T, H, V]` in `dtype` and the logsumexp `[B, T, H]`, both with
-        the sinks; or None, by default, where the `fold` is no dearer.
+        the sinks; or None, by default, where the `fold` is no dearer. The logsumexp may be None
+        where the call does not want it.
         """
 
     def top(self, problem: Problem, count: int) -> tuple[Array, Array]:
@@ -215,6 +216,7 @@ class AbstractFoldStrategy(AttentionImpl):
         kernels = self._kernels()
         if kernels is None or not kernels.required:
             return ""
+        self._check_features(features)
         from ._in_kernels import operation_without_kernel, untried_in
 
         if reason := untried_in(kernels, mask, scores):
@@ -223,6 +225,14 @@ class AbstractFoldStrategy(AttentionImpl):
             if reason := operation_without_kernel(kernels, mask, scores):
                 return self._without_kernel(kernels, reason)
         return ""
+
+    def _check_features(self, features: Mapping[str, Any]) -> None:
+        """**Raises:** `ValueError` if the platform asks for code that no call with these features
+        can have.
+        """
+        if (kernels := self._kernels()) is not None:
+            if reason := kernels.unsupported_features(features, self.metadata):
+                raise ValueError(self._without_kernel(kernels, reason))
 
     def check_without_kernel(self, what: str) -> None:
         """**Raises:** `ValueError` if the platform asks for kernels, of which none does `what`."""
@@ -301,6 +311,8 @@ class AbstractFoldStrategy(AttentionImpl):
             q_positions=q_positions,
             kv_positions=kv_positions,
         )
+        flags = {f"return_{name}": flag for name, flag in wanted.items()}
+        self._check_features(flags | options | dict(dropout=dropout_rng is not None))
 
         def run(self, q, k, v, options):
             if not self.reads_stored:

@@ -120,8 +120,10 @@ class AbstractOnDevice(AbstractFoldStrategy):
             lowering=lowering,
         )
 
-    def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array] | None:
+    def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array | None] | None:
         lowering = self.lowering(problem)
+        if (output := lowering.attend(problem)) is not None:
+            return output.astype(dtype), None
         several = self.keys_axis() is not None or split_list(problem.mask)[0] is not None
         if self.reads_stored or several or not lowering.finishes_rows:
             return None  # Several visits meet as Carries.

@@ -11,9 +11,9 @@ from .._carry import Carry
 from .._problem.problem import Problem
 
 
-def attended(spec: Problem, output: Array, logsumexp: Array) -> dict[str, Callable]:
-    """The same results as those of `finish`, where there is no Carry."""
-    both = {"outputs": output, "logsumexp": logsumexp}
+def attended(spec: Problem, output: Array, logsumexp: Array | None) -> dict[str, Callable]:
+    """The same results as those of `finish`, where there is no Carry, and perhaps no logsumexp."""
+    both = {"outputs": output} | ({} if logsumexp is None else {"logsumexp": logsumexp})
     shapes = {name: (*spec.batch_shape, *x.shape[1:]) for name, x in both.items()}
     return {name: lambda name=name: both[name].reshape(shapes[name]) for name in both}
 

@@ -30,6 +30,16 @@ _REMEDIES = {
 }
 
 
+def without_library(strategy: Any, name: str) -> str:
+    """Why a strategy does not run a platform that is code of others; empty if it does."""
+    if name in strategy.libraries:
+        return ""
+    return (
+        f"platform={name!r}: {type(strategy).__name__} needs parts of the result that it does not "
+        "return; use Blockwise(metadata), or platform='xla' or 'auto'."
+    )
+
+
 def varying_bits(strategy: Any, features: Mapping[str, Any]) -> Support:
     """Whether the bits of a row are independent of what `features["bitwise"]` names, if anything.
 

@@ -43,6 +43,7 @@ class Blockwise(AbstractOnDevice):
     bitwise: bool = eqx.field(static=True, default=False)
 
     promises: ClassVar[frozenset[str]] = frozenset({"batch", "capacity", "chunks", "decode"})
+    libraries: ClassVar[tuple[str, ...]] = ("cudnn",)
 
     @classmethod
     def get_impl_name(cls) -> str:

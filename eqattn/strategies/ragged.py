@@ -43,7 +43,8 @@ class Ragged(AbstractOnDevice):
     piece; by default the pieces follow each other. A table of pages is whole, and so is what varies
     with keys next to it.
 
-    On a TPU the forward pass is a kernel, and the gradients run as XLA.
+    On a TPU the forward pass is a kernel, and the gradients run as XLA. So it is on an NVIDIA GPU,
+    for who asks for it and where keys and values are no narrower than queries.
     """
 
     metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
@@ -63,7 +64,6 @@ class Ragged(AbstractOnDevice):
     promises: ClassVar[frozenset[str]] = frozenset(
         {"batch", "capacity", "chunks", "decode", "layout"}
     )
-    pallas_lowerings: ClassVar[tuple[str, ...]] = ("tpu",)
 
     @classmethod
     def get_impl_name(cls) -> str:

@@ -341,7 +341,8 @@ def library_call(built: Built):
             operands = (sc.Operand(x, axes) for x, axes in zip(pair, ("btf", "bsf")))
             dot = lambda logit, b, h, q, k, x, y: logit + (x @ y).astype(logit.dtype)
             score.append(sc.ScoreFn(dot, tuple(operands)))
-        kernels = {"tpu": "blockwise", "tpu_ragged": "ragged", "gpu": "blockwise"}
+        kernels = {"tpu": "blockwise", "tpu_ragged": "ragged"}
+        kernels |= {"gpu": "blockwise", "gpu_ragged": "ragged"}
         names = kernels | dict.fromkeys(("latent", "paged", "ragged_keys", "paged_keys"), "ragged")
         q, k, v = (arguments[name] for name in "qkv")
         default_scale = None
@@ -353,7 +354,7 @@ def library_call(built: Built):
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
             platform="interpret" if target in kernels else "auto",
-            backend="cuda" if target == "gpu" else "any",
+            backend="cuda" if target.startswith("gpu") else "any",
             softmax_scale={"none": default_scale, "float": 0.3}.get(
                 case["scale"], arguments.get("scale")
             ),

@@ -62,7 +62,8 @@ AXES: dict[str, tuple] = {
     "offset": ("none", "int", "array"),
     "dropout": (0.0, 0.25),
     # (registry name, devices); "tpu", "tpu_ragged": the TPU's kernels under Blockwise and Ragged,
-    # interpreted. "gpu", that of NVIDIA GPUs, is not on this axis: see `interpreted_on_a_gpu`.
+    # interpreted. "gpu" and "gpu_ragged", those of NVIDIA GPUs, are not on this axis: see
+    # `interpreted_on_a_gpu`.
     "target": (
         ("blockwise", 1),
         ("dense", 1),
@@ -106,11 +107,15 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "ragged_keys": {"length": _in_parts_of(4)},
     "paged_keys": {"length": _in_parts_of(16), "lead": ((), (2, 2))},
     "paged": {"length": _in_parts_of(4), "lead": ((), (2, 2))},
-    "gpu": {
-        "dtype": ("float32", "float64"),
-        "operands": ("float64",),
-        # A table is gathered from, there are features, or functions of users, which are not tried.
-        "score": ("t5", "t5_causal", "both", "features", "lookup"),
+    **{
+        name: {
+            "dtype": ("float32", "float64"),
+            "operands": ("float64",),
+            # A table is gathered from, there are features, or functions of users, which are not
+            # tried.
+            "score": ("t5", "t5_causal", "both", "features", "lookup"),
+        }
+        for name in ("gpu", "gpu_ragged")
     },
 }
 
@@ -130,7 +135,8 @@ def invalid(case: Case) -> str | None:
     if case.get("bias") == "unbatched" and case.get("lead") == ():
         return "no batch axis to leave out"
     kernel = case.get("target", ("",))[0].startswith(("tpu", "gpu"))
-    if kernel and (case.get("dtype"), case.get("transform")) == ("bfloat16", "hvp"):
+    narrow = ("bfloat16", "float16") if case.get("target") == ("gpu_ragged", 1) else ("bfloat16",)
+    if kernel and case.get("dtype") in narrow and case.get("transform") == "hvp":
         return "the bound does not know the rounding of the derivative of cotangent / denominator"
     for axis, values in TARGET_LIMITS.get(case.get("target", ("",))[0], {}).items():
         if axis in case and case[axis] in values:
@@ -215,9 +221,9 @@ def needs_x64(case: Case) -> bool:
 
 @functools.cache
 def interpreted_on_a_gpu(strength: int) -> tuple[Case, ...]:
-    """The cases of `Blockwise` for the kernel for NVIDIA GPUs, with other values in place of those
-    that it cannot do: every sixth of the pairwise array, as each takes some ten seconds, or all of
-    the 3-wise one.
+    """The cases of `Blockwise` and `Ragged` for the kernels for NVIDIA GPUs, with other values in
+    place of those that they cannot do: every sixth of the pairwise array, as each takes some ten
+    seconds, or all of the 3-wise one.
     """
     other = {
         "dtype": {"float32": "bfloat16", "float64": "float16"},
@@ -225,13 +231,19 @@ def interpreted_on_a_gpu(strength: int) -> tuple[Case, ...]:
         "score": {"t5": "none", "t5_causal": "alibi", "both": "alibi", "features": "none"},
         "block": {(1000, 16): (16, 64)},  # which kernels read where they lie
     }
-    found = []
-    for case in covering(strength):
-        if case["target"] == ("blockwise", 1):
-            case = case | {a: by.get(case[a], case[a]) for a, by in other.items()}
-            found.append(case | {"target": ("gpu", 1)})
-    found = [c for c in found if invalid(c) is None]
-    return tuple(found[:: 6 if strength == 2 else 1])
+    # Vectors that are read where they lie are multiples of 16 numbers.
+    large = {"dims": {(8, 8): (16, 16), (4, 7): (16, 32), (16, 8): (32, 16), (1, 3): (16, 16)}}
+    cases: list[Case] = []
+    for strategy, target, by in (
+        ("blockwise", "gpu", other),
+        ("ragged", "gpu_ragged", other | large),
+    ):
+        found = [case for case in covering(strength) if case["target"] == (strategy, 1)]
+        found = [c | {a: x.get(c[a], c[a]) for a, x in by.items()} for c in found]
+        found = [c | {"target": (target, 1)} for c in found]
+        found = [c for c in found if invalid(c) is None]
+        cases += found[:: 6 if strength == 2 else 1]
+    return tuple(cases)
 
 
 def _short(value) -> str:

@@ -18,6 +18,9 @@ from ._program import unsupported
 ROWS = 128
 """Of a block: what two warpgroups multiply at once."""
 
+FEW_QUERIES = 16
+"""Of a block whose keys stay in place. Each brings a row for every head that shares a key head."""
+
 OLDEST_JAX = (0, 12)
 """Whose Mosaic GPU the kernels are written for: it changes from version to version."""
 
@@ -34,8 +37,9 @@ class GPULowering(Lowering):
 
     device = "an NVIDIA GPU"
     kernels = (
-        "forward eqattn_fold; gradients of query eqattn_sum_rows, of key and value "
-        "eqattn_sum_columns; other gradients, forward mode and higher orders run as XLA code"
+        "forward eqattn_fold, of Ragged eqattn_decode; gradients of query eqattn_sum_rows, of key "
+        "and value eqattn_sum_columns; other gradients, forward mode and higher orders run as XLA "
+        "code"
     )
     cleans_values = True
     skips_corners = False
@@ -51,8 +55,15 @@ class GPULowering(Lowering):
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """As many rows as some programs have, of whole heads and of tokens that are copied at once,
-        and as many keys as a program multiplies at once.
+        and as many keys as a program multiplies at once. Of keys that stay in place, whole tiles of
+        pages, or what divides their number.
         """
+        if request.in_place:
+            page = request.page_size
+            together = min(max(64 // page, 1), -(-request.keys // page)) if page else 0
+            whole = (n for n in range(128, 15, -16) if request.keys % n == 0)
+            keys = together * page or next(whole, 128)
+            return BlockSizes(FEW_QUERIES, keys)
         keys = 128 if request.head_dim <= 128 else 64
         return BlockSizes(max(ROWS // math.gcd(ROWS, request.group), 8), keys)
 
@@ -83,6 +94,13 @@ class GPULowering(Lowering):
             return "it computes in 32 bits and jax_enable_x64 is set"
         if layout.stage == "backward":
             return ""
+        if layout.ragged:
+            from ._stored import of_one_head, unsupported_storage
+
+            operands = layout.split(ctx.avals_in)[1]
+            if reason := unsupported_storage(layout, visits[-1][1], operands):
+                return reason
+            visits = [(c, of_one_head(jaxpr)) for c, jaxpr in visits]
         read = visits[0][1].in_avals
         query, value = read[0], layout.split(ctx.avals_in)[1][len(read)]
         if max(query.shape[0], value.shape[-1]) > LARGEST_DIM:
@@ -97,7 +115,7 @@ class GPULowering(Lowering):
         )
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
-        if layout.stage not in ("fold", "backward") or layout.ragged:
+        if layout.stage not in (("fold",) if layout.ragged else ("fold", "backward")):
             return None
         platforms = tuple(ctx.module_context.platforms)
         if not self.interpreted and platforms != ("cuda",):
@@ -114,9 +132,14 @@ class GPULowering(Lowering):
                     "platform='auto' or 'xla' runs it as XLA code."
                 )
             return None
+        if layout.ragged:
+            from ._decode import traverse_stored
+
+            run: Any = ft.partial(traverse_stored, interpreted=self.interpreted)
+            return dict(vectorise=False, traverse=run)
         from ._traverse import traverse, traverse_sum
 
-        run: Any = ft.partial(traverse, interpreted=self.interpreted)
+        run = ft.partial(traverse, interpreted=self.interpreted)
         if layout.stage == "fold":
             return dict(vectorise=False, traverse=run, finishes=True)
         run = ft.partial(traverse_sum, interpreted=self.interpreted, visits=visits)

@@ -35,8 +35,11 @@ set_max_registers = plgpu.set_max_registers
 
 
 def matrices(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for matrices that tensor cores read: tiles of 8 rows of 128 bytes."""
-    tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    """Shared memory for matrices that tensor cores read: tiles of 8 rows of 128 bytes, or of 64 or
+    32 where rows are no multiple of that.
+    """
+    width = next(n for n in (64, 32, 16) if shape[-1] % n == 0)
+    tiles = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
     return SMEM(shape, dtype, transforms=tiles)
 
 
@@ -143,9 +146,15 @@ def in_order(*xs: Any) -> tuple:
 
 
 def kernel(
-    body: Any, out: list, programs: int, name: str, scratch: tuple, interpreted: bool
+    body: Any,
+    out: list,
+    programs: int,
+    name: str,
+    scratch: tuple,
+    interpreted: bool,
+    warpgroups: int = 3,
 ) -> Any:
-    """A kernel of three warpgroups, `body(*inputs, *outputs, *scratch)`, on a grid of programs."""
+    """A kernel of warpgroups, `body(*inputs, *outputs, *scratch)`, on a grid of programs."""
 
     def entry(*refs):
         pl.run_scoped(lambda *own: body(*refs, *own), *scratch, collective_axes="warpgroup")
@@ -159,7 +168,7 @@ def kernel(
         out_type=out,
         grid=(programs,),
         grid_names=("program",),
-        num_threads=3,
+        num_threads=warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **more,
@@ -204,3 +213,15 @@ def alone(fn: Any) -> Any:
         return jax.pure_callback(host, jax.eval_shape(fn, *xs), *xs)
 
     return run
+
+
+def store_some(x: Any, to: Any, memory: Any) -> None:
+    """Writes as many rows as `to` has, the first ones, by way of a shared `memory` for some columns
+    of all rows.
+    """
+    rows, n = memory.shape
+    for i in range(0, x.shape[1], n):
+        memory[...] = lax.slice(x, (0, i), (rows, i + n))
+        commit_smem()
+        plgpu.copy_smem_to_gmem(memory.at[ds(0, to.shape[0])], to.at[:, ds(i, n)])
+        plgpu.wait_smem_to_gmem(0)

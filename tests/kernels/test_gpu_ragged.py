@@ -1,0 +1,167 @@
+"""The kernel for NVIDIA GPUs under `Ragged`: rows of unequal length, in caches and in pages, few
+queries and many. More of its numbers: conformance/ with the target "gpu_ragged".
+"""
+
+import functools as ft
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _gpu_lowered import kernels, text_of
+from _tpu_rows import arrays, call, dense, kept_as, LENGTHS, seen
+
+from eqattn import attention, AttentionMetadata, KeyPadding, Ragged, SlidingWindow
+from eqattn._sweep.grid import GridLayout
+from eqattn._sweep.lowering import BlockRequest, BlockSizes
+from eqattn.kernels.gpu import GPULowering
+from eqattn.kernels.gpu._stored import Sizes
+
+
+newest = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="the kernel is written for jax 0.12 and newer"
+)
+
+
+def stored(t, heads, kv_heads, dim, width, keys, in_pages):
+    """Queries, keys and values in bfloat16 as a cache keeps them, and plain ones."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(t, heads, kv_heads, dim, width, keys))
+    (k, plain_k), (v, plain_v) = (kept_as(x, None, in_pages) for x in (k, v))
+    return (q, k, v), [np.asarray(x).astype(np.float64) for x in (q, plain_k, plain_v)]
+
+
+def interpreted(*args, **kw):
+    """The output and the logsumexp of the kernel."""
+
+    @jax.jit
+    def run(*args):
+        output = call(*args, backend="cuda", **kw)
+        return output.attention_outputs, output.logsumexp
+
+    return [np.asarray(x).astype(np.float64) for x in run(*args)]
+
+
+def close(got, want):
+    """The output within some roundings of bfloat16, the logsumexp within those of float32."""
+    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=1e-2)
+    np.testing.assert_allclose(got[1], want[1], rtol=2e-6, atol=2e-6)
+
+
+CASES: dict[str, Any] = {
+    "pages": (dict(t=1, heads=4, kv_heads=2, dim=16, width=32, in_pages=True), {}),
+    "drafts": (dict(t=3, heads=6, kv_heads=2, dim=32, width=16), dict(blocksize_k=16)),
+    "prompt": (dict(t=20, heads=8, kv_heads=1, dim=16, width=16, keys=32), {}),
+    "uneven": (dict(t=2, heads=2, kv_heads=1, dim=16, width=16), dict(blocksize_k=20)),
+}
+
+
+@newest
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_any_length(name, monkeypatch):
+    """By several programs a row, whose Carries are merged; of heads that share keys; of more rows
+    than a tile has; and of blocks that are no whole tiles.
+    """
+    from eqattn.kernels.gpu import _decode
+
+    monkeypatch.setattr(_decode, "LEAST_TILES", 1)
+    given, sizes = CASES[name]
+    given = dict(keys=48, in_pages=False) | given
+    args, plain = stored(**given)
+    window = SlidingWindow(19, 0) if name == "pages" else None
+    shown = seen(given["t"], given["keys"], window=19 if name == "pages" else None)
+    close(interpreted(*args, mask=window, **sizes), dense(*plain, shown))
+
+
+@newest
+def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
+    """Where something is not finite, XLA's loops do the visit again."""
+    (q, k, v), plain = stored(1, 4, 2, 16, 16, 48, False)
+    hidden = jnp.asarray(~seen(1, 48)[:, 0, :, None, None])
+    dirty = [jnp.where(hidden, jnp.nan, x).astype(x.dtype) for x in (k, v)]
+    v = v.at[0, 5, 1, 3].set(jnp.inf)  # heads 2 and 3 of the first row see it
+    close(interpreted(q, *dirty, blocksize_k=16), dense(*plain, seen(1, 48)))
+    out, _ = interpreted(q, k, v, blocksize_k=16)
+    nan = np.isnan(out).all(-1)[:, 0]
+    assert nan.tolist() == [[False, False, True, True], *[[False] * 4] * 3]
+
+
+@newest
+@pytest.mark.slow
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_warpgroups_do_not_race(in_pages, monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    from eqattn.kernels.gpu import _decode, _mosaic
+
+    mosaic: Any = _mosaic.plgpu
+    params = ft.partial(mosaic.InterpretGPUParams, detect_races=True)
+    monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
+    monkeypatch.setattr(_decode, "LEAST_TILES", 4)  # more than there are stages
+    args, plain = stored(3, 4, 2, 16, 16, 144, in_pages)
+    sizes = {} if in_pages else dict(blocksize_k=16)
+    close(interpreted(*args, **sizes), dense(*plain, seen(3, 144)))
+    assert not gpu_callbacks.get_races().races_found
+
+
+def lowered(q, k, v, **kw):
+    return call(q, k, v, platform="gpu", backend="cuda", **kw).attention_outputs
+
+
+@newest
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_the_kernel_is_found(in_pages):
+    """With no copy of keys or values, and gradients that run as XLA code."""
+    args, _ = stored(1, 4, 2, 64, 64, 128, in_pages)
+    text = text_of(lowered, *args)
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert kernels(jax.grad(lambda *xs: lowered(*xs).astype(jnp.float32).sum()), *args) == 1
+
+
+@newest
+def test_what_there_is_no_kernel_for():
+    (q, k, v), _ = stored(1, 4, 2, 16, 16, 48, False)
+    eight = [kept_as(x, jnp.int8, False)[0] for x in (k, v)]
+    with pytest.raises(ValueError, match="no kernel for this call .*fewer bits than the queries"):
+        text_of(lowered, q, *eight)
+    with pytest.raises(ValueError, match="multiples of 16 numbers, not 12 and 16"):
+        text_of(lowered, q[..., :12], k[..., :12], v)
+    with pytest.raises(ValueError, match="bfloat16 and float16, not float32"):
+        call(*arrays(), platform="gpu")
+    automatic = Ragged(AttentionMetadata(backend="cuda"))
+    assert kernels(lambda *xs: attention(*xs, automatic).attention_outputs, q, *eight) == 0
+    assert Ragged(AttentionMetadata(platform="gpu")).supports(mask=KeyPadding(LENGTHS))
+
+
+def test_sizes():
+    """Blocks divide a cache, or are whole tiles of pages; tiles and heads are whole."""
+
+    def chosen(keys, page=0, queries=1):
+        request = BlockRequest(queries, keys, 32, jnp.bfloat16, 128, in_place=True, page_size=page)
+        return GPULowering("pallas").choose_blocks(request)
+
+    assert chosen(8192) == BlockSizes(16, 128)
+    assert chosen(80).keys == 80 and chosen(112).keys == 112 and chosen(100).keys == 128
+    assert chosen(8192, 16).keys == 64 and chosen(32, 16).keys == 32
+    assert chosen(8192, 128).keys == 128 and chosen(8192, 48).keys == 48
+    whole = Sizes(rows=32, keys=128, heads=8, dim=128, width=128, pages=0)
+    assert (whole.tile_k, whole.tiles, whole.written, whole.stages) == (64, 8, 8, 2)
+    paged = Sizes(rows=4 * 70, keys=64, heads=4, dim=64, width=64, pages=4)
+    assert (paged.piece, paged.tile_k, paged.tiles, paged.written) == (16, 64, 8, 64)
+    uneven = Sizes(rows=8, keys=20, heads=1, dim=16, width=16, pages=0)
+    assert (uneven.tile_k, uneven.padded_keys) == (32, 32)
+
+
+@newest
+def test_shares_of_the_chip():
+    """A long row alone is shared out; many rows are not, nor is a short one."""
+    from eqattn.kernels.gpu._decode import _shares
+
+    sizes = Sizes(rows=32, keys=128, heads=8, dim=128, width=128, pages=0)
+
+    def shares(batch, keys):
+        layout = GridLayout((batch, 1, 1, keys // 128), (128, 32), ())
+        return _shares(layout, sizes)
+
+    assert shares(1, 131072) == 132 and shares(64, 8192) == 3
+    assert shares(256, 8192) == 1 and shares(1, 512) == 1
