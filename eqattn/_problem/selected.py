@@ -165,7 +165,9 @@ def _together(problem: Problem, lists: int, n: int) -> int:
     most = s * kv_heads // copied
     if jax.default_backend() == "cpu":
         width = problem.key.shape[-1] + problem.value.shape[-1]
-        row = len(problem.query) * copied * width * problem.accumulation_dtype.itemsize
+        batch = problem.query.shape[0]
+        batch = batch if isinstance(batch, int) else 1  # `jax.export` may leave it open.
+        row = batch * copied * width * problem.accumulation_dtype.itemsize
         most = min(most, 2**21 // max(row, 1))
     return max(most, 1)
 

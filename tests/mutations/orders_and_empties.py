@@ -41,7 +41,7 @@ MUTANTS = [
         "_problem/selected.py",
         "masks/test_selected.py -k no_queries",
         [
-            ("problem.kv_positions is None or s == 0", "problem.kv_positions is None"),
+            ("places is None or s == 0", "places is None"),
         ],
     ),
 ]
