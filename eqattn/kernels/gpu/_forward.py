@@ -276,6 +276,9 @@ class Program:
         """
         plan, (acc, den, top), slot = self.plan, state, self.slot(step)
         _, k_arrived, v_arrived = self.arrived
+        if cleans:  # before registers hold logits
+            mosaic.barrier_wait(v_arrived.at[slot])
+            self.clean(self.memory[2].at[slot])
         s, *weights = self.logits(program, near, step, slot, cleans)
         across = lambda x, like: lax.broadcast_in_dim(x, like.shape, [0])
         apart = plan.scale is not None
@@ -289,8 +292,8 @@ class Program:
         if not plan.interpreted:
             acc, den, now, weighted = mosaic.in_order(acc, den, now, weighted)
         if cleans:
-            mosaic.barrier_wait(v_arrived.at[slot])
-            bad = lax.broadcast_in_dim(self.clean(self.memory[2].at[slot]), s.shape, [1])
+            bad = mosaic.load(self.memory[4][0].at[self.warpgroup], "other")
+            bad = lax.broadcast_in_dim(bad, s.shape, [1])
             den = den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1)
         else:
             mosaic.barrier_arrive(self.turn)
@@ -306,18 +309,15 @@ class Program:
         mosaic.barrier_arrive(self.free[1].at[slot])
         return acc, den, now
 
-    def clean(self, tile: Any) -> Any:
-        """Replaces what is not finite in a tile of values.
-
-        **Returns:** the poison of its keys: NaN for one whose value is not finite, else 0. By the
-        product, what is not finite would reach all rows, and not only those that see the key.
+    def clean(self, tile: Any) -> None:
+        """Replaces what is not finite in a tile of values, and notes the poison of its keys: NaN
+        for one whose value is not finite, else 0. By the product, what is not finite would reach
+        all rows, and not only those that see the key.
         """
-        poison = self.memory[4][0].at[self.warpgroup]
         found = mosaic.held(lax.full(tile.shape[:1], 0.0, jnp.float32), "own")
         for part in mosaic.parts_of(tile):
             fine = jnp.abs(mosaic.load(part, "pairs")) < jnp.inf
             found = found + jnp.where(fine, jnp.float32(0), jnp.float32(jnp.nan)).sum(1)
-        mosaic.store(found, poison)
+        mosaic.store(found, self.memory[4][0].at[self.warpgroup])
         mosaic.commit_smem()
         mosaic.clean_together(tile, self.warpgroup, self.both)
-        return mosaic.load(poison, "other")
