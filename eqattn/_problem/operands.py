@@ -179,15 +179,13 @@ class BlockOperands:
     def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> GridLayout:
         """The grid of a visit of blocks of this blocking."""
         more: Any = dict(pages=self.pages, lookups=self.lookups, corner=blocking.corner)
+        more |= dict(uniform=blocking.fixed, ring=self.spread.ring, lowering=self.lowering)
         return GridLayout(
             grid=self.blocking.grid,
             block=blocking.block,
             in_axes=tuple(x.axes for x in self.operands),
             table_axes=table_axes,
-            ring=self.spread.ring,
             ragged=blocking.in_place or self.live is not None,
-            lowering=self.lowering,
-            uniform=blocking.fixed,
             tokens=() if self.sent or blocking.in_place else self.blocking.tokens,
             **more,
             shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
