@@ -160,9 +160,16 @@ def test_of_equal_logits_the_lower_position_comes_first():
         )
         moved = ties(query, key, 7, Blockwise(metadata), kv_positions=positions)
         causal = ties(query, key, 7, Blockwise(metadata), mask=Causal(4))
-        return by_hand(query, key), halves[0].merge(halves[1]), moved, causal
+        few = ties(one, two_equal, 3, Blockwise(metadata), kv_positions=backwards)
+        return by_hand(query, key), halves[0].merge(halves[1]), moved, causal, few
 
-    by_hand, merged, moved, causal = run(query, key)
+    # Two equal ones in a list, and none like its last one outside of it.
+    one, backwards = np.ones((B, T, 1), np.float32), np.arange(T, dtype=np.int32)[::-1].copy()
+    two_equal = np.arange(T, dtype=np.float32)
+    two_equal[[3, 10]] = T
+    two_equal = np.broadcast_to(two_equal[:, None], (B, T, 1))
+    by_hand, merged, moved, causal, few = run(query, key)
+    np.testing.assert_array_equal(few.indices, sorted_ties(one, two_equal, 3, backwards)[1])
     for found in (by_hand, merged):
         np.testing.assert_array_equal(found.indices, want[1])
         np.testing.assert_array_equal(found.values, want[0])

@@ -162,7 +162,7 @@ def test_dropout_kernels_maps_and_the_plain_softmax():
 
 PARTS = AttentionMetadata(blocksize_q=16, blocksize_k=32)
 BLOCKS = {
-    "of each head": (2, lambda x: x & Causal(), Blockwise()),
+    "of each head": (2, lambda x: x & Causal(90), Blockwise()),
     "of all heads, in parts": (1, lambda x: (x | SlidingWindow(20, 0)) & Causal(8), Blockwise(PARTS)),
     "of rows apart": (2, lambda x: x, None),
     "of heads together": (2, lambda x: x & SlidingWindow(99, 99), Blockwise()),
