@@ -89,9 +89,7 @@ def waits_for_cache(itemsize: int) -> bool:
     Both take a time in proportion to the heads. They are compared in `decode` and `decode, int8` of
     `tpu-report`.
     """
-    if itemsize == 1:  # a v5p, as a v4 of two cores, has memory as fast as that of later chips
-        return generation() < 6 and cores() == 1
-    return generation() < 7
+    return generation() < (6 if itemsize == 1 else 7)
 
 
 def generation() -> int:
