@@ -259,8 +259,6 @@ def test_races_and_memory_that_nothing_wrote(mask):
     [
         (0, 2, 8192, 8, 512),  # no chip is known
         (5, 1, 8192, 8, 512),
-        (5.5, 1, 8192, 8, 1024),  # v5p, which has two cores
-        (5.5, 2, 8192, 8, 512),
         (6, 2, 8192, 8, 512),
         (6, 1, 8192, 8, 1024),
         (7, 2, 8192, 8, 1024),
@@ -270,8 +268,7 @@ def test_races_and_memory_that_nothing_wrote(mask):
 )
 def test_blocks_of_a_cache(generation, itemsize, keys, heads, tokens, monkeypatch):
     """The faster the memory, the more tokens a step reads."""
-    monkeypatch.setattr(_chip, "generation", lambda: int(generation))
-    monkeypatch.setattr(_chip, "cores", lambda: 1 + (generation == 5.5))
+    monkeypatch.setattr(_chip, "generation", lambda: generation)
     for page in (0, 64):
         request = BlockRequest(
             1, keys, 32, jnp.dtype(jnp.bfloat16), 128, True, page, itemsize, heads * 256 * itemsize

@@ -18,8 +18,8 @@ MUTANTS = [
         "kernels/tpu/_backward.py",
         FEATURES,
         [
-            ("last = i in stay and results[i].apart and turns(held[i])", "last = False"),
-            ("both = turned.main.turned[n + i] and turns(blocks[i])", "both = False"),
+            ("last = innermost and i in stay and results[i].apart", "last = False and results[i].apart"),
+            ("both = innermost and turned.main.turned[n + i]", "both = False"),
         ],
     ),
     (

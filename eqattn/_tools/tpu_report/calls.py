@@ -183,7 +183,6 @@ CALLS = (
     WholeCall("forward, splash", ft.partial(_forward, _splash), _SPLASH),
     WholeCall("training, splash", ft.partial(_training, _splash), _SPLASH_SUM),
     WholeCall("layer, splash", ft.partial(_forward_layer, _splash), _SPLASH),
-    WholeCall("layer training, splash", ft.partial(_training_layer, _splash), _SPLASH_SUM),
 )
 
 

@@ -83,10 +83,10 @@ class TPULowering(Lowering):
     drops_single_axes = False
 
     def features_innermost(self) -> bool:
-        """Where matrix units are wide: a step has time for transposes there."""
-        from ._chip import wide_units
+        """Where copies take longer than transposes in a kernel; see `copies_slowly`."""
+        from ._chip import copies_slowly
 
-        return wide_units()
+        return copies_slowly()
 
     def multiplies_narrow(self) -> bool:
         """Always: the matrix units read bfloat16."""

@@ -72,15 +72,24 @@ def wide_units() -> bool:
     return generation() >= 6
 
 
+def copies_slowly() -> bool:
+    """Whether main memory takes longer to copy a block than a kernel takes to transpose it, and
+    steps have time for transposes besides.
+
+    A v6e copies 1024 x 128 numbers of bfloat16 in about 560 cycles, a v7x in 270. A kernel takes
+    330 for those of queries and 240 for those of outputs, by edges of `forward` in `tpu-report`.
+    Other chips have narrow matrix units, and were not measured.
+    """
+    return generation() == 6
+
+
 def waits_for_cache(itemsize: int) -> bool:
     """Whether 512 tokens of a cache take longer to copy than to visit.
 
     Both take a time in proportion to the heads. They are compared in `decode` and `decode, int8` of
     `tpu-report`.
     """
-    if itemsize == 1:  # a v5p, as a v4 of two cores, has memory as fast as that of later chips
-        return generation() < 6 and cores() == 1
-    return generation() < 7
+    return generation() < (6 if itemsize == 1 else 7)
 
 
 def generation() -> int:

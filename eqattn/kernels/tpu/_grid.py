@@ -309,5 +309,5 @@ def matrix(x: Any) -> bool:
 
 
 def turns(x: Any) -> bool:
-    """Whether whole registers hold a block, transposed and not."""
-    return len(x.shape) == 2 and not any(n % LANES for n in x.shape)
+    """Whether registers hold a block, transposed and not, that are full or half full."""
+    return matrix(x) and not max(x.shape) % LANES and not min(x.shape) % (LANES // 2)
