@@ -85,7 +85,11 @@ MASKS: dict[str, Any] = {
         om.window(T, S, 7, 3, 0, 0) & om.causal(T, S, 0, 0),
         ("CAUSAL", "8"),
     ),
-    "left": (SlidingWindow(7, 0), om.window(T, S, 7, 0, 0, 0), ("CAUSAL", "8")),
+    "left": (
+        SlidingWindow(9, 0) & SlidingWindow(7, 0),
+        om.window(T, S, 7, 0, 0, 0),
+        ("CAUSAL", "8"),
+    ),
     "keys": (KeyPadding(LENGTHS), om.lengths(T, S, np.array([5, 70])), ("PADDING", "0")),
     "both": (
         Causal() & KeyPadding(LENGTHS) & QueryPadding(jnp.full(2, T)),
@@ -232,6 +236,11 @@ def test_shapes_that_are_refused(name):
     given, reason = SHAPES[name]
     with pytest.raises(ValueError, match=f"platform='cudnn'.*{reason}"):
         call(*arrays(**given), Causal())
+
+
+def test_starts_that_are_traced_are_refused():
+    with pytest.raises(ValueError, match="begin at their first key"):
+        jax.eval_shape(lambda starts: call(*arrays(), KeyPadding(9, starts)), LENGTHS)
 
 
 def test_precision_is_refused():

@@ -52,6 +52,7 @@ CASES: dict[str, Any] = {
     "pages": (dict(t=1, heads=4, kv_heads=2, dim=16, width=32, in_pages=True), {}),
     "drafts": (dict(t=3, heads=6, kv_heads=2, dim=32, width=16), dict(blocksize_k=16)),
     "prompt": (dict(t=20, heads=8, kv_heads=1, dim=16, width=16, keys=32), {}),
+    "one row": (dict(t=1, heads=1, kv_heads=1, dim=16, width=16), dict(blocksize_k=16)),
     "uneven": (dict(t=2, heads=2, kv_heads=1, dim=16, width=16), dict(blocksize_k=20)),
 }
 

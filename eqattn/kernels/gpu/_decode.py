@@ -26,7 +26,7 @@ from ..._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
 from .._program import LOG2E
 from . import _mosaic as mosaic
 from ._lists import lists
-from ._operands import divided, Operand, Places, ROWS
+from ._operands import divided, Operand, padded, Places, ROWS
 from ._program import PairProgram, Value
 from ._stored import (
     flat_heads,
@@ -264,8 +264,9 @@ def visit_stored(
             x = rows_by_head(operands[i], layout.in_axes[i], sizes)
             given[i] = Operand(x, layout.in_axes[i], wide, ROWS, lengths)
 
-    q = rows_by_head(query, layout.in_axes[0], sizes)
-    q = jnp.swapaxes(q, -1, -2).reshape(-1, sizes.padded_rows, sizes.dim)
+    q = query.reshape(-1, sizes.dim, sizes.heads, sizes.of_head)  # where rows may be a single one
+    q = padded(q, 3, sizes.padded_rows // sizes.heads).reshape(-1, sizes.dim, sizes.padded_rows)
+    q = jnp.swapaxes(q, -1, -2)
     inputs, sources = [q], []
     for xs, at in zip(kv, places):
         axes = [layout.in_axes[i] for i in at]

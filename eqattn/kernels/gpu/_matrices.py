@@ -96,7 +96,8 @@ class Matrix:
         sizes = {a: self.layout.grid[a] for a in self.axes}
         x = x[..., : self.width]
         if self.tokens is not None:
-            x = x[:, : self.tokens.count].reshape(*[sizes[a] for a in self._others], *x.shape[1:])
+            x = x[:, : self.tokens.count]
+            x = x.reshape(*[sizes[a] for a in self._others], *x.shape[1:])
             return self.tokens.cut(x, self.axes, sizes, self.turned)
         x = x[:, : self.rows, 0].reshape(*sizes.values(), self.rows, self.width)
         return jnp.swapaxes(x, -1, -2) if self.turned else x
