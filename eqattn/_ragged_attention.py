@@ -186,7 +186,7 @@ def cascade_attention(
         (arXiv:2402.05099).
     """
     _check_strategy(strategy, "cascade_attention")
-    if strategy.fixed:
+    if getattr(strategy, "fixed", False):
         raise ValueError(
             "bitwise=True: cascade_attention merges what rows share with the rest, so that the "
             "bits of a row depend on the other rows; use attention with Causal() & cache.mask()."

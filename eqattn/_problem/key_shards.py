@@ -163,9 +163,17 @@ class ShardedKeys(eqx.Module):
             return P(*[None] * key_axis(x), axis)
 
         whole, consts = jax.tree.map(lambda _: P(), (self.rest, self.consts))
-        groups = (self.positions, self.places, self.mask, self.scores)
-        groups = jax.tree.map(operand, groups)
-        return ShardedKeys(whole, stored(self.key), stored(self.value), *groups, consts)
+        at = lambda part: jax.tree.map(operand, part)
+        return ShardedKeys(
+            whole,
+            stored(self.key),
+            stored(self.value),
+            at(self.positions),
+            at(self.places),
+            at(self.mask),
+            at(self.scores),
+            consts,
+        )
 
     def problem(self, axis: str, n: int) -> Problem:
         """The problem of this device, where the mesh axis is manual."""

@@ -95,10 +95,8 @@ class BlockOperands:
             self.operands += (BlockOperand("key", blocking.columns_of(key), columns),)
             # Values of size 0, of which only the logsumexp is wanted, have nothing to clean.
             clean = lowering.cleans_values or value.shape[-1] == 0
-            values = [value] if clean else cleaned(value, precision)
-            self.values = tuple(
-                BlockOperand("value", blocking.columns_of(x), columns) for x in values
-            )
+            xs = [value] if clean else cleaned(value, precision)
+            self.values = tuple(BlockOperand("value", blocking.columns_of(x), columns) for x in xs)
         self.keys = slice(1, len(self.operands) - len(self.lookups))
         if self.post_scale:
             self._add("scale", scale.reshape(1, 1, 1, 1))

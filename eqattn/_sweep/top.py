@@ -142,18 +142,20 @@ def execute(
             logits_of = jax.vmap(logits_of, (mapped,), axis_size=layout.grid[axis])
 
         def step(accs, blocks, logits_of=logits_of):
-            found = logits_of(blocks)
+            values, places = logits_of(blocks)
             if accs is None:
-                return list(greatest(*found, count, ordered))
-            joined = [jnp.concatenate(pair, -1) for pair in zip(accs, found)]
-            return list((_selected if ordered else _some_greatest)(*joined, count))
+                return list(greatest(values, places, count, ordered))
+            values = jnp.concatenate([accs[0], values], -1)
+            places = jnp.concatenate([accs[1], places], -1)
+            return list((_selected if ordered else _some_greatest)(values, places, count))
 
         steps[c] = step
     shape, dtype = (layout.block[1], count), visits[0][1].out_avals[0].dtype
     start = [np.full(shape, -np.inf, dtype), np.full(shape, NONE, np.int32)]
 
     def finish(accs):
-        return list(accs if ordered else greatest(*accs, count))
+        values, places = accs
+        return list(accs if ordered else greatest(values, places, count))
 
     return ring_traverse(steps, layout, args, start, out_axes, finish=finish, traverse=traverse)
 

@@ -31,7 +31,7 @@ MUTANTS = [
         "test_top_keys.py -k 'equal or tree'",
         [
             ("(least == -jnp.inf) | (", "jnp.bool_(True) | ("),
-            ("return list(accs if ordered else greatest(*accs, count))", "return list(accs)"),
+            ("return list(accs if ordered else greatest(values, places, count))", "return list(accs)"),
         ],
     ),
     (

@@ -27,7 +27,7 @@ MUTANTS = [
             ("size = size if fixed else max(min(size, s), 1)", "size = max(min(size, s), 1)"),
             ("size = size if fixed else max(min(size, s), 1)", "size = size if fixed else min(size, s)"),
             ("if not len(packed):", "if False:"),
-            ("    if strategy.fixed:", "    if False:"),
+            ("    if getattr(strategy, \"fixed\", False):", "    if False:"),
         ],
     ),
     (

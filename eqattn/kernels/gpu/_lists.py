@@ -37,5 +37,5 @@ def lists(table: Any, classes: tuple[int, ...]) -> tuple[Any, Any, Any]:
         live = full
     longest = live.reshape(-1, live.shape[-1]).max(0)
     rows = np.argsort(-longest, kind="stable") if xp is np else jnp.argsort(-longest, stable=True)
-    found = rows, order, xp.stack([full, live], -1)
-    return tuple(x.astype(np.int32) for x in found)
+    counts = xp.stack([full, live], -1)
+    return rows.astype(np.int32), order.astype(np.int32), counts.astype(np.int32)
