@@ -102,6 +102,7 @@ OTHER = [
     ("tpu.md", '| `"xla"` | any | XLA |'),
     ("tpu.md", '| any but `"gpu"`, `"cuda"` |'),
     ("tpu.md", "Pages may be any row's"),
+    ("tpu.md", "compiles without any transpose"),
     ("tpu.md", "without any across lanes"),
     ("types.md", "`jax.grad` returns `Any`"),
     ("types.md", "a `Carry | Any`"),

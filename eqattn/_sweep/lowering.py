@@ -148,7 +148,6 @@ class Lowering(abc.ABC):
         - `features`: keywords of `attention` that are in use. A value is True where any is meant.
         - `metadata`: that of the strategy.
         """
-        del features, metadata
         return ""
 
     def attend(self, problem: Any) -> Array | None:
@@ -163,7 +162,6 @@ class Lowering(abc.ABC):
 
         **Raises:** `ValueError` if it cannot compute the call, with the reason.
         """
-        del problem
         return None
 
     @abc.abstractmethod
