@@ -51,7 +51,12 @@ ALONE = {"profiling"}
 RUN = [p for p in PAGES if list(blocks(p)) and p.stem not in ALONE]
 
 
-@pytest.mark.parametrize("path", RUN, ids=lambda p: p.stem)
+# The pages that show whole models take long to compile.
+MODELS = {"cookbook"}
+SOME = [pytest.param(p, marks=pytest.mark.slow) if p.stem in MODELS else p for p in RUN]
+
+
+@pytest.mark.parametrize("path", SOME, ids=lambda p: p.stem)
 @pytest.mark.usefixtures("quick_compilation")
 def test_blocks_run(path, monkeypatch, capsys):
     monkeypatch.setattr(AttentionRegistry, "_registry", dict(AttentionRegistry._registry))

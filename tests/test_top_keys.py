@@ -160,7 +160,8 @@ def test_of_equal_logits_the_lower_position_comes_first():
         )
         moved = ties(query, key, 7, Blockwise(metadata), kv_positions=positions)
         causal = ties(query, key, 7, Blockwise(metadata), mask=Causal(4))
-        few = ties(one, two_equal, 3, Blockwise(metadata), kv_positions=backwards)
+        given = jnp.asarray(one), jnp.asarray(two_equal)
+        few = ties(*given, 3, Blockwise(metadata), kv_positions=backwards)
         return by_hand(query, key), halves[0].merge(halves[1]), moved, causal, few
 
     # Two equal ones in a list, and none like its last one outside of it.

@@ -83,7 +83,7 @@ def errors(done):
     return set(re.findall(r"(\w+\.py:\d+):.* error:", done.stdout))
 
 
-@pytest.mark.parametrize("checker", [pyright, mypy])
+@pytest.mark.parametrize("checker", [pyright, pytest.param(mypy, marks=pytest.mark.slow)])
 def test_a_consumer(checker, tmp_path, this_checkout):
     """Its types are as it says, and its errors are errors; other types and errors are found."""
     text = CONSUMER.read_text()

@@ -19,6 +19,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -157,7 +158,7 @@ class ShardedKeys(eqx.Module):
             held = stored_specs(x, axis)
             return jax.tree.map(lambda leaf: held.get(id(leaf), P()), x)
 
-        def operand(x: Array) -> P:
+        def operand(x: Array | np.ndarray) -> P:
             if on_every_device(x, self.paged):
                 return P()
             return P(*[None] * key_axis(x), axis)

@@ -47,6 +47,7 @@ def test_as_full_recomputation(folder, capsys):
     assert all(f"\n{prompt}" in out for prompt in PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_draft_changes_the_number_of_steps_only(folder, capsys):
     _, alone = serve(folder, capsys)
     status, out = serve(folder, capsys, "--check", "--draft", str(folder / "draft"), "--ahead", "3")

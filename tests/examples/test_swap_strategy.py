@@ -24,6 +24,7 @@ def test_losses_agree_and_memory_shrinks():
     assert out.endswith("losses agree\n")
 
 
+@pytest.mark.slow
 def test_disagreement_is_a_failure(monkeypatch, capsys):
     wrong = swap_strategy.strategies
 

@@ -206,7 +206,7 @@ def ring_of(platform, check_vma):
     return jax.shard_map(ring, **specs, check_vma=check_vma)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inside_a_ring(turned, monkeypatch):
     """The kernels go on with the Carry, and with the sums, of the hops before."""
     monkeypatch.setattr(_backward_step, "suits", lambda step: turned)
@@ -330,8 +330,8 @@ def test_garbage_stays_where_it_is_masked(garbage):
     [
         ("v5e", ("causal", "segments", "bias", "grouped", "tail", "t5", "decode", "int8 pages")),
         ("v6e", ("causal", "lengths", "cap", "float32", "drafts", "long")),
-        ("v5p", ("window", "sinks", "decode")),
-        ("v7x", ("causal", "wide")),
+        pytest.param("v5p", ("window", "sinks", "decode"), marks=pytest.mark.slow),
+        pytest.param("v7x", ("causal", "wide"), marks=pytest.mark.slow),
     ],
 )
 def test_compiled_for_a_tpu(chip, cases):

@@ -64,7 +64,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow) if x == "ring" else x for x in MESHES],
+)
 def test_numbers(name):
     strategy, sizes, names, kind = MESHES[name]
     args = arrays()

@@ -42,7 +42,7 @@ from .common import (
 @pytest.mark.parametrize(
     "transform, n",
     [
-        (twice, 2),
+        pytest.param(twice, 2, marks=pytest.mark.slow),
         (forward_mode, 4),
         (mapped, 2),
         # The matrix of conformance has these with rings, too.

@@ -41,7 +41,11 @@ def crossed(shift):
         yield *UNSEEN[(i + j) % 4], KINDS[j], place
 
 
-CASES = [*crossed(0), *[(*sizes, LogDistance, ("tpu", 1)) for sizes in UNSEEN[:3]]]
+FIRST = [
+    pytest.param(*case, marks=pytest.mark.slow) if case[-1][0] == "ring" else case
+    for case in crossed(0)
+]
+CASES = [*FIRST, *[(*sizes, LogDistance, ("tpu", 1)) for sizes in UNSEEN[:3]]]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in crossed(1)]
 
 

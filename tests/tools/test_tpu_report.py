@@ -243,7 +243,13 @@ def within_budget(chip: str, names: list[str]) -> None:
     assert count == len(names)
 
 
-@pytest.mark.parametrize("chip, names", [("v5e", ["forward"]), ("v6e", ["backward, queries"])])
+@pytest.mark.parametrize(
+    "chip, names",
+    [
+        pytest.param("v5e", ["forward"], marks=pytest.mark.slow),
+        ("v6e", ["backward, queries"]),
+    ],
+)
 def test_within_budget(chip, names):
     within_budget(chip, names)
 
