@@ -57,12 +57,12 @@ def stored_specs(x: Any, axis: str) -> dict[int, P]:
     return {id(a): P(*[None] * n, axis) for a, n in zip(held.arrays, lead)}
 
 
-def key_axis(operand: Array) -> int:
+def key_axis(operand: Array | np.ndarray) -> int:
     """The axis of keys of an array, the last one. A canonical operand may have features behind."""
     return min(operand.ndim - 1, 3)
 
 
-def on_every_device(operand: Array, paged: bool) -> bool:
+def on_every_device(operand: Array | np.ndarray, paged: bool) -> bool:
     """Whether each device has all of an operand: of pages, and where it does not vary with keys."""
     return paged or operand.shape[key_axis(operand)] == 1
 
