@@ -26,6 +26,7 @@ from ..._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
 from .._program import LOG2E
 from . import _mosaic as mosaic
 from ._lists import lists
+from ._online import online_step
 from ._operands import divided, Operand, padded, Places, ROWS
 from ._program import PairProgram, Value
 from ._stored import (
@@ -40,9 +41,6 @@ from ._stored import (
 )
 from ._traverse import _called
 
-
-_ORIGIN = float(jnp.finfo(jnp.float32).min)
-"""Of the exponents of a row that has seen nothing."""
 
 PROGRAMS = 1056
 """How many programs there should be at least: eight for each of the 132 multiprocessors of an H200,
@@ -206,7 +204,7 @@ class Program:
 
     def step(self, program: PairProgram, near: dict, step: Any, state: tuple) -> tuple:
         """Adds a tile of keys to the Carry."""
-        plan, (acc, den, top), slot = self.plan, state, self.slot(step)
+        plan, slot = self.plan, self.slot(step)
         q_tile, k_tiles, v_tiles, *_ = self.memory
         (_, k_arrived, v_arrived), (k_free, v_free) = self.arrived, self.free
         sizes = plan.sizes
@@ -220,16 +218,7 @@ class Program:
         if plan.interpreted:  # which does not know that the barrier suffices after mere reads
             mosaic.commit_smem()
         mosaic.barrier_arrive(k_free.at[slot])
-        across = lambda x, like: lax.broadcast_in_dim(x, like.shape, [0])
-        now = jnp.maximum(top, s.max(1))
-        origin = jnp.maximum(now, _ORIGIN)
-        scale = jnp.exp2(top - origin)
-        p = jnp.exp2(s - across(origin, s))
-        den = den * scale + p.sum(1)
-        weighted = (p * weights[0] if weights else p).astype(plan.dtype)
-        acc = acc * across(scale, acc)
-        if not plan.interpreted:
-            acc, den, now, weighted = mosaic.in_order(acc, den, now, weighted)
+        acc, den, now, weighted = online_step(state, s, weights, None, plan.dtype, plan.interpreted)
         mosaic.barrier_wait(v_arrived.at[slot])
         acc = mosaic.weighted(acc, weighted, v_tiles.at[slot], plan.interpreted)
         mosaic.barrier_arrive(v_free.at[slot])

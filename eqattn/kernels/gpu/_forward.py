@@ -21,12 +21,9 @@ from .._program import LOG2E
 from . import _mosaic as mosaic
 from ._ending import Ending
 from ._matrices import Matrix
+from ._online import online_step
 from ._operands import divided, Operand, Places, ROWS, Sizes, TILE
 from ._program import PairProgram, Value
-
-
-_ORIGIN = float(jnp.finfo(jnp.float32).min)
-"""Of the exponents of a row that has seen nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,23 +271,16 @@ class Program:
         """Adds a tile of keys to the Carry. `cleans`: whether its values may not be finite. Then
         the warpgroups have no turns, as they work on the tile together.
         """
-        plan, (acc, den, top), slot = self.plan, state, self.slot(step)
+        plan, slot = self.plan, self.slot(step)
         _, k_arrived, v_arrived = self.arrived
         if cleans:  # before registers hold logits
             mosaic.barrier_wait(v_arrived.at[slot])
             self.clean(self.memory[2].at[slot])
         s, *weights = self.logits(program, near, step, slot, cleans)
-        across = lambda x, like: lax.broadcast_in_dim(x, like.shape, [0])
-        apart = plan.scale is not None
-        now = jnp.maximum(top, s.max(1) * self.factor if apart else s.max(1))
-        origin = jnp.maximum(now, _ORIGIN)
-        scale = jnp.exp2(top - origin)
-        p = jnp.exp2((s * self.factor if apart else s) - across(origin, s))
-        den = den * scale + p.sum(1)
-        weighted = (p * weights[0] if weights else p).astype(plan.dtype)
-        acc = acc * across(scale, acc)
-        if not plan.interpreted:
-            acc, den, now, weighted = mosaic.in_order(acc, den, now, weighted)
+        factor = None if plan.scale is None else self.factor
+        acc, den, now, weighted = online_step(
+            state, s, weights, factor, plan.dtype, plan.interpreted
+        )
         if cleans:
             bad = mosaic.load(self.memory[4][0].at[self.warpgroup], "other")
             bad = lax.broadcast_in_dim(bad, s.shape, [1])
