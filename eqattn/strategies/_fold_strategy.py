@@ -4,27 +4,24 @@ strategy fold that into a Carry, and turns the Carry into an output.
 
 import abc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import auto_axes, PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
 from .._closure import opened
-from .._config.partition import names_of
 from .._config.platform import Backend, Platform
-from .._jax import explicit_axes, sharding_of, typed_by_mesh
+from .._jax import explicit_axes
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._problem.joined import read_once
 from .._problem.mesh import ManualAxes, with_kernel
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem
-from .._problem.storage import AbstractStored, as_stored
+from .._problem.storage import AbstractStored
 from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
 from ..masks._base import AbstractMask
@@ -32,6 +29,7 @@ from ..masks._causal import Causal
 from ..masks._terms import check_positions, split_list
 from ._base import AttentionImpl
 from ._checks import check_precision, choose_bias, choose_dropout_key
+from ._explicit_axes import known_partition, without_explicit_axes
 from ._results import attended, finish
 
 
@@ -292,10 +290,14 @@ class AbstractFoldStrategy(AttentionImpl):
         """
         self._check_blocks()
         dropout_rng = choose_dropout_key(self.metadata, deterministic, dropout_rng)
-        wanted = {"outputs": True, "weights": as_flag(return_weights, "return_weights")}
-        wanted["logsumexp"] = as_flag(return_logsumexp, "return_logsumexp")
-        wanted["carry"] = as_flag(return_carry, "return_carry")
-        wanted["max_logits"] = as_flag(return_max_logits, "return_max_logits")
+        flags = dict(
+            return_weights=return_weights,
+            return_logsumexp=return_logsumexp,
+            return_carry=return_carry,
+            return_max_logits=return_max_logits,
+        )
+        flags = {name: as_flag(flag, name) for name, flag in flags.items()}
+        wanted = ["outputs", *(n.removeprefix("return_") for n, flag in flags.items() if flag)]
         if return_weights and not self.forms_weights:
             raise ValueError(self._without_weights())
         bias = choose_bias(mask, bias, init_bias)
@@ -311,50 +313,18 @@ class AbstractFoldStrategy(AttentionImpl):
             q_positions=q_positions,
             kv_positions=kv_positions,
         )
-        flags = {f"return_{name}": flag for name, flag in wanted.items()}
         self._check_features(flags | options | dict(dropout=dropout_rng is not None))
-
-        def run(self, q, k, v, options):
-            if not self.reads_stored:
-                k, v = (jnp.asarray(x) if hasattr(x, "__jax_array__") else x for x in (k, v))
-            for name, x in (("key_", k), ("value", v)):
-                if isinstance(x, AbstractStored) and not self.reads_stored:
-                    raise ValueError(
-                        f"{name} is {type(x).__name__} {x.shape}, which {type(self).__name__} does "
-                        "not read; use Ragged(metadata), or pass its materialise()."
-                    )
-            shards = self.key_shards()
-            self.check_lists(options["mask"])
-            spec = Problem.from_call(
-                q,
-                k,
-                v,
-                self.metadata,
-                precision=self.precision,
-                shards=shards,
-                partition=partition,
-                **options,
-            )
-            dtype = self.output_dtype(spec.query)
-            found = None
-            if not (wanted["carry"] or wanted["weights"] or wanted["max_logits"]):
-                found = self.attend(spec, dtype)
-            if found is None:
-                carry, weights = self.fold(spec)
-                results = finish(spec, carry, weights, dtype)
-            else:
-                results = attended(spec, *found)
-            return {name: results[name]() for name, needed in wanted.items() if needed}
 
         check_precision(self.precision)
         q = jnp.asarray(as_array(q, "query"))
         v = read_once(k, v) if self.reads_stored else v
-        args, partition = (self, q, k, v, options), None
+        args = (self, q, k, v, options)
         if explicit_axes(q):
-            partition = _known_partition(q, k, v)
-            results = _without_explicit_axes(run, args, wanted)
+            partition = known_partition(q, k, v)
+            run = lambda *args: _computed(*args, partition, wanted)
+            results = without_explicit_axes(run, args, wanted)
         else:
-            results = run(*args)
+            results = _computed(*args, None, wanted)
         return AttentionOutput(
             attention_weights=results.get("weights"),
             attention_outputs=checkpoint_name(results["outputs"], "attention_output"),
@@ -364,37 +334,46 @@ class AbstractFoldStrategy(AttentionImpl):
         )
 
 
-def _known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
-    """The mesh axes that shard the batch, those that shard the heads, and those that shard no
-    array, as the types of the arrays of an explicit mesh tell.
+def _computed(
+    strategy: AbstractFoldStrategy,
+    q: Array,
+    k: Any,
+    v: Any,
+    options: dict[str, Any],
+    partition: tuple[Any, ...] | None,
+    wanted: Sequence[str],
+) -> dict[str, Any]:
+    """The `wanted` parts of an output, from arguments whose mask and scores are modules.
+
+    `partition` is what is known of the mesh axes that shard the call, see `known_partition`.
     """
-    batch, *rest, _, heads, _ = (None, *sharding_of(q))[-max(4, q.ndim) :]
-    arrays = [x for x in jax.tree.leaves((q, *others)) if eqx.is_array(x)]
-    entries = [e for x in arrays for e in sharding_of(x)]
-    used = {n for e in entries for n in names_of(e)}
-    idle = tuple(n for n in explicit_axes(q) if n not in used)
-    return None if any(rest) else batch, heads, idle
-
-
-def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) -> dict:
-    """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
-    arrays, static = eqx.partition(args, eqx.is_array)
-    _, q, _, v, _ = args
-    *batch, t, heads, _ = sharding_of(q)
-    numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
-    features = sharding_of(numbers[0])[-1] if numbers else None
-    rows, values = P(*batch, t, heads), P(*batch, t, heads, features)
-    specs = {
-        "outputs": values,
-        "weights": P(*batch, heads, t, None),
-        "logsumexp": rows,
-        "carry": (values, rows, rows),
-        "max_logits": rows,
-    }
-    inner: Any = auto_axes(
-        lambda arrays: run(*eqx.combine(arrays, static)),
-        axes=explicit_axes(q),
-        out_sharding={name: spec for name, spec in specs.items() if wanted[name]},
+    if not strategy.reads_stored:
+        k, v = (jnp.asarray(x) if hasattr(x, "__jax_array__") else x for x in (k, v))
+    for name, x in (("key_", k), ("value", v)):
+        if isinstance(x, AbstractStored) and not strategy.reads_stored:
+            raise ValueError(
+                f"{name} is {type(x).__name__} {x.shape}, which {type(strategy).__name__} does "
+                "not read; use Ragged(metadata), or pass its materialise()."
+            )
+    shards = strategy.key_shards()
+    strategy.check_lists(options["mask"])
+    problem = Problem.from_call(
+        q,
+        k,
+        v,
+        strategy.metadata,
+        precision=strategy.precision,
+        shards=shards,
+        partition=partition,
+        **options,
     )
-    with typed_by_mesh(jax.typeof(q).sharding.mesh):
-        return inner(arrays)
+    dtype = strategy.output_dtype(problem.query)
+    found = None
+    if not {"carry", "weights", "max_logits"} & set(wanted):
+        found = strategy.attend(problem, dtype)
+    if found is None:
+        carry, weights = strategy.fold(problem)
+        results = finish(problem, carry, weights, dtype)
+    else:
+        results = attended(problem, *found)
+    return {name: results[name]() for name in wanted}

@@ -1,0 +1,49 @@
+"""Calls whose arrays have explicit mesh axes: what types tell of them, and how they run without."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import auto_axes, PartitionSpec as P
+from jaxtyping import Array
+
+from .._config.partition import names_of
+from .._jax import explicit_axes, sharding_of, typed_by_mesh
+from .._problem.storage import as_stored
+
+
+def known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
+    """The mesh axes that shard the batch, those that shard the heads, and those that shard no
+    array, as the types of the arrays of an explicit mesh tell.
+    """
+    batch, *rest, _, heads, _ = (None, *sharding_of(q))[-max(4, q.ndim) :]
+    arrays = [x for x in jax.tree.leaves((q, *others)) if eqx.is_array(x)]
+    entries = [e for x in arrays for e in sharding_of(x)]
+    used = {n for e in entries for n in names_of(e)}
+    idle = tuple(n for n in explicit_axes(q) if n not in used)
+    return None if any(rest) else batch, heads, idle
+
+
+def without_explicit_axes(run: Callable, args: tuple, wanted: Sequence[str]) -> dict:
+    """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
+    arrays, static = eqx.partition(args, eqx.is_array)
+    _, q, _, v, _ = args
+    *batch, t, heads, _ = sharding_of(q)
+    numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
+    features = sharding_of(numbers[0])[-1] if numbers else None
+    rows, values = P(*batch, t, heads), P(*batch, t, heads, features)
+    specs = {
+        "outputs": values,
+        "weights": P(*batch, heads, t, None),
+        "logsumexp": rows,
+        "carry": (values, rows, rows),
+        "max_logits": rows,
+    }
+    inner: Any = auto_axes(
+        lambda arrays: run(*eqx.combine(arrays, static)),
+        axes=explicit_axes(q),
+        out_sharding={name: specs[name] for name in wanted},
+    )
+    with typed_by_mesh(jax.typeof(q).sharding.mesh):
+        return inner(arrays)
