@@ -13,6 +13,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 
@@ -303,6 +304,15 @@ def as_number(x: Any, name: str) -> float:
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a Python number, got {x!r}.")
     return float(x)
+
+
+def named_output(*arrays: Any) -> list[Any]:
+    """Gives the results of a visit the name by which a policy of `jax.checkpoint` can keep them.
+
+    Rules of derivatives do so with the results that tangents read. With a name on what is made of
+    these later, a backward pass would have to visit all pairs again.
+    """
+    return [checkpoint_name(x, "attention_output") for x in arrays]
 
 
 def as_flag(x: Any, name: str) -> bool:

@@ -52,6 +52,7 @@ from .._jax import (
     vary,
     varying_axes,
 )
+from .._misc import named_output
 from .centred_tangent import recentred
 from .fold import (
     execute as fold_execute,
@@ -178,7 +179,7 @@ def _jvp(primals, tangents, *, out_axes, dtype, derived, **static):
     acc = static["visits"][0][1].out_avals[0].dtype
     count = 2 + _keeps(dtype, acc, True)
     static |= dict(dtype=dtype, derived=True)
-    outs = attend_p.bind(*primals, out_axes=out_axes[:1] * count, **static)
+    outs = named_output(*attend_p.bind(*primals, out_axes=out_axes[:1] * count, **static))
     active = tuple(i for i, t in enumerate(tangents) if not is_zero(t))
     axes = varying_axes(outs[0])
     moved = [vary(tangents[i], axes) for i in active]

@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from .._carry import finite_origin
 from .._jax import ad, is_zero, jaxpr_as_fun, Literal, Primitive, vary, varying_axes
+from .._misc import named_output
 from .centred_tangent import centred_dot, recentred
 from .fold_step import Finish, FoldStep
 from .grid import GridLayout, replaced, ROW
@@ -209,7 +210,7 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     # is left of dnum - (num / den) dden. So there `centred_dot` and `recentred` find the same sum
     # relative to the mean of ds; see centred_tangent.py.
     static = dict(visits=visits, values=values, layout=layout, products=products)
-    num, den, top = fold_p.bind(*primals, out_axes=out_axes, **static)
+    num, den, top = named_output(*fold_p.bind(*primals, out_axes=out_axes, **static))
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
     read = operand_dtypes(visits, values, layout)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
@@ -327,7 +326,7 @@ class AbstractFoldStrategy(AttentionImpl):
             results = _computed(*args, None, wanted)
         return AttentionOutput(
             attention_weights=results.get("weights"),
-            attention_outputs=checkpoint_name(results["outputs"], "attention_output"),
+            attention_outputs=results["outputs"],
             logsumexp=results.get("logsumexp"),
             carry=Carry(*results["carry"]) if return_carry else None,
             max_logits=results.get("max_logits"),

@@ -6,6 +6,7 @@ import equinox as eqx
 
 from .._carry import Carry
 from .._config.metadata import AttentionMetadata
+from .._misc import named_output
 from .._problem.problem import Problem
 from ._fold_strategy import AbstractFoldStrategy
 from ._registry import AttentionRegistry
@@ -38,4 +39,6 @@ class Dense(AbstractFoldStrategy):
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
         from ._fold import fold_dense
 
-        return fold_dense(problem)
+        carry, weights = fold_dense(problem)
+        named = named_output(carry.numerator, carry.denominator, carry.max_so_far)
+        return Carry(*named), weights

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..._misc import concrete
+from ..._misc import concrete, named_output
 from ..._sweep.grid import GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering, XLA
 from ...masks._base import And
@@ -249,7 +249,7 @@ class CuDNNLowering(Lowering):
         fixed: dict[str, Any] = dict(scale=float(problem.scale), is_causal=mask.causal)
         if mask.left is not None:
             fixed["local_window_size"] = mask.left, 0
-        return _attend(query, key, value, more, tuple(fixed.items()))
+        return named_output(_attend(query, key, value, more, tuple(fixed.items())))[0]
 
     def _why_not(self, problem: Any, mask: _Mask, bias: Array | None) -> str:
         """Why cuDNN cannot compute a call of these shapes; empty if it can."""
