@@ -102,7 +102,7 @@ def top_of_problem(
         shape = (blocking.batch, t, heads, count)
         empty = jnp.full(shape, -jnp.inf, problem.accumulation_dtype)
         return empty, jnp.full(shape, NONE, jnp.int32)
-    ordered = problem.kv_positions is None and spread is None
+    ordered = problem.kv_positions is None and (spread is None or spread.ring is None)
     visit = ft.partial(_ranked, count=count, ordered=ordered)
     given = visit, 2, [], problem, blocking, spread, True, XLA
     values, places = _visited(*given, places=True)

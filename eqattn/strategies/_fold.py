@@ -94,11 +94,16 @@ def attend_on_device(
 
 
 @cached
-def top_on_device(problem: Problem, *, count, block_q, block_k, in_place) -> tuple[Array, Array]:
-    """The `count` greatest logits of each row, and the positions of their keys, on one device."""
+def top_on_device(
+    problem: Problem, *, count, block_q, block_k, in_place, manual=None
+) -> tuple[Array, Array]:
+    """The `count` greatest logits of each row, and the positions of their keys, where each device
+    has all tokens of its rows and heads.
+    """
     block_k = _ranked_keys(count) if block_k is None and not in_place else block_k
-    blocking = choose_blocking(problem, block_q, block_k, in_place=in_place)
-    return top_of_problem(problem, blocking, count=count)
+    devices = 1 if manual is None else manual.parts(HEAD)
+    blocking = choose_blocking(problem, block_q, block_k, in_place=in_place, devices=devices)
+    return top_of_problem(problem, blocking, HeadExchange(manual=manual), count=count)
 
 
 def _ranked_keys(count: int) -> int | None:

@@ -80,14 +80,19 @@ class AbstractFoldStrategy(AttentionImpl):
 
     def top(self, problem: Problem, count: int) -> tuple[Array, Array]:
         """A hook for [`eqattn.top_keys`][]: the `count` greatest logits of each row, the greatest
-        first, and the positions of their keys, `[B, T, H, count]`. By default, one device visits
-        blocks of all keys.
+        first, and the positions of their keys, `[B, T, H, count]`. By default, each device visits
+        blocks of all keys of its rows and heads. Their axes of the mesh are manual, as XLA would
+        gather the logits of all devices to select from them.
         """
         from ._fold import top_on_device
 
-        sizes = self.metadata.blocksize_q, self.metadata.blocksize_k
         return top_on_device(
-            problem, count=count, block_q=sizes[0], block_k=sizes[1], in_place=self.reads_stored
+            problem,
+            count=count,
+            block_q=self.metadata.blocksize_q,
+            block_k=self.metadata.blocksize_k,
+            in_place=self.reads_stored,
+            manual=self.manual(problem, XLA, by_hand=True),
         )
 
     def lowering(self, problem: Problem) -> Lowering:
