@@ -19,6 +19,10 @@ from .oracle import Problem
 
 Q_OFFSET = 3
 DROPOUT_SEED = 7
+VISITED = (
+    6,
+    8,
+)  # The sizes of listed blocks that are visited where they lie, however small they are.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +144,9 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
         parents = tree_of(t, rng)
         return m.Tree(jnp.asarray(parents), start=s - t), om.tree(t, s, parents, s - t)
     if kind == "selected":
-        # A list for each head and query, or of blocks, for blocks of queries and all heads.
-        all_heads, block_q, block_k = ((h, 1, 1), (1, 3, 4))[int(rng.integers(2))]
+        # A list for each head and query, or of blocks, for blocks of queries and all heads or each.
+        forms = (h, 1, 1), (1, 3, 4), (1, *VISITED), (h, *VISITED)
+        all_heads, block_q, block_k = forms[int(rng.integers(4))]
         blocks = -(-s // block_k)
         shape = (*lead, all_heads, -(-t // block_q), min(blocks, 5))
         listed = rng.integers(-1, blocks, shape, dtype=np.int32)
@@ -176,6 +181,14 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
         mask = ~m.SlidingWindow(2, 1) & m.BlockCausal(8)
         return mask, ~om.window(t, s, 2, 1, 0, offset) & om.block_causal(t, s, 8, offset)
     raise AssertionError(kind)
+
+
+def visits_listed_blocks(mask) -> bool:
+    """Whether a mask lists blocks that are to be visited where they lie."""
+    from eqattn import Selected
+
+    terms = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Selected))
+    return any(isinstance(x, Selected) and (x.block_q, x.block_k) == VISITED for x in terms)
 
 
 def tree_of(n: int, rng) -> np.ndarray:
