@@ -111,7 +111,7 @@ def fold_selected(
         x = jnp.asarray(x)
         if x.shape[axis] == 1 and tokens != 1:
             return jnp.broadcast_to(x[None], (parts, *x.shape))
-        if x.shape[axis] == 1:
+        if x.shape[axis] == 1 and parts > 1:
             x = jnp.broadcast_to(x, (*x.shape[:axis], t if axis else 1, *x.shape[axis + 1 :]))
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, parts * tokens - x.shape[axis])

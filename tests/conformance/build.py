@@ -145,8 +145,8 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
         return m.Tree(jnp.asarray(parents), start=s - t), om.tree(t, s, parents, s - t)
     if kind == "selected":
         # A list for each head and query, or of blocks, for blocks of queries and all heads or each.
-        forms = (h, 1, 1), (1, 3, 4), (1, *VISITED), (h, *VISITED)
-        all_heads, block_q, block_k = forms[int(rng.integers(4))]
+        forms = (h, 1, 1), (1, 3, 4), (h, t, 3), (1, *VISITED), (h, *VISITED)
+        all_heads, block_q, block_k = forms[int(rng.integers(5))]
         blocks = -(-s // block_k)
         shape = (*lead, all_heads, -(-t // block_q), min(blocks, 5))
         listed = rng.integers(-1, blocks, shape, dtype=np.int32)
