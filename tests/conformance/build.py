@@ -99,11 +99,13 @@ def bias_shape(kind: str, lead, h, t, s):
     }[kind]
 
 
-def make_mask(kind: str, rng, lead, h, t, s, offset: int):
-    """The library's mask and the oracle's."""
+def make_mask(kind: str, rng, lead, heads, t, s, offset: int, visited: bool):
+    """The library's mask and the oracle's. `visited` says whether a list is one of blocks that are
+    visited where they lie.
+    """
     from eqattn import masks as m
 
-    b = int(np.prod(lead))
+    b, (h, kv) = int(np.prod(lead)), heads
 
     def per_batch(low, high):
         x = rng.integers(low, high, lead, dtype=np.int32)
@@ -145,8 +147,9 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
         return m.Tree(jnp.asarray(parents), start=s - t), om.tree(t, s, parents, s - t)
     if kind == "selected":
         # A list for each head and query, or of blocks, for blocks of queries and all heads or each.
-        forms = (h, 1, 1), (1, 3, 4), (h, t, 3), (1, *VISITED), (h, *VISITED)
-        all_heads, block_q, block_k = forms[int(rng.integers(5))]
+        forms = (h, 1, 1), (1, 3, 4), (h, t, 3), (1, *VISITED), (kv, *VISITED)
+        forms = forms[3:] if visited else forms
+        all_heads, block_q, block_k = forms[int(rng.integers(len(forms)))]
         blocks = -(-s // block_k)
         shape = (*lead, all_heads, -(-t // block_q), min(blocks, 5))
         listed = rng.integers(-1, blocks, shape, dtype=np.int32)
@@ -247,7 +250,8 @@ def build(case: Case) -> Built:
         s - t if case["mask"] == "tree" else offset
     )  # the queries are the drafts, at the end of the keys
     shift = 0 if offset is None else int(offset)
-    mask, visible = make_mask(case["mask"], rng, lead, h, t, s, shift)
+    visited = case["target"][0] == "blockwise"  # the others gather what some of their lists name
+    mask, visible = make_mask(case["mask"], rng, lead, (h, kv), t, s, shift, visited)
 
     kernel = case["target"][0].startswith(("tpu", "gpu"))
     by_product = sums_by_product(case) and not case["dropout"]
