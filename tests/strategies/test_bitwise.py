@@ -183,7 +183,7 @@ def test_default_blocks_do_not_depend_on_the_capacity():
     """That of a cache: they were the largest that divide it. In one of 299 tokens, row 1 sees keys of
     the last block.
     """
-    rng, lengths = np.random.default_rng(0), jnp.array([150, 260])
+    rng, lengths = np.random.default_rng(0), jnp.array([250, 260])
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, K, D)), jnp.float32) for n in (1, 260, 260))
 
     @jax.jit
