@@ -179,6 +179,18 @@ def test_the_bits_of_many_rows(name, shape, dtype):
     cases(700)(one)()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in STRICT if "kernels" in name])
+def test_gradients_in_kernels(name):
+    """Not promised, and seen to hold but between a prompt and a step."""
+    kinds = [kind for kind in KINDS if kind != "decode"]
+
+    def one(seed, row, offset):
+        check(name, True, (11, 16), seed, row, offset, jnp.float32, kinds)
+
+    cases(20)(one)()
+
+
 def test_default_blocks_do_not_depend_on_the_capacity():
     """That of a cache: they were the largest that divide it. In one of 299 tokens, row 1 sees keys of
     the last block.
