@@ -95,6 +95,12 @@ class Blocking:
         rows = Tokens(ROW, self.queries, self.block_q, self.group)
         return rows, Tokens(COL, self.keys, self.block_k)
 
+    @property
+    def padded_in_place(self) -> int:
+        """The number of keys in place, if the last of several blocks is padded; else 0."""
+        known = self.in_place and self.parts == 1 and isinstance(self.keys, int)
+        return self.keys if known and self.keys > self.block_k and self.keys % self.block_k else 0
+
     def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
         """Pads each part of an axis, to `n` in all, with its last entry or with zeros."""
         if x.shape[axis] == n:

@@ -62,3 +62,16 @@ class BoundScore(AbstractWrapper):
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
         return self.score.transform(logit, b, h, q, k, *operands)
+
+
+class GivenScore(AbstractWrapper):
+    """A score whose operands are replaced by others on the same axes, such as wider ones."""
+
+    score: AbstractScore
+    given: tuple[Operand, ...]
+
+    def operands(self) -> tuple[Operand, ...]:
+        return self.given
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        return self.score.transform(logit, b, h, q, k, *operands)

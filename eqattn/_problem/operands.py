@@ -135,9 +135,14 @@ class BlockOperands:
         both = [key, value if value.arrays or self.lowering.shares_blocks else key.first]
         self.held = [x.in_shares(blocking.kv_heads) for x in both]
         for role, x in zip(("key", "value"), self.held):
+            single = self.single_axes(x)
             if x.table is None:
                 axes = (BATCH, HEAD, COL) if shared else (BATCH, COL)
-                found = [(blocking.columns_of(a, f), axes) for a, f in zip(x.arrays, x.flat)]
+                # The axis of a single head goes before the padding, which loops can then undo.
+                early = [one == (1,) and not shared for one in single]
+                arrays = [lax.squeeze(a, [2] * e) for a, e in zip(x.arrays, early)]
+                found = [(blocking.columns_of(a, f), axes) for a, f in zip(arrays, x.flat)]
+                single = [() if e else one for one, e in zip(single, early)]
             else:
                 pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
                 found = []
@@ -148,7 +153,7 @@ class BlockOperands:
                     self.pages += (len(x.arrays[0]),)
             lie = [
                 BlockOperand(role, lax.squeeze(a, [len(axes) + i for i in one]), axes)
-                for (a, axes), one in zip(found, self.single_axes(x) * len(found))
+                for (a, axes), one in zip(found, single * len(found))
             ]
             placed.append(lie)
         keys, values = placed
@@ -185,6 +190,7 @@ class BlockOperands:
             table_axes=table_axes,
             ragged=blocking.in_place or self.live is not None,
             tokens=() if self.sent or blocking.in_place else self.blocking.tokens,
+            padded=blocking.padded_in_place,
             **more,
             shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
         )
@@ -377,11 +383,8 @@ class BlockOperands:
                 mask = jnp.broadcast_to(mask, blocking.block)
             if mask is None:
                 s = dot(k, q, (1, 0), **dict(self.products))
-            else:
-                s = masked_dot(k, q, self.products)
-            if mask is not None:
-                # Masked before the scale, whose gradient is a sum over the products.
-                s = jnp.where(mask, s, 0)
+            else:  # Masked before the scale, whose gradient is a sum over the products.
+                s = jnp.where(mask, masked_dot(k, q, self.products), 0)
             if self.post_scale:
                 s = s * named["scale"]
             weight = weights_of(problem, named, acc)

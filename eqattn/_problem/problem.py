@@ -135,7 +135,8 @@ class Problem(eqx.Module):
                 f"query {query.shape} by a scale per head or dim."
             )
         mask = as_mask(mask)
-        check_call(mask, batch_shape, heads, key.shape[-2], t, s * shards)
+        listed = s * shards if kv_positions is None else REACH  # what a list may name
+        check_call(mask, batch_shape, heads, key.shape[-2], t, listed)
         check_one_offset(q_offset, q_positions)
         q_start, q_shift = as_offset(q_offset, batch_shape, t)
         out = cls(

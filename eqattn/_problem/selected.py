@@ -25,10 +25,12 @@ from jaxtyping import Array
 from .._carry import Carry
 from .._jax import shadow_of, summed_wide
 from .._misc import iota, widened
+from .._pairs import Operand
 from .._sweep.fold import fold_p
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
-from .bound import BoundMask, BoundScore
+from ..scores._base import AbstractScore
+from .bound import BoundMask, BoundScore, GivenScore
 from .closed_score import HeldScore, read_of
 from .problem import Problem
 from .storage import AbstractStored, as_stored, join_heads
@@ -111,7 +113,7 @@ def fold_selected(
         x = jnp.asarray(x)
         if x.shape[axis] == 1 and tokens != 1:
             return jnp.broadcast_to(x[None], (parts, *x.shape))
-        if x.shape[axis] == 1:
+        if x.shape[axis] == 1 and parts > 1:
             x = jnp.broadcast_to(x, (*x.shape[:axis], t if axis else 1, *x.shape[axis + 1 :]))
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, parts * tokens - x.shape[axis])
@@ -149,6 +151,29 @@ def fold_selected(
     _, carry = lax.scan(lambda _, x: (None, kept(x)), None, rows)
     whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :t]
     return jax.tree.map(whole, carry)
+
+
+def read_twice(problem: Problem) -> Problem:
+    """A problem that is visited in two parts. What scores read, and the scale, are in the dtype of
+    sums, so that their gradients, each a sum over both visits, round once. What varies over pairs
+    stays as it is: each pair is in one of the visits.
+    """
+    acc = problem.accumulation_dtype
+    arrays = [x for x in jax.tree.leaves((problem.scores, problem.scale)) if eqx.is_array(x)]
+    if not any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != acc for x in arrays):
+        return problem
+
+    def wide(score: AbstractScore) -> GivenScore:
+        def read(o: Operand) -> Operand:
+            whole = set("ts") <= set(o.axes) and 1 not in problem.canonical(o).shape[2:4]
+            return o if whole else Operand(widened(o.array, acc), o.axes)
+
+        given = tuple(map(read, score.operands()))
+        dtypes = [(o.feature_shape, read_of(o.array, acc)[1]) for o in given]
+        return GivenScore(HeldScore.of(score, acc, dtypes), given)
+
+    scores = tuple(map(wide, problem.scores))
+    return dataclasses.replace(problem, scores=scores, scale=jnp.asarray(problem.scale, acc))
 
 
 def _together(problem: Problem, lists: int, n: int) -> int:

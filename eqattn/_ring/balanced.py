@@ -16,6 +16,8 @@ _MOST_BLOCKS = 1024  # of a side of the table that is counted, for tens of milli
 _GOAL = 1.01  # the balance at which chunks are no longer exchanged, chosen by trial
 _LEAST_CHUNKS = 8  # of a device, if none is given: with 4, long documents stay uneven
 _LARGEST_CHUNK = 512  # tokens, if none is given: several blocks of every lowering
+_LEAST_CHUNK = 64  # tokens, if none is given and larger ones are not balanced: a block of a kernel
+_UNEVEN = 1.03  # where smaller chunks are tried: what is counted by blocks is 2% off, by pairs
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -32,7 +34,8 @@ class Balanced(AbstractRingLayout):
     - For ids that are others in each batch, in the data loader. `permute` all that has tokens, and
         pass `positions(tokens, n).reshape(-1)` to the program as `q_positions` and `kv_positions`
         of a ring without a layout. Nothing is compiled again. Give the metadata `blocksize_q` and
-        `blocksize_k` that divide the chunk, as blocks across chunks cannot be skipped.
+        `blocksize_k` that divide the chunk, as blocks across chunks cannot be skipped. Give the
+        `chunk`, too, as that of one batch may else not be that of the next.
 
     **Arguments:**
 
@@ -65,17 +68,18 @@ class Balanced(AbstractRingLayout):
         if tokens % n:
             raise ValueError(f"{tokens} tokens are not equal pieces for n={n} devices; pad them.")
         own = tokens // n
-        chunk = _chunk(own) if chunk is None else as_size(chunk, "chunk", 1)
-        if own % chunk:
+        sizes = _chunks(own) if chunk is None else [as_size(chunk, "chunk", 1)]
+        if own % sizes[0]:
             raise ValueError(
                 f"chunk={chunk} does not divide the {own} tokens of each of {n} devices; choose a "
                 "divisor, or pad the tokens."
             )
         several = isinstance(masks, Sequence) and not isinstance(masks, str)
         each = [as_mask(mask) for mask in (masks if several else [masks])]
-        fine = [b for b in range(1, chunk) if chunk % b == 0 and tokens // b <= _MOST_BLOCKS]
-        block = fine[0] if fine else chunk
-        work = []
+        top = sizes[0]
+        fine = [b for b in range(1, top) if top % b == 0 and tokens // b <= _MOST_BLOCKS]
+        block = fine[0] if fine else top
+        rows = []
         for mask in each:
             live, unknown = counted_blocks(mask, tokens, block, batch, heads)
             if unknown:
@@ -83,9 +87,17 @@ class Balanced(AbstractRingLayout):
                     f"masks: the arrays of {', '.join(unknown)} are traced; make the layout on the "
                     "host, from NumPy arrays, and pass its positions to the program."
                 )
-            rows = live.sum((0, 1, 3), dtype=np.int64)
-            work.append(rows.reshape(tokens // chunk, chunk // block).sum(1))
-        owner = share_out(np.asarray(work, np.float64), n)
+            rows.append(live.sum((0, 1, 3), dtype=np.int64))
+        # One device may hold chunks that all have as much work as there can be, such as full
+        # windows, where too few chunks have less. Then only smaller chunks mix better.
+        least, owner = np.inf, np.zeros(0, int)
+        for size in (x for x in sizes if x % block == 0):
+            work = np.asarray(rows, np.float64).reshape(len(rows), -1, size // block).sum(-1)
+            found = share_out(work, n)
+            if (most := _greatest_load(work, found, n)) < least:
+                least, owner = most, found
+            if least <= _UNEVEN:
+                break
         held = [tuple(int(c) for c in np.flatnonzero(owner == device)) for device in range(n)]
         object.__setattr__(self, "held", tuple(held))
 
@@ -105,10 +117,20 @@ class Balanced(AbstractRingLayout):
         return f"Balanced({self.parts} chunks for each of {len(self.held)} devices)"
 
 
-def _chunk(own: int) -> int:
-    """The default number of tokens of a chunk, for `own` tokens of a device."""
-    most = min(_LARGEST_CHUNK, max(own // _LEAST_CHUNKS, min(64, own)))
-    return next(size for size in range(most, 0, -1) if own % size == 0)
+def _chunks(own: int) -> list[int]:
+    """The numbers of tokens of a chunk that are tried by default, for `own` tokens of a device."""
+    most = min(_LARGEST_CHUNK, max(own // _LEAST_CHUNKS, min(_LEAST_CHUNK, own)))
+    sizes = [next(size for size in range(most, 0, -1) if own % size == 0)]
+    while sizes[-1] % 2 == 0 and sizes[-1] > _LEAST_CHUNK:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _greatest_load(work: np.ndarray, owner: np.ndarray, n: int) -> float:
+    """The work of the busiest device over the mean, of the kind for which that is greatest."""
+    loads = np.stack([np.bincount(owner, each, n) for each in work])
+    mean = loads.mean(1)
+    return float((loads.max(1) / np.where(mean == 0, 1, mean)).max())
 
 
 def share_out(work: np.ndarray, n: int) -> np.ndarray:

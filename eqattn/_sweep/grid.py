@@ -90,6 +90,8 @@ class GridLayout:
         bits are those that it would have among others.
     - `tokens`: the `Tokens` that rows and columns were cut from, so that a lowering can read and
         write these where they lie. It is empty where they lie otherwise.
+    - `padded`: the number of keys, if these lie in place and the last block is padded; else 0.
+        Loops then read windows of the keys, see `padded_columns.py`.
     """
 
     grid: tuple[int, ...]
@@ -108,6 +110,7 @@ class GridLayout:
     shared: tuple[int, ...] = ()
     uniform: bool = False
     tokens: tuple[Any, ...] = ()
+    padded: int = 0
 
     def size(self, axis: int) -> int:
         """The number of indices on an axis of the grid, or of `pages` if it is not negative."""

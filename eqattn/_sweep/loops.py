@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from .._jax import vary, varying_axes
 from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
+from .padded_columns import block_at, PaddedColumns, without_padding
 
 
 def _loop(lo, hi, body, state, uniform):
@@ -125,7 +126,7 @@ class _RowVisit:
             for x, a, new, once in zip(accs, axes, self.fresh, self.complete)
         ]
 
-        def visit(step, t, local):
+        def visit(step, t, local, last=False):
             t, near = _read_in_turn(t, operands, layout)
             column = t
             if self.order is not None:
@@ -133,20 +134,35 @@ class _RowVisit:
             here = {**at, COL: column}
             for i, lookup in enumerate(layout.lookups):
                 here[i] = pick(near[lookup], layout.in_axes[lookup], here)
-            blocks = [pick(x, a, here) if moves(a) else x for x, a in zip(near, layout.in_axes)]
+            both = zip(near, layout.in_axes)
+            blocks = [block_at(x, a, here, last) if moves(a) else x for x, a in both]
             old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
             new = step(old, blocks)
             return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
 
-        lo = 0
+        lo, padded = 0, any(isinstance(x, PaddedColumns) for x in operands)
         for n, c in enumerate(sorted(self.steps, reverse=True)):
-            hi = layout.grid[COL]
+            hi = end = layout.grid[COL]
             if self.ends:
-                hi = pick(self.ends[n], self.table_axes, {**at, COL: 0})
-            local = _loop(lo, hi, ft.partial(visit, self.steps[c]), local, layout.uniform)
+                hi = end = pick(self.ends[n], self.table_axes, {**at, COL: 0})
+            turn = ft.partial(visit, self.steps[c])
+            if padded and n == len(self.steps) - 1:
+                end = hi - self._ends_with_padding(at, hi)
+            local = _loop(lo, end, turn, local, layout.uniform)
+            if end is not hi:
+                local = _loop(end, hi, ft.partial(turn, last=True), local, layout.uniform)
             lo = hi
         local = finish(local)
         return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
+
+    def _ends_with_padding(self, at: dict, end: Any) -> Any:
+        """1 if the last of the columns that a row visits, of which there are `end`, is the last one
+        of the grid, which is padded; else 0.
+        """
+        if self.order is None:
+            return 1
+        column = pick(self.order, self.table_axes, {**at, COL: jnp.maximum(end - 1, 0)})
+        return (column == self.layout.grid[COL] - 1).astype(jnp.int32)
 
 
 def traverse(
@@ -215,6 +231,7 @@ def traverse(
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
     finish = finish if into is None else list
+    operands = [without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
     row = _RowVisit(steps, layout, operands, order, ends, table_axes, axes, fresh, complete, finish)
 
     def nest(left: list, at: dict, accs: list) -> list:

@@ -17,7 +17,7 @@ import jax
 from jaxtyping import Array
 
 from .._jax import partitioned_automatically
-from .._misc import at_most, even_block
+from .._misc import at_most
 from .grid import GridLayout, ROW
 from .loops import traverse
 
@@ -253,15 +253,16 @@ class XLALowering(Lowering):
         queries = max(1 if request.in_place else 8, 256 // group)
         if request.page_size:
             return BlockSizes(queries, request.page_size)
+        # Of keys in place, that is of a cache, blocks have one size, whatever the capacity is: with
+        # it, the bits of a row would vary. For a single query on a CPU, blocks of 128 keys were the
+        # fastest; docs/pages/decoding.md has the comparison. Of 4 and of 64 queries in a cache of
+        # 1024 tokens, they took 0.90 and 0.97 of the time of blocks of 256.
+        if request.in_place:
+            return BlockSizes(queries, 128)
         # Where each head has its own keys, a block has as many keys as queries. That halves the
         # steps of blocks of 128 keys, with no more masked blocks on a diagonal: the forward of 2048
         # causal tokens was 4% faster (`cpu-f32-causal-2048-fwd`).
         columns = 256 if group == 1 and keys > 256 else 128
-        # In place, a size that divides the keys needs no padded copy of them. For a single query on
-        # a CPU, blocks of 128 keys were the fastest; docs/pages/decoding.md has the comparison.
-        if request.in_place:
-            single = request.queries == 1 and jax.default_backend() == "cpu"
-            columns = (single and even_block(keys, 128)) or even_block(keys) or columns
         return BlockSizes(queries, columns)
 
     def unsupported_dtype(self, dtype: Any) -> str:

@@ -52,8 +52,8 @@ class KVCache(AbstractCache):
         dtype: Any = jnp.float32,
         bits: bool | None = None,
     ) -> "KVCache":
-        """Makes a cache without tokens. A capacity that is a multiple of some size from 64 to 256
-        is read fastest, as its blocks need no padding. `bits` says whether numbers are kept as
+        """Makes a cache without tokens. A capacity that is a multiple of 128 is read fastest, as
+        its blocks need no padding. `bits` says whether numbers are kept as
         [`eqattn.cache.Bits`][]; None means, where that makes writing faster: on a CPU, for bfloat16
         and float8.
         """

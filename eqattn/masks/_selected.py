@@ -81,7 +81,8 @@ class Selected(AbstractMask):
         if known is not None and known.size and known.max() >= blocks:
             raise ValueError(
                 f"Selected indices must be below {blocks}, the number of blocks of {self.block_k} "
-                f"of {s} keys, got {known.max()}; -1 stands for none."
+                f"of {s} keys, got {known.max()}; -1 stands for none. Where these keys are of one "
+                "device, inside of a jax.shard_map, say by kv_positions which they are."
             )
 
     def rows_of(self, batch_shape: tuple[int, ...]) -> Int[Array, "b h r n"]:

@@ -26,7 +26,7 @@ from .._problem.jit_cache import cached
 from .._problem.listed_blocks import blocking_of, live_blocks
 from .._problem.operands import BlockOperands
 from .._problem.problem import Problem
-from .._problem.selected import fold_selected, key_slots
+from .._problem.selected import fold_selected, key_slots, read_twice
 from .._ring.plan import reach
 from .._sweep.fold_step import softmax_terms
 from .._sweep.gathering import Gathering
@@ -55,6 +55,7 @@ def fold_on_device(
     """
     selection, listed, always = split_list(problem.mask)
     if selection is not None:
+        problem = problem if always is False else read_twice(problem)
         rest = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
         visit = _visit_of_list(problem, selection, manual=manual, **rest)
         # From here on, its indices are not needed, and positions may be moved.

@@ -26,8 +26,9 @@ class Ragged(AbstractOnDevice):
 
     **Arguments:**
 
-    - `metadata`: as for `Blockwise`. Keys are padded, which copies them, unless `blocksize_k`
-        divides their number; None chooses a size that does, if one from 64 to 256 does.
+    - `metadata`: as for `Blockwise`. With `blocksize_k` None, a block has 128 keys, whatever the
+        capacity of a cache is; fewer keys are one block. The last block of a row is padded when it
+        is read, and no cache is copied. Kernels choose sizes that divide the number of keys.
     - `precision`, `fused_backward`: as for `Blockwise`.
     - `axis_name`: a mesh axis that shards the keys of each row, for caches that are longer than the
         memory of a device; None if one device has them all. Each device attends to its own keys,

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import ALiBi, attention, AttentionMetadata, Causal, KeyPadding, Ragged, Segments
+from eqattn import (
+    ALiBi,
+    attention,
+    AttentionMetadata,
+    Causal,
+    KeyPadding,
+    Ragged,
+    Segments,
+    Selected,
+)
 from eqattn.cache import (
     KVCache,
     PagedKVCache,
@@ -300,3 +309,33 @@ def test_pages_of_many_layers(devices, stored):
             freed.reserve([40, 0])
         with pytest.raises(ValueError, match="share one table"):
             caches.layer(0).reorder(jnp.array([1, 0]))
+
+
+def test_lists_of_keys_in_a_shard_map():
+    """They name keys of all devices: traced as they are, and known ones with the positions of the
+    device's keys. Without these, known ones look as if they named no key.
+    """
+    mesh, t, s = mesh_of(), 3, 16
+    q, k, v = tokens(t)[0], *tokens(s)[1:]
+    indices = np.random.default_rng(0).integers(-1, s, (B, 1, t, 5), dtype=np.int32)
+    strategy = Ragged(AttentionMetadata(), axis_name="keys")
+    own = P(None, "keys")
+
+    @jax.jit
+    @ft.partial(jax.shard_map, mesh=mesh, in_specs=(P(), own, own, P()), out_specs=P())
+    def run(q, k, v, indices):
+        at = jax.lax.axis_index("keys") * (s // N) + jnp.arange(s // N, dtype=jnp.int32)
+        attend = ft.partial(attention, q, k, v, strategy)
+        with pytest.raises(ValueError, match="below 4.*got 15.*jax.shard_map.*kv_positions"):
+            attend(mask=Selected(known))
+        outs = attend(mask=Selected(indices)), attend(mask=Selected(known), kv_positions=at)
+        return [out.attention_outputs for out in outs]
+
+    known = indices
+    logits = np.einsum("bthd,bshd->bhts", q, np.repeat(k, H // K, 2)) * D**-0.5
+    seen = (indices[..., None] == np.arange(s)).any(-2)
+    weights = np.where(seen, np.exp(logits), 0)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    want = np.einsum("bhts,bshv->bthv", weights, np.repeat(v, H // K, 2))
+    for out in run(q, k, v, jnp.asarray(indices)):
+        np.testing.assert_allclose(out, want, atol=1e-5)

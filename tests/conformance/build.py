@@ -19,6 +19,10 @@ from .oracle import Problem
 
 Q_OFFSET = 3
 DROPOUT_SEED = 7
+VISITED = (
+    6,
+    8,
+)  # The sizes of listed blocks that are visited where they lie, however small they are.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +99,13 @@ def bias_shape(kind: str, lead, h, t, s):
     }[kind]
 
 
-def make_mask(kind: str, rng, lead, h, t, s, offset: int):
-    """The library's mask and the oracle's."""
+def make_mask(kind: str, rng, lead, heads, t, s, offset: int, visited: bool):
+    """The library's mask and the oracle's. `visited` says whether a list is one of blocks that are
+    visited where they lie.
+    """
     from eqattn import masks as m
 
-    b = int(np.prod(lead))
+    b, (h, kv) = int(np.prod(lead)), heads
 
     def per_batch(low, high):
         x = rng.integers(low, high, lead, dtype=np.int32)
@@ -140,8 +146,10 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
         parents = tree_of(t, rng)
         return m.Tree(jnp.asarray(parents), start=s - t), om.tree(t, s, parents, s - t)
     if kind == "selected":
-        # A list for each head and query, or of blocks, for blocks of queries and all heads.
-        all_heads, block_q, block_k = ((h, 1, 1), (1, 3, 4))[int(rng.integers(2))]
+        # A list for each head and query, or of blocks, for blocks of queries and all heads or each.
+        forms = (h, 1, 1), (1, 3, 4), (h, t, 3), (1, *VISITED), (kv, *VISITED)
+        forms = forms[3:] if visited else forms
+        all_heads, block_q, block_k = forms[int(rng.integers(len(forms)))]
         blocks = -(-s // block_k)
         shape = (*lead, all_heads, -(-t // block_q), min(blocks, 5))
         listed = rng.integers(-1, blocks, shape, dtype=np.int32)
@@ -176,6 +184,14 @@ def make_mask(kind: str, rng, lead, h, t, s, offset: int):
         mask = ~m.SlidingWindow(2, 1) & m.BlockCausal(8)
         return mask, ~om.window(t, s, 2, 1, 0, offset) & om.block_causal(t, s, 8, offset)
     raise AssertionError(kind)
+
+
+def visits_listed_blocks(mask) -> bool:
+    """Whether a mask lists blocks that are to be visited where they lie."""
+    from eqattn import Selected
+
+    terms = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Selected))
+    return any(isinstance(x, Selected) and (x.block_q, x.block_k) == VISITED for x in terms)
 
 
 def tree_of(n: int, rng) -> np.ndarray:
@@ -234,7 +250,8 @@ def build(case: Case) -> Built:
         s - t if case["mask"] == "tree" else offset
     )  # the queries are the drafts, at the end of the keys
     shift = 0 if offset is None else int(offset)
-    mask, visible = make_mask(case["mask"], rng, lead, h, t, s, shift)
+    visited = case["target"][0] == "blockwise"  # the others gather what some of their lists name
+    mask, visible = make_mask(case["mask"], rng, lead, (h, kv), t, s, shift, visited)
 
     kernel = case["target"][0].startswith(("tpu", "gpu"))
     by_product = sums_by_product(case) and not case["dropout"]

@@ -16,7 +16,9 @@ import jax
 import numpy as np
 import pytest
 
+from eqattn._problem import listed_blocks
 from eqattn.kernels.tpu import _backward_step, _forward_step as _step
+from eqattn.strategies import _fold
 
 from . import build, transforms
 from .bound import excess
@@ -144,9 +146,13 @@ def in_parts(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
 
 
 @contextlib.contextmanager
-def small_windows(case):
-    """Kernels work on a block in several parts, as on large ones, and in the forms of all chips."""
+def as_large_ones(case, mask):
+    """Kernels work on a small block in several parts, as on large ones, and in the forms of all
+    chips. Some lists of small blocks are visited as those of large ones are.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        if build.visits_listed_blocks(mask):
+            patch.setattr(listed_blocks, "_LEAST", 1)
         patch.setattr(_step, "windows", in_parts)
         patch.setattr(_step, "sums_by_product", lambda: build.sums_by_product(case))
         patch.setattr(_backward_step, "windows", in_parts)
@@ -165,7 +171,7 @@ def check(case) -> None:
             run = lambda a, **more: call(a, dynamic, **more)
             return transform(run, variants, directions, cts)
 
-        with mesh_of(case), small_windows(case):
+        with mesh_of(case), as_large_ones(case, built.mask):
             result = program(
                 built.variants, built.directions, (built.ct_out, built.ct_lse), dynamic
             )
@@ -178,6 +184,21 @@ def check(case) -> None:
 
 def test_pairwise(case):
     check(case)
+
+
+def test_lists_of_blocks_are_visited_where_they_lie():
+    """In cases above, as far as tracing tells; others gather their keys."""
+    cases = [c for c in covering(2) if (c["mask"], c["target"]) == ("selected", ("blockwise", 1))]
+    found = []
+    for case in cases:
+        with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
+            built = build.build(case)
+            call, dynamic = build.library_call(built)
+            with pytest.MonkeyPatch.context() as patch, as_large_ones(case, built.mask):
+                seen = lambda *xs, f=listed_blocks.live_blocks: found.append(case) or f(*xs)
+                patch.setattr(_fold, "live_blocks", seen)
+                jax.eval_shape(call, built.variants[0], dynamic)
+    assert {c["transform"] for c in found} == {c["transform"] for c in cases}
 
 
 @pytest.mark.slow

@@ -106,6 +106,13 @@ def test_it_is_the_dense_mask_that_it_stands_for(name):
     assert_close(results(combined(mask), Blockwise(), **score), want)
 
 
+def test_one_list_for_all_queries():
+    """A single row of several queries: its keys are gathered once. It raised inside of a pad."""
+    mask, dense = listed(block_q=T, block_k=4, n=3)
+    outs = [attention(*ARRAYS, mask=x).attention_outputs for x in (mask, dense)]
+    np.testing.assert_allclose(*outs, atol=1e-5)
+
+
 def test_no_queries_no_keys_and_no_entries():
     """A list may be empty along any of its axes, as what it belongs to may be."""
 

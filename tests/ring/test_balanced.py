@@ -48,18 +48,18 @@ def pairs(ids, window):
     "tokens, n", [(2**16, 8), (2**16, 16), (2**17, 32), (2**18, 64), (2**19, 128), (2**20, 256)]
 )
 def test_real_documents(tokens, n):
-    """Counted without the library, pair by pair: every device within 5% of the mean. One layout for
-    two masks is within 6%: with 64 devices, 5.8% with the sources of Python 3.12, 3.5% of 3.11.
+    """Counted without the library, pair by pair: every device within 5% of the mean, also where one
+    layout serves two masks.
     """
     ids = documents(tokens)
     mask = Causal() & Segments(ids)
     near = mask & SlidingWindow(1023, 0)
     layout, both = Balanced(mask, tokens, n), Balanced([mask, near], tokens, n)
-    for made, window, most in ((layout, tokens, 1.05), (both, tokens, 1.06), (both, 1024, 1.06)):
+    for made, window in ((layout, tokens), (both, tokens), (both, 1024)):
         held = made.positions(tokens, n)
         assert (np.sort(held.reshape(-1)) == np.arange(tokens)).all()
         work = pairs(ids, window)[held].sum(1)
-        assert work.max() <= most * work.mean(), (made, window, work.max() / work.mean())
+        assert work.max() <= 1.05 * work.mean(), (made, window, work.max() / work.mean())
     # How much worse it is depends on the sources: 1.5 to 2.75 with Python 3.11, 1.3 with 3.12.
     zigzag = pairs(ids, tokens)[Zigzag().positions(tokens, n)].sum(1)
     assert zigzag.max() > 1.2 * zigzag.mean()
@@ -120,6 +120,20 @@ def test_shares_are_equal_in_number_and_nearly_in_work():
     # The largest alone is more than a share: it lies with the least of the others.
     alone = share_out(np.array([[9.0, 1, 2, 3]]), 2)
     assert alone[0] == alone[1] != alone[2]
+
+
+def test_chunks_that_cannot_be_balanced_are_halved():
+    """All work lies in one chunk of 128 tokens. Of full windows it was like this, too: a device with
+    nothing else had 6% more than the mean.
+    """
+    first = MaskFn(lambda b, h, q, k: q < 128)
+    assert Balanced(first, 2048, 2).chunk_size(2048, 2) == 64
+    assert Balanced([None, first], 2048, 2).chunk_size(2048, 2) == 64
+    assert Balanced(first, 2048, 2, chunk=128).chunk_size(2048, 2) == 128
+    # Halves of 64 are not tried, and larger chunks are kept where halves are no better.
+    assert Balanced(first, 1024, 2).chunk_size(1024, 2) == 64
+    one = MaskFn(lambda b, h, q, k: q < 1)
+    assert Balanced(one, 2048, 2).chunk_size(2048, 2) == 128
 
 
 def test_a_layout_is_static_and_can_be_saved(tmp_path):

@@ -73,6 +73,8 @@ def test_what_cannot_be():
     assert "does not divide 3 heads" in each["Ulysses"].unable
     one, each = plan(64, 1)
     assert {x.forward_bytes for x in one.shardings} == {0}
+    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
+        sharding_plan(0, 2)
     with pytest.raises(ValueError, match="bandwidth must be a positive number, got 0.0"):
         sharding_plan(64, 2, bandwidth=0.0)
 

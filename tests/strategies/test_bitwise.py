@@ -179,6 +179,41 @@ def test_the_bits_of_many_rows(name, shape, dtype):
     cases(700)(one)()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in STRICT if "kernels" in name])
+def test_gradients_in_kernels(name):
+    """Not promised, and seen to hold but between a prompt and a step."""
+    kinds = [kind for kind in KINDS if kind != "decode"]
+
+    def one(seed, row, offset):
+        check(name, True, (11, 16), seed, row, offset, jnp.float32, kinds)
+
+    cases(20)(one)()
+
+
+def test_default_blocks_do_not_depend_on_the_capacity():
+    """That of a cache: they were the largest that divide it. In one of 299 tokens, row 1 sees keys of
+    the last block.
+    """
+    rng, lengths = np.random.default_rng(0), jnp.array([250, 260])
+    q, k, v = (jnp.asarray(rng.normal(size=(2, n, K, D)), jnp.float32) for n in (1, 260, 260))
+
+    @jax.jit
+    def run(q, k, v):
+        where = dict(mask=Causal() & KeyPadding(lengths), q_offset=lengths - 1)
+        out = attention(q, k, v, Ragged(), return_logsumexp=True, **where)
+        return out.attention_outputs, out.logsumexp
+
+    found = []
+    for capacity in (299, 512):
+        wider = lambda x, n=capacity: jnp.pad(
+            x, [(0, 0), (0, n - 260), (0, 0), (0, 0)], constant_values=jnp.nan
+        )
+        found.append(run(q, wider(k), wider(v)))
+    assert all(x.tobytes() == y.tobytes() for x, y in zip(*jax.tree.map(np.asarray, found)))
+    assert not Ragged().supports(bitwise="capacity")  # in a cache of less than a block, it may
+
+
 # Any number of devices.
 
 

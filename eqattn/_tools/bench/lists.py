@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, Selected, top_keys, Tree
+from ... import attention, AttentionMetadata, Blockwise, Selected, top_keys, Tree
 from ...masks._base import block_table
 from .cases import Case, DIM, HEADS, Row
 from .timing import ratios, rounds_of
@@ -26,44 +26,53 @@ def _program(function: Callable, backward: bool, *args: Any) -> tuple[Callable[[
 
 
 def _compare(
-    case: Case, rounds: int, function: Callable, inputs: tuple, figure: str, given: tuple, none: Any
+    case: Case, rounds: int, run: Callable, inputs: tuple, calls: dict[str, tuple]
 ) -> Iterator[Row]:
-    """Compares a function of its inputs and `given` with the same of `none`."""
-    made = {
-        "eqattn": _program(function, case.backward, *inputs, *given),
-        "all keys": _program(function, case.backward, *inputs, none),
-    }
+    """Compares calls of a function: of its inputs and of what each of the calls has.
+
+    **Arguments:**
+
+    - `calls`: the further arguments for `"eqattn"`, which is of listed keys, for `"all keys"`, and
+        for what says what bounds the first, whose figure has its name.
+    """
+    made = {key: _program(run, case.backward, *inputs, *more) for key, more in calls.items()}
     for call, _ in made.values():
         call()
     few = max(rounds // 4, 1)  # what all keys take is seconds
-    times = rounds_of({name: call for name, (call, _) in made.items()}, few)
+    times = rounds_of({key: call for key, (call, _) in made.items()}, few)
     medians, quartiles = ratios(times, "all keys")
-    yield case.row(figure, medians, quartiles=quartiles)
-    yield case.row("time ms", {n: float(np.median(x)) * 1e3 for n, x in times.items()})
-    yield case.row("temp MiB", {n: memory / 2**20 for n, (_, memory) in made.items()})
+    name = list(calls)[-1]
+    third = medians.pop(name), quartiles.pop(name)
+    yield case.row("time / all keys", medians, quartiles=quartiles)
+    yield case.row(name, {"eqattn": third[0]}, quartiles={"eqattn": third[1]})
+    yield case.row("time ms", {key: float(np.median(times[key])) * 1e3 for key in medians})
+    yield case.row("temp MiB", {key: made[key][1] / 2**20 for key in medians})
 
 
 def selected(case: Case, rounds: int) -> Iterator[Row]:
     """Of 32 queries with 128 heads over one key head, as in DeepSeek-V3.2, each lists a 64th of the
-    keys.
+    keys. In the further figure all list the first ones, which stay in the caches of a core.
     """
     rng, t, heads = np.random.default_rng(0), 32, 128
     draw = lambda n, h: jnp.asarray(rng.standard_normal((1, n, h, DIM), dtype=np.float32))
-    query, key_, value = draw(t, heads), draw(case.tokens, 1), draw(case.tokens, 1)
-    listed = [rng.permutation(case.tokens)[: case.tokens // 64] for _ in range(t)]
+    inputs = draw(t, heads), draw(case.tokens, 1), draw(case.tokens, 1)
+    n = case.tokens // 64
+    lists = np.array([rng.permutation(case.tokens)[:n] for _ in range(t)])
+    first = np.broadcast_to(np.arange(n), lists.shape)
 
     def run(query, key_, value, indices):
         mask = None if indices is None else Selected(indices)
         return attention(query, key_, value, mask=mask).attention_outputs
 
-    indices = jnp.asarray(np.array(listed)[None, None], jnp.int32)
-    inputs, figure = (query, key_, value), "time / all keys"
-    yield from _compare(case, rounds, run, inputs, figure, (indices,), None)
+    of = lambda rows: (jnp.asarray(rows[None, None], jnp.int32),)
+    calls = {"eqattn": of(lists), "all keys": (None,), "of the first keys": of(first)}
+    yield from _compare(case, rounds, run, inputs, calls)
 
 
 def selected_blocks(case: Case, rounds: int) -> Iterator[Row]:
     """Of eight heads, which may share keys, blocks of 64 queries list a tenth of the blocks of 64
-    keys.
+    keys. The further figure is the share of the time that all blocks of 64 by 64 take: what the
+    listed ones take if they are visited as fast.
     """
     rng, size = np.random.default_rng(0), 64
     draw = lambda h: jnp.asarray(rng.standard_normal((1, case.tokens, h, DIM), dtype=np.float32))
@@ -71,16 +80,23 @@ def selected_blocks(case: Case, rounds: int) -> Iterator[Row]:
     blocks = case.tokens // size
     n = max(blocks // 10, 1)
     every = range(case.kv_heads * blocks)
-    listed = np.array([rng.permutation(blocks)[:n] for _ in every], np.int32)
+    lists = np.array([rng.permutation(blocks)[:n] for _ in every], np.int32)
+    indices = jnp.asarray(lists.reshape(1, case.kv_heads, blocks, n))
 
-    def run(query, key_, value, indices):
+    def run(query, key_, value, indices, small):
         mask = None if indices is None else Selected(indices, size, size)
-        return attention(query, key_, value, mask=mask).attention_outputs
+        metadata = AttentionMetadata(blocksize_q=size, blocksize_k=size)
+        strategy = Blockwise() if small is None else Blockwise(metadata)
+        return attention(query, key_, value, strategy, mask=mask).attention_outputs
 
-    indices = jnp.asarray(listed.reshape(1, case.kv_heads, blocks, n))
-    note = f"{n / blocks:.3f} of the pairs"
-    for row in _compare(case, rounds, run, inputs, "time / all keys", (indices,), None):
-        row.note = note
+    share, name = n / blocks, "of blocks as small"
+    # A tree without arrays is static: `()` is true of being small, and None is not.
+    calls = {"eqattn": (indices, None), "all keys": (None, None), name: (None, ())}
+    for row in _compare(case, rounds, run, inputs, calls):
+        row.note = f"{share:.3f} of the pairs"
+        if row.figure == name:
+            row.values = {key: x * share for key, x in row.values.items()}
+            row.quartiles = {key: [y * share for y in x] for key, x in row.quartiles.items()}
         yield row
 
 

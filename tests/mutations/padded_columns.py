@@ -1,0 +1,50 @@
+"""Mutants of blocks that do not divide a cache, and of lists that are visited in two parts."""
+# fmt: off
+
+BITS = "strategies/test_bitwise.py -k 'default_blocks or bits_of_a_row'"
+
+MUTANTS = [
+    (
+        "_sweep/loops.py",
+        BITS,
+        [
+            ("if padded and n == len(self.steps) - 1:", "if False:"),
+            ("return (column == self.layout.grid[COL] - 1).astype(jnp.int32)", "return jnp.int32(1)"),
+        ],
+    ),
+    (
+        "_sweep/padded_columns.py",
+        BITS,
+        [("size = left if last else self.block", "size = left")],
+    ),
+    (
+        "_sweep/padded_columns.py",
+        "cache/test_cache_memory.py -k any_capacity",
+        [("if not (layout.padded and lies", "if not (False and lies")],
+    ),
+    (
+        "_sweep/lowering.py",
+        BITS,
+        [("return BlockSizes(queries, 128)", "return BlockSizes(queries, request.keys // 2)")],
+    ),
+    (
+        "_problem/operands.py",
+        "cache/test_cache_memory.py -k any_capacity",
+        [("early = [one == (1,) and not shared for one in single]", "early = [False for one in single]")],
+    ),
+    (
+        "_problem/selected.py",
+        "masks/test_selected.py -k one_list_for_all",
+        [("if x.shape[axis] == 1 and parts > 1:", "if x.shape[axis] == 1:")],
+    ),
+    (
+        "strategies/_fold.py",
+        "conformance/test_conformance.py -k 'pairwise and selected and ragged'",
+        [("problem = problem if always is False else read_twice(problem)", "pass")],
+    ),
+    (
+        "_problem/problem.py",
+        "cache/test_key_shards.py -k in_a_shard_map",
+        [("listed = s * shards if kv_positions is None else REACH", "listed = s * shards")],
+    ),
+]
