@@ -11,18 +11,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import auto_axes, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
 from .._closure import opened
 from .._config.partition import names_of
 from .._config.platform import Backend, Platform
-from .._jax import explicit_axes, sharding_of, typed_by_mesh
+from .._jax import explicit_axes, sharding_of
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._problem.joined import read_once
-from .._problem.mesh import ManualAxes, with_kernel
+from .._problem.mesh import ManualAxes, with_kernel, without_explicit_axes
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem
 from .._problem.storage import AbstractStored, as_stored
 from .._sweep.lowering import Lowering, XLA
@@ -350,11 +350,11 @@ class AbstractFoldStrategy(AttentionImpl):
         q = jnp.asarray(as_array(q, "query"))
         v = read_once(k, v) if self.reads_stored else v
         args, partition = (self, q, k, v, options), None
+        specs = {}
         if explicit_axes(q):
             partition = _known_partition(q, k, v)
-            results = _without_explicit_axes(run, args, wanted)
-        else:
-            results = run(*args)
+            specs = {name: spec for name, spec in _result_specs(q, v).items() if wanted[name]}
+        results = without_explicit_axes(run, args, q, specs)
         return AttentionOutput(
             attention_weights=results.get("weights"),
             attention_outputs=checkpoint_name(results["outputs"], "attention_output"),
@@ -376,25 +376,16 @@ def _known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
     return None if any(rest) else batch, heads, idle
 
 
-def _without_explicit_axes(run: Callable, args: tuple, wanted: dict[str, bool]) -> dict:
-    """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
-    arrays, static = eqx.partition(args, eqx.is_array)
-    _, q, _, v, _ = args
+def _result_specs(q: Array, v: Any) -> dict[str, Any]:
+    """How results are sharded: as the query is."""
     *batch, t, heads, _ = sharding_of(q)
     numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
     features = sharding_of(numbers[0])[-1] if numbers else None
     rows, values = P(*batch, t, heads), P(*batch, t, heads, features)
-    specs = {
+    return {
         "outputs": values,
         "weights": P(*batch, heads, t, None),
         "logsumexp": rows,
         "carry": (values, rows, rows),
         "max_logits": rows,
     }
-    inner: Any = auto_axes(
-        lambda arrays: run(*eqx.combine(arrays, static)),
-        axes=explicit_axes(q),
-        out_sharding={name: spec for name, spec in specs.items() if wanted[name]},
-    )
-    with typed_by_mesh(jax.typeof(q).sharding.mesh):
-        return inner(arrays)
