@@ -13,7 +13,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 
@@ -306,15 +305,6 @@ def as_number(x: Any, name: str) -> float:
     return float(x)
 
 
-def named_output(*arrays: Any) -> list[Any]:
-    """Gives the results of a visit the name by which a policy of `jax.checkpoint` can keep them.
-
-    Rules of derivatives do so with the results that tangents read. With a name on what is made of
-    these later, a backward pass would have to visit all pairs again.
-    """
-    return [checkpoint_name(x, "attention_output") for x in arrays]
-
-
 def as_flag(x: Any, name: str) -> bool:
     """A Python or NumPy boolean. **Raises:** `TypeError` for anything else, traced ones too."""
     if not isinstance(x, bool | np.bool_):
@@ -327,6 +317,18 @@ def check_floating(**arrays: Any) -> None:
     for name, x in arrays.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
+
+
+def check_computable(**dtypes: Any) -> None:
+    """**Raises:** `TypeError` for a dtype that is not of real floats with products of their own."""
+    for name, dtype in dtypes.items():
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point, got {dtype}; cast it first.")
+        if jnp.dtype(dtype).itemsize < 2:
+            raise TypeError(
+                f"{name} must be bfloat16 or wider, got {jnp.dtype(dtype)}: cast it. A cache such "
+                "as QuantizedKVCache.empty(..., stored=jnp.float8_e4m3fn) keeps narrower numbers."
+            )
 
 
 def as_dtype(dtype: Any, name: str) -> np.dtype:

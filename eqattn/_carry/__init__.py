@@ -6,6 +6,7 @@ from .rows import (
     finite_origin as finite_origin,
     guarded_quotient as guarded_quotient,
     logsumexp as logsumexp,
+    named_output as named_output,
     online_softmax as online_softmax,
     row_mean as row_mean,
     row_sums as row_sums,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from .._jax import abstract
@@ -141,3 +142,12 @@ def row_sums(x: Array) -> Array:
     like = abstract(x, (*x.shape[:-1], 1), x.dtype)
     (total,) = jax.linear_transpose(ft.partial(_widen, n=x.shape[-1]), like)(x)
     return total[..., 0]
+
+
+def named_output(*arrays: Array) -> list[Array]:
+    """Gives the results of a visit the name by which a policy of `jax.checkpoint` can keep them.
+
+    Rules of derivatives do so with the results that tangents read. With a name on what is made of
+    these later, a backward pass would have to visit all pairs again.
+    """
+    return [checkpoint_name(x, "attention_output") for x in arrays]

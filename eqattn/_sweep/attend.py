@@ -38,6 +38,7 @@ from .._carry import (
     finite_origin,
     guarded_quotient,
     logsumexp,
+    named_output,
     row_sums,
     safe_max,
 )
@@ -52,7 +53,6 @@ from .._jax import (
     vary,
     varying_axes,
 )
-from .._misc import named_output
 from .centred_tangent import recentred
 from .fold import (
     execute as fold_execute,

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._carry import finite_origin
+from .._carry import finite_origin, named_output
 from .._jax import ad, is_zero, jaxpr_as_fun, Literal, Primitive, vary, varying_axes
-from .._misc import named_output
 from .centred_tangent import centred_dot, recentred
 from .fold_step import Finish, FoldStep
 from .grid import GridLayout, replaced, ROW

@@ -11,10 +11,10 @@ from ._base import (
     AbstractCache,
     check_lengths,
     check_row_shapes,
-    check_rows,
     checked_dims,
     empty_pair,
-    rows_of,
+    keeps_shardings,
+    with_rows,
     write,
     write_slots,
 )
@@ -54,14 +54,15 @@ class KVCache(AbstractCache):
     ) -> "KVCache":
         """Makes a cache without tokens. A capacity that is a multiple of 128 is read fastest, as
         its blocks need no padding. `bits` says whether numbers are kept as
-        [`eqattn.cache.Bits`][]; None means, where that makes writing faster: on a CPU, for bfloat16
-        and float8.
+        [`eqattn.cache.Bits`][]; None means, where that makes writing faster: on a CPU, for
+        bfloat16.
         """
         sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
         key, value = empty_pair((batch, capacity, kv_heads), dims, dtype, bits)
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
+    @keeps_shardings
     def append(
         self,
         key: Float[Array, "b t k d"],
@@ -75,5 +76,4 @@ class KVCache(AbstractCache):
         return KVCache(self.key, self.value, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "KVCache":
-        rows = check_rows(self, rows)
-        return KVCache(rows_of(self.key, rows), rows_of(self.value, rows), self.length[rows])
+        return with_rows(self, rows)

@@ -1,15 +1,14 @@
-"""Calls whose arrays have explicit mesh axes: what types tell of them, and how they run without."""
+"""What the types of arrays tell about the devices, where axes of a mesh are explicit."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import auto_axes, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .._config.partition import names_of
-from .._jax import explicit_axes, sharding_of, typed_by_mesh
+from .._jax import explicit_axes, sharding_of
 from .._problem.storage import as_stored
 
 
@@ -25,25 +24,16 @@ def known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
     return None if any(rest) else batch, heads, idle
 
 
-def without_explicit_axes(run: Callable, args: tuple, wanted: Sequence[str]) -> dict:
-    """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
-    arrays, static = eqx.partition(args, eqx.is_array)
-    _, q, _, v, _ = args
+def result_specs(q: Array, v: Any) -> dict[str, Any]:
+    """How the results of a call are sharded, by name: as the query is."""
     *batch, t, heads, _ = sharding_of(q)
     numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
     features = sharding_of(numbers[0])[-1] if numbers else None
     rows, values = P(*batch, t, heads), P(*batch, t, heads, features)
-    specs = {
+    return {
         "outputs": values,
         "weights": P(*batch, heads, t, None),
         "logsumexp": rows,
         "carry": (values, rows, rows),
         "max_logits": rows,
     }
-    inner: Any = auto_axes(
-        lambda arrays: run(*eqx.combine(arrays, static)),
-        axes=explicit_axes(q),
-        out_sharding={name: specs[name] for name in wanted},
-    )
-    with typed_by_mesh(jax.typeof(q).sharding.mesh):
-        return inner(arrays)

@@ -4,9 +4,8 @@ from typing import Any
 
 import equinox as eqx
 
-from .._carry import Carry
+from .._carry import Carry, named_output
 from .._config.metadata import AttentionMetadata
-from .._misc import named_output
 from .._problem.problem import Problem
 from ._fold_strategy import AbstractFoldStrategy
 from ._registry import AttentionRegistry

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..._misc import concrete, named_output
+from ..._carry import named_output
+from ..._misc import concrete
 from ..._sweep.grid import GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering, XLA
 from ...masks._base import And
