@@ -93,7 +93,7 @@ def selected_blocks(case: Case, rounds: int) -> Iterator[Row]:
     # A tree without arrays is static: `()` is true of being small, and None is not.
     calls = {"eqattn": (indices, None), "all keys": (None, None), name: (None, ())}
     for row in _compare(case, rounds, run, inputs, calls):
-        row.note = f"{share:.3f} of the pairs"
+        row.note = f"{share:.3f} of the pairs" if row.figure == "time / all keys" else ""
         if row.figure == name:
             row.values = {key: x * share for key, x in row.values.items()}
             row.quartiles = {key: [y * share for y in x] for key, x in row.quartiles.items()}
