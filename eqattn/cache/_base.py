@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -250,15 +251,15 @@ def write(held: Any, new: Array, slots: Array, *first: Any) -> Any:
     """Writes `held[*first, b, slots[b, t]] = new[b, t]` for all `b` and `t`. Slots that are out of
     range are left out. `held` is an array or `Bits`.
     """
-    rows = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
-    return scatter(held, new, (*first, rows), slots)
+    return scatter(held, new, (*first, OWN_ROW), slots)
+
+
+OWN_ROW = 0
+"""Says to `put` that a row is written to the row of the same number."""
 
 
 def scatter(held: Any, new: Array, at: tuple, slots: Array, unique: bool = True) -> Any:
-    """Writes `held[*at, slots] = new` for `slots` `[b, t]`. Slots that are out of range are left
-    out.
-
-    `unique` promises XLA that no two indices are equal, those that are left out included.
+    """Writes `held[*at, slots] = new` for `slots` `[b, t]`, as `put` does.
 
     A scatter of a single token needs care on a CPU. XLA:CPU turns it into an update of a slice, and
     fuses that into each reader of the array, with a copy of the whole array for each. So a second
@@ -270,15 +271,47 @@ def scatter(held: Any, new: Array, at: tuple, slots: Array, unique: bool = True)
     if isinstance(held, Bits):
         bits = Bits.of(new.astype(held.dtype)).bits
         return Bits(scatter(held.bits, bits, at, slots, unique), held.dtype)
-    new = new.astype(held.dtype)
     if slots.size == 1:
         out = jnp.full_like(slots, np.iinfo(np.int32).max)
         new, slots = jnp.concatenate([new, new], 1), jnp.concatenate([slots, out], 1)
-    options: Any = dict(mode="drop", unique_indices=unique)
-    return held.at[(*at, slots)].set(new, **options)
+    return put(held, new, (*at, slots), unique)
 
 
-def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: bool = True) -> Array:
+def put(held: Array, new: Array, at: tuple, unique: bool = True) -> Array:
+    """Writes `held[at] = new`. Indices that are out of range are left out.
+
+    **Arguments:**
+
+    - `held`: the array.
+    - `new`: what is written, whose axes are those of the indices and then the other axes of `held`.
+    - `at`: for each of the first axes of `held`, the indices, which broadcast to the first axes of
+        `new`; or an `int`, the axis of `new` that has the same indices. Where devices share such an
+        axis each writes its own part. With a list of all indices XLA would gather `new` from all of
+        them first.
+    - `unique`: a promise to XLA that no two indices are equal, those that are left out included.
+    """
+    count = new.ndim - (held.ndim - len(at))
+    shared = tuple(i for i, x in enumerate(at) if isinstance(x, int))
+    listed = tuple(i for i, x in enumerate(at) if not isinstance(x, int))
+    indices = [jnp.broadcast_to(jnp.asarray(at[i]), new.shape[:count]) for i in listed]
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(count, new.ndim)),
+        inserted_window_dims=listed,
+        scatter_dims_to_operand_dims=listed,
+        operand_batching_dims=shared,
+        scatter_indices_batching_dims=tuple(at[i] for i in shared),
+    )
+    return lax.scatter(
+        held,
+        jnp.stack(indices, -1),
+        new.astype(held.dtype),
+        numbers,
+        unique_indices=unique,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+
+
+def write_flat(array: Array, new: Array, owner: Any, slots: Array, unique: bool = True) -> Array:
     """Writes scales `new` `[b, t, k]` into the scales of a `Quantized`. Indices that are out of
     range are left out.
 
@@ -289,22 +322,21 @@ def write_flat(array: Array, new: Array, owner: Array, slots: Array, unique: boo
 
             array[owner, share] = | token 0: heads of the share | token 1: ... | ... | token s - 1 |
 
-    - `owner`: the row or page that each token belongs to, `[b, t]` or `[b, 1]`.
+    - `owner`: the page that each token belongs to, `[b, t]`, or `OWN_ROW`.
     - `slots`: the place of each token within its owner, `[b, t]`.
     - `unique`: a promise to XLA that no two indices are equal, those that are left out included.
     """
     n = array.shape[1]
     per, t = new.shape[2] // n, new.shape[1]
     new = jnp.moveaxis(new.reshape(len(new), t, n, per), 2, 1)
-    share = jnp.arange(n, dtype=jnp.int32).reshape(1, n, 1, 1)
     at = (slots * per)[:, None, :, None] + jnp.arange(per, dtype=jnp.int32).reshape(1, 1, 1, per)
-    options: Any = dict(mode="drop", unique_indices=unique)
-    return array.at[owner[:, None, :, None], share, at].set(new.astype(array.dtype), **options)
+    owner = owner if isinstance(owner, int) else owner[:, None, :, None]
+    return put(array, new, (owner, 1, at), unique)
 
 
-def store(held: Any, new: Array, owner: Array, slots: Array, unique: bool = True) -> Any:
-    """Writes keys or values `new` `[b, t, k, d]` at `slots` of the rows or pages `owner`, quantized
-    if `held` is. The other arguments are those of `write_flat`.
+def store(held: Any, new: Array, owner: Any, slots: Array, unique: bool = True) -> Any:
+    """Writes keys or values `new` `[b, t, k, d]` at `slots` of their rows or of the pages `owner`,
+    quantized if `held` is. The other arguments are those of `write_flat`.
     """
     if not isinstance(held, Quantized):
         return scatter(held, new, (owner,), slots, unique)

@@ -12,6 +12,7 @@ from ._base import (
     check_lengths,
     checked_dims,
     keeps_shardings,
+    OWN_ROW,
     store,
     with_rows,
     write_slots,
@@ -67,9 +68,8 @@ class QuantizedKVCache(AbstractCache):
         counts: Int[Array, " b"] | None = None,
     ) -> "QuantizedKVCache":
         slots, length = write_slots(self, key, value, counts, self.key.shape[1])
-        row = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
         return QuantizedKVCache(
-            store(self.key, key, row, slots), store(self.value, value, row, slots), length
+            store(self.key, key, OWN_ROW, slots), store(self.value, value, OWN_ROW, slots), length
         )
 
     def truncate(self, lengths: Int[Array, " b"]) -> "QuantizedKVCache":
