@@ -287,7 +287,7 @@ STRANGE: dict[str, Any] = {
     "times": np.array(["2020-01-01"], "datetime64[D]"),
     "class": dict,
 }
-SAME_SHAPE = ("int32", "int64", "uint32", "bool", "complex64", "float64", "float16", "str")
+SAME_SHAPE = "int32 int64 uint32 bool complex64 float64 float16 float8_e4m3fn str".split()
 
 
 def strange_values(now: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .._misc import (
     as_array,
     as_int,
     check_64_bits,
+    check_computable,
     check_floating,
     concrete,
     iota,
@@ -64,8 +65,7 @@ class Problem(eqx.Module):
     - `batch_shape`: the batch axes that `B` flattens.
     - `rate`: the dropout probability, which is used if there is a seed.
     - `logits_dtype`: a dtype that logits are rounded to, or None.
-    - `precision`: the precision of products. None means exact products for float32 and the default
-        of JAX for narrower inputs.
+    - `precision`: that of products. None means exact ones for float32, and else JAX's default.
     - `shards`: the number of devices whose keys an array holds that varies with query and key.
     - `partition`: the names of the mesh axes that shard the batch and the heads, and of those known
         to shard nothing; or None.
@@ -135,8 +135,8 @@ class Problem(eqx.Module):
                 f"query {query.shape} by a scale per head or dim."
             )
         mask = as_mask(mask)
-        listed = s * shards if kv_positions is None else REACH  # what a list may name
-        check_call(mask, batch_shape, heads, key.shape[-2], t, listed)
+        kv_positions = as_positions(kv_positions, s, batch_shape, "kv_positions")
+        check_call(mask, batch_shape, heads, key.shape[-2], t, s * shards, kv_positions)
         check_one_offset(q_offset, q_positions)
         q_start, q_shift = as_offset(q_offset, batch_shape, t)
         out = cls(
@@ -149,7 +149,7 @@ class Problem(eqx.Module):
             sinks=as_sinks(metadata.softmax_aux, heads),
             seed=None if dropout_key is None else seed_of(dropout_key),
             q_positions=as_positions(q_positions, t, batch_shape, "q_positions"),
-            kv_positions=as_positions(kv_positions, s, batch_shape, "kv_positions"),
+            kv_positions=kv_positions,
             q_shift=q_shift,
             q_start=q_start,
             batch_shape=batch_shape,
@@ -244,7 +244,7 @@ def check_shapes(query, key, value) -> None:
     """Raises with the shapes and the remedy unless query, key and value fit together."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(**{name: x})
+        check_computable(**{name: x.dtype})
         if x.ndim < 3:
             raise ValueError(
                 f"{name} must be [*batch, tokens, heads, dim], got shape {x.shape}; "

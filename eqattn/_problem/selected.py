@@ -149,7 +149,8 @@ def fold_selected(
     # What is gathered is gathered again in a backward pass, and only the results are kept.
     kept = jax.checkpoint(visit, policy=lambda p, *_, **__: p is fold_p, prevent_cse=False)
     _, carry = lax.scan(lambda _, x: (None, kept(x)), None, rows)
-    whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :t]
+    rows_made = parts * together * size
+    whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, rows_made, *x.shape[3:])[:, :t]
     return jax.tree.map(whole, carry)
 
 
@@ -207,7 +208,8 @@ def _fold_rows(
 
     def merged(x: Any) -> Array:
         """`[B|1, h|1, rows|1, ...]` with the first three axes in full, as one."""
-        return jnp.broadcast_to(x, (batch, h, count, *x.shape[3:])).reshape(-1, *x.shape[3:])
+        x = jnp.broadcast_to(x, (batch, h, count, *x.shape[3:]))
+        return x.reshape(batch * h * count, *x.shape[3:])  # -1 would not do: values may be empty
 
     def by_row(x: Array) -> Array:
         """A canonical array `[B|1, H|1, T|1, S|1]`, its rows apart and its keys gathered, as that

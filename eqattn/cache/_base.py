@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_floating
+from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_computable, check_floating
 from .._problem.bits import Bits
 from .._problem.key_shards import stored_specs
 from .._problem.storage import Quantized, split_heads
@@ -126,13 +126,12 @@ def checked_dims(dtype: Any, head_dim: Any, value_dim: Any, **sizes: Any) -> tup
     that of a key if `value_dim` is None.
 
     **Raises:** `TypeError` or `ValueError` unless the sizes, which are given by their names, are
-    ints, and the dtype, which keys and values get, is floating point.
+    ints, and the dtype, which keys and values get, is one that queries may have.
     """
     sizes |= {"head_dim": head_dim} | ({} if value_dim is None else {"value_dim": value_dim})
     for name, size in sizes.items():
         as_size(size, name)
-    if not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.floating):
-        raise TypeError(f"dtype must be floating point, got {dtype!r}.")
+    check_computable(dtype=as_dtype(dtype, "dtype"))
     return head_dim, head_dim if value_dim is None else value_dim
 
 
@@ -194,12 +193,10 @@ def new_positions(cache: AbstractCache, t: int) -> Array:
 
 def empty_store(shape: tuple[int, ...], dtype: Any, bits: bool | None) -> Any:
     """Zeros, as an array or as [`eqattn.cache.Bits`][]. With `bits` None they are bits where XLA
-    could not write a part of the array in place: on a CPU, all floats narrower than float32 but
-    float16.
+    could not write a part of the array in place: on a CPU, bfloat16.
     """
     if bits is None:
-        narrow = jnp.dtype(dtype).itemsize < 4 and dtype != jnp.float16
-        bits = narrow and jax.default_backend() == "cpu"
+        bits = jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu"
     return Bits.zeros(shape, dtype) if as_flag(bits, "bits") else jnp.zeros(shape, dtype)
 
 

@@ -54,8 +54,8 @@ class KVCache(AbstractCache):
     ) -> "KVCache":
         """Makes a cache without tokens. A capacity that is a multiple of 128 is read fastest, as
         its blocks need no padding. `bits` says whether numbers are kept as
-        [`eqattn.cache.Bits`][]; None means, where that makes writing faster: on a CPU, for bfloat16
-        and float8.
+        [`eqattn.cache.Bits`][]; None means, where that makes writing faster: on a CPU, for
+        bfloat16.
         """
         sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)

@@ -21,8 +21,8 @@ class Selected(AbstractMask):
     `&`, the keys listed are filtered. Combined by `|`, the other mask is visited as if it were
     alone, and then what the list adds to it.
 
-    The list holds places of keys, `0, ..., s - 1`, or what `kv_positions` says that they are. The
-    queries are those of the call, in their order.
+    The list holds places of keys, `0, ..., s - 1`, or what `kv_positions` says that they are, which
+    then must be another number for each key. The queries are those of the call, in their order.
 
     **Arguments:**
 
@@ -34,7 +34,8 @@ class Selected(AbstractMask):
         before `(i + 1) * block_k`. A static int, by default 1.
 
     **Raises:** `ValueError` or `TypeError` for indices of another form, for known ones below -1 or,
-    in a call, beyond the keys. Traced indices that name no key list nothing.
+    in a call, beyond the keys; and for known `kv_positions` that two keys have. Traced indices that
+    name no key list nothing.
 
     ??? cite "Reference"
 
@@ -64,9 +65,17 @@ class Selected(AbstractMask):
             raise ValueError(f"indices must be -1, for none, or at least 0, got {known.min()}.")
 
     def check_call(
-        self, batch_shape: tuple[int, ...], heads: int, kv_heads: int, t: int, s: int
+        self,
+        batch_shape: tuple[int, ...],
+        heads: int,
+        kv_heads: int,
+        t: int,
+        s: int | None = None,
+        kv_positions: Any = None,
     ) -> None:
-        """**Raises:** `ValueError` unless the list fits a call of these sizes."""
+        """**Raises:** `ValueError` unless the list fits a call of these sizes, in which keys are at
+        `kv_positions`, or at `0, ..., s - 1`. With `s` None the caller knows where they are.
+        """
         *lead, h, rows, _ = self.indices.shape
         padded = (1,) * (len(batch_shape) - len(lead)) + tuple(lead)
         fits = len(lead) <= len(batch_shape) and h in (1, kv_heads, heads)
@@ -77,13 +86,17 @@ class Selected(AbstractMask):
                 f"{batch_shape}, h one of 1, {kv_heads} and {heads}, and {-(-t // self.block_q)} "
                 f"rows of {self.block_q} for {t} queries; broadcast or select anew."
             )
-        known, blocks = concrete(self.indices), -(-s // self.block_k)
-        if known is not None and known.size and known.max() >= blocks:
-            raise ValueError(
-                f"Selected indices must be below {blocks}, the number of blocks of {self.block_k} "
-                f"of {s} keys, got {known.max()}; -1 stands for none. Where these keys are of one "
-                "device, inside of a jax.shard_map, say by kv_positions which they are."
-            )
+        if s is None:
+            return
+        if kv_positions is not None:
+            check_distinct(kv_positions)
+        elif not jax.sharding.get_abstract_mesh().manual_axes:  # other devices may have more keys
+            known, blocks = concrete(self.indices), -(-s // self.block_k)
+            if known is not None and known.size and known.max() >= blocks:
+                raise ValueError(
+                    f"Selected indices must be below {blocks}, the number of blocks of "
+                    f"{self.block_k} of {s} keys, got {known.max()}; -1 stands for none."
+                )
 
     def rows_of(self, batch_shape: tuple[int, ...]) -> Int[Array, "b h r n"]:
         """The indices as `[B|1, h, rows, n]`."""
@@ -106,7 +119,7 @@ class Selected(AbstractMask):
         """The mask as an array of bools for each pair."""
         t = q.shape[-1]
         *lead, h, rows, n = self.indices.shape
-        self.check_call(tuple(lead), h, h, t, 2**30)
+        self.check_call(tuple(lead), h, h, t)
         listed, _ = distinct(jnp.asarray(self.indices))
         whole = np.broadcast_shapes(tuple(lead), k.shape[:-1])
         wanted = jnp.broadcast_to(jnp.asarray(k) // np.int32(self.block_k), (*whole, k.shape[-1]))
@@ -132,6 +145,23 @@ class Selected(AbstractMask):
             "Selected lists keys and is no function of one pair, so that it cannot be asked for "
             "one here: pass it to attention, with queries that have their own axis of the batch, "
             "or take DenseMask(mask.as_array(t, s))."
+        )
+
+
+def check_distinct(kv_positions: Any) -> None:
+    """**Raises:** `ValueError` if two keys are known to be at one position. A list that names it
+    would have to say which of them it means. Keys below 0 are none, and are not listed.
+    """
+    known = concrete(kv_positions)
+    if known is None:
+        return
+    rows = np.sort(known, -1)
+    again = (rows[..., 1:] == rows[..., :-1]) & (rows[..., 1:] >= 0)
+    if again.any():
+        raise ValueError(
+            f"kv_positions {known.shape} have two keys at position {rows[..., 1:][again][0]}, and "
+            "a Selected lists keys by their positions: give each key its own, or no kv_positions, "
+            "and list places."
         )
 
 

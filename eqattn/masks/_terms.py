@@ -43,7 +43,8 @@ def check_call(mask: AbstractMask | None, *sizes: Any) -> None:
 
     **Arguments:**
 
-    - `sizes`: the batch axes, and the numbers of query heads, key/value heads, queries and keys.
+    - `sizes`: the batch axes, the numbers of query heads, key/value heads, queries and keys, and
+        the positions of keys, or None.
     """
     check_positions(mask)
     for term in leaf_terms(mask):

@@ -57,8 +57,8 @@ MUTANTS = [
         "cache/_base.py",
         "cache/test_cache_memory.py -k bits_where",
         [
-            ("bits = narrow and jax.default_backend() == \"cpu\"", "bits = False"),
-            ("jnp.dtype(dtype).itemsize < 4 and dtype != jnp.float16", "jnp.dtype(dtype).itemsize < 4"),
+            ("bits = jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == \"cpu\"", "bits = False"),
+            ("bits = jnp.dtype(dtype) == jnp.bfloat16 and", "bits = jnp.dtype(dtype).itemsize < 4 and"),
         ],
     ),
 ]

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 def call(q=Q, k=KEYS, v=VALUES, strategy=None, *, dtypes="fff", **kwargs):
     """Attention of arrays of ones; kwargs that are (shape, dtype) become arrays."""
     names = {"f": jnp.float32, "h": jnp.bfloat16, "i": jnp.int32, "b": jnp.bool_}
+    names["8"] = jnp.float8_e4m3fn
     q, k, v = (jnp.ones(x, names[n]) for x, n in zip((q, k, v), dtypes))
     kwargs = {n: jnp.ones(*x) if isinstance(x, tuple) else x for n, x in kwargs.items()}
     return attention(q, k, v, strategy, **kwargs)
@@ -73,6 +74,13 @@ TABLE = {
     "integer key": (lambda: call(dtypes="fif"), TypeError, ["key", "int32", "cast"]),
     "integers": (
         lambda: call(dtypes="iii", strategy=Dense(Metadata())), TypeError, ["query", "int32", "cast"]
+    ),
+    "query of eight bits": (
+        lambda: call(dtypes="888"), TypeError, ["query", "float8_e4m3fn", "bfloat16 or wider", "QuantizedKVCache"]
+    ),
+    "keys of eight bits": (lambda: call(dtypes="f8f"), TypeError, ["key", "float8_e4m3fn", "QuantizedKVCache"]),
+    "cache of eight bits": (
+        lambda: KVCache.empty(B, S, K, D, dtype=jnp.float8_e5m2), TypeError, ["dtype", "float8_e5m2", "stored="]
     ),
     "boolean value": (lambda: call(dtypes="ffb"), TypeError, ["value", "bool", "cast"]),
     # mask
