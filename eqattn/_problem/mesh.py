@@ -5,14 +5,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import auto_axes, AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
 from .._config.partition import names_of
-from .._jax import automatic, is_narrow, varying_axes
+from .._jax import automatic, explicit_axes, is_narrow, typed_by_mesh, varying_axes
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 
 
@@ -150,6 +151,20 @@ def current_mesh(given: Any) -> Any:
     """
     context = jax.sharding.get_abstract_mesh()
     return context if not context.empty else given and automatic(given)
+
+
+def without_explicit_axes(run: Callable, args: tuple, query: Array, out_sharding: Any) -> Any:
+    """Calls `run(*args)` where the compiler propagates shardings, if the mesh in the type of the
+    query has explicit axes. `out_sharding` are the specs of what it returns.
+    """
+    if not (axes := explicit_axes(query)):
+        return run(*args)
+    arrays, static = eqx.partition(args, eqx.is_array)
+    inner: Any = auto_axes(
+        lambda arrays: run(*eqx.combine(arrays, static)), axes=axes, out_sharding=out_sharding
+    )
+    with typed_by_mesh(jax.typeof(query).sharding.mesh):
+        return inner(arrays)
 
 
 def token_axis(axes: tuple[int, ...]) -> int:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._attention import attention
+from .._jax import vary, varying_axes
 from .._misc import as_array
 from .._output import AttentionOutput
 from .._pairs import Operand
@@ -39,6 +40,7 @@ from ..strategies import AttentionImpl, Blockwise
 from ..strategies._base import with_metadata
 from ..strategies._checks import check_strategy
 from ..strategies._fold_strategy import AbstractFoldStrategy
+from ..strategies._on_device import AbstractOnDevice
 
 
 class _Logit(AbstractScore):
@@ -182,6 +184,28 @@ class _Call:
 
         return jax.jvp(moved, (jnp.zeros((), self.dtype),), (jnp.ones((), self.dtype),))
 
+    def no_bias(self) -> Array:
+        """A bias of each key `[*b, h, 1, s]`, of zeros. Over devices it lies as the keys do, and so
+        will its gradient.
+
+        **Raises:** `ValueError` for keys that devices share without JAX knowing it, in a
+        `jax.shard_map` of the caller's that does not track what varies. The logsumexp is a sum
+        over devices, and JAX takes its gradient there for one, too.
+        """
+        axis = self.strategy.keys_axis() if isinstance(self.strategy, AbstractOnDevice) else None
+        own = jax.sharding.get_abstract_mesh().manual_axes
+        if axis in own and axis not in varying_axes(*jax.tree.leaves(self.key)):
+            raise ValueError(
+                f"stats.mass of keys {self.key.shape} that devices share over axis_name={axis!r} "
+                "needs a jax.shard_map with check_vma=True, or whole arrays outside of it."
+            )
+        heads = jnp.zeros_like(self.query.sum((-3, -1)), self.dtype)[..., None, None]
+        if self.stored:
+            nothing = jnp.broadcast_to(heads, self.keys)
+            whole = self.key.table is not None  # Each device has all of a table of pages.
+            return nothing if whole else vary(nothing, varying_axes(*jax.tree.leaves(self.key)))
+        return heads + jnp.zeros_like(self.key.sum((-2, -1)), self.dtype)[..., None, None, :]
+
     def with_sinks(self, logsumexp: Array) -> Array:
         """The logsumexp over the keys and the sinks."""
         if self.sinks is None:
@@ -319,7 +343,11 @@ def mass(
         counts; None means 1. Ones for the last few queries and zeros for the others ask which keys
         these look at.
 
-    **Returns:** `[*b, s, h]`, float32 or wider.
+    **Returns:** `[*b, s, h]`, float32 or wider. In a `jax.shard_map` of your own over the tokens,
+    these are the keys of the device.
+
+    **Raises:** what [`eqattn.attention`][] raises, and `ValueError` in such a `jax.shard_map` with
+    `check_vma=False` for `Ragged(metadata, axis_name=...)`.
     """
     options = _options(mask, bias, score, q_offset, q_positions, kv_positions)
     call = _Call(query, key_, strategy, options)
@@ -332,7 +360,7 @@ def mass(
             f"weights {weights.shape} do not broadcast to the rows {call.rows} [*b, t, h]; give "
             "each axis its full size or 1."
         )
-    nothing = jnp.zeros(call.keys, call.dtype)
+    nothing = call.no_bias()
     logsumexp, pull = jax.vjp(lambda bias: call.logsumexp(_KeyBias(bias)), nothing)
     weights = jnp.broadcast_to(weights.astype(call.dtype), call.rows) * call.share(logsumexp)
     (received,) = pull(weights)

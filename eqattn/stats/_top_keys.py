@@ -4,16 +4,20 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._closure import opened
+from .._jax import explicit_axes, sharding_of
 from .._misc import as_array, as_size
+from .._problem.mesh import without_explicit_axes
 from .._problem.problem import as_mask, as_scores, check_shapes, MaskLike, Problem, ScoreLike
 from .._problem.storage import AbstractStored
 from .._sweep.top import greatest
 from ..masks._terms import leaf_terms
 from ..strategies import AttentionImpl, Blockwise
 from ..strategies._checks import check_strategy
+from ..strategies._explicit_axes import known_partition
 from ..strategies._fold_strategy import AbstractFoldStrategy
 
 
@@ -116,21 +120,35 @@ def top_keys(
                 f"top_keys does not rank keys under a {type(term).__name__}; take "
                 "DenseMask(mask.as_array(t, s)) where an array of all pairs fits."
             )
-    problem = Problem.from_call(
-        query,
-        key,
-        key if stored else key[..., :1],
-        strategy.metadata,
+    options = dict(
         mask=seen,
         bias=bias,
         score=opened(as_scores(score)),
         q_offset=q_offset,
         q_positions=q_positions,
         kv_positions=kv_positions,
-        precision=getattr(strategy, "precision", None),
-        shards=shards,
     )
-    found = strategy.top(problem, n)
-    t, _, heads, _ = problem.sizes
-    shape = (*problem.batch_shape, heads, t, n)
-    return TopKeys(*(jnp.swapaxes(x, 1, 2).reshape(shape) for x in found))
+
+    def run(strategy, query, key, options):
+        problem = Problem.from_call(
+            query,
+            key,
+            key if stored else key[..., :1],
+            strategy.metadata,
+            precision=getattr(strategy, "precision", None),
+            shards=shards,
+            partition=partition,
+            **options,
+        )
+        found = strategy.top(problem, n)
+        t, _, heads, _ = problem.sizes
+        shape = (*problem.batch_shape, heads, t, n)
+        return tuple(jnp.swapaxes(x, 1, 2).reshape(shape) for x in found)
+
+    spec = partition = None
+    if explicit_axes(query):
+        partition = known_partition(query, key)
+        *batch, t, heads, _ = sharding_of(query)
+        spec = P(*batch, heads, t, None)
+    args = strategy, query, key, options
+    return TopKeys(*without_explicit_axes(run, args, query, (spec, spec)))

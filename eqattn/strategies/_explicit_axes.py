@@ -5,11 +5,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import auto_axes, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .._config.partition import names_of
-from .._jax import explicit_axes, sharding_of, typed_by_mesh
+from .._jax import explicit_axes, sharding_of
+from .._problem.mesh import without_explicit_axes
 from .._problem.storage import as_stored
 
 
@@ -25,9 +26,8 @@ def known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
     return None if any(rest) else batch, heads, idle
 
 
-def without_explicit_axes(run: Callable, args: tuple, wanted: Sequence[str]) -> dict:
+def sharded_as_query(run: Callable, args: tuple, wanted: Sequence[str]) -> dict:
     """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
-    arrays, static = eqx.partition(args, eqx.is_array)
     _, q, _, v, _ = args
     *batch, t, heads, _ = sharding_of(q)
     numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
@@ -40,10 +40,4 @@ def without_explicit_axes(run: Callable, args: tuple, wanted: Sequence[str]) -> 
         "carry": (values, rows, rows),
         "max_logits": rows,
     }
-    inner: Any = auto_axes(
-        lambda arrays: run(*eqx.combine(arrays, static)),
-        axes=explicit_axes(q),
-        out_sharding={name: specs[name] for name in wanted},
-    )
-    with typed_by_mesh(jax.typeof(q).sharding.mesh):
-        return inner(arrays)
+    return without_explicit_axes(run, args, q, {name: specs[name] for name in wanted})

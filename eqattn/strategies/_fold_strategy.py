@@ -28,7 +28,7 @@ from ..masks._causal import Causal
 from ..masks._terms import check_positions, split_list
 from ._base import AttentionImpl
 from ._checks import check_precision, choose_bias, choose_dropout_key
-from ._explicit_axes import known_partition, without_explicit_axes
+from ._explicit_axes import known_partition, sharded_as_query
 from ._results import attended, finish
 
 
@@ -326,7 +326,7 @@ class AbstractFoldStrategy(AttentionImpl):
         if explicit_axes(q):
             partition = known_partition(q, k, v)
             run = lambda *args: _computed(*args, partition, wanted)
-            results = without_explicit_axes(run, args, wanted)
+            results = sharded_as_query(run, args, wanted)
         else:
             results = _computed(*args, None, wanted)
         return AttentionOutput(

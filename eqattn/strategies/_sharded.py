@@ -232,7 +232,7 @@ class AbstractSharded(AbstractFoldStrategy):
         inner: Any = auto_axes(
             lambda arrays: run(eqx.combine(arrays, static)),
             axes=place.explicit,
-            out_sharding=P(None, place.axes),
+            out_sharding=P(None, None if problem.sizes[0] % place.devices else place.axes),
         )
         return inner(arrays)
 

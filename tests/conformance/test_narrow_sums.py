@@ -167,6 +167,21 @@ def test_no_sum_over_devices_is_narrow(strategy, bias, manual, dtype):
         assert not narrow_sums(lowered.compile().as_text())
 
 
+def test_what_devices_add_of_their_keys_is_rounded_once():
+    """A bias that is one number moves nothing. What each device adds to its gradient cancels, which
+    leaves what each of them has rounded.
+    """
+    xs, (ct, _) = arguments("one")
+    mesh = jax.make_mesh((4,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:4])
+    strategy = eqattn.Ragged(eqattn.AttentionMetadata(mesh=mesh), axis_name="keys")
+
+    def loss(bias):
+        out = eqattn.attention(xs["q"], xs["k"], xs["v"], strategy, bias=bias)
+        return jnp.sum(out.attention_outputs.astype(jnp.float32) * ct)
+
+    assert abs(jax.jit(jax.grad(loss))(xs["bias"])).max() < 1e-4
+
+
 def test_narrow_sums_are_found():
     """That the test above can fail."""
     mesh = jax.make_mesh((2,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:2])

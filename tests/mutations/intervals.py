@@ -46,7 +46,7 @@ MUTANTS = [
             ("v = rounded((a, n), lo, hi, dtype)", "v = Interval(lo, hi)"),
             ("positive, negative = (n.lo > zero) & (n.hi <= most)", "positive, negative = (n.lo > zero)"),
             ("return guard(positive | negative, v.lo", "return guard(np.asarray(True), v.lo"),
-            ("(q0 == q1) & ((a.lo >= zero) | (a.hi <= zero))", "(q0 == q1)"),
+            ("(q0 == q1) & ((a.lo >= zero) | (a.hi <= zero))", "(q0 == q1)", "quotients of numbers of both signs are equal where both are 0, and then the remainders are the numbers, as the wide bounds are"),
             ("zero, xp.maximum(a.lo, one - n))", "zero, zero)"),
             ("zero, xp.minimum(a.hi, n - one))", "zero, a.hi * zero)"),
             ("if (n > zero).all() and ((n & m.lo) == zero).all():", "if (n > zero).all():"),

@@ -42,9 +42,4 @@ MUTANTS = [
         "conformance/test_conformance.py -k 'pairwise and selected and ragged'",
         [("problem = problem if always is False else read_twice(problem)", "pass")],
     ),
-    (
-        "_problem/problem.py",
-        "cache/test_key_shards.py -k in_a_shard_map",
-        [("listed = s * shards if kv_positions is None else REACH", "listed = s * shards")],
-    ),
 ]

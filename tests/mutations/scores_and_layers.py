@@ -24,11 +24,17 @@ MUTANTS = [
             ("x = shifted(x, 15) * _SECOND", "x = shifted(x, 16) * _SECOND"),
             ("lax.shift_right_logical(x,", "lax.shift_right_arithmetic(x,"),
             ("return 2**32 / (2**32 - dropped(rate))", "return 1 / (1 - rate)"),
-            ("b, h = b + seed[2], h + seed[3]", "pass"),
             ("stream = threefry((seed[0], seed[1]), (b, h))", "stream = threefry((seed[0], seed[1]), (b, b))"),
             ("threefry(stream, (q, jnp.zeros_like(q)))", "threefry(stream, (jnp.zeros_like(q), q))"),
             ("if not 0 <= rate < 1:", "if not 0 <= rate <= 1:"),
             ("if key.ndim != 0:", "if False:"),
+        ],
+    ),
+    (
+        "scores/_dropout.py",
+        "ring/test_contexts.py -k dropout",
+        [
+            ("b, h = b + seed[2], h + seed[3]", "pass"),
         ],
     ),
     (

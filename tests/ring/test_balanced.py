@@ -79,6 +79,12 @@ def test_a_plan_counts_ids():
     assert padded.tokens == 16 and padded.flops == ((4 * 32, 4 * 32), (0, 0))
 
 
+def test_a_plan_counts_what_either_mask_shows():
+    sizes = dict(head_dim=1, block=1)
+    both = ring_plan(16, 2, mask=Causal() | SlidingWindow(0, 15), **sizes)
+    assert both.flops == ring_plan(16, 2, **sizes).flops
+
+
 def test_a_plan_says_what_it_did_not_count():
     def plan(ids):
         made = ring_plan(64, 4, mask=Causal() & Segments(ids) & SlidingWindow(8, 0))

@@ -1,0 +1,45 @@
+"""Mutants of what is known of keys that devices share, of listed positions, and of narrow dtypes."""
+# fmt: off
+
+MUTANTS = [
+    (
+        "_misc.py",
+        "problem/test_attention_errors.py -k eight",
+        [
+            ("if jnp.dtype(dtype).itemsize < 2:", "if False:"),
+        ],
+    ),
+    (
+        "masks/_selected.py",
+        "masks/test_selected_positions.py",
+        [
+            ("elif not jax.sharding.get_abstract_mesh().manual_axes:", "else:"),
+            ("            check_distinct(kv_positions)\n", "            pass\n"),
+            ("== rows[..., :-1]) & (rows[..., 1:] >= 0)", "== rows[..., :-1])"),
+        ],
+    ),
+    (
+        "_problem/selected.py",
+        "masks/test_selected_positions.py -k mass",
+        [
+            ("return x.reshape(batch * h * count, *x.shape[3:])", "return x.reshape(-1, *x.shape[3:])"),
+            ("reshape(batch, rows_made, *x.shape[3:])", "reshape(batch, -1, *x.shape[3:])"),
+        ],
+    ),
+    (
+        "stats/_stats.py",
+        "stats/test_sharded.py",
+        [
+            ("return nothing if whole else vary(nothing, varying_axes(*jax.tree.leaves(self.key)))", "return nothing"),
+            ("if axis in own and axis not in varying_axes(*jax.tree.leaves(self.key)):", "if False:"),
+            ("return heads + jnp.zeros_like(self.key.sum((-2, -1)), self.dtype)[..., None, None, :]", "return jnp.zeros(self.keys, self.dtype)"),
+        ],
+    ),
+    (
+        "stats/_top_keys.py",
+        "stats/test_sharded.py -k explicit",
+        [
+            ("spec = P(*batch, heads, t, None)", "spec = P()"),
+        ],
+    ),
+]
