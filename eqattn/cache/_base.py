@@ -1,6 +1,8 @@
 """The base of all caches, the checks of their arguments, and the writes into their arrays."""
 
 import abc
+import functools as ft
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
@@ -10,15 +12,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from .._jax import explicit_axes, sharding_of
 from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_computable, check_floating
 from .._problem.bits import Bits
 from .._problem.key_shards import stored_specs
+from .._problem.mesh import without_explicit_axes
 from .._problem.storage import Quantized, split_heads
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
 
 _Cache = TypeVar("_Cache")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class AbstractCache(eqx.Module):
@@ -105,6 +110,40 @@ class AbstractCache(eqx.Module):
         if self.positions is not None:
             specs[id(self.positions)] = P(None, axis_name)
         return jax.tree.map(lambda x: NamedSharding(mesh, specs.get(id(x), P())), self)
+
+
+def keeps_shardings(append: _Method) -> _Method:
+    """A decorator of `append`. On a mesh with explicit axes, JAX does not write one sharded array
+    into another. So there the compiler propagates shardings, and the arrays of the new cache are
+    sharded as those of the old one.
+    """
+
+    @ft.wraps(append)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = lambda self, args, kwargs: append(self, *args, **kwargs)
+        return _sharded_alike(run, self, args, kwargs)
+
+    return wrapped  # pyright: ignore[reportReturnType]
+
+
+def with_rows(cache: _Cache, rows: Any) -> _Cache:
+    """The cache with the rows at these indices. Rows are the first axis of each of its arrays."""
+    rows = check_rows(cache, rows)  # pyright: ignore[reportArgumentType]
+    as_many = rows.shape == cache.length.shape  # pyright: ignore[reportAttributeAccessIssue]
+    take = lambda cache, rows: jax.tree.map(lambda x: x[rows], cache)
+    return _sharded_alike(take, cache, rows, rows_stay=as_many)
+
+
+def _sharded_alike(run: Callable, cache: Any, *args: Any, rows_stay: bool = True) -> Any:
+    """The cache `run(cache, *args)`. On a mesh with explicit axes it is sharded as `cache` is, but
+    not over rows if there are more or fewer of them.
+    """
+    typed = [x for x in jax.tree.leaves(cache) if eqx.is_array(x) and explicit_axes(x)]
+    if not typed:
+        return run(cache, *args)
+    whole = () if rows_stay else (None,)
+    specs = jax.tree.map(lambda x: P(*whole, *sharding_of(x)[len(whole) :]), cache)
+    return without_explicit_axes(run, (cache, *args), typed[0], specs)
 
 
 def check_row_shapes(cache: Any) -> None:
@@ -205,11 +244,6 @@ def empty_pair(
 ) -> list[Any]:
     """Zeros for keys `[*lead, dims[0]]` and for values `[*lead, dims[1]]`."""
     return [empty_store((*lead, dim), dtype, bits) for dim in dims]
-
-
-def rows_of(held: Any, rows: Array) -> Any:
-    """Returns the rows at these indices, of an array or of `Bits`."""
-    return Bits(held.bits[rows], held.dtype) if isinstance(held, Bits) else held[rows]
 
 
 def write(held: Any, new: Array, slots: Array, *first: Any) -> Any:

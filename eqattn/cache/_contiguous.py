@@ -11,10 +11,10 @@ from ._base import (
     AbstractCache,
     check_lengths,
     check_row_shapes,
-    check_rows,
     checked_dims,
     empty_pair,
-    rows_of,
+    keeps_shardings,
+    with_rows,
     write,
     write_slots,
 )
@@ -62,6 +62,7 @@ class KVCache(AbstractCache):
         key, value = empty_pair((batch, capacity, kv_heads), dims, dtype, bits)
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
+    @keeps_shardings
     def append(
         self,
         key: Float[Array, "b t k d"],
@@ -75,5 +76,4 @@ class KVCache(AbstractCache):
         return KVCache(self.key, self.value, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "KVCache":
-        rows = check_rows(self, rows)
-        return KVCache(rows_of(self.key, rows), rows_of(self.value, rows), self.length[rows])
+        return with_rows(self, rows)

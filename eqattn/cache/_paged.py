@@ -17,6 +17,7 @@ from ._base import (
     check_rows,
     checked_dims,
     empty_store,
+    keeps_shardings,
     new_positions,
     store,
     within_capacity,
@@ -129,6 +130,7 @@ class PagedKVCache(AbstractCache):
     def value(self) -> Pages:
         return Pages(self.value_pages, pages_of(self.table), self.devices)
 
+    @keeps_shardings
     def append(
         self,
         key: Float[Array, "b t k d"],

@@ -7,7 +7,15 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import int32_field
 from .._problem.storage import Quantized
-from ._base import AbstractCache, check_lengths, check_rows, checked_dims, store, write_slots
+from ._base import (
+    AbstractCache,
+    check_lengths,
+    checked_dims,
+    keeps_shardings,
+    store,
+    with_rows,
+    write_slots,
+)
 
 
 class QuantizedKVCache(AbstractCache):
@@ -51,6 +59,7 @@ class QuantizedKVCache(AbstractCache):
         )
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
+    @keeps_shardings
     def append(
         self,
         key: Float[Array, "b t k d"],
@@ -67,7 +76,4 @@ class QuantizedKVCache(AbstractCache):
         return QuantizedKVCache(self.key, self.value, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "QuantizedKVCache":
-        rows = check_rows(self, rows)
-        key, value = (Quantized(x.values[rows], x.scales[rows], x.dtype)
-                      for x in (self.key, self.value))  # fmt: skip
-        return QuantizedKVCache(key, value, self.length[rows])
+        return with_rows(self, rows)

@@ -12,11 +12,11 @@ from ._base import (
     check_lengths,
     check_new,
     check_row_shapes,
-    check_rows,
     checked_dims,
     empty_pair,
+    keeps_shardings,
     new_positions,
-    rows_of,
+    with_rows,
     write,
 )
 
@@ -70,6 +70,7 @@ class RingBufferCache(AbstractCache):
         held = jnp.full((batch, capacity), -1, jnp.int32)
         return cls(key, value, held, jnp.zeros(batch, jnp.int32))
 
+    @keeps_shardings
     def append(
         self,
         key: Float[Array, "b t k d"],
@@ -103,6 +104,4 @@ class RingBufferCache(AbstractCache):
         return RingBufferCache(self.key, self.value, held, lengths)
 
     def reorder(self, rows: Int[Array, " n"]) -> "RingBufferCache":
-        rows = check_rows(self, rows)
-        key, value = rows_of(self.key, rows), rows_of(self.value, rows)
-        return RingBufferCache(key, value, self.held[rows], self.length[rows])
+        return with_rows(self, rows)

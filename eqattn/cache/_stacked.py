@@ -16,6 +16,7 @@ from ._base import (
     check_rows,
     checked_dims,
     empty_pair,
+    keeps_shardings,
     write,
     write_slots,
 )
@@ -137,6 +138,7 @@ class LayerCache(AbstractCache):
         lengths = self.stack.length.at[self.index].set(length)
         return LayerCache(StackedKVCache(key, value, lengths), self.index)
 
+    @keeps_shardings
     def append(
         self,
         key: Float[Array, "b t k d"],

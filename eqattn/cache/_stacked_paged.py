@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import as_size, int32_field
 from .._problem.storage import as_stored, Pages
-from ._base import AbstractCache, check_lengths, checked_dims
+from ._base import AbstractCache, check_lengths, checked_dims, keeps_shardings
 from ._page_table import pages_of
 from ._paged import empty_pools, with_released, with_reserved, with_shared, write_pages
 from ._stacked import layer_index
@@ -147,6 +147,7 @@ class PagedLayerCache(AbstractCache):
         """The table for pools in which the pages of all layers lie one after the other."""
         return jnp.where(table < 0, -1, table * self.stack.length.shape[0] + self.index)
 
+    @keeps_shardings
     def append(
         self,
         key: Float[Array, "b t k d"],

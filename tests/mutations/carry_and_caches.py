@@ -87,9 +87,6 @@ MUTANTS = [
             ("self.length + counts,\n        )", "self.length + t,\n        )"),
             ("jnp.where(self.held < lengths[:, None], self.held, -1)", "self.held"),
             ("jnp.where(self.held < lengths[:, None], self.held, -1)", "jnp.where(self.held <= lengths[:, None], self.held, -1)"),
-            ("self.held[rows], self.length[rows]", "self.held, self.length[rows]"),
-            ("self.held[rows], self.length[rows]", "self.held[rows], self.length"),
-            ("rows_of(self.key, rows)", "self.key"),
             ("jnp.full((batch, capacity), -1, jnp.int32)", "jnp.full((batch, capacity), 0, jnp.int32)"),
         ],
     ),
@@ -99,8 +96,6 @@ MUTANTS = [
         [
             ("write(self.value, value, slots), length)", "write(self.value, value, slots), self.length)"),
             ("check_lengths(lengths, self.length))", "self.length)"),
-            ("rows_of(self.value, rows), self.length[rows]", "rows_of(self.value, rows), self.length"),
-            ("rows_of(self.value, rows)", "self.value"),
         ],
     ),
     (

@@ -36,6 +36,23 @@ MUTANTS = [
         ],
     ),
     (
+        "cache/_base.py",
+        "cache/test_cache_contents.py",
+        [
+            ("lambda x: x[rows], cache", "lambda x: x if x.ndim == 1 else x[rows], cache"),
+            ("lambda x: x[rows], cache", "lambda x: x if x.ndim == 2 else x[rows], cache"),
+            ("lambda x: x[rows], cache", "lambda x: x if x.ndim > 2 else x[rows], cache"),
+        ],
+    ),
+    (
+        "cache/_base.py",
+        "cache/test_explicit_meshes.py",
+        [
+            ("    if not typed:\n        return run(cache, *args)\n", "    return run(cache, *args)\n"),
+            ("whole = () if rows_stay else (None,)", "whole = ()"),
+        ],
+    ),
+    (
         "stats/_top_keys.py",
         "stats/test_sharded.py -k explicit",
         [

@@ -1,0 +1,95 @@
+"""Caches on meshes with explicit axes, where types say how arrays are sharded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _reference import exact
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from eqattn import attention, Causal, Ragged
+from eqattn.cache import (
+    KVCache,
+    LatentKVCache,
+    PagedKVCache,
+    QuantizedKVCache,
+    RingBufferCache,
+    StackedKVCache,
+    StackedPagedKVCache,
+)
+
+
+B, T, H, K, D = 2, 3, 4, 2, 8
+ROWS = (KVCache, RingBufferCache, QuantizedKVCache)  # rows are the first axis of their arrays
+SIZES = dict(batch=B, capacity=64, kv_heads=K, head_dim=D)
+PAGES = dict(pages=16, page_size=8)
+KINDS = {
+    "contiguous": lambda: KVCache.empty(**SIZES),
+    "bits": lambda: KVCache.empty(**SIZES, dtype=jnp.bfloat16, bits=True),
+    "ring buffer": lambda: RingBufferCache.empty(**SIZES),
+    "quantized": lambda: QuantizedKVCache.empty(**SIZES, head_shares=2),
+    "pages": lambda: PagedKVCache.empty(**SIZES, **PAGES),
+    "layer": lambda: StackedKVCache.empty(2, **SIZES).layer(1),
+    "layer of pages": lambda: StackedPagedKVCache.empty(2, **SIZES, **PAGES).layer(1),
+    "latents": lambda: LatentKVCache.empty(B, 64, rank=D, rotary_dim=D),
+}
+
+
+def mesh_of(kind=AxisType.Explicit):
+    return jax.make_mesh((2, 2), ("dp", "tp"), (kind,) * 2, devices=jax.devices()[:4])
+
+
+def step(cache, q, k, v):
+    offset = cache.length
+    cache = cache.append(k, v)
+    value = cache.key.first if isinstance(cache, LatentKVCache) else cache.value
+    place = dict(q_offset=offset, kv_positions=cache.positions)
+    mask = Causal() & cache.mask()
+    return cache, attention(q, cache.key, value, Ragged(), mask=mask, **place).attention_outputs
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_caches_stay_sharded(name):
+    """Rows, or those of the heads where rows share pages."""
+    with jax.set_mesh(mesh_of()) as mesh:
+        cache = jax.eval_shape(KINDS[name])
+        inner = getattr(cache, "cache", cache)
+        heads, rows = cache.key.shape[-2], isinstance(inner, ROWS)
+
+        def place(x):
+            """By rows, and by heads, which is the last axis but one of keys and values."""
+            spec = ["dp" if rows and x.shape and x.shape[0] == B else None, *[None] * (x.ndim - 1)]
+            if x.ndim >= 4 and heads > 1:
+                spec[-2] = "tp"
+            return jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, P(*spec[: x.ndim]))
+            )
+
+        cache = jax.tree.map(place, cache)
+        new = NamedSharding(mesh, P("dp", None, "tp" if heads > 1 else None))
+        make = lambda h, d: jax.ShapeDtypeStruct((B, T, h, d), cache.key.dtype, sharding=new)
+        width = cache.key.shape[-1]
+        made, out = jax.eval_shape(step, cache, make(H, width), make(heads, D), make(heads, D))
+        spec = lambda x: tuple(x.sharding.spec) + (None,) * (x.ndim - len(x.sharding.spec))
+        assert jax.tree.map(spec, made) == jax.tree.map(spec, cache)
+        assert out.sharding.spec == P("dp", None, new.spec[2], None)
+        if isinstance(inner, ROWS):
+            turned, fewer = (
+                jax.eval_shape(lambda c, n=n: c.reorder(jnp.arange(n)), cache) for n in (B, 1)
+            )
+            assert jax.tree.map(spec, turned) == jax.tree.map(spec, cache)
+            assert fewer.length.sharding.spec == P(None) and fewer.length.shape == (1,)
+
+
+def test_values_of_a_sharded_cache():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(B, 2 * T, h, D)).astype(np.float32) for h in (H, K, K))
+    want = exact(q, k, v, visible=np.tri(2 * T, dtype=bool))[0]
+    with jax.set_mesh(mesh_of()) as mesh:
+        place = lambda x: jax.device_put(x, NamedSharding(mesh, P(*["dp", None, "tp"][: x.ndim])))
+        cache = jax.tree.map(place, KVCache.empty(**SIZES))
+        run, outs = jax.jit(step), []
+        for part in (slice(0, T), slice(T, None)):
+            cache, out = run(cache, *(place(x[:, part]) for x in (q, k, v)))
+            outs.append(np.asarray(out))
+    np.testing.assert_allclose(np.concatenate(outs, 1), want, atol=1e-5)
