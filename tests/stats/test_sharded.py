@@ -80,7 +80,8 @@ def test_mass_of_stored_keys_of_each_device():
 
 @pytest.mark.parametrize("cls", [Blockwise, Ragged, Dense])
 def test_results_lie_as_the_arrays_on_explicit_meshes(cls):
-    with jax.set_mesh(mesh_of(AxisType.Explicit, dp=2, tp=2)) as mesh:
+    mesh = mesh_of(AxisType.Explicit, dp=2, tp=2)
+    with jax.set_mesh(mesh):
         place = lambda x: jax.device_put(x, NamedSharding(mesh, P("dp", None, "tp")))
         query, key = place(QUERY), place(KEY)
 
