@@ -48,7 +48,12 @@ def step(cache, q, k, v):
     return cache, attention(q, cache.key, value, Ragged(), mask=mask, **place).attention_outputs
 
 
-@pytest.mark.parametrize("name", KINDS)
+SLOW = ("ring buffer", "quantized", "layer", "layer of pages")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in KINDS]
+)
 def test_caches_stay_sharded(name):
     """Rows, or those of the heads where rows share pages."""
     mesh = mesh_of()
