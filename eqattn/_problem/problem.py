@@ -37,7 +37,7 @@ from ..scores._base import AbstractScore
 from ..scores._bias import Bias
 from ..scores._dropout import seed_of
 from ..scores._soft_cap import SoftCap
-from .storage import AbstractStored
+from .storage import AbstractStored, check_computable
 
 
 if TYPE_CHECKING:

@@ -333,3 +333,15 @@ class Pages(AbstractStored):
 def as_stored(x: Any) -> AbstractStored:
     """Wraps an array as `Stored`; other forms stay as they are."""
     return x if isinstance(x, AbstractStored) else Stored(x)
+
+
+def check_computable(**dtypes: Any) -> None:
+    """**Raises:** `TypeError` for a dtype that is not of real floats with products of their own."""
+    for name, dtype in dtypes.items():
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point, got {dtype}; cast it first.")
+        if jnp.dtype(dtype).itemsize < 2:
+            raise TypeError(
+                f"{name} must be bfloat16 or wider, got {jnp.dtype(dtype)}: cast it. A cache such "
+                "as QuantizedKVCache.empty(..., stored=jnp.float8_e4m3fn) keeps narrower numbers."
+            )

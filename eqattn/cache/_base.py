@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._jax import explicit_axes, sharding_of
-from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_computable, check_floating
+from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_floating
 from .._problem.bits import Bits
 from .._problem.key_shards import stored_specs
 from .._problem.mesh import without_explicit_axes
-from .._problem.storage import Quantized, split_heads
+from .._problem.storage import check_computable, Quantized, split_heads
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 

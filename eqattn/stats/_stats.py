@@ -200,7 +200,7 @@ class _Call:
                 "needs a jax.shard_map with check_vma=True, or whole arrays outside of it."
             )
         heads = jnp.zeros_like(self.query.sum((-3, -1)), self.dtype)[..., None, None]
-        if self.stored:
+        if isinstance(self.key, AbstractStored):
             nothing = jnp.broadcast_to(heads, self.keys)
             whole = self.key.table is not None  # Each device has all of a table of pages.
             return nothing if whole else vary(nothing, varying_axes(*jax.tree.leaves(self.key)))

@@ -17,6 +17,7 @@ from .._sweep.top import greatest
 from ..masks._terms import leaf_terms
 from ..strategies import AttentionImpl, Blockwise
 from ..strategies._checks import check_strategy
+from ..strategies._explicit_axes import known_partition
 from ..strategies._fold_strategy import AbstractFoldStrategy
 
 
@@ -136,6 +137,7 @@ def top_keys(
             strategy.metadata,
             precision=getattr(strategy, "precision", None),
             shards=shards,
+            partition=partition,
             **options,
         )
         found = strategy.top(problem, n)
@@ -143,8 +145,9 @@ def top_keys(
         shape = (*problem.batch_shape, heads, t, n)
         return tuple(jnp.swapaxes(x, 1, 2).reshape(shape) for x in found)
 
-    spec = None
+    spec = partition = None
     if explicit_axes(query):
+        partition = known_partition(query, key)
         *batch, t, heads, _ = sharding_of(query)
         spec = P(*batch, heads, t, None)
     args = strategy, query, key, options

@@ -1,5 +1,6 @@
-"""What the types of arrays tell about the devices, where axes of a mesh are explicit."""
+"""Calls whose arrays have explicit mesh axes: what types tell of them, and how they run without."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +10,7 @@ from jaxtyping import Array
 
 from .._config.partition import names_of
 from .._jax import explicit_axes, sharding_of
+from .._problem.mesh import without_explicit_axes
 from .._problem.storage import as_stored
 
 
@@ -24,16 +26,18 @@ def known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
     return None if any(rest) else batch, heads, idle
 
 
-def result_specs(q: Array, v: Any) -> dict[str, Any]:
-    """How the results of a call are sharded, by name: as the query is."""
+def sharded_as_query(run: Callable, args: tuple, wanted: Sequence[str]) -> dict:
+    """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
+    _, q, _, v, _ = args
     *batch, t, heads, _ = sharding_of(q)
     numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
     features = sharding_of(numbers[0])[-1] if numbers else None
     rows, values = P(*batch, t, heads), P(*batch, t, heads, features)
-    return {
+    specs = {
         "outputs": values,
         "weights": P(*batch, heads, t, None),
         "logsumexp": rows,
         "carry": (values, rows, rows),
         "max_logits": rows,
     }
+    return without_explicit_axes(run, args, q, {name: specs[name] for name in wanted})

@@ -18,7 +18,7 @@ from .._jax import explicit_axes
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._problem.joined import read_once
-from .._problem.mesh import ManualAxes, with_kernel, without_explicit_axes
+from .._problem.mesh import ManualAxes, with_kernel
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem
 from .._problem.storage import AbstractStored
 from .._sweep.lowering import Lowering, XLA
@@ -321,14 +321,15 @@ class AbstractFoldStrategy(AttentionImpl):
         check_precision(self.precision)
         q = jnp.asarray(as_array(q, "query"))
         v = read_once(k, v) if self.reads_stored else v
-        args, partition, specs = (self, q, k, v, options), None, {}
+        args = (self, q, k, v, options)
         if explicit_axes(q):
-            from ._explicit_axes import known_partition, result_specs
+            from ._explicit_axes import known_partition, sharded_as_query
 
-            partition, specs = known_partition(q, k, v), result_specs(q, v)
-        run = lambda *args: _computed(*args, partition, wanted)
-        specs = {name: spec for name, spec in specs.items() if name in wanted}
-        results = without_explicit_axes(run, args, q, specs)
+            partition = known_partition(q, k, v)
+            run = lambda *args: _computed(*args, partition, wanted)
+            results = sharded_as_query(run, args, wanted)
+        else:
+            results = _computed(*args, None, wanted)
         return AttentionOutput(
             attention_weights=results.get("weights"),
             attention_outputs=results["outputs"],

@@ -312,7 +312,9 @@ def test_pages_of_many_layers(devices, stored):
 
 
 def test_lists_of_keys_in_a_shard_map():
-    """They name keys of all devices, with the positions of the device's own or without."""
+    """They name keys of all devices, traced or known, with the positions of the device's keys or
+    without.
+    """
     mesh, t, s = mesh_of(), 3, 16
     q, k, v = tokens(t)[0], *tokens(s)[1:]
     indices = np.random.default_rng(0).integers(-1, s, (B, 1, t, 5), dtype=np.int32)
@@ -324,7 +326,8 @@ def test_lists_of_keys_in_a_shard_map():
     def run(q, k, v, indices):
         at = jax.lax.axis_index("keys") * (s // N) + jnp.arange(s // N, dtype=jnp.int32)
         attend = ft.partial(attention, q, k, v, strategy)
-        outs = attend(mask=Selected(indices)), attend(mask=Selected(known), kv_positions=at)
+        outs = [attend(mask=Selected(x)) for x in (indices, known)]
+        outs += [attend(mask=Selected(known), kv_positions=at)]
         return [out.attention_outputs for out in outs]
 
     known = indices

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _reference import exact
-from jax.sharding import AxisType, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, Ragged, Selected, stats
 from eqattn.cache import RingBufferCache
@@ -55,24 +54,6 @@ def test_two_keys_at_one_position_cannot_be_listed(strategy):
     # What is below 0 is no key.
     out = attention(q, k, v, strategy, mask=mask, kv_positions=jnp.array([0, -1, -1, 2]))
     np.testing.assert_allclose(out.attention_outputs, v[:, :1].repeat(2, 2).repeat(2, 1), atol=1e-6)
-
-
-def test_known_lists_of_keys_on_other_devices():
-    """In a `jax.shard_map` of one's own each device has some of the keys, of which a list that is
-    closed over names all.
-    """
-    q, k, v = arrays(2, 8)
-    listed = RNG.integers(0, 8, (2, 1, 2, 3))
-    want = exact(q, k, v, visible=(listed[..., None] == np.arange(8)).any(-2))[0]
-    mesh = jax.make_mesh((2,), ("keys",), axis_types=(AxisType.Auto,))
-    strategy = Ragged(BLOCKS, axis_name="keys")
-
-    def own(q, k, v):
-        return attention(q, k, v, strategy, mask=Selected(listed)).attention_outputs
-
-    keys = P(None, "keys")
-    got = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(P(), keys, keys), out_specs=P()))(q, k, v)
-    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_mass_of_listed_keys(x64):

@@ -3,7 +3,7 @@
 
 MUTANTS = [
     (
-        "_misc.py",
+        "_problem/storage.py",
         "problem/test_attention_errors.py -k eight",
         [
             ("if jnp.dtype(dtype).itemsize < 2:", "if False:"),
@@ -13,9 +13,15 @@ MUTANTS = [
         "masks/_selected.py",
         "masks/test_selected_positions.py",
         [
-            ("elif not jax.sharding.get_abstract_mesh().manual_axes:", "else:"),
             ("            check_distinct(kv_positions)\n", "            pass\n"),
             ("== rows[..., :-1]) & (rows[..., 1:] >= 0)", "== rows[..., :-1])"),
+        ],
+    ),
+    (
+        "masks/_selected.py",
+        "cache/test_key_shards.py -k lists_of_keys",
+        [
+            ("elif not jax.sharding.get_abstract_mesh().manual_axes:", "else:"),
         ],
     ),
     (

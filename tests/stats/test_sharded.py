@@ -37,7 +37,7 @@ def mesh_of(kind, **sizes):
 
 @pytest.mark.parametrize(
     "cls",
-    [Ring, Ragged, *(pytest.param(x, marks=pytest.mark.slow) for x in (Ulysses, AllGather))],
+    [Ring, *(pytest.param(x, marks=pytest.mark.slow) for x in (Ragged, Ulysses, AllGather))],
 )
 def test_mass_of_the_keys_of_each_device(cls):
     """In a `jax.shard_map` of one's own, a device has some of the keys, and gets their mass: not
