@@ -319,18 +319,6 @@ def check_floating(**arrays: Any) -> None:
             raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
 
 
-def check_computable(**dtypes: Any) -> None:
-    """**Raises:** `TypeError` for a dtype that is not of real floats with products of their own."""
-    for name, dtype in dtypes.items():
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {dtype}; cast it first.")
-        if jnp.dtype(dtype).itemsize < 2:
-            raise TypeError(
-                f"{name} must be bfloat16 or wider, got {jnp.dtype(dtype)}: cast it. A cache such "
-                "as QuantizedKVCache.empty(..., stored=jnp.float8_e4m3fn) keeps narrower numbers."
-            )
-
-
 def as_dtype(dtype: Any, name: str) -> np.dtype:
     """A dtype that JAX has. **Raises:** `TypeError` for what is no dtype, and `ValueError` for a
     dtype of 64 bits that JAX would halve.

@@ -20,7 +20,6 @@ from .._misc import (
     as_array,
     as_int,
     check_64_bits,
-    check_computable,
     check_floating,
     concrete,
     iota,
