@@ -87,9 +87,11 @@ def waits_for_cache(itemsize: int) -> bool:
     """Whether 512 tokens of a cache take longer to copy than to visit.
 
     Both take a time in proportion to the heads. They are compared in `decode` and `decode, int8` of
-    `tpu-report`.
+    `tpu-report`. Of the older chips, those with two cores have the faster memory.
     """
-    return generation() < (6 if itemsize == 1 else 7)
+    if itemsize == 1:
+        return generation() < 6 and cores() == 1
+    return generation() < 7
 
 
 def generation() -> int:

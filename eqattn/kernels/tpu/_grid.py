@@ -126,11 +126,17 @@ class KernelGrid:
         return (*parts, *sizes)
 
     def pair(self, ids: Sequence, work_ref: Any, lag: int = 0) -> Any:
-        """The packed pair of the step `lag` before this one; at the first step, its own."""
+        """The packed pair of the step `lag` before this one; at the first step, its own. With a lag
+        of -1 it is that of the next step, if the list has one.
+        """
         part, ids = split_at(ids, bool(self.parts))
         at = [ids[self.order.index(a)] for a in self.table_axes]
         step = ids[self.order.index(None)]
-        return work_ref[(*part, *at, jnp.maximum(step - lag, 0) if lag else step)]
+        if lag > 0:
+            step = jnp.maximum(step - lag, 0)
+        elif lag < 0:
+            step = jnp.minimum(step - lag, work_ref.shape[-1] - 1)
+        return work_ref[(*part, *at, step)]
 
     def index(self, axes: tuple[int, ...], ids: Sequence, refs: Sequence, lag: int = 0) -> list:
         """The index on the given grid axes of the block that a step reads or writes.
