@@ -1,15 +1,16 @@
-"""Mistakes in what decoding on TPUs folds, and in the copies that its kernel makes."""
+"""Mutants of what decoding on TPUs folds, and of the copies that its kernel makes."""
+# fmt: off
 
-FOLDED = ["tests/kernels/test_tpu_decode.py"]
-ROWS = ["tests/kernels/test_tpu_decode.py", "tests/kernels/test_tpu_ragged.py", "-k", "caches or races or share or fold"]
+FOLDED = "kernels/test_tpu_decode.py"
+COPIED = "kernels/test_tpu_ragged.py -k 'caches or races or share'"
 
-MUTATIONS = [
+MUTANTS = [
     (
         "kernels/tpu/_decode_program.py",
         FOLDED,
         [
             ("return self.rows if SUBLANES % share or self.rows % SUBLANES else SUBLANES", "return SUBLANES"),
-            ("own = row // (self.rows // self.groups) == column % self.groups", "own = row // (self.rows // self.groups) == column % self.groups + 0 * row + 1"),
+            ("own = row // (self.rows // self.groups) == column % self.groups", "own = row // (self.rows // self.groups) == (column + 1) % self.groups"),
             ("return jnp.concatenate([jnp.where(mine, x, other) for mine in masks]) if masks else x", "return jnp.concatenate([x for mine in masks]) if masks else x"),
             ("period = math.lcm(LANES, self.groups)", "period = LANES"),
             ("return ft.reduce(op, [x[:, i : i + period] for i in range(0, x.shape[1], period)])", "return x[:, :period]"),
@@ -18,12 +19,11 @@ MUTATIONS = [
     ),
     (
         "kernels/tpu/_decode_copies.py",
-        ROWS,
+        COPIED,
         [
             ("start(1 - here, self.lag - 1)", "start(1 - here, self.lag)"),
             ("pl.when(step == 0)(lambda: start(here, self.lag))", "pl.when(step == 0)(lambda: start(here, self.lag - 1))"),
             ("return lambda: x.read(buffer.at[here, n])", "return lambda: x.read(buffer.at[1 - here, n])"),
-            ("pl.when(step == pl.num_programs(len(ids) - 1) - 1)(lambda: wait(1 - here))", "pass"),
         ],
     ),
     (
