@@ -142,14 +142,14 @@ class _Decode:
         read = ft.partial(self.grid.read, ids=ids, refs=(work_ref, *tables))
         for i, x in self.ahead.items():
             load[i] = ft.partial(read, x, ins[i])
-        fetch = {i: ft.partial(read, x, vals[i], lag=1) for i, x in self.behind.items()}
+        fetched: Any = {i: ft.partial(read, x, vals[i], lag=1) for i, x in self.behind.items()}
         for copies in self.copies:
             buffer, semaphores, *buffers = buffers
-            refs, readers = (vals, fetch) if copies.lag else (ins, load)
-            here = copies.run(ids, (work_ref, *tables), refs, buffer, semaphores)
+            given, readers = (vals, fetched) if copies.lag else (ins, load)
+            here = copies.run(ids, (work_ref, *tables), given, buffer, semaphores)
             for i, reader in here.items():
                 readers[i] = reader
-        fetch = list(fetch.values())
+        fetch = list(fetched.values())
         kind, empty = kind_of(pair), kind_of(pair) == EMPTY
         own = lax.rem(ids[-1], 2)
         both = logits.at[own], logits.at[1 - own]
