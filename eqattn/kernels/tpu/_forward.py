@@ -50,8 +50,6 @@ class _Fold:
     - `grid`: the kernel's grid.
     - `form`: what is computed in a block.
     - `ahead`, `behind`: the operands that logits read, and those that values read, by index.
-    - `turned`: the index of the operand of logits that a step turns at the first pair of a row,
-        such as queries; or none.
     - `early`: whether a step turns its values for the step that adds them.
     - `ends`: the operands that `finish` reads.
     - `start`: numerator, denominator and maximum of an earlier visit to go on with, or none.
@@ -62,7 +60,6 @@ class _Fold:
     form: FoldSpec
     ahead: dict[int, KernelOperand]
     behind: dict[int, KernelOperand]
-    turned: list[int]
     early: bool
     ends: list[KernelOperand]
     start: list[KernelOperand]
@@ -89,14 +86,11 @@ class _Fold:
     @property
     def scratch(self) -> list:
         """For each head that a step visits, the Carry; of the pair before its logits, their maxima
-        and the dropout weights; and what is turned: operands of the row, and values of this pair
-        and of the one before.
+        and the dropout weights; and the values of this pair and of the one before, turned.
         """
         keys, rows = self.form.layout.block
         shapes = [(x, jnp.float32) for x in (*self.carry, (keys, rows), (1, rows))]
         shapes += [((keys, rows), jnp.float32)] * self.form.weighted
-        of_row = [self.ahead[i] for i in self.turned]
-        shapes += [(x.shape[::-1], x.array.dtype) for x in of_row]
         if self.early:
             x = self.behind[0]
             shapes.append(((2, *x.shape[::-1]), x.array.dtype))
@@ -126,33 +120,23 @@ class _Fold:
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
         read = ft.partial(grid.read, ids=ids, refs=(work_ref, *tables))
         running, ended = ids[-1] > 0, (before & LAST) != 0
-        bodies, turns_at_first = [], []
+        bodies = []
         for head in range(grid.abreast):
             num, den, top, s, most, *others = [ref.at[head] for ref in left]
-            weights, kept = split_at(others, form.weighted)
+            weights, turned = split_at(others, form.weighted)
             of_head = ft.partial(read, head=head)
             load, lie = _readers(form.logits[form.full], self.ahead, ins, of_head)
             fetch, lie_before = _readers(
                 form.values[form.full], self.behind, vals, ft.partial(of_head, lag=1)
             )
-            for i, ref in zip(self.turned, kept):
-                load[i], lie[i] = (lambda ref=ref: ref[...]), False
-                turns_at_first.append((ref, self.ahead[i], ins[i], of_head))
             aside = None
             if self.early:
                 now = lax.rem(ids[-1], 2)
-                here, there = (kept[-1].at[i] for i in (now, 1 - now))
+                here, there = (turned[0].at[i] for i in (now, 1 - now))
                 aside = ft.partial(_turn, here, self.behind[0], vals[0], of_head)
                 fetch[0], lie_before[0] = (lambda there=there: there[...]), True
             state = num, den, top, s, most, weights
             bodies.append(FoldStepBody(form, load, lie, fetch, lie_before, *state, aside))
-
-        if self.turned:
-
-            @pl.when((pair & FIRST) != 0)
-            def _():
-                for turned in turns_at_first:
-                    _turn(*turned)
 
         def clear():
             for body in bodies:
@@ -245,21 +229,20 @@ def _plan(
     if whole is None or whole.flips_values:  # they are the left of a product
         value.flipped[0] = value.flipped[0] or matrix(blocks[n])
     ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
-    turned, early = [], False
+    early = False
     innermost = layout.lowering is not None and layout.lowering.features_innermost()
     if whole is not None and innermost and not form.grouped:
         main = form.logits[form.full]
         for i, x in ahead.items():
             if main.held[i] and COL not in x.axes and turns(blocks[i]):
                 ahead[i] = KernelOperand(operands[i], x.axes, flipped=True)
-                turned.append(i)
         early = 0 in behind and not behind[0].flipped and turns(blocks[n])
     start = [
         KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
     ]
     reads = () if whole is None else whole.reads
     ends = [KernelOperand(operands[i], layout.in_axes[i]) for i in reads]
-    return _Fold(grid, form, ahead, behind, turned, early, ends, start, whole), work
+    return _Fold(grid, form, ahead, behind, early, ends, start, whole), work
 
 
 def _heads_abreast(form: FoldSpec, kept: tuple[int, ...]) -> int:
