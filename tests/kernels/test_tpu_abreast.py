@@ -11,7 +11,7 @@ from _tpu_races import without_races
 from conformance import bound, oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Segments
-from eqattn.kernels.tpu import _forward, TPULowering
+from eqattn.kernels.tpu import _forward, _work_list, TPULowering
 
 
 T, D, SIZE = 40, 8, 16
@@ -84,12 +84,13 @@ def test_rows_of_each_batch_element(plans, monkeypatch):
     """Lists that differ between batch elements, too long to be shared by all, and a value that is
     not finite: it reaches the rows of its head that see it.
     """
+    monkeypatch.setattr(_work_list, "SHORT", 4)
     ids = jnp.asarray(np.arange(2 * T).reshape(2, T) // 24)
     q, k, v, _ = draw()
     bad = v.at[1, 20, 2].set(jnp.nan)
     f = lambda v: attention(q, k, v, STRATEGY, mask=Causal() & Segments(ids)).attention_outputs
     found, dirty = jax.jit(lambda: (f(v), f(bad)))()
-    assert {p.grid.abreast for p in plans} == {2}
+    assert {(p.grid.abreast, p.grid.merged) for p in plans} == {(2, ())}
     shown = om.causal(T, T) & (ids[:, None, :, None] == ids[:, None, None, :])
     arrays = [np.float64(x) for x in (q, k, v)]
     judged({"out": found}, oracle.Problem(*arrays, scale=D**-0.5, mask=np.asarray(shown)))
