@@ -44,6 +44,11 @@ def draw(heads=4, kv_heads=4, batch=2):
     return [normal(i, batch, T, *shape) for i, shape in enumerate(shapes)]
 
 
+def problem_of(q, k, v, mask):
+    q, k, v = (np.float64(x) for x in (q, k, v))
+    return oracle.Problem(q, k, v, scale=D**-0.5, mask=mask)
+
+
 def judged(found, problem, g=None):
     """Whether outputs, and gradients of the query, the key and the value, are within the bound."""
     precision = bound.precision_of(jnp.float32)
@@ -72,12 +77,8 @@ def test_values_and_gradients(innermost, kv_heads, plans, monkeypatch):
 
     found = run(q, k, v, g)
     assert [p.grid.abreast for p in plans] == [2] and plans[0].early == innermost
-    arrays = [np.float64(x) for x in (q, k, v)]
-    problem = oracle.Problem(
-        *arrays, scale=D**-0.5, mask=om.causal(T, T), bias=np.float64(bias),
-        sinks=np.float64(sinks),
-    )  # fmt: skip
-    judged(found, problem, g)
+    problem = problem_of(q, k, v, om.causal(T, T))
+    judged(found, problem.replace(bias=np.float64(bias), sinks=np.float64(sinks)), g)
 
 
 def test_rows_of_each_batch_element(plans, monkeypatch):
@@ -92,8 +93,7 @@ def test_rows_of_each_batch_element(plans, monkeypatch):
     found, dirty = jax.jit(lambda: (f(v), f(bad)))()
     assert {(p.grid.abreast, p.grid.merged) for p in plans} == {(2, ())}
     shown = om.causal(T, T) & (ids[:, None, :, None] == ids[:, None, None, :])
-    arrays = [np.float64(x) for x in (q, k, v)]
-    judged({"out": found}, oracle.Problem(*arrays, scale=D**-0.5, mask=np.asarray(shown)))
+    judged({"out": found}, problem_of(q, k, v, np.asarray(shown)))
     seen = np.zeros(found.shape[:3], bool)
     seen[1, :, 2] = np.asarray(shown)[1, 0, :, 20]
     np.testing.assert_array_equal(np.isnan(dirty).any(-1), seen)
@@ -117,7 +117,5 @@ def test_races_and_memory_that_nothing_wrote(plans, monkeypatch):
     f = lambda *x: attention(*x, STRATEGY, mask=Causal()).attention_outputs
     got, count = without_races(f, q, k, v)
     assert count == 1 and plans[0].grid.abreast == 2 and plans[0].early
-    want = oracle.forward(
-        oracle.Problem(*map(np.float64, (q, k, v)), scale=D**-0.5, mask=om.causal(T, T))
-    )
+    want = oracle.forward(problem_of(q, k, v, om.causal(T, T)))
     np.testing.assert_allclose(got[0], want.out, rtol=0, atol=1e-5)

@@ -81,11 +81,10 @@ def test_a_value_that_is_not_finite_reaches_the_heads_that_see_it(case):
     q, k, v = arrays(*case)
     bad = v.copy()
     bad[0, 5, 1, 3] = np.inf
-    seen = np.isnan(np.asarray(call(q, k, bad).attention_outputs)).all((1, 3))
-    clean = want(q, k, v)[0]
+    got, clean = np.asarray(call(q, k, bad).attention_outputs), want(q, k, v)[0]
+    seen = np.asarray(np.isnan(got).all((1, 3)))
     share = case[1] // case[2]
     # A weight that underflows to 0 still makes NaN of what is not finite.
     assert seen[0].nonzero()[0].tolist() == list(range(share, 2 * share)) and not seen[1].any()
-    got = np.asarray(call(q, k, bad).attention_outputs)
     others = ~seen[:, None, :, None] & np.ones_like(got, bool)
     np.testing.assert_allclose(got[others], clean[others], rtol=2e-5, atol=2e-5)

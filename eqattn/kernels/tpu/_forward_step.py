@@ -6,6 +6,7 @@ that `exp(s)` is a power of two, as the hardware computes them.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -304,8 +305,8 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any) -> None:
 
     def poison():
         """Returns 1 if some value of the pair before is not finite, else 0."""
-        totals = jnp.stack([body.total() for body in bodies])
-        dirty = jnp.isnan(jnp.sum(totals * 0))
+        total = ft.reduce(jnp.add, [body.total() for body in bodies])
+        dirty = jnp.isnan(jnp.sum(total * 0))
 
         @pl.when(dirty)
         def _():
