@@ -71,7 +71,7 @@ def test_values_and_gradients(innermost, kv_heads, plans, monkeypatch):
 
     @jax.jit
     def run(q, k, v, g):
-        f = lambda *x: attention(*x, how, mask=Causal(), bias=bias).attention_outputs
+        f = lambda q, k, v: attention(q, k, v, how, mask=Causal(), bias=bias).attention_outputs
         out, transpose = jax.vjp(f, q, k, v)
         return {"out": out} | dict(zip("qkv", transpose(g)))
 
@@ -102,7 +102,7 @@ def test_rows_of_each_batch_element(plans, monkeypatch):
 
 def test_heads_that_have_no_neighbour(plans):
     """Three heads, and a table of pairs for each head, are visited one by one."""
-    run = lambda *x, **kw: attention(*x, STRATEGY, **kw).attention_outputs
+    run = lambda q, k, v: attention(q, k, v, STRATEGY).attention_outputs
     jax.eval_shape(run, *draw(3, 3)[:3])
     jax.jit(run).lower(*draw(3, 3)[:3])
     jax.jit(run).lower(*draw(2, 1)[:3])  # one key head for both
@@ -114,7 +114,7 @@ def test_races_and_memory_that_nothing_wrote(plans, monkeypatch):
     monkeypatch.setattr(TPULowering, "features_innermost", lambda self: True)
     monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
     q, k, v, _ = draw(2, 2, 1)
-    f = lambda *x: attention(*x, STRATEGY, mask=Causal()).attention_outputs
+    f = lambda q, k, v: attention(q, k, v, STRATEGY, mask=Causal()).attention_outputs
     got, count = without_races(f, q, k, v)
     assert count == 1 and plans[0].grid.abreast == 2 and plans[0].early
     want = oracle.forward(problem_of(q, k, v, om.causal(T, T)))
