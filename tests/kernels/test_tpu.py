@@ -255,20 +255,23 @@ def test_races_and_memory_that_nothing_wrote(mask):
 
 
 @pytest.mark.parametrize(
-    "generation, itemsize, keys, heads, tokens",
+    "generation, cores, itemsize, keys, heads, tokens",
     [
-        (0, 2, 8192, 8, 512),  # no chip is known
-        (5, 1, 8192, 8, 512),
-        (6, 2, 8192, 8, 512),
-        (6, 1, 8192, 8, 1024),
-        (7, 2, 8192, 8, 1024),
-        (7, 2, 2048, 8, 512),
-        (7, 2, 8192, 64, 512),  # vector memory could not hold two blocks of 1024
+        (0, 1, 2, 8192, 8, 512),  # no chip is known
+        (5, 1, 1, 8192, 8, 512),
+        (5, 2, 2, 8192, 8, 512),
+        (5, 2, 1, 8192, 8, 1024),
+        (6, 1, 2, 8192, 8, 512),
+        (6, 1, 1, 8192, 8, 1024),
+        (7, 1, 2, 8192, 8, 1024),
+        (7, 1, 2, 2048, 8, 512),
+        (7, 1, 2, 8192, 64, 512),  # vector memory could not hold two blocks of 1024
     ],
 )
-def test_blocks_of_a_cache(generation, itemsize, keys, heads, tokens, monkeypatch):
+def test_blocks_of_a_cache(generation, cores, itemsize, keys, heads, tokens, monkeypatch):
     """The faster the memory, the more tokens a step reads."""
     monkeypatch.setattr(_chip, "generation", lambda: generation)
+    monkeypatch.setattr(_chip, "cores", lambda: cores)
     for page in (0, 64):
         request = BlockRequest(
             1, keys, 32, jnp.dtype(jnp.bfloat16), 128, True, page, itemsize, heads * 256 * itemsize

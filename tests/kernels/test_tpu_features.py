@@ -65,7 +65,7 @@ def test_values_and_gradients(dtype, plans):
 
     alone, beside, *grads = run(q, k, v, g)
     folds = [p for p in plans if isinstance(p, _forward._Fold)]
-    assert [(p.turned, p.early) for p in folds] == [([0], True)] * 2
+    assert [(p.ahead[0].flipped, p.early) for p in folds] == [(True, True)] * 2
     (sums,) = [p for p in plans if isinstance(p, _backward._Sum)]
     # Of float32, the sums for queries are what is written.
     assert [x.turned for x in sums.results.values()].count(True) == (dtype == jnp.bfloat16)

@@ -8,8 +8,7 @@ MUTANTS = [
         "kernels/tpu/_forward.py",
         FEATURES,
         [
-            ("here, there = (kept[-1].at[i] for i in (own, 1 - own))", "here, there = (kept[-1].at[i] for i in (own, own))"),
-            ("            @pl.when((pair & FIRST) != 0)", "            @pl.when((before & FIRST) != 0)"),
+            ("here, there = (turned[0].at[i] for i in (now, 1 - now))", "here, there = (turned[0].at[i] for i in (now, now))"),
             ("int(not plan.early or i > 0)", "1"),
             ("if main.held[i] and COL not in x.axes and turns(blocks[i]):", "if False:"),
         ],

@@ -150,8 +150,9 @@ def _cycles(kept: tuple[int, ...], lag: int, once: tuple[int, ...] = ()) -> Call
     """The cycles of a kernel of eqattn: of all steps on its list."""
 
     def cycles(steps: Steps) -> int:
-        tile = Call(tokens=TOKENS, dim=DIM).tile()
-        counts = whole.count(TOKENS, tile, BATCH_SIZE * HEADS, kept, lag, steps.skips)
+        call = Call(tokens=TOKENS, dim=DIM)
+        tile, heads = call.tile(), BATCH_SIZE * HEADS // (call.abreast() if lag else 1)
+        counts = whole.count(TOKENS, tile, heads, kept, lag, steps.skips)
         return counts.cycles(steps, once)
 
     return cycles

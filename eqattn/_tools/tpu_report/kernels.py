@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..._problem.problem import Problem
 from ..._problem.storage import Pages, Quantized
 from ..._sweep.grid import BATCH, COL, HEAD, replaced, ROW
 from ...kernels.tpu import TPULowering
+from ...kernels.tpu._chip import heads_abreast
 from ...masks._causal import Causal
 from ...masks._padding import KeyPadding
 from ...masks._segments import Segments
@@ -41,6 +43,7 @@ class Call:
     - `block_q`, `block_k`: the block sizes of the metadata; None chooses them.
     - `gradient`: the arguments (0, 1, 2) whose gradients are returned too.
     - `tangent`: whether the tangent of the output is returned too, for tangents of all arguments.
+    - `weighted`: whether the options multiply probabilities by dropout weights.
     - `operands`: the shapes of further arrays, by name.
     - `options`: a function of these arrays that returns keyword arguments of `attention`, and
         keyword arguments of the metadata.
@@ -52,6 +55,7 @@ class Call:
     block_k: int | None = None
     gradient: tuple[int, ...] = ()
     tangent: bool = False
+    weighted: bool = False
     operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
     options: Callable[..., tuple[dict[str, Any], dict[str, Any]]] = lambda: ({}, {})
 
@@ -90,6 +94,10 @@ class Call:
             return backward, (self.arrays, operands, self.arrays[0])
         return forward, (self.arrays, operands)
 
+    def abreast(self) -> int:
+        """How many heads a step of its forward visits."""
+        return 1 if self.weighted else heads_abreast(math.prod(self.tile()), self.dim)
+
     def tile(self) -> tuple[int, int]:
         """How many queries and keys a block has."""
         found = []
@@ -115,6 +123,7 @@ def _forward(name: str, *, whole: bool = True, plain: str = "", **kw: Any) -> Ke
         products=2 * call.dim,
         whole=Whole(call.tokens, HEADS, kept, lag=1) if whole else None,
         plain=plain,
+        abreast=call.abreast,
     )
 
 
@@ -149,12 +158,15 @@ def _tangent(name: str, **kw: Any) -> Kernel:
     )
 
 
-def _feature(name: str, options: Callable[..., Any], **operands: Any) -> Kernel:
+def _feature(
+    name: str, options: Callable[..., Any], weighted: bool = False, **operands: Any
+) -> Kernel:
     shapes = {k: jax.ShapeDtypeStruct(shape, dtype) for k, (shape, dtype) in operands.items()}
     return _forward(
         f"forward, {name}",
         whole=False,
         plain="forward",
+        weighted=weighted,
         operands=tuple(shapes.items()),
         options=options,
     )
@@ -261,7 +273,7 @@ KERNELS = (
     _feature("sinks", lambda aux: ({}, {"softmax_aux": aux}), aux=((HEADS,), jnp.float32)),
     _feature("soft cap", lambda: ({}, {"logits_soft_cap": 30.0})),
     _feature("bias", lambda x: ({"bias": x}, {}), x=((1, HEADS, _T, _T), jnp.float32)),
-    _feature("dropout", lambda: ({"key": jax.random.key(0)}, {"dropout_prob": 0.1})),
+    _feature("dropout", lambda: ({"key": jax.random.key(0)}, {"dropout_prob": 0.1}), weighted=True),
 )
 
 

@@ -16,7 +16,7 @@ class Row:
     - `plain`: for a kernel with a feature, the name of the kernel without it; else empty.
     - `tile`: how many queries and keys a block has.
     - `cycles`: the cycles of a step of the grid, with its overhead, on a pair of blocks that is not
-        masked.
+        masked. Where a step has such a pair for each of several heads, they are shared out.
     - `masked`: the cycles of a step on a masked pair; None if there is no difference.
     - `useful`: the share of `cycles` that the products would take at the matrix units' peak.
     - `whole`: that share for the whole kernel and its visible pairs; None if it is not known.

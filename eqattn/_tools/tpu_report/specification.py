@@ -40,6 +40,8 @@ class Kernel:
     - `plain`: the name of the same kernel without its feature.
     - `innermost`: whether a step is a trip of the innermost loop around the products. Otherwise it
         is a trip of the outermost loop, the grid.
+    - `abreast`: a function that returns how many such tiles, of as many heads, a step has. It is
+        called as `tile` is.
     """
 
     name: str
@@ -51,3 +53,4 @@ class Kernel:
     whole: Whole | None = None
     plain: str = ""
     innermost: bool = False
+    abreast: Callable[[], int] = lambda: 1

@@ -54,10 +54,10 @@ def _cached_tokens(request: BlockRequest) -> int:
     """How many tokens of a cache are read in one step.
 
     Where memory is slow, 512 tokens take longer to copy than to visit: on v6e 2243 cycles, with 8
-    heads of 128 in bfloat16. Elsewhere 1024 tokens take fewer cycles than twice 512 do: 2624
-    instead of 3466 on v7x. They are read of long caches only, as a short row of them would wait for
-    memory that it does not need; and of caches of which two such blocks leave room in vector
-    memory.
+    heads of 128 in bfloat16. Elsewhere 1024 tokens take fewer cycles than twice 512 do: 3266
+    instead of 3842 of int8 on v5p. They are read of long caches only, as a short row of them would
+    wait for memory that it does not need; and of caches of which two such blocks leave room in
+    vector memory.
     """
     from ._chip import VMEM, waits_for_cache
 

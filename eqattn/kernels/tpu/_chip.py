@@ -72,13 +72,30 @@ def wide_units() -> bool:
     return generation() >= 6
 
 
+def heads_abreast(pairs: int, width: int) -> int:
+    """How many heads a step of the forward visits.
+
+    Where matrix units are wide, the products of a pair of blocks take 1,600 cycles, and what a step
+    costs besides takes 400. Of two heads, both are busy meanwhile: a pair takes 1971 cycles on v6e
+    instead of 2094. On a v7x it took 1972 instead of 2095, by a first trial. On older chips
+    products take 4,096. The instructions for two must fit into the memory for these, so blocks may
+    not be larger than usual.
+
+    **Arguments:**
+
+    - `pairs`: the pairs of query and key of a block.
+    - `width`: the size of the last axis of values.
+    """
+    return 2 if generation() == 6 and pairs * width <= 2**27 else 1
+
+
 def copies_slowly() -> bool:
     """Whether main memory takes longer to copy a block than a kernel takes to transpose it, and
     steps have time for transposes besides.
 
     A v6e copies 1024 x 128 numbers of bfloat16 in about 560 cycles, a v7x in 270. A kernel takes
-    330 for those of queries and 240 for those of outputs, by edges of `forward` in `tpu-report`.
-    Other chips have narrow matrix units, and were not measured.
+    240 for those of outputs, by edges of `forward` in `tpu-report`. Matrix units take queries in
+    both ways. Other chips have narrow matrix units, and were not measured.
     """
     return generation() == 6
 
@@ -87,9 +104,11 @@ def waits_for_cache(itemsize: int) -> bool:
     """Whether 512 tokens of a cache take longer to copy than to visit.
 
     Both take a time in proportion to the heads. They are compared in `decode` and `decode, int8` of
-    `tpu-report`.
+    `tpu-report`. Of the older chips, those with two cores have the faster memory.
     """
-    return generation() < (6 if itemsize == 1 else 7)
+    if itemsize == 1:
+        return generation() < 6 and cores() == 1
+    return generation() < 7
 
 
 def generation() -> int:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -27,18 +26,12 @@ from ..._carry import Carry, change_of_origin
 from ..._jax import abstract
 from ..._sweep.grid import EMPTY, FEW_ROWS, GridLayout
 from ._chip import cores, VMEM
-from ._decode_program import FlatHeadsProgram
+from ._decode_copies import BlockCopies, copied
+from ._decode_program import FlatHeadsProgram, FoldedRows, OwnColumns
 from ._grid import abstract_blocks, KernelGrid, KernelOperand, split_at
 from ._products import product_of
 from ._program import Program
 from ._work_list import FIRST, in_parts, kind_of, LAST
-
-
-COLUMNS = 1024
-"""The columns of logits that are computed at one time.
-
-The number was chosen by trial; `decode` in `python -m eqattn tpu-report` shows its effect.
-"""
 
 
 def decode_programs(steps: dict[int, Any], layout: GridLayout, args: Sequence) -> dict | None:
@@ -75,8 +68,7 @@ class _Decode:
     - `grid`: the kernel's grid.
     - `logits`, `values`: the programs in the flat form; `logits` for each class of block.
     - `ahead`, `behind`: the operands that logits read, and those that values read, by index.
-    - `belongs`: whether a column is of a row's own group, `[rows, keys * groups]`; none if there is
-        one group.
+    - `own`: which columns of logits are a row's own.
     - `width`: the size of the last axis of values.
     - `narrow`, `precision`: those of products, as in `FoldSpec`.
     """
@@ -86,7 +78,7 @@ class _Decode:
     values: FlatHeadsProgram
     ahead: dict[int, KernelOperand]
     behind: dict[int, KernelOperand]
-    belongs: list[KernelOperand]
+    own: OwnColumns
     width: int
     narrow: Any
     precision: Any
@@ -107,23 +99,18 @@ class _Decode:
 
     @property
     def scratch(self) -> list:
-        """The Carry, the logits of this block and of the one before, and the latter's maxima."""
-        _, rows = self.grid.layout.block
-        shapes = *self.carry, (2, rows, self.columns), (rows, 1)
-        return [pltpu.VMEM(x, jnp.float32) for x in shapes]
-
-    @property
-    def columns(self) -> int:
-        """How many columns the logits of a block have: one for each key of each group."""
-        return self.grid.layout.block[0] * self.values.sizes[1]
-
-    @property
-    def parts(self) -> list[slice]:
-        """The columns that are computed at one time. The compiler keeps the order in which they
-        are, so that one part is exponentiated while another is multiplied.
+        """The Carry; the logits of this block and of the one before, with rows folded, and the
+        latter's maxima; and what `copies` need.
         """
-        size = COLUMNS if self.columns % COLUMNS == 0 else self.columns
-        return [slice(i, i + size) for i in range(0, self.columns, size)]
+        shapes = *self.carry, (2, self.own.height, self.own.columns), (self.own.rows, 1)
+        buffers = [x for copies in self.copies for x in copies.scratch]
+        return [*[pltpu.VMEM(x, jnp.float32) for x in shapes], *buffers]
+
+    @property
+    def copies(self) -> list[BlockCopies]:
+        """The copies that the kernel makes itself."""
+        both = (self.ahead, 0), (self.behind, 1)
+        return [c for operands, lag in both for c in BlockCopies.of(self.grid, operands, lag)]
 
     @property
     def depth(self) -> int:
@@ -132,7 +119,7 @@ class _Decode:
 
     @property
     def given(self) -> list[KernelOperand]:
-        return [*self.ahead.values(), *self.behind.values(), *self.belongs]
+        return [*self.ahead.values(), *self.behind.values(), *self.own.pattern()]
 
     def kernel(self, work_ref: Any, *refs: Any) -> None:
         """One step: adds a block of keys to the Carry of its row."""
@@ -140,8 +127,9 @@ class _Decode:
         left = list(others)
         take = lambda keys: {i: left.pop(0) for i in keys}
         outs = range(len(self.outs))
-        ins, vals, mine, outs = (take(k) for k in (self.ahead, self.behind, self.belongs, outs))
-        num, den, top, logits, most = left
+        pattern = range(len(self.own.pattern()))
+        ins, vals, pattern, outs = (take(k) for k in (self.ahead, self.behind, pattern, outs))
+        num, den, top, logits, most, *buffers = left
         ids = [pl.program_id(i) for i in range(self.depth)]
         pair, before = (self.grid.pair(ids, work_ref, lag) for lag in (0, 1))
 
@@ -154,14 +142,21 @@ class _Decode:
         read = ft.partial(self.grid.read, ids=ids, refs=(work_ref, *tables))
         for i, x in self.ahead.items():
             load[i] = ft.partial(read, x, ins[i])
-        fetch = [ft.partial(read, x, vals[i], lag=1) for i, x in self.behind.items()]
+        fetched: Any = {i: ft.partial(read, x, vals[i], lag=1) for i, x in self.behind.items()}
+        for copies in self.copies:
+            buffer, semaphores, *buffers = buffers
+            given, readers = (vals, fetched) if copies.lag else (ins, load)
+            here = copies.run(ids, (work_ref, *tables), given, buffer, semaphores)
+            for i, reader in here.items():
+                readers[i] = reader
+        fetch = list(fetched.values())
         kind, empty = kind_of(pair), kind_of(pair) == EMPTY
         own = lax.rem(ids[-1], 2)
         both = logits.at[own], logits.at[1 - own]
         state = num, den, top, *both, most
         for c in self.logits:  # an empty pair takes the form of a full one
             chosen = (kind == c) | empty if c == max(self.logits) else kind == c
-            pl.when(chosen)(lambda c=c: self.visit(c, load, fetch, mine, state))
+            pl.when(chosen)(lambda c=c: self.visit(c, load, fetch, pattern, state))
 
         @pl.when(empty)
         def _():
@@ -173,71 +168,80 @@ class _Decode:
             outs[0][...] = num[...]
             outs[1][:, :1], outs[1][:, 1:] = den[...], top[...]
 
-    def visit(self, c: int, load: Sequence, fetch: Sequence, mine: dict, state: Sequence) -> None:
+    def visit(
+        self, c: int, load: Sequence, fetch: Sequence, pattern: dict, state: Sequence
+    ) -> None:
         """Adds the block before, and computes the logits of a block of class `c`.
 
-        Both take the matrix units the longer part of a step. What the end of the step waits for,
-        whether the sum is finite, is computed first.
+        Both take the matrix units the longer part of a step. The sum comes first, so that it is
+        added, and found to be finite, while logits are computed.
 
         **Arguments:**
 
         - `load`, `fetch`: functions that read the arguments of logits and of values.
-        - `mine`: the references of `belongs`.
+        - `pattern`: the references of that of `own`.
         - `state`: the references of numerator, denominator and maximum; of the logits of this block
             and of the one before; and of the maxima, of the block before until they are replaced.
         """
         num, den, top, logits, logits_before, most = state
+        folded = FoldedRows(self.own, [ref[...] for ref in pattern.values()])
+        parts = self.own.parts
+        wide = parts[0].stop
         was = top[...]
         now = jnp.maximum(was, most[...])
         origin, scale = change_of_origin(now, was)
-        v = self.values.evaluate(fetch).value(self.values.program.outs[0])
+        origins = folded.spread(origin, wide)
+        v = self.values.evaluate(fetch, folded).value(self.values.program.outs[0])
 
-        def add(total, y):
-            num[...] = num[...] * scale + y
-            den[...] = den[...] * scale + total
+        def add(totals, ys, chosen):
+            total = folded.unfold(ft.reduce(jnp.add, totals), 0.0).sum(1, keepdims=True)
+            for ref, x in ((num, ft.reduce(jnp.add, ys)), (den, total)):
+                ref[...] = jnp.where(chosen, ref[...] * scale + x, ref[...])
 
-        totals, sums = [], []
-        for part in self.parts:
-            p = jnp.exp(logits_before[:, part] - origin)
-            by = None if v.scale is None else v.scale[:, part]
-            totals.append(p.sum(1, keepdims=True))
-            sums.append(self.product(p, v.rows[part], by))
-        total, y = sum(totals[1:], totals[0]), sum(sums[1:], sums[0])
-        finite = ~jnp.isnan(jnp.sum(y * 0))
+        totals, ys = [], []
+        for part in parts:
+            p = jnp.exp(logits_before[:, part] - origins)
+            totals.append(folded.reduced(jnp.add, p))
+            ys.append(self.product(folded, p, v.rows[part], v.scaled(part)))
+        # A selection, as what is under a condition could not be done beside the logits.
+        finite = ~jnp.isnan(jnp.sum(ft.reduce(jnp.add, ys) * 0))
+        add(totals, ys, finite)
         highest = []
-        for part in self.parts:
-            new = self.logits[c].evaluate(load, part).value(self.logits[c].program.outs[0])
-            new = jnp.broadcast_to(new, (new.shape[0], part.stop - part.start))
-            for ref in mine.values():
-                new = jnp.where(ref[:, part] > 0, new, -jnp.inf)
-            logits[:, part] = jnp.broadcast_to(new, (logits.shape[0], new.shape[1]))
-            highest.append(new.max(1, keepdims=True))
-        most[...] = jnp.broadcast_to(ft.reduce(jnp.maximum, highest), most.shape)
-        pl.when(finite)(lambda: add(total, y))
+        for part in parts:
+            new = self.logits[c].evaluate(load, folded, part).value(self.logits[c].program.outs[0])
+            new = jnp.broadcast_to(new, (self.own.height, wide))
+            logits[:, part] = new
+            highest.append(folded.reduced(jnp.maximum, new))
+        highest = folded.unfold(ft.reduce(jnp.maximum, highest), -jnp.inf)
+        most[...] = highest.max(1, keepdims=True)
 
         @pl.when(~finite)
         def _():
             """A value that is not finite makes only those rows NaN that see it: the contract
             of `_sweep/nonfinite.py`.
             """
-            s = logits_before[...]
-            p = jnp.exp(s - origin)
-            wide = v.rows.astype(jnp.float32)
-            ones = jnp.ones((8, self.width), jnp.float32)
-            bad = product_of(ones, (~jnp.isfinite(wide)).astype(jnp.float32), (1, 1), None)
-            bad, by = bad[:1] > 0, v.scale
-            if by is not None:
-                bad, by = bad | ~jnp.isfinite(by), jnp.where(jnp.isfinite(by), by, 0)
-            q = jnp.where(s == -jnp.inf, 0, jnp.where(bad, jnp.nan, p))
-            y = self.product(q, jnp.where(jnp.isfinite(wide), wide, 0), by)
-            add(q.sum(1, keepdims=True), y)
+            totals, ys = [], []
+            for part in parts:
+                s, by = logits_before[:, part], v.scaled(part)
+                values = v.rows[part].astype(jnp.float32)
+                ones = jnp.ones((8, self.width), jnp.float32)
+                bad = product_of(ones, (~jnp.isfinite(values)).astype(jnp.float32), (1, 1), None)
+                bad = bad[:1] > 0
+                if by is not None:
+                    bad, by = bad | ~jnp.isfinite(by), jnp.where(jnp.isfinite(by), by, 0)
+                p = jnp.where(bad, jnp.nan, jnp.exp(s - origins))
+                p = jnp.where(s == -jnp.inf, 0, p)
+                values = jnp.where(jnp.isfinite(values), values, 0)
+                totals.append(folded.reduced(jnp.add, p))
+                ys.append(self.product(folded, p, values, by))
+            add(totals, ys, True)
 
         top[...] = now
 
-    def product(self, p: Any, v: Any, by: Any) -> Array:
-        """Probabilities times values, whose scales `by` multiply the probabilities."""
+    def product(self, folded: FoldedRows, p: Any, v: Any, by: Any) -> Array:
+        """Folded probabilities times values, whose scales `by` multiply the probabilities."""
         dtype = jnp.float32 if self.narrow is None else self.narrow
-        p = p if by is None else p * by
+        p = folded.unfold(p if by is None else p * by, 0.0)
         return product_of(p.astype(dtype), v.astype(dtype), (1, 0), self.precision)
 
 
@@ -263,10 +267,8 @@ def _plan(
     read = [i for i in range(n) if any(form.program.reads[i] for form in logits.values())]
     ahead = {i: operand(logits[max(steps)], i, i) for i in read}
     behind = {i: operand(values, i, n + i) for i in range(len(operands) - n)}
-    row, column = np.arange(rows)[:, None], np.arange(keys * groups)[None]
-    own = (row // (rows // groups) == column % groups).astype(np.float32)
-    belongs = [KernelOperand(own, ())] if groups > 1 else []
-    plan = _Decode(grid, logits, values, ahead, behind, belongs, width, narrow, precision)
+    own = OwnColumns(keys, groups, rows)
+    plan = _Decode(grid, logits, values, ahead, behind, own, width, narrow, precision)
     return plan, work, seen
 
 
@@ -290,7 +292,9 @@ def visit_decode(
     plan, work, seen = _plan(forms, steps, layout, args, kept)
     grid, given = plan.grid, plan.given
     _, operands = layout.split(args)
-    tables = [operands[i] for i in layout.lookups]
+    # Pages are the caller's. A number that is none would be read beyond the pool. To look for it
+    # in the kernel takes two thirds of the time in which a copy starts.
+    tables = [jnp.clip(operands[i], 0, n - 1) for i, n in zip(layout.lookups, layout.pages)]
     lead = () if seen is None else (grid.parts,)
     call = pl.pallas_call(
         plan.kernel,
@@ -298,9 +302,9 @@ def visit_decode(
             num_scalar_prefetch=1 + len(tables),
             grid=grid.grid,
             in_specs=[
-                *[grid.block_spec(x) for x in plan.ahead.values()],
-                *[grid.block_spec(x, 1) for x in plan.behind.values()],
-                *[pl.BlockSpec(memory_space=pltpu.VMEM) for _ in plan.belongs],
+                *[_spec(grid, x, 0) for x in plan.ahead.values()],
+                *[_spec(grid, x, 1) for x in plan.behind.values()],
+                *[pl.BlockSpec(memory_space=pltpu.VMEM) for _ in plan.own.pattern()],
             ],
             out_specs=[grid.spec(kept, shape, 1, by_part=True) for shape in plan.outs],
             scratch_shapes=plan.scratch,
@@ -311,7 +315,7 @@ def visit_decode(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (plan.depth - 1) + ("arbitrary",),
             vmem_limit_bytes=VMEM,
-            disable_bounds_checks=not layout.lookups,  # whose pages are the caller's
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name="eqattn_decode",
@@ -319,6 +323,11 @@ def visit_decode(
     num, both = call(work, *tables, *[x.array if interpret else keep_in_hbm(x) for x in given])
     den, top = both[..., 0], both[..., 1]
     return [num, den, top] if seen is None else merged(seen, num, den, top, layout.shape(kept))
+
+
+def _spec(grid: KernelGrid, x: KernelOperand, lag: int) -> pl.BlockSpec:
+    """Where the blocks of an operand lie, unless `BlockCopies` fetches them."""
+    return pl.BlockSpec(memory_space=pl.ANY) if copied(x) else grid.block_spec(x, lag)
 
 
 def keep_in_hbm(x: KernelOperand) -> Array:

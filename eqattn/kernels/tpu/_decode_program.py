@@ -12,22 +12,37 @@ A block of a cache holds `[keys, groups, n]` as it lies in memory. Read as a mat
     row 3              x                 x
 
 The other products are waste, of units that would wait for memory anyway. In return nothing is
-moved about in vector registers. `_decode.py` sets the logits of the other columns to -inf.
+moved about in vector registers. What follows need not waste anything: a row uses other columns than
+the rows of another group, so they can share a row of registers. `OwnColumns` folds rows so.
 """
 
 import dataclasses
+import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from ..._jax import Literal
 from ..._sweep.products import grouped_dot_p
 from ._grid import KernelOperand
-from ._products import product_of
+from ._products import LANES, product_of
 from ._program import Evaluation, POINTWISE, Program
+
+
+COLUMNS = 1024
+"""The columns of logits that are computed at one time.
+
+The number was chosen by trial; `decode` in `python -m eqattn tpu-report` shows its effect.
+"""
+
+
+SUBLANES = 8
+"""The rows of a vector register of float32: arrays can be cut between rows at multiples of them."""
 
 
 _MOVED = {  # they change no number: what depends on keys or rows alone is broadcast when it is used
@@ -52,10 +67,122 @@ class Matrix:
     rows: Array
     scale: Array | None
 
+    def scaled(self, part: slice) -> Array | None:
+        """The factors of a part of the rows."""
+        return None if self.scale is None else self.scale[:, part]
+
 
 def _of_features(concatenation: Any) -> bool:
     """Whether parts of vectors are joined, and not keys."""
     return concatenation.params["dimension"] == concatenation.outvars[0].aval.ndim - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnColumns:
+    """Which columns of the flat form are a row's own, and rows that are folded by that.
+
+    Rows are cut into tiles of `height` rows, and each group has all its rows in one of these. All
+    tiles are folded into one, which holds in each column the tile of the column's group. Of the
+    example above, with tiles of two rows,
+
+               key 0          key 1
+           group 0  group 1  group 0  group 1
+    0      row 0    row 2    row 0    row 2
+    1      row 1    row 3    row 1    row 3
+
+    Where a tile has several groups, a column also holds rows that do not own it. These numbers mean
+    nothing, and `unfold` leaves them out.
+
+    **Arguments:**
+
+    - `keys`, `groups`, `rows`: the sizes of a block.
+    """
+
+    keys: int
+    groups: int
+    rows: int
+
+    @property
+    def columns(self) -> int:
+        return self.keys * self.groups
+
+    @property
+    def height(self) -> int:
+        """The rows of a tile; all rows where groups would lie in several tiles."""
+        share = self.rows // self.groups
+        if share % SUBLANES == 0:
+            return share
+        return self.rows if SUBLANES % share or self.rows % SUBLANES else SUBLANES
+
+    @property
+    def period(self) -> int:
+        """After how many columns, in whole registers, the pattern of groups begins again."""
+        period = math.lcm(LANES, self.groups)
+        return self.columns if self.columns % period else period
+
+    @property
+    def parts(self) -> list[slice]:
+        """The columns that are computed at one time. The compiler keeps the order in which they
+        are, so that one part is exponentiated while another is multiplied.
+        """
+        sizes = range(self.period, max(COLUMNS, self.period) + 1, self.period)
+        size = max(n for n in sizes if self.columns % n == 0)
+        return [slice(i, i + size) for i in range(0, self.columns, size)]
+
+    def pattern(self) -> list[KernelOperand]:
+        """Whether a column is a row's own, `[rows, period]`; none if all columns are."""
+        if self.groups == 1:
+            return []
+        row, column = np.arange(self.rows)[:, None], np.arange(self.period)[None]
+        own = row // (self.rows // self.groups) == column % self.groups
+        return [KernelOperand(own.astype(np.float32), ())]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldedRows:
+    """What folds rows in a kernel, and takes them apart again.
+
+    **Arguments:**
+
+    - `own`: their columns.
+    - `pattern`: that of `own`, as read in the kernel: one array or none.
+    """
+
+    own: OwnColumns
+    pattern: Sequence[Array]
+
+    def fold(self, x: Array) -> Array:
+        """`[rows, columns]` folded, `[height, columns]`."""
+        height = self.own.height
+        tiles = [x[i : i + height] for i in range(0, self.own.rows, height)]
+        folded = tiles[0]
+        for mine, tile in list(zip(self._masks(x.shape[1]), tiles))[1:]:
+            folded = jnp.where(mine, tile, folded)
+        return folded
+
+    def unfold(self, x: Array, other: float) -> Array:
+        """Folded numbers taken apart, `[rows, columns]`, with `other` in the columns of others."""
+        masks = self._masks(x.shape[1])
+        return jnp.concatenate([jnp.where(mine, x, other) for mine in masks]) if masks else x
+
+    def spread(self, x: Array, width: int) -> Array:
+        """A number for each row, `[rows, 1]`, folded: `[height, width]`."""
+        period = self.own.period
+        x = self.fold(jnp.broadcast_to(x, (self.own.rows, period)))
+        return jnp.concatenate([x] * (width // period), 1)
+
+    def reduced(self, op: Callable[[Array, Array], Array], x: Array) -> Array:
+        """Columns of the same group, those a period apart, taken together by `op`."""
+        period = self.own.period
+        return ft.reduce(op, [x[:, i : i + period] for i in range(0, x.shape[1], period)])
+
+    def _masks(self, width: int) -> list[Array]:
+        height, times = self.own.height, width // self.own.period
+        return [
+            jnp.concatenate([x[i : i + height]] * times, 1) > 0
+            for x in self.pattern
+            for i in range(0, self.own.rows, height)
+        ]
 
 
 class FlatHeadsProgram:
@@ -134,33 +261,42 @@ class FlatHeadsProgram:
             return KernelOperand(jnp.swapaxes(x, -1, -2), axes, as_lies=True)
         return KernelOperand(x, axes, cached=role in ("matrix", "scales"))
 
-    def evaluate(self, load: Sequence[Callable | None], part: slice | None = None) -> "_Evaluation":
+    def evaluate(
+        self, load: Sequence[Callable | None], folded: FoldedRows, part: slice | None = None
+    ) -> "_Evaluation":
         """The evaluation in a kernel, of all columns or of a part of them.
 
         **Arguments:**
 
         - `load`: for each argument a function that reads it.
+        - `folded`: what folds its rows.
         - `part`: the columns; None for all.
         """
-        return _Evaluation(self, load, part)
+        return _Evaluation(self, load, folded, part or slice(0, folded.own.columns))
 
 
 class _Evaluation:
     """One evaluation of a program in the flat form: as `Evaluation`, a value is computed on demand.
 
-    An equation on blocks `[keys | 1, rows | 1]` is applied to `[rows | 1, keys * groups | 1]`.
+    An equation on blocks `[keys | 1, rows | 1]` is applied to `[height | 1, keys * groups | 1]`.
     """
 
-    def __init__(self, wide: FlatHeadsProgram, load: Sequence[Callable | None], part: slice | None):
+    def __init__(
+        self,
+        wide: FlatHeadsProgram,
+        load: Sequence[Callable | None],
+        folded: FoldedRows,
+        part: slice,
+    ):
         self.wide, program = wide, wide.program
-        self.part = slice(None) if part is None else part
+        self.folded, self.part = folded, part
         flipped = [role == "query" for role in wide.roles]
         self.run = Evaluation(program, load, flipped)
         self.load = dict(zip(program.jaxpr.invars, zip(load, wide.roles)))
         self.done: dict = {}
 
     def value(self, v: Any) -> Any:
-        """The value of a variable: a `Matrix`, or an array `[rows | 1, keys * groups | 1]`."""
+        """The value of a variable: a `Matrix`, or an array `[height | 1, keys * groups | 1]`."""
         if isinstance(v, Literal) or v in self.wide.plain:
             x = jnp.asarray(self.run.value(v))
             return x.reshape(1, 1) if x.size == 1 else x
@@ -175,6 +311,8 @@ class _Evaluation:
             x = load()
             if role == "column":
                 return x[:, self.part]
+            if role == "row":
+                return self.folded.spread(x, self.part.stop - self.part.start)
             if role != "matrix":
                 return x
             return Matrix(x.reshape(-1, x.shape[-1]), None)
@@ -184,7 +322,9 @@ class _Evaluation:
             k = self.value(eqn.invars[0])
             q = self.run.narrow(eqn.invars[1], True, dtype)
             s = product_of(q, k.rows[self.part].astype(q.dtype), (1, 1), precision)
-            return s if k.scale is None else s * k.scale[:, self.part]
+            s = self.folded.fold(s)
+            by = k.scaled(self.part)
+            return s if by is None else s * by
         if eqn.primitive in _MOVED:
             return self.value(eqn.invars[0])
         if eqn.primitive is lax.concatenate_p:

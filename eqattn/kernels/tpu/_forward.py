@@ -20,6 +20,7 @@ The products and the softmax of a step are in `_forward_step.py`.
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,10 +32,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..._jax import abstract
 from ..._sweep.fold_step import Finish
-from ..._sweep.grid import COL, EMPTY, GridLayout
+from ..._sweep.grid import COL, EMPTY, GridLayout, HEAD
 from .._program import LOG2E
-from ._chip import SPARE, VMEM
-from ._forward_step import FoldSpec, FoldStepBody
+from ._chip import heads_abreast, SPARE, VMEM
+from ._forward_step import FoldSpec, FoldStepBody, run
 from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, split_at, turns
 from ._program import Program
 from ._work_list import FIRST, kind_of, LAST
@@ -49,8 +50,6 @@ class _Fold:
     - `grid`: the kernel's grid.
     - `form`: what is computed in a block.
     - `ahead`, `behind`: the operands that logits read, and those that values read, by index.
-    - `turned`: the index of the operand of logits that a step turns at the first pair of a row,
-        such as queries; or none.
     - `early`: whether a step turns its values for the step that adds them.
     - `ends`: the operands that `finish` reads.
     - `start`: numerator, denominator and maximum of an earlier visit to go on with, or none.
@@ -61,7 +60,6 @@ class _Fold:
     form: FoldSpec
     ahead: dict[int, KernelOperand]
     behind: dict[int, KernelOperand]
-    turned: list[int]
     early: bool
     ends: list[KernelOperand]
     start: list[KernelOperand]
@@ -87,20 +85,16 @@ class _Fold:
 
     @property
     def scratch(self) -> list:
-        """The Carry; of the pair before its logits, their maxima and the dropout weights; and what
-        is turned: operands of the row, and values of this pair and of the one before.
+        """For each head that a step visits, the Carry; of the pair before its logits, their maxima
+        and the dropout weights; and the values of this pair and of the one before, turned.
         """
         keys, rows = self.form.layout.block
-        scratch = [
-            pltpu.VMEM(shape, jnp.float32) for shape in (*self.carry, (keys, rows), (1, rows))
-        ]
-        scratch += [pltpu.VMEM((keys, rows), jnp.float32)] * self.form.weighted
-        of_row = [self.ahead[i] for i in self.turned]
-        scratch += [pltpu.VMEM(x.shape[::-1], x.array.dtype) for x in of_row]
+        shapes = [(x, jnp.float32) for x in (*self.carry, (keys, rows), (1, rows))]
+        shapes += [((keys, rows), jnp.float32)] * self.form.weighted
         if self.early:
             x = self.behind[0]
-            scratch.append(pltpu.VMEM((2, *x.shape[::-1]), x.array.dtype))
-        return scratch
+            shapes.append(((2, *x.shape[::-1]), x.array.dtype))
+        return [pltpu.VMEM((self.grid.abreast, *shape), dtype) for shape, dtype in shapes]
 
     @property
     def given(self) -> list[KernelOperand]:
@@ -110,8 +104,8 @@ class _Fold:
     def nbytes(self) -> int:
         """The bytes of vector memory that operands, results and scratch take."""
         nbytes = sum(nbytes_of(x.shape, x.dtype) for x in self.scratch)
-        nbytes += sum(x.nbytes for x in self.given)
-        return nbytes + sum(2 * nbytes_of(x.shape, x.dtype) for x in self.outs)
+        nbytes += self.grid.abreast * sum(x.nbytes for x in self.given)
+        return nbytes + self.grid.abreast * sum(2 * nbytes_of(x.shape, x.dtype) for x in self.outs)
 
     def kernel(self, work_ref: Any, *refs: Any) -> None:
         """One step: the logits of its pair, what the pair before adds, and the ends of rows."""
@@ -122,56 +116,54 @@ class _Fold:
         counts = (len(x) for x in (self.ends, start, self.outs))
         keys = (self.ahead, self.behind, *map(range, counts))
         ins, vals, ends, olds, outs = map(take, keys)
-        num, den, top, s, most = left[:5]
-        weights, kept = split_at(left[5:], form.weighted)
         ids = [pl.program_id(i) for i in range(len(grid.order))]
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
         read = ft.partial(grid.read, ids=ids, refs=(work_ref, *tables))
-        load, lie = _readers(form.logits[form.full], self.ahead, ins, read)
-        fetch, lie_before = _readers(
-            form.values[form.full], self.behind, vals, ft.partial(read, lag=1)
-        )
         running, ended = ids[-1] > 0, (before & LAST) != 0
-        for i, ref in zip(self.turned, kept):
-            load[i], lie[i] = (lambda ref=ref: ref[...]), False
+        bodies = []
+        for head in range(grid.abreast):
+            num, den, top, s, most, *others = [ref.at[head] for ref in left]
+            weights, turned = split_at(others, form.weighted)
+            of_head = ft.partial(read, head=head)
+            load, lie = _readers(form.logits[form.full], self.ahead, ins, of_head)
+            fetch, lie_before = _readers(
+                form.values[form.full], self.behind, vals, ft.partial(of_head, lag=1)
+            )
+            aside = None
+            if self.early:
+                now = lax.rem(ids[-1], 2)
+                here, there = (turned[0].at[i] for i in (now, 1 - now))
+                aside = ft.partial(_turn, here, self.behind[0], vals[0], of_head)
+                fetch[0], lie_before[0] = (lambda there=there: there[...]), True
+            state = num, den, top, s, most, weights
+            bodies.append(FoldStepBody(form, load, lie, fetch, lie_before, *state, aside))
 
-        def turn(ref, x, given):
-            ref[...] = read(x, given).T
-
-        if self.turned:
-
-            @pl.when((pair & FIRST) != 0)
-            def _():
-                for i, ref in zip(self.turned, kept):
-                    turn(ref, self.ahead[i], ins[i])
-
-        aside = None
-        if self.early:
-            own = lax.rem(ids[-1], 2)
-            here, there = (kept[-1].at[i] for i in (own, 1 - own))
-            aside = ft.partial(turn, here, self.behind[0], vals[0])
-            fetch[0], lie_before[0] = (lambda: there[...]), True
-        state = num, den, top, s, most, weights
-        body = FoldStepBody(form, load, lie, fetch, lie_before, *state, aside)
+        def clear():
+            for body in bodies:
+                body.clear()
 
         def go_on():
-            num[...], den[...], top[...] = olds[0][...], olds[1][...], olds[2][...] * LOG2E
+            (body,) = bodies
+            body.num[...], body.den[...] = olds[0][...], olds[1][...]
+            body.top[...] = olds[2][...] * LOG2E
 
         if start:
             pl.when(running & ((before & FIRST) != 0))(go_on)
-        body.run(pair, before)
+        run(bodies, pair, before)
         if form.hides:  # what it has added must not count, whatever its values are
-            pl.when(running & (kind_of(before) == EMPTY))(go_on if start else body.clear)
+            pl.when(running & (kind_of(before) == EMPTY))(go_on if start else clear)
 
         # What the first step adds, nobody wrote: it goes where the end of the first row will go.
         @pl.when(running & ended if start else ~running | ended)
         def _():
-            accs = [num[...], den[...], top[...] * (1 / LOG2E)]
-            blocks = [read(x, ref, lag=1) for x, ref in zip(self.ends, ends.values())]
-            for ref, y in zip(outs.values(), self.finished(accs, blocks)):
-                ref[...] = y
+            for head, body in enumerate(bodies):
+                accs = [body.num[...], body.den[...], body.top[...] * (1 / LOG2E)]
+                given = zip(self.ends, ends.values())
+                blocks = [read(x, ref, lag=1, head=head) for x, ref in given]
+                for ref, y in zip(outs.values(), self.finished(accs, blocks)):
+                    ref[(head, ...) if grid.abreast > 1 else ...] = y
             if not start:
-                body.clear()  # for the next row, while values move out
+                clear()  # for the next row, while values move out
 
     def finished(self, accs: Sequence, blocks: Sequence) -> list:
         """What the kernel writes at the end of a row, from its Carry and what `finish` reads."""
@@ -181,6 +173,11 @@ class _Fold:
         ys = self.finish([num.T if self.form.grouped else num, den[0], top[0]], *blocks)
         vectors = [y for y in ys if y.ndim == 1]
         return [*[y for y in ys if y.ndim == 2], jnp.stack(vectors)]
+
+
+def _turn(ref: Any, x: KernelOperand, given: Any, read: Callable) -> None:
+    """Writes the block of an operand transposed."""
+    ref[...] = read(x, given).T
 
 
 def _readers(
@@ -203,7 +200,6 @@ def _plan(
 ) -> tuple[_Fold, Any]:
     """The plan of the kernel of `visit_fold`, and its list of pairs."""
     table, operands = layout.split_known(args)
-    grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
     full = steps[max(steps)]
     n = len(full.logits.in_avals)
     blocks = abstract_blocks(operands, layout.in_axes)
@@ -216,6 +212,8 @@ def _plan(
         narrow=dict(full.products)["operand_dtype"],
         precision=dict(full.products)["precision"],
     )
+    abreast = _heads_abreast(form, kept) if into is None else 1
+    grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1, abreast=abreast)
 
     def given_to(programs, start):
         """The operands from `start` on that a program of some class reads."""
@@ -231,21 +229,32 @@ def _plan(
     if whole is None or whole.flips_values:  # they are the left of a product
         value.flipped[0] = value.flipped[0] or matrix(blocks[n])
     ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
-    turned, early = [], False
+    early = False
     innermost = layout.lowering is not None and layout.lowering.features_innermost()
     if whole is not None and innermost and not form.grouped:
         main = form.logits[form.full]
         for i, x in ahead.items():
             if main.held[i] and COL not in x.axes and turns(blocks[i]):
                 ahead[i] = KernelOperand(operands[i], x.axes, flipped=True)
-                turned.append(i)
         early = 0 in behind and not behind[0].flipped and turns(blocks[n])
     start = [
         KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
     ]
     reads = () if whole is None else whole.reads
     ends = [KernelOperand(operands[i], layout.in_axes[i]) for i in reads]
-    return _Fold(grid, form, ahead, behind, turned, early, ends, start, whole), work
+    return _Fold(grid, form, ahead, behind, early, ends, start, whole), work
+
+
+def _heads_abreast(form: FoldSpec, kept: tuple[int, ...]) -> int:
+    """How many heads a step visits, which must have the same pairs. With dropout it is one, as its
+    instructions are many.
+    """
+    layout = form.layout
+    together = HEAD in kept and not layout.ragged and not layout.pages and not form.weighted
+    if not together or HEAD in (layout.table_axes or ()):
+        return 1
+    heads = heads_abreast(math.prod(layout.block), form.width)
+    return 1 if layout.grid[HEAD] % heads else heads
 
 
 def visit_fold(

@@ -6,17 +6,19 @@ that `exp(s)` is a power of two, as the hardware computes them.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array
 
 from ..._carry import change_of_origin
 from ..._sweep.grid import CORNER, GridLayout
 from .._program import LOG2E
-from ._chip import sums_by_product
+from ._chip import sums_by_product, wide_units
 from ._products import product_of, spread_groups, weighted_groups
 from ._program import Evaluation, Program
 from ._work_list import kind_of
@@ -168,90 +170,36 @@ class FoldStepBody:
         self.num[...], self.den[...] = jnp.zeros_like(self.num), jnp.zeros_like(self.den)
         self.top[...] = jnp.full_like(self.top, -jnp.inf)
 
-    def run(self, pair: Any, before: Any) -> None:
-        """Runs the form of a step that suits the pair and the one before it, both packed.
-
-        The logits of a partial pair need the mask, those of a full one do not. Once its logits are
-        -inf where hidden, a partial pair adds to the Carry like a full one, unless some of its
-        values are not finite. So the forms are
-
-        | form             | logits of the pair        | what the pair before adds     |
-        |---|---|---|
-        | `plain`          | full                      | all windows                   |
-        | `masked`         | partial                   | all windows                   |
-        | `without_corner` | partial, without a corner | all windows                   |
-        | `after_corner`   | full                      | all windows but a corner      |
-        | the last `visit` | partial                   | values cleaned, all windows   |
-
-        The forms that skip a corner run only for pairs of class `CORNER`.
+    def total(self) -> Array:
+        """A sum of the values of the pair before, which is finite only if all of them are. If it
+        overflows, that costs only time.
         """
-        form, kind, last = self.form, kind_of(pair), kind_of(before)
-        full, some, visit = form.full, form.some, self.visit
-        skip, skip_before = (skipped(form.layout, masked) for masked in (True, False))
+        values = self.form.values
+        full, some = values[self.form.full], values[self.form.some]
+        if len(full.outs) > 1:
+            return Evaluation(some, self.fetch, self.lie_before).value(some.outs[1])
+        total = Evaluation(full, self.fetch, self.lie_before).value(full.outs[0], True)
+        # Where units add narrow numbers, a register of them is added at once.
+        while wide_units() and total.ndim == 2 and total.shape[0] % 32 == 0:
+            half = total.shape[0] // 2
+            total = total[:half] + total[half:]
+        return total.astype(jnp.float32).sum(0)
 
-        def plain():
-            visit(full, full)
-
-        def masked():
-            visit(some, full)
-
-        def without_corner():
-            visit(some, full, skip)
-
-        def after_corner():
-            visit(full, full, (), skip_before)
-
-        def other():
-            lax.cond(
-                kind == full,
-                after_corner if skip else plain,
-                lambda: lax.cond(kind == CORNER, without_corner, masked) if skip else masked(),
-            )
-
-        if some == full:
-            if form.poisons:
-                self.poison()
-            plain()
-            return
-        # The most frequent step is behind one branch, as each branch costs all steps 10 to 20
-        # cycles in the schedules of `tpu-report`.
-        dirty, frequent = jnp.int32(0), kind == full
-        if skip:
-            frequent &= last != CORNER
-        if form.poisons:
-            dirty = lax.cond(last == full, lambda: jnp.int32(0), self.poison)
-            frequent &= dirty == 0
-        lax.cond(frequent, plain, lambda: lax.cond(dirty == 0, other, lambda: visit(some, some)))
-
-    def poison(self) -> Any:
+    def poison(self) -> None:
         """Makes the logits of the pair before NaN where a value that is not finite is visible.
 
         A hidden value must not reach a row, and 0 * inf is NaN. So the values of such a pair are
         replaced by finite ones, and the rows that see them become NaN by their logits.
-
-        **Returns:** 1 if there is a value that is not finite, else 0.
         """
         # This keeps the contract of `_sweep/nonfinite.py`.
-        values, (keys, rows) = self.form.values, self.form.layout.block
-        full, some = values[self.form.full], values[self.form.some]
-        if len(full.outs) == 1:
-            total = Evaluation(full, self.fetch, self.lie_before).value(full.outs[0], True)
-            total = total.astype(jnp.float32).sum(0)  # if it overflows, that costs only time
+        (keys, rows), some = self.form.layout.block, self.form.values[self.form.some]
+        s = self.s[...]
+        bad = Evaluation(some, self.fetch, self.lie_before).value(some.outs[1])
+        if bad.ndim == 1:
+            bad = jnp.broadcast_to(bad.reshape(1, keys), (8, keys)).T[:, :1]
         else:
-            total = Evaluation(some, self.fetch, self.lie_before).value(some.outs[1])
-        dirty = jnp.isnan(jnp.sum(total * 0))
-
-        @pl.when(dirty)
-        def _():
-            s = self.s[...]
-            bad = Evaluation(some, self.fetch, self.lie_before).value(some.outs[1])
-            if bad.ndim == 1:
-                bad = jnp.broadcast_to(bad.reshape(1, keys), (8, keys)).T[:, :1]
-            else:
-                bad = spread_groups(bad, rows)
-            self.s[...] = jnp.where(s == -jnp.inf, s, s + bad)
-
-        return dirty.astype(jnp.int32)
+            bad = spread_groups(bad, rows)
+        self.s[...] = jnp.where(s == -jnp.inf, s, s + bad)
 
     def visit(self, c: int, weighed: int, skip: Sequence = (), skip_before: Sequence = ()) -> None:
         """Computes the logits of the pair, and adds what the pair before it contributes.
@@ -326,3 +274,77 @@ class FoldStepBody:
             yield self.num, product_of(value[:, at], q, (1, 0), form.precision)
         if not form.sums_by_product:
             yield self.den, p.sum(0, keepdims=True)
+
+
+def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any) -> None:
+    """Runs the form of a step that suits the pair and the one before it, both packed.
+
+    The heads of `bodies` have the same pairs, and nothing of one waits for another.
+
+    The logits of a partial pair need the mask, those of a full one do not. Once its logits are
+    -inf where hidden, a partial pair adds to the Carry like a full one, unless some of its
+    values are not finite. So the forms are
+
+    | form             | logits of the pair        | what the pair before adds     |
+    |---|---|---|
+    | `plain`          | full                      | all windows                   |
+    | `masked`         | partial                   | all windows                   |
+    | `without_corner` | partial, without a corner | all windows                   |
+    | `after_corner`   | full                      | all windows but a corner      |
+    | the last `visit` | partial                   | values cleaned, all windows   |
+
+    The forms that skip a corner run only for pairs of class `CORNER`.
+    """
+    form, kind, last = bodies[0].form, kind_of(pair), kind_of(before)
+    full, some = form.full, form.some
+    skip, skip_before = (skipped(form.layout, masked) for masked in (True, False))
+
+    def visit(*how):
+        for body in bodies:
+            body.visit(*how)
+
+    def poison():
+        """Returns 1 if some value of the pair before is not finite, else 0."""
+        total = ft.reduce(jnp.add, [body.total() for body in bodies])
+        dirty = jnp.isnan(jnp.sum(total * 0))
+
+        @pl.when(dirty)
+        def _():
+            for body in bodies:
+                body.poison()
+
+        return dirty.astype(jnp.int32)
+
+    def plain():
+        visit(full, full)
+
+    def masked():
+        visit(some, full)
+
+    def without_corner():
+        visit(some, full, skip)
+
+    def after_corner():
+        visit(full, full, (), skip_before)
+
+    def other():
+        lax.cond(
+            kind == full,
+            after_corner if skip else plain,
+            lambda: lax.cond(kind == CORNER, without_corner, masked) if skip else masked(),
+        )
+
+    if some == full:
+        if form.poisons:
+            poison()
+        plain()
+        return
+    # The most frequent step is behind one branch, as each branch costs all steps 10 to 20
+    # cycles in the schedules of `tpu-report`.
+    dirty, frequent = jnp.int32(0), kind == full
+    if skip:
+        frequent &= last != CORNER
+    if form.poisons:
+        dirty = lax.cond(last == full, lambda: jnp.int32(0), poison)
+        frequent &= dirty == 0
+    lax.cond(frequent, plain, lambda: lax.cond(dirty == 0, other, lambda: visit(some, some)))

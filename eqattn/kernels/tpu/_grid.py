@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ..._jax import abstract
-from ..._sweep.grid import COL, GridLayout, ROW
+from ..._sweep.grid import COL, GridLayout, HEAD, ROW
 from ._chip import RESIDENT
 from ._products import LANES
 from ._work_list import merged_axes, row_of, SIDE, work_list
@@ -75,6 +75,8 @@ class KernelGrid:
         The rows of the list are those of all the elements, and so are its columns if it is
         `joined`.
     - `parts`: into how many parts the list is cut, one for each core; 0 if it is whole.
+    - `abreast`: how many heads a step visits. With more than one, `layout` counts so many heads as
+        one, and arrays of heads have an axis of that size behind that of heads.
     """
 
     layout: GridLayout
@@ -84,6 +86,7 @@ class KernelGrid:
     drain: int = 0
     merged: tuple[int, ...] = ()
     parts: int = 0
+    abreast: int = 1
 
     @classmethod
     def of(
@@ -93,20 +96,25 @@ class KernelGrid:
         kept: tuple[int, ...],
         default_class: int,
         drain: int = 0,
+        abreast: int = 1,
     ) -> tuple["KernelGrid", Any]:
         """The grid of a fold, and its list of pairs.
 
         Batch elements are visited one after the other, outside of the list. They share a list where
         the layout is ragged, or where there is something to drain and the list is short.
 
-        **Arguments:** those of `work_list`, and `drain` as above.
+        **Arguments:** those of `work_list`, and `drain` and `abreast` as above.
         """
+        if abreast > 1:
+            sizes = dict(zip(layout.batch, layout.grid)) | {HEAD: layout.grid[HEAD] // abreast}
+            grid = *sizes.values(), *layout.grid[ROW:]
+            layout = dataclasses.replace(layout, grid=grid)
         table_batch_axes = (layout.table_axes or ())[:-2]
         merged = table_batch_axes if layout.ragged else merged_axes(layout) if drain else ()
         work, length = work_list(table, layout, kept, default_class, merged)
         order = (*[a for a in layout.batch if a not in merged], None)
         outer = tuple(a for a in table_batch_axes if a not in merged)
-        return cls(layout, order, outer, length, drain, merged), work
+        return cls(layout, order, outer, length, drain, merged, abreast=abreast), work
 
     @property
     def joined(self) -> bool:
@@ -126,11 +134,17 @@ class KernelGrid:
         return (*parts, *sizes)
 
     def pair(self, ids: Sequence, work_ref: Any, lag: int = 0) -> Any:
-        """The packed pair of the step `lag` before this one; at the first step, its own."""
+        """The packed pair of the step `lag` before this one; at the first step, its own. With a lag
+        of -1 it is that of the next step, if the list has one.
+        """
         part, ids = split_at(ids, bool(self.parts))
         at = [ids[self.order.index(a)] for a in self.table_axes]
         step = ids[self.order.index(None)]
-        return work_ref[(*part, *at, jnp.maximum(step - lag, 0) if lag else step)]
+        if lag > 0:
+            step = jnp.maximum(step - lag, 0)
+        elif lag < 0:
+            step = jnp.minimum(step - lag, work_ref.shape[-1] - 1)
+        return work_ref[(*part, *at, step)]
 
     def index(self, axes: tuple[int, ...], ids: Sequence, refs: Sequence, lag: int = 0) -> list:
         """The index on the given grid axes of the block that a step reads or writes.
@@ -156,15 +170,12 @@ class KernelGrid:
             return [*[where[a] for a in apart], sides[side]]
         row, where[COL] = sides[ROW], sides[COL]
         if self.joined:
-            where[COL] = lax.rem(where[COL], jnp.int32(self.layout.grid[COL]))
+            _, where[COL] = _divided(where[COL], self.layout.grid[COL])
         for a in (ROW, *reversed(self.merged)):
-            size = jnp.int32(self.layout.grid[a])
             if a == self.outermost:
                 where[a] = row
-            elif self.layout.grid[a] == 1:
-                where[a] = jnp.int32(0)
             else:
-                where[a], row = lax.rem(row, size), lax.div(row, size)
+                row, where[a] = _divided(row, self.layout.grid[a])
         for i, lookup in enumerate(self.layout.lookups):
             where[i] = tables[i][tuple(where[a] for a in self.layout.in_axes[lookup])]
         return [where[a] for a in axes]
@@ -176,9 +187,10 @@ class KernelGrid:
         they are one number of the list.
         """
         n = len(axes) - 1 - len(self.merged)
-        if self.joined and n >= 0 and axes[n:-1] == self.merged and axes[-1] in (ROW, COL):
-            return *axes[:n], axes[-1]
-        return *axes, None
+        if not self.joined or n < 0 or self.heads(axes):
+            return *axes, None
+        together = axes[n:-1] == self.merged and axes[-1] in (ROW, COL)
+        return (*axes[:n], axes[-1]) if together else (*axes, None)
 
     def leading_sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes of the axes in front of the blocks of an array on these grid axes.
@@ -188,7 +200,18 @@ class KernelGrid:
         """
         *apart, side = self.split(axes)
         sizes = self.layout.shape(tuple(apart))
+        if self.heads(axes):
+            sizes = self._beside(axes, sizes, self.abreast)
         return sizes if side is None else (*sizes, math.prod(self.layout.shape(axes[len(apart) :])))
+
+    def heads(self, axes: tuple[int, ...]) -> bool:
+        """Whether a block of an array on these axes holds those of several heads."""
+        return self.abreast > 1 and HEAD in axes
+
+    def _beside(self, axes: tuple[int, ...], xs: Sequence, x: Any) -> tuple:
+        """Something for each axis, and `x` for that behind the axis of heads."""
+        at = axes.index(HEAD) + 1
+        return *xs[:at], x, *xs[at:]
 
     def spec(
         self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0, *, by_part: bool = False
@@ -205,10 +228,17 @@ class KernelGrid:
         def index(*ids_and_refs):
             ids, refs = split_at(ids_and_refs, len(self.order) + bool(self.parts))
             own = ids[:1] if by_part and self.parts else ()
-            return (*own, *self.index(axes, ids, refs, lag), *[0] * len(block))
+            at = self.index(axes, ids, refs, lag)
+            if self.heads(axes):
+                at = self._beside(axes, at, 0)
+            return (*own, *at, *[0] * len(block))
 
-        lead = len(self.leading_sizes(axes)) + (bool(self.parts) and by_part)
-        return pl.BlockSpec((*[None] * lead, *block), index)
+        lead = [None] * len(axes)
+        if self.heads(axes):
+            lead = self._beside(axes, lead, self.abreast)
+        else:
+            lead = [None] * (len(self.leading_sizes(axes)) + (bool(self.parts) and by_part))
+        return pl.BlockSpec((*lead, *block), index)
 
     def block_spec(self, x: "KernelOperand", lag: int = 0) -> pl.BlockSpec:
         """Where the block of an operand lies at each step; a resident one is given whole."""
@@ -224,9 +254,19 @@ class KernelGrid:
         refs: Sequence,
         lag: int = 0,
         as_row: bool = False,
+        head: int = 0,
     ) -> Array:
-        """The block of an operand at a step, or at the one `lag` before it; see `KernelOperand`."""
-        return x.read(ref, self.index(x.axes, ids, refs, lag) if x.resident else (), as_row)
+        """The block of an operand at a step, or at the one `lag` before it; see `KernelOperand`.
+
+        **Arguments:**
+
+        - `head`: which of the heads that are visited together.
+        """
+        at: Sequence = (head,) if self.heads(x.axes) else ()
+        if x.resident:
+            at = self.index(x.axes, ids, refs, lag)
+            at = self._beside(x.axes, at, head) if self.heads(x.axes) else at
+        return x.read(ref, at, as_row)
 
     def arrays(self, xs: Sequence["KernelOperand"]) -> list[Array]:
         """The arrays of the operands, with the leading axes that `spec` counts on."""
@@ -296,6 +336,13 @@ class KernelOperand:
         if x.shape != self.shape or x.ndim == 0:
             return as_block(x, self.shape, self.dtype)
         return x != 0 if self.dtype == jnp.bool_ else x
+
+
+def _divided(x: Any, size: int) -> tuple[Any, Any]:
+    """The quotient and the remainder of an index. The scalar unit has shifts, but no division."""
+    if size & (size - 1):
+        return lax.div(x, jnp.int32(size)), lax.rem(x, jnp.int32(size))
+    return lax.shift_right_logical(x, jnp.int32(size.bit_length() - 1)), x & (size - 1)
 
 
 def abstract_blocks(operands: Sequence, axes: Sequence[tuple[int, ...]]) -> list:
