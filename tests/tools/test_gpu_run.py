@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,7 @@ def test_pairs():
     def counted(seen):
         return sum(bool(seen(i, j)) for i in range(64) for j in range(64))
 
-    sizes = dict(tokens=64)
+    sizes: Any = dict(tokens=64)
     causal = cases.Case("x", **sizes)
     assert causal.pairs() == counted(lambda i, j: j <= i)
     assert cases.Case("x", causal=False, **sizes).pairs() == 64**2

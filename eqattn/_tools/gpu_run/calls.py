@@ -27,9 +27,13 @@ from ...cache import Pages, Quantized
 from .cases import Case
 
 
-_TRITON = dict(block_q=128, block_k=64, block_q_dkv=64, block_kv_dkv=64, block_q_dq=64)
+_TRITON: dict[str, Any] = dict(
+    block_q=128, block_k=64, block_q_dkv=64, block_kv_dkv=64, block_q_dq=64
+)
 _TRITON |= dict(block_kv_dq=64)
-_MOSAIC = dict(block_q=64, block_kv=128, max_concurrent_steps=2, block_q_dkv=64, block_kv_dkv=64)
+_MOSAIC: dict[str, Any] = dict(
+    block_q=64, block_kv=128, max_concurrent_steps=2, block_q_dkv=64, block_kv_dkv=64
+)
 _MOSAIC |= dict(block_q_dq=64, block_kv_dq=64)
 _PAGE = 128
 _CHUNK = 256  # The queries whose logits the reference holds at once.
@@ -94,16 +98,9 @@ def _jax_nn(case: Case, implementation: str) -> Call | None:
     window = None if case.window is None else (case.window - 1, 0)
 
     def call(q, k, v, *lengths):
-        more = dict(key_value_seq_lengths=lengths[0]) if lengths else {}
-        return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=case.causal,
-            local_window_size=window,
-            implementation=implementation,  # pyright: ignore[reportArgumentType]
-            **more,
-        )
+        more: dict[str, Any] = dict(key_value_seq_lengths=lengths[0]) if lengths else {}
+        more |= dict(local_window_size=window, implementation=implementation)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=case.causal, **more)
 
     return call
 
@@ -125,7 +122,8 @@ def _mosaic(case: Case, interpret: bool) -> Call | None:
     def call(q, k, v):
         q, k, v = (x.astype(jnp.float16) for x in (q, k, v))
         q = q * jnp.float16(case.dim**-0.5)
-        return attention_mgpu.attention(q, k, v, blocks).astype(jnp.bfloat16)
+        out: Any = attention_mgpu.attention(q, k, v, blocks)
+        return out.astype(jnp.bfloat16)
 
     return call
 
@@ -220,7 +218,7 @@ def torch_calls(name: str, case: Case, args: tuple, rehearsed: bool) -> list[Cal
         return torch.from_numpy(x).to(device, torch.bfloat16).transpose(1, 2).contiguous()
 
     q, k, v, g = map(moved, args[:4])
-    more = dict(is_causal=case.causal, enable_gqa=case.heads != case.kv_heads)
+    more: dict[str, Any] = dict(is_causal=case.causal, enable_gqa=case.heads != case.kv_heads)
 
     def attend():
         with sdpa_kernel(backend):
@@ -276,12 +274,12 @@ def exact(case: Case, args: tuple) -> list[np.ndarray]:
     def rows(q, k, v, at):
         s = jnp.einsum("thd,sd->hts", q, k, precision="highest") * case.dim**-0.5
         s = s if case.cap is None else case.cap * jnp.tanh(s / case.cap)
-        i, j = at[:, None], jnp.arange(len(k))
+        i, j = at[:, None], jnp.arange(len(k))[None]
         seen = (j <= i) | (not case.causal)
         seen &= i - j < (case.window or len(k) + len(args[0][0]))
         if ids is not None:
-            seen &= ids[at][:, None] == ids
-        p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1)
+            seen &= ids[at][:, None] == ids[None]
+        p = jax.nn.softmax(jnp.where(seen[None], s, -jnp.inf), -1)
         return jnp.einsum("hts,sd->thd", p, v, precision="highest")
 
     def call(q, k, v):

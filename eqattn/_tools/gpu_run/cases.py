@@ -100,14 +100,14 @@ def _rate(limit: float, stretch: float | None = None) -> Target:
     return Target(limit, stretch, at_least=True)
 
 
-_GROUPED = dict(heads=32, kv_heads=8)
+_GROUPED: dict[str, Any] = dict(heads=32, kv_heads=8)
 _STEP: dict[str, Any] = dict(tokens=1, causal=False, **_GROUPED)
 _MEMORY = {TEMPORARY[FORWARD]: Target(1.1e6 / 2**20), TEMPORARY[BACKWARD]: Target(2.2e6 / 2**20)}
 
 CASES = (
     Case(
         "causal, 16k",
-        targets={FORWARD: _rate(600, 645), BACKWARD: _rate(430, 540), **_MEMORY},
+        targets={FORWARD: _rate(600.0, 645.0), BACKWARD: _rate(430.0, 540.0), **_MEMORY},
     ),
     Case(
         "decode, 64 rows",
@@ -116,15 +116,15 @@ CASES = (
         targets={STREAM: _rate(3.4)},
         **_STEP,
     ),
-    Case("full, 16k", causal=False, targets={FORWARD: _rate(640, 690)}),
-    Case("causal, 1k", batch=16, tokens=1024, targets={FORWARD: _rate(380)}),
+    Case("full, 16k", causal=False, targets={FORWARD: _rate(640.0, 690.0)}),
+    Case("causal, 1k", batch=16, tokens=1024, targets={FORWARD: _rate(380.0)}),
     Case("causal, 4k, 4 heads a key", batch=8, tokens=4096, **_GROUPED),
     Case(
         "causal, 16k, D = 64",
         heads=32,
         kv_heads=32,
         dim=64,
-        targets={FORWARD: _rate(480), BACKWARD: _rate(330)},
+        targets={FORWARD: _rate(480.0), BACKWARD: _rate(330.0)},
     ),
     Case(
         "causal, 8k, D = 256",
@@ -133,7 +133,7 @@ CASES = (
         heads=8,
         kv_heads=8,
         dim=256,
-        targets={FORWARD: _rate(620), BACKWARD: _rate(210)},
+        targets={FORWARD: _rate(620.0), BACKWARD: _rate(210.0)},
     ),
     Case("decode, a row of 128k", keys=131_072, targets={STREAM: _rate(0.7 * 3.4)}, **_STEP),
     Case("window of 1024, 16k", window=1024, targets={BLOCK: Target(1.1)}),

@@ -197,6 +197,7 @@ class Measurement:
                     check_alive()
 
     def add(self, name: str, programs: list) -> None:
+        outputs: tuple = ()
         for run, _ in programs:
             outputs = run()
             calls.wait(outputs)
