@@ -1,4 +1,4 @@
-"""`python -m eqattn`: `info`, `bench`, `tpu-report` and `gpu-report`."""
+"""`python -m eqattn`: `info`, `bench`, `tpu-report`, `gpu-report` and `gpu-run`."""
 
 import argparse
 import os
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from ._tools import gpu_report, info as _info
     from ._tools.bench import cli
+    from ._tools.gpu_run import cli as gpu_run
     from ._tools.tpu_report import cli as tpu_report
 
     parser = argparse.ArgumentParser(
@@ -29,6 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         (cli, "bench", "time, memory and accuracy, side by side with other libraries"),
         (tpu_report, "tpu-report", "the schedules of the kernels for TPUs; needs libtpu, no TPU"),
         (gpu_report, "gpu-report", "machine code of the GPU kernel; needs CUDA's compiler, no GPU"),
+        (
+            gpu_run,
+            "gpu-run",
+            "the GPU kernels on a GPU: conformance, time and memory; --rehearse",
+        ),
     ):
         command = commands.add_parser(
             name,

@@ -32,8 +32,8 @@ compiler's warnings say that it serialised the products, and bytes of temporary 
 KERNELS = {"fold": "", "sum_rows": ": dq", "sum_columns": ": dk and dv", "decode": ""}
 """The kernels of a call, and what their rows of the report add to its name."""
 
-TILE_EXPONENTIALS = 32
-"""What a thread takes of the smallest tile, 64 rows of 64 keys in 128 threads."""
+TILE_EXPONENTIALS = 16
+"""What a thread takes of the smallest tile, 64 rows of 32 keys in 128 threads."""
 
 _H200 = """
 gpu_device_info {
@@ -103,6 +103,10 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
         "decode, 4 drafts": lambda: dict(slots=8192, tokens=4, dtype="float16"),
         "decode, 64": lambda: dict(slots=8192, dim=64),
         "decode, 256": lambda: dict(slots=8192, dim=256),
+        "decode, int8": lambda: dict(slots=8192, stored="int8"),
+        "decode, int8 in pages": lambda: dict(slots=8192, stored="int8", page=64),
+        "decode, float8": lambda: dict(slots=8192, stored="float8_e4m3fn"),
+        "decode, latents": lambda: dict(slots=8192, dim=512, rest=64),
     }
 
 
@@ -211,30 +215,38 @@ def compiled(name: str, target: str, folder: Path) -> dict[str, dict[str, Any]]:
 
 def decoding(place: Any, slots: int, **given: Any) -> tuple[Any, tuple]:
     """A step of new tokens over caches, of 32 heads that share 8 key heads: a function and its
-    arguments.
+    arguments. Latents, which have a `rest` beside what is also their value, are those of 128 heads.
     """
     import jax
     import jax.numpy as jnp
 
     from .. import attention, AttentionMetadata, Causal, KeyPadding, Ragged
-    from .._problem.storage import Pages
+    from .._problem.joined import Joined
+    from .._problem.storage import Pages, Quantized
 
     rows, tokens, dim = given.get("rows", 64), given.get("tokens", 1), given.get("dim", 128)
-    page, mask = given.get("page"), given.get("mask")
-    dtype = jnp.dtype(given.get("dtype", "bfloat16"))
+    page, mask, rest = given.get("page"), given.get("mask"), given.get("rest", 0)
+    dtype, stored = jnp.dtype(given.get("dtype", "bfloat16")), given.get("stored")
     how = Ragged(AttentionMetadata(platform="gpu", runtime_dtype=dtype))
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     lead = (rows, slots) if page is None else (rows * slots // page, page)
     table = [] if page is None else [array(rows, slots // page, dtype=jnp.int32)]
+    heads, kv_heads = (128, 1) if rest else (32, 8)
 
     def step(q, k, v, lengths, *table):
+        if stored is not None:
+            k, v = (Quantized(x[0], x[1], dtype) for x in (k, v))
         k, v = [Pages(x, *table) for x in (k, v)] if table else (k, v)
+        k, v = (Joined(k, v), k) if rest else (k, v)
         seen = Causal() & KeyPadding(lengths)
         seen = seen if mask is None else seen & mask
         return attention(q, k, v, how, mask=seen, q_offset=lengths - tokens).attention_outputs
 
-    kv = [array(*lead, 8, dim)] * 2
-    return step, (array(rows, tokens, 32, dim), *kv, array(rows, dtype=jnp.int32), *table)
+    kv = [array(*lead, kv_heads, n) for n in (dim, rest or dim)]
+    if stored is not None:
+        scales = array(lead[0], 1, lead[1] * kv_heads, dtype=jnp.float32)
+        kv = [(array(*x.shape, dtype=jnp.dtype(stored)), scales) for x in kv]
+    return step, (array(rows, tokens, heads, dim + rest), *kv, array(rows, dtype=jnp.int32), *table)
 
 
 def training(place: Any, given: dict[str, Any]) -> tuple[Any, tuple, Any, tuple]:

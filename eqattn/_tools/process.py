@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,10 @@ class End:
 
 
 def results(
-    arguments: Sequence[str], job: Mapping[str, Any], environment: Mapping[str, str]
+    arguments: Sequence[str],
+    job: Mapping[str, Any],
+    environment: Mapping[str, str],
+    patience: float | None = None,
 ) -> Iterator[dict[str, Any] | End]:
     """Runs Python in another process.
 
@@ -30,6 +34,7 @@ def results(
     - `arguments`: the command line arguments of Python.
     - `job`: what the process reads from its standard input, as JSON.
     - `environment`: the environment variables of the process.
+    - `patience`: after so many seconds without a line, the process is killed; None means never.
 
     **Returns:** the JSON objects that the process prints, one a line, as they come. The last item
     is an `End`.
@@ -49,10 +54,23 @@ def results(
         assert child.stdin and child.stdout
         child.stdin.write(json.dumps(job))
         child.stdin.close()
-        for line in child.stdout:
+        lines = iter(child.stdout)
+        while (line := _next(lines, child, patience)) is not None:
             if line.startswith('{"'):  # a library may have printed other lines
                 yield json.loads(line)
         status = child.wait()
         errors.seek(0)
         last = (errors.read().strip().splitlines() or ["no message"])[-1]
     yield End(status, last)
+
+
+def _next(lines: Iterator[str], child: subprocess.Popen, patience: float | None) -> str | None:
+    """The next line that a process prints; None when it has ended, or is killed as none came."""
+    if patience is None:
+        return next(lines, None)
+    timer = threading.Timer(patience, child.kill)
+    timer.start()
+    try:
+        return next(lines, None)
+    finally:
+        timer.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import zlib
 from typing import Any
 
@@ -18,6 +19,8 @@ from .oracle import Problem
 
 
 Q_OFFSET = 3
+# How kernels run: "pallas" where their device is, as `python -m eqattn gpu-run` asks.
+KERNELS = os.environ.get("EQATTN_KERNELS", "interpret")
 DROPOUT_SEED = 7
 VISITED = (
     6,
@@ -370,7 +373,7 @@ def library_call(built: Built):
             v = k.first
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
-            platform="interpret" if target in kernels else "auto",
+            platform=KERNELS if target in kernels else "auto",
             backend="cuda" if target.startswith("gpu") else "any",
             softmax_scale={"none": default_scale, "float": 0.3}.get(
                 case["scale"], arguments.get("scale")

@@ -221,9 +221,19 @@ def needs_x64(case: Case) -> bool:
 
 @functools.cache
 def interpreted_on_a_gpu(strength: int) -> tuple[Case, ...]:
+    """Those of `of_the_gpu` that are interpreted: every sixth of the pairwise array, as each takes
+    some ten seconds, or all of the 3-wise one.
+    """
+    found = of_the_gpu(strength)
+    each = 6 if strength == 2 else 1
+    of = lambda name: [case for case in found if case["target"][0] == name][::each]
+    return *of("gpu"), *of("gpu_ragged")
+
+
+@functools.cache
+def of_the_gpu(strength: int) -> tuple[Case, ...]:
     """The cases of `Blockwise` and `Ragged` for the kernels for NVIDIA GPUs, with other values in
-    place of those that they cannot do: every sixth of the pairwise array, as each takes some ten
-    seconds, or all of the 3-wise one.
+    place of those that they cannot do.
     """
     other = {
         "dtype": {"float32": "bfloat16", "float64": "float16"},
@@ -242,7 +252,7 @@ def interpreted_on_a_gpu(strength: int) -> tuple[Case, ...]:
         found = [c | {a: x.get(c[a], c[a]) for a, x in by.items()} for c in found]
         found = [c | {"target": (target, 1)} for c in found]
         found = [c for c in found if invalid(c) is None]
-        cases += found[:: 6 if strength == 2 else 1]
+        cases += found
     return tuple(cases)
 
 

@@ -63,9 +63,9 @@ def test_rows_of_any_length(name, monkeypatch):
     """By several programs a row, whose Carries are merged; of heads that share keys; of more rows
     than a tile has; and of blocks that are no whole tiles.
     """
-    from eqattn.kernels.gpu import _decode
+    from eqattn.kernels.gpu import _decode_visit
 
-    monkeypatch.setattr(_decode, "LEAST_TILES", 1)
+    monkeypatch.setattr(_decode_visit, "LEAST_TILES", 1)
     given, sizes = CASES[name]
     given = dict(keys=48, in_pages=False) | given
     args, plain = stored(**given)
@@ -93,12 +93,12 @@ def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
 def test_warpgroups_do_not_race(in_pages, monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    from eqattn.kernels.gpu import _decode, _mosaic
+    from eqattn.kernels.gpu import _decode_visit, _mosaic
 
     mosaic: Any = _mosaic.plgpu
     params = ft.partial(mosaic.InterpretGPUParams, detect_races=True)
     monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
-    monkeypatch.setattr(_decode, "LEAST_TILES", 4)  # more than there are stages
+    monkeypatch.setattr(_decode_visit, "LEAST_TILES", 4)  # more than there are stages
     args, plain = stored(3, 4, 2, 16, 16, 144, in_pages)
     sizes = {} if in_pages else dict(blocksize_k=16)
     close(interpreted(*args, **sizes), dense(*plain, seen(3, 144)))
@@ -120,17 +120,21 @@ def test_the_kernel_is_found(in_pages):
 
 
 @newest
+@pytest.mark.parametrize("keys", [48, 80])
+def test_capacities_that_64_does_not_divide(keys):
+    """The compiler takes their tiles, of 48 keys and of 16."""
+    assert kernels(lowered, *stored(1, 4, 2, 64, 64, keys, False)[0]) == 1
+
+
+@newest
 def test_what_there_is_no_kernel_for():
     (q, k, v), _ = stored(1, 4, 2, 16, 16, 48, False)
-    eight = [kept_as(x, jnp.int8, False)[0] for x in (k, v)]
-    with pytest.raises(ValueError, match="no kernel for this call .*fewer bits than the queries"):
-        text_of(lowered, q, *eight)
     with pytest.raises(ValueError, match="multiples of 16 numbers, not 12 and 16"):
         text_of(lowered, q[..., :12], k[..., :12], v)
     with pytest.raises(ValueError, match="bfloat16 and float16, not float32"):
         call(*arrays(), platform="gpu")
     automatic = Ragged(AttentionMetadata(backend="cuda"))
-    assert kernels(lambda *xs: attention(*xs, automatic).attention_outputs, q, *eight) == 0
+    assert kernels(lambda *xs: attention(*xs, automatic).attention_outputs, q, k, v) == 0
     assert Ragged(AttentionMetadata(platform="gpu")).supports(mask=KeyPadding(LENGTHS))
 
 
@@ -145,20 +149,31 @@ def test_sizes():
     assert chosen(80).keys == 80 and chosen(112).keys == 112 and chosen(100).keys == 128
     assert chosen(8192, 16).keys == 64 and chosen(32, 16).keys == 32
     assert chosen(8192, 128).keys == 128 and chosen(8192, 48).keys == 48
-    whole = Sizes(rows=32, keys=128, heads=8, dim=128, width=128, pages=0)
+    whole = Sizes(rows=32, keys=128, heads=8, dims=(128,), width=128, pages=0)
     assert (whole.tile_k, whole.tiles, whole.written, whole.stages) == (64, 8, 8, 2)
-    paged = Sizes(rows=4 * 70, keys=64, heads=4, dim=64, width=64, pages=4)
+    paged = Sizes(rows=4 * 70, keys=64, heads=4, dims=(64,), width=64, pages=4)
     assert (paged.piece, paged.tile_k, paged.tiles, paged.written) == (16, 64, 8, 64)
-    uneven = Sizes(rows=8, keys=20, heads=1, dim=16, width=16, pages=0)
+    uneven = Sizes(rows=8, keys=20, heads=1, dims=(16,), width=16, pages=0)
     assert (uneven.tile_k, uneven.padded_keys) == (32, 32)
+    eight = Sizes(rows=32, keys=128, heads=8, dims=(128,), width=128, pages=0, eight=True)
+    assert (eight.widened, eight.stages) == ([(128, 0), (128, 64)], 4)
+    large = Sizes(rows=32, keys=128, heads=8, dims=(256,), width=256, pages=0, eight=True)
+    assert large.stages == 3
+    few = Sizes(rows=8, keys=48, heads=1, dims=(32,), width=32, pages=0, eight=True)
+    assert (few.tile_k, few.tile_rows) == (48, 64)
+    latents = Sizes(
+        rows=128, keys=128, heads=1, dims=(512, 64), width=512, pages=0, shared=True
+    )  # fmt: skip
+    assert (latents.widths, latents.tile_k, latents.staged) == ([256, 256], 32, 32)
+    assert (latents.stages, latents.tiles, latents.widened) == (3, 2, [])
 
 
 @newest
 def test_shares_of_the_chip():
     """A long row alone is shared out; many rows are not, nor is a short one."""
-    from eqattn.kernels.gpu._decode import _shares
+    from eqattn.kernels.gpu._decode_visit import _shares
 
-    sizes = Sizes(rows=32, keys=128, heads=8, dim=128, width=128, pages=0)
+    sizes = Sizes(rows=32, keys=128, heads=8, dims=(128,), width=128, pages=0)
 
     def shares(batch, keys):
         layout = GridLayout((batch, 1, 1, keys // 128), (128, 32), ())

@@ -14,9 +14,9 @@ def _number(x: float | None) -> str:
     return f"{x:.0f}" if 1000 <= abs(x) < 1e6 else f"{x:.3g}"
 
 
-def _cells(rows: Sequence[Row]) -> list[list[str]]:
+def _cells(rows: Sequence[Row], peers: Sequence[str]) -> list[list[str]]:
     """A header, and one line of text cells per row. A repeated case name is left out."""
-    shown = [n for n in PEERS if any(n in r.values for r in rows)]
+    shown = [n for n in peers if any(n in r.values for r in rows)]
     lines = [["case", "figure", "eqattn", "quartiles", "target", "verdict", *shown]]
     before = None
     for row in rows:
@@ -47,20 +47,21 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{len(verdicts) - missed} of {len(verdicts)} targets met" if verdicts else ""
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A table as aligned columns of plain text."""
-    lines = _cells(rows)
+def table(rows: Sequence[Row], peers: Sequence[str] = PEERS) -> str:
+    """A table as aligned columns of plain text, with one for each of the `peers` that has any."""
+    lines = _cells(rows, peers)
     widths = [max(map(len, column)) for column in zip(*lines)]
     text = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in lines]
     text.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join([*text, *_notes(rows), summary(rows)]).rstrip()
 
 
-def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
+def markdown(rows: Sequence[Row], machine: dict[str, Any], peers: Sequence[str] = PEERS) -> str:
     """A table for the documentation. It leaves out absolute times, which say little of other
     machines.
     """
-    header, *lines = _cells([row for row in rows if row.figure.split()[-1] not in ("ms", "s")])
+    shown = [row for row in rows if row.figure.split()[-1] not in ("ms", "s")]
+    header, *lines = _cells(shown, peers)
     text = [", ".join(f"{k} {v}" for k, v in machine.items()) + ".", ""]
     text += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines)]
     return "\n".join([*text, "", *(f"- {note}" for note in _notes(rows))]).rstrip() + "\n"

@@ -18,14 +18,19 @@ _OTHERS = 3
 
 
 def rounds_of(
-    calls: dict[str, Callable[[], Any]], rounds: int, rare: Sequence[str] = (), wall: bool = False
+    calls: dict[str, Callable[[], Any]],
+    rounds: int,
+    rare: Sequence[str] = (),
+    wall: bool = False,
+    wait: Callable[[Any], None] = lambda _: None,
 ) -> dict[str, np.ndarray]:
     """The seconds of each call in each round; NaN where a rare call was left out. They are CPU
-    seconds or, with `wall`, elapsed seconds, which are what counts on several cores.
+    seconds or, with `wall`, elapsed seconds, which are what counts on several cores. `wait` waits
+    for the result of the last of several calls, where these only begin their work.
     """
     clock = time.perf_counter if wall else time.process_time
     times = {name: np.full(rounds, np.nan) for name in calls}
-    repeats = {name: max(1, math.ceil(_SHORTEST / max(_once(f, 1, clock), 1e-6)))
+    repeats = {name: max(1, math.ceil(_SHORTEST / max(_once(f, 1, clock, wait), 1e-6)))
                for name, f in calls.items()}  # fmt: skip
     gc.collect()
     gc.disable()
@@ -35,17 +40,23 @@ def rounds_of(
             for name in names if i % 2 == 0 else names[::-1]:
                 # This call is not timed. The large arrays of the program before are given back to
                 # the system only after its results are ready, and this program would pay for it.
-                calls[name]()
-                times[name][i] = _once(calls[name], repeats[name], clock)
+                wait(calls[name]())
+                times[name][i] = _once(calls[name], repeats[name], clock, wait)
     finally:
         gc.enable()
     return times
 
 
-def _once(call: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> float:
-    start = clock()
+def _once(
+    call: Callable[[], Any],
+    repeats: int,
+    clock: Callable[[], float],
+    wait: Callable[[Any], None],
+) -> float:
+    start, last = clock(), None
     for _ in range(repeats):
-        call()
+        last = call()
+    wait(last)
     return (clock() - start) / repeats
 
 

@@ -44,6 +44,7 @@ class GPULowering(Lowering):
     cleans_values = True
     skips_corners = False
     finishes_rows = True
+    shares_blocks = True
     splits_over_devices = False
     drops_single_axes = False
 
@@ -59,8 +60,8 @@ class GPULowering(Lowering):
         pages, or what divides their number.
         """
         if request.in_place:
-            page = request.page_size
-            together = min(max(64 // page, 1), -(-request.keys // page)) if page else 0
+            page, most = request.page_size, 64 if request.head_dim <= LARGEST_DIM else 32
+            together = min(max(most // page, 1), -(-request.keys // page)) if page else 0
             whole = (n for n in range(128, 15, -16) if request.keys % n == 0)
             keys = together * page or next(whole, 128)
             return BlockSizes(FEW_QUERIES, keys)
@@ -101,13 +102,14 @@ class GPULowering(Lowering):
             if reason := unsupported_storage(layout, visits[-1][1], operands):
                 return reason
             visits = [(c, of_one_head(jaxpr)) for c, jaxpr in visits]
-        read = visits[0][1].in_avals
-        query, value = read[0], layout.split(ctx.avals_in)[1][len(read)]
-        if max(query.shape[0], value.shape[-1]) > LARGEST_DIM:
-            return (
-                f"its queries and values have up to {LARGEST_DIM} numbers, not {query.shape[0]} "
-                f"and {value.shape[-1]}"
-            )
+        else:
+            read = visits[0][1].in_avals
+            query, value = read[0], layout.split(ctx.avals_in)[1][len(read)]
+            if max(query.shape[0], value.shape[-1]) > LARGEST_DIM:
+                return (
+                    f"its queries and values have up to {LARGEST_DIM} numbers, not "
+                    f"{query.shape[0]} and {value.shape[-1]}"
+                )
         names = (self.unsupported_primitive(jaxpr.jaxpr) for _, jaxpr in visits)
         name = next(filter(None, names), "")
         return name and (
@@ -133,7 +135,7 @@ class GPULowering(Lowering):
                 )
             return None
         if layout.ragged:
-            from ._decode import traverse_stored
+            from ._decode_visit import traverse_stored
 
             run: Any = ft.partial(traverse_stored, interpreted=self.interpreted)
             return dict(vectorise=False, traverse=run)

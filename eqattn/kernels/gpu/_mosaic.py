@@ -34,12 +34,19 @@ commit_smem = plgpu.commit_smem
 set_max_registers = plgpu.set_max_registers
 
 
-def matrices(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for matrices that tensor cores read: tiles of 8 rows of 128 bytes, or of 64 or
-    32 where rows are no multiple of that.
+def matrices(shape: tuple[int, ...], dtype: Any, summed: int = 0) -> Any:
+    """Shared memory for matrices that tensor cores read, or that are widened for them: tiles of 8
+    rows of 128 bytes, or of 64 or 32 where rows are no multiple of that.
+
+    **Arguments:**
+
+    - `summed`: the number of rows, if a product sums over them. They must be as many as a row of a
+        tile has numbers, or a multiple. Both sides of a product have the same tiles.
     """
-    width = next(n for n in (64, 32, 16) if shape[-1] % n == 0)
-    tiles = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+    size = jnp.dtype(dtype).itemsize
+    fits = lambda n: shape[-1] * size % n == 0 and summed * size % n == 0
+    width = next(n for n in (128, 64, 32) if fits(n))
+    tiles = plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width)
     return SMEM(shape, dtype, transforms=tiles)
 
 
@@ -134,6 +141,19 @@ def clean(part: Any) -> None:
     part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
 
 
+def widen(tile: Any, into: Any) -> None:
+    """Writes numbers of 8 bits of a tile of shared memory as those of another one, exactly."""
+    rows, columns = tile.shape
+    n = next(n for n in (128, 64, 32) if columns % n == 0)  # as many as a row of its tiles has
+    for i in range(0, rows, WARPGROUP):
+        for j in range(0, columns, n):
+            at = ds(i, WARPGROUP), ds(j, n)
+            x = load(tile.at[at], "pairs")
+            if jnp.issubdtype(x.dtype, jnp.floating):  # of which the compiler has no other way
+                x = x.astype(jnp.float16).astype(jnp.float32)
+            into[at] = x.astype(into.dtype)
+
+
 def parts_of(tile: Any) -> list[Any]:
     """A tile of shared memory in parts that registers have room for."""
     n = WARPGROUP
@@ -196,6 +216,22 @@ def specialise(program: Any, computing: int, copying: int) -> None:
     def _():
         set_max_registers(copying, action="decrease")
         program.copy()
+
+
+def share_out(workers: int, compute: Any, copy: Any) -> None:
+    """Has each of the first warpgroups `compute(its index)`, and the last one `copy`. Two that
+    compute take registers from the one that copies.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+
+    def begin(run, registers, action):
+        if workers > 1:
+            set_max_registers(registers, action=action)
+        run()
+
+    for i in range(workers):
+        when(warpgroup == i)(ft.partial(begin, ft.partial(compute, i), 232, "increase"))
+    when(warpgroup == workers)(ft.partial(begin, copy, 40, "decrease"))
 
 
 def alone(fn: Any) -> Any:

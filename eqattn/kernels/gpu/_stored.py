@@ -5,15 +5,19 @@ them. With heads and numbers on one axis, it copies `n` columns of `[tokens, hea
 of a block are those of all heads, one head after the other. Each head's are padded to whole tiles:
 
     2 heads with 3 rows each, in tiles of 4      0 1 2 -   3 4 5 -
+
+Numbers of 8 bits are copied as they are, and the warpgroup that copies widens them in shared
+memory: products need both sides in one dtype, and these are exact in bfloat16. The scales of the
+vectors are multiplied into logits and probabilities. A copy cannot pick those of one head, so XLA
+gives each head its own before the kernel.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from ..._jax import evaluated, Literal
 from ..._sweep.grid import GridLayout
@@ -21,10 +25,22 @@ from ..._sweep.products import dot_p, grouped_dot_p
 from .._program import flat_jaxpr, replaced_jaxpr
 from . import _mosaic as mosaic
 from ._operands import padded, rounded_up
+from ._parts import keys_in
 
 
 TILE = 64
 """The most keys of a tile, and the rows of a program."""
+
+LARGEST = 256
+"""How many columns of a value a warpgroup adds up, and the most numbers of a vector of which
+a program has but one warpgroup that computes.
+"""
+
+LONGEST = 576
+"""The most numbers of a key, where they are more than those of its value: DeepSeek's latents."""
+
+EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""The dtypes of 8 bits that the compiler widens."""
 
 STEP = 16
 """What the tokens of a page or a tile, and the numbers of a vector, are a multiple of."""
@@ -34,37 +50,8 @@ _SHARED_MEMORY = 108 * 1024
 kB and keeps one for each program, has two. One of them multiplies while the other one waits.
 """
 
-_SAME = {
-    lax.broadcast_in_dim_p,
-    lax.convert_element_type_p,
-    lax.reshape_p,
-    lax.squeeze_p,
-    lax.copy_p,
-}
-
-
-def matrices_in(closed: Any, v: Any = None) -> list[int]:
-    """The arguments of a block function, `[tokens, heads, n]`, that are joined to the keys that it
-    multiplies. It is empty if these are anything else.
-    """
-    jaxpr = flat_jaxpr(closed).jaxpr
-    made_by = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
-    dots = [eqn for eqn in jaxpr.eqns if eqn.primitive is grouped_dot_p]
-
-    def parts(v: Any) -> list[int]:
-        if v in jaxpr.invars:
-            return [jaxpr.invars.index(v)] if v.aval.ndim == 3 else [-1]
-        eqn = made_by.get(v)
-        if eqn is None:
-            return [-1]
-        if eqn.primitive in _SAME and eqn.invars[0].aval.size == v.aval.size:
-            return parts(eqn.invars[0])
-        if eqn.primitive is lax.concatenate_p and eqn.params["dimension"] == 0:
-            return [i for x in eqn.invars for i in parts(x)]
-        return [-1]
-
-    found = parts(dots[0].invars[0]) if len(dots) == 1 else [-1]
-    return [] if -1 in found else found
+_ALL_SHARED_MEMORY = 216 * 1024
+"""Of a program that has a multiprocessor for itself."""
 
 
 def of_one_head(closed: Any) -> Any:
@@ -96,16 +83,36 @@ class Sizes:
     **Arguments:**
 
     - `rows`, `keys`: of a block. `heads`: how many key heads it has.
-    - `dim`, `width`: of a query and of a value.
+    - `dims`: the sizes of the parts of a key. `width`: that of a value.
     - `pages`: how many pages a block has; 0 where tokens lie in order.
+    - `eight`: whether numbers have 8 bits. `shared`: whether a value is the first part of its key.
     """
 
     rows: int
     keys: int
     heads: int
-    dim: int
+    dims: tuple[int, ...]
     width: int
     pages: int
+    eight: bool = False
+    shared: bool = False
+
+    @property
+    def dim(self) -> int:
+        """The numbers of a query."""
+        return sum(self.dims)
+
+    @property
+    def widths(self) -> list[int]:
+        """The columns of a value that each of the computing warpgroups adds up: as many as its
+        registers hold. Each takes all logits anew.
+        """
+        return [min(self.width - i, LARGEST) for i in range(0, self.width, LARGEST)]
+
+    @property
+    def most_keys(self) -> int:
+        """Of a tile: fewer where vectors are long, as shared memory holds several tiles."""
+        return TILE if self.dim <= LARGEST else TILE // 2
 
     @property
     def of_head(self) -> int:
@@ -131,8 +138,8 @@ class Sizes:
         """The tokens that are copied at once: those of a page, or some of them."""
         if self.pages > 1:
             return self.keys // self.pages
-        whole = [n for n in range(STEP, TILE + 1, STEP) if self.keys % n == 0]
-        return max(whole, default=min(rounded_up(self.keys, STEP), TILE))
+        whole = [n for n in range(STEP, self.most_keys + 1, STEP) if self.keys % n == 0]
+        return max(whole, default=min(rounded_up(self.keys, STEP), self.most_keys))
 
     @property
     def tile_k(self) -> int:
@@ -144,22 +151,50 @@ class Sizes:
         return rounded_up(self.keys, self.tile_k)
 
     @property
+    def tile_rows(self) -> int:
+        """The keys that a tile has room for: what widens numbers takes 64 at once."""
+        return rounded_up(self.tile_k, TILE) if self.eight else self.tile_k
+
+    @property
+    def alone(self) -> bool:
+        """Whether a multiprocessor has registers for one program only: what widens numbers takes
+        168 a thread, and two warpgroups that multiply take all.
+        """
+        return self.eight or len(self.widths) > 1
+
+    @property
     def staged(self) -> int:
         """How many columns of the results are written at once."""
-        return max(n for n in range(STEP, TILE + 1, STEP) if self.width % n == 0)
+        most = TILE // 2 if self.alone else TILE
+        return max(n for n in range(STEP, most + 1, STEP) if not any(w % n for w in self.widths))
+
+    @property
+    def widened(self) -> list[tuple[int, int]]:
+        """Of the tiles that numbers of 8 bits become, of keys and of values: the size of a vector,
+        and how many of them a product sums over.
+        """
+        keys = [(n, self.tile_k * self.shared) for n in self.dims]
+        values = [] if self.shared else [(self.width, self.tile_k)]
+        return [*keys, *values] if self.eight else []
 
     @property
     def stages(self) -> int:
         """How many tiles of keys and values shared memory holds, beside queries and results."""
-        own = TILE * (2 * self.dim + 4 * self.staged)
-        each = 2 * self.tile_k * (self.dim + self.width)
-        return max(min((_SHARED_MEMORY - own) // each, 4), 2)
+        own = TILE * (2 * self.dim + 4 * self.staged * len(self.widths))
+        own += 2 * self.tile_rows * sum(n for n, _ in self.widened)
+        each = self.tile_rows * (self.dim + self.width * (not self.shared)) * (2 - self.eight)
+        memory = _ALL_SHARED_MEMORY if self.alone else _SHARED_MEMORY
+        return max(min((memory - own) // each, 4), 2)
 
 
-def sizes_of(layout: GridLayout, key: Any, value: Any, pages: int) -> Sizes:
-    """**Arguments:** an array of keys and one of values, on the grid, and the pages of a block."""
+def sizes_of(layout: GridLayout, parts: Sequence[Any], value: Any, pages: int, query: Any) -> Sizes:
+    """**Arguments:** an array of each part of the keys, one of the values, on the grid, and the
+    pages of a block; `value` is None where it is the first part. And the query.
+    """
     keys, rows = layout.block
-    return Sizes(rows, keys, key.shape[-2], key.shape[-1], value.shape[-1], pages)
+    sizes, width = tuple(x.shape[-1] for x in parts), (value if value is not None else parts[0])
+    eight, shared = parts[0].dtype != query.dtype, value is None
+    return Sizes(rows, keys, parts[0].shape[-2], sizes, width.shape[-1], pages, eight, shared)
 
 
 def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
@@ -170,27 +205,36 @@ def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]
     - `logits`: the block function.
     - `operands`: all operands of the visit, or like them.
     """
-    n, found = len(logits.in_avals), matrices_in(logits)
-    query, values = operands[0], operands[n : n + len(found)]  # with constants behind
-    of_pages = len(found) if layout.pages else 0
-    blocks = [x.ndim - len(layout.in_axes[n + i]) for i, x in enumerate(values)]
-    if not found or blocks != [3] * len(found):
-        return "its keys or values are stored in parts, or in fewer bits than the queries"
-    key, value = operands[found[0]], values[0]
-    if {key.dtype, value.dtype} != {query.dtype}:
+    n, pieces = len(logits.in_avals), keys_in(logits)
+    if not pieces:
+        return "its keys are stored in a way of their own"
+    query, own = operands[0], operands[n:]
+    parts = [operands[part.array] for part in pieces[0]]
+    value = None if layout.shared else own[0]
+    scaled = any(part.scales is not None for part in pieces[0])
+    stored = {x.dtype for x in (parts if value is None else [*parts, value])}
+    if len(stored) > 1 or (stored != {query.dtype} and not scaled):
+        names = " and ".join(sorted(map(str, stored)))
+        return f"its keys and values are {names}, and its queries {query.dtype}"
+    if scaled and str(*stored) not in EIGHT_BITS:
+        return f"in 8 bits it has {', '.join(EIGHT_BITS)}, not {str(*stored)}"
+    if scaled and query.dtype != jnp.bfloat16:
+        return f"its queries are bfloat16 where keys have 8 bits, not {query.dtype}"
+    of_pages = len(pieces) if layout.pages else 0
+    sizes = sizes_of(layout, parts, value, of_pages, query)
+    step = 2 * STEP if scaled else STEP
+    if any(x % step for x in (*sizes.dims, sizes.width)):
         return (
-            f"its keys and values are {key.dtype} and {value.dtype}, and its queries {query.dtype}"
+            f"vectors that it reads where they lie are multiples of {step} numbers, not "
+            f"{' and '.join(map(str, sizes.dims))} and {sizes.width}"
         )
-    sizes = sizes_of(layout, key, value, of_pages)
-    if sizes.dim % STEP or sizes.width % STEP:
-        return (
-            f"vectors that it reads where they lie are multiples of {STEP} numbers, not "
-            f"{sizes.dim} and {sizes.width}"
-        )
+    most = LONGEST if sizes.shared and not scaled else LARGEST
+    if max(sizes.dim, sizes.width) > most:
+        return f"its vectors have up to {most} numbers, not {sizes.dim} and {sizes.width}"
     if of_pages and (sizes.keys // of_pages) % STEP:
         return f"its pages are multiples of {STEP} tokens, not {sizes.keys // of_pages}"
-    if sizes.tile_k > 2 * TILE:
-        return f"its blocks of pages have up to {2 * TILE} tokens, not {sizes.keys}"
+    if sizes.tile_k > 2 * sizes.most_keys:
+        return f"its blocks of pages have up to {2 * sizes.most_keys} tokens, not {sizes.keys}"
     return ""
 
 
@@ -212,45 +256,67 @@ def rows_by_head(x: Any, axes: tuple[int, ...], sizes: Sizes) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a program's tiles of keys, or of values, come from.
+    """Where a program's tiles of a part of the keys, or of the values, come from.
 
     **Arguments:**
 
     - `axes`: the grid axes of the array, `COL` among them, or of the table of its pages.
-    - `size`: the numbers of a vector.
+    - `size`: the numbers of a vector. `heads`: those of a block.
     - `pieces`: how many pages a tile has; 0 where tokens lie in order.
+    - `scaled`: whether there is a scale for each vector.
     """
 
     axes: tuple[int, ...]
     size: int
+    heads: int
     pieces: int
+    scaled: bool
 
     @property
     def count(self) -> int:
-        """How many copies bring a tile."""
+        """How many copies bring a tile, and as many its scales."""
         return max(self.pieces, 1)
 
     def copy(
-        self, refs: Sequence[Any], tables: Sequence[Any], at: Any, tile: Any, arrived: Any
+        self,
+        refs: Sequence[Any],
+        tables: Sequence[Any],
+        at: Any,
+        tile: Any,
+        keys: int,
+        arrived: Any,
     ) -> None:
         """Copies a tile into shared memory.
 
         **Arguments:**
 
-        - `refs`: the arrays, `[places, tokens, heads * size]`, and `tables` of their pages.
+        - `refs`: the arrays, `[places, tokens, heads * size]`, then their scales `[places * heads,
+            tokens]`; and `tables` of their pages.
         - `at`: the place of the block on the grid, the first token in it, and the head.
-        - `tile`: where it goes. `arrived`: the barrier that waits for it.
+        - `tile`: where it goes. `keys`: those of a tile.
+        - `arrived`: the barrier that waits for it.
         """
-        place, start, head = at
-        columns, piece = (
-            mosaic.ds(head * jnp.int32(self.size), self.size),
-            tile.shape[0] // self.count,
-        )
+        columns = mosaic.ds(at[2] * jnp.int32(self.size), self.size)
+        for i, where, from_, to in self._pieces(tables, at, keys):
+            into = tile if tile.shape[0] == to.size else tile.at[to]
+            mosaic.copy_in(refs[i].at[where, from_, columns], into, arrived)
+
+    def copy_scales(
+        self, refs: Sequence[Any], tables: Sequence[Any], at: Any, row: Any, arrived: Any
+    ) -> None:
+        """Copies the scales of a tile into a `row` of shared memory; the rest is as in `copy`."""
+        for i, where, from_, to in self._pieces(tables, at, row.shape[0]):
+            into = row if self.count == 1 else row.at[to]
+            place = where * jnp.int32(self.heads) + at[2]
+            mosaic.copy_in(refs[self.count + i].at[place, from_], into, arrived)
+
+    def _pieces(self, tables: Sequence[Any], at: Any, keys: int) -> Iterator[tuple]:
+        """Of each copy: its index, the place in the array, and the tokens there and in a tile."""
+        place, start, _ = at
+        n = keys // self.count
         for i in range(self.count):
             where = tables[i][place] if self.pieces else place
-            from_, to = mosaic.ds(start, piece), mosaic.ds(i * piece, piece)
-            into = tile if self.count == 1 else tile.at[to]
-            mosaic.copy_in(refs[i].at[where, from_, columns], into, arrived)
+            yield i, where, mosaic.ds(start, n), mosaic.ds(i * n, n)
 
 
 def flat_heads(x: Any, axes: tuple[int, ...], piece: int) -> Any:
@@ -258,4 +324,11 @@ def flat_heads(x: Any, axes: tuple[int, ...], piece: int) -> Any:
     the tokens are whole pieces.
     """
     x = x.reshape(math.prod(x.shape[: len(axes)]), x.shape[-3], -1)
+    return padded(x, 1, rounded_up(x.shape[1], piece))
+
+
+def scales_by_head(x: Any, heads: int, piece: int) -> Any:
+    """Scales `[*grid, 1, tokens * heads]` as `[places * heads, tokens]`, padded to whole pieces."""
+    x = jnp.swapaxes(x.reshape(-1, x.shape[-1] // heads, heads), 1, 2)
+    x = x.reshape(-1, x.shape[-1])
     return padded(x, 1, rounded_up(x.shape[1], piece))

@@ -1,0 +1,198 @@
+"""The kernel for NVIDIA GPUs under `Ragged`, over caches of 8 bits and of latents, by the error bound
+of the oracle.
+"""
+
+import functools as ft
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _gpu_lowered import kernels, text_of
+from _tpu_rows import arrays, call, kept_as, LENGTHS, paged, seen
+from conformance import bound, oracle
+
+from eqattn import attention, AttentionMetadata, Ragged
+from eqattn.cache import AbstractStored, Joined, Pages, Quantized
+
+
+newest = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="the kernel is written for jax 0.12 and newer"
+)
+
+
+def quantised(t, heads, kv_heads, dim, width, keys, stored, in_pages):
+    """A query, keys and values of 8 bits, and the numbers that these hold, in float64."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(t, heads, kv_heads, dim, width, keys))
+    (k, _), (v, _) = (kept_as(x, stored, in_pages) for x in (k, v))
+    return (q, k, v), [np.float64(q), *(exactly(x) for x in (k, v))]
+
+
+def exactly(x):
+    """What a cache of 8 bits holds, as products of float64."""
+    stored, table = (x.content, x.table) if isinstance(x, Pages) else (x, None)
+    shape = *stored.values.shape[:-1], 1
+    numbers = np.float64(stored.values.astype(jnp.float32))
+    numbers = numbers * np.float64(stored.scales).reshape(shape)
+    if table is not None:
+        numbers = numbers[np.asarray(table)].reshape(
+            len(table), -1, *shape[2:-1], numbers.shape[-1]
+        )
+    return numbers
+
+
+def latents(t, heads, width, rest, keys, in_pages, stored=None):
+    """A query, keys whose first part are the values, these, and the numbers."""
+    random = np.random.RandomState(0)
+    sizes = (t, heads, width + rest), (keys, 1, width), (keys, 1, rest)
+    draw = lambda shape: jnp.asarray(random.standard_normal((len(LENGTHS), *shape)), jnp.bfloat16)
+    q, *parts = map(draw, sizes)
+    plain = [np.float64(x) for x in parts]
+    if in_pages:
+        order = random.permutation(len(LENGTHS) * keys // 16)
+        (first, table), (other, _) = (paged(x, 16, order) for x in parts)
+        k = Pages(Joined(first, other), table)
+    else:
+        if stored is not None:
+            parts = [Quantized.quantize(x, stored) for x in parts]
+            plain = [exactly(x) for x in parts]
+        k = Joined(*parts)
+    return (q, k, None), [np.float64(q), np.concatenate(plain, -1), plain[0]]
+
+
+def judge(args, plain, **kw):
+    """Output and logsumexp of the interpreted kernel within the bound."""
+
+    @jax.jit
+    def run(q, k, v):
+        output = call(q, k, k.first if v is None else v, backend="cuda", **kw)
+        return output.attention_outputs, output.logsumexp
+
+    q, k, v = plain
+    t, keys = q.shape[1], k.shape[1]
+    exact = oracle.Problem(q, k, v, scale=q.shape[-1] ** -0.5, mask=seen(t, keys)[:, None])
+    want = bound.values(exact, bound.precision_of(jnp.bfloat16))
+    got = dict(zip(("out", "lse"), map(np.asarray, run(*args))))
+    worst = {name: bound.excess(x, want[name]) for name, x in got.items()}
+    assert max(worst.values()) <= 1, worst
+
+
+EIGHT: dict[str, Any] = {
+    "int8": dict(t=1, heads=4, kv_heads=2, dim=32, width=64, stored=jnp.int8),
+    "pages": dict(t=1, heads=4, kv_heads=2, dim=64, width=32, stored=jnp.int8, in_pages=True),
+    "float8": dict(t=3, heads=3, kv_heads=1, dim=32, width=32, stored=jnp.float8_e4m3fn),
+}
+LATENTS: dict[str, Any] = {
+    "latents": dict(t=1, heads=4, width=32, rest=16),
+    "pages": dict(t=2, heads=2, width=16, rest=32, in_pages=True),
+    "latents of 8 bits": dict(t=1, heads=2, width=32, rest=32, stored=jnp.int8),
+}
+
+
+@newest
+@pytest.mark.parametrize("name", EIGHT)
+def test_eight_bits(name, monkeypatch):
+    """In order and in pages; scales meet logits and probabilities, shares of rows are merged."""
+    from eqattn.kernels.gpu import _decode_visit
+
+    monkeypatch.setattr(_decode_visit, "LEAST_TILES", 1)
+    judge(*quantised(**dict(keys=48, in_pages=False) | EIGHT[name]))
+
+
+@newest
+@pytest.mark.parametrize("name", LATENTS)
+def test_latents(name):
+    """Values are read as the first part of their keys."""
+    judge(*latents(**dict(keys=48, in_pages=False) | LATENTS[name]))
+
+
+@newest
+@pytest.mark.slow
+def test_long_latents():
+    """Of DeepSeek's size, whose values two warpgroups add up."""
+    judge(*latents(1, 4, 512, 64, 48, False))
+
+
+@newest
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e5m2])
+def test_many_blocks_of_eight_bits(stored):
+    """More tiles than there are stages, and prompts."""
+    judge(*quantised(20, 8, 1, 32, 32, 144, stored, False), blocksize_k=16)
+
+
+def lowered(q, k, v, **kw):
+    v = k.first if v is None else v
+    return call(q, k, v, platform="gpu", backend="cuda", **kw).attention_outputs
+
+
+@newest
+def test_the_kernel_is_found():
+    """And latents are one operand of it."""
+    assert kernels(lowered, *quantised(1, 4, 2, 64, 64, 128, jnp.int8, True)[0]) == 1
+    args, _ = latents(1, 4, 32, 16, 128, False)
+    text = text_of(lowered, *args)
+    (line,) = (x for x in text.splitlines() if "@mosaic_gpu_v2" in x)
+    assert line.count("4x128x32xbf16") == 1
+
+
+class Doubled(AbstractStored):
+    """Values of a user's own."""
+
+    array: jax.Array
+
+    @property
+    def arrays(self):
+        return (self.array,)
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def decode(self, *arrays):
+        return arrays[0] * jnp.asarray(2, arrays[0].dtype)
+
+
+@newest
+def test_what_there_is_no_kernel_for():
+    (q, k, v), _ = quantised(1, 4, 2, 32, 32, 48, jnp.int8, False)
+    plain: Any = jnp.ones((4, 48, 2, 32), jnp.bfloat16)
+    half = Quantized.quantize(plain.astype(jnp.float16))
+    cases: Any = (
+        ("queries are bfloat16 where keys have 8 bits", (q.astype(jnp.float16), half, half)),
+        ("multiples of 32 numbers, not 16 and 32", (q[..., :16], Quantized.quantize(plain[..., :16]), v)),
+        ("values are bfloat16 and int8", (q, k, plain)),
+        ("its values are stored in a way of their own", (q, plain, Doubled(plain))),
+        ("its keys are stored in a way of their own", (q, Doubled(plain), plain)),
+    )  # fmt: skip
+    for said, args in cases:
+        with pytest.raises(ValueError, match=f"no kernel for this call .*{said}"):
+            text_of(lowered, *args)
+    automatic = Ragged(AttentionMetadata(backend="cuda"))
+    unasked = lambda q, k, v: attention(q, k, v, automatic).attention_outputs
+    assert kernels(unasked, q, k, v) == 0
+
+
+@newest
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "latents"])
+def test_warpgroups_do_not_race(kind, monkeypatch):
+    """Nor does the one that widens numbers with the one that multiplies."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    from eqattn.kernels.gpu import _mosaic
+
+    mosaic: Any = _mosaic.plgpu
+    params = ft.partial(mosaic.InterpretGPUParams, detect_races=True)
+    monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
+    if kind == "int8":
+        args = quantised(3, 4, 2, 32, 32, 144, jnp.int8, False)
+    else:
+        args = latents(3, 4, 32, 16, 144, False)
+    judge(*args, blocksize_k=16)
+    assert not gpu_callbacks.get_races().races_found

@@ -1,0 +1,75 @@
+"""Mutants of the kernel for NVIDIA GPUs over caches of 8 bits and of latents, and of what runs on a
+GPU. Those of kernels need jax 0.12, as their tests do.
+"""
+# fmt: off
+
+EIGHT = "kernels/test_gpu_stored.py -k 'eight_bits and not many'"
+LATENTS = "kernels/test_gpu_stored.py -k 'test_latents'"
+REFUSED = "kernels/test_gpu_stored.py -k no_kernel_for"
+
+MUTANTS = [
+    (
+        "kernels/gpu/_decode.py",
+        EIGHT,
+        [
+            ("product = product * lax.broadcast_in_dim(scale, shape, [1])", "pass"),
+            ("weights = [x * scale for x in weights] or [scale]", "pass"),
+        ],
+    ),
+    (
+        "kernels/gpu/_decode.py",
+        LATENTS,
+        [
+            ("v_scales = k_scales[:1]", "v_scales = []"),
+            ("s = ft.reduce(jnp.add, products)", "s = products[0]"),
+        ],
+    ),
+    (
+        "kernels/gpu/_stored.py",
+        EIGHT,
+        [
+            ("place = where * jnp.int32(self.heads) + at[2]", "place = where * jnp.int32(self.heads)"),
+            ("x = jnp.swapaxes(x.reshape(-1, x.shape[-1] // heads, heads), 1, 2)", "x = x.reshape(-1, heads, x.shape[-1] // heads)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_stored.py",
+        "kernels/test_gpu_ragged.py -k test_sizes",
+        [
+            ("return TILE if self.dim <= LARGEST else TILE // 2", "return TILE"),
+            ("most = TILE // 2 if self.alone else TILE", "most = TILE"),
+            ("return self.eight or len(self.widths) > 1", "return self.eight"),
+            ("own += 2 * self.tile_rows * sum(n for n, _ in self.widened)", "pass"),
+        ],
+    ),
+    (
+        "kernels/gpu/_stored.py",
+        REFUSED,
+        [
+            ("step = 2 * STEP if scaled else STEP", "step = STEP"),
+            ("if scaled and query.dtype != jnp.bfloat16:", "if False:"),
+        ],
+    ),
+    (
+        "kernels/gpu/_parts.py",
+        REFUSED,
+        [("alone and i is not None", "alone"),],
+    ),
+    (
+        "_tools/gpu_run/cli.py",
+        "tools/test_gpu_run.py -k 'ends_a_process'",
+        [
+            ("inner = {name for name in busy if name not in self.tasks} or busy", "inner = busy"),
+            ("self.skip |= inner | self.checks.keys()", "self.skip |= inner"),
+            ("return bool(end.status and inner and self.tasks)", "return bool(end.status and self.tasks)"),
+        ],
+    ),
+    (
+        "_tools/gpu_run/cases.py",
+        "tools/test_gpu_run.py -k pairs",
+        [
+            ("seen = min(self.window or length, length)", "seen = self.window or length - 1"),
+            ("length = self.tokens // (self.segments or 1)", "length = self.tokens"),
+        ],
+    ),
+]

@@ -1,0 +1,146 @@
+"""`python -m eqattn gpu-run`, rehearsed where there is no GPU, and what its figures become."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eqattn.__main__ import main
+from eqattn._tools.bench.cases import Row
+from eqattn._tools.gpu_run import cases, child, cli, record
+from eqattn._tools.process import End, results
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_a_step_is_measured(capsys):
+    """Timed, judged by plain formulas, and said as rows."""
+    case = cases.small(cases.choose(["decode, int8"])[0])
+    job = child.Job([], [case], ["cuDNN"], [], 3, True, time.time() + 600, "")
+    child.measure(case, job)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = {x["row"]["figure"]: x["row"] for x in lines if "row" in x}
+    assert set(rows) == {cases.STREAM, "step ms", "forward temp MiB", "error"}
+    low, high = rows[cases.STREAM]["quartiles"]["eqattn"]
+    assert 0 < low <= rows[cases.STREAM]["values"]["eqattn"] <= high
+    assert set(rows["step ms"]["values"]) == {"eqattn"}  # jax.nn has no such cache
+    assert 0 < rows["error"]["values"]["eqattn"] < 1e-2 and rows[cases.STREAM]["note"] == ""
+    begun, ended = ([x[y] for x in lines if y in x] for y in ("begin", "end"))
+    assert begun == ended == [f"{case.name}: {x}" for x in ("eqattn", "cuDNN", "times")]
+
+
+@pytest.mark.slow
+def test_rehearsed(tmp_path, capsys):
+    """The whole way, in a process of its own: the conformance matrix, a call with its gradients and
+    a step of decoding, timed, judged and written.
+    """
+    out = tmp_path / "run"
+    flags = ["--case", "soft cap, 16k", "decode, int8", "--rounds", "2", "--out", str(out)]
+    assert main(["gpu-run", "--rehearse", *flags]) == 0
+    rows, machine = record.FILE.read(tmp_path / "run.json")
+    assert machine["device"] == "cpu" and machine["rounds"] == 2 and "jax" in machine
+    found = {(row.case, row.figure): row for row in rows}
+    call, step = "soft cap, 16k", "decode, int8"
+    assert set(found) == {
+        *((cases.Case("ceiling").name, x) for x in ("product TFLOP/s", "copy TB/s")),
+        ("conformance", "cases in the bound"),
+        *((call, x) for x in (cases.FORWARD, cases.BACKWARD, "forward ms", "backward ms")),
+        *((call, x) for x in cases.TEMPORARY.values()),
+        *((call, x) for x in ("error", cases.BLOCK)),
+        *((step, x) for x in (cases.STREAM, "step ms", "forward temp MiB", "error")),
+    }
+    assert found["conformance", "cases in the bound"].verdict == "pass"
+    assert found["conformance", "cases in the bound"].values == {"eqattn": 1.0}
+    forward, error = found[call, cases.FORWARD], found[call, "error"]
+    assert {"eqattn", "XLA"} <= set(forward.values) and forward.values["eqattn"] > 0
+    assert all(low <= high for low, high in forward.quartiles.values())
+    assert all(0 < x < 2e-2 for x in error.values.values()), error
+    assert 0 < found[step, "error"].values["eqattn"] < 2e-2
+    assert "WRONG" not in forward.note
+    text = (tmp_path / "run.md").read_text()
+    assert f"| {call} | {cases.FORWARD} |" in text and " ms |" not in text
+    assert text == record.page(rows, machine)
+    assert cases.FORWARD in capsys.readouterr().out
+
+
+def test_where_there_is_no_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(SystemExit):
+        main(["gpu-run", "--out", str(tmp_path / "x")])
+    assert "needs an NVIDIA GPU, and jax has none here: cpu" in capsys.readouterr().err
+    for flags, said in (
+        (["--case", "square"], "there is no case ['square']"),
+        (["--rehearse", "--record", str(DOCS)], "leave out --rehearse, --case and --peers"),
+        (["--record", str(tmp_path)], "there is no"),
+        (["--tests", str(tmp_path)], "has no conformance matrix"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["gpu-run", *flags])
+        assert said in capsys.readouterr().err
+
+
+def test_what_ends_a_process_is_left_out():
+    """Another process goes on with the rest."""
+    found = cli.Run(["conformance", "a", "b"], {})
+    busy: set[str] = set()
+    lines = [
+        dict(begin="conformance"), dict(begin="x"), dict(check="x"), dict(end="x"),
+        dict(begin="y"),
+    ]  # fmt: skip
+    for line in lines:
+        found.take(line, busy)
+    assert found.end(End(-9, "killed"), busy)
+    assert found.skip == {"x", "y"} and "ended the process" in found.checks["y"]
+    found.take(dict(done="conformance"), set())
+    assert found.rows[-1].values == {"eqattn": 1.0} and found.rows[-1].verdict == "miss"
+    busy = {"a", "a: cuDNN"}
+    assert found.end(End(-9, "killed"), busy) and "a: cuDNN" in found.skip and "a" not in found.skip
+    assert found.end(End(1, "no memory"), {"a"}) and "a" in found.skip
+    assert not found.end(End(1, "no device"), set())
+    assert not found.end(End(0, ""), set())
+
+
+def test_a_silent_process_is_killed():
+    code = "import time; print('{\"a\": 1}', flush=True); time.sleep(60)"
+    first, end = results(["-c", code], {}, {}, patience=1.0)
+    assert first == {"a": 1} and isinstance(end, End) and end.status == -9
+
+
+def test_pairs():
+    """Of each kind of mask, counted one by one."""
+
+    def counted(seen):
+        return sum(bool(seen(i, j)) for i in range(64) for j in range(64))
+
+    sizes: Any = dict(tokens=64)
+    causal = cases.Case("x", **sizes)
+    assert causal.pairs() == counted(lambda i, j: j <= i)
+    assert cases.Case("x", causal=False, **sizes).pairs() == 64**2
+    window = cases.Case("x", window=16, **sizes)
+    assert window.pairs() == counted(lambda i, j: 0 <= i - j < 16)
+    parts = cases.Case("x", segments=4, **sizes)
+    assert parts.pairs() == counted(lambda i, j: j <= i and i // 16 == j // 16)
+    assert cases.Case("x", tokens=1, keys=64).pairs() == 64
+    assert causal.operations() == 4 * 16 * 128 * causal.pairs()
+
+
+def test_the_page_says_whether_it_was_measured(tmp_path):
+    """And a recorded run writes what it says."""
+    data = DOCS / record.DATA
+    machine = record.FILE.read(data)[1] if data.exists() else None
+    page, table = (DOCS / record.PAGE).read_text(), (DOCS / record.TABLE).read_text()
+    first = page.split("\n\n")[1]
+    assert first.startswith(record.first_words(machine))
+    assert f'--8<-- "{record.TABLE}"' in page
+    assert table == (record.NO_TABLE if machine is None else record.page(*record.FILE.read(data)))
+    (tmp_path / "pages").mkdir()
+    (tmp_path / record.PAGE).write_text(f"# GPU\n\n{record.UNMEASURED} There are\n")
+    rows = [Row("a", cases.FORWARD, {"eqattn": 500.0, "cuDNN": 600.0})]
+    record.write(rows, {"device": "NVIDIA H200"}, tmp_path)
+    page = (tmp_path / record.PAGE).read_text()
+    assert record.UNMEASURED not in page and "Measured on an NVIDIA H200 on " in page
+    assert "| 500 |" in (tmp_path / record.TABLE).read_text()
+    assert json.loads((tmp_path / record.DATA).read_text())["rows"]
