@@ -326,10 +326,10 @@ class AbstractFoldStrategy(AttentionImpl):
             from ._explicit_axes import known_partition, sharded_as_query
 
             partition = known_partition(q, k, v)
-            run = lambda *args: _computed(*args, partition, wanted)
+            run = lambda *args: _computed(*args, partition=partition, wanted=wanted)
             results = sharded_as_query(run, args, wanted)
         else:
-            results = _computed(*args, None, wanted)
+            results = _computed(*args, partition=None, wanted=wanted)
         return AttentionOutput(
             attention_weights=results.get("weights"),
             attention_outputs=results["outputs"],
@@ -345,6 +345,7 @@ def _computed(
     k: Any,
     v: Any,
     options: dict[str, Any],
+    *,
     partition: tuple[Any, ...] | None,
     wanted: Sequence[str],
 ) -> dict[str, Any]:

@@ -232,7 +232,7 @@ PLAIN |= dict(length=(37, 67), block=(16, 16), heads=(4, 2), dims=(8, 8))
     "case",
     [
         dict(mask="and", bias="heads", sinks="H", cap="float", dims=(4, 7), lead=(2,)),
-        dict(mask="window", dropout=0.25, block=(5, 3), dtype="float16"),
+        dict(mask="window", score="alibi", dropout=0.25, block=(5, 3), dtype="float16"),
         dict(
             mask="dense",
             bias="unbatched",

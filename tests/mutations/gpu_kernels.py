@@ -35,6 +35,7 @@ MUTANTS = [
         [
             ("self.full, self.plain = self.full * clean, self.live * clean", "pass"),
             ("den = den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1)", "den = den + bad.sum(1)"),
+            ("            state = acc, den, top\n", ""),
         ],
     ),
     (
@@ -42,6 +43,21 @@ MUTANTS = [
         "kernels/test_gpu.py -k not_positive",
         [
             ("jnp.maximum(jnp.abs(scale),", "jnp.maximum(scale,"),
+        ],
+    ),
+    (
+        "kernels/gpu/_operands.py",
+        "kernels/test_gpu_tokens.py",
+        [
+            ("own = own if order is None else order[own]", "pass"),
+            ("start = tile * jnp.int32(TILE) + warpgroup * jnp.int32(mosaic.WARPGROUP)", "start = tile * jnp.int32(TILE)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_program.py",
+        "kernels/test_gpu.py -k 'test_values and window'",
+        [
+            ("xs = [self.times(x, factor, given) for x in eqn.invars]\n                return", "xs = [self.times(x, None, given) for x in eqn.invars]\n                return"),
         ],
     ),
     (

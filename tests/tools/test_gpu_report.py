@@ -12,6 +12,7 @@ from eqattn._tools.process import End
 
 
 BUDGET = pathlib.Path(__file__).parents[1] / "gpu_budget.json"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "pages" / "gpu.md"
 
 LISTING = """
 .L_x_0:
@@ -68,6 +69,18 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["gpu-report", "--kernel", "square"])
     assert "['square'] are not among" in capsys.readouterr().err
+
+
+def test_the_page_has_what_is_recorded():
+    """Rows of its tables that have the name of a kernel have the figures of the budget, too."""
+    kernels = json.loads(BUDGET.read_text())["kernels"]
+    lines = [x for x in PAGE.read_text().splitlines() if x.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = {name: figures[:4] for name, *figures in cells if name in kernels}
+    assert {"full", "causal", "causal: dq", "causal: dk and dv", "decode"} <= set(found)
+    for name, figures in found.items():
+        recorded = [kernels[name][x] for x in ("spilled", "shared", "loop", "masked")]
+        assert figures == ["" if x is None else f"{x:,}" for x in recorded], name
 
 
 @pytest.mark.slow

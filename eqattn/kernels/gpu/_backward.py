@@ -13,7 +13,6 @@ both would not fit into registers.
 import collections
 import dataclasses
 import functools as ft
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,11 +74,6 @@ class Plan:
     dtype: Any
     dtypes: dict[int, Any]
     interpreted: bool
-
-    @property
-    def elements(self) -> int:
-        """How many elements the batch axes of the grid have together."""
-        return math.prod(self.layout.shape(self.layout.batch))
 
     @property
     def tiles(self) -> int:
@@ -157,17 +151,14 @@ class Program:
         self.own, self.tiles = dict(zip(plan.own, own)), tiles
         self.vectors = dict(zip(plan.staged, vectors))
         self.warpgroup = lax.axis_index("warpgroup")
-        rest, element = divided(lax.axis_index("program"), plan.elements)
-        at, tile = divided(rest, plan.tiles)
-        at = listed[0][at] if listed else at
-        self.places = Places.of(plan.layout, plan.side, element, at)
-        self.at = self.places.place((*plan.layout.batch, plan.side.own))
-        self.start = tile * jnp.int32(TILE) + self.warpgroup * jnp.int32(mosaic.WARPGROUP)
+        order = listed[0] if listed else None
+        self.rows = ft.partial(Places.of_rows, plan.layout, plan.side, plan.tiles, order)
+        self.places, self.start = self.rows(lax.axis_index("program"), self.warpgroup)
         count = jnp.int32(plan.layout.grid[plan.side.other])
         full, live = count if max(plan.programs) == FULL else jnp.int32(0), count
         self.listed = None
         if listed:
-            table = self.places.place(plan.table_axes or ())
+            table, at = self.places.place(plan.table_axes or ()), self.places.at[plan.side.own]
             full, live = (listed[2][table, at, i] for i in (0, 1))
             self.listed = listed[1].at[table, at]
         self.full, self.live = (n * jnp.int32(plan.parts) for n in (full, live))
@@ -206,7 +197,7 @@ class Program:
 
     def compute(self) -> None:
         """What each of the other two does, for its part of the block."""
-        plan, rows = self.plan, mosaic.ds(self.start, mosaic.WARPGROUP)
+        plan = self.plan
         for i, here in zip(plan.own, self.here):
             tile, here = self.own[i].at[self.warpgroup], here.at[self.warpgroup]
             matrix = plan.matrices[i]
@@ -229,7 +220,7 @@ class Program:
                 mosaic.when(self.dirty > 0)(ft.partial(self.clean_own, own))
             step = ft.partial(self.step, program, near, True)
             sums = lax.fori_loop(begin, self.live, step, sums)
-        self.write(sums, rows)
+        self.write(sums)
 
     def clean_own(self, own: Sequence[int]) -> None:
         """Replaces what is not finite in some matrices of the part of the block."""
@@ -238,18 +229,20 @@ class Program:
                 mosaic.clean(part)
         mosaic.commit_smem()
 
-    def write(self, sums: Sequence, rows: Any) -> None:
+    def write(self, sums: Sequence) -> None:
         """Writes the results: by way of shared memory where they have the dtype of the matrices."""
         plan = self.plan
         memory = {plan.features[i]: self.own[i].at[self.warpgroup] for i in plan.own}
         widest = memory[max(memory)]
+        indices = lax.axis_index("program"), self.warpgroup
+        places, start = self.rows(*(mosaic.anew(i, plan.interpreted) for i in indices))
         for o, x in zip(plan.wanted, sums):
             ref, place, x = self.results[o], plan.results[o], x.astype(plan.dtypes[o])
             if place is None:
-                mosaic.store(x, ref.at[self.at, rows])
+                mosaic.store(x, ref.at[places.block, mosaic.ds(start, mosaic.WARPGROUP)])
             else:
                 tile = widest.at[:, mosaic.ds(0, place.features)]
-                place.store(x, ref, self.places, self.start, tile)
+                place.store(x, ref, places, start, tile)
 
     def read(self, i: int, step: Any = None) -> Value:
         """An operand at a step."""
@@ -284,7 +277,8 @@ class Program:
             if i in first:
                 mosaic.clean_together(tile(i), self.warpgroup, self.both)
                 first.discard(i)
-            found = mosaic.pairs_of(self.own[mine].at[self.warpgroup], tile(i))
+            warpgroup = mosaic.anew(self.warpgroup, plan.interpreted)
+            found = mosaic.pairs_of(self.own[mine].at[warpgroup], tile(i))
             inner[i] -= 1
             if not inner[i] and i not in summed and i != plan.streamed[0]:
                 self.release(i, step)

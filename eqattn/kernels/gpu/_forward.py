@@ -9,7 +9,6 @@ Inside, logits and maxima are those of powers of two.
 
 import dataclasses
 import functools as ft
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,11 +58,6 @@ class Plan:
     continued: bool
     ending: Ending
     interpreted: bool
-
-    @property
-    def elements(self) -> int:
-        """How many elements the batch axes of the grid have together."""
-        return math.prod(self.layout.shape(self.layout.batch))
 
     @property
     def staged(self) -> list[int]:
@@ -119,18 +113,17 @@ class Program:
         self.results = refs
         self.memory, self.arrived, self.free, self.turn, self.both = scratch
         self.warpgroup = lax.axis_index("warpgroup")
-        rest, element = divided(lax.axis_index("program"), plan.elements)
-        row, self.tile = divided(rest, plan.sizes.padded_rows // TILE)
-        self.row = listed[0][row] if listed else row
-        self.places = Places.of(plan.layout, ROWS, element, self.row)
-        self.at_row = self.places.place((*plan.layout.batch, ROW))
+        tiles, order = plan.sizes.padded_rows // TILE, listed[0] if listed else None
+        self.rows = ft.partial(Places.of_rows, plan.layout, ROWS, tiles, order)
+        self.places, self.start = self.rows(lax.axis_index("program"), self.warpgroup)
         columns = jnp.int32(plan.layout.grid[COL])
         full, live = columns if max(plan.programs) == FULL else jnp.int32(0), columns
         self.columns = None
         if listed:
             table = self.places.place(plan.table_axes or ())
-            full, live = (listed[2][table, self.row, i] for i in (0, 1))
-            self.columns = listed[1].at[table, self.row]
+            row = self.places.at[ROW]
+            full, live = (listed[2][table, row, i] for i in (0, 1))
+            self.columns = listed[1].at[table, row]
         self.full, self.live = (n * jnp.int32(plan.parts) for n in (full, live))
         self.plain = self.live
         if dirty is not None:
@@ -173,8 +166,6 @@ class Program:
         """What each of the other two does, for its rows."""
         plan, width = self.plan, self.plan.sizes.padded_width
         q_tile = self.memory[0].at[self.warpgroup]
-        self.start = self.tile * jnp.int32(TILE) + self.warpgroup * jnp.int32(mosaic.WARPGROUP)
-        rows = mosaic.ds(self.start, mosaic.WARPGROUP)
         q_arrived, k_arrived, _ = self.arrived
         here = q_arrived.at[self.warpgroup]
         plan.query.copy_in(self.q, self.places, None, self.start, q_tile, here)
@@ -188,8 +179,9 @@ class Program:
             den = mosaic.held(filled((n,), 0.0), "own")
             top = mosaic.held(filled((n,), -jnp.inf), "own")
         else:
-            acc = mosaic.load(self.old[0].at[self.at_row, rows], "pairs")
-            den, top = (mosaic.load(x.at[self.at_row, rows], "own") for x in self.old[1:])
+            at = self.places.block, mosaic.ds(self.start, mosaic.WARPGROUP)
+            acc = mosaic.load(self.old[0].at[at], "pairs")
+            den, top = (mosaic.load(x.at[at], "own") for x in self.old[1:])
             top = top * LOG2E
         mosaic.barrier_wait(here)
         if plan.scale is not None:  # of which the kernel multiplies logits with the absolute value
@@ -208,7 +200,7 @@ class Program:
             step = ft.partial(self.step, plan.programs[PARTIAL], near, True)
             state = lax.fori_loop(begin, self.live, step, state)
         acc, den, top = state
-        self.write((acc, den, top * (1 / LOG2E)), rows)
+        self.write((acc, den, top * (1 / LOG2E)))
 
     def multiply(self, tile: Any, factor: Any) -> None:
         """Multiplies a tile in shared memory with a number."""
@@ -216,22 +208,24 @@ class Program:
             part[...] = mosaic.load(part, "pairs") * factor.astype(self.plan.dtype)
         mosaic.commit_smem()
 
-    def write(self, accs: tuple, rows: Any) -> None:
+    def write(self, accs: tuple) -> None:
         """Writes the results of the rows, narrow ones by way of the memory of their queries."""
         plan, sizes = self.plan, self.plan.sizes
+        indices = lax.axis_index("program"), self.warpgroup
+        places, start = self.rows(*(mosaic.anew(i, plan.interpreted) for i in indices))
 
         def read(i):
             x = plan.ending.given[i]
-            return x.read(self.ends[i], self.places.place(x.axes), self.start, None, 0)
+            return x.read(self.ends[i], places.place(x.axes), start, None, 0)
 
         lengths = dict(r=mosaic.WARPGROUP, v=sizes.padded_width)
         memory = self.memory[0].at[self.warpgroup]
         for x, ref, place in zip(plan.ending(accs, read, lengths), self.results, plan.results):
             if place is None:
-                mosaic.store(x, ref.at[self.at_row, rows])
+                mosaic.store(x, ref.at[places.block, mosaic.ds(start, mosaic.WARPGROUP)])
             else:
                 memory = memory.at[:, mosaic.ds(0, place.features)]
-                place.store(x, ref, self.places, self.start, memory)
+                place.store(x, ref, places, start, memory)
 
     def next_turn(self) -> None:
         mosaic.barrier_arrive(self.turn)
@@ -253,7 +247,11 @@ class Program:
         logits are still to be multiplied with the `factor` if there is a `scale`.
         """
         sizes, lengths = self.plan.sizes, {"r": mosaic.WARPGROUP, "k": self.plan.sizes.tile_k}
-        q_tile, k_tile = self.memory[0].at[self.warpgroup], self.memory[1].at[slot]
+        # For fewer features, the other loops have registers for the addresses of all parts.
+        warpgroup = self.warpgroup
+        if cleans or sizes.padded_dim > 128:
+            warpgroup = mosaic.anew(warpgroup, self.plan.interpreted)
+        q_tile, k_tile = self.memory[0].at[warpgroup], self.memory[1].at[slot]
         s = mosaic.pairs_of(q_tile, k_tile, (lambda: None) if cleans else self.next_turn)
         read = lambda i: near[i] if i in near else self.read(i, step, slot)
         s, *weights = program(s, read, lengths, LOG2E, self.plan.scale is not None)
@@ -277,15 +275,19 @@ class Program:
             mosaic.barrier_wait(v_arrived.at[slot])
             self.clean(self.memory[2].at[slot])
         s, *weights = self.logits(program, near, step, slot, cleans)
+        if cleans:  # while registers hold no factors of values
+            acc, den, top = state
+            bad = mosaic.load(self.memory[4][0].at[self.warpgroup], "other")
+            bad = lax.broadcast_in_dim(bad, s.shape, [1])
+            den = den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1)
+            if not plan.interpreted:
+                s, den = mosaic.in_order(s, den)
+            state = acc, den, top
         factor = None if plan.scale is None else self.factor
         acc, den, now, weighted = online_step(
             state, s, weights, factor, plan.dtype, plan.interpreted
         )
-        if cleans:
-            bad = mosaic.load(self.memory[4][0].at[self.warpgroup], "other")
-            bad = lax.broadcast_in_dim(bad, s.shape, [1])
-            den = den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1)
-        else:
+        if not cleans:
             mosaic.barrier_arrive(self.turn)
             mosaic.barrier_wait(v_arrived.at[slot])
             mosaic.barrier_wait(self.turn)

@@ -165,6 +165,14 @@ def in_order(*xs: Any) -> tuple:
     return lax.optimization_barrier(xs)
 
 
+def anew(i: Any, interpreted: bool) -> Any:
+    """The same index, which the compiler takes for another one. What follows from it is computed
+    where it is used. Otherwise it would be computed before a loop, as are the addresses of each
+    part of a matrix that stays in place, and take up registers in there.
+    """
+    return i if interpreted else lax.optimization_barrier(i)
+
+
 def kernel(
     body: Any,
     out: list,

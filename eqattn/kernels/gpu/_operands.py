@@ -125,6 +125,36 @@ class Places:
                 at[axis], element = lax.rem(element, n), lax.div(element, n)
         return cls(layout, side, at)
 
+    @classmethod
+    def of_rows(
+        cls,
+        layout: GridLayout,
+        side: Side,
+        tiles: int,
+        order: Any,
+        program: Any,
+        warpgroup: Any,
+    ) -> tuple["Places", Any]:
+        """Where the rows of a warpgroup are, or its keys, and the first of them in their block.
+
+        **Arguments:**
+
+        - `tiles`: how many programs a block has.
+        - `order`: the blocks of the side in the order in which they are begun; None if that is the
+            order in which they lie.
+        - `program`, `warpgroup`: the indices.
+        """
+        rest, element = divided(program, math.prod(layout.shape(layout.batch)))
+        own, tile = divided(rest, tiles)
+        own = own if order is None else order[own]
+        start = tile * jnp.int32(TILE) + warpgroup * jnp.int32(mosaic.WARPGROUP)
+        return cls.of(layout, side, element, own), start
+
+    @property
+    def block(self) -> Any:
+        """The index of the block among all blocks of its side."""
+        return self.place((*self.layout.batch, self.side.own))
+
     def with_other(self, other: Any) -> dict[int, Any]:
         """The index on each axis, at a block of the other side."""
         return {**self.at, self.side.other: other}

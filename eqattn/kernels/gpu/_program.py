@@ -294,6 +294,15 @@ class Run:
         found = origin_of(eqn, self.root, self.arguments)
         return found is not None and found == self.origin
 
+    def _is_scaled(self, v: Any) -> bool:
+        """Whether a value is multiplied with one number, which can bring a further factor along."""
+        eqn = None if isinstance(v, Literal) else self.made_by.get(v)
+        if eqn is not None and _same(eqn):
+            return self._is_scaled(eqn.invars[0])
+        if eqn is None or eqn.primitive is not lax.mul_p:
+            return False
+        return any(not self.value(x).kind for x in eqn.invars)
+
     def times(self, v: Any, factor: float | None, given: dict[Any, int]) -> Value:
         """A value times a factor, by way of what it is already multiplied with.
 
@@ -325,6 +334,10 @@ class Run:
             assert self.origin is not None
             x = self.times(eqn.invars[0], factor, given)
             return self._apply(jnp.subtract, x, self.read(self.origin))
+        if eqn is not None and factor is not None and eqn.primitive in (lax.add_p, lax.sub_p):
+            if all(self._is_scaled(x) for x in eqn.invars):
+                xs = [self.times(x, factor, given) for x in eqn.invars]
+                return _evaluated(eqn, xs, self.sizes)
         if eqn is not None and factor is None and given and eqn.primitive is lax.exp_p:
             return self._exponential(eqn.invars[0], given)
         if eqn is not None and factor is None and given and eqn.primitive.name == "add_any":
