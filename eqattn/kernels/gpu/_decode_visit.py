@@ -28,7 +28,7 @@ from ._stored import (
     sizes_of,
     Source,
 )
-from ._traverse import _called
+from ._traverse import called
 
 
 PROGRAMS = 1056
@@ -176,7 +176,7 @@ def traverse_stored(
     """`eqattn._sweep.loops.traverse` of a fold whose keys and values stay in place."""
     assert into is None, "what is read in place does not travel around a ring"
     run = lambda *xs: visit_stored(steps, layout, xs, interpreted)
-    num, den, top = _called(run, interpreted, *args)
+    num, den, top = called(run, interpreted, *args)
 
     def again():
         return loops.traverse(steps, layout, args, start, axes, finish=finish, vectorise=False)

@@ -37,7 +37,7 @@ def traverse(
         return visit_fold(steps, layout, xs[:n], finish, list(xs[n:]) or None, interpreted)
 
     before = [x for x in into or () if x is not None]
-    return _called(run, interpreted, *args, *before)
+    return called(run, interpreted, *args, *before)
 
 
 def traverse_sum(
@@ -79,7 +79,7 @@ def traverse_sum(
             found = visit_sum(programs, side, wanted, layout, xs, rounded, interpreted)
             return [found[i] for i in wanted]
 
-        for i, x in zip(wanted, _called(run, interpreted, *args)):
+        for i, x in zip(wanted, called(run, interpreted, *args)):
             missing = [n for n, a in enumerate(natural) if a not in axes[i]]
             x = x.sum(missing) if missing else x
             results[i] = x if into is None or into[i] is None else into[i] + x
@@ -99,7 +99,7 @@ def traverse_sum(
     return finish(results) if into is None else results
 
 
-def _called(run: Callable, interpreted: bool, *args: Any) -> list[Any]:
+def called(run: Callable, interpreted: bool, *args: Any) -> list[Any]:
     """The results of a kernel."""
     if interpreted and varying_axes(*args):
         raise ValueError(
