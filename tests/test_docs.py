@@ -135,9 +135,18 @@ def test_the_changelog_speaks_of_names_that_exist():
     others = {"pyright", "mypy", "grad", "jvp", "vmap", "inf", "self.metadata.runtime_dtype"}
     # Arguments and fields.
     others |= {"softmax_scale", "logits_soft_cap", "q_positions", "process_heads"}
-    others |= {"platform", "shardings", "plan", "permute"}
+    others |= {"platform", "shardings", "plan", "permute", "kv_positions", "block_q"}
     # Methods of caches, arguments of users' functions, and what is gone.
-    others |= {"share", "reorder", "reserve", "q", "k", "uses_distance", "positions_are_distances"}
+    others |= {
+        "append",
+        "share",
+        "reorder",
+        "reserve",
+        "q",
+        "k",
+        "uses_distance",
+        "positions_are_distances",
+    }
     assert names - known <= others
 
 
