@@ -82,6 +82,7 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
         "causal, 64": lambda: dict(mask=Causal(), dim=64),
         "causal, 256": lambda: dict(mask=Causal(), dim=256),
         "causal, 192 and 128": lambda: dict(mask=Causal(), dim=192, width=128),
+        "causal, 64 and 128": lambda: dict(mask=Causal(), dim=64, width=128),
         "window": lambda: dict(mask=SlidingWindow(1023, 0)),
         "segments": lambda: dict(mask=Causal() & Segments(ids())),
         "blocks": lambda: dict(mask=BlockCausal(100)),
@@ -112,6 +113,7 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
 
 DIFFERENTIATED = (
     "full",
+    "causal, 192 and 128",
     "causal",
     "causal, 4 heads a key",
     "causal, 64",

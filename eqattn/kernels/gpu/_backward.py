@@ -101,10 +101,18 @@ class Plan:
         return {o: self.features[program.gradient(o).matrix] for o in self.wanted}
 
     @property
+    def stages_parts(self) -> bool:
+        """Whether a result passes through memory of its own, some columns at a time, as none of the
+        matrices that the program holds has its shape.
+        """
+        held = [self.features[i] for i in self.own]
+        return any(x is not None and x.features not in held for x in self.results.values())
+
+    @property
     def stages(self) -> list[int]:
         """How many tiles of each matrix of the other side shared memory holds."""
         rest = len(self.streamed) - 1
-        own = 2 * sum(self.features[i] for i in self.own)
+        own = 2 * (sum(self.features[i] for i in self.own) + STREAMED * self.stages_parts)
         for stages in ([2] * (1 + rest), [2] + [1] * rest):
             tiles = sum(n * self.features[i] for n, i in zip(stages, self.streamed))
             # Of a vector, a kilobyte is taken, as its place is a multiple of that.
@@ -113,8 +121,9 @@ class Plan:
         return [1] * (1 + rest)
 
     def scratch(self) -> tuple:
-        """Shared memory and barriers: `(own matrices, tiles, what varies with them)`, `(own
-        matrices, tiles have arrived)`, which tiles are free, and that both warpgroups are here.
+        """Shared memory and barriers: `(own matrices, tiles, what varies with them, part of a
+        result)`, `(own matrices, tiles have arrived)`, which tiles are free, and that both
+        warpgroups are here.
         """
         own = [
             mosaic.matrices((2, mosaic.WARPGROUP, self.features[i]), self.dtype) for i in self.own
@@ -134,7 +143,8 @@ class Plan:
         free = [mosaic.Barrier(num_arrivals=2, num_barriers=n) for n in self.stages]
         mine = [self.matrices[i].copies(mosaic.WARPGROUP) for i in self.own]
         here = [mosaic.Barrier(num_arrivals=x, num_barriers=2) for x in mine]
-        return (own, tiles, vectors), (here, arrived), free, mosaic.Barrier(num_arrivals=2)
+        part = [mosaic.matrices((2, mosaic.WARPGROUP, STREAMED), self.dtype)] * self.stages_parts
+        return (own, tiles, vectors, part), (here, arrived), free, mosaic.Barrier(num_arrivals=2)
 
 
 class Program:
@@ -147,7 +157,7 @@ class Program:
         listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.results = dict(zip(plan.wanted, refs))
-        (own, tiles, vectors), (self.here, self.arrived), self.free, self.both = scratch
+        (own, tiles, vectors, self.part), (self.here, self.arrived), self.free, self.both = scratch
         self.own, self.tiles = dict(zip(plan.own, own)), tiles
         self.vectors = dict(zip(plan.staged, vectors))
         self.warpgroup = lax.axis_index("warpgroup")
@@ -232,8 +242,7 @@ class Program:
     def write(self, sums: Sequence) -> None:
         """Writes the results: by way of shared memory where they have the dtype of the matrices."""
         plan = self.plan
-        memory = {plan.features[i]: self.own[i].at[self.warpgroup] for i in plan.own}
-        widest = memory[max(memory)]
+        memory = {plan.features[i]: x for i, x in self.own.items()}
         indices = lax.axis_index("program"), self.warpgroup
         places, start = self.rows(*(mosaic.anew(i, plan.interpreted) for i in indices))
         for o, x in zip(plan.wanted, sums):
@@ -241,8 +250,8 @@ class Program:
             if place is None:
                 mosaic.store(x, ref.at[places.block, mosaic.ds(start, mosaic.WARPGROUP)])
             else:
-                tile = widest.at[:, mosaic.ds(0, place.features)]
-                place.store(x, ref, places, start, tile)
+                through = memory[place.features] if place.features in memory else self.part[0]
+                place.store(x, ref, places, start, through.at[self.warpgroup])
 
     def read(self, i: int, step: Any = None) -> Value:
         """An operand at a step."""

@@ -75,8 +75,16 @@ class Plan:
         """
         return PARTIAL in self.programs
 
+    @property
+    def stages_parts(self) -> bool:
+        """Whether an output passes through memory of its own, some columns at a time. The memory of
+        the queries serves where it has the same shape: copies take whole tiles of a matrix.
+        """
+        return self.sizes.padded_dim != self.sizes.padded_width
+
     def scratch(self) -> tuple:
-        """Shared memory and barriers: `(queries, keys, values, what varies with keys, poison)`,
+        """Shared memory and barriers: `(queries, keys, values, what varies with keys, poison, part
+        of an output)`,
         `(queries, keys, values have arrived)`, `(keys, values are free)`, whose turn it is, and
         that both warpgroups are here.
         """
@@ -88,6 +96,7 @@ class Plan:
             mosaic.matrices((s.stages, s.tile_k, s.padded_width), self.dtype),
             vectors,
             [mosaic.SMEM((2, s.tile_k), jnp.float32)] * self.cleans,
+            [mosaic.matrices((2, mosaic.WARPGROUP, 64), self.dtype)] * self.stages_parts,
         )
         keys = self.key.copies(s.tile_k) + len(vectors)
         arrived = (
@@ -143,7 +152,7 @@ class Program:
     def copy(self) -> None:
         """What the third warpgroup does."""
         plan, places = self.plan, self.places
-        _, k_tiles, v_tiles, vectors, _ = self.memory
+        _, k_tiles, v_tiles, vectors, *_ = self.memory
         (_, k_arrived, v_arrived), (k_free, v_free) = self.arrived, self.free
         stages, tile_k = plan.sizes.stages, plan.sizes.tile_k
 
@@ -209,7 +218,7 @@ class Program:
         mosaic.commit_smem()
 
     def write(self, accs: tuple) -> None:
-        """Writes the results of the rows, narrow ones by way of the memory of their queries."""
+        """Writes the results of the rows, narrow ones by way of shared memory."""
         plan, sizes = self.plan, self.plan.sizes
         indices = lax.axis_index("program"), self.warpgroup
         places, start = self.rows(*(mosaic.anew(i, plan.interpreted) for i in indices))
@@ -219,12 +228,11 @@ class Program:
             return x.read(self.ends[i], places.place(x.axes), start, None, 0)
 
         lengths = dict(r=mosaic.WARPGROUP, v=sizes.padded_width)
-        memory = self.memory[0].at[self.warpgroup]
+        memory = (self.memory[5][0] if plan.stages_parts else self.memory[0]).at[self.warpgroup]
         for x, ref, place in zip(plan.ending(accs, read, lengths), self.results, plan.results):
             if place is None:
                 mosaic.store(x, ref.at[places.block, mosaic.ds(start, mosaic.WARPGROUP)])
             else:
-                memory = memory.at[:, mosaic.ds(0, place.features)]
                 place.store(x, ref, places, start, memory)
 
     def next_turn(self) -> None:

@@ -154,11 +154,17 @@ class Matrix:
             mosaic.copy_in(ref.at[where], part, barrier)
 
     def store(self, x: Any, ref: Any, places: Places, start: Any, memory: Any) -> None:
-        """Writes a tile of a block, by way of shared memory of the same shape and dtype."""
-        mosaic.stage(x, memory)
-        count = x.shape[0]
-        for inside, where, offset, n in self._pieces(places, None, start, count):
-            part = memory if n == count else memory.at[mosaic.ds(offset, n)]
-            send = lambda part=part, where=where: mosaic.copy_out(part, ref.at[where])
-            send() if inside is True else mosaic.when(inside)(send)
-        mosaic.wait_for_copies()
+        """Writes a tile of a block, by way of shared memory for as many rows, and for some columns
+        at a time.
+        """
+        (count, width), columns = x.shape, memory.shape[1]
+        for first in range(0, width, columns):
+            now = x if columns == width else lax.slice(x, (0, first), (count, first + columns))
+            mosaic.stage(now, memory)
+            for inside, where, offset, n in self._pieces(places, None, start, count):
+                if columns != width:
+                    where = (*where[:-1], mosaic.ds(where[-1].start + first, columns))
+                part = memory if n == count else memory.at[mosaic.ds(offset, n)]
+                send = lambda part=part, where=where: mosaic.copy_out(part, ref.at[where])
+                send() if inside is True else mosaic.when(inside)(send)
+            mosaic.wait_for_copies()
