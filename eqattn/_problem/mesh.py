@@ -15,6 +15,8 @@ from jaxtyping import Array
 from .._config.partition import names_of
 from .._jax import automatic, explicit_axes, is_narrow, typed_by_mesh, varying_axes
 from .._sweep.grid import BATCH, COL, HEAD, ROW
+from ..masks._terms import leaf_terms
+from .storage import AbstractStored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +153,19 @@ def current_mesh(given: Any) -> Any:
     """
     context = jax.sharding.get_abstract_mesh()
     return context if not context.empty else given and automatic(given)
+
+
+def lists_own_keys(problem: Any) -> bool:
+    """Whether the mask of a problem lists keys, and the axes of a mesh that shard its batch and its
+    heads are to be made manual for it, see `listed_rows`. Caches are left to XLA. So is what a
+    `jax.shard_map` of the caller's checks: JAX 0.10 and 0.12 cannot lower the gradient of another
+    checked one inside of it, over axes that are still automatic there.
+    """
+    if not any(term.selects for term in leaf_terms(problem.mask)):
+        return False
+    arrays = problem.query, problem.key, problem.value
+    stored = any(isinstance(x, AbstractStored) for x in arrays)
+    return not stored and not varying_axes(*arrays)
 
 
 def without_explicit_axes(run: Callable, args: tuple, query: Array, out_sharding: Any) -> Any:

@@ -70,7 +70,7 @@ class Problem(eqx.Module):
         to shard nothing; or None.
     - `kv_places`: the places of keys whose positions a mask has moved, int32 `[B|1, S]`, or None.
     - `b_indices`, `h_indices`: what masks, scores and dropout get as `b` and `h`, int32 `[B]` and
-        `[B, H]`; None means `0, 1, ...`
+        `[B|1, H]`; None means `0, 1, ...`
     """
 
     query: Array

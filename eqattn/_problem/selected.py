@@ -237,6 +237,8 @@ def _fold_rows(
     shown: AbstractMask = Dense(merged(rows.seen[:, :, :, None, None]))
     if problem.mask is not None:
         shown = shown & BoundMask(problem.mask, tuple(map(by_row, rows.of_mask)))
+    b_indices = iota(batch) if problem.b_indices is None else problem.b_indices
+    h_indices = iota(heads) if problem.h_indices is None else problem.h_indices
     kv_positions, given = rows.slots, problem.kv_positions
     if given is not None:
         kv_positions = jnp.asarray(given)[_owner(given.shape[0]), rows.slots]
@@ -255,8 +257,8 @@ def _fold_rows(
         q_start=0,
         q_shift=None,
         batch_shape=(batch * h * count,),
-        b_indices=merged(iota(batch).reshape(-1, 1, 1)),
-        h_indices=merged(iota(heads).reshape(1, h, 1, mine)),
+        b_indices=merged(b_indices.reshape(-1, 1, 1)),
+        h_indices=merged(h_indices.reshape(-1, h, 1, mine)),
         partition=None,
     )
     carry = fold(inner)

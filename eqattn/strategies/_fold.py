@@ -24,6 +24,8 @@ from .._problem.exchange import HeadExchange
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
 from .._problem.jit_cache import cached
 from .._problem.listed_blocks import blocking_of, live_blocks
+from .._problem.listed_rows import fold_own_rows
+from .._problem.mesh import lists_own_keys
 from .._problem.operands import BlockOperands
 from .._problem.problem import Problem
 from .._problem.selected import fold_selected, key_slots, read_twice
@@ -55,6 +57,10 @@ def fold_on_device(
     """
     selection, listed, always = split_list(problem.mask)
     if selection is not None:
+        if manual is not None and lists_own_keys(problem):
+            rest = dict(block_q=block_q, block_k=block_k, fused=fused, lowering=lowering)
+            rest |= dict(in_place=in_place, fixed=fixed)
+            return fold_own_rows(problem, manual, ft.partial(fold_on_device, **rest))
         problem = problem if always is False else read_twice(problem)
         rest = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
         visit = _visit_of_list(problem, selection, manual=manual, **rest)

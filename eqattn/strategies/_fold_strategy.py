@@ -18,7 +18,7 @@ from .._jax import explicit_axes
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._problem.joined import read_once
-from .._problem.mesh import ManualAxes, with_kernel
+from .._problem.mesh import lists_own_keys, ManualAxes, with_kernel
 from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem
 from .._problem.storage import AbstractStored
 from .._sweep.lowering import Lowering, XLA
@@ -163,9 +163,10 @@ class AbstractFoldStrategy(AttentionImpl):
     ) -> ManualAxes | None:
         """The mesh axes to make manual for the fold. They are those of `place`, and also those that
         shard batch and heads if the compiler cannot split the lowering over devices, or is not to
-        do it. Next to manual axes, XLA splits an all-gather over none of the others, and where bits
-        are fixed it should not decide about loops.
+        do it. Next to manual axes, XLA splits an all-gather over none of the others, where bits are
+        fixed it should not decide about loops, and it does not split the gathers of listed keys.
         """
+        by_hand = by_hand or lists_own_keys(problem)
         if lowering.splits_over_devices and not by_hand:
             return place
         partition = self.partition(problem)

@@ -23,7 +23,7 @@ from .._misc import iota, widened
 from .._pairs import Operand
 from .._problem.bound import BoundScore, terms_beside_lists, with_bound_terms
 from .._problem.jit_cache import cached
-from .._problem.mesh import shard_map_wide
+from .._problem.mesh import shard_map_wide, with_kernel
 from .._problem.problem import Problem
 from ..masks._base import AbstractMask
 from ..masks._terms import leaf_terms, map_terms
@@ -136,12 +136,13 @@ class _Apart(eqx.Module):
 
 @compiled  # outside of `jax.jit`, JAX cannot look at known arrays inside of a `shard_map`
 @cached
-def fold_listed(problem: Problem, *, place, **options) -> Carry:
+def fold_listed(problem: Problem, *, place, partition, **options) -> Carry:
     """Folds a problem whose mask lists keys, and whose tokens are sharded over devices.
 
     **Arguments:**
 
     - `place`: how they are sharded, a `SequenceSharding`.
+    - `partition`: the mesh axes that may shard batch and heads, as for `with_kernel`.
     - `options`: keyword arguments of `fold_on_device`.
     """
     t, s, _, _ = problem.sizes
@@ -153,7 +154,11 @@ def fold_listed(problem: Problem, *, place, **options) -> Carry:
     apart = _Apart.of(problem, jnp.asarray(iota(t) if q is None else q), k)
 
     def visit(apart: _Apart) -> Carry:
-        return fold_on_device(apart.problem(), **options)
+        own = apart.problem()
+        sizes = own.query.shape[0], own.sizes[3]
+        # Here the axes of the tokens are manual, and those of batch and heads may be automatic.
+        manual = with_kernel(None, None, partition, sizes)
+        return fold_on_device(own, manual=manual, **options)
 
     if inside:
         return visit(_gathered(apart, place.axes))

@@ -272,8 +272,13 @@ class AbstractSharded(AbstractFoldStrategy):
         if problem.seed is not None and place.mesh is None:
             seed = self._seed(problem.seed, problem, place.axes)
             problem = dataclasses.replace(problem, seed=seed)
-        sizes = dict(block_q=self.metadata.blocksize_q, block_k=self.metadata.blocksize_k)
-        return fold_listed(problem, place=place, fused=self.fused_backward, **sizes)
+        options: dict[str, Any] = dict(
+            block_q=self.metadata.blocksize_q,
+            block_k=self.metadata.blocksize_k,
+            fused=self.fused_backward,
+            partition=self.partition(problem),
+        )
+        return fold_listed(problem, place=place, **options)
 
     def key_shards(self) -> int:
         place = self._place()
