@@ -2,6 +2,7 @@
 with eight virtual devices.
 """
 
+import collections
 import gc
 import importlib.metadata
 import os
@@ -32,9 +33,36 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# Tracing makes so many objects that the collector's usual pace, one pass for every 700, takes a
-# sixth of the time of these tests.
-gc.set_threshold(50_000, 20, 20)
+# Tracing makes many objects, of which few are garbage. The collector's usual pace, a pass for every
+# 700, takes 4 to 16 percent of the time of these tests; a slower one than this takes gigabytes.
+gc.set_threshold(10_000, 10, 10)
+
+
+# Functions whose cases differ in what the matrix combines, too, and take seconds each: the default
+# run takes each n-th of them. `pytest -m slow` takes the others.
+SOME = {
+    "test_a_score_may_be_singular_where_nothing_is_visible": 2,
+    "test_explicit_axes": 2,
+    "test_feature": 2,
+    "test_gradients_round_once": 2,
+    "test_no_step_copies_the_cache": 3,
+    "test_no_sum_over_devices_is_narrow": 2,
+    "test_no_title_is_cut": 5,
+    "test_operands_of_any_dtype": 2,
+    "test_products_and_their_gradients": 5,
+    "test_the_query_decides_and_a_runtime_dtype_overrules_it": 3,
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    seen = collections.Counter()
+    for item in items:
+        name = getattr(item, "originalname", None)
+        if name in SOME and item.get_closest_marker("slow") is None:
+            if seen[name] % SOME[name]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,7 +70,6 @@ def forget_programs():
     """What one module compiled is of little use to the next, and adds up to gigabytes a worker."""
     yield
     jax.clear_caches()
-    gc.collect()
 
 
 # Their many cases call the same functions with the same types.

@@ -52,7 +52,7 @@ RUN = [p for p in PAGES if list(blocks(p)) and p.stem not in ALONE]
 
 
 # The pages that show whole models take long to compile.
-MODELS = {"cookbook"}
+MODELS = {"cookbook", "layers", "recipes"}
 SOME = [pytest.param(p, marks=pytest.mark.slow) if p.stem in MODELS else p for p in RUN]
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from .._misc import as_dtype, as_flag, as_int, as_size, REACH
 from .._problem.problem import as_mask
+from .._problem.storage import check_computable
 from ..masks._base import AbstractMask, Dense
 from ..masks._window import SlidingWindow
 from ..strategies import _checks as checks, AttentionImpl, Blockwise, Ragged
@@ -122,6 +123,8 @@ def check_sequences(query: Array, key_: Array, value: Array, batch: tuple[int, .
     for name, x in (("query", query), ("key_", key_), ("value", value)):
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(f"{name} must be real, got {x.dtype}; take its parts apart.")
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            check_computable(**{name: x.dtype})
         if x.shape[:-2] != batch or x.ndim < 2:
             raise ValueError(
                 f"{name} must be one sequence [tokens, features], got shape {x.shape}; use "

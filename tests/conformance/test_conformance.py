@@ -188,6 +188,7 @@ def test_pairwise(case):
 
 def test_lists_of_blocks_are_visited_where_they_lie():
     """In cases above, as far as tracing tells; others gather their keys."""
+    jax.clear_caches()  # What a case above has traced is not traced again.
     cases = [c for c in covering(2) if (c["mask"], c["target"]) == ("selected", ("blockwise", 1))]
     found = []
     for case in cases:

@@ -331,7 +331,11 @@ def test_garbage_stays_where_it_is_masked(garbage):
 @pytest.mark.parametrize(
     "chip, cases",
     [
-        ("v5e", ("causal", "segments", "bias", "grouped", "tail", "t5", "decode", "int8 pages")),
+        pytest.param(
+            "v5e",
+            ("causal", "segments", "bias", "grouped", "tail", "t5", "decode", "int8 pages"),
+            marks=pytest.mark.slow,
+        ),
         ("v6e", ("causal", "lengths", "cap", "float32", "drafts", "long")),
         pytest.param("v5p", ("window", "sinks", "decode"), marks=pytest.mark.slow),
         pytest.param("v7x", ("causal", "wide"), marks=pytest.mark.slow),
