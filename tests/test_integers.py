@@ -187,7 +187,8 @@ def test_traced_int64_saturates(x64):
     assert at.dtype == jnp.int64
     for given in (dict(q_positions=at, kv_positions=at), dict(q_offset=at[0])):
         got = jax.jit(lambda g: attention(q, q, q, mask=Causal(), **g).attention_outputs)(given)
-        np.testing.assert_allclose(got, want, rtol=1e-6)
+        # One unit in the last place of the values, whose mean a row is: jax 0.12 fuses otherwise.
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
 
 
 def test_positions_keep_room_for_differences():
