@@ -1,5 +1,6 @@
 """Masks and scores whose operands are other arrays than their own, such as a part of these."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -52,23 +53,15 @@ def with_bound_terms(mask: AbstractMask | None, arrays: Any) -> AbstractMask | N
 
 
 class BoundScore(AbstractWrapper):
-    """A score whose operands are replaced by canonical arrays, as those of a `BoundMask`."""
-
-    score: AbstractScore
-    arrays: tuple[Array, ...]
-
-    def operands(self) -> tuple[Operand, ...]:
-        return tuple(map(Operand.of_canonical, self.arrays))
-
-    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
-        return self.score.transform(logit, b, h, q, k, *operands)
-
-
-class GivenScore(AbstractWrapper):
-    """A score whose operands are replaced by others on the same axes, such as wider ones."""
+    """A score whose operands are replaced by others, such as a part of these, or wider ones."""
 
     score: AbstractScore
     given: tuple[Operand, ...]
+
+    @classmethod
+    def of_canonical(cls, score: AbstractScore, arrays: Iterable[Array]) -> "BoundScore":
+        """The score with canonical arrays as operands, as those of a `BoundMask`."""
+        return cls(score, tuple(map(Operand.of_canonical, arrays)))
 
     def operands(self) -> tuple[Operand, ...]:
         return self.given

@@ -210,7 +210,9 @@ class ShardedKeys(eqx.Module):
         problem = self.rest
         axes, acc = varying_axes(*jax.tree.leaves((key, scores))), problem.accumulation_dtype
         bound = tuple(
-            BoundScore(HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes), xs)
+            BoundScore.of_canonical(
+                HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes), xs
+            )
             for s, xs, c in zip(problem.scores, scores, self.consts)
         )
         new = [key, value, positions, places, bound, with_bound_terms(problem.mask, mask)]

@@ -112,7 +112,9 @@ class _Split(eqx.Module):
         mask = map_terms(self.rest.mask, own) if self.rest.mask is not None else None
         axes = varying_axes(self.tokens["query"], *jax.tree.leaves(self.scores))
         scores = tuple(
-            BoundScore(HeldScore.of(s, acc, [read_of(x, acc) for x in xs], consts, axes), xs)
+            BoundScore.of_canonical(
+                HeldScore.of(s, acc, [read_of(x, acc) for x in xs], consts, axes), xs
+            )
             for s, xs, consts in zip(self.rest.scores, self.scores, self.consts)
         )
         new = [*self.tokens.values(), with_bound_terms(mask, self.mask), scores]

@@ -30,7 +30,7 @@ from .._sweep.fold import fold_p
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
 from ..scores._base import AbstractScore
-from .bound import BoundMask, BoundScore, GivenScore
+from .bound import BoundMask, BoundScore
 from .closed_score import HeldScore, read_of
 from .problem import Problem
 from .storage import AbstractStored, as_stored, join_heads
@@ -164,14 +164,14 @@ def read_twice(problem: Problem) -> Problem:
     if not any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != acc for x in arrays):
         return problem
 
-    def wide(score: AbstractScore) -> GivenScore:
+    def wide(score: AbstractScore) -> BoundScore:
         def read(o: Operand) -> Operand:
             whole = set("ts") <= set(o.axes) and 1 not in problem.canonical(o).shape[2:4]
             return o if whole else Operand(widened(o.array, acc), o.axes)
 
         given = tuple(map(read, score.operands()))
         dtypes = [(o.feature_shape, read_of(o.array, acc)[1]) for o in given]
-        return GivenScore(HeldScore.of(score, acc, dtypes), given)
+        return BoundScore(HeldScore.of(score, acc, dtypes), given)
 
     scores = tuple(map(wide, problem.scores))
     return dataclasses.replace(problem, scores=scores, scale=jnp.asarray(problem.scale, acc))
@@ -249,7 +249,7 @@ def _fold_rows(
         value=value,
         mask=shown,
         scores=tuple(
-            BoundScore(score, tuple(map(by_row, xs)))
+            BoundScore.of_canonical(score, map(by_row, xs))
             for score, xs in zip(problem.scores, rows.of_scores)
         ),
         q_positions=merged(rows.q_positions.reshape(-1, 1, count, size)),

@@ -127,7 +127,9 @@ class _Apart(eqx.Module):
         mask = None if mask is None else map_terms(mask, own)
         n = len(terms_beside_lists(mask))
         mask, held = with_bound_terms(mask, self.held[:n]), self.held[n:]
-        scores = [BoundScore(score, arrays) for score, arrays in zip(self.rest.scores, held)]
+        scores = [
+            BoundScore.of_canonical(score, arrays) for score, arrays in zip(self.rest.scores, held)
+        ]
         names = "query", "key", "value", "q_positions", "kv_positions", "kv_places"
         where = lambda p: (*(getattr(p, name) for name in names), p.mask, p.scores)
         new = (*(getattr(self, name) for name in names), mask, tuple(scores))
