@@ -57,15 +57,26 @@ class Sizes:
         return power_of_two(self.width)
 
     @property
+    def large(self) -> bool:
+        """Whether rows take so many registers and so much shared memory that there are fewer of
+        them. Exact products of float32 do, too.
+        """
+        return self.itemsize == 4 or max(self.padded_dim, self.padded_width) > 128
+
+    @property
     def tile_r(self) -> int:
-        """The rows of a program. Exact products of float32 take more registers."""
-        return min(128 if self.itemsize < 4 else 64, power_of_two(self.rows))
+        """The rows of a program."""
+        return min(64 if self.large else 128, power_of_two(self.rows))
 
     @property
     def tile_k(self) -> int:
         """The keys that are multiplied at once."""
-        large = max(self.padded_dim, self.padded_width) > 128
-        return min(32 if large or self.itemsize == 4 else 64, power_of_two(self.keys))
+        return min(32 if self.large else 64, power_of_two(self.keys))
+
+    @property
+    def cleaned_k(self) -> int:
+        """The same where values are cleaned, which takes registers."""
+        return max(self.tile_k // 2, 16)
 
     @property
     def padded_rows(self) -> int:
@@ -77,7 +88,7 @@ class Sizes:
 
     @property
     def warps(self) -> int:
-        return 8 if self.tile_r * max(self.padded_dim, self.padded_width) >= 128 * 64 else 4
+        return 8 if self.tile_r == 128 or self.itemsize == 4 else 4
 
     @property
     def stages(self) -> int:
@@ -119,11 +130,6 @@ class Plan:
     interpreted: bool
 
     @property
-    def parts(self) -> int:
-        """How many tiles a block of keys has."""
-        return self.sizes.padded_keys // self.sizes.tile_k
-
-    @property
     def tiles(self) -> int:
         """How many programs a block of rows has."""
         return self.sizes.padded_rows // self.sizes.tile_r
@@ -151,7 +157,7 @@ class Program:
         listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.old = [refs.pop(0) for _ in range(3)] if plan.old is not None else []
-        self.ends = [refs.pop(0) for _ in plan.ending.given]
+        self.given_at_end = [refs.pop(0) for _ in plan.ending.given]
         self.results = refs
         layout, sizes = plan.layout, plan.sizes
         elements = math.prod(layout.shape(layout.batch))
@@ -162,18 +168,16 @@ class Program:
         self.start = tile * jnp.int32(sizes.tile_r)
         self.own = self.start + lax.iota(jnp.int32, sizes.tile_r)
         columns = jnp.int32(layout.grid[COL])
-        full, live = columns if max(plan.programs) == FULL else jnp.int32(0), columns
+        full, live = columns, columns
         self.columns = None
         if listed:
             table, row = self.places.place(plan.table_axes or ()), self.places.at[ROW]
             full, live = (listed[2][table, row, i] for i in (0, 1))
             self.columns = lambda at: listed[1][table, row, at]
-        self.full, self.live = (n * jnp.int32(plan.parts) for n in (full, live))
-        self.plain = self.live
+        self.ends = {FULL: full, PARTIAL: live}
+        self.clean = None
         if dirty is not None:
-            place = self.places.place([a for a in plan.value.axes if a != COL])
-            clean = 1 - dirty[place]
-            self.full, self.plain = self.full * clean, self.live * clean
+            self.clean = 1 - dirty[self.places.place([a for a in plan.value.axes if a != COL])]
 
     def run(self) -> None:
         plan, sizes = self.plan, self.plan.sizes
@@ -188,14 +192,16 @@ class Program:
             # The maximum of a row is multiplied with a positive number, so the sign goes elsewhere.
             self.queries = self.queries * jnp.sign(scale).astype(plan.dtype)
         state, begin = self.begin(), jnp.int32(0)
-        for c, end in ((FULL, self.full), (PARTIAL, self.plain)):
-            if c in plan.programs:
-                step = ft.partial(self.step, plan.programs[c], False)
-                state, begin = lax.fori_loop(begin, end, step, state), end
-        if plan.cleans:
+        for c in sorted(plan.programs, reverse=True):
+            end = self.ends[c] * jnp.int32(sizes.padded_keys // sizes.tile_k)
+            end = end if self.clean is None else end * self.clean
+            step = ft.partial(self.step, plan.programs[c], sizes.tile_k, False)
+            state, begin = lax.fori_loop(begin, end, step, state), end
+        if self.clean is not None:
             # What is not finite is rare, so the loop that looks for it is another one.
-            step = ft.partial(self.step, plan.programs[PARTIAL], True)
-            state = lax.fori_loop(begin, self.live, step, state)
+            end = self.ends[PARTIAL] * jnp.int32(sizes.padded_keys // sizes.cleaned_k)
+            step = ft.partial(self.step, plan.programs[PARTIAL], sizes.cleaned_k, True)
+            state = lax.fori_loop(jnp.int32(0), end * (1 - self.clean), step, state)
         acc, den, top = state
         self.write((acc, den, top * (1 / LOG2E)))
 
@@ -218,7 +224,7 @@ class Program:
 
         def read(i):
             x = plan.ending.given[i]
-            return self.value(x, self.ends[i], self.places.place(x.axes), None)
+            return self.value(x, self.given_at_end[i], self.places.place(x.axes))
 
         lengths = dict(r=n, v=plan.sizes.padded_width)
         for x, ref, place in zip(plan.ending(accs, read, lengths), self.results, plan.results):
@@ -228,41 +234,43 @@ class Program:
                 lead, inside = place.where(self.places, None, self.own, n)
                 triton.put_rows(ref, x, lead, inside)
 
-    def where(self, step: Any) -> tuple[Any, Any]:
-        """The column of a step, and the first key of its tile in there."""
-        at, part = divided(step, self.plan.parts)
-        column = at if self.columns is None else self.columns(at)
-        return column, part * jnp.int32(self.plan.sizes.tile_k)
-
-    def read(self, i: int, column: Any = None, start: Any = None) -> Value:
-        """An operand of the logits, for the tile of keys that begins there."""
+    def read(self, i: int, column: Any = None, keys: Any = None) -> Value:
+        """An operand of the logits, for some keys of a column."""
         x = self.plan.operands[i]
-        return self.value(x, self.given[i], self.places.place(x.axes, column), start)
+        return self.value(x, self.given[i], self.places.place(x.axes, column), keys)
 
-    def value(self, x: Operand, ref: Any, place: Any, start: Any) -> Value:
+    def value(self, x: Operand, ref: Any, place: Any, keys: Any = None) -> Value:
         """What a block function is given of an operand."""
         if x.kind is None:
             return x.value(tuple(ref[place, i] for i in range(x.array.shape[1])))
-        sizes = self.plan.sizes
-        at = dict(r=(self.start, sizes.tile_r), k=(start, sizes.tile_k))
-        return x.value(ref[(place, *[triton.ds(*at[a]) for a in x.kind])])
+        at = dict(r=triton.ds(self.start, self.plan.sizes.tile_r), k=keys)
+        return x.value(ref[(place, *[at[a] for a in x.kind])])
 
-    def step(self, program: PairProgram, cleans: bool, i: Any, state: tuple) -> tuple:
-        """Adds a tile of keys to the Carry. `cleans`: whether its values may not be finite."""
+    def step(self, program: PairProgram, size: int, cleans: bool, i: Any, state: tuple) -> tuple:
+        """Adds a tile of keys to the Carry.
+
+        **Arguments:**
+
+        - `size`: the keys of a tile.
+        - `cleans`: whether its values may not be finite.
+        - `i`: which tile it is, of those that the program visits.
+        """
         plan, sizes = self.plan, self.plan.sizes
-        column, start = self.where(i)
-        keys = start + lax.iota(jnp.int32, sizes.tile_k)
-        lead, inside = plan.key.where(self.places, column, keys, sizes.tile_k)
-        tile = triton.rows(self.k, lead, inside, (sizes.tile_k, sizes.padded_dim))
+        at, part = divided(i, sizes.padded_keys // size)
+        column, start = at if self.columns is None else self.columns(at), part * jnp.int32(size)
+        keys = start + lax.iota(jnp.int32, size)
+        lead, inside = plan.key.where(self.places, column, keys, size)
+        tile = triton.rows(self.k, lead, inside, (size, sizes.padded_dim))
         s = triton.product(self.queries, tile, 1)
-        read = lambda i: self.near[i] if i in self.near else self.read(i, column, start)
-        lengths = dict(r=sizes.tile_r, k=sizes.tile_k)
+        here = triton.ds(start, size)
+        read = lambda i: self.near[i] if i in self.near else self.read(i, column, here)
+        lengths = dict(r=sizes.tile_r, k=size)
         s, *weights = program(s, read, lengths, LOG2E, plan.scale is not None)
         if sizes.padded_keys != sizes.keys:
             last = lax.broadcast_in_dim(keys < sizes.keys, s.shape, [1])
             s = jnp.where(last, s, -jnp.inf)
-        lead, inside = plan.value.where(self.places, column, keys, sizes.tile_k)
-        tile = triton.rows(self.v, lead, inside, (sizes.tile_k, sizes.padded_width))
+        lead, inside = plan.value.where(self.places, column, keys, size)
+        tile = triton.rows(self.v, lead, inside, (size, sizes.padded_width))
         if cleans:
             # By the product, what is not finite would reach all rows, and not only those that see
             # its key.
