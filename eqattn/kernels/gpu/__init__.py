@@ -29,7 +29,7 @@ LARGEST_DIM = 256
 
 
 def is_hopper() -> bool:
-    """Whether the NVIDIA GPU of this process is a Hopper. Without one, programs are for a Hopper."""
+    """Whether the NVIDIA GPU of this process is a Hopper. Without one, it is taken for one."""
     try:
         device, *_ = jax.local_devices(backend="cuda")
     except RuntimeError:

@@ -49,8 +49,8 @@ class TritonLowering(Lowering):
 
     device = "an NVIDIA GPU by Pallas Triton"
     kernels = (
-        "forward eqattn_fold, from one source for NVIDIA's chips since Ampere; Ragged has none, and "
-        "gradients, forward mode and higher orders run as XLA code"
+        "forward eqattn_fold, from one source for NVIDIA's chips since Ampere; gradients, forward "
+        "mode and higher orders run as XLA code"
     )
     cleans_values = True
     skips_corners = False
