@@ -14,7 +14,7 @@ from jax import lax
 
 from ..._sweep.grid import COL, GridLayout, ROW
 from . import _mosaic as mosaic
-from ._program import Value
+from ._operations import Value
 
 
 TILE = 2 * mosaic.WARPGROUP
