@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...._jax import partitioned_automatically
 from ...._sweep.grid import GridLayout
 from ...._sweep.lowering import BlockRequest, BlockSizes, Lowering
-from .._program import named, unsupported
+from .._operations import named, unsupported, unsupported_of_users
 
 
 ROWS = 128
@@ -24,13 +24,15 @@ ROWS = 128
 LARGEST_DIM = 256
 """Of a query, key or value: more would not fit into registers."""
 
+NATIVE = frozenset(("ceil", "cos", "floor", "log1p", "sin"))
+"""What its compiler takes from NVIDIA's library, which is exact."""
+
 _KNOWN = named(
-    "abs add and atan2 ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt "
-    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt "
-    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub "
-    "tan tanh xor"
+    "abs add and atan2 clamp convert_element_type cosh div eq exp exp2 expm1 ge gt is_finite le "
+    "log lt max min mul ne neg not or pow rem rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sinh sqrt square sub tan xor"
 )
-"""Operations of one pair that Pallas Triton lowers in jax 0.10.2 and 0.12."""
+"""Operations of one pair that it has, in jax 0.10.2 and 0.12, beside those that are written."""
 
 
 def available() -> bool:
@@ -81,8 +83,7 @@ class TritonLowering(Lowering):
         return unsupported(jaxpr, _KNOWN)
 
     def unsupported_function(self, jaxpr: Any) -> str:
-        name = self.unsupported_primitive(jaxpr)
-        return name and f"has a {name}, which the compiler of kernels does not know"
+        return unsupported_of_users(jaxpr, _KNOWN)
 
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a fold of the grid; empty if one can."""
