@@ -74,9 +74,9 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
 
 def target(chip: str) -> str:
     """What the compiler wants to know of a chip."""
-    (major, minor, features, cores, shared, own, cache, memory, rate, clock, units, name) = (
-        _CHIPS[chip]
-    )
+    (major, minor, features, cores, shared, own, cache, memory, rate, clock, units, name) = _CHIPS[
+        chip
+    ]
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ...._jax import partitioned_automatically
 from ...._sweep.grid import GridLayout
-from ...._sweep.lowering import BlockRequest, BlockSizes, Lowering
+from ...._sweep.lowering import BlockRequest, BlockSizes, loops_over_batch, Lowering
 from .._operations import named, unsupported, unsupported_of_users
 
 
@@ -97,6 +97,8 @@ class TritonLowering(Lowering):
             )
         if jnp.result_type(float) == jnp.float64:
             return "it computes in 32 bits and jax_enable_x64 is set"
+        if layout.stage == "backward":
+            return ""
         if layout.ragged:
             return "it does not read keys where caches hold them"
         read = visits[0][1].in_avals
@@ -116,7 +118,7 @@ class TritonLowering(Lowering):
         )
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
-        if layout.stage != "fold":
+        if layout.stage not in ("fold", "backward"):
             return None
         platforms = tuple(ctx.module_context.platforms)
         reason = "" if self.interpreted or platforms == ("cuda",) else f"cannot run on {platforms}"
@@ -134,6 +136,11 @@ class TritonLowering(Lowering):
         if reason:
             return None
         from ._fold import traverse
+        from ._sums import traverse_sum
 
-        run = ft.partial(traverse, interpreted=self.interpreted)
+        if layout.stage == "fold":
+            run: Any = ft.partial(traverse, interpreted=self.interpreted)
+            return dict(vectorise=False, traverse=run, finishes=True)
+        run = ft.partial(traverse_sum, interpreted=self.interpreted, visits=visits)
+        run = ft.partial(run, vectorise=not loops_over_batch(ctx, layout))
         return dict(vectorise=False, traverse=run, finishes=True)
