@@ -183,6 +183,7 @@ class Run:
     - `sizes`: the lengths of the axes of a tile by kind, in the order of its axes.
     - `origin`: the argument that is subtracted in exponents, if it is read as that times
         `log2(e)`.
+    - `exp2`: powers of two, as the compiler has them.
     """
 
     def __init__(
@@ -192,10 +193,11 @@ class Run:
         read: Callable[[int], Value],
         sizes: dict[str, int],
         origin: int | None = None,
+        exp2: Callable[[Any], Any] = jnp.exp2,
     ):
         self.program, self.product, self.sizes = program, product, sizes
         self.arguments = {v: i for i, v in enumerate(program.jaxpr.invars)}
-        self.read, self.root, self.origin = read, program.root, origin
+        self.read, self.root, self.origin, self.exp2 = read, program.root, origin, exp2
         self.apart: int | None = None
         self.exponentials: dict[Any, Value] = {}
         consts = zip(program.jaxpr.constvars, program.consts)
@@ -219,7 +221,7 @@ class Run:
             return self._exponential(eqn.invars[0], {})
         if eqn.primitive is lax.tanh_p:
             x = self.times(eqn.invars[0], 2 * LOG2E, {})
-            return Value(x.kind, tanh_of(jnp.exp2(x.array)))
+            return Value(x.kind, tanh_of(self.exp2(x.array)))
         if eqn.primitive.name == "add_any":
             return self._sum(eqn, {})
         return evaluated(eqn, [self.value(x) for x in eqn.invars], self.sizes, self.program.native)
@@ -236,7 +238,7 @@ class Run:
         which, case = choice or (None, 0)
         if v not in self.exponentials:
             x = self.times(v, LOG2E, {} if choice is None else {which: case})
-            self.exponentials[v] = Value(x.kind, jnp.exp2(x.array))
+            self.exponentials[v] = Value(x.kind, self.exp2(x.array))
         y = self.exponentials[v]
         if choice is None or given.get(which) == case:
             return y
