@@ -286,7 +286,8 @@ class Program:
         s, *weights = self.logits(program, near, step, slot, cleans)
         if cleans:  # while registers hold no factors of values
             acc, den, top = state
-            bad = mosaic.load(self.memory[4][0].at[self.warpgroup], "other")
+            here = mosaic.anew(self.warpgroup, plan.interpreted)
+            bad = mosaic.load(self.memory[4][0].at[here], "other")
             bad = lax.broadcast_in_dim(bad, s.shape, [1])
             den = den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1)
             if not plan.interpreted:
@@ -319,6 +320,7 @@ class Program:
         for part in mosaic.parts_of(tile):
             fine = jnp.abs(mosaic.load(part, "pairs")) < jnp.inf
             found = found + jnp.where(fine, jnp.float32(0), jnp.float32(jnp.nan)).sum(1)
-        mosaic.store(found, self.memory[4][0].at[self.warpgroup])
+        warpgroup = mosaic.anew(self.warpgroup, self.plan.interpreted)
+        mosaic.store(found, self.memory[4][0].at[warpgroup])
         mosaic.commit_smem()
-        mosaic.clean_together(tile, self.warpgroup, self.both)
+        mosaic.clean_together(tile, warpgroup, self.both)
