@@ -253,7 +253,7 @@ class Program:
         self, program: PairProgram, near: dict, step: Any, slot: Any, cleans: bool
     ) -> list[Any]:
         """What a block function makes of the tile of keys in a slot, which is free afterwards. The
-        logits are still to be multiplied with the `factor` if there is a `scale`.
+        logits are still to be multiplied with the `factor`.
         """
         sizes, lengths = self.plan.sizes, {"r": mosaic.WARPGROUP, "k": self.plan.sizes.tile_k}
         # For fewer features, the other loops have registers for the addresses of all parts.
@@ -263,7 +263,7 @@ class Program:
         q_tile, k_tile = self.memory[0].at[warpgroup], self.memory[1].at[slot]
         s = mosaic.pairs_of(q_tile, k_tile, (lambda: None) if cleans else self.next_turn)
         read = lambda i: near[i] if i in near else self.read(i, step, slot)
-        s, *weights = program(s, read, lengths, LOG2E, self.plan.scale is not None)
+        s, *weights = program(s, read, lengths, self.plan.scale is not None)
         if sizes.padded_keys != sizes.keys:
             inside = mosaic.iota(s.shape, 1) + self.where(step)[1] < jnp.int32(sizes.keys)
             s = jnp.where(inside, s, -jnp.inf)
@@ -293,9 +293,8 @@ class Program:
             if not plan.interpreted:
                 s, den = mosaic.in_order(s, den)
             state = acc, den, top
-        factor = None if plan.scale is None else self.factor
         acc, den, now, weighted = online_step(
-            state, s, weights, factor, plan.dtype, plan.interpreted
+            state, s, weights, self.factor, plan.dtype, plan.interpreted
         )
         if not cleans:
             mosaic.barrier_arrive(self.turn)

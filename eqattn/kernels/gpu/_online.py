@@ -30,11 +30,11 @@ def online_step(
 
     **Arguments:**
 
-    - `state`: numerator, denominator and maximum of each row. Logits and maxima are those of powers
-        of two.
+    - `state`: numerator, denominator and maximum of each row, that of powers of two.
     - `s`: the logits `[rows, keys]`.
     - `weights`: the factor on the probabilities in the numerator, if there is one.
-    - `factor`: a number that the logits are still to be multiplied with; None if they have been.
+    - `factor`: the positive number that makes of logits those of powers of two. In an exponent, the
+        product costs nothing.
     - `dtype`: that of the factors of the values.
     - `interpreted`: whether the kernel is interpreted.
 
@@ -43,10 +43,10 @@ def online_step(
     """
     acc, den, top = state
     most = s.max(1)
-    now = jnp.maximum(top, most if factor is None else most * factor)
+    now = jnp.maximum(top, most * factor)
     origin = jnp.maximum(now, _ORIGIN)
     scale = jnp.exp2(top - origin)
-    p = jnp.exp2((s if factor is None else s * factor) - across(origin, s))
+    p = jnp.exp2(s * factor - across(origin, s))
     den = den * scale + p.sum(1)
     weighted = (p * weights[0] if weights else p).astype(dtype)
     acc = acc * across(scale, acc)
