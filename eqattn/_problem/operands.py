@@ -23,7 +23,7 @@ from .._sweep.products import dot
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
 from .block_classes import as_partial, classes_of, on_grid, table_of
-from .blocking import Blocking, BlockOperand, broadcast_to_rows
+from .blocking import as_device_array, Blocking, BlockOperand, broadcast_to_rows
 from .bound import BoundMask
 from .closed_score import ClosedScore
 from .dropout import weights_of, WORDS, words_of
@@ -167,7 +167,7 @@ class BlockOperands:
         whole = self.spread.inside and role in WHOLE
         blocking = self.spread.local(self.blocking) if whole else self.blocking
         blocks, axes = blocking.pairs_of(x)
-        self.operands += (BlockOperand(role, jnp.asarray(blocks), axes, x.ndim > 4),)
+        self.operands += (BlockOperand(role, as_device_array(blocks), axes, x.ndim > 4),)
 
     def index(self, role: str) -> int:
         """The index of the first operand with a role."""
