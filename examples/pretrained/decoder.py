@@ -33,7 +33,7 @@ def make_attention(spec: Spec, layer: Layer, key: PRNGKeyArray) -> Any:
             q_lora_rank=sizes.query_rank,
             rotary=layer.rotary,
             softmax_scale=spec.scale,
-            norm_eps=spec.eps,
+            norm_eps=1e-6,  # whatever the config says of the other norms
             use_bias=sizes.bias,
             key=key,
         )
