@@ -37,6 +37,7 @@ from .._program import LOG2E
 from ._chip import heads_abreast, SPARE, VMEM
 from ._forward_step import FoldSpec, FoldStepBody, run
 from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, split_at, turns
+from ._products import LANES
 from ._program import Program
 from ._work_list import FIRST, kind_of, LAST
 
@@ -184,9 +185,14 @@ class _Fold:
         return [*[y for y in ys if y.ndim == 2], jnp.stack(vectors)]
 
 
-def _turn(ref: Any, x: KernelOperand, given: Any, read: Callable) -> None:
-    """Writes the block of an operand transposed."""
-    ref[...] = read(x, given).T
+def _turn(ref: Any, x: KernelOperand, given: Any, read: Callable, part: int, parts: int) -> None:
+    """Writes a part of the block of an operand transposed."""
+    size = x.shape[0] // parts
+    if size % LANES == 0:
+        here = slice(part * size, part * size + size)
+        ref[:, here] = read(x, given)[here].T
+    elif part == 0:
+        ref[...] = read(x, given).T
 
 
 def _readers(

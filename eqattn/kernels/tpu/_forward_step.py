@@ -149,7 +149,8 @@ class FoldStepBody:
         Carry of the row.
     - `s`, `most`: the logits `[keys, rows]` of the pair before, and their maxima `[1, rows]`.
     - `weights`: the dropout weights of the pair before, `[keys, rows]`: one reference or none.
-    - `aside`: what a step does besides, for which no unit waits.
+    - `aside`: does a part of what a step does besides, for which no unit waits. It is given which,
+        and of how many.
     - `given`: reads the values of this pair as they lie, where a step has them to look through.
     """
 
@@ -164,7 +165,7 @@ class FoldStepBody:
     s: Any
     most: Any
     weights: Sequence[Any]
-    aside: Callable[[], None] | None
+    aside: Callable[[int, int], None] | None
     given: Callable[[], Array] | None
 
     def clear(self) -> None:
@@ -221,8 +222,6 @@ class FoldStepBody:
         """
         form, (keys, rows) = self.form, self.form.layout.block
         logits, values = form.logits[c], form.values[weighed]
-        if self.aside:
-            self.aside()
         ahead = Evaluation(logits, self.load, self.lie)
         behind = Evaluation(values, self.fetch, self.lie_before)
         value = behind.narrow(values.outs[0], not form.grouped, form.narrow)
@@ -230,7 +229,10 @@ class FoldStepBody:
         now = jnp.maximum(was, self.most[...])
         origin, scale = change_of_origin(now, was, jnp.exp2)
         parts = windows(keys, rows, masked=c != form.full)
-        for at, to in [(slice(0, keys), slice(0, rows))] if form.grouped else parts:
+        parts = [(slice(0, keys), slice(0, rows))] if form.grouped else parts
+        for n, (at, to) in enumerate(parts):
+            if self.aside:
+                self.aside(n, len(parts))
             new, weights, first = (), (), at.start == 0
             if (at, to) in skip:
                 s = jnp.full((at.stop - at.start, to.stop - to.start), -jnp.inf, jnp.float32)
