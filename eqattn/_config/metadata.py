@@ -100,8 +100,8 @@ class AttentionMetadata(eqx.Module):
         they are not rounded.
     - `sequence_axis_name`: the mesh axis that a ring shards sequences over, default `"sp"`.
     - `mesh`: a `Mesh`, an `AbstractMesh`, or None for the mesh of the context, if one is needed.
-    - `platform`: a [`Platform`][eqattn.Platform] or its name in any case, default `AUTO`. `"tpu"`
-        and `"gpu"` mean that backend with `PALLAS`, `"jax"` means `XLA`.
+    - `platform`: a [`Platform`][eqattn.Platform] or its name in any case, default `AUTO`. `"tpu"`,
+        `"gpu"` and `"triton"` mean that backend with `PALLAS`, `"jax"` means `XLA`.
     - `backend`: a [`Backend`][eqattn.Backend] or its name in any case, default `ANY`.
     - `partition_axis`: a [`PartitionAxis`][eqattn.PartitionAxis], default `PartitionAxis()`.
     - `partition_manager`: a [`PartitionManager`][eqattn.PartitionManager], by default the one of

@@ -22,22 +22,32 @@ class Platform(enum.StrEnum):
 
 
 class Backend(enum.StrEnum):
-    """The device that the code is for. It decides which `forward_*` of a strategy runs."""
+    """The device that the code is for. It decides which `forward_*` of a strategy runs.
+
+    `TRITON` is `CUDA` with other kernels: one source for all of NVIDIA's chips since Ampere.
+    """
 
     ANY = "any"
     TPU = "tpu"
     GPU = "gpu"
     CUDA = "cuda"
+    TRITON = "triton"
     ROCM = "rocm"
     CPU = "cpu"
 
 
-_DEVICE_PLATFORMS = {"tpu": Backend.TPU, "gpu": Backend.GPU, "cudnn": Backend.CUDA}
+_DEVICE_PLATFORMS = {
+    "tpu": Backend.TPU,
+    "gpu": Backend.GPU,
+    "triton": Backend.TRITON,
+    "cudnn": Backend.CUDA,
+}
+_GPUS = (Backend.GPU, Backend.CUDA, Backend.TRITON, Backend.ROCM)
 
 
 def device_of_platform(platform: Any) -> Backend | None:
-    """The backend that a platform names: `"tpu"` and `"gpu"` mean Pallas on that device, and
-    `"cudnn"` runs on NVIDIA GPUs. None for any other platform.
+    """The backend that a platform names: `"tpu"`, `"gpu"` and `"triton"` mean Pallas on that
+    device, and `"cudnn"` runs on NVIDIA GPUs. None for any other platform.
     """
     if platform is None or platform is NOT_GIVEN:
         return None
@@ -62,8 +72,8 @@ def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:
         if name not in list(Platform):
             known = [p.value for p in Platform]
             raise ValueError(
-                f"platform {platform!r} is not one of {known}, 'jax' (XLA), 'tpu' or 'gpu' "
-                "(Pallas on that backend)"
+                f"platform {platform!r} is not one of {known}, 'jax' (XLA), 'tpu', 'gpu' or "
+                "'triton' (Pallas on that backend)"
                 + (f"; backend={name!r} names the device." if name in list(Backend) else ".")
             )
         return Platform(name), backend
@@ -76,8 +86,10 @@ def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:
         )
     if backend is Backend.ANY:
         return Platform.PALLAS, device
-    if backend is device or (device is Backend.GPU and backend in (Backend.CUDA, Backend.ROCM)):
+    if backend is device or (device is Backend.GPU and backend in _GPUS):
         return Platform.PALLAS, backend
+    if device is Backend.TRITON and backend in (Backend.GPU, Backend.CUDA):
+        return Platform.PALLAS, device
     raise ValueError(
         f"platform={device.value!r} means platform='pallas' on backend={device.value!r}, but "
         f"backend={backend.value!r} was given; leave one of them out."

@@ -62,10 +62,12 @@ def _dot_general(a, b, *, contract, lead, precision, operand_dtype):
 
 def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
     # XLA:CPU lacks products of narrow numbers for some shapes. So the operands are rounded to the
-    # narrow dtype but stay wide, which gives the same products.
+    # narrow dtype but stay wide, which gives the same products. They keep their exponents, as what
+    # is subnormal in float16 would become 0, and units that multiply float16 keep it.
     if operand_dtype is not None:
         info = jnp.finfo(operand_dtype)
-        a, b = (lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))
+        exponent = max(info.nexp, jnp.finfo(jnp.float32).nexp)
+        a, b = (lax.reduce_precision(x, exponent, info.nmant) for x in (a, b))
     product = ft.partial(_dot_general, lead=lead, precision=precision, operand_dtype=None)
     if contract != (0, 0):
         return product(a, b, contract=contract)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .._sweep.lowering import Lowering
 
 
-BACKENDS: tuple[str, ...] = ("tpu", "gpu", "cuda")
+BACKENDS: tuple[str, ...] = ("tpu", "gpu", "cuda", "triton")
 """The backends (values of `eqattn.Backend`) for which there are kernels. `"gpu"` has those of
 `"cuda"`: there are none for `"rocm"`.
 """
@@ -38,8 +38,12 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
         from .gpu._cudnn import CuDNNLowering
 
         return CuDNNLowering(asked)
-    from .gpu import GPULowering
+    from .gpu import GPULowering, is_hopper
 
+    if backend == "triton" or not (asked == "interpret" or is_hopper()):
+        from .gpu.triton import TritonLowering
+
+        return TritonLowering(asked)
     return GPULowering(asked)
 
 

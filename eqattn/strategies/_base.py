@@ -30,6 +30,11 @@ _PASSED_ON = frozenset(
 )
 
 
+def _method_on(device: str) -> str:
+    """The method that runs on a device."""
+    return f"forward_{'cuda' if device == Backend.TRITON else device}"
+
+
 def with_metadata(strategy: "AttentionImpl", metadata: AttentionMetadata) -> "AttentionImpl":
     """Returns the strategy with other metadata."""
     return eqx.tree_at(lambda s: s.metadata, strategy, metadata)
@@ -54,7 +59,7 @@ class AttentionImpl(eqx.Module):
     !!! info "For authors"
 
         Class attributes are `pallas_lowerings`, backends with a Pallas kernel (`"tpu"`, `"cuda"`,
-        `"rocm"`, or `"gpu"` for both); `libraries`, such as `"cudnn"`; `features` of `supports`;
+        `"triton"`, `"rocm"`, or `"gpu"` for these three); `libraries`, such as `"cudnn"`; `features` of `supports`;
         `promises`, what bits do not depend on if `bitwise` is True. `unsupported` is a hook.
     """
 
@@ -202,10 +207,10 @@ class AttentionImpl(eqx.Module):
         if platform is Platform.CUDNN:
             return "forward_cuda", without_library(self, platform.value)
         if platform is Platform.INTERPRET and "tpu" in self.pallas_lowerings:
-            return f"forward_{interpreted_backend(backend, self.pallas_lowerings)}", ""
+            return _method_on(interpreted_backend(backend, self.pallas_lowerings)), ""
         device = self.current_backend() if backend is Backend.ANY else backend.value
         told_apart = {"cuda", "rocm"} & set(self.pallas_lowerings)
-        family = "gpu" if device in ("cuda", "rocm") and not told_apart else device
+        family = "gpu" if device in ("cuda", "rocm", "triton") and not told_apart else device
         asked = platform in (Platform.PALLAS, Platform.INTERPRET)
         if asked and not {device, family} & set(self.pallas_lowerings):
             reason = (
@@ -215,7 +220,7 @@ class AttentionImpl(eqx.Module):
             if self.pallas_lowerings:
                 reason += f" There is one for backend {' and '.join(self.pallas_lowerings)}."
             return "", reason
-        return f"forward_{device}", ""
+        return _method_on(device), ""
 
     def _name(self) -> str:
         name = self.get_impl_name()

@@ -151,6 +151,9 @@ def test_filter_jit_retraces_per_python_float_only():
         ("gpu", "gpu", ("pallas", "gpu")),
         ("gpu", "cuda", ("pallas", "cuda")),
         ("GPU", Backend.ROCM, ("pallas", "rocm")),
+        ("triton", None, ("pallas", "triton")),
+        ("Triton", "cuda", ("pallas", "triton")),
+        ("gpu", "triton", ("pallas", "triton")),
         ("Jax", "tpu", ("xla", "tpu")),
         (None, "TPU", ("auto", "tpu")),
         (Platform.PALLAS, None, ("pallas", "any")),
@@ -162,15 +165,17 @@ def test_platform_and_backend(platform, backend, expected):
     assert isinstance(m.platform, Platform) and isinstance(m.backend, Backend)
 
 
-@pytest.mark.parametrize("platform, backend", [("tpu", "gpu"), ("gpu", "cpu"), ("tpu", "CUDA")])
+@pytest.mark.parametrize(
+    "platform, backend", [("tpu", "gpu"), ("gpu", "cpu"), ("tpu", "CUDA"), ("triton", "rocm")]
+)
 def test_platform_that_names_another_device_raises(platform, backend):
     with pytest.raises(ValueError, match=f"platform='{platform}'.*backend='{backend.lower()}'"):
         AttentionMetadata(platform=platform, backend=backend)
 
 
 def test_unknown_platform_and_backend_list_the_names():
-    with pytest.raises(ValueError, match="platform 'triton'.*auto.*xla.*pallas"):
-        AttentionMetadata(platform="triton")
+    with pytest.raises(ValueError, match="platform 'cutlass'.*auto.*xla.*pallas.*'triton'"):
+        AttentionMetadata(platform="cutlass")
     with pytest.raises(ValueError, match="backend 'xpu'.*tpu.*rocm"):
         AttentionMetadata(backend="xpu")
 

@@ -256,7 +256,7 @@ def build(case: Case) -> Built:
     visited = case["target"][0] == "blockwise"  # the others gather what some of their lists name
     mask, visible = make_mask(case["mask"], rng, lead, (h, kv), t, s, shift, visited)
 
-    kernel = case["target"][0].startswith(("tpu", "gpu"))
+    kernel = case["target"][0].startswith(("tpu", "gpu", "triton"))
     by_product = sums_by_product(case) and not case["dropout"]
     precision = bound.precision_of(dtype, normalised=kernel, by_product=by_product)
     constants: dict[str, Any] = {
@@ -362,7 +362,7 @@ def library_call(built: Built):
             dot = lambda logit, b, h, q, k, x, y: logit + (x @ y).astype(logit.dtype)
             score.append(sc.ScoreFn(dot, tuple(operands)))
         kernels = {"tpu": "blockwise", "tpu_ragged": "ragged"}
-        kernels |= {"gpu": "blockwise", "gpu_ragged": "ragged"}
+        kernels |= {"gpu": "blockwise", "gpu_ragged": "ragged", "triton": "blockwise"}
         names = kernels | dict.fromkeys(("latent", "paged", "ragged_keys", "paged_keys"), "ragged")
         q, k, v = (arguments[name] for name in "qkv")
         default_scale = None
@@ -374,7 +374,7 @@ def library_call(built: Built):
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
             platform=KERNELS if target in kernels else "auto",
-            backend="cuda" if target.startswith("gpu") else "any",
+            backend={"gpu": "cuda", "gpu_ragged": "cuda", "triton": "triton"}.get(target, "any"),
             softmax_scale={"none": default_scale, "float": 0.3}.get(
                 case["scale"], arguments.get("scale")
             ),

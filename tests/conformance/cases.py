@@ -62,7 +62,7 @@ AXES: dict[str, tuple] = {
     "offset": ("none", "int", "array"),
     "dropout": (0.0, 0.25),
     # (registry name, devices); "tpu", "tpu_ragged": the TPU's kernels under Blockwise and Ragged,
-    # interpreted. "gpu" and "gpu_ragged", those of NVIDIA GPUs, are not on this axis: see
+    # interpreted. "gpu", "gpu_ragged" and "triton", those of NVIDIA GPUs, are not on this axis: see
     # `interpreted_on_a_gpu`.
     "target": (
         ("blockwise", 1),
@@ -117,6 +117,11 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
         }
         for name in ("gpu", "gpu_ragged")
     },
+    "triton": {
+        "dtype": ("float64",),
+        "operands": ("float64",),
+        "score": ("t5", "t5_causal", "both", "features"),  # as above, but for functions
+    },
 }
 
 Case = dict
@@ -134,7 +139,7 @@ def invalid(case: Case) -> str | None:
         return "no batch axis to vary over"
     if case.get("bias") == "unbatched" and case.get("lead") == ():
         return "no batch axis to leave out"
-    kernel = case.get("target", ("",))[0].startswith(("tpu", "gpu"))
+    kernel = case.get("target", ("",))[0].startswith(("tpu", "gpu", "triton"))
     narrow = ("bfloat16", "float16") if case.get("target") == ("gpu_ragged", 1) else ("bfloat16",)
     if kernel and case.get("dtype") in narrow and case.get("transform") == "hvp":
         return "the bound does not know the rounding of the derivative of cotangent / denominator"
@@ -220,14 +225,14 @@ def needs_x64(case: Case) -> bool:
 
 
 @functools.cache
-def interpreted_on_a_gpu(strength: int) -> tuple[Case, ...]:
-    """Those of `of_the_gpu` that are interpreted: every sixth of the pairwise array, as each takes
-    some ten seconds, or all of the 3-wise one.
+def interpreted_on_a_gpu(strength: int, newest: bool) -> tuple[Case, ...]:
+    """Those of `of_the_gpu` that are interpreted: some of the pairwise array, as each takes seconds,
+    or all of the 3-wise one. Mosaic has an interpreter in jax 0.12 only.
     """
     found = of_the_gpu(strength)
-    each = 6 if strength == 2 else 1
-    of = lambda name: [case for case in found if case["target"][0] == name][::each]
-    return *of("gpu"), *of("gpu_ragged")
+    some = {"triton": 5} | ({"gpu": 6, "gpu_ragged": 6} if newest else {})
+    of = lambda name: [case for case in found if case["target"][0] == name]
+    return tuple(x for name, n in some.items() for x in of(name)[:: n if strength == 2 else 1])
 
 
 @functools.cache
@@ -243,10 +248,12 @@ def of_the_gpu(strength: int) -> tuple[Case, ...]:
     }
     # Vectors that are read where they lie are multiples of 16 numbers.
     large = {"dims": {(8, 8): (16, 16), (4, 7): (16, 32), (16, 8): (32, 16), (1, 3): (16, 16)}}
+    wide = {"dtype": {"float64": "float32"}}
     cases: list[Case] = []
     for strategy, target, by in (
         ("blockwise", "gpu", other),
         ("ragged", "gpu_ragged", other | large),
+        ("blockwise", "triton", other | wide),
     ):
         found = [case for case in covering(strength) if case["target"] == (strategy, 1)]
         found = [c | {a: x.get(c[a], c[a]) for a, x in by.items()} for c in found]

@@ -56,8 +56,7 @@ class Passed:
 def _selected(strength: int):
     targets = os.environ.get("EQATTN_TARGETS")
     cases = list(covering(strength))
-    if jax.__version_info__ >= (0, 12):  # which has the interpreter
-        cases += interpreted_on_a_gpu(strength)
+    cases += interpreted_on_a_gpu(strength, newest=jax.__version_info__ >= (0, 12))
     cases = [c for c in cases if not targets or c["target"][0] in targets.split(",")]
     if strength == 3:
         part, parts = (int(x) for x in os.environ.get("EQATTN_SHARD", "1/1").split("/"))

@@ -80,3 +80,11 @@ def test_narrow_products_are_summed_in_float32(contract, platform):
     assert len(types) == 3
     for operands, result in types:
         assert operands.count("bf16>") == 2 and "f32>" in result, (operands, result)
+
+
+def test_what_is_subnormal_in_float16_is_multiplied():
+    """A probability of 1e-6 beside one of 1 counts, as it does where units multiply float16."""
+    p = jnp.asarray([[1e-6, 1.0]], jnp.float32)
+    values = jnp.asarray([[1000.0], [0.0]], jnp.float32)
+    (y,) = jax.jit(lambda *xs: dot(*xs, (1, 0), operand_dtype=jnp.float16))(p, values)
+    assert abs(y[0] / 1e-3 - 1) < 0.1

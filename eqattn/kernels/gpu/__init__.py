@@ -28,6 +28,15 @@ LARGEST_DIM = 256
 """Of a query, key or value: more would not fit into registers."""
 
 
+def is_hopper() -> bool:
+    """Whether the NVIDIA GPU of this process is a Hopper. Without one, programs are for a Hopper."""
+    try:
+        device, *_ = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return True
+    return str(device.compute_capability).startswith("9.")
+
+
 @dataclasses.dataclass(frozen=True)
 class GPULowering(Lowering):
     """Kernels for the fold, and for the gradients of queries, keys and values, written for Hopper

@@ -308,7 +308,8 @@ class Program:
             if scale is not None:
                 scale = lax.broadcast_in_dim(scale, shape, [1])
                 weights = [x * scale for x in weights] or [scale]
-        acc, den, now, weighted = online_step(state, s, weights, None, plan.dtype, plan.interpreted)
+        in_order = None if plan.interpreted else mosaic.in_order
+        acc, den, now, weighted = online_step(state, s, weights, None, plan.dtype, in_order)
         for arrived in self.wide[1] or [x.at[slot] for x in v_arrived]:
             mosaic.barrier_wait(arrived)
         (value, *_), (first, n) = values or keys, (sum(sizes.widths[:worker]), sizes.widths[worker])

@@ -13,14 +13,8 @@ from ._ending import Ending
 from ._forward import Plan, Program
 from ._lists import lists
 from ._matrices import Matrix
-from ._operands import Operand, padded, ROWS, Sizes, TILE
+from ._operands import Operand, padded, ROWS, scale_of, Sizes, TILE
 from ._program import PairProgram
-
-
-def _scale_of(programs: dict[int, PairProgram], layout: GridLayout) -> int | None:
-    """The argument that is the scale in every class of block, and one number for all blocks."""
-    scale, *others = {program.scale for program in programs.values()}
-    return None if others or scale is None or layout.in_axes[scale] else scale
 
 
 def visit_fold(
@@ -38,7 +32,7 @@ def visit_fold(
     (query, key, *_), value = operands[:n], operands[n]
     q_axes, k_axes, v_axes = (layout.in_axes[i] for i in (0, 1, n))
     programs = {c: PairProgram(step.logits) for c, step in steps.items()}
-    scale = _scale_of(programs, layout)
+    scale = scale_of(programs, layout)
     keys, rows = layout.block
     sizes = Sizes(rows, keys, query.shape[-2], first.width)
     dtype = dict(first.products)["operand_dtype"]

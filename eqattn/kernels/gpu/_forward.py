@@ -292,9 +292,8 @@ class Program:
                 s, den = mosaic.in_order(s, den)
             state = acc, den, top
         factor = None if plan.scale is None else self.factor
-        acc, den, now, weighted = online_step(
-            state, s, weights, factor, plan.dtype, plan.interpreted
-        )
+        in_order = None if plan.interpreted else mosaic.in_order
+        acc, den, now, weighted = online_step(state, s, weights, factor, plan.dtype, in_order)
         if not cleans:
             mosaic.barrier_arrive(self.turn)
             mosaic.barrier_wait(v_arrived.at[slot])

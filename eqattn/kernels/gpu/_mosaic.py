@@ -15,9 +15,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ._operands import WARPGROUP as WARPGROUP
 
-WARPGROUP = 64
-"""How many rows one warpgroup multiplies at once."""
 
 _BLOCK = plgpu.Layout.WGMMA
 _LAYOUTS = {"pairs": _BLOCK, "own": _BLOCK.reduce(1), "other": _BLOCK.reduce(0)}

@@ -1,12 +1,10 @@
 """The step of the online softmax on registers, which all folds of this device take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-
-from . import _mosaic as mosaic
 
 
 _ORIGIN = float(jnp.finfo(jnp.float32).min)
@@ -18,13 +16,20 @@ def across(x: Any, like: Any) -> Any:
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
+def powers_of_two(x: Any, factor: Any, origin: Any) -> Any:
+    """`2^(x factor - origin)` of numbers of rows, or of pairs of a row and a key; None means 1."""
+    x = x if factor is None else x * factor
+    return jnp.exp2(x - (origin if x.ndim == 1 else across(origin, x)))
+
+
 def online_step(
     state: tuple,
     s: Any,
     weights: Sequence[Any],
     factor: Any,
     dtype: Any,
-    interpreted: bool,
+    in_order: Callable[..., tuple] | None = None,
+    powers: Callable[[Any, Any, Any], Any] = powers_of_two,
 ) -> tuple[Any, Any, Any, Any]:
     """What a tile of logits makes of a Carry, but for the product with its values.
 
@@ -36,7 +41,8 @@ def online_step(
     - `weights`: the factor on the probabilities in the numerator, if there is one.
     - `factor`: a number that the logits are still to be multiplied with; None if they have been.
     - `dtype`: that of the factors of the values.
-    - `interpreted`: whether the kernel is interpreted.
+    - `in_order`: returns its arguments, which the compiler then computes before what follows.
+    - `powers`: `powers_of_two`, or what the device has in its place.
 
     **Returns:** numerator and denominator relative to the new maximum, that maximum, and the
     factors `[rows, keys]` of the values.
@@ -45,11 +51,9 @@ def online_step(
     most = s.max(1)
     now = jnp.maximum(top, most if factor is None else most * factor)
     origin = jnp.maximum(now, _ORIGIN)
-    scale = jnp.exp2(top - origin)
-    p = jnp.exp2((s if factor is None else s * factor) - across(origin, s))
+    scale = powers(top, None, origin)
+    p = powers(s, factor, origin)
     den = den * scale + p.sum(1)
     weighted = (p * weights[0] if weights else p).astype(dtype)
     acc = acc * across(scale, acc)
-    if interpreted:
-        return acc, den, now, weighted
-    return mosaic.in_order(acc, den, now, weighted)
+    return (acc, den, now, weighted) if in_order is None else in_order(acc, den, now, weighted)

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._sweep.grid import COL, GridLayout, ROW
-from . import _mosaic as mosaic
-from ._program import Value
+from ._program import PairProgram, Value
 
 
-TILE = 2 * mosaic.WARPGROUP
+WARPGROUP = 64
+"""How many rows one warpgroup multiplies at once."""
+
+TILE = 2 * WARPGROUP
 """The rows of a program: two warpgroups multiply, in turn."""
 
 
@@ -39,6 +41,12 @@ def divided(x: Any, n: int) -> tuple[Any, Any]:
     if n == 1:
         return x, jnp.int32(0)
     return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))
+
+
+def scale_of(programs: dict[int, PairProgram], layout: GridLayout) -> int | None:
+    """The argument that is the scale in every class of block, and one number for all blocks."""
+    scale, *others = {program.scale for program in programs.values()}
+    return None if others or scale is None or layout.in_axes[scale] else scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +155,7 @@ class Places:
         rest, element = divided(program, math.prod(layout.shape(layout.batch)))
         own, tile = divided(rest, tiles)
         own = own if order is None else order[own]
-        start = tile * jnp.int32(TILE) + warpgroup * jnp.int32(mosaic.WARPGROUP)
+        start = tile * jnp.int32(TILE) + warpgroup * jnp.int32(WARPGROUP)
         return cls.of(layout, side, element, own), start
 
     @property
@@ -253,15 +261,19 @@ class Operand:
         - `own`, `other`: where the tile begins on either side.
         - `tile`: its length on the other side.
         """
+        from . import _mosaic as mosaic
+
         if self.kind is None:
             return self.value(tuple(ref[place, i] for i in range(self.array.shape[1])))
         if self.kind == "":
             return self.value(ref[place])
-        mine = mosaic.ds(own, mosaic.WARPGROUP)
+        mine = mosaic.ds(own, WARPGROUP)
         if not self.both:
             return self.value(mosaic.load(ref.at[place, mine], "own"))
         return self.value(mosaic.load(ref.at[place, mine, mosaic.ds(other, tile)], "pairs"))
 
     def read_staged(self, ref: Any) -> Value:
         """Its part of a tile, from shared memory."""
+        from . import _mosaic as mosaic
+
         return self.value(mosaic.load(ref, "other"))

@@ -24,11 +24,11 @@ from .._program import calls, equations, flat_jaxpr, LOG2E
 _SAME = {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p, lax.transpose_p, lax.copy_p}
 
 
-def _named(names: str) -> set:
+def named(names: str) -> set:
     return {getattr(lax, f"{name}_p") for name in names.split()}
 
 
-_OF_A_PAIR = _named(
+_OF_A_PAIR = named(
     "abs add and atan2 clamp convert_element_type cos div eq erf exp exp2 ge gt integer_pow "
     "is_finite le log lt max min mul ne neg not or rem round rsqrt select_n shift_left "
     "shift_right_arithmetic shift_right_logical sign sin sqrt square sub tanh xor"
@@ -42,20 +42,21 @@ _BY_NAME: dict[str, Callable] = {
 }
 """What operations of derivatives compute that have no public name."""
 
-_KNOWN = _OF_A_PAIR | _SAME | {lax.slice_p, dot_p}
+_KNOWN = _SAME | {lax.slice_p, dot_p}
 
 
-def unsupported(jaxpr: Any) -> str:
+def unsupported(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
     """The name of an operation in a block function that a kernel cannot hold; empty without."""
     for eqn in equations(jaxpr):
-        if not (is_known(eqn) or calls(eqn)):
+        if not (is_known(eqn, of_a_pair) or calls(eqn)):
             return eqn.primitive.name
     return ""
 
 
-def is_known(eqn: Any) -> bool:
+def is_known(eqn: Any, of_a_pair: set = _OF_A_PAIR) -> bool:
     """Whether a kernel can hold an operation."""
-    return eqn.primitive in _KNOWN or eqn.primitive.name in _BY_NAME or is_identity(eqn)
+    known = eqn.primitive in of_a_pair | _KNOWN
+    return known or eqn.primitive.name in _BY_NAME or is_identity(eqn)
 
 
 def is_identity(eqn: Any) -> bool:

@@ -1,0 +1,292 @@
+"""The softmax fold of the live pairs of a grid as a kernel in Pallas Triton.
+
+A program has some rows of one block, all of them in registers, and visits its live keys tile by
+tile. The compiler divides rows among threads, and copies tiles ahead of their products.
+
+Inside, logits and maxima are those of powers of two.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
+from ..._program import LOG2E
+from .._ending import Ending
+from .._online import online_step
+from .._operands import divided, Operand, Places, rounded_up, ROWS
+from .._program import PairProgram, Value
+from . import _triton as triton
+from ._rows import Rows
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The smallest power of two that is not less than two numbers. Products have 16 of everything
+    at least, and the compiler knows no other sizes.
+    """
+    return max(least, 1 << (n - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How a block of the grid is cut and padded for the kernel.
+
+    **Arguments:**
+
+    - `rows`, `keys`, `dim`, `width`: of a block, of a query and of a value, as they are given.
+    - `itemsize`: the bytes of a number of these.
+    """
+
+    rows: int
+    keys: int
+    dim: int
+    width: int
+    itemsize: int
+
+    @property
+    def padded_dim(self) -> int:
+        return power_of_two(self.dim)
+
+    @property
+    def padded_width(self) -> int:
+        return power_of_two(self.width)
+
+    @property
+    def large(self) -> bool:
+        """Whether rows take so many registers and so much shared memory that there are fewer of
+        them. Exact products of float32 do, too.
+        """
+        return self.itemsize == 4 or max(self.padded_dim, self.padded_width) > 128
+
+    @property
+    def tile_r(self) -> int:
+        """The rows of a program."""
+        return min(64 if self.large else 128, power_of_two(self.rows))
+
+    @property
+    def tile_k(self) -> int:
+        """The keys that are multiplied at once."""
+        return min(32 if self.large else 64, power_of_two(self.keys))
+
+    @property
+    def cleaned_k(self) -> int:
+        """The same where values are cleaned, which takes registers."""
+        return max(self.tile_k // 2, 16)
+
+    @property
+    def padded_rows(self) -> int:
+        return rounded_up(self.rows, self.tile_r)
+
+    @property
+    def padded_keys(self) -> int:
+        return rounded_up(self.keys, self.tile_k)
+
+    @property
+    def warps(self) -> int:
+        return 8 if self.tile_r == 128 or self.itemsize == 4 else 4
+
+    @property
+    def stages(self) -> int:
+        """How many tiles the compiler keeps in shared memory, of which all chips have 99 KiB."""
+        return 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a kernel computes, and from what.
+
+    **Arguments:**
+
+    - `programs`: the logits, per class of block. `operands`: those of their arguments that any of
+        them reads.
+    - `query`, `key`, `value`, `old`: where they lie, and where the numerators of an earlier Carry
+        do; None without one. `results`: where each result lies that has the axis of values.
+    - `scale`: the argument that logits are multiplied with last; None if there is not one number
+        that all logits are.
+    - `table_axes`: those of the lists of live columns, without rows and columns; None where every
+        pair is visited.
+    - `dtype`: of queries, keys and values.
+    - `ending`: what it writes of the rows.
+    """
+
+    layout: GridLayout
+    sizes: Sizes
+    programs: dict[int, PairProgram]
+    operands: dict[int, Operand]
+    query: Rows
+    key: Rows
+    value: Rows
+    old: Rows | None
+    results: list[Rows | None]
+    scale: int | None
+    table_axes: tuple[int, ...] | None
+    dtype: Any
+    ending: Ending
+    interpreted: bool
+
+    @property
+    def tiles(self) -> int:
+        """How many programs a block of rows has."""
+        return self.sizes.padded_rows // self.sizes.tile_r
+
+    @property
+    def count(self) -> int:
+        """The number of programs."""
+        return math.prod(self.layout.shape((*self.layout.batch, ROW))) * self.tiles
+
+    @property
+    def cleans(self) -> bool:
+        """Whether values that are not finite must be kept from rows that do not see them. Where all
+        pairs are visible, they spoil the rows by themselves, as the `ending` sees to.
+        """
+        return PARTIAL in self.programs
+
+
+class Program:
+    """One program of the kernel, on references."""
+
+    def __init__(self, plan: Plan, refs: Sequence):
+        self.plan, refs = plan, list(refs)
+        self.q, self.k, self.v = (refs.pop(0) for _ in range(3))
+        dirty = refs.pop(0) if plan.cleans else None
+        listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
+        self.given = {i: refs.pop(0) for i in plan.operands}
+        self.old = [refs.pop(0) for _ in range(3)] if plan.old is not None else []
+        self.given_at_end = [refs.pop(0) for _ in plan.ending.given]
+        self.results = refs
+        layout, sizes = plan.layout, plan.sizes
+        elements = math.prod(layout.shape(layout.batch))
+        rest, element = divided(triton.program_id(0), elements)
+        own, tile = divided(rest, plan.tiles)
+        own = listed[0][own] if listed else own
+        self.places = Places.of(layout, ROWS, element, own)
+        self.start = tile * jnp.int32(sizes.tile_r)
+        self.own = self.start + lax.iota(jnp.int32, sizes.tile_r)
+        columns = jnp.int32(layout.grid[COL])
+        full, live = columns, columns
+        self.columns = None
+        if listed:
+            table, row = self.places.place(plan.table_axes or ()), self.places.at[ROW]
+            full, live = (listed[2][table, row, i] for i in (0, 1))
+            self.columns = lambda at: listed[1][table, row, at]
+        self.ends = {FULL: full, PARTIAL: live}
+        self.clean = None
+        if dirty is not None:
+            self.clean = 1 - dirty[self.places.place([a for a in plan.value.axes if a != COL])]
+
+    def run(self) -> None:
+        plan, sizes = self.plan, self.plan.sizes
+        lead, inside = plan.query.where(self.places, None, self.own, sizes.tile_r)
+        shape = (sizes.tile_r, sizes.padded_dim)
+        self.queries = triton.rows(self.q, lead, inside, shape)
+        self.near = {i: self.read(i) for i, x in plan.operands.items() if not _moves(x)}
+        self.factor = None
+        if plan.scale is not None:
+            scale = self.near[plan.scale].array
+            self.factor = LOG2E * jnp.maximum(jnp.abs(scale), jnp.finfo(jnp.float32).tiny)
+            # The maximum of a row is multiplied with a positive number, so the sign goes elsewhere.
+            self.queries = self.queries * jnp.sign(scale).astype(plan.dtype)
+        state, begin = self.begin(), jnp.int32(0)
+        for c in sorted(plan.programs, reverse=True):
+            end = self.ends[c] * jnp.int32(sizes.padded_keys // sizes.tile_k)
+            end = end if self.clean is None else end * self.clean
+            step = ft.partial(self.step, plan.programs[c], sizes.tile_k, False)
+            state, begin = lax.fori_loop(begin, end, step, state), end
+        if self.clean is not None:
+            # What is not finite is rare, so the loop that looks for it is another one.
+            end = self.ends[PARTIAL] * jnp.int32(sizes.padded_keys // sizes.cleaned_k)
+            step = ft.partial(self.step, plan.programs[PARTIAL], sizes.cleaned_k, True)
+            state = lax.fori_loop(jnp.int32(0), end * (1 - self.clean), step, state)
+        acc, den, top = state
+        self.write((acc, den, top * (1 / LOG2E)))
+
+    def begin(self) -> tuple[Any, Any, Any]:
+        """The Carry to begin with."""
+        plan, n = self.plan, self.plan.sizes.tile_r
+        if plan.old is None:
+            filled = lambda shape, x: lax.full(shape, x, jnp.float32)
+            acc = filled((n, plan.sizes.padded_width), 0.0)
+            return acc, filled((n,), 0.0), filled((n,), -jnp.inf)
+        lead, inside = plan.old.where(self.places, None, self.own, n)
+        acc = triton.rows(self.old[0], lead, inside, (n, plan.sizes.padded_width))
+        at = self.places.block, triton.ds(self.start, n)
+        den, top = (x[at] for x in self.old[1:])
+        return acc, den, top * LOG2E
+
+    def write(self, accs: tuple) -> None:
+        """Writes the results of the rows."""
+        plan, n = self.plan, self.plan.sizes.tile_r
+
+        def read(i):
+            x = plan.ending.given[i]
+            return self.value(x, self.given_at_end[i], self.places.place(x.axes))
+
+        lengths = dict(r=n, v=plan.sizes.padded_width)
+        for x, ref, place in zip(plan.ending(accs, read, lengths), self.results, plan.results):
+            if place is None:
+                ref[self.places.block, triton.ds(self.start, n)] = x
+            else:
+                lead, inside = place.where(self.places, None, self.own, n)
+                triton.put_rows(ref, x, lead, inside)
+
+    def read(self, i: int, column: Any = None, keys: Any = None) -> Value:
+        """An operand of the logits, for some keys of a column."""
+        x = self.plan.operands[i]
+        return self.value(x, self.given[i], self.places.place(x.axes, column), keys)
+
+    def value(self, x: Operand, ref: Any, place: Any, keys: Any = None) -> Value:
+        """What a block function is given of an operand."""
+        if x.kind is None:
+            return x.value(tuple(ref[place, i] for i in range(x.array.shape[1])))
+        at = dict(r=triton.ds(self.start, self.plan.sizes.tile_r), k=keys)
+        return x.value(ref[(place, *[at[a] for a in x.kind])])
+
+    def step(self, program: PairProgram, size: int, cleans: bool, i: Any, state: tuple) -> tuple:
+        """Adds a tile of keys to the Carry.
+
+        **Arguments:**
+
+        - `size`: the keys of a tile.
+        - `cleans`: whether its values may not be finite.
+        - `i`: which tile it is, of those that the program visits.
+        """
+        plan, sizes = self.plan, self.plan.sizes
+        at, part = divided(i, sizes.padded_keys // size)
+        column, start = at if self.columns is None else self.columns(at), part * jnp.int32(size)
+        keys = start + lax.iota(jnp.int32, size)
+        lead, inside = plan.key.where(self.places, column, keys, size)
+        tile = triton.rows(self.k, lead, inside, (size, sizes.padded_dim))
+        s = triton.product(self.queries, tile, 1)
+        here = triton.ds(start, size)
+        read = lambda i: self.near[i] if i in self.near else self.read(i, column, here)
+        lengths = dict(r=sizes.tile_r, k=size)
+        s, *weights = program(s, read, lengths, LOG2E, plan.scale is not None)
+        if sizes.padded_keys != sizes.keys:
+            last = lax.broadcast_in_dim(keys < sizes.keys, s.shape, [1])
+            s = jnp.where(last, s, -jnp.inf)
+        lead, inside = plan.value.where(self.places, column, keys, size)
+        tile = triton.rows(self.v, lead, inside, (size, sizes.padded_width))
+        if cleans:
+            # By the product, what is not finite would reach all rows, and not only those that see
+            # its key.
+            fine = jnp.abs(tile.astype(jnp.float32)) < jnp.inf
+            bad = jnp.where(fine, jnp.float32(0), jnp.float32(jnp.nan)).sum(1)
+            tile = jnp.where(fine, tile, jnp.zeros_like(tile))
+            bad = lax.broadcast_in_dim(bad, s.shape, [1])
+            acc, den, top = state
+            state = acc, den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1), top
+        powers = triton.powers(plan.interpreted)
+        acc, den, now, weighted = online_step(
+            state, s, weights, self.factor, plan.dtype, powers=powers
+        )
+        return acc + triton.product(weighted, tile, 0), den, now
+
+
+def _moves(x: Operand) -> bool:
+    """Whether a program reads an operand anew for each tile of keys."""
+    return x.moves or x.staged

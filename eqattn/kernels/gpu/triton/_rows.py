@@ -1,0 +1,95 @@
+"""Matrices of tokens as kernels read and write their rows.
+
+Tokens are read and written where they lie, `[batch, tokens, heads, features]`, at addresses that
+threads compute. Where they cannot, as they move around a ring, blocks are.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...._sweep.grid import GridLayout, HEAD
+from ...._sweep.tokens import Tokens
+from .._operands import Places
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where the rows of blocks of a matrix lie.
+
+    **Arguments:**
+
+    - `layout`: the grid. `axes`: those of the matrix, and `axis` the one that has its tokens.
+    - `rows`, `width`: of a block.
+    - `turned`: whether blocks are `[width, rows]`.
+    - `in_place`: whether tokens may be read or written where they lie.
+    """
+
+    layout: GridLayout
+    axes: tuple[int, ...]
+    axis: int
+    rows: int
+    width: int
+    turned: bool
+    in_place: bool = True
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """What it is in memory, if that is read or written in place."""
+        found = next((x for x in self.layout.tokens if x.axis == self.axis), None)
+        return found if self.in_place and {HEAD, self.axis} <= set(self.axes) else None
+
+    @property
+    def _others(self) -> list[int]:
+        return [a for a in self.axes if a not in (self.axis, HEAD)]
+
+    def given(self, x: Any, dtype: Any) -> Any:
+        """The array that a kernel reads: `[elements, tokens, heads, features]` in place, else
+        `[blocks, rows, features]`.
+        """
+        if self.tokens is not None:
+            x = self.tokens.joined(x, self.axes, self.turned)
+            return x.reshape(-1, *x.shape[-3:]).astype(dtype)
+        x = jnp.swapaxes(x, -1, -2) if self.turned else x
+        return x.reshape(-1, self.rows, self.width).astype(dtype)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The shape of the array that a kernel writes."""
+        if self.tokens is None:
+            return math.prod(self.layout.shape(self.axes)), self.rows, self.width
+        elements = math.prod(self.layout.shape(tuple(self._others)))
+        return elements, self.tokens.count, self.layout.grid[HEAD] * self.tokens.group, self.width
+
+    def blocks(self, x: Any) -> Any:
+        """The blocks of what a kernel wrote, with the axes of the grid in front."""
+        sizes = {a: self.layout.grid[a] for a in self.axes}
+        if self.tokens is None:
+            x = x.reshape(*sizes.values(), self.rows, self.width)
+            return jnp.swapaxes(x, -1, -2) if self.turned else x
+        x = x.reshape(*[sizes[a] for a in self._others], *x.shape[1:])
+        return self.tokens.cut(x, self.axes, sizes, self.turned)
+
+    def where(self, places: Places, other: Any, rows: Any, tile: int) -> tuple[tuple, Any]:
+        """The indices of rows in memory, and which of them there are; None if all are.
+
+        **Arguments:**
+
+        - `places`, `other`: where the block is on the grid.
+        - `rows`: the rows, as their numbers in the block, `[n]`.
+        - `tile`: what divides the first of them, and how many they are.
+        """
+        inside = None if self.rows % tile == 0 else rows < self.rows
+        if self.tokens is None:
+            return (places.place(self.axes, other), rows), inside
+        at, block, group = places.with_other(other), self.tokens.block, self.tokens.group
+        first, head = at[self.axis] * jnp.int32(block), at[HEAD] * jnp.int32(group)
+        heads = lax.div(rows, jnp.full_like(rows, block)) if group > 1 else 0
+        token = first + rows - heads * block
+        if self.tokens.count % block:
+            here = token < self.tokens.count
+            inside = here if inside is None else inside & here
+        return (places.place(self._others, other), token, head + heads), inside

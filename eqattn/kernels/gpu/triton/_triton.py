@@ -1,0 +1,128 @@
+"""The unstable API that the kernels in Pallas Triton are written in, in one place.
+
+JAX deprecated it in version 0.11 and will remove it. Nothing else in eqattn imports it, and nothing
+imports this module before such a kernel is lowered.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .._online import across, powers_of_two
+
+
+@contextlib.contextmanager
+def _deprecated() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+with _deprecated():
+    from jax.experimental.pallas import triton
+
+
+ds = pl.ds
+program_id = pl.program_id
+
+
+def _entries(lead: Sequence[Any], inside: Any, shape: tuple[int, int], width: int) -> tuple:
+    """The indices of the entries of rows, and which of them there are; None if all."""
+    entry = lax.broadcasted_iota(jnp.int32, shape, 1)
+    spread = lambda x: lax.broadcast_in_dim(x, shape, [0] * jnp.ndim(x))
+    there = None if inside is None else spread(inside)
+    if width != shape[1]:
+        there = entry < width if there is None else there & (entry < width)
+    return (*map(spread, lead), entry), there
+
+
+def rows(ref: Any, lead: Sequence[Any], inside: Any, shape: tuple[int, int]) -> Any:
+    """Rows of a matrix, `[n, m]`, with 0 behind their last entry and for rows that are not inside.
+
+    **Arguments:**
+
+    - `ref`: an array whose last axis is that of the entries.
+    - `lead`: the index on each other axis, a number or one for each row.
+    - `inside`: which rows there are, bool `[n]`; None if all.
+    """
+    at, there = _entries(lead, inside, shape, ref.shape[-1])
+    with _deprecated():
+        if there is None:
+            return triton.load(ref.at[at])
+        return triton.load(ref.at[at], mask=there, other=jnp.zeros((), ref.dtype))
+
+
+def put_rows(ref: Any, x: Any, lead: Sequence[Any], inside: Any) -> None:
+    """Writes what `rows` reads."""
+    at, there = _entries(lead, inside, x.shape, ref.shape[-1])
+    with _deprecated():
+        triton.store(ref.at[at], x, mask=there)
+
+
+def product(a: Any, b: Any, axis: int) -> Any:
+    """The product of two matrices, summed over axis 1 of `a` and an axis of `b`, in float32. That
+    of float32 is exact: no unit rounds its factors.
+    """
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((1,), (axis,)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
+
+
+def fast_powers_of_two(x: Any, factor: Any, origin: Any) -> Any:
+    """`powers_of_two` in two instructions. The compiler's own takes four more, for results that are
+    smaller than any normal number: here these are 0.
+    """
+    origin = origin if x.ndim == 1 else across(origin, x)
+    if factor is None:
+        args, first = [x, origin], "sub.ftz.f32 t, $1, $2"
+    else:
+        args = [x, jnp.broadcast_to(factor, x.shape), -origin]
+        first = "fma.rn.ftz.f32 t, $1, $2, $3"
+    with _deprecated():
+        (y,) = triton.elementwise_inline_asm(
+            f"{{ .reg .f32 t; {first}; ex2.approx.ftz.f32 $0, t; }}",
+            args=args,
+            constraints=",".join(["=f", *["f"] * len(args)]),
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        )
+    return y
+
+
+def powers(interpreted: bool) -> Callable[[Any, Any, Any], Any]:
+    """`powers_of_two`, as the compiler or the interpreter knows it."""
+    return powers_of_two if interpreted else fast_powers_of_two
+
+
+def kernel(
+    body: Callable[..., None],
+    out: Sequence[Any],
+    programs: int,
+    name: str,
+    warps: int,
+    stages: int,
+    interpreted: bool,
+) -> Callable[..., list]:
+    """A kernel `body(*inputs, *outputs)` on a grid of programs.
+
+    **Arguments:**
+
+    - `warps`: how many threads a program has, in 32.
+    - `stages`: how many tiles ahead the compiler copies in loops.
+    """
+
+    def entry(*refs):
+        body(*refs)
+
+    entry.__name__ = name
+    more: dict[str, Any] = {"interpret": True}
+    if not interpreted:
+        with _deprecated():
+            more = {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
+    return pl.pallas_call(entry, out_shape=list(out), grid=(programs,), name=name, **more)

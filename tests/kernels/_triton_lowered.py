@@ -1,0 +1,21 @@
+"""Programs as they are lowered for an A100, on any machine."""
+
+from typing import Any
+
+import jax
+
+
+CHIP: Any = jax.sharding.AbstractDevice(
+    device_kind="NVIDIA A100-SXM4-80GB", num_cores=None, platform="gpu"
+)
+
+
+def text_of(f, *args, axis="x", size=1) -> str:
+    mesh = jax.sharding.AbstractMesh((size,), (axis,), abstract_device=CHIP)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(f, *args, **mesh) -> int:
+    """How many there are."""
+    return text_of(f, *args, **mesh).count("@__gpu$xla.gpu.triton(")

@@ -1,0 +1,245 @@
+"""The kernel in Pallas Triton: chosen by static fields, found wherever it is called from, and right
+when it is interpreted. More of its numbers: conformance/ with the target "triton".
+"""
+
+import functools as ft
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _triton_lowered import kernels, text_of
+from conformance import bound, oracle, oracle_masks as om
+
+from eqattn import (
+    ALiBi,
+    attention,
+    AttentionMetadata,
+    BlockCausal,
+    Blockwise,
+    Causal,
+    KeyPadding,
+    MaskFn,
+    PrefixLM,
+    Ragged,
+    Ring,
+    ScoreFn,
+    Segments,
+    SlidingWindow,
+    T5Bias,
+)
+from eqattn.kernels import gpu, lowering_for
+from eqattn.kernels.gpu import GPULowering, triton
+from eqattn.kernels.gpu.triton import TritonLowering
+
+
+SHAPES = [(2, 40, 4, 16), (2, 48, 2, 16), (2, 48, 2, 8)]
+
+
+def metadata(**kw):
+    return AttentionMetadata(**dict(platform="triton", runtime_dtype=jnp.bfloat16) | kw)
+
+
+def arrays(dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, SHAPES)]
+
+
+def call(q, k, v, strategy: Any = None, mask: Any = Causal(), **kw):
+    strategy = strategy or Blockwise(metadata())
+    return attention(q, k, v, strategy, mask=mask, **kw).attention_outputs
+
+
+def summed(*args):
+    return call(*args).astype(jnp.float32).sum()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        call,
+        jax.grad(summed, (0, 1, 2)),
+        jax.vmap(jax.grad(summed)),
+        lambda q, k, v: jax.lax.scan(lambda c, _: (call(c, k, v), None), q, length=3)[0],
+        lambda q, k, v: jax.jvp(lambda q: call(q, k, v), (q,), (q,)),
+    ],
+    ids=["call", "grad", "vmap", "scan", "jvp"],
+)
+def test_the_kernel_is_found(f):
+    """In the forward pass; derivatives are XLA code."""
+    q, k, v = arrays()
+    q, k, v = (x[None] for x in (q, k, v)) if "vmap" in repr(f) else (q, k, v)
+    v = jnp.concatenate([v, v], -1)  # as wide as the query, for the scan
+    assert kernels(f, q, k, v) == 1
+
+
+@pytest.mark.parametrize(
+    "platform, backend", [("triton", "any"), ("gpu", "triton"), ("triton", "cuda")]
+)
+def test_static_fields_choose(platform, backend):
+    chosen = metadata(platform=platform, backend=backend)
+    assert (chosen.platform, chosen.backend) == ("pallas", "triton")
+    strategy = Blockwise(chosen)
+    assert strategy.selected_forward() == "forward_cuda"
+    assert kernels(ft.partial(call, strategy=strategy), *arrays()) == 1
+
+
+@pytest.mark.parametrize("capability, kind", [("8.0", TritonLowering), ("9.0", GPULowering), ("10.0", TritonLowering), (None, GPULowering)])  # fmt: skip
+def test_the_chip_of_the_process_chooses(capability, kind, monkeypatch):
+    """Between the kernels of `platform="gpu"`; who interprets has no chip."""
+
+    class Device:
+        compute_capability = capability
+
+    def local(backend):
+        assert backend == "cuda"
+        if capability is None:
+            raise RuntimeError("Unknown backend cuda")
+        return [Device()]
+
+    monkeypatch.setattr(gpu.jax, "local_devices", local)
+    for backend in ("gpu", "cuda"):
+        assert type(lowering_for(backend, "pallas")) is kind
+        assert type(lowering_for(backend, "interpret")) is GPULowering
+    assert type(lowering_for("triton", "interpret")) is TritonLowering
+    assert lowering_for("triton", "auto") is None
+
+
+def test_only_who_asks_has_the_kernel():
+    automatic = Blockwise(metadata(platform="auto", backend="triton"))
+    assert kernels(ft.partial(call, strategy=automatic), *arrays()) == 0
+    assert automatic.supports(mask=Causal())
+
+
+def test_what_there_is_no_kernel_for(monkeypatch):
+    q, k, v = arrays()
+    strategy = Blockwise(metadata(runtime_dtype=None))
+    with pytest.raises(ValueError, match="cannot run on .*cpu"):
+        call(q, k, v)
+    with pytest.raises(ValueError, match="no Pallas kernel for ragged on triton"):
+        call(q, k, v, Ragged(metadata()))
+    assert not Ragged(metadata()).supports() and Blockwise(metadata()).supports(mask=Causal())
+    table = T5Bias(jnp.ones((8, 4)))
+    with pytest.raises(ValueError, match="has a (gather|concatenate), which the compiler"):
+        kernels(ft.partial(call, score=table), q, k, v)
+    sort = ScoreFn(lambda s, b, h, q, k: s + jax.lax.erf(s))
+    with pytest.raises(ValueError, match="ScoreFn has a erf, which the compiler"):
+        call(q, k, v, score=sort)
+    assert not strategy.supports(score=sort)
+    wide = jnp.zeros((1, 8, 1, 264), jnp.bfloat16)
+    with pytest.raises(ValueError, match="up to 256 numbers, not 264 and 264"):
+        kernels(call, wide, wide, wide)
+    monkeypatch.setattr(triton, "available", lambda: False)
+    with pytest.raises(ValueError, match="Pallas Triton is no longer in jax"):
+        kernels(call, q, k, v)
+
+
+def test_only_one_module_knows_pallas_triton():
+    assert triton.available()
+    from pathlib import Path
+
+    found = [
+        path.name
+        for path in Path(gpu.__file__).parents[2].rglob("*.py")
+        if re.search(r"import.* triton$|pallas\.triton import", path.read_text(), re.M)
+        and "from jax" in path.read_text()
+        and "jax.experimental.pallas import triton" in path.read_text()
+    ]
+    assert found == ["_triton.py"]
+
+
+@pytest.mark.parametrize("tokens, dim", [(264, 64), (261, 72)])
+def test_tokens_are_read_and_written_where_they_lie(tokens, dim):
+    """Whatever their number and size: nothing is padded or copied."""
+    q, k, v = (jax.ShapeDtypeStruct((2, tokens, h, dim), jnp.bfloat16) for h in (4, 2, 2))
+    (line,) = [x for x in text_of(call, q, k, v).splitlines() if "@__gpu$xla.gpu.triton" in x]
+    given, _, out = line.rpartition(" : ")[2].partition("->")
+    of_rows, of_keys = (f"2x{tokens}x{h}x{dim}xbf16" for h in (4, 2))
+    types = [re.findall(r"tensor<([^>]*)>", x) for x in (given, out)]
+    assert types[0][:3] == [of_rows, of_keys, of_keys] and types[1][0] == of_rows
+
+
+IDS = np.repeat(np.arange(3, dtype=np.int32), 16)
+MASKS = {
+    "causal": Causal(),
+    "segments": Segments(jnp.asarray(IDS[:40]), jnp.asarray(IDS)),
+    "not": ~SlidingWindow(3, 5) | KeyPadding(jnp.array([7, 9])),
+    "blocks": BlockCausal(7),
+    "prefix": PrefixLM(jnp.array([7, 9])),
+    "function": MaskFn(lambda b, h, q, k: ((q * 7 + k * 3) % 5 < 3) & (b + h != 2)),
+}
+
+
+def _wave(s, b, h, q, k):
+    d = (q - k).astype(s.dtype)
+    return s + jnp.cos(d) - jnp.log1p(abs(d)) + jnp.where(h % 2 == 0, jnp.tanh(d), jnp.sign(s))
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("score", [None, ALiBi(jnp.ones(4)), ScoreFn(_wave)], ids=["plain", "alibi", "fn"])  # fmt: skip
+def test_masks_and_scores_are_inlined(name, score):
+    """Triton takes them: it verifies a program when it lowers it."""
+    strategy = Blockwise(metadata(logits_soft_cap=20.0, dropout_prob=0.1 if score else 0.0))
+    key = jax.random.key(0) if score else None
+    f = ft.partial(call, strategy=strategy, mask=MASKS[name], score=score, key=key)
+    assert kernels(f, *arrays()) == 1
+
+
+def interpreted(*args, **kw):
+    fields = {x: kw.pop(x) for x in ("softmax_scale",) if x in kw}
+    strategy = Blockwise(metadata(platform="interpret", backend="triton", **fields))
+    return jax.jit(ft.partial(call, strategy=strategy, **kw))(*args).astype(jnp.float32)
+
+
+def test_what_is_not_finite_reaches_the_rows_that_see_it():
+    """Of several programs, tiles of keys and heads of a group, and where blocks are padded."""
+    t, s, d = 140, 200, 16
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, n, h, d), jnp.bfloat16)
+               for i, n, h in ((0, t, 4), (1, s, 2), (2, s, 2)))  # fmt: skip
+    v = v.at[0, 60, 1, 3].set(jnp.nan).at[0, 130, 0, 1].set(jnp.inf)
+    k, v = k.at[0, 150:].set(jnp.nan), v.at[0, 150:].set(jnp.nan)
+    visible = om.window(t, s, 20, 5) & (np.arange(s) < 150)
+    got = interpreted(q, k, v, mask=SlidingWindow(20, 5) & KeyPadding(150))
+    wide = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    fine = [np.where(np.isfinite(x), x, 0.0) for x in wide]
+    exact = oracle.Problem(*fine, scale=d**-0.5, mask=visible)
+    bad = np.repeat(~np.isfinite(wide[2]).all(-1), 2, 2)  # [1, s, heads]
+    bad = np.einsum("ts,bsh->bth", visible.reshape(t, s), bad) > 0
+    assert bad.any() and not bad.all()
+    np.testing.assert_array_equal(np.isnan(got), np.repeat(bad[..., None], d, -1))
+    want = oracle.forward(exact).out
+    assert np.abs(np.where(bad[..., None], 0, got - want)).max() < 2e-2
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_that_is_not_positive(scale):
+    """The kernel multiplies maxima with it, so that it must have its sign elsewhere."""
+    q, k, v = arrays()
+    got = interpreted(q, k, v, softmax_scale=jnp.float32(scale))
+    wide: Any = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    problem = oracle.Problem(*wide, scale=scale, mask=om.causal(40, 48, 0, 0))
+    want = bound.values(problem, bound.precision_of(jnp.bfloat16, normalised=True))["out"]
+    assert bound.excess(np.asarray(got.astype(jnp.bfloat16)), want) <= 1
+
+
+def test_the_carry_of_earlier_hops_goes_on():
+    q, k, v = arrays()
+    mesh = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    place = jax.sharding.PartitionSpec(None, "sp")
+    ring = Ring(metadata(platform="interpret", backend="triton"), axis_name="sp")
+    run = ft.partial(call, strategy=ring)
+    own = jax.shard_map(run, mesh=mesh, in_specs=place, out_specs=place, check_vma=False)
+    got = jax.jit(own)(q, k, v)
+    wide: Any = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    problem = oracle.Problem(*wide, scale=16**-0.5, mask=om.causal(40, 48, 0, 0))
+    want = bound.values(problem, bound.precision_of(jnp.bfloat16, normalised=True))["out"]
+    assert bound.excess(np.asarray(got), want) <= 1
+
+
+def test_in_every_hop_of_a_ring():
+    place = jax.sharding.PartitionSpec(None, "sp")
+    ring = ft.partial(call, strategy=Ring(metadata(), axis_name="sp"))
+    own = jax.shard_map(ring, in_specs=place, out_specs=place, check_vma=True)
+    assert kernels(own, *arrays(), axis="sp", size=4) >= 2
