@@ -68,12 +68,16 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
         KeyPadding,
         MaskFn,
         PrefixLM,
+        ScoreFn,
         Segments,
         SlidingWindow,
     )
 
     ids = lambda: jnp.zeros((1, 4096), jnp.int32)
     pattern = MaskFn(lambda b, h, q, k: (q * 7 + k * 3) % 5 < 3)
+    slopes, width = jnp.ones(8), jnp.float32(3)
+    far = lambda s, b, h, q, k: s - slopes[h] * jnp.log1p(abs(q - k).astype(s.dtype))
+    waves = lambda s, b, h, q, k: jnp.where(q - k < 99, s + jnp.cos((q - k) / width), jnp.sin(s))
     return {
         "full": lambda: dict(),
         "causal": lambda: dict(mask=Causal()),
@@ -95,6 +99,8 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
             tokens=1024, mask=Causal(), bias=jnp.zeros((8, 1024, 1024), jnp.bfloat16)
         ),
         "alibi": lambda: dict(mask=Causal(), score=ALiBi(jnp.ones(8))),
+        "score": lambda: dict(mask=Causal(), score=ScoreFn(far)),
+        "score, waves": lambda: dict(mask=Causal(), score=ScoreFn(waves)),
         "dropout": lambda: dict(mask=Causal(), rate=0.1, key=jax.random.key(0)),
         "odd lengths": lambda: dict(mask=Causal(), tokens=1001, dim=72),
         "decode": lambda: dict(slots=8192),
@@ -122,6 +128,7 @@ DIFFERENTIATED = (
     "segments",
     "soft cap",
     "alibi",
+    "score, waves",
     "dropout",
     "odd lengths",
 )

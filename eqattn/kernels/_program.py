@@ -10,11 +10,15 @@ from jax import lax
 
 from .._jax import evaluated, interpret, only_varies, primitives
 from .._sweep.centred_tangent import evaluate_refined, refined_p
-from .._sweep.products import dot_p, grouped_dot_p
 
 
 LOG2E = math.log2(math.e)
-# The parameters in which equations that call something keep the body.
+# Equations that evaluate a body once, and the parameters in which they keep it. Others have a body,
+# too: that of `scan` is evaluated once a turn.
+_CALLERS = set(
+    "call checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
+    "jit pjit remat remat2".split()
+)
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 POINTWISE = {
     getattr(lax, f"{name}_p")
@@ -43,7 +47,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def calls(eqn: Any) -> Any:
     """The body that an equation calls, or None if it calls none."""
-    if eqn.primitive in (dot_p, grouped_dot_p):
+    if eqn.primitive.name not in _CALLERS:
         return None
     return next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
 

@@ -59,7 +59,8 @@ class AttentionImpl(eqx.Module):
     !!! info "For authors"
 
         Class attributes are `pallas_lowerings`, backends with a Pallas kernel (`"tpu"`, `"cuda"`,
-        `"triton"`, `"rocm"`, or `"gpu"` for these three); `libraries`, such as `"cudnn"`; `features` of `supports`;
+        `"triton"`, `"rocm"`, or `"gpu"` for these three); `libraries`, such as `"cudnn"`;
+        `features` of `supports`;
         `promises`, what bits do not depend on if `bitwise` is True. `unsupported` is a hook.
     """
 

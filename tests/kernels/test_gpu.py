@@ -29,7 +29,6 @@ from eqattn import (
     PrefixLM,
     Ragged,
     Ring,
-    ScoreFn,
     Segments,
     SlidingWindow,
     T5Bias,
@@ -149,9 +148,6 @@ def test_what_there_is_no_kernel_for():
             ValueError, match="on an NVIDIA GPU .*bfloat16 and float16, not float32"
         ):
             call(*arrays(jnp.float32), strategy=strategy)
-        score = ScoreFn(lambda s, b, h, q, k: s + jnp.cos(q - k))
-        with pytest.raises(ValueError, match="no kernel.*ScoreFn"):
-            call(q, k, v, strategy, score=score)
         if jax.__version_info__ >= (0, 12):
             wide = jnp.zeros((1, 8, 1, 264), jnp.bfloat16)
             with pytest.raises(ValueError, match="up to 256 numbers, not 264 and 264"):

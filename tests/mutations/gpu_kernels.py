@@ -22,7 +22,7 @@ MUTANTS = [
         TOKENS,
         [
             ("inside = heads < group", "inside = heads <= group"),
-            ("inside = True if self.layout.grid[self.axis] == 1 else start < block", "inside = True"),
+            ("inside = True if single else start < block", "inside = True"),
             ("whole = found.block % mosaic.WARPGROUP == 0", "whole = True"),
             ("whole = whole or found.block in (8, 16, 32)", "whole = True"),
             ("x = padded(x, 1, rounded_up(x.shape[1], _ROWS))", "pass"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..._jax import partitioned_automatically
 from ..._sweep.grid import GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, loops_over_batch, Lowering
-from ._program import unsupported
+from ._operations import unsupported, unsupported_of_users
 
 
 ROWS = 128
@@ -29,7 +29,7 @@ LARGEST_DIM = 256
 
 
 def is_hopper() -> bool:
-    """Whether the NVIDIA GPU of this process is a Hopper. Without one, programs are for a Hopper."""
+    """Whether the NVIDIA GPU of this process is a Hopper. Without one, programs are for Hopper."""
     try:
         device, *_ = jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -86,8 +86,7 @@ class GPULowering(Lowering):
         return unsupported(jaxpr)
 
     def unsupported_function(self, jaxpr: Any) -> str:
-        del jaxpr
-        return "may hold what its compiler does not know"
+        return unsupported_of_users(jaxpr)
 
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a visit of the grid; empty if one can."""

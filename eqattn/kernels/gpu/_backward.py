@@ -23,7 +23,8 @@ from ..._sweep.grid import FULL, GridLayout, PARTIAL
 from . import _mosaic as mosaic
 from ._matrices import Matrix
 from ._operands import divided, Operand, Places, rounded_up, ROWS, Side, TILE
-from ._program import Run, Value
+from ._operations import Value
+from ._program import Run
 from ._sum_program import SumProgram
 
 

@@ -28,7 +28,8 @@ from .._program import LOG2E
 from . import _mosaic as mosaic
 from ._online import online_step
 from ._operands import divided, Operand, Places, ROWS
-from ._program import PairProgram, Value
+from ._operations import Value
+from ._program import PairProgram
 from ._stored import (
     Sizes,
     Source,

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from ..._sweep.fold_step import Finish
 from ..._sweep.grid import GridLayout
 from ._operands import Operand, ROWS
-from ._program import BlockProgram, Run, Value
+from ._operations import Value
+from ._program import BlockProgram, Run
 
 
 _ROWS, _WIDTH = 2, 3  # The sizes that it is traced for: any two that tell rows from values.

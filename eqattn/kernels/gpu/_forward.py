@@ -22,7 +22,8 @@ from ._ending import Ending
 from ._matrices import Matrix
 from ._online import online_step
 from ._operands import divided, Operand, Places, ROWS, Sizes, TILE
-from ._program import PairProgram, Value
+from ._operations import Value
+from ._program import PairProgram
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,9 +123,12 @@ class Matrix:
             return
         at, block, group = places.with_other(other), self.tokens.block, self.tokens.group
         element = places.place(self._others, other)
-        first, head = at[self.axis] * jnp.int32(block), at[HEAD] * jnp.int32(group)
+        # A single block may have any length, and the compiler asks for a multiple.
+        single = self.layout.grid[self.axis] == 1
+        first = jnp.int32(0) if single else at[self.axis] * jnp.int32(block)
+        head = at[HEAD] * jnp.int32(group)
         if group == 1:
-            inside = True if self.layout.grid[self.axis] == 1 else start < block
+            inside = True if single else start < block
             yield inside, (element, mosaic.ds(first + start, count), head, all_features), 0, count
             return
         n = count // self.copies(count)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._sweep.grid import COL, GridLayout, ROW
-from ._program import PairProgram, Value
+from ._operations import Value
+from ._program import PairProgram
 
 
 WARPGROUP = 64

@@ -8,7 +8,6 @@ counts of a value is what it varies with, its *kind*: `"rk"` rows and keys, or `
 warpgroup holds it so, `"r"` rows, `"k"` keys, `""` neither. It is repeated where two kinds meet.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,85 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jax import Literal, only_varies
+from ..._jax import Literal
 from ..._sweep.products import dot_p
-from .._program import calls, equations, flat_jaxpr, LOG2E
-
-
-_SAME = {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p, lax.transpose_p, lax.copy_p}
-
-
-def named(names: str) -> set:
-    return {getattr(lax, f"{name}_p") for name in names.split()}
-
-
-_OF_A_PAIR = named(
-    "abs add and atan2 clamp convert_element_type cos div eq erf exp exp2 ge gt integer_pow "
-    "is_finite le log lt max min mul ne neg not or rem round rsqrt select_n shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sqrt square sub tanh xor"
+from .._program import flat_jaxpr, LOG2E
+from ._operations import (
+    evaluated,
+    in_range,
+    is_known,
+    is_same,
+    joined,
+    OF_MOSAIC,
+    tanh_of,
+    Value,
 )
-"""Operations that Mosaic GPU, the compiler of these kernels, lowers in jax 0.12."""
-
-
-_BY_NAME: dict[str, Callable] = {
-    "add_any": lax.add,
-    "one_minus_square": lambda x: (1 - x) * (1 + x),
-}
-"""What operations of derivatives compute that have no public name."""
-
-_KNOWN = _SAME | {lax.slice_p, dot_p}
-
-
-def unsupported(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
-    """The name of an operation in a block function that a kernel cannot hold; empty without."""
-    for eqn in equations(jaxpr):
-        if not (is_known(eqn, of_a_pair) or calls(eqn)):
-            return eqn.primitive.name
-    return ""
-
-
-def is_known(eqn: Any, of_a_pair: set = _OF_A_PAIR) -> bool:
-    """Whether a kernel can hold an operation."""
-    known = eqn.primitive in of_a_pair | _KNOWN
-    return known or eqn.primitive.name in _BY_NAME or is_identity(eqn)
-
-
-def is_identity(eqn: Any) -> bool:
-    """Whether it only says something of a value: how it is sharded, or differentiated."""
-    return eqn.primitive.name in ("reshard", "stop_gradient") or only_varies(eqn)
-
-
-def _same(eqn: Any) -> bool:
-    """Whether it changes the shape of a value, but not what it is at a pair."""
-    return eqn.primitive in _SAME or is_identity(eqn)
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """An array whose axes are those of its kind. `parts`: instead of it, the numbers of a vector
-    that no pair indexes.
-    """
-
-    kind: str
-    array: Any
-    parts: tuple = ()
-
-    def spread(self, kind: str, sizes: dict[str, int]) -> Any:
-        """The array, repeated over the axes of a larger kind."""
-        if self.kind == kind:
-            return self.array
-        if np.result_type(self.array) == np.bool_:  # which the compiler does not repeat
-            return Value(self.kind, _as_number(self.array, jnp.int32)).spread(kind, sizes) != 0
-        shape, own = tuple(sizes[a] for a in kind), [kind.index(a) for a in self.kind]
-        return lax.broadcast_in_dim(jnp.asarray(self.array), shape, own)
-
-
-def _as_number(x: Any, dtype: Any) -> Any:
-    """1 where a boolean holds, else 0."""
-    if isinstance(x, bool | np.bool_):
-        return jnp.asarray(int(x), dtype)
-    one = jnp.asarray(1, dtype)
-    return jnp.where(x, one, one * 0)
 
 
 class BlockProgram:
@@ -103,12 +36,48 @@ class BlockProgram:
     **Arguments:**
 
     - `closed`: its jaxpr.
+    - `native`: the operations of a pair that the compiler of kernels takes as they are.
+
+    `settled` holds, for results of selections, the case that is all that counts of them.
     """
 
-    def __init__(self, closed: Any):
+    def __init__(self, closed: Any, native: set = OF_MOSAIC):
         flat = flat_jaxpr(closed)
+        self.native = native
         self.jaxpr, self.consts = flat.jaxpr, flat.consts
         self.made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+        self.settled: dict[Any, Any] = {}
+
+    def settle(self, results: Sequence[Any]) -> None:
+        """Finds the selections of which but one case counts in some results, as wherever they are
+        read, another selection by the same predicate follows. So the derivative of a score reads
+        at masked pairs what it would be at a visible one, and a mask discards it there.
+        """
+        known = {v: frozenset() for v in results if not isinstance(v, Literal)}
+
+        def reads(v, facts):
+            if not isinstance(v, Literal):
+                known[v] = known.get(v, facts) & facts
+
+        for eqn in reversed(self.jaxpr.eqns):
+            facts = [known[v] for v in eqn.outvars if v in known]
+            if not facts or eqn.primitive is dot_p:
+                continue
+            if eqn.primitive is not lax.select_n_p:
+                for v in eqn.invars:
+                    reads(v, facts[0] if is_known(eqn, self.native) else frozenset())
+                continue
+            (facts,), (which, *cases) = facts, eqn.invars
+            at, roots = self.root(which), [self.root(x) for x in cases]
+            case = next((i for v, i in facts if v is at), None)
+            case = 0 if all(x is roots[0] for x in roots) else case
+            if case is not None:
+                self.settled[eqn.outvars[0]] = cases[case]
+                reads(cases[case], facts)
+                continue
+            reads(which, facts)
+            for i, x in enumerate(cases):
+                reads(x, facts | {(at, i)})
 
     def needed(self, results: Sequence[Any]) -> tuple[list[Any], list[bool]]:
         """The operations that some values depend on, up to products, in the order of the function;
@@ -118,26 +87,37 @@ class BlockProgram:
         for eqn in reversed(self.jaxpr.eqns):
             if needed & set(eqn.outvars):
                 eqns.insert(0, eqn)
+                case = self.settled.get(eqn.outvars[0])
                 if eqn.primitive is not dot_p:
-                    needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+                    reads = eqn.invars if case is None else [case]
+                    needed |= {v for v in reads if not isinstance(v, Literal)}
         return eqns, [v in needed for v in self.jaxpr.invars]
+
+    def made(self, v: Any) -> Any:
+        """The operation that makes a value, or None."""
+        v = self.counting(v)
+        return None if isinstance(v, Literal) else self.made_by.get(v)
+
+    def counting(self, v: Any) -> Any:
+        """The value that counts where a selection is settled."""
+        while not isinstance(v, Literal) and v in self.settled:
+            v = self.settled[v]
+        return v
 
     def root(self, v: Any) -> Any:
         """What a value was before its shape was changed."""
-        while (eqn := self.made_by.get(v)) is not None and _same(eqn):
+        while (eqn := self.made(v)) is not None and is_same(eqn):
             v = eqn.invars[0]
-            if isinstance(v, Literal):
-                break
-        return v
+        return self.counting(v)
 
     def hidden(self, v: Any) -> bool:
         """Whether a value is the logit of a masked pair."""
-        v = v if isinstance(v, Literal) else self.root(v)
+        v = self.root(v)
         return isinstance(v, Literal) and bool(v.val == -np.inf)
 
     def choice(self, v: Any) -> tuple[Any, int] | None:
         """The predicate that masks a logit, and its case of those that are not; or None."""
-        eqn = None if isinstance(v, Literal) else self.made_by.get(v)
+        eqn = self.made(v)
         if eqn is None or eqn.primitive is not lax.select_n_p:
             return None
         hidden = [self.hidden(x) for x in eqn.invars[1:]]
@@ -149,27 +129,32 @@ class PairProgram(BlockProgram):
     and 1 are the queries and the keys.
 
     `reads` holds for each argument whether the results depend on it, the product aside. `scale` is
-    the argument that logits are multiplied with last, before some are masked; None without.
+    the argument that products are multiplied with, if that is all that is done to them before some
+    are masked; None without.
     """
 
-    def __init__(self, closed: Any):
-        super().__init__(closed)
+    def __init__(self, closed: Any, native: set = OF_MOSAIC):
+        super().__init__(closed, native)
+        self.settle(self.jaxpr.outvars)
         self.reads = self.needed(self.jaxpr.outvars)[1]
         self.scale = self._scale()
 
     def _scale(self) -> int | None:
-        v, reads = self.root(self.jaxpr.outvars[0]), [x for e in self.jaxpr.eqns for x in e.invars]
-        eqn = self.made_by.get(v)
+        reads = [x for e in self.jaxpr.eqns for x in e.invars]
+        eqn = self.made(self.root(self.jaxpr.outvars[0]))
         if eqn is not None and eqn.primitive is lax.select_n_p:
             kept = [x for x in eqn.invars[1:] if not self.hidden(x)]
-            eqn = self.made_by.get(kept[0]) if len(kept) == 1 else None
+            eqn = self.made(self.root(kept[0])) if len(kept) == 1 else None
         if eqn is None or eqn.primitive is not lax.mul_p:
             return None
-        for v in eqn.invars:
-            if not isinstance(v, Literal) and self.root(v) in self.jaxpr.invars[2:]:
-                i = self.jaxpr.invars.index(self.root(v))
-                once = sum(x is self.jaxpr.invars[i] for x in reads) == 1
-                return i if once and self.jaxpr.invars[i].aval.size == 1 else None
+        for v, w in (eqn.invars, eqn.invars[::-1]):
+            # Of anything but a product, a change of its sign would not be that of the logit.
+            v, product = self.root(v), self.made(self.root(w))
+            if product is None or product.primitive is not dot_p or isinstance(v, Literal):
+                continue
+            if v in self.jaxpr.invars[2:] and v.aval.size == 1:
+                once = sum(x is v for x in reads) == 1
+                return self.jaxpr.invars.index(v) if once else None
         return None
 
     def __call__(
@@ -217,8 +202,7 @@ class Run:
         sizes: dict[str, int],
         origin: int | None = None,
     ):
-        self.program, self.made_by = program, program.made_by
-        self.product, self.sizes = product, sizes
+        self.program, self.product, self.sizes = program, product, sizes
         self.arguments = {v: i for i, v in enumerate(program.jaxpr.invars)}
         self.read, self.root, self.origin = read, program.root, origin
         self.apart: int | None = None
@@ -227,6 +211,7 @@ class Run:
         self.done: dict[Any, Value] = {v: Value("", c) for v, c in consts}
 
     def value(self, v: Any) -> Value:
+        v = self.program.counting(v)
         if isinstance(v, Literal):
             return Value("", v.val)
         if v not in self.done:
@@ -236,21 +221,24 @@ class Run:
     def _value(self, v: Any) -> Value:
         if v in self.arguments:
             return self.read(self.arguments[v])
-        eqn = self.made_by[v]
+        eqn = self.program.made_by[v]
         if eqn.primitive is dot_p:
             return Value("".join(self.sizes), self.product(eqn))
         if eqn.primitive is lax.exp_p:
             return self._exponential(eqn.invars[0], {})
+        if eqn.primitive is lax.tanh_p:
+            x = self.times(eqn.invars[0], 2 * LOG2E, {})
+            return Value(x.kind, tanh_of(jnp.exp2(x.array)))
         if eqn.primitive.name == "add_any":
             return self._sum(eqn, {})
-        return _evaluated(eqn, [self.value(x) for x in eqn.invars], self.sizes)
+        return self._evaluated(eqn, [self.value(x) for x in eqn.invars])
 
     def _exponential(self, v: Any, given: dict[Any, int]) -> Value:
         """The exponential of an argument of `exp`. That of a masked logit is 0, also where the
         origin of its row is NaN: so logit and origin meet in one operation, and the mask selects
         afterwards, unless it is given.
         """
-        eqn = None if isinstance(v, Literal) else self.made_by.get(v)
+        eqn = self.program.made(v)
         choice = None
         if eqn is not None and eqn.primitive is lax.sub_p and self._is_origin(eqn.invars[1]):
             choice = self.program.choice(eqn.invars[0])
@@ -264,8 +252,11 @@ class Run:
         cases = (y, _ZERO) if case == 0 else (_ZERO, y)
         return self._apply(lambda *xs: lax.select_n(*xs), self.value(which), *cases)
 
+    def _evaluated(self, eqn: Any, xs: Sequence[Value]) -> Value:
+        return evaluated(eqn, xs, self.sizes, self.program.native)
+
     def _apply(self, f: Callable, *xs: Value) -> Value:
-        kind = _joined(xs, self.sizes)
+        kind = joined(xs, self.sizes)
         return Value(kind, f(*[x.spread(kind, self.sizes) for x in xs]))
 
     def _sum(self, eqn: Any, given: dict[Any, int]) -> Value:
@@ -279,7 +270,7 @@ class Run:
 
     def _with_factor(self, eqn: Any) -> tuple | None:
         """The common factor of a sum of two products, and the two others; None without one."""
-        made = [None if isinstance(v, Literal) else self.made_by.get(v) for v in eqn.invars]
+        made = [self.program.made(v) for v in eqn.invars]
         products = [p.invars for p in made if p is not None and p.primitive is lax.mul_p]
         if len(products) < 2:
             return None
@@ -291,14 +282,14 @@ class Run:
 
     def _is_origin(self, v: Any) -> bool:
         """Whether a value is the finite origin of exponents."""
-        eqn = None if isinstance(v, Literal) else self.made_by.get(self.root(v))
+        eqn = self.program.made(self.root(v))
         found = origin_of(eqn, self.root, self.arguments)
         return found is not None and found == self.origin
 
     def _is_scaled(self, v: Any) -> bool:
         """Whether a value is multiplied with one number, which can bring a further factor along."""
-        eqn = None if isinstance(v, Literal) else self.made_by.get(v)
-        if eqn is not None and _same(eqn):
+        eqn = self.program.made(v)
+        if eqn is not None and is_same(eqn):
             return self._is_scaled(eqn.invars[0])
         if eqn is None or eqn.primitive is not lax.mul_p:
             return False
@@ -311,16 +302,17 @@ class Run:
 
         - `given`: the cases that predicates select wherever the result counts.
         """
-        eqn = None if isinstance(v, Literal) else self.made_by.get(v)
+        v = self.program.counting(v)
+        eqn = self.program.made(v)
         if isinstance(v, Literal):
-            return Value("", v.val if factor is None else _in_range(v.val, factor))
+            return Value("", v.val if factor is None else in_range(v.val, factor))
         if eqn is not None and eqn.primitive is lax.select_n_p:
             which, *cases = eqn.invars
             if which in given:
                 return self.times(cases[given[which]], factor, given)
             xs = [self.times(x, factor, {**given, which: i}) for i, x in enumerate(cases)]
-            return _evaluated(eqn, [self.value(which), *xs], self.sizes)
-        if eqn is not None and _same(eqn):
+            return self._evaluated(eqn, [self.value(which), *xs])
+        if eqn is not None and is_same(eqn):
             return self.times(eqn.invars[0], factor, given)
         if eqn is not None and eqn.primitive is lax.mul_p and self.apart is not None:
             for v, w in (eqn.invars, eqn.invars[::-1]):
@@ -330,7 +322,12 @@ class Run:
             small, large = sorted(eqn.invars, key=lambda x: len(self.value(x).kind))
             if not self.value(small).kind or (factor is None and given):
                 xs = [self.times(small, factor, given), self.times(large, None, given)]
-                return _evaluated(eqn, xs, self.sizes)
+                return self._evaluated(eqn, xs)
+        if eqn is not None and eqn.primitive is lax.div_p and factor is not None:
+            x, y = eqn.invars
+            if not self.value(y).kind:
+                inverse = Value("", np.float32(factor) / self.value(y).array)
+                return self._apply(jnp.multiply, self.times(x, None, given), inverse)
         if eqn is not None and eqn.primitive is lax.sub_p and self._is_origin(eqn.invars[1]):
             assert self.origin is not None
             x = self.times(eqn.invars[0], factor, given)
@@ -338,7 +335,7 @@ class Run:
         if eqn is not None and factor is not None and eqn.primitive in (lax.add_p, lax.sub_p):
             if all(self._is_scaled(x) for x in eqn.invars):
                 xs = [self.times(x, factor, given) for x in eqn.invars]
-                return _evaluated(eqn, xs, self.sizes)
+                return self._evaluated(eqn, xs)
         if eqn is not None and factor is None and given and eqn.primitive is lax.exp_p:
             return self._exponential(eqn.invars[0], given)
         if eqn is not None and factor is None and given and eqn.primitive.name == "add_any":
@@ -360,41 +357,3 @@ def origin_of(eqn: Any, root: Callable, arguments: dict[Any, int]) -> int | None
     if not (isinstance(least, Literal) and least.val == np.finfo(np.float32).min):
         return None
     return arguments.get(root(v))
-
-
-def _joined(xs: Sequence[Value], sizes: dict[str, int]) -> str:
-    """The kind of what varies with any of several values."""
-    return "".join(a for a in sizes if any(a in x.kind for x in xs))
-
-
-def _in_range(x: Any, factor: float) -> Any:
-    """A number times a factor, finite if it is."""
-    info = np.finfo(np.float32)
-    return x * factor if np.isinf(x) else np.float32(np.clip(float(x) * factor, info.min, info.max))
-
-
-def _evaluated(eqn: Any, xs: Sequence[Value], sizes: dict[str, int]) -> Value:
-    """What an operation of one pair makes of its arguments."""
-    if eqn.primitive is lax.slice_p:
-        (start,), (limit,) = eqn.params["start_indices"], eqn.params["limit_indices"]
-        parts = xs[0].parts[start : limit : (eqn.params["strides"] or (1,))[0]]
-        return Value("", None, parts)
-    if _same(eqn):
-        (x, *_) = xs
-        return Value("", x.parts[0]) if len(x.parts) == 1 else x
-    if eqn.primitive is lax.reduce_sum_p:  # over the values of a row
-        return Value(xs[0].kind[:1], xs[0].array.sum(1))
-    kind = _joined(xs, sizes)
-    arrays = [x.spread(kind, sizes) for x in xs] if kind else [x.array for x in xs]
-    params = eqn.params | ({"sharding": None} if "sharding" in eqn.params else {})
-    if eqn.primitive is lax.is_finite_p:
-        return Value(kind, jnp.abs(arrays[0]) < jnp.inf)
-    if eqn.primitive is lax.not_p and eqn.invars[0].aval.dtype == jnp.bool_:
-        return Value(kind, _as_number(arrays[0], jnp.int32) == 0)
-    if eqn.primitive is lax.convert_element_type_p and params["new_dtype"] == jnp.bool_:
-        return Value(kind, arrays[0] != 0)
-    if eqn.primitive is lax.convert_element_type_p and eqn.invars[0].aval.dtype == jnp.bool_:
-        return Value(kind, _as_number(arrays[0], params["new_dtype"]))
-    if eqn.primitive.name in _BY_NAME:
-        return Value(kind, _BY_NAME[eqn.primitive.name](*arrays))
-    return Value(kind, eqn.primitive.bind(*arrays, **params))

@@ -21,7 +21,8 @@ from ..._jax import Literal
 from ..._sweep.grid import COL, GridLayout, ROW
 from ..._sweep.products import dot_p
 from ._operands import COLUMNS, ROWS, Side
-from ._program import BlockProgram, is_identity, is_known, origin_of
+from ._operations import is_identity, is_known
+from ._program import BlockProgram, origin_of
 
 
 def _shape(v: Any) -> tuple[int, ...]:
@@ -76,6 +77,7 @@ class SumProgram(BlockProgram):
         self.cleaned: set[int] = set()
         self.cleaned_first: set[int] = set()
         self.gradients = [self._gradient(v) for v in self.jaxpr.outvars]
+        self.settle([gradient.pairs for gradient in self.gradients if gradient is not None])
 
     def _matrix(self, v: Any) -> tuple[int | None, bool]:
         """The matrix that a variable is, as an argument, and whether it was cleaned; or None."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...._jax import partitioned_automatically
 from ...._sweep.grid import GridLayout
 from ...._sweep.lowering import BlockRequest, BlockSizes, Lowering
-from .._program import named, unsupported
+from .._operations import named, unsupported, unsupported_of_users
 
 
 ROWS = 128
@@ -24,7 +24,7 @@ ROWS = 128
 LARGEST_DIM = 256
 """Of a query, key or value: more would not fit into registers."""
 
-_KNOWN = named(
+NATIVE = named(
     "abs add and atan2 ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt "
     "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt "
     "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub "
@@ -49,7 +49,7 @@ class TritonLowering(Lowering):
 
     device = "an NVIDIA GPU by Pallas Triton"
     kernels = (
-        "forward eqattn_fold, from one source for NVIDIA's chips since Ampere; Ragged has none, and "
+        "forward eqattn_fold, from one source for NVIDIA's chips since Ampere; Ragged has none; "
         "gradients, forward mode and higher orders run as XLA code"
     )
     cleans_values = True
@@ -78,11 +78,10 @@ class TritonLowering(Lowering):
         return f"it multiplies bfloat16, float16 and float32, not {dtype}"
 
     def unsupported_primitive(self, jaxpr: Any) -> str:
-        return unsupported(jaxpr, _KNOWN)
+        return unsupported(jaxpr, NATIVE)
 
     def unsupported_function(self, jaxpr: Any) -> str:
-        name = self.unsupported_primitive(jaxpr)
-        return name and f"has a {name}, which the compiler of kernels does not know"
+        return unsupported_of_users(jaxpr, NATIVE)
 
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a fold of the grid; empty if one can."""

@@ -12,7 +12,7 @@ from .._ending import Ending, kept
 from .._lists import lists
 from .._operands import Operand, padded, ROWS, scale_of
 from .._program import PairProgram
-from . import _triton as triton
+from . import _triton as triton, NATIVE
 from ._forward import Plan, Program, Sizes
 from ._rows import Rows
 
@@ -74,7 +74,7 @@ def _plan(
     n = len(first.logits.in_avals)
     (query, key, *_), value = operands[:n], operands[n]
     q_axes, k_axes, v_axes = (layout.in_axes[i] for i in (0, 1, n))
-    programs = {c: PairProgram(step.logits) for c, step in steps.items()}
+    programs = {c: PairProgram(step.logits, NATIVE) for c, step in steps.items()}
     keys, rows = layout.block
     dtype = jnp.dtype(dict(first.products)["operand_dtype"] or query.dtype)
     sizes = Sizes(rows, keys, query.shape[-2], first.width, dtype.itemsize)

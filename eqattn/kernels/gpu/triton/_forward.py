@@ -20,7 +20,8 @@ from ..._program import LOG2E
 from .._ending import Ending
 from .._online import online_step
 from .._operands import divided, Operand, Places, rounded_up, ROWS
-from .._program import PairProgram, Value
+from .._operations import Value
+from .._program import PairProgram
 from . import _triton as triton
 from ._rows import Rows
 

@@ -1,0 +1,229 @@
+"""What kernels make of one operation on the numbers of a pair.
+
+Mosaic GPU, their compiler, takes the fast instructions of the chip. Those of exponentials and
+logarithms serve. But that of tanh has 11 bits, and those of sine and cosine are right for small
+angles only. So these three are written here, by operations that are exact to some units of the
+last place of a float32.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._jax import only_varies
+from ..._sweep.products import dot_p
+from .._program import calls, equations, LOG2E
+
+
+_SAME = {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p, lax.transpose_p, lax.copy_p}
+
+
+def named(names: str) -> set:
+    return {getattr(lax, f"{name}_p") for name in names.split()}
+
+
+OF_MOSAIC = named(
+    "abs add and clamp convert_element_type div eq exp exp2 ge gt is_finite le log lt max min mul "
+    "ne neg not or rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
+    "sign sqrt square sub xor"
+)
+"""Operations that Mosaic GPU, the compiler of these kernels, lowers in jax 0.12."""
+
+
+def tanh_of(e: Any) -> Any:
+    """The hyperbolic tangent of a number `x`, from `e = exp(2 x)`. Its error is some 2^-23, however
+    small it is.
+    """
+    return 1 - 2 / (1 + e)
+
+
+def _tanh(x: Any) -> Any:
+    return tanh_of(jnp.exp(x + x))
+
+
+_HALF_PI = 1.5625, 0.00830078125, -4.4544551033807686e-06
+"""Half of pi in three parts. The first two have few bits, so that products with them are exact."""
+
+_SINE = 1.0, -0.16666658, 0.0083330511, -0.00019809075, 2.6052249e-06
+"""The odd polynomial that is nearest to a sine up to half of pi, its lowest coefficient first."""
+
+
+def _sine_of(x: Any, quarters: Any) -> Any:
+    """The sine of the rest of an angle by as many quarter turns, with the sign of what remains.
+
+    **Arguments:**
+
+    - `quarters`: even ones for a sine, and odd ones for a cosine.
+    """
+    for part in _HALF_PI:
+        x = x - quarters * np.float32(part)
+    square, y = x * x, np.float32(_SINE[-1])
+    for c in _SINE[-2::-1]:
+        y = y * square + np.float32(c)
+    whole = quarters.astype(jnp.int32)
+    turned = (whole + (whole & 1)) & 2
+    return jnp.where(turned == 0, x * y, -(x * y))
+
+
+def _sin(x: Any) -> Any:
+    return _sine_of(x, 2 * jnp.round(x * np.float32(1 / np.pi)))
+
+
+def _cos(x: Any) -> Any:
+    return _sine_of(x, 2 * jnp.round(x * np.float32(1 / np.pi) - np.float32(0.5)) + 1)
+
+
+def _floor(x: Any) -> Any:
+    whole = jnp.round(x)
+    return jnp.where(whole > x, whole - 1, whole)
+
+
+def _log1p(x: Any) -> Any:
+    """What `1 + x` rounds off is added to the logarithm."""
+    whole = 1 + x
+    rest = jnp.where(jnp.abs(x) < 1, x - (whole - 1), jnp.float32(0))
+    return jnp.log(whole) + rest / whole
+
+
+def _integer_pow(x: Any, y: int) -> Any:
+    """The compiler lacks powers of 1, as derivatives have them, and most negative ones."""
+    if y == 0:
+        return jnp.ones_like(x)
+    power: Any = None
+    for digit in f"{abs(y):b}":
+        power = None if power is None else power * power
+        power = power if digit == "0" else x if power is None else power * x
+    return power if y > 0 else 1 / power
+
+
+_WRITTEN: dict[str, Callable] = {
+    "add_any": lax.add,
+    "integer_pow": _integer_pow,
+    "one_minus_square": lambda x: (1 - x) * (1 + x),
+    "tanh": _tanh,
+    "sin": _sin,
+    "cos": _cos,
+    "floor": _floor,
+    "ceil": lambda x: -_floor(-x),
+    "log1p": _log1p,
+    "log2": lambda x: jnp.log(x) * np.float32(LOG2E),
+    "logistic": lambda x: 1 / (1 + jnp.exp(-x)),
+}
+"""Operations that the compiler lacks, or of which it takes too rough an instruction."""
+
+_KNOWN = _SAME | {lax.slice_p, dot_p}
+_DTYPES = jnp.float32, jnp.int32, jnp.bool_
+
+
+def unsupported(jaxpr: Any, native: set = OF_MOSAIC) -> str:
+    """The name of an operation in a block function that a kernel cannot hold; empty without."""
+    for eqn in equations(jaxpr):
+        if not (is_known(eqn, native) or calls(eqn)):
+            return eqn.primitive.name
+    return ""
+
+
+def unsupported_of_users(jaxpr: Any, native: set = OF_MOSAIC) -> str:
+    """Why a kernel cannot hold a function of a user's own; empty if it can."""
+    for eqn in equations(jaxpr):
+        if calls(eqn) is not None:
+            continue
+        if eqn.primitive in (lax.slice_p, dot_p) or not is_known(eqn, native):
+            return f"has a {eqn.primitive.name}, which the compiler of kernels does not know"
+        for aval in (v.aval for v in eqn.outvars):
+            if aval.dtype not in _DTYPES:
+                return f"has numbers of {aval.dtype}: kernels compute in float32 and int32"
+    return ""
+
+
+def is_known(eqn: Any, native: set = OF_MOSAIC) -> bool:
+    """Whether a kernel can hold an operation."""
+    if eqn.primitive is lax.rem_p and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+        return False
+    known = eqn.primitive in native | _KNOWN
+    return known or eqn.primitive.name in _WRITTEN or is_identity(eqn)
+
+
+def is_identity(eqn: Any) -> bool:
+    """Whether it only says something of a value: how it is sharded, or differentiated."""
+    return eqn.primitive.name in ("reshard", "stop_gradient") or only_varies(eqn)
+
+
+def is_same(eqn: Any) -> bool:
+    """Whether it changes the shape of a value, but not what it is at a pair."""
+    return eqn.primitive in _SAME or is_identity(eqn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array whose axes are those of its kind. `parts`: instead of it, the numbers of a vector
+    that no pair indexes.
+    """
+
+    kind: str
+    array: Any
+    parts: tuple = ()
+
+    def spread(self, kind: str, sizes: dict[str, int]) -> Any:
+        """The array, repeated over the axes of a larger kind."""
+        if self.kind == kind:
+            return self.array
+        if np.result_type(self.array) == np.bool_:  # which the compiler does not repeat
+            return Value(self.kind, _as_number(self.array, jnp.int32)).spread(kind, sizes) != 0
+        shape, own = tuple(sizes[a] for a in kind), [kind.index(a) for a in self.kind]
+        return lax.broadcast_in_dim(jnp.asarray(self.array), shape, own)
+
+
+def _as_number(x: Any, dtype: Any) -> Any:
+    """1 where a boolean holds, else 0."""
+    if isinstance(x, bool | np.bool_):
+        return jnp.asarray(int(x), dtype)
+    one = jnp.asarray(1, dtype)
+    return jnp.where(x, one, one * 0)
+
+
+def joined(xs: Sequence[Value], sizes: dict[str, int]) -> str:
+    """The kind of what varies with any of several values."""
+    return "".join(a for a in sizes if any(a in x.kind for x in xs))
+
+
+def in_range(x: Any, factor: float) -> Any:
+    """A number times a factor, finite if it is."""
+    info = np.finfo(np.float32)
+    return x * factor if np.isinf(x) else np.float32(np.clip(float(x) * factor, info.min, info.max))
+
+
+def evaluated(
+    eqn: Any, xs: Sequence[Value], sizes: dict[str, int], native: set = OF_MOSAIC
+) -> Value:
+    """What an operation of one pair makes of its arguments. `native` holds those that the compiler
+    is given as they are.
+    """
+    if eqn.primitive is lax.slice_p:
+        (start,), (limit,) = eqn.params["start_indices"], eqn.params["limit_indices"]
+        parts = xs[0].parts[start : limit : (eqn.params["strides"] or (1,))[0]]
+        return Value("", None, parts)
+    if is_same(eqn):
+        (x, *_) = xs
+        return Value("", x.parts[0]) if len(x.parts) == 1 else x
+    if eqn.primitive is lax.reduce_sum_p:  # over the values of a row
+        return Value(xs[0].kind[:1], xs[0].array.sum(1))
+    kind = joined(xs, sizes)
+    arrays = [x.spread(kind, sizes) for x in xs] if kind else [x.array for x in xs]
+    params = eqn.params | ({"sharding": None} if "sharding" in eqn.params else {})
+    if eqn.primitive is lax.is_finite_p:
+        return Value(kind, jnp.abs(arrays[0]) < jnp.inf)
+    if eqn.primitive is lax.not_p and eqn.invars[0].aval.dtype == jnp.bool_:
+        return Value(kind, _as_number(arrays[0], jnp.int32) == 0)
+    if eqn.primitive is lax.convert_element_type_p and params["new_dtype"] == jnp.bool_:
+        return Value(kind, arrays[0] != 0)
+    if eqn.primitive is lax.convert_element_type_p and eqn.invars[0].aval.dtype == jnp.bool_:
+        return Value(kind, _as_number(arrays[0], params["new_dtype"]))
+    if eqn.primitive.name in _WRITTEN and eqn.primitive not in native:
+        power = {"y": params["y"]} if eqn.primitive is lax.integer_pow_p else {}
+        return Value(kind, _WRITTEN[eqn.primitive.name](*arrays, **power))
+    return Value(kind, eqn.primitive.bind(*arrays, **params))
