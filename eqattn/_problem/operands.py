@@ -100,8 +100,8 @@ class BlockOperands:
         self.keys = slice(1, len(self.operands) - len(self.lookups))
         if self.post_scale:
             self._add("scale", scale.reshape(1, 1, 1, 1))
-        for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
-            self._add(name, x)
+        for name, axes, x in zip(("batch", "head", "q_position", "kv_position"), "bhts", problem.indices()):
+            self._add(name, blocking.own_rows(x, axes))
         if places and problem.kv_places is not None:
             self._add("kv_place", problem.kv_places[:, None, None, :])
         whole = spread.local(blocking) if spread.inside else blocking
@@ -119,7 +119,7 @@ class BlockOperands:
             for operand in part.operands():
                 scored = isinstance(part, AbstractScore)
                 array = self.canonical_wide(operand) if scored else problem.canonical(operand)
-                self._add(type(part).__name__, array)
+                self._add(type(part).__name__, blocking.own_rows(array, operand.axes))
             self.groups.append(slice(start, len(self.operands)))
         for name, x in words_of(problem, spread).items():
             self._add(name, x)
@@ -276,7 +276,7 @@ class BlockOperands:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
         operand = Operand(widened(array, acc), operand.axes)
-        return self.blocking.own_rows(self.problem.canonical(operand))
+        return self.problem.canonical(operand)
 
     @property
     def reads(self) -> list[int]:
