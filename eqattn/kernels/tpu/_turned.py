@@ -73,3 +73,15 @@ class TurnedEvaluation(Evaluation):
         assert self.window is not None
         keys, rows = map(size_of, self.window)
         return jnp.broadcast_to(y, (rows, keys))
+
+    def turned_part(self, v: Any, flip: bool, dtype: Any, part: slice) -> Any:
+        """The columns `part` of a value in the dtype that a product reads, transposed if `flip`.
+
+        Where that takes a transpose, each part has its own, beside the products of its windows.
+        """
+        if self.lies_flipped(v) == flip:
+            return self.narrow(v, flip, dtype)[:, part]
+        key = "part", v, dtype, part.start, part.stop
+        if key not in self.done:
+            self.done[key] = self.narrow(v, not flip, dtype)[part].T
+        return self.done[key]
