@@ -221,7 +221,7 @@ def draw_call(rng, config: Config, history: History, t: int, counts: list[int]) 
     )
     if config.kind in ("dense", "ring", "quantized") and config.devices == 1:
         ways += ["vmap"]
-    if config.kind != "ring" and config.devices == 1:
+    if config.devices == 1:
         ways += ["packed"] * 2
     if config.kind in PAGED and config.devices == 1 and not config.bitwise:
         ways += ["cascade"] * 2

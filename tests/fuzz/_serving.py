@@ -72,6 +72,7 @@ def asked(cache, q, offset, counts, mask, scores, strategy, more, way, causal) -
         packed = q.reshape(b * t, *q.shape[2:])[order]
         out = ragged_attention(
             packed, key, value, ends, cache.length, strategy, starts=more["starts"], mask=mask,
+            kv_positions=cache.positions,
             causal=causal, score=scores, return_logsumexp=True, block_q=more["block_q"].shape[0],
         )  # fmt: skip
         back = jnp.argsort(order)
