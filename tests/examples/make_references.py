@@ -82,6 +82,7 @@ FAMILIES = {
             sliding_window=6,
             num_local_experts=4,
             num_experts_per_tok=2,
+            swiglu_limit=0.7,
             # So long that the ends of the ramp, which are not rounded here, lie between two pairs.
             rope_parameters=dict(YARN, truncate=False, original_max_position_embeddings=48),
         ),
@@ -107,7 +108,7 @@ FAMILIES = {
             q_lora_rank=8,
             kv_lora_rank=12,
             qk_nope_head_dim=6,
-            qk_rope_head_dim=4,
+            qk_rope_head_dim=8,
             v_head_dim=6,
             first_k_dense_replace=1,
             n_routed_experts=6,

@@ -1,5 +1,7 @@
 """Published families on eqattn compute what transformers computes, which `references/` holds."""
 
+import copy
+import functools
 import json
 import re
 import shutil
@@ -73,6 +75,51 @@ def test_logits_and_gradients(family):
     for name in names:
         want = arrays[f"gradient/{name}"]
         assert np.abs(gradients[name] - want).max() <= 1e-4 * np.abs(want).max(), name
+
+
+# Numbers of a config that change what is computed, and no shape.
+NUMBERS = """rms_norm_eps layer_norm_epsilon rope_theta factor low_freq_factor high_freq_factor mscale
+mscale_all_dim original_max_position_embeddings query_pre_attn_scalar attn_logit_softcapping
+final_logit_softcapping sliding_window swiglu_alpha swiglu_limit routed_scaling_factor""".split()
+
+
+def numbers(config, path=()):
+    """The paths of those that a config has."""
+    for name, x in config.items():
+        if isinstance(x, dict):
+            yield from numbers(x, (*path, name))
+        elif name in NUMBERS and x is not None:
+            yield (*path, name)
+
+
+def test_which_numbers_configs_have():
+    configs = [json.loads((REFERENCES / x / "config.json").read_bytes()) for x in FAMILIES]
+    assert {path[-1] for config in configs for path in numbers(config)} == set(NUMBERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_number_of_a_config_shows(family):
+    """A check that passes with another number would not have noticed that it is ignored."""
+    folder = REFERENCES / family
+    config = json.loads((folder / "config.json").read_bytes())
+    tensors = read_tensors(folder / "model.safetensors")
+    tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
+    arrays, (row, _), _ = reference(family)
+    bound = 1e-5 * max(1.0, np.abs(arrays["logits/0"]).max())
+
+    def error(config):
+        logits = jax.jit(lambda model: model(row))(assemble(config, tensors))
+        return np.abs(logits - arrays["logits/0"]).max() / bound
+
+    assert error(config) < 1
+    for path in numbers(config):
+        changed = copy.deepcopy(config)
+        inner = functools.reduce(lambda x, name: x[name], path[:-1], changed)
+        # The ends of a YaRN ramp are rounded, so a length that is close by has the same.
+        steps = dict(original_max_position_embeddings=7 * inner[path[-1]], sliding_window=1)
+        inner[path[-1]] += steps.get(path[-1], 0.05 * inner[path[-1]])
+        assert error(changed) > 10, path
 
 
 # Learned positions, windows with sinks, latent keys. The others are slow, but for Gemma 3 below.
