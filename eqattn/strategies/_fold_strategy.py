@@ -58,7 +58,7 @@ class AbstractFoldStrategy(AttentionImpl):
     def block_sizes(self) -> tuple[int | None, int | None]:
         """The tokens of a block, of queries and of keys; None lets the lowering choose.
 
-        Of queries that are `fixed` there are a multiple of 8, or one. Of others, the last ones would
+        Of `fixed` queries there are a multiple of 8, or one. Of other numbers, the last ones would
         not fill a vector register, and what is compiled for them may round otherwise.
         """
         queries, keys = self.metadata.blocksize_q, self.metadata.blocksize_k
