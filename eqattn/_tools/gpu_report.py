@@ -137,20 +137,24 @@ DIFFERENTIATED = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `gpu-report`."""
+    from .triton_report import CHIPS
+
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="which calls; None: all")
+    chips = "compile the kernel in Pallas Triton, for these chips"
+    parser.add_argument("--chip", nargs="+", choices=CHIPS, metavar="CHIP", help=chips)
     parser.add_argument("--json", type=Path, help="write figures here, beside those of other calls")
 
 
-def versions() -> dict[str, str]:
+def versions(needs: tuple[str, ...] = ()) -> dict[str, str]:
     """Of what compiles. **Raises:** `ValueError` that says what to install."""
     found = {}
-    for name in ("jax", *NEEDS):
+    for name in ("jax", *(needs or NEEDS)):
         try:
             found[name] = distributions.version(name)
         except distributions.PackageNotFoundError:
             raise ValueError(
                 f"gpu-report needs {name}: python -m pip install 'jax[cuda13]' "
-                "nvidia-cuda-nvdisasm (no GPU is needed)"
+                "nvidia-cuda-nvdisasm nvidia-cuda-cuobjdump (no GPU is needed)"
             ) from None
     return found
 
@@ -168,6 +172,10 @@ def measure(names: list[str] | None = None) -> Iterator[dict[str, Any] | End]:
 
 def run(args: argparse.Namespace) -> int:
     """Compiles, prints and writes. **Returns:** 1 if a call failed, else 0."""
+    if args.chip:
+        from . import triton_report
+
+        return triton_report.run(args)
     if unknown := sorted(set(args.kernel or ()) - set(calls())):
         raise ValueError(f"{unknown} are not among {sorted(calls())}")
     found, rows, failed = versions(), {}, False
@@ -258,7 +266,9 @@ def decoding(place: Any, slots: int, **given: Any) -> tuple[Any, tuple]:
     return step, (array(rows, tokens, heads, dim + rest), *kv, array(rows, dtype=jnp.int32), *table)
 
 
-def training(place: Any, given: dict[str, Any]) -> tuple[Any, tuple, Any, tuple]:
+def training(
+    place: Any, given: dict[str, Any], platform: str = "gpu"
+) -> tuple[Any, tuple, Any, tuple]:
     """A call and its gradients: functions, each with its arguments."""
     import jax
     import jax.numpy as jnp
@@ -269,7 +279,7 @@ def training(place: Any, given: dict[str, Any]) -> tuple[Any, tuple, Any, tuple]
     width, kv_heads = given.pop("width", dim), given.pop("kv_heads", 8)
     dtype = jnp.dtype(given.pop("dtype", "bfloat16"))
     fields = dict(logits_soft_cap=given.pop("cap", None), dropout_prob=given.pop("rate", 0.0))
-    how = Blockwise(AttentionMetadata(platform="gpu", runtime_dtype=dtype, **fields))
+    how = Blockwise(AttentionMetadata(platform=platform, runtime_dtype=dtype, **fields))
     heads = {"q": (8, dim), "k": (kv_heads, dim), "v": (kv_heads, width), "g": (8, width)}
     shapes = {x: (1, tokens, *n) for x, n in heads.items()}
     q, k, v, g = (jax.ShapeDtypeStruct(x, dtype, sharding=place) for x in shapes.values())
@@ -319,9 +329,16 @@ def figures(found: dict[str, str], cleans: bool = True) -> dict[str, Any]:
     )
 
 
-def hot_loops(listing: str) -> list[list[str]]:
+def hot_loops(
+    listing: str, product: str = "HGMMA", least: int = TILE_EXPONENTIALS
+) -> list[list[str]]:
     """The loops that multiply matrices and take exponentials, as instructions, in the order of the
     program. Of those that overlap, as a loop and what waits in it, the shortest counts.
+
+    **Arguments:**
+
+    - `product`: a regular expression for the instructions that multiply.
+    - `least`: of exponentials.
     """
     instructions: list[str] = []
     labels: dict[str, int] = {}
@@ -336,7 +353,7 @@ def hot_loops(listing: str) -> list[list[str]]:
         if target and labels.get(target[1], end + 1) <= end:
             start = labels[target[1]]
             body = " ".join(instructions[start : end + 1])
-            if "HGMMA" in body and body.count("MUFU.EX2") >= TILE_EXPONENTIALS:
+            if re.search(product, body) and body.count("MUFU.EX2") >= least:
                 spans.add((start, end))
     found: list[tuple[int, int]] = []
     for start, end in sorted(spans, key=lambda span: span[1] - span[0]):

@@ -346,8 +346,10 @@ class Spec:
     def lowerings(self) -> list[tuple[str, str]]:
         strategy = AttentionRegistry.create(self.name, AttentionMetadata())
         lines = []
-        for backend in (Backend.CPU, Backend.CUDA, Backend.ROCM, Backend.TPU):
+        for backend in (Backend.CPU, Backend.CUDA, Backend.TRITON, Backend.ROCM, Backend.TPU):
             for code in (Platform.XLA, Platform.PALLAS):
+                if backend is Backend.TRITON and code is Platform.XLA:
+                    continue  # that of `CUDA`
                 able = strategy.supports(**self.features, platform=code, backend=backend)
                 lowering = None
                 if code is Platform.PALLAS and backend.value in BACKENDS:
@@ -361,4 +363,9 @@ class Spec:
         lines.append(("cuda cudnn", able.reason or "yes"))
         if strategy.supports(platform="gpu"):
             lines.append(("cuda auto", "as xla: the kernel has not been measured on a GPU"))
+            from ..kernels.gpu import capability, is_hopper
+
+            here = f"capability {capability()}" if capability() else "no NVIDIA GPU"
+            runs = "cuda" if is_hopper() else "triton"
+            lines.append(("gpu pallas", f"as {runs} pallas, for what is here: {here}"))
         return lines

@@ -60,8 +60,8 @@ class AttentionImpl(eqx.Module):
 
         Class attributes are `pallas_lowerings`, backends with a Pallas kernel (`"tpu"`, `"cuda"`,
         `"triton"`, `"rocm"`, or `"gpu"` for these three); `libraries`, such as `"cudnn"`;
-        `features` of `supports`;
-        `promises`, what bits do not depend on if `bitwise` is True. `unsupported` is a hook.
+        `features` of `supports`; `promises`, what bits do not depend on if `bitwise` is True.
+        `unsupported` is a hook.
     """
 
     metadata: AttentionMetadata

@@ -11,7 +11,8 @@ CHIP: Any = jax.sharding.AbstractDevice(
 
 
 def text_of(f, *args, axis="x", size=1) -> str:
-    mesh = jax.sharding.AbstractMesh((size,), (axis,), abstract_device=CHIP)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((size,), (axis,), auto, abstract_device=CHIP)
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 

@@ -28,13 +28,18 @@ LARGEST_DIM = 256
 """Of a query, key or value: more would not fit into registers."""
 
 
-def is_hopper() -> bool:
-    """Whether the NVIDIA GPU of this process is a Hopper. Without one, programs are for Hopper."""
+def capability() -> str:
+    """The compute capability of the NVIDIA GPU of this process; empty if it has none."""
     try:
         device, *_ = jax.local_devices(backend="cuda")
     except RuntimeError:
-        return True
-    return str(device.compute_capability).startswith("9.")
+        return ""
+    return str(device.compute_capability)
+
+
+def is_hopper() -> bool:
+    """Whether `platform="gpu"` means the kernels for Hopper: also where there is no NVIDIA GPU."""
+    return capability()[:2] in ("", "9.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,12 @@ class Ending(BlockProgram):
     """
 
     def __init__(
-        self, finish: Any, operands: Sequence, layout: GridLayout, lengths: dict[str, int]
+        self,
+        finish: Any,
+        operands: Sequence,
+        layout: GridLayout,
+        lengths: dict[str, int],
+        native: frozenset[str] = frozenset(),
     ):
         reads = finish.reads if isinstance(finish, Finish) else ()
         axes = [layout.in_axes[i] for i in reads]
@@ -46,7 +51,7 @@ class Ending(BlockProgram):
         sizes = [_ROWS if x.kind == "r" else 1 for x in self.given]
         more = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]
         closed = jax.make_jaxpr(lambda *xs: finish(xs[:3], *xs[3:]))(*accs, *more)
-        super().__init__(closed)
+        super().__init__(closed, native)
         self.results = [
             (x.dtype, x.ndim == 2, x.shape == (_ROWS, _WIDTH)) for x in closed.out_avals
         ]

@@ -23,10 +23,11 @@ _SAME = {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p, lax.transpose_p, 
 
 
 def named(names: str) -> set:
+    """Operations by their names."""
     return {getattr(lax, f"{name}_p") for name in names.split()}
 
 
-OF_MOSAIC = named(
+_OF_A_PAIR = named(
     "abs add and clamp convert_element_type div eq exp exp2 ge gt is_finite le log lt max min mul "
     "ne neg not or rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
     "sign sqrt square sub xor"
@@ -93,7 +94,7 @@ def _integer_pow(x: Any, y: int) -> Any:
     """The compiler lacks powers of 1, as derivatives have them, and most negative ones."""
     if y == 0:
         return jnp.ones_like(x)
-    power: Any = None
+    power = None
     for digit in f"{abs(y):b}":
         power = None if power is None else power * power
         power = power if digit == "0" else x if power is None else power * x
@@ -119,20 +120,27 @@ _KNOWN = _SAME | {lax.slice_p, dot_p}
 _DTYPES = jnp.float32, jnp.int32, jnp.bool_
 
 
-def unsupported(jaxpr: Any, native: set = OF_MOSAIC) -> str:
-    """The name of an operation in a block function that a kernel cannot hold; empty without."""
+def unsupported(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
+    """The name of an operation in a block function that a kernel cannot hold; empty without.
+
+    **Arguments:**
+
+    - `of_a_pair`: the operations of one pair that the compiler has.
+    """
     for eqn in equations(jaxpr):
-        if not (is_known(eqn, native) or calls(eqn)):
+        if not (is_known(eqn, of_a_pair) or calls(eqn)):
             return eqn.primitive.name
     return ""
 
 
-def unsupported_of_users(jaxpr: Any, native: set = OF_MOSAIC) -> str:
-    """Why a kernel cannot hold a function of a user's own; empty if it can."""
+def unsupported_of_users(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
+    """Why a kernel cannot hold a function of a user's own; empty if it can. Arguments are those of
+    `unsupported`.
+    """
     for eqn in equations(jaxpr):
         if calls(eqn) is not None:
             continue
-        if eqn.primitive in (lax.slice_p, dot_p) or not is_known(eqn, native):
+        if eqn.primitive in (lax.slice_p, dot_p) or not is_known(eqn, of_a_pair):
             return f"has a {eqn.primitive.name}, which the compiler of kernels does not know"
         for aval in (v.aval for v in eqn.outvars):
             if aval.dtype not in _DTYPES:
@@ -140,11 +148,11 @@ def unsupported_of_users(jaxpr: Any, native: set = OF_MOSAIC) -> str:
     return ""
 
 
-def is_known(eqn: Any, native: set = OF_MOSAIC) -> bool:
+def is_known(eqn: Any, of_a_pair: set = _OF_A_PAIR) -> bool:
     """Whether a kernel can hold an operation."""
     if eqn.primitive is lax.rem_p and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return False
-    known = eqn.primitive in native | _KNOWN
+    known = eqn.primitive in of_a_pair | _KNOWN
     return known or eqn.primitive.name in _WRITTEN or is_identity(eqn)
 
 
@@ -198,10 +206,10 @@ def in_range(x: Any, factor: float) -> Any:
 
 
 def evaluated(
-    eqn: Any, xs: Sequence[Value], sizes: dict[str, int], native: set = OF_MOSAIC
+    eqn: Any, xs: Sequence[Value], sizes: dict[str, int], native: frozenset[str] = frozenset()
 ) -> Value:
-    """What an operation of one pair makes of its arguments. `native` holds those that the compiler
-    is given as they are.
+    """What an operation of one pair makes of its arguments. Those that are `native` are not
+    written by others.
     """
     if eqn.primitive is lax.slice_p:
         (start,), (limit,) = eqn.params["start_indices"], eqn.params["limit_indices"]
@@ -223,7 +231,7 @@ def evaluated(
         return Value(kind, arrays[0] != 0)
     if eqn.primitive is lax.convert_element_type_p and eqn.invars[0].aval.dtype == jnp.bool_:
         return Value(kind, _as_number(arrays[0], params["new_dtype"]))
-    if eqn.primitive.name in _WRITTEN and eqn.primitive not in native:
+    if eqn.primitive.name in _WRITTEN and eqn.primitive.name not in native:
         power = {"y": params["y"]} if eqn.primitive is lax.integer_pow_p else {}
         return Value(kind, _WRITTEN[eqn.primitive.name](*arrays, **power))
     return Value(kind, eqn.primitive.bind(*arrays, **params))

@@ -18,16 +18,7 @@ from jax import lax
 from ..._jax import Literal
 from ..._sweep.products import dot_p
 from .._program import flat_jaxpr, LOG2E
-from ._operations import (
-    evaluated,
-    in_range,
-    is_known,
-    is_same,
-    joined,
-    OF_MOSAIC,
-    tanh_of,
-    Value,
-)
+from ._operations import evaluated, in_range, is_known, is_same, joined, tanh_of, Value
 
 
 class BlockProgram:
@@ -36,14 +27,14 @@ class BlockProgram:
     **Arguments:**
 
     - `closed`: its jaxpr.
-    - `native`: the operations of a pair that the compiler of kernels takes as they are.
+    - `native`: the names of operations that the compiler has, and has well, so that they are not
+        written by others.
 
     `settled` holds, for results of selections, the case that is all that counts of them.
     """
 
-    def __init__(self, closed: Any, native: set = OF_MOSAIC):
-        flat = flat_jaxpr(closed)
-        self.native = native
+    def __init__(self, closed: Any, native: frozenset[str] = frozenset()):
+        flat, self.native = flat_jaxpr(closed), native
         self.jaxpr, self.consts = flat.jaxpr, flat.consts
         self.made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         self.settled: dict[Any, Any] = {}
@@ -65,7 +56,7 @@ class BlockProgram:
                 continue
             if eqn.primitive is not lax.select_n_p:
                 for v in eqn.invars:
-                    reads(v, facts[0] if is_known(eqn, self.native) else frozenset())
+                    reads(v, facts[0] if is_known(eqn) else frozenset())
                 continue
             (facts,), (which, *cases) = facts, eqn.invars
             at, roots = self.root(which), [self.root(x) for x in cases]
@@ -133,7 +124,7 @@ class PairProgram(BlockProgram):
     are masked; None without.
     """
 
-    def __init__(self, closed: Any, native: set = OF_MOSAIC):
+    def __init__(self, closed: Any, native: frozenset[str] = frozenset()):
         super().__init__(closed, native)
         self.settle(self.jaxpr.outvars)
         self.reads = self.needed(self.jaxpr.outvars)[1]
@@ -231,7 +222,7 @@ class Run:
             return Value(x.kind, tanh_of(jnp.exp2(x.array)))
         if eqn.primitive.name == "add_any":
             return self._sum(eqn, {})
-        return self._evaluated(eqn, [self.value(x) for x in eqn.invars])
+        return evaluated(eqn, [self.value(x) for x in eqn.invars], self.sizes, self.program.native)
 
     def _exponential(self, v: Any, given: dict[Any, int]) -> Value:
         """The exponential of an argument of `exp`. That of a masked logit is 0, also where the
@@ -251,9 +242,6 @@ class Run:
             return y
         cases = (y, _ZERO) if case == 0 else (_ZERO, y)
         return self._apply(lambda *xs: lax.select_n(*xs), self.value(which), *cases)
-
-    def _evaluated(self, eqn: Any, xs: Sequence[Value]) -> Value:
-        return evaluated(eqn, xs, self.sizes, self.program.native)
 
     def _apply(self, f: Callable, *xs: Value) -> Value:
         kind = joined(xs, self.sizes)
@@ -311,7 +299,7 @@ class Run:
             if which in given:
                 return self.times(cases[given[which]], factor, given)
             xs = [self.times(x, factor, {**given, which: i}) for i, x in enumerate(cases)]
-            return self._evaluated(eqn, [self.value(which), *xs])
+            return evaluated(eqn, [self.value(which), *xs], self.sizes, self.program.native)
         if eqn is not None and is_same(eqn):
             return self.times(eqn.invars[0], factor, given)
         if eqn is not None and eqn.primitive is lax.mul_p and self.apart is not None:
@@ -322,7 +310,7 @@ class Run:
             small, large = sorted(eqn.invars, key=lambda x: len(self.value(x).kind))
             if not self.value(small).kind or (factor is None and given):
                 xs = [self.times(small, factor, given), self.times(large, None, given)]
-                return self._evaluated(eqn, xs)
+                return evaluated(eqn, xs, self.sizes, self.program.native)
         if eqn is not None and eqn.primitive is lax.div_p and factor is not None:
             x, y = eqn.invars
             if not self.value(y).kind:
@@ -335,7 +323,7 @@ class Run:
         if eqn is not None and factor is not None and eqn.primitive in (lax.add_p, lax.sub_p):
             if all(self._is_scaled(x) for x in eqn.invars):
                 xs = [self.times(x, factor, given) for x in eqn.invars]
-                return self._evaluated(eqn, xs)
+                return evaluated(eqn, xs, self.sizes, self.program.native)
         if eqn is not None and factor is None and given and eqn.primitive is lax.exp_p:
             return self._exponential(eqn.invars[0], given)
         if eqn is not None and factor is None and given and eqn.primitive.name == "add_any":

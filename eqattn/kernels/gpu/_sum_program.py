@@ -60,7 +60,7 @@ class SumProgram(BlockProgram):
 
     **Arguments:**
 
-    - `closed`: its jaxpr.
+    - `closed`, `native`: as for `BlockProgram`.
     - `layout`: the grid.
 
     `features` holds for each matrix which of its axes is not that of tokens, and `dtypes` the
@@ -68,8 +68,8 @@ class SumProgram(BlockProgram):
     a copy, in which what is not finite is 0, and `cleaned_first` those of which products in do.
     """
 
-    def __init__(self, closed: Any, layout: GridLayout):
-        super().__init__(closed)
+    def __init__(self, closed: Any, layout: GridLayout, native: frozenset[str] = frozenset()):
+        super().__init__(closed, native)
         self.arguments = {v: i for i, v in enumerate(self.jaxpr.invars)}
         self.layout = layout
         self.features: dict[int, int] = {}

@@ -8,16 +8,13 @@ import jax.numpy as jnp
 
 from ..._jax import abstract
 from ..._sweep.grid import GridLayout
-from .._program import LOG2E
 from . import _mosaic as mosaic
 from ._backward import Plan, Program, REGISTERS, STREAMED
+from ._gradients import SumArrays
 from ._lists import lists
 from ._matrices import Matrix
-from ._operands import Operand, rounded_up, ROWS, Side, TILE
+from ._operands import rounded_up, ROWS, Side, TILE
 from ._sum_program import SumProgram
-
-
-_LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 def kernels_of(
@@ -57,73 +54,47 @@ def visit_sum(
 
     **Returns:** the results with all batch axes and that of the side in front, `[own, features]`.
     """
-    table, operands = layout.known_without_corners(args)
     first = programs[max(programs)]
-    needs = lambda o: len(first.dots([first.gradient(o).pairs]))
-    wanted = sorted(wanted, key=needs)
-    gradients = {c: [p.gradient(o) for o in wanted] for c, p in programs.items()}
-    pairs = {c: [g.pairs for g in gs] for c, gs in gradients.items()}
-    inner = [p.factors(eqn) for c, p in programs.items() for eqn in p.dots(pairs[c])]
-    matrices = [g.matrix for gs in gradients.values() for g in gs]
-    mine = side is not ROWS
-    own = list(dict.fromkeys(f[mine] for f in inner))
-    streamed = list(dict.fromkeys([*(f[not mine] for f in inner), *matrices]))
-    origins = {p.origin(pairs[c]) for c, p in programs.items()}
-    origin = origins.pop() if len(origins) == 1 else None
-    reads = [p.needed(pairs[c])[1] for c, p in programs.items()]
-
     keys, rows = layout.block
     length, other = (rows, keys) if side is ROWS else (keys, rows)
     lengths = dict(zip(side.kinds, (rounded_up(length, TILE), rounded_up(other, STREAMED))))
-    if origin is not None:
-        x = jnp.maximum(operands[origin], _LEAST) * LOG2E
-        operands = [jnp.maximum(x, _LEAST) if i == origin else y for i, y in enumerate(operands)]
-    given = {
-        i: Operand(x, layout.in_axes[i], layout, side, lengths)
-        for i, x in enumerate(operands)
-        if any(r[i] for r in reads)
-    }
-    (dtype,) = first.dtypes
-    cleans = [p.cleaned | p.cleaned_first for p in programs.values()]
-    cleaned = [i for i in (*own, *streamed) if any(i in some for some in cleans)]
-    matrices, inputs, dirty = {}, [], []
+    found = SumArrays.of(programs, side, wanted, layout, args, lengths)
+    own, streamed, dtype = found.own, found.streamed, found.dtype
+    matrices, inputs = {}, []
     for i in (*own, *streamed):
-        axes, x, axis = layout.in_axes[i], operands[i], side.other if i in streamed else side.own
-        if i in cleaned:
-            along = [n for n, a in enumerate(axes) if a == side.other]
-            bad = ~jnp.isfinite(x).all((*along, x.ndim - 2, x.ndim - 1))
-            dirty.append(bad.astype(jnp.int32).reshape(-1))
+        axes, axis = layout.in_axes[i], side.other if i in streamed else side.own
         lie = other if i in streamed else length, first.size(i), lengths[side.kinds[i in streamed]]
         matrices[i] = Matrix(layout, axes, axis, *lie, turned=first.features[i] == 0)
-        inputs.append(matrices[i].given(x, dtype))
-    inputs += dirty
+        inputs.append(matrices[i].given(found.operands[i], dtype))
+    inputs += found.dirty
     kept, results = (*layout.batch, side.own), {}
     widest = max(matrices[i].features for i in own)
-    for o in wanted:
+    for o in found.wanted:
         gradient = first.gradient(o)
         lie = length, first.size(gradient.matrix), lengths[side.kinds[0]]
         place = Matrix(layout, kept, side.own, *lie, turned=gradient.turned)
         by_copies = dtypes[o] == dtype and place.features <= widest
         results[o] = place if by_copies else None
+    table = found.table
     if table is not None:
         table = table if side is ROWS else table.swapaxes(-1, -2)
         order, columns, counts = lists(table, tuple(programs))
         inputs += [order, *(x.reshape(-1, *x.shape[-2:]) for x in (columns, counts))]
-    inputs += [x.array for x in given.values()]
+    inputs += [x.array for x in found.given.values()]
     plan = Plan(
         layout=layout,
         side=side,
         length=length,
         other=other,
         programs=programs,
-        wanted=wanted,
+        wanted=found.wanted,
         own=own,
         streamed=streamed,
         matrices=matrices,
         results=results,
-        operands=given,
-        origin=origin,
-        cleaned=cleaned,
+        operands=found.given,
+        origin=found.origin,
+        cleaned=found.cleaned,
         table_axes=None if table is None else (layout.table_axes or ())[:-2],
         dtype=dtype,
         dtypes=dtypes,
@@ -137,17 +108,17 @@ def visit_sum(
     shape = layout.shape(kept)
     places = math.prod(shape)
     out = []
-    for o in wanted:
+    for o in found.wanted:
         place, copied = results[o], (places, lengths[side.kinds[0]], plan.widths[o])
         out.append(abstract(args[-1], copied if place is None else place.written, dtypes[o]))
     name = "eqattn_sum_" + ("rows" if side is ROWS else "columns")
     run = mosaic.kernel(body, out, places * plan.tiles, name, plan.scratch(), interpreted)
-    found = {}
-    for o, x in zip(wanted, run(*inputs)):
+    done = {}
+    for o, x in zip(found.wanted, run(*inputs)):
         if (place := results[o]) is not None:
-            found[o] = place.blocks(x)
+            done[o] = place.blocks(x)
             continue
         width = first.size(first.gradient(o).matrix)
         x = x[:, :length, :width].reshape(*shape, length, width)
-        found[o] = jnp.swapaxes(x, -1, -2) if first.gradient(o).turned else x
-    return found
+        done[o] = jnp.swapaxes(x, -1, -2) if first.gradient(o).turned else x
+    return done

@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._jax import varying_axes
-from ..._sweep import loops
 from ..._sweep.fold_step import Finish, FoldStep
 from ..._sweep.grid import GridLayout
-from ..._sweep.sweep import steps_of
 from . import _mosaic as mosaic
 from ._ending import kept
 from ._fold import visit_fold
-from ._sum_program import SumProgram
+from ._gradients import by_kernels
 from ._sums import kernels_of, visit_sum
 
 
@@ -54,49 +52,30 @@ def traverse_sum(
     dtypes: Sequence[Any] = (),
     interpreted: bool = False,
 ) -> list[Any]:
-    """`eqattn._sweep.loops.traverse` of a backward pass: gradients of queries, keys and values by
-    kernels, and others, such as that of a bias, by the loops.
-
-    **Arguments:** those of `eqattn._sweep.loops.traverse`, and
-
-    - `visits`: pairs of a class of blocks and the jaxpr of its block function.
-    - `vectorise`: whether loops have the batch axes inside of their blocks.
-    - `dtypes`: the dtypes to which the sums are rounded, if not those of `start`.
-    - `interpreted`: whether kernels are interpreted.
-    """
+    """The same of a backward pass; arguments are those of `by_kernels`."""
     del steps  # which have all results, of which the loops need some
-    wide = [x.dtype for x in start]
-    programs = {c: SumProgram(jaxpr, layout) for c, jaxpr in visits}
-    why_not = [next(filter(None, (p.why_not([i]) for p in programs.values())), "")
-               for i in range(len(axes))]  # fmt: skip
-    results: list[Any] = [None] * len(axes)
-    for side, wanted in kernels_of(programs, [i for i, x in enumerate(why_not) if not x]):
-        natural = (*layout.batch, side.own)
-        whole = {i: into is None and axes[i] == natural for i in wanted}
-        rounded = {i: (dtypes or wide)[i] if whole[i] else wide[i] for i in wanted}
 
-        def run(*xs, side=side, wanted=wanted, rounded=rounded):
+    def run(programs, side, wanted, rounded):
+        def kernel(*xs):
             found = visit_sum(programs, side, wanted, layout, xs, rounded, interpreted)
             return [found[i] for i in wanted]
 
-        for i, x in zip(wanted, called(run, interpreted, *args)):
-            missing = [n for n, a in enumerate(natural) if a not in axes[i]]
-            x = x.sum(missing) if missing else x
-            results[i] = x if into is None or into[i] is None else into[i] + x
-    if rest := [i for i, x in enumerate(why_not) if x]:
-        some = lambda xs: [xs[i] for i in rest]
-        sums = loops.traverse(
-            steps_of(visits, layout, axes, rest, vectorise),
-            layout,
-            args,
-            some(start),
-            some(axes),
-            vectorise=vectorise,
-            into=None if into is None else some(into),
-        )
-        for i, x in zip(rest, sums):
-            results[i] = x
-    return finish(results) if into is None else results
+        return called(kernel, interpreted, *args)
+
+    return by_kernels(
+        kernels_of,
+        run,
+        frozenset(),
+        layout,
+        args,
+        start,
+        axes,
+        visits=visits,
+        vectorise=vectorise,
+        finish=finish,
+        into=into,
+        dtypes=dtypes,
+    )
 
 
 def called(run: Callable, interpreted: bool, *args: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ...._jax import partitioned_automatically
 from ...._sweep.grid import GridLayout
-from ...._sweep.lowering import BlockRequest, BlockSizes, Lowering
+from ...._sweep.lowering import BlockRequest, BlockSizes, loops_over_batch, Lowering
 from .._operations import named, unsupported, unsupported_of_users
 
 
@@ -24,13 +24,15 @@ ROWS = 128
 LARGEST_DIM = 256
 """Of a query, key or value: more would not fit into registers."""
 
-NATIVE = named(
-    "abs add and atan2 ceil clamp convert_element_type cos cosh div eq exp exp2 expm1 floor ge gt "
-    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt "
-    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub "
-    "tan tanh xor"
+NATIVE = frozenset(("ceil", "cos", "floor", "log1p", "sin"))
+"""What its compiler takes from NVIDIA's library, which is exact."""
+
+_KNOWN = named(
+    "abs add and atan2 clamp convert_element_type cosh div eq exp exp2 expm1 ge gt is_finite le "
+    "log lt max min mul ne neg not or pow rem rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sinh sqrt square sub tan xor"
 )
-"""Operations of one pair that Pallas Triton lowers in jax 0.10.2 and 0.12."""
+"""Operations of one pair that it has, in jax 0.10.2 and 0.12, beside those that are written."""
 
 
 def available() -> bool:
@@ -49,8 +51,8 @@ class TritonLowering(Lowering):
 
     device = "an NVIDIA GPU by Pallas Triton"
     kernels = (
-        "forward eqattn_fold, from one source for NVIDIA's chips since Ampere; Ragged has none; "
-        "gradients, forward mode and higher orders run as XLA code"
+        "forward eqattn_fold, from one source for NVIDIA's chips since Ampere; gradients, forward "
+        "mode and higher orders run as XLA code"
     )
     cleans_values = True
     skips_corners = False
@@ -78,10 +80,10 @@ class TritonLowering(Lowering):
         return f"it multiplies bfloat16, float16 and float32, not {dtype}"
 
     def unsupported_primitive(self, jaxpr: Any) -> str:
-        return unsupported(jaxpr, NATIVE)
+        return unsupported(jaxpr, _KNOWN)
 
     def unsupported_function(self, jaxpr: Any) -> str:
-        return unsupported_of_users(jaxpr, NATIVE)
+        return unsupported_of_users(jaxpr, _KNOWN)
 
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a fold of the grid; empty if one can."""
@@ -95,6 +97,8 @@ class TritonLowering(Lowering):
             )
         if jnp.result_type(float) == jnp.float64:
             return "it computes in 32 bits and jax_enable_x64 is set"
+        if layout.stage == "backward":
+            return ""
         if layout.ragged:
             return "it does not read keys where caches hold them"
         read = visits[0][1].in_avals
@@ -114,7 +118,7 @@ class TritonLowering(Lowering):
         )
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
-        if layout.stage != "fold":
+        if layout.stage not in ("fold", "backward"):
             return None
         platforms = tuple(ctx.module_context.platforms)
         reason = "" if self.interpreted or platforms == ("cuda",) else f"cannot run on {platforms}"
@@ -132,6 +136,11 @@ class TritonLowering(Lowering):
         if reason:
             return None
         from ._fold import traverse
+        from ._sums import traverse_sum
 
-        run = ft.partial(traverse, interpreted=self.interpreted)
+        if layout.stage == "fold":
+            run: Any = ft.partial(traverse, interpreted=self.interpreted)
+            return dict(vectorise=False, traverse=run, finishes=True)
+        run = ft.partial(traverse_sum, interpreted=self.interpreted, visits=visits)
+        run = ft.partial(run, vectorise=not loops_over_batch(ctx, layout))
         return dict(vectorise=False, traverse=run, finishes=True)

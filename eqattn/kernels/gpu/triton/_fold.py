@@ -30,11 +30,7 @@ def traverse(
 ) -> list[Any]:
     """`eqattn._sweep.loops.traverse` of a fold, as one kernel."""
     del start, axes  # A Carry keeps all batch axes and rows.
-    if interpreted and varying_axes(*args):
-        raise ValueError(
-            "platform='interpret' cannot run under jax.shard_map(..., check_vma=True), which "
-            "interpreted kernels do not know; use check_vma=False."
-        )
+    check_axes(interpreted, args)
     plan, inputs = _plan(steps, layout, args, finish, into, interpreted)
     sizes, shape = plan.sizes, layout.shape((*layout.batch, ROW))
     out = [
@@ -57,6 +53,15 @@ def traverse(
         x[:, : sizes.rows].reshape(*shape, sizes.rows) if place is None else place.blocks(x)
         for x, place in results
     ]
+
+
+def check_axes(interpreted: bool, args: Sequence[Any]) -> None:
+    """**Raises:** `ValueError` where the interpreter does not know what varies over devices."""
+    if interpreted and varying_axes(*args):
+        raise ValueError(
+            "platform='interpret' cannot run under jax.shard_map(..., check_vma=True), which "
+            "interpreted kernels do not know; use check_vma=False."
+        )
 
 
 def _plan(
@@ -99,7 +104,7 @@ def _plan(
         vectors = [x.reshape(-1, rows) for x in into[1:]]
         inputs += [old.given(into[0], jnp.float32)]
         inputs += [padded(x, 1, sizes.padded_rows) for x in vectors]
-    ending = Ending(finish if into is None else Finish(kept), operands, layout, lengths)
+    ending = Ending(finish if into is None else Finish(kept), operands, layout, lengths, NATIVE)
     inputs += [x.array for x in ending.given]
     place = lambda turned: Rows(
         layout, owned, ROW, rows, sizes.width, turned=not turned, in_place=into is None

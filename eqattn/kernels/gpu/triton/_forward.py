@@ -59,15 +59,14 @@ class Sizes:
 
     @property
     def large(self) -> bool:
-        """Whether rows take so many registers and so much shared memory that there are fewer of
-        them. Exact products of float32 do, too.
-        """
-        return self.itemsize == 4 or max(self.padded_dim, self.padded_width) > 128
+        """Whether tiles take so many registers and so much shared memory that they are smaller."""
+        return max(self.padded_dim, self.padded_width) > 128
 
     @property
     def tile_r(self) -> int:
-        """The rows of a program."""
-        return min(64 if self.large else 128, power_of_two(self.rows))
+        """The rows of a program. Exact products of float32 leave registers for fewer."""
+        most = 32 if self.itemsize == 4 else 64 if self.large else 128
+        return min(most, power_of_two(self.rows))
 
     @property
     def tile_k(self) -> int:

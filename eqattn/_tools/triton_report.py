@@ -1,0 +1,197 @@
+"""`python -m eqattn gpu-report --chip`: what NVIDIA's compiler makes of the kernel in Pallas Triton.
+
+A process of its own compiles each call for a chip that is not there, and takes the machine code
+apart: registers, what of them is kept in memory, and the instructions of the two loops that take
+all the time, over blocks that are full and over those that a mask cuts.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata as distributions
+from typing import Any
+
+from . import gpu_report
+from .cubins import cubins
+from .process import End, results
+
+
+NEEDS = (*gpu_report.NEEDS, "nvidia-cuda-cuobjdump")
+
+FIGURES = ("stack", "spills", "registers", "loop", "masked", "temporary")
+"""Bytes of memory that a thread has beside its registers, instructions in the two loops that read or
+write these, registers, instructions of the loop over full blocks and of that over partial ones, and
+bytes of temporary arrays of the call.
+"""
+
+LEAST_EXPONENTIALS = 4
+"""Of a thread in a loop: those of the smallest tile, 32 rows of 32 keys in 256 threads."""
+
+# Capability, its features, multiprocessors, their shared memory and that of a program in KiB,
+# second-level cache in MiB, memory in GB, its rate in GB/s, the clock in GHz, units, and the name.
+_CHIPS = {
+    "a100": (8, 0, "NONE", 108, 164, 163, 40, 80, 2039, 1.41, 64, "NVIDIA A100-SXM4-80GB"),
+    "rtx4090": (8, 9, "NONE", 128, 100, 99, 72, 24, 1008, 2.52, 128, "NVIDIA GeForce RTX 4090"),
+    "h200": (9, 0, "ACCELERATED_FEATURES", 132, 228, 227, 50, 141, 4800, 1.98, 128,
+             "NVIDIA H200 141GB HBM3e"),
+    "b200": (10, 0, "ACCELERATED_FEATURES", 148, 228, 227, 126, 180, 7672, 1.965, 128,
+             "NVIDIA B200"),
+    "rtxpro6000": (12, 0, "ACCELERATED_FEATURES", 188, 100, 99, 128, 96, 1792, 2.6, 128,
+                   "NVIDIA RTX PRO 6000"),
+}  # fmt: skip
+CHIPS = tuple(_CHIPS)
+
+NAMES = (
+    "full",
+    "causal",
+    "causal, 4 heads a key",
+    "causal, 64",
+    "causal, 256",
+    "segments",
+    "soft cap",
+    "bias",
+    "alibi",
+    "dropout",
+    "odd lengths",
+)
+"""The calls of `gpu_report` that are compiled, too."""
+
+
+def calls() -> dict[str, Callable[[], dict[str, Any]]]:
+    """The calls that are compiled: sizes, and arguments of `attention`."""
+    from .. import Causal
+
+    given = gpu_report.calls()
+    exact = {"causal, float32": lambda: dict(mask=Causal(), dtype="float32")}
+    return {name: given[name] for name in NAMES} | exact
+
+
+def target(chip: str) -> str:
+    """What the compiler wants to know of a chip."""
+    (major, minor, features, cores, shared, own, cache, memory, rate, clock, units, name) = _CHIPS[
+        chip
+    ]
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared * 1024} shared_memory_per_block_optin: {own * 1024}
+  threads_per_core_limit: {1536 if shared == 100 else 2048} core_count: {cores}
+  fpus_per_core: {units} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: {rate * 10**9} l2_cache_size: {cache << 20}
+  clock_rate_ghz: {clock} device_memory_size: {memory * 10**9}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{name}"
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA" device_description_str: "{name}"
+"""
+
+
+def measure(chips: list[str], names: list[str] | None = None) -> Iterator[dict[str, Any] | End]:
+    """Compiles calls. **Returns:** a row of figures for each call and chip, and at last how the
+    process ended.
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)  # those of this process may be unknown to that one
+    job = {"chips": chips, "kernels": names}
+    yield from results(["-W", "ignore", "-m", __name__], job, environment)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles, prints and writes. **Returns:** 1 if a call failed, else 0."""
+    if unknown := sorted(set(args.kernel or ()) - set(calls())):
+        raise ValueError(f"{unknown} are not among {sorted(calls())}")
+    found, rows, failed = gpu_report.versions(NEEDS), {}, False
+    print(", ".join(f"{name} {version}" for name, version in found.items()))
+    print(f"{'':36}" + "".join(f"{x:>11}" for x in FIGURES))
+    for row in measure(args.chip, args.kernel):
+        if isinstance(row, End):
+            if row.status:
+                print(row)
+            failed |= row.status != 0
+        elif "error" in row:
+            print(f"{row['kernel']:36} {row['error']}")
+            failed = True
+        else:
+            name = row.pop("kernel")
+            rows[name] = row
+            print(f"{name:36}" + "".join(f"{row[x]!s:>11}" for x in FIGURES), flush=True)
+    if args.json is not None:
+        if args.json.exists():
+            rows = json.loads(args.json.read_text())["kernels"] | rows
+        args.json.write_text(json.dumps({"versions": found, "kernels": rows}, indent=1) + "\n")
+    return int(failed)
+
+
+def compiled(name: str, chip: str) -> dict[str, Any]:
+    """The figures of a call on a chip."""
+    import jax
+    from jax.experimental import topologies
+
+    about = dict(platform="cuda", target_config=target(chip), topology="1x1x1")
+    mesh = topologies.make_mesh(topologies.get_topology_desc(**about), (1,), ("x",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    call, args, *_ = gpu_report.training(place, calls()[name](), platform="triton")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(call).trace(*args)
+        program: Any = traced.lower(lowering_platforms=("cuda",)).compile()
+    code = cubins(program.runtime_executable().serialize())
+    (kernel,) = [x for x in code if b"eqattn_fold" in x]
+    temporary = program.memory_analysis().temp_size_in_bytes
+    return figures(*taken_apart(kernel)) | {"temporary": temporary}
+
+
+def taken_apart(kernel: bytes) -> tuple[str, str]:
+    """What NVIDIA's tools say of machine code: its resources, and its instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel)
+        file.flush()
+        said = []
+        for tool, flags in (("cuobjdump", ["--dump-resource-usage"]), ("nvdisasm", [])):
+            package = distributions.distribution(f"nvidia-cuda-{tool}")
+            (path,) = [x for x in package.files or () if x.name == tool]
+            command = [str(path.locate()), *flags, file.name]
+            said.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return said[0], said[1]
+
+
+def figures(resources: str, listing: str) -> dict[str, Any]:
+    """What the tools say, as numbers."""
+    number = lambda name: max(int(x) for x in re.findall(rf"\b{name}:(\d+)", resources))
+    bodies = gpu_report.hot_loops(listing, "H?MMA|FFMA", LEAST_EXPONENTIALS)
+    # The last of several replaces what is not finite, and runs only where there is some.
+    bodies = bodies[: max(len(bodies) - 1, 1)]
+    memory = re.compile(r"\b(LDL|STL)\b")
+    return dict(
+        stack=number("STACK"),
+        spills=sum(bool(memory.search(text)) for body in bodies for text in body),
+        registers=number("REG"),
+        loop=len(bodies[0]),
+        masked=len(bodies[1]) if len(bodies) > 1 else None,
+    )
+
+
+def main() -> None:
+    """What the process does: a row, or why there is none, for each chip and call."""
+    job = json.load(sys.stdin)
+    for chip in job["chips"]:
+        for name in calls() if job["kernels"] is None else job["kernels"]:
+            try:
+                with contextlib.redirect_stdout(sys.stderr):
+                    row = compiled(name, chip)
+            except Exception as e:
+                row = {"error": f"{type(e).__name__}: {e}".splitlines()[0]}
+            print(json.dumps({"kernel": f"{chip}: {name}", **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

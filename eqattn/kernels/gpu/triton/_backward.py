@@ -1,0 +1,222 @@
+"""Sums over the live pairs of a grid as kernels in Pallas Triton: the gradients of queries, keys and
+values.
+
+A program has some queries or some keys of one block, and adds up the gradients of these over the
+other side. So no two programs add to one number, and results are the same in each run.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...._sweep.grid import FULL, GridLayout, PARTIAL
+from .._operands import divided, Operand, Places, rounded_up, Side
+from .._operations import Value
+from .._program import Run
+from .._sum_program import SumProgram
+from . import _triton as triton
+from ._forward import power_of_two
+from ._rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How blocks of both sides are cut and padded for a kernel.
+
+    **Arguments:**
+
+    - `length`, `other`: of a block on its own side, and on the other.
+    - `widths`: of all matrices.
+    """
+
+    length: int
+    other: int
+    widths: tuple[int, ...]
+
+    @property
+    def large(self) -> bool:
+        return max(map(power_of_two, self.widths)) > 128
+
+    @property
+    def own(self) -> int:
+        """The queries or keys of a program."""
+        return min(32 if self.large else 64, power_of_two(self.length))
+
+    @property
+    def streamed(self) -> int:
+        """Those of the other side that are multiplied at once."""
+        return min(32, power_of_two(self.other))
+
+    @property
+    def cleaned(self) -> int:
+        """The same where what is not finite is replaced, which takes registers."""
+        return max(self.streamed // 2, 16)
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """The lengths of blocks on either side, padded."""
+        return rounded_up(self.length, self.own), rounded_up(self.other, self.streamed)
+
+    @property
+    def tiles(self) -> int:
+        """How many programs a block has."""
+        return self.padded[0] // self.own
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a kernel computes, and from what.
+
+    **Arguments:**
+
+    - `side`: whose gradients they are.
+    - `programs`: the block function of each class.
+    - `wanted`: the results, by index.
+    - `own`, `streamed`: the matrices of either side, as arguments. `matrices`: where they lie.
+    - `results`: where the results do.
+    - `operands`: what is read pair by pair, by argument.
+    - `origin`: the argument that is the origin of exponents, which comes in units of `log 2`.
+    - `cleaned`: the matrices that may hold what is not finite, which products want replaced.
+    - `table_axes`: the axes of the grid of the lists of live blocks, without the last two; None
+        where every pair is visited.
+    - `dtype`: of matrices. `dtypes`: of the results.
+    """
+
+    layout: GridLayout
+    side: Side
+    sizes: Sizes
+    programs: dict[int, SumProgram]
+    wanted: list[int]
+    own: list[int]
+    streamed: list[int]
+    matrices: dict[int, Rows]
+    results: dict[int, Rows]
+    operands: dict[int, Operand]
+    origin: int | None
+    cleaned: list[int]
+    table_axes: tuple[int, ...] | None
+    dtype: Any
+    dtypes: dict[int, Any]
+    interpreted: bool
+
+    @property
+    def count(self) -> int:
+        """The number of programs."""
+        shape = self.layout.shape((*self.layout.batch, self.side.own))
+        return math.prod(shape) * self.sizes.tiles
+
+
+class Program:
+    """One program of the kernel, on references."""
+
+    def __init__(self, plan: Plan, refs: Sequence):
+        self.plan, refs = plan, list(refs)
+        self.matrices = {i: refs.pop(0) for i in (*plan.own, *plan.streamed)}
+        dirty = {i: refs.pop(0) for i in plan.cleaned}
+        listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
+        self.given = {i: refs.pop(0) for i in plan.operands}
+        self.results = dict(zip(plan.wanted, refs))
+        layout, side, sizes = plan.layout, plan.side, plan.sizes
+        rest, element = divided(triton.program_id(0), math.prod(layout.shape(layout.batch)))
+        own, tile = divided(rest, sizes.tiles)
+        own = listed[0][own] if listed else own
+        self.places = Places.of(layout, side, element, own)
+        self.start = tile * jnp.int32(sizes.own)
+        self.own = self.start + lax.iota(jnp.int32, sizes.own)
+        full = live = jnp.int32(layout.grid[side.other])
+        self.listed = None
+        if listed:
+            table, at = self.places.place(plan.table_axes or ()), self.places.at[side.own]
+            full, live = (listed[2][table, at, i] for i in (0, 1))
+            self.listed = lambda i: listed[1][table, at, i]
+        self.ends = {FULL: full, PARTIAL: live}
+        self.dirty = None
+        for i, ref in dirty.items():
+            bad = ref[self.places.place([a for a in layout.in_axes[i] if a != side.other])]
+            self.dirty = bad if self.dirty is None else jnp.maximum(self.dirty, bad)
+
+    def run(self) -> None:
+        plan, sizes = self.plan, self.plan.sizes
+        self.near = {i: self.read(i) for i, x in plan.operands.items() if not (x.moves or x.staged)}
+        self.held = {i: self.rows(i, None, self.own, sizes.own) for i in plan.own}
+        widths = [power_of_two(plan.results[o].width) for o in plan.wanted]
+        sums = tuple(lax.full((sizes.own, n), 0.0, jnp.float32) for n in widths)
+        begin, parts = jnp.int32(0), sizes.padded[1] // sizes.streamed
+        for c in sorted(plan.programs, reverse=True):
+            end = self.ends[c] * jnp.int32(parts)
+            end = end if self.dirty is None else end * (1 - self.dirty)
+            step = ft.partial(self.step, plan.programs[c], sizes.streamed, False)
+            sums, begin = lax.fori_loop(begin, end, step, sums), end
+        if self.dirty is not None:
+            # What is not finite is rare, so the loop that looks for it is another one.
+            end = self.ends[PARTIAL] * jnp.int32(sizes.padded[1] // sizes.cleaned) * self.dirty
+            step = ft.partial(self.step, plan.programs[PARTIAL], sizes.cleaned, True)
+            sums = lax.fori_loop(jnp.int32(0), end, step, sums)
+        for o, x in zip(plan.wanted, sums):
+            lead, inside = plan.results[o].where(self.places, None, self.own, sizes.own)
+            triton.put_rows(self.results[o], x.astype(plan.dtypes[o]), lead, inside)
+
+    def rows(self, i: int, other: Any, rows: Any, tile: int) -> Any:
+        """Some rows of a matrix, of a block on the grid."""
+        matrix = self.plan.matrices[i]
+        lead, inside = matrix.where(self.places, other, rows, tile)
+        return triton.rows(self.matrices[i], lead, inside, (tile, power_of_two(matrix.width)))
+
+    def read(self, i: int, other: Any = None, part: Any = None) -> Value:
+        """An operand, for a part of a block of the other side."""
+        x = self.plan.operands[i]
+        place = self.places.place(x.axes, other)
+        if x.kind is None:
+            numbers = range(x.array.shape[1])
+            return x.value(tuple(self.given[i][place, n] for n in numbers))
+        mine, others = self.plan.side.kinds
+        at = {mine: triton.ds(self.start, self.plan.sizes.own), others: part}
+        return x.value(self.given[i][(place, *[at[a] for a in x.kind])])
+
+    def step(self, program: SumProgram, size: int, cleans: bool, i: Any, sums: tuple) -> tuple:
+        """Adds what a tile of the other side contributes.
+
+        **Arguments:**
+
+        - `size`: the length of a tile.
+        - `cleans`: whether what is not finite is replaced before the products that want it so.
+        - `i`: which tile it is, of those that the program visits.
+        """
+        plan, sizes = self.plan, self.plan.sizes
+        at, part = divided(i, sizes.padded[1] // size)
+        other, start = at if self.listed is None else self.listed(at), part * jnp.int32(size)
+        others = start + lax.iota(jnp.int32, size)
+        tiles = {i: self.rows(i, other, others, size) for i in plan.streamed}
+        first = program.cleaned_first if cleans else set()
+        last = program.cleaned if cleans else set()
+        matrices = {i: finite(x) if i in first else x for i, x in (self.held | tiles).items()}
+
+        def product(eqn):
+            mine, others = program.factors(eqn)[:: 1 if plan.side.kinds == "rk" else -1]
+            return triton.product(matrices[mine], matrices[others], 1)
+
+        lengths: dict[str, int] = dict(zip(plan.side.kinds, (sizes.own, size)))
+        here = triton.ds(start, size)
+        read = lambda i: self.near[i] if i in self.near else self.read(i, other, here)
+        run = Run(program, product, read, lengths, plan.origin)
+        new = []
+        for gradient, acc in zip((program.gradient(o) for o in plan.wanted), sums):
+            x = run.times(gradient.pairs, None, {}).spread(plan.side.kinds, lengths)
+            if sizes.padded[1] != sizes.other:
+                inside = lax.broadcast_in_dim(others < sizes.other, x.shape, [1])
+                x = jnp.where(inside, x, jnp.float32(0))
+            tile = tiles[gradient.matrix]
+            # What is masked must not meet a probability of 0, as `_sweep/nonfinite.py` says.
+            tile = finite(tile) if gradient.matrix in last else tile
+            new.append(acc + triton.product(x.astype(plan.dtype), tile, 0))
+        return tuple(new)
+
+
+def finite(x: Any) -> Any:
+    """A matrix with 0 for what is not finite."""
+    return jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
