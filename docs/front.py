@@ -40,9 +40,11 @@ def table() -> str:
         return f"{row['values'][peer]:.3g}{unit}"
 
     machine = recorded["machine"]
+    article = "an" if machine["processor"][0] in "AEIOU" else "a"
     lines = [
-        f"Recorded on {machine['date']}: {machine['processor']}. Causal float32 attention with 8 "
-        "heads of 64. Times are multiples of PyTorch's: below 1 is faster. Memory is temporary.",
+        f"These figures were recorded on {machine['date']} on {article} {machine['processor']}. "
+        "Attention is causal, in float32, with 8 heads of 64. Times are multiples of PyTorch's, so "
+        "below 1 is faster. Memory is what a call holds beside its arguments and results.",
         "",
         "| | eqattn | `jax.nn` | PyTorch | memory, eqattn | memory, `jax.nn` |",
         "|---|---|---|---|---|---|",

@@ -138,6 +138,23 @@ def explicit_axes(array) -> tuple[str, ...]:
     return () if mesh is None or mesh.empty else tuple(mesh.explicit_axes)
 
 
+def mapped_axes(mesh) -> frozenset:
+    """The explicit axes of a mesh that shard what a `jax.vmap` around this call maps over.
+
+    The types of arrays hide these axes, and no `jax.shard_map` inside may name them. One that names
+    no axes is manual over all others.
+    """
+    found = set(mesh.axis_names)
+
+    def look():
+        found.difference_update(jax.sharding.get_abstract_mesh().manual_axes)
+        return jnp.zeros(())
+
+    P = jax.sharding.PartitionSpec
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False))
+    return frozenset(found)
+
+
 def sharding_of(array) -> tuple:
     """The mesh axes that shard each axis of an array, by its type; None where none does."""
     spec = tuple(jax.typeof(array).sharding.spec)

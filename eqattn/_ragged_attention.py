@@ -16,16 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from ._attention import attention
 from ._carry import Carry
-from ._misc import as_array, as_flag, as_int, as_int32, concrete, even_block
+from ._misc import as_array, as_flag, as_int, as_int32, concrete, even_block, REACH
 from ._output import AttentionOutput
 from ._problem.joined import read_once
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
-from ._problem.problem import as_mask, as_scores, check_shapes
-from ._problem.storage import (
-    AbstractStored,
-    as_stored,
-    Pages,
-)
+from ._problem.problem import as_mask, as_positions, as_scores, check_shapes
+from ._problem.storage import AbstractStored, as_stored, Pages
 from .cache import AbstractCache
 from .masks._causal import Causal
 from .masks._packed import check_boundaries, packed_segments
@@ -43,6 +39,7 @@ def ragged_attention(
     strategy: Ragged,
     *,
     starts: Int[Array, " b"] | None = None,
+    kv_positions: Int[Array, "#b s"] | None = None,
     mask: Any = None,
     causal: bool = True,
     score: Any = None,
@@ -66,6 +63,8 @@ def ragged_attention(
         decrease.
     - `lengths`, `starts`: int `[b]`. The keys `starts <= position < lengths` of each row are
         visible, and `lengths` includes the keys of the new queries. The default start is 0.
+    - `kv_positions`: the positions of the keys, int `[b, s]`, such as `cache.positions`: a ring
+        buffer needs them. By default they are `0, 1, ...`
     - `strategy`: a [`eqattn.Ragged`][].
     - `mask`, `score`: a further mask and further scores. They receive the index of the row as `b`.
         They may hold arrays per row and head, but none per query or key.
@@ -89,7 +88,8 @@ def ragged_attention(
         x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
         for name, x in (("key_", key_), ("value", value))
     )
-    cu_q_lens, lengths, starts = _checked(query, key_, value, cu_q_lens, lengths, starts)
+    given = cu_q_lens, lengths, starts
+    cu_q_lens, lengths, starts = _checked(query, key_, value, *given, kv_positions is not None)
     _check_strategy(strategy, "ragged_attention")
     causal = as_flag(causal, "causal")
     block_q = as_int(block_q, "block_q", least=1, static=True).value
@@ -101,27 +101,35 @@ def ragged_attention(
     shown = KeyPadding(length, starts[row])
     for more in (Causal() if causal else None, mask):
         shown = shown if more is None else shown & more
-    size, fixed = strategy.block_sizes()[1], strategy.fixed
+    size = strategy.block_sizes()[1]
     blocks = _queries_of(query, place)
-    keys = _of_blocks(key_, row, size, fixed)
+    keys = _of_blocks(key_, row, size)
     latents = keys.first if read_once(key_, value) is not value else None
+    at = as_positions(kv_positions, key_.shape[1], key_.shape[:1], "kv_positions")
+    if at is not None:  # Rows are padded to whole pages, by keys that no mask shows.
+        at = jnp.pad(
+            jnp.broadcast_to(at, key_.shape[:2])[row],
+            [(0, 0), (0, keys.shape[1] - key_.shape[1])],
+            constant_values=-REACH,
+        )
     output = attention(
         blocks,
         keys,
-        _of_blocks(value, row, size, fixed) if latents is None else latents,
+        _of_blocks(value, row, size) if latents is None else latents,
         strategy,
         mask=shown,
         score=scores_of_rows(scores, row, rows, heads, query.dtype) or None,
         q_offset=lengths[row] - count[row] + place.first,
+        kv_positions=at,
         return_logsumexp=return_logsumexp,
         return_carry=return_carry,
         return_max_logits=return_max_logits,
     )
     seen = place.token_block < len(row)
-    at = jnp.minimum(place.token_block, len(row) - 1), place.token_offset
+    own = jnp.minimum(place.token_block, len(row) - 1), place.token_offset
 
     def unpack(x: Array, padding: float = 0.0) -> Array:
-        x = x[at]
+        x = x[own]
         return jnp.where(seen.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(padding, x.dtype))
 
     out, logsumexp, carry = output.attention_outputs, output.logsumexp, output.carry
@@ -266,9 +274,11 @@ def _groups(table: Array, lengths: Array, size: int) -> tuple[Array, Array]:
 
 
 def _checked(
-    query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any
+    query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any, moved: bool
 ) -> tuple[Array, Array, Array]:
-    """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit."""
+    """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit. Keys
+    that are `moved` may be at positions beyond their number.
+    """
     cu = as_int32(cu_q_lens, "cu_q_lens", 1)
     lengths = as_int32(lengths, "lengths", 1)
     starts = np.zeros(lengths.shape, np.int32) if starts is None else starts
@@ -289,11 +299,11 @@ def _checked(
     check_boundaries(cu, len(query), "cu_q_lens")
     known, ends = concrete(cu), concrete(lengths)
     counts = np.zeros(rows, np.int32) if known is None else np.diff(known)
-    if ends is not None and ((ends < counts) | (ends > s)).any():
+    if ends is not None and ((ends < counts) | (ends > s) & (not moved)).any():
         raise ValueError(
             f"lengths must be at least the rows' numbers of queries, {counts.tolist()}, and at "
-            f"most the {s} keys of key_ {key_.shape}: they count the new tokens too. Got "
-            f"{ends.tolist()}."
+            f"most the {s} keys of key_ {key_.shape}, but for a ring buffer, which needs "
+            f"kv_positions=cache.positions: they count the new tokens too. Got {ends.tolist()}."
         )
     return jnp.asarray(cu), jnp.asarray(lengths), jnp.asarray(starts)
 
@@ -357,9 +367,9 @@ def _queries_of(packed: Array, place: _Places) -> Array:
     return jnp.take(packed, place.tokens, axis=0, mode="fill", fill_value=0)
 
 
-def _of_blocks(x: Any, row: Array, size: int | None, fixed: bool = False) -> Pages:
+def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
     """The keys or values of each block's row, as pages. Blocks of one row share its pages, which
-    have `size` tokens also where there are fewer if that is `fixed`.
+    have `size` tokens also where there are fewer; None chooses a size.
     """
     if isinstance(x, Pages):
         return x.rows(row)
@@ -368,8 +378,7 @@ def _of_blocks(x: Any, row: Array, size: int | None, fixed: bool = False) -> Pag
         # A size from 64 to 256 that divides the row needs no padding, hence no copy. If there is
         # none, the row is padded to blocks of 128, which was chosen by trial within that range. No
         # benchmark covers padded rows; `bench --only 'cpu-decode-*'` shows those without padding.
-        size = even_block(s) or 128
-    size = size if fixed else max(min(size, s), 1)
+        size = max(min(even_block(s) or 128, s), 1)
     parts = -(-s // size)
 
     def paged(a: Array) -> Array:

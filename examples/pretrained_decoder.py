@@ -11,6 +11,7 @@ compares. `--compare` times a step with a cache against computing the whole text
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from pretrained.checkpoint import load, load_config, random_decoder
 from pretrained.decoder import Decoder, empty_caches
+from pretrained.families import Config
 from pretrained.generation import advance, Choice, generate
 from tokenizers import Tokenizer
 
@@ -34,13 +36,29 @@ class Text:
 
     def __init__(self, folder: Path):
         path = folder / "tokenizer.json"
-        self.tokenizer = Tokenizer.from_file(str(path)) if path.exists() else None
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path)) if path.exists() else None
+        except Exception as error:  # the package raises this class itself
+            raise ValueError(f"{path} is no tokenizer: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text).ids if self.tokenizer else [int(x) for x in text.split()]
+        if self.tokenizer is not None:
+            return self.tokenizer.encode(text).ids
+        try:
+            return [int(x) for x in text.split()]
+        except ValueError as error:
+            raise ValueError(f"without a tokenizer.json, a prompt is numbers: {text!r}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens) if self.tokenizer else "".join(f"{x} " for x in tokens)
+
+
+def end_tokens(folder: Path, config: Config) -> list[int]:
+    """The tokens that end a text. Models for chats have more in `generation_config.json`."""
+    path = folder / "generation_config.json"
+    more = json.loads(path.read_bytes()) if path.exists() else {}
+    found = more.get("eos_token_id", config.get("eos_token_id"))
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def stream(text: Text, steps: Any, rows: int) -> tuple[list[list[int]], list[float]]:
@@ -126,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--check needs --temperature 0, and a cache that does not round")
     if min(options.length, options.piece) < 1 or options.top_k < 0 or options.temperature < 0:
         parser.error("--length and --piece are at least 1, --top-k and --temperature at least 0")
+    if not 0 < options.top_p <= 1:
+        parser.error("--top-p is above 0 and at most 1")
     try:
         if options.random:
             config = load_config(options.model)
@@ -142,21 +162,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = Text(options.model)
         texts = options.prompt or ["The" if text.tokenizer else "1"]
         prompts = [text.encode(x) for x in texts]
+        steps = generate(
+            model,
+            prompts,
+            options.length,
+            kind=options.cache,
+            piece=options.piece,
+            choice=Choice(options.temperature, options.top_k, options.top_p),
+            key=jax.random.key(options.seed),
+            stop=end_tokens(options.model, config),
+        )
     except ValueError as error:
         parser.error(str(error))
-    stop = config.get("eos_token_id")
-    stop = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    choice = Choice(options.temperature, options.top_k, options.top_p)
-    steps = generate(
-        model,
-        prompts,
-        options.length,
-        kind=options.cache,
-        piece=options.piece,
-        choice=choice,
-        key=jax.random.key(options.seed),
-        stop=stop,
-    )
     tokens, times = stream(text, steps, len(prompts))
     if len(prompts) > 1:
         for prompt, new in zip(texts, tokens, strict=True):

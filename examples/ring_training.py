@@ -175,7 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--context", type=int, default=1024, help="tokens of a sequence (default %(default)s)")
     add("--steps", type=int, default=40, help="training steps (default %(default)s)")
     add("--width", type=int, default=128, help="features of a token (default %(default)s)")
-    add("--layout", choices=["zigzag", "contiguous"], default="zigzag")
+    add("--layout", choices=["zigzag", "contiguous"], default="zigzag",
+        help="which tokens each device holds (default %(default)s)")  # fmt: skip
     add("--deadline", type=float, default=1800, help="seconds for each run (default %(default)s)")
     add("--out", type=Path, default=Path("runs/ring_training"), help="folder of the results")
     add("--quick", action="store_true", help="a tiny model for a few seconds")

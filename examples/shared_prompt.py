@@ -111,11 +111,16 @@ def draw(prompt: bytes, samples: int, new: int, seed: int = 0) -> Figures:
 
 
 def main(arguments: list[str] | None = None) -> Figures:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--prompt", default="Attention is a sum over pairs. " * 4)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new", type=int, default=24)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, text = parser.add_argument, "Attention is a sum over pairs. " * 4
+    add("--prompt", default=text, help="start of every sample (default: a sentence four times)")
+    add("--samples", type=int, default=8, help="rows that share it (default %(default)s)")
+    add("--new", type=int, default=24, help="bytes drawn for each (default %(default)s)")
     given = parser.parse_args(arguments)
+    if not given.prompt or min(given.samples, given.new) < 1:
+        parser.error("--prompt needs a byte, and --samples and --new are at least 1")
     found = draw(given.prompt.encode(), given.samples, given.new)
     print(f"pages in use: {found.pages}, without sharing {found.apart}")
     print(f"numbers kept of a token: {found.numbers}, of all heads {found.expanded}")

@@ -71,7 +71,7 @@ PROMISES = [
     ("pretrained.md", "may be any module that takes a vector", "nn/test_multihead.py::test_exchanged_projections"),
     ("ring.md", "Attention weights are never formed.", "ring/test_layouts_and_plans.py::test_weights_are_not_supported"),
     ("ring.md", "for any number of heads", "ring/test_against_oracle.py::test_every_feature_on_any_number_of_devices"),
-    ("scores.md", "Any float array that broadcasts to `[*b, h, t, s]`.", "scores/test_scores.py::test_bias_broadcasts"),
+    ("scores.md", "any float array that broadcasts to `[*b, h, t, s]`", "scores/test_scores.py::test_bias_broadcasts"),
     ("scores.md", "a vector is never reinterpreted", "problem/test_attention_errors.py::test_bad_input"),
     ("scores.md", "the same for any block size, strategy and number of devices", "scores/test_dropout.py::test_every_strategy_and_block_size_drops_the_pairs_of_the_mask"),
     ("scores.md", "may have any float dtype beside any dtype of the queries", "conformance/test_operand_dtypes.py::test_operands_of_any_dtype"),
@@ -85,7 +85,7 @@ PROMISES = [
 # Sentences with the words that promise nothing.
 OTHER = [
     ("cookbook.md", "These are keys like any others"),
-    ("cookbook.md", "Heads are an argument like any other."),
+    ("cookbook.md", "The head is an argument like any other."),
     ("gpu.md", "interpreted on any device: very slow"),
     ("layers.md", "as with any Equinox layer"),
     ("limitations.md", "XLA, any device"),
@@ -98,6 +98,7 @@ OTHER = [
     ("strategies.md", "on any backend"),
     ("strategies.md", "on any device, slowly"),
     ("strategies.md", "`backend` is `ANY`"),
+    ("strategies.md", "The default is `ANY`"),
     ("tpu.md", '`"any"`'),
     ("tpu.md", '| `"xla"` | any | XLA |'),
     ("tpu.md", '| any but `"gpu"`, `"cuda"` |'),

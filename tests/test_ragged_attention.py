@@ -79,7 +79,7 @@ def close(xs, ys, tolerance=1e-13):
 
 
 @pytest.mark.parametrize("block_q", [1, 3, 16])
-@pytest.mark.parametrize("size", [8, 7, None])
+@pytest.mark.parametrize("size", [8, 7, 64, None])
 def test_rows_by_themselves(block_q, size, x64):
     q, k, v = arrays()
     close(jax.jit(lambda *a: run(*a, block_q=block_q, size=size))(q, k, v), one_by_one(q, k, v))
@@ -204,6 +204,26 @@ def test_lists_are_arrays(unchecked):
     )
     got = ragged_attention(q, k, v, CU.tolist(), LENGTHS.tolist(), strategy, starts=starts)
     assert (got.attention_outputs == want.attention_outputs).all()
+
+
+def test_a_ring_buffer_by_the_positions_of_its_keys(x64):
+    """Keys lie anywhere, and 13 places hold none. Without positions, a row that has more tokens than
+    the buffer has places saw the wrong keys in silence.
+    """
+    q, k, v = arrays()
+    order = np.random.default_rng(1).permutation(S + 13)
+    place = np.broadcast_to(np.where(order < S, order + 100, -1), (len(LENGTHS), S + 13))
+    there = jnp.asarray(np.minimum(order, S - 1))
+    keys, values = (jnp.where((order < S)[:, None, None], x[:, there], jnp.nan) for x in (k, v))
+    mask, lengths = SlidingWindow(4, 0), jnp.where(LENGTHS > 0, LENGTHS + 100, 0)
+    pack = lambda at, lengths: ragged_attention(
+        q, keys, values, jnp.asarray(CU), lengths, Ragged(metadata(blocksize_k=8)),
+        mask=mask, kv_positions=at, block_q=4, return_logsumexp=True,
+    )  # fmt: skip
+    got = jax.jit(pack)(jnp.asarray(place), lengths)
+    close((got.attention_outputs, got.logsumexp), one_by_one(q, k, v, mask=mask))
+    with pytest.raises(ValueError, match=r"kv_positions=cache\.positions"):
+        pack(None, lengths)
 
 
 ERRORS = {

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
+from .._misc import iota
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.lowering import BlockRequest, Lowering, XLA
 from .._sweep.sweep import block_dtype
@@ -120,14 +122,16 @@ class Blocking:
         x = widen(x, axis, part * parts).reshape(*lead, parts, part, *rest)
         return widen(x, axis + 1, n // parts).reshape(*lead, n, *rest)
 
-    def own_rows(self, x: Any) -> Any:
-        """An array `[B|1, H|1, T|1, S|1]` of the pairs of a single query, with the rows that pad
-        its block if blocks are `fixed`. So its gradient is that of one row, as among others: XLA
-        would compile a sum over the rows of the block to other bits.
+    def own_rows(self, x: Any, axes: str) -> Any:
+        """An array `[B|1, H|1, T|1, S|1]`, perhaps with features, that belongs to operands of these
+        axes: what a single query has of it, with the rows that pad its block if blocks are `fixed`.
+        XLA would compile what is done to one row to other bits, and its gradient too.
         """
-        if not self.fixed or self.queries != 1 or x.shape[3] == 1:
+        if not self.fixed or self.queries != 1 or self.block_q == 1 or "t" not in axes:
             return x
-        return self.pad(x, 2, self.block_q, edge=False, parts=1)
+        shape = (*x.shape[:2], self.block_q - 1, *x.shape[3:])
+        rest = lax.stop_gradient(jnp.broadcast_to(x, shape))
+        return jnp.concatenate([jnp.asarray(x), rest], 2)
 
     def rows_of(self, x: Any) -> Array:
         """Turns queries `[B, T, H, D]` into blocks `[B, K, rows, D, group * block_q]`."""
@@ -371,3 +375,18 @@ def choose_blocking(
         halves=lowering.skips_corners and not in_place,
         fixed=fixed,
     )
+
+
+def as_device_array(x: Any) -> Array:
+    """An array as JAX's. Of many numbers that count up, such as the positions of a long sequence,
+    the program then holds no copy, but counts too. After some number they may stay the same, as
+    padding does.
+
+    A program of 131,072 tokens held 2 MB of positions for each pass of each layer. A few thousand
+    stay a constant, since a GPU would need a microsecond to start a kernel that counts.
+    """
+    if isinstance(x, np.ndarray) and x.size > 2**14 and x.dtype == np.int32:
+        first, last = x.reshape(-1)[[0, -1]]
+        if np.array_equal(x, np.minimum(iota(x.size) + first, last).reshape(x.shape)):
+            return jnp.minimum(jnp.arange(x.size, dtype=x.dtype) + first, last).reshape(x.shape)
+    return jnp.asarray(x)

@@ -23,7 +23,7 @@ from .._sweep.products import dot
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
 from .block_classes import as_partial, classes_of, on_grid, table_of
-from .blocking import Blocking, BlockOperand, broadcast_to_rows
+from .blocking import as_device_array, Blocking, BlockOperand, broadcast_to_rows
 from .bound import BoundMask
 from .closed_score import ClosedScore
 from .dropout import weights_of, WORDS, words_of
@@ -100,8 +100,10 @@ class BlockOperands:
         self.keys = slice(1, len(self.operands) - len(self.lookups))
         if self.post_scale:
             self._add("scale", scale.reshape(1, 1, 1, 1))
-        for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
-            self._add(name, x)
+        for name, axes, x in zip(
+            ("batch", "head", "q_position", "kv_position"), "bhts", problem.indices()
+        ):
+            self._add(name, blocking.own_rows(x, axes))
         if places and problem.kv_places is not None:
             self._add("kv_place", problem.kv_places[:, None, None, :])
         whole = spread.local(blocking) if spread.inside else blocking
@@ -119,7 +121,7 @@ class BlockOperands:
             for operand in part.operands():
                 scored = isinstance(part, AbstractScore)
                 array = self.canonical_wide(operand) if scored else problem.canonical(operand)
-                self._add(type(part).__name__, array)
+                self._add(type(part).__name__, blocking.own_rows(array, operand.axes))
             self.groups.append(slice(start, len(self.operands)))
         for name, x in words_of(problem, spread).items():
             self._add(name, x)
@@ -167,7 +169,7 @@ class BlockOperands:
         whole = self.spread.inside and role in WHOLE
         blocking = self.spread.local(self.blocking) if whole else self.blocking
         blocks, axes = blocking.pairs_of(x)
-        self.operands += (BlockOperand(role, jnp.asarray(blocks), axes, x.ndim > 4),)
+        self.operands += (BlockOperand(role, as_device_array(blocks), axes, x.ndim > 4),)
 
     def index(self, role: str) -> int:
         """The index of the first operand with a role."""
@@ -276,7 +278,7 @@ class BlockOperands:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
         operand = Operand(widened(array, acc), operand.axes)
-        return self.blocking.own_rows(self.problem.canonical(operand))
+        return self.problem.canonical(operand)
 
     @property
     def reads(self) -> list[int]:

@@ -108,10 +108,12 @@ def fold_selected(
     together = min(listed, _together(problem, *slots.shape[1::2]))
     parts = -(-listed // together)
 
-    def cut(x: Any, axis: int, tokens: int) -> Any:
-        """Cuts an axis into `parts`, which come first. An axis of size 1 is repeated."""
+    def cut(x: Any, axis: int, tokens: int, whole: bool = False) -> Any:
+        """Cuts an axis into `parts`, which come first. An axis of size 1 is repeated, unless all of
+        the tokens are there, as `whole` says: then they are one.
+        """
         x = jnp.asarray(x)
-        if x.shape[axis] == 1 and tokens != 1:
+        if x.shape[axis] == 1 and tokens != 1 and not whole:
             return jnp.broadcast_to(x[None], (parts, *x.shape))
         if x.shape[axis] == 1 and parts > 1:
             x = jnp.broadcast_to(x, (*x.shape[:axis], t if axis else 1, *x.shape[axis + 1 :]))
@@ -127,10 +129,10 @@ def fold_selected(
         )
 
     rows = _Rows(
-        query=cut(problem.query, 1, together * size),
+        query=cut(problem.query, 1, together * size, whole=True),
         slots=cut(slots, 2, together),
         seen=cut(seen, 2, together),
-        q_positions=cut(problem.positions()[0], 1, together * size),
+        q_positions=cut(problem.positions()[0], 1, together * size, whole=True),
         of_mask=() if problem.mask is None else canonical(problem.mask),
         of_scores=tuple(canonical(score) for score in problem.scores),
     )
@@ -301,7 +303,7 @@ class _Source(eqx.Module):
             page = x.page_size  # pyright: ignore[reportAttributeAccessIssue]
             owner, at = x.table[owner, slots // page], slots % page
         owner, at = (y[..., None] for y in jnp.broadcast_arrays(jnp.asarray(owner), at))
-        heads = np.arange(x.shape[2], dtype=np.int32)
+        heads = np.arange(x.shape[2], dtype=np.int32).reshape(1, 1, 1, 1, -1)
         heads = jnp.asarray(heads if head is None else head.reshape(1, -1, 1, 1, 1))
         parts = []
         for array, shadow, flat in zip(x.arrays, self.shadows, x.flat):

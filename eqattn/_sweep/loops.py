@@ -26,6 +26,9 @@ def _loop(lo, hi, body, state, uniform):
 
     If it is to be `uniform`, it stays a loop of which XLA does not know the number of turns. What
     is compiled for a turn, and with it the order of sums inside, could else depend on that.
+    For the same reason a barrier ties what a turn reads to the turn. Where there is one block, it
+    is the same in each turn, and XLA would compute ahead of the loop what depends on nothing else.
+    A product that is not beside its sum is then rounded before it is added.
     """
     if uniform:
         hi = lax.optimization_barrier(jnp.int32(hi))
@@ -137,6 +140,8 @@ class _RowVisit:
             both = zip(near, layout.in_axes)
             blocks = [block_at(x, a, here, last) if moves(a) else x for x, a in both]
             old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
+            if layout.uniform:
+                _, blocks = lax.optimization_barrier((jnp.int32(t), blocks))
             new = step(old, blocks)
             return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
 

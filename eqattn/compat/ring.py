@@ -131,25 +131,16 @@ def ring_attention(
     attention_sink_size = as_size(attention_sink_size, "attention_sink_size")
     if not isinstance(axis_name, str | None):
         raise TypeError(f"axis_name must be the name of a mesh axis or None, got {axis_name!r}.")
-    if not (mask_builder is None or callable(mask_builder)):
-        raise TypeError(f"mask_builder must be a function or None, got {mask_builder!r}.")
-    softmax_aux = None if softmax_aux is None else as_array(softmax_aux, "softmax_aux", 1)
-    if softmax_aux is not None and softmax_aux.ndim == 1:
-        if softmax_aux.shape[0] != query.shape[-2]:
-            softmax_aux = softmax_aux[None]
-    block_q = _block_size(
-        "q_blocksize", "query_chunk_size", query_chunk_size, fwd_params, bwd_params
-    )
-    block_k = _block_size("kv_blocksize", "key_chunk_size", key_chunk_size, fwd_params, bwd_params)
+    params = fwd_params, bwd_params
     metadata = AttentionMetadata(
         runtime_dtype=dtype,
         runtime_softmax_dtype=None if float32_logits else query.dtype,
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
-        softmax_aux=softmax_aux,
+        softmax_aux=_sinks(softmax_aux, query.shape[-2]),
         dropout_prob=pdrop,
-        blocksize_q=block_q,
-        blocksize_k=block_k,
+        blocksize_q=_block_size("q_blocksize", "query_chunk_size", query_chunk_size, *params),
+        blocksize_k=_block_size("kv_blocksize", "key_chunk_size", key_chunk_size, *params),
     )
     options: dict[str, Any] = dict(precision=precision, fused_backward=fused_backward)
     strategy = (
@@ -161,11 +152,8 @@ def ring_attention(
         *_spans(causal, causal_block_size, chunk_size),
         *_windows(sliding_window, attention_sink_size),
         *_segments(q_segment_ids, kv_segment_ids),
+        *_built(mask_builder, query.shape, key.shape, strategy.key_shards()),
     ]
-    if mask_builder is not None:
-        shards = strategy.key_shards()
-        lengths = query.shape[-3] * shards, key.shape[-3] * shards
-        masks.append(_of_heads(mask_builder, *lengths, query.shape[-2], key.shape[-2]))
     mask = ft.reduce(operator.and_, masks) if masks else None
 
     return outputs_of(
@@ -224,8 +212,32 @@ def _block_size(field: str, name: str, given: int | None, *params: Any) -> int |
     return sizes.pop() if sizes else None
 
 
-def _of_heads(builder: Callable, queries: int, keys: int, heads: int, kv_heads: int) -> Any:
-    """Combines the masks of the heads into one. Heads with equal masks share it."""
+def _sinks(sinks: Any, heads: int) -> Array | None:
+    """Sinks as metadata has them: `[n]` stands for `[1, n]`, unless there is one per head."""
+    if sinks is None:
+        return None
+    sinks = as_array(sinks, "softmax_aux", 1)
+    return sinks[None] if sinks.ndim == 1 and sinks.shape[0] != heads else sinks
+
+
+def _built(
+    builder: Callable | None, query: tuple[int, ...], key: tuple[int, ...], shards: int
+) -> Iterator[Any]:
+    """Combines the masks of the heads, if there is a builder, into one. Heads with equal masks
+    share it.
+
+    **Arguments:**
+
+    - `query`, `key`: the shapes of the arrays.
+    - `shards`: of how many pieces of the whole sequence each of them is one. The builder is called
+        with the lengths of the whole.
+    """
+    if builder is None:
+        return
+    if not callable(builder):
+        raise TypeError(f"mask_builder must be a function or None, got {builder!r}.")
+    queries, keys = (shape[-3] * shards for shape in (query, key))
+    heads, kv_heads = query[-2], key[-2]
     groups: list[tuple[Any, list[int]]] = []
     for head in range(heads):
         mask = as_mask(builder(queries, keys, heads, head, heads // kv_heads))
@@ -240,8 +252,9 @@ def _of_heads(builder: Callable, queries: int, keys: int, heads: int, kv_heads: 
         else:
             groups.append((mask, [head]))
     if len(groups) == 1:
-        return groups[0][0]
-    return ft.reduce(operator.or_, [MaskFn(_Owned(tuple(n))) & mask for mask, n in groups])
+        yield groups[0][0]
+    else:
+        yield ft.reduce(operator.or_, [MaskFn(_Owned(tuple(n))) & mask for mask, n in groups])
 
 
 class _Owned(eqx.Module):

@@ -1,6 +1,6 @@
 """How a layer continues from a cache: its rows, its new tokens, and what attention then reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -77,6 +77,47 @@ def as_batch(cache: Cache, rows: int | None) -> tuple[Cache, Callable[[Cache], C
     )
 
 
+def as_rows(
+    cache: Any, inputs: Sequence[Array], of_rows: Sequence[Any]
+) -> tuple[Any, list[Array], list[Any], Callable[[Any, Array], Any]]:
+    """Brings a call into the form that the rows of a cache need. One sequence becomes one row.
+
+    **Arguments:**
+
+    - `cache`: the cache of the call, or None.
+    - `inputs`: arrays of one sequence, `[t, features]`, or of all rows, `[b, t, features]`.
+    - `of_rows`: what else a call says of each row, such as positions `[t]` or `[b, t]`, or None.
+
+    **Returns:** the three of them, and a function from the last cache and the output to what the
+    call returns.
+    """
+    one, restored = inputs[0].ndim == 2, lambda cache: cache
+    if cache is not None:
+        cache, restored = as_batch(cache, None if one else inputs[0].shape[0])
+
+    def row(x: Any) -> Any:
+        return jnp.asarray(x)[None] if one and x is not None else x
+
+    def result(cache: Any, out: Array) -> Any:
+        out = out[0] if one else out
+        return out if cache is None else (restored(cache), out)
+
+    return cache, [row(x) for x in inputs], [row(x) for x in of_rows], result
+
+
+def appended(
+    cache: Cache, key_: Array, value: Array, counts: Any, mask: Any, window: Any, heads: int
+) -> tuple[Cache, AbstractMask]:
+    """Appends the heads of new tokens to a cache, and combines the mask of the call with the one
+    that shows the stored tokens.
+
+    **Raises:** `TypeError` or `ValueError` unless they fit, see `check_fits`.
+    """
+    check_fits(cache, key_.shape[1], key_.dtype, window, mask, heads)
+    cache = cache.append(key_, value, counts)
+    return cache, cache.mask() if mask is None else mask & cache.mask()
+
+
 def check_fits(
     cache: AbstractCache,
     tokens: int,
@@ -138,8 +179,3 @@ def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: in
     far = np.array([[distance + 1, 2**29]])
     away = map_terms(mask, _Away)
     return bool(live_blocks(away, far, keys.repeat(2).reshape(-1, 2), (rows,), heads, heads).any())
-
-
-def visible(mask: AbstractMask | None, cache: AbstractCache) -> AbstractMask:
-    """Combines the mask of a call with the one that shows the stored tokens."""
-    return cache.mask() if mask is None else mask & cache.mask()

@@ -17,7 +17,7 @@ from ..masks._terms import moved_positions
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import as_layer_mask, check_name, check_strategy, configured, split_key
-from ._cached_call import as_batch, check_fits, visible
+from ._cached_call import appended, as_rows
 from ._heads import linear, normed, project
 from ._positions import input_positions
 from ._rotary import Rotary, turned
@@ -231,64 +231,37 @@ class LatentAttention(eqx.Module):
         """
         check_name("form", form, ("expanded", "absorbed"))
         x = as_array(x, "x", 2)
-        one, restore = x.ndim == 2, None
-        if cache is None:
-            if counts is not None:
-                raise ValueError("counts says what a cache takes: pass cache= too.")
-        else:
-            cache, restore = as_batch(cache, None if one else x.shape[0])
-            if not isinstance(cache, LatentKVCache):
-                raise TypeError(
-                    f"cache must be a LatentKVCache, got {type(cache).__name__}: make it by "
-                    f"LatentKVCache.empty(batch, capacity, {self.kv_lora_rank}, "
-                    f"{self.qk_rope_head_dim}), or of one with a single head, "
-                    "LatentKVCache(cache)."
-                )
+        if cache is None and counts is not None:
+            raise ValueError("counts says what a cache takes: pass cache= too.")
         if x.ndim > 2 + (cache is not None):
             raise ValueError(
                 f"x must be one sequence [tokens, hidden_size], got shape {x.shape}; use "
                 "jax.vmap(layer) for a batch."
             )
-        if one:  # As a row of a batch, which stored keys need.
-            x = x[None]
-            q_positions, counts = (
-                None if y is None else jnp.asarray(y)[None] for y in (q_positions, counts)
+        cache, (x,), (q_positions, counts), result = as_rows(cache, (x,), (q_positions, counts))
+        if not isinstance(cache, LatentKVCache | None):
+            raise TypeError(
+                f"cache must be a LatentKVCache, got {type(cache).__name__}: make it by "
+                f"LatentKVCache.empty(batch, capacity, {self.kv_lora_rank}, "
+                f"{self.qk_rope_head_dim}), or of one with a single head, LatentKVCache(cache)."
             )
         t = x.shape[1]
         s = t if cache is None else cache.key.shape[1]
         mask = as_layer_mask(mask, None, self.num_heads, t, s)
         query, rest, latent = self._projected(x, mask, cache, q_positions)
-        kv_positions, q_offset = q_positions, None
+        keys, kv_positions, q_offset = Joined(latent, rest), q_positions, None
         if cache is not None:
-            check_fits(cache, t, latent.dtype, None, mask, self.num_heads)
             q_offset = cache.length if q_positions is None else None
-            cache = cache.append(rest, latent, counts)
-            mask, kv_positions = visible(mask, cache), cache.positions
-        absorbed = form == "absorbed" or (form is None and cache is not None)
+            cache, mask = appended(cache, rest, latent, counts, mask, None, self.num_heads)
+            keys, kv_positions = cache.key, cache.positions
         scale = self.softmax_scale
         if scale is None:
             scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         strategy = configured(self.strategy, cache is not None, softmax_scale=scale)
-        keys = Joined(latent, rest) if cache is None else cache.key
-        if absorbed:
-            inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
-            weight = self.k_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
-            inner = jnp.einsum("...hn,hnr->...hr", inner, weight)
-            query = jnp.concatenate([inner, turning], -1)
-            key, value = keys, keys.first
-            if not getattr(strategy, "reads_stored", False):
-                key, value = keys.materialise(), as_stored(value).materialise()
-        else:
-            held = keys.materialise()[..., 0, :]
-            latent, rest = jnp.split(held, [self.kv_lora_rank], -1)
-            key = project(self.k_b_proj, latent, self.num_heads, self.qk_nope_head_dim)
-            rest = jnp.broadcast_to(rest[..., None, :], (*key.shape[:-1], rest.shape[-1]))
-            key = jnp.concatenate([key, rest], -1)
-            value = project(self.v_b_proj, latent, self.num_heads, self.v_head_dim)
+        absorbed = form == "absorbed" or (form is None and cache is not None)
+        heads = self._absorbed if absorbed else self._expanded
         out = attention(
-            query,
-            key,
-            value,
+            *heads(query, keys, getattr(strategy, "reads_stored", False)),
             strategy,
             mask=mask,
             bias=bias,
@@ -302,8 +275,33 @@ class LatentAttention(eqx.Module):
             weight = self.v_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
             out = jnp.einsum("...hr,hvr->...hv", out, weight)
         out = linear(self.o_proj, out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim))
-        out = out[0] if one else out
-        return out if restore is None else (restore(cache), out)
+        return result(cache, out)
+
+    def _absorbed(self, query: Array, keys: Joined, stored: bool) -> tuple[Any, Any, Any]:
+        """Queries, keys and values of the absorbed form: one key head for all queries.
+
+        **Arguments:**
+
+        - `query`: `[b, t, h, n + p]`.
+        - `keys`: `[b, s, 1, r + p]`.
+        - `stored`: whether the strategy reads them where they are stored.
+        """
+        inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
+        weight = self.k_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
+        inner = jnp.einsum("...hn,hnr->...hr", inner, weight)
+        query = jnp.concatenate([inner, turning], -1)
+        if stored:
+            return query, keys, keys.first
+        return query, keys.materialise(), as_stored(keys.first).materialise()
+
+    def _expanded(self, query: Array, keys: Joined, stored: bool) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of the expanded form, whose heads are made here."""
+        del stored
+        latent, rest = jnp.split(keys.materialise()[..., 0, :], [self.kv_lora_rank], -1)
+        key = project(self.k_b_proj, latent, self.num_heads, self.qk_nope_head_dim)
+        rest = jnp.broadcast_to(rest[..., None, :], (*key.shape[:-1], rest.shape[-1]))
+        value = project(self.v_b_proj, latent, self.num_heads, self.v_head_dim)
+        return query, jnp.concatenate([key, rest], -1), value
 
     def _projected(self, x: Array, mask: Any, cache: Any, q_positions: Any) -> tuple[Array, ...]:
         """The queries `[b, t, h, n + p]`, and of the keys the part `[b, t, 1, p]` with positions

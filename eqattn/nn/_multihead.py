@@ -6,7 +6,6 @@ from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._attention import attention
@@ -30,7 +29,7 @@ from ._arguments import (
     configured,
     split_key,
 )
-from ._cached_call import as_batch, Cache, check_fits, new_keys, visible
+from ._cached_call import appended, as_rows, Cache, new_keys
 from ._dropout import Dropout
 from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
 from ._positions import input_positions
@@ -329,13 +328,10 @@ class MultiheadAttention(eqx.Module):
             )
         query, sizes = as_array(query, "query", 2), (self.key_size, self.value_size)
         key_, value = new_keys(query, key_, value, cache, counts, append, kv_positions, sizes)
-        one, restore = cache is not None and query.ndim == 2, None
+        result = lambda cache, out: out
         if cache is not None:
-            cache, restore = as_batch(cache, None if one else query.shape[0])
-        if one:
-            query, key_, value = query[None], key_[None], value[None]
-            q_positions, counts = (
-                None if x is None else jnp.asarray(x)[None] for x in (q_positions, counts)
+            cache, (query, key_, value), (q_positions, counts), result = as_rows(
+                cache, (query, key_, value), (q_positions, counts)
             )
         check_sequences(query, key_, value, () if cache is None else query.shape[:1])
         t, new = query.shape[-2], key_.shape[-2]
@@ -347,21 +343,13 @@ class MultiheadAttention(eqx.Module):
                 f"Dropout of {rate} requires a key: pass key=, or switch it off by inference=True."
             )
 
-        q = project(self.query_proj, query, self.num_heads, self.qk_size)
-        k = project(self.key_proj, key_, self.num_kv_heads, self.qk_size)
-        v = project(self.value_proj, value, self.num_kv_heads, self.vo_size)
-        q, k = normed(self.query_norm, q), normed(self.key_norm, k)
         given = q_positions, kv_positions
         at = input_positions(self.strategy, cache, (t, new), given, process_heads is not None)
-        if self.rotary is not None:
-            q, k = (self.rotary(x, moved_positions(mask, p)) for x, p in zip((q, k), at))
-        q, k, v = processed(process_heads, q, k, v)
+        q, k, v = processed(process_heads, *self._heads(query, key_, value, at, mask))
         dtype, q_offset = v.dtype, None
         if cache is not None:
-            check_fits(cache, new, k.dtype, self.window, mask, self.num_heads)
             q_offset = cache.length if q_positions is None else None
-            cache = cache.append(k, v, counts)
-            mask = visible(mask, cache)
+            cache, mask = appended(cache, k, v, counts, mask, self.window, self.num_heads)
             k, v, kv_positions = cache.key, cache.value, cache.positions
         out = attention(
             q,
@@ -384,13 +372,27 @@ class MultiheadAttention(eqx.Module):
             q_positions=q_positions,
             kv_positions=kv_positions,
         ).attention_outputs
-        out = out.astype(dtype)
+        return result(cache, self._joined(out.astype(dtype), query))
+
+    def _heads(
+        self, query: Array, key_: Array, value: Array, places: Sequence[Any], mask: Any
+    ) -> tuple[Array, Array, Array]:
+        """The heads of the inputs: projected, normed, and turned to the positions of the places of
+        queries and keys.
+        """
+        q = project(self.query_proj, query, self.num_heads, self.qk_size)
+        k = project(self.key_proj, key_, self.num_kv_heads, self.qk_size)
+        v = project(self.value_proj, value, self.num_kv_heads, self.vo_size)
+        q, k = normed(self.query_norm, q), normed(self.key_norm, k)
+        if self.rotary is not None:
+            q, k = (self.rotary(x, moved_positions(mask, p)) for x, p in zip((q, k), places))
+        return q, k, v
+
+    def _joined(self, out: Float[Array, "*b h v"], query: Array) -> Array:
+        """The projection of the heads of an output, which a projection of the query may gate."""
         if self.gate_proj is not None:
             gate = jax.nn.sigmoid(linear(self.gate_proj, query))
             out = out * gate.reshape(*out.shape[:-1], gate.shape[-1] // self.num_heads)
-        out = linear(
+        return linear(
             self.output_proj, out.reshape(*query.shape[:-1], self.num_heads * self.vo_size)
         )
-        if restore is None:
-            return out
-        return restore(cache), out[0] if one else out

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .._config.partition import names_of
-from .._jax import explicit_axes, sharding_of
+from .._jax import explicit_axes, mapped_axes, sharding_of
 from .._problem.mesh import without_explicit_axes
 from .._problem.storage import as_stored
 
@@ -22,7 +22,8 @@ def known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
     arrays = [x for x in jax.tree.leaves((q, *others)) if eqx.is_array(x)]
     entries = [e for x in arrays for e in sharding_of(x)]
     used = {n for e in entries for n in names_of(e)}
-    idle = tuple(n for n in explicit_axes(q) if n not in used)
+    hidden = mapped_axes(jax.typeof(q).sharding.mesh)  # these are in use, by an axis of `jax.vmap`
+    idle = tuple(n for n in explicit_axes(q) if n not in used | hidden)
     return None if any(rest) else batch, heads, idle
 
 

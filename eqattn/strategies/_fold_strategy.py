@@ -56,9 +56,16 @@ class AbstractFoldStrategy(AttentionImpl):
         return as_flag(getattr(self, "bitwise", False), "bitwise")
 
     def block_sizes(self) -> tuple[int | None, int | None]:
-        """The tokens of a block, of queries and of keys; None lets the lowering choose."""
-        sizes = self.metadata.blocksize_q, self.metadata.blocksize_k
-        return (sizes[0] or 16, sizes[1] or 128) if self.fixed else sizes
+        """The tokens of a block, of queries and of keys; None lets the lowering choose.
+
+        Of `fixed` queries there are a multiple of 8, or one. Of other numbers, the last ones would
+        not fill a vector register, and what is compiled for them may round otherwise.
+        """
+        queries, keys = self.metadata.blocksize_q, self.metadata.blocksize_k
+        if not self.fixed:
+            return queries, keys
+        queries = queries or 16
+        return queries if queries == 1 else -(-queries // 8) * 8, keys or 128
 
     @abc.abstractmethod
     def fold(self, problem: Problem) -> tuple[Carry, Array | None]:

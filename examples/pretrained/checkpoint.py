@@ -156,6 +156,17 @@ STEM = re.compile(r"^((model\.)?language_model\.)?(model\.|transformer\.)?")
 UNUSED = re.compile(r"rotary_emb|\.attn\.(masked_)?bias$|vision_tower|multi_modal_projector")
 
 
+def check_quantisation(config: Config) -> None:
+    """**Raises:** `ValueError` if numbers are packed in a way that `dequantised` does not know."""
+    packed = config.get("quantization_config") or {}
+    method, blocks = packed.get("quant_method"), packed.get("weight_block_size")
+    if packed and method != "mxfp4" and (method != "fp8" or blocks != [128, 128]):
+        raise ValueError(
+            f"the quantization_config with quant_method {method!r} and weight_block_size {blocks} "
+            "is not known; known: mxfp4, and fp8 with blocks [128, 128]."
+        )
+
+
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4 = np.concatenate([FP4, -FP4])
 
@@ -186,6 +197,7 @@ def assemble(config: Config, tensors: Tensors, dtype: Any = jnp.float32) -> Deco
     """
     spec, translate = read_spec(config), LAYOUTS[text_config(config)["model_type"]]
     tensors = {STEM.sub("", name): x for name, x in tensors.items() if not UNUSED.search(name)}
+    check_quantisation(text_config(config))
     tensors = dequantised(tensors)
     found, renames = {}, places(spec)
     for name, x in translate(tensors, spec).items():
@@ -218,21 +230,59 @@ def assemble(config: Config, tensors: Tensors, dtype: Any = jnp.float32) -> Deco
 
 DTYPES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16", U8="uint8", I8="int8")
 DTYPES |= dict(I64="int64", I32="int32", F8_E4M3="float8_e4m3fn", F8_E5M2="float8_e5m2")
+DTYPES |= dict(BOOL="bool")
 
 
 def read_tensors(path: Path) -> Tensors:
     """The arrays of a .safetensors file, mapped from the disk: 8 bytes with the length of a header
     in JSON, the header, and the numbers. (The package safetensors reads no bfloat16 for NumPy.)
+
+    **Raises:** `ValueError` if it is another file, or is not complete.
     """
-    raw = np.memmap(path, np.uint8, "r")
-    start = 8 + int(raw[:8].view("<u8")[0])
-    header = json.loads(raw[8:start].tobytes())
-    header.pop("__metadata__", None)
-    found = {}
-    for name, x in header.items():
-        begin, end = (start + at for at in x["data_offsets"])
-        found[name] = raw[begin:end].view(jnp.dtype(DTYPES[x["dtype"]])).reshape(x["shape"])
-    return found
+    try:
+        raw = np.memmap(path, np.uint8, "r")
+        start = 8 + int(raw[:8].view("<u8")[0])
+        header = json.loads(raw[8:start].tobytes())
+        header.pop("__metadata__", None)
+        return {name: tensor(raw[start:], **x) for name, x in header.items()}
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a complete .safetensors file (is it a pointer of Git LFS, or cut "
+            f"off by a download?): {error}"
+        ) from error
+
+
+def tensor(raw: np.ndarray, dtype: str, shape: list[int], data_offsets: list[int]) -> np.ndarray:
+    """An array of the numbers that follow the header."""
+    begin, end = data_offsets
+    if dtype not in DTYPES:
+        raise ValueError(f"the dtype {dtype} is not known; known: {', '.join(DTYPES)}.")
+    if end > len(raw):
+        raise ValueError(f"it must have {end} bytes after its header, got {len(raw)}.")
+    return raw[begin:end].view(jnp.dtype(DTYPES[dtype])).reshape(shape)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that an index names, or `model.safetensors`, or the only others. Folders may hold
+    the same weights a second time, under other names, as `consolidated.safetensors` of Mistral.
+
+    **Raises:** `ValueError` if one is missing.
+    """
+    if (folder / INDEX).exists():
+        names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+    elif (folder / "model.safetensors").exists():
+        names = {"model.safetensors"}
+    else:
+        names = {path.name for path in folder.glob("*.safetensors")}
+    if not names:
+        raise ValueError(f"{folder} has no *.safetensors.")
+    paths = [folder / name for name in sorted(names)]
+    if missing := [path.name for path in paths if not path.exists()]:
+        raise ValueError(f"{folder} lacks files that {INDEX} names: {', '.join(missing)}.")
+    return paths
 
 
 def load_config(folder: Path) -> Config:
@@ -249,10 +299,8 @@ def load(folder: Path, dtype: Any = jnp.float32) -> tuple[Decoder, Config]:
     **Raises:** `ValueError` if the directory has no such model.
     """
     config = load_config(folder)
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ValueError(f"{folder} has no *.safetensors.")
-    tensors = {name: x for path in paths for name, x in read_tensors(path).items()}
+    files = [read_tensors(path) for path in weight_files(folder)]
+    tensors = {name: x for file in files for name, x in file.items()}
     return assemble(config, tensors, dtype), config
 
 

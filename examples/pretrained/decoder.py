@@ -33,7 +33,7 @@ def make_attention(spec: Spec, layer: Layer, key: PRNGKeyArray) -> Any:
             q_lora_rank=sizes.query_rank,
             rotary=layer.rotary,
             softmax_scale=spec.scale,
-            norm_eps=spec.eps,
+            norm_eps=1e-6,  # whatever the config says of the other norms
             use_bias=sizes.bias,
             key=key,
         )
@@ -129,6 +129,14 @@ class Decoder(eqx.Module):
         x = x * jnp.asarray(self.embedding_scale, x.dtype)
         return x if self.positions is None else x + self.positions[at]
 
+    def check_length(self, tokens: int) -> None:
+        """**Raises:** `ValueError` if there are no positions for so many tokens."""
+        if self.positions is not None and tokens > len(self.positions):
+            raise ValueError(
+                f"The model has learned {len(self.positions)} positions, and cannot take a text "
+                f"of {tokens} tokens."
+            )
+
     def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocabulary"]:
         x = along_rows(self.norm, x)
         x = x @ self.embedding.T if self.head is None else linear(self.head, x)
@@ -153,6 +161,7 @@ class Decoder(eqx.Module):
         segments: Int[Array, " t"] | None = None,
     ) -> Float[Array, "t width"]:
         """What the last layer makes of each token."""
+        self.check_length(len(tokens))
         x = self.embed(tokens, jnp.arange(len(tokens)) if positions is None else positions)
         mask = Causal() if segments is None else Causal() & Segments(segments)
         for block in self.blocks:

@@ -194,14 +194,16 @@ def gpt2(config: Config) -> dict[str, Any]:
         mlp_bias=True,
         tied=config.get("tie_word_embeddings", True),
         learned_positions=config["n_positions"],
+        scale=None if config.get("scale_attn_weights", True) else 1.0,
     )
 
 
 def llama_names(config: Config) -> Config:
     """A config of GPT-2, under the names of others."""
     names = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head")
-    hidden = config.get("n_inner") or 4 * config["n_embd"]
-    return dict(config, intermediate_size=hidden) | {x: config[y] for x, y in names.items()}
+    names |= dict(intermediate_size="n_inner")
+    known = {x: config[y] for x, y in names.items() if config.get(y) is not None}
+    return dict(intermediate_size=4 * config.get("n_embd", 0)) | dict(config) | known
 
 
 def deepseek(config: Config) -> dict[str, Any]:
@@ -265,4 +267,9 @@ def text_config(config: Config) -> Config:
 def read_spec(config: Config) -> Spec:
     """**Raises:** `ValueError` for a family, or for a part of one, that is not known."""
     config = text_config(config)
-    return Spec(**llama(config) | FAMILIES[config["model_type"]](config))
+    try:
+        return Spec(**llama(config) | FAMILIES[config["model_type"]](config))
+    except KeyError as error:
+        raise ValueError(
+            f"config.json lacks {error.args[0]!r}, which such a model needs."
+        ) from error

@@ -26,7 +26,7 @@ class Choice:
     def __call__(self, logits: Float[Array, " n"], key: PRNGKeyArray) -> Int[Array, ""]:
         if self.temperature == 0:
             return jnp.argmax(logits)
-        likeliest, order = jax.lax.top_k(logits, self.top_k or len(logits))
+        likeliest, order = jax.lax.top_k(logits, min(self.top_k or len(logits), len(logits)))
         likeliest = likeliest / self.temperature
         p = jax.nn.softmax(likeliest)
         before = jnp.cumsum(p) - p
@@ -60,10 +60,30 @@ def generate(
     key: PRNGKeyArray | None = None,
     stop: Collection[int] = (),
 ) -> Iterator[list[int | None]]:
-    """**Yields:** the next token of each row, `length` times, or None after one of `stop`."""
-    rows, lengths = len(prompts), np.array([len(p) for p in prompts])
-    if not rows or not lengths.min():
+    """An iterator over the next token of each row, `length` times, or None after one of `stop`.
+
+    **Raises:** `ValueError` if the model cannot take such prompts, or so long a text.
+    """
+    if not prompts or not all(prompts):
         raise ValueError("each prompt needs a token at least, such as a start of the text.")
+    tokens, known = {x for prompt in prompts for x in prompt}, len(model.embedding)
+    if wrong := [x for x in tokens if not 0 <= x < known]:
+        raise ValueError(f"a prompt has the token {wrong[0]}; the model knows those below {known}.")
+    model.check_length(max(map(len, prompts)) + length - 1)  # the last token is not read
+    return _generate(model, prompts, length, kind, piece, choice, key, stop)
+
+
+def _generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    kind: str,
+    piece: int,
+    choice: Choice,
+    key: PRNGKeyArray | None,
+    stop: Collection[int],
+) -> Iterator[list[int | None]]:
+    rows, lengths = len(prompts), np.array([len(p) for p in prompts])
     piece = min(piece, int(lengths.max()))
     caches = empty_caches(model, rows, int(lengths.max()) + length, piece, kind)
     keys = iter(jax.random.split(jax.random.key(0) if key is None else key, length + lengths.max()))

@@ -27,3 +27,7 @@ def test_attention_of_nnx():
             namespace["x"], mask=causal
         )
         assert jnp.allclose(plain(namespace["x"], mask=causal), want, atol=1e-5)
+        whole = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))(namespace["x"])
+        assert jnp.allclose(plain(namespace["x"]), whole, atol=1e-5)
+        with pytest.raises(ValueError, match="Dense the weights"):
+            plain(namespace["x"], sow_weights=True)

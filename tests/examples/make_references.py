@@ -33,6 +33,7 @@ SIZES = dict(
     bos_token_id=None,
     eos_token_id=None,
     pad_token_id=0,
+    rms_norm_eps=0.02,  # so large that another one shows in the logits
 )
 LLAMA3 = dict(
     rope_type="llama3",
@@ -81,14 +82,24 @@ FAMILIES = {
             sliding_window=6,
             num_local_experts=4,
             num_experts_per_tok=2,
-            rope_parameters=dict(YARN, truncate=False),
+            swiglu_limit=0.7,
+            # So long that the ends of the ramp, which are not rounded here, lie between two pairs.
+            rope_parameters=dict(YARN, truncate=False, original_max_position_embeddings=48),
         ),
     ),
     "olmo2": ("Olmo2", {}),
     "smollm3": ("SmolLM3", dict(no_rope_layer_interval=2)),
     "gpt2": (
         "GPT2",
-        dict(n_embd=16, n_layer=2, n_head=4, n_inner=12, n_positions=64, tie_word_embeddings=True),
+        dict(
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            n_inner=12,
+            n_positions=64,
+            tie_word_embeddings=True,
+            layer_norm_epsilon=0.02,
+        ),
     ),
     "deepseek_v3": (
         "DeepseekV3",
@@ -97,7 +108,7 @@ FAMILIES = {
             q_lora_rank=8,
             kv_lora_rank=12,
             qk_nope_head_dim=6,
-            qk_rope_head_dim=4,
+            qk_rope_head_dim=8,
             v_head_dim=6,
             first_k_dense_replace=1,
             n_routed_experts=6,

@@ -1,5 +1,6 @@
 """The example program: it learns, survives interruption exactly, and says what is wrong."""
 
+import ast
 import json
 import re
 import signal
@@ -16,6 +17,7 @@ import ring_training
 from _programs import refuses, run, start
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = "language_model.py"
 TINY = "--quick --layers 1 --width 16 --heads 2 --context 16 --steps 150 --sample 8".split()
 
@@ -43,6 +45,17 @@ def test_quick_run_learns(tmp_path):
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     history, _ = checkpoint(folder)
     assert np.mean(history["losses"][-10:]) < np.mean(history["losses"][:10]) - 2
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
+def test_every_option_is_explained(path):
+    tree = ast.parse(path.read_text())
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and x.args]
+    flags = {x.args[0].value: x for x in calls if isinstance(x.args[0], ast.Constant)}
+    flags = {name: x for name, x in flags.items() if re.fullmatch(r"--[\w-]+", str(name))}
+    assert [n for n, x in flags.items() if "help" not in [k.arg for k in x.keywords]] == []
+    if path.name[0] != "_":
+        assert "(__doc__" in path.read_text() or "description=__doc__" in path.read_text()
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
 """Published families on eqattn compute what transformers computes, which `references/` holds."""
 
+import copy
+import functools
 import json
 import re
 import shutil
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +23,7 @@ from pretrained.checkpoint import assemble, dequantised, load, read_tensors  # n
 from pretrained.decoder import empty_caches  # noqa: E402
 from pretrained.families import read_spec  # noqa: E402
 from pretrained.generation import Choice, generate  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
 
 
 REFERENCES = Path(__file__).parent / "references"
@@ -71,6 +75,51 @@ def test_logits_and_gradients(family):
     for name in names:
         want = arrays[f"gradient/{name}"]
         assert np.abs(gradients[name] - want).max() <= 1e-4 * np.abs(want).max(), name
+
+
+# Numbers of a config that change what is computed, and no shape.
+NUMBERS = """rms_norm_eps layer_norm_epsilon rope_theta factor low_freq_factor high_freq_factor mscale
+mscale_all_dim original_max_position_embeddings query_pre_attn_scalar attn_logit_softcapping
+final_logit_softcapping sliding_window swiglu_alpha swiglu_limit routed_scaling_factor""".split()
+
+
+def numbers(config, path=()):
+    """The paths of those that a config has."""
+    for name, x in config.items():
+        if isinstance(x, dict):
+            yield from numbers(x, (*path, name))
+        elif name in NUMBERS and x is not None:
+            yield (*path, name)
+
+
+def test_which_numbers_configs_have():
+    configs = [json.loads((REFERENCES / x / "config.json").read_bytes()) for x in FAMILIES]
+    assert {path[-1] for config in configs for path in numbers(config)} == set(NUMBERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_number_of_a_config_shows(family):
+    """A check that passes with another number would not have noticed that it is ignored."""
+    folder = REFERENCES / family
+    config = json.loads((folder / "config.json").read_bytes())
+    tensors = read_tensors(folder / "model.safetensors")
+    tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
+    arrays, (row, _), _ = reference(family)
+    bound = 1e-5 * max(1.0, np.abs(arrays["logits/0"]).max())
+
+    def error(config):
+        logits = jax.jit(lambda model: model(row))(assemble(config, tensors))
+        return np.abs(logits - arrays["logits/0"]).max() / bound
+
+    assert error(config) < 1
+    for path in numbers(config):
+        changed = copy.deepcopy(config)
+        inner = functools.reduce(lambda x, name: x[name], path[:-1], changed)
+        # The ends of a YaRN ramp are rounded, so a length that is close by has the same.
+        steps = dict(original_max_position_embeddings=7 * inner[path[-1]], sliding_window=1)
+        inner[path[-1]] += steps.get(path[-1], 0.05 * inner[path[-1]])
+        assert error(changed) > 10, path
 
 
 # Learned positions, windows with sinks, latent keys. The others are slow, but for Gemma 3 below.
@@ -222,6 +271,8 @@ def test_configs_from_before_transformers_5():
             dict(SIZES, model_type="llama", hidden_act="relu2"),
             "the activation 'relu2' is not known",
         ),
+        (dict(model_type="llama", vocab_size=8), "config.json lacks 'num_attention_heads'"),
+        (dict(model_type="gpt2", vocab_size=8), "config.json lacks 'num_attention_heads'"),
     ],
 )
 def test_what_is_not_known_raises(config, message, tmp_path, capsys):
@@ -238,6 +289,107 @@ def test_tensors_must_be_those_of_the_model():
     del tensors["model.layers.1.self_attn.q_norm.weight"]
     with pytest.raises(ValueError, match=r"1.attention.query_norm.weight of shape \(4,\), got not"):
         assemble(config, tensors)
+
+
+def shards(folder, tensors, count=2):
+    """Writes tensors into files of an index, as published models of some size have them."""
+    names = sorted(tensors)
+    where = {
+        name: f"model-0000{i % count + 1}-of-0000{count}.safetensors"
+        for i, name in enumerate(names)
+    }
+    for path in set(where.values()):
+        save_file({name: tensors[name] for name in names if where[name] == path}, folder / path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=where)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_files_of_an_index_and_no_others(tmp_path, dtype):
+    """Mistral publishes the same weights a second time, under other names."""
+    folder = REFERENCES / "mistral"
+    shutil.copy(folder / "config.json", tmp_path)
+    tensors = read_tensors(folder / "model.safetensors")
+    tensors = {name: x.astype(np.float32).astype(dtype) for name, x in tensors.items()}
+    shards(tmp_path, tensors)
+    save_file({"layers.0.attention.wq.weight": np.ones(3)}, tmp_path / "consolidated.safetensors")
+    model, _ = load(tmp_path)
+    want = assemble(json.loads((folder / "config.json").read_bytes()), tensors)
+    assert eqx.tree_equal(model, want)
+
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match="lacks files that .* names: model-00002-of-00002.safet"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a complete .safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+        (None, "bytes after its header, got"),
+    ],
+    ids=["empty", "pointer", "cut off"],
+)
+def test_files_that_are_damaged(tmp_path, content, message, capsys):
+    folder = REFERENCES / "qwen3"
+    shutil.copy(folder / "config.json", tmp_path)
+    content = (folder / "model.safetensors").read_bytes()[:-9] if content is None else content
+    (tmp_path / "model.safetensors").write_bytes(content)
+    refuses(example.main, [str(tmp_path), "--prompt", "1"], message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        (
+            "qwen3",
+            ["--prompt", "1 99"],
+            "a prompt has the token 99; the model knows those below 32",
+        ),
+        ("qwen3", ["--prompt", "1", ""], "each prompt needs a token at least"),
+        ("qwen3", ["--prompt", "hello"], "without a tokenizer.json, a prompt is numbers: 'hello'"),
+        ("qwen3", ["--top-p", "0"], "--top-p is above 0 and at most 1"),
+        ("gpt2", ["--length", "65"], "has learned 64 positions, and cannot take a text of 65 tok"),
+    ],
+)
+def test_what_a_model_cannot_take(family, arguments, message, capsys):
+    refuses(example.main, [str(REFERENCES / family), *arguments], message, capsys)
+
+
+def test_a_call_beyond_the_learned_positions_raises():
+    model, _ = load(REFERENCES / "gpt2")
+    with pytest.raises(ValueError, match="64 positions, and cannot take a text of 65 tokens"):
+        jax.eval_shape(model, jax.ShapeDtypeStruct((65,), np.int32))
+
+
+def test_the_end_of_a_chat(tmp_path):
+    """`config.json` of such a model has one end, `generation_config.json` has all."""
+    assert example.end_tokens(tmp_path, dict(eos_token_id=3)) == [3]
+    assert example.end_tokens(tmp_path, dict(eos_token_id=None)) == []
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    assert example.end_tokens(tmp_path, dict(eos_token_id=3)) == [3, 7]
+
+
+def test_packed_numbers_that_are_not_known_raise():
+    folder = REFERENCES / "qwen3"
+    config = json.loads((folder / "config.json").read_bytes())
+    tensors = read_tensors(folder / "model.safetensors")
+    for packed in (
+        dict(quant_method="gptq", bits=4),
+        dict(quant_method="fp8", weight_block_size=[64, 64]),
+    ):
+        with pytest.raises(ValueError, match="is not known; known: mxfp4, and fp8 with blocks"):
+            assemble(dict(config, quantization_config=packed), tensors)
+    known = dict(quant_method="fp8", weight_block_size=[128, 128])
+    assert eqx.tree_equal(
+        assemble(dict(config, quantization_config=known), tensors), assemble(config, tensors)
+    )
+
+
+def test_gpt2_may_leave_the_scale_out():
+    config = json.loads((REFERENCES / "gpt2" / "config.json").read_bytes())
+    assert read_spec(config).scale is None
+    assert read_spec(dict(config, scale_attn_weights=False)).scale == 1.0
 
 
 def test_the_program_streams_a_text(tmp_path, capsys):

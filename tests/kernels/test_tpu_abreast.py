@@ -81,17 +81,23 @@ def test_values_and_gradients(innermost, kv_heads, plans, monkeypatch):
     judged(found, problem.replace(bias=np.float64(bias), sinks=np.float64(sinks)), g)
 
 
-def test_rows_of_each_batch_element(plans, monkeypatch):
+@pytest.mark.parametrize("innermost", [False, True])
+def test_rows_of_each_batch_element(innermost, plans, monkeypatch):
     """Lists that differ between batch elements, too long to be shared by all, and a value that is
-    not finite: it reaches the rows of its head that see it.
+    not finite: it reaches the rows of its head that see it. It is found as values are turned, or a
+    step later.
     """
     monkeypatch.setattr(_work_list, "SHORT", 4)
+    monkeypatch.setattr(TPULowering, "features_innermost", lambda self: innermost)
+    monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
+    monkeypatch.setattr("eqattn.kernels.tpu._sides.LANES", 8)
     ids = jnp.asarray(np.arange(2 * T).reshape(2, T) // 24)
     q, k, v, _ = draw()
     bad = v.at[1, 20, 2].set(jnp.nan)
     f = lambda v: attention(q, k, v, STRATEGY, mask=Causal() & Segments(ids)).attention_outputs
     found, dirty = jax.jit(lambda: (f(v), f(bad)))()
     assert {(p.grid.abreast, p.grid.merged) for p in plans} == {(2, ())}
+    assert {len(p.flags) for p in plans} == {int(innermost)}
     shown = om.causal(T, T) & (ids[:, None, :, None] == ids[:, None, None, :])
     judged({"out": found}, problem_of(q, k, v, np.asarray(shown)))
     seen = np.zeros(found.shape[:3], bool)

@@ -1,5 +1,6 @@
 """Kernels for TPUs and numbers that must not count: of masked pairs, of other heads, of nobody."""
 
+import operator
 from collections.abc import Callable
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from _draw import normal
 from conformance import oracle, oracle_masks as om
+from jax import lax
 
 from eqattn import (
     attention,
@@ -24,7 +26,7 @@ from eqattn import (
 )
 from eqattn._carry import safe_max
 from eqattn.kernels.tpu import _forward_step as _step
-from eqattn.kernels.tpu._program import Program
+from eqattn.kernels.tpu._program import Evaluation, Program
 from eqattn.scores import AbstractScore
 
 
@@ -61,6 +63,24 @@ def test_exponentials_of_a_row_that_sees_nothing():
     program = Program(lambda s, top: [jnp.exp(s - safe_max(top)[None])], [s, top])
     (p,) = program([lambda: s, lambda: top], [False, False])
     np.testing.assert_array_equal(p, 0)
+
+
+def test_bounds_of_a_difference():
+    """A difference with the bound is taken for each row, and says what exact integers say."""
+    ends = np.array([-(2**31), -(2**31) + 1, -5, -1, 0, 1, 7, 2**31 - 2, 2**31 - 1])
+    q, k = ends.astype(np.int32)[None], ends.astype(np.int32)[:, None]
+    for compare in (operator.le, operator.ge):
+        for n in (0, 7, 2**31 - 1) if compare is operator.le else (0, -7, -(2**31)):
+            program = Program(lambda q, k: [compare(q - k, n)], [q, k])
+
+            def window(q, k):
+                run = Evaluation(program, [lambda: q, lambda: k], [False, False])
+                return run.at((slice(0, 9), slice(0, 9))).block(program.outs[0])
+
+            want = compare(ends[None] - ends[:, None], n)
+            np.testing.assert_array_equal(jax.jit(window)(q, k), want, str(n))
+            eqns = jax.make_jaxpr(window)(q, k).jaxpr.eqns
+            assert [e.outvars[0].aval.shape for e in eqns if e.primitive is lax.sub_p] == [(1, 9)]
 
 
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.5])])

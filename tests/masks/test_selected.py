@@ -113,6 +113,19 @@ def test_one_list_for_all_queries():
     np.testing.assert_allclose(*outs, atol=1e-5)
 
 
+def test_a_step_of_one_query_fills_less_than_a_block():
+    """As where a layer takes one token, and lists are of blocks of queries. It raised in a reshape."""
+    arrays = ARRAYS[0][:, :1], *ARRAYS[1:]
+    mask, _ = listed(block_q=T, block_k=4, n=3)
+    dense = DenseMask(mask.as_array(1, S, batch_shape=(B,)))
+    more = dict(score=ALiBi.geometric(H), q_offset=jnp.array([9, 5]))
+    outs = [
+        attention(*arrays, Ragged(), mask=(x & Causal(9)) | SlidingWindow(2, 0), **more)
+        for x in (mask, dense)
+    ]
+    np.testing.assert_allclose(*[x.attention_outputs for x in outs], atol=1e-5)
+
+
 def test_no_queries_no_keys_and_no_entries():
     """A list may be empty along any of its axes, as what it belongs to may be."""
 
@@ -222,11 +235,11 @@ def test_blocks_are_visited_where_they_lie(name):
     assert_close(got, want, 2e-4)
 
 
-@pytest.mark.parametrize("stored", [None, "int8"])
-def test_pages_are_read_where_they_lie(stored):
+@pytest.mark.parametrize("stored, heads", [(None, K), ("int8", K), ("int8", 1)])
+def test_pages_are_read_where_they_lie(stored, heads):
     cache = PagedKVCache.empty(B, 32, 12, 4, K, D, V, jnp.float32, stored)
     cache = cache.reserve(jnp.full(B, S)).append(*ARRAYS[1:])
-    mask, dense = listed(heads=K, n=3)
+    mask, dense = listed(heads=heads, n=3)
     mask = Selected(jnp.concatenate([mask.indices, mask.indices[..., :1]], -1))
     run = jax.jit(lambda q, k, v, m: attention(q, k, v, Ragged(), mask=m & cache.mask()))
     whole = [x.materialise() for x in (cache.key, cache.value)]

@@ -20,7 +20,9 @@ MUTANTS = [
         HEADS,
         [
             ("[body.total() for body in bodies]", "[body.total() for body in bodies[:1]]"),
-            ("            for body in bodies:\n                body.poison()", "            for body in bodies[:1]:\n                body.poison()"),
+            ("        for body in bodies:\n            body.poison()", "        for body in bodies[:1]:\n            body.poison()"),
+            ("            found[0] = look()\n", "            found[0] = jnp.int32(0)\n"),
+            ("known = look if found is None else lambda: found[0]", "known = look if found is None else lambda: jnp.int32(0)"),
         ],
     ),
     (

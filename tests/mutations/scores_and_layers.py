@@ -129,7 +129,7 @@ MUTANTS = [
         "nn/_cached_call.py",
         "nn/test_layer_cache.py",
         [
-            ("return cache.mask() if mask is None else mask & cache.mask()", "return cache.mask()"),
+            ("return cache, cache.mask() if mask is None else mask & cache.mask()", "return cache, cache.mask()"),
             ("least = window[0] + tokens", "least = window[0]"),
             ("return self.mask.visible(b, h, k + q, k, *ids)", "return self.mask.visible(b, h, q, k, *ids)"),
             ("if cache.key.dtype != dtype:", "if False:"),

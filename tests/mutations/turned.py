@@ -15,15 +15,25 @@ MUTANTS = [
             ("linear |= eqn.primitive in _ADD and all(of_blocks)", "linear |= eqn.primitive in _ADD"),
             ("linear = all(b or self._zero(x) for b, x in zip(of_blocks[1:], eqn.invars[1:]))", "linear = True"),
             ("parts = [x for x in parts if x not in skip]", "parts = [x for x in parts if x in skip] or parts"),
-            ("left = run.narrow(other, axis == 0, dtype)[:, summed]", "left = run.narrow(other, axis == 0, dtype)[:, : size_of(summed)]"),
+            ("left = run.turned_part(other, axis == 0, dtype, summed)", "left = run.turned_part(other, axis == 0, dtype, slice(0, size_of(summed)))"),
         ],
     ),
     (
         "kernels/tpu/_turned.py",
         BACKWARD,
         [
-            ("x = x[:, keys]", "x = x[:, : size_of(keys)]"),
+            ("key = \"part\", v, dtype, part.start, part.stop", "key = \"part\", v, dtype"),
             ("return product_of(left[rows], right[:, keys], (1, 0), eqn.params[\"precision\"])", "return product_of(left[: size_of(rows)], right[:, keys], (1, 0), eqn.params[\"precision\"])"),
+        ],
+    ),
+    (
+        "kernels/tpu/_sides.py",
+        "kernels/test_tpu_values.py kernels/test_tpu_backward.py kernels/test_tpu_abreast.py",
+        [
+            ("columns(x, part, other.stop - other.start) if upright else x[:, part]", "columns(x, part, other.stop - other.start) if upright else x[:, : part.stop - part.start]"),
+            ("jnp.concatenate([x[part]] * (width // LANES), 1)", "jnp.concatenate([x[: part.stop - part.start]] * (width // LANES), 1)"),
+            ("return comparison in _BOUNDS and n * _BOUNDS[comparison][0] >= 0", "return comparison in _BOUNDS"),
+            ("return saturate(a, np.int32(limit + n)) - np.int32(n)", "return a - np.int32(n)"),
         ],
     ),
     (

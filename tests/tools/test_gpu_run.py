@@ -66,6 +66,14 @@ def test_rehearsed(tmp_path, capsys):
     assert cases.FORWARD in capsys.readouterr().out
 
 
+def test_without_pytest(tmp_path, monkeypatch, capsys):
+    """It is told before anything runs: in a bare environment, it failed after minutes."""
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["gpu-run", "--rehearse", "--out", str(tmp_path / "x")])
+    assert "gpu-run needs pytest" in capsys.readouterr().err
+
+
 def test_where_there_is_no_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(SystemExit):

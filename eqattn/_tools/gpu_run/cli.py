@@ -115,6 +115,11 @@ def run(args: argparse.Namespace) -> int:
             f"{tests} has no conformance matrix, which judges the kernels: give --tests, that "
             "folder of a clone"
         )
+    if importlib.util.find_spec("pytest") is None:
+        raise ValueError(
+            "gpu-run needs pytest, which the conformance matrix imports: python -m pip install "
+            "pytest"
+        )
     peers = [name for name in PEERS if installed(name)] if args.peers is None else args.peers
     found = Run(
         [CEILING, CONFORMANCE, *(case.name for case in chosen)],

@@ -238,7 +238,7 @@ class TurnedSums:
             eqn, at = x.dots[v]
             other, axis = eqn.invars[1 - at], eqn.params["contract"][1 - at]
             dtype = eqn.params["operand_dtype"]
-            left = run.narrow(other, axis == 0, dtype)[:, summed]
+            left = run.turned_part(other, axis == 0, dtype, summed)
             if x.kept == ROW:
                 right = turned[eqn.invars[at], dtype or jnp.float32][...]
             else:

@@ -86,7 +86,7 @@ def heads_abreast(pairs: int, width: int) -> int:
     - `pairs`: the pairs of query and key of a block.
     - `width`: the size of the last axis of values.
     """
-    return 2 if generation() == 6 and pairs * width <= 2**27 else 1
+    return 2 if wide_units() and pairs * width <= 2**27 else 1
 
 
 def copies_slowly() -> bool:

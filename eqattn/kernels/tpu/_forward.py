@@ -37,6 +37,7 @@ from .._program import LOG2E
 from ._chip import heads_abreast, SPARE, VMEM
 from ._forward_step import FoldSpec, FoldStepBody, run
 from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, split_at, turns
+from ._products import LANES
 from ._program import Program
 from ._work_list import FIRST, kind_of, LAST
 
@@ -97,6 +98,12 @@ class _Fold:
         return [pltpu.VMEM((self.grid.abreast, *shape), dtype) for shape, dtype in shapes]
 
     @property
+    def flags(self) -> list:
+        """The `found` of `run`, where a step has the values of its own pair."""
+        looks = self.early and self.form.poisons and self.form.some != self.form.full
+        return [pltpu.SMEM((1,), jnp.int32)] * (looks and [*self.behind] == [0])
+
+    @property
     def given(self) -> list[KernelOperand]:
         return [*self.ahead.values(), *self.behind.values(), *self.ends, *self.start]
 
@@ -120,6 +127,7 @@ class _Fold:
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
         read = ft.partial(grid.read, ids=ids, refs=(work_ref, *tables))
         running, ended = ids[-1] > 0, (before & LAST) != 0
+        left, flags = split_at(left, len(left) - len(self.flags))
         bodies = []
         for head in range(grid.abreast):
             num, den, top, s, most, *others = [ref.at[head] for ref in left]
@@ -129,14 +137,16 @@ class _Fold:
             fetch, lie_before = _readers(
                 form.values[form.full], self.behind, vals, ft.partial(of_head, lag=1)
             )
-            aside = None
+            aside, given = None, None
             if self.early:
                 now = lax.rem(ids[-1], 2)
                 here, there = (turned[0].at[i] for i in (now, 1 - now))
                 aside = ft.partial(_turn, here, self.behind[0], vals[0], of_head)
                 fetch[0], lie_before[0] = (lambda there=there: there[...]), True
+                if flags:
+                    given = ft.partial(of_head, self.behind[0], vals[0])
             state = num, den, top, s, most, weights
-            bodies.append(FoldStepBody(form, load, lie, fetch, lie_before, *state, aside))
+            bodies.append(FoldStepBody(form, load, lie, fetch, lie_before, *state, aside, given))
 
         def clear():
             for body in bodies:
@@ -149,7 +159,7 @@ class _Fold:
 
         if start:
             pl.when(running & ((before & FIRST) != 0))(go_on)
-        run(bodies, pair, before)
+        run(bodies, pair, before, *flags)
         if form.hides:  # what it has added must not count, whatever its values are
             pl.when(running & (kind_of(before) == EMPTY))(go_on if start else clear)
 
@@ -175,9 +185,14 @@ class _Fold:
         return [*[y for y in ys if y.ndim == 2], jnp.stack(vectors)]
 
 
-def _turn(ref: Any, x: KernelOperand, given: Any, read: Callable) -> None:
-    """Writes the block of an operand transposed."""
-    ref[...] = read(x, given).T
+def _turn(ref: Any, x: KernelOperand, given: Any, read: Callable, part: int, parts: int) -> None:
+    """Writes a part of the block of an operand transposed."""
+    size = x.shape[0] // parts
+    if size % LANES == 0:
+        here = slice(part * size, part * size + size)
+        ref[:, here] = read(x, given)[here].T
+    elif part == 0:
+        ref[...] = read(x, given).T
 
 
 def _readers(
@@ -186,8 +201,9 @@ def _readers(
     """How an `Evaluation` of the program reads each argument, and which of them lie transposed."""
     load: list = [None] * len(program.reads)
     for i, x in operands.items():
-        load[i] = ft.partial(read, x, refs[i])
-    return load, [i in operands and operands[i].flipped for i in range(len(load))]
+        load[i] = ft.partial(read, x, refs[i], as_row=True)
+    flipped = {i for i, x in operands.items() if x.flipped or x.is_column}
+    return load, [i in flipped for i in range(len(load))]
 
 
 def _plan(
@@ -291,7 +307,7 @@ def visit_fold(
                 *[grid.spec(x.axes, x.block, 1) for x in plan.start],
             ],
             out_specs=[grid.spec(kept, x.shape, 1) for x in plan.outs],
-            scratch_shapes=plan.scratch,
+            scratch_shapes=[*plan.scratch, *plan.flags],
         ),
         out_shape=[
             abstract(args[-1], (*grid.leading_sizes(kept), *x.shape), x.dtype) for x in plan.outs

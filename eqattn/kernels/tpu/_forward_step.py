@@ -149,7 +149,9 @@ class FoldStepBody:
         Carry of the row.
     - `s`, `most`: the logits `[keys, rows]` of the pair before, and their maxima `[1, rows]`.
     - `weights`: the dropout weights of the pair before, `[keys, rows]`: one reference or none.
-    - `aside`: what a step does besides, for which no unit waits.
+    - `aside`: does a part of what a step does besides, for which no unit waits. It is given which,
+        and of how many.
+    - `given`: reads the values of this pair as they lie, where a step has them to look through.
     """
 
     form: FoldSpec
@@ -163,7 +165,8 @@ class FoldStepBody:
     s: Any
     most: Any
     weights: Sequence[Any]
-    aside: Callable[[], None] | None
+    aside: Callable[[int, int], None] | None
+    given: Callable[[], Array] | None
 
     def clear(self) -> None:
         """Sets the Carry of the row to the empty one."""
@@ -171,14 +174,15 @@ class FoldStepBody:
         self.top[...] = jnp.full_like(self.top, -jnp.inf)
 
     def total(self) -> Array:
-        """A sum of the values of the pair before, which is finite only if all of them are. If it
-        overflows, that costs only time.
+        """A sum of the values of this pair if they are `given`, else of the pair before. It is
+        finite only if all of them are. If it overflows, that costs only time.
         """
-        values = self.form.values
+        values, early = self.form.values, self.given is not None
         full, some = values[self.form.full], values[self.form.some]
+        blocks = ([self.given], [False]) if early else (self.fetch, self.lie_before)
         if len(full.outs) > 1:
-            return Evaluation(some, self.fetch, self.lie_before).value(some.outs[1])
-        total = Evaluation(full, self.fetch, self.lie_before).value(full.outs[0], True)
+            return Evaluation(some, *blocks).value(some.outs[1])
+        total = Evaluation(full, *blocks).value(full.outs[0], not early)
         # Where units add narrow numbers, a register of them is added at once.
         while wide_units() and total.ndim == 2 and total.shape[0] % 32 == 0:
             half = total.shape[0] // 2
@@ -218,8 +222,6 @@ class FoldStepBody:
         """
         form, (keys, rows) = self.form, self.form.layout.block
         logits, values = form.logits[c], form.values[weighed]
-        if self.aside:
-            self.aside()
         ahead = Evaluation(logits, self.load, self.lie)
         behind = Evaluation(values, self.fetch, self.lie_before)
         value = behind.narrow(values.outs[0], not form.grouped, form.narrow)
@@ -227,7 +229,10 @@ class FoldStepBody:
         now = jnp.maximum(was, self.most[...])
         origin, scale = change_of_origin(now, was, jnp.exp2)
         parts = windows(keys, rows, masked=c != form.full)
-        for at, to in [(slice(0, keys), slice(0, rows))] if form.grouped else parts:
+        parts = [(slice(0, keys), slice(0, rows))] if form.grouped else parts
+        for n, (at, to) in enumerate(parts):
+            if self.aside:
+                self.aside(n, len(parts))
             new, weights, first = (), (), at.start == 0
             if (at, to) in skip:
                 s = jnp.full((at.stop - at.start, to.stop - to.start), -jnp.inf, jnp.float32)
@@ -276,7 +281,7 @@ class FoldStepBody:
             yield self.den, p.sum(0, keepdims=True)
 
 
-def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any) -> None:
+def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = None) -> None:
     """Runs the form of a step that suits the pair and the one before it, both packed.
 
     The heads of `bodies` have the same pairs, and nothing of one waits for another.
@@ -291,41 +296,53 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any) -> None:
     | `masked`         | partial                   | all windows                   |
     | `without_corner` | partial, without a corner | all windows                   |
     | `after_corner`   | full                      | all windows but a corner      |
-    | the last `visit` | partial                   | values cleaned, all windows   |
+    | `unclean`        | partial                   | values cleaned, all windows   |
 
     The forms that skip a corner run only for pairs of class `CORNER`.
+
+    **Arguments:**
+
+    - `found`: a reference to whether some value is not finite, in scalar memory. A step with a
+        partial pair looks through its values beside its products, and the next step reads what it
+        found. Without the reference, the next step looks first.
     """
     form, kind, last = bodies[0].form, kind_of(pair), kind_of(before)
     full, some = form.full, form.some
     skip, skip_before = (skipped(form.layout, masked) for masked in (True, False))
 
+    def look() -> Array:
+        """Returns 1 if some value is not finite, else 0."""
+        total = ft.reduce(jnp.add, [body.total() for body in bodies])
+        return jnp.isnan(jnp.sum(total * 0)).astype(jnp.int32)
+
     def visit(*how):
         for body in bodies:
             body.visit(*how)
 
+    def partial(*how):
+        if found is not None:
+            found[0] = look()
+        visit(*how)
+
     def poison():
-        """Returns 1 if some value of the pair before is not finite, else 0."""
-        total = ft.reduce(jnp.add, [body.total() for body in bodies])
-        dirty = jnp.isnan(jnp.sum(total * 0))
-
-        @pl.when(dirty)
-        def _():
-            for body in bodies:
-                body.poison()
-
-        return dirty.astype(jnp.int32)
+        for body in bodies:
+            body.poison()
 
     def plain():
         visit(full, full)
 
     def masked():
-        visit(some, full)
+        partial(some, full)
 
     def without_corner():
-        visit(some, full, skip)
+        partial(some, full, skip)
 
     def after_corner():
         visit(full, full, (), skip_before)
+
+    def unclean():
+        poison()
+        partial(some, some)
 
     def other():
         lax.cond(
@@ -336,7 +353,7 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any) -> None:
 
     if some == full:
         if form.poisons:
-            poison()
+            pl.when(look() != 0)(poison)
         plain()
         return
     # The most frequent step is behind one branch, as each branch costs all steps 10 to 20
@@ -345,6 +362,7 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any) -> None:
     if skip:
         frequent &= last != CORNER
     if form.poisons:
-        dirty = lax.cond(last == full, lambda: jnp.int32(0), poison)
+        known = look if found is None else lambda: found[0]
+        dirty = lax.cond(last == full, lambda: jnp.int32(0), known)
         frequent &= dirty == 0
-    lax.cond(frequent, plain, lambda: lax.cond(dirty == 0, other, lambda: visit(some, some)))
+    lax.cond(frequent, plain, lambda: lax.cond(dirty == 0, other, unclean))

@@ -22,6 +22,7 @@ The results are those of the jaxpr to rounding. These rules change what is compu
 7. *Common factors.* `f x + f y` becomes `f (x + y)`: a probability multiplies both parts of the
    cotangent of its logit at once.
 8. *No detours.* A product that reads bfloat16 takes a block that was widened from it as it was.
+9. *Bounds of a row.* `q - k <= n` becomes `q - n <= k`: one difference for a row, not for a logit.
 """
 
 import copy
@@ -37,7 +38,9 @@ from jax import lax
 from ..._jax import Literal, primitives
 from ..._sweep.products import dot_p, grouped_dot_p
 from .._program import flat_jaxpr, LOG2E, POINTWISE
+from ._grid import as_block
 from ._products import grouped_product, product_of
+from ._sides import Sides
 
 
 # Operations that are done in either orientation of a block. `Program.root` goes back through them
@@ -106,7 +109,7 @@ class Program:
         return [run.value(v) for v in self.outs]
 
 
-class Evaluation:
+class Evaluation(Sides):
     """One evaluation of a program in a kernel.
 
     **Arguments:**
@@ -143,20 +146,24 @@ class Evaluation:
         return self.parts[v]
 
     def _block(self, v: Any, window: tuple[slice, slice]) -> Any:
-        eqn = self.program.maker(v)
+        eqn, shape = self.program.maker(v), v.aval.shape
+        if shape[0] > 1 == shape[-1]:
+            return self.from_side(v, True, lambda flip: self.value(v, flip))
         if eqn is not None and eqn.primitive is dot_p:
             return self._dot(eqn.invars[0], eqn.invars[1], window, **eqn.params)
         if eqn is not None and eqn.primitive is lax.select_n_p:
             return self._selected(eqn)
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
             if eqn.invars[0].aval.ndim == 0:
-                return self._repeated(self.value(eqn.invars[0]), v.aval.shape)
+                return self._repeated(self.value(eqn.invars[0]), shape)
         if eqn is not None and eqn.primitive in POINTWISE:
             return self.pointwise(eqn, self.block)
         return self._cut(self.value(v))
 
     def pointwise(self, eqn: Any, get: Callable) -> Any:
         """An operation on single elements of what `get` returns for its arguments."""
+        if self.window is not None and (bounds := self.bounds(eqn)) is not None:
+            return eqn.primitive.bind(*bounds)
         added = eqn.primitive is primitives.add_jaxvals_p
         if added and (terms := self._with_factor(eqn)) is not None:
             factor, x, y = map(get, terms)
@@ -224,7 +231,7 @@ class Evaluation:
     def _value(self, v: Any, flip: bool) -> Any:
         if v in self.load:
             load, lies = self.load[v]
-            return load() if lies == flip else self.value(v, not flip).T
+            return load() if lies == flip else self._turn(v, flip)
         eqn = self.program.maker(v)
         if eqn is None:
             return self.value(v, False).T
@@ -250,7 +257,7 @@ class Evaluation:
             and any(self.lies_flipped(x) for x in eqn.invars)
             and not isinstance(v, Literal)
         ):
-            return self.value(v, True).T
+            return self._turn(v, False)
         if eqn.primitive is lax.reshape_p:
             x: Any = eqn.invars[0]
             shape = eqn.outvars[0].aval.shape
@@ -268,6 +275,13 @@ class Evaluation:
             return ys
         self.done.update(zip([(w, False) for w in eqn.outvars], ys))
         return self.done[v, False]
+
+    def _turn(self, v: Any, flip: bool) -> Any:
+        """A value in the other of its two orientations."""
+        x, shape = self.value(v, not flip), v.aval.shape
+        if flip or len(shape) < 2 or shape[1] > 1:
+            return x.T
+        return as_block(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, shape, x.dtype)
 
     def _with_factor(self, eqn: Any) -> tuple | None:
         """The common factor of a sum of two products, and the two others; None without one."""

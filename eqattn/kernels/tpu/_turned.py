@@ -1,15 +1,13 @@
 """The evaluation of a program with blocks of logits as `[rows, keys]`, window by window."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
 from ..._sweep.products import dot_p
 from .._program import POINTWISE
-from ._products import LANES, product_of
+from ._products import product_of
 from ._program import Evaluation
 
 
@@ -29,12 +27,14 @@ class TurnedEvaluation(Evaluation):
     stand as a column in each of the lanes, which is done once.
     """
 
+    turned = True
+
     def _block(self, v: Any, window: Window) -> Any:
         eqn, (keys, rows) = self.program.maker(v), window
         if v.aval.size == 1:
             return self.value(v)
         if min(v.aval.shape) == 1:
-            return self._from_side(v, v.aval.shape[1] == 1, lambda flip: self.value(v, flip))
+            return self.from_side(v, v.aval.shape[1] == 1, lambda flip: self.value(v, flip))
         if eqn is not None and eqn.primitive is dot_p:
             (a, b), (i, j) = eqn.invars, eqn.params["contract"]
             dtype = eqn.params["operand_dtype"]
@@ -69,35 +69,19 @@ class TurnedEvaluation(Evaluation):
         else:
             of_keys = x.shape[1] == 1
             row = x.T if of_keys else x
-        y = self._from_side((v, factor), of_keys, lambda _: row)
+        y = self.from_side((v, factor), of_keys, lambda _: row)
         assert self.window is not None
         keys, rows = map(size_of, self.window)
         return jnp.broadcast_to(y, (rows, keys))
 
-    def _from_side(self, key: Any, of_keys: bool, row: Callable[[bool], Array]) -> Array:
-        """The window of numbers `[1, keys]`, or of numbers `[1, rows]` as columns.
+    def turned_part(self, v: Any, flip: bool, dtype: Any, part: slice) -> Any:
+        """The columns `part` of a value in the dtype that a product reads, transposed if `flip`.
 
-        **Arguments:**
-
-        - `key`: what identifies the numbers.
-        - `of_keys`: whether they are those of keys.
-        - `row`: a function that returns them as a row, given whether that is a transpose.
+        Where that takes a transpose, each part has its own, beside the products of its windows.
         """
-        assert self.window is not None
-        keys, rows = self.window
-        if ("side", key) not in self.done:
-            x = row(of_keys)
-            boolean = x.dtype == jnp.bool_
-            x = x.astype(jnp.int32) if boolean else x
-            if not of_keys:
-                x = jnp.broadcast_to(x, (LANES, x.shape[1])).T
-            self.done["side", key] = x, boolean
-        x, boolean = self.done["side", key]
-        width = size_of(keys)
-        if of_keys:
-            x = x[:, keys]
-        elif width % LANES == 0:
-            x = jnp.concatenate([x[rows]] * (width // LANES), 1)
-        else:
-            x = jnp.broadcast_to(x[rows, :1], (size_of(rows), width))
-        return x != 0 if boolean else x
+        if self.lies_flipped(v) == flip:
+            return self.narrow(v, flip, dtype)[:, part]
+        key = "part", v, dtype, part.start, part.stop
+        if key not in self.done:
+            self.done[key] = self.narrow(v, not flip, dtype)[part].T
+        return self.done[key]
