@@ -50,19 +50,17 @@ CHIPS = tuple(_CHIPS)
 NAMES = (
     "full",
     "causal",
-    "causal, 4 heads a key",
     "causal, 64",
     "causal, 256",
     "segments",
     "soft cap",
-    "bias",
     "alibi",
     "dropout",
     "odd lengths",
 )
 """The calls of `gpu_report` that are compiled, too."""
 
-DIFFERENTIATED = ("causal", "causal, 256", "soft cap")
+DIFFERENTIATED = ("causal", "causal, 256")
 """Those whose gradients of query, key and value are compiled, too."""
 
 
