@@ -52,15 +52,12 @@ NAMES = (
     "causal",
     "causal, 64",
     "causal, 256",
-    "segments",
     "soft cap",
-    "alibi",
     "dropout",
-    "odd lengths",
 )
 """The calls of `gpu_report` that are compiled, too."""
 
-DIFFERENTIATED = ("causal", "causal, 256")
+DIFFERENTIATED = ("causal",)
 """Those whose gradients of query, key and value are compiled, too."""
 
 
