@@ -39,8 +39,9 @@ from eqattn.kernels.gpu.triton import TritonLowering
 SHAPES = [(2, 40, 4, 16), (2, 48, 2, 16), (2, 48, 2, 8)]
 
 
-def metadata(**kw):
-    return AttentionMetadata(**dict(platform="triton", runtime_dtype=jnp.bfloat16) | kw)
+def metadata(**kw: Any):
+    fields: dict[str, Any] = dict(platform="triton", runtime_dtype=jnp.bfloat16)
+    return AttentionMetadata(**fields | kw)
 
 
 def arrays(dtype=jnp.bfloat16):
@@ -82,7 +83,7 @@ def test_gradients_without_a_kernel_run_as_loops():
     bias = jnp.ones((2, 4, 40, 48), jnp.bfloat16)
     f = lambda q, k, v, bias: call(q, k, v, bias=bias).astype(jnp.float32).sum()
     assert kernels(jax.grad(f, (0, 3)), q, k, v, bias) == 2
-    exact = lambda *xs: call(*xs, Blockwise(metadata(runtime_dtype=None))).sum()
+    exact = lambda q, k, v: call(q, k, v, Blockwise(metadata(runtime_dtype=None))).sum()
     assert kernels(jax.grad(exact), *arrays(jnp.float32)) == 1
 
 
