@@ -111,9 +111,8 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
         name: {
             "dtype": ("float32", "float64"),
             "operands": ("float64",),
-            # A table is gathered from, there are features, or functions of users, which are not
-            # tried.
-            "score": ("t5", "t5_causal", "both", "features", "lookup"),
+            # A table is gathered from, or there are features.
+            "score": ("t5", "t5_causal", "both", "features"),
         }
         for name in ("gpu", "gpu_ragged")
     },
@@ -243,7 +242,7 @@ def of_the_gpu(strength: int) -> tuple[Case, ...]:
     other = {
         "dtype": {"float32": "bfloat16", "float64": "float16"},
         "operands": {"float64": "float32"},
-        "score": {"t5": "none", "t5_causal": "alibi", "both": "alibi", "features": "none"},
+        "score": {"t5": "none", "t5_causal": "lookup", "both": "alibi", "features": "none"},
         "block": {(1000, 16): (16, 64)},  # which kernels read where they lie
     }
     # Vectors that are read where they lie are multiples of 16 numbers.

@@ -154,7 +154,15 @@ def test_what_kernels_write_themselves(name):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("power", [-3, -1, 0, 1, 2, 7, 12])
+def test_whole_powers(power):
+    x = np.linspace(-2, 2, 30, dtype=np.float32)
+    got = operations._WRITTEN["integer_pow"](x, y=power)
+    np.testing.assert_allclose(got, x.astype(np.float64) ** power, rtol=1e-6)
+
+
 REFUSED = {
+    "rem": lambda s, b, h, q, k: s % jnp.float32(3),
     "sinh": lambda s, b, h, q, k: jnp.sinh(s),
     "gather": lambda s, b, h, q, k: s + jnp.ones(200)[q + k],
     "scan": lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, x: x * 2, s),

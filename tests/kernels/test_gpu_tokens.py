@@ -53,6 +53,14 @@ def test_tokens_are_read_and_written_where_they_lie(tokens, dim, kept):
         assert given[:4].count(of_rows) == given[:4].count(of_keys) == 2
 
 
+def test_a_single_block_has_any_length():
+    """The compiler wants to know that copies begin at multiples of 8 tokens."""
+    q, k, v = (jax.ShapeDtypeStruct((2, n, 2, 16), jnp.bfloat16) for n in (70, 90, 90))
+    call = ft.partial(attend, platform="gpu")
+    gradients = lambda q, k, v: jax.vjp(call, q, k, v)[1](q)
+    assert len(calls(text_of(gradients, q, k, v))) == 3
+
+
 @pytest.mark.parametrize("tokens, kv_heads", [(512, 2), (264, 4)])
 def test_the_compiler_copies_nothing_for_them(tokens, kv_heads, monkeypatch):
     """What kernels read is an argument of the program or the result of another, and what the caller

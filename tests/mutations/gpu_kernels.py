@@ -6,6 +6,9 @@
 TOKENS = "kernels/test_gpu_tokens.py -k 'not grad'"
 FINITE = "kernels/test_gpu.py -k not_finite"
 MASKED = "kernels/test_gpu.py -k masked_reaches"
+LEARNED = "kernels/test_gpu_scores.py -k 'learned or inlined'"
+WRITTEN = "kernels/test_gpu_scores.py -k 'write or powers'"
+REFUSED = "kernels/test_gpu_scores.py -k 'no_kernel or body'"
 
 MUTANTS = [
     (
@@ -58,6 +61,57 @@ MUTANTS = [
         "kernels/test_gpu.py -k 'test_values and window'",
         [
             ("xs = [self.times(x, factor, given) for x in eqn.invars]\n                return", "xs = [self.times(x, None, given) for x in eqn.invars]\n                return"),
+        ],
+    ),
+    (
+        "kernels/gpu/_program.py",
+        LEARNED,
+        [
+            ("known[v] = known.get(v, facts) & facts", "known[v] = facts"),
+            ("case = next((i for v, i in facts if v is at), None)", "case = None"),
+            ("case = 0 if all(x is roots[0] for x in roots) else case", "pass"),
+            ("x = self.times(eqn.invars[0], 2 * LOG2E, {})", "x = self.times(eqn.invars[0], LOG2E, {})"),
+            ("np.float32(factor) / self.value(y).array", "1 / self.value(y).array"),
+        ],
+    ),
+    (
+        "kernels/gpu/_program.py",
+        "kernels/test_gpu_scores.py -k factor_behind",
+        [
+            ("if product is None or product.primitive is not dot_p or isinstance(v, Literal):", "if isinstance(v, Literal):"),
+        ],
+    ),
+    (
+        "kernels/gpu/_operations.py",
+        WRITTEN,
+        [
+            ("turned = (whole + (whole & 1)) & 2", "turned = whole & 2"),
+            ("return jnp.where(whole > x, whole - 1, whole)", "return whole"),
+            ("return power if y > 0 else 1 / power", "return power"),
+            ("return 1 - 2 / (1 + e)", "return 1 - 1 / (1 + e)"),
+            ("_HALF_PI = 1.5625, 0.00830078125, -4.4544551033807686e-06", "_HALF_PI = 1.5625, 0.00829634, 0.0"),
+        ],
+    ),
+    (
+        "kernels/gpu/_operations.py",
+        REFUSED,
+        [
+            ("if aval.dtype not in _DTYPES:", "if False:"),
+            ("if eqn.primitive is lax.rem_p and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):", "if False:"),
+        ],
+    ),
+    (
+        "kernels/_program.py",
+        REFUSED,
+        [
+            ('"jit pjit remat remat2".split()', '"jit pjit remat remat2 scan".split()'),
+        ],
+    ),
+    (
+        "kernels/gpu/_matrices.py",
+        "kernels/test_gpu_tokens.py -k any_length",
+        [
+            ("first = jnp.int32(0) if single else at[self.axis] * jnp.int32(block)", "first = at[self.axis] * jnp.int32(block)"),
         ],
     ),
     (

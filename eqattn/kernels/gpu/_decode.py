@@ -295,7 +295,7 @@ class Program:
             products.append(product)
         s = ft.reduce(jnp.add, products)
         read = lambda i: near[i] if i in near else self.read(i, step, slot)
-        s, *weights = program(s, read, {"r": TILE, "k": sizes.tile_k}, LOG2E, False)
+        s, *weights = program(s, read, {"r": TILE, "k": sizes.tile_k}, False)
         if sizes.padded_keys != sizes.keys:
             inside = mosaic.iota(s.shape, 1) + self.where(step)[1] < jnp.int32(sizes.keys)
             s = jnp.where(inside, s, -jnp.inf)
@@ -309,8 +309,9 @@ class Program:
             if scale is not None:
                 scale = lax.broadcast_in_dim(scale, shape, [1])
                 weights = [x * scale for x in weights] or [scale]
+        factor = jnp.float32(LOG2E)
         in_order = None if plan.interpreted else mosaic.in_order
-        acc, den, now, weighted = online_step(state, s, weights, None, plan.dtype, in_order)
+        acc, den, now, weighted = online_step(state, s, weights, factor, plan.dtype, in_order)
         for arrived in self.wide[1] or [x.at[slot] for x in v_arrived]:
             mosaic.barrier_wait(arrived)
         (value, *_), (first, n) = values or keys, (sum(sizes.widths[:worker]), sizes.widths[worker])

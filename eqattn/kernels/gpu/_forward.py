@@ -253,7 +253,7 @@ class Program:
         self, program: PairProgram, near: dict, step: Any, slot: Any, cleans: bool
     ) -> list[Any]:
         """What a block function makes of the tile of keys in a slot, which is free afterwards. The
-        logits are still to be multiplied with the `factor` if there is a `scale`.
+        logits are still to be multiplied with the `factor`.
         """
         sizes, lengths = self.plan.sizes, {"r": mosaic.WARPGROUP, "k": self.plan.sizes.tile_k}
         # For fewer features, the other loops have registers for the addresses of all parts.
@@ -263,7 +263,7 @@ class Program:
         q_tile, k_tile = self.memory[0].at[warpgroup], self.memory[1].at[slot]
         s = mosaic.pairs_of(q_tile, k_tile, (lambda: None) if cleans else self.next_turn)
         read = lambda i: near[i] if i in near else self.read(i, step, slot)
-        s, *weights = program(s, read, lengths, LOG2E, self.plan.scale is not None)
+        s, *weights = program(s, read, lengths, self.plan.scale is not None)
         if sizes.padded_keys != sizes.keys:
             inside = mosaic.iota(s.shape, 1) + self.where(step)[1] < jnp.int32(sizes.keys)
             s = jnp.where(inside, s, -jnp.inf)
@@ -286,15 +286,15 @@ class Program:
         s, *weights = self.logits(program, near, step, slot, cleans)
         if cleans:  # while registers hold no factors of values
             acc, den, top = state
-            bad = mosaic.load(self.memory[4][0].at[self.warpgroup], "other")
+            here = mosaic.anew(self.warpgroup, plan.interpreted)
+            bad = mosaic.load(self.memory[4][0].at[here], "other")
             bad = lax.broadcast_in_dim(bad, s.shape, [1])
             den = den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1)
             if not plan.interpreted:
                 s, den = mosaic.in_order(s, den)
             state = acc, den, top
-        factor = None if plan.scale is None else self.factor
         in_order = None if plan.interpreted else mosaic.in_order
-        acc, den, now, weighted = online_step(state, s, weights, factor, plan.dtype, in_order)
+        acc, den, now, weighted = online_step(state, s, weights, self.factor, plan.dtype, in_order)
         if not cleans:
             mosaic.barrier_arrive(self.turn)
             mosaic.barrier_wait(v_arrived.at[slot])
@@ -318,6 +318,7 @@ class Program:
         for part in mosaic.parts_of(tile):
             fine = jnp.abs(mosaic.load(part, "pairs")) < jnp.inf
             found = found + jnp.where(fine, jnp.float32(0), jnp.float32(jnp.nan)).sum(1)
-        mosaic.store(found, self.memory[4][0].at[self.warpgroup])
+        warpgroup = mosaic.anew(self.warpgroup, self.plan.interpreted)
+        mosaic.store(found, self.memory[4][0].at[warpgroup])
         mosaic.commit_smem()
-        mosaic.clean_together(tile, self.warpgroup, self.both)
+        mosaic.clean_together(tile, warpgroup, self.both)

@@ -35,11 +35,11 @@ def online_step(
 
     **Arguments:**
 
-    - `state`: numerator, denominator and maximum of each row. Logits and maxima are those of powers
-        of two.
+    - `state`: numerator, denominator and maximum of each row, that of powers of two.
     - `s`: the logits `[rows, keys]`.
     - `weights`: the factor on the probabilities in the numerator, if there is one.
-    - `factor`: a number that the logits are still to be multiplied with; None if they have been.
+    - `factor`: the positive number that makes of logits those of powers of two. In an exponent, the
+        product costs nothing.
     - `dtype`: that of the factors of the values.
     - `in_order`: returns its arguments, which the compiler then computes before what follows.
     - `powers`: `powers_of_two`, or what the device has in its place.
@@ -49,7 +49,7 @@ def online_step(
     """
     acc, den, top = state
     most = s.max(1)
-    now = jnp.maximum(top, most if factor is None else most * factor)
+    now = jnp.maximum(top, most * factor)
     origin = jnp.maximum(now, _ORIGIN)
     scale = powers(top, None, origin)
     p = powers(s, factor, origin)

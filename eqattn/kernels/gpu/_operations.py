@@ -83,13 +83,6 @@ def _floor(x: Any) -> Any:
     return jnp.where(whole > x, whole - 1, whole)
 
 
-def _log1p(x: Any) -> Any:
-    """What `1 + x` rounds off is added to the logarithm."""
-    whole = 1 + x
-    rest = jnp.where(jnp.abs(x) < 1, x - (whole - 1), jnp.float32(0))
-    return jnp.log(whole) + rest / whole
-
-
 def _integer_pow(x: Any, y: int) -> Any:
     """The compiler lacks powers of 1, as derivatives have them, and most negative ones."""
     if y == 0:
@@ -110,7 +103,7 @@ _WRITTEN: dict[str, Callable] = {
     "cos": _cos,
     "floor": _floor,
     "ceil": lambda x: -_floor(-x),
-    "log1p": _log1p,
+    "log1p": lambda x: jnp.log(1 + x),
     "log2": lambda x: jnp.log(x) * np.float32(LOG2E),
     "logistic": lambda x: 1 / (1 + jnp.exp(-x)),
 }

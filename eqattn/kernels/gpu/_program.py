@@ -153,23 +153,21 @@ class PairProgram(BlockProgram):
         product: Any,
         read: Callable[[int], Value],
         sizes: dict[str, int],
-        factor: float,
         apart: bool,
     ) -> list[Any]:
-        """The results at each pair, the first of them times a factor.
+        """The results at each pair.
 
         **Arguments:**
 
         - `product`: of the queries and keys, `[rows, keys]`.
         - `read`: the value of an argument.
         - `sizes`: the lengths of the axes `"r"` and `"k"`.
-        - `apart`: whether the first result comes without the factor and without its `scale`, which
-            is positive and not infinite.
+        - `apart`: whether the first result comes without its `scale`.
         """
         run = Run(self, lambda _: product, read, sizes)
         logits, *others = self.jaxpr.outvars
         run.apart = self.scale if apart else None
-        values = [run.times(logits, None if apart else factor, {}), *map(run.value, others)]
+        values = [run.times(logits, None, {}), *map(run.value, others)]
         return [x.spread("".join(sizes), sizes) for x in values]
 
 
@@ -222,7 +220,21 @@ class Run:
             return Value(x.kind, tanh_of(jnp.exp2(x.array)))
         if eqn.primitive.name == "add_any":
             return self._sum(eqn, {})
+        if (x := self._converted_distance(eqn)) is not None:
+            return x
         return evaluated(eqn, [self.value(x) for x in eqn.invars], self.sizes, self.program.native)
+
+    def _converted_distance(self, eqn: Any) -> Value | None:
+        """The float of an absolute integer, as the absolute value of its float, which takes no
+        operation of its own; None for anything else.
+        """
+        if eqn.primitive is not lax.convert_element_type_p:
+            return None
+        inner, new = self.program.made(eqn.invars[0]), eqn.params["new_dtype"]
+        if inner is None or inner.primitive is not lax.abs_p or new != jnp.float32:
+            return None
+        x = evaluated(eqn, [self.value(inner.invars[0])], self.sizes, self.program.native)
+        return Value(x.kind, jnp.abs(x.array))
 
     def _exponential(self, v: Any, given: dict[Any, int]) -> Value:
         """The exponential of an argument of `exp`. That of a masked logit is 0, also where the

@@ -185,7 +185,7 @@ class Program:
         shape = (sizes.tile_r, sizes.padded_dim)
         self.queries = triton.rows(self.q, lead, inside, shape)
         self.near = {i: self.read(i) for i, x in plan.operands.items() if not _moves(x)}
-        self.factor = None
+        self.factor = jnp.float32(LOG2E)
         if plan.scale is not None:
             scale = self.near[plan.scale].array
             self.factor = LOG2E * jnp.maximum(jnp.abs(scale), jnp.finfo(jnp.float32).tiny)
@@ -265,7 +265,7 @@ class Program:
         here = triton.ds(start, size)
         read = lambda i: self.near[i] if i in self.near else self.read(i, column, here)
         lengths = dict(r=sizes.tile_r, k=size)
-        s, *weights = program(s, read, lengths, LOG2E, plan.scale is not None)
+        s, *weights = program(s, read, lengths, plan.scale is not None)
         if sizes.padded_keys != sizes.keys:
             last = lax.broadcast_in_dim(keys < sizes.keys, s.shape, [1])
             s = jnp.where(last, s, -jnp.inf)
