@@ -227,9 +227,8 @@ class Runner:
             if not tokens[layer].values:
                 answer.out = np.zeros_like(out[b])
             self.compare(i, b, "output", out[b, :n], answer.out[:n], error, answer)
-            error = 60 * sums * (2 + answer.most) + (
-                2 * narrow * (2 + answer.most) if narrow > 1e-3 else 0
-            )
+            # What is quantised is read in float32, and here it was rounded to the queries' dtype.
+            error = (60 * sums + 2 * narrow * (narrow > 1e-5)) * (2 + answer.most)
             if lse is not None:
                 self.compare(i, b, "logsumexp", lse[b, :n], answer.lse[:n], error, answer)
             dq = answer.dq
@@ -250,7 +249,8 @@ class Runner:
         n = values.shape[-1]
         for b in range(len(history.rows)):
             answer = attend(history, tokens, b, q[b], call)
-            error = 1e-5 * (2 + answer.most)
+            narrow = float(jnp.finfo(self.config.dtype).eps)
+            error = (1e-5 + 2 * narrow * (narrow > 1e-5)) * (2 + answer.most)
             for h, logits in enumerate(answer.logits):
                 for t in range(given["counts"][b]):
                     best = np.concatenate([np.sort(logits[t])[::-1], np.full(n, -np.inf)])[:n]
