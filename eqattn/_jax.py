@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import (
     ClosedJaxpr as ClosedJaxpr,
     jaxpr_as_fun as jaxpr_as_fun,
+    jaxprs_in_params,
     Literal as Literal,
     Primitive as Primitive,
     primitives as primitives,
@@ -223,6 +224,11 @@ def replay(closed: ClosedJaxpr, *args) -> list:
             return [vary(x, frozenset(eqn.params["axes"])) for x in xs]
         if eqn.primitive is primitives.jit_p:
             return replay(eqn.params["jaxpr"], *xs)
+        axes = varying_axes(*xs)
+        if axes and not list(jaxprs_in_params(eqn.params)):
+            # Its arguments varied alike when it was traced, and must do so here, literals too.
+            ends = zip(xs, eqn.invars, strict=True)
+            xs = [vary(jnp.asarray(x, v.aval.dtype), axes) for x, v in ends]
         return evaluated(eqn, xs)
 
     return interpret(closed.jaxpr, closed.consts, args, evaluate)
