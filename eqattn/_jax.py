@@ -192,7 +192,12 @@ def only_varies(eqn) -> bool:
     return eqn.primitive.name == "pvary"
 
 
-def interpret(jaxpr, consts, args, evaluate, literal=lambda v: v.val) -> list:
+def literal_value(v):
+    """The value of a literal, which has a dtype: JAX keeps some as numbers of Python."""
+    return v.val if hasattr(v.val, "dtype") else v.aval.dtype.type(v.val)
+
+
+def interpret(jaxpr, consts, args, evaluate, literal=literal_value) -> list:
     """The results of a jaxpr at arguments of any kind, intervals for example.
 
     **Arguments:**
@@ -227,8 +232,7 @@ def replay(closed: ClosedJaxpr, *args) -> list:
         axes = varying_axes(*xs)
         if axes and not list(jaxprs_in_params(eqn.params)):
             # Its arguments varied alike when it was traced, and must do so here, literals too.
-            ends = zip(xs, eqn.invars, strict=True)
-            xs = [vary(jnp.asarray(x, v.aval.dtype), axes) for x, v in ends]
+            xs = [vary(x, axes) for x in xs]
         return evaluated(eqn, xs)
 
     return interpret(closed.jaxpr, closed.consts, args, evaluate)

@@ -88,7 +88,10 @@ def test_varying_axes(check):
 def test_what_varies_is_replayed():
     """With literals, with what does not vary, and in functions that are jitted."""
     table = jnp.arange(4)
-    closed = jax.make_jaxpr(lambda i, n: jnp.where(i < 2, table[i % n], 7))(1, 2)
+    traced = lambda i, n: jnp.where(
+        (i < 2) & jax.lax.pcast(True, (), to="varying"), table[i % n], 7
+    )
+    closed = jax.make_jaxpr(traced)(1, 2)
 
     @functools.partial(
         jax.shard_map, mesh=mesh(AxisType.Auto), in_specs=P("x"), out_specs=P("x"), check_vma=True

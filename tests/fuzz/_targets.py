@@ -212,7 +212,7 @@ def draw_call(rng: np.random.Generator, target: Target) -> Call:
         t, s = (n * group * int(rng.integers(2, 4)) for _ in range(2))
         z = dataclasses.replace(z, t=t, s=t if rng.integers(2) else s)
     if target.layout is not None:
-        parts = n * math.lcm(2, group)
+        parts = n * math.lcm(2, group) * (1 + target.by_hand)  # two tokens on each device
         t, s = (parts * int(rng.integers(1, 1 + max(1, 24 // parts))) for _ in range(2))
         s = t if rng.integers(2) else s
         z = dataclasses.replace(z, t=t, s=s)
