@@ -103,8 +103,9 @@ class Blocking:
         return self.keys if known and self.keys > self.block_k and self.keys % self.block_k else 0
 
     def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
-        """Pads each part of an axis, to `n` in all, with its last entry or with zeros. What pads has
-        no gradient: as one of 0, it would make a -0 of that entry, and so its bits, depend on it.
+        """Pads each part of an axis, to `n` in all, with its last entry or with zeros.
+
+        What pads has no gradient: added as a 0, it would change the bits of a gradient that is -0.
         """
         if x.shape[axis] == n:
             return x
