@@ -105,6 +105,8 @@ EXCEPTIONS = [
 # makes steps of its own.
 EXCEPTIONS += [f"kernels/gpu/_traverse.py: traverse({x})" for x in ("start", "axes")]
 EXCEPTIONS += ["kernels/gpu/_traverse.py: traverse_sum(steps)"]
+EXCEPTIONS += [f"kernels/gpu/triton/_fold.py: traverse({x})" for x in ("start", "axes")]
+EXCEPTIONS += ["kernels/gpu/triton/_sums.py: traverse_sum(steps)"]
 
 
 def test_every_parameter_is_read():

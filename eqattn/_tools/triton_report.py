@@ -1,4 +1,4 @@
-"""`python -m eqattn gpu-report --chip`: what NVIDIA's compiler makes of the kernel in Pallas Triton.
+"""`python -m eqattn gpu-report --chip`: what NVIDIA's compiler makes of kernels in Pallas Triton.
 
 A process of its own compiles each call for a chip that is not there, and takes the machine code
 apart: registers, what of them is kept in memory, and the instructions of the two loops that take
@@ -25,9 +25,9 @@ from .process import End, results
 NEEDS = (*gpu_report.NEEDS, "nvidia-cuda-cuobjdump")
 
 FIGURES = ("stack", "spills", "registers", "loop", "masked", "temporary")
-"""Bytes of memory that a thread has beside its registers, instructions in the two loops that read or
-write these, registers, instructions of the loop over full blocks and of that over partial ones, and
-bytes of temporary arrays of the call.
+"""Bytes of memory that a thread has beside its registers, instructions in the two loops that read
+or write these, registers, instructions of the loop over full blocks and of that over partial ones,
+and bytes of temporary arrays of the call.
 """
 
 LEAST_EXPONENTIALS = 4
@@ -50,17 +50,15 @@ CHIPS = tuple(_CHIPS)
 NAMES = (
     "full",
     "causal",
-    "causal, 4 heads a key",
     "causal, 64",
     "causal, 256",
-    "segments",
     "soft cap",
-    "bias",
-    "alibi",
     "dropout",
-    "odd lengths",
 )
 """The calls of `gpu_report` that are compiled, too."""
+
+DIFFERENTIATED = ("causal",)
+"""Those whose gradients of query, key and value are compiled, too."""
 
 
 def calls() -> dict[str, Callable[[], dict[str, Any]]]:
@@ -132,22 +130,28 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def compiled(name: str, chip: str) -> dict[str, Any]:
-    """The figures of a call on a chip."""
+def compiled(name: str, chip: str) -> dict[str, dict[str, Any]]:
+    """The figures of the kernels of a call on a chip, by what their rows are called."""
     import jax
     from jax.experimental import topologies
 
     about = dict(platform="cuda", target_config=target(chip), topology="1x1x1")
     mesh = topologies.make_mesh(topologies.get_topology_desc(**about), (1,), ("x",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    call, args, *_ = gpu_report.training(place, calls()[name](), platform="triton")
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(call).trace(*args)
-        program: Any = traced.lower(lowering_platforms=("cuda",)).compile()
-    code = cubins(program.runtime_executable().serialize())
-    (kernel,) = [x for x in code if b"eqattn_fold" in x]
-    temporary = program.memory_analysis().temp_size_in_bytes
-    return figures(*taken_apart(kernel)) | {"temporary": temporary}
+    jobs = gpu_report.training(place, calls()[name](), platform="triton")
+    found: dict[str, dict[str, Any]] = {}
+    for call, args in (jobs[:2], jobs[2:])[: 1 + (name in DIFFERENTIATED)]:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = jax.jit(call).trace(*args)
+            program: Any = traced.lower(lowering_platforms=("cuda",)).compile()
+        temporary = program.memory_analysis().temp_size_in_bytes
+        for kernel in cubins(program.runtime_executable().serialize()):
+            resources, listing = taken_apart(kernel)
+            for of, number in re.findall(r"\beqattn_([a-z_]+?)(?:__(\d+))?:", resources):
+                row = name + gpu_report.KERNELS[of] + (f" {int(number) + 1}" if number else "")
+                if row not in found:
+                    found[row] = figures(resources, listing) | {"temporary": temporary}
+    return found
 
 
 def taken_apart(kernel: bytes) -> tuple[str, str]:
@@ -187,10 +191,11 @@ def main() -> None:
         for name in calls() if job["kernels"] is None else job["kernels"]:
             try:
                 with contextlib.redirect_stdout(sys.stderr):
-                    row = compiled(name, chip)
+                    rows = compiled(name, chip)
             except Exception as e:
-                row = {"error": f"{type(e).__name__}: {e}".splitlines()[0]}
-            print(json.dumps({"kernel": f"{chip}: {name}", **row}), flush=True)
+                rows = {name: {"error": f"{type(e).__name__}: {e}".splitlines()[0]}}
+            for kernel, row in rows.items():
+                print(json.dumps({"kernel": f"{chip}: {kernel}", **row}), flush=True)
 
 
 if __name__ == "__main__":

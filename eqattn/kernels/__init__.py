@@ -47,6 +47,11 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
     return GPULowering(asked)
 
 
+def method_on(device: str) -> str:
+    """The name of the method of a strategy that runs on a device, one of its own or a backend."""
+    return f"forward_{'cuda' if device == 'triton' else device}"
+
+
 def interpreted_backend(backend: str, available: tuple[str, ...]) -> str:
     """Whose kernels `platform="interpret"` interprets: those of the backend, or the first ones that
     are `available` if it has none of them.

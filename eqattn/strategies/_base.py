@@ -19,7 +19,7 @@ from .._misc import as_array, as_flag, as_size, REACH
 from .._output import AttentionOutput
 from .._problem.problem import named_mask
 from .._problem.storage import AbstractStored
-from ..kernels import interpreted_backend
+from ..kernels import interpreted_backend, method_on
 from ._support import Support, varying_bits, without_library
 
 
@@ -28,11 +28,6 @@ _PASSED_ON = frozenset(
     "score q_offset q_positions kv_positions return_weights return_logsumexp return_carry "
     "return_max_logits".split()
 )
-
-
-def _method_on(device: str) -> str:
-    """The method that runs on a device."""
-    return f"forward_{'cuda' if device == Backend.TRITON else device}"
 
 
 def with_metadata(strategy: "AttentionImpl", metadata: AttentionMetadata) -> "AttentionImpl":
@@ -59,9 +54,8 @@ class AttentionImpl(eqx.Module):
     !!! info "For authors"
 
         Class attributes are `pallas_lowerings`, backends with a Pallas kernel (`"tpu"`, `"cuda"`,
-        `"triton"`, `"rocm"`, or `"gpu"` for these three); `libraries`, such as `"cudnn"`;
-        `features` of `supports`; `promises`, what bits do not depend on if `bitwise` is True.
-        `unsupported` is a hook.
+        `"triton"`, `"rocm"`, `"gpu"` for all three); `libraries`, such as `"cudnn"`; `features` of
+        `supports`; `promises`, what bits do not depend on if `bitwise`. `unsupported` is a hook.
     """
 
     metadata: AttentionMetadata
@@ -208,7 +202,7 @@ class AttentionImpl(eqx.Module):
         if platform is Platform.CUDNN:
             return "forward_cuda", without_library(self, platform.value)
         if platform is Platform.INTERPRET and "tpu" in self.pallas_lowerings:
-            return _method_on(interpreted_backend(backend, self.pallas_lowerings)), ""
+            return method_on(interpreted_backend(backend, self.pallas_lowerings)), ""
         device = self.current_backend() if backend is Backend.ANY else backend.value
         told_apart = {"cuda", "rocm"} & set(self.pallas_lowerings)
         family = "gpu" if device in ("cuda", "rocm", "triton") and not told_apart else device
@@ -221,7 +215,7 @@ class AttentionImpl(eqx.Module):
             if self.pallas_lowerings:
                 reason += f" There is one for backend {' and '.join(self.pallas_lowerings)}."
             return "", reason
-        return _method_on(device), ""
+        return method_on(device), ""
 
     def _name(self) -> str:
         name = self.get_impl_name()

@@ -3,6 +3,7 @@ when it is interpreted. More of its numbers: conformance/ with the target "trito
 """
 
 import functools as ft
+import pathlib
 import re
 from typing import Any
 
@@ -38,8 +39,9 @@ from eqattn.kernels.gpu.triton import TritonLowering
 SHAPES = [(2, 40, 4, 16), (2, 48, 2, 16), (2, 48, 2, 8)]
 
 
-def metadata(**kw):
-    return AttentionMetadata(**dict(platform="triton", runtime_dtype=jnp.bfloat16) | kw)
+def metadata(**kw: Any):
+    fields: dict[str, Any] = dict(platform="triton", runtime_dtype=jnp.bfloat16)
+    return AttentionMetadata(**fields | kw)
 
 
 def arrays(dtype=jnp.bfloat16):
@@ -57,22 +59,32 @@ def summed(*args):
 
 
 @pytest.mark.parametrize(
-    "f",
+    "count, f",
     [
-        call,
-        jax.grad(summed, (0, 1, 2)),
-        jax.vmap(jax.grad(summed)),
-        lambda q, k, v: jax.lax.scan(lambda c, _: (call(c, k, v), None), q, length=3)[0],
-        lambda q, k, v: jax.jvp(lambda q: call(q, k, v), (q,), (q,)),
+        (1, call),
+        (3, jax.grad(summed, (0, 1, 2))),
+        (2, jax.vmap(jax.grad(summed))),
+        (1, lambda q, k, v: jax.lax.scan(lambda c, _: (call(c, k, v), None), q, length=3)[0]),
+        (1, lambda q, k, v: jax.jvp(lambda q: call(q, k, v), (q,), (q,))),
     ],
     ids=["call", "grad", "vmap", "scan", "jvp"],
 )
-def test_the_kernel_is_found(f):
-    """In the forward pass; derivatives are XLA code."""
+def test_kernels_are_found(count, f):
+    """One of the fold, one for the gradients of queries and one for those of keys and values."""
     q, k, v = arrays()
     q, k, v = (x[None] for x in (q, k, v)) if "vmap" in repr(f) else (q, k, v)
     v = jnp.concatenate([v, v], -1)  # as wide as the query, for the scan
-    assert kernels(f, q, k, v) == 1
+    assert kernels(f, q, k, v) == count
+
+
+def test_gradients_without_a_kernel_run_as_loops():
+    """That of a bias, beside those of queries, keys and values; and those of float32."""
+    q, k, v = arrays()
+    bias = jnp.ones((2, 4, 40, 48), jnp.bfloat16)
+    f = lambda q, k, v, bias: call(q, k, v, bias=bias).astype(jnp.float32).sum()
+    assert kernels(jax.grad(f, (0, 3)), q, k, v, bias) == 2
+    exact = lambda q, k, v: call(q, k, v, Blockwise(metadata(runtime_dtype=None))).sum()
+    assert kernels(jax.grad(exact), *arrays(jnp.float32)) == 1
 
 
 @pytest.mark.parametrize(
@@ -138,15 +150,8 @@ def test_what_there_is_no_kernel_for(monkeypatch):
 
 def test_only_one_module_knows_pallas_triton():
     assert triton.available()
-    from pathlib import Path
-
-    found = [
-        path.name
-        for path in Path(gpu.__file__).parents[2].rglob("*.py")
-        if re.search(r"import.* triton$|pallas\.triton import", path.read_text(), re.M)
-        and "from jax" in path.read_text()
-        and "jax.experimental.pallas import triton" in path.read_text()
-    ]
+    files = pathlib.Path(gpu.__file__).parents[2].rglob("*.py")
+    found = [x.name for x in files if "from jax.experimental.pallas import triton" in x.read_text()]
     assert found == ["_triton.py"]
 
 
@@ -191,6 +196,30 @@ def interpreted(*args, **kw):
     fields = {x: kw.pop(x) for x in ("softmax_scale",) if x in kw}
     strategy = Blockwise(metadata(platform="interpret", backend="triton", **fields))
     return jax.jit(ft.partial(call, strategy=strategy, **kw))(*args).astype(jnp.float32)
+
+
+def test_what_is_masked_reaches_no_gradient():
+    """A key or a value that is not finite, and a query: gradients are bitwise those without it,
+    but for the keys that this query sees.
+    """
+    t, s = 70, 140
+    q, k, v, g = (jax.random.normal(jax.random.key(i), (1, n, 1, 16), jnp.bfloat16)
+                  for i, n in enumerate((t, s, s, t)))  # fmt: skip
+    mask, wrong = SlidingWindow(20, 5) & KeyPadding(120), jnp.nan
+
+    @jax.jit
+    def gradients(q, k, v):
+        f = lambda *xs: interpreted(*xs, mask=mask)
+        return jax.vjp(f, q, k, v)[1](g.astype(jnp.float32))
+
+    want = gradients(q, k.at[0, 120:].set(0), v.at[0, 120:].set(0))
+    got = gradients(q.at[0, 50].set(wrong), k.at[0, 120:].set(wrong), v.at[0, 120:].set(wrong))
+    seen = [np.arange(t) == 50, *[abs(np.arange(s) - 42.5) < 13] * 2]  # the keys 30 to 55
+    for x, y, nan in zip(want, got, seen):
+        x, y = (np.asarray(z.astype(jnp.float32))[0, :, 0] for z in (x, y))
+        np.testing.assert_array_equal(np.isnan(y).any(-1), nan)
+        np.testing.assert_array_equal(x[~nan], y[~nan])
+    assert not np.asarray(got[1].astype(jnp.float32))[0, 120:].any()
 
 
 def test_what_is_not_finite_reaches_the_rows_that_see_it():

@@ -53,7 +53,7 @@ MUTANTS = [
         "kernels/test_gpu_tokens.py",
         [
             ("own = own if order is None else order[own]", "pass"),
-            ("start = tile * jnp.int32(TILE) + warpgroup * jnp.int32(mosaic.WARPGROUP)", "start = tile * jnp.int32(TILE)"),
+            ("start = tile * jnp.int32(TILE) + warpgroup * jnp.int32(WARPGROUP)", "start = tile * jnp.int32(TILE)"),
         ],
     ),
     (

@@ -167,7 +167,7 @@ MUTANTS = [
         [
             ("preferred_element_type=out)", "preferred_element_type=a.dtype)"),
             ("a, b = a.astype(operand_dtype), b.astype(operand_dtype)", "pass"),
-            ("a, b = (lax.reduce_precision(x, info.nexp, info.nmant) for x in (a, b))", "pass"),
+            ("a, b = (lax.reduce_precision(x, exponent, info.nmant) for x in (a, b))", "pass"),
             ("return lax.reduce_sum(product(a, b, contract=contract, lead=1), (0,))", "return product(a, b, contract=contract, lead=1)[0]"),
             ("operands, axes = ((ct, b), (1, free)) if ca == 1 else ((b, ct), (free, 1))", "operands, axes = ((ct, b), (1, free))"),
             ("operands, axes = ((a, ct), (free, 0)) if cb == 0 else ((ct, a), (0, free))", "operands, axes = ((a, ct), (free, 0))"),

@@ -309,8 +309,8 @@ class Program:
             if scale is not None:
                 scale = lax.broadcast_in_dim(scale, shape, [1])
                 weights = [x * scale for x in weights] or [scale]
-        factor = jnp.float32(LOG2E)
         in_order = None if plan.interpreted else mosaic.in_order
+        factor = jnp.float32(LOG2E)
         acc, den, now, weighted = online_step(state, s, weights, factor, plan.dtype, in_order)
         for arrived in self.wide[1] or [x.at[slot] for x in v_arrived]:
             mosaic.barrier_wait(arrived)

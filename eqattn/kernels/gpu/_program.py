@@ -181,6 +181,7 @@ class Run:
     - `sizes`: the lengths of the axes of a tile by kind, in the order of its axes.
     - `origin`: the argument that is subtracted in exponents, if it is read as that times
         `log2(e)`.
+    - `exp2`: powers of two, as the compiler has them.
     """
 
     def __init__(
@@ -190,10 +191,11 @@ class Run:
         read: Callable[[int], Value],
         sizes: dict[str, int],
         origin: int | None = None,
+        exp2: Callable[[Any], Any] = jnp.exp2,
     ):
         self.program, self.product, self.sizes = program, product, sizes
         self.arguments = {v: i for i, v in enumerate(program.jaxpr.invars)}
-        self.read, self.root, self.origin = read, program.root, origin
+        self.read, self.root, self.origin, self.exp2 = read, program.root, origin, exp2
         self.apart: int | None = None
         self.exponentials: dict[Any, Value] = {}
         consts = zip(program.jaxpr.constvars, program.consts)
@@ -217,7 +219,7 @@ class Run:
             return self._exponential(eqn.invars[0], {})
         if eqn.primitive is lax.tanh_p:
             x = self.times(eqn.invars[0], 2 * LOG2E, {})
-            return Value(x.kind, tanh_of(jnp.exp2(x.array)))
+            return Value(x.kind, tanh_of(self.exp2(x.array)))
         if eqn.primitive.name == "add_any":
             return self._sum(eqn, {})
         if (x := self._converted_distance(eqn)) is not None:
@@ -248,7 +250,7 @@ class Run:
         which, case = choice or (None, 0)
         if v not in self.exponentials:
             x = self.times(v, LOG2E, {} if choice is None else {which: case})
-            self.exponentials[v] = Value(x.kind, jnp.exp2(x.array))
+            self.exponentials[v] = Value(x.kind, self.exp2(x.array))
         y = self.exponentials[v]
         if choice is None or given.get(which) == case:
             return y

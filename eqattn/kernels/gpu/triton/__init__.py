@@ -45,14 +45,16 @@ def available() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TritonLowering(Lowering):
-    """A kernel for the fold. All other visits, gradients among them, run as XLA code. With
-    `asked="interpret"` it runs on any device, very slowly.
+    """Kernels for the fold, and for the gradients of queries, keys and values. All other visits,
+    and other gradients, run as XLA code. With `asked="interpret"` they run on any device, very
+    slowly.
     """
 
     device = "an NVIDIA GPU by Pallas Triton"
     kernels = (
-        "forward eqattn_fold, from one source for NVIDIA's chips since Ampere; gradients, forward "
-        "mode and higher orders run as XLA code"
+        "for NVIDIA's chips since Ampere: forward eqattn_fold; gradients of query eqattn_sum_rows, "
+        "of key and value eqattn_sum_columns; those of float32, other gradients, forward mode and "
+        "higher orders run as XLA code"
     )
     cleans_values = True
     skips_corners = False

@@ -1,5 +1,5 @@
-"""Sums over the live pairs of a grid as kernels in Pallas Triton: the gradients of queries, keys and
-values.
+"""Sums over the live pairs of a grid as kernels in Pallas Triton: the gradients of queries, keys
+and values.
 
 A program has some queries or some keys of one block, and adds up the gradients of these over the
 other side. So no two programs add to one number, and results are the same in each run.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._sweep.grid import FULL, GridLayout, PARTIAL
-from .._operands import divided, Operand, Places, rounded_up, Side
+from .._operands import divided, Operand, Places, rounded_up, ROWS, Side
 from .._operations import Value
 from .._program import Run
 from .._sum_program import SumProgram
@@ -30,32 +30,35 @@ class Sizes:
 
     **Arguments:**
 
-    - `length`, `other`: of a block on its own side, and on the other.
+    - `side`: that of a program.
+    - `length`, `other`: of a block on that side, and on the other.
     - `widths`: of all matrices.
     """
 
+    side: Side
     length: int
     other: int
     widths: tuple[int, ...]
 
     @property
     def large(self) -> bool:
+        """Whether tiles take so many registers and so much shared memory that they are smaller."""
         return max(map(power_of_two, self.widths)) > 128
 
     @property
     def own(self) -> int:
-        """The queries or keys of a program."""
-        return min(32 if self.large else 64, power_of_two(self.length))
+        """The queries or keys of a program. Keys have two sums, that of their values too."""
+        most = 32 if self.large else 128 if self.side is ROWS else 64
+        return min(most, power_of_two(self.length))
 
     @property
     def streamed(self) -> int:
         """Those of the other side that are multiplied at once."""
-        return min(32, power_of_two(self.other))
+        return min(32 if self.large or self.side is ROWS else 64, power_of_two(self.other))
 
     @property
-    def cleaned(self) -> int:
-        """The same where what is not finite is replaced, which takes registers."""
-        return max(self.streamed // 2, 16)
+    def warps(self) -> int:
+        return 4 if self.large else 8
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -150,13 +153,12 @@ class Program:
         for c in sorted(plan.programs, reverse=True):
             end = self.ends[c] * jnp.int32(parts)
             end = end if self.dirty is None else end * (1 - self.dirty)
-            step = ft.partial(self.step, plan.programs[c], sizes.streamed, False)
+            step = ft.partial(self.step, plan.programs[c], False)
             sums, begin = lax.fori_loop(begin, end, step, sums), end
         if self.dirty is not None:
             # What is not finite is rare, so the loop that looks for it is another one.
-            end = self.ends[PARTIAL] * jnp.int32(sizes.padded[1] // sizes.cleaned) * self.dirty
-            step = ft.partial(self.step, plan.programs[PARTIAL], sizes.cleaned, True)
-            sums = lax.fori_loop(jnp.int32(0), end, step, sums)
+            step = ft.partial(self.step, plan.programs[PARTIAL], True)
+            sums = lax.fori_loop(begin, self.ends[PARTIAL] * jnp.int32(parts), step, sums)
         for o, x in zip(plan.wanted, sums):
             lead, inside = plan.results[o].where(self.places, None, self.own, sizes.own)
             triton.put_rows(self.results[o], x.astype(plan.dtypes[o]), lead, inside)
@@ -178,16 +180,11 @@ class Program:
         at = {mine: triton.ds(self.start, self.plan.sizes.own), others: part}
         return x.value(self.given[i][(place, *[at[a] for a in x.kind])])
 
-    def step(self, program: SumProgram, size: int, cleans: bool, i: Any, sums: tuple) -> tuple:
-        """Adds what a tile of the other side contributes.
-
-        **Arguments:**
-
-        - `size`: the length of a tile.
-        - `cleans`: whether what is not finite is replaced before the products that want it so.
-        - `i`: which tile it is, of those that the program visits.
+    def step(self, program: SumProgram, cleans: bool, i: Any, sums: tuple) -> tuple:
+        """Adds what the `i`-th tile of the other side contributes. `cleans`: whether what is not
+        finite is replaced before the products that want it so.
         """
-        plan, sizes = self.plan, self.plan.sizes
+        plan, sizes, size = self.plan, self.plan.sizes, self.plan.sizes.streamed
         at, part = divided(i, sizes.padded[1] // size)
         other, start = at if self.listed is None else self.listed(at), part * jnp.int32(size)
         others = start + lax.iota(jnp.int32, size)
@@ -197,13 +194,13 @@ class Program:
         matrices = {i: finite(x) if i in first else x for i, x in (self.held | tiles).items()}
 
         def product(eqn):
-            mine, others = program.factors(eqn)[:: 1 if plan.side.kinds == "rk" else -1]
+            mine, others = program.factors(eqn)[:: 1 if plan.side is ROWS else -1]
             return triton.product(matrices[mine], matrices[others], 1)
 
         lengths: dict[str, int] = dict(zip(plan.side.kinds, (sizes.own, size)))
         here = triton.ds(start, size)
         read = lambda i: self.near[i] if i in self.near else self.read(i, other, here)
-        run = Run(program, product, read, lengths, plan.origin)
+        run = Run(program, product, read, lengths, plan.origin, triton.exp2(plan.interpreted))
         new = []
         for gradient, acc in zip((program.gradient(o) for o in plan.wanted), sums):
             x = run.times(gradient.pairs, None, {}).spread(plan.side.kinds, lengths)

@@ -13,7 +13,7 @@ from .._lists import lists
 from .._operands import Operand, padded, ROWS, scale_of
 from .._program import PairProgram
 from . import _triton as triton, NATIVE
-from ._forward import Plan, Program, Sizes
+from ._forward import Plan, Program, Sizes, STAGES
 from ._rows import Rows
 
 
@@ -45,7 +45,7 @@ def traverse(
         plan.count,
         "eqattn_fold",
         sizes.warps,
-        sizes.stages,
+        STAGES,
         interpreted,
     )
     results = zip(run(*inputs), plan.results)

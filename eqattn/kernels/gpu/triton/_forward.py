@@ -26,6 +26,10 @@ from . import _triton as triton
 from ._rows import Rows
 
 
+STAGES = 2
+"""How many tiles the compiler keeps in shared memory, of which all chips have 99 KiB."""
+
+
 def power_of_two(n: int, least: int = 16) -> int:
     """The smallest power of two that is not less than two numbers. Products have 16 of everything
     at least, and the compiler knows no other sizes.
@@ -74,11 +78,6 @@ class Sizes:
         return min(32 if self.large else 64, power_of_two(self.keys))
 
     @property
-    def cleaned_k(self) -> int:
-        """The same where values are cleaned, which takes registers."""
-        return max(self.tile_k // 2, 16)
-
-    @property
     def padded_rows(self) -> int:
         return rounded_up(self.rows, self.tile_r)
 
@@ -89,11 +88,6 @@ class Sizes:
     @property
     def warps(self) -> int:
         return 8 if self.tile_r == 128 or self.itemsize == 4 else 4
-
-    @property
-    def stages(self) -> int:
-        """How many tiles the compiler keeps in shared memory, of which all chips have 99 KiB."""
-        return 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,17 +185,17 @@ class Program:
             self.factor = LOG2E * jnp.maximum(jnp.abs(scale), jnp.finfo(jnp.float32).tiny)
             # The maximum of a row is multiplied with a positive number, so the sign goes elsewhere.
             self.queries = self.queries * jnp.sign(scale).astype(plan.dtype)
-        state, begin = self.begin(), jnp.int32(0)
+        state, begin, parts = self.begin(), jnp.int32(0), sizes.padded_keys // sizes.tile_k
         for c in sorted(plan.programs, reverse=True):
-            end = self.ends[c] * jnp.int32(sizes.padded_keys // sizes.tile_k)
+            end = self.ends[c] * jnp.int32(parts)
             end = end if self.clean is None else end * self.clean
-            step = ft.partial(self.step, plan.programs[c], sizes.tile_k, False)
+            step = ft.partial(self.step, plan.programs[c], False)
             state, begin = lax.fori_loop(begin, end, step, state), end
         if self.clean is not None:
-            # What is not finite is rare, so the loop that looks for it is another one.
-            end = self.ends[PARTIAL] * jnp.int32(sizes.padded_keys // sizes.cleaned_k)
-            step = ft.partial(self.step, plan.programs[PARTIAL], sizes.cleaned_k, True)
-            state = lax.fori_loop(jnp.int32(0), end * (1 - self.clean), step, state)
+            # What is not finite is rare, so the loop that looks for it is another one. Its tiles
+            # are as large, so that rows that see nothing of it keep their bits.
+            step = ft.partial(self.step, plan.programs[PARTIAL], True)
+            state = lax.fori_loop(begin, self.ends[PARTIAL] * jnp.int32(parts), step, state)
         acc, den, top = state
         self.write((acc, den, top * (1 / LOG2E)))
 
@@ -246,16 +240,11 @@ class Program:
         at = dict(r=triton.ds(self.start, self.plan.sizes.tile_r), k=keys)
         return x.value(ref[(place, *[at[a] for a in x.kind])])
 
-    def step(self, program: PairProgram, size: int, cleans: bool, i: Any, state: tuple) -> tuple:
-        """Adds a tile of keys to the Carry.
-
-        **Arguments:**
-
-        - `size`: the keys of a tile.
-        - `cleans`: whether its values may not be finite.
-        - `i`: which tile it is, of those that the program visits.
+    def step(self, program: PairProgram, cleans: bool, i: Any, state: tuple) -> tuple:
+        """Adds the `i`-th tile of keys to the Carry. `cleans`: whether its values may not be
+        finite.
         """
-        plan, sizes = self.plan, self.plan.sizes
+        plan, sizes, size = self.plan, self.plan.sizes, self.plan.sizes.tile_k
         at, part = divided(i, sizes.padded_keys // size)
         column, start = at if self.columns is None else self.columns(at), part * jnp.int32(size)
         keys = start + lax.iota(jnp.int32, size)

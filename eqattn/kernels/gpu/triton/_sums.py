@@ -8,11 +8,12 @@ from ...._jax import abstract
 from ...._sweep.grid import GridLayout
 from .._gradients import by_kernels, SumArrays
 from .._lists import lists
-from .._operands import Side
+from .._operands import ROWS, Side
 from .._sum_program import SumProgram
 from . import _triton as triton, NATIVE
 from ._backward import Plan, Program, Sizes
 from ._fold import check_axes
+from ._forward import STAGES
 from ._rows import Rows
 
 
@@ -67,9 +68,9 @@ def _sums(
     """
     first = programs[max(programs)]
     keys, rows = layout.block
-    length, other = (rows, keys) if side.kinds == "rk" else (keys, rows)
+    length, other = (rows, keys) if side is ROWS else (keys, rows)
     widths = tuple(first.size(i) for i in _matrices(programs, wanted))
-    sizes = Sizes(length, other, widths)
+    sizes = Sizes(side, length, other, widths)
     lengths = dict(zip(side.kinds, sizes.padded))
     found = SumArrays.of(programs, side, wanted, layout, args, lengths)
     matrices, inputs = {}, []
@@ -81,7 +82,7 @@ def _sums(
     inputs += found.dirty
     table = found.table
     if table is not None:
-        table = table if side.kinds == "rk" else table.swapaxes(-1, -2)
+        table = table if side is ROWS else table.swapaxes(-1, -2)
         order, columns, counts = lists(table, tuple(programs))
         inputs += [order, *(x.reshape(-1, *x.shape[-2:]) for x in (columns, counts))]
     inputs += [x.array for x in found.given.values()]
@@ -114,8 +115,8 @@ def _sums(
         out,
         plan.count,
         f"eqattn_sum_{'rows' if side.kinds == 'rk' else 'columns'}",
-        4,
-        2,
+        sizes.warps,
+        STAGES,
         interpreted,
     )
     done = dict(zip(found.wanted, run(*inputs)))

@@ -5,6 +5,7 @@ imports this module before such a kernel is lowered.
 """
 
 import contextlib
+import functools as ft
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -74,30 +75,38 @@ def product(a: Any, b: Any, axis: int) -> Any:
     return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
-def fast_powers_of_two(x: Any, factor: Any, origin: Any) -> Any:
-    """`powers_of_two` in two instructions. The compiler's own takes four more, for results that are
-    smaller than any normal number: here these are 0.
+def _exponential(before: str, *args: Any) -> Any:
+    """A power of two in one instruction, after another that makes `t` of the arguments. The
+    compiler's own takes four more, for results that are smaller than any normal number: here these
+    are 0.
     """
-    origin = origin if x.ndim == 1 else across(origin, x)
-    if factor is None:
-        args, first = [x, origin], "sub.ftz.f32 t, $1, $2"
-    else:
-        args = [x, jnp.broadcast_to(factor, x.shape), -origin]
-        first = "fma.rn.ftz.f32 t, $1, $2, $3"
     with _deprecated():
         (y,) = triton.elementwise_inline_asm(
-            f"{{ .reg .f32 t; {first}; ex2.approx.ftz.f32 $0, t; }}",
+            f"{{ .reg .f32 t; {before}; ex2.approx.ftz.f32 $0, t; }}",
             args=args,
             constraints=",".join(["=f", *["f"] * len(args)]),
             pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+            result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
         )
     return y
 
 
+def _fast_powers_of_two(x: Any, factor: Any, origin: Any) -> Any:
+    origin = origin if x.ndim == 1 else across(origin, x)
+    if factor is None:
+        return _exponential("sub.ftz.f32 t, $1, $2", x, origin)
+    factor = jnp.broadcast_to(factor, x.shape)
+    return _exponential("fma.rn.ftz.f32 t, $1, $2, $3", x, factor, -origin)
+
+
+def exp2(interpreted: bool) -> Callable[[Any], Any]:
+    """Powers of two, as the compiler or the interpreter knows them."""
+    return jnp.exp2 if interpreted else ft.partial(_exponential, "mov.f32 t, $1")
+
+
 def powers(interpreted: bool) -> Callable[[Any, Any, Any], Any]:
     """`powers_of_two`, as the compiler or the interpreter knows it."""
-    return powers_of_two if interpreted else fast_powers_of_two
+    return powers_of_two if interpreted else _fast_powers_of_two
 
 
 def kernel(
