@@ -90,8 +90,7 @@ def test_a_factor_behind_a_score(factor):
     slopes = jnp.array([0.05, 0.2])
     scores = [
         ScoreFn(lambda s, b, h, q, k: s - slopes[h] * jnp.abs(q - k).astype(s.dtype)),
-        ScoreFn(lambda s, b, h, q, k: s * jnp.float32(factor)),
-        ScoreFn(lambda s, b, h, q, k, f=jnp.float32(1): s * f),
+        ScoreFn(lambda s, b, h, q, k, f=jnp.float32(factor): s * f),
     ]
     q, k, v = arrays()
     got = jax.jit(ft.partial(call, score=scores, platform="interpret"))(q, k, v)
@@ -119,10 +118,14 @@ def many(s, b, h, q, k):
 
 @newest
 def test_functions_are_inlined():
-    """The compiler takes them and their derivatives, also where these read a visible pair."""
-    loss = lambda *xs: call(*xs, ScoreFn(many), Causal()).astype(jnp.float32).sum()
+    """The compiler takes them and their derivatives, also where these read a visible pair, and a
+    learned number unless there is none.
+    """
+    learned = jnp.float32(0.7)
+    score = ScoreFn(lambda s, *at: many(jnp.cos(learned * s), *at))
+    loss = lambda *xs: call(*xs, score, Causal()).astype(jnp.float32).sum()
     assert kernels(jax.grad(loss, (0, 1, 2)), *arrays()) == 3
-    assert Blockwise(metadata("gpu")).supports(score=ScoreFn(many))
+    assert Blockwise(metadata("gpu")).supports(score=score)
 
 
 @newest

@@ -58,15 +58,9 @@ MUTANTS = [
     ),
     (
         "kernels/gpu/_program.py",
-        "kernels/test_gpu.py -k 'test_values and window'",
-        [
-            ("xs = [self.times(x, factor, given) for x in eqn.invars]\n                return", "xs = [self.times(x, None, given) for x in eqn.invars]\n                return"),
-        ],
-    ),
-    (
-        "kernels/gpu/_program.py",
         LEARNED,
         [
+            ("xs = [self.times(x, factor, given) for x in eqn.invars]\n                return", "xs = [self.times(x, None, given) for x in eqn.invars]\n                return"),
             ("known[v] = known.get(v, facts) & facts", "known[v] = facts"),
             ("case = next((i for v, i in facts if v is at), None)", "case = None"),
             ("case = 0 if all(x is roots[0] for x in roots) else case", "pass"),
