@@ -74,8 +74,8 @@ class Sizes:
 
     @property
     def tile_k(self) -> int:
-        """The keys that are multiplied at once."""
-        return min(32 if self.large else 64, power_of_two(self.keys))
+        """The keys that are multiplied at once. Shared memory has room for tiles of 16 KiB."""
+        return min(64 // (1 + self.large) // (self.itemsize // 2), power_of_two(self.keys))
 
     @property
     def padded_rows(self) -> int:
