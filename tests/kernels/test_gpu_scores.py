@@ -41,7 +41,7 @@ def judged(fn, given, seen=None, **problem):
 
     **Arguments:**
 
-    - `fn`: the scores, given learned arrays.
+    - `fn`: the score, given learned arrays.
     - `given`: these arrays, by what the oracle calls them. `seen`: the mask.
     - `problem`: the rest of what the oracle is told.
     """
@@ -72,15 +72,13 @@ def test_learned_functions():
     """
     slopes, cap = jnp.array([0.05, 0.2]), jnp.float32(2.5)
 
-    def scores(slopes, cap):
-        return [
-            ScoreFn(lambda s, b, h, q, k: cap * jnp.tanh(s / cap)),
-            ScoreFn(lambda s, b, h, q, k: s - slopes[h] * jnp.abs(q - k).astype(s.dtype)),
-        ]
+    def score(slopes, cap):
+        near = lambda h, q, k: slopes[h] * jnp.abs(q - k).astype(jnp.float32)
+        return ScoreFn(lambda s, b, h, q, k: cap * jnp.tanh(s / cap) - near(h, q, k))
 
     distance = np.abs(np.arange(T)[:, None] - np.arange(S))
     given = dict(slopes=np.float64(slopes), cap=np.float64(cap), distance=distance)
-    judged(scores, dict(slopes=slopes, cap=cap), Causal(), mask=om.causal(T, S), **given)
+    judged(score, dict(slopes=slopes, cap=cap), Causal(), mask=om.causal(T, S), **given)
 
 
 @newest
