@@ -112,9 +112,9 @@ MUTANTS = [
         "kernels/gpu/_backward.py",
         MASKED,
         [
-            ("first = program.cleaned_first - set(plan.own) if cleans else set()", "first = set()"),
+            ("first = program.cleaned_first - set(plan.own) if cleans else set()", "first = set()", "a selection by the mask follows, and rows that see such a number are NaN by their logsumexp"),
             ("self.plain, self.full = self.live * clean, self.full * clean", "self.plain = self.live"),
-            ("mosaic.when(self.dirty > 0)(ft.partial(self.clean_own, own))", "pass"),
+            ("mosaic.when(self.dirty > 0)(ft.partial(self.clean_own, own))", "pass", "a selection by the mask follows, and rows that see such a number are NaN by their logsumexp"),
         ],
     ),
 ]
