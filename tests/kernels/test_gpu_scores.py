@@ -31,12 +31,12 @@ def arrays():
     return [jax.random.normal(jax.random.key(i), x, jnp.bfloat16) for i, x in enumerate(SHAPES)]
 
 
-def call(q, k, v, score, mask=None, platform="gpu"):
+def call(q, k, v, score: Any, mask: Any = None, platform="gpu"):
     how = Blockwise(metadata(platform))
     return attention(q, k, v, how, mask=mask, score=score).attention_outputs
 
 
-def judged(fn, given, seen=None, **problem):
+def judged(fn: Any, given: Any, seen: Any = None, **problem: Any):
     """Output and gradients of the kernels, interpreted, within the bound of the oracle.
 
     **Arguments:**
