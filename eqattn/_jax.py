@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import (
     ClosedJaxpr as ClosedJaxpr,
     jaxpr_as_fun as jaxpr_as_fun,
+    jaxprs_in_params,
     Literal as Literal,
     Primitive as Primitive,
     primitives as primitives,
@@ -191,7 +192,12 @@ def only_varies(eqn) -> bool:
     return eqn.primitive.name == "pvary"
 
 
-def interpret(jaxpr, consts, args, evaluate, literal=lambda v: v.val) -> list:
+def literal_value(v):
+    """The value of a literal, which has a dtype: JAX keeps some as numbers of Python."""
+    return v.val if hasattr(v.val, "dtype") else v.aval.dtype.type(v.val)
+
+
+def interpret(jaxpr, consts, args, evaluate, literal=literal_value) -> list:
     """The results of a jaxpr at arguments of any kind, intervals for example.
 
     **Arguments:**
@@ -223,6 +229,10 @@ def replay(closed: ClosedJaxpr, *args) -> list:
             return [vary(x, frozenset(eqn.params["axes"])) for x in xs]
         if eqn.primitive is primitives.jit_p:
             return replay(eqn.params["jaxpr"], *xs)
+        axes = varying_axes(*xs)
+        if axes and not list(jaxprs_in_params(eqn.params)):
+            # Its arguments varied alike when it was traced, and must do so here, literals too.
+            xs = [vary(x, axes) for x in xs]
         return evaluated(eqn, xs)
 
     return interpret(closed.jaxpr, closed.consts, args, evaluate)

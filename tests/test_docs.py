@@ -135,7 +135,8 @@ def test_the_changelog_speaks_of_names_that_exist():
     others = {"pyright", "mypy", "grad", "jvp", "vmap", "inf", "self.metadata.runtime_dtype"}
     # Arguments and fields.
     others |= {"softmax_scale", "logits_soft_cap", "q_positions", "process_heads"}
-    others |= {"platform", "shardings", "plan", "permute", "kv_positions", "block_q"}
+    others |= {"platform", "shardings", "plan", "permute", "kv_positions", "block_q", "blocksize_k"}
+    others |= {"rms_norm_eps"}  # of published configurations
     # Methods of caches, arguments of users' functions, and what is gone.
     others |= {
         "append",

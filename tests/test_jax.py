@@ -85,6 +85,36 @@ def test_varying_axes(check):
     assert seen == [(axes, frozenset()), (check, False), ((2,), (2,)), axes]
 
 
+def test_what_varies_is_replayed():
+    """With literals, with what does not vary, and in functions that are jitted."""
+    table = jnp.arange(4)
+    traced = lambda i, n: jnp.where(
+        (i < 2) & jax.lax.pcast(True, (), to="varying"), table[i % n], 7
+    )
+    closed = jax.make_jaxpr(traced)(1, 2)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh(AxisType.Auto), in_specs=P("x"), out_specs=P("x"), check_vma=True
+    )
+    def f(i):
+        return _jax.replay(closed, i[0], jnp.int32(2))[0][None]
+
+    assert jax.jit(f)(jnp.ones(1, int)).tolist() == [1]
+
+
+def test_axes_that_a_map_hides():
+    seen = []
+
+    def f(x):
+        seen.append(_jax.mapped_axes(jax.typeof(x).sharding.mesh))
+        return x
+
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        x = jax.device_put(jnp.ones((2, 3)), P("x"))
+        jax.jit(f)(x), jax.jit(jax.vmap(f))(x), jax.jit(jax.vmap(f, in_axes=1))(x)
+    assert seen == [frozenset(), frozenset({"x"}), frozenset()]
+
+
 def test_shardings_of_types():
     assert _jax.explicit_axes(jnp.ones(2)) == ()
     with jax.set_mesh(mesh(AxisType.Explicit)):

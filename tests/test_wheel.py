@@ -1,6 +1,7 @@
 """What is built installs into an environment that has nothing else, and works there."""
 
 import os
+import re
 import subprocess
 import tarfile
 import venv
@@ -51,6 +52,8 @@ def test_the_wheel_of_the_sdist_works_in_a_bare_environment(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "eqattn/py.typed" in names and wheel.stat().st_size < 1_000_000
+    said = re.search(r"The wheel has ([\d.]+) MB", (ROOT / "README.md").read_text())
+    assert said is not None and abs(float(said[1]) - wheel.stat().st_size / 1e6) < 0.06
     assert {name.split("/")[0] for name in names} == {
         "eqattn",
         f"{wheel.stem.split('-py3')[0]}.dist-info",

@@ -104,7 +104,10 @@ class Blocking:
         return self.keys if known and self.keys > self.block_k and self.keys % self.block_k else 0
 
     def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
-        """Pads each part of an axis, to `n` in all, with its last entry or with zeros."""
+        """Pads each part of an axis, to `n` in all, with its last entry or with zeros.
+
+        What pads has no gradient: added as a 0, it would change the bits of a gradient that is -0.
+        """
         if x.shape[axis] == n:
             return x
         parts = self.parts if parts is None else parts
@@ -113,7 +116,13 @@ class Blocking:
         def widen(x, axis, n):
             widths = [(0, 0)] * x.ndim
             widths[axis] = (0, n - x.shape[axis])
-            return xp.pad(x, widths, mode="edge") if edge else xp.pad(x, widths)
+            if not edge:
+                return xp.pad(x, widths)
+            if xp is np or not jnp.issubdtype(x.dtype, jnp.inexact):
+                return xp.pad(x, widths, mode="edge")
+            whole = jnp.pad(lax.stop_gradient(x), widths, mode="edge")
+            rest = lax.slice_in_dim(whole, x.shape[axis], n, axis=axis)
+            return jnp.concatenate([x, rest], axis)
 
         if parts == 1:
             return widen(x, axis, n)
@@ -127,11 +136,9 @@ class Blocking:
         axes: what a single query has of it, with the rows that pad its block if blocks are `fixed`.
         XLA would compile what is done to one row to other bits, and its gradient too.
         """
-        if not self.fixed or self.queries != 1 or self.block_q == 1 or "t" not in axes:
+        if not self.fixed or self.queries != 1 or "t" not in axes:
             return x
-        shape = (*x.shape[:2], self.block_q - 1, *x.shape[3:])
-        rest = lax.stop_gradient(jnp.broadcast_to(x, shape))
-        return jnp.concatenate([jnp.asarray(x), rest], 2)
+        return self.pad(jnp.asarray(x), 2, self.block_q, edge=True, parts=1)
 
     def rows_of(self, x: Any) -> Array:
         """Turns queries `[B, T, H, D]` into blocks `[B, K, rows, D, group * block_q]`."""

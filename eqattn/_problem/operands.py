@@ -100,10 +100,8 @@ class BlockOperands:
         self.keys = slice(1, len(self.operands) - len(self.lookups))
         if self.post_scale:
             self._add("scale", scale.reshape(1, 1, 1, 1))
-        for name, axes, x in zip(
-            ("batch", "head", "q_position", "kv_position"), "bhts", problem.indices()
-        ):
-            self._add(name, blocking.own_rows(x, axes))
+        for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
+            self._add(name, blocking.own_rows(x, "t" if name == "q_position" else ""))
         if places and problem.kv_places is not None:
             self._add("kv_place", problem.kv_places[:, None, None, :])
         whole = spread.local(blocking) if spread.inside else blocking

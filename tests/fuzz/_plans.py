@@ -128,11 +128,7 @@ class Config:
 
         if self.devices > 1:
             mesh = mesh_of(self.devices)
-            if self.kind == "stacked paged":
-                shardings = held.key_shardings(mesh, "keys")
-            else:
-                shardings = held.key_shardings(mesh, "keys")
-            held = jax.device_put(held, shardings)
+            held = jax.device_put(held, held.key_shardings(mesh, "keys"))
         return jax.tree.map(spoiled, held) if self.dirty else held
 
     def strategy(self, **more: Any) -> Ragged:

@@ -67,7 +67,7 @@ def asked(cache, q, offset, counts, mask, scores, strategy, more, way, causal) -
     if way == "packed":
         counts = jnp.full(b, t, jnp.int32) if counts is None else counts
         ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-        taken = jnp.arange(t)[None] < counts[:, None]
+        taken = jnp.arange(t, dtype=jnp.int32)[None] < counts[:, None]
         order = jnp.argsort(~taken.reshape(-1), stable=True)
         packed = q.reshape(b * t, *q.shape[2:])[order]
         out = ragged_attention(

@@ -1,6 +1,7 @@
 """Where a drawn call runs: a strategy, a mesh and how arrays are placed on it."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class Target:
     by_context: bool = True
     placed: bool = False
     layout: Any = None
+    by_hand: bool = False  # in a `shard_map` that is manual over the axes of the tokens
+    checked: bool = False  # which checks over which axes arrays vary
 
     @property
     def mesh(self) -> Any:
@@ -50,6 +53,8 @@ class Target:
     def run(self, call: Call) -> Callable[[Values], Any]:
         """The function of values that is transformed."""
         options = dict(self.options)
+        if self.by_hand:
+            return lambda values: self._in_shard_map(call, values)
         if self.shape and not self.by_context:
             options["mesh"] = self.mesh
 
@@ -64,6 +69,28 @@ class Target:
             return jax.sharding.reshard(found, P()) if whole else found
 
         return run
+
+    def _in_shard_map(self, call: Call, values: Values) -> Any:
+        """A call whose arrays are a device's own: `jax.shard_map` around it is the user's."""
+        tokens, z = P(self.tokens), call.sizes
+        floats, others = values
+        lead = "." * len(z.lead)
+        named = {"query": "t..", "key_": "s..", "value": "s..", "bias": "hts"}
+        named |= {"q_positions": "t", "kv_positions": "s"}
+        spec = lambda axes, x: _spec(axes, x, z, tokens[0])
+        of = {n: spec(named.get(n, ""), x) for n, x in (floats | others).items() if _one(x)}
+        of["scores"] = [spec(f.axes, x) for f, x in zip(call.scores, floats["scores"])]
+        of["mask"] = spec(() if call.mask is None else call.mask.axes, others["mask"])
+        specs = ({n: of[n] for n in floats}, {n: of[n] for n in others})
+        out = P(*[None] * len(lead), tokens[0])
+        mapped = jax.shard_map(
+            lambda values: call.run(values, self.strategy, **self.options),
+            mesh=self.mesh,
+            in_specs=(specs,),
+            out_specs=(out, out),
+            check_vma=self.checked,
+        )
+        return mapped(values)
 
     def place(self, x: Any) -> Any:
         """Queries, keys or values `[*b, t, h, d]`, spread over the mesh."""
@@ -88,7 +115,25 @@ class Target:
     def __repr__(self) -> str:
         mesh = f" mesh={self.shape} explicit={self.explicit} by_context={self.by_context}"
         more = f" placed={self.placed}" + (f" {self.layout!r}" if self.layout else "")
+        more += f" by_hand, check_vma={self.checked}" if self.by_hand else ""
         return f"{self.name} {self.options}" + (mesh + more if self.shape else "")
+
+
+def _one(x: Any) -> bool:
+    return hasattr(x, "shape")
+
+
+def _spec(axes: Any, x: Any, z: Sizes, tokens: Any) -> Any:
+    """How a PyTree of arrays is sharded: by their queries, or by their keys if they have none."""
+    if not _one(x):
+        known = axes if isinstance(axes, tuple) and len(axes) == len(x) else [""] * len(x)
+        return type(x)(_spec(a, y, z, tokens) for a, y in zip(known, x))
+    letters = axes if isinstance(axes, str) else ""
+    letters = letters[-x.ndim :].rjust(x.ndim, ".") if x.ndim else ""
+    sizes = {"t": z.t, "s": z.s}
+    own = [i for i, a in enumerate(letters) if a in sizes and x.shape[i] == sizes[a]]
+    first = min(own, key=lambda i: "ts".index(letters[i]), default=None)
+    return P(*[tokens if i == first else None for i in range(x.ndim)])
 
 
 ONE = ("blockwise", "blockwise", "ragged", "dense", "unfused", "bitwise")
@@ -103,8 +148,9 @@ MESHES = (
 def draw_target(rng: np.random.Generator, only: str | None = None) -> Target:
     """A strategy, on one device or many."""
     pick = lambda xs: xs[int(rng.integers(len(xs)))]
-    many = bool(rng.integers(2)) if only is None else only in (*MANY, "many")
-    name = pick(MANY if many else ONE) if only in (None, "one", "many") else only
+    many = bool(rng.integers(2)) if only is None else only in (*MANY, "many", "manual")
+    kinds = MANY[:6] if only == "manual" else MANY if many else ONE
+    name = pick(kinds) if only in (None, "one", "many", "manual") else only
     options: dict[str, Any] = {}
     if name != "dense" and rng.integers(3):
         options |= {n: int(rng.integers(1, 20)) for n in ("blocksize_q", "blocksize_k")}
@@ -136,6 +182,12 @@ def draw_target(rng: np.random.Generator, only: str | None = None) -> Target:
     tokens = ("sp", "hp") if name == "hybrid" else ("sp",)
     if name.startswith("blockwise"):
         tokens = ()
+    if only == "manual" or (name not in ("blockwise", "blockwise_auto") and not rng.integers(4)):
+        shape = {a: n for a, n in shape.items() if a in tokens}
+        return Target(
+            name, strategies[name], options, shape, tokens, layout=layout,
+            by_hand=True, checked=bool(rng.integers(2)),
+        )  # fmt: skip
     kind = int(rng.integers(4))
     explicit = {0: tuple(shape), 1: tuple(a for a in shape if rng.integers(2))}.get(kind, ())
     by_context = bool(explicit) or bool(rng.integers(3))
@@ -155,11 +207,14 @@ def draw_call(rng: np.random.Generator, target: Target) -> Call:
             continue
         break
     places = None
+    n, group = target.shape.get("sp", 1), target.shape.get("hp", 1)
+    if target.by_hand:
+        t, s = (n * group * int(rng.integers(2, 4)) for _ in range(2))
+        z = dataclasses.replace(z, t=t, s=t if rng.integers(2) else s)
     if target.layout is not None:
-        n, group = target.shape["sp"], target.shape.get("hp", 1)
-        parts = n * math.lcm(2, group)
+        parts = n * math.lcm(2, group) * (1 + target.by_hand)  # two tokens on each device
         t, s = (parts * int(rng.integers(1, 1 + max(1, 24 // parts))) for _ in range(2))
         s = t if rng.integers(2) else s
-        z = Sizes(z.lead, t, s, z.heads, z.kv, z.d, z.v)
+        z = dataclasses.replace(z, t=t, s=s)
         places = tuple(target.layout.positions(x, n).reshape(-1) for x in (t, s))
     return Call(rng, z, terms=TERMS, places=places)

@@ -297,7 +297,7 @@ def mask(rng, sizes, depth: int = 2):
     return one | other, lambda p: seen(p) | also(p)
 
 
-def additive(p, x, logit):
+def additive(x, logit):
     return logit + x, np.ones_like(logit)
 
 
@@ -305,7 +305,7 @@ def alibi(rng, sizes):
     slopes = rng.random(sizes.heads)
     build = ALiBi(jnp.asarray(slopes, jnp.float32))
     slopes = slopes.astype(np.float32).astype(float)
-    return build, lambda p, x: additive(p, -slopes[p.h] * abs(p.q - p.k), x)
+    return build, lambda p, x: additive(-slopes[p.h] * abs(p.q - p.k), x)
 
 
 def t5(rng, sizes):
@@ -325,10 +325,9 @@ def t5(rng, sizes):
         large = np.minimum(exact + np.floor(wide + 1e-6).astype(int), n - 1)
         return out + np.where(distance < exact, distance, large)
 
-    def add(p, x):
-        return additive(p, table[bucket(p.q, p.k), min(p.h, columns - 1)].astype(float), x)
-
-    return T5Bias(jnp.asarray(table), bidirectional=both, max_distance=far), add
+    read = lambda p: table[bucket(p.q, p.k), min(p.h, columns - 1)].astype(float)
+    score = T5Bias(jnp.asarray(table), bidirectional=both, max_distance=far)
+    return score, lambda p, x: additive(read(p), x)
 
 
 def capped(rng, sizes):
@@ -365,8 +364,8 @@ def of_operands(rng, sizes):
     if rng.random() < 0.4:
         x, y = (rng.normal(size=(sizes.b, n, 3)).astype(np.float32) for n in (sizes.t, sizes.s))
         given = scores.Operand(jnp.asarray(x), "btf"), scores.Operand(jnp.asarray(y), "bsf")
-        product = lambda p: (x[p.b].astype(float) @ y[p.b].T)[p.i, p.j]
-        return ScoreFn(plus_product, given), lambda p, z: additive(p, product(p), z)
+        read = lambda p: (x[p.b].astype(float) @ y[p.b].T)[p.i, p.j]
+        return ScoreFn(plus_product, given), lambda p, z: additive(read(p), z)
     axes = [str(rng.choice(AXES)) for _ in range(2)]
     xs = [rng.normal(size=[count[a] for a in names]).astype(np.float32) for names in axes]
 
@@ -374,9 +373,7 @@ def of_operands(rng, sizes):
         at = dict(b=p.b, h=p.h, t=p.i, s=p.j)
         return x[tuple(at[a] for a in names)].astype(float)
 
-    def twin(p, z):
-        return additive(p, read(xs[0], axes[0], p) * read(xs[1], axes[1], p), z)
-
+    twin = lambda p, z: additive(read(xs[0], axes[0], p) * read(xs[1], axes[1], p), z)
     given = [scores.Operand(jnp.asarray(x), names) for x, names in zip(xs, axes)]
     return ScoreFn(plus, given), twin
 
@@ -385,7 +382,7 @@ def added(rng, sizes):
     shape = [n if rng.random() < 0.6 else 1 for n in (sizes.b, sizes.heads, sizes.t, sizes.s)]
     x = rng.normal(size=shape).astype(np.float32)
     whole = np.broadcast_to(x, (sizes.b, sizes.heads, sizes.t, sizes.s)).astype(float)
-    return scores.Bias(jnp.asarray(x)), lambda p, z: additive(p, whole[p.b, p.h][p.i, p.j], z)
+    return scores.Bias(jnp.asarray(x)), lambda p, z: additive(whole[p.b, p.h][p.i, p.j], z)
 
 
 def some_scores(rng, sizes):

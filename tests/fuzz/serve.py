@@ -73,6 +73,7 @@ class Runner:
             for x in rng.integers(0, 2, len(steps))
         ]
         self.block_q = int(rng.integers(1, 8))
+        self.tracing = False  # whether gradients are on their way, so that nothing can be saved
 
     def apply(self, held: Any, i: int, inputs: Any, mode: str | None = None) -> tuple[Any, Any]:
         """One step by eqattn: the cache, and the results of attention."""
@@ -109,7 +110,7 @@ class Runner:
         )  # fmt: skip
 
     def changed(self, held: Any, step: Step) -> Any:
-        given = {k: v for k, v in step.arguments.items()}
+        given = step.arguments
         if step.op == "saved":
             return held if self.tracing else saved(held)
         if step.op in ("release", "share"):
@@ -121,8 +122,6 @@ class Runner:
             held, self.config.latent, lambda _, c: (getattr(c, step.op)(array), None)
         )
         return held
-
-    tracing = False
 
     def check(self) -> None:
         """**Raises:** `Mismatch` where eqattn and NumPy differ."""
@@ -185,15 +184,13 @@ class Runner:
 
     def call(self, i: int, history: History) -> Call:
         given, metadata = self.steps[i].arguments, self.config.metadata
-        t, n = given["t"], len(history.rows)
-        counts = np.asarray(given["counts"])
+        t, counts = given["t"], np.asarray(given["counts"])
         first = np.asarray(history.lengths) - counts
         at_q = first[:, None] + np.arange(t)[None]
         at_k = lambda b, e: e.position
         if (moved := given.get("positions")) is not None:
             at_q = np.take_along_axis(moved, np.minimum(at_q, moved.shape[1] - 1), 1)
             at_k = lambda b, e: moved[b, e.place]
-        del n
         aux = metadata["softmax_aux"]
         aux = None if aux is None else np.asarray(aux, float).reshape(len(aux), -1)
         scale = metadata["softmax_scale"] or self.config.query_dim**-0.5
@@ -227,9 +224,8 @@ class Runner:
             if not tokens[layer].values:
                 answer.out = np.zeros_like(out[b])
             self.compare(i, b, "output", out[b, :n], answer.out[:n], error, answer)
-            error = 60 * sums * (2 + answer.most) + (
-                2 * narrow * (2 + answer.most) if narrow > 1e-3 else 0
-            )
+            # What is quantised is read in float32, and here it was rounded to the queries' dtype.
+            error = (60 * sums + 2 * narrow * (narrow > 1e-5)) * (2 + answer.most)
             if lse is not None:
                 self.compare(i, b, "logsumexp", lse[b, :n], answer.lse[:n], error, answer)
             dq = answer.dq
@@ -250,7 +246,8 @@ class Runner:
         n = values.shape[-1]
         for b in range(len(history.rows)):
             answer = attend(history, tokens, b, q[b], call)
-            error = 1e-5 * (2 + answer.most)
+            narrow = float(jnp.finfo(self.config.dtype).eps)
+            error = (1e-5 + 2 * narrow * (narrow > 1e-5)) * (2 + answer.most)
             for h, logits in enumerate(answer.logits):
                 for t in range(given["counts"][b]):
                     best = np.concatenate([np.sort(logits[t])[::-1], np.full(n, -np.inf)])[:n]

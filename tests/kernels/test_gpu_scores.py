@@ -31,17 +31,17 @@ def arrays():
     return [jax.random.normal(jax.random.key(i), x, jnp.bfloat16) for i, x in enumerate(SHAPES)]
 
 
-def call(q, k, v, score, mask=None, platform="gpu"):
+def call(q, k, v, score: Any, mask: Any = None, platform="gpu"):
     how = Blockwise(metadata(platform))
     return attention(q, k, v, how, mask=mask, score=score).attention_outputs
 
 
-def judged(fn, given, seen=None, **problem):
+def judged(fn: Any, given: Any, seen: Any = None, **problem: Any):
     """Output and gradients of the kernels, interpreted, within the bound of the oracle.
 
     **Arguments:**
 
-    - `fn`: the scores, given learned arrays.
+    - `fn`: the score, given learned arrays.
     - `given`: these arrays, by what the oracle calls them. `seen`: the mask.
     - `problem`: the rest of what the oracle is told.
     """
@@ -72,15 +72,13 @@ def test_learned_functions():
     """
     slopes, cap = jnp.array([0.05, 0.2]), jnp.float32(2.5)
 
-    def scores(slopes, cap):
-        return [
-            ScoreFn(lambda s, b, h, q, k: cap * jnp.tanh(s / cap)),
-            ScoreFn(lambda s, b, h, q, k: s - slopes[h] * jnp.abs(q - k).astype(s.dtype)),
-        ]
+    def score(slopes, cap):
+        near = lambda h, q, k: slopes[h] * jnp.abs(q - k).astype(jnp.float32)
+        return ScoreFn(lambda s, b, h, q, k: cap * jnp.tanh(s / cap) - near(h, q, k))
 
     distance = np.abs(np.arange(T)[:, None] - np.arange(S))
     given = dict(slopes=np.float64(slopes), cap=np.float64(cap), distance=distance)
-    judged(scores, dict(slopes=slopes, cap=cap), Causal(), mask=om.causal(T, S), **given)
+    judged(score, dict(slopes=slopes, cap=cap), Causal(), mask=om.causal(T, S), **given)
 
 
 @newest
@@ -90,8 +88,7 @@ def test_a_factor_behind_a_score(factor):
     slopes = jnp.array([0.05, 0.2])
     scores = [
         ScoreFn(lambda s, b, h, q, k: s - slopes[h] * jnp.abs(q - k).astype(s.dtype)),
-        ScoreFn(lambda s, b, h, q, k: s * jnp.float32(factor)),
-        ScoreFn(lambda s, b, h, q, k, f=jnp.float32(1): s * f),
+        ScoreFn(lambda s, b, h, q, k, f=jnp.float32(factor): s * f),
     ]
     q, k, v = arrays()
     got = jax.jit(ft.partial(call, score=scores, platform="interpret"))(q, k, v)
@@ -119,10 +116,14 @@ def many(s, b, h, q, k):
 
 @newest
 def test_functions_are_inlined():
-    """The compiler takes them and their derivatives, also where these read a visible pair."""
-    loss = lambda *xs: call(*xs, ScoreFn(many), Causal()).astype(jnp.float32).sum()
+    """The compiler takes them and their derivatives, also where these read a visible pair, and a
+    learned number unless there is none.
+    """
+    learned = jnp.float32(0.7)
+    score = ScoreFn(lambda s, *at: many(jnp.cos(learned * s), *at))
+    loss = lambda *xs: call(*xs, score, Causal()).astype(jnp.float32).sum()
     assert kernels(jax.grad(loss, (0, 1, 2)), *arrays()) == 3
-    assert Blockwise(metadata("gpu")).supports(score=ScoreFn(many))
+    assert Blockwise(metadata("gpu")).supports(score=score)
 
 
 @newest

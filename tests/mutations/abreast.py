@@ -8,7 +8,7 @@ MUTANTS = [
         "kernels/tpu/_forward.py",
         HEADS,
         [
-            ("= [ref.at[head] for ref in left]", "= [ref.at[0] for ref in left]"),
+            ("= [ref.at[head] for ref in scratch]", "= [ref.at[0] for ref in scratch]"),
             ("ref[(head, ...) if grid.abreast > 1 else ...] = y", "ref[(0, ...) if grid.abreast > 1 else ...] = y"),
             ("of_head = ft.partial(read, head=head)", "of_head = ft.partial(read, head=0)"),
             ("blocks = [read(x, ref, lag=1, head=head) for x, ref in given]", "blocks = [read(x, ref, lag=1) for x, ref in given]"),

@@ -6,8 +6,23 @@ BITS = "strategies/test_bitwise.py -k 'bits_of_a_row or any_number'"
 MUTANTS = [
     (
         "_problem/blocking.py",
-        "strategies/test_bitwise.py -k 'gradients_of_a_step'",
-        [("if not self.fixed or self.queries != 1 or x.shape[3] == 1:", "if True:")],
+        "strategies/test_bitwise.py -k 'gradients_of_a_step or bits_of_scores'",
+        [('if not self.fixed or self.queries != 1 or "t" not in axes:', "if True:")],
+    ),
+    (
+        "_problem/blocking.py",
+        "strategies/test_bitwise.py -m slow -k 'many_rows and window and float16'",
+        [("whole = jnp.pad(lax.stop_gradient(x), widths", "whole = jnp.pad(x, widths")],
+    ),
+    (
+        "_sweep/loops.py",
+        "strategies/test_bitwise.py -m slow -k 'many_rows and positions'",
+        [("_, blocks = lax.optimization_barrier((jnp.int32(t), blocks))", "pass")],
+    ),
+    (
+        "strategies/_fold_strategy.py",
+        "strategies/test_bitwise.py -m slow -k 'fill_vectors'",
+        [("return queries if queries == 1 else -(-queries // 8) * 8, keys or 128", "return queries, keys or 128")],
     ),
     (
         "_problem/block_classes.py",
@@ -26,7 +41,6 @@ MUTANTS = [
         "strategies/_fold_strategy.py",
         "strategies/test_bitwise.py",
         [
-            ("return (sizes[0] or 16, sizes[1] or 128) if self.fixed else sizes", "return sizes", "blocks that are given are the same"),
             ("if self.fixed and platform is Platform.AUTO:", "if False:", "on a CPU there is no kernel to choose"),
             ("if self.fixed and device not in self.fixed_in:", "if False:"),
         ],

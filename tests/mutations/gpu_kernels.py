@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     (
         "kernels/gpu/_program.py",
-        "kernels/test_gpu.py -k 'test_values and window'",
+        "conformance/test_conformance.py -k 'gpux1 and alibi'",
         [
             ("xs = [self.times(x, factor, given) for x in eqn.invars]\n                return", "xs = [self.times(x, None, given) for x in eqn.invars]\n                return"),
         ],
@@ -118,9 +118,9 @@ MUTANTS = [
         "kernels/gpu/_backward.py",
         MASKED,
         [
-            ("first = program.cleaned_first - set(plan.own) if cleans else set()", "first = set()"),
+            ("first = program.cleaned_first - set(plan.own) if cleans else set()", "first = set()", "a selection by the mask follows, and rows that see such a number are NaN by their logsumexp"),
             ("self.plain, self.full = self.live * clean, self.full * clean", "self.plain = self.live"),
-            ("mosaic.when(self.dirty > 0)(ft.partial(self.clean_own, own))", "pass"),
+            ("mosaic.when(self.dirty > 0)(ft.partial(self.clean_own, own))", "pass", "a selection by the mask follows, and rows that see such a number are NaN by their logsumexp"),
         ],
     ),
 ]

@@ -2,7 +2,7 @@
 # fmt: off
 
 BALANCED = "ring/test_against_oracle.py ring/test_balanced.py -k 'feature_in_a_balanced or bad_input'"
-PACKED = "test_ragged_attention.py -k 'bits or no_queries or cascades'"
+PACKED = "test_ragged_attention.py -k 'bits or no_queries or cascades or ring_buffer'"
 
 MUTANTS = [
     (
@@ -24,8 +24,9 @@ MUTANTS = [
         "_ragged_attention.py",
         PACKED,
         [
-            ("size = size if fixed else max(min(size, s), 1)", "size = max(min(size, s), 1)"),
-            ("size = size if fixed else max(min(size, s), 1)", "size = size if fixed else min(size, s)"),
+            ("parts = -(-s // size)", "size = min(size, s)\n    parts = -(-s // size)"),
+            ("max(min(even_block(s) or 128, s), 1)", "min(even_block(s) or 128, s)"),
+            ("jnp.broadcast_to(at, key_.shape[:2])[row]", "jnp.broadcast_to(at, key_.shape[:2])[row * 0]"),
             ("if not len(packed):", "if False:"),
             ("    if getattr(strategy, \"fixed\", False):", "    if False:"),
         ],

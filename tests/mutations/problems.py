@@ -57,7 +57,7 @@ MUTANTS = [
             ("return self.block_q // 2 if self.group == 1 else self.group * self.block_q", "return self.block_q // 2"),
             ("x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))", "x = x.transpose(0, 2, 4, 3, 1, *range(5, x.ndim))"),
             ("x = x.transpose(0, 3, 1, 5, 4, 2)", "x = x.transpose(0, 4, 1, 5, 3, 2)"),
-            ("return xp.pad(x, widths, mode=\"edge\") if edge else xp.pad(x, widths)", "return xp.pad(x, widths)", "what pads ids is masked as padding: edges only keep bounds tight"),
+            ("if not edge:\n                return xp.pad(x, widths)", "if True:\n                return xp.pad(x, widths)", "what pads ids is masked as padding: edges only keep bounds tight"),
             ("if len(pages | ({block_k} if pages and block_k else set())) > 1:", "if False:"),
         ],
     ),

@@ -32,7 +32,7 @@ MUTANTS = [
         [
             ("columns(x, part, other.stop - other.start) if upright else x[:, part]", "columns(x, part, other.stop - other.start) if upright else x[:, : part.stop - part.start]"),
             ("jnp.concatenate([x[part]] * (width // LANES), 1)", "jnp.concatenate([x[: part.stop - part.start]] * (width // LANES), 1)"),
-            ("return comparison in _BOUNDS and n * _BOUNDS[comparison][0] >= 0", "return comparison in _BOUNDS"),
+            ("return n * _BOUNDS[comparison][0] >= 0", "return True"),
             ("return saturate(a, np.int32(limit + n)) - np.int32(n)", "return a - np.int32(n)"),
         ],
     ),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance import bound, oracle, oracle_masks as om
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, Blockwise, masks as m, scores as sc
 from eqattn.scores import Operand
@@ -136,7 +136,8 @@ def dot(outs, cts):
 TRANSFORMS = [jit, eager, grad, eager_grad, jvp, hvp, vmap, scan, checkpoint]
 
 
-def check(kind, transform, mesh, cls, dtype=np.float64, placed=False, **own):
+def check(kind, transform, mesh, cls, dtype=np.float64, placed=False, checked=None, **own):
+    """`checked` is whether a `shard_map` of one's own checks types; None calls with whole arrays."""
     xs, dxs = draw(kind, dtype), draw(kind, dtype, 10)
     wide = np.float64 if dtype == np.float64 else np.float32  # of the logsumexp
     cts = normal(20, B, T, H, V, dtype=dtype), normal(21, B, T, H, dtype=wide)
@@ -148,6 +149,11 @@ def check(kind, transform, mesh, cls, dtype=np.float64, placed=False, **own):
         )
         return out.attention_outputs, out.logsumexp
 
+    if checked is not None:
+        specs = {n: SP if n in "qkv" else P() for n in xs}
+        call = jax.shard_map(
+            call, mesh=mesh, in_specs=(specs,), out_specs=(SP, SP), check_vma=checked
+        )
     with jax.set_mesh(mesh):
         if placed:
             put = lambda x: jax.device_put(x, NamedSharding(mesh, SP))
@@ -201,6 +207,13 @@ def test_explicit_axes(kind, transform, cls, placed):
 @pytest.mark.parametrize("kind, transform", [(closures, eager_grad), (both, hvp)], ids=names)
 def test_automatic_axes(kind, transform):
     check(kind, transform, mesh_of(2), Ring)
+
+
+@pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transform", [grad, pytest.param(jvp, marks=pytest.mark.slow)], ids=names)
+@pytest.mark.parametrize("cls", [AllGather, Ring, Ulysses], ids=names)
+def test_closures_in_a_shard_map_of_ones_own(cls, transform, checked):
+    check(closures, transform, mesh_of(2), cls, checked=checked, axis_name="sp")
 
 
 @pytest.mark.parametrize("kind", [closures, both], ids=names)

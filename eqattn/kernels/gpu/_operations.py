@@ -87,7 +87,7 @@ def _integer_pow(x: Any, y: int) -> Any:
     """The compiler lacks powers of 1, as derivatives have them, and most negative ones."""
     if y == 0:
         return jnp.ones_like(x)
-    power = None
+    power: Any = None
     for digit in f"{abs(y):b}":
         power = None if power is None else power * power
         power = power if digit == "0" else x if power is None else power * x

@@ -127,10 +127,10 @@ class _Fold:
         pair, before = (grid.pair(ids, work_ref, lag) for lag in (0, 1))
         read = ft.partial(grid.read, ids=ids, refs=(work_ref, *tables))
         running, ended = ids[-1] > 0, (before & LAST) != 0
-        left, flags = split_at(left, len(left) - len(self.flags))
+        scratch, flags = split_at(left, len(left) - len(self.flags))
         bodies = []
         for head in range(grid.abreast):
-            num, den, top, s, most, *others = [ref.at[head] for ref in left]
+            num, den, top, s, most, *others = [ref.at[head] for ref in scratch]
             weights, turned = split_at(others, form.weighted)
             of_head = ft.partial(read, head=head)
             load, lie = _readers(form.logits[form.full], self.ahead, ins, of_head)

@@ -54,12 +54,13 @@ class Sides:
 
         See rule 9 of `_program.py`.
         """
-        diff, n, *_ = *eqn.invars, None
-        made, comparison = self.program.maker(diff), eqn.primitive
-        known = made is not None and made.primitive is lax.sub_p and isinstance(n, Literal)
-        if not known or diff.aval.dtype != jnp.int32:
+        if (comparison := eqn.primitive) not in _BOUNDS or not isinstance(eqn.invars[1], Literal):
             return None
-        (a, b), n = made.invars, int(n.val)
+        diff, n = eqn.invars[0], int(eqn.invars[1].val)
+        made = self.program.maker(diff)
+        if made is None or made.primitive is not lax.sub_p or diff.aval.dtype != jnp.int32:
+            return None
+        a, b = made.invars
         if 1 not in a.aval.shape or not moves_bound(comparison, n):
             return None
         of_keys = a.aval.shape[1] == 1
@@ -88,7 +89,7 @@ def moves_bound(comparison: Any, n: int) -> bool:
 
     A bound of the other sign would count a saturated number as within it.
     """
-    return comparison in _BOUNDS and n * _BOUNDS[comparison][0] >= 0
+    return n * _BOUNDS[comparison][0] >= 0
 
 
 def moved(comparison: Any, a: Array, n: int) -> Array:
