@@ -78,8 +78,8 @@ def heads_abreast(pairs: int, width: int) -> int:
     Where matrix units are wide, the products of a pair of blocks take 1,600 cycles, and what a step
     costs besides takes 400. Of two heads, both are busy meanwhile: a pair took 1971 cycles on v6e
     instead of 2094, and takes 1972 on v7x instead of 2095. There the whole kernel of T = 4096 has a
-    share of 37.1% instead of 35.4%. On older chips products take 4,096. The instructions for two must fit into the memory for these, so blocks may
-    not be larger than usual.
+    share of 37.1% instead of 35.4%. On older chips products take 4,096. The instructions for two
+    must fit into the memory for these, so blocks may not be larger than usual.
 
     **Arguments:**
 
