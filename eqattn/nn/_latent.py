@@ -11,7 +11,7 @@ from .._attention import attention
 from .._config.metadata import AttentionMetadata
 from .._misc import as_array, as_constant, as_flag, as_number, as_size, with_constants
 from .._problem.joined import Joined
-from .._problem.storage import as_stored
+from .._problem.storage import AbstractStored, as_stored
 from ..cache import LatentKVCache
 from ..masks._terms import moved_positions
 from ..scores._base import AbstractScore
@@ -277,7 +277,7 @@ class LatentAttention(eqx.Module):
         out = linear(self.o_proj, out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim))
         return result(cache, out)
 
-    def _absorbed(self, query: Array, keys: Joined, stored: bool) -> tuple[Any, Any, Any]:
+    def _absorbed(self, query: Array, keys: AbstractStored, stored: bool) -> tuple[Any, Any, Any]:
         """Queries, keys and values of the absorbed form: one key head for all queries.
 
         **Arguments:**
@@ -294,7 +294,7 @@ class LatentAttention(eqx.Module):
             return query, keys, keys.first
         return query, keys.materialise(), as_stored(keys.first).materialise()
 
-    def _expanded(self, query: Array, keys: Joined, stored: bool) -> tuple[Array, Array, Array]:
+    def _expanded(self, query: Array, keys: AbstractStored, stored: bool) -> tuple[Any, Any, Any]:
         """Queries, keys and values of the expanded form, whose heads are made here."""
         del stored
         latent, rest = jnp.split(keys.materialise()[..., 0, :], [self.kv_lora_rank], -1)

@@ -156,6 +156,8 @@ class Evaluation(Sides):
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
             if eqn.invars[0].aval.ndim == 0:
                 return self._repeated(self.value(eqn.invars[0]), shape)
+            if eqn.params["broadcast_dimensions"] == (0,) and shape[0] > 1:
+                return self.repeated_keys(eqn.invars[0])
         if eqn is not None and eqn.primitive in POINTWISE:
             return self.pointwise(eqn, self.block)
         return self._cut(self.value(v))

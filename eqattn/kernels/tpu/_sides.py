@@ -49,6 +49,14 @@ class Sides:
         x = columns(x, part, other.stop - other.start) if upright else x[:, part]
         return x != 0 if boolean else x
 
+    def repeated_keys(self, v: Any) -> Any:
+        """The window of numbers `[keys]`, which all rows have."""
+        x = self.value(v)
+        if x.dtype != jnp.bool_:
+            return self.from_side(v, True, lambda _: x.reshape(1, -1))
+        # The compiler fails to make a row of booleans.
+        return self.from_side(v, True, lambda _: x.astype(jnp.int32).reshape(1, -1)) != 0
+
     def bounds(self, eqn: Any) -> tuple[Any, Any] | None:
         """What a comparison of `a - b` with a number `n` compares: `a - n` and `b`. Else None.
 
