@@ -256,9 +256,11 @@ class XLALowering(Lowering):
         # Of keys in place, that is of a cache, blocks have one size, whatever the capacity is: with
         # it, the bits of a row would vary. For a single query on a CPU, blocks of 128 keys were the
         # fastest; docs/pages/decoding.md has the comparison. Of 4 and of 64 queries in a cache of
-        # 1024 tokens, they took 0.90 and 0.97 of the time of blocks of 256.
+        # 1024 tokens, they took 0.90 and 0.97 of the time of blocks of 256. But 128 latents of 576
+        # numbers are 288 KiB of float32: a step of 8 rows of 2048 took 0.58 of the time in blocks
+        # of 64, and 0.73 in bfloat16, on one core of an AMD EPYC.
         if request.in_place:
-            return BlockSizes(queries, 128)
+            return BlockSizes(queries, 128 if request.head_dim <= 512 else 64)
         # Where each head has its own keys, a block has as many keys as queries. That halves the
         # steps of blocks of 128 keys, with no more masked blocks on a diagonal: the forward of 2048
         # causal tokens was 4% faster (`cpu-f32-causal-2048-fwd`).

@@ -25,7 +25,7 @@ MUTANTS = [
     (
         "_sweep/lowering.py",
         BITS,
-        [("return BlockSizes(queries, 128)", "return BlockSizes(queries, request.keys // 2)")],
+        [("return BlockSizes(queries, 128 if", "return BlockSizes(queries, request.keys // 2 if")],
     ),
     (
         "_problem/operands.py",
