@@ -186,3 +186,16 @@ def test_no_kernel_for_two_platforms_or_64_bits():
         with pytest.raises(ValueError, match="32 bits"):
             attention(*draw(), Blockwise(metadata()))
         assert not exported(Blockwise(metadata("auto", backend="tpu")), ["tpu"], mask=Causal())
+
+
+def test_a_row_of_the_least_numbers_sees_nothing():
+    """As the page of limitations says: of powers of two, they would be beyond float32."""
+    q, k, v = draw()
+    least = float(jnp.finfo(jnp.float32).min)
+    bias = jnp.zeros((1, 1, T, T)).at[0, 0, 3].set(least).at[0, 0, 5, 8:].set(least)
+    out = attention(q, k, v, Blockwise(metadata()), bias=bias).attention_outputs
+    visible = np.asarray(bias) == 0
+    close(out, exact(q, k, v, visible))
+    assert not out[0, 3].any()
+    mean = attention(q, k, v, Blockwise(metadata("xla")), bias=bias).attention_outputs
+    close(mean[0, 3], np.asarray(v).mean(1)[0])
