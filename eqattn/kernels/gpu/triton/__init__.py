@@ -12,17 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...._jax import partitioned_automatically
 from ...._sweep.grid import GridLayout
-from ...._sweep.lowering import BlockRequest, BlockSizes, loops_over_batch, Lowering
+from ...._sweep.lowering import BlockRequest, BlockSizes, loops_over_batch
+from .._lowering import NvidiaLowering
 from .._operations import named, unsupported, unsupported_of_users
 
 
 ROWS = 128
 """Of a block."""
-
-LARGEST_DIM = 256
-"""Of a query, key or value: more would not fit into registers."""
 
 NATIVE = frozenset(("ceil", "cos", "floor", "log1p", "sin"))
 """What its compiler takes from NVIDIA's library, which is exact."""
@@ -44,7 +41,7 @@ def available() -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonLowering(Lowering):
+class TritonLowering(NvidiaLowering):
     """Kernels for the fold, and for the gradients of queries, keys and values. All other visits,
     and other gradients, run as XLA code. With `asked="interpret"` they run on any device, very
     slowly.
@@ -56,18 +53,6 @@ class TritonLowering(Lowering):
         "of key and value eqattn_sum_columns; those of float32, other gradients, forward mode and "
         "higher orders run as XLA code"
     )
-    cleans_values = True
-    skips_corners = False
-    finishes_rows = True
-    shares_blocks = True
-    splits_over_devices = False
-    drops_single_axes = False
-
-    def multiplies_narrow(self) -> bool:
-        return True
-
-    def features_innermost(self) -> bool:
-        return True
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """As many rows as a program has, of whole heads, and some tiles of keys: a list of live
@@ -87,55 +72,22 @@ class TritonLowering(Lowering):
     def unsupported_function(self, jaxpr: Any) -> str:
         return unsupported_of_users(jaxpr, _KNOWN)
 
-    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
-        """Why no kernel can run a fold of the grid; empty if one can."""
-        if not available():
-            return f"Pallas Triton is no longer in jax {jax.__version__}"
-        if partitioned_automatically(ctx):
-            return (
-                "the compiler cannot split it over the devices of a mesh; call under jax.set_mesh "
-                "with a mesh all of whose axes shard batch or heads, as metadata.partition_axis "
-                "says and as divides them, or a ring; or call in jax.shard_map"
-            )
-        if jnp.result_type(float) == jnp.float64:
-            return "it computes in 32 bits and jax_enable_x64 is set"
-        if layout.stage == "backward":
-            return ""
+    def unavailable(self) -> str:
+        return "" if available() else f"Pallas Triton is no longer in jax {jax.__version__}"
+
+    def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         if layout.ragged:
             return "it does not read keys where caches hold them"
-        read = visits[0][1].in_avals
-        operands = layout.split(ctx.avals_in)[1]
-        query, value = read[0], operands[len(read)]
-        if max(query.shape[0], value.shape[-1]) > LARGEST_DIM:
-            return (
-                f"its queries and values have up to {LARGEST_DIM} numbers, not {query.shape[0]} "
-                f"and {value.shape[-1]}"
-            )
-        if any(x.size >= 2**31 for x in operands):
+        if reason := self.unsupported_dims(ctx, layout, visits):
+            return reason
+        if any(x.size >= 2**31 for x in layout.split(ctx.avals_in)[1]):
             return "it counts the numbers of an array in 31 bits"
-        names = (self.unsupported_primitive(jaxpr.jaxpr) for _, jaxpr in visits)
-        name = next(filter(None, names), "")
-        return name and (
-            f"its mask or score has a {name}, which the compiler of kernels does not know"
-        )
+        return self.unsupported_operation(visits)
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
         if layout.stage not in ("fold", "backward"):
             return None
-        platforms = tuple(ctx.module_context.platforms)
-        reason = "" if self.interpreted or platforms == ("cuda",) else f"cannot run on {platforms}"
-        if reason and self.required:
-            raise ValueError(
-                f"platform={self.asked!r} on an NVIDIA GPU {reason}: use platform='interpret' "
-                "there, or 'auto'."
-            )
-        reason = reason or self._why_not(ctx, layout, visits)
-        if reason and self.required:
-            raise ValueError(
-                f"platform={self.asked!r}: there is no kernel for this call ({reason}); "
-                "platform='auto' or 'xla' runs it as XLA code."
-            )
-        if reason:
+        if not self.runs(ctx, layout, visits):
             return None
         from ._fold import traverse
         from ._sums import traverse_sum

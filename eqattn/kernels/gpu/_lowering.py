@@ -1,0 +1,93 @@
+"""What the lowerings for NVIDIA GPUs share, whatever compiler their kernels are written for."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..._jax import partitioned_automatically
+from ..._sweep.grid import GridLayout
+from ..._sweep.lowering import Lowering
+
+
+LARGEST_DIM = 256
+"""Of a query, key or value: more would not fit into registers."""
+
+
+class NvidiaLowering(Lowering):
+    """Kernels for the fold, and for the gradients of queries, keys and values. With
+    `asked="interpret"` they run on any device, very slowly.
+    """
+
+    cleans_values = True
+    skips_corners = False
+    finishes_rows = True
+    shares_blocks = True
+    splits_over_devices = False
+    drops_single_axes = False
+
+    def multiplies_narrow(self) -> bool:
+        return True
+
+    def features_innermost(self) -> bool:
+        return True
+
+    @abc.abstractmethod
+    def unavailable(self) -> str:
+        """Why this jax cannot compile the kernels; empty if it can."""
+
+    @abc.abstractmethod
+    def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+        """Why no kernel can run this fold on one device in 32 bits; empty if one can."""
+
+    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+        """Why no kernel can run a visit of the grid; empty if one can."""
+        if reason := self.unavailable():
+            return reason
+        if partitioned_automatically(ctx):
+            return (
+                "the compiler cannot split it over the devices of a mesh; call under jax.set_mesh "
+                "with a mesh all of whose axes shard batch or heads, as metadata.partition_axis "
+                "says and as divides them, or a ring; or call in jax.shard_map"
+            )
+        if jnp.result_type(float) == jnp.float64:
+            return "it computes in 32 bits and jax_enable_x64 is set"
+        return "" if layout.stage == "backward" else self.unsupported_fold(ctx, layout, visits)
+
+    def unsupported_dims(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+        """Why queries or values have too many numbers; empty if they have not."""
+        read = visits[0][1].in_avals
+        query, value = read[0], layout.split(ctx.avals_in)[1][len(read)]
+        if max(query.shape[0], value.shape[-1]) <= LARGEST_DIM:
+            return ""
+        return (
+            f"its queries and values have up to {LARGEST_DIM} numbers, not {query.shape[0]} and "
+            f"{value.shape[-1]}"
+        )
+
+    def unsupported_operation(self, visits: Sequence[Any]) -> str:
+        """Which operation of a mask or score a kernel cannot hold; empty if it can hold all."""
+        names = (self.unsupported_primitive(jaxpr.jaxpr) for _, jaxpr in visits)
+        name = next(filter(None, names), "")
+        return name and (
+            f"its mask or score has a {name}, which the compiler of kernels does not know"
+        )
+
+    def runs(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> bool:
+        """Whether a kernel runs a visit. **Raises:** `ValueError` if one must and cannot."""
+        platforms = tuple(ctx.module_context.platforms)
+        if not self.interpreted and platforms != ("cuda",):
+            if self.required:
+                raise ValueError(
+                    f"platform={self.asked!r} on an NVIDIA GPU cannot run on {platforms}: use "
+                    "platform='interpret' there, or 'auto'."
+                )
+            return False
+        reason = self._why_not(ctx, layout, visits)
+        if reason and self.required:
+            raise ValueError(
+                f"platform={self.asked!r}: there is no kernel for this call ({reason}); "
+                "platform='auto' or 'xla' runs it as XLA code."
+            )
+        return not reason
