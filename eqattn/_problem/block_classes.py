@@ -1,6 +1,7 @@
 """The class of each block of a problem: whether none, some or all of its pairs are visible."""
 
 import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,19 +36,7 @@ def classes_of(
     each head has its own keys, of their queries. A block is a `CORNER` if none of the first queries
     sees any of the later keys.
     """
-    # Imported on first use, as it takes half of the time that importing eqattn takes.
-    from ..masks._intervals.classify import classify
-
-    of_blocks = ft.partial(
-        classify,
-        mask,
-        batch_shape=batch_shape,
-        heads=blocking.kv_heads * blocking.group,
-        kv_heads=blocking.kv_heads,
-        q_positions=q,
-        kv_positions=k,
-        indices=indices,
-    )
+    of_blocks = _classifier(mask, blocking, batch_shape, q, k, indices)
     table = of_blocks(block_q=blocking.block_q, block_k=blocking.block_k)
     if not blocking.corner:
         return table
@@ -60,9 +49,82 @@ def classes_of(
     return xp.where((table == PARTIAL) & skipped, np.int8(CORNER), table)
 
 
+def _classifier(
+    mask: AbstractMask,
+    blocking: Blocking,
+    batch_shape: tuple[int, ...],
+    q: Any,
+    k: Any,
+    indices: tuple[Any, Any],
+) -> Callable[..., Any]:
+    """What tells the classes of blocks of any size; with the arguments of `classes_of`."""
+    # Imported on first use, as it takes half of the time that importing eqattn takes.
+    from ..masks._intervals.classify import classify
+
+    return ft.partial(
+        classify,
+        mask,
+        batch_shape=batch_shape,
+        heads=blocking.kv_heads * blocking.group,
+        kv_heads=blocking.kv_heads,
+        q_positions=q,
+        kv_positions=k,
+        indices=indices,
+    )
+
+
+STEP = 256
+"""The keys and queries of a part of a block on stairs: the side of a matrix unit."""
+
+
+_FINE = 2**20
+"""For how many parts of all blocks it is found out whether blocks are stairs. With parts of 256
+tokens, these are 262,144 tokens, which take less than half a second.
+"""
+
+
+def stairs_of(problem: Problem, blocking: Blocking, table: np.ndarray) -> int:
+    """Into how many parts of its keys, and of its queries, each block that is not full can be cut
+    so that only those on its diagonal need a mask; 0 if some cannot, or if a row has no live block.
+
+    **Arguments:**
+
+    - `table`: the classes of the blocks, `[..., rows, columns]`, which are known.
+    """
+    side = blocking.block_q
+    alike = blocking.corner and blocking.group == 1 and side == blocking.block_k
+    if not alike or side < 2 * STEP or side % STEP or not (table == CORNER).any():
+        return 0
+    if (table == PARTIAL).any() or (table == EMPTY).all(-1).any():
+        return 0
+    # A padded key is hidden, but its position may not be.
+    if blocking.keys % side and (table[..., -1] == CORNER).any():
+        return 0
+    count = side // STEP
+    if blocking.rows * blocking.columns * count**2 > _FINE or problem.mask is None:
+        return 0
+    given = problem.b_indices, problem.h_indices
+    of_blocks = _classifier(
+        problem.mask, blocking, problem.batch_shape, *problem.positions(), given
+    )
+    fine = of_blocks(block_q=STEP, block_k=STEP)
+    if not isinstance(fine, np.ndarray):
+        return 0
+    sizes = blocking.rows * count, blocking.columns * count
+    # What pads the last queries may see anything.
+    pads = [(0, 0), (0, 0), *((0, n - m) for n, m in zip(sizes, fine.shape[2:]))]
+    padded = np.pad(fine, pads, constant_values=-1)
+    parts = padded.reshape(*fine.shape[:2], blocking.rows, count, blocking.columns, count)
+    wanted = np.tri(count, k=-1, dtype=np.int8) * np.int8(FULL)
+    wanted += np.eye(count, dtype=np.int8) * np.int8(-1)
+    fits = (parts == wanted[:, None]) | (parts == -1) | (wanted < 0)[:, None]
+    fits = fits.all((3, 5))
+    return count if (fits | (table != CORNER)).all() else 0
+
+
 def table_of(problem: Problem, blocking: Blocking, live: Any = None):
-    """The class of each block `[B|1, K|1, rows, columns]`, or None if all are full. Where `live` is
-    given and False, blocks are empty.
+    """The class of each block `[B|1, K|1, rows, columns]`, or None if all are full. A block is
+    empty where `live` is False for all of its last two axes, and partial where for some.
     """
     table = None
     if problem.mask is not None:
@@ -77,7 +139,9 @@ def table_of(problem: Problem, blocking: Blocking, live: Any = None):
         xp = np if isinstance(table, np.ndarray) else jnp
         table = xp.where(last & (table == FULL), np.int8(PARTIAL), table)
     if live is not None:
-        table = jnp.where(live, np.int8(FULL) if table is None else table, np.int8(EMPTY))
+        most = jnp.where(live.all((-2, -1)), np.int8(FULL), np.int8(PARTIAL))
+        most = most if table is None else jnp.minimum(table, most)
+        table = jnp.where(live.any((-2, -1)), most, np.int8(EMPTY))
     return table
 
 

@@ -85,6 +85,9 @@ class GridLayout:
     - `lookups`: the index of that operand, for each axis of `pages`.
     - `corner`: how many rows, the first ones, may see no key of the later half of a block. Where
         it is positive, the table may hold `CORNER`.
+    - `stairs`: if positive, each row has a live block, and each block that is not full is a
+        `CORNER` of which more is known. Cut into so many parts of its keys and as many of its rows,
+        it is full where keys are earlier than rows, and empty where later.
     - `shared`: the operands of the logits of a fold that its values read, too, ahead of their own.
     - `uniform`: whether a grid of one pair of blocks is visited as larger ones are, so that its
         bits are those that it would have among others.
@@ -107,6 +110,7 @@ class GridLayout:
     pages: tuple[int, ...] = ()
     lookups: tuple[int, ...] = ()
     corner: int = 0
+    stairs: int = 0
     shared: tuple[int, ...] = ()
     uniform: bool = False
     tokens: tuple[Any, ...] = ()
@@ -210,3 +214,12 @@ def put(x: Array, axes: tuple[int, ...], at: dict, block: Array) -> Array:
         return block
     start, size = _window(x, axes, at)
     return lax.dynamic_update_slice(x, block.reshape(size), start, allow_negative_indices=False)
+
+
+def unsigned_zeros(x: Array) -> Array:
+    """A sum of which each zero is +0, for sums whose bits are fixed.
+
+    Where dropout drops all keys that a row sees, all products are zeros, of either sign. The sign
+    of their sum was seen to depend on the number of rows for which XLA had compiled it.
+    """
+    return jnp.where(x == 0, jnp.zeros((), x.dtype), x)

@@ -6,13 +6,16 @@ that only a row of another head in the same register would exceed, and with valu
 finite.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from _reference import exact
+from _tpu_compile import compile_all
 
 from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
 from eqattn._problem.storage import Quantized
+from eqattn.cache import Joined, Pages
 from eqattn.kernels.tpu._decode_program import OwnColumns
 
 
@@ -51,9 +54,9 @@ def arrays(t, heads, groups, keys=256, dim=8):
 LENGTHS = np.array([250, 37])
 
 
-def call(q, k, v):
+def call(q, k, v, size=128, platform="interpret"):
     lengths = jnp.asarray(LENGTHS)
-    metadata = AttentionMetadata(platform="interpret", blocksize_k=128)
+    metadata = AttentionMetadata(platform=platform, blocksize_k=size)
     q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
     return attention(
         q, k, v, Ragged(metadata), mask=KeyPadding(lengths) & Causal(),
@@ -74,6 +77,44 @@ def test_rows_that_share_registers(case):
     plain = [np.asarray(x.materialise()) for x in stored]
     for x, y in zip((output.attention_outputs, output.logsumexp), want(q, *plain), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("page", [None, 32])
+def test_latents_of_8_bits(page):
+    """Latents and the rest of a key have scales of their own. Of 24 + 8 features, interpreted."""
+    q, k, _ = arrays(1, 8, 1, dim=32)
+    parts = [Quantized.quantize(jnp.asarray(x), jnp.int8) for x in (k[..., :24], 50 * k[..., 24:])]
+    first, rest = (np.asarray(x.materialise()) for x in parts)
+    key = Joined(*parts)
+    if page:
+        order = np.random.default_rng(1).permutation(2 * 256 // page)
+        table = jnp.asarray(np.argsort(order).reshape(2, -1).astype(np.int32))
+        pools = (Quantized(*(paged(y, page, order) for y in (x.values, x.scales)), x.dtype)
+                 for x in parts)  # fmt: skip
+        key = Pages(Joined(*pools), table)
+    run = lambda q, key, how: call(q, key, key.first, None if page else 128, how)
+    lowered = jax.jit(run, static_argnums=2).trace(q, key, "tpu").lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count('"eqattn_decode"') == 1
+    output = run(q, key, "interpret")
+    truth = want(q, np.concatenate([first, rest], -1), first)
+    for x, y in zip((output.attention_outputs, output.logsumexp), truth, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+def paged(x, page, order):
+    """An array of tokens, `[rows, tokens, ...]` or scales `[rows, 1, tokens]`, as shuffled pages."""
+    tokens = x.shape[1] if x.ndim == 4 else x.shape[2]
+    pages = len(x) * tokens // page
+    x = x.reshape(pages, page, *x.shape[2:]) if x.ndim == 4 else x.reshape(pages, 1, page)
+    return x[order]
+
+
+@pytest.mark.parametrize("chip", ["v5p", pytest.param("v7x", marks=pytest.mark.slow)])
+def test_latents_of_8_bits_are_read_as_they_lie(chip):
+    """Of 8192 tokens, only their 64 features besides are copied, which XLA keeps transposed."""
+    (got,) = compile_all(chip, ("int8 latents",)).values()
+    assert got.get("kernels") == 1 and got["temporary"] <= 1.5 * 2**20, got
+    assert got["copied"] <= 8192 * 64, got
 
 
 @pytest.mark.parametrize("case", [(1, 16, 4), (2, 32, 4)])

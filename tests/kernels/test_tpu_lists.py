@@ -8,10 +8,11 @@ from _draw import normal
 from conformance import oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Segments, SlidingWindow
+from eqattn._problem import block_classes
 from eqattn._problem.block_classes import classes_of
 from eqattn._problem.blocking import Blocking
 from eqattn._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
-from eqattn.kernels.tpu import _forward_step as _step, _work_list as _work
+from eqattn.kernels.tpu import _forward_step as _step, _windows, _work_list as _work
 from eqattn.masks._base import AbstractMask
 
 
@@ -30,10 +31,7 @@ MASKS = {
 )
 def test_without_their_corner(mask, heads, block_q, monkeypatch):
     """Blocks in four parts, of which the corner is never looked at."""
-    monkeypatch.setattr(_step, "WINDOW", SIZE // 2)
-    skips = []
-    skipped = _step.skipped
-    monkeypatch.setattr(_step, "skipped", lambda *xs: skips.append(skipped(*xs)) or skips[-1])
+    found = corners_seen(monkeypatch, 256)
     q = normal(0, 2, T, heads[0], 16)
     k, v, ct = (
         normal(1, 2, T, heads[1], 16),
@@ -51,13 +49,67 @@ def test_without_their_corner(mask, heads, block_q, monkeypatch):
         return out, transpose(ct)
 
     out, got = run(q, k, v, ours)
-    assert skips and all(skips)
+    assert {n for n, _ in found} == {0} and all(EMPTY in kinds for _, kinds in found)
     problem = oracle.Problem(*[np.float64(x) for x in (q, k, v)], scale=1 / 4, mask=visible)
     want = oracle.forward(problem)
     grads = oracle.vjp(problem, np.float64(ct), np.zeros_like(want.lse))
     np.testing.assert_allclose(out, want.out, rtol=0, atol=2e-6)
     for x, name in zip(got, "qkv", strict=True):
         np.testing.assert_allclose(x, grads[name], rtol=0, atol=1e-5)
+
+
+def corners_seen(monkeypatch, step):
+    """Of each block of class `CORNER` that a kernel was made for, the stairs and the kinds of its
+    windows. Blocks are small here.
+    """
+    monkeypatch.setattr(_windows, "WINDOW", SIZE // 2)
+    monkeypatch.setattr(block_classes, "STEP", step)
+    found, corner = [], _step.with_corner
+
+    def seen(layout, **how):
+        parts = corner(layout, **how)
+        found.append((layout.stairs, {x.kind for x in parts}))
+        return parts
+
+    monkeypatch.setattr(_step, "with_corner", seen)
+    return found
+
+
+WIDE = 96  # tokens of whole blocks
+
+
+@pytest.mark.parametrize(
+    "name, offset, stairs",
+    [("causal", 0, 4), ("window", 0, 0), ("narrow", 0, 0), ("causal", 3, 0), ("causal", 32, 4)],
+)
+def test_stairs(name, offset, stairs, monkeypatch):
+    """Blocks in sixteen parts, of which only those on the diagonal have a mask. The narrow window
+    hides pairs below it, and so do queries that are moved by less than a part.
+    """
+    left = {"causal": None, "window": 40, "narrow": 20}[name]
+    found = corners_seen(monkeypatch, SIZE // 4)
+    q, k, v = (normal(n, 1, WIDE, 2, 16) for n in range(3))
+    metadata = AttentionMetadata(platform="interpret", **BLOCKS)
+    mask = Causal() if left is None else Causal() & SlidingWindow(left, 0)
+    run = jax.jit(
+        lambda v: (
+            attention(q, k, v, Blockwise(metadata), mask=mask, q_offset=offset).attention_outputs
+        )
+    )
+    got = np.asarray(run(v))
+    kinds = {EMPTY, PARTIAL, FULL} if stairs else {EMPTY, PARTIAL}
+    assert found and all(x == (stairs, kinds) for x in found)
+    distance = offset + np.arange(WIDE)[:, None] - np.arange(WIDE)
+    visible = (distance >= 0) & (distance <= (left or WIDE + offset))
+    exact = (np.float64(x) for x in (q, k, v))
+    want = oracle.forward(oracle.Problem(*exact, scale=1 / 4, mask=visible[None, None])).out
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    # A value that is not finite reaches the rows that see it, of its own head.
+    bad = np.asarray(run(v.at[0, 41, 1, 3].set(jnp.nan)))
+    sees = np.zeros((1, WIDE, 2, 16), bool)
+    sees[0, :, 1, 3] = visible[:, 41]
+    assert np.isnan(bad[sees]).all() and (np.isnan(bad).any(-1) == sees.any(-1)).all()
+    np.testing.assert_array_equal(np.where(sees.any(-1, keepdims=True), 0, bad - got), 0)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -136,15 +188,44 @@ def test_windows_of_a_corner_are_all_of_it_or_none(keys, rows, corner, masked):
     """A window that straddles the edge of a corner holds pairs that are visible."""
     layout = GridLayout((1, 1, 1, 1), (keys, rows), (), corner=corner)
     inside = np.zeros((keys, rows), int)
-    for at, to in _step.skipped(layout, masked):
-        inside[at, to] += 1
+    for x in _windows.with_corner(layout, half=masked):
+        inside[x.at, x.to] += x.kind == EMPTY
     of_corner = np.zeros((keys, rows), int)
     of_corner[keys // 2 :, :corner] = 1
     assert (inside == 0).all() or (inside == of_corner).all()
     covered = np.zeros((keys, rows), int)
-    for at, to in _step.windows(keys, rows, masked):
-        covered[at, to] += 1
+    for x in _windows.windows(layout, PARTIAL, half=masked):
+        covered[x.at, x.to] += 1
     assert (covered == 1).all()
-    size = _step.WINDOW // 2 if masked else _step.WINDOW
+    size = _windows.WINDOW // 2 if masked else _windows.WINDOW
     if keys == 1024 and rows % size == corner % size == 0:
         assert inside.sum() == keys // 2 * corner
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("side, stairs", [(1024, 4), (2048, 8), (512, 2)])
+def test_windows_on_stairs(side, stairs, half):
+    """Each pair is in one window, of the kind that its place has; and beside the windows of a pair
+    all of the pair before are added, each before its logits are replaced.
+    """
+    layout = GridLayout((1, 1, 1, 1), (side, side), (), corner=side // 2, stairs=stairs)
+    kinds = np.full((side, side), -1)
+    parts = _windows.with_corner(layout, half=half)
+    for x in parts:
+        assert (kinds[x.at, x.to] == -1).all()
+        kinds[x.at, x.to] = x.kind
+    step = np.arange(side) * stairs // side
+    order = np.sign(step[None] - step[:, None])  # rows minus keys
+    np.testing.assert_array_equal(kinds, np.array([PARTIAL, FULL, EMPTY])[order])
+    plain = _windows.windows(layout, FULL)
+    for ahead, behind in ((parts, _windows.beside(layout, parts)), (plain, parts)):
+        read = np.zeros((side, side), int)
+        stored = np.zeros((side, side), bool)
+        for x, now in _windows.in_turn(ahead, behind):
+            for y in now:
+                assert not stored[y.at, y.to].any()
+                read[y.at, y.to] += 1
+            stored[x.at, x.to] = True
+        hidden = np.isin(kinds, EMPTY) & (behind is parts)
+        np.testing.assert_array_equal(read, ~hidden)
+        assert stored.all()

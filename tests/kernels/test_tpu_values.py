@@ -25,7 +25,7 @@ from eqattn import (
     SlidingWindow,
 )
 from eqattn._carry import safe_max
-from eqattn.kernels.tpu import _forward_step as _step
+from eqattn.kernels.tpu import _windows
 from eqattn.kernels.tpu._program import Evaluation, Program
 from eqattn.scores import AbstractScore
 
@@ -138,7 +138,7 @@ def test_keys_of_another_head(hidden):
 
 def test_dropout_beside_a_corner(monkeypatch):
     """Where logits are not computed, no factor of dropout is either."""
-    monkeypatch.setattr(_step, "WINDOW", 8)
+    monkeypatch.setattr(_windows, "WINDOW", 8)
     (q, k, v), key = draw(), jax.random.key(0)
     keep = np.asarray(dropout_mask(key, (1,), 1, T, T, 0.25))
     how = Blockwise(metadata(blocksize_q=8, blocksize_k=16, dropout_prob=0.25))

@@ -112,7 +112,9 @@ class Call:
         return found[0].block_q, found[0].block_k
 
 
-def _forward(name: str, *, whole: bool = True, plain: str = "", **kw: Any) -> Kernel:
+def _forward(
+    name: str, *, whole: bool = True, plain: str = "", stairs: bool = True, **kw: Any
+) -> Kernel:
     call = Call(**kw)
     kept = (BATCH, HEAD, ROW)
     return Kernel(
@@ -124,6 +126,7 @@ def _forward(name: str, *, whole: bool = True, plain: str = "", **kw: Any) -> Ke
         whole=Whole(call.tokens, HEADS, kept, lag=1) if whole else None,
         plain=plain,
         abreast=call.abreast,
+        stairs=stairs,
     )
 
 
@@ -159,13 +162,18 @@ def _tangent(name: str, **kw: Any) -> Kernel:
 
 
 def _feature(
-    name: str, options: Callable[..., Any], weighted: bool = False, **operands: Any
+    name: str,
+    options: Callable[..., Any],
+    weighted: bool = False,
+    stairs: bool = True,
+    **operands: Any,
 ) -> Kernel:
     shapes = {k: jax.ShapeDtypeStruct(shape, dtype) for k, (shape, dtype) in operands.items()}
     return _forward(
         f"forward, {name}",
         whole=False,
         plain="forward",
+        stairs=stairs,
         weighted=weighted,
         operands=tuple(shapes.items()),
         options=options,
@@ -253,7 +261,7 @@ _T = Call().tokens
 KERNELS = (
     _forward("forward"),
     _forward("forward, T=32768", tokens=32_768),
-    _forward("forward, 2048 queries", block_q=2048),
+    _forward("forward, 2048 queries", block_q=2048, stairs=False),
     _forward("forward, D=64", dim=64),
     _forward("forward, D=256", dim=256),
     _backward("backward", (0, 1, 2), 5),
@@ -264,10 +272,11 @@ KERNELS = (
     _decode("decode, 4 queries", queries=4),
     _decode("decode, int8", stored=jnp.int8),
     _decode("decode, pages of 64", page=64),
-    _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {})),
+    _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {}), stairs=False),
     _feature(
         "segments",
         lambda ids: ({"mask": Causal() & Segments(ids)}, {}),
+        stairs=False,
         ids=((1, _T), jnp.int32),
     ),
     _feature("sinks", lambda aux: ({}, {"softmax_aux": aux}), aux=((HEADS,), jnp.float32)),

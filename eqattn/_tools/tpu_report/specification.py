@@ -42,6 +42,7 @@ class Kernel:
         is a trip of the outermost loop, the grid.
     - `abreast`: a function that returns how many such tiles, of as many heads, a step has. It is
         called as `tile` is.
+    - `stairs`: whether all its masked pairs lie on a causal diagonal, and their corner is skipped.
     """
 
     name: str
@@ -54,3 +55,4 @@ class Kernel:
     plain: str = ""
     innermost: bool = False
     abreast: Callable[[], int] = lambda: 1
+    stairs: bool = False

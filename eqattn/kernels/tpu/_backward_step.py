@@ -35,10 +35,10 @@ from ..._sweep.grid import COL, CORNER, GridLayout, PARTIAL, ROW
 from ..._sweep.products import dot_p
 from .._program import POINTWISE
 from ._chip import wide_units
-from ._forward_step import of_corner
 from ._products import LANES, product_of
 from ._program import Program
-from ._turned import size_of, TurnedEvaluation, Window
+from ._turned import TurnedEvaluation, Window
+from ._windows import of_corner, size_of
 
 
 WINDOW = 256, 512

@@ -191,7 +191,7 @@ class _Decode:
         now = jnp.maximum(was, most[...])
         origin, scale = change_of_origin(now, was)
         origins = folded.spread(origin, wide)
-        v = self.values.evaluate(fetch, folded).value(self.values.program.outs[0])
+        v = self.values.evaluate(fetch, folded).value(self.values.program.outs[0]).only
 
         def add(totals, ys, chosen):
             total = folded.unfold(ft.reduce(jnp.add, totals), 0.0).sum(1, keepdims=True)

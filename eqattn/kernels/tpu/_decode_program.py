@@ -54,8 +54,8 @@ _MOVED = {  # they change no number: what depends on keys or rows alone is broad
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
-    """A matrix of keys or values whose scales are still to be multiplied in.
+class Piece:
+    """Some features of a `Matrix`.
 
     **Arguments:**
 
@@ -70,6 +70,48 @@ class Matrix:
     def scaled(self, part: slice) -> Array | None:
         """The factors of a part of the rows."""
         return None if self.scale is None else self.scale[:, part]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A matrix of keys or values whose scales are still to be multiplied in.
+
+    **Arguments:**
+
+    - `pieces`: its features, one piece after the other. There are several where some of them have
+        scales of their own.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def only(self) -> Piece:
+        """All of it, where it is one piece, as that of values is."""
+        (piece,) = self.pieces
+        return piece
+
+    def times(self, by: Array) -> "Matrix":
+        """The matrix with a factor for each row, `[1, keys * groups]`."""
+        scales = (by if x.scale is None else x.scale * by for x in self.pieces)
+        return Matrix(tuple(Piece(x.rows, y) for x, y in zip(self.pieces, scales)))
+
+    @classmethod
+    def beside(cls, matrices: Sequence["Matrix"]) -> "Matrix":
+        """The features of all of these, as one piece if none has a scale."""
+        pieces = [x for m in matrices for x in m.pieces]
+        if any(x.scale is not None for x in pieces):
+            return cls(tuple(pieces))
+        return cls((Piece(jnp.concatenate([x.rows for x in pieces], 1), None),))
+
+    @classmethod
+    def below(cls, matrices: Sequence["Matrix"]) -> "Matrix":
+        """The rows of all of these, whose pieces are alike."""
+        pieces = []
+        for parts in zip(*[m.pieces for m in matrices], strict=True):
+            scales = [x.scale for x in parts if x.scale is not None]
+            rows = jnp.concatenate([x.rows for x in parts])
+            pieces.append(Piece(rows, jnp.concatenate(scales, 1) if scales else None))
+        return cls(tuple(pieces))
 
 
 def _of_features(concatenation: Any) -> bool:
@@ -228,10 +270,9 @@ class FlatHeadsProgram:
         plain = {v for v, r in zip(program.jaxpr.invars, self.roles) if r == "plain"}
         plain |= set(program.jaxpr.constvars)
         self.possible = "" not in self.roles and keys > 1
-        # A `Matrix` has one scale for each row. So parts of a row with scales of their own do not
-        # become one.
+        # Only logits can be summed over several pieces of a `Matrix`.
         joins = any(e.primitive is lax.concatenate_p and _of_features(e) for e in eqns)
-        self.possible &= not (joins and "scales" in self.roles)
+        self.possible &= bool(dots) or not (joins and "scales" in self.roles)
         for e in eqns:
             repeats = e.primitive is lax.broadcast_in_dim_p and e.invars[0].aval.size == 1
             if not repeats and all(isinstance(v, Literal) or v in plain for v in e.invars):
@@ -315,25 +356,24 @@ class _Evaluation:
                 return self.folded.spread(x, self.part.stop - self.part.start)
             if role != "matrix":
                 return x
-            return Matrix(x.reshape(-1, x.shape[-1]), None)
+            return Matrix((Piece(x.reshape(-1, x.shape[-1]), None),))
         eqn = self.wide.program.maker(v)
         if eqn.primitive is grouped_dot_p:
             dtype, precision = eqn.params["operand_dtype"], eqn.params["precision"]
             k = self.value(eqn.invars[0])
             q = self.run.narrow(eqn.invars[1], True, dtype)
-            s = product_of(q, k.rows[self.part].astype(q.dtype), (1, 1), precision)
-            s = self.folded.fold(s)
-            by = k.scaled(self.part)
-            return s if by is None else s * by
+            logits, at = [], 0
+            for x in k.pieces:
+                own, at = q[:, at : at + x.rows.shape[1]], at + x.rows.shape[1]
+                s = product_of(own, x.rows[self.part].astype(q.dtype), (1, 1), precision)
+                s, by = self.folded.fold(s), x.scaled(self.part)
+                logits.append(s if by is None else s * by)
+            return ft.reduce(jnp.add, logits)
         if eqn.primitive in _MOVED:
             return self.value(eqn.invars[0])
         if eqn.primitive is lax.concatenate_p:
-            parts = [self.value(x) for x in eqn.invars]
-            if _of_features(eqn):
-                return Matrix(jnp.concatenate([x.rows for x in parts], 1), None)
-            scales = [x.scale for x in parts if x.scale is not None]
-            rows = jnp.concatenate([x.rows for x in parts])
-            return Matrix(rows, jnp.concatenate(scales, 1) if scales else None)
+            join = Matrix.beside if _of_features(eqn) else Matrix.below
+            return join([self.value(x) for x in eqn.invars])
         if eqn.primitive is lax.select_n_p and v.aval.ndim == 3:
             test = self.wide.program.maker(eqn.invars[0])
             assert test is not None and test.primitive is lax.is_finite_p, eqn
@@ -351,4 +391,4 @@ class _Evaluation:
             return xs[0]
         assert eqn.primitive is lax.mul_p, eqn
         matrix, by = xs if isinstance(xs[0], Matrix) else xs[::-1]
-        return Matrix(matrix.rows, by if matrix.scale is None else matrix.scale * by)
+        return matrix.times(by)

@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -137,16 +136,18 @@ class _Fold:
             fetch, lie_before = _readers(
                 form.values[form.full], self.behind, vals, ft.partial(of_head, lag=1)
             )
-            aside, given = None, None
+            aside = given = settle = None
             if self.early:
-                now = lax.rem(ids[-1], 2)
-                here, there = (turned[0].at[i] for i in (now, 1 - now))
+                there, here = (turned[0].at[i] for i in range(2))
                 aside = ft.partial(_turn, here, self.behind[0], vals[0], of_head)
+                settle = ft.partial(_copy, here, there)
                 fetch[0], lie_before[0] = (lambda there=there: there[...]), True
                 if flags:
                     given = ft.partial(of_head, self.behind[0], vals[0])
             state = num, den, top, s, most, weights
-            bodies.append(FoldStepBody(form, load, lie, fetch, lie_before, *state, aside, given))
+            bodies.append(
+                FoldStepBody(form, load, lie, fetch, lie_before, *state, aside, settle, given)
+            )
 
         def clear():
             for body in bodies:
@@ -193,6 +194,10 @@ def _turn(ref: Any, x: KernelOperand, given: Any, read: Callable, part: int, par
         ref[:, here] = read(x, given)[here].T
     elif part == 0:
         ref[...] = read(x, given).T
+
+
+def _copy(source: Any, target: Any) -> None:
+    target[...] = source[...]
 
 
 def _readers(

@@ -16,22 +16,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from ..._carry import change_of_origin
-from ..._sweep.grid import CORNER, GridLayout
+from ..._sweep.grid import CORNER, EMPTY, FULL, GridLayout, PARTIAL
 from .._program import LOG2E
 from ._chip import sums_by_product, wide_units
 from ._products import product_of, spread_groups, weighted_groups
 from ._program import Evaluation, Program
+from ._windows import beside, in_turn, Part, size_of, windows, with_corner
 from ._work_list import kind_of
-
-
-WINDOW = 512
-"""The side of a window of logits: the larger, the fewer steps; the smaller, the fewer spills.
-
-Windows halved the spilled registers, which brought full pairs from 42.4 to 50.0% useful cycles on
-v6e and from 90.6 to 92.3% on v5e (D = 128, other steps of that change included). Masked windows are
-half as wide, as a mask takes registers of its own; that was chosen by trial. `forward` in
-`python -m eqattn tpu-report` measures both.
-"""
 
 
 ONES = 16
@@ -39,39 +30,6 @@ ONES = 16
 
 One row would do, but 16 rows of bfloat16 fill a register, so that none holds values and ones.
 """
-
-
-def windows(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
-    """The windows of a block of logits `[keys, rows]`, in the order in which they are computed.
-
-    The compiler's scheduler keeps that order. A side that `WINDOW` does not divide is not cut.
-    """
-
-    def cut(n, m):
-        m = m if n % m == 0 else n
-        return [slice(i, i + m) for i in range(0, n, m)]
-
-    sides = cut(keys, WINDOW), cut(rows, WINDOW // 2 if masked else WINDOW)
-    return [(at, to) for to in sides[1] for at in sides[0]]
-
-
-def skipped(layout: GridLayout, masked: bool) -> list[tuple[slice, slice]]:
-    """The windows that make up the corner of a block."""
-    return of_corner(layout, windows(*layout.block, masked))
-
-
-def of_corner(
-    layout: GridLayout, parts: Sequence[tuple[slice, slice]]
-) -> list[tuple[slice, slice]]:
-    """Those of the parts of a block that make up its corner: the later half of its keys, and the
-    first `corner` rows.
-
-    There are none if the corner cuts through a part.
-    """
-    keys, _ = layout.block
-    inside = [(a, b) for a, b in parts if 2 * a.start >= keys and b.stop <= layout.corner]
-    size = sum((a.stop - a.start) * (b.stop - b.start) for a, b in inside)
-    return inside if 2 * size == keys * layout.corner else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +124,7 @@ class FoldStepBody:
     most: Any
     weights: Sequence[Any]
     aside: Callable[[int, int], None] | None
+    settle: Callable[[], None] | None
     given: Callable[[], Array] | None
 
     def clear(self) -> None:
@@ -205,7 +164,7 @@ class FoldStepBody:
             bad = spread_groups(bad, rows)
         self.s[...] = jnp.where(s == -jnp.inf, s, s + bad)
 
-    def visit(self, c: int, weighed: int, skip: Sequence = (), skip_before: Sequence = ()) -> None:
+    def visit(self, ahead: Sequence[Part], behind: Sequence[Part], weighed: int) -> None:
         """Computes the logits of the pair, and adds what the pair before it contributes.
 
         In each window, `s` and `weights` still hold those of the pair before when they are read,
@@ -215,47 +174,58 @@ class FoldStepBody:
 
         **Arguments:**
 
-        - `c`: the class whose program computes the logits.
+        - `ahead`, `behind`: the windows of the pair, and those of the pair before.
         - `weighed`: the class whose program gives the values of the pair before.
-        - `skip`: the windows of the pair in which nothing is visible.
-        - `skip_before`: the windows of the pair before in which nothing is visible.
         """
-        form, (keys, rows) = self.form, self.form.layout.block
-        logits, values = form.logits[c], form.values[weighed]
-        ahead = Evaluation(logits, self.load, self.lie)
-        behind = Evaluation(values, self.fetch, self.lie_before)
-        value = behind.narrow(values.outs[0], not form.grouped, form.narrow)
+        form = self.form
+        programs = {FULL: form.logits[form.full], PARTIAL: form.logits[form.some]}
+        runs = {c: Evaluation(x, self.load, self.lie) for c, x in programs.items()}
+        values = form.values[weighed]
+        value = Evaluation(values, self.fetch, self.lie_before)
+        value = value.narrow(values.outs[0], not form.grouped, form.narrow)
         was = self.top[...]
         now = jnp.maximum(was, self.most[...])
         origin, scale = change_of_origin(now, was, jnp.exp2)
-        parts = windows(keys, rows, masked=c != form.full)
-        parts = [(slice(0, keys), slice(0, rows))] if form.grouped else parts
-        for n, (at, to) in enumerate(parts):
-            if self.aside:
-                self.aside(n, len(parts))
-            new, weights, first = (), (), at.start == 0
-            if (at, to) in skip:
-                s = jnp.full((at.stop - at.start, to.stop - to.start), -jnp.inf, jnp.float32)
-                weights = [jnp.zeros_like(s)] * len(self.weights)
-            else:
-                run = ahead.at((at, to))
-                s = run.times(logits.outs[0], LOG2E)
-                weights = [run.block(v) for v in logits.outs[1:]]
-            if (at, to) not in skip_before:
-                p = jnp.exp2(self.s[at, to] - origin[:, to])
-                q = p * self.weights[0][at, to] if form.weighted else p
+        if form.grouped:
+            at, to = (slice(0, n) for n in form.layout.block)
+            ahead, behind = [Part(at, to, ahead[0].kind)], [Part(at, to, FULL)]
+        count = 2 ** (len(ahead).bit_length() - 1)
+        for n, (part, earlier) in enumerate(in_turn(ahead, behind)):
+            if self.aside and n < count:
+                self.aside(n, count)
+            at, to, new, terms = part.at, part.to, None, []
+            if part.kind != EMPTY:
+                outs = programs[part.kind].outs
+                run = runs[part.kind].at((at, to))
+                new = run.times(outs[0], LOG2E), *[run.block(v) for v in outs[1:]]
+            for x in earlier:
+                p = jnp.exp2(self.s[x.at, x.to] - origin[:, x.to])
+                q = p * self.weights[0][x.at, x.to] if form.weighted else p
                 q = q if form.narrow is None else q.astype(form.narrow)
-                new = self.terms(value, at, p, q)
-            self.s[at, to] = s
-            for ref, w in zip(self.weights, weights):
-                ref[at, to] = w
-            if (at, to) not in skip:
-                highest = s.max(0, keepdims=True)
-                self.most[:, to] = highest if first else jnp.maximum(self.most[:, to], highest)
-            for ref, term in new:
-                old = ref[:, to]
-                ref[:, to] = (old * scale[:, to] if first else old) + term
+                terms += [(x, *y) for y in self.terms(value, x.at, p, q)]
+            self.keep(part, new)
+            for x, ref, term in terms:
+                old = ref[:, x.to]
+                ref[:, x.to] = (old * scale[:, x.to] if x.at.start == 0 else old) + term
         self.top[...] = now
+        if self.settle:
+            self.settle()
+
+    def keep(self, part: Part, new: Sequence[Any] | None) -> None:
+        """Keeps the logits of a window, and its dropout weights, for the next step."""
+        at, to = part.at, part.to
+        if new is None:
+            self.s[at, to] = jnp.full((size_of(at), size_of(to)), -jnp.inf, jnp.float32)
+            for ref in self.weights:
+                ref[at, to] = jnp.zeros((size_of(at), size_of(to)), jnp.float32)
+            return
+        s, *weights = new
+        self.s[at, to] = s
+        for ref, w in zip(self.weights, weights):
+            ref[at, to] = w
+        highest = s.max(0, keepdims=True)
+        first = at.start == 0
+        self.most[:, to] = highest if first else jnp.maximum(self.most[:, to], highest)
 
     def terms(self, value: Any, at: slice, p: Any, q: Any) -> Iterator[tuple[Any, Any]]:
         """The references of the Carry, each with what a window adds to it.
@@ -307,8 +277,11 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
         found. Without the reference, the next step looks first.
     """
     form, kind, last = bodies[0].form, kind_of(pair), kind_of(before)
-    full, some = form.full, form.some
-    skip, skip_before = (skipped(form.layout, masked) for masked in (True, False))
+    full, some, layout = form.full, form.some, form.layout
+    everything, hidden = windows(layout, FULL), windows(layout, PARTIAL, half=True)
+    corner, after = with_corner(layout, half=True), with_corner(layout)
+    beside_corner = beside(layout, corner)
+    skip = all(any(x.kind == EMPTY for x in parts) for parts in (corner, after))
 
     def look() -> Array:
         """Returns 1 if some value is not finite, else 0."""
@@ -320,35 +293,43 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
             body.visit(*how)
 
     def partial(*how):
+        visit(*how)
         if found is not None:
             found[0] = look()
-        visit(*how)
 
     def poison():
         for body in bodies:
             body.poison()
 
     def plain():
-        visit(full, full)
+        visit(everything, everything, full)
 
     def masked():
-        partial(some, full)
+        partial(hidden, beside(layout, hidden), full)
 
     def without_corner():
-        partial(some, full, skip)
+        partial(corner, beside_corner, full)
 
     def after_corner():
-        visit(full, full, (), skip_before)
+        visit(everything, after, full)
 
     def unclean():
         poison()
-        partial(some, some)
+        if not layout.stairs:
+            partial(hidden, beside(layout, hidden), some)
+            return
+        # Windows of the pair before are those of the other forms, so that its bits are, too.
+        after_stairs = ft.partial(partial, hidden, after, some)
+        lax.cond(kind == full, after_stairs, ft.partial(partial, hidden, beside_corner, some))
+
+    some_hidden = without_corner if layout.stairs else masked
+    mixed = skip and not layout.stairs
 
     def other():
         lax.cond(
             kind == full,
             after_corner if skip else plain,
-            lambda: lax.cond(kind == CORNER, without_corner, masked) if skip else masked(),
+            lambda: lax.cond(kind == CORNER, without_corner, masked) if mixed else some_hidden(),
         )
 
     if some == full:

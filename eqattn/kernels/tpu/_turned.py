@@ -9,15 +9,11 @@ from ..._sweep.products import dot_p
 from .._program import POINTWISE
 from ._products import product_of
 from ._program import Evaluation
+from ._windows import size_of
 
 
 Window = tuple[slice, slice]
 """The keys and the rows of a part of a block of logits."""
-
-
-def size_of(part: slice) -> int:
-    """How many keys or rows a part has."""
-    return part.stop - part.start
 
 
 class TurnedEvaluation(Evaluation):

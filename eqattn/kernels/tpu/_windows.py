@@ -1,0 +1,133 @@
+"""The windows in which a step of the forward computes the logits of a block, and adds them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from ..._sweep.grid import EMPTY, FULL, GridLayout, PARTIAL
+
+
+WINDOW = 512
+"""The side of a window of logits: the larger, the fewer steps; the smaller, the fewer spills.
+
+Windows halved the spilled registers, which brought full pairs from 42.4 to 50.0% useful cycles on
+v6e and from 90.6 to 92.3% on v5e (D = 128, other steps of that change included). Masked windows are
+half as wide, as a mask takes registers of its own; that was chosen by trial. `forward` in
+`python -m eqattn tpu-report` measures both.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A window of a block of logits.
+
+    **Arguments:**
+
+    - `at`, `to`: its keys and its rows.
+    - `kind`: whether none, some or all of its pairs are visible: `EMPTY`, `PARTIAL` or `FULL`.
+    """
+
+    at: slice
+    to: slice
+    kind: int
+
+
+def size_of(part: slice) -> int:
+    """How many keys or rows a part has."""
+    return part.stop - part.start
+
+
+def cut(start: int, stop: int, size: int) -> list[slice]:
+    """Slices of this size; the last one is shorter if it does not divide."""
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
+
+
+def _even(n: int, m: int) -> list[slice]:
+    return cut(0, n, m if n % m == 0 else n)
+
+
+def windows(layout: GridLayout, kind: int, *, half: bool = False) -> list[Part]:
+    """The windows of a block, in the order in which they are computed.
+
+    A side that the size of a window does not divide is not cut.
+
+    **Arguments:**
+
+    - `kind`: that of each window.
+    - `half`: whether they have half as many rows.
+    """
+    keys, rows = layout.block
+    width = WINDOW // 2 if half else WINDOW
+    return [Part(at, to, kind) for to in _even(rows, width) for at in _even(keys, WINDOW)]
+
+
+def with_corner(layout: GridLayout, *, half: bool = False) -> list[Part]:
+    """The windows of a block of class `CORNER`, of which some are `EMPTY`, or none if the corner
+    cuts through a window.
+
+    Where the layout has `stairs`, all is known of such a block but for the windows on its diagonal.
+    With a mask on these windows only, a step took 1908 cycles instead of 2159 on v6e.
+
+    **Arguments:**
+
+    - `half`: whether windows have half as many rows; on stairs, as many keys as rows.
+    """
+    if layout.stairs:
+        return _on_stairs(layout, WINDOW // 2 if half else WINDOW)
+    parts = windows(layout, PARTIAL, half=half)
+    empty = of_corner(layout, [(x.at, x.to) for x in parts])
+    return [dataclasses.replace(x, kind=EMPTY) if (x.at, x.to) in empty else x for x in parts]
+
+
+def _on_stairs(layout: GridLayout, depth: int) -> list[Part]:
+    (keys, rows), parts = layout.block, []
+    size, width = keys // layout.stairs, rows // layout.stairs
+    for n, to in enumerate(cut(0, rows, width)):
+        at = n * size
+        parts += [Part(x, to, FULL) for x in cut(0, at, depth)]
+        parts.append(Part(slice(at, at + size), to, PARTIAL))
+        parts += [Part(x, to, EMPTY) for x in cut(at + size, keys, keys)]
+    return parts
+
+
+def beside(layout: GridLayout, ahead: Sequence[Part]) -> list[Part]:
+    """The windows of a full pair that are added beside the windows `ahead` of a masked one.
+
+    They have half as many rows as others. Beside stairs they have half as many keys, too. That took
+    1908 cycles on v6e, instead of 1952 to 1999 with all keys of a window, and in other orders.
+    """
+    parts = windows(layout, FULL, half=True)
+    if not layout.stairs or all(x.kind != EMPTY for x in ahead):
+        return parts
+    return [Part(at, x.to, FULL) for x in parts for at in cut(x.at.start, x.at.stop, WINDOW // 2)]
+
+
+def of_corner(
+    layout: GridLayout, parts: Sequence[tuple[slice, slice]]
+) -> list[tuple[slice, slice]]:
+    """Those of the parts of a block that make up its corner: the later half of its keys, and the
+    first `corner` rows.
+
+    There are none if the corner cuts through a part.
+    """
+    keys, _ = layout.block
+    inside = [(a, b) for a, b in parts if 2 * a.start >= keys and b.stop <= layout.corner]
+    size = sum((a.stop - a.start) * (b.stop - b.start) for a, b in inside)
+    return inside if 2 * size == keys * layout.corner else []
+
+
+def in_turn(ahead: Sequence[Part], behind: Sequence[Part]) -> list[tuple[Part, list[Part]]]:
+    """The windows of a pair in the order in which they are computed, which the compiler's scheduler
+    keeps. Beside each are those windows of the pair before that are added meanwhile.
+
+    Logits of the pair before are read before those of the pair take their place.
+    """
+    width = max(size_of(x.to) for x in ahead)
+    place = lambda x: (x.to.start // width, x.at.start, x.to.start)
+    left = sorted((x for x in behind if x.kind != EMPTY), key=place)
+    found = []
+    for x in sorted(ahead, key=place):
+        end = x.to.start // width, x.at.stop
+        now = [y for y in left if place(y) < end]
+        left = left[len(now) :]
+        found.append((x, now))
+    return found
