@@ -21,7 +21,12 @@ from .process import End, results
 
 
 NEEDS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
-"""The distributions that compile and take apart; `jax[cuda13]` brings them, but for the last."""
+"""The distributions that compile and take apart."""
+
+LINKER = "nvidia-nvjitlink"
+"""Where it is installed, XLA assembles kernels by this library in place of `ptxas`, as parts of a
+larger program. So `setmaxnreg` is ignored, and warpgroups that compute lack registers.
+"""
 
 FIGURES = ("spilled", "registers", "shared", "loop", "masked", "warnings", "temporary")
 """Bytes of registers that were spilled, registers, bytes of shared memory, instructions of the loop
@@ -153,9 +158,13 @@ def versions(needs: tuple[str, ...] = ()) -> dict[str, str]:
             found[name] = distributions.version(name)
         except distributions.PackageNotFoundError:
             raise ValueError(
-                f"gpu-report needs {name}: python -m pip install 'jax[cuda13]' "
-                "nvidia-cuda-nvdisasm nvidia-cuda-cuobjdump (no GPU is needed)"
+                f"gpu-report needs {name}: python -m pip install 'jax>=0.12' jax-cuda13-plugin "
+                "jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-cuda-nvdisasm nvidia-cuda-cuobjdump (no "
+                "GPU is needed)"
             ) from None
+    with contextlib.suppress(distributions.PackageNotFoundError):
+        if not needs:
+            found[LINKER] = distributions.version(LINKER)
     return found
 
 
@@ -180,6 +189,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{unknown} are not among {sorted(calls())}")
     found, rows, failed = versions(), {}, False
     print(", ".join(f"{name} {version}" for name, version in found.items()))
+    if LINKER in found:
+        print(f"{LINKER} assembles, without setmaxnreg: other figures than those of ptxas")
     print(f"{'':30}" + "".join(f"{x:>11}" for x in FIGURES))
     for row in measure(args.kernel):
         if isinstance(row, End):

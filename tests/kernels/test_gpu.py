@@ -374,3 +374,17 @@ def test_masks_are_inlined(name, score):
     strategy = Blockwise(metadata(platform="gpu", logits_soft_cap=20.0))
     f = ft.partial(call, strategy=strategy, mask=MASKS[name], score=score)
     assert kernels(f, *arrays()) == 1
+
+
+@newest
+def test_instructions_that_the_compiler_would_not_choose():
+    """A conjunction of predicates that only selects is one, not a selection for each; of one under
+    a negation or of one range, the compiler knows better. And `1 / x` in the soft cap takes one.
+    """
+    capped = Blockwise(metadata(platform="gpu", logits_soft_cap=20.0))
+    packed = Causal() & MASKS["segments"]
+    assert "and.pred" in text_of(ft.partial(call, mask=packed), *arrays())
+    for mask in (MASKS["not"], SlidingWindow(3, 5)):
+        assert "and.pred" not in text_of(ft.partial(call, mask=mask), *arrays())
+    assert "rcp.approx" not in text_of(ft.partial(call, mask=packed), *arrays())
+    assert "rcp.approx" in text_of(ft.partial(call, strategy=capped), *arrays())

@@ -104,6 +104,23 @@ def test_a_factor_behind_a_score(factor):
     assert bound.excess(np.asarray(got), want) <= 1
 
 
+@newest
+@pytest.mark.parametrize("factor", [-0.8, 0.0, 0.7])
+def test_a_factor_behind_an_odd_score(factor):
+    """It multiplies maxima, and has its sign with the queries, as a score that is odd allows."""
+    scores = [
+        ScoreFn(lambda s, b, h, q, k: jnp.tanh(s)),
+        ScoreFn(lambda s, b, h, q, k, f=jnp.float32(factor): s * f),
+    ]
+    q, k, v = arrays()
+    got = jax.jit(ft.partial(call, score=scores, platform="interpret"))(q, k, v)
+    factor = float(np.float32(factor))
+    problem = dict(scale=factor * D**-0.5) | (dict(cap=np.float64(factor)) if factor else {})
+    exact: Any = oracle.Problem(*[np.float64(x) for x in (q, k, v)], **problem)
+    want = bound.values(exact, bound.precision_of(jnp.bfloat16))["out"]
+    assert bound.excess(np.asarray(got), want) <= 1
+
+
 def many(s, b, h, q, k):
     """Most operations that there are, of floats and of integers."""
     x = (q - k).astype(s.dtype)

@@ -19,11 +19,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..._sweep.grid import FULL, GridLayout, PARTIAL
+from ..._sweep.grid import FULL, PARTIAL
 from . import _mosaic as mosaic
-from ._matrices import Matrix
-from ._operands import divided, Operand, Places, rounded_up, ROWS, Side, TILE
+from ._operands import divided, Places, rounded_up, ROWS, TILE
 from ._operations import Value
+from ._plans import SumPlan
 from ._program import Run
 from ._sum_program import SumProgram
 
@@ -39,42 +39,16 @@ SHARED = 227 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a kernel computes, and from what.
+class Plan(SumPlan):
+    """Sums by this kernel.
 
-    **Arguments:**
+    **Arguments:** those of `SumPlan`, and
 
-    - `side`: whose gradients they are.
-    - `length`, `other`: of a block on that side, and on the other, before they are padded.
-    - `programs`: the block function of each class.
-    - `wanted`: the results, by index, those that need fewer products first.
-    - `own`, `streamed`: the matrices of either side, as arguments. `matrices`: where they lie.
-    - `results`: where the results do that have the dtype of matrices; of others, None.
-    - `operands`: what is read pair by pair, by argument.
-    - `origin`: the argument that is the origin of exponents, which comes in units of `log 2`.
-    - `cleaned`: the matrices that may hold what is not finite, which products want replaced.
-    - `table_axes`: the axes of the grid of the lists of live blocks, without the last two; None
-        where every pair is visited.
-    - `dtype`: of matrices. `dtypes`: of the results.
+    - `length`, `other`: of a block on the side, and on the other, before they are padded.
     """
 
-    layout: GridLayout
-    side: Side
     length: int
     other: int
-    programs: dict[int, SumProgram]
-    wanted: list[int]
-    own: list[int]
-    streamed: list[int]
-    matrices: dict[int, Matrix]
-    results: dict[int, Matrix | None]
-    operands: dict[int, Operand]
-    origin: int | None
-    cleaned: list[int]
-    table_axes: tuple[int, ...] | None
-    dtype: Any
-    dtypes: dict[int, Any]
-    interpreted: bool
 
     @property
     def tiles(self) -> int:
@@ -85,10 +59,6 @@ class Plan:
     def parts(self) -> int:
         """How many tiles a block of the other side has."""
         return rounded_up(self.other, STREAMED) // STREAMED
-
-    @property
-    def staged(self) -> list[int]:
-        return [i for i, x in self.operands.items() if x.staged]
 
     @property
     def features(self) -> dict[int, int]:
@@ -146,6 +116,11 @@ class Plan:
         here = [mosaic.Barrier(num_arrivals=x, num_barriers=2) for x in mine]
         part = [mosaic.matrices((2, mosaic.WARPGROUP, STREAMED), self.dtype)] * self.stages_parts
         return (own, tiles, vectors, part), (here, arrived), free, mosaic.Barrier(num_arrivals=2)
+
+    def body(self, *refs: Any) -> None:
+        """What a program does with its references."""
+        scratch = len(self.scratch())
+        mosaic.specialise(Program(self, refs[:-scratch], refs[-scratch:]), 240, 24)
 
 
 class Program:
@@ -254,14 +229,31 @@ class Program:
                 through = memory[place.features] if place.features in memory else self.part[0]
                 place.store(x, ref, places, start, through.at[self.warpgroup])
 
-    def read(self, i: int, step: Any = None) -> Value:
-        """An operand at a step."""
+    def read_piece(self, held: dict[int, Value], step: Any, first: int, i: int) -> Value:
+        """An operand for a piece of the other side at a step.
+
+        **Arguments:**
+
+        - `held`: what was read and serves for all pieces.
+        - `first`: the first query or key of the piece in its tile.
+        """
         x = self.plan.operands[i]
+        if not x.by_piece:
+            if i not in held:
+                held[i] = self.read(i, step)
+            return held[i]
         if x.staged:
-            return x.read_staged(self.vectors[i].at[self.slot(0, step)])
+            piece = mosaic.ds(first, mosaic.PIECE)
+            return x.read_staged(self.vectors[i].at[self.slot(0, step), piece])
+        return self.read(i, step, first)
+
+    def read(self, i: int, step: Any = None, first: int = 0) -> Value:
+        """An operand at a step that is in global memory."""
+        x = self.plan.operands[i]
         block, start = (None, None) if step is None else self.where(step)
+        start = None if start is None else start + first
         place = self.places.place(x.axes, block)
-        return x.read(self.given[i], place, self.start, start, STREAMED)
+        return x.read(self.given[i], place, self.start, start, mosaic.PIECE)
 
     def slot(self, n: int, step: Any) -> Any:
         """Where the tile of a matrix of the other side lies at a step."""
@@ -297,21 +289,8 @@ class Program:
                 mosaic.clean_together(tile(i), self.warpgroup, self.both)
             return found
 
-        sizes: dict[str, int] = dict(zip(plan.side.kinds, (mosaic.WARPGROUP, STREAMED)))
-        read = lambda i: near[i] if i in near else self.read(i, step)
-        run = Run(program, product, read, sizes, plan.origin)
-        for eqn in dots:  # What is staged arrives with the first tile.
-            run.value(eqn.outvars[0])
-        pairs = []
-        for gradient in gradients:
-            x = run.times(gradient.pairs, None, {}).spread(plan.side.kinds, sizes)
-            if plan.other % STREAMED:
-                inside = mosaic.iota(x.shape, 1) + self.where(step)[1] < jnp.int32(plan.other)
-                x = jnp.where(inside, x, jnp.float32(0))
-            if not plan.interpreted and program.cleaned:
-                # Or the compiler would mask what has been rounded, and take numbers apart for it.
-                (x,) = mosaic.in_order(x)
-            pairs.append(x.astype(plan.dtype))
+        products = {eqn.outvars[0]: product(eqn) for eqn in dots}
+        pairs = self.pairs(program, near, step, gradients, products)
         new = []
         for gradient, acc, x in zip(gradients, sums, pairs):
             self.wait(gradient.matrix, step, waited)
@@ -320,6 +299,31 @@ class Program:
                 self.release(gradient.matrix, step)
         self.release(plan.streamed[0], step)
         return tuple(new)
+
+    def pairs(
+        self, program: SumProgram, near: dict, step: Any, gradients: list, products: dict[Any, Any]
+    ) -> list[Any]:
+        """The blocks of pairs that make each of the gradients at a step, of its products."""
+        plan, held = self.plan, dict(near)
+        sizes: dict[str, int] = dict(zip(plan.side.kinds, (mosaic.WARPGROUP, mosaic.PIECE)))
+        start = self.where(step)[1]
+
+        def of(first):
+            read = ft.partial(self.read_piece, held, step, first)
+            product = lambda eqn: mosaic.piece(products[eqn.outvars[0]], first)
+            run, found = Run(program, product, read, sizes, plan.origin), []
+            for gradient in gradients:
+                x = run.times(gradient.pairs, None, {}).spread(plan.side.kinds, sizes)
+                if plan.other % STREAMED:
+                    inside = mosaic.iota(x.shape, 1) + (start + first) < jnp.int32(plan.other)
+                    x = jnp.where(inside, x, jnp.float32(0))
+                if not plan.interpreted and program.cleaned:
+                    # Or the compiler would mask what has been rounded, and take numbers apart.
+                    (x,) = mosaic.in_order(x)
+                found.append(x.astype(plan.dtype))
+            return found
+
+        return mosaic.piecewise(of, STREAMED)
 
     def tile(self, i: int, step: Any) -> Any:
         """The tile of a matrix in shared memory."""

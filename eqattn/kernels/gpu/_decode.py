@@ -23,43 +23,35 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
+from ..._sweep.grid import COL, FULL, PARTIAL, ROW
 from .._program import LOG2E
 from . import _mosaic as mosaic
 from ._online import online_step
-from ._operands import divided, Operand, Places, ROWS
+from ._operands import divided, Places, ROWS
 from ._operations import Value
-from ._program import PairProgram
-from ._stored import (
-    Sizes,
-    Source,
-    TILE,
-)
+from ._pair_program import PairProgram
+from ._plans import VisitPlan
+from ._stored import Sizes, Source, TILE
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a kernel computes, and from what. `keys` has a source for each part of a key; `values`
-    has one, or none where they are the first part of the keys. `stored` is the dtype of both.
-    `shares` is in how many parts the blocks of a row are cut, and the rest is as in
-    `_forward.Plan`, for a `layout` with padded rows.
+class Plan(VisitPlan):
+    """A fold by this kernel, on a `layout` with padded rows.
+
+    **Arguments:** those of `VisitPlan`, and
+
+    - `sizes`: how a block of the caches is cut.
+    - `keys`: where each part of a key comes from. `values`: the same of values; none where they are
+        the first part of the keys.
+    - `stored`: the dtype of both.
+    - `shares`: in how many parts the blocks of a row are cut.
     """
 
-    layout: GridLayout
     sizes: Sizes
-    programs: dict[int, PairProgram]
-    operands: dict[int, Operand]
     keys: tuple[Source, ...]
     values: tuple[Source, ...]
-    table_axes: tuple[int, ...] | None
-    dtype: Any
     stored: Any
     shares: int
-    interpreted: bool
-
-    @property
-    def staged(self) -> list[int]:
-        return [i for i, x in self.operands.items() if x.staged]
 
     @property
     def parts(self) -> int:
@@ -106,6 +98,12 @@ class Plan:
         free = mosaic.Barrier(num_arrivals=len(s.widths), num_barriers=s.stages)
         wide = [mosaic.Barrier()] * s.eight, [mosaic.Barrier()] * (s.eight * len(self.values))
         return memory, arrived, (free, [free] * len(self.values)), wide
+
+    def body(self, *refs: Any) -> None:
+        """What a program does with its references."""
+        scratch = len(self.scratch())
+        program = Program(self, refs[:-scratch], refs[-scratch:])
+        mosaic.share_out(len(self.sizes.widths), program.compute, program.copy)
 
 
 class Program:

@@ -14,11 +14,11 @@ from ..._jax import abstract
 from ..._sweep import loops
 from ..._sweep.grid import COL, GridLayout, ROW
 from . import _mosaic as mosaic
-from ._decode import Plan, Program
-from ._lists import lists
+from ._decode import Plan
 from ._operands import Operand, padded, ROWS
+from ._pair_program import PairProgram
 from ._parts import keys_in, Pieces, values_in
-from ._program import PairProgram
+from ._plans import listed
 from ._stored import (
     flat_heads,
     of_one_head,
@@ -53,76 +53,26 @@ def visit_stored(
 ) -> list:
     """Numerator, denominator and maximum of each row of the grid, with its grid axes in front."""
     table, operands = layout.split(args)
-    first = steps[max(steps)]
-    n = len(first.logits.in_avals)
-    query, pieces = operands[0], [keys_in(first.logits), _values(first, layout, n)]
-    pages = len(pieces[0]) if layout.pages else 0
-    parts = [operands[part.array] for part in pieces[0][0]]
-    value = operands[pieces[1][0][0].array] if pieces[1] else None
-    sizes = sizes_of(layout, parts, value, pages, query)
-    programs = {c: PairProgram(of_one_head(step.logits)) for c, step in steps.items()}
-    wide = dataclasses.replace(layout, block=(sizes.keys, sizes.padded_rows))
-    lengths = dict(r=sizes.padded_rows, k=sizes.padded_keys)
-    given = {}
-    for i in range(n):
-        if any(p.reads[i] for p in programs.values()):
-            x = rows_by_head(operands[i], layout.in_axes[i], sizes)
-            given[i] = Operand(x, layout.in_axes[i], wide, ROWS, lengths)
-
-    q = query.reshape(-1, sizes.dim, sizes.heads, sizes.of_head)  # where rows may be a single one
-    q = padded(q, 3, sizes.padded_rows // sizes.heads).reshape(-1, sizes.dim, sizes.padded_rows)
-    q, starts = jnp.swapaxes(q, -1, -2), np.cumsum(sizes.dims)[:-1]
-    inputs, sources = jnp.split(q, starts, -1), []
+    plan, pieces = _plan(steps, layout, operands, table is not None, interpreted)
+    sizes, inputs = plan.sizes, _queries(operands[0], plan.sizes)
     for group in filter(None, pieces):
-        axes = layout.in_axes[group[0][0].array]
-        if pages:
-            found = [layout.lookups[max(layout.in_axes[piece[0].array])] for piece in group]
-            inputs += [operands[i].reshape(-1) for i in found]
-            axes = layout.in_axes[found[0]]
-        sources.append(
-            tuple(
-                Source(axes, operands[x.array].shape[-1], sizes.heads, pages, x.scales is not None)
-                for x in group[0]
-            )
-        )
-    for group in pieces:
-        for part in zip(*group):
-            inputs += [
-                flat_heads(operands[x.array], layout.in_axes[x.array], sizes.piece) for x in part
-            ]
-            scales = [operands[x.scales] for x in part if x.scales is not None]
-            inputs += [scales_by_head(x, sizes.heads, sizes.piece) for x in scales]
-    if table is not None:
-        _, order, counts = lists(table, tuple(steps))
-        inputs += [x.reshape(-1, *x.shape[-2:]) for x in (order, counts)]
-    inputs += [x.array for x in given.values()]
-    plan = Plan(
-        layout=wide,
-        sizes=sizes,
-        programs=programs,
-        operands=given,
-        keys=sources[0],
-        values=sources[1] if pieces[1] else (),
-        table_axes=None if table is None else (layout.table_axes or ())[:-2],
-        dtype=query.dtype,
-        stored=parts[0].dtype,
-        shares=_shares(layout, sizes),
-        interpreted=interpreted,
-    )
-
-    def body(*refs):
-        scratch = len(plan.scratch())
-        program = Program(plan, refs[:-scratch], refs[-scratch:])
-        mosaic.share_out(len(sizes.widths), program.compute, program.copy)
-
+        if layout.pages:
+            tables = [layout.lookups[max(layout.in_axes[piece[0].array])] for piece in group]
+            inputs += [operands[i].reshape(-1) for i in tables]
+    for part in (part for group in pieces for part in zip(*group)):
+        inputs += [
+            flat_heads(operands[x.array], layout.in_axes[x.array], sizes.piece) for x in part
+        ]
+        scales = [operands[x.scales] for x in part if x.scales is not None]
+        inputs += [scales_by_head(x, sizes.heads, sizes.piece) for x in scales]
+    inputs += listed(table, list(steps))[1:]
+    inputs += [x.array for x in plan.operands.values()]
     kept = layout.shape((*layout.batch, ROW))
     lead = plan.shares * math.prod(kept)
-    out = [abstract(args[-1], x, jnp.float32) for x in (
-        (lead, sizes.tiles, sizes.written, sizes.width), *[(lead, sizes.padded_rows)] * 2
-    )]  # fmt: skip
-    count = len(sizes.widths) + 1
+    shapes = (lead, sizes.tiles, sizes.written, sizes.width), *[(lead, sizes.padded_rows)] * 2
+    out, count = [abstract(args[-1], x, jnp.float32) for x in shapes], len(sizes.widths) + 1
     run = mosaic.kernel(
-        body, out, plan.count, "eqattn_decode", plan.scratch(), interpreted, warpgroups=count
+        plan.body, out, plan.count, "eqattn_decode", plan.scratch(), interpreted, warpgroups=count
     )
     found = run(*inputs)
 
@@ -132,6 +82,65 @@ def visit_stored(
         return x.reshape(plan.shares, *kept, sizes.rows, *rest)
 
     return merged(of_rows(found[0], sizes.width), *map(of_rows, found[1:]))
+
+
+def _plan(
+    steps: dict[int, Any],
+    layout: GridLayout,
+    operands: Sequence[Any],
+    is_listed: bool,
+    interpreted: bool,
+) -> tuple[Plan, list[Pieces]]:
+    """The kernel of a fold, and the pieces of keys and of values, by operands.
+
+    **Arguments:**
+
+    - `is_listed`: whether there is a table of live blocks.
+    """
+    first = steps[max(steps)]
+    query, n = operands[0], len(first.logits.in_avals)
+    pieces = [keys_in(first.logits), _values(first, layout, n)]
+    pages = len(pieces[0]) if layout.pages else 0
+    parts = [operands[part.array] for part in pieces[0][0]]
+    value = operands[pieces[1][0][0].array] if pieces[1] else None
+    sizes = sizes_of(layout, parts, value, pages, query)
+    native = mosaic.native(interpreted)
+    programs = {c: PairProgram(of_one_head(step.logits), native) for c, step in steps.items()}
+    wide = dataclasses.replace(layout, block=(sizes.keys, sizes.padded_rows))
+    lengths, given = dict(r=sizes.padded_rows, k=sizes.padded_keys), {}
+    for i in (i for i in range(n) if any(p.reads[i] for p in programs.values())):
+        x = rows_by_head(operands[i], layout.in_axes[i], sizes)
+        given[i] = Operand(x, layout.in_axes[i], wide, ROWS, lengths)
+
+    def source(part):
+        axes = layout.in_axes[part.array]
+        axes = layout.in_axes[layout.lookups[max(axes)]] if pages else axes
+        size = operands[part.array].shape[-1]
+        return Source(axes, size, sizes.heads, pages, part.scales is not None)
+
+    keys, values = (tuple(map(source, group[0])) if group else () for group in pieces)
+    plan = Plan(
+        layout=wide,
+        sizes=sizes,
+        programs=programs,
+        operands=given,
+        keys=keys,
+        values=values,
+        table_axes=(layout.table_axes or ())[:-2] if is_listed else None,
+        dtype=query.dtype,
+        stored=parts[0].dtype,
+        shares=_shares(layout, sizes),
+        interpreted=interpreted,
+    )
+    return plan, pieces
+
+
+def _queries(query: Any, sizes: Sizes) -> list[Any]:
+    """The queries that each part of the keys is multiplied with, `[places, rows, n]`."""
+    q = query.reshape(-1, sizes.dim, sizes.heads, sizes.of_head)  # where rows may be a single one
+    q = padded(q, 3, sizes.padded_rows // sizes.heads).reshape(-1, sizes.dim, sizes.padded_rows)
+    q, starts = jnp.swapaxes(q, -1, -2), np.cumsum(sizes.dims)[:-1]
+    return jnp.split(q, starts, -1)
 
 
 def _values(first: Any, layout: GridLayout, n: int) -> Pieces:

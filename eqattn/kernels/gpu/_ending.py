@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ..._sweep.fold_step import Finish
 from ..._sweep.grid import GridLayout
 from ._operands import Operand, ROWS
-from ._operations import Value
+from ._operations import Native, PLAIN, Value
 from ._program import BlockProgram, Run
 
 
@@ -40,7 +40,7 @@ class Ending(BlockProgram):
         operands: Sequence,
         layout: GridLayout,
         lengths: dict[str, int],
-        native: frozenset[str] = frozenset(),
+        native: Native = PLAIN,
     ):
         reads = finish.reads if isinstance(finish, Finish) else ()
         axes = [layout.in_axes[i] for i in reads]

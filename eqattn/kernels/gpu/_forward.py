@@ -7,7 +7,7 @@ take turns: while the tensor cores multiply for one, the other works on its expo
 Inside, logits and maxima are those of powers of two.
 """
 
-import dataclasses
+import copy
 import functools as ft
 from collections.abc import Sequence
 from typing import Any
@@ -15,66 +15,23 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
+from ..._sweep.grid import COL, FULL, PARTIAL, ROW
 from .._program import LOG2E
 from . import _mosaic as mosaic
-from ._ending import Ending
-from ._matrices import Matrix
 from ._online import online_step
-from ._operands import divided, Operand, Places, ROWS, Sizes, TILE
+from ._operands import divided, Places, ROWS, TILE
 from ._operations import Value
-from ._program import PairProgram
+from ._pair_program import PairProgram
+from ._plans import FoldPlan
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a kernel computes, and from what.
-
-    **Arguments:**
-
-    - `programs`: the logits, per class of block. `operands`: those of their arguments that any of
-        them reads.
-    - `query`, `key`, `value`: where they lie. `results`: where the results do that have their dtype
-        and the axis of values; of others, None.
-    - `scale`: the argument that logits are multiplied with last; None if there is not one number
-        that all logits are.
-    - `table_axes`: those of the lists of live columns, without rows and columns; None where every
-        pair is visited.
-    - `dtype`: of queries, keys and values.
-    - `continued`: whether the kernel goes on with an earlier Carry.
-    - `ending`: what it writes of the rows.
-    """
-
-    layout: GridLayout
-    sizes: Sizes
-    programs: dict[int, PairProgram]
-    operands: dict[int, Operand]
-    query: Matrix
-    key: Matrix
-    value: Matrix
-    results: list[Matrix | None]
-    scale: int | None
-    table_axes: tuple[int, ...] | None
-    dtype: Any
-    continued: bool
-    ending: Ending
-    interpreted: bool
-
-    @property
-    def staged(self) -> list[int]:
-        return [i for i, x in self.operands.items() if x.staged]
+class Plan(FoldPlan):
+    """A fold by this kernel."""
 
     @property
     def parts(self) -> int:
         """How many tiles a block of keys has."""
         return self.sizes.padded_keys // self.sizes.tile_k
-
-    @property
-    def cleans(self) -> bool:
-        """Whether values that are not finite must be kept from rows that do not see them. Where all
-        pairs are visible, they spoil the rows by themselves, as the `ending` sees to.
-        """
-        return PARTIAL in self.programs
 
     @property
     def stages_parts(self) -> bool:
@@ -107,6 +64,11 @@ class Plan:
         )
         free = (mosaic.Barrier(num_arrivals=2, num_barriers=s.stages),) * 2
         return memory, arrived, free, *(mosaic.Barrier(num_arrivals=2),) * 2
+
+    def body(self, *refs: Any) -> None:
+        """What a program does with its references."""
+        scratch = len(self.scratch())
+        mosaic.specialise(Program(self, refs[:-scratch], refs[-scratch:]), 240, 24)
 
 
 class Program:
@@ -207,7 +169,7 @@ class Program:
         mosaic.when(self.warpgroup == 0)(self.next_turn)
         if plan.cleans:
             # What is not finite is rare, so the loop that looks for it is another one.
-            step = ft.partial(self.step, plan.programs[PARTIAL], near, True)
+            step = lambda *x: self.again().step(plan.programs[PARTIAL], {}, True, *x)
             state = lax.fori_loop(begin, self.live, step, state)
         acc, den, top = state
         self.write((acc, den, top * (1 / LOG2E)))
@@ -220,9 +182,8 @@ class Program:
 
     def write(self, accs: tuple) -> None:
         """Writes the results of the rows, narrow ones by way of shared memory."""
-        plan, sizes = self.plan, self.plan.sizes
-        indices = lax.axis_index("program"), self.warpgroup
-        places, start = self.rows(*(mosaic.anew(i, plan.interpreted) for i in indices))
+        plan, sizes, here = self.plan, self.plan.sizes, self.again()
+        places, start = here.places, here.start
 
         def read(i):
             x = plan.ending.given[i]
@@ -236,18 +197,45 @@ class Program:
             else:
                 place.store(x, ref, places, start, memory)
 
+    def again(self) -> "Program":
+        """The same program, of which the compiler computes anew where its rows are. It would keep
+        that in registers otherwise, with all that was read there.
+        """
+        other, interpreted = copy.copy(self), self.plan.interpreted
+        other.warpgroup = mosaic.anew(self.warpgroup, interpreted)
+        program = mosaic.anew(lax.axis_index("program"), interpreted)
+        other.places, other.start = self.rows(program, other.warpgroup)
+        return other
+
     def next_turn(self) -> None:
         mosaic.barrier_arrive(self.turn)
         mosaic.barrier_wait(self.turn)
 
-    def read(self, i: int, step: Any = None, slot: Any = None) -> Value:
-        """An operand of the logits at a step, whose keys are in a slot."""
-        x, tile_k = self.plan.operands[i], self.plan.sizes.tile_k
+    def read_piece(self, held: dict[int, Value], step: Any, slot: Any, first: int, i: int) -> Value:
+        """An operand of the logits for a piece of the keys of a step, which are in a slot.
+
+        **Arguments:**
+
+        - `held`: what was read and serves for all pieces.
+        - `first`: the first key of the piece in its tile.
+        """
+        x = self.plan.operands[i]
+        if not x.by_piece:
+            if i not in held:
+                held[i] = self.read(i, step)
+            return held[i]
         if x.staged:
             vector = self.memory[3][self.plan.staged.index(i)]
-            return x.read_staged(vector.at[slot])
+            return x.read_staged(vector.at[slot, mosaic.ds(first, mosaic.PIECE)])
+        return self.read(i, step, first)
+
+    def read(self, i: int, step: Any = None, first: int = 0) -> Value:
+        """An operand of the logits at a step that is in global memory."""
+        x = self.plan.operands[i]
         column, start = (None, None) if step is None else self.where(step)
-        return x.read(self.given[i], self.places.place(x.axes, column), self.start, start, tile_k)
+        start = None if start is None else start + first
+        place = self.places.place(x.axes, column)
+        return x.read(self.given[i], place, self.start, start, mosaic.PIECE)
 
     def logits(
         self, program: PairProgram, near: dict, step: Any, slot: Any, cleans: bool
@@ -255,22 +243,30 @@ class Program:
         """What a block function makes of the tile of keys in a slot, which is free afterwards. The
         logits are still to be multiplied with the `factor`.
         """
-        sizes, lengths = self.plan.sizes, {"r": mosaic.WARPGROUP, "k": self.plan.sizes.tile_k}
+        sizes, apart = self.plan.sizes, self.plan.scale is not None
+        lengths = {"r": mosaic.WARPGROUP, "k": mosaic.PIECE}
         # For fewer features, the other loops have registers for the addresses of all parts.
         warpgroup = self.warpgroup
         if cleans or sizes.padded_dim > 128:
             warpgroup = mosaic.anew(warpgroup, self.plan.interpreted)
         q_tile, k_tile = self.memory[0].at[warpgroup], self.memory[1].at[slot]
         s = mosaic.pairs_of(q_tile, k_tile, (lambda: None) if cleans else self.next_turn)
-        read = lambda i: near[i] if i in near else self.read(i, step, slot)
-        s, *weights = program(s, read, lengths, self.plan.scale is not None)
-        if sizes.padded_keys != sizes.keys:
-            inside = mosaic.iota(s.shape, 1) + self.where(step)[1] < jnp.int32(sizes.keys)
-            s = jnp.where(inside, s, -jnp.inf)
+        read = ft.partial(self.read_piece, dict(near), step, slot)
+        start = self.where(step)[1]
+
+        def of(first):
+            product = mosaic.piece(s, first)
+            x, *weights = program(product, ft.partial(read, first), lengths, apart)
+            if sizes.padded_keys != sizes.keys:
+                inside = mosaic.iota(x.shape, 1) + (start + first) < jnp.int32(sizes.keys)
+                x = jnp.where(inside, x, -jnp.inf)
+            return [x, *weights]
+
+        found = mosaic.piecewise(of, sizes.tile_k)
         if self.plan.interpreted:  # which does not know that the barrier suffices after mere reads
             mosaic.commit_smem()
         mosaic.barrier_arrive(self.free[0].at[slot])
-        return [s, *weights]
+        return found
 
     def step(
         self, program: PairProgram, near: dict, cleans: bool, step: Any, state: tuple
@@ -286,10 +282,7 @@ class Program:
         s, *weights = self.logits(program, near, step, slot, cleans)
         if cleans:  # while registers hold no factors of values
             acc, den, top = state
-            here = mosaic.anew(self.warpgroup, plan.interpreted)
-            bad = mosaic.load(self.memory[4][0].at[here], "other")
-            bad = lax.broadcast_in_dim(bad, s.shape, [1])
-            den = den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1)
+            den = den + self.poison(s)
             if not plan.interpreted:
                 s, den = mosaic.in_order(s, den)
             state = acc, den, top
@@ -308,6 +301,16 @@ class Program:
         acc = mosaic.weighted(acc, weighted, self.memory[2].at[slot], plan.interpreted, meanwhile)
         mosaic.barrier_arrive(self.free[1].at[slot])
         return acc, den, now
+
+    def poison(self, s: Any) -> Any:
+        """What `clean` noted of the keys that rows see, added up for each row."""
+        poison, total = self.memory[4][0].at[self.warpgroup], jnp.float32(0)
+        for first in range(0, s.shape[1], mosaic.PIECE):
+            x = mosaic.piece(s, first)
+            bad = mosaic.load(poison.at[mosaic.ds(first, mosaic.PIECE)], "other")
+            bad = lax.broadcast_in_dim(bad, x.shape, [1])
+            total = total + jnp.where(x == -jnp.inf, 0.0, bad)
+        return total.sum(1)
 
     def clean(self, tile: Any) -> None:
         """Replaces what is not finite in a tile of values, and notes the poison of its keys: NaN

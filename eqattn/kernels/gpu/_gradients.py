@@ -1,26 +1,20 @@
-"""A backward pass by kernels: which results they compute, and of which arrays these are made."""
+"""A backward pass by kernels, and by loops for the results that these do not compute."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax.numpy as jnp
 
 from ..._sweep import loops
 from ..._sweep.grid import GridLayout
 from ..._sweep.sweep import steps_of
-from .._program import LOG2E
-from ._operands import Operand, ROWS, Side
+from ._operands import Side
+from ._operations import Native
 from ._sum_program import SumProgram
-
-
-_LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 def by_kernels(
     kernels: Callable[[dict, list[int]], list[tuple[Side, list[int]]]],
     run: Callable[[dict, Side, list[int], dict[int, Any]], list[Any]],
-    native: frozenset[str],
+    native: Native,
     layout: GridLayout,
     args: Sequence[Any],
     start: Sequence[Any],
@@ -72,76 +66,3 @@ def by_kernels(
         for i, x in zip(rest, sums):
             results[i] = x
     return finish(results) if into is None else results
-
-
-@dataclasses.dataclass(frozen=True)
-class SumArrays:
-    """What a kernel reads for some results of one side.
-
-    **Arguments:**
-
-    - `table`, `operands`: those of the visit. The `origin` among them is finite, and in units of
-        `log 2`.
-    - `wanted`: the results, by index, those that need fewer products first.
-    - `own`, `streamed`: the matrices of the side and of the other one, as arguments.
-    - `origin`: the argument that is the origin of exponents; None without one.
-    - `given`: what is read pair by pair, by argument.
-    - `cleaned`: the matrices that may hold what is not finite, which products want replaced, and
-        `dirty` whether they do.
-    - `dtype`: of matrices.
-    """
-
-    table: Any
-    operands: list[Any]
-    wanted: list[int]
-    own: list[int]
-    streamed: list[int]
-    origin: int | None
-    given: dict[int, Operand]
-    cleaned: list[int]
-    dirty: list[Any]
-    dtype: Any
-
-    @classmethod
-    def of(
-        cls,
-        programs: dict[int, SumProgram],
-        side: Side,
-        wanted: list[int],
-        layout: GridLayout,
-        args: Sequence,
-        lengths: dict[str, int],
-    ) -> "SumArrays":
-        """**Arguments:** as for a kernel, and `lengths` as for `Operand`."""
-        table, operands = layout.known_without_corners(args)
-        operands, first = list(operands), programs[max(programs)]
-        needs = lambda o: len(first.dots([first.gradient(o).pairs]))
-        wanted = sorted(wanted, key=needs)
-        gradients = {c: [p.gradient(o) for o in wanted] for c, p in programs.items()}
-        pairs = {c: [g.pairs for g in gs] for c, gs in gradients.items()}
-        inner = [p.factors(eqn) for c, p in programs.items() for eqn in p.dots(pairs[c])]
-        summed = [g.matrix for gs in gradients.values() for g in gs]
-        mine = side is not ROWS
-        own = list(dict.fromkeys(f[mine] for f in inner))
-        streamed = list(dict.fromkeys([*(f[not mine] for f in inner), *summed]))
-        origins = {p.origin(pairs[c]) for c, p in programs.items()}
-        origin = origins.pop() if len(origins) == 1 else None
-        reads = [p.needed(pairs[c])[1] for c, p in programs.items()]
-        if origin is not None:
-            x = jnp.maximum(operands[origin], _LEAST) * LOG2E
-            operands[origin] = jnp.maximum(x, _LEAST)
-        given = {
-            i: Operand(x, layout.in_axes[i], layout, side, lengths)
-            for i, x in enumerate(operands)
-            if any(r[i] for r in reads)
-        }
-        cleans = [p.cleaned | p.cleaned_first for p in programs.values()]
-        cleaned = [i for i in (*own, *streamed) if any(i in some for some in cleans)]
-        dirty = []
-        for i in cleaned:
-            axes, x = layout.in_axes[i], operands[i]
-            along = [n for n, a in enumerate(axes) if a == side.other]
-            bad = ~jnp.isfinite(x).all((*along, x.ndim - 2, x.ndim - 1))
-            dirty.append(bad.astype(jnp.int32).reshape(-1))
-        (dtype,) = first.dtypes
-        return cls(table, operands, wanted, own, streamed, origin, given, cleaned, dirty, dtype)

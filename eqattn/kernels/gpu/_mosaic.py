@@ -16,7 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ._operands import WARPGROUP as WARPGROUP
+from ._operations import Native, PLAIN
 
+
+PIECE = 32
+"""How many columns of a tile are computed at once, pair by pair. Of fewer, few registers spill
+outside of loops, and a kernel takes many times as long to trace."""
 
 _BLOCK = plgpu.Layout.WGMMA
 _LAYOUTS = {"pairs": _BLOCK, "own": _BLOCK.reduce(1), "other": _BLOCK.reduce(0)}
@@ -159,6 +164,24 @@ def parts_of(tile: Any) -> list[Any]:
     return [tile.at[:, ds(i * n, n)] for i in range(tile.shape[1] // n)]
 
 
+def piecewise(of: Any, columns: int) -> list[Any]:
+    """Results `[rows, columns]` of a function of the first column of a piece, which gives them some
+    columns at a time. The compiler keeps the order in which it is told to compute. Of a whole tile,
+    an operation after the other would leave what is between them in registers.
+
+    **Arguments:**
+
+    - `of`: the results for `PIECE` columns from one on, all those of a row among them.
+    """
+    pieces = [of(first) for first in range(0, columns, PIECE)]
+    return [lax.concatenate(xs, 1) for xs in zip(*pieces)]
+
+
+def piece(x: Any, first: int) -> Any:
+    """A piece of an array `[rows, columns]`."""
+    return lax.slice(x, (0, first), (x.shape[0], first + PIECE))
+
+
 def in_order(*xs: Any) -> tuple:
     """What comes before must not move behind what follows: the compiler would spill."""
     return lax.optimization_barrier(xs)
@@ -200,6 +223,61 @@ def kernel(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **more,
     )
+
+
+def _instruction(ptx: str, constraints: str, *xs: Any) -> Any:
+    """An instruction of the device for each number of some blocks, which LLVM takes as it is.
+
+    **Arguments:**
+
+    - `ptx`: with `$0` for the result.
+    - `constraints`: the kinds of registers of the result, with `=`, and of the blocks.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
+
+    def of_one(*ys):
+        return llvm.inline_asm(ys[0].type, ys, ptx, constraints)
+
+    def of_register(*ys):
+        if not isinstance(ys[0].type, ir.VectorType):
+            return of_one(*ys)
+        found = llvm.mlir_undef(ys[0].type)
+        for i in range(ir.VectorType(ys[0].type).shape[0]):
+            at = arith.constant(ir.IntegerType.get_signless(32), i)
+            y: Any = of_one(*(llvm.extractelement(y, at) for y in ys))
+            found = llvm.insertelement(found, y, at)
+        return found
+
+    kind: Any = plgpu.ShapeDtypeStruct(xs[0].shape, xs[0].dtype, layout=_BLOCK)  # pyright: ignore
+
+    @plgpu.inline_mgpu(arg_types=(_BLOCK,) * len(xs), return_type=kind)
+    def apply(ctx, first, *more):
+        del ctx
+        return first._pointwise(of_register, *more)
+
+    return apply(*(held(x, "pairs") for x in xs))
+
+
+def _inverse(x: Any) -> Any:
+    """`1 / x` within a unit of the last place. The compiler's own division takes ten instructions,
+    as it is exact.
+    """
+    if x.ndim != 2:
+        return 1 / x
+    return _instruction("rcp.approx.ftz.f32 $0, $1;", "=f,f", x)
+
+
+def _both(x: Any, y: Any) -> Any:
+    """Whether two predicates hold. LLVM would take `select(x and y, a, b)` apart, and select by one
+    and by the other, where the device joins predicates in the comparison itself.
+    """
+    return _instruction("and.pred $0, $1, $2;", "=b,b,b", x, y)
+
+
+def native(interpreted: bool) -> Native:
+    """What the compiler has of its own, or the interpreter."""
+    return PLAIN if interpreted else Native(inverse=_inverse, both=_both)
 
 
 _interpreting = threading.Lock()

@@ -14,7 +14,7 @@ from jax import lax
 
 from ..._sweep.grid import COL, GridLayout, ROW
 from ._operations import Value
-from ._program import PairProgram
+from ._pair_program import PairProgram
 
 
 WARPGROUP = 64
@@ -272,6 +272,11 @@ class Operand:
         if not self.both:
             return self.value(mosaic.load(ref.at[place, mine], "own"))
         return self.value(mosaic.load(ref.at[place, mine, mosaic.ds(other, tile)], "pairs"))
+
+    @property
+    def by_piece(self) -> bool:
+        """Whether it differs from one of the others to the next."""
+        return self.kind is not None and self.side.kinds[1] in self.kind
 
     def read_staged(self, ref: Any) -> Value:
         """Its part of a tile, from shared memory."""

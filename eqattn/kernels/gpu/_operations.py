@@ -35,11 +35,15 @@ _OF_A_PAIR = named(
 """Operations that Mosaic GPU, the compiler of these kernels, lowers in jax 0.12."""
 
 
-def tanh_of(e: Any) -> Any:
+def tanh_of(e: Any, inverse: Callable[[Any], Any] = lambda x: 1 / x) -> Any:
     """The hyperbolic tangent of a number `x`, from `e = exp(2 x)`. Its error is some 2^-23, however
     small it is.
+
+    **Arguments:**
+
+    - `inverse`: the device's own `1 / x`, of numbers that are 1 or more.
     """
-    return 1 - 2 / (1 + e)
+    return 1 - 2 * inverse(1 + e)
 
 
 def _tanh(x: Any) -> Any:
@@ -160,6 +164,27 @@ def is_same(eqn: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Native:
+    """What a compiler has of its own.
+
+    **Arguments:**
+
+    - `names`: operations that it has, and has well, so that they are not written by others.
+    - `exp2`: powers of two. `inverse`: `1 / x` of numbers that are 1 or more.
+    - `both`: whether two predicates hold, of blocks of pairs.
+    """
+
+    names: frozenset[str] = frozenset()
+    exp2: Callable[[Any], Any] = jnp.exp2
+    inverse: Callable[[Any], Any] = lambda x: 1 / x
+    both: Callable[[Any, Any], Any] = lax.bitwise_and
+
+
+PLAIN = Native()
+"""Nothing of its own, as the interpreter."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Value:
     """An array whose axes are those of its kind. `parts`: instead of it, the numbers of a vector
     that no pair indexes.
@@ -192,18 +217,19 @@ def joined(xs: Sequence[Value], sizes: dict[str, int]) -> str:
     return "".join(a for a in sizes if any(a in x.kind for x in xs))
 
 
-def in_range(x: Any, factor: float) -> Any:
-    """A number times a factor, finite if it is."""
+def in_range(x: Any, factor: Any) -> Any:
+    """A known number times a factor, which is finite if both are."""
     info = np.finfo(np.float32)
-    return x * factor if np.isinf(x) else np.float32(np.clip(float(x) * factor, info.min, info.max))
+    if np.isinf(x):
+        return x * factor
+    xp = np if isinstance(factor, float | np.floating) else jnp
+    return xp.clip(np.float32(x) * factor, info.min, info.max)
 
 
 def evaluated(
-    eqn: Any, xs: Sequence[Value], sizes: dict[str, int], native: frozenset[str] = frozenset()
+    eqn: Any, xs: Sequence[Value], sizes: dict[str, int], native: Native = PLAIN
 ) -> Value:
-    """What an operation of one pair makes of its arguments. Those that are `native` are not
-    written by others.
-    """
+    """What an operation of one pair makes of its arguments."""
     if eqn.primitive is lax.slice_p:
         (start,), (limit,) = eqn.params["start_indices"], eqn.params["limit_indices"]
         parts = xs[0].parts[start : limit : (eqn.params["strides"] or (1,))[0]]
@@ -224,7 +250,7 @@ def evaluated(
         return Value(kind, arrays[0] != 0)
     if eqn.primitive is lax.convert_element_type_p and eqn.invars[0].aval.dtype == jnp.bool_:
         return Value(kind, _as_number(arrays[0], params["new_dtype"]))
-    if eqn.primitive.name in _WRITTEN and eqn.primitive.name not in native:
+    if eqn.primitive.name in _WRITTEN and eqn.primitive.name not in native.names:
         power = {"y": params["y"]} if eqn.primitive is lax.integer_pow_p else {}
         return Value(kind, _WRITTEN[eqn.primitive.name](*arrays, **power))
     return Value(kind, eqn.primitive.bind(*arrays, **params))

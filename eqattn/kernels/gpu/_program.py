@@ -18,7 +18,20 @@ from jax import lax
 from ..._jax import Literal
 from ..._sweep.products import dot_p
 from .._program import flat_jaxpr, LOG2E
-from ._operations import evaluated, in_range, is_known, is_same, joined, tanh_of, Value
+from ._operations import (
+    evaluated,
+    in_range,
+    is_known,
+    is_same,
+    joined,
+    Native,
+    PLAIN,
+    tanh_of,
+    Value,
+)
+
+
+_COMPARISONS = lax.le_p, lax.lt_p, lax.ge_p, lax.gt_p
 
 
 class BlockProgram:
@@ -27,17 +40,17 @@ class BlockProgram:
     **Arguments:**
 
     - `closed`: its jaxpr.
-    - `native`: the names of operations that the compiler has, and has well, so that they are not
-        written by others.
+    - `native`: what the compiler has of its own.
 
     `settled` holds, for results of selections, the case that is all that counts of them.
     """
 
-    def __init__(self, closed: Any, native: frozenset[str] = frozenset()):
+    def __init__(self, closed: Any, native: Native = PLAIN):
         flat, self.native = flat_jaxpr(closed), native
         self.jaxpr, self.consts = flat.jaxpr, flat.consts
         self.made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         self.settled: dict[Any, Any] = {}
+        self.conjunctions = self._conjunctions()
 
     def settle(self, results: Sequence[Any]) -> None:
         """Finds the selections of which but one case counts in some results, as wherever they are
@@ -69,6 +82,38 @@ class BlockProgram:
             reads(which, facts)
             for i, x in enumerate(cases):
                 reads(x, facts | {(at, i)})
+
+    def _conjunctions(self) -> set[Any]:
+        """Predicates that two others make by `and`, and that only select floats, as masks do. Not
+        those that compare one value with two known ones: for the compiler, that is one comparison.
+        """
+        uses, found = {v: [None] for v in self.jaxpr.outvars if not isinstance(v, Literal)}, set()
+        for eqn in self.jaxpr.eqns:
+            for v in (v for v in eqn.invars if not isinstance(v, Literal)):
+                uses.setdefault(v, []).append(eqn)
+
+        def selects(use):
+            if use is None or use.primitive is not lax.select_n_p:
+                return use is not None and use.outvars[0] in found
+            return jnp.issubdtype(use.outvars[0].aval.dtype, jnp.floating)
+
+        for eqn in reversed(self.jaxpr.eqns):
+            (v, *_), is_and = eqn.outvars, eqn.primitive is lax.and_p
+            if is_and and v.aval.dtype == jnp.bool_ and all(map(selects, uses.get(v, []))):
+                x, y = map(self._compared, eqn.invars)
+                known = any(isinstance(x, Literal) for x in eqn.invars)
+                found |= set() if known or (x is not None and x is y) else {v}
+        return found
+
+    def _compared(self, v: Any) -> Any:
+        """The value that a predicate compares with a known one; None for any other predicate."""
+        eqn = self.made(v)
+        unknown = [x for x in (() if eqn is None else eqn.invars) if not isinstance(x, Literal)]
+        if eqn is None or len(unknown) != 1:
+            return None
+        if eqn.primitive is lax.and_p:
+            return self._compared(unknown[0])
+        return self.root(unknown[0]) if eqn.primitive in _COMPARISONS else None
 
     def needed(self, results: Sequence[Any]) -> tuple[list[Any], list[bool]]:
         """The operations that some values depend on, up to products, in the order of the function;
@@ -115,62 +160,6 @@ class BlockProgram:
         return (eqn.invars[0], hidden.index(False)) if sorted(hidden) == [False, True] else None
 
 
-class PairProgram(BlockProgram):
-    """The block function of logits: one product, and what is done to it pair by pair. Arguments 0
-    and 1 are the queries and the keys.
-
-    `reads` holds for each argument whether the results depend on it, the product aside. `scale` is
-    the argument that products are multiplied with, if that is all that is done to them before some
-    are masked; None without.
-    """
-
-    def __init__(self, closed: Any, native: frozenset[str] = frozenset()):
-        super().__init__(closed, native)
-        self.settle(self.jaxpr.outvars)
-        self.reads = self.needed(self.jaxpr.outvars)[1]
-        self.scale = self._scale()
-
-    def _scale(self) -> int | None:
-        reads = [x for e in self.jaxpr.eqns for x in e.invars]
-        eqn = self.made(self.root(self.jaxpr.outvars[0]))
-        if eqn is not None and eqn.primitive is lax.select_n_p:
-            kept = [x for x in eqn.invars[1:] if not self.hidden(x)]
-            eqn = self.made(self.root(kept[0])) if len(kept) == 1 else None
-        if eqn is None or eqn.primitive is not lax.mul_p:
-            return None
-        for v, w in (eqn.invars, eqn.invars[::-1]):
-            # Of anything but a product, a change of its sign would not be that of the logit.
-            v, product = self.root(v), self.made(self.root(w))
-            if product is None or product.primitive is not dot_p or isinstance(v, Literal):
-                continue
-            if v in self.jaxpr.invars[2:] and v.aval.size == 1:
-                once = sum(x is v for x in reads) == 1
-                return self.jaxpr.invars.index(v) if once else None
-        return None
-
-    def __call__(
-        self,
-        product: Any,
-        read: Callable[[int], Value],
-        sizes: dict[str, int],
-        apart: bool,
-    ) -> list[Any]:
-        """The results at each pair.
-
-        **Arguments:**
-
-        - `product`: of the queries and keys, `[rows, keys]`.
-        - `read`: the value of an argument.
-        - `sizes`: the lengths of the axes `"r"` and `"k"`.
-        - `apart`: whether the first result comes without its `scale`.
-        """
-        run = Run(self, lambda _: product, read, sizes)
-        logits, *others = self.jaxpr.outvars
-        run.apart = self.scale if apart else None
-        values = [run.times(logits, None, {}), *map(run.value, others)]
-        return [x.spread("".join(sizes), sizes) for x in values]
-
-
 class Run:
     """One evaluation of a program.
 
@@ -181,7 +170,6 @@ class Run:
     - `sizes`: the lengths of the axes of a tile by kind, in the order of its axes.
     - `origin`: the argument that is subtracted in exponents, if it is read as that times
         `log2(e)`.
-    - `exp2`: powers of two, as the compiler has them.
     """
 
     def __init__(
@@ -191,12 +179,11 @@ class Run:
         read: Callable[[int], Value],
         sizes: dict[str, int],
         origin: int | None = None,
-        exp2: Callable[[Any], Any] = jnp.exp2,
     ):
         self.program, self.product, self.sizes = program, product, sizes
         self.arguments = {v: i for i, v in enumerate(program.jaxpr.invars)}
-        self.read, self.root, self.origin, self.exp2 = read, program.root, origin, exp2
-        self.apart: int | None = None
+        self.read, self.root, self.origin, self.native = read, program.root, origin, program.native
+        self.apart: tuple[Any, Any] | None = None
         self.exponentials: dict[Any, Value] = {}
         consts = zip(program.jaxpr.constvars, program.consts)
         self.done: dict[Any, Value] = {v: Value("", c) for v, c in consts}
@@ -219,12 +206,16 @@ class Run:
             return self._exponential(eqn.invars[0], {})
         if eqn.primitive is lax.tanh_p:
             x = self.times(eqn.invars[0], 2 * LOG2E, {})
-            return Value(x.kind, tanh_of(self.exp2(x.array)))
+            return Value(x.kind, tanh_of(self.native.exp2(x.array), self.native.inverse))
         if eqn.primitive.name == "add_any":
             return self._sum(eqn, {})
         if (x := self._converted_distance(eqn)) is not None:
             return x
-        return evaluated(eqn, [self.value(x) for x in eqn.invars], self.sizes, self.program.native)
+        if v in self.program.conjunctions:
+            xs = [self.value(x) for x in eqn.invars]
+            both = self.native.both if len(joined(xs, self.sizes)) == 2 else lax.bitwise_and
+            return self._apply(both, *xs)
+        return evaluated(eqn, [self.value(x) for x in eqn.invars], self.sizes, self.native)
 
     def _converted_distance(self, eqn: Any) -> Value | None:
         """The float of an absolute integer, as the absolute value of its float, which takes no
@@ -235,7 +226,7 @@ class Run:
         inner, new = self.program.made(eqn.invars[0]), eqn.params["new_dtype"]
         if inner is None or inner.primitive is not lax.abs_p or new != jnp.float32:
             return None
-        x = evaluated(eqn, [self.value(inner.invars[0])], self.sizes, self.program.native)
+        x = evaluated(eqn, [self.value(inner.invars[0])], self.sizes, self.native)
         return Value(x.kind, jnp.abs(x.array))
 
     def _exponential(self, v: Any, given: dict[Any, int]) -> Value:
@@ -250,7 +241,7 @@ class Run:
         which, case = choice or (None, 0)
         if v not in self.exponentials:
             x = self.times(v, LOG2E, {} if choice is None else {which: case})
-            self.exponentials[v] = Value(x.kind, self.exp2(x.array))
+            self.exponentials[v] = Value(x.kind, self.native.exp2(x.array))
         y = self.exponentials[v]
         if choice is None or given.get(which) == case:
             return y
@@ -297,11 +288,12 @@ class Run:
             return False
         return any(not self.value(x).kind for x in eqn.invars)
 
-    def times(self, v: Any, factor: float | None, given: dict[Any, int]) -> Value:
+    def times(self, v: Any, factor: Any, given: dict[Any, int]) -> Value:
         """A value times a factor, by way of what it is already multiplied with.
 
         **Arguments:**
 
+        - `factor`: a number, known or not; None is 1.
         - `given`: the cases that predicates select wherever the result counts.
         """
         v = self.program.counting(v)
@@ -313,23 +305,25 @@ class Run:
             if which in given:
                 return self.times(cases[given[which]], factor, given)
             xs = [self.times(x, factor, {**given, which: i}) for i, x in enumerate(cases)]
-            return evaluated(eqn, [self.value(which), *xs], self.sizes, self.program.native)
+            return evaluated(eqn, [self.value(which), *xs], self.sizes, self.native)
         if eqn is not None and is_same(eqn):
             return self.times(eqn.invars[0], factor, given)
-        if eqn is not None and eqn.primitive is lax.mul_p and self.apart is not None:
-            for v, w in (eqn.invars, eqn.invars[::-1]):
-                if not isinstance(v, Literal) and self.arguments.get(self.root(v)) == self.apart:
-                    return self.times(w, None, given)
+        if self.apart is not None and v is self.apart[1]:
+            return self.times(self.apart[0], factor, given)
         if eqn is not None and eqn.primitive is lax.mul_p:
             small, large = sorted(eqn.invars, key=lambda x: len(self.value(x).kind))
+            if not self.value(small).kind and self._is_scaled(large):
+                return self.times(large, self.times(small, factor, given).array, given)
             if not self.value(small).kind or (factor is None and given):
                 xs = [self.times(small, factor, given), self.times(large, None, given)]
-                return evaluated(eqn, xs, self.sizes, self.program.native)
+                return evaluated(eqn, xs, self.sizes, self.native)
         if eqn is not None and eqn.primitive is lax.div_p and factor is not None:
             x, y = eqn.invars
             if not self.value(y).kind:
-                inverse = Value("", np.float32(factor) / self.value(y).array)
-                return self._apply(jnp.multiply, self.times(x, None, given), inverse)
+                both = Value("", factor / self.value(y).array)
+                if self._is_scaled(x):
+                    return self.times(x, both.array, given)
+                return self._apply(jnp.multiply, self.times(x, None, given), both)
         if eqn is not None and eqn.primitive is lax.sub_p and self._is_origin(eqn.invars[1]):
             assert self.origin is not None
             x = self.times(eqn.invars[0], factor, given)
@@ -337,7 +331,7 @@ class Run:
         if eqn is not None and factor is not None and eqn.primitive in (lax.add_p, lax.sub_p):
             if all(self._is_scaled(x) for x in eqn.invars):
                 xs = [self.times(x, factor, given) for x in eqn.invars]
-                return evaluated(eqn, xs, self.sizes, self.program.native)
+                return evaluated(eqn, xs, self.sizes, self.native)
         if eqn is not None and factor is None and given and eqn.primitive is lax.exp_p:
             return self._exponential(eqn.invars[0], given)
         if eqn is not None and factor is None and given and eqn.primitive.name == "add_any":
@@ -345,7 +339,8 @@ class Run:
         if eqn is not None and eqn.primitive is lax.max_p and factor is not None:
             return self._apply(jnp.maximum, *(self.times(x, factor, given) for x in eqn.invars))
         x = self.value(v)
-        return x if factor is None else Value(x.kind, x.array * np.float32(factor))
+        factor = np.float32(factor) if isinstance(factor, float) else factor
+        return x if factor is None else Value(x.kind, x.array * factor)
 
 
 _ZERO = Value("", np.float32(0))

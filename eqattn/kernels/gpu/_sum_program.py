@@ -21,7 +21,7 @@ from ..._jax import Literal
 from ..._sweep.grid import COL, GridLayout, ROW
 from ..._sweep.products import dot_p
 from ._operands import COLUMNS, ROWS, Side
-from ._operations import is_identity, is_known
+from ._operations import is_identity, is_known, Native, PLAIN
 from ._program import BlockProgram, origin_of
 
 
@@ -68,7 +68,7 @@ class SumProgram(BlockProgram):
     a copy, in which what is not finite is 0, and `cleaned_first` those of which products in do.
     """
 
-    def __init__(self, closed: Any, layout: GridLayout, native: frozenset[str] = frozenset()):
+    def __init__(self, closed: Any, layout: GridLayout, native: Native = PLAIN):
         super().__init__(closed, native)
         self.arguments = {v: i for i, v in enumerate(self.jaxpr.invars)}
         self.layout = layout

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from ..._jax import abstract
 from ..._sweep.grid import GridLayout
 from . import _mosaic as mosaic
-from ._backward import Plan, Program, REGISTERS, STREAMED
-from ._gradients import SumArrays
-from ._lists import lists
+from ._backward import Plan, REGISTERS, STREAMED
 from ._matrices import Matrix
 from ._operands import rounded_up, ROWS, Side, TILE
+from ._plans import SumArrays
 from ._sum_program import SumProgram
 
 
@@ -54,71 +53,42 @@ def visit_sum(
 
     **Returns:** the results with all batch axes and that of the side in front, `[own, features]`.
     """
-    first = programs[max(programs)]
-    keys, rows = layout.block
-    length, other = (rows, keys) if side is ROWS else (keys, rows)
-    lengths = dict(zip(side.kinds, (rounded_up(length, TILE), rounded_up(other, STREAMED))))
-    found = SumArrays.of(programs, side, wanted, layout, args, lengths)
-    own, streamed, dtype = found.own, found.streamed, found.dtype
-    matrices, inputs = {}, []
-    for i in (*own, *streamed):
-        axes, axis = layout.in_axes[i], side.other if i in streamed else side.own
-        lie = other if i in streamed else length, first.size(i), lengths[side.kinds[i in streamed]]
-        matrices[i] = Matrix(layout, axes, axis, *lie, turned=first.features[i] == 0)
-        inputs.append(matrices[i].given(found.operands[i], dtype))
-    inputs += found.dirty
-    kept, results = (*layout.batch, side.own), {}
-    widest = max(matrices[i].features for i in own)
-    for o in found.wanted:
-        gradient = first.gradient(o)
-        lie = length, first.size(gradient.matrix), lengths[side.kinds[0]]
-        place = Matrix(layout, kept, side.own, *lie, turned=gradient.turned)
-        by_copies = dtypes[o] == dtype and place.features <= widest
-        results[o] = place if by_copies else None
-    table = found.table
-    if table is not None:
-        table = table if side is ROWS else table.swapaxes(-1, -2)
-        order, columns, counts = lists(table, tuple(programs))
-        inputs += [order, *(x.reshape(-1, *x.shape[-2:]) for x in (columns, counts))]
-    inputs += [x.array for x in found.given.values()]
-    plan = Plan(
-        layout=layout,
-        side=side,
-        length=length,
-        other=other,
-        programs=programs,
-        wanted=found.wanted,
-        own=own,
-        streamed=streamed,
-        matrices=matrices,
-        results=results,
-        operands=found.given,
-        origin=found.origin,
-        cleaned=found.cleaned,
-        table_axes=None if table is None else (layout.table_axes or ())[:-2],
-        dtype=dtype,
-        dtypes=dtypes,
-        interpreted=interpreted,
-    )
-
-    def body(*refs):
-        scratch = len(plan.scratch())
-        mosaic.specialise(Program(plan, refs[:-scratch], refs[-scratch:]), 240, 24)
-
-    shape = layout.shape(kept)
-    places = math.prod(shape)
-    out = []
-    for o in found.wanted:
-        place, copied = results[o], (places, lengths[side.kinds[0]], plan.widths[o])
+    arrays = SumArrays(programs, side, wanted, layout, args)
+    plan, lengths = _plan(arrays, dtypes, interpreted)
+    shape = layout.shape((*layout.batch, side.own))
+    places, out = math.prod(shape), []
+    for o, place in plan.results.items():
+        copied = places, lengths[side.kinds[0]], plan.widths[o]
         out.append(abstract(args[-1], copied if place is None else place.written, dtypes[o]))
     name = "eqattn_sum_" + ("rows" if side is ROWS else "columns")
-    run = mosaic.kernel(body, out, places * plan.tiles, name, plan.scratch(), interpreted)
-    done = {}
-    for o, x in zip(found.wanted, run(*inputs)):
-        if (place := results[o]) is not None:
+    run = mosaic.kernel(plan.body, out, places * plan.tiles, name, plan.scratch(), interpreted)
+    done, length = {}, arrays.length
+    for (o, place), x in zip(plan.results.items(), run(*arrays.inputs(plan))):
+        gradient = arrays.first.gradient(o)
+        if place is not None:
             done[o] = place.blocks(x)
             continue
-        width = first.size(first.gradient(o).matrix)
+        width = arrays.first.size(gradient.matrix)
         x = x[:, :length, :width].reshape(*shape, length, width)
-        done[o] = jnp.swapaxes(x, -1, -2) if first.gradient(o).turned else x
+        done[o] = jnp.swapaxes(x, -1, -2) if gradient.turned else x
     return done
+
+
+def _plan(
+    arrays: SumArrays, dtypes: dict[int, Any], interpreted: bool
+) -> tuple[Plan, dict[str, int]]:
+    """The kernel of some results, and the lengths of blocks as it pads them."""
+    side, layout = arrays.side, arrays.layout
+    padded = rounded_up(arrays.length, TILE), rounded_up(arrays.other, STREAMED)
+    by_axis = {side.own: padded[0], side.other: padded[1]}
+
+    def place(axes, axis, rows, width, turned):
+        return Matrix(layout, axes, axis, rows, width, by_axis[axis], turned)
+
+    lengths = dict(zip(side.kinds, padded))
+    found = arrays.planned(lengths, place)
+    widest = max(found["matrices"][i].features for i in arrays.own)
+    by_copies = lambda o, x: dtypes[o] == arrays.dtype and x.features <= widest
+    found["results"] = {o: x if by_copies(o, x) else None for o, x in found["results"].items()}
+    found |= dict(length=arrays.length, other=arrays.other)
+    return Plan(**found, dtypes=dtypes, interpreted=interpreted), lengths

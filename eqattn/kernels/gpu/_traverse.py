@@ -65,7 +65,7 @@ def traverse_sum(
     return by_kernels(
         kernels_of,
         run,
-        frozenset(),
+        mosaic.native(interpreted),
         layout,
         args,
         start,

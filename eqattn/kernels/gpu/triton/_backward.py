@@ -14,14 +14,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ...._sweep.grid import FULL, GridLayout, PARTIAL
-from .._operands import divided, Operand, Places, rounded_up, ROWS, Side
+from ...._sweep.grid import FULL, PARTIAL
+from .._operands import divided, Places, rounded_up, ROWS, Side
 from .._operations import Value
+from .._plans import SumPlan
 from .._program import Run
 from .._sum_program import SumProgram
 from . import _triton as triton
 from ._forward import power_of_two
-from ._rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,40 +72,10 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a kernel computes, and from what.
+class Plan(SumPlan):
+    """Sums by this kernel, of blocks with these sizes."""
 
-    **Arguments:**
-
-    - `side`: whose gradients they are.
-    - `programs`: the block function of each class.
-    - `wanted`: the results, by index.
-    - `own`, `streamed`: the matrices of either side, as arguments. `matrices`: where they lie.
-    - `results`: where the results do.
-    - `operands`: what is read pair by pair, by argument.
-    - `origin`: the argument that is the origin of exponents, which comes in units of `log 2`.
-    - `cleaned`: the matrices that may hold what is not finite, which products want replaced.
-    - `table_axes`: the axes of the grid of the lists of live blocks, without the last two; None
-        where every pair is visited.
-    - `dtype`: of matrices. `dtypes`: of the results.
-    """
-
-    layout: GridLayout
-    side: Side
     sizes: Sizes
-    programs: dict[int, SumProgram]
-    wanted: list[int]
-    own: list[int]
-    streamed: list[int]
-    matrices: dict[int, Rows]
-    results: dict[int, Rows]
-    operands: dict[int, Operand]
-    origin: int | None
-    cleaned: list[int]
-    table_axes: tuple[int, ...] | None
-    dtype: Any
-    dtypes: dict[int, Any]
-    interpreted: bool
 
     @property
     def count(self) -> int:
@@ -200,7 +170,7 @@ class Program:
         lengths: dict[str, int] = dict(zip(plan.side.kinds, (sizes.own, size)))
         here = triton.ds(start, size)
         read = lambda i: self.near[i] if i in self.near else self.read(i, other, here)
-        run = Run(program, product, read, lengths, plan.origin, triton.exp2(plan.interpreted))
+        run = Run(program, product, read, lengths, plan.origin)
         new = []
         for gradient, acc in zip((program.gradient(o) for o in plan.wanted), sums):
             x = run.times(gradient.pairs, None, {}).spread(plan.side.kinds, lengths)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 
 from ...._jax import abstract, varying_axes
 from ...._sweep.fold_step import Finish, FoldStep
-from ...._sweep.grid import COL, GridLayout, PARTIAL, ROW
-from .._ending import Ending, kept
-from .._lists import lists
-from .._operands import Operand, padded, ROWS, scale_of
-from .._program import PairProgram
+from ...._sweep.grid import COL, GridLayout, ROW
+from .._ending import kept
+from .._operands import padded
+from .._plans import FoldArrays
 from . import _triton as triton, NATIVE
 from ._forward import Plan, Program, Sizes, STAGES
 from ._rows import Rows
@@ -31,8 +30,16 @@ def traverse(
     """`eqattn._sweep.loops.traverse` of a fold, as one kernel."""
     del start, axes  # A Carry keeps all batch axes and rows.
     check_axes(interpreted, args)
-    plan, inputs = _plan(steps, layout, args, finish, into, interpreted)
+    assert not any(isinstance(x, FoldStep) and x.grouped for x in steps.values())
+    finish = finish if into is None else Finish(kept)
+    arrays = FoldArrays(steps, layout, args, finish, triton.native(interpreted, NATIVE))
+    plan = _plan(arrays, into is None, into is not None and into[0] is not None, interpreted)
     sizes, shape = plan.sizes, layout.shape((*layout.batch, ROW))
+    old = []
+    if plan.continued:
+        assert into is not None
+        old = [plan.old.given(into[0], jnp.float32)]
+        old += [padded(x.reshape(-1, sizes.rows), 1, sizes.padded_rows) for x in into[1:]]
     out = [
         abstract(args[-1], (plan.count // plan.tiles, sizes.padded_rows), dtype)
         if place is None
@@ -48,7 +55,7 @@ def traverse(
         STAGES,
         interpreted,
     )
-    results = zip(run(*inputs), plan.results)
+    results = zip(run(*arrays.inputs(plan, old)), plan.results)
     return [
         x[:, : sizes.rows].reshape(*shape, sizes.rows) if place is None else place.blocks(x)
         for x, place in results
@@ -64,65 +71,24 @@ def check_axes(interpreted: bool, args: Sequence[Any]) -> None:
         )
 
 
-def _plan(
-    steps: dict[int, Any],
-    layout: GridLayout,
-    args: Sequence[Any],
-    finish: Any,
-    into: Sequence[Any] | None,
-    interpreted: bool,
-) -> tuple[Plan, list[Any]]:
-    """The kernel of a fold, and the arrays that it reads."""
-    table, operands = layout.known_without_corners(args)
-    first = steps[max(steps)]
-    assert isinstance(first, FoldStep) and not first.grouped
-    n = len(first.logits.in_avals)
-    (query, key, *_), value = operands[:n], operands[n]
-    q_axes, k_axes, v_axes = (layout.in_axes[i] for i in (0, 1, n))
-    programs = {c: PairProgram(step.logits, NATIVE) for c, step in steps.items()}
-    keys, rows = layout.block
-    dtype = jnp.dtype(dict(first.products)["operand_dtype"] or query.dtype)
-    sizes = Sizes(rows, keys, query.shape[-2], first.width, dtype.itemsize)
-    wanted = [i for i in range(n) if any(p.reads[i] for p in programs.values())]
-    lengths = dict(r=sizes.padded_rows, k=sizes.padded_keys)
-    given = {i: Operand(operands[i], layout.in_axes[i], layout, ROWS, lengths) for i in wanted}
-    q = Rows(layout, q_axes, ROW, rows, sizes.dim, turned=True)
-    k = Rows(layout, k_axes, COL, keys, sizes.dim, turned=False)
-    v = Rows(layout, v_axes, COL, keys, sizes.width, turned=False)
-    inputs = [x.given(y, dtype) for x, y in ((q, query), (k, key), (v, value))]
-    if PARTIAL in programs:
-        along = [i for i, a in enumerate(v_axes) if a == COL]
-        bad = ~jnp.isfinite(value).all((*along, value.ndim - 2, value.ndim - 1))
-        inputs.append(bad.astype(jnp.int32).reshape(-1))
-    if table is not None:
-        ranks, order, counts = lists(table, tuple(steps))
-        inputs += [ranks, *(x.reshape(-1, *x.shape[-2:]) for x in (order, counts))]
-    inputs += [x.array for x in given.values()]
-    owned, old = (*layout.batch, ROW), None
-    if into is not None and into[0] is not None:
-        old = Rows(layout, owned, ROW, rows, sizes.width, turned=True, in_place=False)
-        vectors = [x.reshape(-1, rows) for x in into[1:]]
-        inputs += [old.given(into[0], jnp.float32)]
-        inputs += [padded(x, 1, sizes.padded_rows) for x in vectors]
-    ending = Ending(finish if into is None else Finish(kept), operands, layout, lengths, NATIVE)
-    inputs += [x.array for x in ending.given]
-    place = lambda turned: Rows(
-        layout, owned, ROW, rows, sizes.width, turned=not turned, in_place=into is None
-    )
-    plan = Plan(
-        layout=layout,
+def _plan(arrays: FoldArrays, in_place: bool, continued: bool, interpreted: bool) -> Plan:
+    """The kernel of a fold, whose results may be written `in_place`."""
+    layout, keys, rows = arrays.layout, arrays.keys, arrays.rows
+    sizes = Sizes(rows, keys, arrays.dim, arrays.width, arrays.dtype.itemsize)
+    found = arrays.planned(dict(r=sizes.padded_rows, k=sizes.padded_keys))
+    q_axes, k_axes, v_axes = arrays.axes
+    owned = (*layout.batch, ROW)
+
+    def place(turned):
+        return Rows(layout, owned, ROW, rows, sizes.width, not turned, in_place)
+
+    return Plan(
+        **found,
         sizes=sizes,
-        programs=programs,
-        operands=given,
-        query=q,
-        key=k,
-        value=v,
-        old=old,
-        results=[place(turned) if wide else None for _, wide, turned in ending.results],
-        scale=scale_of(programs, layout),
-        table_axes=None if table is None else (layout.table_axes or ())[:-2],
-        dtype=dtype,
-        ending=ending,
+        query=Rows(layout, q_axes, ROW, rows, sizes.dim, turned=True),
+        key=Rows(layout, k_axes, COL, keys, sizes.dim, turned=False),
+        value=Rows(layout, v_axes, COL, keys, sizes.width, turned=False),
+        results=[place(turned) if wide else None for _, wide, turned in found["ending"].results],
+        continued=continued,
         interpreted=interpreted,
     )
-    return plan, inputs

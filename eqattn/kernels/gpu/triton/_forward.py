@@ -15,13 +15,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ...._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
+from ...._sweep.grid import COL, FULL, PARTIAL, ROW
 from ..._program import LOG2E
-from .._ending import Ending
 from .._online import online_step
 from .._operands import divided, Operand, Places, rounded_up, ROWS
 from .._operations import Value
-from .._program import PairProgram
+from .._pair_program import PairProgram
+from .._plans import FoldPlan
 from . import _triton as triton
 from ._rows import Rows
 
@@ -90,38 +90,14 @@ class Sizes:
         return 8 if self.tile_r == 128 or self.itemsize == 4 else 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a kernel computes, and from what.
+class Plan(FoldPlan):
+    """A fold by this kernel."""
 
-    **Arguments:**
-
-    - `programs`: the logits, per class of block. `operands`: those of their arguments that any of
-        them reads.
-    - `query`, `key`, `value`, `old`: where they lie, and where the numerators of an earlier Carry
-        do; None without one. `results`: where each result lies that has the axis of values.
-    - `scale`: the argument that logits are multiplied with last; None if there is not one number
-        that all logits are.
-    - `table_axes`: those of the lists of live columns, without rows and columns; None where every
-        pair is visited.
-    - `dtype`: of queries, keys and values.
-    - `ending`: what it writes of the rows.
-    """
-
-    layout: GridLayout
-    sizes: Sizes
-    programs: dict[int, PairProgram]
-    operands: dict[int, Operand]
-    query: Rows
-    key: Rows
-    value: Rows
-    old: Rows | None
-    results: list[Rows | None]
-    scale: int | None
-    table_axes: tuple[int, ...] | None
-    dtype: Any
-    ending: Ending
-    interpreted: bool
+    @property
+    def old(self) -> Rows:
+        """Where the numerators of an earlier Carry lie."""
+        owned, sizes = (*self.layout.batch, ROW), self.sizes
+        return Rows(self.layout, owned, ROW, sizes.rows, sizes.width, turned=True, in_place=False)
 
     @property
     def tiles(self) -> int:
@@ -133,13 +109,6 @@ class Plan:
         """The number of programs."""
         return math.prod(self.layout.shape((*self.layout.batch, ROW))) * self.tiles
 
-    @property
-    def cleans(self) -> bool:
-        """Whether values that are not finite must be kept from rows that do not see them. Where all
-        pairs are visible, they spoil the rows by themselves, as the `ending` sees to.
-        """
-        return PARTIAL in self.programs
-
 
 class Program:
     """One program of the kernel, on references."""
@@ -150,7 +119,7 @@ class Program:
         dirty = refs.pop(0) if plan.cleans else None
         listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
-        self.old = [refs.pop(0) for _ in range(3)] if plan.old is not None else []
+        self.old = [refs.pop(0) for _ in range(3)] if plan.continued else []
         self.given_at_end = [refs.pop(0) for _ in plan.ending.given]
         self.results = refs
         layout, sizes = plan.layout, plan.sizes
@@ -202,7 +171,7 @@ class Program:
     def begin(self) -> tuple[Any, Any, Any]:
         """The Carry to begin with."""
         plan, n = self.plan, self.plan.sizes.tile_r
-        if plan.old is None:
+        if not plan.continued:
             filled = lambda shape, x: lax.full(shape, x, jnp.float32)
             acc = filled((n, plan.sizes.padded_width), 0.0)
             return acc, filled((n,), 0.0), filled((n,), -jnp.inf)

@@ -6,9 +6,9 @@ from typing import Any
 
 from ...._jax import abstract
 from ...._sweep.grid import GridLayout
-from .._gradients import by_kernels, SumArrays
-from .._lists import lists
-from .._operands import ROWS, Side
+from .._gradients import by_kernels
+from .._operands import Side
+from .._plans import SumArrays
 from .._sum_program import SumProgram
 from . import _triton as triton, NATIVE
 from ._backward import Plan, Program, Sizes
@@ -31,7 +31,8 @@ def traverse_sum(
     del steps  # which have all results, of which the loops need some
     check_axes(interpreted, args)
     run = ft.partial(_sums, layout, args, interpreted)
-    return by_kernels(_kernels_of, run, NATIVE, layout, args, *more, **kw)
+    native = triton.native(interpreted, NATIVE)
+    return by_kernels(_kernels_of, run, native, layout, args, *more, **kw)
 
 
 def _kernels_of(
@@ -62,54 +63,15 @@ def _sums(
 ) -> list[Any]:
     """Some results of one side, by one kernel, with all batch axes and that of the side in front.
 
-    **Arguments:** those of `SumArrays.of`, and
+    **Arguments:** those of `SumArrays`, and
 
     - `dtypes`: what results are rounded to.
     """
-    first = programs[max(programs)]
-    keys, rows = layout.block
-    length, other = (rows, keys) if side is ROWS else (keys, rows)
-    widths = tuple(first.size(i) for i in _matrices(programs, wanted))
-    sizes = Sizes(side, length, other, widths)
-    lengths = dict(zip(side.kinds, sizes.padded))
-    found = SumArrays.of(programs, side, wanted, layout, args, lengths)
-    matrices, inputs = {}, []
-    for i in (*found.own, *found.streamed):
-        of = (side.other, other) if i in found.streamed else (side.own, length)
-        turned = first.features[i] == 0
-        matrices[i] = Rows(layout, layout.in_axes[i], *of, first.size(i), turned)
-        inputs.append(matrices[i].given(found.operands[i], found.dtype))
-    inputs += found.dirty
-    table = found.table
-    if table is not None:
-        table = table if side is ROWS else table.swapaxes(-1, -2)
-        order, columns, counts = lists(table, tuple(programs))
-        inputs += [order, *(x.reshape(-1, *x.shape[-2:]) for x in (columns, counts))]
-    inputs += [x.array for x in found.given.values()]
-    kept, results = (*layout.batch, side.own), {}
-    for o in found.wanted:
-        gradient = first.gradient(o)
-        width = first.size(gradient.matrix)
-        results[o] = Rows(layout, kept, side.own, length, width, gradient.turned)
-    plan = Plan(
-        layout=layout,
-        side=side,
-        sizes=sizes,
-        programs=programs,
-        wanted=found.wanted,
-        own=found.own,
-        streamed=found.streamed,
-        matrices=matrices,
-        results=results,
-        operands=found.given,
-        origin=found.origin,
-        cleaned=found.cleaned,
-        table_axes=None if table is None else (layout.table_axes or ())[:-2],
-        dtype=found.dtype,
-        dtypes=dtypes,
-        interpreted=interpreted,
-    )
-    out = [abstract(args[-1], results[o].written, dtypes[o]) for o in found.wanted]
+    arrays = SumArrays(programs, side, wanted, layout, args)
+    sizes = Sizes(side, arrays.length, arrays.other, tuple(arrays.widths))
+    found = arrays.planned(dict(zip(side.kinds, sizes.padded)), ft.partial(Rows, layout))
+    plan = Plan(**found, sizes=sizes, dtypes=dtypes, interpreted=interpreted)
+    out = [abstract(args[-1], x.written, dtypes[o]) for o, x in plan.results.items()]
     run = triton.kernel(
         lambda *refs: Program(plan, refs).run(),
         out,
@@ -119,13 +81,5 @@ def _sums(
         STAGES,
         interpreted,
     )
-    done = dict(zip(found.wanted, run(*inputs)))
-    return [results[o].blocks(done[o]) for o in wanted]
-
-
-def _matrices(programs: dict[int, SumProgram], wanted: list[int]) -> list[int]:
-    """The matrices that some results are made of, as arguments."""
-    first = programs[max(programs)]
-    gradients = [first.gradient(o) for o in wanted]
-    inner = [i for eqn in first.dots([g.pairs for g in gradients]) for i in first.factors(eqn)]
-    return [*inner, *(g.matrix for g in gradients)]
+    done = dict(zip(plan.wanted, run(*arrays.inputs(plan))))
+    return [plan.results[o].blocks(done[o]) for o in wanted]

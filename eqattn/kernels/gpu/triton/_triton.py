@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .._online import across, powers_of_two
+from .._operations import Native
 
 
 @contextlib.contextmanager
@@ -99,9 +100,12 @@ def _fast_powers_of_two(x: Any, factor: Any, origin: Any) -> Any:
     return _exponential("fma.rn.ftz.f32 t, $1, $2, $3", x, factor, -origin)
 
 
-def exp2(interpreted: bool) -> Callable[[Any], Any]:
-    """Powers of two, as the compiler or the interpreter knows them."""
-    return jnp.exp2 if interpreted else ft.partial(_exponential, "mov.f32 t, $1")
+def native(interpreted: bool, names: frozenset[str]) -> Native:
+    """What the compiler has of its own, or the interpreter: operations by their names, and powers
+    of two.
+    """
+    exp2 = jnp.exp2 if interpreted else ft.partial(_exponential, "mov.f32 t, $1")
+    return Native(names, exp2)
 
 
 def powers(interpreted: bool) -> Callable[[Any, Any, Any], Any]:

@@ -1,0 +1,298 @@
+"""What the plans of kernels have in common, whatever compiler these are written for."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..._sweep.grid import GridLayout, PARTIAL
+from .._program import LOG2E
+from ._ending import Ending
+from ._lists import lists
+from ._operands import Operand, ROWS, scale_of, Side
+from ._operations import Native, PLAIN
+from ._pair_program import PairProgram
+from ._sum_program import SumProgram
+
+
+_LEAST = float(jnp.finfo(jnp.float32).min)
+
+
+@dataclasses.dataclass(frozen=True)
+class VisitPlan:
+    """What a kernel computes, and from what.
+
+    **Arguments:**
+
+    - `layout`: the grid.
+    - `programs`: the block function of each class of blocks. `operands`: those of their arguments
+        that any of them reads pair by pair.
+    - `table_axes`: the axes of the grid of the lists of live blocks, without the last two; None
+        where every pair is visited.
+    - `dtype`: of the matrices that are multiplied.
+    """
+
+    layout: GridLayout
+    programs: dict[int, Any]
+    operands: dict[int, Operand]
+    table_axes: tuple[int, ...] | None
+    dtype: Any
+    interpreted: bool
+
+    @property
+    def staged(self) -> list[int]:
+        """The operands that travel with the blocks of the other side."""
+        return [i for i, x in self.operands.items() if x.staged]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldPlan(VisitPlan):
+    """The plan of a fold.
+
+    **Arguments:** those of `VisitPlan`, and
+
+    - `sizes`: how blocks are cut and padded.
+    - `query`, `key`, `value`: where they lie. `results`: where the results do that are written as
+        matrices; of others, None.
+    - `scale`: the argument that logits are multiplied with last; None if there is not one number
+        that all logits are.
+    - `continued`: whether the kernel goes on with an earlier Carry.
+    - `ending`: what it writes of the rows.
+    """
+
+    programs: dict[int, PairProgram]
+    sizes: Any
+    query: Any
+    key: Any
+    value: Any
+    results: list[Any]
+    scale: int | None
+    continued: bool
+    ending: Ending
+
+    @property
+    def cleans(self) -> bool:
+        """Whether values that are not finite must be kept from rows that do not see them. Where all
+        pairs are visible, they spoil the rows by themselves, as the `ending` sees to.
+        """
+        return PARTIAL in self.programs
+
+
+@dataclasses.dataclass(frozen=True)
+class SumPlan(VisitPlan):
+    """The plan of sums of gradients.
+
+    **Arguments:** those of `VisitPlan`, and
+
+    - `side`: whose gradients they are.
+    - `wanted`: the results, by index, those that need fewer products first.
+    - `own`, `streamed`: the matrices of either side, as arguments. `matrices`: where they lie.
+    - `results`: where the results do that are written as matrices; of others, None.
+    - `origin`: the argument that is the origin of exponents, which comes in units of `log 2`.
+    - `cleaned`: the matrices that may hold what is not finite, which products want replaced.
+    - `dtypes`: of the results.
+    """
+
+    programs: dict[int, SumProgram]
+    side: Side
+    wanted: list[int]
+    own: list[int]
+    streamed: list[int]
+    matrices: dict[int, Any]
+    results: dict[int, Any]
+    origin: int | None
+    cleaned: list[int]
+    dtypes: dict[int, Any]
+
+
+def listed(table: Any, classes: Sequence[int]) -> list[Any]:
+    """The lists of live blocks as a kernel reads them; none where every pair is visited. Arguments
+    are those of `lists`.
+    """
+    if table is None:
+        return []
+    ranks, order, counts = lists(table, tuple(classes))
+    return [ranks, *(x.reshape(-1, *x.shape[-2:]) for x in (order, counts))]
+
+
+def are_dirty(x: Any, axes: Sequence[int], side: Side) -> Any:
+    """Which elements of a matrix hold what is not finite, of all blocks of one side in one."""
+    along = [n for n, a in enumerate(axes) if a == side.other]
+    bad = ~jnp.isfinite(x).all((*along, x.ndim - 2, x.ndim - 1))
+    return bad.astype(jnp.int32).reshape(-1)
+
+
+class FoldArrays:
+    """What a kernel of the fold is given.
+
+    **Arguments:**
+
+    - `steps`: what is done in each class of blocks.
+    - `layout`, `args`: the grid, and the table, if there is one, and the operands on it.
+    - `finish`: what is made of the rows.
+    - `native`: as for `BlockProgram`.
+
+    `query`, `key` and `value` are the matrices, and `axes` those of the grid that they have. The
+    sizes of their blocks are `keys`, `rows`, `dim` and `width`.
+    """
+
+    def __init__(
+        self,
+        steps: dict[int, Any],
+        layout: GridLayout,
+        args: Sequence[Any],
+        finish: Any,
+        native: Native = PLAIN,
+    ):
+        self.table, self.operands = layout.known_without_corners(args)
+        self.layout, self.finish, self.native, first = layout, finish, native, steps[max(steps)]
+        self.count = len(first.logits.in_avals)
+        self.query, self.key, self.value = (self.operands[i] for i in (0, 1, self.count))
+        self.axes = [layout.in_axes[i] for i in (0, 1, self.count)]
+        self.keys, self.rows = layout.block
+        self.dim, self.width = self.query.shape[-2], first.width
+        self.dtype = jnp.dtype(dict(first.products)["operand_dtype"] or self.query.dtype)
+        self.programs = {c: PairProgram(step.logits, native) for c, step in steps.items()}
+
+    def planned(self, lengths: dict[str, int]) -> dict[str, Any]:
+        """The fields of `FoldPlan` that do not depend on how blocks are cut.
+
+        **Arguments:**
+
+        - `lengths`: as for `Operand`.
+        """
+        layout, programs = self.layout, self.programs
+        wanted = [i for i in range(self.count) if any(p.reads[i] for p in programs.values())]
+        of = lambda i: Operand(self.operands[i], layout.in_axes[i], layout, ROWS, lengths)
+        return dict(
+            layout=layout,
+            programs=programs,
+            dtype=self.dtype,
+            operands={i: of(i) for i in wanted},
+            scale=scale_of(programs, layout),
+            table_axes=None if self.table is None else (layout.table_axes or ())[:-2],
+            ending=Ending(self.finish, self.operands, layout, lengths, self.native),
+        )
+
+    def inputs(self, plan: FoldPlan, old: Sequence[Any]) -> list[Any]:
+        """All arrays that the kernel reads.
+
+        **Arguments:**
+
+        - `old`: those of an earlier Carry.
+        """
+        matrices = (plan.query, self.query), (plan.key, self.key), (plan.value, self.value)
+        return [
+            *(place.given(x, plan.dtype) for place, x in matrices),
+            *([are_dirty(self.value, self.axes[2], ROWS)] if plan.cleans else []),
+            *listed(self.table, list(self.programs)),
+            *(x.array for x in plan.operands.values()),
+            *old,
+            *(x.array for x in plan.ending.given),
+        ]
+
+
+class SumArrays:
+    """What a kernel is given for some results of one side.
+
+    **Arguments:**
+
+    - `programs`: the block function of each class.
+    - `side`, `wanted`: the results, all of one side.
+    - `layout`, `args`: the grid, and the table, if there is one, and the operands on it. The
+        origin of exponents among `operands` is finite, and in units of `log 2`.
+
+    `length` and `other` are those of a block on the side and on the other. Further attributes are
+    those of `SumPlan`.
+    """
+
+    def __init__(
+        self,
+        programs: dict[int, SumProgram],
+        side: Side,
+        wanted: list[int],
+        layout: GridLayout,
+        args: Sequence[Any],
+    ):
+        self.programs, self.side, self.layout = programs, side, layout
+        self.first = first = programs[max(programs)]
+        self.table, operands = layout.known_without_corners(args)
+        self.operands = list(operands)
+        self.length, self.other = layout.block[:: -1 if side is ROWS else 1]
+        needs = lambda o: len(first.dots([first.gradient(o).pairs]))
+        self.wanted = sorted(wanted, key=needs)
+        gradients = {c: [p.gradient(o) for o in self.wanted] for c, p in programs.items()}
+        pairs = {c: [g.pairs for g in gs] for c, gs in gradients.items()}
+        inner = [p.factors(eqn) for c, p in programs.items() for eqn in p.dots(pairs[c])]
+        summed = [g.matrix for gs in gradients.values() for g in gs]
+        mine = side is not ROWS
+        self.own = list(dict.fromkeys(f[mine] for f in inner))
+        self.streamed = list(dict.fromkeys([*(f[not mine] for f in inner), *summed]))
+        origins = {p.origin(pairs[c]) for c, p in programs.items()}
+        self.origin = origins.pop() if len(origins) == 1 else None
+        if self.origin is not None:
+            x = jnp.maximum(self.operands[self.origin], _LEAST) * LOG2E
+            self.operands[self.origin] = jnp.maximum(x, _LEAST)
+        self.reads = [p.needed(pairs[c])[1] for c, p in programs.items()]
+        cleans = [p.cleaned | p.cleaned_first for p in programs.values()]
+        both = (*self.own, *self.streamed)
+        self.cleaned = [i for i in both if any(i in some for some in cleans)]
+        (self.dtype,) = first.dtypes
+
+    @property
+    def widths(self) -> list[int]:
+        """The sizes of the vectors of all matrices."""
+        return [self.first.size(i) for i in (*self.own, *self.streamed)]
+
+    def planned(self, lengths: dict[str, int], place: Callable[..., Any]) -> dict[str, Any]:
+        """The fields of `SumPlan` but for the dtypes.
+
+        **Arguments:**
+
+        - `lengths`: as for `Operand`.
+        - `place`: where a matrix lies, of its axes of the grid, that of its tokens, how many of
+            these a block has, the size of a vector, and whether blocks are turned.
+        """
+        layout, side, first, matrices = self.layout, self.side, self.first, {}
+        for i in (*self.own, *self.streamed):
+            of = (side.other, self.other) if i in self.streamed else (side.own, self.length)
+            turned = first.features[i] == 0
+            matrices[i] = place(layout.in_axes[i], *of, first.size(i), turned)
+        results = {}
+        for o in self.wanted:
+            gradient, kept = first.gradient(o), (*layout.batch, side.own)
+            size = first.size(gradient.matrix)
+            results[o] = place(kept, side.own, self.length, size, gradient.turned)
+        given = {
+            i: Operand(x, layout.in_axes[i], layout, side, lengths)
+            for i, x in enumerate(self.operands)
+            if any(r[i] for r in self.reads)
+        }
+        return dict(
+            layout=layout,
+            programs=self.programs,
+            operands=given,
+            table_axes=None if self.table is None else (layout.table_axes or ())[:-2],
+            dtype=self.dtype,
+            side=side,
+            wanted=self.wanted,
+            own=self.own,
+            streamed=self.streamed,
+            matrices=matrices,
+            results=results,
+            origin=self.origin,
+            cleaned=self.cleaned,
+        )
+
+    def inputs(self, plan: SumPlan) -> list[Any]:
+        """All arrays that the kernel reads."""
+        table, axes = self.table, self.layout.in_axes
+        if table is not None and self.side is not ROWS:
+            table = table.swapaxes(-1, -2)
+        return [
+            *(place.given(self.operands[i], plan.dtype) for i, place in plan.matrices.items()),
+            *(are_dirty(self.operands[i], axes[i], self.side) for i in plan.cleaned),
+            *listed(table, list(self.programs)),
+            *(x.array for x in plan.operands.values()),
+        ]
