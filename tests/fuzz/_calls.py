@@ -53,7 +53,16 @@ class Call:
     - `terms`: which masks may be drawn.
     - `places`: where the tokens of arrays stand, `(queries, keys)`: those of a layout; None means
         `0, 1, ...`. Then positions are not given to the call.
+
+    Values are drawn in float64. `dtype` is that of queries, keys and values, and `learned` that of
+    all other floats: `narrow` sets both. Then the oracle takes the rounded numbers, and `condition`
+    becomes the largest change of any result, as `worst` measures it, if each float is changed by
+    half a unit in the last place: no algorithm that rounds can be asked for less.
     """
+
+    dtype: Any = np.dtype(np.float64)
+    learned: Any = np.dtype(np.float64)
+    condition: float = 0.0
 
     def __init__(
         self,
@@ -103,7 +112,31 @@ class Call:
         if self.cap == 2:
             floats["cap"] = np.float64(rng.uniform(1, 4))
         others = {"mask": () if self.mask is None else self.mask.arrays(rng)}
-        return floats, others | self._drawn_positions(rng)
+        rounded = {n: jax.tree.map(lambda x, n=n: np.asarray(x, self._dtype(n)), x)
+                   for n, x in floats.items()}  # fmt: skip
+        return rounded, others | self._drawn_positions(rng)
+
+    def narrow(self, dtype: Any, learned: Any) -> None:
+        """Sets the dtypes of floats."""
+        self.dtype, self.learned = np.dtype(dtype), np.dtype(learned)
+
+    def _dtype(self, name: str) -> Any:
+        return self.dtype if name in ("query", "key_", "value") else self.learned
+
+    def _observe(self, of: Callable[[Values], Any], values: Values) -> Any:
+        """What `of` finds of values in float64. It is also asked how much it changes if these are
+        rounded.
+        """
+        floats, others = values
+        exact = jax.tree.map(widened, floats)
+        found = of((exact, others))
+        if self.dtype != np.float64:
+            rng, half = np.random.default_rng(0), 0.5 * float(jnp.finfo(self.dtype).eps)
+            by = lambda x: x * (1 + half * rng.choice([-1.0, 1.0], np.shape(x)))
+            for _ in range(3):
+                again = of((jax.tree.map(by, exact), others))
+                self.condition = max(self.condition, worst(_derived(again), _derived(found))[0])
+        return found
 
     def _drawn_positions(self, rng: np.random.Generator) -> dict[str, Any]:
         z, kind = self.sizes, self.positions
@@ -149,7 +182,13 @@ class Call:
 
     def solve(self, values: Values) -> oracle.Found:
         """What the oracle finds."""
-        floats, others = values
+        if self.dtype != np.float64:
+            pair = lambda x: (x.output, x.logsumexp)
+            self._observe(lambda x: pair(self._solve(x)), values)
+        return self._solve(values)
+
+    def _solve(self, values: Values) -> oracle.Found:
+        floats, others = jax.tree.map(widened, values[0]), values[1]
         z = self.sizes
         q, k = (None, None) if self.places is None else self.places
         pairs = oracle.Pairs.of(
@@ -181,9 +220,14 @@ class Call:
 
     def gradients(self, values: Values, cotangents: tuple[Any, Any]) -> dict[str, Any]:
         """The oracle's gradients of `floats`, of rows that see something."""
+        both = {"values": values[0], "cotangents": cotangents}
+        find = lambda x: self._gradients((x[0]["values"], x[1]), x[0]["cotangents"])
+        return self._observe(find, (both, values[1]))
+
+    def _gradients(self, values: Values, cotangents: tuple[Any, Any]) -> dict[str, Any]:
         floats, _ = values
-        found = self.solve(values)
-        g_out, g_lse = cotangents
+        found = self._solve(values)
+        g_out, g_lse = map(widened, cotangents)
         with np.errstate(all="ignore"):
             pulled = found.pull(g_out, np.where(np.isneginf(found.logsumexp.real), 0, g_lse))
         scores = pulled.pop("scores")
@@ -201,16 +245,28 @@ class Call:
 
     def cotangents(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         z = self.sizes
+        sums = np.float64 if self.dtype == np.float64 else np.float32
         return (
-            rng.standard_normal((*z.lead, z.t, z.heads, z.v)),
-            rng.standard_normal((*z.lead, z.t, z.heads)),
+            rng.standard_normal((*z.lead, z.t, z.heads, z.v)).astype(self.dtype),
+            rng.standard_normal((*z.lead, z.t, z.heads)).astype(sums),
         )
 
 
 def moved(values: Values, directions: dict[str, Any]) -> Values:
     """The values a complex step along directions."""
     floats, others = values
-    return jax.tree.map(lambda x, t: x + 1j * oracle.STEP * t, floats, directions), others
+    step = lambda x, t: widened(x) + 1j * oracle.STEP * widened(t)
+    return jax.tree.map(step, floats, directions), others
+
+
+def _derived(tree: Any) -> Any:
+    """The derivatives along the directions of a complex step; real numbers as they are."""
+    return jax.tree.map(lambda x: x.imag / oracle.STEP if np.iscomplexobj(x) else x, tree)
+
+
+def widened(x: Any) -> Any:
+    """An array in float64, or complex as it is."""
+    return x if np.iscomplexobj(x) else np.asarray(x, np.float64)
 
 
 def as_jax(tree: Any) -> Any:

@@ -93,7 +93,7 @@ def window(rng: np.random.Generator, z: Sizes) -> Feature:
         inside = (far <= (np.inf if left is None else left)) & (
             -far <= (np.inf if right is None else right)
         )
-        return inside | (p.k < sinks)
+        return inside | (p.k < sinks) if sinks else inside  # without, none at negative positions
 
     return fixed(f"Window({left},{right},{sinks})", eq.SlidingWindow(left, right, sinks), visible)
 
@@ -288,7 +288,7 @@ def closure(rng: np.random.Generator, z: Sizes) -> Feature:
         (strength,) = a
 
         def far(logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            return logit - strength * jnp.log1p(abs(q - k).astype(logit.dtype))
+            return logit - strength.astype(logit.dtype) * jnp.log1p(abs(q - k).astype(logit.dtype))
 
         return sc.ScoreFn(far)
 

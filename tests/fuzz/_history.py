@@ -111,13 +111,18 @@ class Answer:
     dq: np.ndarray | None = None
     dk: dict | None = None
     dv: dict | None = None
+    learned: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def learn(self, name: str, gradient: Any) -> None:
+        self.learned[name] = self.learned.get(name, 0) + gradient
 
 
 def attend(
     history: History, tokens: Tokens, b: int, q: np.ndarray, call: Call, wanted: Any = None
 ) -> Answer:
     """Attention of queries `[t, h, d]` of a row over all that it has. With `wanted` `[t, h, v]`,
-    the gradients of `sum(wanted * out)` too, those of keys and values by name.
+    the gradients of `sum(wanted * out)` too, those of keys and values by name, and `learned`, those
+    of the numbers of the metadata.
     """
     t, heads, _ = q.shape
     row = history.rows[b]
@@ -146,7 +151,7 @@ def attend(
             x, slope = call.cap * np.tanh(x / call.cap), 1 - np.tanh(x / call.cap) ** 2
         x, more = call.score(p, x)
         ok = np.broadcast_to(call.seen(p), x.shape)
-        x, slope = np.where(ok, x, -np.inf), slope * more
+        x = np.where(ok, x, -np.inf)
         answer.logits.append(x)
         answer.most = max(answer.most, abs(x[ok]).max(initial=0))
         every = np.concatenate([x, np.broadcast_to(sinks, (t, len(sinks)))], 1)
@@ -161,7 +166,18 @@ def attend(
             continue
         g = wanted[:, h]
         of_weights = g @ v.T
-        of_logits = weights * (of_weights - (weights * of_weights).sum(1, keepdims=True)) * slope
+        mean = (weights * of_weights).sum(1, keepdims=True)
+        of_capped = weights * (of_weights - mean) * more
+        of_logits = of_capped * slope
+        answer.learn("softmax_scale", (of_logits * raw).sum() / call.scale)
+        if call.cap is not None:
+            by_cap = np.tanh(raw / call.cap) - raw / call.cap * slope
+            answer.learn("logits_soft_cap", (of_capped * by_cap).sum())
+        if call.sinks is not None:
+            of_sinks = np.zeros_like(call.sinks)
+            shares = np.exp(sinks - top) / den  # [t, n]
+            of_sinks[min(h, len(of_sinks) - 1)] = -(shares * mean).sum(0)
+            answer.learn("softmax_aux", of_sinks)
         answer.dq[:, h] += call.scale * of_logits @ k
         for n, event in enumerate(row):
             dk = answer.dk.setdefault(event.name, np.zeros(keys.shape[1:]))
@@ -171,10 +187,22 @@ def attend(
     return answer
 
 
-def turned(x: np.ndarray, position: int, dim: int | None, interleaved: bool) -> np.ndarray:
-    """Rotary positions of vectors `[..., d]`, of which the first `dim` features turn."""
+def turned(
+    x: np.ndarray,
+    position: int,
+    dim: int | None,
+    interleaved: bool,
+    sections: tuple[int, ...] | None = None,
+    back: bool = False,
+) -> np.ndarray:
+    """Rotary positions of vectors `[..., d]`, of which the first `dim` features turn, or turn `back`.
+    With `sections`, so many pairs turn by each axis of `axes_of` the position.
+    """
     dim = x.shape[-1] if dim is None else dim
-    angle = position * 10_000.0 ** (-np.arange(0, dim, 2) / max(dim, 1))
+    frequency = 10_000.0 ** (-np.arange(0, dim, 2) / max(dim, 1))
+    if sections is not None:
+        position = np.repeat(axes_of(position, np)[: len(sections)], sections)
+    angle = position * frequency * (-1 if back else 1)
     first, second = (np.arange(dim // 2) * 2, np.arange(dim // 2) * 2 + 1) if interleaved else (
         np.arange(dim // 2), np.arange(dim // 2) + dim // 2
     )  # fmt: skip
@@ -182,3 +210,8 @@ def turned(x: np.ndarray, position: int, dim: int | None, interleaved: bool) -> 
     out[..., first] = x[..., first] * np.cos(angle) - x[..., second] * np.sin(angle)
     out[..., second] = x[..., second] * np.cos(angle) + x[..., first] * np.sin(angle)
     return out
+
+
+def axes_of(position: Any, xp: Any) -> Any:
+    """Three positions of a token, `[..., 3]`, as an image or a video has them."""
+    return xp.stack([position, position // 2, position % 3], -1)

@@ -31,7 +31,15 @@ KINDS = ("dense", "ring", "paged", "quantized", "paged int8", "stacked", "stacke
 PAGED = ("paged", "paged int8", "stacked paged")
 STACKED = ("stacked", "stacked paged")
 MODES = ("jit", "jit", "jit", "donate", "donate", "eager")
-PLAIN = ("attention", "dense", "blockwise", "carry", "top", "layer")
+PLAIN = ("attention", "dense", "blockwise", "spread", "carry", "top", "layer")
+SPREAD = (
+    ("ring", 2),
+    ("ring", 3),
+    ("ring", 4),
+    ("ulysses", 2),
+    ("all_gather", 2),
+    ("all_gather", 4),
+)
 EIGHT_BITS = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
@@ -217,8 +225,9 @@ def draw_call(rng, config: Config, history: History, t: int, counts: list[int]) 
     )
     if config.kind in ("dense", "ring", "quantized") and config.devices == 1:
         ways += ["vmap"]
-    if config.devices == 1:
-        ways += ["packed"] * 2
+    ways += ["packed"] * 2
+    if config.devices == 1 and not config.bitwise:
+        ways += ["spread"] * 2  # over devices that share the queries, too
     if config.kind in PAGED and config.devices == 1 and not config.bitwise:
         ways += ["cascade"] * 2
     if not config.latent and config.devices == 1 and not config.bitwise:
@@ -265,6 +274,9 @@ def draw_call(rng, config: Config, history: History, t: int, counts: list[int]) 
             listed = np.where(listed >= most, -1, listed)
             build, listed, named = again(build, listed, sizes)
         mask, seen = listed_with(rng, mask, seen, build(jnp.asarray(listed)), named)
+    if way == "spread":
+        spread = SPREAD[rng.integers(len(SPREAD))]
+        call |= dict(spread=("ring", 2) if config.heads % spread[1] else spread)
     call |= dict(mask=mask, seen=seen, scores=scores, score=score, moved=moved)
     call |= dict(by_place=bool(rng.random() < 0.3) and way in PLAIN and way != "layer")
     if way == "layer":
@@ -282,6 +294,11 @@ def draw_call(rng, config: Config, history: History, t: int, counts: list[int]) 
         gaps = np.cumsum(twins.ints(rng, 1, 4, (sizes.b, config.places)), 1) - 1
         if "Selected" not in repr(mask) and "Neighbourhood" not in repr(mask):
             call |= dict(positions=gaps.astype(np.int32))
+    raw = not config.latent and way not in ("layer", "vmap") and config.dim % 2 == 0
+    if raw and moved is None and "positions" not in call and rng.random() < 0.2:
+        sections = ((1,),) if config.dim == 2 else ((4,), (1, 3), (2, 1, 1), (0, 2, 2))
+        chosen = sections[rng.integers(len(sections))]
+        call |= dict(turned=(None, bool(rng.random() < 0.5), chosen))
     return call
 
 

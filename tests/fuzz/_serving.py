@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqattn import (
+    AllGather,
     attention,
     Blockwise,
     cascade_attention,
@@ -16,9 +17,13 @@ from eqattn import (
     DenseMask,
     nn,
     ragged_attention,
+    Ring,
     top_keys,
+    Ulysses,
 )
 from eqattn.cache import AbstractStored, LatentKVCache, StackedKVCache, StackedPagedKVCache
+from fuzz._history import axes_of
+from fuzz._plans import mesh_of
 
 
 STATIC = ("way", "latent", "causal", "layer")
@@ -46,11 +51,18 @@ def stepped(held, given, way, latent, causal, layer) -> Any:
     def one(i, cache):
         if way == "layer" and i == layer:
             return by_layer(cache, q, keys[i], values[i], counts, mask, scores, strategy, more)
-        offset = cache.length
-        cache = cache.append(keys[i], values[i], counts)
+        offset, key, query = cache.length, keys[i], q
+        if i == layer and (turning := more.get("turned")) is not None:
+            _, interleaved, sections = turning.value
+            at = offset[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+            axes = axes_of(at, jnp)[..., : len(sections)]
+            query, key = (
+                nn.rotary(x, axes, interleaved=interleaved, sections=sections) for x in (q, key)
+            )
+        cache = cache.append(key, values[i], counts)
         if i != layer:
             return cache, None
-        return cache, asked(cache, q, offset, counts, mask, scores, strategy, more, way, causal)
+        return cache, asked(cache, query, offset, counts, mask, scores, strategy, more, way, causal)
 
     held, results = on_layers(held, latent, one)
     return held, next(x for x in results if x is not None)
@@ -100,6 +112,11 @@ def asked(cache, q, offset, counts, mask, scores, strategy, more, way, causal) -
     if way in ("dense", "blockwise"):
         key, value = (x.materialise() if isinstance(x, AbstractStored) else x for x in (key, value))
         strategy = (Dense if way == "dense" else Blockwise)(strategy.metadata)
+    if way == "spread":
+        key, value = (x.materialise() if isinstance(x, AbstractStored) else x for x in (key, value))
+        name, n = more["spread"].value
+        kind = dict(ring=Ring, ulysses=Ulysses, all_gather=AllGather)[name]
+        strategy = kind(strategy.metadata.replace(mesh=mesh_of(n)), axis_name="keys")
     mask = shown if mask is None else mask & shown
     rest = dict(score=scores or None, kv_positions=places, **at)
     if way == "top":

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._calls import as_jax, Call, moved, Values
+from ._calls import as_jax, Call, moved, Values, widened
 from ._oracle import STEP
 
 
@@ -62,7 +62,8 @@ def eager(call: Call, rng: np.random.Generator, run: Run) -> Pairs:
 
 
 def _directions(call: Call, rng: np.random.Generator, values: Values) -> Any:
-    return jax.tree.map(lambda x: rng.standard_normal(np.shape(x)), values[0])
+    draw = lambda x: np.asarray(rng.standard_normal(np.shape(x)), x.dtype)
+    return jax.tree.map(draw, values[0])
 
 
 def forward_mode(call: Call, rng: np.random.Generator, run: Run) -> Pairs:
@@ -211,9 +212,9 @@ def layers(call: Call, rng: np.random.Generator, run: Run) -> Pairs:
     n, z = 3, call.sizes
     variants = [call.values(rng) for _ in range(n)]
     together = jax.tree.map(lambda *xs: np.stack(xs), *variants)
-    mix = rng.standard_normal((z.v, z.d)) / np.sqrt(z.v)
+    mix = widened((rng.standard_normal((z.v, z.d)) / np.sqrt(z.v)).astype(call.dtype))
     ct, remat = call.cotangents(rng)[0], bool(rng.integers(2))
-    last = rng.standard_normal((*z.lead, z.t, z.heads, z.d))
+    last = rng.standard_normal((*z.lead, z.t, z.heads, z.d)).astype(call.dtype)
 
     def f(values: Values) -> Any:
         def step(query: Any, values: Values) -> Any:
@@ -231,10 +232,10 @@ def layers(call: Call, rng: np.random.Generator, run: Run) -> Pairs:
         values = ({**floats, "query": query}, others)
         found.append(values)
         outs.append(call.solve(values).output)
-        query = query + outs[-1] @ mix
+        query = widened(query) + outs[-1] @ mix
     g_query, grads = last, []
     for values in reversed(found):
-        cts = ct + g_query @ mix.T, np.zeros((*z.lead, z.t, z.heads))
+        cts = widened(ct) + widened(g_query) @ mix.T, np.zeros((*z.lead, z.t, z.heads))
         grads.insert(0, call.gradients(values, cts))
         g_query = g_query + grads[0]["query"]
     want = jax.tree.map(lambda *xs: np.stack(xs), *grads)
@@ -294,7 +295,7 @@ def jacobian(call: Call, rng: np.random.Generator, run: Run) -> Pairs:
     values = call.values(rng)
     name = ("query", "key_", "value")[int(rng.integers(3))]
     u = call.cotangents(rng)[0]
-    direction = rng.standard_normal(values[0][name].shape)
+    direction = rng.standard_normal(values[0][name].shape).astype(call.dtype)
 
     def program(values: Values) -> Any:
         floats, others = values
@@ -306,6 +307,7 @@ def jacobian(call: Call, rng: np.random.Generator, run: Run) -> Pairs:
     way = moved(values, {**zero, name: direction})
     dot = _solved(call, way)[0].imag / STEP
     pulled = call.gradients(values, (u, np.zeros(u.shape[:-1])))[name]
+    u, direction = widened(u), widened(direction)
     pairs: Pairs = []
     for x in found:
         x = np.asarray(x, np.float64)

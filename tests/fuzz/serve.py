@@ -15,6 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import conftest  # noqa: F401  Flags of XLA, and the strict rules of the suite.
 
+import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -73,6 +74,7 @@ class Runner:
             for x in rng.integers(0, 2, len(steps))
         ]
         self.block_q = int(rng.integers(1, 8))
+        self.learned: dict[str, Any] = {}  # numbers of the metadata, where gradients are taken
         self.tracing = False  # whether gradients are on their way, so that nothing can be saved
 
     def apply(self, held: Any, i: int, inputs: Any, mode: str | None = None) -> tuple[Any, Any]:
@@ -100,8 +102,16 @@ class Runner:
         if given["way"] == "layer":
             turning = given["turned"] or (-1, False)
             more["layer"] = Static((*turning, given["window"]))
+        elif given.get("turned"):
+            more["turned"] = Static(given["turned"])
+        if given["way"] == "spread":
+            more["spread"] = Static(given["spread"])
         q, keys, values = inputs
-        call = (q, keys, values, counts, given["mask"], given["scores"], self.strategies[i], more)
+        strategy = self.strategies[i]
+        if self.learned:
+            metadata = strategy.metadata.replace(**self.learned)
+            strategy = eqx.tree_at(lambda x: x.metadata, strategy, metadata)
+        call = (q, keys, values, counts, given["mask"], given["scores"], strategy, more)
         mode = given["mode"] if mode is None else mode
         run = dict(jit=jitted, donate=donated, eager=stepped)[mode]
         return run(
@@ -231,9 +241,14 @@ class Runner:
             dq = answer.dq
             if given.get("turned"):
                 dq = np.stack(
-                    [turned(x, -at, *given["turned"]) for x, at in zip(dq, self.turns[i][b])]
+                    [
+                        turned(x, at, *given["turned"], back=True)
+                        for x, at in zip(dq, self.turns[i][b])
+                    ]
                 )
             gradients.setdefault(("q", i), {})[b] = dq
+            for name, x in answer.learned.items():
+                gradients[name] = gradients.get(name, 0) + x
             for kind, found in (("k", answer.dk), ("v", answer.dv)):
                 for name, x in found.items():
                     have = gradients.setdefault((kind, layer), {})
@@ -265,15 +280,15 @@ class Runner:
         if not same.all():
             at = tuple(np.argwhere(~same)[0])
             raise Mismatch(
-                f"step {i} ({self.steps[i].arguments.get('way')}), row {b}: {what} {at} is {got[at]}, "
+                f"step {i} ({i != 'last' and self.steps[i].arguments.get('way')}), row {b}: {what} {at} is {got[at]}, "
                 f"not {want[at]} (within {error:.2g}; {(~same).sum()} of {same.size})"
             )
 
     def check_gradients(self, expected: dict[Any, Any]) -> None:
         config = self.config
 
-        def total(inputs):
-            held, found = config.make(), 0.0
+        def total(inputs, learned):
+            held, found, self.learned = config.make(), 0.0, learned
             for i, step in enumerate(self.steps):
                 mode = "jit" if step.op == "append" and step.arguments["mode"] == "donate" else None
                 held, results = self.apply(held, i, inputs.get(i), mode)
@@ -290,10 +305,19 @@ class Runner:
                     ).sum()
             return found
 
+        names = ("softmax_scale", "logits_soft_cap", "softmax_aux")
+        dtype = jnp.float64 if config.dtype == jnp.float64 else jnp.float32
+        given = {n: config.metadata[n] for n in names if config.metadata[n] is not None}
+        given = {n: jnp.asarray(x, dtype) for n, x in given.items()}
         self.tracing = True
-        got = jax.grad(total)(self.inputs)
-        self.tracing = False
+        got, learned = jax.grad(total, (0, 1))(self.inputs, given)
+        self.tracing, self.learned = False, {}
         sums = 1.2e-7 if config.dtype != jnp.float64 else 2.3e-16
+        for name, x in learned.items():
+            want = np.zeros(x.size) + np.ravel(expected.get(name, 0.0))
+            size = 1 + max(abs(y).max() for y in (want, np.asarray(x)))
+            have = np.asarray(x, float).ravel()
+            self.compare("last", "all", f"gradient of {name}", have, want, 3000 * sums * size)
         for i, (dq, dk, dv) in got.items():
             shape = self.inputs[i][0].shape
             mine = expected.get(("q", i), {})
@@ -315,7 +339,7 @@ class Runner:
             if step == i:
                 given = self.steps[i].arguments
                 if kind == "k" and given.get("turned") and layer == given["layer"]:
-                    x = turned(x, -self.turns[i][b][t], *given["turned"])
+                    x = turned(x, self.turns[i][b][t], *given["turned"], back=True)
                 if config.latent and kind == "k":
                     x = x[:, config.value_dim :]
                 want[b, t] = x

@@ -7,7 +7,7 @@ from conformance import oracle as other, oracle_masks as om
 
 from . import _oracle as oracle
 from ._calls import Call, moved
-from .train import check, LIMIT
+from .train import check, DTYPES
 
 
 FEW = (  # Each runs in a second or two.
@@ -15,13 +15,15 @@ FEW = (  # Each runs in a second or two.
     (8, dict(target="many", transform="mapped")),
     (11, dict(target="many", transform="layers")),
     (1, dict(target="manual", transform="forward_mode")),
+    (3, dict(target="one", transform="gradient", dtype="bfloat16")),
+    (8, dict(target="many", transform="gradient", dtype="bfloat16")),
 )
 
 
-@pytest.mark.parametrize("seed, only", FEW, ids=[f"{o['target']}-{o['transform']}" for _, o in FEW])
+@pytest.mark.parametrize("seed, only", FEW, ids=["-".join(o.values()) for _, o in FEW])
 def test_drawn_calls(seed, only):
     error, where = check(seed, **only)
-    assert error <= LIMIT, where
+    assert error <= 1, where
 
 
 @pytest.mark.slow
@@ -29,7 +31,15 @@ def test_drawn_calls(seed, only):
 @pytest.mark.parametrize("seed", range(40))
 def test_more_drawn_calls(seed, target):
     error, where = check(seed, target=target)
-    assert error <= LIMIT, where
+    assert error <= 1, where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("seed", range(20))
+def test_more_narrow_calls(seed, dtype):
+    error, where = check(seed, dtype=dtype)
+    assert error <= 1, where
 
 
 @pytest.mark.parametrize("seed", range(12))
