@@ -5,9 +5,12 @@ the tests nearest to it (paths below `tests/`, and `-k` with an expression), and
 new text)`, where the old text occurs once in the file. A third entry says why a change alters
 nothing that a test could see; such a mutant is equivalent, and not run.
 
-A mutant is killed if one of its tests fails. Results are kept in `.pytest_cache/`, so that a run
-goes on where the last one ended: while the file is what it was, and of survivors while their tests
-are, too.
+A mutant is killed if one of its tests fails. Results are kept in `tests/mutations/results.json`, so
+that a run goes on where the last one ended. The file is committed, because the whole list takes
+hours. A survivor is tried again once its file or its tests have changed. A killed one is tried again
+after all others if its file has changed. One that survives while tests are skipped is undecided:
+those of kernels for NVIDIA GPUs want the newest JAX. Groups of mutants that have the same tests come
+in the order of a hash, so that a part of the list is a fair sample.
 """
 
 import argparse
@@ -28,7 +31,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-RESULTS = ROOT / ".pytest_cache" / "eqattn-mutants.json"
+RESULTS = TESTS / "mutations" / "results.json"
 # The type checker would cost more than the tests.
 _OPTIONS = ["-o", "addopts=-m 'not slow' --strict-markers"]
 _RUNS = 40  # of one process, whose memory grows
@@ -76,7 +79,15 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(repr((self.file, self.mutated())).encode()).hexdigest()[:24]
+        return hashlib.sha256(repr((self.file, self.old, self.new)).encode()).hexdigest()[:16]
+
+    @property
+    def of_file(self) -> str:
+        return hashlib.sha256(self.source().encode()).hexdigest()[:16]
+
+    @property
+    def group(self) -> str:
+        return hashlib.sha256(repr(self.tests).encode()).hexdigest()
 
     @property
     def of_tests(self) -> str:
@@ -85,12 +96,15 @@ class Mutant:
             path = ROOT / path
             for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
                 digest.update(file.read_bytes())
-        return digest.hexdigest()[:24]
+        return digest.hexdigest()[:16]
 
     def known(self, results: dict) -> tuple[str, str]:
         """What earlier runs found, and what pytest said then."""
-        verdict, said, of_tests = results.get(self.key, ("not run", "", ""))
-        stale = verdict in ("survived", "broken") and of_tests != self.of_tests
+        verdict, said, of_file, of_tests = results.get(self.key, ("not run", "", "", ""))
+        file_changed = of_file != self.of_file
+        if verdict == "killed":
+            return ("killed before" if file_changed else verdict), said
+        stale = file_changed or of_tests != self.of_tests or verdict == "undecided"
         return ("not run", "") if stale else (verdict, said)
 
 
@@ -101,7 +115,7 @@ def mutants() -> list[Mutant]:
         for file, tests, changes in runpy.run_path(str(path))["MUTANTS"]:
             arguments = [f"tests/{x}" if ".py" in x else x for x in shlex.split(tests)]
             out += [Mutant(file, tuple(arguments), *change) for change in changes]
-    return out
+    return sorted(out, key=lambda m: m.group)
 
 
 def check(chosen: list[Mutant]) -> list[str]:
@@ -142,7 +156,9 @@ class Workplace:
         self.worker, self.requests, self.runs = None, None, 0
 
     def run(self, tests: tuple[str, ...]) -> tuple[str, str]:
-        """`"killed"`, `"survived"` or `"broken"`, and what pytest said last."""
+        """`"killed"`, `"survived"`, `"broken"`, or `"undecided"` if tests were skipped, and what
+        pytest said last.
+        """
         if self.runs >= _RUNS:
             self.stop()
         if self.worker is None:
@@ -164,6 +180,8 @@ class Workplace:
             return "killed", "the process died"
         lines = self.log.read_text(errors="replace").splitlines()
         said = [x for x in lines if x.startswith(("FAILED", "ERROR"))] or lines[-1:] or [""]
+        if code == 0 and "skipped" in lines[-1]:
+            return "undecided", lines[-1][:200]
         return {0: "survived", 4: "broken", 5: "broken"}.get(code, "killed"), said[0][:200]
 
     def stop(self) -> None:
@@ -193,6 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="stop after so long; the next run goes on")
     parser.add_argument("--timeout", type=float, default=600, help="seconds; a mutant that hangs")
     options = parser.parse_args(arguments)
+    options.began = time.monotonic()
 
     chosen = [m for m in mutants() if options.only in str(m)]
     wrong = check(chosen)
@@ -213,15 +232,27 @@ def main(arguments: list[str] | None = None) -> int:
         todo = [m for m in todo if known.get(m.key, ("",))[0] in ("survived", "broken")]
         for m in todo:
             del known[m.key]
-    run_all([m for m in todo if m.known(known)[0] == "not run"], known, options)
+    for state in ("not run", "killed before"):
+        run_all([m for m in todo if m.known(known)[0] == state], known, options)
     states = [m.known(known)[0] for m in todo]
     for m, state in zip(todo, states):
         if state in ("survived", "broken"):
             print(f"{state}: {m}\n    tests: {shlex.join(m.tests)}")
-    ran = len(states) - states.count("not run")
-    print(f"{states.count('killed')} of {ran} killed ({100 * states.count('killed') / max(ran, 1):.1f}"
-          f"%), {sum(bool(m.equivalent) for m in chosen)} equivalent, {states.count('not run')} not run")  # fmt: skip
-    return 0 if states.count("killed") == len(states) else 1
+    ran, before = len(states) - states.count("not run"), states.count("killed before")
+    killed = states.count("killed") + before
+    print(
+        f"{killed} of {ran} killed ({100 * killed / max(ran, 1):.1f}%; {before} of them before their "
+        f"file changed), {sum(bool(m.equivalent) for m in chosen)} equivalent, "
+        f"{states.count('not run')} not run"
+    )
+    return 0 if killed == len(states) else 1
+
+
+def save(known: dict) -> None:
+    """A line for each mutant, without those that are no longer in the list."""
+    keys = {m.key for m in mutants()}
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(known.items()) if k in keys]
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def run_all(todo: list[Mutant], known: dict, options: argparse.Namespace) -> None:
@@ -229,23 +260,22 @@ def run_all(todo: list[Mutant], known: dict, options: argparse.Namespace) -> Non
         return
     from tqdm import tqdm
 
-    RESULTS.parent.mkdir(exist_ok=True)
-    began, passed = time.monotonic(), {}
+    passed = {}
     with tempfile.TemporaryDirectory() as folder, tqdm(todo, unit="mutant", smoothing=0) as bar:
         place = Workplace(Path(folder), options.timeout)
         for m in bar:
-            if options.minutes and time.monotonic() - began > 60 * options.minutes:
+            if options.minutes and time.monotonic() - options.began > 60 * options.minutes:
                 break
             bar.set_postfix_str(f"{m.file} {' '.join(m.old.split())[:40]}")
             if m.tests not in passed:  # a mutant is killed only by tests that pass without it
                 passed[m.tests] = place.run(m.tests)
             verdict, said = passed[m.tests]
-            if verdict == "survived":
+            if verdict in ("survived", "undecided"):
                 verdict, said = place.try_out(m)
             else:
                 verdict, said = "broken", f"its tests fail without it: {said}"
-            known[m.key] = verdict, said, m.of_tests
-            RESULTS.write_text(json.dumps(known, indent=1))
+            known[m.key] = verdict, said, m.of_file, m.of_tests
+            save(known)
             bar.write(f"{verdict:>8}  {m}")
         place.stop()
 

@@ -15,6 +15,11 @@ MUTANTS = [
         [("whole = jnp.pad(lax.stop_gradient(x), widths", "whole = jnp.pad(x, widths")],
     ),
     (
+        "_sweep/fold.py",
+        BITS,
+        [("num = unsigned_zeros(num)", "pass")],
+    ),
+    (
         "_sweep/loops.py",
         "strategies/test_bitwise.py -m slow -k 'many_rows and positions'",
         [("_, blocks = lax.optimization_barrier((jnp.int32(t), blocks))", "pass")],

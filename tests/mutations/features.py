@@ -8,7 +8,7 @@ MUTANTS = [
         "kernels/tpu/_forward.py",
         FEATURES,
         [
-            ("here, there = (turned[0].at[i] for i in (now, 1 - now))", "here, there = (turned[0].at[i] for i in (now, now))"),
+            ("there, here = (turned[0].at[i] for i in range(2))", "there = here = turned[0].at[0]"),
             ("int(not plan.early or i > 0)", "1"),
             ("if main.held[i] and COL not in x.axes and turns(blocks[i]):", "if False:"),
         ],

@@ -43,7 +43,7 @@ MUTANTS = [
         "stats/_top_keys.py",
         RANKED,
         [
-            ("if n > key.shape[-3] * shards:", "if n >= key.shape[-3] * shards:"),
+            ("if n > shape[-3] * shards:", "if n >= shape[-3] * shards:"),
             ("if term.selects:", "if False:"),
         ],
     ),

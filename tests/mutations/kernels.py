@@ -20,17 +20,33 @@ MUTANTS = [
         ],
     ),
     (
-        "kernels/tpu/_forward_step.py",
+        "kernels/tpu/_windows.py",
         LISTS,
         [
             ("return inside if 2 * size == keys * layout.corner else []", "return inside"),
             ("2 * a.start >= keys and b.stop <= layout.corner", "2 * a.stop > keys and b.stop <= layout.corner"),
             ("2 * a.start >= keys and b.stop <= layout.corner", "2 * a.start >= keys and b.start < layout.corner"),
-            ("m = m if n % m == 0 else n", "pass"),
-            ("s = jnp.full((at.stop - at.start, to.stop - to.start), -jnp.inf, jnp.float32)", "s = jnp.full((at.stop - at.start, to.stop - to.start), 0.0, jnp.float32)"),
+            ("m if n % m == 0 else n", "m"),
+            ("parts.append(Part(slice(at, at + size), to, PARTIAL))", "parts.append(Part(slice(at, at + size), to, FULL))"),
+            ("end = x.to.start // width, x.at.stop", "end = x.to.start // width, x.at.start + 1"),
+        ],
+    ),
+    (
+        "_problem/block_classes.py",
+        LISTS,
+        [
+            ("    if blocking.keys % side and (table[..., -1] == CORNER).any():\n        return 0\n", ""),
+            ("return count if (fits | (table != CORNER)).all() else 0", "return count"),
+        ],
+    ),
+    (
+        "kernels/tpu/_forward_step.py",
+        LISTS,
+        [
+            ("jnp.full((size_of(at), size_of(to)), -jnp.inf, jnp.float32)", "jnp.full((size_of(at), size_of(to)), 0.0, jnp.float32)"),
             ("change_of_origin(now, was, jnp.exp2)", "change_of_origin(now, was)"),
             ("self.most[:, to] = highest if first else jnp.maximum(self.most[:, to], highest)", "self.most[:, to] = highest"),
-            ("ref[:, to] = (old * scale[:, to] if first else old) + term", "ref[:, to] = old * scale[:, to] + term"),
+            ("(old * scale[:, x.to] if x.at.start == 0 else old) + term", "old * scale[:, x.to] + term"),
         ],
     ),
     (

@@ -4,10 +4,13 @@
 MUTANTS = [
     (
         "_problem/listed_blocks.py",
-        "masks/test_selected.py -k visited",
+        "masks/test_selected.py -k 'visited or gathered'",
         [
             ("jnp.where(indices < 0, count, indices)", "indices"),
-            ("selection.block_q // blocking.block_q", "1"),
+            ("selection.block_q // blocking.block_q, 1)", "0, 1)"),
+            ("each == 1 else jnp.repeat(live, selection.block_q, 5)", "True else live"),
+            ("(group if lists > kv_heads else 1)", "1"),
+            ("apart * _COPY + 2 * rows", "0"),
             ("selection.block_k // blocking.block_k", "1"),
         ],
     ),
@@ -19,7 +22,11 @@ MUTANTS = [
     (
         "_problem/block_classes.py",
         "masks/test_selected.py -k visited",
-        [("np.int8(FULL) if table is None else table, np.int8(EMPTY))", "np.int8(FULL), np.int8(EMPTY))")],
+        [
+            ("most if table is None else jnp.minimum(table, most)", "most"),
+            ("live.all((-2, -1))", "live.any((-2, -1))"),
+            ("live.any((-2, -1))", "live.all((-2, -1))"),
+        ],
     ),
     (
         "_jax.py",

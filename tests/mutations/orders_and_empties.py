@@ -24,11 +24,43 @@ MUTANTS = [
         "_ragged_attention.py",
         PACKED,
         [
-            ("parts = -(-s // size)", "size = min(size, s)\n    parts = -(-s // size)"),
-            ("max(min(even_block(s) or 128, s), 1)", "min(even_block(s) or 128, s)"),
-            ("jnp.broadcast_to(at, key_.shape[:2])[row]", "jnp.broadcast_to(at, key_.shape[:2])[row * 0]"),
             ("if not len(packed):", "if False:"),
             ("    if getattr(strategy, \"fixed\", False):", "    if False:"),
+        ],
+    ),
+    (
+        "_problem/row_pages.py",
+        PACKED,
+        [
+            ("parts = -(-own // size)", "size = min(size, own)\n    parts = -(-own // size)"),
+            ("max(min(even_block(own) or 128, own), 1)", "min(even_block(own) or 128, own)"),
+            ("return at if len(at) == 1 else at[row]", "return at if len(at) == 1 else at[row * 0]"),
+        ],
+    ),
+    (
+        "_problem/row_pages.py",
+        "cache/test_packed_key_shards.py",
+        [
+            ("return s * self.devices if self.inside else s", "return s"),
+            ("pool = pieces.swapaxes(0, 1) if pieces.shape[1] > 1 else pieces", "pool = pieces"),
+            ("device * (b * parts) + part", "device * parts + part"),
+            ("at = lax.all_gather(at, sharers.axis, axis=1, tiled=True)", "pass"),
+            ("-1, pages.page_size).swapaxes(1, 2)", "-1, pages.page_size)"),
+            ("at = whole.pieces(at, -REACH, pages.page_size)", "at = whole.pieces(at, 0, pages.page_size)"),
+        ],
+    ),
+    (
+        "_ragged_attention.py",
+        "cache/test_packed_key_shards.py -k raises",
+        [
+            ("lengths = eqx.error_if(lengths, lengths > most, message)", "pass"),
+        ],
+    ),
+    (
+        "masks/_terms.py",
+        "cache/test_cache.py -k forgets",
+        [
+            ("if term.needs_positions and sizes[-1] is None:", "if False:"),
         ],
     ),
     (

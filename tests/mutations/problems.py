@@ -26,9 +26,9 @@ MUTANTS = [
         "_problem/problem.py",
         CALLS,
         [
-            ("query.shape[-1] ** -0.5 if scale is None else scale", "value.shape[-1] ** -0.5 if scale is None else scale"),
-            ("scores = (Bias(bias), *scores)", "scores = (*scores, Bias(bias))"),
-            ("scores = (SoftCap(metadata.logits_soft_cap), *scores)", "scores = (*scores, SoftCap(metadata.logits_soft_cap))"),
+            ("scale=_scale_of(metadata, query.shape)", "scale=_scale_of(metadata, value.shape)"),
+            ("scores = (as_bias(bias), *scores)", "scores = (*scores, as_bias(bias))"),
+            ("else (SoftCap(soft_cap), *scores)", "else (*scores, SoftCap(soft_cap))"),
             ("return sinks[:, None]", "return sinks[None]"),
         ],
     ),

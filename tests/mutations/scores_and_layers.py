@@ -103,7 +103,7 @@ MUTANTS = [
             ("cos, sin = cos * amplitude, sin * amplitude", "pass"),
             ("jnp.concatenate([turning, x[..., dim:]], -1)", "jnp.concatenate([x[..., dim:], turning], -1)"),
             ("if chosen % 2 or not 0 <= chosen <= size:", "if not 0 <= chosen <= size:"),
-            ("turning = jnp.stack(new, -1).reshape(turning.shape)", "turning = jnp.concatenate(new, -1)"),
+            ("jnp.stack(new, -1).reshape(x.shape) if interleaved else", ""),
         ],
     ),
     (

@@ -29,8 +29,8 @@ MUTANTS = [
         [
             ("seen = seen & (rows < s)", "pass"),
             ("return slots, seen & found", "return slots, seen"),
-            ("np.arange(h, dtype=np.int32) // np.int32(h // kv_heads)", "np.zeros(h, np.int32)"),
-            ("h_indices=merged(h_indices.reshape(-1, h, 1, mine))", "h_indices=None"),
+            ("np.arange(lists, dtype=np.int32) // np.int32(lists // kv_heads)", "np.zeros(lists, np.int32)"),
+            ("h_indices=merged(h_indices.reshape(-1, lists, 1, mine))", "h_indices=None"),
             ("b_indices=merged(b_indices.reshape(-1, 1, 1))", "b_indices=None"),
             ("x = jnp.moveaxis(x, 1, 3)", "pass"),
             ("kv_positions = jnp.asarray(given)[_owner(given.shape[0]), rows.slots]", "pass"),

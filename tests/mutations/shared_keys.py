@@ -28,7 +28,7 @@ MUTANTS = [
         "_problem/selected.py",
         "masks/test_selected_positions.py -k mass",
         [
-            ("return x.reshape(batch * h * count, *x.shape[3:])", "return x.reshape(-1, *x.shape[3:])"),
+            ("return x.reshape(math.prod(lead), *x.shape[3:])", "return x.reshape(-1, *x.shape[3:])"),
             ("reshape(batch, rows_made, *x.shape[3:])", "reshape(batch, -1, *x.shape[3:])"),
         ],
     ),

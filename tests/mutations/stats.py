@@ -16,7 +16,7 @@ MUTANTS = [
             ("call.share(logsumexp) * (call.with_sinks(safe) - mean)", "(call.with_sinks(safe) - mean)"),
             ("jnp.where(logsumexp != -jnp.inf, 1 + 2 * mean, 0)", "1 + 2 * mean"),
             ("call.rows) * call.share(logsumexp)", "call.rows)"),
-            ("(Bias(bias), *score)", "score"),
+            ("else (as_bias(bias), *score)", "else score"),
             ("jnp.where(logit == -jnp.inf, 0, logit)", "logit"),
             ("jnp.ones_like(self.key[..., :1])", "jnp.zeros_like(self.key[..., :1])"),
             ("return folds and not self.stored", "return folds"),
