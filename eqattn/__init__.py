@@ -24,14 +24,11 @@ from .masks import (
     Dense as DenseMask,
     KeyPadding as KeyPadding,
     MaskFn as MaskFn,
-    Neighbourhood as Neighbourhood,
     PrefixLM as PrefixLM,
     QueryPadding as QueryPadding,
     Segments as Segments,
     Selected as Selected,
     SlidingWindow as SlidingWindow,
-    TileOrder as TileOrder,
-    Tree as Tree,
 )
 from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn, T5Bias as T5Bias
 from .scores._dropout import dropout_mask as dropout_mask
@@ -80,7 +77,9 @@ if _typing.TYPE_CHECKING:
         FwdParams as FwdParams,
         ring_attention as ring_attention,
     )
+    from .masks._neighbourhood import Neighbourhood as Neighbourhood, TileOrder as TileOrder
     from .masks._packed import packed_segments as packed_segments, PackedSegments as PackedSegments
+    from .masks._tree import Tree as Tree
     from .stats._top_keys import top_keys as top_keys, TopKeys as TopKeys
 
 from ._version import __version__ as __version__
@@ -103,7 +102,9 @@ _LATE = {
     ),
     "compat.ragged_kernel": "ragged_flash_attention_kernel",
     "compat.ring": "BwdParams FwdParams ring_attention",
+    "masks._neighbourhood": "Neighbourhood TileOrder",
     "masks._packed": "packed_segments PackedSegments",
+    "masks._tree": "Tree",
     "stats._top_keys": "top_keys TopKeys",
 }
 _MODULE_OF = {name: module for module, names in _LATE.items() for name in names.split()}

@@ -1,5 +1,6 @@
 """`attention()`, the entry of the library: it checks the strategy and calls it."""
 
+import functools as ft
 from typing import Any
 
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -68,7 +69,7 @@ def attention(
 
     `ValueError` or `TypeError` at trace time; the message names the shapes and the remedy.
     """
-    strategy = Blockwise() if strategy is None else strategy
+    strategy = _default() if strategy is None else strategy
     check_strategy(strategy)
     return strategy(
         query,
@@ -87,3 +88,9 @@ def attention(
         return_carry=return_carry,
         return_max_logits=return_max_logits,
     )
+
+
+@ft.cache
+def _default() -> AttentionImpl:
+    """The strategy of calls that name none. It holds no arrays, so one serves them all."""
+    return Blockwise()

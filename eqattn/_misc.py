@@ -4,7 +4,6 @@ A value is *static* if it is part of the program (a Python number, a shape), *kn
 have it while tracing, and *traced* otherwise. Known arrays are checked and computed with at once.
 """
 
-import enum
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -355,27 +354,6 @@ def eagerly(fn: Callable, x: Any) -> Any:
         return fn(np, x)
     with jax.ensure_compile_time_eval():
         return fn(jnp, x)
-
-
-class NotGiven(enum.Enum):
-    """The type of `NOT_GIVEN`."""
-
-    NOT_GIVEN = "not given"
-
-    def __repr__(self) -> str:
-        return "<not given>"
-
-
-NOT_GIVEN: Any = NotGiven.NOT_GIVEN
-"""The default of an argument for which None is a value: it was left out."""
-
-
-def text_of(value: Any, what: str) -> str:
-    """The lower-case text of a string or of a string-valued enum member."""
-    value = value.value if isinstance(value, enum.Enum) else value
-    if not isinstance(value, str):
-        raise TypeError(f"{what} must be a string or an enum member, got {value!r}.")
-    return value.lower()
 
 
 def even_block(tokens: int, most: int = 256) -> int | None:

@@ -6,6 +6,7 @@ has features, one vector. Strategies, kernels and the block classification all e
 function.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,9 +94,13 @@ def canonical(
     ok = ok and all(n in (1, m) for n, m in zip(padded, batch_shape))
     ok = ok and all(n in (1, sizes[a]) for a, n in zip(tail, rest))
     if not ok:
+        shape, own = tuple(array.shape), len(batch_shape)
+        per_row = axes == "hts" and own and shape[:own] == tuple(batch_shape) and ndim == own + 2
+        remedy = f", and one per batch element is {(*shape[:own], 1, *shape[own:])}" * per_row
         raise ValueError(
-            f"{name} of shape {tuple(array.shape)} (axes '{axes}') does not broadcast to "
-            f"[*batch, heads, queries, keys] = {full}; each axis must be 1 or the full size."
+            f"{name} of shape {shape} (axes '{axes}') does not broadcast to "
+            f"[*batch, heads, queries, keys] = {full}; each axis must be 1 or the full size"
+            f"{remedy}."
         )
     if all(n == 1 for n in padded):
         flat = (1,)
@@ -133,16 +138,41 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
     return jnp.asarray(fn(*squeezed)).reshape(shape)
 
 
-def scalar_result(fn: Callable, *args: Any) -> Any:
-    """The result of a user's function of one pair.
+def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
+    """The result of a user's function of one pair, which is called with the arguments `names` and
+    the operands behind.
 
-    **Raises:** `TypeError` with the remedy if the function branches on a traced value.
+    **Raises:** `TypeError` with the remedy if the function takes other arguments, branches on a
+    traced value, or reads a NumPy array or a list at one.
     """
+    name = getattr(fn, "__qualname__", type(fn).__name__)
     try:
         return fn(*args)
-    except jax.errors.TracerBoolConversionError as e:
-        name = getattr(fn, "__qualname__", type(fn).__name__)
+    except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as e:
+        raise TypeError(
+            f"{name} gives a traced scalar to NumPy or to a list: read `jnp.asarray(array)[i]` "
+            "instead of `array[i]`, and call functions of jax.numpy."
+        ) from e
+    except TypeError as e:
+        if not isinstance(e, jax.errors.JAXTypeError) and not _takes(fn, args):
+            raise TypeError(
+                f"{name} is called as fn({names}), with {len(args)} arguments, and does not take "
+                f"these: {e}."
+            ) from e
+        if not isinstance(e, jax.errors.TracerBoolConversionError):
+            raise
         raise TypeError(
             f"{name} asks whether a traced scalar is true: write `&`, `|` and `~` for `and`, `or` "
             "and `not`, and jnp.where(condition, x, y) for `if`."
         ) from e
+
+
+def _takes(fn: Callable, args: Sequence[Any]) -> bool:
+    """Whether a function takes so many arguments, as far as its signature is known."""
+    try:
+        inspect.signature(fn).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True

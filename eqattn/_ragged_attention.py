@@ -3,7 +3,7 @@ prompts, single tokens and drafts. `cascade_attention()`: pages that rows share 
 
 Their method: the packed queries are copied into blocks of `block_q`, each of which belongs to one
 row (`_places`). Each block becomes a batch element of an ordinary call of `attention`, whose keys
-are pages of its row (`_of_blocks`), so no keys are copied. Then the outputs are packed again.
+are pages of its row (`pages_of_rows`), so no keys are copied. Then the outputs are packed again.
 """
 
 from typing import Any, NamedTuple
@@ -16,17 +16,20 @@ from jaxtyping import Array, Float, Int
 
 from ._attention import attention
 from ._carry import Carry
-from ._misc import as_array, as_flag, as_int, as_int32, concrete, even_block, REACH
+from ._misc import as_array, as_flag, as_int, as_int32, concrete
 from ._output import AttentionOutput
 from ._problem.joined import read_once
 from ._problem.packed_rows import mask_of_rows, scores_of_rows
 from ._problem.problem import as_mask, as_positions, as_scores, check_shapes
-from ._problem.storage import AbstractStored, as_stored, Pages
+from ._problem.row_pages import pages_of_rows, positions_of_pages, Sharers
+from ._problem.storage import AbstractStored, Pages
 from .cache import AbstractCache
 from .masks._causal import Causal
 from .masks._packed import check_boundaries, packed_segments
 from .masks._padding import KeyPadding
+from .masks._terms import check_call
 from .strategies import AttentionImpl
+from .strategies._on_device import AbstractOnDevice
 from .strategies.ragged import Ragged
 
 
@@ -64,10 +67,12 @@ def ragged_attention(
     - `lengths`, `starts`: int `[b]`. The keys `starts <= position < lengths` of each row are
         visible, and `lengths` includes the keys of the new queries. The default start is 0.
     - `kv_positions`: the positions of the keys, int `[b, s]`, such as `cache.positions`: a ring
-        buffer needs them. By default they are `0, 1, ...`
-    - `strategy`: a [`eqattn.Ragged`][].
+        buffer needs them. By default they are `0, 1, ...` Then lengths beyond `s` raise when the
+        program runs, and `jax.export` cannot write that check: give the positions for it.
+    - `strategy`: a [`eqattn.Ragged`][]. With its `axis_name`, devices share the keys of each row.
     - `mask`, `score`: a further mask and further scores. They receive the index of the row as `b`.
-        They may hold arrays per row and head, but none per query or key.
+        They may hold arrays per row and head, but none per query or key. Only a
+        [`eqattn.Selected`][] has those of packed queries, `[h, n, keys]`.
     - `causal`: whether a query sees only the keys up to its own position.
     - `block_q`: how many queries are visited together. Each row pads its last block, so a small
         block wastes less, and a large one reads the keys of a long prompt less often. The default
@@ -88,63 +93,40 @@ def ragged_attention(
         x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
         for name, x in (("key_", key_), ("value", value))
     )
-    given = cu_q_lens, lengths, starts
-    cu_q_lens, lengths, starts = _checked(query, key_, value, *given, kv_positions is not None)
     _check_strategy(strategy, "ragged_attention")
+    sharers = _sharers(strategy)
+    given = cu_q_lens, lengths, starts
+    most = None if kv_positions is not None else sharers.keys(key_.shape[1])
+    cu_q_lens, lengths, starts = _checked(query, key_, value, *given, most)
     causal = as_flag(causal, "causal")
     block_q = as_int(block_q, "block_q", least=1, static=True).value
+    at = as_positions(kv_positions, key_.shape[1], key_.shape[:1], "kv_positions")
+
     place = _places(cu_q_lens, len(query), min(block_q, max(len(query), 1)))
     row, rows, heads = place.row, len(lengths), query.shape[1]
     count = cu_q_lens[1:] - cu_q_lens[:-1]
-    mask = mask_of_rows(mask, row, rows, heads)
-    length = jnp.where(place.live, lengths[row], 0)
-    shown = KeyPadding(length, starts[row])
+    check_call(mask, (), heads, key_.shape[2], len(query), key_.shape[1], kv_positions)
+    mask = mask_of_rows(mask, row, rows, heads, place.tokens)
+    shown = KeyPadding(jnp.where(place.live, lengths[row], 0), starts[row])
     for more in (Causal() if causal else None, mask):
         shown = shown if more is None else shown & more
     size = strategy.block_sizes()[1]
-    blocks = _queries_of(query, place)
-    keys = _of_blocks(key_, row, size)
+    keys = pages_of_rows(key_, row, size, sharers)
     latents = keys.first if read_once(key_, value) is not value else None
-    at = as_positions(kv_positions, key_.shape[1], key_.shape[:1], "kv_positions")
-    if at is not None:  # Rows are padded to whole pages, by keys that no mask shows.
-        at = jnp.pad(
-            jnp.broadcast_to(at, key_.shape[:2])[row],
-            [(0, 0), (0, keys.shape[1] - key_.shape[1])],
-            constant_values=-REACH,
-        )
     output = attention(
-        blocks,
+        _queries_of(query, place),
         keys,
-        _of_blocks(value, row, size) if latents is None else latents,
+        pages_of_rows(value, row, size, sharers) if latents is None else latents,
         strategy,
         mask=shown,
         score=scores_of_rows(scores, row, rows, heads, query.dtype) or None,
         q_offset=lengths[row] - count[row] + place.first,
-        kv_positions=at,
+        kv_positions=positions_of_pages(at, key_, keys, row, sharers),
         return_logsumexp=return_logsumexp,
         return_carry=return_carry,
         return_max_logits=return_max_logits,
     )
-    seen = place.token_block < len(row)
-    own = jnp.minimum(place.token_block, len(row) - 1), place.token_offset
-
-    def unpack(x: Array, padding: float = 0.0) -> Array:
-        x = x[own]
-        return jnp.where(seen.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(padding, x.dtype))
-
-    out, logsumexp, carry = output.attention_outputs, output.logsumexp, output.carry
-    top = output.max_logits
-    assert out is not None
-    if carry is not None:
-        carry = Carry(
-            unpack(carry.numerator), unpack(carry.denominator), unpack(carry.max_so_far, -jnp.inf)
-        )
-    return AttentionOutput(
-        attention_outputs=unpack(out),
-        logsumexp=None if logsumexp is None else unpack(logsumexp, -jnp.inf),
-        carry=carry,
-        max_logits=None if top is None else unpack(top, -jnp.inf),
-    )
+    return _packed(output, place)
 
 
 def cascade_attention(
@@ -208,30 +190,13 @@ def cascade_attention(
     query = jnp.asarray(as_array(query, "query"))
     value = key.first or cache.value
     check_shapes(query, key, value)
-    b, t, *heads = query.shape
+    b, t = query.shape[:2]
     offset = jnp.asarray(as_int32(q_offset, "q_offset"))
     if offset.shape != (b,):
         raise ValueError(f"q_offset must be integers [b] = {(b,)}, got shape {offset.shape}.")
     block_q = min(as_int(block_q, "block_q", least=1, static=True).value, max(b * t, 1))
-    leader, prefix = _groups(key.table, offset, key.page_size)
-    # Queries are packed in the order of their leaders; those of leader i are one row of the pack.
-    order = jnp.argsort(leader, stable=True)
-    members = jnp.bincount(leader, length=b).astype(jnp.int32)
-    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(members * t, dtype=jnp.int32)])
-    place = _places(ends, b * t, block_q)
-    packed = query[order].reshape(b * t, *heads)
-    blocks = _queries_of(packed, place)
-    length = jnp.where(place.live, prefix[place.row], 0)
-    keys = _of_blocks(key, place.row, None)
-    whole = strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)
-    shared = attention(
-        blocks,
-        keys,
-        keys.first or _of_blocks(value, place.row, None),
-        eqx.tree_at(lambda s: s.metadata, strategy, whole),
-        mask=KeyPadding(length),
-        return_carry=True,
-    ).carry
+    leader, prefix = groups = _groups(key.table, offset, key.page_size)
+    shared = _over_prefixes(query, key, value, strategy, block_q, groups)
     own = attention(
         query,
         key,
@@ -241,15 +206,42 @@ def cascade_attention(
         q_offset=offset,
         return_carry=True,
     ).carry
-    assert shared is not None and own is not None
-    at, back = (place.token_block, place.token_offset), jnp.argsort(order)
-    unpack = lambda x: x[at].reshape(b, t, *x.shape[2:])[back]
-    carry = own.merge(jax.tree.map(unpack, shared))
+    assert own is not None
+    carry = own.merge(shared)
     return AttentionOutput(
         attention_outputs=carry.output().astype(strategy.output_dtype(query)),
         logsumexp=carry.logsumexp() if as_flag(return_logsumexp, "return_logsumexp") else None,
         carry=carry if as_flag(return_carry, "return_carry") else None,
     )
+
+
+def _over_prefixes(
+    query: Array, key: Pages, value: Any, strategy: AttentionImpl, block_q: int, groups: Any
+) -> Carry:
+    """Attention over the keys that `groups` of rows share, without sinks, for queries
+    `[b, t, h, d]` in blocks of `block_q`.
+    """
+    leader, prefix = groups
+    whole = strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)
+    b, t, *heads = query.shape
+    # Queries are packed in the order of their leaders; those of leader i are one row of the pack.
+    order = jnp.argsort(leader, stable=True)
+    members = jnp.bincount(leader, length=b).astype(jnp.int32)
+    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(members * t, dtype=jnp.int32)])
+    place = _places(ends, b * t, block_q)
+    packed = query[order].reshape(b * t, *heads)
+    keys = key.rows(place.row)
+    carry = attention(
+        _queries_of(packed, place),
+        keys,
+        keys.first or value.rows(place.row),
+        eqx.tree_at(lambda s: s.metadata, strategy, whole),
+        mask=KeyPadding(jnp.where(place.live, prefix[place.row], 0)),
+        return_carry=True,
+    ).carry
+    at, back = (place.token_block, place.token_offset), jnp.argsort(order)
+    unpack = lambda x: x[at].reshape(b, t, *x.shape[2:])[back]
+    return jax.tree.map(unpack, carry)
 
 
 def _groups(table: Array, lengths: Array, size: int) -> tuple[Array, Array]:
@@ -274,10 +266,11 @@ def _groups(table: Array, lengths: Array, size: int) -> tuple[Array, Array]:
 
 
 def _checked(
-    query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any, moved: bool
+    query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any, most: int | None
 ) -> tuple[Array, Array, Array]:
-    """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit. Keys
-    that are `moved` may be at positions beyond their number.
+    """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit.
+    Lengths are at most `most`, which is None where the positions of keys are given. If they are not
+    known yet, that is checked when the program runs.
     """
     cu = as_int32(cu_q_lens, "cu_q_lens", 1)
     lengths = as_int32(lengths, "lengths", 1)
@@ -289,7 +282,7 @@ def _checked(
             f"query must be [n, h, d], packed without a batch axis, key_ [b, s, k, d] and value "
             f"[b, s, k, v], got {shapes}."
         )
-    rows, s = key_.shape[:2]
+    rows = key_.shape[0]
     if (value.shape[0], *cu.shape, *lengths.shape, *starts.shape) != (rows, rows + 1, rows, rows):
         raise ValueError(
             f"cu_q_lens {cu.shape}, lengths {lengths.shape}, starts {starts.shape}, key_ "
@@ -299,13 +292,29 @@ def _checked(
     check_boundaries(cu, len(query), "cu_q_lens")
     known, ends = concrete(cu), concrete(lengths)
     counts = np.zeros(rows, np.int32) if known is None else np.diff(known)
-    if ends is not None and ((ends < counts) | (ends > s) & (not moved)).any():
+    ring = "but for a ring buffer, which needs kv_positions=cache.positions"
+    if ends is not None and ((ends < counts) | (most is not None and ends > most)).any():
         raise ValueError(
             f"lengths must be at least the rows' numbers of queries, {counts.tolist()}, and at "
-            f"most the {s} keys of key_ {key_.shape}, but for a ring buffer, which needs "
-            f"kv_positions=cache.positions: they count the new tokens too. Got {ends.tolist()}."
+            f"most the {most} keys of key_ {key_.shape}, {ring}: they count the new tokens too. "
+            f"Got {ends.tolist()}."
         )
-    return jnp.asarray(cu), jnp.asarray(lengths), jnp.asarray(starts)
+    lengths = jnp.asarray(lengths)
+    if ends is None and most is not None:
+        message = f"lengths must be at most the {most} keys of key_ {key_.shape}, {ring}"
+        lengths = eqx.error_if(lengths, lengths > most, message)
+    return jnp.asarray(cu), lengths, jnp.asarray(starts)
+
+
+def _sharers(strategy: AttentionImpl) -> Sharers:
+    """The devices that share the keys of each row."""
+    axis = strategy.keys_axis() if isinstance(strategy, AbstractOnDevice) else None
+    if axis is None:
+        return Sharers()
+    from .strategies._key_shards import keys_place
+
+    devices, mesh = keys_place(axis, strategy.metadata.mesh)
+    return Sharers(axis, devices, inside=mesh is None)
 
 
 def _check_strategy(strategy: Any, function: str) -> None:
@@ -360,33 +369,29 @@ def _places(boundaries: Array, n: int, size: int) -> _Places:
     return _Places(row, live, first, tokens, token_block, within % size)
 
 
+def _packed(output: AttentionOutput, place: _Places) -> AttentionOutput:
+    """The output of blocks as that of packed queries, with that of no keys for padding."""
+    blocks, low = len(place.row), -jnp.inf
+    seen = place.token_block < blocks
+    own = jnp.minimum(place.token_block, blocks - 1), place.token_offset
+
+    def packed(x: Array | None, padding: float = 0.0) -> Any:
+        if x is None:
+            return None
+        x = x[own]
+        return jnp.where(seen.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(padding, x.dtype))
+
+    c = output.carry
+    return AttentionOutput(
+        attention_outputs=packed(output.attention_outputs),
+        logsumexp=packed(output.logsumexp, low),
+        carry=c and Carry(packed(c.numerator), packed(c.denominator), packed(c.max_so_far, low)),
+        max_logits=packed(output.max_logits, low),
+    )
+
+
 def _queries_of(packed: Array, place: _Places) -> Array:
     """The queries of each block, and zeros for padding."""
     if not len(packed):
         return jnp.zeros((*place.tokens.shape, *packed.shape[1:]), packed.dtype)
     return jnp.take(packed, place.tokens, axis=0, mode="fill", fill_value=0)
-
-
-def _of_blocks(x: Any, row: Array, size: int | None) -> Pages:
-    """The keys or values of each block's row, as pages. Blocks of one row share its pages, which
-    have `size` tokens also where there are fewer; None chooses a size.
-    """
-    if isinstance(x, Pages):
-        return x.rows(row)
-    b, s = x.shape[:2]
-    if size is None:
-        # A size from 64 to 256 that divides the row needs no padding, hence no copy. If there is
-        # none, the row is padded to blocks of 128, which was chosen by trial within that range. No
-        # benchmark covers padded rows; `bench --only 'cpu-decode-*'` shows those without padding.
-        size = max(min(even_block(s) or 128, s), 1)
-    parts = -(-s // size)
-
-    def paged(a: Array) -> Array:
-        widths = [(0, 0)] * a.ndim
-        widths[1] = (0, parts * size - s)
-        a = a if parts * size == s else jnp.pad(a, widths)
-        return a.reshape(b * parts, size, *a.shape[2:])
-
-    content = as_stored(x).map_tokens(paged)
-    table = row[:, None] * parts + np.arange(parts, dtype=np.int32)[None]
-    return Pages(content, table)

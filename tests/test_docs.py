@@ -134,7 +134,7 @@ def test_the_changelog_speaks_of_names_that_exist():
     known = {name for name in names if name.split(".")[0] == "eqattn" or _is_public(name)}
     others = {"pyright", "mypy", "grad", "jvp", "vmap", "inf", "self.metadata.runtime_dtype"}
     # Arguments and fields.
-    others |= {"softmax_scale", "logits_soft_cap", "q_positions", "process_heads"}
+    others |= {"softmax_scale", "logits_soft_cap", "q_positions", "process_heads", "axis_name"}
     others |= {"platform", "shardings", "plan", "permute", "kv_positions", "block_q", "blocksize_k"}
     others |= {"rms_norm_eps"}  # of published configurations
     # Methods of caches, arguments of users' functions, and what is gone.

@@ -15,61 +15,115 @@ import eqattn
 
 ROOT = pathlib.Path(eqattn.__file__).parents[1]
 FORBIDDEN = (
-    "beartype concurrent.interpreters ejkernel hypothesis IPython jax._src.pallas "
+    "beartype eqattn._tools eqattn.viz eqattn.kernels.gpu eqattn.kernels.tpu concurrent.interpreters ejkernel hypothesis IPython jax._src.pallas "
     "jax.experimental.mosaic jax.experimental.pallas libtpu matplotlib optax pandas pytest scipy "
     "tensorflow tokamax torch tqdm triton"
 ).split()
 
+# What a program does in the interpreter that has imported eqattn, in this order.
+STAGES = {
+    "layers": """
+        assert "eqattn.nn" not in sys.modules
+        layer = eqattn.nn.MultiheadAttention
+        from eqattn import nn
+        import eqattn.nn
+        assert eqattn.nn is nn and nn.MultiheadAttention is layer
+    """,
+    "an unknown name": "eqattn.layers",
+    "star": """
+        own = {}
+        exec("from eqattn import *", own)
+        own = {n for n in own if n[0] != "_"}
+        public = {n for n in dir(eqattn) if n[0] != "_"}
+        rooms = {n for n in public if isinstance(getattr(eqattn, n), types.ModuleType)}
+        assert sorted(own ^ (public - rooms)) == [
+            "cache", "masks", "nn", "scores", "stats", "strategies"
+        ], own ^ (public - rooms)
+    """,
+    "construction": """
+        e = eqattn
+        m = e.AttentionMetadata(softmax_scale=0.5, platform="tpu", blocksize_q=8)
+        e.Blockwise(m), e.Dense(m), e.AttentionRegistry.create("blockwise", m)
+        str(e.Causal() & e.SlidingWindow(3, 0) | ~e.PrefixLM(4))
+        e.ScoreFn(lambda z, b, h, q, k: z)
+    """,
+    "metadata": """
+        import numpy as np
+        from eqattn import AttentionMetadata
+        from jax.sharding import AbstractMesh
+        m = AttentionMetadata("bfloat16", mesh=AbstractMesh((2,), ("sp",)), platform="tpu",
+            softmax_scale=0.1, softmax_aux=np.zeros(3, np.float32), logits_soft_cap=3)
+        m = AttentionMetadata.from_json(m.replace(blocksize_q=3).to_json())
+        m.get_shardings("train")
+    """,
+    "JSON": """
+        import eqattn._config.json
+        assert json.JSONEncoder.default is encoder
+    """,
+    "devices": "jax.devices()",
+    "no matplotlib": """
+        sys.modules["matplotlib"] = None
+        import eqattn.viz
+    """,
+}
+
 PROGRAM = """
-import json, sys
+import json, sys, textwrap, types
+encoder = json.JSONEncoder.default
 import equinox
 before = set(sys.modules)
 import eqattn
-added = sorted(set(sys.modules) - before)
+found = {"before": sorted(before), "added": sorted(set(sys.modules) - before), "errors": {}}
 import jax
-try:
-    jax.devices()
-    started = "a backend that does not exist"
-except RuntimeError as error:
-    started = str(error)
-print(json.dumps([sorted(before), added, started]))
+for name, code in json.loads(sys.argv[1]).items():
+    try:
+        exec(textwrap.dedent(code), globals())
+    except Exception as error:
+        found["errors"][name] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
 """
-
-
-def python(program, **env):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:eqattn", "-c", program],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
 def imported():
     """Under a platform that does not exist: starting any backend would raise."""
-    done = python(PROGRAM, JAX_PLATFORMS="no_such_platform")
-    assert done.stderr == ""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "no_such_platform"}
+    flags = "-W", "error::DeprecationWarning:eqattn"
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", PROGRAM, json.dumps(STAGES)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
     return json.loads(done.stdout)
 
 
-def test_starts_no_backend(imported):
-    """The import went through, although asking for devices fails."""
-    assert "no_such_platform" in imported[2]
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_an_interpreter_of_its_own(imported, stage):
+    """Layers are imported when used. A star imports every public name and nothing else, also those
+    that are imported late. No import or construction starts a backend, or changes the encoder of
+    JSON. What is not there is said.
+    """
+    error = imported["errors"].get(stage, "")
+    if stage == "an unknown name":
+        assert error == "AttributeError: module 'eqattn' has no attribute 'layers'"
+    elif stage == "devices":  # The stages before went through, although asking for devices fails.
+        assert "no_such_platform" in error
+    elif stage == "no matplotlib":
+        assert error.endswith("python -m pip install -e '.[viz]'.")
+    else:
+        assert error == ""
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_loads_nothing_heavy(imported, name):
-    before, added, _ = imported
-    assert not [m for m in added if m == name or m.startswith(name + ".")]
+    assert not [m for m in imported["added"] if m == name or m.startswith(name + ".")]
 
 
 def test_loads_little_beyond_equinox(imported):
-    added = imported[1]
+    added = imported["added"]
     others = [m for m in added if m.partition(".")[0] != "eqattn"]
     assert len(added) <= 65, added
     assert len(others) <= 10, others
@@ -99,29 +153,3 @@ def test_type_checkers_see_the_names_that_are_imported_late():
     for name, module in seen.items():
         home = importlib.import_module(f"eqattn.{module}")
         assert getattr(eqattn, name) is getattr(home, name)
-
-
-def test_a_star_imports_every_public_name_and_nothing_else():
-    """Also those that are imported late, whatever was used before."""
-    done = python(
-        "from eqattn import *\n"
-        "import sys, eqattn, types\n"
-        "own = {n for n in dir() if n[0] != '_'} - {'sys', 'types', 'eqattn'}\n"
-        "public = {n for n in dir(eqattn) if n[0] != '_'}\n"
-        "rooms = {n for n in public if isinstance(getattr(eqattn, n), types.ModuleType)}\n"
-        "print(sorted(own ^ (public - rooms)))\n"
-    )
-    rooms = ["cache", "masks", "nn", "scores", "stats", "strategies"]
-    assert done.stdout.strip() == str(rooms)
-
-
-def test_construction_starts_no_backend():
-    """Metadata, strategies, masks and scores of static values."""
-    python(
-        "import eqattn as e\n"
-        "m = e.AttentionMetadata(softmax_scale=0.5, platform='tpu', blocksize_q=8)\n"
-        "e.Blockwise(m), e.Dense(m), e.AttentionRegistry.create('blockwise', m)\n"
-        "str(e.Causal() & e.SlidingWindow(3, 0) | ~e.PrefixLM(4))\n"
-        "e.ScoreFn(lambda z, b, h, q, k: z)\n",
-        JAX_PLATFORMS="no_such_platform",
-    )

@@ -15,6 +15,7 @@ from eqattn import (
     cascade_attention,
     Causal,
     Dense,
+    DenseMask,
     KeyPadding,
     MaskFn,
     Ragged,
@@ -22,6 +23,7 @@ from eqattn import (
     ScoreFn,
     scores,
     Segments,
+    Selected,
     SlidingWindow,
 )
 from eqattn.cache import PagedKVCache, Quantized
@@ -140,6 +142,43 @@ def test_a_paged_cache(x64):
     close(run(q, cache.key, cache.value, size=None), one_by_one(q, k, v))
 
 
+@pytest.mark.parametrize("heads", [1, K, H])
+def test_each_packed_query_lists_its_keys(heads, x64):
+    """As one by one under the arrays of bools that the lists stand for, with gradients, and in pages.
+    Some list nothing that is there, and padding has rows that list keys.
+    """
+    q, k, v = arrays()
+    rng, sizes = np.random.default_rng(1), (heads, N)
+    listed = rng.integers(-1, S, (*sizes, 5)).astype(np.int32)
+    seen = (listed[..., None] == np.arange(S)).any(-2).repeat(H // heads, 0)
+    loss = lambda out: sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0)).sum() for x in out)
+
+    def ours(q, k, v):
+        return run(q, k, v, block_q=4, mask=SlidingWindow(30, 0) & Selected(jnp.asarray(listed)))
+
+    def plain(q, k, v):
+        outs = []
+        for row, (end, count) in enumerate(zip(LENGTHS.tolist(), COUNTS.tolist(), strict=True)):
+            mine = slice(CU[row], CU[row] + count)
+            shown = DenseMask(jnp.asarray(seen[:, mine])) & KeyPadding(end) & SlidingWindow(30, 0)
+            whole = attention(
+                q[mine], k[row], v[row], Dense(metadata()), mask=shown, q_offset=end - count,
+                return_logsumexp=True,
+            )  # fmt: skip
+            outs.append((whole.attention_outputs, whole.logsumexp))
+        out, logsumexp = (jnp.concatenate(x) for x in zip(*outs, strict=True))
+        pad = N - len(out)
+        widths = ((0, pad), (0, 0))
+        return jnp.pad(out, (*widths, (0, 0))), jnp.pad(logsumexp, widths, constant_values=-np.inf)
+
+    for fn in (lambda f: f, lambda f: jax.grad(lambda *xs: loss(f(*xs)), (0, 1, 2))):
+        close(jax.jit(fn(ours))(q, k, v), jax.jit(fn(plain))(q, k, v))
+    cache = PagedKVCache.empty(5, S, 30, 8, K, D, V, jnp.float64).reserve(LENGTHS)
+    cache = cache.append(k, v, jnp.asarray(LENGTHS))
+    mask = SlidingWindow(30, 0) & Selected(jnp.asarray(listed))
+    close(run(q, cache.key, cache.value, size=None, mask=mask), plain(q, k, v))
+
+
 def test_eight_bits(x64):
     q, k, v = arrays()
     stored = [Quantized.quantize(x) for x in (k, v)]
@@ -247,6 +286,15 @@ ERRORS = {
     "ids": (
         dict(mask=Segments(jnp.zeros((5, 1), jnp.int32), jnp.zeros((5, S), jnp.int32))),
         ValueError, "Segments holds an array",
+    ),
+    "a list of other queries": (
+        dict(mask=Selected(np.zeros((1, 5, 2), int))), ValueError, "1, 5, 2\\) do not fit .* 21 rows",
+    ),
+    "a list of blocks of queries": (
+        dict(mask=Selected(np.zeros((1, 7, 2), int), block_q=3)), ValueError, "block_q=3 queries",
+    ),
+    "a list of other keys": (
+        dict(mask=Selected(np.full((1, N, 2), S))), ValueError, "must be below 40",
     ),
     "a bias": (dict(score=scores.Bias(jnp.zeros((N, S)))), ValueError, "bias holds an array \\(21, 40\\)"),
 }  # fmt: skip

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .._misc import NOT_GIVEN
-from .platform import device_of_platform
+from .platform import device_of_platform, NOT_GIVEN
 
 
 # The attributes that a field is read from, in order of preference. A field that is not listed is

@@ -12,11 +12,19 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from .._misc import as_constant, as_flag, concrete, NOT_GIVEN, NotGiven, Static, with_constants
+from .._misc import as_constant, as_flag, concrete, Static, with_constants
 from .base_config import attributes, read, read_fields
 from .json import check_names, decode, encode
 from .partition import as_partition_axis, as_partition_manager, PartitionAxis, PartitionManager
-from .platform import Backend, device_of_platform, Platform, resolve_target, RuntimeMode
+from .platform import (
+    Backend,
+    device_of_platform,
+    NOT_GIVEN,
+    NotGiven,
+    Platform,
+    resolve_target,
+    RuntimeMode,
+)
 
 
 def _dtype(value: Any) -> np.dtype | None:

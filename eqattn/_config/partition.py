@@ -7,8 +7,7 @@ from typing import Any
 import equinox as eqx
 from jax.sharding import PartitionSpec
 
-from .._misc import NOT_GIVEN
-from .platform import RuntimeMode
+from .platform import NOT_GIVEN, RuntimeMode
 
 
 AxisType = str | tuple[str, ...] | None

@@ -1,9 +1,22 @@
-"""The choice of the code that computes attention, and of the device that it runs on."""
+"""The choice of the code that computes attention, and of the device that it runs on; and the mark
+of a setting that was left out.
+"""
 
 import enum
 from typing import Any
 
-from .._misc import NOT_GIVEN, text_of
+
+class NotGiven(enum.Enum):
+    """The type of `NOT_GIVEN`."""
+
+    NOT_GIVEN = "not given"
+
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+NOT_GIVEN: Any = NotGiven.NOT_GIVEN
+"""The default of a setting for which None is a value: it was left out."""
 
 
 class Platform(enum.StrEnum):
@@ -52,6 +65,14 @@ def device_of_platform(platform: Any) -> Backend | None:
     if platform is None or platform is NOT_GIVEN:
         return None
     return _DEVICE_PLATFORMS.get(text_of(platform, "platform"))
+
+
+def text_of(value: Any, what: str) -> str:
+    """The lower-case text of a string or of a string-valued enum member."""
+    value = value.value if isinstance(value, enum.Enum) else value
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a string or an enum member, got {value!r}.")
+    return value.lower()
 
 
 def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:

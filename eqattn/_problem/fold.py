@@ -19,6 +19,7 @@ from .._sweep.fold import fold
 from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.top import NONE, top
+from .block_classes import stairs_of
 from .blocking import Blocking, BlockOperand
 from .exchange import HeadExchange
 from .lookups import looked_up
@@ -45,7 +46,7 @@ def fold_problem(
     - `spread`: the devices whose keys are visited; None is this device alone.
     - `fused`: whether gradients take one visit of the blocks instead of two.
     - `lowering`: the code that visits the blocks.
-    - `live`: which blocks are visible at most, bool `[B|1, K|1, rows, columns]`; None if all are.
+    - `live`: which blocks are visible at most, by `live_blocks`; None if all are.
 
     **Returns:** a Carry of `[B, T, H, V]`, `[B, T, H]` and `[B, T, H]`, without the sinks.
     """
@@ -141,6 +142,11 @@ def _empty(problem: Problem, blocking: Blocking) -> Carry:
     return Carry.empty(shape, problem.value.shape[-1], problem.accumulation_dtype)
 
 
+def _with_heads(x: BlockOperand, spread: HeadExchange) -> Array:
+    """The array of an operand where a device folds some of the heads, with all of their tokens."""
+    return x.array if x.role in WHOLE else spread.tokens_to_heads(x.array, x.axes)
+
+
 def _visited(
     visit: Callable[..., list[Array]],
     count: int,
@@ -174,6 +180,7 @@ def _visited(
     # Of a table with axes of batch or heads, each device of a mesh may have another part.
     alike = spread.manual is None or table_axes == (ROW, COL)
     known = KnownTable.of(table) if isinstance(table, np.ndarray) and alike else None
+    stairs = 0 if known is None else stairs_of(problem, blocking, known.array)
     table = None if table is None else jnp.asarray(table)
     value_axes = [x.axes for x in blocks.values]
 
@@ -182,6 +189,7 @@ def _visited(
         if spread.axes and spread.ring is None and classes != (FULL,):
             own = blocks.classify(*[operands[i] for i in blocks.reads])
             own_axes, same = (BATCH, HEAD, ROW, COL)[-own.ndim :], None
+        settings = dict(fused=fused, stairs=0 if same is None else stairs)
         return visit(
             [dataclasses.replace(x, array=a) for x, a in zip(joined, ends)],
             {c: blocks.logits(c) for c in classes},
@@ -189,7 +197,7 @@ def _visited(
             {c: blocks.weigh(c) for c in classes},
             values,
             value_axes,
-            dataclasses.replace(blocks.layout(blocking, own_axes), fused=fused, known=same),
+            dataclasses.replace(blocks.layout(blocking, own_axes), known=same, **settings),
             table=own,
             classify=None if classes == (FULL,) else blocks.classify,
             reads=blocks.reads,
@@ -199,14 +207,8 @@ def _visited(
 
     rows = (BATCH, HEAD, ROW)
     if spread.manual is None:
-        operands = [
-            x.array if x.role in WHOLE else spread.tokens_to_heads(x.array, x.axes)
-            for x in blocks.operands
-        ]
-        values, ends = (
-            [spread.tokens_to_heads(x.array, x.axes) for x in xs] for xs in (blocks.values, joined)
-        )
-        found = run(visited, table, operands, values, ends)
+        groups = blocks.operands, blocks.values, joined
+        found = run(visited, table, *([_with_heads(x, spread) for x in xs] for xs in groups))
         found = [spread.heads_to_tokens(x, rows) for x in found]
     else:
         consts = [score.consts for score in blocks.scores]

@@ -54,7 +54,7 @@ class BlockOperands:
     - `lookups`: the index of the operand that holds the page, for each page axis.
     - `products`: keyword arguments of `dot`, as sorted pairs.
     - `post_scale`: whether the scale multiplies the products instead of the keys.
-    - `live`: which blocks are visible at most, bool `[B|1, K|1, rows, columns]`; None if all are.
+    - `live`: which blocks are visible at most, by `live_blocks`; None if all are.
     """
 
     def __init__(
@@ -79,8 +79,7 @@ class BlockOperands:
         self.products = (("operand_dtype", None if wide else dtype), ("precision", precision))
         query, scale = problem.query.astype(stored), jnp.asarray(problem.scale, acc)
         self.post_scale = stored != acc or blocking.in_place or blocking.fixed
-        self.pages: tuple[int, ...] = ()
-        self.lookups: tuple[int, ...] = ()
+        self.pages = self.lookups = ()
         rows = BlockOperand("query", blocking.rows_of(query), (BATCH, HEAD, ROW))
         self.operands: tuple[BlockOperand, ...] = (rows,)
         self.values: tuple[BlockOperand, ...] = ()
@@ -111,16 +110,10 @@ class BlockOperands:
             valid = np.ones((1, 1, 1, whole.keys), bool)
             self._add("valid", whole.pad(valid, 3, padded, edge=False))
         if live is not None:
-            blocks, axes = on_grid(jnp.asarray(live))
-            self.operands += (BlockOperand("live", blocks[..., None, None], axes),)
-        self.groups: list[slice] = []
-        for part in (*problem.scores, *([] if problem.mask is None else [problem.mask])):
-            start = len(self.operands)
-            for operand in part.operands():
-                scored = isinstance(part, AbstractScore)
-                array = self.canonical_wide(operand) if scored else problem.canonical(operand)
-                self._add(type(part).__name__, blocking.own_rows(array, operand.axes))
-            self.groups.append(slice(start, len(self.operands)))
+            blocks, axes = on_grid(live[..., None, :, :])
+            self.operands += (BlockOperand("live", blocks, axes),)
+        parts = (*problem.scores, *([] if problem.mask is None else [problem.mask]))
+        self.groups = [self._add_reads_of(part) for part in parts]
         for name, x in words_of(problem, spread).items():
             self._add(name, x)
         self.scores = self.closed_scores()
@@ -156,11 +149,10 @@ class BlockOperands:
                 for (a, axes), one in zip(found, single * len(found))
             ]
             placed.append(lie)
-        keys, values = placed
+        keys, self.values = map(tuple, placed)
         start = len(self.operands) + len(keys)
         self.lookups = tuple(range(start, start + len(tables)))
         self.operands += (*keys, *tables)
-        self.values = tuple(values)
 
     def _add(self, role: str, x: Any) -> None:
         """Adds an operand from an array `[B|1, H|1, T|1, S|1]`, perhaps with features."""
@@ -168,6 +160,14 @@ class BlockOperands:
         blocking = self.spread.local(self.blocking) if whole else self.blocking
         blocks, axes = blocking.pairs_of(x)
         self.operands += (BlockOperand(role, as_device_array(blocks), axes, x.ndim > 4),)
+
+    def _add_reads_of(self, part: AbstractScore | AbstractMask) -> slice:
+        """Adds what a score or mask reads, and returns which of the operands that is."""
+        start, scored = len(self.operands), isinstance(part, AbstractScore)
+        canonical = self.canonical_wide if scored else self.problem.canonical
+        for operand in part.operands():
+            self._add(type(part).__name__, self.blocking.own_rows(canonical(operand), operand.axes))
+        return slice(start, len(self.operands))
 
     def index(self, role: str) -> int:
         """The index of the first operand with a role."""

@@ -49,7 +49,9 @@ class _Transform(eqx.Module):
         return self.score.transform(logit, ids[0], h, q, k, *ids[1:])
 
 
-def mask_of_rows(mask: AbstractMask | None, row: Array, rows: int, heads: int) -> Any:
+def mask_of_rows(
+    mask: AbstractMask | None, row: Array, rows: int, heads: int, tokens: Array
+) -> Any:
     """Turns a mask of rows into a mask of blocks.
 
     **Arguments:**
@@ -58,11 +60,14 @@ def mask_of_rows(mask: AbstractMask | None, row: Array, rows: int, heads: int) -
     - `row`: the row of each block, int32 `[blocks]`.
     - `rows`: the number of rows.
     - `heads`: the number of query heads.
+    - `tokens`: the packed queries of each block, int32 `[blocks, q]`, for lists of keys.
 
-    **Raises:** `ValueError` if the mask holds arrays per query or key.
+    **Raises:** `ValueError` if the mask holds arrays per query or key other than lists.
     """
 
     def of_blocks(term):
+        if term.selects:
+            return term.of_packed(tokens)  # pyright: ignore[reportAttributeAccessIssue]
         moved = term.of_rows(row)
         if moved is not None:
             return moved

@@ -20,7 +20,6 @@ from .._misc import (
     as_array,
     as_int,
     check_64_bits,
-    check_floating,
     concrete,
     iota,
     positions_in_reach,
@@ -33,7 +32,7 @@ from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._causal import Causal
 from ..masks._terms import check_call, leaf_terms, placed
 from ..scores._base import AbstractScore
-from ..scores._bias import Bias
+from ..scores._bias import as_bias
 from ..scores._dropout import seed_of
 from ..scores._soft_cap import SoftCap
 from .storage import AbstractStored, check_computable
@@ -122,17 +121,7 @@ class Problem(eqx.Module):
         check_shapes(query, key, value)
         *batch_shape, t, heads, _ = query.shape
         batch_shape, s = tuple(batch_shape), key.shape[-3]
-        scores = as_scores(score)
-        if (bias := as_bias(bias)) is not None:
-            scores = (Bias(bias), *scores)
-        if metadata.logits_soft_cap is not None:
-            scores = (SoftCap(metadata.logits_soft_cap), *scores)
-        scale = metadata.softmax_scale
-        if scale is not None and jnp.ndim(scale) > 0:
-            raise ValueError(
-                f"softmax_scale must be one number, got shape {jnp.shape(scale)}; multiply the "
-                f"query {query.shape} by a scale per head or dim."
-            )
+        scores = _all_scores(metadata.logits_soft_cap, bias, score)
         mask = as_mask(mask)
         kv_positions = as_positions(kv_positions, s, batch_shape, "kv_positions")
         check_call(mask, batch_shape, heads, key.shape[-2], t, s * shards, kv_positions)
@@ -144,7 +133,7 @@ class Problem(eqx.Module):
             value=_flatten(value, batch_shape),
             mask=mask,
             scores=scores,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            scale=_scale_of(metadata, query.shape),
             sinks=as_sinks(metadata.softmax_aux, heads),
             seed=None if dropout_key is None else seed_of(dropout_key),
             q_positions=as_positions(q_positions, t, batch_shape, "q_positions"),
@@ -330,14 +319,22 @@ def as_scores(score) -> tuple[AbstractScore, ...]:
     return scores
 
 
-def as_bias(bias) -> Array | None:
-    """Checks that a bias is an array of floats, or None."""
-    if isinstance(bias, AbstractScore):
-        raise TypeError("bias must be an array; pass score modules as `score`.")
+def _all_scores(soft_cap: Any, bias: Any, score: Any) -> tuple[AbstractScore, ...]:
+    """The scores of a call in their order: soft cap, bias, and then those that it names."""
+    scores = as_scores(score)
     if bias is not None:
-        bias = jnp.asarray(as_array(bias, "bias"))
-        check_floating(bias=bias)
-    return bias
+        scores = (as_bias(bias), *scores)
+    return scores if soft_cap is None else (SoftCap(soft_cap), *scores)
+
+
+def _scale_of(metadata: Any, query: tuple[int, ...]) -> Any:
+    scale = metadata.softmax_scale
+    if scale is not None and jnp.ndim(scale) > 0:
+        raise ValueError(
+            f"softmax_scale must be one number, got shape {jnp.shape(scale)}; multiply the "
+            f"query {query} by a scale per head or dim."
+        )
+    return query[-1] ** -0.5 if scale is None else scale
 
 
 def check_one_offset(q_offset, q_positions) -> None:

@@ -12,6 +12,7 @@ The copies of all rows would take `t * n` vectors. So some rows at a time are vi
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,9 @@ class _Rows(eqx.Module):
         bool `[B|1, h, rows, n]`.
     - `q_positions`: int32 `[B|1, rows * block_q]`.
     - `of_mask`, `of_scores`: the operands, canonical, with the queries of these rows.
+
+    In the gathered problem, each batch element, head of the list and row is a batch element, and
+    the heads that share a list are all of its heads.
     """
 
     query: Array
@@ -54,6 +58,50 @@ class _Rows(eqx.Module):
     q_positions: Array
     of_mask: tuple[Array, ...]
     of_scores: tuple[tuple[Array, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """The numbers of batch elements, heads of the list, rows, queries of a row, and query heads
+        that share a list.
+        """
+        batch, queries, heads, _ = self.query.shape
+        lists, rows = self.slots.shape[1:3]
+        return batch, lists, rows, queries // rows, heads // lists
+
+    def merged(self, x: Any) -> Array:
+        """`[B|1, h|1, rows|1, ...]` with the first three axes in full, as one."""
+        lead = self.sizes[:3]
+        x = jnp.broadcast_to(x, (*lead, *x.shape[3:]))
+        return x.reshape(math.prod(lead), *x.shape[3:])  # -1 would not do: values may be empty
+
+    def merged_queries(self) -> Array:
+        batch, lists, rows, size, heads = self.sizes
+        query = self.query.reshape(batch, rows, size, lists, heads, -1)
+        return self.merged(query.transpose(0, 3, 1, 2, 4, 5))
+
+    def gathered(self, x: Array) -> Array:
+        """A canonical array `[B|1, H|1, T|1, S|1]`, its rows apart and its keys gathered, as that
+        of the gathered problem. There may be features behind.
+        """
+        _, lists, rows, size, heads = self.sizes
+        b, all_heads, t, *last = x.shape
+        of_heads = (lists, heads) if all_heads > 1 else (1, 1)
+        of_rows = (rows, size) if t > 1 else (1, 1)
+        x = x.reshape(b, *of_heads, *of_rows, *last)
+        x = jnp.moveaxis(x, 3, 2)  # [B, h, rows, heads, queries, keys]
+        if x.shape[5] > 1:
+            own = [iota(m).reshape(-1, *[1] * (5 - i))
+                   for i, m in enumerate(x.shape[:5])]  # fmt: skip
+            at = tuple(map(jnp.asarray, (*own, self.slots[:, :, :, None, None])))
+            x = x.at[at].get(mode="promise_in_bounds")
+        return self.merged(x)
+
+    def tokens_of(self, x: Array) -> Array:
+        """A result of the gathered problem as that of the queries, `[B, queries, H, ...]`."""
+        batch, lists, rows, size, heads = self.sizes
+        x = x.reshape(batch, lists, rows, size, heads, *x.shape[3:])
+        x = jnp.moveaxis(x, 1, 3)
+        return x.reshape(batch, rows * size, lists * heads, *x.shape[5:])
 
 
 def key_slots(problem: Problem, selection: Any) -> tuple[Array, Array]:
@@ -144,7 +192,7 @@ def fold_selected(
     key = _Source.of(problem.key)
     # Values without arrays are part of the keys.
     value = None if as_stored(problem.value).arrays == () else _Source.of(problem.value)
-    visit = ft.partial(_fold_rows, problem, key, value, size, fold=fold)
+    visit = ft.partial(_fold_rows, problem, key, value, fold=fold)
     if parts == 1:
         carry = visit(jax.tree.map(lambda x: x[0], rows))
         return jax.tree.map(lambda x: x[:, :t], carry)
@@ -200,45 +248,21 @@ def _together(problem: Problem, lists: int, n: int) -> int:
     return max(most, 1)
 
 
-def _fold_rows(
-    problem: Problem, keys: Any, values: Any, size: int, rows: _Rows, *, fold: Callable
-) -> Carry:
-    """Folds some rows of a list, whose keys are gathered. Rows are `size` queries each."""
-    batch, _, heads, dim = rows.query.shape
-    _, h, count, n = rows.slots.shape
-    kv_heads, mine = problem.sizes[3], heads // h
-
-    def merged(x: Any) -> Array:
-        """`[B|1, h|1, rows|1, ...]` with the first three axes in full, as one."""
-        x = jnp.broadcast_to(x, (batch, h, count, *x.shape[3:]))
-        return x.reshape(batch * h * count, *x.shape[3:])  # -1 would not do: values may be empty
-
-    def by_row(x: Array) -> Array:
-        """A canonical array `[B|1, H|1, T|1, S|1]`, its rows apart and its keys gathered, as that
-        of the gathered problem. There may be features behind.
-        """
-        b, all_heads, t, *last = x.shape
-        of_heads, of_rows = (
-            (h, mine) if all_heads > 1 else (1, 1),
-            (count, size) if t > 1 else (1, 1),
-        )
-        x = x.reshape(b, *of_heads, *of_rows, *last)
-        x = jnp.moveaxis(x, 3, 2)  # [B, h, rows, heads, queries, keys]
-        if x.shape[5] > 1:
-            own = [iota(m).reshape(-1, *[1] * (5 - i))
-                   for i, m in enumerate(x.shape[:5])]  # fmt: skip
-            at = tuple(map(jnp.asarray, (*own, rows.slots[:, :, :, None, None])))
-            x = x.at[at].get(mode="promise_in_bounds")
-        return merged(x)
-
-    queries = rows.query.reshape(batch, count, size, h, mine, dim).transpose(0, 3, 1, 2, 4, 5)
-    head = None if h == 1 else np.arange(h, dtype=np.int32) // np.int32(h // kv_heads)
+def _fold_rows(problem: Problem, keys: Any, values: Any, rows: _Rows, *, fold: Callable) -> Carry:
+    """Folds some rows of a list, whose keys are gathered."""
+    batch, lists, count, size, mine = rows.sizes
+    heads, merged = lists * mine, rows.merged
+    queries = rows.merged_queries()
+    kv_heads = problem.sizes[3]
+    head = None
+    if lists > 1:
+        head = np.arange(lists, dtype=np.int32) // np.int32(lists // kv_heads)
     key = merged(keys.at(rows.slots, head, batch))
     of_keys = lambda: problem.value.decode(key)
     value = of_keys() if values is None else merged(values.at(rows.slots, head, batch))
     shown: AbstractMask = Dense(merged(rows.seen[:, :, :, None, None]))
     if problem.mask is not None:
-        shown = shown & BoundMask(problem.mask, tuple(map(by_row, rows.of_mask)))
+        shown = shown & BoundMask(problem.mask, tuple(map(rows.gathered, rows.of_mask)))
     b_indices = iota(batch) if problem.b_indices is None else problem.b_indices
     h_indices = iota(heads) if problem.h_indices is None else problem.h_indices
     kv_positions, given = rows.slots, problem.kv_positions
@@ -246,31 +270,24 @@ def _fold_rows(
         kv_positions = jnp.asarray(given)[_owner(given.shape[0]), rows.slots]
     inner = dataclasses.replace(
         problem,
-        query=merged(queries),
+        query=queries,
         key=key,
         value=value,
         mask=shown,
         scores=tuple(
-            BoundScore.of_canonical(score, map(by_row, xs))
+            BoundScore.of_canonical(score, map(rows.gathered, xs))
             for score, xs in zip(problem.scores, rows.of_scores)
         ),
         q_positions=merged(rows.q_positions.reshape(-1, 1, count, size)),
         kv_positions=merged(kv_positions),
         q_start=0,
         q_shift=None,
-        batch_shape=(batch * h * count,),
+        batch_shape=(batch * lists * count,),
         b_indices=merged(b_indices.reshape(-1, 1, 1)),
-        h_indices=merged(h_indices.reshape(-1, h, 1, mine)),
+        h_indices=merged(h_indices.reshape(-1, lists, 1, mine)),
         partition=None,
     )
-    carry = fold(inner)
-
-    def back(x: Array) -> Array:
-        x = x.reshape(batch, h, count, size, mine, *x.shape[3:])
-        x = jnp.moveaxis(x, 1, 3)
-        return x.reshape(batch, count * size, heads, *x.shape[5:])
-
-    return jax.tree.map(back, carry)
+    return jax.tree.map(rows.tokens_of, fold(inner))
 
 
 def _owner(batch: int) -> Any:

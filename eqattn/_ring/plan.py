@@ -223,11 +223,8 @@ def ring_plan(
     check_layout(layout)
     kv_heads = heads if kv_heads is None else as_size(kv_heads, "kv_heads", -REACH)
     block = None if block is None else as_size(block, "block", -REACH)
-    dtype, value_dim = (
-        as_dtype(dtype, "dtype"),
-        (None if value_dim is None else as_size(value_dim, "value_dim")),
-    )
-    value_dim = head_dim if value_dim is None else value_dim
+    dtype = as_dtype(dtype, "dtype")
+    value_dim = head_dim if value_dim is None else as_size(value_dim, "value_dim")
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads={heads} must be a positive multiple of kv_heads={kv_heads}.")
     given = tokens
@@ -239,40 +236,81 @@ def ring_plan(
             f"group={group} does not divide {heads} heads and the {tokens // devices} tokens of "
             "each place; choose a smaller group and a larger ring."
         )
-    if block is None:
-        sizes = (b for b in range(1, chunk) if chunk % b == 0 and tokens // b <= _MOST_BLOCKS)
-        block = next(sizes, chunk)
+    block = _block_of(chunk, tokens) if block is None else block
     if block < 1 or chunk % block:
         raise ValueError(f"block={block} does not divide a chunk of {chunk} tokens.")
+
     mask = as_mask(mask)
     ends = block_ends(tokens, tokens // block)
     seen = by_device(live_blocks(mask, ends, ends, (batch,), heads, kv_heads), layout, devices)
     ahead, behind = span(seen > 0)
     shifts = (*range(ahead + 1), *range(-1, -behind - 1, -1))
     live, uncounted = counted_blocks(mask, tokens, block, batch, heads, tokens - given)
-    varied = math.prod(live.shape[:2])  # 1, or the batch elements and heads that it is counted for
-    blocks, here = by_device(live.sum((0, 1)), layout, devices), np.arange(devices)
     each = 2 * batch * heads * block**2 * (head_dim + value_dim)
-    flops = [
-        tuple(int(x) * each // (varied * group) for x in blocks[here, (here - s) % devices])
-        for s in shifts
-    ]
-    kv_heads = math.lcm(kv_heads, group)  # Heads are repeated until each device has some.
     own = batch * (tokens // (devices * group))
-    columns = own * kv_heads * (head_dim + value_dim)
-    narrow, wide = jnp.dtype(dtype).itemsize, accumulation_dtype(jnp.dtype(dtype)).itemsize
-    forward, gradients = ((ahead + behind) * columns * size for size in (narrow, wide))
-    inputs = (own * heads * head_dim + columns) * narrow
-    exchange = (inputs + own * heads * (value_dim + 1) * wide) * (group - 1) // group
+    # Key heads are repeated until each device has some.
+    all_heads = heads, math.lcm(kv_heads, group)
+    keys, gradients, exchange = _bytes(own, all_heads, (head_dim, value_dim), dtype, group)
     return RingPlan(
         tokens,
         devices,
         layout,
         shifts,
-        tuple(flops),
-        forward,
-        forward + gradients,
+        _flops(live, layout, shifts, devices, each, group),
+        (ahead + behind) * keys,
+        (ahead + behind) * (keys + gradients),
         group,
         exchange,
         uncounted,
     )
+
+
+def _block_of(chunk: int, tokens: int) -> int:
+    """The least size of blocks that divides a chunk and makes at most `_MOST_BLOCKS` blocks."""
+    sizes = (b for b in range(1, chunk) if chunk % b == 0 and tokens // b <= _MOST_BLOCKS)
+    return next(sizes, chunk)
+
+
+def _flops(
+    live: np.ndarray,
+    layout: AbstractRingLayout,
+    shifts: tuple[int, ...],
+    devices: int,
+    each: int,
+    group: int,
+) -> tuple[tuple[int, ...], ...]:
+    """The operations of each hop on each device, `[hops][devices]`.
+
+    **Arguments:**
+
+    - `live`: which blocks are live, `[batch|1, heads|1, blocks, blocks]`.
+    - `each`: the operations of one block, of all batch elements and heads.
+    """
+    varied = math.prod(live.shape[:2])  # 1, or the batch elements and heads that it is counted for
+    blocks, here = by_device(live.sum((0, 1)), layout, devices), np.arange(devices)
+    return tuple(
+        tuple(int(x) * each // (varied * group) for x in blocks[here, (here - s) % devices])
+        for s in shifts
+    )
+
+
+def _bytes(
+    tokens: int, all_heads: tuple[int, int], dims: tuple[int, int], dtype: Any, group: int
+) -> tuple[int, int, int]:
+    """The bytes of the keys and values of one device, of their gradients, and of what it sends by
+    all-to-alls.
+
+    **Arguments:**
+
+    - `tokens`: how many tokens of all batch elements a device has.
+    - `all_heads`, `dims`: the numbers of query heads and of key heads, and the sizes of a key and
+        of a value.
+    - `group`: the number of devices that exchange tokens for heads.
+    """
+    heads, kv_heads = all_heads
+    head_dim, value_dim = dims
+    columns = tokens * kv_heads * (head_dim + value_dim)
+    narrow, wide = jnp.dtype(dtype).itemsize, accumulation_dtype(jnp.dtype(dtype)).itemsize
+    inputs = (tokens * heads * head_dim + columns) * narrow
+    outputs = tokens * heads * (value_dim + 1) * wide
+    return columns * narrow, columns * wide, (inputs + outputs) * (group - 1) // group

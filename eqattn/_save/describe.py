@@ -291,7 +291,10 @@ def found_at(path: str) -> Any:
 def _at(path: str) -> Any:
     module, _, names = path.partition(":")
     found: Any = sys.modules.get(module)  # nothing is imported: a file must not choose what runs
-    for name in names.split("."):
+    if module in _PUBLIC and found is not None:
+        first, _, names = names.partition(".")
+        found = getattr(found, first, None)  # but for names that eqattn itself imports late
+    for name in filter(None, names.split(".")):
         found = vars(found).get(name) if hasattr(found, "__dict__") else None
     return found
 

@@ -25,7 +25,7 @@ from jax.core import Tracer
 
 from .._config.json import encode
 from .._config.metadata import AttentionMetadata
-from .._misc import NOT_GIVEN
+from .._config.platform import NOT_GIVEN
 from .._version import __version__
 from ..strategies import AttentionImpl
 from .describe import describe, differences, Leaf, leaf_of, restore, with_defaults
@@ -149,13 +149,9 @@ def load(path_or_file: _Path | _Readable, like: Any = None, *, mesh: Any = NOT_G
 
 
 def _compare(described: Any, like: Any) -> Any:
-    """The differences between a description and `like`. Weak types do not count as different."""
-    strong = json.loads(_line(with_defaults(described, like)), object_hook=_strong)
-    return differences(strong, json.loads(_line(describe(like)), object_hook=_strong))
-
-
-def _strong(data: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in data.items() if k != "weak_type"} if "kind" in data else data
+    """The differences between a description and `like`, both as a file has them."""
+    lines = _line(with_defaults(described, like)), _line(describe(like))
+    return differences(*map(json.loads, lines))
 
 
 def _line(header: Mapping[str, Any]) -> bytes:

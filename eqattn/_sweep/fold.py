@@ -22,7 +22,7 @@ from .._carry import finite_origin, named_output
 from .._jax import ad, is_zero, jaxpr_as_fun, Literal, Primitive, vary, varying_axes
 from .centred_tangent import centred_dot, recentred
 from .fold_step import Finish, FoldStep
-from .grid import GridLayout, replaced, ROW
+from .grid import GridLayout, replaced, ROW, unsigned_zeros
 from .nonfinite import complete
 from .products import dot
 from .rotation import ring_traverse
@@ -91,6 +91,21 @@ def fold(
     return fold_p.bind(*args, out_axes=((*layout.batch, ROW),) * 3, **static)
 
 
+def with_tables_of_hops(
+    operands: Sequence, layout: GridLayout, classify: Callable | None, reads: Sequence[int], axes
+) -> tuple[list, tuple[tuple[int, ...], ...], Any]:
+    """The operands of a visit, which vary over the mesh `axes`, their grid axes, and its ring. If
+    the visit goes around a ring and there is a `classify`, each hop makes its table by that. What
+    it closes over are further operands.
+    """
+    operands, in_axes, ring = [vary(x, axes) for x in operands], layout.in_axes, layout.ring
+    if ring is None or classify is None:
+        return operands, in_axes, ring
+    ring, consts = table_per_hop(ring, classify, operands, in_axes, reads, layout.grid)
+    operands = [*operands, *[vary(x, axes) for x in consts]]
+    return operands, (*in_axes, *[()] * len(consts)), ring
+
+
 def fold_arguments(
     logits: dict[int, Callable],
     operands: Sequence,
@@ -108,11 +123,7 @@ def fold_arguments(
     `out_axes`.
     """
     axes = varying_axes(*operands, *value_operands, *([] if table is None else [table]))
-    operands, in_axes, ring = [vary(x, axes) for x in operands], layout.in_axes, layout.ring
-    if ring is not None and classify is not None:
-        ring, consts = table_per_hop(ring, classify, operands, in_axes, reads, layout.grid)
-        operands = [*operands, *[vary(x, axes) for x in consts]]
-        in_axes = (*in_axes, *[()] * len(consts))
+    operands, in_axes, ring = with_tables_of_hops(operands, layout, classify, reads, axes)
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = closure_convert(logits, avals)
     given = [(operands[i], in_axes[i]) for i in layout.shared]
@@ -163,6 +174,8 @@ def execute(
     def finish(num, den, top, *blocks):
         if unclean:
             num, den, top = complete(num, den, top, -1 if first.grouped else -2)
+        if layout.uniform:
+            num = unsigned_zeros(num)
         if results is not None:
             return results([num, den, top], *blocks)
         return [num if first.grouped else jnp.swapaxes(num, -1, -2), den, top]

@@ -39,7 +39,7 @@ from .._jax import (
 )
 from .._misc import accumulation_dtype
 from .gathering import ColumnsOfDevices
-from .grid import COL, GridLayout, moves, replaced, ROW
+from .grid import COL, GridLayout, moves, replaced, ROW, unsigned_zeros
 from .lowering import loops, select_lowering
 from .rotation import ring_traverse
 
@@ -211,6 +211,7 @@ def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finish
     if finishes and dtypes and layout.ring is None:
         traverse = ft.partial(traverse, dtypes=dtypes)
     sums = ring_traverse(steps, layout, args, zeros, out_axes, traverse=traverse)
+    sums = [unsigned_zeros(x) if layout.uniform else x for x in sums]
     return [x.astype(d) for x, d in zip(sums, dtypes)] if dtypes else sums
 
 

@@ -20,9 +20,10 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes, zero_tangent
+from .fold import with_tables_of_hops
 from .grid import GridLayout, PARTIAL, replaced, ROW
 from .rotation import ring_traverse
-from .sweep import block_aval, closure_convert, evaluate, primitive_rules, sweep, table_per_hop
+from .sweep import block_aval, closure_convert, evaluate, primitive_rules, sweep
 
 
 NONE = -1  # the place of an entry that lists no key; its logit is -inf
@@ -100,11 +101,7 @@ def top(
         logits, layout = {PARTIAL: logits[PARTIAL]}, dataclasses.replace(layout, known=None)
         table = jnp.minimum(table, np.int8(PARTIAL))
     axes = varying_axes(*operands, *([] if table is None else [table]))
-    operands, in_axes, ring = [vary(x, axes) for x in operands], layout.in_axes, layout.ring
-    if ring is not None and classify is not None:
-        ring, consts = table_per_hop(ring, classify, operands, in_axes, reads, layout.grid)
-        operands = [*operands, *[vary(x, axes) for x in consts]]
-        in_axes = (*in_axes, *[()] * len(consts))
+    operands, in_axes, ring = with_tables_of_hops(operands, layout, classify, reads, axes)
     avals = [block_aval(x, a) for x, a in zip(operands, in_axes)]
     visits, consts = closure_convert(logits, avals)
     in_axes = (*in_axes, *[()] * len(consts))

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from .._jax import explicit_axes, sharding_of
 from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_floating
+from .._pairs import Operand
 from .._problem.bits import Bits
 from .._problem.key_shards import stored_specs
 from .._problem.mesh import without_explicit_axes
@@ -25,6 +26,18 @@ from ..masks._padding import KeyPadding
 
 _Cache = TypeVar("_Cache")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class ByPosition(AbstractMask):
+    """Shows the keys that have a position, in a call that says which they have."""
+
+    needs_positions: ClassVar[bool] = True
+
+    def operands(self) -> tuple[Operand, ...]:
+        return ()
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k >= 0
 
 
 class AbstractCache(eqx.Module):
@@ -91,8 +104,11 @@ class AbstractCache(eqx.Module):
         """Returns the cache with the rows at these indices, such as the beams that survive."""
 
     def mask(self) -> AbstractMask:
-        """A mask that shows the stored tokens and hides the rest of the arrays."""
-        return KeyPadding(self.length)
+        """A mask that shows the stored tokens and hides the rest of the arrays. If the cache has
+        `positions`, it raises in a call without them, which would see the wrong keys.
+        """
+        shown = KeyPadding(self.length)
+        return shown if self.positions is None else shown & ByPosition()
 
     def key_shardings(self, mesh: Any, axis_name: str) -> Any:
         """The shardings of a cache whose tokens are spread over the devices along a mesh axis, as

@@ -25,7 +25,8 @@ class RingBufferCache(AbstractCache):
     """A cache of the last `capacity` tokens of each row, for sliding windows. The token at position
     `p` lies at place `p % capacity`.
 
-    Attention needs `kv_positions=cache.positions`. It sees the right keys if `capacity` is at
+    Attention needs `kv_positions=cache.positions`; with `cache.mask()`, it raises without them. It
+    sees the right keys if `capacity` is at
     least the window, which counts the query's own key, plus the number of tokens that are appended
     at a time, less one.
 

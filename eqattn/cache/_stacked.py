@@ -77,7 +77,7 @@ class StackedKVCache(eqx.Module):
         **Raises:** `ValueError` for a known index that is out of range. For a traced one,
         `equinox.error_if` raises when the program runs.
         """
-        return LayerCache(self, layer_index(index, self.length.shape[0]))
+        return LayerCache(self, layer_index(index, self.length.shape[0]))  # pyright: ignore[reportCallIssue]
 
 
 def layer_index(index: Any, layers: int) -> Array:
@@ -95,15 +95,15 @@ def layer_index(index: Any, layers: int) -> Array:
     )
 
 
-class LayerCache(AbstractCache):
-    """The cache of one layer of a [`eqattn.cache.StackedKVCache`][], which is its `stack`."""
+class AbstractLayerCache(AbstractCache):
+    """The cache of one layer of a `stack`, an `index` of which holds what belongs to the layer."""
 
-    stack: StackedKVCache
-    index: Int[Array, ""]
+    stack: eqx.AbstractVar[Any]
+    index: eqx.AbstractVar[Int[Array, ""]]
 
     shares_rows: ClassVar[bool] = True
 
-    def __init__(self, stack: StackedKVCache, index: Int[Array, ""]):
+    def __init__(self, stack: Any, index: Int[Array, ""]):
         self.stack, self.index = stack, index
 
     @property
@@ -113,6 +113,13 @@ class LayerCache(AbstractCache):
     @property
     def positions(self) -> Int[Array, "b s"] | None:
         return None
+
+
+class LayerCache(AbstractLayerCache):
+    """The cache of one layer of a [`eqattn.cache.StackedKVCache`][], which is its `stack`."""
+
+    stack: StackedKVCache
+    index: Int[Array, ""]
 
     @property
     def key(self) -> Pages:
@@ -136,7 +143,7 @@ class LayerCache(AbstractCache):
 
     def _with(self, key: Any, value: Any, length: Array) -> "LayerCache":
         lengths = self.stack.length.at[self.index].set(length)
-        return LayerCache(StackedKVCache(key, value, lengths), self.index)
+        return LayerCache(StackedKVCache(key, value, lengths), self.index)  # pyright: ignore[reportCallIssue]
 
     @keeps_shardings
     def append(

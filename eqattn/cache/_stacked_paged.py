@@ -1,6 +1,6 @@
 """`StackedPagedKVCache`, the paged caches of many equal layers, with one table of pages."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import as_size, int32_field
 from .._problem.storage import as_stored, Pages
-from ._base import AbstractCache, check_lengths, checked_dims, keeps_shardings
+from ._base import check_lengths, checked_dims, keeps_shardings
 from ._page_table import pages_of
 from ._paged import empty_pools, with_released, with_reserved, with_shared, write_pages
-from ._stacked import layer_index
+from ._stacked import AbstractLayerCache, layer_index
 
 
 class StackedPagedKVCache(eqx.Module):
@@ -81,7 +81,7 @@ class StackedPagedKVCache(eqx.Module):
         **Raises:** `ValueError` for a known index that is out of range. For a traced one,
         `equinox.error_if` raises when the program runs.
         """
-        return PagedLayerCache(self, layer_index(index, self.length.shape[0]))
+        return PagedLayerCache(self, layer_index(index, self.length.shape[0]))  # pyright: ignore[reportCallIssue]
 
     def reserve(self, counts: Any, donate: bool = False) -> "StackedPagedKVCache":
         """Returns the cache with pages for `counts` more tokens of each row, in all layers; as that
@@ -113,24 +113,11 @@ class StackedPagedKVCache(eqx.Module):
         return eqx.tree_at(where, jax.tree.map(lambda _: whole, self), pools)
 
 
-class PagedLayerCache(AbstractCache):
+class PagedLayerCache(AbstractLayerCache):
     """The cache of one layer of a [`eqattn.cache.StackedPagedKVCache`][], which is its `stack`."""
 
     stack: StackedPagedKVCache
     index: Int[Array, ""]
-
-    shares_rows: ClassVar[bool] = True
-
-    def __init__(self, stack: StackedPagedKVCache, index: Int[Array, ""]):
-        self.stack, self.index = stack, index
-
-    @property
-    def length(self) -> Int[Array, " b"]:
-        return self.stack.length[self.index]
-
-    @property
-    def positions(self) -> Int[Array, "b s"] | None:
-        return None
 
     @property
     def key(self) -> Pages:
@@ -166,7 +153,7 @@ class PagedLayerCache(AbstractCache):
     def _with(self, keys: Any, values: Any, length: Array) -> "PagedLayerCache":
         lengths = self.stack.length.at[self.index].set(length)
         stack = StackedPagedKVCache(keys, values, self.stack.table, lengths, self.stack.devices)
-        return PagedLayerCache(stack, self.index)
+        return PagedLayerCache(stack, self.index)  # pyright: ignore[reportCallIssue]
 
     def truncate(self, lengths: Int[Array, " b"]) -> "PagedLayerCache":
         """Returns the cache with only the first `lengths` tokens of each row of this layer. A row

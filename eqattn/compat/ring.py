@@ -119,19 +119,13 @@ def ring_attention(
 
     **Raises:** `ValueError` or `TypeError` with the shapes and the remedy.
     """
-    for name, params in (("fwd_params", fwd_params), ("bwd_params", bwd_params)):
-        if params is not None and not isinstance(params, FwdParams):
-            raise TypeError(
-                f"{name} must be FwdParams or BwdParams, got {params!r}; query_chunk_size= and "
-                "key_chunk_size= are plain sizes."
-            )
+    block_q, block_k = _block_sizes((query_chunk_size, key_chunk_size), fwd_params, bwd_params)
     causal = as_flag(causal, "causal")
     float32_logits = as_flag(float32_logits, "float32_logits")
     query, key = as_array(query, "query", 3), as_array(key, "key", 3)
     attention_sink_size = as_size(attention_sink_size, "attention_sink_size")
     if not isinstance(axis_name, str | None):
         raise TypeError(f"axis_name must be the name of a mesh axis or None, got {axis_name!r}.")
-    params = fwd_params, bwd_params
     metadata = AttentionMetadata(
         runtime_dtype=dtype,
         runtime_softmax_dtype=None if float32_logits else query.dtype,
@@ -139,8 +133,8 @@ def ring_attention(
         logits_soft_cap=logits_soft_cap,
         softmax_aux=_sinks(softmax_aux, query.shape[-2]),
         dropout_prob=pdrop,
-        blocksize_q=_block_size("q_blocksize", "query_chunk_size", query_chunk_size, *params),
-        blocksize_k=_block_size("kv_blocksize", "key_chunk_size", key_chunk_size, *params),
+        blocksize_q=block_q,
+        blocksize_k=block_k,
     )
     options: dict[str, Any] = dict(precision=precision, fused_backward=fused_backward)
     strategy = (
@@ -155,7 +149,6 @@ def ring_attention(
         *_built(mask_builder, query.shape, key.shape, strategy.key_shards()),
     ]
     mask = ft.reduce(operator.and_, masks) if masks else None
-
     return outputs_of(
         strategy,
         query,
@@ -198,6 +191,20 @@ def _segments(q_ids: Any, kv_ids: Any) -> Iterator[Segments]:
     """The mask of segment ids. If one side has none, it has those of the other."""
     if q_ids is not None or kv_ids is not None:
         yield Segments(kv_ids if q_ids is None else q_ids, q_ids if kv_ids is None else kv_ids)
+
+
+def _block_sizes(sizes: tuple[Any, Any], forward: Any, backward: Any) -> tuple[Any, Any]:
+    """The sizes of blocks of queries and of keys: those that are given, else those of `fwd_params`
+    and `bwd_params`.
+    """
+    for name, params in (("fwd_params", forward), ("bwd_params", backward)):
+        if params is not None and not isinstance(params, FwdParams):
+            raise TypeError(
+                f"{name} must be FwdParams or BwdParams, got {params!r}; query_chunk_size= and "
+                "key_chunk_size= are plain sizes."
+            )
+    queries = _block_size("q_blocksize", "query_chunk_size", sizes[0], forward, backward)
+    return queries, _block_size("kv_blocksize", "key_chunk_size", sizes[1], forward, backward)
 
 
 def _block_size(field: str, name: str, given: int | None, *params: Any) -> int | None:

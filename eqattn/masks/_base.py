@@ -62,6 +62,9 @@ class AbstractMask(eqx.Module):
     selects: ClassVar[bool] = False
     """Whether the mask lists keys, as a `Selected` does, instead of being a function of a pair."""
 
+    needs_positions: ClassVar[bool] = False
+    """Whether a call must say the positions of its keys, which do not lie in their order."""
+
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
 
     @abc.abstractmethod
@@ -252,10 +255,17 @@ def named_operands(part: Any) -> list[tuple[str, Operand]]:
 
 def _check_leading(mask: AbstractMask, batch_shape: tuple[int, ...], heads: int) -> None:
     """Raises where arrays of a mask have other batch axes or heads, and says what to give."""
-    for name, operand in named_operands(mask):
-        shape, tail = operand.array.shape, operand.axes.lstrip("b")
+    from ._terms import leaf_terms
+
+    given = [(name, o.array.shape, o.axes) for name, o in named_operands(mask)]
+    for term in leaf_terms(mask):
+        if term.selects:
+            whole = term.for_heads(heads)  # pyright: ignore[reportAttributeAccessIssue]
+            given.append((type(term).__name__, whole.indices.shape, "bhtf"))
+    for name, shape, axes in given:
+        tail = axes.lstrip("b")
         shape, tail = (shape[:-1], tail[:-1]) if tail.endswith("f") else (shape, tail)
-        lead = shape[: len(shape) - len(tail)] if "b" in operand.axes else ()
+        lead = shape[: len(shape) - len(tail)] if "b" in axes else ()
         have = shape[len(shape) - len(tail)] if tail.startswith("h") else 1
         wide = len(lead) > len(batch_shape) and any(n != 1 for n in lead)
         if wide or any(n not in (1, m) for n, m in zip(lead[::-1], batch_shape[::-1])):

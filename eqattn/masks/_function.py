@@ -60,4 +60,4 @@ class MaskFn(AbstractMask):
         return rows + tuple(Operand(x, "bs") for x in self.col_operands) + self.arrays
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
-        return scalar_result(self.fn, b, h, q, k, *ids)
+        return scalar_result(self.fn, "b, h, q, k, *operands", b, h, q, k, *ids)

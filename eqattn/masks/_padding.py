@@ -21,6 +21,11 @@ class KeyPadding(AbstractMask):
     _starts: Any
 
     def __init__(self, lengths: Any, starts: Any = 0):
+        if "bool" in str(getattr(lengths, "dtype", "")):
+            raise TypeError(
+                f"lengths must be integers [*b], got bools {lengths.shape}: give mask.sum(-1) if "
+                "padding comes last, else the mask DenseMask(mask[..., None, None, :])."
+            )
         self._lengths = as_int(lengths, "lengths")
         self._starts = as_int(starts, "starts")
 

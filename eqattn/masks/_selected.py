@@ -115,6 +115,25 @@ class Selected(AbstractMask):
             return self
         return Selected(jnp.repeat(self.indices, heads // h, -3), self.block_q, self.block_k)
 
+    def of_packed(self, tokens: Int[Array, "blocks q"]) -> "Selected":
+        """The list of packed queries `[h, t, n]` as that of blocks of them, `[blocks, h, q, n]`.
+
+        **Arguments:**
+
+        - `tokens`: which queries a block has. Those beyond `t` are padding and list nothing.
+
+        **Raises:** `ValueError` if blocks of queries share a row.
+        """
+        if self.block_q > 1:
+            raise ValueError(
+                f"Selected indices {self.indices.shape} have rows of block_q={self.block_q} "
+                "queries, and packed rows of a batch begin at any query: give each its own, with "
+                "jnp.repeat(indices, block_q, -2) and block_q=1."
+            )
+        given = jnp.pad(jnp.asarray(self.indices), [(0, 0), (0, 1), (0, 0)], constant_values=-1)
+        rows = jnp.take(given, jnp.minimum(tokens, given.shape[1] - 1), axis=1)
+        return Selected(jnp.moveaxis(rows, 1, 0), 1, self.block_k)
+
     def at_places(self, q: Any, k: Any) -> AbstractMask:
         """The mask as an array of bools for each pair."""
         t = q.shape[-1]
@@ -133,6 +152,8 @@ class Selected(AbstractMask):
         for _ in range(len(whole) + 2):
             holds = jax.vmap(holds)
         seen = holds(listed, wanted) if n else jnp.zeros(wanted.shape, bool)
+        while seen.ndim > 3 and seen.shape[0] == 1:  # for a call without batch axes
+            seen = seen[0]
         return Dense(
             jnp.repeat(seen, self.block_q, -2, total_repeat_length=rows * self.block_q)[..., :t, :]
         )

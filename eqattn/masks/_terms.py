@@ -48,6 +48,11 @@ def check_call(mask: AbstractMask | None, *sizes: Any) -> None:
     """
     check_positions(mask)
     for term in leaf_terms(mask):
+        if term.needs_positions and sizes[-1] is None:
+            raise ValueError(
+                f"The mask holds that of a cache whose keys do not lie in the order of their "
+                f"positions, {term!r}: give kv_positions=cache.positions, too."
+            )
         if term.selects:
             term.check_call(*sizes)  # pyright: ignore[reportAttributeAccessIssue]
 

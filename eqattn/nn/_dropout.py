@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import warnings
 from typing import Any
 
 import jax
@@ -97,3 +98,22 @@ class Dropout:
                 "eqx.filter_grad, to which numbers are static."
             )
         return 0.0 if stopped else float(p)
+
+    def rate_of_call(self, inference: Any, deterministic: Any, key: Any) -> float:
+        """The probability to use in a call of a `MultiheadAttention` with these arguments.
+
+        **Raises:** what `rate` does, and `RuntimeError` if dropout is on and there is no key.
+        """
+        if deterministic is not None:
+            inference = deterministic
+            warnings.warn(
+                "MultiheadAttention()(deterministic=...) is deprecated, as in Equinox; use "
+                "inference=.",
+                stacklevel=4,  # below the call of the layer and its named scope
+            )
+        rate = self.rate(inference)
+        if rate and key is None:
+            raise RuntimeError(
+                f"Dropout of {rate} requires a key: pass key=, or switch it off by inference=True."
+            )
+        return rate

@@ -20,7 +20,7 @@ from ._arguments import as_layer_mask, check_name, check_strategy, configured, s
 from ._cached_call import appended, as_rows
 from ._heads import linear, normed, project
 from ._positions import input_positions
-from ._rotary import Rotary, turned
+from ._rotary import check_rotary, Rotary
 
 
 _Form = Literal["expanded", "absorbed"] | None
@@ -126,24 +126,19 @@ class LatentAttention(eqx.Module):
             DeepSeek-AI, *DeepSeek-V2*, 2024 (arXiv:2405.04434), section 2.1, and *DeepSeek-V3*,
             2024 (arXiv:2412.19437), section 2.1.1.
         """
-        sizes = dict(
-            num_heads=num_heads,
-            hidden_size=hidden_size,
-            kv_lora_rank=kv_lora_rank,
-            qk_nope_head_dim=qk_nope_head_dim,
-            v_head_dim=v_head_dim,
-        )
-        for name, size in sizes.items():
-            as_size(size, name, 1)
-        as_size(qk_rope_head_dim, "qk_rope_head_dim", 0)
-        if q_lora_rank is not None:
-            as_size(q_lora_rank, "q_lora_rank", 1)
+        self.num_heads = as_size(num_heads, "num_heads", 1)
+        self.hidden_size = as_size(hidden_size, "hidden_size", 1)
+        self.q_lora_rank = None if q_lora_rank is None else as_size(q_lora_rank, "q_lora_rank", 1)
+        self.kv_lora_rank = as_size(kv_lora_rank, "kv_lora_rank", 1)
+        self.qk_nope_head_dim = as_size(qk_nope_head_dim, "qk_nope_head_dim", 1)
+        self.qk_rope_head_dim = as_size(qk_rope_head_dim, "qk_rope_head_dim", 0)
+        self.v_head_dim = as_size(v_head_dim, "v_head_dim", 1)
         use_bias, eps = as_flag(use_bias, "use_bias"), as_number(norm_eps, "norm_eps")
-        if rotary is not None:
-            if not isinstance(rotary, Rotary):
-                raise TypeError(f"rotary must be a Rotary, such as Rotary(10_000), got {rotary!r}.")
-            turned(rotary.dim, qk_rope_head_dim)
+        check_rotary(rotary, qk_rope_head_dim)
         check_strategy(strategy)
+        self.rotary, self.strategy = rotary, strategy
+        self.softmax_scale = AttentionMetadata(softmax_scale=softmax_scale).softmax_scale
+
         keys = iter(split_key(key, 7))
         make = lambda size, features, bias=False: eqx.nn.Linear(
             size, features, use_bias=bias, dtype=dtype, key=next(keys)
@@ -162,17 +157,6 @@ class LatentAttention(eqx.Module):
         self.k_b_proj = make(kv_lora_rank, num_heads * qk_nope_head_dim)
         self.v_b_proj = make(kv_lora_rank, num_heads * v_head_dim)
         self.o_proj = make(num_heads * v_head_dim, hidden_size, use_bias)
-        self.rotary = rotary
-        self.softmax_scale = AttentionMetadata(softmax_scale=softmax_scale).softmax_scale
-        self.strategy = strategy
-
-        self.num_heads = num_heads
-        self.hidden_size = hidden_size
-        self.q_lora_rank = q_lora_rank
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
 
     @overload
     def __call__(

@@ -1,6 +1,5 @@
 """`MultiheadAttention`, a layer: projections, attention, and a projection of the output."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -33,7 +32,7 @@ from ._cached_call import appended, as_rows, Cache, new_keys
 from ._dropout import Dropout
 from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
 from ._positions import input_positions
-from ._rotary import Rotary, turned
+from ._rotary import check_rotary, Rotary
 
 
 @with_constants("softmax_scale", "logits_soft_cap")
@@ -163,66 +162,58 @@ class MultiheadAttention(eqx.Module):
             vision transformers to 22 billion parameters*, 2023 (arXiv:2302.05442). `gating`: Qiu et
             al., *Gated attention for large language models*, 2025 (arXiv:2505.06708).
         """
-        num_heads, query_size = checked_sizes(num_heads=num_heads, query_size=query_size)
+        self.num_heads, self.query_size = checked_sizes(num_heads=num_heads, query_size=query_size)
         sizes = checked_sizes(key_size=key_size, value_size=value_size, output_size=output_size)
-        key_size, value_size, output_size = (int(query_size if x is None else x) for x in sizes)
-        qk_size, vo_size = checked_sizes(qk_size=qk_size, vo_size=vo_size)
+        sizes = (int(self.query_size if x is None else x) for x in sizes)
+        self.key_size, self.value_size, self.output_size = sizes
+        sizes = checked_sizes(qk_size=qk_size, vo_size=vo_size)
         check_parameters(dtype, use_query_bias, use_key_bias, use_value_bias, use_output_bias)
-        check_heads(num_heads, query_size, None in (qk_size, vo_size))
-        qk_size = query_size // num_heads if qk_size is None else qk_size
-        vo_size = query_size // num_heads if vo_size is None else vo_size
-        num_kv_heads = as_kv_heads(num_kv_heads, num_heads)
+        check_heads(self.num_heads, self.query_size, None in sizes)
+        sizes = (self.query_size // self.num_heads if x is None else x for x in sizes)
+        self.qk_size, self.vo_size = sizes
+        self.num_kv_heads = as_kv_heads(num_kv_heads, self.num_heads)
+        self.use_query_bias, self.use_key_bias = use_query_bias, use_key_bias
+        self.use_value_bias, self.use_output_bias = use_value_bias, use_output_bias
         check_dropout(dropout_p)
         check_name("qk_norm", qk_norm, ("rms", "layer"))
         check_name("gating", gating, ("elementwise", "headwise"))
-
-        # Equinox splits the key in four, too. A split in five would give other keys than its four,
-        # so the key of the gate is made in another way.
-        keys = split_key(key, 4)
-        make = lambda i, size, features, bias: eqx.nn.Linear(
-            size, features, use_bias=bias, dtype=dtype, key=keys[i]
-        )
-        self.query_proj = make(0, query_size, num_heads * qk_size, use_query_bias)
-        self.key_proj = make(1, key_size, num_kv_heads * qk_size, use_key_bias)
-        self.value_proj = make(2, value_size, num_kv_heads * vo_size, use_value_bias)
-        self.output_proj = make(3, num_heads * vo_size, output_size, use_output_bias)
+        self._make_parameters(dtype, qk_norm, gating, key)
         self.dropout = Dropout(dropout_p, inference)
-        self.query_norm, self.key_norm = (head_norm(qk_norm, qk_size, dtype) for _ in range(2))
-        self.gate_proj = None
-        if gating is not None:
-            features = num_heads * (vo_size if gating == "elementwise" else 1)
-            keys = [jax.random.fold_in(key, 4)]
-            self.gate_proj = make(0, query_size, features, False)
-        if rotary is not None:
-            if not isinstance(rotary, Rotary):
-                raise TypeError(f"rotary must be a Rotary, such as Rotary(10_000), got {rotary!r}.")
-            turned(rotary.dim, qk_size)
+        check_rotary(rotary, self.qk_size)
         self.rotary = rotary
         checked = AttentionMetadata(
             softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, softmax_aux=softmax_aux
         )
-        as_sinks(checked.softmax_aux, num_heads)
+        as_sinks(checked.softmax_aux, self.num_heads)
         self.softmax_scale = checked.softmax_scale
         self.logits_soft_cap = checked.logits_soft_cap
         self.softmax_aux = checked.softmax_aux
         scores = as_scores(score)
         self.score = scores if isinstance(score, Sequence) else score
         check_strategy(strategy)
-        self.strategy = strategy
+        self.strategy, self.window = strategy, as_window(window)
 
-        self.num_heads = num_heads
-        self.query_size = query_size
-        self.key_size = key_size
-        self.value_size = value_size
-        self.output_size = output_size
-        self.qk_size = qk_size
-        self.vo_size = vo_size
-        self.use_query_bias = use_query_bias
-        self.use_key_bias = use_key_bias
-        self.use_value_bias = use_value_bias
-        self.use_output_bias = use_output_bias
-        self.num_kv_heads = num_kv_heads
-        self.window = as_window(window)
+    def _make_parameters(self, dtype: Any, qk_norm: Any, gating: Any, key: PRNGKeyArray) -> None:
+        """Makes projections and norms, for the sizes that the layer has by now."""
+        # Equinox splits the key in four, too. A split in five would give other keys than its four,
+        # so the key of the gate is made in another way.
+        keys = split_key(key, 4)
+        make = lambda i, size, features, bias: eqx.nn.Linear(
+            size, features, use_bias=bias, dtype=dtype, key=keys[i]
+        )
+        heads, kv_heads, qk_size, vo_size = (
+            self.num_heads, self.num_kv_heads, self.qk_size, self.vo_size
+        )  # fmt: skip
+        self.query_proj = make(0, self.query_size, heads * qk_size, self.use_query_bias)
+        self.key_proj = make(1, self.key_size, kv_heads * qk_size, self.use_key_bias)
+        self.value_proj = make(2, self.value_size, kv_heads * vo_size, self.use_value_bias)
+        self.output_proj = make(3, heads * vo_size, self.output_size, self.use_output_bias)
+        self.query_norm, self.key_norm = (head_norm(qk_norm, qk_size, dtype) for _ in range(2))
+        self.gate_proj = None
+        if gating is not None:
+            features = heads * (vo_size if gating == "elementwise" else 1)
+            keys = [jax.random.fold_in(key, 4)]
+            self.gate_proj = make(0, self.query_size, features, False)
 
     @overload
     def __call__(
@@ -319,13 +310,6 @@ class MultiheadAttention(eqx.Module):
         **Raises:** `ValueError` at trace time, naming the shapes and the remedy; `RuntimeError` if
         dropout is on and there is no `key`.
         """
-        if deterministic is not None:
-            inference = deterministic
-            warnings.warn(
-                "MultiheadAttention()(deterministic=...) is deprecated, as in Equinox; use "
-                "inference=.",
-                stacklevel=3,  # below the named scope
-            )
         query, sizes = as_array(query, "query", 2), (self.key_size, self.value_size)
         key_, value = new_keys(query, key_, value, cache, counts, append, kv_positions, sizes)
         result = lambda cache, out: out
@@ -337,12 +321,7 @@ class MultiheadAttention(eqx.Module):
         t, new = query.shape[-2], key_.shape[-2]
         s = new if cache is None else cache.key.shape[1]
         mask = as_layer_mask(mask, self.window, self.num_heads, t, s)
-        rate = self.dropout.rate(inference)
-        if rate and key is None:
-            raise RuntimeError(
-                f"Dropout of {rate} requires a key: pass key=, or switch it off by inference=True."
-            )
-
+        rate = self.dropout.rate_of_call(inference, deterministic, key)
         given = q_positions, kv_positions
         at = input_positions(self.strategy, cache, (t, new), given, process_heads is not None)
         q, k, v = processed(process_heads, *self._heads(query, key_, value, at, mask))
@@ -355,14 +334,7 @@ class MultiheadAttention(eqx.Module):
             q,
             k,
             v,
-            configured(
-                self.strategy,
-                cache is not None,
-                softmax_scale=self.softmax_scale,
-                logits_soft_cap=self.logits_soft_cap,
-                softmax_aux=self.softmax_aux,
-                dropout_prob=rate or None,
-            ),
+            self._configured(cache is not None, rate),
             mask=mask,
             bias=bias,
             score=(*as_scores(self.score), *as_scores(score)) or None,
@@ -373,6 +345,17 @@ class MultiheadAttention(eqx.Module):
             kv_positions=kv_positions,
         ).attention_outputs
         return result(cache, self._joined(out.astype(dtype), query))
+
+    def _configured(self, cached: bool, rate: float) -> AttentionImpl:
+        """The strategy of a call, with the settings of the layer in its metadata."""
+        return configured(
+            self.strategy,
+            cached,
+            softmax_scale=self.softmax_scale,
+            logits_soft_cap=self.logits_soft_cap,
+            softmax_aux=self.softmax_aux,
+            dropout_prob=rate or None,
+        )
 
     def _heads(
         self, query: Array, key_: Array, value: Array, places: Sequence[Any], mask: Any

@@ -77,24 +77,7 @@ def rotary(
     dim = turned(dim, x.shape[-1])
     theta, interleaved = as_theta(theta), as_flag(interleaved, "interleaved")
     _check_scaling(scaling)
-    positions = as_array(positions, "positions")
-    if jnp.issubdtype(positions.dtype, jnp.integer):
-        positions = as_int32(positions, "positions")
-    elif not jnp.issubdtype(positions.dtype, jnp.floating):
-        raise TypeError(f"positions must be integers or floats, got {positions.dtype}.")
-    positions = jnp.asarray(positions)
-    t, batch = x.shape[-3], x.shape[:-3]
-    axes = () if sections is None else (len(_checked_sections(sections, dim)),)
-    if positions.shape not in ((t, *axes), (*batch, t, *axes)):
-        raise ValueError(
-            f"positions must be [t] = {(t,)} or [*b, t] = {(*batch, t)} for x of shape {x.shape}, "
-            f"and have one more axis of the number of sections={sections}, if there are any; got "
-            f"shape {positions.shape}."
-        )
-    if sections is None:
-        positions = positions[..., None]
-    else:
-        positions = positions[..., np.repeat(np.arange(len(sections)), sections)]
+    positions = _positions_of_pairs(positions, x.shape, dim, sections)
     dtype = accumulation_dtype(x.dtype)
     frequencies, amplitude = (
         (plain_frequencies(dim, theta), 1.0)
@@ -108,17 +91,7 @@ def rotary(
     if amplitude != 1.0:
         cos, sin = cos * amplitude, sin * amplitude
 
-    turning = x[..., :dim].astype(dtype)
-    if interleaved:
-        left, right = turning[..., 0::2], turning[..., 1::2]
-    else:
-        left, right = turning[..., : dim // 2], turning[..., dim // 2 :]
-    new = left * cos - right * sin, right * cos + left * sin
-    if interleaved:
-        turning = jnp.stack(new, -1).reshape(turning.shape)
-    else:
-        turning = jnp.concatenate(new, -1)
-    turning = turning.astype(x.dtype)
+    turning = _turn(x[..., :dim].astype(dtype), cos, sin, interleaved).astype(x.dtype)
     return turning if dim == x.shape[-1] else jnp.concatenate([turning, x[..., dim:]], -1)
 
 
@@ -169,6 +142,42 @@ class Rotary(eqx.Module):
         )
 
 
+def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """Turns all pairs of features `[..., dim]` by angles, whose `cos` and `sin` are
+    `[..., dim/2]`.
+    """
+    if interleaved:
+        left, right = x[..., 0::2], x[..., 1::2]
+    else:
+        left, right = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    new = left * cos - right * sin, right * cos + left * sin
+    return jnp.stack(new, -1).reshape(x.shape) if interleaved else jnp.concatenate(new, -1)
+
+
+def _positions_of_pairs(positions: Any, shape: tuple[int, ...], dim: int, sections: Any) -> Array:
+    """The positions of queries or keys of some shape: one for all pairs of features, `[..., t, 1]`,
+    or with `sections` one for each pair, `[..., t, dim/2]`.
+    """
+    positions = as_array(positions, "positions")
+    if jnp.issubdtype(positions.dtype, jnp.integer):
+        positions = as_int32(positions, "positions")
+    elif not jnp.issubdtype(positions.dtype, jnp.floating):
+        raise TypeError(f"positions must be integers or floats, got {positions.dtype}.")
+    positions = jnp.asarray(positions)
+    *batch, t = shape[:-2]
+    sizes = None if sections is None else _checked_sections(sections, dim)
+    axes = () if sizes is None else (len(sizes),)
+    if positions.shape not in ((t, *axes), (*batch, t, *axes)):
+        raise ValueError(
+            f"positions must be [t] = {(t,)} or [*b, t] = {(*batch, t)} for x of shape {shape}, "
+            f"and have one more axis of the number of sections={sections}, if there are any; got "
+            f"shape {positions.shape}."
+        )
+    if sizes is None:
+        return positions[..., None]
+    return positions[..., np.repeat(np.arange(len(sizes)), sizes)]
+
+
 def _checked_sections(sections: Any, dim: int) -> tuple[int, ...]:
     sizes = as_sizes(sections, "sections")
     if sum(sizes) != dim // 2:
@@ -185,6 +194,17 @@ def _check_scaling(scaling: Any) -> None:
             f"scaling must be a module such as YaRNScaling(factor, original_length), got "
             f"{scaling!r}."
         )
+
+
+def check_rotary(given: Any, size: int) -> None:
+    """**Raises:** `TypeError` or `ValueError` unless a layer whose heads have so many features may
+    have this `Rotary`, or None.
+    """
+    if given is None:
+        return
+    if not isinstance(given, Rotary):
+        raise TypeError(f"rotary must be a Rotary, such as Rotary(10_000), got {given!r}.")
+    turned(given.dim, size)
 
 
 def turned(dim: int | None, size: int) -> int:

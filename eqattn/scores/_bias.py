@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._misc import as_array, check_floating
@@ -34,3 +35,10 @@ class Bias(AbstractScore):
         self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, bias: Any
     ) -> Float[Array, ""]:
         return logit + bias.astype(logit.dtype)
+
+
+def as_bias(bias: Any) -> Bias:
+    """The score that stands for the argument `bias` of a call."""
+    if isinstance(bias, AbstractScore):
+        raise TypeError("bias must be an array; pass score modules as `score`.")
+    return Bias(jnp.asarray(as_array(bias, "bias")))

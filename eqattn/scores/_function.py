@@ -65,7 +65,11 @@ class ScoreFn(AbstractScore):
     def transform(
         self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, *operands: Any
     ) -> Float[Array, ""]:
-        new = jnp.asarray(scalar_result(self.fn, logit, b, h, q, k, *operands))
+        names = "logit, b, h, q, k, *operands"
+        new = scalar_result(self.fn, names, logit, b, h, q, k, *operands)
+        if new is None or isinstance(new, tuple | list):
+            raise TypeError(f"A score must return one float per pair, got {type(new).__name__}.")
+        new = jnp.asarray(new)
         if new.shape != () or not jnp.issubdtype(new.dtype, jnp.floating):
             raise TypeError(
                 f"A score must return one float per pair, got {new.dtype} of shape {new.shape}."

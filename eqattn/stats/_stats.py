@@ -30,10 +30,10 @@ from .._jax import vary, varying_axes
 from .._misc import as_array
 from .._output import AttentionOutput
 from .._pairs import Operand
-from .._problem.problem import as_bias, as_scores, as_sinks, MaskLike, ScoreLike
+from .._problem.problem import as_scores, as_sinks, MaskLike, ScoreLike
 from .._problem.storage import AbstractStored
 from ..scores._base import AbstractScore
-from ..scores._bias import Bias
+from ..scores._bias import as_bias
 from ..scores._function import ScoreFn
 from ..scores._wrapper import AbstractWrapper
 from ..strategies import AttentionImpl, Blockwise
@@ -142,8 +142,8 @@ class _Call:
         sinks = as_sinks(metadata.softmax_aux, heads)
         self.sinks = None if sinks is None else jax.nn.logsumexp(sinks.astype(self.dtype), -1)
         self.strategy = with_metadata(strategy, metadata.replace(softmax_aux=None))
-        bias, score = as_bias(call.pop("bias")), as_scores(call.pop("score"))
-        self.scores = score if bias is None else (Bias(bias), *score)
+        bias, score = call.pop("bias"), as_scores(call.pop("score"))
+        self.scores = score if bias is None else (as_bias(bias), *score)
         self.options = call
 
     def attend(self, value: Any, *more: AbstractScore, **wanted: bool) -> AttentionOutput:

@@ -14,6 +14,7 @@ from .._problem.mesh import without_explicit_axes
 from .._problem.problem import as_mask, as_scores, check_shapes, MaskLike, Problem, ScoreLike
 from .._problem.storage import AbstractStored
 from .._sweep.top import greatest
+from ..masks._base import AbstractMask
 from ..masks._terms import leaf_terms
 from ..strategies import AttentionImpl, Blockwise
 from ..strategies._checks import check_strategy
@@ -90,38 +91,19 @@ def top_keys(
     **Raises:** `ValueError` if `n` is larger than the number of keys, and if the platform asks for
     a kernel, as none ranks keys.
     """
-    strategy = Blockwise() if strategy is None else strategy
-    check_strategy(strategy)
-    if not isinstance(strategy, AbstractFoldStrategy):
-        raise TypeError(
-            f"{type(strategy).__name__} does not fold a problem, so that it cannot rank keys; use "
-            "Blockwise(metadata)."
-        )
-    strategy.check_without_kernel("top_keys")
-    query = jnp.asarray(as_array(query, "query", 3))
+    strategy = _ranking(strategy)
+    query, shards = jnp.asarray(as_array(query, "query", 3)), strategy.key_shards()
     stored = isinstance(key_, AbstractStored)
+    key: Any = key_ if stored else jnp.asarray(as_array(key_, "key_", 3))
     if stored and not strategy.reads_stored:
         raise ValueError(
             f"key_ is {type(key_).__name__} {key_.shape}, which {type(strategy).__name__} does not "
             "read; use Ragged(metadata), or pass its materialise()."
         )
-    key: Any = key_ if stored else jnp.asarray(as_array(key_, "key_", 3))
-    shards, n = strategy.key_shards(), as_size(n, "n", 1)
     check_shapes(query, key, key)
-    if n > key.shape[-3] * shards:
-        raise ValueError(
-            f"n={n} is larger than the {key.shape[-3] * shards} keys of key_ {key.shape} "
-            f"[*b, s, k, d]; list at most these."
-        )
-    seen = opened(as_mask(mask))
-    for term in leaf_terms(seen):
-        if term.selects:
-            raise ValueError(
-                f"top_keys does not rank keys under a {type(term).__name__}; take "
-                "DenseMask(mask.as_array(t, s)) where an array of all pairs fits."
-            )
+    n = _checked_count(n, key.shape, shards)
     options = dict(
-        mask=seen,
+        mask=_ranked_under(mask),
         bias=bias,
         score=opened(as_scores(score)),
         q_offset=q_offset,
@@ -152,3 +134,39 @@ def top_keys(
         spec = P(*batch, heads, t, None)
     args = strategy, query, key, options
     return TopKeys(*without_explicit_axes(run, args, query, (spec, spec)))
+
+
+def _ranking(strategy: AttentionImpl | None) -> AbstractFoldStrategy:
+    """The strategy of a call, if it can rank keys."""
+    strategy = Blockwise() if strategy is None else strategy
+    check_strategy(strategy)
+    if not isinstance(strategy, AbstractFoldStrategy):
+        raise TypeError(
+            f"{type(strategy).__name__} does not fold a problem, so that it cannot rank keys; use "
+            "Blockwise(metadata)."
+        )
+    strategy.check_without_kernel("top_keys")
+    return strategy
+
+
+def _checked_count(n: Any, shape: tuple[int, ...], shards: int) -> int:
+    """How many keys are listed, of keys `[*b, s, k, d]` on each of some devices."""
+    n = as_size(n, "n", 1)
+    if n > shape[-3] * shards:
+        raise ValueError(
+            f"n={n} is larger than the {shape[-3] * shards} keys of key_ {shape} [*b, s, k, d]; "
+            "list at most these."
+        )
+    return n
+
+
+def _ranked_under(mask: MaskLike) -> AbstractMask | None:
+    """The mask of a call, if keys can be ranked under it."""
+    seen = opened(as_mask(mask))
+    for term in leaf_terms(seen):
+        if term.selects:
+            raise ValueError(
+                f"top_keys does not rank keys under a {type(term).__name__}; take "
+                "DenseMask(mask.as_array(t, s)) where an array of all pairs fits."
+            )
+    return seen

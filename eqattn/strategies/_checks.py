@@ -23,6 +23,11 @@ def check_strategy(strategy: Any) -> None:
             f"strategy must be an AttentionImpl such as Blockwise(metadata), got "
             f"{type(strategy).__name__}; pass masks by name, mask=, and biases bias=."
         )
+    if isinstance(strategy, AttentionMetadata):
+        raise TypeError(
+            "strategy must be an AttentionImpl, got AttentionMetadata(...); make one of it: "
+            "Blockwise(metadata)."
+        )
     raise TypeError(
         f"strategy must be an AttentionImpl such as Blockwise(metadata), got {strategy!r}; "
         "AttentionRegistry.create(name, metadata) makes one from a name."

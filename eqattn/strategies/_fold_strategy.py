@@ -17,15 +17,15 @@ from .._config.platform import Backend, Platform
 from .._jax import explicit_axes
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
-from .._problem.joined import read_once
 from .._problem.mesh import lists_own_keys, ManualAxes, with_kernel
-from .._problem.problem import as_bias, as_mask, as_scores, check_one_offset, Problem
+from .._problem.problem import as_mask, as_scores, check_one_offset, Problem
 from .._problem.storage import AbstractStored
 from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
 from ..masks._base import AbstractMask
 from ..masks._causal import Causal
 from ..masks._terms import check_positions, split_list
+from ..scores._bias import as_bias
 from ._base import AttentionImpl
 from ._checks import check_precision, choose_bias, choose_dropout_key
 from ._results import attended, finish
@@ -216,7 +216,8 @@ class AbstractFoldStrategy(AttentionImpl):
         mask, scores = as_mask(given.get("mask")), as_scores(given.get("score"))
         check_positions(mask)
         self.check_lists(mask)
-        as_bias(given.get("bias"))
+        if given.get("bias") is not None:
+            as_bias(given["bias"])
         check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
             as_int(given["q_offset"], "q_offset")
@@ -302,12 +303,11 @@ class AbstractFoldStrategy(AttentionImpl):
         self._check_blocks()
         dropout_rng = choose_dropout_key(self.metadata, deterministic, dropout_rng)
         flags = dict(
-            return_weights=return_weights,
-            return_logsumexp=return_logsumexp,
-            return_carry=return_carry,
-            return_max_logits=return_max_logits,
+            return_weights=as_flag(return_weights, "return_weights"),
+            return_logsumexp=as_flag(return_logsumexp, "return_logsumexp"),
+            return_carry=as_flag(return_carry, "return_carry"),
+            return_max_logits=as_flag(return_max_logits, "return_max_logits"),
         )
-        flags = {name: as_flag(flag, name) for name, flag in flags.items()}
         wanted = ["outputs", *(n.removeprefix("return_") for n, flag in flags.items() if flag)]
         if return_weights and not self.forms_weights:
             raise ValueError(self._without_weights())
@@ -328,23 +328,30 @@ class AbstractFoldStrategy(AttentionImpl):
 
         check_precision(self.precision)
         q = jnp.asarray(as_array(q, "query"))
-        v = read_once(k, v) if self.reads_stored else v
-        args = (self, q, k, v, options)
-        if explicit_axes(q):
-            from ._explicit_axes import known_partition, sharded_as_query
+        if self.reads_stored:
+            from .._problem.joined import read_once
 
-            partition = known_partition(q, k, v)
-            run = lambda *args: _computed(*args, partition=partition, wanted=wanted)
-            results = sharded_as_query(run, args, wanted)
-        else:
-            results = _computed(*args, partition=None, wanted=wanted)
-        return AttentionOutput(
-            attention_weights=results.get("weights"),
-            attention_outputs=results["outputs"],
-            logsumexp=results.get("logsumexp"),
-            carry=Carry(*results["carry"]) if return_carry else None,
-            max_logits=results.get("max_logits"),
-        )
+            v = read_once(k, v)
+        return _output_of((self, q, k, v, options), wanted)
+
+
+def _output_of(args: tuple[Any, ...], wanted: Sequence[str]) -> AttentionOutput:
+    """The output of a call, sharded as its query is. The `args` are those of `_computed`."""
+    if explicit_axes(args[1]):
+        from ._explicit_axes import known_partition, sharded_as_query
+
+        partition = known_partition(*args[1:4])
+        run = lambda *args: _computed(*args, partition=partition, wanted=wanted)
+        results = sharded_as_query(run, args, wanted)
+    else:
+        results = _computed(*args, partition=None, wanted=wanted)
+    return AttentionOutput(
+        attention_weights=results.get("weights"),
+        attention_outputs=results["outputs"],
+        logsumexp=results.get("logsumexp"),
+        carry=Carry(*results["carry"]) if "carry" in results else None,
+        max_logits=results.get("max_logits"),
+    )
 
 
 def _computed(

@@ -50,6 +50,10 @@ def test_a_ring_buffer_forgets_what_the_window_hides(x64):
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, 1), whole(q, k, v, window), rtol=0, atol=1e-13)
     assert sorted(cache.positions[0].tolist()) == list(range(32, 40))
+    with pytest.raises(
+        ValueError, match=r"order of their positions.*kv_positions=cache\.positions"
+    ):
+        attention(q[:, :1], cache.key, cache.value, mask=cache.mask(), q_offset=39)
 
 
 @pytest.mark.parametrize(

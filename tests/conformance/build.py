@@ -149,8 +149,9 @@ def make_mask(kind: str, rng, lead, heads, t, s, offset: int, visited: bool):
         parents = tree_of(t, rng)
         return m.Tree(jnp.asarray(parents), start=s - t), om.tree(t, s, parents, s - t)
     if kind == "selected":
-        # A list for each head and query, or of blocks, for blocks of queries and all heads or each.
-        forms = (h, 1, 1), (1, 3, 4), (h, t, 3), (1, *VISITED), (kv, *VISITED)
+        # A list for each head and query, or of blocks, for each head and query or for blocks of
+        # queries and all heads or each.
+        forms = (h, 1, 1), (1, 3, 4), (h, t, 3), (h, 1, VISITED[1]), (1, *VISITED), (kv, *VISITED)
         forms = forms[3:] if visited else forms
         all_heads, block_q, block_k = forms[int(rng.integers(len(forms)))]
         blocks = -(-s // block_k)
@@ -194,7 +195,7 @@ def visits_listed_blocks(mask) -> bool:
     from eqattn import Selected
 
     terms = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Selected))
-    return any(isinstance(x, Selected) and (x.block_q, x.block_k) == VISITED for x in terms)
+    return any(isinstance(x, Selected) and x.block_k == VISITED[1] for x in terms)
 
 
 def tree_of(n: int, rng) -> np.ndarray:

@@ -106,6 +106,21 @@ def test_it_is_the_dense_mask_that_it_stands_for(name):
     assert_close(results(combined(mask), Blockwise(), **score), want)
 
 
+def test_arrays_of_lists_with_batch_axes():
+    """An axis of size 1 needs no `batch_shape`, and for another the error says which. It said that
+    an array does not broadcast, of a mask that nobody gave.
+    """
+    indices = np.array([[[[0, 2], [1, -1]]]])
+    seen = np.array([[1, 0, 1], [0, 1, 0]], bool)
+    np.testing.assert_array_equal(Selected(indices).as_array(2, 3), seen[None])
+    both = Selected(indices.repeat(2, 0)) & Causal(9)
+    assert both.as_array(2, 3, batch_shape=(2,)).shape == (2, 1, 2, 3)
+    with pytest.raises(ValueError, match=r"Selected has an array .* give batch_shape=\(2,\)"):
+        both.as_array(2, 3)
+    with pytest.raises(ValueError, match=r"Selected has an array .* give heads=3"):
+        Selected(indices.repeat(3, 1)).sparsity(2, 3, heads=2)
+
+
 def test_one_list_for_all_queries():
     """A single row of several queries: its keys are gathered once. It raised inside of a pad."""
     mask, dense = listed(block_q=T, block_k=4, n=3)
@@ -182,14 +197,18 @@ def test_dropout_kernels_maps_and_the_plain_softmax():
 
 PARTS = AttentionMetadata(blocksize_q=16, blocksize_k=32)
 BLOCKS = {
-    "of each head": (2, lambda x: x & Causal(90), Blockwise()),
-    "of all heads, in parts": (1, lambda x: (x | SlidingWindow(20, 0)) & Causal(8), Blockwise(PARTS)),
-    "of rows apart": (2, lambda x: x, None),
-    "of heads together": (2, lambda x: x & SlidingWindow(99, 99), Blockwise()),
+    "of each head": (2, 32, lambda x: x & Causal(90), Blockwise()),
+    "of all heads, in parts": (1, 32, lambda x: (x | SlidingWindow(20, 0)) & Causal(8), Blockwise(PARTS)),
+    "of rows apart": (2, 32, lambda x: x, None),
+    "of heads together": (2, 32, lambda x: x & SlidingWindow(99, 99), Blockwise()),
+    "of each query": (2, 1, lambda x: x & Causal(90), Blockwise()),
+    "of all heads, of few queries": (1, 3, lambda x: x | SlidingWindow(20, 0), Blockwise(PARTS)),
+    "of each query's heads": (4, 1, lambda x: x, None),
+    "of each head of a block": (4, 32, lambda x: x & Causal(90), Blockwise()),
 }  # fmt: skip
 
 
-SHORT = "of each head", "of all heads, in parts"
+SHORT = "of each head", "of all heads, in parts", "of each query", "of each head of a block"
 
 
 @pytest.mark.parametrize(
@@ -198,17 +217,19 @@ SHORT = "of each head", "of all heads, in parts"
 def test_blocks_are_visited_where_they_lie(name):
     """Large blocks that are listed are those of a table. No key is gathered, and no gradient
     scattered. The last blocks are not full. Where the compiler splits the batch over devices, it
-    visits what any head lists.
+    visits what any head lists. Queries or heads of a block may list other blocks: it visits what any
+    of them lists, and masks the rest.
     """
-    lists, combined, strategy = BLOCKS[name]
-    rng, t, s, size, h = np.random.default_rng(1), 70, 150, (32, 64), 4
+    lists, block_q, combined, strategy = BLOCKS[name]
+    rng, t, s, size, h = np.random.default_rng(1), 70, 150, (block_q, 64), 4
     draw = lambda n, heads: jnp.asarray(rng.normal(size=(2, n, heads, 4)), jnp.float32)
     arrays = draw(t, h), draw(s, 2), draw(s, 2)
     if name == "of heads together":
         arrays = jax.device_put(arrays, NamedSharding(MESH, P("sp")))
-    listed = rng.integers(-1, 3, (2, lists, 3, 2))
+    listed = rng.integers(-1, 3, (2, lists, -(-t // block_q), 2))
     listed[..., 1, :] = -1  # these queries see nothing
-    seen = (listed[..., None] == np.arange(3)).any(-2).repeat(32, 2).repeat(64, 3)[:, :, :t, :s]
+    seen = (listed[..., None] == np.arange(3)).any(-2).repeat(block_q, 2).repeat(64, 3)
+    seen = seen[:, :, :t, :s]
     dense = DenseMask(jnp.asarray(seen.repeat(h // lists, 1)))
 
     def call(mask, strategy, *arrays):
@@ -271,6 +292,39 @@ def test_gradients_of_narrow_keys_are_summed_wide():
     found = jax.jit(lambda x: [jax.grad(call)(x) for call in calls])(jnp.ones((1, 2, 1, 2), dtype))
     for gradient, both in zip(found, (1, 1, 0)):
         np.testing.assert_array_equal(gradient[0, :, 0], [[t, t * both], [0, 0]])
+
+
+@pytest.mark.parametrize("heads, block_q", [(1, 1), (8, 32)], ids=["queries", "heads"])
+def test_lists_that_may_name_many_other_blocks_are_gathered(heads, block_q):
+    """Together, the lists of a block may name all keys, and each lists one block of 128."""
+    q, k = jnp.ones((1, 64, 8, 4)), jnp.ones((1, 4096, 1, 4))
+    indices = jnp.zeros((1, heads, 64 // block_q, 1), jnp.int32)
+    call = lambda i, q, k: attention(q, k, k, mask=Selected(i, block_q, 32)).attention_outputs
+    assert "stablehlo.gather" in jax.jit(call).lower(indices, q, k).as_text()
+
+
+def test_blocks_of_each_query_cost_no_more_than_all_keys():
+    """A quarter of the blocks for each query and head, as in MoBA. Copies of the listed keys took ten
+    times as long as all keys, and much memory.
+    """
+    t, h, size = 1024, 2, 128
+    arrays = [jnp.ones((1, t, h, 64))] * 3
+    indices = jnp.asarray(RNG.integers(0, t // size, (1, h, t, 2)))
+
+    def call(q, k, v, indices):
+        mask = Causal() if indices is None else Causal() & Selected(indices, 1, size)
+        return attention(q, k, v, mask=mask).attention_outputs
+
+    took, memory = [], []
+    for given in (indices, None):
+        program = jax.jit(call).lower(*arrays, given).compile()
+        took.append([])
+        for _ in range(5):
+            begin = time.perf_counter()
+            jax.block_until_ready(program(*arrays, given))
+            took[-1].append(time.perf_counter() - begin)
+        memory.append(program.memory_analysis().temp_size_in_bytes)
+    assert min(took[0]) < 3 * min(took[1]) and memory[0] < 1.5 * memory[1]
 
 
 def test_work_and_memory_do_not_grow_with_the_keys_that_are_not_listed():

@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import equinox as eqx
@@ -243,25 +241,6 @@ def test_subclasses_are_left_alone():
 
 
 # The package -----------------------------------------------------------------------------------
-
-
-def test_layers_are_imported_when_used():
-    root = Path(__file__).parents[2]
-    program = (
-        f"import sys; sys.path.insert(0, {str(root)!r})\n"
-        "import eqattn\n"
-        "assert 'eqattn.nn' not in sys.modules\n"
-        "layer = eqattn.nn.MultiheadAttention\n"
-        "from eqattn import nn\n"
-        "import eqattn.nn\n"
-        "assert eqattn.nn is nn and nn.MultiheadAttention is layer\n"
-        "try:\n    eqattn.layers\nexcept AttributeError as error:\n    print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "module 'eqattn' has no attribute 'layers'\n"
 
 
 def test_every_public_name_is_documented():

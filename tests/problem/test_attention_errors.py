@@ -57,6 +57,37 @@ DROPOUT = Blockwise(Metadata(dropout_prob=0.5))
 
 # What is wrong: the call, the error, and what its message must contain.
 TABLE = {
+    # functions of one pair
+    "a mask of two arguments": (
+        lambda: call(mask=MaskFn(lambda q, k: q >= k)),
+        TypeError, ["called as fn(b, h, q, k, *operands), with 4 arguments"],
+    ),
+    "a score without its logit": (
+        lambda: call(score=scores.ScoreFn(lambda b, h, q, k: h)),
+        TypeError, ["called as fn(logit, b, h, q, k, *operands), with 5 arguments"],
+    ),
+    "a mask that reads a NumPy array": (
+        lambda: call(mask=MaskFn(lambda b, h, q, k: np.arange(T)[q] >= k)),
+        TypeError, ["jnp.asarray(array)[i]"],
+    ),
+    "a score that reads a list": (
+        lambda: call(score=scores.ScoreFn(lambda z, b, h, q, k: z + [1.0, 2.0][h])),
+        TypeError, ["jnp.asarray(array)[i]"],
+    ),
+    "a score that returns nothing": (
+        lambda: call(score=scores.ScoreFn(lambda z, b, h, q, k: None)),
+        TypeError, ["one float per pair, got NoneType"],
+    ),
+    "a mask that returns nothing": (
+        lambda: call(mask=MaskFn(lambda b, h, q, k: None)), TypeError, ["returns None"],
+    ),
+    "an array of bools as lengths": (
+        lambda: call(mask=KeyPadding(np.ones((B, S), bool))),
+        TypeError, [(B, S), "mask.sum(-1)", "DenseMask(mask[..., None, None, :])"],
+    ),
+    "a mask for each batch element": (
+        lambda: call(mask=array(B, T, S, dtype=booleans)), ValueError, [FULL, (B, 1, T, S)],
+    ),
     # query, key and value
     "heads": (lambda: call(q=(B, T, 3, D)), ValueError, [(B, T, 3, D), KEYS, VALUES, "multiple"]),
     "no heads": (lambda: call(q=(B, T, 0, D)), ValueError, [(B, T, 0, D), "at least one head"]),

@@ -79,6 +79,16 @@ def test_a_plan_counts_ids():
     assert padded.tokens == 16 and padded.flops == ((4 * 32, 4 * 32), (0, 0))
 
 
+@pytest.mark.parametrize("left, right", [(0, 0), (1, 0), (5, 0), (8, 2), (0, 3)])
+def test_a_plan_counts_blocks_that_a_window_touches(left, right):
+    """Of 4 x 4 tokens. A block counts if its last query sees a key, or its first, or one between."""
+    distance = np.arange(32)[:, None] - np.arange(32)
+    seen = (distance <= left) & (distance >= -right)
+    blocks = seen.reshape(8, 4, 8, 4).any((1, 3)).sum()
+    plan = ring_plan(32, 2, mask=SlidingWindow(left, right), head_dim=1, block=4)
+    assert sum(map(sum, plan.flops)) == blocks * 4 * 4 * 4
+
+
 def test_a_plan_counts_what_either_mask_shows():
     sizes = dict(head_dim=1, block=1)
     both = ring_plan(16, 2, mask=Causal() | SlidingWindow(0, 15), **sizes)

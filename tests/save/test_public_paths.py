@@ -20,7 +20,7 @@ import eqattn
 from eqattn import AttentionImpl, AttentionMetadata, Causal, load, masks, save, scores, Zigzag
 from eqattn._misc import Static
 from eqattn._problem.operands import BlockOperand
-from eqattn._save.describe import _path
+from eqattn._save.describe import _path, found_at
 from eqattn._save.save import _digest, _line
 
 
@@ -53,6 +53,17 @@ def written(obj) -> bytes:
 def paths(data: bytes) -> set[str]:
     """The classes that a file names."""
     return set(re.findall(r'"class": "([^"]+)"', data.split(b"\n")[0].decode()))
+
+
+@pytest.mark.parametrize("path", ["eqattn:Balanced", "eqattn.masks:Tree", "eqattn._masks:Tree"])
+def test_a_file_may_name_what_is_imported_late(path, monkeypatch):
+    """In a process that has not asked for the name before, as is each that begins with a file."""
+    module, name = path.replace("_masks", "masks").split(":")
+    late = getattr(importlib.import_module(module), name)
+    for holder in (eqattn, masks):
+        monkeypatch.delitem(vars(holder), name, raising=False)
+    assert found_at(path) is late
+    assert found_at(f"{module}:Nothing") is None
 
 
 def test_a_file_names_no_private_module():

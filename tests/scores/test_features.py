@@ -181,6 +181,32 @@ def test_what_is_masked_reaches_nothing(garbage, x64):
 
 
 Q = jnp.ones((6, 1, 2))
+
+
+def test_a_product_that_is_singular_where_masked(x64):
+    """Row 4 does not see key 5, and their product is 0. Both have visible pairs in their block."""
+    query, key = RNG.uniform(0.5, 1.5, (2, T, F))
+    query[4], key[5] = np.eye(F)[:2]
+
+    def loss(query, key, power, dense):
+        if dense:
+            seen = jnp.tri(T, dtype=bool)[None, None]
+            k, v = (x.repeat(H // K, 2) for x in ARRAYS[1:3])
+            logits = jnp.einsum("bthd,bshd->bhts", ARRAYS[0], k) * D**-0.5
+            logits = logits + power * jnp.log(jnp.where(seen, (query @ key.T)[None, None], 1))
+            weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), -1)
+            return jnp.sin(jnp.einsum("bhts,bshv->bthv", weights, v)).sum()
+        operands = Operand(query, "tf"), Operand(key, "sf")
+        score = ScoreFn(lambda logit, b, h, q, k, x, y: logit + power * jnp.log(x @ y), operands)
+        out = attention(
+            *map(jnp.asarray, ARRAYS[:3]), Blockwise(BLOCKS), mask=Causal(), score=score
+        )
+        return jnp.sin(out.attention_outputs).sum()
+
+    got, want = (jax.grad(loss, (0, 1, 2))(query, key, 0.7, dense) for dense in (False, True))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12), got, want)
+
+
 WITH = ScoreFn(lambda logit, b, h, q, k, x: logit + x.sum(), (Operand(jnp.ones((6, 3)), "tf"),))
 BAD = {
     "axes": (lambda: Operand(Q, "ft"), "'bhtsf'.*got 'ft'"),

@@ -118,7 +118,7 @@ def plain(x: Arrays, _: Arrays) -> Arrays:
 
 def dropped(x: Arrays, _: Arrays) -> Arrays:
     key = jax.random.key(3)
-    return dict(mask=Causal() & KeyPadding(x["length"]), key=key, metadata=dict(dropout_prob=0.3))
+    return dict(mask=Causal() & KeyPadding(x["length"]), key=key, metadata=dict(dropout_prob=0.7))
 
 
 CASES = {

@@ -65,6 +65,11 @@ def test_the_gradients_of_a_step():
     many(2, "window", "Ragged", True, "bfloat16", ("decode",))
 
 
+def test_the_bits_of_a_row_whose_keys_are_dropped():
+    """With this seed, a row was -0 in a call of twelve queries, and +0 in one of six."""
+    bits.check(bits.CASES["dropout"], "Blockwise", False, jnp.dtype("float32"), 41, ("chunks",))
+
+
 @pytest.mark.slow
 def test_blocks_fill_vectors():
     """Blocks of three queries, each with the rows of one head, had other bits in 27 of 150 cases."""

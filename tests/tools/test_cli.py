@@ -216,14 +216,6 @@ def test_tpu_report_lists_its_kernels_and_keeps_what_is_recorded(tmp_path, monke
     assert "recorded with {'jax': '0.1', 'libtpu': '0.2'}" in capsys.readouterr().err
 
 
-def test_import_does_not_load_the_commands():
-    code = "import sys, eqattn; print([m for m in sys.modules if m.startswith('eqattn._')])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-    assert "eqattn._attention" in loaded
-    for name in ("_info", "_bench", "_tpu_report"):
-        assert f"eqattn.{name}" not in loaded
-
-
 def test_list(capsys):
     assert main(["bench", "--list", "--only", "cpu-f32-causal", "*-bf16-*grad"]) == 0
     names = capsys.readouterr().out.split()

@@ -303,11 +303,6 @@ def test_needs_no_display_and_saves(tmp_path):
     assert "</svg>" in (tmp_path / "mask.svg").read_text()
 
 
-def test_without_matplotlib_says_what_to_install():
-    done = python("import sys; sys.modules['matplotlib'] = None\nimport eqattn\nimport eqattn.viz")
-    assert done.returncode and done.stderr.strip().endswith("python -m pip install -e '.[viz]'.")
-
-
 def test_a_strategy_without_weights_is_refused():
     x = jnp.ones((4, 1, 8))
     out = attention(x, x, x, Blockwise(AttentionMetadata()))

@@ -252,6 +252,16 @@ CASES = (
         for heads in (HEADS, 2)
         for direction in ("fwd", "grad")
     ),
+    *(
+        Case(
+            f"cpu-selected-by-query-{direction}",
+            "selected by query",
+            tokens=4096,
+            backward=direction == "grad",
+            targets={"time / all keys": Target(1.25), "of lists alike": Target(0.3)},
+        )
+        for direction in ("fwd", "grad")
+    ),
     Case("cpu-top-keys", "ranking", tokens=131_072),
     Case(
         "cpu-tree",

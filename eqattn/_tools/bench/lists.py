@@ -100,6 +100,26 @@ def selected_blocks(case: Case, rounds: int) -> Iterator[Row]:
         yield row
 
 
+def selected_by_query(case: Case, rounds: int) -> Iterator[Row]:
+    """Of eight heads with keys of their own, each query lists two of eight blocks of keys, as in
+    MoBA. Next to each other, queries list other blocks. In the further figure 256 list the same.
+    """
+    rng, size = np.random.default_rng(0), case.tokens // 8
+    draw = lambda: jnp.asarray(rng.standard_normal((1, case.tokens, HEADS, DIM), dtype=np.float32))
+    inputs = draw(), draw(), draw()
+    lists = np.array([rng.permutation(8)[:2] for _ in range(HEADS * case.tokens)], np.int32)
+    apart = lists.reshape(1, HEADS, case.tokens, 2)
+    alike = apart[:, :, ::256].repeat(256, 2)[:, :, : case.tokens]
+
+    def run(query, key_, value, indices):
+        mask = None if indices is None else Selected(indices, block_k=size)
+        return attention(query, key_, value, mask=mask).attention_outputs
+
+    of = lambda rows: (jnp.asarray(rows),)
+    calls = {"eqattn": of(apart), "all keys": (None,), "of lists alike": of(alike)}
+    yield from _compare(case, rounds, run, inputs, calls)
+
+
 def ranking(case: Case, rounds: int) -> Iterator[Row]:
     """Lists the 2048 greatest logits of 32 queries with one head, and sorts all of them at once."""
     rng, t = np.random.default_rng(0), 32
@@ -143,5 +163,6 @@ EXPERIMENTS = {
     "ranking": ranking,
     "selected": selected,
     "selected blocks": selected_blocks,
+    "selected by query": selected_by_query,
     "tree": tree,
 }

@@ -133,7 +133,7 @@ def _scalar_jaxpr(mask, operands):
     scalars = [jax.ShapeDtypeStruct(*x) for x in (*[((), _POSITION)] * 4, *operands)]
     closed = jax.make_jaxpr(mask.visible)(*scalars)
     if [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars] != [((), np.bool_)]:
-        got = [str(v.aval) for v in closed.jaxpr.outvars]
+        got = [str(v.aval) for v in closed.jaxpr.outvars] or None
         raise TypeError(f"a mask must return one bool scalar per pair, {mask!r} returns {got}.")
     return closed
 
