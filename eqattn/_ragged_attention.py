@@ -95,9 +95,8 @@ def ragged_attention(
     )
     _check_strategy(strategy, "ragged_attention")
     sharers = _sharers(strategy)
-    given = cu_q_lens, lengths, starts
-    most = None if kv_positions is not None else sharers.keys(key_.shape[1])
-    cu_q_lens, lengths, starts = _checked(query, key_, value, *given, most)
+    given, in_order = (cu_q_lens, lengths, starts), sharers if kv_positions is None else None
+    cu_q_lens, lengths, starts = _checked(query, key_, value, *given, in_order)
     causal = as_flag(causal, "causal")
     block_q = as_int(block_q, "block_q", least=1, static=True).value
     at = as_positions(kv_positions, key_.shape[1], key_.shape[:1], "kv_positions")
@@ -266,11 +265,17 @@ def _groups(table: Array, lengths: Array, size: int) -> tuple[Array, Array]:
 
 
 def _checked(
-    query: Any, key_: Any, value: Any, cu_q_lens: Any, lengths: Any, starts: Any, most: int | None
+    query: Any,
+    key_: Any,
+    value: Any,
+    cu_q_lens: Any,
+    lengths: Any,
+    starts: Any,
+    in_order: Sharers | None,
 ) -> tuple[Array, Array, Array]:
     """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit.
-    Lengths are at most `most`, which is None where the positions of keys are given. If they are not
-    known yet, that is checked when the program runs.
+    Lengths are at most the number of keys that a row has on all devices, those `in_order`, unless the
+    positions of keys are given. If they are not known yet, that is checked when the program runs.
     """
     cu = as_int32(cu_q_lens, "cu_q_lens", 1)
     lengths = as_int32(lengths, "lengths", 1)
@@ -282,7 +287,8 @@ def _checked(
             f"query must be [n, h, d], packed without a batch axis, key_ [b, s, k, d] and value "
             f"[b, s, k, v], got {shapes}."
         )
-    rows = key_.shape[0]
+    rows, s = key_.shape[:2]
+    most = None if in_order is None else in_order.keys(s)
     if (value.shape[0], *cu.shape, *lengths.shape, *starts.shape) != (rows, rows + 1, rows, rows):
         raise ValueError(
             f"cu_q_lens {cu.shape}, lengths {lengths.shape}, starts {starts.shape}, key_ "

@@ -262,6 +262,21 @@ def of_the_gpu(strength: int) -> tuple[Case, ...]:
     return tuple(cases)
 
 
+@functools.cache
+def on_stairs(strength: int) -> tuple[Case, ...]:
+    """Cases of the kernels for TPUs in which all masked blocks lie on a causal diagonal, some of the
+    pairwise array. Too many axes have to agree for the arrays themselves to have any.
+    """
+    found = [case for case in covering(strength) if case["target"] == ("tpu", 1)]
+    own = {"mask": "causal", "block": (16, 16), "offset": "none"}
+    cases = []
+    for n, case in enumerate(found[:: 6 if strength == 2 else 1]):
+        heads = (2, 2) if case["heads"][0] > 1 else (1, 1)
+        length = ((32, 48), (32, 32))[n % 2]
+        cases.append(case | own | {"heads": heads, "length": length})
+    return tuple(x for x in cases if invalid(x) is None)
+
+
 def _short(value) -> str:
     if isinstance(value, tuple):
         return "x".join(str(v) for v in value) or "scalar"

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 import pytest
 
-from eqattn._problem import listed_blocks
-from eqattn.kernels.tpu import _backward_step, _forward_step as _step
+from eqattn._problem import block_classes, fold, listed_blocks
+from eqattn.kernels.tpu import _backward_step, _forward_step as _step, _windows
 from eqattn.strategies import _fold
 
 from . import build, transforms
 from .bound import excess
-from .cases import covering, interpreted_on_a_gpu, name_of, needs_x64
+from .cases import covering, interpreted_on_a_gpu, name_of, needs_x64, on_stairs
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,6 +56,7 @@ class Passed:
 def _selected(strength: int):
     targets = os.environ.get("EQATTN_TARGETS")
     cases = list(covering(strength))
+    cases += on_stairs(strength)
     cases += interpreted_on_a_gpu(strength, newest=jax.__version_info__ >= (0, 12))
     cases = [c for c in cases if not targets or c["target"][0] in targets.split(",")]
     if strength == 3:
@@ -132,15 +133,23 @@ def mesh_of(case):
     return jax.set_mesh(jax.make_mesh((n,), ("sp",), auto, devices=jax.devices()[:n]))
 
 
-def in_parts(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
-    """The windows of a small block: half of the keys, and half or, if masked, a quarter of the rows,
-    where that is even.
+def cut(n: int, most: int) -> list[slice]:
+    """A side of a small block in so many parts, or in two, where that is even."""
+    size = n // next(parts for parts in (most, 2, 1) if n % parts == 0)
+    return [slice(i, i + size) for i in range(0, n, size)]
+
+
+def of_forward(n: int, size: int) -> list[slice]:
+    """The parts of a side of the forward kernel's windows, in halves, or quarters if these are half
+    as wide as others.
     """
+    return cut(n, 2 if size == _windows.WINDOW else 4)
 
-    def cut(n, most):
-        size = n // next(parts for parts in (most, 2, 1) if n % parts == 0)
-        return [slice(i, i + size) for i in range(0, n, size)]
 
+def of_backward(keys: int, rows: int, masked: bool) -> list[tuple[slice, slice]]:
+    """The windows of the backward kernel: half of the keys, and half or, if masked, a quarter of the
+    rows.
+    """
     return [(at, to) for to in cut(rows, 4 if masked else 2) for at in cut(keys, 2)]
 
 
@@ -155,9 +164,10 @@ def as_large_ones(case, mask):
             least = 1 if 1 in (*case["block"], *case["length"]) else 2
             patch.setattr(listed_blocks, "_LEAST", least)
             patch.setattr(listed_blocks, "_COPY", 10**6)
-        patch.setattr(_step, "windows", in_parts)
+        patch.setattr(_windows, "_even", of_forward)
+        patch.setattr(block_classes, "STEP", max(1, min(case["block"]) // 2))
         patch.setattr(_step, "sums_by_product", lambda: build.sums_by_product(case))
-        patch.setattr(_backward_step, "windows", in_parts)
+        patch.setattr(_backward_step, "windows", of_backward)
         patch.setattr(_backward_step, "suits", lambda step: case["lead"] != ())
         yield
 
@@ -208,6 +218,21 @@ def test_lists_of_blocks_are_visited_where_they_lie():
                 jax.eval_shape(call, built.variants[0], dynamic)
     assert {name for name, _ in found} == {c["transform"] for c in cases}
     assert {several for _, several in found} == {False, True}  # lists of one row of blocks
+
+
+def test_cases_on_stairs():
+    """All of them are, as far as tracing tells."""
+    jax.clear_caches()
+    for case in on_stairs(2):
+        found = []
+        with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
+            built = build.build(case)
+            call, dynamic = build.library_call(built)
+            with pytest.MonkeyPatch.context() as patch, as_large_ones(case, built.mask):
+                seen = lambda *xs, f=fold.stairs_of, to=found: to.append(f(*xs)) or to[-1]
+                patch.setattr(fold, "stairs_of", seen)
+                jax.eval_shape(call, built.variants[0], dynamic)
+        assert found and set(found) == {2}, case
 
 
 @pytest.mark.slow

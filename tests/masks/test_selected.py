@@ -20,7 +20,6 @@ from eqattn import (
     KeyPadding,
     masks,
     Ragged,
-    ragged_attention,
     Ring,
     Segments,
     Selected,
@@ -486,9 +485,7 @@ def test_what_cannot_visit_a_list_says_so():
     kernel = Blockwise(AttentionMetadata(platform="pallas", backend="tpu"))
     assert kernel.supports(mask=mask & Causal())
     with pytest.raises(TypeError, match="lists keys and is no function of one pair"):
-        ragged_attention(
-            Q, Q[None], Q[None], jnp.array([0, 6]), jnp.array([6]), Ragged(), mask=mask
-        )
+        mask.visible(0, 0, 0, 0)
     # Traced indices that name no key list nothing.
     out = jax.jit(lambda i: attention(Q, Q, Q, mask=masks.Selected(i)))(jnp.full((1, 6, 2), 99))
     np.testing.assert_array_equal(out.attention_outputs, 0)
