@@ -274,8 +274,9 @@ def _checked(
     in_order: Sharers | None,
 ) -> tuple[Array, Array, Array]:
     """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit.
-    Lengths are at most the number of keys that a row has on all devices, those `in_order`, unless the
-    positions of keys are given. If they are not known yet, that is checked when the program runs.
+    Lengths are at most the number of keys of a row on all devices, those `in_order`, which is None
+    if the positions of keys are given. If they are not known yet, that is checked as the program
+    runs.
     """
     cu = as_int32(cu_q_lens, "cu_q_lens", 1)
     lengths = as_int32(lengths, "lengths", 1)
