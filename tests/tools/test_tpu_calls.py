@@ -43,6 +43,25 @@ def test_bytes_are_counted_with_their_tiles():
     assert [name for name, m in found.items() if m.kernel] == ["fold.1"]
 
 
+def test_a_transpose_by_a_sparse_core_is_counted():
+    """Its operands and its result, once, and not the state that passes from its start to its end. It
+    lies outside of kernels. A call on v7x was said to move nothing there.
+    """
+    call = """
+  %turn.start = ((), (), (s32[16384]{0:T(1024)}, s32[0]{0:S(2)})) custom-call-start(), async_execution_thread="sparsecore"
+  %lies = bf16[3,100]{1,0:T(8,128)(2,1)} bitcast(%x.1)
+  %turn.update = ((bf16[3,100]{1,0:T(8,128)(2,1)}), bf16[3,100]{0,1:T(8,128)(2,1)}, (s32[16384]{0:T(1024)}, s32[0]{0:S(2)})) custom-call-update(%turn.start, %lies), output_to_operand_aliasing={}
+  %turned = bf16[3,100]{0,1:T(8,128)(2,1)} custom-call-done(%turn.update), metadata={op_name="x"}
+"""
+    copied = next(x for x in PROGRAM.splitlines(keepends=True) if " copy(" in x)
+    sizes = lambda text: {m.name: (m.nbytes, m.kernel) for m in traffic.moves(text)}
+    before, now = sizes(PROGRAM), sizes(PROGRAM.replace(copied, call[1:]))
+    read, written = 2 * 8 * 128, 2 * 104 * 128
+    assert before.pop("turned") == (read + written, False)
+    assert (now.pop("turn.update"), now.pop("turned")) == ((read, False), (written, False))
+    assert now == before
+
+
 def test_what_cannot_be_counted(tmp_path):
     with pytest.raises(ValueError, match="the bytes of first are not known: it is a while"):
         traffic.moves(PROGRAM.replace("get-tuple-element(%fold.1)", "while(%fold.1)"))

@@ -57,7 +57,7 @@ def moves(program: str) -> list[Move]:
     **Raises:** `ValueError` for a program with a loop, whose trips are not known.
     """
     sizes: dict[str, list[int]] = {}
-    found = []
+    found, steps = [], set()
     for line in program[program.index("\nENTRY") :].splitlines():
         if (match := _INSTRUCTION.match(line)) is None:
             continue
@@ -65,21 +65,31 @@ def moves(program: str) -> list[Move]:
         sizes[name] = array_bytes(result)
         if opcode in _LOOPS:
             raise ValueError(f"the bytes of {name} are not known: it is a {opcode}")
-        if opcode in _NOTHING or opcode.endswith(("-done", "-update")):
-            continue
         operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+        if opcode.startswith("custom-call-"):  # what passes between its steps is no array
+            steps.add(name)
+            operands = [x for x in operands if x not in steps]
         read = [n for x in operands for n in sizes.get(x, [])]
-        found.append(Move(name, opcode, result, _moved(opcode, read, sizes[name])))
+        nbytes = _moved(opcode, read, sizes[name])
+        if nbytes is not None:
+            found.append(Move(name, opcode, result, nbytes))
     return found
 
 
-def _moved(opcode: str, read: Sequence[int], written: Sequence[int]) -> int:
-    if opcode not in ("copy-start", "slice-start"):
-        return sum(read) + sum(written)
-    # The result of a start also names its operand, and a word for its end. It copies either the
-    # operand or a slice of it, from main memory or to it.
-    large = [n for n in written if n > 4]
-    return min(large, default=0)
+def _moved(opcode: str, read: Sequence[int], written: Sequence[int]) -> int | None:
+    """How many bytes an instruction moves; None if it moves none in any program."""
+    if opcode.startswith("custom-call-"):
+        # A sparse core transposes beside the kernels. The steps of that are a start without
+        # operands, an update, which has them, and the end, which has the result.
+        step = opcode.removeprefix("custom-call")
+        return {"-update": sum(read), "-done": sum(written)}.get(step)
+    if opcode in ("copy-start", "slice-start"):
+        # The result of a start also names its operand, and a word for its end. It copies either the
+        # operand or a slice of it, from main memory or to it.
+        return min((n for n in written if n > 4), default=0)
+    if opcode in _NOTHING or opcode.endswith(("-done", "-update")):
+        return None
+    return sum(read) + sum(written)
 
 
 def array_bytes(result: str) -> list[int]:
