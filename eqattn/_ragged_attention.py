@@ -96,7 +96,7 @@ def ragged_attention(
     _check_strategy(strategy, "ragged_attention")
     sharers = _sharers(strategy)
     given, in_order = (cu_q_lens, lengths, starts), sharers if kv_positions is None else None
-    cu_q_lens, lengths, starts = _checked(query, key_, value, *given, in_order)
+    cu_q_lens, lengths, starts = _checked((query, key_, value), given, in_order)
     causal = as_flag(causal, "causal")
     block_q = as_int(block_q, "block_q", least=1, static=True).value
     at = as_positions(kv_positions, key_.shape[1], key_.shape[:1], "kv_positions")
@@ -265,20 +265,14 @@ def _groups(table: Array, lengths: Array, size: int) -> tuple[Array, Array]:
 
 
 def _checked(
-    query: Any,
-    key_: Any,
-    value: Any,
-    cu_q_lens: Any,
-    lengths: Any,
-    starts: Any,
-    in_order: Sharers | None,
+    arrays: tuple[Any, Any, Any], given: tuple[Any, Any, Any], in_order: Sharers | None
 ) -> tuple[Array, Array, Array]:
     """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit.
     Lengths are at most the number of keys of a row on all devices, those `in_order`, which is None
-    if the positions of keys are given. If they are not known yet, that is checked as the program
-    runs.
+    if the positions of keys are given. Traced lengths are checked as the program runs.
     """
-    cu = as_int32(cu_q_lens, "cu_q_lens", 1)
+    (query, key_, value), (cu, lengths, starts) = arrays, given
+    cu = as_int32(cu, "cu_q_lens", 1)
     lengths = as_int32(lengths, "lengths", 1)
     starts = np.zeros(lengths.shape, np.int32) if starts is None else starts
     starts = as_int32(starts, "starts", 1)

@@ -62,7 +62,6 @@ from .fold import (
     tangent_arguments,
 )
 from .grid import GridLayout, replaced, ROW
-from .lowering import XLA
 from .sweep import primitive_rules, sweep_p, transpose
 
 
@@ -135,18 +134,13 @@ def execute(*args, out_axes, dtype, derived, sunk, vectorise, traverse, finishes
     finish = ft.partial(_finished, dtype=dtype, derived=derived)
     _, operands = layout.split(args)
     if finishes and layout.ring is None:
-        # Output and values lie as the backward pass reads them, or as the forward pass has them.
-        turned = derived or (layout.lowering or XLA).features_innermost()
-        turn = lambda outs: [*[jnp.swapaxes(x, -1, -2) for x in outs[:-1]], outs[-1]]
 
         def of_block(num, den, top, *sink):
-            outs = finish(num, den, top, *sink, along=lambda x: x[None])
-            return turn(outs) if turned else outs
+            *outs, logsumexp = finish(num, den, top, *sink, along=lambda x: x[None])
+            return [*[jnp.swapaxes(x, -1, -2) for x in outs], logsumexp]
 
         reads = (len(operands) - 1,) if sunk else ()
-        results = Finish(of_block, reads, flips_values=not turned)
-        outs = fold(*args, finishes=True, results=results)
-        return outs if turned else turn(outs)
+        return fold(*args, finishes=True, results=Finish(of_block, reads))
     num, den, top = fold(*args)
     sink = [_on_rows(operands[-1], layout)] if sunk else []
     return finish(num, den, top, *sink, along=lambda x: x[..., None])

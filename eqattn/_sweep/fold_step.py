@@ -112,13 +112,10 @@ class Finish:
     - `fn`: a function of the row's numerator, denominator and maximum, and of the blocks that it
         reads. It returns a list: matrices, then vectors of float32.
     - `reads`: the operands whose blocks it reads, by index. These have no axis of columns.
-    - `flips_values`: whether a kernel that wants values transposed should have them so from XLA,
-        which writes a copy. Where another visit needs them as they are, it transposes blocks.
     """
 
     fn: Callable[..., list]
     reads: tuple[int, ...] = ()
-    flips_values: bool = True
 
     def __call__(self, accs: Sequence, *blocks: Any) -> list:
         return self.fn(*accs, *blocks)

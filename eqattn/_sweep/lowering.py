@@ -90,7 +90,8 @@ class Lowering(abc.ABC):
 
     finishes_rows: ClassVar[bool]
     """Whether the visit of a fold writes outputs and logsumexps at less cost than a Carry, so that
-    `attend` is used where nobody asks for the Carry.
+    `attend` is used where nobody asks for the Carry. Such a visit reads queries, keys and values,
+    and writes outputs, with their features innermost, as projections write and read them.
     """
 
     splits_over_devices: ClassVar[bool]
@@ -122,13 +123,6 @@ class Lowering(abc.ABC):
     def interpreted(self) -> bool:
         """Whether kernels are interpreted, on any device, instead of compiled."""
         return self.asked == "interpret"
-
-    def features_innermost(self) -> bool:
-        """Whether a visit that finishes rows reads queries, keys and values, and writes outputs,
-        with their features innermost, as projections write and read them. Otherwise it gets and
-        gives some of them transposed, by copies.
-        """
-        return False
 
     @abc.abstractmethod
     def multiplies_narrow(self) -> bool:

@@ -270,7 +270,7 @@ def on_stairs(strength: int) -> tuple[Case, ...]:
     found = [case for case in covering(strength) if case["target"] == ("tpu", 1)]
     own = {"mask": "causal", "block": (16, 16), "offset": "none"}
     cases = []
-    for n, case in enumerate(found[:: 6 if strength == 2 else 1]):
+    for n, case in enumerate(found[:: 9 if strength == 2 else 1]):
         heads = (2, 2) if case["heads"][0] > 1 else (1, 1)
         length = ((32, 48), (32, 32))[n % 2]
         cases.append(case | own | {"heads": heads, "length": length})

@@ -11,7 +11,7 @@ from _tpu_races import without_races
 from conformance import bound, oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Segments
-from eqattn.kernels.tpu import _forward, _work_list, TPULowering
+from eqattn.kernels.tpu import _forward, _work_list
 
 
 T, D, SIZE = 40, 8, 16
@@ -60,11 +60,13 @@ def judged(found, problem, g=None):
     assert max(worst.values()) <= 1, worst
 
 
-@pytest.mark.parametrize("innermost, kv_heads", [(False, 4), (True, 4), (False, 2)])
-def test_values_and_gradients(innermost, kv_heads, plans, monkeypatch):
-    """Both heads share positions, and each has its own bias and sink."""
-    monkeypatch.setattr(TPULowering, "features_innermost", lambda self: innermost)
-    monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
+@pytest.mark.parametrize("turns, kv_heads", [(False, 4), (True, 4), (True, 2)])
+def test_values_and_gradients(turns, kv_heads, plans, monkeypatch):
+    """Both heads share positions, and each has its own bias and sink. Blocks of values are turned if
+    they fill registers.
+    """
+    if turns:
+        monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
     q, k, v, g = draw(4, kv_heads)
     bias, sinks = normal(7, 1, 4, T, T), jnp.arange(4.0)
     how = strategy(softmax_aux=sinks)
@@ -76,28 +78,28 @@ def test_values_and_gradients(innermost, kv_heads, plans, monkeypatch):
         return {"out": out} | dict(zip("qkv", transpose(g)))
 
     found = run(q, k, v, g)
-    assert [p.grid.abreast for p in plans] == [2] and plans[0].early == innermost
+    assert [p.grid.abreast for p in plans] == [2] and plans[0].early == turns
     problem = problem_of(q, k, v, om.causal(T, T))
     judged(found, problem.replace(bias=np.float64(bias), sinks=np.float64(sinks)), g)
 
 
-@pytest.mark.parametrize("innermost", [False, True])
-def test_rows_of_each_batch_element(innermost, plans, monkeypatch):
+@pytest.mark.parametrize("turns", [False, True])
+def test_rows_of_each_batch_element(turns, plans, monkeypatch):
     """Lists that differ between batch elements, too long to be shared by all, and a value that is
     not finite: it reaches the rows of its head that see it. It is found as values are turned, or a
     step later.
     """
     monkeypatch.setattr(_work_list, "SHORT", 4)
-    monkeypatch.setattr(TPULowering, "features_innermost", lambda self: innermost)
-    monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
-    monkeypatch.setattr("eqattn.kernels.tpu._sides.LANES", 8)
+    if turns:
+        monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
+        monkeypatch.setattr("eqattn.kernels.tpu._sides.LANES", 8)
     ids = jnp.asarray(np.arange(2 * T).reshape(2, T) // 24)
     q, k, v, _ = draw()
     bad = v.at[1, 20, 2].set(jnp.nan)
     f = lambda v: attention(q, k, v, STRATEGY, mask=Causal() & Segments(ids)).attention_outputs
     found, dirty = jax.jit(lambda: (f(v), f(bad)))()
     assert {(p.grid.abreast, p.grid.merged) for p in plans} == {(2, ())}
-    assert {len(p.flags) for p in plans} == {int(innermost)}
+    assert {len(p.flags) for p in plans} == {int(turns)}
     shown = om.causal(T, T) & (ids[:, None, :, None] == ids[:, None, None, :])
     judged({"out": found}, problem_of(q, k, v, np.asarray(shown)))
     seen = np.zeros(found.shape[:3], bool)
@@ -117,7 +119,6 @@ def test_heads_that_have_no_neighbour(plans):
 
 
 def test_races_and_memory_that_nothing_wrote(plans, monkeypatch):
-    monkeypatch.setattr(TPULowering, "features_innermost", lambda self: True)
     monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
     q, k, v, _ = draw(2, 2, 1)
     f = lambda q, k, v: attention(q, k, v, STRATEGY, mask=Causal()).attention_outputs

@@ -9,7 +9,7 @@ from _tpu_races import without_races
 from conformance import bound, oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal
-from eqattn.kernels.tpu import _backward, _backward_step, _forward, _grid, TPULowering
+from eqattn.kernels.tpu import _backward, _backward_step, _forward, _grid
 from eqattn.strategies import AttentionImpl
 
 
@@ -29,7 +29,6 @@ def plans(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(TPULowering, "features_innermost", lambda self: True)
     monkeypatch.setattr(_grid, "LANES", 8)
     monkeypatch.setattr(_backward_step, "WINDOW", (16, 16))
     monkeypatch.setattr(_backward_step, "suits", lambda step: True)

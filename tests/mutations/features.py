@@ -17,8 +17,8 @@ MUTANTS = [
         "kernels/tpu/_backward.py",
         FEATURES,
         [
-            ("last = innermost and i in stay and results[i].apart", "last = False and results[i].apart"),
-            ("both = innermost and turned.main.turned[n + i]", "both = False"),
+            ("last = i in stay and results[i].apart", "last = False and results[i].apart"),
+            ("both = turned.main.turned[n + i]", "both = False"),
         ],
     ),
     (

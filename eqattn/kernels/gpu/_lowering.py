@@ -30,9 +30,6 @@ class NvidiaLowering(Lowering):
     def multiplies_narrow(self) -> bool:
         return True
 
-    def features_innermost(self) -> bool:
-        return True
-
     @abc.abstractmethod
     def unavailable(self) -> str:
         """Why this jax cannot compile the kernels; empty if it can."""

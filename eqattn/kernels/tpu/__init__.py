@@ -82,12 +82,6 @@ class TPULowering(Lowering):
     splits_over_devices = False
     drops_single_axes = False
 
-    def features_innermost(self) -> bool:
-        """Where copies take longer than transposes in a kernel; see `copies_slowly`."""
-        from ._chip import copies_slowly
-
-        return copies_slowly()
-
     def multiplies_narrow(self) -> bool:
         """Always: the matrix units read bfloat16."""
         return True

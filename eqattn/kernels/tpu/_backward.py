@@ -309,17 +309,16 @@ def _plan(
     all_rows = (layout.grid[ROW],)
     results |= {i: _Result(held[i], (*lead, ROW), lead, dtypes[i], all_rows) for i in stay}
 
-    innermost = layout.lowering is not None and layout.lowering.features_innermost()
     if turned:
         for i, x in zip(wanted, turned.main.sums):
-            last = innermost and i in stay and results[i].apart and turns(held[i])
+            last = i in stay and results[i].apart and turns(held[i])
             results[i] = dataclasses.replace(results[i], flipped=x.flipped, turned=last)
     main = next(iter(programs.values()))
 
     def flips(i):  # queries, which a step needs both ways, are given as projections write them
         if not turned:
             return matrix(blocks[i]) and main.flipped[n + i]
-        both = innermost and turned.main.turned[n + i] and turns(blocks[i])
+        both = turned.main.turned[n + i] and turns(blocks[i])
         return both and ROW in layout.in_axes[i] and kept[-1] == COL
 
     given = {

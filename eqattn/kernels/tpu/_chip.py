@@ -89,17 +89,6 @@ def heads_abreast(pairs: int, width: int) -> int:
     return 2 if wide_units() and pairs * width <= 2**27 else 1
 
 
-def copies_slowly() -> bool:
-    """Whether main memory takes longer to copy a block than a kernel takes to transpose it, and
-    steps have time for transposes besides.
-
-    A v6e copies 1024 x 128 numbers of bfloat16 in about 560 cycles, a v7x in 270. A kernel takes
-    240 for those of outputs, by edges of `forward` in `tpu-report`. Matrix units take queries in
-    both ways. Other chips have narrow matrix units, and were not measured.
-    """
-    return generation() == 6
-
-
 def waits_for_cache(itemsize: int) -> bool:
     """Whether 512 tokens of a cache take longer to copy than to visit.
 

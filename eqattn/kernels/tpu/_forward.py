@@ -247,12 +247,11 @@ def _plan(
 
     value = form.values[form.full]
     whole: Finish | None = finish if into is None else None
-    if whole is None or whole.flips_values:  # they are the left of a product
+    if whole is None:  # they are the left of a product
         value.flipped[0] = value.flipped[0] or matrix(blocks[n])
     ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
     early = False
-    innermost = layout.lowering is not None and layout.lowering.features_innermost()
-    if whole is not None and innermost and not form.grouped:
+    if whole is not None and not form.grouped:
         main = form.logits[form.full]
         for i, x in ahead.items():
             if main.held[i] and COL not in x.axes and turns(blocks[i]):
