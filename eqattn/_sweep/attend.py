@@ -25,7 +25,7 @@ derivatives are taken; both together have 16 bits.
 
 import dataclasses
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,7 @@ from .fold import (
 )
 from .grid import GridLayout, replaced, ROW
 from .sweep import primitive_rules, sweep_p, transpose
+from .tokens import by_head, from_heads
 
 
 def attend(
@@ -194,24 +195,33 @@ class _Point:
 
     - `table`, `operands`: those of the visit.
     - `sink`: the last operand, on all rows, if it is the sinks' logsumexp; else an empty list.
-    - `output`, `lse`: the output, with what rounding left out, and the logsumexp.
+    - `parts`, `lse`: the output and what rounding left out of it, and the logsumexp.
     """
 
     table: Any
     operands: Sequence[Any]
     sink: list[Array]
-    output: Array
+    parts: list[Array]
     lse: Array
 
     @classmethod
     def of(cls, args: Sequence, *, layout, dtype, sunk, **_) -> "_Point":
         *primals, lse = args
         n = len(primals) - 1 - _keeps(dtype, lse.dtype, True)
-        primals, parts = primals[:n], [x.astype(lse.dtype) for x in primals[n:]]
-        output = sum(parts[1:], parts[0])
+        primals, parts = primals[:n], list(primals[n:])
         table, operands = layout.split(primals)
         sink = [_on_rows(operands[-1], layout)] if sunk else []
-        return cls(table, operands[: len(operands) - sunk], sink, output, lse)
+        return cls(table, operands[: len(operands) - sunk], sink, parts, lse)
+
+    @property
+    def output(self) -> Array:
+        """The output, with what rounding left out."""
+        return self.whole(lambda x: x)
+
+    def whole(self, form: Callable[[Array], Array]) -> Array:
+        """The output with its rows in another form."""
+        first, *rest = (form(x).astype(self.lse.dtype) for x in self.parts)
+        return sum(rest, first)
 
     def share(self) -> list[Array]:
         """The share of each row's softmax that its sinks have, as a list of one or none."""
@@ -265,7 +275,11 @@ def _transposed(cts, *args, active, **static):
     g, ct_lse = cts[0], cts[-1]
     c = jnp.zeros_like(at.lse) if is_zero(ct_lse) else ct_lse
     if not is_zero(g):
-        c = c - row_sums(at.output * g.astype(at.output.dtype))
+        # With several heads in a row, XLA would copy what kernels and projections write.
+        heads = ft.partial(by_head, heads=layout.group)
+        output = at.whole(heads)
+        sums = row_sums(output * heads(g).astype(output.dtype))
+        c = c - from_heads(sums[..., None])[..., 0]
     # The sweep is traced for arrays like the tangents, of which there are none: they are what it is
     # transposed for.
     axes = varying_axes(at.lse)

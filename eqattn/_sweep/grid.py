@@ -155,6 +155,11 @@ class GridLayout:
         """The rows and columns of a table. If `ragged`, it has the rows of all batch elements."""
         return (self.listed // self.columns if self.ragged else self.grid[ROW]), self.columns
 
+    @property
+    def group(self) -> int:
+        """How many heads a row has the queries of, if that is known of the `tokens`; else 1."""
+        return next((tokens.group for tokens in self.tokens if tokens.axis == ROW), 1)
+
     def split(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Separates the arguments of a primitive into the table, or None, and the operands."""
         return (None, args) if self.table_axes is None else (args[0], args[1:])

@@ -80,3 +80,20 @@ class Tokens:
         others = [i for i, a in enumerate(axes) if a not in (self.axis, HEAD)]
         at, head = axes.index(self.axis), axes.index(HEAD)
         return [*others, at, block, head, group, features], others
+
+
+def by_head(x: Array, heads: int) -> Array:
+    """Rows `[*lead, rows, heads * queries, features]`, with all queries of a head together.
+
+    A projection writes them so, and XLA has nothing to copy.
+
+    **Returns:** `[*lead, heads, rows, queries, features]`.
+    """
+    *lead, n, features = x.shape
+    return jnp.swapaxes(x.reshape(*lead, heads, n // heads, features), -3, -4)
+
+
+def from_heads(x: Array) -> Array:
+    """Undoes `by_head`."""
+    x = jnp.swapaxes(x, -3, -4)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])

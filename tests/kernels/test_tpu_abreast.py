@@ -66,7 +66,7 @@ def test_values_and_gradients(turns, kv_heads, plans, monkeypatch):
     they fill registers.
     """
     if turns:
-        monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
+        monkeypatch.setattr("eqattn.kernels.tpu._operands.LANES", 8)
     q, k, v, g = draw(4, kv_heads)
     bias, sinks = normal(7, 1, 4, T, T), jnp.arange(4.0)
     how = strategy(softmax_aux=sinks)
@@ -91,7 +91,7 @@ def test_rows_of_each_batch_element(turns, plans, monkeypatch):
     """
     monkeypatch.setattr(_work_list, "SHORT", 4)
     if turns:
-        monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
+        monkeypatch.setattr("eqattn.kernels.tpu._operands.LANES", 8)
         monkeypatch.setattr("eqattn.kernels.tpu._sides.LANES", 8)
     ids = jnp.asarray(np.arange(2 * T).reshape(2, T) // 24)
     q, k, v, _ = draw()
@@ -119,7 +119,7 @@ def test_heads_that_have_no_neighbour(plans):
 
 
 def test_races_and_memory_that_nothing_wrote(plans, monkeypatch):
-    monkeypatch.setattr("eqattn.kernels.tpu._grid.LANES", 8)
+    monkeypatch.setattr("eqattn.kernels.tpu._operands.LANES", 8)
     q, k, v, _ = draw(2, 2, 1)
     f = lambda q, k, v: attention(q, k, v, STRATEGY, mask=Causal()).attention_outputs
     got, count = without_races(f, q, k, v)

@@ -9,7 +9,7 @@ from _tpu_races import without_races
 from conformance import bound, oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal
-from eqattn.kernels.tpu import _backward, _backward_step, _forward, _grid
+from eqattn.kernels.tpu import _backward, _backward_step, _forward, _operands
 from eqattn.strategies import AttentionImpl
 
 
@@ -29,7 +29,7 @@ def plans(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(_grid, "LANES", 8)
+    monkeypatch.setattr(_operands, "LANES", 8)
     monkeypatch.setattr(_backward_step, "WINDOW", (16, 16))
     monkeypatch.setattr(_backward_step, "suits", lambda step: True)
     for module in (_forward, _backward):
@@ -65,10 +65,13 @@ def test_values_and_gradients(dtype, plans):
     alone, beside, *grads = run(q, k, v, g)
     folds = [p for p in plans if isinstance(p, _forward._Fold)]
     assert [(p.ahead[0].flipped, p.early) for p in folds] == [(True, True)] * 2
+    assert [(p.ahead[0].heads, p.heads) for p in folds] == [(2, 2)] * 2
     (sums,) = [p for p in plans if isinstance(p, _backward._Sum)]
     # Of float32, the sums for queries are what is written.
-    assert [x.turned for x in sums.results.values()].count(True) == (dtype == jnp.bfloat16)
+    turned = [x.heads for x in sums.results.values() if x.turned]
+    assert turned == [2] * (dtype == jnp.bfloat16)
     assert sum(x.flipped for x in sums.given.values()) == 1
+    assert [x.heads for x in sums.given.values()].count(2) == 2  # queries and cotangents
     precision = bound.precision_of(dtype)
     out = bound.values(problem(q, k, v), precision)["out"]
     assert max(bound.excess(np.asarray(x), out) for x in (alone, beside)) <= 1

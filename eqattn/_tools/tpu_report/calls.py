@@ -31,6 +31,9 @@ from .steps import Steps
 
 
 BATCH_SIZE, TOKENS, HEADS, DIM = 8, 4096, 16, 128
+GROUP = 4
+"""How many query heads share a key head in the calls of grouped-query attention (GQA)."""
+
 WIDTH = 512
 """The features that a layer reads and writes. With 2048 of them, the projections would take minutes
 to compile, and would lay out their results in the same way.
@@ -96,11 +99,17 @@ def _splash(query: Any, key_: Any, value: Any) -> Any:
 
     mask = masks.MultiHeadMask([masks.CausalMask((TOKENS, TOKENS))] * HEADS)
     sizes = splash_sizes(1024, 1024, 512, fused=True)
-    kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
     query = query * jnp.bfloat16(DIM**-0.5)
-    heads_first = [jnp.swapaxes(x, 1, 2) for x in (query, key_, value)]
-    out: Any = jax.vmap(kernel)(*heads_first)
-    return jnp.swapaxes(out, 1, 2)
+    query, key_, value = [jnp.swapaxes(x, 1, 2) for x in (query, key_, value)]
+    options: Any = dict(head_shards=1, q_seq_shards=1, block_sizes=sizes)
+    if HEADS == key_.shape[1]:
+        out: Any = jax.vmap(splash.make_splash_mha(mask, **options))(query, key_, value)
+        return jnp.swapaxes(out, 1, 2)
+    # One kernel for the query heads of each key head.
+    mask = masks.MultiHeadMask(mask.masks[:GROUP])
+    query = query.reshape(BATCH_SIZE, -1, GROUP, TOKENS, DIM)
+    out = jax.vmap(jax.vmap(splash.make_splash_mqa(mask, **options)))(query, key_, value)
+    return jnp.swapaxes(out.reshape(BATCH_SIZE, HEADS, TOKENS, DIM), 1, 2)
 
 
 def _forward(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
@@ -127,32 +136,39 @@ def _layer(f: Callable[..., Any]) -> Callable[..., Any]:
     return layer
 
 
-def _layer_arrays() -> tuple[Any, ...]:
+def _layer_arrays(group: int) -> tuple[Any, ...]:
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    into, out = like(WIDTH, HEADS, DIM), like(HEADS, DIM, WIDTH)
-    return like(BATCH_SIZE, TOKENS, WIDTH), (into,) * 3, out
+    into, out = (like(WIDTH, n, DIM) for n in (HEADS, HEADS // group)), like(HEADS, DIM, WIDTH)
+    queries, keys = into
+    return like(BATCH_SIZE, TOKENS, WIDTH), (queries, keys, keys), out
 
 
-def _forward_layer(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
-    return _layer(f), _layer_arrays()
+def _forward_layer(
+    f: Callable[..., Any], group: int = 1
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    return _layer(f), _layer_arrays(group)
 
 
-def _training_layer(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+def _training_layer(
+    f: Callable[..., Any], group: int = 1
+) -> tuple[Callable[..., Any], Sequence[Any]]:
     def step(x, into, out, cotangent):
         y, transpose = jax.vjp(_layer(f), x, into, out)
         return y, *transpose(cotangent)
 
-    arrays = _layer_arrays()
+    arrays = _layer_arrays(group)
     return step, (*arrays, arrays[0])
 
 
-def _cycles(kept: tuple[int, ...], lag: int, once: tuple[int, ...] = ()) -> Callable[[Steps], int]:
+def _cycles(
+    kept: tuple[int, ...], lag: int, once: tuple[int, ...] = (), group: int = 1
+) -> Callable[[Steps], int]:
     """The cycles of a kernel of eqattn: of all steps on its list."""
 
     def cycles(steps: Steps) -> int:
-        call = Call(tokens=TOKENS, dim=DIM)
-        tile, heads = call.tile(), BATCH_SIZE * HEADS // (call.abreast() if lag else 1)
-        counts = whole.count(TOKENS, tile, heads, kept, lag, steps.skips)
+        call = Call(tokens=TOKENS, dim=DIM, group=group)
+        tile, heads = call.tile(), BATCH_SIZE * HEADS // group // (call.abreast() if lag else 1)
+        counts = whole.count(TOKENS, tile, heads, kept, lag, steps.skips, group)
         return counts.cycles(steps, once)
 
     return cycles
@@ -173,17 +189,34 @@ def _decoding(steps: Steps) -> int:
 
 _FOLD = {"eqattn_fold": _cycles((BATCH, HEAD, ROW), 1)}
 _SUM = {"eqattn_sum": _cycles((BATCH, HEAD, COL), 0, STAYING)}
+_GROUPED_FOLD = {"eqattn_fold": _cycles((BATCH, HEAD, ROW), 1, group=GROUP)}
+_GROUPED_SUM = {"eqattn_sum": _cycles((BATCH, HEAD, COL), 0, STAYING, GROUP)}
 _SPLASH = {"splash_mha_fwd_no_residuals": _live}
 _SPLASH_SUM = {"splash_mha_fwd_residuals": _live, "splash_mha_dkv_no_residuals": _live}
+_SPLASH_GROUPED = {"splash_mqa_fwd_no_residuals": _live}
+_SPLASH_GROUPED_SUM = {"splash_mqa_fwd_residuals": _live, "splash_mqa_dkv_no_residuals": _live}
 CALLS = (
     WholeCall("forward, eqattn", ft.partial(_forward, _eqattn), _FOLD),
     WholeCall("training, eqattn", ft.partial(_training, _eqattn), _FOLD | _SUM),
     WholeCall("decoding, eqattn", Decode().build, {"eqattn_decode": _decoding}),
     WholeCall("layer, eqattn", ft.partial(_forward_layer, _eqattn), _FOLD),
     WholeCall("layer training, eqattn", ft.partial(_training_layer, _eqattn), _FOLD | _SUM),
+    WholeCall("GQA layer, eqattn", ft.partial(_forward_layer, _eqattn, GROUP), _GROUPED_FOLD),
+    WholeCall(
+        "GQA layer training, eqattn",
+        ft.partial(_training_layer, _eqattn, GROUP),
+        _GROUPED_FOLD | _GROUPED_SUM,
+    ),
     WholeCall("forward, splash", ft.partial(_forward, _splash), _SPLASH),
     WholeCall("training, splash", ft.partial(_training, _splash), _SPLASH_SUM),
     WholeCall("layer, splash", ft.partial(_forward_layer, _splash), _SPLASH),
+    WholeCall("layer training, splash", ft.partial(_training_layer, _splash), _SPLASH_SUM),
+    WholeCall("GQA layer, splash", ft.partial(_forward_layer, _splash, GROUP), _SPLASH_GROUPED),
+    WholeCall(
+        "GQA layer training, splash",
+        ft.partial(_training_layer, _splash, GROUP),
+        _SPLASH_GROUPED_SUM,
+    ),
 )
 
 

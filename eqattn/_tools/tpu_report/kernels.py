@@ -39,6 +39,7 @@ class Call:
 
     **Arguments:**
 
+    - `group`: how many query heads share a key head.
     - `tokens`, `dim`: the number of queries and of keys, and the head dim of all.
     - `block_q`, `block_k`: the block sizes of the metadata; None chooses them.
     - `gradient`: the arguments (0, 1, 2) whose gradients are returned too.
@@ -51,6 +52,7 @@ class Call:
 
     tokens: int = 4096
     dim: int = 128
+    group: int = 1
     block_q: int | None = None
     block_k: int | None = None
     gradient: tuple[int, ...] = ()
@@ -65,7 +67,9 @@ class Call:
 
     @property
     def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct((1, self.tokens, HEADS, self.dim), jnp.bfloat16),) * 3
+        like = lambda n: jax.ShapeDtypeStruct((1, self.tokens, n, self.dim), jnp.bfloat16)
+        keys = like(HEADS // self.group)
+        return like(HEADS), keys, keys
 
     def build(self) -> tuple[Callable[..., Any], Sequence[Any]]:
         operands = dict(self.operands)
@@ -99,7 +103,7 @@ class Call:
         return 1 if self.weighted else heads_abreast(math.prod(self.tile()), self.dim)
 
     def tile(self) -> tuple[int, int]:
-        """How many queries and keys a block has."""
+        """How many rows, queries of all heads that share keys, and how many keys a block has."""
         found = []
 
         def look(arrays):
@@ -109,7 +113,7 @@ class Call:
             found.append(choose_blocking(cut, self.block_q, self.block_k, lowering=kernels))
 
         jax.eval_shape(look, self.arrays)
-        return found[0].block_q, found[0].block_k
+        return found[0].block[::-1]
 
 
 def _forward(

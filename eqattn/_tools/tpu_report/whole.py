@@ -48,24 +48,26 @@ def count(
     kept: tuple[int, ...],
     lag: int,
     corners: bool,
+    group: int = 1,
 ) -> Count:
     """Counts the steps of causal attention.
 
     **Arguments:**
 
     - `tokens`: how many queries, and how many keys, there are.
-    - `heads`: how many heads queries and keys have.
-    - `tile`: how many queries and keys a block has.
+    - `heads`: how many heads keys have.
+    - `tile`: how many rows, queries of all heads that share keys, and how many keys a block has.
     - `kept`: the axes of the grid that the kernel's results have.
     - `lag`: how many steps before its current pair is another pair that the kernel works on too. So
         many more steps, which are not masked, follow the last pair of a list.
     - `corners`: whether the kernel skips the corners of masked pairs.
+    - `group`: how many query heads share a key head.
     """
-    queries, keys = tile
+    rows, keys = tile
     at = np.arange(tokens, dtype=np.int32)[None]
-    blocking = Blocking(1, heads, 1, tokens, tokens, queries, keys, halves=corners)
+    blocking = Blocking(1, heads, group, tokens, tokens, rows // group, keys, halves=corners)
     table = classes_of(Causal(), blocking, (1,), at, at)[0, 0]
-    layout = GridLayout(blocking.grid, (keys, queries), (), (ROW, COL), corner=blocking.corner)
+    layout = GridLayout(blocking.grid, (keys, rows), (), (ROW, COL), corner=blocking.corner)
     if lag:
         grid, packed = Grid.of(table, layout, kept, FULL, drain=lag)
         lists, pairs = math.prod(grid.grid[:-1]), grid.length

@@ -22,8 +22,18 @@ from ..._jax import abstract
 from ..._sweep.grid import COL, EMPTY, FULL, GridLayout, PARTIAL, ROW
 from ._backward_step import TurnedStep
 from ._chip import STAYING, VMEM
-from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, turns, vmem_shape
+from ._grid import KernelGrid
+from ._operands import (
+    abstract_blocks,
+    heads_of_rows,
+    KernelOperand,
+    matrix,
+    nbytes_of,
+    turns,
+    vmem_shape,
+)
 from ._program import Program
+from ._sum_result import SumResult
 from ._work_list import FIRST, kind_of, LAST, row_of, work_list
 
 
@@ -45,57 +55,6 @@ def together(
     nbytes = sum(nbytes_of(vmem_shape(start[i].shape), start[i].dtype) for i in stay)
     copies = 2 if into is None else 4  # one is filled while the one before is written
     return (group, stay) if copies * layout.grid[ROW] * nbytes <= STAYING else ([], [])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    """An output of a kernel.
-
-    **Arguments:**
-
-    - `aval`: the shape and dtype of its block, as a step of the sweep reads it.
-    - `axes`: the grid axes that it keeps.
-    - `lies`: those of them in front of what lies in vector memory at one time.
-    - `dtype`: the dtype in which it is written, once its sum is complete.
-    - `rows`: the number of blocks that lie there at one time, if all rows stay: `(rows,)`, or `()`.
-    - `flipped`: whether its sum, which then lies apart, is the transpose of what is written.
-    - `turned`: whether its blocks are the transposes of its sums, with features innermost.
-    """
-
-    aval: Any
-    axes: tuple[int, ...]
-    lies: tuple[int, ...]
-    dtype: Any
-    rows: tuple[int, ...] = ()
-    flipped: bool = False
-    turned: bool = False
-
-    @property
-    def block(self) -> tuple[int, ...]:
-        """The shape of one block in vector memory."""
-        return vmem_shape(self.aval.shape)
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The shape of what lies in vector memory at one time."""
-        return (*self.rows, *self.block)
-
-    @property
-    def written(self) -> tuple[int, ...]:
-        """The shape of what is written of it at one time."""
-        return (*self.rows, *self.block[::-1]) if self.turned else self.whole
-
-    @property
-    def total(self) -> tuple[int, ...]:
-        """The shape of its sum."""
-        return self.whole[::-1] if self.flipped else self.whole
-
-    @property
-    def apart(self) -> bool:
-        """Whether its sum lies beside what is written: for one of several visits of its place, or
-        as it is rounded.
-        """
-        return not self.rows or self.dtype != self.aval.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +82,7 @@ class _Sum:
     group: list[int]
     stay: list[int]
     accumulators: int
-    results: dict[int, _Result]
+    results: dict[int, SumResult]
     programs: dict[int, Program]
     operands: int
     given: dict[int, KernelOperand]
@@ -155,18 +114,16 @@ class _Sum:
             begin = begin & (here == 0)
             end = end & (here == self.grid.layout.grid[a] - 1)
 
-        def lying(i, x):
-            return x.T if self.results[i].flipped or self.results[i].turned else x
-
         def clear(those):
             for i in those:
-                old = lying(i, olds[i][...]) if i in self.old else jnp.zeros_like(sums[i])
-                sums[i][...] = old
+                start = jnp.zeros_like(sums[i])
+                if i in self.old:
+                    start = olds[i][...].T if self.results[i].flipped else olds[i][...]
+                sums[i][...] = start
 
         def write(those):
             for i in those:
-                for at in range(*self.results[i].rows) if self.results[i].turned else (...,):
-                    outs[i][at] = lying(i, sums[i][at].astype(outs[i].dtype))
+                self.results[i].write(outs[i], lambda at: sums[i][at].astype(outs[i].dtype))
 
         @pl.when(first)
         def _():
@@ -305,14 +262,15 @@ def _plan(
     work, length = work_list(table, layout, kept, max(steps))
     grid = KernelGrid(layout, (*lead, None, *summed), tuple(table_axes), length)
 
-    results = {i: _Result(held[i], kept, kept, dtypes[i]) for i in group}
+    results = {i: SumResult(held[i], kept, kept, dtypes[i]) for i in group}
     all_rows = (layout.grid[ROW],)
-    results |= {i: _Result(held[i], (*lead, ROW), lead, dtypes[i], all_rows) for i in stay}
+    results |= {i: SumResult(held[i], (*lead, ROW), lead, dtypes[i], all_rows) for i in stay}
 
     if turned:
         for i, x in zip(wanted, turned.main.sums):
-            last = i in stay and results[i].apart and turns(held[i])
-            results[i] = dataclasses.replace(results[i], flipped=x.flipped, turned=last)
+            last = into is None and i in stay and results[i].apart and turns(held[i])
+            more: Any = dict(turned=last, heads=heads_of_rows(layout) if last else 1)
+            results[i] = dataclasses.replace(results[i], flipped=x.flipped, **more)
     main = next(iter(programs.values()))
 
     def flips(i):  # queries, which a step needs both ways, are given as projections write them
@@ -321,11 +279,12 @@ def _plan(
         both = turned.main.turned[n + i] and turns(blocks[i])
         return both and ROW in layout.in_axes[i] and kept[-1] == COL
 
-    given = {
-        i: KernelOperand(x, layout.in_axes[i], flips(i))
-        for i, x in enumerate(operands)
-        if any(p.reads[n + i] for p in programs.values())
-    }
+    given = {}
+    for i, x in enumerate(operands):
+        if any(p.reads[n + i] for p in programs.values()):
+            axes, flipped = layout.in_axes[i], flips(i)
+            x = KernelOperand(x, axes, flipped, heads=_heads_of(blocks[i], axes, flipped, layout))
+            given[i] = x
     old = {
         i: KernelOperand(x.reshape(*layout.shape(y.lies), *y.whole), y.lies, as_lies=True)
         for i, y in results.items()
@@ -333,6 +292,15 @@ def _plan(
     }
     shared = results, programs, len(operands), given, old, turned
     return _Sum(grid, lead, summed, group, stay, n, *shared), work
+
+
+def _heads_of(block: Any, axes: tuple[int, ...], flipped: bool, layout: GridLayout) -> int:
+    """How many heads an operand is given by. One that has the queries of rows as vectors is, unless
+    these are as long as they are many.
+    """
+    rows, features = layout.block[1], block.shape[::-1] if flipped else block.shape
+    vectors = matrix(block) and features[0] == rows != features[1]
+    return heads_of_rows(layout) if vectors and axes[-1:] == (ROW,) else 1
 
 
 def visit_sum(
@@ -385,7 +353,7 @@ def visit_sum(
         name="eqattn_sum",
     )
     ys = call(work, *[x.array for x in (*given.values(), *old.values())])
-    ys = [jnp.swapaxes(y, -1, -2) if x.turned else y for x, y in zip(outs, ys)]
+    ys = [x.from_written(y) for x, y in zip(outs, ys)]
     return [y.reshape(*layout.shape(x.axes), *x.aval.shape) for x, y in zip(outs, ys)]
 
 

@@ -28,7 +28,8 @@ from ..._sweep.grid import EMPTY, FEW_ROWS, GridLayout
 from ._chip import cores, VMEM
 from ._decode_copies import BlockCopies, copied
 from ._decode_program import FlatHeadsProgram, FoldedRows, OwnColumns
-from ._grid import abstract_blocks, KernelGrid, KernelOperand, split_at
+from ._grid import KernelGrid, split_at
+from ._operands import abstract_blocks, KernelOperand
 from ._products import product_of
 from ._program import Program
 from ._work_list import FIRST, in_parts, kind_of, LAST

@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..._sweep.grid import COL
-from ._grid import KernelGrid, KernelOperand
+from ._grid import KernelGrid
+from ._operands import KernelOperand
 
 
 @dataclasses.dataclass(frozen=True)

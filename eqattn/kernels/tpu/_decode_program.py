@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from ..._jax import Literal
 from ..._sweep.products import grouped_dot_p
-from ._grid import KernelOperand
+from ._operands import KernelOperand
 from ._products import LANES, product_of
 from ._program import Evaluation, POINTWISE, Program
 

@@ -31,11 +31,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..._jax import abstract
 from ..._sweep.fold_step import Finish
-from ..._sweep.grid import COL, EMPTY, GridLayout, HEAD
+from ..._sweep.grid import COL, EMPTY, GridLayout, HEAD, ROW
+from ..._sweep.tokens import from_heads
 from .._program import LOG2E
 from ._chip import heads_abreast, SPARE, VMEM
 from ._forward_step import FoldSpec, FoldStepBody, run
-from ._grid import abstract_blocks, KernelGrid, KernelOperand, matrix, nbytes_of, split_at, turns
+from ._grid import KernelGrid, split_at
+from ._operands import (
+    abstract_blocks,
+    heads_of_rows,
+    KernelOperand,
+    matrix,
+    nbytes_of,
+    turns,
+)
 from ._products import LANES
 from ._program import Program
 from ._work_list import FIRST, kind_of, LAST
@@ -54,6 +63,7 @@ class _Fold:
     - `ends`: the operands that `finish` reads.
     - `start`: numerator, denominator and maximum of an earlier visit to go on with, or none.
     - `finish`: what becomes of these three once their row is complete. None leaves them.
+    - `heads`: how many heads a row has the queries of, if what becomes of them is written by head.
     """
 
     grid: KernelGrid
@@ -64,6 +74,7 @@ class _Fold:
     ends: list[KernelOperand]
     start: list[KernelOperand]
     finish: Finish | None
+    heads: int
 
     @property
     def carry(self) -> list[tuple[int, int]]:
@@ -77,11 +88,16 @@ class _Fold:
 
         The vectors of a finished row, such as denominators and maxima, are one array, as each array
         costs every step 30 to 50 cycles in the schedules of `tpu-report`. In a ring they stay
-        apart, so that its moves hide.
+        apart, so that its moves hide. Matrices have an axis of `heads` where that is not 1.
         """
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.carry]
         ends = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.ends]
-        return jax.eval_shape(self.finished, like, ends)
+        found = jax.eval_shape(self.finished, like, ends)
+        if self.heads == 1:
+            return found
+        *matrices, vectors = found
+        shape = lambda x: (self.heads, x.shape[0] // self.heads, x.shape[1])
+        return [*[jax.ShapeDtypeStruct(shape(x), x.dtype) for x in matrices], vectors]
 
     @property
     def scratch(self) -> list:
@@ -172,7 +188,8 @@ class _Fold:
                 given = zip(self.ends, ends.values())
                 blocks = [read(x, ref, lag=1, head=head) for x, ref in given]
                 for ref, y in zip(outs.values(), self.finished(accs, blocks)):
-                    ref[(head, ...) if grid.abreast > 1 else ...] = y
+                    place = ref.at[head] if grid.abreast > 1 else ref
+                    place[...] = y.reshape(place.shape)
             if not start:
                 clear()  # for the next row, while values move out
 
@@ -250,19 +267,20 @@ def _plan(
     if whole is None:  # they are the left of a product
         value.flipped[0] = value.flipped[0] or matrix(blocks[n])
     ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
-    early = False
+    early, heads = False, 1
     if whole is not None and not form.grouped:
-        main = form.logits[form.full]
+        main, heads = form.logits[form.full], heads_of_rows(layout)
         for i, x in ahead.items():
             if main.held[i] and COL not in x.axes and turns(blocks[i]):
-                ahead[i] = KernelOperand(operands[i], x.axes, flipped=True)
+                own = heads if x.axes[-1:] == (ROW,) else 1
+                ahead[i] = KernelOperand(operands[i], x.axes, flipped=True, heads=own)
         early = 0 in behind and not behind[0].flipped and turns(blocks[n])
     start = [
         KernelOperand(x, kept, as_lies=x.ndim == len(kept) + 2) for x in into or () if x is not None
     ]
     reads = () if whole is None else whole.reads
     ends = [KernelOperand(operands[i], layout.in_axes[i]) for i in reads]
-    return _Fold(grid, form, ahead, behind, early, ends, start, whole), work
+    return _Fold(grid, form, ahead, behind, early, ends, start, whole, heads), work
 
 
 def _heads_abreast(form: FoldSpec, kept: tuple[int, ...]) -> int:
@@ -310,12 +328,10 @@ def visit_fold(
                 *[grid.block_spec(x, lag=1) for x in plan.ends],
                 *[grid.spec(x.axes, x.block, 1) for x in plan.start],
             ],
-            out_specs=[grid.spec(kept, x.shape, 1) for x in plan.outs],
+            out_specs=[grid.spec_of(kept, x.shape, 1) for x in plan.outs],
             scratch_shapes=[*plan.scratch, *plan.flags],
         ),
-        out_shape=[
-            abstract(args[-1], (*grid.leading_sizes(kept), *x.shape), x.dtype) for x in plan.outs
-        ],
+        out_shape=[abstract(args[-1], grid.sizes_of(kept, x.shape), x.dtype) for x in plan.outs],
         input_output_aliases={first + i: i for i in range(len(plan.start))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(grid.order) - 1) + ("arbitrary",),
@@ -328,7 +344,13 @@ def visit_fold(
         name="eqattn_fold",
     )
     ys = call(work, *tables, *grid.arrays(plan.given))
-    ys = [y.reshape(*layout.shape(kept), *y.shape[-2:]) for y in ys]
+    ys = [
+        # Heads that are visited together are one axis again first, so that XLA can drop the turn.
+        from_heads(y.reshape(*layout.shape(kept[:-1]), *y.shape[-4:]))
+        if len(x.shape) == 3
+        else y.reshape(*layout.shape(kept), *y.shape[-2:])
+        for x, y in zip(plan.outs, ys)
+    ]
     if into is not None:
         return [ys[0], *[y[..., 0, :] for y in ys[1:]]]
     *matrices, vectors = ys

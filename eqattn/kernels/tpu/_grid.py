@@ -16,48 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from ..._jax import abstract
 from ..._sweep.grid import COL, GridLayout, HEAD, ROW
-from ._chip import RESIDENT
-from ._products import LANES
+from ._operands import KernelOperand
 from ._work_list import merged_axes, row_of, SIDE, work_list
 
 
 def split_at(xs: Sequence, n: int) -> tuple[Sequence, Sequence]:
     """The first `n` of some values, and the others."""
     return xs[:n], xs[n:]
-
-
-def vmem_shape(shape: tuple[int, ...], flipped: bool = False) -> tuple[int, ...]:
-    """The shape of a block as it lies in vector memory.
-
-    It is at least a matrix. A column `[n, 1]` lies as a row `[1, n]`: as a column, each of its
-    numbers would take a row of 128 lanes.
-    """
-    if len(shape) < 2:
-        return (1, *(shape or (1,)))
-    return shape[::-1] if flipped or (len(shape) == 2 and shape[1] == 1) else shape
-
-
-def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
-    """The bytes of vector memory that an array takes.
-
-    Its last two axes are padded to tiles of 8 x 128; a single row is not padded to 8.
-    """
-    *lead, m, n = shape
-    m = m if m == 1 else -(-m // 8) * 8
-    return math.prod(lead) * m * -(-n // 128) * 128 * dtype.itemsize
-
-
-def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """A block of the given shape and dtype, from what lies in vector memory.
-
-    A row becomes a column by the transpose of 8 equal rows, as many as a register has.
-    """
-    if len(shape) == 2 and shape[1] == 1 and shape[0] > 1:
-        x = jnp.broadcast_to(x, (8, shape[0])).T[:, :1]
-    x = x.reshape(shape)
-    return x != 0 if dtype == jnp.bool_ else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +112,14 @@ class KernelGrid:
             step = jnp.minimum(step - lag, work_ref.shape[-1] - 1)
         return work_ref[(*part, *at, step)]
 
-    def index(self, axes: tuple[int, ...], ids: Sequence, refs: Sequence, lag: int = 0) -> list:
+    def index(
+        self,
+        axes: tuple[int, ...],
+        ids: Sequence,
+        refs: Sequence,
+        lag: int = 0,
+        apart: bool = False,
+    ) -> list:
         """The index on the given grid axes of the block that a step reads or writes.
 
         A row of a merged list counts `(*merged, ROW)` in one number, so the index on each of these
@@ -159,15 +132,16 @@ class KernelGrid:
         - `ids`: the indices of the step on the kernel's grid.
         - `refs`: the list, and the tables of pages.
         - `lag`: how many steps before this one.
+        - `apart`: whether the array has all of its axes, whatever is merged.
         """
         work_ref, *tables = refs
         pair = self.pair(ids, work_ref, lag)
         _, ids = split_at(ids, bool(self.parts))
         where = {a: i for a, i in zip(self.order, ids) if a is not None}
         sides = {ROW: row_of(pair), COL: (pair >> 4) & (SIDE - 1)}
-        *apart, side = self.split(axes)
+        *others, side = (*axes, None) if apart else self.split(axes)
         if side is not None:
-            return [*[where[a] for a in apart], sides[side]]
+            return [*[where[a] for a in others], sides[side]]
         row, where[COL] = sides[ROW], sides[COL]
         if self.joined:
             _, where[COL] = _divided(where[COL], self.layout.grid[COL])
@@ -213,6 +187,37 @@ class KernelGrid:
         at = axes.index(HEAD) + 1
         return *xs[:at], x, *xs[at:]
 
+    def sizes_of(self, axes: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an array of blocks. With a block of three axes, the queries of one head lie
+        together, see `by_head`: then `ROW` is the last of the axes.
+        """
+        if len(block) < 3:
+            return *self.leading_sizes(axes), *block
+        *lead, rows = self.layout.shape(axes)
+        if self.heads(axes):
+            lead = self._beside(axes, lead, self.abreast)
+        heads, *rest = block
+        return *lead, heads, rows, *rest
+
+    def spec_of(self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0) -> pl.BlockSpec:
+        """Where the block of such an array lies at each step, as `spec` tells for others. With
+        several heads, it is one stretch of memory for each.
+        """
+        if len(block) < 3:
+            return self.spec(axes, block, lag)
+
+        def index(*ids_and_refs):
+            ids, refs = split_at(ids_and_refs, len(self.order))
+            *at, row = self.index(axes, ids, refs, lag, apart=True)
+            at = self._beside(axes, at, 0) if self.heads(axes) else at
+            return *at, 0, row, 0, 0
+
+        lead = [None] * (len(axes) - 1)
+        if self.heads(axes):
+            lead = self._beside(axes, lead, self.abreast)
+        heads, *rest = block
+        return pl.BlockSpec((*lead, heads, None, *rest), index)
+
     def spec(
         self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0, *, by_part: bool = False
     ) -> pl.BlockSpec:
@@ -240,15 +245,17 @@ class KernelGrid:
             lead = [None] * (len(self.leading_sizes(axes)) + (bool(self.parts) and by_part))
         return pl.BlockSpec((*lead, *block), index)
 
-    def block_spec(self, x: "KernelOperand", lag: int = 0) -> pl.BlockSpec:
+    def block_spec(self, x: KernelOperand, lag: int = 0) -> pl.BlockSpec:
         """Where the block of an operand lies at each step; a resident one is given whole."""
         if x.resident:
             return pl.BlockSpec(memory_space=pltpu.VMEM)
-        return self.spec(x.axes, x.block, lag)
+        return (
+            self.spec_of(x.axes, x.block, lag) if x.heads > 1 else self.spec(x.axes, x.block, lag)
+        )
 
     def read(
         self,
-        x: "KernelOperand",
+        x: KernelOperand,
         ref: Any,
         ids: Sequence,
         refs: Sequence,
@@ -268,74 +275,15 @@ class KernelGrid:
             at = self._beside(x.axes, at, head) if self.heads(x.axes) else at
         return x.read(ref, at, as_row)
 
-    def arrays(self, xs: Sequence["KernelOperand"]) -> list[Array]:
+    def arrays(self, xs: Sequence[KernelOperand]) -> list[Array]:
         """The arrays of the operands, with the leading axes that `spec` counts on."""
-        return [x.array.reshape(*self.leading_sizes(x.axes), *x.block) for x in xs]
-
-
-class KernelOperand:
-    """An array on the grid, in the form in which the kernel is given it.
-
-    **Arguments:**
-
-    - `x`: the array, `[*axes, *block]`. Booleans are given to the kernel as int32.
-    - `axes`: its grid axes.
-    - `flipped`: whether its blocks are given transposed.
-    - `as_lies`: whether blocks keep their shape, columns `[n, 1]` included.
-    - `cached`: whether it comes from a cache, which XLA must not copy.
-    """
-
-    def __init__(
-        self,
-        x: Any,
-        axes: tuple[int, ...],
-        flipped: bool = False,
-        as_lies: bool = False,
-        cached: bool = False,
-    ):
-        self.axes, self.flipped, self.cached, self.dtype = axes, flipped, cached, x.dtype
-        shape = x.shape[len(axes) :]
-        self.shape = shape[::-1] if flipped else shape
-        self.block = shape if as_lies else vmem_shape(shape, flipped)
-        x = jnp.asarray(x)
-        x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-        x = jnp.swapaxes(x, -1, -2) if flipped else x
-        self.array = x.reshape(*x.shape[: len(axes)], *self.block)
-
-    @property
-    def resident(self) -> bool:
-        """Whether the whole array lies in vector memory all the time.
-
-        It does where its blocks are rows or columns and all of it is small, see `RESIDENT`.
-        """
-        return 1 in self.block and nbytes_of(self.array.shape, self.array.dtype) <= RESIDENT
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of vector memory that it takes: one block is read while the next arrives."""
-        if self.resident:
-            return nbytes_of(self.array.shape, self.array.dtype)
-        return 2 * nbytes_of(self.block, self.array.dtype)
-
-    @property
-    def is_column(self) -> bool:
-        """Whether a block is a column `[n, 1]`, which lies as a row."""
-        return len(self.shape) == 2 and self.shape[0] > 1 == self.shape[1]
-
-    def read(self, ref: Any, at: Sequence = (), as_row: bool = False) -> Array:
-        """The block in `ref`; of a resident array, the one at the index `at`.
-
-        **Arguments:**
-
-        - `as_row`: whether a column is returned as the row `[1, n]` as which it lies.
-        """
-        x = ref[(*at, ...)]
-        if as_row and self.is_column:
-            x = x.reshape(self.shape[::-1])
-            return x != 0 if self.dtype == jnp.bool_ else x
-        if x.shape != self.shape or x.ndim == 0:
-            return as_block(x, self.shape, self.dtype)
-        return x != 0 if self.dtype == jnp.bool_ else x
+        shapes = (
+            self.sizes_of(x.axes, x.block)
+            if x.heads > 1
+            else (*self.leading_sizes(x.axes), *x.block)
+            for x in xs
+        )
+        return [x.array.reshape(shape) for x, shape in zip(xs, shapes)]
 
 
 def _divided(x: Any, size: int) -> tuple[Any, Any]:
@@ -343,18 +291,3 @@ def _divided(x: Any, size: int) -> tuple[Any, Any]:
     if size & (size - 1):
         return lax.div(x, jnp.int32(size)), lax.rem(x, jnp.int32(size))
     return lax.shift_right_logical(x, jnp.int32(size.bit_length() - 1)), x & (size - 1)
-
-
-def abstract_blocks(operands: Sequence, axes: Sequence[tuple[int, ...]]) -> list:
-    """The shapes and dtypes of one block of each operand."""
-    return [abstract(x, x.shape[len(a) :], x.dtype) for x, a in zip(operands, axes)]
-
-
-def matrix(x: Any) -> bool:
-    """Whether a block is a matrix, and neither a row nor a column."""
-    return len(x.shape) == 2 and min(x.shape) > 1
-
-
-def turns(x: Any) -> bool:
-    """Whether registers hold a block, transposed and not, that are full or half full."""
-    return matrix(x) and not max(x.shape) % LANES and not min(x.shape) % (LANES // 2)

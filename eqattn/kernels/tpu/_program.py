@@ -38,7 +38,7 @@ from jax import lax
 from ..._jax import Literal, primitives
 from ..._sweep.products import dot_p, grouped_dot_p
 from .._program import flat_jaxpr, LOG2E, POINTWISE
-from ._grid import as_block
+from ._operands import as_block
 from ._products import grouped_product, product_of
 from ._sides import Sides
 

@@ -1,0 +1,142 @@
+"""Arrays on the grid as a kernel is given them, and how their blocks lie in vector memory."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ..._jax import abstract
+from ..._sweep.grid import GridLayout
+from ..._sweep.tokens import by_head
+from ._chip import RESIDENT
+from ._products import LANES
+
+
+def vmem_shape(shape: tuple[int, ...], flipped: bool = False) -> tuple[int, ...]:
+    """The shape of a block as it lies in vector memory.
+
+    It is at least a matrix. A column `[n, 1]` lies as a row `[1, n]`: as a column, each of its
+    numbers would take a row of 128 lanes.
+    """
+    if len(shape) < 2:
+        return (1, *(shape or (1,)))
+    return shape[::-1] if flipped or (len(shape) == 2 and shape[1] == 1) else shape
+
+
+def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
+    """The bytes of vector memory that an array takes.
+
+    Its last two axes are padded to tiles of 8 x 128; a single row is not padded to 8.
+    """
+    *lead, m, n = shape
+    m = m if m == 1 else -(-m // 8) * 8
+    return math.prod(lead) * m * -(-n // 128) * 128 * dtype.itemsize
+
+
+def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A block of the given shape and dtype, from what lies in vector memory.
+
+    A row becomes a column by the transpose of 8 equal rows, as many as a register has.
+    """
+    if len(shape) == 2 and shape[1] == 1 and shape[0] > 1:
+        x = jnp.broadcast_to(x, (8, shape[0])).T[:, :1]
+    x = x.reshape(shape)
+    return x != 0 if dtype == jnp.bool_ else x
+
+
+class KernelOperand:
+    """An array on the grid, in the form in which the kernel is given it.
+
+    **Arguments:**
+
+    - `x`: the array, `[*axes, *block]`. Booleans are given to the kernel as int32.
+    - `axes`: its grid axes.
+    - `flipped`: whether its blocks are given transposed.
+    - `as_lies`: whether blocks keep their shape, columns `[n, 1]` included.
+    - `cached`: whether it comes from a cache, which XLA must not copy.
+    - `heads`: how many heads a row has the queries of. With more than one, these are given by head,
+        see `by_head`. Then blocks are flipped, and `ROW` is the last of the axes.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        axes: tuple[int, ...],
+        flipped: bool = False,
+        as_lies: bool = False,
+        cached: bool = False,
+        heads: int = 1,
+    ):
+        self.axes, self.flipped, self.cached, self.dtype = axes, flipped, cached, x.dtype
+        self.heads = heads
+        shape = x.shape[len(axes) :]
+        self.shape = shape[::-1] if flipped else shape
+        self.block = shape if as_lies else vmem_shape(shape, flipped)
+        x = jnp.asarray(x)
+        x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        x = jnp.swapaxes(x, -1, -2) if flipped else x
+        if heads > 1:
+            self.array = by_head(x, heads)
+            self.block = heads, *self.array.shape[-2:]
+            return
+        self.array = x.reshape(*x.shape[: len(axes)], *self.block)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the whole array lies in vector memory all the time.
+
+        It does where its blocks are rows or columns and all of it is small, see `RESIDENT`.
+        """
+        return 1 in self.block and nbytes_of(self.array.shape, self.array.dtype) <= RESIDENT
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of vector memory that it takes: one block is read while the next arrives."""
+        if self.resident:
+            return nbytes_of(self.array.shape, self.array.dtype)
+        return 2 * nbytes_of(self.block, self.array.dtype)
+
+    @property
+    def is_column(self) -> bool:
+        """Whether a block is a column `[n, 1]`, which lies as a row."""
+        return len(self.shape) == 2 and self.shape[0] > 1 == self.shape[1]
+
+    def read(self, ref: Any, at: Sequence = (), as_row: bool = False) -> Array:
+        """The block in `ref`; of a resident array, the one at the index `at`.
+
+        **Arguments:**
+
+        - `as_row`: whether a column is returned as the row `[1, n]` as which it lies.
+        """
+        x = ref[(*at, ...)]
+        if as_row and self.is_column:
+            x = x.reshape(self.shape[::-1])
+            return x != 0 if self.dtype == jnp.bool_ else x
+        if x.shape != self.shape or x.ndim == 0:
+            return as_block(x, self.shape, self.dtype)
+        return x != 0 if self.dtype == jnp.bool_ else x
+
+
+def heads_of_rows(layout: GridLayout) -> int:
+    """How many heads a row has the queries of, if these can be given by head; else 1.
+
+    The queries of one head in a block must fill registers, which have 16 rows of bfloat16.
+    """
+    return 1 if layout.block[1] // layout.group % 16 else layout.group
+
+
+def abstract_blocks(operands: Sequence, axes: Sequence[tuple[int, ...]]) -> list:
+    """The shapes and dtypes of one block of each operand."""
+    return [abstract(x, x.shape[len(a) :], x.dtype) for x, a in zip(operands, axes)]
+
+
+def matrix(x: Any) -> bool:
+    """Whether a block is a matrix, and neither a row nor a column."""
+    return len(x.shape) == 2 and min(x.shape) > 1
+
+
+def turns(x: Any) -> bool:
+    """Whether registers hold a block, transposed and not, that are full or half full."""
+    return matrix(x) and not max(x.shape) % LANES and not min(x.shape) % (LANES // 2)
