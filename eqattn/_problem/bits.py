@@ -1,18 +1,15 @@
 """Floats that are stored as the integers with the same bits."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Shaped, UInt
 
-from .storage import AbstractStored
+from .storage import AbstractStored, without_gradient
 
 
 class Bits(AbstractStored):
@@ -52,7 +49,8 @@ class Bits(AbstractStored):
     @classmethod
     def of(cls, x: Float[Array, "*b s k d"]) -> "Bits":
         """Takes the bits of an array. It has no gradient through them: asking for one raises."""
-        return cls(_bits_of(x), x.dtype)
+        x = without_gradient(x, _NO_GRADIENT)
+        return cls(lax.bitcast_convert_type(x, _unsigned(x.dtype)), x.dtype)
 
     @property
     def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
@@ -83,19 +81,7 @@ def _unsigned(dtype: Any) -> Any:
     return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
 
 
-@jax.custom_jvp
-def _bits_of(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, _unsigned(x.dtype))
-
-
-@ft.partial(_bits_of.defjvp, symbolic_zeros=True)
-def _bits_of_jvp(primals, tangents) -> Any:
-    (x,), (dx,) = primals, tangents
-    if not isinstance(dx, SymbolicZero):
-        raise NotImplementedError(
-            "A cache that is kept as bits has no gradient of the keys and values that are appended "
-            "to it. Caches of narrow floats are kept so on a CPU: make it with bits=False, or stop "
-            "their gradient."
-        )
-    bits = _bits_of(x)
-    return bits, np.zeros(bits.shape, jax.dtypes.float0)
+_NO_GRADIENT = (
+    "A cache that is kept as bits has no gradient of the keys and values that are appended to it. "
+    "Caches of narrow floats are kept so on a CPU: make it with bits=False, or stop their gradient."
+)

@@ -1,12 +1,15 @@
 """Keys and values that are not stored as one array of floats: in fewer bits, or in pages."""
 
 import abc
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._misc import (
@@ -176,7 +179,7 @@ class Quantized(AbstractStored):
         cls, x: Float[Array, "*b s k d"], dtype: Any = jnp.int8, shares: int = 1
     ) -> "Quantized":
         """Rounds vectors `[..., d]`, each scaled so that its largest entry becomes the largest
-        number of `dtype`.
+        number of `dtype`. They have no gradient: asking for one raises.
 
         **Arguments:**
 
@@ -195,7 +198,7 @@ class Quantized(AbstractStored):
                 f"x must be [..., tokens, heads, dim] with heads that shares={shares} divides, got "
                 f"{x.shape}."
             )
-        wide = x.astype(jnp.float32)
+        wide = without_gradient(x, _NO_GRADIENT).astype(jnp.float32)
         most = float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
         scales = jnp.abs(wide).max(-1) / most
         values = wide / jnp.where(scales == 0, 1, scales)[..., None]
@@ -234,6 +237,29 @@ class Quantized(AbstractStored):
         return values.astype(scales.dtype) * split_heads(scales, values.shape[-2])[..., None]
 
 
+# Integers have no cotangents, and those of float8 numbers would be rounded to float8. Without this
+# error, what is left of a gradient would be that of the scales.
+_NO_GRADIENT = (
+    "Quantized numbers have no gradient of the keys and values that they are made of, such as what "
+    "is appended to a cache of 8 bits: make a KVCache, or a PagedKVCache without stored=, or stop "
+    "their gradient."
+)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def without_gradient(x: Array, message: str) -> Array:
+    """Returns `x`. To ask for a derivative of it raises `NotImplementedError` with this message."""
+    return x
+
+
+@ft.partial(without_gradient.defjvp, symbolic_zeros=True)
+def _without_gradient_jvp(message: str, primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    if not isinstance(dx, SymbolicZero):
+        raise NotImplementedError(message)
+    return x, jnp.zeros_like(x)
+
+
 def _check_eight_bits(dtype: Any, name: str) -> None:
     dtype = as_dtype(dtype, name)
     if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # Signed.
@@ -246,10 +272,11 @@ def _check_eight_bits(dtype: Any, name: str) -> None:
 
 def split_heads(scales: Array, heads: int) -> Array:
     """Turns scales `[..., n, s * k / n]` into `[..., s, k]`."""
-    *lead, n, _ = scales.shape
+    *lead, n, m = scales.shape
+    s = n * m // heads
     if n > 1:
-        scales = jnp.moveaxis(scales.reshape(*lead, n, -1, heads // n), -3, -2)
-    return scales.reshape(*lead, -1, heads)
+        scales = jnp.moveaxis(scales.reshape(*lead, n, s, heads // n), -3, -2)
+    return scales.reshape(*lead, s, heads)
 
 
 def join_heads(scales: Array, n: int) -> Array:

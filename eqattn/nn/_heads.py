@@ -6,7 +6,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
+
+from .._jax import explicit_axes, sharding_of
 
 
 ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
@@ -24,7 +28,10 @@ def normed(layer: Any, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
     """Normalises each head, or returns the heads as they are if there is no normalisation."""
     if layer is None:
         return x
-    return jax.vmap(layer)(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    # Mapped, not reshaped to rows: an axis of heads that devices share cannot be merged into one.
+    for _ in x.shape[:-1]:
+        layer = jax.vmap(layer)
+    return layer(x)
 
 
 def linear(layer: Any, x: Float[Array, "*b features"]) -> Float[Array, "*b outputs"]:
@@ -41,9 +48,20 @@ def linear(layer: Any, x: Float[Array, "*b features"]) -> Float[Array, "*b outpu
     if type(layer) is not eqx.nn.Linear:
         out = jax.vmap(layer)(rows)
     else:
-        out = rows @ layer.weight.T
+        out = jnp.matmul(rows, layer.weight.T, out_sharding=_product_sharding(rows, layer.weight))
         out = out if layer.bias is None else out + layer.bias[None]
     return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _product_sharding(rows: Array, weight: Array) -> P | None:
+    """How the product of rows and a weight `[outputs, features]` is sharded; None for JAX's choice.
+
+    JAX makes none where explicit axes shard the features of both, as where devices share the heads.
+    The sum over these axes then is on each of their devices.
+    """
+    if not (explicit_axes(rows) and sharding_of(rows)[-1] and sharding_of(weight)[-1]):
+        return None
+    return P(sharding_of(rows)[0], sharding_of(weight)[0])
 
 
 def project(

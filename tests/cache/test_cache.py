@@ -82,6 +82,29 @@ def test_quantized_numbers(dtype):
     assert (q.materialise()[0, 0, 0] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["int8", "paged int8", "float8"])
+def test_eight_bits_have_no_gradient(name):
+    """Asked for one of what is appended, they raise; a gradient of the queries is as ever."""
+    cache, (q, k, v) = MAKE[name](jnp.float32), tokens(3, jnp.float32)
+    loss = lambda q, k, v: step(cache, q, k, v)[1].sum()
+    for i in (1, 2):
+        for derivative in (jax.grad, jax.jacfwd):
+            with pytest.raises(NotImplementedError, match="8 bits.*stop their gradient"):
+                derivative(loss, i)(q, k, v)
+    held = step(cache, q, k, v)[0]
+    other, held = KVCache.empty(B, CAPACITY, K, D, V), (held.key, held.value)
+    held = [x.materialise()[:, :3] for x in held]
+    want = jax.grad(lambda q: step(other, q, *held)[1].sum())(q)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(q, k, v), want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_no_rows(name):
+    cache = MAKE[name](jnp.float32).reorder(jnp.zeros(0, jnp.int32))
+    cache, out = step(cache, *(x[:0] for x in tokens(3, jnp.float32)))
+    assert out.shape == (0, 3, 4, V) and cache.length.shape == (0,)
+
+
 @pytest.mark.parametrize("pages", [False, True])
 def test_scales_in_shares_of_the_heads(pages):
     """However many devices share the heads, the numbers are the same; here all are on one."""
