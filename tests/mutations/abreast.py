@@ -9,7 +9,7 @@ MUTANTS = [
         HEADS,
         [
             ("= [ref.at[head] for ref in scratch]", "= [ref.at[0] for ref in scratch]"),
-            ("ref[(head, ...) if grid.abreast > 1 else ...] = y", "ref[(0, ...) if grid.abreast > 1 else ...] = y"),
+            ("ref.at[head] if grid.abreast > 1 else ref", "ref.at[0] if grid.abreast > 1 else ref"),
             ("of_head = ft.partial(read, head=head)", "of_head = ft.partial(read, head=0)"),
             ("blocks = [read(x, ref, lag=1, head=head) for x, ref in given]", "blocks = [read(x, ref, lag=1) for x, ref in given]"),
             ("return 1 if layout.grid[HEAD] % heads else heads", "return heads"),

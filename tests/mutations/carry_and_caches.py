@@ -143,7 +143,7 @@ MUTANTS = [
             ("values = jnp.round(values)", "pass"),
             ("scales = jnp.abs(wide).max(-1) / most", "scales = wide.max(-1) / most"),
             ("values = wide / jnp.where(scales == 0, 1, scales)[..., None]", "values = wide / scales[..., None]"),
-            ("scales.reshape(*lead, n, -1, heads // n), -3, -2)", "scales.reshape(*lead, n, -1, heads // n), -2, -2)"),
+            ("scales.reshape(*lead, n, s, heads // n), -3, -2)", "scales.reshape(*lead, n, s, heads // n), -2, -2)"),
             ("if self.scales.shape[-2] == n:", "if True:"),
         ],
     ),

@@ -17,8 +17,28 @@ MUTANTS = [
         "kernels/tpu/_backward.py",
         FEATURES,
         [
-            ("last = i in stay and results[i].apart", "last = False and results[i].apart"),
+            ("last = into is None and i in stay", "last = False and i in stay"),
             ("both = turned.main.turned[n + i]", "both = False"),
+        ],
+    ),
+    (
+        "kernels/tpu/_sum_result.py",
+        FEATURES,
+        [
+            ("return (self.heads, *self.rows, rows // self.heads, features)", "return (*self.rows, self.heads, rows // self.heads, features)"),
+            ("x = from_heads(x) if self.heads > 1 else x", "x = x.reshape(*x.shape[:-4], x.shape[-3], -1, x.shape[-1]) if self.heads > 1 else x"),
+        ],
+    ),
+    (
+        "kernels/tpu/_operands.py",
+        FEATURES,
+        [("return 1 if layout.block[1] // layout.group % 16 else layout.group", "return 1")],
+    ),
+    (
+        "_sweep/tokens.py",
+        FEATURES,
+        [
+            ("return jnp.swapaxes(x.reshape(*lead, heads, n // heads, features), -3, -4)", "return x.reshape(*lead[:-1], heads, lead[-1], n // heads, features)"),
         ],
     ),
     (
