@@ -98,7 +98,7 @@ class RingBufferCache(AbstractCache):
     def truncate(self, lengths: Int[Array, " b"]) -> "RingBufferCache":
         """Returns the cache with only the first `lengths` tokens of each row. Tokens that newer
         ones have overwritten do not come back: for each token that is dropped, one fewer older
-        token is there.
+        token is there. A layer raises if it would see one of them.
         """
         lengths = check_lengths(lengths, self.length)
         held = jnp.where(self.held < lengths[:, None], self.held, -1)

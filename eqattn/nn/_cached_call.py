@@ -1,8 +1,10 @@
 """How a layer continues from a cache: its rows, its new tokens, and what attention then reads."""
 
+import bisect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,32 +113,30 @@ def appended(
     """Appends the heads of new tokens to a cache, and combines the mask of the call with the one
     that shows the stored tokens.
 
-    **Raises:** `TypeError` or `ValueError` unless they fit, see `check_fits`.
+    **Raises:** `TypeError` unless the cache is of their dtype, and `ValueError` unless it then
+    holds all that the layer's window shows, or else the mask of the call. If it does not because it
+    was truncated, that raises when the program runs (`equinox.error_if`).
     """
-    check_fits(cache, key_.shape[1], key_.dtype, window, mask, heads)
+    if cache.key.dtype != key_.dtype:
+        raise TypeError(
+            f"The cache is of {cache.key.dtype} and the layer's keys are {key_.dtype}; make it "
+            f"with dtype=jnp.{key_.dtype}."
+        )
+    if cache.overwrites:
+        cache = _checked(cache, _reach(cache, key_.shape[1], window, mask, heads))
     cache = cache.append(key_, value, counts)
     return cache, cache.mask() if mask is None else mask & cache.mask()
 
 
-def check_fits(
-    cache: AbstractCache,
-    tokens: int,
-    dtype: Any,
-    window: Any,
-    mask: AbstractMask | None,
-    heads: int,
-) -> None:
-    """**Raises:** `TypeError` or `ValueError` unless new tokens of this dtype can be appended, and
-    the cache then still holds all that the layer's window shows, or else the mask of the call.
+def _reach(
+    cache: AbstractCache, tokens: int, window: Any, mask: AbstractMask | None, heads: int
+) -> int:
+    """How many tokens before a new one the layer's window shows, or else the mask of the call.
+
+    **Raises:** `ValueError` unless a cache that overwrites its oldest tokens still holds them when
+    `tokens` have been appended.
     """
-    if cache.key.dtype != dtype:
-        raise TypeError(
-            f"The cache is of {cache.key.dtype} and the layer's keys are {dtype}; make it with "
-            f"dtype=jnp.{dtype}."
-        )
-    if not cache.overwrites:
-        return
-    capacity = cache.key.shape[1]
+    capacity, rows = cache.key.shape[1], len(cache.length)
     if window is not None and window[0] is not None:
         least = window[0] + tokens
         if capacity < least:
@@ -144,13 +144,37 @@ def check_fits(
                 f"{tokens} new tokens and the {window[0]} before each that window={window} shows "
                 f"need a {type(cache).__name__} of {least}, got {capacity}; append fewer at a time."
             )
-    elif tokens <= capacity and _shows_beyond(mask, capacity - tokens, len(cache.length), heads):
+        return window[0]
+    most = capacity - tokens
+    if most < 0:
+        return 0  # `append` says that they do not fit.
+    if _shows_beyond(mask, most, rows, heads):
         raise ValueError(
             f"With {tokens} new tokens a {type(cache).__name__} of {capacity} holds the "
-            f"{capacity - tokens} before each, and the mask may show older ones, which are "
-            f"overwritten: add a window such as SlidingWindow({capacity - tokens}, 0) to the mask "
+            f"{most} before each, and the mask may show older ones, which are "
+            f"overwritten: add a window such as SlidingWindow({most}, 0) to the mask "
             "or the layer, take a larger capacity or fewer tokens at a time, or a KVCache."
         )
+    hides = lambda distance: not _shows_beyond(mask, distance, rows, heads)
+    return bisect.bisect_left(range(most), True, key=hides)
+
+
+def _checked(cache: Cache, reach: int) -> Cache:
+    """A cache that raises when the program runs if tokens of the `reach` before the next one are
+    missing. Those that `truncate` would have to bring back are, as newer ones lay in their place.
+    """
+    length, held = cache.length, cache.positions
+    assert held is not None  # Whatever overwrites has positions.
+    first = jnp.maximum(length - reach, 0)
+    there = ((held >= first[:, None]) & (held < length[:, None])).sum(-1, dtype=jnp.int32)
+    length = eqx.error_if(
+        length,
+        there < length - first,
+        f"The {type(cache).__name__} was truncated by more tokens than it can bring back: some of "
+        f"the {reach} before the next one, which the layer's window or the mask shows, were "
+        "overwritten. Append them again, or take a larger capacity.",
+    )
+    return eqx.tree_at(lambda c: c.length, cache, length)
 
 
 class _Away(AbstractMask):
