@@ -11,7 +11,6 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import (
-    ClosedJaxpr as ClosedJaxpr,
     jaxpr_as_fun as jaxpr_as_fun,
     jaxprs_in_params,
     Literal as Literal,
@@ -221,7 +220,7 @@ def evaluated(eqn, xs) -> list:
     return ys if eqn.primitive.multiple_results else [ys]
 
 
-def replay(closed: ClosedJaxpr, *args) -> list:
+def replay(closed, *args) -> list:
     """A jaxpr evaluated at arguments that may vary over more mesh axes than it was traced for."""
 
     def evaluate(eqn, xs):

@@ -50,7 +50,6 @@ def test_a_primitive_with_every_rule():
 
 def test_jaxprs_are_called_again():
     closed = jax.make_jaxpr(lambda x: (x + 1, x * 2))(1.0)
-    assert isinstance(closed, _jax.ClosedJaxpr)
     assert [float(y) for y in _jax.jaxpr_as_fun(closed)(3.0)] == [4, 6]
     literals = jax.make_jaxpr(lambda x: x + 1.0)(1.0).jaxpr.eqns[0].invars
     assert [isinstance(v, _jax.Literal) for v in literals] == [False, True]

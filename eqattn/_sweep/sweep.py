@@ -26,7 +26,6 @@ from .._jax import (
     abstract,
     ad,
     batching,
-    ClosedJaxpr,
     compile_eagerly,
     is_zero,
     jaxpr_as_fun,
@@ -62,8 +61,8 @@ def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, l
         for c, j in closed.items():
             stop = start + len(j.consts)
 
-            def with_consts(*xs, jaxpr=j.jaxpr, mine=slice(start, stop)):
-                whole = ClosedJaxpr(jaxpr, xs[mine])
+            def with_consts(*xs, j=j, mine=slice(start, stop)):
+                whole = j.replace(jaxpr=j.jaxpr, consts=xs[mine])
                 again = ft.partial(replay, whole) if axes else jaxpr_as_fun(whole)
                 return again(*xs[:n])
 

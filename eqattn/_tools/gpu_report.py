@@ -256,7 +256,10 @@ def decoding(place: Any, slots: int, **given: Any) -> tuple[Any, tuple]:
     page, mask, rest = given.get("page"), given.get("mask"), given.get("rest", 0)
     dtype, stored = jnp.dtype(given.get("dtype", "bfloat16")), given.get("stored")
     how = Ragged(AttentionMetadata(platform="gpu", runtime_dtype=dtype))
-    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
     lead = (rows, slots) if page is None else (rows * slots // page, page)
     table = [] if page is None else [array(rows, slots // page, dtype=jnp.int32)]
     heads, kv_heads = (128, 1) if rest else (32, 8)

@@ -50,10 +50,11 @@ class Ending(BlockProgram):
         accs = (jax.ShapeDtypeStruct((_WIDTH, _ROWS), jnp.float32), row, row)
         sizes = [_ROWS if x.kind == "r" else 1 for x in self.given]
         more = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]
-        closed = jax.make_jaxpr(lambda *xs: finish(xs[:3], *xs[3:]))(*accs, *more)
+        trace = jax.make_jaxpr(lambda *xs: finish(xs[:3], *xs[3:]), return_shape=True)
+        closed, results = trace(*accs, *more)
         super().__init__(closed, native)
         self.results = [
-            (x.dtype, x.ndim == 2, x.shape == (_ROWS, _WIDTH)) for x in closed.out_avals
+            (x.dtype, x.ndim == 2, x.shape == (_ROWS, _WIDTH)) for x in jax.tree.leaves(results)
         ]
 
     def __call__(

@@ -28,6 +28,9 @@ _LAYOUTS = {"pairs": _BLOCK, "own": _BLOCK.reduce(1), "other": _BLOCK.reduce(0)}
 
 Barrier = plgpu.Barrier
 SMEM: Any = plgpu.SMEM
+# To type checkers they are abstract in JAX 0.12.
+_Tiling: Any = plgpu.TilingTransform
+_Swizzle: Any = plgpu.SwizzleTransform
 barrier_arrive = plgpu.barrier_arrive
 barrier_wait = plgpu.barrier_wait
 ds = pl.ds
@@ -50,7 +53,7 @@ def matrices(shape: tuple[int, ...], dtype: Any, summed: int = 0) -> Any:
     size = jnp.dtype(dtype).itemsize
     fits = lambda n: shape[-1] * size % n == 0 and summed * size % n == 0
     width = next(n for n in (128, 64, 32) if fits(n))
-    tiles = plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width)
+    tiles = _Tiling((8, width // size)), _Swizzle(width)
     return SMEM(shape, dtype, transforms=tiles)
 
 

@@ -105,7 +105,8 @@ class _Fold:
         and the dropout weights; and the values of this pair and of the one before, turned.
         """
         keys, rows = self.form.layout.block
-        shapes = [(x, jnp.float32) for x in (*self.carry, (keys, rows), (1, rows))]
+        carry = (*self.carry, (keys, rows), (1, rows))
+        shapes: list[tuple[Any, Any]] = [(x, jnp.float32) for x in carry]
         shapes += [((keys, rows), jnp.float32)] * self.form.weighted
         if self.early:
             x = self.behind[0]
