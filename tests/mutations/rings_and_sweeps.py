@@ -98,7 +98,7 @@ MUTANTS = [
         "_sweep/sweep.py",
         SUMS,
         [
-            ("def with_consts(*xs, jaxpr=j.jaxpr, mine=slice(start, stop)):", "def with_consts(*xs, jaxpr=j.jaxpr, mine=slice(n, n + len(j.consts))):"),
+            ("def with_consts(*xs, j=j, mine=slice(start, stop)):", "def with_consts(*xs, j=j, mine=slice(n, n + len(j.consts))):"),
             ("reused = layout.ring is None and first in layout.batch", "reused = first in layout.batch"),
             ("first in layout.batch and layout.grid[0] == 1", "first in layout.batch and False", "a batch axis of one beside the new one changes only the layout of what XLA copies"),
             ("return [y if axis in a else y.sum(0) for y, a in zip(ys, out_axes)]", "return [y if axis in a else y[0] for y, a in zip(ys, out_axes)]"),
