@@ -129,12 +129,13 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
 
     **Returns:** `[keys|1, rows|1]`.
     """
-    shape = tuple(max((a.shape[i] for a in args), default=1) for i in (0, 1))
+    # A length that `jax.export` leaves open differs from 1; it is not known to be more.
+    shape = tuple(next((a.shape[i] for a in args if a.shape[i] != 1), 1) for i in (0, 1))
     for axis in (1, 0):  # the map over rows is the inner one
-        in_axes = tuple(0 if a.shape[axis] > 1 else None for a in args)
+        in_axes = tuple(0 if a.shape[axis] != 1 else None for a in args)
         if any(a == 0 for a in in_axes):
             fn = jax.vmap(fn, in_axes)
-    squeezed = [a.reshape(tuple(n for n in a.shape[:2] if n > 1) + a.shape[2:]) for a in args]
+    squeezed = [a.reshape(tuple(n for n in a.shape[:2] if n != 1) + a.shape[2:]) for a in args]
     return jnp.asarray(fn(*squeezed)).reshape(shape)
 
 

@@ -58,7 +58,9 @@ SOME = [pytest.param(p, marks=pytest.mark.slow) if p.stem in MODELS else p for p
 
 @pytest.mark.parametrize("path", SOME, ids=lambda p: p.stem)
 @pytest.mark.usefixtures("quick_compilation")
-def test_blocks_run(path, monkeypatch, capsys):
+def test_blocks_run(path, monkeypatch, capsys, request):
+    if "symbolic_shape" in path.read_text():  # such a size is no `int`, which annotations name
+        request.getfixturevalue("unchecked")
     monkeypatch.setattr(AttentionRegistry, "_registry", dict(AttentionRegistry._registry))
     monkeypatch.chdir(ROOT)
     namespace = {"__name__": path.stem}

@@ -21,7 +21,7 @@ from .._sweep.sweep import block_dtype
 from .._sweep.tokens import Tokens
 from .mesh import split_axis
 from .problem import Problem
-from .storage import Pages, Quantized
+from .storage import AbstractStored, Pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Blocking:
         if last:
             whole = (group, queries) in ((1, 1), (self.group, self.block_q))
             return x.reshape(*lead, keys, -1, *last) if whole else x, axes
-        if keys == 1 and group * queries > 1:
+        if keys == 1 and group * queries != 1:
             static = isinstance(x, np.ndarray) and isinstance(self.block_q, int)
             xp = np if static else jnp
             x = xp.broadcast_to(x, (*x.shape[:-2], self.group, self.block_q))
@@ -307,8 +307,8 @@ def check_open_length(name: str, n: Any, field: str, block: int | None, parts: i
     if block is None or n % example != 0:
         raise ValueError(
             f"{name} has {n} tokens, a symbolic length: its blocks must be of one size that is "
-            f"known. Give AttentionMetadata({field}=) a size, and export for multiples of it: "
-            f"jax.export.symbolic_shape('{example}*n')."
+            f"known. Give the strategy an AttentionMetadata({field}=) of a size, and export for "
+            f"multiples of it: jax.export.symbolic_shape('{example}*n'). Or take Dense."
         )
 
 
@@ -357,7 +357,8 @@ def choose_blocking(
         dtype, head_dim = problem.query.dtype, problem.query.shape[-1]
         keys = s if block_k is None else block_k  # A symbolic length always has a given block.
         contents = [x.content if isinstance(x, Pages) else x for x in (problem.key, problem.value)]
-        itemsize = 1 if isinstance(contents[0], Quantized) else dtype.itemsize
+        stored = contents[0]
+        itemsize = stored.itemsize if isinstance(stored, AbstractStored) else dtype.itemsize
         nbytes = sum(math.prod(x.shape[-2:]) for x in contents) * itemsize // devices
         request = BlockRequest(t, keys, group, dtype, head_dim, in_place, page, itemsize, nbytes)
         best = lowering.choose_blocks(request)

@@ -85,6 +85,11 @@ class AbstractStored(eqx.Module):
         """The number of axes of `shape`."""
         return len(self.shape)
 
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a number as it is stored."""
+        return self.dtype.itemsize
+
     def materialise(self) -> Float[Array, "b s k d"]:
         """Makes one array `[b, s, k, d]` of the numbers."""
         if self.table is None:
@@ -231,6 +236,10 @@ class Quantized(AbstractStored):
     @property
     def dtype(self) -> Any:
         return self._dtype
+
+    @property
+    def itemsize(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.values.dtype.itemsize
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         values, scales = arrays

@@ -121,7 +121,7 @@ def check(loaded, name, b, t, s):
 
 
 MASKS = ["none", "causal", "lengths", "window", "function", "and", "array"]
-CASES = [("blockwise", name) for name in MASKS] + [("dense", "and"), ("ragged", "and")]
+CASES = [("blockwise", name) for name in MASKS] + [("ragged", "and")]
 
 
 # The others show that a mask keeps symbolic sizes, as these do.
@@ -144,6 +144,13 @@ def test_any_batch(strategy, name):
 def test_any_batch_and_length(strategy, name):
     loaded = exported(strategy, name, f"b, {BLOCK}*t, {BLOCK}*s")
     for b, t, s in ((1, 4, 4), (3, 12, 8)):
+        check(loaded, name, b, t, s)
+
+
+@pytest.mark.parametrize("name", ["and", "array"])
+def test_dense_takes_lengths_of_any_size(name):
+    loaded = exported("dense", name, "b, t, s")
+    for b, t, s in ((1, 1, 1), (2, 5, 3), (3, 1, 7)):
         check(loaded, name, b, t, s)
 
 
