@@ -52,8 +52,10 @@ def problem(q, k, v):
     return oracle.Problem(*arrays, scale=D**-0.5, mask=om.causal(T, T))
 
 
+@pytest.mark.parametrize("wide", [True, False], ids=["wide", "narrow"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_values_and_gradients(dtype, plans):
+def test_values_and_gradients(dtype, wide, plans, monkeypatch):
+    monkeypatch.setattr(_backward_step, "suits", lambda step: wide)  # matrix units
     q, k, v, g = draw(dtype)
     f = lambda *x: attention(*x, how(dtype), mask=Causal()).attention_outputs
 
@@ -67,6 +69,7 @@ def test_values_and_gradients(dtype, plans):
     assert [(p.ahead[0].flipped, p.early) for p in folds] == [(True, True)] * 2
     assert [(p.ahead[0].heads, p.heads) for p in folds] == [(2, 2)] * 2
     (sums,) = [p for p in plans if isinstance(p, _backward._Sum)]
+    assert (sums.turned is not None) == wide
     # Of float32, the sums for queries are what is written.
     turned = [x.heads for x in sums.results.values() if x.turned]
     assert turned == [2] * (dtype == jnp.bfloat16)

@@ -18,7 +18,7 @@ MUTANTS = [
         FEATURES,
         [
             ("last = into is None and i in stay", "last = False and i in stay"),
-            ("both = turned.main.turned[n + i]", "both = False"),
+            ("return rows and turned.main.turned[n + i]", "return False"),
         ],
     ),
     (

@@ -266,18 +266,19 @@ def _plan(
     all_rows = (layout.grid[ROW],)
     results |= {i: SumResult(held[i], (*lead, ROW), lead, dtypes[i], all_rows) for i in stay}
 
-    if turned:
-        for i, x in zip(wanted, turned.main.sums):
-            last = into is None and i in stay and results[i].apart and turns(held[i])
-            more: Any = dict(turned=last, heads=heads_of_rows(layout) if last else 1)
-            results[i] = dataclasses.replace(results[i], flipped=x.flipped, **more)
+    for j, i in enumerate(wanted):
+        last = into is None and i in stay and results[i].apart and turns(held[i])
+        flipped = turned is not None and turned.main.sums[j].flipped
+        heads = heads_of_rows(layout) if last else 1
+        results[i] = dataclasses.replace(results[i], flipped=flipped, turned=last, heads=heads)
     main = next(iter(programs.values()))
 
-    def flips(i):  # queries, which a step needs both ways, are given as projections write them
+    def flips(i):  # queries, which a step needs both ways, lie as projections write them
+        rows = turns(blocks[i]) and ROW in layout.in_axes[i] and kept[-1] == COL
         if not turned:
-            return matrix(blocks[i]) and main.flipped[n + i]
-        both = turned.main.turned[n + i] and turns(blocks[i])
-        return both and ROW in layout.in_axes[i] and kept[-1] == COL
+            queries = rows and blocks[i].shape[1] == layout.block[1] != blocks[i].shape[0]
+            return queries or (matrix(blocks[i]) and main.flipped[n + i])
+        return rows and turned.main.turned[n + i]
 
     given = {}
     for i, x in enumerate(operands):
