@@ -9,7 +9,7 @@ import pytest
 from _reference import exact
 from _tpu_lowered import kernels
 
-from eqattn import attention, AttentionMetadata, Blockwise, MaskFn, Ring, ScoreFn, Selected
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, MaskFn, Ring, ScoreFn, Selected
 from eqattn._problem.lookups import lookups_of, without_lookups
 
 
@@ -120,6 +120,20 @@ def test_lookups_beside_a_list_of_keys():
     listed = Selected(jnp.tile(jnp.arange(8, dtype=jnp.int32), (1, 1, T, 1)))
     fn = lambda *x: attention(*x, how, mask=listed, score=score).attention_outputs
     assert kernels(fn, q, k, v) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_narrow_bias_beside_a_list_or_a_mask(dtype):
+    """Scores read it wide, also where they are split."""
+    q, k, v = (x[0] for x in arrays())
+    bias = jax.random.normal(jax.random.key(5), (1, H, T, S)).astype(dtype)
+    listed = Selected(jnp.tile(jnp.arange(8, dtype=jnp.int32), (1, 1, T, 1)))
+    how = Blockwise(AttentionMetadata(platform="interpret", backend="tpu"))
+    run = jax.jit(lambda *x: attention(*x, how, mask=listed | Causal(), bias=bias))
+    at, to = np.arange(T)[:, None], np.arange(S)[None]
+    add = lambda z: z / np.sqrt(D) + np.asarray(bias, np.float64)
+    want = exact(q, k, v, add, (to < 8) | (to <= at))[0]
+    np.testing.assert_allclose(run(q, k, v).attention_outputs, want, rtol=1e-5, atol=1e-5)
 
 
 def test_lookups_of_a_ring():

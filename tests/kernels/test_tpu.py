@@ -336,7 +336,11 @@ def test_garbage_stays_where_it_is_masked(garbage):
             ("causal", "segments", "bias", "grouped", "tail", "t5", "decode", "int8 pages"),
             marks=pytest.mark.slow,
         ),
-        ("v6e", ("causal", "lengths", "cap", "float32", "drafts", "long")),
+        (
+            "v6e",
+            ("causal", "lengths", "cap", "float32", "drafts", "long")
+            + ("booleans, grouped", "one query", "latent prompts, pages"),
+        ),
         pytest.param("v5p", ("window", "sinks", "decode"), marks=pytest.mark.slow),
         pytest.param("v7x", ("causal", "wide"), marks=pytest.mark.slow),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
-from ..._sweep.grid import EMPTY, GridLayout
+from ..._sweep.grid import EMPTY, FEW_ROWS, GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
 from .._program import calls, equations, POINTWISE
 
@@ -98,6 +98,10 @@ class TPULowering(Lowering):
             return BlockSizes(queries, side)
         tokens = _cached_tokens(request)
         if page := request.page_size:
+            if request.head_dim > 256:
+                # Only the kernel for few rows copies pages side by side. Put together in registers,
+                # those of wide heads, such as latents, took 128 MB beside them.
+                queries = max(1, FEW_ROWS // request.group)
             together = min(max(tokens // page, 1), -(-request.keys // page))
             return BlockSizes(queries, together * page)
         return BlockSizes(queries, even_block(request.keys, tokens) or side)

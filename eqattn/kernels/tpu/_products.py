@@ -102,6 +102,11 @@ def spread_groups(bad: Array, rows: int) -> Array:
 
 
 def product_of(a: Array, b: Array, contract: tuple[int, int], precision: Any) -> Array:
-    """The product of two matrices in float32, summed over the axis of each in `contract`."""
+    """The product of two matrices in float32, summed over the axis of each in `contract`.
+
+    The compiler computes a product with a vector in the vector units, and fails if it is narrow.
+    """
+    if a.shape[1 - contract[0]] == 1 or b.shape[1 - contract[1]] == 1:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)

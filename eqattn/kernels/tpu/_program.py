@@ -265,6 +265,8 @@ class Evaluation(Sides):
             shape = eqn.outvars[0].aval.shape
             if len(shape) < 2 and 1 in x.aval.shape:  # numbers of one order, row or column
                 return self.value(x, self.lies_flipped(x)).reshape(shape)
+            if x.aval.dtype == jnp.bool_:  # the compiler moves no predicates between registers
+                return self.value(x, False).astype(jnp.int32).reshape(shape) != 0
         if eqn.primitive is lax.reduce_sum_p and self.lies_flipped(eqn.invars[0]):
             x = self.value(eqn.invars[0], True)
             return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))
