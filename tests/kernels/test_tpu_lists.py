@@ -169,6 +169,28 @@ def test_one_list_for_several_heads(axes, merged):
     assert length == max(len(x) for x in lists) - 1 or axes is not None
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_a_list_in_parts(parts):
+    """The pairs of all parts, one part after the other, are those of the list. A part has a `FIRST`
+    pair at its begin and a `LAST` one at its end, and past that words without class and flags.
+    """
+    layout = GridLayout((1, 1, 3, 4), (8, 8), (), (ROW, COL))
+    table = np.array([[2, 2, 1, 0], [0, 0, 0, 0], [1, 2, 2, 3]], np.int8)
+    work, length = _work.work_list(table, layout, (BATCH, HEAD, ROW), FULL)
+    words, traced = np.asarray(work)[:length], jax.jit(_work.in_parts, static_argnums=(2, 3))
+    for cut, size, seen in (_work.in_parts(work, length, parts, 3), traced(work, length, parts, 3)):
+        cut, left = np.asarray(cut), words
+        assert len(cut) == parts and size == -(-length // parts)
+        for own, rows in zip(cut, np.asarray(seen), strict=True):
+            mine, left = left[:size], left[size:]
+            ends = [_work.FIRST * (i == 0) | _work.LAST * (i == len(mine) - 1)
+                    for i in range(len(mine))]  # fmt: skip
+            np.testing.assert_array_equal(own[: len(mine)], mine | np.array(ends, int))
+            assert not (own[len(mine) :] & 15).any()
+            np.testing.assert_array_equal(np.flatnonzero(rows), np.unique(mine >> 18))
+        assert not len(left)
+
+
 def test_cores_do_not_share_a_list(monkeypatch):
     layout = GridLayout((2, 3, 4, 5), (8, 8), ())
     assert _work.merged_axes(layout) == (BATCH, HEAD)

@@ -25,7 +25,7 @@ from eqattn import (
     SlidingWindow,
 )
 from eqattn._carry import safe_max
-from eqattn.kernels.tpu import _windows
+from eqattn.kernels.tpu import _sides, _windows
 from eqattn.kernels.tpu._program import Evaluation, Program
 from eqattn.scores import AbstractScore
 
@@ -81,6 +81,29 @@ def test_bounds_of_a_difference():
             np.testing.assert_array_equal(jax.jit(window)(q, k), want, str(n))
             eqns = jax.make_jaxpr(window)(q, k).jaxpr.eqns
             assert [e.outvars[0].aval.shape for e in eqns if e.primitive is lax.sub_p] == [(1, 9)]
+
+
+def test_bounds_of_a_difference_that_stay_where_they_are():
+    """A saturated number would count as within a bound of the other sign. So these differences are
+    taken for each pair, and wrap around as those of XLA do.
+    """
+    ends = np.array([-(2**31), -(2**31) + 1, -5, -1, 0, 1, 7, 2**31 - 2, 2**31 - 1])
+    q, k = ends.astype(np.int32)[None], ends.astype(np.int32)[:, None]
+    wrapped = (ends[None] - ends[:, None] + 2**31) % 2**32 - 2**31
+    for compare, numbers in ((operator.le, (-7, -(2**31))), (operator.ge, (7, 2**31 - 1))):
+        for n in numbers:
+            program = Program(lambda q, k: [compare(q - k, n)], [q, k])
+            run = Evaluation(program, [lambda: q, lambda: k], [False, False])
+            got = run.at((slice(0, 9), slice(0, 9))).block(program.outs[0])
+            np.testing.assert_array_equal(got, compare(wrapped, n), str(n))
+
+
+@pytest.mark.parametrize("width", [48, 128, 256])
+def test_numbers_in_all_lanes(width):
+    """A part of a row, as columns as wide as a window: whole registers are repeated."""
+    row = jnp.arange(64, dtype=jnp.int32)[None]
+    got = _sides.columns(_sides.in_lanes(row), slice(24, 40), width)
+    np.testing.assert_array_equal(got, np.arange(24, 40)[:, None].repeat(width, 1))
 
 
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.5])])

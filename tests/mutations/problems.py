@@ -81,9 +81,15 @@ MUTANTS = [
     ),
     (
         "_problem/mesh.py",
-        "problem/test_sharding.py -k 'automatic or explicit_mesh_eager or partly'",
+        "kernels/test_tpu_meshes.py -k found",
         [
             ("if name in free and size % mesh.shape[name] == 0:", "if name in free:"),
+        ],
+    ),
+    (
+        "_problem/mesh.py",
+        "ring/test_heads.py -k 'own_shard_map or eager'",
+        [
             ("return ROW if ROW in axes else COL", "return COL"),
         ],
     ),

@@ -27,7 +27,8 @@ H, K, D, BLOCK = 4, 2, 16, 8
 METADATA = AttentionMetadata(blocksize_q=BLOCK, blocksize_k=BLOCK)
 KERNELS = METADATA.replace(platform="interpret")
 STRICT = {cls.__name__: cls(METADATA, bitwise=True) for cls in (Blockwise, Ragged)}
-MASK = Causal() & SlidingWindow(13, 0, sinks=1)
+# Of the blocks that a block of queries sees, the first and the last are partial, others may be full.
+MASK = Causal() & SlidingWindow(29, 0, sinks=1)
 IN_KERNELS = "Blockwise in kernels", "Ragged in kernels"
 
 
@@ -52,6 +53,24 @@ def test_the_bits_of_a_row_in_kernels():
     many(3, "some blocks", "Blockwise in kernels", False, "float32", ("batch", "decode"))
 
 
+def test_steps_in_kernels_visit_the_blocks_of_the_whole_in_order():
+    """A query alone may see all of a block of which others see some. It must not come before blocks
+    that this query sees in part.
+    """
+    (q, k, v), _ = random_call(0, jnp.float32)
+    strict = Blockwise(KERNELS, bitwise=True)
+
+    @jax.jit
+    def run(q, start):
+        out = attention(q, k, v, strict, mask=MASK, q_offset=start, return_logsumexp=True)
+        return out.attention_outputs, out.logsumexp
+
+    whole = run(q, 0)
+    for i in range(30, 64, 3):
+        for x, y in zip(run(q[:, i : i + 1], i), whole):
+            assert np.asarray(x[:, 0]).tobytes() == np.asarray(y[:, i]).tobytes(), i
+
+
 @pytest.mark.parametrize("name", ["Blockwise", pytest.param("Ragged", marks=pytest.mark.slow)])
 def test_the_bits_of_scores(name):
     """A score of several terms had other bits where there is one block of queries, or one query: a
@@ -68,6 +87,15 @@ def test_the_gradients_of_a_step():
 def test_the_bits_of_a_row_whose_keys_are_dropped():
     """With this seed, a row was -0 in a call of twelve queries, and +0 in one of six."""
     bits.check(bits.CASES["dropout"], "Blockwise", False, jnp.dtype("float32"), 41, ("chunks",))
+
+
+@pytest.mark.parametrize("given, filled", [(3, 8), (8, 8), (9, 16), (1, 1), (None, 16)])
+def test_blocks_have_whole_vectors_of_queries(given, filled):
+    """Or one query. What is left over of a vector may be computed by other code."""
+    for cls in (Blockwise, Ragged, AllGather):
+        strict = cls(AttentionMetadata(blocksize_q=given), bitwise=True)
+        assert strict.block_sizes() == (filled, 128)
+        assert cls(AttentionMetadata(blocksize_q=given)).block_sizes() == (given, None)
 
 
 @pytest.mark.slow
@@ -211,6 +239,8 @@ def test_a_batch_that_is_sharded(cls):
     with jax.set_mesh(jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])):
         put = lambda x: jax.device_put(x, jax.P("dp"))
         found = np.asarray(fn(put(q), put(k), put(v)))
+        # Each device runs them by itself: XLA does not split them, and could not have other loops.
+        assert "shard_map" in str(jax.make_jaxpr(fn)(q, k, v))
     assert found.tobytes() == want.tobytes()
 
 
