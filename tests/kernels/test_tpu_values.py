@@ -26,7 +26,7 @@ from eqattn import (
 )
 from eqattn._carry import safe_max
 from eqattn.kernels.tpu import _sides, _windows
-from eqattn.kernels.tpu._program import Evaluation, Program
+from eqattn.kernels.tpu._program import Evaluation, in_range, LOG2E, Program
 from eqattn.scores import AbstractScore
 
 
@@ -63,6 +63,14 @@ def test_exponentials_of_a_row_that_sees_nothing():
     program = Program(lambda s, top: [jnp.exp(s - safe_max(top)[None])], [s, top])
     (p,) = program([lambda: s, lambda: top], [False, False])
     np.testing.assert_array_equal(p, 0)
+
+
+def test_a_number_times_a_factor_is_as_finite_as_it_was():
+    least = np.finfo(np.float32).min
+    for x in (least, -least):
+        assert in_range(x, LOG2E) == x
+    for x in (-np.inf, np.inf, 3.0, 0.0):
+        assert in_range(x, LOG2E) == np.float32(x * LOG2E)
 
 
 def test_bounds_of_a_difference():

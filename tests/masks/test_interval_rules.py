@@ -348,6 +348,8 @@ def test_lookups_are_sound(index):
         "wrap": lambda i: jnp.take(table, i, mode="wrap"),
         "dynamic slice": lambda i: lax.dynamic_slice(table, (i,), (1,))[0],
         "two axes": lambda i: rows[jnp.clip(i, 0, 1), i],
+        "two axes, clipped": lambda i: rows.at[jnp.clip(i, 0, 1), i].get(mode="clip"),
+        "two axes, filled": lambda i: rows.at[i, jnp.clip(i, 2, 4)].get(mode="fill", fill_value=77),
     }
     for points in (False, True):
         cells = Cells(index, 0, points, values)

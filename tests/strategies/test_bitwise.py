@@ -90,6 +90,15 @@ def test_the_bits_of_a_row_whose_keys_are_dropped():
     bits.check(bits.CASES["dropout"], "Blockwise", False, jnp.dtype("float32"), 41, ("chunks",))
 
 
+@pytest.mark.parametrize("cls", [Blockwise, Ragged])
+def test_no_zero_has_a_sign(cls):
+    """A sum that is too small for a number is zero, of either sign, where small ones are flushed."""
+    v = jnp.zeros((1, 16, K, 4)).at[:, 0].set(1.2e-38).at[:, 8].set(-1.3e-38)
+    q, k = jnp.zeros((1, 3, H, D)), jnp.zeros((1, 16, K, D))
+    out = np.asarray(attention(q, k, v, STRICT[cls.__name__]).attention_outputs)
+    assert not np.signbit(out[out == 0]).any()
+
+
 @pytest.mark.parametrize("given, filled", [(3, 8), (8, 8), (9, 16), (1, 1), (None, 16)])
 def test_blocks_have_whole_vectors_of_queries(given, filled):
     """Or one query. What is left over of a vector may be computed by other code."""
