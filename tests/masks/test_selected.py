@@ -208,6 +208,7 @@ BLOCKS = {
 
 
 SHORT = "of each head", "of all heads, in parts", "of each query", "of each head of a block"
+SHORT += ("of all heads, of few queries",)
 
 
 @pytest.mark.parametrize(
