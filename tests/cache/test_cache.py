@@ -244,6 +244,26 @@ def test_drafts_of_a_tree(x64):
         np.testing.assert_allclose(together[:, i], want[:, -1], rtol=0, atol=1e-13)
 
 
+def test_blocks_of_keys_are_pages():
+    """All pages of a call have one size, and a block of keys is a page."""
+    q, caches = jnp.zeros((B, 1, 4, D)), {n: paged_by(n) for n in (4, 8)}
+    run = lambda key, value, size, **kw: attention(
+        q, caches[key].key, caches[value].value, Ragged(AttentionMetadata(blocksize_k=size), **kw)
+    )
+    for size in (None, 4):
+        assert run(4, 4, size).attention_outputs.shape == (B, 1, 4, V)
+    with pytest.raises(ValueError, match=r"one size, got \[4\] and 8; leave blocksize_k None"):
+        run(4, 4, 8)
+    with pytest.raises(ValueError, match=r"one size, got \[4, 8\] and None"):
+        run(4, 8, None)
+    with pytest.raises(ValueError, match="give the metadata blocksize_k=4"):
+        run(4, 4, None, bitwise=True)
+
+
+def paged_by(size):
+    return PagedKVCache.empty(B, CAPACITY, 20, size, K, D, V).reserve(4)
+
+
 def test_only_ragged_reads_what_is_not_an_array():
     q, k, v = tokens(3, jnp.float32)
     cache = paged().append(k, v)

@@ -80,6 +80,11 @@ def test_a_layer_writes_to_no_other():
         assert not after.key[layer].any() and not after.value[layer].any()
     assert content(after.key[1, :, :4]) == [[1, 2, 3, 0], [0] * 4, [201, 202, 0, 0]]
     assert after.length.tolist() == [[0, 0, 0], [3, 0, 2], [0, 0, 0]]
+    # A layer reads what is its own.
+    for layer, own in ((0, 0), (1, 1), (2, 0)):
+        for x in (after.layer(layer).key, after.layer(layer).value):
+            want = np.array([[1, 2, 3, 0], [0] * 4, [201, 202, 0, 0]]) * own
+            np.testing.assert_array_equal(np.asarray(x.materialise())[:, :4, 0, 0], want)
 
 
 @pytest.mark.parametrize("stored", [None, jnp.int8])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import (
@@ -219,6 +220,27 @@ def test_pages_in_a_shard_map_of_ones_own():
     np.testing.assert_allclose(out, by_hand(np.asarray(q), *held, [20, 7], [1, 1]), atol=1e-5)
 
 
+def test_what_varies_with_keys_that_lie_in_pages():
+    """Ids and a bias of all keys of a call, of which each device takes those of its own pages."""
+    mesh, rng = mesh_of(), np.random.default_rng(3)
+    ids, bias = rng.integers(0, 2, (B, CAPACITY)), rng.normal(size=(H, 1, CAPACITY))
+    with jax.set_mesh(mesh):
+        cache = PAGED().reserve([20, 7])
+        cache = jax.device_put(cache, cache.key_shardings(mesh, "keys"))
+        q, k, v = tokens(20, seed=6)
+        cache = cache.append(k, v, jnp.array([20, 7]))
+        mask = cache.mask() & Segments(jnp.zeros((B, 1), jnp.int32), jnp.asarray(ids, jnp.int32))
+        run = lambda q, cache: attention(
+            q, cache.key, cache.value, Ragged(axis_name="keys"), mask=mask,
+            bias=jnp.asarray(bias, jnp.float32),
+        )  # fmt: skip
+        out = jax.jit(run)(q[:, :1], cache).attention_outputs
+    held = [np.asarray(x.materialise()) for x in (cache.key, cache.value)]
+    seen = (np.arange(CAPACITY) < np.array([[20], [7]])) & (ids == 0)
+    want = exact(q[:, :1], *held, lambda z: z * D**-0.5 + bias, seen[:, None, None])[0]
+    np.testing.assert_allclose(out, want, atol=1e-5)
+
+
 def test_pages_are_taken_from_the_device_of_their_part():
     cache = PAGED().reserve([24, 5])
     table = np.asarray(cache.table)
@@ -302,6 +324,9 @@ def test_pages_of_many_layers(devices, stored):
             np.testing.assert_allclose(outs[i], want, atol=1e-5)
         rows = caches.layer(2).truncate(jnp.array([2, 5])).stack.length
         assert rows[2].tolist() == [2, 5] and rows[1].tolist() == [8, 5]
+        # The layers share their pages, of which the one with most tokens needs most: 10 and 5.
+        more = caches.layer(2).truncate(jnp.array([2, 5])).stack.reserve([2, 0])
+        assert (np.asarray(more.table) >= 0).sum(1).tolist() == [4, 2]
         freed = caches.release(jnp.array([0]))
         assert (freed.table[0] == -1).all() and freed.length[:, 0].max() == 0
         assert freed.length[:, 1].min() == 5 and (freed.table[1] == caches.table[1]).all()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from eqattn import Ragged, ragged_attention, SlidingWindow
+from eqattn import AttentionMetadata, Ragged, ragged_attention, SlidingWindow
 from eqattn.cache import KVCache, PagedKVCache, QuantizedKVCache, RingBufferCache
 
 
@@ -21,8 +21,8 @@ MAKE = {
     "ring buffer": lambda: RingBufferCache.empty(**SIZES),
     "pages": lambda: PagedKVCache.empty(**SIZES, pages=36, page_size=2, devices=N).reserve(CAPACITY),
 }  # fmt: skip
-PARTS, LEFT = ([24, 3, 0], [13, 2, 1]), 5  # how many tokens each row takes, and a window
-COUNTS = np.array([3, 1, 0])
+PARTS, LEFT = ([3, 24, 0], [2, 13, 1]), 5  # how many tokens each row takes, and a window
+COUNTS = np.array([1, 3, 0])
 CU = np.concatenate([[0], np.cumsum(COUNTS)]).astype(np.int32)
 
 
@@ -63,13 +63,15 @@ def packed(q, cache, lengths, strategy, **kwargs):
 @pytest.mark.parametrize("way", ["automatic", "manual"])
 @pytest.mark.parametrize("name", MAKE)
 def test_on_devices(name, way):
-    """Nothing but one merge of Carries travels, and positions where a ring buffer has them."""
+    """Nothing but one merge of Carries travels, and positions where a ring buffer has them. The six
+    keys of a device fill a page, or one and a half.
+    """
     mesh = jax.make_mesh((N,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:N])
     cache, every = filled(name)
     q = np.random.default_rng(4).standard_normal((CU[-1], H, D)).astype(np.float32)
-    run = lambda q, cache: packed(
-        q, cache, cache.length, Ragged(axis_name="keys"), kv_positions=cache.positions
-    )
+    halves = name in ("one piece", "ring buffer")
+    strategy = Ragged(AttentionMetadata(blocksize_k=4 if halves else None), axis_name="keys")
+    run = lambda q, cache: packed(q, cache, cache.length, strategy, kv_positions=cache.positions)
     shardings = cache.key_shardings(mesh, "keys")
     if way == "manual":
         specs = P(), jax.tree.map(lambda x: x.spec, shardings)

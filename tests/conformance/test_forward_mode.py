@@ -39,17 +39,17 @@ def arguments(dtype, seed=0):
     return [{n: jnp.asarray(x, dtypes[n]) for n, x in xs.items()} for xs in (draw, moved)]
 
 
-def attend(strategy, platform, xs) -> dict[str, Any]:
+def attend(strategy, platform, xs, mask=m.Causal()) -> dict[str, Any]:
     metadata = eqattn.AttentionMetadata(
         runtime_dtype=jnp.float32,
         platform="xla" if platform == "gpu" else platform,
-        softmax_aux=xs["sinks"],
+        softmax_aux=xs.get("sinks"),
         blocksize_q=8,
         blocksize_k=8,
     )
     impl = eqattn.AttentionRegistry.create(strategy, metadata)
     q, k, v, bias = (xs[n] for n in ("q", "k", "v", "bias"))
-    output = eqattn.attention(q, k, v, impl, mask=m.Causal(), bias=bias, return_logsumexp=True)
+    output = eqattn.attention(q, k, v, impl, mask=mask, bias=bias, return_logsumexp=True)
     return {"out": output.attention_outputs, "lse": output.logsumexp}
 
 
@@ -101,6 +101,27 @@ def test_logits_that_move_alike(transform, how, monkeypatch):
     reference = bound.tangents(problem, exact[1], precision)
     ratios = {n: bound.excess(x, reference[n]) for n, x in tangents.items()}
     assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("how", NARROW[1:])
+def test_rows_that_see_nothing(how, monkeypatch):
+    """Of all keys, or of a block of them: the mean about which a sum is taken has no weight there."""
+    strategy, devices, platform, dtype = how
+    xs, moved = arguments(dtype)
+    del xs["sinks"], moved["sinks"]
+    mask = m.Causal(-5) & m.SlidingWindow(9, 0)
+    call = lambda xs: attend(strategy, platform, xs, mask)
+    with at(devices, platform, monkeypatch):
+        tangents = jax.jit(lambda *a: directly(call, *a))(xs, moved)
+    precision = bound.precision_of(dtype)
+    exact: list[dict[str, Any]] = [
+        {n: np.asarray(x).astype(precision.reference) for n, x in a.items()} for a in (xs, moved)
+    ]
+    seen = oracle_masks.causal(T, T, -5) & oracle_masks.window(T, T, 9, 0)
+    problem = oracle.Problem(**exact[0], scale=8**-0.5, mask=seen)
+    reference = bound.tangents(problem, exact[1], precision)
+    ratio = bound.excess(tangents["out"], reference["out"])
+    assert ratio <= 1 and not np.asarray(tangents["out"])[:, :5].any(), ratio
 
 
 @pytest.mark.parametrize("how", NARROW[:2])

@@ -167,18 +167,26 @@ def test_no_sum_over_devices_is_narrow(strategy, bias, manual, dtype):
         assert not narrow_sums(lowered.compile().as_text())
 
 
-def test_what_devices_add_of_their_keys_is_rounded_once():
-    """A bias that is one number moves nothing. What each device adds to its gradient cancels, which
-    leaves what each of them has rounded.
+@pytest.mark.parametrize("name", ["bias", "closure", "scale"])
+def test_what_devices_add_of_their_keys_is_rounded_once(name):
+    """A bias that is one number moves nothing, nor does one that a score closes over, nor the scale
+    where all keys are one vector. What each device adds to its gradient cancels, which leaves what
+    each of them has rounded.
     """
-    xs, (ct, _) = arguments("one")
+    xs, (ct, _) = arguments("one", seed=2)
     mesh = jax.make_mesh((4,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:4])
-    strategy = eqattn.Ragged(eqattn.AttentionMetadata(mesh=mesh), axis_name="keys")
+    key = jnp.broadcast_to(xs["k"][:, :1], xs["k"].shape) if name == "scale" else xs["k"]
 
-    def loss(bias):
-        out = eqattn.attention(xs["q"], xs["k"], xs["v"], strategy, bias=bias)
+    def loss(x):
+        scale = x.reshape(()) if name == "scale" else None
+        metadata = eqattn.AttentionMetadata(mesh=mesh, softmax_scale=scale)
+        score = eqattn.ScoreFn(lambda s, b, h, q, k: s + x.reshape(()).astype(s.dtype))
+        kw = dict(bias=dict(bias=x), closure=dict(score=score), scale={})[name]
+        strategy = eqattn.Ragged(metadata, axis_name="keys")
+        out = eqattn.attention(xs["q"], key, xs["v"], strategy, **kw)
         return jnp.sum(out.attention_outputs.astype(jnp.float32) * ct)
 
+    assert xs["bias"].dtype == jnp.bfloat16
     assert abs(jax.jit(jax.grad(loss))(xs["bias"])).max() < 1e-4
 
 

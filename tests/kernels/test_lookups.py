@@ -48,6 +48,14 @@ def test_what_is_found(fn, axes):
         assert found(fn) == axes
 
 
+def test_what_depends_on_the_logit_is_not_found():
+    """A logit is that of a pair, so that a place which depends on it is, too."""
+    of_logit = lambda s, b, h, q, k: TABLES[0][s.astype(jnp.int32)] + TABLES[0][h]
+    scalars = [jax.ShapeDtypeStruct((), jnp.float32), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
+    lookups = lookups_of(of_logit, scalars, (None, "b", "bh", "bt", "bs"))
+    assert lookups.axes == ("bh",) and lookups.reads == ((2,),)
+
+
 def test_a_function_without_lookups_is_left_as_it_is():
     mask, score = MaskFn(lambda b, h, q, k: q >= k), ScoreFn(lambda s, b, h, q, k: s * 2)
     assert without_lookups(mask) is mask and without_lookups(score) is score

@@ -85,9 +85,9 @@ def test_values_and_gradients(turns, kv_heads, plans, monkeypatch):
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_rows_of_each_batch_element(turns, plans, monkeypatch):
-    """Lists that differ between batch elements, too long to be shared by all, and a value that is
-    not finite: it reaches the rows of its head that see it. It is found as values are turned, or a
-    step later.
+    """Lists that differ between batch elements, too long to be shared by all, and values that are
+    not finite, of the first head of a step and of the second: each reaches the rows of its head that
+    see it. They are found as values are turned, or a step later.
     """
     monkeypatch.setattr(_work_list, "SHORT", 4)
     if turns:
@@ -95,7 +95,7 @@ def test_rows_of_each_batch_element(turns, plans, monkeypatch):
         monkeypatch.setattr("eqattn.kernels.tpu._sides.LANES", 8)
     ids = jnp.asarray(np.arange(2 * T).reshape(2, T) // 24)
     q, k, v, _ = draw()
-    bad = v.at[1, 20, 2].set(jnp.nan)
+    bad = v.at[1, 20, 2].set(jnp.nan).at[0, 30, 1].set(jnp.nan)
     f = lambda v: attention(q, k, v, STRATEGY, mask=Causal() & Segments(ids)).attention_outputs
     found, dirty = jax.jit(lambda: (f(v), f(bad)))()
     assert {(p.grid.abreast, p.grid.merged) for p in plans} == {(2, ())}
@@ -104,6 +104,7 @@ def test_rows_of_each_batch_element(turns, plans, monkeypatch):
     judged({"out": found}, problem_of(q, k, v, np.asarray(shown)))
     seen = np.zeros(found.shape[:3], bool)
     seen[1, :, 2] = np.asarray(shown)[1, 0, :, 20]
+    seen[0, :, 1] = np.asarray(shown)[0, 0, :, 30]
     np.testing.assert_array_equal(np.isnan(dirty).any(-1), seen)
     np.testing.assert_array_equal(dirty[~seen], found[~seen])
 

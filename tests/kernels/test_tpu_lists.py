@@ -7,7 +7,15 @@ import pytest
 from _draw import normal
 from conformance import oracle, oracle_masks as om
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, Segments, SlidingWindow
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    BlockCausal,
+    Blockwise,
+    Causal,
+    Segments,
+    SlidingWindow,
+)
 from eqattn._problem import block_classes
 from eqattn._problem.block_classes import classes_of
 from eqattn._problem.blocking import Blocking
@@ -80,17 +88,20 @@ WIDE = 96  # tokens of whole blocks
 
 @pytest.mark.parametrize(
     "name, offset, stairs",
-    [("causal", 0, 4), ("window", 0, 0), ("narrow", 0, 0), ("causal", 3, 0), ("causal", 32, 4)],
-)
+    [("causal", 0, 4), ("window", 0, 0), ("narrow", 0, 0), ("causal", 3, 0), ("causal", 32, 4),
+     ("steps", 0, 0), ("short", 0, 0)],
+)  # fmt: skip
 def test_stairs(name, offset, stairs, monkeypatch):
     """Blocks in sixteen parts, of which only those on the diagonal have a mask. The narrow window
-    hides pairs below it, and so do queries that are moved by less than a part.
+    hides pairs below it, and so do queries that are moved by less than a part. Steps of 16 tokens
+    show pairs above it. Of fewer keys, the last block is padded, by keys that no query may see.
     """
-    left = {"causal": None, "window": 40, "narrow": 20}[name]
+    left, s = {"window": 40, "narrow": 20}.get(name), 72 if name == "short" else WIDE
     found = corners_seen(monkeypatch, SIZE // 4)
-    q, k, v = (normal(n, 1, WIDE, 2, 16) for n in range(3))
+    q, k, v = (normal(n, 1, size, 2, 16) for n, size in enumerate((WIDE, s, s)))
     metadata = AttentionMetadata(platform="interpret", **BLOCKS)
     mask = Causal() if left is None else Causal() & SlidingWindow(left, 0)
+    mask = BlockCausal(16) if name == "steps" else mask
     run = jax.jit(
         lambda v: (
             attention(q, k, v, Blockwise(metadata), mask=mask, q_offset=offset).attention_outputs
@@ -99,7 +110,8 @@ def test_stairs(name, offset, stairs, monkeypatch):
     got = np.asarray(run(v))
     kinds = {EMPTY, PARTIAL, FULL} if stairs else {EMPTY, PARTIAL}
     assert found and all(x == (stairs, kinds) for x in found)
-    distance = offset + np.arange(WIDE)[:, None] - np.arange(WIDE)
+    end = np.arange(WIDE) // 16 * 16 + 15 if name == "steps" else np.arange(WIDE)
+    distance = offset + end[:, None] - np.arange(s)
     visible = (distance >= 0) & (distance <= (left or WIDE + offset))
     exact = (np.float64(x) for x in (q, k, v))
     want = oracle.forward(oracle.Problem(*exact, scale=1 / 4, mask=visible[None, None])).out
@@ -169,6 +181,28 @@ def test_one_list_for_several_heads(axes, merged):
     assert length == max(len(x) for x in lists) - 1 or axes is not None
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_a_list_in_parts(parts):
+    """The pairs of all parts, one part after the other, are those of the list. A part has a `FIRST`
+    pair at its begin and a `LAST` one at its end, and past that words without class and flags.
+    """
+    layout = GridLayout((1, 1, 3, 4), (8, 8), (), (ROW, COL))
+    table = np.array([[2, 2, 1, 0], [0, 0, 0, 0], [1, 2, 2, 3]], np.int8)
+    work, length = _work.work_list(table, layout, (BATCH, HEAD, ROW), FULL)
+    words, traced = np.asarray(work)[:length], jax.jit(_work.in_parts, static_argnums=(2, 3))
+    for cut, size, seen in (_work.in_parts(work, length, parts, 3), traced(work, length, parts, 3)):
+        cut, left = np.asarray(cut), words
+        assert len(cut) == parts and size == -(-length // parts)
+        for own, rows in zip(cut, np.asarray(seen), strict=True):
+            mine, left = left[:size], left[size:]
+            ends = [_work.FIRST * (i == 0) | _work.LAST * (i == len(mine) - 1)
+                    for i in range(len(mine))]  # fmt: skip
+            np.testing.assert_array_equal(own[: len(mine)], mine | np.array(ends, int))
+            assert not (own[len(mine) :] & 15).any()
+            np.testing.assert_array_equal(np.flatnonzero(rows), np.unique(mine >> 18))
+        assert not len(left)
+
+
 def test_cores_do_not_share_a_list(monkeypatch):
     layout = GridLayout((2, 3, 4, 5), (8, 8), ())
     assert _work.merged_axes(layout) == (BATCH, HEAD)
@@ -194,10 +228,13 @@ def test_windows_of_a_corner_are_all_of_it_or_none(keys, rows, corner, masked):
     of_corner[keys // 2 :, :corner] = 1
     assert (inside == 0).all() or (inside == of_corner).all()
     covered = np.zeros((keys, rows), int)
+    size = _windows.WINDOW // 2 if masked else _windows.WINDOW
     for x in _windows.windows(layout, PARTIAL, half=masked):
         covered[x.at, x.to] += 1
+        # A side that the size of a window does not divide is whole.
+        for part, side, whole in ((x.at, _windows.WINDOW, keys), (x.to, size, rows)):
+            assert _windows.size_of(part) == (whole if whole % side else side)
     assert (covered == 1).all()
-    size = _windows.WINDOW // 2 if masked else _windows.WINDOW
     if keys == 1024 and rows % size == corner % size == 0:
         assert inside.sum() == keys // 2 * corner
 

@@ -25,8 +25,8 @@ from eqattn import (
     SlidingWindow,
 )
 from eqattn._carry import safe_max
-from eqattn.kernels.tpu import _windows
-from eqattn.kernels.tpu._program import Evaluation, Program
+from eqattn.kernels.tpu import _sides, _windows
+from eqattn.kernels.tpu._program import Evaluation, in_range, LOG2E, Program
 from eqattn.scores import AbstractScore
 
 
@@ -65,6 +65,14 @@ def test_exponentials_of_a_row_that_sees_nothing():
     np.testing.assert_array_equal(p, 0)
 
 
+def test_a_number_times_a_factor_is_as_finite_as_it_was():
+    least = np.finfo(np.float32).min
+    for x in (least, -least):
+        assert in_range(x, LOG2E) == x
+    for x in (-np.inf, np.inf, 3.0, 0.0):
+        assert in_range(x, LOG2E) == np.float32(x * LOG2E)
+
+
 def test_bounds_of_a_difference():
     """A difference with the bound is taken for each row, and says what exact integers say."""
     ends = np.array([-(2**31), -(2**31) + 1, -5, -1, 0, 1, 7, 2**31 - 2, 2**31 - 1])
@@ -81,6 +89,29 @@ def test_bounds_of_a_difference():
             np.testing.assert_array_equal(jax.jit(window)(q, k), want, str(n))
             eqns = jax.make_jaxpr(window)(q, k).jaxpr.eqns
             assert [e.outvars[0].aval.shape for e in eqns if e.primitive is lax.sub_p] == [(1, 9)]
+
+
+def test_bounds_of_a_difference_that_stay_where_they_are():
+    """A saturated number would count as within a bound of the other sign. So these differences are
+    taken for each pair, and wrap around as those of XLA do.
+    """
+    ends = np.array([-(2**31), -(2**31) + 1, -5, -1, 0, 1, 7, 2**31 - 2, 2**31 - 1])
+    q, k = ends.astype(np.int32)[None], ends.astype(np.int32)[:, None]
+    wrapped = (ends[None] - ends[:, None] + 2**31) % 2**32 - 2**31
+    for compare, numbers in ((operator.le, (-7, -(2**31))), (operator.ge, (7, 2**31 - 1))):
+        for n in numbers:
+            program = Program(lambda q, k: [compare(q - k, n)], [q, k])
+            run = Evaluation(program, [lambda: q, lambda: k], [False, False])
+            got = run.at((slice(0, 9), slice(0, 9))).block(program.outs[0])
+            np.testing.assert_array_equal(got, compare(wrapped, n), str(n))
+
+
+@pytest.mark.parametrize("width", [48, 128, 256])
+def test_numbers_in_all_lanes(width):
+    """A part of a row, as columns as wide as a window: whole registers are repeated."""
+    row = jnp.arange(64, dtype=jnp.int32)[None]
+    got = _sides.columns(_sides.in_lanes(row), slice(24, 40), width)
+    np.testing.assert_array_equal(got, np.arange(24, 40)[:, None].repeat(width, 1))
 
 
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.5])])

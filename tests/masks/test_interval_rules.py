@@ -247,6 +247,18 @@ def test_functions_of_two_numbers_are_sound(dtype):
         check_sound(fns, *cells, tables=tables)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_known_floats_are_rounded_too(dtype):
+    """A number that is the same for all pairs of a block is known exactly. What is computed from it
+    may still be rounded otherwise, or flushed to zero.
+    """
+    values = edges(dtype)
+    values = values[flushed(values) == values]  # A subnormal has bounds.
+    cells = [Cells(dtype, axis, points=True, values=values) for axis in (0, 1)]
+    assert all(x.interval.point for x in cells)
+    check_sound(functions(dtype, BINARY, BINARY_INT), *cells)
+
+
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "float32"])
 def test_rules_are_sound_when_traced(dtype):
     """NumPy and jax.numpy take different ways through the same rules."""
@@ -336,6 +348,8 @@ def test_lookups_are_sound(index):
         "wrap": lambda i: jnp.take(table, i, mode="wrap"),
         "dynamic slice": lambda i: lax.dynamic_slice(table, (i,), (1,))[0],
         "two axes": lambda i: rows[jnp.clip(i, 0, 1), i],
+        "two axes, clipped": lambda i: rows.at[jnp.clip(i, 0, 1), i].get(mode="clip"),
+        "two axes, filled": lambda i: rows.at[i, jnp.clip(i, 2, 4)].get(mode="fill", fill_value=77),
     }
     for points in (False, True):
         cells = Cells(index, 0, points, values)

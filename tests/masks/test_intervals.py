@@ -13,7 +13,7 @@ from jax import lax
 from eqattn.masks._base import AbstractMask, Dense
 from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
 from eqattn.masks._function import MaskFn
-from eqattn.masks._intervals.classify import classify
+from eqattn.masks._intervals.classify import _same, classify
 from eqattn.masks._padding import KeyPadding, QueryPadding
 from eqattn.masks._segments import Segments
 from eqattn.masks._tree import Tree
@@ -78,6 +78,7 @@ EXACT = {
     ),
     "isin": MaskFn(lambda b, h, q, k: jnp.isin(k, jnp.array([3, 4, 22]))),
     "casts": MaskFn(lambda b, h, q, k: (k <= q).astype(jnp.uint8) > 0),
+    "compared with itself": MaskFn(lambda b, h, q, k: (q <= q) & ~(k != k) & (k <= q)),
     "nothing": MaskFn(lambda b, h, q, k: q < 0),
     "everything": SlidingWindow(None, None),
     "tree": Tree([-1, 0, 0], start=30),
@@ -165,7 +166,11 @@ def test_known_arrays_are_classified_at_trace_time():
     kinds = []
     jax.jit(lambda: kinds.append(table_of(mask, 8, 8)))()
     jax.jit(lambda q: kinds.append(table_of(mask, 8, 8, q=q)))(jnp.arange(T)[None])
-    assert isinstance(kinds[0], np.ndarray) and isinstance(kinds[1], jax.core.Tracer)
+    jax.jit(lambda q: kinds.append(table_of(SlidingWindow(None, None), 8, 8, q=q)))(
+        jnp.arange(T)[None]
+    )
+    assert isinstance(kinds[0], np.ndarray)
+    assert all(isinstance(x, jax.Array) for x in kinds[1:])
 
 
 def test_vmap():
@@ -220,6 +225,8 @@ def test_extreme_positions_are_unknown_not_wrong():
         lambda b, h, q, k: jnp.linalg.norm(jnp.array([1.0, 2.0]) * q.astype(jnp.float32)) > 2,
         lambda b, h, q, k: jnp.zeros((0,)).sum() == 0,
         lambda b, h, q, k: jnp.searchsorted(jnp.array([3, 9]), q) == 0,
+        # A jitted function that closes over an array.
+        lambda b, h, q, k: jax.jit(lambda h: jnp.asarray(WINDOWS)[h])(h) > q - k,
     ],
 )
 def test_functions_without_rules_are_partial_or_right(fn):
@@ -245,6 +252,55 @@ def test_a_namesake_of_floor_divide_is_not_taken_for_it():
     mask = MaskFn(lambda b, h, q, k: fn(q, jnp.int32(4)) >= fn(k, jnp.int32(4)))
     want = block_classes(brute(Causal()), H, K, 8, 8)
     np.testing.assert_array_equal(np.broadcast_to(table_of(mask, 8, 8), want.shape), want)
+
+
+def test_numbers_that_may_not_be_finite():
+    """A number that is none compares with nothing, and says nothing about the rest of its block."""
+    x = np.linspace(0, 3, T, dtype=np.float32)
+    x[[3, 20]], y = np.nan, np.linspace(-1, 3, S, dtype=np.float32)
+    for fn in (lambda b, h, q, k, x, y: x > y, lambda b, h, q, k, x, y: ~(x <= y)):
+        mask = MaskFn(fn, (x,), (y,))
+        want = block_classes(brute(mask), H, K, 8, 8)
+        traced = jax.jit(lambda x, y, fn=fn: table_of(MaskFn(fn, (x,), (y,)), 8, 8))(x, y)
+        for table in (table_of(mask, 8, 8), traced):
+            got = np.broadcast_to(table, want.shape)
+            assert ((got == 1) | (got == want)).all() and (got != 1).any()
+
+
+def _of(fn):
+    return jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 2)
+
+
+SAME = {
+    "names": lambda a, b: lax.sub(lax.add(a, b), np.int32(3)),
+    "a call": lambda a, b: jax.jit(lambda c: lax.sub(c, np.int32(3)))(lax.add(a, b)),
+}
+OTHER = {
+    "a number": lambda a, b: lax.sub(lax.add(a, b), np.int32(4)),
+    "a variable in place of a number": lambda a, b: lax.sub(lax.add(a, b), b),
+    "the order of arguments": lambda a, b: lax.sub(lax.add(b, a), np.int32(3)),
+    "an operation": lambda a, b: lax.sub(lax.max(a, b), np.int32(3)),
+    "the result": lambda a, b: (lax.sub(c := lax.add(a, b), np.int32(3)), c)[1],
+    "more": lambda a, b: lax.neg(lax.sub(lax.add(a, b), np.int32(3))),
+    "less": lambda a, b: lax.add(a, b),
+}
+
+
+def test_which_functions_are_the_same():
+    """Up to the names of variables, in all that there is to be told apart."""
+    for name, fn in SAME.items():
+        assert _same(_of(fn), _of(lambda *xs, fn=fn: fn(*xs))), name
+    plain = _of(SAME["names"])
+    for name, fn in OTHER.items():
+        assert not _same(plain, _of(fn)) and not _same(_of(fn), plain), name
+    inner = lambda n: lambda a, b: jax.jit(lambda c: lax.sub(c, np.int32(n)))(lax.add(a, b))
+    assert not _same(_of(inner(3)), _of(inner(4)))
+    # Of one operation, what it is told beside its operands.
+    sums = [
+        jax.make_jaxpr(lambda x, axis=axis: lax.reduce_sum(x, [axis]))(jnp.zeros((2, 2)))
+        for axis in (0, 0, 1)
+    ]
+    assert _same(*sums[:2]) and not _same(*sums[1:])
 
 
 def test_errors():

@@ -66,6 +66,10 @@ DEFINITIONS = {
     "key lengths": (KeyPadding(LENGTHS), batch(LENGTHS) > K),
     "key length": (KeyPadding(5, 2), (K >= 2) & (K < 5) & (Q == Q)),
     "key starts": (KeyPadding(9, np.array([0, 3])), (batch(np.array([0, 3])) <= K) & (K < 9)),
+    "key lengths and starts": (
+        KeyPadding(LENGTHS, np.array([1, 7])),
+        (batch(np.array([1, 7])) <= K) & (K < batch(LENGTHS)),
+    ),
     "query lengths": (QueryPadding(LENGTHS), batch(LENGTHS) > Q),
     "query length": (QueryPadding(3), (Q < 3) & (K == K)),
     "prefix": (PrefixLM(4), (K < 4) | (K <= Q)),

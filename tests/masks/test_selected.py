@@ -201,13 +201,14 @@ BLOCKS = {
     "of rows apart": (2, 32, lambda x: x, None),
     "of heads together": (2, 32, lambda x: x & SlidingWindow(99, 99), Blockwise()),
     "of each query": (2, 1, lambda x: x & Causal(90), Blockwise()),
-    "of all heads, of few queries": (1, 3, lambda x: x | SlidingWindow(20, 0), Blockwise(PARTS)),
+    "of all heads, of few queries": (1, 3, lambda x: x | SlidingWindow(20, 0), Blockwise(PARTS.replace(blocksize_q=18))),
     "of each query's heads": (4, 1, lambda x: x, None),
     "of each head of a block": (4, 32, lambda x: x & Causal(90), Blockwise()),
 }  # fmt: skip
 
 
 SHORT = "of each head", "of all heads, in parts", "of each query", "of each head of a block"
+SHORT += ("of all heads, of few queries",)
 
 
 @pytest.mark.parametrize(

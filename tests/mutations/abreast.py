@@ -30,7 +30,7 @@ MUTANTS = [
         HEADS,
         [
             ("at = self._beside(x.axes, at, head) if self.heads(x.axes) else at", "at = self._beside(x.axes, at, 0) if self.heads(x.axes) else at"),
-            ("at = axes.index(HEAD) + 1", "at = axes.index(HEAD)"),
+            ("at = axes.index(HEAD) + 1", "at = axes.index(HEAD)", "all arrays are cut alike, so that other heads stand beside each other and each has its own numbers"),
             ("return lax.shift_right_logical(x, jnp.int32(size.bit_length() - 1)), x & (size - 1)", "return lax.shift_right_logical(x, jnp.int32(size.bit_length() - 1)), x & size"),
         ],
     ),

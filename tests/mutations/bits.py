@@ -16,7 +16,7 @@ MUTANTS = [
     ),
     (
         "_sweep/fold.py",
-        BITS,
+        "strategies/test_bitwise.py -k no_zero",
         [("num = unsigned_zeros(num)", "pass")],
     ),
     (
@@ -26,7 +26,7 @@ MUTANTS = [
     ),
     (
         "strategies/_fold_strategy.py",
-        "strategies/test_bitwise.py -m slow -k 'fill_vectors'",
+        "strategies/test_bitwise.py -k whole_vectors",
         [("return queries if queries == 1 else -(-queries // 8) * 8, keys or 128", "return queries, keys or 128")],
     ),
     (

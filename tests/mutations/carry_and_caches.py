@@ -61,7 +61,6 @@ MUTANTS = [
             ("jnp.where(position < length[:, None], position, capacity + position), length", "jnp.where(position <= length[:, None], position, capacity + position), length"),
             ("return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]", "return 0 * cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]"),
             ("scatter(held, new, (*first, OWN_ROW), slots)", "scatter(held, new, (*first, 0 * slots), slots)"),
-            ("shared = tuple(i for i, x in enumerate(at) if isinstance(x, int))", "at = tuple(jnp.arange(new.shape[x], dtype=jnp.int32).reshape(-1, *[1] * (new.ndim - held.ndim + len(at) - 1 - x)) if isinstance(x, int) else x for x in at); shared = ()"),
             ("length = cache.length + counts", "length = cache.length + key.shape[1]"),
             ("at = (slots * per)[:, None, :, None]", "at = slots[:, None, :, None]"),
         ],
@@ -145,6 +144,13 @@ MUTANTS = [
             ("values = wide / jnp.where(scales == 0, 1, scales)[..., None]", "values = wide / scales[..., None]"),
             ("scales.reshape(*lead, n, s, heads // n), -3, -2)", "scales.reshape(*lead, n, s, heads // n), -2, -2)"),
             ("if self.scales.shape[-2] == n:", "if True:"),
+        ],
+    ),
+    (
+        "cache/_base.py",
+        "cache/test_automatic_meshes.py",
+        [
+            ("shared = tuple(i for i, x in enumerate(at) if isinstance(x, int))", "at = tuple(jnp.arange(new.shape[x], dtype=jnp.int32).reshape(-1, *[1] * (new.ndim - held.ndim + len(at) - 1 - x)) if isinstance(x, int) else x for x in at); shared = ()"),
         ],
     ),
 ]

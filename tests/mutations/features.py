@@ -8,7 +8,7 @@ MUTANTS = [
         "kernels/tpu/_forward.py",
         FEATURES,
         [
-            ("there, here = (turned[0].at[i] for i in range(2))", "there = here = turned[0].at[0]"),
+            ("there, here = (turned[0].at[i] for i in range(2))", "there = here = turned[0].at[0]", "the values of the pair before are read before those of the pair take their place; a second buffer lets units overlap"),
             ("int(not plan.early or i > 0)", "1"),
             ("if main.held[i] and COL not in x.axes and turns(blocks[i]):", "if False:"),
         ],

@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     (
         "kernels/gpu/_program.py",
-        "conformance/test_conformance.py -k 'gpux1 and alibi'",
+        "kernels/test_gpu.py -k 'test_values and alibi'",
         [
             ("xs = [self.times(x, factor, given) for x in eqn.invars]\n                return", "xs = [self.times(x, None, given) for x in eqn.invars]\n                return"),
         ],

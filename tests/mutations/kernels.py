@@ -24,8 +24,8 @@ MUTANTS = [
         LISTS,
         [
             ("return inside if 2 * size == keys * layout.corner else []", "return inside"),
-            ("2 * a.start >= keys and b.stop <= layout.corner", "2 * a.stop > keys and b.stop <= layout.corner"),
-            ("2 * a.start >= keys and b.stop <= layout.corner", "2 * a.start >= keys and b.start < layout.corner"),
+            ("2 * a.start >= keys and b.stop <= layout.corner", "2 * a.stop > keys and b.stop <= layout.corner", "with a part that straddles the middle of the keys the sizes disagree, and there is no corner either way"),
+            ("2 * a.start >= keys and b.stop <= layout.corner", "2 * a.start >= keys and b.start < layout.corner", "with a part that straddles the end of the corner the sizes disagree, and there is no corner either way"),
             ("m if n % m == 0 else n", "m"),
             ("parts.append(Part(slice(at, at + size), to, PARTIAL))", "parts.append(Part(slice(at, at + size), to, FULL))"),
             ("end = x.to.start // width, x.at.stop", "end = x.to.start // width, x.at.start + 1"),

@@ -20,11 +20,8 @@ MUTANTS = [
         "_problem/key_shards.py",
         "conformance/test_where_keys_lie.py",
         [
-            ("return paged or operand.shape[key_axis(operand)] == 1", "return operand.shape[key_axis(operand)] == 1"),
             ("problem = problem.at_places(lists=False)", "problem"),
             ("one = (math.prod(problem.batch_shape),)", "one = problem.batch_shape"),
-            ("scale=jnp.asarray(rest.scale, acc), batch_shape=one", "batch_shape=one"),
-            ("HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes)", "s"),
         ],
     ),
     (
@@ -63,6 +60,21 @@ MUTANTS = [
         "conformance/test_narrow_sums.py -k of_their_keys",
         [
             ("return widened(x, acc) if on_every_device(x, paged) else x", "return x"),
+        ],
+    ),
+    (
+        "_problem/key_shards.py",
+        SHARDS + " -k in_pages",
+        [
+            ("return paged or operand.shape[key_axis(operand)] == 1", "return operand.shape[key_axis(operand)] == 1"),
+        ],
+    ),
+    (
+        "_problem/key_shards.py",
+        "conformance/test_narrow_sums.py -k of_their_keys",
+        [
+            ("scale=jnp.asarray(rest.scale, acc), batch_shape=one", "batch_shape=one"),
+            ("HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes)", "s"),
         ],
     ),
 ]

@@ -27,7 +27,6 @@ MUTANTS = [
         CALLS,
         [
             ("scale=_scale_of(metadata, query.shape)", "scale=_scale_of(metadata, value.shape)"),
-            ("scores = (as_bias(bias), *scores)", "scores = (*scores, as_bias(bias))"),
             ("else (SoftCap(soft_cap), *scores)", "else (*scores, SoftCap(soft_cap))"),
             ("return sinks[:, None]", "return sinks[None]"),
         ],
@@ -54,11 +53,9 @@ MUTANTS = [
         "_problem/blocking.py",
         CALLS,
         [
-            ("return self.block_q // 2 if self.group == 1 else self.group * self.block_q", "return self.block_q // 2"),
             ("x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))", "x = x.transpose(0, 2, 4, 3, 1, *range(5, x.ndim))"),
             ("x = x.transpose(0, 3, 1, 5, 4, 2)", "x = x.transpose(0, 4, 1, 5, 3, 2)"),
             ("if not edge:\n                return xp.pad(x, widths)", "if True:\n                return xp.pad(x, widths)", "what pads ids is masked as padding: edges only keep bounds tight"),
-            ("if len(pages | ({block_k} if pages and block_k else set())) > 1:", "if False:"),
         ],
     ),
     (
@@ -81,10 +78,37 @@ MUTANTS = [
     ),
     (
         "_problem/mesh.py",
-        "problem/test_sharding.py -k 'automatic or explicit_mesh_eager or partly'",
+        "kernels/test_tpu_meshes.py -k found",
         [
             ("if name in free and size % mesh.shape[name] == 0:", "if name in free:"),
+        ],
+    ),
+    (
+        "_problem/mesh.py",
+        "ring/test_heads.py -k 'own_shard_map or eager'",
+        [
             ("return ROW if ROW in axes else COL", "return COL"),
+        ],
+    ),
+    (
+        "_problem/problem.py",
+        "scores/test_scores.py -k order_of_operations",
+        [
+            ("scores = (as_bias(bias), *scores)", "scores = (*scores, as_bias(bias))"),
+        ],
+    ),
+    (
+        "_problem/blocking.py",
+        "kernels/test_tpu_lists.py -k corners",
+        [
+            ("return self.block_q // 2 if self.group == 1 else self.group * self.block_q", "return self.block_q // 2"),
+        ],
+    ),
+    (
+        "_problem/blocking.py",
+        "cache/test_cache.py -k blocks_of_keys",
+        [
+            ("if len(pages | ({block_k} if pages and block_k else set())) > 1:", "if False:"),
         ],
     ),
 ]

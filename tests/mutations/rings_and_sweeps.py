@@ -103,10 +103,8 @@ MUTANTS = [
             ("first in layout.batch and layout.grid[0] == 1", "first in layout.batch and False", "a batch axis of one beside the new one changes only the layout of what XLA copies"),
             ("return [y if axis in a else y.sum(0) for y, a in zip(ys, out_axes)]", "return [y if axis in a else y[0] for y, a in zip(ys, out_axes)]"),
             ("return ys if accs is None else [a + y for a, y in zip(accs, ys)]", "return ys"),
-            ("table_axes = None if layout.table_axes is None else in_axes.pop(0)", "table_axes = layout.table_axes and in_axes.pop(0)[1:]"),
             ("active = [i for i, t in enumerate(tangents) if not is_zero(t)]\n    n = len", "active = [i for i, t in enumerate(tangents) if not is_zero(t)][:1]\n    n = len"),
             ("groups = [of_columns, [i for i in linear if i not in of_columns]]", "groups = [of_columns]"),
-            ("x = jnp.squeeze(x, a.index(new) + (d is not None))", "x = jnp.squeeze(x, a.index(new))"),
             ("if jaxpr.out_avals[0].ndim > 2 else (ROW, COL)", "if False else (ROW, COL)"),
         ],
     ),
@@ -140,7 +138,6 @@ MUTANTS = [
             ("[jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]", "[jnp.sum(table > c, -1, dtype=jnp.int32, keepdims=True) for c in classes]"),
             ("(np.int32(CORNER) - table.astype(jnp.int32))", "table.astype(jnp.int32)"),
             ("jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))", "jnp.where(most == EMPTY, EMPTY, FULL)"),
-            ("jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))", "jnp.where(least == FULL, FULL, jnp.where(least == EMPTY, EMPTY, PARTIAL))"),
             ("lo = hi\n        local = finish", "lo = 0\n        local = finish"),
             ("accumulators = [x if old is None else old for x, old in zip(accumulators, into)]", "pass"),
             ("if isinstance(lo, int) and isinstance(hi, int) and hi - lo == 1:", "if False:", "a loop of one turn is that turn"),
@@ -191,11 +188,9 @@ MUTANTS = [
         "_sweep/fold_step.py",
         FOLDS,
         [
-            ("return p * weight[0] if weight else p, p.sum(0)", "return p, p.sum(0)"),
             ("return p * weight[0] if weight else p, p.sum(0)", "return p * weight[0] if weight else p, (p * weight[0] if weight else p).sum(0)"),
             ("change_of_origin(new, safe_max(accs[2]))", "safe_max(new), jnp.ones_like(new)"),
             ("accs[1] * scale + den, new]", "accs[1] + den, new]"),
-            ("new = jnp.maximum(accs[2], top)", "new = top"),
         ],
     ),
     (
@@ -203,9 +198,7 @@ MUTANTS = [
         FOLDS,
         [
             ("kept = p * weight[0] if weight else p", "kept = p"),
-            ("dden = (p * ds[0]).sum(0)", "dden = (kept * ds[0]).sum(0)"),
             ("dnum = dnum + dot(kept, dv[0], (0, 0), **kw)", "dnum = dot(kept, dv[0], (0, 0), **kw)"),
-            ("p = jnp.exp(s - finite_origin(m)[None])", "p = jnp.exp(s - m[None])"),
         ],
     ),
     (
@@ -229,5 +222,48 @@ MUTANTS = [
         "strategies/_fold.py",
         "ring/test_programs.py -k 'hops'",
         [("ring = Rotation(axis, n, ahead, behind, unroll)", "ring = Rotation(axis, n, ahead, behind)")],
+    ),
+    (
+        "_sweep/sweep.py",
+        "sweep/test_sweep.py -k vmap",
+        [
+            ("table_axes = None if layout.table_axes is None else in_axes.pop(0)", "table_axes = layout.table_axes and in_axes.pop(0)[1:]"),
+            ("x = jnp.squeeze(x, a.index(new) + (d is not None))", "x = jnp.squeeze(x, a.index(new))"),
+        ],
+    ),
+    (
+        "_sweep/loops.py",
+        "sweep/test_sweep.py -k 'einsum or live'",
+        [
+            ("jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))", "jnp.where(least == FULL, FULL, jnp.where(least == EMPTY, EMPTY, PARTIAL))"),
+        ],
+    ),
+    (
+        "_sweep/fold_step.py",
+        "scores/test_dropout.py -k every_strategy",
+        [
+            ("return p * weight[0] if weight else p, p.sum(0)", "return p, p.sum(0)"),
+        ],
+    ),
+    (
+        "_sweep/fold.py",
+        "scores/test_dropout.py -k are_the_differences",
+        [
+            ("dden = (p * ds[0]).sum(0)", "dden = (kept * ds[0]).sum(0)"),
+        ],
+    ),
+    (
+        "_sweep/fold.py",
+        "scores/test_features.py -k what_is_masked",
+        [
+            ("p = jnp.exp(s - finite_origin(m)[None])", "p = jnp.exp(s - m[None])"),
+        ],
+    ),
+    (
+        "_sweep/fold_step.py",
+        "sweep/test_sweep.py -k visited_last",
+        [
+            ("new = jnp.maximum(accs[2], top)", "new = top"),
+        ],
     ),
 ]

@@ -4,7 +4,7 @@
 SCORES = "scores/test_scores.py"
 DROPOUT = (
     "scores/test_dropout.py -k 'known_answers or generator_of_jax or not_one_key or rate or weights_show"
-    " or flattening or oracle or follow_positions'"
+    " or flattening or oracle or follow_positions or all_words'"
 )
 
 MUTANTS = [
@@ -32,7 +32,7 @@ MUTANTS = [
     ),
     (
         "scores/_dropout.py",
-        "ring/test_contexts.py -k dropout",
+        "ring/test_heads.py -k dropout",
         [
             ("b, h = b + seed[2], h + seed[3]", "pass"),
         ],

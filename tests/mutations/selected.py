@@ -9,7 +9,7 @@ MUTANTS = [
         LISTS,
         [
             ("return rows, (rows != none) & ~again", "return rows, rows != none"),
-            ("return rows, (rows != none) & ~again", "return rows, ~again"),
+            ("return rows, (rows != none) & ~again", "return rows, ~again", "an entry without a key counts as one beyond all places and positions, where no key is found"),
             ("jnp.asarray(k) // np.int32(self.block_k)", "jnp.asarray(k)"),
             ("known.max() >= blocks", "known.max() > blocks"),
             ("jnp.repeat(self.indices, heads // h, -3)", "jnp.tile(self.indices, (heads // h, 1, 1))"),
@@ -28,7 +28,6 @@ MUTANTS = [
         LISTS,
         [
             ("seen = seen & (rows < s)", "pass"),
-            ("return slots, seen & found", "return slots, seen"),
             ("np.arange(lists, dtype=np.int32) // np.int32(lists // kv_heads)", "np.zeros(lists, np.int32)"),
             ("h_indices=merged(h_indices.reshape(-1, lists, 1, mine))", "h_indices=None"),
             ("b_indices=merged(b_indices.reshape(-1, 1, 1))", "b_indices=None"),
@@ -42,6 +41,13 @@ MUTANTS = [
         LISTS,
         [
             ("more = ~always if listed is True else listed & ~always", "more = None if listed is True else listed"),
+        ],
+    ),
+    (
+        "_problem/selected.py",
+        "masks/test_selected_positions.py",
+        [
+            ("return slots, seen & found", "return slots, seen"),
         ],
     ),
 ]

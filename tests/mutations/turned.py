@@ -10,7 +10,7 @@ MUTANTS = [
         BACKWARD,
         [
             ("ref[...] = here.block(v).astype(dtype).T", "ref[...] = here.block(v).astype(dtype).T * 0"),
-            ("turned[v, dtype] = ref = refs[n % 2]", "turned[v, dtype] = ref = refs[0]"),
+            ("turned[v, dtype] = ref = refs[n % 2]", "turned[v, dtype] = ref = refs[0]", "the sums of the window before have read the one buffer before this window writes it; a second one lets units overlap"),
             ("linear |= eqn.primitive is lax.mul_p and sum(of_blocks) == 1", "linear |= eqn.primitive is lax.mul_p"),
             ("linear |= eqn.primitive in _ADD and all(of_blocks)", "linear |= eqn.primitive in _ADD"),
             ("linear = all(b or self._zero(x) for b, x in zip(of_blocks[1:], eqn.invars[1:]))", "linear = True"),

@@ -160,7 +160,8 @@ def test_cross_attention_over_a_filled_cache(x64):
     cache = KVCache.empty(1, CAPACITY, *HELD, dtype=jnp.float64)
     read = jax.jit(lambda x, mask, cache, **call: layer(x, None, None, mask, cache=cache, **call),
                    static_argnames="append")  # fmt: skip
-    fill = jax.jit(lambda x, mask, cache: layer(x, memory, memory, mask, cache=cache))
+    # Without values, they are those of the keys.
+    fill = jax.jit(lambda x, mask, cache: layer(x, memory, None, mask, cache=cache))
     cache, first = fill(x[:4], KeyPadding(jnp.array(6)), cache)
     filled, rest = read(x[4:], KeyPadding(jnp.array(6)), cache, append=False)
     np.testing.assert_allclose(np.concatenate([first, rest]), want, rtol=0, atol=1e-12)

@@ -1,5 +1,6 @@
 """The layout that is balanced for the masks at hand, and plans that count ids."""
 
+import dataclasses
 import sysconfig
 from pathlib import Path
 
@@ -124,6 +125,14 @@ def test_in_turn_by_hand():
     assert plan.in_turn == plan.balance == 3 and plan.lock_step == 3
     causal = ring_plan(8, 2, mask=Causal(), head_dim=1, block=1)
     assert causal.flops == ((40, 40), (0, 64)) and causal.in_turn == causal.balance
+    # In a ring of four, who works in the first hop delays no device across from it. Its neighbour
+    # waits in the third hop, for it has begun the second late.
+    across = dataclasses.replace(plan, flops=((8, 0, 0, 0), (0, 0, 8, 0)))
+    assert (across.in_turn, across.lock_step) == (8 / 4, 16 / 4)
+    beside = dataclasses.replace(plan, flops=((8, 0, 0, 0), (0, 0, 0, 0), (0, 8, 8, 0)))
+    assert (beside.in_turn, beside.lock_step) == (16 / 6, 16 / 6)
+    late = dataclasses.replace(plan, flops=((8, 0, 0, 0), (0, 0, 0, 0), (0, 0, 8, 0)))
+    assert (late.in_turn, late.lock_step) == (8 / 4, 16 / 4)
 
 
 def test_shares_are_equal_in_number_and_nearly_in_work():
@@ -133,6 +142,9 @@ def test_shares_are_equal_in_number_and_nearly_in_work():
     loads = np.stack([np.bincount(owner, w) for w in work])
     assert (loads.max(1) <= 1.02 * loads.mean(1)).all()
     assert (np.bincount(share_out(np.zeros((1, 6)), 3)) == 2).all()  # nothing visible at all
+    # The largest first: in this order, exchanges of two chunks end with 11, 10 and 9.
+    sizes = np.array([3.0, 7, 4, 3, 5, 3, 2, 2, 1])
+    assert np.bincount(share_out(sizes[None], 3), sizes).tolist() == [10, 10, 10]
     # The largest alone is more than a share: it lies with the least of the others.
     alone = share_out(np.array([[9.0, 1, 2, 3]]), 2)
     assert alone[0] == alone[1] != alone[2]

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, Blockwise, dropout_mask, masks as m, Ring, Ulysses, Zigzag
+from eqattn import ALiBi, attention, Blockwise, dropout_mask, masks as m, Ring, Ulysses, Zigzag
 from eqattn._ring.plan import ring_plan
 
 from .common import (
@@ -79,6 +80,27 @@ def with_ids(mesh, check, **kwargs):
 
 def test_own_shard_map():
     close(jax.jit(gradient(with_ids(mesh_of(4), True, cls=Ulysses)))(q, k, v), expected())
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_numbers_of_heads_in_own_shard_map(places):
+    """Each device has all slopes and sinks, and reads those of the heads that it folds."""
+    mesh = mesh_of(4) if places == 1 else grid_of(places, 2)
+    own = dict(cls=Ulysses) if places == 1 else dict(cls=Ring, head_axis="hp")
+    rng, names = np.random.default_rng(0), P(None, mesh.axis_names)
+    slopes, sinks = jnp.asarray(rng.uniform(size=H)), jnp.asarray(rng.normal(size=H))
+
+    def local(q, k, v, slopes, sinks, cls, **kwargs):
+        s = strategy(cls, softmax_aux=sinks, **kwargs)
+        return attention(q, k, v, s, mask=m.Causal(), score=ALiBi(slopes)).attention_outputs
+
+    fn = ft.partial(local, axis_name="sp", **own)
+    specs = dict(in_specs=(names, names, names, P(), P()), out_specs=names)
+    got = jax.jit(jax.shard_map(fn, mesh=mesh, **specs))(q, k, v, slopes, sinks)
+    at = np.arange(T)
+    bias = -np.asarray(slopes)[:, None, None] * abs(at[:, None] - at)
+    want = exact(q, k, v, lambda z: z / np.sqrt(D) + bias, at <= at[:, None], sinks)[0]
+    close(got, want)
 
 
 @pytest.mark.slow

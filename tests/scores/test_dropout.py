@@ -13,7 +13,7 @@ from conformance import oracle_dropout as od
 from jax import lax
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, dropout_mask
-from eqattn.scores._dropout import keep_mask, seed_of, threefry
+from eqattn.scores._dropout import dropped, keep_mask, kept_factor, seed_of, threefry
 
 
 RATE = 0.3
@@ -119,7 +119,7 @@ def test_other_generators_work():
         (jnp.zeros((2,), jnp.int32), TypeError, r"int32 of shape \(2,\)"),
         (jnp.zeros((2, 2), jnp.uint32), TypeError, r"uint32 of shape \(2, 2\)"),
         (jnp.zeros((3,), jnp.uint32), TypeError, r"shape=\(3,\)"),
-        (jax.random.split(KEY, 2), ValueError, r"single key.*\(2,\)"),
+        (jax.random.split(KEY, 2), ValueError, r"dropout key must be a single key.*\(2,\)"),
     ],
 )
 def test_what_is_not_one_key_raises(key, error, message, unchecked):
@@ -249,6 +249,14 @@ def test_extreme_rates(rate):
     assert keep.shape == (1, 64, 64) and keep.dtype == bool
     if rate != 0.5:
         assert keep.all() if rate < 0.5 else not keep.any()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.5, 1 - 2**-20, 1 - 1.3 * 2**-32, 1 - 2**-33])
+def test_the_mean_over_all_words_is_1(rate):
+    """Of the 2^32 words of a pair, each as likely as any other, some are kept, times a factor."""
+    kept = 2**32 - round(od.dropped_share(rate) * 2**32)
+    assert kept == 2**32 - dropped(rate) >= 1
+    assert kept_factor(rate) * kept == 2**32
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, math.nan])

@@ -27,7 +27,8 @@ H, K, D, BLOCK = 4, 2, 16, 8
 METADATA = AttentionMetadata(blocksize_q=BLOCK, blocksize_k=BLOCK)
 KERNELS = METADATA.replace(platform="interpret")
 STRICT = {cls.__name__: cls(METADATA, bitwise=True) for cls in (Blockwise, Ragged)}
-MASK = Causal() & SlidingWindow(13, 0, sinks=1)
+# Of the blocks that a block of queries sees, the first and the last are partial, others may be full.
+MASK = Causal() & SlidingWindow(29, 0, sinks=1)
 IN_KERNELS = "Blockwise in kernels", "Ragged in kernels"
 
 
@@ -52,6 +53,25 @@ def test_the_bits_of_a_row_in_kernels():
     many(3, "some blocks", "Blockwise in kernels", False, "float32", ("batch", "decode"))
 
 
+def test_steps_in_kernels_keep_the_size_of_a_block():
+    """A block of one query, with one head for each key head, has products of a vector, which are
+    rounded otherwise.
+    """
+    (q, k, v), _ = random_call(0, jnp.float32)
+    q = q[:, :, :K]
+    strict = Blockwise(KERNELS, bitwise=True)
+
+    @jax.jit
+    def run(q, start):
+        out = attention(q, k, v, strict, mask=MASK, q_offset=start, return_logsumexp=True)
+        return out.attention_outputs, out.logsumexp
+
+    whole = run(q, 0)
+    for i in range(30, 64, 3):
+        for x, y in zip(run(q[:, i : i + 1], i), whole):
+            assert np.asarray(x[:, 0]).tobytes() == np.asarray(y[:, i]).tobytes(), i
+
+
 @pytest.mark.parametrize("name", ["Blockwise", pytest.param("Ragged", marks=pytest.mark.slow)])
 def test_the_bits_of_scores(name):
     """A score of several terms had other bits where there is one block of queries, or one query: a
@@ -68,6 +88,24 @@ def test_the_gradients_of_a_step():
 def test_the_bits_of_a_row_whose_keys_are_dropped():
     """With this seed, a row was -0 in a call of twelve queries, and +0 in one of six."""
     bits.check(bits.CASES["dropout"], "Blockwise", False, jnp.dtype("float32"), 41, ("chunks",))
+
+
+@pytest.mark.parametrize("cls", [Blockwise, Ragged])
+def test_no_zero_has_a_sign(cls):
+    """A sum that is too small for a number is zero, of either sign, where small ones are flushed."""
+    v = jnp.zeros((1, 16, K, 4)).at[:, 0].set(1.2e-38).at[:, 8].set(-1.3e-38)
+    q, k = jnp.zeros((1, 3, H, D)), jnp.zeros((1, 16, K, D))
+    out = np.asarray(attention(q, k, v, STRICT[cls.__name__]).attention_outputs)
+    assert not np.signbit(out[out == 0]).any()
+
+
+@pytest.mark.parametrize("given, filled", [(3, 8), (8, 8), (9, 16), (1, 1), (None, 16)])
+def test_blocks_have_whole_vectors_of_queries(given, filled):
+    """Or one query. What is left over of a vector may be computed by other code."""
+    for cls in (Blockwise, Ragged, AllGather):
+        strict = cls(AttentionMetadata(blocksize_q=given), bitwise=True)
+        assert strict.block_sizes() == (filled, 128)
+        assert cls(AttentionMetadata(blocksize_q=given)).block_sizes() == (given, None)
 
 
 @pytest.mark.slow
@@ -211,6 +249,8 @@ def test_a_batch_that_is_sharded(cls):
     with jax.set_mesh(jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])):
         put = lambda x: jax.device_put(x, jax.P("dp"))
         found = np.asarray(fn(put(q), put(k), put(v)))
+        # Each device runs them by itself: XLA does not split them, and could not have other loops.
+        assert "shard_map" in str(jax.make_jaxpr(fn)(q, k, v))
     assert found.tobytes() == want.tobytes()
 
 

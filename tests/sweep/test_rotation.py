@@ -127,15 +127,18 @@ def test_tables_of_hops_under_vmap():
         ring, consts = table_per_hop(ring, seen, [q, k], axes, (0, 1), (1, 1, ROWS, COLUMNS))
         assert not consts
         layout = GridLayout((1, 1, ROWS, COLUMNS), LARGE, (), ring=ring)
-        f = lambda q, k: [jnp.ones((), jnp.float32)]
-        twice = lambda q, k: [2 * jnp.ones((), jnp.float32)]
+        f = lambda q, k: [(k + 1).astype(jnp.float32)]
+        twice = lambda q, k: [2 * (k + 1).astype(jnp.float32)]
         return sweep({FULL: f, PARTIAL: twice}, [q, k], axes, [(ROW,)], layout=layout)[0]
+
+    def want(q):
+        return np.where(q[..., None] > k[:, None], k[:, None] + 1, 0).sum(-1)
 
     tokens = P(None, "sp")
     got = in_ring(n, jax.vmap(one), (q, k), (tokens, tokens), tokens)
-    np.testing.assert_array_equal(got, (q[:, :, None] > k[:, None]).sum(-1))
+    np.testing.assert_array_equal(got, want(q))
     got = in_ring(n, jax.vmap(one, (None, 0)), (shared, k), (P("sp"), tokens), tokens)
-    np.testing.assert_array_equal(got, (shared[:, None] > k[:, None]).sum(-1))
+    np.testing.assert_array_equal(got, want(shared))
 
 
 def test_a_batch_axis_of_one_that_an_operand_has():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _reference import exact
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
 from eqattn._jax import jaxpr_as_fun
@@ -78,6 +79,18 @@ def test_is_a_block_sparse_einsum(block):
 def attend(q, mask=None, score=None, **metadata):
     strategy = Blockwise(AttentionMetadata(blocksize_q=4, blocksize_k=4, **metadata))
     return attention(q, q, q, strategy, mask=mask, score=score).attention_outputs
+
+
+def test_rows_that_see_nothing_of_the_block_that_is_visited_last():
+    """Their maximum is that of the blocks before."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 16, 2, 4)), jnp.float32) for _ in range(3))
+    how = Blockwise(AttentionMetadata(blocksize_q=8, blocksize_k=2))
+    run = jax.jit(lambda *x: attention(*x, how, mask=Causal(), return_logsumexp=True))
+    out, seen = run(q, k, v), np.arange(16) <= np.arange(16)[:, None]
+    want, lse, _ = exact(q, k, v, visible=seen)
+    np.testing.assert_allclose(out.attention_outputs, want, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(out.logsumexp, lse, rtol=0, atol=2e-6)
 
 
 Q = jnp.cos(jnp.arange(2 * 9 * 2 * 4, dtype=jnp.float32)).reshape(2, 9, 2, 4)
