@@ -54,17 +54,23 @@ class LatentKVCache(AbstractCache):
 
     @classmethod
     def empty(
-        cls, batch: int, capacity: int, rank: int, rotary_dim: int, dtype: Any = jnp.float32
+        cls,
+        batch: int,
+        capacity: int,
+        rank: int,
+        rotary_dim: int,
+        dtype: Any = jnp.float32,
+        bits: bool | None = None,
     ) -> "LatentKVCache":
         """Makes a cache without tokens, in a `KVCache`.
 
         **Arguments:**
 
-        - `batch`, `capacity`, `dtype`: as for `KVCache.empty`.
+        - `batch`, `capacity`, `dtype`, `bits`: as for `KVCache.empty`.
         - `rank`: the size of a latent.
         - `rotary_dim`: the size of the shared part of a key.
         """
-        return cls(KVCache.empty(batch, capacity, 1, rotary_dim, rank, dtype))
+        return cls(KVCache.empty(batch, capacity, 1, rotary_dim, rank, dtype, bits))
 
     @property
     def shares_rows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

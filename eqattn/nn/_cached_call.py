@@ -81,7 +81,7 @@ def as_batch(cache: Cache, rows: int | None) -> tuple[Cache, Callable[[Cache], C
 
 def as_rows(
     cache: Any, inputs: Sequence[Array], of_rows: Sequence[Any]
-) -> tuple[Any, list[Array], list[Any], Callable[[Any, Array], Any]]:
+) -> tuple[Any, list[Array], list[Any], Callable[[Any, Any], Any]]:
     """Brings a call into the form that the rows of a cache need. One sequence becomes one row.
 
     **Arguments:**
@@ -100,8 +100,8 @@ def as_rows(
     def row(x: Any) -> Any:
         return jnp.asarray(x)[None] if one and x is not None else x
 
-    def result(cache: Any, out: Array) -> Any:
-        out = out[0] if one else out
+    def result(cache: Any, out: Any) -> Any:
+        out = jax.tree.map(lambda x: x[0], out) if one else out
         return out if cache is None else (restored(cache), out)
 
     return cache, [row(x) for x in inputs], [row(x) for x in of_rows], result

@@ -185,6 +185,9 @@ class LatentAttention(eqx.Module):
         counts: int | Int[Array, "*b"] | None = None,
     ) -> tuple[LatentKVCache, Float[Array, "*b t hidden_size"]]: ...
 
+    @overload
+    def __call__(self, *args: Any, return_max_logits: Literal[True], **kwargs: Any) -> Any: ...
+
     @jax.named_scope("eqattn.nn.LatentAttention")
     def __call__(
         self,
@@ -197,6 +200,7 @@ class LatentAttention(eqx.Module):
         q_positions: Any = None,
         cache: Any = None,
         counts: Any = None,
+        return_max_logits: Any = False,
     ) -> Any:
         r"""**Arguments:**
 
@@ -208,8 +212,10 @@ class LatentAttention(eqx.Module):
         - `cache`: an [`eqattn.cache.LatentKVCache`][] of `rank=kv_lora_rank` and
             `rotary_dim=qk_rope_head_dim`, to which the tokens of `x` are appended.
         - `counts`: how many of them, from the first, the cache takes; None for all.
+        - `return_max_logits`: as for `MultiheadAttention`.
 
-        **Returns:** `[t, hidden_size]`, with a cache `(cache, [t, hidden_size])`.
+        **Returns:** `[t, hidden_size]`, with a cache `(cache, [t, hidden_size])`. With
+        `return_max_logits`, a pair of output and logits stands in place of the output.
 
         **Raises:** `ValueError` or `TypeError` at trace time, naming the shapes and the remedy.
         """
@@ -244,7 +250,7 @@ class LatentAttention(eqx.Module):
         strategy = configured(self.strategy, cache is not None, softmax_scale=scale)
         absorbed = form == "absorbed" or (form is None and cache is not None)
         heads = self._absorbed if absorbed else self._expanded
-        out = attention(
+        found = attention(
             *heads(query, keys, getattr(strategy, "reads_stored", False)),
             strategy,
             mask=mask,
@@ -253,13 +259,14 @@ class LatentAttention(eqx.Module):
             q_offset=q_offset,
             q_positions=q_positions,
             kv_positions=kv_positions,
-        ).attention_outputs
-        out = out.astype(query.dtype)
+            return_max_logits=return_max_logits,
+        )
+        out = found.attention_outputs.astype(query.dtype)
         if absorbed:
             weight = self.v_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
             out = jnp.einsum("...hr,hvr->...hv", out, weight)
         out = linear(self.o_proj, out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim))
-        return result(cache, out)
+        return result(cache, (out, found.max_logits) if return_max_logits else out)
 
     def _absorbed(self, query: Array, keys: AbstractStored, stored: bool) -> tuple[Any, Any, Any]:
         """Queries, keys and values of the absorbed form: one key head for all queries.

@@ -254,6 +254,9 @@ class MultiheadAttention(eqx.Module):
         append: bool = True,
     ) -> tuple[Cache, Float[Array, "*b t output_size"]]: ...
 
+    @overload
+    def __call__(self, *args: Any, return_max_logits: Literal[True], **kwargs: Any) -> Any: ...
+
     @jax.named_scope("eqattn.nn.MultiheadAttention")
     def __call__(
         self,
@@ -273,6 +276,7 @@ class MultiheadAttention(eqx.Module):
         cache: Any = None,
         counts: int | Int[Array, "*b"] | None = None,
         append: bool = True,
+        return_max_logits: Any = False,
     ) -> Any:
         r"""**Arguments:** these are Equinox's:
 
@@ -300,12 +304,16 @@ class MultiheadAttention(eqx.Module):
             then stands for the places of the cache.
         - `counts`: how many of the new keys, from the first, the cache takes; None for all.
         - `append`: whether there are new keys. If not, the query reads the cache as it is.
+        - `return_max_logits`: whether the output comes with the largest logit of each query and
+            head, `[t, num_heads]` in float32, as [QK-clip](stats.md#the-largest-logit-and-qk-clip)
+            needs them.
 
         A cache belongs to one sequence: it has `batch=1`, or is a row that `jax.vmap` maps over. Or
         it has `b` rows; all inputs and the output then have these in front, `[b, t, query_size]`,
         and `counts` is `[b]`. Without a strategy a layer reads caches by [`eqattn.Ragged`][].
 
-        **Returns:** `[t, output_size]`, with a cache `(cache, [t, output_size])`.
+        **Returns:** `[t, output_size]`, with a cache `(cache, [t, output_size])`. With
+        `return_max_logits`, a pair of output and logits stands in place of the output.
 
         **Raises:** `ValueError` at trace time, naming the shapes and the remedy; `RuntimeError` if
         dropout is on and there is no `key`.
@@ -343,8 +351,10 @@ class MultiheadAttention(eqx.Module):
             q_offset=q_offset,
             q_positions=q_positions,
             kv_positions=kv_positions,
-        ).attention_outputs
-        return result(cache, self._joined(out.astype(dtype), query))
+            return_max_logits=return_max_logits,
+        )
+        joined = self._joined(out.attention_outputs.astype(dtype), query)
+        return result(cache, (joined, out.max_logits) if return_max_logits else joined)
 
     def _configured(self, cached: bool, rate: float) -> AttentionImpl:
         """The strategy of a call, with the settings of the layer in its metadata."""

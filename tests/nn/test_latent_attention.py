@@ -63,7 +63,7 @@ def published(xp, w, x, scale=(NOPE + ROPE) ** -0.5):
     p = xp.exp(logits - logits.max(-1, keepdims=True))
     p = p / p.sum(-1, keepdims=True)
     out = xp.einsum("hts,shv->thv", p, v)
-    return out.reshape(T, -1) @ w["o_proj"].T
+    return out.reshape(T, -1) @ w["o_proj"].T, logits.max(-1).T
 
 
 def weights(layer):
@@ -90,16 +90,32 @@ def test_both_forms_are_what_is_published(q_lora_rank, x64):
         return got
 
     def loss(w, x):
-        return (published(jnp, w, x) * ct).sum()
+        return (published(jnp, w, x)[0] * ct).sum()
 
     of = weights(layer)
-    want = published(np, {n: np.asarray(w) for n, w in of.items()}, np.asarray(x))
+    want, _ = published(np, {n: np.asarray(w) for n, w in of.items()}, np.asarray(x))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         of_weights, of_x = jax.jit(jax.grad(loss, (0, 1)))(of, x)
     for out, gradients in run(layer, x).values():
         np.testing.assert_allclose(out, want, rtol=0, atol=1e-13)
         for name, gradient in {"x": of_x, **of_weights}.items():
             np.testing.assert_allclose(gradients[name], gradient, rtol=0, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_largest_logit_of_each_query(form, x64):
+    layer, x = made(7), inputs()
+    arrays = {n: np.asarray(w) for n, w in weights(layer).items()}
+    want = published(np, arrays, np.asarray(x))
+    got = layer(x, "causal", form=form, return_max_logits=True)
+    cache = LatentKVCache.empty(1, 16, RANK, ROPE, jnp.float64)
+    parts = []
+    for part in (x[:4], x[4:]):
+        cache, more = layer(part, "causal", form=form, cache=cache, return_max_logits=True)
+        parts.append(more)
+    for found in (got, jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)):
+        for a, b in zip(found, want):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
 
 
 CACHES = {

@@ -97,6 +97,28 @@ def test_a_prompt_and_then_token_by_token(name, x64):
     assert cache.length.tolist() == [T]
 
 
+def test_the_largest_logit_of_each_query(x64):
+    """Sinks do not count."""
+    layer = make(rotary=None, qk_norm=None, gating=None, window=None)
+    x, found = normal(0, T, SIZE, dtype=jnp.float64), []
+
+    def logits(z):
+        z = np.where(np.tril(np.ones((T, T), bool)), z, -np.inf)
+        found.append(z.max(-1).T)
+        return z
+
+    sinks = np.asarray(layer.softmax_aux, float)[:, None, None]
+    want = reference(layer, x, x, x, logits, sinks=sinks), found[0]
+    got = layer(x, mask="causal", return_max_logits=True)
+    cache, parts = KINDS["dense"](dtype=jnp.float64), []
+    for part in (x[:5], x[5:]):
+        cache, more = layer(part, mask="causal", cache=cache, return_max_logits=True)
+        parts.append(more)
+    for pair in (got, jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)):
+        for a, b in zip(pair, want):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("form", ["mapped", "in front"])
 def test_rows_of_unequal_length(form, x64):
     """A prompt, a shorter one and none, and then more of each."""
