@@ -263,10 +263,13 @@ class Evaluation(Sides):
         if eqn.primitive is lax.reshape_p:
             x: Any = eqn.invars[0]
             shape = eqn.outvars[0].aval.shape
-            if len(shape) < 2 and 1 in x.aval.shape:  # numbers of one order, row or column
-                return self.value(x, self.lies_flipped(x)).reshape(shape)
+            # Numbers of one order are a row or a column.
+            line = len(shape) < 2 and 1 in x.aval.shape
+            y = self.value(x, line and self.lies_flipped(x))
             if x.aval.dtype == jnp.bool_:  # the compiler moves no predicates between registers
-                return self.value(x, False).astype(jnp.int32).reshape(shape) != 0
+                return y.astype(jnp.int32).reshape(shape) != 0
+            if line:
+                return y.reshape(shape)
         if eqn.primitive is lax.reduce_sum_p and self.lies_flipped(eqn.invars[0]):
             x = self.value(eqn.invars[0], True)
             return jnp.sum(x, tuple(1 - a for a in eqn.params["axes"]))

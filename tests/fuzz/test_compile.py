@@ -1,0 +1,13 @@
+"""Some calls of the fuzzer of the compiler of TPUs. `python tests/fuzz/compile.py` runs others."""
+
+import pytest
+
+from fuzz.compile import failures, TOPOLOGIES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_calls_compile(seed, chip):
+    pytest.importorskip("libtpu", reason="libtpu, which compiles for TPUs, is not installed")
+    assert failures(chip, seed, range(25)) == []
