@@ -235,9 +235,8 @@ class LatentAttention(eqx.Module):
                 f"LatentKVCache.empty(batch, capacity, {self.kv_lora_rank}, "
                 f"{self.qk_rope_head_dim}), or of one with a single head, LatentKVCache(cache)."
             )
-        t = x.shape[1]
-        s = t if cache is None else cache.key.shape[1]
-        mask = as_layer_mask(mask, None, self.num_heads, t, s)
+        s = x.shape[1] if cache is None else cache.key.shape[1]
+        mask = as_layer_mask(mask, None, self.num_heads, x.shape[1], s)
         query, rest, latent = self._projected(x, mask, cache, q_positions)
         keys, kv_positions, q_offset = Joined(latent, rest), q_positions, None
         if cache is not None:
