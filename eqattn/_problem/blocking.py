@@ -21,7 +21,7 @@ from .._sweep.sweep import block_dtype
 from .._sweep.tokens import Tokens
 from .mesh import split_axis
 from .problem import Problem
-from .storage import AbstractStored, Pages
+from .storage import as_stored, Pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,8 +357,7 @@ def choose_blocking(
         dtype, head_dim = problem.query.dtype, problem.query.shape[-1]
         keys = s if block_k is None else block_k  # A symbolic length always has a given block.
         contents = [x.content if isinstance(x, Pages) else x for x in (problem.key, problem.value)]
-        stored = contents[0]
-        itemsize = stored.itemsize if isinstance(stored, AbstractStored) else dtype.itemsize
+        itemsize = as_stored(contents[0]).itemsize
         nbytes = sum(math.prod(x.shape[-2:]) for x in contents) * itemsize // devices
         request = BlockRequest(t, keys, group, dtype, head_dim, in_place, page, itemsize, nbytes)
         best = lowering.choose_blocks(request)

@@ -144,8 +144,12 @@ def read_of(operand: Any, logit: Any, features: int = 4) -> tuple[tuple[int, ...
     - `logit`: the dtype of the logit.
     - `features`: which axis is that of features, if there are any.
     """
-    dtype = accumulation_dtype(operand.dtype, logit) if _is_float(operand) else operand.dtype
-    return operand.shape[features:], dtype
+    return operand.shape[features:], dtype_read(operand, logit)
+
+
+def dtype_read(operand: Any, logit: Any) -> Any:
+    """The dtype in which a score reads an operand: of floats, that of sums."""
+    return accumulation_dtype(operand.dtype, logit) if _is_float(operand) else operand.dtype
 
 
 def _is_float(x: Any) -> bool:

@@ -20,13 +20,13 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import abstract, evaluated, Literal, only_varies, replay, vary, varying_axes
-from .._misc import accumulation_dtype
 from .._pairs import Operand
 from ..kernels._program import POINTWISE
 from ..masks._base import AbstractMask, visible
 from ..masks._terms import map_terms
 from ..scores._base import AbstractScore
 from ..scores._wrapper import AbstractWrapper
+from .closed_score import dtype_read
 from .problem import Problem
 
 
@@ -185,18 +185,14 @@ def with_lookups(part: Any, like: Any, arrays_of: Callable[[Lookups, tuple], lis
     """
     own, scored = part.operands(), isinstance(part, AbstractScore)
     read = [((), x) for x in (*[like.dtype] * scored, *[jnp.int32] * 4)]
-    read += [(o.feature_shape, _dtype_read(o.array, like, scored)) for o in own]
+    read += [
+        (o.feature_shape, dtype_read(o.array, like.dtype) if scored else o.array.dtype) for o in own
+    ]
     lookups = split(part, [abstract(like, *x) for x in read])
     if lookups is None:
         return part
     found = tuple(Operand(x, a) for x, a in zip(arrays_of(lookups, own), lookups.axes))
     return _FoundScore(part, found) if scored else _FoundMask(part, found)
-
-
-def _dtype_read(x: Any, like: Any, scored: bool) -> Any:
-    """The dtype in which a mask or a score reads an operand: a score reads floats wide."""
-    wide = scored and jnp.issubdtype(x.dtype, jnp.floating)
-    return accumulation_dtype(x.dtype, like.dtype) if wide else x.dtype
 
 
 def looked_up(problem: Problem) -> Problem:
@@ -208,7 +204,8 @@ def looked_up(problem: Problem) -> Problem:
         def arrays_of(lookups: Lookups, own: tuple) -> list:
             scored = isinstance(part, AbstractScore)
             arrays = [jnp.asarray(problem.canonical(x)) for x in own]
-            arrays = [x.astype(_dtype_read(x, like, scored)) for x in arrays]
+            if scored:
+                arrays = [x.astype(dtype_read(x, like.dtype)) for x in arrays]
             given = [vary(jnp.asarray(x), axes) for x in (*[like] * scored, *at, *arrays)]
             return [_found(lookups, i, given, problem) for i in range(len(lookups.found))]
 
