@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 MASKS = (
     "none causal window sinks segments lengths prefix blocks chunks booleans not function listed "
     "listed|window listed-blocks tree"
@@ -27,6 +26,29 @@ MASKS = (
 SCORES = "none none alibi cap bias function t5 sinks dropout scale".split()
 TRANSFORMS = "forward gradient gradient logsumexp carry jvp mapped largest second".split()
 CACHES = "dense paged int8 float8 paged-int8 ring latents paged-latents int8-latents".split()
+
+
+def scored(name: str, heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a score is metadata, and what the call is given."""
+    import jax
+    import jax.numpy as jnp
+
+    import eqattn as e
+
+    far = lambda x, b, h, q, k: x - jnp.abs(q - k).astype(x.dtype)
+    fields = {
+        "cap": lambda: dict(logits_soft_cap=20.0),
+        "scale": lambda: dict(softmax_scale=jnp.float32(0.3)),
+        "sinks": lambda: dict(softmax_aux=jnp.zeros(heads)),
+        "dropout": lambda: dict(dropout_prob=0.1),
+    }
+    given = {
+        "alibi": lambda: dict(score=e.ALiBi(jnp.ones(heads))),
+        "function": lambda: dict(score=e.ScoreFn(far)),
+        "t5": lambda: dict(score=e.T5Bias(jnp.ones((32, heads)))),
+        "dropout": lambda: dict(key=jax.random.key(0)),
+    }
+    return fields.get(name, dict)(), given.get(name, dict)()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,24 +118,9 @@ class Call:
         import eqattn as e
 
         (h, k), (d, v), lead = self.heads, self.dims, (self.batch,)
-        dtype, given, fields = jnp.dtype(self.dtype), {}, {}
-        if self.score == "alibi":
-            given["score"] = e.ALiBi(jnp.ones(h))
-        elif self.score == "function":
-            far = lambda x, b, h, q, k: x - jnp.abs(q - k).astype(x.dtype)
-            given["score"] = e.ScoreFn(far)
-        elif self.score == "t5":
-            given["score"] = e.T5Bias(jnp.ones((32, h)))
-        elif self.score == "bias":
+        dtype, (fields, given) = jnp.dtype(self.dtype), scored(self.score, h)
+        if self.score == "bias":
             given["bias"] = jnp.zeros((h, self.t, self.s), dtype)
-        elif self.score == "cap":
-            fields["logits_soft_cap"] = 20.0
-        elif self.score == "scale":
-            fields["softmax_scale"] = jnp.float32(0.3)
-        elif self.score == "sinks":
-            fields["softmax_aux"] = jnp.zeros(h)
-        elif self.score == "dropout":
-            fields["dropout_prob"], given["key"] = 0.1, jax.random.key(0)
         strategy = getattr(e, self.strategy)(e.AttentionMetadata(backend="tpu", **fields))
         mask = self.visible()
         also = {
@@ -200,13 +207,9 @@ class Step:
 
         import eqattn as e
 
-        latent, fields = "latents" in self.kind, {}
+        latent = "latents" in self.kind
         h, k = (self.heads[0], 1) if latent else self.heads
-        if self.score == "cap":
-            fields["logits_soft_cap"] = 20.0
-        elif self.score == "sinks":
-            fields["softmax_aux"] = jnp.zeros(h)
-        score = e.ALiBi(jnp.ones(h)) if self.score == "alibi" else None
+        fields, given = scored(self.score, h)
         strategy = e.Ragged(e.AttentionMetadata(backend="tpu", **fields))
 
         def step(cache, query, key_, value):
@@ -215,7 +218,7 @@ class Step:
             mask = mask & e.SlidingWindow(60, 0) if self.window else mask
             values = cache.key.first if latent else cache.value
             places = dict(q_offset=offset, kv_positions=cache.positions)
-            out = e.attention(query, cache.key, values, strategy, mask=mask, score=score, **places)
+            out = e.attention(query, cache.key, values, strategy, mask=mask, **given, **places)
             return cache, out.attention_outputs
 
         dims = (576, 64, 512) if latent else (self.dim,) * 3
@@ -250,23 +253,25 @@ def failures(chip: str, seed: int, cases: range) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chip", choices=TOPOLOGIES, default="v6e")
-    for name, default in (("seed", 0), ("first", 0), ("cases", 20)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
     # Nothing may ask for a TPU's host, and other processes may load the compiler meanwhile.
     os.environ |= {
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
     }
+    from eqattn._tools.tpu_report.chips import CHIPS
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chip", choices=CHIPS, default="v6e")
+    for name, default in (("seed", 0), ("first", 0), ("cases", 20)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
     import jax
     from jax.experimental import topologies
     from jax.sharding import Mesh, SingleDeviceSharding
 
-    description = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[args.chip])
-    device = description.devices[0]
+    topology = CHIPS[args.chip].topology
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     place = SingleDeviceSharding(device)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     for i in range(args.first, args.first + args.cases):

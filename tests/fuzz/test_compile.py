@@ -2,11 +2,12 @@
 
 import pytest
 
-from fuzz.compile import failures, TOPOLOGIES
+from eqattn._tools.tpu_report.chips import CHIPS
+from fuzz.compile import failures
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_calls_compile(seed, chip):
     pytest.importorskip("libtpu", reason="libtpu, which compiles for TPUs, is not installed")
