@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._jax import partitioned_automatically
@@ -157,6 +158,12 @@ class Lowering(abc.ABC):
         """
         return None
 
+    def unavailable(self) -> str:
+        """A hook: why no call at all can be compiled with this version and configuration of JAX;
+        empty if some can.
+        """
+        return ""
+
     @abc.abstractmethod
     def unsupported_dtype(self, dtype: Any) -> str:
         """The reason why queries of this dtype cannot be visited; empty if they can."""
@@ -189,6 +196,12 @@ class Lowering(abc.ABC):
 
         **Raises:** `ValueError` if the lowering is required and cannot run the visit.
         """
+
+
+def in_32_bits() -> str:
+    """Why code that computes in 32 bits cannot be compiled; empty if it can."""
+    x64 = jnp.result_type(float) == jnp.float64
+    return "it computes in 32 bits and jax_enable_x64 is set" if x64 else ""
 
 
 def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:

@@ -219,7 +219,10 @@ class Spec:
             blocksize_k=args.blocksize_k,
         )
         self.features = dict(
-            mask=args.mask, dropout=args.dropout > 0, return_weights=args.weights or None
+            mask=args.mask,
+            dropout=args.dropout > 0,
+            return_weights=args.weights or None,
+            dtype=self.query.dtype,
         )
 
     def create(self, name: str) -> tuple[AttentionImpl | None, str]:
@@ -354,14 +357,11 @@ class Spec:
                 lowering = None
                 if code is Platform.PALLAS and backend.value in BACKENDS:
                     lowering = lowering_for(backend.value, code.value)
-                reason = able.reason
-                if lowering is not None and able:
-                    reason = lowering.unsupported_dtype(self.query.dtype)
                 found = f"yes: {lowering.kernels}" if lowering and lowering.kernels else "yes"
-                lines.append((f"{backend.value} {code.value}", reason or found))
+                lines.append((f"{backend.value} {code.value}", able.reason or found))
         able = strategy.supports(**self.features, platform=Platform.CUDNN)
         lines.append(("cuda cudnn", able.reason or "yes"))
-        if strategy.supports(platform="gpu"):
+        if "cuda" in strategy.pallas_lowerings:
             lines.append(("cuda auto", "as xla: the kernel has not been measured on a GPU"))
             from ..kernels.gpu import capability, is_hopper
 

@@ -65,7 +65,7 @@ class AttentionImpl(eqx.Module):
     promises: ClassVar[frozenset[str]] = frozenset()
     features: ClassVar[frozenset[str]] = frozenset(
         "mask bias score key inference q_offset q_positions kv_positions return_weights "
-        "return_logsumexp return_carry return_max_logits dropout bitwise".split()
+        "return_logsumexp return_carry return_max_logits dropout bitwise dtype".split()
     )
 
     def __check_init__(self) -> None:
@@ -227,12 +227,12 @@ class AttentionImpl(eqx.Module):
         **Arguments:**
 
         - `features`: keywords of [`eqattn.attention`][] with the values they would have, or True
-            for any value. `platform=` and `backend=` take the place of those of the metadata,
-            `dropout=True` asks about dropout, and `bitwise="batch"` about equal bits. None and
-            False mean that a feature is not used.
+            for any value. `platform=` and `backend=` take the place of those of the metadata.
+            `dtype=` is that of query, key and value, `dropout=True` asks about dropout, and
+            `bitwise="batch"` about equal bits. None and False mean that a feature is not used.
 
         **Returns:** a [`Support`][eqattn.Support], true unless something is against the call. The
-        shapes and dtypes of query, key and value, and the key of a dropout, are not looked at.
+        shapes of query, key and value, and the key of a dropout, are not looked at.
 
         **Raises:** `ValueError` for a name that is not in `features`.
         """

@@ -19,7 +19,7 @@ from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._problem.mesh import lists_own_keys, ManualAxes, with_kernel
 from .._problem.problem import as_mask, as_scores, check_one_offset, Problem
-from .._problem.storage import AbstractStored
+from .._problem.storage import AbstractStored, check_computable
 from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
 from ..masks._base import AbstractMask
@@ -223,18 +223,21 @@ class AbstractFoldStrategy(AttentionImpl):
             as_int(given["q_offset"], "q_offset")
         check_precision(self.precision)
         self.key_shards()  # raises where there is no mesh that has the axes
+        dtype = jnp.dtype(given["dtype"]) if given.get("dtype") is not None else None
+        if dtype is not None:
+            check_computable(query=dtype)
         kernels = self._kernels()
         if kernels is None or not kernels.required:
             return ""
         self._check_features(features)
         from ._in_kernels import operation_without_kernel, untried_in
 
-        if reason := untried_in(kernels, mask, scores):
-            return self._without_kernel(kernels, reason)
+        reason = "" if dtype is None else kernels.unsupported_dtype(dtype)
+        reason = reason or untried_in(kernels, mask, scores)
         if self.metadata.platform is Platform.PALLAS:
-            if reason := operation_without_kernel(kernels, mask, scores):
-                return self._without_kernel(kernels, reason)
-        return ""
+            reason = reason or operation_without_kernel(kernels, mask, scores)
+        reason = reason or kernels.unavailable()
+        return reason and self._without_kernel(kernels, reason)
 
     def _check_features(self, features: Mapping[str, Any]) -> None:
         """**Raises:** `ValueError` if the platform asks for code that no call with these features

@@ -30,9 +30,12 @@ T = 16
 QUERY, KEY = jnp.ones((2, T, 4, 8)), jnp.ones((2, T, 2, 8))
 TABLE = jnp.arange(T)
 KERNEL = Metadata(platform="pallas", backend="tpu")
+HOPPER = Metadata(platform="pallas", backend="cuda")
+TRITON = Metadata(platform="pallas", backend="triton")
 SCORE_FN = ScoreFn(lambda logit, b, h, q, k: logit)
 GATHERS = ScoreFn(lambda logit, b, h, q, k: logit + TABLE[q - k].astype(logit.dtype))
 PLAIN = Blockwise(Metadata())
+FOUND_LATE = "gather", "written for jax 0.12"  # as the program is lowered, with another message
 
 
 class NoScores(AttentionImpl):
@@ -84,6 +87,18 @@ CASES = {
     "mask of numbers": (PLAIN, dict(mask=jnp.ones((T, T))), "boolean"),
     "score": (PLAIN, dict(score=3), "score modules"),
     "one of the scores": (PLAIN, dict(score=[SCORE_FN, 3]), "score modules"),
+    "float8 query": (PLAIN, dict(dtype=jnp.float8_e4m3fn), "bfloat16 or wider"),
+    "integer query": (PLAIN, dict(dtype=jnp.int32), "floating"),
+    "half a query": (PLAIN, dict(dtype="float16"), None),
+    "half a query in a kernel": (Blockwise(KERNEL), dict(dtype=jnp.float16), "not float16"),
+    "a narrow query in a kernel": (Blockwise(KERNEL), dict(dtype=jnp.bfloat16), None),
+    "single precision on tensor cores": (Blockwise(HOPPER), dict(dtype=QUERY.dtype), "not float32"),
+    "single precision by Triton": (Blockwise(TRITON), dict(dtype=QUERY.dtype), None),
+    "half precision on tensor cores": (
+        Blockwise(HOPPER),
+        dict(dtype=jnp.float16),
+        None if jax.__version_info__ >= (0, 12) else "written for jax 0.12",
+    ),
     "integer bias": (PLAIN, dict(bias=jnp.ones((T, T), int)), "floating"),
     "float offset": (PLAIN, dict(q_offset=1.5), "q_offset"),
     "offset and positions": (PLAIN, dict(q_offset=1, q_positions=TABLE), "not both"),
@@ -124,20 +139,23 @@ def test_supports_is_what_the_call_does(name):
     able = strategy.supports(**features)
     assert able.ok == (refused is None) and (able.ok or refused in able.reason), able.reason
 
+    features = dict(features)
+    dtype = features.pop("dtype", QUERY.dtype)
+
     def call(query, key_):
         return attention(query, key_, key_, strategy, **features).attention_outputs
 
     def run():
-        traced = jax.jit(call).trace(QUERY, KEY)
-        if strategy.metadata is KERNEL:
-            traced.lower(lowering_platforms=("tpu",))
+        traced = jax.jit(call).trace(*(jax.ShapeDtypeStruct(x.shape, dtype) for x in (QUERY, KEY)))
+        if (backend := strategy.metadata.backend.value) in ("tpu", "cuda", "triton"):
+            traced.lower(lowering_platforms=("tpu" if backend == "tpu" else "cuda",))
 
     if refused is None:
         return run()
     with pytest.raises((TypeError, ValueError)) as caught:
         run()
-    if refused == "gather":  # found as the program is lowered
-        assert "gather" in str(caught.value)
+    if refused in FOUND_LATE:
+        assert refused in str(caught.value)
     else:
         assert str(caught.value) == able.reason
 

@@ -80,7 +80,7 @@ class GPULowering(NvidiaLowering):
 
     def unavailable(self) -> str:
         if jax.__version_info__ >= OLDEST_JAX:
-            return ""
+            return super().unavailable()
         oldest = ".".join(map(str, OLDEST_JAX))
         return f"it is written for jax {oldest} and newer, and this is {jax.__version__}"
 

@@ -4,11 +4,9 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from ..._jax import partitioned_automatically
 from ..._sweep.grid import GridLayout
-from ..._sweep.lowering import Lowering
+from ..._sweep.lowering import in_32_bits, Lowering
 
 
 LARGEST_DIM = 256
@@ -30,9 +28,8 @@ class NvidiaLowering(Lowering):
     def multiplies_narrow(self) -> bool:
         return True
 
-    @abc.abstractmethod
     def unavailable(self) -> str:
-        """Why this jax cannot compile the kernels; empty if it can."""
+        return in_32_bits()
 
     @abc.abstractmethod
     def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
@@ -48,8 +45,6 @@ class NvidiaLowering(Lowering):
                 "with a mesh all of whose axes shard batch or heads, as metadata.partition_axis "
                 "says and as divides them, or a ring; or call in jax.shard_map"
             )
-        if jnp.result_type(float) == jnp.float64:
-            return "it computes in 32 bits and jax_enable_x64 is set"
         return "" if layout.stage == "backward" else self.unsupported_fold(ctx, layout, visits)
 
     def unsupported_dims(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:

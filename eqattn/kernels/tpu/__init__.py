@@ -11,7 +11,7 @@ import numpy as np
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
 from ..._sweep.grid import EMPTY, FEW_ROWS, GridLayout
-from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
+from ..._sweep.lowering import BlockRequest, BlockSizes, in_32_bits, Lowering
 from .._program import calls, equations, POINTWISE
 
 
@@ -106,6 +106,9 @@ class TPULowering(Lowering):
             return BlockSizes(queries, together * page)
         return BlockSizes(queries, even_block(request.keys, tokens) or side)
 
+    def unavailable(self) -> str:
+        return in_32_bits()
+
     def unsupported_dtype(self, dtype: Any) -> str:
         if dtype in (jnp.bfloat16, jnp.float32):
             return ""
@@ -137,8 +140,8 @@ class TPULowering(Lowering):
         # columns are numbers of 14 bits on the list, see `_work_list.py`.
         if (listed := _listed(layout)) > 2**17 or max(layout.sides) >= 2**14:
             return f"its list of {listed} pairs of blocks is too long; give larger block sizes"
-        if jnp.result_type(float) == jnp.float64:
-            return "it computes in 32 bits and jax_enable_x64 is set"
+        if reason := self.unavailable():
+            return reason
         names = (self.unsupported_primitive(jaxpr.jaxpr) for _, jaxpr in visits)
         name = next(filter(None, names), "")
         return name and (
@@ -155,7 +158,7 @@ class TPULowering(Lowering):
                 f"platform='pallas' on a TPU cannot run on {platforms}: use platform='interpret' "
                 "there, or 'auto'."
             )
-        if self.interpreted and jnp.result_type(float) == jnp.float64:
+        if self.interpreted and self.unavailable():
             raise ValueError(
                 "platform='interpret': kernels compute in 32 bits; unset jax_enable_x64."
             )

@@ -73,7 +73,8 @@ class TritonLowering(NvidiaLowering):
         return unsupported_of_users(jaxpr, _KNOWN)
 
     def unavailable(self) -> str:
-        return "" if available() else f"Pallas Triton is no longer in jax {jax.__version__}"
+        gone = f"Pallas Triton is no longer in jax {jax.__version__}"
+        return super().unavailable() if available() else gone
 
     def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         if layout.ragged:
