@@ -5,7 +5,7 @@ import sys as _sys
 import typing as _typing
 
 from . import masks as masks, scores as scores
-from ._attention import attention as attention
+from ._calls.attention import attention as attention
 from ._carry import Carry as Carry
 from ._config.metadata import AttentionMetadata as AttentionMetadata
 from ._config.partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
@@ -27,10 +27,9 @@ from .masks import (
     PrefixLM as PrefixLM,
     QueryPadding as QueryPadding,
     Segments as Segments,
-    Selected as Selected,
     SlidingWindow as SlidingWindow,
 )
-from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn, T5Bias as T5Bias
+from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn
 from .scores._dropout import dropout_mask as dropout_mask
 from .strategies import (
     AllGather as AllGather,
@@ -48,10 +47,8 @@ from .strategies._registry import AttentionRegistry as AttentionRegistry
 
 if _typing.TYPE_CHECKING:
     from . import cache as cache, nn as nn, stats as stats
-    from ._ragged_attention import (
-        cascade_attention as cascade_attention,
-        ragged_attention as ragged_attention,
-    )
+    from ._calls.cascade import cascade_attention as cascade_attention
+    from ._calls.ragged import ragged_attention as ragged_attention
     from ._ring.balanced import Balanced as Balanced
     from ._ring.choice import (
         Sharding as Sharding,
@@ -79,7 +76,9 @@ if _typing.TYPE_CHECKING:
     )
     from .masks._neighbourhood import Neighbourhood as Neighbourhood, TileOrder as TileOrder
     from .masks._packed import packed_segments as packed_segments, PackedSegments as PackedSegments
+    from .masks._selected import Selected as Selected
     from .masks._tree import Tree as Tree
+    from .scores._t5 import T5Bias as T5Bias
     from .stats._top_keys import top_keys as top_keys, TopKeys as TopKeys
 
 from ._version import __version__ as __version__
@@ -89,7 +88,8 @@ from ._version import __version__ as __version__
 # modules beside them, and above for type checkers (`tests/test_import.py` compares the two).
 _ROOMS = ("cache", "nn", "stats")
 _LATE = {
-    "_ragged_attention": "cascade_attention ragged_attention",
+    "_calls.cascade": "cascade_attention",
+    "_calls.ragged": "ragged_attention",
     "_ring.balanced": "Balanced",
     "_ring.choice": "Sharding sharding_plan ShardingPlan",
     "_ring.plan": "ring_plan RingPlan",
@@ -104,7 +104,9 @@ _LATE = {
     "compat.ring": "BwdParams FwdParams ring_attention",
     "masks._neighbourhood": "Neighbourhood TileOrder",
     "masks._packed": "packed_segments PackedSegments",
+    "masks._selected": "Selected",
     "masks._tree": "Tree",
+    "scores._t5": "T5Bias",
     "stats._top_keys": "top_keys TopKeys",
 }
 _MODULE_OF = {name: module for module, names in _LATE.items() for name in names.split()}

@@ -4,6 +4,8 @@ A value is *static* if it is part of the program (a Python number, a shape), *kn
 have it while tracing, and *traced* otherwise. Known arrays are checked and computed with at once.
 """
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +15,27 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+
+
+def late_imports(
+    package: str, modules: dict[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of a package that imports some names when they are asked for.
+
+    **Arguments:**
+
+    - `package`: the `__name__` of the package.
+    - `modules`: the module of the package that defines each of these names.
+    """
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{modules[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *modules})
 
 
 def as_array(x: Any, name: str, least_ndim: int = 0) -> Any:

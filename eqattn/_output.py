@@ -9,7 +9,6 @@ import equinox as eqx
 from jaxtyping import Array, Float
 
 from ._carry import Carry
-from ._config.json import check_names, decode, encode
 
 
 # A field that was not asked for holds None. Type checkers cannot know what a call asked for. For
@@ -54,11 +53,15 @@ class AttentionOutput(eqx.Module):
 
         **Raises:** `TypeError` for traced and abstract arrays.
         """
+        from ._config.json import encode  # Few programs write or read outputs.
+
         return {name: encode(getattr(self, name)) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "AttentionOutput":
         """The output that `to_dict` wrote. **Raises:** `ValueError` for an unknown name."""
+        from ._config.json import check_names, decode
+
         check_names(cls, data)
         values = {name: decode(value) for name, value in data.items()}
         carry = values.get("carry")

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 
 from .._misc import as_constant, as_flag, concrete, Static, with_constants
 from .base_config import attributes, read, read_fields
-from .json import check_names, decode, encode
 from .partition import as_partition_axis, as_partition_manager, PartitionAxis, PartitionManager
 from .platform import (
     Backend,
@@ -352,6 +351,8 @@ class AttentionMetadata(eqx.Module):
         Arrays keep their bits and dtype but not their sharding. A mesh keeps its shape, axis
         names, axis types and device ids. **Raises:** `TypeError` if a leaf is traced or abstract.
         """
+        from .json import encode  # Few programs write or read metadata.
+
         return {name: encode(getattr(self, name)) for name in _FIELDS if name != "base_config"}
 
     @classmethod
@@ -366,6 +367,8 @@ class AttentionMetadata(eqx.Module):
         **Raises:** `ValueError` for an unknown name, and for a mesh whose devices are absent, which
         it names.
         """
+        from .json import check_names, decode
+
         check_names(cls, data)
         if mesh is not NOT_GIVEN:
             data = {**data, "mesh": None}

@@ -1,11 +1,13 @@
-"""Masks and scores for packed queries, where a batch element is a block of one row's queries.
+"""Masks and scores for packed queries, where a batch element is a block of queries of one row, or
+of several.
 
 A mask and a score are functions of the row `b`. Here the batch index counts blocks instead of rows.
-So the row of each block becomes an operand, which travels with the block, and replaces `b`.
+So the row of each block, or of each of its queries, becomes an operand, which travels with the
+block, and replaces `b`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,12 +24,12 @@ from ..scores._function import ScoreFn
 
 
 class _OfRows(AbstractMask):
-    """A mask that reads the row of a block from an operand.
+    """A mask that reads the row from an operand.
 
     **Arguments:**
 
     - `mask`: the mask of rows.
-    - `held`: the row of each block, and the operands of the mask for each block.
+    - `held`: the row, and the operands of the mask for each block.
     """
 
     mask: AbstractMask
@@ -41,7 +43,7 @@ class _OfRows(AbstractMask):
 
 
 class _Transform(eqx.Module):
-    """The `transform` of a score that reads the row of a block from an operand."""
+    """The `transform` of a score that reads the row from an operand."""
 
     score: AbstractScore
 
@@ -49,42 +51,85 @@ class _Transform(eqx.Module):
         return self.score.transform(logit, ids[0], h, q, k, *ids[1:])
 
 
-def mask_of_rows(
-    mask: AbstractMask | None, row: Array, rows: int, heads: int, tokens: Array
-) -> Any:
-    """Turns a mask of rows into a mask of blocks.
+class PackedRows(NamedTuple):
+    """The rows that packed queries belong to.
 
     **Arguments:**
 
-    - `mask`: the mask of rows, or None.
-    - `row`: the row of each block, int32 `[blocks]`.
-    - `rows`: the number of rows.
-    - `heads`: the number of query heads.
+    - `row`: the row of each block, int32 `[blocks]`, or of each of its queries, `[blocks, q]`.
+    - `rows`, `heads`: the numbers of rows and of query heads.
     - `tokens`: the packed queries of each block, int32 `[blocks, q]`, for lists of keys.
+    - `token`: the place of each query among those of its row, int32 `[blocks, q]`, where arrays may
+        have an entry for each query or key; else None.
+    - `sizes`: the numbers of queries and of keys of a row in such arrays.
+    """
 
-    **Raises:** `ValueError` if the mask holds arrays per query or key other than lists.
+    row: Array
+    rows: int
+    heads: int
+    tokens: Array
+    token: Array | None = None
+    sizes: tuple[int, int] = (1, 1)
+
+    @property
+    def operand(self) -> Operand:
+        """The row of each block or query."""
+        return Operand(self.row, "bt"[: self.row.ndim])
+
+    def of_blocks(self, operand: Operand, name: str) -> Operand | None:
+        """An operand of rows as one of blocks; None if it is the same for all rows and queries.
+
+        **Raises:** `ValueError` if its shape does not allow it.
+        """
+        given = f"{name} holds an array {tuple(operand.array.shape)} (axes {operand.axes!r}). "
+        try:
+            x = jnp.asarray(canonical(operand, (self.rows,), self.heads, *self.sizes, name))
+        except ValueError as e:
+            raise ValueError(
+                f"{given}Queries are packed here, so arrays may be per row ({self.rows}) or head "
+                f"({self.heads}), not per query or key: use a function of positions, or call "
+                "attention with the rows apart."
+            ) from e
+        if x.shape[0] == x.shape[2] == 1:
+            return None
+        if self.token is None:
+            return Operand.of_canonical(x[self.row])
+        if x.shape[3] > 1:
+            raise ValueError(
+                f"{given}Keys are read for several of the {self.rows} rows and of their queries at "
+                "once, so an array per key must be the same for all of them: use a function of "
+                "positions, or attention with Causal() & cache.mask()."
+            )
+        # [blocks, q, H, 1, *f], as the axes of indices go in front where a slice is between them.
+        at = [i if n > 1 else 0 * i for i, n in zip((self.row, self.token), x.shape[::2])]
+        return Operand.of_canonical(jnp.moveaxis(x[at[0], :, at[1]], 1, 2))
+
+
+def mask_of_rows(mask: AbstractMask | None, rows: PackedRows) -> Any:
+    """Turns a mask of rows, or None, into a mask of blocks.
+
+    **Raises:** `ValueError` if the mask holds arrays that have no entries for blocks.
     """
 
     def of_blocks(term):
         if term.selects:
-            return term.of_packed(tokens)  # pyright: ignore[reportAttributeAccessIssue]
-        moved = term.of_rows(row)
-        if moved is not None:
+            return term.of_packed(rows.tokens)  # pyright: ignore[reportAttributeAccessIssue]
+        if rows.token is None and (moved := term.of_rows(rows.row)) is not None:
             return moved
-        held = _held(term, term.visible, (), row, rows, heads)
+        held = _held(term, term.visible, (), rows)
         return term if held is None else _OfRows(term, held)
 
     return None if mask is None else map_terms(mask, of_blocks)
 
 
 def scores_of_rows(
-    scores: Sequence[AbstractScore], row: Array, rows: int, heads: int, dtype: Any
+    scores: Sequence[AbstractScore], rows: PackedRows, dtype: Any
 ) -> tuple[AbstractScore, ...]:
     """Turns scores of rows into scores of blocks, as `mask_of_rows` does. The `dtype` is that of
     the query.
     """
     logit = (jax.ShapeDtypeStruct((), accumulation_dtype(dtype)),)
-    of_blocks = [_held(s, s.transform, logit, row, rows, heads) for s in scores]
+    of_blocks = [_held(s, s.transform, logit, rows) for s in scores]
     return tuple(
         score if held is None else ScoreFn(_Transform(score), held)
         for score, held in zip(scores, of_blocks)
@@ -92,10 +137,10 @@ def scores_of_rows(
 
 
 def _held(
-    part: Any, fn: Callable, lead: tuple[Any, ...], row: Array, rows: int, heads: int
+    part: Any, fn: Callable, lead: tuple[Any, ...], rows: PackedRows
 ) -> tuple[Operand, ...] | None:
-    """The operands of a mask or score for blocks, after one that holds the row of each block. It is
-    None where neither the operands nor the function depend on the row.
+    """The operands of a mask or score for blocks, after one that holds the rows. It is None where
+    neither the operands nor the function depend on the row or on the place of a query.
 
     **Arguments:**
 
@@ -103,22 +148,14 @@ def _held(
     - `fn`: its function of a pair, `fn(*lead, b, h, q, k, *operands)`.
     - `lead`: the arguments in front of `b`, as abstract values.
     """
-    operands, moved, depends = named_operands(part), [Operand(row, "b")], False
-    for name, operand in operands:
-        try:
-            x = canonical(operand, (rows,), heads, 1, 1, name)
-        except ValueError as e:
-            raise ValueError(
-                f"{name} holds an array {tuple(operand.array.shape)} (axes {operand.axes!r}). "
-                f"Queries are packed here, so arrays may be per row ({rows}) or head ({heads}), "
-                "not per query or key: use a function of positions, or call attention with the "
-                "rows apart."
-            ) from e
-        depends |= x.shape[0] > 1
-        moved.append(Operand.of_canonical(jnp.asarray(x)[row]) if x.shape[0] > 1 else operand)
+    operands = named_operands(part)
+    moved = [rows.of_blocks(operand, name) for name, operand in operands]
     read = [((), np.int32)] * 4 + [(o.feature_shape, o.array.dtype) for _, o in operands]
     scalars = [jax.ShapeDtypeStruct(n, jax.dtypes.canonicalize_dtype(d)) for n, d in read]
     jaxpr = jax.make_jaxpr(fn)(*lead, *scalars).jaxpr
     b = jaxpr.invars[len(lead)]
-    depends |= any(x is b for eqn in jaxpr.eqns for x in eqn.invars)
-    return tuple(moved) if depends else None
+    depends = any(x is b for eqn in jaxpr.eqns for x in eqn.invars)
+    if not depends and all(x is None for x in moved):
+        return None
+    same = (operand for _, operand in operands)
+    return rows.operand, *(old if new is None else new for old, new in zip(same, moved))

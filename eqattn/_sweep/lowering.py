@@ -11,7 +11,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ from .._misc import at_most
 from .grid import GridLayout, ROW
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockRequest:
+class BlockRequest(NamedTuple):
     """The properties of a call that its best block sizes depend on.
 
     **Arguments:**
@@ -48,8 +47,7 @@ class BlockRequest:
     token_nbytes: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSizes:
+class BlockSizes(NamedTuple):
     """The block sizes that are fastest for a lowering.
 
     **Arguments:**

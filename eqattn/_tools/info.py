@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import __version__
-from .._attention import attention
+from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Backend, Platform
 from .._problem.block_classes import table_of

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from .._attention import attention
+from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Platform
 from .._misc import accumulation_dtype, as_array, as_flag, as_int, check_floating

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._attention import attention
+from .._calls.attention import attention
 from .._carry import Carry
 from .._config.metadata import AttentionMetadata
 from .._misc import accumulation_dtype, as_array, as_int32, as_number, as_size, check_floating

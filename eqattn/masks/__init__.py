@@ -5,9 +5,9 @@ So a mask without arrays has no leaves, and equal masks have equal treedefs. Mas
 `|` and `~`, and a bool array that is combined with a mask becomes a `Dense`.
 """
 
-import importlib as _importlib
 import typing as _typing
 
+from .._misc import late_imports as _late_imports
 from .._pairs import Operand as Operand
 from ._base import (
     AbstractMask as AbstractMask,
@@ -26,26 +26,22 @@ from ._causal import (
 from ._function import MaskFn as MaskFn
 from ._padding import KeyPadding as KeyPadding, QueryPadding as QueryPadding
 from ._segments import Segments as Segments
-from ._selected import Selected as Selected
 from ._window import SlidingWindow as SlidingWindow
 
 
 if _typing.TYPE_CHECKING:
     from ._neighbourhood import Neighbourhood as Neighbourhood, TileOrder as TileOrder
+    from ._selected import Selected as Selected
     from ._tree import Tree as Tree
 
 
-# Few programs use these, and making their classes takes a fifteenth of the time of an import.
-_LATE = {"Neighbourhood": "_neighbourhood", "TileOrder": "_neighbourhood", "Tree": "_tree"}
-
-
-def __getattr__(name: str) -> _typing.Any:
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_importlib.import_module(f".{_LATE[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+# Few programs use these, and making their classes takes a tenth of the time of an import.
+__getattr__, __dir__ = _late_imports(
+    __name__,
+    {
+        "Neighbourhood": "_neighbourhood",
+        "Selected": "_selected",
+        "TileOrder": "_neighbourhood",
+        "Tree": "_tree",
+    },
+)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from .._attention import attention
+from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._misc import as_array, as_constant, as_flag, as_number, as_size, with_constants
 from .._problem.joined import Joined

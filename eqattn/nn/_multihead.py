@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from .._attention import attention
+from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._misc import as_array, as_constant, with_constants
 from .._problem.problem import as_scores, as_sinks

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._attention import attention
+from .._calls.attention import attention
 from .._jax import vary, varying_axes
 from .._misc import as_array
 from .._output import AttentionOutput

@@ -230,13 +230,10 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None or not kernels.required:
             return ""
         self._check_features(features)
-        from ._in_kernels import operation_without_kernel, untried_in
+        from ._in_kernels import known_refusal
 
-        reason = "" if dtype is None else kernels.unsupported_dtype(dtype)
-        reason = reason or untried_in(kernels, mask, scores)
-        if self.metadata.platform is Platform.PALLAS:
-            reason = reason or operation_without_kernel(kernels, mask, scores)
-        reason = reason or kernels.unavailable()
+        compiled = self.metadata.platform is Platform.PALLAS
+        reason = known_refusal(kernels, mask, scores, dtype, compiled)
         return reason and self._without_kernel(kernels, reason)
 
     def _check_features(self, features: Mapping[str, Any]) -> None:

@@ -32,6 +32,27 @@ def untried_in(
     return ""
 
 
+def known_refusal(
+    kernels: Lowering,
+    mask: AbstractMask | None,
+    scores: Sequence[AbstractScore],
+    dtype: Any,
+    compiled: bool,
+) -> str:
+    """Why no call of any shape can run in kernels; empty if some can.
+
+    **Arguments:**
+
+    - `dtype`: that of the queries, or None for any.
+    - `compiled`: whether kernels are compiled, as interpreted ones may hold any operation.
+    """
+    reason = "" if dtype is None else kernels.unsupported_dtype(dtype)
+    reason = reason or untried_in(kernels, mask, scores)
+    if compiled:
+        reason = reason or _operation_without_kernel(kernels, mask, scores)
+    return reason or kernels.unavailable()
+
+
 def _left_to_kernels(part: AbstractMask | AbstractScore) -> Any:
     """The jaxpr of a mask or a score over a block of 2 keys and 2 queries, but for what it looks up
     by query or by key, which is done outside of kernels.
@@ -49,7 +70,7 @@ def _left_to_kernels(part: AbstractMask | AbstractScore) -> Any:
     return jax.make_jaxpr(lambda *xs: over_block(fn, xs))(*args).jaxpr
 
 
-def operation_without_kernel(
+def _operation_without_kernel(
     kernels: Lowering, mask: AbstractMask | None, scores: Sequence[AbstractScore]
 ) -> str:
     """Why the compiler of kernels cannot translate a mask or a score; empty if it can.

@@ -8,8 +8,21 @@ import numpy as np
 import pytest
 from conformance import oracle
 
-from eqattn import AttentionMetadata, cascade_attention, Dense, Ragged
+from eqattn import (
+    ALiBi,
+    AttentionMetadata,
+    cascade_attention,
+    Dense,
+    DenseMask,
+    MaskFn,
+    Ragged,
+    ScoreFn,
+    Selected,
+    SlidingWindow,
+    Tree,
+)
 from eqattn.cache import KVCache, LatentKVCache, PagedKVCache, StackedPagedKVCache
+from eqattn.scores import Operand
 
 
 ROWS, SIZE, PAGES, CAPACITY, NEW = 4, 4, 24, 24, 3
@@ -189,6 +202,68 @@ def test_a_cascade_is_attention_row_by_row(kind, tokens, block_q, x64):
     np.testing.assert_allclose(logsumexp[LIVE], want.lse[LIVE], rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("causal, tokens", [(True, 1), (True, 3), (False, 3)])
+def test_a_cascade_with_masks_and_scores(causal, tokens, x64):
+    """A window, functions of the row, arrays per row, head and query, and per key."""
+    cache, new = filled("plain", tokens, jnp.float64)
+    counts = jnp.asarray(COUNTS * tokens, jnp.int32)
+    rng = np.random.default_rng(2)
+    query = rng.standard_normal((5, tokens, HEADS, DIM))
+    per_query, per_head = (
+        rng.standard_normal((5, HEADS, tokens, 3)),
+        rng.standard_normal((5, HEADS)),
+    )
+    per_key, hidden = rng.standard_normal((CAPACITY, 3)), rng.integers(0, CAPACITY, 5, np.int32)
+    slopes = np.linspace(0.1, 0.4, HEADS)
+    cap = 2.5
+
+    def near(b, h, q, k, key):
+        return (q - k < 9 + b) & (k != key)
+
+    def product(s, b, h, q, k, x, y, z):
+        return s + x @ y + z * jnp.sin(0.3 * q.astype(s.dtype)) * b.astype(s.dtype)
+
+    @jax.jit
+    def run(cache, query):
+        offset = cache.length
+        cache = cache.append(*new, counts)
+        operands = Operand(per_query, "bhtf"), Operand(per_key, "sf"), Operand(per_head, "bh")
+        out = cascade_attention(
+            query,
+            cache,
+            Ragged(AttentionMetadata(logits_soft_cap=cap)),
+            q_offset=offset,
+            mask=SlidingWindow(11, None) & MaskFn(near, arrays=(Operand(hidden, "b"),)),
+            causal=causal,
+            score=[ALiBi(slopes), ScoreFn(product, operands)],
+            block_q=4,
+            return_logsumexp=True,
+            return_max_logits=True,
+        )
+        keys, values = cache.key.materialise(), cache.value.materialise()
+        return out.attention_outputs, out.logsumexp, out.max_logits, keys, values, offset
+
+    out, logsumexp, largest, keys, values, offset = map(np.asarray, run(cache, query))
+    k = np.arange(CAPACITY)
+    q = offset[:, None, None] + np.arange(tokens)[:, None]
+    b = np.arange(5)[:, None, None]
+    seen = (k <= q) if causal else (k < (offset + COUNTS * tokens)[:, None, None])
+    seen = seen & (q - k <= 11) & (q - k < 9 + b) & (k != hidden[:, None, None])
+    logits = np.einsum("bthd,bshd->bhts", query, np.repeat(keys, HEADS // 2, 2)) * DIM**-0.5
+    logits = cap * np.tanh(logits / cap) - slopes[:, None, None] * np.abs(q - k)[:, None]
+    logits = logits + np.einsum("bhtf,sf->bhts", per_query, per_key)
+    logits = logits + (per_head[..., None, None] * np.sin(0.3 * q)[:, None] * b[:, None])
+    logits = np.where(seen[:, None], logits, -np.inf)[LIVE]
+    most = logits.max(-1, keepdims=True)
+    e = np.exp(logits - most)
+    want = np.einsum("bhts,bshv->bthv", e, np.repeat(values, HEADS // 2, 2)[LIVE])
+    want = want / e.sum(-1).swapaxes(1, 2)[..., None]
+    np.testing.assert_allclose(out[LIVE], want, rtol=0, atol=1e-13)
+    want = (np.log(e.sum(-1)) + most[..., 0]).swapaxes(1, 2)
+    np.testing.assert_allclose(logsumexp[LIVE], want, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(largest[LIVE], most[..., 0].swapaxes(1, 2), rtol=0, atol=1e-6)
+
+
 def test_a_page_that_rows_share_in_part(x64):
     """The last tokens of rows 0, 2 and 4 look back, before any of them writes: row 4 sees 3 tokens of
     a page of which row 0 holds 4.
@@ -214,6 +289,22 @@ def test_a_cascade_needs_pages():
         cascade_attention(query, pages, q_offset=jnp.zeros(2, jnp.int32))
     with pytest.raises(TypeError, match="needs the strategy Ragged"):
         cascade_attention(query, pages, Dense(), q_offset=jnp.zeros(1, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    "mask, match",
+    [
+        (Selected(np.zeros((1, 1, 1, 2), np.int32)), "a Selected has lists or places of its own"),
+        (Tree(np.array([-1])), "a Tree has lists or places of its own"),
+        (DenseMask(np.ones((2, 1, 1, 64), bool)), "an array per key must be the same for all"),
+        (DenseMask(np.ones((2, 1, 2, 1), bool)), r"does not broadcast to .* \(2, 2, 1, 64\)"),
+    ],
+    ids=["list", "tree", "keys of rows", "queries"],
+)
+def test_masks_that_a_cascade_cannot_read(mask, match):
+    query, pages = jnp.zeros((2, 1, 2, 4)), PagedKVCache.empty(2, 64, 4, 16, 2, 4)
+    with pytest.raises(ValueError, match=match):
+        cascade_attention(query, pages, q_offset=jnp.zeros(2, jnp.int32), mask=mask)
 
 
 def test_layers_of_one_table_share_pages_in_the_shares_of_devices():

@@ -91,7 +91,9 @@ def asked(cache, q, offset, counts, mask, scores, strategy, more, way, causal) -
         shape = lambda x: x[back].reshape(b, t, *x.shape[1:])
         return shape(out.attention_outputs), shape(out.logsumexp)
     if way == "cascade":
-        out = cascade_attention(q, cache, strategy, q_offset=offset, return_logsumexp=True)
+        out = cascade_attention(
+            q, cache, strategy, q_offset=offset, mask=mask, score=scores, return_logsumexp=True
+        )
         return out.attention_outputs, out.logsumexp
     at, places = dict(q_offset=offset), cache.positions
     if more.get("by_place") is not None:

@@ -24,15 +24,31 @@ MUTANTS = [
         ],
     ),
     (
-        "_ragged_attention.py",
+        "_calls/cascade.py",
         CASCADE,
         [
             ("reach = jnp.minimum(equal * size, lengths)[None]", "reach = (equal * size)[None]"),
             ("shared = jnp.where(mine, reach, jnp.iinfo(jnp.int32).max).min(1)", "shared = jnp.where(mine, reach, 0).max(1)"),
-            ("Causal() & KeyPadding(cache.length, prefix[leader])", "Causal() & KeyPadding(cache.length)"),
+            ("KeyPadding(cache.length, groups.prefix[groups.leader])", "KeyPadding(cache.length)"),
+            ("q_positions=offset[row] + token,", "q_positions=0 * row,"),
+            ("mask=shown if mask is None else shown & mask_of_rows(mask, rows),", "mask=shown,"),
+            ("score=scores_of_rows(scores, rows, query.dtype) or None,", "score=scores or None,"),
+            ("row, token = order[tokens", "row, token = jnp.arange(b)[tokens"),
+            ("jnp.maximum(own.max_logits, shared.max_logits)", "own.max_logits"),
+            ("if term.selects or term.moves_positions or by_row:", "if term.selects:"),
             ("x[at].reshape(b, t, *x.shape[2:])[back]", "x[at].reshape(b, t, *x.shape[2:])"),
             ("strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)", "strategy.metadata.replace(blocksize_q=block_q)"),
             ("packed = query[order].reshape", "packed = query.reshape"),
+        ],
+    ),
+    (
+        "_problem/packed_rows.py",
+        CASCADE,
+        [
+            ("jnp.moveaxis(x[at[0], :, at[1]], 1, 2)", "x[at[0], :, at[1]]"),
+            ("i if n > 1 else 0 * i for i, n in", "0 * i for i, n in"),
+            ("        if x.shape[3] > 1:", "        if False:"),
+            ("if x.shape[0] == x.shape[2] == 1:", "if x.shape[0] == 1:"),
         ],
     ),
     (

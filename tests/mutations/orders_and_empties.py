@@ -21,12 +21,14 @@ MUTANTS = [
         ],
     ),
     (
-        "_ragged_attention.py",
+        "_calls/_packing.py",
         PACKED,
-        [
-            ("if not len(packed):", "if False:"),
-            ("    if getattr(strategy, \"fixed\", False):", "    if False:"),
-        ],
+        [("if not len(packed):", "if False:")],
+    ),
+    (
+        "_calls/cascade.py",
+        PACKED,
+        [("    if getattr(strategy, \"fixed\", False):", "    if False:")],
     ),
     (
         "_problem/row_pages.py",
@@ -50,7 +52,7 @@ MUTANTS = [
         ],
     ),
     (
-        "_ragged_attention.py",
+        "_calls/ragged.py",
         "cache/test_packed_key_shards.py -k raises",
         [
             ("lengths = eqx.error_if(lengths, lengths > most, message)", "pass"),

@@ -99,7 +99,7 @@ def test_the_base_and_incomplete_subclasses_are_abstract():
 
 
 def test_a_minimal_subclass_runs_through_attention_and_its_call():
-    from eqattn._attention import attention
+    from eqattn._calls.attention import attention
 
     q, k, v = qkv()
     strategy = Minimal(AttentionMetadata(softmax_scale=0.5))

@@ -147,10 +147,14 @@ def machine_of(names: Sequence[str], rounds: int) -> dict[str, Any]:
 
 
 def _processor() -> str:
+    """The name of the processor, and its family and model, as machines for rent may leave the name
+    without them.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
+        found = dict(map(str.strip, x.split(":", 1)) for x in lines if ":" in x)
+        return f"{found['model name']} (family {found['cpu family']}, model {found['model']})"
+    except (OSError, KeyError):
         return platform.processor() or platform.machine()
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ... import stats
-from ..._attention import attention
+from ..._calls.attention import attention
 from ...masks import Causal
 from ...scores import ScoreFn
 from . import peers

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ..._attention import attention
+from ..._calls.attention import attention
 from ..._config.metadata import AttentionMetadata
 from ..._sweep.grid import BATCH, COL, HEAD, ROW
 from ...masks._causal import Causal

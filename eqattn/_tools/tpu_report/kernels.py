@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._attention import attention
+from ..._calls.attention import attention
 from ..._config.metadata import AttentionMetadata
 from ..._problem.blocking import choose_blocking
 from ..._problem.problem import Problem

@@ -5,11 +5,11 @@ from typing import Any
 
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._output import AttentionOutput
-from ._problem.problem import MaskLike, ScoreLike
-from ._problem.storage import AbstractStored
-from .strategies import AttentionImpl, Blockwise
-from .strategies._checks import check_strategy
+from .._output import AttentionOutput
+from .._problem.problem import MaskLike, ScoreLike
+from .._problem.storage import AbstractStored
+from ..strategies import AttentionImpl, Blockwise
+from ..strategies._checks import check_strategy
 
 
 def attention(

@@ -1,0 +1,1 @@
+"""The functions that users call: `attention()`, `ragged_attention()` and `cascade_attention()`."""

@@ -1,0 +1,221 @@
+"""`cascade_attention()`: pages that rows share are read once for all of these rows."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._misc import as_array, as_flag, as_int, as_int32
+from .._output import AttentionOutput
+from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
+from .._problem.problem import as_mask, as_scores, check_shapes
+from .._problem.storage import Pages
+from ..cache import AbstractCache
+from ..masks._base import AbstractMask
+from ..masks._causal import Causal
+from ..masks._padding import KeyPadding
+from ..masks._terms import leaf_terms
+from ..strategies import AttentionImpl
+from ..strategies.ragged import Ragged
+from ._packing import check_strategy, places_of, queries_of
+from .attention import attention
+
+
+class _Groups(NamedTuple):
+    """Which rows begin with the same pages, see `_groups_of`."""
+
+    leader: Array  # [b]: the first row of a row's group
+    prefix: Array  # [b]: how many tokens the group shares of which a row is the first; 0 for one
+
+
+def cascade_attention(
+    query: Float[Array, "b t h d"],
+    cache: AbstractCache,
+    strategy: AttentionImpl = Ragged(),
+    *,
+    q_offset: Any,
+    mask: Any = None,
+    causal: bool = True,
+    score: Any = None,
+    block_q: int = 64,
+    return_logsumexp: bool = False,
+    return_carry: bool = False,
+    return_max_logits: bool = False,
+) -> AttentionOutput:
+    r"""Attention over a cache in pages, in which pages that rows share are read once for all of
+    them, instead of once for each.
+
+    Rows that begin with the same page are a group. The pages that all of a group begin with are
+    read for the queries of the whole group at once, and the other pages row by row. These are
+    attention over two parts of the keys, so their Carries are merged, which is exact.
+
+        cache = cache.share([1, 2, 3], from_row=0, tokens=prefix)
+        ...
+        offset = cache.length
+        cache = cache.append(key, value)
+        cascade_attention(query, cache, Ragged(metadata), q_offset=offset)
+
+    Rows that share nothing cost what they cost without it, and the first part some idle work.
+
+    **Arguments:**
+
+    - `query`: the queries of the tokens that were appended last, `[b, t, h, d]`.
+    - `cache`: a [`PagedKVCache`][eqattn.cache.PagedKVCache], or another with its pages.
+    - `strategy`: a [`Ragged`][eqattn.Ragged]. Its metadata give the scale, soft cap and sinks.
+    - `q_offset`: the positions of the first queries, integers `[b]`: `cache.length` before the
+        tokens were appended.
+    - `mask`, `score`: a further mask and further scores, as those of [`eqattn.attention`][]. They
+        may hold arrays per row, head and query, and arrays per key that all rows and queries share.
+        They hold no lists of keys and no tree.
+    - `causal`: whether a query sees only the keys up to its own position. Otherwise it sees the new
+        tokens after it, too.
+    - `block_q`: for how many queries of a group shared pages are read at once.
+    - `return_logsumexp`, `return_carry`, `return_max_logits`: whether the output also has that
+        field.
+
+    **Returns:** an [`eqattn.AttentionOutput`][], as that of `attention` with the mask
+    `Causal() & cache.mask() & mask`, to rounding.
+
+    **Raises:** `ValueError` or `TypeError` at trace time; the message names the shapes and the
+    remedy.
+
+    ??? cite "Reference"
+
+        Juravsky et al., *Hydragen: High-Throughput LLM Inference with Shared Prefixes*, 2024
+        (arXiv:2402.05099).
+    """
+    key, mask, scores = _checked(cache, strategy, as_mask(mask)), as_mask(mask), as_scores(score)
+    query = jnp.asarray(as_array(query, "query"))
+    value = key.first or cache.value
+    check_shapes(query, key, value)
+    b, t = query.shape[:2]
+    offset = jnp.asarray(as_int32(q_offset, "q_offset"))
+    if offset.shape != (b,):
+        raise ValueError(f"q_offset must be integers [b] = {(b,)}, got shape {offset.shape}.")
+    block_q = min(as_int(block_q, "block_q", least=1, static=True).value, max(b * t, 1))
+    fields = dict(return_max_logits=as_flag(return_max_logits, "return_max_logits"))
+    groups = _groups_of(key.table, offset, key.page_size)
+    shown = KeyPadding(cache.length, groups.prefix[groups.leader])
+    for more in (Causal() if as_flag(causal, "causal") else None, mask):
+        shown = shown if more is None else shown & more
+    own = attention(
+        query,
+        key,
+        value,
+        strategy,
+        mask=shown,
+        score=scores or None,
+        q_offset=offset,
+        return_carry=True,
+        **fields,
+    )
+    pairs = mask, scores, fields
+    shared = _over_prefixes(query, key, value, strategy, block_q, groups, offset, pairs)
+    assert own.carry is not None and shared.carry is not None
+    carry = own.carry.merge(shared.carry)
+    largest = None
+    if own.max_logits is not None:
+        largest = jnp.maximum(own.max_logits, shared.max_logits)
+    return AttentionOutput(
+        attention_outputs=carry.output().astype(strategy.output_dtype(query)),
+        logsumexp=carry.logsumexp() if as_flag(return_logsumexp, "return_logsumexp") else None,
+        carry=carry if as_flag(return_carry, "return_carry") else None,
+        max_logits=largest,
+    )
+
+
+def _checked(cache: AbstractCache, strategy: AttentionImpl, mask: AbstractMask | None) -> Pages:
+    """The keys of the cache. **Raises:** `TypeError` or `ValueError` for what a cascade cannot do,
+    whatever the shapes are.
+    """
+    check_strategy(strategy, "cascade_attention")
+    if getattr(strategy, "fixed", False):
+        raise ValueError(
+            "bitwise=True: cascade_attention merges what rows share with the rest, so that the "
+            "bits of a row depend on the other rows; use attention with Causal() & cache.mask()."
+        )
+    if not isinstance(key := cache.key, Pages):
+        raise TypeError(
+            f"cascade_attention reads pages that rows share, which a {type(cache).__name__} has "
+            "none of; use attention, or a PagedKVCache."
+        )
+    for term in leaf_terms(mask):
+        by_row = type(term).of_rows is not AbstractMask.of_rows
+        if term.selects or term.moves_positions or by_row:
+            raise ValueError(
+                f"mask: cascade_attention reads pages for the queries of several rows at once, but "
+                f"a {type(term).__name__} has lists or places of its own for each; use attention "
+                "with this mask and Causal() & cache.mask()."
+            )
+    return key
+
+
+def _over_prefixes(
+    query: Array,
+    key: Pages,
+    value: Any,
+    strategy: AttentionImpl,
+    block_q: int,
+    groups: _Groups,
+    offset: Array,
+    pairs: tuple[AbstractMask | None, Any, dict[str, bool]],
+) -> AttentionOutput:
+    """Attention over the keys that `groups` of rows share, without sinks, for queries
+    `[b, t, h, d]` in blocks of `block_q`.
+
+    **Arguments:**
+
+    - `offset`: the position of the first query of each row, `[b]`. All keys that are shared lie
+        before it, so all of them are visible where the order of positions decides.
+    - `pairs`: the mask and the scores of the call, and the fields that are asked for.
+    """
+    mask, scores, fields = pairs
+    whole = strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)
+    b, t, *heads = query.shape
+    # Queries are packed in the order of their leaders; those of leader i are one row of the pack.
+    order = jnp.argsort(groups.leader, stable=True)
+    members = jnp.bincount(groups.leader, length=b).astype(jnp.int32)
+    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(members * t, dtype=jnp.int32)])
+    place = places_of(ends, b * t, block_q)
+    packed = query[order].reshape(b * t, *heads)
+    tokens = jnp.minimum(place.tokens, max(b * t - 1, 0))  # Of padding, any will do.
+    row, token = order[tokens // max(t, 1)].astype(jnp.int32), tokens % max(t, 1)
+    rows = PackedRows(row, b, heads[0], place.tokens, token, (t, key.shape[1]))
+    shown = KeyPadding(jnp.where(place.live, groups.prefix[place.row], 0))
+    keys = key.rows(place.row)
+    output = attention(
+        queries_of(packed, place),
+        keys,
+        keys.first or value.rows(place.row),
+        eqx.tree_at(lambda s: s.metadata, strategy, whole),
+        mask=shown if mask is None else shown & mask_of_rows(mask, rows),
+        score=scores_of_rows(scores, rows, query.dtype) or None,
+        q_positions=offset[row] + token,
+        return_carry=True,
+        **fields,
+    )
+    at, back = (place.token_block, place.token_offset), jnp.argsort(order)
+    unpack = lambda x: x[at].reshape(b, t, *x.shape[2:])[back]
+    return jax.tree.map(unpack, output)
+
+
+def _groups_of(table: Array, lengths: Array, size: int) -> _Groups:
+    """Which rows begin with the same pages, and with how many of their tokens.
+
+    **Arguments:**
+
+    - `table`: the pages of each row, `[b, n]`.
+    - `lengths`: how many tokens of each row may be shared, `[b]`.
+    - `size`: how many tokens a page has.
+    """
+    rows = jnp.arange(len(lengths), dtype=jnp.int32)
+    there = lengths > 0  # An empty row has no pages, whatever its table says.
+    same = (table[:, None, 0] == table[None, :, 0]) & there[:, None] & there[None]
+    leader = jnp.argmax(same | (rows[:, None] == rows[None]), 1).astype(jnp.int32)
+    equal = jnp.cumprod((table == table[leader]).astype(jnp.int32), 1).sum(1, dtype=jnp.int32)
+    mine = leader[None] == rows[:, None]  # [leader, row]
+    reach = jnp.minimum(equal * size, lengths)[None]
+    shared = jnp.where(mine, reach, jnp.iinfo(jnp.int32).max).min(1)
+    return _Groups(leader, jnp.where(mine.sum(1) > 1, shared, 0))

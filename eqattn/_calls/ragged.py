@@ -1,0 +1,180 @@
+"""`ragged_attention()`: one call serves rows with different numbers of new queries.
+
+Its method: the packed queries are copied into blocks of `block_q`, each of which belongs to one
+row (`places_of`). Each block becomes a batch element of an ordinary call of `attention`, whose keys
+are pages of its row (`pages_of_rows`), so no keys are copied. Then the outputs are packed again.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .._misc import as_array, as_flag, as_int, as_int32, concrete
+from .._output import AttentionOutput
+from .._problem.joined import read_once
+from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
+from .._problem.problem import as_mask, as_positions, as_scores
+from .._problem.row_pages import pages_of_rows, positions_of_pages, Sharers
+from .._problem.storage import AbstractStored
+from ..masks._causal import Causal
+from ..masks._packed import check_boundaries
+from ..masks._padding import KeyPadding
+from ..masks._terms import check_call
+from ..strategies import AttentionImpl
+from ..strategies._on_device import AbstractOnDevice
+from ..strategies.ragged import Ragged
+from ._packing import check_strategy, packed_output, places_of, queries_of
+from .attention import attention
+
+
+def ragged_attention(
+    query: Float[Array, "n h d"],
+    key_: Float[Array | AbstractStored, "b s k d"],
+    value: Float[Array | AbstractStored, "b s k v"],
+    cu_q_lens: Int[Array, " b1"],
+    lengths: Int[Array, " b"],
+    strategy: Ragged,
+    *,
+    starts: Int[Array, " b"] | None = None,
+    kv_positions: Int[Array, "#b s"] | None = None,
+    mask: Any = None,
+    causal: bool = True,
+    score: Any = None,
+    block_q: int = 16,
+    return_logsumexp: bool = False,
+    return_carry: bool = False,
+    return_max_logits: bool = False,
+) -> AttentionOutput:
+    """Attention of queries that are packed one row after the other. Each row attends to its own
+    keys.
+
+    The queries of a row are its last tokens: the last one is at position `lengths - 1`. So one call
+    serves rows that enter a prompt, rows that take one token and rows that check drafts.
+
+    **Arguments:**
+
+    - `query`: the packed queries, `[n, h, d]`. Row `i` has those from `cu_q_lens[i]` up to, but
+        not including, `cu_q_lens[i + 1]`. Queries after those of the last row are padding.
+    - `key_`, `value`: keys `[b, s, k, d]` and values `[b, s, k, v]`, such as those of a cache.
+    - `cu_q_lens`: the boundaries of the rows in `query`, int `[b + 1]`. They start at 0 and do not
+        decrease.
+    - `lengths`, `starts`: int `[b]`. The keys `starts <= position < lengths` of each row are
+        visible, and `lengths` includes the keys of the new queries. The default start is 0.
+    - `kv_positions`: the positions of the keys, int `[b, s]`, such as `cache.positions`: a ring
+        buffer needs them. By default they are `0, 1, ...` Then lengths beyond `s` raise when the
+        program runs, and `jax.export` cannot write that check: give the positions for it.
+    - `strategy`: a [`eqattn.Ragged`][]. With its `axis_name`, devices share the keys of each row.
+    - `mask`, `score`: a further mask and further scores. They receive the index of the row as `b`.
+        They may hold arrays per row and head, but none per query or key. Only a
+        [`eqattn.Selected`][] has those of packed queries, `[h, n, keys]`.
+    - `causal`: whether a query sees only the keys up to its own position.
+    - `block_q`: how many queries are visited together. Each row pads its last block, so a small
+        block wastes less, and a large one reads the keys of a long prompt less often. The default
+        of 16 was chosen by trial.
+    - `return_logsumexp`, `return_carry`, `return_max_logits`: whether the output also has that
+        field.
+
+    **Returns:** an [`eqattn.AttentionOutput`][]. It has `attention_outputs` `[n, h, v]` and, if
+    asked for, `logsumexp` `[n, h]`, `carry` and `max_logits` `[n, h]`. Padding has output 0,
+    logsumexp and largest logit `-inf`, and zero gradients.
+
+    **Raises:** `ValueError` or `TypeError` at trace time; the message names the shapes and the
+    remedy. This includes `cu_q_lens` and `lengths` that do not fit, if their values are known.
+    """
+    mask, scores = as_mask(mask), as_scores(score)
+    query = jnp.asarray(as_array(query, "query"))
+    key_, value = (
+        x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
+        for name, x in (("key_", key_), ("value", value))
+    )
+    check_strategy(strategy, "ragged_attention")
+    sharers = _sharers(strategy)
+    given, in_order = (cu_q_lens, lengths, starts), sharers if kv_positions is None else None
+    cu_q_lens, lengths, starts = _checked((query, key_, value), given, in_order)
+    causal = as_flag(causal, "causal")
+    block_q = as_int(block_q, "block_q", least=1, static=True).value
+    at = as_positions(kv_positions, key_.shape[1], key_.shape[:1], "kv_positions")
+
+    place = places_of(cu_q_lens, len(query), min(block_q, max(len(query), 1)))
+    row, rows, heads = place.row, len(lengths), query.shape[1]
+    count = cu_q_lens[1:] - cu_q_lens[:-1]
+    check_call(mask, (), heads, key_.shape[2], len(query), key_.shape[1], kv_positions)
+    of_rows = PackedRows(row, rows, heads, place.tokens)
+    mask = mask_of_rows(mask, of_rows)
+    shown = KeyPadding(jnp.where(place.live, lengths[row], 0), starts[row])
+    for more in (Causal() if causal else None, mask):
+        shown = shown if more is None else shown & more
+    size = strategy.block_sizes()[1]
+    keys = pages_of_rows(key_, row, size, sharers)
+    latents = keys.first if read_once(key_, value) is not value else None
+    output = attention(
+        queries_of(query, place),
+        keys,
+        pages_of_rows(value, row, size, sharers) if latents is None else latents,
+        strategy,
+        mask=shown,
+        score=scores_of_rows(scores, of_rows, query.dtype) or None,
+        q_offset=lengths[row] - count[row] + place.first,
+        kv_positions=positions_of_pages(at, key_, keys, row, sharers),
+        return_logsumexp=return_logsumexp,
+        return_carry=return_carry,
+        return_max_logits=return_max_logits,
+    )
+    return packed_output(output, place)
+
+
+def _checked(
+    arrays: tuple[Any, Any, Any], given: tuple[Any, Any, Any], in_order: Sharers | None
+) -> tuple[Array, Array, Array]:
+    """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit.
+    Lengths are at most the number of keys of a row on all devices, those `in_order`, which is None
+    if the positions of keys are given. Traced lengths are checked as the program runs.
+    """
+    (query, key_, value), (cu, lengths, starts) = arrays, given
+    cu = as_int32(cu, "cu_q_lens", 1)
+    lengths = as_int32(lengths, "lengths", 1)
+    starts = np.zeros(lengths.shape, np.int32) if starts is None else starts
+    starts = as_int32(starts, "starts", 1)
+    shapes = f"query {query.shape}, key_ {key_.shape}, value {value.shape}"
+    if query.ndim != 3 or key_.ndim != 4 or value.ndim != 4:
+        raise ValueError(
+            f"query must be [n, h, d], packed without a batch axis, key_ [b, s, k, d] and value "
+            f"[b, s, k, v], got {shapes}."
+        )
+    rows, s = key_.shape[:2]
+    most = None if in_order is None else in_order.keys(s)
+    if (value.shape[0], *cu.shape, *lengths.shape, *starts.shape) != (rows, rows + 1, rows, rows):
+        raise ValueError(
+            f"cu_q_lens {cu.shape}, lengths {lengths.shape}, starts {starts.shape}, key_ "
+            f"{key_.shape} and value {value.shape} do not fit together; b rows have b lengths and "
+            "starts, and b + 1 boundaries."
+        )
+    check_boundaries(cu, len(query), "cu_q_lens")
+    known, ends = concrete(cu), concrete(lengths)
+    counts = np.zeros(rows, np.int32) if known is None else np.diff(known)
+    ring = "but for a ring buffer, which needs kv_positions=cache.positions"
+    if ends is not None and ((ends < counts) | (most is not None and ends > most)).any():
+        raise ValueError(
+            f"lengths must be at least the rows' numbers of queries, {counts.tolist()}, and at "
+            f"most the {most} keys of key_ {key_.shape}, {ring}: they count the new tokens too. "
+            f"Got {ends.tolist()}."
+        )
+    lengths = jnp.asarray(lengths)
+    if ends is None and most is not None:
+        message = f"lengths must be at most the {most} keys of key_ {key_.shape}, {ring}"
+        lengths = eqx.error_if(lengths, lengths > most, message)
+    return jnp.asarray(cu), lengths, jnp.asarray(starts)
+
+
+def _sharers(strategy: AttentionImpl) -> Sharers:
+    """The devices that share the keys of each row."""
+    axis = strategy.keys_axis() if isinstance(strategy, AbstractOnDevice) else None
+    if axis is None:
+        return Sharers()
+    from ..strategies._key_shards import keys_place
+
+    devices, mesh = keys_place(axis, strategy.metadata.mesh)
+    return Sharers(axis, devices, inside=mesh is None)
