@@ -327,37 +327,39 @@ def put(held: Array, new: Array, at: tuple, unique: bool = True) -> Array:
     )
 
 
-def write_flat(array: Array, new: Array, owner: Any, slots: Array, unique: bool = True) -> Array:
+def write_flat(array: Array, new: Array, owner: tuple, slots: Array, unique: bool = True) -> Array:
     """Writes scales `new` `[b, t, k]` into the scales of a `Quantized`. Indices that are out of
     range are left out.
 
     **Arguments:**
 
-    - `array`: `[owners, n, s * (k / n)]`, where an owner is a row or a page. The `k` heads are cut
-        into `n` shares, one per device; within a share the heads of a token lie side by side:
+    - `array`: `[*owners, n, s * (k / n)]`, where an owner is a row, a page, or a layer's part of a
+        page. The `k` heads are cut into `n` shares, one per device; within a share the heads of a
+        token lie side by side:
 
             array[owner, share] = | token 0: heads of the share | token 1: ... | ... | token s - 1 |
 
-    - `owner`: the page that each token belongs to, `[b, t]`, or `OWN_ROW`.
+    - `owner`: an index of each axis of owners: the page that each token belongs to, `[b, t]`, the
+        layer, or `OWN_ROW`.
     - `slots`: the place of each token within its owner, `[b, t]`.
     - `unique`: a promise to XLA that no two indices are equal, those that are left out included.
     """
-    n = array.shape[1]
+    n = array.shape[-2]
     per, t = new.shape[2] // n, new.shape[1]
     new = jnp.moveaxis(new.reshape(len(new), t, n, per), 2, 1)
     at = (slots * per)[:, None, :, None] + jnp.arange(per, dtype=jnp.int32).reshape(1, 1, 1, per)
-    owner = owner if isinstance(owner, int) else owner[:, None, :, None]
-    return put(array, new, (owner, 1, at), unique)
+    pages = (x[:, None, :, None] if jnp.ndim(x) else x for x in owner)
+    return put(array, new, (*pages, 1, at), unique)
 
 
-def store(held: Any, new: Array, owner: Any, slots: Array, unique: bool = True) -> Any:
-    """Writes keys or values `new` `[b, t, k, d]` at `slots` of their rows or of the pages `owner`,
-    quantized if `held` is. The other arguments are those of `write_flat`.
+def store(held: Any, new: Array, owner: tuple, slots: Array, unique: bool = True) -> Any:
+    """Writes keys or values `new` `[b, t, k, d]` at `slots` of their `owner`, quantized if `held`
+    is. The other arguments are those of `write_flat`.
     """
     if not isinstance(held, Quantized):
-        return scatter(held, new, (owner,), slots, unique)
+        return scatter(held, new, owner, slots, unique)
     made = Quantized.quantize(new, held.values.dtype)
-    values = scatter(held.values, made.values, (owner,), slots, unique)
+    values = scatter(held.values, made.values, owner, slots, unique)
     scales = split_heads(made.scales, new.shape[2])
     return Quantized(values, write_flat(held.scales, scales, owner, slots, unique), held.dtype)
 

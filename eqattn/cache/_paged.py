@@ -223,20 +223,29 @@ def empty_pools(
 
 
 def write_pages(
-    cache: AbstractCache, pools: Any, table: Array, key: Array, value: Array, counts: Any
+    cache: AbstractCache,
+    pools: Any,
+    table: Array,
+    key: Array,
+    value: Array,
+    counts: Any,
+    layer: tuple[Array, ...] = (),
 ) -> tuple[Any, Any, Array]:
-    """Writes new tokens into pools of keys and of values, `[pages, page size, ...]`.
+    """Writes new tokens into pools of keys and of values, `[pages, page size, ...]`, or into those
+    of all layers, `[pages, layers, page size, ...]`.
 
     **Arguments:**
 
     - `cache`: the cache that they are appended to.
     - `table`: the page in these pools of each part of a row, int32 `[b, n]`; below 0 it has none.
     - `key`, `value`, `counts`: those of `append`.
+    - `layer`: the index of the layer, where pools have all of them. It is an index of the scatter,
+        as the axes of the pools stay what they are: see `scatter`.
 
     **Returns:** the pools, and the new lengths.
     """
     counts = check_new(cache, key, value, counts)
-    held, size = as_stored(pools[0]).shape[:2]
+    held, *_, size = as_stored(pools[0]).shape[: 2 + len(layer)]
     rows, parts = table.shape
     length = within_capacity(cache.length + counts, parts * size)
     position = new_positions(cache, key.shape[1])
@@ -252,7 +261,7 @@ def write_pages(
     # may go to the same place there, hence `unique=False`.
     page = jnp.where(kept, page, held)
     keys, values = (
-        store(pool, new, page, position % size, unique=False)
+        store(pool, new, (page, *layer), position % size, unique=False)
         for pool, new in zip(pools, (key, value))
     )
     return keys, values, length

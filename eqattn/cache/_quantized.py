@@ -69,7 +69,9 @@ class QuantizedKVCache(AbstractCache):
     ) -> "QuantizedKVCache":
         slots, length = write_slots(self, key, value, counts, self.key.shape[1])
         return QuantizedKVCache(
-            store(self.key, key, OWN_ROW, slots), store(self.value, value, OWN_ROW, slots), length
+            store(self.key, key, (OWN_ROW,), slots),
+            store(self.value, value, (OWN_ROW,), slots),
+            length,
         )
 
     def truncate(self, lengths: Int[Array, " b"]) -> "QuantizedKVCache":

@@ -141,14 +141,9 @@ class PagedLayerCache(AbstractLayerCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "PagedLayerCache":
-        old = self.stack.key_pages, self.stack.value_pages
-        pools = [_merged(x) for x in old]
-        *pools, length = write_pages(self, pools, self._own(self.stack.table), key, value, counts)
-        keys, values = (
-            jax.tree.map(lambda x, y: x.reshape(y.shape), new, held)
-            for new, held in zip(pools, old)
-        )
-        return self._with(keys, values, length)
+        stack, layer = self.stack, (self.index,)
+        pools = stack.key_pages, stack.value_pages
+        return self._with(*write_pages(self, pools, stack.table, key, value, counts, layer))
 
     def _with(self, keys: Any, values: Any, length: Array) -> "PagedLayerCache":
         lengths = self.stack.length.at[self.index].set(length)

@@ -16,11 +16,13 @@ from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, KeyPa
 from eqattn.cache import (
     Bits,
     KVCache,
+    LatentKVCache,
     PagedKVCache,
     Quantized,
     QuantizedKVCache,
     RingBufferCache,
     StackedKVCache,
+    StackedPagedKVCache,
 )
 from eqattn.nn import MultiheadAttention
 
@@ -232,6 +234,40 @@ def test_layers_are_not_copied():
         assert compiled.alias_size_in_bytes >= stacked.key.nbytes + stacked.value.nbytes
         sizes.append(compiled.temp_size_in_bytes)
     assert sizes[1] - sizes[0] < stacked.key.nbytes / 3 / 10  # a tenth of one layer's keys
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("heads", [1, "latents", 2])
+def test_pages_of_layers_are_not_copied(heads, dtype):
+    """With one head, each layer of a scan copied the pages of all layers."""
+    latent = heads == "latents"
+    kv_heads, d, v = 1 if latent else heads, 16, 64
+    kind = dict(stored=jnp.int8) if dtype == "int8" else dict(dtype=dtype)
+    run_dtype = "float32" if dtype == "int8" else dtype
+
+    def step(stacked, q, key, value):
+        def layer(carry, i):
+            stacked, x = carry
+            cache = stacked.layer(i)
+            cache = (LatentKVCache(cache) if latent else cache).append(key, value)
+            keys = cache.key
+            values = keys.first if latent else cache.value
+            out = attention(x, keys, values, Ragged(), mask=cache.mask()).attention_outputs
+            out = jnp.concatenate([out, x[..., v:]], -1) if latent else out[..., :d]
+            return ((cache.cache if latent else cache).stack, out), None
+
+        return jax.lax.scan(layer, (stacked, q), jnp.arange(3))[0]
+
+    sizes = []
+    for capacity in (256, 4096):
+        pages = B * capacity // 64
+        stacked = StackedPagedKVCache.empty(3, B, capacity, pages, 64, kv_heads, d, v, **kind)
+        new = [jnp.ones((B, 1, kv_heads, n), run_dtype) for n in (d, v)]
+        q = jnp.ones((B, 1, 4, d + v if latent else d), run_dtype)
+        compiled = jax.jit(step, donate_argnums=0).lower(stacked, q, *new).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(stacked.key_pages))
+    assert sizes[1] - sizes[0] < nbytes / 3 / 10  # a tenth of one layer's keys
 
 
 @pytest.mark.parametrize("name", ["dense", "paged", "ring buffer"])

@@ -106,7 +106,7 @@ MUTANTS = [
             ("page = jnp.where(kept, page, held)", "pass"),
             ("kept = position < length[:, None]", "kept = position <= length[:, None]"),
             ("table[row, jnp.minimum(position // size, parts - 1)]", "table[row, jnp.minimum(position // size, 0)]"),
-            ("store(pool, new, page, position % size, unique=False)", "store(pool, new, page, position * 0, unique=False)"),
+            ("store(pool, new, (page, *layer), position % size, unique=False)", "store(pool, new, (page, *layer), position * 0, unique=False)"),
             ("eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))", "eqx.tree_at(lambda c: c.length, self, lengths)"),
             ("doubled(self.table, rows), self.length[rows]", "doubled(self.table, rows), self.length"),
             ("table.at[rows].set(-1), length.at[..., rows].set(0)", "table, length.at[..., rows].set(0)"),
