@@ -37,7 +37,7 @@ def table() -> str:
     def cell(row: dict[str, Any] | None, peer: str, unit: str = "") -> str:
         if row is None or peer not in row["values"]:
             return "-"
-        return f"{row['values'][peer]:.3g}{unit}"
+        return f"{row['values'][peer]:#.3g}".rstrip(".") + unit
 
     machine = recorded["machine"]
     article = "an" if machine["processor"][0] in "AEIOU" else "a"
@@ -46,7 +46,7 @@ def table() -> str:
         "Attention is causal, in float32, with 8 heads of 64. Times are multiples of PyTorch's, so "
         "below 1 is faster. Memory is what a call holds beside its arguments and results.",
         "",
-        "| | eqattn | `jax.nn` | PyTorch | memory, eqattn | memory, `jax.nn` |",
+        "| | eqattn | `jax.nn` | torch | memory, eqattn | memory, `jax.nn` |",
         "|---|---|---|---|---|---|",
     ]
     for name, case in TIMES.items():
