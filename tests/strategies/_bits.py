@@ -219,7 +219,9 @@ def _program(case: Case, name: str, gradients: bool, x: Arrays, shared: Arrays, 
         more = features | ({"bias": y["bias"]} if "bias" in features else {})
         key, value = y["k"], y["v"]
         if case.stored == "int8":
-            key, value = (Quantized.quantize(z, jnp.int8) for z in (key, value))
+            # What is quantized has no gradient.
+            fixed = jax.lax.stop_gradient((key, value))
+            key, value = (Quantized.quantize(z, jnp.int8) for z in fixed)
         if case.stored == "latent":
             key = Joined(key[..., : case.v], key[..., case.v :])
         if table is not None:
