@@ -193,11 +193,14 @@ class Decode:
     - `queries`: how many queries a row has.
     - `stored`: the dtype of quantised keys and values; None if they are not quantised.
     - `page`: how many tokens a page has; None if there are no pages.
+    - `shared`: whether all queries see the same keys, as those of rows that begin alike do in
+        `cascade_attention`.
     """
 
     queries: int = 1
     stored: Any = None
     page: int | None = None
+    shared: bool = False
 
     metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu")
 
@@ -224,13 +227,14 @@ class Decode:
         def call(arrays):
             key_, value = self.caches(arrays)
             lengths = arrays["lengths"]
+            causal = self.queries > 1 and not self.shared
             return attention(
                 arrays["query"],
                 key_,
                 value,
                 Ragged(self.metadata),
-                mask=KeyPadding(lengths) & Causal() if self.queries > 1 else KeyPadding(lengths),
-                q_offset=lengths - self.queries if self.queries > 1 else None,
+                mask=KeyPadding(lengths) & Causal() if causal else KeyPadding(lengths),
+                q_offset=lengths - self.queries if causal else None,
             ).attention_outputs
 
         return call, (self.arrays,)
@@ -276,6 +280,7 @@ KERNELS = (
     _decode("decode, 4 queries", queries=4),
     _decode("decode, int8", stored=jnp.int8),
     _decode("decode, pages of 64", page=64),
+    _decode("decode, pages that 8 rows share", queries=8, page=64, shared=True),
     _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {}), stairs=False),
     _feature(
         "segments",
