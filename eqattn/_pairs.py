@@ -1,9 +1,9 @@
 """Functions of one (query, key) pair and the arrays that travel with them.
 
-A mask and a score are written once, for scalars: the flattened batch index `b`, the query head
-`h`, the positions `q` and `k`, and of each array ("operand") they carry one scalar or, if the array
-has features, one vector. Strategies, kernels and the block classification all evaluate that same
-function.
+A mask and a score are written once, as functions of scalars. These are the flattened batch index
+`b`, the query head `h` and the positions `q` and `k`. One number of each array that the mask or
+score holds, called an operand, follows. If an array has features, the function receives a vector of
+it instead. Strategies, kernels and the block classification all evaluate this same function.
 """
 
 import inspect
@@ -27,8 +27,8 @@ class Operand(eqx.Module):
     **Arguments:**
 
     - `array`: the array. It has the axes that `axes` names, each of full size or 1.
-    - `axes`: the axes of the array: some of `"b"` (all leading batch axes), `"h"` (query head),
-        `"t"` (query) and `"s"` (key), in that order, and then perhaps `"f"` (features). With
+    - `axes`: the axes of the array. They are some of `"b"` (all leading batch axes), `"h"` (query
+        head), `"t"` (query) and `"s"` (key), in that order, and then perhaps `"f"` (features). With
         features, the mask or score reads a vector `[f]` at each pair, for a product of its own. The
         product of a vector of the query and one of the key, `x @ y`, is then a product of matrices
         for a block.

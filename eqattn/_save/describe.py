@@ -1,9 +1,9 @@
 """Describes trees of modules as strict JSON, without the values of their leaves.
 
-What JSON has no type for is an object with one key, its tag. `_config/json.py` defines some tags,
-and this module adds `$leaf` (the type of a leaf), `$constant` (a static value in a field that may
-also hold a leaf), `$tuple`, `$dtype`, `$enum`, `$object` (a module, dataclass or named tuple),
-`$strategy` and `$metadata`. For example, `Blockwise()` begins with
+What JSON has no type for is an object with one key, its tag. `_config/json.py` defines some tags.
+This module adds `$tuple`, `$dtype`, `$enum`, `$strategy`, `$metadata` and `$object` (a module,
+dataclass or named tuple). It also adds `$leaf` (the type of a leaf) and `$constant` (a static value
+in a field that may also hold a leaf). For example, `Blockwise()` begins with
 
     {"$strategy": {"name": "blockwise", "fields": {"metadata": {"$metadata": {...}}, ...}}}
 """
