@@ -11,9 +11,10 @@ spoil it. So the derivatives are evaluated with other arguments:
   finite, and `0 * J = 0`.
 - A block without a visible pair has no such arguments. Its whole gradient is dropped.
 
-An operand with features is shared by all pairs of a row or of a key, and to select it pair by pair
-would turn its product into one for each pair. So there every value is selected where the function
-first makes it of both, that is, after the product; see `_Guarded`.
+An operand with features is shared by all pairs of a row or of a key. Selecting it pair by pair
+would turn one product of matrices into a product for each pair. So values of a row and values of a
+key are not selected. What the function computes from both is, that is, after the product; see
+`_Guarded`.
 
 This is the same trouble as with numbers that are not finite; see `_sweep/nonfinite.py`.
 """
@@ -244,8 +245,8 @@ def _evaluate(
     **Arguments:**
 
     - `jaxpr`, `dtypes`, `consts`: those of a `ClosedScore`.
-    - `there`, `mask`: the arguments at one visible pair, and which pairs are visible, if each value
-        is to be that of this pair where its own pair is masked.
+    - `there`, `mask`: the arguments at one visible pair, and which pairs are visible. If they are
+        given, a masked pair gets the values of that visible pair.
     """
 
     transform = lambda *scalars: _of_pair(jaxpr, dtypes, consts, scalars)
@@ -369,8 +370,8 @@ def _one_visible(mask: Array) -> tuple[Array, tuple[Array, Array]]:
 
 
 def _where_seen(mask: Array, x: Array, y: Array) -> Array:
-    """An argument `x` where a pair is visible, else `y`. Features of a row or a key stay if any of
-    its pairs is visible, with 0 for what is not finite: a masked pair may multiply it by 0.
+    """An argument `x` where a pair is visible, else `y`. Features of a row or a key stay if it has
+    a visible pair. In them 0 replaces what is not finite, as a masked pair may multiply it by 0.
     """
     if x.ndim == 2:
         return jnp.where(mask, x, y)

@@ -49,8 +49,9 @@ def merged_over(carry: Carry, axis: str) -> Carry:
 
 
 def stored_specs(x: Any, axis: str) -> dict[int, P]:
-    """How the arrays of keys or values are spread over the devices along a mesh axis, by their ids:
-    pages, or the tokens of `[b, s, k, d]` and of scales `[b, n, s * k / n]`.
+    """Specifies how the arrays of keys or values are spread over the devices along a mesh axis, by
+    the ids of the arrays. Pages are spread, or else the tokens of `[b, s, k, d]` and of scales
+    `[b, n, s * k / n]`.
     """
     held = as_stored(x)
     lead = [0 if held.table is not None else 2 if flat else 1 for flat in held.flat]
@@ -68,14 +69,14 @@ def on_every_device(operand: Array | np.ndarray, paged: bool) -> bool:
 
 
 class ShardedKeys(eqx.Module):
-    """What a problem has of its keys, apart from the rest of it.
+    """A problem in two parts: what it has for its keys, and the rest.
 
     **Arguments:**
 
     - `rest`: the problem without keys, values and arrays that vary with keys.
     - `key`, `value`: keys and values, as arrays or as they are stored.
     - `positions`, `places`: the positions of the keys, and their places, or None.
-    - `mask`, `scores`: the canonical operands of each term of the mask and of each score.
+    - `mask`, `scores`: the canonical operands that each term of the mask, and each score, reads.
     - `consts`: the arrays that each score closes over, in the dtype of sums.
     """
 

@@ -1,4 +1,4 @@
-"""Lists of blocks of keys, as tables of the blocks that are visited.
+"""Turns lists of blocks of keys into tables that say which blocks are visited.
 
 Where a list names blocks of keys, it says which blocks of the grid are live. These are visited
 where they lie. Nothing is gathered, and no gradient is scattered.

@@ -34,14 +34,15 @@ TOKENS = (*HEADS, "q_positions", "kv_positions", "q_shift", "kv_places", "b_indi
 
 
 class _Split(eqx.Module):
-    """A problem, apart from what has an axis of the batch or of heads.
+    """A problem in two parts: what has an axis of the batch or of heads, and the rest.
 
     **Arguments:**
 
     - `rest`: the problem without what follows.
     - `tokens`: its arrays with the names `TOKENS`, or None.
     - `lists`: the indices of each term of the mask that lists keys, `[B|1, h, rows, n]`.
-    - `mask`, `scores`: the canonical operands of each other term of the mask, and of each score.
+    - `mask`, `scores`: the canonical operands that each other term of the mask, and each score,
+        reads.
     - `consts`: the arrays that each score closes over, in the dtype of sums.
     """
 
@@ -128,7 +129,7 @@ def fold_own_rows(problem: Problem, manual: ManualAxes, fold: Callable[[Problem]
 
     **Arguments:**
 
-    - `problem`: the problem. It `lists_own_keys` (`mesh.py`).
+    - `problem`: the problem, for which `lists_own_keys` of `mesh.py` is True.
     - `manual`: the axes that shard its batch and its key/value heads.
     - `fold`: a function that folds the problem of a device.
     """

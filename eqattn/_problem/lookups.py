@@ -174,8 +174,8 @@ def _finished(part: Any, scalars: Sequence[Any], count: int) -> Any:
 
 
 def with_lookups(part: Any, like: Any, arrays_of: Callable[[Lookups, tuple], list]) -> Any:
-    """A score, or a mask that combines no others, with what it looks up as operands; itself if it
-    looks up nothing.
+    """Returns a score, or a mask that combines no others, whose lookups have become operands. A
+    part that looks up nothing is returned as it is.
 
     **Arguments:**
 

@@ -1,8 +1,9 @@
-"""The keys and values of rows as pages, for blocks of packed queries: blocks of one row share its
+"""Keys and values of rows as pages, for blocks of packed queries. Blocks of one row share its
 pages, so nothing is copied for them.
 
-Where `n` devices share the keys, each of them has one piece of a row, and pages are dealt out in
-turn: the page `j` of device `i` is the part `j n + i` of the row. So positions go along.
+Where `n` devices share the keys, each of them has one piece of a row. Pages are dealt out in turn:
+the page `j` of device `i` is the part `j n + i` of the row. So the positions of keys are passed
+along with them.
 """
 
 from typing import Any, NamedTuple
