@@ -138,9 +138,9 @@ def sharding_plan(
     device computes `flops` operations a second, and sends `bandwidth` bytes a second to a
     neighbour, of which it has `links`. A ring sends to one of them, and each move hides behind the
     visit that is going on. An all-gather and an all-to-all send to all of them at once, and nothing
-    is computed meanwhile. Each step takes at least the `latency`. Not in the model are what blocks
-    of few tokens cost, and that an all-to-all between devices without a link of their own takes
-    longer than its bytes.
+    is computed meanwhile. Each step takes at least the `latency`. The model leaves out two costs.
+    Blocks of few tokens take more time per token. An all-to-all between devices that share links
+    takes longer than its bytes say.
 
     **Arguments:**
 

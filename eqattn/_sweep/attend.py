@@ -18,9 +18,9 @@ of `L`, is the transpose of that sweep, with the cotangents `g` and
     c = l - <o, g>                                  ct sigma = sum over rows of e^{sigma - L} c.
 
 In the gradient of a logit, `p_j (w_j <g, v_j> + c)`, the two terms nearly cancel. So an `o` that
-was rounded to bfloat16 is not enough for `c`: with sharp softmaxes, gradients were off by up to 54
-times their bound. What was left out by rounding is kept beside it, in the same dtype, where
-derivatives are taken; both together have 16 bits.
+was rounded to bfloat16 is not enough for `c`. With sharp softmaxes, gradients were off by up to 54
+times their bound. Where derivatives are taken, a second array of the same dtype therefore holds
+what rounding left out. Both together have 16 bits.
 """
 
 import dataclasses
@@ -189,7 +189,7 @@ ad.primitive_jvps[attend_p] = _jvp
 
 @dataclasses.dataclass(frozen=True)
 class _Point:
-    """Where tangents are taken: the arguments of `tangent_p`, but for the tangents themselves.
+    """The point at which tangents are taken: the arguments of `tangent_p` without the tangents.
 
     **Arguments:**
 

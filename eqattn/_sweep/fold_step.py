@@ -43,7 +43,7 @@ class FoldStep:
 
     **Arguments:**
 
-    - `logits`, `values`: the closed jaxprs of the block functions of the logits and of the values.
+    - `logits`, `values`: the block functions of the logits and of the values, as closed jaxprs.
     - `products`: keyword arguments of `dot`, as sorted pairs.
     - `shared`: which of the blocks that the logits read the values read, too.
     """

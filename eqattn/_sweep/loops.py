@@ -78,8 +78,8 @@ def _read_in_turn(t: Any, operands: Sequence, layout: GridLayout) -> tuple[Any, 
     """Ties narrow floats that are read in place to the step `t`, so that XLA cannot convert them
     ahead of it.
 
-    XLA:CPU slices bfloat16 and float8 by converting the whole array. It moves that conversion to
-    before the loop where it does not depend on the step, and then holds a wide copy of a cache.
+    To slice bfloat16 or float8, XLA:CPU converts the whole array. If the conversion does not depend
+    on the step, XLA moves it in front of the loop. The program then holds a wide copy of a cache.
     """
     operands = list(operands)
     narrow = [
@@ -161,8 +161,8 @@ class _RowVisit:
         return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
     def _ends_with_padding(self, at: dict, end: Any) -> Any:
-        """1 if the last of the columns that a row visits, of which there are `end`, is the last one
-        of the grid, which is padded; else 0.
+        """Whether the last of the `end` columns that a row visits is the padded last one of the
+        grid, as 1 or 0.
         """
         if self.order is None:
             return 1

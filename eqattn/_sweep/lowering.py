@@ -3,7 +3,8 @@
 A `Lowering` is static and travels in the `GridLayout` of a sweep or fold. So the choice is made
 once, by the strategy, and every rule of differentiation hands it on. `XLA` visits the blocks by
 loops of ordinary JAX. A kernel for a device is another `Lowering`, in `eqattn/kernels/`. It says
-how large its blocks are, which calls and visits it cannot do and why, and it visits the others.
+how large blocks should be, and which calls and visits it cannot do, with the reason. It visits the
+others.
 """
 
 import abc
@@ -186,11 +187,11 @@ class Lowering(abc.ABC):
         - `layout`: the grid.
         - `visits`: pairs of a class of blocks and the jaxpr of its block function.
 
-        **Returns:** `traverse`, a function with the arguments and the result of
-        [`traverse`][eqattn._sweep.loops.traverse]; `vectorise`, whether block functions get the
-        batch axes of the grid inside their blocks; and, where it is True, `finishes`: that
-        `traverse` of a fold applies a `finish` that reads operands and returns results of any
-        number and dtype, and that `traverse` of a sweep takes `dtypes` to round sums to.
+        **Returns:** a dictionary. `traverse` is a function with the arguments and the result of
+        [`traverse`][eqattn._sweep.loops.traverse]. `vectorise` says whether block functions get the
+        batch axes of the grid inside their blocks. `finishes`, where it is there and True, says two
+        things. `traverse` of a fold then applies a `finish` that reads operands and returns results
+        of any number and dtype. `traverse` of a sweep then takes `dtypes`, to which it rounds sums.
 
         **Raises:** `ValueError` if the lowering is required and cannot run the visit.
         """
@@ -232,10 +233,10 @@ def loops(vectorise: bool) -> dict[str, Any]:
 
 
 def _even_size(tokens: Any, most: int) -> int:
-    """The size, a multiple of 8, of as few blocks as there can be, of at most about `most` tokens.
+    """The size of blocks that are as few as possible, a multiple of 8 up to about `most` tokens.
 
-    Blocks of `most` tokens and a padded rest took longer on an AMD EPYC, in float32 without a mask:
-    for gradients of 160 tokens 7 times as long, and for those of 300 tokens 2.5 times.
+    Blocks of `most` tokens and a padded rest took longer, on an AMD EPYC in float32 without a mask.
+    Gradients of 160 tokens took 7 times as long, and those of 300 tokens 2.5 times.
     """
     if not isinstance(tokens, int) or tokens <= most:
         return most
@@ -256,9 +257,9 @@ class XLALowering(Lowering):
     drops_single_axes = True
 
     def multiplies_narrow(self) -> bool:
-        """False on a CPU, where products of float32 are faster. In a prototype, widening bfloat16
-        inputs made the forward 1.6 times as fast, and forward and backward together 1.4 times. The
-        benchmarks `cpu-bf16-*` measure the effect.
+        """False on a CPU, where products of float32 are faster. In a prototype, the forward of
+        bfloat16 inputs was 1.6 times as fast when they were widened, and forward and backward
+        together 1.4 times. The benchmarks `cpu-bf16-*` measure the effect.
         """
         return jax.default_backend() != "cpu"
 

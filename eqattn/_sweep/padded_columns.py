@@ -22,7 +22,7 @@ from .grid import COL, GridLayout, pick, ROW
 
 
 class PaddedColumns(eqx.Module):
-    """An operand whose blocks are windows of its tokens, but for the last one.
+    """An operand whose blocks are windows of its tokens, except the last block, which is padded.
 
     **Arguments:**
 

@@ -1,8 +1,8 @@
 """Matrix products of a block: float32 accumulation, one rounding, fast orientations.
 
 `lax.dot_general` transposes to products that round their result to the operand's dtype, and to a
-product with a large transposed left side. `dot` fixes both: operands and cotangents are float32
-(float64 under x64), `operand_dtype` says what the multiplier reads, and each transpose is written
+product with a large transposed left side. `dot` avoids both. Operands and cotangents are float32
+(float64 under x64), and `operand_dtype` says what the multiplier reads. Each transpose is written
 in the orientation that needs no transposed copy of the logits.
 """
 

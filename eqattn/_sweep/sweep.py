@@ -2,14 +2,14 @@
 
 A *grid* is a tuple of axis sizes `(*batch, rows, columns)`. An array on it has leading axes for
 some of the grid's axes, named by negative indices, then the axes of one block. A sweep visits the
-live (row, column) pairs of every batch element, applies a block function, and adds each output
+live (row, column) pairs of every batch element and applies a block function. It adds each output
 over the grid axes that the output does not have:
 
     out[axes] = sum over the other axes of f(operands at this point of the grid)
 
-The set of sweeps is closed: the tangent of sweep[f] is sweep[tangent of f], its transpose is
-sweep[transpose of f] with inputs and outputs exchanged, and vmap prepends a grid axis. So every
-order and mode of differentiation follows from the three rules below.
+The set of sweeps is closed. The tangent of sweep[f] is sweep[tangent of f]. Its transpose is
+sweep[transpose of f], with inputs and outputs exchanged. vmap prepends a grid axis. So every order
+and mode of differentiation follows from the three rules below.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ from .rotation import ring_traverse
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
     """Traces the block functions. The arrays that they close over become further operands.
 
-    All functions get the operands of all: first those of `avals`, then what the first function
-    closes over, then what the second does, and so on.
+    Every function gets all operands. First come those of `avals`, then what the first function
+    closes over, then what the second one does, and so on.
 
     **Returns:** pairs of a class of blocks and a closed jaxpr without constants; and the further
     operands.

@@ -1,8 +1,8 @@
 """The greatest logits of each row, and the places of their keys, as one more visit of the grid.
 
-A list of the `n` greatest is a commutative monoid, as a Carry is: two lists of other keys merge to
-the `n` greatest of both, whatever the order of the merges, and of equal logits those of lower
-places. So a visit needs a list for each row and one block of logits.
+Lists of the `n` greatest form a commutative monoid, as Carries do. Two lists of disjoint keys merge
+to the `n` greatest of both, in any order of merges. Equal logits are ordered by place, lower places
+first. So a visit needs a list for each row and one block of logits.
 
 Which keys are listed does not move with the operands, but their logits do. Each of these is a sum
 over pairs of which all but one are left out, that is, a sweep. So the tangent of the values is a
