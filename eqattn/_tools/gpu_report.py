@@ -1,8 +1,9 @@
 """`python -m eqattn gpu-report`: what NVIDIA's compiler makes of the kernels, without a GPU.
 
-A process of its own compiles each call for an H200 that is not there, and reads what the compiler
-wrote of its kernels: spilled registers, shared memory, and the instructions of the two loops that
-take all the time, over blocks that are full and over those that a mask cuts.
+A separate process compiles each call for an H200, which need not be there, and reads what the
+compiler wrote about the kernels. This is the number of spilled registers, the shared memory, and
+the instructions of the two loops that take all the time. One loop visits full blocks, and the other
+blocks that a mask cuts.
 """
 
 import argparse

@@ -160,9 +160,9 @@ class Cost:
     """The number of blocks of each class, and the floating-point operations of the products.
 
     A product of `m` x `k` by `k` x `n` takes `2 m k n` operations. For each visited pair of query
-    and key, the forward pass has a product of size `dim` (q . k) and one of size `value_dim`
-    (p v). The backward pass has three of size `dim` (q . k again, dq and dk) and two of size
-    `value_dim` (dv, and dp = g . v).
+    and key, the forward pass has two products: q . k of size `dim`, and p v of size `value_dim`.
+    The backward pass has three of size `dim` (q . k again, dq and dk) and two of size `value_dim`
+    (dv, and dp = g . v).
     """
 
     empty: int

@@ -1,8 +1,8 @@
 """`python -m eqattn gpu-report --chip`: what NVIDIA's compiler makes of kernels in Pallas Triton.
 
-A process of its own compiles each call for a chip that is not there, and takes the machine code
-apart: registers, what of them is kept in memory, and the instructions of the two loops that take
-all the time, over blocks that are full and over those that a mask cuts.
+A separate process compiles each call for a chip that need not be there, and analyses the machine
+code. It counts the registers, those that are spilled to memory, and the instructions of the two
+loops that take all the time. One loop visits full blocks, and the other blocks that a mask cuts.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Calls of each library. Those of others are imported only when they are asked for.
 
-Nothing is tuned here. Each library chooses its own blocks, but for jax's own kernels, which have no
-choice of theirs for this chip: they get the blocks that `_MOSAIC` and `_TRITON` say.
+Nothing is tuned here. Each library chooses its own blocks. Only the kernels of jax have no choice
+for this chip, and get the blocks that `_MOSAIC` and `_TRITON` say.
 """
 
 import math

@@ -27,8 +27,8 @@ class Case:
     **Arguments:**
 
     - `batch`, `tokens`, `heads`, `kv_heads`, `dim`: the sizes of a call.
-    - `keys`: the tokens in the cache of each row, in a step of decoding. 0 means a call with as
-        many keys as queries, whose gradients are measured too.
+    - `keys`: the tokens in the cache of each row, in a step of decoding. With 0, a call has as many
+        keys as queries, and gradients are measured too.
     - `cache`: how keys lie in it: `""` in order, `"pages"` of 128 tokens, `"int8"` or
         `"float8_e4m3fn"`.
     - `causal`, `window`, `segments`, `cap`, `dropout`: what attention does to pairs. Windows have

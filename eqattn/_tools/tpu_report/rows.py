@@ -70,8 +70,8 @@ class CallRow:
     - `outside`: those of them that no kernel moves.
     - `temporary`: the bytes of main memory that it takes beside arguments and results.
     - `cycles`: those of its kernels.
-    - `kernel_ms`, `outside_ms`: milliseconds of its kernels, at the clock of the chip, and of the
-        bytes outside of them, at the bandwidth of its memory.
+    - `kernel_ms`, `outside_ms`: milliseconds of its kernels at the clock of the chip, and of other
+        bytes at the bandwidth of its memory.
     """
 
     call: str

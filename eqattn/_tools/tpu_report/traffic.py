@@ -1,9 +1,10 @@
 """Counts the bytes that a compiled program moves between main memory and its units.
 
-The compiler leaves the program in the order in which it runs, with the layout of every array: which
-of its axes is the innermost, into which tiles it is padded, and whether it lies in main memory. An
-instruction reads its operands and writes its results once. So a fusion that reads only a part of an
-operand is counted too high, and a kernel that reads a block again for each row is counted too low.
+The compiler writes the program in the order in which it runs, with the layout of every array. A
+layout says which axis is the innermost, into which tiles the array is padded, and whether it lies
+in main memory. An instruction counts as if it read its operands and wrote its results once. So the
+count of a fusion that reads only a part of an operand is too high. That of a kernel that reads a
+block again for each row is too low.
 """
 
 import dataclasses

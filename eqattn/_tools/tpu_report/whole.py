@@ -28,7 +28,7 @@ class Count:
     beside: int  # rows that end though they never began: one at the first step of each list
 
     def cycles(self, steps: Steps, once: Sequence[int] = ()) -> int:
-        """The cycles of all steps, and of the ends of rows.
+        """Adds up the cycles of all steps and those at the ends of rows.
 
         **Arguments:**
 
