@@ -136,14 +136,16 @@ def shared(
 
 
 def doubled(table: Array, rows: Array) -> Array:
-    """The table of the rows at these indices, of which those that occur twice share their pages."""
+    """The table of the rows at these indices. Rows that occur twice share their pages."""
     many = (jnp.bincount(rows, length=len(table)) > 1)[rows]
     table = table[rows]
     return jnp.where(many[:, None] & (table >= 0), -2 - table, table)
 
 
 def _copy_pages(pools: Any, old: Array, new: Array) -> Any:
-    """The pools with the pages `old` copied to the pages `new`, but for those out of range."""
+    """The pools with the pages `old` copied to the pages `new`. Pages that are out of range are not
+    copied.
+    """
     return jax.tree.map(
         lambda x: x.at[new].set(jnp.take(x, old, axis=0, mode="clip"), mode="drop"), pools
     )

@@ -30,7 +30,7 @@ def ragged_gqa(
     mask_value: float = DEFAULT_MASK_VALUE,
     cost_estimate: Any = None,
 ) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """Attention of one query per row over the keys `starts <= s < lengths` of that row.
+    """Computes attention of one query per row over the keys `starts <= s < lengths` of that row.
 
     The logits are not scaled. Only the blocks that hold visible keys are read.
 

@@ -194,8 +194,8 @@ def _segments(q_ids: Any, kv_ids: Any) -> Iterator[Segments]:
 
 
 def _block_sizes(sizes: tuple[Any, Any], forward: Any, backward: Any) -> tuple[Any, Any]:
-    """The sizes of blocks of queries and of keys: those that are given, else those of `fwd_params`
-    and `bwd_params`.
+    """The block sizes of queries and keys. What is not given comes from `fwd_params` and
+    `bwd_params`.
     """
     for name, params in (("fwd_params", forward), ("bwd_params", backward)):
         if params is not None and not isinstance(params, FwdParams):
