@@ -33,7 +33,8 @@ _CHEAP_PAIRS = 2**22  # `sparsity` counts visible pairs of up to 4 MiB of bools,
 
 class Sparsity(NamedTuple):
     """The fractions of a mask's blocks that are `empty`, `partial` and `full`, and the fraction of
-    its pairs that is `visible`, None where it takes more than about four million evaluations.
+    its pairs that is `visible`. The latter is None where it takes more than about four million
+    evaluations.
     """
 
     empty: Any
@@ -84,9 +85,9 @@ class AbstractMask(eqx.Module):
         return places
 
     def at_places(self, q: Any, k: Any) -> "AbstractMask | None":
-        """A hook: the mask of queries and keys at these places, `[t]` or `[*b, t]` and `[s]` or
-        `[*b, s]`. What a mask looks up by place can be operands of the mask returned. Each is then
-        looked up once for each token and not for each pair, and outside of kernels.
+        """A hook that returns the mask of queries and keys at these places, `[t]` or `[*b, t]` and
+        `[s]` or `[*b, s]`. What a mask looks up by place can become operands of that mask. Each is
+        then looked up once per token and not per pair, and outside of kernels.
         """
 
     def of_rows(self, row: Int[Array, " n"]) -> "AbstractMask | None":
@@ -135,7 +136,7 @@ class AbstractMask(eqx.Module):
         q_positions: Any = None,
         kv_positions: Any = None,
     ) -> Bool[Array, "*b h t s"]:
-        """The whole mask as an array, with one bool for each pair.
+        """Returns the whole mask as an array, with one bool for each pair.
 
         **Arguments:**
 

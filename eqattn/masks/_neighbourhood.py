@@ -118,8 +118,8 @@ class Neighbourhood(AbstractMask):
     """A token of an image or a video sees a window of tokens around it.
 
     The window has the same size for every query: at an end it is moved inwards. Queries and keys
-    are at the places of one grid. Other places see nothing and nothing sees them, so join other
-    tokens by `|` with a mask of theirs.
+    are at the places of one grid. Other places see nothing and nothing sees them, so combine it by
+    `|` with a mask for other tokens.
 
     **Arguments:**
 
@@ -127,8 +127,8 @@ class Neighbourhood(AbstractMask):
         [`eqattn.TileOrder`][].
     - `window`: how many tokens a window has along each axis, an int or one for each axis. An even
         window has one more token before the query than after it.
-    - `causal`: for which axes a window ends with the query instead, and is cut off at the start: a
-        bool, or one for each axis, as `(True, False, False)` for a video.
+    - `causal`: whether a window ends with the query instead, and is cut off at the start. It is a
+        bool, or one for each axis, such as `(True, False, False)` for a video.
 
     **Raises:** `ValueError` for a window larger than the grid, or of other axes.
 

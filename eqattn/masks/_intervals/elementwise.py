@@ -115,8 +115,8 @@ def _abs(dtype, a):
 def _monotone(fn):
     """The rule of a function that never decreases in any argument.
 
-    The function must be exact, and NaN only for NaN: then the corners of the lower and of the upper
-    bounds are the extremes, without rounding.
+    The function must be exact, and NaN only for NaN. Then its values at all lower bounds and at all
+    upper bounds are the extremes, without rounding.
     """
 
     def rule(dtype, *ins):

@@ -70,7 +70,8 @@ def convert(old, new, a: Interval) -> Interval | None:
     """The cast of an interval to another dtype.
 
     Where no value wraps around or overflows, casts never decrease, so that the bounds are cast.
-    Elsewhere the result is unknown, but for integers known exactly: NumPy wraps them as XLA does.
+    Elsewhere the result is unknown. Only integers that are known exactly are cast there too, as
+    NumPy wraps them as XLA does.
     """
     if not kind(new):
         return None
@@ -225,8 +226,9 @@ def _take(x, index, axis):
 def _over_range(least, most, lo, hi, axis: int) -> Interval:
     """The least of `least[i]` and the greatest of `most[i]` for `lo <= i <= hi`.
 
-    A range is the union of two windows of the largest power of two that fits in it; the bounds of
-    every such window are tabulated. That the two overlap does no harm to a minimum. For `least`:
+    A range is the union of two windows, whose size is the largest power of two that fits in it. The
+    bounds of every such window are tabulated. Overlap of the two does not change a minimum. The
+    table of `least` is, for example,
 
         index            0  1  2  3  4
         level 0, size 1  5  3  8  6  9
