@@ -28,8 +28,8 @@ _Form = Literal["expanded", "absorbed"] | None
 
 @with_constants("softmax_scale")
 class LatentAttention(eqx.Module):
-    r"""Multi-head latent attention (MLA): keys and values of all heads are projections of one
-    latent vector per token, and a cache holds just that.
+    r"""Multi-head latent attention (MLA). Keys and values of all heads are projections of one
+    latent vector per token, and a cache holds only that vector.
 
     With `c` the normalised latent of a token, `[kv_lora_rank]`, and `r` the rotary part of its key,
     which all heads share,
@@ -41,17 +41,18 @@ class LatentAttention(eqx.Module):
 
     - `"expanded"` makes keys and values of every head. It takes the fewest operations where there
         are about as many queries as keys, as in training.
-    - `"absorbed"` moves the projections to the other side of the products,
-        `q . W_i c = (W_i^T q) . c` and `sum_j p_j V_i c_j = V_i (sum_j p_j c_j)`. Then it is
-        attention with one key head, `[c, r]`, whose values are `c`. It reads the fewest bytes, as a
-        step of decoding needs.
+    - `"absorbed"` moves the projections to the other side of the products. By
+        `q . (W_i c) = (W_i^T q) . c` the query is projected, and by
+        `sum_j p_j V_i c_j = V_i (sum_j p_j c_j)` the output. Then it is attention with one key
+        head, `[c, r]`, whose values are `c`. It reads the fewest bytes, as a step of decoding
+        needs.
 
     It takes one sequence, `[t, hidden_size]`; use `jax.vmap` for a batch. With `cache=` it returns
     `(cache, out)`, and takes one sequence or all rows of the cache, `[b, t, hidden_size]`.
 
-    Fields have the names of DeepSeek's published code but for two. `kv_a_proj` is its
-    `kv_a_proj_with_mqa`. Its `kv_b_proj` is two projections here, as the absorbed form multiplies
-    with each alone and would otherwise copy both:
+    Fields have the names of DeepSeek's published code, with two exceptions. `kv_a_proj` is called
+    `kv_a_proj_with_mqa` there. Their `kv_b_proj` is two projections here, as the absorbed form
+    multiplies with each alone and would otherwise copy both:
 
         both = kv_b_proj.weight.reshape(num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank)
         k_b, v_b = jnp.split(both, [qk_nope_head_dim], 1)  # each .reshape(-1, kv_lora_rank)

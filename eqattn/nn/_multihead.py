@@ -40,9 +40,9 @@ class MultiheadAttention(eqx.Module):
     r"""A drop-in for `eqx.nn.MultiheadAttention`, in memory linear in the sequence.
 
     Arguments, initialisation, field names, leaves and results are Equinox's, so changing an import
-    keeps models, checkpoints and optimiser states. Two results differ: a query that sees no key
-    gives the projection of 0 instead of the mean of all values, and dropout has the same
-    distribution but other bits.
+    keeps models, checkpoints and optimiser states. Two results differ. A query that sees no key
+    gives the projection of 0, where Equinox averages all values. Dropout has the same distribution
+    but other bits.
 
     It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays
     and, as in Equinox, the two numbers of `dropout`, so plain `jax.jit` and `jax.grad` work over
