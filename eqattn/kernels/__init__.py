@@ -53,7 +53,7 @@ def method_on(device: str) -> str:
 
 
 def interpreted_backend(backend: str, available: tuple[str, ...]) -> str:
-    """Whose kernels `platform="interpret"` interprets: those of the backend, or the first ones that
-    are `available` if it has none of them.
+    """Whose kernels `platform="interpret"` interprets: those of the backend. If it has none, these
+    are the first ones that are `available`.
     """
     return str(backend) if backend in available else available[0]

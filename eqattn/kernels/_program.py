@@ -78,7 +78,7 @@ def flat_jaxpr(closed: Any) -> Any:
 
 
 def replaced_jaxpr(closed: Any, shapes: Sequence, evaluate: Callable) -> Any:
-    """A closed jaxpr traced anew.
+    """A closed jaxpr, traced again.
 
     **Arguments:**
 

@@ -30,8 +30,8 @@ class Ending(BlockProgram):
     - `operands`, `layout`: those of the visit.
     - `lengths`: as for `Operand`.
 
-    `given` are the operands that it reads, and `results` the dtype of each result, whether it has
-    the axis of values, and whether that is its last.
+    `given` are the operands that it reads. `results` says of each result its dtype, whether it has
+    the axis of values, and whether that axis is the last one.
     """
 
     def __init__(
