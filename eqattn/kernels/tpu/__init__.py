@@ -31,7 +31,7 @@ them: compile a kernel with a `MaskFn` that applies the operation to see.
 
 _OF_FUNCTIONS = {p.name for p in POINTWISE} - _UNSUPPORTED
 _OF_FUNCTIONS |= {"add_any", "broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"}
-"""The operations that a function of a user's own may have. The tests compile each of them, with its
+"""The operations that a user's function may have. The tests compile each of them, with its
 derivatives, for each chip (`functions` in `tests/kernels/_tpu_compile.py`).
 """
 
@@ -39,8 +39,8 @@ derivatives, for each chip (`functions` in `tests/kernels/_tpu_compile.py`).
 def _listed(layout: GridLayout) -> int:
     """The most pairs of blocks that a list of a visit may hold.
 
-    A list that is made on the device has room for all. Of one that is known, only pairs that are
-    not empty remain, and one for each row, or each column, that has none.
+    A list that is made on the device has room for all pairs. A known list holds only live pairs,
+    and one pair for each row or column without a live one.
     """
     if layout.known is None or layout.ring is not None:
         return layout.listed
@@ -55,9 +55,9 @@ def _cached_tokens(request: BlockRequest) -> int:
 
     Where memory is slow, 512 tokens take longer to copy than to visit: on v6e 2243 cycles, with 8
     heads of 128 in bfloat16. Elsewhere 1024 tokens take fewer cycles than twice 512 do: 3266
-    instead of 3842 of int8 on v5p. They are read of long caches only, as a short row of them would
-    wait for memory that it does not need; and of caches of which two such blocks leave room in
-    vector memory.
+    instead of 3842 of int8 on v5p. Blocks of 1024 tokens are used for long caches only, as short
+    rows would wait for memory that they do not need. Two such blocks must also leave room in vector
+    memory.
     """
     from ._chip import VMEM, waits_for_cache
 

@@ -143,8 +143,8 @@ class _Sum:
 
     @property
     def kept(self) -> list[int]:
-        """The operands whose blocks change with a group of the list only, and whose transposes lie
-        in memory of their own from the first pair of a group to its last.
+        """The operands whose blocks change only from one group of the list to the next. Additional
+        memory holds their transposes from the first pair of a group to its last.
         """
         if not self.turned:
             return []

@@ -3,9 +3,9 @@
 A step reads one block of a cache, all its heads at once. It computes the logits of the block, and
 adds the block before it to the Carry of its row by the usual online softmax. Products, maxima and
 exponentials of one block wait for each other, but not for those of the other block. The pipeline is
-that of `_forward.py`: it runs on from one row to the next, and the blocks of values, and those of
-the results, have a `lag` of 1. What the first step adds nobody wrote; it is cleared as its row
-begins, in the second step.
+that of `_forward.py`: it runs on from one row to the next. The blocks of values and of results have
+a `lag` of 1. The first step adds memory that was not written yet. The sum is cleared in the second
+step, where the row begins.
 
 `visit_decode` plans the kernel, a `_Decode`, whose `kernel` is one step on references.
 """
@@ -92,8 +92,8 @@ class _Decode:
 
     @property
     def outs(self) -> list[tuple[int, int]]:
-        """The shapes of the results of a row of blocks: the numerator; denominator and maximum side
-        by side, as each array costs every step some 40 cycles.
+        """The shapes of the results for a row of blocks. Denominator and maximum lie side by side
+        in one array, as each array costs every step some 40 cycles.
         """
         _, rows = self.grid.layout.block
         return [(rows, self.width), (rows, 2)]
@@ -180,9 +180,10 @@ class _Decode:
         **Arguments:**
 
         - `load`, `fetch`: functions that read the arguments of logits and of values.
-        - `pattern`: the references of that of `own`.
-        - `state`: the references of numerator, denominator and maximum; of the logits of this block
-            and of the one before; and of the maxima, of the block before until they are replaced.
+        - `pattern`: the references of the pattern of `own`.
+        - `state`: the references of numerator, denominator and maximum. The logits of this block
+            and of the block before follow, and then the maxima. These belong to the block before
+            until they are replaced.
         """
         num, den, top, logits, logits_before, most = state
         folded = FoldedRows(self.own, [ref[...] for ref in pattern.values()])
@@ -249,7 +250,9 @@ class _Decode:
 def _plan(
     forms: dict, steps: dict[int, Any], layout: GridLayout, args: Sequence, kept: tuple[int, ...]
 ) -> tuple[_Decode, Any, Array | None]:
-    """The plan of the kernel of `visit_decode`, its list of pairs, and the `seen` of `merged`."""
+    """Plans the kernel of `visit_decode`. It returns the plan, the list of pairs, and the `seen` of
+    `merged`.
+    """
     table, operands = layout.split(args)
     grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
     seen, parts = None, cores()

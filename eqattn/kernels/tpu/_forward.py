@@ -10,9 +10,9 @@ are those of one row, and pair 2 is that of another, the steps are
     adds pair              none   0      1      2
     row whose end it is                  first  second
 
-So the blocks of values, and those of the results, are those of the pair before: they have a `lag`
-of 1. What step 0 adds comes from memory that nobody wrote. It is written where the end of the first
-row will be written, and cleared.
+So a step reads the values and writes the results of the pair before: both have a `lag` of 1. What
+step 0 adds comes from memory that was not written yet. The result goes where the end of the first
+row will be written later, and is cleared.
 
 `visit_fold` plans the kernel, a `_Fold`, whose `kernel` is one step on references to vector memory.
 The products and the softmax of a step are in `_forward_step.py`.
@@ -86,9 +86,10 @@ class _Fold:
     def outs(self) -> list[Any]:
         """The shapes and dtypes of the results' blocks.
 
-        The vectors of a finished row, such as denominators and maxima, are one array, as each array
-        costs every step 30 to 50 cycles in the schedules of `tpu-report`. In a ring they stay
-        apart, so that its moves hide. Matrices have an axis of `heads` where that is not 1.
+        The vectors of a finished row, such as denominators and maxima, are one array. Each array
+        costs every step 30 to 50 cycles in the schedules of `tpu-report`. In a ring they are
+        separate arrays, so that its moves hide. Matrices have an axis of `heads` where that is not
+        1.
         """
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.carry]
         ends = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.ends]
@@ -101,8 +102,9 @@ class _Fold:
 
     @property
     def scratch(self) -> list:
-        """For each head that a step visits, the Carry; of the pair before its logits, their maxima
-        and the dropout weights; and the values of this pair and of the one before, turned.
+        """The vector memory for each head that a step visits. It holds the Carry, and the logits of
+        the pair before, with their maxima and dropout weights. It also holds the transposed values
+        of this pair and of the pair before.
         """
         keys, rows = self.form.layout.block
         carry = (*self.carry, (keys, rows), (1, rows))
@@ -305,7 +307,8 @@ def visit_fold(
     into: Sequence | None,
     interpret: Any,
 ) -> list:
-    """What `finish` makes of the Carries of rows, or those of `into` gone on with.
+    """Folds the live pairs, and returns what `finish` makes of the Carry of each row. With `into`,
+    it continues those Carries and returns Carries.
 
     **Arguments:**
 

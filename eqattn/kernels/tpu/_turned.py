@@ -13,7 +13,7 @@ from ._windows import size_of
 
 
 Window = tuple[slice, slice]
-"""The keys and the rows of a part of a block of logits."""
+"""The keys and the rows that a window of logits has."""
 
 
 class TurnedEvaluation(Evaluation):

@@ -9,10 +9,10 @@ from ..._sweep.grid import EMPTY, FULL, GridLayout, PARTIAL
 WINDOW = 512
 """The side of a window of logits: the larger, the fewer steps; the smaller, the fewer spills.
 
-Windows halved the spilled registers, which brought full pairs from 42.4 to 50.0% useful cycles on
-v6e and from 90.6 to 92.3% on v5e (D = 128, other steps of that change included). Masked windows are
-half as wide, as a mask takes registers of its own; that was chosen by trial. `forward` in
-`python -m eqattn tpu-report` measures both.
+Windows halved the number of spilled registers. The useful cycles of full pairs went from 42.4 to
+50.0% on v6e, and from 90.6 to 92.3% on v5e. This was measured with D = 128, and includes other
+steps of that change. Masked windows are half as wide, as a mask takes registers, too; that was
+chosen by trial. `forward` in `python -m eqattn tpu-report` measures both.
 """
 
 
@@ -61,11 +61,11 @@ def windows(layout: GridLayout, kind: int, *, half: bool = False) -> list[Part]:
 
 
 def with_corner(layout: GridLayout, *, half: bool = False) -> list[Part]:
-    """The windows of a block of class `CORNER`, of which some are `EMPTY`, or none if the corner
+    """The windows of a block of class `CORNER`. Some of them are `EMPTY`, or none if the corner
     cuts through a window.
 
-    Where the layout has `stairs`, all is known of such a block but for the windows on its diagonal.
-    With a mask on these windows only, a step took 1908 cycles instead of 2159 on v6e.
+    Where the layout has `stairs`, all windows of such a block are known, except those on its
+    diagonal. With a mask on these windows only, a step took 1908 cycles instead of 2159 on v6e.
 
     **Arguments:**
 
