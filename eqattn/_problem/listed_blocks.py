@@ -18,8 +18,8 @@ from .storage import AbstractStored
 
 
 _LEAST = 32
-"""The least rows of logits and the least keys of a block that is visited by itself. What a visit
-takes besides its products is some microseconds on a CPU, as long as products of 32 x 32 take.
+"""The least rows of logits and the least keys of a block that is visited by itself. On a CPU, a
+visit takes some microseconds more than its products, and products of 32 x 32 take as long as that.
 """
 
 _COPY = 18

@@ -27,7 +27,7 @@ from .problem import Problem
 
 
 HEADS = {"query": 2, "key": 2, "value": 2, "h_indices": 1}
-"""The axis of heads of each array of a problem that has one."""
+"""The axis of heads, for each array of a problem that has such an axis."""
 
 TOKENS = (*HEADS, "q_positions", "kv_positions", "q_shift", "kv_places", "b_indices")
 """The arrays of a problem whose first axis is that of the batch, of size 1 where all share them."""

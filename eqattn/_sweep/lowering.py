@@ -89,9 +89,9 @@ class Lowering(abc.ABC):
     """
 
     finishes_rows: ClassVar[bool]
-    """Whether the visit of a fold writes outputs and logsumexps at less cost than a Carry, so that
-    `attend` is used where nobody asks for the Carry. Such a visit reads queries, keys and values,
-    and writes outputs, with their features innermost, as projections write and read them.
+    """Whether the visit of a fold writes outputs and logsumexps at less cost than a Carry. Then
+    `attend` is used where no Carry is asked for. Such a visit reads queries, keys and values, and
+    writes outputs, with their features innermost, as projections write and read them.
     """
 
     splits_over_devices: ClassVar[bool]
@@ -110,8 +110,8 @@ class Lowering(abc.ABC):
     """
 
     holds_operands_apart: ClassVar[bool] = False
-    """Whether XLA must not make the transpose of heads and tokens a part of the projection before
-    it, as it could then not write the result in the order in which a visit reads it.
+    """Whether XLA must not fuse the transpose of heads and tokens into the projection before it.
+    Fused, the result could not be written in the order in which a visit reads it.
     """
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 _BEGIN = bytes.fromhex("83af70d10d884a3f")
-"""Of a file of records."""
+"""The bytes with which a file of records begins."""
 
 _PAGE, _HEADER = 1 << 16, 24
 """A file has a header at each multiple of so many bytes."""

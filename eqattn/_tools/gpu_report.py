@@ -30,9 +30,10 @@ larger program. So `setmaxnreg` is ignored, and warpgroups that compute lack reg
 """
 
 FIGURES = ("spilled", "registers", "shared", "loop", "masked", "warnings", "temporary")
-"""Bytes of registers that were spilled, registers, bytes of shared memory, instructions of the loop
-over full blocks and of that over partial ones (of the only one, if they share it), how many of the
-compiler's warnings say that it serialised the products, and bytes of temporary arrays of the call.
+"""The figures of a kernel. First come the bytes of spilled registers, the registers, and the bytes
+of shared memory. The instructions of the loops over full and over partial blocks follow; a single
+loop counts for both. Last are the number of warnings that products were serialised, and the bytes
+of temporary arrays in the call.
 """
 
 KERNELS = {"fold": "", "sum_rows": ": dq", "sum_columns": ": dk and dv", "decode": ""}
@@ -152,7 +153,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def versions(needs: tuple[str, ...] = ()) -> dict[str, str]:
-    """Of what compiles. **Raises:** `ValueError` that says what to install."""
+    """The versions of the distributions that compile. **Raises:** `ValueError` that says what to
+    install.
+    """
     found = {}
     for name in ("jax", *(needs or NEEDS)):
         try:
@@ -348,12 +351,12 @@ def hot_loops(
     listing: str, product: str = "HGMMA", least: int = TILE_EXPONENTIALS
 ) -> list[list[str]]:
     """The loops that multiply matrices and take exponentials, as instructions, in the order of the
-    program. Of those that overlap, as a loop and what waits in it, the shortest counts.
+    program. If loops overlap, as a loop and one that waits inside of it do, the shortest counts.
 
     **Arguments:**
 
     - `product`: a regular expression for the instructions that multiply.
-    - `least`: of exponentials.
+    - `least`: how many exponentials a loop has at least.
     """
     instructions: list[str] = []
     labels: dict[str, int] = {}

@@ -25,13 +25,15 @@ from .process import End, results
 NEEDS = (*gpu_report.NEEDS, "nvidia-cuda-cuobjdump")
 
 FIGURES = ("stack", "spills", "registers", "loop", "masked", "temporary")
-"""Bytes of memory that a thread has beside its registers, instructions in the two loops that read
-or write these, registers, instructions of the loop over full blocks and of that over partial ones,
-and bytes of temporary arrays of the call.
+"""The figures of a kernel. First come the bytes of memory that a thread has beside its registers,
+and the instructions in the two loops that access this memory. Registers and the instructions of the
+loops over full and over partial blocks follow. Last are the bytes of temporary arrays in the call.
 """
 
 LEAST_EXPONENTIALS = 4
-"""Of a thread in a loop: those of the smallest tile, 32 rows of 32 keys in 256 threads."""
+"""The least exponentials of a thread in a loop: those for the smallest tile, 32 rows of 32 keys in
+256 threads.
+"""
 
 # Capability, its features, multiprocessors, their shared memory and that of a program in KiB,
 # second-level cache in MiB, memory in GB, its rate in GB/s, the clock in GHz, units, and the name.

@@ -236,8 +236,8 @@ def _built(
     **Arguments:**
 
     - `query`, `key`: the shapes of the arrays.
-    - `shards`: of how many pieces of the whole sequence each of them is one. The builder is called
-        with the lengths of the whole.
+    - `shards`: into how many pieces the sequence is cut; the arrays are one of them. The builder is
+        called with the lengths of the whole.
     """
     if builder is None:
         return

@@ -127,7 +127,7 @@ def is_kept(words: tuple[Array, Array], k: Array, rate: float) -> Array:
 
 
 def dropped(rate: float) -> int:
-    """Of the 2^32 words that a pair may draw, how many drop it: all but one at most."""
+    """How many of the 2^32 words that a pair may draw drop it. At least one word keeps it."""
     return min(round(rate * 2**32), 2**32 - 1)
 
 

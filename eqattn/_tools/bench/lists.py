@@ -51,8 +51,9 @@ def _compare(
 
 
 def selected(case: Case, rounds: int) -> Iterator[Row]:
-    """Of 32 queries with 128 heads over one key head, as in DeepSeek-V3.2, each lists a 64th of the
-    keys. In the further figure all list the first ones, which stay in the caches of a core.
+    """Measures 32 queries with 128 heads over one key head, as in DeepSeek-V3.2. Each query lists a
+    64th of the keys. In the further figure all list the first ones, which stay in the caches of a
+    core.
     """
     rng, t, heads = np.random.default_rng(0), 32, 128
     draw = lambda n, h: jnp.asarray(rng.standard_normal((1, n, h, DIM), dtype=np.float32))

@@ -250,8 +250,8 @@ def wait(outputs: Any) -> None:
 
 
 def head_of(case: Case, outputs: Any) -> list[np.ndarray]:
-    """Of outputs and gradients, those of the first batch element and key head, in float32, and all
-    heads that share it `[tokens, heads, dim]`.
+    """Takes the first batch element and key head of outputs and gradients, in float32. All heads
+    that share the key head are included, `[tokens, heads, dim]`.
     """
     found = []
     for x in outputs:

@@ -29,7 +29,7 @@ class Move:
 
     **Arguments:**
 
-    - `name`, `opcode`: of the instruction.
+    - `name`, `opcode`: the name and the operation of the instruction.
     - `result`: the text of its type.
     - `nbytes`: how many bytes it reads from main memory and writes there.
     """
