@@ -132,13 +132,13 @@ class Evaluation(Sides):
         self.parts: dict = {}
 
     def at(self, window: tuple[slice, slice] | None) -> Any:
-        """The same evaluation for a window of blocks of logits, as slices of keys and rows."""
+        """The same evaluation for a window of the logits, given as slices of keys and rows."""
         run = copy.copy(self)  # what it reads whole, it reads once
         run.window, run.parts = window, {}
         return run
 
     def block(self, v: Any) -> Any:
-        """The window of a block of logits, or of a block that logits are computed from."""
+        """Computes a block of logits, or a block that logits are made of, in the window."""
         if self.window is None or isinstance(v, Literal) or v.aval.ndim == 0:
             return self.value(v)
         if v not in self.parts:

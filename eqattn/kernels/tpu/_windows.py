@@ -9,10 +9,10 @@ from ..._sweep.grid import EMPTY, FULL, GridLayout, PARTIAL
 WINDOW = 512
 """The side of a window of logits: the larger, the fewer steps; the smaller, the fewer spills.
 
-Windows halved the number of spilled registers. The useful cycles of full pairs went from 42.4 to
-50.0% on v6e, and from 90.6 to 92.3% on v5e. This was measured with D = 128, and includes other
-steps of that change. Masked windows are half as wide, as a mask takes registers, too; that was
-chosen by trial. `forward` in `python -m eqattn tpu-report` measures both.
+With windows, half as many registers spill. The useful cycles of full pairs went from 42.4 to 50.0%
+on v6e, and from 90.6 to 92.3% on v5e. This was measured with D = 128, and includes other steps of
+that change. Masked windows are half as wide, as a mask takes registers, too; that was chosen by
+trial. `forward` in `python -m eqattn tpu-report` measures both.
 """
 
 
