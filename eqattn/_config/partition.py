@@ -97,7 +97,8 @@ _FOLLOWS = {
     "generation_key_sequence_axis": "key_sequence_axis",
 }
 
-# Logical name -> field. The upper-case forms with underscores ("__BATCH__") are the same names.
+# This maps logical names to fields. The upper-case forms with underscores ("__BATCH__") are the
+# same names.
 _LOGICAL = {
     "batch": "batch_axis",
     "length": "sequence_axis",

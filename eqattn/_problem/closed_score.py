@@ -321,7 +321,8 @@ def _where_visible(fn: Callable, mask: Array, consts: list[Array], xs: list[Arra
 
 @ft.partial(_where_visible.defjvp, symbolic_zeros=True)
 def _where_visible_jvp(fn, primals, tangents):
-    # With f the function, M the mask and x' the arguments at one visible pair, this differentiates
+    # Let f be the function, M the mask and x' the arguments at one visible pair. This
+    # differentiates
     #
     #     y = where(M, f(where(any(M), c, stop(c)), where(M, x, stop(x'))), 0).
     #

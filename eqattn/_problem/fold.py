@@ -177,7 +177,7 @@ def _visited(
     blocks = BlockOperands(problem, blocking, spread, lowering, live, places)
     table, table_axes, classes = blocks.plan()
     visited = blocks.on(spread.local(blocking))
-    # Of a table with axes of batch or heads, each device of a mesh may have another part.
+    # If a table has axes of batch or heads, each device of a mesh may have another part of it.
     alike = spread.manual is None or table_axes == (ROW, COL)
     known = KnownTable.of(table) if isinstance(table, np.ndarray) and alike else None
     stairs = 0 if known is None else stairs_of(problem, blocking, known.array)

@@ -96,8 +96,8 @@ def lookups_of(fn: Callable, avals: Sequence[Any], axes: Sequence[str | None]) -
     whole = jax.make_jaxpr(fn)(*avals)
     flat = jax.make_jaxpr(lambda *xs: replay(whole, *xs))(*avals)  # without calls
     jaxpr = flat.jaxpr
-    # Of each variable: the axes on which it varies, None if these are of queries and of keys;
-    # whether a lookup is in it; and the scalars that it depends on.
+    # For each variable, this holds the axes on which it varies, or None if it varies with queries
+    # and keys. Whether it contains a lookup, and on which scalars it depends, follow.
     about: dict = {v: (set(), False, set()) for v in jaxpr.constvars}
     for i, (v, a) in enumerate(zip(jaxpr.invars, axes)):
         about[v] = None if a is None or {"t", "s"} <= set(a) else set(a), False, {i}

@@ -89,7 +89,7 @@ class Balanced(AbstractRingLayout):
                 )
             rows.append(live.sum((0, 1, 3), dtype=np.int64))
         # One device may hold chunks that all have as much work as there can be, such as full
-        # windows, where too few chunks have less. Then only smaller chunks mix better.
+        # windows, where too few chunks have less. Then only smaller chunks can be balanced better.
         least, owner = np.inf, np.zeros(0, int)
         for size in (x for x in sizes if x % block == 0):
             work = np.asarray(rows, np.float64).reshape(len(rows), -1, size // block).sum(-1)

@@ -271,7 +271,7 @@ def _transposed(cts, *args, active, **static):
     layout = static["layout"]
     args, moved = _taken_apart(args, active, layout)
     at = _Point.of(args, **static)
-    # What rounding left out is 0 but for rounding, and so is its part in the cotangent.
+    # In exact arithmetic, what rounding left out is 0. So its cotangent adds nothing here.
     g, ct_lse = cts[0], cts[-1]
     c = jnp.zeros_like(at.lse) if is_zero(ct_lse) else ct_lse
     if not is_zero(g):

@@ -209,19 +209,19 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     #
     # with p_j = e^{s_j - m}. The factor of dropout does not move.
     #
-    # Both are sums over pairs of a function of one block, that is, a sweep on the same grid, whose
+    # Both are sums, over pairs, of a function of one block. That is a sweep on the same grid, whose
     # operands are those of the fold, the maximum m, and the tangents. It is linear in the tangents,
-    # so JAX transposes it into the backward pass (`transpose` in sweep.py): with the cotangents a
-    # of num and c of den, that of a logit is
+    # so JAX transposes it into the backward pass (`transpose` in sweep.py). If a and c are the
+    # cotangents of num and den, that of a logit is
     #
     #     ct s_j = p_j (w_j <a, v_j> + c),
     #
     # the usual p (dp - delta), as c = -<a, num / den> comes from the division in `Carry.output`. A
     # kernel for the backward recognises that sweep by its stage.
     #
-    # Narrow products round p_j ds_j. Where all logits of a row move alike, these errors exceed what
-    # is left of dnum - (num / den) dden. So there `centred_dot` and `recentred` find the same sum
-    # relative to the mean of ds; see centred_tangent.py.
+    # Narrow products round `p_j ds_j`. Where all logits of a row move alike, these errors exceed
+    # what is left of dnum - (num / den) dden. So there `centred_dot` and `recentred` find the same
+    # sum relative to the mean of ds; see centred_tangent.py.
     static = dict(visits=visits, values=values, layout=layout, products=products)
     num, den, top = named_output(*fold_p.bind(*primals, out_axes=out_axes, **static))
     table, primals = layout.split(primals)

@@ -218,7 +218,7 @@ def traverse(
         return vary(jnp.broadcast_to(block, layout.shape(axes) + block.shape), mixed)
 
     # An accumulator is complete after one row if nothing of another row or batch element is added
-    # to it. It then starts anew in each row, and what is stored is its finished block.
+    # to it. It then starts again in each row, and what is stored is its finished block.
     complete = [into is None and {ROW, *batch} <= set(a) and not moves(a) for a in axes]
     whole = [tuple(a for a in x if a in layout.batch and a not in batch) for x in axes]
     fresh = [filled(a, block) for a, block in zip(whole, start)]

@@ -272,16 +272,17 @@ class XLALowering(Lowering):
         queries = max(1 if request.in_place else 8, 256 // group)
         if request.page_size:
             return BlockSizes(queries, request.page_size)
-        # Of keys in place, that is of a cache, blocks have one size, whatever the capacity is: with
-        # it, the bits of a row would vary. For a single query on a CPU, blocks of 128 keys were the
-        # fastest; docs/pages/decoding.md has the comparison. Of 4 and of 64 queries in a cache of
-        # 1024 tokens, they took 0.90 and 0.97 of the time of blocks of 256. But 128 latents of 576
-        # numbers are 288 KiB of float32: a step of 8 rows of 2048 took 0.58 of the time in blocks
-        # of 64, and 0.73 in bfloat16, on one core of an AMD EPYC.
+        # Keys in place are those of a cache. Their blocks have one size for all capacities, so that
+        # the bits of a row do not vary with the capacity. For a single query on a CPU, blocks of
+        # 128 keys were the fastest; docs/pages/decoding.md has the comparison. With 4 and 64
+        # queries in a cache of 1024 tokens, they took 0.90 and 0.97 times as long as blocks of 256.
+        # But 128 latents of 576 numbers are 288 KiB of float32. With them, a step of 8 rows of 2048
+        # took 0.58 times as long in blocks of 64, and 0.73 times in bfloat16. This was on one core
+        # of an AMD EPYC.
         if request.in_place:
             return BlockSizes(queries, 128 if request.head_dim <= 512 else 64)
         # Where each head has its own keys, a block has as many keys as queries. That halves the
-        # steps of blocks of 128 keys, with no more masked blocks on a diagonal: the forward of 2048
+        # steps of blocks of 128 keys, with no more masked blocks on a diagonal. The forward of 2048
         # causal tokens was 4% faster (`cpu-f32-causal-2048-fwd`).
         columns = 256 if group == 1 and keys > 256 else 128
         return BlockSizes(_even_size(request.queries, queries), _even_size(keys, columns))

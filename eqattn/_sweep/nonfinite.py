@@ -64,8 +64,8 @@ def not_finite(x: Array, precision: Any) -> Array:
     kernels of XLA:CPU.
     """
     x = lax.stop_gradient(x)
-    # Finite entries must not overflow. The weights are 3 * 2^-15 on average, so a sum of up to
-    # 2^15 / 3 = 10,922 entries stays in range, even if each is the largest float.
+    # Finite entries must not overflow. The weights are `3 * 2^-15` on average. So a sum of up to
+    # `2^15 / 3`, that is 10,922, entries stays in range, even if each is the largest float.
     few = np.where(np.arange(x.shape[-1]) % 2, 2.0**-13, 2.0**-14)
     # There are two equal columns, as XLA:CPU is slow at a product with a single one.
     weights = jnp.asarray(few[:, None].repeat(2, 1), x.dtype)

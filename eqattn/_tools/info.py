@@ -31,7 +31,7 @@ from ..strategies._registry import AttentionRegistry
 from ..strategies._sharded import AbstractSharded
 
 
-# By name: the class of a mask, and the least and the largest number of its sizes.
+# The class of each mask by its name, and the least and the largest number of its sizes.
 _MASKS: dict[str, tuple[Callable[..., AbstractMask], int, int]] = {
     "causal": (Causal, 0, 1),
     "window": (SlidingWindow, 2, 3),

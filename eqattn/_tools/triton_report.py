@@ -35,8 +35,10 @@ LEAST_EXPONENTIALS = 4
 256 threads.
 """
 
-# Capability, its features, multiprocessors, their shared memory and that of a program in KiB,
-# second-level cache in MiB, memory in GB, its rate in GB/s, the clock in GHz, units, and the name.
+# A chip has the two numbers of its capability, its features, and the number of multiprocessors. The
+# shared memory of a multiprocessor and of a program follow, in KiB. Then come the second-level
+# cache in MiB, the memory in GB, its rate in GB/s and the clock in GHz. Last are the number of
+# units and the name.
 _CHIPS = {
     "a100": (8, 0, "NONE", 108, 164, 163, 40, 80, 2039, 1.41, 64, "NVIDIA A100-SXM4-80GB"),
     "rtx4090": (8, 9, "NONE", 128, 100, 99, 72, 24, 1008, 2.52, 128, "NVIDIA GeForce RTX 4090"),

@@ -96,7 +96,7 @@ def reserved(
                 f"{pages // devices} are free; release rows that have ended."
             )
         table[mine] = own[: mine.sum()]
-    # Of a page that is written from its first token on, nothing is kept.
+    # A page that is written from its first token on need not be copied.
     kept = copied & (part == length[:, None] // page_size) & (length[:, None] % page_size > 0)
     if not kept.any():
         return table, None

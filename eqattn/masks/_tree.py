@@ -77,8 +77,9 @@ class Tree(AbstractMask):
     @property
     def depths(self) -> Int[Array | np.ndarray, "*b n"]:
         """How many ancestors each token has, int32 `[n]` or `[*b, n]`."""
-        # Of the tokens that the walk entered before this one, it has left those that are no
-        # ancestors. All batch elements are one walk here, one after the other.
+        # When the walk enters a token, it has left all tokens entered before, except the ancestors.
+        # So the depth is the number of tokens entered less the number left. All batch elements are
+        # one walk here, one after the other.
         n, shape = self.parents.shape[-1], self.parents.shape
         xp = np if isinstance(self._enter, np.ndarray) else jnp
         row = np.arange(max(self.parents.size // n, 1), dtype=np.int32)[:, None] * np.int32(n)

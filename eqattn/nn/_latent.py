@@ -140,9 +140,10 @@ class LatentAttention(eqx.Module):
         self.rotary, self.strategy = rotary, strategy
         self.softmax_scale = AttentionMetadata(softmax_scale=softmax_scale).softmax_scale
 
-        # In the names of the paper, q_a is W^DQ, k_b is W^UK, v_b is W^UV and o is W^O. Two are joined:
-        # q_b is W^UQ and W^QR, with the features without positions first in each head, and kv_a is
-        # W^DKV and W^KR, with the latent first.
+        # In the names of the paper, q_a is W^DQ, k_b is W^UK, v_b is W^UV and o is W^O. Two
+        # projections join two of the paper's: `q_b` has W^UQ and W^QR, and `kv_a` has W^DKV and
+        # W^KR. In `q_b` the features of a head without positions come first, and in `kv_a` the
+        # latent.
         keys = iter(split_key(key, 7))
         make = lambda size, features, bias=False: eqx.nn.Linear(
             size, features, use_bias=bias, dtype=dtype, key=next(keys)
@@ -287,8 +288,8 @@ class LatentAttention(eqx.Module):
         """
         inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
         weight = self.k_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
-        # q . (W_i c) = (W_i^T q) . c for each head i, where W_i is `weight[i]`, [n, r]. The rotary
-        # part stays as it is: `[W_i^T q, p] . [c, r] = q . (W_i c) + p . r`.
+        # For each head i, `q . (W_i c)` is `(W_i^T q) . c`, where W_i is `weight[i]`, [n, r]. The
+        # rotary part stays as it is, so a logit is `[W_i^T q, p] . [c, r] = q . (W_i c) + p . r`.
         inner = jnp.einsum("...hn,hnr->...hr", inner, weight)
         query = jnp.concatenate([inner, turning], -1)
         if stored:

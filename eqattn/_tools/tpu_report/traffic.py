@@ -85,7 +85,7 @@ def _moved(opcode: str, read: Sequence[int], written: Sequence[int]) -> int | No
         step = opcode.removeprefix("custom-call")
         return {"-update": sum(read), "-done": sum(written)}.get(step)
     if opcode in ("copy-start", "slice-start"):
-        # The result of a start also names its operand, and a word for its end. It copies either the
+        # The result of a start also names its operand, and a word for its end. What is moved is the
         # operand or a slice of it, from main memory or to it.
         return min((n for n in written if n > 4), default=0)
     if opcode in _NOTHING or opcode.endswith(("-done", "-update")):

@@ -92,7 +92,7 @@ class Plan(SumPlan):
         own = 2 * (sum(self.features[i] for i in self.own) + STREAMED * self.stages_parts)
         for stages in ([2] * (1 + rest), [2] + [1] * rest):
             tiles = sum(n * self.features[i] for n, i in zip(stages, self.streamed))
-            # Of a vector, a kilobyte is taken, as its place is a multiple of that.
+            # A vector takes a kilobyte, as its address is a multiple of that.
             if STREAMED * 2 * (own + tiles) + 1024 * (1 + len(self.staged)) <= SHARED:
                 return stages
         return [1] * (1 + rest)

@@ -119,7 +119,8 @@ class Matrix:
         """Lists the copies of a tile. Each is given by whether its rows are in the block, where
         they lie, its first row in the tile, and the number of rows.
         """
-        # Of a slice from a number that is not known, nobody checks that the array ends before it.
+        # A slice may end beyond the array. Pallas does not check that if the start is not known
+        # while tracing, so the zero is computed.
         zero = 0 if self._stored_width == self.features else lax.mul(jnp.int32(0), jnp.int32(1))
         all_features = mosaic.ds(zero, self.features)
         if self.tokens is None:

@@ -88,7 +88,7 @@ class BlockProgram:
                 reads(cases[case], facts)
                 continue
             reads(which, facts)
-            # Case i counts only where the predicate picks it.
+            # Case i is read only where the predicate picks it.
             for i, x in enumerate(cases):
                 reads(x, facts | {(at, i)})
 
@@ -194,7 +194,8 @@ class Run:
         self.program, self.product, self.sizes = program, product, sizes
         self.arguments = {v: i for i, v in enumerate(program.jaxpr.invars)}
         self.read, self.root, self.origin, self.native = read, program.root, origin, program.native
-        # Of `(x, y)`, `x` is given where `y = scale x` is asked for; see `PairProgram`.
+        # If this is `(x, y)` with `y = scale x`, then `x` is given where `y` is asked for; see
+        # `PairProgram`.
         self.apart: tuple[Any, Any] | None = None
         self.exponentials: dict[Any, Value] = {}
         consts = zip(program.jaxpr.constvars, program.consts)

@@ -108,8 +108,9 @@ class SumProgram(BlockProgram):
     def _gradient(self, v: Any) -> Gradient | None:
         eqn = None if isinstance(v, Literal) else self.made_by.get(v)
         if eqn is not None and self._finite(eqn):
-            # Of a value that is cleaned, the gradient is 0 where it is not finite. It is so by
-            # itself where the value is masked, and that of one that is visible may be anything.
+            # The gradient of a cleaned value is 0 where the value is not finite, but this selection
+            # can be left out. If such a value is masked, its gradient is 0 anyway. If it is
+            # visible, the gradient may be anything.
             eqn = self.made_by.get(eqn.invars[2])
         if eqn is None or eqn.primitive is not dot_p:
             return None

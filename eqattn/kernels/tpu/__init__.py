@@ -90,8 +90,9 @@ class TPULowering(Lowering):
         """The largest blocks of logits whose kernels fit into vector memory."""
         # Each step of a kernel costs some 400 cycles of its own, so blocks should be large. One of
         # 1024 x 1024 logits takes 4 MiB; the backward of bfloat16 and D = 128 then takes 14 MiB.
-        # float32 and wider heads take more, so they have sides of 512, which was chosen by trial.
-        # `python -m eqattn tpu-report` lists cycles and vector memory of each kernel's blocks.
+        # Blocks of float32, or of wider heads, take more, so they have sides of 512, which was
+        # chosen by trial. See `python -m eqattn tpu-report` for the cycles and the vector memory of
+        # each kernel.
         side = 1024 if request.dtype == jnp.bfloat16 and request.head_dim <= 256 else 512
         queries = max(1 if request.in_place else 8, side // request.group)
         if not request.in_place:
@@ -135,9 +136,9 @@ class TPULowering(Lowering):
                 "with a mesh all of whose axes shard batch or heads, as metadata.partition_axis "
                 "says and as divides them, or a ring; or call in jax.shard_map"
             )
-        # A pair on the list takes four bytes of scalar memory, so 2**17 of them take half of the
-        # 1 MiB of a core (`smem_capacity_bytes` of `pltpu.get_tpu_info()`, from v4 on). Rows and
-        # columns are numbers of 14 bits on the list, see `_work_list.py`.
+        # A pair on the list takes four bytes of scalar memory. So 2**17 pairs take half of the 1
+        # MiB that a core has (`smem_capacity_bytes` in `pltpu.get_tpu_info()`, from v4 on). Rows
+        # and columns are numbers of 14 bits on the list, see `_work_list.py`.
         if (listed := _listed(layout)) > 2**17 or max(layout.sides) >= 2**14:
             return f"its list of {listed} pairs of blocks is too long; give larger block sizes"
         if reason := self.unavailable():

@@ -183,7 +183,8 @@ class _Fold:
         if form.hides:  # what it has added must not count, whatever its values are
             pl.when(running & (kind_of(before) == EMPTY))(go_on if start else clear)
 
-        # What the first step adds, nobody wrote: it goes where the end of the first row will go.
+        # What the first step adds was not written yet. It goes where the end of the first row will
+        # go.
         @pl.when(running & ended if start else ~running | ended)
         def _():
             for head, body in enumerate(bodies):

@@ -95,8 +95,8 @@ def work_list(
     none = (table == EMPTY).all(-1, keepdims=True)
     chosen = (table != EMPTY) | (none & np.broadcast_to(np.arange(inner) == 0, table.shape))
     chosen = chosen.reshape(*lead, -1)
-    # The chosen pairs are moved to the front by a sort, which keeps their order and also works for
-    # a traced table: its list has room for all pairs, and `count` says how many it holds.
+    # A sort moves the chosen pairs to the front and keeps their order. It also works for a traced
+    # table. The list then has room for all pairs, and `count` says how many it holds.
     index, everything = np.arange(outer * inner), outer * inner
     index = np.broadcast_to(index, chosen.shape)
     order = xp.sort(xp.where(chosen, index, index + everything), axis=-1)

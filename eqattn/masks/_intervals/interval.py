@@ -89,9 +89,9 @@ def source(lo, hi, dtype) -> Interval:
     """Bounds of stored data (a point when `lo is hi`), already in the bounds' dtype."""
     if kind(dtype) != "f":
         return Interval(lo, hi)
-    # A subnormal may or may not be flushed to zero, so that any value between 0 and the smallest
-    # normal of its sign may stand for it. The bits tell it from 0: compared as a float, it would
-    # equal 0 wherever the device that compares flushes it. The shift drops the sign bit.
+    # A subnormal may or may not be flushed to zero. So any value between 0 and the smallest normal
+    # of its sign may stand for it. The bits tell it from 0: compared as a float, it would equal 0
+    # wherever the device that compares flushes it. The shift drops the sign bit.
     xp, c = xp_of(lo, hi), carrier(dtype)
     tiny = c.type(jnp.finfo(dtype).smallest_normal)
     bits = np.dtype(f"uint{8 * c.itemsize}")

@@ -210,7 +210,8 @@ def block_ends(x, axis: int, size: int) -> tuple:
 def _ends(x, axis) -> tuple:
     if isinstance(x, np.ndarray):
         return x.min(axis), x.max(axis)
-    # Both ends are one reduction: XLA then fuses what computes `x` into it instead of storing it.
+    # One reduction finds both ends. XLA then fuses the operations that compute `x` into it, instead
+    # of storing `x`.
     least, most = limits(x.dtype)
     return lax.reduce(
         (x, x), (most, least), lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1])), (axis,)

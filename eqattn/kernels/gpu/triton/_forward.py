@@ -165,7 +165,7 @@ class Program:
             state, begin = lax.fori_loop(begin, end, step, state), end
         if self.clean is not None:
             # What is not finite is rare, so the loop that looks for it is another one. Its tiles
-            # are as large, so that rows that see nothing of it keep their bits.
+            # have the same size, so that the bits of rows that see none of its keys do not change.
             step = ft.partial(self.step, plan.programs[PARTIAL], True)
             state = lax.fori_loop(begin, self.ends[PARTIAL] * jnp.int32(parts), step, state)
         acc, den, top = state
