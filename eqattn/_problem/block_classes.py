@@ -125,7 +125,8 @@ def stairs_of(problem: Problem, blocking: Blocking, table: np.ndarray) -> int:
 
 def table_of(problem: Problem, blocking: Blocking, live: Any = None):
     """The class of each block `[B|1, K|1, rows, columns]`, or None if all are full. A block is
-    empty where `live` is False for all of its last two axes, and partial where for some.
+    empty where `live` is False at all entries of its last two axes, and partial where it is False
+    at some.
     """
     table = None
     if problem.mask is not None:

@@ -34,15 +34,15 @@ class Blocking:
     - `group`: the number of query heads that share a key/value head.
     - `queries`, `keys`: the numbers of tokens.
     - `block_q`, `block_k`: the tokens of a block.
-    - `parts`: the number of equal parts that queries and keys are cut into. Each part has blocks of
-        its own, so that no block lies on two devices.
+    - `parts`: the number of equal parts that queries and keys are cut into. Each part is cut into
+        blocks by itself, so that no block lies on two devices.
     - `shards`: the number of devices whose keys an array holds that varies with queries and keys.
     - `in_place`: whether keys and values are read where they lie in memory, with their heads inside
         of the blocks. Then a row of the grid has all query heads of a device, and `kv_heads` is the
         number of devices that heads are sharded over.
     - `together`: the number of pages of a block, or 1.
-    - `halves`: whether the class `CORNER` is told apart: a partial block in which no query of the
-        first half sees any key of the later half.
+    - `halves`: whether there is a class `CORNER`. In such a partial block, no query of the first
+        half sees any key of the later half.
     - `fixed`: whether blocks keep their size where there are fewer tokens, and any number of them
         is visited in the same way.
     """
@@ -290,7 +290,7 @@ class BlockOperand:
 
 
 def broadcast_to_rows(x: Array, blocking: Blocking, features: bool = False) -> Array:
-    """Broadcasts a block from `pairs_of` to `[keys|1, rows|1]`, with its features behind."""
+    """Broadcasts a block from `pairs_of` to `[keys|1, rows|1]`. Features are the last axis."""
     if x.ndim - features == 2:
         return x
     keys, last = x.shape[0], x.shape[3:]

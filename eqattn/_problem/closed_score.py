@@ -149,7 +149,7 @@ def read_of(operand: Any, logit: Any, features: int = 4) -> tuple[tuple[int, ...
 
 
 def dtype_read(operand: Any, logit: Any) -> Any:
-    """The dtype in which a score reads an operand: of floats, that of sums."""
+    """The dtype in which a score reads an operand. Floats are read in the dtype of sums."""
     return accumulation_dtype(operand.dtype, logit) if _is_float(operand) else operand.dtype
 
 
@@ -265,9 +265,9 @@ def _evaluate(
 class _Guarded:
     """A value at a pair, and at one visible pair of the same block.
 
-    Once a value depends on both the row and the key, that of a masked pair is replaced by that of
-    the visible pair. So all that is computed from it is finite there, and its own derivative gets
-    the cotangent 0, by the transpose of a selection.
+    Once a value depends on both the row and the key, its number at a masked pair is replaced by
+    that at the visible pair. So all that is computed from it is finite there, and its own
+    derivative gets the cotangent 0, by the transpose of a selection.
 
     **Arguments:**
 

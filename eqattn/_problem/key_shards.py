@@ -1,8 +1,8 @@
 """Attention whose keys are sharded over devices, which all have the queries: decoding over a cache
 that is longer than the memory of one device.
 
-Attention over the keys of one device is a Carry, and Carries merge exactly. So nothing but a Carry
-of the few queries travels, whatever the mask, the scores and the form in which keys are stored.
+Attention over the keys of one device is a Carry, and Carries merge exactly. So only a Carry of the
+few queries is sent, for all masks, scores and forms in which keys are stored.
 
 Where keys lie decides which positions a device has. With `n` devices, of which this is number `i`,
 
@@ -59,7 +59,9 @@ def stored_specs(x: Any, axis: str) -> dict[int, P]:
 
 
 def key_axis(operand: Array | np.ndarray) -> int:
-    """The axis of keys of an array, the last one. A canonical operand may have features behind."""
+    """The axis of keys of an array, the last one. A canonical operand may have an axis of features
+    after it.
+    """
     return min(operand.ndim - 1, 3)
 
 
@@ -91,7 +93,7 @@ class ShardedKeys(eqx.Module):
 
     @classmethod
     def of(cls, problem: Problem, axis: str, inside: bool) -> "ShardedKeys":
-        """Takes a problem apart.
+        """Splits a problem into these parts.
 
         **Arguments:**
 
@@ -104,8 +106,8 @@ class ShardedKeys(eqx.Module):
         if inside and not paged and problem.kv_positions is None:
             start = lax.axis_index(axis) * size
             problem = dataclasses.replace(problem, kv_positions=(start + iota(size))[None])
-        # Masks look up what they know by place while the places of all keys are at hand. A list of
-        # keys stays: each device finds those that it has.
+        # Masks look up what they know by place here, where the places of all keys are known. A list
+        # of keys stays: each device finds those that it has.
         problem = problem.at_places(lists=False)
 
         def operands(part: Any) -> tuple[Array, ...]:

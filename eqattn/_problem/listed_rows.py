@@ -1,9 +1,9 @@
 """A problem whose mask lists keys, where automatic axes of a mesh shard its batch or its heads.
 
 XLA does not split a gather whose indices are sharded as its operand is. It gathers the indices of
-all devices, and in a backward pass also the gradients of their listed keys. But a list names keys
-of its own batch element and head. So these axes of the mesh are made manual, and each device folds
-the problem of its own batch elements and heads.
+all devices, and in a backward pass also the gradients of their listed keys. But a list names only
+keys of the batch element and head that it belongs to. So these axes of the mesh are made manual,
+and each device folds a problem with its batch elements and heads.
 """
 
 import dataclasses
@@ -55,8 +55,8 @@ class _Split(eqx.Module):
 
     @classmethod
     def of(cls, problem: Problem, manual: ManualAxes) -> "_Split":
-        """Takes a problem apart. Masks, scores and dropout go on to read the indices of batch
-        elements and heads in the whole arrays.
+        """Splits a problem into these parts. Masks, scores and dropout go on to read the indices of
+        batch elements and heads in the whole arrays.
         """
         (batch, _, heads, _), acc = problem.query.shape, problem.accumulation_dtype
         listing: list[Any] = [x for x in leaf_terms(problem.mask) if x.selects]

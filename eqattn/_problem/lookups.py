@@ -64,7 +64,9 @@ class Lookups:
         return self._run(given, self.jaxpr.outvars)[0]
 
     def _run(self, given: dict, wanted: Sequence[Any]) -> list:
-        """Evaluates the equations that the `wanted` variables need beside those that are given."""
+        """Evaluates the equations from which the `wanted` variables follow, starting from variables
+        that are given.
+        """
         env = dict(zip(self.jaxpr.constvars, self.consts)) | given
         read = lambda v: v.val if isinstance(v, Literal) else env[v]
         for eqn in _needed(self.jaxpr.eqns, wanted, env):
@@ -127,11 +129,11 @@ def lookups_of(fn: Callable, avals: Sequence[Any], axes: Sequence[str | None]) -
 def split(part: Any, scalars: Sequence[Any]) -> Lookups | None:
     """What a mask or a score looks up, at scalars that may be abstract.
 
-    A trace is valid inside of `jax.shard_map` only if it was made there, so each evaluation makes
-    one of its own.
+    A trace is valid inside of `jax.shard_map` only if it was made there, so each evaluation traces
+    again.
     """
     own, scored = part.operands(), isinstance(part, AbstractScore)
-    # A problem may have heads of their own for each batch element, see `Problem.h_indices`.
+    # A problem may have different heads in each batch element, see `Problem.h_indices`.
     axes = [*[None] * scored, "b", "bh", "bt", "bs", *[o.axes.rstrip("f") for o in own]]
     fn = part.transform if scored else visible(part)
     # Not a method itself: JAX compares what it traces, and a module's arrays have no truth.

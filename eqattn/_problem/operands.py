@@ -120,7 +120,7 @@ class BlockOperands:
 
     def _store(self) -> None:
         """Adds the operands of keys and values that stay in place. If these lie in pages, each page
-        of a block is an operand of its own, on a page axis of its own.
+        of a block is a separate operand on a separate page axis.
         """
         placed, tables, blocking = [], [], self.blocking
         shared = blocking.kv_heads > 1

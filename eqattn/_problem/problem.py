@@ -165,7 +165,9 @@ class Problem(eqx.Module):
         return accumulation_dtype(self.query.dtype)
 
     def canonical(self, operand: Operand, name: str = "operand") -> Array | np.ndarray:
-        """Brings an operand to the form `[B|1, H|1, T|1, S|1]`, perhaps with features behind."""
+        """Brings an operand to the form `[B|1, H|1, T|1, S|1]`, perhaps with a last axis of
+        features.
+        """
         (t, s, heads, _), lead = self.sizes, operand.array.shape[: -1 - len(operand.feature_shape)]
         if operand.axes.removesuffix("f").endswith("ts") and lead[-1] != 1:
             s *= self.shards
@@ -265,7 +267,9 @@ def check_shapes(query, key, value) -> None:
 
 
 def named_mask(mask: Any) -> Any:
-    """The masks that the names `"causal"` and `"full"` stand for; anything but a name as it is."""
+    """The masks that the names `"causal"` and `"full"` mean. Anything that is not a name is
+    returned as it is.
+    """
     if not isinstance(mask, str):
         return mask
     if mask not in ("causal", "full"):

@@ -32,12 +32,12 @@ class Sharers(NamedTuple):
     inside: bool = False
 
     def keys(self, s: int) -> int:
-        """How many keys a row has of whose array `s` are at hand."""
+        """How many keys a row has in all, if the array at hand has `s`."""
         return s * self.devices if self.inside else s
 
     def pieces(self, a: Array, fill: Any = 0, multiple: int = 1) -> Array:
-        """Cuts `[b, s, ...]` into the pieces that are at hand, `[b, pieces, s / pieces, ...]`, each
-        padded at its end to a `multiple`.
+        """Cuts `[b, s, ...]` into one piece for each device whose keys it holds,
+        `[b, pieces, s / pieces, ...]`. Each piece is padded at its end to a `multiple`.
         """
         n = 1 if self.inside else self.devices
         b, s = a.shape[:2]

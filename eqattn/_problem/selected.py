@@ -80,8 +80,8 @@ class _Rows(eqx.Module):
         return self.merged(query.transpose(0, 3, 1, 2, 4, 5))
 
     def gathered(self, x: Array) -> Array:
-        """A canonical array `[B|1, H|1, T|1, S|1]`, its rows apart and its keys gathered, as that
-        of the gathered problem. There may be features behind.
+        """Turns a canonical array `[B|1, H|1, T|1, S|1]` into that of the gathered problem. Rows
+        become batch elements, and keys are gathered. There may be a last axis of features.
         """
         _, lists, rows, size, heads = self.sizes
         b, all_heads, t, *last = x.shape
@@ -299,8 +299,9 @@ class _Source(eqx.Module):
 
     **Arguments:**
 
-    - `stored`: what is taken.
-    - `shadows`: those of its arrays, see `summed_wide`. The parts add their gradients to these.
+    - `stored`: the keys or values.
+    - `shadows`: the shadows of its arrays, see `summed_wide`. The parts add their gradients to
+        these.
     """
 
     stored: AbstractStored

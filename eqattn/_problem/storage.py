@@ -75,8 +75,8 @@ class AbstractStored(eqx.Module):
 
     @property
     def first(self) -> Any:
-        """What holds the first features of each vector, if these lie in arrays of their own; else
-        None.
+        """The first features of each vector as an `AbstractStored`, if they lie in separate arrays;
+        else None.
         """
         return None
 
@@ -372,7 +372,9 @@ def as_stored(x: Any) -> AbstractStored:
 
 
 def check_computable(**dtypes: Any) -> None:
-    """**Raises:** `TypeError` for a dtype that is not of real floats with products of their own."""
+    """**Raises:** `TypeError` for a dtype that is not real, floating-point, and wide enough for
+    products.
+    """
     for name, dtype in dtypes.items():
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"{name} must be floating point, got {dtype}; cast it first.")

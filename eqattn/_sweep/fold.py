@@ -63,8 +63,8 @@ def fold(
         `shared`, then of those of `value_operands`. It returns a finite block `[keys, v]` and its
         poison `[keys]`. The poison is NaN for a key that makes the rows that see it NaN, else 0;
         see `nonfinite.py`. With `[keys, groups, v]` and `[keys, groups]`, each group of rows has
-        values of its own. Where no pair is masked, `values` may return the block alone, whatever it
-        holds.
+        different values. Where no pair is masked, `values` may return the block alone, which need
+        not be finite.
     - `value_operands`, `value_axes`: arrays that `values` reads, and their grid axes.
     - `layout`: the grid. With a `ring`, columns rotate around a mesh axis.
     - `table`: the class of each block, on the `table_axes` of the `layout`; or None.

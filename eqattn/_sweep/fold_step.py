@@ -55,7 +55,7 @@ class FoldStep:
 
     @property
     def grouped(self) -> bool:
-        """Whether each group of rows has values of its own."""
+        """Whether each group of rows has different values."""
         return self.values.out_avals[0].ndim == 3
 
     @property

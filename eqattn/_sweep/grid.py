@@ -89,7 +89,8 @@ class GridLayout:
     - `stairs`: if positive, each row has a live block, and each block that is not full is a
         `CORNER` of which more is known. If its keys and its rows are cut into so many parts, a part
         is full where keys are earlier than rows. Where they are later it is empty.
-    - `shared`: the operands of the logits of a fold that its values read, too, ahead of their own.
+    - `shared`: the operands of the logits of a fold that its values read, too. They come before the
+        operands that only values read.
     - `uniform`: whether a grid of one pair of blocks is visited as larger grids are. Then the pair
         has the bits that it would have among others.
     - `tokens`: the `Tokens` that rows and columns were cut from, so that a lowering can read and

@@ -1,7 +1,7 @@
 """Visiting the live blocks of a grid: the loops that sweeps and the softmax fold share.
 
-JAX never differentiates these loops, as the primitives that run them have derivatives of their own.
-So loop bounds may depend on data, and empty blocks cost nothing.
+JAX never differentiates these loops, as the primitives that run them define their derivatives. So
+loop bounds may depend on data, and empty blocks cost nothing.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ def _loop(lo, hi, body, state, uniform):
     """A loop from `lo` to `hi`; of a known single turn, that turn without a loop.
 
     If it is to be `uniform`, it stays a loop of which XLA does not know the number of turns. What
-    is compiled for a turn, and with it the order of sums inside, could else depend on that.
-    For the same reason a barrier ties what a turn reads to the turn. Where there is one block, it
-    is the same in each turn, and XLA would compute ahead of the loop what depends on nothing else.
-    A product that is not beside its sum is then rounded before it is added.
+    is compiled for a turn, and with it the order of sums inside, could else depend on that. For the
+    same reason a barrier ties what a turn reads to the turn. Where there is one block, it is the
+    same in each turn, and XLA would compute ahead of the loop what depends on nothing else. A
+    product that is not compiled together with its sum is then rounded before it is added.
     """
     if uniform:
         hi = lax.optimization_barrier(jnp.int32(hi))

@@ -84,8 +84,8 @@ class Lowering(abc.ABC):
     """
 
     skips_corners: ClassVar[bool]
-    """Whether a partial block whose later half of keys is hidden from its first queries is a class
-    of its own.
+    """Whether partial blocks whose later half of keys is hidden from the first queries are a
+    separate class.
     """
 
     finishes_rows: ClassVar[bool]
@@ -133,8 +133,8 @@ class Lowering(abc.ABC):
         """Chooses the sizes of blocks where the caller gave none."""
 
     def unsupported_features(self, features: Mapping[str, Any], metadata: Any) -> str:
-        """A hook: why no call with these features can run, whatever its shapes are; empty if some
-        can. What only a visit tells is left to `lower`.
+        """A hook that says why no call with these features can run, for all shapes; empty if some
+        call can. What only a visit tells is left to `lower`.
 
         **Arguments:**
 
@@ -173,7 +173,7 @@ class Lowering(abc.ABC):
 
     @abc.abstractmethod
     def unsupported_function(self, jaxpr: Any) -> str:
-        """Why a function of a user's own, over a block, cannot be visited; empty if it can. Unlike
+        """Why a user's function over a block cannot be visited; empty if it can. Unlike
         `unsupported_primitive` it lets pass only what is known to work.
         """
 
@@ -308,8 +308,8 @@ XLA = XLALowering()
 
 
 def select_lowering(ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
-    """Chooses how a program runs a visit: by the lowering of its layout, if it can, or by loops of
-    ordinary JAX.
+    """Chooses how a program runs a visit. The lowering of its layout runs it, if it can, and
+    otherwise loops of ordinary JAX do.
     """
     kernel = layout.lowering
     chosen = None if kernel is None else kernel.lower(ctx, layout, visits)

@@ -23,8 +23,8 @@ visible pairs only. There it makes the probability NaN, and with it numerator an
 the product spoils only the entries of the numerator whose values are not finite. `complete` makes
 the whole row NaN, by way of the denominator that divides it.
 
-**Logits.** Masking selects, it does not multiply: a masked logit is replaced by `-inf`, whatever it
-was. Its derivatives multiply, however. The tangent of `k q` is `dk q + k dq`. So its transpose
+**Logits.** Masking selects, it does not multiply: a masked logit is replaced by `-inf`, also if it
+was NaN. Its derivatives multiply, however. The tangent of `k q` is `dk q + k dq`. So its transpose
 multiplies the zero cotangent of a masked logit by `q` and by `k`, and adds the products up over
 keys or rows. `masked_dot` and `scaled` have the usual values, and derivatives in which what is not
 finite is 0. Nothing visible is lost by it: a row whose logit is NaN or `+inf` is NaN already, and
@@ -92,7 +92,7 @@ def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:
     poison = poison.reshape(poison.shape[0], -1, 1)
     poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
     poison = poison.reshape(s.shape)
-    # Selected before the exponential: XLA:CPU would repeat a select after it for each of its uses.
+    # The selection comes before the exponential. XLA:CPU would repeat a later one for each use.
     return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison))
 
 

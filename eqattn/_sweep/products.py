@@ -85,7 +85,7 @@ def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
 
 
 def _turned(x):
-    """Transposes by way of an axis of size 1, as XLA would undo a mere transpose."""
+    """Transposes with an additional axis of size 1, as XLA would undo a plain transpose."""
     return jnp.moveaxis(x[..., None, :, :], -1, -3).squeeze(-2)
 
 

@@ -130,7 +130,7 @@ def sweep(
 
     - `fns`: per class of block, a function of the operands' blocks that returns a list of blocks.
     - `operands`, `in_axes`: arrays with leading grid axes, and these axes. Block functions read
-        floats in the accumulation dtype, whatever the dtype of the array is.
+        floats in the accumulation dtype, for arrays of all dtypes.
     - `out_axes`: the grid axes that each output keeps.
     - `layout`: the grid.
     - `table`: the class of each block, on the `table_axes` of the `layout`; or None.

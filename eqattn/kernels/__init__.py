@@ -48,7 +48,7 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
 
 
 def method_on(device: str) -> str:
-    """The name of the method of a strategy that runs on a device, one of its own or a backend."""
+    """The name of the method by which a strategy runs on a device."""
     return f"forward_{'cuda' if device == 'triton' else device}"
 
 

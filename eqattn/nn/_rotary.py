@@ -198,8 +198,8 @@ def _check_scaling(scaling: Any) -> None:
 
 
 def check_rotary(given: Any, size: int) -> None:
-    """**Raises:** `TypeError` or `ValueError` unless a layer whose heads have so many features may
-    have this `Rotary`, or None.
+    """**Raises:** `TypeError` or `ValueError` unless a layer may have this `Rotary`, or None, for
+    heads of this size.
     """
     if given is None:
         return

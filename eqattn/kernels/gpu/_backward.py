@@ -222,7 +222,7 @@ class Program:
         mosaic.commit_smem()
 
     def write(self, sums: Sequence) -> None:
-        """Writes the results: by way of shared memory where they have the dtype of the matrices."""
+        """Writes the results. Those in the dtype of the matrices pass through shared memory."""
         plan = self.plan
         memory = {plan.features[i]: x for i, x in self.own.items()}
         indices = lax.axis_index("program"), self.warpgroup
@@ -326,7 +326,8 @@ class Program:
                     inside = mosaic.iota(x.shape, 1) + (start + first) < jnp.int32(plan.other)
                     x = jnp.where(inside, x, jnp.float32(0))
                 if not plan.interpreted and program.cleaned:
-                    # Or the compiler would mask what has been rounded, and take numbers apart.
+                    # Otherwise the compiler would mask after rounding, and unpack each number for
+                    # that.
                     (x,) = mosaic.in_order(x)
                 found.append(x.astype(plan.dtype))
             return found

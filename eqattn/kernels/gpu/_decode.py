@@ -107,7 +107,7 @@ class Plan(VisitPlan):
 
 
 class Program:
-    """One program of the kernel, on references: what both kinds of its warpgroups know."""
+    """One program of the kernel, on references, with what all its warpgroups know."""
 
     def __init__(self, plan: Plan, refs: Sequence, scratch: Sequence):
         self.plan, refs = plan, list(refs)

@@ -73,7 +73,7 @@ class Plan(FoldPlan):
 
 
 class Program:
-    """One program of the kernel, on references: what both kinds of its warpgroups know."""
+    """One program of the kernel, on references, with what all its warpgroups know."""
 
     def __init__(self, plan: Plan, refs: Sequence, scratch: Sequence):
         self.plan, refs = plan, list(refs)
@@ -182,7 +182,7 @@ class Program:
         mosaic.commit_smem()
 
     def write(self, accs: tuple) -> None:
-        """Writes the results of the rows, narrow ones by way of shared memory."""
+        """Writes the results of the rows. Narrow ones pass through shared memory."""
         plan, sizes, here = self.plan, self.plan.sizes, self.again()
         places, start = here.places, here.start
 

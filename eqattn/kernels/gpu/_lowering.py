@@ -1,4 +1,4 @@
-"""What the lowerings for NVIDIA GPUs share, whatever compiler their kernels are written for."""
+"""What the lowerings for NVIDIA GPUs share, with kernels for either compiler."""
 
 import abc
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ TILE = 2 * WARPGROUP
 
 
 def padded(x: Any, axis: int, n: int) -> Any:
-    """An array with zeros behind it, to the length `n` of an axis."""
+    """Pads an axis of an array with zeros at its end, to the length `n`."""
     if x.shape[axis] == n:
         return x
     widths = [(0, 0)] * x.ndim

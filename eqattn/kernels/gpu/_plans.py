@@ -57,7 +57,7 @@ class FoldPlan(VisitPlan):
     - `results`: where the results lie that are written as matrices, and None for other results.
     - `scale`: the argument by which logits are multiplied last; None unless it is one number for
         all logits.
-    - `continued`: whether the kernel goes on with an earlier Carry.
+    - `continued`: whether the kernel continues an earlier Carry.
     - `ending`: the function from Carries to what the kernel writes.
     """
 

@@ -88,11 +88,11 @@ class TPULowering(Lowering):
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """The largest blocks of logits whose kernels fit into vector memory."""
-        # Each step of a kernel costs some 400 cycles of its own, so blocks should be large. One of
-        # 1024 x 1024 logits takes 4 MiB; the backward of bfloat16 and D = 128 then takes 14 MiB.
-        # Blocks of float32, or of wider heads, take more, so they have sides of 512, which was
-        # chosen by trial. See `python -m eqattn tpu-report` for the cycles and the vector memory of
-        # each kernel.
+        # Each step of a kernel costs some 400 cycles in addition to its work, so blocks should be
+        # large. One of 1024 x 1024 logits takes 4 MiB; the backward of bfloat16 and D = 128 then
+        # takes 14 MiB. Blocks of float32, or of wider heads, take more, so they have sides of 512,
+        # which was chosen by trial. See `python -m eqattn tpu-report` for the cycles and the vector
+        # memory of each kernel.
         side = 1024 if request.dtype == jnp.bfloat16 and request.head_dim <= 256 else 512
         queries = max(1 if request.in_place else 8, side // request.group)
         if not request.in_place:
@@ -100,8 +100,9 @@ class TPULowering(Lowering):
         tokens = _cached_tokens(request)
         if page := request.page_size:
             if request.head_dim > 256:
-                # Only the kernel for few rows copies pages side by side. Put together in registers,
-                # those of wide heads, such as latents, took 128 MB beside them.
+                # Only the kernel for few rows copies pages side by side. Other kernels put them
+                # together in registers. With wide heads, such as latents, that took 128 MB of
+                # further memory.
                 queries = max(1, FEW_ROWS // request.group)
             together = min(max(tokens // page, 1), -(-request.keys // page))
             return BlockSizes(queries, together * page)

@@ -91,7 +91,7 @@ class _Sum:
 
     @property
     def apart(self) -> list[int]:
-        """The results whose sums lie in memory of their own."""
+        """The results whose sums have additional memory."""
         return [i for i, x in self.results.items() if x.apart]
 
     def kernel(self, work_ref: Any, *refs: Any) -> None:
@@ -158,7 +158,9 @@ class _Sum:
 
     @property
     def scratch(self) -> list:
-        """The sums that lie apart, operands that are `kept`, and blocks turned again."""
+        """The additional memory: for sums that are `apart`, for operands that are `kept`, and for
+        blocks that are transposed twice.
+        """
         found = [pltpu.VMEM(self.results[i].total, self.results[i].aval.dtype) for i in self.apart]
         for i in self.kept:
             x = self.given[i]

@@ -13,8 +13,8 @@ operand. The products of a step for `D = 128` and 1024 x 1024 pairs then stream 
     dq^T += k^T ds^T  [D, rows]                                        2 * 1024
 
 `ds^T` comes from units for transposes, which have nothing else to do. The blocks are cut into
-windows, in three stages: `s` and `dp` of the next window are computed beside `p`, `ds`, `dv` and
-`dk` of this one, and `dq` of the one before. So nothing waits for what is computed beside it.
+windows, in three stages: At one time, `s` and `dp` of the next window are computed, `p`, `ds`, `dv`
+and `dk` of this one, and `dq` of the one before. So nothing waits for another stage.
 
 `TurnedSums` finds these sums in a program; `_turned.py` evaluates the blocks that they add up.
 """
@@ -290,7 +290,9 @@ class TurnedStep:
 
     @property
     def scratch(self) -> list:
-        """Memory for blocks turned again: for each, that of a window and of the one before."""
+        """Memory for blocks that are transposed twice. Each has two parts, for a window and for the
+        window before.
+        """
         at, to = windows(*self.layout.block, masked=False)[0]
         shape = size_of(at), size_of(to)
         return [pltpu.VMEM(shape, dtype) for _, dtype in self.main.turned_again for _ in range(2)]

@@ -1,6 +1,6 @@
 """What is known of the chips: the sizes and counts on which choices of the kernels rest.
 
-No TPU was at hand for any of them. Cycles and vector memory are those of the schedules that the
+They were chosen without a TPU. Cycles and vector memory are those of the schedules that the
 compiler makes; `python -m eqattn tpu-report` computes them again after a change of a constant.
 """
 

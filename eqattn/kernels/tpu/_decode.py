@@ -205,7 +205,8 @@ class _Decode:
             p = jnp.exp(logits_before[:, part] - origins)
             totals.append(folded.reduced(jnp.add, p))
             ys.append(self.product(folded, p, v.rows[part], v.scaled(part)))
-        # A selection, as what is under a condition could not be done beside the logits.
+        # This is a selection and no branch, as a branch could not run at the same time as the
+        # logits.
         finite = ~jnp.isnan(jnp.sum(ft.reduce(jnp.add, ys) * 0))
         add(totals, ys, finite)
         highest = []

@@ -78,8 +78,8 @@ class Matrix:
 
     **Arguments:**
 
-    - `pieces`: its features, one piece after the other. There are several where some of them have
-        scales of their own.
+    - `pieces`: its features, one piece after the other. There are several if they have different
+        scales.
     """
 
     pieces: tuple[Piece, ...]
@@ -182,7 +182,7 @@ class OwnColumns:
 
 @dataclasses.dataclass(frozen=True)
 class FoldedRows:
-    """What folds rows in a kernel, and takes them apart again.
+    """Folds rows in a kernel, and unfolds them again.
 
     **Arguments:**
 

@@ -117,7 +117,9 @@ class _Fold:
 
     @property
     def flags(self) -> list:
-        """The `found` of `run`, where a step has the values of its own pair."""
+        """The `found` of `run`, if a step has the values of its pair and not only those of the pair
+        before.
+        """
         looks = self.early and self.form.poisons and self.form.some != self.form.full
         return [pltpu.SMEM((1,), jnp.int32)] * (looks and [*self.behind] == [0])
 

@@ -273,8 +273,8 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
     **Arguments:**
 
     - `found`: a reference to whether some value is not finite, in scalar memory. A step with a
-        partial pair looks through its values beside its products, and the next step reads what it
-        found. Without the reference, the next step looks first.
+        partial pair looks through its values while it computes products, and the next step reads
+        what it found. Without the reference, the next step looks first.
     """
     form, kind, last = bodies[0].form, kind_of(pair), kind_of(before)
     full, some, layout = form.full, form.some, form.layout

@@ -1,8 +1,8 @@
 """Numbers that vary only with keys, or only with rows, beside a window of logits.
 
 On the side along which vector registers have lanes, such numbers are a row, which costs nothing to
-repeat. On the other side each of them must stand in all lanes. Units for transposes bring them
-there once for a block. The compiler would do it again for each window, number by number.
+repeat. On the other side each number must be in all lanes. Units for transposes bring them there
+once for a block. The compiler would do it again for each window, number by number.
 """
 
 from collections.abc import Callable

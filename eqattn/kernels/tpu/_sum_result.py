@@ -21,7 +21,7 @@ class SumResult:
     - `lies`: those of them in front of what lies in vector memory at one time.
     - `dtype`: the dtype in which it is written, once its sum is complete.
     - `rows`: the number of blocks that lie there at one time, if all rows stay: `(rows,)`, or `()`.
-    - `flipped`: whether its sum, which then lies apart, is the transpose of what is written.
+    - `flipped`: whether its sum is the transpose of what is written, and so has additional memory.
     - `turned`: whether its blocks are the transposes of its sums, with features innermost.
     - `heads`: how many heads a row has the queries of, if blocks that are turned are written by
         head.

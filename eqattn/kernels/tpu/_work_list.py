@@ -1,6 +1,6 @@
 """Which pairs of row and column a kernel visits, in which order, and where their blocks lie.
 
-The pairs that are visited stand on a list in scalar memory, one word of 32 bits for each:
+The pairs that are visited are on a list in scalar memory, one word of 32 bits for each:
 
     bit   31            18 17             4 3     2    1      0
          +----------------+----------------+-------+------+-------+
@@ -55,13 +55,14 @@ def work_list(
 
     - `table`: the class of each block, `[*batch, rows, columns]`, known or traced. None stands for
         a table whose blocks all have the class `default_class`.
-    - `kept`: the grid axes that the results keep. The pairs of a kept row or column stand together.
+    - `kept`: the grid axes that the results keep. The pairs of a kept row or column follow each
+        other.
     - `default_class`: the class without a table, and of the word after the last pair.
     - `merged`: the innermost batch axes whose elements share one list. The list then has the rows
         of all these elements, one after the other. The same holds for columns, unless the layout is
         `ragged`.
 
-    **Returns:** the packed pairs, int32 `[*batch, pairs + 1]`, and the number of pairs, that of the
+    **Returns:** the packed pairs, int32 `[*batch, pairs + 1]`, and the number of pairs on the
     longest list. Shorter lists are filled with words of class `EMPTY` and without flags.
     """
     rows, columns = layout.grid[ROW:]
