@@ -50,7 +50,7 @@ class _Same:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A value that a function reads, taken apart into a key and arrays.
+    """A value that a function reads, as a key and arrays.
 
     **Arguments:**
 
@@ -135,14 +135,14 @@ _NAMED = (type, types.ModuleType, types.BuiltinFunctionType, np.ufunc)
 
 
 def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
-    """Takes a value that a function reads apart.
+    """Splits a value that a function reads into a key and arrays.
 
     **Arguments:**
 
     - `x`: the value.
     - `fetch`: a function that reads the value again from where it lies, and does not keep it alive.
-    - `within`: the ids of the functions that hold the value. One of these inside of itself, as a
-        recursive function is, is not taken apart again.
+    - `within`: the ids of the functions that hold the value. If one of these contains itself, as a
+        recursive function does, it is not split again.
     """
     if isinstance(x, jax.Array):
         return _Part("array", next, (x,))
@@ -201,7 +201,7 @@ def _joined(kind: Hashable, parts: list[_Part], join: Callable) -> _Part:
 def _owned(part: _Part, owner: Any) -> _Part:
     """A part whose key also names its owner, if the key alone did not determine the value.
 
-    The owner, held weakly and compared by identity, then stands for all that is not known.
+    The owner, compared by identity through a weak reference, then represents all that is not known.
     """
     if part.known:
         return part
@@ -229,7 +229,7 @@ def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ..
 
 
 def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
-    """Takes a Python function apart.
+    """Splits a Python function into a key and arrays.
 
     It reads its `n` closure cells, its defaults (up to the index `m`), its keyword defaults, and
     globals. The first three are put back into a copy of the function, if there are arrays among
@@ -316,7 +316,7 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 @ft.lru_cache(1024)
 def _writes(code: types.CodeType) -> bool:
-    """Whether the code assigns to a variable of its surroundings.
+    """Whether the code assigns to a variable outside of the function.
 
     Such a function is not put together again, since a copy would assign to other cells.
     """

@@ -381,7 +381,7 @@ def eagerly(fn: Callable, x: Any) -> Any:
 
 
 def even_block(tokens: int, most: int = 256) -> int | None:
-    """The largest size from `most` down to 64 that divides so many tokens, or None.
+    """The largest size from `most` down to 64 that divides the number of tokens, or None.
 
     Keys of a cache are cut into blocks of such a size, so that the last block needs no padded copy
     of them. Smaller blocks mean more visits, larger ones more keys that are masked. Both bounds

@@ -29,7 +29,7 @@ class Operand(eqx.Module):
     - `array`: the array. It has the axes that `axes` names, each of full size or 1.
     - `axes`: the axes of the array. They are some of `"b"` (all leading batch axes), `"h"` (query
         head), `"t"` (query) and `"s"` (key), in that order, and then perhaps `"f"` (features). With
-        features, the mask or score reads a vector `[f]` at each pair, for a product of its own. The
+        features, the mask or score reads a vector `[f]` at each pair, and may multiply vectors. The
         product of a vector of the query and one of the key, `x @ y`, is then a product of matrices
         for a block.
 
@@ -141,7 +141,7 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
 
 def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
     """The result of a user's function of one pair, which is called with the arguments `names` and
-    the operands behind.
+    then the operands.
 
     **Raises:** `TypeError` with the remedy if the function takes other arguments, branches on a
     traced value, or reads a NumPy array or a list at one.
@@ -169,7 +169,7 @@ def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
 
 
 def _takes(fn: Callable, args: Sequence[Any]) -> bool:
-    """Whether a function takes so many arguments, as far as its signature is known."""
+    """Whether a function takes this number of arguments, as far as its signature is known."""
     try:
         inspect.signature(fn).bind(*args)
     except TypeError:

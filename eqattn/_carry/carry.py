@@ -197,8 +197,8 @@ class Carry(eqx.Module):
 
         **Returns:** a Carry whose `max_so_far` is the largest sink where that is more.
 
-        **Raises:** `ValueError` if the sinks do not broadcast. It is also raised for sinks `[h]`,
-        as many as heads, which may be meant for one head each. Write `[h, 1]` for that, or `[1, h]`
+        **Raises:** `ValueError` if the sinks do not broadcast. It is also raised for `[h]` sinks if
+        there are `h` heads, as one for each head may be meant. Write `[h, 1]` for that, or `[1, h]`
         for sinks that all heads share.
         """
         (sinks,), shape = _floats(sinks=sinks), self.denominator.shape
@@ -249,8 +249,8 @@ class Carry(eqx.Module):
 def _weight(exponent: Array) -> Array:
     """The number 1 with the derivative by `x` of `exp(x - x0)` at `x0 = x`; 0 where `x` is `-inf`.
 
-    A weight `exp(x)` relative to its own origin is 1 whatever `x` is. That the origin is a constant
-    keeps the derivative, which is that of `log(weight)`.
+    A weight `exp(x)` relative to `x` as its origin is 1. That the origin is a constant keeps the
+    derivative, which is that of `log(weight)`.
     """
     seen = exponent != -jnp.inf
     safe = jnp.where(seen, exponent, 0)

@@ -139,7 +139,7 @@ class ShardedKeys(eqx.Module):
     def check(self, n: int, axis: str, inside: bool) -> None:
         """**Raises:** `ValueError`, with the remedy, for keys that `n` devices cannot share."""
         for name, x in (("key_", self.key), ("value", self.value)):
-            if isinstance(x, Leading):  # a part of the keys
+            if isinstance(x, Leading):  # it is a part of the keys
                 continue
             devices = x.devices if isinstance(x, Pages) else n
             if isinstance(x, Pages) != self.paged or devices != n:
@@ -207,7 +207,7 @@ class ShardedKeys(eqx.Module):
         elif positions is None:
             size = key.shape[1]
             positions = (index * size + iota(size))[None]
-        if isinstance(value, Leading):  # of this device's keys
+        if isinstance(value, Leading):  # it is a part of this device's keys
             first = as_stored(key).first
             value = value if first is None else Leading(first.shape, first.dtype)
         problem = self.rest

@@ -84,14 +84,14 @@ def live_blocks(problem: Problem, selection: Any, blocking: Blocking) -> Bool[Ar
     """
     indices = selection.rows_of(problem.batch_shape)
     count = -(-problem.sizes[1] // selection.block_k)
-    places = jnp.where(indices < 0, count, indices)  # beyond the blocks, and so dropped
+    places = jnp.where(indices < 0, count, indices)  # this is out of range, and so dropped
     own = [np.arange(n, dtype=np.int32).reshape(-1, *[1] * (3 - i))
            for i, n in enumerate(indices.shape[:3])]  # fmt: skip
     at = (*map(jnp.asarray, own), places)
     batch, lists, rows = indices.shape[:3]
     live = jnp.zeros((batch, lists, rows, count), bool).at[at].set(True, mode="drop")
     live = jnp.repeat(live, selection.block_k // blocking.block_k, 3)[..., : blocking.columns]
-    each = max(blocking.block_q // selection.block_q, 1)  # the lists of a row, one after the other
+    each = max(blocking.block_q // selection.block_q, 1)  # a row has so many lists
     live = jnp.repeat(live, max(selection.block_q // blocking.block_q, 1), 2)
     live = live[:, :, : blocking.rows * each]
     live = blocking.pad(live, 2, blocking.rows * each, edge=False)

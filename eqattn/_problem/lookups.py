@@ -96,7 +96,7 @@ def lookups_of(fn: Callable, avals: Sequence[Any], axes: Sequence[str | None]) -
     - `axes`: the axes on which each of them varies; None for a logit.
     """
     whole = jax.make_jaxpr(fn)(*avals)
-    flat = jax.make_jaxpr(lambda *xs: replay(whole, *xs))(*avals)  # without calls
+    flat = jax.make_jaxpr(lambda *xs: replay(whole, *xs))(*avals)  # calls are inlined
     jaxpr = flat.jaxpr
     # For each variable, this holds the axes on which it varies, or None if it varies with queries
     # and keys. Whether it contains a lookup, and on which scalars it depends, follow.

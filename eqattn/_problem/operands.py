@@ -383,7 +383,7 @@ class BlockOperands:
                 mask = jnp.broadcast_to(mask, blocking.block)
             if mask is None:
                 s = dot(k, q, (1, 0), **dict(self.products))
-            else:  # Masked before the scale, whose gradient is a sum over the products.
+            else:  # The mask comes before the scale, whose gradient sums products.
                 s = jnp.where(mask, masked_dot(k, q, self.products), 0)
             if self.post_scale:
                 s = s * named["scale"]

@@ -72,7 +72,7 @@ class _Rows(eqx.Module):
         """`[B|1, h|1, rows|1, ...]` with the first three axes in full, as one."""
         lead = self.sizes[:3]
         x = jnp.broadcast_to(x, (*lead, *x.shape[3:]))
-        return x.reshape(math.prod(lead), *x.shape[3:])  # -1 would not do: values may be empty
+        return x.reshape(math.prod(lead), *x.shape[3:])  # -1 fails where values are empty
 
     def merged_queries(self) -> Array:
         batch, lists, rows, size, heads = self.sizes

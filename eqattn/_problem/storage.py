@@ -271,7 +271,7 @@ def _without_gradient_jvp(message: str, primals: Any, tangents: Any) -> Any:
 
 def _check_eight_bits(dtype: Any, name: str) -> None:
     dtype = as_dtype(dtype, name)
-    if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # Signed.
+    if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # all signed
         raise ValueError(
             f"{name} must be int8 or a float8 dtype, as which Quantized numbers are stored, got "
             f"{dtype.name}; "

@@ -105,7 +105,7 @@ class _Machine:
         return float(np.maximum(work, move).sum()), float(np.maximum(move - work, 0).sum())
 
     def exchange(self, sent: int | float, steps: int) -> float:
-        """The time of exchanges over all links at once, behind which nothing is computed."""
+        """The time of exchanges over all links at once, during which nothing is computed."""
         return sent / (self.bandwidth * self.links) + self.latency * steps
 
 
@@ -217,7 +217,7 @@ def _ring(machine: _Machine, name: str, plan: RingPlan, own: int) -> Sharding:
 
 
 def _gathered(machine: _Machine, plan: RingPlan, own: int, dtype: Any) -> Sharding:
-    """Keys and values of all devices at once, whatever hops a ring would leave out."""
+    """Keys and values of all devices at once, also those that a ring would not need."""
     n, work = plan.devices, int(np.sum(plan.flops, 0).max())
     there = (n - 1) * own
     # They are gathered again, and their gradients are scattered, in the dtype of sums.

@@ -99,7 +99,7 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
             data = {f.name: leaves.get(f.name) or encode(unwrap(v)) for f, v in values.items()}
             return {"$metadata": data}
         if dataclasses.is_dataclass(type(x)):
-            # To JAX, a dataclass that is no module is one leaf, whatever it holds.
+            # To JAX, a dataclass that is no module is one leaf, with all that it holds.
             fixed = static or not isinstance(x, eqx.Module)
             get = vars(x).get if isinstance(x, eqx.Module) else lambda name: getattr(x, name)
             fields = {

@@ -287,7 +287,7 @@ def _transposed(cts, *args, active, **static):
     inner, found = {i: t for i, t in moved.items() if i < len(at.operands)}, {}
     if inner:
         sweep_args, sums = at.sums({i: like[i] for i in inner}, **static)
-        first = (at.table is not None) + len(at.operands) + 1  # after the origin
+        first = (at.table is not None) + len(at.operands) + 1  # the tangents follow the origin
         slots = range(first, first + len(inner))
         sweep_args = replaced(sweep_args, slots, [*inner.values()])
         zero = [ad.Zero(jax.typeof(at.output))] * (len(sums["out_axes"]) - 2)

@@ -78,7 +78,7 @@ class FoldStep:
         that is `alone` they are `[rows, v]`.
         """
         product = ft.partial(dot, **dict(self.products))
-        if self.width == 1 and not self.grouped:  # It joins the denominator's sum, and is exact.
+        if self.width == 1 and not self.grouped:  # This sum is exact, and fuses with the other.
             return (v * kept).sum(0)[:, None] if alone else (v * kept).sum(0)[None]
         if alone:
             return product(kept.T, v, (1, 0))

@@ -172,7 +172,7 @@ def _at_places(x: Array, places: Array, wanted: Array) -> Array:
     outside of the block. The places of the keys are `[keys, 1]`, in any order.
     """
     places = places[:, 0]
-    order = jnp.argsort(places)  # stable: of equal places, which pad the last block, the first
+    order = jnp.argsort(places)  # stable: padding has equal places, and the first counts
     at = jnp.searchsorted(places[order], wanted)
     slot = order[jnp.minimum(at, len(places) - 1)]
     return jnp.where(places[slot] == wanted, jnp.take_along_axis(x.T, slot, 1), 0)

@@ -22,7 +22,7 @@ from .process import End, results
 
 
 NEEDS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
-"""The distributions that compile and take apart."""
+"""The distributions that compile and disassemble."""
 
 LINKER = "nvidia-nvjitlink"
 """Where it is installed, XLA assembles kernels by this library in place of `ptxas`, as parts of a
@@ -62,7 +62,7 @@ platform_name: "CUDA"
 
 def calls() -> dict[str, Callable[[], dict[str, Any]]]:
     """The calls that are compiled: sizes, and arguments of `attention`. Those with `slots` are
-    steps over caches of so many tokens a row.
+    steps over caches with that many tokens a row.
     """
     import jax
     import jax.numpy as jnp
@@ -247,7 +247,7 @@ def compiled(name: str, target: str, folder: Path) -> dict[str, dict[str, Any]]:
 
 def decoding(place: Any, slots: int, **given: Any) -> tuple[Any, tuple]:
     """A step of new tokens over caches, of 32 heads that share 8 key heads: a function and its
-    arguments. Latents, which have a `rest` beside what is also their value, are those of 128 heads.
+    arguments. Latents, which have a `rest` that is no part of their value, are those of 128 heads.
     """
     import jax
     import jax.numpy as jnp

@@ -25,9 +25,10 @@ from .process import End, results
 NEEDS = (*gpu_report.NEEDS, "nvidia-cuda-cuobjdump")
 
 FIGURES = ("stack", "spills", "registers", "loop", "masked", "temporary")
-"""The figures of a kernel. First come the bytes of memory that a thread has beside its registers,
-and the instructions in the two loops that access this memory. Registers and the instructions of the
-loops over full and over partial blocks follow. Last are the bytes of temporary arrays in the call.
+"""The figures of a kernel. First come the bytes of memory that a thread has in addition to
+registers, and the instructions in the two loops that access this memory. Registers and the
+instructions of the loops over full and over partial blocks follow. Last are the bytes of temporary
+arrays in the call.
 """
 
 LEAST_EXPONENTIALS = 4

@@ -6,8 +6,8 @@ A table `[b, n]` holds for each part of a row
 - `-2 - page`, if other rows may have it, so that it is not written to,
 - `-1`, if the part has no page.
 
-A page is free if no row has it. How many rows have it is counted in the table, and stands nowhere
-else, so rows may leave in any order.
+A page is free if no row has it. The table alone says how many rows have it, so rows may leave in
+any order.
 """
 
 from typing import Any

@@ -45,7 +45,7 @@ class PagedKVCache(AbstractCache):
         `Ragged(metadata, axis_name=...)`. The parts of a row lie on them in turn.
 
     Token `p` of row `b` lies in page `table[b, p // page_size]`, at place `p % page_size`. A page
-    is free if no row has it: how many have it is counted in the table, and stands nowhere else.
+    is free if no row has it. The table alone says how many rows do.
     """
 
     key_pages: Any

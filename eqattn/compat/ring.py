@@ -220,7 +220,7 @@ def _block_size(field: str, name: str, given: int | None, *params: Any) -> int |
 
 
 def _sinks(sinks: Any, heads: int) -> Array | None:
-    """Sinks as metadata has them: `[n]` stands for `[1, n]`, unless there is one per head."""
+    """Sinks in the form of metadata. Here `[n]` means `[1, n]`, unless there is one per head."""
     if sinks is None:
         return None
     sinks = as_array(sinks, "softmax_aux", 1)

@@ -32,7 +32,7 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
         from .tpu import TPULowering
 
         return TPULowering(asked)
-    if asked == "auto":  # until the kernels have been measured on a GPU
+    if asked == "auto":  # they have not been measured on a GPU yet
         return None
     if asked == "cudnn":
         from .gpu._cudnn import CuDNNLowering

@@ -49,9 +49,9 @@ class AbstractMask(eqx.Module):
     `b, h, q, k` are int32 scalars: the flattened batch index, the query head, and the positions of
     the query and the key. Which blocks hold no visible pair follows from `visible` itself.
 
-    A mask that knows where tokens stand better than the places where they lie, as a `Tree` does,
-    sets `moves_positions` and defines `positions_of`. All masks, scores and dropout of the call
-    then see the positions that it returns.
+    For some masks, such as a `Tree`, the position of a token is not the place where it lies. Such a
+    mask sets `moves_positions` and defines `positions_of`. All masks, scores and dropout of the
+    call then see the positions that it returns.
     """
 
     by_place: ClassVar[bool] = False
@@ -64,7 +64,9 @@ class AbstractMask(eqx.Module):
     """Whether the mask lists keys, as a `Selected` does, instead of being a function of a pair."""
 
     needs_positions: ClassVar[bool] = False
-    """Whether a call must say the positions of its keys, which do not lie in their order."""
+    """Whether a call must give the positions of its keys, as these are not in the order of
+    positions.
+    """
 
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
 

@@ -54,7 +54,7 @@ class TileOrder(eqx.Module):
 
     @property
     def coordinates(self) -> Int[np.ndarray, "tokens axes"]:
-        """Where each token stands, in this order: its index on each axis. These are positions for
+        """The position of each token in this order: its index on each axis. These are positions for
         [`eqattn.nn.rotary`][] with `sections`.
         """
         places = np.arange(self.tokens, dtype=np.int32)
@@ -62,7 +62,7 @@ class TileOrder(eqx.Module):
 
     def coordinates_of(self, places: Any) -> list[Any]:
         """The index on each axis of the tokens at places `0, 1, ...` of this order."""
-        # Behind the tiles that come before on axis i, there are `tile[i]` or fewer rows left. What
+        # After the tiles that come before on axis i, there are `tile[i]` or fewer rows left. What
         # is left of the axes before are the sizes of this tile there.
         rest, starts, sizes = places, [], []
         for i, (n, tile) in enumerate(zip(self.shape, self.tile)):
@@ -176,7 +176,8 @@ class Neighbourhood(AbstractMask):
             return [xp.where(ok, x, np.int32(REACH)).astype(np.int32) for x in xs]
 
         rows = inside(q, self._first(q))
-        # A key outside of the grid lies before all windows, a query's window behind all keys.
+        # A key outside of the grid lies before all windows. The window of such a query lies after
+        # all keys.
         columns = [-x for x in inside(k, [-x for x in self.grid.coordinates_of(k)])]
         return _Windows(tuple(rows), tuple(columns), self.window)
 

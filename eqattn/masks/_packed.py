@@ -35,8 +35,8 @@ def packed_segments(
         attention(query, key_, value, Ragged(metadata), mask=Causal() & Segments(ids))
 
     Only blocks with pairs of one sequence are visited, forward and backward, also if the boundaries
-    are traced. Where queries and keys have boundaries of their own, give `Segments(q_ids, kv_ids)`,
-    and for `Causal` both positions as `q_positions` and `kv_positions`.
+    are traced. If queries and keys have different boundaries, give `Segments(q_ids, kv_ids)`, and
+    for `Causal` both positions as `q_positions` and `kv_positions`.
 
     **Arguments:**
 

@@ -22,7 +22,7 @@ def leaf_terms(mask: AbstractMask | None) -> list[AbstractMask]:
 
 
 def map_terms(mask: AbstractMask, fn: Callable[[AbstractMask], AbstractMask]) -> AbstractMask:
-    """The same combination of masks that `fn` makes of its terms."""
+    """Applies `fn` to the terms of a mask, and combines the results as the terms were combined."""
     if isinstance(mask, And | Or):
         return type(mask)(tuple(map_terms(term, fn) for term in mask.terms))
     if isinstance(mask, Not):

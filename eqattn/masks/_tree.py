@@ -222,7 +222,7 @@ def _preorder(xp: Any, parents: Any) -> tuple[Any, Any, Any]:
     row = token // np.int32(n) * np.int32(n)  # the first token of the same batch element
     above = parents.reshape(-1)
     above = xp.where(above < 0, np.int32(size), above + row)
-    # Siblings stand next to each other in `order`, the oldest first; roots are siblings.
+    # Siblings follow each other in `order`, the oldest first; roots are siblings.
     order = int32(xp.argsort(above, stable=True))
     sorted_above = above[order]
     place = int32(xp.argsort(order))

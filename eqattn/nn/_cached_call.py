@@ -165,7 +165,7 @@ def _checked(cache: Cache, reach: int) -> Cache:
     missing. Those that `truncate` would have to bring back are, as newer ones lay in their place.
     """
     length, held = cache.length, cache.positions
-    assert held is not None  # Whatever overwrites has positions.
+    assert held is not None  # Caches that overwrite have positions.
     first = jnp.maximum(length - reach, 0)
     there = ((held >= first[:, None]) & (held < length[:, None])).sum(-1, dtype=jnp.int32)
     length = eqx.error_if(

@@ -153,7 +153,7 @@ class YaRNScaling(AbstractRotaryScaling):
         low, high = xp.maximum(low, 0.0), xp.minimum(high, dim - 1.0)
         plain = plain_frequencies(dim, theta)
         index = xp.arange(dim // 2, dtype=plain.dtype)
-        width = xp.where(high > low, high - low, 0.001)  # a step where there is nothing between
+        width = xp.where(high > low, high - low, 0.001)  # a step where no pair is between
         slow = xp.clip((index - low) / width, 0.0, 1.0)
         return plain / self.factor * slow + plain * (1 - slow)
 

@@ -18,7 +18,7 @@ class T5Bias(AbstractScore):
     **Arguments:**
 
     - `table`: a float array `[buckets, h]`, or `[buckets, 1]` for one bias that all heads share.
-    - `bidirectional`: whether keys after the query have buckets of their own. The default is True.
+    - `bidirectional`: whether keys after the query have separate buckets. The default is True.
     - `max_distance`: the distance from which on all keys share the last bucket, 128 by default.
     """
 

@@ -114,8 +114,8 @@ def top_on_device(
 
 
 def _ranked_keys(count: int) -> int | None:
-    """How many keys a block has whose logits join a list of `count`: some times as many, as each
-    block ranks the list again. None leaves it to the lowering.
+    """How many keys a block has whose logits join a list of `count`. It has several times as many,
+    as each block ranks the list again. None leaves it to the lowering.
     """
     return None if count <= 32 else 4 << (count - 1).bit_length()
 

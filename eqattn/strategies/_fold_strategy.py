@@ -76,8 +76,8 @@ class AbstractFoldStrategy(AttentionImpl):
         """
 
     def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array | None] | None:
-        """A hook for code that finishes rows where it visits their keys, at less cost than by way
-        of a Carry. It is asked where a call needs no Carry and no weights.
+        """A hook for code that finishes rows where it visits their keys, at less cost than through
+        a Carry. It is asked where a call needs no Carry and no weights.
 
         **Returns:** the output `[B, T, H, V]` in `dtype` and the logsumexp `[B, T, H]`, both with
         the sinks; or None, by default, where the `fold` is no dearer. The logsumexp may be None
@@ -207,8 +207,8 @@ class AbstractFoldStrategy(AttentionImpl):
         return reason or super().unsupported(features)
 
     def _refused(self, features: Mapping[str, Any]) -> str:
-        """Why a call with these features would raise, whatever its shapes; empty if it would not.
-        Some of the checks raise instead, with the message of the call.
+        """Why a call with these features would raise for all shapes; empty if it would not. Some of
+        the checks raise instead, with the message of the call.
         """
         self._check_blocks()
         given = {name: x for name, x in features.items() if x is not True}

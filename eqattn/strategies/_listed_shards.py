@@ -36,7 +36,7 @@ def lists_of(mask: AbstractMask | None) -> list[Any]:
 
 
 class _Apart(eqx.Module):
-    """A problem, taken apart by what is sharded with the queries and what is not.
+    """A problem in two parts: what is sharded with the queries, and what is not.
 
     **Arguments:**
 
@@ -60,7 +60,7 @@ class _Apart(eqx.Module):
 
     @classmethod
     def of(cls, problem: Problem, q: Any, k: Any) -> "_Apart":
-        """Takes a problem apart.
+        """Splits a problem into these parts.
 
         **Arguments:**
 
@@ -68,7 +68,8 @@ class _Apart(eqx.Module):
             be None.
         """
         lists = tuple(x.rows_of(problem.batch_shape) for x in lists_of(problem.mask))
-        # Other masks look up what they know by place while the places of all tokens are at hand.
+        # Other masks look up what they know by place here, where the places of all tokens are
+        # known.
         problem = problem.at_places(q, k, lists=False)
         q_positions, kv_positions = (
             given if given is not None or x is None else x[None]

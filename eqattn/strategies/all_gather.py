@@ -21,9 +21,9 @@ class AllGather(AbstractSharded):
     needs nothing from the forward that grows with the sequence. But while a device attends, it
     holds all keys and values, and in the backward also their float32 gradients.
 
-    A [`eqattn.Ring`][] sends as many bytes in as many steps as there are devices, each behind the
-    work of one step. With few tokens for each device, that work is too short to hide a step, and
-    small blocks are inefficient. Gathering is a single exchange, which nothing hides.
+    A [`eqattn.Ring`][] sends as many bytes, but step by step, one for each device. Each move hides
+    behind the work of a step. With few tokens for each device, that work is too short to hide a
+    step, and small blocks are inefficient. Gathering is a single exchange, which nothing hides.
     [`eqattn.sharding_plan`][] compares the two, and [`eqattn.Ulysses`][], by their bytes and work.
 
     It is called as a `Ring` is, with whole arrays or inside your own `jax.shard_map`. The same

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
 
-# These are Okabe and Ito's colours, which can be told apart with any colour vision.
+# These are Okabe and Ito's colours, which differ with any colour vision.
 BLUE, ORANGE, PALE, WHITE = "#0072B2", "#E69F00", "#FBE7BD", "#FFFFFF"
 LINES = (BLUE, "#D55E00", "#009E73", "#CC79A7", "#000000")
 

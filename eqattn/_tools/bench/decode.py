@@ -115,7 +115,7 @@ def append(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def _appending(tokens: int) -> Callable[[], None]:
-    """Returns a call that appends a token to a cache of so many tokens, and drops it again."""
+    """Returns a call that appends a token to a cache of the given size, and drops it again."""
 
     def one(cache: KVCache, new: jax.Array) -> KVCache:
         return cache.append(new, new).truncate(cache.length)

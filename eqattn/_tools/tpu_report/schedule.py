@@ -1,8 +1,9 @@
 """Reads the schedule of one kernel, as the compiler of TPUs dumps it.
 
 In the file of bundles after register allocation, a bundle is a cycle: where the machine waits, the
-bundle is empty. The final bundles, in a later file, do not serve: there a delay stands for empty
-bundles. A second file has as many lines as there are cycles, with the slots that each bundle uses.
+bundle is empty. The final bundles, in a later file, cannot be used, as they have delays in place of
+empty bundles. A second file has as many lines as there are cycles, with the slots that each bundle
+uses.
 """
 
 import dataclasses

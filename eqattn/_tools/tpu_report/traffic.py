@@ -80,7 +80,7 @@ def moves(program: str) -> list[Move]:
 def _moved(opcode: str, read: Sequence[int], written: Sequence[int]) -> int | None:
     """How many bytes an instruction moves; None if it moves none in any program."""
     if opcode.startswith("custom-call-"):
-        # A sparse core transposes beside the kernels. The steps of that are a start without
+        # A sparse core transposes while kernels run. The steps of that are a start without
         # operands, an update, which has them, and the end, which has the result.
         step = opcode.removeprefix("custom-call")
         return {"-update": sum(read), "-done": sum(written)}.get(step)

@@ -58,8 +58,8 @@ def count(
     - `heads`: how many heads keys have.
     - `tile`: how many rows, queries of all heads that share keys, and how many keys a block has.
     - `kept`: the axes of the grid that the kernel's results have.
-    - `lag`: how many steps before its current pair is another pair that the kernel works on too. So
-        many more steps, which are not masked, follow the last pair of a list.
+    - `lag`: how many steps before its current pair is another pair that the kernel works on too.
+        This number of further steps, which are not masked, follows the last pair of a list.
     - `corners`: whether the kernel skips the corners of masked pairs.
     - `group`: how many query heads share a key head.
     """

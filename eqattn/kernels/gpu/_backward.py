@@ -349,6 +349,6 @@ class Program:
     def release(self, i: int, step: Any) -> None:
         """Lets the next tile of a matrix take the place of one that was read."""
         n = self.plan.streamed.index(i)
-        if self.plan.interpreted:  # which does not know that the barrier suffices after mere reads
+        if self.plan.interpreted:  # it does not know that the barrier suffices after reads
             mosaic.commit_smem()
         mosaic.barrier_arrive(self.free[n].at[self.slot(n, step)])

@@ -76,7 +76,7 @@ class Plan(VisitPlan):
         """
         s, stored = self.sizes, self.stored
         vectors = [mosaic.SMEM((s.stages, s.tile_k), self.operands[i].dtype) for i in self.staged]
-        deep = s.tile_k if s.shared else 0  # where keys are what a product sums over, as values are
+        deep = s.tile_k if s.shared else 0  # products sum over these keys, as over values
         kept = s.stages, s.tile_rows
         tiles = lambda sizes, deep: [mosaic.matrices((*kept, n), stored, deep) for n in sizes]
         memory = (
@@ -299,7 +299,7 @@ class Program:
         if sizes.padded_keys != sizes.keys:
             inside = mosaic.iota(s.shape, 1) + self.where(step)[1] < jnp.int32(sizes.keys)
             s = jnp.where(inside, s, -jnp.inf)
-        if plan.interpreted:  # which does not know that the barrier suffices after mere reads
+        if plan.interpreted:  # it does not know that the barrier suffices after reads
             mosaic.commit_smem()
         if plan.values:
             mosaic.barrier_arrive(k_free.at[slot])

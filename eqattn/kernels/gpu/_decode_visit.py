@@ -137,7 +137,7 @@ def _plan(
 
 def _queries(query: Any, sizes: Sizes) -> list[Any]:
     """The queries that each part of the keys is multiplied with, `[places, rows, n]`."""
-    q = query.reshape(-1, sizes.dim, sizes.heads, sizes.of_head)  # where rows may be a single one
+    q = query.reshape(-1, sizes.dim, sizes.heads, sizes.of_head)  # there may be a single row
     q = padded(q, 3, sizes.padded_rows // sizes.heads).reshape(-1, sizes.dim, sizes.padded_rows)
     q, starts = jnp.swapaxes(q, -1, -2), np.cumsum(sizes.dims)[:-1]
     return jnp.split(q, starts, -1)

@@ -13,7 +13,7 @@ from ._operations import Native, PLAIN, Value
 from ._program import BlockProgram, Run
 
 
-_ROWS, _WIDTH = 2, 3  # The sizes that it is traced for: any two that tell rows from values.
+_ROWS, _WIDTH = 2, 3  # It is traced for these two sizes, which only need to differ.
 
 
 def kept(*accs: Any) -> list[Any]:

@@ -157,7 +157,7 @@ class Program:
             den, top = (mosaic.load(x.at[at], "own") for x in self.old[1:])
             top = top * LOG2E
         mosaic.barrier_wait(here)
-        if plan.scale is not None:  # of which the kernel multiplies logits with the absolute value
+        if plan.scale is not None:  # logits are multiplied by its absolute value
             mosaic.when(scale <= 0)(ft.partial(self.multiply, q_tile, jnp.sign(scale)))
         mosaic.when(self.live > 0)(lambda: mosaic.barrier_wait(k_arrived.at[0]))
         mosaic.when(self.warpgroup == 1)(self.next_turn)
@@ -264,7 +264,7 @@ class Program:
             return [x, *weights]
 
         found = mosaic.piecewise(of, sizes.tile_k)
-        if self.plan.interpreted:  # which does not know that the barrier suffices after mere reads
+        if self.plan.interpreted:  # it does not know that the barrier suffices after reads
             mosaic.commit_smem()
         mosaic.barrier_arrive(self.free[0].at[slot])
         return found
@@ -277,11 +277,11 @@ class Program:
         """
         plan, slot = self.plan, self.slot(step)
         _, k_arrived, v_arrived = self.arrived
-        if cleans:  # before registers hold logits
+        if cleans:  # registers hold no logits yet
             mosaic.barrier_wait(v_arrived.at[slot])
             self.clean(self.memory[2].at[slot])
         s, *weights = self.logits(program, near, step, slot, cleans)
-        if cleans:  # while registers hold no factors of values
+        if cleans:  # registers hold no factors of values yet
             acc, den, top = state
             den = den + self.poison(s)
             if not plan.interpreted:

@@ -97,7 +97,7 @@ def weighted(acc: Any, p: Any, v: Any, interpreted: bool, meanwhile: Any = lambd
     if interpreted:
         new = acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
         meanwhile()
-        commit_smem()  # it was read as by threads, not as by the tensor cores
+        commit_smem()  # threads read it, not the tensor cores
         return new
 
     def product(ref):
@@ -156,12 +156,12 @@ def widen(tile: Any, into: Any) -> None:
     shared memory.
     """
     rows, columns = tile.shape
-    n = next(n for n in (128, 64, 32) if columns % n == 0)  # as many as a row of its tiles has
+    n = next(n for n in (128, 64, 32) if columns % n == 0)  # a row of its tiles has so many
     for i in range(0, rows, WARPGROUP):
         for j in range(0, columns, n):
             at = ds(i, WARPGROUP), ds(j, n)
             x = load(tile.at[at], "pairs")
-            if jnp.issubdtype(x.dtype, jnp.floating):  # of which the compiler has no other way
+            if jnp.issubdtype(x.dtype, jnp.floating):  # the compiler has no direct way
                 x = x.astype(jnp.float16).astype(jnp.float32)
             into[at] = x.astype(into.dtype)
 

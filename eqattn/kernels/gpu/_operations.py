@@ -205,7 +205,7 @@ class Value:
         """The array, repeated over the axes of a larger kind."""
         if self.kind == kind:
             return self.array
-        if np.result_type(self.array) == np.bool_:  # which the compiler does not repeat
+        if np.result_type(self.array) == np.bool_:  # the compiler does not repeat these
             return Value(self.kind, _as_number(self.array, jnp.int32)).spread(kind, sizes) != 0
         shape, own = tuple(sizes[a] for a in kind), [kind.index(a) for a in self.kind]
         return lax.broadcast_in_dim(jnp.asarray(self.array), shape, own)
@@ -244,7 +244,7 @@ def evaluated(
     if is_same(eqn):
         (x, *_) = xs
         return Value("", x.parts[0]) if len(x.parts) == 1 else x
-    if eqn.primitive is lax.reduce_sum_p:  # over the values of a row
+    if eqn.primitive is lax.reduce_sum_p:  # it sums the values of a row
         return Value(xs[0].kind[:1], xs[0].array.sum(1))
     kind = joined(xs, sizes)
     arrays = [x.spread(kind, sizes) for x in xs] if kind else [x.array for x in xs]

@@ -98,7 +98,7 @@ def _pieces(jaxpr: Any, v: Any) -> Pieces:
                 return [piece for x in found for piece in x] if all(found) else []
             same = eqn.params["dimension"] == v.aval.ndim - 1 and len({*map(len, found)}) == 1
             return [sum(x, ()) for x in zip(*found)] if same else []
-        if eqn.primitive is lax.slice_p:  # the first parts of the features
+        if eqn.primitive is lax.slice_p:  # it takes the first parts of the features
             start, stop = eqn.params["start_indices"], eqn.params["limit_indices"]
             whole = eqn.invars[0].aval.shape
             first = not any(start) and stop[:-1] == whole[:-1] and not eqn.params["strides"]

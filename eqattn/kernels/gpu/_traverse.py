@@ -55,7 +55,7 @@ def traverse_sum(
     """`eqattn._sweep.loops.traverse` of a backward pass. Further arguments are those of
     `by_kernels`.
     """
-    del steps  # which have all results, of which the loops need some
+    del steps  # they have all results, and the loops need some
 
     def run(programs, side, wanted, rounded):
         def kernel(*xs):

@@ -13,8 +13,8 @@ operand. The products of a step for `D = 128` and 1024 x 1024 pairs then stream 
     dq^T += k^T ds^T  [D, rows]                                        2 * 1024
 
 `ds^T` comes from units for transposes, which have nothing else to do. The blocks are cut into
-windows, in three stages: At one time, `s` and `dp` of the next window are computed, `p`, `ds`, `dv`
-and `dk` of this one, and `dq` of the one before. So nothing waits for another stage.
+windows. Three stages run at the same time: `s` and `dp` of the next window, `p`, `ds`, `dv` and
+`dk` of this one, and `dq` of the window before. So nothing waits for another stage.
 
 `TurnedSums` finds these sums in a program; `_turned.py` evaluates the blocks that they add up.
 """

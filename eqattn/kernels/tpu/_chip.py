@@ -55,7 +55,7 @@ def cores() -> int:
     """The number of cores that share a kernel: the two of a v4 or v5p are one device."""
     try:
         return pltpu.get_tpu_info().num_cores
-    except (ValueError, NotImplementedError):  # no TPU to ask about
+    except (ValueError, NotImplementedError):  # there is no TPU to ask about
         return 1
 
 

@@ -257,7 +257,7 @@ def _plan(
     table, operands = layout.split(args)
     grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
     seen, parts = None, cores()
-    if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # nothing else that they could share
+    if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # they could share nothing else
         work, length, seen = in_parts(work, grid.length, parts, math.prod(layout.shape(kept)))
         grid = dataclasses.replace(grid, length=length, parts=parts)
     step, (keys, rows) = steps[max(steps)], layout.block

@@ -377,7 +377,7 @@ class _Evaluation:
         if eqn.primitive is lax.select_n_p and v.aval.ndim == 3:
             test = self.wide.program.maker(eqn.invars[0])
             assert test is not None and test.primitive is lax.is_finite_p, eqn
-            return self.value(eqn.invars[2])  # the kernel sees for itself what is not finite
+            return self.value(eqn.invars[2])  # the kernel checks for what is not finite
         xs = [self.value(x) for x in eqn.invars]
         if any(isinstance(x, Matrix) for x in xs):
             return self._of_matrix(eqn, xs)
@@ -387,7 +387,7 @@ class _Evaluation:
         return eqn.primitive.bind(*xs, **params)
 
     def _of_matrix(self, eqn, xs):
-        if eqn.primitive is lax.convert_element_type_p:  # widened when it meets the other operand
+        if eqn.primitive is lax.convert_element_type_p:  # it is widened with the other operand
             return xs[0]
         assert eqn.primitive is lax.mul_p, eqn
         matrix, by = xs if isinstance(xs[0], Matrix) else xs[::-1]

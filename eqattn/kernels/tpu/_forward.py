@@ -182,7 +182,7 @@ class _Fold:
         if start:
             pl.when(running & ((before & FIRST) != 0))(go_on)
         run(bodies, pair, before, *flags)
-        if form.hides:  # what it has added must not count, whatever its values are
+        if form.hides:  # what it has added must not count
             pl.when(running & (kind_of(before) == EMPTY))(go_on if start else clear)
 
         # What the first step adds was not written yet. It goes where the end of the first row will
@@ -197,7 +197,7 @@ class _Fold:
                     place = ref.at[head] if grid.abreast > 1 else ref
                     place[...] = y.reshape(place.shape)
             if not start:
-                clear()  # for the next row, while values move out
+                clear()  # the next row needs it, and values move out meanwhile
 
     def finished(self, accs: Sequence, blocks: Sequence) -> list:
         """What the kernel writes at the end of a row, from its Carry and what `finish` reads."""
@@ -270,7 +270,7 @@ def _plan(
 
     value = form.values[form.full]
     whole: Finish | None = finish if into is None else None
-    if whole is None:  # they are the left of a product
+    if whole is None:  # they are the left side of a product
         value.flipped[0] = value.flipped[0] or matrix(blocks[n])
     ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
     early, heads = False, 1
@@ -345,7 +345,7 @@ def visit_fold(
             # What it does not need, XLA may give to the operands. What keys take once they are
             # decoded is not counted: 13 MiB for 512 latents of 8 bits.
             vmem_limit_bytes=VMEM if layout.ragged else min(VMEM, 2 * plan.nbytes + SPARE),
-            disable_bounds_checks=not layout.lookups,  # whose pages are the caller's
+            disable_bounds_checks=not layout.lookups,  # the caller may give any page
         ),
         interpret=interpret,
         name="eqattn_fold",

@@ -47,10 +47,10 @@ _DIVISIONS = {
 }
 _POSITION = np.dtype(np.int32)
 
-# Under a trace, NumPy computes results of at most so many elements, and the device larger ones.
-# What NumPy computes while tracing becomes a constant of the program: 2^14 of int32 are 64 KiB.
-# Chosen by trial: a larger limit means larger constants, a smaller one more operations on small
-# arrays. Both can be seen in `jax.make_jaxpr` of `classify` at traced positions.
+# Under a trace, NumPy computes results of up to this number of elements, and the device larger
+# ones. What NumPy computes while tracing becomes a constant of the program: 2^14 of int32 are 64
+# KiB. Chosen by trial: a larger limit means larger constants, a smaller one more operations on
+# small arrays. Both can be seen in `jax.make_jaxpr` of `classify` at traced positions.
 _HOST_ELEMENTS = 2**14
 
 
@@ -68,8 +68,8 @@ def classify(
 ) -> Any:
     """The class of every block pair: 0 empty, 1 partial, 2 full.
 
-    A pair classed empty holds no visible (query, key) pair and one classed full only visible ones,
-    whatever the mask computes.
+    A block pair that is classed empty holds no visible (query, key) pair, and one that is classed
+    full only visible ones. This holds for every mask.
 
     **Arguments:**
 

@@ -16,16 +16,16 @@ from ..._misc import at_most
 from .interval import carrier, finite, GRID, guard, Interval, kind, limits, rounded, top, xp_of
 
 
-# An intermediate of a mask function that is not a scalar may have so many entries over the whole
-# grid; a larger one is unknown. Of int32, its two bounds then take 8 MiB. Chosen by trial: a larger
-# limit costs memory and time at each trace, a smaller one makes blocks partial, which
+# The most entries, over the whole grid, of an intermediate of a mask function that is not a scalar.
+# A larger one is unknown. Of int32, its two bounds then take 8 MiB. Chosen by trial: a larger limit
+# costs memory and time at each trace, a smaller one makes blocks partial, which
 # `AbstractMask.sparsity` shows.
 _MAX_ELEMENTS = 2**20
 
-# A table that is searched over ranges of indices may have so many entries; in a longer one, groups
-# of entries stand for their bounds. Of int32, the 12 levels of `_over_range` then take 192 KiB for
-# both bounds of a table. Chosen by trial: `AbstractMask.sparsity` shows what grouping costs, which
-# is that ranges are rounded outwards to whole groups.
+# The most entries of a table that is searched over ranges of indices. In a longer one, groups of
+# entries are replaced by their bounds. Of int32, the 12 levels of `_over_range` then take 192 KiB
+# for both bounds of a table. Chosen by trial: `AbstractMask.sparsity` shows what grouping costs,
+# which is that ranges are rounded outwards to whole groups.
 _MAX_ENTRIES = 2048
 
 
