@@ -13,8 +13,8 @@ spoil it. So the derivatives are evaluated with other arguments:
 
 An operand with features is shared by all pairs of a row or of a key. Selecting it pair by pair
 would turn one product of matrices into a product for each pair. So values of a row and values of a
-key are not selected. What the function computes from both is, that is, after the product; see
-`_Guarded`.
+key are not selected. Instead, what the function computes from both is selected, after the product;
+see `_Guarded`.
 
 This is the same trouble as with numbers that are not finite; see `_sweep/nonfinite.py`.
 """

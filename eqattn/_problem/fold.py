@@ -163,8 +163,8 @@ def _visited(
 
     **Arguments:**
 
-    - `visit`: calls `fold`, `attend` or `top`. Its first argument is what is joined to the rows,
-        and its `place` the index of the operand that holds the places of keys.
+    - `visit`: a function that calls `fold`, `attend` or `top`. Its first argument is what is joined
+        to the rows, and its `place` the index of the operand that holds the places of keys.
     - `count`: the number of its results.
     - `joined`: what is joined to the rows once their keys have been visited.
     - `places`: whether the visit reads the places of keys where a mask has moved their positions.
