@@ -200,6 +200,7 @@ def sizes_of(layout: GridLayout, parts: Sequence[Any], value: Any, pages: int, q
     """The `Sizes` of a visit.
 
     **Arguments:**
+
     - `parts`: an array on the grid for each part of the keys.
     - `value`: the same for the values; None where they are the first part of the keys.
     - `pages`: how many pages a block has.
