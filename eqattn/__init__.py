@@ -84,8 +84,9 @@ if _typing.TYPE_CHECKING:
 from ._version import __version__ as __version__
 
 
-# What many programs never use is imported when it is first asked for: these names stand in the
-# modules beside them, and above for type checkers (`tests/test_import.py` compares the two).
+# What many programs never use is imported when it is first asked for. These are the names, by the
+# module that defines them. Type checkers read the imports above, and `tests/test_import.py`
+# compares the two.
 _ROOMS = ("cache", "nn", "stats")
 _LATE = {
     "_calls.cascade": "cascade_attention",

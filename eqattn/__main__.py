@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     - `argv`: the words after `python -m eqattn`, by default those of this process.
 
-    **Returns:** the exit status. Bad arguments exit with status 2 and a message.
+    **Returns:** the exit status. For bad arguments it is 2, and a message says why.
     """
     from ._tools import gpu_report, info as _info
     from ._tools.bench import cli

@@ -1,17 +1,19 @@
 """A user's function as a PyTree: the arrays that it reads from outside are leaves.
 
-Python keeps them where no transformation of JAX looks: in the cells of a closure, in defaults, in
-the arguments of a `functools.partial`, in the object that a method is bound to. As leaves they are
-arguments like all others: they are differentiated, mapped and sharded, and other arrays need no
-other trace. Everything else that the function reads is its key. So a function that is defined anew
-at each call, in a loss say, is the same function to a cache while its code and key are the same.
+No transformation of JAX looks where Python keeps these arrays. They are in cells of a closure, in
+defaults, in arguments of a `functools.partial`, or in the object that a method is bound to. As
+leaves they are ordinary arguments: they are differentiated, mapped and sharded, and new arrays need
+no new trace. Everything else that the function reads is its key. A loss, for example, may define a
+function again at each call. A cache takes it for the same function while its code and key are the
+same.
 
-What is neither an array nor an immutable value (a list, an object of one's own) cannot be compared
-from one call to the next. Then the key is the function itself, held weakly.
+A value that is neither an array nor immutable, such as a list, cannot be compared from one call to
+the next. Then the key is the function itself, through a weak reference.
 
 For example, `lambda b, h, q, k: k < lengths[b] + 1`, with a JAX array `lengths` around it, has the
-leaf `lengths`. Its key is its code, which holds the 1, and that its one cell holds an array. Each
-call with a new lambda of this code finds the same key, and puts its own array into the cell.
+leaf `lengths`. Its key consists of the code, with the constant 1, and of a note that its one cell
+holds an array. Each call with a new lambda of this code finds the same key, and puts its own array
+into the cell.
 """
 
 import dataclasses
@@ -48,7 +50,7 @@ class _Same:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A value that a function reads, taken apart into a key and arrays.
+    """A value that a function reads, as a key and arrays.
 
     **Arguments:**
 
@@ -57,8 +59,8 @@ class _Part:
         nothing alive that the key does not.
     - `arrays`: the arrays, in the order in which `again` takes them.
     - `owners`: the objects in the key that are compared by identity.
-    - `known`: whether the key determines the value, but for its arrays. If not, the value may
-        change without the key.
+    - `known`: whether key and arrays determine the value. If not, the value may change without the
+        key.
     """
 
     key: Hashable
@@ -133,14 +135,14 @@ _NAMED = (type, types.ModuleType, types.BuiltinFunctionType, np.ufunc)
 
 
 def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
-    """Takes a value that a function reads apart.
+    """Splits a value that a function reads into a key and arrays.
 
     **Arguments:**
 
     - `x`: the value.
     - `fetch`: a function that reads the value again from where it lies, and does not keep it alive.
-    - `within`: the ids of the functions that hold the value. One of these inside of itself, as a
-        recursive function is, is not taken apart again.
+    - `within`: the ids of the functions that hold the value. If one of these contains itself, as a
+        recursive function does, it is not split again.
     """
     if isinstance(x, jax.Array):
         return _Part("array", next, (x,))
@@ -199,7 +201,7 @@ def _joined(kind: Hashable, parts: list[_Part], join: Callable) -> _Part:
 def _owned(part: _Part, owner: Any) -> _Part:
     """A part whose key also names its owner, if the key alone did not determine the value.
 
-    The owner, held weakly and compared by identity, then stands for all that is not known.
+    The owner, compared by identity through a weak reference, then represents all that is not known.
     """
     if part.known:
         return part
@@ -227,7 +229,7 @@ def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ..
 
 
 def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
-    """Takes a Python function apart.
+    """Splits a Python function into a key and arrays.
 
     It reads its `n` closure cells, its defaults (up to the index `m`), its keyword defaults, and
     globals. The first three are put back into a copy of the function, if there are arrays among
@@ -274,8 +276,8 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
 def _take_globals(fn: types.FunctionType, depth: int = 4) -> _Part | None:
     """The key of what a function reads from its module; None if that may change unseen.
 
-    Globals are not replaced when the function is made anew, so that a global JAX array counts as
-    one that may change unseen. Functions of the same module are followed too, to a `depth` that
+    Globals are not replaced when the function is put together again, so a global JAX array counts
+    as one that may change unseen. Functions of the same module are followed too, to a `depth` that
     was chosen by trial: it bounds the time that a key takes.
     """
     space, parts = fn.__globals__, []
@@ -314,9 +316,9 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 @ft.lru_cache(1024)
 def _writes(code: types.CodeType) -> bool:
-    """Whether the code assigns to a variable of its surroundings.
+    """Whether the code assigns to a variable outside of the function.
 
-    Such a function is not made anew, since a copy would assign to cells of its own.
+    Such a function is not put together again, since a copy would assign to other cells.
     """
     return any(
         i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")

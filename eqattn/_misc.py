@@ -1,7 +1,8 @@
 """Helpers that every room may use: checks of arguments, static values, and the dtypes of sums.
 
-A value is *static* if it is part of the program (a Python number, a shape), *known* if NumPy can
-have it while tracing, and *traced* otherwise. Known arrays are checked and computed with at once.
+A value is *static* if it is part of the program, as a Python number or a shape is. It is *known* if
+NumPy can have it while tracing, and *traced* otherwise. Known arrays are checked and computed with
+at once.
 """
 
 import importlib
@@ -179,9 +180,9 @@ def with_constants(*names: str) -> Callable[[_Module], _Module]:
     """A decorator of an `eqx.Module` class: where a field with one of these names holds a `Static`,
     reading it gives the value.
 
-    JAX flattens a module by its `__dict__`, so that it finds the `Static`, which has no leaves: no
-    gradient, optimiser or weight decay moves the value, and functions under `jax.jit` see a
-    number. The fields are converted by `as_constant`, which an array passes unchanged.
+    JAX flattens a module by its `__dict__`, and so finds the `Static`, which has no leaves. Then no
+    gradient, optimiser or weight decay moves the value, and functions under `jax.jit` see a number.
+    The fields are converted by `as_constant`, which an array passes unchanged.
     """
 
     def decorate(cls: _Module) -> _Module:
@@ -380,7 +381,7 @@ def eagerly(fn: Callable, x: Any) -> Any:
 
 
 def even_block(tokens: int, most: int = 256) -> int | None:
-    """The largest size from `most` down to 64 that divides so many tokens, or None.
+    """The largest size from `most` down to 64 that divides the number of tokens, or None.
 
     Keys of a cache are cut into blocks of such a size, so that the last block needs no padded copy
     of them. Smaller blocks mean more visits, larger ones more keys that are masked. Both bounds

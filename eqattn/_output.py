@@ -43,7 +43,7 @@ class AttentionOutput(eqx.Module):
     max_logits: Float[Array, "*b t h"] | _NotAsked = None
 
     def replace(self, **kwargs: Any) -> "AttentionOutput":
-        """A copy with some fields changed. **Raises:** `TypeError` for an unknown name."""
+        """Returns a copy with some fields changed. **Raises:** `TypeError` for an unknown name."""
         return dataclasses.replace(self, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class AttentionOutput(eqx.Module):
         return cls(**values)
 
     def to_json(self, **kwargs: Any) -> str:
-        """The data of `to_dict` as strict JSON text. `kwargs` are passed to `json.dumps`."""
+        """Writes the data of `to_dict` as strict JSON text. `kwargs` are passed to `json.dumps`."""
         return json.dumps(self.to_dict(), **{"allow_nan": False, **kwargs})
 
     @classmethod

@@ -1,9 +1,9 @@
 """Functions of one (query, key) pair and the arrays that travel with them.
 
-A mask and a score are written once, for scalars: the flattened batch index `b`, the query head
-`h`, the positions `q` and `k`, and of each array ("operand") they carry one scalar or, if the array
-has features, one vector. Strategies, kernels and the block classification all evaluate that same
-function.
+A mask and a score are written once, as functions of scalars. These are the flattened batch index
+`b`, the query head `h` and the positions `q` and `k`. One number of each array that the mask or
+score holds, called an operand, follows. If an array has features, the function receives a vector of
+it instead. Strategies, kernels and the block classification all evaluate this same function.
 """
 
 import inspect
@@ -27,9 +27,9 @@ class Operand(eqx.Module):
     **Arguments:**
 
     - `array`: the array. It has the axes that `axes` names, each of full size or 1.
-    - `axes`: the axes of the array: some of `"b"` (all leading batch axes), `"h"` (query head),
-        `"t"` (query) and `"s"` (key), in that order, and then perhaps `"f"` (features). With
-        features, the mask or score reads a vector `[f]` at each pair, for a product of its own. The
+    - `axes`: the axes of the array. They are some of `"b"` (all leading batch axes), `"h"` (query
+        head), `"t"` (query) and `"s"` (key), in that order, and then perhaps `"f"` (features). With
+        features, the mask or score reads a vector `[f]` at each pair, and may multiply vectors. The
         product of a vector of the query and one of the key, `x @ y`, is then a product of matrices
         for a block.
 
@@ -141,7 +141,7 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
 
 def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
     """The result of a user's function of one pair, which is called with the arguments `names` and
-    the operands behind.
+    then the operands.
 
     **Raises:** `TypeError` with the remedy if the function takes other arguments, branches on a
     traced value, or reads a NumPy array or a list at one.
@@ -169,7 +169,7 @@ def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
 
 
 def _takes(fn: Callable, args: Sequence[Any]) -> bool:
-    """Whether a function takes so many arguments, as far as its signature is known."""
+    """Whether a function takes this number of arguments, as far as its signature is known."""
     try:
         inspect.signature(fn).bind(*args)
     except TypeError:

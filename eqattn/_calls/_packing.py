@@ -1,4 +1,4 @@
-"""Packed queries, those of one row after the other, as blocks that belong to one row each."""
+"""Cuts packed queries, which lie one row after the other, into blocks of one row each."""
 
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ def queries_of(packed: Array, place: Places) -> Array:
 
 
 def packed_output(output: AttentionOutput, place: Places) -> AttentionOutput:
-    """The output of blocks as that of packed queries, with that of no keys for padding."""
+    """Packs the output of the blocks again. Padding gets the output of a query that sees no key."""
     blocks, low = len(place.row), -jnp.inf
     seen = place.token_block < blocks
     own = jnp.minimum(place.token_block, blocks - 1), place.token_offset

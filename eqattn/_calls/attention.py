@@ -31,10 +31,10 @@ def attention(
     return_carry: bool = False,
     return_max_logits: bool = False,
 ) -> AttentionOutput:
-    r"""Exact attention.
+    r"""Computes exact attention.
 
-    Logits are `scale * (q . k)`, then the soft cap `c * tanh(x / c)`, then `bias`, then the
-    scores in order, then the mask. Scale, soft cap, sinks, dropout, dtypes and block sizes are the
+    Logits are `scale * (q . k)`, then the soft cap `c * tanh(x / c)`, then `bias`, then the scores
+    in order, then the mask. Scale, soft cap, sinks, dropout, dtypes and block sizes are the
     strategy's metadata.
 
     **Arguments:**
@@ -61,7 +61,7 @@ def attention(
     An [`eqattn.AttentionOutput`][]. Its `attention_outputs` `[*b, t, h, v]` have the metadata's
     `runtime_dtype`, by default the query's dtype. If asked for, it also has `attention_weights`
     `[*b, h, t, s]`, `logsumexp` `[*b, t, h]`, `carry` and `max_logits` `[*b, t, h]`, the largest
-    logit of each query. Logsumexp and Carry include the sinks, and `max_logits` does not: to merge
+    logit of each query. Logsumexp and Carry include the sinks, and `max_logits` does not. To merge
     Carries of parts of the keys, give the sinks to one of them only. A query that sees no key has
     output 0, zero gradients, and the logsumexp `-inf`, or that of the sinks if there are any.
 

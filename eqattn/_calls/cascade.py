@@ -44,11 +44,11 @@ def cascade_attention(
     return_carry: bool = False,
     return_max_logits: bool = False,
 ) -> AttentionOutput:
-    r"""Attention over a cache in pages, in which pages that rows share are read once for all of
-    them, instead of once for each.
+    r"""Computes attention over a cache in pages, and reads pages that rows share once for all of
+    these rows, instead of once for each.
 
-    Rows that begin with the same page are a group. The pages that all of a group begin with are
-    read for the queries of the whole group at once, and the other pages row by row. These are
+    Rows that begin with the same page are a group. The pages with which all rows of a group begin
+    are read once, for all queries of the group. The other pages are read row by row. These are
     attention over two parts of the keys, so their Carries are merged, which is exact.
 
         cache = cache.share([1, 2, 3], from_row=0, tokens=prefix)
@@ -57,7 +57,8 @@ def cascade_attention(
         cache = cache.append(key, value)
         cascade_attention(query, cache, Ragged(metadata), q_offset=offset)
 
-    Rows that share nothing cost what they cost without it, and the first part some idle work.
+    Rows that share nothing cost what they cost in `attention`, and the first part does some idle
+    work for them.
 
     **Arguments:**
 
@@ -127,8 +128,8 @@ def cascade_attention(
 
 
 def _checked(cache: AbstractCache, strategy: AttentionImpl, mask: AbstractMask | None) -> Pages:
-    """The keys of the cache. **Raises:** `TypeError` or `ValueError` for what a cascade cannot do,
-    whatever the shapes are.
+    """Returns the keys of the cache. **Raises:** `TypeError` or `ValueError` for what a cascade
+    cannot do with inputs of any shape.
     """
     check_strategy(strategy, "cascade_attention")
     if getattr(strategy, "fixed", False):

@@ -48,11 +48,11 @@ def ragged_attention(
     return_carry: bool = False,
     return_max_logits: bool = False,
 ) -> AttentionOutput:
-    """Attention of queries that are packed one row after the other. Each row attends to its own
-    keys.
+    """Computes attention of queries that are packed one row after the other. Each row attends to
+    its own keys.
 
     The queries of a row are its last tokens: the last one is at position `lengths - 1`. So one call
-    serves rows that enter a prompt, rows that take one token and rows that check drafts.
+    serves rows that enter a prompt, decode one token or check drafts.
 
     **Arguments:**
 
@@ -129,9 +129,10 @@ def ragged_attention(
 def _checked(
     arrays: tuple[Any, Any, Any], given: tuple[Any, Any, Any], in_order: Sharers | None
 ) -> tuple[Array, Array, Array]:
-    """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit.
-    Lengths are at most the number of keys of a row on all devices, those `in_order`, which is None
-    if the positions of keys are given. Traced lengths are checked as the program runs.
+    """Returns `cu_q_lens`, `lengths` and `starts` as int32 arrays, and raises unless they fit. A
+    length may be at most the number of keys of a row, counted over the devices `in_order` that
+    share them. If the positions of keys are given, `in_order` is None and lengths have no limit.
+    Traced lengths are checked as the program runs.
     """
     (query, key_, value), (cu, lengths, starts) = arrays, given
     cu = as_int32(cu, "cu_q_lens", 1)

@@ -17,7 +17,7 @@ class Carry(eqx.Module):
     It stands for $\sum_j e^{s_j} v_j$ and $\sum_j e^{s_j}$, both stored relative to the largest
     logit: `numerator` $= \sum_j e^{s_j - m} v_j$, `denominator` $= \sum_j e^{s_j - m}$,
     `max_so_far` $= m$. [`merge`][eqattn.Carry.merge] is associative and commutative to rounding
-    (commutative bitwise), and `empty` is its exact identity, so keys can be split over blocks,
+    (commutative bitwise), and `empty` is its exact identity. So keys can be split over blocks,
     devices, cache pages or a shared prefix in any way and order.
 
     `max_so_far` is a gauge: no result depends on it, and no gradient flows through it. It is the
@@ -56,7 +56,7 @@ class Carry(eqx.Module):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], value_dim: int, dtype: Any = jnp.float32) -> "Carry":
-        """Attention over no keys: the identity of `merge`.
+        """Returns attention over no keys, which is the identity of `merge`.
 
         **Arguments:**
 
@@ -76,7 +76,7 @@ class Carry(eqx.Module):
     def from_logits(
         cls, logits: Float[Array, "*bt h s"], values: Float[Array, "*b s h v"]
     ) -> "Carry":
-        """Attention over the given keys. Masked pairs have the logit `-inf`.
+        """Computes attention over the given keys. Masked pairs have the logit `-inf`.
 
         **Arguments:**
 
@@ -101,7 +101,7 @@ class Carry(eqx.Module):
     def from_output(
         cls, output: Float[Array, "*bth v"], logsumexp: Float[Array, " *bth"]
     ) -> "Carry":
-        r"""The Carry of normalised attention and its logsumexp.
+        r"""Builds a Carry from normalised attention and its logsumexp.
 
         With the logsumexp $L$ as origin, the denominator is $e^{L - L} = 1$, and the numerator is
         the output. The 1 keeps the derivative by $L$.
@@ -127,7 +127,7 @@ class Carry(eqx.Module):
         maximum: Float[Array, "..."],
         denominator: Float[Array, "..."],
     ) -> "Carry":
-        """The Carry of normalised attention `o`, the maximum `m` and the denominator `l`.
+        """Builds a Carry from normalised attention `o`, the maximum `m` and the denominator `l`.
 
         **Arguments:**
 
@@ -154,14 +154,14 @@ class Carry(eqx.Module):
         return cls(output * denominator[..., None], denominator, lax.stop_gradient(maximum))
 
     def update(self, logits: Float[Array, "*bt h s"], values: Float[Array, "*b s h v"]) -> "Carry":
-        """This Carry with the given keys added. The arguments are those of `from_logits`."""
+        """Adds the given keys to this Carry. The arguments are those of `from_logits`."""
         return self.merge(Carry.from_logits(logits, values))
 
     def merge(self, other: "Carry") -> "Carry":
-        r"""Attention over the keys of both Carries, for the same rows.
+        r"""Returns attention over the keys of both Carries, for the same rows.
 
-        Relative to the larger of the two maxima $a \ge b$, the sums of the one stay as they are,
-        and those of the other are multiplied by $e^{b - a}$.
+        Let $a \ge b$ be the two maxima. The sums that are relative to $a$ stay as they are, and the
+        others are multiplied by $e^{b - a}$.
         """
         if not isinstance(other, Carry):
             raise TypeError(
@@ -197,9 +197,9 @@ class Carry(eqx.Module):
 
         **Returns:** a Carry whose `max_so_far` is the largest sink where that is more.
 
-        **Raises:** `ValueError` if the sinks do not broadcast. Also for as many sinks `[h]` as
-        heads, which may be meant for one head each: write `[h, 1]`, or `[1, h]` for sinks that all
-        heads share.
+        **Raises:** `ValueError` if the sinks do not broadcast. It is also raised for `[h]` sinks if
+        there are `h` heads, as one for each head may be meant. Write `[h, 1]` for that, or `[1, h]`
+        for sinks that all heads share.
         """
         (sinks,), shape = _floats(sinks=sinks), self.denominator.shape
         if sinks.ndim == 1 and shape and sinks.shape[0] == shape[-1] > 1:
@@ -249,8 +249,8 @@ class Carry(eqx.Module):
 def _weight(exponent: Array) -> Array:
     """The number 1 with the derivative by `x` of `exp(x - x0)` at `x0 = x`; 0 where `x` is `-inf`.
 
-    A weight `exp(x)` relative to its own origin is 1 whatever `x` is. That the origin is a constant
-    keeps the derivative, which is that of `log(weight)`.
+    A weight `exp(x)` relative to `x` as its origin is 1. That the origin is a constant keeps the
+    derivative, which is that of `log(weight)`.
     """
     seen = exponent != -jnp.inf
     safe = jnp.where(seen, exponent, 0)

@@ -115,10 +115,10 @@ def _row_mean_jvp(once, primals, tangents):
 def _widen(x: Array, n: int) -> Array:
     """An array `[..., 1]` repeated to `[..., n]`, such that its transpose is an accurate sum.
 
-    XLA adds the entries of a row one after the other on a CPU, which loses up to `n / 2` roundings
-    where the two cotangents of `row_mean` nearly cancel. There the row is made by doubling, so that
-    its transpose adds by halves and loses `log2(n)`. Other platforms sum in a tree already, and
-    what is doubled would be written out to memory at each step.
+    On a CPU, XLA adds the entries of a row one after the other. That loses up to `n / 2` roundings
+    where the two cotangents of `row_mean` nearly cancel. So there the row is made by doubling: its
+    transpose adds by halves and loses `log2(n)`. Other platforms sum in a tree already, and would
+    write the row to memory at each doubling.
     """
     return lax.platform_dependent(
         x, cpu=ft.partial(_doubled, n=n), default=ft.partial(_repeated, n=n)

@@ -54,8 +54,8 @@ def read_fields(config: Any, fields: Iterable[str], given: Mapping) -> dict[str,
             f"base_config of type {type(config).__name__} has none of the attributes that are "
             f"read: {known}."
         )
-    # A given argument also wins over a config that says the same under another name: a partition
-    # axis over the config's manager, and a platform that names a device over its backend.
+    # A given argument also wins over a config that says the same under another name. A partition
+    # axis wins over the config's manager, and a platform that names a device over its backend.
     if "partition_axis" in given or "partition_manager" in given:
         found.pop("partition_axis", None)
         found.pop("partition_manager", None)

@@ -88,16 +88,14 @@ class AttentionMetadata(eqx.Module):
     """How attention is computed: its dtypes, devices, scale and blocks. It is immutable.
 
     The only leaves are those of `softmax_scale`, `logits_soft_cap` and `softmax_aux` that are
-    floating-point arrays, so `jax.grad`, `jax.jit`, `jax.vmap` and their `eqx.filter_*` versions
+    floating-point arrays. So `jax.grad`, `jax.jit`, `jax.vmap` and their `eqx.filter_*` versions
     all work over it. An array is learned. A number is a constant: like all else it is static, so
     that no gradient, optimiser or weight decay moves it, and another number retraces. What is
     static is hashable and canonical: equal metadata, however spelled, have equal tree structures
     and do not retrace.
 
-    `eqx.tree_at` exchanges arrays, and None with `is_leaf=lambda x: x is None`; `replace` exchanges
-    anything.
-
-    Neither import nor construction starts a JAX backend.
+    Use `eqx.tree_at` to exchange arrays, and with `is_leaf=lambda x: x is None` also None. Use
+    `replace` to exchange anything. Neither import nor construction starts a JAX backend.
 
     **Arguments:** all can be given by position, in this order.
 
@@ -249,10 +247,10 @@ class AttentionMetadata(eqx.Module):
         return cls(base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob)
 
     def replace(self, **kwargs: Any) -> "AttentionMetadata":
-        """A copy with some arguments changed, converted and checked as in the constructor.
+        """Returns a copy with some arguments changed, converted and checked as in the constructor.
 
-        `partition_axis` and `partition_manager` follow each other, a platform that names a device
-        sets the backend too, and `base_config` fills what is None here and not in `kwargs`.
+        `partition_axis` and `partition_manager` follow each other. A platform that names a device
+        sets the backend too. `base_config` fills what is None here and not in `kwargs`.
 
         **Raises:** `TypeError` for an unknown name.
         """
@@ -278,7 +276,7 @@ class AttentionMetadata(eqx.Module):
         *,
         base_config: Any = None,
     ) -> "AttentionMetadata":
-        """A copy in which an attribute that is None is set; one that is set stays as it is.
+        """Returns a copy in which the attribute has a value. One that is not None stays as it is.
 
         **Arguments:**
 
@@ -376,7 +374,7 @@ class AttentionMetadata(eqx.Module):
         return cls(**(values if mesh is NOT_GIVEN else values | {"mesh": mesh}))
 
     def to_json(self, **kwargs: Any) -> str:
-        """The data of `to_dict` as strict JSON text. `kwargs` are passed to `json.dumps`."""
+        """Writes the data of `to_dict` as strict JSON text. `kwargs` are passed to `json.dumps`."""
         return json.dumps(self.to_dict(), **{"allow_nan": False, **kwargs})
 
     @classmethod

@@ -97,7 +97,8 @@ _FOLLOWS = {
     "generation_key_sequence_axis": "key_sequence_axis",
 }
 
-# Logical name -> field. The upper-case forms with underscores ("__BATCH__") are the same names.
+# This maps logical names to fields. The upper-case forms with underscores ("__BATCH__") are the
+# same names.
 _LOGICAL = {
     "batch": "batch_axis",
     "length": "sequence_axis",
@@ -151,7 +152,7 @@ class PartitionManager(eqx.Module):
     )
 
     def resolve(self, axes: Sequence[Any], mode: RuntimeMode | str) -> PartitionSpec:
-        """The specification of an array with the given logical axes.
+        """Returns the specification of an array with the given logical axes.
 
         **Arguments:**
 
@@ -243,8 +244,9 @@ def with_axes_kept(
 def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
     """The part of a specification that an array of a shape can have on a mesh.
 
-    Each entry's mesh axes are taken in order. One is kept where the mesh has it, and its size
-    times the sizes of those kept before it divides the size of the array axis.
+    The mesh axes of each entry are taken in order. A mesh axis stays in the entry if the mesh has
+    it, and if the array axis can be cut into that many pieces. The number of pieces is the product
+    of the axis sizes that stay, this one included.
 
     **Raises:** `ValueError` if the specification shards more axes than the array has.
     """

@@ -22,8 +22,8 @@ NOT_GIVEN: Any = NotGiven.NOT_GIVEN
 class Platform(enum.StrEnum):
     """Which code runs: the best that is measured (`AUTO`), plain XLA, or a Pallas kernel.
 
-    `INTERPRET` runs the Pallas kernel of the backend, by default that of TPUs, on any device by
-    interpreting it, which is slow and shows what it computes. `CUDNN` runs NVIDIA's library, which
+    `INTERPRET` interprets the Pallas kernel of the backend, by default the kernel of TPUs, on any
+    device. That is slow, and shows what a kernel computes. `CUDNN` runs NVIDIA's library, which
     computes fewer calls, and some of them differently; `AUTO` never chooses it.
     """
 
@@ -60,7 +60,7 @@ _GPUS = (Backend.GPU, Backend.CUDA, Backend.TRITON, Backend.ROCM)
 
 def device_of_platform(platform: Any) -> Backend | None:
     """The backend that a platform names: `"tpu"`, `"gpu"` and `"triton"` mean Pallas on that
-    device, and `"cudnn"` runs on NVIDIA GPUs. None for any other platform.
+    device, and `"cudnn"` runs on NVIDIA GPUs. It is None for any other platform.
     """
     if platform is None or platform is NOT_GIVEN:
         return None

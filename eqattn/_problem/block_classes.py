@@ -32,9 +32,9 @@ def classes_of(
     - `indices`: the indices of the batch elements and of the heads; None means `0, 1, ...`.
 
     **Returns:** int8 `[B|1, K|1, rows, columns]`, a NumPy array where all is known at trace time.
-    Where the blocking has a `corner`, partial blocks are also cut into halves of their keys and, if
-    each head has its own keys, of their queries. A block is a `CORNER` if none of the first queries
-    sees any of the later keys.
+    Where the blocking has a `corner`, the keys of partial blocks are also cut into halves. If each
+    head has its own keys, their queries are cut so too. A block is a `CORNER` if none of the first
+    queries sees any of the later keys.
     """
     of_blocks = _classifier(mask, blocking, batch_shape, q, k, indices)
     table = of_blocks(block_q=blocking.block_q, block_k=blocking.block_k)
@@ -84,8 +84,9 @@ tokens, these are 262,144 tokens, which take less than half a second.
 
 
 def stairs_of(problem: Problem, blocking: Blocking, table: np.ndarray) -> int:
-    """Into how many parts of its keys, and of its queries, each block that is not full can be cut
-    so that only those on its diagonal need a mask; 0 if some cannot, or if a row has no live block.
+    """Cuts the keys and the queries of blocks into equal parts such that only parts on the diagonal
+    need a mask, and counts them. Full blocks need no cut. It is 0 if this fails for some block, or
+    if a row has no live block.
 
     **Arguments:**
 
@@ -124,7 +125,8 @@ def stairs_of(problem: Problem, blocking: Blocking, table: np.ndarray) -> int:
 
 def table_of(problem: Problem, blocking: Blocking, live: Any = None):
     """The class of each block `[B|1, K|1, rows, columns]`, or None if all are full. A block is
-    empty where `live` is False for all of its last two axes, and partial where for some.
+    empty where `live` is False at all entries of its last two axes, and partial where it is False
+    at some.
     """
     table = None
     if problem.mask is not None:
@@ -147,8 +149,8 @@ def table_of(problem: Problem, blocking: Blocking, live: Any = None):
 
 def as_partial(table: Any) -> Any:
     """A table in which full blocks are partial ones, so that rows are visited in the order of their
-    keys. Full blocks come first, and what is full depends on the other queries of a block: a row
-    would have its keys in another order beside others.
+    keys. Otherwise full blocks come first, and whether a block is full depends on all of its
+    queries. So the order of the keys of a row would depend on the rows beside it.
     """
     xp = np if isinstance(table, np.ndarray) else jnp
     return xp.minimum(table, np.int8(PARTIAL))

@@ -34,15 +34,15 @@ class Blocking:
     - `group`: the number of query heads that share a key/value head.
     - `queries`, `keys`: the numbers of tokens.
     - `block_q`, `block_k`: the tokens of a block.
-    - `parts`: the number of equal parts that queries and keys are cut into. Each part has blocks of
-        its own, so that no block lies on two devices.
+    - `parts`: the number of equal parts that queries and keys are cut into. Each part is cut into
+        blocks by itself, so that no block lies on two devices.
     - `shards`: the number of devices whose keys an array holds that varies with queries and keys.
     - `in_place`: whether keys and values are read where they lie in memory, with their heads inside
         of the blocks. Then a row of the grid has all query heads of a device, and `kv_heads` is the
         number of devices that heads are sharded over.
     - `together`: the number of pages of a block, or 1.
-    - `halves`: whether the class `CORNER` is told apart: a partial block in which no query of the
-        first half sees any key of the later half.
+    - `halves`: whether there is a class `CORNER`. In such a partial block, no query of the first
+        half sees any key of the later half.
     - `fixed`: whether blocks keep their size where there are fewer tokens, and any number of them
         is visited in the same way.
     """
@@ -79,9 +79,9 @@ class Blocking:
 
     @property
     def corner(self) -> int:
-        """The number of rows of a block, the first ones, that may skip the later half of its keys:
-        half of a head's queries, or all rows where several heads share keys. It is 0 where no block
-        is cut so.
+        """How many of the first rows of a block may skip the later half of its keys. They are half
+        of a head's queries, or all rows where several heads share keys. It is 0 where no block is
+        cut so.
         """
         if not self.halves or self.block_k % 2 or (self.group == 1 and self.block_q % 2):
             return 0
@@ -132,9 +132,10 @@ class Blocking:
         return widen(x, axis + 1, n // parts).reshape(*lead, n, *rest)
 
     def own_rows(self, x: Any, axes: str) -> Any:
-        """An array `[B|1, H|1, T|1, S|1]`, perhaps with features, that belongs to operands of these
-        axes: what a single query has of it, with the rows that pad its block if blocks are `fixed`.
-        XLA would compile what is done to one row to other bits, and its gradient too.
+        """Pads what a single query has of an array to a whole block, if blocks are `fixed`. The
+        array is `[B|1, H|1, T|1, S|1]`, perhaps with features, and belongs to an operand with these
+        `axes`. XLA compiles computations of one row to other bits than those of a block, and
+        gradients too.
         """
         if not self.fixed or self.queries != 1 or "t" not in axes:
             return x
@@ -247,7 +248,7 @@ class Blocking:
         return x, axes
 
     def from_pairs(self, x: Array, axes: tuple[int, ...], features: bool = False) -> Array:
-        """Undoes `pairs_of`, but for the padding."""
+        """Undoes `pairs_of`. The padding stays."""
         last = x.shape[x.ndim - features :]
         sizes, block = dict(zip(axes, x.shape)), x.shape[len(axes) : x.ndim - features]
         b, k, rows, columns = (sizes.get(a, 1) for a in (BATCH, HEAD, ROW, COL))
@@ -269,9 +270,9 @@ class BlockOperand:
 
     **Arguments:**
 
-    - `role`: what the array means to the problem: `"query"`, `"key"`, `"value"`, `"page"`,
-        `"scale"`, an index of a pair such as `"q_position"`, `"valid"`, `"seed"`, or the class name
-        of the mask or score that reads it.
+    - `role`: what the array means to the problem. It is `"query"`, `"key"`, `"value"`, `"page"`,
+        `"scale"`, `"valid"`, `"seed"` or an index of a pair such as `"q_position"`. For an array
+        that a mask or a score reads, it is the name of that class.
     - `array`: the blocks, with grid axes in front of the axes of one block.
     - `axes`: the grid axes that the array has.
     - `features`: whether the last axis of a block is one of features.
@@ -289,7 +290,7 @@ class BlockOperand:
 
 
 def broadcast_to_rows(x: Array, blocking: Blocking, features: bool = False) -> Array:
-    """Broadcasts a block from `pairs_of` to `[keys|1, rows|1]`, with its features behind."""
+    """Broadcasts a block from `pairs_of` to `[keys|1, rows|1]`. Features are the last axis."""
     if x.ndim - features == 2:
         return x
     keys, last = x.shape[0], x.shape[3:]

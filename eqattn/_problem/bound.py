@@ -30,12 +30,12 @@ class BoundMask(AbstractMask):
 
 
 def terms_beside_lists(mask: AbstractMask | None) -> list[AbstractMask]:
-    """The terms of a mask but for those that list keys, which have no operands."""
+    """The terms of a mask without those that list keys, which have no operands."""
     return [term for term in leaf_terms(mask) if not term.selects]
 
 
 def with_flat_lists(mask: AbstractMask | None, batch_shape: tuple[int, ...]) -> AbstractMask | None:
-    """The mask with one batch axis in each of its lists of keys, in place of `batch_shape`."""
+    """The mask with lists of keys that have one batch axis in place of `batch_shape`."""
 
     def flat(term: Any) -> Any:
         if not term.selects:

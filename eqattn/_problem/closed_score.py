@@ -11,9 +11,10 @@ spoil it. So the derivatives are evaluated with other arguments:
   finite, and `0 * J = 0`.
 - A block without a visible pair has no such arguments. Its whole gradient is dropped.
 
-An operand with features is shared by all pairs of a row or of a key, and to select it pair by pair
-would turn its product into one for each pair. So there every value is selected where the function
-first makes it of both, that is, after the product; see `_Guarded`.
+An operand with features is shared by all pairs of a row or of a key. Selecting it pair by pair
+would turn one product of matrices into a product for each pair. So values of a row and values of a
+key are not selected. Instead, what the function computes from both is selected, after the product;
+see `_Guarded`.
 
 This is the same trouble as with numbers that are not finite; see `_sweep/nonfinite.py`.
 """
@@ -148,7 +149,7 @@ def read_of(operand: Any, logit: Any, features: int = 4) -> tuple[tuple[int, ...
 
 
 def dtype_read(operand: Any, logit: Any) -> Any:
-    """The dtype in which a score reads an operand: of floats, that of sums."""
+    """The dtype in which a score reads an operand. Floats are read in the dtype of sums."""
     return accumulation_dtype(operand.dtype, logit) if _is_float(operand) else operand.dtype
 
 
@@ -244,8 +245,8 @@ def _evaluate(
     **Arguments:**
 
     - `jaxpr`, `dtypes`, `consts`: those of a `ClosedScore`.
-    - `there`, `mask`: the arguments at one visible pair, and which pairs are visible, if each value
-        is to be that of this pair where its own pair is masked.
+    - `there`, `mask`: the arguments at one visible pair, and which pairs are visible. If they are
+        given, a masked pair gets the values of that visible pair.
     """
 
     transform = lambda *scalars: _of_pair(jaxpr, dtypes, consts, scalars)
@@ -264,9 +265,9 @@ def _evaluate(
 class _Guarded:
     """A value at a pair, and at one visible pair of the same block.
 
-    Once a value depends on both the row and the key, that of a masked pair is replaced by that of
-    the visible pair. So all that is computed from it is finite there, and its own derivative gets
-    the cotangent 0, by the transpose of a selection.
+    Once a value depends on both the row and the key, its number at a masked pair is replaced by
+    that at the visible pair. So all that is computed from it is finite there, and its own
+    derivative gets the cotangent 0, by the transpose of a selection.
 
     **Arguments:**
 
@@ -320,7 +321,8 @@ def _where_visible(fn: Callable, mask: Array, consts: list[Array], xs: list[Arra
 
 @ft.partial(_where_visible.defjvp, symbolic_zeros=True)
 def _where_visible_jvp(fn, primals, tangents):
-    # With f the function, M the mask and x' the arguments at one visible pair, this differentiates
+    # Let f be the function, M the mask and x' the arguments at one visible pair. This
+    # differentiates
     #
     #     y = where(M, f(where(any(M), c, stop(c)), where(M, x, stop(x'))), 0).
     #
@@ -369,8 +371,8 @@ def _one_visible(mask: Array) -> tuple[Array, tuple[Array, Array]]:
 
 
 def _where_seen(mask: Array, x: Array, y: Array) -> Array:
-    """An argument `x` where a pair is visible, else `y`. Features of a row or a key stay if any of
-    its pairs is visible, with 0 for what is not finite: a masked pair may multiply it by 0.
+    """An argument `x` where a pair is visible, else `y`. Features of a row or a key stay if it has
+    a visible pair. In them 0 replaces what is not finite, as a masked pair may multiply it by 0.
     """
     if x.ndim == 2:
         return jnp.where(mask, x, y)

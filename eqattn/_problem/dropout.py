@@ -17,8 +17,8 @@ WORDS = ("first_word", "second_word")
 def words_of(problem: Problem, spread: HeadExchange) -> dict[str, Array]:
     """The words `[B, H, T, 1]` of each row, by role; none without dropout.
 
-    Where devices exchange tokens for heads, they are those of this device's heads and of all its
-    tokens after the exchange, whose positions it knows.
+    Where devices exchange tokens for heads, the words belong to the heads and tokens that this
+    device has after the exchange. It knows the positions of these tokens.
     """
     if problem.seed is None or problem.rate == 0:
         return {}

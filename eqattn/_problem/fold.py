@@ -1,5 +1,5 @@
-"""The fold of a problem: its blocks are made, visited, and put together again as a Carry, as output
-and logsumexp, or as the greatest logits of each row.
+"""Folds a problem: cuts it into blocks and visits them. The results are put together as a Carry, as
+output and logsumexp, or as the greatest logits of each row.
 """
 
 import dataclasses
@@ -163,12 +163,12 @@ def _visited(
 
     **Arguments:**
 
-    - `visit`: `fold`, `attend` or `top`, with what is joined to the rows as an argument in front,
-        and the index of the operand that holds the places of keys as `place`.
+    - `visit`: a function that calls `fold`, `attend` or `top`. Its first argument is what is joined
+        to the rows, and its `place` the index of the operand that holds the places of keys.
     - `count`: the number of its results.
     - `joined`: what is joined to the rows once their keys have been visited.
     - `places`: whether the visit reads the places of keys where a mask has moved their positions.
-    - the others: those of `fold_problem`.
+    - the others: the arguments of `fold_problem`.
     """
     spread, problem = spread or HeadExchange(), problem.at_places()
     # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
@@ -177,7 +177,7 @@ def _visited(
     blocks = BlockOperands(problem, blocking, spread, lowering, live, places)
     table, table_axes, classes = blocks.plan()
     visited = blocks.on(spread.local(blocking))
-    # Of a table with axes of batch or heads, each device of a mesh may have another part.
+    # If a table has axes of batch or heads, each device of a mesh may have another part of it.
     alike = spread.manual is None or table_axes == (ROW, COL)
     known = KnownTable.of(table) if isinstance(table, np.ndarray) and alike else None
     stairs = 0 if known is None else stairs_of(problem, blocking, known.array)

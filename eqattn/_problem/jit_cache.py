@@ -62,7 +62,7 @@ def cached(fn: Callable) -> Callable:
                 node = node.of(owner())
         leaves, treedef = jax.tree.flatten(trees)
         arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
-        others = tuple(  # Compared by type, too, as 1 == True == 1.0.
+        others = tuple(  # Types are compared, too, as 1 == True == 1.0.
             (_ARRAY, None) if isinstance(x, jax.Array | np.ndarray) else (type(x), x)
             for x in leaves
         )

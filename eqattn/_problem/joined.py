@@ -90,8 +90,8 @@ class Joined(AbstractStored):
 
 
 class Leading(AbstractStored):
-    """Values that are the first features of the keys of the same call. They have no arrays of their
-    own: blocks of them are parts of the blocks of keys.
+    """Values that are the first features of the keys of the same call. They have no arrays: a block
+    of values is a part of the block of keys.
 
     **Arguments:**
 

@@ -1,8 +1,8 @@
 """Attention whose keys are sharded over devices, which all have the queries: decoding over a cache
 that is longer than the memory of one device.
 
-Attention over the keys of one device is a Carry, and Carries merge exactly. So nothing but a Carry
-of the few queries travels, whatever the mask, the scores and the form in which keys are stored.
+Attention over the keys of one device is a Carry, and Carries merge exactly. So only a Carry of the
+few queries is sent, for all masks, scores and forms in which keys are stored.
 
 Where keys lie decides which positions a device has. With `n` devices, of which this is number `i`,
 
@@ -49,8 +49,9 @@ def merged_over(carry: Carry, axis: str) -> Carry:
 
 
 def stored_specs(x: Any, axis: str) -> dict[int, P]:
-    """How the arrays of keys or values are spread over the devices along a mesh axis, by their ids:
-    pages, or the tokens of `[b, s, k, d]` and of scales `[b, n, s * k / n]`.
+    """Specifies how the arrays of keys or values are spread over the devices along a mesh axis, by
+    the ids of the arrays. Pages are spread, or else the tokens of `[b, s, k, d]` and of scales
+    `[b, n, s * k / n]`.
     """
     held = as_stored(x)
     lead = [0 if held.table is not None else 2 if flat else 1 for flat in held.flat]
@@ -58,7 +59,9 @@ def stored_specs(x: Any, axis: str) -> dict[int, P]:
 
 
 def key_axis(operand: Array | np.ndarray) -> int:
-    """The axis of keys of an array, the last one. A canonical operand may have features behind."""
+    """The axis of keys of an array, the last one. A canonical operand may have an axis of features
+    after it.
+    """
     return min(operand.ndim - 1, 3)
 
 
@@ -68,14 +71,14 @@ def on_every_device(operand: Array | np.ndarray, paged: bool) -> bool:
 
 
 class ShardedKeys(eqx.Module):
-    """What a problem has of its keys, apart from the rest of it.
+    """A problem in two parts: what it has for its keys, and the rest.
 
     **Arguments:**
 
     - `rest`: the problem without keys, values and arrays that vary with keys.
     - `key`, `value`: keys and values, as arrays or as they are stored.
     - `positions`, `places`: the positions of the keys, and their places, or None.
-    - `mask`, `scores`: the canonical operands of each term of the mask and of each score.
+    - `mask`, `scores`: the canonical operands that each term of the mask, and each score, reads.
     - `consts`: the arrays that each score closes over, in the dtype of sums.
     """
 
@@ -90,7 +93,7 @@ class ShardedKeys(eqx.Module):
 
     @classmethod
     def of(cls, problem: Problem, axis: str, inside: bool) -> "ShardedKeys":
-        """Takes a problem apart.
+        """Splits a problem into these parts.
 
         **Arguments:**
 
@@ -103,8 +106,8 @@ class ShardedKeys(eqx.Module):
         if inside and not paged and problem.kv_positions is None:
             start = lax.axis_index(axis) * size
             problem = dataclasses.replace(problem, kv_positions=(start + iota(size))[None])
-        # Masks look up what they know by place while the places of all keys are at hand. A list of
-        # keys stays: each device finds those that it has.
+        # Masks look up what they know by place here, where the places of all keys are known. A list
+        # of keys stays: each device finds those that it has.
         problem = problem.at_places(lists=False)
 
         def operands(part: Any) -> tuple[Array, ...]:
@@ -136,7 +139,7 @@ class ShardedKeys(eqx.Module):
     def check(self, n: int, axis: str, inside: bool) -> None:
         """**Raises:** `ValueError`, with the remedy, for keys that `n` devices cannot share."""
         for name, x in (("key_", self.key), ("value", self.value)):
-            if isinstance(x, Leading):  # a part of the keys
+            if isinstance(x, Leading):  # it is a part of the keys
                 continue
             devices = x.devices if isinstance(x, Pages) else n
             if isinstance(x, Pages) != self.paged or devices != n:
@@ -204,7 +207,7 @@ class ShardedKeys(eqx.Module):
         elif positions is None:
             size = key.shape[1]
             positions = (index * size + iota(size))[None]
-        if isinstance(value, Leading):  # of this device's keys
+        if isinstance(value, Leading):  # it is a part of this device's keys
             first = as_stored(key).first
             value = value if first is None else Leading(first.shape, first.dtype)
         problem = self.rest

@@ -1,4 +1,4 @@
-"""Lists of blocks of keys, as tables of the blocks that are visited.
+"""Turns lists of blocks of keys into tables that say which blocks are visited.
 
 Where a list names blocks of keys, it says which blocks of the grid are live. These are visited
 where they lie. Nothing is gathered, and no gradient is scattered.
@@ -18,8 +18,8 @@ from .storage import AbstractStored
 
 
 _LEAST = 32
-"""The least rows of logits and the least keys of a block that is visited by itself. What a visit
-takes besides its products is some microseconds on a CPU, as long as products of 32 x 32 take.
+"""The least rows of logits and the least keys of a block that is visited by itself. On a CPU, a
+visit takes some microseconds more than its products, and products of 32 x 32 take as long as that.
 """
 
 _COPY = 18
@@ -84,14 +84,14 @@ def live_blocks(problem: Problem, selection: Any, blocking: Blocking) -> Bool[Ar
     """
     indices = selection.rows_of(problem.batch_shape)
     count = -(-problem.sizes[1] // selection.block_k)
-    places = jnp.where(indices < 0, count, indices)  # beyond the blocks, and so dropped
+    places = jnp.where(indices < 0, count, indices)  # this is out of range, and so dropped
     own = [np.arange(n, dtype=np.int32).reshape(-1, *[1] * (3 - i))
            for i, n in enumerate(indices.shape[:3])]  # fmt: skip
     at = (*map(jnp.asarray, own), places)
     batch, lists, rows = indices.shape[:3]
     live = jnp.zeros((batch, lists, rows, count), bool).at[at].set(True, mode="drop")
     live = jnp.repeat(live, selection.block_k // blocking.block_k, 3)[..., : blocking.columns]
-    each = max(blocking.block_q // selection.block_q, 1)  # the lists of a row, one after the other
+    each = max(blocking.block_q // selection.block_q, 1)  # a row has so many lists
     live = jnp.repeat(live, max(selection.block_q // blocking.block_q, 1), 2)
     live = live[:, :, : blocking.rows * each]
     live = blocking.pad(live, 2, blocking.rows * each, edge=False)

@@ -1,9 +1,9 @@
 """A problem whose mask lists keys, where automatic axes of a mesh shard its batch or its heads.
 
 XLA does not split a gather whose indices are sharded as its operand is. It gathers the indices of
-all devices, and in a backward pass also the gradients of their listed keys. But a list names keys
-of its own batch element and head. So these axes of the mesh are made manual, and each device folds
-the problem of its own batch elements and heads.
+all devices, and in a backward pass also the gradients of their listed keys. But a list names only
+keys of the batch element and head that it belongs to. So these axes of the mesh are made manual,
+and each device folds a problem with its batch elements and heads.
 """
 
 import dataclasses
@@ -27,21 +27,22 @@ from .problem import Problem
 
 
 HEADS = {"query": 2, "key": 2, "value": 2, "h_indices": 1}
-"""The axis of heads of each array of a problem that has one."""
+"""The axis of heads, for each array of a problem that has such an axis."""
 
 TOKENS = (*HEADS, "q_positions", "kv_positions", "q_shift", "kv_places", "b_indices")
 """The arrays of a problem whose first axis is that of the batch, of size 1 where all share them."""
 
 
 class _Split(eqx.Module):
-    """A problem, apart from what has an axis of the batch or of heads.
+    """A problem in two parts: what has an axis of the batch or of heads, and the rest.
 
     **Arguments:**
 
     - `rest`: the problem without what follows.
     - `tokens`: its arrays with the names `TOKENS`, or None.
     - `lists`: the indices of each term of the mask that lists keys, `[B|1, h, rows, n]`.
-    - `mask`, `scores`: the canonical operands of each other term of the mask, and of each score.
+    - `mask`, `scores`: the canonical operands that each other term of the mask, and each score,
+        reads.
     - `consts`: the arrays that each score closes over, in the dtype of sums.
     """
 
@@ -54,8 +55,8 @@ class _Split(eqx.Module):
 
     @classmethod
     def of(cls, problem: Problem, manual: ManualAxes) -> "_Split":
-        """Takes a problem apart. Masks, scores and dropout go on to read the indices of batch
-        elements and heads in the whole arrays.
+        """Splits a problem into these parts. Masks, scores and dropout go on to read the indices of
+        batch elements and heads in the whole arrays.
         """
         (batch, _, heads, _), acc = problem.query.shape, problem.accumulation_dtype
         listing: list[Any] = [x for x in leaf_terms(problem.mask) if x.selects]
@@ -128,7 +129,7 @@ def fold_own_rows(problem: Problem, manual: ManualAxes, fold: Callable[[Problem]
 
     **Arguments:**
 
-    - `problem`: the problem. It `lists_own_keys` (`mesh.py`).
+    - `problem`: the problem, for which `lists_own_keys` of `mesh.py` is True.
     - `manual`: the axes that shard its batch and its key/value heads.
     - `fold`: a function that folds the problem of a device.
     """

@@ -64,7 +64,9 @@ class Lookups:
         return self._run(given, self.jaxpr.outvars)[0]
 
     def _run(self, given: dict, wanted: Sequence[Any]) -> list:
-        """Evaluates the equations that the `wanted` variables need beside those that are given."""
+        """Evaluates the equations from which the `wanted` variables follow, starting from variables
+        that are given.
+        """
         env = dict(zip(self.jaxpr.constvars, self.consts)) | given
         read = lambda v: v.val if isinstance(v, Literal) else env[v]
         for eqn in _needed(self.jaxpr.eqns, wanted, env):
@@ -94,10 +96,10 @@ def lookups_of(fn: Callable, avals: Sequence[Any], axes: Sequence[str | None]) -
     - `axes`: the axes on which each of them varies; None for a logit.
     """
     whole = jax.make_jaxpr(fn)(*avals)
-    flat = jax.make_jaxpr(lambda *xs: replay(whole, *xs))(*avals)  # without calls
+    flat = jax.make_jaxpr(lambda *xs: replay(whole, *xs))(*avals)  # calls are inlined
     jaxpr = flat.jaxpr
-    # Of each variable: the axes on which it varies, None if these are of queries and of keys;
-    # whether a lookup is in it; and the scalars that it depends on.
+    # For each variable, this holds the axes on which it varies, or None if it varies with queries
+    # and keys. Whether it contains a lookup, and on which scalars it depends, follow.
     about: dict = {v: (set(), False, set()) for v in jaxpr.constvars}
     for i, (v, a) in enumerate(zip(jaxpr.invars, axes)):
         about[v] = None if a is None or {"t", "s"} <= set(a) else set(a), False, {i}
@@ -127,11 +129,11 @@ def lookups_of(fn: Callable, avals: Sequence[Any], axes: Sequence[str | None]) -
 def split(part: Any, scalars: Sequence[Any]) -> Lookups | None:
     """What a mask or a score looks up, at scalars that may be abstract.
 
-    A trace is valid inside of `jax.shard_map` only if it was made there, so each evaluation makes
-    one of its own.
+    A trace is valid inside of `jax.shard_map` only if it was made there, so each evaluation traces
+    again.
     """
     own, scored = part.operands(), isinstance(part, AbstractScore)
-    # A problem may have heads of their own for each batch element, see `Problem.h_indices`.
+    # A problem may have different heads in each batch element, see `Problem.h_indices`.
     axes = [*[None] * scored, "b", "bh", "bt", "bs", *[o.axes.rstrip("f") for o in own]]
     fn = part.transform if scored else visible(part)
     # Not a method itself: JAX compares what it traces, and a module's arrays have no truth.
@@ -174,8 +176,8 @@ def _finished(part: Any, scalars: Sequence[Any], count: int) -> Any:
 
 
 def with_lookups(part: Any, like: Any, arrays_of: Callable[[Lookups, tuple], list]) -> Any:
-    """A score, or a mask that combines no others, with what it looks up as operands; itself if it
-    looks up nothing.
+    """Returns a score, or a mask that combines no others, whose lookups have become operands. A
+    part that looks up nothing is returned as it is.
 
     **Arguments:**
 

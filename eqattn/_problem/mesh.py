@@ -31,7 +31,7 @@ class ManualAxes:
     - `others`: the axes that shard nothing.
     - `group`: the axis over which tokens are exchanged for heads. Outside of the fold it shards
         tokens, next to the axis of a ring. In the fold, each of its `n` devices has every `n`-th
-        head, so that heads that other axes shard stay where they are.
+        head. So heads that are sharded over other axes stay on their devices.
     """
 
     mesh: Any
@@ -156,10 +156,10 @@ def current_mesh(given: Any) -> Any:
 
 
 def lists_own_keys(problem: Any) -> bool:
-    """Whether the mask of a problem lists keys, and the axes of a mesh that shard its batch and its
-    heads are to be made manual for it, see `listed_rows`. Caches are left to XLA. So is what a
-    `jax.shard_map` of the caller's checks: JAX 0.10 and 0.12 cannot lower the gradient of another
-    checked one inside of it, over axes that are still automatic there.
+    """Whether a mask lists keys, so that the mesh axes that shard batch and heads are made manual
+    (see `listed_rows`). XLA decides how caches are sharded. It also decides for calls inside a
+    `jax.shard_map` of the caller that checks types. There JAX 0.10 and 0.12 cannot lower the
+    gradient of a second checked `jax.shard_map`, over axes that are still automatic.
     """
     if not any(term.selects for term in leaf_terms(problem.mask)):
         return False

@@ -1,5 +1,5 @@
-"""A `Problem` cut into blocks: its operands, its table of live blocks, and the functions that turn
-the operands of one block into logits and values.
+"""Cuts a `Problem` into blocks: operands, a table of live blocks, and functions that turn the
+operands of a block into logits and values.
 """
 
 import copy
@@ -43,10 +43,10 @@ class BlockOperands:
 
     **Attributes:**
 
-    - `operands`: what the logits read, in the order in which `logits` takes their blocks. These are
-        the query; the arrays that hold the keys, and the tables of their pages; the scale, if it
-        multiplies products and not keys; the four indices of a pair; which keys are not padding;
-        what each score and then the mask reads; and the two words of dropout that each row has.
+    - `operands`: what the logits read, in the order in which `logits` takes their blocks. The
+        query, the keys and the tables of their pages come first. The scale follows if it multiplies
+        products and not keys. Then come the four indices of a pair, and which keys are not padding.
+        What scores and then the mask read follows, and last the two dropout words of each row.
     - `values`: what the values read.
     - `keys`: which of the operands hold keys.
     - `groups`: which of the operands each score and then the mask reads.
@@ -120,7 +120,7 @@ class BlockOperands:
 
     def _store(self) -> None:
         """Adds the operands of keys and values that stay in place. If these lie in pages, each page
-        of a block is an operand of its own, on a page axis of its own.
+        of a block is a separate operand on a separate page axis.
         """
         placed, tables, blocking = [], [], self.blocking
         shared = blocking.kv_heads > 1
@@ -180,7 +180,7 @@ class BlockOperands:
         return self.index("kv_place" if moved else "kv_position")
 
     def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> GridLayout:
-        """The grid of a visit of blocks of this blocking."""
+        """The grid on which blocks of this blocking are visited."""
         more: Any = dict(pages=self.pages, lookups=self.lookups, corner=blocking.corner)
         more |= dict(uniform=blocking.fixed, ring=self.spread.ring, lowering=self.lowering)
         return GridLayout(
@@ -219,7 +219,7 @@ class BlockOperands:
         return [(0,) if flat else (1,) * one_head for flat in x.flat]
 
     def on(self, blocking: Blocking) -> "BlockOperands":
-        """The same operands, for a visit of blocks of another blocking: that of one device."""
+        """The same operands, to be visited in other blocks, such as those of one device."""
         new = copy.copy(self)
         new.blocking, new.local = blocking, blocking.grid[:2] != self.blocking.grid[:2]
         return new
@@ -383,7 +383,7 @@ class BlockOperands:
                 mask = jnp.broadcast_to(mask, blocking.block)
             if mask is None:
                 s = dot(k, q, (1, 0), **dict(self.products))
-            else:  # Masked before the scale, whose gradient is a sum over the products.
+            else:  # The mask comes before the scale, whose gradient sums products.
                 s = jnp.where(mask, masked_dot(k, q, self.products), 0)
             if self.post_scale:
                 s = s * named["scale"]

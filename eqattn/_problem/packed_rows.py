@@ -1,9 +1,9 @@
-"""Masks and scores for packed queries, where a batch element is a block of queries of one row, or
-of several.
+"""Masks and scores for packed queries: each batch element is a block of queries, from one row or
+from several.
 
-A mask and a score are functions of the row `b`. Here the batch index counts blocks instead of rows.
-So the row of each block, or of each of its queries, becomes an operand, which travels with the
-block, and replaces `b`.
+A mask and a score are functions of the row `b`. But here the batch index is that of a block, not of
+a row. So the row to which a block, or each query in it, belongs becomes an operand. It travels with
+the block and replaces `b`.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class PackedRows(NamedTuple):
     - `tokens`: the packed queries of each block, int32 `[blocks, q]`, for lists of keys.
     - `token`: the place of each query among those of its row, int32 `[blocks, q]`, where arrays may
         have an entry for each query or key; else None.
-    - `sizes`: the numbers of queries and of keys of a row in such arrays.
+    - `sizes`: how many queries and keys a row has in such arrays.
     """
 
     row: Array

@@ -165,7 +165,9 @@ class Problem(eqx.Module):
         return accumulation_dtype(self.query.dtype)
 
     def canonical(self, operand: Operand, name: str = "operand") -> Array | np.ndarray:
-        """Brings an operand to the form `[B|1, H|1, T|1, S|1]`, perhaps with features behind."""
+        """Brings an operand to the form `[B|1, H|1, T|1, S|1]`, perhaps with a last axis of
+        features.
+        """
         (t, s, heads, _), lead = self.sizes, operand.array.shape[: -1 - len(operand.feature_shape)]
         if operand.axes.removesuffix("f").endswith("ts") and lead[-1] != 1:
             s *= self.shards
@@ -180,8 +182,8 @@ class Problem(eqx.Module):
         return q, iota(s)[None] if k is None else k
 
     def at_places(self, q: Any = None, k: Any = None, lists: bool = True) -> "Problem":
-        """The problem with its mask as that of its tokens, and with positions as this moves them;
-        the problem itself if no term of the mask goes by places.
+        """Returns the problem with the mask of the tokens at its places, and with the positions
+        that this mask gives them. Without a term that goes by places, it is the problem itself.
 
         **Arguments:**
 
@@ -203,7 +205,7 @@ class Problem(eqx.Module):
         return dataclasses.replace(self, mask=mask, **moved)
 
     def indices(self) -> list[Any]:
-        """The indices `b`, `h`, `q`, `k` of every pair, each `[B|1, H|1, T|1, S|1]`."""
+        """Returns the indices `b`, `h`, `q`, `k` of every pair, each `[B|1, H|1, T|1, S|1]`."""
         batch, heads = math.prod(self.batch_shape), self.sizes[2]
         b = (iota(batch) if self.b_indices is None else self.b_indices).reshape(-1, 1, 1, 1)
         h = iota(heads)[None] if self.h_indices is None else self.h_indices
@@ -265,7 +267,9 @@ def check_shapes(query, key, value) -> None:
 
 
 def named_mask(mask: Any) -> Any:
-    """The masks that the names `"causal"` and `"full"` stand for; anything but a name as it is."""
+    """The masks that the names `"causal"` and `"full"` mean. Anything that is not a name is
+    returned as it is.
+    """
     if not isinstance(mask, str):
         return mask
     if mask not in ("causal", "full"):

@@ -1,8 +1,9 @@
-"""The keys and values of rows as pages, for blocks of packed queries: blocks of one row share its
+"""Keys and values of rows as pages, for blocks of packed queries. Blocks of one row share its
 pages, so nothing is copied for them.
 
-Where `n` devices share the keys, each of them has one piece of a row, and pages are dealt out in
-turn: the page `j` of device `i` is the part `j n + i` of the row. So positions go along.
+Where `n` devices share the keys, each of them has one piece of a row. Pages are dealt out in turn:
+the page `j` of device `i` is the part `j n + i` of the row. So the positions of keys are passed
+along with them.
 """
 
 from typing import Any, NamedTuple
@@ -31,12 +32,12 @@ class Sharers(NamedTuple):
     inside: bool = False
 
     def keys(self, s: int) -> int:
-        """How many keys a row has of whose array `s` are at hand."""
+        """How many keys a row has in all, if the array at hand has `s`."""
         return s * self.devices if self.inside else s
 
     def pieces(self, a: Array, fill: Any = 0, multiple: int = 1) -> Array:
-        """Cuts `[b, s, ...]` into the pieces that are at hand, `[b, pieces, s / pieces, ...]`, each
-        padded at its end to a `multiple`.
+        """Cuts `[b, s, ...]` into one piece for each device whose keys it holds,
+        `[b, pieces, s / pieces, ...]`. Each piece is padded at its end to a `multiple`.
         """
         n = 1 if self.inside else self.devices
         b, s = a.shape[:2]

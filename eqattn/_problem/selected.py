@@ -1,10 +1,10 @@
 """A problem whose keys are listed for each query, as problems whose keys are gathered.
 
-A row of the list, a query or a block of them, becomes a batch element, and its keys are copied out
-of the whole in the order of the list. What is left is an ordinary problem, with a batch axis
-`(batch, heads of the list, rows)` and `n` keys, so every visit, score and mask applies to it, in
-every order of differentiation. Its gradients are brought back by the transpose of the gather, which
-adds up in float32.
+A row of the list belongs to one query, or to a block of queries. It becomes a batch element, and
+its keys are copied in the order of the list. The result is an ordinary problem, with a batch axis
+`(batch, heads of the list, rows)` and `n` keys. So every visit, score and mask applies to it, in
+every order of differentiation. The transpose of the gather brings its gradients back, and adds them
+up in float32.
 
 The copies of all rows would take `t * n` vectors. So some rows at a time are visited, as many as
 `_together` says. Their gradients are added in place to a sum over all rows, which is wide.
@@ -48,8 +48,8 @@ class _Rows(eqx.Module):
     - `q_positions`: int32 `[B|1, rows * block_q]`.
     - `of_mask`, `of_scores`: the operands, canonical, with the queries of these rows.
 
-    In the gathered problem, each batch element, head of the list and row is a batch element, and
-    the heads that share a list are all of its heads.
+    A batch element of the gathered problem is one row, of one head of the list and one batch
+    element here. Its heads are those that share the list.
     """
 
     query: Array
@@ -72,7 +72,7 @@ class _Rows(eqx.Module):
         """`[B|1, h|1, rows|1, ...]` with the first three axes in full, as one."""
         lead = self.sizes[:3]
         x = jnp.broadcast_to(x, (*lead, *x.shape[3:]))
-        return x.reshape(math.prod(lead), *x.shape[3:])  # -1 would not do: values may be empty
+        return x.reshape(math.prod(lead), *x.shape[3:])  # -1 fails where values are empty
 
     def merged_queries(self) -> Array:
         batch, lists, rows, size, heads = self.sizes
@@ -80,8 +80,8 @@ class _Rows(eqx.Module):
         return self.merged(query.transpose(0, 3, 1, 2, 4, 5))
 
     def gathered(self, x: Array) -> Array:
-        """A canonical array `[B|1, H|1, T|1, S|1]`, its rows apart and its keys gathered, as that
-        of the gathered problem. There may be features behind.
+        """Turns a canonical array `[B|1, H|1, T|1, S|1]` into that of the gathered problem. Rows
+        become batch elements, and keys are gathered. There may be a last axis of features.
         """
         _, lists, rows, size, heads = self.sizes
         b, all_heads, t, *last = x.shape
@@ -230,11 +230,11 @@ def read_twice(problem: Problem) -> Problem:
 def _together(problem: Problem, lists: int, n: int) -> int:
     """How many rows are visited together, where each has so many lists of `n` keys.
 
-    At most, their copies take as much memory as the keys. On a CPU, what is copied should still be
-    in the cache of a core when it is read, and memory that is written for the first time costs some
-    microseconds a page. So there they take about 2 MiB. With 1, 2, 4, 8 and 32 MiB,
-    `cpu-selected-fwd` took 62, 65, 64, 66 and 82 ms of a busy processor, and `cpu-selected-grad`
-    188, 185, 194, 213 and 235 ms.
+    At most, their copies take as much memory as the keys. On a CPU, copies should still be in the
+    cache of a core when they are read. Memory that is written for the first time also costs some
+    microseconds a page. So there the copies take about 2 MiB. This was measured with 1, 2, 4, 8 and
+    32 MiB, on a busy processor. `cpu-selected-fwd` took 62, 65, 64, 66 and 82 ms, and
+    `cpu-selected-grad` 188, 185, 194, 213 and 235 ms.
     """
     _, s, _, kv_heads = problem.sizes
     copied = n * (kv_heads if lists == 1 else lists)
@@ -299,8 +299,9 @@ class _Source(eqx.Module):
 
     **Arguments:**
 
-    - `stored`: what is taken.
-    - `shadows`: those of its arrays, see `summed_wide`. The parts add their gradients to these.
+    - `stored`: the keys or values.
+    - `shadows`: the shadows of its arrays, see `summed_wide`. The parts add their gradients to
+        these.
     """
 
     stored: AbstractStored
@@ -334,11 +335,12 @@ class _Source(eqx.Module):
 
 
 def _by_vectors(found: Array, slots: Array) -> Array:
-    """What was gathered, `[B, h, rows, n, K, D]`, as XLA:CPU gathers it fast: multiplied by 1.
+    """What was gathered, `[B, h, rows, n, K, D]`, multiplied by 1, so that XLA:CPU gathers it fast.
 
-    It would copy rows of up to 64 features number by number, by so many instructions that a core
-    waits for one or two rows at a time. With a product that it cannot leave out it copies vectors.
-    Of 64 features in float32, listed rows that lie apart took 30 and not 149 ns each.
+    Without the product, XLA:CPU copies rows of up to 64 features number by number. That takes so
+    many instructions that a core waits for only one or two rows at a time. With a product that it
+    cannot leave out, it copies vectors. Scattered rows with 64 features in float32 then took 30 ns
+    each instead of 149.
     """
     if jax.default_backend() != "cpu":
         return found

@@ -43,7 +43,7 @@ class AbstractStored(eqx.Module):
         return (False,) * len(self.arrays)
 
     def in_shares(self, n: int) -> "AbstractStored":
-        """The same numbers, with flat arrays in `n` shares of heads."""
+        """Returns the same numbers, with flat arrays in `n` shares of heads."""
         if any(self.flat):
             raise NotImplementedError(f"{type(self).__name__} cannot share flat arrays over {n}.")
         return self
@@ -75,8 +75,8 @@ class AbstractStored(eqx.Module):
 
     @property
     def first(self) -> Any:
-        """What holds the first features of each vector, if these lie in arrays of their own; else
-        None.
+        """The first features of each vector as an `AbstractStored`, if they lie in separate arrays;
+        else None.
         """
         return None
 
@@ -126,9 +126,9 @@ class Quantized(AbstractStored):
     """Numbers of 8 bits, with one scale for each vector.
 
     The scales of all tokens and heads lie on one axis, or on one per device if `n` devices share
-    the heads. With an axis of few heads at the end, they would lie transposed in the memory of a
-    TPU, and no kernel could read a page of them. With 2 shares of 4 heads, the scales of tokens
-    `t` and heads `h` are
+    the heads. If an axis of few heads were the last one, a TPU would store them transposed, and no
+    kernel could read a page of them. With 2 shares of 4 heads, the scales of tokens `t` and heads
+    `h` are
 
         share 0   t0h0 t0h1  t1h0 t1h1  t2h0 t2h1 ...
         share 1   t0h2 t0h3  t1h2 t1h3  t2h2 t2h3 ...
@@ -271,7 +271,7 @@ def _without_gradient_jvp(message: str, primals: Any, tangents: Any) -> Any:
 
 def _check_eight_bits(dtype: Any, name: str) -> None:
     dtype = as_dtype(dtype, name)
-    if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # Signed.
+    if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # all signed
         raise ValueError(
             f"{name} must be int8 or a float8 dtype, as which Quantized numbers are stored, got "
             f"{dtype.name}; "
@@ -314,7 +314,7 @@ class Pages(AbstractStored):
     devices: int = eqx.field(static=True, default=1)
 
     def rows(self, rows: Int[Array, " n"]) -> "Pages":
-        """The same pages with the rows at these indices."""
+        """Returns the same pages with the rows at these indices."""
         return Pages(self.content, self._table[rows], self.devices)
 
     def share(self, index: Int[Array, ""]) -> "Pages":
@@ -372,7 +372,9 @@ def as_stored(x: Any) -> AbstractStored:
 
 
 def check_computable(**dtypes: Any) -> None:
-    """**Raises:** `TypeError` for a dtype that is not of real floats with products of their own."""
+    """**Raises:** `TypeError` for a dtype that is not real, floating-point, and wide enough for
+    products.
+    """
     for name, dtype in dtypes.items():
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"{name} must be floating point, got {dtype}; cast it first.")

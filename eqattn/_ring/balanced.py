@@ -24,9 +24,9 @@ _UNEVEN = 1.03  # where smaller chunks are tried: what is counted by blocks is 2
 class Balanced(AbstractRingLayout):
     """Each device holds as many chunks as the others, with as much work under the masks at hand.
 
-    The work of a chunk is the number of blocks that its queries see, segment ids included: packed
-    documents, windows and masks of your own are balanced as causal ones are. With several masks, as
-    those of full and of windowed layers, every one of them is balanced.
+    The work of a chunk is the number of blocks that its queries see, segment ids included. So
+    packed documents, windows and masks of your own are balanced as causal ones are. With several
+    masks, as those of full and of windowed layers, every one of them is balanced.
 
     It is made on the host, of NumPy arrays, in milliseconds. There are two ways to use it:
 
@@ -44,7 +44,7 @@ class Balanced(AbstractRingLayout):
     - `n`: the number of devices.
     - `chunk`: the number of tokens that stay together. Smaller chunks balance better, and larger
         ones have larger blocks. The default is the largest size up to 512 of which each device has
-        8 or more, or if that would be less than 64, the largest up to 64.
+        at least 8 chunks. If that is less than 64, it is the largest up to 64.
     - `batch`, `heads`: the sizes that arrays of the masks may have. The work of a chunk is summed
         over them.
 
@@ -89,7 +89,7 @@ class Balanced(AbstractRingLayout):
                 )
             rows.append(live.sum((0, 1, 3), dtype=np.int64))
         # One device may hold chunks that all have as much work as there can be, such as full
-        # windows, where too few chunks have less. Then only smaller chunks mix better.
+        # windows, where too few chunks have less. Then only smaller chunks can be balanced better.
         least, owner = np.inf, np.zeros(0, int)
         for size in (x for x in sizes if x % block == 0):
             work = np.asarray(rows, np.float64).reshape(len(rows), -1, size // block).sum(-1)
@@ -136,9 +136,9 @@ def _greatest_load(work: np.ndarray, owner: np.ndarray, n: int) -> float:
 def share_out(work: np.ndarray, n: int) -> np.ndarray:
     """Shares out chunks among `n` devices, as many to each.
 
-    The largest chunk that is left goes to the device that has the least so far, and then chunks of
-    the busiest device are exchanged while that helps. With several kinds of work, the load of a
-    device is its greatest, each kind relative to its mean.
+    The largest chunk that is left goes to the device with the least work so far. Then chunks of the
+    busiest device are exchanged while that helps. With several kinds of work, the load of a device
+    is its greatest, each kind relative to its mean.
 
     **Arguments:**
 

@@ -105,7 +105,7 @@ class _Machine:
         return float(np.maximum(work, move).sum()), float(np.maximum(move - work, 0).sum())
 
     def exchange(self, sent: int | float, steps: int) -> float:
-        """The time of exchanges over all links at once, behind which nothing is computed."""
+        """The time of exchanges over all links at once, during which nothing is computed."""
         return sent / (self.bandwidth * self.links) + self.latency * steps
 
 
@@ -138,9 +138,9 @@ def sharding_plan(
     device computes `flops` operations a second, and sends `bandwidth` bytes a second to a
     neighbour, of which it has `links`. A ring sends to one of them, and each move hides behind the
     visit that is going on. An all-gather and an all-to-all send to all of them at once, and nothing
-    is computed meanwhile. Each step takes at least the `latency`. Not in the model are what blocks
-    of few tokens cost, and that an all-to-all between devices without a link of their own takes
-    longer than its bytes.
+    is computed meanwhile. Each step takes at least the `latency`. The model leaves out two costs.
+    Blocks of few tokens take more time per token. An all-to-all between devices that share links
+    takes longer than its bytes say.
 
     **Arguments:**
 
@@ -217,7 +217,7 @@ def _ring(machine: _Machine, name: str, plan: RingPlan, own: int) -> Sharding:
 
 
 def _gathered(machine: _Machine, plan: RingPlan, own: int, dtype: Any) -> Sharding:
-    """Keys and values of all devices at once, whatever hops a ring would leave out."""
+    """Keys and values of all devices at once, also those that a ring would not need."""
     n, work = plan.devices, int(np.sum(plan.flops, 0).max())
     there = (n - 1) * own
     # They are gathered again, and their gradients are scattered, in the dtype of sums.

@@ -21,7 +21,7 @@ def counted_blocks(
     **Arguments:**
 
     - `mask`: the mask, of which all terms whose arrays are not traced are counted.
-    - `tokens`: the number of queries, and of keys, a multiple of `block`.
+    - `tokens`: how many queries there are, and as many keys: a multiple of `block`.
     - `block`: the tokens of a block.
     - `batch`, `heads`: the sizes that arrays of the mask may have.
     - `padding`: how many of the tokens the arrays of the mask lack. They are as the last one.

@@ -28,7 +28,7 @@ class AbstractRingLayout(abc.ABC):
 
     @abc.abstractmethod
     def chunks(self, n: int) -> np.ndarray:
-        """The chunks `[n, parts]` of each of `n` devices, in their order there."""
+        """Returns the chunks of each of `n` devices, `[n, parts]`, in their order there."""
 
     def in_order(self, n: int) -> bool:
         """Whether tokens stay where they are: device after device holds the chunks `0, 1, ...`."""
@@ -89,7 +89,7 @@ class AbstractRingLayout(abc.ABC):
         return taken.reshape(x.shape)
 
     def chunk_size(self, tokens: int, n: int) -> int:
-        """The number of tokens of a chunk.
+        """Returns the number of tokens of a chunk.
 
         **Raises:** `ValueError` unless the chunks have equal lengths.
         """
@@ -122,8 +122,8 @@ class AbstractRingLayout(abc.ABC):
 class Contiguous(AbstractRingLayout):
     """Device `i` of `n` holds the `i`-th of `n` equal pieces: tokens stay where they are.
 
-    Right for windows and for attention without a causal mask. With one, the last device works
-    about twice as much as the mean; see [`eqattn.Zigzag`][].
+    This is right for windows and for attention without a causal mask. With a causal mask, the last
+    device works about twice as much as the mean; see [`eqattn.Zigzag`][].
     """
 
     parts: ClassVar[int] = 1

@@ -22,7 +22,8 @@ choice, not a measurement, and affects only plans and not what a ring does.
 
 
 def block_ends(length: int, blocks: int, start: int = 0, pieces: int = 1) -> np.ndarray:
-    """The first and the last position of each of the equal blocks of a sequence, `[blocks, 2]`.
+    """Cuts a sequence into equal blocks, and returns the first and the last position of each,
+    `[blocks, 2]`.
 
     **Arguments:**
 
@@ -92,7 +93,8 @@ class RingPlan:
     **Arguments:**
 
     - `tokens`: the number of tokens on all devices together.
-    - `devices`: the number of devices of the ring, or of its places if heads are exchanged.
+    - `devices`: the size of the ring: the number of its devices, or of its places if heads are
+        exchanged.
     - `layout`: the tokens that each of them holds.
     - `shifts`: for each hop, how many places before itself a device's columns come from.
     - `flops`: the floating-point operations of the products of the forward, `[hops][devices]`. A
@@ -135,8 +137,9 @@ class RingPlan:
 
     @property
     def in_turn(self) -> float:
-        """The same ratio if a device begins a hop when it has ended the one before, and both of its
-        neighbours have begun that: they hold what it receives, or receive what it sends.
+        """The same ratio if devices wait for their neighbours only. A device begins a hop when it
+        has ended the hop before, which both neighbours must have begun. One neighbour then holds
+        the columns to be received, and the other takes those to be sent.
         """
         flops = np.asarray(self.flops, float)
         begins = ends = np.zeros(flops.shape[1])
@@ -210,7 +213,7 @@ def ring_plan(
     - `dtype`: the dtype of keys and values.
     - `block`: the tokens of the blocks that are counted. The default is the least size that makes
         2048 blocks or fewer.
-    - `group`: the number of devices of each place of the ring, the size of `head_axis`.
+    - `group`: how many devices are at each place of the ring, which is the size of `head_axis`.
 
     **Returns:** a [`eqattn.RingPlan`][].
 
@@ -297,14 +300,13 @@ def _flops(
 def _bytes(
     tokens: int, all_heads: tuple[int, int], dims: tuple[int, int], dtype: Any, group: int
 ) -> tuple[int, int, int]:
-    """The bytes of the keys and values of one device, of their gradients, and of what it sends by
-    all-to-alls.
+    """Counts the bytes of one device: of its keys and values, of their gradients, and of what
+    all-to-alls send.
 
     **Arguments:**
 
     - `tokens`: how many tokens of all batch elements a device has.
-    - `all_heads`, `dims`: the numbers of query heads and of key heads, and the sizes of a key and
-        of a value.
+    - `all_heads`, `dims`: the numbers of query and key heads, and the sizes of a key and a value.
     - `group`: the number of devices that exchange tokens for heads.
     """
     heads, kv_heads = all_heads

@@ -1,9 +1,9 @@
 """Describes trees of modules as strict JSON, without the values of their leaves.
 
-What JSON has no type for is an object with one key, its tag. `_config/json.py` defines some tags,
-and this module adds `$leaf` (the type of a leaf), `$constant` (a static value in a field that may
-also hold a leaf), `$tuple`, `$dtype`, `$enum`, `$object` (a module, dataclass or named tuple),
-`$strategy` and `$metadata`. For example, `Blockwise()` begins with
+What JSON has no type for is an object with one key, its tag. `_config/json.py` defines some tags.
+This module adds `$tuple`, `$dtype`, `$enum`, `$strategy`, `$metadata` and `$object` (a module,
+dataclass or named tuple). It also adds `$leaf` (the type of a leaf) and `$constant` (a static value
+in a field that may also hold a leaf). For example, `Blockwise()` begins with
 
     {"$strategy": {"name": "blockwise", "fields": {"metadata": {"$metadata": {...}}, ...}}}
 """
@@ -99,7 +99,7 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
             data = {f.name: leaves.get(f.name) or encode(unwrap(v)) for f, v in values.items()}
             return {"$metadata": data}
         if dataclasses.is_dataclass(type(x)):
-            # To JAX, a dataclass that is no module is one leaf, whatever it holds.
+            # To JAX, a dataclass that is no module is one leaf, with all that it holds.
             fixed = static or not isinstance(x, eqx.Module)
             get = vars(x).get if isinstance(x, eqx.Module) else lambda name: getattr(x, name)
             fields = {

@@ -3,11 +3,11 @@
     {"eqattn": 2, "library": "...", "object": ..., "leaves": {"bytes": ..., "sha256": ...}, ...}
     the bytes of the first leaf, the second, ... without anything between them
 
-The keys of the line are `eqattn`, the version of the format; `library`, the version that wrote it;
-`object`, the description that `describe` makes; `leaves`, the number of their bytes and a hash of
-them; and `sha256`, a hash of all the rest of the line. The leaves come in the order of
-`jax.tree.leaves`, and are little-endian. Equinox's own format is not used because it makes void
-dtypes of float8, and of NumPy's bfloat16.
+The line has five keys. `eqattn` is the version of the format, and `library` the version of eqattn
+that wrote the file. `object` is the description that `describe` makes. `leaves` says how many bytes
+the leaves have, and gives their hash. `sha256` is a hash of the rest of the line. The leaves come
+in the order of `jax.tree.leaves`, and are little-endian. Equinox's own format is not used because
+it makes void dtypes of float8, and of NumPy's bfloat16.
 """
 
 import hashlib

@@ -18,9 +18,9 @@ of `L`, is the transpose of that sweep, with the cotangents `g` and
     c = l - <o, g>                                  ct sigma = sum over rows of e^{sigma - L} c.
 
 In the gradient of a logit, `p_j (w_j <g, v_j> + c)`, the two terms nearly cancel. So an `o` that
-was rounded to bfloat16 is not enough for `c`: with sharp softmaxes, gradients were off by up to 54
-times their bound. What was left out by rounding is kept beside it, in the same dtype, where
-derivatives are taken; both together have 16 bits.
+was rounded to bfloat16 is not enough for `c`. With sharp softmaxes, gradients were off by up to 54
+times their bound. Where derivatives are taken, a second array of the same dtype therefore holds
+what rounding left out. Both together have 16 bits.
 """
 
 import dataclasses
@@ -189,7 +189,7 @@ ad.primitive_jvps[attend_p] = _jvp
 
 @dataclasses.dataclass(frozen=True)
 class _Point:
-    """Where tangents are taken: the arguments of `tangent_p`, but for the tangents themselves.
+    """The point at which tangents are taken: the arguments of `tangent_p` without the tangents.
 
     **Arguments:**
 
@@ -271,7 +271,7 @@ def _transposed(cts, *args, active, **static):
     layout = static["layout"]
     args, moved = _taken_apart(args, active, layout)
     at = _Point.of(args, **static)
-    # What rounding left out is 0 but for rounding, and so is its part in the cotangent.
+    # In exact arithmetic, what rounding left out is 0. So its cotangent adds nothing here.
     g, ct_lse = cts[0], cts[-1]
     c = jnp.zeros_like(at.lse) if is_zero(ct_lse) else ct_lse
     if not is_zero(g):
@@ -287,7 +287,7 @@ def _transposed(cts, *args, active, **static):
     inner, found = {i: t for i, t in moved.items() if i < len(at.operands)}, {}
     if inner:
         sweep_args, sums = at.sums({i: like[i] for i in inner}, **static)
-        first = (at.table is not None) + len(at.operands) + 1  # after the origin
+        first = (at.table is not None) + len(at.operands) + 1  # the tangents follow the origin
         slots = range(first, first + len(inner))
         sweep_args = replaced(sweep_args, slots, [*inner.values()])
         zero = [ad.Zero(jax.typeof(at.output))] * (len(sums["out_axes"]) - 2)

@@ -7,8 +7,8 @@ The output of a row is `num / den`, and its tangent is
     num = sum_j p_j v_j        dnum = sum_j p_j ds_j v_j        dden = sum_j p_j ds_j.
 
 Narrow products round `p_j ds_j` in `dnum` and `p_j` in `num`. Where all logits of a row move alike,
-`dnum` and `(num / den) dden` nearly cancel, and these errors exceed their difference. But for any
-constant `c`,
+`dnum` and `(num / den) dden` nearly cancel, and these errors exceed their difference. However,
+every constant `c` satisfies
 
     dnum = sum_j p_j (ds_j - c) v_j + c num.
 
@@ -18,8 +18,9 @@ a block. It also adds up `num` again, rounded as it is in this visit. After the 
 of the whole row, `dden / den`, is known. `recentred` then adds what that mean times the two
 roundings of `num` differs by.
 
-Only evaluation differs from the plain sums. Derivative and transpose are those of the plain sums:
-a backward pass has its row's mean before the visit, so programs of gradients hold nothing of this.
+Only evaluation differs from the plain sums. Derivative and transpose are those of the plain sums. A
+backward pass knows the mean of a row before the visit, so programs of gradients contain nothing of
+this.
 """
 
 import functools as ft

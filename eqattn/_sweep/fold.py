@@ -1,9 +1,9 @@
 """The online softmax as one more visit of the grid, with a sweep for its tangent.
 
-In each block, `p = exp(s - max)`. The numerator gains `v^T p`, and the denominator gains `sum p`.
-The maximum is a gauge: the value of a Carry does not depend on it, so its tangent is zero. With the
-maximum held fixed, numerator and denominator are sums over pairs. Their tangent is therefore a
-sweep, and its transpose is the usual flash backward of five products.
+In each block, let `p` be `exp(s - max)`. The numerator gains `v^T p`, and the denominator gains
+`sum p`. The maximum is a gauge: the value of a Carry does not depend on it, so its tangent is zero.
+With the maximum held fixed, numerator and denominator are sums over pairs. Their tangent is
+therefore a sweep, and its transpose is the usual flash backward of five products.
 
 Blocks of logits are `[keys, rows]`, values `[keys, v]` and numerators `[rows, v]`. In this
 orientation no product of the fold or of its backward needs a large transpose.
@@ -55,15 +55,16 @@ def fold(
     **Arguments:**
 
     - `logits`: per class of block, a function of the operands' blocks. It returns `[s]` or
-        `[s, w]`: logits `[keys, rows]` (`-inf` where masked) and, with dropout or a function whose
-        mean is asked for, the factor `[keys, rows]` on each probability in the numerator.
+        `[s, w]`. The logits `s` are `[keys, rows]`, `-inf` where masked. With dropout, or a
+        function whose mean is asked for, `w` `[keys, rows]` are the factors on the probabilities in
+        the numerator.
     - `operands`: arrays that `logits` reads, whose grid axes are the `in_axes` of the `layout`.
     - `values`: per class, a function of the blocks of the operands that the `layout` has as
-        `shared`, then of those of `value_operands`. It returns a finite block
-        `[keys, v]` and its poison `[keys]`: NaN for a key that makes every row NaN that sees it,
-        else 0; see `nonfinite.py`. With `[keys, groups, v]` and `[keys, groups]`, each group of
-        rows has values of its own. Where no pair is masked, `values` may return the block alone,
-        whatever it holds.
+        `shared`, then of those of `value_operands`. It returns a finite block `[keys, v]` and its
+        poison `[keys]`. The poison is NaN for a key that makes the rows that see it NaN, else 0;
+        see `nonfinite.py`. With `[keys, groups, v]` and `[keys, groups]`, each group of rows has
+        different values. Where no pair is masked, `values` may return the block alone, which need
+        not be finite.
     - `value_operands`, `value_axes`: arrays that `values` reads, and their grid axes.
     - `layout`: the grid. With a `ring`, columns rotate around a mesh axis.
     - `table`: the class of each block, on the `table_axes` of the `layout`; or None.
@@ -119,7 +120,7 @@ def fold_arguments(
     reads: Sequence[int] = (),
     products: tuple = (),
 ) -> tuple[list, dict[str, Any]]:
-    """The arguments and the parameters of the primitive by which `fold` adds up, but for its
+    """The arguments and the parameters of the primitive by which `fold` adds up, except its
     `out_axes`.
     """
     axes = varying_axes(*operands, *value_operands, *([] if table is None else [table]))
@@ -208,19 +209,19 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     #
     # with p_j = e^{s_j - m}. The factor of dropout does not move.
     #
-    # Both are sums over pairs of a function of one block, that is, a sweep on the same grid, whose
+    # Both are sums, over pairs, of a function of one block. That is a sweep on the same grid, whose
     # operands are those of the fold, the maximum m, and the tangents. It is linear in the tangents,
-    # so JAX transposes it into the backward pass (`transpose` in sweep.py): with the cotangents a
-    # of num and c of den, that of a logit is
+    # so JAX transposes it into the backward pass (`transpose` in sweep.py). If a and c are the
+    # cotangents of num and den, that of a logit is
     #
     #     ct s_j = p_j (w_j <a, v_j> + c),
     #
     # the usual p (dp - delta), as c = -<a, num / den> comes from the division in `Carry.output`. A
     # kernel for the backward recognises that sweep by its stage.
     #
-    # Narrow products round p_j ds_j. Where all logits of a row move alike, these errors exceed what
-    # is left of dnum - (num / den) dden. So there `centred_dot` and `recentred` find the same sum
-    # relative to the mean of ds; see centred_tangent.py.
+    # Narrow products round `p_j ds_j`. Where all logits of a row move alike, these errors exceed
+    # what is left of dnum - (num / den) dden. So there `centred_dot` and `recentred` find the same
+    # sum relative to the mean of ds; see centred_tangent.py.
     static = dict(visits=visits, values=values, layout=layout, products=products)
     num, den, top = named_output(*fold_p.bind(*primals, out_axes=out_axes, **static))
     table, primals = layout.split(primals)
@@ -260,7 +261,7 @@ def tangent_arguments(
     layout: GridLayout,
     products: tuple,
 ) -> tuple[list, dict[str, Any]]:
-    """The sweep of the tangents of the two sums of a fold.
+    """Builds the sweep that computes the tangents of a fold's numerator and denominator.
 
     **Arguments:**
 

@@ -43,7 +43,7 @@ class FoldStep:
 
     **Arguments:**
 
-    - `logits`, `values`: the closed jaxprs of the block functions of the logits and of the values.
+    - `logits`, `values`: the block functions of the logits and of the values, as closed jaxprs.
     - `products`: keyword arguments of `dot`, as sorted pairs.
     - `shared`: which of the blocks that the logits read the values read, too.
     """
@@ -55,7 +55,7 @@ class FoldStep:
 
     @property
     def grouped(self) -> bool:
-        """Whether each group of rows has values of its own."""
+        """Whether each group of rows has different values."""
         return self.values.out_avals[0].ndim == 3
 
     @property
@@ -78,7 +78,7 @@ class FoldStep:
         that is `alone` they are `[rows, v]`.
         """
         product = ft.partial(dot, **dict(self.products))
-        if self.width == 1 and not self.grouped:  # It joins the denominator's sum, and is exact.
+        if self.width == 1 and not self.grouped:  # This sum is exact, and fuses with the other.
             return (v * kept).sum(0)[:, None] if alone else (v * kept).sum(0)[None]
         if alone:
             return product(kept.T, v, (1, 0))

@@ -1,8 +1,10 @@
-"""Visiting the columns of all devices of a mesh axis at once: they are gathered, each device visits
-its own rows, and what columns collect is summed over the devices that visited them.
+"""Visiting the columns of all devices of a mesh axis at once.
 
-As a ring, this is only another way to run the loops of a sweep, so that there is no derivative code
-here: the gradient of a gathered column is an accumulator that is scattered.
+The columns are gathered, and each device visits its own rows. What columns collect is then summed
+over the devices.
+
+As a ring, this is only another way to run the loops of a sweep, so there is no derivative code
+here. The gradient of a gathered column is an accumulator that is scattered.
 """
 
 import dataclasses

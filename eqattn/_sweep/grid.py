@@ -63,8 +63,9 @@ class GridLayout:
 
     **Arguments:**
 
-    - `grid`: the sizes of its axes, `(*batch, rows, columns)`. In a ring it is one device's: its
-        rows and its columns, but an array with both axes holds the columns of all devices.
+    - `grid`: the sizes of its axes, `(*batch, rows, columns)`. In a ring it is the grid of one
+        device, with its rows and columns. An array with both axes then holds the columns of all
+        devices.
     - `block`: the `(columns, rows)` of one block of logits.
     - `in_axes`: the grid axes that each operand has.
     - `table_axes`: the grid axes of the table, which holds `EMPTY`, `PARTIAL` or `FULL` for each
@@ -73,24 +74,25 @@ class GridLayout:
         it in place of the argument, which holds the same.
     - `ring`: a `Rotation` if columns rotate around a mesh axis, a `Gathering` if each device
         gathers them; None if they stay.
-    - `fused`: whether a transpose finds all its results in one visit of the grid. Otherwise it
-        finds those that move with columns in one visit and the others in another.
-    - `ragged`: whether batch elements on one device are visited one by one, however small they
-        are, because their live columns differ.
+    - `fused`: whether a transpose finds all its results in one visit of the grid. Otherwise one
+        visit finds the results that move with columns, and another visit the rest.
+    - `ragged`: whether the batch elements on a device are visited one by one, even small ones,
+        because their live columns differ.
     - `lowering`: the `Lowering` that visits the blocks, as in `lowering.py`; None means `XLA`.
-    - `stage`: which visit this is, so that a lowering recognises those that it knows: `"fold"`;
-        `"tangent"`, the tangent of a fold; `"backward"`, the transpose of that; empty for others.
+    - `stage`: the name by which a lowering recognises the visit. It is `"fold"`, `"tangent"` for
+        the tangent of a fold, `"backward"` for the transpose of a tangent, and empty for others.
     - `pages`: the sizes of further axes `0, 1, ...`, which are not visited in order. The index on
         axis `i` is the number that operand `lookups[i]` holds for the pair of blocks.
     - `lookups`: the index of that operand, for each axis of `pages`.
     - `corner`: how many rows, the first ones, may see no key of the later half of a block. Where
         it is positive, the table may hold `CORNER`.
     - `stairs`: if positive, each row has a live block, and each block that is not full is a
-        `CORNER` of which more is known. Cut into so many parts of its keys and as many of its rows,
-        it is full where keys are earlier than rows, and empty where later.
-    - `shared`: the operands of the logits of a fold that its values read, too, ahead of their own.
-    - `uniform`: whether a grid of one pair of blocks is visited as larger ones are, so that its
-        bits are those that it would have among others.
+        `CORNER` of which more is known. If its keys and its rows are cut into so many parts, a part
+        is full where keys are earlier than rows. Where they are later it is empty.
+    - `shared`: the operands of the logits of a fold that its values read, too. They come before the
+        operands that only values read.
+    - `uniform`: whether a grid of one pair of blocks is visited as larger grids are. Then the pair
+        has the bits that it would have among others.
     - `tokens`: the `Tokens` that rows and columns were cut from, so that a lowering can read and
         write these where they lie. It is empty where they lie otherwise.
     - `padded`: the number of keys, if these lie in place and the last block is padded; else 0.
@@ -139,15 +141,17 @@ class GridLayout:
 
     @property
     def listed(self) -> int:
-        """The number of entries of the table, or of that of one hop in a ring. Without a table, it
-        is the number for one without batch axes.
+        """The number of entries of the table, in a ring of the table of one hop. Without a table,
+        it is the number of pairs of rows and columns.
         """
         axes = self.table_axes if self.ring is None else self.ring.table_axes
         return math.prod(self.columns if a == COL else self.size(a) for a in axes or (ROW, COL))
 
     @property
     def columns(self) -> int:
-        """The number of columns of one visit: those of all devices where they are gathered."""
+        """The number of columns in one visit. If columns are gathered, they are those of all
+        devices.
+        """
         return self.grid[COL] * (1 if self.ring is None else self.ring.together)
 
     @property

@@ -1,7 +1,7 @@
 """Visiting the live blocks of a grid: the loops that sweeps and the softmax fold share.
 
-JAX never differentiates these loops, as the primitives that run them have derivatives of their own.
-So loop bounds may depend on data, and empty blocks cost nothing.
+JAX never differentiates these loops, as the primitives that run them define their derivatives. So
+loop bounds may depend on data, and empty blocks cost nothing.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ def _loop(lo, hi, body, state, uniform):
     """A loop from `lo` to `hi`; of a known single turn, that turn without a loop.
 
     If it is to be `uniform`, it stays a loop of which XLA does not know the number of turns. What
-    is compiled for a turn, and with it the order of sums inside, could else depend on that.
-    For the same reason a barrier ties what a turn reads to the turn. Where there is one block, it
-    is the same in each turn, and XLA would compute ahead of the loop what depends on nothing else.
-    A product that is not beside its sum is then rounded before it is added.
+    is compiled for a turn, and with it the order of sums inside, could else depend on that. For the
+    same reason a barrier ties what a turn reads to the turn. Where there is one block, it is the
+    same in each turn, and XLA would compute ahead of the loop what depends on nothing else. A
+    product that is not compiled together with its sum is then rounded before it is added.
     """
     if uniform:
         hi = lax.optimization_barrier(jnp.int32(hi))
@@ -78,8 +78,8 @@ def _read_in_turn(t: Any, operands: Sequence, layout: GridLayout) -> tuple[Any, 
     """Ties narrow floats that are read in place to the step `t`, so that XLA cannot convert them
     ahead of it.
 
-    XLA:CPU slices bfloat16 and float8 by converting the whole array. It moves that conversion to
-    before the loop where it does not depend on the step, and then holds a wide copy of a cache.
+    To slice bfloat16 or float8, XLA:CPU converts the whole array. If the conversion does not depend
+    on the step, XLA moves it in front of the loop. The program then holds a wide copy of a cache.
     """
     operands = list(operands)
     narrow = [
@@ -161,8 +161,8 @@ class _RowVisit:
         return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
     def _ends_with_padding(self, at: dict, end: Any) -> Any:
-        """1 if the last of the columns that a row visits, of which there are `end`, is the last one
-        of the grid, which is padded; else 0.
+        """Whether the last of the `end` columns that a row visits is the padded last one of the
+        grid, as 1 or 0.
         """
         if self.order is None:
             return 1
@@ -218,7 +218,7 @@ def traverse(
         return vary(jnp.broadcast_to(block, layout.shape(axes) + block.shape), mixed)
 
     # An accumulator is complete after one row if nothing of another row or batch element is added
-    # to it. It then starts anew in each row, and what is stored is its finished block.
+    # to it. It then starts again in each row, and what is stored is its finished block.
     complete = [into is None and {ROW, *batch} <= set(a) and not moves(a) for a in axes]
     whole = [tuple(a for a in x if a in layout.batch and a not in batch) for x in axes]
     fresh = [filled(a, block) for a, block in zip(whole, start)]

@@ -3,7 +3,8 @@
 A `Lowering` is static and travels in the `GridLayout` of a sweep or fold. So the choice is made
 once, by the strategy, and every rule of differentiation hands it on. `XLA` visits the blocks by
 loops of ordinary JAX. A kernel for a device is another `Lowering`, in `eqattn/kernels/`. It says
-how large its blocks are, which calls and visits it cannot do and why, and it visits the others.
+how large blocks should be, and which calls and visits it cannot do, with the reason. It visits the
+others.
 """
 
 import abc
@@ -83,14 +84,14 @@ class Lowering(abc.ABC):
     """
 
     skips_corners: ClassVar[bool]
-    """Whether a partial block whose later half of keys is hidden from its first queries is a class
-    of its own.
+    """Whether partial blocks whose later half of keys is hidden from the first queries are a
+    separate class.
     """
 
     finishes_rows: ClassVar[bool]
-    """Whether the visit of a fold writes outputs and logsumexps at less cost than a Carry, so that
-    `attend` is used where nobody asks for the Carry. Such a visit reads queries, keys and values,
-    and writes outputs, with their features innermost, as projections write and read them.
+    """Whether the visit of a fold writes outputs and logsumexps at less cost than a Carry. Then
+    `attend` is used where no Carry is asked for. Such a visit reads queries, keys and values, and
+    writes outputs, with their features innermost, as projections write and read them.
     """
 
     splits_over_devices: ClassVar[bool]
@@ -109,8 +110,8 @@ class Lowering(abc.ABC):
     """
 
     holds_operands_apart: ClassVar[bool] = False
-    """Whether XLA must not make the transpose of heads and tokens a part of the projection before
-    it, as it could then not write the result in the order in which a visit reads it.
+    """Whether XLA must not fuse the transpose of heads and tokens into the projection before it.
+    Fused, the result could not be written in the order in which a visit reads it.
     """
 
     @property
@@ -132,8 +133,8 @@ class Lowering(abc.ABC):
         """Chooses the sizes of blocks where the caller gave none."""
 
     def unsupported_features(self, features: Mapping[str, Any], metadata: Any) -> str:
-        """A hook: why no call with these features can run, whatever its shapes are; empty if some
-        can. What only a visit tells is left to `lower`.
+        """A hook that says why no call with these features can run, for all shapes; empty if some
+        call can. What only a visit tells is left to `lower`.
 
         **Arguments:**
 
@@ -172,7 +173,7 @@ class Lowering(abc.ABC):
 
     @abc.abstractmethod
     def unsupported_function(self, jaxpr: Any) -> str:
-        """Why a function of a user's own, over a block, cannot be visited; empty if it can. Unlike
+        """Why a user's function over a block cannot be visited; empty if it can. Unlike
         `unsupported_primitive` it lets pass only what is known to work.
         """
 
@@ -186,11 +187,11 @@ class Lowering(abc.ABC):
         - `layout`: the grid.
         - `visits`: pairs of a class of blocks and the jaxpr of its block function.
 
-        **Returns:** `traverse`, a function with the arguments and the result of
-        [`traverse`][eqattn._sweep.loops.traverse]; `vectorise`, whether block functions get the
-        batch axes of the grid inside their blocks; and, where it is True, `finishes`: that
-        `traverse` of a fold applies a `finish` that reads operands and returns results of any
-        number and dtype, and that `traverse` of a sweep takes `dtypes` to round sums to.
+        **Returns:** a dictionary. `traverse` is a function with the arguments and the result of
+        [`traverse`][eqattn._sweep.loops.traverse]. `vectorise` says whether block functions get the
+        batch axes of the grid inside their blocks. `finishes`, where it is there and True, says two
+        things. `traverse` of a fold then applies a `finish` that reads operands and returns results
+        of any number and dtype. `traverse` of a sweep then takes `dtypes`, to which it rounds sums.
 
         **Raises:** `ValueError` if the lowering is required and cannot run the visit.
         """
@@ -232,10 +233,10 @@ def loops(vectorise: bool) -> dict[str, Any]:
 
 
 def _even_size(tokens: Any, most: int) -> int:
-    """The size, a multiple of 8, of as few blocks as there can be, of at most about `most` tokens.
+    """The size of blocks that are as few as possible, a multiple of 8 up to about `most` tokens.
 
-    Blocks of `most` tokens and a padded rest took longer on an AMD EPYC, in float32 without a mask:
-    for gradients of 160 tokens 7 times as long, and for those of 300 tokens 2.5 times.
+    Blocks of `most` tokens and a padded rest took longer, on an AMD EPYC in float32 without a mask.
+    Gradients of 160 tokens took 7 times as long, and those of 300 tokens 2.5 times.
     """
     if not isinstance(tokens, int) or tokens <= most:
         return most
@@ -256,9 +257,9 @@ class XLALowering(Lowering):
     drops_single_axes = True
 
     def multiplies_narrow(self) -> bool:
-        """False on a CPU, where products of float32 are faster. In a prototype, widening bfloat16
-        inputs made the forward 1.6 times as fast, and forward and backward together 1.4 times. The
-        benchmarks `cpu-bf16-*` measure the effect.
+        """False on a CPU, where products of float32 are faster. In a prototype, the forward of
+        bfloat16 inputs was 1.6 times as fast when they were widened, and forward and backward
+        together 1.4 times. The benchmarks `cpu-bf16-*` measure the effect.
         """
         return jax.default_backend() != "cpu"
 
@@ -271,16 +272,17 @@ class XLALowering(Lowering):
         queries = max(1 if request.in_place else 8, 256 // group)
         if request.page_size:
             return BlockSizes(queries, request.page_size)
-        # Of keys in place, that is of a cache, blocks have one size, whatever the capacity is: with
-        # it, the bits of a row would vary. For a single query on a CPU, blocks of 128 keys were the
-        # fastest; docs/pages/decoding.md has the comparison. Of 4 and of 64 queries in a cache of
-        # 1024 tokens, they took 0.90 and 0.97 of the time of blocks of 256. But 128 latents of 576
-        # numbers are 288 KiB of float32: a step of 8 rows of 2048 took 0.58 of the time in blocks
-        # of 64, and 0.73 in bfloat16, on one core of an AMD EPYC.
+        # Keys in place are those of a cache. Their blocks have one size for all capacities, so that
+        # the bits of a row do not vary with the capacity. For a single query on a CPU, blocks of
+        # 128 keys were the fastest; docs/pages/decoding.md has the comparison. With 4 and 64
+        # queries in a cache of 1024 tokens, they took 0.90 and 0.97 times as long as blocks of 256.
+        # But 128 latents of 576 numbers are 288 KiB of float32. With them, a step of 8 rows of 2048
+        # took 0.58 times as long in blocks of 64, and 0.73 times in bfloat16. This was on one core
+        # of an AMD EPYC.
         if request.in_place:
             return BlockSizes(queries, 128 if request.head_dim <= 512 else 64)
         # Where each head has its own keys, a block has as many keys as queries. That halves the
-        # steps of blocks of 128 keys, with no more masked blocks on a diagonal: the forward of 2048
+        # steps of blocks of 128 keys, with no more masked blocks on a diagonal. The forward of 2048
         # causal tokens was 4% faster (`cpu-f32-causal-2048-fwd`).
         columns = 256 if group == 1 and keys > 256 else 128
         return BlockSizes(_even_size(request.queries, queries), _even_size(keys, columns))
@@ -306,8 +308,8 @@ XLA = XLALowering()
 
 
 def select_lowering(ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
-    """Chooses how a program runs a visit: by the lowering of its layout, if it can, or by loops of
-    ordinary JAX.
+    """Chooses how a program runs a visit. The lowering of its layout runs it, if it can, and
+    otherwise loops of ordinary JAX do.
     """
     kernel = layout.lowering
     chosen = None if kernel is None else kernel.lower(ctx, layout, visits)

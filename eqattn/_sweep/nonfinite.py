@@ -1,10 +1,10 @@
 """The contract for numbers that are not finite, and the functions that keep it.
 
-1. What is masked may hold NaN or Inf, and it reaches nothing. Values and gradients of what is
-   visible are bitwise what they are with any other content there, and the gradient of what is
-   masked is exactly 0.
-2. What is visible is never cleaned up. A key or a value that is not finite makes exactly the rows
-   NaN that see it: each such row as a whole, and no other row.
+1. What is masked may hold NaN or Inf, and it reaches nothing. With any other content there, values
+    and gradients of what is visible have the same bits. The gradient of what is masked is exactly
+    0.
+2. What is visible is never cleaned up. If a key or a value is not finite, each row that sees it is
+    NaN as a whole, and no other row is.
 
 Arithmetic does not give this by itself, as `0 * inf` and `0 * nan` are NaN. A masked pair has the
 probability 0, yet a product of matrices multiplies it with the rest of its block:
@@ -23,19 +23,19 @@ visible pairs only. There it makes the probability NaN, and with it numerator an
 the product spoils only the entries of the numerator whose values are not finite. `complete` makes
 the whole row NaN, by way of the denominator that divides it.
 
-**Logits.** Masking selects, it does not multiply: a masked logit is replaced by `-inf`, whatever it
-was. Its derivatives multiply, however. The tangent of `k q` is `dk q + k dq`, so its transpose
-multiplies the zero cotangent of a masked logit by `q` and by `k`, and adds that up over keys or
-rows. `masked_dot` and `scaled` have the usual values, and derivatives in which what is not finite
-is 0. Nothing visible is lost by it: a row whose logit is NaN or `+inf` is NaN already, and so are
-the cotangents of its logits.
+**Logits.** Masking selects, it does not multiply: a masked logit is replaced by `-inf`, also if it
+was NaN. Its derivatives multiply, however. The tangent of `k q` is `dk q + k dq`. So its transpose
+multiplies the zero cotangent of a masked logit by `q` and by `k`, and adds the products up over
+keys or rows. `masked_dot` and `scaled` have the usual values, and derivatives in which what is not
+finite is 0. Nothing visible is lost by it: a row whose logit is NaN or `+inf` is NaN already, and
+so are the cotangents of its logits.
 
 One visible number spoils no row: an Inf in a key that makes the logit `-inf`. Its probability is
 `exp(-inf) = 0`, as in the plain softmax.
 
-A function of a user's own that is singular where it is masked has the same trouble, and another
-remedy: see `_problem/closed_score.py`. Kernels keep this contract in ways of their own, and cite
-this module where they do.
+A user's function that is singular at masked pairs has the same trouble, and another remedy: see
+`_problem/closed_score.py`. Kernels keep this contract in other ways, and cite this module where
+they do.
 """
 
 import functools as ft
@@ -64,8 +64,8 @@ def not_finite(x: Array, precision: Any) -> Array:
     kernels of XLA:CPU.
     """
     x = lax.stop_gradient(x)
-    # Finite entries must not overflow. The weights are 3 * 2^-15 on average, so a sum of up to
-    # 2^15 / 3 = 10,922 entries stays in range, even if each is the largest float.
+    # Finite entries must not overflow. The weights are `3 * 2^-15` on average. So a sum of up to
+    # `2^15 / 3`, that is 10,922, entries stays in range, even if each is the largest float.
     few = np.where(np.arange(x.shape[-1]) % 2, 2.0**-13, 2.0**-14)
     # There are two equal columns, as XLA:CPU is slow at a product with a single one.
     weights = jnp.asarray(few[:, None].repeat(2, 1), x.dtype)
@@ -92,7 +92,7 @@ def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:
     poison = poison.reshape(poison.shape[0], -1, 1)
     poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
     poison = poison.reshape(s.shape)
-    # Selected before the exponential: XLA:CPU would repeat a select after it for each of its uses.
+    # The selection comes before the exponential. XLA:CPU would repeat a later one for each use.
     return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison))
 
 

@@ -1,13 +1,13 @@
 """Columns whose last block is padded, read where their tokens lie.
 
-Keys of a cache are cut into blocks of a fixed size, whatever their number is, and the last block is
+Keys of a cache are cut into blocks of a fixed size for all capacities, and the last block is
 padded. As an array that would be a copy of all keys. The loops undo the padding instead, so that
 XLA drops the copy, and read each block as a window of the tokens:
 
     tokens  0 1 2 3 4 5 6 7 8 9        blocks of 4:  0 1 2 3 | 4 5 6 7 | 8 9 - -
 
-The last block is padded when it is read, in a loop of its own. It is the last one that a row
-visits, as it is never full, and blocks of a class are visited in order.
+The last block is padded when it is read, in a separate loop. It is the last one that a row visits,
+as it is never full, and blocks of a class are visited in order.
 """
 
 import math
@@ -22,7 +22,7 @@ from .grid import COL, GridLayout, pick, ROW
 
 
 class PaddedColumns(eqx.Module):
-    """An operand whose blocks are windows of its tokens, but for the last one.
+    """An operand whose blocks are windows of its tokens, except the last block, which is padded.
 
     **Arguments:**
 

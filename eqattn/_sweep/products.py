@@ -1,8 +1,8 @@
 """Matrix products of a block: float32 accumulation, one rounding, fast orientations.
 
 `lax.dot_general` transposes to products that round their result to the operand's dtype, and to a
-product with a large transposed left side. `dot` fixes both: operands and cotangents are float32
-(float64 under x64), `operand_dtype` says what the multiplier reads, and each transpose is written
+product with a large transposed left side. `dot` avoids both. Operands and cotangents are float32
+(float64 under x64), and `operand_dtype` says what the multiplier reads. Each transpose is written
 in the orientation that needs no transposed copy of the logits.
 """
 
@@ -37,15 +37,15 @@ def dot(a: Array, b: Array, contract: tuple[int, int], *, precision=None, operan
     return p.bind(a, b, contract=contract, lead=0, precision=precision, operand_dtype=operand_dtype)
 
 
-# Both concern products with a transposed left side on a CPU, in `_dot_on_cpu`.
+# Both are for products with a transposed left side on a CPU, in `_dot_on_cpu`.
 #
 # Where one side of many products has at most `_FEW` columns, that side is turned, so that no left
 # side is transposed. The bound was chosen by trial, and no measurement is recorded. The benchmarks
 # `cpu-decode-*` and `cpu-f32-causal-128-*` show the effect.
 #
-# A single product is added up in pieces of `_PIECE` keys. With blocks of 256 keys, that made
-# `cpu-f32-causal-2048-fwd` 2% faster. It also brought the error of outputs for values of mean 10
-# from 2.45 to 1.7, in the units of docs/pages/benchmarks.md, where blocks of 128 keys had 1.8.
+# A single product is added up in pieces of `_PIECE` keys. With blocks of 256 keys,
+# `cpu-f32-causal-2048-fwd` was 2% faster by that. For values of mean 10, the error of outputs was
+# 1.7 instead of 2.45, in the units of docs/pages/benchmarks.md. Blocks of 128 keys had 1.8.
 # `python -m eqattn bench --accuracy` measures the errors again.
 _FEW = 32
 _PIECE = 128
@@ -62,8 +62,9 @@ def _dot_general(a, b, *, contract, lead, precision, operand_dtype):
 
 def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
     # XLA:CPU lacks products of narrow numbers for some shapes. So the operands are rounded to the
-    # narrow dtype but stay wide, which gives the same products. They keep their exponents, as what
-    # is subnormal in float16 would become 0, and units that multiply float16 keep it.
+    # narrow dtype but stay wide, which gives the same products. Exponents are not rounded.
+    # Otherwise numbers that are subnormal in float16 would become 0, although units that multiply
+    # float16 read them as they are.
     if operand_dtype is not None:
         info = jnp.finfo(operand_dtype)
         exponent = max(info.nexp, jnp.finfo(jnp.float32).nexp)
@@ -84,13 +85,13 @@ def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
 
 
 def _turned(x):
-    """Transposes by way of an axis of size 1, as XLA would undo a mere transpose."""
+    """Transposes with an additional axis of size 1, as XLA would undo a plain transpose."""
     return jnp.moveaxis(x[..., None, :, :], -1, -3).squeeze(-2)
 
 
-# The transposes. With y = a b, summed over the axes `contract`, the cotangent of `a` is the product
-# of `ct` and `b` over the free axis of `b`, which is axis 1 of `ct`. Its axes must come out in the
-# order of `a`. So where `a` is summed over its axis 0, the operands change places:
+# The transposes. Let `y` be `a b`, summed over the axes `contract`. The cotangent of `a` is then
+# the product of `ct` and `b` over the free axis of `b`, which is axis 1 of `ct`. Its axes must come
+# out in the order of `a`. So where `a` is summed over its axis 0, the operands change places:
 #
 #     y = a b       contract (1, 0)        ct a = ct b^T,  ct b = a^T ct
 #     y = a^T b     contract (0, 0)        ct a = b ct^T,  ct b = a ct.

@@ -1,7 +1,7 @@
 """Visiting the columns of all devices of a ring. Rows stay; columns and what they collect rotate.
 
-A ring is only another way to run the loops of a sweep. The derivatives of sweeps hold whatever the
-order of their visits, so there is no derivative code here.
+A ring is only another way to run the loops of a sweep. The derivatives of sweeps hold for visits in
+all orders, so there is no derivative code here.
 """
 
 import dataclasses

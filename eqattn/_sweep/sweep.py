@@ -2,14 +2,14 @@
 
 A *grid* is a tuple of axis sizes `(*batch, rows, columns)`. An array on it has leading axes for
 some of the grid's axes, named by negative indices, then the axes of one block. A sweep visits the
-live (row, column) pairs of every batch element, applies a block function, and adds each output
+live (row, column) pairs of every batch element and applies a block function. It adds each output
 over the grid axes that the output does not have:
 
     out[axes] = sum over the other axes of f(operands at this point of the grid)
 
-The set of sweeps is closed: the tangent of sweep[f] is sweep[tangent of f], its transpose is
-sweep[transpose of f] with inputs and outputs exchanged, and vmap prepends a grid axis. So every
-order and mode of differentiation follows from the three rules below.
+The set of sweeps is closed. The tangent of sweep[f] is sweep[tangent of f]. Its transpose is
+sweep[transpose of f], with inputs and outputs exchanged. vmap prepends a grid axis. So every order
+and mode of differentiation follows from the three rules below.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ from .rotation import ring_traverse
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
     """Traces the block functions. The arrays that they close over become further operands.
 
-    All functions get the operands of all: first those of `avals`, then what the first function
-    closes over, then what the second does, and so on.
+    Every function gets all operands. First come those of `avals`, then what the first function
+    closes over, then what the second one does, and so on.
 
     **Returns:** pairs of a class of blocks and a closed jaxpr without constants; and the further
     operands.
@@ -130,7 +130,7 @@ def sweep(
 
     - `fns`: per class of block, a function of the operands' blocks that returns a list of blocks.
     - `operands`, `in_axes`: arrays with leading grid axes, and these axes. Block functions read
-        floats in the accumulation dtype, whatever the dtype of the array is.
+        floats in the accumulation dtype, for arrays of all dtypes.
     - `out_axes`: the grid axes that each output keeps.
     - `layout`: the grid.
     - `table`: the class of each block, on the `table_axes` of the `layout`; or None.
@@ -243,10 +243,10 @@ def primitive_rules(primitive, run, params, block_shapes):
         return mlir.lower_fun(ft.partial(run, **how), multiple_results=True)(ctx, *args, **kw)
 
     def batch(args, dims, *, layout, out_axes, **kw):
-        # vmap(sweep[f]) is the sweep of f on a grid with one more batch axis in front: an operand
-        # that is mapped has that axis, others lack it and are read again for each index. If the
-        # grid's first batch axis has size 1, the new axis replaces it, and `reused` is True. Beside
-        # an axis of size 1, XLA would copy what is transposed. Outputs get that axis back.
+        # vmap(sweep[f]) is the sweep of f on a grid with one more batch axis in front. Operands
+        # that are mapped have that axis, and others are read again for each index. If the grid's
+        # first batch axis has size 1, the new axis replaces it, and `reused` is True. Beside an
+        # axis of size 1, XLA would copy what is transposed. Outputs get that axis back.
         first = -len(layout.grid)
         reused = layout.ring is None and first in layout.batch and layout.grid[0] == 1
         new = first if reused else first - 1
@@ -297,7 +297,7 @@ primitive_rules(
 
 
 def _jvp(primals, tangents, *, visits, layout, out_axes, dtypes):
-    # out[axes] = sum_{pairs} f(x_1, ..., x_n) is linear in what f returns, so its tangent is the
+    # `out[axes] = sum_{pairs} f(x_1, ..., x_n)` is linear in what f returns. So its tangent is the
     # sum, over the same pairs, of the tangent of f:
     #
     #     dout[axes] = sum_{pairs} sum_i (df / dx_i) dx_i.
@@ -338,16 +338,16 @@ def transpose(cts, *args, visits, layout, out_axes, dtypes=()):
     #
     #     ct y_i[axes of y_i] = sum_{pairs} sum_k A_ki(x)^T ct_k,
     #
-    # summed over the grid axes that y_i lacks. That is a sweep again: its operands are x and the
-    # cotangents, on the axes of the outputs, and its outputs are on the axes of the y_i. A_ki(x)^T
-    # is `jax.linear_transpose` of the block function. What was read in many blocks is now summed,
-    # and what was summed is read: the axes of inputs and outputs change places, and nothing else.
+    # summed over the grid axes that y_i lacks. That is a sweep again. Its operands are x and the
+    # cotangents, on the axes of the outputs. Its outputs are on the axes of the y_i. A_ki(x)^T is
+    # `jax.linear_transpose` of the block function. What was read in many blocks is now summed, and
+    # what was summed is read. Only the axes of inputs and outputs change places.
     #
     # Each result is rounded to the dtype of its y_i once its sum is complete. The cotangents may be
     # of any dtype, too.
     #
-    # Not `fused`, the results that move with columns are found in one visit and those of rows in
-    # another: each then has its accumulators in registers or caches, at the price of a second pass.
+    # If not `fused`, one visit finds the results that move with columns, and another those of rows.
+    # Each then has its accumulators in registers or caches, at the price of a second pass.
     del dtypes
     table, operands = layout.split(args)
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]

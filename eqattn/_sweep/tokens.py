@@ -1,4 +1,4 @@
-"""Tokens as they lie in memory, behind the blocks of a grid.
+"""Tokens as they lie in memory, from which the blocks of a grid are cut.
 
 The primitives read and write blocks. Queries `[batch, tokens, heads, features]` are cut into blocks
 before, and outputs put together afterwards. A kernel that reads tokens where they lie asks for what
@@ -23,7 +23,7 @@ class Tokens:
     **Arguments:**
 
     - `axis`: `ROW` or `COL`.
-    - `count`: the number of tokens. Blocks have zeros behind them.
+    - `count`: the number of tokens. Blocks have zeros after the last token.
     - `block`: the tokens of a block.
     - `group`: the number of heads that a block has for each of its tokens. It has all tokens of the
         first head, then those of the next.

@@ -1,12 +1,12 @@
 """The greatest logits of each row, and the places of their keys, as one more visit of the grid.
 
-A list of the `n` greatest is a commutative monoid, as a Carry is: two lists of other keys merge to
-the `n` greatest of both, whatever the order of the merges, and of equal logits those of lower
-places. So a visit needs a list for each row and one block of logits.
+Lists of the `n` greatest form a commutative monoid, as Carries do. Two lists of disjoint keys merge
+to the `n` greatest of both, in any order of merges. Equal logits are ordered by place, lower places
+first. So a visit needs a list for each row and one block of logits.
 
-Which keys are listed does not move with the operands, but their logits do. Each of these is a sum
-over pairs of which all but one are left out, that is, a sweep. So the tangent of the values is a
-sweep, and all further derivatives follow from it.
+Which keys are listed does not move with the operands, but their logits do. Each of these logits is
+a sum over pairs that leaves out all other pairs, that is, a sweep. So the tangent of the values is
+a sweep, and all further derivatives follow from it.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def greatest(
 
     **Arguments:**
 
-    - `ordered`: whether of equal values the lower place is known to stand first. Then XLA's own
+    - `ordered`: whether equal values are known to be in the order of their places. Then XLA's own
         selection is enough, which on a CPU is some ten times as fast as a sort by two keys.
     """
     missing = count - values.shape[-1]
@@ -52,7 +52,7 @@ def greatest(
 
 
 def _selected(values: Array, places: Array, count: int) -> tuple[Array, Array]:
-    """The `count` greatest entries; of equal values those that stand first."""
+    """The `count` greatest entries. Of equal values, the first ones are taken."""
     # XLA's selection compares bits, by which -0 is below 0, and NaN has a sign.
     same = jnp.where(values == 0, 0, jnp.where(jnp.isnan(values), jnp.nan, values))
     _, at = lax.top_k(same, count)
@@ -168,11 +168,11 @@ primitive_rules(top_p, execute, _STATIC, _block_shapes)
 
 
 def _at_places(x: Array, places: Array, wanted: Array) -> Array:
-    """The entries of a block `[keys, rows]` at some places `[rows, n]` of its keys, and 0 at those
-    that are of another block. The places of the keys are `[keys, 1]`, in any order.
+    """The entries of a block `[keys, rows]` at some places `[rows, n]` of its keys, and 0 at places
+    outside of the block. The places of the keys are `[keys, 1]`, in any order.
     """
     places = places[:, 0]
-    order = jnp.argsort(places)  # stable: of equal places, which pad the last block, the first
+    order = jnp.argsort(places)  # stable: padding has equal places, and the first counts
     at = jnp.searchsorted(places[order], wanted)
     slot = order[jnp.minimum(at, len(places) - 1)]
     return jnp.where(places[slot] == wanted, jnp.take_along_axis(x.T, slot, 1), 0)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 
 _BEGIN = bytes.fromhex("83af70d10d884a3f")
-"""Of a file of records."""
+"""The bytes with which a file of records begins."""
 
 _PAGE, _HEADER = 1 << 16, 24
-"""A file has a header at each multiple of so many bytes."""
+"""The bytes of a page and of a header. A file has a header at the start of each page."""
 
 _ELF = b"\x7fELF\x02\x01\x01"
 

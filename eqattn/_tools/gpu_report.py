@@ -1,8 +1,9 @@
 """`python -m eqattn gpu-report`: what NVIDIA's compiler makes of the kernels, without a GPU.
 
-A process of its own compiles each call for an H200 that is not there, and reads what the compiler
-wrote of its kernels: spilled registers, shared memory, and the instructions of the two loops that
-take all the time, over blocks that are full and over those that a mask cuts.
+A separate process compiles each call for an H200, which need not be there, and reads what the
+compiler wrote about the kernels. This is the number of spilled registers, the shared memory, and
+the instructions of the two loops that take all the time. One loop visits full blocks, and the other
+blocks that a mask cuts.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from .process import End, results
 
 
 NEEDS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
-"""The distributions that compile and take apart."""
+"""The distributions that compile and disassemble."""
 
 LINKER = "nvidia-nvjitlink"
 """Where it is installed, XLA assembles kernels by this library in place of `ptxas`, as parts of a
@@ -29,9 +30,10 @@ larger program. So `setmaxnreg` is ignored, and warpgroups that compute lack reg
 """
 
 FIGURES = ("spilled", "registers", "shared", "loop", "masked", "warnings", "temporary")
-"""Bytes of registers that were spilled, registers, bytes of shared memory, instructions of the loop
-over full blocks and of that over partial ones (of the only one, if they share it), how many of the
-compiler's warnings say that it serialised the products, and bytes of temporary arrays of the call.
+"""The figures of a kernel. First come the bytes of spilled registers, the registers, and the bytes
+of shared memory. The instructions of the loops over full and over partial blocks follow; a single
+loop counts for both. Last are the number of warnings that products were serialised, and the bytes
+of temporary arrays in the call.
 """
 
 KERNELS = {"fold": "", "sum_rows": ": dq", "sum_columns": ": dk and dv", "decode": ""}
@@ -60,7 +62,7 @@ platform_name: "CUDA"
 
 def calls() -> dict[str, Callable[[], dict[str, Any]]]:
     """The calls that are compiled: sizes, and arguments of `attention`. Those with `slots` are
-    steps over caches of so many tokens a row.
+    steps over caches with that many tokens a row.
     """
     import jax
     import jax.numpy as jnp
@@ -151,7 +153,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def versions(needs: tuple[str, ...] = ()) -> dict[str, str]:
-    """Of what compiles. **Raises:** `ValueError` that says what to install."""
+    """The versions of the distributions that compile. **Raises:** `ValueError` that says what to
+    install.
+    """
     found = {}
     for name in ("jax", *(needs or NEEDS)):
         try:
@@ -243,7 +247,7 @@ def compiled(name: str, target: str, folder: Path) -> dict[str, dict[str, Any]]:
 
 def decoding(place: Any, slots: int, **given: Any) -> tuple[Any, tuple]:
     """A step of new tokens over caches, of 32 heads that share 8 key heads: a function and its
-    arguments. Latents, which have a `rest` beside what is also their value, are those of 128 heads.
+    arguments. Latents, which have a `rest` that is no part of their value, are those of 128 heads.
     """
     import jax
     import jax.numpy as jnp
@@ -347,12 +351,12 @@ def hot_loops(
     listing: str, product: str = "HGMMA", least: int = TILE_EXPONENTIALS
 ) -> list[list[str]]:
     """The loops that multiply matrices and take exponentials, as instructions, in the order of the
-    program. Of those that overlap, as a loop and what waits in it, the shortest counts.
+    program. If loops overlap, as a loop and one that waits inside of it do, the shortest counts.
 
     **Arguments:**
 
     - `product`: a regular expression for the instructions that multiply.
-    - `least`: of exponentials.
+    - `least`: how many exponentials a loop has at least.
     """
     instructions: list[str] = []
     labels: dict[str, int] = {}

@@ -31,7 +31,7 @@ from ..strategies._registry import AttentionRegistry
 from ..strategies._sharded import AbstractSharded
 
 
-# By name: the class of a mask, and the least and the largest number of its sizes.
+# The class of each mask by its name, and the least and the largest number of its sizes.
 _MASKS: dict[str, tuple[Callable[..., AbstractMask], int, int]] = {
     "causal": (Causal, 0, 1),
     "window": (SlidingWindow, 2, 3),
@@ -160,9 +160,9 @@ class Cost:
     """The number of blocks of each class, and the floating-point operations of the products.
 
     A product of `m` x `k` by `k` x `n` takes `2 m k n` operations. For each visited pair of query
-    and key, the forward pass has a product of size `dim` (q . k) and one of size `value_dim`
-    (p v). The backward pass has three of size `dim` (q . k again, dq and dk) and two of size
-    `value_dim` (dv, and dp = g . v).
+    and key, the forward pass has two products: q . k of size `dim`, and p v of size `value_dim`.
+    The backward pass has three of size `dim` (q . k again, dq and dk) and two of size `value_dim`
+    (dv, and dp = g . v).
     """
 
     empty: int

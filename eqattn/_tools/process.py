@@ -1,4 +1,4 @@
-"""Runs work in a Python process of its own."""
+"""Runs work in a separate Python process."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def results(
     - `arguments`: the command line arguments of Python.
     - `job`: what the process reads from its standard input, as JSON.
     - `environment`: the environment variables of the process.
-    - `patience`: after so many seconds without a line, the process is killed; None means never.
+    - `patience`: the seconds without a line after which the process is killed; None means never.
 
     **Returns:** the JSON objects that the process prints, one a line, as they come. The last item
     is an `End`.

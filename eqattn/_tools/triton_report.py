@@ -1,8 +1,8 @@
 """`python -m eqattn gpu-report --chip`: what NVIDIA's compiler makes of kernels in Pallas Triton.
 
-A process of its own compiles each call for a chip that is not there, and takes the machine code
-apart: registers, what of them is kept in memory, and the instructions of the two loops that take
-all the time, over blocks that are full and over those that a mask cuts.
+A separate process compiles each call for a chip that need not be there, and analyses the machine
+code. It counts the registers, those that are spilled to memory, and the instructions of the two
+loops that take all the time. One loop visits full blocks, and the other blocks that a mask cuts.
 """
 
 import argparse
@@ -25,16 +25,21 @@ from .process import End, results
 NEEDS = (*gpu_report.NEEDS, "nvidia-cuda-cuobjdump")
 
 FIGURES = ("stack", "spills", "registers", "loop", "masked", "temporary")
-"""Bytes of memory that a thread has beside its registers, instructions in the two loops that read
-or write these, registers, instructions of the loop over full blocks and of that over partial ones,
-and bytes of temporary arrays of the call.
+"""The figures of a kernel. First come the bytes of memory that a thread has in addition to
+registers, and the instructions in the two loops that access this memory. Registers and the
+instructions of the loops over full and over partial blocks follow. Last are the bytes of temporary
+arrays in the call.
 """
 
 LEAST_EXPONENTIALS = 4
-"""Of a thread in a loop: those of the smallest tile, 32 rows of 32 keys in 256 threads."""
+"""The least exponentials of a thread in a loop: those for the smallest tile, 32 rows of 32 keys in
+256 threads.
+"""
 
-# Capability, its features, multiprocessors, their shared memory and that of a program in KiB,
-# second-level cache in MiB, memory in GB, its rate in GB/s, the clock in GHz, units, and the name.
+# A chip has the two numbers of its capability, its features, and the number of multiprocessors. The
+# shared memory of a multiprocessor and of a program follow, in KiB. Then come the second-level
+# cache in MiB, the memory in GB, its rate in GB/s and the clock in GHz. Last are the number of
+# units and the name.
 _CHIPS = {
     "a100": (8, 0, "NONE", 108, 164, 163, 40, 80, 2039, 1.41, 64, "NVIDIA A100-SXM4-80GB"),
     "rtx4090": (8, 9, "NONE", 128, 100, 99, 72, 24, 1008, 2.52, 128, "NVIDIA GeForce RTX 4090"),

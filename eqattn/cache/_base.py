@@ -181,8 +181,8 @@ def checked_dims(dtype: Any, head_dim: Any, value_dim: Any, **sizes: Any) -> tup
     """Checks the arguments of `empty`, and returns the sizes of a key and of a value. The latter is
     that of a key if `value_dim` is None.
 
-    **Raises:** `TypeError` or `ValueError` unless the sizes, which are given by their names, are
-    ints, and the dtype, which keys and values get, is one that queries may have.
+    **Raises:** `TypeError` or `ValueError` unless the named sizes are ints, and the dtype of keys
+    and values is one that queries may have.
     """
     sizes |= {"head_dim": head_dim} | ({} if value_dim is None else {"value_dim": value_dim})
     for name, size in sizes.items():
@@ -277,11 +277,11 @@ OWN_ROW = 0
 def scatter(held: Any, new: Array, at: tuple, slots: Array, unique: bool = True) -> Any:
     """Writes `held[*at, slots] = new` for `slots` `[b, t]`, as `put` does.
 
-    A scatter of a single token needs care on a CPU. XLA:CPU turns it into an update of a slice, and
-    fuses that into each reader of the array, with a copy of the whole array for each. So a second
-    token is added, which is out of range: it writes nothing, but the operation stays a scatter. The
-    array itself is not reshaped, as XLA:CPU may choose a layout for a new axis of size 1 that
-    forces a copy of the whole. `python -m eqattn bench --only 'cpu-decode-cache-*'` shows such
+    A scatter of a single token needs care on a CPU. XLA:CPU turns it into an update of a slice,
+    which it fuses into each reader of the array. Each reader then copies the whole array. So a
+    second token is added, which is out of range: it writes nothing, but the operation stays a
+    scatter. The array itself is not reshaped. For a new axis of size 1, XLA:CPU may choose a layout
+    that forces a copy of the whole. `python -m eqattn bench --only 'cpu-decode-cache-*'` shows such
     copies: a step then takes longer in a cache of 8 times the capacity.
     """
     if isinstance(held, Bits):

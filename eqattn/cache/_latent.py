@@ -12,11 +12,11 @@ from ._contiguous import KVCache
 
 
 class LatentKVCache(AbstractCache):
-    """A cache for multi-head latent attention (MLA): keys and values are made of one latent vector
+    """A cache for multi-head latent attention (MLA). Keys and values are made of one latent vector
     per token, which is stored once, and read once for both.
 
-    Of each token it holds the latent `c`, `[r]`, and the part `k` of the key, `[p]`, that has
-    rotary positions and that all heads share. Attention reads the keys `[c, k]` and the values `c`,
+    For each token it holds the latent `c`, `[r]`, and a part `k` of the key, `[p]`. That part has
+    rotary positions, and all heads share it. Attention reads the keys `[c, k]` and the values `c`,
     with queries `[r + p]` that the keys' up-projection is absorbed into:
 
         cache = cache.append(k, c)

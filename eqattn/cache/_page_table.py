@@ -6,8 +6,8 @@ A table `[b, n]` holds for each part of a row
 - `-2 - page`, if other rows may have it, so that it is not written to,
 - `-1`, if the part has no page.
 
-A page is free if no row has it. How many rows have it is counted in the table, and stands nowhere
-else, so rows may leave in any order.
+A page is free if no row has it. The table alone says how many rows have it, so rows may leave in
+any order.
 """
 
 from typing import Any
@@ -96,7 +96,7 @@ def reserved(
                 f"{pages // devices} are free; release rows that have ended."
             )
         table[mine] = own[: mine.sum()]
-    # Of a page that is written from its first token on, nothing is kept.
+    # A page that is written from its first token on need not be copied.
     kept = copied & (part == length[:, None] // page_size) & (length[:, None] % page_size > 0)
     if not kept.any():
         return table, None
@@ -136,14 +136,16 @@ def shared(
 
 
 def doubled(table: Array, rows: Array) -> Array:
-    """The table of the rows at these indices, of which those that occur twice share their pages."""
+    """The table of the rows at these indices. Rows that occur twice share their pages."""
     many = (jnp.bincount(rows, length=len(table)) > 1)[rows]
     table = table[rows]
     return jnp.where(many[:, None] & (table >= 0), -2 - table, table)
 
 
 def _copy_pages(pools: Any, old: Array, new: Array) -> Any:
-    """The pools with the pages `old` copied to the pages `new`, but for those out of range."""
+    """The pools with the pages `old` copied to the pages `new`. Pages that are out of range are not
+    copied.
+    """
     return jax.tree.map(
         lambda x: x.at[new].set(jnp.take(x, old, axis=0, mode="clip"), mode="drop"), pools
     )

@@ -37,14 +37,15 @@ class PagedKVCache(AbstractCache):
     - `key_pages`, `value_pages`: the pools of pages, `[pages, page size, k, d]` and
         `[pages, page size, k, v]`, as arrays, [`eqattn.cache.Quantized`][] or
         [`eqattn.cache.Bits`][]. `PagedKVCache.empty` makes them.
-    - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none, and
-        `-2 - page` that other rows may have the same page, so that it is not written to.
+    - `table`: the page of each part of a row, int32 `[b, n]`. The number -1 means that it has none.
+        The number `-2 - page` means that other rows may have the same page, which is then not
+        written to.
     - `length`: how many tokens each row has, int32 `[b]`.
     - `devices`: the number of devices that share the pool, each an equal run of its pages, for
         `Ragged(metadata, axis_name=...)`. The parts of a row lie on them in turn.
 
     Token `p` of row `b` lies in page `table[b, p // page_size]`, at place `p % page_size`. A page
-    is free if no row has it: how many have it is counted in the table, and stands nowhere else.
+    is free if no row has it. The table alone says how many rows do.
     """
 
     key_pages: Any
@@ -170,8 +171,8 @@ class PagedKVCache(AbstractCache):
 
     def share(self, rows: Any, from_row: int, tokens: int) -> "PagedKVCache":
         """Returns the cache in which `rows` begin with the first `tokens` of another row. They have
-        the same pages: nothing is copied until `reserve` prepares one of them, or `from_row`, to
-        write to a page that is not its own. Rows may be released in any order.
+        the same pages, and nothing is copied yet. `reserve` copies a shared page when it prepares a
+        row to write there. Rows may be released in any order.
 
         **Arguments:**
 

@@ -20,8 +20,8 @@ from ._base import (
 
 
 class QuantizedKVCache(AbstractCache):
-    """A `KVCache` in 8 bits. Each key vector and each value vector has a scale of its own, and
-    blocks are decoded when they are read.
+    """A `KVCache` in 8 bits. Each key vector and each value vector has its scale, and blocks are
+    decoded when they are read.
 
     **Arguments:**
 

@@ -26,9 +26,8 @@ class RingBufferCache(AbstractCache):
     `p` lies at place `p % capacity`.
 
     Attention needs `kv_positions=cache.positions`; with `cache.mask()`, it raises without them. It
-    sees the right keys if `capacity` is at
-    least the window, which counts the query's own key, plus the number of tokens that are appended
-    at a time, less one.
+    sees the right keys if `capacity` is at least `window + n - 1`. Here `n` tokens are appended at
+    a time, and the window counts the key of the query itself.
 
     **Arguments:**
 

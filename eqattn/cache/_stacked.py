@@ -72,7 +72,7 @@ class StackedKVCache(eqx.Module):
         return cls(key, value, jnp.zeros((layers, batch), jnp.int32))
 
     def layer(self, index: Any) -> "LayerCache":
-        """The cache of one layer. The index may be traced.
+        """Returns the cache of one layer. The index may be traced.
 
         **Raises:** `ValueError` for a known index that is out of range. For a traced one,
         `equinox.error_if` raises when the program runs.

@@ -20,8 +20,7 @@ from ._stacked import AbstractLayerCache, layer_index
 class StackedPagedKVCache(eqx.Module):
     """A `PagedKVCache` for each layer, in arrays that a scan over layers carries and writes in
     place, as [`eqattn.cache.StackedKVCache`][] is. A page is the same part of a row in every layer,
-    so that one table serves them all, and `reserve` costs the host the same for any number of
-    layers.
+    so that one table serves all layers. `reserve` costs the host the same for any number of them.
 
     **Arguments:**
 
@@ -76,7 +75,7 @@ class StackedPagedKVCache(eqx.Module):
         return cls(keys, values, table, length, devices)
 
     def layer(self, index: Any) -> "PagedLayerCache":
-        """The cache of one layer. The index may be traced.
+        """Returns the cache of one layer. The index may be traced.
 
         **Raises:** `ValueError` for a known index that is out of range. For a traced one,
         `equinox.error_if` raises when the program runs.

@@ -75,7 +75,8 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "*q t n h"] | tuple[Float[Array, "*q t n h"], Float[Array, "*q t n"]]:
-    r"""Exact attention with the signature, shapes and results of `jax.nn.dot_product_attention`.
+    r"""Computes exact attention as `jax.nn.dot_product_attention` does, with its signature and
+    shapes.
 
     Time and memory are those of [`eqattn.Blockwise`][]. Only a query that sees no key gets another
     result: output 0, residual `-inf` and zero gradients, where `jax.nn` averages all the values.

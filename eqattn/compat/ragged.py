@@ -30,7 +30,7 @@ def ragged_gqa(
     mask_value: float = DEFAULT_MASK_VALUE,
     cost_estimate: Any = None,
 ) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """Attention of one query per row over the keys `starts <= s < lengths` of that row.
+    """Computes attention of one query per row over the keys `starts <= s < lengths` of that row.
 
     The logits are not scaled. Only the blocks that hold visible keys are read.
 
@@ -43,8 +43,8 @@ def ragged_gqa(
     - `starts`: the position of the first visible key of each row, int `[b]`, by default 0. A start
         at or after the end shows no key.
     - `block_size`: how many keys are read at a time.
-    - `mask_value`: a number that is checked and not used. Masked keys are left out exactly,
-        whatever they hold.
+    - `mask_value`: a number that is checked and not used. Masked keys are left out exactly, also if
+        they hold NaN.
     - `cost_estimate`: an argument that must be None, as the cost depends on the lengths.
 
     **Returns:**
@@ -94,7 +94,7 @@ def ragged_mha(
     mask_value: float = DEFAULT_MASK_VALUE,
     cost_estimate: Any = None,
 ) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """[`eqattn.ragged_gqa`][] where each query head has a key head of its own."""
+    """Does what [`eqattn.ragged_gqa`][] does, where each query head has its own key head."""
     _same_heads(query, key)
     options: Any = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
     return ragged_gqa(query, key, value, lengths, starts, **options)

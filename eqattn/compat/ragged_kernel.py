@@ -23,13 +23,14 @@ def ragged_flash_attention_kernel(
     block_size: int,
     mask_value: float = DEFAULT_MASK_VALUE,
 ) -> None:
-    """The body of a Pallas kernel: some queries of each row over the keys `starts <= s < lengths`.
+    """Computes attention in the body of a Pallas kernel, over the keys `starts <= s < lengths` of a
+    row.
 
     It is for a grid `(rows, blocks of keys)` that visits the blocks of a row one after the other.
     Both arrays of bounds must be prefetched as scalars
     (`pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, ...)`), and the references of results must
-    stay in place for a whole row. [`eqattn.ragged_gqa`][] and [`eqattn.Ragged`][] have kernels of
-    their own, which do not visit blocks without visible keys.
+    stay in place for a whole row. [`eqattn.ragged_gqa`][] and [`eqattn.Ragged`][] have other
+    kernels, which do not visit blocks without visible keys.
 
     **Arguments:**
 

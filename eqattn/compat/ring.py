@@ -194,8 +194,8 @@ def _segments(q_ids: Any, kv_ids: Any) -> Iterator[Segments]:
 
 
 def _block_sizes(sizes: tuple[Any, Any], forward: Any, backward: Any) -> tuple[Any, Any]:
-    """The sizes of blocks of queries and of keys: those that are given, else those of `fwd_params`
-    and `bwd_params`.
+    """The block sizes of queries and keys. What is not given comes from `fwd_params` and
+    `bwd_params`.
     """
     for name, params in (("fwd_params", forward), ("bwd_params", backward)):
         if params is not None and not isinstance(params, FwdParams):
@@ -220,7 +220,7 @@ def _block_size(field: str, name: str, given: int | None, *params: Any) -> int |
 
 
 def _sinks(sinks: Any, heads: int) -> Array | None:
-    """Sinks as metadata has them: `[n]` stands for `[1, n]`, unless there is one per head."""
+    """Sinks in the form of metadata. Here `[n]` means `[1, n]`, unless there is one per head."""
     if sinks is None:
         return None
     sinks = as_array(sinks, "softmax_aux", 1)
@@ -236,8 +236,8 @@ def _built(
     **Arguments:**
 
     - `query`, `key`: the shapes of the arrays.
-    - `shards`: of how many pieces of the whole sequence each of them is one. The builder is called
-        with the lengths of the whole.
+    - `shards`: into how many pieces the sequence is cut; the arrays are one of them. The builder is
+        called with the lengths of the whole.
     """
     if builder is None:
         return

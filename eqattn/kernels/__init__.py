@@ -32,7 +32,7 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
         from .tpu import TPULowering
 
         return TPULowering(asked)
-    if asked == "auto":  # until the kernels have been measured on a GPU
+    if asked == "auto":  # they have not been measured on a GPU yet
         return None
     if asked == "cudnn":
         from .gpu._cudnn import CuDNNLowering
@@ -48,12 +48,12 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
 
 
 def method_on(device: str) -> str:
-    """The name of the method of a strategy that runs on a device, one of its own or a backend."""
+    """The name of the method by which a strategy runs on a device."""
     return f"forward_{'cuda' if device == 'triton' else device}"
 
 
 def interpreted_backend(backend: str, available: tuple[str, ...]) -> str:
-    """Whose kernels `platform="interpret"` interprets: those of the backend, or the first ones that
-    are `available` if it has none of them.
+    """Whose kernels `platform="interpret"` interprets: those of the backend. If it has none, these
+    are the first ones that are `available`.
     """
     return str(backend) if backend in available else available[0]

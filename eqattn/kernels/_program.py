@@ -13,8 +13,8 @@ from .._sweep.centred_tangent import evaluate_refined, refined_p
 
 
 LOG2E = math.log2(math.e)
-# Equations that evaluate a body once, and the parameters in which they keep it. Others have a body,
-# too: that of `scan` is evaluated once a turn.
+# Equations that evaluate a body once, and the parameters in which they keep it. Other operations
+# have a body, too: `scan` evaluates its body once a turn.
 _CALLERS = set(
     "call checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
     "jit pjit remat remat2".split()
@@ -78,7 +78,7 @@ def flat_jaxpr(closed: Any) -> Any:
 
 
 def replaced_jaxpr(closed: Any, shapes: Sequence, evaluate: Callable) -> Any:
-    """A closed jaxpr traced anew.
+    """A closed jaxpr, traced again.
 
     **Arguments:**
 

@@ -33,7 +33,8 @@ _CHEAP_PAIRS = 2**22  # `sparsity` counts visible pairs of up to 4 MiB of bools,
 
 class Sparsity(NamedTuple):
     """The fractions of a mask's blocks that are `empty`, `partial` and `full`, and the fraction of
-    its pairs that is `visible`, None where it takes more than about four million evaluations.
+    its pairs that is `visible`. The latter is None where it takes more than about four million
+    evaluations.
     """
 
     empty: Any
@@ -48,9 +49,9 @@ class AbstractMask(eqx.Module):
     `b, h, q, k` are int32 scalars: the flattened batch index, the query head, and the positions of
     the query and the key. Which blocks hold no visible pair follows from `visible` itself.
 
-    A mask that knows where tokens stand better than the places where they lie, as a `Tree` does,
-    sets `moves_positions` and defines `positions_of`. All masks, scores and dropout of the call
-    then see the positions that it returns.
+    For some masks, such as a `Tree`, the position of a token is not the place where it lies. Such a
+    mask sets `moves_positions` and defines `positions_of`. All masks, scores and dropout of the
+    call then see the positions that it returns.
     """
 
     by_place: ClassVar[bool] = False
@@ -63,7 +64,9 @@ class AbstractMask(eqx.Module):
     """Whether the mask lists keys, as a `Selected` does, instead of being a function of a pair."""
 
     needs_positions: ClassVar[bool] = False
-    """Whether a call must say the positions of its keys, which do not lie in their order."""
+    """Whether a call must give the positions of its keys, as these are not in the order of
+    positions.
+    """
 
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
 
@@ -84,9 +87,9 @@ class AbstractMask(eqx.Module):
         return places
 
     def at_places(self, q: Any, k: Any) -> "AbstractMask | None":
-        """A hook: the mask of queries and keys at these places, `[t]` or `[*b, t]` and `[s]` or
-        `[*b, s]`. What a mask looks up by place can be operands of the mask returned. Each is then
-        looked up once for each token and not for each pair, and outside of kernels.
+        """A hook that returns the mask of queries and keys at these places, `[t]` or `[*b, t]` and
+        `[s]` or `[*b, s]`. What a mask looks up by place can become operands of that mask. Each is
+        then looked up once per token and not per pair, and outside of kernels.
         """
 
     def of_rows(self, row: Int[Array, " n"]) -> "AbstractMask | None":
@@ -135,7 +138,7 @@ class AbstractMask(eqx.Module):
         q_positions: Any = None,
         kv_positions: Any = None,
     ) -> Bool[Array, "*b h t s"]:
-        """The whole mask as an array, with one bool for each pair.
+        """Returns the whole mask as an array, with one bool for each pair.
 
         **Arguments:**
 

@@ -17,8 +17,8 @@ class Causal(AbstractMask):
     **Arguments:**
 
     - `offset`: a Python int, which is static, or an int array, scalar or one per batch element
-        `[*b]`. The default is 0. With `t` queries at the end of `s` keys and positions from 0,
-        `offset = s - t`.
+        `[*b]`. The default is 0. If positions begin at 0 and the `t` queries are the last of `s`
+        tokens, give `s - t`.
     """
 
     _offset: Any

@@ -25,7 +25,7 @@ class MaskFn(AbstractMask):
 
     - `fn`: `fn(b, h, q, k, *row_ids, *col_ids, *others) -> bool`, scalars in and out, from `jnp` or
         `lax` operations. It may close over arrays (`k < lengths[b]`), which may change between
-        calls. What else it may read, and when it is traced anew, is as for [`eqattn.ScoreFn`][].
+        calls. What else it may read, and when it is traced again, is as for [`eqattn.ScoreFn`][].
     - `row_operands`: arrays `[*b, t]`. `fn` receives one scalar of each, that of the query.
     - `col_operands`: arrays `[*b, s]`. `fn` receives one scalar of each, that of the key.
     - `arrays`: a tuple of [`eqattn.scores.Operand`][]s. `fn` receives one scalar of each, or one

@@ -54,7 +54,7 @@ class TileOrder(eqx.Module):
 
     @property
     def coordinates(self) -> Int[np.ndarray, "tokens axes"]:
-        """Where each token stands, in this order: its index on each axis. These are positions for
+        """The position of each token in this order: its index on each axis. These are positions for
         [`eqattn.nn.rotary`][] with `sections`.
         """
         places = np.arange(self.tokens, dtype=np.int32)
@@ -62,7 +62,7 @@ class TileOrder(eqx.Module):
 
     def coordinates_of(self, places: Any) -> list[Any]:
         """The index on each axis of the tokens at places `0, 1, ...` of this order."""
-        # Behind the tiles that come before on axis i, there are `tile[i]` or fewer rows left. What
+        # After the tiles that come before on axis i, there are `tile[i]` or fewer rows left. What
         # is left of the axes before are the sizes of this tile there.
         rest, starts, sizes = places, [], []
         for i, (n, tile) in enumerate(zip(self.shape, self.tile)):
@@ -118,8 +118,8 @@ class Neighbourhood(AbstractMask):
     """A token of an image or a video sees a window of tokens around it.
 
     The window has the same size for every query: at an end it is moved inwards. Queries and keys
-    are at the places of one grid. Other places see nothing and nothing sees them, so join other
-    tokens by `|` with a mask of theirs.
+    are at the places of one grid. Other places see nothing and nothing sees them, so combine it by
+    `|` with a mask for other tokens.
 
     **Arguments:**
 
@@ -127,8 +127,8 @@ class Neighbourhood(AbstractMask):
         [`eqattn.TileOrder`][].
     - `window`: how many tokens a window has along each axis, an int or one for each axis. An even
         window has one more token before the query than after it.
-    - `causal`: for which axes a window ends with the query instead, and is cut off at the start: a
-        bool, or one for each axis, as `(True, False, False)` for a video.
+    - `causal`: whether a window ends with the query instead, and is cut off at the start. It is a
+        bool, or one for each axis, such as `(True, False, False)` for a video.
 
     **Raises:** `ValueError` for a window larger than the grid, or of other axes.
 
@@ -176,7 +176,8 @@ class Neighbourhood(AbstractMask):
             return [xp.where(ok, x, np.int32(REACH)).astype(np.int32) for x in xs]
 
         rows = inside(q, self._first(q))
-        # A key outside of the grid lies before all windows, a query's window behind all keys.
+        # A key outside of the grid lies before all windows. The window of such a query lies after
+        # all keys.
         columns = [-x for x in inside(k, [-x for x in self.grid.coordinates_of(k)])]
         return _Windows(tuple(rows), tuple(columns), self.window)
 

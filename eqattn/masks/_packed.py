@@ -27,15 +27,16 @@ class PackedSegments(NamedTuple):
 def packed_segments(
     cu_seqlens: Int[Array | np.ndarray, " m1"] | Sequence[int], tokens: int
 ) -> PackedSegments:
-    """The segment ids and the positions of packed tokens, from the boundaries of their sequences:
+    """Computes the segment ids and the positions of packed tokens from the boundaries of their
+    sequences:
 
         ids, positions = packed_segments(cu_seqlens, len(query))
         query, key_ = rotary(query, positions), rotary(key_, positions)
         attention(query, key_, value, Ragged(metadata), mask=Causal() & Segments(ids))
 
     Only blocks with pairs of one sequence are visited, forward and backward, also if the boundaries
-    are traced. Where queries and keys have boundaries of their own, give `Segments(q_ids, kv_ids)`,
-    and for `Causal` both positions as `q_positions` and `kv_positions`.
+    are traced. If queries and keys have different boundaries, give `Segments(q_ids, kv_ids)`, and
+    for `Causal` both positions as `q_positions` and `kv_positions`.
 
     **Arguments:**
 
@@ -46,8 +47,8 @@ def packed_segments(
 
     **Returns:** a `PackedSegments`, of NumPy arrays unless `cu_seqlens` is a JAX array.
 
-    **Raises:** `ValueError` for another shape. Where the values of `cu_seqlens` are known, also for
-    boundaries that decrease, do not begin at 0 or end after the last token.
+    **Raises:** `ValueError` for another shape. If the boundaries are known, it is also raised where
+    they decrease, do not begin at 0 or end after the last token.
     """
     given = as_int32(cu_seqlens, "cu_seqlens")
     tokens = as_int(tokens, "tokens", least=0, static=True).value

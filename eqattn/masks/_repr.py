@@ -72,9 +72,8 @@ def _value(x: Any) -> str:
 
 
 def _picture(mask: Any) -> str:
-    # Arrays say how many heads, queries and keys there are. Where none has such an axis, the
-    # numbers that the mask holds (lengths, sizes of windows) are a hint of how many would show its
-    # shape.
+    # Arrays say how many heads, queries and keys there are. Where none has such an axis, lengths
+    # and sizes of windows that the mask holds are a hint of how many would show its shape.
     if not all(is_known(x) for x in jax.tree.leaves(mask)):
         return ""
     sizes, batch_shape, hint = {"h": 1, "t": 1, "s": 1}, (), 1

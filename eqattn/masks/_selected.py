@@ -31,7 +31,7 @@ class Selected(AbstractMask):
         heads. -1 lists nothing. What is listed twice is seen once.
     - `block_q`: how many queries share a row, a static int. The default is 1.
     - `block_k`: the number of keys of a block: index `i` stands for the keys from `i * block_k` to
-        before `(i + 1) * block_k`. A static int, by default 1.
+        before `(i + 1) * block_k`. It is a static int, by default 1.
 
     **Raises:** `ValueError` or `TypeError` for indices of another form, for known ones below -1 or,
     in a call, beyond the keys; and for known `kv_positions` that two keys have. Traced indices that
@@ -99,7 +99,7 @@ class Selected(AbstractMask):
                 )
 
     def rows_of(self, batch_shape: tuple[int, ...]) -> Int[Array, "b h r n"]:
-        """The indices as `[B|1, h, rows, n]`."""
+        """Returns the indices as `[B|1, h, rows, n]`."""
         *lead, h, rows, n = self.indices.shape
         x = jnp.asarray(self.indices)
         if all(size == 1 for size in lead):
@@ -135,7 +135,7 @@ class Selected(AbstractMask):
         return Selected(jnp.moveaxis(rows, 1, 0), 1, self.block_k)
 
     def at_places(self, q: Any, k: Any) -> AbstractMask:
-        """The mask as an array of bools for each pair."""
+        """Returns the mask as an array, with one bool for each pair."""
         t = q.shape[-1]
         *lead, h, rows, n = self.indices.shape
         self.check_call(tuple(lead), h, h, t)
@@ -170,8 +170,9 @@ class Selected(AbstractMask):
 
 
 def check_distinct(kv_positions: Any) -> None:
-    """**Raises:** `ValueError` if two keys are known to be at one position. A list that names it
-    would have to say which of them it means. Keys below 0 are none, and are not listed.
+    """**Raises:** `ValueError` if two keys are known to be at one position. A list that names this
+    position would not say which key is meant. Positions below 0 mean that there is no key, and
+    lists do not name them.
     """
     known = concrete(kv_positions)
     if known is None:

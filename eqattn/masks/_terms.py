@@ -22,7 +22,7 @@ def leaf_terms(mask: AbstractMask | None) -> list[AbstractMask]:
 
 
 def map_terms(mask: AbstractMask, fn: Callable[[AbstractMask], AbstractMask]) -> AbstractMask:
-    """The same combination of masks that `fn` makes of its terms."""
+    """Applies `fn` to the terms of a mask, and combines the results as the terms were combined."""
     if isinstance(mask, And | Or):
         return type(mask)(tuple(map_terms(term, fn) for term in mask.terms))
     if isinstance(mask, Not):
@@ -118,9 +118,9 @@ def placed(
 def split_list(mask: AbstractMask | None) -> tuple[Any, Any, Any]:
     """The term of a mask that lists keys, and the mask if that term is True, and if it is False.
 
-    A mask `f` of a list `L` and other terms is `L & f(True) | f(False)`, as a list that is not
-    negated can only add to what is visible. So what it lists is visited under `f(True)`, and
-    without it `f(False)` is.
+    A list that is not negated can only add to what is visible. So a mask `f` of a list `L` and
+    other terms is `L & f(True) | f(False)`. The listed keys are visited under `f(True)`, and all
+    keys under `f(False)`.
 
     **Returns:** the term or None, and the two masks, which are True or False where they do not
     depend on the pair.
@@ -165,7 +165,7 @@ def live_blocks(
     moved: bool | None = None,
 ) -> np.ndarray:
     """Whether each block of positions may hold a visible pair, bool `[rows, columns]`, as far as
-    this is known while tracing: arrays of ids may hide anything or nothing.
+    this is known while tracing. An array of ids, for example, may hide anything or nothing.
 
     **Arguments:**
 

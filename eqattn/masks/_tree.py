@@ -20,9 +20,9 @@ class Tree(AbstractMask):
     `start`, itself and its ancestors. All other queries and keys are plain causal. There may be
     several roots, and a parent may lie after its children.
 
-    Next to a tree, other masks, scores, dropout and rotary positions of a layer see how deep a
-    token is, `start` for a root, and not where it lies. So each path gets what it would get alone,
-    as one sequence.
+    A tree changes the positions that other masks, scores, dropout and the rotary positions of a
+    layer see. They see how deep a token is, `start` for a root, and not where it lies. So each path
+    gets what it would get alone, as one sequence.
 
     **Arguments:**
 
@@ -77,8 +77,9 @@ class Tree(AbstractMask):
     @property
     def depths(self) -> Int[Array | np.ndarray, "*b n"]:
         """How many ancestors each token has, int32 `[n]` or `[*b, n]`."""
-        # Of the tokens that the walk entered before this one, it has left those that are no
-        # ancestors. All batch elements are one walk here, one after the other.
+        # When the walk enters a token, it has left all tokens entered before, except the ancestors.
+        # So the depth is the number of tokens entered less the number left. All batch elements are
+        # one walk here, one after the other.
         n, shape = self.parents.shape[-1], self.parents.shape
         xp = np if isinstance(self._enter, np.ndarray) else jnp
         row = np.arange(max(self.parents.size // n, 1), dtype=np.int32)[:, None] * np.int32(n)
@@ -196,23 +197,24 @@ def _sees(first: Any, last: Any, low: Any, high: Any) -> Any:
 
 
 def _preorder(xp: Any, parents: Any) -> tuple[Any, Any, Any]:
-    """The numbers with which a depth-first walk enters and leaves each token, int32 `[*b, n]`, and
-    whether the walk never ends there, as where a cycle leads.
+    """The numbers with which a depth-first walk enters and leaves each token, int32 `[*b, n]`. A
+    third array says whether the walk never ends there, as where it runs into a cycle.
 
     A walk that counts tokens as it enters them (preorder) visits each subtree in one go. So the
-    tokens below `j`, itself included, are those with `enter[j] <= enter[i] < leave[j]`. For the
-    parents `[-1, 0, 0, 1]` of the tree 0 -> (1 -> 3, 2):
+    tokens below `j`, itself included, are those with `enter[j] <= enter[i] < leave[j]`. The tree 0
+    -> (1 -> 3, 2), for example, has the parents `[-1, 0, 0, 1]` and
 
         token  0  1  2  3
         enter  0  1  3  2
         leave  4  3  4  3
 
-    The walk is a list of 2n steps, each of which knows the next: after entering a token comes
-    entering its first child or, without one, leaving it; after leaving a token comes entering its
-    next sibling or leaving its parent. How many tokens are still to be entered after a step is
-    found by doubling: if a step knows this for the next 2^i steps, and which step comes after
-    these, two of them make 2^(i + 1). So it takes n log n operations, without a loop over tokens,
-    and `parents` may be traced. All batch elements are one forest here.
+    The walk is a linked list of 2n steps. The walk enters a token, and then its first child;
+    without a child, it leaves the token. It leaves a token, and then enters the next sibling or,
+    without one, leaves the parent. Doubling finds how many tokens are still to be entered after a
+    step. Suppose that each step knows this number for the next 2^i steps, and which step comes
+    after these. Two such numbers then add up to that of 2^(i + 1) steps. So it takes n log n
+    operations, without a loop over tokens, and `parents` may be traced. All batch elements are one
+    forest here.
     """
     n, shape = parents.shape[-1], parents.shape
     size = int(np.prod(shape))
@@ -220,7 +222,7 @@ def _preorder(xp: Any, parents: Any) -> tuple[Any, Any, Any]:
     row = token // np.int32(n) * np.int32(n)  # the first token of the same batch element
     above = parents.reshape(-1)
     above = xp.where(above < 0, np.int32(size), above + row)
-    # Siblings stand next to each other in `order`, the oldest first; roots are siblings.
+    # Siblings follow each other in `order`, the oldest first; roots are siblings.
     order = int32(xp.argsort(above, stable=True))
     sorted_above = above[order]
     place = int32(xp.argsort(order))

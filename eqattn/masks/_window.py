@@ -38,8 +38,8 @@ class SlidingWindow(AbstractMask):
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
         # Keys below `sinks` are visible anyway, so that clamping the key to `sinks` in the distance
-        # changes no result. It makes bounds exact: a block that holds sinks and later keys has only
-        # the later keys' distances, and is full where these are within the window.
+        # changes no result. It makes bounds exact. A block that holds sinks and later keys then has
+        # the distances of the later keys only. It is full where these are within the window.
         distance = q - (jnp.maximum(k, self.sinks) if self.sinks else k)
         terms = [] if self.left is None else [distance <= self.left]
         terms += [] if self.right is None else [distance >= -self.right]

@@ -36,8 +36,9 @@ def checked_sizes(**sizes: Any) -> list[Any]:
 
 
 def check_parameters(dtype: Any, query: Any, key_: Any, value: Any, output: Any) -> None:
-    """**Raises:** `TypeError` unless parameters may have this dtype (None is Equinox's default) and
-    each of the others is a boolean, which says whether that projection has a bias.
+    """**Raises:** `TypeError` unless parameters may have this dtype, for which None is Equinox's
+    default. It is also raised unless the other arguments are booleans, which say whether a
+    projection has a bias.
     """
     if dtype is not None and not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.inexact):
         raise TypeError(f"dtype must be floating point, got {dtype!r}.")

@@ -113,9 +113,10 @@ def appended(
     """Appends the heads of new tokens to a cache, and combines the mask of the call with the one
     that shows the stored tokens.
 
-    **Raises:** `TypeError` unless the cache is of their dtype, and `ValueError` unless it then
-    holds all that the layer's window shows, or else the mask of the call. If it does not because it
-    was truncated, that raises when the program runs (`equinox.error_if`).
+    **Raises:** `TypeError` unless the cache has the dtype of the heads. `ValueError` is raised
+    unless it then holds all keys that the layer's window shows, or without a window the mask of the
+    call. If keys are missing because the cache was truncated, this raises when the program runs
+    (`equinox.error_if`).
     """
     if cache.key.dtype != key_.dtype:
         raise TypeError(
@@ -164,7 +165,7 @@ def _checked(cache: Cache, reach: int) -> Cache:
     missing. Those that `truncate` would have to bring back are, as newer ones lay in their place.
     """
     length, held = cache.length, cache.positions
-    assert held is not None  # Whatever overwrites has positions.
+    assert held is not None  # Caches that overwrite have positions.
     first = jnp.maximum(length - reach, 0)
     there = ((held >= first[:, None]) & (held < length[:, None])).sum(-1, dtype=jnp.int32)
     length = eqx.error_if(
@@ -194,8 +195,8 @@ def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: in
 
     The mask is classified over ranges of positions, so all queries from `distance + 1` to 2^29
     after a key are one range. Keys are tried one by one, at the positions 0 to 7, the powers of two
-    up to 2^20, and around `distance`: a mask that exempts the first keys, or looks at chunks, shows
-    it there. A mask that treats only other keys differently is not found out.
+    up to 2^20, and around `distance`. These find a mask that exempts the first keys, or that looks
+    at chunks. A mask that treats only other keys differently is missed.
     """
     if mask is None:
         return True

@@ -109,7 +109,7 @@ class Dropout:
             warnings.warn(
                 "MultiheadAttention()(deterministic=...) is deprecated, as in Equinox; use "
                 "inference=.",
-                stacklevel=4,  # below the call of the layer and its named scope
+                stacklevel=4,  # it is below the layer's call and its named scope
             )
         rate = self.rate(inference)
         if rate and key is None:

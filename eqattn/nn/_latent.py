@@ -28,8 +28,8 @@ _Form = Literal["expanded", "absorbed"] | None
 
 @with_constants("softmax_scale")
 class LatentAttention(eqx.Module):
-    r"""Multi-head latent attention (MLA): keys and values of all heads are projections of one
-    latent vector per token, and a cache holds just that.
+    r"""Multi-head latent attention (MLA). Keys and values of all heads are projections of one
+    latent vector per token, and a cache holds only that vector.
 
     With `c` the normalised latent of a token, `[kv_lora_rank]`, and `r` the rotary part of its key,
     which all heads share,
@@ -41,17 +41,18 @@ class LatentAttention(eqx.Module):
 
     - `"expanded"` makes keys and values of every head. It takes the fewest operations where there
         are about as many queries as keys, as in training.
-    - `"absorbed"` moves the projections to the other side of the products,
-        `q . W_i c = (W_i^T q) . c` and `sum_j p_j V_i c_j = V_i (sum_j p_j c_j)`. Then it is
-        attention with one key head, `[c, r]`, whose values are `c`. It reads the fewest bytes, as a
-        step of decoding needs.
+    - `"absorbed"` moves the projections to the other side of the products. By
+        `q . (W_i c) = (W_i^T q) . c` the query is projected, and by
+        `sum_j p_j V_i c_j = V_i (sum_j p_j c_j)` the output. Then it is attention with one key
+        head, `[c, r]`, whose values are `c`. It reads the fewest bytes, as a step of decoding
+        needs.
 
     It takes one sequence, `[t, hidden_size]`; use `jax.vmap` for a batch. With `cache=` it returns
     `(cache, out)`, and takes one sequence or all rows of the cache, `[b, t, hidden_size]`.
 
-    Fields have the names of DeepSeek's published code but for two. `kv_a_proj` is its
-    `kv_a_proj_with_mqa`. Its `kv_b_proj` is two projections here, as the absorbed form multiplies
-    with each alone and would otherwise copy both:
+    Fields have the names of DeepSeek's published code, with two exceptions. `kv_a_proj` is called
+    `kv_a_proj_with_mqa` there. Their `kv_b_proj` is two projections here, as the absorbed form
+    multiplies with each alone and would otherwise copy both:
 
         both = kv_b_proj.weight.reshape(num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank)
         k_b, v_b = jnp.split(both, [qk_nope_head_dim], 1)  # each .reshape(-1, kv_lora_rank)
@@ -139,6 +140,10 @@ class LatentAttention(eqx.Module):
         self.rotary, self.strategy = rotary, strategy
         self.softmax_scale = AttentionMetadata(softmax_scale=softmax_scale).softmax_scale
 
+        # In the names of the paper, q_a is W^DQ, k_b is W^UK, v_b is W^UV and o is W^O. Two
+        # projections join two of the paper's: `q_b` has W^UQ and W^QR, and `kv_a` has W^DKV and
+        # W^KR. In `q_b` the features of a head without positions come first, and in `kv_a` the
+        # latent.
         keys = iter(split_key(key, 7))
         make = lambda size, features, bias=False: eqx.nn.Linear(
             size, features, use_bias=bias, dtype=dtype, key=next(keys)
@@ -238,13 +243,17 @@ class LatentAttention(eqx.Module):
         s = x.shape[1] if cache is None else cache.key.shape[1]
         mask = as_layer_mask(mask, None, self.num_heads, x.shape[1], s)
         query, rest, latent = self._projected(x, mask, cache, q_positions)
+        # Keys `[c, r]`, whose first features `c` are the values of the absorbed form.
         keys, kv_positions, q_offset = Joined(latent, rest), q_positions, None
         if cache is not None:
+            # The queries follow what is stored, so the length is read before it grows.
             q_offset = cache.length if q_positions is None else None
             cache, mask = appended(cache, rest, latent, counts, mask, None, self.num_heads)
             keys, kv_positions = cache.key, cache.positions
         scale = self.softmax_scale
         if scale is None:
+            # Both forms have the same logits. So the scale is that of the expanded keys, although
+            # absorbed ones have `kv_lora_rank + qk_rope_head_dim` features.
             scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         strategy = configured(self.strategy, cache is not None, softmax_scale=scale)
         absorbed = form == "absorbed" or (form is None and cache is not None)
@@ -262,6 +271,7 @@ class LatentAttention(eqx.Module):
         )
         out = found.attention_outputs.astype(query.dtype)
         if absorbed:
+            # Attention gave `sum_j p_j c_j` for each head i, where V_i is `weight[i]`, [v, r].
             weight = self.v_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
             out = jnp.einsum("...hr,hvr->...hv", out, weight)
         out = linear(self.o_proj, out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim))
@@ -272,12 +282,14 @@ class LatentAttention(eqx.Module):
 
         **Arguments:**
 
-        - `query`: `[b, t, h, n + p]`.
-        - `keys`: `[b, s, 1, r + p]`.
+        - `query`: the queries, `[b, t, h, n + p]`, the part with positions last.
+        - `keys`: the latents and the rotary parts, `[b, s, 1, r + p]`.
         - `stored`: whether the strategy reads them where they are stored.
         """
         inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
         weight = self.k_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
+        # For each head i, `q . (W_i c)` is `(W_i^T q) . c`, where W_i is `weight[i]`, [n, r]. The
+        # rotary part stays as it is, so a logit is `[W_i^T q, p] . [c, r] = q . (W_i c) + p . r`.
         inner = jnp.einsum("...hn,hnr->...hr", inner, weight)
         query = jnp.concatenate([inner, turning], -1)
         if stored:
@@ -289,13 +301,14 @@ class LatentAttention(eqx.Module):
         del stored
         latent, rest = jnp.split(keys.materialise()[..., 0, :], [self.kv_lora_rank], -1)
         key = project(self.k_b_proj, latent, self.num_heads, self.qk_nope_head_dim)
+        # All heads share the rotary part, which becomes the end of each head's key.
         rest = jnp.broadcast_to(rest[..., None, :], (*key.shape[:-1], rest.shape[-1]))
         value = project(self.v_b_proj, latent, self.num_heads, self.v_head_dim)
         return query, jnp.concatenate([key, rest], -1), value
 
     def _projected(self, x: Array, mask: Any, cache: Any, q_positions: Any) -> tuple[Array, ...]:
-        """The queries `[b, t, h, n + p]`, and of the keys the part `[b, t, 1, p]` with positions
-        and the latents `[b, t, 1, r]`.
+        """Projects the input to queries `[b, t, h, n + p]`, rotary parts of keys `[b, t, 1, p]` and
+        latents `[b, t, 1, r]`.
         """
         size = self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.q_proj is None:
@@ -304,9 +317,13 @@ class LatentAttention(eqx.Module):
         else:
             query = project(self.q_proj, x, self.num_heads, size)
         latent, rest = jnp.split(linear(self.kv_a_proj, x)[..., None, :], [self.kv_lora_rank], -1)
+        # Only the latent is normalised, as in DeepSeek's code. A cache holds it normalised.
         latent = normed(self.kv_a_norm, latent)
         if self.rotary is None:
             return query, rest, latent
+        # Keys are turned before they are stored, as their positions do not change later. A rotation
+        # of W_i c would stand between W_i and the query and differ for each key, so that W_i could
+        # not be absorbed. So the rotary features are separate (DeepSeek-V2, section 2.1.3).
         t = x.shape[1]
         at = input_positions(
             self.strategy,

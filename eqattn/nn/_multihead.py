@@ -40,9 +40,9 @@ class MultiheadAttention(eqx.Module):
     r"""A drop-in for `eqx.nn.MultiheadAttention`, in memory linear in the sequence.
 
     Arguments, initialisation, field names, leaves and results are Equinox's, so changing an import
-    keeps models, checkpoints and optimiser states. Two results differ: a query that sees no key
-    gives the projection of 0 instead of the mean of all values, and dropout has the same
-    distribution but other bits.
+    keeps models, checkpoints and optimiser states. Two results differ. A query that sees no key
+    gives the projection of 0, where Equinox averages all values. Dropout has the same distribution
+    but other bits.
 
     It takes one sequence, `[t, query_size]`; use `jax.vmap` for a batch. Its leaves are arrays
     and, as in Equinox, the two numbers of `dropout`, so plain `jax.jit` and `jax.grad` work over
@@ -288,8 +288,9 @@ class MultiheadAttention(eqx.Module):
         - `key`: the random key of the dropout, not used if that is off.
         - `inference`: whether dropout is off; None takes the layer's `inference`.
         - `deterministic`: a deprecated name of `inference`.
-        - `process_heads`: a function from query `[t, num_heads, qk_size]`, key
-            `[s, num_kv_heads, qk_size]` and value `[s, num_kv_heads, vo_size]` to such.
+        - `process_heads`: a function that changes query `[t, num_heads, qk_size]`, key
+            `[s, num_kv_heads, qk_size]` and value `[s, num_kv_heads, vo_size]`, and returns the
+            three.
 
         These are keyword-only:
 
@@ -300,8 +301,8 @@ class MultiheadAttention(eqx.Module):
         - `cache`: one of [`eqattn.cache`](api.md#caches) with `num_kv_heads` heads of `qk_size` and
             `vo_size`, and the tokens so far. `key_` and `value` are appended. The query reads all
             that is stored, or what `mask` shows of it. New tokens are at positions `cache.length`,
-            `cache.length + 1`, ...; `q_positions` moves those of the query. An axis `s` for keys
-            then stands for the places of the cache.
+            `cache.length + 1`, ...; `q_positions` moves those of the query. An axis `s` for keys is
+            then that of the places of the cache.
         - `counts`: how many of the new keys, from the first, the cache takes; None for all.
         - `append`: whether there are new keys. If not, the query reads the cache as it is.
         - `return_max_logits`: whether the output comes with the largest logit of each query and

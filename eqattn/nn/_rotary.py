@@ -24,16 +24,17 @@ def rotary(
     interleaved: bool = False,
     sections: Sequence[int] | None = None,
 ) -> Float[Array, "*b t h d"]:
-    r"""Rotary position embedding: turns pairs of features by angles proportional to the position.
+    r"""Applies rotary position embedding: turns pairs of features by angles proportional to the
+    position.
 
     Pair `i` of position `p` turns by `p * theta^(-2i/dim)` radians. So products of queries and keys
     depend on the difference of their positions only. The function is pure: nothing is cached, and a
     position has the same angle at any offset and length.
 
     With integer positions and a Python number `theta`, angles are reduced to one turn exactly, in
-    integers: at any int32 position they are right to float32's last digits. With float positions or
-    an array `theta`, the angle is a product in float32 (float64 for float64 `x`). Its error is then
-    about 6e-8, the rounding of float32, times the whole angle.
+    integers. At any int32 position they are right to the last digits of float32. With float
+    positions or an array `theta`, the angle is a product in float32 (float64 for float64 `x`). Its
+    error is then about 6e-8, the rounding of float32, times the whole angle.
 
     **Arguments:**
 
@@ -197,8 +198,8 @@ def _check_scaling(scaling: Any) -> None:
 
 
 def check_rotary(given: Any, size: int) -> None:
-    """**Raises:** `TypeError` or `ValueError` unless a layer whose heads have so many features may
-    have this `Rotary`, or None.
+    """**Raises:** `TypeError` or `ValueError` unless a layer may have this `Rotary`, or None, for
+    heads of this size.
     """
     if given is None:
         return
@@ -256,13 +257,14 @@ def _reduced_angles(positions: Array, frequencies: np.ndarray) -> Array:
         p * high + floor(p * low / 2^32)   modulo 2^32, which are whole turns,
 
     and uint32 arithmetic wraps around by itself. For example, a frequency of 3/8 of a turn has
-    `high = 3 * 2^29`, and position 3 gets 9 * 2^29 mod 2^32 = 2^29, that is 1/8 of a turn.
+    `high = 3 * 2^29`. Position 3 gets `9 * 2^29 mod 2^32 = 2^29`, that is 1/8 of a turn.
 
-    What is left out of `low` is below 2^-64 turns, times `p < 2^31`, and the floor is below one
-    unit of 2^-32 turns, or 1.5e-9 radians. What remains is rounding: of the angle to float32, and,
-    at large positions, of the frequencies to float64. Against `numpy.longdouble`, for `theta` from
-    1e4 to 1e6 and 64 and 128 features, 4,000 random positions of either sign gave errors of up to
-    3.0e-7 below 2^20, and of up to 5.7e-7 below 2^31.
+    Two terms are left out. What `low` lacks is below 2^-64 turns, and is multiplied by `p < 2^31`.
+    The floor takes less than one unit of 2^-32 turns, or 1.5e-9 radians. Two roundings are larger:
+    of the angle to float32 and, at large positions, of the frequencies to float64. Errors were
+    measured against `numpy.longdouble`, for `theta` from 1e4 to 1e6 and 64 and 128 features. At
+    4,000 random positions of either sign they were up to 3.0e-7 below 2^20, and up to 5.7e-7 below
+    2^31.
     """
     turns = frequencies / (2 * np.pi) % 1.0 * 2.0**32
     high = np.floor(turns)
@@ -278,7 +280,7 @@ def _reduced_angles(positions: Array, frequencies: np.ndarray) -> Array:
 
 
 def _upper_product(a: Array, b: Array) -> Array:
-    """The upper 32 of the 64 bits of a product of uint32s.
+    """Returns the upper 32 of the 64 bits that a product of uint32s has.
 
     With 16-bit halves, the product is the sum of four products, each of which fits in 32 bits:
 

@@ -1,7 +1,7 @@
 """How rotary frequencies change for contexts longer than those trained on.
 
 Each formula is written once, for NumPy and `jax.numpy`. Frequencies are a NumPy array if `theta` is
-a Python float, so that angles can be reduced exactly, and a traced array if it is one.
+a Python float, so that angles can be reduced exactly. For a traced `theta` they are a traced array.
 """
 
 import abc
@@ -43,7 +43,7 @@ class AbstractRotaryScaling(eqx.Module):
 
     @abc.abstractmethod
     def frequencies(self, dim: int, theta: Any) -> Any:
-        """The frequency of each pair, in radians per position.
+        """Computes the frequency of each pair, in radians per position.
 
         **Arguments:**
 
@@ -105,8 +105,8 @@ class NTKScaling(AbstractRotaryScaling):
 
 
 class YaRNScaling(AbstractRotaryScaling):
-    """Keeps the frequencies of fast pairs, divides those of slow pairs by `factor`, mixes both for
-    the pairs between, and makes logits larger (Peng et al., *YaRN*, arXiv:2309.00071).
+    """Keeps the frequencies of fast pairs, divides those of slow pairs by `factor`, and mixes both
+    for the pairs between. It also makes logits larger (Peng et al., *YaRN*, arXiv:2309.00071).
 
     The mix is linear in the index of the pair, as in the authors' code and the models in use. The
     paper's formula is linear in the number of turns.
@@ -153,7 +153,7 @@ class YaRNScaling(AbstractRotaryScaling):
         low, high = xp.maximum(low, 0.0), xp.minimum(high, dim - 1.0)
         plain = plain_frequencies(dim, theta)
         index = xp.arange(dim // 2, dtype=plain.dtype)
-        width = xp.where(high > low, high - low, 0.001)  # a step where there is nothing between
+        width = xp.where(high > low, high - low, 0.001)  # a step where no pair is between
         slow = xp.clip((index - low) / width, 0.0, 1.0)
         return plain / self.factor * slow + plain * (1 - slow)
 

@@ -26,7 +26,7 @@ class ALiBi(AbstractScore):
 
     @classmethod
     def geometric(cls, heads: int) -> "ALiBi":
-        """The slopes of the paper's code, for any number of heads.
+        """Computes the slopes of the paper's code, for any number of heads.
 
         Of `n` heads, a power of two, head `i = 1, ..., n` has the slope `2^(-8 i / n)`. For another
         number of heads, `n` is the power of two below it. The further heads have every other slope

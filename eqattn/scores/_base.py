@@ -45,13 +45,13 @@ class AbstractScore(eqx.Module):
     def transform(
         self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, *operands: Any, **_: Any
     ) -> Float[Array, ""]:
-        """The new logit of one pair, a float scalar.
+        """Computes the new logit of one pair, a float scalar.
 
         **Arguments:**
 
         - `logit`: the logit so far, a float scalar.
         - `b`, `h`: the flattened batch index and the query head, int32 scalars.
         - `q`, `k`: the positions of the query and the key, int32 scalars.
-        - `operands`: one scalar of each array that `operands` lists, in that order, or one vector
-            if it has features.
+        - `operands`: one scalar of each array of the method `operands`, in its order, or one vector
+            of an array with features.
         """

@@ -38,7 +38,7 @@ class Bias(AbstractScore):
 
 
 def as_bias(bias: Any) -> Bias:
-    """The score that stands for the argument `bias` of a call."""
+    """The score that adds the argument `bias` of a call."""
     if isinstance(bias, AbstractScore):
         raise TypeError("bias must be an array; pass score modules as `score`.")
     return Bias(jnp.asarray(as_array(bias, "bias")))

@@ -1,24 +1,26 @@
 """Dropout whose mask is a function of (key, batch, head, query position, key position).
 
-So the mask is the same for any block size, strategy, kernel and number of devices, and nothing of
-size queries x keys is ever stored. Each pair is visited again in a backward pass and its bits are
-drawn again, so they must be cheap. They come in two steps:
+So the mask is the same for any block size, strategy, kernel and number of devices. Nothing of size
+queries x keys is ever stored. A backward pass visits each pair again and draws its bits again, so
+they must be cheap. They come in two steps:
 
-1. *Each query of each head has two words of its own*, from Threefry-2x32 with 20 rounds (Salmon et
-   al., *Parallel random numbers: as easy as 1, 2, 3*, SC 2011). They are drawn once a call.
-2. *The bits of a pair are a hash of the key's position under these words*, of eight operations of
-   32 bits, two of which are products. The shifts and factors are those of `lowbias32` (Wellons,
-   *Prospecting for hash functions*, 2018). What goes in is the position times the golden ratio plus
-   the first word; the second word is added between the products.
+1. *Each query of each head draws two words*, once a call. They come from Threefry-2x32 with 20
+    rounds (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, SC 2011).
+2. *The bits of a pair are a hash of the key's position under these words*. It has eight operations
+    of 32 bits, and two of them are products. The shifts and factors are those of `lowbias32`
+    (Wellons, *Prospecting for hash functions*, 2018). Its input is the position times the golden
+    ratio plus the first word. The second word is added between the products.
 
 Threefry at each pair, which is about 110 operations, made a step of a TPU's forward kernel 19 times
-as long as without dropout (v6e). Now it is 2.6 times as long, and that with all 32 bits of a word:
-rates are exact to 2^-32. Four draws of 16 bits from one Threefry would cost three times as much as
-the hash, and a pair would need its three neighbours at hand, which blocks and pages cut apart.
+as long as without dropout (v6e). Now it is 2.6 times as long, and a pair has all 32 bits of a word,
+so that rates are exact to 2^-32. Four draws of 16 bits from one Threefry would cost three times as
+much as the hash. A pair would also need its three neighbours, which may lie in other blocks and
+pages.
 
-One word to a row would not do. Two rows whose first words differ by few times the golden ratio go
-through the same numbers, some keys apart: among the 2^20 rows of 4096 keys of a training step, 2^20
-pairs of them. That the second words are equal as well happens once in 2^12 such steps.
+One word per row is not enough. If the first words of two rows differ by few times the golden ratio,
+the rows go through the same numbers, shifted by some keys. Among the 2^20 rows of 4096 keys of a
+training step, this happens to 2^20 pairs of rows. Their second words are also equal once in 2^12
+such steps.
 """
 
 import math
@@ -106,10 +108,10 @@ def row_words(seed: Array, b: Array, h: Array, q: Array) -> tuple[Array, Array]:
 def is_kept(words: tuple[Array, Array], k: Array, rate: float) -> Array:
     """Whether each pair survives dropout.
 
-    Of each row's 2^32 words, one for each position, all are different. The hash ends with a
-    product, whose high bits depend on all others, and it is the high bits that decide. All is
-    in int32, as processors without AVX-512, and TPUs, compare signed numbers only: a pair is
-    dropped where its word is among the least `dropped(rate)` of all.
+    The 2^32 words of a row, one for each position, all differ. A pair is dropped where its word is
+    among the least `dropped(rate)` of all. So the high bits decide, and these depend on all bits,
+    as the hash ends with a product. All is in int32, as TPUs and processors without AVX-512 compare
+    signed numbers only.
 
     **Arguments:**
 
@@ -125,13 +127,13 @@ def is_kept(words: tuple[Array, Array], k: Array, rate: float) -> Array:
 
 
 def dropped(rate: float) -> int:
-    """Of the 2^32 words that a pair may draw, how many drop it: all but one at most."""
+    """How many of the 2^32 words that a pair may draw drop it. At least one word keeps it."""
     return min(round(rate * 2**32), 2**32 - 1)
 
 
 def kept_factor(rate: float) -> float:
-    """What probabilities that are kept are multiplied with: one over the share of words that keep
-    them, which is `1 - rate` to 32 bits.
+    """The factor on probabilities that are kept. It is one over the share of words that keep a
+    pair, which is `1 - rate` to 32 bits.
     """
     return 2**32 / (2**32 - dropped(rate))
 

@@ -25,9 +25,10 @@ class ScoreFn(AbstractScore):
 
     What `fn` reads from outside is treated by its kind.
 
-    - JAX arrays in its closure, its defaults, the arguments of a `functools.partial` or the
-        `eqx.Module` that it is a method of are arguments of each call of attention. They are
-        differentiated, and may change between calls, also where `fn` is defined anew each time.
+    - JAX arrays become arguments of each call of attention. They may be in its closure, its
+        defaults, the arguments of a `functools.partial`, or the `eqx.Module` whose method it is.
+        They are differentiated, and may change between calls, also where `fn` is defined again each
+        time.
     - NumPy arrays, Python numbers and strings are constants. Other constants make JAX trace and
         compile again.
     - Everything else that may change unseen is read when `fn` is first traced, as by `jax.jit`.

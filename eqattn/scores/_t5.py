@@ -18,7 +18,7 @@ class T5Bias(AbstractScore):
     **Arguments:**
 
     - `table`: a float array `[buckets, h]`, or `[buckets, 1]` for one bias that all heads share.
-    - `bidirectional`: whether keys after the query have buckets of their own. The default is True.
+    - `bidirectional`: whether keys after the query have separate buckets. The default is True.
     - `max_distance`: the distance from which on all keys share the last bucket, 128 by default.
     """
 
@@ -55,12 +55,13 @@ class T5Bias(AbstractScore):
         return f"T5Bias with a table of shape {self.table.shape}: its heads,"
 
     def bucket(self, q: Int[Array, "..."], k: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The bucket of each pair of positions.
+        """Computes the bucket of each pair of positions.
 
         Of `n` buckets (half of the table's on each side, if it is bidirectional), the first
         `n // 2` each hold one distance. The others share the distances up to `max_distance` on a
-        logarithmic scale: for `e = n // 2`, a distance `d >= e` is in the bucket
-        `e + floor(log(d / e) / log(max_distance / e) * (n - e))`, and in the last one beyond it.
+        logarithmic scale. With `e = n // 2`, a distance `d >= e` is in the bucket
+        `e + floor(log(d / e) / log(max_distance / e) * (n - e))`. Distances beyond are in the last
+        bucket.
         """
         buckets = self.table.shape[0]
         distance = q - k

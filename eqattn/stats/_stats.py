@@ -1,4 +1,4 @@
-r"""Statistics of the probabilities of attention, as derivatives of its logsumexp.
+r"""Statistics of attention probabilities, as derivatives of the logsumexp.
 
 Let $L_i = \log \sum_j e^{s_{ij}}$ be the logsumexp of row $i$ over its keys, and $p_{ij} =
 e^{s_{ij} - L_i}$. If each logit moves by $\epsilon f_{ij}$, then
@@ -14,8 +14,8 @@ probability, as that of dropout is. That takes one visit of the blocks, where a 
 All are visits that the fold has already: they run under every strategy, skip the blocks that a mask
 empties, and are differentiable themselves.
 
-Sinks join the denominator alone. They are left out of $L$, and with that of the keys and the sinks,
-$L'$, each probability is multiplied by the share of the keys, $e^{L - L'}$.
+Sinks join the denominator alone. They are left out of $L$. Let $L'$ be the logsumexp of the keys
+and the sinks. Then each probability is multiplied by the share of the keys, $e^{L - L'}$.
 """
 
 from collections.abc import Callable, Sequence
@@ -121,7 +121,7 @@ class _Call:
 
     **Attributes:**
 
-    - `rows`, `keys`: the shapes `(*b, t, h)` of rows and `(*b, h, 1, s)` of a bias of the keys.
+    - `rows`, `keys`: the shapes `(*b, t, h)` of rows and `(*b, h, 1, s)` of a bias on the keys.
     - `dtype`: the dtype of sums.
     """
 
@@ -174,7 +174,7 @@ class _Call:
         return folds and not self.stored
 
     def expectation(self, fn: AbstractScore) -> tuple[Array, Array]:
-        """The logsumexp without sinks, and the expectation of `fn` over the keys."""
+        """Computes the logsumexp without sinks, and the expectation of `fn` over the keys."""
         if self.weighs:
             carry = self.attend(self.value, _Factor(fn), return_carry=True).carry
             return carry.logsumexp(), carry.output()[..., 0]
@@ -250,7 +250,7 @@ def expectation(
     - `arrays`: the [`eqattn.scores.Operand`][]s of which `fn` receives one scalar each.
 
     **Returns:** `[*b, t, h]`, float32 or wider. It is 0 for a query that sees no key. With sinks,
-    the probabilities of the keys sum to less than one.
+    the probabilities of the keys add up to less than one.
 
     **Raises:** what [`eqattn.attention`][] raises.
     """
@@ -276,7 +276,7 @@ def entropy(
     q_positions: Any = None,
     kv_positions: Any = None,
 ) -> Float[Array, "*b t h"]:
-    r"""The entropy of the attention of each query, $-\sum_j p_{ij} \log p_{ij}$, in nats.
+    r"""Computes the entropy of the attention of each query, $-\sum_j p_{ij} \log p_{ij}$, in nats.
 
     It is the logsumexp less the expectation of the logit. Their difference is small next to them
     where a query sees little but one key, and then accurate to the roundoff of a logit.
@@ -306,8 +306,8 @@ def effective_window(
     q_positions: Any = None,
     kv_positions: Any = None,
 ) -> Float[Array, "*b t h"]:
-    r"""How many keys a causal window would have in which uniform attention is as far from its query
-    as this one is: $1 + 2 \sum_j p_{ij} |i - j|$, where the $p_{ij}$ of the keys sum to one.
+    r"""Computes the width of the causal window in which uniform attention would be as far from its
+    query as here. It is $1 + 2 \sum_j p_{ij} |i - j|$, where the $p_{ij}$ of the keys sum to one.
 
     The mean distance in a uniform window of `w` keys, the query's own included, is `(w - 1) / 2`.
 

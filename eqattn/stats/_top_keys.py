@@ -69,11 +69,11 @@ def top_keys(
     q_positions: Any = None,
     kv_positions: Any = None,
 ) -> TopKeys:
-    """The `n` keys with the greatest logits, for each query and head.
+    """Lists the `n` keys with the greatest logits, for each query and head.
 
     Logits are those of [`eqattn.attention`][], all transforms and the mask included. They are
     visited block by block, so that memory grows as queries times `n` and not as queries times keys.
-    Where a score does not look at its logit, as that of an indexer, the products of `query` and
+    A score may not look at its logit, as that of an indexer. Then the products of `query` and
     `key_` are not computed: pass one head of each.
 
     **Arguments:**

@@ -95,7 +95,7 @@ class AttentionImpl(eqx.Module):
         *args: Any,
         **kwargs: Any,
     ) -> AttentionOutput:
-        """Attention in plain JAX, on any device.
+        """Computes attention in plain JAX, on any device.
 
         **Arguments:**
 
@@ -250,8 +250,8 @@ class AttentionImpl(eqx.Module):
         return Support(False, reason) if reason else varying_bits(asked, used)
 
     def undeclared(self, names: Iterable[str]) -> str:
-        """What a call raises if `forward_native` has no parameter for one of these keywords of
-        [`eqattn.attention`][]; empty if it has all of them.
+        """What a call raises if `forward_native` lacks a parameter for one of these keywords of
+        [`eqattn.attention`][]; empty if none is missing.
         """
         parameters = inspect.signature(self.forward_native).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -317,7 +317,7 @@ class AttentionImpl(eqx.Module):
 
     @staticmethod
     def current_backend() -> Literal["tpu", "gpu", "cpu"]:
-        """The default backend of JAX. Asking for it starts that backend.
+        """Returns the default backend of JAX. Asking for it starts that backend.
 
         **Raises:** `ValueError` for any other backend.
         """

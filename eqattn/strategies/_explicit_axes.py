@@ -15,8 +15,8 @@ from .._problem.storage import as_stored
 
 
 def known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
-    """The mesh axes that shard the batch, those that shard the heads, and those that shard no
-    array, as the types of the arrays of an explicit mesh tell.
+    """Reads from the types of arrays on an explicit mesh which axes shard the batch, which shard
+    the heads, and which shard no array.
     """
     batch, *rest, _, heads, _ = (None, *sharding_of(q))[-max(4, q.ndim) :]
     arrays = [x for x in jax.tree.leaves((q, *others)) if eqx.is_array(x)]

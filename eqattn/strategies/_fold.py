@@ -1,8 +1,8 @@
 """How strategies fold a problem: on one device, over sharded sequences, or all at once.
 
-Strategies import this module when they first run, not at their own import: what it imports takes
-nearly a fifth of the time of `import eqattn`. `python -m eqattn bench --only import` measures the
-whole import; `python -X importtime -c "import eqattn.strategies._fold"` shows this share.
+Strategies import this module when they first run. Its imports take nearly a fifth of the time of
+`import eqattn`. `python -m eqattn bench --only import` measures the whole import;
+`python -X importtime -c "import eqattn.strategies._fold"` shows this share.
 """
 
 import dataclasses
@@ -114,8 +114,8 @@ def top_on_device(
 
 
 def _ranked_keys(count: int) -> int | None:
-    """How many keys a block has whose logits join a list of `count`: some times as many, as each
-    block ranks the list again. None leaves it to the lowering.
+    """How many keys a block has whose logits join a list of `count`. It has several times as many,
+    as each block ranks the list again. None leaves it to the lowering.
     """
     return None if count <= 32 else 4 << (count - 1).bit_length()
 
@@ -148,11 +148,13 @@ def _fold_gathered(problem: Problem, *, block_q, block_k, fused, lowering) -> Ca
     """Folds a problem whose keys are gathered.
 
     With few queries for many keys it is like a decoding step, so ordinary JAX reads the keys as
-    they lie. A block has more keys than there, such that its logits have 2^15 numbers: of 64 heads
-    and 2048 keys for each of 64 queries, blocks of 256, 512 and 2048 keys took 94, 55 and 217 ms on
-    one core of a busy CPU, and 150 ms if the keys were brought into another order first. For
-    blocks of 64 queries, that order is the faster one. There, few keys are one block, without
-    padding: of 384 keys, a list took 0.20 of the time of all keys, and 0.30 in blocks of 256
+    they lie. A block has more keys than there, such that its logits have 2^15 numbers. This was
+    measured on one core of a busy CPU, with 64 heads and 2048 keys for each of 64 queries. Blocks
+    of 256, 512 and 2048 keys took 94, 55 and 217 ms. Bringing the keys into another order first
+    took 150 ms.
+
+    For blocks of 64 queries, that order is the faster one. There, few keys are one block, without
+    padding. A list of 384 keys took 0.20 of the time of all keys, and 0.30 in blocks of 256
     (`python -m eqattn bench --only cpu-selected-blocks-fwd`). With four heads for each key head,
     one block was slower: 0.15 and not 0.11 in `cpu-selected-blocks-gqa-grad`.
     """
@@ -276,7 +278,7 @@ def fold_dense(problem: Problem) -> tuple[Carry, Array]:
 
 
 def _whole(operand: BlockOperand) -> Array:
-    """An operand without its axes for blocks of rows and of columns, of which there is one each."""
+    """An operand without its axes for blocks of rows and columns, as there is one block."""
     x, axes = operand.array, operand.axes
     x = x.reshape([n for a, n in zip(axes, x.shape) if a < -2] + list(x.shape[len(axes) :]))
     return x.astype(block_dtype(x))

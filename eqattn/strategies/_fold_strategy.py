@@ -51,15 +51,15 @@ class AbstractFoldStrategy(AttentionImpl):
     @property
     def fixed(self) -> bool:
         """Whether the bits of a row are to depend on nothing but the row, as a field `bitwise`
-        says: blocks have sizes that only the metadata decide about, and are visited in order.
+        says. Then only the metadata decide on block sizes, and blocks are visited in order.
         """
         return as_flag(getattr(self, "bitwise", False), "bitwise")
 
     def block_sizes(self) -> tuple[int | None, int | None]:
-        """The tokens of a block, of queries and of keys; None lets the lowering choose.
+        """How many queries and keys a block has; None lets the lowering choose.
 
-        Of `fixed` queries there are a multiple of 8, or one. Of other numbers, the last ones would
-        not fill a vector register, and what is compiled for them may round otherwise.
+        The number of `fixed` queries is a multiple of 8, or one. With other numbers, the last
+        queries would not fill a vector register, and code compiled for them may round otherwise.
         """
         queries, keys = self.metadata.blocksize_q, self.metadata.blocksize_k
         if not self.fixed:
@@ -76,8 +76,8 @@ class AbstractFoldStrategy(AttentionImpl):
         """
 
     def attend(self, problem: Problem, dtype: Any) -> tuple[Array, Array | None] | None:
-        """A hook for code that finishes rows where it visits their keys, at less cost than by way
-        of a Carry. It is asked where a call needs no Carry and no weights.
+        """A hook for code that finishes rows where it visits their keys, at less cost than through
+        a Carry. It is asked where a call needs no Carry and no weights.
 
         **Returns:** the output `[B, T, H, V]` in `dtype` and the logsumexp `[B, T, H]`, both with
         the sinks; or None, by default, where the `fold` is no dearer. The logsumexp may be None
@@ -85,9 +85,9 @@ class AbstractFoldStrategy(AttentionImpl):
         """
 
     def top(self, problem: Problem, count: int) -> tuple[Array, Array]:
-        """A hook for [`eqattn.top_keys`][]: the `count` greatest logits of each row, the greatest
-        first, and the positions of their keys, `[B, T, H, count]`. By default, each device visits
-        blocks of all keys of its rows and heads. Their axes of the mesh are manual, as XLA would
+        """A hook for [`eqattn.top_keys`][] that finds the `count` greatest logits of each row, the
+        greatest first, and the positions of their keys, `[B, T, H, count]`. By default, each device
+        visits all keys for its rows and heads. The mesh axes of these are manual, as XLA would
         gather the logits of all devices to select from them.
         """
         from ._fold import top_on_device
@@ -168,10 +168,10 @@ class AbstractFoldStrategy(AttentionImpl):
         place: ManualAxes | None = None,
         by_hand: bool = False,
     ) -> ManualAxes | None:
-        """The mesh axes to make manual for the fold. They are those of `place`, and also those that
-        shard batch and heads if the compiler cannot split the lowering over devices, or is not to
-        do it. Next to manual axes, XLA splits an all-gather over none of the others, where bits are
-        fixed it should not decide about loops, and it does not split the gathers of listed keys.
+        """The mesh axes to make manual. They are those of `place`, and also those of batch and
+        heads if the compiler cannot or should not split the lowering over devices. Next to manual
+        axes, XLA splits no all-gather over the others. It does not split gathers of listed keys.
+        Where bits are fixed, it should not decide on loops.
         """
         by_hand = by_hand or lists_own_keys(problem)
         if lowering.splits_over_devices and not by_hand:
@@ -188,8 +188,8 @@ class AbstractFoldStrategy(AttentionImpl):
         return 1
 
     def check_lists(self, mask: AbstractMask | None) -> None:
-        """A hook. **Raises:** `ValueError` for a mask that lists keys, as a `Selected` does, in a
-        way that this strategy cannot visit.
+        """A hook for masks that list keys, as a `Selected` does. **Raises:** `ValueError` if this
+        strategy cannot visit such lists.
         """
         if not self.forms_weights and split_list(mask)[0] is not None and self.fixed:
             raise ValueError(
@@ -207,8 +207,8 @@ class AbstractFoldStrategy(AttentionImpl):
         return reason or super().unsupported(features)
 
     def _refused(self, features: Mapping[str, Any]) -> str:
-        """Why a call with these features would raise, whatever its shapes; empty if it would not.
-        Some of the checks raise instead, with the message of the call.
+        """Why a call with these features would raise for all shapes; empty if it would not. Some of
+        the checks raise instead, with the message of the call.
         """
         self._check_blocks()
         given = {name: x for name, x in features.items() if x is not True}
@@ -285,7 +285,7 @@ class AbstractFoldStrategy(AttentionImpl):
         return_carry: bool = False,
         return_max_logits: bool = False,
     ) -> AttentionOutput:
-        """Attention of `q` `[*b, t, h, d]` over `k` `[*b, s, k, d]` and `v` `[*b, s, k, v]`.
+        """Computes attention for `q` `[*b, t, h, d]`, `k` `[*b, s, k, d]` and `v` `[*b, s, k, v]`.
 
         **Arguments:**
 

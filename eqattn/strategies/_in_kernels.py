@@ -54,8 +54,8 @@ def known_refusal(
 
 
 def _left_to_kernels(part: AbstractMask | AbstractScore) -> Any:
-    """The jaxpr of a mask or a score over a block of 2 keys and 2 queries, but for what it looks up
-    by query or by key, which is done outside of kernels.
+    """The jaxpr of a mask or a score over a block of 2 keys and 2 queries. Lookups by query or by
+    key are left out, as they are done outside of kernels.
     """
     part = without_lookups(part)
 

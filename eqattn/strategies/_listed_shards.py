@@ -1,10 +1,10 @@
 """The fold of a problem whose tokens are sharded and whose mask lists keys, as a `Selected` does.
 
 The keys that a query lists may lie on any device. So each device gathers all keys and values, in
-their own dtype and with their own heads, and attends with its own queries as one device does. It
-holds the keys of the whole sequence then; the list, the queries and all that is made of them stay
-shared out. What is gathered is linear in the sequence, while a ring that visits each key of every
-device's list once at each hop would take as many copies of it as there are hops.
+their stored dtype and number of heads. Then it attends with its queries as one device does. It
+holds the keys of the whole sequence then. The list, the queries and all that is made of them stay
+sharded. What is gathered is linear in the sequence. A ring would visit the listed keys hop by hop,
+with one copy of the list for each hop.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def lists_of(mask: AbstractMask | None) -> list[Any]:
 
 
 class _Apart(eqx.Module):
-    """A problem, taken apart by what is sharded with the queries and what is not.
+    """A problem in two parts: what is sharded with the queries, and what is not.
 
     **Arguments:**
 
@@ -45,7 +45,7 @@ class _Apart(eqx.Module):
     - `key`, `value`, `kv_positions`, `kv_places`: keys and values, and the positions and the places
         of keys or None.
     - `lists`: the indices of each term of the mask that lists keys, `[B|1, h, rows, n]`.
-    - `held`: the canonical operands of each other term of the mask, then of each score.
+    - `held`: the canonical operands that each other term of the mask, and then each score, reads.
     """
 
     rest: Problem
@@ -60,7 +60,7 @@ class _Apart(eqx.Module):
 
     @classmethod
     def of(cls, problem: Problem, q: Any, k: Any) -> "_Apart":
-        """Takes a problem apart.
+        """Splits a problem into these parts.
 
         **Arguments:**
 
@@ -68,7 +68,8 @@ class _Apart(eqx.Module):
             be None.
         """
         lists = tuple(x.rows_of(problem.batch_shape) for x in lists_of(problem.mask))
-        # Other masks look up what they know by place while the places of all tokens are at hand.
+        # Other masks look up what they know by place here, where the places of all tokens are
+        # known.
         problem = problem.at_places(q, k, lists=False)
         q_positions, kv_positions = (
             given if given is not None or x is None else x[None]

@@ -25,10 +25,10 @@ def fold(
     manual: ManualAxes | None = None,
     fixed: bool = False,
 ) -> Carry:
-    """Attention over all keys of a problem, block by block, on one device.
+    """Computes attention over all keys of a problem, block by block, on one device.
 
     This is what [`eqattn.Blockwise`][] and [`eqattn.Ragged`][] call, and what the `fold` of a
-    strategy of your own may call. It is differentiable in every order.
+    strategy of yours may call. It is differentiable in every order.
 
     **Arguments:**
 
@@ -71,8 +71,8 @@ class AbstractOnDevice(AbstractFoldStrategy):
     fixed_in: ClassVar[tuple[str, ...]] = ("tpu",)
 
     def keys_axis(self) -> str | None:
-        """A hook that says which mesh axis shards the keys, of which then each device attends to
-        its own; None if one device has all keys.
+        """A hook that names the mesh axis over which keys are sharded, such that each device
+        attends to its shard. It is None if one device has all keys.
         """
         return None
 

@@ -70,7 +70,7 @@ class AttentionRegistry:
 
     @classmethod
     def get(cls, impl_name: str) -> "type[AttentionImpl]":
-        """The class registered under a name. **Raises:** `ValueError` that lists the names."""
+        """Returns the class with that name. **Raises:** `ValueError` that lists the names."""
         if not isinstance(impl_name, str) or impl_name not in cls._registry:
             raise ValueError(
                 f"No strategy has the name {impl_name!r}; there are {cls.list_implementations()}."

@@ -60,7 +60,7 @@ class SequenceSharding(NamedTuple):
         return ManualAxes(self.mesh, tokens=tokens, group=group)
 
     def tokens(self, length: int) -> Int[Array, "1 n"]:
-        """The positions of the tokens of this place of the ring, or of all places if the axes are
+        """The positions of the tokens at this place of the ring, or at all places if the axes are
         automatic. `length` is how many tokens an array has here.
         """
         if self.mesh is not None:

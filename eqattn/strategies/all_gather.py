@@ -15,20 +15,20 @@ class AllGather(AbstractSharded):
     """Exact attention over sequences that are sharded over devices, for short shards.
 
     Each device keeps its queries, and gathers the keys and values of all devices, in their own
-    dtype and with their own number of heads. Then it attends as `Blockwise` does, with its own
-    queries. In a gradient, keys and values are gathered again, and the gradients that each device
-    has of all of them are summed in float32 by a reduce-scatter, and rounded once. So nothing that
-    grows with the sequence is kept for the backward, but while a device attends it holds all keys
-    and values, and in the backward also float32 gradients of them.
+    dtype and with their own number of heads. Then it attends as `Blockwise` does, with its queries.
+    In a gradient, keys and values are gathered again. Each device then has a gradient of all keys
+    and values. A reduce-scatter sums these in float32, and rounds the sums once. So the backward
+    needs nothing from the forward that grows with the sequence. But while a device attends, it
+    holds all keys and values, and in the backward also their float32 gradients.
 
-    A [`eqattn.Ring`][] sends as many bytes in as many steps as there are devices, each behind the
-    work of one step. With few tokens for each device, that work is too short to hide a step, and
-    small blocks are inefficient. Gathering is a single exchange, which nothing hides.
+    A [`eqattn.Ring`][] sends as many bytes, but step by step, one for each device. Each move hides
+    behind the work of a step. With few tokens for each device, that work is too short to hide a
+    step, and small blocks are inefficient. Gathering is a single exchange, which nothing hides.
     [`eqattn.sharding_plan`][] compares the two, and [`eqattn.Ulysses`][], by their bytes and work.
 
-    It is called as a `Ring` is, with whole arrays or inside your own `jax.shard_map`, and the same
+    It is called as a `Ring` is, with whole arrays or inside your own `jax.shard_map`. The same
     holds for layouts, biases, dropout and the indices of heads. Batch and heads stay sharded over
-    the axes that `metadata.partition_axis` names and that divide them; over other automatic axes
+    the axes that `metadata.partition_axis` names, if these divide them. Over other automatic axes
     XLA gathers them, too. Without a mesh and without an `axis_name` it is `Blockwise`.
 
     **Arguments:**
@@ -40,11 +40,11 @@ class AllGather(AbstractSharded):
         [`eqattn.Balanced`][]. It shares out the work of the queries, as in a ring.
     - `precision`, `fused_backward`: as for `Blockwise`.
     - `bitwise`: whether the bits of a row's output, logsumexp and query gradient are the same on
-        any number of devices, and as on one device by `Blockwise(metadata, bitwise=True)`. Each
-        device's keys must be whole blocks, and the layout `Contiguous`.
+        any number of devices. They are then those of `Blockwise(metadata, bitwise=True)` on one
+        device. Each device's keys must be whole blocks, and the layout `Contiguous`.
 
-    **Raises:** `ValueError` when called, if the mesh has no such axis, if the layout does not
-    divide the tokens, or if an axis is named and there is no mesh.
+    **Raises:** `ValueError` when called, if the mesh has no such axis, or if an axis is named and
+    there is no mesh. The layout must divide the tokens.
 
     ??? cite "Reference"
 

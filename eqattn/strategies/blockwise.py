@@ -25,10 +25,10 @@ class Blockwise(AbstractOnDevice):
     - `fused_backward`: whether one visit of the blocks computes all gradients. Otherwise one visit
         computes those of the queries, and another those of keys and values. The gradients are
         equal, and a single visit is faster.
-    - `bitwise`: whether the bits of a row depend on nothing but the row: not on the batch, on keys
-        that a mask hides, or on the chunks in which its queries come. Blocks then have the sizes of
-        the metadata, by default 16 and 128, however few tokens there are, and are visited in order.
-        Kernels run only if `platform` asks for them. See
+    - `bitwise`: whether the bits of a row depend on nothing but the row. The batch, keys that a
+        mask hides, and the chunks in which queries come then do not matter. Blocks then have the
+        sizes of the metadata, by default 16 and 128, however few tokens there are, and are visited
+        in order. Kernels run only if `platform` asks for them. See
         [Numerics](../numerics.md#the-same-bits).
 
     ??? cite "Reference"

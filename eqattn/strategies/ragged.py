@@ -14,10 +14,10 @@ from ._registry import AttentionRegistry
 class Ragged(AbstractOnDevice):
     """Exact attention over rows of unequal length, such as the caches of a batch of requests.
 
-    Where `Blockwise` brings whole keys and values into the order that is fastest to multiply,
-    `Ragged` reads the live blocks only, as they lie in memory, one row after the other. So a
-    decoding step costs what the tokens of its rows cost, however long the cache and however unequal
-    the rows, and takes no temporary memory that grows with the cache.
+    `Blockwise` brings whole keys and values into the order that is fastest to multiply. `Ragged`
+    reads the live blocks only, as they lie in memory, one row after the other. So a decoding step
+    costs what the tokens of its rows cost, however long the cache and however unequal the rows. It
+    takes no temporary memory that grows with the cache.
 
     Lengths are given as a mask ([`eqattn.KeyPadding`][]), and the position of the new tokens as
     `q_offset`. Both are per row, and need not be known before the program runs:
@@ -28,26 +28,26 @@ class Ragged(AbstractOnDevice):
     **Arguments:**
 
     - `metadata`: as for `Blockwise`. With `blocksize_k` None, a block has 128 keys, or 64 if they
-        have more than 512 numbers, whatever the capacity of a cache is. Fewer keys are one block.
-        The last block of a row is padded when it is read, and no cache is copied. Kernels choose
-        sizes that divide the number of keys.
+        have more than 512 numbers, for caches of all capacities. Fewer keys are one block. The last
+        block of a row is padded when it is read, and no cache is copied. Kernels choose sizes that
+        divide the number of keys.
     - `precision`, `fused_backward`: as for `Blockwise`.
     - `axis_name`: a mesh axis that shards the keys of each row, for caches that are longer than the
         memory of a device; None if one device has them all. Each device attends to its own keys,
         and one merge of Carries joins the results, which are equal on all. See below.
     - `bitwise`: as for `Blockwise`. Nor do the bits depend on the pages of the cache. A single
-        query costs as much as `blocksize_q` of them.
+        query then takes as much time as `blocksize_q` of them.
 
-    With `axis_name`, keys and values, and what varies with keys, are sharded by tokens: device `i`
-    of `n` has the `i`-th equal piece of an array, or of a cache in pages, made with `devices=n`,
-    the pages `i`, `i + n`, ... of each row. Queries are whole. It is called with whole arrays,
-    where the mesh is that of the context or of the metadata, or inside your own `jax.shard_map`
-    that is manual over the axis, with each device's piece. There `kv_positions` are those of the
-    piece; by default the pieces follow each other. A table of pages is whole, and so is what varies
-    with keys next to it.
+    With `axis_name`, keys and values, and what varies with keys, are sharded by tokens. Device `i`
+    of `n` has the `i`-th of `n` equal pieces of an array. Of a cache in pages, which is made with
+    `devices=n`, it has the pages `i`, `i + n`, ... of each row. Queries are whole. Call it with
+    whole arrays, where the mesh is that of the context or of the metadata. Or call it with each
+    device's piece, inside your own `jax.shard_map` that is manual over the axis. There
+    `kv_positions` are those of the piece; by default the pieces follow each other. A table of pages
+    is whole, and so is what varies with keys next to it.
 
-    On a TPU the forward pass is a kernel, and the gradients run as XLA. So it is on an NVIDIA GPU,
-    for who asks for it and where keys and values are no narrower than queries.
+    On a TPU the forward pass is a kernel, and the gradients run as XLA. On an NVIDIA GPU this is so
+    if you ask for it, and if keys and values are no narrower than queries.
     """
 
     metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)

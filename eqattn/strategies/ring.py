@@ -20,11 +20,11 @@ class Ring(AbstractSharded):
 
     There are two ways to call it:
 
-    - With whole arrays, in or out of `jax.jit`. The mesh is that of the context (`jax.set_mesh`)
-        or of the metadata. Only the sequence axis is made manual: batch and heads stay sharded
-        over the other axes as they are.
-    - Inside your own `jax.shard_map` that is manual over the axis, with each device's piece. What
-        varies with query and key (a bias, a `Dense` mask) then holds the device's rows and the
+    - Call it with whole arrays, in or out of `jax.jit`. The mesh is that of the context
+        (`jax.set_mesh`) or of the metadata. Only the sequence axis is made manual: batch and heads
+        stay sharded over the other axes as they are.
+    - Call it with each device's piece, inside your own `jax.shard_map` that is manual over the
+        axis. A bias or a `Dense` mask varies with query and key. It holds the device's rows and the
         columns of all devices, in the order of the layout. Dropout draws the bits of the whole
         arrays if batch and heads are sharded over the manual axes that `metadata.partition_axis`
         names. Indices of batch and head in your own masks and scores are the device's.
@@ -41,12 +41,12 @@ class Ring(AbstractSharded):
         [`eqattn.Balanced`][].
     - `precision`, `fused_backward`: as for `Blockwise`.
     - `head_axis`: a second mesh axis, inside of the ring's: tokens are sharded over
-        `(axis_name, head_axis)`. The devices along it share one place of the ring: each holds an
+        `(axis_name, head_axis)`. The devices along it share one place of the ring. Each holds an
         equal, contiguous piece of the tokens that the layout gives to that place. They exchange
         tokens for heads as in [`eqattn.Ulysses`][], and the ring turns with fewer hops.
 
-    **Raises:** `ValueError` when called, if the mesh has no such axis, if the layout does not
-    divide the tokens or `head_axis` the query heads, or if an axis is named and there is no mesh.
+    **Raises:** `ValueError` when called, if the mesh has no such axis, or if an axis is named and
+    there is no mesh. The layout must divide the tokens, and `head_axis` the query heads.
 
     ??? cite "Reference"
 

@@ -21,10 +21,10 @@ class Ulysses(AbstractSharded):
     multiple. They are repeated further if the mesh also shards heads over the automatic axes that
     `metadata.partition_axis.head_axis` names, so that they stay sharded there.
 
-    It is called as [`eqattn.Ring`][] is, with whole arrays or inside your own `jax.shard_map`, and
-    the same holds for biases, dropout and the indices of heads. Arrays of tokens without heads
-    (segment ids, a bias for all heads) are gathered. Without a mesh and without an `axis_name` it
-    is `Blockwise`.
+    It is called as [`eqattn.Ring`][] is, with whole arrays or inside your own `jax.shard_map`. The
+    same holds for biases, dropout and the indices of heads. Arrays of tokens without heads (segment
+    ids, a bias for all heads) are gathered. Without a mesh and without an `axis_name` it is
+    `Blockwise`.
 
     **Arguments:**
 
@@ -33,8 +33,8 @@ class Ulysses(AbstractSharded):
     - `mesh`: the mesh, by default `metadata.mesh`. A mesh of the context takes precedence.
     - `precision`, `fused_backward`: as for `Blockwise`.
 
-    **Raises:** `ValueError` when called, if the mesh has no such axis, if the size of the axis does
-    not divide the query heads, or if an axis is named and there is no mesh.
+    **Raises:** `ValueError` when called, if the mesh has no such axis, or if an axis is named and
+    there is no mesh. The size of the axis must divide the query heads.
 
     ??? cite "Reference"
 

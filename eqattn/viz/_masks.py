@@ -1,4 +1,4 @@
-"""Pictures of masks: of their pairs, of their blocks, and of how sparse each head is."""
+"""Draws masks: their pairs, their blocks, and how sparse each head is."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -28,9 +28,9 @@ def plot_schedule(
     """Draws how busy a kernel keeps each unit of a TPU, from what `python -m eqattn tpu-report` has
     written.
 
-    The bars are shares of the cycles of one step of the kernel, on a pair of blocks that is not
-    masked, in the compiler's schedule. A line marks the share that the products would take at the
-    peak of the matrix units.
+    The compiler's schedule gives the cycles of one step of the kernel, on a pair of blocks that is
+    not masked. The bars are shares of these cycles. A line marks the share that the products would
+    take at the peak of the matrix units.
 
     **Arguments:**
 

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
 
-# These are Okabe and Ito's colours, which can be told apart with any colour vision.
+# These are Okabe and Ito's colours, which differ with any colour vision.
 BLUE, ORANGE, PALE, WHITE = "#0072B2", "#E69F00", "#FBE7BD", "#FFFFFF"
 LINES = (BLUE, "#D55E00", "#009E73", "#CC79A7", "#000000")
 
@@ -48,8 +48,8 @@ def set_title(ax: Axes, *paragraphs: str) -> None:
     """Sets a title of at most three lines for each paragraph. It is as wide as the place that the
     axes have in the figure, less a margin of 12%.
 
-    Matplotlib centres titles over the axes and does not wrap them: a wider one would run into that
-    of the next axes, or out of the figure.
+    Matplotlib centres titles over the axes and does not wrap them. A wider title would run into the
+    title of the next axes, or out of the figure.
     """
     spec = ax.get_subplotspec()
     share = 1.0 if spec is None else len(spec.colspan) / spec.get_gridspec().ncols

@@ -12,9 +12,9 @@ The unit of a gradient is made likewise: `u` times its formula with every term m
     dq_i:    u scale sum_j p_ij (a_ij + sum_l p_il a_il) |k_j|
     dk_j:    u scale sum_i p_ij (a_ij + sum_l p_il a_il) |q_i|
 
-as `ds_ij = p_ij (g_i . v_j - sum_l p_il g_i . v_l)`. In the units, a probability is increased by
-the smallest normal float32 over `u`, so that underflow of a probability does not count as an error.
-The reference is computed in float64, from the rounded inputs.
+as `ds_ij = p_ij (g_i . v_j - sum_l p_il g_i . v_l)`. In the units, the smallest normal float32 over
+`u` is added to each probability, so that its underflow does not count as an error. The reference is
+computed in float64, from the rounded inputs.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Measures how balanced the layouts of a ring are for packed documents.
 
-The documents are the files of Python's standard library, shuffled and packed one after the other,
-with 4,096 tokens of a byte for each device.
+The documents are the files of Python's standard library, shuffled and packed one after the other. A
+token is a byte, and each device has 4,096 of them.
 """
 
 import sysconfig
@@ -31,8 +31,9 @@ def documents(tokens: int) -> np.ndarray:
 
 
 def balance(case: Case, rounds: int) -> Iterator[Row]:
-    """Measures the work of the busiest device over the mean, in all and in turn, for documents, and
-    for documents in a window of 1,024 tokens beside them; and the time that `Balanced` takes.
+    """Measures the work of the busiest device over the mean, in all and in turn. It does so for
+    documents, and for documents together with a window of 1,024 tokens. It also measures the time
+    that `Balanced` takes.
     """
     for n in DEVICES:
         tokens = case.tokens * n

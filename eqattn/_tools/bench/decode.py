@@ -115,7 +115,7 @@ def append(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def _appending(tokens: int) -> Callable[[], None]:
-    """Returns a call that appends a token to a cache of so many tokens, and drops it again."""
+    """Returns a call that appends a token to a cache of the given size, and drops it again."""
 
     def one(cache: KVCache, new: jax.Array) -> KVCache:
         return cache.append(new, new).truncate(cache.length)
@@ -132,8 +132,8 @@ def _appending(tokens: int) -> Callable[[], None]:
 
 
 def cached(case: Case, rounds: int) -> Iterator[Row]:
-    """Measures a step that appends a token per row to a donated cache and attends, in a cache of
-    `S` tokens and in one of `8 S`.
+    """Measures a step that appends a token per row to a donated cache and attends. The cache has
+    room for `S` tokens, and then for `8 S`.
     """
     made = {"short": _stepping(case, case.tokens), "eqattn": _stepping(case, 8 * case.tokens)}
     for call, _ in made.values():
@@ -176,8 +176,8 @@ def _stepping(case: Case, tokens: int) -> tuple[Callable[[], None], int]:
 
 
 def shared(case: Case, rounds: int) -> Iterator[Row]:
-    """Measures a step of rows whose first `S` tokens lie in pages that they share, and that have 32
-    tokens of their own: by a cascade, and row by row.
+    """Measures a step of rows that share the pages of their first `S` tokens, and have 32 more
+    tokens each. It is done by a cascade, and row by row.
     """
     size, own = 64, 32
     pages = case.tokens // size + ROWS
@@ -214,8 +214,8 @@ def shared(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def latent(case: Case, rounds: int) -> Iterator[Row]:
-    """Measures a step of one row of DeepSeek's layer from a cache of latents, with 16 heads of
-    DeepSeek V3's sizes: absorbed, and with the keys and values of all heads made again.
+    """Measures a step of one row of DeepSeek's layer from a cache of latents, with 16 heads in the
+    sizes of DeepSeek V3. It is absorbed, or makes the keys and values of all heads again.
     """
     made = {n: _latent_step(case, n) for n in ("absorbed", "expanded")}
     outs = {n: np.asarray(call()) for n, (call, _) in made.items()}
@@ -257,8 +257,8 @@ def _latent_step(case: Case, form: Any) -> tuple[Callable[[], jax.Array], int]:
 
 
 def reserve(case: Case, rounds: int) -> Iterator[Row]:
-    """Measures how long the host takes to find pages for one more token of 32 rows in 32 layers:
-    with one table for all layers, and with a cache for each.
+    """Measures how long the host takes to find pages for one more token of 32 rows in 32 layers.
+    All layers share one table, or each has a cache.
     """
     sizes: Any = dict(batch=32, capacity=1024, pages=2048, page_size=16, kv_heads=1, head_dim=1)
     stack = StackedPagedKVCache.empty(layers=32, **sizes).reserve(1)

@@ -28,12 +28,13 @@ def _program(function: Callable, backward: bool, *args: Any) -> tuple[Callable[[
 def _compare(
     case: Case, rounds: int, run: Callable, inputs: tuple, calls: dict[str, tuple]
 ) -> Iterator[Row]:
-    """Compares calls of a function: of its inputs and of what each of the calls has.
+    """Compares calls of a function, which gets its inputs and the further arguments of each call.
 
     **Arguments:**
 
-    - `calls`: the further arguments for `"eqattn"`, which is of listed keys, for `"all keys"`, and
-        for what says what bounds the first, whose figure has its name.
+    - `calls`: the further arguments of each call, by name. `"eqattn"` has listed keys, and
+        `"all keys"` has no list. A third call shows what bounds the first, and its figure has its
+        name.
     """
     made = {key: _program(run, case.backward, *inputs, *more) for key, more in calls.items()}
     for call, _ in made.values():
@@ -50,8 +51,9 @@ def _compare(
 
 
 def selected(case: Case, rounds: int) -> Iterator[Row]:
-    """Of 32 queries with 128 heads over one key head, as in DeepSeek-V3.2, each lists a 64th of the
-    keys. In the further figure all list the first ones, which stay in the caches of a core.
+    """Measures 32 queries with 128 heads over one key head, as in DeepSeek-V3.2. Each query lists a
+    64th of the keys. In the further figure all list the first ones, which stay in the caches of a
+    core.
     """
     rng, t, heads = np.random.default_rng(0), 32, 128
     draw = lambda n, h: jnp.asarray(rng.standard_normal((1, n, h, DIM), dtype=np.float32))
@@ -70,9 +72,9 @@ def selected(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def selected_blocks(case: Case, rounds: int) -> Iterator[Row]:
-    """Of eight heads, which may share keys, blocks of 64 queries list a tenth of the blocks of 64
-    keys. The further figure is the share of the time that all blocks of 64 by 64 take: what the
-    listed ones take if they are visited as fast.
+    """Measures eight heads, which may share keys. Blocks of 64 queries list a tenth of the blocks
+    of 64 keys. The third call visits all blocks of 64 by 64. Its figure is a tenth of its time,
+    which listed blocks take if they are visited as fast.
     """
     rng, size = np.random.default_rng(0), 64
     draw = lambda h: jnp.asarray(rng.standard_normal((1, case.tokens, h, DIM), dtype=np.float32))
@@ -101,8 +103,8 @@ def selected_blocks(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def selected_by_query(case: Case, rounds: int) -> Iterator[Row]:
-    """Of eight heads with keys of their own, each query lists two of eight blocks of keys, as in
-    MoBA. Next to each other, queries list other blocks. In the further figure 256 list the same.
+    """Measures eight heads with their own keys, of which each query lists two of eight blocks, as
+    in MoBA. Lists of neighbouring queries differ. In the third call, 256 queries list the same.
     """
     rng, size = np.random.default_rng(0), case.tokens // 8
     draw = lambda: jnp.asarray(rng.standard_normal((1, case.tokens, HEADS, DIM), dtype=np.float32))

@@ -217,7 +217,7 @@ def measure(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
 
 
 def pin(core: int | None, cores: int = 1) -> None:
-    """Keeps this process on one core, by default on the last, or on so many cores. It does nothing
+    """Keeps this process on one core, by default the last one, or on several cores. It does nothing
     on systems that cannot do so.
     """
     if hasattr(os, "sched_setaffinity"):

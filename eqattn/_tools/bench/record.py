@@ -1,5 +1,5 @@
-"""Records the figures of the documentation. All of them are in one file, of one run. The table is
-written with it, and pictures are drawn from it, so that they cannot contradict each other.
+"""Records the figures of the documentation. One run writes all of them to one file, and the table
+with it. Pictures are drawn from that file, so they cannot contradict the table.
 """
 
 import datetime

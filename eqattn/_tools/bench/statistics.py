@@ -1,4 +1,4 @@
-"""Measures what statistics of attention cost beside the call itself."""
+"""Measures what statistics of attention cost in comparison with the call itself."""
 
 import functools as ft
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ def _with_max_logits(query: Array, key_: Array, value: Array) -> tuple[Any, Any]
 
 
 def statistics(case: Case, rounds: int) -> Iterator[Row]:
-    """Measures each statistic as a call of its own, which is given no values, and the largest logit
-    with the call that it belongs to.
+    """Measures each statistic as a separate call, which is given no values. The largest logit is
+    measured with the call that it belongs to.
     """
     query, key_, value = peers.draw(case)[:3]
     query, key_, value = (jnp.asarray(x) for x in (query, key_, value))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 
-# A sample repeats a call until it takes about this many seconds, so that the resolution of the
-# clock and the cost of a dispatch are small against it. It was chosen by trial: the quartiles that
-# `bench` prints show how much samples scatter.
+# A sample repeats a call until it takes about this many seconds. The resolution of the clock and
+# the cost of a dispatch are small against that. It was chosen by trial: the quartiles that `bench`
+# prints show how much samples scatter.
 _SHORTEST = 0.02
 # Libraries other than the two of the target are measured in each third round only, to save time.
 _OTHERS = 3
@@ -38,8 +38,8 @@ def rounds_of(
         for i in range(rounds):
             names = [n for n in calls if n not in rare or i % _OTHERS == 0]
             for name in names if i % 2 == 0 else names[::-1]:
-                # This call is not timed. The large arrays of the program before are given back to
-                # the system only after its results are ready, and this program would pay for it.
+                # This call is not timed. The system takes back the large arrays of the program
+                # before only after its results are ready, and this program would pay for that.
                 wait(calls[name]())
                 times[name][i] = _once(calls[name], repeats[name], clock, wait)
     finally:

@@ -1,7 +1,7 @@
 """Calls of each library. Those of others are imported only when they are asked for.
 
-Nothing is tuned here. Each library chooses its own blocks, but for jax's own kernels, which have no
-choice of theirs for this chip: they get the blocks that `_MOSAIC` and `_TRITON` say.
+Nothing is tuned here. Each library chooses its own blocks. Only the kernels of jax have no choice
+for this chip, and get the blocks that `_MOSAIC` and `_TRITON` say.
 """
 
 import math
@@ -250,8 +250,8 @@ def wait(outputs: Any) -> None:
 
 
 def head_of(case: Case, outputs: Any) -> list[np.ndarray]:
-    """Of outputs and gradients, those of the first batch element and key head, in float32, and all
-    heads that share it `[tokens, heads, dim]`.
+    """Takes the first batch element and key head of outputs and gradients, in float32. All heads
+    that share the key head are included, `[tokens, heads, dim]`.
     """
     found = []
     for x in outputs:

@@ -27,12 +27,12 @@ class Case:
     **Arguments:**
 
     - `batch`, `tokens`, `heads`, `kv_heads`, `dim`: the sizes of a call.
-    - `keys`: the tokens in the cache of each row, in a step of decoding. 0 means a call with as
-        many keys as queries, whose gradients are measured too.
+    - `keys`: the tokens in the cache of each row, in a step of decoding. With 0, a call has as many
+        keys as queries, and gradients are measured too.
     - `cache`: how keys lie in it: `""` in order, `"pages"` of 128 tokens, `"int8"` or
         `"float8_e4m3fn"`.
-    - `causal`, `window`, `segments`, `cap`, `dropout`: what attention does to pairs. Windows have
-        so many keys, and segments so many documents of equal length.
+    - `causal`, `window`, `segments`, `cap`, `dropout`: what attention does to pairs. `window` is
+        its number of keys, and `segments` the number of documents of equal length.
     - `targets`: the aims, by the name of the figure.
     """
 
@@ -79,8 +79,8 @@ class Case:
         return (self.segments or 1) * (seen * (seen + 1) // 2 + (length - seen) * seen)
 
     def operations(self) -> float:
-        """The floating point operations of the two products of a forward pass. The five of a
-        backward pass are 2.5 times as many.
+        """The floating point operations of the two products of a forward pass. The five products of
+        a backward pass take 2.5 times as many.
         """
         return 4.0 * self.batch * self.heads * self.dim * self.pairs()
 
@@ -89,7 +89,7 @@ class Case:
 
 
 CONFORMANCE, CEILING = "conformance", "ceiling"
-"""What is done beside the cases."""
+"""The names of what is done in addition to the cases."""
 
 FORWARD, BACKWARD = "forward TFLOP/s", "backward TFLOP/s"
 TEMPORARY = {FORWARD: "forward temp MiB", BACKWARD: "gradients temp MiB"}

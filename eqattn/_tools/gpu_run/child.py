@@ -1,7 +1,7 @@
 """`python -m eqattn._tools.gpu_run.child` runs on the device, and prints what it found, as JSON.
 
-Before each piece of work it says what it begins: a kernel that was never run before may take the
-whole process with it. Then the parent begins another one without that piece.
+Before each piece of work it prints a name, as a kernel that was never run before may crash the
+whole process. Then the parent begins another process without that piece.
 """
 
 import concurrent.futures

@@ -43,7 +43,8 @@ class Run:
 
     **Arguments:**
 
-    - `tasks`: what is left to do. `fields`: the rest of a `child.Job`.
+    - `tasks`: what is left to do.
+    - `fields`: the rest of a `child.Job`.
     """
 
     tasks: list[str]

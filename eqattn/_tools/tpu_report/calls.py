@@ -163,7 +163,7 @@ def _training_layer(
 def _cycles(
     kept: tuple[int, ...], lag: int, once: tuple[int, ...] = (), group: int = 1
 ) -> Callable[[Steps], int]:
-    """The cycles of a kernel of eqattn: of all steps on its list."""
+    """Adds up the cycles of all steps on the list of a kernel of eqattn."""
 
     def cycles(steps: Steps) -> int:
         call = Call(tokens=TOKENS, dim=DIM, group=group)
@@ -175,8 +175,8 @@ def _cycles(
 
 
 def _live(steps: Steps) -> int:
-    """The cycles of a kernel of splash: of its blocks with a visible pair. Those of steps that do
-    nothing, and of the ends of rows, are left out.
+    """Adds up the cycles that a kernel of splash spends on blocks with a visible pair. Steps that
+    do nothing, and the ends of rows, are left out.
     """
     side = TOKENS // 1024
     return BATCH_SIZE * HEADS * side * (side + 1) // 2 * steps.full.cycles

@@ -40,8 +40,8 @@ class Kind:
 
     **Arguments:**
 
-    - `choose`: a function of patterns and of whether those of other libraries are wanted, which
-        returns what they name.
+    - `choose`: a function that returns what some patterns name. It also gets whether kernels of
+        other libraries are wanted.
     - `file`: the format of its figures in a file.
     - `tables`, `markdown`: how its rows are shown.
     """

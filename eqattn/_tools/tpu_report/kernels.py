@@ -28,8 +28,8 @@ from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS, Whole
 
 HEADS = 8
 STAYING = (1, 3)
-"""The edges, in the order of the schedule, of the gradients of all queries of a head: these are
-cleared before its first column and written after its last. Edges 0 and 2 are those of a column.
+"""Two edges, by their order in the schedule. For all queries of a head, they clear the gradients
+before its first column, and write them after its last. Edges 0 and 2 are those of a column.
 """
 
 

@@ -67,7 +67,7 @@ def _features(rows: Sequence[Row]) -> tuple[list[Row], Callable[[Row], str]]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """The tables as aligned columns of plain text: of kernels, and of what features cost."""
+    """The tables of kernels and of what features cost, as aligned columns of plain text."""
     features, cost = _features(rows)
     others, found = [row for row in rows if row not in features], []
     for table in (_every_figure(others), _by_chip("feature", features, cost)):

@@ -68,10 +68,10 @@ class CallRow:
     - `call`, `chip`: their names.
     - `total`: how many bytes its instructions move to and from main memory.
     - `outside`: those of them that no kernel moves.
-    - `temporary`: the bytes of main memory that it takes beside arguments and results.
-    - `cycles`: those of its kernels.
-    - `kernel_ms`, `outside_ms`: milliseconds of its kernels, at the clock of the chip, and of the
-        bytes outside of them, at the bandwidth of its memory.
+    - `temporary`: the bytes of main memory that it takes in addition to arguments and results.
+    - `cycles`: how many cycles its kernels take.
+    - `kernel_ms`, `outside_ms`: milliseconds of its kernels at the clock of the chip, and of other
+        bytes at the bandwidth of its memory.
     """
 
     call: str

@@ -1,8 +1,9 @@
 """Reads the schedule of one kernel, as the compiler of TPUs dumps it.
 
 In the file of bundles after register allocation, a bundle is a cycle: where the machine waits, the
-bundle is empty. The final bundles, in a later file, do not serve: there a delay stands for empty
-bundles. A second file has as many lines as there are cycles, with the slots that each bundle uses.
+bundle is empty. The final bundles, in a later file, cannot be used, as they have delays in place of
+empty bundles. A second file has as many lines as there are cycles, with the slots that each bundle
+uses.
 """
 
 import dataclasses
@@ -99,9 +100,9 @@ def read(folder: Path, start: str, chip: Chip) -> Schedule:
 def overlays(folder: Path, call: str) -> tuple[int, int]:
     """How a kernel is cut into overlays.
 
-    Instruction memory is small. So a program is cut into overlays, of which one is there at a time,
-    and the next is fetched where the program goes on into it. The compiler tells in which overlays
-    the instructions of a kernel lie, and which of them may follow which.
+    Instruction memory is small. So a program is cut into overlays. One of them is there at a time,
+    and the next is fetched where the program enters it. The compiler tells in which overlays the
+    instructions of a kernel lie, and which of them may follow which.
 
     **Returns:** the number of overlays that hold instructions of the kernel, and the number of ways
     back from one of them to an earlier one. A loop that has such a way in it fetches its
@@ -136,7 +137,7 @@ def _utilisation(text: str) -> tuple[dict[str, int], dict[str, np.ndarray]]:
 
 
 def _bundles(text: str) -> list[str]:
-    """The text of each bundle. Some bundles span several lines."""
+    """The text of each bundle, which may take several lines."""
     found: list[str] = []
     for line in text.splitlines():
         if m := _BUNDLE.match(line):

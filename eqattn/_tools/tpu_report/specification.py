@@ -40,8 +40,8 @@ class Kernel:
     - `plain`: the name of the same kernel without its feature.
     - `innermost`: whether a step is a trip of the innermost loop around the products. Otherwise it
         is a trip of the outermost loop, the grid.
-    - `abreast`: a function that returns how many such tiles, of as many heads, a step has. It is
-        called as `tile` is.
+    - `abreast`: a function that returns how many such tiles a step has, one for each head that it
+        visits. It is called as `tile` is.
     - `stairs`: whether all its masked pairs lie on a causal diagonal, and their corner is skipped.
     """
 

@@ -14,7 +14,7 @@ import numpy as np
 from .schedule import Branch, Schedule
 
 
-# Steps are told apart by their products. One that has nearly as many as the most does the same
+# Steps are distinguished by their products. One that has nearly as many as the most does the same
 # work. One that skips a corner, the later half of the keys for the first half of the queries, has
 # three quarters of them; on a causal diagonal of D = 64 it may have 71%. The margin of 5%, chosen
 # by trial, is for products that are not of blocks.
@@ -58,7 +58,7 @@ class Step:
 
     @property
     def products(self) -> int:
-        """For how many cycles products occupy matrix units, added up over the units."""
+        """How many cycles the matrix units are occupied by products, added up over the units."""
         return self.total(self.schedule.products)
 
     @property
@@ -75,11 +75,11 @@ class Steps:
     - `innermost`: whether a step is a trip of the innermost loop around the products.
 
     It has these attributes. `full` is the step of a pair of blocks that is not masked. `masked` is
-    that of a masked pair, or None if there is but one kind. `edges` are the cycles of what a row of
-    blocks does beyond its steps, one after the other. `corner` is the step of a masked pair whose
-    corner is skipped, and `after` that of a full pair that follows such a pair, which a kernel
-    without a lag treats as `full`. `skips` says whether the kernel skips corners. If not, these two
-    are `masked` and `full`.
+    that of a masked pair, or None if there is only one kind. `edges` are the cycles of what a row
+    of blocks does beyond its steps, one after the other. `corner` is the step of a masked pair
+    whose corner is skipped. `after` is the step of a full pair that follows such a pair; a kernel
+    without a lag treats it as `full`. `skips` says whether the kernel skips corners. If not, these
+    two are `masked` and `full`.
 
     **Raises:** `ValueError` if there are no products.
     """
@@ -127,8 +127,8 @@ class Steps:
         return int(self.schedule.products[region.start : region.stop].sum())
 
     def around(self, region: Region, working: Sequence[Region]) -> Region:
-        """The outermost region around this one that has products of its own besides. Within such a
-        region, this one is done only at times.
+        """The outermost region that holds this one and has further products outside of it. Within
+        such a region, this one is done only in some trips.
         """
         loop = self.loop_of(region)
         found = [region]

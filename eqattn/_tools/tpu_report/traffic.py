@@ -1,9 +1,10 @@
 """Counts the bytes that a compiled program moves between main memory and its units.
 
-The compiler leaves the program in the order in which it runs, with the layout of every array: which
-of its axes is the innermost, into which tiles it is padded, and whether it lies in main memory. An
-instruction reads its operands and writes its results once. So a fusion that reads only a part of an
-operand is counted too high, and a kernel that reads a block again for each row is counted too low.
+The compiler writes the program in the order in which it runs, with the layout of every array. A
+layout says which axis is the innermost, into which tiles the array is padded, and whether it lies
+in main memory. An instruction counts as if it read its operands and wrote its results once. So the
+count of a fusion that reads only a part of an operand is too high. That of a kernel that reads a
+block again for each row is too low.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ class Move:
 
     **Arguments:**
 
-    - `name`, `opcode`: of the instruction.
+    - `name`, `opcode`: the name and the operation of the instruction.
     - `result`: the text of its type.
     - `nbytes`: how many bytes it reads from main memory and writes there.
     """
@@ -79,12 +80,12 @@ def moves(program: str) -> list[Move]:
 def _moved(opcode: str, read: Sequence[int], written: Sequence[int]) -> int | None:
     """How many bytes an instruction moves; None if it moves none in any program."""
     if opcode.startswith("custom-call-"):
-        # A sparse core transposes beside the kernels. The steps of that are a start without
+        # A sparse core transposes while kernels run. The steps of that are a start without
         # operands, an update, which has them, and the end, which has the result.
         step = opcode.removeprefix("custom-call")
         return {"-update": sum(read), "-done": sum(written)}.get(step)
     if opcode in ("copy-start", "slice-start"):
-        # The result of a start also names its operand, and a word for its end. It copies either the
+        # The result of a start also names its operand, and a word for its end. What is moved is the
         # operand or a slice of it, from main memory or to it.
         return min((n for n in written if n > 4), default=0)
     if opcode in _NOTHING or opcode.endswith(("-done", "-update")):

@@ -28,7 +28,7 @@ class Count:
     beside: int  # rows that end though they never began: one at the first step of each list
 
     def cycles(self, steps: Steps, once: Sequence[int] = ()) -> int:
-        """The cycles of all steps, and of the ends of rows.
+        """Adds up the cycles of all steps and those at the ends of rows.
 
         **Arguments:**
 
@@ -58,8 +58,8 @@ def count(
     - `heads`: how many heads keys have.
     - `tile`: how many rows, queries of all heads that share keys, and how many keys a block has.
     - `kept`: the axes of the grid that the kernel's results have.
-    - `lag`: how many steps before its current pair is another pair that the kernel works on too. So
-        many more steps, which are not masked, follow the last pair of a list.
+    - `lag`: how many steps before its current pair is another pair that the kernel works on too.
+        This number of further steps, which are not masked, follows the last pair of a list.
     - `corners`: whether the kernel skips the corners of masked pairs.
     - `group`: how many query heads share a key head.
     """

@@ -16,13 +16,17 @@ from ._operations import unsupported, unsupported_of_users
 
 
 ROWS = 128
-"""Of a block: what two warpgroups multiply at once."""
+"""The rows of a block: as many as two warpgroups multiply at once."""
 
 FEW_QUERIES = 16
-"""Of a block whose keys stay in place. Each brings a row for every head that shares a key head."""
+"""The queries of a block whose keys stay in place. Each query brings one row for every head that
+shares a key head.
+"""
 
 OLDEST_JAX = (0, 12)
-"""Whose Mosaic GPU the kernels are written for: it changes from version to version."""
+"""The oldest jax whose Mosaic GPU these kernels are written for. Mosaic GPU changes from version to
+version.
+"""
 
 
 def capability() -> str:
@@ -54,9 +58,9 @@ class GPULowering(NvidiaLowering):
     )
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
-        """As many rows as some programs have, of whole heads and of tokens that are copied at once,
-        and as many keys as a program multiplies at once. Of keys that stay in place, whole tiles of
-        pages, or what divides their number.
+        """Chooses as many keys as a program multiplies at once. The rows fill whole programs, and
+        consist of whole heads and of tokens that are copied at once. Where keys stay in place, a
+        block has whole tiles of pages, or a number of keys that divides theirs.
         """
         if request.in_place:
             page, most = request.page_size, 64 if request.head_dim <= LARGEST_DIM else 32

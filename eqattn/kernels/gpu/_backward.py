@@ -2,12 +2,13 @@
 values.
 
 A program has 128 queries or 128 keys of one block, and adds up the gradients of these over the
-other side. So no two programs add to one number, and results are the same in each run. Two of its
-three warpgroups have 64 of them each, with their sums in registers. The third copies tiles of the
-other side into shared memory, some ahead.
+other side. So no two programs add to the same number, and results are the same in each run. A
+program has three warpgroups. Two of them have 64 of its queries or keys each, and hold their sums
+in registers. The third one copies tiles of the other side into shared memory before they are
+needed.
 
-Gradients of queries take one kernel, and those of keys and values another, or two where the sums of
-both would not fit into registers.
+Gradients of queries take one kernel. Gradients of keys and values take another one, or two where
+the sums of both would not fit into registers.
 """
 
 import collections
@@ -29,13 +30,17 @@ from ._sum_program import SumProgram
 
 
 STREAMED = 64
-"""The queries or keys of a tile that is copied: what a product of 64 others has in registers."""
+"""How many queries or keys of the other side a tile has. The pairs of so many with 64 of this side
+fit into registers.
+"""
 
 REGISTERS = 128
-"""How many of a thread may hold sums: of 240, the pairs of a tile take as many again."""
+"""How many registers of a thread may hold sums. A thread has 240, and the pairs of a tile take as
+many as the sums.
+"""
 
 SHARED = 227 * 1024
-"""The bytes of shared memory of a program."""
+"""The bytes of shared memory that a program may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Plan(SumPlan):
 
     **Arguments:** those of `SumPlan`, and
 
-    - `length`, `other`: of a block on the side, and on the other, before they are padded.
+    - `length`, `other`: the lengths of a block on the side and on the other, before they are
+        padded.
     """
 
     length: int
@@ -62,19 +68,19 @@ class Plan(SumPlan):
 
     @property
     def features(self) -> dict[int, int]:
-        """The sizes of the matrices."""
+        """The number of features of each matrix, padded."""
         return {i: x.features for i, x in self.matrices.items()}
 
     @property
     def widths(self) -> dict[int, int]:
-        """The sizes of the results."""
+        """The number of features of each result, padded."""
         program = self.programs[max(self.programs)]
         return {o: self.features[program.gradient(o).matrix] for o in self.wanted}
 
     @property
     def stages_parts(self) -> bool:
-        """Whether a result passes through memory of its own, some columns at a time, as none of the
-        matrices that the program holds has its shape.
+        """Whether some result needs additional shared memory on its way out, for a part of its
+        columns. This is so where no matrix of the program has its shape.
         """
         held = [self.features[i] for i in self.own]
         return any(x is not None and x.features not in held for x in self.results.values())
@@ -86,15 +92,15 @@ class Plan(SumPlan):
         own = 2 * (sum(self.features[i] for i in self.own) + STREAMED * self.stages_parts)
         for stages in ([2] * (1 + rest), [2] + [1] * rest):
             tiles = sum(n * self.features[i] for n, i in zip(stages, self.streamed))
-            # Of a vector, a kilobyte is taken, as its place is a multiple of that.
+            # A vector takes a kilobyte, as its address is a multiple of that.
             if STREAMED * 2 * (own + tiles) + 1024 * (1 + len(self.staged)) <= SHARED:
                 return stages
         return [1] * (1 + rest)
 
     def scratch(self) -> tuple:
-        """Shared memory and barriers: `(own matrices, tiles, what varies with them, part of a
-        result)`, `(own matrices, tiles have arrived)`, which tiles are free, and that both
-        warpgroups are here.
+        """Allocates shared memory and barriers. The memory is `(own matrices, tiles, vectors beside
+        tiles, part of a result)`. The barriers are `(own matrices, tiles have arrived)`, `tiles are
+        free`, and one at which both warpgroups meet.
         """
         own = [
             mosaic.matrices((2, mosaic.WARPGROUP, self.features[i]), self.dtype) for i in self.own
@@ -156,13 +162,13 @@ class Program:
         self.plain, self.full = self.live * clean, self.full * clean
 
     def where(self, step: Any) -> tuple[Any, Any]:
-        """The block of the other side at a step, and where its tile begins in there."""
+        """The block of the other side at a step, and where in it the tile begins."""
         at, part = divided(step, self.plan.parts)
         block = at if self.listed is None else self.listed[at]
         return block, part * jnp.int32(STREAMED)
 
     def copy(self) -> None:
-        """What the third warpgroup does."""
+        """What the third warpgroup does: it copies the tiles of all steps."""
         plan = self.plan
 
         def send(step, _):
@@ -182,7 +188,7 @@ class Program:
         lax.fori_loop(jnp.int32(0), self.live, send, ())
 
     def compute(self) -> None:
-        """What each of the other two does, for its part of the block."""
+        """What each of the other two warpgroups does, for its part of the block."""
         plan = self.plan
         for i, here in zip(plan.own, self.here):
             tile, here = self.own[i].at[self.warpgroup], here.at[self.warpgroup]
@@ -209,14 +215,14 @@ class Program:
         self.write(sums)
 
     def clean_own(self, own: Sequence[int]) -> None:
-        """Replaces what is not finite in some matrices of the part of the block."""
+        """Replaces what is not finite by 0 in some matrices of the part of the block."""
         for i in own:
             for part in mosaic.parts_of(self.own[i].at[self.warpgroup]):
                 mosaic.clean(part)
         mosaic.commit_smem()
 
     def write(self, sums: Sequence) -> None:
-        """Writes the results: by way of shared memory where they have the dtype of the matrices."""
+        """Writes the results. Those in the dtype of the matrices pass through shared memory."""
         plan = self.plan
         memory = {plan.features[i]: x for i, x in self.own.items()}
         indices = lax.axis_index("program"), self.warpgroup
@@ -248,7 +254,7 @@ class Program:
         return self.read(i, step, first)
 
     def read(self, i: int, step: Any = None, first: int = 0) -> Value:
-        """An operand at a step that is in global memory."""
+        """Reads an operand at a step, from global memory."""
         x = self.plan.operands[i]
         block, start = (None, None) if step is None else self.where(step)
         start = None if start is None else start + first
@@ -260,8 +266,8 @@ class Program:
         return lax.rem(step, jnp.int32(self.plan.stages[n]))
 
     def step(self, program: SumProgram, near: dict, cleans: bool, step: Any, sums: tuple) -> tuple:
-        """Adds what a tile of the other side contributes. `cleans`: whether what is not finite in
-        it is replaced before the products that the program wants so.
+        """Adds what a tile of the other side contributes. With `cleans`, what is not finite in it
+        is replaced by 0 before those products that the program wants to read finite numbers.
         """
         plan = self.plan
         gradients = [program.gradient(o) for o in plan.wanted]
@@ -303,7 +309,9 @@ class Program:
     def pairs(
         self, program: SumProgram, near: dict, step: Any, gradients: list, products: dict[Any, Any]
     ) -> list[Any]:
-        """The blocks of pairs that make each of the gradients at a step, of its products."""
+        """Computes the blocks of pairs from which the gradients are made at a step, given its
+        products.
+        """
         plan, held = self.plan, dict(near)
         sizes: dict[str, int] = dict(zip(plan.side.kinds, (mosaic.WARPGROUP, mosaic.PIECE)))
         start = self.where(step)[1]
@@ -318,7 +326,8 @@ class Program:
                     inside = mosaic.iota(x.shape, 1) + (start + first) < jnp.int32(plan.other)
                     x = jnp.where(inside, x, jnp.float32(0))
                 if not plan.interpreted and program.cleaned:
-                    # Or the compiler would mask what has been rounded, and take numbers apart.
+                    # Otherwise the compiler would mask after rounding, and unpack each number for
+                    # that.
                     (x,) = mosaic.in_order(x)
                 found.append(x.astype(plan.dtype))
             return found
@@ -340,6 +349,6 @@ class Program:
     def release(self, i: int, step: Any) -> None:
         """Lets the next tile of a matrix take the place of one that was read."""
         n = self.plan.streamed.index(i)
-        if self.plan.interpreted:  # which does not know that the barrier suffices after mere reads
+        if self.plan.interpreted:  # it does not know that the barrier suffices after reads
             mosaic.commit_smem()
         mosaic.barrier_arrive(self.free[n].at[self.slot(n, step)])

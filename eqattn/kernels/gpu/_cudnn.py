@@ -1,14 +1,13 @@
 """NVIDIA's cuDNN, by `jax.nn.dot_product_attention`: for those who ask for `platform="cudnn"`.
 
 It computes whole calls, so there are no blocks to visit, no Carry, and no derivative of this
-library. What it is given was found by building its graphs for an H200, without the device, with
-cuDNN 9.23. A call outside of that raises. JAX also hides two gaps: it returns the logsumexp rounded
-to the dtype of the inputs, and a gradient through it is zero without a word. So there is no
-logsumexp here.
+library. Which calls it takes was found with cuDNN 9.23, by building its graphs for an H200 without
+the device. Any other call raises. The logsumexp is not offered, as JAX rounds it to the dtype of
+the inputs, and silently gives it a zero gradient.
 
-Two differences remain, as only the device's numbers tell them. A row that sees no key has whatever
-cuDNN makes of it, and a NaN in a masked key or value may reach every row. Where it is known while
-tracing that a row sees nothing, the call raises.
+Two differences cannot be found while tracing, as they depend on the values. A row that sees no key
+has whatever cuDNN makes of it. A NaN in a masked key or value may reach every row. A call raises if
+it is known while tracing that a row sees nothing.
 """
 
 import dataclasses
@@ -102,7 +101,9 @@ def _described(mask: Any) -> tuple[_Mask, str]:
 
 
 def _lengths(lengths: Any, tokens: int, batch: int) -> Array:
-    """The lengths as cuDNN has them, int32 `[batch]`: it would read on behind the last token."""
+    """The lengths as cuDNN takes them, int32 `[batch]`. They are clipped to the number of tokens,
+    as cuDNN would read behind the last one.
+    """
     lengths = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, tokens)
     return jnp.broadcast_to(lengths.reshape(-1), (batch,))
 

@@ -1,17 +1,17 @@
 """The softmax fold of `Ragged` as one kernel for Hopper: keys and values stay where they lie.
 
-A program has up to 64 rows of one key head, and a share of the blocks that they see. The last of
-its warpgroups copies tiles of keys and values into shared memory, as many ahead as it holds, and
-looks up their pages. The other one multiplies. With few rows most of these products are wasted, but
-memory sets the pace. So that all of the chip reads, the blocks of a row are shared out to several
-programs, of which each makes a Carry. Carries are merged by XLA.
+A program has up to 64 rows of one key head, and a share of the blocks that they see. Its last
+warpgroup looks up pages, and copies tiles of keys and values into shared memory, as many ahead as
+fit. The other warpgroup multiplies. With few rows most of these products are wasted, but memory
+sets the pace. The blocks of a row are shared out to several programs, so that the whole chip reads.
+Each program makes a Carry, and XLA merges the Carries.
 
-Values that are the first part of their keys, as latents are, are read once. Where values have more
-numbers than the registers of a warpgroup hold, there are two that multiply. Each has the logits of
-all its rows, and half of the numerator.
+Values that are the first part of their keys, as latents are, are read once. If values have more
+numbers than the registers of a warpgroup hold, two warpgroups multiply. Each computes the logits of
+all rows, and half of the numerator.
 
-A value that is not finite makes a numerator so, whoever sees it. Where there is one, XLA's loops do
-the visit again, by the contract of `_sweep/nonfinite.py`.
+A value that is not finite also reaches the numerators of rows that do not see it. If there is one,
+XLA's loops do the visit again, by the contract of `_sweep/nonfinite.py`.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ class Plan(VisitPlan):
     **Arguments:** those of `VisitPlan`, and
 
     - `sizes`: how a block of the caches is cut.
-    - `keys`: where each part of a key comes from. `values`: the same of values; none where they are
-        the first part of the keys.
-    - `stored`: the dtype of both.
+    - `keys`: where each part of a key comes from.
+    - `values`: where the values come from; empty where they are the first part of the keys.
+    - `stored`: the dtype in which keys and values are stored.
     - `shares`: in how many parts the blocks of a row are cut.
     """
 
@@ -69,14 +69,14 @@ class Plan(VisitPlan):
         return [x for x in (*self.keys, *self.values) if x.scaled]
 
     def scratch(self) -> tuple:
-        """Shared memory and barriers: `(queries, keys, values, what varies with keys, scales, wider
-        tiles of keys and values, results)`, `(queries, keys, values have arrived)`, `(keys, values
-        are free)`, and `(keys, values are wide)`. What there are several of is in lists, and there
-        are wider tiles of numbers of 8 bits only.
+        """Allocates shared memory and barriers. The memory is `(queries, keys, values, what varies
+        with keys, scales, wider tiles of keys and values, results)`. The barriers are `(queries,
+        keys, values have arrived)`, `(keys, values are free)` and `(keys, values are wide)`. Each
+        is a list where there may be several. Wider tiles exist for numbers of 8 bits only.
         """
         s, stored = self.sizes, self.stored
         vectors = [mosaic.SMEM((s.stages, s.tile_k), self.operands[i].dtype) for i in self.staged]
-        deep = s.tile_k if s.shared else 0  # where keys are what a product sums over, as values are
+        deep = s.tile_k if s.shared else 0  # products sum over these keys, as over values
         kept = s.stages, s.tile_rows
         tiles = lambda sizes, deep: [mosaic.matrices((*kept, n), stored, deep) for n in sizes]
         memory = (
@@ -107,7 +107,7 @@ class Plan(VisitPlan):
 
 
 class Program:
-    """One program of the kernel, on references: what both kinds of its warpgroups know."""
+    """One program of the kernel, on references, with what all its warpgroups know."""
 
     def __init__(self, plan: Plan, refs: Sequence, scratch: Sequence):
         self.plan, refs = plan, list(refs)
@@ -145,7 +145,7 @@ class Program:
         self.full = jnp.clip(full, self.first, self.last)
 
     def where(self, step: Any) -> tuple[Any, Any]:
-        """The column of a step, and the first key of its tile in there."""
+        """The column of a step, and the first key of the tile in its block."""
         at, part = divided(step, self.plan.parts)
         column = at if self.columns is None else self.columns[at]
         return column, part * jnp.int32(self.plan.sizes.tile_k)
@@ -174,7 +174,9 @@ class Program:
             return ()
 
         def widening(step, _):
-            """Widens tiles that have arrived. When those before are free, so are their slots."""
+            """Widens tiles that have arrived. The warpgroups that multiply must be done with the
+            step before, whose slot then takes the next tile to be copied.
+            """
             tiles = (k_tiles, v_tiles), self.wide_tiles(), (k_arrived, *v_arrived)
             for barrier, send, narrow, wide, arrived, ready in zip(free, sends, *tiles, self.wide):
 
@@ -239,7 +241,7 @@ class Program:
         return of(self.plan.keys), of(self.plan.values)
 
     def compute(self, worker: int) -> None:
-        """What each of the others does, for its columns of the values."""
+        """What each of the other warpgroups does, for its columns of the values."""
         plan, width = self.plan, self.plan.sizes.widths[worker]
         rows = mosaic.ds(self.start, TILE)
         near = {i: self.read(i) for i, x in plan.operands.items() if not (x.staged or x.moves)}
@@ -297,7 +299,7 @@ class Program:
         if sizes.padded_keys != sizes.keys:
             inside = mosaic.iota(s.shape, 1) + self.where(step)[1] < jnp.int32(sizes.keys)
             s = jnp.where(inside, s, -jnp.inf)
-        if plan.interpreted:  # which does not know that the barrier suffices after mere reads
+        if plan.interpreted:  # it does not know that the barrier suffices after reads
             mosaic.commit_smem()
         if plan.values:
             mosaic.barrier_arrive(k_free.at[slot])

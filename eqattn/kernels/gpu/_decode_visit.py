@@ -32,8 +32,8 @@ from ._traverse import called
 
 
 PROGRAMS = 1056
-"""How many programs there should be at least: eight for each of the 132 multiprocessors of an H200,
-so that those which end early leave little idle.
+"""How many programs there should be at least. They are eight for each of the 132 multiprocessors of
+an H200, so that programs that end early leave little idle.
 """
 
 LEAST_TILES = 8
@@ -41,7 +41,7 @@ LEAST_TILES = 8
 
 
 def _shares(layout: GridLayout, sizes: Sizes) -> int:
-    """In how many parts the blocks of a row are cut."""
+    """Chooses into how many parts the blocks of a row are cut."""
     programs = math.prod(layout.shape((*layout.batch, ROW))) * sizes.tiles
     tiles = layout.grid[COL] * (sizes.padded_keys // sizes.tile_k)
     wanted = PROGRAMS // (1 + sizes.alone)
@@ -137,7 +137,7 @@ def _plan(
 
 def _queries(query: Any, sizes: Sizes) -> list[Any]:
     """The queries that each part of the keys is multiplied with, `[places, rows, n]`."""
-    q = query.reshape(-1, sizes.dim, sizes.heads, sizes.of_head)  # where rows may be a single one
+    q = query.reshape(-1, sizes.dim, sizes.heads, sizes.of_head)  # there may be a single row
     q = padded(q, 3, sizes.padded_rows // sizes.heads).reshape(-1, sizes.dim, sizes.padded_rows)
     q, starts = jnp.swapaxes(q, -1, -2), np.cumsum(sizes.dims)[:-1]
     return jnp.split(q, starts, -1)
@@ -163,7 +163,7 @@ def _values(first: Any, layout: GridLayout, n: int) -> Pieces:
 
 
 def merged(num: Any, den: Any, top: Any) -> list:
-    """One Carry of several, `[shares, ...]`."""
+    """Merges several Carries, `[shares, ...]`, into one."""
     if len(num) == 1:
         return [num[0], den[0], top[0]]
     most = top.max(0)

@@ -13,7 +13,7 @@ from ._operations import Native, PLAIN, Value
 from ._program import BlockProgram, Run
 
 
-_ROWS, _WIDTH = 2, 3  # The sizes that it is traced for: any two that tell rows from values.
+_ROWS, _WIDTH = 2, 3  # It is traced for these two sizes, which only need to differ.
 
 
 def kept(*accs: Any) -> list[Any]:
@@ -30,8 +30,8 @@ class Ending(BlockProgram):
     - `operands`, `layout`: those of the visit.
     - `lengths`: as for `Operand`.
 
-    `given` are the operands that it reads, and `results` the dtype of each result, whether it has
-    the axis of values, and whether that is its last.
+    `given` are the operands that it reads. `results` says of each result its dtype, whether it has
+    the axis of values, and whether that axis is the last one.
     """
 
     def __init__(

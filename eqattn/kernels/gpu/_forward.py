@@ -1,10 +1,10 @@
 """The softmax fold of the live pairs of a grid as one kernel for Hopper.
 
-A program has 128 rows of one block. Two of its three warpgroups have 64 of them each. The third
-copies tiles of keys and values into shared memory, as many ahead as it holds. The two that compute
-take turns: while the tensor cores multiply for one, the other works on its exponentials.
+A program has 128 rows of one block, and three warpgroups. Two of these have 64 rows each. The third
+one copies tiles of keys and values into shared memory, as many ahead as fit. The two that compute
+take turns: while the tensor cores multiply for one, the other computes its exponentials.
 
-Inside, logits and maxima are those of powers of two.
+Inside, logits and maxima are in units of `log 2`, so that `exp` of a logit is a power of two.
 """
 
 import copy
@@ -35,16 +35,17 @@ class Plan(FoldPlan):
 
     @property
     def stages_parts(self) -> bool:
-        """Whether an output passes through memory of its own, some columns at a time. The memory of
-        the queries serves where it has the same shape: copies take whole tiles of a matrix.
+        """Whether an output needs additional shared memory on its way out, for a part of its
+        columns. If it has the shape of the queries, their memory serves, as copies take whole tiles
+        of a matrix.
         """
         return self.sizes.padded_dim != self.sizes.padded_width
 
     def scratch(self) -> tuple:
-        """Shared memory and barriers: `(queries, keys, values, what varies with keys, poison, part
-        of an output)`,
-        `(queries, keys, values have arrived)`, `(keys, values are free)`, whose turn it is, and
-        that both warpgroups are here.
+        """Allocates shared memory and barriers. The memory is `(queries, keys, values, what varies
+        with keys, poison, part of an output)`. The barriers are `(queries, keys, values have
+        arrived)` and `(keys, values are free)`. One more says whose turn it is, and at the last one
+        both warpgroups meet.
         """
         s = self.sizes
         vectors = [mosaic.SMEM((s.stages, s.tile_k), self.operands[i].dtype) for i in self.staged]
@@ -72,7 +73,7 @@ class Plan(FoldPlan):
 
 
 class Program:
-    """One program of the kernel, on references: what both kinds of its warpgroups know."""
+    """One program of the kernel, on references, with what all its warpgroups know."""
 
     def __init__(self, plan: Plan, refs: Sequence, scratch: Sequence):
         self.plan, refs = plan, list(refs)
@@ -104,7 +105,7 @@ class Program:
             self.full, self.plain = self.full * clean, self.live * clean
 
     def where(self, step: Any) -> tuple[Any, Any]:
-        """The column of a step, and the first key of its tile in there."""
+        """The column of a step, and the first key of the tile in its block."""
         at, part = divided(step, self.plan.parts)
         column = at if self.columns is None else self.columns[at]
         return column, part * jnp.int32(self.plan.sizes.tile_k)
@@ -113,7 +114,7 @@ class Program:
         return lax.rem(step, jnp.int32(self.plan.sizes.stages))
 
     def copy(self) -> None:
-        """What the third warpgroup does."""
+        """What the third warpgroup does: it copies the tiles of all steps."""
         plan, places = self.plan, self.places
         _, k_tiles, v_tiles, vectors, *_ = self.memory
         (_, k_arrived, v_arrived), (k_free, v_free) = self.arrived, self.free
@@ -135,7 +136,7 @@ class Program:
         lax.fori_loop(jnp.int32(0), self.live, send, ())
 
     def compute(self) -> None:
-        """What each of the other two does, for its rows."""
+        """What each of the other two warpgroups does, for its rows."""
         plan, width = self.plan, self.plan.sizes.padded_width
         q_tile = self.memory[0].at[self.warpgroup]
         q_arrived, k_arrived, _ = self.arrived
@@ -156,7 +157,7 @@ class Program:
             den, top = (mosaic.load(x.at[at], "own") for x in self.old[1:])
             top = top * LOG2E
         mosaic.barrier_wait(here)
-        if plan.scale is not None:  # of which the kernel multiplies logits with the absolute value
+        if plan.scale is not None:  # logits are multiplied by its absolute value
             mosaic.when(scale <= 0)(ft.partial(self.multiply, q_tile, jnp.sign(scale)))
         mosaic.when(self.live > 0)(lambda: mosaic.barrier_wait(k_arrived.at[0]))
         mosaic.when(self.warpgroup == 1)(self.next_turn)
@@ -181,7 +182,7 @@ class Program:
         mosaic.commit_smem()
 
     def write(self, accs: tuple) -> None:
-        """Writes the results of the rows, narrow ones by way of shared memory."""
+        """Writes the results of the rows. Narrow ones pass through shared memory."""
         plan, sizes, here = self.plan, self.plan.sizes, self.again()
         places, start = here.places, here.start
 
@@ -198,8 +199,8 @@ class Program:
                 place.store(x, ref, places, start, memory)
 
     def again(self) -> "Program":
-        """The same program, of which the compiler computes anew where its rows are. It would keep
-        that in registers otherwise, with all that was read there.
+        """The same program, for which the compiler computes again where its rows are. Otherwise it
+        would keep this in registers, with all that was read there.
         """
         other, interpreted = copy.copy(self), self.plan.interpreted
         other.warpgroup = mosaic.anew(self.warpgroup, interpreted)
@@ -230,7 +231,7 @@ class Program:
         return self.read(i, step, first)
 
     def read(self, i: int, step: Any = None, first: int = 0) -> Value:
-        """An operand of the logits at a step that is in global memory."""
+        """Reads an operand of the logits at a step, from global memory."""
         x = self.plan.operands[i]
         column, start = (None, None) if step is None else self.where(step)
         start = None if start is None else start + first
@@ -240,8 +241,8 @@ class Program:
     def logits(
         self, program: PairProgram, near: dict, step: Any, slot: Any, cleans: bool
     ) -> list[Any]:
-        """What a block function makes of the tile of keys in a slot, which is free afterwards. The
-        logits are still to be multiplied with the `factor`.
+        """Evaluates a block function on the tile of keys in a slot, and frees the slot. The logits
+        are still to be multiplied by the `factor`.
         """
         sizes, apart = self.plan.sizes, self.plan.scale is not None
         lengths = {"r": mosaic.WARPGROUP, "k": mosaic.PIECE}
@@ -263,7 +264,7 @@ class Program:
             return [x, *weights]
 
         found = mosaic.piecewise(of, sizes.tile_k)
-        if self.plan.interpreted:  # which does not know that the barrier suffices after mere reads
+        if self.plan.interpreted:  # it does not know that the barrier suffices after reads
             mosaic.commit_smem()
         mosaic.barrier_arrive(self.free[0].at[slot])
         return found
@@ -271,16 +272,16 @@ class Program:
     def step(
         self, program: PairProgram, near: dict, cleans: bool, step: Any, state: tuple
     ) -> tuple:
-        """Adds a tile of keys to the Carry. `cleans`: whether its values may not be finite. Then
-        the warpgroups have no turns, as they work on the tile together.
+        """Adds a tile of keys to the Carry. With `cleans`, its values may not be finite. Then the
+        warpgroups take no turns, as they clean the tile together.
         """
         plan, slot = self.plan, self.slot(step)
         _, k_arrived, v_arrived = self.arrived
-        if cleans:  # before registers hold logits
+        if cleans:  # registers hold no logits yet
             mosaic.barrier_wait(v_arrived.at[slot])
             self.clean(self.memory[2].at[slot])
         s, *weights = self.logits(program, near, step, slot, cleans)
-        if cleans:  # while registers hold no factors of values
+        if cleans:  # registers hold no factors of values yet
             acc, den, top = state
             den = den + self.poison(s)
             if not plan.interpreted:
@@ -303,7 +304,7 @@ class Program:
         return acc, den, now
 
     def poison(self, s: Any) -> Any:
-        """What `clean` noted of the keys that rows see, added up for each row."""
+        """Adds up, for each row, the poison that `clean` noted for the keys that the row sees."""
         poison, total = self.memory[4][0].at[self.warpgroup], jnp.float32(0)
         for first in range(0, s.shape[1], mosaic.PIECE):
             x = mosaic.piece(s, first)
@@ -314,8 +315,8 @@ class Program:
 
     def clean(self, tile: Any) -> None:
         """Replaces what is not finite in a tile of values, and notes the poison of its keys: NaN
-        for one whose value is not finite, else 0. By the product, what is not finite would reach
-        all rows, and not only those that see the key.
+        for one whose value is not finite, else 0. Otherwise the product would bring what is not
+        finite to all rows, and not only to those that see the key.
         """
         found = mosaic.held(lax.full(tile.shape[:1], 0.0, jnp.float32), "own")
         for part in mosaic.parts_of(tile):

@@ -26,14 +26,15 @@ def by_kernels(
     into: Sequence[Any] | None = None,
     dtypes: Sequence[Any] = (),
 ) -> list[Any]:
-    """`eqattn._sweep.loops.traverse` of a backward pass: gradients of queries, keys and values by
-    kernels, and others, such as that of a bias, by the loops.
+    """Does what `eqattn._sweep.loops.traverse` does for a backward pass. Gradients of queries, keys
+    and values are computed by kernels, and others, such as that of a bias, by the loops.
 
     **Arguments:** those of `eqattn._sweep.loops.traverse`, and
 
-    - `kernels`: which results each kernel computes, of the programs of the classes and of the
-        results that are for kernels.
-    - `run`: the results of one kernel, of the programs, the side, the results, and their dtypes.
+    - `kernels`: a function that says which results each kernel computes. It gets the programs of
+        all classes, and the results that are for kernels.
+    - `run`: a function that runs one kernel. It gets the programs, the side, the results and their
+        dtypes.
     - `native`: as for `BlockProgram`.
     - `visits`: pairs of a class of blocks and the jaxpr of its block function.
     - `vectorise`: whether loops have the batch axes inside of their blocks.

@@ -17,10 +17,10 @@ def lists(table: Any, classes: tuple[int, ...]) -> tuple[Any, Any, Any]:
 
     - `table`: the class of each pair of blocks, `[*, rows, columns]`. Where it is a NumPy array, so
         are the lists.
-    - `classes`: those for which there is a block function.
+    - `classes`: the classes for which there is a block function.
 
-    **Returns:** the rows, those with the most to do first; of each row its columns `[*, rows,
-    columns]`, full blocks first; and how many of them are full and how many live, `[*, rows, 2]`.
+    **Returns:** the rows, with the longest first; the columns of each row, `[*, rows, columns]`,
+    with full blocks first; and how many columns are full and how many live, `[*, rows, 2]`.
     """
     if isinstance(table, np.ndarray):
         order = np.argsort(-table.astype(np.int32), axis=-1, kind="stable")

@@ -1,4 +1,4 @@
-"""What the lowerings for NVIDIA GPUs share, whatever compiler their kernels are written for."""
+"""What the lowerings for NVIDIA GPUs share, with kernels for either compiler."""
 
 import abc
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from ..._sweep.lowering import in_32_bits, Lowering
 
 
 LARGEST_DIM = 256
-"""Of a query, key or value: more would not fit into registers."""
+"""The most numbers of a query, key or value. More would not fit into registers."""
 
 
 class NvidiaLowering(Lowering):
@@ -48,7 +48,7 @@ class NvidiaLowering(Lowering):
         return "" if layout.stage == "backward" else self.unsupported_fold(ctx, layout, visits)
 
     def unsupported_dims(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
-        """Why queries or values have too many numbers; empty if they have not."""
+        """Why queries or values are too long for a kernel; empty if they are not."""
         read = visits[0][1].in_avals
         query, value = read[0], layout.split(ctx.avals_in)[1][len(read)]
         if max(query.shape[0], value.shape[-1]) <= LARGEST_DIM:

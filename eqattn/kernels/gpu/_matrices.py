@@ -1,8 +1,9 @@
 """Matrices of tokens as kernels copy their tiles: queries, keys, values, cotangents and results.
 
 Tokens are read and written where they lie, `[batch, tokens, heads, features]`, by copies that know
-strides and bounds: what is behind the last token comes as 0, and is not written. Where they cannot,
-as blocks begin at odd places or tokens move around a ring, blocks are copied for the kernel.
+strides and bounds. They read 0 behind the last token, and write nothing there. This is not possible
+where blocks begin at odd places, or where tokens move around a ring. Then blocks are copied for the
+kernel.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from ._operands import divided, padded, Places, rounded_up
 
 
 _ROWS = 8
-"""A copy into shared memory has so many rows at least, and begins at a multiple of them."""
+"""A copy into shared memory has at least so many rows, and begins at a multiple of this number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +30,10 @@ class Matrix:
 
     **Arguments:**
 
-    - `layout`: the grid. `axes`: those of the matrix, and `axis` the one that has its tokens.
-    - `rows`, `width`: of a block, as it is given. `length`: its rows as a copy is padded.
+    - `layout`: the grid.
+    - `axes`, `axis`: the grid axes of the matrix, and the one along which its tokens lie.
+    - `rows`, `width`: the numbers of rows and features of a block, before they are padded.
+    - `length`: the number of rows to which a copy of a block is padded.
     - `turned`: whether blocks are `[width, rows]`.
     """
 
@@ -49,7 +52,7 @@ class Matrix:
 
     @property
     def tokens(self) -> Tokens | None:
-        """What it is in memory, if a kernel reads that in place."""
+        """The tokens that the matrix was cut from, if a kernel can read them in place."""
         found = next((x for x in self.layout.tokens if x.axis == self.axis), None)
         if found is None or not {HEAD, self.axis} <= set(self.axes):
             return None
@@ -65,7 +68,7 @@ class Matrix:
         return [a for a in self.axes if a not in (self.axis, HEAD)]
 
     def given(self, x: Any, dtype: Any) -> Any:
-        """The array that the kernel reads, `[elements, tokens, heads, features]`, of blocks."""
+        """Turns blocks into the kernel's array, `[elements, tokens, heads, features]`."""
         if self.tokens is None:
             x = jnp.swapaxes(x, -1, -2) if self.turned else x
             x = padded(x.reshape(-1, self.rows, 1, self.width), 1, self.length)
@@ -77,7 +80,9 @@ class Matrix:
 
     @property
     def _stored_width(self) -> int:
-        """The width in memory: of one that is short, copies add the rest."""
+        """The width in global memory. Copies add zeros to a short width, up to the width in shared
+        memory.
+        """
         short = self.width % 8 == 0 and self.width <= mosaic.WARPGROUP
         return self.width if short else self.features
 
@@ -92,7 +97,7 @@ class Matrix:
         return elements, rounded_up(self.tokens.count, _ROWS), heads, self._stored_width
 
     def blocks(self, x: Any) -> Any:
-        """The blocks of what the kernel wrote, with the axes of the grid in front."""
+        """Turns what the kernel wrote into blocks, with the axes of the grid in front."""
         sizes = {a: self.layout.grid[a] for a in self.axes}
         x = x[..., : self.width]
         if self.tokens is not None:
@@ -111,10 +116,11 @@ class Matrix:
     def _pieces(
         self, places: Places, other: Any, start: Any, count: int
     ) -> Iterator[tuple[Any, tuple, int, int]]:
-        """The copies of a tile: whether its rows are in the block, where they lie, their first row
-        in the tile, and how many they are.
+        """Lists the copies of a tile. Each is given by whether its rows are in the block, where
+        they lie, its first row in the tile, and the number of rows.
         """
-        # Of a slice from a number that is not known, nobody checks that the array ends before it.
+        # A slice may end beyond the array. Pallas does not check that if the start is not known
+        # while tracing, so the zero is computed.
         zero = 0 if self._stored_width == self.features else lax.mul(jnp.int32(0), jnp.int32(1))
         all_features = mosaic.ds(zero, self.features)
         if self.tokens is None:
@@ -148,8 +154,9 @@ class Matrix:
 
         - `ref`: the array that is `given`.
         - `places`, `other`: where the block is on the grid.
-        - `start`: the first row of the tile in there.
-        - `tile`: the shared memory. `barrier`: where each copy arrives.
+        - `start`: the first row of the tile in the block.
+        - `tile`: the shared memory.
+        - `barrier`: the barrier at which each copy arrives.
         """
         count = tile.shape[0]
         for _, where, offset, n in self._pieces(places, other, start, count):
@@ -157,8 +164,8 @@ class Matrix:
             mosaic.copy_in(ref.at[where], part, barrier)
 
     def store(self, x: Any, ref: Any, places: Places, start: Any, memory: Any) -> None:
-        """Writes a tile of a block, by way of shared memory for as many rows, and for some columns
-        at a time.
+        """Writes a tile of a block by way of shared memory. The memory has as many rows, but may
+        have fewer columns; then some columns are written at a time.
         """
         (count, width), columns = x.shape, memory.shape[1]
         for first in range(0, width, columns):

@@ -1,7 +1,7 @@
 """The unstable API that kernels for NVIDIA GPUs are written in, in one place.
 
-Pallas says of Mosaic GPU that it can change weekly. What differs between versions of JAX, and what
-its interpreter cannot do, is told apart here and nowhere else.
+Pallas says of Mosaic GPU that it can change weekly. Code that depends on the version of JAX, or on
+what its interpreter cannot do, is here and nowhere else.
 """
 
 import functools as ft
@@ -20,8 +20,9 @@ from ._operations import Native, PLAIN
 
 
 PIECE = 32
-"""How many columns of a tile are computed at once, pair by pair. Of fewer, few registers spill
-outside of loops, and a kernel takes many times as long to trace."""
+"""How many columns of a tile are computed at once, pair by pair. With fewer columns, fewer
+registers would spill outside of loops, but a kernel would take many times as long to trace.
+"""
 
 _BLOCK = plgpu.Layout.WGMMA
 _LAYOUTS = {"pairs": _BLOCK, "own": _BLOCK.reduce(1), "other": _BLOCK.reduce(0)}
@@ -42,13 +43,14 @@ set_max_registers = plgpu.set_max_registers
 
 
 def matrices(shape: tuple[int, ...], dtype: Any, summed: int = 0) -> Any:
-    """Shared memory for matrices that tensor cores read, or that are widened for them: tiles of 8
-    rows of 128 bytes, or of 64 or 32 where rows are no multiple of that.
+    """Shared memory for matrices that tensor cores read, or that are widened for them. It is cut
+    into tiles of 8 rows with 128 bytes each. A row has 64 or 32 bytes instead where vectors are not
+    multiples of 128.
 
     **Arguments:**
 
-    - `summed`: the number of rows, if a product sums over them. They must be as many as a row of a
-        tile has numbers, or a multiple. Both sides of a product have the same tiles.
+    - `summed`: the number of rows, if a product sums over them. It must be a multiple of the
+        numbers that a row of a tile has. Both sides of a product have the same tiles.
     """
     size = jnp.dtype(dtype).itemsize
     fits = lambda n: shape[-1] * size % n == 0 and summed * size % n == 0
@@ -58,15 +60,15 @@ def matrices(shape: tuple[int, ...], dtype: Any, summed: int = 0) -> Any:
 
 
 def load(ref: Any, which: str) -> Any:
-    """What a warpgroup's threads hold of a block of `"pairs"`, of its first axis, which is the
-    program's `"own"`, or of the `"other"`.
+    """Reads an array into the registers of a warpgroup. The array has a number for each of the
+    `"pairs"` of a block, or only for the program's `"own"` side, or for the `"other"`.
     """
     layout: Any = _LAYOUTS[which]
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
 def held(x: Any, which: str) -> Any:
-    """The same array, held as `load` says."""
+    """The same array, spread over the threads as by `load`."""
     return plgpu.layout_cast(x, _LAYOUTS[which])
 
 
@@ -89,13 +91,13 @@ def pairs_of(own: Any, other: Any, meanwhile: Any = lambda: None) -> Any:
 def weighted(acc: Any, p: Any, v: Any, interpreted: bool, meanwhile: Any = lambda: None) -> Any:
     """`acc + p v`, where `p` is in registers and `v` in shared memory.
 
-    The interpreter has no products whose left side is in registers, and none that go on with an
-    accumulator: there it is an ordinary product.
+    The interpreter lacks products whose left side is in registers, and products that continue an
+    accumulator. There it is an ordinary product.
     """
     if interpreted:
         new = acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
         meanwhile()
-        commit_smem()  # it was read as by threads, not as by the tensor cores
+        commit_smem()  # threads read it, not the tensor cores
         return new
 
     def product(ref):
@@ -111,7 +113,7 @@ def store(x: Any, to: Any) -> None:
 
 
 def stage(x: Any, memory: Any) -> None:
-    """Writes what a warpgroup holds to shared memory, for copies to global memory: these write
+    """Writes what a warpgroup holds to shared memory. Copies from there to global memory write
     whole lines.
     """
     memory[...] = x
@@ -128,7 +130,8 @@ def clean_together(tile: Any, warpgroup: Any, both: Any) -> None:
 
     **Arguments:**
 
-    - `warpgroup`: which of the two this is. `both`: a barrier for them.
+    - `warpgroup`: which of the two this is.
+    - `both`: a barrier for both of them.
     """
 
     def meet():
@@ -149,32 +152,34 @@ def clean(part: Any) -> None:
 
 
 def widen(tile: Any, into: Any) -> None:
-    """Writes numbers of 8 bits of a tile of shared memory as those of another one, exactly."""
+    """Converts a tile with numbers of 8 bits, exactly, and writes it to another tile. Both are in
+    shared memory.
+    """
     rows, columns = tile.shape
-    n = next(n for n in (128, 64, 32) if columns % n == 0)  # as many as a row of its tiles has
+    n = next(n for n in (128, 64, 32) if columns % n == 0)  # a row of its tiles has so many
     for i in range(0, rows, WARPGROUP):
         for j in range(0, columns, n):
             at = ds(i, WARPGROUP), ds(j, n)
             x = load(tile.at[at], "pairs")
-            if jnp.issubdtype(x.dtype, jnp.floating):  # of which the compiler has no other way
+            if jnp.issubdtype(x.dtype, jnp.floating):  # the compiler has no direct way
                 x = x.astype(jnp.float16).astype(jnp.float32)
             into[at] = x.astype(into.dtype)
 
 
 def parts_of(tile: Any) -> list[Any]:
-    """A tile of shared memory in parts that registers have room for."""
+    """Cuts a tile of shared memory into parts that registers have room for."""
     n = WARPGROUP
     return [tile.at[:, ds(i * n, n)] for i in range(tile.shape[1] // n)]
 
 
 def piecewise(of: Any, columns: int) -> list[Any]:
-    """Results `[rows, columns]` of a function of the first column of a piece, which gives them some
-    columns at a time. The compiler keeps the order in which it is told to compute. Of a whole tile,
-    an operation after the other would leave what is between them in registers.
+    """Computes results `[rows, columns]` piece by piece, with some columns at a time. The compiler
+    keeps the order in which operations are written. If each were applied to a whole tile, all
+    intermediate results would stay in registers.
 
     **Arguments:**
 
-    - `of`: the results for `PIECE` columns from one on, all those of a row among them.
+    - `of`: a function from the first column of a piece to its results, `[rows, PIECE]`.
     """
     pieces = [of(first) for first in range(0, columns, PIECE)]
     return [lax.concatenate(xs, 1) for xs in zip(*pieces)]
@@ -186,14 +191,14 @@ def piece(x: Any, first: int) -> Any:
 
 
 def in_order(*xs: Any) -> tuple:
-    """What comes before must not move behind what follows: the compiler would spill."""
+    """Keeps the compiler from moving what comes before behind what follows, which would spill."""
     return lax.optimization_barrier(xs)
 
 
 def anew(i: Any, interpreted: bool) -> Any:
-    """The same index, which the compiler takes for another one. What follows from it is computed
-    where it is used. Otherwise it would be computed before a loop, as are the addresses of each
-    part of a matrix that stays in place, and take up registers in there.
+    """The same index, which the compiler takes for a new one. So it computes what follows from the
+    index where it is used. Otherwise it would compute, for example, the addresses of all parts of a
+    matrix before a loop, and hold them in registers.
     """
     return i if interpreted else lax.optimization_barrier(i)
 
@@ -229,12 +234,12 @@ def kernel(
 
 
 def _instruction(ptx: str, constraints: str, *xs: Any) -> Any:
-    """An instruction of the device for each number of some blocks, which LLVM takes as it is.
+    """Applies an instruction of the device to each number of some blocks. LLVM takes it as it is.
 
     **Arguments:**
 
-    - `ptx`: with `$0` for the result.
-    - `constraints`: the kinds of registers of the result, with `=`, and of the blocks.
+    - `ptx`: the instruction, with `$0` for its result.
+    - `constraints`: the kinds of registers for the result, with `=`, and for the blocks.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm
@@ -272,14 +277,14 @@ def _inverse(x: Any) -> Any:
 
 
 def _both(x: Any, y: Any) -> Any:
-    """Whether two predicates hold. LLVM would take `select(x and y, a, b)` apart, and select by one
-    and by the other, where the device joins predicates in the comparison itself.
+    """Whether two predicates hold. LLVM would turn `select(x and y, a, b)` into two selections,
+    although the device joins predicates in the comparison itself.
     """
     return _instruction("and.pred $0, $1, $2;", "=b,b,b", x, y)
 
 
 def native(interpreted: bool) -> Native:
-    """What the compiler has of its own, or the interpreter."""
+    """The operations that the compiler, or the interpreter, has itself."""
     return PLAIN if interpreted else Native(inverse=_inverse, both=_both)
 
 
@@ -291,8 +296,8 @@ def specialise(program: Any, computing: int, copying: int) -> None:
 
     **Arguments:**
 
-    - `program`: has the index `warpgroup`, and the methods `compute` and `copy`.
-    - `computing`, `copying`: how many registers a thread of either has.
+    - `program`: an object with the index `warpgroup`, and the methods `compute` and `copy`.
+    - `computing`, `copying`: how many registers a thread has that computes, or that copies.
     """
 
     @when(program.warpgroup < 2)
@@ -307,8 +312,8 @@ def specialise(program: Any, computing: int, copying: int) -> None:
 
 
 def share_out(workers: int, compute: Any, copy: Any) -> None:
-    """Has each of the first warpgroups `compute(its index)`, and the last one `copy`. Two that
-    compute take registers from the one that copies.
+    """Has each of the first warpgroups run `compute(index)`, and the last one `copy`. If two
+    compute, they take registers from the one that copies.
     """
     warpgroup = lax.axis_index("warpgroup")
 
@@ -340,8 +345,8 @@ def alone(fn: Any) -> Any:
 
 
 def store_some(x: Any, to: Any, memory: Any) -> None:
-    """Writes as many rows as `to` has, the first ones, by way of a shared `memory` for some columns
-    of all rows.
+    """Writes the first rows of `x`, as many as `to` has. They pass through shared `memory`, which
+    has room for some columns of all rows.
     """
     rows, n = memory.shape
     for i in range(0, x.shape[1], n):

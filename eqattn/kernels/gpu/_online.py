@@ -8,7 +8,7 @@ from jax import lax
 
 
 _ORIGIN = float(jnp.finfo(jnp.float32).min)
-"""Of the exponents of a row that has seen nothing."""
+"""The origin of exponents in a row that has seen nothing."""
 
 
 def across(x: Any, like: Any) -> Any:
@@ -17,7 +17,9 @@ def across(x: Any, like: Any) -> Any:
 
 
 def powers_of_two(x: Any, factor: Any, origin: Any) -> Any:
-    """`2^(x factor - origin)` of numbers of rows, or of pairs of a row and a key; None means 1."""
+    """Computes `2^(x factor - origin)`. The numbers `x` belong to rows, or to pairs of a row and a
+    key. None stands for a factor of 1.
+    """
     x = x if factor is None else x * factor
     return jnp.exp2(x - (origin if x.ndim == 1 else across(origin, x)))
 
@@ -31,18 +33,19 @@ def online_step(
     in_order: Callable[..., tuple] | None = None,
     powers: Callable[[Any, Any, Any], Any] = powers_of_two,
 ) -> tuple[Any, Any, Any, Any]:
-    """What a tile of logits makes of a Carry, but for the product with its values.
+    """Updates a Carry by a tile of logits, except for the product with the values of the tile.
 
     **Arguments:**
 
-    - `state`: numerator, denominator and maximum of each row, that of powers of two.
+    - `state`: numerator, denominator and maximum of each row. The maximum is in units of `log 2`.
     - `s`: the logits `[rows, keys]`.
     - `weights`: the factor on the probabilities in the numerator, if there is one.
-    - `factor`: the positive number that makes of logits those of powers of two. In an exponent, the
-        product costs nothing.
-    - `dtype`: that of the factors of the values.
-    - `in_order`: returns its arguments, which the compiler then computes before what follows.
-    - `powers`: `powers_of_two`, or what the device has in its place.
+    - `factor`: the positive number by which logits are multiplied to be in units of `log 2`. In an
+        exponent, this product costs nothing.
+    - `dtype`: the dtype in which the probabilities multiply the values.
+    - `in_order`: a function that returns its arguments. The compiler then computes these before
+        what follows.
+    - `powers`: `powers_of_two`, or a faster function of the device.
 
     **Returns:** numerator and denominator relative to the new maximum, that maximum, and the
     factors `[rows, keys]` of the values.

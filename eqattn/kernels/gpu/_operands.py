@@ -1,7 +1,7 @@
-"""The arrays of a visit as a kernel reads them: the axes of the grid in one, then a block.
+"""The arrays of a visit as a kernel reads them: one axis for all axes of the grid, then a block.
 
-A kernel is one program for each tile of rows. Whatever its grid has of batch axes, an array lies in
-memory as `[places, ...]`, and `Places` finds the place of a program and a column in it.
+A kernel has one program for each tile of rows. An array lies in memory as `[places, ...]`, with all
+its batch axes in one. `Places` finds the place in it for a program and a column.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ WARPGROUP = 64
 """How many rows one warpgroup multiplies at once."""
 
 TILE = 2 * WARPGROUP
-"""The rows of a program: two warpgroups multiply, in turn."""
+"""The rows of a program. Two warpgroups multiply them, in turn."""
 
 
 def padded(x: Any, axis: int, n: int) -> Any:
-    """An array with zeros behind it, to the length `n` of an axis."""
+    """Pads an axis of an array with zeros at its end, to the length `n`."""
     if x.shape[axis] == n:
         return x
     widths = [(0, 0)] * x.ndim
@@ -56,7 +56,8 @@ class Sizes:
 
     **Arguments:**
 
-    - `rows`, `keys`, `dim`, `width`: of a block, of a query and of a value, as they are given.
+    - `rows`, `keys`: the numbers of rows and keys of a block, before they are padded.
+    - `dim`, `width`: the sizes of a query and of a value, before they are padded.
     """
 
     rows: int
@@ -66,8 +67,8 @@ class Sizes:
 
     @property
     def tile_k(self) -> int:
-        """The keys that are multiplied at once: fewer where rows of them are long, for registers
-        and shared memory hold as many numbers.
+        """The keys that are multiplied at once. There are fewer of them where vectors are long, as
+        registers and shared memory hold a fixed number of numbers.
         """
         most = 128 if max(self.padded_dim, self.padded_width) <= 128 else 64
         return min(most, rounded_up(self.keys, 64))
@@ -96,13 +97,14 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """Which side of the pairs a program has one block of. It visits the live blocks of the other.
+    """The side of the pairs of which a program has one block. It visits the live blocks of the
+    other side.
 
     **Arguments:**
 
     - `own`, `other`: the axes of the grid.
-    - `kinds`: the kinds of what varies with them, in this order: a program holds pairs
-        `[own, other]`.
+    - `kinds`: the letters of the two sides in kinds, `"r"` for rows and `"k"` for keys. The own
+        side comes first, as a program holds pairs `[own, other]`.
     """
 
     own: int
@@ -116,7 +118,7 @@ COLUMNS = Side(COL, ROW, "kr")
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where a program is on the grid: the index on each batch axis, and on that of its side."""
+    """Where a program is on the grid: its index on each batch axis, and on the axis of its side."""
 
     layout: GridLayout
     side: Side
@@ -124,7 +126,9 @@ class Places:
 
     @classmethod
     def of(cls, layout: GridLayout, side: Side, element: Any, own: Any) -> "Places":
-        """**Arguments:** which batch element, of all batch axes in one, and which block."""
+        """Finds the place of a program. **Arguments:** the batch element, counted over all batch
+        axes, and the block of the side.
+        """
         at: dict[int, Any] = {side.own: own}
         for axis in reversed(layout.batch):
             n = jnp.int32(layout.grid[axis])
@@ -144,13 +148,14 @@ class Places:
         program: Any,
         warpgroup: Any,
     ) -> tuple["Places", Any]:
-        """Where the rows of a warpgroup are, or its keys, and the first of them in their block.
+        """Finds where the rows or keys of a warpgroup are, and which is the first of them in the
+        block.
 
         **Arguments:**
 
         - `tiles`: how many programs a block has.
-        - `order`: the blocks of the side in the order in which they are begun; None if that is the
-            order in which they lie.
+        - `order`: the blocks of the side in the order in which programs begin them. None means the
+            order in memory.
         - `program`, `warpgroup`: the indices.
         """
         rest, element = divided(program, math.prod(layout.shape(layout.batch)))
@@ -183,13 +188,15 @@ class Operand:
 
     **Arguments:**
 
-    - `x`, `axes`: the array, with these axes of the grid in front of its blocks, `[keys|1,
-        rows|1]`, `[keys, heads|1, queries|1]`, `[rows]`, `[keys]`, or of no pair at all.
-    - `layout`, `side`: of the visit.
-    - `lengths`: of a block of rows (`"r"`) and of keys (`"k"`), as the kernel pads them.
+    - `x`, `axes`: the array, with these axes of the grid in front of its blocks. A block is
+        `[keys|1, rows|1]`, `[keys, heads|1, queries|1]`, `[rows]`, `[keys]`, or a vector that no
+        pair indexes.
+    - `layout`, `side`: the grid of the visit, and the side of its programs.
+    - `lengths`: the lengths to which the kernel pads a block of rows (`"r"`) and one of keys
+        (`"k"`).
 
-    `kind` is that of `Value`, or None for a vector that no pair indexes. `array` is what the kernel
-    is given, `[places, own, other]` without the axes that it does not vary with.
+    `kind` is the kind of its `Value`, or None for a vector that no pair indexes. `array` is what
+    the kernel is given: `[places, own, other]`, without the sides with which it does not vary.
     """
 
     def __init__(
@@ -240,11 +247,11 @@ class Operand:
 
     @property
     def moves(self) -> bool:
-        """Whether a program reads it anew in each tile, though it is not staged."""
+        """Whether a program reads it again in each tile, although it is not staged."""
         return self.side.other in self.axes or self.both
 
     def value(self, x: Any) -> Value:
-        """What the block function is given, from what was loaded."""
+        """Turns what was loaded into an argument of the block function."""
         if self.kind is None:
             return Value("", None, x)
         if self.bool:
@@ -254,12 +261,12 @@ class Operand:
         return Value(self.kind, x)
 
     def read(self, ref: Any, place: Any, own: Any, other: Any, tile: int) -> Value:
-        """Its part of a tile, from global memory.
+        """Reads the operand for a tile, from global memory.
 
         **Arguments:**
 
-        - `ref`: the `array`. `place`: which block of it.
-        - `own`, `other`: where the tile begins on either side.
+        - `ref`, `place`: the `array`, and the index of the block in it.
+        - `own`, `other`: where the tile begins on the two sides.
         - `tile`: its length on the other side.
         """
         from . import _mosaic as mosaic
@@ -275,11 +282,11 @@ class Operand:
 
     @property
     def by_piece(self) -> bool:
-        """Whether it differs from one of the others to the next."""
+        """Whether it varies along the other side, so that it is read for each piece of a tile."""
         return self.kind is not None and self.side.kinds[1] in self.kind
 
     def read_staged(self, ref: Any) -> Value:
-        """Its part of a tile, from shared memory."""
+        """Reads the operand for a tile, from shared memory."""
         from . import _mosaic as mosaic
 
         return self.value(mosaic.load(ref, "other"))

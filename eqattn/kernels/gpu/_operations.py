@@ -1,9 +1,9 @@
-"""What kernels make of one operation on the numbers of a pair.
+"""Evaluates operations on the numbers of a pair in kernels.
 
-Mosaic GPU, their compiler, takes the fast instructions of the chip. Those of exponentials and
-logarithms serve. But that of tanh has 11 bits, and those of sine and cosine are right for small
-angles only. So these three are written here, by operations that are exact to some units of the
-last place of a float32.
+Mosaic GPU, the compiler of kernels, uses the fast instructions of the chip. For exponentials and
+logarithms these are accurate enough. But the instruction for tanh has 11 bits, and those for sine
+and cosine are right for small angles only. So these three are written here with operations that are
+exact to a few units of the last place of float32.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ _OF_A_PAIR = named(
 
 
 def tanh_of(e: Any, inverse: Callable[[Any], Any] = lambda x: 1 / x) -> Any:
-    """The hyperbolic tangent of a number `x`, from `e = exp(2 x)`. Its error is some 2^-23, however
-    small it is.
+    """The hyperbolic tangent of a number `x`, from `e = exp(2 x)`. Its absolute error is some
+    2^-23, also where the result is small.
 
     **Arguments:**
 
-    - `inverse`: the device's own `1 / x`, of numbers that are 1 or more.
+    - `inverse`: the device's function for `1 / x`, for `x` of 1 or more.
     """
     return 1 - 2 * inverse(1 + e)
 
@@ -54,15 +54,18 @@ _HALF_PI = 1.5625, 0.00830078125, -4.4544551033807686e-06
 """Half of pi in three parts. The first two have few bits, so that products with them are exact."""
 
 _SINE = 1.0, -0.16666658, 0.0083330511, -0.00019809075, 2.6052249e-06
-"""The odd polynomial that is nearest to a sine up to half of pi, its lowest coefficient first."""
+"""The coefficients of the odd polynomial that is nearest to a sine up to half of pi, the lowest
+first.
+"""
 
 
 def _sine_of(x: Any, quarters: Any) -> Any:
-    """The sine of the rest of an angle by as many quarter turns, with the sign of what remains.
+    """The sine of what remains of an angle `x` after `quarters` quarter turns, with the sign that
+    these give it.
 
     **Arguments:**
 
-    - `quarters`: even ones for a sine, and odd ones for a cosine.
+    - `quarters`: the number of quarter turns, even for a sine and odd for a cosine.
     """
     for part in _HALF_PI:
         x = x - quarters * np.float32(part)
@@ -88,7 +91,9 @@ def _floor(x: Any) -> Any:
 
 
 def _integer_pow(x: Any, y: int) -> Any:
-    """The compiler lacks powers of 1, as derivatives have them, and most negative ones."""
+    """Multiplies powers out. The compiler lacks the power 1, which derivatives have, and most
+    negative powers.
+    """
     if y == 0:
         return jnp.ones_like(x)
     power: Any = None
@@ -111,14 +116,15 @@ _WRITTEN: dict[str, Callable] = {
     "log2": lambda x: jnp.log(x) * np.float32(LOG2E),
     "logistic": lambda x: 1 / (1 + jnp.exp(-x)),
 }
-"""Operations that the compiler lacks, or of which it takes too rough an instruction."""
+"""Operations that the compiler lacks, or for which it uses an instruction that is too inexact."""
 
 _KNOWN = _SAME | {lax.slice_p, dot_p}
 _DTYPES = jnp.float32, jnp.int32, jnp.bool_
 
 
 def unsupported(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
-    """The name of an operation in a block function that a kernel cannot hold; empty without.
+    """The name of an operation in a block function that a kernel cannot hold; empty if there is
+    none.
 
     **Arguments:**
 
@@ -131,7 +137,7 @@ def unsupported(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
 
 
 def unsupported_of_users(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
-    """Why a kernel cannot hold a function of a user's own; empty if it can. Arguments are those of
+    """Why a kernel cannot hold a user's function; empty if it can. Arguments are those of
     `unsupported`.
     """
     for eqn in equations(jaxpr):
@@ -154,24 +160,25 @@ def is_known(eqn: Any, of_a_pair: set = _OF_A_PAIR) -> bool:
 
 
 def is_identity(eqn: Any) -> bool:
-    """Whether it only says something of a value: how it is sharded, or differentiated."""
+    """Whether an operation only annotates a value: how it is sharded or differentiated."""
     return eqn.primitive.name in ("reshard", "stop_gradient") or only_varies(eqn)
 
 
 def is_same(eqn: Any) -> bool:
-    """Whether it changes the shape of a value, but not what it is at a pair."""
+    """Whether an operation changes the shape of a value, but not its number at a pair."""
     return eqn.primitive in _SAME or is_identity(eqn)
 
 
 @dataclasses.dataclass(frozen=True)
 class Native:
-    """What a compiler has of its own.
+    """The operations that a compiler has itself, so that they need not be written here.
 
     **Arguments:**
 
-    - `names`: operations that it has, and has well, so that they are not written by others.
-    - `exp2`: powers of two. `inverse`: `1 / x` of numbers that are 1 or more.
-    - `both`: whether two predicates hold, of blocks of pairs.
+    - `names`: operations that the compiler has, and that are accurate enough.
+    - `exp2`: the function for powers of two.
+    - `inverse`: the function for `1 / x`, for `x` of 1 or more.
+    - `both`: the function for `and` of two predicates on blocks of pairs.
     """
 
     names: frozenset[str] = frozenset()
@@ -181,13 +188,13 @@ class Native:
 
 
 PLAIN = Native()
-"""Nothing of its own, as the interpreter."""
+"""The operations of the interpreter, which has no faster ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array whose axes are those of its kind. `parts`: instead of it, the numbers of a vector
-    that no pair indexes.
+    """An array with one axis for each letter of its kind. A vector that no pair indexes has its
+    numbers in `parts` instead.
     """
 
     kind: str
@@ -198,7 +205,7 @@ class Value:
         """The array, repeated over the axes of a larger kind."""
         if self.kind == kind:
             return self.array
-        if np.result_type(self.array) == np.bool_:  # which the compiler does not repeat
+        if np.result_type(self.array) == np.bool_:  # the compiler does not repeat these
             return Value(self.kind, _as_number(self.array, jnp.int32)).spread(kind, sizes) != 0
         shape, own = tuple(sizes[a] for a in kind), [kind.index(a) for a in self.kind]
         return lax.broadcast_in_dim(jnp.asarray(self.array), shape, own)
@@ -213,7 +220,7 @@ def _as_number(x: Any, dtype: Any) -> Any:
 
 
 def joined(xs: Sequence[Value], sizes: dict[str, int]) -> str:
-    """The kind of what varies with any of several values."""
+    """The kind of a result of several values: it varies with all that some of them vary with."""
     return "".join(a for a in sizes if any(a in x.kind for x in xs))
 
 
@@ -229,7 +236,7 @@ def in_range(x: Any, factor: Any) -> Any:
 def evaluated(
     eqn: Any, xs: Sequence[Value], sizes: dict[str, int], native: Native = PLAIN
 ) -> Value:
-    """What an operation of one pair makes of its arguments."""
+    """Evaluates an operation of one pair on its arguments."""
     if eqn.primitive is lax.slice_p:
         (start,), (limit,) = eqn.params["start_indices"], eqn.params["limit_indices"]
         parts = xs[0].parts[start : limit : (eqn.params["strides"] or (1,))[0]]
@@ -237,7 +244,7 @@ def evaluated(
     if is_same(eqn):
         (x, *_) = xs
         return Value("", x.parts[0]) if len(x.parts) == 1 else x
-    if eqn.primitive is lax.reduce_sum_p:  # over the values of a row
+    if eqn.primitive is lax.reduce_sum_p:  # it sums the values of a row
         return Value(xs[0].kind[:1], xs[0].array.sum(1))
     kind = joined(xs, sizes)
     arrays = [x.spread(kind, sizes) for x in xs] if kind else [x.array for x in xs]

@@ -15,9 +15,9 @@ class PairProgram(BlockProgram):
     """The block function of logits: one product, and what is done to it pair by pair. Arguments 0
     and 1 are the queries and the keys.
 
-    `reads` holds for each argument whether the results depend on it, the product aside. `scale` is
-    the argument that products are multiplied with, if that is all that is done to them before some
-    are masked; None without.
+    `reads` says of each argument whether the results depend on it other than by the product.
+    `scale` is the argument by which logits are multiplied last, before some are masked; None
+    without such an argument.
     """
 
     def __init__(self, closed: Any, native: Native = PLAIN):
@@ -77,7 +77,7 @@ class PairProgram(BlockProgram):
 
         **Arguments:**
 
-        - `product`: of the queries and keys, `[rows, keys]`.
+        - `product`: the product of the queries and keys, `[rows, keys]`.
         - `read`: the value of an argument.
         - `sizes`: the lengths of the axes `"r"` and `"k"`.
         - `apart`: whether the first result comes without its `scale`.

@@ -1,8 +1,9 @@
-"""What blocks of a cache are made of, as their block functions say it.
+"""Finds out from block functions what the blocks of a cache are made of.
 
 A block of keys or values is one or several *pieces* along its tokens, as many as it has pages. A
-piece has one or several *parts* along its features: one, or two where keys are latents and what
-stands beside them. A part is an array `[tokens, heads, n]`, perhaps with a scale for each vector.
+piece has one or several *parts* along its features. Keys that are latents have two: the latent, and
+the rotary part beside it. A part is an array `[tokens, heads, n]`, perhaps with a scale for each
+vector.
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ _SAME = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Some features of some tokens: the argument of a block function that holds them, and the one
-    that holds their scales `[1, tokens * heads]`; None without scales.
+    """Some features of some tokens. `array` is the index of the argument of a block function that
+    holds them. `scales` is that of their scales `[1, tokens * heads]`, or None.
     """
 
     array: int
@@ -43,8 +44,8 @@ Pieces = list[tuple[Part, ...]]
 
 
 def keys_in(closed: Any) -> Pieces:
-    """Those of the keys that the block function of logits multiplies; empty if it reads anything
-    else.
+    """The pieces of the keys that the block function of logits multiplies; empty if it reads
+    anything else.
     """
     jaxpr = flat_jaxpr(closed).jaxpr
     dots = [eqn for eqn in jaxpr.eqns if eqn.primitive is grouped_dot_p]
@@ -52,8 +53,8 @@ def keys_in(closed: Any) -> Pieces:
 
 
 def values_in(closed: Any) -> Pieces:
-    """Those of the values that a block function returns, with 0 for what is not finite; empty if it
-    returns anything else.
+    """The pieces of the values that a block function returns, with 0 for what is not finite; empty
+    if it returns anything else.
     """
     jaxpr = flat_jaxpr(closed).jaxpr
     return _pieces(jaxpr, jaxpr.outvars[0])
@@ -97,7 +98,7 @@ def _pieces(jaxpr: Any, v: Any) -> Pieces:
                 return [piece for x in found for piece in x] if all(found) else []
             same = eqn.params["dimension"] == v.aval.ndim - 1 and len({*map(len, found)}) == 1
             return [sum(x, ()) for x in zip(*found)] if same else []
-        if eqn.primitive is lax.slice_p:  # the first parts of the features
+        if eqn.primitive is lax.slice_p:  # it takes the first parts of the features
             start, stop = eqn.params["start_indices"], eqn.params["limit_indices"]
             whole = eqn.invars[0].aval.shape
             first = not any(start) and stop[:-1] == whole[:-1] and not eqn.params["strides"]

@@ -1,4 +1,4 @@
-"""What the plans of kernels have in common, whatever compiler these are written for."""
+"""What the plans of kernels have in common, for both compilers."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ _LEAST = float(jnp.finfo(jnp.float32).min)
 
 @dataclasses.dataclass(frozen=True)
 class VisitPlan:
-    """What a kernel computes, and from what.
+    """What a kernel computes, and from which arrays.
 
     **Arguments:**
 
     - `layout`: the grid.
-    - `programs`: the block function of each class of blocks. `operands`: those of their arguments
-        that any of them reads pair by pair.
-    - `table_axes`: the axes of the grid of the lists of live blocks, without the last two; None
-        where every pair is visited.
-    - `dtype`: of the matrices that are multiplied.
+    - `programs`: the block function of each class of blocks.
+    - `operands`: the arguments that some block function reads pair by pair.
+    - `table_axes`: the grid axes that the lists of live blocks have, without the last two. It is
+        None where every pair is visited.
+    - `dtype`: the dtype of the matrices that are multiplied.
     """
 
     layout: GridLayout
@@ -53,12 +53,12 @@ class FoldPlan(VisitPlan):
     **Arguments:** those of `VisitPlan`, and
 
     - `sizes`: how blocks are cut and padded.
-    - `query`, `key`, `value`: where they lie. `results`: where the results do that are written as
-        matrices; of others, None.
-    - `scale`: the argument that logits are multiplied with last; None if there is not one number
-        that all logits are.
-    - `continued`: whether the kernel goes on with an earlier Carry.
-    - `ending`: what it writes of the rows.
+    - `query`, `key`, `value`: where these matrices lie.
+    - `results`: where the results lie that are written as matrices, and None for other results.
+    - `scale`: the argument by which logits are multiplied last; None unless it is one number for
+        all logits.
+    - `continued`: whether the kernel continues an earlier Carry.
+    - `ending`: the function from Carries to what the kernel writes.
     """
 
     programs: dict[int, PairProgram]
@@ -74,7 +74,7 @@ class FoldPlan(VisitPlan):
     @property
     def cleans(self) -> bool:
         """Whether values that are not finite must be kept from rows that do not see them. Where all
-        pairs are visible, they spoil the rows by themselves, as the `ending` sees to.
+        pairs are visible they may reach all rows, and the `ending` makes these NaN as a whole.
         """
         return PARTIAL in self.programs
 
@@ -85,13 +85,14 @@ class SumPlan(VisitPlan):
 
     **Arguments:** those of `VisitPlan`, and
 
-    - `side`: whose gradients they are.
-    - `wanted`: the results, by index, those that need fewer products first.
-    - `own`, `streamed`: the matrices of either side, as arguments. `matrices`: where they lie.
-    - `results`: where the results do that are written as matrices; of others, None.
+    - `side`: the side that the gradients belong to.
+    - `wanted`: the indices of the results. Those that need fewer products come first.
+    - `own`, `streamed`: the matrices of this side and of the other, as arguments.
+    - `matrices`: where they lie.
+    - `results`: where the results lie that are written as matrices, and None for other results.
     - `origin`: the argument that is the origin of exponents, which comes in units of `log 2`.
-    - `cleaned`: the matrices that may hold what is not finite, which products want replaced.
-    - `dtypes`: of the results.
+    - `cleaned`: the matrices in which what is not finite is replaced by 0 for some product.
+    - `dtypes`: the dtypes of the results.
     """
 
     programs: dict[int, SumProgram]
@@ -117,7 +118,9 @@ def listed(table: Any, classes: Sequence[int]) -> list[Any]:
 
 
 def are_dirty(x: Any, axes: Sequence[int], side: Side) -> Any:
-    """Which elements of a matrix hold what is not finite, of all blocks of one side in one."""
+    """Which batch elements of a matrix have a number that is not finite in some block, as one array
+    of integers.
+    """
     along = [n for n, a in enumerate(axes) if a == side.other]
     bad = ~jnp.isfinite(x).all((*along, x.ndim - 2, x.ndim - 1))
     return bad.astype(jnp.int32).reshape(-1)
@@ -130,11 +133,11 @@ class FoldArrays:
 
     - `steps`: what is done in each class of blocks.
     - `layout`, `args`: the grid, and the table, if there is one, and the operands on it.
-    - `finish`: what is made of the rows.
+    - `finish`: the function from Carries to results.
     - `native`: as for `BlockProgram`.
 
-    `query`, `key` and `value` are the matrices, and `axes` those of the grid that they have. The
-    sizes of their blocks are `keys`, `rows`, `dim` and `width`.
+    `query`, `key` and `value` are the matrices, and `axes` their grid axes. The sizes of their
+    blocks are `keys`, `rows`, `dim` and `width`.
     """
 
     def __init__(
@@ -180,7 +183,7 @@ class FoldArrays:
 
         **Arguments:**
 
-        - `old`: those of an earlier Carry.
+        - `old`: the arrays of an earlier Carry.
         """
         matrices = (plan.query, self.query), (plan.key, self.key), (plan.value, self.value)
         return [
@@ -203,8 +206,8 @@ class SumArrays:
     - `layout`, `args`: the grid, and the table, if there is one, and the operands on it. The
         origin of exponents among `operands` is finite, and in units of `log 2`.
 
-    `length` and `other` are those of a block on the side and on the other. Further attributes are
-    those of `SumPlan`.
+    `length` and `other` are the lengths of a block on the side and on the other. Further attributes
+    are those of `SumPlan`.
     """
 
     def __init__(
@@ -246,13 +249,14 @@ class SumArrays:
         return [self.first.size(i) for i in (*self.own, *self.streamed)]
 
     def planned(self, lengths: dict[str, int], place: Callable[..., Any]) -> dict[str, Any]:
-        """The fields of `SumPlan` but for the dtypes.
+        """The fields of `SumPlan` without the dtypes.
 
         **Arguments:**
 
         - `lengths`: as for `Operand`.
-        - `place`: where a matrix lies, of its axes of the grid, that of its tokens, how many of
-            these a block has, the size of a vector, and whether blocks are turned.
+        - `place`: a function that says where a matrix lies. It gets the grid axes of the matrix,
+            the axis along which its tokens lie, and how many of these a block has. It also gets the
+            size of a vector, and whether blocks are turned.
         """
         layout, side, first, matrices = self.layout, self.side, self.first, {}
         for i in (*self.own, *self.streamed):

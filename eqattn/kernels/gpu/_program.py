@@ -1,11 +1,14 @@
 """Block functions as a warpgroup evaluates them: pair by pair, in registers.
 
-A block function is written for blocks `[keys, rows]`. It is products of matrices that give a number
-for each pair, operations of one pair each, and in sums further products. A warpgroup may hold the
-transposed block: in the fold, one row of the softmax lies in the same four threads. Since what is
-between the products is of one pair, neither this nor the shapes in the function matter: all that
-counts of a value is what it varies with, its *kind*: `"rk"` rows and keys, or `"kr"` where a
-warpgroup holds it so, `"r"` rows, `"k"` keys, `""` neither. It is repeated where two kinds meet.
+A block function is written for blocks `[keys, rows]`. It begins with products of matrices, which
+give a number for each pair. Operations of one pair each follow, and in sums further products. A
+warpgroup may hold the transposed block: in the fold, one row of the softmax lies in the same four
+threads.
+
+Operations between the products are of one pair, so neither the orientation nor the shapes in the
+function matter. All that counts of a value is what it varies with, its *kind*. It is `"rk"` for
+rows and keys, or `"kr"` where a warpgroup holds the transposed block. It is `"r"` for rows, `"k"`
+for keys, and `""` for neither. Where two kinds meet, values are repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +43,9 @@ class BlockProgram:
     **Arguments:**
 
     - `closed`: its jaxpr.
-    - `native`: what the compiler has of its own.
+    - `native`: the operations that the compiler has itself.
 
-    `settled` holds, for results of selections, the case that is all that counts of them.
+    `settled` maps the result of a selection to its only case that counts, if there is just one.
     """
 
     def __init__(self, closed: Any, native: Native = PLAIN):
@@ -53,10 +56,14 @@ class BlockProgram:
         self.conjunctions = self._conjunctions()
 
     def settle(self, results: Sequence[Any]) -> None:
-        """Finds the selections of which but one case counts in some results, as wherever they are
-        read, another selection by the same predicate follows. So the derivative of a score reads
-        at masked pairs what it would be at a visible one, and a mask discards it there.
+        """Finds selections of which only one case counts in some results.
+
+        In `select(p, f(select(p, x, y)), 0)` only `x` counts, as where `p` picks `y` the outer
+        selection drops what `f` made of it. The derivative of a score has this form: at masked
+        pairs it gets the arguments `y` of a visible pair (see `_problem/closed_score.py`).
         """
+        # Facts are pairs of a predicate and the case that it picks. `known[v]` are the facts that
+        # hold wherever `v` counts. Going backwards, all uses of a value come before its operation.
         known = {v: frozenset() for v in results if not isinstance(v, Literal)}
 
         def reads(v, facts):
@@ -68,6 +75,7 @@ class BlockProgram:
             if not facts or eqn.primitive is dot_p:
                 continue
             if eqn.primitive is not lax.select_n_p:
+                # Numbers of a pair depend on those of the same pair, for which facts hold too.
                 for v in eqn.invars:
                     reads(v, facts[0] if is_known(eqn) else frozenset())
                 continue
@@ -80,13 +88,16 @@ class BlockProgram:
                 reads(cases[case], facts)
                 continue
             reads(which, facts)
+            # Case i is read only where the predicate picks it.
             for i, x in enumerate(cases):
                 reads(x, facts | {(at, i)})
 
     def _conjunctions(self) -> set[Any]:
-        """Predicates that two others make by `and`, and that only select floats, as masks do. Not
-        those that compare one value with two known ones: for the compiler, that is one comparison.
+        """Finds predicates that two others make by `and`, and that only select floats, as masks do.
+        `Native.both` joins such a pair. Two comparisons of the same value with known numbers are
+        left out, as the compiler makes one comparison of them.
         """
+        # The use None stands for a result of the function.
         uses, found = {v: [None] for v in self.jaxpr.outvars if not isinstance(v, Literal)}, set()
         for eqn in self.jaxpr.eqns:
             for v in (v for v in eqn.invars if not isinstance(v, Literal)):
@@ -116,8 +127,8 @@ class BlockProgram:
         return self.root(unknown[0]) if eqn.primitive in _COMPARISONS else None
 
     def needed(self, results: Sequence[Any]) -> tuple[list[Any], list[bool]]:
-        """The operations that some values depend on, up to products, in the order of the function;
-        and for each argument whether they do.
+        """The operations that some values depend on, back to the products, in the order of the
+        function; and for each argument whether the values depend on it.
         """
         needed, eqns = {v for v in results if not isinstance(v, Literal)}, []
         for eqn in reversed(self.jaxpr.eqns):
@@ -135,7 +146,7 @@ class BlockProgram:
         return None if isinstance(v, Literal) else self.made_by.get(v)
 
     def counting(self, v: Any) -> Any:
-        """The value that counts where a selection is settled."""
+        """The value that counts in place of a settled selection."""
         while not isinstance(v, Literal) and v in self.settled:
             v = self.settled[v]
         return v
@@ -152,7 +163,7 @@ class BlockProgram:
         return isinstance(v, Literal) and bool(v.val == -np.inf)
 
     def choice(self, v: Any) -> tuple[Any, int] | None:
-        """The predicate that masks a logit, and its case of those that are not; or None."""
+        """The predicate that masks a logit, and the case in which it does not; or None."""
         eqn = self.made(v)
         if eqn is None or eqn.primitive is not lax.select_n_p:
             return None
@@ -165,11 +176,11 @@ class Run:
 
     **Arguments:**
 
-    - `product`: the result of a product, `[own, other]`.
-    - `read`: the value of an argument.
-    - `sizes`: the lengths of the axes of a tile by kind, in the order of its axes.
-    - `origin`: the argument that is subtracted in exponents, if it is read as that times
-        `log2(e)`.
+    - `product`: a function that returns the result of a product, `[own, other]`.
+    - `read`: a function that returns the value of an argument.
+    - `sizes`: the length of each axis of a tile by its letter in kinds, in the order of the axes.
+    - `origin`: the argument that is subtracted in exponents, if `read` gives it in units of
+        `log 2`, that is, times `log2(e)`.
     """
 
     def __init__(
@@ -183,6 +194,8 @@ class Run:
         self.program, self.product, self.sizes = program, product, sizes
         self.arguments = {v: i for i, v in enumerate(program.jaxpr.invars)}
         self.read, self.root, self.origin, self.native = read, program.root, origin, program.native
+        # If this is `(x, y)` with `y = scale x`, then `x` is given where `y` is asked for; see
+        # `PairProgram`.
         self.apart: tuple[Any, Any] | None = None
         self.exponentials: dict[Any, Value] = {}
         consts = zip(program.jaxpr.constvars, program.consts)
@@ -205,6 +218,7 @@ class Run:
         if eqn.primitive is lax.exp_p:
             return self._exponential(eqn.invars[0], {})
         if eqn.primitive is lax.tanh_p:
+            # `tanh_of` takes exp(2 x), which is 2^(2 x log2(e)).
             x = self.times(eqn.invars[0], 2 * LOG2E, {})
             return Value(x.kind, tanh_of(self.native.exp2(x.array), self.native.inverse))
         if eqn.primitive.name == "add_any":
@@ -218,8 +232,8 @@ class Run:
         return evaluated(eqn, [self.value(x) for x in eqn.invars], self.sizes, self.native)
 
     def _converted_distance(self, eqn: Any) -> Value | None:
-        """The float of an absolute integer, as the absolute value of its float, which takes no
-        operation of its own; None for anything else.
+        """Computes `float(abs(i))` as `abs(float(i))`; None for anything else. An instruction on
+        floats takes the absolute value of its operand for free.
         """
         if eqn.primitive is not lax.convert_element_type_p:
             return None
@@ -230,9 +244,12 @@ class Run:
         return Value(x.kind, jnp.abs(x.array))
 
     def _exponential(self, v: Any, given: dict[Any, int]) -> Value:
-        """The exponential of an argument of `exp`. That of a masked logit is 0, also where the
-        origin of its row is NaN: so logit and origin meet in one operation, and the mask selects
-        afterwards, unless it is given.
+        """The exponential of `v`, the argument of an `exp`.
+
+        In `exp(select(mask, s, -inf) - origin)`, a masked logit gives 0, also where the origin of
+        its row is NaN. So the mask may as well select last: `select(mask, exp(s - origin), 0)`.
+        Then scale, factor and origin meet in one multiply-add per pair. If the mask is `given`, a
+        later selection by it drops what is masked, and none is needed here.
         """
         eqn = self.program.made(v)
         choice = None
@@ -253,7 +270,7 @@ class Run:
         return Value(kind, f(*[x.spread(kind, self.sizes) for x in xs]))
 
     def _sum(self, eqn: Any, given: dict[Any, int]) -> Value:
-        """The sum of two cotangents; a factor that both have is multiplied once."""
+        """The sum of two cotangents. A common factor is applied once: `f x + f y = f (x + y)`."""
         terms = self._with_factor(eqn)
         both = [self.times(v, None, given) for v in (terms or (None, *eqn.invars))[1:]]
         total = self._apply(jnp.add, *both)
@@ -262,7 +279,7 @@ class Run:
         return self._apply(jnp.multiply, self.times(terms[0], None, given), total)
 
     def _with_factor(self, eqn: Any) -> tuple | None:
-        """The common factor of a sum of two products, and the two others; None without one."""
+        """The common factor of a sum of two products, and the other two; None if there is none."""
         made = [self.program.made(v) for v in eqn.invars]
         products = [p.invars for p in made if p is not None and p.primitive is lax.mul_p]
         if len(products) < 2:
@@ -280,7 +297,7 @@ class Run:
         return found is not None and found == self.origin
 
     def _is_scaled(self, v: Any) -> bool:
-        """Whether a value is multiplied with one number, which can bring a further factor along."""
+        """Whether a value is `c x` with one number `c`, which can take a further factor in."""
         eqn = self.program.made(v)
         if eqn is not None and is_same(eqn):
             return self._is_scaled(eqn.invars[0])
@@ -289,13 +306,14 @@ class Run:
         return any(not self.value(x).kind for x in eqn.invars)
 
     def times(self, v: Any, factor: Any, given: dict[Any, int]) -> Value:
-        """A value times a factor, by way of what it is already multiplied with.
+        """A value times a factor, which meets other factors where it costs no product per pair.
 
         **Arguments:**
 
         - `factor`: a number, known or not; None is 1.
         - `given`: the cases that predicates select wherever the result counts.
         """
+        # Below, f is the factor and c a number that is the same at all pairs.
         v = self.program.counting(v)
         eqn = self.program.made(v)
         if isinstance(v, Literal):
@@ -304,6 +322,7 @@ class Run:
             which, *cases = eqn.invars
             if which in given:
                 return self.times(cases[given[which]], factor, given)
+            # f select(p, a, b) = select(p, f a, f b), and p is known within each case.
             xs = [self.times(x, factor, {**given, which: i}) for i, x in enumerate(cases)]
             return evaluated(eqn, [self.value(which), *xs], self.sizes, self.native)
         if eqn is not None and is_same(eqn):
@@ -311,6 +330,7 @@ class Run:
         if self.apart is not None and v is self.apart[1]:
             return self.times(self.apart[0], factor, given)
         if eqn is not None and eqn.primitive is lax.mul_p:
+            # f (c x) = (f c) x: the numbers are multiplied first, so that a pair has one product.
             small, large = sorted(eqn.invars, key=lambda x: len(self.value(x).kind))
             if not self.value(small).kind and self._is_scaled(large):
                 return self.times(large, self.times(small, factor, given).array, given)
@@ -320,15 +340,18 @@ class Run:
         if eqn is not None and eqn.primitive is lax.div_p and factor is not None:
             x, y = eqn.invars
             if not self.value(y).kind:
+                # f (x / c) = (f / c) x takes one product, and no division per pair.
                 both = Value("", factor / self.value(y).array)
                 if self._is_scaled(x):
                     return self.times(x, both.array, given)
                 return self._apply(jnp.multiply, self.times(x, None, given), both)
         if eqn is not None and eqn.primitive is lax.sub_p and self._is_origin(eqn.invars[1]):
+            # f (x - m) = f x - f m, where f is log2(e), and `read` gives f m.
             assert self.origin is not None
             x = self.times(eqn.invars[0], factor, given)
             return self._apply(jnp.subtract, x, self.read(self.origin))
         if eqn is not None and factor is not None and eqn.primitive in (lax.add_p, lax.sub_p):
+            # f (c x + d y) = (f c) x + (f d) y takes no further product.
             if all(self._is_scaled(x) for x in eqn.invars):
                 xs = [self.times(x, factor, given) for x in eqn.invars]
                 return evaluated(eqn, xs, self.sizes, self.native)
@@ -336,6 +359,7 @@ class Run:
             return self._exponential(eqn.invars[0], given)
         if eqn is not None and factor is None and given and eqn.primitive.name == "add_any":
             return self._sum(eqn, given)
+        # If f is positive, as that of `exp` and `tanh` is, f max(x, y) = max(f x, f y).
         if eqn is not None and eqn.primitive is lax.max_p and factor is not None:
             return self._apply(jnp.maximum, *(self.times(x, factor, given) for x in eqn.invars))
         x = self.value(v)
@@ -347,7 +371,11 @@ _ZERO = Value("", np.float32(0))
 
 
 def origin_of(eqn: Any, root: Callable, arguments: dict[Any, int]) -> int | None:
-    """The argument of which an operation makes the finite origin of exponents, or None."""
+    """The argument `m` of which an operation makes the finite origin of exponents, or None.
+
+    The origin is `max(m, least)` with the least float. In a row that has seen nothing, `m` is -inf,
+    and exponents are `-inf - least = -inf` instead of `-inf + inf`, which is NaN.
+    """
     if eqn is None or eqn.primitive is not lax.max_p:
         return None
     v, least = eqn.invars

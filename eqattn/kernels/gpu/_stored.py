@@ -1,15 +1,16 @@
 """Keys and values that stay where they lie in memory, as the kernel for few rows reads them.
 
-A block of a cache holds all its heads, `[tokens, heads, n]`, and a program has the rows of one of
-them. With heads and numbers on one axis, it copies `n` columns of `[tokens, heads * n]`. The rows
-of a block are those of all heads, one head after the other. Each head's are padded to whole tiles:
+A block of a cache holds all its heads, `[tokens, heads, n]`, and a program has the rows of one
+head. With heads and numbers on one axis, it copies `n` columns of `[tokens, heads * n]`. A block
+has the rows of all heads, one head after the other. The rows of each head are padded to whole
+tiles:
 
     2 heads with 3 rows each, in tiles of 4      0 1 2 -   3 4 5 -
 
-Numbers of 8 bits are copied as they are, and the warpgroup that copies widens them in shared
-memory: products need both sides in one dtype, and these are exact in bfloat16. The scales of the
-vectors are multiplied into logits and probabilities. A copy cannot pick those of one head, so XLA
-gives each head its own before the kernel.
+Numbers of 8 bits are copied as they are. The warpgroup that copies then widens them in shared
+memory to bfloat16, which is exact, as both sides of a product need the same dtype. The scales of
+the vectors are multiplied into logits and probabilities. A copy cannot pick the scales of one head,
+so XLA sorts them by head before the kernel.
 """
 
 import dataclasses
@@ -32,31 +33,33 @@ TILE = 64
 """The most keys of a tile, and the rows of a program."""
 
 LARGEST = 256
-"""How many columns of a value a warpgroup adds up, and the most numbers of a vector of which
-a program has but one warpgroup that computes.
+"""How many columns of a value a warpgroup adds up. With vectors up to this size, a single warpgroup
+of a program computes.
 """
 
 LONGEST = 576
-"""The most numbers of a key, where they are more than those of its value: DeepSeek's latents."""
+"""The most numbers of a key that is longer than its value, as DeepSeek's latents are."""
 
 EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
 """The dtypes of 8 bits that the compiler widens."""
 
 STEP = 16
-"""What the tokens of a page or a tile, and the numbers of a vector, are a multiple of."""
+"""The tokens of a page or a tile, and the numbers of a vector, are multiples of this."""
 
 _SHARED_MEMORY = 108 * 1024
-"""Of a program, in bytes, beside some vectors and barriers: so that a multiprocessor, which has 228
-kB and keeps one for each program, has two. One of them multiplies while the other one waits.
+"""The bytes of shared memory of a program, without some vectors and barriers. A multiprocessor has
+228 kB, of which 1 kB per program is reserved, so that two programs fit. One of them multiplies
+while the other one waits.
 """
 
 _ALL_SHARED_MEMORY = 216 * 1024
-"""Of a program that has a multiprocessor for itself."""
+"""The bytes of shared memory of a program that has a multiprocessor for itself."""
 
 
 def of_one_head(closed: Any) -> Any:
-    """The block function of logits as one of the keys of a head, `[tokens, n]`. The kernel itself
-    multiplies these, so what they are made of is left out; the product is that of two matrices.
+    """Turns the block function of logits into a function for one head, whose keys are
+    `[tokens, n]`. The kernel itself multiplies these. So the operations that make the keys are left
+    out, and the product becomes that of two matrices.
     """
     flat = flat_jaxpr(closed)
     needed = set(flat.jaxpr.outvars)
@@ -82,10 +85,12 @@ class Sizes:
 
     **Arguments:**
 
-    - `rows`, `keys`: of a block. `heads`: how many key heads it has.
-    - `dims`: the sizes of the parts of a key. `width`: that of a value.
+    - `rows`, `keys`, `heads`: how many rows, keys and key heads a block has.
+    - `dims`: the sizes of the parts of a key.
+    - `width`: the size of a value.
     - `pages`: how many pages a block has; 0 where tokens lie in order.
-    - `eight`: whether numbers have 8 bits. `shared`: whether a value is the first part of its key.
+    - `eight`: whether numbers have 8 bits.
+    - `shared`: whether a value is the first part of its key.
     """
 
     rows: int
@@ -99,19 +104,21 @@ class Sizes:
 
     @property
     def dim(self) -> int:
-        """The numbers of a query."""
+        """The size of a query."""
         return sum(self.dims)
 
     @property
     def widths(self) -> list[int]:
-        """The columns of a value that each of the computing warpgroups adds up: as many as its
-        registers hold. Each takes all logits anew.
+        """The number of columns of a value that each of the computing warpgroups adds up: as many
+        as its registers hold. Each warpgroup computes all logits again.
         """
         return [min(self.width - i, LARGEST) for i in range(0, self.width, LARGEST)]
 
     @property
     def most_keys(self) -> int:
-        """Of a tile: fewer where vectors are long, as shared memory holds several tiles."""
+        """The most keys of a tile. There are fewer where vectors are long, as shared memory holds
+        several tiles.
+        """
         return TILE if self.dim <= LARGEST else TILE // 2
 
     @property
@@ -121,7 +128,7 @@ class Sizes:
 
     @property
     def padded_rows(self) -> int:
-        """The rows of all heads, each of whose are whole tiles."""
+        """The rows of all heads, where each head is padded to whole tiles."""
         return self.heads * rounded_up(self.of_head, TILE)
 
     @property
@@ -130,12 +137,12 @@ class Sizes:
 
     @property
     def written(self) -> int:
-        """The rows of a tile that are written: a copy has eighths of a tile."""
+        """The rows of a tile that are written. A copy has whole eighths of a tile."""
         return min(rounded_up(self.of_head, 8), TILE)
 
     @property
     def piece(self) -> int:
-        """The tokens that are copied at once: those of a page, or some of them."""
+        """The number of tokens that are copied at once: those of a page, or a part of a block."""
         if self.pages > 1:
             return self.keys // self.pages
         whole = [n for n in range(STEP, self.most_keys + 1, STEP) if self.keys % n == 0]
@@ -152,13 +159,15 @@ class Sizes:
 
     @property
     def tile_rows(self) -> int:
-        """The keys that a tile has room for: what widens numbers takes 64 at once."""
+        """The number of keys that a tile has room for. Numbers of 8 bits are widened in groups of
+        64 keys.
+        """
         return rounded_up(self.tile_k, TILE) if self.eight else self.tile_k
 
     @property
     def alone(self) -> bool:
-        """Whether a multiprocessor has registers for one program only: what widens numbers takes
-        168 a thread, and two warpgroups that multiply take all.
+        """Whether a multiprocessor has registers for one program only. Widening numbers takes 168
+        registers a thread, and two warpgroups that multiply take all.
         """
         return self.eight or len(self.widths) > 1
 
@@ -170,8 +179,8 @@ class Sizes:
 
     @property
     def widened(self) -> list[tuple[int, int]]:
-        """Of the tiles that numbers of 8 bits become, of keys and of values: the size of a vector,
-        and how many of them a product sums over.
+        """The tiles into which numbers of 8 bits are widened, for keys and for values. Each is
+        given by the size of a vector, and by how many vectors a product sums over.
         """
         keys = [(n, self.tile_k * self.shared) for n in self.dims]
         values = [] if self.shared else [(self.width, self.tile_k)]
@@ -188,8 +197,14 @@ class Sizes:
 
 
 def sizes_of(layout: GridLayout, parts: Sequence[Any], value: Any, pages: int, query: Any) -> Sizes:
-    """**Arguments:** an array of each part of the keys, one of the values, on the grid, and the
-    pages of a block; `value` is None where it is the first part. And the query.
+    """The `Sizes` of a visit.
+
+    **Arguments:**
+
+    - `parts`: an array on the grid for each part of the keys.
+    - `value`: the same for the values; None where they are the first part of the keys.
+    - `pages`: how many pages a block has.
+    - `query`: the queries.
     """
     keys, rows = layout.block
     sizes, width = tuple(x.shape[-1] for x in parts), (value if value is not None else parts[0])
@@ -203,7 +218,7 @@ def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]
     **Arguments:**
 
     - `logits`: the block function.
-    - `operands`: all operands of the visit, or like them.
+    - `operands`: all operands of the visit, or arrays with their shapes and dtypes.
     """
     n, pieces = len(logits.in_avals), keys_in(logits)
     if not pieces:
@@ -239,8 +254,8 @@ def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]
 
 
 def rows_by_head(x: Any, axes: tuple[int, ...], sizes: Sizes) -> Any:
-    """An operand on pairs, `[keys|1, rows|1]` or `[keys, heads|1, queries|1]` behind its grid axes,
-    with rows as the kernel pads them; and anything else as it is.
+    """Pads the rows of an operand on pairs as the kernel does. Behind its grid axes, it is
+    `[keys|1, rows|1]` or `[keys, heads|1, queries|1]`. Any other operand is returned as it is.
     """
     lead, block = x.shape[: len(axes)], x.shape[len(axes) :]
     if len(block) == 3:
@@ -256,12 +271,13 @@ def rows_by_head(x: Any, axes: tuple[int, ...], sizes: Sizes) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a program's tiles of a part of the keys, or of the values, come from.
+    """Where a program's tiles come from, for the values or for one part of the keys.
 
     **Arguments:**
 
-    - `axes`: the grid axes of the array, `COL` among them, or of the table of its pages.
-    - `size`: the numbers of a vector. `heads`: those of a block.
+    - `axes`: the grid axes of the array, which include `COL`, or of the table of its pages.
+    - `size`: how many numbers a vector has.
+    - `heads`: how many heads a block has.
     - `pieces`: how many pages a tile has; 0 where tokens lie in order.
     - `scaled`: whether there is a scale for each vector.
     """
@@ -274,7 +290,7 @@ class Source:
 
     @property
     def count(self) -> int:
-        """How many copies bring a tile, and as many its scales."""
+        """How many copies bring a tile. Its scales take as many."""
         return max(self.pieces, 1)
 
     def copy(
@@ -293,8 +309,9 @@ class Source:
         - `refs`: the arrays, `[places, tokens, heads * size]`, then their scales `[places * heads,
             tokens]`; and `tables` of their pages.
         - `at`: the place of the block on the grid, the first token in it, and the head.
-        - `tile`: where it goes. `keys`: those of a tile.
-        - `arrived`: the barrier that waits for it.
+        - `tile`: the shared memory that it is copied to.
+        - `keys`: how many keys a tile has.
+        - `arrived`: the barrier that waits for the copies.
         """
         columns = mosaic.ds(at[2] * jnp.int32(self.size), self.size)
         for i, where, from_, to in self._pieces(tables, at, keys):
@@ -311,7 +328,9 @@ class Source:
             mosaic.copy_in(refs[self.count + i].at[place, from_], into, arrived)
 
     def _pieces(self, tables: Sequence[Any], at: Any, keys: int) -> Iterator[tuple]:
-        """Of each copy: its index, the place in the array, and the tokens there and in a tile."""
+        """Yields for each copy its index, its place in the array, and its tokens there and in the
+        tile.
+        """
         place, start, _ = at
         n = keys // self.count
         for i in range(self.count):

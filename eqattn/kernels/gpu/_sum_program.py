@@ -1,14 +1,15 @@
 """The block function of a backward pass, cut at its products.
 
 Its arguments are matrices of rows (queries, cotangents), matrices of columns (keys, values), and
-what masks and scores read. Its results are gradients. Those of matrices are made in three stages:
+what masks and scores read. Its results are gradients. Gradients of matrices are computed in three
+stages:
 
     products in     logits and cotangents of probabilities: a matrix of columns times one of rows
     pair by pair    probabilities and cotangents of logits, as masks and scores make them
     products out    such a block times a matrix of the side that is summed over
 
-A kernel has the first in registers, does the second there, and adds up the third. A gradient that
-is not made so is not for kernels.
+A kernel computes the first and the second stage in registers, and adds up the third. It cannot
+compute a gradient of another form.
 """
 
 import dataclasses
@@ -63,9 +64,10 @@ class SumProgram(BlockProgram):
     - `closed`, `native`: as for `BlockProgram`.
     - `layout`: the grid.
 
-    `features` holds for each matrix which of its axes is not that of tokens, and `dtypes` the
-    dtypes in which matrices are multiplied. `cleaned` are the matrices of which products out read
-    a copy, in which what is not finite is 0, and `cleaned_first` those of which products in do.
+    `features` says which axis of each matrix holds the features, and `dtypes` in which dtypes
+    matrices are multiplied. Some products read a copy of a matrix in which what is not finite is 0.
+    `cleaned` are the matrices for which products out do so, and `cleaned_first` those for products
+    in.
     """
 
     def __init__(self, closed: Any, layout: GridLayout, native: Native = PLAIN):
@@ -80,7 +82,9 @@ class SumProgram(BlockProgram):
         self.settle([gradient.pairs for gradient in self.gradients if gradient is not None])
 
     def _matrix(self, v: Any) -> tuple[int | None, bool]:
-        """The matrix that a variable is, as an argument, and whether it was cleaned; or None."""
+        """The argument, a matrix, that a variable equals, and whether it was cleaned. It is None
+        for other variables.
+        """
         eqn = None if isinstance(v, Literal) else self.made_by.get(v)
         if eqn is not None and keeps_matrix(eqn):
             return self._matrix(eqn.invars[0])
@@ -92,20 +96,21 @@ class SumProgram(BlockProgram):
         return i, False
 
     def _finite(self, eqn: Any) -> bool:
-        """Whether an operation replaces numbers where others are not finite."""
+        """Whether an operation replaces numbers where some numbers are not finite."""
         test = self.made_by.get(eqn.invars[0]) if eqn.primitive is lax.select_n_p else None
         return test is not None and test.primitive is lax.is_finite_p
 
     def side_of(self, i: int) -> Side | None:
-        """The side that an argument belongs to, if it is one."""
+        """The side that an argument belongs to; None if it has both or neither."""
         axes = self.layout.in_axes[i]
         return {(True, False): ROWS, (False, True): COLUMNS}.get((ROW in axes, COL in axes))
 
     def _gradient(self, v: Any) -> Gradient | None:
         eqn = None if isinstance(v, Literal) else self.made_by.get(v)
         if eqn is not None and self._finite(eqn):
-            # Of a value that is cleaned, the gradient is 0 where it is not finite. It is so by
-            # itself where the value is masked, and that of one that is visible may be anything.
+            # The gradient of a cleaned value is 0 where the value is not finite, but this selection
+            # can be left out. If such a value is masked, its gradient is 0 anyway. If it is
+            # visible, the gradient may be anything.
             eqn = self.made_by.get(eqn.invars[2])
         if eqn is None or eqn.primitive is not dot_p:
             return None
@@ -131,7 +136,7 @@ class SumProgram(BlockProgram):
         self.dtypes.add(eqn.params["operand_dtype"])
 
     def gradient(self, i: int) -> Gradient:
-        """A result that `why_not` has nothing against."""
+        """The gradient with an index, which `why_not` must allow."""
         found = self.gradients[i]
         assert found is not None, i
         return found
@@ -145,7 +150,7 @@ class SumProgram(BlockProgram):
         return [eqn for eqn in self.needed(pairs)[0] if eqn.primitive is dot_p]
 
     def factors(self, eqn: Any) -> tuple[int, int]:
-        """The matrices of rows and of columns that a product in multiplies.
+        """The matrices of rows and of columns that a product of the first stage multiplies.
 
         **Raises:** `ValueError` if it is not one.
         """

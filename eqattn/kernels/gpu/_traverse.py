@@ -52,8 +52,10 @@ def traverse_sum(
     dtypes: Sequence[Any] = (),
     interpreted: bool = False,
 ) -> list[Any]:
-    """The same of a backward pass; arguments are those of `by_kernels`."""
-    del steps  # which have all results, of which the loops need some
+    """`eqattn._sweep.loops.traverse` of a backward pass. Further arguments are those of
+    `by_kernels`.
+    """
+    del steps  # they have all results, and the loops need some
 
     def run(programs, side, wanted, rounded):
         def kernel(*xs):

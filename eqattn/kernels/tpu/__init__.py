@@ -31,7 +31,7 @@ them: compile a kernel with a `MaskFn` that applies the operation to see.
 
 _OF_FUNCTIONS = {p.name for p in POINTWISE} - _UNSUPPORTED
 _OF_FUNCTIONS |= {"add_any", "broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"}
-"""The operations that a function of a user's own may have. The tests compile each of them, with its
+"""The operations that a user's function may have. The tests compile each of them, with its
 derivatives, for each chip (`functions` in `tests/kernels/_tpu_compile.py`).
 """
 
@@ -39,8 +39,8 @@ derivatives, for each chip (`functions` in `tests/kernels/_tpu_compile.py`).
 def _listed(layout: GridLayout) -> int:
     """The most pairs of blocks that a list of a visit may hold.
 
-    A list that is made on the device has room for all. Of one that is known, only pairs that are
-    not empty remain, and one for each row, or each column, that has none.
+    A list that is made on the device has room for all pairs. A known list holds only live pairs,
+    and one pair for each row or column without a live one.
     """
     if layout.known is None or layout.ring is not None:
         return layout.listed
@@ -55,9 +55,9 @@ def _cached_tokens(request: BlockRequest) -> int:
 
     Where memory is slow, 512 tokens take longer to copy than to visit: on v6e 2243 cycles, with 8
     heads of 128 in bfloat16. Elsewhere 1024 tokens take fewer cycles than twice 512 do: 3266
-    instead of 3842 of int8 on v5p. They are read of long caches only, as a short row of them would
-    wait for memory that it does not need; and of caches of which two such blocks leave room in
-    vector memory.
+    instead of 3842 of int8 on v5p. Blocks of 1024 tokens are used for long caches only, as short
+    rows would wait for memory that they do not need. Two such blocks must also leave room in vector
+    memory.
     """
     from ._chip import VMEM, waits_for_cache
 
@@ -88,10 +88,11 @@ class TPULowering(Lowering):
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """The largest blocks of logits whose kernels fit into vector memory."""
-        # Each step of a kernel costs some 400 cycles of its own, so blocks should be large. One of
-        # 1024 x 1024 logits takes 4 MiB; the backward of bfloat16 and D = 128 then takes 14 MiB.
-        # float32 and wider heads take more, so they have sides of 512, which was chosen by trial.
-        # `python -m eqattn tpu-report` lists cycles and vector memory of each kernel's blocks.
+        # Each step of a kernel costs some 400 cycles in addition to its work, so blocks should be
+        # large. One of 1024 x 1024 logits takes 4 MiB; the backward of bfloat16 and D = 128 then
+        # takes 14 MiB. Blocks of float32, or of wider heads, take more, so they have sides of 512,
+        # which was chosen by trial. See `python -m eqattn tpu-report` for the cycles and the vector
+        # memory of each kernel.
         side = 1024 if request.dtype == jnp.bfloat16 and request.head_dim <= 256 else 512
         queries = max(1 if request.in_place else 8, side // request.group)
         if not request.in_place:
@@ -99,8 +100,9 @@ class TPULowering(Lowering):
         tokens = _cached_tokens(request)
         if page := request.page_size:
             if request.head_dim > 256:
-                # Only the kernel for few rows copies pages side by side. Put together in registers,
-                # those of wide heads, such as latents, took 128 MB beside them.
+                # Only the kernel for few rows copies pages side by side. Other kernels put them
+                # together in registers. With wide heads, such as latents, that took 128 MB of
+                # further memory.
                 queries = max(1, FEW_ROWS // request.group)
             together = min(max(tokens // page, 1), -(-request.keys // page))
             return BlockSizes(queries, together * page)
@@ -135,9 +137,9 @@ class TPULowering(Lowering):
                 "with a mesh all of whose axes shard batch or heads, as metadata.partition_axis "
                 "says and as divides them, or a ring; or call in jax.shard_map"
             )
-        # A pair on the list takes four bytes of scalar memory, so 2**17 of them take half of the
-        # 1 MiB of a core (`smem_capacity_bytes` of `pltpu.get_tpu_info()`, from v4 on). Rows and
-        # columns are numbers of 14 bits on the list, see `_work_list.py`.
+        # A pair on the list takes four bytes of scalar memory. So 2**17 pairs take half of the 1
+        # MiB that a core has (`smem_capacity_bytes` in `pltpu.get_tpu_info()`, from v4 on). Rows
+        # and columns are numbers of 14 bits on the list, see `_work_list.py`.
         if (listed := _listed(layout)) > 2**17 or max(layout.sides) >= 2**14:
             return f"its list of {listed} pairs of blocks is too long; give larger block sizes"
         if reason := self.unavailable():

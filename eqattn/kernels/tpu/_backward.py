@@ -91,7 +91,7 @@ class _Sum:
 
     @property
     def apart(self) -> list[int]:
-        """The results whose sums lie in memory of their own."""
+        """The results whose sums have additional memory."""
         return [i for i, x in self.results.items() if x.apart]
 
     def kernel(self, work_ref: Any, *refs: Any) -> None:
@@ -143,8 +143,8 @@ class _Sum:
 
     @property
     def kept(self) -> list[int]:
-        """The operands whose blocks change with a group of the list only, and whose transposes lie
-        in memory of their own from the first pair of a group to its last.
+        """The operands whose blocks change only from one group of the list to the next. Additional
+        memory holds their transposes from the first pair of a group to its last.
         """
         if not self.turned:
             return []
@@ -158,7 +158,9 @@ class _Sum:
 
     @property
     def scratch(self) -> list:
-        """The sums that lie apart, operands that are `kept`, and blocks turned again."""
+        """The additional memory: for sums that are `apart`, for operands that are `kept`, and for
+        blocks that are transposed twice.
+        """
         found = [pltpu.VMEM(self.results[i].total, self.results[i].aval.dtype) for i in self.apart]
         for i in self.kept:
             x = self.given[i]

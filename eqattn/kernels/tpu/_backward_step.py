@@ -1,9 +1,10 @@
 """A step of the backward's kernel for wide matrix units, which has logits as `[rows, keys]`.
 
-A product streams its left operand through the matrix units, which hold a part of the right one: of
-units that are 256 wide, 256 of its columns. Sums of `D = 128` columns leave half of them empty. So
-all sums are computed as `[D, keys]` or `[D, rows]`, with the head dim in the left operand. The
-products of a step for `D = 128` and 1024 x 1024 pairs then stream 14 * 1024 rows, not 20 * 1024:
+A product streams its left operand through the matrix units, which hold a part of the right operand.
+Units that are 256 wide hold 256 of its columns, so sums with `D = 128` columns leave half of them
+empty. So all sums are computed as `[D, keys]` or `[D, rows]`, with the head dim in the left
+operand. The products of a step for `D = 128` and 1024 x 1024 pairs then stream 14 * 1024 rows, not
+20 * 1024:
 
     s  = q k^T      [rows, keys]       1024 rows for each 256 keys     4 * 1024
     dp = do v^T     [rows, keys]                                       4 * 1024
@@ -12,8 +13,8 @@ products of a step for `D = 128` and 1024 x 1024 pairs then stream 14 * 1024 row
     dq^T += k^T ds^T  [D, rows]                                        2 * 1024
 
 `ds^T` comes from units for transposes, which have nothing else to do. The blocks are cut into
-windows, in three stages: `s` and `dp` of the next window are computed beside `p`, `ds`, `dv` and
-`dk` of this one, and `dq` of the one before. So nothing waits for what is computed beside it.
+windows. Three stages run at the same time: `s` and `dp` of the next window, `p`, `ds`, `dv` and
+`dk` of this one, and `dq` of the window before. So nothing waits for another stage.
 
 `TurnedSums` finds these sums in a program; `_turned.py` evaluates the blocks that they add up.
 """
@@ -44,10 +45,10 @@ from ._windows import of_corner, size_of
 WINDOW = 256, 512
 """The keys and the rows of a window of logits.
 
-Of 256 x 256, 256 x 512, 512 x 512 and 256 x 1024 the second took the fewest cycles in a prototype:
-4218 for a full pair of D = 128 on v6e, against 4460, 4483 and 4507. With the rows as the inner loop
-it took 4434. Masked windows have half as many rows, as a mask takes registers of its own: that
-brought 6105 cycles to 5710. `backward` in `python -m eqattn tpu-report` measures it again.
+The sizes 256 x 256, 256 x 512, 512 x 512 and 256 x 1024 were compared in a prototype. A full pair
+with D = 128 took 4460, 4218, 4483 and 4507 cycles on v6e. With the rows as the inner loop it took
+4434. Masked windows have half as many rows, as a mask takes registers, too: that brought 6105
+cycles to 5710. `backward` in `python -m eqattn tpu-report` measures it again.
 """
 
 
@@ -89,9 +90,9 @@ class _Sum:
 class TurnedSums:
     """The sums of a program, in a form in which windows `[rows, keys]` add to them.
 
-    Its attribute `possible` says whether all results have that form: what is added to a result is
-    made, by selections and factors, of products with what depends on logits. `turned` holds for
-    each argument that a product would transpose as a whole whether it is such.
+    Its attribute `possible` says whether all results have that form. What is added to such a result
+    consists of products with blocks that depend on logits, with selections and factors around them.
+    `turned` says of each argument whether a product would transpose it as a whole.
 
     **Arguments:**
 
@@ -289,7 +290,9 @@ class TurnedStep:
 
     @property
     def scratch(self) -> list:
-        """Memory for blocks turned again: for each, that of a window and of the one before."""
+        """Memory for blocks that are transposed twice. Each has two parts, for a window and for the
+        window before.
+        """
         at, to = windows(*self.layout.block, masked=False)[0]
         shape = size_of(at), size_of(to)
         return [pltpu.VMEM(shape, dtype) for _, dtype in self.main.turned_again for _ in range(2)]

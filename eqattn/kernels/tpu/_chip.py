@@ -1,7 +1,7 @@
 """What is known of the chips: the sizes and counts on which choices of the kernels rest.
 
-No TPU was at hand for any of them. Cycles and vector memory are those of the schedules that the
-compiler makes; `python -m eqattn tpu-report` computes them anew after a change of a constant.
+They were chosen without a TPU. Cycles and vector memory are those of the schedules that the
+compiler makes; `python -m eqattn tpu-report` computes them again after a change of a constant.
 """
 
 from jax.experimental.pallas import tpu as pltpu
@@ -15,7 +15,8 @@ It lies a little below the 64 MiB of a core of a v7x, the least of the chips tha
 
 
 SPARE = 8 * 2**20
-"""Bytes of vector memory that the forward kernel asks for besides twice those of its own buffers.
+"""Bytes of vector memory that the forward kernel asks for in addition to twice those of its
+buffers.
 
 They are for what the compiler adds, such as spilled registers. What a kernel does not ask for, XLA
 can give to the operands. The size was chosen by trial; `tpu-report` lists what kernels take.
@@ -25,9 +26,9 @@ can give to the operands. The size was chosen by trial; `tpu-report` lists what 
 RESIDENT = 2**19
 """The most bytes of a small array that lies in vector memory as a whole.
 
-It bounds arrays of one row or column to a block, such as positions, ids and maxima. To find out at
-each step whether their next block must be copied takes as long as the copy. The size was chosen by
-trial; the cycles of `forward, segments` and `backward` in `tpu-report` show its effect.
+The bound is for arrays with one row or column per block, such as positions, ids and maxima. To find
+out at each step whether their next block must be copied takes as long as the copy. The size was
+chosen by trial; the cycles of `forward, segments` and `backward` in `tpu-report` show its effect.
 """
 
 
@@ -42,11 +43,11 @@ so many. The bound was chosen by trial; `whole kernel` in `tpu-report` shows its
 STAYING = 32 * 2**20
 """The most bytes of vector memory for the gradients of all queries of a head.
 
-They stay there while one visit also sums those of keys and values, in two buffers: in float32 with
-D = 128 that is enough for 32,768 queries. What else a kernel may ask for is left to the blocks.
-One visit instead of two took 5094 cycles a full pair of blocks on v6e instead of 8009, and 10585 on
-v5e instead of 16082. `backward` in `tpu-report` against `backward, queries` and `backward, keys and
-values` measures it again.
+They stay there, in two buffers, while one visit also sums those of keys and values. In float32 with
+D = 128, that is enough for 32,768 queries. The rest of the memory that a kernel may ask for is left
+to the blocks. A full pair of blocks took 5094 cycles in one visit and 8009 in two on v6e, and 10585
+and 16082 on v5e. `backward` in `tpu-report` against `backward, queries` and
+`backward, keys and values` measures it again.
 """
 
 
@@ -54,7 +55,7 @@ def cores() -> int:
     """The number of cores that share a kernel: the two of a v4 or v5p are one device."""
     try:
         return pltpu.get_tpu_info().num_cores
-    except (ValueError, NotImplementedError):  # no TPU to ask about
+    except (ValueError, NotImplementedError):  # there is no TPU to ask about
         return 1
 
 
@@ -75,11 +76,12 @@ def wide_units() -> bool:
 def heads_abreast(pairs: int, width: int) -> int:
     """How many heads a step of the forward visits.
 
-    Where matrix units are wide, the products of a pair of blocks take 1,600 cycles, and what a step
-    costs besides takes 400. Of two heads, both are busy meanwhile: a pair took 1971 cycles on v6e
-    instead of 2094, and takes 1972 on v7x instead of 2095. There the whole kernel of T = 4096 has a
-    share of 37.1% instead of 35.4%. On older chips products take 4,096. The instructions for two
-    must fit into the memory for these, so blocks may not be larger than usual.
+    Where matrix units are wide, the products of a pair of blocks take 1,600 cycles, and the rest of
+    a step takes 400. With two heads in a step, the products of one go on during the rest of the
+    other. A pair took 1971 cycles on v6e instead of 2094, and 1972 on v7x instead of 2095. On v7x
+    the whole kernel for T = 4096 has a share of 37.1% instead of 35.4%. On older chips products
+    take 4,096 cycles. The instructions for two must fit into the memory for these, so blocks may
+    not be larger than usual.
 
     **Arguments:**
 

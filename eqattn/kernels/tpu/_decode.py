@@ -3,9 +3,9 @@
 A step reads one block of a cache, all its heads at once. It computes the logits of the block, and
 adds the block before it to the Carry of its row by the usual online softmax. Products, maxima and
 exponentials of one block wait for each other, but not for those of the other block. The pipeline is
-that of `_forward.py`: it runs on from one row to the next, and the blocks of values, and those of
-the results, have a `lag` of 1. What the first step adds nobody wrote; it is cleared as its row
-begins, in the second step.
+that of `_forward.py`: it runs on from one row to the next. The blocks of values and of results have
+a `lag` of 1. The first step adds memory that was not written yet. The sum is cleared in the second
+step, where the row begins.
 
 `visit_decode` plans the kernel, a `_Decode`, whose `kernel` is one step on references.
 """
@@ -92,8 +92,8 @@ class _Decode:
 
     @property
     def outs(self) -> list[tuple[int, int]]:
-        """The shapes of the results of a row of blocks: the numerator; denominator and maximum side
-        by side, as each array costs every step some 40 cycles.
+        """The shapes of the results for a row of blocks. Denominator and maximum lie side by side
+        in one array, as each array costs every step some 40 cycles.
         """
         _, rows = self.grid.layout.block
         return [(rows, self.width), (rows, 2)]
@@ -180,9 +180,10 @@ class _Decode:
         **Arguments:**
 
         - `load`, `fetch`: functions that read the arguments of logits and of values.
-        - `pattern`: the references of that of `own`.
-        - `state`: the references of numerator, denominator and maximum; of the logits of this block
-            and of the one before; and of the maxima, of the block before until they are replaced.
+        - `pattern`: the references of the pattern of `own`.
+        - `state`: the references of numerator, denominator and maximum. The logits of this block
+            and of the block before follow, and then the maxima. These belong to the block before
+            until they are replaced.
         """
         num, den, top, logits, logits_before, most = state
         folded = FoldedRows(self.own, [ref[...] for ref in pattern.values()])
@@ -204,7 +205,8 @@ class _Decode:
             p = jnp.exp(logits_before[:, part] - origins)
             totals.append(folded.reduced(jnp.add, p))
             ys.append(self.product(folded, p, v.rows[part], v.scaled(part)))
-        # A selection, as what is under a condition could not be done beside the logits.
+        # This is a selection and no branch, as a branch could not run at the same time as the
+        # logits.
         finite = ~jnp.isnan(jnp.sum(ft.reduce(jnp.add, ys) * 0))
         add(totals, ys, finite)
         highest = []
@@ -249,11 +251,13 @@ class _Decode:
 def _plan(
     forms: dict, steps: dict[int, Any], layout: GridLayout, args: Sequence, kept: tuple[int, ...]
 ) -> tuple[_Decode, Any, Array | None]:
-    """The plan of the kernel of `visit_decode`, its list of pairs, and the `seen` of `merged`."""
+    """Plans the kernel of `visit_decode`. It returns the plan, the list of pairs, and the `seen` of
+    `merged`.
+    """
     table, operands = layout.split(args)
     grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1)
     seen, parts = None, cores()
-    if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # nothing else that they could share
+    if parts > 1 and math.prod(grid.grid[:-1]) == 1:  # they could share nothing else
         work, length, seen = in_parts(work, grid.length, parts, math.prod(layout.shape(kept)))
         grid = dataclasses.replace(grid, length=length, parts=parts)
     step, (keys, rows) = steps[max(steps)], layout.block

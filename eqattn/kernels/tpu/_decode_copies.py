@@ -1,13 +1,13 @@
 """Blocks of a cache, which a kernel copies itself.
 
-The blocks of other operands are copied by Pallas. It asks of each operand at each step whether its
-next block is another one, and starts and awaits each copy on its own, which takes some 40 cycles.
-A block of a paged cache is made of many pages, 32 in `decode, pages of 64` on a v7x. All of a cache
-is another block at each step. So here copies are started without any question, and those of one
-shape are awaited together.
+The blocks of other operands are copied by Pallas. At each step it checks for each operand whether
+the next block is a new one, and starts and awaits each copy separately. That takes some 40 cycles.
+A block of a paged cache is made of many pages, 32 in `decode, pages of 64` on a v7x. In a cache,
+every step has a new block. So here copies are started without a check, and copies of one shape are
+awaited together.
 
 The copies for step `s + 1` are started in step `s`, into the half of a buffer that step `s` does
-not read. The first step starts its own, too, and the last one awaits what it has started for none.
+not read. The first step also starts its own copies. The last step awaits copies that no step reads.
 """
 
 import dataclasses

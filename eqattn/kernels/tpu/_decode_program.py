@@ -78,8 +78,8 @@ class Matrix:
 
     **Arguments:**
 
-    - `pieces`: its features, one piece after the other. There are several where some of them have
-        scales of their own.
+    - `pieces`: its features, one piece after the other. There are several if they have different
+        scales.
     """
 
     pieces: tuple[Piece, ...]
@@ -182,7 +182,7 @@ class OwnColumns:
 
 @dataclasses.dataclass(frozen=True)
 class FoldedRows:
-    """What folds rows in a kernel, and takes them apart again.
+    """Folds rows in a kernel, and unfolds them again.
 
     **Arguments:**
 
@@ -194,7 +194,7 @@ class FoldedRows:
     pattern: Sequence[Array]
 
     def fold(self, x: Array) -> Array:
-        """`[rows, columns]` folded, `[height, columns]`."""
+        """Folds `[rows, columns]` to `[height, columns]`."""
         height = self.own.height
         tiles = [x[i : i + height] for i in range(0, self.own.rows, height)]
         folded = tiles[0]
@@ -203,18 +203,18 @@ class FoldedRows:
         return folded
 
     def unfold(self, x: Array, other: float) -> Array:
-        """Folded numbers taken apart, `[rows, columns]`, with `other` in the columns of others."""
+        """Unfolds numbers to `[rows, columns]`, with `other` in the columns of other rows."""
         masks = self._masks(x.shape[1])
         return jnp.concatenate([jnp.where(mine, x, other) for mine in masks]) if masks else x
 
     def spread(self, x: Array, width: int) -> Array:
-        """A number for each row, `[rows, 1]`, folded: `[height, width]`."""
+        """Folds a number for each row, `[rows, 1]`, to `[height, width]`."""
         period = self.own.period
         x = self.fold(jnp.broadcast_to(x, (self.own.rows, period)))
         return jnp.concatenate([x] * (width // period), 1)
 
     def reduced(self, op: Callable[[Array, Array], Array], x: Array) -> Array:
-        """Columns of the same group, those a period apart, taken together by `op`."""
+        """Reduces by `op` the columns of the same group, which are a period apart."""
         period = self.own.period
         return ft.reduce(op, [x[:, i : i + period] for i in range(0, x.shape[1], period)])
 
@@ -305,12 +305,12 @@ class FlatHeadsProgram:
     def evaluate(
         self, load: Sequence[Callable | None], folded: FoldedRows, part: slice | None = None
     ) -> "_Evaluation":
-        """The evaluation in a kernel, of all columns or of a part of them.
+        """Evaluates the program in a kernel, for all columns or for a part of them.
 
         **Arguments:**
 
         - `load`: for each argument a function that reads it.
-        - `folded`: what folds its rows.
+        - `folded`: the object that folds its rows.
         - `part`: the columns; None for all.
         """
         return _Evaluation(self, load, folded, part or slice(0, folded.own.columns))
@@ -377,7 +377,7 @@ class _Evaluation:
         if eqn.primitive is lax.select_n_p and v.aval.ndim == 3:
             test = self.wide.program.maker(eqn.invars[0])
             assert test is not None and test.primitive is lax.is_finite_p, eqn
-            return self.value(eqn.invars[2])  # the kernel sees for itself what is not finite
+            return self.value(eqn.invars[2])  # the kernel checks for what is not finite
         xs = [self.value(x) for x in eqn.invars]
         if any(isinstance(x, Matrix) for x in xs):
             return self._of_matrix(eqn, xs)
@@ -387,7 +387,7 @@ class _Evaluation:
         return eqn.primitive.bind(*xs, **params)
 
     def _of_matrix(self, eqn, xs):
-        if eqn.primitive is lax.convert_element_type_p:  # widened when it meets the other operand
+        if eqn.primitive is lax.convert_element_type_p:  # it is widened with the other operand
             return xs[0]
         assert eqn.primitive is lax.mul_p, eqn
         matrix, by = xs if isinstance(xs[0], Matrix) else xs[::-1]

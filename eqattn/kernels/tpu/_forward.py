@@ -10,9 +10,9 @@ are those of one row, and pair 2 is that of another, the steps are
     adds pair              none   0      1      2
     row whose end it is                  first  second
 
-So the blocks of values, and those of the results, are those of the pair before: they have a `lag`
-of 1. What step 0 adds comes from memory that nobody wrote. It is written where the end of the first
-row will be written, and cleared.
+So a step reads the values and writes the results of the pair before: both have a `lag` of 1. What
+step 0 adds comes from memory that was not written yet. The result goes where the end of the first
+row will be written later, and is cleared.
 
 `visit_fold` plans the kernel, a `_Fold`, whose `kernel` is one step on references to vector memory.
 The products and the softmax of a step are in `_forward_step.py`.
@@ -86,9 +86,10 @@ class _Fold:
     def outs(self) -> list[Any]:
         """The shapes and dtypes of the results' blocks.
 
-        The vectors of a finished row, such as denominators and maxima, are one array, as each array
-        costs every step 30 to 50 cycles in the schedules of `tpu-report`. In a ring they stay
-        apart, so that its moves hide. Matrices have an axis of `heads` where that is not 1.
+        The vectors of a finished row, such as denominators and maxima, are one array. Each array
+        costs every step 30 to 50 cycles in the schedules of `tpu-report`. In a ring they are
+        separate arrays, so that its moves hide. Matrices have an axis of `heads` where that is not
+        1.
         """
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.carry]
         ends = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.ends]
@@ -101,8 +102,9 @@ class _Fold:
 
     @property
     def scratch(self) -> list:
-        """For each head that a step visits, the Carry; of the pair before its logits, their maxima
-        and the dropout weights; and the values of this pair and of the one before, turned.
+        """The vector memory for each head that a step visits. It holds the Carry, and the logits of
+        the pair before, with their maxima and dropout weights. It also holds the transposed values
+        of this pair and of the pair before.
         """
         keys, rows = self.form.layout.block
         carry = (*self.carry, (keys, rows), (1, rows))
@@ -115,7 +117,9 @@ class _Fold:
 
     @property
     def flags(self) -> list:
-        """The `found` of `run`, where a step has the values of its own pair."""
+        """The `found` of `run`, if a step has the values of its pair and not only those of the pair
+        before.
+        """
         looks = self.early and self.form.poisons and self.form.some != self.form.full
         return [pltpu.SMEM((1,), jnp.int32)] * (looks and [*self.behind] == [0])
 
@@ -178,10 +182,11 @@ class _Fold:
         if start:
             pl.when(running & ((before & FIRST) != 0))(go_on)
         run(bodies, pair, before, *flags)
-        if form.hides:  # what it has added must not count, whatever its values are
+        if form.hides:  # what it has added must not count
             pl.when(running & (kind_of(before) == EMPTY))(go_on if start else clear)
 
-        # What the first step adds, nobody wrote: it goes where the end of the first row will go.
+        # What the first step adds was not written yet. It goes where the end of the first row will
+        # go.
         @pl.when(running & ended if start else ~running | ended)
         def _():
             for head, body in enumerate(bodies):
@@ -192,7 +197,7 @@ class _Fold:
                     place = ref.at[head] if grid.abreast > 1 else ref
                     place[...] = y.reshape(place.shape)
             if not start:
-                clear()  # for the next row, while values move out
+                clear()  # the next row needs it, and values move out meanwhile
 
     def finished(self, accs: Sequence, blocks: Sequence) -> list:
         """What the kernel writes at the end of a row, from its Carry and what `finish` reads."""
@@ -265,7 +270,7 @@ def _plan(
 
     value = form.values[form.full]
     whole: Finish | None = finish if into is None else None
-    if whole is None:  # they are the left of a product
+    if whole is None:  # they are the left side of a product
         value.flipped[0] = value.flipped[0] or matrix(blocks[n])
     ahead, behind = given_to(form.logits, 0), given_to(form.values, n)
     early, heads = False, 1
@@ -305,7 +310,8 @@ def visit_fold(
     into: Sequence | None,
     interpret: Any,
 ) -> list:
-    """What `finish` makes of the Carries of rows, or those of `into` gone on with.
+    """Folds the live pairs, and returns what `finish` makes of the Carry of each row. With `into`,
+    it continues those Carries and returns Carries.
 
     **Arguments:**
 
@@ -339,7 +345,7 @@ def visit_fold(
             # What it does not need, XLA may give to the operands. What keys take once they are
             # decoded is not counted: 13 MiB for 512 latents of 8 bits.
             vmem_limit_bytes=VMEM if layout.ragged else min(VMEM, 2 * plan.nbytes + SPARE),
-            disable_bounds_checks=not layout.lookups,  # whose pages are the caller's
+            disable_bounds_checks=not layout.lookups,  # the caller may give any page
         ),
         interpret=interpret,
         name="eqattn_fold",

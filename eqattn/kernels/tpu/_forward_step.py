@@ -1,8 +1,8 @@
 """A step of the fold's kernel: the logits of one pair, and what the pair before it adds.
 
 Both are computed in windows of the block of logits, in turn. Nothing of one waits for the other.
-Logits and their maxima are in units of `log 2`: for a logit `s` the kernel holds `s * log2(e)`, so
-that `exp(s)` is a power of two, as the hardware computes them.
+Logits and their maxima are in units of `log 2`: for a logit `s` the kernel holds `s * log2(e)`. So
+`exp(s)` is a power of two, which the hardware computes.
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ class FoldSpec:
     - `layout`: the grid of the visit.
     - `logits`, `values`: a program for each class of block.
     - `width`: the size of the last axis of values.
-    - `grouped`: whether a block of values holds those of several groups of rows, `[keys, groups,
-        width]`.
+    - `grouped`: whether a block holds different values for several groups of rows,
+        `[keys, groups, width]`.
     - `narrow`: the dtype in which products read their operands; None leaves these as they are.
-    - `precision`: that of the products, as for `lax.dot_general`.
+    - `precision`: the precision of the products, as for `lax.dot_general`.
     """
 
     layout: GridLayout
@@ -107,8 +107,8 @@ class FoldStepBody:
         Carry of the row.
     - `s`, `most`: the logits `[keys, rows]` of the pair before, and their maxima `[1, rows]`.
     - `weights`: the dropout weights of the pair before, `[keys, rows]`: one reference or none.
-    - `aside`: does a part of what a step does besides, for which no unit waits. It is given which,
-        and of how many.
+    - `aside`: a function that does a part of the further work of a step, for which no unit waits.
+        It gets the index of the part, and how many parts there are.
     - `given`: reads the values of this pair as they lie, where a step has them to look through.
     """
 
@@ -134,7 +134,7 @@ class FoldStepBody:
 
     def total(self) -> Array:
         """A sum of the values of this pair if they are `given`, else of the pair before. It is
-        finite only if all of them are. If it overflows, that costs only time.
+        finite only if all of them are. An overflow does no harm, but takes time.
         """
         values, early = self.form.values, self.given is not None
         full, some = values[self.form.full], values[self.form.some]
@@ -256,9 +256,9 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
 
     The heads of `bodies` have the same pairs, and nothing of one waits for another.
 
-    The logits of a partial pair need the mask, those of a full one do not. Once its logits are
-    -inf where hidden, a partial pair adds to the Carry like a full one, unless some of its
-    values are not finite. So the forms are
+    The logits of a partial pair need the mask, those of a full one do not. When its hidden logits
+    are -inf, a partial pair adds to the Carry like a full one, unless some of its values are not
+    finite. So the forms are
 
     | form             | logits of the pair        | what the pair before adds     |
     |---|---|---|
@@ -273,8 +273,8 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
     **Arguments:**
 
     - `found`: a reference to whether some value is not finite, in scalar memory. A step with a
-        partial pair looks through its values beside its products, and the next step reads what it
-        found. Without the reference, the next step looks first.
+        partial pair looks through its values while it computes products, and the next step reads
+        what it found. Without the reference, the next step looks first.
     """
     form, kind, last = bodies[0].form, kind_of(pair), kind_of(before)
     full, some, layout = form.full, form.some, form.layout

@@ -41,8 +41,8 @@ class KernelGrid:
         The rows of the list are those of all the elements, and so are its columns if it is
         `joined`.
     - `parts`: into how many parts the list is cut, one for each core; 0 if it is whole.
-    - `abreast`: how many heads a step visits. With more than one, `layout` counts so many heads as
-        one, and arrays of heads have an axis of that size behind that of heads.
+    - `abreast`: how many heads a step visits. With more than one, `layout` counts that many heads
+        as one. Arrays of heads then have an axis of that size after the axis of heads.
     """
 
     layout: GridLayout
@@ -132,7 +132,7 @@ class KernelGrid:
         - `ids`: the indices of the step on the kernel's grid.
         - `refs`: the list, and the tables of pages.
         - `lag`: how many steps before this one.
-        - `apart`: whether the array has all of its axes, whatever is merged.
+        - `apart`: whether the array has all of its axes, also those that are merged.
         """
         work_ref, *tables = refs
         pair = self.pair(ids, work_ref, lag)
@@ -155,7 +155,7 @@ class KernelGrid:
         return [where[a] for a in axes]
 
     def split(self, axes: tuple[int, ...]) -> tuple:
-        """The axes that an array keeps apart, and `ROW` or `COL` where the others are merged.
+        """The axes that an array keeps, and `ROW` or `COL` if the others are merged into it.
 
         The merged batch axes and the row (or column) after them are one axis of the array where
         they are one number of the list.
@@ -183,7 +183,9 @@ class KernelGrid:
         return self.abreast > 1 and HEAD in axes
 
     def _beside(self, axes: tuple[int, ...], xs: Sequence, x: Any) -> tuple:
-        """Something for each axis, and `x` for that behind the axis of heads."""
+        """Inserts `x` after the entry of `xs`, one for each axis, that belongs to the axis of
+        heads.
+        """
         at = axes.index(HEAD) + 1
         return *xs[:at], x, *xs[at:]
 
@@ -227,7 +229,7 @@ class KernelGrid:
 
         - `axes`, `block`: the grid axes of the array, and the shape of a block.
         - `lag`: how many steps late the block is used.
-        - `by_part`: whether each part of the list has an array of its own, in front of all axes.
+        - `by_part`: whether each part of the list has a separate array, as a first axis.
         """
 
         def index(*ids_and_refs):

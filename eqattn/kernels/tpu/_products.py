@@ -1,7 +1,7 @@
 """Products of blocks that hold all key/value heads, as a cache lies in memory: `[keys, groups, n]`.
 
 A group is a key/value head, and each group has its own share of the rows. Where that share is a
-multiple of the lanes, each group is a product of its own. Else there is one product with all groups
+multiple of the lanes, each group is a separate product. Else there is one product with all groups
 side by side, which has zeros or unused results where group and row do not belong together.
 """
 
@@ -19,7 +19,7 @@ LANES = 128
 
 
 def _apart(groups: int, rows: int) -> bool:
-    """Whether each group has a product of its own."""
+    """Whether each group is a separate product."""
     return groups == 1 or rows // groups % LANES == 0
 
 
@@ -55,7 +55,7 @@ def grouped_product(wide: Array, other: Array, precision: Any) -> Array:
         for h in range(groups)
     ]
     # A number that is not finite would make 0 * inf = NaN of a zero, in the rows of other groups.
-    # So it is left out here, and added as NaN to the logits of its own group. This keeps the
+    # So it is left out here, and added as NaN to the logits of its group only. This keeps the
     # contract of `_sweep/nonfinite.py`.
     clean = [zero_nonfinite(x.astype(jnp.float32)).astype(x.dtype) for x in each]
     bad = [(x.astype(jnp.float32) * 0).sum(1, keepdims=True) for x in each]

@@ -11,14 +11,14 @@ The results are those of the jaxpr to rounding. These rules change what is compu
 3. *Large blocks are not transposed.* An argument that every product would like transposed is given
    so to the kernel. What is done to it element by element is done in that orientation, and a
    product or a sum names the other axis instead.
-4. *Windows.* A window of a block of logits is computed from the windows of what it is made of: by
-   operations on single elements, selections, and products with slices of their operands. All other
-   values are computed whole, once, and cut (`block`).
+4. *Windows.* A window of a block of logits is computed from windows of the arguments of its
+    operation. This holds for operations on single elements, for selections, and for products, whose
+    operands are sliced. All other values are computed whole, once, and cut (`block`).
 5. *Powers of two.* `exp(x)` is `exp2(x * log2(e))`. The factor moves towards the leaves: over
    differences, selections and broadcasts, and into the smaller operand of a product (`times`).
    There it meets the softmax scale, and costs one product of two numbers, not one for each logit.
 6. *Selections by one predicate.* Inside `select(p, a, b)` it is known what a selection by the same
-   `p` gives, so only that is computed: a mask before and one after the scale become one.
+    `p` gives, and only that is computed. So a mask before the scale and one after it become one.
 7. *Common factors.* `f x + f y` becomes `f (x + y)`: a probability multiplies both parts of the
    cotangent of its logit at once.
 8. *No detours.* A product that reads bfloat16 takes a block that was widened from it as it was.
@@ -132,13 +132,13 @@ class Evaluation(Sides):
         self.parts: dict = {}
 
     def at(self, window: tuple[slice, slice] | None) -> Any:
-        """The same evaluation for a window of the blocks of logits: slices of keys and of rows."""
+        """The same evaluation for a window of the logits, given as slices of keys and rows."""
         run = copy.copy(self)  # what it reads whole, it reads once
         run.window, run.parts = window, {}
         return run
 
     def block(self, v: Any) -> Any:
-        """The part in the window of a block of logits, or of a block that makes it."""
+        """Computes a block of logits, or a block that logits are made of, in the window."""
         if self.window is None or isinstance(v, Literal) or v.aval.ndim == 0:
             return self.value(v)
         if v not in self.parts:
@@ -177,8 +177,8 @@ class Evaluation(Sides):
         return eqn.primitive.bind(*map(get, eqn.invars), **eqn.params | _plain(eqn))
 
     def _integers(self, eqn: Any) -> list[Any]:
-        """The integers that an operation is made of by operations on single elements, in order, but
-        for those that were computed.
+        """The integers from which operations on single elements compute an operation, in order.
+        Those that were already computed are left out.
 
         A generator of random bits has hundreds of them, one after the other. Evaluated on demand,
         they would exceed the depth to which Python's calls may be nested.

@@ -21,8 +21,8 @@ def with_matrices(
 ) -> tuple[dict, Sequence]:
     """The steps and the arguments of a fold, with rows given as the matrices that they become.
 
-    An argument is changed if every use of it is a reshape of the row to one and the same matrix, in
-    the block functions of all classes.
+    An argument is changed if all its uses, in the block functions of all classes, reshape the row
+    to the same matrix.
     """
     n = len(next(iter(steps.values())).logits.in_avals)
     programs = {c: [flat_jaxpr(s.logits), flat_jaxpr(s.values)] for c, s in steps.items()}

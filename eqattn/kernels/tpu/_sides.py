@@ -1,8 +1,8 @@
-"""Numbers of keys alone, or of rows alone, that stand beside a window of logits.
+"""Numbers that vary only with keys, or only with rows, beside a window of logits.
 
 On the side along which vector registers have lanes, such numbers are a row, which costs nothing to
-repeat. On the other side each of them must stand in all lanes. Units for transposes bring them
-there once for a block. The compiler would do it anew for each window, number by number.
+repeat. On the other side each number must be in all lanes. Units for transposes bring them there
+once for a block. The compiler would do it again for each window, number by number.
 """
 
 from collections.abc import Callable
@@ -29,12 +29,12 @@ class Sides:
     """Whether windows are `[rows, keys]`, and not `[keys, rows]`."""
 
     def from_side(self, key: Any, of_keys: bool, row: Callable[[bool], Any]) -> Any:
-        """The window of numbers of keys alone, or of numbers of rows alone.
+        """The window of numbers that vary only with keys, or only with rows.
 
         **Arguments:**
 
         - `key`: what identifies the numbers.
-        - `of_keys`: whether they are those of keys.
+        - `of_keys`: whether they vary with keys.
         - `row`: a function that returns them as a row, given whether that is a transpose.
         """
         assert self.window is not None
@@ -58,7 +58,8 @@ class Sides:
         return self.from_side(v, True, lambda _: x.astype(jnp.int32).reshape(1, -1)) != 0
 
     def bounds(self, eqn: Any) -> tuple[Any, Any] | None:
-        """What a comparison of `a - b` with a number `n` compares: `a - n` and `b`. Else None.
+        """Turns a comparison of `a - b` with a number `n` into one of `a - n` and `b`. It is None
+        for other comparisons.
 
         See rule 9 of `_program.py`.
         """
@@ -89,7 +90,7 @@ def columns(x: Array, part: slice, width: int) -> Array:
 
 
 _BOUNDS = {lax.le_p: (1, jnp.maximum, -(2**31)), lax.ge_p: (-1, jnp.minimum, 2**31 - 1)}
-"""Of a comparison with a bound: its sign, and how the other side is kept in range."""
+"""For each comparison with a bound: its sign, and how the other side is kept in range."""
 
 
 def moves_bound(comparison: Any, n: int) -> bool:

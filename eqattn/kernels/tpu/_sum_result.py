@@ -21,7 +21,7 @@ class SumResult:
     - `lies`: those of them in front of what lies in vector memory at one time.
     - `dtype`: the dtype in which it is written, once its sum is complete.
     - `rows`: the number of blocks that lie there at one time, if all rows stay: `(rows,)`, or `()`.
-    - `flipped`: whether its sum, which then lies apart, is the transpose of what is written.
+    - `flipped`: whether its sum is the transpose of what is written, and so has additional memory.
     - `turned`: whether its blocks are the transposes of its sums, with features innermost.
     - `heads`: how many heads a row has the queries of, if blocks that are turned are written by
         head.
@@ -74,7 +74,7 @@ class SumResult:
                 ref[:, row] = block.reshape(self.heads, -1, block.shape[-1])
 
     def from_written(self, x: Any) -> Any:
-        """What was written, as the sweep returns it, but for the axes of the grid."""
+        """What was written, as the sweep returns it, before its grid axes are restored."""
         x = from_heads(x) if self.heads > 1 else x
         return jnp.swapaxes(x, -1, -2) if self.turned else x
 
@@ -85,7 +85,7 @@ class SumResult:
 
     @property
     def apart(self) -> bool:
-        """Whether its sum lies beside what is written: for one of several visits of its place, or
-        as it is rounded.
+        """Whether the sum has memory beside what is written. This is so if its place is visited
+        several times, or if the sum is rounded.
         """
         return not self.rows or self.dtype != self.aval.dtype

@@ -13,14 +13,14 @@ from ._windows import size_of
 
 
 Window = tuple[slice, slice]
-"""The keys and the rows of a part of a block of logits."""
+"""The keys and the rows that a window of logits has."""
 
 
 class TurnedEvaluation(Evaluation):
     """An evaluation whose windows of blocks of logits are transposed: `[rows, keys]`.
 
-    Whole values lie as in any `Evaluation`. Numbers of rows alone are computed as a row, and then
-    stand as a column in each of the lanes, which is done once.
+    Whole values lie as in any `Evaluation`. Numbers that vary only with rows are computed as a row,
+    and then copied as a column into each of the lanes, once.
     """
 
     turned = True
@@ -73,7 +73,8 @@ class TurnedEvaluation(Evaluation):
     def turned_part(self, v: Any, flip: bool, dtype: Any, part: slice) -> Any:
         """The columns `part` of a value in the dtype that a product reads, transposed if `flip`.
 
-        Where that takes a transpose, each part has its own, beside the products of its windows.
+        If that takes a transpose, each part is transposed separately, at the same time as the
+        products of its windows.
         """
         if self.lies_flipped(v) == flip:
             return self.narrow(v, flip, dtype)[:, part]

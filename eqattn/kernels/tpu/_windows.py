@@ -9,10 +9,10 @@ from ..._sweep.grid import EMPTY, FULL, GridLayout, PARTIAL
 WINDOW = 512
 """The side of a window of logits: the larger, the fewer steps; the smaller, the fewer spills.
 
-Windows halved the spilled registers, which brought full pairs from 42.4 to 50.0% useful cycles on
-v6e and from 90.6 to 92.3% on v5e (D = 128, other steps of that change included). Masked windows are
-half as wide, as a mask takes registers of its own; that was chosen by trial. `forward` in
-`python -m eqattn tpu-report` measures both.
+With windows, half as many registers spill. The useful cycles of full pairs went from 42.4 to 50.0%
+on v6e, and from 90.6 to 92.3% on v5e. This was measured with D = 128, and includes other steps of
+that change. Masked windows are half as wide, as a mask takes registers, too; that was chosen by
+trial. `forward` in `python -m eqattn tpu-report` measures both.
 """
 
 
@@ -52,7 +52,7 @@ def windows(layout: GridLayout, kind: int, *, half: bool = False) -> list[Part]:
 
     **Arguments:**
 
-    - `kind`: that of each window.
+    - `kind`: the class of each window.
     - `half`: whether they have half as many rows.
     """
     keys, rows = layout.block
@@ -61,11 +61,11 @@ def windows(layout: GridLayout, kind: int, *, half: bool = False) -> list[Part]:
 
 
 def with_corner(layout: GridLayout, *, half: bool = False) -> list[Part]:
-    """The windows of a block of class `CORNER`, of which some are `EMPTY`, or none if the corner
+    """The windows of a block of class `CORNER`. Some of them are `EMPTY`, or none if the corner
     cuts through a window.
 
-    Where the layout has `stairs`, all is known of such a block but for the windows on its diagonal.
-    With a mask on these windows only, a step took 1908 cycles instead of 2159 on v6e.
+    Where the layout has `stairs`, all windows of such a block are known, except those on its
+    diagonal. With a mask on these windows only, a step took 1908 cycles instead of 2159 on v6e.
 
     **Arguments:**
 
@@ -90,9 +90,10 @@ def _on_stairs(layout: GridLayout, depth: int) -> list[Part]:
 
 
 def beside(layout: GridLayout, ahead: Sequence[Part]) -> list[Part]:
-    """The windows of a full pair that are added beside the windows `ahead` of a masked one.
+    """The windows of a full pair that are added while the windows `ahead` of a masked pair are
+    computed.
 
-    They have half as many rows as others. Beside stairs they have half as many keys, too. That took
+    They have half as many rows as others. With stairs they have half as many keys, too. That took
     1908 cycles on v6e, instead of 1952 to 1999 with all keys of a window, and in other orders.
     """
     parts = windows(layout, FULL, half=True)
@@ -104,8 +105,8 @@ def beside(layout: GridLayout, ahead: Sequence[Part]) -> list[Part]:
 def of_corner(
     layout: GridLayout, parts: Sequence[tuple[slice, slice]]
 ) -> list[tuple[slice, slice]]:
-    """Those of the parts of a block that make up its corner: the later half of its keys, and the
-    first `corner` rows.
+    """The parts of a block that make up its corner: the later half of its keys, and the first
+    `corner` rows.
 
     There are none if the corner cuts through a part.
     """
@@ -117,7 +118,7 @@ def of_corner(
 
 def in_turn(ahead: Sequence[Part], behind: Sequence[Part]) -> list[tuple[Part, list[Part]]]:
     """The windows of a pair in the order in which they are computed, which the compiler's scheduler
-    keeps. Beside each are those windows of the pair before that are added meanwhile.
+    keeps. Each comes with those windows of the pair before that are added at the same time.
 
     Logits of the pair before are read before those of the pair take their place.
     """

@@ -1,6 +1,6 @@
 """Which pairs of row and column a kernel visits, in which order, and where their blocks lie.
 
-The pairs that are visited stand on a list in scalar memory, one word of 32 bits for each:
+The pairs that are visited are on a list in scalar memory, one word of 32 bits for each:
 
     bit   31            18 17             4 3     2    1      0
          +----------------+----------------+-------+------+-------+
@@ -8,8 +8,8 @@ The pairs that are visited stand on a list in scalar memory, one word of 32 bits
          +----------------+----------------+-------+------+-------+
 
 `class` is `EMPTY`, `PARTIAL`, `FULL` or `CORNER` of `eqattn._sweep.grid`. `FIRST` and `LAST` say
-that a pair begins or ends its group, the pairs that share an accumulator: a row where rows are
-kept, a column where columns are. For a causal table of 2 x 2 blocks whose rows are kept,
+that a pair begins or ends its group. A group is the pairs that share an accumulator: a row if rows
+are kept, and a column if columns are kept. A causal table of 2 x 2 blocks whose rows are kept gives
 
     PARTIAL  EMPTY           row  column  class    flags            word
     FULL     PARTIAL           0       0  PARTIAL  FIRST | LAST  0x00007
@@ -18,7 +18,8 @@ kept, a column where columns are. For a causal table of 2 x 2 blocks whose rows 
                                1       1  FULL                   0x40018
 
 The empty block is not on the list, whose length is 3. The word after its end is for the step that
-drains the forward's pipeline: it has the place of the last pair, so that no block is copied for it.
+drains the forward's pipeline. It has the place of the last pair, so that no block is copied for
+this step.
 """
 
 import math
@@ -54,13 +55,14 @@ def work_list(
 
     - `table`: the class of each block, `[*batch, rows, columns]`, known or traced. None stands for
         a table whose blocks all have the class `default_class`.
-    - `kept`: the grid axes that the results keep. The pairs of a kept row or column stand together.
+    - `kept`: the grid axes that the results keep. The pairs of a kept row or column follow each
+        other.
     - `default_class`: the class without a table, and of the word after the last pair.
-    - `merged`: the innermost batch axes whose elements share one list. Its rows are then those of
-        all these elements, one after the other; and so are its columns, unless the layout is
+    - `merged`: the innermost batch axes whose elements share one list. The list then has the rows
+        of all these elements, one after the other. The same holds for columns, unless the layout is
         `ragged`.
 
-    **Returns:** the packed pairs, int32 `[*batch, pairs + 1]`, and the number of pairs, that of the
+    **Returns:** the packed pairs, int32 `[*batch, pairs + 1]`, and the number of pairs on the
     longest list. Shorter lists are filled with words of class `EMPTY` and without flags.
     """
     rows, columns = layout.grid[ROW:]
@@ -94,8 +96,8 @@ def work_list(
     none = (table == EMPTY).all(-1, keepdims=True)
     chosen = (table != EMPTY) | (none & np.broadcast_to(np.arange(inner) == 0, table.shape))
     chosen = chosen.reshape(*lead, -1)
-    # The chosen pairs are moved to the front by a sort, which keeps their order and also works for
-    # a traced table: its list has room for all pairs, and `count` says how many it holds.
+    # A sort moves the chosen pairs to the front and keeps their order. It also works for a traced
+    # table. The list then has room for all pairs, and `count` says how many it holds.
     index, everything = np.arange(outer * inner), outer * inner
     index = np.broadcast_to(index, chosen.shape)
     order = xp.sort(xp.where(chosen, index, index + everything), axis=-1)

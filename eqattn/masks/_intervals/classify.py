@@ -9,8 +9,8 @@ block lies within the bounds of its variable (see `interval.py`). The result is 
     [False, True]         nothing                                1, partial
     [True, True]          all are visible                        2, full
 
-So it is sound for every function: what has no rule has the whole range of its dtype as bounds, and
-at worst the block counts as partial. It is exact for the masks in use.
+So it is sound for every function. An operation without a rule has the whole range of its dtype as
+bounds, and at worst the block counts as partial. It is exact for the masks in use.
 """
 
 import functools as ft
@@ -47,10 +47,10 @@ _DIVISIONS = {
 }
 _POSITION = np.dtype(np.int32)
 
-# Under a trace, NumPy computes results of at most so many elements, and the device larger ones.
-# What NumPy computes while tracing becomes a constant of the program: 2^14 of int32 are 64 KiB.
-# Chosen by trial: a larger limit means larger constants, a smaller one more operations on small
-# arrays. Both can be seen in `jax.make_jaxpr` of `classify` at traced positions.
+# Under a trace, NumPy computes results of up to this number of elements, and the device larger
+# ones. What NumPy computes while tracing becomes a constant of the program: 2^14 of int32 are 64
+# KiB. Chosen by trial: a larger limit means larger constants, a smaller one more operations on
+# small arrays. Both can be seen in `jax.make_jaxpr` of `classify` at traced positions.
 _HOST_ELEMENTS = 2**14
 
 
@@ -68,15 +68,16 @@ def classify(
 ) -> Any:
     """The class of every block pair: 0 empty, 1 partial, 2 full.
 
-    A pair classed empty holds no visible (query, key) pair and one classed full only visible ones,
-    whatever the mask computes.
+    A block pair that is classed empty holds no visible (query, key) pair, and one that is classed
+    full only visible ones. This holds for every mask.
 
     **Arguments:**
 
     - `mask`: an [`eqattn.AbstractMask`][].
     - `batch_shape`: the leading axes of the query, of `B` elements in total.
     - `heads`, `kv_heads`: query and key heads; the former a multiple of the latter.
-    - `q_positions`: int32 `[B|1, T]`. `kv_positions`: int32 `[B|1, S]`. NumPy, JAX or traced.
+    - `q_positions`, `kv_positions`: int32 `[B|1, T]` and `[B|1, S]`, of NumPy or JAX, which may be
+        traced.
     - `block_q`, `block_k`: rows and columns per block; the last block may be short.
     - `indices`: int32 `[B|1]` and `[heads|1]` or `[B, heads]`, what the mask gets as `b` and `h`;
         None means `0, 1, ...`
@@ -84,7 +85,7 @@ def classify(
     **Returns:**
 
     int8 `[B|1, kv_heads|1, ceil(T/block_q), ceil(S/block_k)]`; a leading axis is 1 when the result
-    does not depend on it. A NumPy array if nothing involved is traced, else a JAX array.
+    does not depend on it. It is a NumPy array if nothing involved is traced, else a JAX array.
 
     **Raises:** `ValueError` if an operand of the mask does not broadcast to
     `[*batch_shape, heads, T, S]` or `heads` is no multiple of `kv_heads`; `TypeError` if the mask
@@ -175,8 +176,8 @@ def _constant(var, x, traced: bool) -> Interval | None:
 def _class_table(visible: Interval, heads: int, kv_heads: int, shape: tuple[int, int]):
     """Classes from bounds: `every + some` is 0 where no pair is visible, 2 where all are, else 1.
 
-    The query heads that share a key head share a block. Every pair of it is visible if it is for
-    all of these heads, and some pair is visible if it is for any of them.
+    The query heads that share a key head share a block. Every pair of the block is visible if this
+    holds for all of these heads. Some pair is visible if this holds for any head.
     """
     every, some = visible
     if every.shape[1] > 1:
@@ -285,8 +286,8 @@ def _cond(eqn, ins, traced: bool) -> list[Interval | None]:
 def _division(eqn, ins, function, rule) -> Interval | None:
     """The interval of `//` or `%`, if this jit holds what `jnp` defines them to be.
 
-    Any function of a user's may have the name that JAX gives to these. So the definition is traced
-    anew, for the same types, and compared with what the equation holds.
+    A user's function may have the same name as these functions of JAX. So the definition is traced
+    again, for the same types, and compared with what the equation holds.
     """
     inner, (out,) = eqn.params["jaxpr"], eqn.outvars
     avals = [v.aval for v in _parts(inner)[0].invars]

@@ -27,8 +27,8 @@ def _add(dtype, a, b):
     zero = least.dtype.type(0)
 
     def fits(x, y):
-        # `x + y` overflows only upwards for y >= 0 and only downwards for y < 0. The limits minus
-        # `y` are themselves in range, so that the test cannot wrap around.
+        # `x + y` can overflow only upwards for `y >= 0`, and only downwards for `y < 0`. The limits
+        # minus `y` are themselves in range, so that the test cannot wrap around.
         return xp_of(x, y).where(y >= zero, x <= most - y, x >= least - y)
 
     return guard(fits(a.lo, b.lo) & fits(a.hi, b.hi), a.lo + b.lo, a.hi + b.hi, dtype)
@@ -115,8 +115,8 @@ def _abs(dtype, a):
 def _monotone(fn):
     """The rule of a function that never decreases in any argument.
 
-    The function must be exact, and NaN only for NaN: then the corners of the lower and of the upper
-    bounds are the extremes, without rounding.
+    The function must be exact, and NaN only for NaN. Then its values at all lower bounds and at all
+    upper bounds are the extremes, without rounding.
     """
 
     def rule(dtype, *ins):
@@ -182,7 +182,7 @@ def remainder(dtype, a, n):
 
 def _truncate_divide(dtype, a, n):
     # XLA rounds quotients of integers towards zero: the floor, plus one where a negative dividend
-    # is no multiple. Like the floor, it never decreases in the dividend.
+    # is no multiple. Like the floor, it does not decrease when the dividend grows.
     zero, one = carrier(dtype).type(0), carrier(dtype).type(1)
 
     def fn(a, n):
@@ -304,8 +304,8 @@ def _arithmetic_fits(a, n, dtype):
     return np.asarray(limits(dtype)[0] < 0).reshape((1,) * a.lo.ndim)
 
 
-# Comparisons. The bounds of the result are whether it holds for all pairs of values in the two
-# intervals (certainly), and whether it holds for any (possibly).
+# Comparisons. The bounds of the result are two booleans. One says whether it holds for all pairs of
+# values in the two intervals (certainly), the other whether it holds for any (possibly).
 
 
 def _compare(certainly, possibly):

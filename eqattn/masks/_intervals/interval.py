@@ -1,16 +1,16 @@
 """Intervals: bounds of a value over a grid of blocks, as NumPy or JAX arrays.
 
-All rules keep one invariant. For each grid cell, every value that the compiled mask may compute
-for a pair in that cell lies in `[lo, hi]`. The bounds of the inputs have it, and each rule turns
-bounds that have it into bounds that have it, so that the bounds of the result have it too.
+All rules keep one invariant. For each grid cell, every value that the compiled mask may compute for
+a pair in that cell lies in `[lo, hi]`. It holds for the bounds of the inputs, and each rule
+preserves it. So it holds for the bounds of the result.
 
 - Wider bounds are always sound. `guard` gives up, cell by cell, by widening to the whole range.
 - Integer bounds must hold in the arithmetic modulo 2^n that XLA computes in. A rule therefore gives
   up wherever an exact result might not fit the dtype.
 - Float bounds are rounded outwards, see `rounded`. NaN compares with nothing and so is in no
   interval of finite ends: finite bounds promise that there is none, infinite ones promise nothing.
-- Variables are bounded one by one, and what ties them together is lost: `x - x` over `[0, 3]` is
-  bounded by `[-3, 3]`.
+- Variables are bounded one by one, and relations between them are lost: `x - x` over `[0, 3]` is
+    bounded by `[-3, 3]`.
 """
 
 from typing import Any, NamedTuple
@@ -29,8 +29,9 @@ class Interval(NamedTuple):
     """Every value lies in `[lo, hi]`; a bool's bounds are (all, any), since False < True.
 
     Both are arrays of rank `4 + n`: the four grid axes (each of full size or 1), then the `n` axes
-    of the value itself. `lo is hi` marks a point: a value known exactly at each grid cell. A float
-    whose bounds are not finite may be NaN. float16 and bfloat16 have float32 bounds.
+    of the value itself. If `lo is hi`, the interval is a point: the value is known exactly at each
+    grid cell. A float whose bounds are not finite may be NaN. float16 and bfloat16 have float32
+    bounds.
     """
 
     lo: Any
@@ -88,9 +89,9 @@ def source(lo, hi, dtype) -> Interval:
     """Bounds of stored data (a point when `lo is hi`), already in the bounds' dtype."""
     if kind(dtype) != "f":
         return Interval(lo, hi)
-    # A subnormal may or may not be flushed to zero, so that any value between 0 and the smallest
-    # normal of its sign may stand for it. The bits tell it from 0: compared as a float, it would
-    # equal 0 wherever the device that compares flushes it. The shift drops the sign bit.
+    # A subnormal may or may not be flushed to zero. So any value between 0 and the smallest normal
+    # of its sign may stand for it. The bits tell it from 0: compared as a float, it would equal 0
+    # wherever the device that compares flushes it. The shift drops the sign bit.
     xp, c = xp_of(lo, hi), carrier(dtype)
     tiny = c.type(jnp.finfo(dtype).smallest_normal)
     bits = np.dtype(f"uint{8 * c.itemsize}")

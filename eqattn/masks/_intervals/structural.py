@@ -16,16 +16,16 @@ from ..._misc import at_most
 from .interval import carrier, finite, GRID, guard, Interval, kind, limits, rounded, top, xp_of
 
 
-# An intermediate of a mask function that is not a scalar may have so many entries over the whole
-# grid; a larger one is unknown. Of int32, its two bounds then take 8 MiB. Chosen by trial: a larger
-# limit costs memory and time at each trace, a smaller one makes blocks partial, which
+# The most entries, over the whole grid, of an intermediate of a mask function that is not a scalar.
+# A larger one is unknown. Of int32, its two bounds then take 8 MiB. Chosen by trial: a larger limit
+# costs memory and time at each trace, a smaller one makes blocks partial, which
 # `AbstractMask.sparsity` shows.
 _MAX_ELEMENTS = 2**20
 
-# A table that is searched over ranges of indices may have so many entries; in a longer one, groups
-# of entries stand for their bounds. Of int32, the 12 levels of `_over_range` then take 192 KiB for
-# both bounds of a table. Chosen by trial: `AbstractMask.sparsity` shows what grouping costs, which
-# is that ranges are rounded outwards to whole groups.
+# The most entries of a table that is searched over ranges of indices. In a longer one, groups of
+# entries are replaced by their bounds. Of int32, the 12 levels of `_over_range` then take 192 KiB
+# for both bounds of a table. Chosen by trial: `AbstractMask.sparsity` shows what grouping costs,
+# which is that ranges are rounded outwards to whole groups.
 _MAX_ENTRIES = 2048
 
 
@@ -70,7 +70,8 @@ def convert(old, new, a: Interval) -> Interval | None:
     """The cast of an interval to another dtype.
 
     Where no value wraps around or overflows, casts never decrease, so that the bounds are cast.
-    Elsewhere the result is unknown, but for integers known exactly: NumPy wraps them as XLA does.
+    Elsewhere the result is unknown. Only integers that are known exactly are cast there too, as
+    NumPy wraps them as XLA does.
     """
     if not kind(new):
         return None
@@ -209,7 +210,8 @@ def block_ends(x, axis: int, size: int) -> tuple:
 def _ends(x, axis) -> tuple:
     if isinstance(x, np.ndarray):
         return x.min(axis), x.max(axis)
-    # Both ends are one reduction: XLA then fuses what computes `x` into it instead of storing it.
+    # One reduction finds both ends. XLA then fuses the operations that compute `x` into it, instead
+    # of storing `x`.
     least, most = limits(x.dtype)
     return lax.reduce(
         (x, x), (most, least), lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1])), (axis,)
@@ -225,8 +227,9 @@ def _take(x, index, axis):
 def _over_range(least, most, lo, hi, axis: int) -> Interval:
     """The least of `least[i]` and the greatest of `most[i]` for `lo <= i <= hi`.
 
-    A range is the union of two windows of the largest power of two that fits in it; the bounds of
-    every such window are tabulated. That the two overlap does no harm to a minimum. For `least`:
+    A range is the union of two windows, whose size is the largest power of two that fits in it. The
+    bounds of every such window are tabulated. Overlap of the two does not change a minimum. The
+    table of `least` is, for example,
 
         index            0  1  2  3  4
         level 0, size 1  5  3  8  6  9

@@ -19,17 +19,21 @@ from .._operations import named, unsupported, unsupported_of_users
 
 
 ROWS = 128
-"""Of a block."""
+"""The rows of a block."""
 
 NATIVE = frozenset(("ceil", "cos", "floor", "log1p", "sin"))
-"""What its compiler takes from NVIDIA's library, which is exact."""
+"""The operations that the compiler of Pallas Triton takes from NVIDIA's library, which are
+accurate.
+"""
 
 _KNOWN = named(
     "abs add and atan2 clamp convert_element_type cosh div eq exp exp2 expm1 ge gt is_finite le "
     "log lt max min mul ne neg not or pow rem rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sinh sqrt square sub tan xor"
 )
-"""Operations of one pair that it has, in jax 0.10.2 and 0.12, beside those that are written."""
+"""The operations of one pair that the compiler has, in jax 0.10.2 and 0.12. Others are written in
+`_operations.py`.
+"""
 
 
 def available() -> bool:
@@ -55,8 +59,8 @@ class TritonLowering(NvidiaLowering):
     )
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
-        """As many rows as a program has, of whole heads, and some tiles of keys: a list of live
-        blocks of single tiles would be longer.
+        """Chooses as many rows as a program has, with whole heads. A block has some tiles of keys,
+        as with single tiles the list of live blocks would be longer.
         """
         keys = 128 if request.head_dim <= 128 else 64
         return BlockSizes(max(ROWS // math.gcd(ROWS, request.group), 8), keys)

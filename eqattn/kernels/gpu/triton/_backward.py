@@ -30,9 +30,9 @@ class Sizes:
 
     **Arguments:**
 
-    - `side`: that of a program.
-    - `length`, `other`: of a block on that side, and on the other.
-    - `widths`: of all matrices.
+    - `side`: the side of the programs.
+    - `length`, `other`: the lengths of a block on that side, and on the other.
+    - `widths`: the sizes of the vectors of all matrices.
     """
 
     side: Side
@@ -53,7 +53,7 @@ class Sizes:
 
     @property
     def streamed(self) -> int:
-        """Those of the other side that are multiplied at once."""
+        """The queries or keys of the other side that are multiplied at once."""
         return min(32 if self.large or self.side is ROWS else 64, power_of_two(self.other))
 
     @property
@@ -151,8 +151,8 @@ class Program:
         return x.value(self.given[i][(place, *[at[a] for a in x.kind])])
 
     def step(self, program: SumProgram, cleans: bool, i: Any, sums: tuple) -> tuple:
-        """Adds what the `i`-th tile of the other side contributes. `cleans`: whether what is not
-        finite is replaced before the products that want it so.
+        """Adds what the `i`-th tile of the other side contributes. With `cleans`, what is not
+        finite is replaced by 0 before those products that the program wants to read finite numbers.
         """
         plan, sizes, size = self.plan, self.plan.sizes, self.plan.sizes.streamed
         at, part = divided(i, sizes.padded[1] // size)

@@ -3,7 +3,7 @@
 A program has some rows of one block, all of them in registers, and visits its live keys tile by
 tile. The compiler divides rows among threads, and copies tiles ahead of their products.
 
-Inside, logits and maxima are those of powers of two.
+Inside, logits and maxima are in units of `log 2`, so that `exp` of a logit is a power of two.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ STAGES = 2
 
 
 def power_of_two(n: int, least: int = 16) -> int:
-    """The smallest power of two that is not less than two numbers. Products have 16 of everything
-    at least, and the compiler knows no other sizes.
+    """The smallest power of two that is not less than both numbers. The compiler knows no other
+    sizes, and every axis of a product has 16 numbers at least.
     """
     return max(least, 1 << (n - 1).bit_length())
 
@@ -43,8 +43,9 @@ class Sizes:
 
     **Arguments:**
 
-    - `rows`, `keys`, `dim`, `width`: of a block, of a query and of a value, as they are given.
-    - `itemsize`: the bytes of a number of these.
+    - `rows`, `keys`: the numbers of rows and keys of a block, before they are padded.
+    - `dim`, `width`: the sizes of a query and of a value, before they are padded.
+    - `itemsize`: the bytes of a number of these vectors.
     """
 
     rows: int
@@ -68,7 +69,9 @@ class Sizes:
 
     @property
     def tile_r(self) -> int:
-        """The rows of a program. Exact products of float32 leave registers for fewer."""
+        """The rows of a program. There are fewer with exact products of float32, which take more
+        registers.
+        """
         most = 32 if self.itemsize == 4 else 64 if self.large else 128
         return min(most, power_of_two(self.rows))
 
@@ -162,7 +165,7 @@ class Program:
             state, begin = lax.fori_loop(begin, end, step, state), end
         if self.clean is not None:
             # What is not finite is rare, so the loop that looks for it is another one. Its tiles
-            # are as large, so that rows that see nothing of it keep their bits.
+            # have the same size, so that the bits of rows that see none of its keys do not change.
             step = ft.partial(self.step, plan.programs[PARTIAL], True)
             state = lax.fori_loop(begin, self.ends[PARTIAL] * jnp.int32(parts), step, state)
         acc, den, top = state
@@ -210,9 +213,7 @@ class Program:
         return x.value(ref[(place, *[at[a] for a in x.kind])])
 
     def step(self, program: PairProgram, cleans: bool, i: Any, state: tuple) -> tuple:
-        """Adds the `i`-th tile of keys to the Carry. `cleans`: whether its values may not be
-        finite.
-        """
+        """Adds the `i`-th tile of keys to the Carry. With `cleans`, values may not be finite."""
         plan, sizes, size = self.plan, self.plan.sizes, self.plan.sizes.tile_k
         at, part = divided(i, sizes.padded_keys // size)
         column, start = at if self.columns is None else self.columns(at), part * jnp.int32(size)
@@ -246,5 +247,5 @@ class Program:
 
 
 def _moves(x: Operand) -> bool:
-    """Whether a program reads an operand anew for each tile of keys."""
+    """Whether a program reads an operand again for each tile of keys."""
     return x.moves or x.staged

@@ -1,7 +1,7 @@
 """Matrices of tokens as kernels read and write their rows.
 
 Tokens are read and written where they lie, `[batch, tokens, heads, features]`, at addresses that
-threads compute. Where they cannot, as they move around a ring, blocks are.
+threads compute. Where tokens move around a ring, blocks are read and written instead.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ class Rows:
 
     **Arguments:**
 
-    - `layout`: the grid. `axes`: those of the matrix, and `axis` the one that has its tokens.
-    - `rows`, `width`: of a block.
+    - `layout`: the grid.
+    - `axes`, `axis`: the grid axes of the matrix, and the one along which its tokens lie.
+    - `rows`, `width`: the numbers of rows and features of a block.
     - `turned`: whether blocks are `[width, rows]`.
     - `in_place`: whether tokens may be read or written where they lie.
     """
@@ -38,7 +39,7 @@ class Rows:
 
     @property
     def tokens(self) -> Tokens | None:
-        """What it is in memory, if that is read or written in place."""
+        """The tokens that the matrix was cut from, if they are read or written in place."""
         found = next((x for x in self.layout.tokens if x.axis == self.axis), None)
         return found if self.in_place and {HEAD, self.axis} <= set(self.axes) else None
 
@@ -65,7 +66,7 @@ class Rows:
         return elements, self.tokens.count, self.layout.grid[HEAD] * self.tokens.group, self.width
 
     def blocks(self, x: Any) -> Any:
-        """The blocks of what a kernel wrote, with the axes of the grid in front."""
+        """Turns what a kernel wrote into blocks, with the axes of the grid in front."""
         sizes = {a: self.layout.grid[a] for a in self.axes}
         if self.tokens is None:
             x = x.reshape(*sizes.values(), self.rows, self.width)
@@ -79,8 +80,8 @@ class Rows:
         **Arguments:**
 
         - `places`, `other`: where the block is on the grid.
-        - `rows`: the rows, as their numbers in the block, `[n]`.
-        - `tile`: what divides the first of them, and how many they are.
+        - `rows`: the indices of the rows in the block, `[n]`.
+        - `tile`: how many rows there are. The index of the first one is a multiple of it.
         """
         inside = None if self.rows % tile == 0 else rows < self.rows
         if self.tokens is None:

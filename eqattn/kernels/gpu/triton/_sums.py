@@ -28,7 +28,7 @@ def traverse_sum(
     """`eqattn._sweep.loops.traverse` of a backward pass; further arguments are those of
     `by_kernels`.
     """
-    del steps  # which have all results, of which the loops need some
+    del steps  # they have all results, and the loops need some
     check_axes(interpreted, args)
     run = ft.partial(_sums, layout, args, interpreted)
     native = triton.native(interpreted, NATIVE)

@@ -35,7 +35,7 @@ program_id = pl.program_id
 
 
 def _entries(lead: Sequence[Any], inside: Any, shape: tuple[int, int], width: int) -> tuple:
-    """The indices of the entries of rows, and which of them there are; None if all."""
+    """The indices of the entries of a row, and which of them exist; None if all do."""
     entry = lax.broadcasted_iota(jnp.int32, shape, 1)
     spread = lambda x: lax.broadcast_in_dim(x, shape, [0] * jnp.ndim(x))
     there = None if inside is None else spread(inside)
@@ -61,15 +61,15 @@ def rows(ref: Any, lead: Sequence[Any], inside: Any, shape: tuple[int, int]) -> 
 
 
 def put_rows(ref: Any, x: Any, lead: Sequence[Any], inside: Any) -> None:
-    """Writes what `rows` reads."""
+    """Writes rows of a matrix, with the arguments of `rows`."""
     at, there = _entries(lead, inside, x.shape, ref.shape[-1])
     with _deprecated():
         triton.store(ref.at[at], x, mask=there)
 
 
 def product(a: Any, b: Any, axis: int) -> Any:
-    """The product of two matrices, summed over axis 1 of `a` and an axis of `b`, in float32. That
-    of float32 is exact: no unit rounds its factors.
+    """The product of two matrices, summed over axis 1 of `a` and an axis of `b`, in float32. If the
+    matrices are float32, their numbers are multiplied without being rounded first.
     """
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((1,), (axis,)), ((), ()))
@@ -77,9 +77,9 @@ def product(a: Any, b: Any, axis: int) -> Any:
 
 
 def _exponential(before: str, *args: Any) -> Any:
-    """A power of two in one instruction, after another that makes `t` of the arguments. The
-    compiler's own takes four more, for results that are smaller than any normal number: here these
-    are 0.
+    """Computes a power of two in one instruction, after another one that computes `t` from the
+    arguments. The function of the compiler takes four more, for results below the smallest normal
+    number. Here such results are 0.
     """
     with _deprecated():
         (y,) = triton.elementwise_inline_asm(
@@ -101,8 +101,8 @@ def _fast_powers_of_two(x: Any, factor: Any, origin: Any) -> Any:
 
 
 def native(interpreted: bool, names: frozenset[str]) -> Native:
-    """What the compiler has of its own, or the interpreter: operations by their names, and powers
-    of two.
+    """The operations that the compiler, or the interpreter, has itself: some by their names, and
+    powers of two.
     """
     exp2 = jnp.exp2 if interpreted else ft.partial(_exponential, "mov.f32 t, $1")
     return Native(names, exp2)
@@ -126,7 +126,7 @@ def kernel(
 
     **Arguments:**
 
-    - `warps`: how many threads a program has, in 32.
+    - `warps`: how many warps, of 32 threads each, a program has.
     - `stages`: how many tiles ahead the compiler copies in loops.
     """
 
