@@ -132,6 +132,15 @@ def many(s, b, h, q, k):
 
 
 @newest
+@pytest.mark.parametrize("sign", [-2.0, 2.0])
+def test_a_factor_of_a_maximum_may_be_negative(sign):
+    """A factor moved into the maximum whatever its sign, which made a minimum of it."""
+    a, b = jnp.float32(0.3), jnp.float32(0.7)
+    score = lambda: ScoreFn(lambda s, *at: s * jnp.maximum(a, b) * sign)
+    judged(score, {}, scale=D**-0.5 * 0.7 * sign)
+
+
+@newest
 def test_functions_are_inlined():
     """The compiler takes them and their derivatives, also where these read a visible pair, and a
     learned number unless there is none.

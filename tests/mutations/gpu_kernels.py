@@ -65,6 +65,11 @@ MUTANTS = [
     ),
     (
         "kernels/gpu/_program.py",
+        "kernels/test_gpu_scores.py -k may_be_negative",
+        [("isinstance(factor, float | np.floating) and factor > 0", "factor is not None")],
+    ),
+    (
+        "kernels/gpu/_program.py",
         LEARNED,
         [
             ("known[v] = known.get(v, facts) & facts", "known[v] = facts"),

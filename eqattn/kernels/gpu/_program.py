@@ -359,8 +359,9 @@ class Run:
             return self._exponential(eqn.invars[0], given)
         if eqn is not None and factor is None and given and eqn.primitive.name == "add_any":
             return self._sum(eqn, given)
-        # If f is positive, as that of `exp` and `tanh` is, f max(x, y) = max(f x, f y).
-        if eqn is not None and eqn.primitive is lax.max_p and factor is not None:
+        # f max(x, y) = max(f x, f y) if f is positive, as the known factors of `exp` and `tanh` are.
+        positive = isinstance(factor, float | np.floating) and factor > 0
+        if eqn is not None and eqn.primitive is lax.max_p and positive:
             return self._apply(jnp.maximum, *(self.times(x, factor, given) for x in eqn.invars))
         x = self.value(v)
         factor = np.float32(factor) if isinstance(factor, float) else factor
