@@ -359,7 +359,7 @@ class Run:
             return self._exponential(eqn.invars[0], given)
         if eqn is not None and factor is None and given and eqn.primitive.name == "add_any":
             return self._sum(eqn, given)
-        # f max(x, y) = max(f x, f y) if f is positive, as the known factors of `exp` and `tanh` are.
+        # f max(x, y) = max(f x, f y) where f is positive, as known factors of `exp` and `tanh` are.
         positive = isinstance(factor, float | np.floating) and factor > 0
         if eqn is not None and eqn.primitive is lax.max_p and positive:
             return self._apply(jnp.maximum, *(self.times(x, factor, given) for x in eqn.invars))
