@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             apart = difference(case, t)
             agree &= max(apart) < TOLERANCE
             row = f"{case.name:32}{skipped:8.0%}{apart[0]:10.1e}{apart[1]:11.1e}"
-            bar.write(f"{case.mask!r}\n{row}\n" if options.draw else row, sys.stdout)
+            bar.write(f"{case.mask}\n{row}\n" if options.draw else row, sys.stdout)
     print("all agree" if agree else "some disagree")
     return 0 if agree else 1
 
