@@ -51,7 +51,8 @@ def attention(
     - `key`: the random key of the dropout. It is required if the metadata's `dropout_prob` is
         positive, unless `inference` is set.
     - `inference`: whether dropout is switched off.
-    - `q_offset`: an integer, or an integer array `[*b]`, that is added to the query positions.
+    - `q_offset`: an integer, or an integer array `[*b]`, that is added to the query positions. An
+        integer is part of the program, so each new one compiles a new program; an array is data.
     - `q_positions`, `kv_positions`: explicit positions, `[*b, t]` and `[*b, s]`.
     - `return_weights`, `return_logsumexp`, `return_carry`, `return_max_logits`: whether the output
         also has that field.

@@ -138,7 +138,8 @@ class Lowering(abc.ABC):
 
         **Arguments:**
 
-        - `features`: keywords of `attention` that are in use. A value is True where any is meant.
+        - `features`: keywords of `attention` that are in use, and the `precision` of products. A
+            value is True where any is meant.
         - `metadata`: that of the strategy.
         """
         return ""

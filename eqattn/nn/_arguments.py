@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from .._misc import as_dtype, as_flag, as_int, as_size, REACH
@@ -164,7 +165,8 @@ def as_layer_mask(mask: Any, window: Any, heads: int, t: int, s: int) -> Abstrac
                 f"query_seq_length, kv_seq_length), {(t, s)} or {(heads, t, s)}, got {mask.shape}; "
                 "eqattn.DenseMask(mask) takes what broadcasts to them."
             )
-        mask = Dense(mask if mask.dtype == bool else mask != jnp.zeros((), mask.dtype))
+        xp = np if isinstance(mask, np.ndarray) else jnp  # JAX has no zero of NumPy's 64 bits.
+        mask = Dense(mask if mask.dtype == bool else mask != xp.zeros((), mask.dtype))
     if window is None:
         return mask
     return SlidingWindow(*window) if mask is None else mask & SlidingWindow(*window)

@@ -108,14 +108,25 @@ def as_rows(
 
 
 def appended(
-    cache: Cache, key_: Array, value: Array, counts: Any, mask: Any, window: Any, heads: int
+    cache: Cache,
+    key_: Array,
+    value: Array,
+    of_rows: tuple[Any, Any],
+    mask: Any,
+    heads: int,
+    window: Any = None,
 ) -> tuple[Cache, AbstractMask]:
     """Appends the heads of new tokens to a cache, and combines the mask of the call with the one
     that shows the stored tokens.
 
+    **Arguments:**
+
+    - `of_rows`: the `q_positions` and the `counts` of the call.
+
     **Raises:** `TypeError` unless the cache has the dtype of the heads. `ValueError` is raised
     unless it then holds all keys that the layer's window shows, or without a window the mask of the
-    call. If keys are missing because the cache was truncated, this raises when the program runs
+    call. Keys may also be missing because the cache was truncated, or because the queries, at
+    `q_positions`, are not the newest tokens. This raises when the program runs
     (`equinox.error_if`).
     """
     if cache.key.dtype != key_.dtype:
@@ -123,9 +134,14 @@ def appended(
             f"The cache is of {cache.key.dtype} and the layer's keys are {key_.dtype}; make it "
             f"with dtype=jnp.{key_.dtype}."
         )
-    if cache.overwrites:
-        cache = _checked(cache, _reach(cache, key_.shape[1], window, mask, heads))
+    q_positions, counts = of_rows
+    overwrites, first = cache.overwrites, cache.length
+    reach = _reach(cache, key_.shape[1], window, mask, heads) if overwrites else 0
+    if q_positions is not None and q_positions.shape[-1]:
+        first = q_positions.min(-1)
     cache = cache.append(key_, value, counts)
+    if overwrites:
+        cache = _checked(cache, first, reach)
     return cache, cache.mask() if mask is None else mask & cache.mask()
 
 
@@ -160,20 +176,22 @@ def _reach(
     return bisect.bisect_left(range(most), True, key=hides)
 
 
-def _checked(cache: Cache, reach: int) -> Cache:
-    """A cache that raises when the program runs if tokens of the `reach` before the next one are
-    missing. Those that `truncate` would have to bring back are, as newer ones lay in their place.
+def _checked(cache: Cache, query: Array, reach: int) -> Cache:
+    """A cache that raises when the program runs if it lacks tokens of the `reach` before the first
+    `query`, whose position is int32 `[b]`. Newer tokens may have been written over what `truncate`
+    would have to bring back, and over what a query at an older position sees.
     """
     length, held = cache.length, cache.positions
     assert held is not None  # Caches that overwrite have positions.
-    first = jnp.maximum(length - reach, 0)
+    first = jnp.clip(query - reach, 0, length)
     there = ((held >= first[:, None]) & (held < length[:, None])).sum(-1, dtype=jnp.int32)
     length = eqx.error_if(
         length,
         there < length - first,
-        f"The {type(cache).__name__} was truncated by more tokens than it can bring back: some of "
-        f"the {reach} before the next one, which the layer's window or the mask shows, were "
-        "overwritten. Append them again, or take a larger capacity.",
+        f"The {type(cache).__name__} was truncated by more tokens than it can bring back, or "
+        f"q_positions are too old: some of the {reach} tokens before the first query, which the "
+        "layer's window or the mask shows, were overwritten. Append them again, or take a larger "
+        "capacity.",
     )
     return eqx.tree_at(lambda c: c.length, cache, length)
 

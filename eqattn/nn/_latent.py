@@ -248,7 +248,7 @@ class LatentAttention(eqx.Module):
         if cache is not None:
             # The queries follow what is stored, so the length is read before it grows.
             q_offset = cache.length if q_positions is None else None
-            cache, mask = appended(cache, rest, latent, counts, mask, None, self.num_heads)
+            cache, mask = appended(cache, rest, latent, (q_positions, counts), mask, self.num_heads)
             keys, kv_positions = cache.key, cache.positions
         scale = self.softmax_scale
         if scale is None:

@@ -337,7 +337,9 @@ class MultiheadAttention(eqx.Module):
         dtype, q_offset = v.dtype, None
         if cache is not None:
             q_offset = cache.length if q_positions is None else None
-            cache, mask = appended(cache, k, v, counts, mask, self.window, self.num_heads)
+            cache, mask = appended(
+                cache, k, v, (q_positions, counts), mask, self.num_heads, self.window
+            )
             k, v, kv_positions = cache.key, cache.value, cache.positions
         out = attention(
             q,

@@ -237,11 +237,10 @@ class AbstractFoldStrategy(AttentionImpl):
         return reason and self._without_kernel(kernels, reason)
 
     def _check_features(self, features: Mapping[str, Any]) -> None:
-        """**Raises:** `ValueError` if the platform asks for code that no call with these features
-        can have.
-        """
+        """**Raises:** `ValueError` if the platform asks for code that no such call can have."""
         if (kernels := self._kernels()) is not None:
-            if reason := kernels.unsupported_features(features, self.metadata):
+            asked = {**features, "precision": self.precision}
+            if reason := kernels.unsupported_features(asked, self.metadata):
                 raise ValueError(self._without_kernel(kernels, reason))
 
     def check_without_kernel(self, what: str) -> None:

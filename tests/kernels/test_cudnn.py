@@ -245,8 +245,11 @@ def test_starts_that_are_traced_are_refused():
 
 def test_precision_is_refused():
     strategy = Blockwise(metadata(), precision="highest")
+    assert "one precision, not highest" in strategy.supports(mask=Causal()).reason
     with pytest.raises(ValueError, match="one precision, not"):
         attention(*arrays(), strategy)
+    for name in ("default", "fastest", "bfloat16", jax.lax.Precision.DEFAULT):
+        assert Blockwise(metadata(), precision=name).supports()
 
 
 def test_a_gradient_through_the_logsumexp_is_no_silent_zero():

@@ -122,7 +122,7 @@ MUTANTS = [
         [
             ("return SlidingWindow(*window) if mask is None else mask & SlidingWindow(*window)", "return mask"),
             ("if value is not None and not (name == \"dropout_prob\" and value == 0):", "if False:"),
-            ("mask != jnp.zeros((), mask.dtype)", "mask == jnp.zeros((), mask.dtype)"),
+            ("mask != xp.zeros((), mask.dtype)", "mask == xp.zeros((), mask.dtype)"),
         ],
     ),
     (
@@ -133,7 +133,8 @@ MUTANTS = [
             ("least = window[0] + tokens", "least = window[0]"),
             ("return self.mask.visible(b, h, k + q, k, *ids)", "return self.mask.visible(b, h, q, k, *ids)"),
             ("if cache.key.dtype != key_.dtype:", "if False:"),
-            ("first = jnp.maximum(length - reach, 0)", "first = jnp.maximum(length - reach, 0) + 1"),
+            ("first = jnp.clip(query - reach, 0, length)", "first = jnp.clip(query - reach, 0, length) + 1"),
+            ("first = q_positions.min(-1)", "pass"),
             ("there < length - first,", "there < 0,"),
             ("return bisect.bisect_left(range(most), True, key=hides)", "return most"),
             ("return key_, key_ if value is None", "return key_, query if value is None"),

@@ -262,6 +262,37 @@ def test_a_ring_buffer_knows_what_a_mask_may_show(mask, fits):
     np.testing.assert_allclose(np.concatenate(outs), layer(x, mask=mask), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("position, held", [(7, True), (5, True), (4, False), (2, False)])
+@pytest.mark.parametrize("append", [False, True])
+def test_older_queries_over_a_ring_buffer(append, position, held):
+    """Ten tokens are in a ring of eight. A query that looks back at overwritten ones raises, where
+    it was answered from those that are left (error 0.7).
+    """
+    layer = make(rotary=None, qk_norm=None, gating=None, window=(3, 0), dtype=jnp.float32)
+    x = normal(5, 10, SIZE)
+    sinks = np.asarray(layer.softmax_aux, float)[:, None, None]
+    far = np.arange(10)[:, None] - np.arange(10)
+    hide = lambda z: np.where((far >= 0) & (far <= 3), z, -np.inf)
+    want = reference(layer, x, x, x, hide, sinks=sinks)[position]
+    run = jax.jit(lambda cache, *xs, **kw: layer(*xs, mask="causal", cache=cache, **kw))
+    cache = RingBufferCache.empty(1, 8, *HELD)
+    for i in range(0, 8 if append else 10, 2):
+        cache, _ = run(cache, x[i : i + 2])
+    at = jnp.full(2, position)
+    query = jnp.stack([x[position]] * 2)
+    old = ft.partial(layer, mask="causal", q_positions=at)
+    if append:
+        read = jax.jit(lambda cache: old(query, x[8:], x[8:], cache=cache)[1])
+    else:
+        read = jax.jit(lambda cache: old(query, cache=cache, append=False)[1])
+    if held:
+        got = np.asarray(read(cache))
+        np.testing.assert_allclose(got, np.stack([want] * 2), rtol=0, atol=4e-6)
+    else:
+        with pytest.raises(Exception, match="q_positions are too old"):
+            jax.block_until_ready(read(cache))
+
+
 @pytest.mark.parametrize("window", [None, WINDOW], ids=["mask", "layer"])
 @pytest.mark.parametrize("kept", [12, 11, 7, 6, 2, 0])
 def test_a_ring_buffer_knows_what_truncating_lost(window, kept):

@@ -41,6 +41,8 @@ _RESULTS = {
     "return_weights": "cuDNN never forms the weights",
 }
 _POSITIONS = "q_offset", "q_positions", "kv_positions"
+# No precision, and the names that JAX has for the one of this library.
+_PRECISIONS = None, lax.Precision.DEFAULT, "default", "fastest", "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +216,8 @@ class CuDNNLowering(Lowering):
         dropped = metadata.dropout_prob > 0 and not features.get("inference")
         if dropped or features.get("dropout"):
             return "dropout: its bits are others than those of every other platform"
+        if features.get("precision") not in _PRECISIONS:
+            return f"it has one precision, not {features['precision']}; leave it None"
         if metadata.logits_soft_cap is not None:
             return "logits_soft_cap: it has no soft cap"
         if metadata.softmax_aux is not None:
@@ -266,8 +270,6 @@ class CuDNNLowering(Lowering):
                 f"its head dims are multiples of 8 up to {LARGEST_DIM}, got {dim}; pad queries, "
                 "keys and values, and give softmax_scale"
             )
-        if problem.precision not in (None, lax.Precision.DEFAULT):
-            return f"it has one precision, not {problem.precision}; leave it None"
         if bias is not None:
             lead, wanted = bias.shape[:2], [(1, heads), (batch, heads), (batch, 1)]
             if bias.shape[2:] != (t, s) or lead not in wanted:

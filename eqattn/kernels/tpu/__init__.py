@@ -99,11 +99,15 @@ class TPULowering(Lowering):
             return BlockSizes(queries, side)
         tokens = _cached_tokens(request)
         if page := request.page_size:
-            if request.head_dim > 256:
+            if request.head_dim >= 256:
                 # Only the kernel for few rows copies pages side by side. Other kernels put them
                 # together in registers. With wide heads, such as latents, that took 128 MB of
-                # further memory.
+                # further memory. With 8 heads of 256 numbers, it took more than the 60 MiB that a
+                # kernel may have.
                 queries = max(1, FEW_ROWS // request.group)
+            if request.itemsize == 1 and page < 32:
+                # A register holds 32 tokens of 8 bits, so that pages of fewer are padded to them.
+                tokens //= 2
             together = min(max(tokens // page, 1), -(-request.keys // page))
             return BlockSizes(queries, together * page)
         return BlockSizes(queries, even_block(request.keys, tokens) or side)
