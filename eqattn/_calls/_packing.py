@@ -1,13 +1,53 @@
 """Cuts packed queries, which lie one row after the other, into blocks of one row each."""
 
-from typing import Any, NamedTuple
+import functools as ft
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .._carry import Carry
+from .._jax import explicit_axes, sharding_of
+from .._misc import as_array, as_flag
 from .._output import AttentionOutput
+from .._problem.mesh import without_explicit_axes
 from ..masks._packed import packed_segments
+
+
+_Call = TypeVar("_Call", bound=Callable[..., AttentionOutput])
+
+
+def on_auto_axes(call: _Call) -> _Call:
+    """A decorator of calls that put queries into another order. JAX gives no type to a gather of
+    what an explicit mesh axis shards. So the compiler propagates shardings inside of the call, and
+    its results are sharded as the query is.
+    """
+
+    @ft.wraps(call)
+    def wrapped(query: Any, *args: Any, **kwargs: Any) -> AttentionOutput:
+        query = jnp.asarray(as_array(query, "query"))
+        if not explicit_axes(query):
+            return call(query, *args, **kwargs)
+        lead = sharding_of(query)[:-1]
+        rows, values = P(*lead), P(*lead, None)
+        specs: dict[str, Any] = dict(attention_outputs=values)
+        specs |= dict(logsumexp=rows, carry=(values, rows, rows), max_logits=rows)
+        asked = {n for n in specs if as_flag(kwargs.get(f"return_{n}", False), f"return_{n}")}
+        specs = {n: x for n, x in specs.items() if n in asked | {"attention_outputs"}}
+
+        def run(*given: Any) -> dict[str, Any]:
+            out = call(given[0], *given[1], **given[2])
+            c = out.carry
+            found = {n: getattr(out, n) for n in specs}
+            return found | (dict(carry=(c.numerator, c.denominator, c.max_so_far)) if c else {})
+
+        found = without_explicit_axes(run, (query, args, kwargs), query, specs)
+        carry = Carry(*found.pop("carry")) if "carry" in found else None
+        return AttentionOutput(carry=carry, **found)
+
+    return wrapped  # pyright: ignore[reportReturnType]
 
 
 class Places(NamedTuple):

@@ -19,7 +19,7 @@ from ..masks._padding import KeyPadding
 from ..masks._terms import leaf_terms
 from ..strategies import AttentionImpl
 from ..strategies.ragged import Ragged
-from ._packing import check_strategy, places_of, queries_of
+from ._packing import check_strategy, on_auto_axes, places_of, queries_of
 from .attention import attention
 
 
@@ -30,6 +30,7 @@ class _Groups(NamedTuple):
     prefix: Array  # [b]: how many tokens the group shares of which a row is the first; 0 for one
 
 
+@on_auto_axes
 def cascade_attention(
     query: Float[Array, "b t h d"],
     cache: AbstractCache,

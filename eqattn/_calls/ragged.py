@@ -26,10 +26,11 @@ from ..masks._terms import check_call
 from ..strategies import AttentionImpl
 from ..strategies._on_device import AbstractOnDevice
 from ..strategies.ragged import Ragged
-from ._packing import check_strategy, packed_output, places_of, queries_of
+from ._packing import check_strategy, on_auto_axes, packed_output, places_of, queries_of
 from .attention import attention
 
 
+@on_auto_axes
 def ragged_attention(
     query: Float[Array, "n h d"],
     key_: Float[Array | AbstractStored, "b s k d"],

@@ -7,7 +7,7 @@ import pytest
 from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, Causal, Ragged
+from eqattn import attention, cascade_attention, Causal, Ragged, ragged_attention
 from eqattn.cache import (
     KVCache,
     LatentKVCache,
@@ -100,3 +100,36 @@ def test_values_of_a_sharded_cache():
             cache, out = run(cache, *(place(x[:, part]) for x in (q, k, v)))
             outs.append(np.asarray(out))
     np.testing.assert_allclose(np.concatenate(outs, 1), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [P("dp"), P("dp", None, "tp"), P(None, None, "tp")])
+@pytest.mark.parametrize("name", ["cascade", "packed"])
+def test_calls_that_reorder_queries(name, spec):
+    """A gather of sharded queries has no type, and raised."""
+    rng, rows = np.random.default_rng(0), 4
+    draw = lambda t, heads: rng.standard_normal((rows, t, heads, D)).astype(np.float32)
+    old, new, q = [draw(5, K)] * 2, [draw(1, K) for _ in range(2)], draw(1, H)
+    cache = PagedKVCache.empty(rows, 64, 40, 4, K, D).reserve([6, 0, 0, 0])
+    given = [jnp.asarray(x) for x in (*old, *new)]
+    cache = cache.append(*given[:2], jnp.array([5, 0, 0, 0])).share([1, 2, 3], 0, 5).reserve(1)
+    at = cache.length
+    cache = cache.append(*given[2:])
+
+    @jax.jit
+    def run(q, cache):
+        if name == "cascade":
+            out = cascade_attention(q, cache, q_offset=at, return_carry=True)
+            return out.attention_outputs, out.carry.output()
+        ends, packed = jnp.arange(rows + 1), q.reshape(rows, H, D)
+        keys = cache.key, cache.value, ends, cache.length
+        out = ragged_attention(packed, *keys, Ragged(), return_carry=True)
+        return out.attention_outputs[:, None], out.carry.output()[:, None]
+
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        got = run(jax.device_put(q, NamedSharding(mesh, spec)), cache)
+    keys, values = (np.concatenate([np.repeat(x[:1], rows, 0), y], 1) for x, y in zip(old, new))
+    want, *_ = exact(q, keys, values)
+    for x in got:
+        assert x.sharding.spec[:3] == (*spec, None, None)[:3]
+        np.testing.assert_allclose(x, want, rtol=0, atol=2e-6)

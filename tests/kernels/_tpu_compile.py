@@ -105,6 +105,16 @@ CASES |= {
     "latent prompts": {**LATENT, "queries": 128},
     "latent prompts, pages": {**LATENT, "queries": 128, "page": 64},
     "int8 latent prompts, pages": {**LATENT, "queries": 128, "page": 64, "stored": "int8"},
+    "prompts, pages, wide": {
+        **ROWS,
+        "queries": 64,
+        "kv_heads": 8,
+        "heads": 16,
+        "dim": 256,
+        "values": 256,
+        "tokens": 2048,
+        "page": 64,
+    },
     "long, wide": {"mask": "Causal()", "tokens": 8192, "dim": 256, "values": 256},
     "long window": {
         "mask": "Causal() & SlidingWindow(1000, 0)",
@@ -230,7 +240,8 @@ def compiled(chip: str, case: str):
             dropout_prob=spec.dropout,
             softmax_aux=wrt.get("sinks"),
         )
-        names = {**vars(eqattn), **inputs, **functions(inputs)}
+        public = {name: getattr(eqattn, name) for name in eqattn.__all__}
+        names = {**public, **inputs, **functions(inputs)}
         key, value = kept(wrt["key_"], inputs), kept(wrt["value"], inputs)
         if spec.latent and spec.page:
             key = Pages(Joined(value.content, key.content), inputs["table"])

@@ -333,7 +333,8 @@ def test_garbage_stays_where_it_is_masked(garbage):
     [
         pytest.param(
             "v5e",
-            ("causal", "segments", "bias", "grouped", "tail", "t5", "decode", "int8 pages"),
+            ("causal", "segments", "bias", "grouped", "tail", "t5", "decode", "int8 pages")
+            + ("prompts, pages, wide",),
             marks=pytest.mark.slow,
         ),
         (

@@ -30,7 +30,8 @@ def same_segment(b, h, q, k, i, j):
 
 
 def test_repr_evaluates_back():
-    here = dict(vars(eqattn), same_segment=same_segment)
+    here = {name: getattr(eqattn, name) for name in eqattn.__all__}
+    here |= dict(same_segment=same_segment)
     for mask in (
         Causal() & ~SlidingWindow(4, None, sinks=2),
         Causal(3) | PrefixLM(2) & BlockCausal(4),
