@@ -141,6 +141,14 @@ def test_a_factor_of_a_maximum_may_be_negative(sign):
 
 
 @newest
+def test_a_predicate_may_be_known():
+    """The predicate of a selection is a literal then, which was looked for among variables."""
+    seen = MaskFn(lambda b, h, q, k: jnp.bool_(True))
+    score = lambda: ScoreFn(lambda s, *at: jnp.where(jnp.bool_(False), -s, s * 0.7))
+    judged(score, {}, seen, scale=D**-0.5 * 0.7)
+
+
+@newest
 def test_functions_are_inlined():
     """The compiler takes them and their derivatives, also where these read a visible pair, and a
     learned number unless there is none.

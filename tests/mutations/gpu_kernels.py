@@ -70,6 +70,14 @@ MUTANTS = [
     ),
     (
         "kernels/gpu/_program.py",
+        "kernels/test_gpu_scores.py -k predicate_may_be_known",
+        [
+            ("case = int(at.val) if isinstance(at, Literal) else case", "pass"),
+            ("case = int(at.val)", "case = 1 - int(at.val)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_program.py",
         LEARNED,
         [
             ("known[v] = known.get(v, facts) & facts", "known[v] = facts"),
