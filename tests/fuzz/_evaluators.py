@@ -11,6 +11,7 @@ import numpy as np
 from eqattn import attention, AttentionMetadata, Blockwise
 from eqattn._jax import evaluated, interpret, jaxpr_as_fun
 from eqattn._sweep.attend import attend_p
+from eqattn._sweep.fold_step import FoldStep
 from eqattn._sweep.grid import GridLayout, ROW
 from eqattn._sweep.sweep import sweep_p
 from eqattn.kernels._program import calls, LOG2E
@@ -23,7 +24,6 @@ from eqattn.kernels.tpu import TPULowering
 from eqattn.kernels.tpu._backward_step import TurnedSums
 from eqattn.kernels.tpu._program import Evaluation, Program
 from eqattn.kernels.tpu._turned import TurnedEvaluation
-from eqattn._sweep.fold_step import FoldStep
 
 from ._cases import Case, KEYS
 

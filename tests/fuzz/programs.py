@@ -18,7 +18,6 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from fuzz._cases import Case, Given, turned  # noqa: E402

@@ -149,6 +149,14 @@ def test_a_predicate_may_be_known():
 
 
 @newest
+def test_a_score_may_ignore_its_logit():
+    """The gradient of values then has no product that a kernel could begin with, and has none."""
+    distance = np.abs(np.arange(T)[:, None] - np.arange(S))
+    score = lambda: ScoreFn(lambda s, b, h, q, k: -0.25 * jnp.abs(q - k).astype(s.dtype))
+    judged(score, {}, scale=0.0, slopes=np.full(H, 0.25), distance=distance)
+
+
+@newest
 def test_functions_are_inlined():
     """The compiler takes them and their derivatives, also where these read a visible pair, and a
     learned number unless there is none.
