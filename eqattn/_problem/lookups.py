@@ -77,8 +77,10 @@ class Lookups:
 
 
 def _needed(eqns: Sequence[Any], wanted: Sequence[Any], known: Any) -> list:
-    """Those of the equations that some variables depend on, in order."""
-    needed, kept = {v for v in wanted if not isinstance(v, Literal)}, []
+    """Those of the equations that some variables depend on beyond the `known` ones, in order. What
+    is wanted may be known, too, where all that a function does is to look up.
+    """
+    needed, kept = {v for v in wanted if not isinstance(v, Literal) and v not in known}, []
     for eqn in reversed(eqns):
         if needed & set(eqn.outvars):
             kept.append(eqn)

@@ -141,6 +141,22 @@ def test_a_factor_of_a_maximum_may_be_negative(sign):
 
 
 @newest
+def test_a_predicate_may_be_known():
+    """The predicate of a selection is a literal then, which was looked for among variables."""
+    seen = MaskFn(lambda b, h, q, k: jnp.bool_(True))
+    score = lambda: ScoreFn(lambda s, *at: jnp.where(jnp.bool_(False), -s, s * 0.7))
+    judged(score, {}, seen, scale=D**-0.5 * 0.7)
+
+
+@newest
+def test_a_score_may_ignore_its_logit():
+    """The gradient of values then has no product that a kernel could begin with, and has none."""
+    distance = np.abs(np.arange(T)[:, None] - np.arange(S))
+    score = lambda: ScoreFn(lambda s, b, h, q, k: -0.25 * jnp.abs(q - k).astype(s.dtype))
+    judged(score, {}, scale=0.0, slopes=np.full(H, 0.25), distance=distance)
+
+
+@newest
 def test_functions_are_inlined():
     """The compiler takes them and their derivatives, also where these read a visible pair, and a
     learned number unless there is none.

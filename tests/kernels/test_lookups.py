@@ -111,6 +111,17 @@ def test_lookups_run_in_the_kernels():
     assert kernels(jax.grad(loss, (0, 1, 2, 3)), *arrays(), slopes) >= 2
 
 
+@pytest.mark.parametrize("backend", ["tpu", "cuda"] if jax.__version_info__ >= (0, 12) else ["tpu"])
+def test_a_function_may_be_nothing_but_a_lookup(backend):
+    """What it returns is found then, and was looked up again for each pair, so had no kernel."""
+    dtype, keep, bias = jnp.bfloat16, jnp.asarray(TABLE[:S] > 2), jnp.asarray(TABLE)
+    q, k, v = (x[0].astype(dtype) for x in arrays())
+    mask, score = MaskFn(lambda b, h, q, k: keep[k]), ScoreFn(lambda s, b, h, q, k: bias[h])
+    how = Blockwise(AttentionMetadata(platform="pallas", backend=backend, runtime_dtype=dtype))
+    problem = jax.make_jaxpr(lambda *x: attention(*x, how, mask=mask, score=score))(q, k, v)
+    assert "gather" not in str(problem).partition("visits=")[2]
+
+
 def test_lookups_where_shard_map_tracks_what_varies():
     mesh = jax.make_mesh((2,), ("dp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     dp, rows = jax.sharding.PartitionSpec("dp"), jnp.array([40, 17])

@@ -8,7 +8,16 @@ from _draw import normal
 from _tpu_races import without_races
 from conformance import oracle, oracle_masks as om
 
-from eqattn import ALiBi, attention, AttentionMetadata, Blockwise, Causal, Segments, SlidingWindow
+from eqattn import (
+    ALiBi,
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    ScoreFn,
+    Segments,
+    SlidingWindow,
+)
 from eqattn._sweep.products import dot
 from eqattn.kernels.tpu import _backward_step as _step
 from eqattn.kernels.tpu._program import Program
@@ -79,6 +88,23 @@ def test_races_and_memory_that_nothing_wrote(steps):
     got, count = without_races(f("interpret"), q, k, v)
     assert count == 2 and len(steps) == 1
     want = jax.tree.leaves(f("xla")(q, k, v))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_number_of_each_head(steps):
+    """It is a block `[1, 1]`, and was cut as if it were one of keys."""
+    q, k, v = (normal(i, 1, T, 2, 8) for i in range(3))
+    most = jnp.array([0.2, -0.3])
+    score = ScoreFn(lambda s, b, h, q, k: jnp.where(s > most[h], s, most[h]))
+
+    def run(platform):
+        strategy = Blockwise(how(platform=platform))
+        f = lambda *x: (attention(*x, strategy, score=score).attention_outputs ** 2).sum()
+        return jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v)
+
+    got, want = run("interpret"), run("xla")
+    assert len(steps) == 1
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 

@@ -69,6 +69,19 @@ MUTANTS = [
         [("isinstance(factor, float | np.floating) and factor > 0", "factor is not None")],
     ),
     (
+        "kernels/gpu/_sum_program.py",
+        "kernels/test_gpu_scores.py -k ignore_its_logit",
+        [("if not any(eqn.primitive is dot_p for eqn in eqns):", "if False:")],
+    ),
+    (
+        "kernels/gpu/_program.py",
+        "kernels/test_gpu_scores.py -k predicate_may_be_known",
+        [
+            ("case = int(at.val) if isinstance(at, Literal) else case", "pass"),
+            ("case = int(at.val)", "case = 1 - int(at.val)"),
+        ],
+    ),
+    (
         "kernels/gpu/_program.py",
         LEARNED,
         [

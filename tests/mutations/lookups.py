@@ -18,6 +18,11 @@ MUTANTS = [
         ],
     ),
     (
+        "_problem/lookups.py",
+        "kernels/test_lookups.py -k nothing_but",
+        [("for v in wanted if not isinstance(v, Literal) and v not in known}", "for v in wanted if not isinstance(v, Literal)}")],
+    ),
+    (
         "kernels/tpu/__init__.py",
         "kernels/test_tpu.py -k 'no_kernel or known or long'",
         [

@@ -27,6 +27,11 @@ MUTANTS = [
         ],
     ),
     (
+        "kernels/tpu/_turned.py",
+        "kernels/test_tpu_backward.py -k number_of_each",
+        [("if x.size == 1:  # also", "if x.ndim == 0:  # also")],
+    ),
+    (
         "kernels/tpu/_sides.py",
         "kernels/test_tpu_values.py kernels/test_tpu_backward.py kernels/test_tpu_abreast.py",
         [

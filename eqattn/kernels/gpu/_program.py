@@ -82,6 +82,8 @@ class BlockProgram:
             (facts,), (which, *cases) = facts, eqn.invars
             at, roots = self.root(which), [self.root(x) for x in cases]
             case = next((i for v, i in facts if v is at), None)
+            # A predicate that is a literal picks the same case everywhere, and no fact names it.
+            case = int(at.val) if isinstance(at, Literal) else case
             case = 0 if all(x is roots[0] for x in roots) else case
             if case is not None:
                 self.settled[eqn.outvars[0]] = cases[case]

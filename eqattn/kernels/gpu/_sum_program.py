@@ -170,6 +170,8 @@ class SumProgram(BlockProgram):
         if any(self.gradients[i] is None for i in wanted):
             return "a gradient that is not that of queries, keys or values"
         eqns, _ = self.needed([self.gradient(i).pairs for i in wanted])
+        if not any(eqn.primitive is dot_p for eqn in eqns):
+            return "a score that ignores its logit"  # a kernel waits for the matrices of a product
         for eqn in eqns:
             if eqn.primitive is dot_p:
                 try:

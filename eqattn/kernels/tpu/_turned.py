@@ -57,8 +57,8 @@ class TurnedEvaluation(Evaluation):
 
     def _broadcast(self, v: Any, x: Any, factor: float | None) -> Any:
         """The window of a broadcast `v` of `x`: one number, or those of the rows or of the keys."""
-        if x.ndim == 0:
-            return self._repeated(x, v.aval.shape)
+        if x.size == 1:  # also if it has axes, which are those of neither keys nor rows
+            return self._repeated(x.reshape(()), v.aval.shape)
         if x.ndim == 1:
             (axis,) = self.program.maker(v).params["broadcast_dimensions"]
             of_keys, row = bool(axis == 0), x.reshape(1, -1)
