@@ -214,20 +214,26 @@ def test_a_cascade_with_masks_and_scores(causal, tokens, x64):
         rng.standard_normal((5, HEADS)),
     )
     per_key, hidden = rng.standard_normal((CAPACITY, 3)), rng.integers(0, CAPACITY, 5, np.int32)
-    slopes = np.linspace(0.1, 0.4, HEADS)
+    slopes, per_token = np.linspace(0.1, 0.4, HEADS), rng.standard_normal(tokens)
     cap = 2.5
 
     def near(b, h, q, k, key):
         return (q - k < 9 + b) & (k != key)
 
-    def product(s, b, h, q, k, x, y, z):
-        return s + x @ y + z * jnp.sin(0.3 * q.astype(s.dtype)) * b.astype(s.dtype)
+    def product(s, b, h, q, k, x, y, z, w):
+        return (
+            s
+            + w * k.astype(s.dtype) / CAPACITY
+            + x @ y
+            + z * jnp.sin(0.3 * q.astype(s.dtype)) * b.astype(s.dtype)
+        )
 
     @jax.jit
     def run(cache, query):
         offset = cache.length
         cache = cache.append(*new, counts)
         operands = Operand(per_query, "bhtf"), Operand(per_key, "sf"), Operand(per_head, "bh")
+        operands += (Operand(per_token, "t"),)  # the same in all rows
         out = cascade_attention(
             query,
             cache,
@@ -253,6 +259,7 @@ def test_a_cascade_with_masks_and_scores(causal, tokens, x64):
     logits = cap * np.tanh(logits / cap) - slopes[:, None, None] * np.abs(q - k)[:, None]
     logits = logits + np.einsum("bhtf,sf->bhts", per_query, per_key)
     logits = logits + (per_head[..., None, None] * np.sin(0.3 * q)[:, None] * b[:, None])
+    logits = logits + per_token[:, None] * k / CAPACITY
     logits = np.where(seen[:, None], logits, -np.inf)[LIVE]
     most = logits.max(-1, keepdims=True)
     e = np.exp(logits - most)
