@@ -6,6 +6,7 @@ So a mask without arrays has no leaves, and equal masks have equal treedefs. Mas
 """
 
 import typing as _typing
+from collections.abc import Callable as _Callable
 
 from .._misc import late_imports as _late_imports
 from .._pairs import Operand as Operand
@@ -36,6 +37,8 @@ if _typing.TYPE_CHECKING:
 
 
 # Few programs use these, and making their classes takes a tenth of the time of an import.
+__getattr__: _Callable[[str], _typing.Any]
+__dir__: _Callable[[], list[str]]
 __getattr__, __dir__ = _late_imports(
     __name__,
     {

@@ -44,7 +44,7 @@ def test_info(capsys):
     assert alone == ["all_gather", "ring", "ulysses"] and "one device" not in found["ragged"]
     lowerings = fields(text, "code for blockwise")
     assert lowerings["tpu xla"] == "yes" == lowerings["tpu pallas"]
-    assert lowerings["cuda pallas"].endswith("bfloat16 and float16, not float32")
+    assert "bfloat16 and float16, not float32" in lowerings["cuda pallas"]
     assert "not been measured" in lowerings["cuda auto"]
     assert "no Pallas kernel" in lowerings["rocm pallas"]
 
@@ -105,7 +105,10 @@ def test_info_says_why_not(capsys):
     assert fields(text, "strategies")["dense"].startswith("would run")
     assert main(["info", "--no-compile", "--dtype", "bfloat16", "--queries", "64"]) == 0
     kernels = fields(capsys.readouterr().out, "code for blockwise")["cuda pallas"]
-    assert "forward eqattn_fold" in kernels and "query eqattn_sum_rows" in kernels
+    if jax.__version_info__ >= (0, 12):
+        assert "forward eqattn_fold" in kernels and "query eqattn_sum_rows" in kernels
+    else:
+        assert "written for jax 0.12" in kernels
     assert main(["info", "--no-compile", "--platform", "pallas"]) == 0
     assert "no Pallas kernel" in fields(capsys.readouterr().out, "runs")["nothing"]
 
