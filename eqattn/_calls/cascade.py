@@ -97,7 +97,7 @@ def cascade_attention(
     if offset.shape != (b,):
         raise ValueError(f"q_offset must be integers [b] = {(b,)}, got shape {offset.shape}.")
     block_q = min(as_int(block_q, "block_q", least=1, static=True).value, max(b * t, 1))
-    fields = dict(return_max_logits=as_flag(return_max_logits, "return_max_logits"))
+    wants_largest = as_flag(return_max_logits, "return_max_logits")
     groups = _groups_of(key.table, offset, key.page_size)
     shown = KeyPadding(cache.length, groups.prefix[groups.leader])
     for more in (Causal() if as_flag(causal, "causal") else None, mask):
@@ -111,9 +111,9 @@ def cascade_attention(
         score=scores or None,
         q_offset=offset,
         return_carry=True,
-        **fields,
+        return_max_logits=wants_largest,
     )
-    pairs = mask, scores, fields
+    pairs = mask, scores, wants_largest
     shared = _over_prefixes(query, key, value, strategy, block_q, groups, offset, pairs)
     assert own.carry is not None and shared.carry is not None
     carry = own.carry.merge(shared.carry)
@@ -162,7 +162,7 @@ def _over_prefixes(
     block_q: int,
     groups: _Groups,
     offset: Array,
-    pairs: tuple[AbstractMask | None, Any, dict[str, bool]],
+    pairs: tuple[AbstractMask | None, Any, bool],
 ) -> AttentionOutput:
     """Attention over the keys that `groups` of rows share, without sinks, for queries
     `[b, t, h, d]` in blocks of `block_q`.
@@ -171,9 +171,9 @@ def _over_prefixes(
 
     - `offset`: the position of the first query of each row, `[b]`. All keys that are shared lie
         before it, so all of them are visible where the order of positions decides.
-    - `pairs`: the mask and the scores of the call, and the fields that are asked for.
+    - `pairs`: the mask and the scores of the call, and whether largest logits are asked for.
     """
-    mask, scores, fields = pairs
+    mask, scores, wants_largest = pairs
     whole = strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)
     b, t, *heads = query.shape
     # Queries are packed in the order of their leaders; those of leader i are one row of the pack.
@@ -196,7 +196,7 @@ def _over_prefixes(
         score=scores_of_rows(scores, rows, query.dtype) or None,
         q_positions=offset[row] + token,
         return_carry=True,
-        **fields,
+        return_max_logits=wants_largest,
     )
     at, back = (place.token_block, place.token_offset), jnp.argsort(order)
     unpack = lambda x: x[at].reshape(b, t, *x.shape[2:])[back]

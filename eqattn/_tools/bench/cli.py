@@ -152,7 +152,8 @@ def _processor() -> str:
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        found = dict(map(str.strip, x.split(":", 1)) for x in lines if ":" in x)
+        pairs = (x.partition(":") for x in lines)
+        found = {name.strip(): value.strip() for name, _, value in pairs}
         return f"{found['model name']} (family {found['cpu family']}, model {found['model']})"
     except (OSError, KeyError):
         return platform.processor() or platform.machine()
