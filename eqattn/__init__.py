@@ -10,6 +10,7 @@ from ._carry import Carry as Carry
 from ._config.metadata import AttentionMetadata as AttentionMetadata
 from ._config.partition import PartitionAxis as PartitionAxis, PartitionManager as PartitionManager
 from ._config.platform import Backend as Backend, Platform as Platform, RuntimeMode as RuntimeMode
+from ._misc import late_imports as _late_imports
 from ._output import AttentionOutput as AttentionOutput
 from ._ring.layout import (
     AbstractRingLayout as AbstractRingLayout,
@@ -113,18 +114,17 @@ _LATE = {
 _MODULE_OF = {name: module for module, names in _LATE.items() for name in names.split()}
 
 
+_late_name, _late_dir = _late_imports(__name__, _MODULE_OF)
+
+
 def __getattr__(name: str) -> _typing.Any:
     if name in _ROOMS:
         return _importlib.import_module(f".{name}", __name__)
-    if name in _MODULE_OF:
-        value = getattr(_importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _late_name(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS, *_MODULE_OF})
+    return sorted({*_late_dir(), *_ROOMS})
 
 
 # Without it, a star would import late names only if something had asked for them before. A type

@@ -5,15 +5,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .._carry import Carry
-from .._jax import explicit_axes, sharding_of
+from .._jax import explicit_axes
 from .._misc import as_array, as_flag
 from .._output import AttentionOutput
 from .._problem.mesh import without_explicit_axes
 from ..masks._packed import packed_segments
+from ..strategies._explicit_axes import result_specs
+from ..strategies._results import as_output
 
 
 _Call = TypeVar("_Call", bound=Callable[..., AttentionOutput])
@@ -30,22 +31,20 @@ def on_auto_axes(call: _Call) -> _Call:
         query = jnp.asarray(as_array(query, "query"))
         if not explicit_axes(query):
             return call(query, *args, **kwargs)
-        lead = sharding_of(query)[:-1]
-        rows, values = P(*lead), P(*lead, None)
-        specs: dict[str, Any] = dict(attention_outputs=values)
-        specs |= dict(logsumexp=rows, carry=(values, rows, rows), max_logits=rows)
-        asked = {n for n in specs if as_flag(kwargs.get(f"return_{n}", False), f"return_{n}")}
-        specs = {n: x for n, x in specs.items() if n in asked | {"attention_outputs"}}
+        names = ("logsumexp", "carry", "max_logits")
+        asked = (n for n in names if as_flag(kwargs.get(f"return_{n}", False), f"return_{n}"))
+        wanted, specs = ["outputs", *asked], result_specs(query)
 
-        def run(*given: Any) -> dict[str, Any]:
-            out = call(given[0], *given[1], **given[2])
-            c = out.carry
-            found = {n: getattr(out, n) for n in specs}
-            return found | (dict(carry=(c.numerator, c.denominator, c.max_so_far)) if c else {})
+        def run(query: Array, args: Any, kwargs: Any) -> dict[str, Any]:
+            out = call(query, *args, **kwargs)
+            found: dict[str, Any] = {n: getattr(out, n) for n in names}
+            found["outputs"] = out.attention_outputs
+            if (c := out.carry) is not None:
+                found["carry"] = c.numerator, c.denominator, c.max_so_far
+            return {n: found[n] for n in wanted}
 
-        found = without_explicit_axes(run, (query, args, kwargs), query, specs)
-        carry = Carry(*found.pop("carry")) if "carry" in found else None
-        return AttentionOutput(carry=carry, **found)
+        specs = {n: specs[n] for n in wanted}
+        return as_output(without_explicit_axes(run, (query, args, kwargs), query, specs))
 
     return wrapped  # pyright: ignore[reportReturnType]
 

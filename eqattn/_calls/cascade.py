@@ -88,7 +88,8 @@ def cascade_attention(
         Juravsky et al., *Hydragen: High-Throughput LLM Inference with Shared Prefixes*, 2024
         (arXiv:2402.05099).
     """
-    key, mask, scores = _checked(cache, strategy, as_mask(mask)), as_mask(mask), as_scores(score)
+    mask, scores = as_mask(mask), as_scores(score)
+    key = _checked(cache, strategy, mask)
     query = jnp.asarray(as_array(query, "query"))
     value = key.first or cache.value
     check_shapes(query, key, value)

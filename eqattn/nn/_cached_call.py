@@ -135,13 +135,13 @@ def appended(
             f"with dtype=jnp.{key_.dtype}."
         )
     q_positions, counts = of_rows
-    overwrites, first = cache.overwrites, cache.length
-    reach = _reach(cache, key_.shape[1], window, mask, heads) if overwrites else 0
-    if q_positions is not None and q_positions.shape[-1]:
-        first = q_positions.min(-1)
-    cache = cache.append(key_, value, counts)
-    if overwrites:
-        cache = _checked(cache, first, reach)
+    if not cache.overwrites:
+        cache = cache.append(key_, value, counts)
+    else:
+        first, reach = cache.length, _reach(cache, key_.shape[1], window, mask, heads)
+        if q_positions is not None and q_positions.shape[-1]:
+            first = q_positions.min(-1)
+        cache = _checked(cache.append(key_, value, counts), first, reach)
     return cache, cache.mask() if mask is None else mask & cache.mask()
 
 

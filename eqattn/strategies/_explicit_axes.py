@@ -27,18 +27,24 @@ def known_partition(q: Array, *others: Any) -> tuple[Any, ...]:
     return None if any(rest) else batch, heads, idle
 
 
-def sharded_as_query(run: Callable, args: tuple, wanted: Sequence[str]) -> dict:
-    """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
-    _, q, _, v, _ = args
+def result_specs(q: Array, features: Any = None) -> dict[str, Any]:
+    """The specs of all results by name, if they are sharded like the query. The `features` are the
+    mesh axes that shard those of the values.
+    """
     *batch, t, heads, _ = sharding_of(q)
-    numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
-    features = sharding_of(numbers[0])[-1] if numbers else None
     rows, values = P(*batch, t, heads), P(*batch, t, heads, features)
-    specs = {
+    return {
         "outputs": values,
         "weights": P(*batch, heads, t, None),
         "logsumexp": rows,
         "carry": (values, rows, rows),
         "max_logits": rows,
     }
+
+
+def sharded_as_query(run: Callable, args: tuple, wanted: Sequence[str]) -> dict:
+    """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
+    _, q, _, v, _ = args
+    numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
+    specs = result_specs(q, sharding_of(numbers[0])[-1] if numbers else None)
     return without_explicit_axes(run, args, q, {name: specs[name] for name in wanted})

@@ -28,7 +28,7 @@ from ..masks._terms import check_positions, split_list
 from ..scores._bias import as_bias
 from ._base import AttentionImpl
 from ._checks import check_precision, choose_bias, choose_dropout_key
-from ._results import attended, finish
+from ._results import as_output, attended, finish
 
 
 class AbstractFoldStrategy(AttentionImpl):
@@ -344,13 +344,7 @@ def _output_of(args: tuple[Any, ...], wanted: Sequence[str]) -> AttentionOutput:
         results = sharded_as_query(run, args, wanted)
     else:
         results = _computed(*args, partition=None, wanted=wanted)
-    return AttentionOutput(
-        attention_weights=results.get("weights"),
-        attention_outputs=results["outputs"],
-        logsumexp=results.get("logsumexp"),
-        carry=Carry(*results["carry"]) if "carry" in results else None,
-        max_logits=results.get("max_logits"),
-    )
+    return as_output(results)
 
 
 def _computed(

@@ -1,6 +1,6 @@
 """The results of a call, from its Carry or from rows that are finished already."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._carry import Carry
+from .._output import AttentionOutput
 from .._problem.problem import Problem
 
 
@@ -16,6 +17,17 @@ def attended(spec: Problem, output: Array, logsumexp: Array | None) -> dict[str,
     both = {"outputs": output} | ({} if logsumexp is None else {"logsumexp": logsumexp})
     shapes = {name: (*spec.batch_shape, *x.shape[1:]) for name, x in both.items()}
     return {name: lambda name=name: both[name].reshape(shapes[name]) for name in both}
+
+
+def as_output(results: Mapping[str, Any]) -> AttentionOutput:
+    """The output that has these results, by name. A Carry is a tuple of its arrays."""
+    return AttentionOutput(
+        attention_weights=results.get("weights"),
+        attention_outputs=results["outputs"],
+        logsumexp=results.get("logsumexp"),
+        carry=Carry(*results["carry"]) if "carry" in results else None,
+        max_logits=results.get("max_logits"),
+    )
 
 
 def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any) -> dict[str, Callable]:
