@@ -2,6 +2,7 @@
 what attention over them is.
 """
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,73 +203,109 @@ def test_a_cascade_is_attention_row_by_row(kind, tokens, block_q, x64):
     np.testing.assert_allclose(logsumexp[LIVE], want.lse[LIVE], rtol=0, atol=1e-13)
 
 
+def near(b, h, q, k, key):
+    return (q - k < 9 + b) & (k != key)
+
+
+def product(s, b, h, q, k, x, y, z, w):
+    wave = jnp.sin(0.3 * q.astype(s.dtype)) * b.astype(s.dtype)
+    return s + w * k.astype(s.dtype) / CAPACITY + x @ y + z * wave
+
+
+def in_matrices(given, keys, values, seen, offset):
+    """The output, the logsumexp and the largest logit of live rows; numbers may be complex."""
+    b, k = np.arange(5)[:, None, None], np.arange(CAPACITY)
+    q = offset[:, None, None] + np.arange(given["query"].shape[1])[:, None]
+    logits = np.einsum("bthd,bshd->bhts", given["query"], np.repeat(keys, HEADS // 2, 2))
+    logits = given["cap"] * np.tanh(logits * DIM**-0.5 / given["cap"])
+    logits = logits - given["slopes"][:, None, None] * np.abs(q - k)[:, None]
+    logits = logits + np.einsum("bhtf,sf->bhts", given["per_query"], given["per_key"])
+    logits = logits + given["per_head"][..., None, None] * np.sin(0.3 * q)[:, None] * b[:, None]
+    logits = logits + given["per_token"][:, None] * k / CAPACITY
+    logits = np.where(seen[:, None], logits, -np.inf)[LIVE]
+    most = logits.real.max(-1, keepdims=True)
+    e = np.exp(logits - most)
+    out = np.einsum("bhts,bshv->bthv", e, np.repeat(values, HEADS // 2, 2)[LIVE])
+    out = out / e.sum(-1).swapaxes(1, 2)[..., None]
+    return out, (np.log(e.sum(-1)) + most[..., 0]).swapaxes(1, 2), most[..., 0].swapaxes(1, 2)
+
+
 @pytest.mark.parametrize("causal, tokens", [(True, 1), (True, 3), (False, 3)])
 def test_a_cascade_with_masks_and_scores(causal, tokens, x64):
-    """A window, functions of the row, arrays per row, head and query, and per key."""
+    """A window, functions of the row, arrays per row, head and query, and per key. Derivatives along
+    each input, of the pages too, are those that a complex step of the matrices finds.
+    """
     cache, new = filled("plain", tokens, jnp.float64)
     counts = jnp.asarray(COUNTS * tokens, jnp.int32)
     rng = np.random.default_rng(2)
-    query = rng.standard_normal((5, tokens, HEADS, DIM))
-    per_query, per_head = (
-        rng.standard_normal((5, HEADS, tokens, 3)),
-        rng.standard_normal((5, HEADS)),
+    draw = rng.standard_normal
+    given = dict(
+        query=draw((5, tokens, HEADS, DIM)),
+        per_query=draw((5, HEADS, tokens, 3)),
+        per_head=draw((5, HEADS)),
+        per_key=draw((CAPACITY, 3)),
+        per_token=draw(tokens),
+        slopes=np.linspace(0.1, 0.4, HEADS),
+        cap=np.float64(2.5),
+        pages=(cache.key_pages, cache.value_pages),
     )
-    per_key, hidden = rng.standard_normal((CAPACITY, 3)), rng.integers(0, CAPACITY, 5, np.int32)
-    slopes, per_token = np.linspace(0.1, 0.4, HEADS), rng.standard_normal(tokens)
-    cap = 2.5
+    hidden, offset = rng.integers(0, CAPACITY, 5, np.int32), np.asarray(cache.length)
 
-    def near(b, h, q, k, key):
-        return (q - k < 9 + b) & (k != key)
+    def appended(pages, new):
+        held = eqx.tree_at(lambda c: (c.key_pages, c.value_pages), cache, pages)
+        return held.append(*new, counts)
 
-    def product(s, b, h, q, k, x, y, z, w):
-        return (
-            s
-            + w * k.astype(s.dtype) / CAPACITY
-            + x @ y
-            + z * jnp.sin(0.3 * q.astype(s.dtype)) * b.astype(s.dtype)
-        )
-
-    @jax.jit
-    def run(cache, query):
-        offset = cache.length
-        cache = cache.append(*new, counts)
-        operands = Operand(per_query, "bhtf"), Operand(per_key, "sf"), Operand(per_head, "bh")
-        operands += (Operand(per_token, "t"),)  # the same in all rows
+    def run(given):
+        given = jax.tree.map(jnp.asarray, given)
+        axes = dict(per_query="bhtf", per_key="sf", per_head="bh", per_token="t")  # x, y, z, w
         out = cascade_attention(
-            query,
-            cache,
-            Ragged(AttentionMetadata(logits_soft_cap=cap)),
+            given["query"],
+            appended(given["pages"], new),
+            Ragged(AttentionMetadata(logits_soft_cap=given["cap"])),
             q_offset=offset,
             mask=SlidingWindow(11, None) & MaskFn(near, arrays=(Operand(hidden, "b"),)),
             causal=causal,
-            score=[ALiBi(slopes), ScoreFn(product, operands)],
+            score=[
+                ALiBi(given["slopes"]),
+                ScoreFn(product, tuple(Operand(given[n], a) for n, a in axes.items())),
+            ],
             block_q=4,
             return_logsumexp=True,
             return_max_logits=True,
         )
-        keys, values = cache.key.materialise(), cache.value.materialise()
-        return out.attention_outputs, out.logsumexp, out.max_logits, keys, values, offset
+        return [x[LIVE] for x in (out.attention_outputs, out.logsumexp, out.max_logits)]
 
-    out, logsumexp, largest, keys, values, offset = map(np.asarray, run(cache, query))
-    k = np.arange(CAPACITY)
+    @jax.jit
+    def materialised(pages, new):
+        held = appended(pages, new)
+        return held.key.materialise(), held.value.materialise()
+
+    keys, values = map(np.asarray, materialised(given["pages"], new))
+    b, k = np.arange(5)[:, None, None], np.arange(CAPACITY)
     q = offset[:, None, None] + np.arange(tokens)[:, None]
-    b = np.arange(5)[:, None, None]
     seen = (k <= q) if causal else (k < (offset + COUNTS * tokens)[:, None, None])
     seen = seen & (q - k <= 11) & (q - k < 9 + b) & (k != hidden[:, None, None])
-    logits = np.einsum("bthd,bshd->bhts", query, np.repeat(keys, HEADS // 2, 2)) * DIM**-0.5
-    logits = cap * np.tanh(logits / cap) - slopes[:, None, None] * np.abs(q - k)[:, None]
-    logits = logits + np.einsum("bhtf,sf->bhts", per_query, per_key)
-    logits = logits + (per_head[..., None, None] * np.sin(0.3 * q)[:, None] * b[:, None])
-    logits = logits + per_token[:, None] * k / CAPACITY
-    logits = np.where(seen[:, None], logits, -np.inf)[LIVE]
-    most = logits.max(-1, keepdims=True)
-    e = np.exp(logits - most)
-    want = np.einsum("bhts,bshv->bthv", e, np.repeat(values, HEADS // 2, 2)[LIVE])
-    want = want / e.sum(-1).swapaxes(1, 2)[..., None]
-    np.testing.assert_allclose(out[LIVE], want, rtol=0, atol=1e-13)
-    want = (np.log(e.sum(-1)) + most[..., 0]).swapaxes(1, 2)
-    np.testing.assert_allclose(logsumexp[LIVE], want, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(largest[LIVE], most[..., 0].swapaxes(1, 2), rtol=0, atol=1e-6)
+    want = in_matrices(given, keys, values, seen, offset)
+    for x, y, atol in zip(jax.jit(run)(given), want, (1e-13, 1e-13, 1e-6)):
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol)
+
+    cts = [draw(x.shape) for x in want[:2]]
+    loss = lambda given: sum((x * ct).sum() for x, ct in zip(run(given), cts))
+    grads, step = jax.jit(jax.grad(loss))(given), 1e-30
+    for name, grad in grads.items():
+        along = jax.tree.map(lambda x: draw(np.shape(x)), given[name])
+        moved, pair = dict(given), (keys, values)
+        if name == "pages":
+            turned = materialised(jax.tree.map(jnp.asarray, along), [0 * x for x in new])
+            pair = [x + 1j * step * np.asarray(d) for x, d in zip(pair, turned)]
+        else:
+            moved[name] = given[name] + 1j * step * along
+        found = in_matrices(moved, *pair, seen, offset)
+        slope = sum((x.imag / step * ct).sum() for x, ct in zip(found, cts))
+        got = sum(
+            jax.tree.leaves(jax.tree.map(lambda g, d: np.sum(np.asarray(g) * d), grad, along))
+        )
+        np.testing.assert_allclose(got, slope, rtol=1e-10, atol=1e-11, err_msg=name)
 
 
 def test_a_page_that_rows_share_in_part(x64):
