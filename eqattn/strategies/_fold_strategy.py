@@ -113,10 +113,15 @@ class AbstractFoldStrategy(AttentionImpl):
         reason = kernels.unsupported_dtype(problem.query.dtype)
         from ._in_kernels import untried_in  # with what only kernels need
 
-        reason = reason or untried_in(kernels, problem.mask, problem.scores)
+        apart = self._counts_up(problem.q_positions, problem.kv_positions)
+        reason = reason or untried_in(kernels, problem.mask, problem.scores, apart)
         if reason and kernels.required:
             raise ValueError(self._without_kernel(kernels, reason))
         return XLA if reason else kernels
+
+    def _counts_up(self, *positions: Any) -> bool:
+        """Whether kernels may read what depends on `q - k` by diagonals, for some sizes."""
+        return not (self.fixed or self.reads_stored) and all(x is None for x in positions)
 
     def _kernels(self) -> Lowering | None:
         """The kernels of the platform and the device that the metadata name, if there are any."""
@@ -233,7 +238,8 @@ class AbstractFoldStrategy(AttentionImpl):
         from ._in_kernels import known_refusal
 
         compiled = self.metadata.platform is Platform.PALLAS
-        reason = known_refusal(kernels, mask, scores, dtype, compiled)
+        apart = self._counts_up(features.get("q_positions"), features.get("kv_positions"))
+        reason = known_refusal(kernels, mask, scores, dtype, compiled, apart)
         return reason and self._without_kernel(kernels, reason)
 
     def _check_features(self, features: Mapping[str, Any]) -> None:

@@ -48,7 +48,8 @@ AXES: dict[str, tuple] = {
     "block": ((1, 1), (1, 16), (5, 3), (16, 16), (16, 7), (128, 128), (1000, 16)),
     "bias": ("none", "full", "heads", "keys", "rows", "batch", "unbatched"),
     # "lookup": ALiBi as a function of a user's own, which reads the slope of its head in a table.
-    "score": ("none", "alibi", "t5", "t5_causal", "both", "features", "lookup"),
+    # "differences": a user's own bias, which reads a table by the difference of the positions.
+    "score": ("none", "alibi", "t5", "t5_causal", "both", "features", "lookup", "differences"),
     "heads": ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1)),
     "dims": ((8, 8), (4, 7), (16, 8), (1, 3)),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
@@ -112,14 +113,15 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
             "dtype": ("float32", "float64"),
             "operands": ("float64",),
             # A table is gathered from, or there are features.
-            "score": ("t5", "t5_causal", "both", "features"),
+            "score": ("t5", "t5_causal", "both", "features", "differences"),
         }
         for name in ("gpu", "gpu_ragged")
     },
     "triton": {
         "dtype": ("float64",),
         "operands": ("float64",),
-        "score": ("t5", "t5_causal", "both", "features"),  # as above, but for functions
+        # As above, but for functions.
+        "score": ("t5", "t5_causal", "both", "features", "differences"),
     },
 }
 
@@ -242,7 +244,8 @@ def of_the_gpu(strength: int) -> tuple[Case, ...]:
     other = {
         "dtype": {"float32": "bfloat16", "float64": "float16"},
         "operands": {"float64": "float32"},
-        "score": {"t5": "none", "t5_causal": "lookup", "both": "alibi", "features": "none"},
+        "score": {"t5": "none", "t5_causal": "lookup", "both": "alibi", "features": "none"}
+        | {"differences": "lookup"},
         "block": {(1000, 16): (16, 64)},  # which kernels read where they lie
     }
     # Vectors that are read where they lie are multiples of 16 numbers.

@@ -33,7 +33,7 @@ KERNEL = Metadata(platform="pallas", backend="tpu")
 HOPPER = Metadata(platform="pallas", backend="cuda")
 TRITON = Metadata(platform="pallas", backend="triton")
 SCORE_FN = ScoreFn(lambda logit, b, h, q, k: logit)
-GATHERS = ScoreFn(lambda logit, b, h, q, k: logit + TABLE[q - k].astype(logit.dtype))
+GATHERS = ScoreFn(lambda logit, b, h, q, k: logit + TABLE[q * k].astype(logit.dtype))
 PLAIN = Blockwise(Metadata())
 FOUND_LATE = "gather", "written for jax 0.12"  # as the program is lowered, with another message
 
@@ -118,11 +118,16 @@ CASES = {
         None,
     ),
     "kernel of a function that gathers": (Blockwise(KERNEL), dict(score=GATHERS), "ScoreFn has a"),
-    "kernel of a table": (Blockwise(KERNEL), dict(score=T5Bias(jnp.zeros((32, 4)))), "gather"),
+    "kernel of a table": (Blockwise(KERNEL), dict(score=T5Bias(jnp.zeros((32, 4)))), None),
+    "kernel of differences": (
+        Blockwise(KERNEL),
+        dict(mask=MaskFn(lambda b, h, q, k: TABLE[q - k] > 3)),
+        None,
+    ),
     "kernel of a tree": (Blockwise(KERNEL), dict(mask=Tree(TABLE - 1)), None),
     "kernel that gathers": (
         Blockwise(KERNEL),
-        dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q - k] >= k)),
+        dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q * k] >= k)),
         "gather",
     ),
     "kernel that looks up": (
