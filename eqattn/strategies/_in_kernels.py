@@ -46,6 +46,8 @@ def known_refusal(
     - `dtype`: that of the queries, or None for any.
     - `compiled`: whether kernels are compiled, as interpreted ones may hold any operation.
     """
+    # Without x64, a call sees arrays of 64 bits as arrays of 32.
+    dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     reason = "" if dtype is None else kernels.unsupported_dtype(dtype)
     reason = reason or untried_in(kernels, mask, scores)
     if compiled:
