@@ -141,6 +141,13 @@ MUTANTS = [
         ],
     ),
     (
+        "kernels/gpu/_sums.py",
+        "kernels/test_gpu_tokens.py -k large_tiles",
+        [
+            ("(head % large == 0 or large % head == 0)", "True"),
+        ],
+    ),
+    (
         "kernels/gpu/_backward.py",
         MASKED,
         [
