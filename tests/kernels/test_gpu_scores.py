@@ -12,7 +12,7 @@ import pytest
 from _gpu_lowered import kernels, text_of
 from conformance import bound, oracle, oracle_masks as om
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, MaskFn, ScoreFn
+from eqattn import ALiBi, attention, AttentionMetadata, Blockwise, Causal, MaskFn, ScoreFn
 from eqattn.kernels.gpu import _operations as operations
 
 
@@ -119,6 +119,26 @@ def test_a_factor_behind_an_odd_score(factor):
     exact: Any = oracle.Problem(*[np.float64(x) for x in (q, k, v)], **problem)
     want = bound.values(exact, bound.precision_of(jnp.bfloat16))["out"]
     assert bound.excess(np.asarray(got), want) <= 1
+
+
+@newest
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-15, 0.3])
+def test_what_is_added_is_divided_by_the_scale(scale, backend):
+    """It must keep its sign and stay finite, whatever the scale is."""
+    slopes, (q, k, v) = jnp.array([0.05, 0.2]), arrays()
+    fields = dict(softmax_scale=jnp.float32(scale), runtime_dtype=jnp.bfloat16)
+    how = Blockwise(AttentionMetadata(platform="interpret", backend=backend, **fields))
+    run = lambda *xs: attention(*xs, how, score=ALiBi(slopes), mask=Causal(40)).attention_outputs
+    exact: Any = oracle.Problem(
+        *[np.float64(x) for x in (q, k, v)],
+        scale=float(np.float32(scale)),
+        slopes=np.float64(slopes),
+        distance=np.abs(np.arange(T)[:, None] - np.arange(S)),
+        mask=om.causal(T, S, 40, 0),
+    )
+    want = bound.values(exact, bound.precision_of(jnp.bfloat16))["out"]
+    assert bound.excess(np.asarray(jax.jit(run)(q, k, v)), want) <= 1
 
 
 def many(s, b, h, q, k):
