@@ -23,8 +23,8 @@ class PairProgram(BlockProgram):
 
     `reads` says of each argument whether the results depend on it other than by the product.
     `scale` is the argument by which logits are multiplied last, before some are masked; None
-    without such an argument. A score may add something to the product with the scale, if it has a
-    factor that is one number, such as the slope of a distance. `added` says whether one does.
+    without such an argument. A score may add something with a factor that is one number, such as
+    the slope of a distance. Then `added` is the sum of that and the product with the scale.
     """
 
     def __init__(self, closed: Any, native: Native = PLAIN):
@@ -54,8 +54,8 @@ class PairProgram(BlockProgram):
         return self._by_number(v)
 
     def _by_number(self, v: Any) -> tuple[Any, Any, Any] | None:
-        """An argument that is one number, what it multiplies, and the product, which is `v`; None
-        if `v` is something else.
+        """The argument that is one number, its cofactor, and their product `v`; None if `v` is no
+        such product.
         """
         eqn = self.made(v)
         if eqn is None or eqn.primitive is not lax.mul_p:
@@ -127,13 +127,13 @@ class PairProgram(BlockProgram):
 
 
 def scale_beside(scale: Any, added: bool) -> tuple[Any, Any]:
-    """The scale of logits as two factors. One is positive, and one of -1 to 1 multiplies the
-    queries.
+    """The scale of logits as two factors. The first is positive. The second is between -1 and 1,
+    and multiplies the queries.
 
     **Arguments:**
 
-    - `added`: whether something is added to the scaled logits. It is divided by the positive
-        factor, and must stay finite.
+    - `added`: whether something is added to the scaled logits. The positive factor divides it, and
+        it must stay finite.
     """
     least = LEAST_SCALE if added else jnp.finfo(jnp.float32).tiny
     return jnp.maximum(jnp.abs(scale), least), jnp.clip(scale / least, -1, 1)
