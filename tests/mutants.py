@@ -8,9 +8,10 @@ nothing that a test could see; such a mutant is equivalent, and not run.
 A mutant is killed if one of its tests fails. Results are kept in `tests/mutations/results.json`, so
 that a run goes on where the last one ended. The file is committed, because the whole list takes
 hours. A survivor is tried again once its file or its tests have changed. A killed one is tried again
-after all others if code of its file has changed; comments and docstrings do not count. One that survives while tests are skipped is undecided:
-those of kernels for NVIDIA GPUs want the newest JAX. Groups of mutants that have the same tests come
-in the order of a hash, so that a part of the list is a fair sample.
+after all others if code of its file has changed; comments and docstrings do not count. One that
+survives while tests are skipped is undecided: those of kernels for NVIDIA GPUs want the newest JAX.
+Groups of mutants that have the same tests come in the order of a hash, so that a part of the list is
+a fair sample.
 """
 
 import argparse

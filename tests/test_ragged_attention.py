@@ -246,8 +246,8 @@ def test_lists_are_arrays(unchecked):
 
 
 def test_a_ring_buffer_by_the_positions_of_its_keys(x64):
-    """Keys lie anywhere, in each row elsewhere, and 13 places hold none. Without positions, a row that has more tokens than
-    the buffer has places saw the wrong keys in silence.
+    """Keys lie anywhere, in each row elsewhere, and 13 places hold none. Without positions, a row
+    that has more tokens than the buffer has places saw the wrong keys in silence.
     """
     q, k, v = arrays()
     order = np.argsort(np.random.default_rng(1).random((len(LENGTHS), S + 13)), axis=1)

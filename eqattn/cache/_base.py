@@ -128,7 +128,7 @@ class AbstractCache(eqx.Module):
         specs = stored_specs(self.key, axis_name) | stored_specs(self.value, axis_name)
         if self.positions is not None:
             specs[id(self.positions)] = P(None, axis_name)
-        devices = mesh.shape[axis_name]
+        devices = mesh.shape.get(axis_name, 1)  # JAX says below if there is no such axis
         for x in (x for x in jax.tree.leaves(self) if id(x) in specs):
             if x.shape[axis := len(specs[id(x)]) - 1] % devices:
                 raise ValueError(

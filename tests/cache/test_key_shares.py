@@ -130,3 +130,5 @@ def test_devices_that_cannot_share_a_capacity_equally(name):
     mesh = jax.make_mesh((N,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:N])
     with pytest.raises(ValueError, match=r"4 devices .* of which there is a multiple of 4\."):
         MAKE[name](30).key_shardings(mesh, "keys")
+    with pytest.raises(ValueError, match="kys"):
+        MAKE[name](32).key_shardings(mesh, "kys")

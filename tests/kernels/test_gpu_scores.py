@@ -129,7 +129,11 @@ def test_what_is_added_is_divided_by_the_scale(scale, backend):
     slopes, (q, k, v) = jnp.array([0.05, 0.2]), arrays()
     fields = dict(softmax_scale=jnp.float32(scale), runtime_dtype=jnp.bfloat16)
     how = Blockwise(AttentionMetadata(platform="interpret", backend=backend, **fields))
-    run = lambda *xs: attention(*xs, how, score=ALiBi(slopes), mask=Causal(40)).attention_outputs
+
+    def run(q, k, v, slopes):
+        more = dict(score=ALiBi(slopes), mask=Causal(40))
+        return attention(q, k, v, how, **more).attention_outputs
+
     exact: Any = oracle.Problem(
         *[np.float64(x) for x in (q, k, v)],
         scale=float(np.float32(scale)),
@@ -137,8 +141,13 @@ def test_what_is_added_is_divided_by_the_scale(scale, backend):
         distance=np.abs(np.arange(T)[:, None] - np.arange(S)),
         mask=om.causal(T, S, 40, 0),
     )
-    want = bound.values(exact, bound.precision_of(jnp.bfloat16))["out"]
-    assert bound.excess(np.asarray(jax.jit(run)(q, k, v)), want) <= 1
+    precision, g = bound.precision_of(jnp.bfloat16), jax.random.normal(jax.random.key(3), q.shape)
+    g = g.astype(jnp.bfloat16)
+    got, pull = jax.vjp(jax.jit(run), q, k, v, slopes)
+    want = bound.grads(exact, np.float64(g), np.zeros(q.shape[:-1]), precision)
+    want |= {"out": bound.values(exact, precision)["out"]}
+    for name, x in zip(("out", "q", "k", "v", "slopes"), (got, *pull(g))):
+        assert bound.excess(np.asarray(x), want[name]) <= 1, name
 
 
 def many(s, b, h, q, k):

@@ -52,7 +52,7 @@ MUTANTS = [
         "kernels/gpu/_pair_program.py",
         "kernels/test_gpu_scores.py -k divided_by",
         [
-            ("run.added = self.added, 1 / size", "run.added = self.added, 1 + 0 * size"),
+            ("run.added = self.added, 1 / positive", "run.added = self.added, 1 + 0 * positive"),
             ("least = LEAST_SCALE if added else jnp.finfo(jnp.float32).tiny", "least = jnp.finfo(jnp.float32).tiny"),
         ],
     ),

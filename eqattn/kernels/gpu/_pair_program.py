@@ -120,8 +120,8 @@ class PairProgram(BlockProgram):
             run.apart = self.scaled[1:]
             if self.added is not None:
                 # What is added is divided by the scale, which costs nothing per pair.
-                size = jnp.maximum(jnp.abs(read(self.scale).array), LEAST_SCALE)
-                run.added = self.added, 1 / size
+                positive, _ = scale_beside(read(self.scale).array, True)
+                run.added = self.added, 1 / positive
         values = [run.times(logits, None, {}), *map(run.value, others)]
         return [x.spread("".join(sizes), sizes) for x in values]
 
