@@ -125,8 +125,11 @@ def test_a_factor_behind_an_odd_score(factor):
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-15, 0.3])
 def test_what_is_added_is_divided_by_the_scale(scale, backend):
-    """It must keep its sign and stay finite, whatever the scale is."""
+    """It must keep its sign and stay finite, whatever the scale is. A slope is one number for each
+    block of a head that has its own keys.
+    """
     slopes, (q, k, v) = jnp.array([0.05, 0.2]), arrays()
+    k, v = (jnp.concatenate([x, x[:, ::-1]], 2) for x in (k, v))
     fields = dict(softmax_scale=jnp.float32(scale), runtime_dtype=jnp.bfloat16)
     how = Blockwise(AttentionMetadata(platform="interpret", backend=backend, **fields))
 
