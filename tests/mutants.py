@@ -8,14 +8,18 @@ nothing that a test could see; such a mutant is equivalent, and not run.
 A mutant is killed if one of its tests fails. Results are kept in `tests/mutations/results.json`, so
 that a run goes on where the last one ended. The file is committed, because the whole list takes
 hours. A survivor is tried again once its file or its tests have changed. A killed one is tried again
-after all others if its file has changed. One that survives while tests are skipped is undecided:
-those of kernels for NVIDIA GPUs want the newest JAX. Groups of mutants that have the same tests come
-in the order of a hash, so that a part of the list is a fair sample.
+after all others if code of its file has changed; comments and docstrings do not count. One that
+survives while tests are skipped is undecided: those of kernels for NVIDIA GPUs want the newest JAX.
+Groups of mutants that have the same tests come in the order of a hash, so that a part of the list is
+a fair sample.
 """
 
 import argparse
+import ast
 import dataclasses
+import functools
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -25,6 +29,7 @@ import shutil
 import sys
 import tempfile
 import time
+import tokenize
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -83,7 +88,7 @@ class Mutant:
 
     @property
     def of_file(self) -> str:
-        return hashlib.sha256(self.source().encode()).hexdigest()[:16]
+        return hashlib.sha256(code_of(self.source()).encode()).hexdigest()[:16]
 
     @property
     def group(self) -> str:
@@ -106,6 +111,27 @@ class Mutant:
             return ("killed before" if file_changed else verdict), said
         stale = file_changed or of_tests != self.of_tests or verdict == "undecided"
         return ("not run", "") if stale else (verdict, said)
+
+
+@functools.cache
+def code_of(source: str) -> str:
+    """The words of a module without its comments and docstrings, whose changes alter no verdict."""
+    lines = source.splitlines(keepends=True)
+    spans = []
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            if isinstance(first.value.value, str):
+                spans.append((first.lineno, 0, first.end_lineno, None))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            spans.append((token.start[0], token.start[1], token.end[0], token.end[1]))
+    for first, start, last, end in spans:
+        for number in range(first, last + 1):
+            line = lines[number - 1]
+            lines[number - 1] = line[:start] + (line[end:] if end is not None else "")
+    return " ".join("".join(lines).split())
 
 
 def mutants() -> list[Mutant]:

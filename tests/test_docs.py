@@ -85,6 +85,35 @@ def test_links_lead_somewhere(path):
     assert not missing
 
 
+def test_links_lead_to_headings():
+    """Those of docstrings too, which the page of the API shows."""
+    pages = ROOT / "docs/pages"
+    texts = {path: _no_code(path.read_text()) for path in pages.glob("*.md")}
+    sources = (x for x in (ROOT / "eqattn").glob("**/*.py") if "_tools" not in x.parts)
+    given = [*texts.items(), *((pages / "api.md", path.read_text()) for path in sources)]
+    links = {
+        ((path.parent / page).resolve() if page else path, anchor)
+        for path, text in given
+        for page, anchor in re.findall(r"\]\(((?:[\w/.-]+\.md)?)#([\w.-]+)\)", text)
+    }
+    assert len(links) > 50
+    assert not {
+        (path.name, anchor)
+        for path, anchor in links
+        if anchor not in {_anchor(x) for x in re.findall(r"(?m)^#+ (.*)$", texts[path])}
+        and f"\n::: {anchor}\n" not in texts[path]
+    }
+
+
+def _no_code(text):
+    return re.sub(r"(?ms)^```.*?^```$", "", text)
+
+
+def _anchor(heading):
+    words = re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading)).strip().lower()
+    return re.sub(r"[-\s]+", "-", words)
+
+
 def test_every_example_is_listed():
     programs = {f"examples/{p.name}" for p in (ROOT / "examples").glob("[!_]*.py")}
     for page in (ROOT / "README.md", ROOT / "docs/pages/index.md"):

@@ -246,14 +246,17 @@ def test_lists_are_arrays(unchecked):
 
 
 def test_a_ring_buffer_by_the_positions_of_its_keys(x64):
-    """Keys lie anywhere, and 13 places hold none. Without positions, a row that has more tokens than
-    the buffer has places saw the wrong keys in silence.
+    """Keys lie anywhere, in each row elsewhere, and 13 places hold none. Without positions, a row
+    that has more tokens than the buffer has places saw the wrong keys in silence.
     """
     q, k, v = arrays()
-    order = np.random.default_rng(1).permutation(S + 13)
-    place = np.broadcast_to(np.where(order < S, order + 100, -1), (len(LENGTHS), S + 13))
-    there = jnp.asarray(np.minimum(order, S - 1))
-    keys, values = (jnp.where((order < S)[:, None, None], x[:, there], jnp.nan) for x in (k, v))
+    order = np.argsort(np.random.default_rng(1).random((len(LENGTHS), S + 13)), axis=1)
+    place = np.where(order < S, order + 100, -1)
+    there = jnp.asarray(np.minimum(order, S - 1))[..., None, None]
+    keys, values = (
+        jnp.where((order < S)[..., None, None], jnp.take_along_axis(x, there, 1), jnp.nan)
+        for x in (k, v)
+    )
     mask, lengths = SlidingWindow(4, 0), jnp.where(LENGTHS > 0, LENGTHS + 100, 0)
     pack = lambda at, lengths: ragged_attention(
         q, keys, values, jnp.asarray(CU), lengths, Ragged(metadata(blocksize_k=8)),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .process import End, results
+from .sass import hot_loops, MODEL, modelled, units
 
 
 NEEDS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
@@ -38,9 +39,6 @@ of temporary arrays in the call.
 
 KERNELS = {"fold": "", "sum_rows": ": dq", "sum_columns": ": dk and dv", "decode": ""}
 """The kernels of a call, and what their rows of the report add to its name."""
-
-TILE_EXPONENTIALS = 16
-"""What a thread takes of the smallest tile, 64 rows of 32 keys in 128 threads."""
 
 _H200 = """
 gpu_device_info {
@@ -189,25 +187,27 @@ def run(args: argparse.Namespace) -> int:
         from . import triton_report
 
         return triton_report.run(args)
-    if unknown := sorted(set(args.kernel or ()) - set(calls())):
-        raise ValueError(f"{unknown} are not among {sorted(calls())}")
+    from .gpu_peers import NAMES
+
+    if unknown := sorted(set(args.kernel or ()) - {*calls(), *NAMES}):
+        raise ValueError(f"{unknown} are not among {sorted([*calls(), *NAMES])}")
     found, rows, failed = versions(), {}, False
     print(", ".join(f"{name} {version}" for name, version in found.items()))
     if LINKER in found:
         print(f"{LINKER} assembles, without setmaxnreg: other figures than those of ptxas")
-    print(f"{'':30}" + "".join(f"{x:>11}" for x in FIGURES))
+    print(f"{'':30}" + "".join(f"{x:>11}" for x in (*FIGURES, *MODEL, *MODEL)))
     for row in measure(args.kernel):
         if isinstance(row, End):
             if row.status:
                 print(row)
             failed |= row.status != 0
-        elif "error" in row:
-            print(f"{row['kernel']:30} {row['error']}")
-            failed = True
+        elif "error" in row or "absent" in row:
+            print(f"{row['kernel']:30} {row.get('error') or 'absent: ' + row['absent']}")
+            failed |= "error" in row
         else:
             rows[row.pop("kernel")] = row
             name = next(reversed(rows))
-            print(f"{name:30}" + "".join(f"{row[x]!s:>11}" for x in FIGURES), flush=True)
+            print(f"{name:30}" + "".join(f"{x!s:>11}" for x in columns(row)), flush=True)
     if args.json is not None:
         if args.kernel is not None and args.json.exists():
             rows = json.loads(args.json.read_text())["kernels"] | rows
@@ -215,14 +215,19 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
+def columns(row: dict[str, Any]) -> list[Any]:
+    """The figures of a kernel, and what the model says of its loops over full and partial
+    blocks.
+    """
+    model = [modelled(row["units"].get(loop)) for loop in ("loop", "masked")]
+    return [*(row[x] for x in FIGURES), *model[0], *model[1]]
+
+
 def compiled(name: str, target: str, folder: Path) -> dict[str, dict[str, Any]]:
     """The figures of the kernels of one call, by what their rows are called."""
     import jax
-    from jax.experimental import topologies
 
-    devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    mesh = topologies.make_mesh(devices, (1,), ("x",))
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    mesh, place = placed(target)
     given = calls()[name]()
     if "slots" in given:
         jobs = [decoding(place, **given)]
@@ -243,6 +248,21 @@ def compiled(name: str, target: str, folder: Path) -> dict[str, dict[str, Any]]:
                 row |= {"temporary": memory.temp_size_in_bytes}
                 found[" ".join([name + KERNELS[base], *number.split()])] = row
     return found
+
+
+def placed(target: str) -> tuple[Any, Any]:
+    """The mesh of a device that is not there, and the sharding of arrays on it.
+
+    **Arguments:**
+
+    - `target`: what the compiler wants to know of the device.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    mesh = topologies.make_mesh(devices, (1,), ("x",))
+    return mesh, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def decoding(place: Any, slots: int, **given: Any) -> tuple[Any, tuple]:
@@ -306,19 +326,27 @@ def training(
     return call, (q, k, v), gradients, (q, k, v, g)
 
 
-def kernels_of(folder: Path) -> dict[str, dict[str, Any]]:
+def kernels_of(
+    folder: Path, prefix: str = "eqattn_", cleans: bool = True
+) -> dict[str, dict[str, Any]]:
     """The figures of each kernel that the compiler wrote about. Of two with one name, the second
     has a number. The compiler works on several at once, and may number their resources otherwise.
+
+    **Arguments:**
+
+    - `prefix`: how the names of the kernels begin.
+    - `cleans`: whether those of several loops have one for what is not finite. Those of decoding
+        have none.
     """
     found: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.glob("eqattn_*.ptxas")):
+    for path in sorted(folder.glob(f"{prefix}*.ptxas")):
         base = path.stem.rpartition("_")[0]
         said = {name: path.with_suffix(f".{name}").read_text() for name in ("ptxas", "sass_ctrl")}
         resources = [x.read_text() for x in folder.glob(f"{base}_*.resources.txt")]
-        name = base.removeprefix("eqattn_")
+        name = base.removeprefix(prefix)
         name = f"{name} 2" if name in found else name
         said["resources.txt"] = "".join(resources)
-        found[name] = figures(said, cleans=not name.startswith("decode"))
+        found[name] = figures(said, cleans=cleans and not name.startswith("decode"))
     return found
 
 
@@ -333,7 +361,7 @@ def figures(found: dict[str, str], cleans: bool = True) -> dict[str, Any]:
     def numbers(pattern: str, text: str) -> list[int]:
         return [int(x) for match in re.finditer(pattern, text) for x in match.groups()]
 
-    loops = [len(body) for body in hot_loops(found["sass_ctrl"])]
+    loops = hot_loops(found["sass_ctrl"])
     # The last of several replaces what is not finite, and runs only where there is some.
     loops = loops[: max(len(loops) - cleans, 1)]
     spilled = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -341,53 +369,26 @@ def figures(found: dict[str, str], cleans: bool = True) -> dict[str, Any]:
         spilled=sum(numbers(spilled, found["ptxas"])),
         registers=max(numbers(r"Used (\d+) registers", found["ptxas"])),
         shared=max(numbers(r"smem_scratch_bytes=(\d+)", found["resources.txt"])),
-        loop=loops[0],
-        masked=loops[1] if len(loops) > 1 else None,
+        loop=len(loops[0]),
+        masked=len(loops[1]) if len(loops) > 1 else None,
         warnings=len(re.findall(r"C75\d\d", found["ptxas"])),
+        units=dict(zip(("loop", "masked"), map(units, loops))),
     )
-
-
-def hot_loops(
-    listing: str, product: str = "HGMMA", least: int = TILE_EXPONENTIALS
-) -> list[list[str]]:
-    """The loops that multiply matrices and take exponentials, as instructions, in the order of the
-    program. If loops overlap, as a loop and one that waits inside of it do, the shortest counts.
-
-    **Arguments:**
-
-    - `product`: a regular expression for the instructions that multiply.
-    - `least`: how many exponentials a loop has at least.
-    """
-    instructions: list[str] = []
-    labels: dict[str, int] = {}
-    for line in listing.splitlines():
-        if match := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[match[1]] = len(instructions)
-        elif match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;?\s*$", line):
-            instructions.append(match[1])
-    spans = set()
-    for end, text in enumerate(instructions):
-        target = re.search(r"BRA.*?(\.L_x_\d+)", text)
-        if target and labels.get(target[1], end + 1) <= end:
-            start = labels[target[1]]
-            body = " ".join(instructions[start : end + 1])
-            if re.search(product, body) and body.count("MUFU.EX2") >= least:
-                spans.add((start, end))
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(spans, key=lambda span: span[1] - span[0]):
-        if all(end < a or b < start for a, b in found):
-            found.append((start, end))
-    return [instructions[start : end + 1] for start, end in sorted(found)]
 
 
 def main() -> None:
     """What the process does: rows, or why there are none, for each call."""
     job = json.load(sys.stdin)
-    names = calls() if job["kernels"] is None else job["kernels"]
-    for name in names:
+    from . import gpu_peers
+
+    folder = Path(job["folder"])
+    for name in job["kernels"] or (*calls(), *gpu_peers.NAMES):
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                rows = compiled(name, _H200, Path(job["folder"]))
+                if name in gpu_peers.NAMES:
+                    rows = gpu_peers.compiled(name, folder)
+                else:
+                    rows = compiled(name, _H200, folder)
         except Exception as e:
             rows = {name: {"error": f"{type(e).__name__}: {e}".splitlines()[0]}}
         for kernel, row in rows.items():

@@ -20,6 +20,7 @@ from typing import Any
 from . import gpu_report
 from .cubins import cubins
 from .process import End, results
+from .sass import hot_loops
 
 
 NEEDS = (*gpu_report.NEEDS, "nvidia-cuda-cuobjdump")
@@ -138,11 +139,8 @@ def run(args: argparse.Namespace) -> int:
 def compiled(name: str, chip: str) -> dict[str, dict[str, Any]]:
     """The figures of the kernels of a call on a chip, by what their rows are called."""
     import jax
-    from jax.experimental import topologies
 
-    about = dict(platform="cuda", target_config=target(chip), topology="1x1x1")
-    mesh = topologies.make_mesh(topologies.get_topology_desc(**about), (1,), ("x",))
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    mesh, place = gpu_report.placed(target(chip))
     jobs = gpu_report.training(place, calls()[name](), platform="triton")
     found: dict[str, dict[str, Any]] = {}
     for call, args in (jobs[:2], jobs[2:])[: 1 + (name in DIFFERENTIATED)]:
@@ -173,17 +171,21 @@ def taken_apart(kernel: bytes) -> tuple[str, str]:
     return said[0], said[1]
 
 
+def resource(resources: str, name: str) -> int:
+    """How much of a resource the functions of some machine code take at most."""
+    return max(int(x) for x in re.findall(rf"\b{name}:(\d+)", resources))
+
+
 def figures(resources: str, listing: str) -> dict[str, Any]:
     """What the tools say, as numbers."""
-    number = lambda name: max(int(x) for x in re.findall(rf"\b{name}:(\d+)", resources))
-    bodies = gpu_report.hot_loops(listing, "H?MMA|FFMA", LEAST_EXPONENTIALS)
+    bodies = hot_loops(listing, "H?MMA|FFMA", LEAST_EXPONENTIALS)
     # The last of several replaces what is not finite, and runs only where there is some.
     bodies = bodies[: max(len(bodies) - 1, 1)]
     memory = re.compile(r"\b(LDL|STL)\b")
     return dict(
-        stack=number("STACK"),
+        stack=resource(resources, "STACK"),
         spills=sum(bool(memory.search(text)) for body in bodies for text in body),
-        registers=number("REG"),
+        registers=resource(resources, "REG"),
         loop=len(bodies[0]),
         masked=len(bodies[1]) if len(bodies) > 1 else None,
     )

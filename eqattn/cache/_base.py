@@ -122,10 +122,20 @@ class AbstractCache(eqx.Module):
         - `axis_name`: the name of the axis.
 
         **Returns:** a tree like this cache, with a `NamedSharding` in place of each array.
+
+        **Raises:** `ValueError` if the devices cannot share its tokens or its pages equally.
         """
         specs = stored_specs(self.key, axis_name) | stored_specs(self.value, axis_name)
         if self.positions is not None:
             specs[id(self.positions)] = P(None, axis_name)
+        devices = mesh.shape.get(axis_name, 1)  # JAX says below if there is no such axis
+        for x in (x for x in jax.tree.leaves(self) if id(x) in specs):
+            if x.shape[axis := len(specs[id(x)]) - 1] % devices:
+                raise ValueError(
+                    f"The {devices} devices of axis_name={axis_name!r} cannot share axis {axis} of "
+                    f"{x.shape}, an array of this {type(self).__name__}, equally; make the cache "
+                    f"with a capacity, or with pages, of which there is a multiple of {devices}."
+                )
         return jax.tree.map(lambda x: NamedSharding(mesh, specs.get(id(x), P())), self)
 
 

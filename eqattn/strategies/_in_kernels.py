@@ -56,6 +56,8 @@ def known_refusal(
     - `differences`: whether positions count up, so that what is looked up by `q - k` may be found
         outside of kernels.
     """
+    # Without x64, a call sees arrays of 64 bits as arrays of 32.
+    dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     reason = "" if dtype is None else kernels.unsupported_dtype(dtype)
     reason = reason or untried_in(kernels, mask, scores, differences)
     if compiled:

@@ -29,7 +29,7 @@ class Blockwise(AbstractOnDevice):
         mask hides, and the chunks in which queries come then do not matter. Blocks then have the
         sizes of the metadata, by default 16 and 128, however few tokens there are, and are visited
         in order. Kernels run only if `platform` asks for them. See
-        [Numerics](../numerics.md#the-same-bits).
+        [Numerics](numerics.md#the-same-bits).
 
     ??? cite "Reference"
 

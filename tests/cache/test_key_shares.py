@@ -123,3 +123,12 @@ def test_latents_on_several_devices(name):
                     p = np.exp(s - s.max(-1, keepdims=True))
                     want = p / p.sum(-1, keepdims=True) @ seen[:, :RANK]
                     np.testing.assert_allclose(out[row, i], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["one piece", "ring buffer", "int8 latents"])
+def test_devices_that_cannot_share_a_capacity_equally(name):
+    mesh = jax.make_mesh((N,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:N])
+    with pytest.raises(ValueError, match=r"4 devices .* of which there is a multiple of 4\."):
+        MAKE[name](30).key_shardings(mesh, "keys")
+    with pytest.raises(ValueError, match="kys"):
+        MAKE[name](32).key_shardings(mesh, "kys")

@@ -12,7 +12,7 @@ import pytest
 from _gpu_lowered import kernels, text_of
 from conformance import bound, oracle, oracle_masks as om
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, MaskFn, ScoreFn
+from eqattn import ALiBi, attention, AttentionMetadata, Blockwise, Causal, MaskFn, ScoreFn
 from eqattn.kernels.gpu import _operations as operations
 
 
@@ -119,6 +119,38 @@ def test_a_factor_behind_an_odd_score(factor):
     exact: Any = oracle.Problem(*[np.float64(x) for x in (q, k, v)], **problem)
     want = bound.values(exact, bound.precision_of(jnp.bfloat16))["out"]
     assert bound.excess(np.asarray(got), want) <= 1
+
+
+@newest
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-15, 0.3])
+def test_what_is_added_is_divided_by_the_scale(scale, backend):
+    """It must keep its sign and stay finite, whatever the scale is. A slope is one number for each
+    block of a head that has its own keys.
+    """
+    slopes, (q, k, v) = jnp.array([0.05, 0.2]), arrays()
+    k, v = (jnp.concatenate([x, x[:, ::-1]], 2) for x in (k, v))
+    fields = dict(softmax_scale=jnp.float32(scale), runtime_dtype=jnp.bfloat16)
+    how = Blockwise(AttentionMetadata(platform="interpret", backend=backend, **fields))
+
+    def run(q, k, v, slopes):
+        more = dict(score=ALiBi(slopes), mask=Causal(40))
+        return attention(q, k, v, how, **more).attention_outputs
+
+    exact: Any = oracle.Problem(
+        *[np.float64(x) for x in (q, k, v)],
+        scale=float(np.float32(scale)),
+        slopes=np.float64(slopes),
+        distance=np.abs(np.arange(T)[:, None] - np.arange(S)),
+        mask=om.causal(T, S, 40, 0),
+    )
+    precision, g = bound.precision_of(jnp.bfloat16), jax.random.normal(jax.random.key(3), q.shape)
+    g = g.astype(jnp.bfloat16)
+    got, pull = jax.vjp(jax.jit(run), q, k, v, slopes)
+    want = bound.grads(exact, np.float64(g), np.zeros(q.shape[:-1]), precision)
+    want |= {"out": bound.values(exact, precision)["out"]}
+    for name, x in zip(("out", "q", "k", "v", "slopes"), (got, *pull(g))):
+        assert bound.excess(np.asarray(x), want[name]) <= 1, name
 
 
 def many(s, b, h, q, k):

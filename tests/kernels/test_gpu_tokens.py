@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _gpu_lowered import text_of
-from conformance import oracle, oracle_masks as om
+from conformance import bound, oracle, oracle_masks as om
 from conformance.cases import covering, invalid
 from conformance.test_conformance import check
 
@@ -127,3 +127,23 @@ def test_few_and_many_tokens(tokens):
     visible = om.window(tokens, tokens, 90, 0)
     problem = oracle.Problem(*wide, scale=1 / 8, mask=visible)
     np.testing.assert_allclose(got.astype(jnp.float32), oracle.forward(problem).out, atol=2e-2)
+
+
+@pytest.mark.parametrize("tokens, block", [(192, 192), (200, 128)])
+def test_gradients_by_large_tiles(tokens, block):
+    """Tiles of 128 are for blocks that they fill. In one of 192 tokens for two heads, the second
+    would begin with one head and end with the other.
+    """
+    shapes = [(1, tokens, h, 16) for h in (2, 1, 1, 2)]
+    q, k, v, g = (
+        jax.random.normal(jax.random.key(i), x, jnp.bfloat16) for i, x in enumerate(shapes)
+    )
+    more: Any = dict(platform="interpret", mask=Causal(), blocksize_q=block, blocksize_k=block)
+    found = jax.jit(lambda *xs: jax.vjp(ft.partial(attend, **more), *xs[:3])[1](xs[3]))(q, k, v, g)
+    wide: Any = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    problem = oracle.Problem(*wide, scale=1 / 4, mask=om.causal(tokens, tokens))
+    want = bound.grads(
+        problem, np.float64(g), np.zeros((1, tokens, 2)), bound.precision_of(jnp.bfloat16)
+    )
+    for name, x in zip("qkv", found):
+        assert bound.excess(np.asarray(x), want[name]) <= 1, name

@@ -35,6 +35,7 @@ from eqattn import (
 )
 from eqattn.cache import KVCache, RingBufferCache
 from eqattn.masks._base import block_table
+from eqattn.masks._terms import live_blocks
 
 
 # Two roots, in an order in which some parents come after their children.
@@ -75,6 +76,19 @@ def alone(mask) -> np.ndarray:
         here = om.causal(len(row), len(row), 0, 0)[0, 0] & mask(len(row))
         seen[token, np.array(row)[here[-1]]] = True
     return seen
+
+
+@pytest.mark.parametrize("name", [x for x in MASKS if x != "none"])
+def test_no_block_that_a_token_sees_is_dead(name):
+    """A ring sends keys only where blocks are live. Where tokens stand elsewhere than they lie, what
+    a window shows of places tells nothing.
+    """
+    mask, shown = MASKS[name]
+    tree = Tree(PARENTS, start=START)
+    ends = np.arange(T).repeat(2).reshape(T, 2)
+    live = live_blocks(tree & mask, ends, ends, (), 2, 2)
+    assert live[alone(shown)].all()
+    assert not live[np.triu_indices(T, N)].any()  # the tree itself hides some
 
 
 @pytest.mark.parametrize("name", MASKS)

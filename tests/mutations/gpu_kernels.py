@@ -42,10 +42,18 @@ MUTANTS = [
         ],
     ),
     (
-        "kernels/gpu/_forward.py",
+        "kernels/gpu/_pair_program.py",
         "kernels/test_gpu.py -k not_positive",
         [
-            ("jnp.maximum(jnp.abs(scale),", "jnp.maximum(scale,"),
+            ("return jnp.maximum(jnp.abs(scale), least)", "return jnp.maximum(scale, least)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_pair_program.py",
+        "kernels/test_gpu_scores.py -k divided_by",
+        [
+            ("run.added = self.added, 1 / positive", "run.added = self.added, 1 + 0 * positive"),
+            ("least = LEAST_SCALE if added else jnp.finfo(jnp.float32).tiny", "least = jnp.finfo(jnp.float32).tiny"),
         ],
     ),
     (
@@ -130,6 +138,13 @@ MUTANTS = [
         "kernels/test_gpu_tokens.py -k any_length",
         [
             ("first = jnp.int32(0) if single else at[self.axis] * jnp.int32(block)", "first = at[self.axis] * jnp.int32(block)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_sums.py",
+        "kernels/test_gpu_tokens.py -k large_tiles",
+        [
+            ("(head % large == 0 or large % head == 0)", "True"),
         ],
     ),
     (

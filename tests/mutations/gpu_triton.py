@@ -19,7 +19,7 @@ MUTANTS = [
     (
         "kernels/gpu/triton/_forward.py",
         SIGN,
-        [("self.queries = self.queries * jnp.sign(scale).astype(plan.dtype)", "pass")],
+        [("self.queries = self.queries * other.astype(plan.dtype)", "pass")],
     ),
     (
         "kernels/gpu/triton/_forward.py",

@@ -92,6 +92,7 @@ CASES = {
     "half a query": (PLAIN, dict(dtype="float16"), None),
     "half a query in a kernel": (Blockwise(KERNEL), dict(dtype=jnp.float16), "not float16"),
     "a narrow query in a kernel": (Blockwise(KERNEL), dict(dtype=jnp.bfloat16), None),
+    "a double query, which is single without x64": (Blockwise(KERNEL), dict(dtype="float64"), None),
     "single precision on tensor cores": (Blockwise(HOPPER), dict(dtype=QUERY.dtype), "not float32"),
     "single precision by Triton": (Blockwise(TRITON), dict(dtype=QUERY.dtype), None),
     "half precision on tensor cores": (

@@ -30,14 +30,15 @@ from ._sum_program import SumProgram
 
 
 STREAMED = 64
-"""How many queries or keys of the other side a tile has. The pairs of so many with 64 of this side
-fit into registers.
-"""
+"""The least number of queries or keys of the other side that a tile has."""
 
 REGISTERS = 128
 """How many registers of a thread may hold sums. A thread has 240, and the pairs of a tile take as
 many as the sums.
 """
+
+FEW_REGISTERS = 64
+"""With so many registers for sums, or fewer, the pairs of tiles with twice `STREAMED` fit, too."""
 
 SHARED = 227 * 1024
 """The bytes of shared memory that a program may have."""
@@ -51,10 +52,12 @@ class Plan(SumPlan):
 
     - `length`, `other`: the lengths of a block on the side and on the other, before they are
         padded.
+    - `tile`: how many queries or keys of the other side are multiplied at once.
     """
 
     length: int
     other: int
+    tile: int
 
     @property
     def tiles(self) -> int:
@@ -64,7 +67,7 @@ class Plan(SumPlan):
     @property
     def parts(self) -> int:
         """How many tiles a block of the other side has."""
-        return rounded_up(self.other, STREAMED) // STREAMED
+        return rounded_up(self.other, self.tile) // self.tile
 
     @property
     def features(self) -> dict[int, int]:
@@ -89,11 +92,12 @@ class Plan(SumPlan):
     def stages(self) -> list[int]:
         """How many tiles of each matrix of the other side shared memory holds."""
         rest = len(self.streamed) - 1
-        own = 2 * (sum(self.features[i] for i in self.own) + STREAMED * self.stages_parts)
+        own = sum(self.features[i] for i in self.own) + mosaic.WARPGROUP * self.stages_parts
         for stages in ([2] * (1 + rest), [2] + [1] * rest):
             tiles = sum(n * self.features[i] for n, i in zip(stages, self.streamed))
             # A vector takes a kilobyte, as its address is a multiple of that.
-            if STREAMED * 2 * (own + tiles) + 1024 * (1 + len(self.staged)) <= SHARED:
+            numbers = 2 * mosaic.WARPGROUP * own + self.tile * tiles
+            if 2 * numbers + 1024 * (1 + len(self.staged)) <= SHARED:
                 return stages
         return [1] * (1 + rest)
 
@@ -106,13 +110,13 @@ class Plan(SumPlan):
             mosaic.matrices((2, mosaic.WARPGROUP, self.features[i]), self.dtype) for i in self.own
         ]
         tiles = [
-            mosaic.matrices((n, STREAMED, self.features[i]), self.dtype)
+            mosaic.matrices((n, self.tile, self.features[i]), self.dtype)
             for i, n in zip(self.streamed, self.stages)
         ]
         vectors = [
-            mosaic.SMEM((self.stages[0], STREAMED), self.operands[i].dtype) for i in self.staged
+            mosaic.SMEM((self.stages[0], self.tile), self.operands[i].dtype) for i in self.staged
         ]
-        with_it = [self.matrices[i].copies(STREAMED) for i in self.streamed]
+        with_it = [self.matrices[i].copies(self.tile) for i in self.streamed]
         with_it[0] += len(vectors)
         arrived = [
             mosaic.Barrier(num_arrivals=x, num_barriers=n) for x, n in zip(with_it, self.stages)
@@ -120,7 +124,8 @@ class Plan(SumPlan):
         free = [mosaic.Barrier(num_arrivals=2, num_barriers=n) for n in self.stages]
         mine = [self.matrices[i].copies(mosaic.WARPGROUP) for i in self.own]
         here = [mosaic.Barrier(num_arrivals=x, num_barriers=2) for x in mine]
-        part = [mosaic.matrices((2, mosaic.WARPGROUP, STREAMED), self.dtype)] * self.stages_parts
+        square = (2, mosaic.WARPGROUP, mosaic.WARPGROUP)
+        part = [mosaic.matrices(square, self.dtype)] * self.stages_parts
         return (own, tiles, vectors, part), (here, arrived), free, mosaic.Barrier(num_arrivals=2)
 
     def body(self, *refs: Any) -> None:
@@ -165,7 +170,7 @@ class Program:
         """The block of the other side at a step, and where in it the tile begins."""
         at, part = divided(step, self.plan.parts)
         block = at if self.listed is None else self.listed[at]
-        return block, part * jnp.int32(STREAMED)
+        return block, part * jnp.int32(self.plan.tile)
 
     def copy(self) -> None:
         """What the third warpgroup does: it copies the tiles of all steps."""
@@ -181,7 +186,7 @@ class Program:
                 matrix.copy_in(self.matrices[i], self.places, block, start, tile, arrived)
                 for j, vector in self.vectors.items() if n == 0 else ():
                     place = self.places.place(plan.operands[j].axes, block)
-                    part = self.given[j].at[place, mosaic.ds(start, STREAMED)]
+                    part = self.given[j].at[place, mosaic.ds(start, plan.tile)]
                     mosaic.copy_in(part, vector.at[slot], arrived)
             return ()
 
@@ -322,7 +327,7 @@ class Program:
             run, found = Run(program, product, read, sizes, plan.origin), []
             for gradient in gradients:
                 x = run.times(gradient.pairs, None, {}).spread(plan.side.kinds, sizes)
-                if plan.other % STREAMED:
+                if plan.other % plan.tile:
                     inside = mosaic.iota(x.shape, 1) + (start + first) < jnp.int32(plan.other)
                     x = jnp.where(inside, x, jnp.float32(0))
                 if not plan.interpreted and program.cleaned:
@@ -332,7 +337,7 @@ class Program:
                 found.append(x.astype(plan.dtype))
             return found
 
-        return mosaic.piecewise(of, STREAMED)
+        return mosaic.piecewise(of, plan.tile)
 
     def tile(self, i: int, step: Any) -> Any:
         """The tile of a matrix in shared memory."""

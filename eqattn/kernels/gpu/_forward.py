@@ -21,7 +21,7 @@ from . import _mosaic as mosaic
 from ._online import online_step
 from ._operands import divided, Places, ROWS, TILE
 from ._operations import Value
-from ._pair_program import PairProgram
+from ._pair_program import PairProgram, scale_beside
 from ._plans import FoldPlan
 
 
@@ -144,7 +144,8 @@ class Program:
         plan.query.copy_in(self.q, self.places, None, self.start, q_tile, here)
         near = {i: self.read(i) for i, x in plan.operands.items() if not (x.staged or x.moves)}
         scale = jnp.float32(1) if plan.scale is None else near[plan.scale].array
-        self.factor = LOG2E * jnp.maximum(jnp.abs(scale), jnp.finfo(jnp.float32).tiny)
+        positive, other = scale_beside(scale, plan.added)
+        self.factor = LOG2E * positive
         if not self.old:
             filled = lambda shape, x: lax.full(shape, x, jnp.float32)
             n = mosaic.WARPGROUP
@@ -157,8 +158,8 @@ class Program:
             den, top = (mosaic.load(x.at[at], "own") for x in self.old[1:])
             top = top * LOG2E
         mosaic.barrier_wait(here)
-        if plan.scale is not None:  # logits are multiplied by its absolute value
-            mosaic.when(scale <= 0)(ft.partial(self.multiply, q_tile, jnp.sign(scale)))
+        if plan.scale is not None:  # it is positive and large enough in most calls
+            mosaic.when(other < 1)(ft.partial(self.multiply, q_tile, other))
         mosaic.when(self.live > 0)(lambda: mosaic.barrier_wait(k_arrived.at[0]))
         mosaic.when(self.warpgroup == 1)(self.next_turn)
         state, begin = (acc, den, top), jnp.int32(0)

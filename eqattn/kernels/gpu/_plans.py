@@ -72,6 +72,11 @@ class FoldPlan(VisitPlan):
     ending: Ending
 
     @property
+    def added(self) -> bool:
+        """Whether a score adds something to the scaled logits, see `PairProgram`."""
+        return any(program.added is not None for program in self.programs.values())
+
+    @property
     def cleans(self) -> bool:
         """Whether values that are not finite must be kept from rows that do not see them. Where all
         pairs are visible they may reach all rows, and the `ending` makes these NaN as a whole.

@@ -199,6 +199,9 @@ class Run:
         # If this is `(x, y)` with `y = scale x`, then `x` is given where `y` is asked for; see
         # `PairProgram`.
         self.apart: tuple[Any, Any] | None = None
+        # If this is `(z, f)`, then `z` is a sum of `y` and something else. It is given times `f`,
+        # so that the latter is multiplied by `f`.
+        self.added: tuple[Any, Any] | None = None
         self.exponentials: dict[Any, Value] = {}
         consts = zip(program.jaxpr.constvars, program.consts)
         self.done: dict[Any, Value] = {v: Value("", c) for v, c in consts}
@@ -307,6 +310,14 @@ class Run:
             return False
         return any(not self.value(x).kind for x in eqn.invars)
 
+    def _beside(self, eqn: Any, factor: Any, given: dict[Any, int]) -> Value:
+        """The sum of scaled logits and something else, without the scale and times a factor."""
+        assert self.added is not None and self.apart is not None
+        other = self.added[1] if factor is None else self.added[1] * factor
+        scaled = [self.root(x) is self.apart[1] for x in eqn.invars]
+        xs = [self.times(x, factor if y else other, given) for x, y in zip(eqn.invars, scaled)]
+        return evaluated(eqn, xs, self.sizes, self.native)
+
     def times(self, v: Any, factor: Any, given: dict[Any, int]) -> Value:
         """A value times a factor, which meets other factors where it costs no product per pair.
 
@@ -329,6 +340,8 @@ class Run:
             return evaluated(eqn, [self.value(which), *xs], self.sizes, self.native)
         if eqn is not None and is_same(eqn):
             return self.times(eqn.invars[0], factor, given)
+        if self.added is not None and v is self.added[0]:
+            return self._beside(eqn, factor, given)
         if self.apart is not None and v is self.apart[1]:
             return self.times(self.apart[0], factor, given)
         if eqn is not None and eqn.primitive is lax.mul_p:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ..._jax import abstract
 from ..._sweep.grid import GridLayout
 from . import _mosaic as mosaic
-from ._backward import Plan, REGISTERS, STREAMED
+from ._backward import FEW_REGISTERS, Plan, REGISTERS, STREAMED
 from ._matrices import Matrix
 from ._operands import rounded_up, ROWS, Side, TILE
 from ._plans import SumArrays
@@ -23,7 +23,7 @@ def kernels_of(
     program, found = programs[max(programs)], []
     for i in wanted:
         gradient = program.gradient(i)
-        size = rounded_up(program.size(gradient.matrix), 64) // 2
+        size = _registers(program, i)
         for n, (side, mine, used) in enumerate(found):
             if side is gradient.side and used + size <= REGISTERS:
                 found[n] = (side, [*mine, i], used + size)
@@ -31,6 +31,11 @@ def kernels_of(
         else:
             found.append((gradient.side, [i], size))
     return [(side, mine) for side, mine, _ in found]
+
+
+def _registers(program: SumProgram, i: int) -> int:
+    """How many registers of a thread hold the sum of a result."""
+    return rounded_up(program.size(program.gradient(i).matrix), 64) // 2
 
 
 def visit_sum(
@@ -74,12 +79,24 @@ def visit_sum(
     return done
 
 
+def _tile(arrays: SumArrays) -> int:
+    """How many queries or keys of the other side a kernel multiplies at once. Large tiles are for
+    few sums, and for blocks that they fill with whole heads or with a part of one.
+    """
+    large, axis = 2 * STREAMED, arrays.side.other
+    head = next((x.block for x in arrays.layout.tokens if x.axis == axis), arrays.other)
+    whole = arrays.other % large == 0 and (head % large == 0 or large % head == 0)
+    few = sum(_registers(arrays.first, i) for i in arrays.wanted) <= FEW_REGISTERS
+    return large if few and whole else STREAMED
+
+
 def _plan(
     arrays: SumArrays, dtypes: dict[int, Any], interpreted: bool
 ) -> tuple[Plan, dict[str, int]]:
     """The kernel of some results, and the lengths of blocks as it pads them."""
     side, layout = arrays.side, arrays.layout
-    padded = rounded_up(arrays.length, TILE), rounded_up(arrays.other, STREAMED)
+    tile = _tile(arrays)
+    padded = rounded_up(arrays.length, TILE), rounded_up(arrays.other, tile)
     by_axis = {side.own: padded[0], side.other: padded[1]}
 
     def place(axes, axis, rows, width, turned):
@@ -90,5 +107,5 @@ def _plan(
     widest = max(found["matrices"][i].features for i in arrays.own)
     by_copies = lambda o, x: dtypes[o] == arrays.dtype and x.features <= widest
     found["results"] = {o: x if by_copies(o, x) else None for o, x in found["results"].items()}
-    found |= dict(length=arrays.length, other=arrays.other)
+    found |= dict(length=arrays.length, other=arrays.other, tile=tile)
     return Plan(**found, dtypes=dtypes, interpreted=interpreted), lengths

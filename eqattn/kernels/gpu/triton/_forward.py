@@ -20,7 +20,7 @@ from ..._program import LOG2E
 from .._online import online_step
 from .._operands import divided, Operand, Places, rounded_up, ROWS
 from .._operations import Value
-from .._pair_program import PairProgram
+from .._pair_program import PairProgram, scale_beside
 from .._plans import FoldPlan
 from . import _triton as triton
 from ._rows import Rows
@@ -153,10 +153,10 @@ class Program:
         self.near = {i: self.read(i) for i, x in plan.operands.items() if not _moves(x)}
         self.factor = jnp.float32(LOG2E)
         if plan.scale is not None:
-            scale = self.near[plan.scale].array
-            self.factor = LOG2E * jnp.maximum(jnp.abs(scale), jnp.finfo(jnp.float32).tiny)
             # The maximum of a row is multiplied with a positive number, so the sign goes elsewhere.
-            self.queries = self.queries * jnp.sign(scale).astype(plan.dtype)
+            positive, other = scale_beside(self.near[plan.scale].array, plan.added)
+            self.factor = LOG2E * positive
+            self.queries = self.queries * other.astype(plan.dtype)
         state, begin, parts = self.begin(), jnp.int32(0), sizes.padded_keys // sizes.tile_k
         for c in sorted(plan.programs, reverse=True):
             end = self.ends[c] * jnp.int32(parts)
