@@ -24,7 +24,7 @@ from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
 from ..masks._base import AbstractMask
 from ..masks._causal import Causal
-from ..masks._terms import check_positions, split_list
+from ..masks._terms import check_positions, leaf_terms, split_list
 from ..scores._bias import as_bias
 from ._base import AttentionImpl
 from ._checks import check_precision, choose_bias, choose_dropout_key
@@ -113,15 +113,17 @@ class AbstractFoldStrategy(AttentionImpl):
         reason = kernels.unsupported_dtype(problem.query.dtype)
         from ._in_kernels import untried_in  # with what only kernels need
 
-        apart = self._counts_up(problem.q_positions, problem.kv_positions)
+        apart = self._counts_up(problem.mask, problem.q_positions, problem.kv_positions)
         reason = reason or untried_in(kernels, problem.mask, problem.scores, apart)
         if reason and kernels.required:
             raise ValueError(self._without_kernel(kernels, reason))
         return XLA if reason else kernels
 
-    def _counts_up(self, *positions: Any) -> bool:
+    def _counts_up(self, mask: AbstractMask | None, *positions: Any) -> bool:
         """Whether kernels may read what depends on `q - k` by diagonals, for some sizes."""
-        return not (self.fixed or self.reads_stored) and all(x is None for x in positions)
+        moved = any(term.moves_positions for term in leaf_terms(mask))
+        apart = self.fixed or self.reads_stored or self.shards_tokens()
+        return not (apart or moved) and all(x is None for x in positions)
 
     def _kernels(self) -> Lowering | None:
         """The kernels of the platform and the device that the metadata name, if there are any."""
@@ -186,6 +188,10 @@ class AbstractFoldStrategy(AttentionImpl):
         sizes = math.prod(problem.batch_shape), heads
         return with_kernel(place, self.metadata.mesh, partition, sizes)
 
+    def shards_tokens(self) -> bool:
+        """A hook that says whether several devices hold the tokens of a sequence."""
+        return False
+
     def key_shards(self) -> int:
         """A hook that says of how many devices a bias or a `Dense` mask holds the keys. It is more
         than 1 inside of the caller's own `shard_map` over the tokens.
@@ -238,7 +244,8 @@ class AbstractFoldStrategy(AttentionImpl):
         from ._in_kernels import known_refusal
 
         compiled = self.metadata.platform is Platform.PALLAS
-        apart = self._counts_up(features.get("q_positions"), features.get("kv_positions"))
+        positions = features.get("q_positions"), features.get("kv_positions")
+        apart = self._counts_up(mask, *positions)
         reason = known_refusal(kernels, mask, scores, dtype, compiled, apart)
         return reason and self._without_kernel(kernels, reason)
 
