@@ -121,9 +121,10 @@ class AbstractFoldStrategy(AttentionImpl):
 
     def _counts_up(self, mask: AbstractMask | None, *positions: Any) -> bool:
         """Whether kernels may read what depends on `q - k` by diagonals, for some sizes."""
-        moved = any(term.moves_positions for term in leaf_terms(mask))
-        apart = self.fixed or self.reads_stored or self.shards_tokens()
-        return not (apart or moved) and all(x is None for x in positions)
+        # Kernels gather the keys of a list.
+        elsewhere = any(term.moves_positions or term.selects for term in leaf_terms(mask))
+        elsewhere = elsewhere or self.reads_stored or self.shards_tokens()
+        return not (elsewhere or self.fixed) and all(x is None for x in positions)
 
     def _kernels(self) -> Lowering | None:
         """The kernels of the platform and the device that the metadata name, if there are any."""

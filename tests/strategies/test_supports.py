@@ -18,6 +18,7 @@ from eqattn import (
     Ragged,
     Ring,
     ScoreFn,
+    Selected,
     SlidingWindow,
     T5Bias,
     Tree,
@@ -137,6 +138,11 @@ CASES = {
     "kernel of differences in a tree": (
         Blockwise(KERNEL),
         dict(mask=Tree(TABLE - 1), score=BY_DIFFERENCE),
+        "a ScoreFn has a",
+    ),
+    "kernel of differences in a list of keys": (
+        Blockwise(KERNEL),
+        dict(mask=Causal() & Selected(jnp.zeros((1, 1, T, 3), int)), score=BY_DIFFERENCE),
         "a ScoreFn has a",
     ),
     "kernel of differences at positions": (
