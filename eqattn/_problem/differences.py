@@ -63,19 +63,12 @@ class Differences(eqx.Module):
         return Windows(role, found.reshape(*sizes, group, size), axes)
 
 
-def reads_differences(
-    problem: Problem, blocking: Blocking, lowering: Lowering, *, alone: bool
-) -> bool:
-    """Whether what depends on `q - k` becomes `Differences`. Positions must count up, and a device
-    must have all tokens. Where bits are fixed, each pair looks up its own number. What XLA computes
-    for all differences may have other bits for other sizes.
-
-    **Arguments:**
-
-    - `alone`: whether each device visits the keys that it holds, and no others.
+def reads_differences(problem: Problem, blocking: Blocking, lowering: Lowering) -> bool:
+    """Whether what depends on `q - k` becomes `Differences`. Positions must count up. Tokens that
+    several devices share are given positions, and so do not. Where bits are fixed, each pair looks
+    up its own number. What XLA computes for all differences may have other bits for other sizes.
     """
     positions = problem.q_positions is None and problem.kv_positions is None
-    apart = blocking.parts == 1 and problem.shards == 1
-    apart = apart and not (blocking.in_place or blocking.fixed)
+    apart = not (blocking.in_place or blocking.fixed)
     known = isinstance(blocking.queries, int) and isinstance(blocking.keys, int)
-    return lowering.repeats_diagonals and alone and positions and apart and known
+    return lowering.repeats_diagonals and positions and apart and known

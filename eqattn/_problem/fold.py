@@ -158,7 +158,7 @@ def _with_lookups(
     if lowering is XLA or (spread.inside and spread.size > 1):
         return problem, problem
     problem = looked_up(problem)
-    if not reads_differences(problem, blocking, lowering, alone=not spread.axes):
+    if not reads_differences(problem, blocking, lowering):
         return problem, problem
     return problem, with_differences(problem)
 

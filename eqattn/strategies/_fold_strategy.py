@@ -24,7 +24,7 @@ from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
 from ..masks._base import AbstractMask
 from ..masks._causal import Causal
-from ..masks._terms import check_positions, leaf_terms, split_list
+from ..masks._terms import check_positions, split_list
 from ..scores._bias import as_bias
 from ._base import AttentionImpl
 from ._checks import check_precision, choose_bias, choose_dropout_key
@@ -111,20 +111,13 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None:
             return XLA
         reason = kernels.unsupported_dtype(problem.query.dtype)
-        from ._in_kernels import untried_in  # with what only kernels need
+        from ._in_kernels import counts_up, untried_in  # with what only kernels need
 
-        apart = self._counts_up(problem.mask, problem.q_positions, problem.kv_positions)
+        apart = counts_up(self, problem.mask, problem.q_positions, problem.kv_positions)
         reason = reason or untried_in(kernels, problem.mask, problem.scores, apart)
         if reason and kernels.required:
             raise ValueError(self._without_kernel(kernels, reason))
         return XLA if reason else kernels
-
-    def _counts_up(self, mask: AbstractMask | None, *positions: Any) -> bool:
-        """Whether kernels may read what depends on `q - k` by diagonals, for some sizes."""
-        # Kernels gather the keys of a list.
-        elsewhere = any(term.moves_positions or term.selects for term in leaf_terms(mask))
-        elsewhere = elsewhere or self.reads_stored or self.shards_tokens()
-        return not (elsewhere or self.fixed) and all(x is None for x in positions)
 
     def _kernels(self) -> Lowering | None:
         """The kernels of the platform and the device that the metadata name, if there are any."""
@@ -242,11 +235,11 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None or not kernels.required:
             return ""
         self._check_features(features)
-        from ._in_kernels import known_refusal
+        from ._in_kernels import counts_up, known_refusal
 
         compiled = self.metadata.platform is Platform.PALLAS
         positions = features.get("q_positions"), features.get("kv_positions")
-        apart = self._counts_up(mask, *positions)
+        apart = counts_up(self, mask, *positions)
         reason = known_refusal(kernels, mask, scores, dtype, compiled, apart)
         return reason and self._without_kernel(kernels, reason)
 

@@ -15,6 +15,21 @@ from ..masks._terms import leaf_terms, placed, split_list
 from ..scores._base import AbstractScore
 
 
+def counts_up(strategy: Any, mask: AbstractMask | None, *positions: Any) -> bool:
+    """Whether positions count up where kernels visit tokens, for some sizes. Then they may read
+    what depends on `q - k` by diagonals.
+
+    **Arguments:**
+
+    - `strategy`: an `AbstractFoldStrategy`.
+    - `positions`: those of queries and keys that a call has, or None.
+    """
+    # Kernels gather the keys of a list.
+    moved = any(term.moves_positions or term.selects for term in leaf_terms(mask))
+    elsewhere = strategy.reads_stored or strategy.shards_tokens()
+    return not (moved or elsewhere or strategy.fixed) and all(x is None for x in positions)
+
+
 def untried_in(
     kernels: Lowering,
     mask: AbstractMask | None,

@@ -42,6 +42,21 @@ MUTANTS = [
         ],
     ),
     (
+        "_problem/lookups.py",
+        "kernels/test_differences.py -k matrix",
+        [("differences = differences + problem.q_shift", "pass")],
+    ),
+    (
+        "strategies/_in_kernels.py",
+        "strategies/test_supports.py -k 'kernel and (table or differences)'",
+        [
+            ("any(term.moves_positions or term.selects for", "any(term.selects for"),
+            ("any(term.moves_positions or term.selects for", "any(term.moves_positions for"),
+            ("strategy.reads_stored or strategy.shards_tokens()", "strategy.reads_stored"),
+            ("strategy.reads_stored or strategy.shards_tokens()", "strategy.shards_tokens()"),
+        ],
+    ),
+    (
         "kernels/tpu/_diagonals.py",
         "kernels/test_differences.py -k 'registers'",
         [
