@@ -158,6 +158,8 @@ def make_mask(kind: str, rng, lead, heads, t, s, offset: int, visited: bool):
         shape = (*lead, all_heads, -(-t // block_q), min(blocks, 5))
         listed = rng.integers(-1, blocks, shape, dtype=np.int32)
         plain = om.selected(t, s, listed.reshape(b, *shape[-3:]), block_q, block_k)
+        if all_heads == kv:  # the query heads of a key head have its list
+            plain = np.repeat(plain, h // kv, 1)
         mask = m.Selected(jnp.asarray(listed), block_q, block_k)
         if rng.integers(2):
             return m.Causal() & mask, plain & om.causal(t, s, 0, offset)
