@@ -94,13 +94,15 @@ def _in_parts_of(n: int) -> tuple:
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     # No kernel reads operands with features.
-    **{
-        name: {
-            "dtype": ("float16", "float64"),
-            "operands": ("float64",),
-            "score": ("features",),
-        }
-        for name in ("tpu", "tpu_ragged")
+    "tpu": {
+        "dtype": ("float16", "float64"),
+        "operands": ("float64",),
+        "score": ("features",),
+    },
+    "tpu_ragged": {
+        "dtype": ("float16", "float64"),
+        "operands": ("float64",),
+        "score": ("features", "differences"),
     },
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
     "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
@@ -144,6 +146,9 @@ def invalid(case: Case) -> str | None:
     narrow = ("bfloat16", "float16") if case.get("target") == ("gpu_ragged", 1) else ("bfloat16",)
     if kernel and case.get("dtype") in narrow and case.get("transform") == "hvp":
         return "the bound does not know the rounding of the derivative of cotangent / denominator"
+    placed = case.get("mask") in ("tree", "selected") and case.get("score") == "differences"
+    if placed and case.get("target") == ("tpu", 1):
+        return "positions do not count up, or keys are gathered"
     for axis, values in TARGET_LIMITS.get(case.get("target", ("",))[0], {}).items():
         if axis in case and case[axis] in values:
             return f"{case['target'][0]} does not support {axis}={case[axis]}"
