@@ -288,14 +288,13 @@ class BlockOperand:
         """The shape and the dtype of what a mask or score reads of it at a pair."""
         return self.array.shape[-1:] if self.features else (), block_dtype(self.array)
 
-
-def broadcast_to_rows(x: Array, blocking: Blocking, features: bool = False) -> Array:
-    """Broadcasts a block from `pairs_of` to `[keys|1, rows|1]`. Features are the last axis."""
-    if x.ndim - features == 2:
-        return x
-    keys, last = x.shape[0], x.shape[3:]
-    x = jnp.broadcast_to(x, (keys, blocking.group, blocking.block_q, *last))
-    return x.reshape(keys, -1, *last)
+    def on_rows(self, x: Array, blocking: Blocking) -> Array:
+        """Broadcasts one of its blocks to `[keys|1, rows|1]`. Features are the last axis."""
+        if x.ndim - self.features == 2:
+            return x
+        keys, last = x.shape[0], x.shape[3:]
+        x = jnp.broadcast_to(x, (keys, blocking.group, blocking.block_q, *last))
+        return x.reshape(keys, -1, *last)
 
 
 def check_open_length(name: str, n: Any, field: str, block: int | None, parts: int) -> None:

@@ -158,7 +158,7 @@ def _is_float(x: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
+class Held:
     """A value of a narrow dtype that is held in a wider one, which represents it exactly.
 
     **Arguments:**
@@ -174,7 +174,7 @@ class _Held:
         return self.wide.astype(self.dtype)
 
 
-_MOVES = {
+MOVES = {
     lax.broadcast_in_dim_p,
     lax.concatenate_p,
     lax.dynamic_slice_p,
@@ -191,45 +191,45 @@ cotangents, which then are wide.
 """
 
 
-def _step(eqn: Any, xs: Sequence) -> list:
-    """Evaluates an equation. Values stay wide through operations that do not round."""
+def wide_step(eqn: Any, xs: Sequence) -> list:
+    """Evaluates an equation. `Held` values stay wide through operations that do not round."""
     if only_varies(eqn):
         axes = frozenset(eqn.params["axes"])
         return [
-            dataclasses.replace(x, wide=vary(x.wide, axes)) if isinstance(x, _Held)
+            dataclasses.replace(x, wide=vary(x.wide, axes)) if isinstance(x, Held)
             else vary(x, axes)
             for x in xs
         ]  # fmt: skip
     if eqn.primitive is primitives.jit_p:
         inner = eqn.params["jaxpr"]
-        return interpret(inner.jaxpr, inner.consts, xs, _step)
-    held = next((x for x in xs if isinstance(x, _Held)), None)
+        return interpret(inner.jaxpr, inner.consts, xs, wide_step)
+    held = next((x for x in xs if isinstance(x, Held)), None)
     if held is None:
         return evaluated(eqn, xs)
     if eqn.primitive is lax.convert_element_type_p:
         new = eqn.params["new_dtype"]
         if jnp.issubdtype(new, jnp.floating) and new.itemsize > held.dtype.itemsize:
             return [held.wide.astype(new)]
-    if eqn.primitive in _MOVES:
+    if eqn.primitive in MOVES:
 
         def widened(x):
-            if isinstance(x, _Held):
+            if isinstance(x, Held):
                 return x.wide
             return x.astype(held.wide.dtype) if jnp.result_type(x) == held.dtype else x
 
         ys = evaluated(eqn, [widened(x) for x in xs])
-        return [_Held(y, held.dtype) for y in ys]
-    return evaluated(eqn, [x.narrow() if isinstance(x, _Held) else x for x in xs])
+        return [Held(y, held.dtype) for y in ys]
+    return evaluated(eqn, [x.narrow() if isinstance(x, Held) else x for x in xs])
 
 
 def _of_pair(
-    jaxpr: Any, dtypes: Sequence, consts: Sequence, scalars: Sequence, step: Callable = _step
+    jaxpr: Any, dtypes: Sequence, consts: Sequence, scalars: Sequence, step: Callable = wide_step
 ) -> Array:
     """Evaluates a transform, whose `consts` it reads in these dtypes, on the scalars of a pair."""
-    own = [_Held(x, d) if x.dtype != d else x for x, d in zip(consts, dtypes)]
+    own = [Held(x, d) if x.dtype != d else x for x, d in zip(consts, dtypes)]
     (y,) = interpret(jaxpr, own, scalars, step)
     y = y.here if isinstance(y, _Guarded) else y
-    return y.wide if isinstance(y, _Held) else y
+    return y.wide if isinstance(y, Held) else y
 
 
 def _evaluate(
@@ -303,11 +303,11 @@ def _guarded_step(seen: Any, masked: frozenset, eqn: Any, xs: Sequence) -> list:
     def chosen(here, there):
         if not masked <= axes:
             return here
-        if isinstance(here, _Held):
+        if isinstance(here, Held):
             return dataclasses.replace(here, wide=chosen(here.wide, there.wide))
         return jnp.where(seen, here, lax.stop_gradient(there))
 
-    both = zip(_step(eqn, [x.here for x in xs]), _step(eqn, [x.there for x in xs]))
+    both = zip(wide_step(eqn, [x.here for x in xs]), wide_step(eqn, [x.there for x in xs]))
     return [_Guarded(chosen(here, there), there, axes) for here, there in both]
 
 

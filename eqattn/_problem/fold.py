@@ -21,8 +21,9 @@ from .._sweep.lowering import Lowering, XLA
 from .._sweep.top import NONE, top
 from .block_classes import stairs_of
 from .blocking import Blocking, BlockOperand
+from .differences import reads_differences
 from .exchange import HeadExchange
-from .lookups import looked_up
+from .lookups import looked_up, with_differences
 from .operands import BlockOperands, WHOLE
 from .problem import Problem
 
@@ -147,6 +148,21 @@ def _with_heads(x: BlockOperand, spread: HeadExchange) -> Array:
     return x.array if x.role in WHOLE else spread.tokens_to_heads(x.array, x.axes)
 
 
+def _with_lookups(
+    problem: Problem, blocking: Blocking, spread: HeadExchange, lowering: Lowering
+) -> tuple[Problem, Problem]:
+    """The problem whose mask tells the classes of blocks, and the one that is visited in kernels.
+    Only the latter has `Differences`.
+    """
+    # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
+    if lowering is XLA or (spread.inside and spread.size > 1):
+        return problem, problem
+    problem = looked_up(problem)
+    if not reads_differences(problem, blocking, lowering):
+        return problem, problem
+    return problem, with_differences(problem)
+
+
 def _visited(
     visit: Callable[..., list[Array]],
     count: int,
@@ -171,16 +187,14 @@ def _visited(
     - the others: the arguments of `fold_problem`.
     """
     spread, problem = spread or HeadExchange(), problem.at_places()
-    # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
-    if lowering is not XLA and not (spread.inside and spread.size > 1):
-        problem = looked_up(problem)
+    shown, problem = _with_lookups(problem, blocking, spread, lowering)
     blocks = BlockOperands(problem, blocking, spread, lowering, live, places)
-    table, table_axes, classes = blocks.plan()
+    table, table_axes, classes = blocks.plan(shown)
     visited = blocks.on(spread.local(blocking))
     # If a table has axes of batch or heads, each device of a mesh may have another part of it.
     alike = spread.manual is None or table_axes == (ROW, COL)
     known = KnownTable.of(table) if isinstance(table, np.ndarray) and alike else None
-    stairs = 0 if known is None else stairs_of(problem, blocking, known.array)
+    stairs = 0 if known is None else stairs_of(shown, blocking, known.array)
     table = None if table is None else jnp.asarray(table)
     value_axes = [x.axes for x in blocks.values]
 

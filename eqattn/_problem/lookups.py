@@ -6,11 +6,13 @@ key, and not on both. So what is found there is computed once for each query or 
 becomes an operand of the function that is left. Its derivatives are those of an operand and of the
 lookup, by JAX.
 
-What depends on both, such as `table[q - k]`, stays in the function.
+What depends on both stays in the function, with one exception. Where positions count up, `q - k`
+has few values. So `table[q - k]` is computed once for each of them, and blocks read it along their
+diagonals, see `_sweep/differences.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,19 +21,27 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._jax import abstract, evaluated, Literal, only_varies, replay, vary, varying_axes
+from .._jax import abstract, Literal, replay, vary, varying_axes
+from .._misc import accumulation_dtype
 from .._pairs import Operand
 from ..kernels._program import POINTWISE
 from ..masks._base import AbstractMask, visible
 from ..masks._terms import map_terms
 from ..scores._base import AbstractScore
 from ..scores._wrapper import AbstractWrapper
-from .closed_score import dtype_read
+from .closed_score import dtype_read, Held, MOVES, wide_step
+from .differences import Differences
 from .problem import Problem
 
 
 _CHEAP = POINTWISE | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}
 """What may be done for each pair. Anything else is done for each query or key, if it can be."""
+
+
+_ROUNDS = POINTWISE - MOVES - {lax.convert_element_type_p}
+"""What may be singular for some differences. Kernels do it for each pair, where masked pairs have
+safe derivatives.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +64,36 @@ class Lookups:
     reads: tuple[tuple[int, ...], ...]
 
     def look_up(self, i: int, scalars: Sequence[Any]) -> Any:
-        """The result number `i` at the scalars that it depends on, `reads[i]`."""
+        """The result number `i` at the scalars that it depends on, `reads[i]`. Narrow floats are
+        held wide, so that the gradient of a table that is read many times rounds once.
+        """
         given = dict(zip([self.jaxpr.invars[j] for j in self.reads[i]], scalars))
-        return self._run(given, [self.found[i]])[0]
+        return self._run(given, map(_held, self.consts), self.found[i])
 
     def finish(self, scalars: Sequence[Any], found: Sequence[Any]) -> Any:
-        """The function at the scalars of a pair and at what was looked up for it."""
+        """The function at the scalars of a pair and at what was looked up for it, which is wide."""
+        found = [_held(x, v.aval.dtype) for x, v in zip(found, self.found)]
         given = dict(zip(self.jaxpr.invars, scalars)) | dict(zip(self.found, found))
-        return self._run(given, self.jaxpr.outvars)[0]
+        return self._run(given, self.consts, self.jaxpr.outvars[0])
 
-    def _run(self, given: dict, wanted: Sequence[Any]) -> list:
-        """Evaluates the equations from which the `wanted` variables follow, starting from variables
+    def _run(self, given: dict, consts: Iterable[Any], wanted: Any) -> Any:
+        """Evaluates the equations from which the `wanted` variable follows, starting from variables
         that are given.
         """
-        env = dict(zip(self.jaxpr.constvars, self.consts)) | given
+        env = dict(zip(self.jaxpr.constvars, consts)) | given
         read = lambda v: v.val if isinstance(v, Literal) else env[v]
-        for eqn in _needed(self.jaxpr.eqns, wanted, env):
-            xs = [read(v) for v in eqn.invars]
-            ys = [vary(x, frozenset(eqn.params["axes"])) for x in xs] if only_varies(eqn) else None
-            env |= zip(eqn.outvars, evaluated(eqn, xs) if ys is None else ys)
-        return [read(v) for v in wanted]
+        for eqn in _needed(self.jaxpr.eqns, [wanted], env):
+            env |= zip(eqn.outvars, wide_step(eqn, [read(v) for v in eqn.invars]))
+        y = read(wanted)
+        return y.wide if isinstance(y, Held) else y
+
+
+def _held(x: Any, dtype: Any = None) -> Any:
+    """A value of this dtype, or of its own, held in the dtype of sums if it is a narrow float."""
+    dtype = jnp.result_type(x) if dtype is None else dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or accumulation_dtype(dtype) == dtype:
+        return x
+    return Held(jnp.asarray(x).astype(accumulation_dtype(dtype)), dtype)
 
 
 def _needed(eqns: Sequence[Any], wanted: Sequence[Any], known: Any) -> list:
@@ -88,7 +108,12 @@ def _needed(eqns: Sequence[Any], wanted: Sequence[Any], known: Any) -> list:
     return kept[::-1]
 
 
-def lookups_of(fn: Callable, avals: Sequence[Any], axes: Sequence[str | None]) -> Lookups | None:
+def lookups_of(
+    fn: Callable,
+    avals: Sequence[Any],
+    axes: Sequence[str | None],
+    places: tuple[int, int] | None = None,
+) -> Lookups | None:
     """Splits a function of one pair; None if it looks up nothing by its query or its key alone.
 
     **Arguments:**
@@ -96,6 +121,8 @@ def lookups_of(fn: Callable, avals: Sequence[Any], axes: Sequence[str | None]) -
     - `fn`: the function of scalars, which returns one.
     - `avals`: the scalars, or what is abstract of them.
     - `axes`: the axes on which each of them varies; None for a logit.
+    - `places`: the indices of the positions of query and key. With them, the function is split by
+        what it looks up by the difference of these. The difference is an axis `"d"`.
     """
     whole = jax.make_jaxpr(fn)(*avals)
     flat = jax.make_jaxpr(lambda *xs: replay(whole, *xs))(*avals)  # calls are inlined
@@ -105,31 +132,59 @@ def lookups_of(fn: Callable, avals: Sequence[Any], axes: Sequence[str | None]) -
     about: dict = {v: (set(), False, set()) for v in jaxpr.constvars}
     for i, (v, a) in enumerate(zip(jaxpr.invars, axes)):
         about[v] = None if a is None or {"t", "s"} <= set(a) else set(a), False, {i}
-    found = {}
+    found, moved = {}, {jaxpr.invars[i]: a for i, a in zip(places or (), "ts")}
     for eqn in jaxpr.eqns:
         xs = [about[v] for v in eqn.invars if not isinstance(v, Literal)]
         within = None if any(x[0] is None for x in xs) else set().union(*[x[0] for x in xs])
-        within = None if within is not None and {"t", "s"} <= within else within
+        if within is not None and _is_difference(eqn, moved):
+            within = within - {"t", "s"} | {"d"}
+        within = None if within is not None and len({"t", "s", "d"} & within) > 1 else within
+        if within is not None and "d" in within and _may_be_singular(eqn, any(x[1] for x in xs)):
+            within = None
         looked = eqn.primitive not in _CHEAP or any(x[1] for x in xs)
         of = within, looked and within is not None, set().union(*[x[2] for x in xs])
         about |= dict.fromkeys(eqn.outvars, of)
         if within is None:
             found |= {v: about[v] for v in eqn.invars if not isinstance(v, Literal)}
     found |= {v: about[v] for v in jaxpr.outvars if not isinstance(v, Literal)}
-    found = {v: x for v, x in found.items() if x[1]}
+    found = {v: x for v, x in found.items() if x[1] and ("d" in x[0]) is (places is not None)}
     if not found or any(v.aval.shape != () for v in found):
         return None
     return Lookups(
         consts=flat.consts,
         jaxpr=jaxpr,
         found=tuple(found),
-        axes=tuple("".join(a for a in "bhts" if a in x[0]) for x in found.values()),
+        axes=tuple("".join(a for a in "bhtsd" if a in x[0]) for x in found.values()),
         reads=tuple(tuple(sorted(x[2])) for x in found.values()),
     )
 
 
-def split(part: Any, scalars: Sequence[Any]) -> Lookups | None:
-    """What a mask or a score looks up, at scalars that may be abstract.
+def _is_difference(eqn: Any, moved: dict) -> bool:
+    """Whether an equation subtracts the position of a query and that of a key, in either order.
+
+    **Arguments:**
+
+    - `moved`: for each variable that is a position plus a constant, whose it is. The result of the
+        equation is added, if it is one.
+    """
+    sides = [moved.get(v) for v in eqn.invars if not isinstance(v, Literal)]
+    if eqn.primitive is lax.sub_p and set(sides) == {"t", "s"}:
+        return True
+    constant = len(sides) == 1 and eqn.primitive in (lax.add_p, lax.sub_p)
+    if constant and sides[0] and not isinstance(eqn.invars[0], Literal):
+        moved[eqn.outvars[0]] = sides[0]
+    return False
+
+
+def _may_be_singular(eqn: Any, looked: bool) -> bool:
+    """Whether an equation computes floats, from what was looked up, that may not be finite."""
+    floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+    return looked and floats and eqn.primitive in _ROUNDS
+
+
+def split(part: Any, scalars: Sequence[Any], differences: bool = False) -> Lookups | None:
+    """What a mask or a score looks up, at scalars that may be abstract; with `differences`, what it
+    looks up by `q - k`.
 
     A trace is valid inside of `jax.shard_map` only if it was made there, so each evaluation traces
     again.
@@ -140,44 +195,48 @@ def split(part: Any, scalars: Sequence[Any]) -> Lookups | None:
     fn = part.transform if scored else visible(part)
     # Not a method itself: JAX compares what it traces, and a module's arrays have no truth.
     avals = [abstract(x, x.shape, x.dtype) for x in scalars]
-    return lookups_of(lambda *xs: fn(*xs), avals, axes)
+    places = (2 + scored, 3 + scored) if differences else None
+    return lookups_of(lambda *xs: fn(*xs), avals, axes, places)
 
 
 class _FoundMask(AbstractMask):
     """A mask whose lookups are operands, after its own."""
 
     mask: AbstractMask
-    found: tuple[Operand, ...]
+    found: tuple[Any, ...]
 
-    def operands(self) -> tuple[Operand, ...]:
+    def operands(self) -> tuple[Any, ...]:
         return (*self.mask.operands(), *self.found)
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
-        return _finished(self.mask, (b, h, q, k, *ids), len(self.found))
+        return _finished(self.mask, (b, h, q, k, *ids), self.found)
 
 
 class _FoundScore(AbstractWrapper):
     """A score whose lookups are operands, after its own."""
 
     score: AbstractScore
-    found: tuple[Operand, ...]
+    found: tuple[Any, ...]
 
-    def operands(self) -> tuple[Operand, ...]:
+    def operands(self) -> tuple[Any, ...]:
         return (*self.score.operands(), *self.found)
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
-        return _finished(self.score, (logit, b, h, q, k, *operands), len(self.found))
+        return _finished(self.score, (logit, b, h, q, k, *operands), self.found)
 
 
-def _finished(part: Any, scalars: Sequence[Any], count: int) -> Any:
-    """A mask or a score at a pair, of which the last `count` scalars are what it looks up."""
+def _finished(part: Any, scalars: Sequence[Any], operands: tuple) -> Any:
+    """A mask or a score at a pair, of which the last scalars are what it looks up, `operands`."""
+    count = len(operands)
     scalars, found = [jnp.asarray(x) for x in scalars[:-count]], scalars[-count:]
-    lookups = split(part, scalars)
+    lookups = split(part, scalars, isinstance(operands[0], Differences))
     assert lookups is not None and len(lookups.found) == count, lookups
     return lookups.finish(scalars, found)
 
 
-def with_lookups(part: Any, like: Any, arrays_of: Callable[[Lookups, tuple], list]) -> Any:
+def with_lookups(
+    part: Any, like: Any, arrays_of: Callable[[Lookups, tuple], list], differences: bool = False
+) -> Any:
     """Returns a score, or a mask that combines no others, whose lookups have become operands. A
     part that looks up nothing is returned as it is.
 
@@ -185,60 +244,121 @@ def with_lookups(part: Any, like: Any, arrays_of: Callable[[Lookups, tuple], lis
 
     - `like`: an array with the dtype of logits, which varies over the mesh axes of the call.
     - `arrays_of`: a function of the lookups and of the part's own operands. It returns the arrays
-        of what is found, with the axes that the lookups say.
+        of what is found, with the axes that the lookups say; with `differences`, as a `Differences`
+        has them.
+    - `differences`: whether it is what the part looks up by `q - k`.
     """
     own, scored = part.operands(), isinstance(part, AbstractScore)
     read = [((), x) for x in (*[like.dtype] * scored, *[jnp.int32] * 4)]
     read += [
         (o.feature_shape, dtype_read(o.array, like.dtype) if scored else o.array.dtype) for o in own
     ]
-    lookups = split(part, [abstract(like, *x) for x in read])
+    lookups = split(part, [abstract(like, *x) for x in read], differences)
     if lookups is None:
         return part
-    found = tuple(Operand(x, a) for x, a in zip(arrays_of(lookups, own), lookups.axes))
+    made = zip(arrays_of(lookups, own), lookups.axes)
+    found = tuple(Differences(x) if differences else Operand(x, a) for x, a in made)
     return _FoundScore(part, found) if scored else _FoundMask(part, found)
 
 
 def looked_up(problem: Problem) -> Problem:
     """The problem with what its mask and its scores look up by query or by key as operands."""
-    axes, at = varying_axes(problem.query), problem.indices()
+
+    def arrays_of(lookups: Lookups, given: Sequence[Array]) -> list:
+        found = zip(_found(lookups, given), lookups.axes)
+        return [_as_operand(x, axes, problem) for x, axes in found]
+
+    return _with_found(problem, problem.indices(), arrays_of, False)
+
+
+def with_differences(problem: Problem) -> Problem:
+    """The problem with what its mask and its scores look up by `q - k` as `Differences`. Positions
+    must count up.
+    """
+    t, s, _, _ = problem.sizes
+    b, h, _, _ = problem.indices()
+    # What depends on the difference alone is found at keys that stand at 0.
+    differences = np.arange(1 - s, t, dtype=np.int32)[None] + np.int32(problem.q_start)
+    if problem.q_shift is not None:
+        differences = differences + problem.q_shift
+    at = [b, h, differences[:, None, None], np.zeros((1, 1, 1, 1), np.int32)]
+    arrays_of = lambda lookups, given: [x[:, :, 0] for x in _found(lookups, given)]
+    return _with_found(problem, at, arrays_of, True)
+
+
+def _with_found(
+    problem: Problem,
+    at: Sequence[Any],
+    arrays_of: Callable[[Lookups, Sequence[Array]], list],
+    differences: bool,
+) -> Problem:
+    """The problem with what its mask and its scores look up as operands.
+
+    **Arguments:**
+
+    - `at`: the indices at which it is looked up, each `[B|1, H|1, T|1, S|1]`.
+    - `arrays_of`: a function of the lookups and of what they are given, which returns the arrays of
+        the operands.
+    - `differences`: as for `with_lookups`.
+    """
+    axes = varying_axes(problem.query)
     like = vary(jnp.zeros((), problem.accumulation_dtype), axes)
 
     def one(part: Any) -> Any:
-        def arrays_of(lookups: Lookups, own: tuple) -> list:
+        def found_of(lookups: Lookups, own: tuple) -> list:
             scored = isinstance(part, AbstractScore)
             arrays = [jnp.asarray(problem.canonical(x)) for x in own]
             if scored:
                 arrays = [x.astype(dtype_read(x, like.dtype)) for x in arrays]
             given = [vary(jnp.asarray(x), axes) for x in (*[like] * scored, *at, *arrays)]
-            return [_found(lookups, i, given, problem) for i in range(len(lookups.found))]
+            return arrays_of(lookups, given)
 
-        return with_lookups(part, like, arrays_of)
+        return with_lookups(part, like, found_of, differences)
 
     mask = None if problem.mask is None else map_terms(problem.mask, one)
     return dataclasses.replace(problem, mask=mask, scores=tuple(map(one, problem.scores)))
 
 
-def _found(lookups: Lookups, i: int, given: Sequence[Array], problem: Problem) -> Array:
-    """What is looked up for all queries or keys, with the axes that `lookups.axes[i]` says."""
-    own, axes = [given[j] for j in lookups.reads[i]], lookups.axes[i]
-    shape = jnp.broadcast_shapes((1, 1, 1, 1), *[x.shape for x in own])
-    flat = [jnp.broadcast_to(x, shape).reshape(-1) for x in own]
-    one = lambda *xs: lookups.look_up(i, xs)
-    values = (jax.vmap(one)(*flat) if flat else one()).reshape(shape)
-    lead = () if shape[0] == 1 else problem.batch_shape
-    return values.reshape(*lead, *[n for a, n in zip("hts", shape[1:]) if a in axes])
+def _found(lookups: Lookups, given: Sequence[Array]) -> list[Array]:
+    """What is looked up at all that is given, each `[B|1, H|1, T|1, S|1]`."""
+    found = []
+    for i, reads in enumerate(lookups.reads):
+        own = [given[j] for j in reads]
+        shape = jnp.broadcast_shapes((1, 1, 1, 1), *[x.shape for x in own])
+        flat = [jnp.broadcast_to(x, shape).reshape(-1) for x in own]
+        one = lambda *xs, i=i: lookups.look_up(i, xs)
+        found.append((jax.vmap(one)(*flat) if flat else one()).reshape(shape))
+    return found
 
 
-def without_lookups(part: AbstractMask | AbstractScore) -> AbstractMask | AbstractScore:
+def _as_operand(x: Array, axes: str, problem: Problem) -> Array:
+    """What was found, with the axes that an `Operand` has."""
+    lead = () if x.shape[0] == 1 else problem.batch_shape
+    return x.reshape(*lead, *[n for a, n in zip("hts", x.shape[1:]) if a in axes])
+
+
+def without_lookups(
+    part: AbstractMask | AbstractScore, differences: bool
+) -> AbstractMask | AbstractScore:
     """The mask or score that is left to kernels, for a look at its operations. Arrays of what is
     looked up have one entry each.
+
+    **Arguments:**
+
+    - `differences`: whether what it looks up by `q - k` is left out, too.
     """
     like = np.zeros((), np.float32)
 
-    def arrays_of(lookups: Lookups, own: tuple) -> list:
-        del own
-        return [np.zeros((1,) * len(a), v.aval.dtype) for a, v in zip(lookups.axes, lookups.found)]
+    def one(x: Any, differences: bool) -> Any:
+        def arrays_of(lookups: Lookups, own: tuple) -> list:
+            del own
+            ranks = [3 if differences else len(a) for a in lookups.axes]
+            return [np.zeros((1,) * n, v.aval.dtype) for n, v in zip(ranks, lookups.found)]
 
-    one = lambda x: with_lookups(x, like, arrays_of)
-    return map_terms(part, one) if isinstance(part, AbstractMask) else one(part)
+        return with_lookups(x, like, arrays_of, differences)
+
+    def both(x: Any) -> Any:
+        x = one(x, False)
+        return one(x, True) if differences else x
+
+    return map_terms(part, both) if isinstance(part, AbstractMask) else both(part)

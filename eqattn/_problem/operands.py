@@ -23,9 +23,10 @@ from .._sweep.products import dot
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
 from .block_classes import as_partial, classes_of, on_grid, table_of
-from .blocking import as_device_array, Blocking, BlockOperand, broadcast_to_rows
+from .blocking import as_device_array, Blocking, BlockOperand
 from .bound import BoundMask
 from .closed_score import ClosedScore
+from .differences import Differences
 from .dropout import weights_of, WORDS, words_of
 from .exchange import HeadExchange
 from .problem import Problem
@@ -166,6 +167,9 @@ class BlockOperands:
         start, scored = len(self.operands), isinstance(part, AbstractScore)
         canonical = self.canonical_wide if scored else self.problem.canonical
         for operand in part.operands():
+            if isinstance(operand, Differences):
+                self.operands += (operand.windows(type(part).__name__, self.blocking),)
+                continue
             self._add(type(part).__name__, self.blocking.own_rows(canonical(operand), operand.axes))
         return slice(start, len(self.operands))
 
@@ -249,9 +253,7 @@ class BlockOperands:
         precision = dict(self.products)["precision"]
 
         def fn(*blocks):
-            value = blocks[0]
-            if self.blocking.in_place:
-                value = self.stored(1, blocks)
+            value = self.stored(1, blocks) if self.blocking.in_place else blocks[0]
             if c == FULL:
                 return [value]
             if self.lowering.cleans_values:
@@ -317,15 +319,15 @@ class BlockOperands:
             return table[0, 0]
         return jnp.broadcast_to(table, (*blocking.grid[:2], rows, columns))
 
-    def plan(self):
+    def plan(self, shown: Problem):
         """The table of live blocks, a NumPy array where it is known, its grid axes, and the classes
-        that can occur.
+        that can occur. The mask is that of `shown`, the problem before it had `Differences`.
         """
         fixed = self.blocking.fixed
         if self.sent:  # Each hop makes its own table.
             some = self.problem.mask is not None or self.padded
             return None, None, (PARTIAL,) if fixed else (PARTIAL, FULL) if some else (FULL,)
-        table = table_of(self.problem, self.blocking, self.live)
+        table = table_of(shown, self.blocking, self.live)
         if table is None or fixed:
             placed = (None, None) if table is None else on_grid(as_partial(table))
             return *placed, (PARTIAL,) if fixed else (FULL,)
@@ -367,13 +369,10 @@ class BlockOperands:
             q, *k = blocks[: self.keys.stop]
             k = self.stored(0, k) if blocking.in_place else k[0]
             first = self.keys.stop + len(self.lookups)
-            others = zip(self.operands[first:], blocks[first:])
-            named = {y.role: broadcast_to_rows(x, blocking, y.features) for y, x in others}
+            read = [y.on_rows(x, blocking) for x, y in zip(blocks[first:], self.operands[first:])]
+            named = {y.role: x for x, y in zip(read, self.operands[first:])}
             pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
-            own = [
-                [broadcast_to_rows(x, blocking, y.features)
-                 for x, y in zip(blocks[g], self.operands[g])] for g in self.groups
-            ]  # fmt: skip
+            own = [read[g.start - first : g.stop - first] for g in self.groups]
             mask = None
             if c == PARTIAL:
                 parts = [named[role] for role in ("valid", "live") if role in named]

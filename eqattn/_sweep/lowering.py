@@ -114,6 +114,9 @@ class Lowering(abc.ABC):
     Fused, the result could not be written in the order in which a visit reads it.
     """
 
+    repeats_diagonals: ClassVar[bool] = False
+    """Whether blocks may hold numbers that their diagonals share, see `differences.py`."""
+
     @property
     def required(self) -> bool:
         """Whether the caller asked for this lowering, so that nothing may take its place."""

@@ -111,9 +111,10 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None:
             return XLA
         reason = kernels.unsupported_dtype(problem.query.dtype)
-        from ._in_kernels import untried_in  # with what only kernels need
+        from ._in_kernels import counts_up, untried_in  # with what only kernels need
 
-        reason = reason or untried_in(kernels, problem.mask, problem.scores)
+        apart = counts_up(self, problem.mask, problem.q_positions, problem.kv_positions)
+        reason = reason or untried_in(kernels, problem.mask, problem.scores, apart)
         if reason and kernels.required:
             raise ValueError(self._without_kernel(kernels, reason))
         return XLA if reason else kernels
@@ -181,6 +182,10 @@ class AbstractFoldStrategy(AttentionImpl):
         sizes = math.prod(problem.batch_shape), heads
         return with_kernel(place, self.metadata.mesh, partition, sizes)
 
+    def shards_tokens(self) -> bool:
+        """A hook that says whether several devices hold the tokens of a sequence."""
+        return False
+
     def key_shards(self) -> int:
         """A hook that says of how many devices a bias or a `Dense` mask holds the keys. It is more
         than 1 inside of the caller's own `shard_map` over the tokens.
@@ -230,10 +235,12 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None or not kernels.required:
             return ""
         self._check_features(features)
-        from ._in_kernels import known_refusal
+        from ._in_kernels import counts_up, known_refusal
 
         compiled = self.metadata.platform is Platform.PALLAS
-        reason = known_refusal(kernels, mask, scores, dtype, compiled)
+        positions = features.get("q_positions"), features.get("kv_positions")
+        apart = counts_up(self, mask, *positions)
+        reason = known_refusal(kernels, mask, scores, dtype, compiled, apart)
         return reason and self._without_kernel(kernels, reason)
 
     def _check_features(self, features: Mapping[str, Any]) -> None:

@@ -15,10 +15,30 @@ from ..masks._terms import leaf_terms, placed, split_list
 from ..scores._base import AbstractScore
 
 
+def counts_up(strategy: Any, mask: AbstractMask | None, *positions: Any) -> bool:
+    """Whether positions count up where kernels visit tokens, for some sizes. Then they may read
+    what depends on `q - k` by diagonals.
+
+    **Arguments:**
+
+    - `strategy`: an `AbstractFoldStrategy`.
+    - `positions`: those of queries and keys that a call has, or None.
+    """
+    # Kernels gather the keys of a list.
+    moved = any(term.moves_positions or term.selects for term in leaf_terms(mask))
+    elsewhere = strategy.reads_stored or strategy.shards_tokens()
+    return not (moved or elsewhere or strategy.fixed) and all(x is None for x in positions)
+
+
 def untried_in(
-    kernels: Lowering, mask: AbstractMask | None, scores: Sequence[AbstractScore]
+    kernels: Lowering,
+    mask: AbstractMask | None,
+    scores: Sequence[AbstractScore],
+    differences: bool,
 ) -> str:
-    """Why kernels are not tried with a mask and scores; empty if they are."""
+    """Why kernels are not tried with a mask and scores; empty if they are. The last argument is
+    that of `known_refusal`.
+    """
     for part in (*leaf_terms(mask), *scores):
         axes: list[str] = []
         # This only looks at the operands, and computes none.
@@ -27,7 +47,9 @@ def untried_in(
             return f"an operand of {type(part).__name__} has features, which kernels do not read"
     for score in scores:
         if not score.tried_in_kernels:
-            if reason := kernels.unsupported_function(_left_to_kernels(score)):
+            if reason := kernels.unsupported_function(
+                _left_to_kernels(kernels, score, differences)
+            ):
                 return f"a {type(score).__name__} {reason}"
     return ""
 
@@ -38,6 +60,7 @@ def known_refusal(
     scores: Sequence[AbstractScore],
     dtype: Any,
     compiled: bool,
+    differences: bool,
 ) -> str:
     """Why no call of any shape can run in kernels; empty if some can.
 
@@ -45,21 +68,26 @@ def known_refusal(
 
     - `dtype`: that of the queries, or None for any.
     - `compiled`: whether kernels are compiled, as interpreted ones may hold any operation.
+    - `differences`: whether positions count up, so that what is looked up by `q - k` may be found
+        outside of kernels.
     """
     # Without x64, a call sees arrays of 64 bits as arrays of 32.
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     reason = "" if dtype is None else kernels.unsupported_dtype(dtype)
-    reason = reason or untried_in(kernels, mask, scores)
+    reason = reason or untried_in(kernels, mask, scores, differences)
     if compiled:
-        reason = reason or _operation_without_kernel(kernels, mask, scores)
+        reason = reason or _operation_without_kernel(kernels, mask, scores, differences)
     return reason or kernels.unavailable()
 
 
-def _left_to_kernels(part: AbstractMask | AbstractScore) -> Any:
+def _left_to_kernels(
+    kernels: Lowering, part: AbstractMask | AbstractScore, differences: bool
+) -> Any:
     """The jaxpr of a mask or a score over a block of 2 keys and 2 queries. Lookups by query or by
-    key are left out, as they are done outside of kernels.
+    key are left out, as they are done outside of kernels. So are those by `differences`, where the
+    kernels repeat diagonals.
     """
-    part = without_lookups(part)
+    part = without_lookups(part, differences and kernels.repeats_diagonals)
 
     def block(axes, dtype):
         return jax.ShapeDtypeStruct((1 + ("s" in axes), 1 + ("t" in axes)), dtype)
@@ -73,7 +101,10 @@ def _left_to_kernels(part: AbstractMask | AbstractScore) -> Any:
 
 
 def _operation_without_kernel(
-    kernels: Lowering, mask: AbstractMask | None, scores: Sequence[AbstractScore]
+    kernels: Lowering,
+    mask: AbstractMask | None,
+    scores: Sequence[AbstractScore],
+    differences: bool,
 ) -> str:
     """Why the compiler of kernels cannot translate a mask or a score; empty if it can.
 
@@ -87,7 +118,7 @@ def _operation_without_kernel(
     at = np.arange(2, dtype=np.int32)[None]
     masks = [placed(x, (), 1, at, at)[0] for x in masks if isinstance(x, AbstractMask)]
     for part in (*masks, *scores):
-        if name := kernels.unsupported_primitive(_left_to_kernels(part)):
+        if name := kernels.unsupported_primitive(_left_to_kernels(kernels, part, differences)):
             kind = type(part).__name__
             return f"{kind} has a {name}, which the compiler of kernels does not know"
     return ""

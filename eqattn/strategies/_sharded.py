@@ -280,6 +280,9 @@ class AbstractSharded(AbstractFoldStrategy):
         )
         return fold_listed(problem, place=place, **options)
 
+    def shards_tokens(self) -> bool:
+        return self._place() is not None
+
     def key_shards(self) -> int:
         place = self._place()
         return place.devices if place is not None and place.mesh is None else 1

@@ -158,6 +158,8 @@ def make_mask(kind: str, rng, lead, heads, t, s, offset: int, visited: bool):
         shape = (*lead, all_heads, -(-t // block_q), min(blocks, 5))
         listed = rng.integers(-1, blocks, shape, dtype=np.int32)
         plain = om.selected(t, s, listed.reshape(b, *shape[-3:]), block_q, block_k)
+        if all_heads == kv:  # the query heads of a key head have its list
+            plain = np.repeat(plain, h // kv, 1)
         mask = m.Selected(jnp.asarray(listed), block_q, block_k)
         if rng.integers(2):
             return m.Causal() & mask, plain & om.causal(t, s, 0, offset)
@@ -236,7 +238,7 @@ def build(case: Case) -> Built:
         shared["sinks"] = operand(rng.standard_normal(shape), of_others)
     if case["score"] in ("alibi", "both", "lookup"):
         shared["slopes"] = operand(rng.uniform(0.05, 0.3, h), of_others)
-    if case["score"] in ("t5", "t5_causal", "both"):
+    if case["score"] in ("t5", "t5_causal", "both", "differences"):
         shared["table"] = operand(rng.standard_normal((8, h)), of_others)
     if case["score"] == "features":
         for name, n in (("row_features", t), ("column_features", s)):
@@ -271,7 +273,9 @@ def build(case: Case) -> Built:
         at = om.tree_positions(t, s, np.asarray(mask.parents), s - t)
     if "slopes" in shared:
         constants["distance"] = om.distance(t, s, shift, at)
-    if "table" in shared:
+    if case["score"] == "differences":
+        constants["bucket"] = om.clipped_difference(t, s, 8, shift, at)
+    elif "table" in shared:
         constants["bucket"] = om.t5_bucket(t, s, 8, case["score"] != "t5_causal", 16, shift, at)
     if case["dropout"]:
         rate, places = case["dropout"], at or om.grid(t, s, shift)
@@ -325,6 +329,11 @@ def _nearer(slopes, logit, b, h, q, k):
     return logit - slopes[h].astype(logit.dtype) * abs(q - k).astype(logit.dtype)
 
 
+def _by_difference(table, logit, b, h, q, k):
+    at = jnp.clip(q - k + len(table) // 2, 0, len(table) - 1)
+    return logit + table[at, h].astype(logit.dtype)
+
+
 def library_call(built: Built):
     """`(arguments, dynamic) -> (out, lse)` and `dynamic`, the call-time arrays of the mask and
     offset.
@@ -351,7 +360,9 @@ def library_call(built: Built):
             score.append(sc.ScoreFn(functools.partial(_nearer, arguments["slopes"])))
         elif "slopes" in arguments:
             score.append(sc.ALiBi(arguments["slopes"]))
-        if "table" in arguments:
+        if case["score"] == "differences":
+            score.append(sc.ScoreFn(functools.partial(_by_difference, arguments["table"])))
+        elif "table" in arguments:
             score.append(
                 sc.T5Bias(
                     arguments["table"], bidirectional=case["score"] != "t5_causal", max_distance=16

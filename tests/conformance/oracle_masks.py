@@ -120,6 +120,12 @@ def distance(t, s, q_offset=0, at=None):
     return np.abs(q - k).astype(np.float64)
 
 
+def clipped_difference(t, s, size, q_offset=0, at=None):
+    """The entry of a table of this size that a pair reads: its middle is for equal positions."""
+    q, k = at or grid(t, s, q_offset)
+    return np.clip((q - k).astype(int) + size // 2, 0, size - 1)
+
+
 def t5_bucket(t, s, buckets, bidirectional=True, max_distance=128, q_offset=0, at=None):
     """T5's relative position buckets, in integers: the logarithm is never rounded.
 

@@ -18,6 +18,7 @@ from _tpu_schedule import Schedule
 
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+APART = "ScoreFn(lambda s, b, h, q, k: s + table[abs(q - k) % 32, h])"
 # Each with what differs from the plain call.
 CASES: dict[str, dict] = {
     "plain": {},
@@ -41,8 +42,20 @@ CASES: dict[str, dict] = {
     "cap": {"mask": "Causal()", "cap": 30.0},
     "bias": {"mask": "Causal()", "bias": True},
     "alibi": {"mask": "Causal()", "score": "ALiBi(slopes)"},
-    # Reads a table at computed places, and so runs XLA.
-    "t5": {"score": "T5Bias(table, bidirectional=True, max_distance=64)", "platform": "auto"},
+    "t5": {"mask": "Causal()", "score": "T5Bias(table, max_distance=64)"},
+    "t5, grouped": {"score": "T5Bias(table, max_distance=64)", "kv_heads": 1, "tokens": 333},
+    "t5, one block": {
+        "score": "T5Bias(table, max_distance=64)",
+        "tokens": 333,
+        "sides": (333, 333),
+    },
+    "differences": {"mask": "MaskFn(lambda b, h, q, k: starts[abs(q - k)] > 0)", "score": APART},
+    "differences, float32": {"mask": "Causal()", "score": APART, "dtype": "float32"},
+    # Reads a table at places that depend on more than the difference, and so runs XLA.
+    "both": {
+        "score": "ScoreFn(lambda s, b, h, q, k: s + slopes[(q * k) % 4])",
+        "platform": "auto",
+    },
     "functions of floats": {"mask": "Causal()", "score": "ScoreFn(of_floats)"},
     "functions of integers": {"mask": "Causal()", "score": "ScoreFn(of_integers)"},
     "lookups": {"mask": "MaskFn(lambda b, h, q, k: starts[q] <= k)", "score": "ScoreFn(looked_up)"},
@@ -55,6 +68,12 @@ CASES: dict[str, dict] = {
     "float32": {"mask": "Causal()", "dtype": "float32"},
     "tangent": {"mask": "Causal()", "tangent": True},
     "tangent float32": {"mask": "Causal()", "dtype": "float32", "tangent": True, "dropout": 0.1},
+    "tangent of t5": {
+        "mask": "Causal()",
+        "score": "T5Bias(table, max_distance=64)",
+        "kv_heads": 2,
+        "tangent": True,
+    },
     "tangent of a bias": {
         "bias": True,
         "sinks": True,
@@ -180,6 +199,7 @@ def compiled(chip: str, case: str):
     kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=False)
     kinds |= dict(platform="pallas", strategy="Blockwise", queries=None, stored=None, page=None)
     kinds |= dict(tangent=False)  # whether forward mode is compiled, in place of gradients
+    kinds |= dict(sides=None)  # of blocks
     kinds |= dict(latent=False)  # whether the values are the first features of the keys
     kinds |= dict(mesh=(1, 1), heads=4)  # over how many devices rows and heads are sharded
     kinds |= dict(dropout=0.0, sinks=False, kv_heads=4, dim=128, values=128, dtype="bfloat16")
@@ -227,7 +247,11 @@ def compiled(chip: str, case: str):
     if spec.sinks:
         wrt["sinks"] = array(4, dtype=jnp.float32)
 
-    blocks = dict(blocksize_q=128 * spec.kv_heads // 4, blocksize_k=128)
+    if spec.score is not None and "table" in spec.score:
+        wrt["table"] = inputs.pop("table")
+
+    sides = spec.sides or (128 * spec.kv_heads // 4, 128)
+    blocks = dict(zip(("blocksize_q", "blocksize_k"), sides))
     automatic = spec.strategy == "Ragged" or s > 4096
 
     def call(wrt, inputs):
@@ -241,7 +265,7 @@ def compiled(chip: str, case: str):
             softmax_aux=wrt.get("sinks"),
         )
         public = {name: getattr(eqattn, name) for name in eqattn.__all__}
-        names = {**public, **inputs, **functions(inputs)}
+        names = {**public, **inputs, **wrt, **functions(inputs)}
         key, value = kept(wrt["key_"], inputs), kept(wrt["value"], inputs)
         if spec.latent and spec.page:
             key = Pages(Joined(value.content, key.content), inputs["table"])

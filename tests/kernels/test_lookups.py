@@ -58,7 +58,7 @@ def test_what_depends_on_the_logit_is_not_found():
 
 def test_a_function_without_lookups_is_left_as_it_is():
     mask, score = MaskFn(lambda b, h, q, k: q >= k), ScoreFn(lambda s, b, h, q, k: s * 2)
-    assert without_lookups(mask) is mask and without_lookups(score) is score
+    assert without_lookups(mask, True) is mask and without_lookups(score, True) is score
 
 
 def arrays():

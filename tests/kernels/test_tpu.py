@@ -157,7 +157,7 @@ def test_what_there_is_no_kernel_for():
     with pytest.raises(ValueError, match="bfloat16 and float32, not float16.*platform='auto'"):
         call(*arrays(jnp.float16))
     bias = jnp.ones(100)
-    score = ScoreFn(lambda s, b, h, q, k: s + bias[q - k])
+    score = ScoreFn(lambda s, b, h, q, k: s + bias[q * k])
     for fn, reason in (
         (score.fn, "has a (gather|dynamic_slice)"),
         (lambda s, b, h, q, k: jnp.sinh(s), "has a sinh"),
@@ -170,15 +170,15 @@ def test_what_there_is_no_kernel_for():
     automatic = Blockwise(metadata(platform="auto", backend="tpu"))
     assert kernels(lambda *x: attention(*x, automatic, score=score).attention_outputs, q, k, v) == 0
     assert kernels(ft.partial(call, strategy=automatic), *arrays(jnp.float16)) == 0
-    table = jnp.ones((8, 4))
-    t5 = lambda *x, platform: (
-        attention(
-            *x, Blockwise(metadata(platform=platform, backend="tpu")), score=T5Bias(table)
-        ).attention_outputs
-    )
-    assert kernels(ft.partial(t5, platform="auto"), q, k, v) == 0
+    t5, at = T5Bias(jnp.ones((8, 4))), jnp.arange(q.shape[1])  # positions that need not count up
+
+    def placed(*x, platform):
+        strategy = Blockwise(metadata(platform=platform, backend="tpu"))
+        return attention(*x, strategy, score=t5, q_positions=at).attention_outputs
+
+    assert kernels(ft.partial(placed, platform="auto"), q, k, v) == 0
     with pytest.raises(ValueError, match="has a gather.*platform='auto'"):
-        kernels(ft.partial(t5, platform="pallas"), q, k, v)
+        kernels(ft.partial(placed, platform="pallas"), q, k, v)
     assert not Dense(metadata()).supports(platform="tpu")
     with pytest.raises(ValueError, match="no Pallas kernel for dense"):
         call(q, k, v, Dense(metadata(platform="interpret")))
@@ -333,13 +333,13 @@ def test_garbage_stays_where_it_is_masked(garbage):
     [
         pytest.param(
             "v5e",
-            ("causal", "segments", "bias", "grouped", "tail", "t5", "decode", "int8 pages")
+            ("causal", "segments", "bias", "grouped", "tail", "t5, grouped", "decode", "int8 pages")
             + ("prompts, pages, wide",),
             marks=pytest.mark.slow,
         ),
         (
             "v6e",
-            ("causal", "lengths", "cap", "float32", "drafts", "long")
+            ("causal", "lengths", "cap", "float32", "drafts", "long", "t5")
             + ("booleans, grouped", "one query", "latent prompts, pages"),
         ),
         pytest.param("v5p", ("window", "sinks", "decode"), marks=pytest.mark.slow),

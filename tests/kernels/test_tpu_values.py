@@ -26,7 +26,8 @@ from eqattn import (
 )
 from eqattn._carry import safe_max
 from eqattn.kernels.tpu import _sides, _windows
-from eqattn.kernels.tpu._program import Evaluation, in_range, LOG2E, Program
+from eqattn.kernels.tpu._program import Evaluation, LOG2E, Program
+from eqattn.kernels.tpu._range import in_range
 from eqattn.scores import AbstractScore
 
 

@@ -55,9 +55,13 @@ MUTANTS = [
         [
             ("return jnp.exp2(self.times(eqn.invars[0], LOG2E))", "return jnp.exp2(self.value(eqn.invars[0]))"),
             ("return factor * (x + y)", "return factor * x + y"),
-            ("np.float32(np.clip(float(x) * factor, *_RANGE))", "np.float32(float(x) * factor)"),
-            ("jnp.where(jnp.abs(run.block(small)) < jnp.inf, jnp.clip(x, *_RANGE), x)", "x"),
+            ("jnp.where(jnp.abs(run.block(small)) < jnp.inf, jnp.clip(x, *RANGE), x)", "x"),
         ],
+    ),
+    (
+        "kernels/tpu/_range.py",
+        VALUES,
+        [("np.float32(np.clip(float(x) * factor, *RANGE))", "np.float32(float(x) * factor)")],
     ),
     (
         "kernels/tpu/__init__.py",

@@ -9,11 +9,11 @@ MUTANTS = [
         LOOKUPS,
         [
             ("None if a is None or {\"t\", \"s\"} <= set(a) else set(a)", "set(a or ())"),
-            ("within = None if within is not None and {\"t\", \"s\"} <= within else within", "pass"),
+            ("within = None if within is not None and len({\"t\", \"s\", \"d\"} & within) > 1 else within", "pass"),
             ("looked = eqn.primitive not in _CHEAP or any(x[1] for x in xs)", "looked = eqn.primitive not in _CHEAP"),
             ("if not found or any(v.aval.shape != () for v in found):", "if not found:"),
             ("\"b\", \"bh\", \"bt\", \"bs\", *[o.axes", "\"b\", \"h\", \"bt\", \"bs\", *[o.axes"),
-            ("lead = () if shape[0] == 1 else problem.batch_shape", "lead = () if shape[0] == 1 else (shape[0],)"),
+            ("lead = () if x.shape[0] == 1 else problem.batch_shape", "lead = () if x.shape[0] == 1 else (x.shape[0],)"),
             ("found |= {v: about[v] for v in jaxpr.outvars if not isinstance(v, Literal)}", "pass"),
         ],
     ),
@@ -21,6 +21,51 @@ MUTANTS = [
         "_problem/lookups.py",
         "kernels/test_lookups.py -k nothing_but",
         [("for v in wanted if not isinstance(v, Literal) and v not in known}", "for v in wanted if not isinstance(v, Literal)}")],
+    ),
+    (
+        "_problem/lookups.py",
+        "kernels/test_differences.py -k 'found or singular or narrow'",
+        [
+            ("if eqn.primitive is lax.sub_p and set(sides) == {\"t\", \"s\"}:", "if set(sides) == {\"t\", \"s\"}:"),
+            ("if constant and sides[0] and not isinstance(eqn.invars[0], Literal):", "if constant and sides[0]:"),
+            ("return looked and floats and eqn.primitive in _ROUNDS", "return False"),
+            ("self._run(given, map(_held, self.consts), self.found[i])", "self._run(given, self.consts, self.found[i])"),
+        ],
+    ),
+    (
+        "_problem/differences.py",
+        "kernels/test_differences.py -k 'matrix or count or mesh or mask'",
+        [
+            ("starts = rows * queries - columns * keys", "starts = rows * queries + columns * keys"),
+            ("kept = {BATCH: b != 1, HEAD: kv_heads != 1,", "kept = {BATCH: b != 1, HEAD: False,"),
+            ("positions = problem.q_positions is None and problem.kv_positions is None", "positions = problem.q_positions is None"),
+        ],
+    ),
+    (
+        "_problem/lookups.py",
+        "kernels/test_differences.py -k matrix",
+        [("differences = differences + problem.q_shift", "pass")],
+    ),
+    (
+        "strategies/_in_kernels.py",
+        "strategies/test_supports.py -k 'kernel and (table or differences)'",
+        [
+            ("any(term.moves_positions or term.selects for", "any(term.selects for"),
+            ("any(term.moves_positions or term.selects for", "any(term.moves_positions for"),
+            ("strategy.reads_stored or strategy.shards_tokens()", "strategy.reads_stored"),
+            ("strategy.reads_stored or strategy.shards_tokens()", "strategy.shards_tokens()"),
+        ],
+    ),
+    (
+        "kernels/tpu/_diagonals.py",
+        "kernels/test_differences.py -k 'registers'",
+        [
+            ("padded(eqn.params[\"keys\"]) - (i + 1) * LANES", "padded(eqn.params[\"keys\"]) - LANES"),
+            ("x if factor is None else x * factor", "x"),
+            ("i = (keys - LANES - at.start + to.start) // LANES", "i = (keys - LANES + to.start) // LANES"),
+            ("strip = strip[n:] + pltpu.roll(strip[:n], n, 1)", "strip = strip[n:] + strip[:n]"),
+            ("pltpu.roll(strip, SUBLANES - n, 0) + pltpu.roll(strip, n, 1)", "strip + pltpu.roll(strip, n, 1)"),
+        ],
     ),
     (
         "kernels/tpu/__init__.py",

@@ -18,6 +18,7 @@ from eqattn import (
     Ragged,
     Ring,
     ScoreFn,
+    Selected,
     SlidingWindow,
     T5Bias,
     Tree,
@@ -33,8 +34,11 @@ KERNEL = Metadata(platform="pallas", backend="tpu")
 HOPPER = Metadata(platform="pallas", backend="cuda")
 TRITON = Metadata(platform="pallas", backend="triton")
 SCORE_FN = ScoreFn(lambda logit, b, h, q, k: logit)
-GATHERS = ScoreFn(lambda logit, b, h, q, k: logit + TABLE[q - k].astype(logit.dtype))
+GATHERS = ScoreFn(lambda logit, b, h, q, k: logit + TABLE[q * k].astype(logit.dtype))
+BY_DIFFERENCE = ScoreFn(lambda logit, b, h, q, k: logit + TABLE[q - k].astype(logit.dtype))
 PLAIN = Blockwise(Metadata())
+MESH = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+RING = Metadata(platform="pallas", backend="tpu", mesh=MESH, sequence_axis_name="sp")
 FOUND_LATE = "gather", "written for jax 0.12"  # as the program is lowered, with another message
 
 
@@ -119,11 +123,57 @@ CASES = {
         None,
     ),
     "kernel of a function that gathers": (Blockwise(KERNEL), dict(score=GATHERS), "ScoreFn has a"),
-    "kernel of a table": (Blockwise(KERNEL), dict(score=T5Bias(jnp.zeros((32, 4)))), "gather"),
+    "kernel of a table": (Blockwise(KERNEL), dict(score=T5Bias(jnp.zeros((32, 4)))), None),
+    "kernel of differences": (
+        Blockwise(KERNEL),
+        dict(mask=MaskFn(lambda b, h, q, k: TABLE[q - k] > 3)),
+        None,
+    ),
     "kernel of a tree": (Blockwise(KERNEL), dict(mask=Tree(TABLE - 1)), None),
+    "kernel of a table in a tree": (
+        Blockwise(KERNEL),
+        dict(mask=Tree(TABLE - 1) & SlidingWindow(3, 0), score=T5Bias(jnp.zeros((32, 4)))),
+        "gather",
+    ),
+    "kernel of differences in a tree": (
+        Blockwise(KERNEL),
+        dict(mask=Tree(TABLE - 1), score=BY_DIFFERENCE),
+        "a ScoreFn has a",
+    ),
+    "kernel of differences in a list of keys": (
+        Blockwise(KERNEL),
+        dict(mask=Causal() & Selected(jnp.zeros((1, 1, T, 3), int)), score=BY_DIFFERENCE),
+        "a ScoreFn has a",
+    ),
+    "kernel of differences at positions": (
+        Blockwise(KERNEL),
+        dict(score=BY_DIFFERENCE, kv_positions=TABLE),
+        "a ScoreFn has a",
+    ),
+    "kernel of a table in a ring": (
+        Ring(RING),
+        dict(score=T5Bias(jnp.zeros((32, 4)))),
+        "gather",
+    ),
+    "kernel of differences in a ring": (Ring(RING), dict(score=BY_DIFFERENCE), "a ScoreFn has a"),
+    "kernel of differences in a ring of one device": (
+        Ring(KERNEL),
+        dict(score=BY_DIFFERENCE),
+        None,
+    ),
+    "kernel of a table where heads are exchanged": (
+        Ulysses(RING),
+        dict(mask=MaskFn(lambda b, h, q, k: TABLE[q - k] > 3)),
+        "gather",
+    ),
+    "kernel of a table over rows": (
+        Ragged(KERNEL),
+        dict(score=T5Bias(jnp.zeros((32, 4)))),
+        "gather",
+    ),
     "kernel that gathers": (
         Blockwise(KERNEL),
-        dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q - k] >= k)),
+        dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q * k] >= k)),
         "gather",
     ),
     "kernel that looks up": (

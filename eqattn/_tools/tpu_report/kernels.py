@@ -21,6 +21,7 @@ from ...masks._causal import Causal
 from ...masks._padding import KeyPadding
 from ...masks._segments import Segments
 from ...masks._window import SlidingWindow
+from ...scores._t5 import T5Bias
 from ...strategies import Blockwise, Ragged
 from .peers import PEERS
 from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS, Whole
@@ -43,6 +44,7 @@ class Call:
     - `tokens`, `dim`: the number of queries and of keys, and the head dim of all.
     - `block_q`, `block_k`: the block sizes of the metadata; None chooses them.
     - `gradient`: the arguments (0, 1, 2) whose gradients are returned too.
+    - `of_operands`: whether the gradients of the further arrays are returned too.
     - `tangent`: whether the tangent of the output is returned too, for tangents of all arguments.
     - `weighted`: whether the options multiply probabilities by dropout weights.
     - `operands`: the shapes of further arrays, by name.
@@ -56,6 +58,7 @@ class Call:
     block_q: int | None = None
     block_k: int | None = None
     gradient: tuple[int, ...] = ()
+    of_operands: bool = False
     tangent: bool = False
     weighted: bool = False
     operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
@@ -83,10 +86,11 @@ class Call:
             return out.attention_outputs
 
         def backward(arrays, operands, cotangent):
-            def of(*moved):
-                return forward(replaced(arrays, self.gradient, moved), operands)
+            def of(moved, more):
+                return forward(replaced(arrays, self.gradient, moved), operands | more)
 
-            out, transpose = jax.vjp(of, *[arrays[i] for i in self.gradient])
+            more = operands if self.of_operands else {}
+            out, transpose = jax.vjp(of, [arrays[i] for i in self.gradient], more)
             return out, transpose(cotangent)
 
         def tangent(arrays, operands, moved):
@@ -94,7 +98,7 @@ class Call:
 
         if self.tangent:
             return tangent, (self.arrays, operands, self.arrays)
-        if self.gradient:
+        if self.gradient or self.of_operands:
             return backward, (self.arrays, operands, self.arrays[0])
         return forward, (self.arrays, operands)
 
@@ -134,7 +138,9 @@ def _forward(
     )
 
 
-def _backward(name: str, gradient: tuple[int, ...], products: int, **kw: Any) -> Kernel:
+def _backward(
+    name: str, gradient: tuple[int, ...], products: int, *, plain: str = "", **kw: Any
+) -> Kernel:
     call = Call(gradient=gradient, **kw)
     return Kernel(
         name=name,
@@ -148,7 +154,10 @@ def _backward(name: str, gradient: tuple[int, ...], products: int, **kw: Any) ->
             (BATCH, HEAD, ROW if gradient == (0,) else COL),
             lag=0,
             once=STAYING if gradient == (0, 1, 2) else (),
-        ),
+        )
+        if not plain and gradient
+        else None,
+        plain=plain,
     )
 
 
@@ -266,6 +275,10 @@ def _decode(name: str, **kw: Any) -> Kernel:
 
 
 _T = Call().tokens
+_BY_DIFFERENCE: dict[str, Any] = dict(
+    operands=(("table", jax.ShapeDtypeStruct((32, HEADS), jnp.float32)),),
+    options=lambda table: ({"score": T5Bias(table)}, {}),
+)
 KERNELS = (
     _forward("forward"),
     _forward("forward, T=32768", tokens=32_768),
@@ -275,6 +288,8 @@ KERNELS = (
     _backward("backward", (0, 1, 2), 5),
     _backward("backward, queries", (0,), 3),
     _backward("backward, keys and values", (1, 2), 4),
+    _backward("backward, T5 bias", (0, 1, 2), 5, plain="backward", **_BY_DIFFERENCE),
+    _backward("backward, table of T5 bias", (), 2, of_operands=True, **_BY_DIFFERENCE),
     _tangent("forward mode"),
     _decode("decode"),
     _decode("decode, 4 queries", queries=4),
@@ -291,6 +306,7 @@ KERNELS = (
     _feature("sinks", lambda aux: ({}, {"softmax_aux": aux}), aux=((HEADS,), jnp.float32)),
     _feature("soft cap", lambda: ({}, {"logits_soft_cap": 30.0})),
     _feature("bias", lambda x: ({"bias": x}, {}), x=((1, HEADS, _T, _T), jnp.float32)),
+    _forward("forward, T5 bias", whole=False, plain="forward", **_BY_DIFFERENCE),
     _feature("dropout", lambda: ({"key": jax.random.key(0)}, {"dropout_prob": 0.1}), weighted=True),
 )
 

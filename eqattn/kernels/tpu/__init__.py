@@ -81,6 +81,7 @@ class TPULowering(Lowering):
     holds_operands_apart = True
     splits_over_devices = False
     drops_single_axes = False
+    repeats_diagonals = True
 
     def multiplies_narrow(self) -> bool:
         """Always: the matrix units read bfloat16."""

@@ -38,8 +38,8 @@ from .._program import POINTWISE
 from ._chip import wide_units
 from ._products import LANES, product_of
 from ._program import Program
-from ._turned import TurnedEvaluation, Window
-from ._windows import of_corner, size_of
+from ._turned import TurnedEvaluation
+from ._windows import of_corner, size_of, Window
 
 
 WINDOW = 256, 512

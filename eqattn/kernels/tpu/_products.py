@@ -11,11 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from ..._sweep.differences import LANES as LANES
 from ..._sweep.nonfinite import zero_nonfinite
-
-
-LANES = 128
-"""The lanes of a vector register: arrays can be cut along the last axis at multiples of them."""
 
 
 def _apart(groups: int, rows: int) -> bool:

@@ -26,21 +26,21 @@ The results are those of the jaxpr to rounding. These rules change what is compu
 """
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ..._jax import Literal, primitives
+from ..._sweep.differences import along_diagonals_p, sums_of_diagonals_p
 from ..._sweep.products import dot_p, grouped_dot_p
 from .._program import flat_jaxpr, LOG2E, POINTWISE
+from ._diagonals import Diagonals
 from ._operands import as_block
 from ._products import grouped_product, product_of
-from ._sides import Sides
+from ._range import in_range, RANGE
 
 
 # Operations that are done in either orientation of a block. `Program.root` goes back through them
@@ -109,7 +109,7 @@ class Program:
         return [run.value(v) for v in self.outs]
 
 
-class Evaluation(Sides):
+class Evaluation(Diagonals):
     """One evaluation of a program in a kernel.
 
     **Arguments:**
@@ -149,6 +149,8 @@ class Evaluation(Sides):
         eqn, shape = self.program.maker(v), v.aval.shape
         if shape[0] > 1 == shape[-1]:
             return self.from_side(v, True, lambda flip: self.value(v, flip))
+        if eqn is not None and eqn.primitive is along_diagonals_p:
+            return self.repeated_diagonals(eqn)
         if eqn is not None and eqn.primitive is dot_p:
             return self._dot(eqn.invars[0], eqn.invars[1], window, **eqn.params)
         if eqn is not None and eqn.primitive is lax.select_n_p:
@@ -239,6 +241,8 @@ class Evaluation(Sides):
             return self.value(v, False).T
         if eqn.primitive is dot_p and not flip:
             return self._dot(*eqn.invars, **eqn.params)
+        if eqn.primitive in (along_diagonals_p, sums_of_diagonals_p) and not flip:
+            return self.of_diagonals(eqn)
         if eqn.primitive is grouped_dot_p and not flip:
             assert eqn.params["contract"] == (1, 0), eqn
             dtype, precision = eqn.params["operand_dtype"], eqn.params["precision"]
@@ -355,11 +359,15 @@ class Evaluation(Sides):
             return self._selected(eqn, factor)
         if eqn is not None and eqn.primitive is lax.sub_p:
             return self.times(eqn.invars[0], factor) - self.times(eqn.invars[1], factor)
+        if eqn is not None and eqn.primitive is along_diagonals_p:
+            return self.repeated_diagonals(eqn, factor)
+        if eqn is not None and eqn.primitive is lax.add_p and any(map(self.shared, eqn.invars)):
+            return self.times(eqn.invars[0], factor) + self.times(eqn.invars[1], factor)
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
             run, small = self.at(None), eqn.invars[0]
             x = run.times(small, factor)
             if small.aval.ndim > 0:
-                x = jnp.where(jnp.abs(run.block(small)) < jnp.inf, jnp.clip(x, *_RANGE), x)
+                x = jnp.where(jnp.abs(run.block(small)) < jnp.inf, jnp.clip(x, *RANGE), x)
             if self.window is None:
                 return eqn.primitive.bind(x, **eqn.params)
             if x.ndim == 0:
@@ -375,18 +383,6 @@ class Evaluation(Sides):
         while (eqn := self.program.maker(v)) and eqn.primitive is lax.broadcast_in_dim_p:
             v = eqn.invars[0]
         return v.aval.size
-
-
-_RANGE = float(jnp.finfo(jnp.float32).min), float(jnp.finfo(jnp.float32).max)
-
-
-def in_range(x: Any, factor: float) -> Any:
-    """A number times a factor, which is finite if the number is.
-
-    The origin of a row that sees nothing is the least finite number. Times `log2(e)` it would
-    overflow to -inf, and a masked logit minus its origin would be NaN.
-    """
-    return x * factor if math.isinf(x) else np.float32(np.clip(float(x) * factor, *_RANGE))
 
 
 def _integer(v: Any) -> bool:

@@ -5,15 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ..._sweep.differences import along_diagonals_p
 from ..._sweep.products import dot_p
 from .._program import POINTWISE
 from ._products import product_of
 from ._program import Evaluation
-from ._windows import size_of
-
-
-Window = tuple[slice, slice]
-"""The keys and the rows that a window of logits has."""
+from ._windows import size_of, Window
 
 
 class TurnedEvaluation(Evaluation):
@@ -36,6 +33,8 @@ class TurnedEvaluation(Evaluation):
             dtype = eqn.params["operand_dtype"]
             left, right = self.narrow(b, j == 0, dtype), self.narrow(a, i == 1, dtype)
             return product_of(left[rows], right[:, keys], (1, 0), eqn.params["precision"])
+        if eqn is not None and eqn.primitive is along_diagonals_p:
+            return self.repeated_diagonals(eqn)
         if eqn is not None and eqn.primitive is lax.select_n_p:
             return self._selected(eqn)
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:

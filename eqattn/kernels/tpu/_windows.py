@@ -16,6 +16,10 @@ trial. `forward` in `python -m eqattn tpu-report` measures both.
 """
 
 
+Window = tuple[slice, slice]
+"""The keys and the rows that a window of logits has."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A window of a block of logits.
