@@ -17,7 +17,6 @@ import sys
 from _tpu_schedule import Schedule
 
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 APART = "ScoreFn(lambda s, b, h, q, k: s + table[abs(q - k) % 32, h])"
 # Each with what differs from the plain call.
 CASES: dict[str, dict] = {
@@ -194,6 +193,7 @@ def compiled(chip: str, case: str):
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
     import eqattn
+    from eqattn._tools.tpu_report.chips import CHIPS
     from eqattn.cache import Joined, Pages, Quantized
 
     kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=False)
@@ -204,7 +204,8 @@ def compiled(chip: str, case: str):
     kinds |= dict(mesh=(1, 1), heads=4)  # over how many devices rows and heads are sharded
     kinds |= dict(dropout=0.0, sinks=False, kv_heads=4, dim=128, values=128, dtype="bfloat16")
     spec = type("Spec", (), kinds | CASES[case])
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+    name = CHIPS[chip].topology
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     rows, auto = CASES[case].get("rows", spec.mesh[0]), (AxisType.Auto,) * 2
     grid = np.array(devices[: spec.mesh[0] * spec.mesh[1]]).reshape(spec.mesh)
     mesh = Mesh(grid, ("dp", "tp"), axis_types=auto)

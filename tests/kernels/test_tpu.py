@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _reference import exact
-from _tpu_compile import CASES, compile_all, expected, TOPOLOGIES
+from _tpu_compile import CASES, compile_all, expected
 from _tpu_lowered import kernels
 from _tpu_races import without_races
 from conformance import oracle, oracle_masks as om
@@ -31,6 +31,7 @@ from eqattn import (
     T5Bias,
 )
 from eqattn._sweep.lowering import BlockRequest
+from eqattn._tools.tpu_report.chips import CHIPS
 from eqattn.kernels.tpu import _backward_step, _chip, TPULowering
 
 
@@ -352,7 +353,7 @@ def test_compiled_for_a_tpu(chip, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_every_feature_compiled_for_a_tpu(chip):
     reports = compile_all(chip, ())
     assert set(reports) == set(CASES)
