@@ -7,7 +7,6 @@ import gc
 import importlib.metadata
 import os
 import zlib
-from pathlib import Path
 
 
 # Many small programs on a small machine: threads and optimisation cost more than they give. Set
@@ -27,7 +26,6 @@ os.environ["XLA_FLAGS"] = flags
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from jax._src.interpreters import mlir  # noqa: E402
 from jaxtyping import config  # noqa: E402
 
 
@@ -44,6 +42,7 @@ gc.set_threshold(10_000, 10, 10)
 # run takes each n-th of them. `pytest -m slow` takes the others.
 SOME = {
     "test_a_score_may_be_singular_where_nothing_is_visible": 2,
+    "test_cases_of_the_matrix": 2,
     "test_explicit_axes": 2,
     "test_feature": 2,
     "test_gradients_round_once": 2,
@@ -67,46 +66,11 @@ def pytest_collection_modifyitems(items):
             seen[name] += 1
 
 
-LIMIT = 2.5e9
-"""The bytes that a worker may hold before it forgets what it compiled."""
-
-
-def resident() -> float:
-    """The bytes of this process in memory, or infinity where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return float("inf")
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """What the modules compiled adds up to gigabytes a worker. But small operations are shared, so
-    that forgetting after each module took an eighth of the time.
-    """
-    CONTEXTS.clear()
+    """What one module compiled is of little use to the next, and adds up to gigabytes a worker."""
     yield
-    if resident() > LIMIT:
-        jax.clear_caches()
-
-
-CONTEXTS: list = []
-
-
-def shared_context() -> object:
-    """One MLIR context for the programs of a module. JAX makes one for each program, and fills it
-    with dialects. With many small programs, this took a fifth of the time of this suite.
-    """
-    if not CONTEXTS:
-        CONTEXTS.append(new_context())
-    return CONTEXTS[0]
-
-
-# This is a private function. Where JAX has none of this name, the suite only takes longer.
-new_context = getattr(mlir, "make_ir_context", None)
-if new_context is not None:
-    mlir.make_ir_context = shared_context
+    jax.clear_caches()
 
 
 # Their many cases call the same functions with the same types.
