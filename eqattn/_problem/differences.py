@@ -64,9 +64,10 @@ class Differences(eqx.Module):
 
 
 def reads_differences(problem: Problem, blocking: Blocking, lowering: Lowering) -> bool:
-    """Whether what depends on `q - k` becomes `Differences`. Positions must count up. Tokens that
-    several devices share are given positions, and so do not. Where bits are fixed, each pair looks
-    up its own number. What XLA computes for all differences may have other bits for other sizes.
+    """Whether what depends on `q - k` becomes `Differences`. Positions must count up, and the
+    problem of tokens that several devices share has positions of its own. Where bits are fixed,
+    each pair looks up its own number, as what XLA computes for all differences may have other bits
+    for other sizes. `counts_up` answers for calls, before their problem is known.
     """
     positions = problem.q_positions is None and problem.kv_positions is None
     apart = not (blocking.in_place or blocking.fixed)

@@ -17,7 +17,7 @@ from ..scores._base import AbstractScore
 
 def counts_up(strategy: Any, mask: AbstractMask | None, *positions: Any) -> bool:
     """Whether positions count up where kernels visit tokens, for some sizes. Then they may read
-    what depends on `q - k` by diagonals.
+    what depends on `q - k` by diagonals. `reads_differences` decides for a problem.
 
     **Arguments:**
 

@@ -93,16 +93,10 @@ def _in_parts_of(n: int) -> tuple:
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
-    # No kernel reads operands with features.
-    "tpu": {
-        "dtype": ("float16", "float64"),
-        "operands": ("float64",),
-        "score": ("features",),
-    },
-    "tpu_ragged": {
-        "dtype": ("float16", "float64"),
-        "operands": ("float64",),
-        "score": ("features", "differences"),
+    # No kernel reads operands with features, and those of Ragged read no table by the difference.
+    **{
+        name: {"dtype": ("float16", "float64"), "operands": ("float64",), "score": scores}
+        for name, scores in (("tpu", ("features",)), ("tpu_ragged", ("features", "differences")))
     },
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
     "ulysses": {"heads": ((1, 1),)},  # two devices share the heads

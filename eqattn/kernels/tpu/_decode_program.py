@@ -30,7 +30,7 @@ from jaxtyping import Array
 from ..._jax import Literal
 from ..._sweep.products import grouped_dot_p
 from ._operands import KernelOperand
-from ._products import LANES, product_of
+from ._products import LANES, product_of, SUBLANES
 from ._program import Evaluation, POINTWISE, Program
 
 
@@ -39,10 +39,6 @@ COLUMNS = 1024
 
 The number was chosen by trial; `decode` in `python -m eqattn tpu-report` shows its effect.
 """
-
-
-SUBLANES = 8
-"""The rows of a vector register of float32: arrays can be cut between rows at multiples of them."""
 
 
 _MOVED = {  # they change no number: what depends on keys or rows alone is broadcast when it is used

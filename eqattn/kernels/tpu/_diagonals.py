@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ..._sweep.differences import along_diagonals_p, padded, window_size
-from ._products import LANES
+from ._products import LANES, SUBLANES
 from ._sides import Sides
 from ._windows import cut, size_of
 
@@ -144,7 +144,3 @@ def _sums(strip: Array) -> Array:
         n //= 2
         strip = pltpu.roll(strip, SUBLANES - n, 0) + pltpu.roll(strip, n, 1)
     return strip[:1]
-
-
-SUBLANES = 8
-"""The rows of a vector register."""

@@ -15,6 +15,10 @@ from ..._sweep.differences import LANES as LANES
 from ..._sweep.nonfinite import zero_nonfinite
 
 
+SUBLANES = 8
+"""The rows of a vector register of float32: arrays can be cut between rows at multiples of them."""
+
+
 def _apart(groups: int, rows: int) -> bool:
     """Whether each group is a separate product."""
     return groups == 1 or rows // groups % LANES == 0
