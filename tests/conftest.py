@@ -26,8 +26,11 @@ os.environ["XLA_FLAGS"] = flags
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from _rolls import interpret_rolls_at_once  # noqa: E402
 from jaxtyping import config  # noqa: E402
 
+
+interpret_rolls_at_once()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

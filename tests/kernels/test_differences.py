@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from _draw import normal
 from _reference import exact
+from _rolls import rolled
 from _tpu_lowered import kernels
 from conformance import oracle, oracle_masks as om
 from conformance.cases import covering, invalid
@@ -65,6 +66,17 @@ def test_along_diagonals(keys, queries, windows, heads):
     np.add.at(sums, (slice(None), at), np.asarray(ct).reshape(keys, heads, queries).swapaxes(0, 1))
     sums = sums if windows > 1 else sums.sum(0, keepdims=True)
     np.testing.assert_allclose(jax.vjp(fn, x)[1](ct)[0], sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis, shape", [(1, (4, 16)), (0, (16, 4)), (2, (2, 4, 16))])
+@pytest.mark.parametrize("shift, stride", [(0, 1), (3, 2), (15, 1)])
+def test_rolls_at_once_are_those_of_jax(axis, shape, shift, stride):
+    """They take the place of JAX's in this suite."""
+    x, rows = normal(0, *shape), axis - 1 if axis else 1
+    got = rolled(x, shift, axis=axis, stride=stride, stride_axis=rows)
+    each = np.split(np.asarray(x), shape[rows], rows)
+    want = [np.roll(row, shift + i * stride, axis) for i, row in enumerate(each)]
+    np.testing.assert_array_equal(got, np.concatenate(want, rows))
 
 
 @pytest.mark.parametrize(
