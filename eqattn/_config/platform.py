@@ -55,7 +55,11 @@ _DEVICE_PLATFORMS = {
     "triton": Backend.TRITON,
     "cudnn": Backend.CUDA,
 }
-_GPUS = (Backend.GPU, Backend.CUDA, Backend.TRITON, Backend.ROCM)
+GPUS = (Backend.GPU, Backend.CUDA, Backend.TRITON, Backend.ROCM)
+"""The backends that are GPUs."""
+
+OTHER_KERNELS = {Backend.TRITON: Backend.CUDA}
+"""The backends that stand for other kernels of a device, and the backend of that device."""
 
 
 def device_of_platform(platform: Any) -> Backend | None:
@@ -107,7 +111,7 @@ def resolve_target(platform: Any, backend: Any) -> tuple[Platform, Backend]:
         )
     if backend is Backend.ANY:
         return Platform.PALLAS, device
-    if backend is device or (device is Backend.GPU and backend in _GPUS):
+    if backend is device or (device is Backend.GPU and backend in GPUS):
         return Platform.PALLAS, backend
     if device is Backend.TRITON and backend in (Backend.GPU, Backend.CUDA):
         return Platform.PALLAS, device

@@ -67,6 +67,9 @@ class Bits(AbstractStored):
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return lax.bitcast_convert_type(arrays[0], self._dtype)
 
+    def encode(self, new: Float[Array, "b t k d"]) -> tuple[Shaped[Array, "..."], ...]:
+        return (Bits.of(new.astype(self._dtype)).bits,)
+
     def __jax_array__(self) -> Array:
         return self.decode(self.bits)
 

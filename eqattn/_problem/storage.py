@@ -68,6 +68,19 @@ class AbstractStored(eqx.Module):
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         """Converts the same part of each of the arrays to numbers."""
 
+    def encode(self, new: Float[Array, "b t k d"]) -> tuple[Shaped[Array, "..."], ...]:
+        """A hook that undoes `decode`, for caches that write new tokens: what each of the arrays
+        holds of these. It is `[b, t, k]` for an array that is `flat`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no encode(), so that no cache can write {new.shape} to it."
+        )
+
+    def with_arrays(self, *arrays: Shaped[Array, "..."]) -> "AbstractStored":
+        """Returns the same form of other numbers, which these arrays hold."""
+        new = {id(x): y for x, y in zip(self.arrays, arrays, strict=True)}
+        return jax.tree.map(lambda x: new.get(id(x), x), self)
+
     @property
     def table(self) -> Int[Array, "b n"] | None:
         """The page that each part of a row lies in, `[b, s / page size]`; None without pages."""
@@ -120,6 +133,9 @@ class Stored(AbstractStored):
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return arrays[0]
+
+    def encode(self, new: Float[Array, "b t k d"]) -> tuple[Shaped[Array, "..."], ...]:
+        return (new.astype(self.dtype),)
 
 
 class Quantized(AbstractStored):
@@ -244,6 +260,10 @@ class Quantized(AbstractStored):
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         values, scales = arrays
         return values.astype(scales.dtype) * split_heads(scales, values.shape[-2])[..., None]
+
+    def encode(self, new: Float[Array, "b t k d"]) -> tuple[Shaped[Array, "..."], ...]:
+        made = Quantized.quantize(new, self.values.dtype)
+        return made.values, split_heads(made.scales, new.shape[-2])
 
 
 # Integers have no cotangents, and those of float8 numbers would be rounded to float8. Without this

@@ -14,7 +14,7 @@ import numpy as np
 from .. import __version__
 from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
-from .._config.platform import Backend, Platform
+from .._config.platform import Backend, OTHER_KERNELS, Platform
 from .._problem.block_classes import table_of
 from .._problem.blocking import Blocking, choose_blocking
 from .._problem.problem import as_mask, Problem
@@ -146,9 +146,9 @@ def blocks_of(
     found = []
 
     def look(query, key, value):
-        metadata = strategy.metadata
-        spec = Problem.from_call(query, key, value, metadata, mask=as_mask(mask))
-        blocking = choose_blocking(spec, metadata.blocksize_q, metadata.blocksize_k)
+        spec = Problem.from_call(query, key, value, strategy.metadata, mask=as_mask(mask))
+        sizes, lowering = strategy.block_sizes(), strategy.lowering(spec)
+        blocking = choose_blocking(spec, *sizes, lowering=lowering, fixed=strategy.fixed)
         found.append((blocking, table_of(spec, blocking)))
 
     jax.eval_shape(look, query, key, value)
@@ -349,10 +349,10 @@ class Spec:
     def lowerings(self) -> list[tuple[str, str]]:
         strategy = AttentionRegistry.create(self.name, AttentionMetadata())
         lines = []
-        for backend in (Backend.CPU, Backend.CUDA, Backend.TRITON, Backend.ROCM, Backend.TPU):
+        for backend in (x for x in Backend if x not in (Backend.ANY, Backend.GPU)):
             for code in (Platform.XLA, Platform.PALLAS):
-                if backend is Backend.TRITON and code is Platform.XLA:
-                    continue  # that of `CUDA`
+                if backend in OTHER_KERNELS and code is Platform.XLA:
+                    continue  # that of the same device
                 able = strategy.supports(**self.features, platform=code, backend=backend)
                 lowering = None
                 if code is Platform.PALLAS and backend.value in BACKENDS:

@@ -19,7 +19,7 @@ from .._pairs import Operand
 from .._problem.bits import Bits
 from .._problem.key_shards import stored_specs
 from .._problem.mesh import without_explicit_axes
-from .._problem.storage import check_computable, Quantized, split_heads
+from .._problem.storage import AbstractStored, check_computable
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
@@ -275,16 +275,16 @@ def empty_pair(
 
 def write(held: Any, new: Array, slots: Array, *first: Any) -> Any:
     """Writes `held[*first, b, slots[b, t]] = new[b, t]` for all `b` and `t`. Slots that are out of
-    range are left out. `held` is an array or `Bits`.
+    range are left out. `held` is an array, or what `store` takes.
     """
-    return scatter(held, new, (*first, OWN_ROW), slots)
+    return store(held, new, (*first, OWN_ROW), slots)
 
 
 OWN_ROW = 0
 """Says to `put` that a row is written to the row of the same number."""
 
 
-def scatter(held: Any, new: Array, at: tuple, slots: Array, unique: bool = True) -> Any:
+def scatter(held: Array, new: Array, at: tuple, slots: Array, unique: bool = True) -> Array:
     """Writes `held[*at, slots] = new` for `slots` `[b, t]`, as `put` does.
 
     A scatter of a single token needs care on a CPU. XLA:CPU turns it into an update of a slice,
@@ -294,9 +294,6 @@ def scatter(held: Any, new: Array, at: tuple, slots: Array, unique: bool = True)
     that forces a copy of the whole. `python -m eqattn bench --only 'cpu-decode-cache-*'` shows such
     copies: a step then takes longer in a cache of 8 times the capacity.
     """
-    if isinstance(held, Bits):
-        bits = Bits.of(new.astype(held.dtype)).bits
-        return Bits(scatter(held.bits, bits, at, slots, unique), held.dtype)
     if slots.size == 1:
         out = jnp.full_like(slots, np.iinfo(np.int32).max)
         new, slots = jnp.concatenate([new, new], 1), jnp.concatenate([slots, out], 1)
@@ -363,15 +360,15 @@ def write_flat(array: Array, new: Array, owner: tuple, slots: Array, unique: boo
 
 
 def store(held: Any, new: Array, owner: tuple, slots: Array, unique: bool = True) -> Any:
-    """Writes keys or values `new` `[b, t, k, d]` at `slots` of their `owner`, quantized if `held`
-    is. The other arguments are those of `write_flat`.
+    """Writes keys or values `new` `[b, t, k, d]` at `slots` of their `owner`, in the form of
+    `held`: an array, or an [`eqattn.cache.AbstractStored`][] with `encode`. The other arguments are
+    those of `write_flat`.
     """
-    if not isinstance(held, Quantized):
+    if not isinstance(held, AbstractStored):
         return scatter(held, new, owner, slots, unique)
-    made = Quantized.quantize(new, held.values.dtype)
-    values = scatter(held.values, made.values, owner, slots, unique)
-    scales = split_heads(made.scales, new.shape[2])
-    return Quantized(values, write_flat(held.scales, scales, owner, slots, unique), held.dtype)
+    kinds = (write_flat if flat else scatter for flat in held.flat)
+    parts = zip(kinds, held.arrays, held.encode(new), strict=True)
+    return held.with_arrays(*(put_in(x, part, owner, slots, unique) for put_in, x, part in parts))
 
 
 def within_capacity(length: Array, capacity: int) -> Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import int32_field
-from .._problem.bits import Bits
+from .._problem.storage import AbstractStored
 from ._base import (
     AbstractCache,
     check_lengths,
@@ -26,12 +26,12 @@ class KVCache(AbstractCache):
     **Arguments:**
 
     - `key`, `value`: the keys `[b, capacity, k, d]` and the values `[b, capacity, k, v]`, as arrays
-        or [`eqattn.cache.Bits`][]. `KVCache.empty` makes them.
+        or an [`eqattn.cache.AbstractStored`][] with `encode`. `KVCache.empty` makes them.
     - `length`: how many tokens each row has, int32 `[b]`.
     """
 
-    key: Float[Array | Bits, "b s k d"]
-    value: Float[Array | Bits, "b s k v"]
+    key: Float[Array | AbstractStored, "b s k d"]
+    value: Float[Array | AbstractStored, "b s k v"]
     length: Int[Array, " b"] = int32_field("length")
 
     def __check_init__(self) -> None:

@@ -8,8 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_flag, as_size, int32_field
-from .._problem.bits import Bits
-from .._problem.storage import as_stored, Pages, Quantized
+from .._problem.storage import AbstractStored, as_stored, Pages, Quantized
 from ._base import (
     AbstractCache,
     check_lengths,
@@ -35,8 +34,8 @@ class PagedKVCache(AbstractCache):
     **Arguments:**
 
     - `key_pages`, `value_pages`: the pools of pages, `[pages, page size, k, d]` and
-        `[pages, page size, k, v]`, as arrays, [`eqattn.cache.Quantized`][] or
-        [`eqattn.cache.Bits`][]. `PagedKVCache.empty` makes them.
+        `[pages, page size, k, v]`, as arrays or an [`eqattn.cache.AbstractStored`][] with `encode`.
+        `PagedKVCache.empty` makes them.
     - `table`: the page of each part of a row, int32 `[b, n]`. The number -1 means that it has none.
         The number `-2 - page` means that other rows may have the same page, which is then not
         written to.
@@ -62,8 +61,8 @@ class PagedKVCache(AbstractCache):
 
     def __init__(
         self,
-        key_pages: Float[Array | Quantized | Bits, "p n k d"],
-        value_pages: Float[Array | Quantized | Bits, "p n k v"],
+        key_pages: Float[Array | AbstractStored, "p n k d"],
+        value_pages: Float[Array | AbstractStored, "p n k v"],
         table: Int[Array, "b parts"],
         length: Int[Array, " b"],
         devices: int = 1,

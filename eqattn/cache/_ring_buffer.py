@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import int32_field
-from .._problem.bits import Bits
+from .._problem.storage import AbstractStored
 from ._base import (
     AbstractCache,
     check_lengths,
@@ -32,14 +32,14 @@ class RingBufferCache(AbstractCache):
     **Arguments:**
 
     - `key`, `value`: the keys `[b, capacity, k, d]` and the values `[b, capacity, k, v]`, as arrays
-        or [`eqattn.cache.Bits`][]. `RingBufferCache.empty` makes them.
+        or an [`eqattn.cache.AbstractStored`][] with `encode`. `RingBufferCache.empty` makes them.
     - `held`: the position of the token at each place, int32 `[b, capacity]`. -1 means that there is
         none.
     - `length`: how many tokens each row has had so far, int32 `[b]`.
     """
 
-    key: Float[Array | Bits, "b s k d"]
-    value: Float[Array | Bits, "b s k v"]
+    key: Float[Array | AbstractStored, "b s k d"]
+    value: Float[Array | AbstractStored, "b s k v"]
     held: Int[Array, "b s"] = int32_field("held")
     length: Int[Array, " b"] = int32_field("length")
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_int32, concrete, even_block, int32_field
-from .._problem.bits import Bits
-from .._problem.storage import as_stored, Pages
+from .._problem.storage import AbstractStored, Pages
 from ._base import (
     AbstractCache,
     check_lengths,
@@ -36,13 +35,13 @@ class StackedKVCache(eqx.Module):
     **Arguments:**
 
     - `key`, `value`: the keys `[layers, b, capacity, k, d]` and the values
-        `[layers, b, capacity, k, v]`, as arrays or [`eqattn.cache.Bits`][]. `StackedKVCache.empty`
-        makes them.
+        `[layers, b, capacity, k, v]`, as arrays or an [`eqattn.cache.AbstractStored`][] with
+        `encode`, which is not flat. `StackedKVCache.empty` makes them.
     - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
     """
 
-    key: Float[Array | Bits, "l b s k d"]
-    value: Float[Array | Bits, "l b s k v"]
+    key: Float[Array | AbstractStored, "l b s k d"]
+    value: Float[Array | AbstractStored, "l b s k v"]
     length: Int[Array, "l b"] = int32_field("length")
 
     @classmethod
@@ -133,12 +132,12 @@ class LayerCache(AbstractLayerCache):
         """The layer's part of an array of the stack, as pages. All layers are one pool; row `b` of
         layer `l` has the pages from `(l * rows + b) * (capacity // size)` on.
         """
-        _, rows, capacity, *rest = x.shape
+        _, rows, capacity = x.shape[:3]
         size = even_block(capacity) or capacity
         each = jnp.arange(rows * (capacity // size), dtype=jnp.int32).reshape(rows, -1)
-        (array,) = as_stored(x).arrays
-        pages = array.reshape(-1, size, *rest)
-        pages = Bits(pages, x.dtype) if isinstance(x, Bits) else pages
+        cut = lambda array: array.reshape(-1, size, *array.shape[3:])
+        kept = isinstance(x, AbstractStored)
+        pages = x.with_arrays(*map(cut, x.arrays)) if kept else cut(x)
         return Pages(pages, self.index * each.size + each)
 
     def _with(self, key: Any, value: Any, length: Array) -> "LayerCache":

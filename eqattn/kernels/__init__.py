@@ -1,11 +1,14 @@
 """Kernels: other lowerings of the visits of a grid, in one package for each kind of device.
 
 A package defines a subclass of `eqattn._sweep.lowering.Lowering`. It imports Pallas only where a
-kernel is lowered, so that importing eqattn stays fast. To add a device, write its package and add
-its backend here.
+kernel is lowered, so that importing eqattn stays fast. To add a device, write its package, and add
+its backend here and to `Backend`. If these are further kernels of a device that has some, add it to
+`OTHER_KERNELS`, too.
 """
 
 from typing import TYPE_CHECKING
+
+from .._config.platform import Backend, OTHER_KERNELS
 
 
 if TYPE_CHECKING:
@@ -49,7 +52,7 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
 
 def method_on(device: str) -> str:
     """The name of the method by which a strategy runs on a device."""
-    return f"forward_{'cuda' if device == 'triton' else device}"
+    return f"forward_{OTHER_KERNELS.get(Backend(device), device)}"
 
 
 def interpreted_backend(backend: str, available: tuple[str, ...]) -> str:

@@ -88,8 +88,9 @@ def top_keys(
     every order. `indices` are positions, as `kv_positions` says them, under a [`eqattn.Tree`][],
     too, where scores see depths.
 
-    **Raises:** `ValueError` if `n` is larger than the number of keys, and if the platform asks for
-    a kernel, as none ranks keys.
+    **Raises:** `ValueError` if `n` is larger than the number of keys, if the platform asks for a
+    kernel, as none ranks keys, and for `Ragged(metadata, axis_name=...)`. There each device can
+    rank its own keys in a `jax.shard_map`, and [`eqattn.TopKeys`][]`.merge` merges the lists.
     """
     strategy = _ranking(strategy)
     query, shards = jnp.asarray(as_array(query, "query", 3)), strategy.key_shards()

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from .._config.metadata import AttentionMetadata
 from .._config.partition import fitted, with_axes_kept
-from .._config.platform import Backend, Platform, RuntimeMode
+from .._config.platform import Backend, GPUS, Platform, RuntimeMode
 from .._misc import as_array, as_flag, as_size, REACH
 from .._output import AttentionOutput
 from .._problem.problem import named_mask
@@ -205,7 +205,7 @@ class AttentionImpl(eqx.Module):
             return method_on(interpreted_backend(backend, self.pallas_lowerings)), ""
         device = self.current_backend() if backend is Backend.ANY else backend.value
         told_apart = {"cuda", "rocm"} & set(self.pallas_lowerings)
-        family = "gpu" if device in ("cuda", "rocm", "triton") and not told_apart else device
+        family = "gpu" if device in GPUS and not told_apart else device
         asked = platform in (Platform.PALLAS, Platform.INTERPRET)
         if asked and not {device, family} & set(self.pallas_lowerings):
             reason = (

@@ -60,6 +60,20 @@ def fold(
     )
 
 
+def read_twice(problem: Problem) -> Problem:
+    """Prepares a problem for a strategy that folds it in two parts or more and merges their
+    Carries. Gradients of what scores read, and of the scale, are then sums over the parts in the
+    dtype of sums, and round once. Without this, that of each part would be rounded.
+
+    **Arguments:**
+
+    - `problem`: one call of attention, as the `fold` of a strategy receives it.
+    """
+    from .._problem import selected  # a late import: few strategies need it
+
+    return selected.read_twice(problem)
+
+
 class AbstractOnDevice(AbstractFoldStrategy):
     """Exact attention on one device, block by block. A subclass with `reads_stored` reads keys and
     values as they lie in memory.
@@ -69,12 +83,6 @@ class AbstractOnDevice(AbstractFoldStrategy):
 
     pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
     fixed_in: ClassVar[tuple[str, ...]] = ("tpu",)
-
-    def keys_axis(self) -> str | None:
-        """A hook that names the mesh axis over which keys are sharded, such that each device
-        attends to its shard. It is None if one device has all keys.
-        """
-        return None
 
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
         lowering = self.lowering(problem)

@@ -60,7 +60,7 @@ MUTANTS = [
             ("jnp.where(position < length[:, None], position, capacity + position), length", "position, length"),
             ("jnp.where(position < length[:, None], position, capacity + position), length", "jnp.where(position <= length[:, None], position, capacity + position), length"),
             ("return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]", "return 0 * cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]"),
-            ("scatter(held, new, (*first, OWN_ROW), slots)", "scatter(held, new, (*first, 0 * slots), slots)"),
+            ("store(held, new, (*first, OWN_ROW), slots)", "store(held, new, (*first, 0 * slots), slots)"),
             ("length = cache.length + counts", "length = cache.length + key.shape[1]"),
             ("at = (slots * per)[:, None, :, None]", "at = slots[:, None, :, None]"),
         ],

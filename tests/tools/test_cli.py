@@ -77,6 +77,14 @@ def test_info_counts_what_the_mask_leaves(capsys):
     assert runs["products"].startswith(f"{flop / 1e6:.3g} MFLOP forward")
 
 
+def test_info_has_the_blocks_of_the_kernel(capsys):
+    flags = ["--no-compile", "--queries", "2048", "--platform", "pallas", "--backend", "tpu"]
+    assert main(["info", *flags]) == 0
+    text = capsys.readouterr().out
+    assert fields(text, "runs")["code"] == "Pallas kernel"
+    assert fields(text, "runs")["blocks"] == "512 queries x 512 keys"
+
+
 def test_info_plans_a_ring(capsys):
     flags = "--queries 4096 --heads 8 --kv-heads 2 --dtype bfloat16 --devices 16 --layout zigzag"
     assert main(["info", "--no-compile", *flags.split()]) == 0

@@ -1,0 +1,100 @@
+"""A form in which keys and values are stored that the package does not know, in every cache."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _draw import normal
+from _reference import exact
+from jaxtyping import Array
+
+from eqattn import attention, AttentionMetadata, Causal, Ragged
+from eqattn.cache import (
+    AbstractStored,
+    KVCache,
+    PagedKVCache,
+    RingBufferCache,
+    StackedKVCache,
+)
+
+
+B, T, S, K, D, PAGE = 2, 5, 64, 2, 8, 4
+
+
+class Shifted(AbstractStored):
+    """Numbers that are stored as twice their value plus one, in float16."""
+
+    held: Array
+
+    @property
+    def arrays(self):
+        return (self.held,)
+
+    @property
+    def shape(self):
+        return self.held.shape
+
+    @property
+    def dtype(self):
+        return jnp.dtype("float32")
+
+    def decode(self, *arrays):
+        return (arrays[0].astype(jnp.float32) - 1) / 2
+
+    def encode(self, new):
+        return ((2 * new + 1).astype(jnp.float16),)
+
+
+def pair(*lead: int) -> list[Any]:
+    return [Shifted(jnp.ones((*lead, K, D), jnp.float16))] * 2
+
+
+def empty(kind: str) -> Any:
+    length = jnp.zeros(B, jnp.int32)
+    if kind == "pages":
+        table = np.random.default_rng(0).permutation(B * S // PAGE).reshape(B, -1)
+        return PagedKVCache(*pair(B * S // PAGE, PAGE), jnp.asarray(table, jnp.int32), length)
+    if kind == "layers":
+        return StackedKVCache(*pair(3, B, S), jnp.zeros((3, B), jnp.int32)).layer(1)
+    if kind == "ring buffer":
+        made = RingBufferCache.empty(B, S, K, D)
+        return eqx.tree_at(lambda x: (x.key, x.value), made, tuple(pair(*made.key.shape[:2])))
+    return KVCache(*pair(B, S), length)
+
+
+@pytest.mark.parametrize("kind", ["rows", "ring buffer", "pages", "layers"])
+def test_steps_over_an_own_form(kind):
+    q, k, v = (normal(i, B, T, n, D) for i, n in enumerate((4, K, K)))
+    strategy = Ragged(AttentionMetadata())
+
+    @jax.jit
+    def step(cache, q, k, v):
+        at = cache.length
+        cache = cache.append(k, v)
+        mask = Causal() & cache.mask()
+        out = attention(
+            q, cache.key, cache.value, strategy, mask=mask, q_offset=at,
+            kv_positions=cache.positions,
+        )  # fmt: skip
+        return out.attention_outputs, cache
+
+    cache, found = empty(kind), []
+    for part in (slice(0, 3), slice(3, 4), slice(4, T)):
+        out, cache = step(cache, q[:, part], k[:, part], v[:, part])
+        found.append(out)
+    rounded = [np.float64((2 * x + 1).astype(jnp.float16)) / 2 - 0.5 for x in (k, v)]
+    seen = np.tril(np.ones((T, T), bool))
+    want = exact(q, *rounded, visible=seen)[0]
+    np.testing.assert_allclose(np.concatenate(found, 1), want, rtol=0, atol=2e-5)
+
+
+def test_a_form_that_is_only_read():
+    class Read(Shifted):
+        encode = AbstractStored.encode
+
+    cache = KVCache(*[Read(x.held) for x in pair(B, S)], jnp.zeros(B, jnp.int32))
+    with pytest.raises(NotImplementedError, match=r"Read has no encode\(\), so that no cache"):
+        cache.append(*[normal(0, B, 1, K, D)] * 2)
