@@ -77,9 +77,18 @@ class AbstractStored(eqx.Module):
         )
 
     def with_arrays(self, *arrays: Shaped[Array, "..."]) -> "AbstractStored":
-        """Returns the same form of other numbers, which these arrays hold."""
+        """Returns the same form of other numbers, which these arrays hold.
+
+        **Raises:** `NotImplementedError` if `arrays` are not leaves of this PyTree. Such a form
+        needs a `with_arrays` of its own.
+        """
         new = {id(x): y for x, y in zip(self.arrays, arrays, strict=True)}
-        return jax.tree.map(lambda x: new.get(id(x), x), self)
+        leaves, tree = jax.tree.flatten(self)
+        if not new.keys() <= set(map(id, leaves)):
+            raise NotImplementedError(
+                f"The arrays of {type(self).__name__} are no fields of it: define with_arrays()."
+            )
+        return jax.tree.unflatten(tree, [new.get(id(x), x) for x in leaves])
 
     @property
     def table(self) -> Int[Array, "b n"] | None:

@@ -135,6 +135,11 @@ class LayerCache(AbstractLayerCache):
         _, rows, capacity = x.shape[:3]
         size = even_block(capacity) or capacity
         each = jnp.arange(rows * (capacity // size), dtype=jnp.int32).reshape(rows, -1)
+        if isinstance(x, AbstractStored) and any(x.flat):
+            raise ValueError(
+                f"{type(x).__name__} has its tokens and heads in one axis, of which a layer has no "
+                "pages; use StackedPagedKVCache."
+            )
         cut = lambda array: array.reshape(-1, size, *array.shape[3:])
         kept = isinstance(x, AbstractStored)
         pages = x.with_arrays(*map(cut, x.arrays)) if kept else cut(x)

@@ -16,6 +16,7 @@ from eqattn.cache import (
     AbstractStored,
     KVCache,
     PagedKVCache,
+    Quantized,
     RingBufferCache,
     StackedKVCache,
 )
@@ -98,3 +99,23 @@ def test_a_form_that_is_only_read():
     cache = KVCache(*[Read(x.held) for x in pair(B, S)], jnp.zeros(B, jnp.int32))
     with pytest.raises(NotImplementedError, match=r"Read has no encode\(\), so that no cache"):
         cache.append(*[normal(0, B, 1, K, D)] * 2)
+
+
+def test_a_form_whose_arrays_are_made_anew():
+    """What was written to them would be lost."""
+
+    class Doubled(Shifted):
+        @property
+        def arrays(self):
+            return (self.held + 0,)
+
+    cache = KVCache(*[Doubled(x.held) for x in pair(B, S)], jnp.zeros(B, jnp.int32))
+    with pytest.raises(NotImplementedError, match=r"Doubled are no fields of it: define with_arr"):
+        cache.append(*[normal(0, B, 1, K, D)] * 2)
+
+
+def test_layers_of_flat_arrays():
+    wide = [Quantized.zeros((3, B, S, K, D), jnp.int8, jnp.float32)] * 2
+    cache = StackedKVCache(*wide, jnp.zeros((3, B), jnp.int32)).layer(0)
+    with pytest.raises(ValueError, match="Quantized has its tokens and heads in one axis.*Paged"):
+        cache.key
