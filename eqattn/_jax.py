@@ -97,7 +97,8 @@ def summed_wide(fn, x, *args, shadow=None):
     @apply.defjvp
     def _(primals, tangents):
         (x, shadow, *args), (_, t, *_) = primals, tangents
-        return apply(x, shadow, *args), fn(t, *args).astype(x.dtype)
+        out = apply(x, shadow, *args)
+        return out, fn(t, *args).astype(out.dtype)
 
     return apply(lax.stop_gradient(x), shadow_of(x) if shadow is None else shadow, *args)
 

@@ -23,7 +23,8 @@ from ..masks._causal import Causal
 from ..masks._packed import check_boundaries
 from ..masks._padding import KeyPadding
 from ..masks._terms import check_call
-from ..strategies import AbstractFoldStrategy, AttentionImpl
+from ..strategies import AttentionImpl
+from ..strategies._on_device import AbstractOnDevice
 from ..strategies.ragged import Ragged
 from ._packing import check_strategy, on_auto_axes, packed_output, places_of, queries_of
 from .attention import attention
@@ -172,7 +173,7 @@ def _checked(
 
 def _sharers(strategy: AttentionImpl) -> Sharers:
     """The devices that share the keys of each row."""
-    axis = strategy.keys_axis() if isinstance(strategy, AbstractFoldStrategy) else None
+    axis = strategy.keys_axis() if isinstance(strategy, AbstractOnDevice) else None
     if axis is None:
         return Sharers()
     from ..strategies._key_shards import keys_place

@@ -24,10 +24,11 @@ from jax import lax
 from jaxtyping import Array
 
 from .._carry import Carry
-from .._jax import shadow_of, summed_wide
+from .._jax import is_narrow, shadow_of, summed_wide
 from .._misc import iota, widened
 from .._pairs import Operand
 from .._sweep.fold import fold_p
+from .._sweep.lowering import XLA
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
 from ..scores._base import AbstractScore
@@ -35,6 +36,7 @@ from .bound import BoundMask, BoundScore
 from .closed_score import HeldScore, read_of
 from .problem import Problem
 from .storage import AbstractStored, as_stored, join_heads
+from .wide_sums import with_wide_sums
 
 
 class _Rows(eqx.Module):
@@ -204,17 +206,20 @@ def fold_selected(
     return jax.tree.map(whole, carry)
 
 
-def read_twice(problem: Problem) -> Problem:
+def read_twice(problem: Problem, in_place: bool = False) -> Problem:
     """A problem that is visited in two parts. What scores read, and the scale, are in the dtype of
     sums, so that their gradients, each a sum over both visits, round once. What varies over pairs
     stays as it is: each pair is in one of the visits.
+
+    On a CPU, the query is in that dtype, too. So are keys and values that are not read `in_place`.
     """
     acc = problem.accumulation_dtype
+    problem = with_wide_sums(problem, "query", *(() if in_place else ("key", "value")))
     arrays = [x for x in jax.tree.leaves((problem.scores, problem.scale)) if eqx.is_array(x)]
     if not any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != acc for x in arrays):
         return problem
 
-    def wide(score: AbstractScore) -> BoundScore:
+    def of_sums(score: AbstractScore) -> BoundScore:
         def read(o: Operand) -> Operand:
             whole = set("ts") <= set(o.axes) and 1 not in problem.canonical(o).shape[2:4]
             return o if whole else Operand(widened(o.array, acc), o.axes)
@@ -223,7 +228,7 @@ def read_twice(problem: Problem) -> Problem:
         dtypes = [(o.feature_shape, read_of(o.array, acc)[1]) for o in given]
         return BoundScore(HeldScore.of(score, acc, dtypes), given)
 
-    scores = tuple(map(wide, problem.scores))
+    scores = tuple(map(of_sums, problem.scores))
     return dataclasses.replace(problem, scores=scores, scale=jnp.asarray(problem.scale, acc))
 
 
@@ -323,15 +328,17 @@ class _Source(eqx.Module):
         owner, at = (y[..., None] for y in jnp.broadcast_arrays(jnp.asarray(owner), at))
         heads = np.arange(x.shape[2], dtype=np.int32).reshape(1, 1, 1, 1, -1)
         heads = jnp.asarray(heads if head is None else head.reshape(1, -1, 1, 1, 1))
-        parts = []
+        parts, dtype = [], x.dtype
         for array, shadow, flat in zip(x.arrays, self.shadows, x.flat):
             where = owner, at, heads  # [B, h, rows, n, K] or [B, h, rows, n, 1]
             if flat:  # [B, shares, m]: a share has its heads of the first token, then the next.
                 share = np.int32(x.shape[2] // array.shape[1])
                 where = owner, heads // share, at * share + heads % share
-            found = summed_wide(_entries, array, *where, shadow=shadow)
+            wide = is_narrow(array) and not XLA.multiplies_narrow()
+            found = summed_wide(_wide_entries if wide else _entries, array, *where, shadow=shadow)
             parts.append(join_heads(found, 1) if flat else found)
-        return _by_vectors(x.decode(*parts).astype(x.dtype), slots)
+            dtype = found.dtype if wide else dtype
+        return _by_vectors(x.decode(*parts).astype(dtype), slots)
 
 
 def _by_vectors(found: Array, slots: Array) -> Array:
@@ -345,6 +352,11 @@ def _by_vectors(found: Array, slots: Array) -> Array:
     if jax.default_backend() != "cpu":
         return found
     return found * (slots >= 0).astype(found.dtype)[..., None, None]
+
+
+def _wide_entries(array: Array, *where: Array) -> Array:
+    """Entries as float32, as products on a CPU read them. Then no gradient of a copy is rounded."""
+    return _entries(array, *where).astype(jnp.float32)
 
 
 def _entries(x: Array, *at: Array) -> Array:

@@ -76,20 +76,6 @@ class AbstractStored(eqx.Module):
             f"{type(self).__name__} has no encode(), so that no cache can write {new.shape} to it."
         )
 
-    def with_arrays(self, *arrays: Shaped[Array, "..."]) -> "AbstractStored":
-        """Returns the same form of other numbers, which these arrays hold.
-
-        **Raises:** `NotImplementedError` if `arrays` are not leaves of this PyTree. Such a form
-        needs a `with_arrays` of its own.
-        """
-        new = {id(x): y for x, y in zip(self.arrays, arrays, strict=True)}
-        leaves, tree = jax.tree.flatten(self)
-        if not new.keys() <= set(map(id, leaves)):
-            raise NotImplementedError(
-                f"The arrays of {type(self).__name__} are no fields of it: define with_arrays()."
-            )
-        return jax.tree.unflatten(tree, [new.get(id(x), x) for x in leaves])
-
     @property
     def table(self) -> Int[Array, "b n"] | None:
         """The page that each part of a row lies in, `[b, s / page size]`; None without pages."""

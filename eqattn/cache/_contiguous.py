@@ -15,9 +15,9 @@ from ._base import (
     empty_pair,
     keeps_shardings,
     with_rows,
-    write,
     write_slots,
 )
+from ._writes import write
 
 
 class KVCache(AbstractCache):

@@ -18,10 +18,10 @@ from ._base import (
     empty_store,
     keeps_shardings,
     new_positions,
-    store,
     within_capacity,
 )
 from ._page_table import copy_pages, copy_pages_donated, doubled, like, pages_of, reserved, shared
+from ._writes import store
 
 
 class PagedKVCache(AbstractCache):

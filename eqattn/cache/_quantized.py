@@ -12,11 +12,10 @@ from ._base import (
     check_lengths,
     checked_dims,
     keeps_shardings,
-    OWN_ROW,
-    store,
     with_rows,
     write_slots,
 )
+from ._writes import OWN_ROW, store
 
 
 class QuantizedKVCache(AbstractCache):

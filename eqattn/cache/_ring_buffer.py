@@ -17,8 +17,8 @@ from ._base import (
     keeps_shardings,
     new_positions,
     with_rows,
-    write,
 )
+from ._writes import write
 
 
 class RingBufferCache(AbstractCache):

@@ -16,9 +16,9 @@ from ._base import (
     checked_dims,
     empty_pair,
     keeps_shardings,
-    write,
     write_slots,
 )
+from ._writes import with_arrays, write
 
 
 class StackedKVCache(eqx.Module):
@@ -142,7 +142,7 @@ class LayerCache(AbstractLayerCache):
             )
         cut = lambda array: array.reshape(-1, size, *array.shape[3:])
         kept = isinstance(x, AbstractStored)
-        pages = x.with_arrays(*map(cut, x.arrays)) if kept else cut(x)
+        pages = with_arrays(x, map(cut, x.arrays)) if kept else cut(x)
         return Pages(pages, self.index * each.size + each)
 
     def _with(self, key: Any, value: Any, length: Array) -> "LayerCache":

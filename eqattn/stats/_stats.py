@@ -40,6 +40,7 @@ from ..strategies import AttentionImpl, Blockwise
 from ..strategies._base import with_metadata
 from ..strategies._checks import check_strategy
 from ..strategies._fold_strategy import AbstractFoldStrategy
+from ..strategies._on_device import AbstractOnDevice
 
 
 class _Logit(AbstractScore):
@@ -191,9 +192,7 @@ class _Call:
         `jax.shard_map` of the caller's that does not track what varies. The logsumexp is a sum
         over devices, and JAX takes its gradient there for one, too.
         """
-        axis = (
-            self.strategy.keys_axis() if isinstance(self.strategy, AbstractFoldStrategy) else None
-        )
+        axis = self.strategy.keys_axis() if isinstance(self.strategy, AbstractOnDevice) else None
         own = jax.sharding.get_abstract_mesh().manual_axes
         if axis in own and axis not in varying_axes(*jax.tree.leaves(self.key)):
             raise ValueError(

@@ -61,7 +61,7 @@ def fold_on_device(
             rest = dict(block_q=block_q, block_k=block_k, fused=fused, lowering=lowering)
             rest |= dict(in_place=in_place, fixed=fixed)
             return fold_own_rows(problem, manual, ft.partial(fold_on_device, **rest))
-        problem = problem if always is False else read_twice(problem)
+        problem = problem if always is False else read_twice(problem, in_place)
         rest = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
         visit = _visit_of_list(problem, selection, manual=manual, **rest)
         # From here on, its indices are not needed, and positions may be moved.

@@ -182,12 +182,6 @@ class AbstractFoldStrategy(AttentionImpl):
         sizes = math.prod(problem.batch_shape), heads
         return with_kernel(place, self.metadata.mesh, partition, sizes)
 
-    def keys_axis(self) -> str | None:
-        """A hook that names the mesh axis over which keys are sharded, such that each device
-        attends to its shard. It is None if one device has all keys.
-        """
-        return None
-
     def shards_tokens(self) -> bool:
         """A hook that says whether several devices hold the tokens of a sequence."""
         return False

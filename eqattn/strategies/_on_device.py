@@ -84,6 +84,12 @@ class AbstractOnDevice(AbstractFoldStrategy):
     pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
     fixed_in: ClassVar[tuple[str, ...]] = ("tpu",)
 
+    def keys_axis(self) -> str | None:
+        """A hook that names the mesh axis over which keys are sharded, such that each device
+        attends to its shard. It is None if one device has all keys.
+        """
+        return None
+
     def fold(self, problem: Problem) -> tuple[Carry, Any]:
         lowering = self.lowering(problem)
         if (axis := self.keys_axis()) is not None:

@@ -60,10 +60,50 @@ MUTANTS = [
             ("jnp.where(position < length[:, None], position, capacity + position), length", "position, length"),
             ("jnp.where(position < length[:, None], position, capacity + position), length", "jnp.where(position <= length[:, None], position, capacity + position), length"),
             ("return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]", "return 0 * cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]"),
-            ("store(held, new, (*first, OWN_ROW), slots)", "store(held, new, (*first, 0 * slots), slots)"),
             ("length = cache.length + counts", "length = cache.length + key.shape[1]"),
-            ("at = (slots * per)[:, None, :, None]", "at = slots[:, None, :, None]"),
         ],
+    ),
+    (
+        "cache/_writes.py",
+        CONTENTS,
+        [
+            ("store(held, new, (*first, OWN_ROW), slots)", "store(held, new, (*first, 0 * slots), slots)"),
+            ("at = (slots * per)[:, None, :, None]", "at = slots[:, None, :, None]"),
+            ("if flat else scatter for flat in held.flat", "if not flat else scatter for flat in held.flat"),
+        ],
+    ),
+    (
+        "cache/_writes.py",
+        "cache/test_own_form.py",
+        [("if not new.keys() <= set(map(id, leaves)):", "if False:")],
+    ),
+    (
+        "_problem/wide_sums.py",
+        "conformance/test_narrow_sums.py -k 'two_visits or key_shards_round'",
+        [("{n: widened(x, acc) for n, x in arrays.items()}", "{}")],
+    ),
+    (
+        "_problem/key_shards.py",
+        "conformance/test_narrow_sums.py -k 'two_visits or key_shards_round'",
+        [('problem = with_wide_sums(problem, "query")', "pass")],
+    ),
+    (
+        "strategies/_listed_shards.py",
+        "conformance/test_narrow_sums.py -k 'two_visits or key_shards_round'",
+        [('problem = with_wide_sums(problem, "key", "value")', "pass")],
+    ),
+    (
+        "_problem/selected.py",
+        "conformance/test_narrow_sums.py -k 'two_visits or key_shards_round'",
+        [
+            ("_wide_entries if wide else _entries", "_entries"),
+            ('problem = with_wide_sums(problem, "query", *(() if in_place else ("key", "value")))', "pass"),
+        ],
+    ),
+    (
+        "_tools/info.py",
+        "tools/test_cli.py -k blocks_of_the_kernel",
+        [("*sizes, lowering=lowering, fixed", "*sizes, fixed")],
     ),
     (
         "cache/_base.py",
@@ -147,7 +187,7 @@ MUTANTS = [
         ],
     ),
     (
-        "cache/_base.py",
+        "cache/_writes.py",
         "cache/test_automatic_meshes.py",
         [
             ("shared = tuple(i for i, x in enumerate(at) if isinstance(x, int))", "at = tuple(jnp.arange(new.shape[x], dtype=jnp.int32).reshape(-1, *[1] * (new.ndim - held.ndim + len(at) - 1 - x)) if isinstance(x, int) else x for x in at); shared = ()"),
