@@ -5,6 +5,7 @@ A record is compressed (by Snappy) where that makes it smaller. Nothing here is 
 not look like machine code is passed over.
 """
 
+import contextlib
 import struct
 from collections.abc import Iterator
 
@@ -47,20 +48,23 @@ def _elves(data: bytes) -> Iterator[bytes]:
 
 
 def _compressed(records: bytes) -> Iterator[bytes]:
-    """The records that were compressed. Before one is an `s`, the sizes, and its length."""
+    """The records that were compressed. Before one is an `s`, the sizes, and its length.
+
+    Bytes of the sizes may look like a compressed record, too. So of all that lie near an `s`, this
+    is the one that ends last.
+    """
     at = 0
     while (at := records.find(b"s", at)) >= 0:
         at += 1
+        found = []
         for begin in range(at, min(at + 24, len(records))):
-            try:
+            with contextlib.suppress(ValueError, IndexError):
                 if 2000 < _number(records, begin)[0] < 1 << 28:
                     data, end = _expanded(records, begin)
-                    if _ELF in data:
-                        yield data
-                        at = end
-                        break
-            except (ValueError, IndexError):
-                continue
+                    found += [(end, data)] if _ELF in data else []
+        if found:
+            at, data = max(found)
+            yield data
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:

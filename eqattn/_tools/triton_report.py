@@ -154,6 +154,8 @@ def compiled(name: str, chip: str) -> dict[str, dict[str, Any]]:
                 row = name + gpu_report.KERNELS[of] + (f" {int(number) + 1}" if number else "")
                 if row not in found:
                     found[row] = figures(resources, listing) | {"temporary": temporary}
+    if not found:
+        raise ValueError("no machine code was found in the program that XLA made")
     return found
 
 

@@ -61,6 +61,14 @@ def test_machine_code_is_found_in_records():
     assert cubins(b"nothing") == []
 
 
+def test_sizes_may_look_like_a_record():
+    """A literal of 2,100 bytes seems to begin before the record. Of an A100, `full` was so lost."""
+    whole = elf(64 + 8 * 8000, b"ijklmnop")
+    seeming = number(2100) + bytes([61 << 2]) + struct.pack("<H", 2099)
+    record = b"s" + seeming + compressed(whole[: 64 + 8 * 500], 8, 7500)
+    assert cubins(file_of(b"t" * 100 + record)) == [whole]
+
+
 LOOP = """
 .L_x_{n}:
         /*0010*/                   {product} R24, R8, R9 ;
