@@ -60,13 +60,13 @@ MUTANTS = [
         "kernels/gpu/_operands.py",
         "kernels/test_gpu_tokens.py",
         [
-            ("own = own if order is None else order[own]", "pass"),
+            ("own = own if order is None else order[own]", "pass", "each block is computed once, in another order"),
             ("start = tile * jnp.int32(TILE) + warpgroup * jnp.int32(WARPGROUP)", "start = tile * jnp.int32(TILE)"),
         ],
     ),
     (
         "kernels/gpu/_program.py",
-        "kernels/test_gpu.py -k 'test_values and alibi'",
+        "kernels/test_gpu_scores.py -k 'divided_by_the_scale and cuda'",
         [
             ("xs = [self.times(x, factor, given) for x in eqn.invars]\n                return", "xs = [self.times(x, None, given) for x in eqn.invars]\n                return"),
         ],
