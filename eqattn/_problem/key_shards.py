@@ -32,7 +32,6 @@ from .closed_score import ClosedScore, HeldScore, read_of
 from .joined import Leading
 from .problem import Problem
 from .storage import as_stored, Pages
-from .wide_sums import with_wide_sums
 
 
 def merged_over(carry: Carry, axis: str) -> Carry:
@@ -103,7 +102,6 @@ class ShardedKeys(eqx.Module):
         - `inside`: whether the axis is manual already. Then keys in one piece are this device's.
         """
         acc, size = problem.accumulation_dtype, problem.sizes[1]
-        problem = with_wide_sums(problem, "query")
         paged = isinstance(problem.key, Pages)
         if inside and not paged and problem.kv_positions is None:
             start = lax.axis_index(axis) * size

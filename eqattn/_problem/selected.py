@@ -28,7 +28,7 @@ from .._jax import is_narrow, shadow_of, summed_wide
 from .._misc import iota, widened
 from .._pairs import Operand
 from .._sweep.fold import fold_p
-from .._sweep.lowering import XLA
+from .._sweep.lowering import Lowering
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
 from ..scores._base import AbstractScore
@@ -138,7 +138,7 @@ def key_slots(problem: Problem, selection: Any) -> tuple[Array, Array]:
 
 
 def fold_selected(
-    problem: Problem, selection: Any, slots: Array, seen: Array, fold: Callable
+    problem: Problem, selection: Any, slots: Array, seen: Array, fold: Callable, wide: bool
 ) -> Carry:
     """Folds the pairs of a problem that a `Selected` lists and its mask shows.
 
@@ -148,6 +148,8 @@ def fold_selected(
     - `selection`: the list.
     - `slots`, `seen`: by `key_slots`.
     - `fold`: a function that folds a problem.
+    - `wide`: whether it computes products in the dtype of sums. Then copies have that dtype, so
+        that none of their gradients is rounded.
     """
     t, s, heads, _ = problem.sizes
     batch, size = problem.query.shape[0], selection.block_q
@@ -191,9 +193,9 @@ def fold_selected(
     reads = [[read_of(x, acc, features=5) for x in xs] for xs in rows.of_scores]
     held = tuple(HeldScore.of(s, acc, read) for s, read in zip(problem.scores, reads))
     problem = dataclasses.replace(problem, scores=held)
-    key = _Source.of(problem.key)
+    key = _Source.of(problem.key, wide)
     # Values without arrays are part of the keys.
-    value = None if as_stored(problem.value).arrays == () else _Source.of(problem.value)
+    value = None if as_stored(problem.value).arrays == () else _Source.of(problem.value, wide)
     visit = ft.partial(_fold_rows, problem, key, value, fold=fold)
     if parts == 1:
         carry = visit(jax.tree.map(lambda x: x[0], rows))
@@ -206,15 +208,16 @@ def fold_selected(
     return jax.tree.map(whole, carry)
 
 
-def read_twice(problem: Problem, in_place: bool = False) -> Problem:
+def read_twice(problem: Problem, lowering: Lowering, in_place: bool = False) -> Problem:
     """A problem that is visited in two parts. What scores read, and the scale, are in the dtype of
     sums, so that their gradients, each a sum over both visits, round once. What varies over pairs
     stays as it is: each pair is in one of the visits.
 
-    On a CPU, the query is in that dtype, too. So are keys and values that are not read `in_place`.
+    Where `with_wide_sums` says so, the query is in that dtype, too. So are keys and values that are
+    not read `in_place`.
     """
     acc = problem.accumulation_dtype
-    problem = with_wide_sums(problem, "query", *(() if in_place else ("key", "value")))
+    problem = with_wide_sums(problem, lowering, "query", *(() if in_place else ("key", "value")))
     arrays = [x for x in jax.tree.leaves((problem.scores, problem.scale)) if eqx.is_array(x)]
     if not any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != acc for x in arrays):
         return problem
@@ -307,15 +310,17 @@ class _Source(eqx.Module):
     - `stored`: the keys or values.
     - `shadows`: the shadows of its arrays, see `summed_wide`. The parts add their gradients to
         these.
+    - `wide`: as for `fold_selected`.
     """
 
     stored: AbstractStored
     shadows: tuple[Array | None, ...]
+    wide: bool = eqx.field(static=True)
 
     @classmethod
-    def of(cls, x: Any) -> "_Source":
+    def of(cls, x: Any, wide: bool) -> "_Source":
         stored = as_stored(x)
-        return cls(stored, tuple(map(shadow_of, stored.arrays)))
+        return cls(stored, tuple(map(shadow_of, stored.arrays)), wide)
 
     def at(self, slots: Array, head: np.ndarray | None, batch: int) -> Array:
         """The vectors `[B, h, rows, n, K, D]` at `slots`, or `[B, h, rows, n, 1, D]` of one head
@@ -334,7 +339,7 @@ class _Source(eqx.Module):
             if flat:  # [B, shares, m]: a share has its heads of the first token, then the next.
                 share = np.int32(x.shape[2] // array.shape[1])
                 where = owner, heads // share, at * share + heads % share
-            wide = is_narrow(array) and not XLA.multiplies_narrow()
+            wide = self.wide and is_narrow(array)
             found = summed_wide(_wide_entries if wide else _entries, array, *where, shadow=shadow)
             parts.append(join_heads(found, 1) if flat else found)
             dtype = found.dtype if wide else dtype
@@ -355,7 +360,7 @@ def _by_vectors(found: Array, slots: Array) -> Array:
 
 
 def _wide_entries(array: Array, *where: Array) -> Array:
-    """Entries as float32, as products on a CPU read them. Then no gradient of a copy is rounded."""
+    """The entries of an array of narrow floats in the dtype of sums."""
     return _entries(array, *where).astype(jnp.float32)
 
 

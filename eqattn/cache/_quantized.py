@@ -15,7 +15,7 @@ from ._base import (
     with_rows,
     write_slots,
 )
-from ._writes import OWN_ROW, store
+from ._writes import write
 
 
 class QuantizedKVCache(AbstractCache):
@@ -68,8 +68,8 @@ class QuantizedKVCache(AbstractCache):
     ) -> "QuantizedKVCache":
         slots, length = write_slots(self, key, value, counts, self.key.shape[1])
         return QuantizedKVCache(
-            store(self.key, key, (OWN_ROW,), slots),
-            store(self.value, value, (OWN_ROW,), slots),
+            write(self.key, key, slots),
+            write(self.value, value, slots),
             length,
         )
 

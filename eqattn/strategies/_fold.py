@@ -61,7 +61,7 @@ def fold_on_device(
             rest = dict(block_q=block_q, block_k=block_k, fused=fused, lowering=lowering)
             rest |= dict(in_place=in_place, fixed=fixed)
             return fold_own_rows(problem, manual, ft.partial(fold_on_device, **rest))
-        problem = problem if always is False else read_twice(problem, in_place)
+        problem = problem if always is False else read_twice(problem, lowering, in_place)
         rest = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
         visit = _visit_of_list(problem, selection, manual=manual, **rest)
         # From here on, its indices are not needed, and positions may be moved.
@@ -141,7 +141,8 @@ def _visit_of_list(
         lowering = XLA
     sizes = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
     fold = ft.partial(_fold_gathered, **sizes)
-    return ft.partial(fold_selected, selection=selection, slots=slots, seen=seen, fold=fold)
+    given = dict(selection=selection, slots=slots, seen=seen)
+    return ft.partial(fold_selected, **given, fold=fold, wide=not lowering.multiplies_narrow())
 
 
 def _fold_gathered(problem: Problem, *, block_q, block_k, fused, lowering) -> Carry:

@@ -12,6 +12,7 @@ from .._problem.jit_cache import cached
 from .._problem.key_shards import merged_over, ShardedKeys
 from .._problem.mesh import current_mesh, shard_map_wide, with_kernel
 from .._problem.problem import Problem
+from .._problem.wide_sums import with_wide_sums
 from ._fold import fold_on_device
 
 
@@ -50,6 +51,7 @@ def fold_over_keys(
     - `given_mesh`, `partition`: as for `with_kernel`, for a lowering that XLA cannot split.
     - `options`: keyword arguments of `fold_on_device`.
     """
+    problem = with_wide_sums(problem, lowering, "query")  # whose gradient is a sum over devices
     sharded = ShardedKeys.of(problem, axis, inside=mesh is None)
     sharded.check(n, axis, inside=mesh is None)
 

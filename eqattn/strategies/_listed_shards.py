@@ -26,6 +26,7 @@ from .._problem.jit_cache import cached
 from .._problem.mesh import shard_map_wide, with_kernel
 from .._problem.problem import Problem
 from .._problem.wide_sums import with_wide_sums
+from .._sweep.lowering import XLA
 from ..masks._base import AbstractMask
 from ..masks._terms import leaf_terms, map_terms
 from ._fold import fold_on_device
@@ -155,7 +156,7 @@ def fold_listed(problem: Problem, *, place, partition, **options) -> Carry:
     looked_up = any(x.by_place for x in terms_beside_lists(problem.mask))
     if not place.layout.in_order(place.size) or looked_up:
         k = place.array_tokens(s)
-    problem = with_wide_sums(problem, "key", "value")  # whose gradients are sums over devices
+    problem = with_wide_sums(problem, XLA, "key", "value")  # whose gradients are sums over devices
     apart = _Apart.of(problem, jnp.asarray(iota(t) if q is None else q), k)
 
     def visit(apart: _Apart) -> Carry:

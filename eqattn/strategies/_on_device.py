@@ -60,18 +60,20 @@ def fold(
     )
 
 
-def read_twice(problem: Problem) -> Problem:
+def read_twice(problem: Problem, lowering: Lowering = XLA) -> Problem:
     """Prepares a problem for a strategy that folds it in two parts or more and merges their
     Carries. Gradients of what scores read, and of the scale, are then sums over the parts in the
-    dtype of sums, and round once. Without this, that of each part would be rounded.
+    dtype of sums, and round once. So are those of query, key and value where the lowering is XLA's
+    on a CPU. Without this, the gradient of each part would be rounded.
 
     **Arguments:**
 
     - `problem`: one call of attention, as the `fold` of a strategy receives it.
+    - `lowering`: the code that visits the blocks of the parts, as for `fold`.
     """
     from .._problem import selected  # a late import: few strategies need it
 
-    return selected.read_twice(problem)
+    return selected.read_twice(problem, lowering)
 
 
 class AbstractOnDevice(AbstractFoldStrategy):

@@ -237,7 +237,7 @@ LISTED = [
 def test_gradients_of_two_visits_round_once(target, beside):
     """Listed keys and those of a window `beside` them are visited one after the other, and devices
     add up the gradients of keys that they list. Either part may be much larger than their sum.
-    Where parts were rounded, errors were up to 3,777 half-ulps.
+    Where parts were rounded, the root mean square of errors was 51 to 94 half-ulps in these cases.
     """
     rng = np.random.default_rng(0)
     q, k, v, ct = (jnp.asarray(rng.normal(size=(1, 64, 2, 8)), jnp.bfloat16) for _ in range(4))
@@ -262,7 +262,7 @@ def test_gradients_of_two_visits_round_once(target, beside):
 
 
 def test_gradients_of_queries_over_key_shards_round_once():
-    """Each of eight devices has the gradient by its own keys: that was 14 half-ulps."""
+    """Each of eight devices has the gradient by its own keys: that was 31 half-ulps."""
     rng = np.random.default_rng(0)
     q, k, v, ct = (jnp.asarray(rng.normal(size=(1, 64, 2, 8)), jnp.bfloat16) for _ in range(4))
     mesh = jax.make_mesh((8,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:8])
@@ -272,3 +272,16 @@ def test_gradients_of_queries_over_key_shards_round_once():
     problem = oracle.Problem(*map(np.float64, (q, k, v)), scale=8**-0.5)
     want = oracle.vjp(problem, np.float64(ct), np.zeros((1, 64, 2)))["q"]
     assert half_ulps(np.float64(found), want) <= 0.75
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("backend", ["tpu", "triton"])
+def test_kernels_multiply_listed_keys_in_their_dtype(backend, beside):
+    """Also where the host is a CPU, whose own products are wide."""
+    q = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.bfloat16)
+    mask = m.Selected(jnp.zeros((1, 1, 64, 12), jnp.int32))
+    mask = mask | m.SlidingWindow(8, 0) if beside else mask
+    how = dict(platform="interpret", backend=backend, blocksize_q=16, blocksize_k=16)
+    strategy = eqattn.Blockwise(eqattn.AttentionMetadata(**how))
+    program = jax.make_jaxpr(lambda q: eqattn.attention(q, q, q, strategy, mask=mask))(q)
+    assert set(re.findall(r"operand_dtype=(\w+)", str(program))) == {"bfloat16"}

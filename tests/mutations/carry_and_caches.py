@@ -83,21 +83,21 @@ MUTANTS = [
         [("{n: widened(x, acc) for n, x in arrays.items()}", "{}")],
     ),
     (
-        "_problem/key_shards.py",
+        "strategies/_key_shards.py",
         "conformance/test_narrow_sums.py -k 'two_visits or key_shards_round'",
-        [('problem = with_wide_sums(problem, "query")', "pass")],
+        [('problem = with_wide_sums(problem, lowering, "query")', "pass")],
     ),
     (
         "strategies/_listed_shards.py",
         "conformance/test_narrow_sums.py -k 'two_visits or key_shards_round'",
-        [('problem = with_wide_sums(problem, "key", "value")', "pass")],
+        [('problem = with_wide_sums(problem, XLA, "key", "value")', "pass")],
     ),
     (
         "_problem/selected.py",
         "conformance/test_narrow_sums.py -k 'two_visits or key_shards_round'",
         [
             ("_wide_entries if wide else _entries", "_entries"),
-            ('problem = with_wide_sums(problem, "query", *(() if in_place else ("key", "value")))', "pass"),
+            ('problem = with_wide_sums(problem, lowering, "query", *(() if in_place else ("key", "value")))', "pass"),
         ],
     ),
     (

@@ -40,6 +40,6 @@ MUTANTS = [
     (
         "strategies/_fold.py",
         "conformance/test_conformance.py -k 'pairwise and selected and ragged'",
-        [("problem = problem if always is False else read_twice(problem, in_place)", "pass")],
+        [("problem = problem if always is False else read_twice(problem, lowering, in_place)", "pass")],
     ),
 ]

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _draw import normal
+from conformance import oracle, oracle_masks as om
+from conformance.test_narrow_sums import half_ulps
 
 from eqattn import ALiBi, attention, AttentionImpl, AttentionMetadata, Backend, KeyPadding
 from eqattn.kernels import method_on
@@ -30,30 +32,25 @@ class Halves(AbstractFoldStrategy):
 
 
 def test_gradients_of_parts_round_once():
-    """Of 32 heads, some have almost opposite gradients in the two visits, so that their own roundings
-    would show.
-    """
-    q, k, v = (normal(i, 1, 16, 32, 8) for i in range(3))
-    slopes = jnp.linspace(0.1, 0.5, 32).astype(jnp.bfloat16)
+    """Some heads have almost opposite gradients in the two visits, so that roundings would show."""
+    xs = {n: normal(i, 1, 16, 32, 8).astype(jnp.bfloat16) for i, n in enumerate("qkv")}
+    xs["slopes"] = jnp.linspace(0.1, 0.5, 32).astype(jnp.bfloat16)
+    ct = normal(3, 1, 16, 32, 8).astype(jnp.bfloat16)
 
     @eqx.filter_jit
-    def gradient(strategy, slopes):
-        def loss(slopes):
-            out = attention(q, k, v, strategy, score=ALiBi(slopes)).attention_outputs
-            return (out * jnp.cos(jnp.arange(16.0)).reshape(1, 16, 1, 1)).sum()
+    def gradients(strategy, xs):
+        def run(xs):
+            score = ALiBi(xs["slopes"])
+            return attention(xs["q"], xs["k"], xs["v"], strategy, score=score).attention_outputs
 
-        return jax.grad(loss)(slopes)
+        return jax.vjp(run, xs)[1](ct)[0]
 
-    at = np.arange(16.0)
-    distance = np.abs(at[:, None] - at[None])
-    logits = np.einsum("bthd,bshd->bhts", *map(np.float64, (q, k))) * 8**-0.5
-    logits = logits - np.float64(slopes)[:, None, None] * distance
-    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    moved = -p * (distance - (p * distance).sum(-1, keepdims=True))  # by a slope
-    want = np.einsum("bhts,bshd,t->h", moved, np.float64(v), np.cos(at))
-    got = np.float64(gradient(Halves(AttentionMetadata()), slopes))
-    ulp = 2.0 ** (np.floor(np.log2(abs(want))) - 7)
-    assert (abs(got - want) <= 0.51 * ulp).all(), (got, want, ulp)
+    found = gradients(Halves(AttentionMetadata()), xs)
+    exact = {n: np.float64(x) for n, x in xs.items()}
+    problem = oracle.Problem(**exact, scale=8**-0.5, distance=om.distance(16, 16))
+    want = oracle.vjp(problem, np.float64(ct), np.zeros((1, 16, 32)))
+    for name, x in found.items():
+        assert half_ulps(x, want[name]) <= 0.75, name
 
 
 def test_every_backend_has_a_method():
