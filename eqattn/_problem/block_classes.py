@@ -141,9 +141,9 @@ def table_of(problem: Problem, blocking: Blocking, live: Any = None):
         xp = np if isinstance(table, np.ndarray) else jnp
         table = xp.where(last & (table == FULL), np.int8(PARTIAL), table)
     if live is not None:
-        most = jnp.where(live.all((-2, -1)), np.int8(FULL), np.int8(PARTIAL))
-        most = most if table is None else jnp.minimum(table, most)
-        table = jnp.where(live.any((-2, -1)), most, np.int8(EMPTY))
+        table = np.int8(FULL) if table is None else table
+        some = jnp.where(live.all((-2, -1)), table, jnp.minimum(table, np.int8(PARTIAL)))
+        table = jnp.where(live.any((-2, -1)), some, np.int8(EMPTY))
     return table
 
 

@@ -36,6 +36,7 @@ def fold_problem(
     fused: bool,
     lowering: Lowering = XLA,
     live: Any = None,
+    live_pairs: int = 0,
 ) -> Carry:
     """Evaluates the softmax fold of a problem.
 
@@ -48,12 +49,14 @@ def fold_problem(
     - `fused`: whether gradients take one visit of the blocks instead of two.
     - `lowering`: the code that visits the blocks.
     - `live`: which blocks are visible at most, by `live_blocks`; None if all are.
+    - `live_pairs`: as for `GridLayout`.
 
     **Returns:** a Carry of `[B, T, H, V]`, `[B, T, H]` and `[B, T, H]`, without the sinks.
     """
     if 0 in (*blocking.grid, blocking.queries):
         return _empty(problem, blocking)
-    return Carry(*_visited(_folded, 3, [], problem, blocking, spread, fused, lowering, live))
+    how = problem, blocking, spread, fused, lowering, live, live_pairs
+    return Carry(*_visited(_folded, 3, [], *how))
 
 
 def attend_problem(
@@ -173,6 +176,7 @@ def _visited(
     fused: bool,
     lowering: Lowering,
     live: Any = None,
+    live_pairs: int = 0,
     places: bool = False,
 ) -> list[Array]:
     """The results of a visit of all blocks, as arrays of tokens.
@@ -203,7 +207,7 @@ def _visited(
         if spread.axes and spread.ring is None and classes != (FULL,):
             own = blocks.classify(*[operands[i] for i in blocks.reads])
             own_axes, same = (BATCH, HEAD, ROW, COL)[-own.ndim :], None
-        settings = dict(fused=fused, stairs=0 if same is None else stairs)
+        settings = dict(fused=fused, live_pairs=live_pairs, stairs=0 if same is None else stairs)
         return visit(
             [dataclasses.replace(x, array=a) for x, a in zip(joined, ends)],
             {c: blocks.logits(c) for c in classes},

@@ -11,16 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from .._sweep.grid import ROW
 from .._sweep.lowering import Lowering, XLA
 from .blocking import Blocking, choose_blocking
 from .problem import Problem
 from .storage import AbstractStored
 
-
-_LEAST = 32
-"""The least rows of logits and the least keys of a block that is visited by itself. On a CPU, a
-visit takes some microseconds more than its products, and products of 32 x 32 take as long as that.
-"""
 
 _COPY = 18
 """The number of pairs that are visited in the time in which a key and its value are copied. On one
@@ -35,10 +31,11 @@ def blocking_of(
     instead.
 
     A block of queries has one list, if blocks of the list are large enough. Otherwise, its queries
-    or heads have several lists. It visits what any of them names, and masks the rest.
+    or heads have several lists. XLA visits what any of them names, and masks the rest. For kernels,
+    keys are gathered then: they know a list by its table alone.
 
     XLA visits the batch elements and heads of a block one after the other on a CPU only. Elsewhere,
-    it would visit what any of them lists.
+    it would visit what any of them lists. Kernels always do, and skip blocks that are not listed.
 
     **Arguments:**
 
@@ -50,8 +47,7 @@ def blocking_of(
     *lead, lists, _, n = selection.indices.shape
     alike = set(lead) <= {1} and lists == 1
     gathered = (
-        lowering is not XLA
-        or not (alike or jax.default_backend() == "cpu")
+        not (alike or lowering is not XLA or jax.default_backend() == "cpu")
         or problem.kv_positions is not None
         or isinstance(problem.key, AbstractStored)
         or isinstance(problem.value, AbstractStored)
@@ -61,11 +57,20 @@ def blocking_of(
     group, size = heads // kv_heads, selection.block_q
     best = choose_blocking(problem, block_q, block_k, lowering=lowering)
     queries, keys = _part(size, best.block_q), _part(selection.block_k, best.block_k)
-    if queries * group < _LEAST:
+    least_rows, least_keys = lowering.least_listed
+    if queries * group < least_rows:
         queries = best.block_q // size * size
-    if min(queries * group, keys) < _LEAST:
+    if queries * group < least_rows or keys < least_keys:
         return None
     apart = max(queries // size, 1) * (group if lists > kv_heads else 1)
+    if lowering is not XLA:
+        if apart > 1:
+            return None
+        blocking = choose_blocking(problem, queries, keys, lowering=lowering)
+        # A list of pairs may have one more for each row or column without a live one.
+        pairs = live_pairs(selection, blocking) + max(blocking.grid[ROW:])
+        most = lowering.most_pairs
+        return blocking if most is None or pairs <= most else None
     listed, rows = n * selection.block_k, queries * group
     # Products of few rows, as those of copies, take about twice as long.
     if apart > 1 and min(s, apart * listed) * rows > listed * (apart * _COPY + 2 * rows):
@@ -76,6 +81,12 @@ def blocking_of(
 def _part(size: int, most: int) -> int:
     """The largest equal part of a block that is at most so large."""
     return max(n for n in range(1, most + 1) if size % n == 0)
+
+
+def live_pairs(selection: Any, blocking: Blocking) -> int:
+    """The most pairs of blocks that a list makes live, for each batch element and head."""
+    listed = selection.indices.shape[-1] * (selection.block_k // blocking.block_k)
+    return blocking.rows * max(min(listed, blocking.columns), 1)
 
 
 def live_blocks(problem: Problem, selection: Any, blocking: Blocking) -> Bool[Array, "b k r c g q"]:

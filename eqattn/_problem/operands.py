@@ -110,7 +110,7 @@ class BlockOperands:
         if self.padded:
             valid = np.ones((1, 1, 1, whole.keys), bool)
             self._add("valid", whole.pad(valid, 3, padded, edge=False))
-        if live is not None:
+        if live is not None and lowering is XLA:
             blocks, axes = on_grid(live[..., None, :, :])
             self.operands += (BlockOperand("live", blocks, axes),)
         parts = (*problem.scores, *([] if problem.mask is None else [problem.mask]))
@@ -192,7 +192,7 @@ class BlockOperands:
             block=blocking.block,
             in_axes=tuple(x.axes for x in self.operands),
             table_axes=table_axes,
-            ragged=blocking.in_place or self.live is not None,
+            ragged=blocking.in_place or (self.live is not None and self.lowering is XLA),
             tokens=() if self.sent or blocking.in_place else self.blocking.tokens,
             padded=blocking.padded_in_place,
             **more,

@@ -78,6 +78,9 @@ class GridLayout:
         visit finds the results that move with columns, and another visit the rest.
     - `ragged`: whether the batch elements on a device are visited one by one, even small ones,
         because their live columns differ.
+    - `live_pairs`: if positive, the table alone tells which blocks each batch element sees, and it
+        has at most so many live pairs for each of them. No visit may then have one block of several
+        elements, whose function would show each what only some of them see.
     - `lowering`: the `Lowering` that visits the blocks, as in `lowering.py`; None means `XLA`.
     - `stage`: the name by which a lowering recognises the visit. It is `"fold"`, `"tangent"` for
         the tangent of a fold, `"backward"` for the transpose of a tangent, and empty for others.
@@ -107,6 +110,7 @@ class GridLayout:
     ring: Any = None
     fused: bool = True
     ragged: bool = False
+    live_pairs: int = 0
     lowering: Any = None
     stage: str = ""
     pages: tuple[int, ...] = ()

@@ -117,6 +117,16 @@ class Lowering(abc.ABC):
     repeats_diagonals: ClassVar[bool] = False
     """Whether blocks may hold numbers that their diagonals share, see `differences.py`."""
 
+    least_listed: ClassVar[tuple[int, int]]
+    """The least rows of logits and the least keys of a block that is visited by itself where a list
+    names it. Keys in smaller blocks are gathered.
+    """
+
+    most_pairs: ClassVar[int | None] = None
+    """The most pairs of blocks that the list of a batch element and a head may have; None if there
+    is no limit.
+    """
+
     @property
     def required(self) -> bool:
         """Whether the caller asked for this lowering, so that nothing may take its place."""
@@ -219,7 +229,7 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     were chosen by trial, and no measurement is recorded. To measure again, vary them in
     `python -m eqattn bench --only cpu-f32-causal-128-fwd cpu-f32-causal-512-fwd`.
     """
-    if layout.pages or layout.uniform:
+    if layout.pages or layout.uniform or layout.live_pairs:
         return True
     if layout.ragged:
         return not partitioned_automatically(ctx)
@@ -259,6 +269,9 @@ class XLALowering(Lowering):
     splits_over_devices = True
     shares_blocks = True
     drops_single_axes = True
+    # On a CPU, a visit takes some microseconds more than its products, and products of 32 x 32 take
+    # as long as that.
+    least_listed = (32, 32)
 
     def multiplies_narrow(self) -> bool:
         """False on a CPU, where products of float32 are faster. In a prototype, the forward of

@@ -23,7 +23,7 @@ from .._problem.blocking import Blocking, BlockOperand, choose_blocking
 from .._problem.exchange import HeadExchange
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
 from .._problem.jit_cache import cached
-from .._problem.listed_blocks import blocking_of, live_blocks
+from .._problem.listed_blocks import blocking_of, live_blocks, live_pairs
 from .._problem.listed_rows import fold_own_rows
 from .._problem.mesh import lists_own_keys
 from .._problem.operands import BlockOperands
@@ -135,6 +135,7 @@ def _visit_of_list(
             fused=fused,
             lowering=lowering,
             live=live_blocks(problem, selection, blocking),
+            live_pairs=0 if lowering is XLA else live_pairs(selection, blocking),
         )
     slots, seen = key_slots(problem, selection)
     if manual is not None:  # The gathered problem has other axes than those.

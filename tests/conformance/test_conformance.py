@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from eqattn._problem import block_classes, fold, listed_blocks
-from eqattn.kernels.tpu import _backward_step, _forward_step as _step, _windows
+from eqattn._sweep.lowering import XLALowering
+from eqattn.kernels.gpu._lowering import NvidiaLowering
+from eqattn.kernels.tpu import _backward_step, _forward_step as _step, _windows, TPULowering
 from eqattn.strategies import _fold
 
 from . import build, transforms
@@ -162,7 +164,8 @@ def as_large_ones(case, mask):
         if build.visits_listed_blocks(mask):
             # Queries are visited together where one is too few.
             least = 1 if 1 in (*case["block"], *case["length"]) else 2
-            patch.setattr(listed_blocks, "_LEAST", least)
+            for lowering in (XLALowering, TPULowering, NvidiaLowering):
+                patch.setattr(lowering, "least_listed", (least, least))
             patch.setattr(listed_blocks, "_COPY", 10**6)
         patch.setattr(_windows, "_even", of_forward)
         patch.setattr(block_classes, "STEP", max(1, min(case["block"]) // 2))

@@ -67,7 +67,7 @@ MUTANTS = [
         "kernels/tpu/__init__.py",
         "kernels/test_tpu.py -k 'raise or select or kernel or general or lower'",
         [
-            ("(listed := _listed(layout)) > 2**17 or", "(listed := _listed(layout)) < 0 or"),
+            ("(pairs := listed(layout, each=True)) > MOST_PAIRS or", "(pairs := listed(layout, each=True)) < 0 or"),
             ("if self.required:", "if False:"),
             ("if reason := self._why_not(ctx, layout, visits):", "if reason := 'some reason':"),
         ],

@@ -20,6 +20,7 @@ from ...kernels.tpu._chip import heads_abreast
 from ...masks._causal import Causal
 from ...masks._padding import KeyPadding
 from ...masks._segments import Segments
+from ...masks._selected import Selected
 from ...masks._window import SlidingWindow
 from ...scores._t5 import T5Bias
 from ...strategies import Blockwise, Ragged
@@ -47,6 +48,7 @@ class Call:
     - `of_operands`: whether the gradients of the further arrays are returned too.
     - `tangent`: whether the tangent of the output is returned too, for tangents of all arguments.
     - `weighted`: whether the options multiply probabilities by dropout weights.
+    - `apart`: whether each head visits other blocks.
     - `operands`: the shapes of further arrays, by name.
     - `options`: a function of these arrays that returns keyword arguments of `attention`, and
         keyword arguments of the metadata.
@@ -61,6 +63,7 @@ class Call:
     of_operands: bool = False
     tangent: bool = False
     weighted: bool = False
+    apart: bool = False
     operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
     options: Callable[..., tuple[dict[str, Any], dict[str, Any]]] = lambda: ({}, {})
 
@@ -104,7 +107,8 @@ class Call:
 
     def abreast(self) -> int:
         """How many heads a step of its forward visits."""
-        return 1 if self.weighted else heads_abreast(math.prod(self.tile()), self.dim)
+        single = self.weighted or self.apart
+        return 1 if single else heads_abreast(math.prod(self.tile()), self.dim)
 
     def tile(self) -> tuple[int, int]:
         """How many rows, queries of all heads that share keys, and how many keys a block has."""
@@ -139,7 +143,13 @@ def _forward(
 
 
 def _backward(
-    name: str, gradient: tuple[int, ...], products: int, *, plain: str = "", **kw: Any
+    name: str,
+    gradient: tuple[int, ...],
+    products: int,
+    *,
+    plain: str = "",
+    entire: bool = True,
+    **kw: Any,
 ) -> Kernel:
     call = Call(gradient=gradient, **kw)
     return Kernel(
@@ -155,7 +165,7 @@ def _backward(
             lag=0,
             once=STAYING if gradient == (0, 1, 2) else (),
         )
-        if not plain and gradient
+        if entire and not plain and gradient
         else None,
         plain=plain,
     )
@@ -279,6 +289,13 @@ _BY_DIFFERENCE: dict[str, Any] = dict(
     operands=(("table", jax.ShapeDtypeStruct((32, HEADS), jnp.float32)),),
     options=lambda table: ({"score": T5Bias(table)}, {}),
 )
+_LISTED: dict[str, Any] = dict(
+    apart=True,
+    block_q=512,
+    block_k=512,
+    operands=(("listed", jax.ShapeDtypeStruct((1, HEADS, _T // 512, 4), jnp.int32)),),
+    options=lambda listed: ({"mask": Causal() & Selected(listed, 512, 512)}, {}),
+)
 KERNELS = (
     _forward("forward"),
     _forward("forward, T=32768", tokens=32_768),
@@ -307,6 +324,8 @@ KERNELS = (
     _feature("soft cap", lambda: ({}, {"logits_soft_cap": 30.0})),
     _feature("bias", lambda x: ({"bias": x}, {}), x=((1, HEADS, _T, _T), jnp.float32)),
     _forward("forward, T5 bias", whole=False, plain="forward", **_BY_DIFFERENCE),
+    _forward("forward, listed blocks of 512", whole=False, stairs=False, **_LISTED),
+    _backward("backward, listed blocks of 512", (0, 1, 2), 5, entire=False, **_LISTED),
     _feature("dropout", lambda: ({"key": jax.random.key(0)}, {"dropout_prob": 0.1}), weighted=True),
 )
 

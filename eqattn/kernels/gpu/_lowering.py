@@ -24,6 +24,7 @@ class NvidiaLowering(Lowering):
     shares_blocks = True
     splits_over_devices = False
     drops_single_axes = False
+    least_listed = (64, 64)
 
     def multiplies_narrow(self) -> bool:
         return True

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
-from ..._sweep.grid import EMPTY, FEW_ROWS, GridLayout
+from ..._sweep.grid import FEW_ROWS, GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, in_32_bits, Lowering
 from .._program import calls, equations, POINTWISE
+from ._lists import listed, MOST_PAIRS
 
 
 _UNSUPPORTED = set(
@@ -34,20 +34,6 @@ _OF_FUNCTIONS |= {"add_any", "broadcast_in_dim", "copy", "reshape", "squeeze", "
 """The operations that a user's function may have. The tests compile each of them, with its
 derivatives, for each chip (`functions` in `tests/kernels/_tpu_compile.py`).
 """
-
-
-def _listed(layout: GridLayout) -> int:
-    """The most pairs of blocks that a list of a visit may hold.
-
-    A list that is made on the device has room for all pairs. A known list holds only live pairs,
-    and one pair for each row or column without a live one.
-    """
-    if layout.known is None or layout.ring is not None:
-        return layout.listed
-    table = layout.known.array
-    return int(
-        np.prod(table.shape[:-2]) * ((table != EMPTY).sum((-2, -1)).max() + max(table.shape[-2:]))
-    )
 
 
 def _cached_tokens(request: BlockRequest) -> int:
@@ -82,6 +68,11 @@ class TPULowering(Lowering):
     splits_over_devices = False
     drops_single_axes = False
     repeats_diagonals = True
+    # A step takes 430 cycles or more on v6e, however small its block, and 451 with 256 keys for 128
+    # queries. To copy 128 keys and values of 128 numbers, and to read the copies, takes 210 cycles
+    # at the speed of memory. But gradients of copies are scattered, in float32.
+    least_listed = (64, 128)
+    most_pairs = MOST_PAIRS
 
     def multiplies_narrow(self) -> bool:
         """Always: the matrix units read bfloat16."""
@@ -142,11 +133,9 @@ class TPULowering(Lowering):
                 "with a mesh all of whose axes shard batch or heads, as metadata.partition_axis "
                 "says and as divides them, or a ring; or call in jax.shard_map"
             )
-        # A pair on the list takes four bytes of scalar memory. So 2**17 pairs take half of the 1
-        # MiB that a core has (`smem_capacity_bytes` in `pltpu.get_tpu_info()`, from v4 on). Rows
-        # and columns are numbers of 14 bits on the list, see `_work_list.py`.
-        if (listed := _listed(layout)) > 2**17 or max(layout.sides) >= 2**14:
-            return f"its list of {listed} pairs of blocks is too long; give larger block sizes"
+        # Rows and columns are numbers of 14 bits on the list, see `_work_list.py`.
+        if (pairs := listed(layout, each=True)) > MOST_PAIRS or max(layout.sides) >= 2**14:
+            return f"its list of {pairs} pairs of blocks is too long; give larger block sizes"
         if reason := self.unavailable():
             return reason
         names = (self.unsupported_primitive(jaxpr.jaxpr) for _, jaxpr in visits)

@@ -70,9 +70,11 @@ class FoldSpec:
         """Whether what an `EMPTY` pair adds must be taken back.
 
         A row without a live pair has an `EMPTY` one on the list. Where all live blocks are full, no
-        form of the step evaluates a mask, so the `EMPTY` pair counts as if it were visible.
+        form of the step evaluates a mask, so the `EMPTY` pair counts as if it were visible. Where
+        the table hides more than the mask does, the mask may show some of it, too.
         """
-        return self.some == self.full and not self.poisons and self.layout.table_axes is not None
+        masks = self.some != self.full or self.poisons
+        return self.layout.live_pairs > 0 or (not masks and self.layout.table_axes is not None)
 
     @property
     def poisons(self) -> bool:

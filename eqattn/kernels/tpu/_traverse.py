@@ -1,5 +1,6 @@
 """The choice of the kernels that make up one visit of the grid."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from ..._sweep.grid import GridLayout
 from ._backward import together, visit_sum
 from ._decode import decode_programs, visit_decode
 from ._forward import visit_fold
+from ._lists import in_turns, listed, MOST_PAIRS, turning
 from ._scales import with_matrices
 
 
@@ -39,7 +41,11 @@ def traverse(
             "platform='interpret' cannot run under jax.shard_map(..., check_vma=True), which "
             "interpreted kernels do not know; use check_vma=False."
         )
+    axis = turning(layout) if into is None and listed(layout) > MOST_PAIRS else None
+    again = ft.partial(traverse, steps, start=start, interpret=interpret)
     if all(isinstance(step, FoldStep) for step in steps.values()):
+        if axis is not None:
+            return in_turns(ft.partial(again, axes=axes, finish=finish), layout, args, axes, axis)
         forms = decode_programs(steps, layout, args) if into is None else None
         if forms is not None:
             return visit_decode(forms, steps, layout, args, axes[0], interpret)
@@ -47,6 +53,18 @@ def traverse(
         if first.grouped:
             steps, args = with_matrices(steps, layout, args)
         return visit_fold(steps, layout, args, axes[0], finish, into, interpret)
+    # A kernel that sums over batch elements visits the same pairs for all of them.
+    own = (layout.table_axes or ())[:-2] if layout.live_pairs else () if axis is None else (axis,)
+    wide = [a if {*own} <= {*a} else tuple(sorted({*a, *own})) for a in axes]
+    if wide != [*axes] and into is None:
+        last = dtypes or [x.dtype for x in start]
+        inner = [d if a == w else x.dtype for d, a, w, x in zip(last, axes, wide, start)]
+        sums = again(layout, args, axes=wide, dtypes=inner)
+        lacking = [tuple(w.index(x) for x in w if x not in a) for a, w in zip(axes, wide)]
+        return finish([x.sum(n).astype(d) if n else x for x, n, d in zip(sums, lacking, last)])
+    if axis is not None:
+        each = ft.partial(again, axes=axes, dtypes=dtypes)
+        return finish(in_turns(each, layout, args, axes, axis))
     results: list[Any] = [None] * len(axes)
     main, stay = together(layout, start, axes, into)
     for kept in dict.fromkeys(axes):

@@ -97,10 +97,14 @@ def work_list(
     chosen = (table != EMPTY) | (none & np.broadcast_to(np.arange(inner) == 0, table.shape))
     chosen = chosen.reshape(*lead, -1)
     # A sort moves the chosen pairs to the front and keeps their order. It also works for a traced
-    # table. The list then has room for all pairs, and `count` says how many it holds.
+    # table. The list then has room for all pairs, or for as many as may be live, and `count` says
+    # how many it holds.
     index, everything = np.arange(outer * inner), outer * inner
     index = np.broadcast_to(index, chosen.shape)
     order = xp.sort(xp.where(chosen, index, index + everything), axis=-1)
+    if layout.live_pairs and not (ROW in kept and COL in kept):
+        together = math.prod(layout.grid[a] for a in merged)
+        order = order[..., : together * (layout.live_pairs + max(layout.grid[ROW:]))]
     count = chosen.sum(-1)
     past = order >= everything
     final = xp.take_along_axis(order, count[..., None] - 1, -1)
