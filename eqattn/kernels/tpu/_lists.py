@@ -18,8 +18,8 @@ from ..._sweep.grid import COL, EMPTY, GridLayout, ROW
 
 
 MOST_PAIRS = 2**17
-"""The most pairs on the lists of a kernel. A pair takes four bytes. All together take half of the 1
-MiB of scalar memory of a core, which is `smem_capacity_bytes` in `pltpu.get_tpu_info()` from v4 on.
+"""The most pairs on the lists of a kernel. A pair takes four bytes. Scalar memory has 1
+MiB from v4 on, as `smem_capacity_bytes` in `pltpu.get_tpu_info()` says, and these take half of it.
 """
 
 
