@@ -67,6 +67,8 @@ def attend_problem(
     fused: bool,
     lowering: Lowering,
     dtype: Any,
+    live: Any = None,
+    live_pairs: int = 0,
 ) -> tuple[Array, Array]:
     """Evaluates a problem without a Carry.
 
@@ -92,7 +94,8 @@ def attend_problem(
         blocks = jnp.asarray(blocks).reshape(*blocks.shape[: len(axes)], -1)
         joined = [BlockOperand("sinks", blocks, axes)]
     visit = ft.partial(_attended, dtype=dtype)
-    out, lse = _visited(visit, 2, joined, problem, blocking, spread, fused, lowering)
+    how = problem, blocking, spread, fused, lowering, live, live_pairs
+    out, lse = _visited(visit, 2, joined, *how)
     return out, lse
 
 

@@ -271,7 +271,7 @@ class XLALowering(Lowering):
     drops_single_axes = True
     # On a CPU, a visit takes some microseconds more than its products, and products of 32 x 32 take
     # as long as that.
-    least_listed = (32, 32)
+    least_listed: ClassVar[tuple[int, int]] = (32, 32)
 
     def multiplies_narrow(self) -> bool:
         """False on a CPU, where products of float32 are faster. In a prototype, the forward of

@@ -26,7 +26,8 @@ from ..kernels import BACKENDS, lowering_for
 from ..masks._base import AbstractMask
 from ..masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
 from ..masks._window import SlidingWindow
-from ..strategies import AttentionImpl, Blockwise
+from ..strategies import AttentionImpl
+from ..strategies._on_device import AbstractOnDevice
 from ..strategies._registry import AttentionRegistry
 from ..strategies._sharded import AbstractSharded
 
@@ -138,7 +139,7 @@ def mebibytes(n: int) -> str:
 
 
 def blocks_of(
-    strategy: Blockwise, query: Any, key: Any, value: Any, mask: Any
+    strategy: AbstractOnDevice, query: Any, key: Any, value: Any, mask: Any
 ) -> tuple[Blocking, Any]:
     """The blocking that `strategy` chooses for arrays of these shapes, and the class of every
     block, or None if all are full. Attention is traced and not computed.
@@ -148,7 +149,13 @@ def blocks_of(
     def look(query, key, value):
         spec = Problem.from_call(query, key, value, strategy.metadata, mask=as_mask(mask))
         sizes, lowering = strategy.block_sizes(), strategy.lowering(spec)
-        blocking = choose_blocking(spec, *sizes, lowering=lowering, fixed=strategy.fixed)
+        blocking = choose_blocking(
+            spec,
+            *sizes,
+            in_place=strategy.reads_stored,
+            lowering=lowering,
+            fixed=strategy.fixed,
+        )
         found.append((blocking, table_of(spec, blocking)))
 
     jax.eval_shape(look, query, key, value)
@@ -260,7 +267,7 @@ class Spec:
         forward = strategy.selected_forward()
         name = self.name + self.where(strategy)
         lines = [("strategy", name), ("method", forward), ("code", self.code(strategy))]
-        if isinstance(strategy, Blockwise):
+        if isinstance(strategy, AbstractOnDevice):
             lines += self.cost(strategy)
         return lines if self.args.no_compile else lines + self.memory(strategy)
 
@@ -272,14 +279,15 @@ class Spec:
         kernel = strategy.supports(**self.features, platform=Platform.PALLAS)
         return "Pallas kernel" if kernel.ok else "XLA"
 
-    def cost(self, strategy: Blockwise) -> list[tuple[str, str]]:
+    def cost(self, strategy: AbstractOnDevice) -> list[tuple[str, str]]:
         blocking, table = blocks_of(strategy, self.query, self.key, self.value, self.args.mask)
         cost = Cost.of(blocking, table, self.dim, self.value_dim)
         total = max(cost.empty + cost.partial + cost.full, 1)
         visited = cost.partial + cost.full
+        each = "of all heads" if strategy.reads_stored else "per key head"
         return [
             ("blocks", f"{blocking.block_q} queries x {blocking.block_k} keys"),
-            ("grid", f"{blocking.rows} x {blocking.columns} blocks per key head"),
+            ("grid", f"{blocking.rows} x {blocking.columns} blocks {each}"),
             (
                 "visited",
                 f"{visited} of {total} blocks ({visited / total:.1%}): {cost.partial} partial, "

@@ -2,8 +2,8 @@
 
 A package defines a subclass of `eqattn._sweep.lowering.Lowering`. It imports Pallas only where a
 kernel is lowered, so that importing eqattn stays fast. To add a device, write its package, and add
-its backend here and to `Backend`. If these are further kernels of a device that has some, add it to
-`OTHER_KERNELS`, too.
+its backend to the tables here and to `Backend`. If these are further kernels of a device that has
+some, add it to `OTHER_KERNELS`, too.
 """
 
 from typing import TYPE_CHECKING
@@ -19,6 +19,12 @@ BACKENDS: tuple[str, ...] = ("tpu", "gpu", "cuda", "triton")
 """The backends (values of `eqattn.Backend`) for which there are kernels. `"gpu"` has those of
 `"cuda"`: there are none for `"rocm"`.
 """
+
+IN_PLACE: tuple[str, ...] = ("tpu", "gpu", "cuda")
+"""The backends whose kernels read keys and values where they lie in memory."""
+
+FIXED: tuple[str, ...] = ("tpu",)
+"""The backends whose kernels keep the bits that `bitwise=True` promises."""
 
 
 def lowering_for(backend: str, asked: str) -> "Lowering | None":

@@ -95,9 +95,37 @@ def attend_on_device(
     problem: Problem, *, block_q, block_k, fused, lowering, manual, fixed, dtype
 ) -> tuple[Array, Array]:
     """The output, in a dtype, and the logsumexp of a problem on one device, with the sinks."""
-    blocking = choose_blocking(problem, block_q, block_k, lowering=lowering, fixed=fixed)
+    selection, listed, _ = split_list(problem.mask)
+    more: dict[str, Any] = {}
+    if selection is None:
+        blocking = choose_blocking(problem, block_q, block_k, lowering=lowering, fixed=fixed)
+    else:
+        blocking = blocking_of(problem, selection, block_q, block_k, lowering)
+        assert blocking is not None, "visits_once"
+        more = _live(problem, selection, blocking, lowering)
+        problem = problem.at_places(lists=False)
+        _, listed, _ = split_list(problem.mask)
+        problem = dataclasses.replace(problem, mask=None if listed is True else listed)
     spread = HeadExchange(manual=manual)
-    return attend_problem(problem, blocking, spread, fused=fused, lowering=lowering, dtype=dtype)
+    more |= dict(fused=fused, lowering=lowering, dtype=dtype)
+    return attend_problem(problem, blocking, spread, **more)
+
+
+def visits_once(problem: Problem, *, block_q, block_k, lowering) -> bool:
+    """Whether one visit of blocks finds all pairs of a problem. It does so without a list. With
+    one, all pairs must be on it, and its blocks are visited where they lie.
+    """
+    selection, _, always = split_list(problem.mask)
+    if selection is None:
+        return True
+    in_place = blocking_of(problem, selection, block_q, block_k, lowering) is not None
+    return always is False and in_place
+
+
+def _live(problem: Problem, selection: Any, blocking: Blocking, lowering: Any) -> dict[str, Any]:
+    """What `fold_problem` and `attend_problem` are told of a list of blocks."""
+    pairs = 0 if lowering is XLA else live_pairs(selection, blocking)
+    return dict(live=live_blocks(problem, selection, blocking), live_pairs=pairs)
 
 
 @cached
@@ -134,8 +162,7 @@ def _visit_of_list(
             spread=HeadExchange(manual=manual),
             fused=fused,
             lowering=lowering,
-            live=live_blocks(problem, selection, blocking),
-            live_pairs=0 if lowering is XLA else live_pairs(selection, blocking),
+            **_live(problem, selection, blocking, lowering),
         )
     slots, seen = key_slots(problem, selection)
     if manual is not None:  # The gathered problem has other axes than those.

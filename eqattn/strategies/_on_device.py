@@ -9,7 +9,7 @@ from .._carry import Carry
 from .._problem.mesh import ManualAxes
 from .._problem.problem import Problem
 from .._sweep.lowering import Lowering, XLA
-from ..kernels import BACKENDS
+from ..kernels import BACKENDS, FIXED
 from ..masks._terms import split_list
 from ._fold_strategy import AbstractFoldStrategy
 
@@ -84,7 +84,7 @@ class AbstractOnDevice(AbstractFoldStrategy):
     fused_backward: eqx.AbstractVar[bool]
 
     pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
-    fixed_in: ClassVar[tuple[str, ...]] = ("tpu",)
+    fixed_in: ClassVar[tuple[str, ...]] = FIXED
 
     def keys_axis(self) -> str | None:
         """A hook that names the mesh axis over which keys are sharded, such that each device
@@ -140,19 +140,22 @@ class AbstractOnDevice(AbstractFoldStrategy):
         lowering = self.lowering(problem)
         if (output := lowering.attend(problem)) is not None:
             return output.astype(dtype), None
-        several = self.keys_axis() is not None or split_list(problem.mask)[0] is not None
-        if self.reads_stored or several or not lowering.finishes_rows:
-            return None  # Several visits meet as Carries.
-        from ._fold import attend_on_device
+        if self.reads_stored or self.keys_axis() is not None or not lowering.finishes_rows:
+            return None
+        from ._fold import attend_on_device, visits_once
 
         block_q, block_k = self.block_sizes()
+        manual, sizes = self.manual(problem, lowering), dict(block_q=block_q, block_k=block_k)
+        if manual is not None and split_list(problem.mask)[0] is not None:
+            return None  # Each device has its own lists.
+        if not visits_once(problem, lowering=lowering, **sizes):
+            return None  # Several visits meet as Carries.
         return attend_on_device(
             problem,
-            block_q=block_q,
-            block_k=block_k,
+            **sizes,
             fused=self.fused_backward,
             lowering=lowering,
-            manual=self.manual(problem, lowering),
+            manual=manual,
             fixed=self.fixed,
             dtype=dtype,
         )

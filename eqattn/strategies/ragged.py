@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 
 from .._config.metadata import AttentionMetadata
-from ..kernels import BACKENDS
+from ..kernels import IN_PLACE
 from ._on_device import AbstractOnDevice
 from ._registry import AttentionRegistry
 
@@ -64,7 +64,7 @@ class Ragged(AbstractOnDevice):
             )
 
     reads_stored = True
-    pallas_lowerings: ClassVar[tuple[str, ...]] = tuple(x for x in BACKENDS if x != "triton")
+    pallas_lowerings: ClassVar[tuple[str, ...]] = IN_PLACE
     promises: ClassVar[frozenset[str]] = frozenset(
         {"batch", "capacity", "chunks", "decode", "layout"}
     )

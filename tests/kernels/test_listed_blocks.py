@@ -255,6 +255,22 @@ def test_lists_that_share_their_keys(backend):
     assert max(worst.values()) <= 1, worst
 
 
+def test_keys_that_nobody_lists():
+    """Their gradients are 0, though no row visits them."""
+    q, k, v, ct = drawn(4, 4)
+    indices = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (1, 1, T // SIZE, 3))
+    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
+
+    @jax.jit
+    def gradients(q, k, v):
+        mask = Selected(indices, SIZE, SIZE)
+        call = lambda *x: attention(*x, Blockwise(metadata), mask=mask).attention_outputs
+        return jax.vjp(call, q, k, v)[1](ct)
+
+    for x in gradients(q, k, v)[1:]:
+        assert (x[:, 3 * SIZE :] == 0).all() and (x[:, : 3 * SIZE] != 0).any()
+
+
 @pytest.fixture
 def turns(monkeypatch):
     """Scalar memory for a list or two. Returns the axes whose elements were visited in turns."""

@@ -55,7 +55,7 @@ MUTANTS = [
         "strategies/test_bitwise.py",
         [
             ("by_hand=self.fixed),\n            fixed=self.fixed,\n", "by_hand=self.fixed),\n"),
-            ("manual=self.manual(problem, lowering),\n            fixed=self.fixed,", "manual=self.manual(problem, lowering),\n            fixed=False,"),
+            ("manual=manual,\n            fixed=self.fixed,", "manual=manual,\n            fixed=False,"),
             ("lowering, by_hand=self.fixed", "lowering, by_hand=False"),
         ],
     ),

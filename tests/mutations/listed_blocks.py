@@ -35,6 +35,15 @@ MUTANTS = [
         [("self.layout.live_pairs > 0 or", "False or")],
     ),
     (
+        "strategies/_fold.py",
+        KERNELS,
+        [
+            ("0 if lowering is XLA else live_pairs(selection, blocking)", "0"),
+            ("return always is False and in_place", "return in_place"),
+            ("mask=None if listed is True else listed)\n    spread", "mask=None)\n    spread"),
+        ],
+    ),
+    (
         "_sweep/lowering.py",
         KERNELS,
         [("layout.uniform or layout.live_pairs:", "layout.uniform:")],

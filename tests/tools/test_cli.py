@@ -77,6 +77,17 @@ def test_info_counts_what_the_mask_leaves(capsys):
     assert runs["products"].startswith(f"{flop / 1e6:.3g} MFLOP forward")
 
 
+def test_info_counts_the_blocks_of_ragged(capsys):
+    """One has the rows of all heads, and its keys stay in place."""
+    flags = "--strategy ragged --queries 512 --keys 1024 --heads 8 --kv-heads 2 --mask none"
+    assert main(["info", "--no-compile", *flags.split()]) == 0
+    runs = fields(capsys.readouterr().out, "runs")
+    assert runs["blocks"] == "32 queries x 128 keys"
+    assert runs["grid"] == "16 x 8 blocks of all heads"
+    assert runs["visited"].startswith("128 of 128 blocks")
+    assert runs["products"].startswith(f"{2 * 2 * 512 * 1024 * 8 * 64 / 1e9:.3g} GFLOP")
+
+
 def test_info_has_the_blocks_of_the_kernel(capsys):
     flags = ["--no-compile", "--queries", "2048", "--platform", "pallas", "--backend", "tpu"]
     assert main(["info", *flags]) == 0

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ..._jax import partitioned_automatically
 from ..._sweep.grid import GridLayout
@@ -24,7 +24,7 @@ class NvidiaLowering(Lowering):
     shares_blocks = True
     splits_over_devices = False
     drops_single_axes = False
-    least_listed = (64, 64)
+    least_listed: ClassVar[tuple[int, int]] = (64, 64)
 
     def multiplies_narrow(self) -> bool:
         return True

@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -71,8 +71,8 @@ class TPULowering(Lowering):
     # A step takes 430 cycles or more on v6e, however small its block, and 451 with 256 keys for 128
     # queries. To copy 128 keys and values of 128 numbers, and to read the copies, takes 210 cycles
     # at the speed of memory. But gradients of copies are scattered, in float32.
-    least_listed = (64, 128)
-    most_pairs = MOST_PAIRS
+    least_listed: ClassVar[tuple[int, int]] = (64, 128)
+    most_pairs: ClassVar[int | None] = MOST_PAIRS
 
     def multiplies_narrow(self) -> bool:
         """Always: the matrix units read bfloat16."""
