@@ -39,7 +39,7 @@ MUTANTS = [
     ),
     (
         "strategies/_fold.py",
-        "conformance/test_conformance.py -k 'pairwise and selected and ragged'",
+        "conformance/test_narrow_sums.py -k two_visits",
         [("problem = problem if always is False else read_twice(problem, lowering, in_place)", "pass")],
     ),
 ]
