@@ -171,7 +171,9 @@ def fold_selected(
             x = jnp.broadcast_to(x, (*x.shape[:axis], t if axis else 1, *x.shape[axis + 1 :]))
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, parts * tokens - x.shape[axis])
-        x = jnp.pad(x, widths).reshape(*x.shape[:axis], parts, tokens, *x.shape[axis + 1 :])
+        # The padding is as the last query and its list. So it sees no key that this query does not.
+        x = jnp.pad(x, widths, mode="edge")
+        x = x.reshape(*x.shape[:axis], parts, tokens, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
 
     def canonical(part: Any) -> tuple[Array, ...]:

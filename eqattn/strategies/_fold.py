@@ -8,6 +8,7 @@ Strategies import this module when they first run. Its imports take nearly a fif
 import dataclasses
 import functools as ft
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from .._problem.blocking import Blocking, BlockOperand, choose_blocking
 from .._problem.exchange import HeadExchange
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
 from .._problem.jit_cache import cached
-from .._problem.listed_blocks import blocking_of, live_blocks, live_pairs
+from .._problem.listed_blocks import blocking_of, live_blocks, live_pairs, row_lists
 from .._problem.listed_rows import fold_own_rows
 from .._problem.mesh import lists_own_keys
 from .._problem.operands import BlockOperands
@@ -33,10 +34,11 @@ from .._ring.plan import reach
 from .._sweep.fold_step import softmax_terms
 from .._sweep.gathering import Gathering
 from .._sweep.grid import BATCH, HEAD, PARTIAL
-from .._sweep.lowering import XLA
+from .._sweep.lowering import Lowering, XLA
 from .._sweep.products import dot
 from .._sweep.rotation import Rotation
 from .._sweep.sweep import block_dtype
+from ..masks._base import AbstractMask
 from ..masks._terms import split_list
 
 
@@ -102,10 +104,10 @@ def attend_on_device(
     else:
         blocking = blocking_of(problem, selection, block_q, block_k, lowering)
         assert blocking is not None, "visits_once"
-        more = _live(problem, selection, blocking, lowering)
+        shown, more = _on_list(problem, selection, blocking, lowering)
         problem = problem.at_places(lists=False)
         _, listed, _ = split_list(problem.mask)
-        problem = dataclasses.replace(problem, mask=None if listed is True else listed)
+        problem = shown(problem, None if listed is True else listed)
     spread = HeadExchange(manual=manual)
     more |= dict(fused=fused, lowering=lowering, dtype=dtype)
     return attend_problem(problem, blocking, spread, **more)
@@ -122,10 +124,22 @@ def visits_once(problem: Problem, *, block_q, block_k, lowering) -> bool:
     return always is False and in_place
 
 
-def _live(problem: Problem, selection: Any, blocking: Blocking, lowering: Any) -> dict[str, Any]:
-    """What `fold_problem` and `attend_problem` are told of a list of blocks."""
-    pairs = 0 if lowering is XLA else live_pairs(selection, blocking)
-    return dict(live=live_blocks(problem, selection, blocking), live_pairs=pairs)
+def _on_list(
+    problem: Problem, selection: Any, blocking: Blocking, lowering: Lowering
+) -> tuple[Callable[..., Problem], dict[str, Any]]:
+    """A function that gives a problem a mask of what else hides pairs, and what `fold_problem` and
+    `attend_problem` are told of a list of blocks.
+    """
+    live, pairs, several = live_blocks(problem, selection, blocking, lowering), 0, None
+    if lowering is not XLA:
+        pairs = live_pairs(selection, blocking)
+        several = row_lists(problem, selection, lowering) if max(live.shape[-2:]) > 1 else None
+
+    def shown(problem: Problem, mask: AbstractMask | None) -> Problem:
+        terms = [x for x in (mask, several) if x is not None]
+        return dataclasses.replace(problem, mask=ft.reduce(operator.and_, terms) if terms else None)
+
+    return shown, dict(live=live, live_pairs=pairs)
 
 
 @cached
@@ -156,14 +170,9 @@ def _visit_of_list(
     """
     blocking = blocking_of(problem, selection, block_q, block_k, lowering)
     if blocking is not None:
-        return ft.partial(
-            fold_problem,
-            blocking=blocking,
-            spread=HeadExchange(manual=manual),
-            fused=fused,
-            lowering=lowering,
-            **_live(problem, selection, blocking, lowering),
-        )
+        shown, more = _on_list(problem, selection, blocking, lowering)
+        more |= dict(spread=HeadExchange(manual=manual), fused=fused, lowering=lowering)
+        return lambda problem: fold_problem(shown(problem, problem.mask), blocking, **more)
     slots, seen = key_slots(problem, selection)
     if manual is not None:  # The gathered problem has other axes than those.
         lowering = XLA

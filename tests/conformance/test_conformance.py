@@ -166,7 +166,7 @@ def as_large_ones(case, mask):
             least = 1 if 1 in (*case["block"], *case["length"]) else 2
             for lowering in (XLALowering, TPULowering, NvidiaLowering):
                 patch.setattr(lowering, "least_listed", (least, least))
-            patch.setattr(listed_blocks, "_COPY", 10**6)
+                patch.setattr(lowering, "copy_pairs", 10**6)
         patch.setattr(_windows, "_even", of_forward)
         patch.setattr(block_classes, "STEP", max(1, min(case["block"]) // 2))
         patch.setattr(_step, "sums_by_product", lambda: build.sums_by_product(case))

@@ -140,6 +140,33 @@ def test_any_batch(strategy, name):
         check(loaded, name, b, 7, 13)
 
 
+@pytest.mark.parametrize("platform", ["xla", "interpret"])
+@pytest.mark.parametrize("block", [1, 64])
+def test_lists_of_any_batch(platform, block):
+    """Lists of keys and of blocks, each batch element having its own."""
+    (b,) = jax.export.symbolic_shape("b")
+    like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    strategy = eqattn.Blockwise(eqattn.AttentionMetadata(platform=platform))
+
+    def call(indices, q, k, v):
+        mask = m.Selected(indices, block, block)
+        return eqattn.attention(q, k, v, strategy, mask=mask).attention_outputs
+
+    rows, t = 128 // block, 128
+    arrays = (like(jnp.float32, b, t, 1, D) for _ in range(3))
+    program = jax.export.export(jax.jit(call))(like(jnp.int32, b, 1, rows, 1), *arrays)
+    loaded = jax.export.deserialize(program.serialize())
+    rng = np.random.default_rng(0)
+    for n in (1, 3):
+        indices = rng.integers(0, rows, (n, 1, rows, 1), np.int32)
+        q, k, v = rng.normal(size=(3, n, t, 1, D)).astype(np.float32)
+        seen = om.selected(t, t, indices, block, block)
+        given = [np.float64(x) for x in (q, k, v)]
+        problem = oracle.Problem(*given, scale=D**-0.5, mask=seen)
+        want = bound.values(problem, bound.precision_of(np.float32))["out"]
+        assert bound.excess(np.asarray(loaded.call(indices, q, k, v)), want) <= 1
+
+
 @pytest.mark.parametrize("strategy, name", MARKED)
 def test_any_batch_and_length(strategy, name):
     loaded = exported(strategy, name, f"b, {BLOCK}*t, {BLOCK}*s")

@@ -23,7 +23,7 @@ from eqattn._sweep.grid import BATCH, HEAD
 from eqattn._sweep.lowering import XLALowering
 from eqattn.kernels._program import equations
 from eqattn.kernels.gpu._lowering import NvidiaLowering
-from eqattn.kernels.tpu import _traverse, TPULowering
+from eqattn.kernels.tpu import _lists, _traverse, TPULowering
 
 
 T, S, SIZE, D = 40, 56, 8, 16
@@ -125,8 +125,8 @@ def test_numbers(backend, lead, lists, kv_heads, name):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_gathered(backend, monkeypatch):
-    """Where keys are gathered instead: queries or heads of a block have lists of their own, or the
-    table is too large for a list in scalar memory.
+    """Where keys are gathered instead: the table is too large for a list in scalar memory, or there
+    are too many blocks for the words of a query.
     """
 
     def gathers(heads, kv_heads, lists, block_q=SIZE):
@@ -146,7 +146,9 @@ def test_nothing_is_gathered(backend, monkeypatch):
         )
 
     assert not gathers(4, 4, 4) and not gathers(4, 2, 2) and not gathers(4, 2, 1)
-    assert gathers(4, 2, 4) and gathers(4, 4, 4, block_q=1)
+    assert not gathers(4, 2, 4) and not gathers(4, 4, 4, block_q=1)
+    monkeypatch.setattr(listed_blocks, "_MOST_WORDS", 6.9 / 32)
+    assert not gathers(4, 4, 4) and gathers(4, 2, 4) and gathers(4, 4, 4, block_q=1)
     # Two blocks for each of 5 rows, and one more for each of 7 columns.
     for lowering in (TPULowering, NvidiaLowering):
         monkeypatch.setattr(lowering, "most_pairs", 5 * 2 + 7)
@@ -194,6 +196,41 @@ def test_every_transform():
     for n, x in enumerate(both):
         twice = problem.replace(q=(n + 1) * problem.q)
         worst[f"{n} of vmap"] = bound.excess(np.asarray(x), bound.values(twice, precision)["out"])
+    assert max(worst.values()) <= 1, worst
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "block_q, lists, kv_heads, name",
+    [(1, 4, 4, "causal"), (1, 4, 2, "alone"), (1, 1, 2, "window"), (SIZE, 4, 2, "lengths")],
+)
+def test_lists_of_a_block_that_differ(backend, block_q, lists, kv_heads, name, monkeypatch):
+    """Each query, or each of the heads that share keys, lists other blocks, as in MoBA."""
+    monkeypatch.setattr(listed_blocks, "_WORD", 4)  # some blocks are in the second word
+    dtype = jnp.float32 if backend == "tpu" else jnp.bfloat16
+    q, k, v, ct = (x.astype(dtype) for x in drawn(4, kv_heads))
+    rng = np.random.default_rng(3)
+    indices = rng.integers(-1, S // SIZE, (2, lists, T // block_q, 2), np.int32)
+    seen = om.selected(T, S, indices, block_q, SIZE)
+    seen = seen_beside(np.repeat(seen, 4 // lists, 1), name)
+    metadata = AttentionMetadata(
+        runtime_dtype=dtype, platform="interpret", backend=backend, blocksize_q=2 * SIZE
+    )
+
+    @jax.jit
+    def run(indices, q, k, v):
+        mask = beside(Selected(indices, block_q, SIZE), name)
+        call = lambda *x: attention(*x, Blockwise(metadata), mask=mask).attention_outputs
+        out, transpose = jax.vjp(call, q, k, v)
+        return out, *transpose(ct)
+
+    got = run(jnp.asarray(indices), q, k, v)
+    given: list = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+    problem = oracle.Problem(*given, scale=D**-0.5, mask=seen)
+    precision = bound.precision_of(dtype)
+    wide = np.asarray(ct).astype(np.float64), np.zeros((2, T, 4))
+    want = bound.values(problem, precision) | bound.grads(problem, *wide, precision)
+    worst = {n: bound.excess(np.asarray(x), want[n]) for n, x in zip(("out", *"qkv"), got)}
     assert max(worst.values()) <= 1, worst
 
 
@@ -255,6 +292,52 @@ def test_lists_that_share_their_keys(backend):
     assert max(worst.values()) <= 1, worst
 
 
+def test_gradients_of_pairs_do_not_take_an_array_for_each_list(turns, monkeypatch):
+    """They are added up in turns, however short the lists."""
+    monkeypatch.setattr(_lists, "MOST_PAIRS", 2**17)
+    q, k, v, ct = drawn(4, 4)
+    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
+
+    def gradient(bias):
+        mask = Selected(jnp.asarray(listed(2, 4)), SIZE, SIZE)
+        call = lambda bias: attention(q, k, v, Blockwise(metadata), mask=mask, bias=bias)
+        return jax.vjp(lambda bias: call(bias).attention_outputs, bias)[1](ct)[0]
+
+    jax.jit(gradient).lower(jnp.zeros((1, 4, T, S)))
+    assert turns == [BATCH]
+    turns.clear()
+    jax.jit(gradient).lower(jnp.zeros((1, 1, 1, S)))
+    assert turns == []
+
+
+def test_a_block_of_all_tokens(monkeypatch):
+    """Lists of blocks that have more tokens than there are."""
+    found = []
+    seen = lambda *xs, f=listed_blocks.live_blocks: found.append(xs[2].block) or f(*xs)
+    monkeypatch.setattr("eqattn.strategies._fold.live_blocks", seen)
+    q, k, v, ct = (x[:, :30] for x in drawn(4, 4))
+    indices = np.array([[0, -1], [-1, 0]], np.int32).repeat(2, 1).reshape(2, 4, 1, 1)
+    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
+
+    @jax.jit
+    def run(*xs):
+        mask = Selected(jnp.asarray(indices), 32, 64) & Causal()
+        call = lambda *xs: attention(*xs, Blockwise(metadata), mask=mask).attention_outputs
+        out, transpose = jax.vjp(call, *xs)
+        return out, *transpose(ct)
+
+    got = run(q, k, v)
+    assert found == [(30, 30)]
+    given: list = [np.float64(x) for x in (q, k, v)]
+    mask = (indices == 0) & om.causal(30, 30)
+    problem = oracle.Problem(*given, scale=D**-0.5, mask=mask)
+    precision = bound.precision_of(np.float32)
+    want = bound.grads(problem, np.float64(ct), np.zeros((2, 30, 4)), precision)
+    want |= bound.values(problem, precision)
+    worst = {n: bound.excess(np.asarray(x), want[n]) for n, x in zip(("out", *"qkv"), got)}
+    assert max(worst.values()) <= 1, worst
+
+
 def test_keys_that_nobody_lists():
     """Their gradients are 0, though no row visits them."""
     q, k, v, ct = drawn(4, 4)
@@ -280,7 +363,7 @@ def turns(monkeypatch):
         found.append(axis)
         return of(visit, layout, args, axes, axis)
 
-    monkeypatch.setattr(_traverse, "MOST_PAIRS", 40)
+    monkeypatch.setattr(_lists, "MOST_PAIRS", 40)
     monkeypatch.setattr(_traverse, "in_turns", seen)
     return found
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _draw import normal
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqattn import (
@@ -254,6 +255,22 @@ def test_blocks_are_visited_where_they_lie(name):
     assert "stablehlo.gather" not in got.as_text()
     got, want = (x.compile()(jnp.asarray(listed), *arrays) for x in (got, want))
     assert_close(got, want, 2e-4)
+
+
+@pytest.mark.parametrize("platform", ["xla", "interpret"])
+def test_padding_of_a_list_sees_no_more_than_its_queries(platform):
+    """The last row of a list has seven queries of eight. What would be the eighth had the segment 0,
+    whose keys no query sees, and saw them: their gradients were NaN.
+    """
+    t, s, hidden = 7, 32, slice(16, None)
+    q, k, v, ct = (normal(i, 1, n, 1, 8) for i, n in enumerate((t, s, s, t)))
+    k, v = (x.at[:, hidden].set(jnp.nan) for x in (k, v))
+    ids = jnp.ones((1, t), jnp.int32), jnp.asarray([[1] * 16 + [0] * 16], jnp.int32)
+    mask = Selected(jnp.asarray([[[[0, 1]]]]), 8, 16) & Segments(*ids)
+    strategy = Blockwise(AttentionMetadata(platform=platform))
+    call = lambda *xs: attention(*xs, strategy, mask=mask).attention_outputs
+    for x in jax.jit(lambda *xs: jax.vjp(call, *xs)[1](ct))(q, k, v)[1:]:
+        assert (x[:, hidden] == 0).all() and jnp.isfinite(x).all()
 
 
 @pytest.mark.parametrize("stored, heads", [(None, K), ("int8", K), ("int8", 1)])

@@ -1,24 +1,31 @@
 """Mutants of lists that are tables of blocks, of wide gradients in loops, and of ties in lists."""
 # fmt: off
 
-KERNELS = "kernels/test_listed_blocks.py -k 'tpu or turns or transform or nobody'"
+KERNELS = "kernels/test_listed_blocks.py -k 'tpu or turns or transform or nobody or differ or each_list or all_tokens'"
 
 MUTANTS = [
+    (
+        "_problem/selected.py",
+        "masks/test_selected.py -k padding_of",
+        [('jnp.pad(x, widths, mode="edge")', "jnp.pad(x, widths)")],
+    ),
     (
         "kernels/tpu/_lists.py",
         KERNELS,
         [
             ("x, i, 1, place.index(axis)", "x, 0, 1, place.index(axis)"),
             ("if layout.known is not None or layout.ragged or", "if layout.known is not None or True or"),
-            ("[axes[0]] * len(found)", "[(-3, -2)] * len(found)"),
+            ("[axes[0]] * len(like)", "[(-3, -2)] * len(like)"),
+            ("x + y for x, y in zip(sums, found)", "y for x, y in zip(sums, found)"),
+            ("if any(x not in a for a in sums)), None)", "if False), None)"),
         ],
     ),
     (
         "kernels/tpu/_traverse.py",
         KERNELS,
         [
-            ("(layout.table_axes or ())[:-2] if layout.live_pairs else", "() if layout.live_pairs else"),
-            ("() if axis is None else (axis,)", "()"),
+            ("(layout.table_axes or ())[:-2] if layout.live_pairs and axis is None else ()", "()"),
+            ("w != a or axis not in (None, *a)", "False"),
         ],
     ),
     (
@@ -38,9 +45,10 @@ MUTANTS = [
         "strategies/_fold.py",
         KERNELS,
         [
-            ("0 if lowering is XLA else live_pairs(selection, blocking)", "0"),
+            ("pairs = live_pairs(selection, blocking)", "pairs = 0"),
             ("return always is False and in_place", "return in_place"),
-            ("mask=None if listed is True else listed)\n    spread", "mask=None)\n    spread"),
+            ("shown(problem, None if listed is True else listed)", "shown(problem, None)"),
+            ("if max(live.shape[-2:]) > 1 else None", "if False else None"),
         ],
     ),
     (
@@ -52,9 +60,11 @@ MUTANTS = [
         "_problem/listed_blocks.py",
         KERNELS,
         [
-            ("if apart > 1:", "if False:"),
+            ("word = jnp.where(block >= np.int32(_WORD * i), x, word)", "pass"),
+            ("apart = max(blocking.block_q // selection.block_q, 1)", "apart = 1"),
+            ("apart *= blocking.group if lists > blocking.kv_heads else 1", "pass"),
             ("live_pairs(selection, blocking) + max(blocking.grid[ROW:])", "live_pairs(selection, blocking)"),
-            ("listed, blocking.columns), 1)", "1, blocking.columns), 1)"),
+            ("max(min(listed, blocking.columns), 1)", "1"),
         ],
     ),
     (
@@ -65,7 +75,7 @@ MUTANTS = [
             ("selection.block_q // blocking.block_q, 1)", "0, 1)"),
             ("each == 1 else jnp.repeat(live, selection.block_q, 5)", "True else live"),
             ("(group if lists > kv_heads else 1)", "1"),
-            ("apart * _COPY + 2 * rows", "0"),
+            ("apart * lowering.copy_pairs + 2 * rows", "0"),
             ("live, selection.block_k // blocking.block_k, 3", "live, 1, 3"),
         ],
     ),

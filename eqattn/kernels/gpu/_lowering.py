@@ -25,6 +25,8 @@ class NvidiaLowering(Lowering):
     splits_over_devices = False
     drops_single_axes = False
     least_listed: ClassVar[tuple[int, int]] = (64, 64)
+    # An H200 copies 4.8 TB/s. It would visit a pair of 128 features in 0.85 ps at 600 TFLOP/s.
+    copy_pairs: ClassVar[int] = 370
 
     def multiplies_narrow(self) -> bool:
         return True

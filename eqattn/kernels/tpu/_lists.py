@@ -9,11 +9,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from ..._misc import at_most
 from ..._sweep.grid import COL, EMPTY, GridLayout, ROW
 
 
@@ -38,21 +40,33 @@ def listed(layout: GridLayout, each: bool = False) -> int:
     if known is not None and layout.ring is None:
         live = (known.array != EMPTY).sum((-2, -1)).max()
         return int(np.prod(known.array.shape[:-2]) * (live + max(sides)))
-    lists = layout.listed // math.prod(sides)
-    pairs = math.prod(sides)
+    pairs, lists = math.prod(sides), layout.listed // math.prod(sides)
     # A gradient of what varies over pairs has all of them on its list.
     of_pairs = any({ROW, COL} <= {*axes} for axes in layout.in_axes)
     if layout.live_pairs and not of_pairs:
         pairs = min(pairs, layout.live_pairs + max(sides))
-    return pairs if each and turning(layout) is not None else lists * pairs
+    return pairs if each and _apart(layout) else lists * pairs
 
 
-def turning(layout: GridLayout) -> int | None:
-    """The outermost axis whose elements have lists of their own that may be visited in turns."""
+def _apart(layout: GridLayout) -> list[int]:
+    """The axes whose elements have lists of their own that may be visited in turns."""
     if layout.known is not None or layout.ragged or layout.ring is not None:
-        return None
-    own = (layout.table_axes or ())[:-2]
-    return next((a for a in own if layout.grid[a] > 1), None)
+        return []
+    return [a for a in (layout.table_axes or ())[:-2] if not at_most(layout.size(a), 1)]
+
+
+def turning(layout: GridLayout, axes: Sequence[tuple[int, ...]]) -> int | None:
+    """The outermost axis whose elements are to be visited in turns, if some are.
+
+    The lists may be too long together. Or a result, on the grid axes `axes`, has a number for each
+    pair, and is a sum over elements with tables of their own. In turns, it needs no array for each
+    element.
+    """
+    apart = _apart(layout)
+    if apart and not at_most(listed(layout), MOST_PAIRS):
+        return apart[0]
+    sums = [a for a in axes if layout.live_pairs and {ROW, COL} <= {*a}]
+    return next((x for x in apart if any(x not in a for a in sums)), None)
 
 
 def in_turns(
@@ -68,22 +82,30 @@ def in_turns(
 
     - `visit`: a function of a layout and its arguments that returns arrays.
     - `layout`, `args`: those of all elements.
-    - `axes`: the grid axes of the results, all of which have the axis. Those of a fold are alike,
-        however many results there are.
+    - `axes`: the grid axes of the results. Those without the axis are sums over it. Results of a
+        fold all have the same axes, however many they are.
     - `axis`: the batch axis.
     """
     grid = tuple(1 if a == axis else n for a, n in zip((*layout.batch, ROW, COL), layout.grid))
     of_one = dataclasses.replace(layout, grid=grid)
     places = [layout.table_axes or (), *layout.in_axes]
 
-    def one(i: Array) -> list[Array]:
+    def one(i: Any) -> list[Array]:
         cut = [
             lax.dynamic_slice_in_dim(x, i, 1, place.index(axis)) if axis in place else x
             for x, place in zip(args, places, strict=True)
         ]
         return visit(of_one, cut)
 
-    found = lax.map(one, jnp.arange(layout.grid[axis], dtype=jnp.int32))
-    alike = [axes[0]] * len(found)
-    at = [a.index(axis) for a in (axes if len(axes) == len(found) else alike)]
-    return [jnp.moveaxis(jnp.squeeze(x, 1 + i), 0, i) for x, i in zip(found, at, strict=True)]
+    like = jax.eval_shape(one, jnp.int32(0))
+    of_results = axes if len(axes) == len(like) else [axes[0]] * len(like)
+    at = [a.index(axis) if axis in a else None for a in of_results]
+
+    def add(sums: list[Any], i: Array) -> tuple[list[Any], list[Any]]:
+        found = one(i)
+        sums = [None if x is None else x + y for x, y in zip(sums, found)]
+        return sums, [None if n is None else jnp.squeeze(y, n) for n, y in zip(at, found)]
+
+    zeros = [jnp.zeros(x.shape, x.dtype) if n is None else None for n, x in zip(at, like)]
+    sums, each = lax.scan(add, zeros, jnp.arange(layout.grid[axis], dtype=jnp.int32))
+    return [x if n is None else jnp.moveaxis(y, 0, n) for n, x, y in zip(at, sums, each)]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..._jax import abstract
+from ..._misc import at_most
 from ..._sweep.grid import GridLayout
 from ..._sweep.tokens import by_head
 from ._chip import RESIDENT
@@ -89,7 +90,8 @@ class KernelOperand:
 
         It does where its blocks are rows or columns and all of it is small, see `RESIDENT`.
         """
-        return 1 in self.block and nbytes_of(self.array.shape, self.array.dtype) <= RESIDENT
+        nbytes = nbytes_of(self.array.shape, self.array.dtype)
+        return 1 in self.block and at_most(nbytes, RESIDENT)
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from ..._sweep.grid import GridLayout
 from ._backward import together, visit_sum
 from ._decode import decode_programs, visit_decode
 from ._forward import visit_fold
-from ._lists import in_turns, listed, MOST_PAIRS, turning
+from ._lists import in_turns, turning
 from ._scales import with_matrices
 
 
@@ -41,7 +41,7 @@ def traverse(
             "platform='interpret' cannot run under jax.shard_map(..., check_vma=True), which "
             "interpreted kernels do not know; use check_vma=False."
         )
-    axis = turning(layout) if into is None and listed(layout) > MOST_PAIRS else None
+    axis = turning(layout, axes) if into is None else None
     again = ft.partial(traverse, steps, start=start, interpret=interpret)
     if all(isinstance(step, FoldStep) for step in steps.values()):
         if axis is not None:
@@ -53,18 +53,18 @@ def traverse(
         if first.grouped:
             steps, args = with_matrices(steps, layout, args)
         return visit_fold(steps, layout, args, axes[0], finish, into, interpret)
-    # A kernel that sums over batch elements visits the same pairs for all of them.
-    own = (layout.table_axes or ())[:-2] if layout.live_pairs else () if axis is None else (axis,)
+    # A kernel that sums over batch elements visits the same pairs for all of them. So where these
+    # have tables of their own, it keeps their axes, and the sums are outside.
+    own = (layout.table_axes or ())[:-2] if layout.live_pairs and axis is None else ()
     wide = [a if {*own} <= {*a} else tuple(sorted({*a, *own})) for a in axes]
-    if wide != [*axes] and into is None:
+    if into is None and (axis is not None or wide != [*axes]):
         last = dtypes or [x.dtype for x in start]
-        inner = [d if a == w else x.dtype for d, a, w, x in zip(last, axes, wide, start)]
-        sums = again(layout, args, axes=wide, dtypes=inner)
+        summed = [w != a or axis not in (None, *a) for a, w in zip(axes, wide)]
+        inner = [x.dtype if some else d for some, d, x in zip(summed, last, start)]
+        visit = ft.partial(again, axes=wide, dtypes=inner)
+        found = visit(layout, args) if axis is None else in_turns(visit, layout, args, axes, axis)
         lacking = [tuple(w.index(x) for x in w if x not in a) for a, w in zip(axes, wide)]
-        return finish([x.sum(n).astype(d) if n else x for x, n, d in zip(sums, lacking, last)])
-    if axis is not None:
-        each = ft.partial(again, axes=axes, dtypes=dtypes)
-        return finish(in_turns(each, layout, args, axes, axis))
+        return finish([x.sum(n).astype(d) for x, n, d in zip(found, lacking, last)])
     results: list[Any] = [None] * len(axes)
     main, stay = together(layout, start, axes, into)
     for kept in dict.fromkeys(axes):

@@ -30,6 +30,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from ..._misc import at_most
 from ..._sweep.grid import COL, EMPTY, GridLayout, ROW
 from ._chip import cores, SHORT
 
@@ -130,7 +131,8 @@ def merged_axes(layout: GridLayout) -> tuple[int, ...]:
     two cores share a kernel, nothing is merged.
     """
     axes, pairs = layout.batch, math.prod(layout.grid[ROW:])
-    while axes and (cores() > 1 or math.prod(layout.grid[a] for a in axes) * pairs > SHORT):
+    together = lambda axes: math.prod(layout.grid[a] for a in axes) * pairs
+    while axes and (cores() > 1 or not at_most(together(axes), SHORT)):
         axes = axes[1:]
     return axes
 
