@@ -68,9 +68,10 @@ class TPULowering(Lowering):
     splits_over_devices = False
     drops_single_axes = False
     repeats_diagonals = True
-    # A step takes 430 cycles or more on v6e, however small its block, and 451 with 256 keys for 128
-    # queries. To copy 128 keys and values of 128 numbers, and to read the copies, takes 210 cycles
-    # at the speed of memory. But gradients of copies are scattered, in float32.
+    # On v6e, a step took 429 cycles with blocks of 128 x 128, 451 with 256 keys and 761 with blocks
+    # of 512. These are schedules of listed blocks, see `_LISTED` in `_tools/tpu_report/kernels.py`.
+    # To copy 128 keys and values of 128 numbers, and to read the copies, takes 210 cycles at the
+    # speed of memory. But gradients of copies are scattered, in float32.
     least_listed: ClassVar[tuple[int, int]] = (64, 128)
     # On v6e, 128 features in bfloat16 take 1.64 cycles at the speed of memory, and a block of 2^20
     # pairs 2038.

@@ -20,8 +20,8 @@ from ..._sweep.grid import COL, EMPTY, GridLayout, ROW
 
 
 MOST_PAIRS = 2**17
-"""The most pairs on the lists of a kernel. A pair takes four bytes. Scalar memory has 1
-MiB from v4 on, as `smem_capacity_bytes` in `pltpu.get_tpu_info()` says, and these take half of it.
+"""The most pairs on the lists of a kernel. A pair takes four bytes. Scalar memory has 1 MiB from v4
+on, as `smem_capacity_bytes` in `pltpu.get_tpu_info()` says, and these take half of it.
 """
 
 
