@@ -310,6 +310,24 @@ def test_gradients_of_pairs_do_not_take_an_array_for_each_list(turns, monkeypatc
     assert turns == []
 
 
+def test_gradients_of_pairs_round_once():
+    """The gradient of a narrow bias that heads share is the wide one, rounded. `each_list` above says
+    how it is summed.
+    """
+    q, k, v, ct = drawn(4, 4)
+    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
+
+    @jax.jit
+    def gradient(bias):
+        mask = Selected(jnp.asarray(listed(2, 4)), SIZE, SIZE)
+        call = lambda bias: attention(q, k, v, Blockwise(metadata), mask=mask, bias=bias)
+        return jax.vjp(lambda bias: call(bias).attention_outputs, bias)[1](ct)[0]
+
+    bias = normal(4, 1, 1, T, S).astype(jnp.bfloat16)
+    wide = gradient(bias.astype(jnp.float32))
+    assert (gradient(bias) == wide.astype(jnp.bfloat16)).all() and (wide != 0).any()
+
+
 def test_a_block_of_all_tokens(monkeypatch):
     """Lists of blocks that have more tokens than there are."""
     found = []

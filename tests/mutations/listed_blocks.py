@@ -1,7 +1,7 @@
 """Mutants of lists that are tables of blocks, of wide gradients in loops, and of ties in lists."""
 # fmt: off
 
-KERNELS = "kernels/test_listed_blocks.py -k 'tpu or turns or transform or nobody or differ or each_list or all_tokens'"
+KERNELS = "kernels/test_listed_blocks.py -k 'tpu or turns or transform or nobody or differ or each_list or all_tokens or pairs_round'"
 
 MUTANTS = [
     (
