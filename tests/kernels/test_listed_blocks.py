@@ -125,8 +125,8 @@ def test_numbers(backend, lead, lists, kv_heads, name):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_gathered(backend, monkeypatch):
-    """Where keys are gathered instead: the table is too large for a list in scalar memory, or there
-    are too many blocks for the words of a query.
+    """Keys are gathered only where a list of pairs is too long for scalar memory, where a query has
+    too few words for all blocks, or where blocks are small.
     """
 
     def gathers(heads, kv_heads, lists, block_q=SIZE):
@@ -313,9 +313,7 @@ def test_gradients_of_pairs_do_not_take_an_array_for_each_list(turns, monkeypatc
 
 
 def test_gradients_of_pairs_round_once():
-    """The gradient of a narrow bias that heads share is the wide one, rounded. `each_list` above says
-    how it is summed.
-    """
+    """The gradient of a narrow bias, a sum over lists in turns, is the wide one, rounded."""
     q, k, v, ct = drawn(4, 4)
     metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
 
@@ -433,7 +431,9 @@ def test_in_turns(turns, kv_heads, shape):
 
 
 def test_a_list_is_a_table(monkeypatch):
-    """The table of live blocks is all that kernels know of a list."""
+    """Where each block of queries has one list, the table of live blocks has one entry for each
+    batch element, key head and pair of blocks.
+    """
     found = []
 
     def seen(*xs):
