@@ -18,6 +18,7 @@ from .._sweep.attend import attend
 from .._sweep.fold import fold
 from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
 from .._sweep.lowering import Lowering, XLA
+from .._sweep.recall import recall
 from .._sweep.top import NONE, top
 from .block_classes import stairs_of
 from .blocking import Blocking, BlockOperand
@@ -55,8 +56,9 @@ def fold_problem(
     """
     if 0 in (*blocking.grid, blocking.queries):
         return _empty(problem, blocking)
+    problem, known = _with_known_logsumexp(problem, blocking)
     how = problem, blocking, spread, fused, lowering, live, live_pairs
-    return Carry(*_visited(_folded, 3, [], *how))
+    return Carry(*_visited(_folded, 3, known, *how))
 
 
 def attend_problem(
@@ -90,9 +92,7 @@ def attend_problem(
     joined = []
     if sinks is not None:
         wide = jax.nn.logsumexp(sinks.astype(problem.accumulation_dtype), -1)
-        blocks, axes = blocking.pairs_of(wide.reshape(1, -1, 1, 1))
-        blocks = jnp.asarray(blocks).reshape(*blocks.shape[: len(axes)], -1)
-        joined = [BlockOperand("sinks", blocks, axes)]
+        joined = [_of_rows("sinks", wide.reshape(1, -1, 1, 1), blocking)]
     visit = ft.partial(_attended, dtype=dtype)
     how = problem, blocking, spread, fused, lowering, live, live_pairs
     out, lse = _visited(visit, 2, joined, *how)
@@ -117,9 +117,30 @@ def top_of_problem(
     return values, places
 
 
+def _of_rows(role: str, x: Array, blocking: Blocking) -> BlockOperand:
+    """Numbers of rows `[B|1, H|1, T|1, 1]`, cut into blocks that are joined to the rows."""
+    blocks, axes = blocking.pairs_of(x)
+    return BlockOperand(role, jnp.asarray(blocks).reshape(*blocks.shape[: len(axes)], -1), axes)
+
+
+def _with_known_logsumexp(
+    problem: Problem, blocking: Blocking
+) -> tuple[Problem, list[BlockOperand]]:
+    """The problem without a score that `recalls`, and the logsumexp that this score knows, as a
+    list of one or none.
+    """
+    scores = [x for x in problem.scores if not x.recalls]
+    known = [problem.canonical(x.operands()[0]) for x in problem.scores if x.recalls]
+    wide = [jnp.asarray(x, problem.accumulation_dtype) for x in known]
+    problem = dataclasses.replace(problem, scores=tuple(scores))
+    return problem, [_of_rows("logsumexp", x, blocking) for x in wide]
+
+
 def _folded(joined: Sequence[BlockOperand], *args: Any, place: int, **kw: Any) -> list[Array]:
-    assert not joined, joined
-    return fold(*args, **kw)
+    if not joined:
+        return fold(*args, **kw)
+    (known,) = joined
+    return recall(*args, logsumexp=known.array, axes=known.axes, **kw)
 
 
 def _ranked(

@@ -143,15 +143,22 @@ def execute(*args, out_axes, dtype, derived, sunk, vectorise, traverse, finishes
         reads = (len(operands) - 1,) if sunk else ()
         return fold(*args, finishes=True, results=Finish(of_block, reads))
     num, den, top = fold(*args)
-    sink = [_on_rows(operands[-1], layout)] if sunk else []
+    sink = [_of_sinks(operands[-1], layout)] if sunk else []
     return finish(num, den, top, *sink, along=lambda x: x[..., None])
 
 
-def _on_rows(sinks: Array, layout: GridLayout) -> Array:
-    """The sinks' logsumexp with all batch axes and that of rows, `[*batch, rows of blocks, n]`."""
-    axes, shape = layout.in_axes[-1], layout.shape((*layout.batch, ROW))
-    missing = [i for i, a in enumerate((*layout.batch, ROW)) if a not in axes]
-    return jnp.broadcast_to(jnp.expand_dims(sinks, missing), (*shape, layout.block[1]))
+def on_rows(x: Array, axes: tuple[int, ...], layout: GridLayout) -> Array:
+    """Numbers of rows `[rows|1]`, which have some grid axes in front, with all batch axes and that
+    of rows, `[*batch, rows of blocks, n]`.
+    """
+    whole = (*layout.batch, ROW)
+    x = jnp.expand_dims(x, [i for i, a in enumerate(whole) if a not in axes])
+    return jnp.broadcast_to(x, (*layout.shape(whole), layout.block[1]))
+
+
+def _of_sinks(x: Array, layout: GridLayout) -> Array:
+    """The last operand of `attend_p`, the sinks' logsumexp, or its tangent, on all rows."""
+    return on_rows(x, layout.in_axes[-1], layout)
 
 
 def _block_shapes(avals, *, layout, visits, values, dtype, derived, **kw):
@@ -210,7 +217,7 @@ class _Point:
         n = len(primals) - 1 - _keeps(dtype, lse.dtype, True)
         primals, parts = primals[:n], list(primals[n:])
         table, operands = layout.split(primals)
-        sink = [_on_rows(operands[-1], layout)] if sunk else []
+        sink = [_of_sinks(operands[-1], layout)] if sunk else []
         return cls(table, operands[: len(operands) - sunk], sink, parts, lse)
 
     @property
@@ -262,7 +269,7 @@ def _tangents(*args, active, **static):
             rest = seen - share[0] if share else seen
             dnum = recentred(dnum, dlse, again[0], at.output, rest)
     if len(at.operands) in moved:
-        dlse = dlse + share[0] * _on_rows(moved[len(at.operands)], layout)
+        dlse = dlse + share[0] * _of_sinks(moved[len(at.operands)], layout)
     out = dnum - at.output * dlse[..., None]
     return [*_split(out, dtype, True), dlse]
 
@@ -294,7 +301,7 @@ def _transposed(cts, *args, active, **static):
         results = transpose([g, c, *zero], *sweep_args, **sums)
         found = {i: results[n] for i, n in zip(inner, slots)}
     if (last := len(at.operands)) in moved:
-        back = jax.linear_transpose(lambda x: _on_rows(x, layout), like[last])
+        back = jax.linear_transpose(lambda x: _of_sinks(x, layout), like[last])
         (found[last],) = back(at.share()[0] * c)
     return [None] * len(args) + [found[i] for i in moved]
 

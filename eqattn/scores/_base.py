@@ -36,6 +36,10 @@ class AbstractScore(eqx.Module):
     """Whether `transform` gives the factor on the probability of a pair in the numerator, instead
     of a logit. One of the scores of a call may do so, the last one.
     """
+    recalls: ClassVar[bool] = False
+    """Whether its only operand `"bth"` is the logsumexp of each row. A fold need not compute it
+    then. `transform` returns the logit as it is.
+    """
 
     def operands(self) -> tuple[Operand, ...]:
         """The arrays that vary with batch, head, query or key. By default there are none."""

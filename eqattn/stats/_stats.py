@@ -12,12 +12,14 @@ So the mass that a key receives is a gradient, and the expectation of any functi
 a tangent. It is also an output of attention, over values of 1 with $f$ as the factor on each
 probability, as that of dropout is. That takes one visit of the blocks, where a tangent takes two.
 All are visits that the fold has already: they run under every strategy, skip the blocks that a mask
-empties, and are differentiable themselves.
+empties, and are differentiable themselves. Who knows $L_i$ from a call of attention hands it over.
+Then the visit that finds it is left out, and that of the derivative remains.
 
 Sinks join the denominator alone. They are left out of $L$. Let $L'$ be the logsumexp of the keys
 and the sinks. Then each probability is multiplied by the share of the keys, $e^{L - L'}$.
 """
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -102,6 +104,35 @@ class _KeyBias(AbstractScore):
         return _at_zero(logit, operands[0].astype(logit.dtype))
 
 
+class _Surprise(AbstractScore):
+    """How much the key of a pair surprises, `-log p` for a known logsumexp of each row."""
+
+    known: Float[Array, "..."]
+
+    finite_when_masked: ClassVar[bool] = True
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(jnp.swapaxes(self.known, -1, -2), "bht"),)
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        return jnp.where(logit == -jnp.inf, 0, operands[0] - logit)
+
+
+class _Known(AbstractScore):
+    """The logit itself, of rows whose logsumexp is known."""
+
+    known: Float[Array, "..."]
+
+    finite_when_masked: ClassVar[bool] = True
+    recalls: ClassVar[bool] = True
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(jnp.swapaxes(self.known, -1, -2), "bht"),)
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        return logit
+
+
 class _Moved(AbstractWrapper):
     """The logit, moved by `amount` times a function of the pair, which is a score."""
 
@@ -123,9 +154,17 @@ class _Call:
 
     - `rows`, `keys`: the shapes `(*b, t, h)` of rows and `(*b, h, 1, s)` of a bias on the keys.
     - `dtype`: the dtype of sums.
+    - `known`: the logsumexp of the call with its sinks `[*b, t, h]`; None if it must be computed.
     """
 
-    def __init__(self, query: Any, key_: Any, strategy: AttentionImpl | None, call: dict):
+    def __init__(
+        self,
+        query: Any,
+        key_: Any,
+        strategy: AttentionImpl | None,
+        call: dict,
+        logsumexp: Any = None,
+    ):
         strategy = Blockwise() if strategy is None else strategy
         check_strategy(strategy)
         self.query = jnp.asarray(as_array(query, "query", 3))
@@ -145,6 +184,17 @@ class _Call:
         bias, score = call.pop("bias"), as_scores(call.pop("score"))
         self.scores = score if bias is None else (as_bias(bias), *score)
         self.options = call
+        self.known = None if logsumexp is None else self._known(logsumexp)
+
+    def _known(self, logsumexp: Any) -> Array:
+        known = jnp.asarray(as_array(logsumexp, "logsumexp"))
+        if known.shape != self.rows or not jnp.issubdtype(known.dtype, jnp.floating):
+            raise ValueError(
+                f"logsumexp {known.dtype}{list(known.shape)} is not that of the rows "
+                f"{list(self.rows)} [*b, t, h] of the query {self.query.shape}; pass the field of "
+                "that name of attention(..., return_logsumexp=True)."
+            )
+        return known.astype(self.dtype)
 
     def attend(self, value: Any, *more: AbstractScore, **wanted: bool) -> AttentionOutput:
         """Attention over some values without sinks, under further scores."""
@@ -161,8 +211,29 @@ class _Call:
 
     def logsumexp(self, *more: AbstractScore) -> Array:
         """The logsumexp `[*b, t, h]` over the keys, without sinks, under further scores."""
-        value = self.value[..., :0] if self.weighs else self.value  # nothing to weigh
-        return self.attend(value, *more, return_logsumexp=True).logsumexp.astype(self.dtype)
+        out = self.attend(self.unweighed, *more, return_logsumexp=True)
+        return out.logsumexp.astype(self.dtype)
+
+    def total(self, known: Array, *more: AbstractScore) -> Array:
+        r"""The sum over the keys $\sum_j e^{s_{ij} - L_i}$ `[*b, t, h]` for a known logsumexp,
+        under further scores.
+
+        Its value is not computed, as only derivatives matter. Where parts of the keys are merged,
+        it is the number of parts.
+        """
+        carry = self.attend(self.unweighed, *more, _Known(known), return_carry=True).carry
+        seen = known != -jnp.inf
+        known, origin = (jnp.where(seen, x, 0) for x in (known, carry.max_so_far))
+        # The origin is a gauge, and has no derivative.
+        share = jnp.exp(jax.lax.stop_gradient(origin).astype(self.dtype) - known)
+        return jnp.where(seen, carry.denominator.astype(self.dtype) * share, 0)
+
+    @property
+    def unweighed(self) -> Any:
+        """The values of a visit of which nothing is read but the denominator: of size 0, if they
+        may be.
+        """
+        return self.value[..., :0] if self.weighs else self.value
 
     @property
     def weighs(self) -> bool:
@@ -178,11 +249,19 @@ class _Call:
         if self.weighs:
             carry = self.attend(self.value, _Factor(fn), return_carry=True).carry
             return carry.logsumexp(), carry.output()[..., 0]
+        return self.along(fn, self.logsumexp)
 
-        def moved(amount):
-            return self.logsumexp(_Moved(fn, amount))
+    def along(self, fn: AbstractScore, row: Callable[[_Moved], Array]) -> tuple[Array, Array]:
+        """A function of the logits of each row, and its derivative as these move along `fn`."""
+        amounts = (jnp.zeros((), self.dtype),), (jnp.ones((), self.dtype),)
+        return jax.jvp(lambda amount: row(_Moved(fn, amount)), *amounts)
 
-        return jax.jvp(moved, (jnp.zeros((), self.dtype),), (jnp.ones((), self.dtype),))
+    def sum(self, fn: AbstractScore) -> Array:
+        r"""The sum over the keys $\sum_j p_{ij} f_{ij}$, whose probabilities the sinks lessen."""
+        if self.known is not None:
+            return self.along(fn, ft.partial(self.total, self.known))[1]
+        logsumexp, mean = self.expectation(fn)
+        return mean * self.share(logsumexp)
 
     def no_bias(self) -> Array:
         """A bias of each key `[*b, h, 1, s]`, of zeros. Over devices it lies as the keys do, and so
@@ -232,6 +311,7 @@ def expectation(
     strategy: AttentionImpl | None = None,
     *,
     arrays: Sequence[Operand] = (),
+    logsumexp: Float[Array, "*b t h"] | None = None,
     mask: MaskLike = None,
     bias: Any = None,
     score: ScoreLike = None,
@@ -248,6 +328,9 @@ def expectation(
     - `query`, `key_`, `strategy`, `mask`, `bias`, `score`, `q_offset`, `q_positions`,
         `kv_positions`: as for [`eqattn.attention`][]. Dropout does not count.
     - `arrays`: the [`eqattn.scores.Operand`][]s of which `fn` receives one scalar each.
+    - `logsumexp`: the `logsumexp` of `attention(..., return_logsumexp=True)` with the same
+        arguments, sinks included. It saves a visit of the blocks. The $p_{ij}$ are
+        $e^{s_{ij} - L_i}$ with this $L_i$, whose gradient is part of that of the result.
 
     **Returns:** `[*b, t, h]`, float32 or wider. It is 0 for a query that sees no key. With sinks,
     the probabilities of the keys add up to less than one.
@@ -259,9 +342,7 @@ def expectation(
     elif len(arrays):
         raise ValueError(f"arrays are operands of a function; {type(fn).__name__} has its own.")
     options = _options(mask, bias, score, q_offset, q_positions, kv_positions)
-    call = _Call(query, key_, strategy, options)
-    logsumexp, mean = call.expectation(fn)
-    return mean * call.share(logsumexp)
+    return _Call(query, key_, strategy, options, logsumexp).sum(fn)
 
 
 def entropy(
@@ -269,6 +350,7 @@ def entropy(
     key_: Float[Array | AbstractStored, "*b s k d"],
     strategy: AttentionImpl | None = None,
     *,
+    logsumexp: Float[Array, "*b t h"] | None = None,
     mask: MaskLike = None,
     bias: Any = None,
     score: ScoreLike = None,
@@ -279,7 +361,8 @@ def entropy(
     r"""Computes the entropy of the attention of each query, $-\sum_j p_{ij} \log p_{ij}$, in nats.
 
     It is the logsumexp less the expectation of the logit. Their difference is small next to them
-    where a query sees little but one key, and then accurate to the roundoff of a logit.
+    where a query sees little but one key, and then accurate to the roundoff of a logit. With
+    `logsumexp`, it is the expectation of their difference, and a visit less.
 
     **Arguments:** those of [`eqattn.stats.expectation`][].
 
@@ -287,7 +370,9 @@ def entropy(
     the sum is over the keys alone, whose probabilities sum to less than one.
     """
     options = _options(mask, bias, score, q_offset, q_positions, kv_positions)
-    call = _Call(query, key_, strategy, options)
+    call = _Call(query, key_, strategy, options, logsumexp)
+    if call.known is not None:
+        return call.sum(_Surprise(call.known))
     logsumexp, mean = call.expectation(_Logit())
     seen = logsumexp != -jnp.inf
     safe = jnp.where(seen, logsumexp, 0)
@@ -311,7 +396,8 @@ def effective_window(
 
     The mean distance in a uniform window of `w` keys, the query's own included, is `(w - 1) / 2`.
 
-    **Arguments:** those of [`eqattn.stats.expectation`][].
+    **Arguments:** those of [`eqattn.stats.expectation`][] without `logsumexp`, which does not tell
+    the sum of the probabilities where there are sinks.
 
     **Returns:** `[*b, t, h]`, float32 or wider. It is 0 for a query that sees no key.
     """
@@ -326,6 +412,7 @@ def mass(
     strategy: AttentionImpl | None = None,
     *,
     weights: Any = None,
+    logsumexp: Float[Array, "*b t h"] | None = None,
     mask: MaskLike = None,
     bias: Any = None,
     score: ScoreLike = None,
@@ -350,7 +437,7 @@ def mass(
     `check_vma=False` for `Ragged(metadata, axis_name=...)`.
     """
     options = _options(mask, bias, score, q_offset, q_positions, kv_positions)
-    call = _Call(query, key_, strategy, options)
+    call = _Call(query, key_, strategy, options, logsumexp)
     weights = jnp.ones((), call.dtype) if weights is None else jnp.asarray(weights)
     fits = weights.ndim <= len(call.rows) and all(
         n in (1, m) for n, m in zip(weights.shape[::-1], call.rows[::-1])
@@ -360,8 +447,12 @@ def mass(
             f"weights {weights.shape} do not broadcast to the rows {call.rows} [*b, t, h]; give "
             "each axis its full size or 1."
         )
-    nothing = call.no_bias()
-    logsumexp, pull = jax.vjp(lambda bias: call.logsumexp(_KeyBias(bias)), nothing)
-    weights = jnp.broadcast_to(weights.astype(call.dtype), call.rows) * call.share(logsumexp)
+    weights, nothing = jnp.broadcast_to(weights.astype(call.dtype), call.rows), call.no_bias()
+    if call.known is None:
+        found, pull = jax.vjp(lambda bias: call.logsumexp(_KeyBias(bias)), nothing)
+        weights = weights * call.share(found)
+    else:
+        total = ft.partial(call.total, call.known)
+        _, pull = jax.vjp(lambda bias: total(_KeyBias(bias)), nothing)
     (received,) = pull(weights)
     return jnp.swapaxes(received[..., 0, :], -1, -2)

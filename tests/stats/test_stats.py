@@ -72,7 +72,10 @@ def by_hand(a):
     return {**rows, "mass": received}
 
 
-def statistics(a, cls, order=lambda x: x, names=("entropy", "window", "cost", "mass"), **own):
+NAMES = ("entropy", "window", "cost", "mass")
+
+
+def statistics(a, cls, order=lambda x: x, names=NAMES, of_a_call=False, **own):
     sinks, cap = a["sinks"], a["cap"]
     metadata = AttentionMetadata(
         softmax_aux=sinks, logits_soft_cap=cap, blocksize_q=4, blocksize_k=4, dropout_prob=0.5
@@ -82,12 +85,14 @@ def statistics(a, cls, order=lambda x: x, names=("entropy", "window", "cost", "m
     arrays = [Operand(order(a["cost"]), "bs")]
     cost = lambda z, b, h, q, k, x: x * jnp.sin(z)
     weights = order(jnp.broadcast_to(WEIGHTS, (B, T, 1)))
-    out = attention(*args[:2], args[1], args[2], **call, inference=True, return_max_logits=True)
+    wanted = dict(return_max_logits=True, return_logsumexp=True, inference=True)
+    out = attention(*args[:2], args[1], args[2], **call, **wanted)
+    more = {"logsumexp": out.logsumexp} if of_a_call else {}
     found = {
-        "entropy": lambda: stats.entropy(*args, **call),
+        "entropy": lambda: stats.entropy(*args, **call, **more),
         "window": lambda: stats.effective_window(*args, **call),
-        "cost": lambda: stats.expectation(cost, *args, arrays=arrays, **call),
-        "mass": lambda: stats.mass(*args, weights=weights, **call),
+        "cost": lambda: stats.expectation(cost, *args, arrays=arrays, **call, **more),
+        "mass": lambda: stats.mass(*args, weights=weights, **call, **more),
     }
     return {"top": out.max_logits} | {name: found[name]() for name in names}
 
@@ -130,6 +135,70 @@ def test_all_probabilities_give_the_same(cls, n, own, x64):
         found = with_gradients(ft.partial(statistics, cls=cls, **own))(arrays)
     gradients, want = expected(found[1].keys())
     close(found, (gradients, {name: want[name] for name in found[1]}))
+
+
+OF_A_CALL = ("entropy", "cost", "mass")
+
+
+@pytest.mark.parametrize("cls, n, own", [(Dense, 1, {}), *STRATEGIES])
+def test_a_call_hands_over_its_logsumexp(cls, n, own, x64):
+    """Values and gradients are the same, those of sinks through the logsumexp."""
+    mesh = jax.make_mesh((n,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:n])
+    own = own | dict(names=OF_A_CALL, of_a_call=True)
+    with jax.set_mesh(mesh):
+        arrays = {name: jnp.asarray(x) for name, x in ARRAYS.items()}
+        found = with_gradients(ft.partial(statistics, cls=cls, **own))(arrays)
+    gradients, want = expected(found[1].keys())
+    close(found, (gradients, {name: want[name] for name in found[1]}))
+
+
+KNOWN = {
+    "merged": (
+        Blockwise(),
+        Selected(jnp.broadcast_to(jnp.array([0, 5]), (B, 1, T, 2))) | SlidingWindow(2, 0),
+    ),
+    "gathered": (Blockwise(), Causal() & Selected(jnp.broadcast_to(jnp.arange(12), (B, 1, T, 12)))),
+    "devices": (Ragged(AttentionMetadata(), axis_name="sp"), MASK),
+    "kernel": (Blockwise(AttentionMetadata(platform="interpret")), Causal()),
+}
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_parts_that_know_the_logsumexp_add_up(kind):
+    """Whether a visit is in parts, each of which is told the logsumexp of all, or a kernel's. Each
+    sum is of a logsumexp that is given, be it another one: it is a factor.
+    """
+    strategy, mask = KNOWN[kind]
+    q, k = (jnp.asarray(ARRAYS[n], jnp.float32) for n in "qk")
+    mesh = jax.make_mesh((2,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    @jax.jit
+    def found(q, k, more):
+        dense = attention(q, k, k, Dense(), mask=mask, return_weights=True, return_logsumexp=True)
+        known, p = dense.logsumexp + more, dense.attention_weights
+        args = dict(mask=mask, logsumexp=known)
+        log = jnp.log(jnp.where(p > 0, p, 1)) - more
+        want = p.sum(2).swapaxes(1, 2), -(p * log).sum(-1).swapaxes(1, 2)
+        return [f(q, k, strategy, **args) for f in (stats.mass, stats.entropy)], want
+
+    with jax.set_mesh(mesh):
+        for more in (0.0, 0.5):
+            given, want = found(q, k, jnp.float32(more))
+            for x, y in zip(given, want):
+                np.testing.assert_allclose(x, y * np.exp(-more), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["mass", "entropy", "expectation"])
+def test_a_known_logsumexp_saves_a_visit(name):
+    """In a block, keys and queries are multiplied once, and nothing else is."""
+    fn = getattr(stats, name)
+    fn = ft.partial(fn, lambda z, b, h, q, k: jnp.sin(z)) if name == "expectation" else fn
+    q, known = jnp.ones((64, 2, 8)), jnp.ones((64, 2))
+    blocks = Blockwise(AttentionMetadata(blocksize_q=16, blocksize_k=16))
+    call = jax.jit(lambda q, known: fn(q, q, blocks, mask=Causal(), logsumexp=known))
+    lines = call.lower(q, known).as_text().splitlines()
+    products = [x for x in lines if "dot_general" in x and "x0xf32" not in x]
+    assert len(products) == 2, products  # of blocks with and without a mask
 
 
 def test_tokens_of_a_layout_keep_their_statistics(x64):
@@ -313,3 +382,10 @@ def test_bad_input():
     with pytest.raises(TypeError, match="AttentionImpl"):
         stats.entropy(q, q, Causal())  # pyright: ignore
     assert eqattn.stats is stats
+
+
+def test_a_logsumexp_of_other_rows(unchecked):
+    q = jnp.zeros((2, 4, 2, 8))
+    for known in (jnp.ones((2, 2, 4)), jnp.ones((2, 4, 2), jnp.int32)):
+        with pytest.raises(ValueError, match=r"logsumexp .*\[2, 4, 2\] \[\*b, t, h\].*return_"):
+            stats.mass(q, q, logsumexp=known)

@@ -100,6 +100,10 @@ class Case:
         return Row(self.name, figure, values, target=self.targets.get(figure), **kwargs)
 
 
+_OF_A_CALL = ("entropy", "expectation", "mass")
+"""The statistics that take the logsumexp of a call."""
+
+
 def _time(name: str, limit: float | None = None, stretch: float | None = None, **kwargs) -> Case:
     """A case of time, whose name says what it is: `cpu-<dtype>-<mask>[-gqa]-<tokens>-<direction>`.
     There are targets of memory for 2048 causal tokens only.
@@ -225,7 +229,8 @@ CASES = (
             "max logits / forward": Target(1.02),
             **{
                 f"{name} / forward": Target(1.0)
-                for name in ("entropy", "effective window", "expectation", "mass")
+                for name in ("effective window", *_OF_A_CALL)
+                + tuple(f"{name} of a call" for name in _OF_A_CALL)
             },
         },
     ),

@@ -29,7 +29,8 @@ def _with_max_logits(query: Array, key_: Array, value: Array) -> tuple[Any, Any]
 
 def statistics(case: Case, rounds: int) -> Iterator[Row]:
     """Measures each statistic as a separate call, which is given no values. The largest logit is
-    measured with the call that it belongs to.
+    measured with the call that it belongs to. What a statistic adds to a call whose logsumexp it is
+    given is measured without that call.
     """
     query, key_, value = peers.draw(case)[:3]
     query, key_, value = (jnp.asarray(x) for x in (query, key_, value))
@@ -47,9 +48,14 @@ def statistics(case: Case, rounds: int) -> Iterator[Row]:
         name: ft.partial(_run, jax.jit(f).lower(query, key_, value).compile(), query, key_, value)
         for name, f in programs.items()
     }
+    known = attention(query, key_, value, mask=Causal(), return_logsumexp=True).logsumexp
     for name, f in of_keys.items():
-        program = jax.jit(ft.partial(f, mask=Causal())).lower(query, key_).compile()
-        calls[name] = ft.partial(_run, program, query, key_)
+        g = ft.partial(f, mask=Causal())
+        calls[name] = ft.partial(_run, jax.jit(g).lower(query, key_).compile(), query, key_)
+        if name != "effective window":  # It divides by the sum of the keys' probabilities.
+            args = query, key_, known
+            added = jax.jit(lambda q, k, known, g=g: g(q, k, logsumexp=known))
+            calls[f"{name} of a call"] = ft.partial(_run, added.lower(*args).compile(), *args)
     for call in calls.values():
         call()
     medians, quartiles = ratios(rounds_of(calls, rounds), "forward")
