@@ -1,5 +1,6 @@
 """`cascade_attention()`: pages that rows share are read once for all of these rows."""
 
+import functools as ft
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from ..cache import AbstractCache
 from ..masks._base import AbstractMask
 from ..masks._causal import Causal
 from ..masks._padding import KeyPadding
-from ..masks._terms import leaf_terms
+from ..masks._terms import check_positions, given, leaf_terms, moved_positions
 from ..strategies import AttentionImpl
 from ..strategies.ragged import Ragged
 from ._packing import check_strategy, on_auto_axes, places_of, queries_of
@@ -70,7 +71,8 @@ def cascade_attention(
         tokens were appended.
     - `mask`, `score`: a further mask and further scores, as those of [`eqattn.attention`][]. They
         may hold arrays per row, head and query, and arrays per key that all rows and queries share.
-        They hold no lists of keys and no tree.
+        They hold no lists of keys. Of a [`Tree`][eqattn.Tree] of new tokens, what lies before
+        it is shared.
     - `causal`: whether a query sees only the keys up to its own position. Otherwise it sees the new
         tokens after it, too.
     - `block_q`: for how many queries of a group shared pages are read at once.
@@ -99,7 +101,8 @@ def cascade_attention(
         raise ValueError(f"q_offset must be integers [b] = {(b,)}, got shape {offset.shape}.")
     block_q = min(as_int(block_q, "block_q", least=1, static=True).value, max(b * t, 1))
     wants_largest = as_flag(return_max_logits, "return_max_logits")
-    groups = _groups_of(key.table, offset, key.page_size)
+    trunks = [term.trunk() for term in leaf_terms(mask) if term.moves_positions]
+    groups = _groups_of(key.table, ft.reduce(jnp.minimum, trunks, offset), key.page_size)
     shown = KeyPadding(cache.length, groups.prefix[groups.leader])
     for more in (Causal() if as_flag(causal, "causal") else None, mask):
         shown = shown if more is None else shown & more
@@ -114,8 +117,12 @@ def cascade_attention(
         return_carry=True,
         return_max_logits=wants_largest,
     )
-    pairs = mask, scores, wants_largest
-    shared = _over_prefixes(query, key, value, strategy, block_q, groups, offset, pairs)
+    places = offset[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    check_positions(mask)
+    positions = jnp.broadcast_to(moved_positions(mask, places), (b, t))
+    # The trunk of a tree is visible to all that are asked.
+    pairs = given(mask, lambda term: True if term.moves_positions else None), scores, wants_largest
+    shared = _over_prefixes(query, key, value, strategy, block_q, groups, positions, pairs)
     assert own.carry is not None and shared.carry is not None
     carry = own.carry.merge(shared.carry)
     largest = None
@@ -146,7 +153,7 @@ def _checked(cache: AbstractCache, strategy: AttentionImpl, mask: AbstractMask |
         )
     for term in leaf_terms(mask):
         by_row = type(term).of_rows is not AbstractMask.of_rows
-        if term.selects or term.moves_positions or by_row:
+        if term.selects or (by_row or term.moves_positions) and term.trunk() is None:
             raise ValueError(
                 f"mask: cascade_attention reads pages for the queries of several rows at once, but "
                 f"a {type(term).__name__} has lists or places of its own for each; use attention "
@@ -162,17 +169,18 @@ def _over_prefixes(
     strategy: AttentionImpl,
     block_q: int,
     groups: _Groups,
-    offset: Array,
-    pairs: tuple[AbstractMask | None, Any, bool],
+    positions: Array,
+    pairs: tuple[Any, Any, bool],
 ) -> AttentionOutput:
     """Attention over the keys that `groups` of rows share, without sinks, for queries
     `[b, t, h, d]` in blocks of `block_q`.
 
     **Arguments:**
 
-    - `offset`: the position of the first query of each row, `[b]`. All keys that are shared lie
-        before it, so all of them are visible where the order of positions decides.
-    - `pairs`: the mask and the scores of the call, and whether largest logits are asked for.
+    - `positions`: those of the queries, `[b, t]`. All keys that are shared come before, so all of
+        them are visible where the order of positions decides.
+    - `pairs`: the mask of these pairs, or a bool; the scores of the call; and whether largest
+        logits are asked for.
     """
     mask, scores, wants_largest = pairs
     whole = strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)
@@ -186,7 +194,8 @@ def _over_prefixes(
     tokens = jnp.minimum(place.tokens, max(b * t - 1, 0))  # Of padding, any will do.
     row, token = order[tokens // max(t, 1)].astype(jnp.int32), tokens % max(t, 1)
     rows = PackedRows(row, b, heads[0], place.tokens, token, (t, key.shape[1]))
-    shown = KeyPadding(jnp.where(place.live, groups.prefix[place.row], 0))
+    shown = KeyPadding(jnp.where(place.live & (mask is not False), groups.prefix[place.row], 0))
+    mask = None if isinstance(mask, bool) else mask
     keys = key.rows(place.row)
     output = attention(
         queries_of(packed, place),
@@ -195,7 +204,7 @@ def _over_prefixes(
         eqx.tree_at(lambda s: s.metadata, strategy, whole),
         mask=shown if mask is None else shown & mask_of_rows(mask, rows),
         score=scores_of_rows(scores, rows, query.dtype) or None,
-        q_positions=offset[row] + token,
+        q_positions=positions[row, token],
         return_carry=True,
         return_max_logits=wants_largest,
     )

@@ -86,6 +86,10 @@ class AbstractMask(eqx.Module):
         """
         return places
 
+    def trunk(self) -> Any:
+        """A hook of masks that move positions: how many tokens keep theirs and are seen by all
+        later ones, an int or integers `[*b]`; or None, if that is not known."""
+
     def at_places(self, q: Any, k: Any) -> "AbstractMask | None":
         """A hook that returns the mask of queries and keys at these places, `[t]` or `[*b, t]` and
         `[s]` or `[*b, s]`. What a mask looks up by place can become operands of that mask. Each is
@@ -248,12 +252,11 @@ def block_table(
 
 def named_operands(part: Any) -> list[tuple[str, Operand]]:
     """The operands of a mask or score, in order, each with the name of the term it belongs to."""
-    if isinstance(part, And | Or):
-        return [x for term in part.terms for x in named_operands(term)]
-    if isinstance(part, Not):
-        return named_operands(part.term)
-    name = getattr(part, "operand_name", type(part).__name__)
-    return [(name, operand) for operand in part.operands()]
+    from ._terms import leaf_terms
+
+    terms = leaf_terms(part) if isinstance(part, AbstractMask) else [part]
+    name = lambda x: getattr(x, "operand_name", type(x).__name__)
+    return [(name(x), operand) for x in terms for operand in x.operands()]
 
 
 def _check_leading(mask: AbstractMask, batch_shape: tuple[int, ...], heads: int) -> None:
@@ -293,12 +296,9 @@ def _placed(mask, t, s, batch_shape, heads, q, k) -> tuple:
         size = dict(t=n, s=1) if axes == "bt" else dict(t=1, s=n)
         full = canonical(Operand(x, axes), batch_shape, 1, **size, name=name)
         out.append(full.reshape(full.shape[0], full.shape[2] * full.shape[3]))
-    q, k = (x if x.shape[1] == n else _repeat(x, n) for x, n in zip(out, (t, s)))
+    xp: Any = np if all(isinstance(x, np.ndarray) for x in out) else jnp
+    q, k = (xp.broadcast_to(x, (x.shape[0], n)) for x, n in zip(out, (t, s)))
     return placed(mask, batch_shape, heads, q, k)
-
-
-def _repeat(x, n):
-    return (np if isinstance(x, np.ndarray) else jnp).broadcast_to(x, (x.shape[0], n))
 
 
 class Dense(AbstractMask):

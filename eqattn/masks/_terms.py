@@ -127,32 +127,49 @@ def split_list(mask: AbstractMask | None) -> tuple[Any, Any, Any]:
 
     **Raises:** `ValueError` if there are several lists, or one is negated.
     """
-    if not any(term.selects for term in leaf_terms(mask)):
+    lists = [term for term in leaf_terms(mask) if term.selects]
+    if not lists:
         return None, mask, mask
-    if isinstance(mask, Not):
+    if _negates_list(mask):
         raise ValueError(
             "A list of keys cannot be negated: what it does not list would be visited. Take "
             "~DenseMask(mask.as_array(t, s)) where an array of all pairs fits."
         )
-    if not isinstance(mask, And | Or):
-        return mask, True, False
-    found = [split_list(term) for term in mask.terms]
-    lists = [x for x, _, _ in found if x is not None]
     if len(lists) > 1:
         raise ValueError(
             f"The mask holds {len(lists)} lists of keys, and a visit gathers those of one: join "
             "their indices for `|`, or keep those in both for `&`."
         )
+    shown, hidden = (
+        given(mask, lambda x, to=to: to if x.selects else None) for to in (True, False)
+    )
+    return lists[0], shown, hidden
+
+
+def _negates_list(mask: AbstractMask | None) -> bool:
+    if isinstance(mask, Not):
+        return any(term.selects for term in leaf_terms(mask))
+    return isinstance(mask, And | Or) and any(map(_negates_list, mask.terms))
+
+
+def given(mask: Any, value_of: Callable[[AbstractMask], bool | None]) -> Any:
+    """A mask where the values of some terms are known: what `value_of` a term is not None.
+
+    **Returns:** the mask of the other terms, or True or False where that does not depend on them.
+    """
+    if isinstance(mask, Not):
+        term = given(mask.term, value_of)
+        return not term if isinstance(term, bool) else Not(term)
+    if not isinstance(mask, And | Or):
+        value = None if mask is None else value_of(mask)
+        return mask if value is None else value
     # A True term of `&` and a False one of `|` change nothing; the other way round, they decide.
     neutral = isinstance(mask, And)
-
-    def joined(cases):
-        if any(x is (not neutral) for x in cases):
-            return not neutral
-        left = [x for x in cases if x is not neutral]
-        return (left[0] if len(left) == 1 else type(mask)(tuple(left))) if left else neutral
-
-    return lists[0], joined([x for _, x, _ in found]), joined([x for _, _, x in found])
+    cases = [given(term, value_of) for term in mask.terms]
+    if any(x is (not neutral) for x in cases):
+        return not neutral
+    left = [x for x in cases if x is not neutral]
+    return (left[0] if len(left) == 1 else type(mask)(tuple(left))) if left else neutral
 
 
 def live_blocks(

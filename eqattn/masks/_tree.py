@@ -104,6 +104,9 @@ class Tree(AbstractMask):
         xp = np if all(isinstance(x, np.ndarray) for x in (depth, inside)) else jnp
         return xp.where(inside, start + depth, places)
 
+    def trunk(self) -> Any:
+        return self.start
+
     def at_places(self, q: Any, k: Any) -> AbstractMask:
         walk = self._walk()
         q_first, q_last, _, _ = _numbers(*self._looked_up(q, *walk))

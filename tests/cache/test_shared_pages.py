@@ -308,6 +308,73 @@ def test_a_cascade_with_masks_and_scores(causal, tokens, x64):
         np.testing.assert_allclose(got, slope, rtol=1e-10, atol=1e-11, err_msg=name)
 
 
+def paths_of(parents):
+    """Whether each token of a tree is above each other or is it, and the depth of each."""
+    above = np.zeros((len(parents), len(parents)), bool)
+    for i in range(len(parents)):
+        at = i
+        while at >= 0:
+            above[i, at], at = True, parents[at]
+    return above, above.sum(1) - 1
+
+
+@pytest.mark.parametrize(
+    "early, causal, negated",
+    [(0, True, False), (5, True, False), (0, False, False), (0, False, True)],
+    ids=["new tokens", "from shared tokens on", "no order", "all others"],
+)
+def test_a_cascade_of_trees(early, causal, negated, x64):
+    """Drafts of each row's own tree see what is shared, at the distance of their depth. Where a row
+    has a tree that begins among the tokens that it shares, these are read as tokens of the tree.
+    """
+    n, window = 6, SlidingWindow(9, None)
+    cache, new = filled("plain", n, jnp.float64)
+    offset, rng = np.asarray(cache.length), np.random.default_rng(3)
+    start = offset - early * (np.arange(5) == 2)
+    size = n + early
+    parents = np.stack([[rng.integers(-1, i) if i else -1 for i in range(size)] for _ in range(5)])
+    query = rng.standard_normal((5, n, HEADS, DIM))
+    slopes = np.linspace(0.1, 0.4, HEADS)
+
+    @jax.jit
+    def run(cache, query, start):
+        cache = cache.append(*new, jnp.asarray(COUNTS * n, jnp.int32))
+        out = cascade_attention(
+            query,
+            cache,
+            q_offset=jnp.asarray(offset),
+            mask=(~Tree(parents, start) if negated else Tree(parents, start)) & window,
+            causal=causal,
+            score=ALiBi(slopes),
+            block_q=4,
+            return_logsumexp=True,
+            return_max_logits=True,
+        )
+        found = out.attention_outputs, out.logsumexp, out.max_logits
+        return found, cache.key.materialise(), cache.value.materialise()
+
+    found, keys, values = run(cache, jnp.asarray(query), jnp.asarray(start))
+    places = np.arange(CAPACITY)
+    seen, bias = np.zeros((5, 1, n, CAPACITY), bool), np.zeros((5, HEADS, n, CAPACITY))
+    for b in range(5):
+        above, depth = paths_of(parents[b])
+        inside = slice(start[b], start[b] + size)
+        whole, at = np.tri(CAPACITY, dtype=bool), places.copy()
+        whole[inside, inside] = above[: CAPACITY - start[b], : CAPACITY - start[b]]
+        at[inside] = start[b] + depth[: CAPACITY - start[b]]
+        rows = slice(offset[b], offset[b] + n)
+        distance = at[rows, None] - at
+        shown = places < offset[b] + n if negated else True
+        seen[b, 0] = (whole[rows] ^ negated) & shown & (distance <= 9)
+        bias[b] = -slopes[:, None, None] * abs(distance)
+    problem = oracle.Problem(
+        query, np.asarray(keys), np.asarray(values), scale=DIM**-0.5, mask=seen, bias=bias
+    )
+    want = oracle.forward(problem)
+    for x, y, atol in zip(found, (want.out, want.lse, want.max), (1e-13, 1e-13, 1e-6)):
+        np.testing.assert_allclose(np.asarray(x)[LIVE], y[LIVE], rtol=0, atol=atol)
+
+
 def test_a_page_that_rows_share_in_part(x64):
     """The last tokens of rows 0, 2 and 4 look back, before any of them writes: row 4 sees 3 tokens of
     a page of which row 0 holds 4.
@@ -335,15 +402,22 @@ def test_a_cascade_needs_pages():
         cascade_attention(query, pages, Dense(), q_offset=jnp.zeros(1, jnp.int32))
 
 
+class EachRow(DenseMask):
+    """A mask that says itself what it is for other rows."""
+
+    def of_rows(self, row):
+        return self
+
+
 @pytest.mark.parametrize(
     "mask, match",
     [
+        (EachRow(np.ones((1, 1), bool)), "a EachRow has lists or places of its own"),
         (Selected(np.zeros((1, 1, 1, 2), np.int32)), "a Selected has lists or places of its own"),
-        (Tree(np.array([-1])), "a Tree has lists or places of its own"),
         (DenseMask(np.ones((2, 1, 1, 64), bool)), "an array per key must be the same for all"),
         (DenseMask(np.ones((2, 1, 2, 1), bool)), r"does not broadcast to .* \(2, 2, 1, 64\)"),
     ],
-    ids=["list", "tree", "keys of rows", "queries"],
+    ids=["own", "list", "keys of rows", "queries"],
 )
 def test_masks_that_a_cascade_cannot_read(mask, match):
     query, pages = jnp.zeros((2, 1, 2, 4)), PagedKVCache.empty(2, 64, 4, 16, 2, 4)

@@ -20,7 +20,8 @@ MUTANTS = [
         LISTS,
         [
             ("neutral = isinstance(mask, And)", "neutral = True"),
-            ("return mask, True, False", "return mask, True, True"),
+            ("lambda x, to=to: to if", "lambda x: True if"),
+            ("if _negates_list(mask):", "if isinstance(mask, Not):"),
         ],
     ),
     (

@@ -188,6 +188,27 @@ def test_parts_that_know_the_logsumexp_add_up(kind):
                 np.testing.assert_allclose(x, y * np.exp(-more), atol=2e-5)
 
 
+def test_gradients_of_a_logsumexp_that_is_given():
+    """Each probability falls with it. There are none of a query that sees no key, and arrays may
+    be narrow, too.
+    """
+    q, k = (jnp.asarray(ARRAYS[n], jnp.bfloat16) for n in "qk")
+    known = attention(q, k, k, mask=MASK, return_logsumexp=True).logsumexp
+
+    @jax.jit
+    def gradients(q, k, known):
+        loss = lambda *x: stats.mass(*x[:2], mask=MASK, logsumexp=x[2]).sum()
+        return jax.grad(loss, (0, 1, 2))(q, k, known)
+
+    *narrow, found = gradients(q, k, known)
+    seen = jnp.broadcast_to(SEEN.any(-1).swapaxes(1, 2), known.shape)
+    np.testing.assert_allclose(found, -seen.astype(jnp.float32), atol=0.01)
+    wide = gradients(q.astype(jnp.float32), k.astype(jnp.float32), known)
+    for x, y in zip(narrow, wide):
+        assert x.dtype == jnp.bfloat16
+        np.testing.assert_allclose(x, y, atol=0.02)
+
+
 @pytest.mark.parametrize("name", ["mass", "entropy", "expectation"])
 def test_a_known_logsumexp_saves_a_visit(name):
     """In a block, keys and queries are multiplied once, and nothing else is."""
