@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     (
         "stats/_stats.py",
-        f"{STATS} -k 'hands or parts or saves or other_rows'",
+        f"{STATS} -k 'hands or parts or saves or other_rows or given'",
         [
             ("jax.lax.stop_gradient(origin).astype(self.dtype) - known", "jax.lax.stop_gradient(origin - known).astype(self.dtype)"),
             ("jnp.where(seen, x, 0) for x in (known, carry.max_so_far)", "x for x in (known, carry.max_so_far)"),
@@ -40,7 +40,7 @@ MUTANTS = [
     ),
     (
         "_sweep/recall.py",
-        f"{STATS} -k 'hands or parts or saves'",
+        f"{STATS} -k 'hands or parts or saves or given'",
         [
             ("jax.lax.stop_gradient(logsumexp)", "logsumexp"),
             ("den = (top != -jnp.inf).astype(top.dtype)", "den = jnp.zeros_like(top)", "of a sum, only derivatives are read"),
