@@ -46,7 +46,7 @@ MUTANTS = [
             ("den = (top != -jnp.inf).astype(top.dtype)", "den = jnp.zeros_like(top)", "of a sum, only derivatives are read"),
             ("if not isinstance(t, SymbolicZero)", ""),
             ("tangent_arguments(operands, moved, top,", "tangent_arguments(operands, moved, jnp.zeros_like(top),"),
-            ("t.astype(read[i]) for i, t in moves", "t for i, t in moves"),
+            ("t.astype(read[i]) for i, t in moves", "t for i, t in moves", "what statistics move, a bias and a factor, is wide"),
         ],
     ),
     (

@@ -188,16 +188,17 @@ def test_parts_that_know_the_logsumexp_add_up(kind):
                 np.testing.assert_allclose(x, y * np.exp(-more), atol=2e-5)
 
 
-def test_gradients_of_a_logsumexp_that_is_given():
+@pytest.mark.parametrize("cls", [Blockwise, Ragged])
+def test_gradients_of_a_logsumexp_that_is_given(cls):
     """Each probability falls with it. There are none of a query that sees no key, and arrays may
-    be narrow, too.
+    be narrow, as `Ragged` reads them.
     """
     q, k = (jnp.asarray(ARRAYS[n], jnp.bfloat16) for n in "qk")
     known = attention(q, k, k, mask=MASK, return_logsumexp=True).logsumexp
 
     @jax.jit
     def gradients(q, k, known):
-        loss = lambda *x: stats.mass(*x[:2], mask=MASK, logsumexp=x[2]).sum()
+        loss = lambda *x: stats.mass(*x[:2], cls(), mask=MASK, logsumexp=x[2]).sum()
         return jax.grad(loss, (0, 1, 2))(q, k, known)
 
     *narrow, found = gradients(q, k, known)
