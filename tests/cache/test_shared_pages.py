@@ -320,7 +320,7 @@ def paths_of(parents):
 
 @pytest.mark.parametrize(
     "early, causal, negated",
-    [(0, True, False), (5, True, False), (0, False, False), (0, False, True)],
+    [(0, True, False), (8, True, False), (0, False, False), (0, False, True)],
     ids=["new tokens", "from shared tokens on", "no order", "all others"],
 )
 def test_a_cascade_of_trees(early, causal, negated, x64):

@@ -33,7 +33,7 @@ MUTANTS = [
             ("q_positions=positions[row, token],", "q_positions=0 * row,"),
             ("ft.reduce(jnp.minimum, trunks, offset)", "offset"),
             ("jnp.broadcast_to(moved_positions(mask, places), (b, t))", "places"),
-            ("True if term.moves_positions else None", "None"),
+            ("True if term.moves_positions else None", "None", "a tree shows its trunk itself, pair by pair"),
             ("place.live & (mask is not False)", "place.live"),
             ("mask=shown if mask is None else shown & mask_of_rows(mask, rows),", "mask=shown,"),
             ("score=scores_of_rows(scores, rows, query.dtype) or None,", "score=scores or None,"),
