@@ -187,6 +187,21 @@ def partitioned_automatically(ctx) -> bool:
     return any(mesh.shape[a] > 1 for a in automatic)
 
 
+def mesh_of_program(ctx, traced):
+    """A mesh of all devices over which the compiler will split the module that is lowered. It is
+    None if there is one device, and in a `shard_map` around it. In an eager `jax.vmap` over an
+    explicit axis it is None, too, as no `shard_map` is manual over all axes there.
+
+    **Arguments:**
+
+    - `traced`: the mesh in whose context the program was traced. A `shard_map` is lowered for that.
+    """
+    count = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    mesh = jax.sharding.AbstractMesh((count,), ("devices",))
+    mesh = traced if not traced.empty and traced.size == count else mesh
+    return None if count == 1 or mapped_axes(mesh) else mesh
+
+
 def only_varies(eqn) -> bool:
     """Whether an equation is the identity that marks a value as varying over a mesh axis."""
     return eqn.primitive.name == "pvary"

@@ -313,7 +313,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompt", nargs="+", default=prompts, help="starts of texts")
     add("--length", type=int, default=200, help="bytes after each (default %(default)s)")
     add("--rows", type=int, default=3, help="texts at a time (default %(default)s)")
-    add("--temperature", type=float, default=0.0, help="0: always the likeliest byte")
+    greedy = "0: always the likeliest byte (default: 0 with --check or --draft, else 0.7)"
+    add("--temperature", type=float, help=greedy)
     add("--top-k", type=int, default=256, help="sample from so many bytes (default %(default)s)")
     add("--top-p", type=float, default=1.0, help="sample from so much probability")
     add("--seed", type=int, default=0, help="of the samples")
@@ -325,6 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program. **Returns:** its exit status."""
     parser = make_parser()
     options = parser.parse_args(argv)
+    if options.temperature is None:
+        options.temperature = 0.0 if options.check or options.draft else 0.7
     if (options.check or options.draft) and options.temperature:
         parser.error("--check and --draft need --temperature 0")
     for name in ("ahead", "length", "rows", "top_k"):

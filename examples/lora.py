@@ -2,6 +2,7 @@
 
     python examples/lora.py path/to/model --text notes/ --steps 200
     python examples/lora.py path/to/model --text notes/ --steps 400    # goes on
+    python examples/lora.py path/to/model --text notes/ --steps 400 --prompt "The"  # and writes
 
 The model is a directory as for `pretrained_decoder.py`, with a tokenizer. Each file is a document.
 Documents are packed into rows, and `Segments` keeps them apart. Only the adapters are trained; the
@@ -25,6 +26,7 @@ import optax
 from _text import read_documents
 from pretrained.checkpoint import load
 from pretrained.decoder import Decoder
+from pretrained.generation import generate
 from pretrained.lora import adapt, merge, pack, packed_loss, split
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -41,6 +43,17 @@ class Options:
     lr: float = 1e-3
     seed: int = 0
     dtype: str = "float32"
+
+
+HELP = {
+    "rank": "rank of the adapters",
+    "scale": "factor on what they add",
+    "row": "tokens of a packed row",
+    "batch": "rows of a step",
+    "lr": "learning rate",
+    "seed": "of adapters and batches",
+    "dtype": "of the model",
+}
 
 
 def read_rows(folder: Path, text: Path | None, options: Options) -> tuple[Any, Any]:
@@ -159,9 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--text", type=Path, help="a file or folder (default: Python's standard library)")
     add("--out", type=Path, default=Path("runs/lora"), help="folder of the results")
     add("--steps", type=int, default=200, help="steps in all (default %(default)s)")
+    add("--prompt", help="print 40 tokens after this text, by the model with its adapters")
     for field in dataclasses.fields(Options):
         flag, kind = f"--{field.name}", type(field.default)
-        add(flag, type=kind, default=field.default, help="(default %(default)s)")
+        add(flag, type=kind, default=field.default, help=f"{HELP[field.name]} (%(default)s)")
     given = parser.parse_args(argv)
     options = Options(
         **{field.name: getattr(given, field.name) for field in dataclasses.fields(Options)}
@@ -179,7 +193,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{len(rows[0][0])} rows of {options.row} tokens, {used:.0%} used; {size:,} parameters"
         )
         run = dataclasses.asdict(options) | dict(model=str(given.model), text=str(given.text))
-        _, losses, held_out = train(model, rows, options, given.steps, given.out, run)
+        merged, losses, held_out = train(model, rows, options, given.steps, given.out, run)
+        if given.prompt:
+            tokenizer = Tokenizer.from_file(str(given.model / "tokenizer.json"))
+            prompt = tokenizer.encode(given.prompt).ids
+            new = [x for (x,) in generate(merged, [prompt], 40) if x is not None]
+            print(tokenizer.decode(prompt + new))
     except ValueError as error:
         parser.error(str(error))
     if losses:

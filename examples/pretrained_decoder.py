@@ -146,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--length and --piece are at least 1, --top-k and --temperature at least 0")
     if not 0 < options.top_p <= 1:
         parser.error("--top-p is above 0 and at most 1")
+    if options.compare is not None and options.compare < 1:
+        parser.error("--compare is at least 1")
     try:
         if options.random:
             config = load_config(options.model)

@@ -24,6 +24,7 @@ PROMISES = [
     ("README.md", "any leading axes, any lengths, grouped queries without copies", f"{CORNERS}::test_any_length_with_any_block"),
     ("README.md", "NaN or Inf in what is masked reaches nothing", f"{CORNERS}::test_masked_keys_and_values_are_never_read"),
     ("README.md", "bias of any broadcastable shape", "scores/test_scores.py::test_bias_broadcasts"),
+    ("index.md", "Carries merge exactly, in any order.", "test_carry.py::test_any_order_and_any_brackets_equal_the_whole"),
     ("carry.md", "and the parts merged in any order", "test_carry.py::test_any_order_and_any_brackets_equal_the_whole"),
     ("contributing.md", "What is reported as empty is always so", "masks/test_intervals.py::test_sound_for_random_functions"),
     ("contributing.md", "never another definition of attention", "kernels/test_tpu_values.py"),

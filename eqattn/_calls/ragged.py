@@ -7,7 +7,6 @@ are pages of its row (`pages_of_rows`), so no keys are copied. Then the outputs 
 
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -18,6 +17,7 @@ from .._problem.joined import read_once
 from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
 from .._problem.problem import as_mask, as_positions, as_scores
 from .._problem.row_pages import pages_of_rows, positions_of_pages, Sharers
+from .._problem.run_time import raise_if
 from .._problem.storage import AbstractStored
 from ..masks._causal import Causal
 from ..masks._packed import check_boundaries
@@ -167,7 +167,7 @@ def _checked(
     lengths = jnp.asarray(lengths)
     if ends is None and most is not None:
         message = f"lengths must be at most the {most} keys of key_ {key_.shape}, {ring}"
-        lengths = eqx.error_if(lengths, lengths > most, message)
+        lengths = raise_if(lengths, lengths > most, message)
     return jnp.asarray(cu), lengths, jnp.asarray(starts)
 
 

@@ -145,7 +145,8 @@ class ShardedKeys(eqx.Module):
             if isinstance(x, Pages) != self.paged or devices != n:
                 raise ValueError(
                     f"{name} {x.shape} lies in pages, and the {n} devices of axis {axis!r} need a "
-                    f"pool in {n} shares: make the cache by PagedKVCache.empty(..., devices={n})."
+                    f"pool in {n} shares: make the cache by PagedKVCache.empty(..., devices={n}), "
+                    f"or that of all layers by StackedPagedKVCache.empty(..., devices={n})."
                 )
             if not self.paged and not inside and x.shape[1] % n:
                 raise ValueError(

@@ -8,6 +8,7 @@ import numpy as np
 
 from .._misc import as_size
 from .._problem.problem import as_mask
+from ..masks._terms import leaf_terms
 from .counts import counted_blocks
 from .layout import AbstractRingLayout
 
@@ -48,7 +49,8 @@ class Balanced(AbstractRingLayout):
     - `batch`, `heads`: the sizes that arrays of the masks may have. The work of a chunk is summed
         over them.
 
-    **Raises:** `ValueError` for sizes that do not divide, or a mask whose arrays are traced.
+    **Raises:** `ValueError` for sizes that do not divide, and for a mask whose arrays are traced or
+        which lists keys.
     """
 
     held: tuple[tuple[int, ...], ...]
@@ -81,6 +83,11 @@ class Balanced(AbstractRingLayout):
         block = fine[0] if fine else top
         rows = []
         for mask in each:
+            if lists := [type(x).__name__ for x in leaf_terms(mask) if x.selects]:
+                raise ValueError(
+                    f"masks: {', '.join(lists)} lists as many keys for each query, which any "
+                    "layout balances; leave it out."
+                )
             live, unknown = counted_blocks(mask, tokens, block, batch, heads)
             if unknown:
                 raise ValueError(

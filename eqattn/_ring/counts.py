@@ -43,7 +43,8 @@ def counted_blocks(
     from ..masks._intervals.classify import classify
 
     name, operands, length = type(mask).__name__, mask.operands(), tokens - padding
-    if any(concrete(o.array) is None for o in operands):
+    # A list of keys is no function of a pair.
+    if mask.selects or any(concrete(o.array) is None for o in operands):
         return anything, (name,)
     arrays = [np.asarray(canonical(o, (batch,), heads, length, length, name)) for o in operands]
     widths = [

@@ -105,8 +105,8 @@ class RingPlan:
         those of each of them.
     - `exchange_bytes`: the bytes that each sends by all-to-alls: queries, keys and values, and the
         numerator and the denominator of each row. The backward sends their gradients, as many.
-    - `uncounted`: the names of the masks whose arrays were not known. They may hide more than the
-        `flops` say.
+    - `uncounted`: the names of the masks whose arrays were not known, or which list keys. They may
+        hide more than the `flops` say.
     """
 
     tokens: int

@@ -17,6 +17,7 @@ from .._pairs import Operand
 from .._problem.bits import Bits
 from .._problem.key_shards import stored_specs
 from .._problem.mesh import without_explicit_axes
+from .._problem.run_time import raise_if
 from .._problem.storage import check_computable
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
@@ -57,7 +58,7 @@ class AbstractCache(eqx.Module):
         [`eqattn.cache.AbstractStored`][].
     - `length`: how many tokens each row has, int32 `[b]`.
 
-    All errors that depend on lengths are raised when the program runs (`equinox.error_if`).
+    All errors that depend on lengths are raised when the program runs (as by `equinox.error_if`).
     """
 
     key: eqx.AbstractVar[Any]
@@ -224,7 +225,7 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Ar
     counts = jnp.broadcast_to(jnp.asarray(counts), (b,))
     wrong = (counts < 0) | (counts > key.shape[1])
     message = f"counts must be between 0 and the number of new tokens, {key.shape[1]}"
-    return eqx.error_if(counts, wrong, message)
+    return raise_if(counts, wrong, message)
 
 
 def check_lengths(lengths: Any, now: Array) -> Array:
@@ -236,7 +237,7 @@ def check_lengths(lengths: Any, now: Array) -> Array:
         )
     lengths = jnp.asarray(lengths)
     wrong = (lengths < 0) | (lengths > now)
-    return eqx.error_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
+    return raise_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
 
 
 def check_rows(cache: AbstractCache, rows: Any) -> Array:
@@ -247,7 +248,7 @@ def check_rows(cache: AbstractCache, rows: Any) -> Array:
             f"rows must be integers [n], such as [1] for the second, got {rows.dtype} {rows.shape}."
         )
     rows = jnp.asarray(as_int32(rows, "rows"))
-    return eqx.error_if(rows, (rows < 0) | (rows >= n), f"rows must be between 0 and {n - 1}")
+    return raise_if(rows, (rows < 0) | (rows >= n), f"rows must be between 0 and {n - 1}")
 
 
 def new_positions(cache: AbstractCache, t: int) -> Array:
@@ -279,7 +280,7 @@ def within_capacity(length: Array, capacity: int) -> Array:
         "cache (donate_argnums), its arrays are deleted though the call failed: only a copy from "
         "before the call can go on."
     )
-    return eqx.error_if(length, length > capacity, message)
+    return raise_if(length, length > capacity, message)
 
 
 def write_slots(

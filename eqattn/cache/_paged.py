@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_flag, as_size, int32_field
+from .._problem.run_time import raise_if
 from .._problem.storage import AbstractStored, as_stored, Pages, Quantized
 from ._base import (
     AbstractCache,
@@ -256,7 +257,7 @@ def write_pages(
         "a row has no page for its new tokens, or not alone; call cache.reserve(counts) before the "
         "step"
     )
-    page = eqx.error_if(page, kept & (page < 0), missing)
+    page = raise_if(page, kept & (page < 0), missing)
     # Tokens that are not kept go to a page that is not in the pool, so nothing is written. Several
     # may go to the same place there, hence `unique=False`.
     page = jnp.where(kept, page, held)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_int32, concrete, even_block, int32_field
+from .._problem.run_time import raise_if
 from .._problem.storage import AbstractStored, Pages
 from ._base import (
     AbstractCache,
@@ -74,7 +75,7 @@ class StackedKVCache(eqx.Module):
         """Returns the cache of one layer. The index may be traced.
 
         **Raises:** `ValueError` for a known index that is out of range. For a traced one,
-        `equinox.error_if` raises when the program runs.
+        an error is raised when the program runs.
         """
         return LayerCache(self, layer_index(index, self.length.shape[0]))  # pyright: ignore[reportCallIssue]
 
@@ -87,11 +88,7 @@ def layer_index(index: Any, layers: int) -> Array:
         got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
         raise ValueError(f"{message}, got {got}.")
     index = jnp.asarray(index)
-    return (
-        index
-        if known is not None
-        else eqx.error_if(index, (index < 0) | (index >= layers), message)
-    )
+    return index if known is not None else raise_if(index, (index < 0) | (index >= layers), message)
 
 
 class AbstractLayerCache(AbstractCache):
@@ -133,7 +130,8 @@ class LayerCache(AbstractLayerCache):
         layer `l` has the pages from `(l * rows + b) * (capacity // size)` on.
         """
         _, rows, capacity = x.shape[:3]
-        size = even_block(capacity) or capacity
+        # The blocks of `Ragged(metadata, bitwise=True)` have 128 keys, whatever the capacity is.
+        size = even_block(capacity, 128 if capacity % 128 == 0 else 256) or capacity
         each = jnp.arange(rows * (capacity // size), dtype=jnp.int32).reshape(rows, -1)
         if isinstance(x, AbstractStored) and any(x.flat):
             raise ValueError(

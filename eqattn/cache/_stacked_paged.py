@@ -78,7 +78,7 @@ class StackedPagedKVCache(eqx.Module):
         """Returns the cache of one layer. The index may be traced.
 
         **Raises:** `ValueError` for a known index that is out of range. For a traced one,
-        `equinox.error_if` raises when the program runs.
+        an error is raised when the program runs.
         """
         return PagedLayerCache(self, layer_index(index, self.length.shape[0]))  # pyright: ignore[reportCallIssue]
 

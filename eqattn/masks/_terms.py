@@ -198,7 +198,7 @@ def live_blocks(
     if isinstance(mask, And | Or):
         terms = np.stack([live_blocks(term, *both, moved=moved) for term in mask.terms])
         return np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)
-    if mask is None or any(set(o.axes) & set("ts") for o in mask.operands()):
+    if mask is None or mask.selects or any(set(o.axes) & set("ts") for o in mask.operands()):
         return anything
     if moved and not (isinstance(mask, AbstractMask) and mask.moves_positions):
         return anything

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from .._misc import as_array, as_flag
 from .._pairs import Operand
+from .._problem.run_time import raise_if
 from ..cache import AbstractCache
 from ..masks._base import AbstractMask
 from ..masks._terms import live_blocks, map_terms
@@ -127,7 +128,7 @@ def appended(
     unless it then holds all keys that the layer's window shows, or without a window the mask of the
     call. Keys may also be missing because the cache was truncated, or because the queries, at
     `q_positions`, are not the newest tokens. This raises when the program runs
-    (`equinox.error_if`).
+    (as by `equinox.error_if`).
     """
     if cache.key.dtype != key_.dtype:
         raise TypeError(
@@ -185,7 +186,7 @@ def _checked(cache: Cache, query: Array, reach: int) -> Cache:
     assert held is not None  # Caches that overwrite have positions.
     first = jnp.clip(query - reach, 0, length)
     there = ((held >= first[:, None]) & (held < length[:, None])).sum(-1, dtype=jnp.int32)
-    length = eqx.error_if(
+    length = raise_if(
         length,
         there < length - first,
         f"The {type(cache).__name__} was truncated by more tokens than it can bring back, or "

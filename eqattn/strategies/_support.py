@@ -52,6 +52,12 @@ def varying_bits(strategy: Any, features: Mapping[str, Any]) -> Support:
         )
     promised = strategy.promises if getattr(strategy, "bitwise", False) else frozenset()
     asked = {None: set(), True: {*BITS} - {"devices"}}.get(kind, {kind})
+    if promised and features.get("dropout") and "batch" in asked:
+        return Support(
+            False,
+            "bitwise: what dropout drops depends on the place in the batch, and so do the bits; "
+            "leave it out.",
+        )
     missing = [name for name in BITS if name in asked and name not in promised]
     if not missing:
         return Support(True, "")

@@ -1,4 +1,4 @@
-"""Pictures, with matplotlib: `python -m pip install 'eqattn[viz]'`.
+"""Pictures, with matplotlib, which the extra `viz` installs.
 
 Each function draws into the `Axes` that it is given, or into a new figure, and returns the `Axes`;
 `ax.figure.savefig("mask.svg")` saves it. No display is needed.
@@ -8,7 +8,7 @@ try:
     import matplotlib as _matplotlib  # noqa: F401
 except ImportError as _e:
     raise ImportError(
-        "eqattn.viz needs matplotlib: python -m pip install 'eqattn[viz]', or from the sources "
+        "eqattn.viz needs matplotlib: python -m pip install matplotlib, or from the sources "
         "python -m pip install -e '.[viz]'."
     ) from _e
 

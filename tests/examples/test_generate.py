@@ -49,7 +49,7 @@ def test_as_full_recomputation(folder, capsys):
 
 @pytest.mark.slow
 def test_a_draft_changes_the_number_of_steps_only(folder, capsys):
-    _, alone = serve(folder, capsys)
+    _, alone = serve(folder, capsys, "--temperature", "0")
     status, out = serve(folder, capsys, "--check", "--draft", str(folder / "draft"), "--ahead", "3")
     assert status == 0 and "as full recomputation" in out
     texts = lambda out: sorted(out.split("bytes in")[0].split("--- "))

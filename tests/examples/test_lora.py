@@ -98,7 +98,9 @@ def test_a_run_learns_and_goes_on(tmp_path, capsys):
     _, (before, after) = run("whole", 40)
     assert after < before - 0.5
     run("parts", 20)
-    printed, losses = run("parts", 40)
+    printed, losses = run("parts", 40, "--prompt", "the cat")
+    written = re.search(r"^t h e   c a t (.*)$", printed, re.MULTILINE)
+    assert written and len(written[1]) == 2 * 40 - 1  # the tokenizer puts blanks between letters
     assert "after step 20" in printed and losses == [before, after]
     assert (tmp_path / "parts" / "loss.png").stat().st_size > 5000
     arguments = [folder, "--text", text, "--out", tmp_path / "parts", "--rank", 4, "--row", 48]

@@ -60,11 +60,32 @@ MUTANTS = [
         ],
     ),
     (
+        "cache/_stacked.py",
+        "strategies/test_bitwise.py -k layer_has",
+        [("128 if capacity % 128 == 0 else 256", "256")],
+    ),
+    (
+        "_ring/counts.py",
+        "ring/test_balanced.py -k did_not",
+        [("if mask.selects or any(", "if any(")],
+    ),
+    (
+        "_problem/run_time.py",
+        "cache/test_full_caches.py cache/test_cache_contents.py",
+        [
+            ("on_each = jax.shard_map(fn, mesh=mesh", "on_each = fn if mesh else jax.shard_map(fn, mesh=mesh"),
+            ("wrong.any(dim)", "wrong.all(dim)"),
+            ("jnp.any(wrong)", "jnp.all(wrong)"),
+        ],
+    ),
+    (
         "strategies/_support.py",
         "strategies/test_bitwise.py -k promises",
         [
             ("name in asked and name not in promised", "name not in promised"),
             ('{*BITS} - {"devices"}', "set(BITS)"),
+            ('if promised and features.get("dropout") and "batch" in asked:', "if False:"),
+            ('features.get("dropout") and "batch" in asked', 'features.get("dropout")'),
         ],
     ),
     (

@@ -110,8 +110,8 @@ MUTANTS = [
         "cache/test_cache.py -k 'raise or errors or arguments or ints'",
         [
             ("wrong = (counts < 0) | (counts > key.shape[1])", "wrong = counts < 0"),
-            ("eqx.error_if(rows, (rows < 0) | (rows >= n)", "eqx.error_if(rows, rows < 0"),
-            ("return eqx.error_if(length, length > capacity, message)", "return length"),
+            ("raise_if(rows, (rows < 0) | (rows >= n)", "raise_if(rows, rows < 0"),
+            ("return raise_if(length, length > capacity, message)", "return length"),
             ("fits = fits and (*value.shape[:2], *value.shape[2:]) == (b, key.shape[1], *value_heads)", "pass"),
             ("if counts.shape not in ((), (b,)):", "if False:"),
         ],

@@ -76,7 +76,7 @@ MUTANTS = [
         [
             ("np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)", "np.all(terms, axis=0)"),
             ("np.all(terms, axis=0) if isinstance(mask, And) else np.any(terms, axis=0)", "np.any(terms, axis=0)"),
-            ("if mask is None or any(set(o.axes) & set(\"ts\") for o in mask.operands()):", "if mask is None:"),
+            ("if mask is None or mask.selects or any(set(o.axes) & set(\"ts\") for o in mask.operands()):", "if mask is None:"),
             ("return np.any(table > 0, axis=(0, 1))", "return np.all(table > 0, axis=(0, 1))"),
             ("return np.any(table > 0, axis=(0, 1))", "return np.any(table > 1, axis=(0, 1))"),
         ],

@@ -55,7 +55,7 @@ MUTANTS = [
         "_calls/ragged.py",
         "cache/test_packed_key_shards.py -k raises",
         [
-            ("lengths = eqx.error_if(lengths, lengths > most, message)", "pass"),
+            ("lengths = raise_if(lengths, lengths > most, message)", "pass"),
         ],
     ),
     (

@@ -21,6 +21,7 @@ from eqattn import (
     ring_plan,
     save,
     Segments,
+    Selected,
     SlidingWindow,
     Zigzag,
 )
@@ -106,6 +107,10 @@ def test_a_plan_says_what_it_did_not_count():
 
     jax.eval_shape(plan, jnp.zeros(64, jnp.int32))
     assert "unknown" not in repr(ring_plan(64, 4, mask=Segments(jnp.zeros(64, jnp.int32))))
+    listed = ring_plan(64, 4, mask=Causal() & Selected(jnp.zeros((1, 64, 3), jnp.int32)))
+    assert (
+        listed.uncounted == ("Selected",) and listed.flops == ring_plan(64, 4, mask=Causal()).flops
+    )
 
 
 def test_a_plan_counts_what_varies_with_batch_and_head():
@@ -222,6 +227,8 @@ def test_bad_input():
         Balanced(Causal(), 16, 2, chunk=4).positions(16, 4)
     with pytest.raises(ValueError, match="Segments are traced.*on the host"):
         jax.eval_shape(lambda i: Balanced(Segments(i), 16, 2) and i, jnp.zeros(16, jnp.int32))
+    with pytest.raises(ValueError, match="Selected lists as many keys for each query"):
+        Balanced([Causal(), Selected(jnp.zeros((1, 16, 2), jnp.int32)) & Causal()], 16, 2)
     # Without a mesh, its order would be taken for that of the tokens.
     alone = Ring(AttentionMetadata(), layout=Balanced(Causal(), 16, 2, chunk=4))
     with pytest.raises(ValueError, match="made for 2 devices, and there are 1.*n=1"):

@@ -21,6 +21,7 @@ from eqattn import (
     SlidingWindow,
     Zigzag,
 )
+from eqattn.cache import KVCache, StackedKVCache
 
 
 H, K, D, BLOCK = 4, 2, 16, 8
@@ -179,6 +180,26 @@ def test_default_blocks_do_not_depend_on_the_capacity():
     assert not Ragged().supports(bitwise="capacity")  # in a cache of less than a block, it may
 
 
+def test_a_layer_has_the_blocks_of_any_capacity():
+    """That of a stack lies in pages, and these were the largest that divide the capacity."""
+    strategy = Ragged(AttentionMetadata(), bitwise=True)
+    rng = np.random.default_rng(0)
+    query, *new = (jnp.asarray(rng.normal(size=(2, 7, n, D)), jnp.float32) for n in (H, K, K))
+
+    @jax.jit
+    def run(cache):
+        cache = cache.append(*new)
+        where = dict(mask=Causal() & cache.mask(), q_offset=jnp.zeros(2, jnp.int32))
+        out = attention(query, cache.key, cache.value, strategy, **where)
+        return out.attention_outputs
+
+    sizes = dict(batch=2, kv_heads=K, head_dim=D)
+    want = np.asarray(run(KVCache.empty(capacity=128, **sizes))).tobytes()
+    for capacity in (256, 512, 640):
+        layer = StackedKVCache.empty(2, capacity=capacity, **sizes).layer(1)
+        assert np.asarray(run(layer)).tobytes() == want
+
+
 # Any number of devices.
 
 
@@ -271,6 +292,9 @@ def test_who_promises_what():
     with pytest.raises(ValueError, match="axis_name='keys'.*one device"):
         Ragged(AttentionMetadata(), axis_name="keys", bitwise=True)
     for cls in (Blockwise, Ragged):
+        dropped = cls(METADATA, bitwise=True).supports
+        assert "dropout drops depends on the place" in dropped(bitwise="batch", dropout=True).reason
+        assert dropped(bitwise="chunks", dropout=True) and not dropped(bitwise=True, dropout=True)
         strict = cls(KERNELS, bitwise=True)
         assert all(strict.supports(bitwise=kind).ok for kind in promised[cls])
         assert strict.may_run_kernels and not STRICT[cls.__name__].may_run_kernels
