@@ -14,7 +14,6 @@ def test_there_are_two():
     assert len(NOTEBOOKS) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_runs(path, capsys):
     namespace = {"__name__": path.stem}

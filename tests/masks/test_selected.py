@@ -381,6 +381,7 @@ BAD = {
     "beyond the keys": (lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 6))), "below 6, .* got 6"),
     "beyond the blocks": (lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 2), block_k=4)), "below 2, "),
     "negated": (lambda: attention(Q, Q, Q, mask=~Selected(np.zeros((1, 6, 1), int))), "cannot be negated"),
+    "negated inside": (lambda: attention(Q, Q, Q, mask=Causal() & ~Selected(np.zeros((1, 6, 1), int))), "cannot be negated"),
     "two": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((1, 6, 1), int)) & Selected(np.zeros((1, 6, 1), int))), "holds 2 lists"),
 }  # fmt: skip
 
