@@ -1,6 +1,7 @@
 """The class of each block of a problem: whether none, some or all of its pairs are visible."""
 
 import functools as ft
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,53 +75,73 @@ def _classifier(
 
 
 STEP = 256
-"""The keys and queries of a part of a block on stairs: the side of a matrix unit."""
+"""The keys and queries of a part of a block: the side of a matrix unit."""
 
 
 _FINE = 2**20
-"""For how many parts of all blocks it is found out whether blocks are stairs. With parts of 256
-tokens, these are 262,144 tokens, which take less than half a second.
+"""For how many parts of all blocks it is found out what is known of them. With parts of 256 tokens,
+these are 262,144 tokens, which take less than half a second.
 """
 
 
-def stairs_of(problem: Problem, blocking: Blocking, table: np.ndarray) -> int:
-    """Cuts the keys and the queries of blocks into equal parts such that only parts on the diagonal
-    need a mask, and counts them. Full blocks need no cut. It is 0 if this fails for some block, or
-    if a row has no live block.
+Parts = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
+
+
+def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray) -> Parts:
+    """Finds the parts of 256 keys and 256 queries that are empty, or full, in all masked blocks of
+    a class.
+
+    On causal diagonals, only the parts on the diagonal have a mask. At the edge of a window it is
+    the same, and what is empty is on the other side.
 
     **Arguments:**
 
     - `table`: the classes of the blocks, `[..., rows, columns]`, which are known.
+
+    **Returns:** each class of masked blocks and its parts, by rows and then by keys. It is empty if
+    all parts have a mask.
     """
-    side = blocking.block_q
-    alike = blocking.corner and blocking.group == 1 and side == blocking.block_k
-    if not alike or side < 2 * STEP or side % STEP or not (table == CORNER).any():
-        return 0
-    if (table == PARTIAL).any() or (table == EMPTY).all(-1).any():
-        return 0
-    # A padded key is hidden, but its position may not be.
-    if blocking.keys % side and (table[..., -1] == CORNER).any():
-        return 0
-    count = side // STEP
-    if blocking.rows * blocking.columns * count**2 > _FINE or problem.mask is None:
-        return 0
+    sides = blocking.block_q, blocking.block_k
+    if not blocking.corner or problem.mask is None or sides[1] < 2 * STEP:
+        return ()
+    if blocking.fixed:  # They depend on all blocks of a class, and so would the bits of a row.
+        return ()
+    # A row without a live block is visited once, as if its first block were a masked one.
+    if any(n % STEP for n in sides) or (table == EMPTY).all(-1).any():
+        return ()
+    if sides[0] > sides[1]:  # Nobody has compared the steps of such blocks.
+        return ()
+    counts = tuple(n // STEP for n in sides)
+    if blocking.rows * blocking.columns * math.prod(counts) > _FINE:
+        return ()
     given = problem.b_indices, problem.h_indices
     of_blocks = _classifier(
         problem.mask, blocking, problem.batch_shape, *problem.positions(), given
     )
     fine = of_blocks(block_q=STEP, block_k=STEP)
     if not isinstance(fine, np.ndarray):
-        return 0
-    sizes = blocking.rows * count, blocking.columns * count
-    # What pads the last queries may see anything.
+        return ()
+    if blocking.keys % STEP:  # A padded key is hidden, but its position may not be.
+        last = np.arange(fine.shape[-1]) == fine.shape[-1] - 1
+        fine = np.where(last, np.minimum(fine, np.int8(PARTIAL)), fine)
+    sizes = blocking.rows * counts[0], blocking.columns * counts[1]
     pads = [(0, 0), (0, 0), *((0, n - m) for n, m in zip(sizes, fine.shape[2:]))]
-    padded = np.pad(fine, pads, constant_values=-1)
-    parts = padded.reshape(*fine.shape[:2], blocking.rows, count, blocking.columns, count)
-    wanted = np.tri(count, k=-1, dtype=np.int8) * np.int8(FULL)
-    wanted += np.eye(count, dtype=np.int8) * np.int8(-1)
-    fits = (parts == wanted[:, None]) | (parts == -1) | (wanted < 0)[:, None]
-    fits = fits.all((3, 5))
-    return count if (fits | (table != CORNER)).all() else 0
+    # What pads the last queries may see anything, and keys that pad are seen by none.
+    padded = np.pad(fine, pads[:3] + [(0, 0)], constant_values=-1)
+    padded = np.pad(padded, [(0, 0)] * 3 + pads[3:], constant_values=EMPTY)
+    parts = padded.reshape(*fine.shape[:2], blocking.rows, counts[0], blocking.columns, counts[1])
+    parts = np.moveaxis(parts, 4, 3)
+    lead = np.broadcast_shapes(parts.shape[:4], table.shape)
+    parts = np.broadcast_to(parts, (*lead, *counts))
+    found = []
+    for kind in (PARTIAL, CORNER):
+        each = parts[np.broadcast_to(table, lead) == kind]
+        empty, full = (((each == x) | (each == -1)).all(0) for x in (EMPTY, FULL))
+        known = np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
+        if len(each):
+            # The queries of a block's heads are one after the other.
+            found.append((kind, tuple(map(tuple, known.tolist())) * blocking.group))
+    return tuple(found) if any(n != PARTIAL for _, x in found for row in x for n in row) else ()
 
 
 def table_of(problem: Problem, blocking: Blocking, live: Any = None):

@@ -20,7 +20,7 @@ from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.recall import recall
 from .._sweep.top import NONE, top
-from .block_classes import stairs_of
+from .block_classes import known_parts
 from .blocking import Blocking, BlockOperand
 from .differences import reads_differences
 from .exchange import HeadExchange
@@ -222,7 +222,9 @@ def _visited(
     # If a table has axes of batch or heads, each device of a mesh may have another part of it.
     alike = spread.manual is None or table_axes == (ROW, COL)
     known = KnownTable.of(table) if isinstance(table, np.ndarray) and alike else None
-    stairs = 0 if known is None else stairs_of(shown, blocking, known.array)
+    parts = () if known is None else known_parts(shown, blocking, known.array)
+    if parts and FULL not in classes:  # A part may be full where no block is.
+        classes += (FULL,)
     table = None if table is None else jnp.asarray(table)
     value_axes = [x.axes for x in blocks.values]
 
@@ -231,7 +233,7 @@ def _visited(
         if spread.axes and spread.ring is None and classes != (FULL,):
             own = blocks.classify(*[operands[i] for i in blocks.reads])
             own_axes, same = (BATCH, HEAD, ROW, COL)[-own.ndim :], None
-        settings = dict(fused=fused, live_pairs=live_pairs, stairs=0 if same is None else stairs)
+        settings = dict(fused=fused, live_pairs=live_pairs, parts=() if same is None else parts)
         return visit(
             [dataclasses.replace(x, array=a) for x, a in zip(joined, ends)],
             {c: blocks.logits(c) for c in classes},

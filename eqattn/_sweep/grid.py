@@ -89,9 +89,10 @@ class GridLayout:
     - `lookups`: the index of that operand, for each axis of `pages`.
     - `corner`: how many rows, the first ones, may see no key of the later half of a block. Where
         it is positive, the table may hold `CORNER`.
-    - `stairs`: if positive, each row has a live block, and each block that is not full is a
-        `CORNER` of which more is known. If its keys and its rows are cut into so many parts, a part
-        is full where keys are earlier than rows. Where they are later it is empty.
+    - `parts`: what is known of all masked blocks of each class that occurs, `PARTIAL` or `CORNER`.
+        The rows and the keys of a block are cut into equal parts. Each part of the rows has the
+        kinds of those of the keys: `EMPTY`, `PARTIAL` or `FULL`. Each row has a live block then.
+        If nothing is known, it is empty.
     - `shared`: the operands of the logits of a fold that its values read, too. They come before the
         operands that only values read.
     - `uniform`: whether a grid of one pair of blocks is visited as larger grids are. Then the pair
@@ -116,7 +117,7 @@ class GridLayout:
     pages: tuple[int, ...] = ()
     lookups: tuple[int, ...] = ()
     corner: int = 0
-    stairs: int = 0
+    parts: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
     shared: tuple[int, ...] = ()
     uniform: bool = False
     tokens: tuple[Any, ...] = ()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from eqattn._problem import block_classes, fold, listed_blocks
+from eqattn._sweep.grid import CORNER, EMPTY, FULL, PARTIAL
 from eqattn._sweep.lowering import XLALowering
 from eqattn.kernels.gpu._lowering import NvidiaLowering
 from eqattn.kernels.tpu import _backward_step, _forward_step as _step, _windows, TPULowering
@@ -232,10 +233,11 @@ def test_cases_on_stairs():
             built = build.build(case)
             call, dynamic = build.library_call(built)
             with pytest.MonkeyPatch.context() as patch, as_large_ones(case, built.mask):
-                seen = lambda *xs, f=fold.stairs_of, to=found: to.append(f(*xs)) or to[-1]
-                patch.setattr(fold, "stairs_of", seen)
+                seen = lambda *xs, f=fold.known_parts, to=found: to.append(f(*xs)) or to[-1]
+                patch.setattr(fold, "known_parts", seen)
                 jax.eval_shape(call, built.variants[0], dynamic)
-        assert found and set(found) == {2}, case
+        on_diagonal = ((CORNER, ((PARTIAL, EMPTY), (FULL, PARTIAL))),)
+        assert found and set(found) == {on_diagonal}, case
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ MASKS = {
 )
 def test_without_their_corner(mask, heads, block_q, monkeypatch):
     """Blocks in four parts, of which the corner is never looked at."""
-    found = corners_seen(monkeypatch, 256)
+    found = layouts_seen(monkeypatch, 256)
     q = normal(0, 2, T, heads[0], 16)
     k, v, ct = (
         normal(1, 2, T, heads[1], 16),
@@ -57,7 +57,10 @@ def test_without_their_corner(mask, heads, block_q, monkeypatch):
         return out, transpose(ct)
 
     out, got = run(q, k, v, ours)
-    assert {n for n, _ in found} == {0} and all(EMPTY in kinds for _, kinds in found)
+    for layout in found:
+        corner = _windows.with_known_parts(layout, CORNER, half=True)
+        assert layout.parts == () and EMPTY in {x.kind for x in corner}
+    assert found
     problem = oracle.Problem(*[np.float64(x) for x in (q, k, v)], scale=1 / 4, mask=visible)
     want = oracle.forward(problem)
     grads = oracle.vjp(problem, np.float64(ct), np.zeros_like(want.lse))
@@ -66,41 +69,70 @@ def test_without_their_corner(mask, heads, block_q, monkeypatch):
         np.testing.assert_allclose(x, grads[name], rtol=0, atol=1e-5)
 
 
-def corners_seen(monkeypatch, step):
-    """Of each block of class `CORNER` that a kernel was made for, the stairs and the kinds of its
-    windows. Blocks are small here.
-    """
+def layouts_seen(monkeypatch, step):
+    """The layouts that kernels of the forward were made for. Blocks are small here."""
     monkeypatch.setattr(_windows, "WINDOW", SIZE // 2)
     monkeypatch.setattr(block_classes, "STEP", step)
-    found, corner = [], _step.with_corner
+    found, parts = [], _step.with_known_parts
 
-    def seen(layout, **how):
-        parts = corner(layout, **how)
-        found.append((layout.stairs, {x.kind for x in parts}))
-        return parts
+    def seen(layout, *args, **how):
+        found.append(layout)
+        return parts(layout, *args, **how)
 
-    monkeypatch.setattr(_step, "with_corner", seen)
+    monkeypatch.setattr(_step, "with_known_parts", seen)
     return found
+
+
+def parts_by_hand(visible, side, step, group):
+    """The parts of all masked blocks of each class, from all pairs `[t, s]`."""
+    (t, s), found = visible.shape, {}
+    for i in range(0, t, side):
+        for j in range(0, s, SIZE):
+            block = np.zeros((side, SIZE), bool)
+            real = visible[i : i + side, j : j + SIZE]
+            block[: len(real), : real.shape[1]] = real
+            block[len(real) :] = block[len(real) - 1 : len(real)]  # padding may see anything
+            if block.all() or not block.any():
+                continue
+            rows = side // 2 if group == 1 else side
+            whole = real.all() or block[:rows, SIZE // 2 :].any()
+            kind = PARTIAL if whole else CORNER
+            cut = block.reshape(side // step, step, SIZE // step, step)
+            full, some = cut.all((1, 3)), cut.any((1, 3))
+            found.setdefault(kind, []).append(np.where(full, FULL, np.where(some, PARTIAL, EMPTY)))
+    same = lambda xs: np.where((xs == xs[0]).all(0), xs[0], PARTIAL)
+    known = {kind: same(np.array(blocks)) for kind, blocks in found.items()}
+    if all((x == PARTIAL).all() for x in known.values()):
+        return {}
+    return {kind: np.tile(x, (group, 1)).tolist() for kind, x in known.items()}
 
 
 WIDE = 96  # tokens of whole blocks
 
 
 @pytest.mark.parametrize(
-    "name, offset, stairs",
-    [("causal", 0, 4), ("window", 0, 0), ("narrow", 0, 0), ("causal", 3, 0), ("causal", 32, 4),
-     ("steps", 0, 0), ("short", 0, 0)],
+    "name, offset, heads, classes",
+    [("causal", 0, 2, 1), ("causal", 0, 4, 2), ("window", 0, 2, 2), ("aligned", 0, 2, 2),
+     ("aligned", 0, 4, 2), ("narrow", 0, 2, 2), ("causal", 3, 2, 2), ("causal", 32, 2, 1),
+     ("steps", 0, 2, 1), ("short", 0, 2, 1), ("short", 0, 4, 2), ("later", 0, 2, 2)],
 )  # fmt: skip
-def test_stairs(name, offset, stairs, monkeypatch):
-    """Blocks in sixteen parts, of which only those on the diagonal have a mask. The narrow window
-    hides pairs below it, and so do queries that are moved by less than a part. Steps of 16 tokens
-    show pairs above it. Of fewer keys, the last block is padded, by keys that no query may see.
+def test_known_parts(name, offset, heads, classes, monkeypatch):
+    """Blocks in parts, of which only those have a mask that need it in some block. On diagonals,
+    these are four of sixteen. A window has another edge, and one of as many tokens as a block has
+    no full block at all. Of fewer keys, the last block is padded, by keys that no query may see.
+    Where a block has queries of two heads, it has fewer of each. Without causal order, each query
+    sees later keys as well.
     """
-    left, s = {"window": 40, "narrow": 20}.get(name), 72 if name == "short" else WIDE
-    found = corners_seen(monkeypatch, SIZE // 4)
-    q, k, v = (normal(n, 1, size, 2, 16) for n, size in enumerate((WIDE, s, s)))
-    metadata = AttentionMetadata(platform="interpret", **BLOCKS)
-    mask = Causal() if left is None else Causal() & SlidingWindow(left, 0)
+    windows = {"window": (40, 0), "aligned": (31, 0), "narrow": (20, 0), "later": (31, 64)}
+    (left, right), s = windows.get(name, (WIDE + offset, 0)), 72 if name == "short" else WIDE
+    group, step = heads // 2, SIZE // 4
+    found = layouts_seen(monkeypatch, step)
+    q = normal(0, 1, WIDE, heads, 16)
+    k, v = (normal(n, 1, s, 2, 16) for n in (1, 2))
+    metadata = AttentionMetadata(
+        platform="interpret", blocksize_q=SIZE // group, blocksize_k=SIZE, runtime_dtype=q.dtype
+    )
+    mask = SlidingWindow(left, right) if name in windows else Causal()
     mask = BlockCausal(16) if name == "steps" else mask
     run = jax.jit(
         lambda v: (
@@ -108,20 +140,33 @@ def test_stairs(name, offset, stairs, monkeypatch):
         )
     )
     got = np.asarray(run(v))
-    kinds = {EMPTY, PARTIAL, FULL} if stairs else {EMPTY, PARTIAL}
-    assert found and all(x == (stairs, kinds) for x in found)
     end = np.arange(WIDE) // 16 * 16 + 15 if name == "steps" else np.arange(WIDE)
     distance = offset + end[:, None] - np.arange(s)
-    visible = (distance >= 0) & (distance <= (left or WIDE + offset))
+    visible = (distance >= -right) & (distance <= left)
+    want = parts_by_hand(visible, SIZE // group, step, group)
+    assert found and len(want) == classes
+    for layout in found:
+        assert {kind: [*map(list, x)] for kind, x in layout.parts} == want
     exact = (np.float64(x) for x in (q, k, v))
     want = oracle.forward(oracle.Problem(*exact, scale=1 / 4, mask=visible[None, None])).out
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
     # A value that is not finite reaches the rows that see it, of its own head.
     bad = np.asarray(run(v.at[0, 41, 1, 3].set(jnp.nan)))
-    sees = np.zeros((1, WIDE, 2, 16), bool)
-    sees[0, :, 1, 3] = visible[:, 41]
+    sees = np.zeros((1, WIDE, heads, 16), bool)
+    sees[0, :, group:, 3] = visible[:, 41, None]
     assert np.isnan(bad[sees]).all() and (np.isnan(bad).any(-1) == sees.any(-1)).all()
     np.testing.assert_array_equal(np.where(sees.any(-1, keepdims=True), 0, bad - got), 0)
+
+
+def test_the_bits_of_a_row_depend_on_no_other_block(monkeypatch):
+    """So with `bitwise=True`, nothing is known of parts: it would be of all blocks of a class."""
+    found = layouts_seen(monkeypatch, SIZE // 4)
+    for strict in (False, True):
+        strategy = Blockwise(AttentionMetadata(platform="interpret", **BLOCKS), bitwise=strict)
+        q = jnp.zeros((1, WIDE, 2, 16))
+        jax.jit(lambda q, s=strategy: attention(q, q, q, s, mask=Causal())).lower(q)
+        assert found and all((layout.parts == ()) == strict for layout in found)
+        found.clear()
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -222,7 +267,7 @@ def test_windows_of_a_corner_are_all_of_it_or_none(keys, rows, corner, masked):
     """A window that straddles the edge of a corner holds pairs that are visible."""
     layout = GridLayout((1, 1, 1, 1), (keys, rows), (), corner=corner)
     inside = np.zeros((keys, rows), int)
-    for x in _windows.with_corner(layout, half=masked):
+    for x in _windows.with_corner(layout, CORNER, half=masked):
         inside[x.at, x.to] += x.kind == EMPTY
     of_corner = np.zeros((keys, rows), int)
     of_corner[keys // 2 :, :corner] = 1
@@ -239,30 +284,45 @@ def test_windows_of_a_corner_are_all_of_it_or_none(keys, rows, corner, masked):
         assert inside.sum() == keys // 2 * corner
 
 
+def diagonal(count, sign):
+    """The parts of a block on a diagonal: below it they are full, or above it."""
+    kinds = np.sign(np.arange(count)[:, None] - np.arange(count)) * sign
+    return tuple(map(tuple, np.array([PARTIAL, FULL, EMPTY])[kinds].tolist()))
+
+
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("side, stairs", [(1024, 4), (2048, 8), (512, 2)])
-def test_windows_on_stairs(side, stairs, half):
+@pytest.mark.parametrize(
+    "side, known",
+    [(1024, {CORNER: diagonal(4, 1)}), (2048, {CORNER: diagonal(8, 1)}),
+     (512, {CORNER: diagonal(2, 1)}), (1024, {PARTIAL: diagonal(4, -1), CORNER: diagonal(4, 1)}),
+     (1024, {PARTIAL: ((FULL, PARTIAL, PARTIAL, EMPTY),) * 2})],
+)  # fmt: skip
+def test_windows_of_known_parts(side, known, half):
     """Each pair is in one window, of the kind that its place has; and beside the windows of a pair
     all of the pair before are added, each before its logits are replaced.
     """
-    layout = GridLayout((1, 1, 1, 1), (side, side), (), corner=side // 2, stairs=stairs)
-    kinds = np.full((side, side), -1)
-    parts = _windows.with_corner(layout, half=half)
-    for x in parts:
-        assert (kinds[x.at, x.to] == -1).all()
-        kinds[x.at, x.to] = x.kind
-    step = np.arange(side) * stairs // side
-    order = np.sign(step[None] - step[:, None])  # rows minus keys
-    np.testing.assert_array_equal(kinds, np.array([PARTIAL, FULL, EMPTY])[order])
+    layout = GridLayout(
+        (1, 1, 1, 1), (side, side), (), corner=side // 2, parts=tuple(known.items())
+    )
     plain = _windows.windows(layout, FULL)
-    for ahead, behind in ((parts, _windows.beside(layout, parts)), (plain, parts)):
-        read = np.zeros((side, side), int)
-        stored = np.zeros((side, side), bool)
-        for x, now in _windows.in_turn(ahead, behind):
-            for y in now:
-                assert not stored[y.at, y.to].any()
-                read[y.at, y.to] += 1
-            stored[x.at, x.to] = True
-        hidden = np.isin(kinds, EMPTY) & (behind is parts)
-        np.testing.assert_array_equal(read, ~hidden)
-        assert stored.all()
+    for kind, wanted in known.items():
+        kinds = np.full((side, side), -1)
+        parts = _windows.with_known_parts(layout, kind, half=half)
+        for x in parts:
+            assert (kinds[x.at, x.to] == -1).all()
+            kinds[x.at, x.to] = x.kind
+        whole = np.array(wanted).T
+        for axis in (0, 1):
+            whole = whole.repeat(side // whole.shape[axis], axis)
+        np.testing.assert_array_equal(kinds, whole)
+        for ahead, behind in ((parts, _windows.beside(layout, parts)), (plain, parts)):
+            read = np.zeros((side, side), int)
+            stored = np.zeros((side, side), bool)
+            for x, now in _windows.in_turn(ahead, behind):
+                for y in now:
+                    assert not stored[y.at, y.to].any()
+                    read[y.at, y.to] += 1
+                stored[x.at, x.to] = True
+            hidden = np.isin(kinds, EMPTY) & (behind is parts)
+            np.testing.assert_array_equal(read, ~hidden)
+            assert stored.all()

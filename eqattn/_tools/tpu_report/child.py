@@ -47,7 +47,7 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
     if len(found) != 1:
         raise ValueError(f"the program has {len(found)} kernels {kernel.call}, not one")
     steps = Steps(schedule.read(folder, found[0], chip), kernel.innermost)
-    full, masked = steps.full, steps.corner if kernel.stairs and steps.skips else steps.masked
+    full, masked = steps.full, getattr(steps, kernel.masked) if steps.masked else None
     abreast = kernel.abreast()
     ideal = abreast * tile[0] * tile[1] * kernel.products / chip.products
     entire = None

@@ -125,7 +125,7 @@ class Call:
 
 
 def _forward(
-    name: str, *, whole: bool = True, plain: str = "", stairs: bool = True, **kw: Any
+    name: str, *, whole: bool = True, plain: str = "", masked: str = "corner", **kw: Any
 ) -> Kernel:
     call = Call(**kw)
     kept = (BATCH, HEAD, ROW)
@@ -138,7 +138,7 @@ def _forward(
         whole=Whole(call.tokens, HEADS, kept, lag=1) if whole else None,
         plain=plain,
         abreast=call.abreast,
-        stairs=stairs,
+        masked=masked,
     )
 
 
@@ -188,7 +188,7 @@ def _feature(
     name: str,
     options: Callable[..., Any],
     weighted: bool = False,
-    stairs: bool = True,
+    masked: str = "corner",
     **operands: Any,
 ) -> Kernel:
     shapes = {k: jax.ShapeDtypeStruct(shape, dtype) for k, (shape, dtype) in operands.items()}
@@ -196,7 +196,7 @@ def _feature(
         f"forward, {name}",
         whole=False,
         plain="forward",
-        stairs=stairs,
+        masked=masked,
         weighted=weighted,
         operands=tuple(shapes.items()),
         options=options,
@@ -299,7 +299,7 @@ _LISTED: dict[str, Any] = dict(
 KERNELS = (
     _forward("forward"),
     _forward("forward, T=32768", tokens=32_768),
-    _forward("forward, 2048 queries", block_q=2048, stairs=False),
+    _forward("forward, 2048 queries", block_q=2048, masked="masked"),
     _forward("forward, D=64", dim=64),
     _forward("forward, D=256", dim=256),
     _backward("backward", (0, 1, 2), 5),
@@ -313,18 +313,18 @@ KERNELS = (
     _decode("decode, int8", stored=jnp.int8),
     _decode("decode, pages of 64", page=64),
     _decode("decode, pages that 8 rows share", queries=8, page=64, shared=True),
-    _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {}), stairs=False),
+    _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {}), masked="edge"),
     _feature(
         "segments",
         lambda ids: ({"mask": Causal() & Segments(ids)}, {}),
-        stairs=False,
+        masked="masked",
         ids=((1, _T), jnp.int32),
     ),
     _feature("sinks", lambda aux: ({}, {"softmax_aux": aux}), aux=((HEADS,), jnp.float32)),
     _feature("soft cap", lambda: ({}, {"logits_soft_cap": 30.0})),
     _feature("bias", lambda x: ({"bias": x}, {}), x=((1, HEADS, _T, _T), jnp.float32)),
     _forward("forward, T5 bias", whole=False, plain="forward", **_BY_DIFFERENCE),
-    _forward("forward, listed blocks of 512", whole=False, stairs=False, **_LISTED),
+    _forward("forward, listed blocks of 512", whole=False, masked="masked", **_LISTED),
     _backward("backward, listed blocks of 512", (0, 1, 2), 5, entire=False, **_LISTED),
     _feature("dropout", lambda: ({"key": jax.random.key(0)}, {"dropout_prob": 0.1}), weighted=True),
 )

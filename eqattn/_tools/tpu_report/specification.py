@@ -42,7 +42,8 @@ class Kernel:
         is a trip of the outermost loop, the grid.
     - `abreast`: a function that returns how many such tiles a step has, one for each head that it
         visits. It is called as `tile` is.
-    - `stairs`: whether all its masked pairs lie on a causal diagonal, and their corner is skipped.
+    - `masked`: which of the `Steps` is that of a masked pair: `"masked"`, `"corner"` where all
+        masked pairs lie on a causal diagonal, or `"edge"` where the others skip something, too.
     """
 
     name: str
@@ -55,4 +56,4 @@ class Kernel:
     plain: str = ""
     innermost: bool = False
     abreast: Callable[[], int] = lambda: 1
-    stairs: bool = False
+    masked: str = "masked"

@@ -79,7 +79,8 @@ class Steps:
     of blocks does beyond its steps, one after the other. `corner` is the step of a masked pair
     whose corner is skipped. `after` is the step of a full pair that follows such a pair; a kernel
     without a lag treats it as `full`. `skips` says whether the kernel skips corners. If not, these
-    two are `masked` and `full`.
+    two are `masked` and `full`. `edge` is that of another masked pair that skips something, as at
+    the edge of a window. It takes longer than these two.
 
     **Raises:** `ValueError` if there are no products.
     """
@@ -113,6 +114,7 @@ class Steps:
         self.skips = 0 < len(less) < 5
         after_and_corner = [self.full, *less] if len(less) == 1 else less[:2]
         self.after, self.corner = after_and_corner if self.skips else (self.full, masked)
+        self.edge = less[2] if len(less) > 2 else masked
         loop = self.loop_of(region)
         idle = [
             r

@@ -21,7 +21,16 @@ from .._program import LOG2E
 from ._chip import sums_by_product, wide_units
 from ._products import product_of, spread_groups, weighted_groups
 from ._program import Evaluation, Program
-from ._windows import beside, in_turn, Part, size_of, windows, with_corner
+from ._windows import (
+    beside,
+    in_turn,
+    only_corners,
+    Part,
+    size_of,
+    windows,
+    with_corner,
+    with_known_parts,
+)
 from ._work_list import kind_of
 
 
@@ -220,6 +229,8 @@ class FoldStepBody:
             self.s[at, to] = jnp.full((size_of(at), size_of(to)), -jnp.inf, jnp.float32)
             for ref in self.weights:
                 ref[at, to] = jnp.zeros((size_of(at), size_of(to)), jnp.float32)
+            if at.start == 0:
+                self.most[:, to] = jnp.full((1, size_of(to)), -jnp.inf, jnp.float32)
             return
         s, *weights = new
         self.s[at, to] = s
@@ -281,7 +292,11 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
     form, kind, last = bodies[0].form, kind_of(pair), kind_of(before)
     full, some, layout = form.full, form.some, form.layout
     everything, hidden = windows(layout, FULL), windows(layout, PARTIAL, half=True)
-    corner, after = with_corner(layout, half=True), with_corner(layout)
+    some_hidden = with_known_parts(layout, PARTIAL, half=True)
+    corner, after = with_known_parts(layout, CORNER, half=True), with_corner(layout, CORNER)
+    alone = only_corners(layout)
+    if alone:
+        after = with_known_parts(layout, CORNER)
     beside_corner = beside(layout, corner)
     skip = all(any(x.kind == EMPTY for x in parts) for parts in (corner, after))
 
@@ -307,7 +322,7 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
         visit(everything, everything, full)
 
     def masked():
-        partial(hidden, beside(layout, hidden), full)
+        partial(some_hidden, beside(layout, some_hidden), full)
 
     def without_corner():
         partial(corner, beside_corner, full)
@@ -317,21 +332,21 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
 
     def unclean():
         poison()
-        if not layout.stairs:
+        if not alone:
             partial(hidden, beside(layout, hidden), some)
             return
         # Windows of the pair before are those of the other forms, so that its bits are, too.
-        after_stairs = ft.partial(partial, hidden, after, some)
-        lax.cond(kind == full, after_stairs, ft.partial(partial, hidden, beside_corner, some))
+        after_corners = ft.partial(partial, hidden, after, some)
+        lax.cond(kind == full, after_corners, ft.partial(partial, hidden, beside_corner, some))
 
-    some_hidden = without_corner if layout.stairs else masked
-    mixed = skip and not layout.stairs
+    with_mask = without_corner if alone else masked
+    mixed = skip and not alone
 
     def other():
         lax.cond(
             kind == full,
             after_corner if skip else plain,
-            lambda: lax.cond(kind == CORNER, without_corner, masked) if mixed else some_hidden(),
+            lambda: lax.cond(kind == CORNER, without_corner, masked) if mixed else with_mask(),
         )
 
     if some == full:
