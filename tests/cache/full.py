@@ -31,7 +31,7 @@ def in_loop(cache, counts):
 
 
 def mapped(cache, counts):
-    return jax.vmap(append, (None, 0))(cache, counts[None])
+    return jax.vmap(append, (None, 0))(cache, jnp.stack([counts, 0 * counts]))
 
 
 def truncate(cache, counts):
