@@ -26,7 +26,9 @@ def raise_if(x: Int[Array, "..."], wrong: Bool[Any, "..."], message: str) -> Int
     if isinstance(wrong, bool):
         return eqx.error_if(x, wrong, message)
     mesh = jax.sharding.get_abstract_mesh()
-    return x + raise_p.bind(jnp.any(wrong), message=message, mesh=mesh).astype(x.dtype)
+    zero = raise_p.bind(jnp.any(wrong), message=message, mesh=mesh)
+    # With `EQX_ON_ERROR=nan`, Equinox does not raise, and makes it the largest number.
+    return jnp.where(zero == 0, x + zero.astype(x.dtype), jnp.iinfo(x.dtype).max)
 
 
 def _zero_unless(wrong: Array, message: str) -> Array:

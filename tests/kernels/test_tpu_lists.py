@@ -13,6 +13,8 @@ from eqattn import (
     BlockCausal,
     Blockwise,
     Causal,
+    ChunkedCausal,
+    KeyPadding,
     Segments,
     SlidingWindow,
 )
@@ -69,9 +71,9 @@ def test_without_their_corner(mask, heads, block_q, monkeypatch):
         np.testing.assert_allclose(x, grads[name], rtol=0, atol=1e-5)
 
 
-def layouts_seen(monkeypatch, step):
+def layouts_seen(monkeypatch, step, window=SIZE // 2):
     """The layouts that kernels of the forward were made for. Blocks are small here."""
-    monkeypatch.setattr(_windows, "WINDOW", SIZE // 2)
+    monkeypatch.setattr(_windows, "WINDOW", window)
     monkeypatch.setattr(block_classes, "STEP", step)
     found, parts = [], _step.with_known_parts
 
@@ -110,6 +112,34 @@ def parts_by_hand(visible, side, step, group):
 
 
 WIDE = 96  # tokens of whole blocks
+
+
+CUT = SIZE // 2, SIZE, 3 * SIZE // 4  # windows that cut a block, and that do not
+
+
+@pytest.mark.parametrize("cut", CUT)
+@pytest.mark.parametrize("name", ["aligned", "window", "chunks"])
+def test_forms_of_the_step(name, cut, monkeypatch):
+    """Each class of masked blocks has its own parts, whether or not windows cut blocks. Chunks see
+    no earlier part of their block, whose sums are then relative to an older maximum.
+    """
+    t, step = 2 * WIDE, SIZE // 4
+    found = layouts_seen(monkeypatch, step, cut)
+    q, k, v = (4 * normal(n, 1, t, 1, 16) for n in range(3))
+    place = np.arange(t)
+    distance = place[:, None] - place
+    if name == "chunks":
+        mask = ChunkedCausal(step) | KeyPadding(SIZE)
+        visible = (distance >= 0) & (place[:, None] // step == place // step) | (place < SIZE)
+    else:
+        left = {"aligned": SIZE - 1, "window": 40}[name]
+        mask, visible = Causal() & SlidingWindow(left, 0), (distance >= 0) & (distance <= left)
+    strategy = Blockwise(AttentionMetadata(platform="interpret", **BLOCKS))
+    got = jax.jit(lambda *x: attention(*x, strategy, mask=mask).attention_outputs)(q, k, v)
+    assert found and all(layout.parts for layout in found)
+    exact = (np.float64(x) for x in (q, k, v))
+    want = oracle.forward(oracle.Problem(*exact, scale=1 / 4, mask=visible[None, None])).out
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(

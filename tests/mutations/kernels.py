@@ -56,7 +56,9 @@ MUTANTS = [
             ("if at.start == 0:\n                self.most", "if False:\n                self.most"),
             ("        if not alone:\n            partial(hidden, beside(layout, hidden), some)\n            return\n", ""),
             ("self.most[:, to] = highest if first else jnp.maximum(self.most[:, to], highest)", "self.most[:, to] = highest"),
-            ("(old * scale[:, x.to] if x.at.start == 0 else old) + term", "old * scale[:, x.to] + term"),
+            ("(old if begun else old * scale[:, x.to]) + term", "old * scale[:, x.to] + term"),
+            ("begun = x.at.start != begins[x.to.start]", "begun = x.at.start != 0"),
+            ("mixed = not alone and corner != some_hidden", "mixed = skip and not alone"),
         ],
     ),
     (

@@ -201,6 +201,12 @@ class FoldStepBody:
             at, to = (slice(0, n) for n in form.layout.block)
             ahead, behind = [Part(at, to, ahead[0].kind)], [Part(at, to, FULL)]
         count = 2 ** (len(ahead).bit_length() - 1)
+        # The first window of a row may be left out. Then another one is where its sums begin. If all
+        # of them are, the row saw nothing in this pair, and its maximum is what it was.
+        begins: dict[int, int] = {}
+        for x in behind:
+            if x.kind != EMPTY:
+                begins[x.to.start] = min(x.at.start, begins.get(x.to.start, x.at.start))
         for n, (part, earlier) in enumerate(in_turn(ahead, behind)):
             if self.aside and n < count:
                 self.aside(n, count)
@@ -217,7 +223,8 @@ class FoldStepBody:
             self.keep(part, new)
             for x, ref, term in terms:
                 old = ref[:, x.to]
-                ref[:, x.to] = (old * scale[:, x.to] if x.at.start == 0 else old) + term
+                begun = x.at.start != begins[x.to.start]
+                ref[:, x.to] = (old if begun else old * scale[:, x.to]) + term
         self.top[...] = now
         if self.settle:
             self.settle()
@@ -340,7 +347,7 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
         lax.cond(kind == full, after_corners, ft.partial(partial, hidden, beside_corner, some))
 
     with_mask = without_corner if alone else masked
-    mixed = skip and not alone
+    mixed = not alone and corner != some_hidden
 
     def other():
         lax.cond(
