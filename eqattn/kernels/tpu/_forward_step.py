@@ -201,8 +201,8 @@ class FoldStepBody:
             at, to = (slice(0, n) for n in form.layout.block)
             ahead, behind = [Part(at, to, ahead[0].kind)], [Part(at, to, FULL)]
         count = 2 ** (len(ahead).bit_length() - 1)
-        # The first window of a row may be left out. Then another one is where its sums begin. If all
-        # of them are, the row saw nothing in this pair, and its maximum is what it was.
+        # The first window of a row may be left out. Then another one is where its sums begin. A row
+        # whose windows are all left out saw nothing in this pair, and its maximum is what it was.
         begins: dict[int, int] = {}
         for x in behind:
             if x.kind != EMPTY:
