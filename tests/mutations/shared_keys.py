@@ -33,7 +33,7 @@ MUTANTS = [
         ],
     ),
     (
-        "stats/_stats.py",
+        "stats/_call.py",
         "stats/test_sharded.py",
         [
             ("return nothing if whole else vary(nothing, varying_axes(*jax.tree.leaves(self.key)))", "return nothing"),

@@ -5,36 +5,54 @@ STATS = "stats/test_stats.py"
 
 MUTANTS = [
     (
-        "stats/_stats.py",
+        "stats/_call.py",
         STATS,
         [
             ("metadata.replace(softmax_aux=None)", "metadata"),
             ("inference=True,", "inference=False,"),
-            ("return logit + amount.astype(logit.dtype) * self.score", "return amount.astype(logit.dtype) * self.score"),
             ("return mean * self.share(logsumexp)", "return mean"),
-            ("call.share(logsumexp) * (call.with_sinks(safe) - mean)", "call.share(logsumexp) * (safe - mean)"),
-            ("call.share(logsumexp) * (call.with_sinks(safe) - mean)", "(call.with_sinks(safe) - mean)"),
-            ("jnp.where(logsumexp != -jnp.inf, 1 + 2 * mean, 0)", "1 + 2 * mean"),
-            ("weights = weights * call.share(found)", "pass"),
             ("else (as_bias(bias), *score)", "else score"),
-            ("jnp.where(logit == -jnp.inf, 0, logit)", "logit"),
             ("jnp.ones_like(self.key[..., :1])", "jnp.zeros_like(self.key[..., :1])"),
             ("return folds and not self.stored", "return folds"),
-            ("self.attend(self.value, _Factor(fn),", "self.attend(self.value, fn,"),
+            ("self.attend(self.value, Factor(fn),", "self.attend(self.value, fn,"),
             ("not strategy.may_run_kernels", "True", "without the rounding of kernels both ways give the same"),
-            ("jnp.swapaxes(received[..., 0, :], -1, -2)", "received[..., 0, :].reshape(*call.rows[:-2], -1, call.rows[-1])"),
+        ],
+    ),
+    (
+        "stats/_scores.py",
+        STATS,
+        [
+            ("return logit + amount.astype(logit.dtype) * self.score", "return amount.astype(logit.dtype) * self.score"),
+            ("jnp.where(logit == -jnp.inf, 0, logit)", "logit"),
         ],
     ),
     (
         "stats/_stats.py",
+        STATS,
+        [
+            ("call.share(logsumexp) * (call.with_sinks(safe) - mean)", "call.share(logsumexp) * (safe - mean)"),
+            ("call.share(logsumexp) * (call.with_sinks(safe) - mean)", "(call.with_sinks(safe) - mean)"),
+            ("jnp.where(logsumexp != -jnp.inf, 1 + 2 * mean, 0)", "1 + 2 * mean"),
+            ("weights = weights * call.share(found)", "pass"),
+            ("jnp.swapaxes(received[..., 0, :], -1, -2)", "received[..., 0, :].reshape(*call.rows[:-2], -1, call.rows[-1])"),
+        ],
+    ),
+    (
+        "stats/_call.py",
         f"{STATS} -k 'hands or parts or saves or other_rows or given'",
         [
             ("jax.lax.stop_gradient(origin).astype(self.dtype) - known", "jax.lax.stop_gradient(origin - known).astype(self.dtype)"),
             ("jnp.where(seen, x, 0) for x in (known, carry.max_so_far)", "x for x in (known, carry.max_so_far)"),
             ("return self.along(fn, ft.partial(self.total, self.known))[1]", "return self.along(fn, ft.partial(self.total, self.known))[1] * self.share(self.known)"),
-            ("self.attend(self.unweighed, *more, _Known(known), return_carry=True)", "self.attend(self.unweighed, *more, return_carry=True)"),
+            ("self.attend(self.unweighed, *more, Known(known), return_carry=True)", "self.attend(self.unweighed, *more, return_carry=True)"),
             ("return self.value[..., :0] if self.weighs else self.value", "return self.value"),
             ("known.shape != self.rows or", ""),
+        ],
+    ),
+    (
+        "stats/_scores.py",
+        f"{STATS} -k 'hands or parts or saves or other_rows or given'",
+        [
             ("operands[0] - logit)", "-logit)"),
         ],
     ),
