@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, PARTIAL, ROW
+from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, PARTIAL, Parts, ROW
 from ..masks._base import AbstractMask
 from .blocking import Blocking
 from .problem import Problem
@@ -82,9 +82,6 @@ _FINE = 2**20
 """For how many parts of all blocks it is found out what is known of them. With parts of 256 tokens,
 these are 262,144 tokens, which take less than half a second.
 """
-
-
-Parts = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 
 
 def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray) -> Parts:

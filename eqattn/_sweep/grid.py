@@ -57,6 +57,10 @@ class KnownTable:
         return np.frombuffer(self.classes, np.int8).reshape(self.shape)
 
 
+Parts = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
+"""Classes of blocks, each with the kinds of the parts of its blocks, by rows and then by keys."""
+
+
 @dataclasses.dataclass(frozen=True)
 class GridLayout:
     """The grid of a visit, what lies on it, and how it is visited.
@@ -117,7 +121,7 @@ class GridLayout:
     pages: tuple[int, ...] = ()
     lookups: tuple[int, ...] = ()
     corner: int = 0
-    parts: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+    parts: Parts = ()
     shared: tuple[int, ...] = ()
     uniform: bool = False
     tokens: tuple[Any, ...] = ()

@@ -1,6 +1,5 @@
 """A call of attention whose statistics are asked for."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -91,13 +90,14 @@ class Call:
         out = self.attend(self.unweighed, *more, return_logsumexp=True)
         return out.logsumexp.astype(self.dtype)
 
-    def total(self, known: Array, *more: AbstractScore) -> Array:
-        r"""The sum over the keys $\sum_j e^{s_{ij} - L_i}$ `[*b, t, h]` for a known logsumexp,
+    def total(self, *more: AbstractScore) -> Array:
+        r"""The sum over the keys $\sum_j e^{s_{ij} - L_i}$ `[*b, t, h]` for the known logsumexp,
         under further scores.
 
         Its value is not computed, as only derivatives matter. Where parts of the keys are merged,
         it is the number of parts.
         """
+        assert (known := self.known) is not None
         carry = self.attend(self.unweighed, *more, Known(known), return_carry=True).carry
         seen = known != -jnp.inf
         known, origin = (jnp.where(seen, x, 0) for x in (known, carry.max_so_far))
@@ -136,7 +136,7 @@ class Call:
     def sum(self, fn: AbstractScore) -> Array:
         r"""The sum over the keys $\sum_j p_{ij} f_{ij}$, whose probabilities the sinks lessen."""
         if self.known is not None:
-            return self.along(fn, ft.partial(self.total, self.known))[1]
+            return self.along(fn, self.total)[1]
         logsumexp, mean = self.expectation(fn)
         return mean * self.share(logsumexp)
 

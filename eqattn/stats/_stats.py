@@ -19,7 +19,6 @@ Sinks join the denominator alone. They are left out of $L$. Let $L'$ be the logs
 and the sinks. Then each probability is multiplied by the share of the keys, $e^{L - L'}$.
 """
 
-import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -190,7 +189,6 @@ def mass(
         found, pull = jax.vjp(lambda bias: call.logsumexp(KeyBias(bias)), nothing)
         weights = weights * call.share(found)
     else:
-        total = ft.partial(call.total, call.known)
-        _, pull = jax.vjp(lambda bias: total(KeyBias(bias)), nothing)
+        _, pull = jax.vjp(lambda bias: call.total(KeyBias(bias)), nothing)
     (received,) = pull(weights)
     return jnp.swapaxes(received[..., 0, :], -1, -2)

@@ -371,6 +371,14 @@ def test_a_cascade_of_trees(early, causal, negated, x64):
         query, np.asarray(keys), np.asarray(values), scale=DIM**-0.5, mask=seen, bias=bias
     )
     want = oracle.forward(problem)
+    cts = [rng.standard_normal(x.shape) * LIVE.reshape(5, *[1] * (x.ndim - 1)) for x in found[:2]]
+
+    def loss(query):
+        rows = run(cache, query, jnp.asarray(start))[0]
+        return sum((jnp.where(ct != 0, x, 0) * ct).sum() for x, ct in zip(rows, cts))
+
+    gradient = np.asarray(jax.grad(loss)(jnp.asarray(query)))
+    np.testing.assert_allclose(gradient, oracle.vjp(problem, *cts)["q"], rtol=0, atol=1e-12)
     for x, y, atol in zip(found, (want.out, want.lse, want.max), (1e-13, 1e-13, 1e-6)):
         np.testing.assert_allclose(np.asarray(x)[LIVE], y[LIVE], rtol=0, atol=atol)
 

@@ -43,7 +43,7 @@ MUTANTS = [
         [
             ("jax.lax.stop_gradient(origin).astype(self.dtype) - known", "jax.lax.stop_gradient(origin - known).astype(self.dtype)"),
             ("jnp.where(seen, x, 0) for x in (known, carry.max_so_far)", "x for x in (known, carry.max_so_far)"),
-            ("return self.along(fn, ft.partial(self.total, self.known))[1]", "return self.along(fn, ft.partial(self.total, self.known))[1] * self.share(self.known)"),
+            ("return self.along(fn, self.total)[1]", "return self.along(fn, self.total)[1] * self.share(self.known)"),
             ("self.attend(self.unweighed, *more, Known(known), return_carry=True)", "self.attend(self.unweighed, *more, return_carry=True)"),
             ("return self.value[..., :0] if self.weighs else self.value", "return self.value"),
             ("known.shape != self.rows or", ""),
