@@ -1,6 +1,9 @@
 """`python -m eqattn gpu-run`, rehearsed where there is no GPU, and what its figures become."""
 
+import concurrent.futures
+import io
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,24 @@ from eqattn._tools.process import End, results
 
 
 DOCS = Path(__file__).parents[2] / "docs"
+
+
+class Slow(io.StringIO):
+    """A stream that lets other threads go on after each write, as any stream may."""
+
+    def write(self, text):
+        count = super().write(text)
+        time.sleep(1e-3)
+        return count
+
+
+def test_threads_say_whole_lines(monkeypatch):
+    stream = Slow()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: child.say(done=n), range(64)))
+    lines = stream.getvalue().splitlines()
+    assert sorted(json.loads(line)["done"] for line in lines) == list(range(64))
 
 
 def test_a_step_is_measured(capsys):

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -67,8 +68,13 @@ class Job:
             say(end=name)
 
 
+_saying = threading.Lock()  # `print` writes the text and the end of the line one after the other.
+
+
 def say(**item: Any) -> None:
-    print(json.dumps(item), flush=True)
+    """Prints an item as a line of its own, from any thread."""
+    with _saying:
+        print(json.dumps(item), flush=True)
 
 
 def device() -> dict[str, str]:
