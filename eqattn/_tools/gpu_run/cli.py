@@ -21,7 +21,8 @@ from .cases import CASES, CEILING, choose, CONFORMANCE, PEERS, small
 PATIENCE = 150.0
 """Seconds that a process may be silent: more than the slowest compilation takes."""
 
-_VERSIONS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "torch", "tokamax")
+_VERSIONS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-nvjitlink")
+_VERSIONS += ("torch", "tokamax")  # With nvidia-nvjitlink, XLA assembles kernels by it.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
