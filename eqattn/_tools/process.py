@@ -12,7 +12,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a process ended: its status, and the last line of its standard error."""
+    """How a process ended: its status, and the last line of its standard error. After a signal, it
+    is the last line that names an error of CUDA or a failed check, if there is one.
+    """
 
     status: int
     message: str
@@ -60,8 +62,14 @@ def results(
                 yield json.loads(line)
         status = child.wait()
         errors.seek(0)
-        last = (errors.read().strip().splitlines() or ["no message"])[-1]
-    yield End(status, last)
+        said = errors.read().strip().splitlines() or ["no message"]
+    yield End(status, _telling(said) if status < 0 else said[-1])
+
+
+def _telling(lines: Sequence[str]) -> str:
+    """What XLA said before a signal ended the process: frames of its stack may follow."""
+    found = [x for x in lines if "CUDA_ERROR" in x or "Check failed" in x]
+    return (found or lines)[-1]
 
 
 def _next(lines: Iterator[str], child: subprocess.Popen, patience: float | None) -> str | None:
