@@ -65,6 +65,30 @@ MUTANTS = [
         ],
     ),
     (
+        "_tools/gpu_run/cli.py",
+        "tools/test_gpu_run.py -k 'one_case or few_failures'",
+        [
+            ("self.checks.get(name) or f", "f"),
+            ("k.startswith(BY_XLA) == by_xla", "True"),
+            ("for line in found.failures[:_SHOWN]:", "for line in found.failures:"),
+            ('{**environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}', "environment"),
+        ],
+    ),
+    (
+        "_tools/gpu_run/child.py",
+        "tools/test_gpu_run.py -k 'one_case or whole_lines'",
+        [
+            ("with _saying:", "if True:"),
+            ("dict(found[job.part :: job.parts])", "dict(found)"),
+            ("check_alive(e)\n\n\ndef ceiling", "pass\n\n\ndef ceiling"),
+        ],
+    ),
+    (
+        "_tools/process.py",
+        "tools/test_gpu_run.py -k one_case",
+        [("_telling(said) if status < 0 else said[-1]", "said[-1]"),],
+    ),
+    (
         "_tools/gpu_run/cases.py",
         "tools/test_gpu_run.py -k pairs",
         [

@@ -3,6 +3,7 @@
 import concurrent.futures
 import io
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -67,14 +68,15 @@ def test_rehearsed(tmp_path, capsys):
     call, step = "soft cap, 16k", "decode, int8"
     assert set(found) == {
         *((cases.Case("ceiling").name, x) for x in ("product TFLOP/s", "copy TB/s")),
-        ("conformance", "cases in the bound"),
+        *(("conformance", x) for x in ("cases in the bound", "XLA cases in the bound")),
         *((call, x) for x in (cases.FORWARD, cases.BACKWARD, "forward ms", "backward ms")),
         *((call, x) for x in cases.TEMPORARY.values()),
         *((call, x) for x in ("error", cases.BLOCK)),
         *((step, x) for x in (cases.STREAM, "step ms", "forward temp MiB", "error")),
     }
-    assert found["conformance", "cases in the bound"].verdict == "pass"
-    assert found["conformance", "cases in the bound"].values == {"eqattn": 1.0}
+    for figure in ("cases in the bound", "XLA cases in the bound"):
+        assert found["conformance", figure].verdict == "pass"
+        assert found["conformance", figure].values == {"eqattn": 1.0}
     forward, error = found[call, cases.FORWARD], found[call, "error"]
     assert {"eqattn", "XLA"} <= set(forward.values) and forward.values["eqattn"] > 0
     assert all(low <= high for low, high in forward.quartiles.values())
@@ -124,12 +126,79 @@ def test_what_ends_a_process_is_left_out():
     assert found.end(End(-9, "killed"), busy)
     assert found.skip == {"x", "y"} and "ended the process" in found.checks["y"]
     found.take(dict(done="conformance"), set())
-    assert found.rows[-1].values == {"eqattn": 1.0} and found.rows[-1].verdict == "miss"
+    assert found.tasks == ["a", "b"]
+    found.judge()
+    assert found.rows[0].values == {"eqattn": 1.0} and found.rows[0].verdict == "miss"
     busy = {"a", "a: cuDNN"}
     assert found.end(End(-9, "killed"), busy) and "a: cuDNN" in found.skip and "a" not in found.skip
     assert found.end(End(1, "no memory"), {"a"}) and "a" in found.skip
     assert not found.end(End(1, "no device"), set())
     assert not found.end(End(0, ""), set())
+
+
+MATRIX = """
+import os, sys
+assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+def check(case):
+    if case["name"] == "kernel 3":
+        raise RuntimeError("x" * 500 + " CUDA_ERROR_MISALIGNED_ADDRESS " + "y" * 500)
+    if case["name"] == "kernel 4":
+        print("Check failed: CUDA_ERROR_ILLEGAL_ADDRESS\\n@ a frame", file=sys.stderr)
+        sys.stderr.flush()
+        os.abort()
+    assert case["name"] != "target 4", "too large"
+"""
+CASES = """
+def of_the_gpu(strength):
+    return [{"name": f"kernel {i}"} for i in range(7)]
+
+def covering(strength):
+    targets = [("tpu", 1), ("blockwise", 1), ("ragged", 1)]
+    return [{"name": f"target {i // 3 * 2 + i % 3 - 1}", "target": targets[i % 3]} for i in range(27)]
+
+def name_of(case):
+    return case["name"]
+"""
+
+
+def test_a_fault_is_the_failure_of_one_case(tmp_path, monkeypatch, capsys):
+    """Of several processes with shares of the cases, another one goes on in place of one that ends."""
+    (tmp_path / "conformance").mkdir()
+    (tmp_path / "conformance" / "cases.py").write_text(CASES)
+    (tmp_path / "conformance" / "test_conformance.py").write_text(MATRIX)
+    code = "from eqattn._tools.gpu_run import child; child.device = lambda: dict(device='NVIDIA'); "
+    monkeypatch.setattr(cli, "_CHILD", ("-c", code + "child.main()"))
+    monkeypatch.setattr(cli.os, "cpu_count", lambda: 2)
+    begun = []
+    monkeypatch.setattr(cli, "results", lambda *x: begun.append(x[1]) or results(*x))
+    fields: Any = dict(cases=[], peers=[], rounds=1, rehearsed=False, until=time.time() + 600)
+    found = cli.Run([], fields | dict(tests=str(tmp_path)))
+    cli.conform(found, dict(os.environ))
+    assert sorted((x["part"], x["parts"]) for x in begun) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    kernels = {f"kernel {i}" for i in range(7)}
+    assert set(found.checks) == kernels | {f"XLA: target {i}" for i in (0, 4, 8, 12, 16)}
+    wrong = {name: said for name, said in found.checks.items() if said}
+    assert set(wrong) == {"kernel 3", "kernel 4", "XLA: target 4"} and found.failed == []
+    assert "xx ... CUDA_ERROR_MISALIGNED_ADDRESS ... yy" in wrong["kernel 3"]
+    assert wrong["kernel 4"].endswith("(status -6: Check failed: CUDA_ERROR_ILLEGAL_ADDRESS)")
+    ours, xla = found.rows
+    assert (ours.values, str(ours.target)) == ({"eqattn": 5.0}, ">= 7")
+    assert (xla.values, str(xla.target)) == ({"eqattn": 4.0}, ">= 5")
+    cli.report(found)
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [f"failed: {x}" for x in found.failures]
+    assert len(found.failures) == 3 and "too large" not in said.out
+
+
+def test_few_failures_are_printed(capsys):
+    found = cli.Run([], {}, checks={f"case {i}": "wrong" for i in range(30)})
+    found.judge()
+    cli.report(found)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 21 and lines[0] == "failed: case 0: wrong"
+    assert lines[-1] == "failed: 10 more"
+    assert "case 29: wrong" in found.rows[0].note
 
 
 def test_a_silent_process_is_killed():

@@ -91,6 +91,9 @@ class Case:
 CONFORMANCE, CEILING = "conformance", "ceiling"
 """The names of what is done in addition to the cases."""
 
+BY_XLA = "XLA: "
+"""What names of conformance cases begin with that XLA code computes, in place of kernels."""
+
 FORWARD, BACKWARD = "forward TFLOP/s", "backward TFLOP/s"
 TEMPORARY = {FORWARD: "forward temp MiB", BACKWARD: "gradients temp MiB"}
 BLOCK, STREAM = "time a block / plain", "TB/s"

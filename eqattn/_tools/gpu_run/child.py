@@ -1,7 +1,8 @@
 """`python -m eqattn._tools.gpu_run.child` runs on the device, and prints what it found, as JSON.
 
 Before each piece of work it prints a name, as a kernel that was never run before may crash the
-whole process. Then the parent begins another process without that piece.
+whole process. Then the parent begins another process without that piece. Conformance runs in
+several processes at once, each with a share of the cases.
 """
 
 import concurrent.futures
@@ -9,6 +10,8 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import os
+import re
 import sys
 import threading
 import time
@@ -21,10 +24,23 @@ import numpy as np
 
 from ..bench.timing import ratios, rounds_of
 from . import calls
-from .cases import BACKWARD, BLOCK, Case, CEILING, CONFORMANCE, FORWARD, PEERS, STREAM, TEMPORARY
+from .cases import (
+    BACKWARD,
+    BLOCK,
+    BY_XLA,
+    Case,
+    CEILING,
+    CONFORMANCE,
+    FORWARD,
+    PEERS,
+    STREAM,
+    TEMPORARY,
+)
 
 
 _THREADS = 8  # that trace and compile: the compiler runs beside Python, which traces one at a time
+_EVERY = 4  # One of so many cases of the pairwise array is judged as XLA code.
+_END = 160  # The characters that are kept of each end of a long message.
 _WRONG = 3e-2  # Of the relative error of an array: above any rounding to 8 bits of mantissa.
 
 
@@ -40,6 +56,7 @@ class Job:
     - `rehearsed`: whether all is small, on a CPU.
     - `until`: the time at which no further piece is begun.
     - `tests`: the folder of the conformance matrix.
+    - `part`, `parts`: the share of its cases: every one of so many, from this one on.
     """
 
     tasks: list[str]
@@ -50,6 +67,8 @@ class Job:
     rehearsed: bool
     until: float
     tests: str
+    part: int = 0
+    parts: int = 1
 
     @property
     def late(self) -> bool:
@@ -58,8 +77,9 @@ class Job:
     @contextlib.contextmanager
     def piece(self, name: str) -> Iterator[bool]:
         """Announces a piece of work. **Returns:** whether it is to be done."""
-        wanted = name not in self.skip and not self.late
-        if self.late:
+        left, late = name not in self.skip, self.late
+        wanted = left and not late
+        if left and late:
             say(late=name)
         if wanted:
             say(begin=name)
@@ -83,41 +103,64 @@ def device() -> dict[str, str]:
     return dict(platform=found.platform, device=found.device_kind, backend=jax.default_backend())
 
 
-def check_alive() -> None:
-    """Ends the process if the device no longer answers: a fault of one kernel spoils them all."""
+def check_alive(error: Exception | None = None) -> None:
+    """Ends the process if the device no longer answers, or an error says that it failed. A fault of
+    one kernel spoils all that comes after it.
+    """
     try:
-        jax.block_until_ready(jnp.ones(8) + 1)
+        if "CUDA_ERROR" not in str(error):
+            jax.block_until_ready(jnp.ones(8) + 1)
+            return
     except Exception as e:
-        print(f"the device no longer answers: {e}".splitlines()[0], file=sys.stderr)
-        sys.exit(1)
+        error = e
+    assert error is not None
+    print(f"the device no longer answers: {short(error)}", file=sys.stderr, flush=True)
+    os._exit(1)  # What would run at the exit may hang, and says more in place of this line.
 
 
 def short(e: Exception) -> str:
-    return f"{type(e).__name__}: {e}".splitlines()[0][:160]
+    """An error in one line: the beginning and the end of a long one, and CUDA's names of errors
+    between them.
+    """
+    text = " ".join(f"{type(e).__name__}: {e}".split())
+    if len(text) <= 2 * _END:
+        return text
+    ends = text[:_END], text[-_END:]
+    codes = dict.fromkeys(re.findall(r"CUDA_ERROR_\w+", text))
+    between = [code for code in codes if not any(code in x for x in ends)]
+    return " ... ".join([ends[0], *between, ends[1]])
+
+
+def judged(job: Job, cases: Any) -> dict[str, Any]:
+    """The process's share of the conformance cases, by name: those of kernels, and then some of the
+    pairwise array as XLA code.
+    """
+    kernels = cases.of_the_gpu(2)
+    targets = ("blockwise", 1), ("ragged", 1)
+    others = [case for case in cases.covering(2) if case["target"] in targets][::_EVERY]
+    most = 1 if job.rehearsed else None
+    found = [(cases.name_of(case), case) for case in kernels[:most]]
+    found += [(f"{BY_XLA}{cases.name_of(case)}", case) for case in others[:most]]
+    return dict(found[job.part :: job.parts])
 
 
 def conformance(job: Job) -> None:
-    """Judges cases of the conformance matrix by its error bound, on the device."""
+    """Judges cases of the conformance matrix by its error bound, on the device. They run one after
+    the other, so a fault has one culprit.
+    """
     sys.path.insert(0, job.tests)
     cases = importlib.import_module("conformance.cases")
     matrix = importlib.import_module("conformance.test_conformance")
-    chosen = cases.of_the_gpu(2)
-    chosen = chosen[:1] if job.rehearsed else chosen
-
-    def one(case):
-        name = cases.name_of(case)
+    for name, case in judged(job, cases).items():
         with job.piece(name) as wanted:
             if not wanted:
-                return
+                continue
             try:
                 matrix.check(case)
                 say(check=name)
             except Exception as e:
                 say(check=name, failed=short(e))
-                check_alive()
-
-    with concurrent.futures.ThreadPoolExecutor(1 if job.rehearsed else _THREADS) as pool:
-        list(pool.map(one, chosen))
+                check_alive(e)
 
 
 def ceiling(job: Job) -> None:
