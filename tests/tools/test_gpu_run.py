@@ -180,6 +180,7 @@ def test_a_fault_is_the_failure_of_one_case(tmp_path, monkeypatch, capsys):
     assert set(found.checks) == kernels | {f"XLA: target {i}" for i in (0, 4, 8, 12, 16)}
     wrong = {name: said for name, said in found.checks.items() if said}
     assert set(wrong) == {"kernel 3", "kernel 4", "XLA: target 4"} and found.failed == []
+    assert wrong["kernel 3"].startswith("RuntimeError: xx")  # its own message, not the process's
     assert "xx ... CUDA_ERROR_MISALIGNED_ADDRESS ... yy" in wrong["kernel 3"]
     assert wrong["kernel 4"].endswith("(status -6: Check failed: CUDA_ERROR_ILLEGAL_ADDRESS)")
     ours, xla = found.rows
