@@ -47,18 +47,18 @@ def paged(x, size, order):
     return content, jnp.asarray(order.reshape(len(x), -1), jnp.int32)
 
 
-def kept_as(x, stored, in_pages, shares=1):
-    """`[b, s, k, d]` as a cache keeps it, in fewer bits or in pages of 16 tokens that lie in some
+def kept_as(x, stored, in_pages, shares=1, page=16):
+    """`[b, s, k, d]` as a cache keeps it, in fewer bits or in pages of some tokens that lie in some
     order, and the numbers that it then holds.
     """
     if stored is None and not in_pages:
         return x, x
     kept, order = (
         jnp.asarray(x),
-        np.random.RandomState(1).permutation(x.shape[0] * x.shape[1] // 16),
+        np.random.RandomState(1).permutation(x.shape[0] * x.shape[1] // page),
     )
     if in_pages:
-        kept, table = paged(x, 16, order)
+        kept, table = paged(x, page, order)
     if stored is not None:
         kept = Quantized.quantize(kept, stored, shares)
     kept = Pages(kept, table) if in_pages else kept

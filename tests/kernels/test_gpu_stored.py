@@ -13,8 +13,9 @@ from _gpu_lowered import kernels, text_of
 from _tpu_rows import arrays, call, kept_as, LENGTHS, paged, seen
 from conformance import bound, oracle
 
-from eqattn import attention, AttentionMetadata, Ragged
+from eqattn import attention, AttentionMetadata, Ragged, Segments
 from eqattn.cache import AbstractStored, Joined, Pages, Quantized
+from eqattn.kernels.gpu import _mosaic
 
 
 newest = pytest.mark.skipif(
@@ -22,10 +23,10 @@ newest = pytest.mark.skipif(
 )
 
 
-def quantised(t, heads, kv_heads, dim, width, keys, stored, in_pages):
+def quantised(t, heads, kv_heads, dim, width, keys, stored, in_pages, page=32):
     """A query, keys and values of 8 bits, and the numbers that these hold, in float64."""
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(t, heads, kv_heads, dim, width, keys))
-    (k, _), (v, _) = (kept_as(x, stored, in_pages) for x in (k, v))
+    (k, _), (v, _) = (kept_as(x, stored, in_pages, page=page) for x in (k, v))
     return (q, k, v), [np.float64(q), *(exactly(x) for x in (k, v))]
 
 
@@ -80,7 +81,9 @@ def judge(args, plain, **kw):
 
 EIGHT: dict[str, Any] = {
     "int8": dict(t=1, heads=4, kv_heads=2, dim=32, width=64, stored=jnp.int8),
-    "pages": dict(t=1, heads=4, kv_heads=2, dim=64, width=32, stored=jnp.int8, in_pages=True),
+    "pages": dict(
+        t=1, heads=4, kv_heads=2, dim=64, width=32, keys=64, stored=jnp.int8, in_pages=True
+    ),
     "float8": dict(t=3, heads=3, kv_heads=1, dim=32, width=32, stored=jnp.float8_e4m3fn),
 }
 LATENTS: dict[str, Any] = {
@@ -135,6 +138,48 @@ def test_the_kernel_is_found():
     text = text_of(lowered, *args)
     (line,) = (x for x in text.splitlines() if "@mosaic_gpu_v2" in x)
     assert line.count("4x128x32xbf16") == 1
+
+
+@newest
+def test_scales_of_short_pages_are_not_copied():
+    """They would begin in the middle of a line of shared memory."""
+    args, _ = quantised(1, 4, 2, 64, 64, 128, jnp.int8, True, page=16)
+    with pytest.raises(ValueError, match="8 bits are multiples of 32 tokens, not 16"):
+        kernels(lowered, *args)
+
+
+@newest
+@pytest.mark.parametrize("keys", [16, 48])
+@pytest.mark.parametrize("stored", [None, jnp.int8])
+def test_copies_begin_at_lines(keys, stored, monkeypatch):
+    """An H200 found an address of 64 bytes misaligned, where the second vector of 16 numbers began.
+    The interpreter does not know that. So each copy is looked at while it is traced.
+    """
+    seen = []
+
+    def begins(ref):
+        """How many bytes lie before the copy, for each index that may be any number."""
+        shape, size = ref.ref.shape, jnp.dtype(ref.ref.dtype).itemsize
+        for indexer in (x for x in ref.transforms if hasattr(x, "indices")):
+            for axis, i in enumerate(indexer.indices):
+                start = getattr(i, "start", i)
+                step = int(np.prod(shape[axis + 1 :])) * size
+                yield start * step if isinstance(start, int) else step
+            shape = indexer.get_indexer_shape()
+
+    def copy_in(from_, into, arrived, copy=_mosaic.copy_in):
+        if hasattr(into, "transforms"):
+            seen.extend(begins(into))
+        return copy(from_, into, arrived)
+
+    monkeypatch.setattr(_mosaic, "copy_in", copy_in)
+    if stored is None:
+        q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(1, 4, 2, 64, 64, keys))
+    else:
+        q, k, v = quantised(1, 4, 2, 64, 64, keys, stored, False)[0]
+    ids = (jnp.zeros((len(q), n), jnp.int32) for n in (1, keys))
+    assert kernels(ft.partial(lowered, mask=Segments(*ids), blocksize_k=16), q, k, v) == 1
+    assert seen and not [n for n in seen if n % 128]
 
 
 class Doubled(AbstractStored):

@@ -137,7 +137,10 @@ def judged(job: Job, cases: Any) -> dict[str, Any]:
     """
     kernels = cases.of_the_gpu(2)
     targets = ("blockwise", 1), ("ragged", 1)
-    others = [case for case in cases.covering(2) if case["target"] in targets][::_EVERY]
+    others = [case for case in cases.covering(2) if case["target"] in targets]
+    # Of Hessian-vector products of narrow numbers there is no bound, as docs/pages/numerics.md says.
+    known = lambda case: case["transform"] != "hvp" or case["dtype"] in ("float32", "float64")
+    others = list(filter(known, others))[::_EVERY]
     most = 1 if job.rehearsed else None
     found = [(cases.name_of(case), case) for case in kernels[:most]]
     found += [(f"{BY_XLA}{cases.name_of(case)}", case) for case in others[:most]]

@@ -131,7 +131,7 @@ class Plan(SumPlan):
     def body(self, *refs: Any) -> None:
         """What a program does with its references."""
         scratch = len(self.scratch())
-        mosaic.specialise(Program(self, refs[:-scratch], refs[-scratch:]), 240, 24)
+        Program(self, refs[:-scratch], refs[-scratch:]).compute()
 
 
 class Program:
@@ -172,25 +172,44 @@ class Program:
         block = at if self.listed is None else self.listed[at]
         return block, part * jnp.int32(self.plan.tile)
 
-    def copy(self) -> None:
-        """What the third warpgroup does: it copies the tiles of all steps."""
-        plan = self.plan
+    def send(self, n: int, step: Any) -> None:
+        """Begins to copy the tile of a matrix of the other side at a step, and what goes with it.
 
-        def send(step, _):
-            block, start = self.where(step)
-            for n, i in enumerate(plan.streamed):
-                slot, stages = self.slot(n, step), plan.stages[n]
-                free, arrived = self.free[n].at[slot], self.arrived[n].at[slot]
-                mosaic.when(step >= stages)(ft.partial(mosaic.barrier_wait, free))
-                matrix, tile = plan.matrices[i], self.tiles[n].at[slot]
-                matrix.copy_in(self.matrices[i], self.places, block, start, tile, arrived)
-                for j, vector in self.vectors.items() if n == 0 else ():
-                    place = self.places.place(plan.operands[j].axes, block)
-                    part = self.given[j].at[place, mosaic.ds(start, plan.tile)]
-                    mosaic.copy_in(part, vector.at[slot], arrived)
-            return ()
+        **Arguments:**
 
-        lax.fori_loop(jnp.int32(0), self.live, send, ())
+        - `n`: which of the matrices.
+        """
+        plan, (block, start), slot = self.plan, self.where(step), self.slot(n, step)
+        i, arrived, tile = plan.streamed[n], self.arrived[n].at[slot], self.tiles[n].at[slot]
+        plan.matrices[i].copy_in(self.matrices[i], self.places, block, start, tile, arrived)
+        for j, vector in self.vectors.items() if n == 0 else ():
+            place = self.places.place(plan.operands[j].axes, block)
+            part = self.given[j].at[place, mosaic.ds(start, plan.tile)]
+            mosaic.copy_in(part, vector.at[slot], arrived)
+
+    def begin(self) -> None:
+        """Begins to copy the tiles of the first steps."""
+        for n, stages in enumerate(self.plan.stages):
+
+            def send(step, _, n=n):
+                self.send(n, step)
+                return ()
+
+            first = jnp.minimum(self.live, jnp.int32(stages))
+            first = jnp.where(self.warpgroup == 1, first, jnp.int32(0))
+            lax.fori_loop(jnp.int32(0), first, send, ())
+
+    def refill(self, n: int, step: Any) -> None:
+        """Begins to copy the next tile of a matrix into the slot of a step, as soon as both
+        warpgroups have read it. The second warpgroup does so.
+        """
+        following = step + jnp.int32(self.plan.stages[n])
+
+        def go_on():
+            mosaic.barrier_wait(self.free[n].at[self.slot(n, step)])
+            self.send(n, following)
+
+        mosaic.when((self.warpgroup == 1) & (following < self.live))(go_on)
 
     def compute(self) -> None:
         """What each of the other two warpgroups does, for its part of the block."""
@@ -199,6 +218,7 @@ class Program:
             tile, here = self.own[i].at[self.warpgroup], here.at[self.warpgroup]
             matrix = plan.matrices[i]
             matrix.copy_in(self.matrices[i], self.places, None, self.start, tile, here)
+        self.begin()
         near = {i: self.read(i) for i, x in plan.operands.items() if not (x.staged or x.moves)}
         zeros = lambda n: lax.full((mosaic.WARPGROUP, n), 0.0, jnp.float32)
         sums = tuple(mosaic.held(zeros(plan.widths[o]), "pairs") for o in plan.wanted)
@@ -283,32 +303,40 @@ class Program:
         waited: set[int] = set()
         first = program.cleaned_first - set(plan.own) if cleans else set()
 
-        def product(eqn):
-            factors = program.factors(eqn)
-            mine, i = factors if plan.side is ROWS else factors[::-1]
+        def factors(eqn):
+            """The own matrix and the tile of a product, once the tile has arrived."""
+            both = program.factors(eqn)
+            mine, i = both if plan.side is ROWS else both[::-1]
             self.wait(i, step, waited)
             if i in first:
                 mosaic.clean_together(tile(i), self.warpgroup, self.both)
                 first.discard(i)
             warpgroup = mosaic.anew(self.warpgroup, plan.interpreted)
-            found = mosaic.pairs_of(self.own[mine].at[warpgroup], tile(i))
+            return self.own[mine].at[warpgroup], tile(i)
+
+        def done(eqn):
+            """Lets go of the tile of a product, or cleans it, if it was the last of its products."""
+            i = program.factors(eqn)[plan.side is ROWS]
             inner[i] -= 1
             if not inner[i] and i not in summed and i != plan.streamed[0]:
                 self.release(i, step)
             if not inner[i] and i in summed and cleans and i in program.cleaned:
                 # What is masked must not meet a probability of 0, as `_sweep/nonfinite.py` says.
                 mosaic.clean_together(tile(i), self.warpgroup, self.both)
-            return found
 
-        products = {eqn.outvars[0]: product(eqn) for eqn in dots}
+        found: list[Any] = []
+        for some in [[eqn] for eqn in dots] if cleans else [dots]:
+            found += mosaic.pairs_of(*map(factors, some))
+            for eqn in some:
+                done(eqn)
+        products = {eqn.outvars[0]: x for eqn, x in zip(dots, found)}
         pairs = self.pairs(program, near, step, gradients, products)
-        new = []
-        for gradient, acc, x in zip(gradients, sums, pairs):
+        for gradient in gradients:
             self.wait(gradient.matrix, step, waited)
-            new.append(mosaic.weighted(acc, x, tile(gradient.matrix), plan.interpreted))
-            if gradient.matrix != plan.streamed[0]:
-                self.release(gradient.matrix, step)
-        self.release(plan.streamed[0], step)
+        tiles = [tile(gradient.matrix) for gradient in gradients]
+        new = mosaic.weighted(sums, list(zip(pairs, tiles)), plan.interpreted)
+        for i in sorted(summed | {plan.streamed[0]}, key=plan.streamed.index, reverse=True):
+            self.release(i, step)
         return tuple(new)
 
     def pairs(
@@ -357,3 +385,4 @@ class Program:
         if self.plan.interpreted:  # it does not know that the barrier suffices after reads
             mosaic.commit_smem()
         mosaic.barrier_arrive(self.free[n].at[self.slot(n, step)])
+        self.refill(n, step)

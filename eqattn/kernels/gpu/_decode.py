@@ -75,7 +75,8 @@ class Plan(VisitPlan):
         is a list where there may be several. Wider tiles exist for numbers of 8 bits only.
         """
         s, stored = self.sizes, self.stored
-        vectors = [mosaic.SMEM((s.stages, s.tile_k), self.operands[i].dtype) for i in self.staged]
+        of = ft.partial(mosaic.vectors, s.stages, s.tile_k)
+        vectors = [of(self.operands[i].dtype) for i in self.staged]
         deep = s.tile_k if s.shared else 0  # products sum over these keys, as over values
         kept = s.stages, s.tile_rows
         tiles = lambda sizes, deep: [mosaic.matrices((*kept, n), stored, deep) for n in sizes]
@@ -84,7 +85,7 @@ class Plan(VisitPlan):
             tiles(s.dims, deep * (not s.eight)),
             tiles([x.size for x in self.values], s.tile_k * (not s.eight)),
             vectors,
-            [mosaic.SMEM((s.stages, s.tile_k), jnp.float32) for _ in self.scaled],
+            [of(jnp.float32) for _ in self.scaled],
             [mosaic.matrices((s.tile_rows, n), self.dtype, deep) for n, deep in s.widened],
             [mosaic.SMEM((TILE, s.staged), jnp.float32) for _ in s.widths],
         )
@@ -209,13 +210,14 @@ class Program:
         for i, vector in zip(plan.staged, vectors):
             place = self.places.place(plan.operands[i].axes, column)
             from_ = self.given[i].at[place, mosaic.ds(start, plan.sizes.tile_k)]
-            mosaic.copy_in(from_, vector.at[slot], arrived)
+            mosaic.copy_in(from_, mosaic.vector(vector, slot, plan.sizes.tile_k), arrived)
         rows = iter(scales)
         for tables, group, refs in zip(self.tables, (plan.keys, plan.values), (self.k, self.v)):
             for source, given in zip(group, refs):
                 if source.scaled:
                     at = self.places.place(source.axes, column), start, self.head
-                    source.copy_scales(given, tables, at, next(rows).at[slot], arrived)
+                    row = mosaic.vector(next(rows), slot, plan.sizes.tile_k)
+                    source.copy_scales(given, tables, at, row, arrived)
 
     def send_values(self, step: Any) -> None:
         self.send_tiles(1, step, self.memory[2], self.arrived[2][0].at[self.slot(step)])
@@ -268,7 +270,8 @@ class Program:
         """An operand of the logits at a step, whose keys are in a slot."""
         x, tile_k = self.plan.operands[i], self.plan.sizes.tile_k
         if x.staged:
-            return x.read_staged(self.memory[3][self.plan.staged.index(i)].at[slot])
+            vector = self.memory[3][self.plan.staged.index(i)]
+            return x.read_staged(mosaic.vector(vector, slot, tile_k))
         column, start = (None, None) if step is None else self.where(step)
         return x.read(self.given[i], self.places.place(x.axes, column), self.start, start, tile_k)
 
@@ -279,7 +282,8 @@ class Program:
         (_, k_arrived, v_arrived), (k_free, v_free) = self.arrived, self.free
         sizes = plan.sizes
         shape = TILE, sizes.tile_k
-        of = lambda x: None if x is None else mosaic.load(x.at[slot], "other")
+        row = lambda x: mosaic.vector(x, slot, sizes.tile_k)
+        of = lambda x: None if x is None else mosaic.load(row(x), "other")
         mosaic.barrier_wait(k_arrived.at[slot])
         k_scales, v_scales = ([of(x) for x in xs] for xs in self.by_part(scales))
         keys, values = ([x.at[slot] for x in tiles] for tiles in (k_tiles, v_tiles))
@@ -287,12 +291,10 @@ class Program:
             inside = mosaic.ds(0, sizes.tile_k)
             keys, values = ([x.at[inside] for x in tiles] for tiles in self.wide_tiles())
             mosaic.barrier_wait(self.wide[0][0])
-        products = []
-        for q_tile, k_tile, scale in zip(q_tiles, keys, k_scales):
-            product = mosaic.pairs_of(q_tile, k_tile)
+        products = mosaic.pairs_of(*zip(q_tiles, keys))
+        for i, scale in enumerate(k_scales):
             if scale is not None:
-                product = product * lax.broadcast_in_dim(scale, shape, [1])
-            products.append(product)
+                products[i] = products[i] * lax.broadcast_in_dim(scale, shape, [1])
         s = ft.reduce(jnp.add, products)
         read = lambda i: near[i] if i in near else self.read(i, step, slot)
         s, *weights = program(s, read, {"r": TILE, "k": sizes.tile_k}, False)
@@ -316,7 +318,7 @@ class Program:
             mosaic.barrier_wait(arrived)
         (value, *_), (first, n) = values or keys, (sum(sizes.widths[:worker]), sizes.widths[worker])
         value = value if n == sizes.width else value.at[:, mosaic.ds(first, n)]
-        acc = mosaic.weighted(acc, weighted, value, plan.interpreted)
+        (acc,) = mosaic.weighted([acc], [(weighted, value)], plan.interpreted)
         for free in v_free or [k_free]:
             mosaic.barrier_arrive(free.at[slot])
         return acc, den, now

@@ -6,6 +6,7 @@ what its interpreter cannot do, is here and nowhere else.
 
 import functools as ft
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -59,6 +60,19 @@ def matrices(shape: tuple[int, ...], dtype: Any, summed: int = 0) -> Any:
     return SMEM(shape, dtype, transforms=tiles)
 
 
+def vectors(count: int, length: int, dtype: Any) -> Any:
+    """Shared memory for vectors that copies fill. Each begins at a multiple of 128 bytes, as a copy
+    must, so it may be longer than `length`. The interpreter does not know that.
+    """
+    least = 128 // jnp.dtype(dtype).itemsize
+    return SMEM((count, -(-length // least) * least), dtype)
+
+
+def vector(memory: Any, i: Any, length: int) -> Any:
+    """One of `vectors`."""
+    return memory.at[i, ds(0, length)]
+
+
 def load(ref: Any, which: str) -> Any:
     """Reads an array into the registers of a warpgroup. The array has a number for each of the
     `"pairs"` of a block, or only for the program's `"own"` side, or for the `"other"`.
@@ -76,35 +90,85 @@ def iota(shape: tuple[int, int], axis: int) -> Any:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_BLOCK)
 
 
-def pairs_of(own: Any, other: Any, meanwhile: Any = lambda: None) -> Any:
-    """`own other^T` of two matrices in shared memory; `meanwhile()` runs while it is computed."""
+def pairs_of(*factors: tuple[Any, Any]) -> list[Any]:
+    """The products `own other^T` of pairs of matrices in shared memory. All are begun before the
+    first is waited for.
+    """
 
-    def product(acc):
-        plgpu.wgmma(acc, own, other.transpose((1, 0)))
-        meanwhile()
-        return acc[...]
+    def products(*sums):
+        for total, (own, other) in zip(sums, factors):
+            plgpu.wgmma(total, own, other.transpose((1, 0)))
+        return [total[...] for total in sums]
 
-    shape = (WARPGROUP, other.shape[0])
-    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    shapes = [(WARPGROUP, other.shape[0]) for _, other in factors]
+    return pl.run_scoped(products, *(plgpu.WGMMAAccumulatorRef(x, jnp.float32) for x in shapes))
 
 
-def weighted(acc: Any, p: Any, v: Any, interpreted: bool, meanwhile: Any = lambda: None) -> Any:
-    """`acc + p v`, where `p` is in registers and `v` in shared memory.
+def weighted(
+    sums: Sequence[Any],
+    factors: Sequence[tuple[Any, Any]],
+    interpreted: bool,
+    following: tuple[Any, Any] | None = None,
+    meanwhile: Any = lambda: None,
+) -> list[Any]:
+    """Adds `p v` to each sum, where `p` is in registers and `v` in shared memory. `meanwhile()`
+    runs while they are computed.
 
     The interpreter lacks products whose left side is in registers, and products that continue an
-    accumulator. There it is an ordinary product.
+    accumulator. There they are ordinary products.
+
+    **Arguments:**
+
+    - `following`: two more matrices in shared memory. Their product, as by `pairs_of`, is the last
+        result.
     """
     if interpreted:
-        new = acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
+        product = ft.partial(jnp.dot, preferred_element_type=jnp.float32)
+        found = [x + product(p, v[...]) for x, (p, v) in zip(sums, factors)]
+        found += [] if following is None else pairs_of(following)
         meanwhile()
         commit_smem()  # threads read it, not the tensor cores
-        return new
+        return found
 
-    def product(ref):
-        plgpu.wgmma(ref, p, v)
+    def products(refs):
+        for ref, (p, v) in zip(refs, factors):
+            plgpu.wgmma(ref, p, v)
+        if following is not None:
+            own, other = following
+            plgpu.wgmma(refs[-1], own, other.transpose((1, 0)))
         meanwhile()
 
-    return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))
+    started = list(sums)
+    if following is not None:
+        shape = WARPGROUP, following[1].shape[0]
+        started.append(held(lax.full(shape, 0.0, jnp.float32), "pairs"))
+    return pl.run_state(products)([plgpu.WGMMAAccumulatorRef.init(x) for x in started])
+
+
+def overlapped(
+    acc: Any, p: Any, v: Any, own: Any, other: Any, use: Any, interpreted: bool
+) -> tuple[Any, Any]:
+    """`acc + p v`, and what `use` makes of the product `own other^T`. It is computed while the
+    tensor cores compute the sum.
+
+    **Arguments:**
+
+    - `p`: in registers. The other matrices are in shared memory.
+    """
+    if interpreted:
+        (product,) = pairs_of((own, other))
+        (acc,) = weighted([acc], [(p, v)], interpreted)
+        return acc, use(product)
+
+    def products(total, pairs):
+        total[...] = acc
+        plgpu.wgmma(pairs, own, other.transpose((1, 0)))
+        plgpu.wgmma(total, p, v)
+        found = use(plgpu.wgmma_accumulator_load(pairs, wait_n=1))
+        return total[...], found
+
+    shapes = acc.shape, (WARPGROUP, other.shape[0])
+    return pl.run_scoped(products, *(plgpu.WGMMAAccumulatorRef(x, jnp.float32) for x in shapes))
 
 
 def store(x: Any, to: Any) -> None:
@@ -172,6 +236,18 @@ def parts_of(tile: Any) -> list[Any]:
     return [tile.at[:, ds(i * n, n)] for i in range(tile.shape[1] // n)]
 
 
+def squares_of(tile: Any) -> list[Any]:
+    """Cuts a tile of shared memory into squares."""
+    n, (rows, columns) = WARPGROUP, tile.shape
+    starts = [(i, j) for i in range(0, rows, n) for j in range(0, columns, n)]
+    return [tile.at[ds(i, n), ds(j, n)] for i, j in starts]
+
+
+def clear(part: Any, dtype: Any) -> None:
+    """Writes zeros to a part of a tile."""
+    part[...] = held(lax.full(part.shape, 0.0, dtype), "pairs")
+
+
 def piecewise(of: Any, columns: int) -> list[Any]:
     """Computes results `[rows, columns]` piece by piece, with some columns at a time. The compiler
     keeps the order in which operations are written. If each were applied to a whole tile, all
@@ -210,7 +286,7 @@ def kernel(
     name: str,
     scratch: tuple,
     interpreted: bool,
-    warpgroups: int = 3,
+    warpgroups: int = 2,
 ) -> Any:
     """A kernel of warpgroups, `body(*inputs, *outputs, *scratch)`, on a grid of programs."""
 
@@ -289,26 +365,6 @@ def native(interpreted: bool) -> Native:
 
 
 _interpreting = threading.Lock()
-
-
-def specialise(program: Any, computing: int, copying: int) -> None:
-    """Has two warpgroups compute, and the third one copy what they read.
-
-    **Arguments:**
-
-    - `program`: an object with the index `warpgroup`, and the methods `compute` and `copy`.
-    - `computing`, `copying`: how many registers a thread has that computes, or that copies.
-    """
-
-    @when(program.warpgroup < 2)
-    def _():
-        set_max_registers(computing, action="increase")
-        program.compute()
-
-    @when(program.warpgroup == 2)
-    def _():
-        set_max_registers(copying, action="decrease")
-        program.copy()
 
 
 def share_out(workers: int, compute: Any, copy: Any) -> None:
