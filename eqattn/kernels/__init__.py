@@ -41,14 +41,15 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
         from .tpu import TPULowering
 
         return TPULowering(asked)
-    if asked == "auto":  # they have not been measured on a GPU yet
-        return None
     if asked == "cudnn":
         from .gpu._cudnn import CuDNNLowering
 
         return CuDNNLowering(asked)
-    from .gpu import GPULowering, is_hopper
+    from .gpu import capability, GPULowering, is_hopper
 
+    if asked == "auto":  # Others have not been measured on the devices that they are for.
+        measured = backend != "triton" and capability().startswith("9.")
+        return GPULowering(asked) if measured else None
     if backend == "triton" or not (asked == "interpret" or is_hopper()):
         from .gpu.triton import TritonLowering
 

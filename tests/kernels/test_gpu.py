@@ -33,6 +33,7 @@ from eqattn import (
     SlidingWindow,
     T5Bias,
 )
+from eqattn.kernels import gpu
 from eqattn.kernels.gpu import GPULowering
 
 
@@ -121,11 +122,22 @@ def test_static_fields_choose(platform, backend):
 
 
 @pytest.mark.parametrize("backend", ["gpu", "cuda", "rocm"])
-def test_only_who_asks_has_the_kernel(backend):
-    """Until it has been measured."""
-    automatic = Blockwise(metadata(platform="auto", backend=backend))
-    assert kernels(ft.partial(call, strategy=automatic), *arrays()) == 0
+@pytest.mark.parametrize("chip", ["", "8.0", "9.0", "10.0"])
+def test_kernels_by_default_are_those_measured(backend, chip, monkeypatch):
+    """On Hopper, and there for what the kernels can do. All else runs in loops with their blocks."""
+    monkeypatch.setattr(gpu, "capability", lambda: chip)
+    automatic = Blockwise(metadata(platform="auto", backend=backend, runtime_dtype=None))
+    run = ft.partial(call, strategy=automatic)
+    measured = chip == "9.0" and backend != "rocm"
+    newest = jax.__version_info__ >= (0, 12)
+    assert kernels(run, *arrays()) == (measured and newest)
+    assert kernels(run, *arrays(jnp.float32)) == 0
+    assert kernels(ft.partial(run, score=T5Bias(jnp.ones((8, 4)))), *arrays()) == 0
+    wide = jnp.zeros((1, 8, 1, 264), jnp.bfloat16)
+    assert kernels(run, wide, wide, wide) == 0
     assert automatic.supports(mask=Causal())
+    fixed = Blockwise(metadata(platform="auto", backend=backend), bitwise=True)
+    assert kernels(ft.partial(call, strategy=fixed), *arrays()) == 0
 
 
 def test_other_devices_have_none():
@@ -262,11 +274,16 @@ def interpreted(*args, **kw):
     return jax.jit(ft.partial(call, strategy=strategy, **kw))(*args).astype(jnp.float32)
 
 
+# The first has a warpgroup for copies. Of the other, a computing warpgroup copies.
+DIMS = pytest.mark.parametrize("dim", [16, 144])
+
+
 @newest
-def test_what_is_not_finite_reaches_the_rows_that_see_it():
+@DIMS
+def test_what_is_not_finite_reaches_the_rows_that_see_it(dim):
     """Of several programs, tiles of keys and heads of a group, and where blocks are padded."""
     t, s = 140, 200
-    q, k, v = (jax.random.normal(jax.random.key(i), (1, n, h, 16), jnp.bfloat16)
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, n, h, dim), jnp.bfloat16)
                for i, n, h in ((0, t, 4), (1, s, 2), (2, s, 2)))  # fmt: skip
     v = v.at[0, 60, 1, 3].set(jnp.nan).at[0, 130, 0, 1].set(jnp.inf)
     k, v = k.at[0, 150:].set(jnp.nan), v.at[0, 150:].set(jnp.nan)
@@ -274,13 +291,14 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it():
     got = interpreted(q, k, v, mask=mask & KeyPadding(150))
     want, bad = exact(q, k, v, visible & (np.arange(s) < 150))
     assert bad.any() and not bad.all()
-    np.testing.assert_array_equal(np.isnan(got), np.repeat(bad[..., None], 16, -1))
+    np.testing.assert_array_equal(np.isnan(got), np.repeat(bad[..., None], dim, -1))
     assert np.abs(np.where(bad[..., None], 0, got - want)).max() < 2e-2
 
 
 @newest
+@DIMS
 @pytest.mark.parametrize("value", [1.0, np.nan])
-def test_warpgroups_do_not_race(value, monkeypatch):
+def test_warpgroups_do_not_race(value, dim, monkeypatch):
     """For tiles in shared memory, also where keys come a second time."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -290,7 +308,7 @@ def test_warpgroups_do_not_race(value, monkeypatch):
     params = ft.partial(mosaic.InterpretGPUParams, detect_races=True)
     monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
     q, k, v = (
-        jax.random.normal(jax.random.key(i), (1, 500, 1, 16), jnp.bfloat16) for i in range(3)
+        jax.random.normal(jax.random.key(i), (1, 500, 1, dim), jnp.bfloat16) for i in range(3)
     )
     mask = Causal() & Segments(jnp.arange(500, dtype=jnp.int32) // 200)
     got = interpreted(q, k, v.at[0, 300].set(value), mask=mask)

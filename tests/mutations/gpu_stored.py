@@ -3,16 +3,40 @@ GPU. Those of kernels need jax 0.12, as their tests do.
 """
 # fmt: off
 
-EIGHT = "kernels/test_gpu_stored.py -k 'eight_bits and not many'"
+EIGHT = "kernels/test_gpu_stored.py -k 'eight_bits and not many or begin_at_lines'"
 LATENTS = "kernels/test_gpu_stored.py -k 'test_latents'"
 REFUSED = "kernels/test_gpu_stored.py -k no_kernel_for"
 
 MUTANTS = [
     (
+        "kernels/gpu/_mosaic.py",
+        "kernels/test_gpu_stored.py -k begin_at_lines",
+        [("least = 128 // jnp.dtype(dtype).itemsize", "least = 1")],
+    ),
+    (
+        "kernels/gpu/_stored.py",
+        "kernels/test_gpu_stored.py -k short_pages",
+        [("if scaled and of_pages > 1 and (sizes.keys // of_pages) % (2 * STEP):", "if False:")],
+    ),
+    (
+        "kernels/__init__.py",
+        "kernels/test_gpu.py -k kernels_by_default",
+        [('measured = backend != "triton" and capability().startswith("9.")', "measured = True")],
+    ),
+    (
+        "kernels/gpu/_forward.py",
+        "kernels/test_gpu.py -k 'not_finite or (race and not gradients)'",
+        [
+            ("self.refill(1, step - 1)", "self.refill(1, step)"),
+            ("mosaic.barrier_wait(self.free[which].at[slot])", "pass"),
+        ],
+    ),
+    (
         "kernels/gpu/_decode.py",
         EIGHT,
         [
-            ("product = product * lax.broadcast_in_dim(scale, shape, [1])", "pass"),
+            ("products[i] = products[i] * lax.broadcast_in_dim(scale, shape, [1])", "pass"),
+            ("row = lambda x: mosaic.vector(x, slot, sizes.tile_k)", "row = lambda x: mosaic.vector(x, 0, sizes.tile_k)"),
             ("weights = [x * scale for x in weights] or [scale]", "pass"),
         ],
     ),

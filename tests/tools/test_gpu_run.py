@@ -155,7 +155,9 @@ def of_the_gpu(strength):
 
 def covering(strength):
     targets = [("tpu", 1), ("blockwise", 1), ("ragged", 1)]
-    return [{"name": f"target {i // 3 * 2 + i % 3 - 1}", "target": targets[i % 3]} for i in range(27)]
+    more = {"transform": "jit", "dtype": "float16"}
+    name = lambda i: f"target {i // 3 * 2 + i % 3 - 1}"
+    return [{"name": name(i), "target": targets[i % 3], **more} for i in range(27)]
 
 def name_of(case):
     return case["name"]

@@ -69,6 +69,15 @@ def cached(case: Case, x: Any) -> Any:
     return Quantized.quantize(x, jnp.dtype(case.cache)) if case.cache else x
 
 
+def plain(x: Any) -> jax.Array:
+    """What a cache holds, in tokens in order. Numbers of 8 bits times their scales are float32, as
+    kernels do not round them either.
+    """
+    if isinstance(x, Quantized):
+        x = Quantized(x.values, x.scales, jnp.float32)
+    return x if isinstance(x, jax.Array) else x.materialise()
+
+
 def _eqattn(case: Case, platform: str) -> Call:
     metadata = AttentionMetadata(
         platform=platform,

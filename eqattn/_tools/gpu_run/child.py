@@ -138,7 +138,7 @@ def judged(job: Job, cases: Any) -> dict[str, Any]:
     kernels = cases.of_the_gpu(2)
     targets = ("blockwise", 1), ("ragged", 1)
     others = [case for case in cases.covering(2) if case["target"] in targets]
-    # Of Hessian-vector products of narrow numbers there is no bound, as docs/pages/numerics.md says.
+    # Hessian-vector products of narrow numbers have no bound, as docs/pages/numerics.md says.
     known = lambda case: case["transform"] != "hvp" or case["dtype"] in ("float32", "float64")
     others = list(filter(known, others))[::_EVERY]
     most = 1 if job.rehearsed else None
@@ -200,7 +200,7 @@ class Measurement:
         q, k, v, *more = args
         self.args = (q, calls.cached(case, k), calls.cached(case, v), *more)
         self.bytes = sum(x.nbytes for x in jax.tree.leaves(self.args[1:3]))
-        plain = [getattr(x, "materialise", lambda x=x: x)() for x in self.args[1:3]]
+        plain = [calls.plain(x) for x in self.args[1:3]]
         self.exact = [] if case.dropout else calls.exact(case, (q, *plain, *more))
         self.names = [FORWARD] if case.keys else [FORWARD, BACKWARD]
         self.runs: dict[str, Passes] = {name: {} for name in self.names}

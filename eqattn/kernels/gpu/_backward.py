@@ -315,7 +315,7 @@ class Program:
             return self.own[mine].at[warpgroup], tile(i)
 
         def done(eqn):
-            """Lets go of the tile of a product, or cleans it, if it was the last of its products."""
+            """Lets go of a tile after the last of its products, or cleans it."""
             i = program.factors(eqn)[plan.side is ROWS]
             inner[i] -= 1
             if not inner[i] and i not in summed and i != plan.streamed[0]:

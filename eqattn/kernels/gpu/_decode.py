@@ -291,7 +291,8 @@ class Program:
             inside = mosaic.ds(0, sizes.tile_k)
             keys, values = ([x.at[inside] for x in tiles] for tiles in self.wide_tiles())
             mosaic.barrier_wait(self.wide[0][0])
-        products = mosaic.pairs_of(*zip(q_tiles, keys))
+        # One after the other, as registers have no room for two beside long latents.
+        products = [mosaic.pairs_of(x)[0] for x in zip(q_tiles, keys)]
         for i, scale in enumerate(k_scales):
             if scale is not None:
                 products[i] = products[i] * lax.broadcast_in_dim(scale, shape, [1])

@@ -35,7 +35,8 @@ def visit_fold(
         for (dtype, wide, _), place in zip(ends, plan.results)
     ]
     count = places * (plan.sizes.padded_rows // TILE)
-    run = mosaic.kernel(plan.body, out, count, "eqattn_fold", plan.scratch(), interpreted)
+    given = plan.body, out, count, "eqattn_fold", plan.scratch(), interpreted
+    run = mosaic.kernel(*given, warpgroups=2 + plan.sizes.copied_apart)
     return [
         _blocks(x, arrays, shape, wide, turned) if place is None else place.blocks(x)
         for x, place, (_, wide, turned) in zip(run(*inputs), plan.results, ends)

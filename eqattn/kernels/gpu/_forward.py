@@ -1,12 +1,15 @@
 """The softmax fold of the live pairs of a grid as one kernel for Hopper.
 
 A program has 128 rows of one block, and two warpgroups with 64 rows each. They take turns: while
-the tensor cores multiply for one, the other computes its exponentials. The second one, which comes
-later, also copies tiles of keys and values into shared memory, as many ahead as fit.
+the tensor cores multiply for one, the other computes its exponentials. Tiles of keys and values are
+copied into shared memory, as many ahead as fit. A third warpgroup does so for vectors of up to 128
+numbers, and otherwise the second one, which comes later than the first.
 
-A third warpgroup for the copies would need `setmaxnreg`, by which warpgroups share out registers.
-An assembler that makes a part of a larger program ignores it, as libnvJitLink does, which XLA takes
-where it finds it. Two warpgroups have 255 registers a thread without it.
+With a third warpgroup, registers are shared out by `setmaxnreg`. An assembler that makes a part of
+a larger program ignores that. XLA takes such a one, libnvJitLink, where it finds it. Each thread
+then has 168 registers. That is enough for shorter vectors. A causal forward of 128 numbers spills
+216 bytes, and was still faster on an H200 than with two warpgroups: 559 and 529 TFLOP/s. For 256
+numbers it was less than half as fast: 241 and 546.
 
 Inside, logits and maxima are in units of `log 2`, so that `exp` of a logit is a power of two.
 """
@@ -22,14 +25,11 @@ from jax import lax
 from ..._sweep.grid import COL, FULL, PARTIAL, ROW
 from .._program import LOG2E
 from . import _mosaic as mosaic
-from ._online import across, softmax_step
+from ._online import online_step
 from ._operands import divided, Places, ROWS, TILE
 from ._operations import Value
 from ._pair_program import PairProgram, scale_beside
 from ._plans import FoldPlan
-
-
-TURN = False  # Whether warpgroups take turns.
 
 
 class Plan(FoldPlan):
@@ -71,13 +71,13 @@ class Plan(FoldPlan):
             mosaic.Barrier(num_arrivals=self.value.copies(s.tile_k), num_barriers=s.stages),
         )
         free = (mosaic.Barrier(num_arrivals=2, num_barriers=s.stages),) * 2
-        turn = mosaic.Barrier(num_barriers=2)
-        return memory, arrived, free, turn, mosaic.Barrier(num_arrivals=2)
+        return memory, arrived, free, *(mosaic.Barrier(num_arrivals=2),) * 2
 
     def body(self, *refs: Any) -> None:
         """What a program does with its references."""
         scratch = len(self.scratch())
-        Program(self, refs[:-scratch], refs[-scratch:]).compute()
+        program = Program(self, refs[:-scratch], refs[-scratch:])
+        (mosaic.specialise if self.sizes.copied_apart else Program.compute)(program)
 
 
 class Program:
@@ -137,47 +137,52 @@ class Program:
         tile, arrived = self.memory[2].at[slot], self.arrived[2].at[slot]
         self.plan.value.copy_in(self.v, self.places, *where, tile, arrived)
 
+    def copy(self) -> None:
+        """What a third warpgroup does: it copies the tiles of all steps."""
+
+        def send(step, _):
+            again, slot, where = step >= self.plan.sizes.stages, self.slot(step), self.where(step)
+            for free, send in zip(self.free, (self.send_keys, self.send_values)):
+                mosaic.when(again)(ft.partial(mosaic.barrier_wait, free.at[slot]))
+                send(slot, where)
+            return ()
+
+        lax.fori_loop(jnp.int32(0), self.live, send, ())
+
     def begin(self) -> None:
-        """Begins to copy the tiles of the first steps. The last slot for values is left out, which
-        has zeros first, for the product before the first one.
-        """
-        plan, stages = self.plan, self.plan.sizes.stages
-        if stages > 1:
-            last = self.memory[2].at[stages - 1]
-            for i, part in enumerate(mosaic.squares_of(last)):
-                mosaic.when(self.warpgroup == i % 2)(ft.partial(mosaic.clear, part, plan.dtype))
-            mosaic.commit_smem()
-        mine = self.warpgroup == 1
+        """Begins to copy the tiles of the first steps, if there is no third warpgroup."""
+        if self.plan.sizes.copied_apart:
+            return
 
         def send(step, _):
             slot, where = self.slot(step), self.where(step)
             self.send_keys(slot, where)
+            self.send_values(slot, where)
             return ()
 
-        def send_v(step, _):
-            self.send_values(self.slot(step), self.where(step))
-            return ()
-
-        first = jnp.where(mine, jnp.minimum(self.live, jnp.int32(stages)), jnp.int32(0))
+        first = jnp.minimum(self.live, jnp.int32(self.plan.sizes.stages))
+        first = jnp.where(self.warpgroup == 1, first, jnp.int32(0))
         lax.fori_loop(jnp.int32(0), first, send, ())
-        mosaic.barrier_arrive(self.both)
-        mosaic.barrier_wait(self.both)
-        some = jnp.int32(stages - 1) + (self.live > self.plain).astype(jnp.int32)
-        first = jnp.where(mine, jnp.minimum(self.live, some), jnp.int32(0))
-        lax.fori_loop(jnp.int32(0), first, send_v, ())
 
-    def refill(self, step: Any, free: Any, send: Any) -> None:
+    def refill(self, which: int, step: Any) -> None:
         """Begins to copy the next tile into the slot of a step, as soon as both warpgroups have
-        read it. The second warpgroup does so, as the other one has read it before.
+        read it. Without a third warpgroup the second one does so, as the first has read it before.
+
+        **Arguments:**
+
+        - `which`: 0 for keys and 1 for values.
+        - `step`: -1 stands for no step.
         """
-        following = step + jnp.int32(self.plan.sizes.stages)
-        slot = self.slot(following)
+        if self.plan.sizes.copied_apart:
+            return
+        following, slot = step + jnp.int32(self.plan.sizes.stages), self.slot(step)
 
         def go_on():
-            mosaic.barrier_wait(free.at[slot])
-            send(slot, self.where(following))
+            mosaic.barrier_wait(self.free[which].at[slot])
+            (self.send_keys, self.send_values)[which](slot, self.where(following))
 
-        mosaic.when((self.warpgroup == 1) & (following < self.live))(go_on)
+        wanted = (self.warpgroup == 1) & (step >= 0) & (following < self.live)
+        mosaic.when(wanted)(go_on)
 
     def compute(self) -> None:
         """What each of the warpgroups does, for its rows."""
@@ -205,21 +210,19 @@ class Program:
         mosaic.barrier_wait(here)
         if plan.scale is not None:  # it is positive and large enough in most calls
             mosaic.when(other < 1)(ft.partial(self.multiply, q_tile, other))
-        p = mosaic.held(lax.full((mosaic.WARPGROUP, plan.sizes.tile_k), 0.0, plan.dtype), "pairs")
-        if TURN:
-            mosaic.when(self.warpgroup == 1)(lambda: mosaic.barrier_arrive(self.turn.at[0]))
-        state, begin = (p, acc, den, top), jnp.int32(0)
+        mosaic.when(self.live > 0)(lambda: mosaic.barrier_wait(k_arrived.at[0]))
+        mosaic.when(self.warpgroup == 1)(self.next_turn)
+        state, begin = (acc, den, top), jnp.int32(0)
         for c, end in ((FULL, self.full), (PARTIAL, self.plain)):
             if c in plan.programs:
-                step = ft.partial(self.step, plan.programs[c], near)
+                step = ft.partial(self.step, plan.programs[c], near, False)
                 state = lax.fori_loop(begin, end, step, state)
                 begin = end
-        state = lax.fori_loop(jnp.int32(0), jnp.minimum(self.plain, 1), self.last, state)
-        _, *state = state
+        mosaic.when(self.warpgroup == 0)(self.next_turn)
         if plan.cleans:
             # What is not finite is rare, so the loop that looks for it is another one.
-            step = lambda *x: self.again().cleaning_step(plan.programs[PARTIAL], *x)
-            state = lax.fori_loop(begin, self.live, step, tuple(state))
+            step = lambda *x: self.again().step(plan.programs[PARTIAL], {}, True, *x)
+            state = lax.fori_loop(begin, self.live, step, state)
         acc, den, top = state
         self.write((acc, den, top * (1 / LOG2E)))
 
@@ -256,6 +259,10 @@ class Program:
         other.places, other.start = self.rows(program, other.warpgroup)
         return other
 
+    def next_turn(self) -> None:
+        mosaic.barrier_arrive(self.turn)
+        mosaic.barrier_wait(self.turn)
+
     def read_piece(self, held: dict[int, Value], step: Any, slot: Any, first: int, i: int) -> Value:
         """An operand of the logits for a piece of the keys of a step, which are in a slot.
 
@@ -283,17 +290,25 @@ class Program:
         return x.read(self.given[i], place, self.start, start, mosaic.PIECE)
 
     def logits(
-        self, program: PairProgram, s: Any, near: dict, step: Any, slot: Any
+        self, program: PairProgram, near: dict, step: Any, slot: Any, cleans: bool
     ) -> list[Any]:
         """Evaluates a block function on the tile of keys in a slot, and frees the slot. The logits
         are still to be multiplied by the `factor`.
-
-        **Arguments:**
-
-        - `s`: the product of the queries and the keys.
         """
         sizes, apart = self.plan.sizes, self.plan.scale is not None
         lengths = {"r": mosaic.WARPGROUP, "k": mosaic.PIECE}
+        # For fewer features, the other loops have registers for the addresses of all parts.
+        warpgroup = self.warpgroup
+        if cleans or sizes.padded_dim > 128:
+            warpgroup = mosaic.anew(warpgroup, self.plan.interpreted)
+        q_tile, k_tile = self.memory[0].at[warpgroup], self.memory[1].at[slot]
+
+        def meanwhile():
+            self.refill(1, step - 1)
+            if not cleans:
+                self.next_turn()
+
+        (s,) = mosaic.pairs_of((q_tile, k_tile), meanwhile=meanwhile)
         read = ft.partial(self.read_piece, dict(near), step, slot)
         start = self.where(step)[1]
 
@@ -311,64 +326,41 @@ class Program:
         mosaic.barrier_arrive(self.free[0].at[slot])
         return found
 
-    def step(self, program: PairProgram, near: dict, step: Any, state: tuple) -> tuple:
-        """Adds a tile of values to the Carry, and the tile of keys that follows."""
-        plan, slot, before = self.plan, self.slot(step), step - 1
-        behind = lax.rem(step + jnp.int32(plan.sizes.stages - 1), jnp.int32(plan.sizes.stages))
-        p, acc, den, top = state
+    def step(
+        self, program: PairProgram, near: dict, cleans: bool, step: Any, state: tuple
+    ) -> tuple:
+        """Adds a tile of keys to the Carry. With `cleans`, its values may not be finite. Then the
+        warpgroups take no turns, as they clean the tile together.
+        """
+        plan, slot = self.plan, self.slot(step)
         _, k_arrived, v_arrived = self.arrived
-        mosaic.barrier_wait(k_arrived.at[slot])
-        mosaic.when(step > 0)(lambda: mosaic.barrier_wait(v_arrived.at[behind]))
-        if TURN:
-            mosaic.barrier_wait(self.turn.at[self.warpgroup])
+        if cleans:  # registers hold no logits yet
+            mosaic.barrier_wait(v_arrived.at[slot])
+            self.clean(self.memory[2].at[slot])
+        s, *weights = self.logits(program, near, step, slot, cleans)
+        if cleans:  # registers hold no factors of values yet
+            acc, den, top = state
+            den = den + self.poison(s)
+            if not plan.interpreted:
+                s, den = mosaic.in_order(s, den)
+            state = acc, den, top
         in_order = None if plan.interpreted else mosaic.in_order
+        acc, den, now, weighted = online_step(state, s, weights, self.factor, plan.dtype, in_order)
+        if not cleans:
+            mosaic.barrier_arrive(self.turn)
+        self.refill(0, step)
+        if not cleans:
+            mosaic.barrier_wait(v_arrived.at[slot])
+            mosaic.barrier_wait(self.turn)
 
-        def use(product):
-            if TURN:
-                mosaic.barrier_arrive(self.turn.at[1 - self.warpgroup])
-            s, *weights = self.logits(program, product, near, step, slot)
-            found = softmax_step((den, top), s, weights, self.factor, jnp.float32, in_order)
-            self.refill(step, self.free[0], self.send_keys)
-            return found
+        def meanwhile():
+            following = step + 1
+            at = k_arrived.at[self.slot(following)]
+            mosaic.when(following < self.live)(lambda: mosaic.barrier_wait(at))
 
-        q, k, v = (self.memory[i].at[x] for i, x in ((0, self.warpgroup), (1, slot), (2, behind)))
-        acc, (scale, den, now, p) = mosaic.overlapped(acc, p, v, q, k, use, plan.interpreted)
-        if not plan.interpreted:
-            acc, p = mosaic.in_order(acc, p)
-        p = p.astype(plan.dtype)
-        mosaic.barrier_arrive(self.free[1].at[behind])
-        self.refill(before, self.free[1], self.send_values)
-        return p, acc * across(scale, acc), den, now
-
-    def last(self, _: Any, state: tuple) -> tuple:
-        """Adds the last tile of values."""
-        p, acc, den, top = state
-        slot = self.slot(self.plain - 1)
-        mosaic.barrier_wait(self.arrived[2].at[slot])
-        (acc,) = mosaic.weighted([acc], [(p, self.memory[2].at[slot])], self.plan.interpreted)
-        return p, acc, den, top
-
-    def cleaning_step(self, program: PairProgram, step: Any, state: tuple) -> tuple:
-        """Adds a tile of keys and values that may not be finite. The warpgroups clean it together."""
-        plan, slot, (acc, den, top) = self.plan, self.slot(step), state
-        _, k_arrived, v_arrived = self.arrived
-        mosaic.barrier_wait(k_arrived.at[slot])
-        mosaic.barrier_wait(v_arrived.at[slot])
-        self.clean(self.memory[2].at[slot])  # registers hold no logits yet
-        warpgroup = mosaic.anew(self.warpgroup, plan.interpreted)
-        (s,) = mosaic.pairs_of((self.memory[0].at[warpgroup], self.memory[1].at[slot]))
-        s, *weights = self.logits(program, s, {}, step, slot)
-        self.refill(step, self.free[0], self.send_keys)
-        den = den + self.poison(s)
-        if not plan.interpreted:
-            s, den = mosaic.in_order(s, den)
-        in_order = None if plan.interpreted else mosaic.in_order
-        found = softmax_step((den, top), s, weights, self.factor, plan.dtype, in_order)
-        scale, den, now, p = found
-        acc = acc * across(scale, acc)
-        (acc,) = mosaic.weighted([acc], [(p, self.memory[2].at[slot])], plan.interpreted)
+        factors = [(weighted, self.memory[2].at[slot])]
+        (acc,) = mosaic.weighted([acc], factors, plan.interpreted, meanwhile)
         mosaic.barrier_arrive(self.free[1].at[slot])
-        self.refill(step, self.free[1], self.send_values)
         return acc, den, now
 
     def poison(self, s: Any) -> Any:

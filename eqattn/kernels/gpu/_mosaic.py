@@ -90,14 +90,15 @@ def iota(shape: tuple[int, int], axis: int) -> Any:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_BLOCK)
 
 
-def pairs_of(*factors: tuple[Any, Any]) -> list[Any]:
+def pairs_of(*factors: tuple[Any, Any], meanwhile: Any = lambda: None) -> list[Any]:
     """The products `own other^T` of pairs of matrices in shared memory. All are begun before the
-    first is waited for.
+    first is waited for, and `meanwhile()` runs while they are computed.
     """
 
     def products(*sums):
         for total, (own, other) in zip(sums, factors):
             plgpu.wgmma(total, own, other.transpose((1, 0)))
+        meanwhile()
         return [total[...] for total in sums]
 
     shapes = [(WARPGROUP, other.shape[0]) for _, other in factors]
@@ -108,7 +109,6 @@ def weighted(
     sums: Sequence[Any],
     factors: Sequence[tuple[Any, Any]],
     interpreted: bool,
-    following: tuple[Any, Any] | None = None,
     meanwhile: Any = lambda: None,
 ) -> list[Any]:
     """Adds `p v` to each sum, where `p` is in registers and `v` in shared memory. `meanwhile()`
@@ -116,16 +116,10 @@ def weighted(
 
     The interpreter lacks products whose left side is in registers, and products that continue an
     accumulator. There they are ordinary products.
-
-    **Arguments:**
-
-    - `following`: two more matrices in shared memory. Their product, as by `pairs_of`, is the last
-        result.
     """
     if interpreted:
         product = ft.partial(jnp.dot, preferred_element_type=jnp.float32)
         found = [x + product(p, v[...]) for x, (p, v) in zip(sums, factors)]
-        found += [] if following is None else pairs_of(following)
         meanwhile()
         commit_smem()  # threads read it, not the tensor cores
         return found
@@ -133,42 +127,9 @@ def weighted(
     def products(refs):
         for ref, (p, v) in zip(refs, factors):
             plgpu.wgmma(ref, p, v)
-        if following is not None:
-            own, other = following
-            plgpu.wgmma(refs[-1], own, other.transpose((1, 0)))
         meanwhile()
 
-    started = list(sums)
-    if following is not None:
-        shape = WARPGROUP, following[1].shape[0]
-        started.append(held(lax.full(shape, 0.0, jnp.float32), "pairs"))
-    return pl.run_state(products)([plgpu.WGMMAAccumulatorRef.init(x) for x in started])
-
-
-def overlapped(
-    acc: Any, p: Any, v: Any, own: Any, other: Any, use: Any, interpreted: bool
-) -> tuple[Any, Any]:
-    """`acc + p v`, and what `use` makes of the product `own other^T`. It is computed while the
-    tensor cores compute the sum.
-
-    **Arguments:**
-
-    - `p`: in registers. The other matrices are in shared memory.
-    """
-    if interpreted:
-        (product,) = pairs_of((own, other))
-        (acc,) = weighted([acc], [(p, v)], interpreted)
-        return acc, use(product)
-
-    def products(total, pairs):
-        total[...] = acc
-        plgpu.wgmma(pairs, own, other.transpose((1, 0)))
-        plgpu.wgmma(total, p, v)
-        found = use(plgpu.wgmma_accumulator_load(pairs, wait_n=1))
-        return total[...], found
-
-    shapes = acc.shape, (WARPGROUP, other.shape[0])
-    return pl.run_scoped(products, *(plgpu.WGMMAAccumulatorRef(x, jnp.float32) for x in shapes))
+    return pl.run_state(products)([plgpu.WGMMAAccumulatorRef.init(x) for x in sums])
 
 
 def store(x: Any, to: Any) -> None:
@@ -234,18 +195,6 @@ def parts_of(tile: Any) -> list[Any]:
     """Cuts a tile of shared memory into parts that registers have room for."""
     n = WARPGROUP
     return [tile.at[:, ds(i * n, n)] for i in range(tile.shape[1] // n)]
-
-
-def squares_of(tile: Any) -> list[Any]:
-    """Cuts a tile of shared memory into squares."""
-    n, (rows, columns) = WARPGROUP, tile.shape
-    starts = [(i, j) for i in range(0, rows, n) for j in range(0, columns, n)]
-    return [tile.at[ds(i, n), ds(j, n)] for i, j in starts]
-
-
-def clear(part: Any, dtype: Any) -> None:
-    """Writes zeros to a part of a tile."""
-    part[...] = held(lax.full(part.shape, 0.0, dtype), "pairs")
 
 
 def piecewise(of: Any, columns: int) -> list[Any]:
@@ -365,6 +314,25 @@ def native(interpreted: bool) -> Native:
 
 
 _interpreting = threading.Lock()
+
+
+def specialise(program: Any) -> None:
+    """Has two warpgroups compute. A third one copies what they read, and gives registers to them.
+
+    **Arguments:**
+
+    - `program`: an object with the index `warpgroup`, and the methods `compute` and `copy`.
+    """
+
+    @when(program.warpgroup < 2)
+    def _():
+        set_max_registers(240, action="increase")
+        program.compute()
+
+    @when(program.warpgroup == 2)
+    def _():
+        set_max_registers(24, action="decrease")
+        program.copy()
 
 
 def share_out(workers: int, compute: Any, copy: Any) -> None:

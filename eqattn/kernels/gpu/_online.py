@@ -24,7 +24,7 @@ def powers_of_two(x: Any, factor: Any, origin: Any) -> Any:
     return jnp.exp2(x - (origin if x.ndim == 1 else across(origin, x)))
 
 
-def softmax_step(
+def online_step(
     state: tuple,
     s: Any,
     weights: Sequence[Any],
@@ -33,11 +33,11 @@ def softmax_step(
     in_order: Callable[..., tuple] | None = None,
     powers: Callable[[Any, Any, Any], Any] = powers_of_two,
 ) -> tuple[Any, Any, Any, Any]:
-    """Updates the denominator and the maximum of a Carry by a tile of logits.
+    """Updates a Carry by a tile of logits, except for the product with the values of the tile.
 
     **Arguments:**
 
-    - `state`: denominator and maximum of each row. The maximum is in units of `log 2`.
+    - `state`: numerator, denominator and maximum of each row. The maximum is in units of `log 2`.
     - `s`: the logits `[rows, keys]`.
     - `weights`: the factor on the probabilities in the numerator, if there is one.
     - `factor`: the positive number by which logits are multiplied to be in units of `log 2`. In an
@@ -47,10 +47,10 @@ def softmax_step(
         what follows.
     - `powers`: `powers_of_two`, or a faster function of the device.
 
-    **Returns:** the factor of each row's numerator so far, the denominator relative to the new
-    maximum, that maximum, and the factors `[rows, keys]` of the values.
+    **Returns:** numerator and denominator relative to the new maximum, that maximum, and the
+    factors `[rows, keys]` of the values.
     """
-    den, top = state
+    acc, den, top = state
     most = s.max(1)
     now = jnp.maximum(top, most * factor)
     origin = jnp.maximum(now, _ORIGIN)
@@ -58,18 +58,5 @@ def softmax_step(
     p = powers(s, factor, origin)
     den = den * scale + p.sum(1)
     weighted = (p * weights[0] if weights else p).astype(dtype)
-    found = scale, den, now, weighted
-    return found if in_order is None else in_order(*found)
-
-
-def online_step(state: tuple, s: Any, *args: Any, **more: Any) -> tuple[Any, Any, Any, Any]:
-    """Updates a Carry by a tile of logits, except for the product with the values of the tile.
-
-    **Arguments:** those of `softmax_step`, with the numerator as the first part of the state.
-
-    **Returns:** numerator and denominator relative to the new maximum, that maximum, and the
-    factors `[rows, keys]` of the values.
-    """
-    acc, *rest = state
-    scale, den, now, weighted = softmax_step(tuple(rest), s, *args, **more)
-    return acc * across(scale, acc), den, now, weighted
+    acc = acc * across(scale, acc)
+    return (acc, den, now, weighted) if in_order is None else in_order(acc, den, now, weighted)

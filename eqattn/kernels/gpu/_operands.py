@@ -79,6 +79,13 @@ class Sizes:
         return 4 if max(self.padded_dim, self.padded_width) <= 64 else 2
 
     @property
+    def copied_apart(self) -> bool:
+        """Whether a third warpgroup copies tiles. For longer vectors it would take registers that
+        the others need; see `_forward.py`.
+        """
+        return max(self.padded_dim, self.padded_width) <= 128
+
+    @property
     def padded_rows(self) -> int:
         return rounded_up(self.rows, TILE)
 
