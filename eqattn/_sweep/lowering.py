@@ -35,6 +35,7 @@ class BlockRequest(NamedTuple):
     - `page_size`: the tokens of a page if keys lie in pages, else 0.
     - `itemsize`, `token_nbytes`: the bytes of a number, and of all keys and values of a token on
         one device, as they are stored.
+    - `together`: the number of batch elements times that of key heads.
     """
 
     queries: int
@@ -46,6 +47,7 @@ class BlockRequest(NamedTuple):
     page_size: int = 0
     itemsize: int = 4
     token_nbytes: int = 0
+    together: Any = 1
 
 
 class BlockSizes(NamedTuple):
@@ -308,6 +310,13 @@ class XLALowering(Lowering):
         # steps of blocks of 128 keys, with no more masked blocks on a diagonal. The forward of 2048
         # causal tokens was 4% faster (`cpu-f32-causal-2048-fwd`).
         columns = 256 if group == 1 and keys > 256 else 128
+        if jax.default_backend() in ("gpu", "cuda", "rocm"):
+            # Each step of a loop starts some kernels of a GPU, which takes longer than their work.
+            # For 8192 causal tokens of 16 heads in bfloat16, an H200 took 25.1, 10.1 and 5.6 ms in
+            # blocks of 256, 512 and 1024. Logits of all heads stay within 64 MiB of float32.
+            fits = lambda n: at_most(request.together * n * n, 2**24)
+            if size := next(filter(fits, (1024, 512)), None):
+                queries, columns = max(size // group, 8), size
         return BlockSizes(_even_size(request.queries, queries), _even_size(keys, columns))
 
     def unsupported_dtype(self, dtype: Any) -> str:
