@@ -186,6 +186,12 @@ class Lowering(abc.ABC):
     def unsupported_dtype(self, dtype: Any) -> str:
         """The reason why queries of this dtype cannot be visited; empty if they can."""
 
+    def unsupported_vectors(self, query: Any, value: Any) -> str:
+        """A hook: why queries and values with such vectors cannot be visited; empty if they can. It
+        is not asked where keys and values stay where they are stored.
+        """
+        return ""
+
     @abc.abstractmethod
     def unsupported_primitive(self, jaxpr: Any) -> str:
         """The name of an operation in a block function that this lowering lacks, or empty."""

@@ -277,7 +277,8 @@ class Spec:
         if strategy.metadata.platform is Platform.CUDNN:
             return "cuDNN"
         kernel = strategy.supports(**self.features, platform=Platform.PALLAS)
-        return "Pallas kernel" if kernel.ok else "XLA"
+        tried = getattr(strategy, "may_run_kernels", lambda dtype: True)(self.query.dtype)
+        return "Pallas kernel" if kernel.ok and tried else "XLA"
 
     def cost(self, strategy: AbstractOnDevice) -> list[tuple[str, str]]:
         blocking, table = blocks_of(strategy, self.query, self.key, self.value, self.args.mask)
@@ -370,10 +371,13 @@ class Spec:
         able = strategy.supports(**self.features, platform=Platform.CUDNN)
         lines.append(("cuda cudnn", able.reason or "yes"))
         if "cuda" in strategy.pallas_lowerings:
-            lines.append(("cuda auto", "as xla: the kernel has not been measured on a GPU"))
             from ..kernels.gpu import capability, is_hopper
 
             here = f"capability {capability()}" if capability() else "no NVIDIA GPU"
+            default = "as xla: kernels have been measured on Hopper only"
+            if lowering_for("cuda", "auto") is not None:
+                default = "as pallas where that can, else as xla"
+            lines.append(("cuda auto", f"{default}, for what is here: {here}"))
             runs = "cuda" if is_hopper() else "triton"
             lines.append(("gpu pallas", f"as {runs} pallas, for what is here: {here}"))
         return lines

@@ -45,11 +45,11 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
         from .gpu._cudnn import CuDNNLowering
 
         return CuDNNLowering(asked)
-    from .gpu import capability, GPULowering, is_hopper
+    from .gpu import GPULowering, is_hopper
 
     if asked == "auto":  # Others have not been measured on the devices that they are for.
-        measured = backend != "triton" and capability().startswith("9.")
-        return GPULowering(asked) if measured else None
+        kernels = GPULowering(asked)
+        return kernels if backend != "triton" and kernels.measured else None
     if backend == "triton" or not (asked == "interpret" or is_hopper()):
         from .gpu.triton import TritonLowering
 

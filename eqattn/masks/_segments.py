@@ -38,6 +38,8 @@ class Segments(AbstractMask):
         # segments alone, wherever it holds padding. So the block is empty exactly where the range
         # of its queries' ids does not meet that of its keys' ids.
         dtype = np.promote_types(self.q_ids.dtype, self.kv_ids.dtype)
+        # Kernels for GPUs compare no numbers of 8 bits.
+        dtype = np.promote_types(dtype, f"{dtype.kind}4")
         out_of_reach = np.iinfo(dtype).max, np.iinfo(dtype).min
         operands = []
         for ids, axes in ((self.q_ids, "bt"), (self.kv_ids, "bs")):

@@ -118,8 +118,9 @@ class Call:
         round these, and what is stored is its own values.
         """
         strategy = self.strategy
-        folds = isinstance(strategy, AbstractFoldStrategy) and not strategy.may_run_kernels
-        return folds and not self.stored
+        if not isinstance(strategy, AbstractFoldStrategy) or self.stored:
+            return False
+        return not strategy.may_run_kernels(self.query.dtype)
 
     def expectation(self, fn: AbstractScore) -> tuple[Array, Array]:
         """Computes the logsumexp without sinks, and the expectation of `fn` over the keys."""

@@ -107,10 +107,11 @@ class AbstractFoldStrategy(AttentionImpl):
 
         **Raises:** `ValueError` if the platform asks for kernels that do not support the call.
         """
-        kernels = self._kernels()
-        if kernels is None:
+        if (kernels := self._kernels()) is None:
             return XLA
         reason = kernels.unsupported_dtype(problem.query.dtype)
+        if not self.reads_stored:
+            reason = reason or kernels.unsupported_vectors(problem.query, problem.value)
         from ._in_kernels import counts_up, untried_in  # with what only kernels need
 
         apart = counts_up(self, problem.mask, problem.q_positions, problem.kv_positions)
@@ -139,10 +140,9 @@ class AbstractFoldStrategy(AttentionImpl):
             )
         return lowering_for(device, platform.value) if device in self.pallas_lowerings else None
 
-    @property
-    def may_run_kernels(self) -> bool:
-        """Whether calls run in kernels, if these support the call."""
-        return self._kernels() is not None
+    def may_run_kernels(self, dtype: Any) -> bool:
+        """Whether calls in a dtype run in kernels, if these support all else."""
+        return (kernels := self._kernels()) is not None and not kernels.unsupported_dtype(dtype)
 
     def _without_kernel(self, kernels: Lowering, reason: str) -> str:
         return (

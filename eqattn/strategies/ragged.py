@@ -46,8 +46,8 @@ class Ragged(AbstractOnDevice):
     `kv_positions` are those of the piece; by default the pieces follow each other. A table of pages
     is whole, and so is what varies with keys next to it.
 
-    On a TPU the forward pass is a kernel, and the gradients run as XLA. On an NVIDIA GPU this is so
-    if you ask for it, and if keys and values are no narrower than queries.
+    On a TPU the forward pass is a kernel, and the gradients run as XLA. On an H100 or H200 this
+    is so, too. On other NVIDIA GPUs all runs as XLA.
     """
 
     metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)

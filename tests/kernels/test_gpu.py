@@ -133,8 +133,9 @@ def test_kernels_by_default_are_those_measured(backend, chip, monkeypatch):
     assert kernels(run, *arrays()) == (measured and newest)
     assert kernels(run, *arrays(jnp.float32)) == 0
     assert kernels(ft.partial(run, score=T5Bias(jnp.ones((8, 4)))), *arrays()) == 0
-    wide = jnp.zeros((1, 8, 1, 264), jnp.bfloat16)
-    assert kernels(run, wide, wide, wide) == 0
+    for sizes in ((264, 264), (64, 264), (64, 0)):
+        q, v = (jnp.zeros((1, 8, 1, n), jnp.bfloat16) for n in sizes)
+        assert kernels(run, q, q, v) == kernels(jax.grad(lambda *x: run(*x).sum()), q, q, v) == 0
     assert automatic.supports(mask=Causal())
     fixed = Blockwise(metadata(platform="auto", backend=backend), bitwise=True)
     assert kernels(ft.partial(call, strategy=fixed), *arrays()) == 0

@@ -13,9 +13,9 @@ MUTANTS = [
             ("return mean * self.share(logsumexp)", "return mean"),
             ("else (as_bias(bias), *score)", "else score"),
             ("jnp.ones_like(self.key[..., :1])", "jnp.zeros_like(self.key[..., :1])"),
-            ("return folds and not self.stored", "return folds"),
+            ("if not isinstance(strategy, AbstractFoldStrategy) or self.stored:", "if not isinstance(strategy, AbstractFoldStrategy):"),
             ("self.attend(self.value, Factor(fn),", "self.attend(self.value, fn,"),
-            ("not strategy.may_run_kernels", "True", "without the rounding of kernels both ways give the same"),
+            ("return not strategy.may_run_kernels(self.query.dtype)", "return True", "without the rounding of kernels both ways give the same"),
         ],
     ),
     (

@@ -297,7 +297,8 @@ def test_who_promises_what():
         assert dropped(bitwise="chunks", dropout=True) and not dropped(bitwise=True, dropout=True)
         strict = cls(KERNELS, bitwise=True)
         assert all(strict.supports(bitwise=kind).ok for kind in promised[cls])
-        assert strict.may_run_kernels and not STRICT[cls.__name__].may_run_kernels
+        in_loops = STRICT[cls.__name__]
+        assert strict.may_run_kernels(jnp.float32) and not in_loops.may_run_kernels(jnp.float32)
     other = Blockwise(KERNELS.replace(backend="gpu"), bitwise=True)
     assert "on gpu, kernels of Blockwise have blocks of their own" in other.supports().reason
     with pytest.raises(ValueError, match="platform='interpret'.*AllGather.*'xla' or 'auto'"):

@@ -28,6 +28,9 @@ OLDEST_JAX = (0, 12)
 version.
 """
 
+NEWEST_JAX = (0, 12)
+"""The newest jax with which these kernels run by default: those after it have not been tried."""
+
 
 def capability() -> str:
     """The compute capability of the NVIDIA GPU of this process; empty if it has none."""
@@ -57,6 +60,12 @@ class GPULowering(NvidiaLowering):
         "code"
     )
 
+    @property
+    def measured(self) -> bool:
+        """Whether the kernels have been measured on the GPU of this process and with this jax."""
+        tried = jax.__version_info__[:2] <= NEWEST_JAX and not self.unavailable()
+        return tried and capability().startswith("9.")
+
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """Chooses as many keys as a program multiplies at once. The rows fill whole programs, and
         consist of whole heads and of tokens that are copied at once. Where keys stay in place, a
@@ -64,7 +73,9 @@ class GPULowering(NvidiaLowering):
         """
         if request.in_place:
             page, most = request.page_size, 64 if request.head_dim <= LARGEST_DIM else 32
+            # The copies of scales begin at multiples of 32 tokens.
             together = min(max(most // page, 1), -(-request.keys // page)) if page else 0
+            together = 1 if request.itemsize == 1 and page % 32 else together
             whole = (n for n in range(128, 15, -16) if request.keys % n == 0)
             keys = together * page or next(whole, 128)
             return BlockSizes(FEW_QUERIES, keys)

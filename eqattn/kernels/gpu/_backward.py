@@ -3,9 +3,10 @@ values.
 
 A program has 128 queries or 128 keys of one block, and adds up the gradients of these over the
 other side. So no two programs add to the same number, and results are the same in each run. A
-program has three warpgroups. Two of them have 64 of its queries or keys each, and hold their sums
-in registers. The third one copies tiles of the other side into shared memory before they are
-needed.
+program has two warpgroups. Each has 64 of its queries or keys, and holds their sums in registers.
+The second one also copies tiles of the other side into shared memory before they are needed. A
+third one for copies would need `setmaxnreg`, see `_forward.py`: libnvJitLink halved the speed of
+gradients then.
 
 Gradients of queries take one kernel. Gradients of keys and values take another one, or two where
 the sums of both would not fit into registers.
@@ -33,7 +34,7 @@ STREAMED = 64
 """The least number of queries or keys of the other side that a tile has."""
 
 REGISTERS = 128
-"""How many registers of a thread may hold sums. A thread has 240, and the pairs of a tile take as
+"""How many registers of a thread may hold sums. A thread has 255, and the pairs of a tile take as
 many as the sums.
 """
 
@@ -212,7 +213,7 @@ class Program:
         mosaic.when((self.warpgroup == 1) & (following < self.live))(go_on)
 
     def compute(self) -> None:
-        """What each of the other two warpgroups does, for its part of the block."""
+        """What each of the warpgroups does, for its part of the block."""
         plan = self.plan
         for i, here in zip(plan.own, self.here):
             tile, here = self.own[i].at[self.warpgroup], here.at[self.warpgroup]

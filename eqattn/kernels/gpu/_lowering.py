@@ -13,6 +13,15 @@ LARGEST_DIM = 256
 """The most numbers of a query, key or value. More would not fit into registers."""
 
 
+def _unsupported_sizes(query: int, value: int) -> str:
+    """Why vectors of queries and values have no kernel; empty if they have."""
+    if not value:
+        return "its values have no numbers"
+    if max(query, value) <= LARGEST_DIM:
+        return ""
+    return f"its queries and values have up to {LARGEST_DIM} numbers, not {query} and {value}"
+
+
 class NvidiaLowering(Lowering):
     """Kernels for the fold, and for the gradients of queries, keys and values. With
     `asked="interpret"` they run on any device, very slowly.
@@ -42,6 +51,8 @@ class NvidiaLowering(Lowering):
         """Why no kernel can run a visit of the grid; empty if one can."""
         if reason := self.unavailable():
             return reason
+        if not all(isinstance(n, int) for n in (*layout.grid, *layout.block)):
+            return "it has sizes that jax.export leaves open"
         if partitioned_automatically(ctx):
             return (
                 "the compiler cannot split it over the devices of a mesh; call under jax.set_mesh "
@@ -50,16 +61,14 @@ class NvidiaLowering(Lowering):
             )
         return "" if layout.stage == "backward" else self.unsupported_fold(ctx, layout, visits)
 
+    def unsupported_vectors(self, query: Any, value: Any) -> str:
+        return _unsupported_sizes(query.shape[-1], value.shape[-1])
+
     def unsupported_dims(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
-        """Why queries or values are too long for a kernel; empty if they are not."""
+        """Why queries or values of a visit are too long for a kernel; empty if they are not."""
         read = visits[0][1].in_avals
         query, value = read[0], layout.split(ctx.avals_in)[1][len(read)]
-        if max(query.shape[0], value.shape[-1]) <= LARGEST_DIM:
-            return ""
-        return (
-            f"its queries and values have up to {LARGEST_DIM} numbers, not {query.shape[0]} and "
-            f"{value.shape[-1]}"
-        )
+        return _unsupported_sizes(query.shape[0], value.shape[-1])
 
     def unsupported_operation(self, visits: Sequence[Any]) -> str:
         """Which operation of a mask or score a kernel cannot hold; empty if it can hold all."""

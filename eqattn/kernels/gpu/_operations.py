@@ -34,6 +34,9 @@ _OF_A_PAIR = named(
 )
 """Operations that Mosaic GPU, the compiler of these kernels, lowers in jax 0.12."""
 
+_EIGHT_BITS = (jnp.int8, jnp.uint8)
+"""Integers whose pairs Mosaic GPU does not compute with."""
+
 
 def tanh_of(e: Any, inverse: Callable[[Any], Any] = lambda x: 1 / x) -> Any:
     """The hyperbolic tangent of a number `x`, from `e = exp(2 x)`. Its absolute error is some
@@ -153,6 +156,8 @@ def unsupported_of_users(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
 
 def is_known(eqn: Any, of_a_pair: set = _OF_A_PAIR) -> bool:
     """Whether a kernel can hold an operation."""
+    if of_a_pair is _OF_A_PAIR and any(v.aval.dtype in _EIGHT_BITS for v in eqn.invars):
+        return False
     if eqn.primitive is lax.rem_p and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return False
     known = eqn.primitive in of_a_pair | _KNOWN

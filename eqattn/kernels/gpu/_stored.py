@@ -238,7 +238,7 @@ def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]
     of_pages = len(pieces) if layout.pages else 0
     sizes = sizes_of(layout, parts, value, of_pages, query)
     step = 2 * STEP if scaled else STEP
-    if any(x % step for x in (*sizes.dims, sizes.width)):
+    if any(x % step or not x for x in (*sizes.dims, sizes.width)):
         return (
             f"vectors that it reads where they lie are multiples of {step} numbers, not "
             f"{' and '.join(map(str, sizes.dims))} and {sizes.width}"
@@ -251,7 +251,7 @@ def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]
     if scaled and of_pages > 1 and (sizes.keys // of_pages) % (2 * STEP):
         # The copies of their scales begin at multiples of 128 bytes.
         return (
-            f"pages of numbers of 8 bits are multiples of {2 * STEP} tokens, not "
+            f"its pages of numbers of 8 bits are multiples of {2 * STEP} tokens, not "
             f"{sizes.keys // of_pages}"
         )
     if sizes.tile_k > 2 * sizes.most_keys:

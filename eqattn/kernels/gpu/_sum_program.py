@@ -21,6 +21,7 @@ from jax import lax
 from ..._jax import Literal
 from ..._sweep.grid import COL, GridLayout, ROW
 from ..._sweep.products import dot_p
+from ._lowering import LARGEST_DIM
 from ._operands import COLUMNS, ROWS, Side
 from ._operations import is_identity, is_known, Native, PLAIN
 from ._program import BlockProgram, origin_of
@@ -169,6 +170,8 @@ class SumProgram(BlockProgram):
         """Why a kernel cannot compute some results; empty if it can."""
         if any(self.gradients[i] is None for i in wanted):
             return "a gradient that is not that of queries, keys or values"
+        if (longest := max(map(self.size, self.features))) > LARGEST_DIM:
+            return f"vectors of {longest} numbers"
         eqns, _ = self.needed([self.gradient(i).pairs for i in wanted])
         if not any(eqn.primitive is dot_p for eqn in eqns):
             return "a score that ignores its logit"  # a kernel waits for the matrices of a product
