@@ -14,9 +14,9 @@ MUTANTS = [
         [("least = 128 // jnp.dtype(dtype).itemsize", "least = 1")],
     ),
     (
-        "kernels/gpu/_stored.py",
-        "kernels/test_gpu_stored.py -k short_pages",
-        [("if scaled and of_pages > 1 and (sizes.keys // of_pages) % (2 * STEP):", "if False:")],
+        "kernels/gpu/__init__.py",
+        "kernels/test_gpu_default.py -k joined",
+        [("together = 1 if request.itemsize == 1 and page % 32 else together", "pass")],
     ),
     (
         "kernels/__init__.py",

@@ -248,12 +248,6 @@ def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]
         return f"its vectors have up to {most} numbers, not {sizes.dim} and {sizes.width}"
     if of_pages and (sizes.keys // of_pages) % STEP:
         return f"its pages are multiples of {STEP} tokens, not {sizes.keys // of_pages}"
-    if scaled and of_pages > 1 and (sizes.keys // of_pages) % (2 * STEP):
-        # The copies of their scales begin at multiples of 128 bytes.
-        return (
-            f"its pages of numbers of 8 bits are multiples of {2 * STEP} tokens, not "
-            f"{sizes.keys // of_pages}"
-        )
     if sizes.tile_k > 2 * sizes.most_keys:
         return f"its blocks of pages have up to {2 * sizes.most_keys} tokens, not {sizes.keys}"
     return ""
