@@ -114,9 +114,8 @@ class Plan(SumPlan):
             mosaic.matrices((n, self.tile, self.features[i]), self.dtype)
             for i, n in zip(self.streamed, self.stages)
         ]
-        vectors = [
-            mosaic.SMEM((self.stages[0], self.tile), self.operands[i].dtype) for i in self.staged
-        ]
+        of = ft.partial(mosaic.vectors, self.stages[0], self.tile)
+        vectors = [of(self.operands[i].dtype) for i in self.staged]
         with_it = [self.matrices[i].copies(self.tile) for i in self.streamed]
         with_it[0] += len(vectors)
         arrived = [
@@ -186,7 +185,7 @@ class Program:
         for j, vector in self.vectors.items() if n == 0 else ():
             place = self.places.place(plan.operands[j].axes, block)
             part = self.given[j].at[place, mosaic.ds(start, plan.tile)]
-            mosaic.copy_in(part, vector.at[slot], arrived)
+            mosaic.copy_in(part, mosaic.vector(vector, slot, plan.tile), arrived)
 
     def begin(self) -> None:
         """Begins to copy the tiles of the first steps."""

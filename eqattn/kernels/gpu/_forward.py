@@ -55,7 +55,8 @@ class Plan(FoldPlan):
         both warpgroups meet.
         """
         s = self.sizes
-        vectors = [mosaic.SMEM((s.stages, s.tile_k), self.operands[i].dtype) for i in self.staged]
+        of = ft.partial(mosaic.vectors, s.stages, s.tile_k)
+        vectors = [of(self.operands[i].dtype) for i in self.staged]
         memory = (
             mosaic.matrices((2, mosaic.WARPGROUP, s.padded_dim), self.dtype),
             mosaic.matrices((s.stages, s.tile_k, s.padded_dim), self.dtype),
@@ -130,7 +131,7 @@ class Program:
         for i, vector in zip(plan.staged, vectors):
             at = places.place(plan.operands[i].axes, column)
             from_ = self.given[i].at[at, mosaic.ds(start, plan.sizes.tile_k)]
-            mosaic.copy_in(from_, vector.at[slot], arrived)
+            mosaic.copy_in(from_, mosaic.vector(vector, slot, plan.sizes.tile_k), arrived)
 
     def send_values(self, slot: Any, where: tuple[Any, Any]) -> None:
         """Begins to copy the values of a step."""
@@ -142,9 +143,9 @@ class Program:
 
         def send(step, _):
             again, slot, where = step >= self.plan.sizes.stages, self.slot(step), self.where(step)
-            for free, send in zip(self.free, (self.send_keys, self.send_values)):
+            for free, begin in zip(self.free, (self.send_keys, self.send_values)):
                 mosaic.when(again)(ft.partial(mosaic.barrier_wait, free.at[slot]))
-                send(slot, where)
+                begin(slot, where)
             return ()
 
         lax.fori_loop(jnp.int32(0), self.live, send, ())
