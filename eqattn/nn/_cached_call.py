@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._misc import as_array, as_flag
+from .._misc import as_array, as_flag, positions_in_reach
 from .._pairs import Operand
 from .._problem.run_time import raise_if
 from ..cache import AbstractCache
@@ -141,7 +141,7 @@ def appended(
     else:
         first, reach = cache.length, _reach(cache, key_.shape[1], window, mask, heads)
         if q_positions is not None and q_positions.shape[-1]:
-            first = q_positions.min(-1)
+            first = jnp.asarray(positions_in_reach(q_positions, "q_positions")).min(-1)
         cache = _checked(cache.append(key_, value, counts), first, reach)
     return cache, cache.mask() if mask is None else mask & cache.mask()
 

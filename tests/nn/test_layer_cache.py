@@ -263,10 +263,10 @@ def test_a_ring_buffer_knows_what_a_mask_may_show(mask, fits):
 
 
 @pytest.mark.parametrize("position, held", [(7, True), (5, True), (4, False), (2, False)])
-@pytest.mark.parametrize("append", [False, True])
-def test_older_queries_over_a_ring_buffer(append, position, held):
+@pytest.mark.parametrize("append, dtype", [(False, "int32"), (True, "int32"), (False, "uint8")])
+def test_older_queries_over_a_ring_buffer(append, dtype, position, held):
     """Ten tokens are in a ring of eight. A query that looks back at overwritten ones raises, where
-    it was answered from those that are left (error 0.7).
+    it was answered from those that are left (error 0.7). Positions may have no sign.
     """
     layer = make(rotary=None, qk_norm=None, gating=None, window=(3, 0), dtype=jnp.float32)
     x = normal(5, 10, SIZE)
@@ -278,7 +278,7 @@ def test_older_queries_over_a_ring_buffer(append, position, held):
     cache = RingBufferCache.empty(1, 8, *HELD)
     for i in range(0, 8 if append else 10, 2):
         cache, _ = run(cache, x[i : i + 2])
-    at = jnp.full(2, position)
+    at = jnp.full(2, position, dtype)
     query = jnp.stack([x[position]] * 2)
     old = ft.partial(layer, mask="causal", q_positions=at)
     if append:

@@ -1,5 +1,8 @@
 """Memory by `memory_analysis`: linear in the sequence at every order of differentiation."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -62,3 +65,30 @@ def test_at_the_size_of_the_benchmark(name, mebibytes):
     x = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.float32)
     compiled = jax.jit(ORDERS[name]).lower(x, x, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= mebibytes * 2**20
+
+
+def copied_in_loops(text: str, least: int) -> list[str]:
+    """The copies of arrays with `least` numbers or more that a compiled program makes in a loop."""
+    computations = dict(re.findall(r"^%?([\w.-]+) \([^\n]*{\n(.*?)^}", text, re.M | re.S))
+    left, inside = re.findall(r"body=%?([\w.-]+)", text), set()
+    while left:
+        name = left.pop()
+        if name not in inside:
+            inside.add(name)
+            left += re.findall(r"to_apply=%?([\w.-]+)", computations[name])
+    found = re.findall(
+        r"= \w+\[([\d,]+)\]\S* copy\(", "\n".join(computations[name] for name in inside)
+    )
+    return [shape for shape in found if math.prod(map(int, shape.split(","))) >= least]
+
+
+@pytest.mark.parametrize("keys", [197, 256, 600])
+def test_no_turn_of_a_gradient_copies_what_it_adds_to(keys):
+    """Of 197 keys there are two blocks, the second of which is padded. One loop visits the first,
+    and another the second.
+    """
+    q = jax.ShapeDtypeStruct((2, keys, 4, 64), jnp.float32)
+    loss = lambda *args: jnp.sum(jnp.sin(attention(*args).attention_outputs))
+    program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q).compile().as_text()
+    assert "while(" in program
+    assert copied_in_loops(program, 2 * keys * 4 * 64) == []

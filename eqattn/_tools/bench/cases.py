@@ -158,6 +158,8 @@ CASES = (
     _time("cpu-f32-causal-16-grad", 1.1, reference="jax.nn"),
     _time("cpu-f32-causal-128-fwd", 1.1, reference="jax.nn"),
     _time("cpu-f32-causal-128-grad", 1.1, reference="jax.nn"),
+    _time("cpu-f32-full-197-fwd", 1.1, reference="jax.nn"),  # a ViT's patches and its token
+    _time("cpu-f32-full-197-grad", 1.1, reference="jax.nn"),
     _time("cpu-f32-causal-512-fwd"),
     _time("cpu-f32-full-2048-fwd"),
     _time("cpu-f32-causal-2048-fwd", 1.3, 1.15),
