@@ -108,8 +108,8 @@ class _RowVisit:
     would compute ahead of the loop what depends on nothing else. A product that is not compiled
     together with its sum is then rounded before it is added.
 
-    Loops are opaque, too, where several loops add to a block of one array. XLA would else replace
-    a loop of one turn by that turn, and copy the whole array between two such turns. For 8 images
+    Loops are opaque, too, where several loops add to a block of one array. Otherwise XLA replaces a
+    loop of one turn by that turn, and copies the whole array between two such turns. For 8 images
     of 197 tokens, which are two blocks of keys, the gradient then took 3.4 times as long.
     """
 

@@ -133,6 +133,11 @@ MUTANTS = [
     ),
     (
         "_sweep/loops.py",
+        "sweep/test_memory.py -k copies",
+        [("opaque = layout.uniform or (several and any(map(moves, axes)))", "opaque = layout.uniform")],
+    ),
+    (
+        "_sweep/loops.py",
         SUMS,
         [
             ("[jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]", "[jnp.sum(table > c, -1, dtype=jnp.int32, keepdims=True) for c in classes]"),

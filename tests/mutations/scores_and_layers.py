@@ -134,7 +134,14 @@ MUTANTS = [
             ("return self.mask.visible(b, h, k + q, k, *ids)", "return self.mask.visible(b, h, q, k, *ids)"),
             ("if cache.key.dtype != key_.dtype:", "if False:"),
             ("first = jnp.clip(query - reach, 0, length)", "first = jnp.clip(query - reach, 0, length) + 1"),
-            ("first = q_positions.min(-1)", "pass"),
+            (
+                'first = jnp.asarray(positions_in_reach(q_positions, "q_positions")).min(-1)',
+                "pass",
+            ),
+            (
+                'jnp.asarray(positions_in_reach(q_positions, "q_positions")).min(-1)',
+                "q_positions.min(-1)",
+            ),
             ("there < length - first,", "there < 0,"),
             ("return bisect.bisect_left(range(most), True, key=hides)", "return most"),
             ("return key_, key_ if value is None", "return key_, query if value is None"),
