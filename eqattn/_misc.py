@@ -15,6 +15,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 
@@ -115,6 +116,15 @@ def concrete(value: Any) -> np.ndarray | None:
         if value.is_deleted() or not here:
             return None
     return np.asarray(value)
+
+
+def unfolded(x: Any) -> Any:
+    """An array of which XLA computes nothing while it compiles.
+
+    XLA evaluates what depends on constants alone, and takes long for each number. With a constant
+    mask of 4096 x 4096, it took 100 s to find the classes of blocks.
+    """
+    return x if at_most(x.size, 2**14) else lax.optimization_barrier(x)
 
 
 REACH = 2**30

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import vary, varying_axes
+from .._misc import unfolded
 from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
 from .padded_columns import block_at, PaddedColumns, without_padding
 
@@ -46,7 +47,7 @@ def itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     """
     # One number that has the class and then the column: XLA:CPU sorts one array some five times as
     # fast as one by another.
-    n = jnp.int32(table.shape[-1])
+    table, n = unfolded(table), jnp.int32(table.shape[-1])
     here = lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1)
     order = lax.sort((np.int32(CORNER) - table.astype(jnp.int32)) * n + here) % n
     ends = [jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from .._misc import as_int32, as_size, concrete
+from .._misc import as_int32, as_size, concrete, unfolded
 from .._pairs import Operand
 from ._base import AbstractMask, Dense
 
@@ -190,6 +190,6 @@ def check_distinct(kv_positions: Any) -> None:
 def distinct(rows: Array) -> tuple[Array, Array]:
     """The indices in rising order, and which of them list a key that none before them does."""
     none = np.int32(2**31 - 1)
-    rows = jnp.sort(jnp.where(rows < 0, none, rows))
+    rows = jnp.sort(unfolded(jnp.where(rows < 0, none, rows)))
     again = jnp.pad(rows[..., 1:] == rows[..., :-1], [(0, 0)] * (rows.ndim - 1) + [(1, 0)])
     return rows, (rows != none) & ~again

@@ -137,6 +137,26 @@ MUTANTS = [
         [("opaque = layout.uniform or (several and any(map(moves, axes)))", "opaque = layout.uniform")],
     ),
     (
+        "_misc.py",
+        "problem/test_folded_constants.py",
+        [("return x if at_most(x.size, 2**14) else lax.optimization_barrier(x)", "return x")],
+    ),
+    (
+        "_sweep/loops.py",
+        "problem/test_folded_constants.py",
+        [("table, n = unfolded(table), jnp.int32(table.shape[-1])", "n = jnp.int32(table.shape[-1])")],
+    ),
+    (
+        "masks/_selected.py",
+        "problem/test_folded_constants.py",
+        [("jnp.sort(unfolded(jnp.where(rows < 0, none, rows)))", "jnp.sort(jnp.where(rows < 0, none, rows))")],
+    ),
+    (
+        "masks/_intervals/classify.py",
+        "problem/test_folded_constants.py",
+        [("return unfolded(x).astype(dtype)", "return x.astype(dtype)")],
+    ),
+    (
         "_sweep/loops.py",
         SUMS,
         [

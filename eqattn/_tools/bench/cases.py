@@ -71,6 +71,8 @@ class Case:
     - `kind`: the name of the experiment in `measure`, `decode`, `statistics`, `ring`,
         `balance` or `bits`.
     - `reference`: the library whose time is the unit.
+    - `mask`: `"full"`, `"causal"`, `"window"`, or `"array"` for causal pairs as an array that the
+        program holds.
     - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
     - `cache`: what holds the keys of a decoding step: `""` for a `KVCache`, or `"int8"`.
     - `targets`: the aims, by the name of the figure.
@@ -196,6 +198,14 @@ CASES = (
         backward=True,
         targets={"trace+compile / jax.nn": Target(4.0), "at 4 T / at T": Target(1.2)},
     ),
+    Case(
+        "cpu-compile-array-fwd",
+        "compile",
+        tokens=512,
+        mask="array",
+        targets={"trace+compile / jax.nn": Target(4.0), "at 4 T / at T": Target(1.6)},
+    ),
+    Case("cpu-compile-long-fwd", "compile", tokens=2**17, targets={"at 4 T / at T": Target(2.5)}),
     _decode("cpu-decode-1024-full", 1.0),
     _decode("cpu-decode-8192-full", 10.0),
     _decode("cpu-decode-8192-short", 50.0),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, AttentionMetadata, Blockwise, Causal, SlidingWindow
+from ... import attention, AttentionMetadata, Blockwise, Causal, DenseMask, SlidingWindow
 from .cases import Case, DIM, HEADS
 
 
@@ -50,7 +50,10 @@ def eqattn_call(case: Case, dropout: float = 0.0) -> Callable[..., Any]:
         "full": None,
         "causal": Causal(),
         "window": SlidingWindow(case.window - 1, 0),
+        "array": None,
     }[case.mask]
+    if case.mask == "array":
+        mask = DenseMask(np.tri(case.tokens, dtype=bool))
 
     def call(q, k, v):
         key = jax.random.key(0) if dropout else None
@@ -65,7 +68,8 @@ def _jax_nn_call(case: Case) -> Callable[..., Any]:
 
 def _like_jax_nn(case: Case) -> dict[str, Any]:
     window = (case.window - 1, 0) if case.mask == "window" else None
-    return dict(is_causal=case.mask == "causal", local_window_size=window)
+    mask = np.tri(case.tokens, dtype=bool) if case.mask == "array" else None
+    return dict(is_causal=case.mask == "causal", local_window_size=window, mask=mask)
 
 
 def _tokamax_call(case: Case) -> Callable[..., Any]:
@@ -80,6 +84,8 @@ def _ejkernel_call(case: Case) -> Callable[..., Any]:
         flash_attention,
     )
 
+    if case.mask == "array":
+        raise NotImplementedError("It takes no mask.")
     window = (case.window - 1, 0) if case.mask == "window" else None
     return functools.partial(flash_attention, causal=case.mask == "causal", sliding_window=window)
 

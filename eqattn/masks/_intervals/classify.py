@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import interpret, Literal, only_varies, primitives as P
-from ..._misc import at_most, iota, is_known
+from ..._misc import at_most, iota, is_known, unfolded
 from ..._pairs import canonical, Operand
 from .elementwise import clamp, EXACT, floor_divide, REFLEXIVE, remainder, RULES
 from .interval import carrier, finite, GRID, Interval, kind, source, top, xp_of
@@ -142,7 +142,7 @@ def _scalar_jaxpr(mask, operands):
 def _known(x, dtype, traced: bool):
     """An array of a dtype: NumPy's, but under a trace a JAX array stays one."""
     if traced and not isinstance(x, np.ndarray | np.generic | int | float):
-        return x.astype(dtype)
+        return unfolded(x).astype(dtype)
     return np.asarray(x).astype(dtype)
 
 
