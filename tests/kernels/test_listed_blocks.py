@@ -377,9 +377,9 @@ def turns(monkeypatch):
     """Scalar memory for a list or two. Returns the axes whose elements were visited in turns."""
     found, of = [], _traverse.in_turns
 
-    def seen(visit, layout, args, axes, axis):
+    def seen(visit, layout, args, axes, axis, *more):
         found.append(axis)
-        return of(visit, layout, args, axes, axis)
+        return of(visit, layout, args, axes, axis, *more)
 
     monkeypatch.setattr(_lists, "MOST_PAIRS", 40)
     monkeypatch.setattr(_traverse, "in_turns", seen)

@@ -79,9 +79,21 @@ MUTANTS = [
         "kernels/tpu/__init__.py",
         "kernels/test_tpu.py -k 'raise or select or kernel or general or lower'",
         [
-            ("(pairs := listed(layout, each=True)) > MOST_PAIRS or", "(pairs := listed(layout, each=True)) < 0 or"),
+            ("too_long = not has_turns(layout) and listed(layout) > MOST_PAIRS", "too_long = False"),
             ("if self.required:", "if False:"),
             ("if reason := self._why_not(ctx, layout, visits):", "if reason := 'some reason':"),
+        ],
+    ),
+    (
+        "kernels/tpu/_lists.py",
+        "kernels/test_rows_in_turns.py",
+        [
+            ("return apart[0] if apart else ROW", "return apart[0] if apart else None"),
+            ("of_one = dataclasses.replace(of_one, known=None, parts=(), tokens=())", "of_one = dataclasses.replace(of_one, known=None, parts=())"),
+            ("args = [jnp.full(layout.grid[ROW:], default_class, jnp.int8), *args]", "args = [jnp.full(layout.grid[ROW:], 1, jnp.int8), *args]"),
+            ("return lax.slice_in_dim(y, 0, whole, axis=n)", "return y"),
+            ("return jnp.pad(x, [(0, (count * size - whole) * (i == at)) for i in range(jnp.ndim(x))])", "return x"),
+            ("return not layout.ragged and layout.ring is None", "return layout.ring is None"),
         ],
     ),
 ]

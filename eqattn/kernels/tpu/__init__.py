@@ -12,7 +12,7 @@ from ..._misc import even_block
 from ..._sweep.grid import FEW_ROWS, GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, in_32_bits, Lowering
 from .._program import calls, equations, POINTWISE
-from ._lists import listed, MOST_PAIRS
+from ._lists import has_turns, listed, MOST_PAIRS
 
 
 _UNSUPPORTED = set(
@@ -138,8 +138,9 @@ class TPULowering(Lowering):
                 "says and as divides them, or a ring; or call in jax.shard_map"
             )
         # Rows and columns are numbers of 14 bits on the list, see `_work_list.py`.
-        if (pairs := listed(layout, each=True)) > MOST_PAIRS or max(layout.sides) >= 2**14:
-            return f"its list of {pairs} pairs of blocks is too long; give larger block sizes"
+        too_long = not has_turns(layout) and listed(layout) > MOST_PAIRS
+        if too_long or max(layout.sides) >= 2**14:
+            return f"its list of {listed(layout)} pairs of blocks is too long; give larger blocks"
         if reason := self.unavailable():
             return reason
         names = (self.unsupported_primitive(jaxpr.jaxpr) for _, jaxpr in visits)

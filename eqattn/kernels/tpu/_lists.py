@@ -1,7 +1,8 @@
-"""The lengths of lists of pairs, and visits in turns where the lists are too long together.
+"""The lengths of lists of pairs, and visits in turns where the lists are too long.
 
 All lists of a kernel lie in scalar memory. Where each batch element or head has a list of its own,
-they may be too long together, but not each. Then a kernel visits some of them at a time.
+they may be too long together, but not each. Then a kernel visits some of them at a time. Where one
+list is too long, a kernel visits some rows at a time.
 """
 
 import dataclasses
@@ -25,16 +26,11 @@ on, as `smem_capacity_bytes` in `pltpu.get_tpu_info()` says, and these take half
 """
 
 
-def listed(layout: GridLayout, each: bool = False) -> int:
+def listed(layout: GridLayout) -> int:
     """The most pairs of blocks that the lists of a visit may hold.
 
     A list that is made on the device has room for all pairs, or for as many as may be live. A known
     list holds only live pairs. There is one more pair for each row or column without a live one.
-
-    **Arguments:**
-
-    - `each`: whether to count the pairs of the longest part that is visited at once, where there
-        are turns.
     """
     known, sides = layout.known, layout.sides
     if known is not None and layout.ring is None:
@@ -45,7 +41,14 @@ def listed(layout: GridLayout, each: bool = False) -> int:
     of_pairs = any({ROW, COL} <= {*axes} for axes in layout.in_axes)
     if layout.live_pairs and not of_pairs:
         pairs = min(pairs, layout.live_pairs + max(sides))
-    return pairs if each and _apart(layout) else lists * pairs
+    return lists * pairs
+
+
+def has_turns(layout: GridLayout) -> bool:
+    """Whether a visit can take some rows at a time. The rows of caches are few, and each hop of a
+    ring goes on with the results of the last.
+    """
+    return not layout.ragged and layout.ring is None
 
 
 def _apart(layout: GridLayout) -> list[int]:
@@ -63,8 +66,8 @@ def turning(layout: GridLayout, axes: Sequence[tuple[int, ...]]) -> int | None:
     element.
     """
     apart = _apart(layout)
-    if apart and not at_most(listed(layout), MOST_PAIRS):
-        return apart[0]
+    if not at_most(listed(layout), MOST_PAIRS) and has_turns(layout):
+        return apart[0] if apart else ROW
     sums = [a for a in axes if layout.live_pairs and {ROW, COL} <= {*a}]
     return next((x for x in apart if any(x not in a for a in sums)), None)
 
@@ -75,8 +78,9 @@ def in_turns(
     args: Sequence[Any],
     axes: Sequence[tuple[int, ...]],
     axis: int,
+    default_class: int,
 ) -> list[Array]:
-    """Visits the elements of a batch axis one after the other.
+    """Visits the elements of a batch axis one after the other, or some rows at a time.
 
     **Arguments:**
 
@@ -84,15 +88,32 @@ def in_turns(
     - `layout`, `args`: those of all elements.
     - `axes`: the grid axes of the results. Those without the axis are sums over it. Results of a
         fold all have the same axes, however many they are.
-    - `axis`: the batch axis.
+    - `axis`: the batch axis, or `ROW`.
+    - `default_class`: the class of all blocks without a table.
     """
-    grid = tuple(1 if a == axis else n for a, n in zip((*layout.batch, ROW, COL), layout.grid))
+    if axis == ROW and layout.table_axes is None:  # The rows that pad the last turn see nothing.
+        args = [jnp.full(layout.grid[ROW:], default_class, jnp.int8), *args]
+        layout = dataclasses.replace(layout, table_axes=(ROW, COL))
+    whole = layout.grid[axis]
+    size = _rows_of_a_turn(layout) if axis == ROW else 1
+    count = -(-whole // size)
+    grid = tuple(size if a == axis else n for a, n in zip((*layout.batch, ROW, COL), layout.grid))
     of_one = dataclasses.replace(layout, grid=grid)
+    if axis == ROW:
+        of_one = dataclasses.replace(of_one, known=None, parts=(), tokens=())
     places = [layout.table_axes or (), *layout.in_axes]
+
+    def padded(x: Any, at: int) -> Array:
+        return jnp.pad(x, [(0, (count * size - whole) * (i == at)) for i in range(jnp.ndim(x))])
+
+    args = [
+        padded(x, place.index(axis)) if axis in place else x
+        for x, place in zip(args, places, strict=True)
+    ]
 
     def one(i: Any) -> list[Array]:
         cut = [
-            lax.dynamic_slice_in_dim(x, i, 1, place.index(axis)) if axis in place else x
+            lax.dynamic_slice_in_dim(x, i * size, size, place.index(axis)) if axis in place else x
             for x, place in zip(args, places, strict=True)
         ]
         return visit(of_one, cut)
@@ -104,8 +125,22 @@ def in_turns(
     def add(sums: list[Any], i: Array) -> tuple[list[Any], list[Any]]:
         found = one(i)
         sums = [None if x is None else x + y for x, y in zip(sums, found)]
-        return sums, [None if n is None else jnp.squeeze(y, n) for n, y in zip(at, found)]
+        return sums, [None if n is None else y for n, y in zip(at, found)]
+
+    def joined(y: Array, n: int) -> Array:
+        y = jnp.moveaxis(y, 0, n)
+        y = y.reshape(*y.shape[:n], -1, *y.shape[n + 2 :])
+        return lax.slice_in_dim(y, 0, whole, axis=n)
 
     zeros = [jnp.zeros(x.shape, x.dtype) if n is None else None for n, x in zip(at, like)]
-    sums, each = lax.scan(add, zeros, jnp.arange(layout.grid[axis], dtype=jnp.int32))
-    return [x if n is None else jnp.moveaxis(y, 0, n) for n, x, y in zip(at, sums, each)]
+    sums, each = lax.scan(add, zeros, jnp.arange(count, dtype=jnp.int32))
+    return [x if n is None else joined(y, n) for n, x, y in zip(at, sums, each)]
+
+
+def _rows_of_a_turn(layout: GridLayout) -> int:
+    """How many rows a turn visits, such that turns are as few and as even as possible. The list of
+    a turn has room for all pairs of its rows, and for one more pair for each row or column.
+    """
+    rows, columns = layout.grid[ROW:]
+    most = max(min(MOST_PAIRS // columns - 1, (MOST_PAIRS - columns) // columns), 1)
+    return -(-rows // -(-rows // most))

@@ -45,7 +45,8 @@ def traverse(
     again = ft.partial(traverse, steps, start=start, interpret=interpret)
     if all(isinstance(step, FoldStep) for step in steps.values()):
         if axis is not None:
-            return in_turns(ft.partial(again, axes=axes, finish=finish), layout, args, axes, axis)
+            visit = ft.partial(again, axes=axes, finish=finish)
+            return in_turns(visit, layout, args, axes, axis, max(steps))
         forms = decode_programs(steps, layout, args) if into is None else None
         if forms is not None:
             return visit_decode(forms, steps, layout, args, axes[0], interpret)
@@ -62,7 +63,10 @@ def traverse(
         summed = [w != a or axis not in (None, *a) for a, w in zip(axes, wide)]
         inner = [x.dtype if some else d for some, d, x in zip(summed, last, start)]
         visit = ft.partial(again, axes=wide, dtypes=inner)
-        found = visit(layout, args) if axis is None else in_turns(visit, layout, args, axes, axis)
+        if axis is None:
+            found = visit(layout, args)
+        else:
+            found = in_turns(visit, layout, args, axes, axis, max(steps))
         lacking = [tuple(w.index(x) for x in w if x not in a) for a, w in zip(axes, wide)]
         return finish([x.sum(n).astype(d) for x, n, d in zip(found, lacking, last)])
     results: list[Any] = [None] * len(axes)
