@@ -13,7 +13,7 @@ MUTANTS = [
         "kernels/tpu/_lists.py",
         KERNELS,
         [
-            ("x, i, 1, place.index(axis)", "x, 0, 1, place.index(axis)"),
+            ("x, i * size, size, place.index(axis)", "x, 0, size, place.index(axis)"),
             ("if layout.known is not None or layout.ragged or", "if layout.known is not None or True or"),
             ("[axes[0]] * len(like)", "[(-3, -2)] * len(like)"),
             ("x + y for x, y in zip(sums, found)", "y for x, y in zip(sums, found)"),
