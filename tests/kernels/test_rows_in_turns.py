@@ -77,7 +77,7 @@ def test_rows_in_turns(name, kv_heads, shape, monkeypatch):
 
 def test_half_a_million_tokens_have_a_kernel():
     """Their list has 131,840 pairs, and 131,072 fit. It raised that the list is too long."""
-    q = jax.ShapeDtypeStruct((1, 2**19, 1, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 2**19, 2, 128), jnp.bfloat16)
     strategy = Blockwise(AttentionMetadata(platform="pallas", backend="tpu"))
 
     def loss(*xs):

@@ -25,14 +25,16 @@ from eqattn import (
     Causal,
     Dense,
     KeyPadding,
+    Ragged,
     Ring,
     ScoreFn,
     SlidingWindow,
     T5Bias,
 )
+from eqattn._sweep.grid import ROW
 from eqattn._sweep.lowering import BlockRequest
 from eqattn._tools.tpu_report.chips import CHIPS
-from eqattn.kernels.tpu import _backward_step, _chip, TPULowering
+from eqattn.kernels.tpu import _backward_step, _chip, _traverse, TPULowering
 
 
 SHAPES = [(2, 40, 4, 16), (2, 48, 2, 16), (2, 48, 2, 8)]
@@ -98,14 +100,17 @@ def test_one_visit_gives_all_gradients_if_those_of_the_queries_fit(tokens, fused
     assert kernels(jax.grad(loss, (0, 1, 2)), *args) == count
 
 
-def test_a_list_that_is_known_holds_visible_blocks_only():
+def test_a_list_that_is_known_holds_visible_blocks_only(monkeypatch):
     """Of 2^20 pairs of blocks, 2^11 are visible. Made on the device, the list would hold all."""
+    turned, of = [], _traverse.in_turns
+    monkeypatch.setattr(_traverse, "in_turns", lambda *args: turned.append(args[4]) or of(*args))
     args = [jax.ShapeDtypeStruct((1, 2**20, 1, 128), jnp.bfloat16)] * 3
     how = Blockwise(AttentionMetadata(platform="auto", backend="tpu", runtime_dtype=jnp.bfloat16))
     near = lambda *x: call(*x[:3], how, Causal() & SlidingWindow(1000, 0))
-    assert kernels(near, *args) == 1
+    assert kernels(near, *args) == 1 and turned == []
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-    assert kernels(lambda *x: call(*x[:3], how, KeyPadding(x[3])), *args, lengths) == 0
+    assert kernels(lambda *x: call(*x[:3], how, KeyPadding(x[3])), *args, lengths) == 1
+    assert turned == [ROW]
 
 
 @pytest.mark.parametrize("f, count", [(call, 1), (jax.grad(summed, (0, 1, 2)), 2)])
@@ -281,12 +286,21 @@ def test_blocks_of_a_cache(generation, cores, itemsize, keys, heads, tokens, mon
 
 
 def test_lists_that_scalar_memory_cannot_hold():
-    q, k, v = (jnp.zeros((1, 512, 1, 8)) for _ in range(3))
+    """Those of a hop of a ring, and of a step over caches. Others are visited in turns."""
+    q, k, v = (jnp.zeros((1, 1024, 1, 8)) for _ in range(3))
     small = dict(blocksize_q=1, blocksize_k=1)
-    with pytest.raises(ValueError, match="list of 131840 pairs.*larger block sizes"):
-        kernels(ft.partial(call, strategy=Blockwise(metadata(platform="tpu", **small))), q, k, v)
-    automatic = Blockwise(metadata(platform="auto", backend="tpu", **small))
-    assert kernels(ft.partial(call, strategy=automatic), q, k, v) == 0
+    given = lambda kind, mask=Causal(), **kw: ft.partial(
+        call, strategy=kind(metadata(**kw, **small)), mask=mask
+    )
+    assert kernels(given(Blockwise, platform="tpu"), q, k, v) == 1
+    mesh = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match="list of 262144 pairs.*larger blocks"):
+            kernels(given(Ring, platform="tpu"), q, k, v)
+        assert kernels(given(Ring, platform="auto", backend="tpu"), q, k, v) == 0
+    cached = [jax.ShapeDtypeStruct((512, n, 1, 8), jnp.float32) for n in (1, 2**13, 2**13)]
+    with pytest.raises(ValueError, match="pairs of blocks is too long"):
+        kernels(given(Ragged, platform="tpu", mask=KeyPadding(jnp.arange(512))), *cached)
 
 
 def test_the_list_of_a_ring_is_that_of_one_hop():
