@@ -89,11 +89,15 @@ MUTANTS = [
         "kernels/test_rows_in_turns.py",
         [
             ("return apart[0] if apart else ROW", "return apart[0] if apart else None"),
-            ("of_one = dataclasses.replace(of_one, known=None, parts=(), tokens=())", "of_one = dataclasses.replace(of_one, known=None, parts=())"),
+            ("of_one = dataclasses.replace(of_one, known=None, parts=(), tokens=tokens)", "of_one = dataclasses.replace(of_one, parts=(), tokens=tokens)"),
             ("args = [jnp.full(layout.grid[ROW:], default_class, jnp.int8), *args]", "args = [jnp.full(layout.grid[ROW:], 1, jnp.int8), *args]"),
             ("return lax.slice_in_dim(y, 0, whole, axis=n)", "return y"),
             ("return jnp.pad(x, [(0, (count * size - whole) * (i == at)) for i in range(jnp.ndim(x))])", "return x"),
-            ("return not layout.ragged and layout.ring is None", "return layout.ring is None"),
         ],
+    ),
+    (
+        "kernels/tpu/_lists.py",
+        "kernels/test_tpu.py -k scalar",
+        [("return not layout.ragged and layout.ring is None", "return layout.ring is None")],
     ),
 ]

@@ -100,7 +100,9 @@ def in_turns(
     grid = tuple(size if a == axis else n for a, n in zip((*layout.batch, ROW, COL), layout.grid))
     of_one = dataclasses.replace(layout, grid=grid)
     if axis == ROW:
-        of_one = dataclasses.replace(of_one, known=None, parts=(), tokens=())
+        count_of = lambda x: size * x.block if x.axis == ROW else x.count
+        tokens = tuple(dataclasses.replace(x, count=count_of(x)) for x in layout.tokens)
+        of_one = dataclasses.replace(of_one, known=None, parts=(), tokens=tokens)
     places = [layout.table_axes or (), *layout.in_axes]
 
     def padded(x: Any, at: int) -> Array:
