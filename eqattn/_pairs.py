@@ -144,7 +144,8 @@ def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
     then the operands.
 
     **Raises:** `TypeError` with the remedy if the function takes other arguments, branches on a
-    traced value, or reads a NumPy array or a list at one.
+    traced value, or reads a NumPy array or a list at one. It is raised, too, if the function
+    combines features of unequal sizes.
     """
     name = getattr(fn, "__qualname__", type(fn).__name__)
     try:
@@ -154,7 +155,15 @@ def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
             f"{name} gives a traced scalar to NumPy or to a list: read `jnp.asarray(array)[i]` "
             "instead of `array[i]`, and call functions of jax.numpy."
         ) from e
-    except TypeError as e:
+    except (TypeError, ValueError) as e:
+        features = [x.shape[0] for x in args if jnp.ndim(x) == 1]
+        if len(set(features)) > 1:
+            raise TypeError(
+                f"{name} fails with operands of {' and '.join(map(str, features))} features: "
+                f"{e} Give those that it combines, such as [t, f] and [s, f], as many features."
+            ) from e
+        if isinstance(e, ValueError):
+            raise
         if not isinstance(e, jax.errors.JAXTypeError) and not _takes(fn, args):
             raise TypeError(
                 f"{name} is called as fn({names}), with {len(args)} arguments, and does not take "

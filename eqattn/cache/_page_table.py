@@ -122,13 +122,18 @@ def shared(
             f"{rows.tolist()} and {from_row}."
         )
     if len(set(named)) < len(named):
-        raise ValueError(f"A row is named twice: rows {rows.tolist()}, from_row {from_row}.")
+        raise ValueError(
+            f"A row is named twice, rows {rows.tolist()} and from_row {from_row}: name each once."
+        )
     if (taken := rows[(length[rows] > 0) | (table[rows] != -1).any(1)]).size:
         raise ValueError(
             f"Rows {taken.tolist()} have tokens or pages of their own; release them first."
         )
     if tokens > length[from_row]:
-        raise ValueError(f"Row {from_row} has {length[from_row]} tokens, not {tokens}.")
+        raise ValueError(
+            f"Row {from_row} has {length[from_row]} tokens, not {tokens}: share fewer of them, or "
+            "append the prefix to it first."
+        )
     parts = -(-tokens // page_size)
     table[from_row, :parts] = -2 - pages_of(table[from_row, :parts])
     table[rows, :parts] = table[from_row, :parts]

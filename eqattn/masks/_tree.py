@@ -47,7 +47,7 @@ class Tree(AbstractMask):
 
     def __init__(self, parents: Any, start: Any = 0):
         self.parents = as_int32(parents, "parents", least_ndim=1)
-        self._start = as_int(start, "start", added=True)
+        self._start = as_int(start, "start", least=0, added=True)
         n = self.parents.shape[-1]
         if n == 0:
             raise ValueError("parents must name at least one token, got shape (0,).")

@@ -319,6 +319,11 @@ def test_what_is_no_forest_raises(parents, message):
         Tree(parents)
 
 
+def test_a_tree_begins_at_a_place():
+    with pytest.raises(ValueError, match="start must be at least 0, got -1"):
+        Tree([-1, 0], start=-1)
+
+
 def test_two_trees_of_one_call_raise():
     q = jnp.ones((3, 1, 2))
     with pytest.raises(ValueError, match="two that say where tokens stand.*make one of both"):

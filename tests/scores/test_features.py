@@ -213,6 +213,8 @@ BAD = {
     "tokens": (lambda: attention(Q, Q, Q, score=ScoreFn(lambda x, *_: x, (Operand(jnp.ones((5, 3)), "tf"),))), r"\(5, 3\).*'tf'.*does not broadcast"),
     "no operand": (lambda: MaskFn(lambda b, h, q, k, x: x, arrays=(Q,)), "must be Operands"),
     "a kernel": (lambda: attention(Q, Q, Q, Blockwise(AttentionMetadata(platform="interpret")), mask=MaskFn(lambda b, h, q, k, x: x[0] > 0, arrays=(Operand(jnp.ones((6, 3)), "tf"),))), "an operand of MaskFn has features"),
+    "unequal": (lambda: attention(Q, Q, Q, score=ScoreFn(lambda s, b, h, q, k, x, y: s + x @ y, (Operand(jnp.ones((6, 3)), "tf"), Operand(jnp.ones((6, 4)), "sf")))), "3 and 4 features.*as many"),
+    "unequal in a mask": (lambda: attention(Q, Q, Q, mask=MaskFn(lambda b, h, q, k, x, y: (x * y).sum() > 0, arrays=(Operand(jnp.ones((6, 3)), "tf"), Operand(jnp.ones((6, 4)), "sf")))), "3 and 4 features.*as many"),
     "packed": (lambda: ragged_attention(Q, Q[None], Q[None], jnp.array([0, 6]), jnp.array([6]), Ragged(), score=WITH), "axes 'tf'"),
 }  # fmt: skip
 
