@@ -260,8 +260,8 @@ def loops(vectorise: bool) -> dict[str, Any]:
 def _even_size(tokens: Any, most: int) -> int:
     """The size of blocks that are as few as possible, a multiple of 8 up to about `most` tokens.
 
-    Blocks of `most` tokens and a padded rest took longer, on an Intel Xeon in float32 without a mask.
-    Gradients of 160 tokens took 2.2 times as long, and those of 300 tokens 2.3 times.
+    Blocks of `most` tokens and a padded rest took longer, in float32 without a mask. On an Intel
+    Xeon, gradients of 160 tokens took 2.2 times as long, and those of 300 tokens 2.3 times.
     """
     if not isinstance(tokens, int) or tokens <= most:
         return most
