@@ -14,7 +14,7 @@ MUTANTS = [
         KERNELS,
         [
             ("x, i * size, size, place.index(axis)", "x, 0, size, place.index(axis)"),
-            ("if layout.known is not None or layout.ragged or", "if layout.known is not None or True or"),
+            ("if layout.known is not None or not has_turns(layout):", "if True:"),
             ("[axes[0]] * len(like)", "[(-3, -2)] * len(like)"),
             ("x + y for x, y in zip(sums, found)", "y for x, y in zip(sums, found)"),
             ("if any(x not in a for a in sums)), None)", "if False), None)"),

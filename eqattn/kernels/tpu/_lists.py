@@ -45,15 +45,15 @@ def listed(layout: GridLayout) -> int:
 
 
 def has_turns(layout: GridLayout) -> bool:
-    """Whether a visit can take some rows at a time. The rows of caches are few, and each hop of a
-    ring goes on with the results of the last.
+    """Whether a visit can be made in turns. The rows of caches are visited one by one already, and
+    each hop of a ring goes on with the results of the last.
     """
     return not layout.ragged and layout.ring is None
 
 
 def _apart(layout: GridLayout) -> list[int]:
     """The axes whose elements have lists of their own that may be visited in turns."""
-    if layout.known is not None or layout.ragged or layout.ring is not None:
+    if layout.known is not None or not has_turns(layout):
         return []
     return [a for a in (layout.table_axes or ())[:-2] if not at_most(layout.size(a), 1)]
 
@@ -99,7 +99,7 @@ def in_turns(
     count = -(-whole // size)
     grid = tuple(size if a == axis else n for a, n in zip((*layout.batch, ROW, COL), layout.grid))
     of_one = dataclasses.replace(layout, grid=grid)
-    if axis == ROW:
+    if axis == ROW:  # The rows of a turn, and so their table, are known only when it runs.
         count_of = lambda x: size * x.block if x.axis == ROW else x.count
         tokens = tuple(dataclasses.replace(x, count=count_of(x)) for x in layout.tokens)
         of_one = dataclasses.replace(of_one, known=None, parts=(), tokens=tokens)
@@ -141,8 +141,8 @@ def in_turns(
 
 def _rows_of_a_turn(layout: GridLayout) -> int:
     """How many rows a turn visits, such that turns are as few and as even as possible. The list of
-    a turn has room for all pairs of its rows, and for one more pair for each row or column.
+    a turn has room for all pairs of its rows, and for one more pair for each column.
     """
     rows, columns = layout.grid[ROW:]
-    most = max(min(MOST_PAIRS // columns - 1, (MOST_PAIRS - columns) // columns), 1)
+    most = max(MOST_PAIRS // columns - 1, 1)
     return -(-rows // -(-rows // most))
