@@ -156,25 +156,24 @@ def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
             "instead of `array[i]`, and call functions of jax.numpy."
         ) from e
     except (TypeError, ValueError) as e:
+        plain = isinstance(e, TypeError) and not isinstance(e, jax.errors.JAXTypeError)
+        if plain and not _takes(fn, args):
+            raise TypeError(
+                f"{name} is called as fn({names}), with {len(args)} arguments, and does not take "
+                f"these: {e}."
+            ) from e
+        if isinstance(e, jax.errors.TracerBoolConversionError):
+            raise TypeError(
+                f"{name} asks whether a traced scalar is true: write `&`, `|` and `~` for `and`, "
+                "`or` and `not`, and jnp.where(condition, x, y) for `if`."
+            ) from e
         features = [x.shape[0] for x in args if jnp.ndim(x) == 1]
         if len(set(features)) > 1:
             raise TypeError(
                 f"{name} fails with operands of {' and '.join(map(str, features))} features: "
                 f"{e} Give those that it combines, such as [t, f] and [s, f], as many features."
             ) from e
-        if isinstance(e, ValueError):
-            raise
-        if not isinstance(e, jax.errors.JAXTypeError) and not _takes(fn, args):
-            raise TypeError(
-                f"{name} is called as fn({names}), with {len(args)} arguments, and does not take "
-                f"these: {e}."
-            ) from e
-        if not isinstance(e, jax.errors.TracerBoolConversionError):
-            raise
-        raise TypeError(
-            f"{name} asks whether a traced scalar is true: write `&`, `|` and `~` for `and`, `or` "
-            "and `not`, and jnp.where(condition, x, y) for `if`."
-        ) from e
+        raise
 
 
 def _takes(fn: Callable, args: Sequence[Any]) -> bool:

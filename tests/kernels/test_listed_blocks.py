@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
+from _turns import excesses, recorded
 from conformance import bound, oracle, oracle_masks as om
 
 from eqattn import (
@@ -23,7 +24,7 @@ from eqattn._sweep.grid import BATCH, HEAD
 from eqattn._sweep.lowering import XLALowering
 from eqattn.kernels._program import equations
 from eqattn.kernels.gpu._lowering import NvidiaLowering
-from eqattn.kernels.tpu import _lists, _traverse, TPULowering
+from eqattn.kernels.tpu import _lists, TPULowering
 
 
 T, S, SIZE, D = 40, 56, 8, 16
@@ -375,15 +376,7 @@ def test_keys_that_nobody_lists():
 @pytest.fixture
 def turns(monkeypatch):
     """Scalar memory for a list or two. Returns the axes whose elements were visited in turns."""
-    found, of = [], _traverse.in_turns
-
-    def seen(visit, layout, args, axes, axis, *more):
-        found.append(axis)
-        return of(visit, layout, args, axes, axis, *more)
-
-    monkeypatch.setattr(_lists, "MOST_PAIRS", 40)
-    monkeypatch.setattr(_traverse, "in_turns", seen)
-    return found
+    return recorded(monkeypatch, most=40)
 
 
 @pytest.mark.parametrize("kv_heads, shape", [(4, (1, 4, 1, S)), (2, (2, 1, T, 1))])
@@ -418,15 +411,7 @@ def test_in_turns(turns, kv_heads, shape):
         turns.clear()
         got = run(mask, q, k, v, bias)
         assert {*turns} == ({BATCH, HEAD} if name == "lists" else {BATCH}), turns
-        given: list = [np.float64(x) for x in (q, k, v)]
-        problem = oracle.Problem(
-            *given, scale=D**-0.5, bias=np.float64(bias), mask=seen & om.causal(T, S)
-        )
-        precision = bound.precision_of(np.float32)
-        want = bound.grads(problem, np.float64(ct), np.zeros((2, T, 4)), precision)
-        want |= bound.values(problem, precision)
-        names = "out", "q", "k", "v", "bias"
-        worst = {n: bound.excess(np.asarray(x), want[n]) for n, x in zip(names, got, strict=True)}
+        worst = excesses(got, (q, k, v, bias), ct, seen & om.causal(T, S))
         assert max(worst.values()) <= 1, worst
 
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
-from conformance import bound, oracle, oracle_masks as om
+from _turns import excesses, recorded
+from conformance import oracle_masks as om
 
 from eqattn import (
     attention,
@@ -17,7 +18,6 @@ from eqattn import (
     SlidingWindow,
 )
 from eqattn._sweep.grid import BATCH, HEAD, ROW
-from eqattn.kernels.tpu import _lists, _traverse
 
 
 T, S, SIZE, D = 104, 120, 8, 16  # 13 rows of 15 blocks, which are no equal turns
@@ -42,14 +42,7 @@ CASES = {
 def test_rows_in_turns(name, kv_heads, shape, monkeypatch):
     """Outputs and all gradients, where scalar memory holds two rows of pairs."""
     mask, seen, wanted = CASES[name]
-    turned, of = set(), _traverse.in_turns
-
-    def in_turns(visit, layout, args, axes, axis, *more):
-        turned.add(axis)
-        return of(visit, layout, args, axes, axis, *more)
-
-    monkeypatch.setattr(_lists, "MOST_PAIRS", 47)
-    monkeypatch.setattr(_traverse, "in_turns", in_turns)
+    turned = recorded(monkeypatch, most=47)
     q, ct = normal(0, 2, T, 4, D), normal(3, 2, T, 4, D)
     k, v = normal(1, 2, S, kv_heads, D), normal(2, 2, S, kv_heads, D)
     bias = normal(4, *shape)
@@ -64,14 +57,8 @@ def test_rows_in_turns(name, kv_heads, shape, monkeypatch):
         return out, *transpose(ct)
 
     got = run(q, k, v, bias)
-    assert turned == wanted
-    given: list = [np.float64(x) for x in (q, k, v)]
-    problem = oracle.Problem(*given, scale=D**-0.5, bias=np.float64(bias), mask=seen)
-    precision = bound.precision_of(np.float32)
-    want = bound.grads(problem, np.float64(ct), np.zeros((2, T, 4)), precision)
-    want |= bound.values(problem, precision)
-    names = "out", "q", "k", "v", "bias"
-    worst = {n: bound.excess(np.asarray(x), want[n]) for n, x in zip(names, got, strict=True)}
+    assert {*turned} == wanted
+    worst = excesses(got, (q, k, v, bias), ct, seen)
     assert max(worst.values()) <= 1, worst
 
 

@@ -13,6 +13,7 @@ from _reference import exact
 from _tpu_compile import CASES, compile_all, expected
 from _tpu_lowered import kernels
 from _tpu_races import without_races
+from _turns import recorded
 from conformance import oracle, oracle_masks as om
 from conformance.cases import covering, invalid
 from conformance.test_conformance import check
@@ -34,7 +35,7 @@ from eqattn import (
 from eqattn._sweep.grid import ROW
 from eqattn._sweep.lowering import BlockRequest
 from eqattn._tools.tpu_report.chips import CHIPS
-from eqattn.kernels.tpu import _backward_step, _chip, _traverse, TPULowering
+from eqattn.kernels.tpu import _backward_step, _chip, TPULowering
 
 
 SHAPES = [(2, 40, 4, 16), (2, 48, 2, 16), (2, 48, 2, 8)]
@@ -102,8 +103,7 @@ def test_one_visit_gives_all_gradients_if_those_of_the_queries_fit(tokens, fused
 
 def test_a_list_that_is_known_holds_visible_blocks_only(monkeypatch):
     """Of 2^20 pairs of blocks, 2^11 are visible. Made on the device, the list would hold all."""
-    turned, of = [], _traverse.in_turns
-    monkeypatch.setattr(_traverse, "in_turns", lambda *args: turned.append(args[4]) or of(*args))
+    turned = recorded(monkeypatch)
     args = [jax.ShapeDtypeStruct((1, 2**20, 1, 128), jnp.bfloat16)] * 3
     how = Blockwise(AttentionMetadata(platform="auto", backend="tpu", runtime_dtype=jnp.bfloat16))
     near = lambda *x: call(*x[:3], how, Causal() & SlidingWindow(1000, 0))
@@ -295,7 +295,7 @@ def test_lists_that_scalar_memory_cannot_hold():
     assert kernels(given(Blockwise, platform="tpu"), q, k, v) == 1
     mesh = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match="list of 262144 pairs.*larger blocks"):
+        with pytest.raises(ValueError, match="list of 262144 pairs.*larger block sizes"):
             kernels(given(Ring, platform="tpu"), q, k, v)
         assert kernels(given(Ring, platform="auto", backend="tpu"), q, k, v) == 0
     cached = [jax.ShapeDtypeStruct((512, n, 1, 8), jnp.float32) for n in (1, 2**13, 2**13)]

@@ -79,7 +79,7 @@ MUTANTS = [
         "kernels/tpu/__init__.py",
         "kernels/test_tpu.py -k 'raise or select or kernel or general or lower'",
         [
-            ("too_long = not has_turns(layout) and listed(layout) > MOST_PAIRS", "too_long = False"),
+            ("too_long = not has_turns(layout) and pairs > MOST_PAIRS", "too_long = False"),
             ("if self.required:", "if False:"),
             ("if reason := self._why_not(ctx, layout, visits):", "if reason := 'some reason':"),
         ],

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, AttentionMetadata, Blockwise, Causal, DenseMask, SlidingWindow
+from ... import attention, AttentionMetadata, Blockwise, Causal, SlidingWindow
 from .cases import Case, DIM, HEADS
 
 
@@ -44,16 +44,19 @@ def draw(case: Case, seed: int = 0) -> list[np.ndarray]:
     return [rng.standard_normal((*shape, n, DIM), dtype=np.float32) for n in heads]
 
 
+def _mask_array(case: Case) -> np.ndarray | None:
+    """The mask of a case whose program holds it as an array, bool `[t, t]`; None of others."""
+    return np.tri(case.tokens, dtype=bool) if case.mask == "array" else None
+
+
 def eqattn_call(case: Case, dropout: float = 0.0) -> Callable[..., Any]:
     metadata = AttentionMetadata(runtime_dtype=case.dtype, dropout_prob=dropout)
     mask = {
         "full": None,
         "causal": Causal(),
         "window": SlidingWindow(case.window - 1, 0),
-        "array": None,
+        "array": _mask_array(case),
     }[case.mask]
-    if case.mask == "array":
-        mask = DenseMask(np.tri(case.tokens, dtype=bool))
 
     def call(q, k, v):
         key = jax.random.key(0) if dropout else None
@@ -68,8 +71,8 @@ def _jax_nn_call(case: Case) -> Callable[..., Any]:
 
 def _like_jax_nn(case: Case) -> dict[str, Any]:
     window = (case.window - 1, 0) if case.mask == "window" else None
-    mask = np.tri(case.tokens, dtype=bool) if case.mask == "array" else None
-    return dict(is_causal=case.mask == "causal", local_window_size=window, mask=mask)
+    causal, mask = case.mask == "causal", _mask_array(case)
+    return dict(is_causal=causal, local_window_size=window, mask=mask)
 
 
 def _tokamax_call(case: Case) -> Callable[..., Any]:

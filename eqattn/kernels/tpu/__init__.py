@@ -138,9 +138,10 @@ class TPULowering(Lowering):
                 "says and as divides them, or a ring; or call in jax.shard_map"
             )
         # Rows and columns are numbers of 14 bits on the list, see `_work_list.py`.
-        too_long = not has_turns(layout) and listed(layout) > MOST_PAIRS
+        pairs = listed(layout)
+        too_long = not has_turns(layout) and pairs > MOST_PAIRS
         if too_long or max(layout.sides) >= 2**14:
-            return f"its list of {listed(layout)} pairs of blocks is too long; give larger blocks"
+            return f"its list of {pairs} pairs of blocks is too long; give larger block sizes"
         if reason := self.unavailable():
             return reason
         names = (self.unsupported_primitive(jaxpr.jaxpr) for _, jaxpr in visits)
