@@ -36,8 +36,10 @@ def excesses(got: Sequence[Any], inputs: Sequence[Any], ct: Any, seen: Any) -> d
     - `ct`: the cotangent of the output.
     - `seen`: which pairs are visible, `[B|1, H|1, T, S]`.
     """
-    *given, bias = [np.float64(x) for x in inputs]
-    problem = oracle.Problem(*given, scale=given[0].shape[-1] ** -0.5, bias=bias, mask=seen)
+    wide: Any = [np.float64(x) for x in inputs]
+    *given, bias = wide
+    scale = inputs[0].shape[-1] ** -0.5
+    problem = oracle.Problem(*given, scale=scale, bias=bias, mask=seen)
     precision = bound.precision_of(np.float32)
     want = bound.grads(problem, np.float64(ct), np.zeros(ct.shape[:3]), precision)
     want |= bound.values(problem, precision)
