@@ -265,7 +265,7 @@ def placed(target: str) -> tuple[Any, Any]:
     return mesh, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def decoding(place: Any, slots: int, **given: Any) -> tuple[Any, tuple]:
+def decoding(place: Any, slots: int, platform: str = "gpu", **given: Any) -> tuple[Any, tuple]:
     """A step of new tokens over caches, of 32 heads that share 8 key heads: a function and its
     arguments. Latents, which have a `rest` that is no part of their value, are those of 128 heads.
     """
@@ -279,7 +279,7 @@ def decoding(place: Any, slots: int, **given: Any) -> tuple[Any, tuple]:
     rows, tokens, dim = given.get("rows", 64), given.get("tokens", 1), given.get("dim", 128)
     page, mask, rest = given.get("page"), given.get("mask"), given.get("rest", 0)
     dtype, stored = jnp.dtype(given.get("dtype", "bfloat16")), given.get("stored")
-    how = Ragged(AttentionMetadata(platform="gpu", runtime_dtype=dtype))
+    how = Ragged(AttentionMetadata(platform=platform, runtime_dtype=dtype))
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)

@@ -60,6 +60,14 @@ NAMES = (
     "causal, 256",
     "soft cap",
     "dropout",
+    "decode",
+    "decode, pages",
+    "decode, 4 drafts",
+    "decode, 256",
+    "decode, int8",
+    "decode, float8",
+    "decode, int8 in pages",
+    "decode, latents",
 )
 """The calls of `gpu_report` that are compiled, too."""
 
@@ -141,9 +149,14 @@ def compiled(name: str, chip: str) -> dict[str, dict[str, Any]]:
     import jax
 
     mesh, place = gpu_report.placed(target(chip))
-    jobs = gpu_report.training(place, calls()[name](), platform="triton")
+    given = calls()[name]()
+    if "slots" in given:
+        jobs = [gpu_report.decoding(place, platform="triton", **given)]
+    else:
+        call, args, *gradients = gpu_report.training(place, given, platform="triton")
+        jobs = [(call, args), gradients][: 1 + (name in DIFFERENTIATED)]
     found: dict[str, dict[str, Any]] = {}
-    for call, args in (jobs[:2], jobs[2:])[: 1 + (name in DIFFERENTIATED)]:
+    for call, args in jobs:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             traced = jax.jit(call).trace(*args)
             program: Any = traced.lower(lowering_platforms=("cuda",)).compile()
@@ -153,7 +166,8 @@ def compiled(name: str, chip: str) -> dict[str, dict[str, Any]]:
             for of, number in re.findall(r"\beqattn_([a-z_]+?)(?:__(\d+))?:", resources):
                 row = name + gpu_report.KERNELS[of] + (f" {int(number) + 1}" if number else "")
                 if row not in found:
-                    found[row] = figures(resources, listing) | {"temporary": temporary}
+                    row_of = figures(resources, listing, cleans="slots" not in given)
+                    found[row] = row_of | {"temporary": temporary}
     if not found:
         raise ValueError("no machine code was found in the program that XLA made")
     return found
@@ -178,11 +192,16 @@ def resource(resources: str, name: str) -> int:
     return max(int(x) for x in re.findall(rf"\b{name}:(\d+)", resources))
 
 
-def figures(resources: str, listing: str) -> dict[str, Any]:
-    """What the tools say, as numbers."""
+def figures(resources: str, listing: str, cleans: bool = True) -> dict[str, Any]:
+    """What the tools say, as numbers.
+
+    **Arguments:**
+
+    - `cleans`: whether the last of several loops replaces what is not finite, and runs only where
+        there is some.
+    """
     bodies = hot_loops(listing, "H?MMA|FFMA", LEAST_EXPONENTIALS)
-    # The last of several replaces what is not finite, and runs only where there is some.
-    bodies = bodies[: max(len(bodies) - 1, 1)]
+    bodies = bodies[: max(len(bodies) - cleans, 1)]
     memory = re.compile(r"\b(LDL|STL)\b")
     return dict(
         stack=resource(resources, "STACK"),

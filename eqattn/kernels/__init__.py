@@ -20,7 +20,7 @@ BACKENDS: tuple[str, ...] = ("tpu", "gpu", "cuda", "triton")
 `"cuda"`: there are none for `"rocm"`.
 """
 
-IN_PLACE: tuple[str, ...] = ("tpu", "gpu", "cuda")
+IN_PLACE: tuple[str, ...] = ("tpu", "gpu", "cuda", "triton")
 """The backends whose kernels read keys and values where they lie in memory."""
 
 FIXED: tuple[str, ...] = ("tpu",)

@@ -63,9 +63,9 @@ def test_rows_of_any_length(name, monkeypatch):
     """By several programs a row, whose Carries are merged; of heads that share keys; of more rows
     than a tile has; and of blocks that are no whole tiles.
     """
-    from eqattn.kernels.gpu import _decode_visit
+    from eqattn.kernels.gpu import _stored_arrays
 
-    monkeypatch.setattr(_decode_visit, "LEAST_TILES", 1)
+    monkeypatch.setattr(_stored_arrays, "LEAST_TILES", 1)
     given, sizes = CASES[name]
     given = dict(keys=48, in_pages=False) | given
     args, plain = stored(**given)
@@ -93,12 +93,12 @@ def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
 def test_warpgroups_do_not_race(in_pages, monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    from eqattn.kernels.gpu import _decode_visit, _mosaic
+    from eqattn.kernels.gpu import _mosaic, _stored_arrays
 
     mosaic: Any = _mosaic.plgpu
     params = ft.partial(mosaic.InterpretGPUParams, detect_races=True)
     monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
-    monkeypatch.setattr(_decode_visit, "LEAST_TILES", 4)  # more than there are stages
+    monkeypatch.setattr(_stored_arrays, "LEAST_TILES", 4)  # more than there are stages
     args, plain = stored(3, 4, 2, 16, 16, 144, in_pages)
     sizes = {} if in_pages else dict(blocksize_k=16)
     close(interpreted(*args, **sizes), dense(*plain, seen(3, 144)))
@@ -171,13 +171,13 @@ def test_sizes():
 @newest
 def test_shares_of_the_chip():
     """A long row alone is shared out; many rows are not, nor is a short one."""
-    from eqattn.kernels.gpu._decode_visit import _shares
+    from eqattn.kernels.gpu._stored_arrays import PROGRAMS, shares_of
 
     sizes = Sizes(rows=32, keys=128, heads=8, dims=(128,), width=128, pages=0)
 
     def shares(batch, keys):
         layout = GridLayout((batch, 1, 1, keys // 128), (128, 32), ())
-        return _shares(layout, sizes)
+        return shares_of(layout, sizes, PROGRAMS)
 
     assert shares(1, 131072) == 132 and shares(64, 8192) == 3
     assert shares(256, 8192) == 1 and shares(1, 512) == 1

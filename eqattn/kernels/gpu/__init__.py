@@ -101,7 +101,8 @@ class GPULowering(NvidiaLowering):
 
     def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         if layout.ragged:
-            from ._stored import of_one_head, unsupported_storage
+            from ._stored import unsupported_storage
+            from ._stored_arrays import of_one_head
 
             operands = layout.split(ctx.avals_in)[1]
             reason = unsupported_storage(layout, visits[-1][1], operands)

@@ -16,53 +16,35 @@ XLA's loops do the visit again, by the contract of `_sweep/nonfinite.py`.
 
 import dataclasses
 import functools as ft
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from ..._sweep.grid import COL, FULL, PARTIAL, ROW
+from ..._sweep.grid import FULL, PARTIAL
 from .._program import LOG2E
 from . import _mosaic as mosaic
 from ._online import online_step
-from ._operands import divided, Places, ROWS
 from ._operations import Value
 from ._pair_program import PairProgram
-from ._plans import VisitPlan
 from ._stored import Sizes, Source, TILE
+from ._stored_program import StoredPlan, StoredProgram
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(VisitPlan):
+class Plan(StoredPlan):
     """A fold by this kernel, on a `layout` with padded rows.
 
-    **Arguments:** those of `VisitPlan`, and
+    **Arguments:** those of `StoredPlan`, and
 
-    - `sizes`: how a block of the caches is cut.
-    - `keys`: where each part of a key comes from.
-    - `values`: where the values come from; empty where they are the first part of the keys.
     - `stored`: the dtype in which keys and values are stored.
-    - `shares`: in how many parts the blocks of a row are cut.
     """
 
     sizes: Sizes
     keys: tuple[Source, ...]
     values: tuple[Source, ...]
     stored: Any
-    shares: int
-
-    @property
-    def parts(self) -> int:
-        """How many tiles a block of keys has."""
-        return self.sizes.padded_keys // self.sizes.tile_k
-
-    @property
-    def count(self) -> int:
-        """How many programs there are."""
-        places = math.prod(self.layout.shape((*self.layout.batch, ROW)))
-        return self.shares * places * self.sizes.tiles
 
     @property
     def scaled(self) -> list[Source]:
@@ -107,49 +89,12 @@ class Plan(VisitPlan):
         mosaic.share_out(len(self.sizes.widths), program.compute, program.copy)
 
 
-class Program:
+class Program(StoredProgram):
     """One program of the kernel, on references, with what all its warpgroups know."""
 
     def __init__(self, plan: Plan, refs: Sequence, scratch: Sequence):
-        self.plan, refs = plan, list(refs)
-        take = lambda n: [refs.pop(0) for _ in range(n)]
-        self.q = take(len(plan.keys))
-        groups = [group for group in (plan.keys, plan.values) if group]
-        self.tables = [take(group[0].pieces) for group in groups]
-        self.k, self.v = (
-            [take(s.count * (1 + s.scaled)) for s in group] for group in (plan.keys, plan.values)
-        )
-        listed = [refs.pop(0) for _ in range(2)] if plan.table_axes is not None else []
-        self.given = {i: refs.pop(0) for i in plan.operands}
-        self.results = refs
+        super().__init__(plan, refs, lax.axis_index("program"))
         self.memory, self.arrived, self.free, self.wide = scratch
-        layout, sizes = plan.layout, plan.sizes
-        rest, self.tile = divided(lax.axis_index("program"), sizes.tiles)
-        rest, row = divided(rest, layout.grid[ROW])
-        share, element = divided(rest, math.prod(layout.shape(layout.batch)))
-        self.start = self.tile * jnp.int32(TILE)
-        self.head, _ = divided(self.tile, sizes.tiles // sizes.heads)
-        self.places = Places.of(layout, ROWS, element, row)
-        self.at_row = self.places.place((*layout.batch, ROW))
-        self.out = share * jnp.int32(plan.count // plan.shares // sizes.tiles) + self.at_row
-        columns = jnp.int32(layout.grid[COL])
-        full, live = columns if max(plan.programs) == FULL else jnp.int32(0), columns
-        self.columns = None
-        if listed:
-            table = self.places.place(plan.table_axes or ())
-            full, live = (listed[1][table, row, i] for i in (0, 1))
-            self.columns = listed[0].at[table, row]
-        full, live = (n * jnp.int32(plan.parts) for n in (full, live))
-        each = lax.div(live + jnp.int32(plan.shares - 1), jnp.int32(plan.shares))
-        self.first = jnp.minimum(share * each, live)
-        self.last = jnp.minimum(self.first + each, live)
-        self.full = jnp.clip(full, self.first, self.last)
-
-    def where(self, step: Any) -> tuple[Any, Any]:
-        """The column of a step, and the first key of the tile in its block."""
-        at, part = divided(step, self.plan.parts)
-        column = at if self.columns is None else self.columns[at]
-        return column, part * jnp.int32(self.plan.sizes.tile_k)
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step - self.first, jnp.int32(self.plan.sizes.stages))

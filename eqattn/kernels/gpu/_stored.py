@@ -1,11 +1,7 @@
-"""Keys and values that stay where they lie in memory, as the kernel for few rows reads them.
+"""Keys and values that stay where they lie in memory, as the kernel for few rows on a Hopper reads
+them.
 
-A block of a cache holds all its heads, `[tokens, heads, n]`, and a program has the rows of one
-head. With heads and numbers on one axis, it copies `n` columns of `[tokens, heads * n]`. A block
-has the rows of all heads, one head after the other. The rows of each head are padded to whole
-tiles:
-
-    2 heads with 3 rows each, in tiles of 4      0 1 2 -   3 4 5 -
+With heads and numbers on one axis, a program copies `n` columns of `[tokens, heads * n]`.
 
 Numbers of 8 bits are copied as they are. The warpgroup that copies then widens them in shared
 memory to bfloat16, which is exact, as both sides of a product need the same dtype. The scales of
@@ -20,13 +16,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._jax import evaluated, Literal
 from ..._sweep.grid import GridLayout
-from ..._sweep.products import dot_p, grouped_dot_p
-from .._program import flat_jaxpr, replaced_jaxpr
 from . import _mosaic as mosaic
 from ._operands import padded, rounded_up
 from ._parts import keys_in
+from ._stored_arrays import stored_in, StoredSizes, unsupported_pieces
 
 
 TILE = 64
@@ -39,9 +33,6 @@ of a program computes.
 
 LONGEST = 576
 """The most numbers of a key that is longer than its value, as DeepSeek's latents are."""
-
-EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
-"""The dtypes of 8 bits that the compiler widens."""
 
 STEP = 16
 """The tokens of a page or a tile, and the numbers of a vector, are multiples of this."""
@@ -56,56 +47,12 @@ _ALL_SHARED_MEMORY = 216 * 1024
 """The bytes of shared memory of a program that has a multiprocessor for itself."""
 
 
-def of_one_head(closed: Any) -> Any:
-    """Turns the block function of logits into a function for one head, whose keys are
-    `[tokens, n]`. The kernel itself multiplies these. So the operations that make the keys are left
-    out, and the product becomes that of two matrices.
-    """
-    flat = flat_jaxpr(closed)
-    needed = set(flat.jaxpr.outvars)
-    for eqn in reversed(flat.jaxpr.eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            first = eqn.primitive is grouped_dot_p
-            needed |= {v for v in eqn.invars[first:] if not isinstance(v, Literal)}
-
-    def evaluate(eqn, xs):
-        if needed.isdisjoint(eqn.outvars):
-            return [None] * len(eqn.outvars)
-        if eqn.primitive is grouped_dot_p:
-            keys, _, n = eqn.invars[0].aval.shape
-            return [dot_p.bind(jnp.zeros((keys, n), xs[1].dtype), xs[1], **eqn.params)]
-        return evaluated(eqn, xs)
-
-    return replaced_jaxpr(flat, [v.aval.shape for v in flat.jaxpr.invars], evaluate)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """How a block of a cache is cut for the kernel.
-
-    **Arguments:**
-
-    - `rows`, `keys`, `heads`: how many rows, keys and key heads a block has.
-    - `dims`: the sizes of the parts of a key.
-    - `width`: the size of a value.
-    - `pages`: how many pages a block has; 0 where tokens lie in order.
-    - `eight`: whether numbers have 8 bits.
-    - `shared`: whether a value is the first part of its key.
-    """
-
-    rows: int
-    keys: int
-    heads: int
-    dims: tuple[int, ...]
-    width: int
-    pages: int
-    eight: bool = False
-    shared: bool = False
+class Sizes(StoredSizes):
+    """How a block of a cache is cut for the kernel."""
 
     @property
-    def dim(self) -> int:
-        """The size of a query."""
-        return sum(self.dims)
+    def tile_r(self) -> int:
+        return TILE
 
     @property
     def widths(self) -> list[int]:
@@ -122,20 +69,6 @@ class Sizes:
         return TILE if self.dim <= LARGEST else TILE // 2
 
     @property
-    def of_head(self) -> int:
-        """The rows of a head."""
-        return self.rows // self.heads
-
-    @property
-    def padded_rows(self) -> int:
-        """The rows of all heads, where each head is padded to whole tiles."""
-        return self.heads * rounded_up(self.of_head, TILE)
-
-    @property
-    def tiles(self) -> int:
-        return self.padded_rows // TILE
-
-    @property
     def written(self) -> int:
         """The rows of a tile that are written. A copy has whole eighths of a tile."""
         return min(rounded_up(self.of_head, 8), TILE)
@@ -150,12 +83,7 @@ class Sizes:
 
     @property
     def tile_k(self) -> int:
-        """The keys that are multiplied at once."""
         return self.piece * max(self.pages, 1)
-
-    @property
-    def padded_keys(self) -> int:
-        return rounded_up(self.keys, self.tile_k)
 
     @property
     def tile_rows(self) -> int:
@@ -196,22 +124,6 @@ class Sizes:
         return max(min((memory - own) // each, 4), 2)
 
 
-def sizes_of(layout: GridLayout, parts: Sequence[Any], value: Any, pages: int, query: Any) -> Sizes:
-    """The `Sizes` of a visit.
-
-    **Arguments:**
-
-    - `parts`: an array on the grid for each part of the keys.
-    - `value`: the same for the values; None where they are the first part of the keys.
-    - `pages`: how many pages a block has.
-    - `query`: the queries.
-    """
-    keys, rows = layout.block
-    sizes, width = tuple(x.shape[-1] for x in parts), (value if value is not None else parts[0])
-    eight, shared = parts[0].dtype != query.dtype, value is None
-    return Sizes(rows, keys, parts[0].shape[-2], sizes, width.shape[-1], pages, eight, shared)
-
-
 def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
     """Why the kernel cannot read a cache; empty if it can.
 
@@ -220,23 +132,13 @@ def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]
     - `logits`: the block function.
     - `operands`: all operands of the visit, or arrays with their shapes and dtypes.
     """
-    n, pieces = len(logits.in_avals), keys_in(logits)
-    if not pieces:
-        return "its keys are stored in a way of their own"
-    query, own = operands[0], operands[n:]
-    parts = [operands[part.array] for part in pieces[0]]
-    value = None if layout.shared else own[0]
-    scaled = any(part.scales is not None for part in pieces[0])
-    stored = {x.dtype for x in (parts if value is None else [*parts, value])}
-    if len(stored) > 1 or (stored != {query.dtype} and not scaled):
-        names = " and ".join(sorted(map(str, stored)))
-        return f"its keys and values are {names}, and its queries {query.dtype}"
-    if scaled and str(*stored) not in EIGHT_BITS:
-        return f"in 8 bits it has {', '.join(EIGHT_BITS)}, not {str(*stored)}"
+    if reason := unsupported_pieces(layout, logits, operands):
+        return reason
+    stored = stored_in(layout, logits, operands)
+    sizes, query = Sizes.of(layout, stored), stored.query
+    scaled = any(part.scales is not None for part in keys_in(logits)[0])
     if scaled and query.dtype != jnp.bfloat16:
         return f"its queries are bfloat16 where keys have 8 bits, not {query.dtype}"
-    of_pages = len(pieces) if layout.pages else 0
-    sizes = sizes_of(layout, parts, value, of_pages, query)
     step = 2 * STEP if scaled else STEP
     if any(x % step or not x for x in (*sizes.dims, sizes.width)):
         return (
@@ -246,27 +148,11 @@ def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]
     most = LONGEST if sizes.shared and not scaled else LARGEST
     if max(sizes.dim, sizes.width) > most:
         return f"its vectors have up to {most} numbers, not {sizes.dim} and {sizes.width}"
-    if of_pages and (sizes.keys // of_pages) % STEP:
-        return f"its pages are multiples of {STEP} tokens, not {sizes.keys // of_pages}"
+    if sizes.pages and (sizes.keys // sizes.pages) % STEP:
+        return f"its pages are multiples of {STEP} tokens, not {sizes.keys // sizes.pages}"
     if sizes.tile_k > 2 * sizes.most_keys:
         return f"its blocks of pages have up to {2 * sizes.most_keys} tokens, not {sizes.keys}"
     return ""
-
-
-def rows_by_head(x: Any, axes: tuple[int, ...], sizes: Sizes) -> Any:
-    """Pads the rows of an operand on pairs as the kernel does. Behind its grid axes, it is
-    `[keys|1, rows|1]` or `[keys, heads|1, queries|1]`. Any other operand is returned as it is.
-    """
-    lead, block = x.shape[: len(axes)], x.shape[len(axes) :]
-    if len(block) == 3:
-        heads = block[1] if block[1] > 1 else sizes.rows // block[2]
-        x = jnp.broadcast_to(x, (*lead, block[0], heads, sizes.rows // heads))
-        block = (block[0], sizes.rows)
-    if len(block) != 2 or block[1] == 1:
-        return x
-    x = x.reshape(*lead, block[0], sizes.heads, sizes.of_head)
-    x = padded(x, x.ndim - 1, sizes.padded_rows // sizes.heads)
-    return x.reshape(*lead, block[0], sizes.padded_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +178,14 @@ class Source:
     def count(self) -> int:
         """How many copies bring a tile. Its scales take as many."""
         return max(self.pieces, 1)
+
+    @property
+    def tables(self) -> int:
+        return self.pieces
+
+    @property
+    def arrays(self) -> int:
+        return self.count * (1 + self.scaled)
 
     def copy(
         self,

@@ -21,6 +21,9 @@ from .._operations import named, unsupported, unsupported_of_users
 ROWS = 128
 """The rows of a block."""
 
+FEW_QUERIES = 16
+"""The queries of a block whose keys stay in place, as for the kernels for Hopper."""
+
 NATIVE = frozenset(("ceil", "cos", "floor", "log1p", "sin"))
 """The operations that the compiler of Pallas Triton takes from NVIDIA's library, which are
 accurate.
@@ -53,15 +56,20 @@ class TritonLowering(NvidiaLowering):
 
     device = "an NVIDIA GPU by Pallas Triton"
     kernels = (
-        "for NVIDIA's chips since Ampere: forward eqattn_fold; gradients of query eqattn_sum_rows, "
-        "of key and value eqattn_sum_columns; those of float32, other gradients, forward mode and "
-        "higher orders run as XLA code"
+        "for NVIDIA's chips since Ampere: forward eqattn_fold, of Ragged eqattn_decode; gradients "
+        "of query eqattn_sum_rows, of key and value eqattn_sum_columns; those of float32, other "
+        "gradients, forward mode and higher orders run as XLA code"
     )
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """Chooses as many rows as a program has, with whole heads. A block has some tiles of keys,
-        as with single tiles the list of live blocks would be longer.
+        as with single tiles the list of live blocks would be longer. Where keys lie in pages, a
+        block has some of these.
         """
+        if request.in_place:
+            page, most = request.page_size, 128 if request.head_dim <= 128 else 64
+            together = min(max(most // page, 1), -(-request.keys // page)) if page else 0
+            return BlockSizes(FEW_QUERIES, together * page or most)
         keys = 128 if request.head_dim <= 128 else 64
         return BlockSizes(max(ROWS // math.gcd(ROWS, request.group), 8), keys)
 
@@ -81,24 +89,34 @@ class TritonLowering(NvidiaLowering):
         return super().unavailable() if available() else gone
 
     def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
-        if layout.ragged:
-            return "it does not read keys where caches hold them"
-        if reason := self.unsupported_dims(ctx, layout, visits):
-            return reason
-        if any(x.size >= 2**31 for x in layout.split(ctx.avals_in)[1]):
+        operands = layout.split(ctx.avals_in)[1]
+        if any(x.size >= 2**31 for x in operands):
             return "it counts the numbers of an array in 31 bits"
-        return self.unsupported_operation(visits)
+        if layout.ragged:
+            from .._stored_arrays import of_one_head
+            from ._decode import unsupported_storage
+
+            reason = unsupported_storage(layout, visits[-1][1], operands)
+            visits = [(c, of_one_head(jaxpr)) for c, jaxpr in visits] if not reason else visits
+        else:
+            reason = self.unsupported_dims(ctx, layout, visits)
+        return reason or self.unsupported_operation(visits)
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
-        if layout.stage not in ("fold", "backward"):
+        if layout.stage not in (("fold",) if layout.ragged else ("fold", "backward")):
             return None
         if not self.runs(ctx, layout, visits):
             return None
+        if layout.ragged:
+            from ._decode import traverse_stored
+
+            run: Any = ft.partial(traverse_stored, interpreted=self.interpreted)
+            return dict(vectorise=False, traverse=run)
         from ._fold import traverse
         from ._sums import traverse_sum
 
         if layout.stage == "fold":
-            run: Any = ft.partial(traverse, interpreted=self.interpreted)
+            run = ft.partial(traverse, interpreted=self.interpreted)
             return dict(vectorise=False, traverse=run, finishes=True)
         run = ft.partial(traverse_sum, interpreted=self.interpreted, visits=visits)
         run = ft.partial(run, vectorise=not loops_over_batch(ctx, layout))

@@ -115,7 +115,7 @@ class Program:
 
     def run(self) -> None:
         plan, sizes = self.plan, self.plan.sizes
-        self.near = {i: self.read(i) for i, x in plan.operands.items() if not (x.moves or x.staged)}
+        self.near = {i: self.read(i) for i, x in plan.operands.items() if is_near(x)}
         self.held = {i: self.rows(i, None, self.own, sizes.own) for i in plan.own}
         widths = [power_of_two(plan.results[o].width) for o in plan.wanted]
         sums = tuple(lax.full((sizes.own, n), 0.0, jnp.float32) for n in widths)
@@ -143,12 +143,9 @@ class Program:
         """An operand, for a part of a block of the other side."""
         x = self.plan.operands[i]
         place = self.places.place(x.axes, other)
-        if x.kind is None:
-            numbers = range(x.array.shape[1])
-            return x.value(tuple(self.given[i][place, n] for n in numbers))
         mine, others = self.plan.side.kinds
         at = {mine: triton.ds(self.start, self.plan.sizes.own), others: part}
-        return x.value(self.given[i][(place, *[at[a] for a in x.kind])])
+        return value_of(x, self.given[i], place, at)
 
     def step(self, program: SumProgram, cleans: bool, i: Any, sums: tuple) -> tuple:
         """Adds what the `i`-th tile of the other side contributes. With `cleans`, what is not

@@ -23,7 +23,7 @@ from .._operations import Value
 from .._pair_program import PairProgram, scale_beside
 from .._plans import FoldPlan
 from . import _triton as triton
-from ._rows import Rows
+from ._rows import is_near, Rows, value_of
 
 
 STAGES = 2
@@ -150,7 +150,7 @@ class Program:
         lead, inside = plan.query.where(self.places, None, self.own, sizes.tile_r)
         shape = (sizes.tile_r, sizes.padded_dim)
         self.queries = triton.rows(self.q, lead, inside, shape)
-        self.near = {i: self.read(i) for i, x in plan.operands.items() if not _moves(x)}
+        self.near = {i: self.read(i) for i, x in plan.operands.items() if is_near(x)}
         self.factor = jnp.float32(LOG2E)
         if plan.scale is not None:
             # The maximum of a row is multiplied with a positive number, so the sign goes elsewhere.
@@ -207,10 +207,8 @@ class Program:
 
     def value(self, x: Operand, ref: Any, place: Any, keys: Any = None) -> Value:
         """What a block function is given of an operand."""
-        if x.kind is None:
-            return x.value(tuple(ref[place, i] for i in range(x.array.shape[1])))
         at = dict(r=triton.ds(self.start, self.plan.sizes.tile_r), k=keys)
-        return x.value(ref[(place, *[at[a] for a in x.kind])])
+        return value_of(x, ref, place, at)
 
     def step(self, program: PairProgram, cleans: bool, i: Any, state: tuple) -> tuple:
         """Adds the `i`-th tile of keys to the Carry. With `cleans`, values may not be finite."""
@@ -244,8 +242,3 @@ class Program:
             state, s, weights, self.factor, plan.dtype, powers=powers
         )
         return acc + triton.product(weighted, tile, 0), den, now
-
-
-def _moves(x: Operand) -> bool:
-    """Whether a program reads an operand again for each tile of keys."""
-    return x.moves or x.staged

@@ -13,7 +13,8 @@ from jax import lax
 
 from ...._sweep.grid import GridLayout, HEAD
 from ...._sweep.tokens import Tokens
-from .._operands import Places
+from .._operands import Operand, Places
+from .._operations import Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +95,21 @@ class Rows:
             here = token < self.tokens.count
             inside = here if inside is None else inside & here
         return (places.place(self._others, other), token, head + heads), inside
+
+
+def is_near(x: Operand) -> bool:
+    """Whether a program reads an operand once, and not again for each tile of the other side."""
+    return not (x.moves or x.staged)
+
+
+def value_of(x: Operand, ref: Any, place: Any, at: dict[str, Any]) -> Value:
+    """What a block function is given of an operand.
+
+    **Arguments:**
+
+    - `ref`, `place`: the array of the operand, and the index of the block in it.
+    - `at`: which rows (`"r"`) and keys (`"k"`) of the block are read.
+    """
+    if x.kind is None:
+        return x.value(tuple(ref[place, i] for i in range(x.array.shape[1])))
+    return x.value(ref[(place, *[at[a] for a in x.kind])])

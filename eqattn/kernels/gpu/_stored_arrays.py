@@ -1,0 +1,335 @@
+"""The fold of `Ragged`, whose keys and values stay where they lie: what kernels of either compiler
+are given, and what they return.
+
+A block of a cache holds all its heads, `[tokens, heads, n]`, and a program has the rows of one
+head. A block has the rows of all heads, one head after the other. The rows of each head are padded
+to whole tiles:
+
+    2 heads with 3 rows each, in tiles of 4      0 1 2 -   3 4 5 -
+
+The blocks of a row are shared out to several programs, so that the whole chip reads. Each program
+makes a Carry, and XLA merges the Carries.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._carry import change_of_origin
+from ..._jax import evaluated, Literal
+from ..._sweep import loops
+from ..._sweep.grid import COL, GridLayout, ROW
+from ..._sweep.products import dot_p, grouped_dot_p
+from .._program import flat_jaxpr, replaced_jaxpr
+from ._operands import Operand, padded, rounded_up, ROWS
+from ._operations import Native
+from ._pair_program import PairProgram
+from ._parts import keys_in, Pieces, values_in
+
+
+PROGRAMS = 1056
+"""How many programs there should be at least. They are eight for each of the 132 multiprocessors of
+an H200, so that programs that end early leave little idle.
+"""
+
+EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""The dtypes of 8 bits that the compilers widen."""
+
+LEAST_TILES = 8
+"""How many tiles a share should have, as each writes a Carry."""
+
+
+class Stored(NamedTuple):
+    """What a cache is made of, as arrays or their shapes and dtypes.
+
+    **Arguments:**
+
+    - `parts`: an array on the grid for each part of the keys.
+    - `value`: the same for the values; None where they are the first part of the keys.
+    - `pages`: how many pages a block has; 0 where tokens lie in order.
+    - `query`: the queries.
+    """
+
+    parts: list[Any]
+    value: Any
+    pages: int
+    query: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredSizes(abc.ABC):
+    """How a block of a cache is cut for a kernel.
+
+    **Arguments:**
+
+    - `rows`, `keys`, `heads`: how many rows, keys and key heads a block has.
+    - `dims`: the sizes of the parts of a key.
+    - `width`: the size of a value.
+    - `pages`: how many pages a block has; 0 where tokens lie in order.
+    - `eight`: whether numbers have 8 bits.
+    - `shared`: whether a value is the first part of its key.
+    """
+
+    rows: int
+    keys: int
+    heads: int
+    dims: tuple[int, ...]
+    width: int
+    pages: int
+    eight: bool = False
+    shared: bool = False
+
+    @classmethod
+    def of(cls, layout: GridLayout, stored: "Stored", **more):
+        """The sizes of a visit."""
+        keys, rows = layout.block
+        parts, value = stored.parts, stored.value
+        sizes, eight = tuple(x.shape[-1] for x in parts), parts[0].dtype != stored.query.dtype
+        heads, width = parts[0].shape[-2], (parts[0] if value is None else value).shape[-1]
+        return cls(rows, keys, heads, sizes, width, stored.pages, eight, value is None, **more)
+
+    @property
+    @abc.abstractmethod
+    def tile_r(self) -> int:
+        """The rows of a program."""
+
+    @property
+    @abc.abstractmethod
+    def tile_k(self) -> int:
+        """The keys that are multiplied at once."""
+
+    @property
+    def dim(self) -> int:
+        """The size of a query."""
+        return sum(self.dims)
+
+    @property
+    def of_head(self) -> int:
+        """The rows of a head."""
+        return self.rows // self.heads
+
+    @property
+    def padded_of_head(self) -> int:
+        """The rows of a head, padded to whole tiles."""
+        return rounded_up(self.of_head, self.tile_r)
+
+    @property
+    def padded_rows(self) -> int:
+        """The rows of all heads, where each head is padded."""
+        return self.heads * self.padded_of_head
+
+    @property
+    def tiles(self) -> int:
+        return self.padded_rows // self.tile_r
+
+    @property
+    def padded_keys(self) -> int:
+        return rounded_up(self.keys, self.tile_k)
+
+
+def unsupported_pieces(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+    """Why no kernel can read a cache; empty if `stored_in` tells what it is made of.
+
+    **Arguments:**
+
+    - `logits`: the block function.
+    - `operands`: all operands of the visit, or arrays with their shapes and dtypes.
+    """
+    pieces = keys_in(logits)
+    if not pieces:
+        return "its keys are stored in a way of their own"
+    parts, value, _, query = stored_in(layout, logits, operands)
+    scaled = any(part.scales is not None for part in pieces[0])
+    stored = {x.dtype for x in (parts if value is None else [*parts, value])}
+    if len(stored) > 1 or (stored != {query.dtype} and not scaled):
+        names = " and ".join(sorted(map(str, stored)))
+        return f"its keys and values are {names}, and its queries {query.dtype}"
+    if scaled and str(*stored) not in EIGHT_BITS:
+        return f"in 8 bits it has {', '.join(EIGHT_BITS)}, not {str(*stored)}"
+    return ""
+
+
+def stored_in(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> Stored:
+    """What the caches are made of whose keys are made of `keys_in(logits)`."""
+    pieces, n = keys_in(logits), len(logits.in_avals)
+    parts = [operands[part.array] for part in pieces[0]]
+    value = None if layout.shared else operands[n]
+    return Stored(parts, value, len(pieces) if layout.pages else 0, operands[0])
+
+
+def of_one_head(closed: Any) -> Any:
+    """Turns the block function of logits into a function for one head, whose keys are
+    `[tokens, n]`. The kernel itself multiplies these. So the operations that make the keys are left
+    out, and the product becomes that of two matrices.
+    """
+    flat = flat_jaxpr(closed)
+    needed = set(flat.jaxpr.outvars)
+    for eqn in reversed(flat.jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            first = eqn.primitive is grouped_dot_p
+            needed |= {v for v in eqn.invars[first:] if not isinstance(v, Literal)}
+
+    def evaluate(eqn, xs):
+        if needed.isdisjoint(eqn.outvars):
+            return [None] * len(eqn.outvars)
+        if eqn.primitive is grouped_dot_p:
+            keys, _, n = eqn.invars[0].aval.shape
+            return [dot_p.bind(jnp.zeros((keys, n), xs[1].dtype), xs[1], **eqn.params)]
+        return evaluated(eqn, xs)
+
+    return replaced_jaxpr(flat, [v.aval.shape for v in flat.jaxpr.invars], evaluate)
+
+
+def rows_by_head(x: Any, axes: tuple[int, ...], sizes: StoredSizes) -> Any:
+    """Pads the rows of an operand on pairs as the kernel does. Behind its grid axes, it is
+    `[keys|1, rows|1]` or `[keys, heads|1, queries|1]`. Any other operand is returned as it is.
+    """
+    lead, block = x.shape[: len(axes)], x.shape[len(axes) :]
+    if len(block) == 3:
+        heads = block[1] if block[1] > 1 else sizes.rows // block[2]
+        x = jnp.broadcast_to(x, (*lead, block[0], heads, sizes.rows // heads))
+        block = (block[0], sizes.rows)
+    if len(block) != 2 or block[1] == 1:
+        return x
+    x = x.reshape(*lead, block[0], sizes.heads, sizes.of_head)
+    x = padded(x, x.ndim - 1, sizes.padded_of_head)
+    return x.reshape(*lead, block[0], sizes.padded_rows)
+
+
+def shares_of(layout: GridLayout, sizes: StoredSizes, wanted: int) -> int:
+    """Chooses into how many parts the blocks of a row are cut, so that there are at least as many
+    programs as are `wanted`.
+    """
+    programs = math.prod(layout.shape((*layout.batch, ROW))) * sizes.tiles
+    tiles = layout.grid[COL] * (sizes.padded_keys // sizes.tile_k)
+    return max(min(-(-wanted // programs), tiles // LEAST_TILES), 1)
+
+
+class StoredArrays:
+    """What a kernel of the fold is given.
+
+    **Arguments:**
+
+    - `steps`: what is done in each class of blocks.
+    - `layout`, `args`: the grid, and the table, if there is one, and the operands on it.
+    - `native`: as for `BlockProgram`.
+
+    `keys` and `values` are the pieces of a block, by operands; the latter are empty where values
+    are the first part of their keys. `stored` are the arrays of a piece.
+    """
+
+    def __init__(
+        self, steps: dict[int, Any], layout: GridLayout, args: Sequence[Any], native: Native
+    ):
+        self.layout, first = layout, steps[max(steps)]
+        self.table, self.operands = layout.split(args)
+        self.query, self.count = self.operands[0], len(first.logits.in_avals)
+        self.keys = keys_in(first.logits)
+        self.values = _values(first, layout, self.keys, self.count)
+        self.stored = stored_in(layout, first.logits, self.operands)
+        self.pages = self.stored.pages
+        one = {c: of_one_head(step.logits) for c, step in steps.items()}
+        self.programs = {c: PairProgram(x, native) for c, x in one.items()}
+
+    def axes_of(self, part: Any) -> tuple[int, ...]:
+        """The grid axes of the array of a part; of pages, those of their table."""
+        axes = self.layout.in_axes[part.array]
+        return self.layout.in_axes[self.layout.lookups[max(axes)]] if self.pages else axes
+
+    def tables_of(self, group: Pieces) -> list[Any]:
+        """For each page of a block, the index of the operand that says which page it is."""
+        axes = (self.layout.in_axes[piece[0].array] for piece in group)
+        return [self.layout.lookups[max(a)] for a in axes] if self.pages else []
+
+    def planned(self, sizes: StoredSizes) -> dict[str, Any]:
+        """The fields of a plan that do not depend on the compiler."""
+        wide = dataclasses.replace(self.layout, block=(sizes.keys, sizes.padded_rows))
+        lengths, given = dict(r=sizes.padded_rows, k=sizes.padded_keys), {}
+        for i in range(self.count):
+            if any(p.reads[i] for p in self.programs.values()):
+                x = rows_by_head(self.operands[i], self.layout.in_axes[i], sizes)
+                given[i] = Operand(x, self.layout.in_axes[i], wide, ROWS, lengths)
+        listed = self.table is not None
+        return dict(
+            layout=wide,
+            sizes=sizes,
+            programs=self.programs,
+            operands=given,
+            table_axes=(self.layout.table_axes or ())[:-2] if listed else None,
+            dtype=self.query.dtype,
+        )
+
+    def queries(self, sizes: StoredSizes) -> list[Any]:
+        """The queries that each part of the keys is multiplied with, `[places, rows, n]`."""
+        q = self.query.reshape(-1, sizes.dim, sizes.heads, sizes.of_head)  # perhaps a single row
+        q = padded(q, 3, sizes.padded_of_head).reshape(-1, sizes.dim, sizes.padded_rows)
+        q, starts = jnp.swapaxes(q, -1, -2), np.cumsum(sizes.dims)[:-1]
+        return jnp.split(q, starts, -1)
+
+    def merged(self, found: Sequence[Any], sizes: StoredSizes, shares: int) -> list[Any]:
+        """The Carry of each row of the grid, from numerators, denominators and maxima of each of
+        the shares. They are `[shares * places, tiles, rows of a tile, ...]`, perhaps without rows
+        that only pad.
+        """
+        kept = self.layout.shape((*self.layout.batch, ROW))
+
+        def of_rows(x, *rest):
+            x = x.reshape(shares, *kept, sizes.heads, -1, *rest)
+            x = lax.slice_in_dim(x, 0, sizes.of_head, axis=2 + len(kept))
+            return x.reshape(shares, *kept, sizes.rows, *rest)
+
+        return _merged(of_rows(found[0], sizes.width), *map(of_rows, found[1:]))
+
+
+def _values(first: Any, layout: GridLayout, keys: Pieces, n: int) -> Pieces:
+    """The pieces of values, by operands; none if they are the first part of the keys.
+
+    **Raises:** `ValueError` if they are made of anything else.
+    """
+    found = values_in(first.values)
+    read = [*layout.shared, *range(n, n + len(first.values.in_avals))]
+    pieces = [tuple(part.among(read) for part in piece) for piece in found]
+    own = not layout.shared
+    if [len(piece) for piece in pieces] != [1] * len(keys) or (
+        not own and [piece[0] for piece in pieces] != [piece[0] for piece in keys]
+    ):
+        raise ValueError(
+            "there is no kernel for this call (its values are stored in a way of their own); "
+            "platform='auto' or 'xla' runs it as XLA code."
+        )
+    return pieces if own else []
+
+
+def _merged(num: Any, den: Any, top: Any) -> list:
+    """Merges several Carries, `[shares, ...]`, into one."""
+    if len(num) == 1:
+        return [num[0], den[0], top[0]]
+    most = top.max(0)
+    _, scale = change_of_origin(most[None], top)
+    return [(num * scale[..., None]).sum(0), (den * scale).sum(0), most]
+
+
+def or_loops(
+    carry: Sequence[Any],
+    steps: dict[int, Callable[..., Any]],
+    layout: GridLayout,
+    args: Sequence[Any],
+    start: Sequence[Any],
+    axes: Sequence[tuple[int, ...]],
+    finish: Callable[..., Any],
+) -> list[Any]:
+    """The Carry that a kernel made, if it is finite. Otherwise the loops of XLA do the visit again,
+    as a value that is not finite also reached rows that do not see it; see
+    `_sweep/nonfinite.py`. Further arguments are those of `traverse`.
+    """
+
+    def again():
+        return loops.traverse(steps, layout, args, start, axes, finish=finish, vectorise=False)
+
+    return lax.cond(jnp.isfinite(carry[0]).all(), lambda: list(carry), again)
