@@ -375,7 +375,8 @@ def library_call(built: Built):
             dot = lambda logit, b, h, q, k, x, y: logit + (x @ y).astype(logit.dtype)
             score.append(sc.ScoreFn(dot, tuple(operands)))
         kernels = {"tpu": "blockwise", "tpu_ragged": "ragged"}
-        kernels |= {"gpu": "blockwise", "gpu_ragged": "ragged", "triton": "blockwise"}
+        kernels |= {"gpu": "blockwise", "gpu_ragged": "ragged"}
+        kernels |= {"triton": "blockwise", "triton_ragged": "ragged"}
         names = kernels | dict.fromkeys(("latent", "paged", "ragged_keys", "paged_keys"), "ragged")
         q, k, v = (arguments[name] for name in "qkv")
         default_scale = None
@@ -387,7 +388,7 @@ def library_call(built: Built):
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
             platform=KERNELS if target in kernels else "auto",
-            backend={"gpu": "cuda", "gpu_ragged": "cuda", "triton": "triton"}.get(target, "any"),
+            backend={"gpu": "cuda", "triton": "triton"}.get(target.removesuffix("_ragged"), "any"),
             softmax_scale={"none": default_scale, "float": 0.3}.get(
                 case["scale"], arguments.get("scale")
             ),

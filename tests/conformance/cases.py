@@ -63,8 +63,8 @@ AXES: dict[str, tuple] = {
     "offset": ("none", "int", "array"),
     "dropout": (0.0, 0.25),
     # (registry name, devices); "tpu", "tpu_ragged": the TPU's kernels under Blockwise and Ragged,
-    # interpreted. "gpu", "gpu_ragged" and "triton", those of NVIDIA GPUs, are not on this axis: see
-    # `interpreted_on_a_gpu`.
+    # interpreted. "gpu", "gpu_ragged", "triton" and "triton_ragged", those of NVIDIA GPUs, are not
+    # on this axis: see `interpreted_on_a_gpu`.
     "target": (
         ("blockwise", 1),
         ("dense", 1),
@@ -117,11 +117,14 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
         }
         for name in ("gpu", "gpu_ragged")
     },
-    "triton": {
-        "dtype": ("float64",),
-        "operands": ("float64",),
-        # As above, but for functions.
-        "score": ("t5", "t5_causal", "both", "features", "differences"),
+    **{
+        name: {
+            "dtype": ("float64",),
+            "operands": ("float64",),
+            # As above, but for functions.
+            "score": ("t5", "t5_causal", "both", "features", "differences"),
+        }
+        for name in ("triton", "triton_ragged")
     },
 }
 
@@ -141,7 +144,8 @@ def invalid(case: Case) -> str | None:
     if case.get("bias") == "unbatched" and case.get("lead") == ():
         return "no batch axis to leave out"
     kernel = case.get("target", ("",))[0].startswith(("tpu", "gpu", "triton"))
-    narrow = ("bfloat16", "float16") if case.get("target") == ("gpu_ragged", 1) else ("bfloat16",)
+    in_place = case.get("target") in (("gpu_ragged", 1), ("triton_ragged", 1))
+    narrow = ("bfloat16", "float16") if in_place else ("bfloat16",)
     if kernel and case.get("dtype") in narrow and case.get("transform") == "hvp":
         return "the bound does not know the rounding of the derivative of cotangent / denominator"
     placed = case.get("mask") in ("tree", "selected") and case.get("score") == "differences"
@@ -237,7 +241,7 @@ def interpreted_on_a_gpu(strength: int, newest: bool) -> tuple[Case, ...]:
     or all of the 3-wise one. Mosaic has an interpreter in jax 0.12 only.
     """
     found = of_the_gpu(strength)
-    some = {"triton": 5} | ({"gpu": 6, "gpu_ragged": 6} if newest else {})
+    some = {"triton": 5, "triton_ragged": 5} | ({"gpu": 6, "gpu_ragged": 6} if newest else {})
     of = lambda name: [case for case in found if case["target"][0] == name]
     return tuple(x for name, n in some.items() for x in of(name)[:: n if strength == 2 else 1])
 
@@ -262,6 +266,7 @@ def of_the_gpu(strength: int) -> tuple[Case, ...]:
         ("blockwise", "gpu", other),
         ("ragged", "gpu_ragged", other | large),
         ("blockwise", "triton", other | wide),
+        ("ragged", "triton_ragged", other | wide),
     ):
         found = [case for case in covering(strength) if case["target"] == (strategy, 1)]
         found = [c | {a: x.get(c[a], c[a]) for a, x in by.items()} for c in found]

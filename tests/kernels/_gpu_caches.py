@@ -8,7 +8,7 @@ import numpy as np
 from _tpu_rows import arrays, call, kept_as, LENGTHS, paged, seen
 from conformance import bound, oracle
 
-from eqattn.cache import Joined, Pages, Quantized
+from eqattn.cache import AbstractStored, Joined, Pages, Quantized
 
 
 def quantised(t, heads, kv_heads, dim, width, keys, stored, in_pages, page=32):
@@ -66,3 +66,24 @@ def judge(args, plain, backend="cuda", **kw):
     got = dict(zip(("out", "lse"), map(np.asarray, run(*args))))
     worst = {name: bound.excess(x, want[name]) for name, x in got.items()}
     assert max(worst.values()) <= 1, worst
+
+
+class Doubled(AbstractStored):
+    """Values of a user's own."""
+
+    array: jax.Array
+
+    @property
+    def arrays(self):
+        return (self.array,)
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def decode(self, *arrays):
+        return arrays[0] * jnp.asarray(2, arrays[0].dtype)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _gpu_caches import judge, latents, quantised
+from _gpu_caches import Doubled, judge, latents, quantised
 from _gpu_lowered import kernels, text_of
 from _tpu_rows import arrays, call
 
 from eqattn import attention, AttentionMetadata, Ragged, Segments
-from eqattn.cache import AbstractStored, Quantized
+from eqattn.cache import Quantized
 from eqattn.kernels.gpu import _mosaic
 
 
@@ -119,27 +119,6 @@ def test_copies_begin_at_lines(keys, stored, monkeypatch):
     ids = (jnp.zeros((len(q), n), jnp.int32) for n in (1, keys))
     assert kernels(ft.partial(lowered, mask=Segments(*ids), blocksize_k=16), q, k, v) == 1
     assert seen and not [n for n in seen if n % 128]
-
-
-class Doubled(AbstractStored):
-    """Values of a user's own."""
-
-    array: jax.Array
-
-    @property
-    def arrays(self):
-        return (self.array,)
-
-    @property
-    def shape(self):
-        return self.array.shape
-
-    @property
-    def dtype(self):
-        return self.array.dtype
-
-    def decode(self, *arrays):
-        return arrays[0] * jnp.asarray(2, arrays[0].dtype)
 
 
 @newest

@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _gpu_caches import judge, latents, quantised
-from _tpu_rows import arrays, kept_as
+from _gpu_caches import Doubled, judge, latents, quantised
+from _tpu_rows import arrays, call, dense, kept_as, LENGTHS, seen
+from _triton_lowered import kernels
+
+from eqattn import attention, AttentionMetadata, KeyPadding, Ragged
+from eqattn._sweep.lowering import BlockRequest, BlockSizes
+from eqattn.kernels.gpu.triton import TritonLowering
+from eqattn.kernels.gpu.triton._decode import Sizes
 
 
 def plain(t, heads, kv_heads, dim, width, keys=48, in_pages=False, dtype=jnp.bfloat16, page=16):
@@ -84,7 +90,88 @@ def test_float8_where_a_chip_has_none(monkeypatch):
     x = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         found = _triton.widened(x, dtype)
-        np.testing.assert_array_equal(found, x.astype(dtype))
+        np.testing.assert_array_equal(*(np.float64(y) for y in (found, x.astype(dtype))))
         assert found.dtype == dtype and "bitcast" in str(
             jax.make_jaxpr(lambda x: _triton.widened(x, dtype))(x)
         )
+
+
+def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
+    """Where something is not finite, XLA's loops do the visit again."""
+    (q, k, v), numbers = plain(1, 4, 2, 16, 16)
+    hidden = jnp.asarray(~seen(1, 48)[:, 0, :, None, None])
+    dirty = [jnp.where(hidden, jnp.nan, x).astype(x.dtype) for x in (k, v)]
+    run = jax.jit(lambda *xs: call(*xs, backend="triton", blocksize_k=16).attention_outputs)
+    want, _ = dense(*numbers, seen(1, 48))
+    np.testing.assert_allclose(np.float64(run(q, *dirty)), want, rtol=0, atol=1e-2)
+    out = run(q, k, v.at[0, 5, 1, 3].set(jnp.inf))  # heads 2 and 3 of the first row see it
+    nan = np.isnan(out).all(-1)[:, 0]
+    assert nan.tolist() == [[False, False, True, True], *[[False] * 4] * 3]
+
+
+def test_a_table_may_hold_any_number_where_a_row_has_no_tokens():
+    """Of a block of three pages, the second row has none and the third row two."""
+    (q, k, v), numbers = plain(1, 4, 2, 16, 16, in_pages=True)
+    none = np.arange(3)[None] >= -(-LENGTHS[:, None] // 16)
+    k, v = (type(x)(x.content, jnp.where(none, 2**30, x.table)) for x in (k, v))
+    run = jax.jit(lambda *xs: call(*xs, backend="triton").attention_outputs)
+    want, _ = dense(*numbers, seen(1, 48))
+    np.testing.assert_allclose(np.float64(run(q, k, v)), want, rtol=0, atol=1e-2)
+
+
+def lowered(q, k, v, **kw):
+    return call(q, k, v, platform="triton", **kw).attention_outputs
+
+
+@pytest.mark.parametrize("keys", [100, 128])
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_the_kernel_is_found(in_pages, keys):
+    """With any capacity, and with gradients that run as XLA code."""
+    args, _ = plain(1, 4, 2, 64, 64, keys, in_pages, page=20 if keys == 100 else 16)
+    assert kernels(lowered, *args) == 1
+    assert kernels(jax.grad(lambda *xs: lowered(*xs).astype(jnp.float32).sum()), *args) == 1
+
+
+def test_what_there_is_no_kernel_for():
+    (q, k, v), _ = quantised(1, 4, 2, 32, 32, 48, jnp.int8, False)
+    whole: Any = jnp.ones((4, 48, 2, 32), jnp.bfloat16)
+    wide: Any = jnp.ones((4, 48, 2, 264), jnp.bfloat16)
+    cases: Any = (
+        ("values are bfloat16 and int8", (q, k, whole)),
+        ("up to 256 numbers, not 264 and 264", (wide[:, :1], wide, wide)),
+        ("its values are stored in a way of their own", (q, whole, Doubled(whole))),
+        ("its keys are stored in a way of their own", (q, Doubled(whole), whole)),
+    )  # fmt: skip
+    for said, args in cases:
+        with pytest.raises(ValueError, match=f"no kernel for this call .*{said}"):
+            kernels(lowered, *args)
+    automatic = Ragged(AttentionMetadata(backend="triton"))
+    unasked = lambda q, k, v: attention(q, k, v, automatic).attention_outputs
+    assert kernels(unasked, q, k, v) == 0
+    assert Ragged(AttentionMetadata(platform="triton")).supports(mask=KeyPadding(LENGTHS))
+
+
+def test_sizes():
+    """Tiles are powers of two that shared memory holds twice; blocks are whole pages."""
+
+    def chosen(keys, page=0, dim=128):
+        request = BlockRequest(1, keys, 32, jnp.bfloat16, dim, in_place=True, page_size=page)
+        return TritonLowering("pallas").choose_blocks(request)
+
+    assert chosen(8192) == BlockSizes(16, 128) and chosen(8192, dim=576).keys == 64
+    assert chosen(8192, 16).keys == 128 and chosen(32, 16).keys == 32
+    assert chosen(8192, 48).keys == 96 and chosen(8192, 200).keys == 200
+
+    def sizes(dims, width, rows=32, heads=8, keys=128, itemsize=2, **kw):
+        return Sizes(rows, keys, heads, dims, width, 0, itemsize=itemsize, **kw)
+
+    few = sizes((128,), 128)
+    assert (few.tile_r, few.tile_k, few.tiles, few.written, few.padded_rows) == (16, 64, 8, 4, 128)
+    many = sizes((64,), 64, rows=8 * 80)
+    assert (many.tile_r, many.tile_k, many.written, many.tiles) == (64, 128, 64, 16)
+    assert sizes((256,), 256, rows=8 * 80).tile_r == 32 and sizes((256,), 256).tile_k == 32
+    latents = sizes((512, 64), 512, rows=128, heads=1, shared=True)
+    assert (latents.tile_r, latents.tile_k, latents.tiles) == (16, 32, 8)
+    exact = sizes((128,), 128, rows=8 * 80, itemsize=4)
+    assert (exact.tile_r, exact.tile_k) == (32, 32)
+    assert sizes((16,), 16, keys=20).padded_keys == 32

@@ -22,6 +22,7 @@ from .._program import Run
 from .._sum_program import SumProgram
 from . import _triton as triton
 from ._forward import power_of_two
+from ._rows import is_near, value_of
 
 
 @dataclasses.dataclass(frozen=True)

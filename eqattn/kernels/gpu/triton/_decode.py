@@ -36,7 +36,7 @@ from .._stored_arrays import (
     unsupported_pieces,
 )
 from .._stored_program import StoredPlan, StoredProgram
-from . import _triton as triton, NATIVE
+from . import _triton as triton, native_for
 from ._fold import check_axes
 from ._forward import power_of_two, STAGES
 from ._rows import is_near, value_of
@@ -45,7 +45,7 @@ from ._rows import is_near, value_of
 LONGEST = 576
 """The most numbers of a key that is longer than its value, as DeepSeek's latents are."""
 
-TILE_BYTES = 32 * 1024
+TILE_BYTES = 40 * 1024
 """The most bytes of the keys and values of a tile. Shared memory holds `STAGES` of these, and all
 chips have 99 KiB of it.
 """
@@ -246,7 +246,9 @@ def visit_stored(
     steps: dict[int, Any], layout: GridLayout, args: Sequence[Any], interpreted: bool
 ) -> list[Any]:
     """Numerator, denominator and maximum of each row of the grid, with its grid axes in front."""
-    arrays = StoredArrays(steps, layout, args, triton.native(interpreted, NATIVE))
+    arrays = StoredArrays(
+        steps, layout, args, triton.native(interpreted, native_for(layout.split(args)[1][0].dtype))
+    )
     sizes = Sizes.of(layout, arrays.stored, itemsize=arrays.query.dtype.itemsize)
     groups = arrays.keys, arrays.values
     read = [[_source(arrays, x) for x in (group[0] if group else ())] for group in groups]

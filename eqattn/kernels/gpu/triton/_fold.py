@@ -11,7 +11,7 @@ from ...._sweep.grid import COL, GridLayout, ROW
 from .._ending import kept
 from .._operands import padded
 from .._plans import FoldArrays
-from . import _triton as triton, NATIVE
+from . import _triton as triton, native_for
 from ._forward import Plan, Program, Sizes, STAGES
 from ._rows import Rows
 
@@ -32,7 +32,13 @@ def traverse(
     check_axes(interpreted, args)
     assert not any(isinstance(x, FoldStep) and x.grouped for x in steps.values())
     finish = finish if into is None else Finish(kept)
-    arrays = FoldArrays(steps, layout, args, finish, triton.native(interpreted, NATIVE))
+    arrays = FoldArrays(
+        steps,
+        layout,
+        args,
+        finish,
+        triton.native(interpreted, native_for(layout.split(args)[1][0].dtype)),
+    )
     plan = _plan(arrays, into is None, into is not None and into[0] is not None, interpreted)
     sizes, shape = plan.sizes, layout.shape((*layout.batch, ROW))
     old = []
