@@ -65,7 +65,6 @@ NAMES = (
     "decode, 4 drafts",
     "decode, 256",
     "decode, int8",
-    "decode, float8",
     "decode, int8 in pages",
     "decode, latents",
 )

@@ -47,7 +47,8 @@ class Ragged(AbstractOnDevice):
     is whole, and so is what varies with keys next to it.
 
     On a TPU the forward pass is a kernel, and the gradients run as XLA. On an H100 or H200 this
-    is so, too. On other NVIDIA GPUs all runs as XLA.
+    is so, too. On other NVIDIA GPUs since Ampere it is so with `platform="gpu"`, and by default all
+    runs as XLA.
     """
 
     metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)

@@ -171,7 +171,7 @@ def test_sizes():
     assert (many.tile_r, many.tile_k, many.written, many.tiles) == (64, 128, 64, 16)
     assert sizes((256,), 256, rows=8 * 80).tile_r == 32 and sizes((256,), 256).tile_k == 32
     latents = sizes((512, 64), 512, rows=128, heads=1, shared=True)
-    assert (latents.tile_r, latents.tile_k, latents.tiles) == (16, 32, 8)
+    assert (latents.tile_r, latents.tile_k, latents.tiles) == (32, 32, 4)
     exact = sizes((128,), 128, rows=8 * 80, itemsize=4)
     assert (exact.tile_r, exact.tile_k) == (32, 32)
     assert sizes((16,), 16, keys=20).padded_keys == 32

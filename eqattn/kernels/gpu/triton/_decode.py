@@ -53,9 +53,6 @@ chips have 99 KiB of it.
 MOST_KEYS = 128
 """The most keys of a tile."""
 
-WARPS = 4
-"""How many warps a program has."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Sizes(StoredSizes):
@@ -78,11 +75,16 @@ class Sizes(StoredSizes):
         return power_of_two(self.width)
 
     @property
+    def warps(self) -> int:
+        """How many warps a program has."""
+        return 8 if self.padded_width > 256 else 4
+
+    @property
     def tile_r(self) -> int:
         """The rows of a program. There are fewer where values are long or exact, as the numerator
         of each row is in registers.
         """
-        most = 64 * 128 // (self.padded_width * (self.itemsize // 2))
+        most = self.warps * 2048 // (self.padded_width * (self.itemsize // 2))
         return max(min(64, most, power_of_two(self.of_head)), 16)
 
     @property
@@ -257,7 +259,7 @@ def visit_stored(
         **arrays.planned(sizes),
         keys=keys,
         values=values,
-        shares=shares_of(layout, sizes, PROGRAMS),
+        shares=shares_of(layout, sizes, 4 * PROGRAMS // sizes.warps),
         interpreted=interpreted,
     )
     inputs, operands = arrays.queries(sizes), arrays.operands
@@ -271,7 +273,7 @@ def visit_stored(
     shapes = (lead, sizes.tiles, sizes.written, sizes.width), *[(lead, sizes.padded_rows)] * 2
     out = [abstract(args[-1], x, jnp.float32) for x in shapes]
     body = lambda *refs: Program(plan, refs, triton.program_id(0)).run()
-    run = triton.kernel(body, out, plan.count, "eqattn_decode", WARPS, STAGES, interpreted)
+    run = triton.kernel(body, out, plan.count, "eqattn_decode", sizes.warps, STAGES, interpreted)
     return arrays.merged(run(*inputs), sizes, plan.shares)
 
 
