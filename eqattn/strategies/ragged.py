@@ -28,7 +28,8 @@ class Ragged(AbstractOnDevice):
     **Arguments:**
 
     - `metadata`: as for `Blockwise`. With `blocksize_k` None, a block has 128 keys, or 64 if they
-        have more than 512 numbers, for caches of all capacities. Fewer keys are one block. The last
+        have more than 512 numbers, for caches of all capacities. On a GPU it has up to 2048 keys,
+        or 32 pages. Fewer keys are one block. The last
         block of a row is padded when it is read, and no cache is copied. Kernels choose sizes that
         divide the number of keys.
     - `precision`, `fused_backward`: as for `Blockwise`.

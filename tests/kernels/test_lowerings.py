@@ -1,8 +1,13 @@
 """What the lowerings of all devices have in common."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from _tpu_rows import arrays, call, kept_as, seen
+from conformance import bound, oracle
 
 from eqattn import attention, Blockwise
 from eqattn._sweep.lowering import BlockRequest, Lowering, XLA
@@ -35,8 +40,62 @@ def test_a_gpu_has_large_blocks_of_loops(backend, together, group, wanted, monke
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     request = BlockRequest(4096, 4096, group, jnp.bfloat16, 128, in_place=False, together=together)
     assert XLA.choose_blocks(request) == wanted
-    stored = request._replace(in_place=True)
-    assert XLA.choose_blocks(stored).keys == 128
+
+
+@pytest.mark.parametrize(
+    "keys, page, nbytes, wanted",
+    [
+        (8192, 0, 4096, 2048),
+        (8192, 0, 4097, 1024),
+        (8192, 0, 2**20, 128),
+        (8192, 16, 4096, 512),
+        (8192, 64, 4096, 2048),
+        (8192, 96, 4096, 2016),
+        (8192, 4096, 4096, 4096),
+        (40, 16, 4096, 48),
+    ],
+)
+def test_a_gpu_has_large_blocks_of_caches(keys, page, nbytes, wanted, monkeypatch):
+    """They take 8 MiB, or have 32 pages. Where results have fixed bits, they are as on a CPU."""
+    more: Any = dict(in_place=True, page_size=page, token_nbytes=nbytes)
+    request = BlockRequest(1, keys, 4, jnp.bfloat16, 128, **more)
+    small = XLA.choose_blocks(request)
+    assert small.keys == (page or 128)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert XLA.choose_blocks(request).keys == wanted
+    assert XLA.choose_blocks(request._replace(fixed=True)) == small
+
+
+@pytest.mark.parametrize("page", [8, 12])
+def test_blocks_of_several_pages(page, monkeypatch):
+    """Output and gradients of XLA code by the bound of the oracle; the last block has too few."""
+    from eqattn._sweep.lowering import XLALowering
+
+    asked = []
+    monkeypatch.setattr(
+        XLALowering, "_many_in_place", lambda self, request: asked.append(request) or 3 * page
+    )
+    monkeypatch.setattr("eqattn._sweep.lowering._on_gpu", lambda: True)
+    q, k, v = map(jnp.asarray, arrays(2, 4, 2, 8, 6))
+    g = jax.random.normal(jax.random.key(0), (*q.shape[:-1], v.shape[-1]))
+
+    @jax.jit
+    def run(q, k, v, g):
+        kept = lambda x: kept_as(x, None, True, page=page)[0]
+        f = lambda q, k, v: call(q, kept(k), kept(v), platform="xla").attention_outputs
+        out, pull = jax.vjp(f, q, k, v)
+        return dict(zip(("out", "q", "k", "v"), (out, *pull(g))))
+
+    exact: Any = oracle.Problem(
+        *(np.float64(x) for x in (q, k, v)), scale=8**-0.5, mask=seen(2, 48)[:, None]
+    )
+    precision = bound.precision_of(jnp.float32)
+    want = bound.grads(exact, np.float64(g), np.zeros(q.shape[:-1]), precision)
+    want["out"] = bound.values(exact, precision)["out"]
+    found = run(q, k, v, g)
+    worst = {name: bound.excess(np.asarray(x), want[name]) for name, x in found.items()}
+    assert max(worst.values()) <= 1, worst
+    assert asked
 
 
 def test_heads_and_batch_elements_are_counted_together(monkeypatch):
