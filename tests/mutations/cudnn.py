@@ -19,10 +19,14 @@ MUTANTS = [
         ],
     ),
     (
+        "kernels/gpu/_stored_arrays.py",
+        "kernels/test_gpu_ragged.py -k sizes",
+        [("return self.heads * self.padded_of_head", "return rounded_up(self.rows, self.tile_r)")],
+    ),
+    (
         "kernels/gpu/_stored.py",
         "kernels/test_gpu_ragged.py -k sizes",
         [
-            ("self.heads * rounded_up(self.of_head, TILE)", "rounded_up(self.rows, TILE)"),
             ("min(rounded_up(self.of_head, 8), TILE)", "TILE"),
         ],
     ),

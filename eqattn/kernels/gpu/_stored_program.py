@@ -87,7 +87,7 @@ class StoredProgram:
             self.column = lambda at: listed[0][table, row, at]
         full, live = (n * jnp.int32(plan.parts) for n in (full, live))
         each = lax.div(live + jnp.int32(plan.shares - 1), jnp.int32(plan.shares))
-        self.first = jnp.minimum(share * each, live)
+        self.first = share * each
         self.last = jnp.minimum(self.first + each, live)
         self.full = jnp.clip(full, self.first, self.last)
 
