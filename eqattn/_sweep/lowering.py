@@ -338,9 +338,9 @@ class XLALowering(Lowering):
         """How many keys a block has that a GPU reads in place.
 
         Some 10 kernels are started for each block of each row, and a GPU takes 2 to 3 microseconds
-        for each. With 64 rows of 8192 tokens in bfloat16, a step of decoding starts 45,000 of them
-        in blocks of 128 keys, 295,000 in pages of 16 keys and 74,000 in pages of 64. In these
-        blocks it starts 3,300, 12,000 and 3,300. The programs that XLA compiled for an H200 were
+        for each. With 64 rows of 8192 tokens, a step of decoding starts 45,000 of them in blocks of
+        128 keys. In pages of 16 and of 64 keys they are 295,000 and 74,000. In the blocks chosen
+        here they are 3,300, 12,000 and 3,300. The programs that XLA compiled for an H200 were
         counted, and not timed. Up to 32 pages are joined, as XLA reads each by a separate slice.
         """
         fits = (n for n in (2048, 1024, 512, 256) if n * request.token_nbytes <= 2**23)

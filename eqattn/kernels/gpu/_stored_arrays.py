@@ -238,7 +238,7 @@ class StoredArrays:
         self.programs = {c: PairProgram(x, native) for c, x in one.items()}
 
     def axes_of(self, part: Any) -> tuple[int, ...]:
-        """The grid axes of the array of a part; of pages, those of their table."""
+        """The grid axes of a part's array. If that has pages, the axes are those of their table."""
         axes = self.layout.in_axes[part.array]
         return self.layout.in_axes[self.layout.lookups[max(axes)]] if self.pages else axes
 

@@ -107,7 +107,8 @@ class Source:
 
     **Arguments:**
 
-    - `axes`: the grid axes of the array, or of the table of its pages, without the columns.
+    - `axes`: the grid axes of the array, without the columns. If that has pages, the axes are those
+        of their table.
     - `size`: how many numbers a vector has.
     - `tokens`: how many tokens the array has, or a page of it.
     - `pages`: how many pages a block has; 0 where tokens lie in order.
@@ -287,7 +288,7 @@ def _source(arrays: StoredArrays, part: Part) -> tuple[Source, list[Any]]:
         tokens, count, places = x.shape[-3], layout.pages[max(pool)], layout.shape(pool)
     else:
         tokens, places = layout.padded or layout.columns * layout.block[0], layout.shape(axes)
-    # Without the padding of a last block, XLA pads nothing.
+    # What pads the last block is left out, so that XLA does not make a padded array.
     of = lambda x, n, *rest: x.reshape(math.prod(places), -1, *rest)[:, :n]
     found = [of(x, tokens, heads, size)]
     if part.scales is not None:
