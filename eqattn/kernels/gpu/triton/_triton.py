@@ -80,8 +80,8 @@ def widened(x: Any, dtype: Any) -> Any:
     if x.dtype != jnp.float8_e4m3fn or gpu.capability() not in ("8.0", "8.6", "8.7"):
         return x.astype(dtype)
     # Four bits of exponent go to where float16 has its lowest ones, and three of the fraction to
-    # the highest ones. The product moves the origin of exponents from 7 to 15. It is exact, also where
-    # the exponent is 0 in either dtype. All ones are NaN.
+    # the highest ones. The product moves the origin of exponents from 7 to 15. It is exact, also
+    # where the exponent is 0 in either dtype. All ones are NaN.
     bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
     rest = bits & jnp.int16(127)
     y = lax.bitcast_convert_type((rest << jnp.int16(7)) | (bits & jnp.int16(-32768)), jnp.float16)
