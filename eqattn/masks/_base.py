@@ -64,9 +64,9 @@ class AbstractMask(eqx.Module):
     """Whether the mask lists keys, as a `Selected` does, instead of being a function of a pair."""
 
     needs_positions: ClassVar[bool] = False
-    """Whether a call must give the positions of its keys, as these are not in the order of
-    positions.
-    """
+    """Whether a call must give the positions of its keys, which are in some other order."""
+
+    may_lack_kernels: ClassVar[bool] = False  # as for `AbstractScore`
 
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
 

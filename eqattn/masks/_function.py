@@ -1,7 +1,7 @@
 """The mask that a user's function of one pair defines."""
 
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING
+from typing import Any, ClassVar, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -31,6 +31,8 @@ class MaskFn(AbstractMask):
     - `arrays`: a tuple of [`eqattn.scores.Operand`][]s. `fn` receives one scalar of each, or one
         vector if it has features.
     """
+
+    may_lack_kernels: ClassVar[bool] = True
 
     _fn: Any
     row_operands: tuple[Any, ...]

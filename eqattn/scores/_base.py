@@ -32,6 +32,10 @@ class AbstractScore(eqx.Module):
     """Whether kernels for other devices may hold `transform`. `ScoreFn` says no: their compilers do
     not know every operation that a user's function may hold.
     """
+    may_lack_kernels: ClassVar[bool] = False
+    """Whether some kernels lack an operation of `transform`. That is looked up in each call then,
+    and in those with a subclass of yours, where kernels are chosen by default.
+    """
     weighs: ClassVar[bool] = False
     """Whether `transform` gives the factor on the probability of a pair in the numerator, instead
     of a logit. One of the scores of a call may do so, the last one.

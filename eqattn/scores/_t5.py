@@ -27,6 +27,7 @@ class T5Bias(AbstractScore):
     max_distance: int = eqx.field(static=True, default=128)
 
     finite_when_masked: ClassVar[bool] = True
+    may_lack_kernels: ClassVar[bool] = True
 
     def __check_init__(self) -> None:
         as_flag(self.bidirectional, "bidirectional")

@@ -21,5 +21,9 @@ class AbstractWrapper(AbstractScore):
         return self.score.tried_in_kernels
 
     @property
+    def may_lack_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.may_lack_kernels
+
+    @property
     def weighs(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.score.weighs

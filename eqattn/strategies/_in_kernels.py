@@ -51,7 +51,13 @@ def untried_in(
                 _left_to_kernels(kernels, score, differences)
             ):
                 return f"a {type(score).__name__} {reason}"
-    return ""
+    if kernels.required:  # Then a visit without a kernel raises, and says more.
+        return ""
+    # XLA code would run in the kernels' blocks, which are small for it. What is looked up takes
+    # some milliseconds, so those whose kernels are known are left out.
+    unsure = lambda x: x.may_lack_kernels or not type(x).__module__.startswith("eqattn.")
+    masks = [x for x in leaf_terms(mask) if not x.selects and unsure(x)]
+    return _operation_without_kernel(kernels, masks, [*filter(unsure, scores)], differences)
 
 
 def known_refusal(
@@ -75,8 +81,10 @@ def known_refusal(
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     reason = "" if dtype is None else kernels.unsupported_dtype(dtype)
     reason = reason or untried_in(kernels, mask, scores, differences)
-    if compiled:
-        reason = reason or _operation_without_kernel(kernels, mask, scores, differences)
+    if compiled and not reason:
+        listed = any(term.selects for term in leaf_terms(mask))
+        masks = split_list(mask)[1:] if listed else [mask]  # A list is not left to kernels.
+        reason = _operation_without_kernel(kernels, masks, scores, differences)
     return reason or kernels.unavailable()
 
 
@@ -102,7 +110,7 @@ def _left_to_kernels(
 
 def _operation_without_kernel(
     kernels: Lowering,
-    mask: AbstractMask | None,
+    masks: Sequence[AbstractMask | None],
     scores: Sequence[AbstractScore],
     differences: bool,
 ) -> str:
@@ -110,11 +118,6 @@ def _operation_without_kernel(
 
     Each is traced over a small block, of 2 keys and 2 queries, and its operations are looked up.
     """
-
-    if any(term.selects for term in leaf_terms(mask)):
-        _, *masks = split_list(mask)  # What is listed is gathered outside of kernels.
-    else:
-        masks = [mask]
     at = np.arange(2, dtype=np.int32)[None]
     masks = [placed(x, (), 1, at, at)[0] for x in masks if isinstance(x, AbstractMask)]
     for part in (*masks, *scores):

@@ -7,10 +7,21 @@ import jax.numpy as jnp
 import pytest
 from _gpu_lowered import kernels
 
-from eqattn import attention, AttentionMetadata, Blockwise, KeyPadding, MaskFn, Ragged, Segments
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    KeyPadding,
+    MaskFn,
+    Ragged,
+    Segments,
+    T5Bias,
+)
 from eqattn._sweep.lowering import BlockRequest, XLA
 from eqattn.kernels import gpu, lowering_for
 from eqattn.kernels.gpu import GPULowering
+from eqattn.scores import AbstractScore
 
 
 newest = jax.__version_info__ >= (0, 12)
@@ -94,6 +105,36 @@ def test_loops_have_their_own_blocks_where_vectors_are_long(on_hopper, monkeypat
     call = ft.partial(attention, strategy=Blockwise(on_hopper))
     kernels(lambda *x: call(*x).attention_outputs, *inputs(dim=272))
     assert 272 in sizes
+
+
+class Rounded(AbstractScore):
+    """A score of a user's own with an operation that no kernel has."""
+
+    def transform(self, logit, b, h, q, k, *operands):
+        return logit + jax.lax.erf(logit)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(score=T5Bias(jnp.ones((8, 2)))),
+        dict(score=Rounded()),
+        dict(mask=Causal() & MaskFn(lambda b, h, q, k: jax.lax.population_count(q - k) < 9)),
+    ],
+    ids=["t5", "own", "function"],
+)
+def test_loops_have_their_own_blocks_where_kernels_lack_an_operation(given, on_hopper, monkeypatch):
+    sizes = []
+    choose = type(XLA).choose_blocks
+    note = lambda self, request: sizes.append(request.keys) or choose(self, request)
+    monkeypatch.setattr(type(XLA), "choose_blocks", note)
+    call = ft.partial(attention, strategy=Blockwise(on_hopper), **given)
+    assert kernels(lambda *x: call(*x).attention_outputs, *inputs()) == 0
+    assert 64 in sizes
+    if newest:
+        asked = ft.partial(attention, strategy=Blockwise(on_hopper.replace(platform="pallas")))
+        with pytest.raises(ValueError, match="which the compiler of kernels does not know"):
+            kernels(lambda *x: asked(*x, **given).attention_outputs, *inputs())
 
 
 @pytest.mark.parametrize("page, pages", [(16, 1), (32, 2), (48, 1), (64, 1)])

@@ -83,6 +83,15 @@ MUTANTS = [
         ],
     ),
     (
+        "strategies/_in_kernels.py",
+        "kernels/test_gpu_default.py -k lack_an",
+        [
+            ('unsure = lambda x: x.may_lack_kernels or not type(x).__module__.startswith("eqattn.")', "unsure = lambda x: x.may_lack_kernels"),
+            ('unsure = lambda x: x.may_lack_kernels or not type(x).__module__.startswith("eqattn.")', 'unsure = lambda x: not type(x).__module__.startswith("eqattn.")'),
+            ("masks = [x for x in leaf_terms(mask) if not x.selects and unsure(x)]", "masks = []"),
+        ],
+    ),
+    (
         "_sweep/lowering.py",
         "kernels/test_lowerings.py -k 'large_blocks_of_caches or several_pages'",
         [
