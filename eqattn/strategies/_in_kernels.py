@@ -84,6 +84,7 @@ def known_refusal(
     if compiled and not reason:
         listed = any(term.selects for term in leaf_terms(mask))
         masks = split_list(mask)[1:] if listed else [mask]  # A list is not left to kernels.
+        masks = [x for x in masks if isinstance(x, AbstractMask)]
         reason = _operation_without_kernel(kernels, masks, scores, differences)
     return reason or kernels.unavailable()
 
@@ -110,7 +111,7 @@ def _left_to_kernels(
 
 def _operation_without_kernel(
     kernels: Lowering,
-    masks: Sequence[AbstractMask | None],
+    masks: Sequence[AbstractMask],
     scores: Sequence[AbstractScore],
     differences: bool,
 ) -> str:
@@ -119,7 +120,7 @@ def _operation_without_kernel(
     Each is traced over a small block, of 2 keys and 2 queries, and its operations are looked up.
     """
     at = np.arange(2, dtype=np.int32)[None]
-    masks = [placed(x, (), 1, at, at)[0] for x in masks if isinstance(x, AbstractMask)]
+    masks = [placed(x, (), 1, at, at)[0] for x in masks]
     for part in (*masks, *scores):
         if name := kernels.unsupported_primitive(_left_to_kernels(kernels, part, differences)):
             kind = type(part).__name__
