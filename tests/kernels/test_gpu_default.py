@@ -5,6 +5,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 import pytest
+from _gpu_caches import Doubled
 from _gpu_lowered import kernels
 
 from eqattn import (
@@ -19,6 +20,7 @@ from eqattn import (
     T5Bias,
 )
 from eqattn._sweep.lowering import BlockRequest, XLA
+from eqattn.cache import Pages
 from eqattn.kernels import gpu, lowering_for
 from eqattn.kernels.gpu import GPULowering
 from eqattn.scores import AbstractScore
@@ -105,6 +107,20 @@ def test_loops_have_their_own_blocks_where_vectors_are_long(on_hopper, monkeypat
     call = ft.partial(attention, strategy=Blockwise(on_hopper))
     kernels(lambda *x: call(*x).attention_outputs, *inputs(dim=272))
     assert 272 in sizes
+
+
+@pytest.mark.parametrize("page", [0, 64])
+def test_caches_that_kernels_cannot_read(page, on_hopper):
+    """Values of a user's own run in loops, and so do pages of keys beside values in order."""
+    q, k, v = inputs(1)
+    kept = Pages(k.reshape(-1, 64, *k.shape[2:]), jnp.arange(2)[:, None]) if page else k
+    value = v if page else Doubled(v)
+    run = lambda q, k, v, how: attention(q, k, v, Ragged(how)).attention_outputs
+    assert kernels(ft.partial(run, how=on_hopper), q, kept, value) == 0
+    if newest:
+        asked = on_hopper.replace(platform="pallas")
+        with pytest.raises(ValueError, match="only its keys or only|in a way of their own"):
+            kernels(ft.partial(run, how=asked), q, kept, value)
 
 
 class Rounded(AbstractScore):

@@ -52,7 +52,7 @@ def test_a_gpu_has_large_blocks_of_loops(backend, together, group, wanted, monke
         (8192, 64, 4096, 2048),
         (8192, 96, 4096, 2016),
         (8192, 4096, 4096, 4096),
-        (40, 16, 4096, 48),
+        (48, 16, 4096, 48),
     ],
 )
 def test_a_gpu_has_large_blocks_of_caches(keys, page, nbytes, wanted, monkeypatch):
@@ -66,7 +66,7 @@ def test_a_gpu_has_large_blocks_of_caches(keys, page, nbytes, wanted, monkeypatc
     assert XLA.choose_blocks(request._replace(fixed=True)) == small
 
 
-@pytest.mark.parametrize("page", [8, 12])
+@pytest.mark.parametrize("page", [6, 12])
 def test_blocks_of_several_pages(page, monkeypatch):
     """Output and gradients of XLA code by the bound of the oracle; the last block has too few."""
     from eqattn._sweep.lowering import XLALowering

@@ -4,6 +4,7 @@ the oracle. More of its numbers: conformance/ with the target "triton_ragged".
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,6 +187,32 @@ def test_what_there_is_no_kernel_for():
     unasked = lambda q, k, v: attention(q, k, v, automatic).attention_outputs
     assert kernels(unasked, q, k, v) == 0
     assert Ragged(AttentionMetadata(platform="triton")).supports(mask=KeyPadding(LENGTHS))
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("mapped", ["numbers", "scales"])
+def test_scales_lie_as_their_numbers(in_pages, mapped):
+    """They would be read at the places of these, and `vmap` may map either alone."""
+    (q, k, v), _ = quantised(1, 4, 2, 32, 32, 64, jnp.int8, in_pages)
+    of = (lambda x: x.content) if in_pages else (lambda x: x)
+    where = lambda x: getattr(of(x), "values" if mapped == "numbers" else "scales")
+    several = jnp.stack([where(k)] * 2)
+    run = lambda x: lowered(q, eqx.tree_at(where, k, x), v)
+    with pytest.raises(ValueError, match="its numbers and their scales vary with other axes"):
+        kernels(jax.vmap(run), several)
+    # A cache that is mapped as a whole is right.
+    both = jax.tree.map(lambda x: jnp.stack([x, x]), (k, v))
+    run = lambda k, v: call(q, k, v, backend="triton").attention_outputs
+    found, want = jax.jit(jax.vmap(run))(*both), jax.jit(run)(k, v)
+    np.testing.assert_array_equal(found, jnp.stack([want, want]))
+
+
+@pytest.mark.parametrize("page", [16, 48])
+def test_keys_alone_in_pages(page):
+    args, _ = plain(1, 4, 2, 64, 64, 96, True, page=page)
+    for k, v in ((args[1], args[2].materialise()), (args[1].materialise(), args[2])):
+        with pytest.raises(ValueError, match="only its keys or only its values lie in pages"):
+            kernels(lowered, args[0], k, v)
 
 
 def test_sizes():

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import pathlib
 import struct
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,30 @@ def test_the_page_has_what_is_recorded():
         names = ("stack", "spills", "registers", "loop", "masked")
         recorded = [kernels[name][x] for x in names]
         assert figures == ["" if x is None else f"{x:,}" for x in recorded], name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax[cuda13]"
+)
+@pytest.mark.parametrize(
+    "cache", [{}, dict(stored="int8"), dict(dim=512, rest=64)], ids=["plain", "int8", "latents"]
+)
+def test_no_cache_of_any_capacity_is_copied(cache):
+    """8200 tokens have a padded last block. The branch that visits a row again by loops read the
+    padded array, so XLA made it in each step.
+    """
+    import jax
+
+    mesh, place = gpu_report.placed(triton_report.target("a100"))
+
+    def temporary(slots):
+        call, args = gpu_report.decoding(place, slots, platform="triton", **cache)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered: Any = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",))
+            return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(8200) <= 1.05 * temporary(8192)
 
 
 @pytest.mark.slow

@@ -117,9 +117,11 @@ class GPULowering(NvidiaLowering):
         if not self.runs(ctx, layout, visits):
             return None
         if layout.ragged:
-            from ._decode_visit import traverse_stored
+            from ._decode_visit import visit_stored
+            from ._stored_arrays import traverse_stored
 
-            run: Any = ft.partial(traverse_stored, interpreted=self.interpreted)
+            visit = ft.partial(visit_stored, interpreted=self.interpreted)
+            run: Any = ft.partial(traverse_stored, visit=visit, required=self.required)
             return dict(vectorise=False, traverse=run)
         from ._traverse import traverse, traverse_sum
 

@@ -1,6 +1,6 @@
 """The fold of `Ragged` as a kernel for Hopper: the arrays that it reads and writes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,14 +11,17 @@ from . import _mosaic as mosaic
 from ._decode import Plan
 from ._plans import listed
 from ._stored import flat_heads, scales_by_head, Sizes, Source
-from ._stored_arrays import or_loops, PROGRAMS, shares_of, StoredArrays
+from ._stored_arrays import PROGRAMS, shares_of, StoredArrays
 from ._traverse import called
 
 
-def visit_stored(
-    steps: dict[int, Any], layout: GridLayout, args: Sequence, interpreted: bool
-) -> list:
+def visit_stored(steps: dict[int, Any], layout: GridLayout, *args: Any, interpreted: bool) -> list:
     """Numerator, denominator and maximum of each row of the grid, with its grid axes in front."""
+    run = lambda *xs: _visit(steps, layout, xs, interpreted)
+    return called(run, interpreted, *args)
+
+
+def _visit(steps: dict[int, Any], layout: GridLayout, args: Sequence, interpreted: bool) -> list:
     arrays = StoredArrays(steps, layout, args, mosaic.native(interpreted))
     sizes = Sizes.of(layout, arrays.stored)
 
@@ -55,21 +58,3 @@ def visit_stored(
         plan.body, out, plan.count, "eqattn_decode", plan.scratch(), interpreted, warpgroups=count
     )
     return arrays.merged(run(*inputs), sizes, plan.shares)
-
-
-def traverse_stored(
-    steps: dict[int, Callable[..., Any]],
-    layout: GridLayout,
-    args: Sequence[Any],
-    start: Sequence[Any],
-    axes: Sequence[tuple[int, ...]],
-    *,
-    finish: Callable[..., Any] = list,
-    into: Sequence[Any] | None = None,
-    interpreted: bool = False,
-) -> list[Any]:
-    """`eqattn._sweep.loops.traverse` of a fold whose keys and values stay in place."""
-    assert into is None, "what is read in place does not travel around a ring"
-    run = lambda *xs: visit_stored(steps, layout, xs, interpreted)
-    carry = called(run, interpreted, *args)
-    return or_loops(carry, steps, layout, args, start, axes, finish)

@@ -13,6 +13,7 @@ makes a Carry, and XLA merges the Carries.
 
 import abc
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -144,6 +145,14 @@ def unsupported_pieces(layout: GridLayout, logits: Any, operands: Sequence[Any])
     pieces = keys_in(logits)
     if not pieces:
         return "its keys are stored in a way of their own"
+    n = len(logits.in_avals)
+    keys = [i for piece in pieces for part in piece for i in (part.array, part.scales)]
+    for group in (keys, range(n, len(operands))):
+        axes = [layout.in_axes[i] for i in group if i is not None]
+        if any(bool(layout.pages) != any(a >= 0 for a in x) for x in axes):
+            return "only its keys or only its values lie in pages"
+        if len({tuple(a for a in x if a < 0) for x in axes}) > 1:
+            return "its numbers and their scales vary with other axes"
     parts, value, _, query = stored_in(layout, logits, operands)
     scaled = any(part.scales is not None for part in pieces[0])
     stored = {x.dtype for x in (parts if value is None else [*parts, value])}
@@ -231,7 +240,7 @@ class StoredArrays:
         self.table, self.operands = layout.split(args)
         self.query, self.count = self.operands[0], len(first.logits.in_avals)
         self.keys = keys_in(first.logits)
-        self.values = _values(first, layout, self.keys, self.count)
+        self.values = [] if layout.shared else _values(first, layout, self.count)
         self.stored = stored_in(layout, first.logits, self.operands)
         self.pages = self.stored.pages
         one = {c: of_one_head(step.logits) for c, step in steps.items()}
@@ -287,23 +296,25 @@ class StoredArrays:
         return _merged(of_rows(found[0], sizes.width), *map(of_rows, found[1:]))
 
 
-def _values(first: Any, layout: GridLayout, keys: Pieces, n: int) -> Pieces:
-    """The pieces of values, by operands; none if they are the first part of the keys.
-
-    **Raises:** `ValueError` if they are made of anything else.
-    """
-    found = values_in(first.values)
+def _values(first: Any, layout: GridLayout, n: int) -> Pieces:
+    """The pieces of values, by operands."""
     read = [*layout.shared, *range(n, n + len(first.values.in_avals))]
-    pieces = [tuple(part.among(read) for part in piece) for piece in found]
-    own = not layout.shared
-    if [len(piece) for piece in pieces] != [1] * len(keys) or (
-        not own and [piece[0] for piece in pieces] != [piece[0] for piece in keys]
-    ):
-        raise ValueError(
-            "there is no kernel for this call (its values are stored in a way of their own); "
-            "platform='auto' or 'xla' runs it as XLA code."
-        )
-    return pieces if own else []
+    return [tuple(part.among(read) for part in piece) for piece in values_in(first.values)]
+
+
+def unsupported_values(first: Any, layout: GridLayout) -> str:
+    """Why no kernel can read the values of a cache, whose keys it can read; empty if one can.
+
+    **Arguments:**
+
+    - `first`: what is done in some class of blocks.
+    """
+    keys = keys_in(first.logits)
+    pieces = _values(first, layout, len(first.logits.in_avals))
+    alone = [len(piece) for piece in pieces] == [1] * len(keys)
+    same = [piece[0] for piece in pieces] == [piece[0] for piece in keys] if alone else False
+    fine = alone and (same or not layout.shared)
+    return "" if fine else "its values are stored in a way of their own"
 
 
 def _merged(num: Any, den: Any, top: Any) -> list:
@@ -315,21 +326,62 @@ def _merged(num: Any, den: Any, top: Any) -> list:
     return [(num * scale[..., None]).sum(0), (den * scale).sum(0), most]
 
 
-def or_loops(
-    carry: Sequence[Any],
+def traverse_stored(
     steps: dict[int, Callable[..., Any]],
     layout: GridLayout,
     args: Sequence[Any],
     start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],
-    finish: Callable[..., Any],
+    *,
+    visit: Callable[..., list[Any]],
+    required: bool,
+    finish: Callable[..., Any] = list,
+    into: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """The Carry that a kernel made, if it is finite. Otherwise the loops of XLA do the visit again,
-    as a value that is not finite also reached rows that do not see it; see
-    `_sweep/nonfinite.py`. Further arguments are those of `traverse`.
+    """`eqattn._sweep.loops.traverse` of a fold whose keys and values stay in place.
+
+    A value that is not finite also reached rows that do not see it. The loops of XLA then do the
+    visit again, as `_sweep/nonfinite.py` says.
+
+    **Arguments:** those of `traverse`, and
+
+    - `visit`: the kernel, a function of `steps`, `layout` and all `args` that returns a Carry.
+    - `required`: whether the caller asked for a kernel.
+
+    **Raises:** `ValueError` if it is required and there is none for the values.
     """
+    assert into is None, "what is read in place does not travel around a ring"
+    loop = ft.partial(loops.traverse, steps, layout, finish=finish, vectorise=False)
+    if reason := unsupported_values(steps[max(steps)], layout):
+        if required:
+            raise ValueError(
+                f"there is no kernel for this call ({reason}); platform='auto' or 'xla' runs it as "
+                "XLA code."
+            )
+        return loop(args, start, axes)
+    table, operands = layout.split(args)
+    cut = [_without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
+    carry = visit(steps, layout, *args)
 
     def again():
-        return loops.traverse(steps, layout, args, start, axes, finish=finish, vectorise=False)
+        whole = [restore(x) for x, restore in cut]
+        return loop([*([] if table is None else [table]), *whole], start, axes)
 
     return lax.cond(jnp.isfinite(carry[0]).all(), lambda: list(carry), again)
+
+
+def _without_padding(
+    x: Any, axes: tuple[int, ...], layout: GridLayout
+) -> tuple[Any, Callable[[Any], Any]]:
+    """An operand without the padding of its last block, and the function that pads it again. A
+    branch of a program that reads the padded array would else have XLA make it, a copy of a cache.
+    """
+    n, shape = len(axes), x.shape
+    numbers = math.prod(shape[n:]) // layout.block[0]  # those of a token
+    if not layout.padded or axes[-1:] != (COL,) or ROW in axes or numbers <= 1:
+        return x, lambda x: x
+    each = 1 if shape[n] == layout.block[0] else numbers
+    rest = shape[n + 1 :] if each == 1 else ()
+    size, count = shape[n - 1] * layout.block[0] * each, layout.padded * each
+    x = lax.slice_in_dim(x.reshape(*shape[: n - 1], size, *rest), 0, count, axis=n - 1)
+    return x, lambda x: padded(x, n - 1, size).reshape(shape)

@@ -116,9 +116,11 @@ class TritonLowering(NvidiaLowering):
         if not self.runs(ctx, layout, visits):
             return None
         if layout.ragged:
-            from ._decode import traverse_stored
+            from .._stored_arrays import traverse_stored
+            from ._decode import visit_stored
 
-            run: Any = ft.partial(traverse_stored, interpreted=self.interpreted)
+            visit = ft.partial(visit_stored, interpreted=self.interpreted)
+            run: Any = ft.partial(traverse_stored, visit=visit, required=self.required)
             return dict(vectorise=False, traverse=run)
         from ._fold import traverse
         from ._sums import traverse_sum

@@ -11,7 +11,7 @@ are multiplied into logits and probabilities.
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from .._pair_program import PairProgram
 from .._parts import Part
 from .._plans import listed
 from .._stored_arrays import (
-    or_loops,
     PROGRAMS,
     shares_of,
     stored_in,
@@ -49,6 +48,9 @@ TILE_BYTES = 40 * 1024
 """The most bytes of the keys and values of a tile. Shared memory holds `STAGES` of these, and all
 chips have 99 KiB of it.
 """
+
+MOST_BYTES = 48 * 1024
+"""The most bytes of a tile of the fewest keys, of which there are `STAGES` as well."""
 
 MOST_KEYS = 128
 """The most keys of a tile."""
@@ -88,15 +90,19 @@ class Sizes(StoredSizes):
         return max(min(64, most, power_of_two(self.of_head)), 16)
 
     @property
+    def numbers(self) -> int:
+        """The numbers of a key and its value, padded."""
+        return sum(self.padded_dims) + self.padded_width * (not self.shared)
+
+    @property
     def written(self) -> int:
         """The rows of a tile that are written; the others only pad it."""
         return min(self.of_head, self.tile_r)
 
     @property
     def tile_k(self) -> int:
-        numbers = sum(self.padded_dims) + self.padded_width * (not self.shared)
         most = MOST_KEYS
-        while most > 16 and most * numbers * self.itemsize > TILE_BYTES:
+        while most > 16 and most * self.numbers * self.itemsize > TILE_BYTES:
             most //= 2
         return min(most, power_of_two(self.keys))
 
@@ -246,9 +252,10 @@ class Program(StoredProgram):
 
 
 def visit_stored(
-    steps: dict[int, Any], layout: GridLayout, args: Sequence[Any], interpreted: bool
+    steps: dict[int, Any], layout: GridLayout, *args: Any, interpreted: bool
 ) -> list[Any]:
     """Numerator, denominator and maximum of each row of the grid, with its grid axes in front."""
+    check_axes(interpreted, args)
     arrays = StoredArrays(
         steps, layout, args, triton.native(interpreted, native_for(layout.split(args)[1][0].dtype))
     )
@@ -303,28 +310,17 @@ def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]
     """
     if reason := unsupported_pieces(layout, logits, operands):
         return reason
-    sizes = Sizes.of(layout, stored_in(layout, logits, operands))
+    stored, n = stored_in(layout, logits, operands), len(logits.in_avals)
+    sizes = Sizes.of(layout, stored, itemsize=stored.query.dtype.itemsize)
     if not sizes.width:
         return "its values have no numbers"
     most = LONGEST if sizes.shared else LARGEST_DIM
     if max(sizes.dim, sizes.width) > most:
         return f"its vectors have up to {most} numbers, not {sizes.dim} and {sizes.width}"
+    if sizes.tile_k * sizes.numbers * sizes.itemsize > MOST_BYTES:
+        return f"{STAGES} tiles of its keys and values are more than shared memory holds"
+    # What is read for each pair is padded to whole tiles of rows.
+    read = [(x, a) for x, a in zip(operands[:n], layout.in_axes) if x.ndim == len(a) + 2]
+    if max(math.prod(x.shape[: len(a) + 1]) for x, a in read) * sizes.padded_rows >= 2**31:
+        return "it counts the numbers of an array in 31 bits, and rows that it pads have more"
     return ""
-
-
-def traverse_stored(
-    steps: dict[int, Callable[..., Any]],
-    layout: GridLayout,
-    args: Sequence[Any],
-    start: Sequence[Any],
-    axes: Sequence[tuple[int, ...]],
-    *,
-    finish: Callable[..., Any] = list,
-    into: Sequence[Any] | None = None,
-    interpreted: bool = False,
-) -> list[Any]:
-    """`eqattn._sweep.loops.traverse` of a fold whose keys and values stay in place."""
-    assert into is None, "what is read in place does not travel around a ring"
-    check_axes(interpreted, args)
-    carry = visit_stored(steps, layout, args, interpreted)
-    return or_loops(carry, steps, layout, args, start, axes, finish)
