@@ -27,11 +27,11 @@ class Ragged(AbstractOnDevice):
 
     **Arguments:**
 
-    - `metadata`: as for `Blockwise`. With `blocksize_k` None, a block has 128 keys, or 64 if they
-        have more than 512 numbers, for caches of all capacities. On a GPU it has up to 2048 keys,
-        or 32 pages. Fewer keys are one block. The last
-        block of a row is padded when it is read, and no cache is copied. Kernels choose sizes that
-        divide the number of keys.
+    - `metadata`: as for `Blockwise`. With `blocksize_k` None, a block of XLA code has 128 keys,
+        or 64 if they have more than 512 numbers, for caches of all capacities. On a GPU, without
+        `bitwise`, it has up to 2048 keys or 32 pages. Fewer keys are one block. The last block of a
+        row is padded when it is read, and no cache is copied. Kernels have their own sizes. On a
+        TPU or a Hopper these divide the number of keys, where they can.
     - `precision`, `fused_backward`: as for `Blockwise`.
     - `axis_name`: a mesh axis that shards the keys of each row, for caches that are longer than the
         memory of a device; None if one device has them all. Each device attends to its own keys,

@@ -36,8 +36,8 @@ MUTANTS = [
         "kernels/gpu/triton/_decode.py",
         SIZES,
         [
-            ("while most > 16 and most * numbers * self.itemsize > TILE_BYTES:", "while most > 16 and most * numbers > TILE_BYTES:"),
-            ("numbers = sum(self.padded_dims) + self.padded_width * (not self.shared)", "numbers = sum(self.padded_dims) + self.padded_width"),
+            ("while most > 16 and most * self.numbers * self.itemsize > TILE_BYTES:", "while most > 16 and most * self.numbers > TILE_BYTES:"),
+            ("return sum(self.padded_dims) + self.padded_width * (not self.shared)", "return sum(self.padded_dims) + self.padded_width"),
             ("return min(self.of_head, self.tile_r)", "return self.tile_r"),
             ("return 8 if self.padded_width > 256 else 4", "return 4"),
         ],

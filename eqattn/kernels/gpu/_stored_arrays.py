@@ -373,15 +373,17 @@ def traverse_stored(
 def _without_padding(
     x: Any, axes: tuple[int, ...], layout: GridLayout
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """An operand without the padding of its last block, and the function that pads it again. A
-    branch of a program that reads the padded array would else have XLA make it, a copy of a cache.
+    """An operand without the padding of its last block, and the function that pads it again. If
+    a branch of the program read the padded array, XLA would make it, and so copy a cache.
     """
     n, shape = len(axes), x.shape
     numbers = math.prod(shape[n:]) // layout.block[0]  # those of a token
     if not layout.padded or axes[-1:] != (COL,) or ROW in axes or numbers <= 1:
         return x, lambda x: x
-    each = 1 if shape[n] == layout.block[0] else numbers
-    rest = shape[n + 1 :] if each == 1 else ()
+    # In the shape in which it was padded, as XLA undoes that in no other.
+    axis, flat = (n - 1, False) if shape[n] == layout.block[0] else (n, True)
+    each, rest = (numbers, ()) if flat else (1, shape[n + 1 :])
     size, count = shape[n - 1] * layout.block[0] * each, layout.padded * each
-    x = lax.slice_in_dim(x.reshape(*shape[: n - 1], size, *rest), 0, count, axis=n - 1)
-    return x, lambda x: padded(x, n - 1, size).reshape(shape)
+    x = x.reshape(*shape[: n - 1], *[1] * flat, size, *rest)
+    x = lax.slice_in_dim(x, 0, count, axis=axis)
+    return x, lambda x: padded(x, axis, size).reshape(shape)

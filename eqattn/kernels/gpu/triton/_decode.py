@@ -50,7 +50,7 @@ chips have 99 KiB of it.
 """
 
 MOST_BYTES = 48 * 1024
-"""The most bytes of a tile of the fewest keys, of which there are `STAGES` as well."""
+"""The most bytes of a tile that has the fewest keys. Shared memory holds `STAGES` of these, too."""
 
 MOST_KEYS = 128
 """The most keys of a tile."""
@@ -299,7 +299,8 @@ def _source(arrays: StoredArrays, part: Part) -> tuple[Source, list[Any]]:
     of = lambda x, n, *rest: x.reshape(math.prod(places), -1, *rest)[:, :n]
     found = [of(x, tokens, heads, size)]
     if part.scales is not None:
-        found += [of(arrays.operands[part.scales], tokens * heads)]
+        x = arrays.operands[part.scales].reshape(math.prod(places), 1, -1)
+        found += [x[..., : tokens * heads].reshape(len(x), -1)]
     scaled = part.scales is not None
     return Source(axes, size, tokens, arrays.pages, (lead, count), scaled), found
 
