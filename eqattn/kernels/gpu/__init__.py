@@ -1,7 +1,6 @@
 """Pallas kernels for NVIDIA GPUs. Pallas is imported where the first of them is lowered."""
 
 import dataclasses
-import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,18 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from ..._sweep.grid import GridLayout
-from ..._sweep.lowering import BlockRequest, BlockSizes, loops_over_batch
-from ._lowering import LARGEST_DIM, NvidiaLowering
+from ..._sweep.lowering import BlockRequest, BlockSizes
+from ._lowering import FEW_QUERIES, Kernels, LARGEST_DIM, NvidiaLowering
 from ._operations import unsupported, unsupported_of_users
 
 
 ROWS = 128
 """The rows of a block: as many as two warpgroups multiply at once."""
-
-FEW_QUERIES = 16
-"""The queries of a block whose keys stay in place. Each query brings one row for every head that
-shares a key head.
-"""
 
 OLDEST_JAX = (0, 12)
 """The oldest jax whose Mosaic GPU these kernels are written for. Mosaic GPU changes from version to
@@ -99,35 +93,13 @@ class GPULowering(NvidiaLowering):
         oldest = ".".join(map(str, OLDEST_JAX))
         return f"it is written for jax {oldest} and newer, and this is {jax.__version__}"
 
-    def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
-        if layout.ragged:
-            from ._stored import unsupported_storage
-            from ._stored_arrays import of_one_head
+    def unsupported_storage(self, layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+        from ._stored import unsupported_storage
 
-            operands = layout.split(ctx.avals_in)[1]
-            reason = unsupported_storage(layout, visits[-1][1], operands)
-            visits = [(c, of_one_head(jaxpr)) for c, jaxpr in visits] if not reason else visits
-        else:
-            reason = self.unsupported_dims(ctx, layout, visits)
-        return reason or self.unsupported_operation(visits)
+        return unsupported_storage(layout, logits, operands)
 
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
-        if layout.stage not in (("fold",) if layout.ragged else ("fold", "backward")):
-            return None
-        if not self.runs(ctx, layout, visits):
-            return None
-        if layout.ragged:
-            from ._decode_visit import visit_stored
-            from ._stored_arrays import traverse_stored
-
-            visit = ft.partial(visit_stored, interpreted=self.interpreted)
-            run: Any = ft.partial(traverse_stored, visit=visit, required=self.required)
-            return dict(vectorise=False, traverse=run)
+    def kernels_of_compiler(self) -> Kernels:
+        from ._decode_visit import visit_stored
         from ._traverse import traverse, traverse_sum
 
-        run = ft.partial(traverse, interpreted=self.interpreted)
-        if layout.stage == "fold":
-            return dict(vectorise=False, traverse=run, finishes=True)
-        run = ft.partial(traverse_sum, interpreted=self.interpreted, visits=visits)
-        run = ft.partial(run, vectorise=not loops_over_batch(ctx, layout))
-        return dict(vectorise=False, traverse=run, finishes=True)
+        return Kernels(traverse, traverse_sum, visit_stored)

@@ -1,16 +1,41 @@
 """What the lowerings for NVIDIA GPUs share, with kernels for either compiler."""
 
 import abc
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from ..._jax import partitioned_automatically
 from ..._sweep.grid import GridLayout
-from ..._sweep.lowering import in_32_bits, Lowering
+from ..._sweep.lowering import in_32_bits, loops_over_batch, Lowering
 
 
 LARGEST_DIM = 256
 """The most numbers of a query, key or value. More would not fit into registers."""
+
+LONGEST = 576
+"""The most numbers of a key that is longer than its value, as DeepSeek's latents are."""
+
+FEW_QUERIES = 16
+"""The queries of a block whose keys stay in place. Each query brings one row for every head that
+shares a key head.
+"""
+
+
+class Kernels(NamedTuple):
+    """The kernels of a compiler.
+
+    **Arguments:**
+
+    - `fold`, `sums`: functions with the arguments of `eqattn._sweep.loops.traverse`, for a fold and
+        for its gradients.
+    - `stored`: a function of steps, the layout and all arguments, for a fold whose keys and values
+        stay in place.
+    """
+
+    fold: Callable[..., list]
+    sums: Callable[..., list]
+    stored: Callable[..., list]
 
 
 def _unsupported_sizes(query: int, value: int) -> str:
@@ -44,8 +69,43 @@ class NvidiaLowering(Lowering):
         return in_32_bits()
 
     @abc.abstractmethod
+    def kernels_of_compiler(self) -> Kernels:
+        """The kernels, for which Pallas is imported."""
+
+    @abc.abstractmethod
+    def unsupported_storage(self, layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+        """Why no kernel can read a cache where it lies; empty if one can. Arguments are those of
+        `unsupported_pieces`.
+        """
+
     def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run this fold on one device in 32 bits; empty if one can."""
+        if layout.ragged:
+            from ._stored_arrays import of_one_head
+
+            operands = layout.split(ctx.avals_in)[1]
+            reason = self.unsupported_storage(layout, visits[-1][1], operands)
+            visits = [(c, of_one_head(jaxpr)) for c, jaxpr in visits] if not reason else visits
+        else:
+            reason = self.unsupported_dims(ctx, layout, visits)
+        return reason or self.unsupported_operation(visits)
+
+    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
+        if layout.stage not in (("fold",) if layout.ragged else ("fold", "backward")):
+            return None
+        if not self.runs(ctx, layout, visits):
+            return None
+        fold, sums, stored = (
+            ft.partial(f, interpreted=self.interpreted) for f in self.kernels_of_compiler()
+        )
+        if layout.ragged:
+            from ._stored_arrays import traverse_stored
+
+            run = ft.partial(traverse_stored, visit=stored, required=self.required)
+            return dict(vectorise=False, traverse=run)
+        if layout.stage == "backward":
+            fold = ft.partial(sums, visits=visits, vectorise=not loops_over_batch(ctx, layout))
+        return dict(vectorise=False, traverse=fold, finishes=True)
 
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a visit of the grid; empty if one can."""

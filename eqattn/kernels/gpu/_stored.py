@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from ..._sweep.grid import GridLayout
 from . import _mosaic as mosaic
+from ._lowering import LONGEST
 from ._operands import padded, rounded_up
 from ._parts import keys_in
 from ._stored_arrays import stored_in, StoredSizes, unsupported_pieces
@@ -30,9 +31,6 @@ LARGEST = 256
 """How many columns of a value a warpgroup adds up. With vectors up to this size, a single warpgroup
 of a program computes.
 """
-
-LONGEST = 576
-"""The most numbers of a key that is longer than its value, as DeepSeek's latents are."""
 
 STEP = 16
 """The tokens of a page or a tile, and the numbers of a vector, are multiples of this."""

@@ -3,7 +3,6 @@ imported where the first of them is lowered.
 """
 
 import dataclasses
-import functools as ft
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -13,16 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from ...._sweep.grid import GridLayout
-from ...._sweep.lowering import BlockRequest, BlockSizes, loops_over_batch
-from .._lowering import NvidiaLowering
+from ...._sweep.lowering import BlockRequest, BlockSizes
+from .._lowering import FEW_QUERIES, Kernels, NvidiaLowering
 from .._operations import named, unsupported, unsupported_of_users
 
 
 ROWS = 128
 """The rows of a block."""
-
-FEW_QUERIES = 16
-"""The queries of a block whose keys stay in place, as for the kernels for Hopper."""
 
 NATIVE = frozenset(("ceil", "cos", "floor", "log1p", "sin"))
 """The operations that the compiler of Pallas Triton takes from NVIDIA's library, which are
@@ -96,38 +92,19 @@ class TritonLowering(NvidiaLowering):
         gone = f"Pallas Triton is no longer in jax {jax.__version__}"
         return super().unavailable() if available() else gone
 
+    def unsupported_storage(self, layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+        from ._decode import unsupported_storage
+
+        return unsupported_storage(layout, logits, operands)
+
     def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
-        operands = layout.split(ctx.avals_in)[1]
-        if any(x.size >= 2**31 for x in operands):
+        if any(x.size >= 2**31 for x in layout.split(ctx.avals_in)[1]):
             return "it counts the numbers of an array in 31 bits"
-        if layout.ragged:
-            from .._stored_arrays import of_one_head
-            from ._decode import unsupported_storage
+        return super().unsupported_fold(ctx, layout, visits)
 
-            reason = unsupported_storage(layout, visits[-1][1], operands)
-            visits = [(c, of_one_head(jaxpr)) for c, jaxpr in visits] if not reason else visits
-        else:
-            reason = self.unsupported_dims(ctx, layout, visits)
-        return reason or self.unsupported_operation(visits)
-
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
-        if layout.stage not in (("fold",) if layout.ragged else ("fold", "backward")):
-            return None
-        if not self.runs(ctx, layout, visits):
-            return None
-        if layout.ragged:
-            from .._stored_arrays import traverse_stored
-            from ._decode import visit_stored
-
-            visit = ft.partial(visit_stored, interpreted=self.interpreted)
-            run: Any = ft.partial(traverse_stored, visit=visit, required=self.required)
-            return dict(vectorise=False, traverse=run)
+    def kernels_of_compiler(self) -> Kernels:
+        from ._decode import visit_stored
         from ._fold import traverse
         from ._sums import traverse_sum
 
-        if layout.stage == "fold":
-            run = ft.partial(traverse, interpreted=self.interpreted)
-            return dict(vectorise=False, traverse=run, finishes=True)
-        run = ft.partial(traverse_sum, interpreted=self.interpreted, visits=visits)
-        run = ft.partial(run, vectorise=not loops_over_batch(ctx, layout))
-        return dict(vectorise=False, traverse=run, finishes=True)
+        return Kernels(traverse, traverse_sum, visit_stored)

@@ -20,7 +20,7 @@ from jax import lax
 from ...._jax import abstract
 from ...._sweep.grid import COL, FULL, GridLayout, PARTIAL
 from ..._program import LOG2E
-from .._lowering import LARGEST_DIM
+from .._lowering import LARGEST_DIM, LONGEST
 from .._online import online_step
 from .._operations import Value
 from .._pair_program import PairProgram
@@ -40,9 +40,6 @@ from ._fold import check_axes
 from ._forward import power_of_two, STAGES
 from ._rows import is_near, value_of
 
-
-LONGEST = 576
-"""The most numbers of a key that is longer than its value, as DeepSeek's latents are."""
 
 TILE_BYTES = 40 * 1024
 """The most bytes of the keys and values of a tile. Shared memory holds `STAGES` of these, and all
@@ -256,9 +253,8 @@ def visit_stored(
 ) -> list[Any]:
     """Numerator, denominator and maximum of each row of the grid, with its grid axes in front."""
     check_axes(interpreted, args)
-    arrays = StoredArrays(
-        steps, layout, args, triton.native(interpreted, native_for(layout.split(args)[1][0].dtype))
-    )
+    native = triton.native(interpreted, native_for(layout.split(args)[1][0].dtype))
+    arrays = StoredArrays(steps, layout, args, native)
     sizes = Sizes.of(layout, arrays.stored, itemsize=arrays.query.dtype.itemsize)
     groups = arrays.keys, arrays.values
     read = [[_source(arrays, x) for x in (group[0] if group else ())] for group in groups]
