@@ -23,7 +23,8 @@ from jax import lax
 
 from ..._sweep.grid import FULL, PARTIAL
 from . import _mosaic as mosaic
-from ._operands import divided, Places, rounded_up, ROWS, TILE
+from ._lists import place_of, Visit
+from ._operands import divided, first_row, rounded_up, ROWS, TILE
 from ._operations import Value
 from ._plans import SumPlan
 from ._program import Run
@@ -149,16 +150,11 @@ class Program:
         self.vectors = dict(zip(plan.staged, vectors))
         self.warpgroup = lax.axis_index("warpgroup")
         order = listed[0] if listed else None
-        self.rows = ft.partial(Places.of_rows, plan.layout, plan.side, plan.tiles, order)
-        self.places, self.start = self.rows(lax.axis_index("program"), self.warpgroup)
-        count = jnp.int32(plan.layout.grid[plan.side.other])
-        full, live = count if max(plan.programs) == FULL else jnp.int32(0), count
-        self.listed = None
-        if listed:
-            table, at = self.places.place(plan.table_axes or ()), self.places.at[plan.side.own]
-            full, live = (listed[2][table, at, i] for i in (0, 1))
-            self.listed = listed[1].at[table, at]
-        self.full, self.live = (n * jnp.int32(plan.parts) for n in (full, live))
+        self.place = ft.partial(place_of, plan, plan.side, plan.tiles, order)
+        visit = Visit.of(plan, plan.side, plan.tiles, listed, lax.axis_index("program"))
+        self.places, self.column = visit.places, visit.column
+        self.start = first_row(visit.tile, self.warpgroup)
+        self.full, self.live = (n * jnp.int32(plan.parts) for n in (visit.full, visit.live))
         self.dirty = jnp.int32(0)
         for i, ref in dirty.items():
             axes = [a for a in plan.layout.in_axes[i] if a != plan.side.other]
@@ -169,8 +165,7 @@ class Program:
     def where(self, step: Any) -> tuple[Any, Any]:
         """The block of the other side at a step, and where in it the tile begins."""
         at, part = divided(step, self.plan.parts)
-        block = at if self.listed is None else self.listed[at]
-        return block, part * jnp.int32(self.plan.tile)
+        return self.column(at), part * jnp.int32(self.plan.tile)
 
     def send(self, n: int, step: Any) -> None:
         """Begins to copy the tile of a matrix of the other side at a step, and what goes with it.
@@ -251,7 +246,9 @@ class Program:
         plan = self.plan
         memory = {plan.features[i]: x for i, x in self.own.items()}
         indices = lax.axis_index("program"), self.warpgroup
-        places, start = self.rows(*(mosaic.anew(i, plan.interpreted) for i in indices))
+        program, warpgroup = (mosaic.anew(i, plan.interpreted) for i in indices)
+        places, _, tile = self.place(program)
+        start = first_row(tile, warpgroup)
         for o, x in zip(plan.wanted, sums):
             ref, place, x = self.results[o], plan.results[o], x.astype(plan.dtypes[o])
             if place is None:

@@ -9,7 +9,7 @@ from ..._jax import abstract
 from ..._sweep.grid import GridLayout
 from . import _mosaic as mosaic
 from ._decode import Plan
-from ._plans import listed
+from ._plans import listed_in_order
 from ._stored import flat_heads, scales_by_head, Sizes, Source
 from ._stored_arrays import PROGRAMS, shares_of, StoredArrays
 from ._traverse import called
@@ -49,7 +49,7 @@ def _visit(steps: dict[int, Any], layout: GridLayout, args: Sequence, interprete
         ]
         scales = [operands[x.scales] for x in part if x.scales is not None]
         inputs += [scales_by_head(x, sizes.heads, sizes.piece) for x in scales]
-    inputs += listed(arrays.table, list(steps))[1:]
+    inputs += listed_in_order(arrays.table, list(steps))
     inputs += [x.array for x in plan.operands.values()]
     lead = plan.shares * plan.places
     shapes = (lead, sizes.tiles, sizes.written, sizes.width), *[(lead, sizes.padded_rows)] * 2

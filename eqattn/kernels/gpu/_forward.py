@@ -22,11 +22,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..._sweep.grid import COL, FULL, PARTIAL, ROW
+from ..._sweep.grid import COL, FULL, PARTIAL
 from .._program import LOG2E
 from . import _mosaic as mosaic
+from ._lists import place_of, Visit
 from ._online import online_step
-from ._operands import divided, Places, ROWS, TILE
+from ._operands import divided, first_row, ROWS, TILE
 from ._operations import Value
 from ._pair_program import PairProgram, scale_beside
 from ._plans import FoldPlan
@@ -96,17 +97,11 @@ class Program:
         self.memory, self.arrived, self.free, self.turn, self.both = scratch
         self.warpgroup = lax.axis_index("warpgroup")
         tiles, order = plan.sizes.padded_rows // TILE, listed[0] if listed else None
-        self.rows = ft.partial(Places.of_rows, plan.layout, ROWS, tiles, order)
-        self.places, self.start = self.rows(lax.axis_index("program"), self.warpgroup)
-        columns = jnp.int32(plan.layout.grid[COL])
-        full, live = columns if max(plan.programs) == FULL else jnp.int32(0), columns
-        self.columns = None
-        if listed:
-            table = self.places.place(plan.table_axes or ())
-            row = self.places.at[ROW]
-            full, live = (listed[2][table, row, i] for i in (0, 1))
-            self.columns = listed[1].at[table, row]
-        self.full, self.live = (n * jnp.int32(plan.parts) for n in (full, live))
+        self.place = ft.partial(place_of, plan, ROWS, tiles, order)
+        visit = Visit.of(plan, ROWS, tiles, listed, lax.axis_index("program"))
+        self.places, self.column = visit.places, visit.column
+        self.start = first_row(visit.tile, self.warpgroup)
+        self.full, self.live = (n * jnp.int32(plan.parts) for n in (visit.full, visit.live))
         self.plain = self.live
         if dirty is not None:
             place = self.places.place([a for a in plan.value.axes if a != COL])
@@ -116,8 +111,7 @@ class Program:
     def where(self, step: Any) -> tuple[Any, Any]:
         """The column of a step, and the first key of the tile in its block."""
         at, part = divided(step, self.plan.parts)
-        column = at if self.columns is None else self.columns[at]
-        return column, part * jnp.int32(self.plan.sizes.tile_k)
+        return self.column(at), part * jnp.int32(self.plan.sizes.tile_k)
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.plan.sizes.stages))
@@ -257,7 +251,8 @@ class Program:
         other, interpreted = copy.copy(self), self.plan.interpreted
         other.warpgroup = mosaic.anew(self.warpgroup, interpreted)
         program = mosaic.anew(lax.axis_index("program"), interpreted)
-        other.places, other.start = self.rows(program, other.warpgroup)
+        other.places, _, tile = self.place(program)
+        other.start = first_row(tile, other.warpgroup)
         return other
 
     def next_turn(self) -> None:

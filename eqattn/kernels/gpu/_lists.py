@@ -1,5 +1,8 @@
 """Which columns each row of a grid visits, in which order, and in which order rows are visited."""
 
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +11,16 @@ from jax import lax
 
 from ..._sweep.grid import FULL, PARTIAL
 from ..._sweep.loops import itinerary
+from ._operands import divided, Places, Side
+
+
+CACHED = 32 * 2**20
+"""How many bytes programs read of the other side before others begin with the next batch elements.
+Programs that run at the same time then read the same bytes, and most of these come from the cache.
+An H100 and an H200 have an L2 cache of 50 MB. On an H200, 1024 causal tokens of 256 heads took 241,
+229, 224 and 222 microseconds with the 128 MiB of all elements, 8, 16 and 32 MiB. Grouped queries of
+4096 tokens took 2.33, 2.32, 2.18 and 2.17 milliseconds.
+"""
 
 
 def lists(table: Any, classes: tuple[int, ...]) -> tuple[Any, Any, Any]:
@@ -39,3 +52,72 @@ def lists(table: Any, classes: tuple[int, ...]) -> tuple[Any, Any, Any]:
     rows = np.argsort(-longest, kind="stable") if xp is np else jnp.argsort(-longest, stable=True)
     counts = xp.stack([full, live], -1)
     return rows.astype(np.int32), order.astype(np.int32), counts.astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """What a program visits.
+
+    **Arguments:**
+
+    - `places`: where its block is on the grid.
+    - `tile`: which part of the block it has.
+    - `full`, `live`: how many full blocks it visits, and how many blocks at all.
+    - `column`: the function from a place in the list of visits to a block of the other side.
+    """
+
+    places: Places
+    tile: Any
+    full: Any
+    live: Any
+    column: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, plan: Any, side: Side, tiles: int, listed: Sequence, program: Any) -> "Visit":
+        """Finds what a program visits.
+
+        **Arguments:**
+
+        - `plan`: a `VisitPlan`.
+        - `tiles`: how many programs a block has.
+        - `listed`: the references to the lists of live blocks, or nothing.
+        - `program`: the index of the program.
+        """
+        columns = jnp.int32(plan.layout.grid[side.other])
+        if not listed:
+            places, _, tile = place_of(plan, side, tiles, None, program)
+            full = columns if max(plan.programs) == FULL else jnp.int32(0)
+            return cls(places, tile, full, columns, lambda at: at)
+        order, others, counts = listed
+        places, rank, tile = place_of(plan, side, tiles, order, program)
+        table = places.place(plan.table_axes or ())
+        full, live = (counts[table, rank, i] for i in (0, 1))
+        return cls(places, tile, full, live, lambda at: others[table, rank, at])
+
+
+def place_of(
+    plan: Any, side: Side, tiles: int, order: Any, program: Any
+) -> tuple[Places, Any, Any]:
+    """Finds where a program is. Arguments are those of `Visit.of`, and `order`, the reference to
+    the blocks of the side with the longest first, or None for the order in memory.
+
+    **Returns:** its place, the rank of its block in the order, and its part of the block.
+    """
+    layout = plan.layout
+    elements = math.prod(layout.shape(layout.batch))
+    together = _together(elements, plan.streamed_bytes)
+    group, rest = divided(program, together * tiles * layout.grid[side.own])
+    rest, element = divided(rest, together)
+    rank, tile = divided(rest, tiles)
+    if together < elements:
+        element = element + group * jnp.int32(together)
+    own = rank if order is None else order[rank]
+    return Places.of(layout, side, element, own), rank, tile
+
+
+def _together(elements: int, size: int) -> int:
+    """How many batch elements are visited at the same time, if the other side of each has `size`
+    bytes.
+    """
+    most = max(min(CACHED // max(size, 1), elements), 1)
+    return next(n for n in range(most, 0, -1) if elements % n == 0)

@@ -146,8 +146,10 @@ def stage(x: Any, memory: Any) -> None:
 
 
 def wait_for_copies() -> None:
-    """Waits until what this warpgroup copies to global memory has been written."""
-    plgpu.wait_smem_to_gmem(0)
+    """Waits until copies to global memory have read the shared memory. What they write is there
+    when the kernel has ended.
+    """
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def clean_together(tile: Any, warpgroup: Any, both: Any) -> None:
@@ -377,4 +379,4 @@ def store_some(x: Any, to: Any, memory: Any) -> None:
         memory[...] = lax.slice(x, (0, i), (rows, i + n))
         commit_smem()
         plgpu.copy_smem_to_gmem(memory.at[ds(0, to.shape[0])], to.at[:, ds(i, n)])
-        plgpu.wait_smem_to_gmem(0)
+        wait_for_copies()

@@ -44,6 +44,11 @@ def divided(x: Any, n: int) -> tuple[Any, Any]:
     return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))
 
 
+def first_row(tile: Any, warpgroup: Any) -> Any:
+    """The first row of a warpgroup in its block, if the program has one tile of the block."""
+    return tile * jnp.int32(TILE) + warpgroup * jnp.int32(WARPGROUP)
+
+
 def scale_of(programs: dict[int, PairProgram], layout: GridLayout) -> int | None:
     """The argument that is the scale in every class of block, and one number for all blocks."""
     scale, *others = {program.scale for program in programs.values()}
@@ -144,32 +149,6 @@ class Places:
             else:
                 at[axis], element = lax.rem(element, n), lax.div(element, n)
         return cls(layout, side, at)
-
-    @classmethod
-    def of_rows(
-        cls,
-        layout: GridLayout,
-        side: Side,
-        tiles: int,
-        order: Any,
-        program: Any,
-        warpgroup: Any,
-    ) -> tuple["Places", Any]:
-        """Finds where the rows or keys of a warpgroup are, and which is the first of them in the
-        block.
-
-        **Arguments:**
-
-        - `tiles`: how many programs a block has.
-        - `order`: the blocks of the side in the order in which programs begin them. None means the
-            order in memory.
-        - `program`, `warpgroup`: the indices.
-        """
-        rest, element = divided(program, math.prod(layout.shape(layout.batch)))
-        own, tile = divided(rest, tiles)
-        own = own if order is None else order[own]
-        start = tile * jnp.int32(TILE) + warpgroup * jnp.int32(WARPGROUP)
-        return cls.of(layout, side, element, own), start
 
     @property
     def block(self) -> Any:

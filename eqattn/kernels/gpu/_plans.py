@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._sweep.grid import GridLayout, PARTIAL
+from ..._sweep.grid import COL, GridLayout, PARTIAL
 from .._program import LOG2E
 from ._ending import Ending
 from ._lists import lists
@@ -41,6 +41,11 @@ class VisitPlan:
     interpreted: bool
 
     @property
+    def streamed_bytes(self) -> int:
+        """The bytes of the matrices of the other side, of one batch element."""
+        raise NotImplementedError
+
+    @property
     def staged(self) -> list[int]:
         """The operands that travel with the blocks of the other side."""
         return [i for i, x in self.operands.items() if x.staged]
@@ -70,6 +75,11 @@ class FoldPlan(VisitPlan):
     scale: int | None
     continued: bool
     ending: Ending
+
+    @property
+    def streamed_bytes(self) -> int:
+        keys = self.layout.grid[COL] * self.layout.block[0]
+        return keys * (self.sizes.dim + self.sizes.width) * jnp.dtype(self.dtype).itemsize
 
     @property
     def added(self) -> bool:
@@ -111,15 +121,29 @@ class SumPlan(VisitPlan):
     cleaned: list[int]
     dtypes: dict[int, Any]
 
+    @property
+    def streamed_bytes(self) -> int:
+        tokens = self.layout.grid[self.side.other] * self.layout.block[self.side is not ROWS]
+        width = sum(self.matrices[i].width for i in self.streamed)
+        return tokens * width * jnp.dtype(self.dtype).itemsize
+
 
 def listed(table: Any, classes: Sequence[int]) -> list[Any]:
     """The lists of live blocks as a kernel reads them; none where every pair is visited. Arguments
-    are those of `lists`.
+    are those of `lists`. First come the rows in the order in which programs have them, and then
+    their lists in this order. So a program finds its list without waiting for its row.
     """
     if table is None:
         return []
-    ranks, order, counts = lists(table, tuple(classes))
-    return [ranks, *(x.reshape(-1, *x.shape[-2:]) for x in (order, counts))]
+    ranks, *found = lists(table, tuple(classes))
+    return [ranks, *(x[..., ranks, :].reshape(-1, *x.shape[-2:]) for x in found)]
+
+
+def listed_in_order(table: Any, classes: Sequence[int]) -> list[Any]:
+    """The same without the first list, and for rows in the order in which they lie."""
+    if table is None:
+        return []
+    return [x.reshape(-1, *x.shape[-2:]) for x in lists(table, tuple(classes))[1:]]
 
 
 def are_dirty(x: Any, axes: Sequence[int], side: Side) -> Any:

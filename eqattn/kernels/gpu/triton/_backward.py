@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._sweep.grid import FULL, PARTIAL
-from .._operands import divided, Places, rounded_up, ROWS, Side
+from .._lists import Visit
+from .._operands import divided, rounded_up, ROWS, Side
 from .._operations import Value
 from .._plans import SumPlan
 from .._program import Run
@@ -96,19 +97,11 @@ class Program:
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.results = dict(zip(plan.wanted, refs))
         layout, side, sizes = plan.layout, plan.side, plan.sizes
-        rest, element = divided(triton.program_id(0), math.prod(layout.shape(layout.batch)))
-        own, tile = divided(rest, sizes.tiles)
-        own = listed[0][own] if listed else own
-        self.places = Places.of(layout, side, element, own)
-        self.start = tile * jnp.int32(sizes.own)
+        visit = Visit.of(plan, side, sizes.tiles, listed, triton.program_id(0))
+        self.places, self.column = visit.places, visit.column
+        self.start = visit.tile * jnp.int32(sizes.own)
         self.own = self.start + lax.iota(jnp.int32, sizes.own)
-        full = live = jnp.int32(layout.grid[side.other])
-        self.listed = None
-        if listed:
-            table, at = self.places.place(plan.table_axes or ()), self.places.at[side.own]
-            full, live = (listed[2][table, at, i] for i in (0, 1))
-            self.listed = lambda i: listed[1][table, at, i]
-        self.ends = {FULL: full, PARTIAL: live}
+        self.ends = {FULL: visit.full, PARTIAL: visit.live}
         self.dirty = None
         for i, ref in dirty.items():
             bad = ref[self.places.place([a for a in layout.in_axes[i] if a != side.other])]
@@ -154,7 +147,7 @@ class Program:
         """
         plan, sizes, size = self.plan, self.plan.sizes, self.plan.sizes.streamed
         at, part = divided(i, sizes.padded[1] // size)
-        other, start = at if self.listed is None else self.listed(at), part * jnp.int32(size)
+        other, start = self.column(at), part * jnp.int32(size)
         others = start + lax.iota(jnp.int32, size)
         tiles = {i: self.rows(i, other, others, size) for i in plan.streamed}
         first = program.cleaned_first if cleans else set()

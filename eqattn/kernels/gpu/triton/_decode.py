@@ -25,7 +25,7 @@ from .._online import online_step
 from .._operations import Value
 from .._pair_program import PairProgram
 from .._parts import Part
-from .._plans import listed
+from .._plans import listed_in_order
 from .._stored_arrays import (
     PROGRAMS,
     shares_of,
@@ -271,7 +271,7 @@ def visit_stored(
         tables = [operands[i].reshape(-1) for i in arrays.tables_of(group)]
         inputs += [jnp.stack(tables, -1)] if tables else []
     inputs += [x for group in read for _, found in group for x in found]
-    inputs += listed(arrays.table, list(steps))[1:]
+    inputs += listed_in_order(arrays.table, list(steps))
     inputs += [x.array for x in plan.operands.values()]
     lead = plan.shares * plan.places
     shapes = (lead, sizes.tiles, sizes.written, sizes.width), *[(lead, sizes.padded_rows)] * 2

@@ -17,8 +17,9 @@ from jax import lax
 
 from ...._sweep.grid import COL, FULL, PARTIAL, ROW
 from ..._program import LOG2E
+from .._lists import Visit
 from .._online import online_step
-from .._operands import divided, Operand, Places, rounded_up, ROWS
+from .._operands import divided, Operand, rounded_up, ROWS
 from .._operations import Value
 from .._pair_program import PairProgram, scale_beside
 from .._plans import FoldPlan
@@ -125,22 +126,12 @@ class Program:
         self.old = [refs.pop(0) for _ in range(3)] if plan.continued else []
         self.given_at_end = [refs.pop(0) for _ in plan.ending.given]
         self.results = refs
-        layout, sizes = plan.layout, plan.sizes
-        elements = math.prod(layout.shape(layout.batch))
-        rest, element = divided(triton.program_id(0), elements)
-        own, tile = divided(rest, plan.tiles)
-        own = listed[0][own] if listed else own
-        self.places = Places.of(layout, ROWS, element, own)
-        self.start = tile * jnp.int32(sizes.tile_r)
+        sizes = plan.sizes
+        visit = Visit.of(plan, ROWS, plan.tiles, listed, triton.program_id(0))
+        self.places, self.column = visit.places, visit.column
+        self.start = visit.tile * jnp.int32(sizes.tile_r)
         self.own = self.start + lax.iota(jnp.int32, sizes.tile_r)
-        columns = jnp.int32(layout.grid[COL])
-        full, live = columns, columns
-        self.columns = None
-        if listed:
-            table, row = self.places.place(plan.table_axes or ()), self.places.at[ROW]
-            full, live = (listed[2][table, row, i] for i in (0, 1))
-            self.columns = lambda at: listed[1][table, row, at]
-        self.ends = {FULL: full, PARTIAL: live}
+        self.ends = {FULL: visit.full, PARTIAL: visit.live}
         self.clean = None
         if dirty is not None:
             self.clean = 1 - dirty[self.places.place([a for a in plan.value.axes if a != COL])]
@@ -214,7 +205,7 @@ class Program:
         """Adds the `i`-th tile of keys to the Carry. With `cleans`, values may not be finite."""
         plan, sizes, size = self.plan, self.plan.sizes, self.plan.sizes.tile_k
         at, part = divided(i, sizes.padded_keys // size)
-        column, start = at if self.columns is None else self.columns(at), part * jnp.int32(size)
+        column, start = self.column(at), part * jnp.int32(size)
         keys = start + lax.iota(jnp.int32, size)
         lead, inside = plan.key.where(self.places, column, keys, size)
         tile = triton.rows(self.k, lead, inside, (size, sizes.padded_dim))
