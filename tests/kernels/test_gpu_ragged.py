@@ -157,8 +157,9 @@ def test_sizes():
     assert (uneven.tile_k, uneven.padded_keys) == (32, 32)
     eight = Sizes(rows=32, keys=128, heads=8, dims=(128,), width=128, pages=0, eight=True)
     assert (eight.widened, eight.stages) == ([(128, 0), (128, 64)], 4)
+    assert (eight.wide, eight.widening) == (2, 2)  # one of each is multiplied meanwhile
     large = Sizes(rows=32, keys=128, heads=8, dims=(256,), width=256, pages=0, eight=True)
-    assert large.stages == 3
+    assert (large.stages, large.wide) == (3, 1)  # shared memory has room for one
     few = Sizes(rows=8, keys=48, heads=1, dims=(32,), width=32, pages=0, eight=True)
     assert (few.tile_k, few.tile_rows) == (48, 64)
     latents = Sizes(

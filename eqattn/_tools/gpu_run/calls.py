@@ -81,7 +81,7 @@ def plain(x: Any) -> jax.Array:
 def _eqattn(case: Case, platform: str) -> Call:
     metadata = AttentionMetadata(
         platform=platform,
-        backend="any" if platform == "xla" else "cuda",
+        backend="cuda" if platform == "pallas" else "any",
         runtime_dtype=jnp.bfloat16,
         logits_soft_cap=case.cap,
         dropout_prob=case.dropout,
@@ -198,6 +198,8 @@ def call_of(name: str, case: Case, rehearsed: bool) -> Call | None:
         return _eqattn(case, "xla" if rehearsed else "pallas")
     if name == "XLA":
         return _eqattn(case, "xla")
+    if name == "eqattn Triton":
+        return _eqattn(case, "xla" if rehearsed else "triton") if case.keys else None
     if name == "cuDNN":
         return _jax_nn(case, "xla" if rehearsed else "cudnn")
     if name == "jax Mosaic":

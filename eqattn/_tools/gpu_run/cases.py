@@ -9,6 +9,7 @@ from ..bench.cases import Row, Target
 
 PEERS = (
     "XLA",
+    "eqattn Triton",
     "cuDNN",
     "jax Mosaic",
     "jax Triton",
@@ -17,7 +18,9 @@ PEERS = (
     "torch cuDNN",
     "torch flash",
 )
-"""What eqattn's kernels are compared with. `"XLA"` is the code that eqattn runs without them."""
+"""What eqattn's kernels are compared with. `"XLA"` is the code that eqattn runs without them, and
+`"eqattn Triton"` are its kernels for other chips, which decode here.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

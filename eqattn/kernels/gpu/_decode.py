@@ -68,7 +68,7 @@ class Plan(StoredPlan):
             tiles([x.size for x in self.values], s.tile_k * (not s.eight)),
             vectors,
             [of(jnp.float32) for _ in self.scaled],
-            [mosaic.matrices((s.tile_rows, n), self.dtype, deep) for n, deep in s.widened],
+            [mosaic.matrices((s.wide, s.tile_rows, n), self.dtype, deep) for n, deep in s.widened],
             [mosaic.SMEM((TILE, s.staged), jnp.float32) for _ in s.widths],
         )
         keys = sum(x.count for x in (*self.keys, *self.scaled)) + len(vectors)
@@ -79,14 +79,16 @@ class Plan(StoredPlan):
             [mosaic.Barrier(num_arrivals=values, num_barriers=s.stages) for _ in self.values],
         )
         free = mosaic.Barrier(num_arrivals=len(s.widths), num_barriers=s.stages)
-        wide = [mosaic.Barrier()] * s.eight, [mosaic.Barrier()] * (s.eight * len(self.values))
+        ready = mosaic.Barrier(num_barriers=s.wide)
+        wide = [ready] * s.eight, [ready] * (s.eight * len(self.values))
         return memory, arrived, (free, [free] * len(self.values)), wide
 
     def body(self, *refs: Any) -> None:
         """What a program does with its references."""
         scratch = len(self.scratch())
         program = Program(self, refs[:-scratch], refs[-scratch:])
-        mosaic.share_out(len(self.sizes.widths), program.compute, program.copy)
+        workers = [ft.partial(program.compute, i) for i in range(len(self.sizes.widths))]
+        mosaic.share_out(workers, program.copying)
 
 
 class Program(StoredProgram):
@@ -99,52 +101,72 @@ class Program(StoredProgram):
     def slot(self, step: Any) -> Any:
         return lax.rem(step - self.first, jnp.int32(self.plan.sizes.stages))
 
-    def copy(self) -> None:
-        """What the last warpgroup does."""
-        plan, stages = self.plan, self.plan.sizes.stages
-        q_tiles, k_tiles, v_tiles, *_ = self.memory
-        (q_arrived, k_arrived, v_arrived), (k_free, v_free) = self.arrived, self.free
-        place, rows = self.places.place(plan.layout.in_axes[0]), mosaic.ds(self.start, TILE)
-        for q, q_tile in zip(self.q, q_tiles):
-            mosaic.copy_in(q.at[place, rows], q_tile, q_arrived)
+    def wide_slot(self, step: Any) -> Any:
+        return lax.rem(step - self.first, jnp.int32(self.plan.sizes.wide))
 
-        free = (k_free, *v_free)
-        sends = (self.send_keys, self.send_values)[: len(free)]
+    @property
+    def copying(self) -> list[Any]:
+        """What the last warpgroups do, each one. One copies all tiles. Numbers of 8 bits are also
+        widened, which takes longer than the copies. So keys and values have a warpgroup each.
+        """
+        if not self.plan.sizes.eight:
+            return [self.copy]
+        return [ft.partial(self.widen, which) for which in range(self.plan.sizes.widening)]
+
+    def send_queries(self) -> None:
+        """Begins to copy the queries."""
+        place = self.places.place(self.plan.layout.in_axes[0])
+        for q, q_tile in zip(self.q, self.memory[0]):
+            mosaic.copy_in(q.at[place, mosaic.ds(self.start, TILE)], q_tile, self.arrived[0])
+
+    def copy(self) -> None:
+        """Copies tiles into slots that are free."""
+        stages, (k_free, v_free) = self.plan.sizes.stages, self.free
+        self.send_queries()
 
         def in_turn(step, _):
-            """Copies tiles into slots that are free."""
-            for barrier, send in zip(free, sends):
+            for barrier, send in zip((k_free, *v_free), (self.send_keys, self.send_values)):
                 again = step - self.first >= stages
                 mosaic.when(again)(ft.partial(mosaic.barrier_wait, barrier.at[self.slot(step)]))
                 send(step)
             return ()
 
-        def widening(step, _):
-            """Widens tiles that have arrived. The warpgroups that multiply must be done with the
-            step before, whose slot then takes the next tile to be copied.
-            """
-            tiles = (k_tiles, v_tiles), self.wide_tiles(), (k_arrived, *v_arrived)
-            for barrier, send, narrow, wide, arrived, ready in zip(free, sends, *tiles, self.wide):
+        lax.fori_loop(self.first, self.last, in_turn, ())
 
-                def go_on(barrier=barrier, send=send):
-                    mosaic.barrier_wait(barrier.at[self.slot(step - 1)])
-                    following = step - 1 + stages
-                    mosaic.when(following < self.last)(lambda: send(following))
+    def widen(self, which: int) -> None:
+        """Copies tiles of keys (0) or of values (1), and widens those that have arrived. The
+        warpgroup that multiplies must be done with the step whose wide tile is replaced. The slot
+        of that step then takes the next tile to be copied.
+        """
+        stages, (_, k_arrived, v_arrived), (k_free, v_free) = (
+            self.plan.sizes.stages,
+            self.arrived,
+            self.free,
+        )
+        send = (self.send_keys, self.send_values)[which]
+        free, arrived = (k_free, *v_free)[which], (k_arrived, *v_arrived)[which]
+        narrow, wide = self.memory[1 + which], self.wide_tiles()[which]
+        if which == 0:
+            self.send_queries()
+        for i in range(stages):
+            mosaic.when(self.first + i < self.last)(ft.partial(send, self.first + i))
 
-                mosaic.when(step > self.first)(go_on)
-                slot = self.slot(step)
-                mosaic.barrier_wait(arrived.at[slot])
-                for tile, into in zip(narrow, wide):
-                    mosaic.widen(tile.at[slot], into)
-                mosaic.commit_smem()
-                mosaic.barrier_arrive(ready[0])
+        def go_on(done):
+            mosaic.barrier_wait(free.at[self.slot(done)])
+            mosaic.when(done + stages < self.last)(lambda: send(done + stages))
+
+        def in_turn(step, _):
+            done = step - self.plan.sizes.wide
+            mosaic.when(done >= self.first)(ft.partial(go_on, done))
+            slot, place = self.slot(step), self.wide_slot(step)
+            mosaic.barrier_wait(arrived.at[slot])
+            for tile, into in zip(narrow, wide):
+                mosaic.widen(tile.at[slot], into.at[place])
+            mosaic.commit_smem()
+            mosaic.barrier_arrive(self.wide[which][0].at[place])
             return ()
 
-        if plan.sizes.eight:
-            for i in range(stages):
-                for send in sends:
-                    mosaic.when(self.first + i < self.last)(ft.partial(send, self.first + i))
-        lax.fori_loop(self.first, self.last, widening if plan.sizes.eight else in_turn, ())
+        lax.fori_loop(self.first, self.last, in_turn, ())
 
     def send_keys(self, step: Any) -> None:
         """Begins to copy what the logits of a step read, and the scales of its values."""
@@ -233,9 +255,9 @@ class Program(StoredProgram):
         k_scales, v_scales = ([of(x) for x in xs] for xs in self.by_part(scales))
         keys, values = ([x.at[slot] for x in tiles] for tiles in (k_tiles, v_tiles))
         if sizes.eight:
-            inside = mosaic.ds(0, sizes.tile_k)
-            keys, values = ([x.at[inside] for x in tiles] for tiles in self.wide_tiles())
-            mosaic.barrier_wait(self.wide[0][0])
+            at = self.wide_slot(step), mosaic.ds(0, sizes.tile_k)
+            keys, values = ([x.at[at] for x in tiles] for tiles in self.wide_tiles())
+            mosaic.barrier_wait(self.wide[0][0].at[at[0]])
         # One after the other, as registers have no room for two beside long latents.
         products = [mosaic.pairs_of(x)[0] for x in zip(q_tiles, keys)]
         for i, scale in enumerate(k_scales):
@@ -260,7 +282,8 @@ class Program(StoredProgram):
         in_order = None if plan.interpreted else mosaic.in_order
         factor = jnp.float32(LOG2E)
         acc, den, now, weighted = online_step(state, s, weights, factor, plan.dtype, in_order)
-        for arrived in self.wide[1] or [x.at[slot] for x in v_arrived]:
+        wide = [x.at[self.wide_slot(step)] for x in self.wide[1]]
+        for arrived in wide or [x.at[slot] for x in v_arrived]:
             mosaic.barrier_wait(arrived)
         (value, *_), (first, n) = values or keys, (sum(sizes.widths[:worker]), sizes.widths[worker])
         value = value if n == sizes.width else value.at[:, mosaic.ds(first, n)]

@@ -53,7 +53,8 @@ def _visit(steps: dict[int, Any], layout: GridLayout, args: Sequence, interprete
     inputs += [x.array for x in plan.operands.values()]
     lead = plan.shares * plan.places
     shapes = (lead, sizes.tiles, sizes.written, sizes.width), *[(lead, sizes.padded_rows)] * 2
-    out, count = [abstract(args[-1], x, jnp.float32) for x in shapes], len(sizes.widths) + 1
+    out = [abstract(args[-1], x, jnp.float32) for x in shapes]
+    count = len(sizes.widths) + max(sizes.widening, 1)
     run = mosaic.kernel(
         plan.body, out, plan.count, "eqattn_decode", plan.scratch(), interpreted, warpgroups=count
     )

@@ -337,20 +337,21 @@ def specialise(program: Any) -> None:
         program.copy()
 
 
-def share_out(workers: int, compute: Any, copy: Any) -> None:
-    """Has each of the first warpgroups run `compute(index)`, and the last one `copy`. If two
-    compute, they take registers from the one that copies.
+def share_out(computing: Sequence[Any], copying: Sequence[Any]) -> None:
+    """Has each warpgroup run one of the functions. If two compute, they take registers from the one
+    that copies.
     """
     warpgroup = lax.axis_index("warpgroup")
 
     def begin(run, registers, action):
-        if workers > 1:
+        if len(computing) > 1:
             set_max_registers(registers, action=action)
         run()
 
-    for i in range(workers):
-        when(warpgroup == i)(ft.partial(begin, ft.partial(compute, i), 232, "increase"))
-    when(warpgroup == workers)(ft.partial(begin, copy, 40, "decrease"))
+    for i, run in enumerate(computing):
+        when(warpgroup == i)(ft.partial(begin, run, 232, "increase"))
+    for i, run in enumerate(copying, len(computing)):
+        when(warpgroup == i)(ft.partial(begin, run, 40, "decrease"))
 
 
 def alone(fn: Any) -> Any:

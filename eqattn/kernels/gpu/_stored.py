@@ -98,6 +98,11 @@ class Sizes(StoredSizes):
         return self.eight or len(self.widths) > 1
 
     @property
+    def widening(self) -> int:
+        """How many warpgroups widen numbers of 8 bits: one for keys, and one for their values."""
+        return self.eight * (1 + (not self.shared))
+
+    @property
     def staged(self) -> int:
         """How many columns of the results are written at once."""
         most = TILE // 2 if self.alone else TILE
@@ -113,13 +118,23 @@ class Sizes(StoredSizes):
         return [*keys, *values] if self.eight else []
 
     @property
+    def wide(self) -> int:
+        """How many tiles of numbers of 8 bits are kept wide. With two, one is widened while the
+        other is multiplied.
+        """
+        return 2 if self._stages(2) >= 2 else 1
+
+    @property
     def stages(self) -> int:
         """How many tiles of keys and values shared memory holds, beside queries and results."""
+        return max(min(self._stages(self.wide), 4), 2)
+
+    def _stages(self, wide: int) -> int:
         own = TILE * (2 * self.dim + 4 * self.staged * len(self.widths))
-        own += 2 * self.tile_rows * sum(n for n, _ in self.widened)
+        own += 2 * wide * self.tile_rows * sum(n for n, _ in self.widened)
         each = self.tile_rows * (self.dim + self.width * (not self.shared)) * (2 - self.eight)
         memory = _ALL_SHARED_MEMORY if self.alone else _SHARED_MEMORY
-        return max(min((memory - own) // each, 4), 2)
+        return (memory - own) // each
 
 
 def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
