@@ -60,15 +60,39 @@ def _dot_general(a, b, *, contract, lead, precision, operand_dtype):
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
 
 
+def _rounded(x, dtype):
+    """Rounds to a narrow dtype, but stays wide. Exponents are not rounded. Otherwise numbers that
+    are subnormal in float16 would become 0, although units that multiply float16 read them as they
+    are.
+    """
+    info = jnp.finfo(dtype)
+    exponent = max(info.nexp, jnp.finfo(jnp.float32).nexp)
+    return lax.reduce_precision(x, exponent, info.nmant)
+
+
+# XLA:GPU gives products to tensor cores, or sums them in float32, only if they are not very small.
+# Otherwise a loop multiplies narrow numbers in their own dtype, so that each product is rounded.
+# XLA does so where the three sizes of a product have a sum below 25. That was found by trial with
+# the XLA of jaxlib 0.12.0, and the loop's instruction `HMUL2` in its machine code. On an H200, a
+# logsumexp over vectors of 4 numbers was off by 54 times the bound. The limit here is higher, as
+# versions may differ. Up to it, tensor cores gain nothing.
+_LOOPED = 64
+
+
+def _dot_on_gpu(a, b, *, contract, lead, precision, operand_dtype):
+    sizes = *a.shape[lead:], b.shape[lead + 1 - contract[1]]
+    if operand_dtype is not None and sum(sizes) < _LOOPED:
+        a, b = (_rounded(x, operand_dtype) for x in (a, b))
+        operand_dtype, precision = None, lax.Precision.HIGHEST
+    more = dict(precision=precision, operand_dtype=operand_dtype)
+    return _dot_general(a, b, contract=contract, lead=lead, **more)
+
+
 def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
-    # XLA:CPU lacks products of narrow numbers for some shapes. So the operands are rounded to the
-    # narrow dtype but stay wide, which gives the same products. Exponents are not rounded.
-    # Otherwise numbers that are subnormal in float16 would become 0, although units that multiply
-    # float16 read them as they are.
+    # XLA:CPU lacks products of narrow numbers for some shapes. Wide operands give the same
+    # products.
     if operand_dtype is not None:
-        info = jnp.finfo(operand_dtype)
-        exponent = max(info.nexp, jnp.finfo(jnp.float32).nexp)
-        a, b = (lax.reduce_precision(x, exponent, info.nmant) for x in (a, b))
+        a, b = (_rounded(x, operand_dtype) for x in (a, b))
     product = ft.partial(_dot_general, lead=lead, precision=precision, operand_dtype=None)
     if contract != (0, 0):
         return product(a, b, contract=contract)
@@ -191,6 +215,9 @@ _lower_dot = mlir.lower_fun(_dot_general, multiple_results=False)
 _define(dot_p, _dot_general, (_transpose_a, _transpose_b), _lower_dot)
 _lower_on_cpu = mlir.lower_fun(_dot_on_cpu, multiple_results=False)
 mlir.register_lowering(dot_p, _lower_on_cpu, platform="cpu")
+_lower_on_gpu = mlir.lower_fun(_dot_on_gpu, multiple_results=False)
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(dot_p, _lower_on_gpu, platform=_platform)
 _lower_grouped = mlir.lower_fun(_grouped, multiple_results=False)
 _both = tuple(ft.partial(_transpose_grouped, i) for i in (0, 1))
 _define(grouped_dot_p, _grouped, _both, _lower_grouped)

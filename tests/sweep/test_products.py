@@ -82,6 +82,28 @@ def test_narrow_products_are_summed_in_float32(contract, platform):
         assert operands.count("bf16>") == 2 and "f32>" in result, (operands, result)
 
 
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize("contract", CONTRACT)
+def test_few_numbers_are_multiplied_in_float32_on_a_gpu(contract, platform):
+    """XLA:GPU multiplies very small matrices by a loop, in the dtype of their numbers. So they are
+    float32 in the program, also those of a vmap and of gradients. Tensor cores would round float32
+    to 11 bits, if the highest precision were not asked for.
+    """
+    a, b = drawn(contract, 8, 4, ())
+
+    def values(a, b):
+        f = lambda a, b: dot(a, b, contract, operand_dtype=jnp.bfloat16)
+        y, pull = jax.vjp(f, a, b)
+        return y, pull(y)
+
+    for f, args in ((values, (a, b)), (jax.vmap(values), (a[None], b[None]))):
+        text = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        lines = [x for x in text.splitlines() if "dot_general" in x]
+        assert len(lines) == 3
+        assert all("bf16" not in x and "HIGHEST, HIGHEST" in x for x in lines), lines
+        assert text.count("reduce_precision") == 6  # the operands are still rounded
+
+
 def test_what_is_subnormal_in_float16_is_multiplied():
     """A probability of 1e-6 beside one of 1 counts, as it does where units multiply float16."""
     p = jnp.asarray([[1e-6, 1.0]], jnp.float32)
