@@ -60,8 +60,27 @@ MUTANTS = [
         "kernels/gpu/_operands.py",
         "kernels/test_gpu_tokens.py",
         [
-            ("own = own if order is None else order[own]", "pass", "each block is computed once, in another order"),
-            ("start = tile * jnp.int32(TILE) + warpgroup * jnp.int32(WARPGROUP)", "start = tile * jnp.int32(TILE)"),
+            ("return tile * jnp.int32(TILE) + warpgroup * jnp.int32(WARPGROUP)", "return tile * jnp.int32(TILE)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_lists.py",
+        "kernels/test_gpu_order.py",
+        [
+            ("own = rank if order is None else order[rank]", "own = rank"),
+            ("element = element + group * jnp.int32(together)", "pass"),
+            ("if elements % n == 0)", "if True)"),
+            ("full, live = (counts[table, rank, i] for i in (0, 1))", "full, live = (counts[table, places.at[side.own], i] for i in (0, 1))"),
+            ("lambda at: others[table, rank, at])", "lambda at: others[table, places.at[side.own], at])"),
+            ("full = columns if max(plan.programs) == FULL else jnp.int32(0)", "full = jnp.int32(0)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_plans.py",
+        "kernels/test_gpu_order.py",
+        [
+            ("return [ranks, *(x[..., ranks, :].reshape", "return [ranks, *(x.reshape"),
+            ("return [x.reshape(-1, *x.shape[-2:]) for x in lists(table, tuple(classes))[1:]]", "return listed(table, classes)[1:]"),
         ],
     ),
     (

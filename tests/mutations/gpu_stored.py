@@ -30,6 +30,9 @@ MUTANTS = [
             ("products[i] = products[i] * lax.broadcast_in_dim(scale, shape, [1])", "pass"),
             ("row = lambda x: mosaic.vector(x, slot, sizes.tile_k)", "row = lambda x: mosaic.vector(x, 0, sizes.tile_k)"),
             ("weights = [x * scale for x in weights] or [scale]", "pass"),
+            ("slot, place = self.slot(step), self.wide_slot(step)", "slot, place = self.slot(step), 0"),
+            ("done = step - self.plan.sizes.wide", "done = step - self.plan.sizes.wide - 1"),
+            ("free, arrived = (k_free, *v_free)[which]", "free, arrived = k_free"),
         ],
     ),
     (
@@ -55,7 +58,9 @@ MUTANTS = [
             ("return TILE if self.dim <= LARGEST else TILE // 2", "return TILE"),
             ("most = TILE // 2 if self.alone else TILE", "most = TILE"),
             ("return self.eight or len(self.widths) > 1", "return self.eight"),
-            ("own += 2 * self.tile_rows * sum(n for n, _ in self.widened)", "pass"),
+            ("own += 2 * wide * self.tile_rows * sum(n for n, _ in self.widened)", "pass"),
+            ("return 2 if self._stages(2) >= 2 else 1", "return 2"),
+            ("return self.eight * (1 + (not self.shared))", "return self.eight"),
         ],
     ),
     (

@@ -18,8 +18,8 @@ PEERS = (
     "torch cuDNN",
     "torch flash",
 )
-"""What eqattn's kernels are compared with. `"XLA"` is the code that eqattn runs without them, and
-`"eqattn Triton"` are its kernels for other chips, which decode here.
+"""What eqattn's kernels are compared with. `"XLA"` is the code that eqattn runs without them.
+`"eqattn Triton"` is its kernel for other chips, which only decodes here.
 """
 
 

@@ -42,7 +42,7 @@ class VisitPlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """The bytes of the matrices of the other side, of one batch element."""
+        """How many bytes the matrices of the other side have, for one batch element."""
         raise NotImplementedError
 
     @property
