@@ -21,7 +21,8 @@ _ELF = b"\x7fELF\x02\x01\x01"
 
 def cubins(program: bytes) -> list[bytes]:
     """The pieces of machine code, each once, in the order in which they lie."""
-    found, at = [*_elves(program)], 0
+    # What lies in a file of records is read without the headers of its pages.
+    found, at = [*_elves(program.partition(_BEGIN)[0])], 0
     while (at := program.find(_BEGIN, at)) >= 0:
         file = program[at:]
         pages = range(0, len(file), _PAGE)
