@@ -65,7 +65,6 @@ def test_long_latents():
 
 
 @newest
-@pytest.mark.slow
 @pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e5m2])
 def test_many_blocks_of_eight_bits(stored):
     """More tiles than there are stages, and prompts."""
@@ -142,7 +141,6 @@ def test_what_there_is_no_kernel_for():
 
 
 @newest
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "latents"])
 def test_warpgroups_do_not_race(kind, monkeypatch):
     """Nor does the one that widens numbers with the one that multiplies."""

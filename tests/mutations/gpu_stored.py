@@ -3,7 +3,7 @@ GPU. Those of kernels need jax 0.12, as their tests do.
 """
 # fmt: off
 
-EIGHT = "kernels/test_gpu_stored.py -k 'eight_bits and not many or begin_at_lines'"
+EIGHT = "kernels/test_gpu_stored.py -k 'eight_bits or begin_at_lines or race'"
 LATENTS = "kernels/test_gpu_stored.py -k 'test_latents'"
 REFUSED = "kernels/test_gpu_stored.py -k no_kernel_for"
 
