@@ -75,7 +75,7 @@ def _rounded(x, dtype):
 # XLA does so where the three sizes of a product have a sum below 25. That was found by trial with
 # the XLA of jaxlib 0.12.0, and the loop's instruction `HMUL2` in its machine code. On an H200, a
 # logsumexp over vectors of 4 numbers was off by 54 times the bound. The limit here is higher, as
-# versions may differ. Up to it, tensor cores gain nothing.
+# versions may differ.
 _LOOPED = 64
 
 

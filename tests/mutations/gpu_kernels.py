@@ -70,9 +70,9 @@ MUTANTS = [
             ("own = rank if order is None else order[rank]", "own = rank"),
             ("element = element + group * jnp.int32(together)", "pass"),
             ("if elements % n == 0)", "if True)"),
-            ("full, live = (counts[table, rank, i] for i in (0, 1))", "full, live = (counts[table, places.at[side.own], i] for i in (0, 1))"),
-            ("lambda at: others[table, rank, at])", "lambda at: others[table, places.at[side.own], at])"),
-            ("full = columns if max(plan.programs) == FULL else jnp.int32(0)", "full = jnp.int32(0)"),
+            ("(counts[table, rank, i] for i in (0, 1))", "(counts[table, places.at[places.side.own], i] for i in (0, 1))"),
+            ("lambda at: others[table, rank, at]", "lambda at: others[table, places.at[places.side.own], at]"),
+            ("full = count if max(plan.programs) == FULL else jnp.int32(0)", "full = jnp.int32(0)"),
         ],
     ),
     (

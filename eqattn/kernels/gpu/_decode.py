@@ -2,7 +2,8 @@
 
 A program has up to 64 rows of one key head, and a share of the blocks that they see. Its last
 warpgroup looks up pages, and copies tiles of keys and values into shared memory, as many ahead as
-fit. The other warpgroup multiplies. With few rows most of these products are wasted, but memory
+fit. Numbers of 8 bits are also widened there, by one warpgroup for keys and one for values. The
+first warpgroup multiplies. With few rows most of these products are wasted, but memory
 sets the pace. The blocks of a row are shared out to several programs, so that the whole chip reads.
 Each program makes a Carry, and XLA merges the Carries.
 
@@ -138,11 +139,8 @@ class Program(StoredProgram):
         warpgroup that multiplies must be done with the step whose wide tile is replaced. The slot
         of that step then takes the next tile to be copied.
         """
-        stages, (_, k_arrived, v_arrived), (k_free, v_free) = (
-            self.plan.sizes.stages,
-            self.arrived,
-            self.free,
-        )
+        stages, (k_free, v_free) = self.plan.sizes.stages, self.free
+        _, k_arrived, v_arrived = self.arrived
         send = (self.send_keys, self.send_values)[which]
         free, arrived = (k_free, *v_free)[which], (k_arrived, *v_arrived)[which]
         narrow, wide = self.memory[1 + which], self.wide_tiles()[which]

@@ -17,9 +17,9 @@ from ._operands import divided, Places, Side
 CACHED = 32 * 2**20
 """How many bytes programs read of the other side before others begin with the next batch elements.
 Programs that run at the same time then read the same bytes, and most of these come from the cache.
-An H100 and an H200 have an L2 cache of 50 MB. With 8, 16 and 32 MiB, 1024 causal tokens of 256
-heads took 229, 224 and 222 microseconds on an H200. Without a limit, that is 128 MiB, they took
-241. Grouped queries of 4096 tokens took 2.32, 2.18 and 2.17 milliseconds, and 2.33.
+An H100 and an H200 have an L2 cache of 50 MB. A script ran limits of 8, 16 and 32 MiB on an H200.
+With these, 1024 causal tokens of 256 heads took 229, 224 and 222 microseconds, and 241 without a
+limit. Grouped queries of 4096 tokens took 2.32, 2.18 and 2.17 milliseconds, and 2.33 without.
 """
 
 
@@ -78,21 +78,36 @@ class Visit:
 
         **Arguments:**
 
-        - `plan`: a `VisitPlan`.
+        - `plan`: a `FoldPlan` or a `SumPlan`.
         - `tiles`: how many programs a block has.
         - `listed`: the references to the lists of live blocks, or nothing.
         - `program`: the index of the program.
         """
-        columns = jnp.int32(plan.layout.grid[side.other])
-        if not listed:
-            places, _, tile = place_of(plan, side, tiles, None, program)
-            full = columns if max(plan.programs) == FULL else jnp.int32(0)
-            return cls(places, tile, full, columns, lambda at: at)
-        order, others, counts = listed
+        order, *rest = listed or [None]
         places, rank, tile = place_of(plan, side, tiles, order, program)
-        table = places.place(plan.table_axes or ())
-        full, live = (counts[table, rank, i] for i in (0, 1))
-        return cls(places, tile, full, live, lambda at: others[table, rank, at])
+        return cls(places, tile, *visited(plan, places, rank, rest))
+
+
+def visited(
+    plan: Any, places: Places, rank: Any, listed: Sequence
+) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Finds the blocks that a program visits.
+
+    **Arguments:**
+
+    - `plan`: a `VisitPlan`.
+    - `places`: where the block of the program is on the grid.
+    - `rank`: which of the lists is that of the block.
+    - `listed`: the references to the lists and to their lengths, or nothing.
+
+    **Returns:** the fields `full`, `live` and `column` of a `Visit`.
+    """
+    if not listed:
+        count = jnp.int32(plan.layout.grid[places.side.other])
+        full = count if max(plan.programs) == FULL else jnp.int32(0)
+        return full, count, lambda at: at
+    (others, counts), table = listed, places.place(plan.table_axes or ())
+    return *(counts[table, rank, i] for i in (0, 1)), lambda at: others[table, rank, at]
 
 
 def place_of(

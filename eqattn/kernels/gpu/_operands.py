@@ -45,7 +45,7 @@ def divided(x: Any, n: int) -> tuple[Any, Any]:
 
 
 def first_row(tile: Any, warpgroup: Any) -> Any:
-    """The first row of a warpgroup in its block, if the program has one tile of the block."""
+    """The first row of a warpgroup in its block, of which the program has one `tile`."""
     return tile * jnp.int32(TILE) + warpgroup * jnp.int32(WARPGROUP)
 
 

@@ -41,11 +41,6 @@ class VisitPlan:
     interpreted: bool
 
     @property
-    def streamed_bytes(self) -> int:
-        """How many bytes the matrices of the other side have, for one batch element."""
-        raise NotImplementedError
-
-    @property
     def staged(self) -> list[int]:
         """The operands that travel with the blocks of the other side."""
         return [i for i, x in self.operands.items() if x.staged]
@@ -78,6 +73,7 @@ class FoldPlan(VisitPlan):
 
     @property
     def streamed_bytes(self) -> int:
+        """How many bytes keys and values have, for one batch element."""
         keys = self.layout.grid[COL] * self.layout.block[0]
         return keys * (self.sizes.dim + self.sizes.width) * jnp.dtype(self.dtype).itemsize
 
@@ -123,6 +119,7 @@ class SumPlan(VisitPlan):
 
     @property
     def streamed_bytes(self) -> int:
+        """How many bytes the streamed matrices have, for one batch element."""
         tokens = self.layout.grid[self.side.other] * self.layout.block[self.side is not ROWS]
         width = sum(self.matrices[i].width for i in self.streamed)
         return tokens * width * jnp.dtype(self.dtype).itemsize

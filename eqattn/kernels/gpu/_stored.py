@@ -130,6 +130,7 @@ class Sizes(StoredSizes):
         return max(min(self._stages(self.wide), 4), 2)
 
     def _stages(self, wide: int) -> int:
+        """How many tiles fit beside so many `wide` ones."""
         own = TILE * (2 * self.dim + 4 * self.staged * len(self.widths))
         own += 2 * wide * self.tile_rows * sum(n for n, _ in self.widened)
         each = self.tile_rows * (self.dim + self.width * (not self.shared)) * (2 - self.eight)

@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..._sweep.grid import COL, FULL, ROW
+from ..._sweep.grid import ROW
+from ._lists import visited
 from ._operands import divided, Places, ROWS
 from ._plans import VisitPlan
 from ._stored_arrays import StoredSizes
@@ -78,13 +79,7 @@ class StoredProgram:
         self.head, _ = divided(self.tile, sizes.tiles // sizes.heads)
         self.places = Places.of(layout, ROWS, element, row)
         self.out = share * jnp.int32(plan.places) + self.places.place((*layout.batch, ROW))
-        columns = jnp.int32(layout.grid[COL])
-        full, live = columns if max(plan.programs) == FULL else jnp.int32(0), columns
-        self.column = lambda at: at
-        if listed:
-            table = self.places.place(plan.table_axes or ())
-            full, live = (listed[1][table, row, i] for i in (0, 1))
-            self.column = lambda at: listed[0][table, row, at]
+        full, live, self.column = visited(plan, self.places, row, listed)
         full, live = (n * jnp.int32(plan.parts) for n in (full, live))
         each = lax.div(live + jnp.int32(plan.shares - 1), jnp.int32(plan.shares))
         self.first = share * each
