@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _gpu_caches import latents
 from _gpu_lowered import kernels, text_of
 from _tpu_rows import arrays, call, dense, kept_as, LENGTHS, seen
 
 from eqattn import attention, AttentionMetadata, KeyPadding, Ragged, SlidingWindow
+from eqattn._problem.joined import Joined
 from eqattn._sweep.grid import GridLayout
 from eqattn._sweep.lowering import BlockRequest, BlockSizes
 from eqattn.kernels.gpu import GPULowering
@@ -75,22 +77,12 @@ def test_rows_of_any_length(name, monkeypatch):
 
 
 @newest
-def test_unused_slots_may_hold_anything_and_used_ones_reach_their_rows_only():
-    """Where something is not finite, XLA's loops do the visit again."""
-    (q, k, v), plain = stored(1, 4, 2, 16, 16, 48, False)
-    hidden = jnp.asarray(~seen(1, 48)[:, 0, :, None, None])
-    dirty = [jnp.where(hidden, jnp.nan, x).astype(x.dtype) for x in (k, v)]
-    v = v.at[0, 5, 1, 3].set(jnp.inf)  # heads 2 and 3 of the first row see it
-    close(interpreted(q, *dirty, blocksize_k=16), dense(*plain, seen(1, 48)))
-    out, _ = interpreted(q, k, v, blocksize_k=16)
-    nan = np.isnan(out).all(-1)[:, 0]
-    assert nan.tolist() == [[False, False, True, True], *[[False] * 4] * 3]
-
-
-@newest
 @pytest.mark.slow
-@pytest.mark.parametrize("in_pages", [False, True])
-def test_warpgroups_do_not_race(in_pages, monkeypatch):
+@pytest.mark.parametrize("kind", ["in order", "pages", "not finite", "latents"])
+def test_warpgroups_do_not_race(kind, monkeypatch):
+    """With more tiles than there are stages. What is not finite where no query sees it is cleaned;
+    two warpgroups multiply with the values of latents.
+    """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     from eqattn.kernels.gpu import _mosaic, _stored_arrays
@@ -98,10 +90,20 @@ def test_warpgroups_do_not_race(in_pages, monkeypatch):
     mosaic: Any = _mosaic.plgpu
     params = ft.partial(mosaic.InterpretGPUParams, detect_races=True)
     monkeypatch.setattr(mosaic, "InterpretGPUParams", params)
-    monkeypatch.setattr(_stored_arrays, "LEAST_TILES", 4)  # more than there are stages
-    args, plain = stored(3, 4, 2, 16, 16, 144, in_pages)
-    sizes = {} if in_pages else dict(blocksize_k=16)
-    close(interpreted(*args, **sizes), dense(*plain, seen(3, 144)))
+    monkeypatch.setattr(_stored_arrays, "LEAST_TILES", 4)
+    hidden = (np.arange(144) >= LENGTHS[:, None])[..., None, None]
+    if kind == "latents":
+        (q, k, _), _ = latents(1, 4, 512, 64, 144, False)
+        first = jnp.where(hidden, jnp.nan, k.first.array).astype(q.dtype)
+        k = Joined(first, k.rest)
+        run = lambda q, k: call(q, k, k.first, backend="cuda", blocksize_k=16).attention_outputs
+        assert np.isfinite(jax.jit(run)(q, k)).all()
+    else:
+        (q, k, v), plain = stored(3, 4, 2, 16, 16, 144, kind == "pages")
+        if kind == "not finite":
+            v = jnp.where(hidden, jnp.nan, v).astype(v.dtype)
+        sizes = {} if kind == "pages" else dict(blocksize_k=16)
+        close(interpreted(q, k, v, **sizes), dense(*plain, seen(3, 144)))
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -114,8 +116,7 @@ def lowered(q, k, v, **kw):
 def test_the_kernel_is_found(in_pages):
     """With no copy of keys or values, and gradients that run as XLA code."""
     args, _ = stored(1, 4, 2, 64, 64, 128, in_pages)
-    text = text_of(lowered, *args)
-    assert text.count("@mosaic_gpu_v2") == 1
+    assert kernels(lowered, *args) == 1
     assert kernels(jax.grad(lambda *xs: lowered(*xs).astype(jnp.float32).sum()), *args) == 1
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _gpu_caches import Doubled, judge, latents, quantised
-from _gpu_lowered import kernels, text_of
+from _gpu_lowered import first_visits, kernels, text_of
 from _tpu_rows import arrays, call
 
 from eqattn import attention, AttentionMetadata, Ragged, Segments
@@ -82,7 +82,7 @@ def test_the_kernel_is_found():
     assert kernels(lowered, *quantised(1, 4, 2, 64, 64, 128, jnp.int8, True)[0]) == 1
     args, _ = latents(1, 4, 32, 16, 128, False)
     text = text_of(lowered, *args)
-    (line,) = (x for x in text.splitlines() if "@mosaic_gpu_v2" in x)
+    (line,) = first_visits(text)
     assert line.count("4x128x32xbf16") == 1
 
 

@@ -23,6 +23,7 @@ from jax import lax
 
 from ..._sweep.grid import FULL, PARTIAL
 from . import _mosaic as mosaic
+from ._cleaning import clean, clean_together
 from ._lists import place_of, Visit
 from ._operands import divided, first_row, rounded_up, ROWS, TILE
 from ._operations import Value
@@ -238,7 +239,7 @@ class Program:
         """Replaces what is not finite by 0 in some matrices of the part of the block."""
         for i in own:
             for part in mosaic.parts_of(self.own[i].at[self.warpgroup]):
-                mosaic.clean(part)
+                clean(part)
         mosaic.commit_smem()
 
     def write(self, sums: Sequence) -> None:
@@ -306,7 +307,7 @@ class Program:
             mine, i = both if plan.side is ROWS else both[::-1]
             self.wait(i, step, waited)
             if i in first:
-                mosaic.clean_together(tile(i), self.warpgroup, self.both)
+                clean_together(tile(i), self.warpgroup, self.both)
                 first.discard(i)
             warpgroup = mosaic.anew(self.warpgroup, plan.interpreted)
             return self.own[mine].at[warpgroup], tile(i)
@@ -319,7 +320,7 @@ class Program:
                 self.release(i, step)
             if not inner[i] and i in summed and cleans and i in program.cleaned:
                 # What is masked must not meet a probability of 0, as `_sweep/nonfinite.py` says.
-                mosaic.clean_together(tile(i), self.warpgroup, self.both)
+                clean_together(tile(i), self.warpgroup, self.both)
 
         found: list[Any] = []
         for some in [[eqn] for eqn in dots] if cleans else [dots]:

@@ -11,8 +11,8 @@ Values that are the first part of their keys, as latents are, are read once. If 
 numbers than the registers of a warpgroup hold, two warpgroups multiply. Each computes the logits of
 all rows, and half of the numerator.
 
-A value that is not finite also reaches the numerators of rows that do not see it. If there is one,
-XLA's loops do the visit again, by the contract of `_sweep/nonfinite.py`.
+Values that are not finite are left to a second kernel, see `_two_visits.py`. One kernel for both
+would have more registers than two programs on a multiprocessor may have.
 """
 
 import dataclasses
@@ -26,15 +26,17 @@ from jax import lax
 from ..._sweep.grid import FULL, PARTIAL
 from .._program import LOG2E
 from . import _mosaic as mosaic
-from ._online import online_step
+from ._cleaning import clean_values, meet
+from ._online import across, online_step
 from ._operations import Value
 from ._pair_program import PairProgram
 from ._stored import Sizes, Source, TILE
 from ._stored_program import StoredPlan, StoredProgram
+from ._two_visits import TwoVisits
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(StoredPlan):
+class Plan(TwoVisits, StoredPlan):
     """A fold by this kernel, on a `layout` with padded rows.
 
     **Arguments:** those of `StoredPlan`, and
@@ -48,14 +50,23 @@ class Plan(StoredPlan):
     stored: Any
 
     @property
+    def spreads(self) -> bool:
+        return PARTIAL in self.programs or self.sizes.padded_keys != self.sizes.keys
+
+    @property
+    def computing(self) -> int:
+        return len(self.sizes.widths)
+
+    @property
     def scaled(self) -> list[Source]:
         return [x for x in (*self.keys, *self.values) if x.scaled]
 
     def scratch(self) -> tuple:
         """Allocates shared memory and barriers. The memory is `(queries, keys, values, what varies
-        with keys, scales, wider tiles of keys and values, results)`. The barriers are `(queries,
-        keys, values have arrived)`, `(keys, values are free)` and `(keys, values are wide)`. Each
-        is a list where there may be several. Wider tiles exist for numbers of 8 bits only.
+        with keys, scales, wider tiles of keys and values, results, poison)`. The barriers are
+        `(queries, keys, values have arrived)`, `(keys, values are free)` and `(keys, values are
+        wide)`. Each is a list where there may be several. Wider tiles exist for numbers of 8 bits
+        only. At the last barrier the warpgroups that multiply meet.
         """
         s, stored = self.sizes, self.stored
         of = ft.partial(mosaic.vectors, s.stages, s.tile_k)
@@ -71,6 +82,7 @@ class Plan(StoredPlan):
             [of(jnp.float32) for _ in self.scaled],
             [mosaic.matrices((s.wide, s.tile_rows, n), self.dtype, deep) for n, deep in s.widened],
             [mosaic.SMEM((TILE, s.staged), jnp.float32) for _ in s.widths],
+            [mosaic.vectors(1, max(s.tile_k, TILE), jnp.float32) for _ in s.widths],
         )
         keys = sum(x.count for x in (*self.keys, *self.scaled)) + len(vectors)
         values = sum(x.count for x in self.values)
@@ -82,13 +94,12 @@ class Plan(StoredPlan):
         free = mosaic.Barrier(num_arrivals=len(s.widths), num_barriers=s.stages)
         ready = mosaic.Barrier(num_barriers=s.wide)
         wide = [ready] * s.eight, [ready] * (s.eight * len(self.values))
-        return memory, arrived, (free, [free] * len(self.values)), wide
+        both = [mosaic.Barrier(num_arrivals=len(s.widths))] * self.again
+        return memory, arrived, (free, [free] * len(self.values)), wide, both
 
-    def body(self, *refs: Any) -> None:
-        """What a program does with its references."""
-        scratch = len(self.scratch())
-        program = Program(self, refs[:-scratch], refs[-scratch:])
-        workers = [ft.partial(program.compute, i) for i in range(len(self.sizes.widths))]
+    def visit(self, refs: Sequence[Any], scratch: Sequence[Any]) -> None:
+        program = Program(self, refs, scratch)
+        workers = [ft.partial(program.compute, i) for i in range(self.computing)]
         mosaic.share_out(workers, program.copying)
 
 
@@ -97,7 +108,7 @@ class Program(StoredProgram):
 
     def __init__(self, plan: Plan, refs: Sequence, scratch: Sequence):
         super().__init__(plan, refs, lax.axis_index("program"))
-        self.memory, self.arrived, self.free, self.wide = scratch
+        self.memory, self.arrived, self.free, self.wide, self.both = scratch
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step - self.first, jnp.int32(self.plan.sizes.stages))
@@ -217,19 +228,24 @@ class Program(StoredProgram):
         den, top = (mosaic.held(filled((TILE,), x), "own") for x in (0.0, -jnp.inf))
         mosaic.barrier_wait(self.arrived[0])
         state, begin = (acc, den, top), self.first
-        for c, end in ((FULL, self.full), (PARTIAL, self.last)):
+        classes = ((FULL, self.full), (PARTIAL, self.last))
+        if plan.again:
+            classes = ((min(plan.programs), self.last),)
+        for c, end in classes:
             if c in plan.programs:
                 step = ft.partial(self.step, worker, plan.programs[c], near)
                 state = lax.fori_loop(begin, end, step, state)
                 begin = end
         acc, den, top = state
-        num, dens, tops = self.results
+        num, dens, tops, *checks = self.results
         if worker == 0:
             mosaic.store(den, dens.at[self.out, rows])
             mosaic.store(top * (1 / LOG2E), tops.at[self.out, rows])
         columns = mosaic.ds(sum(plan.sizes.widths[:worker]), width)
         to = num.at[self.out, self.tile, :, columns]
         mosaic.store_some(acc, to, self.memory[6][worker])
+        for check in checks:
+            plan.note(check, worker, acc, mosaic.vector(self.memory[7][worker], 0, TILE))
 
     def read(self, i: int, step: Any = None, slot: Any = None) -> Value:
         """An operand of the logits at a step, whose keys are in a slot."""
@@ -244,7 +260,7 @@ class Program(StoredProgram):
         """Adds a tile of keys to the Carry."""
         plan, slot = self.plan, self.slot(step)
         q_tiles, k_tiles, v_tiles, _, scales, *_ = self.memory
-        (_, k_arrived, v_arrived), (k_free, v_free) = self.arrived, self.free
+        k_arrived, (k_free, v_free) = self.arrived[1], self.free
         sizes = plan.sizes
         shape = TILE, sizes.tile_k
         row = lambda x: mosaic.vector(x, slot, sizes.tile_k)
@@ -273,6 +289,13 @@ class Program(StoredProgram):
             mosaic.barrier_arrive(k_free.at[slot])
         else:
             v_scales = k_scales[:1]
+        (value, *_), (first, n) = values or keys, (sum(sizes.widths[:worker]), sizes.widths[worker])
+        value = value if n == sizes.width else value.at[:, mosaic.ds(first, n)]
+        if plan.again:
+            self.wait_for_values(step)
+            acc, den, top = state
+            v_scales, poison = self.clean(worker, value, v_scales, s)
+            state = acc + across(poison, acc), den, top
         for scale in v_scales:
             if scale is not None:
                 scale = lax.broadcast_in_dim(scale, shape, [1])
@@ -280,12 +303,37 @@ class Program(StoredProgram):
         in_order = None if plan.interpreted else mosaic.in_order
         factor = jnp.float32(LOG2E)
         acc, den, now, weighted = online_step(state, s, weights, factor, plan.dtype, in_order)
-        wide = [x.at[self.wide_slot(step)] for x in self.wide[1]]
-        for arrived in wide or [x.at[slot] for x in v_arrived]:
-            mosaic.barrier_wait(arrived)
-        (value, *_), (first, n) = values or keys, (sum(sizes.widths[:worker]), sizes.widths[worker])
-        value = value if n == sizes.width else value.at[:, mosaic.ds(first, n)]
+        if not plan.again:
+            self.wait_for_values(step)
         (acc,) = mosaic.weighted([acc], [(weighted, value)], plan.interpreted)
         for free in v_free or [k_free]:
             mosaic.barrier_arrive(free.at[slot])
         return acc, den, now
+
+    def wait_for_values(self, step: Any) -> None:
+        """Waits until the values of a step have arrived, and are wide."""
+        wide = [x.at[self.wide_slot(step)] for x in self.wide[1]]
+        for arrived in wide or [x.at[self.slot(step)] for x in self.arrived[2]]:
+            mosaic.barrier_wait(arrived)
+
+    def clean(self, worker: int, value: Any, scales: Sequence, s: Any) -> tuple[list, Any]:
+        """Replaces what is not finite by 0 in a tile of values and in their scales.
+
+        **Returns:** the scales, and the poison of each row: NaN if it sees a key whose value is not
+        finite, else 0.
+        """
+        keys, total = self.plan.sizes.tile_k, jnp.float32(0)
+        if jnp.issubdtype(self.plan.stored, jnp.floating):
+            if len(self.plan.sizes.widths) > 1:  # both read logits from the same tile
+                meet(self.both[0])
+            poison = mosaic.vector(self.memory[7][worker], 0, keys)
+            clean_values(value, self.plan.sizes.width, poison)
+            total = mosaic.load(poison, "other")
+        cleaned = []
+        for scale in scales:
+            if scale is not None:
+                total = total + scale * 0
+                scale = jnp.where(jnp.abs(scale) < jnp.inf, scale, jnp.float32(0))
+            cleaned.append(scale)
+        total = lax.broadcast_in_dim(total, s.shape, [1])
+        return cleaned, jnp.where(s == -jnp.inf, jnp.float32(0), total).sum(1)

@@ -55,7 +55,5 @@ def _visit(steps: dict[int, Any], layout: GridLayout, args: Sequence, interprete
     shapes = (lead, sizes.tiles, sizes.written, sizes.width), *[(lead, sizes.padded_rows)] * 2
     out = [abstract(args[-1], x, jnp.float32) for x in shapes]
     count = len(sizes.widths) + max(sizes.widening, 1)
-    run = mosaic.kernel(
-        plan.body, out, plan.count, "eqattn_decode", plan.scratch(), interpreted, warpgroups=count
-    )
-    return arrays.merged(run(*inputs), sizes, plan.shares)
+    found = plan.run(out, inputs, "eqattn_decode", plan.count, interpreted, count)
+    return arrays.merged(found, sizes, plan.shares)

@@ -34,12 +34,11 @@ def visit_fold(
         abstract(args[-1], (places, *lie[: 1 + wide]) if place is None else place.written, dtype)
         for (dtype, wide, _), place in zip(ends, plan.results)
     ]
-    count = places * (plan.sizes.padded_rows // TILE)
-    given = plan.body, out, count, "eqattn_fold", plan.scratch(), interpreted
-    run = mosaic.kernel(*given, warpgroups=2 + plan.sizes.copied_apart)
+    count, groups = places * (plan.sizes.padded_rows // TILE), 2 + plan.sizes.copied_apart
+    found = plan.run(out, inputs, "eqattn_fold", count, interpreted, groups)
     return [
         _blocks(x, arrays, shape, wide, turned) if place is None else place.blocks(x)
-        for x, place, (_, wide, turned) in zip(run(*inputs), plan.results, ends)
+        for x, place, (_, wide, turned) in zip(found, plan.results, ends)
     ]
 
 

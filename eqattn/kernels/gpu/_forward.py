@@ -15,6 +15,7 @@ Inside, logits and maxima are in units of `log 2`, so that `exp` of a logit is a
 """
 
 import copy
+import dataclasses
 import functools as ft
 from collections.abc import Sequence
 from typing import Any
@@ -22,19 +23,26 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..._sweep.grid import COL, FULL, PARTIAL
+from ..._sweep.grid import FULL, PARTIAL
 from .._program import LOG2E
 from . import _mosaic as mosaic
+from ._cleaning import clean_together
 from ._lists import place_of, Visit
 from ._online import online_step
 from ._operands import divided, first_row, ROWS, TILE
 from ._operations import Value
 from ._pair_program import PairProgram, scale_beside
 from ._plans import FoldPlan
+from ._two_visits import TwoVisits
 
 
-class Plan(FoldPlan):
+@dataclasses.dataclass(frozen=True)
+class Plan(TwoVisits, FoldPlan):
     """A fold by this kernel."""
+
+    @property
+    def spreads(self) -> bool:
+        return self.cleans
 
     @property
     def parts(self) -> int:
@@ -63,7 +71,7 @@ class Plan(FoldPlan):
             mosaic.matrices((s.stages, s.tile_k, s.padded_dim), self.dtype),
             mosaic.matrices((s.stages, s.tile_k, s.padded_width), self.dtype),
             vectors,
-            [mosaic.SMEM((2, s.tile_k), jnp.float32)] * self.cleans,
+            [mosaic.SMEM((2, max(s.tile_k, mosaic.WARPGROUP)), jnp.float32)] * self.cleans,
             [mosaic.matrices((2, mosaic.WARPGROUP, 64), self.dtype)] * self.stages_parts,
         )
         keys = self.key.copies(s.tile_k) + len(vectors)
@@ -75,10 +83,8 @@ class Plan(FoldPlan):
         free = (mosaic.Barrier(num_arrivals=2, num_barriers=s.stages),) * 2
         return memory, arrived, free, *(mosaic.Barrier(num_arrivals=2),) * 2
 
-    def body(self, *refs: Any) -> None:
-        """What a program does with its references."""
-        scratch = len(self.scratch())
-        program = Program(self, refs[:-scratch], refs[-scratch:])
+    def visit(self, refs: Sequence[Any], scratch: Sequence[Any]) -> None:
+        program = Program(self, refs, scratch)
         (mosaic.specialise if self.sizes.copied_apart else Program.compute)(program)
 
 
@@ -88,7 +94,6 @@ class Program:
     def __init__(self, plan: Plan, refs: Sequence, scratch: Sequence):
         self.plan, refs = plan, list(refs)
         self.q, self.k, self.v = (refs.pop(0) for _ in range(3))
-        dirty = refs.pop(0) if plan.cleans else None
         listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.old = [refs.pop(0) for _ in range(3)] if plan.continued else []
@@ -102,11 +107,6 @@ class Program:
         self.places, self.column = visit.places, visit.column
         self.start = first_row(visit.tile, self.warpgroup)
         self.full, self.live = (n * jnp.int32(plan.parts) for n in (visit.full, visit.live))
-        self.plain = self.live
-        if dirty is not None:
-            place = self.places.place([a for a in plan.value.axes if a != COL])
-            clean = 1 - dirty[place]
-            self.full, self.plain = self.full * clean, self.live * clean
 
     def where(self, step: Any) -> tuple[Any, Any]:
         """The column of a step, and the first key of the tile in its block."""
@@ -208,18 +208,20 @@ class Program:
         mosaic.when(self.live > 0)(lambda: mosaic.barrier_wait(k_arrived.at[0]))
         mosaic.when(self.warpgroup == 1)(self.next_turn)
         state, begin = (acc, den, top), jnp.int32(0)
-        for c, end in ((FULL, self.full), (PARTIAL, self.plain)):
-            if c in plan.programs:
+        for c, end in ((FULL, self.full), (PARTIAL, self.live)):
+            if c in plan.programs and not plan.again:
                 step = ft.partial(self.step, plan.programs[c], near, False)
                 state = lax.fori_loop(begin, end, step, state)
                 begin = end
         mosaic.when(self.warpgroup == 0)(self.next_turn)
-        if plan.cleans:
-            # What is not finite is rare, so the loop that looks for it is another one.
-            step = lambda *x: self.again().step(plan.programs[PARTIAL], {}, True, *x)
+        if plan.again:
+            step = lambda *x: self.anew().step(plan.programs[PARTIAL], {}, True, *x)
             state = lax.fori_loop(begin, self.live, step, state)
         acc, den, top = state
         self.write((acc, den, top * (1 / LOG2E)))
+        if plan.cleans and not plan.again:
+            memory = self.memory[4][0].at[self.warpgroup, mosaic.ds(0, mosaic.WARPGROUP)]
+            plan.note(self.results[-1], self.warpgroup, acc, memory)
 
     def multiply(self, tile: Any, factor: Any) -> None:
         """Multiplies a tile in shared memory with a number."""
@@ -229,7 +231,7 @@ class Program:
 
     def write(self, accs: tuple) -> None:
         """Writes the results of the rows. Narrow ones pass through shared memory."""
-        plan, sizes, here = self.plan, self.plan.sizes, self.again()
+        plan, sizes, here = self.plan, self.plan.sizes, self.anew()
         places, start = here.places, here.start
 
         def read(i):
@@ -244,7 +246,7 @@ class Program:
             else:
                 place.store(x, ref, places, start, memory)
 
-    def again(self) -> "Program":
+    def anew(self) -> "Program":
         """The same program, for which the compiler computes again where its rows are. Otherwise it
         would keep this in registers, with all that was read there.
         """
@@ -381,4 +383,4 @@ class Program:
         warpgroup = mosaic.anew(self.warpgroup, self.plan.interpreted)
         mosaic.store(found, self.memory[4][0].at[warpgroup])
         mosaic.commit_smem()
-        mosaic.clean_together(tile, warpgroup, self.both)
+        clean_together(tile, warpgroup, self.both)

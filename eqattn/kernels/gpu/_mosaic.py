@@ -54,10 +54,14 @@ def matrices(shape: tuple[int, ...], dtype: Any, summed: int = 0) -> Any:
         numbers that a row of a tile has. Both sides of a product have the same tiles.
     """
     size = jnp.dtype(dtype).itemsize
-    fits = lambda n: shape[-1] * size % n == 0 and summed * size % n == 0
-    width = next(n for n in (128, 64, 32) if fits(n))
+    width = line(shape[-1] * size, summed * size)
     tiles = _Tiling((8, width // size)), _Swizzle(width)
     return SMEM(shape, dtype, transforms=tiles)
+
+
+def line(*lengths: int) -> int:
+    """The bytes of a row of a tile, which divide some lengths in bytes."""
+    return next(n for n in (128, 64, 32) if not any(x % n for x in lengths))
 
 
 def vectors(count: int, length: int, dtype: Any) -> Any:
@@ -73,11 +77,25 @@ def vector(memory: Any, i: Any, length: int) -> Any:
     return memory.at[i, ds(0, length)]
 
 
-def load(ref: Any, which: str) -> Any:
-    """Reads an array into the registers of a warpgroup. The array has a number for each of the
-    `"pairs"` of a block, or only for the program's `"own"` side, or for the `"other"`.
+def by_rows(columns: int) -> Any:
+    """How 16 rows of a matrix in shared memory, of 16 bits a number, are spread over threads. The
+    columns are those of one tile. Two warps have eight rows each, and two more the same ones.
+    Unlike the layout of products, this one needs no 64 rows.
     """
-    layout: Any = _LAYOUTS[which]
+    at_once = min(8, columns // 4)  # numbers that a thread reads in one instruction
+    rows = 32 * at_once // columns  # rows that a warp reads in one instruction
+    more = [(rows, columns)] * (rows < 8)
+    tiling = plgpu.Tiling(((16, columns), (8, columns), *more, (at_once,)))
+    warps = -5 - 2 * len(more), plgpu.Replicated(2)
+    return plgpu.Layout.TILED(tiling, warps, (-3, -2), -1)
+
+
+def load(ref: Any, which: Any) -> Any:
+    """Reads an array into the registers of a warpgroup. The array has a number for each of the
+    `"pairs"` of a block, or only for the program's `"own"` side, or for the `"other"`. Or it is
+    spread over threads in some other way, as `by_rows` says.
+    """
+    layout: Any = _LAYOUTS.get(which, which)
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
@@ -152,38 +170,12 @@ def wait_for_copies() -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def clean_together(tile: Any, warpgroup: Any, both: Any) -> None:
-    """Replaces what is not finite by 0 in a tile of shared memory that two warpgroups have read.
-
-    **Arguments:**
-
-    - `warpgroup`: which of the two this is.
-    - `both`: a barrier for both of them.
-    """
-
-    def meet():
-        barrier_arrive(both)
-        barrier_wait(both)
-
-    meet()
-    for i, part in enumerate(parts_of(tile)):
-        when(warpgroup == i % 2)(ft.partial(clean, part))
-    commit_smem()
-    meet()
-
-
-def clean(part: Any) -> None:
-    """Replaces what is not finite by 0 in a part of a tile."""
-    x = load(part, "pairs")
-    part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
-
-
 def widen(tile: Any, into: Any) -> None:
     """Converts a tile with numbers of 8 bits, exactly, and writes it to another tile. Both are in
     shared memory.
     """
     rows, columns = tile.shape
-    n = next(n for n in (128, 64, 32) if columns % n == 0)  # a row of its tiles has so many
+    n = line(columns)  # a row of its tiles has so many numbers
     for i in range(0, rows, WARPGROUP):
         for j in range(0, columns, n):
             at = ds(i, WARPGROUP), ds(j, n)
@@ -258,6 +250,15 @@ def kernel(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **more,
     )
+
+
+def in_place(run: Any, xs: Sequence[Any]) -> list[Any]:
+    """The arrays that a kernel has changed, `run(*refs)`, which has no other results."""
+
+    def change(refs):
+        run(*refs)
+
+    return pl.run_state(change)(list(xs))
 
 
 def _instruction(ptx: str, constraints: str, *xs: Any) -> Any:

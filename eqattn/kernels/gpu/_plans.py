@@ -143,15 +143,6 @@ def listed_in_order(table: Any, classes: Sequence[int]) -> list[Any]:
     return [x.reshape(-1, *x.shape[-2:]) for x in lists(table, tuple(classes))[1:]]
 
 
-def are_dirty(x: Any, axes: Sequence[int], side: Side) -> Any:
-    """Which batch elements of a matrix have a number that is not finite in some block, as one array
-    of integers.
-    """
-    along = [n for n, a in enumerate(axes) if a == side.other]
-    bad = ~jnp.isfinite(x).all((*along, x.ndim - 2, x.ndim - 1))
-    return bad.astype(jnp.int32).reshape(-1)
-
-
 class FoldArrays:
     """What a kernel of the fold is given.
 
@@ -214,7 +205,6 @@ class FoldArrays:
         matrices = (plan.query, self.query), (plan.key, self.key), (plan.value, self.value)
         return [
             *(place.given(x, plan.dtype) for place, x in matrices),
-            *([are_dirty(self.value, self.axes[2], ROWS)] if plan.cleans else []),
             *listed(self.table, list(self.programs)),
             *(x.array for x in plan.operands.values()),
             *old,
@@ -315,14 +305,14 @@ class SumArrays:
             cleaned=self.cleaned,
         )
 
-    def inputs(self, plan: SumPlan) -> list[Any]:
-        """All arrays that the kernel reads."""
-        table, axes = self.table, self.layout.in_axes
+    def inputs(self, plan: SumPlan, more: Sequence[Any] = ()) -> list[Any]:
+        """All arrays that the kernel reads, with some `more` behind the matrices."""
+        table = self.table
         if table is not None and self.side is not ROWS:
             table = table.swapaxes(-1, -2)
         return [
             *(place.given(self.operands[i], plan.dtype) for i, place in plan.matrices.items()),
-            *(are_dirty(self.operands[i], axes[i], self.side) for i in plan.cleaned),
+            *more,
             *listed(table, list(self.programs)),
             *(x.array for x in plan.operands.values()),
         ]

@@ -26,6 +26,7 @@ from ..._carry import change_of_origin
 from ..._jax import evaluated, Literal
 from ..._sweep import loops
 from ..._sweep.grid import COL, GridLayout, ROW
+from ..._sweep.nonfinite import complete
 from ..._sweep.products import dot_p, grouped_dot_p
 from .._program import flat_jaxpr, replaced_jaxpr
 from ._operands import Operand, padded, rounded_up, ROWS
@@ -318,12 +319,14 @@ def unsupported_values(first: Any, layout: GridLayout) -> str:
 
 
 def _merged(num: Any, den: Any, top: Any) -> list:
-    """Merges several Carries, `[shares, ...]`, into one."""
+    """Merges several Carries, `[shares, ...]`, into one. By the contract of `_sweep/nonfinite.py`,
+    a row with a visible value that is not finite is NaN as a whole.
+    """
     if len(num) == 1:
-        return [num[0], den[0], top[0]]
+        return complete(num[0], den[0], top[0], -1)
     most = top.max(0)
     _, scale = change_of_origin(most[None], top)
-    return [(num * scale[..., None]).sum(0), (den * scale).sum(0), most]
+    return complete((num * scale[..., None]).sum(0), (den * scale).sum(0), most, -1)
 
 
 def traverse_stored(
@@ -339,9 +342,6 @@ def traverse_stored(
     into: Sequence[Any] | None = None,
 ) -> list[Any]:
     """`eqattn._sweep.loops.traverse` of a fold whose keys and values stay in place.
-
-    A value that is not finite also reached rows that do not see it. The loops of XLA then do the
-    visit again, as `_sweep/nonfinite.py` says.
 
     **Arguments:** those of `traverse`, and
 
@@ -359,31 +359,4 @@ def traverse_stored(
                 "XLA code."
             )
         return loop(args, start, axes)
-    table, operands = layout.split(args)
-    cut = [_without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
-    carry = visit(steps, layout, *args)
-
-    def again():
-        whole = [restore(x) for x, restore in cut]
-        return loop([*([] if table is None else [table]), *whole], start, axes)
-
-    return lax.cond(jnp.isfinite(carry[0]).all(), lambda: list(carry), again)
-
-
-def _without_padding(
-    x: Any, axes: tuple[int, ...], layout: GridLayout
-) -> tuple[Any, Callable[[Any], Any]]:
-    """An operand without the padding of its last block, and the function that pads it again. If
-    a branch of the program read the padded array, XLA would make it, and so copy a cache.
-    """
-    n, shape = len(axes), x.shape
-    numbers = math.prod(shape[n:]) // layout.block[0]  # those of a token
-    if not layout.padded or axes[-1:] != (COL,) or ROW in axes or numbers <= 1:
-        return x, lambda x: x
-    # In the shape in which it was padded, as XLA undoes that in no other.
-    axis, flat = (n - 1, False) if shape[n] == layout.block[0] else (n, True)
-    each, rest = (numbers, ()) if flat else (1, shape[n + 1 :])
-    size, count = shape[n - 1] * layout.block[0] * each, layout.padded * each
-    x = x.reshape(*shape[: n - 1], *[1] * flat, size, *rest)
-    x = lax.slice_in_dim(x, 0, count, axis=axis)
-    return x, lambda x: padded(x, axis, size).reshape(shape)
+    return visit(steps, layout, *args)

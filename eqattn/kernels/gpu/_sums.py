@@ -68,7 +68,8 @@ def visit_sum(
     name = "eqattn_sum_" + ("rows" if side is ROWS else "columns")
     run = mosaic.kernel(plan.body, out, places * plan.tiles, name, plan.scratch(), interpreted)
     done, length = {}, arrays.length
-    for (o, place), x in zip(plan.results.items(), run(*arrays.inputs(plan))):
+    dirty = [_are_dirty(arrays.operands[i], layout.in_axes[i], side) for i in plan.cleaned]
+    for (o, place), x in zip(plan.results.items(), run(*arrays.inputs(plan, dirty))):
         gradient = arrays.first.gradient(o)
         if place is not None:
             done[o] = place.blocks(x)
@@ -77,6 +78,15 @@ def visit_sum(
         x = x[:, :length, :width].reshape(*shape, length, width)
         done[o] = jnp.swapaxes(x, -1, -2) if gradient.turned else x
     return done
+
+
+def _are_dirty(x: Any, axes: Sequence[int], side: Side) -> Any:
+    """Which batch elements of a matrix have a number that is not finite in some block, as one array
+    of integers.
+    """
+    along = [n for n, a in enumerate(axes) if a == side.other]
+    bad = ~jnp.isfinite(x).all((*along, x.ndim - 2, x.ndim - 1))
+    return bad.astype(jnp.int32).reshape(-1)
 
 
 def _tile(arrays: SumArrays) -> int:

@@ -92,37 +92,35 @@ class Program:
     def __init__(self, plan: Plan, refs: Sequence):
         self.plan, refs = plan, list(refs)
         self.matrices = {i: refs.pop(0) for i in (*plan.own, *plan.streamed)}
-        dirty = {i: refs.pop(0) for i in plan.cleaned}
         listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.results = dict(zip(plan.wanted, refs))
-        layout, side, sizes = plan.layout, plan.side, plan.sizes
+        side, sizes = plan.side, plan.sizes
         visit = Visit.of(plan, side, sizes.tiles, listed, triton.program_id(0))
         self.places, self.column = visit.places, visit.column
         self.start = visit.tile * jnp.int32(sizes.own)
         self.own = self.start + lax.iota(jnp.int32, sizes.own)
         self.ends = {FULL: visit.full, PARTIAL: visit.live}
-        self.dirty = None
-        for i, ref in dirty.items():
-            bad = ref[self.places.place([a for a in layout.in_axes[i] if a != side.other])]
-            self.dirty = bad if self.dirty is None else jnp.maximum(self.dirty, bad)
 
     def run(self) -> None:
         plan, sizes = self.plan, self.plan.sizes
         self.near = {i: self.read(i) for i, x in plan.operands.items() if is_near(x)}
         self.held = {i: self.rows(i, None, self.own, sizes.own) for i in plan.own}
         widths = [power_of_two(plan.results[o].width) for o in plan.wanted]
-        sums = tuple(lax.full((sizes.own, n), 0.0, jnp.float32) for n in widths)
+        zeros = sums = tuple(lax.full((sizes.own, n), 0.0, jnp.float32) for n in widths)
         begin, parts = jnp.int32(0), sizes.padded[1] // sizes.streamed
         for c in sorted(plan.programs, reverse=True):
             end = self.ends[c] * jnp.int32(parts)
-            end = end if self.dirty is None else end * (1 - self.dirty)
             step = ft.partial(self.step, plan.programs[c], False)
             sums, begin = lax.fori_loop(begin, end, step, sums), end
-        if self.dirty is not None:
-            # What is not finite is rare, so the loop that looks for it is another one.
+
+        def again():
             step = ft.partial(self.step, plan.programs[PARTIAL], True)
-            sums = lax.fori_loop(begin, self.ends[PARTIAL] * jnp.int32(parts), step, sums)
+            end = self.ends[PARTIAL] * jnp.int32(parts)
+            return lax.fori_loop(jnp.int32(0), end, step, zeros)
+
+        if plan.cleaned:
+            sums = triton.unless_finite(sums, again, sums)
         for o, x in zip(plan.wanted, sums):
             lead, inside = plan.results[o].where(self.places, None, self.own, sizes.own)
             triton.put_rows(self.results[o], x.astype(plan.dtypes[o]), lead, inside)

@@ -38,7 +38,7 @@ from .._stored_program import StoredPlan, StoredProgram
 from . import _triton as triton, native_for
 from ._fold import check_axes
 from ._forward import power_of_two, STAGES
-from ._rows import is_near, value_of
+from ._rows import cleaned, is_near, value_of
 
 
 TILE_BYTES = 40 * 1024
@@ -165,7 +165,7 @@ class Program(StoredProgram):
         state, begin = (*state, filled((n,), -jnp.inf)), self.first
         for c, end in ((FULL, self.full), (PARTIAL, self.last)):
             if c in plan.programs:
-                step = ft.partial(self.step, plan.programs[c])
+                step = ft.partial(self.step, plan.programs[c], c == PARTIAL)
                 state, begin = lax.fori_loop(begin, end, step, state), end
         acc, den, top = state
         num, dens, tops = self.results
@@ -218,8 +218,8 @@ class Program(StoredProgram):
         at = token * jnp.int32(sizes.heads) + self.head
         return tile, triton.entries(refs[1], (place, at), inside)
 
-    def step(self, program: PairProgram, step: Any, state: tuple) -> tuple:
-        """Adds a tile of keys to the Carry."""
+    def step(self, program: PairProgram, cleans: bool, step: Any, state: tuple) -> tuple:
+        """Adds a tile of keys to the Carry. With `cleans`, some pairs are masked."""
         plan, sizes, n = self.plan, self.plan.sizes, self.plan.sizes.tile_k
         column, start = self.where(step)
         keys = start + lax.iota(jnp.int32, n)
@@ -240,6 +240,10 @@ class Program(StoredProgram):
         value, scale = tiles[0], scales[0]
         for source, refs in zip(plan.values, self.v):
             value, scale = self.vectors(source, refs, 1, column, keys, sizes.padded_width)
+        if cleans:
+            value, scale, poison = cleaned(s, value, scale)
+            acc, den, top = state
+            state = acc, den + poison, top
         if scale is not None:
             weights = [x * across(scale) for x in weights] or [across(scale)]
         powers = triton.powers(plan.interpreted)

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ...._sweep.grid import COL, FULL, PARTIAL, ROW
+from ...._sweep.grid import FULL, PARTIAL, ROW
 from ..._program import LOG2E
 from .._lists import Visit
 from .._online import online_step
@@ -24,7 +24,7 @@ from .._operations import Value
 from .._pair_program import PairProgram, scale_beside
 from .._plans import FoldPlan
 from . import _triton as triton
-from ._rows import is_near, Rows, value_of
+from ._rows import cleaned, is_near, Rows, value_of
 
 
 STAGES = 2
@@ -120,7 +120,6 @@ class Program:
     def __init__(self, plan: Plan, refs: Sequence):
         self.plan, refs = plan, list(refs)
         self.q, self.k, self.v = (refs.pop(0) for _ in range(3))
-        dirty = refs.pop(0) if plan.cleans else None
         listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.old = [refs.pop(0) for _ in range(3)] if plan.continued else []
@@ -132,9 +131,6 @@ class Program:
         self.start = visit.tile * jnp.int32(sizes.tile_r)
         self.own = self.start + lax.iota(jnp.int32, sizes.tile_r)
         self.ends = {FULL: visit.full, PARTIAL: visit.live}
-        self.clean = None
-        if dirty is not None:
-            self.clean = 1 - dirty[self.places.place([a for a in plan.value.axes if a != COL])]
 
     def run(self) -> None:
         plan, sizes = self.plan, self.plan.sizes
@@ -151,14 +147,16 @@ class Program:
         state, begin, parts = self.begin(), jnp.int32(0), sizes.padded_keys // sizes.tile_k
         for c in sorted(plan.programs, reverse=True):
             end = self.ends[c] * jnp.int32(parts)
-            end = end if self.clean is None else end * self.clean
             step = ft.partial(self.step, plan.programs[c], False)
             state, begin = lax.fori_loop(begin, end, step, state), end
-        if self.clean is not None:
-            # What is not finite is rare, so the loop that looks for it is another one. Its tiles
-            # have the same size, so that the bits of rows that see none of its keys do not change.
+
+        def again():
             step = ft.partial(self.step, plan.programs[PARTIAL], True)
-            state = lax.fori_loop(begin, self.ends[PARTIAL] * jnp.int32(parts), step, state)
+            end = self.ends[PARTIAL] * jnp.int32(parts)
+            return lax.fori_loop(jnp.int32(0), end, step, self.begin())
+
+        if plan.cleans:
+            state = triton.unless_finite(state[:1], again, state)
         acc, den, top = state
         self.write((acc, den, top * (1 / LOG2E)))
 
@@ -220,14 +218,9 @@ class Program:
         lead, inside = plan.value.where(self.places, column, keys, size)
         tile = triton.rows(self.v, lead, inside, (size, sizes.padded_width))
         if cleans:
-            # By the product, what is not finite would reach all rows, and not only those that see
-            # its key.
-            fine = jnp.abs(tile.astype(jnp.float32)) < jnp.inf
-            bad = jnp.where(fine, jnp.float32(0), jnp.float32(jnp.nan)).sum(1)
-            tile = jnp.where(fine, tile, jnp.zeros_like(tile))
-            bad = lax.broadcast_in_dim(bad, s.shape, [1])
+            tile, _, poison = cleaned(s, tile)
             acc, den, top = state
-            state = acc, den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1), top
+            state = acc, den + poison, top
         powers = triton.powers(plan.interpreted)
         acc, den, now, weighted = online_step(
             state, s, weights, self.factor, plan.dtype, powers=powers

@@ -96,6 +96,17 @@ def put_rows(ref: Any, x: Any, lead: Sequence[Any], inside: Any) -> None:
         triton.store(ref.at[at], x, mask=there)
 
 
+def unless_finite(sums: Sequence[Any], again: Callable[[], Any], else_: Any) -> Any:
+    """Visits the blocks again if not all sums are finite, and else returns what was found.
+
+    By the products of the first visit, what is not finite reaches all rows, and not only those that
+    see it. It is rare, so the loop that keeps it apart is another one. Its tiles have the same
+    size, so that the bits of what sees none of it do not change.
+    """
+    total = ft.reduce(jnp.add, [(x * 0).sum() for x in sums])
+    return lax.cond(total == 0, lambda: else_, again)
+
+
 def product(a: Any, b: Any, axis: int) -> Any:
     """The product of two matrices, summed over axis 1 of `a` and an axis of `b`, in float32. If the
     matrices are float32, their numbers are multiplied without being rounded first.
