@@ -129,7 +129,7 @@ def entries() -> dict[str, Entry]:
                  head_dim=8, value_dim=8, dtype=jnp.float32, block=None, flops=1e12, bandwidth=1e10, links=2,
                  latency=1e-6),
         ),
-        "permute": Entry(e.Zigzag().permute, dict(x=ones(B, 8), n=2, axis=1)),
+        "permute": Entry(e.Zigzag().permute, dict(x=ones(B, 8), n=2, axis=1), dict(x="tokens")),
         "positions of a layout": Entry(e.Zigzag().positions, dict(tokens=8, n=2)),
         # Masks
         "Causal": Entry(e.Causal, dict(offset=1)),
@@ -340,6 +340,8 @@ def check(name: str, share: int) -> None:
         for kind, value in strange_values(now).items():
             if zlib.crc32(f"{name}{argument}{kind}".encode()) % share:
                 continue
+            if kind == "class" and argument in ("mask_builder", "process_heads"):
+                continue  # It is a function, and what it raises is the caller's.
             if found := outcome(entry, argument, value):
                 wrong.append(f"{argument} = {kind}: {found}")
     assert not wrong, "\n".join(wrong)

@@ -113,6 +113,13 @@ _LOGICAL = {
 }
 
 
+def _check_fields(argument: str, cls: Any, given: Mapping) -> None:
+    """**Raises:** `ValueError` if a mapping has keys that are not fields of the class."""
+    names = list(cls.__dataclass_fields__)
+    if unknown := sorted(set(given) - set(names)):
+        raise ValueError(f"{argument} has no {unknown}: the fields of {cls.__name__} are {names}.")
+
+
 def as_partition_axis(value: Any) -> PartitionAxis:
     """A `PartitionAxis` as it is, or made from a mapping or the attributes of another object.
 
@@ -123,9 +130,7 @@ def as_partition_axis(value: Any) -> PartitionAxis:
         return value
     names = list(PartitionAxis.__dataclass_fields__)
     if isinstance(value, Mapping):
-        unknown = sorted(set(value) - set(names))
-        if unknown:
-            raise ValueError(f"PartitionAxis has no {unknown}; its fields are {names}.")
+        _check_fields("partition_axis", PartitionAxis, value)
         return PartitionAxis(**value)
     if not hasattr(value, "batch_axis"):
         raise TypeError(f"partition_axis must be a PartitionAxis or like one, got {value!r}.")
@@ -198,6 +203,7 @@ def as_partition_manager(value: Any) -> PartitionManager:
     if isinstance(value, PartitionManager):
         return value
     if isinstance(value, Mapping):
+        _check_fields("partition_manager", PartitionManager, value)
         return PartitionManager(**value)
     axis = getattr(value, "partition_axis", getattr(value, "paxis", None))
     if axis is None:

@@ -220,7 +220,7 @@ def ring_plan(
     **Raises:** `ValueError` unless the layout divides the tokens, `block` a chunk and `group` the
     heads and the tokens of a place.
     """
-    tokens, devices = as_size(tokens, "tokens", 1), as_size(devices, "devices", -REACH)
+    tokens, devices = as_size(tokens, "tokens", 1), as_size(devices, "devices", 1)
     heads, head_dim = as_size(heads, "heads"), as_size(head_dim, "head_dim")
     batch, group = as_size(batch, "batch"), as_size(group, "group", -REACH)
     check_layout(layout)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Platform
-from .._misc import accumulation_dtype, as_array, as_flag, as_int, check_floating
+from .._misc import accumulation_dtype, as_array, as_flag, as_int, as_size, check_floating
 from ..masks._base import AbstractMask, Dense
 from ..masks._causal import Causal
 from ..masks._padding import KeyPadding, QueryPadding
@@ -113,7 +113,8 @@ def dot_product_attention(
     """
     is_causal = as_flag(is_causal, "is_causal")
     return_residual = as_flag(return_residual, "return_residual")
-    shape = jnp.shape(query)
+    query = jnp.asarray(as_array(query, "query"))
+    shape = query.shape
     q, k, v = _rank_4(query, "query"), _rank_4(key, "key"), _rank_4(value, "value")
     _check(q, k, v)
     batch = k.shape[0]
@@ -189,7 +190,7 @@ def _window(size: Any) -> AbstractMask:
         raise ValueError(f"local_window_size must be an int or (left, right), got {size!r}.")
     left, right = sizes
     for x in sizes:
-        as_int(x, "local_window_size")
+        (as_int if isinstance(x, jax.Array) else as_size)(x, "local_window_size")
     # The sizes of a `SlidingWindow` are static. The offset of `Causal` may be traced: a window is
     # k <= q + right, and not k <= q - left - 1.
     if isinstance(left, jax.Array) or isinstance(right, jax.Array):

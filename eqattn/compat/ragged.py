@@ -61,16 +61,16 @@ def ragged_gqa(
     query, key = as_array(query, "query"), as_array(key, "key", 3)
     check_floating(query=query)
     block_size = as_size(block_size, "block_size", 1)
-    for name, x in (("lengths", lengths), ("starts", starts)):
-        if x is not None and as_int32(x, name).shape not in ((), query.shape[:1]):
-            raise ValueError(
-                f"{name} must be [{query.shape[0]}], one for each row of query {query.shape}."
-            )
     if query.ndim not in (3, 4) or (query.ndim == 4 and query.shape[1] != 1):
         raise ValueError(
             f"query must be [b, h, d] or [b, 1, h, d], got {query.shape}; several queries per row "
             "are attention(query, key, value, Ragged(metadata), ...)."
         )
+    for name, x in (("lengths", lengths), ("starts", starts)):
+        if x is not None and as_int32(x, name).shape not in ((), query.shape[:1]):
+            raise ValueError(
+                f"{name} must be [{query.shape[0]}], one for each row of query {query.shape}."
+            )
     metadata = AttentionMetadata(softmax_scale=1.0, blocksize_k=min(block_size, key.shape[1] or 1))
     carry = attention(
         query if query.ndim == 4 else query[:, None],

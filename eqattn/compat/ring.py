@@ -145,7 +145,7 @@ def ring_attention(
     masks = [
         *_spans(causal, causal_block_size, chunk_size),
         *_windows(sliding_window, attention_sink_size),
-        *_segments(q_segment_ids, kv_segment_ids),
+        *_segments(q_segment_ids, kv_segment_ids, query.shape[-3], key.shape[-3]),
         *_built(mask_builder, query.shape, key.shape, strategy.key_shards()),
     ]
     mask = ft.reduce(operator.and_, masks) if masks else None
@@ -187,8 +187,12 @@ def _windows(sizes: int | tuple[int | None, ...] | None, sinks: int) -> Iterator
     yield SlidingWindow(left, right, sinks)
 
 
-def _segments(q_ids: Any, kv_ids: Any) -> Iterator[Segments]:
+def _segments(q_ids: Any, kv_ids: Any, queries: int, keys: int) -> Iterator[Segments]:
     """The mask of segment ids. If one side has none, it has those of the other."""
+    for name, ids, tokens in (("q_segment_ids", q_ids, queries), ("kv_segment_ids", kv_ids, keys)):
+        shape = () if ids is None else as_array(ids, name).shape
+        if shape and shape[-1] not in (1, tokens):
+            raise ValueError(f"{name} must be [*b, {tokens}], one for each token, got {shape}.")
     if q_ids is not None or kv_ids is not None:
         yield Segments(kv_ids if q_ids is None else q_ids, q_ids if kv_ids is None else kv_ids)
 

@@ -31,7 +31,9 @@ def checked_sizes(**sizes: Any) -> list[Any]:
     """
     must = ("num_heads", "query_size")
     return [
-        None if x is None and name not in must else as_size(x, name, -REACH)
+        None
+        if x is None and name not in must
+        else as_size(x, name, -REACH if name == "num_heads" else 0)
         for name, x in sizes.items()
     ]
 

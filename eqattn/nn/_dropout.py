@@ -80,8 +80,11 @@ class Dropout:
 
         - `inference`: what the call says; None takes the layer's own.
 
-        **Raises:** `ValueError` if the probability depends on a traced value.
+        **Raises:** `ValueError` if the probability depends on a traced value, or if `inference` is
+        an array of several.
         """
+        if getattr(inference, "shape", ()) != ():
+            raise ValueError(f"inference must be a single boolean, got {inference!r}.")
         if inference is not None and inference:
             return 0.0
         p = self.p if _is_number(self.p) else concrete(self.p)

@@ -296,9 +296,9 @@ class AbstractSharded(AbstractFoldStrategy):
             if not needed:
                 return _whole(layout)
             raise ValueError(
-                f"Axes {tuple(named)} are named and there is no mesh. Call under jax.set_mesh, "
-                "give the metadata a mesh, or call inside jax.shard_map; Blockwise(metadata) runs "
-                "on one device."
+                f"Axes {tuple(named)} are named, by axis_name= or the metadata, and there is no "
+                "mesh. Call under jax.set_mesh, give the metadata a mesh, or call inside "
+                "jax.shard_map; Blockwise(metadata) runs on one device."
             )
         for name in named:
             if name not in mesh.shape:
