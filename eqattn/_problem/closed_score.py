@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike
 
 from .._jax import abstract, evaluated, interpret, only_varies, primitives, vary, varying_axes
 from .._misc import accumulation_dtype, widened
@@ -224,7 +224,7 @@ def wide_step(eqn: Any, xs: Sequence) -> list:
 
 def _of_pair(
     jaxpr: Any, dtypes: Sequence, consts: Sequence, scalars: Sequence, step: Callable = wide_step
-) -> Array:
+) -> ArrayLike:
     """Evaluates a transform, whose `consts` it reads in these dtypes, on the scalars of a pair."""
     own = [Held(x, d) if x.dtype != d else x for x, d in zip(consts, dtypes)]
     (y,) = interpret(jaxpr, own, scalars, step)

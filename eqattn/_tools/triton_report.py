@@ -165,7 +165,7 @@ def compiled(name: str, chip: str) -> dict[str, dict[str, Any]]:
             for of, number in re.findall(r"\beqattn_([a-z_]+?)(?:__(\d+))?:", resources):
                 row = name + gpu_report.KERNELS[of] + (f" {int(number) + 1}" if number else "")
                 if row not in found:
-                    row_of = figures(resources, listing, cleans="slots" not in given)
+                    row_of = figures(resources, listing)
                     found[row] = row_of | {"temporary": temporary}
     if not found:
         raise ValueError("no machine code was found in the program that XLA made")

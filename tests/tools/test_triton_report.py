@@ -125,9 +125,7 @@ def test_the_page_has_what_is_recorded():
     "cache", [{}, dict(stored="int8"), dict(dim=512, rest=64)], ids=["plain", "int8", "latents"]
 )
 def test_no_cache_of_any_capacity_is_copied(cache):
-    """8200 tokens have a padded last block. The branch that visits a row again by loops read the
-    padded array, so XLA made it in each step. In that branch the scales of 8 bits are still padded.
-    """
+    """8200 tokens have a padded last block, which XLA would make in each step if something read it."""
     import jax
 
     mesh, place = gpu_report.placed(triton_report.target("a100"))
@@ -138,8 +136,7 @@ def test_no_cache_of_any_capacity_is_copied(cache):
             lowered: Any = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",))
             return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    scales = 2 * 64 * 8320 * 8 * 4 * ("stored" in cache)
-    assert temporary(8200) <= 1.05 * temporary(8192) + scales
+    assert temporary(8200) <= 1.05 * temporary(8192)
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ class Value:
         """The array, repeated over the axes of a larger kind."""
         if self.kind == kind:
             return self.array
-        if np.result_type(self.array) == np.bool_:  # the compiler does not repeat these
+        if jnp.result_type(self.array) == jnp.bool_:  # the compiler does not repeat these
             return Value(self.kind, _as_number(self.array, jnp.int32)).spread(kind, sizes) != 0
         shape, own = tuple(sizes[a] for a in kind), [kind.index(a) for a in self.kind]
         return lax.broadcast_in_dim(jnp.asarray(self.array), shape, own)
@@ -259,7 +259,9 @@ def evaluated(
     if eqn.primitive is lax.not_p and eqn.invars[0].aval.dtype == jnp.bool_:
         return Value(kind, _as_number(arrays[0], jnp.int32) == 0)
     if eqn.primitive is lax.convert_element_type_p and params["new_dtype"] == jnp.bool_:
-        return Value(kind, arrays[0] != 0)
+        # A boolean that JAX calls weakly typed is converted, too.
+        known = eqn.invars[0].aval.dtype == jnp.bool_
+        return Value(kind, arrays[0] if known else arrays[0] != 0)
     if eqn.primitive is lax.convert_element_type_p and eqn.invars[0].aval.dtype == jnp.bool_:
         return Value(kind, _as_number(arrays[0], params["new_dtype"]))
     if eqn.primitive.name in _WRITTEN and eqn.primitive.name not in native.names:

@@ -77,7 +77,7 @@ class Sides:
         return self.from_side((a, comparison, n), of_keys, row), self.block(b)
 
 
-def in_lanes(row: Array) -> Array:
+def in_lanes(row: Array | np.ndarray) -> Array:
     """Numbers `[1, n]` as columns, `[n, LANES]`."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 

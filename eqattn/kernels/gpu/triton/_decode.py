@@ -161,12 +161,19 @@ class Program(StoredProgram):
         self.near = {i: self.read(i) for i, x in plan.operands.items() if is_near(x)}
         filled = lambda shape, x: lax.full(shape, x, jnp.float32)
         n = sizes.tile_r
-        state: tuple = filled((n, sizes.padded_width), 0.0), filled((n,), 0.0)
-        state, begin = (*state, filled((n,), -jnp.inf)), self.first
+        empty = filled((n, sizes.padded_width), 0.0), filled((n,), 0.0), filled((n,), -jnp.inf)
+        state, begin = empty, self.first
         for c, end in ((FULL, self.full), (PARTIAL, self.last)):
             if c in plan.programs:
-                step = ft.partial(self.step, plan.programs[c], c == PARTIAL)
+                step = ft.partial(self.step, plan.programs[c], False)
                 state, begin = lax.fori_loop(begin, end, step, state), end
+
+        def again():
+            step = ft.partial(self.step, plan.programs[PARTIAL], True)
+            return lax.fori_loop(self.first, self.last, step, empty)
+
+        if PARTIAL in plan.programs:
+            state = triton.unless_finite(state[:1], again, state)
         acc, den, top = state
         num, dens, tops = self.results
         written = None if sizes.written == n else own < sizes.written
@@ -219,7 +226,7 @@ class Program(StoredProgram):
         return tile, triton.entries(refs[1], (place, at), inside)
 
     def step(self, program: PairProgram, cleans: bool, step: Any, state: tuple) -> tuple:
-        """Adds a tile of keys to the Carry. With `cleans`, some pairs are masked."""
+        """Adds a tile of keys to the Carry. With `cleans`, its values may not be finite."""
         plan, sizes, n = self.plan, self.plan.sizes, self.plan.sizes.tile_k
         column, start = self.where(step)
         keys = start + lax.iota(jnp.int32, n)
