@@ -330,21 +330,20 @@ def kernels_of(
     folder: Path, prefix: str = "eqattn_", cleans: bool = True
 ) -> dict[str, dict[str, Any]]:
     """The figures of each kernel that the compiler wrote about. Of two with one name, the second
-    has a number. The compiler works on several at once, and may number their resources otherwise.
+    has a number. The compiler works on several, and may number their resources otherwise.
 
     **Arguments:**
 
     - `prefix`: how the names of the kernels begin.
-    - `cleans`: whether sums of several loops have one for what is not finite. For folds that is a
-        kernel of its own, which is left out, as it seldom does anything.
+    - `cleans`: whether sums of several loops have one for what is not finite. Folds have another
+        kernel for it, which is left out, as it seldom does anything.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob(f"{prefix}*.ptxas")):
-        base = path.stem.rpartition("_")[0]
-        if base.endswith("_again"):
+        if (base := path.stem.rpartition("_")[0]).endswith("_again"):
             continue
         said = {name: path.with_suffix(f".{name}").read_text() for name in ("ptxas", "sass_ctrl")}
-        resources = [x.read_text() for x in folder.glob(f"{base}_*.resources.txt")]
+        resources = [x.read_text() for x in folder.glob(f"{base}_[0-9]*.resources.txt")]
         name = base.removeprefix(prefix)
         name = f"{name} 2" if name in found else name
         said["resources.txt"] = "".join(resources)

@@ -36,9 +36,18 @@ MUTANTS = [
         "kernels/gpu/_forward.py",
         FINITE,
         [
-            ("self.full, self.plain = self.full * clean, self.live * clean", "pass"),
             ("total = total + jnp.where(x == -jnp.inf, 0.0, bad)", "total = total + bad"),
             ("            state = acc, den, top\n", ""),
+        ],
+    ),
+    (
+        "kernels/gpu/_two_visits.py",
+        FINITE,
+        [
+            ("mosaic.when(ft.reduce(jnp.add, found) != 0)(lambda: self.visit(rest, scratch))", "pass"),
+            ("mosaic.store((sums * 0).sum(1), memory)", "mosaic.store((sums[:, :8] * 0).sum(1), memory)"),
+            ("found = [check[i, lax.axis_index(\"program\")] for i in range(self.computing)]", "found = [check[0, lax.axis_index(\"program\")]]"),
+            ("if not self.spreads:", "if True:"),
         ],
     ),
     (

@@ -7,7 +7,30 @@ EIGHT = "kernels/test_gpu_stored.py -k 'eight_bits or begin_at_lines or race'"
 LATENTS = "kernels/test_gpu_stored.py -k 'test_latents'"
 REFUSED = "kernels/test_gpu_stored.py -k no_kernel_for"
 
+CLEANED = "kernels/test_cleaned_caches.py -k cuda"
+
 MUTANTS = [
+    (
+        "kernels/gpu/_decode.py",
+        CLEANED,
+        [
+            ("state = acc + across(poison, acc), den, top", "pass"),
+            ("total = total + scale * 0", "pass"),
+            ("scale = jnp.where(jnp.abs(scale) < jnp.inf, scale, jnp.float32(0))", "pass"),
+            ("return PARTIAL in self.programs or self.sizes.padded_keys != self.sizes.keys", "return False"),
+            ("return cleaned, jnp.where(s == -jnp.inf, jnp.float32(0), total).sum(1)", "return cleaned, total.sum(1)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_cleaning.py",
+        CLEANED,
+        [
+            ("part[...] = jnp.where(fine, x, jnp.zeros_like(x))", "pass"),
+            ("mosaic.store(found, poison.at[rows])", "mosaic.store(found * 0, poison.at[rows])"),
+            ("for k in range(0, keys, 16):", "for k in range(0, 16, 16):"),
+            ("for i in range(0, columns, n):", "for i in range(0, n, n):"),
+        ],
+    ),
     (
         "kernels/gpu/_mosaic.py",
         "kernels/test_gpu_stored.py -k begin_at_lines",

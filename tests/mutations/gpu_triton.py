@@ -2,6 +2,7 @@
 # fmt: off
 
 FINITE = "kernels/test_gpu_triton.py -k 'not_finite or masked_reaches'"
+CLEANED = "kernels/test_cleaned_caches.py -k triton"
 SIGN = "kernels/test_gpu_triton.py -k not_positive"
 CHOICE = "kernels/test_gpu_triton.py -k 'choose or chooses'"
 CARRY = "kernels/test_gpu_triton.py -k earlier_hops"
@@ -11,9 +12,27 @@ MUTANTS = [
         "kernels/gpu/triton/_forward.py",
         FINITE,
         [
-            ("state = acc, den + jnp.where(s == -jnp.inf, 0.0, bad).sum(1), top", "state = acc, den + bad.sum(1), top"),
-            ("tile = jnp.where(fine, tile, jnp.zeros_like(tile))", "pass"),
-            ("end = end if self.clean is None else end * self.clean", "pass"),
+            ("state = acc, den + poison, top", "pass"),
+            ("state = triton.unless_finite(state[:1], again, state)", "pass"),
+            ("return lax.fori_loop(jnp.int32(0), end, step, self.begin())", "return lax.fori_loop(jnp.int32(0), end, step, state)"),
+        ],
+    ),
+    (
+        "kernels/gpu/triton/_rows.py",
+        CLEANED,
+        [
+            ("return value, scale, jnp.where(s == -jnp.inf, 0.0, bad).sum(1)", "return value, scale, bad.sum(1)"),
+            ("bad, value = nan(fine).sum(1), zero(fine, value)", "bad = nan(fine).sum(1)"),
+            ("bad, scale = bad + nan(fine), zero(fine, scale)", "scale = zero(fine, scale)"),
+            ("bad, scale = bad + nan(fine), zero(fine, scale)", "bad = bad + nan(fine)"),
+        ],
+    ),
+    (
+        "kernels/gpu/triton/_decode.py",
+        CLEANED,
+        [
+            ("state = triton.unless_finite(state[:1], again, state)", "pass"),
+            ("return lax.fori_loop(self.first, self.last, step, empty)", "return lax.fori_loop(self.first, self.last, step, state)"),
         ],
     ),
     (
@@ -31,7 +50,7 @@ MUTANTS = [
         FINITE,
         [
             ("tile = finite(tile) if gradient.matrix in last else tile", "pass"),
-            ("end = end if self.dirty is None else end * (1 - self.dirty)", "pass"),
+            ("sums = triton.unless_finite(sums, again, sums)", "pass"),
         ],
     ),
     (

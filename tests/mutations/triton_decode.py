@@ -4,7 +4,6 @@
 KINDS = "kernels/test_triton_ragged.py -k caches_of_any_kind"
 MEMORY = "kernels/test_triton_ragged.py -k inside_of_arrays"
 SIZES = "kernels/test_triton_ragged.py -k test_sizes"
-ROWS = "kernels/test_triton_ragged.py -k reach_their_rows"
 FLOAT8 = "kernels/test_triton_ragged.py -k chip_has_none"
 
 MUTANTS = [
@@ -62,8 +61,11 @@ MUTANTS = [
     ),
     (
         "kernels/gpu/_stored_arrays.py",
-        ROWS,
-        [("return lax.cond(jnp.isfinite(carry[0]).all(), lambda: list(carry), again)", "return list(carry)")],
+        "kernels/test_cleaned_caches.py",
+        [
+            ("return complete(num[0], den[0], top[0], -1)", "return [num[0], den[0], top[0]]"),
+            ("return complete((num * scale[..., None]).sum(0), (den * scale).sum(0), most, -1)", "return [(num * scale[..., None]).sum(0), (den * scale).sum(0), most]"),
+        ],
     ),
     (
         "kernels/gpu/_stored_arrays.py",

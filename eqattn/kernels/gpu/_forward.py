@@ -7,10 +7,10 @@ numbers, and otherwise the second one, which comes later than the first.
 
 With a third warpgroup, registers are shared out by `setmaxnreg`. An assembler that makes a part of
 a larger program ignores that. XLA takes such a one, libnvJitLink, where it finds it. Each thread
-then has 168 registers. That is enough for shorter vectors. A causal forward of 128 numbers spilled
-216 bytes when an H200 timed it, and was still faster than with two warpgroups: 559 and 529 TFLOP/s.
-It spills nothing since values that are not finite have a second kernel, see `_two_visits.py`. For
-256 numbers it was less than half as fast: 241 and 546.
+then has 168 registers. That is enough for shorter vectors. When an H200 timed it, a causal forward
+of 128 numbers had 216 bytes of spills. It was still faster than with two warpgroups: 559 and 529
+TFLOP/s. It spills nothing since values that are not finite have a second kernel, see
+`_two_visits.py`. For 256 numbers it was less than half as fast: 241 and 546.
 
 Inside, logits and maxima are in units of `log 2`, so that `exp` of a logit is a power of two.
 """

@@ -1,14 +1,14 @@
 """Folds that visit blocks a second time where something is not finite.
 
-By a product, a value that is not finite reaches all rows, and not only those that see its key. The
-contract of `_sweep/nonfinite.py` forbids this. It is rare. So a first kernel multiplies what is
+By a product, a value that is not finite reaches all rows, and not only those that see its key. That
+is against the contract of `_sweep/nonfinite.py`. It is rare. So a first kernel multiplies what is
 there, and says for each program whether its sums are finite. A second kernel follows. Its programs
 visit their blocks again if the sums are not, and clean the tiles in shared memory. Otherwise they
-end at once.
+do nothing.
 
-The alternatives cost more. To look at all values before the first visit takes the time of reading
-them. One kernel for both visits has more registers than the first one, or spills more. If XLA
-decided, the host would have to wait for the device.
+Other ways are slower. To look at all values before the first visit takes the time of reading them.
+One kernel for both visits has more registers than the first one, or spills more. If XLA decided,
+the host would have to wait for the device.
 
 Backward passes do look before, as the sums of a gradient would take shared memory that long vectors
 leave no room for.
