@@ -45,8 +45,8 @@ KERNELS = [
 
 
 def spoiled(x, number, where):
-    """A cache with a number that is not finite at some tokens and heads, `[rows, tokens, heads]`;
-    where numbers have 8 bits, in their scales, and in them if they can hold it.
+    """A cache with a number that is not finite at some tokens and heads, `[rows, tokens, heads]`, as
+    the last feature; where numbers have 8 bits, in their scales, and in them if they can hold it.
     """
     where = jnp.asarray(where)
     if isinstance(x, Joined):
@@ -60,7 +60,8 @@ def spoiled(x, number, where):
         scales = jnp.where(where.reshape(x.scales.shape), number, x.scales)
         x = eqx.tree_at(lambda x: x.scales, x, scales)
         return eqx.tree_at(lambda x: x.values, x, values)
-    return jnp.where(where[..., None], jnp.asarray(number).astype(x.dtype), x)
+    spoilt = jnp.where(where, jnp.asarray(number).astype(x.dtype), x[..., -1])
+    return x.at[..., -1].set(spoilt)
 
 
 @pytest.mark.parametrize("backend, name", KERNELS)

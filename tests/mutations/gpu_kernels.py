@@ -45,8 +45,7 @@ MUTANTS = [
         FINITE,
         [
             ("mosaic.when(ft.reduce(jnp.add, found) != 0)(lambda: self.visit(rest, scratch))", "pass"),
-            ("mosaic.store((sums * 0).sum(1), memory)", "mosaic.store((sums[:, :8] * 0).sum(1), memory)"),
-            ("found = [check[i, lax.axis_index(\"program\")] for i in range(self.computing)]", "found = [check[0, lax.axis_index(\"program\")]]"),
+            ("found = [check[i, lax.axis_index(\"program\")] for i in range(self.computing)]", "found = [check[0, lax.axis_index(\"program\")]]", "what is not finite reaches the rows of both warpgroups; those that share out the columns of long latents are looked at by test_warpgroups_do_not_race, which is slow"),
             ("if not self.spreads:", "if True:"),
         ],
     ),

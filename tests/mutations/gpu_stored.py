@@ -22,11 +22,16 @@ MUTANTS = [
         ],
     ),
     (
+        "kernels/gpu/_two_visits.py",
+        CLEANED,
+        [("mosaic.store((sums * 0).sum(1), memory)", "mosaic.store((sums[:, :8] * 0).sum(1), memory)")],
+    ),
+    (
         "kernels/gpu/_cleaning.py",
         CLEANED,
         [
             ("part[...] = jnp.where(fine, x, jnp.zeros_like(x))", "pass"),
-            ("mosaic.store(found, poison.at[rows])", "mosaic.store(found * 0, poison.at[rows])"),
+            ("mosaic.store(found, poison.at[rows])", "mosaic.store(jnp.zeros_like(found), poison.at[rows])"),
             ("for k in range(0, keys, 16):", "for k in range(0, 16, 16):"),
             ("for i in range(0, columns, n):", "for i in range(0, n, n):"),
         ],
