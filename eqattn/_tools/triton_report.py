@@ -191,16 +191,11 @@ def resource(resources: str, name: str) -> int:
     return max(int(x) for x in re.findall(rf"\b{name}:(\d+)", resources))
 
 
-def figures(resources: str, listing: str, cleans: bool = True) -> dict[str, Any]:
-    """What the tools say, as numbers.
-
-    **Arguments:**
-
-    - `cleans`: whether the last of several loops replaces what is not finite, and runs only where
-        there is some.
-    """
+def figures(resources: str, listing: str) -> dict[str, Any]:
+    """What the tools say, as numbers."""
     bodies = hot_loops(listing, "H?MMA|FFMA", LEAST_EXPONENTIALS)
-    bodies = bodies[: max(len(bodies) - cleans, 1)]
+    # The last of several replaces what is not finite, and runs only where there is some.
+    bodies = bodies[: max(len(bodies) - 1, 1)]
     memory = re.compile(r"\b(LDL|STL)\b")
     return dict(
         stack=resource(resources, "STACK"),

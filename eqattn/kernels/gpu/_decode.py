@@ -36,7 +36,7 @@ from ._two_visits import TwoVisits
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(TwoVisits, StoredPlan):
+class Plan(StoredPlan, TwoVisits):
     """A fold by this kernel, on a `layout` with padded rows.
 
     **Arguments:** those of `StoredPlan`, and

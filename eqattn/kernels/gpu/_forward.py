@@ -38,12 +38,8 @@ from ._two_visits import TwoVisits
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(TwoVisits, FoldPlan):
+class Plan(FoldPlan, TwoVisits):
     """A fold by this kernel."""
-
-    @property
-    def spreads(self) -> bool:
-        return self.cleans
 
     @property
     def parts(self) -> int:
@@ -72,7 +68,7 @@ class Plan(TwoVisits, FoldPlan):
             mosaic.matrices((s.stages, s.tile_k, s.padded_dim), self.dtype),
             mosaic.matrices((s.stages, s.tile_k, s.padded_width), self.dtype),
             vectors,
-            [mosaic.SMEM((2, max(s.tile_k, mosaic.WARPGROUP)), jnp.float32)] * self.cleans,
+            [mosaic.SMEM((2, max(s.tile_k, mosaic.WARPGROUP)), jnp.float32)] * self.spreads,
             [mosaic.matrices((2, mosaic.WARPGROUP, 64), self.dtype)] * self.stages_parts,
         )
         keys = self.key.copies(s.tile_k) + len(vectors)
@@ -220,7 +216,7 @@ class Program:
             state = lax.fori_loop(begin, self.live, step, state)
         acc, den, top = state
         self.write((acc, den, top * (1 / LOG2E)))
-        if plan.cleans and not plan.again:
+        if plan.spreads and not plan.again:
             memory = self.memory[4][0].at[self.warpgroup, mosaic.ds(0, mosaic.WARPGROUP)]
             plan.note(self.results[-1], self.warpgroup, acc, memory)
 

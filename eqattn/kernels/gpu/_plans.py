@@ -83,7 +83,7 @@ class FoldPlan(VisitPlan):
         return any(program.added is not None for program in self.programs.values())
 
     @property
-    def cleans(self) -> bool:
+    def spreads(self) -> bool:
         """Whether values that are not finite must be kept from rows that do not see them. Where all
         pairs are visible they may reach all rows, and the `ending` makes these NaN as a whole.
         """

@@ -155,7 +155,7 @@ class Program:
             end = self.ends[PARTIAL] * jnp.int32(parts)
             return lax.fori_loop(jnp.int32(0), end, step, self.begin())
 
-        if plan.cleans:
+        if plan.spreads:
             state = triton.unless_finite(state[:1], again, state)
         acc, den, top = state
         self.write((acc, den, top * (1 / LOG2E)))
