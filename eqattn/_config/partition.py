@@ -116,7 +116,7 @@ _LOGICAL = {
 def _check_fields(argument: str, cls: Any, given: Mapping) -> None:
     """**Raises:** `ValueError` if a mapping has keys that are not fields of the class."""
     names = list(cls.__dataclass_fields__)
-    if unknown := sorted(set(given) - set(names)):
+    if unknown := sorted(set(given) - set(names), key=str):
         raise ValueError(f"{argument} has no {unknown}: the fields of {cls.__name__} are {names}.")
 
 

@@ -83,7 +83,7 @@ class Dropout:
         **Raises:** `ValueError` if the probability depends on a traced value, or if `inference` is
         an array of several.
         """
-        if getattr(inference, "shape", ()) != ():
+        if getattr(inference, "size", 1) != 1:
             raise ValueError(f"inference must be a single boolean, got {inference!r}.")
         if inference is not None and inference:
             return 0.0

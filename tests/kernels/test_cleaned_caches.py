@@ -91,15 +91,18 @@ def test_what_is_not_finite_reaches_its_rows(backend, name, monkeypatch):
         found = run(q, *(spoil(x, number, hidden) for x in (k, v)))
         for x, y in zip(found, fine):
             np.testing.assert_array_equal(x, y)
-    last = np.zeros_like(hidden)
-    last[0, LENGTHS[0] - 1, -1] = True  # of the first row
-    k, v = (spoil(k, jnp.nan, last), v) if v is None else (k, spoil(v, jnp.inf, last))
-    out, _ = run(q, k, v)
     heads = np.arange(q.shape[2]) >= q.shape[2] // hidden.shape[2] * (hidden.shape[2] - 1)
-    sees = np.zeros(out.shape[:3], bool)
-    sees[0] = shown[0, :, LENGTHS[0] - 1, None] & heads
-    assert sees.any() and np.isnan(np.float32(out)[sees]).all()
-    np.testing.assert_array_equal(np.float32(out)[~sees], np.float32(fine[0])[~sees])
+    for token in (LENGTHS[0] - 1, 0):  # of the first row, in a block with and without a mask
+        one = np.zeros_like(hidden)
+        one[0, token, -1] = True
+        of_keys, of_values = (
+            (spoil(k, jnp.nan, one), v) if v is None else (k, spoil(v, jnp.inf, one))
+        )
+        out, _ = run(q, of_keys, of_values)
+        sees = np.zeros(out.shape[:3], bool)
+        sees[0] = shown[0, :, token, None] & heads
+        assert sees.any() and np.isnan(np.float32(out)[sees]).all()
+        np.testing.assert_array_equal(np.float32(out)[~sees], np.float32(fine[0])[~sees])
 
 
 @pytest.mark.parametrize(

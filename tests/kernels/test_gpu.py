@@ -105,6 +105,43 @@ def test_results_have_the_dtype_of_the_caller():
 
 
 @newest
+@pytest.mark.parametrize("mask, second", [(Causal(), 1), (None, 0)])
+def test_second_visits(mask, second):
+    """They are of what some row does not see, so there is none where all pairs are visible."""
+    text = text_of(ft.partial(call, mask=mask), *arrays())
+    assert len(first_visits(text)) == 1
+    assert text.count("@mosaic_gpu_v2") == 1 + second
+
+
+@newest
+def test_what_lies_behind_a_block_reaches_no_row():
+    """A tile of a block that is no whole tiles holds keys of the next one. Here no row of the first
+    block sees them, and no pair of a visited block is masked.
+    """
+    how = AttentionMetadata(
+        platform="interpret",
+        backend="cuda",
+        runtime_dtype=jnp.bfloat16,
+        blocksize_q=64,
+        blocksize_k=192,
+    )
+    random = np.random.RandomState(0)
+    q, k, v = (jnp.asarray(random.randn(1, n, 1, 64), jnp.bfloat16) for n in (64, 384, 384))
+    hidden = (jnp.arange(384) >= 192)[:, None, None]
+
+    @jax.jit
+    def run(k, v):
+        f = lambda *xs: attention(*xs, Blockwise(how), mask=BlockCausal(192)).attention_outputs
+        out, pull = jax.vjp(f, q, k, v)
+        return out, pull(out)
+
+    clean = run(k, v)
+    dirty = run(*(jnp.where(hidden, jnp.nan, x).astype(x.dtype) for x in (k, v)))
+    for x, y in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean)):
+        np.testing.assert_array_equal(x, y)
+
+
+@newest
 def test_exported_for_a_gpu():
     """Written where there is no GPU, and read again, the program still has its kernel."""
     unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]

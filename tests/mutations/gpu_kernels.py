@@ -41,6 +41,11 @@ MUTANTS = [
         ],
     ),
     (
+        "kernels/gpu/_forward.py",
+        "kernels/test_gpu.py -k behind_a_block",
+        [("return super().spreads or (self.table_axes is not None and uneven)", "return super().spreads")],
+    ),
+    (
         "kernels/gpu/_two_visits.py",
         FINITE,
         [

@@ -295,7 +295,8 @@ class Program(StoredProgram):
             self.wait_for_values(step)
             acc, den, top = state
             v_scales, poison = self.clean(worker, value, v_scales, s)
-            state = acc + across(poison, acc), den, top
+            acc = jnp.where(across(poison, acc) == 0, acc, jnp.float32(jnp.nan))  # 0 may be -0
+            state = acc, den, top
         for scale in v_scales:
             if scale is not None:
                 scale = lax.broadcast_in_dim(scale, shape, [1])

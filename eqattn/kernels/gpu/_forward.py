@@ -42,6 +42,13 @@ class Plan(FoldPlan, TwoVisits):
     """A fold by this kernel."""
 
     @property
+    def spreads(self) -> bool:
+        # The last tile of a block that is no whole tiles holds keys of the next block, too. Rows do
+        # not see these if they do not visit that block.
+        uneven = self.sizes.padded_keys != self.sizes.keys
+        return super().spreads or (self.table_axes is not None and uneven)
+
+    @property
     def parts(self) -> int:
         """How many tiles a block of keys has."""
         return self.sizes.padded_keys // self.sizes.tile_k
@@ -68,7 +75,7 @@ class Plan(FoldPlan, TwoVisits):
             mosaic.matrices((s.stages, s.tile_k, s.padded_dim), self.dtype),
             mosaic.matrices((s.stages, s.tile_k, s.padded_width), self.dtype),
             vectors,
-            [mosaic.SMEM((2, max(s.tile_k, mosaic.WARPGROUP)), jnp.float32)] * self.spreads,
+            [mosaic.SMEM((2, s.tile_k), jnp.float32)] * self.spreads,
             [mosaic.matrices((2, mosaic.WARPGROUP, 64), self.dtype)] * self.stages_parts,
         )
         keys = self.key.copies(s.tile_k) + len(vectors)
@@ -212,7 +219,7 @@ class Program:
                 begin = end
         mosaic.when(self.warpgroup == 0)(self.next_turn)
         if plan.again:
-            step = lambda *x: self.anew().step(plan.programs[PARTIAL], {}, True, *x)
+            step = lambda *x: self.anew().step(plan.programs[min(plan.programs)], {}, True, *x)
             state = lax.fori_loop(begin, self.live, step, state)
         acc, den, top = state
         self.write((acc, den, top * (1 / LOG2E)))
