@@ -14,6 +14,7 @@ import pytest
 from _gpu_caches import latents, quantised
 from _tpu_rows import arrays, call, kept_as, LENGTHS, seen
 
+from eqattn import attention, AttentionMetadata, Ragged
 from eqattn._problem.joined import Joined
 from eqattn._problem.storage import Quantized, Stored
 
@@ -103,6 +104,23 @@ def test_what_is_not_finite_reaches_its_rows(backend, name, monkeypatch):
         sees[0] = shown[0, :, token, None] & heads
         assert sees.any() and np.isnan(np.float32(out)[sees]).all()
         np.testing.assert_array_equal(np.float32(out)[~sees], np.float32(fine[0])[~sees])
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cuda", marks=newest), "triton"])
+@pytest.mark.parametrize("least", [1, 8])
+def test_a_row_is_not_a_number_as_a_whole(backend, least, monkeypatch):
+    """Where every query sees every key there is nothing to clean, in one program or in several."""
+    from eqattn.kernels.gpu import _stored_arrays
+
+    monkeypatch.setattr(_stored_arrays, "LEAST_TILES", least)
+    (q, k, v), _ = plain(**GROUPS | dict(keys=48))
+    metadata = AttentionMetadata(
+        platform="interpret", backend=backend, runtime_dtype=q.dtype, blocksize_k=16
+    )
+    run = jax.jit(lambda *xs: attention(*xs, Ragged(metadata)).attention_outputs)
+    out = np.float32(run(q, k, v.at[0, 5, 1, 3].set(jnp.inf)))
+    nan = np.isnan(out)
+    assert nan[0, :, 2:].all() and nan.sum() == nan[0, :, 2:].size
 
 
 @pytest.mark.parametrize(
