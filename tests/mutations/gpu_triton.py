@@ -22,9 +22,9 @@ MUTANTS = [
         CLEANED,
         [
             ("return value, scale, jnp.where(s == -jnp.inf, 0.0, bad).sum(1)", "return value, scale, bad.sum(1)"),
-            ("bad, value = nan(fine).sum(1), zero(fine, value)", "bad = nan(fine).sum(1)"),
-            ("bad, scale = bad + nan(fine), zero(fine, scale)", "scale = zero(fine, scale)"),
-            ("bad, scale = bad + nan(fine), zero(fine, scale)", "bad = bad + nan(fine)"),
+            ("bad, value = nan(value).sum(1), finite(value)", "bad = nan(value).sum(1)"),
+            ("bad, scale = bad + nan(scale), finite(scale)", "scale = finite(scale)"),
+            ("bad, scale = bad + nan(scale), finite(scale)", "bad = bad + nan(scale)"),
         ],
     ),
     (

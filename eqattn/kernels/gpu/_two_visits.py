@@ -6,9 +6,9 @@ there, and says for each program whether its sums are finite. A second kernel fo
 visit their blocks again if the sums are not, and clean the tiles in shared memory. Otherwise they
 do nothing.
 
-Other ways are slower. To look at all values before the first visit takes the time of reading them.
-One kernel for both visits has more registers than the first one, or spills more. If XLA decided,
-the host would have to wait for the device.
+Other ways have a price. To look at all values before the first visit takes the time of reading
+them. One kernel for both visits has more registers than the first one, or spills more. If XLA
+decided, the host would have to wait for the device.
 
 Backward passes do look before, as the sums of a gradient would take shared memory that long vectors
 leave no room for.

@@ -23,7 +23,7 @@ from .._program import Run
 from .._sum_program import SumProgram
 from . import _triton as triton
 from ._forward import power_of_two
-from ._rows import is_near, value_of
+from ._rows import finite, is_near, value_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +171,3 @@ class Program:
             tile = finite(tile) if gradient.matrix in last else tile
             new.append(acc + triton.product(x.astype(plan.dtype), tile, 0))
         return tuple(new)
-
-
-def finite(x: Any) -> Any:
-    """A matrix with 0 for what is not finite."""
-    return jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))

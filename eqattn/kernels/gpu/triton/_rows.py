@@ -115,6 +115,15 @@ def value_of(x: Operand, ref: Any, place: Any, at: dict[str, Any]) -> Value:
     return x.value(ref[(place, *[at[a] for a in x.kind])])
 
 
+def _is_finite(x: Any) -> Any:
+    return jnp.abs(x.astype(jnp.float32)) < jnp.inf
+
+
+def finite(x: Any) -> Any:
+    """An array with 0 for what is not finite."""
+    return jnp.where(_is_finite(x), x, jnp.zeros_like(x))
+
+
 def cleaned(s: Any, value: Any, scale: Any = None) -> tuple[Any, Any, Any]:
     """Values with 0 for what is not finite, their scales likewise, and the poison of each row: NaN
     if it sees a key whose value is not finite, else 0. By the product, what is not finite would
@@ -126,13 +135,9 @@ def cleaned(s: Any, value: Any, scale: Any = None) -> tuple[Any, Any, Any]:
     - `value`, `scale`: the values `[keys, n]`, and the numbers `[keys]` that they are multiplied
         with; None if there are none.
     """
-    finite = lambda x: jnp.abs(x.astype(jnp.float32)) < jnp.inf
-    nan = lambda fine: jnp.where(fine, jnp.float32(0), jnp.float32(jnp.nan))
-    zero = lambda fine, x: jnp.where(fine, x, jnp.zeros_like(x))
-    fine = finite(value)
-    bad, value = nan(fine).sum(1), zero(fine, value)
+    nan = lambda x: jnp.where(_is_finite(x), jnp.float32(0), jnp.float32(jnp.nan))
+    bad, value = nan(value).sum(1), finite(value)
     if scale is not None:
-        fine = finite(scale)
-        bad, scale = bad + nan(fine), zero(fine, scale)
+        bad, scale = bad + nan(scale), finite(scale)
     bad = lax.broadcast_in_dim(bad, s.shape, [1])
     return value, scale, jnp.where(s == -jnp.inf, 0.0, bad).sum(1)
