@@ -152,7 +152,7 @@ def blocks_of(
         blocking = choose_blocking(
             spec,
             *sizes,
-            in_place=strategy.reads_stored,
+            in_place=strategy.in_place(spec, lowering),
             lowering=lowering,
             fixed=strategy.fixed,
         )
@@ -285,7 +285,7 @@ class Spec:
         cost = Cost.of(blocking, table, self.dim, self.value_dim)
         total = max(cost.empty + cost.partial + cost.full, 1)
         visited = cost.partial + cost.full
-        each = "of all heads" if strategy.reads_stored else "per key head"
+        each = "of all heads" if blocking.in_place else "per key head"
         return [
             ("blocks", f"{blocking.block_q} queries x {blocking.block_k} keys"),
             ("grid", f"{blocking.rows} x {blocking.columns} blocks {each}"),

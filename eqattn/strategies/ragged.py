@@ -47,9 +47,14 @@ class Ragged(AbstractOnDevice):
     `kv_positions` are those of the piece; by default the pieces follow each other. A table of pages
     is whole, and so is what varies with keys next to it.
 
-    On a TPU the forward pass is a kernel, and the gradients run as XLA. On an H100 or H200 this
-    is so, too. On other NVIDIA GPUs since Ampere it is so with `platform="gpu"`, and by default all
-    runs as XLA.
+    Prompts and training have many queries. Where a key head has as many rows, queries times query
+    heads, as keys, `Ragged` copies arrays of keys, and does what `Blockwise` does. The copies take
+    no more memory than queries and outputs. On a CPU, such a call took 0.5 to 0.7 of its time in
+    place.
+
+    Of such calls, the forward pass and the gradients are kernels where they are those of
+    `Blockwise`. Of others, the forward pass is a kernel on a TPU, an H100 and an H200, and with
+    `platform="gpu"` on other NVIDIA GPUs since Ampere. Their gradients run as XLA.
     """
 
     metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)

@@ -343,6 +343,7 @@ def library_call(built: Built):
     """
     import eqattn
     from eqattn import scores as sc
+    from eqattn._problem.storage import Stored
     from eqattn.cache import Joined
 
     case, target = built.case, built.case["target"][0]
@@ -378,7 +379,8 @@ def library_call(built: Built):
         kernels |= {"gpu": "blockwise", "gpu_ragged": "ragged"}
         kernels |= {"triton": "blockwise", "triton_ragged": "ragged"}
         names = kernels | dict.fromkeys(("latent", "paged", "ragged_keys", "paged_keys"), "ragged")
-        q, k, v = (arguments[name] for name in "qkv")
+        name = names.get(target, target)
+        q, k, v = (arguments[x] for x in "qkv")
         default_scale = None
         if target == "latent":  # Of features that the query does not look at, and those of `k`.
             default_scale = q.shape[-1] ** -0.5
@@ -401,12 +403,18 @@ def library_call(built: Built):
         if pages is not None:
             cache = pages.append(k, v)
             k, v = cache.key, cache.value
+        elif (
+            name == "ragged"
+            and target.removesuffix("_ragged") in ("ragged", "tpu", "gpu", "triton")
+            and k.ndim == 4
+        ):
+            k, v = Stored(k), Stored(v)  # Arrays are copied for many queries.
         options = {"axis_name": "sp"} if target.endswith("_keys") else {}
         output = eqattn.attention(
             q,
             k,
             v,
-            eqattn.AttentionRegistry.get(names.get(target, target))(metadata, **options),
+            eqattn.AttentionRegistry.get(name)(metadata, **options),
             mask=mask,
             bias=arguments.get("bias"),
             score=score or None,

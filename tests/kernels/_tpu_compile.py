@@ -83,7 +83,8 @@ CASES: dict[str, dict] = {
         "tangent": True,
     },
 }
-ROWS = {"strategy": "Ragged", "mask": "KeyPadding(lengths)", "gradient": False}
+OF_ROWS = {"strategy": "Ragged", "mask": "Causal() & KeyPadding(lengths)"}
+ROWS = {**OF_ROWS, "mask": "KeyPadding(lengths)", "gradient": False, "in_place": True}
 SHARED = {**ROWS, "queries": 1, "tokens": 65_536}  # by devices: rows and heads
 LONG = {**ROWS, "queries": 1, "tokens": 65_536, "heads": 8, "rows": 8}
 LATENT = {**ROWS, "queries": 1, "kv_heads": 1, "heads": 16, "dim": 576, "values": 512}
@@ -97,6 +98,8 @@ CASES |= {
     "pages": {**ROWS, "queries": 1, "kv_heads": 2, "page": 64},
     "int8 pages": {**ROWS, "queries": 1, "kv_heads": 2, "page": 64, "stored": "int8"},
     "prompts": {**ROWS, "mask": "Causal() & KeyPadding(lengths)", "kv_heads": 2},
+    "rows": {**OF_ROWS, "kv_heads": 2},
+    "rows, mesh": {**OF_ROWS, "mesh": (2, 2)},
     "prompts, booleans": {**ROWS, "mask": "DenseMask(booleans)"},
     "prompts, booleans, grouped": {**ROWS, "mask": "DenseMask(booleans)", "kv_heads": 2},
     "decode float32": {**ROWS, "queries": 1, "kv_heads": 2, "dtype": "float32"},
@@ -195,6 +198,7 @@ def compiled(chip: str, case: str):
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
     import eqattn
+    from eqattn._problem.storage import as_stored
     from eqattn._tools.tpu_report.chips import CHIPS
     from eqattn.cache import Joined, Pages, Quantized
 
@@ -202,6 +206,7 @@ def compiled(chip: str, case: str):
     kinds |= dict(platform="pallas", strategy="Blockwise", queries=None, stored=None, page=None)
     kinds |= dict(tangent=False)  # whether forward mode is compiled, in place of gradients
     kinds |= dict(sides=None)  # of blocks
+    kinds |= dict(in_place=False)  # whether keys are no arrays, which many queries copy
     kinds |= dict(latent=False)  # whether the values are the first features of the keys
     kinds |= dict(mesh=(1, 1), heads=4)  # over how many devices rows and heads are sharded
     kinds |= dict(dropout=0.0, sinks=False, kv_heads=4, dim=128, values=128, dtype="bfloat16")
@@ -244,7 +249,8 @@ def compiled(chip: str, case: str):
 
     def kept(x, inputs):
         x = Quantized(x, inputs["scales"], dtype) if spec.stored else x
-        return Pages(x, inputs["table"]) if spec.page else x
+        x = Pages(x, inputs["table"]) if spec.page else x
+        return as_stored(x) if spec.in_place else x
 
     if spec.bias:
         wrt["bias"] = array(1, 4, t, t, dtype=jnp.float32)
@@ -297,7 +303,7 @@ def compiled(chip: str, case: str):
         if spec.tangent:
             lowered = jax.jit(tangent).lower(wrt, inputs, wrt)
         elif spec.gradient:
-            args = (wrt, inputs, array(1, t, 4, spec.values))
+            args = (wrt, inputs, array(rows, t, spec.heads, spec.values, over=("dp", None, "tp")))
             lowered = jax.jit(gradient).lower(*args)
         else:
             lowered = jax.jit(call).lower(wrt, inputs)

@@ -355,7 +355,7 @@ def test_garbage_stays_where_it_is_masked(garbage):
         (
             "v6e",
             ("causal", "lengths", "cap", "float32", "drafts", "long", "t5")
-            + ("booleans, grouped", "one query", "latent prompts, pages"),
+            + ("booleans, grouped", "one query", "latent prompts, pages", "rows"),
         ),
         pytest.param("v5p", ("window", "sinks", "decode"), marks=pytest.mark.slow),
         pytest.param("v7x", ("causal", "wide"), marks=pytest.mark.slow),

@@ -78,14 +78,16 @@ def test_info_counts_what_the_mask_leaves(capsys):
 
 
 def test_info_counts_the_blocks_of_ragged(capsys):
-    """One has the rows of all heads, and its keys stay in place."""
-    flags = "--strategy ragged --queries 512 --keys 1024 --heads 8 --kv-heads 2 --mask none"
+    """One has the rows of all heads, if its keys stay in place. For many queries they do not."""
+    flags = "--strategy ragged --queries 128 --keys 1024 --heads 8 --kv-heads 2 --mask none"
     assert main(["info", "--no-compile", *flags.split()]) == 0
     runs = fields(capsys.readouterr().out, "runs")
     assert runs["blocks"] == "32 queries x 128 keys"
-    assert runs["grid"] == "16 x 8 blocks of all heads"
-    assert runs["visited"].startswith("128 of 128 blocks")
-    assert runs["products"].startswith(f"{2 * 2 * 512 * 1024 * 8 * 64 / 1e9:.3g} GFLOP")
+    assert runs["grid"] == "4 x 8 blocks of all heads"
+    assert runs["visited"].startswith("32 of 32 blocks")
+    assert runs["products"].startswith(f"{2 * 2 * 128 * 1024 * 8 * 64 / 1e6:.3g} MFLOP")
+    assert main(["info", "--no-compile", *flags.replace("128", "256").split()]) == 0
+    assert fields(capsys.readouterr().out, "runs")["grid"] == "4 x 8 blocks per key head"
 
 
 def test_info_has_the_blocks_of_the_kernel(capsys):

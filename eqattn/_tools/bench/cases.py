@@ -68,7 +68,7 @@ class Case:
 
     **Arguments:**
 
-    - `kind`: the name of the experiment in `measure`, `decode`, `statistics`, `ring`,
+    - `kind`: the name of the experiment in `measure`, `decode`, `statistics`, `ring`, `rows`,
         `balance` or `bits`.
     - `reference`: the library whose time is the unit.
     - `mask`: `"full"`, `"causal"`, `"window"`, or `"array"` for causal pairs as an array that the
@@ -226,6 +226,12 @@ CASES = (
     _cached("int8", "bfloat16", cache="int8"),
     Case("cpu-decode-shared", "shared", tokens=4096),
     Case("cpu-bits", "bits", tokens=1024),
+    Case(
+        "cpu-ragged",
+        "rows",
+        kv_heads=2,
+        targets={f"{name} / Blockwise": Target(1.1) for name in ("forward", "gradient")},
+    ),
     Case(
         "cpu-decode-latent",
         "latent",

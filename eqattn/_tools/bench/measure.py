@@ -20,7 +20,7 @@ import numpy as np
 from ..._config.metadata import AttentionMetadata
 from ...strategies import Blockwise
 from ..info import blocks_of
-from . import balance, bits, decode, lists, peers, ring, statistics
+from . import balance, bits, decode, lists, peers, ring, rows, statistics
 from .cases import Case, DIM, HEADS, Row
 from .timing import ratios, rounds_of
 
@@ -210,6 +210,7 @@ def measure(case: Case, rounds: int, names: Sequence[str]) -> Iterator[Row]:
     alone = {"dots": _dots, "dropout": _dropout, "scaling": _scaling, "import": _import}
     others = alone | decode.EXPERIMENTS | lists.EXPERIMENTS | ring.EXPERIMENTS
     others |= statistics.EXPERIMENTS | bits.EXPERIMENTS | balance.EXPERIMENTS
+    others |= rows.EXPERIMENTS
     if case.kind in among_libraries:
         yield from among_libraries[case.kind](case, rounds, names)
     else:
