@@ -263,7 +263,7 @@ def _on_gpu() -> bool:
     return jax.default_backend() in ("gpu", "cuda", "rocm")
 
 
-def _even_size(tokens: Any, most: int) -> int:
+def even_size(tokens: Any, most: int) -> int:
     """The size of blocks that are as few as possible, a multiple of 8 up to about `most` tokens.
 
     Blocks of `most` tokens and a padded rest took longer, in float32 without a mask. On an Intel
@@ -332,7 +332,7 @@ class XLALowering(Lowering):
             fits = lambda n: at_most(request.together * n * n, 2**24)
             if size := next(filter(fits, (1024, 512)), None):
                 queries, columns = max(size // group, 8), size
-        return BlockSizes(_even_size(request.queries, queries), _even_size(keys, columns))
+        return BlockSizes(even_size(request.queries, queries), even_size(keys, columns))
 
     def _many_in_place(self, request: BlockRequest) -> int:
         """How many keys a block has that a GPU reads in place.

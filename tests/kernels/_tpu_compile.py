@@ -87,6 +87,7 @@ OF_ROWS = {"strategy": "Ragged", "mask": "Causal() & KeyPadding(lengths)"}
 ROWS = {**OF_ROWS, "mask": "KeyPadding(lengths)", "gradient": False, "in_place": True}
 SHARED = {**ROWS, "queries": 1, "tokens": 65_536}  # by devices: rows and heads
 LONG = {**ROWS, "queries": 1, "tokens": 65_536, "heads": 8, "rows": 8}
+PROMPTS = {**ROWS, "queries": 512, "tokens": 8192, "heads": 32, "kv_heads": 8}
 LATENT = {**ROWS, "queries": 1, "kv_heads": 1, "heads": 16, "dim": 576, "values": 512}
 LATENT |= {"tokens": 8192, "latent": True}
 CASES |= {
@@ -112,6 +113,12 @@ CASES |= {
     "long int8": {**LONG, "kv_heads": 8, "stored": "int8"},
     "long pages": {**LONG, "kv_heads": 8, "page": 64},
     "long int8 pages": {**LONG, "kv_heads": 8, "page": 64, "stored": "int8"},
+    "prompts, heads": {**PROMPTS},
+    "prompts, heads, pages": {**PROMPTS, "page": 64},
+    "prompts, heads, int8 pages": {**PROMPTS, "page": 64, "stored": "int8"},
+    "prompts, heads, wide": {**PROMPTS, "dim": 256, "values": 256},
+    "prompts, heads, float32": {**PROMPTS, "dtype": "float32"},
+    "prompts, heads, uneven": {**PROMPTS, "tokens": 8200},
     "int8 prompts": {**ROWS, "kv_heads": 2, "stored": "int8"},
     "int8 dropout": {**ROWS, "kv_heads": 2, "stored": "int8", "queries": 1, "dropout": 0.1},
     "latents": {**LATENT},

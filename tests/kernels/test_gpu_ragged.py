@@ -13,7 +13,7 @@ from _gpu_caches import latents
 from _gpu_lowered import kernels, text_of
 from _tpu_rows import arrays, call, dense, kept_as, LENGTHS, seen
 
-from eqattn import attention, AttentionMetadata, KeyPadding, Ragged, SlidingWindow
+from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged, SlidingWindow
 from eqattn._problem.joined import Joined
 from eqattn._sweep.grid import GridLayout
 from eqattn._sweep.lowering import BlockRequest, BlockSizes
@@ -124,6 +124,19 @@ def test_the_kernel_is_found(in_pages):
     args, _ = stored(1, 4, 2, 64, 64, 128, in_pages)
     assert kernels(lowered, *args) == 1
     assert kernels(jax.grad(lambda *xs: lowered(*xs).astype(jnp.float32).sum()), *args) == 1
+
+
+@newest
+def test_training_has_kernels_for_gradients():
+    """Of rows of unequal length, whose keys are arrays."""
+    (q, k, v), _ = stored(64, 4, 2, 64, 64, 128, False)
+    strategy = Ragged(AttentionMetadata(platform="gpu", backend="cuda", runtime_dtype=q.dtype))
+
+    def loss(*xs):
+        output = attention(*xs, strategy, mask=Causal() & KeyPadding(jnp.asarray(LENGTHS)))
+        return output.attention_outputs.astype(jnp.float32).sum()
+
+    assert kernels(jax.grad(loss, (0, 1, 2)), q, k, v) == 3
 
 
 @newest

@@ -338,7 +338,10 @@ LONG: dict[str, AbstractMask] = {
 
 @pytest.mark.parametrize("name", [*LONG, "documents"])
 def test_memory_at_131072_positions(name):
-    """The table and all that it takes stay below 1 MiB, with everything traced."""
+    """The table and all that it takes stay below 1 MiB, with everything traced. What a mask computes
+    for the visit of pairs comes on top, where the compiler does not compute it twice: ids without
+    their padding.
+    """
 
     def table(mask, q, k, documents):
         if name == "documents":
@@ -352,7 +355,8 @@ def test_memory_at_131072_positions(name):
     compiled = jax.jit(table).lower(mask, at, at, documents).compile()
     memory = compiled.memory_analysis()
     assert memory.output_size_in_bytes == (N // 512) ** 2
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 2**20
+    ids = 4 * 4 * N if name == "segments" else 0
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 2**20 + ids
 
 
 def fuzz(examples, wide=False):

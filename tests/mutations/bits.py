@@ -60,6 +60,17 @@ MUTANTS = [
         ],
     ),
     (
+        "strategies/_on_device.py",
+        "strategies/test_many_queries.py",
+        [
+            ("if not self.reads_stored or self.fixed:", "if not self.reads_stored:"),
+            ("if not arrays or not isinstance(t, int)", "if not isinstance(t, int)"),
+            ("at_most(s, t * (heads // kv_heads))", "at_most(s, t)"),
+            ("at_most(s, t * (heads // kv_heads))", "at_most(s, 1 + t * (heads // kv_heads))"),
+            ("return bool(lowering.unsupported_vectors(problem.query, problem.value))", "return False"),
+        ],
+    ),
+    (
         "cache/_stacked.py",
         "strategies/test_bitwise.py -k layer_has",
         [("128 if capacity % 128 == 0 else 256", "256")],

@@ -12,6 +12,7 @@ from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, 
 from eqattn._problem.problem import Problem
 from eqattn._problem.storage import Stored
 from eqattn._sweep.lowering import XLA
+from eqattn.kernels.gpu import GPULowering
 
 
 HEADS = 4
@@ -63,3 +64,11 @@ def test_where_keys_stay(t, s, kv_heads, strategy, wrap, in_place):
     k, v = (x if wrap is None else wrap(x) for x in kv)
     problem = Problem.from_call(q, k, v, strategy.metadata)
     assert strategy.in_place(problem, XLA) is in_place
+
+
+@pytest.mark.parametrize("dim, in_place", [(64, False), (288, True)])
+def test_vectors_that_no_kernel_reads_in_copies(dim, in_place):
+    """Those of latents are longer than kernels for NVIDIA GPUs read in other order."""
+    q, k, v = (jnp.zeros((1, 4, 1, dim), jnp.bfloat16) for _ in range(3))
+    problem = Problem.from_call(q, k, v, AttentionMetadata())
+    assert Ragged().in_place(problem, GPULowering("gpu")) is in_place

@@ -117,6 +117,8 @@ def test_steps(tmp_path):
     assert got.full.share("VALU") == got.full.total(np.arange(111) % 2) / (2 * got.full.cycles)
     assert got.full.matrix_share == 48 / (4 * got.full.cycles)
     assert got.edges == [10, 10]
+    rest = steps(tmp_path, KERNEL, cleans=True)  # without the longest form
+    assert rest.full.cycles == loop - 10 - 15 - 10 - 3 and rest.full.products == 24
 
 
 def test_masked_steps(tmp_path):

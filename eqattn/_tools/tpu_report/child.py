@@ -46,7 +46,7 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
     found = schedule.dumped(folder, kernel.call)
     if len(found) != 1:
         raise ValueError(f"the program has {len(found)} kernels {kernel.call}, not one")
-    steps = Steps(schedule.read(folder, found[0], chip), kernel.innermost)
+    steps = Steps(schedule.read(folder, found[0], chip), kernel.innermost, kernel.cleans)
     full, masked = steps.full, getattr(steps, kernel.masked) if steps.masked else None
     abreast = kernel.abreast()
     ideal = abreast * tile[0] * tile[1] * kernel.products / chip.products

@@ -205,7 +205,8 @@ def _feature(
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """A decoding step: the last queries of each of many rows, whose lengths are known at run time.
+    """A call for the last queries of each of many rows, whose lengths are known at run time. Steps
+    of decoding are such calls, and parts of prompts are.
 
     **Arguments:**
 
@@ -268,7 +269,7 @@ class Decode:
             found.append(choose_blocking(cut, None, None, in_place=True, lowering=kernels))
 
         jax.eval_shape(look, self.arrays)
-        return self.queries, found[0].block_k
+        return min(self.queries, found[0].block_q), found[0].block_k
 
 
 def _decode(name: str, **kw: Any) -> Kernel:
@@ -281,6 +282,18 @@ def _decode(name: str, **kw: Any) -> Kernel:
         build=call.build,
         tile=call.tile,
         nbytes=KV_HEADS * 2 * each,
+    )
+
+
+def _prompt(name: str, **kw: Any) -> Kernel:
+    call = Decode(queries=512, **kw)
+    return Kernel(
+        name=name,
+        call="eqattn_fold",
+        build=call.build,
+        tile=call.tile,
+        products=QUERY_HEADS * 2 * 128,
+        cleans=True,
     )
 
 
@@ -313,6 +326,9 @@ KERNELS = (
     _decode("decode, int8", stored=jnp.int8),
     _decode("decode, pages of 64", page=64),
     _decode("decode, pages that 8 rows share", queries=8, page=64, shared=True),
+    _prompt("prompt"),
+    _prompt("prompt, int8", stored=jnp.int8),
+    _prompt("prompt, pages of 64", page=64),
     _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {}), masked="edge"),
     _feature(
         "segments",

@@ -44,6 +44,7 @@ class Kernel:
         visits. It is called as `tile` is.
     - `masked`: which of the `Steps` is that of a masked pair: `"masked"`, `"corner"` where all
         masked pairs lie on a causal diagonal, or `"edge"` where the others skip something, too.
+    - `cleans`: as for `Steps`.
     """
 
     name: str
@@ -57,3 +58,4 @@ class Kernel:
     innermost: bool = False
     abreast: Callable[[], int] = lambda: 1
     masked: str = "masked"
+    cleans: bool = False

@@ -73,6 +73,8 @@ class Steps:
 
     - `schedule`: the schedule of the kernel.
     - `innermost`: whether a step is a trip of the innermost loop around the products.
+    - `cleans`: whether a form of the step, the longest one, has further products to find the rows
+        that see a value that is not finite. That form is left out.
 
     It has these attributes. `full` is the step of a pair of blocks that is not masked. `masked` is
     that of a masked pair, or None if there is only one kind. `edges` are the cycles of what a row
@@ -85,7 +87,7 @@ class Steps:
     **Raises:** `ValueError` if there are no products.
     """
 
-    def __init__(self, schedule: Schedule, innermost: bool = False):
+    def __init__(self, schedule: Schedule, innermost: bool = False, cleans: bool = False):
         self.schedule, self.delay = schedule, schedule.chip.delay
         self.pick = min if innermost else max
         self.loops = [
@@ -103,12 +105,14 @@ class Steps:
         hot = [r for r in working if not any(r != x and r.holds(x) for x in working)]
         hot = list(dict.fromkeys(self.around(r, working) for r in hot))
         steps = [(s, r) for r in hot if (s := self.through(self.loop_of(r), [r])) is not None]
-        most = max(s.products for s, _ in steps)
         steps.sort(key=lambda sr: sr[0].cycles)
+        steps = steps[:-1] if cleans else steps
+        most = max(s.products for s, _ in steps)
         less = [s for s, _ in steps if _LESS * most <= s.products < _ALIKE * most]
         steps = [(s, r) for s, r in steps if s.products >= _ALIKE * most]
         self.full, region = steps[0]
-        self.masked = steps[1][0] if len(steps) > 1 else None
+        # Where one form is left out, the longest of the others has the mask.
+        self.masked = steps[-1 if cleans else 1][0] if len(steps) > 1 else None
         masked = self.masked or self.full
         # Those for values that are not finite take longer than the two that skip a corner.
         self.skips = 0 < len(less) < 5

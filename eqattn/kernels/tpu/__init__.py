@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
 from ..._sweep.grid import FEW_ROWS, GridLayout
-from ..._sweep.lowering import BlockRequest, BlockSizes, in_32_bits, Lowering
+from ..._sweep.lowering import BlockRequest, BlockSizes, even_size, in_32_bits, Lowering
 from .._program import calls, equations, POINTWISE
 from ._lists import has_turns, listed, MOST_PAIRS
 
@@ -50,6 +50,31 @@ def _cached_tokens(request: BlockRequest) -> int:
     if waits_for_cache(request.itemsize) or request.keys < 4096:
         return 512
     return 512 if 2 * 1024 * request.token_nbytes > VMEM // 4 else 1024
+
+
+def _takes_heads_apart(request: BlockRequest) -> bool:
+    """Whether each step of the kernel for many rows takes apart several key heads, which lie side
+    by side in a cache.
+
+    That costs as much for few queries as for many, so a step should have many. With 32 heads and 8
+    key heads on v6e, one of 32 queries and 512 keys took 5,481 cycles. One of 256 queries and 256
+    keys takes 7,407, which is a third for each pair. With 512 keys, instructions would be loaded
+    again in each step, see `prompt` of `tpu-report`.
+    """
+    several = request.token_nbytes > 2 * request.head_dim * request.itemsize
+    return several and request.queries * request.group > FEW_ROWS
+
+
+def _many_rows(request: BlockRequest, side: int) -> int:
+    """How many rows a step has that takes heads apart, where one of copies has `side`.
+
+    They are as many as fit into vector memory. On older chips, a step with pages has half of them.
+    Else its instructions would be loaded again in each step.
+    """
+    from ._chip import wide_units
+
+    most = 8 if wide_units() or not request.page_size else 4
+    return min(most * side, 2**20 // request.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +118,11 @@ class TPULowering(Lowering):
         queries = max(1 if request.in_place else 8, side // request.group)
         if not request.in_place:
             return BlockSizes(queries, side)
-        tokens = _cached_tokens(request)
+        tokens, uneven = _cached_tokens(request), side
+        if _takes_heads_apart(request):
+            most = _many_rows(request, side)
+            queries, tokens = even_size(request.queries, max(1, most // request.group)), 256
+            uneven = tokens
         if page := request.page_size:
             if request.head_dim >= 256:
                 # Only the kernel for few rows copies pages side by side. Other kernels put them
@@ -101,12 +130,15 @@ class TPULowering(Lowering):
                 # further memory. With 8 heads of 256 numbers, it took more than the 60 MiB that a
                 # kernel may have.
                 queries = max(1, FEW_ROWS // request.group)
+            elif request.queries * request.group > FEW_ROWS:
+                # On v7x, 16 pages of 64 tokens of one key head took 65 MB to be put together.
+                tokens = min(tokens, 512)
             if request.itemsize == 1 and page < 32:
                 # A register holds 32 tokens of 8 bits, so that pages of fewer are padded to them.
                 tokens //= 2
             together = min(max(tokens // page, 1), -(-request.keys // page))
             return BlockSizes(queries, together * page)
-        return BlockSizes(queries, even_block(request.keys, tokens) or side)
+        return BlockSizes(queries, even_block(request.keys, tokens) or uneven)
 
     def unavailable(self) -> str:
         return in_32_bits()
