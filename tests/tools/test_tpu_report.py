@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eqattn.__main__ import main
 from eqattn._sweep.grid import COL, ROW
-from eqattn._tools.tpu_report import cli, report, rows, schedule, whole
+from eqattn._tools.tpu_report import cli, report, rows, schedule, tune, whole
 from eqattn._tools.tpu_report.chips import CHIPS
 from eqattn._tools.tpu_report.kernels import choose, KERNELS
 from eqattn._tools.tpu_report.rows import Row
@@ -277,6 +278,56 @@ def test_names():
     assert len(set(names)) == len(names) > len(KERNELS)
     assert {k.plain for k in KERNELS} - {""} <= set(names)
     assert [k.name for k in choose(["backward*"])] == [n for n in names if n.startswith("backward")]
+
+
+def test_other_sizes_of_a_kernel():
+    (kernel,) = choose(["prompt"])
+    names = tune.names([kernel])
+    assert names[0] == "prompt" and len(set(names)) == 1 + len(kernel.sizes)
+    assert "prompt at 64 x 128" in names
+    (sized,) = choose(["prompt at 64 x 128"], peers=True)
+    assert sized.tile() == (64, 128) != kernel.tile() and sized.call == kernel.call
+    with pytest.raises(ValueError, match="'forward, sinks' has no other block sizes"):
+        tune.names(choose(["forward, sinks"]))
+
+
+@pytest.mark.parametrize("more", [["--call"], ["--peers"], ["--json", "x"], ["--markdown", "x"]])
+def test_what_does_not_go_with_tune(more, capsys):
+    with pytest.raises(SystemExit):
+        main(["tpu-report", "--tune", *more])
+    assert "--tune compares kernels" in capsys.readouterr().err
+
+
+def test_sizes_are_ranked():
+    """By the whole kernel, or by the slower of units and memory. Of equals, the smaller is first,
+    and those whose instructions are loaded again are last.
+    """
+    of = lambda name, tile, **kw: dataclasses.replace(ROW_, kernel=name, tile=tile, **kw)
+    whole = [
+        of("forward", (8, 16)),
+        of("forward at 8 x 16", (8, 16)),
+        of("forward at 16 x 16", (16, 16), whole=0.2501),
+        of("forward at 8 x 8", (8, 8), whole=0.3, overlays=3, back=1),
+        of("forward at 32 x 8", (32, 8), whole=0.28),
+    ]
+    kept = dict(whole=None, useful=None)
+    read = [
+        of("decode", (1, 8), cycles=50, memory=2.0, **kept),
+        of("decode at 1 x 16", (1, 16), cycles=80, memory=2.5, **kept),
+        of("decode at 1 x 4", (1, 4), cycles=60, memory=0.9, **kept),
+    ]
+    header, *lines = tune.ranked([*whole, *read])
+    found = [(line[0], line[2], line[-1]) for line in lines]
+    assert found == [
+        ("forward", "32 x 8", ""),
+        ("forward", "8 x 16", "yes"),
+        ("forward", "16 x 16", ""),
+        ("forward", "8 x 8", ""),
+        ("decode", "1 x 8", "yes"),
+        ("decode", "1 x 16", ""),
+        ("decode", "1 x 4", ""),
+    ]
+    assert all(len(line) == len(header) for line in lines) and lines[3][-2] == "3, 1 back"
 
 
 def test_what_fails_is_reported(monkeypatch, tmp_path, capsys):

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kernel", nargs="+", default=[], metavar="NAME", help="names or globs; by default all")
     add("--call", action="store_true", help="whole calls, with all that is around their kernels")
     add("--list", action="store_true", help="print the names of the kernels and stop")
+    add("--tune", action="store_true", help="compare other block sizes, the fastest first")
     add("--peers", action="store_true", help="also the kernels of other libraries")
     add("--json", type=Path, help="write the figures here, or in place of those that it has")
     add("--markdown", type=Path, help="also write the tables as Markdown")
@@ -79,10 +80,11 @@ def run(args: argparse.Namespace) -> int:
 
     **Returns:** 1 if a kernel failed, else 0. **Raises:** `ValueError` for bad arguments.
     """
+    from . import kernels  # which imports JAX and Pallas
     from .peers import NOT_MEASURED
 
     kind = Kind.of(args.call)
-    names = [x.name for x in kind.choose(args.kernel, args.peers)]
+    names = _names(kind, args)
     if args.list:
         print("\n".join(names))
         return 0
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             failed.append(item)
             bar(item)
     print(", ".join(f"{name} {version}" for name, version in found.items()))
-    print(kind.tables(kind.ordered(rows)))
+    print(_tuned(list(rows.values())) if args.tune else kind.tables(kind.ordered(rows)))
     if args.peers:
         for name in NOT_MEASURED:
             here = importlib.util.find_spec(name) is not None
@@ -112,7 +114,29 @@ def run(args: argparse.Namespace) -> int:
         print(f"failed: {message}", file=sys.stderr)
     if args.markdown is not None:
         args.markdown.write_text(kind.markdown(kind.ordered(old | rows), found))
-    return 1 if failed else 0
+    # That other blocks do not fit into vector memory is what one wants to know.
+    return 1 if any(not (args.tune and kernels.AT in message) for message in failed) else 0
+
+
+def _names(kind: Kind, args: argparse.Namespace) -> list[str]:
+    """The names of what is compiled.
+
+    **Raises:** `ValueError` for flags that do not go together, and for a kernel of one block size.
+    """
+    chosen = kind.choose(args.kernel, args.peers)
+    if not args.tune:
+        return [x.name for x in chosen]
+    from . import tune
+
+    if args.call or args.peers or args.json is not None or args.markdown is not None:
+        raise ValueError("--tune compares kernels, and goes with --kernel and --chip only.")
+    return tune.names(chosen if args.kernel else [k for k in chosen if k.sized is not None])
+
+
+def _tuned(rows: Sequence[Row]) -> str:
+    from . import tune
+
+    return report.aligned(tune.ranked(rows))
 
 
 def versions() -> dict[str, str]:

@@ -29,6 +29,8 @@ from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS, Whole
 
 
 HEADS = 8
+AT = " at "
+"""What stands between the name of a kernel and the sizes of its blocks."""
 STAYING = (1, 3)
 """Two edges, by their order in the schedule. For all queries of a head, they clear the gradients
 before its first column, and write them after its last. Edges 0 and 2 are those of a column.
@@ -215,14 +217,20 @@ class Decode:
     - `page`: how many tokens a page has; None if there are no pages.
     - `shared`: whether all queries see the same keys, as those of rows that begin alike do in
         `cascade_attention`.
+    - `block_q`, `block_k`: the block sizes of the metadata; None chooses them.
     """
 
     queries: int = 1
     stored: Any = None
     page: int | None = None
     shared: bool = False
+    block_q: int | None = None
+    block_k: int | None = None
 
-    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu")
+    @property
+    def metadata(self) -> AttentionMetadata:
+        sizes = dict(blocksize_q=self.block_q, blocksize_k=self.block_k)
+        return AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu", **sizes)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -266,7 +274,8 @@ class Decode:
             key_, value = self.caches(arrays)
             cut = Problem.from_call(arrays["query"], key_, value, self.metadata)
             kernels = TPULowering("pallas")
-            found.append(choose_blocking(cut, None, None, in_place=True, lowering=kernels))
+            sizes = dict(block_q=self.block_q, block_k=self.block_k)
+            found.append(choose_blocking(cut, **sizes, in_place=True, lowering=kernels))
 
         jax.eval_shape(look, self.arrays)
         return min(self.queries, found[0].block_q), found[0].block_k
@@ -297,7 +306,22 @@ def _prompt(name: str, **kw: Any) -> Kernel:
     )
 
 
+def _tunable(
+    make: Callable[..., Kernel], name: str, *args: Any, sizes: Sequence[tuple[int, int]], **kw: Any
+) -> Kernel:
+    """A kernel whose blocks may have other `sizes`."""
+
+    def sized(queries: int, keys: int) -> Kernel:
+        blocks = dict(block_q=queries, block_k=keys)
+        return make(f"{name}{AT}{queries} x {keys}", *args, **kw, **blocks)
+
+    return dataclasses.replace(make(name, *args, **kw), sized=sized, sizes=tuple(sizes))
+
+
 _T = Call().tokens
+_SIDES = [(q, k) for q in (512, 1024, 2048) for k in (512, 1024, 2048)]
+_OF_PROMPTS = [(q, k) for q in (32, 64, 128, 256) for k in (128, 256, 512)]
+_TOKENS = [(1, k) for k in (256, 512, 1024, 2048)]
 _BY_DIFFERENCE: dict[str, Any] = dict(
     operands=(("table", jax.ShapeDtypeStruct((32, HEADS), jnp.float32)),),
     options=lambda table: ({"score": T5Bias(table)}, {}),
@@ -310,24 +334,24 @@ _LISTED: dict[str, Any] = dict(
     options=lambda listed: ({"mask": Causal() & Selected(listed, 512, 512)}, {}),
 )
 KERNELS = (
-    _forward("forward"),
-    _forward("forward, T=32768", tokens=32_768),
+    _tunable(_forward, "forward", sizes=_SIDES),
+    _tunable(_forward, "forward, T=32768", sizes=_SIDES, tokens=32_768),
     _forward("forward, 2048 queries", block_q=2048, masked="masked"),
-    _forward("forward, D=64", dim=64),
-    _forward("forward, D=256", dim=256),
-    _backward("backward", (0, 1, 2), 5),
+    _tunable(_forward, "forward, D=64", sizes=_SIDES, dim=64),
+    _tunable(_forward, "forward, D=256", sizes=_SIDES, dim=256),
+    _tunable(_backward, "backward", (0, 1, 2), 5, sizes=_SIDES),
     _backward("backward, queries", (0,), 3),
     _backward("backward, keys and values", (1, 2), 4),
     _backward("backward, T5 bias", (0, 1, 2), 5, plain="backward", **_BY_DIFFERENCE),
     _backward("backward, table of T5 bias", (), 2, of_operands=True, **_BY_DIFFERENCE),
     _tangent("forward mode"),
-    _decode("decode"),
+    _tunable(_decode, "decode", sizes=_TOKENS),
     _decode("decode, 4 queries", queries=4),
-    _decode("decode, int8", stored=jnp.int8),
+    _tunable(_decode, "decode, int8", sizes=_TOKENS, stored=jnp.int8),
     _decode("decode, pages of 64", page=64),
     _decode("decode, pages that 8 rows share", queries=8, page=64, shared=True),
-    _prompt("prompt"),
-    _prompt("prompt, int8", stored=jnp.int8),
+    _tunable(_prompt, "prompt", sizes=_OF_PROMPTS),
+    _tunable(_prompt, "prompt, int8", sizes=_OF_PROMPTS, stored=jnp.int8),
     _prompt("prompt, pages of 64", page=64),
     _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {}), masked="edge"),
     _feature(
@@ -352,6 +376,8 @@ def choose(patterns: Sequence[str], peers: bool = False) -> list[Kernel]:
     **Raises:** `ValueError` for a pattern that no kernel matches.
     """
     kernels = [*KERNELS, *(PEERS if peers else ())]
+    if any(AT in pattern for pattern in patterns):
+        kernels += [k.sized(*sizes) for k in KERNELS if k.sized for sizes in k.sizes]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(k.name, pattern) for k in kernels):
             names = ", ".join(repr(k.name) for k in kernels)

@@ -8,7 +8,8 @@ from .rows import CallRow, Row
 Table = list[list[str]]  # a header, then lines
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """A share as text; empty without one."""
     return "" if share is None else f"{share:.1%}"
 
 
@@ -16,7 +17,8 @@ def _more(count: int | None, than: int | None) -> str:
     return "" if count is None or than is None else f"{count / than - 1:+.0%}"
 
 
-def _overlays(row: Row) -> str:
+def overlays_of(row: Row) -> str:
+    """Into how many overlays the instructions are cut, and the number of ways back."""
     if row.overlays is None:
         return ""
     return f"{row.overlays}" + (f", {row.back} back" if row.back else "")
@@ -27,13 +29,13 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "chip": lambda row: row.chip,
     "tile": lambda row: f"{row.tile[0]} x {row.tile[1]}",
     "cycles": lambda row: f"{row.cycles}",
-    "useful": lambda row: _percent(row.useful),
+    "useful": lambda row: percent(row.useful),
     "masked": lambda row: _more(row.masked, row.cycles),
-    "whole": lambda row: _percent(row.whole),
-    "memory": lambda row: _percent(row.memory),
+    "whole": lambda row: percent(row.whole),
+    "memory": lambda row: percent(row.memory),
     "spills/fills": lambda row: f"{row.spills}/{row.fills}",
     "VMEM MiB": lambda row: f"{row.vmem / 2**20:.1f}",
-    "overlays": _overlays,
+    "overlays": overlays_of,
 }
 
 
@@ -72,7 +74,7 @@ def tables(rows: Sequence[Row]) -> str:
     others, found = [row for row in rows if row not in features], []
     for table in (_every_figure(others), _by_chip("feature", features, cost)):
         if len(table) > 1:
-            found.append(_aligned(table))
+            found.append(aligned(table))
     return "\n\n".join(found)
 
 
@@ -84,9 +86,9 @@ def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
     whole = [row for row in measured if row.whole is not None]
     read = [row for row in rows if row.memory is not None]
     for title, some, cell in (
-        ("useful", measured, lambda row: _percent(row.useful)),
-        ("whole kernel", whole, lambda row: _percent(row.whole)),
-        ("memory", read, lambda row: _percent(row.memory)),
+        ("useful", measured, lambda row: percent(row.useful)),
+        ("whole kernel", whole, lambda row: percent(row.whole)),
+        ("memory", read, lambda row: percent(row.memory)),
         ("feature", features, cost),
     ):
         if some:
@@ -104,7 +106,8 @@ def _piped(table: Table) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _aligned(table: Table) -> str:
+def aligned(table: Table) -> str:
+    """A table as aligned columns of plain text."""
     widths = [max(map(len, column)) for column in zip(*table)]
     text = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in table]
     return "\n".join([text[0], "  ".join("-" * w for w in widths), *text[1:]])
@@ -131,7 +134,7 @@ def _calls(rows: Sequence[CallRow]) -> Table:
 
 def call_tables(rows: Sequence[CallRow]) -> str:
     """The costs of whole calls, as aligned columns of plain text."""
-    return _aligned(_calls(rows))
+    return aligned(_calls(rows))
 
 
 def call_markdown(rows: Sequence[CallRow], versions: dict[str, str]) -> str:

@@ -45,6 +45,9 @@ class Kernel:
     - `masked`: which of the `Steps` is that of a masked pair: `"masked"`, `"corner"` where all
         masked pairs lie on a causal diagonal, or `"edge"` where the others skip something, too.
     - `cleans`: as for `Steps`.
+    - `sized`: a function that gets how many queries and keys a block has, and returns the kernel
+        with such blocks. It is None if no others are compared.
+    - `sizes`: those that `tpu-report --tune` compares.
     """
 
     name: str
@@ -59,3 +62,5 @@ class Kernel:
     abreast: Callable[[], int] = lambda: 1
     masked: str = "masked"
     cleans: bool = False
+    sized: Callable[[int, int], "Kernel"] | None = None
+    sizes: tuple[tuple[int, int], ...] = ()

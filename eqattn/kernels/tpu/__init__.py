@@ -113,7 +113,7 @@ class TPULowering(Lowering):
         # large. One of 1024 x 1024 logits takes 4 MiB; the backward of bfloat16 and D = 128 then
         # takes 14 MiB. Blocks of float32, or of wider heads, take more, so they have sides of 512,
         # which was chosen by trial. See `python -m eqattn tpu-report` for the cycles and the vector
-        # memory of each kernel.
+        # memory of each kernel, and `tpu-report --tune` for those of other blocks.
         side = 1024 if request.dtype == jnp.bfloat16 and request.head_dim <= 256 else 512
         queries = max(1 if request.in_place else 8, side // request.group)
         if not request.in_place:
