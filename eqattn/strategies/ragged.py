@@ -54,7 +54,8 @@ class Ragged(AbstractOnDevice):
 
     Of such calls, the forward pass and the gradients are kernels where they are those of
     `Blockwise`. Of others, the forward pass is a kernel on a TPU, an H100 and an H200, and with
-    `platform="gpu"` on other NVIDIA GPUs since Ampere. Their gradients run as XLA.
+    `platform="gpu"` on other NVIDIA GPUs since Ampere. Their gradients run as XLA. `supports` tells
+    of these others, as it does not know how many queries a call has.
     """
 
     metadata: AttentionMetadata = eqx.field(default_factory=AttentionMetadata)
