@@ -229,7 +229,7 @@ class Decode:
 
     @property
     def metadata(self) -> AttentionMetadata:
-        sizes = dict(blocksize_q=self.block_q, blocksize_k=self.block_k)
+        sizes: Any = dict(blocksize_q=self.block_q, blocksize_k=self.block_k)
         return AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu", **sizes)
 
     @property
@@ -274,8 +274,8 @@ class Decode:
             key_, value = self.caches(arrays)
             cut = Problem.from_call(arrays["query"], key_, value, self.metadata)
             kernels = TPULowering("pallas")
-            sizes = dict(block_q=self.block_q, block_k=self.block_k)
-            found.append(choose_blocking(cut, **sizes, in_place=True, lowering=kernels))
+            sizes = self.block_q, self.block_k
+            found.append(choose_blocking(cut, *sizes, in_place=True, lowering=kernels))
 
         jax.eval_shape(look, self.arrays)
         return min(self.queries, found[0].block_q), found[0].block_k
