@@ -5,7 +5,7 @@ import numpy as np
 from _reference import exact
 
 from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
-from eqattn._problem.storage import AbstractStored, Pages, Quantized, Stored
+from eqattn._problem.storage import as_stored, Pages, Quantized
 
 
 LENGTHS = np.array([48, 0, 21, 33])
@@ -34,8 +34,8 @@ def call(q, k, v, platform="interpret", mask=None, starts=0, **kw):
     shown = Causal() & KeyPadding(lengths, starts)
     metadata = AttentionMetadata(runtime_dtype=q.dtype, platform=platform, **kw)
     # Arrays of keys would be copied for many queries.
-    k, v = (x if isinstance(x, AbstractStored) else Stored(jnp.asarray(x)) for x in (k, v))
-    q = jnp.asarray(q)
+    q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
+    k, v = as_stored(k), as_stored(v)
     return attention(
         q, k, v, Ragged(metadata), mask=shown if mask is None else shown & mask,
         q_offset=lengths - q.shape[1], return_logsumexp=True,

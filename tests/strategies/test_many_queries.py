@@ -57,9 +57,7 @@ def test_results_and_gradients_are_those_of_blockwise(t, s, kv_heads, platform):
     ],
 )
 def test_where_keys_stay(t, s, kv_heads, strategy, wrap, in_place):
-    """Where there are fewer rows than keys. So do those of any number that are stored, as they may
-    be many more than the live ones, and those of `bitwise` calls.
-    """
+    """They stay where they are more than the rows, where they are stored, and in `bitwise` calls."""
     q, *kv = arrays(t, s, kv_heads)
     k, v = (x if wrap is None else wrap(x) for x in kv)
     problem = Problem.from_call(q, k, v, strategy.metadata)

@@ -6,29 +6,41 @@ the keys in place.
 """
 
 import functools as ft
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ... import attention, Blockwise, Causal, KeyPadding, Ragged
+from ..._problem.storage import as_stored
 from .cases import Case, DIM, HEADS, Row
 from .decode import compiled
 from .timing import ratios, rounds_of
 
 
+# By name, a strategy and the form in which it gets keys and values. What is stored stays in place.
+WAYS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "eqattn": (Ragged(), lambda x: x),
+    "in place": (Ragged(), as_stored),
+    "Blockwise": (Blockwise(), lambda x: x),
+}
+
+
 def rows(case: Case, rounds: int) -> Iterator[Row]:
-    """Measures the forward pass and the gradients of both, in turn."""
+    """Measures the forward pass and the gradients of each way, in turn."""
     lengths = jnp.asarray([case.tokens >> i for i in range(4)], jnp.int32)
     rng = np.random.default_rng(0)
 
-    def forward(strategy, query, key_, value):
+    def forward(way, query, key_, value):
+        strategy, form = WAYS[way]
         mask, offset = Causal() & KeyPadding(lengths), case.tokens - query.shape[1]
-        return attention(query, key_, value, strategy, mask=mask, q_offset=offset).attention_outputs
+        keys = form(key_), form(value)
+        return attention(query, *keys, strategy, mask=mask, q_offset=offset).attention_outputs
 
-    def gradient(strategy, query, key_, value, cotangent):
-        return jax.vjp(ft.partial(forward, strategy), query, key_, value)[1](cotangent)
+    def gradient(way, query, key_, value, cotangent):
+        return jax.vjp(ft.partial(forward, way), query, key_, value)[1](cotangent)
 
     def draw(tokens, heads):
         return jnp.asarray(rng.standard_normal((4, tokens, heads, DIM)), jnp.float32)
@@ -37,14 +49,13 @@ def rows(case: Case, rounds: int) -> Iterator[Row]:
         like, keys = draw(queries, HEADS), [draw(case.tokens, case.kv_heads) for _ in range(2)]
         which = "" if queries == case.tokens else f" of {queries} queries"
         for name, f, more in (("forward", forward, ()), ("gradient", gradient, (like,))):
-            both = {"eqattn": Ragged(), "Blockwise": Blockwise()}
-            made = {n: compiled(ft.partial(f, x), like, *keys, *more) for n, x in both.items()}
-            times = rounds_of({n: call for n, (call, _) in made.items()}, rounds)
-            medians, quartiles = ratios(times, "Blockwise")
-            ours = dict(values={"eqattn": medians["eqattn"]})
-            ours |= dict(quartiles={"eqattn": quartiles["eqattn"]})
-            yield case.row(f"{name}{which} / Blockwise", **ours)
-            temporary = {n: nbytes / 2**20 for n, (_, nbytes) in made.items()}
+            made = {way: compiled(ft.partial(f, way), like, *keys, *more) for way in WAYS}
+            times = rounds_of({way: call for way, (call, _) in made.items()}, rounds)
+            for reference in ("Blockwise", "in place"):
+                found = [x["eqattn"] for x in ratios(times, reference)]
+                values, quartiles = ({"eqattn": x} for x in found)
+                yield case.row(f"{name}{which} / {reference}", values, quartiles=quartiles)
+            temporary = {way: nbytes / 2**20 for way, (_, nbytes) in made.items()}
             yield case.row(f"{name}{which}, temp MiB", temporary)
 
 

@@ -43,13 +43,34 @@ def _cached_tokens(request: BlockRequest) -> int:
     heads of 128 in bfloat16. Elsewhere 1024 tokens take fewer cycles than twice 512 do: 3266
     instead of 3842 of int8 on v5p. Blocks of 1024 tokens are used for long caches only, as short
     rows would wait for memory that they do not need. Two such blocks must also leave room in vector
-    memory.
+    memory. On v7x, 16 pages of 64 tokens of one key head took 65 MB to be put together for many
+    rows.
     """
     from ._chip import VMEM, waits_for_cache
 
+    if _takes_heads_apart(request):
+        return 256
     if waits_for_cache(request.itemsize) or request.keys < 4096:
         return 512
+    if request.page_size and _has_many_rows(request):
+        return 512
     return 512 if 2 * 1024 * request.token_nbytes > VMEM // 4 else 1024
+
+
+def _keeps_few_rows(request: BlockRequest) -> bool:
+    """Whether even many queries are visited by the kernel for few rows, which copies pages side by
+    side.
+
+    Other kernels put them together in registers. With wide heads, such as latents, that took 128 MB
+    of further memory. With 8 heads of 256 numbers, it took more than the 60 MiB that a kernel may
+    have.
+    """
+    return request.page_size > 0 and request.head_dim >= 256
+
+
+def _has_many_rows(request: BlockRequest) -> bool:
+    """Whether blocks have too many rows for the kernel for few."""
+    return not _keeps_few_rows(request) and request.queries * request.group > FEW_ROWS
 
 
 def _takes_heads_apart(request: BlockRequest) -> bool:
@@ -58,11 +79,11 @@ def _takes_heads_apart(request: BlockRequest) -> bool:
 
     That costs as much for few queries as for many, so a step should have many. With 32 heads and 8
     key heads on v6e, one of 32 queries and 512 keys took 5,481 cycles. One of 256 queries and 256
-    keys takes 7,407, which is a third for each pair. With 512 keys, instructions would be loaded
-    again in each step, see `prompt` of `tpu-report`.
+    keys takes 7,407, which is a third for each pair. One of 256 queries and 512 keys would load its
+    instructions again in each step, see `tpu-report --tune --kernel prompt`.
     """
     several = request.token_nbytes > 2 * request.head_dim * request.itemsize
-    return several and request.queries * request.group > FEW_ROWS
+    return several and _has_many_rows(request)
 
 
 def _many_rows(request: BlockRequest, side: int) -> int:
@@ -79,7 +100,7 @@ def _many_rows(request: BlockRequest, side: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TPULowering(Lowering):
-    """Kernels for the fold and for its first-order backward; of `Ragged`, for the fold only.
+    """Kernels for the fold and for its first-order backward; of keys in place, for the fold only.
 
     All other visits run as XLA code. With `asked="interpret"` the kernels are interpreted, which
     any device can do, slowly.
@@ -119,20 +140,12 @@ class TPULowering(Lowering):
         if not request.in_place:
             return BlockSizes(queries, side)
         tokens, uneven = _cached_tokens(request), side
-        if _takes_heads_apart(request):
+        if _keeps_few_rows(request):
+            queries = max(1, FEW_ROWS // request.group)
+        elif _takes_heads_apart(request):
             most = _many_rows(request, side)
-            queries, tokens = even_size(request.queries, max(1, most // request.group)), 256
-            uneven = tokens
+            queries, uneven = even_size(request.queries, max(1, most // request.group)), tokens
         if page := request.page_size:
-            if request.head_dim >= 256:
-                # Only the kernel for few rows copies pages side by side. Other kernels put them
-                # together in registers. With wide heads, such as latents, that took 128 MB of
-                # further memory. With 8 heads of 256 numbers, it took more than the 60 MiB that a
-                # kernel may have.
-                queries = max(1, FEW_ROWS // request.group)
-            elif request.queries * request.group > FEW_ROWS:
-                # On v7x, 16 pages of 64 tokens of one key head took 65 MB to be put together.
-                tokens = min(tokens, 512)
             if request.itemsize == 1 and page < 32:
                 # A register holds 32 tokens of 8 bits, so that pages of fewer are padded to them.
                 tokens //= 2
