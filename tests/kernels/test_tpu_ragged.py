@@ -28,7 +28,8 @@ from eqattn import (
     SlidingWindow,
 )
 from eqattn._sweep.grid import GridLayout
-from eqattn.kernels.tpu import _decode
+from eqattn._sweep.lowering import BlockRequest, BlockSizes
+from eqattn.kernels.tpu import _decode, TPULowering
 from eqattn.kernels.tpu._grid import KernelGrid
 from eqattn.kernels.tpu._work_list import in_parts
 
@@ -206,3 +207,25 @@ def test_the_kernel_body_of_ones_own_call(starts):
     np.testing.assert_allclose(carry.logsumexp(), logsumexp[:, 0], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="mask_value=-10"):
         ragged_flash_attention_kernel(*[None] * 8, block_size=8, mask_value=-10.0)
+
+
+@pytest.mark.parametrize(
+    "given, queries, keys",
+    [
+        (dict(queries=1), 32, 512),
+        (dict(), 256, 256),
+        (dict(page_size=64), 128, 256),
+        (dict(keys=8203), 256, 256),
+        (dict(keys=8203, queries=1), 32, 1024),
+        (dict(page_size=64, group=16, head_dim=256, token_nbytes=8192), 16, 512),
+        (dict(page_size=64, group=16, queries=128, token_nbytes=512), 64, 512),
+    ],
+)
+def test_blocks_of_few_rows_and_many(given, queries, keys):
+    """Of several key heads, in order and in pages, those of many rows have more rows and fewer
+    keys. Wide heads in pages are visited by the kernel for few rows, and one key head is not taken
+    apart.
+    """
+    sizes = dict(queries=512, keys=8192, group=32, head_dim=128, in_place=True, itemsize=2)
+    request = BlockRequest(dtype=jnp.dtype(jnp.bfloat16), **sizes | dict(token_nbytes=4096) | given)
+    assert TPULowering("pallas").choose_blocks(request) == BlockSizes(queries, keys)
