@@ -63,8 +63,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One experiment. It has one batch element, 8 query heads and head dim 64, except for decoding,
-    whose sizes are in `decode`.
+    """One experiment. It has 8 query heads and head dim 64, except for decoding, whose sizes are in
+    `decode`.
 
     **Arguments:**
 
@@ -74,6 +74,7 @@ class Case:
     - `mask`: `"full"`, `"causal"`, `"window"`, or `"array"` for causal pairs as an array that the
         program holds.
     - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
+    - `batch`: the number of batch elements, of an experiment of the kind `"time"`.
     - `cache`: what holds the keys of a decoding step: `""` for a `KVCache`, or `"int8"`.
     - `targets`: the aims, by the name of the figure.
     """
@@ -89,6 +90,7 @@ class Case:
     reference: str = "torch"
     cores: int = 1
     devices: int = 1
+    batch: int = 1
     cache: str = ""
     targets: Mapping[str, Target] = dataclasses.field(default_factory=dict)
 
@@ -107,10 +109,12 @@ _OF_A_CALL = ("entropy", "expectation", "mass")
 
 
 def _time(name: str, limit: float | None = None, stretch: float | None = None, **kwargs) -> Case:
-    """A case of time, whose name says what it is: `cpu-<dtype>-<mask>[-gqa]-<tokens>-<direction>`.
-    There are targets of memory for 2048 causal tokens only.
+    """A case of time, whose name says what it is:
+    `cpu-<dtype>-<mask>[-gqa][-many]-<tokens>-<direction>`. Many are 64 batch elements. There are
+    targets of memory for 2048 causal tokens only.
     """
-    dtype, mask, tokens, direction = name.removeprefix("cpu-").replace("-gqa", "").split("-")
+    plain = name.removeprefix("cpu-").replace("-gqa", "").replace("-many", "")
+    dtype, mask, tokens, direction = plain.split("-")
     backward = direction == "grad"
     reference = kwargs.get("reference", "torch")
     targets = {} if limit is None else {f"time / {reference}": Target(limit, stretch)}
@@ -123,6 +127,7 @@ def _time(name: str, limit: float | None = None, stretch: float | None = None, *
         kv_heads=2 if "-gqa" in name else HEADS,
         mask=mask,
         backward=backward,
+        batch=64 if "-many" in name else 1,
         targets=targets,
         **kwargs,
     )
@@ -162,6 +167,11 @@ CASES = (
     _time("cpu-f32-causal-128-grad", 1.1, reference="jax.nn"),
     _time("cpu-f32-full-197-fwd", 1.1, reference="jax.nn"),  # a ViT's patches and its token
     _time("cpu-f32-full-197-grad", 1.1, reference="jax.nn"),
+    *[
+        _time(f"cpu-f32-full-many-{tokens}-{direction}", 1.1, reference="jax.nn")
+        for tokens in (16, 64, 128)
+        for direction in ("fwd", "grad")
+    ],
     _time("cpu-f32-causal-512-fwd"),
     _time("cpu-f32-full-2048-fwd"),
     _time("cpu-f32-causal-2048-fwd", 1.3, 1.15),

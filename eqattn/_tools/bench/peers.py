@@ -37,10 +37,10 @@ class Program:
 
 
 def draw(case: Case, seed: int = 0) -> list[np.ndarray]:
-    """Draws query, key, value and the cotangent of the output, float32 `[1, t, heads, 64]`."""
+    """Draws query, key, value and the cotangent of the output, float32 `[b, t, heads, 64]`."""
     rng = np.random.default_rng(seed)
     heads = (HEADS, case.kv_heads, case.kv_heads, HEADS)
-    shape = (1, case.tokens)
+    shape = (case.batch, case.tokens)
     return [rng.standard_normal((*shape, n, DIM), dtype=np.float32) for n in heads]
 
 
