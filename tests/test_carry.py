@@ -277,6 +277,23 @@ def test_values_that_no_row_sees_may_hold_anything(garbage):
     np.testing.assert_array_equal(from_logits(logits, values).output(), 0)
 
 
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(garbage):
+    logits = jnp.zeros((3, 1, 4)).at[0, :, 1].set(-jnp.inf)
+    values = jnp.ones((4, 1, 2)).at[1, 0, 1].set(garbage)
+    carry = Carry.from_logits(logits, values)
+    np.testing.assert_array_equal(np.isnan(carry.output())[:, 0], [[0, 0], [1, 1], [1, 1]])
+    np.testing.assert_array_equal(carry.output()[0, 0], [1, 1])
+    gradient = jax.grad(lambda v: Carry.from_logits(logits, v).output()[0].sum())(values)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
+def test_sums_are_floats(dtype, unchecked):
+    with pytest.raises(TypeError, match="must be a float"):
+        Carry.empty((2, 3), 4, dtype)
+
+
 def test_gradient_of_a_maximum_that_is_given():
     """The logsumexp is `m + log(l)`, so the maximum that a caller gives moves it."""
     one = jnp.ones((T, H))

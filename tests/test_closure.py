@@ -197,6 +197,57 @@ def test_a_function_that_is_made_anew_is_compiled_once(make):
             judge(w, *(result if isinstance(result, tuple) else (result, None)))
 
 
+class Settings:
+    """A class whose attributes are read as those of a module are."""
+
+    w = 1.0
+
+    @classmethod
+    def scaled(cls, z, b, h, q, k):
+        return z * cls.w
+
+
+HELPER = types.ModuleType("helper_that_is_imported")
+exec("w = 1.0\ndef scaled(z):\n    return z * w", HELPER.__dict__)
+SPACES = {
+    "class": (Settings, lambda: lambda z, b, h, q, k: z * Settings.w),
+    "module": (HELPER, lambda: lambda z, b, h, q, k: z * HELPER.w),
+    "function of a module": (HELPER, lambda: lambda z, b, h, q, k: HELPER.scaled(z)),
+    "default": (HELPER, lambda: lambda z, b, h, q, k, x=HELPER: z * x.w),
+    "partial": (Settings, lambda: ft.partial(lambda x, z, b, h, q, k: z * x.w, Settings)),
+    "classmethod": (Settings, lambda: Settings.scaled),
+    "by its name": (Settings, lambda: lambda z, b, h, q, k: z * getattr(Settings, "w")),
+}
+
+
+@pytest.mark.parametrize("kind", ["number", "array"])
+@pytest.mark.parametrize("how", SPACES)
+def test_a_new_function_reads_what_a_class_or_a_module_holds_now(how, kind, monkeypatch):
+    space, make = SPACES[how]
+    monkeypatch.setattr(space, "w", 1.0)
+
+    def loss(w):
+        space.w = w
+        return attend(ScoreFn(make())).sum()
+
+    for w in (1.0, 0.25):
+        judge(w, loss(w if kind == "number" else jnp.asarray(w)), None)
+    if kind == "array" and how != "classmethod":  # that is one function, traced once
+        for w in (1.0, -2.0):
+            judge(w, *jax.value_and_grad(loss)(jnp.asarray(w)))
+
+
+def test_what_no_function_reads_off_a_module_is_not_in_its_key():
+    def loss(w):
+        HELPER.other = w
+        return attend(ScoreFn(lambda z, b, h, q, k: z * HELPER.w)).sum()
+
+    loss(1.0)
+    del COMPILED[:]
+    loss(2.0)
+    assert not COMPILED
+
+
 def test_the_count_of_traces_would_see_one():
     del COMPILED[:]
     jax.jit(lambda x: x + 1)(1)

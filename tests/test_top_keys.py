@@ -27,7 +27,7 @@ from eqattn import (
     Ulysses,
     Zigzag,
 )
-from eqattn.cache import PagedKVCache
+from eqattn.cache import KVCache, PagedKVCache
 from eqattn.scores import Operand
 
 
@@ -237,6 +237,18 @@ def test_nothing_to_list_and_memory():
 
 
 Q = jnp.ones((6, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "strategy", [Blockwise(), Dense(), Ragged()], ids=lambda s: type(s).__name__
+)
+def test_keys_that_are_stored_as_bits(strategy):
+    q, k = Q[None].astype(jnp.bfloat16), Q[None].astype(jnp.bfloat16)
+    cache = KVCache.empty(1, 8, 1, 2, dtype="bfloat16", bits=True).append(k, k)
+    found = top_keys(q, cache.key, 3, strategy, mask=cache.mask())
+    np.testing.assert_array_equal(found.indices, top_keys(q, k, 3).indices)
+
+
 BAD = {
     "too many": (lambda: top_keys(Q, Q, 7), r"n=7 is larger than the 6 keys of key_ \(6, 1, 2\)"),
     "none": (lambda: top_keys(Q, Q, 0), "n must be at least 1"),
@@ -244,6 +256,8 @@ BAD = {
     "pages": (lambda: top_keys(Q[None], PagedKVCache.empty(1, 4, 2, 2, 1, 2, 2, jnp.float32).key, 1), "does not read; use Ragged"),
     "sharded": (lambda: top_keys(Q, Q, 2, Ragged(AttentionMetadata(mesh=MESH), axis_name="sp")), "axis_name='sp' of Ragged"),
     "a kernel": (lambda: top_keys(Q, Q, 2, Blockwise(AttentionMetadata(platform="interpret"))), r"no kernel of Blockwise for this call .*\(top_keys\)"),
+    "kernels of this device": (lambda: top_keys(Q, Q, 2, Blockwise(AttentionMetadata(platform="pallas", backend="cpu"))), "no Pallas kernel for blockwise on cpu"),
+    "a kernel of Dense": (lambda: top_keys(Q, Q, 2, Dense(AttentionMetadata(platform="tpu"))), "no Pallas kernel for dense on tpu"),
     "other queries": (lambda: top_keys(Q, Q, 2).merge(top_keys(Q[:3], Q, 2)), r"\(1, 6, 2\) and \(1, 3, 2\)"),
 }  # fmt: skip
 

@@ -101,6 +101,10 @@ def cascade_attention(
         raise ValueError(f"q_offset must be integers [b] = {(b,)}, got shape {offset.shape}.")
     block_q = min(as_int(block_q, "block_q", least=1, static=True).value, max(b * t, 1))
     wants_largest = as_flag(return_max_logits, "return_max_logits")
+    if 0 in (b, t):
+        flags: Any = dict(return_carry=return_carry, return_max_logits=return_max_logits)
+        flags |= dict(return_logsumexp=return_logsumexp, q_offset=offset)
+        return attention(query, key, value, strategy, mask=cache.mask(), **flags)
     trunks = [term.trunk() for term in leaf_terms(mask) if term.moves_positions]
     groups = _groups_of(key.table, ft.reduce(jnp.minimum, trunks, offset), key.page_size)
     shown = KeyPadding(cache.length, groups.prefix[groups.leader])
@@ -125,9 +129,8 @@ def cascade_attention(
     shared = _over_prefixes(query, key, value, strategy, block_q, groups, positions, pairs)
     assert own.carry is not None and shared.carry is not None
     carry = own.carry.merge(shared.carry)
-    largest = None
-    if own.max_logits is not None:
-        largest = jnp.maximum(own.max_logits, shared.max_logits)
+    if (largest := own.max_logits) is not None:
+        largest = jnp.maximum(largest, shared.max_logits)
     return AttentionOutput(
         attention_outputs=carry.output().astype(strategy.output_dtype(query)),
         logsumexp=carry.logsumexp() if as_flag(return_logsumexp, "return_logsumexp") else None,

@@ -1,5 +1,6 @@
 """The Carry: attention over some of the keys, which forms a commutative monoid under `merge`."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -66,6 +67,8 @@ class Carry(eqx.Module):
         """
         shape, value_dim = as_sizes(shape, "shape"), as_size(value_dim, "value_dim")
         dtype = as_dtype(dtype, "dtype")
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype must be a float, such as jnp.float32, got {dtype}.")
         return cls(
             jnp.zeros((*shape, value_dim), dtype),
             jnp.zeros(shape, dtype),
@@ -76,7 +79,8 @@ class Carry(eqx.Module):
     def from_logits(
         cls, logits: Float[Array, "*bt h s"], values: Float[Array, "*b s h v"]
     ) -> "Carry":
-        """Computes attention over the given keys. Masked pairs have the logit `-inf`.
+        """Computes attention over the given keys. Masked pairs have the logit `-inf`. What is not
+        finite in a value makes the rows NaN that see it, and reaches no others.
 
         **Arguments:**
 
@@ -94,7 +98,13 @@ class Carry(eqx.Module):
         logits, values = logits.astype(dtype), values.astype(dtype)
         nothing = jnp.full((*logits.shape[:-1], 1), -jnp.inf, dtype)
         top, p, _ = online_softmax(logits, nothing)
-        numerator = jnp.einsum("...ths,...shv->...thv", p, values, precision=lax.Precision.HIGHEST)
+        product = ft.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+        finite = jnp.isfinite(values)
+        numerator = product("...ths,...shv->...thv", p, jnp.where(finite, values, 0))
+        bad = jnp.where(finite.all(-1), 0, 1).astype(dtype)
+        seen = jnp.where(logits == -jnp.inf, 0, 1).astype(dtype)
+        poisoned = product("...ths,...sh->...th", seen, bad) != 0
+        numerator = jnp.where(poisoned[..., None], jnp.nan, numerator)
         return cls(numerator, p.sum(-1), lax.stop_gradient(top[..., 0]))
 
     @classmethod

@@ -107,5 +107,7 @@ def positions_of_pages(at: Any, x: Any, pages: Pages, row: Array, sharers: Share
         # Devices have their pages in turn, and padding is at positions that no mask shows.
         whole = sharers._replace(inside=False)
         at = whole.pieces(at, -REACH, pages.page_size)
-        at = at.reshape(*at.shape[:2], -1, pages.page_size).swapaxes(1, 2).reshape(len(at), -1)
+        rows, devices, tokens = at.shape
+        at = at.reshape(rows, devices, tokens // pages.page_size, pages.page_size)
+        at = at.swapaxes(1, 2).reshape(rows, devices * tokens)
     return at if len(at) == 1 else at[row]

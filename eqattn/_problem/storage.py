@@ -216,7 +216,7 @@ class Quantized(AbstractStored):
             )
         wide = without_gradient(x, _NO_GRADIENT).astype(jnp.float32)
         most = float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
-        scales = jnp.abs(wide).max(-1) / most
+        scales = jnp.abs(wide).max(-1, initial=0) / most
         values = wide / jnp.where(scales == 0, 1, scales)[..., None]
         if jnp.issubdtype(dtype, jnp.integer):
             values = jnp.round(values)
@@ -319,7 +319,7 @@ class Pages(AbstractStored):
     - `content`: the pages `[pages, page size, k, d]`: an array, [`eqattn.cache.Quantized`][] or
         [`eqattn.cache.Bits`][].
     - `table`: the page of each part of a row, int32 `[b, n]`. Entries of parts that a mask hides
-        may be any page, and those below 0 are read as page 0.
+        may be any page. Those below 0 are read as page 0, those that are too large as the last.
     - `devices`: the number of devices that share the pages, each an equal run of them. Then the
         pages of the parts `i`, `i + devices`, ... of each row must be those of device `i`.
     """

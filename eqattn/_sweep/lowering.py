@@ -238,13 +238,13 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     and the program takes longer to compile. Partitioned axes are not looped over, as each turn
     would be on one device.
 
-    The bounds are numbers of logits. On one core of a virtual machine without other work, blocks of
-    128 x 128 took 0.60 to 0.85 of their time with the loop, forwards and gradients. Blocks of
-    64 x 64 took 0.9 to 1.1, blocks of 32 x 32 took 1.1 to 1.5, and blocks of 16 x 16 up to twice as
-    long. That held for 8 pairs of a batch element and a head and for 8192. A grid of several pairs
-    skips blocks that are hidden from a batch element only with the loop, so all of its elements
-    have at most 2^17 logits in a block. That bound was chosen by trial. To measure again, vary them
-    in `python -m eqattn bench --only cpu-f32-full-many`.
+    The bounds are numbers of logits. On one core of an AMD EPYC, with jax 0.10.2, blocks of
+    128 x 128 took 0.54 to 0.9 of their time with the loop. Those of 64 x 64 took 0.85 to 1.2, and
+    those of 32 x 32 took 1.1 to 1.5. Smaller ones took up to twice as long. That was so for 8
+    blocks and for 8192 of them, forwards and gradients. Only with the loop, a grid of several pairs
+    skips what is hidden from one batch element. So the blocks of all its elements have at most 2^17
+    logits, a bound that was chosen by trial. To measure again, vary them in
+    `python -m eqattn bench --only cpu-f32-full-many`.
     """
     if layout.pages or layout.uniform or layout.live_pairs:
         return True

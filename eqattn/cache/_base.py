@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -240,9 +241,15 @@ def check_lengths(lengths: Any, now: Array) -> Array:
     return raise_if(lengths, wrong, "a cache cannot be truncated to more tokens than it has")
 
 
+def rows_as_array(rows: Any) -> Any:
+    """Indices of rows, or which of them are meant, as an array. NumPy would make floats of `[]`."""
+    none = isinstance(rows, list | tuple) and not rows
+    return np.zeros(0, np.int32) if none else as_array(rows, "rows")
+
+
 def check_rows(cache: AbstractCache, rows: Any) -> Array:
     """Returns indices of rows as int32, checked. JAX would clamp one that is out of range."""
-    rows, n = as_array(rows, "rows"), cache.key.shape[0]
+    rows, n = rows_as_array(rows), cache.key.shape[0]
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ValueError(
             f"rows must be integers [n], such as [1] for the second, got {rows.dtype} {rows.shape}."

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_array, as_flag, as_size, int32_field
+from .._misc import as_flag, as_size, int32_field
 from .._problem.run_time import raise_if
 from .._problem.storage import AbstractStored, as_stored, Pages, Quantized
 from ._base import (
@@ -19,6 +19,7 @@ from ._base import (
     empty_store,
     keeps_shardings,
     new_positions,
+    rows_as_array,
     within_capacity,
 )
 from ._page_table import copy_pages, copy_pages_donated, doubled, like, pages_of, reserved, shared
@@ -92,7 +93,7 @@ class PagedKVCache(AbstractCache):
         **Arguments:**
 
         - `batch`: how many rows there are.
-        - `capacity`: the largest number of tokens of a row.
+        - `capacity`: the largest number of tokens of a row, rounded up to whole pages.
         - `pages`: how many pages the pool has.
         - `page_size`: how many tokens a page has.
         - `kv_heads`, `head_dim`, `value_dim`: the number of key heads, and the sizes of a key and
@@ -309,7 +310,7 @@ def with_released(cache: Cache, one: AbstractCache, rows: Any) -> Cache:
 
     - `one`: the cache itself, or that of one of its layers, whose rows these are.
     """
-    rows = as_array(rows, "rows")
+    rows = rows_as_array(rows)
     if rows.dtype != bool:
         rows = check_rows(one, rows)
     elif rows.shape != one.length.shape:

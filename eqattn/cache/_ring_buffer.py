@@ -47,6 +47,12 @@ class RingBufferCache(AbstractCache):
 
     def __check_init__(self) -> None:
         check_row_shapes(self)
+        keys, held = getattr(self.key, "shape", None), getattr(self.held, "shape", None)
+        if keys is not None and held is not None and held != keys[:2]:
+            raise ValueError(
+                f"held {held} must be [b, capacity] = {keys[:2]}, for keys {keys}; "
+                "RingBufferCache.empty makes it."
+            )
 
     @property
     def positions(self) -> Int[Array, "b s"] | None:

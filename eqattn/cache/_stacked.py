@@ -1,5 +1,6 @@
 """`StackedKVCache`, the caches of many equal layers, for a scan over the layers."""
 
+import math
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -132,13 +133,15 @@ class LayerCache(AbstractLayerCache):
         _, rows, capacity = x.shape[:3]
         # The blocks of `Ragged(metadata, bitwise=True)` have 128 keys, whatever the capacity is.
         size = even_block(capacity, 128 if capacity % 128 == 0 else 256) or capacity
-        each = jnp.arange(rows * (capacity // size), dtype=jnp.int32).reshape(rows, -1)
+        each = jnp.arange(rows * (capacity // size), dtype=jnp.int32)
+        each = each.reshape(rows, capacity // size)
         if isinstance(x, AbstractStored) and any(x.flat):
             raise ValueError(
                 f"{type(x).__name__} has its tokens and heads in one axis, of which a layer has no "
                 "pages; use StackedPagedKVCache."
             )
-        cut = lambda array: array.reshape(-1, size, *array.shape[3:])
+        count = math.prod(x.shape[:3]) // size
+        cut = lambda array: array.reshape(count, size, *array.shape[3:])
         kept = isinstance(x, AbstractStored)
         pages = with_arrays(x, map(cut, x.arrays)) if kept else cut(x)
         return Pages(pages, self.index * each.size + each)

@@ -30,6 +30,15 @@ class Distance(AbstractScore):
         return abs(q - k).astype(logit.dtype)
 
 
+def _of_visible(score: AbstractScore, logit: Any, *rest: Any) -> Any:
+    """What a user's function returns for a pair. It is 0 for a pair that weighs nothing, as the
+    function need not be finite there.
+    """
+    hidden = logit == -jnp.inf
+    found = score.transform(jnp.where(hidden, 0, logit), *rest)
+    return jnp.where(hidden, jnp.zeros_like(found), found)
+
+
 class Factor(AbstractScore):
     """A function of the pair, which is a score, as the factor on the probability."""
 
@@ -41,7 +50,7 @@ class Factor(AbstractScore):
         return self.score.operands()
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
-        return self.score.transform(logit, b, h, q, k, *operands)
+        return _of_visible(self.score, logit, b, h, q, k, *operands)
 
 
 @jax.custom_jvp
@@ -110,4 +119,4 @@ class Moved(AbstractWrapper):
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
         *own, amount = operands
-        return logit + amount.astype(logit.dtype) * self.score.transform(logit, b, h, q, k, *own)
+        return logit + amount.astype(logit.dtype) * _of_visible(self.score, logit, b, h, q, k, *own)

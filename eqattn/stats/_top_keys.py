@@ -96,6 +96,8 @@ def top_keys(
     query, shards = jnp.asarray(as_array(query, "query", 3)), strategy.key_shards()
     stored = isinstance(key_, AbstractStored)
     key: Any = key_ if stored else jnp.asarray(as_array(key_, "key_", 3))
+    if stored and not strategy.reads_stored and hasattr(key_, "__jax_array__"):
+        stored, key = False, jnp.asarray(key_)
     if stored and not strategy.reads_stored:
         raise ValueError(
             f"key_ is {type(key_).__name__} {key_.shape}, which {type(strategy).__name__} does not "
@@ -146,6 +148,7 @@ def _ranking(strategy: AttentionImpl | None) -> AbstractFoldStrategy:
             f"{type(strategy).__name__} does not fold a problem, so that it cannot rank keys; use "
             "Blockwise(metadata)."
         )
+    strategy.selected_forward()
     strategy.check_without_kernel("top_keys")
     return strategy
 

@@ -25,8 +25,8 @@ from ._support import Support, varying_bits, without_library
 
 # Keywords of `attention` that a `forward_native` may leave out; a call that uses one then raises.
 _PASSED_ON = frozenset(
-    "score q_offset q_positions kv_positions return_weights return_logsumexp return_carry "
-    "return_max_logits".split()
+    "mask bias score key dropout q_offset q_positions kv_positions return_weights return_logsumexp "
+    "return_carry return_max_logits".split()
 )
 
 
@@ -159,19 +159,13 @@ class AttentionImpl(eqx.Module):
             **{name: as_flag(flag, name) or None for name, flag in flags.items()},
         )
         extras = {name: x for name, x in extras.items() if x is not None}
-        if reason := self.undeclared(extras):
+        usual = dict(mask=named_mask(mask), bias=bias, dropout_rng=key)
+        used = [name for name, x in dict(mask=mask, bias=bias, key=key).items() if x is not None]
+        if reason := self.undeclared([*used, *extras]):
             raise ValueError(reason)
-        return self.dispatch(
-            query,
-            key_,
-            value,
-            mask=named_mask(mask),
-            bias=bias,
-            deterministic=inference,
-            dropout_rng=key,
-            causal=False,
-            **extras,
-        )
+        usual |= dict(deterministic=inference, causal=False)
+        usual = {name: x for name, x in usual.items() if self._declares(name)}
+        return self.dispatch(query, key_, value, **usual, **extras)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         """Runs the selected `forward_*`.
@@ -253,12 +247,15 @@ class AttentionImpl(eqx.Module):
         """What a call raises if `forward_native` lacks a parameter for one of these keywords of
         [`eqattn.attention`][]; empty if none is missing.
         """
-        parameters = inspect.signature(self.forward_native).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            for name in names:
-                if name in _PASSED_ON and name not in parameters:
-                    return f"{name}: not supported by {type(self).__name__}.forward_native."
+        for name in names:
+            parameter = "dropout_rng" if name in ("key", "dropout") else name
+            if name in _PASSED_ON and not self._declares(parameter):
+                return f"{name}: not supported by {type(self).__name__}.forward_native."
         return ""
+
+    def _declares(self, name: str) -> bool:
+        parameters = inspect.signature(self.forward_native).parameters
+        return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def unsupported(self, features: Mapping[str, Any]) -> str | None:
         """A hook that says why this strategy cannot do something.

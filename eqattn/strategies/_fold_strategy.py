@@ -34,7 +34,7 @@ from ._results import as_output, attended, finish
 class AbstractFoldStrategy(AttentionImpl):
     """Exact attention as a fold over (query, key) pairs.
 
-    A subclass says in which order pairs are visited, by `fold`. It has no derivative code.
+    A subclass defines the field `precision` of products, and visits pairs in an order by `fold`.
     """
 
     precision: eqx.AbstractVar[Any]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from eqattn import attention, Blockwise, Ragged
 from eqattn.masks._base import And, Dense, Not, Or
 from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
 from eqattn.masks._function import MaskFn
@@ -257,6 +258,10 @@ def test_a_module_as_function_is_a_node():
     np.testing.assert_array_equal(got[0, 0], np.arange(5) < 3)
     partial = MaskFn(jax.tree_util.Partial(lambda n, b, h, q, k: k < n, jnp.asarray(3)))
     np.testing.assert_array_equal(jax.jit(lambda m: m.as_array(2, 5))(partial), got)
+    q = jnp.ones((1, 5, 2, 4)) * jnp.arange(5.0)[None, :, None, None]
+    for strategy in (Blockwise(), Ragged()):
+        outs = [attention(q, q, q, strategy, mask=m).attention_outputs for m in (mask, partial)]
+        np.testing.assert_array_equal(*outs)
 
 
 def test_repr():

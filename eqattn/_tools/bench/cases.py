@@ -74,7 +74,7 @@ class Case:
     - `mask`: `"full"`, `"causal"`, `"window"`, or `"array"` for causal pairs as an array that the
         program holds.
     - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
-    - `batch`: the number of batch elements, of an experiment of the kind `"time"`.
+    - `batch`: how many batch elements there are, if the kind is `"time"`.
     - `cache`: what holds the keys of a decoding step: `""` for a `KVCache`, or `"int8"`.
     - `targets`: the aims, by the name of the figure.
     """

@@ -132,7 +132,9 @@ def classify(
 def _scalar_jaxpr(mask, operands):
     """The jaxpr of a mask for one pair, given the shapes and dtypes of what it reads there."""
     scalars = [jax.ShapeDtypeStruct(*x) for x in (*[((), _POSITION)] * 4, *operands)]
-    closed, result = jax.make_jaxpr(mask.visible, return_shape=True)(*scalars)
+    # JAX would keep a bound method as a key, and compare it by the mask's arrays, perhaps traced.
+    visible = lambda *xs: mask.visible(*xs)  # noqa: E731
+    closed, result = jax.make_jaxpr(visible, return_shape=True)(*scalars)
     if [(x.shape, x.dtype) for x in jax.tree.leaves(result)] != [((), np.bool_)]:
         got = [str(v.aval) for v in closed.jaxpr.outvars] or None
         raise TypeError(f"a mask must return one bool scalar per pair, {mask!r} returns {got}.")

@@ -17,19 +17,19 @@ into the cell.
 """
 
 import dataclasses
-import dis
 import enum
 import functools as ft
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
 
-from ._misc import Static
+from .._misc import Static
+from .code import is_installed, JAX, names_in, writes_outside
 
 
 class _Same:
@@ -130,8 +130,19 @@ _VALUES = (
     np.generic,
     types.EllipsisType,
 )
-# Objects that are in effect constants, known by their identity.
-_NAMED = (type, types.ModuleType, types.BuiltinFunctionType, np.ufunc)
+# Objects that are in effect constants, known by their identity. What a function reads from the
+# spaces among them is taken with its globals.
+_SPACES = (type, types.ModuleType)
+_NAMED = (*_SPACES, types.BuiltinFunctionType, np.ufunc)
+# What the functions and the slots of a class that is written in C are in its dictionary.
+_DESCRIPTORS = (
+    property,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.WrapperDescriptorType,
+)
 
 
 def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
@@ -162,7 +173,7 @@ def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
         return _take_partial(x, fetch, within)
     unknown = _Part("unknown", lambda _: fetch(), known=False)
     try:
-        if isinstance(x, _NAMED) or (callable(x) and type(x).__module__.split(".")[0] in _JAX):
+        if isinstance(x, _NAMED) or (callable(x) and type(x).__module__.split(".")[0] in JAX):
             same = _Same(x)
             return _Part(same, lambda _: same(), owners=(same,))
         leaves, treedef = jax.tree.flatten(x)
@@ -177,9 +188,6 @@ def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
         return whole
     # A list without arrays may change, and a copy would not be the object that others hold.
     return unknown
-
-
-_JAX = ("jax", "jaxlib")  # the modules of what `jax.jit`, `jax.custom_jvp` and the like make
 
 
 def _take_each(xs: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> list[_Part]:
@@ -211,21 +219,26 @@ def _owned(part: _Part, owner: Any) -> _Part:
 
 def _take_method(method: types.MethodType, within: tuple[int, ...]) -> _Part:
     # A method is its function and the object that it is bound to.
-    ref = weakref.ref(method.__self__)
-    function = _take_function(method.__func__, (*within, id(method.__func__)))
+    ref, fn = weakref.ref(method.__self__), method.__func__
+    function = _take_function(fn, (*within, id(fn)))
     bound = _owned(_take(method.__self__, ref, within), method.__self__)
-    return _joined(types.MethodType, [function, bound], types.MethodType)
+    whole = _joined(types.MethodType, [function, bound], types.MethodType)
+    return _with_read(whole, _take_read(names_in(fn.__code__), _spaces([method.__self__])))
 
 
 def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
     # The names of keyword arguments are in the key; their values follow the positional ones.
     each = lambda x: [x.func, *x.args, *x.keywords.values()]
     n, names = 1 + len(x.args), tuple(x.keywords)
-    return _joined(
+    whole = _joined(
         (ft.partial, names),
         _take_each(each(x), lambda: each(fetch()), within),
         lambda *xs: ft.partial(*xs[:n], **dict(zip(names, xs[n:]))),
     )
+    code = getattr(x.func, "__code__", None)
+    if code is None:
+        return whole
+    return _with_read(whole, _take_read(names_in(code), _spaces(each(x)[1:])))
 
 
 def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
@@ -249,7 +262,7 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
         parts = _take_each(outside(), outside, within)
     except ValueError:  # a cell is empty until its variable is first assigned
         parts = None
-    if parts is None or _writes(code):
+    if parts is None or writes_outside(code):
         return _Part(same, lambda _: same(), owners=(same,))
     same_arrays = not any(p.arrays for p in parts)
 
@@ -264,65 +277,70 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
         new.__dict__.update(old.__dict__)
         return new
 
-    whole, read = _joined((code, names, n, m), parts, join), _take_globals(fn)
+    whole = _joined((code, names, n, m), parts, join)
+    return _owned(_with_read(whole, _take_globals(fn, outside())), fn)
+
+
+def _with_read(whole: _Part, read: _Part | None) -> _Part:
+    """A part whose key also has what its code reads elsewhere; None if that may change unseen."""
     if read is None:
-        whole = dataclasses.replace(whole, known=False)
-    else:
-        owners = (*whole.owners, *read.owners)
-        whole = dataclasses.replace(whole, key=(whole.key, read.key), owners=owners)
-    return _owned(whole, fn)
+        return dataclasses.replace(whole, known=False)
+    owners = (*whole.owners, *read.owners)
+    return dataclasses.replace(whole, key=(whole.key, read.key), owners=owners)
 
 
-def _take_globals(fn: types.FunctionType, depth: int = 4) -> _Part | None:
-    """The key of what a function reads from its module; None if that may change unseen.
-
-    Globals are not replaced when the function is put together again, so a global JAX array counts
-    as one that may change unseen. Functions of the same module are followed too, to a `depth` that
-    was chosen by trial: it bounds the time that a key takes.
+def _take_globals(fn: types.FunctionType, held: Iterable[Any] = (), depth: int = 4) -> _Part | None:
+    """The key of what a function reads from its module, and from the modules and classes that it
+    has there or holds otherwise, among `held`. It is None if that may change unseen.
     """
-    space, parts = fn.__globals__, []
-    for name in _names(fn.__code__):
-        if name not in space:
+    names = names_in(fn.__code__)
+    found = [fn.__globals__[name] for name in names if name in fn.__globals__]
+    return _take_read(names, [*_spaces(held), *found], fn.__globals__, depth)
+
+
+def _spaces(xs: Iterable[Any]) -> list[Any]:
+    """The modules and classes among some values."""
+    return [x for x in xs if isinstance(x, _SPACES)]
+
+
+def _take_read(
+    names: tuple[str, ...], found: Iterable[Any], space: Any = None, depth: int = 4
+) -> _Part | None:
+    """The key of values that code reads by name; None if they may change unseen.
+
+    These values are not replaced when a function is put together again, so a JAX array among them
+    counts as one that may change unseen. Functions are followed too, to a `depth` that was chosen
+    by trial: it bounds the time that a key takes. Those of installed packages are not.
+
+    **Arguments:**
+
+    - `names`: the names in the code. It may read the attributes with these names of each module and
+        class that it has.
+    - `found`: the values.
+    - `space`: the globals of the code.
+    - `depth`: how far the functions that it calls are followed.
+    """
+    parts, seen, left = [], set(), [*found]
+    while left:
+        x = left.pop()
+        x = x.__func__ if isinstance(x, staticmethod | classmethod) else x
+        if id(x) in seen or isinstance(x, _DESCRIPTORS):
             continue
-        x = space[name]
-        if isinstance(x, types.FunctionType) and x.__globals__ is space:
-            inner = _take_globals(x, depth - 1) if depth and not x.__closure__ else None
-            if inner is None:
-                return None
-            parts.append(inner)
+        seen.add(id(x))
         if isinstance(x, types.FunctionType):
+            if x.__globals__ is space or not is_installed(x.__module__ or ""):
+                inner = _take_globals(x, (), depth - 1) if depth and not x.__closure__ else None
+                if inner is None:
+                    return None
+                parts.append(inner)
             parts.append(_Part(_Same(x), lambda _: None, owners=(_Same(x),)))
             continue
         part = _take(x, lambda: None, ())
         if not part.known or part.arrays:
             return None
         parts.append(part)
+        if isinstance(x, _SPACES) and not isinstance(x, enum.EnumMeta):
+            spaces = [vars(y) for y in (x.__mro__ if isinstance(x, type) else (x,))]
+            holders = [(name, next((y for y in spaces if name in y), None)) for name in names]
+            left += [holder[name] for name, holder in holders if holder is not None]
     return _joined("globals", parts, lambda *_: None)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and those of the functions, lambdas and comprehensions inside it."""
-    yield code
-    for x in code.co_consts:
-        if isinstance(x, types.CodeType):
-            yield from _codes(x)
-
-
-@ft.lru_cache(1024)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """All names in the code that may be those of globals."""
-    return tuple(dict.fromkeys(name for c in _codes(code) for name in c.co_names))
-
-
-@ft.lru_cache(1024)
-def _writes(code: types.CodeType) -> bool:
-    """Whether the code assigns to a variable outside of the function.
-
-    Such a function is not put together again, since a copy would assign to other cells.
-    """
-    return any(
-        i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
-        or (i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars)
-        for c in _codes(code)
-        for i in dis.get_instructions(c)
-    )
