@@ -36,7 +36,7 @@ MUTANTS = [
             ("denominator = jnp.exp(sinks - safe_max(top)[..., None]).sum(-1)", "denominator = jnp.exp(sinks - safe_max(top)[..., None]).max(-1)"),
             ("seen = (maximum != -jnp.inf) & (denominator != 0)", "seen = denominator != 0"),
             ("jnp.full(shape, -jnp.inf, dtype),", "jnp.zeros(shape, dtype),"),
-            ("precision=lax.Precision.HIGHEST)\n        return cls(numerator", "precision=lax.Precision.DEFAULT)\n        return cls(numerator", "on a CPU products of float32 are exact to rounding whatever the precision"),
+            ("ft.partial(jnp.einsum, precision=lax.Precision.HIGHEST)", "jnp.einsum", "on a CPU products of float32 are exact to rounding whatever the precision"),
         ],
     ),
     (
@@ -180,7 +180,7 @@ MUTANTS = [
         "cache/test_cache.py -k 'quantized or shares or eight'",
         [
             ("values = jnp.round(values)", "pass"),
-            ("scales = jnp.abs(wide).max(-1) / most", "scales = wide.max(-1) / most"),
+            ("scales = jnp.abs(wide).max(-1, initial=0) / most", "scales = wide.max(-1, initial=0) / most"),
             ("values = wide / jnp.where(scales == 0, 1, scales)[..., None]", "values = wide / scales[..., None]"),
             ("scales.reshape(*lead, n, s, heads // n), -3, -2)", "scales.reshape(*lead, n, s, heads // n), -2, -2)"),
             ("if self.scales.shape[-2] == n:", "if True:"),

@@ -38,7 +38,7 @@ MUTANTS = [
             ("mask=shown if mask is None else shown & mask_of_rows(mask, rows),", "mask=shown,"),
             ("score=scores_of_rows(scores, rows, query.dtype) or None,", "score=scores or None,"),
             ("row, token = order[tokens", "row, token = jnp.arange(b)[tokens"),
-            ("jnp.maximum(own.max_logits, shared.max_logits)", "own.max_logits"),
+            ("jnp.maximum(largest, shared.max_logits)", "own.max_logits"),
             ("if term.selects or (by_row or term.moves_positions) and term.trunk() is None:", "if term.selects:"),
             ("x[at].reshape(b, t, *x.shape[2:])[back]", "x[at].reshape(b, t, *x.shape[2:])"),
             ("strategy.metadata.replace(softmax_aux=None, blocksize_q=block_q)", "strategy.metadata.replace(blocksize_q=block_q)"),

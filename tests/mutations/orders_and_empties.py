@@ -47,7 +47,7 @@ MUTANTS = [
             ("pool = pieces.swapaxes(0, 1) if pieces.shape[1] > 1 else pieces", "pool = pieces"),
             ("device * (b * parts) + part", "device * parts + part"),
             ("at = lax.all_gather(at, sharers.axis, axis=1, tiled=True)", "pass"),
-            ("-1, pages.page_size).swapaxes(1, 2)", "-1, pages.page_size)"),
+            ("at = at.swapaxes(1, 2)", "at = at"),
             ("at = whole.pieces(at, -REACH, pages.page_size)", "at = whole.pieces(at, 0, pages.page_size)"),
         ],
     ),

@@ -22,7 +22,7 @@ MUTANTS = [
         "stats/_scores.py",
         STATS,
         [
-            ("return logit + amount.astype(logit.dtype) * self.score", "return amount.astype(logit.dtype) * self.score"),
+            ("return logit + amount.astype(logit.dtype) * _of_visible(", "return amount.astype(logit.dtype) * _of_visible("),
             ("jnp.where(logit == -jnp.inf, 0, logit)", "logit"),
         ],
     ),
