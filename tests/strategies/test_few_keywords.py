@@ -28,6 +28,20 @@ class Masked(Plain):
         return AttentionOutput(attention_outputs=out)
 
 
+class Random(Plain):
+    """Attention with a random key, which it only looks at."""
+
+    def forward_native(self, q, k, v, dropout_rng=None):
+        assert dropout_rng is not None
+        return Dense(self.metadata)(q, k, v)
+
+
+def test_the_key_of_a_dropout_is_declared_by_another_name():
+    q, strategy = jnp.ones((1, 4, 2, 8)), Random(AttentionMetadata())
+    assert strategy.supports(dropout=True) and strategy.supports(key=True)
+    attention(q, q, q, strategy, key=jax.random.key(0))
+
+
 @pytest.mark.parametrize("cls", [Plain, Masked])
 def test_what_is_not_declared_raises_only_when_it_is_used(cls):
     q = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
