@@ -207,8 +207,8 @@ class AbstractMask(eqx.Module):
             self, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads, **where
         )
         known = isinstance(table, np.ndarray)
-        number = float if known else lambda x: x
-        empty, partial, full = (number((table == np.int8(c)).mean()) for c in (0, 1, 2))
+        share = lambda c: (table == np.int8(c)).sum() / max(table.size, 1)
+        empty, partial, full = (float(x) if known else x for x in map(share, (0, 1, 2)))
         visible = full if known and partial == 0.0 and full in (0.0, 1.0) else None
         if visible is None and math.prod(batch_shape) * heads * t * s <= _CHEAP_PAIRS:
             visible = self.as_array(t, s, batch_shape=batch_shape, heads=heads, **where).mean()

@@ -202,6 +202,7 @@ def test_sparsity():
     assert got == (0.5, 0.0, 0.5, 0.5)
     traced = jax.jit(lambda n: KeyPadding(n).sparsity(8, 8, block_k=4, batch_shape=(2,)))
     np.testing.assert_allclose(traced(jnp.array([0, 8])), (0.5, 0.0, 0.5, 0.5))
+    assert Causal().sparsity(0, 5) == (0, 0, 0, 0)
 
 
 def test_static_sizes_and_array_leaves():
