@@ -237,6 +237,21 @@ def test_a_new_function_reads_what_a_class_or_a_module_holds_now(how, kind, monk
             judge(w, *jax.value_and_grad(loss)(jnp.asarray(w)))
 
 
+@pytest.mark.parametrize("space", [Settings, HELPER, globals()], ids=["class", "module", "global"])
+def test_equal_values_of_several_names_are_told_apart(space, monkeypatch):
+    """(1, 1, 2) and (1, 2, 2) are the same two objects, under other names."""
+    put = monkeypatch.setitem if isinstance(space, dict) else ft.partial(monkeypatch.setattr, raising=False)  # fmt: skip
+    for values in ((1, 1, 2), (1, 2, 2), (2, 2, 1)):
+        for name, value in zip(("first", "second", "third"), values):
+            put(space, name, value)
+        if isinstance(space, dict):
+            fn = lambda z, b, h, q, k: z * (first + 10 * second + 100 * third) / 100  # noqa: F821
+        else:
+            fn = lambda z, b, h, q, k: z * (space.first + 10 * space.second + 100 * space.third) / 100  # fmt: skip
+        w = (values[0] + 10 * values[1] + 100 * values[2]) / 100
+        judge(w, attend(ScoreFn(fn)).sum(), None)
+
+
 def test_what_no_function_reads_off_a_module_is_not_in_its_key():
     def loss(w):
         HELPER.other = w

@@ -294,17 +294,17 @@ def _take_globals(fn: types.FunctionType, held: Iterable[Any] = (), depth: int =
     has there or holds otherwise, among `held`. It is None if that may change unseen.
     """
     names = names_in(fn.__code__)
-    found = [fn.__globals__[name] for name in names if name in fn.__globals__]
+    found = [(name, fn.__globals__[name]) for name in names if name in fn.__globals__]
     return _take_read(names, [*_spaces(held), *found], fn.__globals__, depth)
 
 
-def _spaces(xs: Iterable[Any]) -> list[Any]:
-    """The modules and classes among some values."""
-    return [x for x in xs if isinstance(x, _SPACES)]
+def _spaces(xs: Iterable[Any]) -> list[tuple[str, Any]]:
+    """The modules and classes among some values, which have no names."""
+    return [("", x) for x in xs if isinstance(x, _SPACES)]
 
 
 def _take_read(
-    names: tuple[str, ...], found: Iterable[Any], space: Any = None, depth: int = 4
+    names: tuple[str, ...], found: list[tuple[str, Any]], space: Any = None, depth: int = 4
 ) -> _Part | None:
     """The key of values that code reads by name; None if they may change unseen.
 
@@ -316,19 +316,22 @@ def _take_read(
 
     - `names`: the names in the code. It may read the attributes with these names of each module and
         class that it has.
-    - `found`: the values.
+    - `found`: the values, each with its name. A name is in the key, too, as two names may have one
+        value at first and others later.
     - `space`: the globals of the code.
     - `depth`: how far the functions that it calls are followed.
     """
-    parts, seen, left = [], set(), [*found]
+    parts, read, left, followed = [], [], [*found], set()
     while left:
-        x = left.pop()
+        name, x = left.pop()
         x = x.__func__ if isinstance(x, staticmethod | classmethod) else x
-        if id(x) in seen or isinstance(x, _DESCRIPTORS):
+        if isinstance(x, _DESCRIPTORS):
             continue
-        seen.add(id(x))
+        read.append((name, len(parts)))
+        first = id(x) not in followed
+        followed.add(id(x))
         if isinstance(x, types.FunctionType):
-            if x.__globals__ is space or not is_installed(x.__module__ or ""):
+            if first and (x.__globals__ is space or not is_installed(x.__module__ or "")):
                 inner = _take_globals(x, (), depth - 1) if depth and not x.__closure__ else None
                 if inner is None:
                     return None
@@ -339,8 +342,8 @@ def _take_read(
         if not part.known or part.arrays:
             return None
         parts.append(part)
-        if isinstance(x, _SPACES) and not isinstance(x, enum.EnumMeta):
+        if first and isinstance(x, _SPACES) and not isinstance(x, enum.EnumMeta):
             spaces = [vars(y) for y in (x.__mro__ if isinstance(x, type) else (x,))]
             holders = [(name, next((y for y in spaces if name in y), None)) for name in names]
-            left += [holder[name] for name, holder in holders if holder is not None]
-    return _joined("globals", parts, lambda *_: None)
+            left += [(name, holder[name]) for name, holder in holders if holder is not None]
+    return _joined(("globals", *read), parts, lambda *_: None)

@@ -4,19 +4,20 @@
 MUTANTS = [
     (
         "_closure/closure.py",
-        "test_closure.py -k 'holds_now or in_its_key or compiled_once'",
+        "test_closure.py -k 'holds_now or in_its_key or compiled_once or told_apart'",
         [
-            ("if isinstance(x, _SPACES) and not isinstance(x, enum.EnumMeta):", "if False:"),
-            ("if x.__globals__ is space or not is_installed(x.__module__ or \"\"):", "if x.__globals__ is space:"),
+            ("if first and isinstance(x, _SPACES) and not isinstance(x, enum.EnumMeta):", "if False:"),
+            ("(x.__globals__ is space or not is_installed(x.__module__ or \"\"))", "x.__globals__ is space"),
             ("_take_read(names_in(fn.__code__), _spaces([method.__self__]))", "_take_read(names_in(fn.__code__), [])"),
             ("_take_read(names_in(code), _spaces(each(x)[1:]))", "_take_read(names_in(code), [])"),
             ("[*_spaces(held), *found]", "found"),
+            ("_joined((\"globals\", *read), parts", "_joined(\"globals\", list({p.key: p for p in parts}.values())"),
             ("if not part.known or part.arrays:", "if not part.known:"),
         ],
     ),
     (
         "_closure/code.py",
-        "test_closure.py -k 'holds_now or in_its_key or compiled_once'",
+        "test_closure.py -k 'holds_now or in_its_key or compiled_once or told_apart'",
         [("(*c.co_names, *filter(_is_name, c.co_consts))", "c.co_names")],
     ),
     (
