@@ -59,14 +59,14 @@ class Operand(eqx.Module):
         return cls(array, "bhtsf"[: array.ndim])
 
 
-def as_operands(arrays: Any) -> tuple[Operand, ...]:
+def as_operands(arrays: Any, name: str = "arrays") -> tuple[Operand, ...]:
     """**Raises:** `TypeError`, with the remedy, unless it is a tuple or list of `Operand`s."""
     if not isinstance(arrays, tuple | list):
-        raise TypeError(f"arrays must be a tuple of Operands, got {type(arrays).__name__}.")
+        raise TypeError(f"{name} must be a tuple of Operands, got {type(arrays).__name__}.")
     for x in arrays:
         if not isinstance(x, Operand):
             raise TypeError(
-                f"arrays must be Operands such as Operand(array, 'bh'), which say what the "
+                f"{name} must be Operands such as Operand(array, 'bh'), which say what the "
                 f"axes are, got {type(x).__name__}."
             )
     return tuple(arrays)

@@ -258,6 +258,7 @@ BAD = {
     "a kernel": (lambda: top_keys(Q, Q, 2, Blockwise(AttentionMetadata(platform="interpret"))), r"no kernel of Blockwise for this call .*\(top_keys\)"),
     "kernels of this device": (lambda: top_keys(Q, Q, 2, Blockwise(AttentionMetadata(platform="pallas", backend="cpu"))), "no Pallas kernel for blockwise on cpu"),
     "a kernel of Dense": (lambda: top_keys(Q, Q, 2, Dense(AttentionMetadata(platform="tpu"))), "no Pallas kernel for dense on tpu"),
+    "no list": (lambda: top_keys(Q, Q, 2).merge(3), "TopKeys merges with TopKeys, got int"),
     "other queries": (lambda: top_keys(Q, Q, 2).merge(top_keys(Q[:3], Q, 2)), r"\(1, 6, 2\) and \(1, 3, 2\)"),
 }  # fmt: skip
 

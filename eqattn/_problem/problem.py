@@ -352,8 +352,9 @@ def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
     if positions is None:
         return None
     positions = jnp.asarray(positions_in_reach(positions, name))
-    flat = canonical(Operand(positions, "bt"), batch_shape, 1, n, 1, name)
-    return jnp.broadcast_to(flat[:, 0, :, 0], (flat.shape[0], n))
+    axes = "bt" if name == "q_positions" else "bs"
+    flat = canonical(Operand(positions, axes), batch_shape, 1, n, n, name)
+    return jnp.broadcast_to(flat.reshape(flat.shape[0], -1), (flat.shape[0], n))
 
 
 def as_offset(offset, batch_shape: tuple[int, ...], t: int) -> tuple[int, Any]:

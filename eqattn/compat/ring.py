@@ -2,7 +2,7 @@
 
 import functools as ft
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -47,7 +47,7 @@ def ring_attention(
     softmax_aux: Float[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     mask_builder: Callable[[int, int, int, int, int], Any] | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
+    sliding_window: int | Sequence[int | None] | None = None,
     chunk_size: int | None = None,
     causal: bool = False,
     logits_soft_cap: float | Float[Array, ""] | None = None,
@@ -172,7 +172,7 @@ def _spans(causal: bool, causal_block_size: int | None, chunk_size: int | None) 
         yield ChunkedCausal(chunk_size)
 
 
-def _windows(sizes: int | tuple[int | None, ...] | None, sinks: int) -> Iterator[SlidingWindow]:
+def _windows(sizes: int | Sequence[int | None] | None, sinks: int) -> Iterator[SlidingWindow]:
     if sizes is None:
         if sinks:
             raise ValueError(
@@ -180,7 +180,7 @@ def _windows(sizes: int | tuple[int | None, ...] | None, sinks: int) -> Iterator
                 "give a window or leave it 0."
             )
         return
-    sizes = sizes if isinstance(sizes, tuple) else (sizes, sizes)
+    sizes = sizes if isinstance(sizes, tuple | list) else (sizes, sizes)
     if len(sizes) != 2:
         raise ValueError(f"sliding_window must be an int or (left, right), got {sizes}.")
     left, right = (None if x is None else as_size(x, "sliding_window") for x in sizes)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from .._misc import as_array, as_size, as_sizes, concrete, int32, positions_in_reach, Static
-from .._pairs import canonical, Operand
+from .._pairs import as_operands, canonical, Operand
 
 
 def int_operand(x: Any) -> tuple[Operand, ...]:
@@ -255,8 +255,8 @@ def named_operands(part: Any) -> list[tuple[str, Operand]]:
     from ._terms import leaf_terms
 
     terms = leaf_terms(part) if isinstance(part, AbstractMask) else [part]
-    name = lambda x: getattr(x, "operand_name", type(x).__name__)
-    return [(name(x), operand) for x in terms for operand in x.operands()]
+    named = [(getattr(x, "operand_name", type(x).__name__), x) for x in terms]
+    return [(n, o) for n, x in named for o in as_operands(x.operands(), f"{n}.operands()")]
 
 
 def _check_leading(mask: AbstractMask, batch_shape: tuple[int, ...], heads: int) -> None:

@@ -100,6 +100,7 @@ class Tree(AbstractMask):
 
         - `places`: int32 `[n]` or `[*b, n]`.
         """
+        places = as_int32(places, "places", least_ndim=1)
         places, inside, start, depth = self._looked_up(places, self.depths)
         xp = np if all(isinstance(x, np.ndarray) for x in (depth, inside)) else jnp
         return xp.where(inside, start + depth, places)

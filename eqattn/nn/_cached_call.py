@@ -89,12 +89,19 @@ def as_rows(
 
     - `cache`: the cache of the call, or None.
     - `inputs`: arrays of one sequence, `[t, features]`, or of all rows, `[b, t, features]`.
-    - `of_rows`: what else a call says of each row, such as positions `[t]` or `[b, t]`, or None.
+    - `of_rows`: the `q_positions` of the call, `[t]` or `[b, t]`, and its `counts`; or None.
 
     **Returns:** the three of them, and a function from the last cache and the output to what the
     call returns.
+
+    **Raises:** `ValueError` if a single sequence has several counts.
     """
     one, restored = inputs[0].ndim == 2, lambda cache: cache
+    if one and of_rows[1] is not None and jnp.ndim(of_rows[1]):
+        raise ValueError(
+            f"counts of one sequence {inputs[0].shape} must be an int, or an integer array without "
+            f"axes, got {jnp.shape(of_rows[1])}."
+        )
     if cache is not None:
         cache, restored = as_batch(cache, None if one else inputs[0].shape[0])
 

@@ -55,7 +55,7 @@ class T5Bias(AbstractScore):
     def operand_name(self) -> str:
         return f"T5Bias with a table of shape {self.table.shape}: its heads,"
 
-    def bucket(self, q: Int[Array, "..."], k: Int[Array, "..."]) -> Int[Array, "..."]:
+    def bucket(self, q: int | Int[Array, "..."], k: int | Int[Array, "..."]) -> Int[Array, "..."]:
         """Computes the bucket of each pair of positions.
 
         Of `n` buckets (half of the table's on each side, if it is bidirectional), the first
@@ -65,7 +65,7 @@ class T5Bias(AbstractScore):
         bucket.
         """
         buckets = self.table.shape[0]
-        distance = q - k
+        distance = jnp.asarray(q - k)
         offset = jnp.zeros_like(distance)
         if self.bidirectional:
             buckets //= 2

@@ -46,6 +46,8 @@ class TopKeys(eqx.Module):
 
         **Raises:** `ValueError` if the queries differ.
         """
+        if not isinstance(other, TopKeys):
+            raise TypeError(f"TopKeys merges with TopKeys, got {type(other).__name__}.")
         if self.values.shape[:-1] != other.values.shape[:-1]:
             raise ValueError(
                 f"Lists {self.values.shape} and {other.values.shape} [*b, h, t, n] are of other "

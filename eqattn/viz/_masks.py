@@ -1,5 +1,6 @@
 """Draws masks: their pairs, their blocks, and how sparse each head is."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator
 
+from .._misc import as_size
 from .._problem.problem import as_mask
 from .._sweep.grid import EMPTY, FULL, PARTIAL
 from ..masks._base import AbstractMask, block_table
@@ -115,7 +117,8 @@ def _table(mask, t, s, block_q, block_k, batch_shape, heads, batch, head) -> np.
 
 
 def _leading(batch_shape: Sequence[int], heads: int) -> tuple[int, int]:
-    return int(np.prod(batch_shape, dtype=int)), heads
+    heads = as_size(heads, "heads", least=1)
+    return math.prod(as_size(n, "batch_shape", least=1) for n in batch_shape), heads
 
 
 def plot_blocks(

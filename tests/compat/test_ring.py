@@ -54,6 +54,7 @@ CASES = {
     "causal": (dict(causal=True), dict(visible=J <= I)),
     "sliding_window int": (dict(sliding_window=2), dict(visible=windowed(2, 2))),
     "sliding_window pair": (dict(sliding_window=(3, 0)), dict(visible=windowed(3, 0))),
+    "sliding_window list": (dict(sliding_window=[3, 0]), dict(visible=windowed(3, 0))),
     "attention_sink_size": (
         dict(sliding_window=(1, 0), attention_sink_size=2, causal=True),
         dict(visible=windowed(1, 0, 2) & (J <= I)),

@@ -319,6 +319,10 @@ def test_what_is_no_forest_raises(parents, message):
         Tree(parents)
 
 
+def test_depths_of_a_list_of_places():
+    assert Tree([-1, 0, 0, 1], start=2).positions_of([0, 2, 5, 4]).tolist() == [0, 2, 4, 3]
+
+
 def test_a_tree_begins_at_a_place():
     with pytest.raises(ValueError, match="start must be at least 0, got -1"):
         Tree([-1, 0], start=-1)

@@ -337,6 +337,7 @@ ERRORS = [
     (lambda: LAYER(X[:, :7]), ValueError, r"\(9, 7\) has 7 features.* made for 24"),
     (lambda: LAYER(X, process_heads=lambda q, k, v: q), ValueError, "three arrays of query, key and value, got"),
     (lambda: LAYER(X[None], cache=KINDS["dense"](), counts=[1, 2]), ValueError, r"an int or integers \[1\]"),
+    (lambda: LAYER(X, cache=KVCache.empty(1, 9, *HELD), counts=jnp.array([3])), ValueError, r"counts of one sequence .* must be an int.*got \(1,\)"),
     (lambda: MultiheadAttention(0, 32, key=KEY), ValueError, "num_heads must be at least 1"),
     (lambda: MultiheadAttention(64, 32, key=KEY), ValueError, "at most query_size=32"),
     (lambda: MultiheadAttention(4, 32, dropout_p="a", key=KEY), TypeError, "dropout_p must be a number"),

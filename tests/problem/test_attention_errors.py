@@ -27,6 +27,7 @@ from eqattn import (
     Zigzag,
 )
 from eqattn.cache import KVCache
+from eqattn.masks import AbstractMask
 
 
 B, T, S, H, K, D, V = 2, 3, 6, 4, 2, 5, 7
@@ -50,6 +51,14 @@ def array(*shape, dtype=jnp.float32):
 
 def with_metadata(**kwargs):
     return call(strategy=Blockwise(Metadata(**kwargs)))
+
+
+class OfArrays(AbstractMask):
+    def operands(self):
+        return (jnp.ones((B, H)),)
+
+    def visible(self, b, h, q, k, x):
+        return x > 0
 
 
 integers, booleans = jnp.int32, jnp.bool_
@@ -166,12 +175,17 @@ TABLE = {
     "bias module": (lambda: call(bias=scores.ALiBi.geometric(H)), TypeError, ["bias", "`score`"]),
     "score function": (lambda: call(score=lambda z, *_: z), TypeError, ["function", "ScoreFn"]),
     "score array": (lambda: call(score=jnp.ones((T, S))), TypeError, ["score modules", "ScoreFn"]),
+    "arrays as operands of a mask": (
+        lambda: call(mask=OfArrays()), TypeError, ["OfArrays.operands() must be Operands", "Operand(array, 'bh')"]
+    ),
     "slopes": (lambda: call(score=scores.ALiBi.geometric(3)), ValueError, ["ALiBi", (3,), FULL]),
     "table": (lambda: call(score=scores.T5Bias(jnp.zeros((32, 3)))), ValueError, ["T5Bias", (3,), FULL]),
     # positions
     "offset and positions": (lambda: call(q_offset=1, q_positions=jnp.arange(T)), ValueError, ["not both"]),
     "query positions": (lambda: call(q_positions=jnp.arange(4)), ValueError, ["q_positions", (4,), T]),
-    "key positions": (lambda: call(kv_positions=jnp.arange(3)), ValueError, ["kv_positions", (3,), S]),
+    "key positions": (
+        lambda: call(kv_positions=jnp.arange(3)), ValueError, ["kv_positions", (3,), "axes 'bs'", (B, 1, S, S)]
+    ),
     "key positions of a batch": (
         lambda: call(kv_positions=array(3, S, dtype=integers)), ValueError, ["kv_positions", (3, S), B]
     ),

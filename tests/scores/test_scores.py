@@ -176,6 +176,10 @@ def test_t5_buckets_of_far_positions_do_not_overflow():
     assert score.bucket(far, -far + 1) == 15 and score.bucket(-far + 1, far) == 31
 
 
+def test_t5_bucket_of_a_pair_of_python_ints():
+    assert T5Bias(jnp.zeros((32, 1))).bucket(9, 2) == published_bucket(np.array(-7), True, 32, 128)
+
+
 @pytest.mark.parametrize("heads", [1, H])
 def test_t5_adds_its_table(heads):
     z, table = normal(0, H, T, S), normal(1, 8, heads)

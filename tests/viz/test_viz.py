@@ -267,6 +267,10 @@ WRONG = {
     r"'cpu-f32-causal-\*-fwd', 'cpu-f32-causal-gqa-\*-fwd'": lambda p: viz.plot_scaling(
         p, case="x-*"
     ),
+    "heads must be at least 1, got 0": lambda _: viz.plot_heads("causal", 4, heads=0),
+    "batch_shape must be at least 1, got 0": lambda _: viz.plot_heads(
+        "causal", 4, heads=2, batch_shape=(0,)
+    ),
     "not written by `python -m eqattn bench`": lambda p: viz.plot_scaling(__file__),
     "not written by `python -m eqattn tpu-report`": lambda p: viz.plot_schedule(p),
 }
