@@ -180,10 +180,10 @@ def _windows(sizes: int | Sequence[int | None] | None, sinks: int) -> Iterator[S
                 "give a window or leave it 0."
             )
         return
-    sizes = sizes if isinstance(sizes, tuple | list) else (sizes, sizes)
-    if len(sizes) != 2:
+    pair = tuple(sizes) if isinstance(sizes, Sequence) else (sizes, sizes)
+    if len(pair) != 2:
         raise ValueError(f"sliding_window must be an int or (left, right), got {sizes}.")
-    left, right = (None if x is None else as_size(x, "sliding_window") for x in sizes)
+    left, right = (None if x is None else as_size(x, "sliding_window") for x in pair)
     yield SlidingWindow(left, right, sinks)
 
 
