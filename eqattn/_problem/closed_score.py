@@ -132,8 +132,12 @@ class HeldScore(AbstractWrapper):
         return cls(score, ClosedScore.of(score, *args, **kw))
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
-        closed = self.closed
-        return _of_pair(closed.jaxpr, closed.dtypes, closed.consts, (logit, b, h, q, k, *operands))
+        closed, scalars = self.closed, (logit, b, h, q, k, *operands)
+        axes = varying_axes(*scalars, *closed.consts)
+        consts, scalars = (
+            [vary(jnp.asarray(x), axes) for x in xs] for xs in (closed.consts, scalars)
+        )
+        return _of_pair(closed.jaxpr, closed.dtypes, consts, scalars)
 
 
 def read_of(operand: Any, logit: Any, features: int = 4) -> tuple[tuple[int, ...], Any]:

@@ -147,6 +147,31 @@ def shard_map_wide(
     return run
 
 
+def whole(tree: Any, mesh: Any, names: set[str]) -> Any:
+    """Makes each device of a map over the axes `names` have all of the arrays, also where others
+    stay automatic. In a map over one of three axes, XLA (of jaxlib 0.10.2 and 0.12.0.1) ends the
+    process where one gathers from an array that an automatic axis shards.
+    """
+    if names == set(mesh.axis_names):
+        return tree
+    everywhere = NamedSharding(mesh, P())
+    place = lambda x: lax.with_sharding_constraint(x, everywhere) if eqx.is_array(x) else x
+    return jax.tree.map(place, tree)
+
+
+def distinct(tree: Any) -> tuple[list[Array], Callable[[Sequence], Any]]:
+    """The arrays in a tree, each once, and a function from others like them to a tree like it.
+
+    So what is the same array outside of a `jax.shard_map` is the same one inside.
+    """
+    arrays, static = eqx.partition(tree, eqx.is_array)
+    leaves, treedef = jax.tree.flatten(arrays)
+    once = {id(x): x for x in leaves}
+    where = [list(once).index(id(x)) for x in leaves]
+    rebuilt = lambda new: eqx.combine(jax.tree.unflatten(treedef, [new[i] for i in where]), static)
+    return list(once.values()), rebuilt
+
+
 def current_mesh(given: Any) -> Any:
     """The mesh of the context. Without one, it is the given mesh with all its axes automatic, or
     None.
@@ -157,15 +182,20 @@ def current_mesh(given: Any) -> Any:
 
 def lists_own_keys(problem: Any) -> bool:
     """Whether a mask lists keys, so that the mesh axes that shard batch and heads are made manual
-    (see `listed_rows`). XLA decides how caches are sharded. It also decides for calls inside a
-    `jax.shard_map` of the caller that checks types. There JAX 0.10 and 0.12 cannot lower the
-    gradient of a second checked `jax.shard_map`, over axes that are still automatic.
+    (see `listed_rows`). XLA decides how caches are sharded, and where `types_are_checked`.
     """
     if not any(term.selects for term in leaf_terms(problem.mask)):
         return False
     arrays = problem.query, problem.key, problem.value
     stored = any(isinstance(x, AbstractStored) for x in arrays)
-    return not stored and not varying_axes(*arrays)
+    return not stored and not types_are_checked(problem)
+
+
+def types_are_checked(problem: Any) -> bool:
+    """Whether a call is inside of a `jax.shard_map` of the caller that checks types. There JAX 0.10
+    and 0.12 cannot lower the gradient of a second checked one, over axes that are still automatic.
+    """
+    return bool(varying_axes(problem.query, problem.key, problem.value))
 
 
 def without_explicit_axes(run: Callable, args: tuple, query: Array, out_sharding: Any) -> Any:

@@ -237,11 +237,11 @@ class BlockOperands:
             closed.append(ClosedScore.of(score, acc, read, consts and consts[i], axes))
         return closed
 
-    def reading(self, mask: AbstractMask | None, consts: Sequence) -> "BlockOperands":
-        """The same operands with another mask, and other `consts` that each score closes over."""
+    def reading(self, consts: Sequence, **parts: Any) -> "BlockOperands":
+        """The same operands with another mask and scores, and `consts` that each score reads."""
         new = copy.copy(self)
-        new.problem = dataclasses.replace(self.problem, mask=mask)
-        new.scores = self.closed_scores(consts)
+        new.problem = dataclasses.replace(self.problem, **parts)
+        new.scores = new.closed_scores(consts)
         return new
 
     def weigh(self, c: int) -> Callable:

@@ -351,10 +351,9 @@ def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
     """Brings explicit positions to the form int32 `[B|1, n]`."""
     if positions is None:
         return None
-    positions = jnp.asarray(positions_in_reach(positions, name))
-    axes = "bt" if name == "q_positions" else "bs"
-    flat = canonical(Operand(positions, axes), batch_shape, 1, n, n, name)
-    return jnp.broadcast_to(flat.reshape(flat.shape[0], -1), (flat.shape[0], n))
+    own, positions = name == "q_positions", jnp.asarray(positions_in_reach(positions, name))
+    flat = canonical(Operand(positions, "bt" if own else "bs"), batch_shape, 1, n, n, name)[:, 0]
+    return jnp.broadcast_to(flat[..., 0] if own else flat[:, 0], (flat.shape[0], n))
 
 
 def as_offset(offset, batch_shape: tuple[int, ...], t: int) -> tuple[int, Any]:

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._carry import Carry
-from .._jax import is_narrow, shadow_of, summed_wide
+from .._jax import is_narrow, shadow_of, summed_wide, varying_axes
 from .._misc import iota, widened
 from .._pairs import Operand
 from .._sweep.fold import fold_p
@@ -193,7 +193,8 @@ def fold_selected(
     # All parts read the arrays of a score, whose gradient is a sum over them.
     acc = problem.accumulation_dtype
     reads = [[read_of(x, acc, features=5) for x in xs] for xs in rows.of_scores]
-    held = tuple(HeldScore.of(s, acc, read) for s, read in zip(problem.scores, reads))
+    axes = varying_axes(problem.query, slots, *jax.tree.leaves((problem.key, problem.value, rows)))
+    held = tuple(HeldScore.of(s, acc, x, axes=axes) for s, x in zip(problem.scores, reads))
     problem = dataclasses.replace(problem, scores=held)
     key = _Source.of(problem.key, wide)
     # Values without arrays are part of the keys.
@@ -224,6 +225,8 @@ def read_twice(problem: Problem, lowering: Lowering, in_place: bool = False) -> 
     if not any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != acc for x in arrays):
         return problem
 
+    axes = varying_axes(*[x for x in jax.tree.leaves(problem) if eqx.is_array(x)])
+
     def of_sums(score: AbstractScore) -> BoundScore:
         def read(o: Operand) -> Operand:
             whole = set("ts") <= set(o.axes) and 1 not in problem.canonical(o).shape[2:4]
@@ -231,7 +234,7 @@ def read_twice(problem: Problem, lowering: Lowering, in_place: bool = False) -> 
 
         given = tuple(map(read, score.operands()))
         dtypes = [(o.feature_shape, read_of(o.array, acc)[1]) for o in given]
-        return BoundScore(HeldScore.of(score, acc, dtypes), given)
+        return BoundScore(HeldScore.of(score, acc, dtypes, axes=axes), given)
 
     scores = tuple(map(of_sums, problem.scores))
     return dataclasses.replace(problem, scores=scores, scale=jnp.asarray(problem.scale, acc))

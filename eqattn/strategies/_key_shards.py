@@ -10,7 +10,7 @@ from .._carry import Carry
 from .._jax import compiled
 from .._problem.jit_cache import cached
 from .._problem.key_shards import merged_over, ShardedKeys
-from .._problem.mesh import current_mesh, shard_map_wide, with_kernel
+from .._problem.mesh import current_mesh, shard_map_wide, whole, with_kernel
 from .._problem.problem import Problem
 from .._problem.wide_sums import with_wide_sums
 from ._fold import fold_on_device
@@ -64,6 +64,8 @@ def fold_over_keys(
 
     if mesh is None:
         return visit(sharded)
+    of_scores = lambda x: (x.rest.scores, x.consts)
+    sharded = eqx.tree_at(of_scores, sharded, whole(of_scores(sharded), mesh, {axis}))
     arrays, static = eqx.partition(sharded, eqx.is_array)
     return shard_map_wide(
         lambda arrays: visit(eqx.combine(arrays, static)),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from .._carry import Carry
 from .._config.partition import names_of
 from .._jax import varying_axes
-from .._problem.mesh import current_mesh, ManualAxes
+from .._problem.mesh import current_mesh, ManualAxes, types_are_checked
 from .._problem.problem import Problem
 from .._ring.layout import AbstractRingLayout
 from ..kernels import BACKENDS
@@ -187,7 +187,8 @@ class AbstractSharded(AbstractFoldStrategy):
         if place is not None and self._lists(problem.mask):
             return self._fold_listed(problem, place), None
         problem = _with_shared_heads(problem, place)
-        by_hand = self.fixed or (place is not None and place.gathers)
+        gathers = place is not None and place.gathers and not types_are_checked(problem)
+        by_hand = self.fixed or gathers
         block_q, block_k = self.block_sizes()
         options: dict[str, Any] = dict(
             block_q=block_q,
