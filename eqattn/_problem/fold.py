@@ -24,7 +24,7 @@ from .blocking import Blocking, BlockOperand
 from .differences import reads_differences
 from .exchange import HeadExchange
 from .lookups import looked_up, with_differences
-from .mesh import distinct, whole
+from .mesh import distinct
 from .operands import BlockOperands, WHOLE
 from .problem import Problem
 
@@ -255,18 +255,13 @@ def _visited(
         found = run(visited, table, *([_with_heads(x, spread) for x in xs] for xs in groups))
         found = [spread.heads_to_tokens(x, rows) for x in found]
     else:
-        # Scores are traced again inside, where they may read no array of this context. What they
-        # compute reads `consts`.
-        parts = dict(mask=problem.mask, scores=problem.scores)
-        own, parts_of = distinct(dict(parts, consts=[score.consts for score in blocks.scores]))
+        # Inside, scores are traced again, and may read no array of this context.
+        read = dict(mask=problem.mask, scores=problem.scores)
+        own, again = distinct(dict(read, consts=[x.consts for x in blocks.scores]), spread.manual)
         arrays = [blocks.operands, blocks.values, joined]
         found = spread.manual.shard_map(
-            lambda own, *arrays: run(visited.reading(**parts_of(own)), *arrays),
+            lambda own, *arrays: run(visited.reading(**again(own)), *arrays),
             [jax.tree.map(lambda _: (), own), table_axes, *[[x.axes for x in xs] for xs in arrays]],
             [rows] * count,
-        )(
-            whole(own, spread.manual.mesh, spread.manual.names),
-            table,
-            *[[x.array for x in xs] for xs in arrays],
-        )
+        )(own, table, *[[x.array for x in xs] for xs in arrays])
     return [blocking.from_rows(x) for x in found]

@@ -149,8 +149,8 @@ def shard_map_wide(
 
 def whole(tree: Any, mesh: Any, names: set[str]) -> Any:
     """Makes each device of a map over the axes `names` have all of the arrays, also where others
-    stay automatic. In a map over one of three axes, XLA (of jaxlib 0.10.2 and 0.12.0.1) ends the
-    process where one gathers from an array that an automatic axis shards.
+    stay automatic. In a map over one of three axes, one may gather from an array that an automatic
+    axis shards. XLA (of jaxlib 0.10.2 and 0.12.0.1) ends the process there.
     """
     if names == set(mesh.axis_names):
         return tree
@@ -159,17 +159,16 @@ def whole(tree: Any, mesh: Any, names: set[str]) -> Any:
     return jax.tree.map(place, tree)
 
 
-def distinct(tree: Any) -> tuple[list[Array], Callable[[Sequence], Any]]:
-    """The arrays in a tree, each once, and a function from others like them to a tree like it.
-
-    So what is the same array outside of a `jax.shard_map` is the same one inside.
+def distinct(tree: Any, manual: ManualAxes) -> tuple[list[Array], Callable[[Sequence], Any]]:
+    """The arrays of a tree that all devices read, each once, and a function from those inside of a
+    `jax.shard_map` to the tree. What is the same array outside is then the same one inside.
     """
     arrays, static = eqx.partition(tree, eqx.is_array)
     leaves, treedef = jax.tree.flatten(arrays)
     once = {id(x): x for x in leaves}
     where = [list(once).index(id(x)) for x in leaves]
     rebuilt = lambda new: eqx.combine(jax.tree.unflatten(treedef, [new[i] for i in where]), static)
-    return list(once.values()), rebuilt
+    return whole(list(once.values()), manual.mesh, manual.names), rebuilt
 
 
 def current_mesh(given: Any) -> Any:

@@ -51,17 +51,18 @@ def reserved(
 
     **Arguments:**
 
-    - `length`: how many tokens each row has, `[b]`.
+    - `length`: how many tokens each row has, `[b]`, or it has in each layer, `[layers, b]`.
     - `pages`, `page_size`: how many pages the pool has, and how many tokens a page has.
     - `devices`: the number of equal runs of pages. Part `j` of a row gets a page of the run
         `j % devices`.
 
     **Returns:** the table, and the pages to copy: None, or the old and the new ones, int32
-    `[2, b]`. Where these are `pages`, there is nothing to copy.
+    `[2, n]`. Where these are `pages`, there is nothing to copy.
 
     **Raises:** `ValueError` as `PagedKVCache.reserve` does.
     """
     table, length = _known("reserve", counts, table, length)
+    first, length = (length, length) if length.ndim == 1 else (length.min(0), length.max(0))
     counts = np.asarray(as_int32(counts, "counts"))
     if counts.shape not in ((), length.shape) or (counts < 0).any():
         raise ValueError(
@@ -75,7 +76,7 @@ def reserved(
         )
     part = np.arange(table.shape[1])
     empty = (part < wanted[:, None]) & (table == -1)
-    written = (part >= (length // page_size)[:, None]) & (part < wanted[:, None])
+    written = (part >= (first // page_size)[:, None]) & (part < wanted[:, None])
     written &= np.broadcast_to(counts > 0, length.shape)[:, None]
     users = np.bincount(pages_of(table)[table != -1], minlength=pages)
     free, copied = np.flatnonzero(users == 0), np.zeros(table.shape, bool)
@@ -97,10 +98,11 @@ def reserved(
             )
         table[mine] = own[: mine.sum()]
     # A page that is written from its first token on need not be copied.
-    kept = copied & (part == length[:, None] // page_size) & (length[:, None] % page_size > 0)
+    kept = copied & (part * page_size < length[:, None])
     if not kept.any():
         return table, None
-    copies = np.full((2, len(length)), pages, np.int32)
+    # If all layers have the same length, each row has at most one such page.
+    copies = np.full((2, max(len(length), kept.sum())), pages, np.int32)
     copies[:, : kept.sum()] = old[kept], table[kept]
     return table, copies
 

@@ -111,8 +111,10 @@ class PagedKVCache(AbstractCache):
         sizes = dict(batch=batch, capacity=capacity, pages=pages, page_size=page_size)
         sizes |= dict(kv_heads=kv_heads, head_shares=head_shares)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
+        if min(page_size, pages) < 1:
+            raise ValueError(
+                f"page_size={page_size} tokens and pages={pages} must be at least 1 each."
+            )
         shape = (pages, page_size, kv_heads)
         keys, values = empty_pools(shape, dims, dtype, stored, head_shares, bits, devices)
         parts = -(-capacity // (page_size * devices)) * devices
@@ -278,7 +280,7 @@ def with_reserved(cache: Cache, length: Array, counts: Any, size: int, donate: b
 
     **Arguments:**
 
-    - `length`: how many tokens each row has, `[b]`.
+    - `length`: how many tokens each row has, `[b]`, or it has in each layer, `[layers, b]`.
     - `size`: how many tokens a page has.
     """
     where: Any = lambda c: (c.key_pages, c.value_pages, c.table)

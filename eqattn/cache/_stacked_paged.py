@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import as_size, int32_field
 from .._problem.storage import as_stored, Pages
-from ._base import check_lengths, checked_dims, keeps_shardings
-from ._page_table import pages_of
+from ._base import check_lengths, check_rows, checked_dims, keeps_shardings
+from ._page_table import doubled, pages_of
 from ._paged import empty_pools, with_released, with_reserved, with_shared, write_pages
 from ._stacked import AbstractLayerCache, layer_index
 
@@ -28,6 +28,7 @@ class StackedPagedKVCache(eqx.Module):
         `[pages, layers, page size, k, v]`, as arrays, [`eqattn.cache.Quantized`][] or
         [`eqattn.cache.Bits`][]. `StackedPagedKVCache.empty` makes them.
     - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none.
+        `-2 - page` means that other rows may have the page, too.
     - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
     - `devices`: as for [`eqattn.cache.PagedKVCache`][].
     """
@@ -61,8 +62,10 @@ class StackedPagedKVCache(eqx.Module):
         sizes = dict(layers=layers, batch=batch, capacity=capacity, pages=pages)
         sizes |= dict(page_size=page_size, kv_heads=kv_heads, head_shares=head_shares)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1 token, got {page_size}.")
+        if min(page_size, pages) < 1:
+            raise ValueError(
+                f"page_size={page_size} tokens and pages={pages} must be at least 1 each."
+            )
         shape = (pages, layers, page_size, kv_heads)
         keys, values = empty_pools(
             shape, dims, dtype, stored, head_shares, bits, as_size(devices, "devices")
@@ -87,7 +90,15 @@ class StackedPagedKVCache(eqx.Module):
         of [`eqattn.cache.PagedKVCache`][].
         """
         size = as_stored(self.key_pages).shape[2]
-        return with_reserved(self, self.length.max(0), counts, size, donate)
+        return with_reserved(self, self.length, counts, size, donate)
+
+    def reorder(self, rows: Int[Array, " n"]) -> "StackedPagedKVCache":
+        """Returns the cache with the rows at these indices, in all layers; as that of
+        [`eqattn.cache.PagedKVCache`][].
+        """
+        rows = check_rows(self.layer(0), rows)
+        new = doubled(self.table, rows), self.length[:, rows]
+        return eqx.tree_at(lambda c: (c.table, c.length), self, new)
 
     def share(self, rows: Any, from_row: int, tokens: int) -> "StackedPagedKVCache":
         """Returns the cache in which `rows` begin with the first `tokens` of another row, in all
@@ -160,7 +171,7 @@ class PagedLayerCache(AbstractLayerCache):
         """**Raises:** `ValueError`, as the layers share the table of pages."""
         raise ValueError(
             "The layers of a StackedPagedKVCache share one table of pages, so that one of them "
-            "cannot be reordered alone; take new rows of stack.table and stack.length."
+            "cannot be reordered alone; call reorder of the stack."
         )
 
 

@@ -154,13 +154,14 @@ def reference_gqa(
     first: Any = jnp.zeros_like(lengths) if starts is None else as_int32(starts, "starts", 1)
     position = jnp.arange(s, dtype=jnp.int32)[None]
     seen = (position >= first[:, None]) & (position < lengths[:, None])
-    grouped = q.reshape(len(q), kv_heads, heads // kv_heads, -1).astype(dtype)
+    grouped = q.reshape(len(q), kv_heads, heads // kv_heads, q.shape[-1]).astype(dtype)
     logits = jnp.einsum("bkgd,bskd->bkgs", grouped, k.astype(dtype), precision="highest")
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
     v = jnp.where(seen[:, :, None, None], v.astype(dtype), 0).repeat(heads // kv_heads, 2)
     carry = Carry.from_logits(logits.reshape(len(q), 1, heads, s), v)
-    o, m, l = (x.reshape(*q.shape[:-1], -1) for x in carry.to_oml())
-    return o, m, l
+    o, m, l = carry.to_oml()
+    of_row = lambda x, n: x.reshape(*q.shape[:-1], n)
+    return of_row(o, v.shape[-1]), of_row(m, 1), of_row(l, 1)
 
 
 def reference_mha(

@@ -14,7 +14,7 @@ from .._misc import as_array, as_flag, positions_in_reach
 from .._pairs import Operand
 from .._problem.run_time import raise_if
 from ..cache import AbstractCache
-from ..masks._base import AbstractMask
+from ..masks._base import AbstractMask, Dense
 from ..masks._terms import live_blocks, map_terms
 
 
@@ -220,13 +220,13 @@ def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: in
     """Whether a mask may show a key to a query that is more than `distance` after it.
 
     The mask is classified over ranges of positions, so all queries from `distance + 1` to 2^29
-    after a key are one range. Keys are tried one by one, at the positions 0 to 7, the powers of two
-    up to 2^20, and around `distance`. These find a mask that exempts the first keys, or that looks
-    at chunks. A mask that treats only other keys differently is missed.
+    after a key are one range. Keys are tried one by one, at the positions 0 to 1023, the powers of
+    two up to 2^20, and around `distance`. These find a mask that exempts the first keys, or some in
+    each chunk. A mask that treats only other keys differently is missed. A list may show any key.
     """
     if mask is None:
         return True
-    keys = np.concatenate([np.arange(8), 2 ** np.arange(3, 21), [distance, distance + 1]])
+    keys = np.concatenate([np.arange(1024), 2 ** np.arange(10, 21), [distance, distance + 1]])
     far = np.array([[distance + 1, 2**29]])
-    away = map_terms(mask, _Away)
+    away = map_terms(mask, lambda term: Dense(np.True_) if term.selects else _Away(term))
     return bool(live_blocks(away, far, keys.repeat(2).reshape(-1, 2), (rows,), heads, heads).any())

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from _caches import MAKE
 
-from eqattn import attention, cascade_attention, Causal, nn, Ragged, ragged_attention
+from eqattn import (
+    attention,
+    Blockwise,
+    cascade_attention,
+    Causal,
+    nn,
+    Ragged,
+    ragged_attention,
+    ragged_gqa,
+    reference_gqa,
+)
 from eqattn.cache import (
     KVCache,
     LatentKVCache,
@@ -14,6 +24,7 @@ from eqattn.cache import (
     QuantizedKVCache,
     RingBufferCache,
     StackedKVCache,
+    StackedPagedKVCache,
 )
 
 
@@ -89,3 +100,27 @@ def test_places_of_a_ring_buffer_that_do_not_fit(unchecked):
     x = jnp.zeros((2, 12, 1, 4))
     with pytest.raises(ValueError, match=r"held \(2, 5\) must be \[b, capacity\] = \(2, 12\)"):
         RingBufferCache(x, x, jnp.zeros((2, 5), jnp.int32), jnp.zeros(2, jnp.int32))
+
+
+def test_positions_of_no_rows():
+    z, none = jnp.zeros, jnp.zeros((0, 2), jnp.int32)
+    q, k = z((0, 2, 2, 4)), z((0, 2, 1, 4))
+    cache = RingBufferCache.empty(batch=0, capacity=16, kv_heads=1, head_dim=4).append(k, k)
+    for strategy, keys, at in (
+        (Ragged(), (cache.key, cache.value), dict(kv_positions=cache.positions)),
+        (Blockwise(), (k, k), dict(q_positions=none, kv_positions=none)),
+    ):
+        assert attention(q, *keys, strategy, mask=Causal(), **at).attention_outputs.shape == q.shape
+
+
+def test_references_of_no_rows():
+    z = jnp.zeros
+    arrays = z((0, 4, 5)), z((0, 6, 2, 5)), z((0, 6, 2, 3)), z(0, jnp.int32)
+    for fn in (ragged_gqa, reference_gqa):
+        assert [x.shape for x in fn(*arrays)] == [(0, 4, 3), (0, 4, 1), (0, 4, 1)]
+
+
+@pytest.mark.parametrize("kind, layers", [(PagedKVCache, ()), (StackedPagedKVCache, (2,))])
+def test_a_pool_has_pages(kind, layers):
+    with pytest.raises(ValueError, match="pages=0 must be at least 1"):
+        kind.empty(*layers, 1, 10, 0, 5, 1, 4)

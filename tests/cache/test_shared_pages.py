@@ -456,3 +456,42 @@ def test_layers_of_one_table_share_pages_in_the_shares_of_devices():
         first, second = held_by(cache.layer(i))
         assert first == [100 * i + x for x in range(6)]
         assert second == [*first, 100 * i + 6.0]
+
+
+def of_layers(stack):
+    return [held_by(stack.layer(i)) for i in range(len(stack.length))]
+
+
+def numbered(*numbers):
+    """One token for each row, of one head and one feature."""
+    return jnp.asarray(numbers, jnp.float32)[:, None, None, None]
+
+
+def test_rows_of_all_layers_are_reordered():
+    stack = StackedPagedKVCache.empty(2, 2, 8, 8, 4, 1, 1).reserve(2)
+    for i in range(2):
+        x = numbered(1 + 10 * i, 2 + 10 * i)
+        stack = stack.layer(i).append(x, x).stack
+    with pytest.raises(ValueError, match="call reorder of the stack"):
+        stack.layer(0).reorder(jnp.array([1, 1]))
+    stack = stack.reorder(jnp.array([1, 1])).reserve(1)
+    for i in range(2):
+        x = numbered(5 + 10 * i, 6 + 10 * i)
+        stack = stack.layer(i).append(x, x).stack
+    assert of_layers(stack) == [[[2, 5], [2, 6]], [[12, 15], [12, 16]]]
+
+
+def test_layers_of_unequal_lengths_that_share_pages():
+    """A layer that has fewer tokens writes to an earlier page, and the other layer keeps its own."""
+    stack = StackedPagedKVCache.empty(2, 2, 12, 8, 2, 1, 1).reserve(4)
+    for i in range(2):
+        for n in range(4):
+            x = numbered(n + 10 * i, 0)
+            stack = stack.layer(i).append(x, x, jnp.array([1, 0])).stack
+    stack = stack.release([1]).share([1], 0, 4)
+    stack = stack.layer(1).truncate(jnp.array([1, 1])).stack.reserve(1)
+    for i in range(2):
+        x = numbered(5 + 10 * i, 6 + 10 * i)
+        stack = stack.layer(i).append(x, x).stack
+    first = [[0, 1, 2, 3, 5], [0, 1, 2, 3, 6]]
+    assert of_layers(stack) == [first, [[10, 15], [10, 16]]]

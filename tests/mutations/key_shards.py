@@ -52,7 +52,6 @@ MUTANTS = [
         [
             ("table * self.stack.length.shape[0] + self.index", "table * self.stack.length.shape[0]"),
             ("self.stack.length.at[self.index].set(length)", "self.stack.length.at[0].set(length)"),
-            ("self.length.max(0), counts", "self.length.min(0), counts"),
         ],
     ),
     (

@@ -15,7 +15,7 @@ MUTANTS = [
             ("users[page] -= copied[at]", "pass"),
             ("written &= np.broadcast_to(counts > 0, length.shape)[:, None]", "pass"),
             ("= old[kept], table[kept]", "= table[kept], old[kept]"),
-            ("kept = copied & (part == length[:, None] // page_size)", "kept = copied & (part > length[:, None] // page_size)"),
+            ("kept = copied & (part * page_size < length[:, None])", "kept = copied & (part * page_size > length[:, None])"),
             ("table[from_row, :parts] = -2 - pages_of(table[from_row, :parts])", "pass"),
             ("parts = -(-tokens // page_size)", "parts = tokens // page_size"),
             ("jnp.where(many[:, None] & (table >= 0), -2 - table, table)", "table"),

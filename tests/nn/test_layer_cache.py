@@ -18,6 +18,7 @@ from eqattn import (
     DenseMask,
     KeyPadding,
     MaskFn,
+    Selected,
     SlidingWindow,
 )
 from eqattn.cache import KVCache, PagedKVCache, QuantizedKVCache, RingBufferCache, StackedKVCache
@@ -242,10 +243,11 @@ def test_a_mapped_row_is_written_in_place():
         (ChunkedCausal(6), False),
         (MaskFn(lambda b, h, q, k: (q - k < 5) & (k <= q)), True),
         (MaskFn(lambda b, h, q, k: q - k < 4 + h), False),
+        (Causal() & (SlidingWindow(1, 0) | MaskFn(lambda b, h, q, k: k % 20 == 10)), False),
         (SlidingWindow(4, 0) & KeyPadding(jnp.array(3)), True),
         (KeyPadding(jnp.array(3)), False),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_a_ring_buffer_knows_what_a_mask_may_show(mask, fits):
     """The four keys before each of four tokens are all that a ring of eight still has."""
@@ -260,6 +262,19 @@ def test_a_ring_buffer_knows_what_a_mask_may_show(mask, fits):
         cache, out = run(cache, x[i : i + 4])
         outs.append(out)
     np.testing.assert_allclose(np.concatenate(outs), layer(x, mask=mask), rtol=0, atol=1e-5)
+
+
+def test_a_list_of_keys_and_a_window_over_a_ring_buffer():
+    layer, x, near = make(window=None, dtype=jnp.float32), normal(3, 10, SIZE), SlidingWindow(4, 0)
+    cache, chosen = RingBufferCache.empty(1, 9, *HELD), np.full((1, 10, 3), -1)
+    chosen[0, 9] = 9, 7, 5
+    for start, stop in ((0, 4), (4, 8), (8, 9)):
+        cache, _ = layer(x[start:stop], mask=near, cache=cache)
+    _, out = layer(x[9:], mask=near & Selected(chosen[:, 9:]), cache=cache)
+    want = layer(x, mask=near & Selected(chosen))[9:]
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="SlidingWindow.8, 0."):
+        layer(x[9:], mask=Selected(chosen[:, 9:]), cache=cache)
 
 
 @pytest.mark.parametrize("position, held", [(7, True), (5, True), (4, False), (2, False)])
