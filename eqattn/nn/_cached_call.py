@@ -1,6 +1,5 @@
 """How a layer continues from a cache: its rows, its new tokens, and what attention then reads."""
 
-import bisect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from .._misc import as_array, as_flag, positions_in_reach
 from .._pairs import Operand
 from .._problem.run_time import raise_if
 from ..cache import AbstractCache
-from ..masks._base import AbstractMask, Dense
+from ..masks._base import AbstractMask
 from ..masks._terms import live_blocks, map_terms
 
 
@@ -173,15 +172,23 @@ def _reach(
     most = capacity - tokens
     if most < 0:
         return 0  # `append` says that they do not fit.
-    if _shows_beyond(mask, most, rows, heads):
+    shows = lambda distances: _show_beyond(mask, distances, rows, heads)
+    if shows(np.array([most])).any():
         raise ValueError(
             f"With {tokens} new tokens a {type(cache).__name__} of {capacity} holds the "
             f"{most} before each, and the mask may show older ones, which are "
             f"overwritten: add a window such as SlidingWindow({most}, 0) to the mask "
             "or the layer, take a larger capacity or fewer tokens at a time, or a KVCache."
         )
-    hides = lambda distance: not _shows_beyond(mask, distance, rows, heads)
-    return bisect.bisect_left(range(most), True, key=hides)
+    # The least distance beyond which nothing is shown. Of 16 that are asked for at once, the search
+    # goes on between the last that shows something and the first that does not.
+    least = 0
+    while least < most:
+        tried = np.unique(np.linspace(least, most - 1, 16).astype(int))
+        showing = int(shows(tried).sum())
+        most = int(tried[showing]) if showing < len(tried) else most
+        least = int(tried[showing - 1]) + 1 if showing else least
+    return least
 
 
 def _checked(cache: Cache, query: Array, reach: int) -> Cache:
@@ -216,17 +223,22 @@ class _Away(AbstractMask):
         return self.mask.visible(b, h, k + q, k, *ids)
 
 
-def _shows_beyond(mask: AbstractMask | None, distance: int, rows: int, heads: int) -> bool:
-    """Whether a mask may show a key to a query that is more than `distance` after it.
+def _show_beyond(
+    mask: AbstractMask | None, distances: np.ndarray, rows: int, heads: int
+) -> np.ndarray:
+    """Whether a mask may show a key to a query that is more than some distance after it, bool
+    `[n]` for each of `n` distances.
 
     The mask is classified over ranges of positions, so all queries from `distance + 1` to 2^29
     after a key are one range. Keys are tried one by one, at the positions 0 to 1023, the powers of
-    two up to 2^20, and around `distance`. These find a mask that exempts the first keys, or some in
-    each chunk. A mask that treats only other keys differently is missed. A list may show any key.
+    two up to 2^20, and around the distances. These find a mask that exempts the first keys, or some
+    in each chunk. A mask that treats only other keys differently is missed. A list may show any
+    key.
     """
     if mask is None:
-        return True
-    keys = np.concatenate([np.arange(1024), 2 ** np.arange(10, 21), [distance, distance + 1]])
-    far = np.array([[distance + 1, 2**29]])
-    away = map_terms(mask, lambda term: Dense(np.True_) if term.selects else _Away(term))
-    return bool(live_blocks(away, far, keys.repeat(2).reshape(-1, 2), (rows,), heads, heads).any())
+        return np.ones(len(distances), bool)
+    keys = np.concatenate([np.arange(1024), 2 ** np.arange(10, 21), distances, distances + 1])
+    far = np.stack([distances + 1, np.full_like(distances, 2**29)], 1)
+    away = map_terms(mask, lambda term: term if term.selects else _Away(term))
+    each = keys.repeat(2).reshape(-1, 2)
+    return np.any(live_blocks(away, far, each, (rows,), heads, heads), axis=1, keepdims=True)[:, 0]

@@ -60,7 +60,8 @@ MUTANTS = [
         "nn/test_layer_cache.py -k 'knows_what or list_of_keys'",
         [
             ("np.arange(1024)", "np.arange(8)"),
-            ("Dense(np.True_) if term.selects", "Dense(np.False_) if term.selects"),
+            ("term if term.selects else _Away(term)", "_Away(term)"),
+            ("if showing else least", "if showing > 1 else least"),
         ],
     ),
     (

@@ -143,7 +143,7 @@ MUTANTS = [
                 "q_positions.min(-1)",
             ),
             ("there < length - first,", "there < 0,"),
-            ("return bisect.bisect_left(range(most), True, key=hides)", "return most"),
+            ("most = int(tried[showing]) if showing < len(tried) else most", "most = int(tried[showing]) + 1 if showing < len(tried) else most; break"),
             ("return key_, key_ if value is None", "return key_, query if value is None"),
         ],
     ),
