@@ -316,7 +316,7 @@ ERRORS = {
     "float pages": (lambda c, k, v: NO_PAGES.reserve([16.9, 0]), TypeError, "counts must be integers"),
     "fewer pages": (lambda c, k, v: NO_PAGES.reserve([-5, 0]), ValueError, "at least 0"),
     "pages of other rows": (lambda c, k, v: NO_PAGES.reserve([1, 2, 3]), ValueError, r"integers \(2,\)"),
-    "page size": (lambda c, k, v: PagedKVCache.empty(2, 8, 20, 0, K, D), ValueError, "page_size must be"),
+    "page size": (lambda c, k, v: PagedKVCache.empty(2, 8, 20, 0, K, D), ValueError, "page_size=0 tokens and pages=20 must be"),
     "shares": (lambda c, k, v: QuantizedKVCache.empty(2, 8, K, D, head_shares=0), ValueError, "must divide 2 heads, got 0 devices"),
 }  # fmt: skip
 
