@@ -111,10 +111,6 @@ class PagedKVCache(AbstractCache):
         sizes = dict(batch=batch, capacity=capacity, pages=pages, page_size=page_size)
         sizes |= dict(kv_heads=kv_heads, head_shares=head_shares)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
-        if min(page_size, pages) < 1:
-            raise ValueError(
-                f"page_size={page_size} tokens and pages={pages} must be at least 1 each."
-            )
         shape = (pages, page_size, kv_heads)
         keys, values = empty_pools(shape, dims, dtype, stored, head_shares, bits, devices)
         parts = -(-capacity // (page_size * devices)) * devices
@@ -204,18 +200,21 @@ def empty_pools(
     bits: bool | None,
     devices: int,
 ) -> tuple[Any, Any]:
-    """Pools of pages of zeros, for keys `[*shape, dims[0]]` and for values `[*shape, dims[1]]`,
-    where `shape` begins with the number of pages. The other arguments are those of
-    `PagedKVCache.empty`.
+    """Pools of pages of zeros, for keys `[*shape, dims[0]]` and for values `[*shape, dims[1]]`. The
+    shape begins with the number of pages. Its last two entries are the tokens of a page and the
+    heads. The other arguments are those of `PagedKVCache.empty`.
     """
+    pages, page_size = shape[0], shape[-2]
+    if min(page_size, pages) < 1:
+        raise ValueError(f"page_size={page_size} tokens and pages={pages} must be at least 1 each.")
     if bits and stored is not None:
         raise ValueError(
             f"bits=True keeps numbers of {jnp.dtype(dtype)} as they are and stored="
             f"{jnp.dtype(stored)} quantizes them: give one of the two."
         )
-    if as_size(devices, "devices", 1) > 1 and shape[0] % devices:
+    if as_size(devices, "devices", 1) > 1 and pages % devices:
         raise ValueError(
-            f"devices={devices} cannot share {shape[0]} pages; use a multiple of {devices}."
+            f"devices={devices} cannot share {pages} pages; use a multiple of {devices}."
         )
 
     def pool(dim: int) -> Any:

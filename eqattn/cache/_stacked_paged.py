@@ -62,10 +62,6 @@ class StackedPagedKVCache(eqx.Module):
         sizes = dict(layers=layers, batch=batch, capacity=capacity, pages=pages)
         sizes |= dict(page_size=page_size, kv_heads=kv_heads, head_shares=head_shares)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
-        if min(page_size, pages) < 1:
-            raise ValueError(
-                f"page_size={page_size} tokens and pages={pages} must be at least 1 each."
-            )
         shape = (pages, layers, page_size, kv_heads)
         keys, values = empty_pools(
             shape, dims, dtype, stored, head_shares, bits, as_size(devices, "devices")

@@ -96,10 +96,10 @@ def as_rows(
     **Raises:** `ValueError` if a single sequence has several counts.
     """
     one, restored = inputs[0].ndim == 2, lambda cache: cache
-    if one and of_rows[1] is not None and jnp.ndim(of_rows[1]):
+    if one and np.ndim(of_rows[1]):
         raise ValueError(
             f"counts of one sequence {inputs[0].shape} must be an int, or an integer array without "
-            f"axes, got {jnp.shape(of_rows[1])}."
+            f"axes, got {np.shape(of_rows[1])}."
         )
     if cache is not None:
         cache, restored = as_batch(cache, None if one else inputs[0].shape[0])
@@ -241,4 +241,4 @@ def _show_beyond(
     far = np.stack([distances + 1, np.full_like(distances, 2**29)], 1)
     away = map_terms(mask, lambda term: term if term.selects else _Away(term))
     each = keys.repeat(2).reshape(-1, 2)
-    return np.any(live_blocks(away, far, each, (rows,), heads, heads), axis=1, keepdims=True)[:, 0]
+    return np.logical_or.reduce(live_blocks(away, far, each, (rows,), heads, heads), axis=1)
