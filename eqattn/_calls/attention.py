@@ -3,13 +3,16 @@
 import functools as ft
 from typing import Any
 
+import jax
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._config.metadata import AttentionMetadata
 from .._output import AttentionOutput
-from .._problem.problem import MaskLike, ScoreLike
+from .._problem.arguments import MaskLike, ScoreLike
 from .._problem.storage import AbstractStored
+from ..masks._base import AbstractMask
 from ..strategies import AttentionImpl, Blockwise
-from ..strategies._checks import check_strategy
 
 
 def attention(
@@ -95,3 +98,23 @@ def attention(
 def _default() -> AttentionImpl:
     """The strategy of calls that name none. It holds no arrays, so one serves them all."""
     return Blockwise()
+
+
+def check_strategy(strategy: Any) -> None:
+    """**Raises:** `TypeError`, with the remedy, unless it is a strategy."""
+    if isinstance(strategy, AttentionImpl):
+        return
+    if isinstance(strategy, AbstractMask | jax.Array | np.ndarray | list):
+        raise TypeError(
+            f"strategy must be an AttentionImpl such as Blockwise(metadata), got "
+            f"{type(strategy).__name__}; pass masks by name, mask=, and biases bias=."
+        )
+    if isinstance(strategy, AttentionMetadata):
+        raise TypeError(
+            "strategy must be an AttentionImpl, got AttentionMetadata(...); make one of it: "
+            "Blockwise(metadata)."
+        )
+    raise TypeError(
+        f"strategy must be an AttentionImpl such as Blockwise(metadata), got {strategy!r}; "
+        "AttentionRegistry.create(name, metadata) makes one from a name."
+    )

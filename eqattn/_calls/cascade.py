@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 from .._misc import as_array, as_flag, as_int, as_int32
 from .._output import AttentionOutput
+from .._problem.arguments import as_mask, as_scores, check_shapes
 from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
-from .._problem.problem import as_mask, as_scores, check_shapes
 from .._problem.storage import Pages
 from ..cache import AbstractCache
 from ..masks._base import AbstractMask

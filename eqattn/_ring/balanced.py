@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .._misc import as_size
-from .._problem.problem import as_mask
+from .._problem.arguments import as_mask
 from ..masks._terms import leaf_terms
 from .counts import counted_blocks
 from .layout import AbstractRingLayout

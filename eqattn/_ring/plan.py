@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._misc import accumulation_dtype, as_dtype, as_size, REACH
-from .._problem.problem import as_mask, Problem
+from .._problem.arguments import as_mask
+from .._problem.problem import Problem
 from ..masks._terms import live_blocks
 from .counts import counted_blocks
 from .layout import AbstractRingLayout, check_layout, Contiguous

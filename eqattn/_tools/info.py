@@ -15,9 +15,10 @@ from .. import __version__
 from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Backend, OTHER_KERNELS, Platform
+from .._problem.arguments import as_mask
 from .._problem.block_classes import table_of
 from .._problem.blocking import Blocking, choose_blocking
-from .._problem.problem import as_mask, Problem
+from .._problem.problem import Problem
 from .._ring.choice import sharding_plan, ShardingPlan
 from .._ring.layout import Contiguous, Zigzag
 from .._ring.plan import ring_plan, RingPlan
@@ -283,15 +284,16 @@ class Spec:
     def cost(self, strategy: AbstractOnDevice) -> list[tuple[str, str]]:
         blocking, table = blocks_of(strategy, self.query, self.key, self.value, self.args.mask)
         cost = Cost.of(blocking, table, self.dim, self.value_dim)
-        total = max(cost.empty + cost.partial + cost.full, 1)
         visited = cost.partial + cost.full
+        total = visited + cost.empty
+        share = visited / max(total, 1)
         each = "of all heads" if blocking.in_place else "per key head"
         return [
             ("blocks", f"{blocking.block_q} queries x {blocking.block_k} keys"),
             ("grid", f"{blocking.rows} x {blocking.columns} blocks {each}"),
             (
                 "visited",
-                f"{visited} of {total} blocks ({visited / total:.1%}): {cost.partial} partial, "
+                f"{visited} of {total} blocks ({share:.1%}): {cost.partial} partial, "
                 f"{cost.full} full; {cost.empty} empty ones are skipped",
             ),
             (

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._config.metadata import AttentionMetadata
 from .._misc import as_array, as_flag, as_size
-from .._problem.problem import as_mask
+from .._problem.arguments import as_mask
 from ..masks._causal import BlockCausal, Causal, ChunkedCausal
 from ..masks._function import MaskFn
 from ..masks._segments import Segments

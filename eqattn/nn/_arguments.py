@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._calls import attention as calls
 from .._misc import as_dtype, as_flag, as_int, as_size, REACH
-from .._problem.problem import as_mask
+from .._problem.arguments import as_mask
 from .._problem.storage import check_computable
 from ..masks._base import AbstractMask, Dense
 from ..masks._window import SlidingWindow
-from ..strategies import _checks as checks, AttentionImpl, Blockwise, Ragged
+from ..strategies import AttentionImpl, Blockwise, Ragged
 
 
 # Fields of a strategy's metadata that the layer decides, and the layer's argument for each.
@@ -99,7 +100,7 @@ def check_strategy(strategy: Any) -> None:
     """**Raises:** `ValueError` if a strategy's metadata decide what the layer decides."""
     if strategy is None:
         return
-    checks.check_strategy(strategy)
+    calls.check_strategy(strategy)
     for name, argument in _OF_THE_LAYER.items():
         value = getattr(strategy.metadata, name)
         if value is not None and not (name == "dropout_prob" and value == 0):

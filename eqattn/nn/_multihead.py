@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._misc import as_array, as_constant, with_constants
-from .._problem.problem import as_scores, as_sinks
+from .._problem.arguments import as_scores, as_sinks
 from ..masks._terms import moved_positions
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl

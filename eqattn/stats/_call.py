@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._calls.attention import attention
+from .._calls.attention import attention, check_strategy
 from .._jax import vary, varying_axes
 from .._misc import as_array
 from .._output import AttentionOutput
-from .._problem.problem import as_scores, as_sinks
+from .._problem.arguments import as_scores, as_sinks
 from .._problem.storage import AbstractStored
 from ..scores._base import AbstractScore
 from ..scores._bias import as_bias
 from ..strategies import AttentionImpl, Blockwise
 from ..strategies._base import with_metadata
-from ..strategies._checks import check_strategy
 from ..strategies._fold_strategy import AbstractFoldStrategy
 from ..strategies._on_device import AbstractOnDevice
 from ._scores import Factor, Known, Moved

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._pairs import Operand
-from .._problem.problem import MaskLike, ScoreLike
+from .._problem.arguments import MaskLike, ScoreLike
 from .._problem.storage import AbstractStored
 from ..scores._base import AbstractScore
 from ..scores._function import ScoreFn

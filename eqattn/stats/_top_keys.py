@@ -7,17 +7,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from .._calls.attention import check_strategy
 from .._closure import opened
 from .._jax import explicit_axes, sharding_of
 from .._misc import as_array, as_size
+from .._problem.arguments import as_mask, as_scores, check_shapes, MaskLike, ScoreLike
 from .._problem.mesh import without_explicit_axes
-from .._problem.problem import as_mask, as_scores, check_shapes, MaskLike, Problem, ScoreLike
+from .._problem.problem import Problem
 from .._problem.storage import AbstractStored
 from .._sweep.top import greatest
 from ..masks._base import AbstractMask
 from ..masks._terms import leaf_terms
 from ..strategies import AttentionImpl, Blockwise
-from ..strategies._checks import check_strategy
 from ..strategies._explicit_axes import known_partition
 from ..strategies._fold_strategy import AbstractFoldStrategy
 

@@ -17,7 +17,7 @@ from .._config.partition import fitted, with_axes_kept
 from .._config.platform import Backend, GPUS, Platform, RuntimeMode
 from .._misc import as_array, as_flag, as_size, REACH
 from .._output import AttentionOutput
-from .._problem.problem import named_mask
+from .._problem.arguments import named_mask
 from .._problem.storage import AbstractStored
 from ..kernels import interpreted_backend, method_on
 from ._support import Support, varying_bits, without_library

@@ -17,8 +17,9 @@ from .._config.platform import Backend, Platform
 from .._jax import explicit_axes
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
+from .._problem import arguments
 from .._problem.mesh import lists_own_keys, ManualAxes, with_kernel
-from .._problem.problem import as_mask, as_scores, check_one_offset, Problem
+from .._problem.problem import Problem
 from .._problem.storage import AbstractStored, check_computable
 from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
@@ -27,7 +28,6 @@ from ..masks._causal import Causal
 from ..masks._terms import check_positions, split_list
 from ..scores._bias import as_bias
 from ._base import AttentionImpl
-from ._checks import check_precision, choose_bias, choose_dropout_key
 from ._results import as_output, attended, finish
 
 
@@ -218,15 +218,15 @@ class AbstractFoldStrategy(AttentionImpl):
         self._check_blocks()
         given = {name: x for name, x in features.items() if x is not True}
         as_flag(features.get("inference", False), "inference (deterministic of forward_*)")
-        mask, scores = as_mask(given.get("mask")), as_scores(given.get("score"))
+        mask, scores = arguments.as_mask(given.get("mask")), arguments.as_scores(given.get("score"))
         check_positions(mask)
         self.check_lists(mask)
         if given.get("bias") is not None:
             as_bias(given["bias"])
-        check_one_offset(features.get("q_offset"), features.get("q_positions"))
+        arguments.check_one_offset(features.get("q_offset"), features.get("q_positions"))
         if "q_offset" in given:
             as_int(given["q_offset"], "q_offset")
-        check_precision(self.precision)
+        arguments.check_precision(self.precision)
         self.key_shards()  # raises where there is no mesh that has the axes
         dtype = jnp.dtype(given["dtype"]) if given.get("dtype") is not None else None
         if dtype is not None:
@@ -307,7 +307,7 @@ class AbstractFoldStrategy(AttentionImpl):
         The keyword arguments are those of [`eqattn.attention`][].
         """
         self._check_blocks()
-        dropout_rng = choose_dropout_key(self.metadata, deterministic, dropout_rng)
+        dropout_rng = arguments.choose_dropout_key(self.metadata, deterministic, dropout_rng)
         flags = dict(
             return_weights=as_flag(return_weights, "return_weights"),
             return_logsumexp=as_flag(return_logsumexp, "return_logsumexp"),
@@ -317,8 +317,8 @@ class AbstractFoldStrategy(AttentionImpl):
         wanted = ["outputs", *(n.removeprefix("return_") for n, flag in flags.items() if flag)]
         if return_weights and not self.forms_weights:
             raise ValueError(self._without_weights())
-        bias = choose_bias(mask, bias, init_bias)
-        mask, score = opened(as_mask(mask)), opened(as_scores(score))
+        bias = arguments.choose_bias(mask, bias, init_bias)
+        mask, score = opened(arguments.as_mask(mask)), opened(arguments.as_scores(score))
         if as_flag(causal, "causal"):
             mask = Causal() if mask is None else Causal() & mask
         options = dict(
@@ -332,7 +332,7 @@ class AbstractFoldStrategy(AttentionImpl):
         )
         self._check_features(flags | options | dict(dropout=dropout_rng is not None))
 
-        check_precision(self.precision)
+        arguments.check_precision(self.precision)
         q = jnp.asarray(as_array(q, "query"))
         if self.reads_stored:
             from .._problem.joined import read_once

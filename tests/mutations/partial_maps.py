@@ -70,7 +70,7 @@ MUTANTS = [
         [("if one and np.ndim(of_rows[1]):", "if False:")],
     ),
     (
-        "_problem/problem.py",
+        "_problem/arguments.py",
         "problem/test_attention_errors.py cache/test_nothing.py -k 'positions'",
         [("\"bt\" if own else \"bs\"", "\"bt\"")],
     ),

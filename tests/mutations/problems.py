@@ -8,10 +8,16 @@ MUTANTS = [
     (
         "_problem/problem.py",
         ERRORS,
+        [("if scale is not None and jnp.ndim(scale) > 0:", "if False:")],
+    ),
+    (
+        "_problem/arguments.py",
+        ERRORS,
         [
             ("if q_offset is not None and q_positions is not None:", "if False:"),
-            ("if scale is not None and jnp.ndim(scale) > 0:", "if False:"),
             ("if sinks.ndim == 2 and sinks.shape[0] in (1, heads):", "if sinks.ndim == 2:"),
+            ("n > REACH", "n > 2 * REACH"),
+            ("(query.shape[-3], key.shape[-3])", "(query.shape[-3],)"),
         ],
     ),
     (
@@ -28,8 +34,12 @@ MUTANTS = [
         [
             ("scale=_scale_of(metadata, query.shape)", "scale=_scale_of(metadata, value.shape)"),
             ("else (SoftCap(soft_cap), *scores)", "else (*scores, SoftCap(soft_cap))"),
-            ("return sinks[:, None]", "return sinks[None]"),
         ],
+    ),
+    (
+        "_problem/arguments.py",
+        CALLS,
+        [("return sinks[:, None]", "return sinks[None]")],
     ),
     (
         "_problem/block_classes.py",

@@ -26,6 +26,7 @@ from eqattn import (
     SlidingWindow,
     Zigzag,
 )
+from eqattn._problem.arguments import check_shapes
 from eqattn.cache import KVCache
 from eqattn.masks import AbstractMask
 
@@ -295,6 +296,20 @@ def test_bad_input(name, how):
     for text in contents:
         assert str(text) in message, message
     assert "XlaRuntimeError" not in message and len(message) > 20
+
+
+@pytest.mark.parametrize("which", ["queries", "keys"])
+def test_positions_end_at_two_to_the_thirty(which):
+    def arrays(n):
+        t, s = (n, 1) if which == "queries" else (1, n)
+        shape = lambda *xs: jax.ShapeDtypeStruct(xs, jnp.float32)
+        return shape(t, H, D), shape(s, K, D), shape(s, K, V)
+
+    check_shapes(*arrays(2**30))
+    with pytest.raises(
+        ValueError, match=r"at most 2\*\*30 queries and keys, got 1073741825: query"
+    ):
+        jax.eval_shape(attention, *arrays(2**30 + 1))
 
 
 def test_flags_are_static():

@@ -77,6 +77,13 @@ def test_info_counts_what_the_mask_leaves(capsys):
     assert runs["products"].startswith(f"{flop / 1e6:.3g} MFLOP forward")
 
 
+def test_info_of_nothing_and_of_too_much(capsys):
+    assert main("info --no-compile --keys 0".split()) == 0
+    assert "0 of 0 blocks (0.0%)" in fields(capsys.readouterr().out, "runs")["visited"]
+    assert main("info --no-compile --queries 99999999999".split()) == 0
+    assert "at most 2**30 queries" in fields(capsys.readouterr().out, "runs")["nothing"]
+
+
 def test_info_counts_the_blocks_of_ragged(capsys):
     """One has the rows of all heads, if its keys stay in place. For many queries they do not."""
     flags = "--strategy ragged --queries 128 --keys 1024 --heads 8 --kv-heads 2 --mask none"
