@@ -71,6 +71,15 @@ def logsumexp(denominator: Array, maximum: Array) -> Array:
     return jnp.where(seen, safe_max(maximum) + jnp.log(safe), -jnp.inf)
 
 
+def joint_logit(logits: Array) -> Array:
+    """The one logit that adds to a softmax what all logits of the last axis do: their logsumexp.
+
+    Where all are `-inf`, its derivative is 0, and that of `jax.nn.logsumexp` is NaN.
+    """
+    top = logits.max(-1, initial=-jnp.inf)
+    return logsumexp(jnp.exp(logits - safe_max(top)[..., None]).sum(-1), top)
+
+
 def guarded_quotient(total: Array, weight: Array) -> Array:
     """The quotient `total / weight`, 0 where the weight is 0."""
     seen = weight != 0

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._carry import Carry
+from .._carry.rows import joint_logit
 from .._sweep.attend import attend
 from .._sweep.fold import fold
 from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
@@ -91,7 +92,7 @@ def attend_problem(
         problem = dataclasses.replace(problem, **apart)
     joined = []
     if sinks is not None:
-        wide = jax.nn.logsumexp(sinks.astype(problem.accumulation_dtype), -1)
+        wide = joint_logit(sinks.astype(problem.accumulation_dtype))
         joined = [_of_rows("sinks", wide.reshape(1, -1, 1, 1), blocking)]
     visit = ft.partial(_attended, dtype=dtype)
     how = problem, blocking, spread, fused, lowering, live, live_pairs

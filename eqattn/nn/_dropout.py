@@ -85,22 +85,19 @@ class Dropout:
         """
         if getattr(inference, "size", 1) != 1:
             raise ValueError(f"inference must be a single boolean, got {inference!r}.")
-        if inference is not None and inference:
-            return 0.0
+        stopped = self.inference if inference is None else inference
+        stopped = stopped if isinstance(stopped, bool) else concrete(stopped)
         p = self.p if _is_number(self.p) else concrete(self.p)
-        if p == 0 or (p is None and self.off):
+        if p == 0 or (p is None and self.off) or (stopped is not None and stopped):
             return 0.0
-        stopped = inference
-        if stopped is None:
-            known = isinstance(self.inference, bool)
-            stopped = self.inference if known else concrete(self.inference)
         if p is None or stopped is None:
             raise ValueError(
                 "Whether and how much to drop is traced. Under plain jax.jit or jax.grad over a "
                 "layer with dropout_p > 0, call it with inference=True, or use eqx.filter_jit or "
-                "eqx.filter_grad, to which numbers are static."
+                "eqx.filter_grad, to which Python numbers are static. An optimiser that updates "
+                "every leaf has made arrays of them: let it see arrays only, by eqx.filter."
             )
-        return 0.0 if stopped else float(p)
+        return float(p)
 
     def rate_of_call(self, inference: Any, deterministic: Any, key: Any) -> float:
         """The probability to use in a call of a `MultiheadAttention` with these arguments.

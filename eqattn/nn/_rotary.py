@@ -80,6 +80,8 @@ def rotary(
     _check_scaling(scaling)
     positions = _positions_of_pairs(positions, x.shape, dim, sections)
     dtype = accumulation_dtype(x.dtype)
+    if not isinstance(theta, float) and jnp.finfo(theta.dtype).bits < jnp.finfo(dtype).bits:
+        theta = jnp.asarray(theta, dtype)
     frequencies, amplitude = (
         (plain_frequencies(dim, theta), 1.0)
         if scaling is None

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._calls.attention import attention, check_strategy
+from .._carry.rows import joint_logit
 from .._jax import vary, varying_axes
 from .._misc import as_array
 from .._output import AttentionOutput
@@ -54,7 +55,7 @@ class Call:
         self.rows, self.keys = (*batch, tokens, heads), (*batch, heads, 1, self.key.shape[-3])
         self.dtype = jnp.float64 if self.query.dtype == jnp.float64 else jnp.float32
         sinks = as_sinks(metadata.softmax_aux, heads)
-        self.sinks = None if sinks is None else jax.nn.logsumexp(sinks.astype(self.dtype), -1)
+        self.sinks = None if sinks is None else joint_logit(sinks.astype(self.dtype))
         self.strategy = with_metadata(strategy, metadata.replace(softmax_aux=None))
         bias, score = call.pop("bias"), as_scores(call.pop("score"))
         self.scores = score if bias is None else (as_bias(bias), *score)

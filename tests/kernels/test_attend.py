@@ -210,3 +210,30 @@ def test_in_a_shard_map_that_is_checked():
     precision = bound.precision_of(np.float32)
     want = bound.grads(problem(q, k, v, sinks), np.float64(g), np.zeros((B, T, H)), precision)
     judged(dict(zip(("q", "k", "v", "sinks"), got, strict=True)), want)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tpu", "triton"])
+@pytest.mark.parametrize("kind", [Blockwise, Ragged])
+def test_a_sink_of_minus_infinity_has_no_gradient(kind, backend):
+    """Nor a tangent: it takes nothing, also where a head has no other."""
+    q, k, v = draw()
+    absent = np.array([[0, 1], [0, 0], [1, 1], [1, 0]], bool)
+    sinks = jnp.where(absent, -jnp.inf, normal(7, H, 2))
+    g, g_lse = normal(8, *q.shape), normal(9, B, T, H)
+    how = dict(platform="xla") if backend == "cpu" else dict(platform="interpret", backend=backend)
+
+    def loss(*args):
+        given = kind(AttentionMetadata(softmax_aux=args[3], **how))
+        out = attention(*args[:3], given, mask=Causal(), return_logsumexp=True)
+        return (out.attention_outputs * g).sum() + (out.logsumexp * g_lse).sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, sinks)
+    # A sink of -1000 has a share of exactly 0, too, and the oracle's formulas are finite there.
+    exact = problem(q, k, v, np.where(absent, -1000.0, sinks))
+    want = bound.grads(exact, np.float64(g), np.float64(g_lse), bound.precision_of(jnp.float32))
+    judged(dict(zip(("q", "k", "v", "sinks"), gradients, strict=True)), want)
+    assert (gradients[3][absent] == 0).all()
+    if backend != "triton":  # It has no forward mode.
+        tangent = jax.jit(lambda x, dx: jax.jvp(lambda x: loss(q, k, v, x), (x,), (dx,))[1])
+        ones = jnp.ones_like(sinks)
+        np.testing.assert_allclose(tangent(sinks, ones), gradients[3].sum(), rtol=1e-4)

@@ -103,4 +103,24 @@ MUTANTS = [
         "sweep/test_sweep.py -k 'visits or einsum'",
         [("small = small and at_most(math.prod(layout.shape(layout.batch)) * logits, 2**17)", "pass", "it is a choice of speed, which the bench measures")],
     ),
+    (
+        "_problem/fold.py",
+        "kernels/test_attend.py -k minus_infinity",
+        [("joint_logit(sinks.astype(problem.accumulation_dtype))", "jax.nn.logsumexp(sinks.astype(problem.accumulation_dtype), -1)")],
+    ),
+    (
+        "stats/_call.py",
+        "stats/test_weightless.py -k minus_infinity",
+        [("joint_logit(sinks.astype(self.dtype))", "jax.nn.logsumexp(sinks.astype(self.dtype), -1)")],
+    ),
+    (
+        "nn/_rotary.py",
+        "nn/test_rotary.py -k narrow",
+        [("jnp.finfo(theta.dtype).bits < jnp.finfo(dtype).bits", "False")],
+    ),
+    (
+        "nn/_dropout.py",
+        "nn/test_multihead.py -k may_be_traced",
+        [(" or (stopped is not None and stopped):", ":")],
+    ),
 ]

@@ -252,6 +252,19 @@ def test_dropout_is_on_or_off_as_in_equinox():
             eqx.nn.inference_mode(layer)(X, X, X, inference=False)
 
 
+def test_where_dropout_is_known_to_be_off_its_rate_may_be_traced():
+    """`eqx.nn.MultiheadAttention` takes each of these but the last two."""
+    layer, off, half = dropping(), dropping()(X, X, X, inference=True), jnp.array(0.5)
+    stop, put = eqx.nn.inference_mode, lambda p: eqx.tree_at(lambda m: m.dropout.p, layer, p)
+    close(jax.jit(lambda m: stop(m)(X, X, X))(layer), off)
+    close(jax.jit(lambda p: stop(put(p))(X, X, X))(0.5), off)
+    close(eqx.filter_jit(lambda m: m(X, X, X))(stop(put(half))), off)
+    close(jax.jit(lambda p: put(p)(X, X, X, inference=True))(0.5), off)
+    close(jax.jit(lambda i: put(0.0)(X, X, X, inference=i))(True), off)
+    with pytest.raises(ValueError, match="is traced.*An optimiser that updates every leaf"):
+        jax.jit(lambda i: layer(X, X, X, inference=i))(True)
+
+
 def test_setting_p_afterwards_switches_dropout_on():
     layer = eqx.tree_at(lambda m: m.dropout.p, nn.MultiheadAttention(HEADS, SIZE, key=KEY), 0.5)
     key = jax.random.key(3)

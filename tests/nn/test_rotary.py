@@ -259,6 +259,25 @@ def test_traced_theta_and_positions(name, dim):
     np.testing.assert_allclose(traced, want, atol=1e-6)
 
 
+@pytest.mark.parametrize("scaling", [None, *SCALINGS])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_narrow_theta_only_rounds_itself(dtype, scaling):
+    """Frequencies in its dtype would be off by 0.02 (float16) to 0.3 (bfloat16) at position 1000."""
+    given = dict(scaling=None if scaling is None else SCALINGS[scaling][0])
+    x, positions = normal(17, 2, 1, 16), jnp.array([10, 1000])
+    got = nn.rotary(x, positions, jnp.array(512, dtype), **given)
+    np.testing.assert_array_equal(got, nn.rotary(x, positions, jnp.array(512.0), **given))
+    assert error(got, nn.rotary(x, positions, 512.0, **given)) < 2e-3
+    slope = jax.grad(lambda theta: nn.rotary(x, positions, theta, **given).sum())
+    assert slope(jnp.array(512, dtype)).dtype == dtype
+
+
+def test_frequencies_of_a_narrower_theta_are_those_of_float64_features(x64):
+    x, positions = normal(18, 2, 1, 16).astype(jnp.float64), jnp.array([10, 10**6])
+    got = nn.rotary(x, positions, jnp.array(1e4, jnp.float32))
+    assert error(got, reference(x, positions, plain(16, 1e4))) < 1e-8
+
+
 def test_theta_varies_along_a_scan():
     x, positions, thetas = normal(14, 6, 1, 8), jnp.arange(6), jnp.array([1e4, 1e6])
     layers = jax.vmap(nn.Rotary)(thetas)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqattn import attention, Blockwise, Dense, Ragged, stats
+from eqattn import attention, AttentionMetadata, Blockwise, Dense, Ragged, stats
 
 
 T, S = 3, 5
@@ -44,3 +44,15 @@ def test_the_mean_of_a_function_of_the_logit(strategy, known, x64):
         np.testing.assert_allclose(jax.grad(lambda q: ct @ mean(q))(q), want, atol=1e-12)
     moved = jax.jvp(mean_logit, (q,), (q,))[1]
     np.testing.assert_allclose(jax.jvp(mean, (q,), (q,))[1], moved, rtol=1e-12)
+
+
+def test_sinks_of_minus_infinity_have_no_gradient(x64):
+    q, k = jnp.asarray(Q), jnp.asarray(K)
+
+    def entropy(sinks):
+        strategy = Blockwise(AttentionMetadata(softmax_aux=sinks))
+        return stats.entropy(q, k, strategy).sum()
+
+    assert jax.grad(entropy)(jnp.full((1, 2), -jnp.inf)).tolist() == [[0, 0]]
+    one, more = jnp.array([[0.5]]), jnp.array([[0.5, -jnp.inf]])
+    np.testing.assert_allclose(jax.grad(entropy)(more)[:, :1], jax.grad(entropy)(one), rtol=1e-12)
