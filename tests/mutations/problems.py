@@ -16,6 +16,12 @@ MUTANTS = [
         [
             ("if q_offset is not None and q_positions is not None:", "if False:"),
             ("if sinks.ndim == 2 and sinks.shape[0] in (1, heads):", "if sinks.ndim == 2:"),
+        ],
+    ),
+    (
+        "_problem/arguments.py",
+        "problem/test_attention_errors.py -k two_to_the_thirty",
+        [
             ("n > REACH", "n > 2 * REACH"),
             ("(query.shape[-3], key.shape[-3])", "(query.shape[-3],)"),
         ],
