@@ -13,12 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._misc import (
-    accumulation_dtype,
-    as_array,
-    check_64_bits,
-    iota,
-)
+from .._misc import accumulation_dtype, as_array, check_64_bits, iota
 from .._pairs import canonical, Operand
 from ..masks._base import AbstractMask, named_operands
 from ..masks._terms import check_call, leaf_terms, placed

@@ -262,7 +262,7 @@ def test_traced_theta_and_positions(name, dim):
 @pytest.mark.parametrize("scaling", [None, *SCALINGS])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_narrow_theta_only_rounds_itself(dtype, scaling):
-    """Frequencies in its dtype would be off by 0.02 (float16) to 0.3 (bfloat16) at position 1000."""
+    """Frequencies are computed in float32, so that it turns as the same number in float32 does."""
     given = dict(scaling=None if scaling is None else SCALINGS[scaling][0])
     x, positions = normal(17, 2, 1, 16), jnp.array([10, 1000])
     got = nn.rotary(x, positions, jnp.array(512, dtype), **given)

@@ -172,7 +172,7 @@ def test_gradients_of_what_devices_share_are_summed_wide():
         assert float(gradient.sum()) == 1024, (name, gradient)
 
 
-# Two branches of a tree, of which one forks once more.
+# The parents of a root and of its two branches, which have two tokens each.
 BRANCHES = [-1, 0, 0, 1, 2]
 WHERE = "explicit", "own", "own checked", "own of all axes", "vmap", "eager", "in a tree", "ring"
 
