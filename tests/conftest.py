@@ -2,7 +2,6 @@
 with eight virtual devices.
 """
 
-import collections
 import gc
 import importlib.metadata
 import os
@@ -28,6 +27,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from _rolls import interpret_rolls_at_once  # noqa: E402
 from jaxtyping import config  # noqa: E402
+from shares import leave_to_slow_runs  # noqa: E402
 
 
 interpret_rolls_at_once()
@@ -41,32 +41,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(10_000, 10, 10)
 
 
-# Functions whose cases differ in what the matrix combines, too, and take seconds each: the default
-# run takes each n-th of them. `pytest -m slow` takes the others.
-SOME = {
-    "test_a_score_may_be_singular_where_nothing_is_visible": 2,
-    "test_cases_of_the_matrix": 2,
-    "test_explicit_axes": 2,
-    "test_feature": 2,
-    "test_gradients_round_once": 2,
-    "test_no_step_copies_the_cache": 3,
-    "test_no_sum_over_devices_is_narrow": 2,
-    "test_no_title_is_cut": 5,
-    "test_operands_of_any_dtype": 2,
-    "test_products_and_their_gradients": 5,
-    "test_the_query_decides_and_a_runtime_dtype_overrules_it": 3,
-}
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    seen = collections.Counter()
-    for item in items:
-        name = getattr(item, "originalname", None)
-        if name in SOME and item.get_closest_marker("slow") is None:
-            if seen[name] % SOME[name]:
-                item.add_marker(pytest.mark.slow)
-            seen[name] += 1
+    leave_to_slow_runs(items)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,7 @@ from eqattn import Carry, masks as m
 
 
 # Every new shape compiles: few examples of few sizes, and no deadline.
-few = settings(max_examples=5, deadline=None, derandomize=True)
+few = settings(max_examples=3, deadline=None, derandomize=True)
 sizes = st.sampled_from([1, 7, 13])
 blocks = st.sampled_from([(1, 1), (3, 5), (8, 2), (64, 64)])
 strategy_names = st.sampled_from(["blockwise", "dense", "ragged"])
@@ -221,11 +221,11 @@ def test_the_tangent_and_the_gradient_are_adjoint(seed, t, s, block):
     def call(*x):
         return run(*x, block=block, mask=m.Causal())[0]
 
-    _, forward = jax.jvp(call, (q, k, v), dots)
-    _, pull = jax.vjp(call, q, k, v)
+    _, forward = jax.jit(lambda *x: jax.jvp(call, x, dots))(q, k, v)
+    gradients = jax.jit(lambda *x: jax.vjp(call, *x)[1](w))(q, k, v)
     wide = lambda x: np.asarray(x, np.float64)  # noqa: E731
     left = np.sum(wide(w) * wide(forward))
-    right = sum(np.sum(wide(g) * wide(x)) for g, x in zip(pull(w), dots, strict=True))
+    right = sum(np.sum(wide(g) * wide(x)) for g, x in zip(gradients, dots, strict=True))
     problem, precision = (
         problem_of(q, k, v, oracle_masks.causal(t, s)),
         bound.precision_of(np.float32),

@@ -1,0 +1,110 @@
+"""Which cases of a test function the default run takes. `tests/shares.json` has a number for each
+function whose cases take long together: one of so many cases is taken, or none if the number is 0.
+`pytest -m slow` takes the others, and `EQATTN_CASES=all` makes them part of any run.
+
+The cases are drawn by a hash of their names, as each n-th one could always have the same value of
+some parameter. Those that noticed a mutant (`tests/mutants.py`) are always taken. A function with no
+case in the default run takes long for its only one, which noticed no mutant and holds no promise of
+the documentation.
+
+To write the file anew, measure a run and give the seconds that a function may take:
+
+    python -m pytest --junit-xml run.xml
+    python tests/shares.py run.xml --seconds 4
+"""
+
+import argparse
+import collections
+import json
+import math
+import os
+import runpy
+import xml.etree.ElementTree
+import zlib
+from pathlib import Path
+
+import pytest
+
+
+TESTS = Path(__file__).parent
+SHARES = TESTS / "shares.json"
+# All of these run: what readers see, what spares people a mistake, a matrix with its own choice, and
+# the only ones of their kind.
+WHOLE = (
+    "tests/test_docs.py",
+    "tests/test_typing.py",
+    "tests/test_mutants.py",
+    "tests/test_parameters.py",
+    "tests/test_readability.py",
+    "tests/examples/test_examples.py",
+    "tests/examples/test_pretrained_decoder.py::test_logits_and_gradients",
+    "tests/conformance/test_conformance.py",
+    "tests/strategies/test_laws.py",
+    "tests/kernels/test_tpu.py::test_compiled_for_a_tpu",
+    "tests/ring/test_processes.py::test_as_one_device",
+)
+ALONE = 2.5  # times the seconds of a function are long for a single case
+
+
+def noticed_mutants() -> set[str]:
+    """The tests that were the first to notice some mutant."""
+    results = json.loads((TESTS / "mutations" / "results.json").read_text())
+    said = [said for verdict, said, *_ in results.values() if verdict == "killed"]
+    return {x.removeprefix("FAILED ").split(" - ")[0] for x in said}
+
+
+def function_of(test: str) -> str:
+    return test.split("[")[0]
+
+
+def leave_to_slow_runs(items: list[pytest.Item]) -> None:
+    """Mark the cases that the default run does not take."""
+    if os.environ.get("EQATTN_CASES") == "all":
+        return
+    shares, noticed = json.loads(SHARES.read_text()), noticed_mutants()
+    cases = collections.defaultdict(list)
+    for item in items:
+        if function_of(item.nodeid) in shares and item.get_closest_marker("slow") is None:
+            cases[function_of(item.nodeid)].append(item)
+    for function, found in cases.items():
+        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        share = shares[function]
+        for item in found[math.ceil(len(found) / share) if share else 0 :]:
+            if item.nodeid not in noticed:
+                item.add_marker(pytest.mark.slow)
+
+
+def measured(report: Path, seconds: float) -> dict[str, int]:
+    """The shares with which few functions take longer, by the durations of a run's report."""
+    before = json.loads(SHARES.read_text()) if SHARES.exists() else {}
+    promises = runpy.run_path(str(TESTS / "test_promises.py"))["PROMISES"]
+    needed = {function_of(x) for x in noticed_mutants()} | {f"tests/{x[2]}" for x in promises}
+    taken = collections.defaultdict(list)
+    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+        path = case.attrib["classname"].replace(".", "/") + ".py"
+        function = function_of(f"{path}::{case.attrib['name']}")
+        if not {path, function} & {*WHOLE} and case.find("skipped") is None:
+            taken[function].append(float(case.attrib["time"]))
+    shares = {name: 0 for name, share in before.items() if not share}  # not measured
+    for function, times in taken.items():
+        of_all = before.get(function, 1)
+        share = min(math.ceil(of_all * sum(times) / seconds), of_all * len(times))
+        if share > 1:
+            shares[function] = share
+        elif times[0] > ALONE * seconds and function not in needed:
+            shares[function] = 0
+    return dict(sorted(shares.items()))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("report", type=Path, help="a JUnit report of a run with the present shares")
+    parser.add_argument("--seconds", type=float, default=4, help="what a function may take")
+    options = parser.parse_args(arguments)
+    shares = measured(options.report, options.seconds)
+    SHARES.write_text(json.dumps(shares, indent=0) + "\n")
+    print(f"{len(shares)} functions take a part of their cases")
+
+
+if __name__ == "__main__":
+    main()
