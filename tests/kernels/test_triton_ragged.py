@@ -16,6 +16,7 @@ from _triton_lowered import kernels
 from eqattn import attention, AttentionMetadata, KeyPadding, Ragged
 from eqattn._problem.storage import Pages
 from eqattn._sweep.lowering import BlockRequest, BlockSizes
+from eqattn.cache import Bits
 from eqattn.kernels.gpu.triton import TritonLowering
 from eqattn.kernels.gpu.triton._decode import Sizes
 
@@ -166,6 +167,7 @@ def test_what_there_is_no_kernel_for():
         ("up to 256 numbers, not 264 and 264", (wide[:, :1], wide, wide)),
         ("its values are stored in a way of their own", (q, whole, Doubled(whole))),
         ("its keys are stored in a way of their own", (q, Doubled(whole), whole)),
+        ("its keys are eqattn.cache.Bits; .* bits=False", (q, Bits.of(whole), Bits.of(whole))),
     )  # fmt: skip
     for said, args in cases:
         with pytest.raises(ValueError, match=f"no kernel for this call .*{said}"):

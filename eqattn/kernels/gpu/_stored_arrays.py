@@ -145,7 +145,7 @@ def unsupported_pieces(layout: GridLayout, logits: Any, operands: Sequence[Any])
     """
     pieces = keys_in(logits)
     if not pieces:
-        return "its keys are stored in a way of their own"
+        return _unknown_keys(logits)
     n = len(logits.in_avals)
     keys = [i for piece in pieces for part in piece for i in (part.array, part.scales)]
     for group in (keys, range(n, len(operands))):
@@ -163,6 +163,13 @@ def unsupported_pieces(layout: GridLayout, logits: Any, operands: Sequence[Any])
     if scaled and str(*stored) not in EIGHT_BITS:
         return f"in 8 bits it has {', '.join(EIGHT_BITS)}, not {str(*stored)}"
     return ""
+
+
+def _unknown_keys(logits: Any) -> str:
+    primitives = {eqn.primitive.name for eqn in flat_jaxpr(logits).jaxpr.eqns}
+    if "bitcast_convert_type" in primitives:
+        return "its keys are eqattn.cache.Bits; a cache that is made with bits=False has floats"
+    return "its keys are stored in a way of their own"
 
 
 def stored_in(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> Stored:
