@@ -71,8 +71,8 @@ CASE = '<testcase classname="tests.a" name="{}" time="{}">{}</testcase>'
 def test_shares_follow_from_durations(chosen, tmp_path):
     """Of a function that took 8 s for a third of its cases, one in twelve takes 2 s."""
     cases = [CASE.format(f"test_many[{i}]", 2, "") for i in range(4)]
-    cases += [CASE.format("test_quick", 1, ""), CASE.format("test_long", 6, "")]
-    cases += [CASE.format("test_skipped", 9, "<skipped/>")]
+    cases += [CASE.format("test_quick", 1, ""), CASE.format("test_long", 9, "")]
+    cases += [CASE.format("test_skipped", 20, "<skipped/>")]
     cases += [CASE.format(f"test_pair[{i}]", 3, "") for i in range(2)]
     report = tmp_path / "run.xml"
     report.write_text(REPORT.format("".join(cases)))
