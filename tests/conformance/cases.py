@@ -236,12 +236,12 @@ def pairs_of(case: Case) -> set[tuple]:
 
 
 @functools.cache
-def half() -> tuple[Case, ...]:
-    """A half of the pairwise array, which has most pairs: those that add the most, dear values being
-    worth a few pairs less. Each of the last cases of the whole array adds one pair or two.
+def third() -> tuple[Case, ...]:
+    """A third of the pairwise array, which has most pairs: the cases that add the most, dear values
+    being worth a few pairs less. Each of the last cases of the whole array adds one pair or two.
     """
     rest, seen, found = list(covering(2)), set(), []
-    while 2 * len(found) < len(covering(2)):
+    while 3 * len(found) < len(covering(2)):
         dear = lambda case: sum(x in DEAR for x in case.items())
         best = max(rest, key=lambda case: len(pairs_of(case) - seen) - 8 * dear(case))
         rest.remove(best)

@@ -1,7 +1,7 @@
 """Every case of the covering array: values and all gradients within the bound of the oracle.
 
-The default run takes the half of the pairwise array that has most pairs. `pytest -m slow` takes the
-other half and the 3-wise array; `EQATTN_SHARD=i/n` runs the i-th of n equal parts of that (from 1),
+The default run takes the third of the pairwise array that has most pairs. `pytest -m slow` takes the
+other cases and the 3-wise array; `EQATTN_SHARD=i/n` runs the i-th of n equal parts of that (from 1),
 and its cases that passed before with the same sources are not run again (`EQATTN_FRESH=1` forgets).
 `EQATTN_TARGETS=blockwise` restricts the strategies.
 """
@@ -26,7 +26,7 @@ from eqattn.strategies import _fold
 
 from . import build, transforms
 from .bound import excess
-from .cases import covering, half, interpreted_on_a_gpu, name_of, needs_x64, on_stairs
+from .cases import covering, interpreted_on_a_gpu, name_of, needs_x64, on_stairs, third
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def pytest_generate_tests(metafunc):
     )
     cases = _selected(strength) if wanted else []
     everything = strength == 3 or os.environ.get("EQATTN_CASES") == "all"
-    later = [] if everything else [case for case in covering(2) if case not in half()]
+    later = [] if everything else [case for case in covering(2) if case not in third()]
     marks = lambda case: [pytest.mark.slow] if case in later else []
     params = [pytest.param(case, id=name_of(case), marks=marks(case)) for case in cases]
     metafunc.parametrize("case", params)
