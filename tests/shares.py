@@ -35,6 +35,7 @@ WHOLE = (
     "tests/test_typing.py",
     "tests/test_mutants.py",
     "tests/test_parameters.py",
+    "tests/test_promises.py",
     "tests/test_readability.py",
     "tests/examples/test_examples.py",
     "tests/examples/test_pretrained_decoder.py::test_logits_and_gradients",
