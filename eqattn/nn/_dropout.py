@@ -88,14 +88,18 @@ class Dropout:
         stopped = self.inference if inference is None else inference
         stopped = stopped if isinstance(stopped, bool) else concrete(stopped)
         p = self.p if _is_number(self.p) else concrete(self.p)
-        if p == 0 or (p is None and self.off) or (stopped is not None and stopped):
+        # A transformation of the layer traces both leaves, and then `p` is what it was. A `p` that
+        # is traced alone was put there, such as a schedule of rates, and need not be 0.
+        off = p is None and self.off and concrete(self.inference) is None
+        if p == 0 or off or (stopped is not None and stopped):
             return 0.0
         if p is None or stopped is None:
             raise ValueError(
                 "Whether and how much to drop is traced. Under plain jax.jit or jax.grad over a "
                 "layer with dropout_p > 0, call it with inference=True, or use eqx.filter_jit or "
                 "eqx.filter_grad, to which Python numbers are static. An optimiser that updates "
-                "every leaf has made arrays of them: let it see arrays only, by eqx.filter."
+                "every leaf has made arrays of them: let it see arrays only, by eqx.filter. A "
+                "schedule of the rate has to put Python numbers into the layer."
             )
         return float(p)
 

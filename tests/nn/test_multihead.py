@@ -265,6 +265,21 @@ def test_where_dropout_is_known_to_be_off_its_rate_may_be_traced():
         jax.jit(lambda i: layer(X, X, X, inference=i))(True)
 
 
+def test_a_schedule_of_the_rate_raises_and_is_not_ignored():
+    """A layer that was made without dropout dropped nothing where a traced rate was put into it."""
+    layer, key = nn.MultiheadAttention(HEADS, SIZE, key=KEY), jax.random.key(3)
+    rate = jnp.array(0.5)
+    call = lambda m, p: eqx.tree_at(lambda m: m.dropout.p, m, p)(X, X, X, key=key)
+    np.testing.assert_array_equal(call(layer, rate), dropping()(X, X, X, key=key))
+    with pytest.raises(ValueError, match="is traced.*schedule of the rate has to put"):
+        eqx.filter_jit(call)(layer, rate)
+    # Where the whole layer is traced, its rate is what it was made with.
+    many = jax.vmap(lambda key: nn.MultiheadAttention(HEADS, SIZE, key=key))(jax.random.split(KEY))
+    for run in (jax.jit, eqx.filter_jit, jax.vmap):
+        one = many if run is jax.vmap else layer
+        assert jnp.isfinite(run(lambda m: m(X, X, X, key=key))(one)).all()
+
+
 def test_setting_p_afterwards_switches_dropout_on():
     layer = eqx.tree_at(lambda m: m.dropout.p, nn.MultiheadAttention(HEADS, SIZE, key=KEY), 0.5)
     key = jax.random.key(3)
