@@ -99,12 +99,13 @@ def _encode_array(array: Any) -> dict:
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"Cannot serialise an array of {array.dtype}: it has no plain bytes.")
     data = np.asarray(array)
+    kinds = {jax.Array: "jax", np.ndarray: "numpy", np.generic: "scalar"}
     little = data.astype(data.dtype.newbyteorder("<"), copy=False)
     return {
         "dtype": data.dtype.name,
         "shape": list(data.shape),
         "base64": base64.b64encode(little.tobytes()).decode("ascii"),
-        "kind": "jax" if isinstance(array, jax.Array) else "numpy",
+        "kind": next(kind for cls, kind in kinds.items() if isinstance(array, cls)),
     }
 
 
@@ -115,8 +116,8 @@ def _decode_array(body: Mapping) -> Any:
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes do not make an array of {dtype.name}{list(shape)}.")
     data = np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
-    if body["kind"] == "numpy":
-        return data
+    if body["kind"] != "jax":
+        return data[()] if body["kind"] == "scalar" else data
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"An array of {dtype.name} needs jax_enable_x64 to be restored exactly.")
     return jnp.asarray(data)

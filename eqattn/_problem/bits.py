@@ -1,6 +1,6 @@
 """Floats that are stored as the integers with the same bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -78,6 +78,12 @@ class Bits(AbstractStored):
 
     def __getitem__(self, index: Any) -> Array:
         return self.decode(self.bits[index])
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self[:])  # JAX clamps an index, so counting up would not end
 
 
 def _unsigned(dtype: Any) -> Any:

@@ -318,5 +318,8 @@ def with_released(cache: Cache, one: AbstractCache, rows: Any) -> Cache:
         raise ValueError(f"A mask of rows must be {one.length.shape}, got {rows.shape}.")
     where: Any = lambda c: (c.table, c.length)
     table, length = where(cache)
-    table, length = table.at[rows].set(-1), length.at[..., rows].set(0)
+    if rows.dtype == bool:  # it may be traced, and then indexes nothing
+        table, length = jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)
+    else:
+        table, length = table.at[rows].set(-1), length.at[..., rows].set(0)
     return eqx.tree_at(where, cache, (table, length))

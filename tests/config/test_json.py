@@ -178,6 +178,14 @@ def test_what_has_no_value_cannot_be_serialised():
         encode({"$x": 1})
 
 
+def test_a_numpy_scalar_comes_back_as_one():
+    """In a static field, it came back as an array, which has no hash."""
+    for x in (np.int64(3), np.float32(0.1), np.bool_(True)):
+        got = decode(encode(x))
+        assert type(got) is type(x) and got == x and hash(got) == hash(x)
+    assert isinstance(decode(encode(np.array(3))), np.ndarray)
+
+
 def test_corrupt_array():
     body = encode(np.zeros(3, np.float32))["$array"]
     with pytest.raises(ValueError, match=r"12 bytes.*float32\[4\]"):
