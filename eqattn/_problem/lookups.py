@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._jax import abstract, Literal, replay, vary, varying_axes
+from .._jax import abstract, Literal, only_varies, replay, vary, varying_axes
 from .._misc import accumulation_dtype
 from .._pairs import Operand
 from ..kernels._program import POINTWISE
@@ -141,7 +141,7 @@ def lookups_of(
         within = None if within is not None and len({"t", "s", "d"} & within) > 1 else within
         if within is not None and "d" in within and _may_be_singular(eqn, any(x[1] for x in xs)):
             within = None
-        looked = eqn.primitive not in _CHEAP or any(x[1] for x in xs)
+        looked = not (eqn.primitive in _CHEAP or only_varies(eqn)) or any(x[1] for x in xs)
         of = within, looked and within is not None, set().union(*[x[2] for x in xs])
         about |= dict.fromkeys(eqn.outvars, of)
         if within is None:

@@ -10,7 +10,7 @@ MUTANTS = [
         [
             ("None if a is None or {\"t\", \"s\"} <= set(a) else set(a)", "set(a or ())"),
             ("within = None if within is not None and len({\"t\", \"s\", \"d\"} & within) > 1 else within", "pass"),
-            ("looked = eqn.primitive not in _CHEAP or any(x[1] for x in xs)", "looked = eqn.primitive not in _CHEAP"),
+            ("looked = not (eqn.primitive in _CHEAP or only_varies(eqn)) or any(x[1] for x in xs)", "looked = not (eqn.primitive in _CHEAP or only_varies(eqn))"),
             ("if not found or any(v.aval.shape != () for v in found):", "if not found:"),
             ("\"b\", \"bh\", \"bt\", \"bs\", *[o.axes", "\"b\", \"h\", \"bt\", \"bs\", *[o.axes"),
             ("lead = () if x.shape[0] == 1 else problem.batch_shape", "lead = () if x.shape[0] == 1 else (x.shape[0],)"),
