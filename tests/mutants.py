@@ -179,7 +179,7 @@ class Workplace:
         ignored = shutil.ignore_patterns(".git", ".pytest_cache", ".hypothesis", ".venv", ".ci")
         shutil.copytree(ROOT, self.folder, ignore=ignored, symlinks=True)
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        os.environ["EQATTN_CASES"] = "all"  # of the default run are those that notice a mutant
+        os.environ["EQATTN_CASES"] = "all"  # What notices a mutant here joins the default run.
         self.worker, self.requests, self.runs = None, None, 0
 
     def run(self, tests: tuple[str, ...]) -> tuple[str, str]:

@@ -1,13 +1,15 @@
-"""Which cases of a test function the default run takes. `tests/shares.json` has a number for each
-function whose cases take long together: one of so many cases is taken, or none if the number is 0.
-`pytest -m slow` takes the others, and `EQATTN_CASES=all` makes them part of any run.
+"""Which cases of each test function run by default.
 
-The cases are drawn by a hash of their names, as each n-th one could always have the same value of
-some parameter. Those that noticed a mutant (`tests/mutants.py`) are always taken. A function with no
-case in the default run takes long for its only one, which noticed no mutant and holds no promise of
-the documentation.
+`tests/shares.json` lists the functions whose cases take long together, each with a number: 5 means that
+every fifth case runs, and 0 that none does. `pytest -m slow` runs the other cases, and with
+`EQATTN_CASES=all` any run has them.
 
-To write the file anew, measure a run and give the seconds that a function may take:
+A hash of their names draws the cases, because every fifth one in order could always have the same value
+of some parameter. Cases that were the first to notice a mutant (`tests/mutants.py`) run besides. A
+function has the number 0 if it has a single case, which takes long, noticed no mutant, and is not the
+test of a promise (`tests/test_promises.py`).
+
+To write the file again, measure a run, and say how many seconds a function may take:
 
     python -m pytest --junit-xml run.xml
     python tests/shares.py run.xml --seconds 0.7
@@ -28,8 +30,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 SHARES = TESTS / "shares.json"
-# All of these run: what readers see, what spares people a mistake, a matrix with its own choice, and
-# the only ones of their kind.
+# All cases of these run: the tests of what readers see and of the project's rules, the matrix, which
+# makes a choice of its own, the laws, and the only tests of a compiler for TPUs and of processes.
 WHOLE = (
     "tests/test_docs.py",
     "tests/test_typing.py",
@@ -44,7 +46,7 @@ WHOLE = (
     "tests/kernels/test_tpu.py::test_compiled_for_a_tpu",
     "tests/ring/test_processes.py::test_as_one_device",
 )
-ALONE = 4  # times the seconds of a function are long for a single case
+ALONE = 4  # A single case takes long if it takes so many times what a function may take.
 
 
 def noticed_mutants() -> set[str]:
@@ -76,7 +78,9 @@ def leave_to_slow_runs(items: list[pytest.Item]) -> None:
 
 
 def measured(report: Path, seconds: float) -> dict[str, int]:
-    """The shares with which few functions take longer, by the durations of a run's report."""
+    """The numbers with which few functions take longer than `seconds`, by the times of a report. What
+    ran because it noticed a mutant counts as drawn, so such functions get a smaller share than due.
+    """
     before = json.loads(SHARES.read_text()) if SHARES.exists() else {}
     promises = runpy.run_path(str(TESTS / "test_promises.py"))["PROMISES"]
     needed = {function_of(x) for x in noticed_mutants()} | {f"tests/{x[2]}" for x in promises}
@@ -86,7 +90,7 @@ def measured(report: Path, seconds: float) -> dict[str, int]:
         function = function_of(f"{path}::{case.attrib['name']}")
         if not {path, function} & {*WHOLE} and case.find("skipped") is None:
             taken[function].append(float(case.attrib["time"]))
-    shares = {name: 0 for name, share in before.items() if not share}  # not measured
+    shares = {name: 0 for name, share in before.items() if not share}  # They did not run.
     for function, times in taken.items():
         of_all = before.get(function, 1)
         share = min(math.ceil(of_all * sum(times) / seconds), of_all * len(times))

@@ -2,7 +2,8 @@
 
 Everything is strict JSON. What JSON cannot hold exactly is an object with one key, which names its
 kind: `$array`, `$mesh`, `$spec` or `$float`. An array has its bytes in base64, little-endian and in
-row-major order, so that it comes back bit for bit. For example, `np.float16([1, 2])` is
+row-major order, so that it comes back bit for bit. It is JAX's (`"jax"`), NumPy's (`"numpy"`) or a
+scalar of NumPy (`"scalar"`). For example, `np.float16([1, 2])` is
 
     {"$array": {"dtype": "float16", "shape": [2], "base64": "ADwAQA==", "kind": "numpy"}}
 
@@ -99,13 +100,13 @@ def _encode_array(array: Any) -> dict:
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"Cannot serialise an array of {array.dtype}: it has no plain bytes.")
     data = np.asarray(array)
-    kinds = {jax.Array: "jax", np.ndarray: "numpy", np.generic: "scalar"}
+    of_numpy = "scalar" if isinstance(array, np.generic) else "numpy"
     little = data.astype(data.dtype.newbyteorder("<"), copy=False)
     return {
         "dtype": data.dtype.name,
         "shape": list(data.shape),
         "base64": base64.b64encode(little.tobytes()).decode("ascii"),
-        "kind": next(kind for cls, kind in kinds.items() if isinstance(array, cls)),
+        "kind": "jax" if isinstance(array, jax.Array) else of_numpy,
     }
 
 

@@ -313,13 +313,11 @@ def with_released(cache: Cache, one: AbstractCache, rows: Any) -> Cache:
     """
     rows = rows_as_array(rows)
     if rows.dtype != bool:
-        rows = check_rows(one, rows)
+        rows = jnp.zeros(one.length.shape, bool).at[check_rows(one, rows)].set(True)
     elif rows.shape != one.length.shape:
         raise ValueError(f"A mask of rows must be {one.length.shape}, got {rows.shape}.")
     where: Any = lambda c: (c.table, c.length)
     table, length = where(cache)
-    if rows.dtype == bool:  # it may be traced, and then indexes nothing
-        table, length = jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)
-    else:
-        table, length = table.at[rows].set(-1), length.at[..., rows].set(0)
+    # A mask may be traced, and then JAX indexes nothing with it.
+    table, length = jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)
     return eqx.tree_at(where, cache, (table, length))

@@ -240,13 +240,15 @@ def third() -> tuple[Case, ...]:
     """A third of the pairwise array, which has most pairs: the cases that add the most, dear values
     being worth a few pairs less. Each of the last cases of the whole array adds one pair or two.
     """
-    rest, seen, found = list(covering(2)), set(), []
-    while 3 * len(found) < len(covering(2)):
-        dear = lambda case: sum(x in DEAR for x in case.items())
-        best = max(rest, key=lambda case: len(pairs_of(case) - seen) - 8 * dear(case))
+    array, seen, found = covering(2), set(), []
+    pairs = [pairs_of(case) for case in array]
+    dear = [sum(x in DEAR for x in case.items()) for case in array]
+    rest = list(range(len(array)))
+    while 3 * len(found) < len(array):
+        best = max(rest, key=lambda i: len(pairs[i] - seen) - 8 * dear[i])
         rest.remove(best)
-        found.append(best)
-        seen |= pairs_of(best)
+        found.append(array[best])
+        seen |= pairs[best]
     return tuple(found)
 
 

@@ -149,8 +149,8 @@ MUTANTS = [
             ("store(pool, new, (page, *layer), position % size, unique=False)", "store(pool, new, (page, *layer), position * 0, unique=False)"),
             ("eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))", "eqx.tree_at(lambda c: c.length, self, lengths)"),
             ("doubled(self.table, rows), self.length[rows]", "doubled(self.table, rows), self.length"),
-            ("table.at[rows].set(-1), length.at[..., rows].set(0)", "table, length.at[..., rows].set(0)"),
-            ("table.at[rows].set(-1), length.at[..., rows].set(0)", "table.at[rows].set(-1), length"),
+            ("jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)", "table, jnp.where(rows, 0, length)"),
+            ("jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)", "jnp.where(rows[:, None], -1, table), length"),
         ],
     ),
     (
