@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
+from .._sweep.grid import BATCH, HEAD
 from ..scores._dropout import is_kept, kept_factor, row_words
 from .exchange import HeadExchange
 from .problem import Problem
@@ -23,9 +23,9 @@ def words_of(problem: Problem, spread: HeadExchange) -> dict[str, Array]:
     if problem.seed is None or problem.rate == 0:
         return {}
     b, h, q, _ = (jnp.asarray(x) for x in problem.indices())
-    if spread.inside and spread.size > 1:
-        own = h.shape[1] // spread.size
-        h = lax.dynamic_slice_in_dim(h, lax.axis_index(spread.axis) * own, own, 1)
+    if spread.inside:
+        heads = h.reshape(h.shape[0], problem.sizes[3], -1)  # of each key/value head, its queries'
+        h = spread.tokens_to_heads(heads, (BATCH, HEAD)).reshape(h.shape[0], -1, 1, 1)
     return dict(zip(WORDS, row_words(problem.seed, b, h, q)))
 
 

@@ -112,8 +112,12 @@ def test_more_of_own_shard_maps(check):
     close(jax.jit(hvp(fn))(q, k, v), expected(hvp))
 
 
-def test_dropout_in_own_shard_map():
-    """The very bits of the whole arrays, where batch, heads and tokens are sharded."""
+@pytest.mark.parametrize("heads, group", [(2, 1), (4, 1), (4, 2)])
+def test_dropout_in_own_shard_map(heads, group):
+    """The very bits of the whole arrays, where batch, heads and tokens are sharded.
+
+    Two devices exchange as many key/value heads, or twice as many, which a group of queries reads.
+    """
     mesh = jax.make_mesh((2, 2, 2), ("dp", "sp", "hp"), axis_types=(AxisType.Auto,) * 3)
     key, spec = jax.random.key(3), P("dp", ("sp", "hp"))
 
@@ -123,11 +127,12 @@ def test_dropout_in_own_shard_map():
 
     fn = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=True)
     # All logits are equal, and a value says which key it is: what is kept can be read off.
-    zeros, layout = jnp.zeros((B, T, H, D)), Zigzag()
-    which = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, K, T))
-    out = jax.jit(fn)(zeros, zeros[:, :, :K], layout.permute(which, 2))
+    zeros, layout = jnp.zeros((B, T, heads * group, D)), Zigzag()
+    which = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, heads, T))
+    out = jax.jit(fn)(zeros, zeros[:, :, :heads], layout.permute(which, 2))
     kept = layout.unpermute(out, 2).transpose(0, 2, 1, 3) > 0
-    assert (np.asarray(kept) == np.asarray(dropout_mask(key, (B,), H, T, T, 0.5))).all()
+    want = dropout_mask(key, (B,), heads * group, T, T, 0.5)
+    assert (np.asarray(kept) == np.asarray(want)).all()
 
 
 @pytest.mark.slow
