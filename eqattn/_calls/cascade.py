@@ -12,6 +12,7 @@ from .._misc import as_array, as_flag, as_int, as_int32
 from .._output import AttentionOutput
 from .._problem.arguments import as_mask, as_scores, check_shapes
 from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
+from .._problem.stack_layer import in_pages
 from .._problem.storage import Pages
 from ..cache import AbstractCache
 from ..masks._base import AbstractMask
@@ -93,7 +94,7 @@ def cascade_attention(
     mask, scores = as_mask(mask), as_scores(score)
     key = _checked(cache, strategy, mask)
     query = jnp.asarray(as_array(query, "query"))
-    value = key.first or cache.value
+    value = key.first or in_pages(cache.value)
     check_shapes(query, key, value)
     b, t = query.shape[:2]
     offset = jnp.asarray(as_int32(q_offset, "q_offset"))
@@ -149,7 +150,7 @@ def _checked(cache: AbstractCache, strategy: AttentionImpl, mask: AbstractMask |
             "bitwise=True: cascade_attention merges what rows share with the rest, so that the "
             "bits of a row depend on the other rows; use attention with Causal() & cache.mask()."
         )
-    if not isinstance(key := cache.key, Pages):
+    if not isinstance(key := in_pages(cache.key), Pages):
         raise TypeError(
             f"cascade_attention reads pages that rows share, which a {type(cache).__name__} has "
             "none of; use attention, or a PagedKVCache."

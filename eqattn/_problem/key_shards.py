@@ -31,6 +31,7 @@ from .bound import BoundScore, terms_beside_lists, with_bound_terms, with_flat_l
 from .closed_score import ClosedScore, HeldScore, read_of
 from .joined import Leading
 from .problem import Problem
+from .stack_layer import StackLayer
 from .storage import as_stored, Pages
 
 
@@ -50,11 +51,11 @@ def merged_over(carry: Carry, axis: str) -> Carry:
 
 def stored_specs(x: Any, axis: str) -> dict[int, P]:
     """Specifies how the arrays of keys or values are spread over the devices along a mesh axis, by
-    the ids of the arrays. Pages are spread, or else the tokens of `[b, s, k, d]` and of scales
-    `[b, n, s * k / n]`.
+    the ids of the arrays. Pages are spread, or else the tokens of `[b, s, k, d]`, of all layers if
+    they are a stack, and of scales `[b, n, s * k / n]`.
     """
-    held = as_stored(x)
-    lead = [0 if held.table is not None else 2 if flat else 1 for flat in held.flat]
+    held, layers = as_stored(x), isinstance(x, StackLayer)
+    lead = [0 if held.table is not None else 2 if flat else 1 + layers for flat in held.flat]
     return {id(a): P(*[None] * n, axis) for a, n in zip(held.arrays, lead)}
 
 

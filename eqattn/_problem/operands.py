@@ -29,8 +29,9 @@ from .closed_score import ClosedScore
 from .differences import Differences
 from .dropout import weights_of, WORDS, words_of
 from .exchange import HeadExchange
+from .in_place import in_place, single_axes
 from .problem import Problem
-from .storage import AbstractStored, as_stored
+from .storage import as_stored
 
 
 WHOLE = ("q_position", "kv_position", "kv_place", "valid", *WORDS)
@@ -51,8 +52,8 @@ class BlockOperands:
     - `values`: what the values read.
     - `keys`: which of the operands hold keys.
     - `groups`: which of the operands each score and then the mask reads.
-    - `pages`: the sizes of the page axes of the grid, if keys and values lie in pages.
-    - `lookups`: the index of the operand that holds the page, for each page axis.
+    - `pages`: how many pages there are on each axis of the grid that is looked up, or layers.
+    - `lookups`: for each of these axes, the index of the operand that holds the page or layer.
     - `products`: keyword arguments of `dot`, as sorted pairs.
     - `post_scale`: whether the scale multiplies the products instead of the keys.
     - `live`: which blocks are visible at most, by `live_blocks`; None if all are.
@@ -120,40 +121,15 @@ class BlockOperands:
         self.scores = self.closed_scores()
 
     def _store(self) -> None:
-        """Adds the operands of keys and values that stay in place. If these lie in pages, each page
-        of a block is a separate operand on a separate page axis.
-        """
-        placed, tables, blocking = [], [], self.blocking
-        shared = blocking.kv_heads > 1
+        """Adds the operands of keys and values that stay in place, and of where these are found."""
         key, value = (as_stored(x) for x in (self.problem.key, self.problem.value))
         both = [key, value if value.arrays or self.lowering.shares_blocks else key.first]
-        self.held = [x.in_shares(blocking.kv_heads) for x in both]
-        for role, x in zip(("key", "value"), self.held):
-            single = self.single_axes(x)
-            if x.table is None:
-                axes = (BATCH, HEAD, COL) if shared else (BATCH, COL)
-                # The axis of a single head goes before the padding, which loops can then undo.
-                early = [one == (1,) and not shared for one in single]
-                arrays = [lax.squeeze(a, [2] * e) for a, e in zip(x.arrays, early)]
-                found = [(blocking.columns_of(a, f), axes) for a, f in zip(arrays, x.flat)]
-                single = [() if e else one for one, e in zip(single, early)]
-            else:
-                pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
-                found = []
-                for table in blocking.tables_of(x.table):
-                    axes = (HEAD, len(tables)) if shared else (len(tables),)
-                    found += [(a, axes) for a in pools]
-                    tables.append(BlockOperand("page", table, (BATCH, COL)))
-                    self.pages += (len(x.arrays[0]),)
-            lie = [
-                BlockOperand(role, lax.squeeze(a, [len(axes) + i for i in one]), axes)
-                for (a, axes), one in zip(found, single * len(found))
-            ]
-            placed.append(lie)
-        keys, self.values = map(tuple, placed)
-        start = len(self.operands) + len(keys)
-        self.lookups = tuple(range(start, start + len(tables)))
-        self.operands += (*keys, *tables)
+        self.held = [x.in_shares(self.blocking.kv_heads) for x in both]
+        placed = in_place(self.held, self.blocking, self.lowering)
+        self.values, self.pages = placed.values, placed.sizes
+        start = len(self.operands) + len(placed.keys)
+        self.lookups = tuple(range(start, start + len(placed.tables)))
+        self.operands += (*placed.keys, *placed.tables)
 
     def _add(self, role: str, x: Any) -> None:
         """Adds an operand from an array `[B|1, H|1, T|1, S|1]`, perhaps with features."""
@@ -207,20 +183,13 @@ class BlockOperands:
         x = self.held[which]
         if not x.arrays:  # The values are part of the keys, whose blocks these are.
             return x.decode(self.stored(0, blocks))
-        n, single = len(x.arrays), self.single_axes(x)
+        n, single = len(x.arrays), single_axes(x, self.blocking, self.lowering)
         blocks = [jnp.expand_dims(a, single[i % n]) for i, a in enumerate(blocks)]
         pages = [x.decode(*blocks[i : i + n]) for i in range(0, len(blocks), n)]
         block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
         if block.shape[1] == 1 and self.lowering.drops_single_axes:
             block = block[:, 0]
         return block.astype(self.problem.accumulation_dtype)
-
-    def single_axes(self, x: AbstractStored) -> list[tuple[int, ...]]:
-        """For each array of `x`, the axes of size 1 that its blocks lose."""
-        if not self.lowering.drops_single_axes:
-            return [()] * len(x.arrays)
-        one_head = x.shape[2] == self.blocking.kv_heads
-        return [(0,) if flat else (1,) * one_head for flat in x.flat]
 
     def on(self, blocking: Blocking) -> "BlockOperands":
         """The same operands, to be visited in other blocks, such as those of one device."""

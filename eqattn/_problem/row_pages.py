@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._misc import even_block, iota, REACH
+from .stack_layer import in_pages
 from .storage import as_stored, Pages
 
 
@@ -59,6 +60,7 @@ def pages_of_rows(x: Any, row: Array, size: int | None, sharers: Sharers) -> Pag
 
     **Raises:** `ValueError` if the keys are not equal pieces for the devices.
     """
+    x = in_pages(x)
     if isinstance(x, Pages):
         return x.rows(row)
     b, s = x.shape[:2]

@@ -149,6 +149,11 @@ class GridLayout:
         return tuple(range(-len(self.grid), ROW))
 
     @property
+    def own_pages(self) -> bool:
+        """Whether batch elements look up pages of their own, so that no visit reads several."""
+        return any(a in self.batch for i in self.lookups for a in self.in_axes[i])
+
+    @property
     def listed(self) -> int:
         """The number of entries of the table, in a ring of the table of one hop. Without a table,
         it is the number of pairs of rows and columns.

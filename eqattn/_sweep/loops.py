@@ -143,7 +143,8 @@ class _RowVisit:
                 column = pick(self.order, self.table_axes, {**at, COL: t})
             here = {**at, COL: column}
             for i, lookup in enumerate(layout.lookups):
-                here[i] = pick(near[lookup], layout.in_axes[lookup], here)
+                table, a = near[lookup], layout.in_axes[lookup]
+                here[i] = pick(table, a, here) if moves(a) else table
             both = zip(near, layout.in_axes)
             blocks = [block_at(x, a, here, last) if moves(a) else x for x, a in both]
             old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]

@@ -246,7 +246,7 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     logits, a bound that was chosen by trial. To measure again, vary them in
     `python -m eqattn bench --only cpu-f32-full-many`.
     """
-    if layout.pages or layout.uniform or layout.live_pairs:
+    if layout.own_pages or layout.uniform or layout.live_pairs:
         return True
     if layout.ragged:
         return not partitioned_automatically(ctx)

@@ -229,7 +229,7 @@ def primitive_rules(primitive, run, params, block_shapes):
     def abstract_eval(*avals, layout, out_axes, **kw):
         # Inside of `jax.shard_map`, JAX works out which mesh axes each output varies over.
         if any(varies(a) for a in avals):
-            how = loops(not layout.pages)
+            how = loops(not layout.own_pages)
             f = ft.partial(run, layout=layout, out_axes=out_axes, **how, **kw)
             return jax.make_jaxpr(f)(*avals).out_avals
         blocks = block_shapes(avals, layout=layout, **kw)

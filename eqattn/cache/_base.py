@@ -125,18 +125,42 @@ class AbstractCache(eqx.Module):
 
         **Raises:** `ValueError` if the devices cannot share its tokens or its pages equally.
         """
+        return shardings_of(self, self._key_specs(axis_name), mesh, axis_name)
+
+    def _key_specs(self, axis_name: str) -> dict[int, P]:
+        """A hook for `key_shardings`: how arrays of the cache are spread over the devices along a
+        mesh axis, by their ids. Each device has all of the other arrays.
+        """
         specs = stored_specs(self.key, axis_name) | stored_specs(self.value, axis_name)
         if self.positions is not None:
             specs[id(self.positions)] = P(None, axis_name)
-        devices = mesh.shape.get(axis_name, 1)  # JAX says below if there is no such axis
-        for x in (x for x in jax.tree.leaves(self) if id(x) in specs):
-            if x.shape[axis := len(specs[id(x)]) - 1] % devices:
-                raise ValueError(
-                    f"The {devices} devices of axis_name={axis_name!r} cannot share axis {axis} of "
-                    f"{x.shape}, an array of this {type(self).__name__}, equally; make the cache "
-                    f"with a capacity, or with pages, of which there is a multiple of {devices}."
-                )
-        return jax.tree.map(lambda x: NamedSharding(mesh, specs.get(id(x), P())), self)
+        return specs
+
+
+def shardings_of(cache: Any, specs: dict[int, P], mesh: Any, axis_name: str) -> Any:
+    """A tree like a cache, with a `NamedSharding` in place of each array.
+
+    **Arguments:**
+
+    - `specs`: those of `_key_specs`.
+    - `mesh`, `axis_name`: as for `key_shardings`.
+
+    **Raises:** `ValueError` if the devices cannot share an array equally.
+    """
+    devices = mesh.shape.get(axis_name, 1)  # JAX says below if there is no such axis
+    for x in (x for x in jax.tree.leaves(cache) if id(x) in specs):
+        if x.shape[axis := len(specs[id(x)]) - 1] % devices:
+            raise ValueError(
+                f"The {devices} devices of axis_name={axis_name!r} cannot share axis {axis} of "
+                f"{x.shape}, an array of this {type(cache).__name__}, equally; make the cache "
+                f"with a capacity, or with pages, of which there is a multiple of {devices}."
+            )
+    return jax.tree.map(lambda x: NamedSharding(mesh, specs.get(id(x), P())), cache)
+
+
+def pool_specs(cache: Any, axis_name: str) -> dict[int, P]:
+    """The `_key_specs` of a cache whose pages are spread over the devices."""
+    return {id(x): P(axis_name) for x in jax.tree.leaves((cache.key_pages, cache.value_pages))}
 
 
 def keeps_shardings(append: _Method) -> _Method:

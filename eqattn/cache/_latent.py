@@ -3,9 +3,11 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._problem.joined import Joined
+from .._problem.stack_layer import StackLayer
 from .._problem.storage import AbstractStored, Pages
 from ._base import AbstractCache
 from ._contiguous import KVCache
@@ -93,11 +95,16 @@ class LatentKVCache(AbstractCache):
         latent, rest = self.cache.value, self.cache.key
         if isinstance(latent, Pages):
             return Pages(Joined(latent.content, rest.content), latent._table, latent.devices)
+        if isinstance(latent, StackLayer):
+            return StackLayer(Joined(latent.stack, rest.stack), latent.index)
         return Joined(latent, rest)
 
     @property
     def value(self) -> Any:
         return self.cache.value
+
+    def _key_specs(self, axis_name: str) -> dict[int, P]:
+        return self.cache._key_specs(axis_name)
 
     def append(
         self,

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, TypeVar
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_flag, as_size, int32_field
@@ -19,6 +20,7 @@ from ._base import (
     empty_store,
     keeps_shardings,
     new_positions,
+    pool_specs,
     rows_as_array,
     within_capacity,
 )
@@ -129,6 +131,9 @@ class PagedKVCache(AbstractCache):
     @property
     def value(self) -> Pages:
         return Pages(self.value_pages, pages_of(self.table), self.devices)
+
+    def _key_specs(self, axis_name: str) -> dict[int, P]:
+        return pool_specs(self, axis_name)
 
     @keeps_shardings
     def append(

@@ -1,6 +1,5 @@
 """`StackedKVCache`, the caches of many equal layers, for a scan over the layers."""
 
-import math
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -10,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from .._misc import as_int32, concrete, even_block, int32_field
 from .._problem.run_time import raise_if
-from .._problem.storage import AbstractStored, Pages
+from .._problem.stack_layer import StackLayer
+from .._problem.storage import AbstractStored
 from ._base import (
     AbstractCache,
     check_lengths,
@@ -18,9 +18,10 @@ from ._base import (
     checked_dims,
     empty_pair,
     keeps_shardings,
+    shardings_of,
     write_slots,
 )
-from ._writes import with_arrays, write
+from ._writes import write
 
 
 class StackedKVCache(eqx.Module):
@@ -32,7 +33,7 @@ class StackedKVCache(eqx.Module):
             ...  # cache.append, attention over cache.key and cache.value
             return (cache.stack, x), None
 
-    Nothing of a layer is copied: its keys and values are read as pages of the stack.
+    Nothing of a layer is copied: its keys and values are read where they lie in the stack.
 
     **Arguments:**
 
@@ -60,8 +61,8 @@ class StackedKVCache(eqx.Module):
     ) -> "StackedKVCache":
         """Makes a cache without tokens. `bits` is as for `KVCache.empty`.
 
-        **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity. A layer is read
-        as pages of that size, so its rows must be whole pages.
+        **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity. Kernels read
+        a layer as pages of that size, so its rows must be whole pages.
         """
         sizes = dict(layers=layers, batch=batch, capacity=capacity, kv_heads=kv_heads)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
@@ -79,6 +80,12 @@ class StackedKVCache(eqx.Module):
         an error is raised when the program runs.
         """
         return LayerCache(self, layer_index(index, self.length.shape[0]))  # pyright: ignore[reportCallIssue]
+
+    def key_shardings(self, mesh: Any, axis_name: str) -> "StackedKVCache":
+        """The shardings of a cache whose tokens are spread over the devices along a mesh axis, as
+        those of [`eqattn.cache.AbstractCache`][].
+        """
+        return shardings_of(self, self.layer(0)._key_specs(axis_name), mesh, axis_name)
 
 
 def layer_index(index: Any, layers: int) -> Array:
@@ -119,32 +126,20 @@ class LayerCache(AbstractLayerCache):
     index: Int[Array, ""]
 
     @property
-    def key(self) -> Pages:
-        return self._pages(self.stack.key)
+    def key(self) -> AbstractStored:
+        return self._own(self.stack.key)
 
     @property
-    def value(self) -> Pages:
-        return self._pages(self.stack.value)
+    def value(self) -> AbstractStored:
+        return self._own(self.stack.value)
 
-    def _pages(self, x: Any) -> Pages:
-        """The layer's part of an array of the stack, as pages. All layers are one pool; row `b` of
-        layer `l` has the pages from `(l * rows + b) * (capacity // size)` on.
-        """
-        _, rows, capacity = x.shape[:3]
-        # The blocks of `Ragged(metadata, bitwise=True)` have 128 keys, whatever the capacity is.
-        size = even_block(capacity, 128 if capacity % 128 == 0 else 256) or capacity
-        each = jnp.arange(rows * (capacity // size), dtype=jnp.int32)
-        each = each.reshape(rows, capacity // size)
+    def _own(self, x: Any) -> StackLayer:
         if isinstance(x, AbstractStored) and any(x.flat):
             raise ValueError(
                 f"{type(x).__name__} has its tokens and heads in one axis, of which a layer has no "
                 "pages; use StackedPagedKVCache."
             )
-        count = math.prod(x.shape[:3]) // size
-        cut = lambda array: array.reshape(count, size, *array.shape[3:])
-        kept = isinstance(x, AbstractStored)
-        pages = with_arrays(x, map(cut, x.arrays)) if kept else cut(x)
-        return Pages(pages, self.index * each.size + each)
+        return StackLayer(x, self.index)
 
     def _with(self, key: Any, value: Any, length: Array) -> "LayerCache":
         lengths = self.stack.length.at[self.index].set(length)

@@ -6,12 +6,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_size, int32_field
 from .._problem.storage import as_stored, Pages
-from ._base import check_lengths, check_rows, checked_dims, keeps_shardings
+from ._base import (
+    check_lengths,
+    check_rows,
+    checked_dims,
+    keeps_shardings,
+    pool_specs,
+    shardings_of,
+)
 from ._page_table import doubled, pages_of
 from ._paged import empty_pools, with_released, with_reserved, with_shared, write_pages
 from ._stacked import AbstractLayerCache, layer_index
@@ -113,10 +120,7 @@ class StackedPagedKVCache(eqx.Module):
         """The shardings of a cache whose pages are spread over the devices along a mesh axis, as
         those of [`eqattn.cache.AbstractCache`][].
         """
-        pages, whole = NamedSharding(mesh, P(axis_name)), NamedSharding(mesh, P())
-        pools = jax.tree.map(lambda _: pages, (self.key_pages, self.value_pages))
-        where = lambda c: (c.key_pages, c.value_pages)
-        return eqx.tree_at(where, jax.tree.map(lambda _: whole, self), pools)
+        return shardings_of(self, pool_specs(self, axis_name), mesh, axis_name)
 
 
 class PagedLayerCache(AbstractLayerCache):
@@ -150,6 +154,9 @@ class PagedLayerCache(AbstractLayerCache):
         stack, layer = self.stack, (self.index,)
         pools = stack.key_pages, stack.value_pages
         return self._with(*write_pages(self, pools, stack.table, key, value, counts, layer))
+
+    def _key_specs(self, axis_name: str) -> dict[int, P]:
+        return pool_specs(self.stack, axis_name)
 
     def _with(self, keys: Any, values: Any, length: Array) -> "PagedLayerCache":
         lengths = self.stack.length.at[self.index].set(length)

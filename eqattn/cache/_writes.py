@@ -1,14 +1,13 @@
 """How caches write new tokens into their arrays."""
 
-from collections.abc import Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from .._problem.stack_layer import with_arrays
 from .._problem.storage import AbstractStored
 
 
@@ -110,18 +109,3 @@ def store(held: Any, new: Array, owner: tuple, slots: Array, unique: bool = True
     return with_arrays(
         held, [write_in(x, part, owner, slots, unique) for write_in, x, part in parts]
     )
-
-
-def with_arrays(held: AbstractStored, arrays: Iterable[Array]) -> Any:
-    """The same form of the numbers that other arrays hold.
-
-    **Raises:** `NotImplementedError` if its `arrays` are not leaves of this PyTree: what replaces
-    them would be lost.
-    """
-    new = {id(x): y for x, y in zip(held.arrays, arrays, strict=True)}
-    leaves, tree = jax.tree.flatten(held)
-    if not new.keys() <= set(map(id, leaves)):
-        raise NotImplementedError(
-            f"The arrays of {type(held).__name__} are no fields of it, so that none can be written."
-        )
-    return jax.tree.unflatten(tree, [new.get(id(x), x) for x in leaves])

@@ -23,6 +23,7 @@ from .._misc import even_block
 from .._problem.blocking import Blocking, BlockOperand, choose_blocking
 from .._problem.exchange import HeadExchange
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
+from .._problem.in_place import layers_in_pages
 from .._problem.jit_cache import cached
 from .._problem.listed_blocks import blocking_of, live_blocks, live_pairs, row_lists
 from .._problem.listed_rows import fold_own_rows
@@ -58,6 +59,8 @@ def fold_on_device(
     under longer names.
     """
     selection, listed, always = split_list(problem.mask)
+    if selection is not None or lowering is not XLA:
+        problem = layers_in_pages(problem)
     if selection is not None:
         if manual is not None and lists_own_keys(problem):
             rest = dict(block_q=block_q, block_k=block_k, fused=fused, lowering=lowering)

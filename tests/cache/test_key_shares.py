@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _moved import moved
+from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, Causal, Ragged
@@ -18,6 +19,7 @@ from eqattn.cache import (
     PagedKVCache,
     QuantizedKVCache,
     RingBufferCache,
+    StackedKVCache,
     StackedPagedKVCache,
 )
 
@@ -42,16 +44,17 @@ MAKE = {
     "latents": lambda n: LatentKVCache.empty(B, n, RANK, ROTARY),
     "int8 latents": lambda n: LatentKVCache(QuantizedKVCache.empty(B, n, **LATENTS)),
     "pages of latents": lambda n: LatentKVCache(paged(n, **LATENTS)),
+    "layers": lambda n: StackedKVCache.empty(2, B, max(n, 64), **HEADS),
     "pages of layers": lambda n: paged(
         n, ft.partial(StackedPagedKVCache.empty, layers=2), **HEADS, stored=jnp.int8
     ),
 }
-QUICK = ("int8 pages", "pages of latents")
+QUICK = ("int8 pages", "pages of latents", "layers")
 KINDS = [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in MAKE]
 
 
 def attend(cache, query, offset, axis="keys"):
-    if isinstance(cache, StackedPagedKVCache):
+    if isinstance(cache, StackedKVCache | StackedPagedKVCache):
         cache = cache.layer(1)
     key = cache.key
     value = key.first if isinstance(cache, LatentKVCache) else cache.value
@@ -132,3 +135,53 @@ def test_devices_that_cannot_share_a_capacity_equally(name):
         MAKE[name](30).key_shardings(mesh, "keys")
     with pytest.raises(ValueError, match="kys"):
         MAKE[name](32).key_shardings(mesh, "kys")
+
+
+PLACED = {
+    "layers": lambda: StackedKVCache.empty(2, B, 64, 1, D),
+    "pages of layers": lambda: paged(
+        64, StackedPagedKVCache.empty, layers=2, kv_heads=1, head_dim=D
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_layers_lie_as_their_stack(name):
+    """Those of pages were whole on each device."""
+    mesh = jax.make_mesh((N,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:N])
+    stack = PLACED[name]()
+    want = jax.tree.leaves(stack.key_shardings(mesh, "keys"))
+    for held in (stack.layer(1), LatentKVCache(stack.layer(1))):
+        *got, index = jax.tree.leaves(held.key_shardings(mesh, "keys"))
+        assert got == want and index.spec == P()
+    spread = [x.spec for x in want if x.spec != P()]
+    assert len(spread) == 2 and {x[-1] for x in spread} == {"keys"}
+    with pytest.raises(ValueError, match="which there is a multiple of 7"):
+        devices = jax.devices()[:7]
+        stack.key_shardings(jax.make_mesh((7,), ("keys",), devices=devices), "keys")
+
+
+def test_layers_on_several_devices():
+    """Tokens of a stack that is spread over devices, against one device's."""
+    mesh = jax.make_mesh((N,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:N])
+    rng, draw = np.random.default_rng(0), lambda h, d: rng.standard_normal((B, T, h, d))
+    stack, step = StackedKVCache.empty(2, B, 64, **HEADS), jax.jit(StackedKVCache.layer)
+    with jax.set_mesh(mesh):
+        stack = jax.device_put(stack, stack.key_shardings(mesh, "keys"))
+        for _ in range(9):
+            new = [jnp.asarray(draw(K, d), jnp.float32) for d in (D, V)]
+            stack = step(stack, 1).append(*new).stack
+        query = jnp.asarray(draw(H, D), jnp.float32)
+        got = jax.jit(attend)(stack, query, stack.length[1] - T)
+    assert (np.asarray(stack.length) == [[0] * B, [9 * T] * B]).all()
+    keys, values = (np.asarray(x[1, :, : 9 * T]) for x in (stack.key, stack.value))
+    seen = np.tri(9 * T, dtype=bool)[-T:]
+    np.testing.assert_allclose(got, exact(query, keys, values, visible=seen)[0], atol=1e-5)
+
+
+def test_pages_that_are_planned():
+    """A cache of shapes alone raised a TypeError."""
+    mesh = jax.make_mesh((N,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:N])
+    got = jax.eval_shape(lambda: paged(64, **HEADS)).key_shardings(mesh, "keys")
+    want = paged(64, **HEADS).key_shardings(mesh, "keys")
+    assert jax.tree.leaves(got) == jax.tree.leaves(want)

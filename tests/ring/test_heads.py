@@ -29,7 +29,6 @@ from .common import (
     grid_of,
     H,
     hvp,
-    K,
     k,
     mapped,
     mesh_of,

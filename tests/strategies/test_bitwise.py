@@ -195,7 +195,7 @@ def test_a_layer_has_the_blocks_of_any_capacity():
 
     sizes = dict(batch=2, kv_heads=K, head_dim=D)
     want = np.asarray(run(KVCache.empty(capacity=128, **sizes))).tobytes()
-    for capacity in (256, 512, 640):
+    for capacity in (192, 256, 512, 640):
         layer = StackedKVCache.empty(2, capacity=capacity, **sizes).layer(1)
         assert np.asarray(run(layer)).tobytes() == want
 
