@@ -71,9 +71,9 @@ MUTANTS = [
         ],
     ),
     (
-        "cache/_stacked.py",
-        "strategies/test_bitwise.py -k layer_has",
-        [("128 if capacity % 128 == 0 else 256", "256")],
+        "_problem/stack_layer.py",
+        "cache/test_stack_layer.py",
+        [("128 if s % 128 == 0 else 256", "256")],
     ),
     (
         "_ring/counts.py",

@@ -73,7 +73,7 @@ MUTANTS = [
         ],
     ),
     (
-        "cache/_writes.py",
+        "_problem/stack_layer.py",
         "cache/test_own_form.py",
         [("if not new.keys() <= set(map(id, leaves)):", "if False:")],
     ),
@@ -170,7 +170,6 @@ MUTANTS = [
         "cache/_stacked.py",
         CONTENTS,
         [
-            ("self.index * each.size + each", "0 * self.index + each"),
             ("write(self.stack.key, key, slots, self.index)", "write(self.stack.key, key, slots, 0 * self.index)"),
             ("self.stack.length.at[self.index].set(length)", "self.stack.length.at[0].set(length)"),
         ],

@@ -12,7 +12,7 @@ MUTANTS = [
             ("sums = carry.numerator * share[..., None], carry.denominator * share", "sums = carry.numerator, carry.denominator"),
             ("positions = (index * size + iota(size))[None]", "positions = (0 * index + iota(size))[None]"),
             ("x = x.reshape(*lead, -1, n, page, *last)", "x = x.reshape(*lead, n, -1, page, *last).swapaxes(at, at + 1)"),
-            ("lead = [0 if held.table is not None else 2 if flat else 1 for flat in held.flat]", "lead = [0 if held.table is not None else 1 for flat in held.flat]"),
+            ("else 2 if flat else 1 + layers for flat", "else 1 + layers for flat"),
             ("if not self.paged and not inside and x.shape[1] % n:", "if False:"),
         ],
     ),

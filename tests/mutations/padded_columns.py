@@ -28,7 +28,7 @@ MUTANTS = [
         [("return BlockSizes(queries, 128 if", "return BlockSizes(queries, request.keys // 2 if")],
     ),
     (
-        "_problem/operands.py",
+        "_problem/in_place.py",
         "cache/test_cache_memory.py -k any_capacity",
         [("early = [one == (1,) and not shared for one in single]", "early = [False for one in single]")],
     ),

@@ -61,11 +61,11 @@ MUTANTS = [
         [("max(-1, initial=0)", "max(-1)")],
     ),
     (
-        "cache/_stacked.py",
+        "_problem/stack_layer.py",
         "cache/test_nothing.py",
         [
-            ("count = math.prod(x.shape[:3]) // size", "count = -1"),
-            ("each.reshape(rows, capacity // size)", "each.reshape(rows, -1)"),
+            ("x.reshape(layers * each.size, size,", "x.reshape(-1, size,"),
+            (".reshape(rows, s // size)", ".reshape(rows, -1)"),
         ],
     ),
     (

@@ -1,0 +1,137 @@
+"""Keys and values of one layer of a stack, read where they lie, or as pages by what reads no stack."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _reference import exact
+
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    cascade_attention,
+    Causal,
+    KeyPadding,
+    Ragged,
+    ragged_attention,
+    Selected,
+    top_keys,
+)
+from eqattn.cache import Bits, StackedKVCache
+
+
+L, B, T, H, K, S, D = 3, 2, 3, 4, 2, 192, 8
+LENGTHS = np.array([100, 150], np.int32)
+RNG = np.random.default_rng(0)
+KEYS, VALUES = (RNG.normal(size=(L, B, S, K, D)) for _ in range(2))
+QUERY = RNG.normal(size=(B, T, H, D))
+
+
+def stack_of(keys=KEYS, values=VALUES, dtype=jnp.float64):
+    lengths = jnp.asarray(np.tile(LENGTHS, (L, 1)))
+    return StackedKVCache(jnp.asarray(keys, dtype), jnp.asarray(values, dtype), lengths)
+
+
+def attend(keys, values, query, index, more=None, **kwargs):
+    layer = stack_of(keys, values, query.dtype).layer(index)
+    mask = Causal() & layer.mask()
+    mask = mask if more is None else mask & more
+    strategy = Ragged(AttentionMetadata(**kwargs))
+    at = dict(mask=mask, q_offset=LENGTHS - T)
+    return attention(query, layer.key, layer.value, strategy, **at).attention_outputs
+
+
+SEEN = np.arange(S) <= (LENGTHS[:, None] - T + np.arange(T))[..., None]
+
+
+def dense(keys, values, query, index):
+    """Plain attention, of which JAX finds the gradients."""
+    k, v = (jnp.repeat(x[index], H // K, 2) for x in (keys, values))
+    s = jnp.einsum("bthd,bshd->bhts", query, k) / np.sqrt(D)
+    p = jax.nn.softmax(jnp.where(SEEN[:, None], s, -jnp.inf), -1)
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
+def wanted(index, seen=SEEN):
+    return exact(QUERY, KEYS[index], VALUES[index], visible=seen[:, None])[0]
+
+
+def near(got, want, atol=1e-5):
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
+def as_float32(*xs):
+    return [jnp.asarray(x, jnp.float32) for x in xs]
+
+
+@pytest.mark.parametrize("index", range(L))
+def test_gradients_reach_one_layer(x64, index):
+    args = [*map(jnp.asarray, (KEYS, VALUES, QUERY))]
+    tangents = [jnp.asarray(RNG.normal(size=x.shape)) for x in args]
+
+    def derivatives(fn):
+        loss = lambda *xs: (fn(*xs, jnp.int32(index)) ** 2).sum()
+        return loss(*args), jax.jvp(jax.grad(loss, (0, 1, 2)), args, tangents)
+
+    near(attend(*args, jnp.int32(index)), wanted(index), 1e-12)
+    jax.tree.map(lambda x, y: near(x, y, 1e-11), derivatives(attend), derivatives(dense))
+
+
+@pytest.mark.parametrize("axes", [(None, None, 0, 0), (0, 1, None, None), (None, None, None, 0)])
+def test_layers_under_vmap(x64, axes):
+    """Each element of the batch may look up another layer."""
+    args = KEYS, VALUES, QUERY, np.arange(L, dtype=np.int32)
+    args = [
+        np.stack([x, x[::-1]], a) if a is not None and x.ndim == 5 else x
+        for x, a in zip(args, axes)
+    ]
+    args = [np.stack([x] * L) if a is not None and x.ndim == 4 else x for x, a in zip(args, axes)]
+    args[3] = args[3] if axes[3] == 0 else jnp.int32(1)
+    near(
+        jax.vmap(attend, axes)(*map(jnp.asarray, args)),
+        jax.vmap(dense, axes)(*map(jnp.asarray, args)),
+        1e-12,
+    )
+
+
+@pytest.mark.parametrize("backend", ["tpu", "triton"])
+@pytest.mark.parametrize("index", [0, 2])
+def test_kernels_read_pages(backend, index):
+    args = as_float32(KEYS, VALUES, QUERY)
+    got = attend(*args, jnp.int32(index), platform="interpret", backend=backend)
+    near(got, wanted(index))
+
+
+def test_what_reads_pages():
+    """Lists of keys, packed queries, and rows that share nothing."""
+    query, cache = *as_float32(QUERY), stack_of(dtype=jnp.float32).layer(1)
+    listed = np.stack([np.sort(RNG.choice(100, 20, replace=False)) for _ in range(B * T)])
+    listed = listed.reshape(B, 1, T, 20).astype(np.int32)
+    seen = SEEN & (listed[:, 0, :, :, None] == np.arange(S)).any(2)
+    near(attend(*as_float32(KEYS, VALUES), query, jnp.int32(1), Selected(listed)), wanted(1, seen))
+    ends, packed = jnp.arange(B + 1) * T, query.reshape(B * T, H, D)
+    out = ragged_attention(packed, cache.key, cache.value, ends, cache.length, strategy=Ragged())
+    near(out.attention_outputs.reshape(query.shape), wanted(1))
+    out = cascade_attention(query, cache, q_offset=cache.length - T)
+    near(out.attention_outputs, wanted(1))
+
+
+def test_the_greatest_logits_of_a_layer():
+    query, cache = *as_float32(QUERY), stack_of(dtype=jnp.float32).layer(2)
+    got = top_keys(query, cache.key, 5, strategy=Ragged(), mask=KeyPadding(LENGTHS))
+    logits = np.einsum("bthd,bshd->bhts", QUERY, np.repeat(KEYS[2], H // K, 2)) / np.sqrt(D)
+    logits = np.where(np.arange(S) < LENGTHS[:, None, None, None], logits, -np.inf)
+    assert (got.indices == np.argsort(-logits, -1)[..., :5]).all()
+
+
+def test_the_form_of_a_layer():
+    cache = stack_of(dtype=jnp.bfloat16).layer(1)
+    bits = StackedKVCache.empty(L, B, S, K, D, dtype=jnp.bfloat16, bits=True).layer(1)
+    assert isinstance(bits.stack.key, Bits)
+    for key in (cache.key, bits.key):
+        assert (key.shape, key.dtype, key.ndim, key.itemsize) == ((B, S, K, D), jnp.bfloat16, 4, 2)
+    assert (cache.key.materialise() == cache.stack.key[1]).all()
+    query = jnp.zeros((B, T, H, D), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"key_ .* which Blockwise does not read; use Ragged"):
+        attention(query, cache.key, cache.value, Blockwise())

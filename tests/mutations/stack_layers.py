@@ -1,0 +1,70 @@
+"""Mutants of what reads one layer of a stack."""
+# fmt: off
+
+LAYER, SHARES, MESHES = "cache/test_stack_layer.py", "cache/test_key_shares.py", "cache/test_automatic_meshes.py -k reading"
+
+MUTANTS = [
+    (
+        "_problem/stack_layer.py",
+        LAYER,
+        [
+            ("self.index * each.size + each", "0 * self.index + each"),
+            ("self.decode(*[x[self.index] for x in self.arrays])", "self.decode(*[x[0] for x in self.arrays])"),
+            ("return self.stored.itemsize", "return 4"),
+            ("return x.pages() if isinstance(x, StackLayer) else x", "return x"),
+        ],
+    ),
+    (
+        "_problem/in_place.py",
+        LAYER,
+        [
+            ('BlockOperand("page", x.index, ())', 'BlockOperand("page", 0 * x.index, ())'),
+            ("sizes += (len(x.arrays[0]),)\n            # The", "sizes += (1,)\n            # The"),
+            ("(len(tables), *axes), 1, jax.vmap", "(0, *axes), 1, jax.vmap"),
+            ("[lead + 2] * e", "[2] * e"),
+        ],
+    ),
+    (
+        "_sweep/loops.py",
+        LAYER,
+        [("pick(table, a, here) if moves(a) else table", "pick(table, a, here)")],
+    ),
+    (
+        "strategies/_fold.py",
+        LAYER,
+        [
+            ("if selection is not None or lowering is not XLA:", "if lowering is not XLA:"),
+            ("if selection is not None or lowering is not XLA:", "if selection is not None:"),
+        ],
+    ),
+    (
+        "_sweep/grid.py",
+        MESHES,
+        [("any(a in self.batch for i in self.lookups for a in self.in_axes[i])", "bool(self.lookups)")],
+    ),
+    (
+        "_sweep/grid.py",
+        LAYER,
+        [("any(a in self.batch for i in self.lookups for a in self.in_axes[i])", "False")],
+    ),
+    (
+        "_problem/key_shards.py",
+        SHARES,
+        [("else 1 + layers for flat in held.flat", "else 1 for flat in held.flat")],
+    ),
+    (
+        "cache/_stacked_paged.py",
+        SHARES,
+        [("return pool_specs(self.stack, axis_name)", "return {}")],
+    ),
+    (
+        "cache/_latent.py",
+        SHARES,
+        [("return self.cache._key_specs(axis_name)", "return {}")],
+    ),
+    (
+        "cache/_base.py",
+        SHARES,
+        [("if x.shape[axis := len(specs[id(x)]) - 1] % devices:", "if False:")],
+    ),
+]
