@@ -14,6 +14,18 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
+def _are_settings(p: Any, inference: Any) -> bool:
+    """Whether two leaves are a probability and whether dropout is switched off.
+
+    They are not in a tree that has a number for each leaf, such as the axes of `vmap` or a rate of
+    learning. There, `inference` is None or another number than a bool becomes. Floats that are all 0
+    cannot be told from settings.
+    """
+    if not _is_number(p) or inference is None:
+        return False
+    return not _is_number(inference) or (type(inference) is float and inference in (0.0, 1.0))
+
+
 class _Off:
     """Whether `p` is 0, as part of a tree structure.
 
@@ -59,9 +71,10 @@ class Dropout:
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], _Off]:
         p, inference = self.p, self.inference
         # In a tree of filters, as for `eqx.partition`, `p` is no number, and bools stay bools.
-        if isinstance(inference, bool) and _is_number(p):
+        settings = _are_settings(p, inference)
+        if settings and isinstance(inference, bool):
             inference = float(inference)
-        off = bool(p == 0) if _is_number(p) else self.off
+        off = bool(p == 0) if settings else self.off
         keys = jax.tree_util.GetAttrKey("p"), jax.tree_util.GetAttrKey("inference")
         return tuple(zip(keys, (p, inference))), _Off(off, p is None)
 

@@ -71,6 +71,12 @@ def project(
     return linear(layer, x).reshape(*x.shape[:-1], heads, size)
 
 
+def of_one_dtype(*heads: Array) -> list[Array]:
+    """Promotes heads of several dtypes to one, as Equinox does where it multiplies them."""
+    dtype = jnp.result_type(*heads)
+    return [x.astype(dtype) for x in heads]
+
+
 def processed(fn: ProcessHeads | None, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """Applies a user's function of the heads of one sequence, and checks what it returns."""
     if fn is None:

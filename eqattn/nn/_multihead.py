@@ -30,7 +30,7 @@ from ._arguments import (
 )
 from ._cached_call import appended, as_rows, Cache, new_keys
 from ._dropout import Dropout
-from ._heads import head_norm, linear, normed, processed, ProcessHeads, project
+from ._heads import head_norm, linear, normed, of_one_dtype, processed, ProcessHeads, project
 from ._positions import input_positions
 from ._rotary import check_rotary, Rotary
 
@@ -333,7 +333,8 @@ class MultiheadAttention(eqx.Module):
         rate = self.dropout.rate_of_call(inference, deterministic, key)
         given = q_positions, kv_positions
         at = input_positions(self.strategy, cache, (t, new), given, process_heads is not None)
-        q, k, v = processed(process_heads, *self._heads(query, key_, value, at, mask))
+        heads = self._heads(query, key_, value, at, mask)
+        q, k, v = of_one_dtype(*processed(process_heads, *heads))
         dtype, q_offset = v.dtype, None
         if cache is not None:
             q_offset = cache.length if q_positions is None else None

@@ -117,6 +117,14 @@ def test_what_reads_pages():
     near(out.attention_outputs, wanted(1))
 
 
+def test_keys_and_values_of_different_layers():
+    query, stack = *as_float32(QUERY), stack_of(dtype=jnp.float32)
+    mask = KeyPadding(LENGTHS)
+    got = attention(query, stack.layer(0).key, stack.layer(2).value, Ragged(), mask=mask)
+    seen = (np.arange(S) < LENGTHS[:, None])[:, None, None]
+    near(got.attention_outputs, exact(QUERY, KEYS[0], VALUES[2], visible=seen)[0])
+
+
 def test_the_greatest_logits_of_a_layer():
     query, cache = *as_float32(QUERY), stack_of(dtype=jnp.float32).layer(2)
     got = top_keys(query, cache.key, 5, strategy=Ragged(), mask=KeyPadding(LENGTHS))
@@ -135,3 +143,14 @@ def test_the_form_of_a_layer():
     query = jnp.zeros((B, T, H, D), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"key_ .* which Blockwise does not read; use Ragged"):
         attention(query, cache.key, cache.value, Blockwise())
+
+
+@pytest.mark.parametrize("capacity, size", [(192, 192), (256, 128), (320, 160), (512, 128)])
+def test_pages_of_a_layer(capacity, size):
+    """Where 128 divides the capacity, they are the blocks of a `bitwise` strategy."""
+    for rows in (2, 0):
+        layer = StackedKVCache.empty(L, rows, capacity, K, D).layer(1)
+        pages = layer.key.pages()
+        assert pages.page_size == size and pages.shape == (rows, capacity, K, D)
+        first = rows * (capacity // size)
+        assert (pages.table.reshape(-1) == np.arange(first, 2 * first)).all()

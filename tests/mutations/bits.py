@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     (
         "_problem/stack_layer.py",
-        "cache/test_stack_layer.py",
+        "cache/test_stack_layer.py -k pages_of",
         [("128 if s % 128 == 0 else 256", "256")],
     ),
     (

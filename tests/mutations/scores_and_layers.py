@@ -115,6 +115,20 @@ MUTANTS = [
         ],
     ),
     (
+        "nn/_dropout.py",
+        "nn/test_multihead.py -k 'number_for or ensembles_by'",
+        [
+            ("off = bool(p == 0) if settings else", "off = bool(p == 0) if _is_number(p) else"),
+            ("(type(inference) is float and inference in (0.0, 1.0))", "inference in (0.0, 1.0)"),
+            ("(type(inference) is float and inference in (0.0, 1.0))", "type(inference) is float"),
+        ],
+    ),
+    (
+        "nn/_heads.py",
+        "nn/test_multihead.py -k several_dtypes",
+        [("dtype = jnp.result_type(*heads)", "dtype = heads[-1].dtype")],
+    ),
+    (
         "nn/_arguments.py",
         "nn/test_multihead.py -k 'mask or window or error or strateg'",
         [

@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     (
         "_problem/stack_layer.py",
-        "cache/test_nothing.py",
+        "cache/test_stack_layer.py -k pages_of",
         [
             ("x.reshape(layers * each.size, size,", "x.reshape(-1, size,"),
             (".reshape(rows, s // size)", ".reshape(rows, -1)"),

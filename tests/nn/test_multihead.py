@@ -346,6 +346,30 @@ def test_filters_and_trees():
     assert eqx.tree_equal(layer, nn.MultiheadAttention(HEADS, SIZE, key=KEY))
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("number", [0, 1, 2, 0.1, 1e-3])
+def test_a_number_for_each_leaf(dropout_p, number):
+    """The axes of `vmap` or a rate of learning. What is no probability counted as one, and the
+    structure differed from that of the layer.
+    """
+    layer = nn.MultiheadAttention(2, 8, dropout_p=dropout_p, key=jax.random.key(0))
+    numbers = jax.tree.map(lambda _: number, layer)
+    assert jax.tree.structure(numbers) == jax.tree.structure(layer)
+    scaled = jax.tree.map(lambda x, rate: x * rate, layer, numbers)
+    assert jax.tree.structure(scaled) == jax.tree.structure(layer) or number == 0
+
+
+def test_ensembles_by_vmap():
+    make = lambda key: nn.MultiheadAttention(2, 8, dropout_p=0.1, key=key)
+    keys, x = jax.random.split(jax.random.key(0), 3), jax.random.normal(jax.random.key(1), (5, 8))
+    many = jax.vmap(make)(keys)
+    call = lambda layer: layer(x, x, x, inference=True)
+    want = jnp.stack([call(make(key)) for key in keys])
+    axes = (jax.tree.map(lambda _: 0, many),)
+    for got in (eqx.filter_vmap(call)(many), jax.vmap(call, axes)(many)):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
 def test_ensembles_by_filter_vmap():
     keys = jax.random.split(KEY, 3)
     layers = eqx.filter_vmap(lambda key: nn.MultiheadAttention(HEADS, SIZE, key=key))(keys)
@@ -635,6 +659,39 @@ def test_dtypes_of_strategies():
     low = make(dtype=jnp.bfloat16, strategy=Dense(AttentionMetadata()))
     inputs = [x.astype(jnp.bfloat16) for x in (X, X, X)]
     close(low(*inputs), make(dtype=jnp.bfloat16)(*inputs))
+
+
+class Adapted(eqx.Module):
+    """A projection with an adapter of low rank and of another dtype."""
+
+    base: eqx.nn.Linear
+    down: jax.Array
+    up: jax.Array
+
+    def __call__(self, x):
+        return self.base(x) + self.up @ (self.down @ x)
+
+
+def narrowed(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, tree)
+
+
+@pytest.mark.parametrize("name", ["memory", "queries", "adapters"])
+def test_heads_of_several_dtypes(name):
+    x, y = normal(0, T, SIZE), normal(1, T, SIZE)
+    inputs = {"memory": (narrowed(x), y, y), "queries": (x, *narrowed((y, y)))}.get(name)
+    inputs = narrowed((x, y, y)) if inputs is None else inputs
+    outs = []
+    with jax.numpy_dtype_promotion("standard"):
+        for kind in (nn.MultiheadAttention, eqx.nn.MultiheadAttention):
+            layer = narrowed(kind(HEADS, SIZE, key=KEY))
+            if name == "adapters":
+                adapt = lambda base: Adapted(base, normal(2, 2, SIZE), 0.1 * normal(3, SIZE, 2))
+                where = lambda layer: (layer.query_proj, layer.value_proj)
+                layer = eqx.tree_at(where, layer, replace_fn=adapt)
+            outs.append(layer(*inputs))
+    assert outs[0].dtype == outs[1].dtype == jnp.float32
+    np.testing.assert_allclose(*outs, rtol=0, atol=2e-3)
 
 
 def test_float64(x64):
