@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None if it was closed before Python began
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever read it, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit

@@ -84,7 +84,9 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
         if leaf is not None:
             return {"$leaf": dataclasses.asdict(leaf) | {"shape": list(leaf.shape)}}
         if isinstance(x, enum.Enum):
-            return {"$enum": [_path(type(x)), x.name]}
+            # Flags that are combined have no member's name.
+            named = x.name in type(x).__members__
+            return {"$enum": [_path(type(x)), x.name if named else x.value]}
         if isinstance(x, np.dtype):
             return {"$dtype": x.name}
         if isinstance(x, Static):
@@ -118,6 +120,7 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
             return [inside(item, i) for i, item in enumerate(x)]
         if type(x) is dict:
             return {name: inside(x[name], name) for name in sorted(encode(dict.fromkeys(x)))}
+        _check_plain(x)
         return encode(x)
     except _Refused:
         raise
@@ -127,6 +130,14 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
 
 class _Refused(TypeError):
     """A `TypeError` that names its field already."""
+
+
+def _check_plain(x: Any) -> None:
+    """**Raises:** `TypeError` for what would come back as a plain value of another class."""
+    for plain in (tuple, list, Mapping, str, int):
+        if isinstance(x, plain) and type(x) not in (bool, int, str):
+            name = "dict" if plain is Mapping else plain.__name__
+            raise TypeError(f"{type(x).__name__} {x!r} would come back as a {name}: make it one.")
 
 
 def restore(data: Any) -> Any:
@@ -146,7 +157,8 @@ def restore(data: Any) -> Any:
     if tag == "$dtype":
         return jnp.dtype(body)
     if tag == "$enum":
-        return _class(body[0])[body[1]]
+        cls, member = _class(body[0]), body[1]
+        return cls[member] if isinstance(member, str) else cls(member)
     if tag == "$metadata":
         leaves = {name: restore(v) for name, v in body.items() if _is_leaf(v)}
         metadata = AttentionMetadata.from_dict(body | dict.fromkeys(leaves))
@@ -189,14 +201,16 @@ def differences(a: Any, b: Any, at: str = "") -> Iterator[tuple[str, str, str]]:
 
 
 def with_defaults(data: Any, like: Any) -> Any:
-    """A description with the defaults of fields that classes have had only since it was written.
+    """A description with the defaults of fields that classes have had only since it was written. A
+    strategy is called as it is now: it may have been registered, or removed, since.
 
     **Arguments:**
 
     - `data`: the description.
     - `like`: what it is compared with, whose classes have the fields.
     """
-    body = data.get(_tag(data)) if isinstance(data, Mapping) else None
+    tag = _tag(data) if isinstance(data, Mapping) else ""
+    body: Any = data.get(tag) if tag else None
     if not isinstance(body, Mapping) or not isinstance(body.get("fields"), Mapping):
         return data
     if not dataclasses.is_dataclass(type(like)):
@@ -205,10 +219,13 @@ def with_defaults(data: Any, like: Any) -> Any:
     for f in dataclasses.fields(like):
         if f.name in fields:
             fields[f.name] = with_defaults(fields[f.name], getattr(like, f.name, None))
-        elif f.default is not dataclasses.MISSING:
+        elif (default := _default_of(f)) is not dataclasses.MISSING:
             static = f.metadata.get("static", False) or not isinstance(like, eqx.Module)
-            fields[f.name] = describe(f.default, f.name, static)
-    return {_tag(data): {**body, "fields": fields}}
+            fields[f.name] = describe(default, f.name, static)
+    body = {**body, "fields": fields}
+    if tag == "$strategy" and isinstance(like, AttentionImpl) and _is_named(type(like), body):
+        body = {**_identity(type(like)), "fields": fields}
+    return {tag: body}
 
 
 _ABSENT = {"$absent": None}
@@ -229,7 +246,7 @@ def _text(data: Any) -> str:
     if tag in ("$dtype", "$float"):
         return body
     if tag == "$enum":
-        return ".".join(body)
+        return ".".join(map(str, body))
     if tag == "$constant":
         return _text(body)
     if tag == "$tuple":
@@ -251,9 +268,29 @@ def _is_leaf(data: Any) -> bool:
     return isinstance(data, Mapping) and _tag(data) == "$leaf"
 
 
-def _identity(cls: type) -> dict[str, str]:
+def _names(cls: Any) -> tuple[str, ...]:
     names = cls.get_impl_name()
-    name = names if isinstance(names, str) else names[0]
+    return (names,) if isinstance(names, str) else names
+
+
+def _is_named(cls: Any, body: Mapping[str, Any]) -> bool:
+    """Whether a described strategy is of this class, registered or not, then and now."""
+    if "class" in body:
+        return body["class"] == _path(cls)
+    found = body["name"] in AttentionRegistry.list_implementations()
+    # A class that has inherited the name of another is not meant by it.
+    return body["name"] in _names(cls) and (not found or AttentionRegistry.get(body["name"]) is cls)
+
+
+def _default_of(field: dataclasses.Field) -> Any:
+    """The default of a field; `MISSING` if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _identity(cls: Any) -> dict[str, str]:
+    name = _names(cls)[0]
     registered = name in AttentionRegistry.list_implementations()
     if registered and AttentionRegistry.get(name) is cls:
         return {"name": name}
@@ -323,12 +360,14 @@ def _instance(cls: Any, described: Mapping[str, Any]) -> Any:
     if unknown:
         raise ValueError(f"{cls.__name__} has no {unknown}; its fields are {list(_fields(cls))}.")
     for name, field in _fields(cls).items():
-        if name not in values and field.default_factory is not dataclasses.MISSING:
-            values[name] = field.default_factory()
-        elif name not in values and field.default is not dataclasses.MISSING:
-            values[name] = field.default
-        elif name not in values:
-            raise ValueError(f"The file has no {name!r}, which {cls.__name__} needs: pass like=.")
+        if name in values:
+            continue
+        values[name] = _default_of(field)
+        if values[name] is dataclasses.MISSING:
+            raise ValueError(
+                f"The file has no {name!r}, which {cls.__name__} has had only since then: give the "
+                "field a default."
+            )
     return _with_fields(object.__new__(cls), values)
 
 

@@ -11,6 +11,7 @@ it makes void dtypes of float8, and of NumPy's bfloat16.
 """
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
 
 from .._config.json import encode
 from .._config.metadata import AttentionMetadata
@@ -117,6 +119,8 @@ def load(path_or_file: _Path | _Readable, like: Any = None, *, mesh: Any = NOT_G
     that differs from `like` (naming each field, and both values); and if a class, a device of a
     mesh, or `jax_enable_x64` is missing here.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh | None | type(NOT_GIVEN)):
+        raise TypeError(f"mesh is a jax.sharding.Mesh, an AbstractMesh or None, got {mesh!r}.")
     if not isinstance(like, AttentionMetadata | AttentionImpl | None):
         raise TypeError(
             f"like is a strategy, an AttentionMetadata or None, got {type(like).__name__}."
@@ -164,7 +168,8 @@ def _digest(header: Mapping[str, Any]) -> str:
 
 def _read(file: _Readable) -> tuple[dict[str, Any], bytes]:
     """Reads and checks a file. Returns the header and the bytes of the leaves, in this format."""
-    start = file.read(len(_START))
+    # A text file cannot even be read: the bytes of leaves are no text.
+    start = "" if isinstance(file, io.TextIOBase) else file.read(len(_START))
     if isinstance(start, str):
         raise ValueError("The file is open in text mode: open it with mode 'rb'.")
     if start != _START:

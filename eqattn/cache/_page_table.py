@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._misc import as_int32, as_size, concrete
+from ._base import rows_as_array
 
 
 def pages_of(table: Any) -> Any:
@@ -115,7 +116,7 @@ def shared(
     **Raises:** `ValueError` as `PagedKVCache.share` does.
     """
     table, length = _known("share", rows, table, length)
-    rows = np.atleast_1d(np.asarray(as_int32(rows, "rows")))
+    rows = np.atleast_1d(np.asarray(as_int32(rows_as_array(rows), "rows")))
     from_row, tokens = as_size(from_row, "from_row"), as_size(tokens, "tokens", 1)
     named = [*rows.tolist(), from_row]
     if rows.ndim != 1 or min(named) < 0 or max(named) >= len(length):

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator
 
-from .._misc import as_size
+from .._misc import as_size, concrete
 from .._problem.arguments import as_mask
 from .._sweep.grid import EMPTY, FULL, PARTIAL
 from ..masks._base import AbstractMask, block_table
@@ -30,6 +30,9 @@ from ._style import (
 # `plot_mask` evaluates and draws every pair, in memory and time that grow with their number. The
 # bound was chosen by trial: 4096 x 4096 pairs, more than a figure has pixels for.
 _MOST_PAIRS = 2**24
+
+
+_TRACED = "A mask of traced arrays has no picture: draw it outside of jax.jit."
 
 
 def _mask(mask: Any) -> AbstractMask:
@@ -76,7 +79,9 @@ def plot_mask(
     mask, s = _mask(mask), t if s is None else s
     if min(t, s) < 1 or t * s > _MOST_PAIRS:
         raise ValueError(f"plot_mask draws 1 to {_MOST_PAIRS:,} pairs, not {t} x {s}: plot_blocks.")
-    pairs = np.asarray(mask.as_array(t, s, batch_shape=batch_shape, heads=heads))
+    pairs = concrete(mask.as_array(t, s, batch_shape=batch_shape, heads=heads))
+    if pairs is None:
+        raise ValueError(_TRACED)
     visible = matrix(pairs.reshape(-1, heads, t, s), batch, head, "the mask's axes")
     ax = new_axes(ax)
     if block_q is None and block_k is None:
@@ -111,7 +116,7 @@ def plot_mask(
 def _table(mask, t, s, block_q, block_k, batch_shape, heads, batch, head) -> np.ndarray:
     table = block_table(mask, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads)
     if not isinstance(table, np.ndarray):
-        raise ValueError("A mask of traced arrays has no picture: draw it outside of jax.jit.")
+        raise ValueError(_TRACED)
     whole = np.broadcast_to(table, (*_leading(batch_shape, heads), *table.shape[2:]))
     return matrix(whole, batch, head, "the mask's axes")
 

@@ -481,6 +481,14 @@ def test_rows_of_all_layers_are_reordered():
     assert of_layers(stack) == [[[2, 5], [2, 6]], [[12, 15], [12, 16]]]
 
 
+def test_no_rows_share():
+    """NumPy made floats of an empty list, and the error spoke of them."""
+    cache = PagedKVCache.empty(2, 12, 8, 2, 1, 1).reserve(4)
+    cache = cache.append(numbered(1, 0), numbered(1, 0))
+    shared = cache.share([], 0, 1)
+    assert (shared.length == cache.length).all() and (shared.table[1] == cache.table[1]).all()
+
+
 def test_layers_of_unequal_lengths_that_share_pages():
     """A layer that has fewer tokens writes to an earlier page, and the other layer keeps its own."""
     stack = StackedPagedKVCache.empty(2, 2, 12, 8, 2, 1, 1).reserve(4)

@@ -117,12 +117,14 @@ def test_what_reads_pages():
     near(out.attention_outputs, wanted(1))
 
 
-def test_keys_and_values_of_different_layers():
-    query, stack = *as_float32(QUERY), stack_of(dtype=jnp.float32)
+@pytest.mark.parametrize("heads", [1, K])
+def test_keys_and_values_of_different_layers(heads):
+    keys, values = KEYS[:, :, :, :heads], VALUES[:, :, :, :heads]
+    query, stack = *as_float32(QUERY), stack_of(keys, values, jnp.float32)
     mask = KeyPadding(LENGTHS)
     got = attention(query, stack.layer(0).key, stack.layer(2).value, Ragged(), mask=mask)
     seen = (np.arange(S) < LENGTHS[:, None])[:, None, None]
-    near(got.attention_outputs, exact(QUERY, KEYS[0], VALUES[2], visible=seen)[0])
+    near(got.attention_outputs, exact(QUERY, keys[0], values[2], visible=seen)[0])
 
 
 def test_the_greatest_logits_of_a_layer():

@@ -1,4 +1,4 @@
-"""Mutants of what reads one layer of a stack."""
+"""Mutants of what reads one layer of a stack, and of files that a class has outlived."""
 # fmt: off
 
 LAYER, SHARES, MESHES = "cache/test_stack_layer.py", "cache/test_key_shares.py", "cache/test_automatic_meshes.py -k reading"
@@ -25,6 +25,23 @@ MUTANTS = [
         ],
     ),
     (
+        "_save/describe.py",
+        "save/test_save.py",
+        [
+            ("named = x.name in type(x).__members__", "named = True"),
+            ("if isinstance(x, plain) and type(x) not in (bool, int, str):", "if False:"),
+            ('if "class" in body:', "if False:"),
+            ("return body[\"class\"] == _path(cls)", "return True"),
+            ("return cls[member] if isinstance(member, str) else cls(member)", "return cls[member]"),
+            ("(not found or AttentionRegistry.get(body[\"name\"]) is cls)", "True"),
+        ],
+    ),
+    (
+        "_save/save.py",
+        "save/test_save_files.py",
+        [('start = "" if isinstance(file, io.TextIOBase) else file.read', "start = file.read")],
+    ),
+    (
         "_sweep/loops.py",
         LAYER,
         [("pick(table, a, here) if moves(a) else table", "pick(table, a, here)")],
@@ -44,7 +61,7 @@ MUTANTS = [
     ),
     (
         "_sweep/grid.py",
-        LAYER,
+        "cache/test_explicit_meshes.py",
         [("any(a in self.batch for i in self.lookups for a in self.in_axes[i])", "False")],
     ),
     (

@@ -1,5 +1,6 @@
 """`eqattn.save` and `eqattn.load`."""
 
+import collections
 import dataclasses
 import enum
 import io
@@ -251,6 +252,31 @@ def test_a_class_that_is_registered_no_longer(registered):
         load(file)
 
 
+def test_like_of_a_class_that_was_registered_before_or_since(registered):
+    """`like` is the class, whatever the registry says of it; the file was refused."""
+    cls = mine()
+    strategy = cls(AttentionMetadata())
+    before, since = io.BytesIO(), io.BytesIO()
+    save(before, strategy)
+    registered(cls)
+    save(since, strategy)
+    for file, there in ((before, True), (since, True), (before, False), (since, False)):
+        if not there:
+            AttentionRegistry._registry.pop("test-mine", None)
+        file.seek(0)
+        assert_same(load(file, like=strategy), strategy)
+    registered(mine())  # another class, of the same name
+    for file, named in ((before, "Mine"), (since, "test-mine")):
+        file.seek(0)
+        like = AttentionRegistry.get("test-mine")(AttentionMetadata())
+        if file is since:
+            assert type(load(file, like=like)) is type(like)
+        file.seek(0)
+        if file is since:
+            with pytest.raises(ValueError, match=f"'{named}' in the file, .*Mine' in like"):
+                load(file, like=strategy)
+
+
 def strategy_with(**fields):
     """Of one name, whatever its fields."""
 
@@ -275,6 +301,12 @@ def test_fields_that_came_and_went(registered):
     assert type(out) is newer and (out.a, out.b) == (1, 3)
     file.seek(0)
     assert load(file, like=newer(AttentionMetadata(), 1)).b == 3  # the default of a field that came
+    strategy_with(a=dataclasses.MISSING, b=dataclasses.MISSING)
+    for like in (None, AttentionRegistry.get("test-fields")(AttentionMetadata(), 1, 2)):
+        file.seek(0)
+        with pytest.raises(ValueError, match="give the field a default|b: nothing in the file, 2"):
+            load(file, like=like)
+    newer = strategy_with(a=2, b=3)
     file.seek(0)
     with pytest.raises(ValueError, match="b: 3 in the file, 4 in like"):
         load(file, like=newer(AttentionMetadata(), 1, 4))
@@ -355,12 +387,32 @@ def test_absent_devices():
     assert load(io.BytesIO(done.stdout), mesh=None) == Ring(AttentionMetadata())
 
 
+class Sizes(tuple):
+    """A tuple of a class of its own."""
+
+
+class Parts(enum.Flag):
+    FIRST = 1
+    SECOND = 2
+
+
+@pytest.mark.parametrize("value", [Parts.FIRST, Parts.FIRST | Parts.SECOND, Parts(0)])
+def test_flags(registered, value):
+    strategy = strategy_with(a=value)(AttentionMetadata())
+    assert_same(through_file(strategy), strategy)
+    assert_same(through_file(strategy, like=strategy), strategy)
+
+
 def test_what_cannot_be_saved(registered, tmp_path):
     path = tmp_path / "x"
     with pytest.raises(TypeError, match=r"^a: .*function"):
         save(path, strategy_with(a=len)(AttentionMetadata()))
     with pytest.raises(TypeError, match=r"^a\.b\.1: .*set"):
         save(path, strategy_with(a=None)(AttentionMetadata(), {"b": (0, {1})}))
+    ordered, text = collections.OrderedDict(b=1, a=2), np.str_("t")
+    for value, name in ((Sizes((1, 2)), "tuple"), (ordered, "dict"), (text, "str")):
+        with pytest.raises(TypeError, match=rf"^a: .* would come back as a {name}: make it one"):
+            save(path, strategy_with(a=None)(AttentionMetadata(), value))
     key = eqx.tree_at(lambda m: m.part.weight, mine()(AttentionMetadata()), jax.random.key(0))
     with pytest.raises(TypeError, match=r"^part\.weight: .*key_data"):
         save(path, key)

@@ -163,3 +163,10 @@ def test_what_is_no_strategy(tmp_path, data):
         pytest.raises(ValueError, match="mode 'rb'"),
     ):
         load(text)  # pyright: ignore
+    with (
+        open(tmp_path / "x", encoding="utf-8") as text,  # in which the leaves are no text
+        pytest.raises(ValueError, match="mode 'rb'"),
+    ):
+        load(text)  # pyright: ignore
+    with pytest.raises(TypeError, match="mesh is a .* or None, got 'x'"):
+        load(tmp_path / "x", mesh="x")

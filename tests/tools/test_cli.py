@@ -59,6 +59,12 @@ def test_a_reader_that_closes_the_pipe():
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
+def test_an_output_that_is_closed_before_python_begins():
+    script = f"{sys.executable} -m eqattn info --no-compile >&-"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
 def test_a_pipe_that_is_closed_before(monkeypatch):
     read, write = os.pipe()
     os.close(read)
@@ -164,6 +170,7 @@ def test_info_says_why_not(capsys):
         ("bench --rounds 0", "--rounds"),
         ("bench --core 100000", "--core"),
         ("bench --out /no/such/folder/x", "/no/such/folder"),
+        ("bench --markdown /no/such/folder/x", "/no/such/folder"),
         ("tpu-report --kernel backward-of-it", "backward-of-it"),
         ("tpu-report --chip v9", "v9"),
         ("tpu-report --json /no/such/folder/x", "/no/such/folder"),

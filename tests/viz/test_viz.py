@@ -247,8 +247,8 @@ def test_draws_where_it_is_told(recorded, scheduled):
     assert plt.get_fignums() == [figure.number]
 
 
-def traced():
-    jax.jit(lambda ids: viz.plot_blocks(Segments(ids), 256) and ids)(jnp.zeros(256, jnp.int32))
+def traced(plot):
+    jax.jit(lambda ids: plot(Segments(ids), 256) and ids)(jnp.zeros(256, jnp.int32))
 
 
 WRONG = {
@@ -259,7 +259,8 @@ WRONG = {
         Causal(), 256, heads=2, head=2
     ),
     "batch=-1": lambda _: viz.plot_mask(Causal(), 4, batch=-1),
-    "outside of jax.jit": lambda _: traced(),
+    "outside of jax.jit": lambda _: traced(viz.plot_blocks),
+    "draw it outside of jax.jit": lambda _: traced(viz.plot_mask),
     "return_weights=True": lambda _: viz.plot_weights(AttentionOutput()),
     r"\[\*b, heads, t, s\], got \[2, 2\]": lambda _: viz.plot_weights(np.ones((2, 2))),
     "2 query_labels for 3": lambda _: viz.plot_weights(np.ones((1, 3, 3)), query_labels="ab"),

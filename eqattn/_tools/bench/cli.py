@@ -64,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
     rounds = (3 if args.quick else 21) if args.rounds is None else args.rounds
     if rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {rounds}")
-    if not args.out.parent.is_dir():
-        raise ValueError(f"--out: there is no folder {args.out.parent}")
+    for flag, path in (("--out", args.out), ("--markdown", args.markdown)):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{flag}: there is no folder {path.parent}")
     if args.core is not None and args.core not in _cores():
         raise ValueError(f"--core must be one of {sorted(_cores())}, got {args.core}")
     names = _peers(args)
