@@ -44,14 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run, error=command.error)
-    args = parser.parse_args(argv)
+    args, out = parser.parse_args(argv), sys.stdout  # None if it was closed before Python began
     try:
         status = args.run(args)
-        if sys.stdout is not None:  # it is None if it was closed before Python began
-            sys.stdout.flush()
+        if out is not None:
+            out.flush()
         return status
     except BrokenPipeError:  # whoever read it, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        if out is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # for the flush at exit
         return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
     except (ValueError, TypeError) as e:  # what the library says of bad arguments
         return args.error(str(e))

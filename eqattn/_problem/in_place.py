@@ -31,12 +31,23 @@ class InPlace(NamedTuple):
     sizes: tuple[int, ...]
 
 
+def in_shares(x: AbstractStored, blocking: Blocking, lowering: Lowering) -> AbstractStored:
+    """Keys or values in as many shares of heads as the blocking has.
+
+    In a pool of pages that would copy what all pages hold, and gather it where devices share the
+    heads. Loops of ordinary JAX read the shares of a page as they are, and leave them to XLA.
+    """
+    as_they_are = x.table is not None and blocking.kv_heads == 1 and lowering.drops_single_axes
+    return x if as_they_are else x.in_shares(blocking.kv_heads)
+
+
 def single_axes(x: AbstractStored, blocking: Blocking, lowering: Lowering) -> list[tuple[int, ...]]:
     """For each array of `x`, the axes of size 1 that its blocks lose."""
     if not lowering.drops_single_axes:
         return [()] * len(x.arrays)
     one_head = x.shape[2] == blocking.kv_heads
-    return [(0,) if flat else (1,) * one_head for flat in x.flat]
+    shares = [a.shape[-2] == blocking.kv_heads for a in x.arrays]
+    return [(0,) * n if flat else (1,) * one_head for flat, n in zip(x.flat, shares)]
 
 
 def in_place(held: Sequence[AbstractStored], blocking: Blocking, lowering: Lowering) -> InPlace:

@@ -29,7 +29,7 @@ from .closed_score import ClosedScore
 from .differences import Differences
 from .dropout import weights_of, WORDS, words_of
 from .exchange import HeadExchange
-from .in_place import in_place, single_axes
+from .in_place import in_place, in_shares, single_axes
 from .problem import Problem
 from .storage import as_stored
 
@@ -124,7 +124,7 @@ class BlockOperands:
         """Adds the operands of keys and values that stay in place, and of where these are found."""
         key, value = (as_stored(x) for x in (self.problem.key, self.problem.value))
         both = [key, value if value.arrays or self.lowering.shares_blocks else key.first]
-        self.held = [x.in_shares(self.blocking.kv_heads) for x in both]
+        self.held = [in_shares(x, self.blocking, self.lowering) for x in both]
         placed = in_place(self.held, self.blocking, self.lowering)
         self.values, self.pages = placed.values, placed.sizes
         start = len(self.operands) + len(placed.keys)

@@ -24,7 +24,7 @@ from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
 
-_Cache = TypeVar("_Cache")
+_Cache = TypeVar("_Cache", bound="AbstractCache")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -110,7 +110,7 @@ class AbstractCache(eqx.Module):
         shown = KeyPadding(self.length)
         return shown if self.positions is None else shown & ByPosition()
 
-    def key_shardings(self, mesh: Any, axis_name: str) -> Any:
+    def key_shardings(self: _Cache, mesh: Any, axis_name: str) -> _Cache:
         """The shardings of a cache whose tokens are spread over the devices along a mesh axis, as
         `Ragged(metadata, axis_name=...)` reads them:
 

@@ -1,5 +1,6 @@
 """`LatentAttention`, the layer of DeepSeek's models, whose cache holds latents."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import equinox as eqx
@@ -187,7 +188,7 @@ class LatentAttention(eqx.Module):
         score: Any = None,
         q_positions: Any = None,
         cache: LatentKVCache,
-        counts: int | Int[Array, "*b"] | None = None,
+        counts: int | Sequence[int] | Int[Array, "*b"] | None = None,
     ) -> tuple[LatentKVCache, Float[Array, "*b t hidden_size"]]: ...
 
     @overload

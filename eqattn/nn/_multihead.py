@@ -250,7 +250,7 @@ class MultiheadAttention(eqx.Module):
         score: AbstractScore | Sequence[AbstractScore] | None = None,
         q_positions: Any = None,
         cache: Cache,
-        counts: int | Int[Array, "*b"] | None = None,
+        counts: int | Sequence[int] | Int[Array, "*b"] | None = None,
         append: bool = True,
     ) -> tuple[Cache, Float[Array, "*b t output_size"]]: ...
 
@@ -274,7 +274,7 @@ class MultiheadAttention(eqx.Module):
         q_positions: Any = None,
         kv_positions: Any = None,
         cache: Any = None,
-        counts: int | Int[Array, "*b"] | None = None,
+        counts: int | Sequence[int] | Int[Array, "*b"] | None = None,
         append: bool = True,
         return_max_logits: Any = False,
     ) -> Any:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -9,9 +10,11 @@ from eqattn import attention, Causal, Ragged
 from eqattn.cache import (
     KVCache,
     LatentKVCache,
+    PagedKVCache,
     QuantizedKVCache,
     RingBufferCache,
     StackedKVCache,
+    StackedPagedKVCache,
 )
 
 
@@ -80,3 +83,40 @@ def test_reading_moves_nothing_between_devices(name, tokens):
 
     text = program_of(step, name, tokens, 2 * K).as_text()
     assert not [move for move in MOVES if f" {move}" in text]
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_pages_of_eight_bits_stay_sharded_over_heads(layers):
+    """Their scales were gathered from all devices, and copied, in each step."""
+    mesh = jax.make_mesh((2,), ("heads",), (AxisType.Auto,), devices=jax.devices()[:2])
+    rng = np.random.default_rng(0)
+    old, new = (jnp.asarray(rng.normal(size=(B, n, K, D)), jnp.float32) for n in (21, 1))
+    query = jnp.asarray(rng.normal(size=(B, 1, 2 * K, D)), jnp.float32)
+
+    def filled(shares):
+        more = dict(SIZES, pages=16, page_size=8, stored=jnp.int8, head_shares=shares)
+        if layers:
+            return StackedPagedKVCache.empty(2, **more).reserve(22).layer(1).append(old, old)
+        return PagedKVCache.empty(**more).reserve(22).append(old, old)
+
+    def step(cache, q, k):
+        at = cache.length
+        cache = cache.append(k, k)
+        mask = Causal() & cache.mask()
+        out = attention(q, cache.key, cache.value, Ragged(), mask=mask, q_offset=at)
+        return cache, out.attention_outputs
+
+    def put(x):
+        """Values and scales `[pages, ...]`, whose heads or shares are their last axis but one."""
+        shared = x.ndim > 2
+        spec = P(*[None] * (x.ndim - 2), "heads") if shared else P()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    cache, args = jax.tree.map(put, filled(2)), [put(x) for x in (query, new)]
+    program = jax.jit(step).lower(cache, *args).compile()
+    assert not [move for move in MOVES if f" {move}" in program.as_text()]
+    want = step(filled(1), query, new)[1]
+    np.testing.assert_allclose(program(cache, *args)[1], want, rtol=0, atol=1e-6)
+    # On one device, too, the shares are read as they are.
+    got = step(filled(2), query, new)[1]
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)

@@ -18,6 +18,7 @@ from eqattn import (
     Selected,
     top_keys,
 )
+from eqattn._problem.stack_layer import StackLayer
 from eqattn.cache import Bits, StackedKVCache
 
 
@@ -156,3 +157,5 @@ def test_pages_of_a_layer(capacity, size):
         assert pages.page_size == size and pages.shape == (rows, capacity, K, D)
         first = rows * (capacity // size)
         assert (pages.table.reshape(-1) == np.arange(first, 2 * first)).all()
+        nothing = StackLayer(jnp.zeros((L, rows, capacity, K, 0)), jnp.int32(1))
+        assert nothing.pages().shape == (rows, capacity, K, 0)

@@ -25,6 +25,14 @@ MUTANTS = [
         ],
     ),
     (
+        "_problem/in_place.py",
+        "cache/test_automatic_meshes.py -k eight_bits",
+        [
+            ("return x if as_they_are else x.in_shares(blocking.kv_heads)", "return x.in_shares(blocking.kv_heads)"),
+            ("a.shape[-2] == blocking.kv_heads for a in", "True for a in"),
+        ],
+    ),
+    (
         "_save/describe.py",
         "save/test_save.py",
         [

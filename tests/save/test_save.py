@@ -241,6 +241,8 @@ def test_a_class_that_is_not_registered(registered):
 
     with pytest.raises(ValueError, match="Renamed was not registered"):
         through_file(Renamed(AttentionMetadata()))
+    with pytest.raises(ValueError, match="kind: .*Renamed.* in the file, 'blockwise' in like"):
+        through_file(Renamed(AttentionMetadata()), like=Blockwise(AttentionMetadata()))
 
 
 def test_a_class_that_is_registered_no_longer(registered):
