@@ -103,7 +103,7 @@ class AbstractStored(eqx.Module):
         if self.table is None:
             return self.decode(*self.arrays).astype(self.dtype)
         x = self.decode(*[x[self.table] for x in self.arrays])
-        return x.reshape(len(x), -1, *x.shape[3:]).astype(self.dtype)
+        return x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.dtype)
 
 
 class Stored(AbstractStored):
@@ -334,7 +334,7 @@ class Pages(AbstractStored):
 
     def share(self, index: Int[Array, ""]) -> "Pages":
         """The parts of the rows that lie in the pages of a device, where `content` is these."""
-        table = self._table.reshape(len(self._table), -1, self.devices)
+        table = self._table.reshape(self._table.shape[0], -1, self.devices)
         table = lax.dynamic_index_in_dim(table, index, 2, keepdims=False)
         return Pages(self.content, table - index * self.stored.shape[0])
 
@@ -362,7 +362,7 @@ class Pages(AbstractStored):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self._table), self._table.shape[1] * self.page_size, *self.stored.shape[2:])
+        return (self._table.shape[0], self._table.shape[1] * self.page_size, *self.stored.shape[2:])
 
     @property
     def dtype(self) -> Any:

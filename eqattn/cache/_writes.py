@@ -91,7 +91,7 @@ def write_flat(array: Array, new: Array, owner: tuple, slots: Array, unique: boo
     """
     n = array.shape[-2]
     per, t = new.shape[2] // n, new.shape[1]
-    new = jnp.moveaxis(new.reshape(len(new), t, n, per), 2, 1)
+    new = jnp.moveaxis(new.reshape(new.shape[0], t, n, per), 2, 1)
     at = (slots * per)[:, None, :, None] + jnp.arange(per, dtype=jnp.int32).reshape(1, 1, 1, per)
     pages = (x[:, None, :, None] if jnp.ndim(x) else x for x in owner)
     return put(array, new, (*pages, 1, at), unique)
