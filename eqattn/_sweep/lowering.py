@@ -103,6 +103,9 @@ class Lowering(abc.ABC):
     must be manual around it.
     """
 
+    reads_layers: ClassVar[bool] = False
+    """Whether it reads one layer in the arrays of all layers. Otherwise it is given pages."""
+
     shares_blocks: ClassVar[bool] = False
     """Whether the logits and the values of a fold may read the same blocks. Otherwise what both
     read is an operand of each.
@@ -290,6 +293,7 @@ class XLALowering(Lowering):
     skips_corners = False
     finishes_rows = False
     splits_over_devices = True
+    reads_layers = True
     shares_blocks = True
     drops_single_axes = True
     # On a CPU, a visit takes some microseconds more than its products, and products of 32 x 32 take

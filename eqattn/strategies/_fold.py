@@ -59,7 +59,7 @@ def fold_on_device(
     under longer names.
     """
     selection, listed, always = split_list(problem.mask)
-    if selection is not None or lowering is not XLA:
+    if selection is not None or not lowering.reads_layers:
         problem = layers_in_pages(problem)
     if selection is not None:
         if manual is not None and lists_own_keys(problem):

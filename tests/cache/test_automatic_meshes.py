@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, Causal, Ragged
+from eqattn import attention, AttentionMetadata, Causal, Ragged
 from eqattn.cache import (
     KVCache,
     LatentKVCache,
@@ -68,10 +68,14 @@ def test_writing_moves_nothing_between_devices(name, tokens):
     assert not [move for move in MOVES if f" {move}" in text]
 
 
-@pytest.mark.parametrize("name", KINDS)
+READ = [(x, "auto") for x in KINDS] + [(x, "interpret") for x in ("contiguous", "layer")]
+
+
+@pytest.mark.parametrize("name, platform", READ)
 @pytest.mark.parametrize("tokens", [1, T])
-def test_reading_moves_nothing_between_devices(name, tokens):
+def test_reading_moves_nothing_between_devices(name, platform, tokens):
     """Pages of a stack were gathered from all rows, for all layers, in the step of each layer."""
+    strategy = Ragged(AttentionMetadata(platform=platform))
 
     def step(cache, k, v, q):
         where = dict(q_offset=cache.length, kv_positions=cache.positions)
@@ -79,7 +83,7 @@ def test_reading_moves_nothing_between_devices(name, tokens):
         value = cache.key.first if name == "latents" else cache.value
         mask = Causal() & cache.mask()
         q = q.astype(cache.key.dtype)
-        return cache, attention(q, cache.key, value, Ragged(), mask=mask, **where).attention_outputs
+        return cache, attention(q, cache.key, value, strategy, mask=mask, **where).attention_outputs
 
     text = program_of(step, name, tokens, 2 * K).as_text()
     assert not [move for move in MOVES if f" {move}" in text]

@@ -1,4 +1,6 @@
-"""Keys and values of one layer of a stack, read where they lie, or as pages by what reads no stack."""
+"""Keys and values of one layer, read in the arrays of all layers, or as pages by what reads no stack."""
+
+import functools as ft
 
 import jax
 import jax.numpy as jnp
@@ -79,26 +81,24 @@ def test_gradients_reach_one_layer(x64, index):
     jax.tree.map(lambda x, y: near(x, y, 1e-11), derivatives(attend), derivatives(dense))
 
 
-@pytest.mark.parametrize("axes", [(None, None, 0, 0), (0, 1, None, None), (None, None, None, 0)])
-def test_layers_under_vmap(x64, axes):
-    """Each element of the batch may look up another layer."""
-    args = KEYS, VALUES, QUERY, np.arange(L, dtype=np.int32)
-    args = [
-        np.stack([x, x[::-1]], a) if a is not None and x.ndim == 5 else x
-        for x, a in zip(args, axes)
-    ]
-    args = [np.stack([x] * L) if a is not None and x.ndim == 4 else x for x, a in zip(args, axes)]
-    args[3] = args[3] if axes[3] == 0 else jnp.int32(1)
-    near(
-        jax.vmap(attend, axes)(*map(jnp.asarray, args)),
-        jax.vmap(dense, axes)(*map(jnp.asarray, args)),
-        1e-12,
-    )
+AXES = [(None, None, 0, 0), (0, 1, None, None), (None, None, None, 0), (0, 0, None, 0)]
+
+
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("platform", ["auto", "interpret"])
+def test_layers_under_vmap(axes, platform):
+    """Each of two elements may look up another layer, or read another stack."""
+    args = KEYS, VALUES, QUERY, np.array(1, np.int32)
+    of_second = lambda x: (x + 1) % L if x.ndim == 0 else x[::-1]
+    args = [x if a is None else np.stack([x, of_second(x)], a) for x, a in zip(args, axes)]
+    args = *as_float32(*args[:3]), jnp.asarray(args[3])
+    got = jax.vmap(ft.partial(attend, platform=platform), axes)(*args)
+    near(got, jax.vmap(dense, axes)(*args))
 
 
 @pytest.mark.parametrize("backend", ["tpu", "triton"])
 @pytest.mark.parametrize("index", [0, 2])
-def test_kernels_read_pages(backend, index):
+def test_kernels(backend, index):
     args = as_float32(KEYS, VALUES, QUERY)
     got = attend(*args, jnp.int32(index), platform="interpret", backend=backend)
     near(got, wanted(index))

@@ -29,7 +29,7 @@ MUTANTS = [
         SHARDS + " -k pages",
         [
             ("table - index * self.stored.shape[0]", "table"),
-            ("self._table.reshape(len(self._table), -1, self.devices)", "self._table.reshape(len(self._table), self.devices, -1).swapaxes(1, 2)"),
+            ("self._table.reshape(self._table.shape[0], -1, self.devices)", "self._table.reshape(self._table.shape[0], self.devices, -1).swapaxes(1, 2)"),
         ],
     ),
     (

@@ -50,6 +50,14 @@ MUTANTS = [
         [('start = "" if isinstance(file, io.TextIOBase) else file.read', "start = file.read")],
     ),
     (
+        "kernels/tpu/_grid.py",
+        LAYER,
+        [
+            ("if side is not None and all(a < 0 for a in others):", "if side is not None:"),
+            ("[x.reshape(1) if x.ndim == 0 else x for x in tables]", "tables"),
+        ],
+    ),
+    (
         "_sweep/loops.py",
         LAYER,
         [("pick(table, a, here) if moves(a) else table", "pick(table, a, here)")],
@@ -58,8 +66,8 @@ MUTANTS = [
         "strategies/_fold.py",
         LAYER,
         [
-            ("if selection is not None or lowering is not XLA:", "if lowering is not XLA:"),
-            ("if selection is not None or lowering is not XLA:", "if selection is not None:"),
+            ("if selection is not None or not lowering.reads_layers:", "if not lowering.reads_layers:"),
+            ("if selection is not None or not lowering.reads_layers:", "if selection is not None:"),
         ],
     ),
     (

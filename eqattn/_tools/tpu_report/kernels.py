@@ -13,6 +13,7 @@ from ..._calls.attention import attention
 from ..._config.metadata import AttentionMetadata
 from ..._problem.blocking import choose_blocking
 from ..._problem.problem import Problem
+from ..._problem.stack_layer import StackLayer
 from ..._problem.storage import Pages, Quantized
 from ..._sweep.grid import BATCH, COL, HEAD, replaced, ROW
 from ...kernels.tpu import TPULowering
@@ -215,6 +216,7 @@ class Decode:
     - `queries`: how many queries a row has.
     - `stored`: the dtype of quantised keys and values; None if they are not quantised.
     - `page`: how many tokens a page has; None if there are no pages.
+    - `layers`: how many layers the arrays have, of which one is read; None if they have one.
     - `shared`: whether all queries see the same keys, as those of rows that begin alike do in
         `cascade_attention`.
     - `block_q`, `block_k`: the block sizes of the metadata; None chooses them.
@@ -223,6 +225,7 @@ class Decode:
     queries: int = 1
     stored: Any = None
     page: int | None = None
+    layers: int | None = None
     shared: bool = False
     block_q: int | None = None
     block_k: int | None = None
@@ -237,18 +240,22 @@ class Decode:
         like, page = jax.ShapeDtypeStruct, self.page or LENGTH
         pool = (ROWS * LENGTH // page, page, KV_HEADS)
         scales = (pool[0], 1, page * KV_HEADS)
+        pool = (*([self.layers] if self.layers else []), *pool)
         return {
             "query": like((ROWS, self.queries, QUERY_HEADS, 128), jnp.bfloat16),
             "pools": (like((*pool, 128), self.stored or jnp.bfloat16),) * 2,
             "scales": (like(scales, jnp.float32),) * 2 if self.stored else (),
             "table": like((ROWS, LENGTH // page), jnp.int32),
             "lengths": like((ROWS,), jnp.int32),
+            "layer": like((), jnp.int32),
         }
 
     def caches(self, arrays: dict[str, Any]) -> list[Any]:
         kept = list(arrays["pools"])
         if self.stored:
             kept = [Quantized(x, s, jnp.bfloat16) for x, s in zip(kept, arrays["scales"])]
+        if self.layers:
+            return [StackLayer(x, arrays["layer"]) for x in kept]
         return [Pages(x, arrays["table"]) for x in kept] if self.page else kept
 
     def build(self) -> tuple[Callable[..., Any], Sequence[Any]]:
@@ -349,6 +356,7 @@ KERNELS = (
     _decode("decode, 4 queries", queries=4),
     _tunable(_decode, "decode, int8", sizes=_TOKENS, stored=jnp.int8),
     _decode("decode, pages of 64", page=64),
+    _decode("decode, one of 4 layers", layers=4),
     _decode("decode, pages that 8 rows share", queries=8, page=64, shared=True),
     _tunable(_prompt, "prompt", sizes=_OF_PROMPTS),
     _tunable(_prompt, "prompt, int8", sizes=_OF_PROMPTS, stored=jnp.int8),

@@ -108,6 +108,7 @@ class TPULowering(Lowering):
 
     device = "a TPU"
     cleans_values = True
+    reads_layers = True
     skips_corners = True
     finishes_rows = True
     holds_operands_apart = True

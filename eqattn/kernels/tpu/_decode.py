@@ -28,7 +28,7 @@ from ..._sweep.grid import EMPTY, FEW_ROWS, GridLayout
 from ._chip import cores, VMEM
 from ._decode_copies import BlockCopies, copied
 from ._decode_program import FlatHeadsProgram, FoldedRows, OwnColumns
-from ._grid import KernelGrid, split_at
+from ._grid import KernelGrid, split_at, tables_of
 from ._operands import abstract_blocks, KernelOperand
 from ._products import product_of
 from ._program import Program
@@ -299,7 +299,7 @@ def visit_decode(
     _, operands = layout.split(args)
     # Pages are the caller's. A number that is none would be read beyond the pool. To look for it
     # in the kernel takes two thirds of the time in which a copy starts.
-    tables = [jnp.clip(operands[i], 0, n - 1) for i, n in zip(layout.lookups, layout.pages)]
+    tables = [jnp.clip(x, 0, n - 1) for x, n in zip(tables_of(layout, operands), layout.pages)]
     lead = () if seen is None else (grid.parts,)
     call = pl.pallas_call(
         plan.kernel,

@@ -36,7 +36,7 @@ from ..._sweep.tokens import from_heads
 from .._program import LOG2E
 from ._chip import heads_abreast, SPARE, VMEM
 from ._forward_step import FoldSpec, FoldStepBody, run
-from ._grid import KernelGrid, split_at
+from ._grid import KernelGrid, split_at, tables_of
 from ._operands import (
     abstract_blocks,
     heads_of_rows,
@@ -322,7 +322,7 @@ def visit_fold(
     plan, work = _plan(steps, layout, args, kept, finish, into)
     grid = plan.grid
     _, operands = layout.split(args)
-    tables = [operands[i] for i in layout.lookups]
+    tables = tables_of(layout, operands)
     first = 1 + len(tables) + len(plan.given) - len(plan.start)
     call = pl.pallas_call(
         plan.kernel,

@@ -26,6 +26,14 @@ def split_at(xs: Sequence, n: int) -> tuple[Sequence, Sequence]:
     return xs[:n], xs[n:]
 
 
+def tables_of(layout: GridLayout, operands: Sequence[Array]) -> list[Array]:
+    """The tables of what a step looks up. Scalar memory holds vectors at least, so a single entry
+    is one.
+    """
+    tables = [operands[i] for i in layout.lookups]
+    return [x.reshape(1) if x.ndim == 0 else x for x in tables]
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelGrid:
     """The grid of a kernel.
@@ -140,7 +148,7 @@ class KernelGrid:
         where = {a: i for a, i in zip(self.order, ids) if a is not None}
         sides = {ROW: row_of(pair), COL: (pair >> 4) & (SIDE - 1)}
         *others, side = (*axes, None) if apart else self.split(axes)
-        if side is not None:
+        if side is not None and all(a < 0 for a in others):
             return [*[where[a] for a in others], sides[side]]
         row, where[COL] = sides[ROW], sides[COL]
         if self.joined:
@@ -151,8 +159,8 @@ class KernelGrid:
             else:
                 row, where[a] = _divided(row, self.layout.grid[a])
         for i, lookup in enumerate(self.layout.lookups):
-            where[i] = tables[i][tuple(where[a] for a in self.layout.in_axes[lookup])]
-        return [where[a] for a in axes]
+            where[i] = tables[i][tuple(where[a] for a in self.layout.in_axes[lookup]) or (0,)]
+        return [where[a] for a in axes] if side is None else [*map(where.get, others), sides[side]]
 
     def split(self, axes: tuple[int, ...]) -> tuple:
         """The axes that an array keeps, and `ROW` or `COL` if the others are merged into it.
