@@ -18,12 +18,13 @@ def _are_settings(p: Any, inference: Any) -> bool:
     """Whether two leaves are a probability and whether dropout is switched off.
 
     They are not in a tree that has a number for each leaf, such as the axes of `vmap` or a rate of
-    learning. There, `inference` is None, or another number than a bool becomes. Floats that are all
-    0 cannot be told from settings.
+    learning. There, `inference` is None or no flag, or both are integers. Floats that are all 0
+    cannot be told from settings.
     """
     if not _is_number(p) or inference is None:
         return False
-    return not _is_number(inference) or (type(inference) is float and inference in (0.0, 1.0))
+    both_integers = type(p) is type(inference) is int
+    return not _is_number(inference) or (inference in (0, 1) and not both_integers)
 
 
 class _Off:

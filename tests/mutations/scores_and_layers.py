@@ -119,8 +119,8 @@ MUTANTS = [
         "nn/test_multihead.py -k 'number_for or ensembles_by'",
         [
             ("off = bool(p == 0) if settings else", "off = bool(p == 0) if _is_number(p) else"),
-            ("(type(inference) is float and inference in (0.0, 1.0))", "inference in (0.0, 1.0)"),
-            ("(type(inference) is float and inference in (0.0, 1.0))", "type(inference) is float"),
+            ("(inference in (0, 1) and not both_integers)", "inference in (0, 1)"),
+            ("(inference in (0, 1) and not both_integers)", "not both_integers"),
         ],
     ),
     (

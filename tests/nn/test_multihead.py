@@ -359,6 +359,18 @@ def test_a_number_for_each_leaf(dropout_p, number):
     assert jax.tree.structure(scaled) == jax.tree.structure(layer) or number == 0
 
 
+@pytest.mark.parametrize("inference", [False, 0, np.float32(0), np.float64(0)])
+def test_a_rate_and_a_flag_of_any_type(inference):
+    """The rate of a layer made without dropout, which a traced call must not drop in silence."""
+    layer = nn.MultiheadAttention(2, 8, key=jax.random.key(0))
+    where = lambda layer: (layer.dropout.p, layer.dropout.inference)
+    layer = eqx.tree_at(where, layer, (0.5, inference))
+    call = lambda layer: layer(*[jnp.ones((3, 8))] * 3, key=jax.random.key(1))
+    assert not jnp.allclose(call(layer), layer(*[jnp.ones((3, 8))] * 3, inference=True))
+    with pytest.raises(ValueError, match="Whether and how much to drop is traced"):
+        jax.jit(call)(layer)
+
+
 def test_ensembles_by_vmap():
     make = lambda key: nn.MultiheadAttention(2, 8, dropout_p=0.1, key=key)
     keys, x = jax.random.split(jax.random.key(0), 3), jax.random.normal(jax.random.key(1), (5, 8))
