@@ -18,6 +18,7 @@ from .._problem.joined import read_once
 from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
 from .._problem.row_pages import pages_of_rows, positions_of_pages, Sharers
 from .._problem.run_time import raise_if
+from .._problem.stack_layer import StackLayer
 from .._problem.storage import AbstractStored
 from ..masks._causal import Causal
 from ..masks._packed import check_boundaries
@@ -108,9 +109,11 @@ def ragged_attention(
     shown = KeyPadding(jnp.where(place.live, lengths[row], 0), starts[row])
     for more in (Causal() if causal else None, mask):
         shown = shown if more is None else shown & more
-    size = strategy.block_sizes()[1]
+    size, once = strategy.block_sizes()[1], read_once(key_, value) is not value
+    if sharers.devices > 1:  # The pages of a stack lie in one order, not in turn on the devices.
+        key_, value = (x.alone() if isinstance(x, StackLayer) else x for x in (key_, value))
     keys = pages_of_rows(key_, row, size, sharers)
-    latents = keys.first if read_once(key_, value) is not value else None
+    latents = keys.first if once else None
     output = attention(
         queries_of(query, place),
         keys,

@@ -34,8 +34,8 @@ class InPlace(NamedTuple):
 def in_shares(x: AbstractStored, blocking: Blocking, lowering: Lowering) -> AbstractStored:
     """Keys or values in as many shares of heads as the blocking has.
 
-    In a pool of pages that would copy what all pages hold, and gather it where devices share the
-    heads. Loops of ordinary JAX read the shares of a page as they are, and leave them to XLA.
+    For a pool of pages, other shares would copy the scales of all pages, and gather them where
+    devices share the heads. Loops of ordinary JAX read any number of shares, so the pool stays.
     """
     as_they_are = x.table is not None and blocking.kv_heads == 1 and lowering.drops_single_axes
     return x if as_they_are else x.in_shares(blocking.kv_heads)

@@ -60,6 +60,10 @@ class StackLayer(AbstractStored):
     def materialise(self) -> Float[Array, "b s k d"]:
         return self.decode(*[x[self.index] for x in self.arrays]).astype(self.dtype)
 
+    def alone(self) -> AbstractStored:
+        """A copy of the layer, in the form in which the stack is stored."""
+        return with_arrays(self.stored, [x[self.index] for x in self.arrays])
+
     def pages(self) -> Pages:
         """The layer as pages, for code that reads no stacks. All layers are one pool. Row `b` of
         layer `l` has the pages from `(l * rows + b) * (s // size)` on.

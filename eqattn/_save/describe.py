@@ -52,7 +52,7 @@ def leaf_of(x: Any) -> Leaf | None:
     """
     if isinstance(x, np.generic):
         return Leaf("scalar", x.dtype.name)
-    if isinstance(x, float | complex):
+    if type(x) in (float, complex):
         return Leaf(type(x).__name__, np.dtype(type(x)).name)
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -119,6 +119,8 @@ def describe(x: Any, at: str = "", static: bool = False) -> Any:
         if type(x) is list:
             return [inside(item, i) for i, item in enumerate(x)]
         if type(x) is dict:
+            for name in x:
+                _check_plain(name)
             return {name: inside(x[name], name) for name in sorted(encode(dict.fromkeys(x)))}
         _check_plain(x)
         return encode(x)
@@ -134,10 +136,11 @@ class _Refused(TypeError):
 
 def _check_plain(x: Any) -> None:
     """**Raises:** `TypeError` for what would come back as a plain value of another class."""
-    for plain in (tuple, list, Mapping, str, int):
-        if isinstance(x, plain) and type(x) not in (bool, int, str):
+    numpy = isinstance(x, np.generic) and not isinstance(x, str)
+    for plain in (tuple, list, Mapping, str, int, float):
+        if isinstance(x, plain) and type(x) not in (bool, int, str, float) and not numpy:
             name = "dict" if plain is Mapping else plain.__name__
-            raise TypeError(f"{type(x).__name__} {x!r} would come back as a {name}: make it one.")
+            raise TypeError(f"{type(x).__name__} {x!r} would come back as {name}: make it one.")
 
 
 def restore(data: Any) -> Any:

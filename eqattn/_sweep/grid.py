@@ -150,7 +150,7 @@ class GridLayout:
 
     @property
     def own_pages(self) -> bool:
-        """Whether batch elements look up pages of their own, so that no visit reads several."""
+        """Whether batch elements look up different pages. Then they are visited one by one."""
         return any(a in self.batch for i in self.lookups for a in self.in_axes[i])
 
     @property

@@ -136,8 +136,8 @@ class LayerCache(AbstractLayerCache):
     def _own(self, x: Any) -> StackLayer:
         if isinstance(x, AbstractStored) and any(x.flat):
             raise ValueError(
-                f"{type(x).__name__} has its tokens and heads in one axis, of which a layer has no "
-                "pages; use StackedPagedKVCache."
+                f"{type(x).__name__} has its tokens and heads in one axis, and cannot be read by "
+                "layer; use StackedPagedKVCache."
             )
         return StackLayer(x, self.index)
 

@@ -18,8 +18,8 @@ def _are_settings(p: Any, inference: Any) -> bool:
     """Whether two leaves are a probability and whether dropout is switched off.
 
     They are not in a tree that has a number for each leaf, such as the axes of `vmap` or a rate of
-    learning. There, `inference` is None or no flag, or both are integers. Floats that are all 0
-    cannot be told from settings.
+    learning. There, `inference` is None or no flag, or both are integers. Floats that are all 0.0
+    or all 1.0 look like settings.
     """
     if not _is_number(p) or inference is None:
         return False

@@ -12,7 +12,7 @@ from _moved import moved
 from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, AttentionMetadata, Causal, Ragged
+from eqattn import attention, AttentionMetadata, Causal, Ragged, ragged_attention
 from eqattn.cache import (
     KVCache,
     LatentKVCache,
@@ -177,6 +177,29 @@ def test_layers_on_several_devices():
     keys, values = (np.asarray(x[1, :, : 9 * T]) for x in (stack.key, stack.value))
     seen = np.tri(9 * T, dtype=bool)[-T:]
     np.testing.assert_allclose(got, exact(query, keys, values, visible=seen)[0], atol=1e-5)
+
+
+def test_packed_queries_of_layers_on_several_devices():
+    """The pages of a stack lie in another order than those that devices share, and raised."""
+    mesh = jax.make_mesh((N,), ("keys",), (AxisType.Auto,), devices=jax.devices()[:N])
+    rng, lengths = np.random.default_rng(0), np.array([200, 77], np.int32)
+    keys, values = (rng.normal(size=(2, B, 256, K, d)).astype(np.float32) for d in (D, V))
+    query, ends = rng.normal(size=(B * T, H, D)).astype(np.float32), jnp.arange(B + 1) * T
+    stack = StackedKVCache(*map(jnp.asarray, (keys, values)), jnp.asarray([lengths] * 2))
+    strategy = Ragged(AttentionMetadata(), axis_name="keys")
+
+    @jax.jit
+    def run(stack):
+        layer = stack.layer(1)
+        out = ragged_attention(query, layer.key, layer.value, ends, layer.length, strategy=strategy)
+        return out.attention_outputs
+
+    with jax.set_mesh(mesh):
+        got = run(jax.device_put(stack, stack.key_shardings(mesh, "keys")))
+    at = lengths[:, None] - T + np.arange(T)
+    seen = np.arange(256) <= at[..., None]
+    want = exact(query.reshape(B, T, H, D), keys[1], values[1], visible=seen[:, None])[0]
+    np.testing.assert_allclose(got, want.reshape(got.shape), rtol=0, atol=1e-5)
 
 
 def test_pages_that_are_planned():

@@ -26,6 +26,7 @@ from eqattn import (
     SlidingWindow,
     T5Bias,
 )
+from eqattn.cache import KVCache
 
 
 T, S, SIZE, HEADS = 7, 9, 24, 4
@@ -686,6 +687,19 @@ class Adapted(eqx.Module):
 
 def narrowed(tree):
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, tree)
+
+
+def test_values_of_another_dtype_are_rounded_to_the_cache():
+    layer = narrowed(nn.MultiheadAttention(HEADS, SIZE, key=KEY))
+    adapt = lambda base: Adapted(base, normal(2, 2, SIZE), 0.1 * normal(3, SIZE, 2))
+    layer = eqx.tree_at(lambda layer: layer.value_proj, layer, replace_fn=adapt)
+    x = narrowed(normal(0, T, SIZE))
+    cache = KVCache.empty(1, 64, HEADS, SIZE // HEADS, dtype=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        cache, got = layer(x, mask="causal", cache=cache)
+        want = layer(x, x, x, mask="causal")
+    assert cache.value.dtype == jnp.bfloat16 and got.dtype == want.dtype
+    np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (got, want)), rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("name", ["memory", "queries", "adapters"])
