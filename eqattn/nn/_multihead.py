@@ -333,9 +333,8 @@ class MultiheadAttention(eqx.Module):
         rate = self.dropout.rate_of_call(inference, deterministic, key)
         given = q_positions, kv_positions
         at = input_positions(self.strategy, cache, (t, new), given, process_heads is not None)
-        q, k, v = processed(process_heads, *self._heads(query, key_, value, at, mask))
-        if cache is None:  # A cache rounds what it stores to its own dtype.
-            q, k, v = of_one_dtype(q, k, v)
+        heads = processed(process_heads, *self._heads(query, key_, value, at, mask))
+        q, k, v = of_one_dtype(*heads) if cache is None else heads  # A cache rounds to its dtype.
         dtype, q_offset = v.dtype, None
         if cache is not None:
             q_offset = cache.length if q_positions is None else None
