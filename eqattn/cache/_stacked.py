@@ -61,8 +61,8 @@ class StackedKVCache(eqx.Module):
     ) -> "StackedKVCache":
         """Makes a cache without tokens. `bits` is as for `KVCache.empty`.
 
-        **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity. Kernels read
-        a layer as pages of that size, so its rows must be whole pages.
+        **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity. What
+        reads no stack, such as a kernel for GPUs, reads a layer as pages of that size.
         """
         sizes = dict(layers=layers, batch=batch, capacity=capacity, kv_heads=kv_heads)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)

@@ -117,6 +117,7 @@ class AbstractOnDevice(AbstractFoldStrategy):
         prompt or a step of training has many. Its visit costs more, and is faster where each head
         has its keys one after the other. So arrays are copied where a key head has as many rows,
         queries times query heads, as keys. Then the copies are no larger than queries and outputs.
+        Without `reads_stored` they are copied for all but a few rows, see `_has_few_rows`.
         What is stored in pages or in fewer bits stays in place. So do the keys of `bitwise` calls,
         whose blocks must not depend on the number of queries.
 
@@ -125,9 +126,10 @@ class AbstractOnDevice(AbstractFoldStrategy):
         `forward` of `tpu-report` are kernels for both. On a v6e, 2^21 pairs of the one take 7,407
         cycles, and half as many pairs of the other take 1,948.
         """
-        if not self.reads_stored or self.fixed:
-            few = lowering is XLA and not self.fixed and _has_few_rows(problem)
-            return self.reads_stored or few
+        if self.fixed:
+            return self.reads_stored
+        if not self.reads_stored:
+            return lowering is XLA and _has_few_rows(problem)
         arrays = not any(isinstance(x, AbstractStored) for x in (problem.key, problem.value))
         t, s, heads, kv_heads = problem.sizes
         if not arrays or not isinstance(t, int) or not at_most(s, t * (heads // kv_heads)):

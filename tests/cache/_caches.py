@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqattn import attention, AttentionMetadata, Causal, Dense, Ragged
-from eqattn.cache import KVCache, PagedKVCache, QuantizedKVCache, RingBufferCache
+from eqattn.cache import KVCache, LatentKVCache, PagedKVCache, QuantizedKVCache, RingBufferCache
 
 
 B, H, K, D, V = 3, 4, 2, 8, 6
@@ -41,8 +41,9 @@ def tokens(t, dtype=jnp.float64, seed=0):
 def step(cache, q, k, v, counts=None, mask=Causal(), strategy=Ragged):
     offset, dtype = cache.length, q.dtype
     cache = cache.append(k, v, counts)
+    value = cache.key.first if isinstance(cache, LatentKVCache) else cache.value
     out = attention(
-        q, cache.key, cache.value, strategy(AttentionMetadata(runtime_dtype=dtype)),
+        q, cache.key, value, strategy(AttentionMetadata(runtime_dtype=dtype)),
         mask=mask & cache.mask(), q_offset=offset, kv_positions=cache.positions,
     )  # fmt: skip
     return cache, out.attention_outputs

@@ -1,5 +1,6 @@
-"""Exports a step of decoding over each kind of cache, whose batch stays open, and runs it for other
-numbers of rows. Arguments name the kinds. `test_exported.py` runs this with `EQX_ON_ERROR=nan`, which Equinox reads once.
+"""Exports a step of decoding over a kind of cache, whose batch stays open, and runs it for other
+numbers of rows. The argument names the kind. `test_exported.py` runs this with `EQX_ON_ERROR=nan`,
+which Equinox reads once.
 """
 
 import sys
@@ -7,8 +8,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _caches import step
 
-from eqattn import attention, Causal, Ragged
 from eqattn.cache import (
     KVCache,
     LatentKVCache,
@@ -44,51 +45,41 @@ KINDS = {
 }
 
 
-def main() -> None:
-    rng = np.random.default_rng(0)
-    for name in sys.argv[1:]:
-        make = KINDS[name]
-        tree, latent = jax.tree.structure(make(2)), "latents" in name
+def check(name: str) -> None:
+    rng, make = np.random.default_rng(0), KINDS[name]
+    tree, heads, width = jax.tree.structure(make(2)), K, D
+    if "latents" in name:
+        heads, width = 1, 2 * D
 
-        def step(leaves, q, k, tree=tree, latent=latent):
-            cache = jax.tree.unflatten(tree, leaves)
-            where = dict(q_offset=cache.length, kv_positions=cache.positions)
-            cache = cache.append(k, k)
-            value = cache.key.first if latent else cache.value
-            mask = Causal() & cache.mask()
-            out = attention(q, cache.key, value, Ragged(), mask=mask, **where)
-            return jax.tree.leaves(cache), out.attention_outputs
+    @jax.jit
+    def on_leaves(leaves, q, k):
+        cache, out = step(jax.tree.unflatten(tree, leaves), q, k, k)
+        return jax.tree.leaves(cache), out
 
-        def args(b, make=make, latent=latent):
-            cache = make(b)
-            heads, width = (1, 2 * D) if latent else (K, D)
-            q = jnp.asarray(rng.normal(size=(b, 1, H, width)), cache.key.dtype)
-            return (
-                jax.tree.leaves(cache),
-                q,
-                jnp.asarray(rng.normal(size=(b, 1, heads, D)), q.dtype),
-            )
+    def args(b):
+        cache = make(b)
+        q = jnp.asarray(rng.normal(size=(b, 1, H, width)), cache.key.dtype)
+        return jax.tree.leaves(cache), q, jnp.asarray(rng.normal(size=(b, 1, heads, D)), q.dtype)
 
-        (rows,) = jax.export.symbolic_shape("b")
+    (rows,) = jax.export.symbolic_shape("b")
 
-        def abstract(x, y):
-            """An array whose axes that vary with the number of rows stay open."""
-            shape = (m if m == n else rows for m, n in zip(x.shape, y.shape))
-            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+    def abstract(x, y):
+        """An array whose axes that vary with the number of rows stay open."""
+        shape = (m if m == n else rows for m, n in zip(x.shape, y.shape))
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-        jitted = jax.jit(step)
-        program = jax.export.export(jitted)(*jax.tree.map(abstract, args(2), args(3)))
-        program = jax.export.deserialize(program.serialize())
-        for b in (1, 3):  # neither has the number of rows of which the program was made
-            leaves, *new = args(b)
-            known = leaves
-            for _ in range(3):
-                known, want = jitted(known, *new)
-                leaves, got = program.call(leaves, *new)
-                np.testing.assert_array_equal(np.asarray(got), np.asarray(want), name)
-            assert np.isfinite(np.asarray(got, np.float32)).all() and np.asarray(got).any(), name
-        print(name, flush=True)
+    program = jax.export.export(on_leaves)(*jax.tree.map(abstract, args(2), args(3)))
+    program = jax.export.deserialize(program.serialize())
+    for b in (1, 3):  # neither has the number of rows of which the program was made
+        leaves, *new = args(b)
+        known = leaves
+        for _ in range(3):
+            known, want = on_leaves(known, *new)
+            leaves, got = program.call(leaves, *new)
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want), name)
+        assert np.isfinite(np.asarray(got, np.float32)).all() and np.asarray(got).any(), name
+    print(name, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    check(sys.argv[1])

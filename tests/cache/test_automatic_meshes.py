@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _caches import step
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, AttentionMetadata, Causal, Ragged
+from eqattn import Ragged
 from eqattn.cache import (
     KVCache,
     LatentKVCache,
@@ -75,17 +76,12 @@ READ = [(x, "auto") for x in KINDS] + [(x, "interpret") for x in ("contiguous", 
 @pytest.mark.parametrize("tokens", [1, T])
 def test_reading_moves_nothing_between_devices(name, platform, tokens):
     """Pages of a stack were gathered from all rows, for all layers, in the step of each layer."""
-    strategy = Ragged(AttentionMetadata(platform=platform))
 
-    def step(cache, k, v, q):
-        where = dict(q_offset=cache.length, kv_positions=cache.positions)
-        cache = cache.append(k, v)
-        value = cache.key.first if name == "latents" else cache.value
-        mask = Causal() & cache.mask()
-        q = q.astype(cache.key.dtype)
-        return cache, attention(q, cache.key, value, strategy, mask=mask, **where).attention_outputs
+    def read(cache, k, v, q):
+        strategy = lambda metadata: Ragged(metadata.replace(platform=platform))
+        return step(cache, q.astype(cache.key.dtype), k, v, strategy=strategy)
 
-    text = program_of(step, name, tokens, 2 * K).as_text()
+    text = program_of(read, name, tokens, 2 * K).as_text()
     assert not [move for move in MOVES if f" {move}" in text]
 
 
@@ -103,13 +99,6 @@ def test_pages_of_eight_bits_stay_sharded_over_heads(layers):
             return StackedPagedKVCache.empty(2, **more).reserve(22).layer(1).append(old, old)
         return PagedKVCache.empty(**more).reserve(22).append(old, old)
 
-    def step(cache, q, k):
-        at = cache.length
-        cache = cache.append(k, k)
-        mask = Causal() & cache.mask()
-        out = attention(q, cache.key, cache.value, Ragged(), mask=mask, q_offset=at)
-        return cache, out.attention_outputs
-
     def put(x):
         """Values and scales `[pages, ...]`, whose heads or shares are their last axis but one."""
         shared = x.ndim > 2
@@ -117,10 +106,10 @@ def test_pages_of_eight_bits_stay_sharded_over_heads(layers):
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     cache, args = jax.tree.map(put, filled(2)), [put(x) for x in (query, new)]
-    program = jax.jit(step).lower(cache, *args).compile()
+    program = jax.jit(step).lower(cache, *args, args[1]).compile()
     assert not [move for move in MOVES if f" {move}" in program.as_text()]
-    want = step(filled(1), query, new)[1]
-    np.testing.assert_allclose(program(cache, *args)[1], want, rtol=0, atol=1e-6)
+    want = step(filled(1), query, new, new)[1]
+    np.testing.assert_allclose(program(cache, *args, args[1])[1], want, rtol=0, atol=1e-6)
     # On one device, too, the shares are read as they are.
-    got = step(filled(2), query, new)[1]
+    got = step(filled(2), query, new, new)[1]
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)

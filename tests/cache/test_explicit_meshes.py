@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _caches import step
 from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, cascade_attention, Causal, Ragged, ragged_attention
+from eqattn import cascade_attention, Ragged, ragged_attention
 from eqattn.cache import (
     KVCache,
     LatentKVCache,
@@ -37,15 +38,6 @@ KINDS = {
 
 def mesh_of(kind=AxisType.Explicit):
     return jax.make_mesh((2, 2), ("dp", "tp"), (kind,) * 2, devices=jax.devices()[:4])
-
-
-def step(cache, q, k, v):
-    offset = cache.length
-    cache = cache.append(k, v)
-    value = cache.key.first if isinstance(cache, LatentKVCache) else cache.value
-    place = dict(q_offset=offset, kv_positions=cache.positions)
-    mask = Causal() & cache.mask()
-    return cache, attention(q, cache.key, value, Ragged(), mask=mask, **place).attention_outputs
 
 
 SLOW = ("ring buffer", "quantized", "layer of pages")
