@@ -25,6 +25,28 @@ class Windows(BlockOperand):
         return along_diagonals(x, blocking.block_k, blocking.block_q, blocking.group)
 
 
+@dataclasses.dataclass(frozen=True)
+class Diagonals(BlockOperand):
+    """An array `[group|1, n]` with the numbers of all diagonals, of which each block cuts a window.
+
+    **Arguments:**
+
+    - `first`: where the window of the first query and the first key begins.
+    """
+
+    first: int = 0
+
+    def at(self, x: Array, row: Array, column: Array, blocking: Blocking) -> Array:
+        """What the block reads of `x`, whose first query and key are the tokens `row` and `column`.
+
+        **Returns:** `[keys, rows]`.
+        """
+        keys, queries = blocking.block_k, blocking.block_q
+        start = (row - column).reshape(()) + np.int32(self.first)
+        window = lax.dynamic_slice_in_dim(x, start, window_size(keys, queries), axis=1)
+        return along_diagonals(window, keys, queries, blocking.group)
+
+
 class Differences(eqx.Module):
     """Numbers that vary with query and key only by the difference of their positions, which count
     up.
@@ -39,6 +61,23 @@ class Differences(eqx.Module):
 
     axes: ClassVar[str] = "ts"
     feature_shape: ClassVar[tuple[int, ...]] = ()
+
+    def diagonals(self, role: str, blocking: Blocking) -> Diagonals:
+        """The numbers as they are, for code that can cut a window where it visits a block. A long
+        sequence has many more windows than these.
+        """
+        b, h, count = self.array.shape
+        keys, queries = padded(blocking.block_k), padded(blocking.block_q)
+        # Pairs of the padding are hidden, so that 0 does as their number.
+        more = blocking.rows * blocking.block_q - blocking.queries + queries
+        least = blocking.columns * blocking.block_k - blocking.keys + keys
+        whole = jnp.pad(self.array, ((0, 0), (0, 0), (least, more)))
+        kv_heads, group = (1, 1) if h == 1 else (blocking.kv_heads, blocking.group)
+        kept = {BATCH: b != 1, HEAD: kv_heads != 1}
+        sizes = [n for n, keep in zip((b, kv_heads), kept.values()) if keep]
+        axes = tuple(a for a, keep in kept.items() if keep)
+        whole = whole.reshape(*sizes, group, -1)
+        return Diagonals(role, whole, axes, first=blocking.keys + least - keys)
 
     def windows(self, role: str, blocking: Blocking) -> Windows:
         """The windows of all blocks. They overlap, so that there are about `2 / block` numbers for

@@ -183,9 +183,10 @@ def _with_lookups(
     Only the latter has `Differences`.
     """
     # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
-    if lowering is XLA or (spread.inside and spread.size > 1):
+    if spread.inside and spread.size > 1:
         return problem, problem
-    problem = looked_up(problem)
+    if lowering is not XLA:
+        problem = looked_up(problem)
     if not reads_differences(problem, blocking, lowering):
         return problem, problem
     return problem, with_differences(problem)

@@ -26,7 +26,7 @@ from .._misc import accumulation_dtype
 from .._pairs import Operand
 from ..kernels._program import POINTWISE
 from ..masks._base import AbstractMask, visible
-from ..masks._terms import map_terms
+from ..masks._terms import leaf_terms, map_terms
 from ..scores._base import AbstractScore
 from ..scores._wrapper import AbstractWrapper
 from .closed_score import dtype_read, Held, MOVES, wide_step
@@ -271,10 +271,20 @@ def looked_up(problem: Problem) -> Problem:
     return _with_found(problem, problem.indices(), arrays_of, False)
 
 
+def is_unsure(part: AbstractMask | AbstractScore) -> bool:
+    """Whether it must be looked up what a mask or a score computes. It is known of the others that
+    kernels have their operations, and that they read no table by `q - k`.
+    """
+    return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")
+
+
 def with_differences(problem: Problem) -> Problem:
     """The problem with what its mask and its scores look up by `q - k` as `Differences`. Positions
     must count up.
     """
+    parts = (*leaf_terms(problem.mask), *problem.scores)
+    if not any(map(is_unsure, parts)):
+        return problem
     t, s, _, _ = problem.sizes
     b, h, _, _ = problem.indices()
     # What depends on the difference alone is found at keys that stand at 0.
@@ -305,6 +315,9 @@ def _with_found(
     like = vary(jnp.zeros((), problem.accumulation_dtype), axes)
 
     def one(part: Any) -> Any:
+        if differences and not is_unsure(part):
+            return part
+
         def found_of(lookups: Lookups, own: tuple) -> list:
             scored = isinstance(part, AbstractScore)
             arrays = [jnp.asarray(problem.canonical(x)) for x in own]

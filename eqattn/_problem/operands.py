@@ -26,7 +26,7 @@ from .block_classes import as_partial, classes_of, on_grid, table_of
 from .blocking import as_device_array, Blocking, BlockOperand
 from .bound import BoundMask
 from .closed_score import ClosedScore
-from .differences import Differences
+from .differences import Diagonals, Differences
 from .dropout import weights_of, WORDS, words_of
 from .exchange import HeadExchange
 from .in_place import in_place, in_shares, single_axes
@@ -116,6 +116,8 @@ class BlockOperands:
             self.operands += (BlockOperand("live", blocks, axes),)
         parts = (*problem.scores, *([] if problem.mask is None else [problem.mask]))
         self.groups = [self._add_reads_of(part) for part in parts]
+        if any(isinstance(x, Diagonals) for x in self.operands):
+            self._add_starts()
         for name, x in words_of(problem, spread).items():
             self._add(name, x)
         self.scores = self.closed_scores()
@@ -144,10 +146,18 @@ class BlockOperands:
         canonical = self.canonical_wide if scored else self.problem.canonical
         for operand in part.operands():
             if isinstance(operand, Differences):
-                self.operands += (operand.windows(type(part).__name__, self.blocking),)
+                kind = operand.diagonals if self.lowering is XLA else operand.windows
+                self.operands += (kind(type(part).__name__, self.blocking),)
                 continue
             self._add(type(part).__name__, self.blocking.own_rows(canonical(operand), operand.axes))
         return slice(start, len(self.operands))
+
+    def _add_starts(self) -> None:
+        """Adds the indices of the first query and the first key of each block."""
+        sides = ("row", ROW, self.blocking.block_q), ("column", COL, self.blocking.block_k)
+        for role, axis, size in sides:
+            starts = np.arange(self.blocking.grid[axis], dtype=np.int32) * np.int32(size)
+            self.operands += (BlockOperand(role, jnp.asarray(starts)[:, None, None], (axis,)),)
 
     def index(self, role: str) -> int:
         """The index of the first operand with a role."""
@@ -341,6 +351,9 @@ class BlockOperands:
             read = [y.on_rows(x, blocking) for x, y in zip(blocks[first:], self.operands[first:])]
             named = {y.role: x for x, y in zip(read, self.operands[first:])}
             pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
+            if "row" in named:
+                both, of = (named["row"], named["column"], blocking), self.operands[first:]
+                read = [y.at(x, *both) if isinstance(y, Diagonals) else x for x, y in zip(read, of)]
             own = [read[g.start - first : g.stop - first] for g in self.groups]
             mask = None
             if c == PARTIAL:

@@ -303,6 +303,15 @@ class XLALowering(Lowering):
     # to visit.
     copy_pairs: ClassVar[int] = 18
 
+    @property
+    def repeats_diagonals(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True on a CPU. A `T5Bias` else takes a logarithm and a lookup for each pair, and adds up
+        the gradient of its table pair by pair. With 8 heads on one core of an AMD EPYC, 512 and
+        2048 tokens took 0.3 of that time forwards, and 0.37 to 0.52 with gradients. See
+        `cpu-f32-t5-512-*` of the benchmarks. Nobody has timed it on a GPU.
+        """
+        return jax.default_backend() == "cpu"
+
     def multiplies_narrow(self) -> bool:
         """False on a CPU, where products of float32 are faster. In a prototype, the forward of
         bfloat16 inputs was 1.6 times as fast when they were widened, and forward and backward

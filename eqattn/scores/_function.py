@@ -44,6 +44,7 @@ class ScoreFn(AbstractScore):
     arrays: tuple[Operand, ...]
 
     tried_in_kernels: ClassVar[bool] = False
+    may_lack_kernels: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._pairs import over_block
-from .._problem.lookups import without_lookups
+from .._problem.lookups import is_unsure, without_lookups
 from .._sweep.lowering import Lowering
 from ..masks._base import AbstractMask, visible
 from ..masks._terms import leaf_terms, placed, split_list
@@ -55,9 +55,8 @@ def untried_in(
         return ""
     # XLA code would run in the kernels' blocks, which are small for it. What is looked up takes
     # some milliseconds, so those whose kernels are known are left out.
-    unsure = lambda x: x.may_lack_kernels or not type(x).__module__.startswith("eqattn.")
-    masks = [x for x in leaf_terms(mask) if not x.selects and unsure(x)]
-    return _operation_without_kernel(kernels, masks, [*filter(unsure, scores)], differences)
+    masks = [x for x in leaf_terms(mask) if not x.selects and is_unsure(x)]
+    return _operation_without_kernel(kernels, masks, [*filter(is_unsure, scores)], differences)
 
 
 def known_refusal(

@@ -1,4 +1,9 @@
-"""What masks and scores look up by `q - k` is repeated along the diagonals of a kernel's blocks."""
+"""What masks and scores look up by `q - k` is repeated along the diagonals of blocks, of kernels and of
+XLA code for a CPU.
+"""
+
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +84,7 @@ def test_rolls_at_once_are_those_of_jax(axis, shape, shift, stride):
     np.testing.assert_array_equal(got, np.concatenate(want, rows))
 
 
+@pytest.mark.parametrize("target", ["tpu", "blockwise"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -90,10 +96,10 @@ def test_rolls_at_once_are_those_of_jax(axis, shape, shift, stride):
         dict(score="differences", length=(37, 37), transform="grad", dtype="bfloat16", cap="array"),
     ],
 )
-def test_cases_of_the_matrix(change):
+def test_cases_of_the_matrix(change, target):
     plain = dict.fromkeys(("bias", "sinks", "cap", "scale", "offset"), "none")
     plain |= dict(lead=(2,), heads=(4, 2), dims=(8, 8), dtype="float32", operands="default")
-    plain |= dict(mask="causal", block=(16, 16), dropout=0.0, target=("tpu", 1))
+    plain |= dict(mask="causal", block=(16, 16), dropout=0.0, target=(target, 1))
     case = covering(2)[0] | plain | change
     assert invalid(case) is None
     check(case)
@@ -163,6 +169,23 @@ def test_programs_have_kernels():
     assert kernels(lambda *x: jax.jvp(loss, x, x), q, table) == 2
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("lengths", [(200, 150), (1024, 1024)])
+def test_a_program_for_a_cpu_takes_few_logarithms(lengths, mapped):
+    """One for each head and difference. It took one for each pair."""
+    t, s = lengths
+    (q, k, v), table = arrays(t, s), normal(3, 8, 4)
+
+    def loss(q, table):
+        return attention(q, k, v, score=T5Bias(table)).attention_outputs.sum()
+
+    grad = jax.grad(loss, (0, 1))
+    lowered = jax.jit(jax.vmap(grad, (0, None)) if mapped else grad)
+    text = lowered.lower(q[None] if mapped else q, table).as_text()
+    sizes = re.findall(r"stablehlo.log .*tensor<(\d+(?:x\d+)*)xf32>", text)
+    assert sizes and max(math.prod(map(int, x.split("x"))) for x in sizes) == 4 * (t + s - 1)
+
+
 def test_positions_that_need_not_count_up():
     """Each pair looks up its own number then, which no compiled kernel does."""
     (q, k, v), table = arrays(), normal(3, 8, 4)
@@ -208,8 +231,9 @@ def test_gradients_of_what_is_singular_at_hidden_pairs():
     assert np.isfinite(got).all()
 
 
+@pytest.mark.parametrize("platform", ["interpret", "xla"])
 @pytest.mark.parametrize("by", ["difference", "query"])
-def test_the_gradient_of_a_narrow_table_rounds_once(by):
+def test_the_gradient_of_a_narrow_table_rounds_once(by, platform):
     """Many places read an entry. Their cotangents were rounded as they were added, in bfloat16."""
     q, k, v = arrays(256, 256)
     ct, table = normal(4, 1, 256, 4, 8), normal(3, 8).astype(jnp.bfloat16)
@@ -222,7 +246,7 @@ def test_the_gradient_of_a_narrow_table_rounds_once(by):
                 s + near((q - k).astype(s.dtype)) * table[index(q, k)].astype(s.dtype)
             )
         )
-        strategy = how(blocksize_q=64, blocksize_k=128)
+        strategy = how(platform=platform, blocksize_q=64, blocksize_k=128)
         return (attention(q, k, v, strategy, score=score).attention_outputs * ct).sum()
 
     got = jax.jit(jax.grad(loss))(table)
@@ -240,14 +264,16 @@ def test_the_gradient_of_a_narrow_table_rounds_once(by):
     assert (abs(np.float64(got) - want) <= 0.51 * unit).all(), (got, want)
 
 
+@pytest.mark.parametrize("platform", ["interpret", "xla"])
 @pytest.mark.parametrize("table", [(8, 4), (8, 1)])
-def test_over_a_mesh(table):
+def test_over_a_mesh(table, platform):
     """The axes of batch and heads are manual around kernels, and windows are cut by heads."""
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), kinds, devices=jax.devices()[:4])
     q, k, v = (jnp.concatenate([x, 2 * x]) for x in arrays(40, 40))
     table = normal(3, *table)
-    call = lambda *x: attention(*x, how(), score=T5Bias(table, max_distance=16)).attention_outputs
+    score, strategy = T5Bias(table, max_distance=16), how(platform=platform)
+    call = lambda *x: attention(*x, strategy, score=score).attention_outputs
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp", None, "tp"))
     with jax.set_mesh(mesh):
         got = jax.jit(call)(*[jax.device_put(x, place) for x in (q, k, v)])

@@ -85,13 +85,17 @@ MUTANTS = [
         ],
     ),
     (
-        "strategies/_in_kernels.py",
+        "_problem/lookups.py",
         "kernels/test_gpu_default.py -k lack_an",
         [
-            ('unsure = lambda x: x.may_lack_kernels or not type(x).__module__.startswith("eqattn.")', "unsure = lambda x: x.may_lack_kernels"),
-            ('unsure = lambda x: x.may_lack_kernels or not type(x).__module__.startswith("eqattn.")', 'unsure = lambda x: not type(x).__module__.startswith("eqattn.")'),
-            ("masks = [x for x in leaf_terms(mask) if not x.selects and unsure(x)]", "masks = []"),
+            ('return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")', "return part.may_lack_kernels"),
+            ('return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")', 'return not type(part).__module__.startswith("eqattn.")'),
         ],
+    ),
+    (
+        "strategies/_in_kernels.py",
+        "kernels/test_gpu_default.py -k lack_an",
+        [("masks = [x for x in leaf_terms(mask) if not x.selects and is_unsure(x)]", "masks = []")],
     ),
     (
         "_sweep/lowering.py",
