@@ -71,23 +71,26 @@ def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
     return [pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
 
 
-def _read_in_turn(t: Any, operands: Sequence, layout: GridLayout) -> tuple[Any, list]:
+def _is_held(x: Any, axes: tuple[int, ...], layout: GridLayout) -> bool:
+    """Whether an operand is one that `_read_in_turn` ties to the step."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return layout.ragged and narrow and moves(axes)
+
+
+def _read_in_turn(t: Any, at: dict, operands: Sequence, held: Sequence[bool]) -> tuple[Any, list]:
     """Ties narrow floats that are read in place to the step `t`, so that XLA cannot convert them
     ahead of it.
 
     To slice bfloat16 or float8, XLA:CPU converts the whole array. If the conversion does not depend
     on the step, XLA moves it in front of the loop. The program then holds a wide copy of a cache.
+    Where a row is a single step without a loop, only the indices `at` of the row change.
     """
-    operands = list(operands)
-    narrow = [
-        i
-        for i, (x, a) in enumerate(zip(operands, layout.in_axes))
-        if moves(a) and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    ]
-    if not (layout.ragged and narrow):
+    operands, narrow = list(operands), [i for i, x in enumerate(held) if x]
+    if not narrow:
         return t, operands
-    t, *held = lax.optimization_barrier((jnp.int32(t), *[operands[i] for i in narrow]))
-    return t, replaced(operands, narrow, held)
+    here = [jnp.int32(x) for x in (t, *at.values())]
+    (t, *_), *tied = lax.optimization_barrier((here, *[operands[i] for i in narrow]))
+    return t, replaced(operands, narrow, tied)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,7 @@ class _RowVisit:
     - `order`, `ends`: the itinerary of all rows, or None and an empty list without a table.
     - `table_axes`: the grid axes of `order` and `ends`.
     - `fresh`: the first content of a row of each accumulator.
+    - `held`: which operands are tied to a step, and so picked there.
     - `complete`: whether each accumulator is complete after one row.
 
     If the layout is `uniform`, loops are opaque. What is compiled for a turn, and with it the order
@@ -124,20 +128,20 @@ class _RowVisit:
     fresh: list[Array]
     complete: list[bool]
     finish: Callable
+    held: Sequence[bool]
 
     def __call__(self, at: dict, accs: list) -> list:
         """Visits the live columns of one row, which is at the grid indices `at`."""
         layout, axes, finish = self.layout, self.axes, self.finish
-        operands = [
-            x if moves(a) else pick(x, a, at) for x, a in zip(self.operands, layout.in_axes)
-        ]
+        both = zip(self.operands, layout.in_axes, self.held)
+        operands = [x if moves(a) or tied else pick(x, a, at) for x, a, tied in both]
         local = [
             new if once else x if moves(a) else pick(x, a, at)
             for x, a, new, once in zip(accs, axes, self.fresh, self.complete)
         ]
 
         def visit(step, t, local, last=False):
-            t, near = _read_in_turn(t, operands, layout)
+            t, near = _read_in_turn(t, at, operands, self.held)
             column = t
             if self.order is not None:
                 column = pick(self.order, self.table_axes, {**at, COL: t})
@@ -145,8 +149,8 @@ class _RowVisit:
             for i, lookup in enumerate(layout.lookups):
                 table, a = near[lookup], layout.in_axes[lookup]
                 here[i] = pick(table, a, here) if moves(a) else table
-            both = zip(near, layout.in_axes)
-            blocks = [block_at(x, a, here, last) if moves(a) else x for x, a in both]
+            both = zip(near, layout.in_axes, self.held)
+            blocks = [block_at(x, a, here, last) if moves(a) or tied else x for x, a, tied in both]
             old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
             if layout.uniform:
                 _, blocks = lax.optimization_barrier((jnp.int32(t), blocks))
@@ -225,10 +229,9 @@ def traverse(
     # Loops read and write arrays without axes of size 1. Beside them, the XLA:CPU of jaxlib 0.10
     # gives what is transposed another memory layout than what a loop reads. The two have the same
     # order, but XLA copies all of the array. Without these copies, 256 images of 48 to 96 tokens
-    # took 0.6 to 0.9 of the time, and 0.77 of the memory.
-    looped = (*batch, ROW, COL)
-    if layout.uniform or layout.ragged or layout.pages:
-        looped = ()
+    # took 0.6 to 0.9 of the time, and 0.77 of the memory. A step of 64 rows over 128 keys of
+    # float32 took 0.33 of the time.
+    looped = () if layout.uniform or layout.pages else (*batch, ROW, COL)
     dropped = {a for a in looped if layout.grid[a] == 1}
     thin = lambda axes: tuple(a for a in axes if a not in dropped)
     squeeze = lambda x, a: x.reshape(layout.shape(thin(a)) + x.shape[len(a) :])
@@ -243,6 +246,7 @@ def traverse(
         finish=finish if into is None else list,
         vectorise=vectorise,
         into=into and [x if x is None else squeeze(x, a) for x, a in zip(into, axes)],
+        held=[_is_held(x, a, layout) for x, a in zip(operands, layout.in_axes)],
         mixed=varying_axes(*args),
     )
     return [x.reshape(layout.shape(a) + x.shape[len(thin(a)) :]) for x, a in zip(found, axes)]
@@ -260,12 +264,14 @@ def _looped(
     finish: Callable,
     vectorise: bool,
     into: Sequence | None,
+    held: Sequence[bool],
     mixed: frozenset,
 ) -> list:
     """Visits the live pairs by loops. The arguments are those of `traverse`, but
 
     - `table`, `operands`: what its `args` are made of.
     - `outer`: the axes to loop over outside of the columns, the outermost first.
+    - `held`: which operands are tied to a step, see `_read_in_turn`.
     - `mixed`: the mesh axes over which the arguments vary.
     """
     batch = () if vectorise else layout.batch
@@ -292,7 +298,8 @@ def _looped(
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
     operands = [without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
-    row = _RowVisit(steps, layout, operands, order, ends, table_axes, axes, fresh, complete, finish)
+    how = order, ends, table_axes, axes, fresh, complete, finish, held
+    row = _RowVisit(steps, layout, operands, *how)
 
     def nest(left: list, at: dict, accs: list) -> list:
         """Loops over the axes `left`, and visits a row inside of them."""

@@ -119,6 +119,26 @@ def test_no_step_copies_a_cache_of_any_capacity(kind, kv_heads):
     assert memory.temp_size_in_bytes <= 2**20
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tokens", [128, 96])
+@pytest.mark.parametrize("appended", [False, True])
+def test_no_step_copies_keys_of_a_single_block(appended, tokens, dtype):
+    """XLA gave them another layout, or made all of them wide."""
+    q, k = (jax.ShapeDtypeStruct((64, n, 8, 64), dtype) for n in (1, tokens))
+    cache = KVCache.empty(64, tokens, 8, 64, dtype=dtype)
+
+    def attend(q, k, v, lengths):
+        return attention(q, k, v, Ragged(), mask=KeyPadding(lengths)).attention_outputs
+
+    lowered = jax.jit(attend).lower(q, k, k, jax.ShapeDtypeStruct((64,), jnp.int32))
+    if appended:
+        lowered = jax.jit(one_step, donate_argnums=0).lower(cache, q, q, q)
+    # conftest.py switches these emitters off, and without them XLA copied none of float32.
+    emitters = {"xla_cpu_use_fusion_emitters": True} if jax.__version__ < "0.11" else None
+    compiled = lowered.compile(emitters)
+    assert compiled.memory_analysis().temp_size_in_bytes < k.size * dtype.dtype.itemsize / 4
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("dtype, kv_heads", [(jnp.bfloat16, 2), (jnp.float32, 1)])
 def test_no_layer_copies_its_cache(dtype, kv_heads, batch):
