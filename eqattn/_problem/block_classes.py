@@ -5,12 +5,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._misc import is_known
 from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, PARTIAL, Parts, ROW
+from .._sweep.lowering import XLA
 from ..masks._base import AbstractMask
-from .blocking import Blocking
+from ..masks._terms import leaf_terms
+from .blocking import Blocking, choose_blocking
 from .problem import Problem
 
 
@@ -163,6 +167,48 @@ def table_of(problem: Problem, blocking: Blocking, live: Any = None):
         some = jnp.where(live.all((-2, -1)), table, jnp.minimum(table, np.int8(PARTIAL)))
         table = jnp.where(live.any((-2, -1)), some, np.int8(EMPTY))
     return table
+
+
+_VISIT = 3000
+"""How many pairs of queries and keys take as long as the start of a visit, on a CPU. On one core of
+an AMD EPYC, windows of 16 to 2048 of 2048 tokens were timed in blocks of 64, 128 and 256. The times
+were as if it were 1500 to 4200. The benchmarks `cpu-f32-window-*` measure the effect.
+"""
+
+
+def choose_live_blocking(
+    problem: Problem, block_q: int | None, block_k: int | None, **how: Any
+) -> Blocking:
+    """Chooses the blocking of a problem on one device. Where the caller gave no sizes, and a known
+    mask hides much of the blocks that `choose_blocking` chooses, XLA code for a CPU gets halves or
+    quarters of them. A window of 64 tokens is then visited in blocks of 64 x 64.
+
+    **Arguments:** those of `choose_blocking`.
+    """
+    chosen = choose_blocking(problem, block_q, block_k, **how)
+    given = problem.mask is None or not (block_q is None and block_k is None)
+    kept = given or how.get("lowering", XLA) is not XLA or chosen.in_place or chosen.fixed
+    if kept or jax.default_backend() != "cpu" or chosen.rows * chosen.columns > _FINE // 16:
+        return chosen
+    problem = problem.at_places()
+    arrays = [x.array for term in leaf_terms(problem.mask) for x in term.operands()]
+    if not all(map(is_known, (*problem.positions(), *arrays))):
+        return chosen
+    table = table_of(problem, chosen)
+    # Of smaller blocks, fewer can be live only where these are partial.
+    if not isinstance(table, np.ndarray) or 4 * np.sum(table == PARTIAL) <= np.sum(table != EMPTY):
+        return chosen
+    found = [chosen]
+    while len(found) < 3 and min(found[-1].block) >= 128:
+        queries, keys = (-(-n // 16) * 8 for n in (found[-1].block_q, found[-1].block_k))
+        found.append(choose_blocking(problem, queries, keys, **how))
+    return min(found, key=ft.partial(_visited_pairs, problem))
+
+
+def _visited_pairs(problem: Problem, blocking: Blocking) -> float:
+    """What a visit of the live blocks takes, in pairs of a query and a key."""
+    live = np.mean(table_of(problem, blocking) != EMPTY)
+    return float(live) * math.prod(blocking.grid) * (_VISIT + math.prod(blocking.block))
 
 
 def as_partial(table: Any) -> Any:

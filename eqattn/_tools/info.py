@@ -16,8 +16,8 @@ from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._config.platform import Backend, OTHER_KERNELS, Platform
 from .._problem.arguments import as_mask
-from .._problem.block_classes import table_of
-from .._problem.blocking import Blocking, choose_blocking
+from .._problem.block_classes import choose_live_blocking, table_of
+from .._problem.blocking import Blocking
 from .._problem.problem import Problem
 from .._ring.choice import sharding_plan, ShardingPlan
 from .._ring.layout import Contiguous, Zigzag
@@ -150,7 +150,7 @@ def blocks_of(
     def look(query, key, value):
         spec = Problem.from_call(query, key, value, strategy.metadata, mask=as_mask(mask))
         sizes, lowering = strategy.block_sizes(), strategy.lowering(spec)
-        blocking = choose_blocking(
+        blocking = choose_live_blocking(
             spec,
             *sizes,
             in_place=strategy.in_place(spec, lowering),

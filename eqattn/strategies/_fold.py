@@ -20,6 +20,7 @@ from jaxtyping import Array
 from .._carry import Carry, safe_max
 from .._jax import compiled
 from .._misc import even_block
+from .._problem.block_classes import choose_live_blocking
 from .._problem.blocking import Blocking, BlockOperand, choose_blocking
 from .._problem.exchange import HeadExchange
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
@@ -81,7 +82,7 @@ def fold_on_device(
         rest = dict(rest, manual=manual, in_place=in_place)
         return fold_on_device(alone, **rest).merge(visit(added))
     devices = 1 if manual is None else manual.parts(HEAD)
-    blocking = choose_blocking(
+    blocking = choose_live_blocking(
         problem,
         block_q,
         block_k,
