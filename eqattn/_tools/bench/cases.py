@@ -75,6 +75,8 @@ class Case:
         program holds.
     - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
     - `batch`: how many batch elements there are, if the kind is `"time"`.
+    - `queries`: how many queries there are, if the kind is `"time"`; 0 means as many as keys.
+    - `score`: `"t5"` for the bias of T5, whose table of 32 buckets a program holds; or `""`.
     - `cache`: what holds the keys of a decoding step: `""` for a `KVCache`, or `"int8"`.
     - `targets`: the aims, by the name of the figure.
     """
@@ -91,6 +93,8 @@ class Case:
     cores: int = 1
     devices: int = 1
     batch: int = 1
+    queries: int = 0
+    score: str = ""
     cache: str = ""
     targets: Mapping[str, Target] = dataclasses.field(default_factory=dict)
 
@@ -110,11 +114,12 @@ _OF_A_CALL = ("entropy", "expectation", "mass")
 
 def _time(name: str, limit: float | None = None, stretch: float | None = None, **kwargs) -> Case:
     """A case of time, whose name says what it is:
-    `cpu-<dtype>-<mask>[-gqa][-many]-<tokens>-<direction>`. Many are 64 batch elements. There are
-    targets of memory for 2048 causal tokens only.
+    `cpu-<dtype>-<mask>[-gqa][-many][-few]-<tokens>-<direction>`. Many are 64 batch elements, and
+    few are 8 queries. `t5` in the place of a mask is a score. There are targets of memory for 2048
+    causal tokens only.
     """
-    plain = name.removeprefix("cpu-").replace("-gqa", "").replace("-many", "")
-    dtype, mask, tokens, direction = plain.split("-")
+    words = name.removeprefix("cpu-").split("-")
+    dtype, mask, tokens, direction = (x for x in words if x not in ("gqa", "many", "few"))
     backward = direction == "grad"
     reference = kwargs.get("reference", "torch")
     targets = {} if limit is None else {f"time / {reference}": Target(limit, stretch)}
@@ -124,10 +129,12 @@ def _time(name: str, limit: float | None = None, stretch: float | None = None, *
         name=name,
         tokens=int(tokens),
         dtype={"f32": "float32", "bf16": "bfloat16"}[dtype],
-        kv_heads=2 if "-gqa" in name else HEADS,
-        mask=mask,
+        kv_heads=2 if "gqa" in words else HEADS,
+        mask="full" if mask == "t5" else mask,
+        score="t5" if mask == "t5" else "",
         backward=backward,
-        batch=64 if "-many" in name else 1,
+        batch=64 if "many" in words else 1,
+        queries=8 if "few" in words else 0,
         targets=targets,
         **kwargs,
     )
@@ -170,6 +177,11 @@ CASES = (
     *[
         _time(f"cpu-f32-full-many-{tokens}-{direction}", 1.1, reference="jax.nn")
         for tokens in (16, 64, 128)
+        for direction in ("fwd", "grad")
+    ],
+    *[
+        _time(f"cpu-f32-{what}-{direction}", 1.1, reference="jax.nn", window=64)
+        for what in ("full-few-1024", "window-2048", "t5-512")
         for direction in ("fwd", "grad")
     ],
     _time("cpu-f32-causal-512-fwd"),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, AttentionMetadata, Blockwise, Causal, SlidingWindow
+from ... import attention, AttentionMetadata, Blockwise, Causal, SlidingWindow, T5Bias
 from .cases import Case, DIM, HEADS
 
 
@@ -40,13 +40,30 @@ def draw(case: Case, seed: int = 0) -> list[np.ndarray]:
     """Draws query, key, value and the cotangent of the output, float32 `[b, t, heads, 64]`."""
     rng = np.random.default_rng(seed)
     heads = (HEADS, case.kv_heads, case.kv_heads, HEADS)
-    shape = (case.batch, case.tokens)
-    return [rng.standard_normal((*shape, n, DIM), dtype=np.float32) for n in heads]
+    queries = case.queries or case.tokens
+    shapes = [(case.batch, n) for n in (queries, case.tokens, case.tokens, queries)]
+    both = zip(shapes, heads)
+    return [rng.standard_normal((*shape, n, DIM), dtype=np.float32) for shape, n in both]
 
 
 def _mask_array(case: Case) -> np.ndarray | None:
     """The mask of a case whose program holds it as an array, bool `[t, t]`; None of others."""
     return np.tri(case.tokens, dtype=bool) if case.mask == "array" else None
+
+
+def _t5(case: Case) -> T5Bias | None:
+    """The score of a case, if it has one."""
+    if not case.score:
+        return None
+    return T5Bias(np.random.default_rng(1).standard_normal((32, HEADS), dtype=np.float32))
+
+
+def _bias(case: Case) -> jax.Array | None:
+    """The score of a case as a bias `[1, heads, t, t]`, which a program makes once in each call."""
+    if (score := _t5(case)) is None:
+        return None
+    at = jnp.arange(case.tokens)
+    return score.table[score.bucket(at[:, None], at)].transpose(2, 0, 1)[None]
 
 
 def eqattn_call(case: Case, dropout: float = 0.0) -> Callable[..., Any]:
@@ -60,13 +77,19 @@ def eqattn_call(case: Case, dropout: float = 0.0) -> Callable[..., Any]:
 
     def call(q, k, v):
         key = jax.random.key(0) if dropout else None
-        return attention(q, k, v, Blockwise(metadata), mask=mask, key=key).attention_outputs
+        how: dict[str, Any] = dict(mask=mask, key=key, score=_t5(case))
+        return attention(q, k, v, Blockwise(metadata), **how).attention_outputs
 
     return call
 
 
 def _jax_nn_call(case: Case) -> Callable[..., Any]:
-    return functools.partial(jax.nn.dot_product_attention, **_like_jax_nn(case))
+    given = _like_jax_nn(case)
+
+    def call(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, _bias(case), **given)
+
+    return call
 
 
 def _like_jax_nn(case: Case) -> dict[str, Any]:
@@ -75,9 +98,15 @@ def _like_jax_nn(case: Case) -> dict[str, Any]:
     return dict(is_causal=causal, local_window_size=window, mask=mask)
 
 
+def _check_no_score(case: Case) -> None:
+    if case.score:
+        raise NotImplementedError("No case gives it a bias.")
+
+
 def _tokamax_call(case: Case) -> Callable[..., Any]:
     import tokamax  # pyright: ignore[reportMissingImports]
 
+    _check_no_score(case)
     kwargs = _like_jax_nn(case)
     return functools.partial(tokamax.dot_product_attention, **kwargs, implementation="xla_chunked")
 
@@ -87,6 +116,7 @@ def _ejkernel_call(case: Case) -> Callable[..., Any]:
         flash_attention,
     )
 
+    _check_no_score(case)
     if case.mask == "array":
         raise NotImplementedError("It takes no mask.")
     window = (case.window - 1, 0) if case.mask == "window" else None
@@ -130,6 +160,7 @@ def torch_program(case: Case, inputs: list[np.ndarray]) -> Program:
     """PyTorch's flash attention. It has no windows, so that a window is a mask."""
     import torch  # pyright: ignore[reportMissingImports]
 
+    _check_no_score(case)
     torch.set_num_threads(1)
     dtype = getattr(torch, case.dtype)
     q, k, v, g = (
