@@ -229,6 +229,26 @@ def test_a_score_is_told_of_rows(block_q, x64):
     of_rows(change, score=[held], block_q=block_q)
 
 
+@pytest.mark.parametrize(
+    "packed, padded", [([1, 1, 1, 1, 1], 5), ([0, 1, 0, 1, 1], 5), ([1, 1, 1, 1, 2], 30)]
+)
+def test_steps_alone_are_not_padded(packed, padded, monkeypatch):
+    """Each was a block of up to 16 queries, as where there are more queries than rows."""
+    seen = []
+    called = lambda q, *rest, **kw: seen.append(q.shape) or attention(q, *rest, **kw)
+    monkeypatch.setattr("eqattn._calls.ragged.attention", called)
+    ends = np.concatenate([[0], np.cumsum(packed)]).astype(np.int32)
+    (q, k, v), lengths = arrays(np.float32), np.maximum(LENGTHS, 2)
+    q, given = q[: max(ends[-1], 5)], map(jnp.asarray, (ends, lengths))
+    out = ragged_attention(q, k, v, *given, Ragged()).attention_outputs
+    assert np.prod(seen[0][:2]) == padded
+    for row, n in enumerate(packed):
+        at, first = slice(ends[row], ends[row + 1]), lengths[row] - n
+        shown = np.arange(S) <= first + np.arange(n)[:, None]
+        want = exact(q[at], k[row], v[row], visible=shown)[0]
+        np.testing.assert_allclose(out[at], want, rtol=1e-5, atol=1e-5)
+
+
 def test_scalars_are_not_arrays_of_rows(x64):
     of_rows(lambda z, row, q, k: 5 * np.tanh(z / 5), score=scores.SoftCap(5.0))
     bias = scores.Bias(jnp.asarray(2.0))

@@ -69,9 +69,9 @@ class Places(NamedTuple):
 
 def places_of(boundaries: Array, n: int, size: int) -> Places:
     rows = len(boundaries) - 1
-    # Each row has at most one block that is not full, so there are at most n // size full blocks
-    # and `rows` others. This bound is static, as shapes must be; the blocks beyond are not live.
-    most = n // size + rows
+    # A row of `c` queries has `ceil(c / size)` blocks, at most `(c + size - 1) / size`. The sum of
+    # that is a static bound, as shapes must be static. The blocks beyond are not live.
+    most = max((n + rows * (size - 1)) // size, min(rows, 1))
     counts = boundaries[1:] - boundaries[:-1]
     ends = jnp.cumsum(-(-counts // size))
     block = jnp.arange(most, dtype=jnp.int32)

@@ -45,7 +45,7 @@ def ragged_attention(
     mask: Any = None,
     causal: bool = True,
     score: Any = None,
-    block_q: int = 16,
+    block_q: int | None = None,
     return_logsumexp: bool = False,
     return_carry: bool = False,
     return_max_logits: bool = False,
@@ -74,8 +74,9 @@ def ragged_attention(
         [`eqattn.Selected`][] has those of packed queries, `[h, n, keys]`.
     - `causal`: whether a query sees only the keys up to its own position.
     - `block_q`: how many queries are visited together. Each row pads its last block, so a small
-        block wastes less, and a large one reads the keys of a long prompt less often. The default
-        of 16 was chosen by trial.
+        block wastes less, and a large one reads the keys of a long prompt less often. None takes
+        16, which was chosen by trial. If there are no more queries than rows, as where each row
+        decodes a token, it takes 1.
     - `return_logsumexp`, `return_carry`, `return_max_logits`: whether the output also has that
         field.
 
@@ -97,10 +98,11 @@ def ragged_attention(
     given, in_order = (cu_q_lens, lengths, starts), sharers if kv_positions is None else None
     cu_q_lens, lengths, starts = _checked((query, key_, value), given, in_order)
     causal = as_flag(causal, "causal")
-    block_q = as_int(block_q, "block_q", least=1, static=True).value
+    most = (1 if len(query) <= len(lengths) else 16) if block_q is None else block_q
+    most = as_int(most, "block_q", least=1, static=True).value
     at = as_positions(kv_positions, key_.shape[1], key_.shape[:1], "kv_positions")
 
-    place = places_of(cu_q_lens, len(query), min(block_q, max(len(query), 1)))
+    place = places_of(cu_q_lens, len(query), min(most, max(len(query), 1)))
     row, rows, heads = place.row, len(lengths), query.shape[1]
     count = cu_q_lens[1:] - cu_q_lens[:-1]
     check_call(mask, (), heads, key_.shape[2], len(query), key_.shape[1], kv_positions)

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._misc import is_known
 from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, PARTIAL, Parts, ROW
 from .._sweep.lowering import XLA
 from ..masks._base import AbstractMask
-from ..masks._terms import leaf_terms
 from .blocking import Blocking, choose_blocking
 from .problem import Problem
 
@@ -179,23 +177,24 @@ were as if it were 1500 to 4200. The benchmarks `cpu-f32-window-*` measure the e
 def choose_live_blocking(
     problem: Problem, block_q: int | None, block_k: int | None, **how: Any
 ) -> Blocking:
-    """Chooses the blocking of a problem on one device. Where the caller gave no sizes, and a known
-    mask hides much of the blocks that `choose_blocking` chooses, XLA code for a CPU gets halves or
-    quarters of them. A window of 64 tokens is then visited in blocks of 64 x 64.
+    """Chooses the blocking of a problem on one device. A mask without arrays may hide much of the
+    blocks that `choose_blocking` chooses. Then XLA code for a CPU gets halves or quarters of them,
+    unless the caller gave sizes. A window of 64 tokens is visited in blocks of 64 x 64.
 
     **Arguments:** those of `choose_blocking`.
     """
     chosen = choose_blocking(problem, block_q, block_k, **how)
-    given = problem.mask is None or not (block_q is None and block_k is None)
-    kept = given or how.get("lowering", XLA) is not XLA or chosen.in_place or chosen.fixed
+    free = problem.mask is not None and block_q is None and block_k is None
+    kept = not free or how.get("lowering", XLA) is not XLA or chosen.in_place or chosen.fixed
     if kept or jax.default_backend() != "cpu" or chosen.rows * chosen.columns > _FINE // 16:
         return chosen
-    problem = problem.at_places()
-    arrays = [x.array for term in leaf_terms(problem.mask) for x in term.operands()]
-    if not all(map(is_known, (*problem.positions(), *arrays))):
+    # Arrays are known in eager calls only, and sizes that followed them would make new programs.
+    given = problem.q_positions, problem.kv_positions, problem.q_shift
+    if jax.tree.leaves((problem.mask, given)):
         return chosen
+    problem = problem.at_places()
     table = table_of(problem, chosen)
-    # Of smaller blocks, fewer can be live only where these are partial.
+    # Smaller blocks hide more only where these are partial.
     if not isinstance(table, np.ndarray) or 4 * np.sum(table == PARTIAL) <= np.sum(table != EMPTY):
         return chosen
     found = [chosen]

@@ -270,9 +270,9 @@ class BlockOperand:
 
     **Arguments:**
 
-    - `role`: what the array means to the problem. It is `"query"`, `"key"`, `"value"`, `"page"`,
-        `"scale"`, `"valid"`, `"seed"` or an index of a pair such as `"q_position"`. For an array
-        that a mask or a score reads, it is the name of that class.
+    - `role`: what the array means to the problem, such as `"query"`, `"page"`, `"scale"`, `"valid"`
+        or the index `"q_position"` of a pair. `"row"` and `"column"` are the first tokens of a
+        block. The role of what a mask or a score reads is `"of "` and the name of its class.
     - `array`: the blocks, with grid axes in front of the axes of one block.
     - `axes`: the grid axes that the array has.
     - `features`: whether the last axis of a block is one of features.

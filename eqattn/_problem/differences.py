@@ -1,7 +1,6 @@
 """What a mask or a score reads at the difference of two positions, in the windows of blocks."""
 
 import dataclasses
-from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -10,7 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._sweep.differences import along_diagonals, padded, window_size
+from .._pairs import Operand
+from .._sweep.differences import along_diagonals, padded, repeated, window_size
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.lowering import Lowering
 from .blocking import Blocking, BlockOperand
@@ -38,18 +38,26 @@ class Diagonals(BlockOperand):
 
     def at(self, x: Array, row: Array, column: Array, blocking: Blocking) -> Array:
         """What the block reads of `x`, whose first query and key are the tokens `row` and `column`.
+        Queries that pad the block read what the last query reads, as they stand where it does.
 
         **Returns:** `[keys, rows]`.
         """
         keys, queries = blocking.block_k, blocking.block_q
         start = (row - column).reshape(()) + np.int32(self.first)
-        window = lax.dynamic_slice_in_dim(x, start, window_size(keys, queries), axis=1)
-        return along_diagonals(window, keys, queries, blocking.group)
+        window = lax.dynamic_slice_in_dim(x, start, keys + queries, axis=1)
+        pairs = repeated(window, keys - 1, keys, queries, blocking.group)
+        if blocking.queries % queries == 0:
+            return pairs
+        last = jnp.clip(np.int32(blocking.queries - 1) - row.reshape(()), 0, queries - 1)
+        pairs = pairs.reshape(keys, blocking.group, queries)
+        padding = lax.dynamic_index_in_dim(pairs, last, axis=2)
+        pairs = jnp.where(np.arange(queries, dtype=np.int32) <= last, pairs, padding)
+        return pairs.reshape(keys, -1)
 
 
-class Differences(eqx.Module):
-    """Numbers that vary with query and key only by the difference of their positions, which count
-    up.
+class Differences(Operand):
+    """An operand that varies with query and key only by the difference of their positions, which
+    count up.
 
     **Arguments:**
 
@@ -57,25 +65,17 @@ class Differences(eqx.Module):
         the first query and the last key.
     """
 
-    array: Any
-
-    axes: ClassVar[str] = "ts"
-    feature_shape: ClassVar[tuple[int, ...]] = ()
+    axes: str = eqx.field(static=True, default="ts")
 
     def diagonals(self, role: str, blocking: Blocking) -> Diagonals:
         """The numbers as they are, for code that can cut a window where it visits a block. A long
         sequence has many more windows than these.
         """
-        b, h, count = self.array.shape
-        keys, queries = padded(blocking.block_k), padded(blocking.block_q)
-        # Pairs of the padding are hidden, so that 0 does as their number.
+        keys, queries = blocking.block_k, blocking.block_q
         more = blocking.rows * blocking.block_q - blocking.queries + queries
         least = blocking.columns * blocking.block_k - blocking.keys + keys
-        whole = jnp.pad(self.array, ((0, 0), (0, 0), (least, more)))
-        kv_heads, group = (1, 1) if h == 1 else (blocking.kv_heads, blocking.group)
-        kept = {BATCH: b != 1, HEAD: kv_heads != 1}
-        sizes = [n for n, keep in zip((b, kv_heads), kept.values()) if keep]
-        axes = tuple(a for a, keep in kept.items() if keep)
+        whole = jnp.pad(self.array, ((0, 0), (0, 0), (least, more)), mode="edge")
+        axes, sizes, group = self._lead(blocking)
         whole = whole.reshape(*sizes, group, -1)
         return Diagonals(role, whole, axes, first=blocking.keys + least - keys)
 
@@ -83,23 +83,27 @@ class Differences(eqx.Module):
         """The windows of all blocks. They overlap, so that there are about `2 / block` numbers for
         each pair of query and key.
         """
-        b, h, count = self.array.shape
-        keys, queries = blocking.block_k, blocking.block_q
+        keys, queries, count = blocking.block_k, blocking.block_q, self.array.shape[2]
         rows, columns = np.mgrid[: blocking.rows, : blocking.columns]
         starts = rows * queries - columns * keys + blocking.keys - padded(keys)
         size, least = window_size(keys, queries), min(int(starts.min()), 0)
-        # Pairs of the padding are hidden, so that 0 does as their number.
+        # Queries of the padding have no cotangent, but a score must be finite for them, too.
         more = max(int(starts.max()) + size - count, 0)
-        whole = jnp.pad(self.array, ((0, 0), (0, 0), (-least, more)))
+        whole = jnp.pad(self.array, ((0, 0), (0, 0), (-least, more)), mode="edge")
         cut = lambda start: lax.dynamic_slice_in_dim(whole, start, size, axis=-1)
         found = jax.vmap(cut)(jnp.asarray((starts - least).reshape(-1), jnp.int32))
+        axes, sizes, group = self._lead(blocking)
+        found = jnp.moveaxis(found.reshape(*starts.shape, -1, group, size), 2, 0)
+        return Windows(role, found.reshape(*sizes, *starts.shape, group, size), (*axes, ROW, COL))
+
+    def _lead(self, blocking: Blocking) -> tuple[tuple[int, ...], list[int], int]:
+        """The grid axes of batch and heads that the array varies on, their sizes, and the number of
+        heads that blocks have.
+        """
+        b, h, _ = self.array.shape
         kv_heads, group = (1, 1) if h == 1 else (blocking.kv_heads, blocking.group)
-        found = found.reshape(*starts.shape, b, kv_heads, group, size)
-        found = found.transpose(2, 3, 0, 1, 4, 5)
-        kept = {BATCH: b != 1, HEAD: kv_heads != 1, ROW: True, COL: True}
-        axes = tuple(a for a, keep in kept.items() if keep)
-        sizes = [n for n, keep in zip(found.shape, kept.values()) if keep]
-        return Windows(role, found.reshape(*sizes, group, size), axes)
+        kept = [(a, n) for a, n in ((BATCH, b), (HEAD, kv_heads)) if n != 1]
+        return tuple(a for a, _ in kept), [n for _, n in kept], group
 
 
 def reads_differences(problem: Problem, blocking: Blocking, lowering: Lowering) -> bool:

@@ -20,6 +20,7 @@ from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.recall import recall
 from .._sweep.top import NONE, top
+from ..masks._terms import leaf_terms
 from .block_classes import known_parts
 from .blocking import Blocking, BlockOperand
 from .differences import reads_differences
@@ -27,7 +28,7 @@ from .exchange import HeadExchange
 from .lookups import looked_up, with_differences
 from .mesh import distinct
 from .operands import BlockOperands, WHOLE
-from .problem import Problem
+from .problem import is_unsure, Problem
 
 
 def fold_problem(
@@ -179,15 +180,16 @@ def _with_heads(x: BlockOperand, spread: HeadExchange) -> Array:
 def _with_lookups(
     problem: Problem, blocking: Blocking, spread: HeadExchange, lowering: Lowering
 ) -> tuple[Problem, Problem]:
-    """The problem whose mask tells the classes of blocks, and the one that is visited in kernels.
-    Only the latter has `Differences`.
+    """The problem whose mask tells the classes of blocks, and the one that is visited. Only the
+    latter has `Differences`.
     """
     # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
     if spread.inside and spread.size > 1:
         return problem, problem
     if lowering is not XLA:
         problem = looked_up(problem)
-    if not reads_differences(problem, blocking, lowering):
+    unsure = any(map(is_unsure, (*leaf_terms(problem.mask), *problem.scores)))
+    if not unsure or not reads_differences(problem, blocking, lowering):
         return problem, problem
     return problem, with_differences(problem)
 

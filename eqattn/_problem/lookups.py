@@ -13,7 +13,7 @@ diagonals, see `_sweep/differences.py`.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,12 @@ from .._misc import accumulation_dtype
 from .._pairs import Operand
 from ..kernels._program import POINTWISE
 from ..masks._base import AbstractMask, visible
-from ..masks._terms import leaf_terms, map_terms
+from ..masks._terms import map_terms
 from ..scores._base import AbstractScore
 from ..scores._wrapper import AbstractWrapper
 from .closed_score import dtype_read, Held, MOVES, wide_step
 from .differences import Differences
-from .problem import Problem
+from .problem import is_unsure, Problem
 
 
 _CHEAP = POINTWISE | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}
@@ -205,6 +205,8 @@ class _FoundMask(AbstractMask):
     mask: AbstractMask
     found: tuple[Any, ...]
 
+    may_lack_kernels: ClassVar[bool] = True
+
     def operands(self) -> tuple[Any, ...]:
         return (*self.mask.operands(), *self.found)
 
@@ -271,20 +273,10 @@ def looked_up(problem: Problem) -> Problem:
     return _with_found(problem, problem.indices(), arrays_of, False)
 
 
-def is_unsure(part: AbstractMask | AbstractScore) -> bool:
-    """Whether it must be looked up what a mask or a score computes. It is known of the others that
-    kernels have their operations, and that they read no table by `q - k`.
-    """
-    return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")
-
-
 def with_differences(problem: Problem) -> Problem:
     """The problem with what its mask and its scores look up by `q - k` as `Differences`. Positions
     must count up.
     """
-    parts = (*leaf_terms(problem.mask), *problem.scores)
-    if not any(map(is_unsure, parts)):
-        return problem
     t, s, _, _ = problem.sizes
     b, h, _, _ = problem.indices()
     # What depends on the difference alone is found at keys that stand at 0.

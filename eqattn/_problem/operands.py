@@ -143,13 +143,14 @@ class BlockOperands:
     def _add_reads_of(self, part: AbstractScore | AbstractMask) -> slice:
         """Adds what a score or mask reads, and returns which of the operands that is."""
         start, scored = len(self.operands), isinstance(part, AbstractScore)
+        role = f"of {type(part).__name__}"  # No other role has a space.
         canonical = self.canonical_wide if scored else self.problem.canonical
         for operand in part.operands():
             if isinstance(operand, Differences):
                 kind = operand.diagonals if self.lowering is XLA else operand.windows
-                self.operands += (kind(type(part).__name__, self.blocking),)
+                self.operands += (kind(role, self.blocking),)
                 continue
-            self._add(type(part).__name__, self.blocking.own_rows(canonical(operand), operand.axes))
+            self._add(role, self.blocking.own_rows(canonical(operand), operand.axes))
         return slice(start, len(self.operands))
 
     def _add_starts(self) -> None:

@@ -21,6 +21,7 @@ from ..scores._base import AbstractScore
 from ..scores._bias import as_bias
 from ..scores._dropout import seed_of
 from ..scores._soft_cap import SoftCap
+from ..scores._wrapper import AbstractWrapper
 from .arguments import (
     as_keys_and_values,
     as_mask,
@@ -32,6 +33,15 @@ from .arguments import (
     check_shapes,
 )
 from .storage import AbstractStored
+
+
+def is_unsure(part: AbstractMask | AbstractScore) -> bool:
+    """Whether a mask or a score may lack an operation in some kernels, or may read a table by
+    `q - k`. Those of this library say so of themselves. Those of users are asked in each call.
+    """
+    while isinstance(part, AbstractWrapper):
+        part = part.score
+    return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")
 
 
 class Problem(eqx.Module):

@@ -48,10 +48,16 @@ def along_diagonals(x: Array, keys: int, queries: int, heads: int) -> Array:
 
 
 def _along_diagonals(x, *, keys, queries, heads):
+    return repeated(x, padded(keys) - 1, keys, queries, heads)
+
+
+def repeated(x: Array, first: int, keys: int, queries: int, heads: int) -> Array:
+    """`along_diagonals` in ordinary JAX. The number `first` of a window is that of the first key
+    and query. A window has at least one number more than a block needs.
+    """
     # In a window that is repeated, each repetition starts one number earlier in a row that is
     # shorter by one. So no number is looked up.
     windows, n = x.shape
-    first = padded(keys) - 1
     rows = jnp.broadcast_to(x[:, None], (windows, keys, n)).reshape(windows, keys * n)
     rows = rows[:, : keys * (n - 1)].reshape(windows, keys, n - 1)[..., first : first + queries]
     rows = jnp.broadcast_to(rows.transpose(1, 0, 2), (keys, heads, queries))

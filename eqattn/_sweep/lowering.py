@@ -306,9 +306,9 @@ class XLALowering(Lowering):
     @property
     def repeats_diagonals(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """True on a CPU. A `T5Bias` else takes a logarithm and a lookup for each pair, and adds up
-        the gradient of its table pair by pair. With 8 heads on one core of an AMD EPYC, 512 and
-        2048 tokens took 0.3 of that time forwards, and 0.37 to 0.52 with gradients. See
-        `cpu-f32-t5-512-*` of the benchmarks. Nobody has timed it on a GPU.
+        the gradient of its table pair by pair. On one core of an AMD EPYC, 512 and 2048 tokens of 8
+        heads took 0.3 of that time. Their gradients took 0.37 to 0.52. The benchmarks
+        `cpu-f32-t5-512-*` measure the effect. Nobody has timed it on a GPU.
         """
         return jax.default_backend() == "cpu"
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .process import End, results
+from .results_file import new_file
 from .sass import hot_loops, MODEL, modelled, units
 
 
@@ -144,10 +145,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `gpu-report`."""
     from .triton_report import CHIPS
 
-    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="which calls; None: all")
-    chips = "compile the kernel in Pallas Triton, for these chips"
-    parser.add_argument("--chip", nargs="+", choices=CHIPS, metavar="CHIP", help=chips)
-    parser.add_argument("--json", type=Path, help="write figures here, beside those of other calls")
+    add = parser.add_argument
+    add("--kernel", nargs="+", metavar="NAME", help="which calls; None: all")
+    add("--chip", nargs="+", choices=CHIPS, help="compile in Pallas Triton for these chips")
+    add("--json", type=new_file, help="write figures here, beside others'")
 
 
 def versions(needs: tuple[str, ...] = ()) -> dict[str, str]:
@@ -189,8 +190,8 @@ def run(args: argparse.Namespace) -> int:
         return triton_report.run(args)
     from .gpu_peers import NAMES
 
-    if unknown := sorted(set(args.kernel or ()) - {*calls(), *NAMES}):
-        raise ValueError(f"{unknown} are not among {sorted([*calls(), *NAMES])}")
+    if unknown := sorted(set(args.kernel or ()) - (known := {*calls(), *NAMES})):
+        raise ValueError(f"{unknown} are not among {sorted(known)}")
     found, rows, failed = versions(), {}, False
     print(", ".join(f"{name} {version}" for name, version in found.items()))
     if LINKER in found:
@@ -205,8 +206,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{row['kernel']:30} {row.get('error') or 'absent: ' + row['absent']}")
             failed |= "error" in row
         else:
-            rows[row.pop("kernel")] = row
-            name = next(reversed(rows))
+            rows[name := row.pop("kernel")] = row
             print(f"{name:30}" + "".join(f"{x!s:>11}" for x in columns(row)), flush=True)
     if args.json is not None:
         if args.kernel is not None and args.json.exists():

@@ -1,5 +1,6 @@
 """Files of measured figures: rows in JSON, and a header that says what they were measured with."""
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -8,6 +9,16 @@ from typing import Any, Generic, TypeVar
 
 
 R = TypeVar("R")
+
+
+def new_file(text: str) -> Path:
+    """The path of a file that a command is to write, as a `type` of `argparse`. A folder that is
+    missing is an error, before the command measures anything.
+    """
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
 
 
 @dataclasses.dataclass(frozen=True)

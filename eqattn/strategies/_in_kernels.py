@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._pairs import over_block
-from .._problem.lookups import is_unsure, without_lookups
+from .._problem.lookups import without_lookups
+from .._problem.problem import is_unsure
 from .._sweep.lowering import Lowering
 from ..masks._base import AbstractMask, visible
 from ..masks._terms import leaf_terms, placed, split_list

@@ -21,6 +21,7 @@ from eqattn import attention, AttentionMetadata, Blockwise, Causal, MaskFn, Scor
 from eqattn._problem.lookups import lookups_of
 from eqattn._sweep.differences import along_diagonals, padded, window_size
 from eqattn.kernels.tpu import _backward_step as _step
+from eqattn.scores import AbstractScore, Operand
 
 
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=64), jnp.float32)
@@ -153,6 +154,30 @@ def test_a_mask_of_differences():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+class row(AbstractScore):
+    """A score of one's own, whose name is that of an operand, with tables by head and difference."""
+
+    table: jax.Array
+
+    def operands(self):
+        return (Operand(jnp.arange(4.0), "h"),)
+
+    def transform(self, logit, b, h, q, k, number):
+        return logit + self.table[h] * self.table[q - k] + number
+
+
+def test_a_score_of_ones_own():
+    (q, k, v), score = arrays(40, 40), row(TABLE)
+    call = lambda q, **kw: attention(q, k, v, how(**kw), mask=Causal(), score=score)
+    assert kernels(lambda q: call(q, platform="pallas").attention_outputs, q) == 1
+    at = np.arange(40)[:, None] - np.arange(40)
+    table, heads = np.float64(TABLE), np.arange(4)[:, None, None]
+    bias = table[heads] * table[np.maximum(at, 0)] + heads
+    want = exact(q, k, v, lambda z: z / np.sqrt(8) + bias, at >= 0)[0]
+    got = jax.jit(lambda q: call(q, platform="xla").attention_outputs)(q)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_programs_have_kernels():
     (q, k, v), table = arrays(), jnp.ones((8, 4))
     shown = jnp.arange(400) % 3 != 1
@@ -205,8 +230,34 @@ def test_positions_that_need_not_count_up():
             kernels(lambda *x: call(*x, platform="pallas"), q, k, v)
 
 
-def test_gradients_of_what_is_singular_at_hidden_pairs():
-    q, k, v = arrays(64, 64)
+@pytest.mark.parametrize("platform", ["interpret", "xla"])
+@pytest.mark.parametrize("mask", [None, Causal()])
+def test_queries_of_the_padding_read_numbers_of_others(mask, platform):
+    """They read 0 of a table without zeros, and made gradients NaN."""
+    (q, k, v), table = arrays(37, 48), 1.5 + 0.1 * jnp.arange(100, dtype=jnp.float32)
+    ct = normal(4, 1, 37, 4, 8)
+
+    def loss(q, k, v, table):
+        score = ScoreFn(lambda s, b, h, q, k: s / table[q - k + 50])
+        out = attention(q, k, v, how(platform=platform), mask=mask, score=score)
+        return (out.attention_outputs * ct).sum()
+
+    def plain(q, k, v, table):
+        at = np.arange(37)[:, None] - np.arange(48)
+        z = jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 2, 2)) / 8**0.5
+        z = z / table[at + 50][None, None]
+        z = z if mask is None else jnp.where((at >= 0)[None, None], z, -jnp.inf)
+        out = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(z, -1), jnp.repeat(v, 2, 2))
+        return (out * ct).sum()
+
+    got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, table)
+    for x, want in zip(got, jax.grad(plain, (0, 1, 2, 3))(q, k, v, table), strict=True):
+        np.testing.assert_allclose(x, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform, t", [("interpret", 64), ("xla", 64), ("xla", 61)])
+def test_gradients_of_what_is_singular_at_hidden_pairs(platform, t):
+    q, k, v = arrays(t, t)
     mask = MaskFn(lambda b, h, q, k: k < q)
 
     def loss(table, platform):
@@ -216,8 +267,8 @@ def test_gradients_of_what_is_singular_at_hidden_pairs():
         out = attention(q, k, v, how(platform=platform), mask=mask, score=score)
         return (out.attention_outputs**2).sum()
 
-    got = jax.jit(jax.grad(loss), static_argnums=1)(TABLE, "interpret")
-    at = np.arange(64)[:, None] - np.arange(64)
+    got = jax.jit(jax.grad(loss), static_argnums=1)(TABLE, platform)
+    at = np.arange(t)[:, None] - np.arange(t)
     logs = np.log(np.maximum(at, 1))
 
     def whole(table):

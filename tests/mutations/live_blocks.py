@@ -9,9 +9,9 @@ MUTANTS = [
         "_problem/block_classes.py",
         LIVE,
         [
-            ("given = problem.mask is None or not (block_q is None and block_k is None)", "given = problem.mask is None"),
+            ("free = problem.mask is not None and block_q is None and block_k is None", "free = problem.mask is not None"),
             ("return float(live) * math.prod(blocking.grid) * (_VISIT + math.prod(blocking.block))", "return float(live) * math.prod(blocking.grid) * math.prod(blocking.block)", "smaller blocks are only slower"),
-            ("if not all(map(is_known, (*problem.positions(), *arrays))):", "if False:", "a traced table is turned away after it was made"),
+            ("if jax.tree.leaves((problem.mask, given)):", "if False:"),
             ("while len(found) < 3 and min(found[-1].block) >= 128:", "while False:"),
         ],
     ),
@@ -25,8 +25,44 @@ MUTANTS = [
         f"{DIFFERENCES} -k matrix",
         [
             ("return Diagonals(role, whole, axes, first=blocking.keys + least - keys)", "return Diagonals(role, whole, axes, first=blocking.keys + least - keys + 1)"),
-            ("kept = {BATCH: b != 1, HEAD: kv_heads != 1}\n        sizes", "kept = {BATCH: b != 1, HEAD: False}\n        sizes"),
+            ("kept = [(a, n) for a, n in ((BATCH, b), (HEAD, kv_heads)) if n != 1]", "kept = [(a, n) for a, n in ((BATCH, b), (HEAD, 1)) if n != 1]"),
             ("more = blocking.rows * blocking.block_q - blocking.queries + queries", "more = 0"),
+        ],
+    ),
+    (
+        "_problem/differences.py",
+        f"{DIFFERENCES} -k 'padding or hidden'",
+        [
+            ("last = jnp.clip(np.int32(blocking.queries - 1) - row.reshape(()), 0, queries - 1)", "last = queries - 1"),
+            ("whole = jnp.pad(self.array, ((0, 0), (0, 0), (-least, more)), mode=\"edge\")", "whole = jnp.pad(self.array, ((0, 0), (0, 0), (-least, more)))"),
+        ],
+    ),
+    (
+        "_problem/problem.py",
+        f"{DIFFERENCES} -k ones_own",
+        [
+            ("    while isinstance(part, AbstractWrapper):\n        part = part.score\n", ""),
+        ],
+    ),
+    (
+        "_problem/operands.py",
+        f"{DIFFERENCES} -k ones_own",
+        [
+            ('role = f"of {type(part).__name__}"', "role = type(part).__name__"),
+        ],
+    ),
+    (
+        "_calls/_packing.py",
+        "test_ragged_attention.py -k not_padded",
+        [
+            ("most = max((n + rows * (size - 1)) // size, min(rows, 1))", "most = n // size + rows"),
+        ],
+    ),
+    (
+        "_calls/ragged.py",
+        "test_ragged_attention.py -k not_padded",
+        [
+            ("most = (1 if len(query) <= len(lengths) else 16) if block_q is None else block_q", "most = 16 if block_q is None else block_q"),
         ],
     ),
     (

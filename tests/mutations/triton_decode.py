@@ -85,7 +85,7 @@ MUTANTS = [
         ],
     ),
     (
-        "_problem/lookups.py",
+        "_problem/problem.py",
         "kernels/test_gpu_default.py -k lack_an",
         [
             ('return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")', "return part.may_lack_kernels"),

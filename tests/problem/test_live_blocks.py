@@ -1,4 +1,4 @@
-"""The sizes of blocks follow a known mask."""
+"""The sizes of blocks follow a mask without arrays."""
 
 from typing import Any
 
@@ -20,13 +20,12 @@ from eqattn import (
 )
 from eqattn._sweep.grid import EMPTY
 from eqattn._tools.info import blocks_of
+from eqattn.strategies import _fold
 
 
-DOCUMENTS = np.arange(2048) // 64
 NARROW = dict(
     window=SlidingWindow(15, 0),
     chunks=ChunkedCausal(64),
-    documents=Causal() & Segments(DOCUMENTS, DOCUMENTS),
     function=MaskFn(lambda b, h, q, k: abs(q - k) < 20),
 )
 LIKE = jax.ShapeDtypeStruct((2, 2048, 4, 16), np.float32)
@@ -55,14 +54,21 @@ def test_sizes_that_are_given_are_kept():
     assert sizes(NARROW["window"], blocksize_q=128)[0] == (128, 256)
 
 
-def test_a_mask_of_traced_arrays_has_blocks_of_one_size():
-    found = []
-
-    def look(ids):
-        found.append(sizes(Segments(ids, ids))[0])
-
-    jax.eval_shape(look, jax.ShapeDtypeStruct((2048,), np.int32))
-    assert found == [(256, 256)]
+def test_a_mask_with_arrays_has_blocks_of_one_size(monkeypatch):
+    """Calls trace them, so that sizes cannot follow what they hold."""
+    documents, found = np.arange(2048) // 16, []
+    assert sizes(Causal() & Segments(documents))[0] == (256, 256)
+    choose = _fold.choose_live_blocking
+    note = lambda *args, **kw: found.append(choose(*args, **kw)) or found[-1]
+    monkeypatch.setattr(_fold, "choose_live_blocking", note)
+    q = normal(0, 1, 2048, 1, 4)
+    for given in (
+        dict(mask=Causal() & Segments(documents)),
+        dict(mask=SlidingWindow(15, 0), q_positions=np.arange(2048)),
+        dict(mask=SlidingWindow(15, 0)),
+    ):
+        jax.eval_shape(lambda q, given=given: attention(q, q, q, **given).attention_outputs, q)
+    assert [x.block_q for x in found] == [256, 256, 64]
 
 
 @pytest.mark.parametrize("t, s", [(256, 256), (300, 520)])

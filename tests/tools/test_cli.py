@@ -174,6 +174,9 @@ def test_info_says_why_not(capsys):
         ("tpu-report --kernel backward-of-it", "backward-of-it"),
         ("tpu-report --chip v9", "v9"),
         ("tpu-report --json /no/such/folder/x", "/no/such/folder"),
+        ("gpu-report --json /no/such/folder/x", "/no/such/folder"),
+        ("gpu-report --chip a100 --json /no/such/folder/x", "/no/such/folder"),
+        ("gpu-run --out /no/such/folder/x", "/no/such/folder"),
         ("train", "train"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..process import End, results
+from ..results_file import new_file
 from .cases import Case, choose, PEERS, Row
 from .record import DATA, record, TABLE
 from .report import FILE, markdown, plot, table
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, help="paired runs of each case; None: 21, or 3 if quick")
     add("--peers", nargs="*", choices=PEERS, help="other libraries; None: those installed")
     add("--core", type=int, help="the core to run on; None: the last one")
-    add("--out", type=Path, default=Path("eqattn-bench"), help="path of the .json and .png")
+    add("--out", type=new_file, default=Path("eqattn-bench"), help="path of the .json and .png")
     add(
         "--record",
         type=Path,
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure all cases, accuracy too, and write what the documentation shows of them into "
         "its folder: the table, and the data of the pictures",
     )
-    add("--markdown", type=Path, help="also write the table as Markdown")
+    add("--markdown", type=new_file, help="also write the table as Markdown")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,9 +65,6 @@ def run(args: argparse.Namespace) -> int:
     rounds = (3 if args.quick else 21) if args.rounds is None else args.rounds
     if rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {rounds}")
-    for flag, path in (("--out", args.out), ("--markdown", args.markdown)):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{flag}: there is no folder {path.parent}")
     if args.core is not None and args.core not in _cores():
         raise ValueError(f"--core must be one of {sorted(_cores())}, got {args.core}")
     names = _peers(args)

@@ -19,6 +19,7 @@ from ..bench.cases import Row, Target
 from ..bench.cli import machine_of, progress_bar
 from ..bench.report import table
 from ..process import End, results
+from ..results_file import new_file
 from . import record
 from .cases import BY_XLA, CASES, CEILING, choose, CONFORMANCE, PEERS, small
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=float, default=9.5, help="nothing is begun that many minutes later")
     add("--rounds", type=int, default=11, help="paired runs of each program")
     add("--peers", nargs="*", choices=PEERS, help="other libraries; None: those installed")
-    add("--out", type=Path, default=Path("eqattn-gpu-run"), help="path of the .json and .md")
+    add("--out", type=new_file, default=Path("eqattn-gpu-run"), help="path of the .json and .md")
     add("--tests", type=Path, help="the tests of a clone; None: those beside the package")
     add("--record", type=Path, metavar="FOLDER", help="write the documentation's figures, too")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..bench.cli import progress_bar
 from ..process import End, results
-from ..results_file import RowFile
+from ..results_file import new_file, RowFile
 from . import report
 from .chips import CHIPS
 from .rows import CallRow, CALLS_FILE, FILE, Row
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="print the names of the kernels and stop")
     add("--tune", action="store_true", help="compare other block sizes, the fastest first")
     add("--peers", action="store_true", help="also the kernels of other libraries")
-    add("--json", type=Path, help="write the figures here, or in place of those that it has")
-    add("--markdown", type=Path, help="also write the tables as Markdown")
+    add("--json", type=new_file, help="write the figures here, or in place of those that it has")
+    add("--markdown", type=new_file, help="also write the tables as Markdown")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +88,6 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(names))
         return 0
-    for path in (args.json, args.markdown):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent}")
     found = versions()
     old = kind.recorded(args.json, found)
     rows, failed = {}, []
