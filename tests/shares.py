@@ -12,7 +12,7 @@ test of a promise (`tests/test_promises.py`).
 To write the file again, measure a run, and say how many seconds a function may take:
 
     python -m pytest --junit-xml run.xml
-    python tests/shares.py run.xml --seconds 0.7
+    python tests/shares.py run.xml --seconds 0.5
 """
 
 import argparse
@@ -104,7 +104,7 @@ def measured(report: Path, seconds: float) -> dict[str, int]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("report", type=Path, help="a JUnit report of a run with the present shares")
-    parser.add_argument("--seconds", type=float, default=0.7, help="what a function may take")
+    parser.add_argument("--seconds", type=float, default=0.5, help="what a function may take")
     options = parser.parse_args(arguments)
     shares = measured(options.report, options.seconds)
     SHARES.write_text(json.dumps(shares, indent=0) + "\n")
