@@ -384,8 +384,8 @@ def eagerly(fn: Callable, x: Any) -> Any:
     """The result of `fn(np, x)` or `fn(jnp, x)`, computed at once if `x` is known, even under a
     trace.
     """
-    if isinstance(x, np.ndarray):
-        return fn(np, x)
+    if isinstance(x, np.ndarray) or not is_known(x):
+        return fn(np if isinstance(x, np.ndarray) else jnp, x)
     with jax.ensure_compile_time_eval():
         return fn(jnp, x)
 

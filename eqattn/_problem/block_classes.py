@@ -206,8 +206,8 @@ def choose_live_blocking(
 
 def _visited_pairs(problem: Problem, blocking: Blocking) -> float:
     """What a visit of the live blocks takes, in pairs of a query and a key."""
-    live = np.mean(table_of(problem, blocking) != EMPTY)
-    return float(live) * math.prod(blocking.grid) * (_VISIT + math.prod(blocking.block))
+    live = float(np.mean(table_of(problem, blocking) != EMPTY)) * blocking.rows * blocking.columns
+    return live * (_VISIT + math.prod(blocking.block))
 
 
 def as_partial(table: Any) -> Any:

@@ -93,14 +93,14 @@ def placed(
     **Returns:** the mask, and the positions `[B|1, t]` and `[B|1, s]`.
     """
     terms = leaf_terms(mask)
-    lead = lambda x: x.reshape(*(batch_shape if x.shape[0] > 1 else ()), x.shape[-1])
+    lead = lambda x: x.reshape(*(batch_shape if x.shape[0] != 1 else ()), x.shape[-1])
     if not any(term.by_place for term in terms):
         return mask, q, k
     rows, columns = lead(q), lead(k)
 
     def flat(x):
         xp = np if isinstance(x, np.ndarray) else jnp
-        whole = x.ndim > 1 and max(x.shape[:-1]) > 1
+        whole = any(n != 1 for n in x.shape[:-1])
         x = xp.broadcast_to(x, (*batch_shape, x.shape[-1])) if whole else x
         return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 

@@ -1,14 +1,16 @@
 """The mask of tokens that branch: drafts of speculative decoding, completions of one prompt."""
 
+import math
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from .._misc import as_int, as_int32, concrete, eagerly, int32, is_known, Static, unwrap
+from .._misc import as_int, as_int32, concrete, eagerly, int32, iota, is_known, Static, unwrap
 from .._pairs import Operand
 from ._base import AbstractMask, int_operand
 
@@ -77,15 +79,7 @@ class Tree(AbstractMask):
     @property
     def depths(self) -> Int[Array | np.ndarray, "*b n"]:
         """How many ancestors each token has, int32 `[n]` or `[*b, n]`."""
-        # When the walk enters a token, it has left all tokens entered before, except the ancestors.
-        # So the depth is the number of tokens entered less the number left. All batch elements are
-        # one walk here, one after the other.
-        n, shape = self.parents.shape[-1], self.parents.shape
-        xp = np if isinstance(self._enter, np.ndarray) else jnp
-        row = np.arange(max(self.parents.size // n, 1), dtype=np.int32)[:, None] * np.int32(n)
-        enter, leave = ((xp.reshape(x, (-1, n)) + row).reshape(-1) for x in self._walk())
-        left = xp.searchsorted(xp.sort(leave), enter, side="right")
-        return (enter - left.astype(np.int32)).reshape(shape)
+        return _depths(np if isinstance(self._enter, np.ndarray) else jnp, *self._walk())
 
     def _walk(self) -> tuple[Any, Any]:
         """The numbers by `_preorder`, int32 `[*b, n]`, as NumPy's where these are known."""
@@ -129,7 +123,7 @@ class Tree(AbstractMask):
         start = (self.start if known is None else known.astype(np.int32))[..., None]
         arrays = places, start, *tables
         xp: Any = np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
-        lead = np.broadcast_shapes(*(x.shape[:-1] for x in arrays))
+        lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in arrays))
         places, start, *wide = (xp.broadcast_to(x, (*lead, x.shape[-1])) for x in arrays)
         index = places - start
         near = xp.clip(index, 0, n - 1)
@@ -138,7 +132,7 @@ class Tree(AbstractMask):
 
     def operands(self) -> tuple[Operand, ...]:
         lead = self.parents.shape[:-1]
-        rows = np.arange(int(np.prod(lead)), dtype=np.int32)
+        rows = iota(math.prod(lead))
         return (Operand(rows.reshape(lead), "b"), *int_operand(self._start))
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
@@ -200,6 +194,20 @@ def _sees(first: Any, last: Any, low: Any, high: Any) -> Any:
     return (low <= last) & (first < high)
 
 
+def _depths(xp: Any, enter: Any, leave: Any) -> Any:
+    """The depths of the tokens of a walk, int32 `[*b, n]`."""
+    if xp is jnp and enter.ndim > 1:
+        return jax.vmap(lambda *walk: _depths(jnp, *walk))(enter, leave)
+    # When the walk enters a token, it has left all tokens entered before, except the ancestors. So
+    # the depth is the number of tokens entered less the number left. All batch elements are one
+    # walk here, one after the other.
+    n, shape = enter.shape[-1], enter.shape
+    row = iota(math.prod(shape[:-1]))[:, None] * np.int32(n)
+    enter, leave = ((x.reshape(-1, n) + row).reshape(-1) for x in (enter, leave))
+    left = xp.searchsorted(xp.sort(leave), enter, side="right")
+    return (enter - left.astype(np.int32)).reshape(shape)
+
+
 def _preorder(xp: Any, parents: Any) -> tuple[Any, Any, Any]:
     """The numbers with which a depth-first walk enters and leaves each token, int32 `[*b, n]`. A
     third array says whether the walk never ends there, as where it runs into a cycle.
@@ -217,11 +225,12 @@ def _preorder(xp: Any, parents: Any) -> tuple[Any, Any, Any]:
     without one, leaves the parent. Doubling finds how many tokens are still to be entered after a
     step. Suppose that each step knows this number for the next 2^i steps, and which step comes
     after these. Two such numbers then add up to that of 2^(i + 1) steps. So it takes n log n
-    operations, without a loop over tokens, and `parents` may be traced. All batch elements are one
-    forest here.
+    operations, without a loop over tokens, and `parents` may be traced. All batch elements that
+    NumPy knows are one forest here.
     """
-    n, shape = parents.shape[-1], parents.shape
-    size = int(np.prod(shape))
+    if xp is jnp and parents.ndim > 1:
+        return jax.vmap(lambda parents: _preorder(jnp, parents))(parents)
+    n, shape, size = parents.shape[-1], parents.shape, math.prod(parents.shape)
     token = np.arange(size, dtype=np.int32)
     row = token // np.int32(n) * np.int32(n)  # the first token of the same batch element
     above = parents.reshape(-1)

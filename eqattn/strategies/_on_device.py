@@ -84,8 +84,9 @@ def _has_few_rows(problem: Problem) -> bool:
 
     Up to 32 rows of 8 times as many keys read these as they lie. On one core of a CPU, 1 to 32
     queries of 256 to 2048 keys took 0.18 to 0.85 of the time of copies. Their gradients took 0.51
-    to 0.95. In float32, 64 rows took 1.7 times as long. No benchmark covers such calls. A list of
-    keys stays with copies, as gradients of its two parts are then summed wide.
+    to 0.95. In float32, 64 rows took 1.7 times as long. The benchmarks `cpu-f32-full-few-1024-*`
+    measure the effect. A list of keys stays with copies, as gradients of its two parts are then
+    summed wide.
     """
     t, s, heads, kv_heads = problem.sizes
     if jax.default_backend() != "cpu" or not (isinstance(t, int) and isinstance(s, int)):

@@ -167,6 +167,44 @@ def test_lists_of_any_batch(platform, block):
         assert bound.excess(np.asarray(loaded.call(indices, q, k, v)), want) <= 1
 
 
+SHOWN = np.arange(40) % 3 > 0
+OWN = {
+    "tree": lambda row: dict(mask=m.Tree(row)),
+    "offset": lambda row: dict(
+        mask=m.MaskFn(lambda b, h, q, k: jnp.asarray(SHOWN)[q - k + 12]), q_offset=row[:, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_each_row_has_of_its_own(name):
+    """A tree, or an offset by which a mask reads a table. Both raised from inside of JAX."""
+    (b,) = jax.export.symbolic_shape("b")
+    like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    call = lambda row, q, k, v: eqattn.attention(q, k, v, **OWN[name](row)).attention_outputs
+    arrays = (like(jnp.float32, b, 7, 1, D) for _ in range(3))
+    loaded = jax.export.export(jax.jit(call))(like(jnp.int32, b, 7), *arrays)
+    rng = np.random.default_rng(0)
+    for n in (1, 3):
+        # A parent comes before its token, and a root has -1. The first number of a row is its offset.
+        row = rng.integers(0, np.maximum(np.arange(7), 1), (n, 7), np.int32)
+        row[:, 0] = -1 if name == "tree" else rng.integers(0, 9, n)
+        seen = np.zeros((n, 1, 7, 7), bool)
+        for i in range(n):
+            for query in range(7):
+                if name == "tree":
+                    token = query
+                    while token >= 0:
+                        seen[i, 0, query, token], token = True, row[i, token]
+                else:
+                    seen[i, 0, query] = SHOWN[row[i, 0] + query - np.arange(7) + 12]
+        q, k, v = rng.normal(size=(3, n, 7, 1, D)).astype(np.float32)
+        given = [np.float64(x) for x in (q, k, v)]
+        problem = oracle.Problem(*given, scale=D**-0.5, mask=seen)
+        want = bound.values(problem, bound.precision_of(np.float32))["out"]
+        assert bound.excess(np.asarray(loaded.call(row, q, k, v)), want) <= 1
+
+
 @pytest.mark.parametrize("strategy, name", MARKED)
 def test_any_batch_and_length(strategy, name):
     loaded = exported(strategy, name, f"b, {BLOCK}*t, {BLOCK}*s")

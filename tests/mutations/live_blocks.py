@@ -1,4 +1,6 @@
-"""Mutants of what a CPU visits: blocks by the mask, numbers by the difference, keys of one block."""
+"""Mutants of what a CPU visits (blocks by the mask, numbers by the difference, keys of one block), and of
+exports in which each row has something of its own.
+"""
 # fmt: off
 
 LIVE, DIFFERENCES = "problem/test_live_blocks.py", "kernels/test_differences.py"
@@ -10,7 +12,7 @@ MUTANTS = [
         LIVE,
         [
             ("free = problem.mask is not None and block_q is None and block_k is None", "free = problem.mask is not None"),
-            ("return float(live) * math.prod(blocking.grid) * (_VISIT + math.prod(blocking.block))", "return float(live) * math.prod(blocking.grid) * math.prod(blocking.block)", "smaller blocks are only slower"),
+            ("return live * (_VISIT + math.prod(blocking.block))", "return live * math.prod(blocking.block)", "smaller blocks are only slower"),
             ("if jax.tree.leaves((problem.mask, given)):", "if False:"),
             ("while len(found) < 3 and min(found[-1].block) >= 128:", "while False:"),
         ],
@@ -78,5 +80,18 @@ MUTANTS = [
             ("here = [jnp.int32(x) for x in (t, *at.values())]", "here = [jnp.int32(t)]"),
             ("x if moves(a) or tied else pick(x, a, at) for x, a, tied in both", "x if moves(a) else pick(x, a, at) for x, a, tied in both"),
         ],
+    ),
+    (
+        "masks/_tree.py",
+        "conformance/test_export.py -k row_has",
+        [
+            ("        return jax.vmap(lambda parents: _preorder(jnp, parents))(parents)", "        pass"),
+            ("        return jax.vmap(lambda *walk: _depths(jnp, *walk))(enter, leave)", "        pass"),
+        ],
+    ),
+    (
+        "masks/_intervals/structural.py",
+        "conformance/test_export.py -k row_has",
+        [("grid = jnp.broadcast_shapes(table.lo.shape[:GRID], index.lo.shape[:GRID])", "grid = np.broadcast_shapes(table.lo.shape[:GRID], index.lo.shape[:GRID])")],
     ),
 ]

@@ -88,7 +88,7 @@ MUTANTS = [
             ("return movers[0].positions_of(places) if movers else places", "return places"),
             ("if not _equal(movers[0], other):", "if False:"),
             ("return Not(map_terms(mask.term, fn))", "return map_terms(mask.term, fn)"),
-            ("lead = lambda x: x.reshape(*(batch_shape if x.shape[0] > 1 else ()), x.shape[-1])", "lead = lambda x: x[0]"),
+            ("lead = lambda x: x.reshape(*(batch_shape if x.shape[0] != 1 else ()), x.shape[-1])", "lead = lambda x: x[0]"),
             ("if moved and not (isinstance(mask, AbstractMask) and mask.moves_positions):", "if False:"),
         ],
     ),

@@ -143,7 +143,7 @@ def _slice(eqn, a):
 
 def _concatenate(eqn, *ins):
     full = [_full(i, v.aval.shape) for i, v in zip(ins, eqn.invars)]
-    grid = np.broadcast_shapes(*(i.lo.shape[:GRID] for i in full))
+    grid = jnp.broadcast_shapes(*(i.lo.shape[:GRID] for i in full))
     axis = GRID + eqn.params["dimension"]
 
     def join(bounds):
@@ -321,7 +321,7 @@ def _pick(table: Interval, shape, starts: dict[int, Interval], sizes, checked: b
         if size == n:
             continue
         index = start.map(lambda x: xp_of(x).clip(x, least, most).astype(np.int32))
-        grid = np.broadcast_shapes(table.lo.shape[:GRID], index.lo.shape[:GRID])
+        grid = jnp.broadcast_shapes(table.lo.shape[:GRID], index.lo.shape[:GRID])
         rest = (z for d, z in enumerate(table.lo.shape[GRID:]) if d != axis)
         if too_large((*grid, *rest), table):
             return None
