@@ -15,8 +15,8 @@ from _programs import refuses
 
 from eqattn import AttentionRegistry, Causal, ring_plan, sharding_plan, Zigzag
 from eqattn.__main__ import main
-from eqattn._tools.bench import accuracy, cases, report, timing
-from eqattn._tools.bench.measure import measure
+from eqattn._tools.bench import accuracy, cases, peers, report, timing
+from eqattn._tools.bench.measure import _wrong, measure
 from eqattn._tools.info import parse_mask
 from eqattn._tools.tpu_report import cli as tpu_report
 
@@ -227,6 +227,16 @@ def test_bench(tmp_path):
     assert "| time / jax.nn |" in page.read_text() and "time ms" not in page.read_text()
     pytest.importorskip("matplotlib")
     assert (tmp_path / "figures.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("name", ["full-few-1024-grad", "window-2048-fwd", "t5-512-fwd"])
+def test_libraries_compute_the_same(name):
+    """A case with few queries has as many outputs, and each library the same window and bias."""
+    (case,) = cases.choose([f"cpu-f32-{name}"], quick=True)
+    inputs = peers.draw(case)
+    programs = {x: peers.program(x, case, inputs) for x in ("eqattn", "jax.nn")}
+    assert programs["eqattn"].call()[0].shape[1] == (case.queries or case.tokens)
+    assert _wrong(case, programs) == []
 
 
 def test_the_work_of_a_ring():
