@@ -63,7 +63,7 @@ def _bias(case: Case) -> jax.Array | None:
     if (score := _t5(case)) is None:
         return None
     at = jnp.arange(case.tokens)
-    return jnp.asarray(score.table)[score.bucket(at[:, None], at)].transpose(2, 0, 1)[None]
+    return jnp.asarray(score.table)[score.bucket(at[:, None], at[None])].transpose(2, 0, 1)[None]
 
 
 def eqattn_call(case: Case, dropout: float = 0.0) -> Callable[..., Any]:
