@@ -154,8 +154,8 @@ def test_a_mask_of_differences():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-class row(AbstractScore):
-    """A score of one's own, whose name is that of an operand, with tables by head and difference."""
+class OfHeadAndDifference(AbstractScore):
+    """A score of one's own, with tables by head and by difference."""
 
     table: jax.Array
 
@@ -167,7 +167,7 @@ class row(AbstractScore):
 
 
 def test_a_score_of_ones_own():
-    (q, k, v), score = arrays(40, 40), row(TABLE)
+    (q, k, v), score = arrays(40, 40), OfHeadAndDifference(TABLE)
     call = lambda q, **kw: attention(q, k, v, how(**kw), mask=Causal(), score=score)
     assert kernels(lambda q: call(q, platform="pallas").attention_outputs, q) == 1
     at = np.arange(40)[:, None] - np.arange(40)
@@ -176,6 +176,17 @@ def test_a_score_of_ones_own():
     want = exact(q, k, v, lambda z: z / np.sqrt(8) + bias, at >= 0)[0]
     got = jax.jit(lambda q: call(q, platform="xla").attention_outputs)(q)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["row", "column", "valid", "scale"])
+def test_a_score_with_the_name_of_an_operand(name):
+    members = dict(operands=lambda self: (Operand(jnp.arange(4.0), "h"),), __module__="own")
+    members["transform"] = lambda self, s, b, h, q, k, number: s + number * (q - k).astype(s.dtype)
+    (q, k, v), score = arrays(40, 37), type(name, (AbstractScore,), members)()
+    call = lambda *x: attention(*x, how(platform="xla"), score=score).attention_outputs
+    bias = np.arange(4)[:, None, None] * (np.arange(40)[:, None] - np.arange(37))
+    want = exact(q, k, v, lambda z: z / np.sqrt(8) + bias)[0]
+    np.testing.assert_allclose(jax.jit(call)(q, k, v), want, rtol=1e-5, atol=1e-5)
 
 
 def test_programs_have_kernels():
@@ -253,6 +264,29 @@ def test_queries_of_the_padding_read_numbers_of_others(mask, platform):
     got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, table)
     for x, want in zip(got, jax.grad(plain, (0, 1, 2, 3))(q, k, v, table), strict=True):
         np.testing.assert_allclose(x, want, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_of_the_padding_read_nothing_that_is_hidden():
+    """In a block whose pairs are all visible, later queries would be too far from its first keys."""
+    q, k, v = arrays(61, 61)
+    table = jnp.asarray(abs(np.arange(-60, 64)) <= 28, jnp.float32)
+    mask = MaskFn(lambda b, h, q, k: abs(q - k) <= 28)
+
+    def loss(table):
+        score = ScoreFn(lambda s, b, h, q, k: s / table[q - k + 60])
+        out = attention(q, k, v, how(platform="xla"), mask=mask, score=score)
+        return (out.attention_outputs**2).sum()
+
+    def plain(table):
+        at = np.arange(61)[:, None] - np.arange(61)
+        shown = (abs(at) <= 28)[None, None]
+        z = jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 2, 2)) / 8**0.5
+        z = z / jnp.where(shown, table[at + 60][None, None], 1)
+        p = jax.nn.softmax(jnp.where(shown, z, -jnp.inf), -1)
+        return (jnp.einsum("bhts,bshd->bthd", p, jnp.repeat(v, 2, 2)) ** 2).sum()
+
+    got, want = (jax.jit(jax.grad(x))(table) for x in (loss, plain))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("platform, t", [("interpret", 64), ("xla", 64), ("xla", 61)])

@@ -48,7 +48,7 @@ MUTANTS = [
     ),
     (
         "_problem/operands.py",
-        f"{DIFFERENCES} -k ones_own",
+        f"{DIFFERENCES} -k name_of_an",
         [
             ('role = f"of {type(part).__name__}"', "role = type(part).__name__"),
         ],
