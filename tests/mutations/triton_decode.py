@@ -86,7 +86,7 @@ MUTANTS = [
     ),
     (
         "_problem/problem.py",
-        "kernels/test_gpu_default.py -k lack_an",
+        "kernels/test_differences.py -k 'ones_own or logarithms'",
         [
             ('return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")', "return part.may_lack_kernels"),
             ('return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")', 'return not type(part).__module__.startswith("eqattn.")'),
