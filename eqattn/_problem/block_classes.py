@@ -186,6 +186,7 @@ def choose_live_blocking(
     chosen = choose_blocking(problem, block_q, block_k, **how)
     free = problem.mask is not None and block_q is None and block_k is None
     kept = not free or how.get("lowering", XLA) is not XLA or chosen.in_place or chosen.fixed
+    # There are 16 times as many pairs of quarters.
     if kept or jax.default_backend() != "cpu" or chosen.rows * chosen.columns > _FINE // 16:
         return chosen
     # Arrays are known in eager calls only, and sizes that followed them would make new programs.

@@ -307,7 +307,7 @@ class XLALowering(Lowering):
     def repeats_diagonals(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """True on a CPU. A `T5Bias` else takes a logarithm and a lookup for each pair, and adds up
         the gradient of its table pair by pair. On one core of an AMD EPYC, 512 and 2048 tokens of 8
-        heads took 0.3 of that time. Their gradients took 0.37 to 0.52. The benchmarks
+        heads took 0.32 to 0.36 of that time. Their gradients took 0.49 to 0.52. The benchmarks
         `cpu-f32-t5-512-*` measure the effect. Nobody has timed it on a GPU.
         """
         return jax.default_backend() == "cpu"
