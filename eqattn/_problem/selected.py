@@ -203,9 +203,12 @@ def fold_selected(
     if parts == 1:
         carry = visit(jax.tree.map(lambda x: x[0], rows))
         return jax.tree.map(lambda x: x[:, :t], carry)
-    # What is gathered is gathered again in a backward pass, and only the results are kept.
-    kept = jax.checkpoint(visit, policy=lambda p, *_, **__: p is fold_p, prevent_cse=False)
-    _, carry = lax.scan(lambda _, x: (None, kept(x)), None, rows)
+    # What is gathered is gathered again in a backward pass, and only the results are kept. The
+    # gradient of a gradient needs a checkpoint within: JAX takes what the inner gradient computes
+    # forwards out of the outer one, and would keep all copies for the second backward pass.
+    keep = ft.partial(jax.checkpoint, policy=lambda p, *_, **__: p is fold_p, prevent_cse=False)
+    visit = keep(keep(visit))
+    _, carry = lax.scan(lambda _, x: (None, visit(x)), None, rows)
     rows_made = parts * together * size
     whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, rows_made, *x.shape[3:])[:, :t]
     return jax.tree.map(whole, carry)

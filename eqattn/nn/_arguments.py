@@ -39,13 +39,19 @@ def checked_sizes(**sizes: Any) -> list[Any]:
     ]
 
 
-def check_parameters(dtype: Any, query: Any, key_: Any, value: Any, output: Any) -> None:
+def check_dtype(dtype: Any) -> None:
     """**Raises:** `TypeError` unless parameters may have this dtype, for which None is Equinox's
-    default. It is also raised unless the other arguments are booleans, which say whether a
-    projection has a bias.
+    default.
     """
     if dtype is not None and not jnp.issubdtype(as_dtype(dtype, "dtype"), jnp.inexact):
         raise TypeError(f"dtype must be floating point, got {dtype!r}.")
+
+
+def check_parameters(dtype: Any, query: Any, key_: Any, value: Any, output: Any) -> None:
+    """**Raises:** `TypeError` unless parameters may have this dtype, and the other arguments are
+    booleans, which say whether a projection has a bias.
+    """
+    check_dtype(dtype)
     for name, flag in dict(query=query, key=key_, value=value, output=output).items():
         as_flag(flag, f"use_{name}_bias")
 

@@ -42,7 +42,7 @@ def linear(layer: Any, x: Float[Array, "*b features"]) -> Float[Array, "*b outpu
     if features != x.shape[-1]:
         raise ValueError(
             f"An input {x.shape} has {x.shape[-1]} features in its last axis where the layer was "
-            f"made for {features}; see its query_size, key_size and value_size."
+            f"made for {features}: its fields, such as query_size or hidden_size, say so."
         )
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if type(layer) is not eqx.nn.Linear:

@@ -17,7 +17,14 @@ from ..cache import LatentKVCache
 from ..masks._terms import moved_positions
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
-from ._arguments import as_layer_mask, check_name, check_strategy, configured, split_key
+from ._arguments import (
+    as_layer_mask,
+    check_dtype,
+    check_name,
+    check_strategy,
+    configured,
+    split_key,
+)
 from ._cached_call import appended, as_rows
 from ._heads import linear, normed, project
 from ._positions import input_positions
@@ -136,6 +143,7 @@ class LatentAttention(eqx.Module):
         self.qk_rope_head_dim = as_size(qk_rope_head_dim, "qk_rope_head_dim", 0)
         self.v_head_dim = as_size(v_head_dim, "v_head_dim", 1)
         use_bias, eps = as_flag(use_bias, "use_bias"), as_number(norm_eps, "norm_eps")
+        check_dtype(dtype)
         check_rotary(rotary, qk_rope_head_dim)
         check_strategy(strategy)
         self.rotary, self.strategy = rotary, strategy

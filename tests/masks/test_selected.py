@@ -508,3 +508,20 @@ def test_what_cannot_visit_a_list_says_so():
     # Traced indices that name no key list nothing.
     out = jax.jit(lambda i: attention(Q, Q, Q, mask=masks.Selected(i)))(jnp.full((1, 6, 2), 99))
     np.testing.assert_array_equal(out.attention_outputs, 0)
+
+
+def test_the_gradient_of_a_gradient_keeps_no_copies():
+    """All copies of keys and values together take 64 MiB."""
+    q = jnp.ones((1, 1024, 2, 64))
+    mask = Selected(jnp.asarray(RNG.integers(0, 1024, (1, 1, 1024, 64))))
+
+    def gradient(q, k, v):
+        loss = lambda *xs: jnp.sin(attention(*xs, mask=mask).attention_outputs).sum()
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    second = jax.grad(lambda *xs: sum(jnp.cos(x).sum() for x in gradient(*xs)), (0, 1, 2))
+    temporary = [
+        jax.jit(f).lower(q, q, q).compile().memory_analysis().temp_size_in_bytes
+        for f in (gradient, second)
+    ]
+    assert temporary[1] < 5 * temporary[0]

@@ -198,9 +198,11 @@ def test_over_a_ring_of_devices():
          r"LatentKVCache.empty\(batch, capacity, 8, 4\)"),
         (lambda m, x: m(x, cache=LatentKVCache.empty(1, 64, RANK, ROPE, jnp.float16)), TypeError,
          "cache is of float16"),
-        (lambda m, x: m(x[:, 1:]), ValueError, "19 features"),
+        (lambda m, x: m(x[:, 1:]), ValueError, "19 features.* such as query_size or hidden_size"),
         (lambda m, x: LatentAttention(2, 8, **SIZES, rotary=Rotary(dim=6), key=jax.random.key(0)),
          ValueError, "up to the head's 4"),
+        (lambda m, x: LatentAttention(2, 8, **SIZES, dtype=jnp.int32, key=jax.random.key(0)),
+         TypeError, "dtype must be floating point"),
         (lambda m, x: MultiheadAttention(2, 8, key=jax.random.key(0))(
             x[:, :8], cache=LatentKVCache.empty(1, 64, 4, 4)), ValueError, "do not fit a cache"),
     ],
