@@ -5,9 +5,10 @@ every fifth case runs, and 0 that none does. `pytest -m slow` runs the other cas
 `EQATTN_CASES=all` any run has them.
 
 A hash of their names draws the cases, because every fifth one in order could always have the same value
-of some parameter. Cases that were the first to notice a mutant (`tests/mutants.py`) run besides. A
-function has the number 0 if it has a single case, which takes long, noticed no mutant, and is not the
-test of a promise (`tests/test_promises.py`).
+of some parameter. Cases that were the first to notice a mutant (`tests/mutants.py`) run besides, but for
+those listed with the number 0. These take longest for the mutants that they noticed, and without them
+the others still notice 96% of all mutants. A function has the number 0 if it has a single case, which
+takes long, noticed no mutant, and is not the test of a promise (`tests/test_promises.py`).
 
 To write the file again, measure a run, and say how many seconds a function may take:
 
@@ -39,6 +40,7 @@ WHOLE = (
     "tests/test_parameters.py",
     "tests/test_promises.py",
     "tests/test_readability.py",
+    "tests/test_shares.py",
     "tests/examples/test_examples.py",
     "tests/examples/test_pretrained_decoder.py::test_logits_and_gradients",
     "tests/conformance/test_conformance.py",
@@ -47,13 +49,18 @@ WHOLE = (
     "tests/ring/test_processes.py::test_as_one_device",
 )
 ALONE = 4  # A single case takes long if it takes so many times what a function may take.
+NOTICED = 0.96  # The part of the mutants that cases of the default run were the first to notice.
 
 
-def noticed_mutants() -> set[str]:
-    """The tests that were the first to notice some mutant."""
-    results = json.loads((TESTS / "mutations" / "results.json").read_text())
-    said = [said for verdict, said, *_ in results.values() if verdict == "killed"]
-    return {x.removeprefix("FAILED ").split(" - ")[0] for x in said}
+def mutants_run() -> list:
+    """What `tests/mutants.py` found of each mutant that it ran: the verdict, and what the test said."""
+    return list(json.loads((TESTS / "mutations" / "results.json").read_text()).values())
+
+
+def noticed_mutants() -> dict[str, int]:
+    """The tests that were the first to notice some mutants, and how many."""
+    said = [said for verdict, said, *_ in mutants_run() if verdict == "killed"]
+    return collections.Counter(x.removeprefix("FAILED ").split(" - ")[0] for x in said)
 
 
 def function_of(test: str) -> str:
@@ -64,7 +71,8 @@ def leave_to_slow_runs(items: list[pytest.Item]) -> None:
     """Mark the cases that the default run does not take."""
     if os.environ.get("EQATTN_CASES") == "all":
         return
-    shares, noticed = json.loads(SHARES.read_text()), noticed_mutants()
+    shares = json.loads(SHARES.read_text())
+    noticed = noticed_mutants().keys() - shares.keys()
     cases = collections.defaultdict(list)
     for item in items:
         if function_of(item.nodeid) in shares and item.get_closest_marker("slow") is None:
@@ -83,14 +91,22 @@ def measured(report: Path, seconds: float) -> dict[str, int]:
     """
     before = json.loads(SHARES.read_text()) if SHARES.exists() else {}
     promises = runpy.run_path(str(TESTS / "test_promises.py"))["PROMISES"]
-    needed = {function_of(x) for x in noticed_mutants()} | {f"tests/{x[2]}" for x in promises}
-    taken = collections.defaultdict(list)
+    noticed = noticed_mutants()
+    needed = {function_of(x) for x in noticed} | {f"tests/{x[2]}" for x in promises}
+    taken, lasted = collections.defaultdict(list), {}
     for case in xml.etree.ElementTree.parse(report).iter("testcase"):
         path = case.attrib["classname"].replace(".", "/") + ".py"
         function = function_of(f"{path}::{case.attrib['name']}")
         if not {path, function} & {*WHOLE} and case.find("skipped") is None:
             taken[function].append(float(case.attrib["time"]))
+            lasted[f"{path}::{case.attrib['name']}"] = float(case.attrib["time"])
     shares = {name: 0 for name, share in before.items() if not share}  # They did not run.
+    spare = sum(n for name, n in noticed.items() if name not in shares)
+    spare -= math.ceil(NOTICED * len(mutants_run()))
+    for name in sorted(noticed.keys() & lasted, key=lambda x: -lasted[x] / noticed[x]):
+        if lasted[name] > seconds and function_of(name) != name and noticed[name] <= spare:
+            shares[name] = 0
+            spare -= noticed[name]
     for function, times in taken.items():
         of_all = before.get(function, 1)
         share = min(math.ceil(of_all * sum(times) / seconds), of_all * len(times))

@@ -1,6 +1,7 @@
 """The choice of the cases of the default run: `tests/shares.py`."""
 
 import ast
+import functools
 import json
 
 import pytest
@@ -8,11 +9,16 @@ import shares
 
 
 def test_shares_are_of_functions_that_exist():
+    functions = functools.cache(
+        lambda path: {
+            x.name
+            for x in ast.parse((shares.TESTS.parent / path).read_text()).body
+            if isinstance(x, ast.FunctionDef)
+        }
+    )
     for name, share in json.loads(shares.SHARES.read_text()).items():
-        path, function = name.split("::")
-        tree = ast.parse((shares.TESTS.parent / path).read_text())
-        found = [x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
-        assert function in found and (share == 0 or share > 1), name
+        path, function = shares.function_of(name).split("::")
+        assert function in functions(path) and (share == 0 or share > 1), name
 
 
 class Item:
@@ -37,7 +43,8 @@ def chosen(monkeypatch, tmp_path):
     file = tmp_path / "shares.json"
     file.write_text(json.dumps({"tests/a.py::test_many": 3, "tests/a.py::test_one": 0}))
     monkeypatch.setattr(shares, "SHARES", file)
-    monkeypatch.setattr(shares, "noticed_mutants", lambda: {"tests/a.py::test_many[4]"})
+    monkeypatch.setattr(shares, "noticed_mutants", lambda: {"tests/a.py::test_many[4]": 1})
+    monkeypatch.setattr(shares, "mutants_run", lambda: ["killed"])
     monkeypatch.delenv("EQATTN_CASES", raising=False)
     return [Item(f"tests/a.py::test_many[{i}]") for i in range(12)]
 
@@ -53,6 +60,15 @@ def test_one_case_by_itself_is_taken():
     assert taken([item]) == [item.name]
 
 
+def test_what_noticed_a_mutant_may_be_left_out(chosen):
+    """The noticing case is the only one of its function that would run."""
+    few = json.loads(shares.SHARES.read_text()) | {"tests/a.py::test_many": 100}
+    for left in ({}, {"tests/a.py::test_many[4]": 0}):
+        shares.SHARES.write_text(json.dumps(few | left))
+        items = [Item(item.nodeid) for item in chosen]
+        assert ("test_many[4]" in taken(items)) == (not left)
+
+
 def test_none_is_taken_of_what_takes_too_long(chosen):
     one, other = Item("tests/a.py::test_one"), Item("tests/a.py::test_other")
     by_hand = Item("tests/a.py::test_many[12]", [pytest.mark.slow])
@@ -66,6 +82,19 @@ def test_all_are_taken_if_the_environment_says_so(chosen, monkeypatch):
 
 REPORT = """<testsuites><testsuite>{}</testsuite></testsuites>"""
 CASE = '<testcase classname="tests.a" name="{}" time="{}">{}</testcase>'
+
+
+def test_what_takes_longest_for_its_mutants_is_left_out(chosen, monkeypatch, tmp_path):
+    """Of 50 mutants two may stay unnoticed. The first case takes longest, but it noticed three."""
+    noticed = {f"tests/a.py::test_many[{i}]": n for i, n in enumerate([3, 1, 1, 1, 44])}
+    monkeypatch.setattr(shares, "noticed_mutants", lambda: noticed)
+    monkeypatch.setattr(shares, "mutants_run", lambda: ["killed"] * 50)
+    report = tmp_path / "run.xml"
+    times = enumerate([9, 2.5, 2, 4, 1])
+    cases = "".join(CASE.format(f"test_many[{i}]", t, "") for i, t in times)
+    report.write_text(REPORT.format(cases))
+    left = {name for name in shares.measured(report, seconds=1.5) if "[" in name}
+    assert left == {f"tests/a.py::test_many[{i}]" for i in (1, 3)}
 
 
 def test_shares_follow_from_durations(chosen, tmp_path):
