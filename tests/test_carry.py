@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, AttentionRegistry, Carry, Causal
 
@@ -378,6 +379,18 @@ def loss_of(route, convert, g, c, z, v, sinks):
     ps = [(z[..., i : i + 3], v[i : i + 3]) for i in range(0, z.shape[-1], 3)]
     out, lse = convert(route(ps, convert)).with_sinks(sinks).finalise()
     return (g * out).sum() + jnp.where(lse == -jnp.inf, 0, c * lse).sum()
+
+
+def test_sinks_join_rows_on_explicit_axes():
+    """Sinks without the mesh in their types, as those of a call are that shards its sequence."""
+    carry, sinks = from_logits(np.ones((T, H, 3)), np.ones((3, H, V))), jnp.ones((H, 1))
+    want = carry.with_sinks(sinks)
+    mesh = jax.make_mesh((2,), ("sp",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(carry, NamedSharding(mesh, P("sp")))
+        got = placed.with_sinks(sinks)
+    assert got.numerator.sharding.spec == P("sp", None, None)
+    identical(got, want)
 
 
 @pytest.mark.parametrize(

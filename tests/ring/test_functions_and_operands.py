@@ -69,7 +69,7 @@ KINDS = {  # what is visible, and the differentiable arguments beside q, k and v
     closures: (LENGTHS, ("bias",)),
     operands: (SAME, ("bias",)),
     both: (CAUSAL & SAME & LENGTHS, ("bias", "slopes")),
-    parameters: (CAUSAL & SAME & LENGTHS, ("bias", "slopes")),
+    parameters: (CAUSAL & SAME & LENGTHS, ("bias", "slopes", "sinks")),
     positions: (CAUSAL, ("bias",)),
 }
 
@@ -81,9 +81,10 @@ def draw(kind, dtype, seed=0):
         v=normal(seed + 2, B, T, K, V, dtype=dtype),
         bias=normal(seed + 3, 1, H, T, T),
         slopes=abs(normal(seed + 4, H)),
+        sinks=normal(seed + 5, H),
     )
     wide = np.float64 if dtype == np.float64 else np.float32
-    xs |= {n: xs[n].astype(wide) for n in ("bias", "slopes")}
+    xs |= {n: xs[n].astype(wide) for n in ("bias", "slopes", "sinks")}
     return {n: xs[n] for n in (*"qkv", *KINDS[kind][1])}
 
 
@@ -141,9 +142,11 @@ def check(kind, transform, mesh, cls, dtype=np.float64, placed=False, checked=No
     xs, dxs = draw(kind, dtype), draw(kind, dtype, 10)
     wide = np.float64 if dtype == np.float64 else np.float32  # of the logsumexp
     cts = normal(20, B, T, H, V, dtype=dtype), normal(21, B, T, H, dtype=wide)
-    metadata = AttentionMetadata(runtime_dtype=dtype, blocksize_q=4, blocksize_k=4)
 
     def call(a):
+        metadata = AttentionMetadata(
+            runtime_dtype=dtype, blocksize_q=4, blocksize_k=4, softmax_aux=a.get("sinks")
+        )
         out = attention(
             *[a[n] for n in "qkv"], strategy=cls(metadata, **own), **kind(a), return_logsumexp=True
         )
@@ -186,7 +189,7 @@ SOME = [  # each kind, each transformation, each strategy; placed or not
     (closures, grad, Ring, False), (closures, eager_grad, Ring, True), (closures, jvp, Ring, True),
     (closures, vmap, Ulysses, False), (operands, hvp, Ring, True), (operands, scan, Ulysses, True),
     (both, checkpoint, Ring, False), (both, eager, Ring, True), (parameters, vmap, Ring, True),
-    (parameters, jit, Ulysses, True), (positions, grad, Ring, True), (both, hvp, AllGather, True),
+    (parameters, jit, Ulysses, True), (parameters, grad, Ring, False), (positions, grad, Ring, True), (both, hvp, AllGather, True),
 ]  # fmt: skip
 ALL = [
     (kind, transform, cls, placed)
