@@ -36,6 +36,9 @@ class Tree(AbstractMask):
     Most blocks are skipped where each token comes right before its descendants (a preorder). Any
     other order gives the same results.
 
+    Make a new `Tree` for other parents. Replacing `parents` in one, as by `eqx.tree_at`, does not
+    change who sees whom, as the tree keeps numbers that were computed from them.
+
     **Raises:** `ValueError` if known `parents` are out of range or have a cycle.
     """
 
