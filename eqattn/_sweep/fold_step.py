@@ -33,6 +33,13 @@ def softmax_terms(
     return p * weight[0] if weight else p, p.sum(0)
 
 
+# XLA:CPU turns a transposed left side into a slow product for each matrix of a batch. Where a single
+# block has fewer keys and rows than this, `dot` copies what is transposed, which is faster. Many
+# calls with 4 to 15 tokens then took 0.43 to 0.87 of the time, and 0.62 to 0.96 with gradients. From
+# 16 on, some took 1.5 times as long. `python -m eqattn bench --only cpu-f32-full-many` has 8 and 16.
+_TINY = 16
+
+
 @dataclasses.dataclass(frozen=True)
 class FoldStep:
     """The step of the fold in a block of one class: `(accumulators, blocks) -> accumulators`.
@@ -80,9 +87,9 @@ class FoldStep:
         product = ft.partial(dot, **dict(self.products))
         if self.width == 1 and not self.grouped:  # This sum is exact, and fuses with the other.
             return (v * kept).sum(0)[:, None] if alone else (v * kept).sum(0)[None]
-        if alone:
+        if alone and max(kept.shape) >= _TINY:
             return product(kept.T, v, (1, 0))
-        return product(kept, v, (0, 0)) if self.grouped else product(v, kept, (0, 0))
+        return product(kept, v, (0, 0)) if alone or self.grouped else product(v, kept, (0, 0))
 
     def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
         n = len(self.logits.in_avals)

@@ -176,7 +176,7 @@ CASES = (
     _time("cpu-f32-full-197-grad", 1.1, reference="jax.nn"),
     *[
         _time(f"cpu-f32-full-many-{tokens}-{direction}", 1.1, reference="jax.nn")
-        for tokens in (16, 64, 128)
+        for tokens in (8, 16, 64, 128)
         for direction in ("fwd", "grad")
     ],
     *[
