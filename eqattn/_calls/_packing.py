@@ -11,7 +11,7 @@ from .._carry import Carry
 from .._jax import explicit_axes
 from .._misc import as_array, as_flag
 from .._output import AttentionOutput
-from .._problem.mesh import without_explicit_axes
+from .._problem.mesh import on_mesh_of, without_explicit_axes
 from ..masks._packed import packed_segments
 from ..strategies._explicit_axes import result_specs
 from ..strategies._results import as_output
@@ -28,7 +28,7 @@ def on_auto_axes(call: _Call) -> _Call:
 
     @ft.wraps(call)
     def wrapped(query: Any, *args: Any, **kwargs: Any) -> AttentionOutput:
-        query = jnp.asarray(as_array(query, "query"))
+        query = on_mesh_of(jnp.asarray(as_array(query, "query")), (args, kwargs))
         if not explicit_axes(query):
             return call(query, *args, **kwargs)
         names = ("logsumexp", "carry", "max_logits")

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import auto_axes, AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import auto_axes, AxisType, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
 from .._config.partition import names_of
@@ -195,6 +195,18 @@ def types_are_checked(problem: Any) -> bool:
     and 0.12 cannot lower the gradient of a second checked one, over axes that are still automatic.
     """
     return bool(varying_axes(problem.query, problem.key, problem.value))
+
+
+def on_mesh_of(query: Array, others: Any) -> Array:
+    """The query, on the mesh of others whose types have explicit axes. A query that was made before
+    `jax.set_mesh` has no mesh in its type. Then each device gets all of it.
+    """
+    if explicit_axes(query):
+        return query
+    for x in jax.tree.leaves(others):
+        if eqx.is_array(x) and explicit_axes(x):
+            return reshard(query, NamedSharding(jax.typeof(x).sharding.mesh, P()))
+    return query
 
 
 def without_explicit_axes(run: Callable, args: tuple, query: Array, out_sharding: Any) -> Any:

@@ -12,7 +12,7 @@ from .._closure import opened
 from .._jax import explicit_axes, sharding_of
 from .._misc import as_array, as_size
 from .._problem.arguments import as_mask, as_scores, check_shapes, MaskLike, ScoreLike
-from .._problem.mesh import without_explicit_axes
+from .._problem.mesh import on_mesh_of, without_explicit_axes
 from .._problem.problem import Problem
 from .._problem.storage import AbstractStored
 from .._sweep.top import greatest
@@ -134,6 +134,7 @@ def top_keys(
         return tuple(jnp.swapaxes(x, 1, 2).reshape(shape) for x in found)
 
     spec = partition = None
+    query = on_mesh_of(query, (strategy, key, options))
     if explicit_axes(query):
         partition = known_partition(query, key)
         *batch, t, heads, _ = sharding_of(query)

@@ -18,7 +18,7 @@ from .._jax import explicit_axes
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._problem import arguments
-from .._problem.mesh import lists_own_keys, ManualAxes, with_kernel
+from .._problem.mesh import lists_own_keys, ManualAxes, on_mesh_of, with_kernel
 from .._problem.problem import Problem
 from .._problem.storage import AbstractStored, check_computable
 from .._sweep.lowering import Lowering, XLA
@@ -333,7 +333,7 @@ class AbstractFoldStrategy(AttentionImpl):
         self._check_features(flags | options | dict(dropout=dropout_rng is not None))
 
         arguments.check_precision(self.precision)
-        q = jnp.asarray(as_array(q, "query"))
+        q = on_mesh_of(jnp.asarray(as_array(q, "query")), (self, k, v, options))
         if self.reads_stored:
             from .._problem.joined import read_once
 

@@ -5,9 +5,10 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Segments
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ring, Segments
 
 
 B, T, H, K, D = 4, 150, 8, 4, 16
@@ -90,6 +91,38 @@ def test_explicit_mesh_all_outputs():
     with jax.set_mesh(mesh(AxisType.Explicit)):
         got = without_gathering(fn, placed(AxisType.Explicit))
     close(got, fn(q, k, v))
+
+
+ALONE = {  # what is placed, of a call whose query was made before `jax.set_mesh`
+    "keys": lambda place: dict(keys=[place(x, HEADS) for x in few[1:]]),
+    "bias": lambda place: dict(bias=place(bias, P(None, "tp"))),
+    "ids": lambda place: dict(mask=Causal() & Segments(place(ids, P("dp")))),
+    "sinks": lambda place: dict(sinks=place(sinks, P("tp"))),
+}
+few = [x[:, :16] for x in (q, k, v)]
+bias, sinks = jax.random.normal(keys[0], (1, H, 16, 16)), jnp.linspace(-1.0, 1.0, H)
+ids = jnp.arange(16, dtype=jnp.int32)[None] // jnp.array([[3], [5], [8], [16]], jnp.int32)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("name", ALONE)
+def test_query_of_no_mesh(name, ring):
+    """Some of a call has explicit axes in its type, and the query has no mesh."""
+
+    def call(q, given):
+        metadata = AttentionMetadata(softmax_aux=given.get("sinks"), sequence_axis_name="dp")
+        strategy = Ring(metadata) if ring else Blockwise(metadata)
+        more = {n: given[n] for n in ("bias", "mask") if n in given}
+        return attention(q, *given.get("keys", few[1:]), strategy, **more).attention_outputs
+
+    loss = lambda q, given: jnp.sin(call(q, given)).sum()
+    gradient = jax.jit(jax.grad(loss, allow_int=True))
+    want = ALONE[name](lambda x, spec: x)
+    want = call(few[0], want), gradient(few[0], want)
+    on = mesh(AxisType.Explicit)
+    with jax.set_mesh(on):
+        given = ALONE[name](lambda x, spec: jax.device_put(x, NamedSharding(on, spec)))
+        close((call(few[0], given), gradient(few[0], given)), want)
 
 
 def in_shard_map(check_vma, **kwargs):
