@@ -393,6 +393,26 @@ def test_sinks_join_rows_on_explicit_axes():
     identical(got, want)
 
 
+@pytest.mark.parametrize("specs", [(P("sp"), None), (None, P("sp")), (P("sp"), P(None, "tp"))])
+def test_rows_on_different_explicit_axes_merge(specs):
+    """Rows that are sharded otherwise, or were made before `jax.set_mesh`."""
+    z, v = inputs(0, "ordinary", 3, jnp.float32)
+    carries = from_logits(z, v), from_logits(2 * z, v)
+    want = carries[0].merge(carries[1])
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("sp", "tp"), kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        place = lambda x, spec: x if spec is None else jax.device_put(x, NamedSharding(mesh, spec))
+        a, b = map(place, carries, specs)
+        got = a.merge(b)
+        slopes = jax.jit(jax.grad(lambda a, b: a.merge(b).output().sum(), (0, 1)))(a, b)
+    assert got.denominator.sharding.spec == P("sp", "tp" if None not in specs else None)
+    identical(got, want)
+    pull = jax.grad(lambda a, b: a.merge(b).output().sum(), (0, 1))
+    for x, y in zip(jax.tree.leaves(slopes), jax.tree.leaves(pull(*carries)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     "route, convert",
     [(by_reduce, name) for name in CONVERSIONS] + [(by_scan, "output"), (by_update, "oml")],

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._misc import accumulation_dtype, as_array, as_dtype, as_size, as_sizes, check_floating
-from .rows import logsumexp as logsumexp_of, online_softmax, row_mean, safe_max
+from .rows import logsumexp as logsumexp_of, online_softmax, row_mean, safe_max, sharded_alike
 
 
 class Carry(eqx.Module):
@@ -183,7 +183,9 @@ class Carry(eqx.Module):
                 f"Carries of {self.numerator.shape} and {other.numerator.shape} (numerators "
                 "[*b, t, h, v]) do not merge; broadcast them to the same rows first."
             )
-        a, b = lax.stop_gradient(self.max_so_far), lax.stop_gradient(other.max_so_far)
+        both = [self.max_so_far, other.max_so_far, self.denominator, other.denominator]
+        a, b, den, den_b, num, num_b = sharded_alike([*both, self.numerator, other.numerator])
+        a, b = lax.stop_gradient(a), lax.stop_gradient(b)
         top, first = jnp.maximum(a, b), a >= b
         share = jnp.exp(jnp.minimum(a, b) - safe_max(top))
 
@@ -193,8 +195,8 @@ class Carry(eqx.Module):
             return jnp.where(first, x, y) + jnp.where(first, y, x) * share
 
         return Carry(
-            add(self.numerator, other.numerator, first[..., None], share[..., None]),
-            add(self.denominator, other.denominator, first, share),
+            add(num, num_b, first[..., None], share[..., None]),
+            add(den, den_b, first, share),
             top,
         )
 

@@ -1,15 +1,16 @@
 """A row of a softmax: its origin, a step of the online form, and how its sums end."""
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
-from .._jax import abstract
+from .._jax import abstract, explicit_axes, sharding_of
 
 
 def safe_max(maximum: Array) -> Array:
@@ -160,3 +161,30 @@ def named_output(*arrays: Array) -> list[Array]:
     these later, a backward pass would have to visit all pairs again.
     """
     return [checkpoint_name(x, "attention_output") for x in arrays]
+
+
+def sharded_alike(arrays: Sequence[Array]) -> list[Array]:
+    """Some arrays of the same rows, on the explicit mesh axes of all of them. JAX selects among
+    arrays only if their types name the same. Each axis is sharded as in the first array in which it
+    is, over what shards no earlier axis.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays if explicit_axes(x)]
+    if not meshes:
+        return list(arrays)
+    specs, spec, used = [sharding_of(x) for x in arrays], [], set()
+    for axis in range(max(map(len, specs))):
+        found = None
+        for entry in (s[axis] for s in specs if axis < len(s)):
+            names = {*entry} if isinstance(entry, tuple) else {entry}
+            if entry is not None and not names & used:
+                found, used = entry, used | names
+                break
+        spec.append(found)
+
+    def place(x, own):
+        wanted = tuple(spec[: len(own)])
+        if explicit_axes(x) and own == wanted:
+            return x
+        return reshard(x, NamedSharding(meshes[0], P(*wanted)))
+
+    return list(map(place, arrays, specs))

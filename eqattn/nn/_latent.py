@@ -310,8 +310,9 @@ class LatentAttention(eqx.Module):
         del stored
         latent, rest = jnp.split(keys.materialise()[..., 0, :], [self.kv_lora_rank], -1)
         key = project(self.k_b_proj, latent, self.num_heads, self.qk_nope_head_dim)
-        # All heads share the rotary part, which becomes the end of each head's key.
-        rest = jnp.broadcast_to(rest[..., None, :], (*key.shape[:-1], rest.shape[-1]))
+        # All heads share the rotary part, which becomes the end of each head's key. Added to zeros,
+        # it is sharded over heads as the keys are, also where the mesh axes are explicit.
+        rest = rest[..., None, :] + jnp.zeros_like(key[..., :1], rest.dtype)
         value = project(self.v_b_proj, latent, self.num_heads, self.v_head_dim)
         return query, jnp.concatenate([key, rest], -1), value
 

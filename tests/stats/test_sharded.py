@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import (
     AllGather,
+    attention,
     AttentionMetadata,
     Blockwise,
     Causal,
@@ -101,6 +102,18 @@ def test_results_lie_as_the_arrays_on_explicit_meshes(cls):
             np.testing.assert_allclose(mass, MASS, atol=1e-5)
             best = np.argsort(-P_IJ, -1)[..., :2]
             np.testing.assert_array_equal(top.indices[:, :, 1:], best[:, :, 1:])
+
+
+def test_a_known_logsumexp_on_an_explicit_mesh():
+    mesh, options = mesh_of(AxisType.Explicit, dp=2, tp=2), dict(mask=Causal())
+    logsumexp = attention(QUERY, KEY, KEY, **options, return_logsumexp=True).logsumexp
+    with jax.set_mesh(mesh):
+        place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+        query, key = (place(x, "dp", None, "tp") for x in (QUERY, KEY))
+        known = place(logsumexp, "dp", None, "tp")
+        mass = jax.jit(lambda *x: stats.mass(*x[:2], logsumexp=x[2], **options))(query, key, known)
+    np.testing.assert_allclose(mass, MASS, atol=1e-5)
+    assert mass.sharding.spec == P("dp", None, "tp")
 
 
 @pytest.mark.parametrize("cls", [Ring, AllGather, Ulysses])
