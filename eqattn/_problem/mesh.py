@@ -159,7 +159,7 @@ def whole(tree: Any, mesh: Any, names: set[str]) -> Any:
     return jax.tree.map(place, tree)
 
 
-def distinct(tree: Any, manual: ManualAxes) -> tuple[list[Array], Callable[[Sequence], Any]]:
+def distinct(tree: Any, manual: ManualAxes) -> tuple[list[Any], Callable[[Sequence], Any]]:
     """The arrays of a tree that all devices read, each once, and a function from those inside of a
     `jax.shard_map` to the tree. What is the same array outside is then the same one inside.
     """
