@@ -197,16 +197,16 @@ def types_are_checked(problem: Any) -> bool:
     return bool(varying_axes(problem.query, problem.key, problem.value))
 
 
-def on_mesh_of(query: Array, others: Any) -> Array:
-    """The query, on the mesh of others whose types have explicit axes. A query that was made before
+def on_mesh_of(x: Array, others: Any) -> Array:
+    """An array, on the mesh of others whose types have explicit axes. An array that was made before
     `jax.set_mesh` has no mesh in its type. Then each device gets all of it.
     """
-    if explicit_axes(query):
-        return query
-    for x in jax.tree.leaves(others):
-        if eqx.is_array(x) and explicit_axes(x):
-            return reshard(query, NamedSharding(jax.typeof(x).sharding.mesh, P()))
-    return query
+    if explicit_axes(x):
+        return x
+    for other in jax.tree.leaves(others):
+        if eqx.is_array(other) and explicit_axes(other):
+            return reshard(x, NamedSharding(jax.typeof(other).sharding.mesh, P()))
+    return x
 
 
 def without_explicit_axes(run: Callable, args: tuple, query: Array, out_sharding: Any) -> Any:

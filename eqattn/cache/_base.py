@@ -17,7 +17,7 @@ from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_floati
 from .._pairs import Operand
 from .._problem.bits import Bits
 from .._problem.key_shards import stored_specs
-from .._problem.mesh import without_explicit_axes
+from .._problem.mesh import on_mesh_of, without_explicit_axes
 from .._problem.run_time import raise_if
 from .._problem.storage import check_computable
 from ..masks._base import AbstractMask
@@ -187,8 +187,11 @@ def with_rows(cache: _Cache, rows: Any) -> _Cache:
 
 def _sharded_alike(run: Callable, cache: Any, *args: Any, rows_stay: bool = True) -> Any:
     """The cache `run(cache, *args)`. On a mesh with explicit axes it is sharded as `cache` is, but
-    not over rows if there are more or fewer of them.
+    not over rows if there are more or fewer of them. A cache that was made before `jax.set_mesh` is
+    on each device as a whole.
     """
+    place = lambda x: on_mesh_of(x, args) if eqx.is_array(x) else x
+    cache = jax.tree.map(place, cache)
     typed = [x for x in jax.tree.leaves(cache) if eqx.is_array(x) and explicit_axes(x)]
     if not typed:
         return run(cache, *args)

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import auto_axes, PartitionSpec as P
 from jaxtyping import Array, Int
 
+from .._jax import explicit_axes, sharding_of, typed_by_mesh
 from .._misc import as_int, as_int32, concrete, eagerly, int32, iota, is_known, Static, unwrap
 from .._pairs import Operand
 from ._base import AbstractMask, int_operand
@@ -57,7 +59,7 @@ class Tree(AbstractMask):
         if n == 0:
             raise ValueError("parents must name at least one token, got shape (0,).")
         if not is_known(self.parents):
-            self._enter, self._leave, _ = eagerly(_preorder, self.parents)
+            self._enter, self._leave, _ = eagerly(_sharded_preorder, self.parents)
             return
         known = np.asarray(self.parents)
         wrong = np.argwhere((known < -1) | (known >= n))
@@ -209,6 +211,21 @@ def _depths(xp: Any, enter: Any, leave: Any) -> Any:
     enter, leave = ((x.reshape(-1, n) + row).reshape(-1) for x in (enter, leave))
     left = xp.searchsorted(xp.sort(leave), enter, side="right")
     return (enter - left.astype(np.int32)).reshape(shape)
+
+
+def _sharded_preorder(xp: Any, parents: Any) -> Any:
+    """What `_preorder` returns. JAX does not sort along an explicit mesh axis, so the compiler
+    propagates shardings there.
+    """
+    if not (axes := explicit_axes(parents)):
+        return _preorder(xp, parents)
+    run: Any = auto_axes(
+        lambda parents: _preorder(xp, parents),
+        axes=axes,
+        out_sharding=(P(*sharding_of(parents)),) * 3,
+    )
+    with typed_by_mesh(jax.typeof(parents).sharding.mesh):
+        return run(parents)
 
 
 def _preorder(xp: Any, parents: Any) -> tuple[Any, Any, Any]:

@@ -82,14 +82,16 @@ def test_caches_stay_sharded(name):
             assert fewer.length.sharding.spec == P(None) and fewer.length.shape == (1,)
 
 
-def test_values_of_a_sharded_cache():
+@pytest.mark.parametrize("placed", [True, False])
+def test_values_of_a_sharded_cache(placed):
+    """Or of one that was made before `jax.set_mesh`, whose tokens are sharded."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, 2 * T, h, D)).astype(np.float32) for h in (H, K, K))
     want = exact(q, k, v, visible=np.tri(2 * T, dtype=bool))[0]
-    mesh = mesh_of()
+    mesh, made = mesh_of(), KVCache.empty(**SIZES)
     with jax.set_mesh(mesh):
         place = lambda x: jax.device_put(x, NamedSharding(mesh, P(*["dp", None, "tp"][: x.ndim])))
-        cache = jax.tree.map(place, KVCache.empty(**SIZES))
+        cache = jax.tree.map(place, made) if placed else made
         run, outs = jax.jit(step), []
         for part in (slice(0, T), slice(T, None)):
             cache, out = run(cache, *(place(x[:, part]) for x in (q, k, v)))

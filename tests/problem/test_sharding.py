@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ring, Segments
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ring, Segments, Tree
 
 
 B, T, H, K, D = 4, 150, 8, 4, 16
@@ -98,9 +98,11 @@ ALONE = {  # what is placed, of a call whose query was made before `jax.set_mesh
     "bias": lambda place: dict(bias=place(bias, P(None, "tp"))),
     "ids": lambda place: dict(mask=Causal() & Segments(place(ids, P("dp")))),
     "sinks": lambda place: dict(sinks=place(sinks, P("tp"))),
+    "tree": lambda place: dict(mask=Tree(place(parents, P("dp")))),
 }
 few = [x[:, :16] for x in (q, k, v)]
 bias, sinks = jax.random.normal(keys[0], (1, H, 16, 16)), jnp.linspace(-1.0, 1.0, H)
+parents = jnp.asarray([[i // (b + 1) - 1 for i in range(16)] for b in range(B)], jnp.int32)
 ids = jnp.arange(16, dtype=jnp.int32)[None] // jnp.array([[3], [5], [8], [16]], jnp.int32)
 
 
@@ -116,7 +118,7 @@ def test_query_of_no_mesh(name, ring):
         return attention(q, *given.get("keys", few[1:]), strategy, **more).attention_outputs
 
     loss = lambda q, given: jnp.sin(call(q, given)).sum()
-    gradient = jax.jit(jax.grad(loss, allow_int=True))
+    gradient = jax.jit(jax.grad(loss))
     want = ALONE[name](lambda x, spec: x)
     want = call(few[0], want), gradient(few[0], want)
     on = mesh(AxisType.Explicit)
