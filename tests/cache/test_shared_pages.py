@@ -490,16 +490,18 @@ def test_no_rows_share():
 
 
 def test_layers_of_unequal_lengths_that_share_pages():
-    """A layer that has fewer tokens writes to an earlier page, and the other layer keeps its own."""
-    stack = StackedPagedKVCache.empty(2, 2, 12, 8, 2, 1, 1).reserve(4)
+    """A layer that has fewer tokens writes to an earlier page, and the other layer keeps its own.
+    More pages are copied than there are rows.
+    """
+    stack = StackedPagedKVCache.empty(2, 2, 12, 8, 2, 1, 1).reserve([6, 0])
     for i in range(2):
-        for n in range(4):
+        for n in range(6):
             x = numbered(n + 10 * i, 0)
             stack = stack.layer(i).append(x, x, jnp.array([1, 0])).stack
-    stack = stack.release([1]).share([1], 0, 4)
+    stack = stack.release([1]).share([1], 0, 6)
     stack = stack.layer(1).truncate(jnp.array([1, 1])).stack.reserve(1)
     for i in range(2):
         x = numbered(5 + 10 * i, 6 + 10 * i)
         stack = stack.layer(i).append(x, x).stack
-    first = [[0, 1, 2, 3, 5], [0, 1, 2, 3, 6]]
+    first = [[*range(6), 5], [*range(6), 6]]
     assert of_layers(stack) == [first, [[10, 15], [10, 16]]]

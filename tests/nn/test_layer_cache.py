@@ -246,8 +246,9 @@ def test_a_mapped_row_is_written_in_place():
         (Causal() & (SlidingWindow(1, 0) | MaskFn(lambda b, h, q, k: k % 20 == 10)), False),
         (SlidingWindow(4, 0) & KeyPadding(jnp.array(3)), True),
         (KeyPadding(jnp.array(3)), False),
+        (MaskFn(lambda b, h, q, k: (q - k < 2) & (k <= q)), True),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_a_ring_buffer_knows_what_a_mask_may_show(mask, fits):
     """The four keys before each of four tokens are all that a ring of eight still has."""
