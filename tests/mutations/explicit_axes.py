@@ -1,0 +1,55 @@
+"""Mutants of calls, rows and caches of which some arrays lie on explicit axes of a mesh."""
+# fmt: off
+
+SHARDING = "problem/test_sharding.py -k no_mesh"
+ROWS = "test_carry.py -k explicit"
+
+MUTANTS = [
+    (
+        "_problem/mesh.py",
+        SHARDING,
+        [
+            ("return reshard(x, NamedSharding(jax.typeof(other).sharding.mesh, P()))", "return x"),
+            ("if eqx.is_array(other) and explicit_axes(other):", "if eqx.is_array(other) and other.ndim > 3 and explicit_axes(other):"),
+        ],
+    ),
+    (
+        "masks/_tree.py",
+        SHARDING,
+        [("if not (axes := explicit_axes(parents)):", "if True:")],
+    ),
+    (
+        "_carry/rows.py",
+        ROWS,
+        [
+            ("if entry is not None and not names & used:", "if entry is not None:"),
+            ("if explicit_axes(x) and own == wanted:", "if own == wanted:"),
+            ("names = {*entry} if isinstance(entry, tuple) else {entry}", "names = {entry}"),
+        ],
+    ),
+    (
+        "_carry/carry.py",
+        ROWS,
+        [("Carry(jnp.zeros_like(self.numerator), denominator + none, top + none)", "Carry(jnp.zeros_like(self.numerator), jnp.broadcast_to(denominator, shape), jnp.broadcast_to(top, shape))")],
+    ),
+    (
+        "cache/_base.py",
+        "cache/test_explicit_meshes.py -k values_of",
+        [("place = lambda x: on_mesh_of(x, args) if eqx.is_array(x) else x", "place = lambda x: x")],
+    ),
+    (
+        "_problem/selected.py",
+        "masks/test_selected.py -k keeps_no_copies",
+        [("visit = keep(keep(visit))", "visit = keep(visit)")],
+    ),
+    (
+        "stats/_stats.py",
+        "stats/test_sharded.py -k known_logsumexp",
+        [("pull(weights + jnp.zeros_like(found))", "pull(jnp.broadcast_to(weights, found.shape))")],
+    ),
+    (
+        "nn/_latent.py",
+        "nn/test_heads_over_devices.py -k latents",
+        [("rest = rest[..., None, :] + jnp.zeros_like(key[..., :1], rest.dtype)", "rest = jnp.broadcast_to(rest[..., None, :], (*key.shape[:-1], rest.shape[-1]))")],
+    ),
+]
