@@ -98,7 +98,7 @@ ALONE = {  # what is placed, of a call whose query was made before `jax.set_mesh
     "bias": lambda place: dict(bias=place(bias, P(None, "tp"))),
     "ids": lambda place: dict(mask=Causal() & Segments(place(ids, P("dp")))),
     "sinks": lambda place: dict(sinks=place(sinks, P("tp"))),
-    "tree": lambda place: dict(mask=Tree(place(parents, P("dp")))),
+    "tree": lambda place: dict(parents=place(parents, P("dp"))),
 }
 few = [x[:, :16] for x in (q, k, v)]
 bias, sinks = jax.random.normal(keys[0], (1, H, 16, 16)), jnp.linspace(-1.0, 1.0, H)
@@ -115,6 +115,8 @@ def test_query_of_no_mesh(name, ring):
         metadata = AttentionMetadata(softmax_aux=given.get("sinks"), sequence_axis_name="dp")
         strategy = Ring(metadata) if ring else Blockwise(metadata)
         more = {n: given[n] for n in ("bias", "mask") if n in given}
+        if "parents" in given:  # where they are traced
+            more["mask"] = Tree(given["parents"])
         return attention(q, *given.get("keys", few[1:]), strategy, **more).attention_outputs
 
     loss = lambda q, given: jnp.sin(call(q, given)).sum()
