@@ -396,7 +396,13 @@ def test_sinks_join_rows_on_explicit_axes():
 
 @pytest.mark.parametrize(
     "specs",
-    [(P("sp"), None), (None, P("sp")), (P("sp"), P(None, "tp")), (P(("sp", "tp")), P(None, "sp"))],
+    [
+        (P("sp"), None),
+        (None, P("sp")),
+        (P("sp"), P(None, "tp")),
+        (P(("sp", "tp")), P(None, "sp")),
+        (P(), None),
+    ],
 )
 def test_rows_on_different_explicit_axes_merge(specs):
     """Rows that are sharded otherwise, or were made before `jax.set_mesh`."""
@@ -410,7 +416,7 @@ def test_rows_on_different_explicit_axes_merge(specs):
         a, b = map(place, carries, specs)
         got = a.merge(b)
         slopes = jax.jit(jax.grad(lambda a, b: a.merge(b).output().sum(), (0, 1)))(a, b)
-    first = specs[0] or P("sp")
+    first = P("sp") if specs[0] is None else specs[0] or P(None)
     assert got.denominator.sharding.spec == P(*first, "tp" if P(None, "tp") in specs else None)
     identical(got, want)
     pull = jax.grad(lambda a, b: a.merge(b).output().sum(), (0, 1))

@@ -227,12 +227,15 @@ class Carry(eqx.Module):
                 "the last axis is n, the others are 1 or full."
             )
         sinks = sinks.astype(self.denominator.dtype)
-        sinks = sinks.reshape((1,) * (len(shape) + 1 - sinks.ndim) + sinks.shape)
         top = lax.stop_gradient(sinks.max(-1, initial=-jnp.inf))
         denominator = jnp.exp(sinks - safe_max(top)[..., None]).sum(-1)
-        # Added to zeros, they have the sharding of the rows, also where the mesh axes are explicit.
-        none = jnp.zeros_like(self.denominator)
-        return self.merge(Carry(jnp.zeros_like(self.numerator), denominator + none, top + none))
+        return self.merge(
+            Carry(
+                jnp.zeros_like(self.numerator),
+                jnp.broadcast_to(denominator, shape),
+                jnp.broadcast_to(top, shape),
+            )
+        )
 
     def logsumexp(self) -> Float[Array, " *bth"]:
         """The logsumexp `log(sum_j exp(s_j))` of the logits, `-inf` where no key was seen."""

@@ -183,7 +183,7 @@ def sharded_alike(arrays: Sequence[Array]) -> list[Array]:
 
     def place(x, own):
         wanted = tuple(spec[: len(own)])
-        if explicit_axes(x) and own == wanted:
+        if own == wanted:
             return x
         return reshard(x, NamedSharding(meshes[0], P(*wanted)))
 

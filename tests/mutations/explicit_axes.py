@@ -23,14 +23,8 @@ MUTANTS = [
         ROWS,
         [
             ("if entry is not None and not names & used:", "if entry is not None:"),
-            ("if explicit_axes(x) and own == wanted:", "if own == wanted:"),
             ("names = {*entry} if isinstance(entry, tuple) else {entry}", "names = {entry}"),
         ],
-    ),
-    (
-        "_carry/carry.py",
-        ROWS,
-        [("Carry(jnp.zeros_like(self.numerator), denominator + none, top + none)", "Carry(jnp.zeros_like(self.numerator), jnp.broadcast_to(denominator, shape), jnp.broadcast_to(top, shape))")],
     ),
     (
         "cache/_base.py",
