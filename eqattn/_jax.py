@@ -5,7 +5,10 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -160,6 +163,25 @@ def sharding_of(array) -> tuple:
     """The mesh axes that shard each axis of an array, by its type; None where none does."""
     spec = tuple(jax.typeof(array).sharding.spec)
     return spec + (None,) * (jnp.ndim(array) - len(spec))
+
+
+def names_of(entry) -> tuple[str, ...]:
+    """The mesh axes of an entry of a specification."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def without_explicit_axes(run: Callable, args: tuple, typed, out_sharding) -> Any:
+    """Calls `run(*args)` where the compiler propagates shardings, if the mesh in the type of the
+    array `typed` has explicit axes. `out_sharding` are the specs of what it returns.
+    """
+    if not (axes := explicit_axes(typed)):
+        return run(*args)
+    arrays, static = eqx.partition(args, eqx.is_array)
+    inner: Any = jax.sharding.auto_axes(
+        lambda arrays: run(*eqx.combine(arrays, static)), axes=axes, out_sharding=out_sharding
+    )
+    with typed_by_mesh(jax.typeof(typed).sharding.mesh):
+        return inner(arrays)
 
 
 def is_zero(tangent) -> bool:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._carry import Carry
-from .._jax import explicit_axes
+from .._jax import explicit_axes, without_explicit_axes
 from .._misc import as_array, as_flag
 from .._output import AttentionOutput
-from .._problem.mesh import on_mesh_of, without_explicit_axes
+from .._problem.mesh import on_mesh_of
 from ..masks._packed import packed_segments
 from ..strategies._explicit_axes import result_specs
 from ..strategies._results import as_output

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._misc import accumulation_dtype, as_array, as_dtype, as_size, as_sizes, check_floating
-from .rows import logsumexp as logsumexp_of, online_softmax, row_mean, safe_max, sharded_alike
+from .rows import logsumexp as logsumexp_of, on_common_axes, online_softmax, row_mean, safe_max
 
 
 class Carry(eqx.Module):
@@ -184,7 +184,7 @@ class Carry(eqx.Module):
                 "[*b, t, h, v]) do not merge; broadcast them to the same rows first."
             )
         both = [self.max_so_far, other.max_so_far, self.denominator, other.denominator]
-        a, b, den, den_b, num, num_b = sharded_alike([*both, self.numerator, other.numerator])
+        a, b, den, den_b, num, num_b = on_common_axes([*both, self.numerator, other.numerator])
         a, b = lax.stop_gradient(a), lax.stop_gradient(b)
         top, first = jnp.maximum(a, b), a >= b
         share = jnp.exp(jnp.minimum(a, b) - safe_max(top))

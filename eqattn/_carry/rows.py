@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
-from .._jax import abstract, explicit_axes, sharding_of
+from .._jax import abstract, explicit_axes, names_of, sharding_of
 
 
 def safe_max(maximum: Array) -> Array:
@@ -163,7 +163,7 @@ def named_output(*arrays: Array) -> list[Array]:
     return [checkpoint_name(x, "attention_output") for x in arrays]
 
 
-def sharded_alike(arrays: Sequence[Array]) -> list[Array]:
+def on_common_axes(arrays: Sequence[Array]) -> list[Array]:
     """Some arrays of the same rows, on the explicit mesh axes of all of them. JAX selects among
     arrays only if their types name the same. Each axis is sharded as in the first array in which it
     is, over what shards no earlier axis.
@@ -175,8 +175,8 @@ def sharded_alike(arrays: Sequence[Array]) -> list[Array]:
     for axis in range(max(map(len, specs))):
         found = None
         for entry in (s[axis] for s in specs if axis < len(s)):
-            names = {*entry} if isinstance(entry, tuple) else {entry}
-            if entry is not None and not names & used:
+            names = {*names_of(entry)}
+            if names and not names & used:
                 found, used = entry, used | names
                 break
         spec.append(found)

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 from jax.sharding import PartitionSpec
 
+from .._jax import names_of
 from .platform import NOT_GIVEN, RuntimeMode
 
 
@@ -22,11 +23,6 @@ def _axis(value: Any) -> AxisType:
     if len(set(value)) != len(value):
         raise ValueError(f"A mesh axis is repeated in {tuple(value)}.")
     return tuple(value) if len(value) > 1 else (value[0] if value else None)
-
-
-def names_of(axis: AxisType) -> tuple[str, ...]:
-    """The mesh axes of an entry of a specification."""
-    return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
 
 def _field(default: Any) -> Any:

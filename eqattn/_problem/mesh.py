@@ -9,11 +9,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import auto_axes, AxisType, NamedSharding, PartitionSpec as P, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 from jaxtyping import Array
 
-from .._config.partition import names_of
-from .._jax import automatic, explicit_axes, is_narrow, typed_by_mesh, varying_axes
+from .._jax import automatic, explicit_axes, is_narrow, names_of, varying_axes
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from ..masks._terms import leaf_terms
 from .storage import AbstractStored
@@ -207,20 +206,6 @@ def on_mesh_of(x: Array, others: Any) -> Array:
         if eqx.is_array(other) and explicit_axes(other):
             return reshard(x, NamedSharding(jax.typeof(other).sharding.mesh, P()))
     return x
-
-
-def without_explicit_axes(run: Callable, args: tuple, query: Array, out_sharding: Any) -> Any:
-    """Calls `run(*args)` where the compiler propagates shardings, if the mesh in the type of the
-    query has explicit axes. `out_sharding` are the specs of what it returns.
-    """
-    if not (axes := explicit_axes(query)):
-        return run(*args)
-    arrays, static = eqx.partition(args, eqx.is_array)
-    inner: Any = auto_axes(
-        lambda arrays: run(*eqx.combine(arrays, static)), axes=axes, out_sharding=out_sharding
-    )
-    with typed_by_mesh(jax.typeof(query).sharding.mesh):
-        return inner(arrays)
 
 
 def token_axis(axes: tuple[int, ...]) -> int:

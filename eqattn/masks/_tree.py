@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import auto_axes, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from .._jax import explicit_axes, sharding_of, typed_by_mesh
+from .._jax import sharding_of, without_explicit_axes
 from .._misc import as_int, as_int32, concrete, eagerly, int32, iota, is_known, Static, unwrap
 from .._pairs import Operand
 from ._base import AbstractMask, int_operand
@@ -217,15 +217,8 @@ def _sharded_preorder(xp: Any, parents: Any) -> Any:
     """What `_preorder` returns. JAX does not sort along an explicit mesh axis, so the compiler
     propagates shardings there.
     """
-    if not (axes := explicit_axes(parents)):
-        return _preorder(xp, parents)
-    run: Any = auto_axes(
-        lambda parents: _preorder(xp, parents),
-        axes=axes,
-        out_sharding=(P(*sharding_of(parents)),) * 3,
-    )
-    with typed_by_mesh(jax.typeof(parents).sharding.mesh):
-        return run(parents)
+    specs = (P(*sharding_of(parents)),) * 3
+    return without_explicit_axes(lambda x: _preorder(xp, x), (parents,), parents, specs)
 
 
 def _preorder(xp: Any, parents: Any) -> tuple[Any, Any, Any]:

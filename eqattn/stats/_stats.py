@@ -184,14 +184,12 @@ def mass(
             f"weights {weights.shape} do not broadcast to the rows {call.rows} [*b, t, h]; give "
             "each axis its full size or 1."
         )
-    missing = (1,) * (len(call.rows) - weights.ndim)
-    weights = weights.astype(call.dtype).reshape(*missing, *weights.shape)
-    nothing = call.no_bias()
+    weights, nothing = jnp.broadcast_to(weights.astype(call.dtype), call.rows), call.no_bias()
     if call.known is None:
         found, pull = jax.vjp(lambda bias: call.logsumexp(KeyBias(bias)), nothing)
         weights = weights * call.share(found)
     else:
         found, pull = jax.vjp(lambda bias: call.total(KeyBias(bias)), nothing)
-    # Added to zeros, they have the shape of the rows, and their sharding on explicit axes.
+    # Added to zeros, they are sharded as the rows are, also where the mesh axes are explicit.
     (received,) = pull(weights + jnp.zeros_like(found))
     return jnp.swapaxes(received[..., 0, :], -1, -2)

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from .._calls.attention import check_strategy
 from .._closure import opened
-from .._jax import explicit_axes, sharding_of
+from .._jax import explicit_axes, sharding_of, without_explicit_axes
 from .._misc import as_array, as_size
 from .._problem.arguments import as_mask, as_scores, check_shapes, MaskLike, ScoreLike
-from .._problem.mesh import on_mesh_of, without_explicit_axes
+from .._problem.mesh import on_mesh_of
 from .._problem.problem import Problem
 from .._problem.storage import AbstractStored
 from .._sweep.top import greatest

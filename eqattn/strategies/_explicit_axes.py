@@ -8,9 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from .._config.partition import names_of
-from .._jax import explicit_axes, mapped_axes, sharding_of
-from .._problem.mesh import without_explicit_axes
+from .._jax import explicit_axes, mapped_axes, names_of, sharding_of, without_explicit_axes
 from .._problem.storage import as_stored
 
 

@@ -13,8 +13,7 @@ from jax.sharding import AbstractMesh, auto_axes, AxisType, Mesh, PartitionSpec 
 from jaxtyping import Array, Int
 
 from .._carry import Carry
-from .._config.partition import names_of
-from .._jax import varying_axes
+from .._jax import names_of, varying_axes
 from .._problem.mesh import current_mesh, ManualAxes, types_are_checked
 from .._problem.problem import Problem
 from .._ring.layout import AbstractRingLayout

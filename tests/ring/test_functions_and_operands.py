@@ -189,7 +189,8 @@ SOME = [  # each kind, each transformation, each strategy; placed or not
     (closures, grad, Ring, False), (closures, eager_grad, Ring, True), (closures, jvp, Ring, True),
     (closures, vmap, Ulysses, False), (operands, hvp, Ring, True), (operands, scan, Ulysses, True),
     (both, checkpoint, Ring, False), (both, eager, Ring, True), (parameters, vmap, Ring, True),
-    (parameters, jit, Ulysses, True), (parameters, grad, Ring, False), (positions, grad, Ring, True), (both, hvp, AllGather, True),
+    (parameters, jit, Ulysses, True), (parameters, grad, Ring, False),
+    (positions, grad, Ring, True), (both, hvp, AllGather, True),
 ]  # fmt: skip
 ALL = [
     (kind, transform, cls, placed)
