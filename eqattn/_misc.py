@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,13 +26,14 @@ def late_imports(
     **Arguments:**
 
     - `package`: the `__name__` of the package.
-    - `modules`: the module of the package that defines each of these names.
+    - `modules`: the module of each of these names, as `"module:name"` if it has another one there.
     """
 
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f".{modules[name]}", package), name)
+        module, _, there = modules[name].partition(":")
+        value = getattr(importlib.import_module(f".{module}", package), there or name)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -145,7 +145,7 @@ class Static(eqx.Module):
 def is_known(x: Any) -> bool:
     """Whether NumPy can have the value: it is no tracer, and no other host holds a part of it."""
     if isinstance(x, jax.Array):
-        return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+        return not isinstance(x, Tracer) and x.is_fully_addressable
     return isinstance(x, np.ndarray | np.generic | int | float)
 
 

@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -73,7 +74,9 @@ encoder = json.JSONEncoder.default
 import equinox
 before = set(sys.modules)
 import eqattn
-found = {"before": sorted(before), "added": sorted(set(sys.modules) - before), "errors": {}}
+found = {"by itself": sorted(set(sys.modules) - before), "errors": {}}
+eqattn.attention, eqattn.Causal, eqattn.Blockwise
+found["with names"] = sorted(set(sys.modules) - before)
 import jax
 for name, code in json.loads(sys.argv[1]).items():
     try:
@@ -119,17 +122,40 @@ def test_in_an_interpreter_of_its_own(imported, stage):
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_loads_nothing_heavy(imported, name):
-    assert not [m for m in imported["added"] if m == name or m.startswith(name + ".")]
+    assert not [m for m in imported["with names"] if m == name or m.startswith(name + ".")]
 
 
-def test_loads_little_beyond_equinox(imported):
-    added = imported["added"]
+def test_loads_no_more_than_where_names_are(imported):
+    own = [m for m in imported["by itself"] if m.partition(".")[0] == "eqattn"]
+    assert own == ["eqattn", "eqattn._misc", "eqattn._version"]
+
+
+def test_names_load_little_beyond_equinox(imported):
+    added = imported["with names"]
     others = [m for m in added if m.partition(".")[0] != "eqattn"]
-    assert len(added) <= 65, added
+    assert 30 <= len(added) <= 65, added
     assert len(others) <= 10, others
     assert not [
         m for m in others if m.partition(".")[0] not in sys.stdlib_module_names | {"jax", "numpy"}
     ]
+
+
+def test_names_may_be_asked_for_first_while_a_function_is_traced():
+    program = """
+        import eqattn, jax
+        from jax import numpy as jnp
+        q = jnp.ones((1, 4, 2, 8))
+        with jax.checking_leaks():
+            y = jax.jit(lambda q: eqattn.attention(q, q, q).attention_outputs)(q)
+            for name in dir(eqattn):
+                jax.jit(lambda x: (getattr(eqattn, name), x)[1])(q)
+        assert (abs(y - q) < 1e-6).all()
+        assert (abs(eqattn.attention(q, q, q).attention_outputs - q) < 1e-6).all()
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_public_names_are_there_and_are_documented():
@@ -144,12 +170,15 @@ def test_type_checkers_see_the_names_that_are_imported_late():
     tree = ast.parse(pathlib.Path(eqattn.__file__).read_text())
     block = next(n for n in tree.body if isinstance(n, ast.If))
     seen = {
-        alias.asname: node.module
+        alias.asname: (node.module, alias.name)
         for node in block.body
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    assert seen == eqattn._MODULE_OF
-    for name, module in seen.items():
+    assert eqattn._MODULE_OF == {
+        name: module if name == there else f"{module}:{there}"
+        for name, (module, there) in seen.items()
+    }
+    for name, (module, there) in seen.items():
         home = importlib.import_module(f"eqattn.{module}")
-        assert getattr(eqattn, name) is getattr(home, name)
+        assert getattr(eqattn, name) is getattr(home, there)
