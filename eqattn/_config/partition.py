@@ -109,6 +109,15 @@ _LOGICAL = {
 }
 
 
+def batch_and_heads(axes: PartitionAxis, queries: int) -> tuple[AxisType, AxisType]:
+    """The axes that shard the batch and the key heads of a call, which generates if it has one
+    query.
+    """
+    if queries == 1:
+        return axes.generation_batch_axis, axes.generation_kv_head_axis
+    return axes.batch_axis, axes.kv_head_axis
+
+
 def _check_fields(argument: str, cls: Any, given: Mapping) -> None:
     """**Raises:** `ValueError` if a mapping has keys that are not fields of the class."""
     names = list(cls.__dataclass_fields__)

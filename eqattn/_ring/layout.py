@@ -211,7 +211,14 @@ def ring_mesh(axis_name: str = "sp", *, devices: Any = None) -> jax.sharding.Mes
         order.
 
     **Returns:** a `Mesh` with one axis of type `Auto`.
+
+    **Raises:** `TypeError` if `axis_name` is not a string.
     """
+    if not isinstance(axis_name, str):
+        raise TypeError(
+            f"axis_name must be a string, got {axis_name!r}; choose devices by "
+            "ring_mesh(devices=jax.devices()[:n])."
+        )
     devices = list(jax.devices() if devices is None else devices)
     coordinates: list[Any] = [getattr(d, "coords", None) for d in devices]
     if None not in coordinates and len(devices) > 1:

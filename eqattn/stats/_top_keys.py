@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from .._calls.attention import check_strategy
 from .._closure import opened
+from .._config.partition import batch_and_heads
 from .._jax import explicit_axes, sharding_of, without_explicit_axes
 from .._misc import as_array, as_size
 from .._problem.arguments import as_mask, as_scores, check_shapes, MaskLike, ScoreLike
@@ -136,7 +137,8 @@ def top_keys(
     spec = partition = None
     query = on_mesh_of(query, (strategy, key, options))
     if explicit_axes(query):
-        partition = known_partition(query, key)
+        declared = batch_and_heads(strategy.metadata.partition_axis, query.shape[-3])
+        partition = known_partition(declared, query, key)
         *batch, t, heads, _ = sharding_of(query)
         spec = P(*batch, heads, t, None)
     args = strategy, query, key, options

@@ -13,6 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
 from .._closure import opened
+from .._config.partition import batch_and_heads
 from .._config.platform import Backend, Platform
 from .._jax import explicit_axes
 from .._misc import as_array, as_flag, as_int
@@ -157,10 +158,7 @@ class AbstractFoldStrategy(AttentionImpl):
         """
         if problem.partition is not None:
             return problem.partition
-        axes, generates = self.metadata.partition_axis, problem.sizes[0] == 1
-        if generates:
-            return axes.generation_batch_axis, axes.generation_kv_head_axis, ()
-        return axes.batch_axis, axes.kv_head_axis, ()
+        return *batch_and_heads(self.metadata.partition_axis, problem.sizes[0]), ()
 
     def manual(
         self,
@@ -346,7 +344,9 @@ def _output_of(args: tuple[Any, ...], wanted: Sequence[str]) -> AttentionOutput:
     if explicit_axes(args[1]):
         from ._explicit_axes import known_partition, sharded_as_query
 
-        partition = known_partition(*args[1:4])
+        strategy, q = args[:2]
+        declared = batch_and_heads(strategy.metadata.partition_axis, q.shape[-3])
+        partition = known_partition(declared, *args[1:4])
         run = lambda *args: _computed(*args, partition=partition, wanted=wanted)
         results = sharded_as_query(run, args, wanted)
     else:

@@ -23,8 +23,9 @@ from eqattn import (
 
 
 def mesh_of(sizes, names, kind=AxisType.Auto):
+    """The axis `x` is explicit."""
     count = int(np.prod(sizes))
-    kinds = (kind,) * len(names)
+    kinds = tuple(AxisType.Explicit if n == "x" else kind for n in names)
     return jax.make_mesh(sizes, names, kinds, devices=jax.devices()[:count])
 
 
@@ -61,6 +62,7 @@ MESHES = {
     "blocks": (Blockwise, (2, 2), ("dp", "tp"), AxisType.Auto),
     "explicit": (Blockwise, (2, 2), ("data", "model"), AxisType.Explicit),
     "ring": (Ring, (2, 2, 2), ("dp", "sp", "tp"), AxisType.Auto),
+    "mixed": (Blockwise, (2, 2, 2), ("dp", "x", "tp"), AxisType.Auto),
 }
 
 
@@ -125,3 +127,6 @@ def test_found(kind):
             assert kernels(f(Blockwise, partition_axis=axes), *args) == 1
         with jax.set_mesh(mesh_of((4,), ("tp",))):
             assert kernels(f(Blockwise), *args) == 0  # two key heads
+        with jax.set_mesh(mesh_of((2, 2, 2), ("dp", "x", "tp"))):
+            args = [jax.device_put(x, P()) for x in args]
+            assert kernels(f(Blockwise), *args) == 1

@@ -113,9 +113,11 @@ def test_plan_of_first_keys_visits_all():
     assert ring_plan(4096, 16, mask=SlidingWindow(100, 0, sinks=4)).moves == 15
 
 
-def test_mesh_of_plain_devices():
+def test_mesh_of_plain_devices(unchecked):
     mesh = ring_mesh("ring")
     assert mesh.axis_names == ("ring",) and list(mesh.devices) == jax.devices()
+    with pytest.raises(TypeError, match=r"must be a string, got 8; .*devices=jax.devices\(\)"):
+        ring_mesh(8)
 
 
 SIDES = [

@@ -177,20 +177,23 @@ BRANCHES = [-1, 0, 0, 1, 2]
 WHERE = "explicit", "own", "own checked", "own of all axes", "vmap", "eager", "in a tree", "ring"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "where", [*(pytest.param(x, marks=pytest.mark.slow) for x in WHERE), "mixed"]
+)
 def test_lists_wherever_axes_are(where):
-    """Axes of explicit meshes, a `jax.shard_map` of the caller's, over all axes or next to some that
+    """Axes of explicit meshes, automatic ones beside an explicit one that shards nothing, a `jax.shard_map` of the caller's, over all axes or next to some that
     are automatic, calls for one batch element under `jax.vmap`, calls outside of `jax.jit`, and
     sharded tokens. No list and no gradient of listed keys travels, but for axes that are automatic
     in a checked `jax.shard_map`.
     """
     rng, t = np.random.default_rng(1), 24
     kind = AxisType.Explicit if where == "explicit" else AxisType.Auto
-    sizes, rows = ((2, 2, 2), "sp") if where == "ring" else ((4, 2, 1), None)
-    mesh = jax.make_mesh(sizes, ("dp", "tp", "sp"), axis_types=(kind,) * 3)
+    rows, heads = ("sp" if where == "ring" else None), (None if where == "mixed" else "tp")
+    sizes = (2, 2, 2) if where in ("ring", "mixed") else (4, 2, 1)
+    kinds = kind, kind, AxisType.Explicit if where == "mixed" else kind
+    mesh = jax.make_mesh(sizes, ("dp", "tp", "sp"), axis_types=kinds)
     draw = lambda heads: jnp.asarray(rng.normal(size=(B, t, heads, D)), jnp.float32)
-    specs = (P("dp", rows, "tp"),) * 3 + (P("dp", "tp", rows), P("dp"), P("dp", rows, "tp"))
+    specs = (P("dp", rows, heads),) * 3 + (P("dp", heads, rows), P("dp"), P("dp", rows, heads))
     lists, shift = rng.integers(-1, t, (B, K, t, 5), np.int32), np.arange(B, dtype=np.int32)
     arrays = draw(H), draw(K), draw(K), jnp.asarray(lists), jnp.asarray(shift), draw(H)
 
