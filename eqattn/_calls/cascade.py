@@ -26,10 +26,18 @@ from .attention import attention
 
 
 class _Groups(NamedTuple):
-    """Which rows begin with the same pages, see `_groups_of`."""
+    """Which rows begin with the same pages, see `_groups_of`. Each has the number of tokens, `[b]`.
 
-    leader: Array  # [b]: the first row of a row's group
-    prefix: Array  # [b]: how many tokens the group shares of which a row is the first; 0 for one
+    **Arguments:**
+
+    - `leader`: the first row of a row's group.
+    - `starts`, `ends`: the tokens of a row that all rows of its group share, and that no larger
+        group does.
+    """
+
+    leader: Array
+    starts: Array
+    ends: Array
 
 
 @on_auto_axes
@@ -43,6 +51,7 @@ def cascade_attention(
     causal: bool = True,
     score: Any = None,
     block_q: int = 64,
+    levels: int = 2,
     return_logsumexp: bool = False,
     return_carry: bool = False,
     return_max_logits: bool = False,
@@ -51,8 +60,10 @@ def cascade_attention(
     these rows, instead of once for each.
 
     Rows that begin with the same page are a group. The pages with which all rows of a group begin
-    are read once, for all queries of the group. The other pages are read row by row. These are
-    attention over two parts of the keys, so their Carries are merged, which is exact.
+    are read once, for all queries of the group. Rows of a group whose next pages are the same are
+    a group of the next level. Completions of one prompt are such a group after a system prompt. The
+    other pages are read row by row. These are attention over parts of the keys, so their Carries
+    are merged, which is exact.
 
         cache = cache.share([1, 2, 3], from_row=0, tokens=prefix)
         ...
@@ -60,8 +71,8 @@ def cascade_attention(
         cache = cache.append(key, value)
         cascade_attention(query, cache, Ragged(metadata), q_offset=offset)
 
-    Rows that share nothing cost what they cost in `attention`, and the first part does some idle
-    work for them.
+    Rows that share nothing cost what they cost in `attention`, and each level does some idle work
+    for them.
 
     **Arguments:**
 
@@ -77,6 +88,8 @@ def cascade_attention(
     - `causal`: whether a query sees only the keys up to its own position. Otherwise it sees the new
         tokens after it, too.
     - `block_q`: for how many queries of a group shared pages are read at once.
+    - `levels`: how many levels of groups there are. Pages that only groups of a further level share
+        are read row by row.
     - `return_logsumexp`, `return_carry`, `return_max_logits`: whether the output also has that
         field.
 
@@ -101,14 +114,19 @@ def cascade_attention(
     if offset.shape != (b,):
         raise ValueError(f"q_offset must be integers [b] = {(b,)}, got shape {offset.shape}.")
     block_q = min(as_int(block_q, "block_q", least=1, static=True).value, max(b * t, 1))
+    levels = as_int(levels, "levels", least=1, static=True).value
     wants_largest = as_flag(return_max_logits, "return_max_logits")
     if 0 in (b, t):
         flags: Any = dict(return_carry=return_carry, return_max_logits=return_max_logits)
         flags |= dict(return_logsumexp=return_logsumexp, q_offset=offset)
         return attention(query, key, value, strategy, mask=cache.mask(), **flags)
     trunks = [term.trunk() for term in leaf_terms(mask) if term.moves_positions]
-    groups = _groups_of(key.table, ft.reduce(jnp.minimum, trunks, offset), key.page_size)
-    shown = KeyPadding(cache.length, groups.prefix[groups.leader])
+    lengths = ft.reduce(jnp.minimum, trunks, offset)
+    none = jnp.zeros(b, jnp.int32)
+    found = [_Groups(none, none, none)]  # all rows, which share nothing that is read
+    for _ in range(levels):
+        found.append(_groups_of(key.table, lengths, key.page_size, found[-1]))
+    shown = KeyPadding(cache.length, found[-1].ends)
     for more in (Causal() if as_flag(causal, "causal") else None, mask):
         shown = shown if more is None else shown & more
     own = attention(
@@ -127,11 +145,14 @@ def cascade_attention(
     positions = jnp.broadcast_to(moved_positions(mask, places), (b, t))
     # The trunk of a tree is visible to all that are asked.
     pairs = given(mask, lambda term: True if term.moves_positions else None), scores, wants_largest
-    shared = _over_prefixes(query, key, value, strategy, block_q, groups, positions, pairs)
-    assert own.carry is not None and shared.carry is not None
-    carry = own.carry.merge(shared.carry)
-    if (largest := own.max_logits) is not None:
-        largest = jnp.maximum(largest, shared.max_logits)
+    carry, largest = own.carry, own.max_logits
+    for groups in found[1:]:
+        shared = _over_prefixes(query, key, value, strategy, block_q, groups, positions, pairs)
+        assert carry is not None and shared.carry is not None
+        carry = carry.merge(shared.carry)
+        if largest is not None:
+            largest = jnp.maximum(largest, shared.max_logits)
+    assert carry is not None
     return AttentionOutput(
         attention_outputs=carry.output().astype(strategy.output_dtype(query)),
         logsumexp=carry.logsumexp() if as_flag(return_logsumexp, "return_logsumexp") else None,
@@ -198,7 +219,8 @@ def _over_prefixes(
     tokens = jnp.minimum(place.tokens, max(b * t - 1, 0))  # Of padding, any will do.
     row, token = order[tokens // max(t, 1)].astype(jnp.int32), tokens % max(t, 1)
     rows = PackedRows(row, b, heads[0], place.tokens, token, (t, key.shape[1]))
-    shown = KeyPadding(jnp.where(place.live & (mask is not False), groups.prefix[place.row], 0))
+    ends = jnp.where(place.live & (mask is not False), groups.ends[place.row], 0)
+    shown = KeyPadding(ends, groups.starts[place.row])
     mask = None if isinstance(mask, bool) else mask
     keys = key.rows(place.row)
     output = attention(
@@ -217,21 +239,29 @@ def _over_prefixes(
     return jax.tree.map(unpack, output)
 
 
-def _groups_of(table: Array, lengths: Array, size: int) -> _Groups:
-    """Which rows begin with the same pages, and with how many of their tokens.
+def _groups_of(table: Array, lengths: Array, size: int, last: _Groups) -> _Groups:
+    """Which rows of a larger group share more tokens than all of it do, and how many.
 
     **Arguments:**
 
     - `table`: the pages of each row, `[b, n]`.
     - `lengths`: how many tokens of each row may be shared, `[b]`.
     - `size`: how many tokens a page has.
+    - `last`: the larger groups.
     """
+    starts = last.ends
     rows = jnp.arange(len(lengths), dtype=jnp.int32)
-    there = lengths > 0  # An empty row has no pages, whatever its table says.
-    same = (table[:, None, 0] == table[None, :, 0]) & there[:, None] & there[None]
+    column = jnp.minimum(starts // size, table.shape[1] - 1)
+    page = jnp.take_along_axis(table, column[:, None], 1)[:, 0]
+    there = (
+        lengths > starts
+    )  # A row without more tokens has no more pages, whatever its table says.
+    same = (page[:, None] == page[None]) & (last.leader[:, None] == last.leader[None])
+    same = same & there[:, None] & there[None]
     leader = jnp.argmax(same | (rows[:, None] == rows[None]), 1).astype(jnp.int32)
     equal = jnp.cumprod((table == table[leader]).astype(jnp.int32), 1).sum(1, dtype=jnp.int32)
     mine = leader[None] == rows[:, None]  # [leader, row]
     reach = jnp.minimum(equal * size, lengths)[None]
     shared = jnp.where(mine, reach, jnp.iinfo(jnp.int32).max).min(1)
-    return _Groups(leader, jnp.where(mine.sum(1) > 1, shared, 0))
+    ends = jnp.where(mine.sum(1) > 1, shared, 0)[leader]
+    return _Groups(leader, starts, jnp.maximum(ends, starts))

@@ -373,5 +373,11 @@ def _wide_entries(array: Array, *where: Array) -> Array:
 
 
 def _entries(x: Array, *at: Array) -> Array:
-    """The entries of an array at indices within bounds."""
+    """The entries of an array at indices within bounds.
+
+    XLA:CPU reads narrow floats as float32, and converts all that a loop reads ahead of its first
+    turn. Behind a barrier the array depends on the turn, so that XLA converts what is gathered.
+    """
+    if is_narrow(x) and jax.default_backend() == "cpu":
+        x, at = lax.optimization_barrier((x, at))
     return x.at[at].get(mode="promise_in_bounds")

@@ -2,6 +2,8 @@
 what attention over them is.
 """
 
+import importlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from eqattn.cache import KVCache, LatentKVCache, PagedKVCache, StackedPagedKVCac
 from eqattn.scores import Operand
 
 
+cascade = importlib.import_module("eqattn._calls.cascade")
 ROWS, SIZE, PAGES, CAPACITY, NEW = 4, 4, 24, 24, 3
 appended = jax.jit(lambda cache, x, counts: cache.append(x, x, counts), donate_argnums=0)
 
@@ -201,6 +204,76 @@ def test_a_cascade_is_attention_row_by_row(kind, tokens, block_q, x64):
     want = oracle.forward(of)
     np.testing.assert_allclose(out[LIVE], want.out[LIVE], rtol=0, atol=1e-13)
     np.testing.assert_allclose(logsumexp[LIVE], want.lse[LIVE], rtol=0, atol=1e-13)
+
+
+def shared_prefixes(rows, levels):
+    """How many tokens a row shares on each level with its group, from what rows hold: a group are
+    rows that share the token after all that the larger group does.
+    """
+    ends, groups = [[0] * len(rows)], [list(range(len(rows)))]
+    for _ in range(levels):
+        ends.append(list(ends[-1]))
+        smaller = []
+        for group in groups:
+            start, parts = ends[-2][group[0]], {}
+            for i in group:
+                token = rows[i][start] if start < len(rows[i]) else ("end", i)
+                parts.setdefault(token, []).append(i)
+            for part in (x for x in parts.values() if len(x) > 1):
+                end = min(len(rows[i]) for i in part)
+                while len({tuple(rows[i][:end]) for i in part}) > 1:
+                    end -= 1
+                for i in part:
+                    ends[-1][i] = end
+            smaller += parts.values()
+        groups = smaller
+    return ends[1:]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_cascade_of_groups_within_groups(seed, levels, monkeypatch, x64):
+    """Rows share whole pages and parts of pages of each other, some after more tokens of their own.
+    Each level reads what its groups share beyond the larger ones, once.
+    """
+    rng, batch, capacity = np.random.default_rng(seed), 7, 40
+    cache = PagedKVCache.empty(batch, capacity, 60, SIZE, 2, DIM, dtype=jnp.float64)
+    draw = lambda n: jnp.asarray(rng.standard_normal((batch, n, 2, DIM)))
+    put = jax.jit(lambda cache, x, counts: cache.append(x, x, counts))
+    rows, token = [[] for _ in range(batch)], 0
+    for _ in range(3):
+        counts = np.where(rng.random(batch) < 0.4, rng.integers(1, 9, batch), 0)
+        cache = put(cache.reserve(counts), draw(8), jnp.asarray(counts, jnp.int32))
+        for b, n in enumerate(counts):
+            rows[b] += range(token, token + n)
+            token += n
+        for b in np.flatnonzero([not row for row in rows]):
+            lender = int(rng.integers(batch))
+            tokens = len(rows[lender]) - int(rng.integers(2)) * (len(rows[lender]) % SIZE)
+            if tokens:
+                cache = cache.share(int(b), lender, tokens)
+                rows[b] = rows[lender][:tokens]
+    held = np.asarray(cache.length)
+    assert held.tolist() == [len(row) for row in rows]
+    cache = put(cache.reserve([1] * batch), draw(1), jnp.ones(batch, jnp.int32))
+    query = jnp.asarray(rng.standard_normal((batch, 1, HEADS, DIM)))
+
+    found, original = [], cascade._groups_of
+    spy = lambda *args: found.append(original(*args)) or found[-1]
+    monkeypatch.setattr(cascade, "_groups_of", spy)
+    out = cascade_attention(query, cache, q_offset=jnp.asarray(held), levels=levels)
+    seen = (np.arange(capacity) <= held[:, None])[:, None, None]
+    keys, values = (np.asarray(x.materialise()) for x in (cache.key, cache.value))
+    problem = oracle.Problem(np.asarray(query), keys, values, scale=DIM**-0.5, mask=seen)
+    want = oracle.forward(problem).out
+    np.testing.assert_allclose(out.attention_outputs, want, rtol=0, atol=1e-13)
+
+    # A row that wrote to a shared page has a copy of it, so groups share whole pages alone.
+    starts = lambda row: range(0, len(row) - SIZE + 1, SIZE)
+    whole = [[tuple(row[i : i + SIZE]) for i in starts(row)] for row in rows]
+    ends = shared_prefixes(whole, levels)
+    assert [(x.ends // SIZE).tolist() for x in found] == ends
+    assert [x.starts.tolist() for x in found[1:]] == [x.ends.tolist() for x in found[:-1]]
 
 
 def near(b, h, q, k, key):

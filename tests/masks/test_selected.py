@@ -525,3 +525,18 @@ def test_the_gradient_of_a_gradient_keeps_no_copies():
         for f in (gradient, second)
     ]
     assert temporary[1] < 5 * temporary[0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32])
+def test_memory_is_that_of_what_is_listed_whatever_the_dtype(dtype):
+    """Keys and values are not converted as a whole. Those of the longer call take 8 MiB or more."""
+
+    def temporary(keys):
+        shapes = (1, 128, 4, 64), (1, keys, 2, 64), (1, keys, 2, 64)
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        lists = jax.ShapeDtypeStruct((1, 1, 128, 256), jnp.int32)
+        call = lambda q, k, v, lists: attention(q, k, v, mask=Selected(lists)).attention_outputs
+        compiled = jax.jit(call).lower(*arrays, lists).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(16384) < temporary(2048) + 2**20

@@ -29,7 +29,12 @@ MUTANTS = [
         [
             ("reach = jnp.minimum(equal * size, lengths)[None]", "reach = (equal * size)[None]"),
             ("shared = jnp.where(mine, reach, jnp.iinfo(jnp.int32).max).min(1)", "shared = jnp.where(mine, reach, 0).max(1)"),
-            ("KeyPadding(cache.length, groups.prefix[groups.leader])", "KeyPadding(cache.length)"),
+            ("KeyPadding(cache.length, found[-1].ends)", "KeyPadding(cache.length)"),
+            ("KeyPadding(ends, groups.starts[place.row])", "KeyPadding(ends)"),
+            ("& (last.leader[:, None] == last.leader[None])", ""),
+            ("for groups in found[1:]:", "for groups in found[1:2]:"),
+            ("there = lengths > starts", "there = lengths > 0"),
+            ("jnp.maximum(ends, starts)", "ends"),
             ("q_positions=positions[row, token],", "q_positions=0 * row,"),
             ("ft.reduce(jnp.minimum, trunks, offset)", "offset"),
             ("jnp.broadcast_to(moved_positions(mask, places), (b, t))", "places"),
