@@ -253,9 +253,8 @@ def _groups_of(table: Array, lengths: Array, size: int, last: _Groups) -> _Group
     rows = jnp.arange(len(lengths), dtype=jnp.int32)
     column = jnp.minimum(starts // size, table.shape[1] - 1)
     page = jnp.take_along_axis(table, column[:, None], 1)[:, 0]
-    there = (
-        lengths > starts
-    )  # A row without more tokens has no more pages, whatever its table says.
+    # A row without more tokens has no more pages, whatever its table says.
+    there = lengths > starts
     same = (page[:, None] == page[None]) & (last.leader[:, None] == last.leader[None])
     same = same & there[:, None] & there[None]
     leader = jnp.argmax(same | (rows[:, None] == rows[None]), 1).astype(jnp.int32)
