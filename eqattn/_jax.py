@@ -184,6 +184,12 @@ def without_explicit_axes(run: Callable, args: tuple, typed, out_sharding) -> An
         return inner(arrays)
 
 
+def keeping_sharding(move: Callable, x: Any) -> Any:
+    """Calls `move`, whose result has the shape of `x`, and on explicit axes its sharding."""
+    spec = jax.sharding.PartitionSpec(*sharding_of(x))
+    return without_explicit_axes(move, (x,), x, spec)
+
+
 def is_zero(tangent) -> bool:
     """Whether a tangent or cotangent is symbolically zero, or belongs to an integer."""
     return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
+from .._jax import keeping_sharding
 from .._misc import as_array, as_size, REACH
 
 
@@ -82,11 +83,11 @@ class AbstractRingLayout(abc.ABC):
             )
         size = self.chunk_size(x.shape[axis], n)
         axis %= x.ndim
-        split = x.reshape(*x.shape[:axis], n * self.parts, size, *x.shape[axis + 1 :])
-        taken = (
-            split.take(order, axis) if isinstance(x, np.ndarray) else jnp.take(split, order, axis)
-        )
-        return taken.reshape(x.shape)
+        split = *x.shape[:axis], n * self.parts, size, *x.shape[axis + 1 :]
+        if isinstance(x, np.ndarray):
+            return x.reshape(split).take(order, axis).reshape(x.shape)
+        move = lambda x: jnp.take(x.reshape(split), order, axis).reshape(x.shape)
+        return keeping_sharding(move, x)
 
     def chunk_size(self, tokens: int, n: int) -> int:
         """Returns the number of tokens of a chunk.

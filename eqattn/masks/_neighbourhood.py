@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from .._jax import keeping_sharding
 from .._misc import as_array, as_flag, as_size, as_sizes, REACH
 from .._pairs import Operand
 from ._base import AbstractMask
@@ -111,7 +112,9 @@ class TileOrder(eqx.Module):
             raise ValueError(
                 f"x {x.shape} must have the {self.tokens} tokens of {self.shape} on axis={axis}."
             )
-        return x.take(order, axis) if isinstance(x, np.ndarray) else jnp.take(x, order, axis)
+        if isinstance(x, np.ndarray):
+            return x.take(order, axis)
+        return keeping_sharding(lambda x: jnp.take(x, order, axis), x)
 
 
 class Neighbourhood(AbstractMask):

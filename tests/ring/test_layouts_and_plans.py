@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import (
     attention,
@@ -12,6 +13,7 @@ from eqattn import (
     QueryPadding,
     Segments,
     SlidingWindow,
+    TileOrder,
 )
 from eqattn._problem.problem import Problem
 from eqattn._ring.layout import Contiguous, ring_mesh, ring_order, Zigzag
@@ -45,6 +47,29 @@ def test_unpermute_undoes_permute(layout, axis):
     assert (moved == x.take(layout.positions(24, 4).reshape(-1), axis)).all()
     assert (layout.unpermute(moved, 4, axis) == x).all()
     assert (np.asarray(layout.permute(jax.numpy.asarray(x), 4, axis)) == moved).all()
+
+
+@pytest.mark.parametrize("order", ["zigzag", "tiles"])
+def test_tokens_on_an_explicit_axis_stay_sharded(order):
+    """As on the meshes that `jax.make_mesh` makes."""
+    mesh = jax.make_mesh((4,), ("sp",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    x = np.arange(2 * 24 * 3, dtype=np.float32).reshape(2, 24, 3)
+    move, back = (
+        (lambda x: Zigzag().permute(x, 4), lambda x: Zigzag().unpermute(x, 4))
+        if order == "zigzag"
+        else (TileOrder((4, 6), (2, 3)).permute, TileOrder((4, 6), (2, 3)).unpermute)
+    )
+    held = jax.device_put(x, NamedSharding(mesh, P(None, "sp")))
+    for run in (lambda f: f, jax.jit):
+        moved = run(move)(held)
+        assert jax.typeof(moved).sharding.spec == P(None, "sp", None)
+        np.testing.assert_array_equal(moved, move(x))
+        again = run(back)(moved)
+        assert jax.typeof(again).sharding.spec == P(None, "sp", None)
+        np.testing.assert_array_equal(again, x)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(lambda y: (move(y) * move(x)).sum()))(held)
+    np.testing.assert_array_equal(gradient, x)
 
 
 def test_layouts_are_static():
