@@ -129,8 +129,46 @@ def beside_what_cannot_be_compared():
     return fn, change
 
 
+GLOBALS = """
+def helper(z):
+    return inner(z)
+
+inner = lambda z: z * {read}
+
+def by_global(z, b, h, q, k):
+    return [z * {read} for _ in range(1)][0]
+
+def by_global_function(z, b, h, q, k):
+    return helper(z)
+"""
+
+
+def by_global(read="w", name="by_global"):
+    space = {}
+    exec(GLOBALS.format(read=read), space)
+
+    def change(x):
+        space.update(w=x, table={"w": x, "other": "of no number"}, held=Held(x))
+
+    change(jnp.ones(()))
+    return space[name], change
+
+
+def by_global_dict():
+    return by_global("table['w']")
+
+
+def by_global_module():
+    return by_global("held.w")
+
+
+def by_global_function():
+    return by_global(name="by_global_function")
+
+
 CHANGES = [
     by_cell, by_default, by_keyword, by_list, by_inner_function, by_module, beside_what_cannot_be_compared,
+    by_global, by_global_dict, by_global_module, by_global_function,
 ]  # fmt: skip
 
 

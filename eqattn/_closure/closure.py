@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from .._misc import Static
-from .code import is_installed, JAX, names_in, writes_outside
+from .code import globals_of, is_installed, JAX, names_in, writes_outside
 
 
 class _Same:
@@ -244,19 +244,21 @@ def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ..
 def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
     """Splits a Python function into a key and arrays.
 
-    It reads its `n` closure cells, its defaults (up to the index `m`), its keyword defaults, and
-    globals. The first three are put back into a copy of the function, if there are arrays among
-    them; otherwise the function itself is used. Globals only add to the key.
+    It reads its `n` closure cells, its defaults (up to the index `m`), its keyword defaults (up to
+    `o`), and globals. Those are put back into a copy of the function, if there are arrays among
+    them; otherwise the function itself is used. Globals without arrays only add to the key.
     """
     ref, code, same = weakref.ref(fn), fn.__code__, _Same(fn)
-    names = tuple(fn.__kwdefaults__ or ())
+    names, globals_ = tuple(fn.__kwdefaults__ or ()), _globals_with_arrays(fn, within)
     n = len(fn.__closure__ or ())
     m = n + len(fn.__defaults__ or ())
+    o = m + len(names)
 
     def outside() -> list:
         fn: Any = ref()
         held = [cell.cell_contents for cell in fn.__closure__ or ()]
-        return [*held, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+        given = *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()
+        return [*held, *given, *(fn.__globals__[name] for name in globals_)]
 
     try:
         parts = _take_each(outside(), outside, within)
@@ -271,14 +273,35 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
         if same_arrays:
             return old
         held = tuple(map(types.CellType, xs[:n]))
-        new = types.FunctionType(code, old.__globals__, old.__name__, xs[n:m] or None, held)
-        new.__kwdefaults__ = dict(zip(names, xs[m:])) or None
+        space = {**old.__globals__, **dict(zip(globals_, xs[o:]))} if globals_ else old.__globals__
+        new = types.FunctionType(code, space, old.__name__, xs[n:m] or None, held)
+        new.__kwdefaults__ = dict(zip(names, xs[m:o])) or None
         new.__qualname__ = old.__qualname__
         new.__dict__.update(old.__dict__)
         return new
 
-    whole = _joined((code, names, n, m), parts, join)
-    return _owned(_with_read(whole, _take_globals(fn, outside())), fn)
+    whole = _joined((code, names, globals_, n, m), parts, join)
+    return _owned(_with_read(whole, _take_globals(fn, outside()[:o], globals_)), fn)
+
+
+def _globals_with_arrays(fn: types.FunctionType, within: tuple[int, ...]) -> tuple[str, ...]:
+    """The names of the globals of a function that hold arrays which are known to be all it reads
+    there. Functions are followed as `_take_read` follows them, to a depth that bounds the time.
+    """
+
+    def is_split(x: Any) -> bool:
+        if isinstance(x, types.FunctionType):
+            if len(within) > 4 or id(x) in within or is_installed(x.__module__ or ""):
+                return False
+        elif callable(x) and not isinstance(x, eqx.Module | ft.partial):
+            return False
+        part = _take(x, lambda: None, within)
+        return part.known and len(part.arrays) > 0
+
+    space = fn.__globals__
+    return tuple(
+        name for name in globals_of(fn.__code__) if name in space and is_split(space[name])
+    )
 
 
 def _with_read(whole: _Part, read: _Part | None) -> _Part:
@@ -289,12 +312,18 @@ def _with_read(whole: _Part, read: _Part | None) -> _Part:
     return dataclasses.replace(whole, key=(whole.key, read.key), owners=owners)
 
 
-def _take_globals(fn: types.FunctionType, held: Iterable[Any] = (), depth: int = 4) -> _Part | None:
-    """The key of what a function reads from its module, and from the modules and classes that it
-    has there or holds otherwise, among `held`. It is None if that may change unseen.
+def _take_globals(
+    fn: types.FunctionType,
+    held: Iterable[Any] = (),
+    apart: tuple[str, ...] = (),
+    depth: int = 4,
+) -> _Part | None:
+    """The key of what a function reads from its module, except for the names `apart`, and from the
+    modules and classes that it has there or holds otherwise, among `held`. It is None if that may
+    change unseen.
     """
-    names = names_in(fn.__code__)
-    found = [(name, fn.__globals__[name]) for name in names if name in fn.__globals__]
+    names, space = names_in(fn.__code__), fn.__globals__
+    found = [(name, space[name]) for name in names if name in space and name not in apart]
     return _take_read(names, [*_spaces(held), *found], fn.__globals__, depth)
 
 
@@ -332,7 +361,7 @@ def _take_read(
         followed.add(id(x))
         if isinstance(x, types.FunctionType):
             if first and (x.__globals__ is space or not is_installed(x.__module__ or "")):
-                inner = _take_globals(x, (), depth - 1) if depth and not x.__closure__ else None
+                inner = _take_globals(x, (), (), depth - 1) if depth and not x.__closure__ else None
                 if inner is None:
                     return None
                 parts.append(inner)

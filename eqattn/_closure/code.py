@@ -10,6 +10,7 @@ from typing import Any
 
 
 JAX = ("jax", "jaxlib")  # the modules of what `jax.jit`, `jax.custom_jvp` and the like make
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 _PURE, _PLAT = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 
 
@@ -39,6 +40,13 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     """
     read = [(*c.co_names, *filter(_is_name, c.co_consts)) for c in _codes(code)]
     return tuple(dict.fromkeys(name for names in read for name in names))
+
+
+@ft.lru_cache(1024)
+def globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names that the code reads as globals."""
+    read = [i.argval for c in _codes(code) for i in dis.get_instructions(c) if i.opname in _LOADS]
+    return tuple(dict.fromkeys(read))
 
 
 def _is_name(x: Any) -> bool:

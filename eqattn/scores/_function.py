@@ -26,15 +26,15 @@ class ScoreFn(AbstractScore):
     What `fn` reads from outside is treated by its kind.
 
     - JAX arrays become arguments of each call of attention. They may be in its closure, its
-        defaults, the arguments of a `functools.partial`, or the `eqx.Module` whose method it is.
-        They are differentiated, and may change between calls, also where `fn` is defined again each
-        time.
+        defaults, global variables, the arguments of a `functools.partial`, or the `eqx.Module`
+        whose method it is. They are differentiated, and may change between calls, also where `fn`
+        is defined again each time.
     - NumPy arrays, Python numbers and strings are constants. Other constants make JAX trace and
         compile again.
     - Everything else that may change unseen is read when `fn` is first traced, as by `jax.jit`.
-        This means JAX arrays that are global variables, attributes of objects that are no PyTrees,
-        and the contents of lists and dicts without arrays. A function that reads such is traced
-        again only when it is another function. So pass what changes as an array.
+        This means JAX arrays that are attributes of objects that are no PyTrees, such as modules
+        and classes, and the contents of lists and dicts without arrays. A function that reads such
+        is traced again only when it is another function. So pass what changes as an array.
 
     To your own `jax.jit`, `fn` is static, and a rebuilt lambda is another score. A callable
     `eqx.Module` or `jax.tree_util.Partial` is a PyTree node instead.

@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ring, Segments, Tree
+from eqattn import (
+    AllGather,
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    KeyPadding,
+    MaskFn,
+    PartitionAxis,
+    Ring,
+    Segments,
+    Tree,
+    Ulysses,
+)
 
 
 B, T, H, K, D = 4, 150, 8, 4, 16
@@ -127,6 +140,28 @@ def test_query_of_no_mesh(name, ring):
     with jax.set_mesh(on):
         given = ALONE[name](lambda x, spec: jax.device_put(x, NamedSharding(on, spec)))
         close((call(few[0], given), gradient(few[0], given)), want)
+
+
+OWNERS = ids
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Blockwise, Ring, *(pytest.param(x, marks=pytest.mark.slow) for x in (Ulysses, AllGather))],
+)
+def test_functions_read_global_arrays_on_explicit_axes(strategy, monkeypatch):
+    """As a notebook has them. The function of a mask becomes one of its arrays."""
+    same = MaskFn(lambda b, h, q, k: OWNERS[b, q] == OWNERS[b, k])
+    metadata = AttentionMetadata(sequence_axis_name="dp", partition_axis=PartitionAxis(None))
+    run = lambda *xs: attention(*xs, strategy(metadata), mask=same).attention_outputs
+    want = run(*few), gradient(run)(*few)
+    on = mesh(AxisType.Explicit)
+    with jax.set_mesh(on):
+        for spec in (P(), P(None, "dp")):
+            placed = jax.device_put(ids, NamedSharding(on, spec))
+            monkeypatch.setitem(globals(), "OWNERS", placed)
+            args = [jax.device_put(x, NamedSharding(on, P(None, "dp"))) for x in few]
+            close((run(*args), jax.jit(gradient(run))(*args)), want)
 
 
 def in_shard_map(check_vma, **kwargs):
