@@ -122,11 +122,11 @@ def cascade_attention(
         return attention(query, key, value, strategy, mask=cache.mask(), **flags)
     trunks = [term.trunk() for term in leaf_terms(mask) if term.moves_positions]
     lengths = ft.reduce(jnp.minimum, trunks, offset)
-    none = jnp.zeros(b, jnp.int32)
-    found = [_Groups(none, none, none)]  # all rows, which share nothing that is read
+    found, ends = [], jnp.zeros(b, jnp.int32)
     for _ in range(levels):
-        found.append(_groups_of(key.table, lengths, key.page_size, found[-1]))
-    shown = KeyPadding(cache.length, found[-1].ends)
+        found.append(_groups_of(key.table, lengths, key.page_size, ends))
+        ends = found[-1].ends
+    shown = KeyPadding(cache.length, ends)
     for more in (Causal() if as_flag(causal, "causal") else None, mask):
         shown = shown if more is None else shown & more
     own = attention(
@@ -146,7 +146,7 @@ def cascade_attention(
     # The trunk of a tree is visible to all that are asked.
     pairs = given(mask, lambda term: True if term.moves_positions else None), scores, wants_largest
     carry, largest = own.carry, own.max_logits
-    for groups in found[1:]:
+    for groups in found:
         shared = _over_prefixes(query, key, value, strategy, block_q, groups, positions, pairs)
         assert carry is not None and shared.carry is not None
         carry = carry.merge(shared.carry)
@@ -239,24 +239,23 @@ def _over_prefixes(
     return jax.tree.map(unpack, output)
 
 
-def _groups_of(table: Array, lengths: Array, size: int, last: _Groups) -> _Groups:
-    """Which rows of a larger group share more tokens than all of it do, and how many.
+def _groups_of(table: Array, lengths: Array, size: int, starts: Array) -> _Groups:
+    """Which rows share tokens beyond those that all rows of a larger group share, and how many.
+
+    Rows with the same page have it in the same column, and the same pages before it.
 
     **Arguments:**
 
     - `table`: the pages of each row, `[b, n]`.
     - `lengths`: how many tokens of each row may be shared, `[b]`.
     - `size`: how many tokens a page has.
-    - `last`: the larger groups.
+    - `starts`: how many tokens of a row all rows of the larger group share, `[b]`.
     """
-    starts = last.ends
     rows = jnp.arange(len(lengths), dtype=jnp.int32)
     column = jnp.minimum(starts // size, table.shape[1] - 1)
     page = jnp.take_along_axis(table, column[:, None], 1)[:, 0]
-    # A row without more tokens has no more pages, whatever its table says.
-    there = lengths > starts
-    same = (page[:, None] == page[None]) & (last.leader[:, None] == last.leader[None])
-    same = same & there[:, None] & there[None]
+    there = lengths > starts  # A row keeps pages that it no longer needs.
+    same = (page[:, None] == page[None]) & there[:, None] & there[None]
     leader = jnp.argmax(same | (rows[:, None] == rows[None]), 1).astype(jnp.int32)
     equal = jnp.cumprod((table == table[leader]).astype(jnp.int32), 1).sum(1, dtype=jnp.int32)
     mine = leader[None] == rows[:, None]  # [leader, row]

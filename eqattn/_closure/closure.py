@@ -318,9 +318,9 @@ def _take_globals(
     apart: tuple[str, ...] = (),
     depth: int = 4,
 ) -> _Part | None:
-    """The key of what a function reads from its module, except for the names `apart`, and from the
-    modules and classes that it has there or holds otherwise, among `held`. It is None if that may
-    change unseen.
+    """The key of what a function reads from its module, except for the names `apart`, and from
+    modules and classes. It has these there, or holds them otherwise, among `held`. The key is None
+    if what it reads may change unseen.
     """
     names, space = names_in(fn.__code__), fn.__globals__
     found = [(name, space[name]) for name in names if name in space and name not in apart]

@@ -32,9 +32,9 @@ class ScoreFn(AbstractScore):
     - NumPy arrays, Python numbers and strings are constants. Other constants make JAX trace and
         compile again.
     - Everything else that may change unseen is read when `fn` is first traced, as by `jax.jit`.
-        This means JAX arrays that are attributes of objects that are no PyTrees, such as modules
-        and classes, and the contents of lists and dicts without arrays. A function that reads such
-        is traced again only when it is another function. So pass what changes as an array.
+        This means JAX arrays that are attributes of modules, classes and objects that are no
+        PyTrees. It also means the contents of lists and dicts without arrays. A function that reads
+        such is traced again only when it is another function. So pass what changes as an array.
 
     To your own `jax.jit`, `fn` is static, and a rebuilt lambda is another score. A callable
     `eqx.Module` or `jax.tree_util.Partial` is a PyTree node instead.
