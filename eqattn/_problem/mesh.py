@@ -122,6 +122,8 @@ def shard_map_wide(
 
     The gradient of what several devices have is a sum over them. So narrow floats of which they
     have the same part cross into the map in float32, in which JAX then adds up.
+
+    **Raises:** `ValueError` if a size is symbolic, as in an export with an open batch.
     """
 
     def crossing(spec: P, xs: Any) -> Any:
@@ -131,6 +133,12 @@ def shard_map_wide(
         return jax.tree.map(wide, xs)
 
     def run(*args):
+        shapes = [x.shape for x in jax.tree.leaves(args)]
+        if mesh.size > 1 and not all(isinstance(n, int) for shape in shapes for n in shape):
+            raise ValueError(
+                f"Over the {mesh.size} devices of a mesh, sizes must be numbers, got {shapes}: JAX "
+                "would end the process that loads this export. Export a program for each size."
+            )
         dtypes = jax.tree.map(lambda x: x.dtype, args)
         wide = jax.tree.map(crossing, in_specs, args, is_leaf=lambda x: isinstance(x, P))
         return jax.shard_map(

@@ -140,6 +140,28 @@ def test_any_batch(strategy, name):
         check(loaded, name, b, 7, 13)
 
 
+@pytest.mark.parametrize("cls", [eqattn.Ring, eqattn.Ulysses, eqattn.AllGather])
+def test_several_devices_need_a_batch_that_is_known(cls):
+    """JAX ends the process when it loads any `jax.shard_map` over several devices in a program with
+    open sizes. A program with a known batch runs there.
+    """
+    mesh = eqattn.ring_mesh(devices=jax.devices()[:2])
+    strategy = cls(eqattn.AttentionMetadata(mesh=mesh))
+    call = jax.jit(lambda *xs: eqattn.attention(*xs, strategy, mask="causal").attention_outputs)
+    tokens = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "sp"))
+    like = lambda b: [jax.ShapeDtypeStruct((b, 8, 2, 4), jnp.float32, sharding=tokens)] * 3
+    (b,) = jax.export.symbolic_shape("b")
+    with pytest.raises(ValueError, match="Export a program for each size"):
+        jax.export.export(call)(*like(b))
+    program = jax.export.deserialize(jax.export.export(call)(*like(3)).serialize())
+    xs = jax.random.normal(jax.random.key(0), (3, 3, 8, 2, 4))
+    exact = [np.asarray(x, np.float64) for x in xs]
+    problem = oracle.Problem(*exact, scale=0.5, mask=np.tri(8, dtype=bool)[None, None])
+    want = bound.values(problem, bound.precision_of(np.float32))["out"]
+    got = jax.jit(program.call)(*(jax.device_put(x, tokens) for x in xs))
+    assert bound.excess(np.asarray(got), want) <= 1
+
+
 @pytest.mark.parametrize("platform", ["xla", "interpret"])
 @pytest.mark.parametrize("block", [1, 64])
 def test_lists_of_any_batch(platform, block):
