@@ -168,6 +168,12 @@ def make_mask(kind: str, rng, lead, heads, t, s, offset: int, visited: bool):
         shape, tile, window = (max(s // 5, 3), 5), (2, 3), (3, 3)
         mask = m.Neighbourhood(m.TileOrder(shape, tile), window)
         return mask, om.neighbourhood(t, s, shape, tile, window, offset)
+    if kind == "queries":
+        ends, plain = per_batch(0, t + 1)
+        return m.QueryPadding(ends), om.query_lengths(t, s, plain, offset)
+    if kind == "function":
+        shown = lambda b, h, q, k: (3 * q + k + b + 2 * h) % 5 > 1
+        return m.MaskFn(shown), om.function(b, h, t, s, offset)
     if kind == "dense":
         x = rng.random((*lead, h, t, s)) < 0.6
         return m.Dense(jnp.asarray(x)), x.reshape(b, h, t, s)

@@ -74,7 +74,7 @@ AXES: dict[str, tuple] = {
     ),
 }
 # Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring,
-# test_tpu_ragged.py, test_latent.py, test_where_keys_lie.py and test_neighbourhood.py. "latent":
+# test_tpu_ragged.py, test_latent.py, test_where_keys_lie.py and the rooms of masks. "latent":
 # Ragged, the values being part of the keys. "paged": Ragged, keys and values being in pages.
 # "ragged_keys", "paged_keys": each device has some of the keys.
 MORE: dict[str, tuple] = {
@@ -82,7 +82,7 @@ MORE: dict[str, tuple] = {
         *(("ring", 4), ("ulysses", 2), ("all_gather", 2), ("tpu_ragged", 1), ("latent", 1)),
         *(("paged", 1), ("ragged_keys", 4), ("paged_keys", 4)),
     ),
-    "mask": ("neighbourhood",),
+    "mask": ("neighbourhood", "function", "queries"),
 }
 
 

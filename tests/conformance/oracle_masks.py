@@ -152,3 +152,16 @@ def t5_bucket(t, s, buckets, bidirectional=True, max_distance=128, q_offset=0, a
 
     known = np.array([one(i) for i in range(int(n.max(initial=0)) + 1)])
     return base + known[n]
+
+
+def query_lengths(t, s, ends, offset):
+    """[b, 1, t, s]: the queries before the end of their batch element see all keys."""
+    q, _ = grid(t, s, offset)
+    return np.broadcast_to((q < np.asarray(ends)[:, None, None])[:, None], (len(ends), 1, t, s))
+
+
+def function(b, h, t, s, offset):
+    """[b, h, t, s]: a function of batch element, head, query and key."""
+    q, k = grid(t, s, offset)
+    of_rows = np.arange(b)[:, None, None, None] + 2 * np.arange(h)[:, None, None]
+    return (3 * q + k + of_rows) % 5 > 1
