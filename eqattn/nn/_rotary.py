@@ -122,8 +122,8 @@ class Rotary(eqx.Module):
     scaling: AbstractRotaryScaling | None
     dim: int | None = eqx.field(static=True)
     interleaved: bool = eqx.field(static=True)
-    sections: tuple[int, ...] | None = eqx.field(static=True, default=None)
-    axial: bool = eqx.field(static=True, default=False)
+    sections: tuple[int, ...] | None = eqx.field(static=True)
+    axial: bool = eqx.field(static=True)
 
     def __init__(
         self,
