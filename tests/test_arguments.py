@@ -194,9 +194,11 @@ def entries() -> dict[str, Entry]:
         # Layers
         "rotary": Entry(
             nn.rotary,
-            dict(x=ones(B, T, H, D), positions=jnp.arange(T), theta=1e4, scaling=None, dim=2, interleaved=False, sections=None),
+            dict(x=ones(B, T, H, D), positions=jnp.arange(T), theta=1e4, scaling=None, dim=2, interleaved=False, sections=None, axial=False),
         ),
-        "Rotary": Entry(nn.Rotary, dict(theta=1e4, scaling=None, dim=2, interleaved=False)),
+        "Rotary": Entry(
+            nn.Rotary, dict(theta=1e4, scaling=None, dim=2, interleaved=False, sections=[1], axial=True)
+        ),
         "MultiheadAttention": Entry(
             nn.MultiheadAttention,
             dict(num_heads=H, query_size=8, key_size=8, value_size=8, output_size=8, qk_size=4, vo_size=4,

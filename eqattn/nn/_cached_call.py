@@ -27,7 +27,6 @@ def new_keys(
     cache: Any,
     counts: Any,
     append: bool,
-    kv_positions: Any,
     sizes: tuple[int, int],
 ) -> tuple[Array, Array]:
     """The keys and values that a call brings. They are the query by default, and empty arrays if
@@ -36,8 +35,6 @@ def new_keys(
     append = as_flag(append, "append")
     if cache is None and (counts is not None or not append):
         raise ValueError("counts and append say what a cache takes: pass cache= too.")
-    if cache is not None and kv_positions is not None:
-        raise ValueError("kv_positions: the cache knows those of its keys; leave them out.")
     if append:
         key_ = query if key_ is None else as_array(key_, "key_", 2)
         return key_, key_ if value is None else as_array(value, "value", 2)
@@ -88,7 +85,8 @@ def as_rows(
 
     - `cache`: the cache of the call, or None.
     - `inputs`: arrays of one sequence, `[t, features]`, or of all rows, `[b, t, features]`.
-    - `of_rows`: the `q_positions` of the call, `[t]` or `[b, t]`, and its `counts`; or None.
+    - `of_rows`: the `q_positions` of the call, `[t]` or `[b, t]`, its `counts`, and what else its
+        tokens have; or None.
 
     **Returns:** the three of them, and a function from the last cache and the output to what the
     call returns.

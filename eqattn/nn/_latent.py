@@ -14,7 +14,6 @@ from .._misc import as_array, as_constant, as_flag, as_number, as_size, with_con
 from .._problem.joined import Joined
 from .._problem.storage import AbstractStored, as_stored
 from ..cache import LatentKVCache
-from ..masks._terms import moved_positions
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import (
@@ -223,6 +222,8 @@ class LatentAttention(eqx.Module):
         - `form`: `"expanded"` or `"absorbed"`; None is the latter with a cache, else the former.
         - `q_positions`: the positions of the tokens, integers `[t]`, by default as for
             `MultiheadAttention`. Those of new keys in a cache are always `cache.length` and on.
+            With a `Rotary` of `sections` they are the coordinates of the tokens, `[t, axes]`, new
+            keys included. Masks and scores then have the default.
         - `cache`: an [`eqattn.cache.LatentKVCache`][] of `rank=kv_lora_rank` and
             `rotary_dim=qk_rope_head_dim`, to which the tokens of `x` are appended.
         - `counts`: how many of them, from the first, the cache takes; None for all.
@@ -251,9 +252,15 @@ class LatentAttention(eqx.Module):
             )
         s = x.shape[1] if cache is None else cache.key.shape[1]
         mask = as_layer_mask(mask, None, self.num_heads, x.shape[1], s)
-        query, rest, latent = self._projected(x, mask, cache, q_positions)
+        # A cache counts its new keys, but only the caller knows their coordinates.
+        coordinates = self.rotary is not None and self.rotary.sections is not None
+        given = q_positions, q_positions if cache is None or coordinates else None
+        at, (q_positions, kv_positions) = input_positions(
+            self.rotary, self.strategy, cache, mask, (x.shape[1], x.shape[1]), given, False
+        )
+        query, rest, latent = self._projected(x, at)
         # Keys `[c, r]`, whose first features `c` are the values of the absorbed form.
-        keys, kv_positions, q_offset = Joined(latent, rest), q_positions, None
+        keys, q_offset = Joined(latent, rest), None
         if cache is not None:
             # The queries follow what is stored, so the length is read before it grows.
             q_offset = cache.length if q_positions is None else None
@@ -316,9 +323,9 @@ class LatentAttention(eqx.Module):
         value = project(self.v_b_proj, latent, self.num_heads, self.v_head_dim)
         return query, jnp.concatenate([key, rest], -1), value
 
-    def _projected(self, x: Array, mask: Any, cache: Any, q_positions: Any) -> tuple[Array, ...]:
+    def _projected(self, x: Array, positions: tuple[Any, Any]) -> tuple[Array, ...]:
         """Projects the input to queries `[b, t, h, n + p]`, rotary parts of keys `[b, t, 1, p]` and
-        latents `[b, t, 1, r]`.
+        latents `[b, t, 1, r]`, at the positions of queries and keys.
         """
         size = self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.q_proj is None:
@@ -334,15 +341,6 @@ class LatentAttention(eqx.Module):
         # Keys are turned before they are stored, as their positions do not change later. A rotation
         # of W_i c would stand between W_i and the query and differ for each key, so that W_i could
         # not be absorbed. So the rotary features are separate (DeepSeek-V2, section 2.1.3).
-        t = x.shape[1]
-        at = input_positions(
-            self.strategy,
-            cache,
-            (t, t),
-            (q_positions, q_positions if cache is None else None),
-            False,
-        )
-        at = [moved_positions(mask, places) for places in at]
         inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
-        query = jnp.concatenate([inner, self.rotary(turning, at[0])], -1)
-        return query, self.rotary(rest, at[1]), latent
+        query = jnp.concatenate([inner, self.rotary(turning, positions[0])], -1)
+        return query, self.rotary(rest, positions[1]), latent

@@ -11,7 +11,6 @@ from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._misc import as_array, as_constant, with_constants
 from .._problem.arguments import as_scores, as_sinks
-from ..masks._terms import moved_positions
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
 from ._arguments import (
@@ -249,6 +248,7 @@ class MultiheadAttention(eqx.Module):
         bias: Float[Array, "..."] | None = None,
         score: AbstractScore | Sequence[AbstractScore] | None = None,
         q_positions: Any = None,
+        kv_positions: Any = None,
         cache: Cache,
         counts: int | Sequence[int] | Int[Array, "*b"] | None = None,
         append: bool = True,
@@ -297,7 +297,9 @@ class MultiheadAttention(eqx.Module):
         - `bias`: an array that is added to the logits, broadcastable to `[num_heads, t, s]`.
         - `score`: modules of `eqattn.scores`, which are applied after those of the layer.
         - `q_positions`, `kv_positions`: integers `[t]` and `[s]`, for rotary positions, masks and
-            scores; by default those of the strategy's `token_positions`, else `0, 1, ...`
+            scores; by default those of the strategy's `token_positions`, else they count from 0.
+            With a `Rotary` of `sections` they are coordinates, `[t, axes]` and `[s, axes]`. A call
+            must give them, of new keys in a cache too, and masks and scores have the default.
         - `cache`: one of [`eqattn.cache`](api.md#caches) with `num_kv_heads` heads of `qk_size` and
             `vo_size`, and the tokens so far. `key_` and `value` are appended. The query reads all
             that is stored, or what `mask` shows of it. New tokens are at positions `cache.length`,
@@ -320,20 +322,23 @@ class MultiheadAttention(eqx.Module):
         dropout is on and there is no `key`.
         """
         query, sizes = as_array(query, "query", 2), (self.key_size, self.value_size)
-        key_, value = new_keys(query, key_, value, cache, counts, append, kv_positions, sizes)
+        key_, value = new_keys(query, key_, value, cache, counts, append, sizes)
         result = lambda cache, out: out
         if cache is not None:
-            cache, (query, key_, value), (q_positions, counts), result = as_rows(
-                cache, (query, key_, value), (q_positions, counts)
+            cache, (query, key_, value), of_rows, result = as_rows(
+                cache, (query, key_, value), (q_positions, counts, kv_positions)
             )
+            q_positions, counts, kv_positions = of_rows
         check_sequences(query, key_, value, () if cache is None else query.shape[:1])
         t, new = query.shape[-2], key_.shape[-2]
         s = new if cache is None else cache.key.shape[1]
         mask = as_layer_mask(mask, self.window, self.num_heads, t, s)
         rate = self.dropout.rate_of_call(inference, deterministic, key)
-        given = q_positions, kv_positions
-        at = input_positions(self.strategy, cache, (t, new), given, process_heads is not None)
-        heads = processed(process_heads, *self._heads(query, key_, value, at, mask))
+        given, by_caller = (q_positions, kv_positions), process_heads is not None
+        at, (q_positions, kv_positions) = input_positions(
+            self.rotary, self.strategy, cache, mask, (t, new), given, by_caller
+        )
+        heads = processed(process_heads, *self._heads(query, key_, value, at))
         q, k, v = of_one_dtype(*heads) if cache is None else heads  # A cache rounds to its dtype.
         dtype, q_offset = v.dtype, None
         if cache is not None:
@@ -372,17 +377,17 @@ class MultiheadAttention(eqx.Module):
         )
 
     def _heads(
-        self, query: Array, key_: Array, value: Array, places: Sequence[Any], mask: Any
+        self, query: Array, key_: Array, value: Array, positions: tuple[Any, Any]
     ) -> tuple[Array, Array, Array]:
-        """The heads of the inputs: projected, normed, and turned to the positions of the places of
-        queries and keys.
+        """The heads of the inputs: projected, normed, and turned to the positions of queries and
+        keys.
         """
         q = project(self.query_proj, query, self.num_heads, self.qk_size)
         k = project(self.key_proj, key_, self.num_kv_heads, self.qk_size)
         v = project(self.value_proj, value, self.num_kv_heads, self.vo_size)
         q, k = normed(self.query_norm, q), normed(self.key_norm, k)
         if self.rotary is not None:
-            q, k = (self.rotary(x, moved_positions(mask, p)) for x, p in zip((q, k), places))
+            q, k = map(self.rotary, (q, k), positions)
         return q, k, v
 
     def _joined(self, out: Float[Array, "*b h v"], query: Array) -> Array:

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._misc import accumulation_dtype, as_array, as_flag, as_int32, as_sizes, Static, unwrap
-from ._rotary_scaling import AbstractRotaryScaling, plain_frequencies
+from ._rotary_scaling import AbstractRotaryScaling, frequencies_of
 
 
 def rotary(
@@ -23,6 +23,7 @@ def rotary(
     dim: int | None = None,
     interleaved: bool = False,
     sections: Sequence[int] | None = None,
+    axial: bool = False,
 ) -> Float[Array, "*b t h d"]:
     r"""Applies rotary position embedding: turns pairs of features by angles proportional to the
     position.
@@ -52,6 +53,9 @@ def rotary(
     - `sections`: how many pairs turn by each axis of positions, in their order, for images and
         video: `(16, 24, 24)` for time, height and width in Qwen2-VL (M-RoPE). The positions are
         `[t, axes]` or `[*b, t, axes]` then. The frequencies stay those of all pairs.
+    - `axial`: whether frequencies restart in each section instead: pair `j` of a section of `n`
+        pairs turns by `theta^(-2j/(2n))`. A `scaling` then applies to each section by itself. Flux
+        has the sections `(8, 28, 28)` and `interleaved=True`.
 
     **Returns:**
 
@@ -65,7 +69,9 @@ def rotary(
 
         Su et al., *RoFormer: Enhanced Transformer with Rotary Position Embedding*, 2021
         (arXiv:2104.09864). Pairs are `(i, i + dim/2)` in GPT-NeoX and in Hugging Face's Llama,
-        interleaved in the paper, in GPT-J and in Meta's Llama.
+        interleaved in the paper, in GPT-J and in Meta's Llama. `sections`: Wang et al., *Qwen2-VL*,
+        2024 (arXiv:2409.12191), section 2.1, with `axial` in its vision encoder. `axial`: Heo et
+        al., *Rotary position embedding for vision transformer*, 2024 (arXiv:2403.13298).
     """
     x = as_array(x, "x")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -78,15 +84,14 @@ def rotary(
     dim = turned(dim, x.shape[-1])
     theta, interleaved = as_theta(theta), as_flag(interleaved, "interleaved")
     _check_scaling(scaling)
-    positions = _positions_of_pairs(positions, x.shape, dim, sections)
+    sizes, axial = as_sections(sections, axial, dim)
+    positions = _positions_of_pairs(positions, x.shape, sizes)
     dtype = accumulation_dtype(x.dtype)
     if not isinstance(theta, float) and jnp.finfo(theta.dtype).bits < jnp.finfo(dtype).bits:
         theta = jnp.asarray(theta, dtype)
-    frequencies, amplitude = (
-        (plain_frequencies(dim, theta), 1.0)
-        if scaling is None
-        else (scaling.frequencies(dim, theta), scaling.amplitude())
-    )
+    parts = sizes if sizes is not None and axial else (dim // 2,)
+    frequencies = frequencies_of(parts, theta, scaling)
+    amplitude = 1.0 if scaling is None else scaling.amplitude()
     angles = _angles(positions, frequencies, dtype)
     lead = positions.shape[:-1]
     angles = angles.reshape((1,) * (x.ndim - 2 - len(lead)) + (*lead, 1, dim // 2))
@@ -104,13 +109,21 @@ class Rotary(eqx.Module):
     It has no leaves, unless `theta` is an array. The array is then learned, or varies along the
     layers of a `jax.lax.scan`.
 
-    **Arguments:** `theta`, `scaling`, `dim` and `interleaved`, as in `rotary`.
+    **Arguments:** `theta`, `scaling`, `dim`, `interleaved`, `sections` and `axial`, as in `rotary`.
+
+    A layer counts tokens, but not their coordinates. So with `sections` each of its calls gives
+    `q_positions` of `[t, axes]`. In a call of [`eqattn.nn.MultiheadAttention`][] that brings keys,
+    there are also `kv_positions` of `[s, axes]`.
+
+    **Raises:** `ValueError` or `TypeError`; the message names the remedy.
     """
 
     _theta: Any
     scaling: AbstractRotaryScaling | None
     dim: int | None = eqx.field(static=True)
     interleaved: bool = eqx.field(static=True)
+    sections: tuple[int, ...] | None = eqx.field(static=True)
+    axial: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -119,6 +132,8 @@ class Rotary(eqx.Module):
         scaling: AbstractRotaryScaling | None = None,
         dim: int | None = None,
         interleaved: bool = False,
+        sections: Sequence[int] | None = None,
+        axial: bool = False,
     ):
         theta = as_theta(theta)
         self._theta = Static(theta) if isinstance(theta, float) else theta
@@ -128,6 +143,7 @@ class Rotary(eqx.Module):
         self.scaling = scaling
         self.dim = dim
         self.interleaved = as_flag(interleaved, "interleaved")
+        self.sections, self.axial = as_sections(sections, axial, dim)
 
     @property
     def theta(self) -> Any:
@@ -142,6 +158,8 @@ class Rotary(eqx.Module):
             scaling=self.scaling,
             dim=self.dim,
             interleaved=self.interleaved,
+            sections=self.sections,
+            axial=self.axial,
         )
 
 
@@ -157,9 +175,11 @@ def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     return jnp.stack(new, -1).reshape(x.shape) if interleaved else jnp.concatenate(new, -1)
 
 
-def _positions_of_pairs(positions: Any, shape: tuple[int, ...], dim: int, sections: Any) -> Array:
-    """The positions of queries or keys of some shape: one for all pairs of features, `[..., t, 1]`,
-    or with `sections` one for each pair, `[..., t, dim/2]`.
+def _positions_of_pairs(
+    positions: Any, shape: tuple[int, ...], sizes: tuple[int, ...] | None
+) -> Array:
+    """The positions of queries or keys of some shape: one for all pairs of features, `[..., t, 1]`.
+    With sections of these sizes there is one for each pair, `[..., t, dim/2]`.
     """
     positions = as_array(positions, "positions")
     if jnp.issubdtype(positions.dtype, jnp.integer):
@@ -168,27 +188,34 @@ def _positions_of_pairs(positions: Any, shape: tuple[int, ...], dim: int, sectio
         raise TypeError(f"positions must be integers or floats, got {positions.dtype}.")
     positions = jnp.asarray(positions)
     *batch, t = shape[:-2]
-    sizes = None if sections is None else _checked_sections(sections, dim)
-    axes = () if sizes is None else (len(sizes),)
+    form, axes = ("t", ()) if sizes is None else ("t, axes", (len(sizes),))
     if positions.shape not in ((t, *axes), (*batch, t, *axes)):
         raise ValueError(
-            f"positions must be [t] = {(t,)} or [*b, t] = {(*batch, t)} for x of shape {shape}, "
-            f"and have one more axis of the number of sections={sections}, if there are any; got "
-            f"shape {positions.shape}."
+            f"positions must be [{form}] = {(t, *axes)} or [*b, {form}] = {(*batch, t, *axes)} for "
+            f"x of shape {shape} with sections={sizes}, got shape {positions.shape}."
         )
     if sizes is None:
         return positions[..., None]
     return positions[..., np.repeat(np.arange(len(sizes)), sizes)]
 
 
-def _checked_sections(sections: Any, dim: int) -> tuple[int, ...]:
+def as_sections(sections: Any, axial: Any, dim: int | None) -> tuple[tuple[int, ...] | None, bool]:
+    """Returns `sections` and `axial`, checked for `dim` features that turn, unless that is None."""
+    axial = as_flag(axial, "axial")
+    if sections is None:
+        if axial:
+            raise ValueError(
+                "axial=True restarts frequencies in each section: pass sections= too, such as "
+                "sections=(16, 16) for the height and width of 64 features."
+            )
+        return None, axial
     sizes = as_sizes(sections, "sections")
-    if sum(sizes) != dim // 2:
+    if dim is not None and sum(sizes) != dim // 2:
         raise ValueError(
             f"sections must add up to the {dim // 2} pairs of {dim} features that turn, got "
-            f"{sizes}, {sum(sizes)} pairs."
+            f"{sizes}, {sum(sizes)} pairs; dim= says how many features turn."
         )
-    return sizes
+    return sizes, axial
 
 
 def _check_scaling(scaling: Any) -> None:
@@ -207,7 +234,7 @@ def check_rotary(given: Any, size: int) -> None:
         return
     if not isinstance(given, Rotary):
         raise TypeError(f"rotary must be a Rotary, such as Rotary(10_000), got {given!r}.")
-    turned(given.dim, size)
+    as_sections(given.sections, given.axial, turned(given.dim, size))
 
 
 def turned(dim: int | None, size: int) -> int:

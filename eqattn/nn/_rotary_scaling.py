@@ -23,6 +23,17 @@ def plain_frequencies(dim: int, theta: Any) -> Any:
     return theta ** jnp.asarray(exponents, theta.dtype)
 
 
+def frequencies_of(
+    sections: tuple[int, ...], theta: Any, scaling: "AbstractRotaryScaling | None"
+) -> Any:
+    """The frequencies of sections of so many pairs, `[pairs]`. Each section has its own."""
+    of = plain_frequencies if scaling is None else scaling.frequencies
+    # An axis by which nothing turns has no frequencies, which a scaling may refuse to make.
+    parts = [of(2 * pairs, theta) for pairs in sections if pairs] or [plain_frequencies(0, theta)]
+    known = all(isinstance(x, np.ndarray) for x in parts)
+    return (np if known else jnp).concatenate(parts)
+
+
 def _numbers(module: Any, least: float = 0.0) -> None:
     """Checks that all fields that are numbers are finite and above `least`."""
     for name in module.__dataclass_fields__:
@@ -100,7 +111,10 @@ class NTKScaling(AbstractRotaryScaling):
 
     def frequencies(self, dim: int, theta: Any) -> Any:
         if dim <= 2:
-            raise ValueError(f"NTKScaling needs more than one pair of features, got dim={dim}.")
+            raise ValueError(
+                "NTKScaling needs more than one pair of features, and with axial=True in each "
+                f"section, got dim={dim}."
+            )
         return plain_frequencies(dim, theta * self.factor ** (dim / (dim - 2)))
 
 
