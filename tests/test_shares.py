@@ -85,10 +85,10 @@ CASE = '<testcase classname="tests.a" name="{}" time="{}">{}</testcase>'
 
 
 def test_what_takes_longest_for_its_mutants_is_left_out(chosen, monkeypatch, tmp_path):
-    """Of 50 mutants two may stay unnoticed. The first case takes longest, but it noticed three."""
-    noticed = {f"tests/a.py::test_many[{i}]": n for i, n in enumerate([3, 1, 1, 1, 44])}
+    """Of 100 mutants two may stay unnoticed. The first case takes longest, but it noticed three."""
+    noticed = {f"tests/a.py::test_many[{i}]": n for i, n in enumerate([3, 1, 1, 1, 94])}
     monkeypatch.setattr(shares, "noticed_mutants", lambda: noticed)
-    monkeypatch.setattr(shares, "mutants_run", lambda: ["killed"] * 50)
+    monkeypatch.setattr(shares, "mutants_run", lambda: ["killed"] * 100)
     report = tmp_path / "run.xml"
     times = enumerate([9, 2.5, 2, 4, 1])
     cases = "".join(CASE.format(f"test_many[{i}]", t, "") for i, t in times)
