@@ -218,7 +218,7 @@ def as_ids(x: Any, name: str, least_ndim: int = 0) -> Any:
     """An array of integers in the dtype that it has, for ids, which are only compared."""
     x = as_array(x, name, least_ndim)
     if not jnp.issubdtype(x.dtype, np.integer):
-        raise TypeError(f"{name} must be integers, got {x.dtype}.")
+        raise TypeError(f"{name} must be integers, got {x.dtype} {x.shape}; cast by .astype(int).")
     return x
 
 

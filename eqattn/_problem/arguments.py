@@ -98,10 +98,12 @@ def as_mask(mask) -> AbstractMask | None:
     mask = named_mask(mask)
     if mask is None or isinstance(mask, AbstractMask):
         return mask
-    if isinstance(mask, list | tuple) and any(isinstance(m, AbstractMask | str) for m in mask):
+    listed = isinstance(mask, list | tuple)
+    if listed and (len(mask) == 0 or any(isinstance(m, AbstractMask | str) for m in mask)):
         raise TypeError(
-            f"mask must be one mask, got a {type(mask).__name__} of {len(mask)}: combine them, "
-            "`a & b` for pairs that all of them show, `a | b` for those that any of them shows."
+            f"mask must be one mask, got a {type(mask).__name__} of {len(mask)}: combine several, "
+            "`a & b` for pairs that all of them show, `a | b` for those that any of them shows. "
+            "None is no mask."
         )
     if isinstance(mask, jax.Array | np.ndarray | list):
         mask = as_array(mask, "mask")

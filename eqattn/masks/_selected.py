@@ -62,7 +62,10 @@ class Selected(AbstractMask):
             )
         known = concrete(self.indices)
         if known is not None and (known < -1).any():
-            raise ValueError(f"indices must be -1, for none, or at least 0, got {known.min()}.")
+            raise ValueError(
+                f"indices {known.shape} must be at least 0, or -1 for none, got {known.min()}; "
+                "write -1 where a row lists fewer keys."
+            )
 
     def check_call(
         self,
@@ -94,8 +97,8 @@ class Selected(AbstractMask):
             known, blocks = concrete(self.indices), -(-s // self.block_k)
             if known is not None and known.size and known.max() >= blocks:
                 raise ValueError(
-                    f"Selected indices must be below {blocks}, the number of blocks of "
-                    f"{self.block_k} of {s} keys, got {known.max()}; -1 stands for none."
+                    f"Selected indices {known.shape} must be below {blocks}, the number of blocks "
+                    f"of {self.block_k} of {s} keys, got {known.max()}; -1 stands for none."
                 )
 
     def rows_of(self, batch_shape: tuple[int, ...]) -> Int[Array, "b h r n"]:
@@ -138,7 +141,8 @@ class Selected(AbstractMask):
         """Returns the mask as an array, with one bool for each pair."""
         t = q.shape[-1]
         *lead, h, rows, n = self.indices.shape
-        self.check_call(tuple(lead), h, h, t)
+        whole_keys = isinstance(k, np.ndarray) and (k == np.arange(k.shape[-1])).all()
+        self.check_call(tuple(lead), h, h, t, k.shape[-1] if whole_keys else None)
         listed, _ = distinct(jnp.asarray(self.indices))
         whole = np.broadcast_shapes(tuple(lead), k.shape[:-1])
         wanted = jnp.broadcast_to(jnp.asarray(k) // np.int32(self.block_k), (*whole, k.shape[-1]))

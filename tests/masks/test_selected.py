@@ -372,13 +372,14 @@ def test_work_and_memory_do_not_grow_with_the_keys_that_are_not_listed():
 Q = jnp.ones((6, 1, 2))
 BAD = {
     "one axis": (lambda: Selected([0]), r"\[\*b, h, rows, n\], got shape \(1,\)"),
-    "below none": (lambda: Selected([[[-2]]]), "at least 0, got -2"),
-    "floats": (lambda: Selected([[[0.5]]]), "indices must be integers, got float"),
+    "below none": (lambda: Selected([[[-2]]]), r"indices \(1, 1, 1\) must be at least 0, .* got -2; write -1"),
+    "floats": (lambda: Selected([[[0.5]]]), r"indices must be integers, got float.* \(1, 1, 1\); cast"),
     "no block": (lambda: Selected([[[0]]], block_k=0), "block_k must be at least 1"),
     "rows": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((1, 5, 1), int))), r"\(1, 5, 1\) do not fit .* 6 rows of 1"),
     "heads": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((2, 6, 1), int))), "h one of 1, 1 and 1"),
     "batch": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((2, 1, 6, 1), int))), r"batch \(\)"),
-    "beyond the keys": (lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 6))), "below 6, .* got 6"),
+    "beyond the keys": (lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 6))), r"\(1, 6, 1\) must be below 6, .* got 6"),
+    "an array beyond the keys": (lambda: Selected(np.full((1, 6, 1), 6)).as_array(6, 6), "below 6, .* got 6"),
     "beyond the blocks": (lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 2), block_k=4)), "below 2, "),
     "negated": (lambda: attention(Q, Q, Q, mask=~Selected(np.zeros((1, 6, 1), int))), "cannot be negated"),
     "negated inside": (lambda: attention(Q, Q, Q, mask=Causal() & ~Selected(np.zeros((1, 6, 1), int))), "cannot be negated"),

@@ -64,8 +64,8 @@ def test_a_mask_by_name_and_a_list_of_masks():
         out = lambda mask: attention(q, q, q, strategy, mask=mask).attention_outputs
         np.testing.assert_array_equal(out("causal"), out(Causal()))
         np.testing.assert_array_equal(out("full"), out(None))
-        for wrong in ([Causal(), SlidingWindow(1, 2)], (Causal(), "causal"), ["causal"]):
-            with pytest.raises(TypeError, match="one mask, got a .* combine them, `a & b`"):
+        for wrong in ([Causal(), SlidingWindow(1, 2)], (Causal(), "causal"), ["causal"], []):
+            with pytest.raises(TypeError, match="one mask, got a .* combine several, `a & b`"):
                 out(wrong)
         with pytest.raises(ValueError, match="one of 'causal', 'full', or None; got 'casual'"):
             out("casual")
