@@ -316,19 +316,26 @@ class _Source(eqx.Module):
     **Arguments:**
 
     - `stored`: the keys or values.
+    - `arrays`: its arrays without the axes of a single batch element and of a single head. With such
+        axes, XLA:CPU copies all of an array ahead of the loop, under `jax.vmap` or without it.
     - `shadows`: the shadows of its arrays, see `summed_wide`. The parts add their gradients to
         these.
     - `wide`: as for `fold_selected`.
     """
 
     stored: AbstractStored
+    arrays: tuple[Array, ...]
     shadows: tuple[Array | None, ...]
     wide: bool = eqx.field(static=True)
 
     @classmethod
     def of(cls, x: Any, wide: bool) -> "_Source":
         stored = as_stored(x)
-        return cls(stored, tuple(map(shadow_of, stored.arrays)), wide)
+        arrays = tuple(
+            lax.squeeze(array, [i for i in _indexed(stored, flat) if array.shape[i] == 1])
+            for array, flat in zip(stored.arrays, stored.flat)
+        )
+        return cls(stored, arrays, tuple(map(shadow_of, arrays)), wide)
 
     def at(self, slots: Array, head: np.ndarray | None, batch: int) -> Array:
         """The vectors `[B, h, rows, n, K, D]` at `slots`, or `[B, h, rows, n, 1, D]` of one head
@@ -342,16 +349,24 @@ class _Source(eqx.Module):
         heads = np.arange(x.shape[2], dtype=np.int32).reshape(1, 1, 1, 1, -1)
         heads = jnp.asarray(heads if head is None else head.reshape(1, -1, 1, 1, 1))
         parts, dtype = [], x.dtype
-        for array, shadow, flat in zip(x.arrays, self.shadows, x.flat):
+        for array, whole, shadow, flat in zip(self.arrays, x.arrays, self.shadows, x.flat):
             where = owner, at, heads  # [B, h, rows, n, K] or [B, h, rows, n, 1]
             if flat:  # [B, shares, m]: a share has its heads of the first token, then the next.
-                share = np.int32(x.shape[2] // array.shape[1])
+                share = np.int32(x.shape[2] // whole.shape[1])
                 where = owner, heads // share, at * share + heads % share
+            kept = [i for i in range(3) if whole.shape[i] > 1 or i not in _indexed(x, flat)]
+            where = tuple(where[i] for i in kept)
             wide = self.wide and is_narrow(array)
             found = summed_wide(_wide_entries if wide else _entries, array, *where, shadow=shadow)
             parts.append(join_heads(found, 1) if flat else found)
             dtype = found.dtype if wide else dtype
         return _by_vectors(x.decode(*parts).astype(dtype), slots)
+
+
+def _indexed(x: AbstractStored, flat: bool) -> tuple[int, ...]:
+    """The axes of an array of `x` that an index of the batch element or of the head picks from."""
+    of_batch = () if x.table is not None else (0,)
+    return of_batch if flat else (*of_batch, 2)
 
 
 def _by_vectors(found: Array, slots: Array) -> Array:

@@ -541,3 +541,15 @@ def test_memory_is_that_of_what_is_listed_whatever_the_dtype(dtype):
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary(16384) < temporary(2048) + 2**20
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_no_key_is_copied_whole_under_vmap(heads, mapped):
+    """Keys and values of 16,384 tokens take 16 MiB for each head and both batch elements."""
+    call = lambda q, k, v, lists: attention(q, k, v, mask=Selected(lists)).attention_outputs
+    shapes = (2, 256, 16, 64), (2, 16384, heads, 64), (2, 16384, heads, 64)
+    arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    lists = jax.ShapeDtypeStruct((2, 1, 256, 128), jnp.int32)
+    compiled = jax.jit(jax.vmap(call) if mapped else call).lower(*arrays, lists).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**23
