@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._carry import Carry
 from .._misc import as_array, as_flag, as_int, as_int32
 from .._output import AttentionOutput
 from .._problem.arguments import as_mask, as_scores, check_shapes
@@ -122,11 +123,8 @@ def cascade_attention(
         return attention(query, key, value, strategy, mask=cache.mask(), **flags)
     trunks = [term.trunk() for term in leaf_terms(mask) if term.moves_positions]
     lengths = ft.reduce(jnp.minimum, trunks, offset)
-    found, ends = [], jnp.zeros(b, jnp.int32)
-    for _ in range(levels):
-        found.append(_groups_of(key.table, lengths, key.page_size, ends))
-        ends = found[-1].ends
-    shown = KeyPadding(cache.length, ends)
+    found = _levels_of(key.table, lengths, key.page_size, levels)
+    shown = KeyPadding(cache.length, found[-1].ends)
     for more in (Causal() if as_flag(causal, "causal") else None, mask):
         shown = shown if more is None else shown & more
     own = attention(
@@ -145,14 +143,8 @@ def cascade_attention(
     positions = jnp.broadcast_to(moved_positions(mask, places), (b, t))
     # The trunk of a tree is visible to all that are asked.
     pairs = given(mask, lambda term: True if term.moves_positions else None), scores, wants_largest
-    carry, largest = own.carry, own.max_logits
-    for groups in found:
-        shared = _over_prefixes(query, key, value, strategy, block_q, groups, positions, pairs)
-        assert carry is not None and shared.carry is not None
-        carry = carry.merge(shared.carry)
-        if largest is not None:
-            largest = jnp.maximum(largest, shared.max_logits)
-    assert carry is not None
+    visit = ft.partial(_over_prefixes, query, key, value, strategy, block_q, positions, pairs)
+    carry, largest = _merged(own, [visit(groups) for groups in found])
     return AttentionOutput(
         attention_outputs=carry.output().astype(strategy.output_dtype(query)),
         logsumexp=carry.logsumexp() if as_flag(return_logsumexp, "return_logsumexp") else None,
@@ -193,9 +185,9 @@ def _over_prefixes(
     value: Any,
     strategy: AttentionImpl,
     block_q: int,
-    groups: _Groups,
     positions: Array,
     pairs: tuple[Any, Any, bool],
+    groups: _Groups,
 ) -> AttentionOutput:
     """Attention over the keys that `groups` of rows share, without sinks, for queries
     `[b, t, h, d]` in blocks of `block_q`.
@@ -237,6 +229,27 @@ def _over_prefixes(
     at, back = (place.token_block, place.token_offset), jnp.argsort(order)
     unpack = lambda x: x[at].reshape(b, t, *x.shape[2:])[back]
     return jax.tree.map(unpack, output)
+
+
+def _merged(own: AttentionOutput, others: list[AttentionOutput]) -> tuple[Carry, Array | None]:
+    """The Carry of all outputs, and the largest logits if there are any."""
+    carry, largest = own.carry, own.max_logits
+    for shared in others:
+        assert carry is not None and shared.carry is not None
+        carry = carry.merge(shared.carry)
+        if largest is not None:
+            largest = jnp.maximum(largest, shared.max_logits)
+    assert carry is not None
+    return carry, largest
+
+
+def _levels_of(table: Array, lengths: Array, size: int, levels: int) -> list[_Groups]:
+    """The groups of each level, see `_groups_of`. All rows share no token before the first."""
+    found, starts = [], jnp.zeros(len(lengths), jnp.int32)
+    for _ in range(levels):
+        found.append(_groups_of(table, lengths, size, starts))
+        starts = found[-1].ends
+    return found
 
 
 def _groups_of(table: Array, lengths: Array, size: int, starts: Array) -> _Groups:

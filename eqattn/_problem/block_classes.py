@@ -189,9 +189,7 @@ def choose_live_blocking(
     # There are 16 times as many pairs of quarters.
     if kept or jax.default_backend() != "cpu" or chosen.rows * chosen.columns > _FINE // 16:
         return chosen
-    # Arrays are known in eager calls only, and sizes that followed them would make new programs.
-    given = problem.q_positions, problem.kv_positions, problem.q_shift
-    if jax.tree.leaves((problem.mask, given)):
+    if jax.tree.leaves((problem.mask, *_given_positions(problem))):
         return chosen
     problem = problem.at_places()
     table = table_of(problem, chosen)
@@ -203,6 +201,35 @@ def choose_live_blocking(
         queries, keys = (-(-n // 16) * 8 for n in (found[-1].block_q, found[-1].block_k))
         found.append(choose_blocking(problem, queries, keys, **how))
     return min(found, key=ft.partial(_visited_pairs, problem))
+
+
+FEW = 32
+"""For how many rows a CPU copies no key, see `_has_few_rows` in `strategies/_on_device.py`."""
+
+
+def sees_few_keys(problem: Problem) -> bool:
+    """Whether a CPU should read keys where they lie, as each is shown to few rows by a mask without
+    arrays. Rows are queries times query heads of a key head, and few on average. A copy of all keys
+    would take longer than the visit. There must be 8 times as many keys as rows, as in a window at
+    the end of a long text.
+    """
+    t, s, heads, kv_heads = problem.sizes
+    known = problem.mask is not None and isinstance(t, int) and isinstance(s, int)
+    if jax.default_backend() != "cpu" or not known:
+        return False
+    rows = t * (heads // kv_heads)
+    arrays = jax.tree.leaves((problem.mask, *_given_positions(problem)))
+    if arrays or not 0 < 8 * rows <= s:
+        return False
+    problem = problem.at_places()
+    blocking = choose_blocking(problem, None, None, in_place=True)
+    table = table_of(problem, blocking)
+    return isinstance(table, np.ndarray) and rows * float(np.mean(table != EMPTY)) <= FEW
+
+
+def _given_positions(problem: Problem) -> tuple[Any, ...]:
+    """Arrays are known in eager calls only, and what followed them would make new programs."""
+    return problem.q_positions, problem.kv_positions, problem.q_shift
 
 
 def _visited_pairs(problem: Problem, blocking: Blocking) -> float:

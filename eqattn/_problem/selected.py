@@ -316,7 +316,8 @@ class _Source(eqx.Module):
     **Arguments:**
 
     - `stored`: the keys or values.
-    - `arrays`: its arrays without the axes of a single batch element and of a single head. With such
+    - `arrays`: its arrays without the axes of a single batch element and of a single head. With
+        such
         axes, XLA:CPU copies all of an array ahead of the loop, under `jax.vmap` or without it.
     - `shadows`: the shadows of its arrays, see `summed_wide`. The parts add their gradients to
         these.

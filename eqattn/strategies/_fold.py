@@ -18,9 +18,9 @@ from jax import lax
 from jaxtyping import Array
 
 from .._carry import Carry, safe_max
-from .._jax import compiled
+from .._jax import compiled, is_narrow
 from .._misc import even_block
-from .._problem.block_classes import choose_live_blocking
+from .._problem.block_classes import choose_live_blocking, sees_few_keys
 from .._problem.blocking import Blocking, BlockOperand, choose_blocking
 from .._problem.exchange import HeadExchange
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
@@ -67,7 +67,12 @@ def fold_on_device(
             rest = dict(block_q=block_q, block_k=block_k, fused=fused, lowering=lowering)
             rest |= dict(in_place=in_place, fixed=fixed)
             return fold_own_rows(problem, manual, ft.partial(fold_on_device, **rest))
-        problem = problem if always is False else read_twice(problem, lowering, in_place)
+        if always is not False:
+            rest = dataclasses.replace(problem, mask=None if always is True else always)
+            # The gradients of narrow keys, of two parts, are to be summed before they are rounded.
+            wide = not is_narrow(problem.query) and lowering is XLA and not fixed
+            in_place = in_place or (wide and sees_few_keys(rest))
+            problem = read_twice(problem, lowering, in_place)
         rest = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
         visit = _visit_of_list(problem, selection, manual=manual, **rest)
         # From here on, its indices are not needed, and positions may be moved.

@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 from .._carry import Carry
 from .._misc import at_most
+from .._problem.block_classes import FEW, sees_few_keys
 from .._problem.mesh import ManualAxes
 from .._problem.problem import Problem
 from .._problem.storage import AbstractStored
@@ -85,14 +86,16 @@ def _has_few_rows(problem: Problem) -> bool:
     Up to 32 rows of 8 times as many keys read these as they lie. On one core of a CPU, 1 to 32
     queries of 256 to 2048 keys took 0.18 to 0.85 of the time of copies. Their gradients took 0.51
     to 0.95. In float32, 64 rows took 1.7 times as long. The benchmarks `cpu-f32-full-few-1024-*`
-    measure the effect. A list of keys stays with copies, as gradients of its two parts are then
-    summed wide.
+    measure the effect. More rows count as few if a mask shows few of them to a key. A list of keys
+    stays with copies, as gradients of its two parts are then summed wide.
     """
     t, s, heads, kv_heads = problem.sizes
     if jax.default_backend() != "cpu" or not (isinstance(t, int) and isinstance(s, int)):
         return False
+    if split_list(problem.mask)[0] is not None:
+        return False
     rows = t * (heads // kv_heads)
-    return 0 < 8 * rows <= min(s, 8 * 32) and split_list(problem.mask)[0] is None
+    return 0 < 8 * rows <= min(s, 8 * FEW) or sees_few_keys(problem)
 
 
 class AbstractOnDevice(AbstractFoldStrategy):

@@ -553,3 +553,28 @@ def test_no_key_is_copied_whole_under_vmap(heads, mapped):
     lists = jax.ShapeDtypeStruct((2, 1, 256, 128), jnp.int32)
     compiled = jax.jit(jax.vmap(call) if mapped else call).lower(*arrays, lists).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**23
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_window_of_few_keys_copies_none(listed, batched):
+    """The last queries of a text see a window of it, alone or beside a list. Keys and values of the
+    longer text take 32 MiB. `batched` gives each batch element an array, and a mask with arrays may
+    show any key.
+    """
+
+    def temporary(keys):
+        near, ends = SlidingWindow(100, 0), jnp.full(1, keys, jnp.int32)
+        near = near & KeyPadding(ends) if batched else near
+        shapes = (1, 16, 16, 64), (1, keys, 2, 64), (1, keys, 2, 64)
+        arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        lists = jax.ShapeDtypeStruct((1, 1, 16, 8), jnp.int32)
+
+        def call(q, k, v, lists):
+            mask = Selected(lists) | near if listed else near
+            return attention(q, k, v, mask=mask, q_offset=keys - 16).attention_outputs
+
+        compiled = jax.jit(call).lower(*arrays, lists).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert (temporary(32768) < temporary(4096) + 2**20) != batched

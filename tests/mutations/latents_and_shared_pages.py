@@ -29,9 +29,9 @@ MUTANTS = [
         [
             ("reach = jnp.minimum(equal * size, lengths)[None]", "reach = (equal * size)[None]"),
             ("shared = jnp.where(mine, reach, jnp.iinfo(jnp.int32).max).min(1)", "shared = jnp.where(mine, reach, 0).max(1)"),
-            ("KeyPadding(cache.length, ends)", "KeyPadding(cache.length)"),
+            ("KeyPadding(cache.length, found[-1].ends)", "KeyPadding(cache.length)"),
             ("KeyPadding(ends, groups.starts[place.row])", "KeyPadding(ends)"),
-            ("for groups in found:", "for groups in found[:1]:"),
+            ("[visit(groups) for groups in found]", "[visit(groups) for groups in found[:1]]"),
             ("there = lengths > starts", "there = lengths > 0"),
             ("jnp.maximum(ends, starts)", "ends"),
             ("q_positions=positions[row, token],", "q_positions=0 * row,"),

@@ -6,14 +6,61 @@ exports in which each row has something of its own.
 LIVE, DIFFERENCES = "problem/test_live_blocks.py", "kernels/test_differences.py"
 SINGLE = "cache/test_cache_memory.py -k single_block"
 
+FEW = "masks/test_selected.py -k few_keys"
+
 MUTANTS = [
+    (
+        "_problem/block_classes.py",
+        FEW,
+        [
+            ("if arrays or not 0 < 8 * rows <= s:", "if not 0 < 8 * rows <= s:"),
+            ("rows * float(np.mean(table != EMPTY)) <= FEW", "False"),
+        ],
+    ),
+    (
+        "strategies/_fold.py",
+        FEW,
+        [("in_place = in_place or (wide and sees_few_keys(rest))", "in_place = in_place")],
+    ),
+    (
+        "_problem/selected.py",
+        "masks/test_selected.py -k 'copied_whole or memory_is'",
+        [
+            ("x, at = lax.optimization_barrier((x, at))", "pass"),
+            ("of_batch = () if x.table is not None else (0,)", "of_batch = ()"),
+            ("return of_batch if flat else (*of_batch, 2)", "return of_batch"),
+        ],
+    ),
+    (
+        "strategies/_explicit_axes.py",
+        "kernels/test_tpu_meshes.py -k 'mixed or found'",
+        [("if kinds.get(n) == AxisType.Auto]", "if False]")],
+    ),
+    (
+        "_closure/closure.py",
+        "test_closure.py -k between_eager",
+        [
+            ("if len(within) > 4 or id(x) in within", "if True or id(x) in within"),
+            ("space = {**old.__globals__, **dict(zip(globals_, xs[o:]))} if globals_ else old.__globals__", "space = old.__globals__"),
+        ],
+    ),
+    (
+        "_jax.py",
+        "ring/test_layouts_and_plans.py -k explicit_axis",
+        [("return without_explicit_axes(move, (x,), x, spec)", "return move(x)")],
+    ),
+    (
+        "_problem/mesh.py",
+        "conformance/test_export.py -k several_devices",
+        [("if mesh.size > 1 and not all(", "if False and not all(")],
+    ),
     (
         "_problem/block_classes.py",
         LIVE,
         [
             ("free = problem.mask is not None and block_q is None and block_k is None", "free = problem.mask is not None"),
             ("return live * (_VISIT + math.prod(blocking.block))", "return live * math.prod(blocking.block)", "smaller blocks are only slower"),
-            ("if jax.tree.leaves((problem.mask, given)):", "if False:"),
+            ("if jax.tree.leaves((problem.mask, *_given_positions(problem))):", "if False:"),
             ("while len(found) < 3 and min(found[-1].block) >= 128:", "while False:"),
         ],
     ),

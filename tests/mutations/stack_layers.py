@@ -62,8 +62,8 @@ MUTANTS = [
         "strategies/test_many_queries.py -k where_keys",
         [
             ("return lowering is XLA and _has", "return _has"),
-            ("min(s, 8 * 32)", "s"),
-            ("0 < 8 * rows <= min(s, 8 * 32)", "0 < rows <= 32"),
+            ("min(s, 8 * FEW)", "s"),
+            ("0 < 8 * rows <= min(s, 8 * FEW)", "0 < rows <= FEW"),
         ],
     ),
     (
