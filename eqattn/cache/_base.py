@@ -73,6 +73,13 @@ class AbstractCache(eqx.Module):
     """Whether new tokens take the places of the oldest ones, so that a mask must not show these."""
 
     @property
+    def keeps_first(self) -> int:
+        """How many first tokens of each row are never overwritten. It is a hook of caches that
+        overwrite tokens.
+        """
+        return 0
+
+    @property
     @abc.abstractmethod
     def positions(self) -> Int[Array, "b s"] | None:
         """The position of each stored key; None means `0, 1, ..., s - 1`."""

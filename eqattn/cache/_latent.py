@@ -83,6 +83,10 @@ class LatentKVCache(AbstractCache):
         return self.cache.overwrites
 
     @property
+    def keeps_first(self) -> int:
+        return self.cache.keeps_first
+
+    @property
     def length(self) -> Any:
         return self.cache.length
 

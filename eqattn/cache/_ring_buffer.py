@@ -1,11 +1,12 @@
-"""`RingBufferCache`, which holds the last tokens of each row, for sliding windows."""
+"""`RingBufferCache`, which holds the last tokens of each row, and the first ones if asked to."""
 
 from typing import Any, ClassVar
 
+import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._misc import int32_field
+from .._misc import as_size, int32_field
 from .._problem.storage import AbstractStored
 from ._base import (
     AbstractCache,
@@ -25,9 +26,13 @@ class RingBufferCache(AbstractCache):
     """A cache of the last `capacity` tokens of each row, for sliding windows. The token at position
     `p` lies at place `p % capacity`.
 
+    With `sinks`, the first `sinks` tokens of each row stay in the first places, as in StreamingLLM.
+    The other places hold the last `capacity - sinks` of the other tokens, in the same turn. This is
+    for the mask `SlidingWindow(left, 0, sinks=sinks)`.
+
     Attention needs `kv_positions=cache.positions`; with `cache.mask()`, it raises without them. It
-    sees the right keys if `capacity` is at least `window + n - 1`. Here `n` tokens are appended at
-    a time, and the window counts the key of the query itself.
+    sees the right keys if `capacity` is at least `sinks + window + n - 1`. Here `n` tokens are
+    appended at a time, and the window counts the key of the query itself: it is `left + 1`.
 
     **Arguments:**
 
@@ -36,12 +41,22 @@ class RingBufferCache(AbstractCache):
     - `held`: the position of the token at each place, int32 `[b, capacity]`. -1 means that there is
         none.
     - `length`: how many tokens each row has had so far, int32 `[b]`.
+    - `sinks`: how many first tokens stay, a static int from 0 to `capacity - 1`.
+
+    **Raises:** `ValueError` for shapes that do not agree, or `sinks` out of range. `TypeError` is
+    raised for `sinks` that are no int.
+
+    ??? cite "Reference"
+
+        Xiao et al., *Efficient Streaming Language Models with Attention Sinks*, 2023
+        (arXiv:2309.17453), section 3.2.
     """
 
     key: Float[Array | AbstractStored, "b s k d"]
     value: Float[Array | AbstractStored, "b s k v"]
     held: Int[Array, "b s"] = int32_field("held")
     length: Int[Array, " b"] = int32_field("length")
+    sinks: int = eqx.field(static=True, default=0, converter=lambda x: as_size(x, "sinks"))
 
     overwrites: ClassVar[bool] = True
 
@@ -53,10 +68,19 @@ class RingBufferCache(AbstractCache):
                 f"held {held} must be [b, capacity] = {keys[:2]}, for keys {keys}; "
                 "RingBufferCache.empty makes it."
             )
+        if keys is not None and 0 < self.sinks >= keys[1]:
+            raise ValueError(
+                f"sinks={self.sinks} need a capacity of at least {self.sinks + 1}, got {keys[1]}: "
+                "the last tokens are in the places after the sinks."
+            )
 
     @property
     def positions(self) -> Int[Array, "b s"] | None:
         return self.held
+
+    @property
+    def keeps_first(self) -> int:
+        return self.sinks
 
     @classmethod
     def empty(
@@ -68,13 +92,17 @@ class RingBufferCache(AbstractCache):
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
         bits: bool | None = None,
+        *,
+        sinks: int = 0,
     ) -> "RingBufferCache":
-        """Makes a cache without tokens. `bits` is as for `KVCache.empty`."""
+        """Makes a cache without tokens. `bits` is as for `KVCache.empty`, and `sinks` as for the
+        class.
+        """
         sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
         key, value = empty_pair((batch, capacity, kv_heads), dims, dtype, bits)
         held = jnp.full((batch, capacity), -1, jnp.int32)
-        return cls(key, value, held, jnp.zeros(batch, jnp.int32))
+        return cls(key, value, held, jnp.zeros(batch, jnp.int32), sinks)
 
     @keeps_shardings
     def append(
@@ -85,29 +113,39 @@ class RingBufferCache(AbstractCache):
     ) -> "RingBufferCache":
         counts = check_new(self, key, value, counts)
         t, capacity = jnp.shape(key)[1], self.key.shape[1]
-        if t > capacity:
+        if t > capacity - self.sinks:
+            beside = f" with sinks={self.sinks}" if self.sinks else ""
             raise ValueError(
-                f"{t} new tokens do not fit a RingBufferCache of {capacity}; append them in parts, "
-                "so that each part is attended to before it is overwritten."
+                f"{t} new tokens do not fit a RingBufferCache of {capacity}{beside}, which takes "
+                f"{capacity - self.sinks} at a time; append them in parts, so that each part is "
+                "attended to before it is overwritten."
             )
         position = new_positions(self, t)
         kept = position < (self.length + counts)[:, None]
-        slots = jnp.where(kept, position % capacity, capacity + position)
+        slots = jnp.where(kept, self._places(position), capacity + position)
         return RingBufferCache(
             write(self.key, key, slots),
             write(self.value, value, slots),
             write(self.held, position, slots),
             self.length + counts,
+            self.sinks,
         )
+
+    def _places(self, position: Array) -> Array:
+        """Where the tokens at these positions lie, of the same shape."""
+        first, turn = self.sinks, self.key.shape[1] - self.sinks
+        if not first:
+            return position % turn
+        return jnp.where(position < first, position, first + (position - first) % turn)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "RingBufferCache":
         """Returns the cache with only the first `lengths` tokens of each row. Tokens that newer
         ones have overwritten do not come back: for each token that is dropped, one fewer older
-        token is there. A layer raises if it would see one of them.
+        token is there. A layer raises if it would see one of them. Sinks are never overwritten.
         """
         lengths = check_lengths(lengths, self.length)
         held = jnp.where(self.held < lengths[:, None], self.held, -1)
-        return RingBufferCache(self.key, self.value, held, lengths)
+        return RingBufferCache(self.key, self.value, held, lengths, self.sinks)
 
     def reorder(self, rows: Int[Array, " n"]) -> "RingBufferCache":
         return with_rows(self, rows)

@@ -1,5 +1,6 @@
 """How a layer continues from a cache: its rows, its new tokens, and what attention then reads."""
 
+import bisect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -156,30 +157,58 @@ def _reach(
     """How many tokens before a new one the layer's window shows, or else the mask of the call.
 
     **Raises:** `ValueError` unless a cache that overwrites its oldest tokens still holds them when
-    `tokens` have been appended.
+    `tokens` have been appended. The first tokens that it keeps are held anyway.
     """
-    capacity, rows = cache.key.shape[1], len(cache.length)
+    capacity, first, rows = cache.key.shape[1], cache.keeps_first, len(cache.length)
+    kind, size = type(cache).__name__, _size(capacity, first)
     if window is not None and window[0] is not None:
-        least = window[0] + tokens
+        least = first + window[0] + tokens
         if capacity < least:
             raise ValueError(
                 f"{tokens} new tokens and the {window[0]} before each that window={window} shows "
-                f"need a {type(cache).__name__} of {least}, got {capacity}; append fewer at a time."
+                f"need a {kind} of {least}, got {size}; append fewer at a time."
             )
         return window[0]
-    most = capacity - tokens
+    most = capacity - first - tokens
     if most < 0:
         return 0  # `append` says that they do not fit.
-    shows = lambda distances: _show_beyond(mask, distances, rows, heads)
-    if shows(np.array([most])).any():
+    shows = lambda distances, first: _show_beyond(mask, distances, rows, heads, first)
+    if shows(np.array([most]), first).any():
+        # The window of a layer has no sinks, so that it would hide the first tokens.
+        kept, sinks, layer = "", "", " or the layer"
+        if first:
+            kept, sinks, layer = f"the first {first} and ", f", sinks={first}", ""
         raise ValueError(
-            f"With {tokens} new tokens a {type(cache).__name__} of {capacity} holds the "
-            f"{most} before each, and the mask may show older ones, which are "
-            f"overwritten: add a window such as SlidingWindow({most}, 0) to the mask "
-            "or the layer, take a larger capacity or fewer tokens at a time, or a KVCache."
+            f"With {tokens} new tokens a {kind} of {size} holds {kept}the {most} before each, and "
+            f"the mask may show older ones, which are overwritten{_needed(shows, most, tokens)}: "
+            f"add a window such as SlidingWindow({most}, 0{sinks}) to the mask{layer}, take a "
+            "larger capacity or fewer tokens at a time, or a KVCache."
         )
-    # The least distance beyond which nothing is shown. Of 16 that are asked for at once, the search
-    # goes on between the last that shows something and the first that does not.
+    return _least_distance(lambda distances: shows(distances, first), most)
+
+
+def _size(capacity: int, sinks: int) -> str:
+    return f"{capacity} with sinks={sinks}" if sinks else f"{capacity}"
+
+
+def _needed(shows: Callable[..., np.ndarray], most: int, tokens: int) -> str:
+    """What a message says of the ring that holds all keys that a mask may show, if there is one. It
+    shows keys that are more than `most` tokens before a new one.
+    """
+    far = 2**20
+    exempt = lambda sinks: not shows(np.array([far]), sinks).any()
+    sinks = bisect.bisect_left(range(1025), True, key=exempt)
+    if sinks > 1024 or most >= far:
+        return ""
+    reach = _least_distance(lambda distances: shows(distances, sinks), far)
+    return f" (all are in a RingBufferCache of {_size(sinks + reach + tokens, sinks)})"
+
+
+def _least_distance(shows: Callable[[np.ndarray], np.ndarray], most: int) -> int:
+    """The least distance beyond which nothing is shown, if that is so of `most`. Of 16 that are
+    asked for at once, the search goes on between the last that shows something and the first that
+    does not.
+    """
     least = 0
     while least < most:
         tried = np.unique(np.linspace(least, most - 1, 16).astype(int))
@@ -222,20 +251,20 @@ class _Away(AbstractMask):
 
 
 def _show_beyond(
-    mask: AbstractMask | None, distances: np.ndarray, rows: int, heads: int
+    mask: AbstractMask | None, distances: np.ndarray, rows: int, heads: int, first: int
 ) -> np.ndarray:
     """Whether a mask may show a key to a query that is more than some distance after it, bool
-    `[n]` for each of `n` distances.
+    `[n]` for each of `n` distances. The `first` keys are not asked about.
 
     The mask is classified over ranges of positions, so all queries from `distance + 1` to 2^29
-    after a key are one range. Keys are tried one by one, at the positions 0 to 1023, the powers of
-    two up to 2^20, and around the distances. These find a mask that exempts the first keys, or some
-    in each chunk. A mask that treats only other keys differently is missed. A list may show any
-    key.
+    after a key are one range. Keys are tried one by one: the next 1024, those at the powers of two
+    up to 2^20, and around the distances. These find a mask that exempts the first keys, or some in
+    each chunk. A mask that treats only other keys differently is missed. A list may show any key.
     """
     if mask is None:
         return np.ones(len(distances), bool)
-    keys = np.concatenate([np.arange(1024), 2 ** np.arange(10, 21), distances, distances + 1])
+    keys = np.concatenate([2 ** np.arange(10, 21), distances, distances + 1])
+    keys = np.concatenate([first + np.arange(1024), np.maximum(keys, first)])
     far = np.stack([distances + 1, np.full_like(distances, 2**29)], 1)
     away = map_terms(mask, lambda term: term if term.selects else _Away(term))
     each = keys.repeat(2).reshape(-1, 2)

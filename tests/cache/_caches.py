@@ -21,6 +21,9 @@ def paged(stored=None, dtype=jnp.float32, bits=False):
 MAKE = {
     "dense": lambda dtype: KVCache.empty(B, CAPACITY, K, D, V, dtype),
     "ring buffer": lambda dtype: RingBufferCache.empty(B, CAPACITY, K, D, V, dtype),
+    "ring buffer with sinks": lambda dtype: RingBufferCache.empty(
+        B, CAPACITY, K, D, V, dtype, sinks=3
+    ),
     "paged": lambda dtype: paged(dtype=dtype),
     "int8": lambda dtype: QuantizedKVCache.empty(B, CAPACITY, K, D, V, dtype),
     "paged int8": lambda dtype: paged(jnp.int8, dtype),
@@ -29,7 +32,10 @@ MAKE = {
     "ring buffer bits": lambda dtype: RingBufferCache.empty(B, CAPACITY, K, D, V, dtype, bits=True),
     "paged bits": lambda dtype: paged(dtype=dtype, bits=True),
 }
-EXACT = ("dense", "ring buffer", "paged", "bits", "ring buffer bits", "paged bits")
+EXACT = (
+    "dense", "ring buffer", "ring buffer with sinks", "paged", "bits", "ring buffer bits",
+    "paged bits",
+)  # fmt: skip
 
 
 def tokens(t, dtype=jnp.float64, seed=0):

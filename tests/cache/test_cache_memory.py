@@ -67,7 +67,7 @@ def test_pages_are_reserved_and_released():
 
 def test_written_in_place():
     """The memory of a donated cache is that of the new one, plain `jax.jit`."""
-    for name in ("dense", "paged", "int8", "ring buffer"):
+    for name in ("dense", "paged", "int8", "ring buffer", "ring buffer with sinks"):
         cache = MAKE[name](jnp.float32)
         _, k, v = tokens(1, jnp.float32)
         append = jax.jit(lambda c, k, v: c.append(k, v), donate_argnums=0)

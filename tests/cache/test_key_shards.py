@@ -37,11 +37,12 @@ MAKE = {
     "int8": lambda: QuantizedKVCache.empty(**SIZES),
     "bits": lambda: KVCache.empty(**SIZES, bits=True),
     "ring buffer": lambda: RingBufferCache.empty(**SIZES),
+    "ring buffer with sinks": lambda: RingBufferCache.empty(**SIZES, sinks=2),
     "pages": PAGED,
     "int8 pages": lambda: PAGED(stored=jnp.int8),
     "pages of bits": lambda: PAGED(bits=True),
 }
-SLOW = ("one piece", "bits", "pages of bits", "ring buffer")
+SLOW = ("one piece", "bits", "pages of bits", "ring buffer", "ring buffer with sinks")
 CACHES = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in MAKE]
 
 

@@ -122,13 +122,30 @@ MUTANTS = [
         [
             ("kept = position < (self.length + counts)[:, None]", "kept = position >= 0"),
             ("kept = position < (self.length + counts)[:, None]", "kept = position <= (self.length + counts)[:, None]"),
-            ("jnp.where(kept, position % capacity, capacity + position)", "jnp.where(kept, position, capacity + position)"),
+            ("jnp.where(kept, self._places(position), capacity + position)", "jnp.where(kept, position, capacity + position)"),
             ("write(self.held, position, slots)", "self.held"),
-            ("self.length + counts,\n        )", "self.length + t,\n        )"),
+            ("self.length + counts,\n            self.sinks,", "self.length + t,\n            self.sinks,"),
             ("jnp.where(self.held < lengths[:, None], self.held, -1)", "self.held"),
             ("jnp.where(self.held < lengths[:, None], self.held, -1)", "jnp.where(self.held <= lengths[:, None], self.held, -1)"),
             ("jnp.full((batch, capacity), -1, jnp.int32)", "jnp.full((batch, capacity), 0, jnp.int32)"),
         ],
+    ),
+    (
+        "cache/_ring_buffer.py",
+        "cache/test_ring_sinks.py",
+        [
+            ("jnp.where(position < first, position, first", "jnp.where(position <= first, 0, first"),
+            ("first + (position - first) % turn", "first + position % turn"),
+            ("first, turn = self.sinks, self.key.shape[1] - self.sinks", "first, turn = self.sinks, self.key.shape[1]"),
+            ("if t > capacity - self.sinks:", "if t > capacity:"),
+            ("0 < self.sinks >= keys[1]", "0 < self.sinks > keys[1]"),
+            ("held, lengths, self.sinks)", "held, lengths)"),
+        ],
+    ),
+    (
+        "cache/_latent.py",
+        "nn/test_layer_ring_sinks.py",
+        [("return self.cache.keeps_first", "return 0")],
     ),
     (
         "cache/_contiguous.py",

@@ -66,6 +66,17 @@ MUTANTS = [
     ),
     (
         "nn/_cached_call.py",
+        "nn/test_layer_ring_sinks.py",
+        [
+            ("most = capacity - first - tokens", "most = capacity - tokens"),
+            ("least = first + window[0] + tokens", "least = window[0] + tokens"),
+            ("first + np.arange(1024), np.maximum(keys, first)", "np.arange(1024), keys"),
+            ("_size(sinks + reach + tokens, sinks)", "_size(reach + tokens, sinks)"),
+            ("if sinks > 1024 or most >= far:", "if most >= far:"),
+        ],
+    ),
+    (
+        "nn/_cached_call.py",
         "nn/test_layer_cache.py -k test_errors",
         [("if one and np.ndim(of_rows[1]):", "if False:")],
     ),

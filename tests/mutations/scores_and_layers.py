@@ -142,7 +142,7 @@ MUTANTS = [
         "nn/test_layer_cache.py",
         [
             ("return cache, cache.mask() if mask is None else mask & cache.mask()", "return cache, cache.mask()"),
-            ("least = window[0] + tokens", "least = window[0]"),
+            ("least = first + window[0] + tokens", "least = first + window[0]"),
             ("return self.mask.visible(b, h, k + q, k, *ids)", "return self.mask.visible(b, h, q, k, *ids)"),
             ("if cache.key.dtype != key_.dtype:", "if False:"),
             ("first = jnp.clip(query - reach, 0, length)", "first = jnp.clip(query - reach, 0, length) + 1"),
