@@ -266,12 +266,7 @@ class LatentAttention(eqx.Module):
             q_offset = cache.length if q_positions is None else None
             cache, mask = appended(cache, rest, latent, (q_positions, counts), mask, self.num_heads)
             keys, kv_positions = cache.key, cache.positions
-        scale = self.softmax_scale
-        if scale is None:
-            # Both forms have the same logits. So the scale is that of the expanded keys, although
-            # absorbed ones have `kv_lora_rank + qk_rope_head_dim` features.
-            scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
-        strategy = configured(self.strategy, cache is not None, softmax_scale=scale)
+        strategy = configured(self.strategy, cache is not None, softmax_scale=self._scale())
         absorbed = form == "absorbed" or (form is None and cache is not None)
         heads = self._absorbed if absorbed else self._expanded
         found = attention(
@@ -285,13 +280,25 @@ class LatentAttention(eqx.Module):
             kv_positions=kv_positions,
             return_max_logits=return_max_logits,
         )
-        out = found.attention_outputs.astype(query.dtype)
+        out = self._joined(found.attention_outputs.astype(query.dtype), absorbed)
+        return result(cache, (out, found.max_logits) if return_max_logits else out)
+
+    def _scale(self) -> Any:
+        """The scale of the logits. Both forms have the same logits. So it is by default that of the
+        expanded keys, although absorbed ones have `kv_lora_rank + qk_rope_head_dim` features.
+        """
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+
+    def _joined(self, out: Array, absorbed: bool) -> Array:
+        """What the layer returns, of the outputs of all heads."""
         if absorbed:
             # Attention gave `sum_j p_j c_j` for each head i, where V_i is `weight[i]`, [v, r].
             weight = self.v_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
             out = jnp.einsum("...hr,hvr->...hv", out, weight)
-        out = linear(self.o_proj, out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim))
-        return result(cache, (out, found.max_logits) if return_max_logits else out)
+        out = out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim)
+        return linear(self.o_proj, out)
 
     def _absorbed(self, query: Array, keys: AbstractStored, stored: bool) -> tuple[Any, Any, Any]:
         """Queries, keys and values of the absorbed form: one key head for all queries.

@@ -334,19 +334,18 @@ class MultiheadAttention(eqx.Module):
         s = new if cache is None else cache.key.shape[1]
         mask = as_layer_mask(mask, self.window, self.num_heads, t, s)
         rate = self.dropout.rate_of_call(inference, deterministic, key)
-        given, by_caller = (q_positions, kv_positions), process_heads is not None
-        at, (q_positions, kv_positions) = input_positions(
-            self.rotary, self.strategy, cache, mask, (t, new), given, by_caller
-        )
+        given = (q_positions, kv_positions), process_heads is not None
+        at, given = input_positions(self.rotary, self.strategy, cache, mask, (t, new), *given)
+        q_positions, kv_positions = given
         heads = processed(process_heads, *self._heads(query, key_, value, at))
         q, k, v = of_one_dtype(*heads) if cache is None else heads  # A cache rounds to its dtype.
         dtype, q_offset = v.dtype, None
         if cache is not None:
             q_offset = cache.length if q_positions is None else None
-            cache, mask = appended(
-                cache, k, v, (q_positions, counts), mask, self.num_heads, self.window
-            )
+            of_rows = q_positions, counts
+            cache, mask = appended(cache, k, v, of_rows, mask, self.num_heads, self.window)
             k, v, kv_positions = cache.key, cache.value, cache.positions
+        places: Any = dict(q_offset=q_offset, q_positions=q_positions, kv_positions=kv_positions)
         out = attention(
             q,
             k,
@@ -357,10 +356,8 @@ class MultiheadAttention(eqx.Module):
             score=(*as_scores(self.score), *as_scores(score)) or None,
             key=key if rate else None,
             inference=not rate,
-            q_offset=q_offset,
-            q_positions=q_positions,
-            kv_positions=kv_positions,
             return_max_logits=return_max_logits,
+            **places,
         )
         joined = self._joined(out.attention_outputs.astype(dtype), query)
         return result(cache, (joined, out.max_logits) if return_max_logits else joined)
