@@ -355,7 +355,7 @@ class _Source(eqx.Module):
             if flat:  # [B, shares, m]: a share has its heads of the first token, then the next.
                 share = np.int32(x.shape[2] // whole.shape[1])
                 where = owner, heads // share, at * share + heads % share
-            kept = [i for i in range(3) if whole.shape[i] > 1 or i not in _indexed(x, flat)]
+            kept = [i for i in range(3) if whole.shape[i] != 1 or i not in _indexed(x, flat)]
             where = tuple(where[i] for i in kept)
             wide = self.wide and is_narrow(array)
             found = summed_wide(_wide_entries if wide else _entries, array, *where, shadow=shadow)

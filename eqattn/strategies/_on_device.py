@@ -8,7 +8,6 @@ from jaxtyping import Array
 
 from .._carry import Carry
 from .._misc import at_most
-from .._problem.block_classes import FEW, sees_few_keys
 from .._problem.mesh import ManualAxes
 from .._problem.problem import Problem
 from .._problem.storage import AbstractStored
@@ -94,6 +93,8 @@ def _has_few_rows(problem: Problem) -> bool:
         return False
     if split_list(problem.mask)[0] is not None:
         return False
+    from .._problem.block_classes import FEW, sees_few_keys  # with what only calls need
+
     rows = t * (heads // kv_heads)
     return 0 < 8 * rows <= min(s, 8 * FEW) or sees_few_keys(problem)
 
