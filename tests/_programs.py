@@ -1,5 +1,6 @@
 """What the tests of programs share."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -10,6 +11,10 @@ import pytest
 
 
 ROOT = Path(__file__).parents[1]
+# The options of a program whose memory is judged: the code that XLA makes by default. `conftest.py`
+# asks for code that compiles faster, and copies less.
+OLD = importlib.metadata.version("jaxlib").startswith("0.10.")
+DEFAULT_CODE = {"xla_cpu_use_fusion_emitters": True} if OLD else {}
 
 
 def start(script: str, *arguments, **kwargs) -> subprocess.Popen:

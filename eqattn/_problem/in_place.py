@@ -67,6 +67,10 @@ def in_place(held: Sequence[AbstractStored], blocking: Blocking, lowering: Lower
             arrays = [lax.squeeze(a, [lead + 2] * e) for a, e in zip(x.arrays, early)]
             found = [(cut(a, flat=f) if f else cut(a), axes) for a, f in zip(arrays, x.flat)]
             single = [() if e else one for one, e in zip(single, early)]
+            if lead and len(x.arrays) and x.shape[0] == 1 and lowering.drops_single_axes:
+                # Behind the axis of layers, XLA:CPU copied all of these for the axis of one row.
+                kept = tuple(axis for axis in axes if axis != BATCH)
+                found = [(lax.squeeze(a, [axes.index(BATCH)]), kept) for a, _ in found]
         else:
             pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
             found = []

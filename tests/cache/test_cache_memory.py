@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _caches import B, D, K, MAKE, step, tokens, V
+from _programs import DEFAULT_CODE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, KeyPadding, Ragged
@@ -71,7 +72,7 @@ def test_written_in_place():
         cache = MAKE[name](jnp.float32)
         _, k, v = tokens(1, jnp.float32)
         append = jax.jit(lambda c, k, v: c.append(k, v), donate_argnums=0)
-        compiled = append.lower(cache, k, v).compile().memory_analysis()
+        compiled = append.lower(cache, k, v).compile(DEFAULT_CODE).memory_analysis()
         big = sum(x.nbytes for x in jax.tree.leaves(cache) if x.ndim > 1 and x.dtype != jnp.int32)
         assert compiled.alias_size_in_bytes >= big
         assert compiled.temp_size_in_bytes < big / 2, (name, compiled.temp_size_in_bytes, big)
@@ -103,7 +104,7 @@ def one_step(cache, q, k, v):
 def test_no_step_copies_the_cache(kind, dtype, kv_heads, new, batch):
     cache = long_cache(kind, batch, 8192, kv_heads, dtype)
     args = [jax.ShapeDtypeStruct((batch, new, n, 64), dtype) for n in (8, kv_heads, kv_heads)]
-    compiled = jax.jit(one_step, donate_argnums=0).lower(cache, *args).compile()
+    compiled = jax.jit(one_step, donate_argnums=0).lower(cache, *args).compile(DEFAULT_CODE)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= 2 * 2**20
     held = [x for x in jax.tree.leaves(cache) if x.ndim > 2]
@@ -115,7 +116,12 @@ def test_no_step_copies_a_cache_of_any_capacity(kind, kv_heads):
     """A prime one: the last block of a row is padded when it is read. It was a copy of all keys."""
     cache = long_cache(kind, 8, 8191, kv_heads, jnp.bfloat16)
     args = [jax.ShapeDtypeStruct((8, 1, n, 64), jnp.bfloat16) for n in (8, kv_heads, kv_heads)]
-    memory = jax.jit(one_step, donate_argnums=0).lower(cache, *args).compile().memory_analysis()
+    memory = (
+        jax.jit(one_step, donate_argnums=0)
+        .lower(cache, *args)
+        .compile(DEFAULT_CODE)
+        .memory_analysis()
+    )
     assert memory.temp_size_in_bytes <= 2**20
 
 
@@ -147,7 +153,7 @@ def test_no_layer_copies_its_cache(dtype, kv_heads, batch):
     layer = MultiheadAttention(8, 64, key=jax.random.key(0), **made)
     cache = KVCache.empty(batch, 8192, kv_heads, 8, dtype=dtype)
     run = jax.jit(lambda cache, x: layer(x, mask="causal", cache=cache), donate_argnums=0)
-    compiled = run.lower(cache, jax.ShapeDtypeStruct((batch, 1, 64), dtype)).compile()
+    compiled = run.lower(cache, jax.ShapeDtypeStruct((batch, 1, 64), dtype)).compile(DEFAULT_CODE)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= min(2**20, jnp.asarray(cache.key).nbytes)
 
@@ -166,7 +172,7 @@ def test_narrow_floats_are_read_where_they_lie(dtype):
         return attention(query, key, key, strategy, mask=KeyPadding(lengths)).attention_outputs
 
     lengths = jax.ShapeDtypeStruct((8,), jnp.int32)
-    memory = jax.jit(attend).lower(query, key, lengths).compile().memory_analysis()
+    memory = jax.jit(attend).lower(query, key, lengths).compile(DEFAULT_CODE).memory_analysis()
     assert memory.temp_size_in_bytes <= 2 * 2**20
 
 
@@ -266,7 +272,9 @@ def test_layers_are_not_copied():
     for capacity in (256, 4096):
         stacked = StackedKVCache.empty(3, B, capacity, K, D, V)
         jitted = jax.jit(over_layers, donate_argnums=0)
-        compiled = jitted.lower(stacked, *tokens(1, jnp.float32)).compile().memory_analysis()
+        compiled = (
+            jitted.lower(stacked, *tokens(1, jnp.float32)).compile(DEFAULT_CODE).memory_analysis()
+        )
         assert compiled.alias_size_in_bytes >= stacked.key.nbytes + stacked.value.nbytes
         sizes.append(compiled.temp_size_in_bytes)
     assert sizes[1] - sizes[0] < stacked.key.nbytes / 3 / 10  # a tenth of one layer's keys
@@ -300,7 +308,7 @@ def test_pages_of_layers_are_not_copied(heads, dtype):
         stacked = StackedPagedKVCache.empty(3, B, capacity, pages, 64, kv_heads, d, v, **kind)
         new = [jnp.ones((B, 1, kv_heads, n), run_dtype) for n in (d, v)]
         q = jnp.ones((B, 1, 4, d + v if latent else d), run_dtype)
-        compiled = jax.jit(step, donate_argnums=0).lower(stacked, q, *new).compile()
+        compiled = jax.jit(step, donate_argnums=0).lower(stacked, q, *new).compile(DEFAULT_CODE)
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
     nbytes = sum(x.nbytes for x in jax.tree.leaves(stacked.key_pages))
     assert sizes[1] - sizes[0] < nbytes / 3 / 10  # a tenth of one layer's keys
@@ -313,7 +321,7 @@ def test_sharded_heads_are_not_gathered(name):
     q, k, v = tokens(1, jnp.float32)
     cache = MAKE[name](jnp.float32).append(*tokens(5, jnp.float32, seed=1)[1:])
     args = jax.tree.map(lambda x: jax.device_put(x, heads(x)), (cache, q, k, v))
-    run = jax.jit(step).lower(*args).compile()
+    run = jax.jit(step).lower(*args).compile(DEFAULT_CODE)
     collectives = r"= (\S+) (?:all-gather|all-to-all|all-reduce|collective-permute)\S*\("
     # The branches that raise tell each device the outcome of the first one's callback.
     for moved in re.findall(collectives, run.as_text()):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import DEFAULT_CODE
 from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -192,7 +193,7 @@ def test_one_merge_is_all_that_travels(dtype):
         return attention(q, k, v, strategy, mask=mask, q_offset=offset).attention_outputs
 
     with jax.set_mesh(mesh):
-        compiled = jax.jit(call).lower(q, k, v, jnp.full(B, s)).compile()
+        compiled = jax.jit(call).lower(q, k, v, jnp.full(B, s)).compile(DEFAULT_CODE)
     lines = [x for x in compiled.as_text().splitlines() if re.search(r" all-|collective", x)]
     sent = "".join(line.split(" all-reduce(")[0] for line in lines)
     sizes = [np.prod([int(n) for n in x.split(",")]) for x in re.findall(r"f32\[([\d,]+)\]", sent)]

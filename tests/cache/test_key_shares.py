@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _moved import moved
+from _programs import DEFAULT_CODE
 from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -83,7 +84,7 @@ def test_what_a_step_reads_and_sends(name):
     query = like(jax.ShapeDtypeStruct((B, T, H, d), dtype), whole)
     offset = like(jax.ShapeDtypeStruct((B,), jnp.int32), whole)
     with jax.set_mesh(mesh):
-        program = jax.jit(attend).lower(cache, query, offset).compile()
+        program = jax.jit(attend).lower(cache, query, offset).compile(DEFAULT_CODE)
     names, sent = moved(program)
     assert names == {"all-reduce"} and sent <= 1.05 * B * T * H * (v + 2) * 4
     held = [x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import DEFAULT_CODE
 from conformance import oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, Causal, Ragged, ragged_attention
@@ -209,7 +210,7 @@ def test_each_byte_is_read_once(kind, dtype):
     else:
         cache = LatentKVCache.empty(1, capacity, rank, rotary, dtype)
     args = tokens(dtype, 1, heads, rank, rotary, 1)
-    compiled = jax.jit(step, donate_argnums=0).lower(cache, *args).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, *args).compile(DEFAULT_CODE)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= 2 * 2**20
     arrays = [x for x in jax.tree.leaves(cache) if x.ndim > 2]

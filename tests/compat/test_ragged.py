@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import DEFAULT_CODE
 from conformance import oracle, oracle_masks as om
 
 import eqattn as e
@@ -157,7 +158,7 @@ def test_temporary_memory_does_not_grow_with_the_cache():
     for s in (1024, 16384):
         key = jax.ShapeDtypeStruct((2, s, 2, 8), jnp.float32)
         ends = jax.ShapeDtypeStruct((2,), jnp.int32)
-        compiled = jax.jit(e.ragged_gqa).lower(query, key, key, ends).compile()
+        compiled = jax.jit(e.ragged_gqa).lower(query, key, key, ends).compile(DEFAULT_CODE)
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
     assert sizes[1] - sizes[0] <= 2 * 32 * (16384 - 1024) // 128
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
+from _programs import DEFAULT_CODE
 
 import eqattn
 import eqattn.nn as nn
@@ -791,7 +792,7 @@ def test_vmap_costs_what_a_batch_by_hand_does(shape, kwargs, gradient):
     for fn in (mapped, by_hand):
         if gradient:
             fn = jax.grad(lambda layer, x, fn=fn: fn(layer, x).sum(), (0, 1))
-        compiled = jax.jit(fn).lower(layer, x).compile()
+        compiled = jax.jit(fn).lower(layer, x).compile(DEFAULT_CODE)
         cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
         costs.append((cost["flops"], cost["bytes accessed"], memory.temp_size_in_bytes))
         results.append(jax.tree.leaves(compiled(layer, x)))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _programs import DEFAULT_CODE
 from jax.sharding import AxisType, PartitionSpec as P
 
 import eqattn
@@ -346,7 +347,7 @@ def test_the_largest_logit_of_a_head_takes_one_collective(manual):
         fn = jax.shard_map(fn, mesh=mesh, in_specs=(spread,) * 3, out_specs=(spread, P()))
     with jax.set_mesh(mesh):
         args = [jax.device_put(x, jax.NamedSharding(mesh, spread)) for x in (q, k, k)]
-        compiled = jax.jit(fn).lower(*args).compile()
+        compiled = jax.jit(fn).lower(*args).compile(DEFAULT_CODE)
         _, top = compiled(*args)
     logits = np.einsum("bthd,bshd->bhts", q, k.repeat(H // K, 2)) * D**-0.5
     want = np.where(np.tri(T, dtype=bool), logits, -np.inf).max((0, 2, 3))
@@ -381,7 +382,7 @@ def test_memory_is_linear_in_the_tokens():
             return stats.entropy(q, k, mask=Causal()).sum()
 
         args = [jax.ShapeDtypeStruct((tokens, h, 32), jnp.float32) for h in (2, 1)]
-        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile()
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*args).compile(DEFAULT_CODE)
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary(4096) <= 4.2 * temporary(1024)
