@@ -11,9 +11,9 @@ import pytest
 
 
 ROOT = Path(__file__).parents[1]
+OLD = importlib.metadata.version("jaxlib").startswith("0.10.")
 # The options of a program whose memory is judged: the code that XLA makes by default. `conftest.py`
 # asks for code that compiles faster, and copies less.
-OLD = importlib.metadata.version("jaxlib").startswith("0.10.")
 DEFAULT_CODE = {"xla_cpu_use_fusion_emitters": True} if OLD else {}
 
 

@@ -27,13 +27,13 @@ from .attention import attention
 
 
 class _Groups(NamedTuple):
-    """Which rows begin with the same pages, see `_groups_of`. Each has the number of tokens, `[b]`.
+    """Which rows have the same pages, see `_groups_of`. All are int32 `[b]`.
 
     **Arguments:**
 
     - `leader`: the first row of a row's group.
-    - `starts`, `ends`: the tokens of a row that all rows of its group share, and that no larger
-        group does.
+    - `starts`, `ends`: all rows of the group share the tokens from `starts` to `ends`. Those before
+        are shared by the larger group around it.
     """
 
     leader: Array

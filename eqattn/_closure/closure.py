@@ -249,7 +249,7 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
     them; otherwise the function itself is used. Globals without arrays only add to the key.
     """
     ref, code, same = weakref.ref(fn), fn.__code__, _Same(fn)
-    names, globals_ = tuple(fn.__kwdefaults__ or ()), _globals_with_arrays(fn, within)
+    names, shared = tuple(fn.__kwdefaults__ or ()), _globals_with_arrays(fn, within)
     n = len(fn.__closure__ or ())
     m = n + len(fn.__defaults__ or ())
     o = m + len(names)
@@ -257,11 +257,10 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
     def outside() -> list:
         fn: Any = ref()
         held = [cell.cell_contents for cell in fn.__closure__ or ()]
-        given = *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()
-        return [*held, *given, *(fn.__globals__[name] for name in globals_)]
+        return [*held, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
 
     try:
-        parts = _take_each(outside(), outside, within)
+        parts = [*_take_each(outside(), outside, within), *shared.values()]
     except ValueError:  # a cell is empty until its variable is first assigned
         parts = None
     if parts is None or writes_outside(code):
@@ -273,35 +272,34 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
         if same_arrays:
             return old
         held = tuple(map(types.CellType, xs[:n]))
-        space = {**old.__globals__, **dict(zip(globals_, xs[o:]))} if globals_ else old.__globals__
+        space = {**old.__globals__, **dict(zip(shared, xs[o:]))} if shared else old.__globals__
         new = types.FunctionType(code, space, old.__name__, xs[n:m] or None, held)
         new.__kwdefaults__ = dict(zip(names, xs[m:o])) or None
         new.__qualname__ = old.__qualname__
         new.__dict__.update(old.__dict__)
         return new
 
-    whole = _joined((code, names, globals_, n, m), parts, join)
-    return _owned(_with_read(whole, _take_globals(fn, outside()[:o], globals_)), fn)
+    whole = _joined((code, names, tuple(shared), n, m), parts, join)
+    return _owned(_with_read(whole, _take_globals(fn, outside(), tuple(shared))), fn)
 
 
-def _globals_with_arrays(fn: types.FunctionType, within: tuple[int, ...]) -> tuple[str, ...]:
-    """The names of the globals of a function that hold arrays which are known to be all it reads
-    there. Functions are followed as `_take_read` follows them, to a depth that bounds the time.
+def _globals_with_arrays(fn: types.FunctionType, within: tuple[int, ...]) -> dict[str, _Part]:
+    """The globals that a function reads and that hold arrays, by their names. They are left out if
+    something in them may change unseen. Functions of installed packages are not followed, nor
+    others beyond a depth that bounds the time.
     """
-
-    def is_split(x: Any) -> bool:
+    ref, space, found = weakref.ref(fn), fn.__globals__, {}
+    for name in globals_of(fn.__code__):
+        x = space.get(name)
         if isinstance(x, types.FunctionType):
             if len(within) > 4 or id(x) in within or is_installed(x.__module__ or ""):
-                return False
+                continue
         elif callable(x) and not isinstance(x, eqx.Module | ft.partial):
-            return False
-        part = _take(x, lambda: None, within)
-        return part.known and len(part.arrays) > 0
-
-    space = fn.__globals__
-    return tuple(
-        name for name in globals_of(fn.__code__) if name in space and is_split(space[name])
-    )
+            continue
+        part = _take(x, lambda name=name: ref().__globals__[name], within)  # pyright: ignore
+        if part.known and part.arrays:
+            found[name] = part
+    return found
 
 
 def _with_read(whole: _Part, read: _Part | None) -> _Part:

@@ -228,7 +228,9 @@ def sees_few_keys(problem: Problem) -> bool:
 
 
 def _given_positions(problem: Problem) -> tuple[Any, ...]:
-    """Arrays are known in eager calls only, and what followed them would make new programs."""
+    """The positions that a call gives as arrays. Their numbers are known in eager calls only, so
+    choices that followed them would make new programs.
+    """
     return problem.q_positions, problem.kv_positions, problem.q_shift
 
 

@@ -317,8 +317,7 @@ class _Source(eqx.Module):
 
     - `stored`: the keys or values.
     - `arrays`: its arrays without the axes of a single batch element and of a single head. With
-        such
-        axes, XLA:CPU copies all of an array ahead of the loop, under `jax.vmap` or without it.
+        such axes, XLA:CPU copies all of an array ahead of the loop, under `jax.vmap` or without it.
     - `shadows`: the shadows of its arrays, see `summed_wide`. The parts add their gradients to
         these.
     - `wide`: as for `fold_selected`.

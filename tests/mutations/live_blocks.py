@@ -46,7 +46,7 @@ MUTANTS = [
         "test_closure.py -k between_eager",
         [
             ("if len(within) > 4 or id(x) in within", "if True or id(x) in within"),
-            ("space = {**old.__globals__, **dict(zip(globals_, xs[o:]))} if globals_ else old.__globals__", "space = old.__globals__"),
+            ("space = {**old.__globals__, **dict(zip(shared, xs[o:]))} if shared else old.__globals__", "space = old.__globals__"),
         ],
     ),
     (
