@@ -16,9 +16,23 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
+from ._jax import primitives
 from ._misc import as_array
+
+
+POINTWISE = {
+    getattr(lax, f"{name}_p")
+    for name in (
+        "abs add and ceil clamp convert_element_type cos div eq erf exp exp2 expm1 floor ge gt "
+        "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round "
+        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square "
+        "sub tanh xor"
+    ).split()
+} | {primitives.add_jaxvals_p}
+"""Operations of which a part of the result needs that part of the arguments only."""
 
 
 class Operand(eqx.Module):

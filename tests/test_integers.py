@@ -1,4 +1,4 @@
-"""No integer wraps around: what does not fit raises where it is known, and saturates where not."""
+"""No integer wraps around: what does not fit raises, at once where it is known."""
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +63,9 @@ TAKERS = {
     "Operand": ("array", lambda x, array: Operand(array([0, x]), "t")),
     "as_array": ("q_positions", lambda x, array: Causal().as_array(2, 2, q_positions=array([0, x]))),
     "sparsity": ("kv_positions", lambda x, array: Causal().sparsity(2, 2, kv_positions=array([0, x]))),
-    "q_offset": ("q_offset", lambda x, array: attention(*QKV, q_offset=array([0, x]))),
-    "q_positions": ("q_positions", lambda x, array: attention(*QKV, q_positions=array([0, 1, 2, x]))),
-    "kv_positions": ("kv_positions", lambda x, array: attention(*QKV, kv_positions=[0, 1, 2, x])),
+    "q_offset": ("q_offset", lambda x, array: attention(*QKV, mask="causal", q_offset=array([0, x]))),
+    "q_positions": ("q_positions", lambda x, array: attention(*QKV, mask="causal", q_positions=array([0, 1, 2, x]))),
+    "kv_positions": ("kv_positions", lambda x, array: attention(*QKV, mask="causal", kv_positions=array([0, 1, 2, x]))),
     "ragged, cu": ("cu_q_lens", lambda x, array: ragged_attention(*ROWS, array([0, 1, x]), LENGTHS, RAGGED)),
     "ragged, lengths": ("lengths", lambda x, array: ragged_attention(*ROWS, CU, array([x, 4]), RAGGED)),
     "ragged, starts": (
@@ -76,14 +76,14 @@ TAKERS = {
         "starts", lambda x, array: ragged_gqa(ones(B, H, D), *QKV[1:], array([4, 4]), array([x, 1]))
     ),
     "reference_gqa": ("lengths", lambda x, array: reference_gqa(ones(B, H, D), *QKV[1:], array([x, 1]))),
-    "packed_segments": ("cu_seqlens", lambda x, array: packed_segments(array([0, x]), 2**33)),
+    "packed_segments": ("cu_seqlens", lambda x, array: packed_segments(array([0, x]), T)),
     "dot_product_attention": (
         "key_value_seq_lengths",
         lambda x, array: dot_product_attention(*QKV, key_value_seq_lengths=array([1, x])),
     ),
     "rotary": ("positions", lambda x, array: nn.rotary(QKV[0], array([0, 1, 2, x]))),
-    "layer": ("q_positions", lambda x, array: LAYER(ones(2, 8), q_positions=array([0, x]))),
-    "layer, keys": ("kv_positions", lambda x, array: LAYER(ones(2, 8), kv_positions=array([0, x]))),
+    "layer": ("q_positions", lambda x, array: LAYER(ones(2, 8), mask="causal", q_positions=array([0, x]))),
+    "layer, keys": ("kv_positions", lambda x, array: LAYER(ones(2, 8), mask="causal", kv_positions=array([0, x]))),
     "layer, counts": (
         "counts", lambda x, array: LAYER(ones(B, 2, 8), cache=KV, counts=array([0, x]))
     ),
@@ -169,18 +169,30 @@ def test_traced_unsigned_integers_are_refused(argument, call):
         jax.eval_shape(lambda x: (call(x), None)[1], jax.ShapeDtypeStruct((B,), "uint32"))
 
 
-def test_traced_int64_saturates(x64):
-    """`jnp.arange` is int64 there: it must work, and its order must stay."""
-    far = jnp.array([2**33, -(2**33), 3, 2**31 + 5])
-    seen = jax.jit(lambda n: KeyPadding(n).as_array(1, 6, batch_shape=(4,)))(far)
-    assert seen.sum((1, 2, 3)).tolist() == [6, 0, 3, 6]
+FAR = {"above": 2**33, "below": -(2**33), "just above": 2**31}
+
+
+@pytest.mark.parametrize("value", FAR.values(), ids=FAR)
+@pytest.mark.parametrize("name", [n for n in TAKERS if not n.startswith((*KEEP, "reserve"))])
+def test_traced_int64_that_does_not_fit_raises(name, value, x64):
+    """When the program runs. `reserve` has no place in a program."""
+    argument, call = TAKERS[name]
 
     @jax.jit
-    def causal(q, k):
-        return Causal().as_array(4, 4, q_positions=q, kv_positions=k)[0]
+    def run(x):
+        result = call(x, lambda given: jnp.stack(jax.tree.leaves(jax.tree.map(jnp.int64, given))))
+        return [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
 
-    places = jnp.array([-(2**40), 0, 5, 2**40])
-    assert causal(places, jnp.arange(4)).sum(1).tolist() == [0, 1, 4, 4]
+    with pytest.raises(Exception, match=argument):
+        jax.block_until_ready(run(jnp.int64(value)))
+
+
+def test_traced_int64_that_fits_is_taken(x64):
+    """`jnp.arange` is int64 there: it must work."""
+    seen = jax.jit(lambda n: KeyPadding(n).as_array(1, 6, batch_shape=(4,)))(
+        jnp.array([9, 0, 3, 6])
+    )
+    assert seen.sum((1, 2, 3)).tolist() == [6, 0, 3, 6]
     q = jax.random.normal(jax.random.key(0), (T, H, D), jnp.float32)
     want = attention(q, q, q, mask=Causal()).attention_outputs
     at = jnp.arange(T)

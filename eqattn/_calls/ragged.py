@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_flag, as_int, as_int32, concrete
+from .._misc.run_time import raise_if
 from .._output import AttentionOutput
 from .._problem.arguments import as_mask, as_positions, as_scores
 from .._problem.joined import read_once
 from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
 from .._problem.row_pages import pages_of_rows, positions_of_pages, Sharers
-from .._problem.run_time import raise_if
 from .._problem.stack_layer import StackLayer
 from .._problem.storage import AbstractStored
 from ..masks._causal import Causal

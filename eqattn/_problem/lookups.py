@@ -23,8 +23,7 @@ from jaxtyping import Array
 
 from .._jax import abstract, Literal, only_varies, replay, vary, varying_axes
 from .._misc import accumulation_dtype
-from .._pairs import Operand
-from ..kernels._program import POINTWISE
+from .._pairs import Operand, POINTWISE
 from ..masks._base import AbstractMask, visible
 from ..masks._terms import map_terms
 from ..scores._base import AbstractScore

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_flag, as_size, int32_field
-from .._problem.run_time import raise_if
+from .._misc.run_time import raise_if
 from .._problem.storage import AbstractStored, as_stored, Pages, Quantized
 from ._base import (
     AbstractCache,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_int32, concrete, even_block, int32_field
-from .._problem.run_time import raise_if
+from .._misc.run_time import raise_if
 from .._problem.stack_layer import StackLayer
 from .._problem.storage import AbstractStored
 from ._base import (

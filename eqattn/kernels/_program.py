@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._jax import evaluated, interpret, only_varies, primitives
+from .._jax import evaluated, interpret, only_varies
 from .._sweep.centred_tangent import evaluate_refined, refined_p
 
 
@@ -20,16 +20,6 @@ _CALLERS = set(
     "jit pjit remat remat2".split()
 )
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-POINTWISE = {
-    getattr(lax, f"{name}_p")
-    for name in (
-        "abs add and ceil clamp convert_element_type cos div eq erf exp exp2 expm1 floor ge gt "
-        "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round "
-        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square "
-        "sub tanh xor"
-    ).split()
-} | {primitives.add_jaxvals_p}
-"""Operations of which a part of the result needs that part of the arguments only."""
 
 
 def _is_jaxpr(x: Any) -> bool:

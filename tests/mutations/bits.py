@@ -81,7 +81,7 @@ MUTANTS = [
         [("if mask.selects or any(", "if any(")],
     ),
     (
-        "_problem/run_time.py",
+        "_misc/run_time.py",
         "cache/test_full_caches.py cache/test_cache_contents.py",
         [
             ("on_each = jax.shard_map(fn, mesh=mesh", "on_each = fn if mesh else jax.shard_map(fn, mesh=mesh"),

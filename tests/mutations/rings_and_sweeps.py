@@ -137,7 +137,7 @@ MUTANTS = [
         [("opaque = layout.uniform or (several and any(map(moves, axes)))", "opaque = layout.uniform")],
     ),
     (
-        "_misc.py",
+        "_misc/__init__.py",
         "problem/test_folded_constants.py",
         [("return x if at_most(x.size, 2**14) else lax.optimization_barrier(x)", "return x")],
     ),

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
+from ..._pairs import POINTWISE
 from ..._sweep.grid import FEW_ROWS, GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, even_size, in_32_bits, Lowering
-from .._program import calls, equations, POINTWISE
+from .._program import calls, equations
 from ._lists import has_turns, listed, MOST_PAIRS
 
 

@@ -32,9 +32,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ..._jax import Literal, primitives
+from ..._pairs import POINTWISE
 from ..._sweep.grid import COL, CORNER, GridLayout, PARTIAL, ROW
 from ..._sweep.products import dot_p
-from .._program import POINTWISE
 from ._chip import wide_units
 from ._products import LANES, product_of
 from ._program import Program

@@ -34,9 +34,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._jax import Literal, primitives
+from ..._pairs import POINTWISE
 from ..._sweep.differences import along_diagonals_p, sums_of_diagonals_p
 from ..._sweep.products import dot_p, grouped_dot_p
-from .._program import flat_jaxpr, LOG2E, POINTWISE
+from .._program import flat_jaxpr, LOG2E
 from ._diagonals import Diagonals
 from ._operands import as_block
 from ._products import grouped_product, product_of

@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ..._pairs import POINTWISE
 from ..._sweep.differences import along_diagonals_p
 from ..._sweep.products import dot_p
-from .._program import POINTWISE
 from ._products import product_of
 from ._program import Evaluation
 from ._windows import size_of, Window

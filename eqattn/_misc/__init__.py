@@ -81,6 +81,8 @@ def _in_jax_dtype(x: np.ndarray, name: str) -> np.ndarray:
         raise TypeError(f"{name} must be an array of numbers or booleans, got {x.dtype}.")
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if dtype.kind in "iu" and dtype != x.dtype:
+        from .bounds import check_bounds
+
         bounds = np.iinfo(dtype)
         check_bounds(x, name, int(bounds.min), int(bounds.max))
     return np.asarray(x, dtype)
@@ -228,8 +230,8 @@ def as_int32(
     """An array of integers as int32, without any that wraps around.
 
     Values that are known must be within the bounds. Traced values are trusted where all values of
-    their dtype are int32. Traced int64, the default dtype of integers in 64-bit mode, is saturated
-    at the bounds, which keeps the order of its values. Traced uint32 and uint64 are refused.
+    their dtype are int32. Traced int64, the default dtype of integers in 64-bit mode, raises when
+    the program runs, unless it is within the bounds. Traced uint32 and uint64 are refused.
 
     **Arguments:**
 
@@ -244,35 +246,9 @@ def as_int32(
     bounds = np.iinfo(x.dtype)
     if bounds.min >= least and bounds.max <= most:
         return int32(x)
-    known = concrete(x)
-    if known is not None:
-        check_bounds(known, name, least, most)
-    elif x.dtype in (np.uint32, np.uint64):
-        raise TypeError(
-            f"{name} is traced and of {x.dtype}, and int32 may not hold its values; if it does, "
-            f"pass {name}.astype(jnp.int32)."
-        )
-    elif x.dtype == np.int64:
-        x = jnp.clip(x, least, most)
-    return int32(x)
+    from .bounds import within  # with what only other dtypes need
 
-
-def check_bounds(x: np.ndarray, name: str, least: int, most: int) -> None:
-    """**Raises:** `ValueError` unless all integers are within the bounds."""
-    if x.size and not (least <= int(x.min()) and int(x.max()) <= most):
-        wrong = int(x.min() if int(x.min()) < least else x.max())
-        reach = "; renumber what is larger" if most >= 2**31 - 1 else ", so that differences fit"
-        raise ValueError(
-            f"{name} must be from {_power(least)} to {_power(most)}{reach}, got {wrong}."
-        )
-
-
-def _power(n: int) -> str:
-    """The text of a bound: as a power of two if it is one, or one less, else in digits."""
-    bits = abs(n).bit_length()
-    if n == 2**bits - 1 and n:
-        return f"2**{bits} - 1"
-    return f"{'-' if n < 0 else ''}2**{bits - 1}" if abs(n) == 2 ** max(bits - 1, 0) else str(n)
+    return int32(within(x, name, least, most))
 
 
 def positions_in_reach(x: Any, name: str, least_ndim: int = 0) -> Any:
