@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from .._misc import as_size
 from .._problem.joined import Joined
 from .._problem.stack_layer import StackLayer
 from .._problem.storage import AbstractStored, Pages
@@ -71,7 +72,10 @@ class LatentKVCache(AbstractCache):
         - `batch`, `capacity`, `dtype`, `bits`: as for `KVCache.empty`.
         - `rank`: the size of a latent.
         - `rotary_dim`: the size of the shared part of a key.
+
+        **Raises:** `ValueError` or `TypeError` for sizes that are none.
         """
+        rank = as_size(rank, "rank", least=1)
         return cls(KVCache.empty(batch, capacity, 1, rotary_dim, rank, dtype, bits))
 
     @property

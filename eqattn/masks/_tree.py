@@ -38,6 +38,8 @@ class Tree(AbstractMask):
     Most blocks are skipped where each token comes right before its descendants (a preorder). Any
     other order gives the same results.
 
+    A call may have fewer tokens than the tree, as when it grows level by level.
+
     Make a new `Tree` for other parents. Replacing `parents` in one, as by `eqx.tree_at`, does not
     change who sees whom, as the tree keeps numbers that were computed from them.
 

@@ -224,6 +224,8 @@ def test_each_byte_is_read_once(kind, dtype):
 
 
 def test_both_parts_fit():
+    with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
+        LatentKVCache.empty(2, 8, 0, 4)
     with pytest.raises(ValueError, match="make it with kv_heads=1"):
         LatentKVCache(KVCache.empty(1, 64, 2, 8))
     x = jnp.zeros((1, 8, 1, 4))
