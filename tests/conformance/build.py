@@ -31,7 +31,7 @@ VISITED = (
 @dataclasses.dataclass(frozen=True)
 class Built:
     """`variants` share every argument but q, k and v; transforms with a leading axis use two of
-    them.
+    them. With latents, the oracle's keys are those of the library with the values before them.
     """
 
     case: Case
@@ -48,8 +48,16 @@ class Built:
         """Library shapes to the oracle's: leading axes flattened, values exact."""
         return {
             n: np.asarray(x).astype(self.precision.reference).reshape(self.shape_of(n))
-            for n, x in arguments.items()
+            for n, x in joined(self.case, arguments).items()
         }
+
+    def of_library(self, gradients: dict[str, Any]) -> dict[str, Any]:
+        """The oracle's gradients as those of the library's arguments: the transpose of `joined`."""
+        if self.case["target"][0] != "latent":
+            return gradients
+        dtype, size = self.variants[0]["v"].dtype, self.case["dims"][1]
+        latents = gradients["k"][..., :size].rounded(dtype) + gradients["v"].rounded(dtype)
+        return {**gradients, "k": gradients["k"][..., size:], "v": latents}
 
     def shape_of(self, name: str):
         return np.shape(getattr(self.problems[0], name))
@@ -68,15 +76,22 @@ class Built:
         return bound.values(self.problems[i], self.precision)
 
     def grads(self, i=0):
-        return bound.grads(self.problems[i], *self.oracle_cts, self.precision)
+        return self.of_library(bound.grads(self.problems[i], *self.oracle_cts, self.precision))
 
     def tangents(self, i=0):
         return bound.tangents(self.problems[i], self.oracle_directions, self.precision)
 
     def hvps(self, i=0):
-        return bound.hvps(
-            self.problems[i], *self.oracle_cts, self.oracle_directions, self.precision
+        return self.of_library(
+            bound.hvps(self.problems[i], *self.oracle_cts, self.oracle_directions, self.precision)
         )
+
+
+def joined(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with latents as what keys and values are made of."""
+    if case["target"][0] != "latent":
+        return arguments
+    return {**arguments, "k": np.concatenate([arguments["v"], arguments["k"]], -1)}
 
 
 def dtypes_of(case: Case):
@@ -221,6 +236,7 @@ def build(case: Case) -> Built:
     (t, s), (h, kv), (d, dv), lead = case["length"], case["heads"], case["dims"], case["lead"]
     b, dtype, wide = int(np.prod(lead)), *dtypes_of(case)
 
+    size = d + dv if case["target"][0] == "latent" else d  # of a query
     default = case["operands"] == "default"
     of_bias, of_others = (dtype, wide) if default else (jnp.dtype(case["operands"]),) * 2
 
@@ -232,7 +248,7 @@ def build(case: Case) -> Built:
         return jnp.asarray(np.asarray(x, wide).astype(kind))
 
     def qkv():
-        shapes = {"q": (*lead, t, h, d), "k": (*lead, s, kv, d), "v": (*lead, s, kv, dv)}
+        shapes = {"q": (*lead, t, h, size), "k": (*lead, s, kv, d), "v": (*lead, s, kv, dv)}
         return {n: normal(shape, dtype) for n, shape in shapes.items()}
 
     shared: dict[str, Any] = {}
@@ -271,7 +287,7 @@ def build(case: Case) -> Built:
     precision = bound.precision_of(dtype, normalised=narrow, by_product=by_product)
     constants: dict[str, Any] = {
         "mask": visible,
-        "scale": {"none": d**-0.5}.get(case["scale"], 0.3),
+        "scale": {"none": size**-0.5}.get(case["scale"], 0.3),
     }
     if case["cap"] != "none":
         constants["cap"] = 2.5
@@ -298,7 +314,8 @@ def build(case: Case) -> Built:
         return x.reshape(int(np.prod(x.shape[:-3])), *x.shape[-3:]) if name == "bias" else x
 
     problems = tuple(
-        Problem(**{**constants, **{n: flat(n, x) for n, x in a.items()}}) for a in variants
+        Problem(**{**constants, **{n: flat(n, x) for n, x in joined(case, a).items()}})
+        for a in variants
     )
     return Built(
         case=case,
@@ -387,19 +404,14 @@ def library_call(built: Built):
         names = kernels | dict.fromkeys(("latent", "paged", "ragged_keys", "paged_keys"), "ragged")
         name = names.get(target, target)
         q, k, v = (arguments[x] for x in "qkv")
-        default_scale = None
-        if target == "latent":  # Of features that the query does not look at, and those of `k`.
-            default_scale = q.shape[-1] ** -0.5
-            q = jnp.concatenate([jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), q], -1)
+        if target == "latent":
             k = Joined(v, k)
             v = k.first
         metadata = eqattn.AttentionMetadata(
             runtime_dtype=dtype,
             platform=KERNELS if target in kernels else "auto",
             backend={"gpu": "cuda", "triton": "triton"}.get(target.removesuffix("_ragged"), "any"),
-            softmax_scale={"none": default_scale, "float": 0.3}.get(
-                case["scale"], arguments.get("scale")
-            ),
+            softmax_scale={"none": None, "float": 0.3}.get(case["scale"], arguments.get("scale")),
             logits_soft_cap={"none": None, "float": 2.5}.get(case["cap"], arguments.get("cap")),
             softmax_aux=arguments.get("sinks"),
             dropout_prob=case["dropout"],
