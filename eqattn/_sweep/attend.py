@@ -239,7 +239,10 @@ class _Point:
         n = len(self.operands)
         layout = dataclasses.replace(layout, in_axes=layout.in_axes[:n])
         static = dict(visits=visits, values=values, layout=layout, products=products)
-        return tangent_arguments(self.operands, moved, self.lse, self.table, **static)
+        # Where nothing was seen, no probability may be more than 0. A kernel may have taken a logit
+        # for masked that this visit does not, such as one of -1e10.
+        origin = jnp.where(self.lse == -jnp.inf, jnp.finfo(self.lse.dtype).max, self.lse)
+        return tangent_arguments(self.operands, moved, origin, self.table, **static)
 
 
 def _taken_apart(args, active, layout):

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from .._jax import evaluated, interpret, only_varies
+from .._jax import evaluated, interpret, Literal, only_varies
 from .._sweep.centred_tangent import evaluate_refined, refined_p
 
 
@@ -20,6 +22,38 @@ _CALLERS = set(
     "jit pjit remat remat2".split()
 )
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+_LOST = -(2.0**24)
+
+
+def in_powers_of_two(origin: Any, units: Any) -> Any:
+    """The origins of a sweep's exponents in units of `log 2`, and inf for rows without exponents.
+
+    They were rounded in natural units and are rounded again, so they differ from the logits by a
+    few of their last places. Such a place is at least 1 beyond 2^24, and powers may overflow from
+    1e9 on. A row whose logits are all below -2^24 is hidden by a bias, as one of -1e10 for padding.
+    No pair of it adds to a gradient, where an infinite power times a cotangent of 0 would be NaN.
+
+    **Arguments:**
+
+    - `origin`: the origins.
+    - `units`: the same in units of `log 2`.
+    """
+    return jnp.where(origin < _LOST, jnp.finfo(jnp.float32).max, units)
+
+
+def origin_in(eqn: Any) -> Any:
+    """The variable `m` of which an operation makes the finite origin of exponents, or None.
+
+    The origin is `max(m, least)` with the least float. In a row that has seen nothing, `m` is -inf,
+    and exponents are `-inf - least = -inf` instead of `-inf + inf`, which is NaN.
+    """
+    if eqn is None or eqn.primitive is not lax.max_p:
+        return None
+    v, least = eqn.invars
+    finite = isinstance(least, Literal) and least.val == np.finfo(np.float32).min
+    return v if finite else None
 
 
 def _is_jaxpr(x: Any) -> bool:

@@ -7,8 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 
-_ORIGIN = float(jnp.finfo(jnp.float32).min)
-"""The origin of exponents in a row that has seen nothing."""
+_ORIGIN = -(2.0**30)
+"""The least origin of exponents, such as that of a row that has seen nothing.
+
+The product of a logit and `factor` is not rounded in an exponent, while it is in its origin. Where
+both are below -2^31, their difference may be 128, and a power of two infinite. With this origin,
+such logits are as masked. They are those of rows that a bias hides, as one of -1e10 for padding.
+"""
 
 
 def across(x: Any, like: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..._sweep.grid import COL, GridLayout, PARTIAL
-from .._program import LOG2E
+from .._program import in_powers_of_two, LOG2E
 from ._ending import Ending
 from ._lists import lists
 from ._operands import Operand, ROWS, scale_of, Side
@@ -251,8 +251,8 @@ class SumArrays:
         origins = {p.origin(pairs[c]) for c, p in programs.items()}
         self.origin = origins.pop() if len(origins) == 1 else None
         if self.origin is not None:
-            x = jnp.maximum(self.operands[self.origin], _LEAST) * LOG2E
-            self.operands[self.origin] = jnp.maximum(x, _LEAST)
+            x = jnp.maximum(self.operands[self.origin], _LEAST)
+            self.operands[self.origin] = in_powers_of_two(x, x * LOG2E)
         self.reads = [p.needed(pairs[c])[1] for c, p in programs.items()]
         cleans = [p.cleaned | p.cleaned_first for p in programs.values()]
         both = (*self.own, *self.streamed)

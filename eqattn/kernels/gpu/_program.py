@@ -20,7 +20,7 @@ from jax import lax
 
 from ..._jax import Literal
 from ..._sweep.products import dot_p
-from .._program import flat_jaxpr, LOG2E
+from .._program import flat_jaxpr, LOG2E, origin_in
 from ._operations import (
     evaluated,
     in_range,
@@ -387,14 +387,6 @@ _ZERO = Value("", np.float32(0))
 
 
 def origin_of(eqn: Any, root: Callable, arguments: dict[Any, int]) -> int | None:
-    """The argument `m` of which an operation makes the finite origin of exponents, or None.
-
-    The origin is `max(m, least)` with the least float. In a row that has seen nothing, `m` is -inf,
-    and exponents are `-inf - least = -inf` instead of `-inf + inf`, which is NaN.
-    """
-    if eqn is None or eqn.primitive is not lax.max_p:
-        return None
-    v, least = eqn.invars
-    if not (isinstance(least, Literal) and least.val == np.finfo(np.float32).min):
-        return None
-    return arguments.get(root(v))
+    """The argument of which an operation makes the finite origin of exponents, or None."""
+    v = origin_in(eqn)
+    return None if v is None else arguments.get(root(v))

@@ -37,7 +37,7 @@ from ..._jax import Literal, primitives
 from ..._pairs import POINTWISE
 from ..._sweep.differences import along_diagonals_p, sums_of_diagonals_p
 from ..._sweep.products import dot_p, grouped_dot_p
-from .._program import flat_jaxpr, LOG2E
+from .._program import flat_jaxpr, in_powers_of_two, LOG2E, origin_in
 from ._diagonals import Diagonals
 from ._operands import as_block
 from ._products import grouped_product, product_of
@@ -368,7 +368,10 @@ class Evaluation(Diagonals):
             run, small = self.at(None), eqn.invars[0]
             x = run.times(small, factor)
             if small.aval.ndim > 0:
-                x = jnp.where(jnp.abs(run.block(small)) < jnp.inf, jnp.clip(x, *RANGE), x)
+                kept = run.block(small)
+                x = jnp.where(jnp.abs(kept) < jnp.inf, jnp.clip(x, *RANGE), x)
+                if origin_in(self.program.maker(small)) is not None:
+                    x = in_powers_of_two(kept, x)
             if self.window is None:
                 return eqn.primitive.bind(x, **eqn.params)
             if x.ndim == 0:
