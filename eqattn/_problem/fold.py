@@ -29,6 +29,7 @@ from .lookups import looked_up, with_differences
 from .mesh import distinct
 from .operands import BlockOperands, WHOLE
 from .problem import is_unsure, Problem
+from .tables import with_tables
 
 
 def fold_problem(
@@ -181,17 +182,18 @@ def _with_lookups(
     problem: Problem, blocking: Blocking, spread: HeadExchange, lowering: Lowering
 ) -> tuple[Problem, Problem]:
     """The problem whose mask tells the classes of blocks, and the one that is visited. Only the
-    latter has `Differences`.
+    latter has `Differences` and `Products`.
     """
     # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
     if spread.inside and spread.size > 1:
         return problem, problem
+    counts = reads_differences(problem, blocking, lowering)
     if lowering is not XLA:
         problem = looked_up(problem)
-    unsure = any(map(is_unsure, (*leaf_terms(problem.mask), *problem.scores)))
-    if not unsure or not reads_differences(problem, blocking, lowering):
-        return problem, problem
-    return problem, with_differences(problem)
+    tables = counts and lowering.multiplies_tables and not spread.axes
+    visited = with_tables(problem) if tables else problem
+    unsure = any(map(is_unsure, (*leaf_terms(visited.mask), *visited.scores)))
+    return problem, with_differences(visited) if unsure and counts else visited
 
 
 def _visited(

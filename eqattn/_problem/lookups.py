@@ -13,7 +13,7 @@ diagonals, see `_sweep/differences.py`.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._jax import abstract, Literal, only_varies, replay, vary, varying_axes
+from .._jax import Literal, only_varies
 from .._misc import accumulation_dtype
 from .._pairs import Operand, POINTWISE
-from ..masks._base import AbstractMask, visible
+from ..masks._base import AbstractMask
 from ..masks._terms import map_terms
 from ..scores._base import AbstractScore
-from ..scores._wrapper import AbstractWrapper
-from .closed_score import dtype_read, Held, MOVES, wide_step
+from .closed_score import Held, MOVES, wide_step
 from .differences import Differences
+from .found import (
+    given_to,
+    of_scalars,
+    scalar_like,
+    scalars_of,
+    with_found,
+    with_parts,
+    without_calls,
+)
 from .problem import is_unsure, Problem
 
 
@@ -67,15 +75,15 @@ class Lookups:
         held wide, so that the gradient of a table that is read many times rounds once.
         """
         given = dict(zip([self.jaxpr.invars[j] for j in self.reads[i]], scalars))
-        return self._run(given, map(_held, self.consts), self.found[i])
+        return self.run(given, map(held, self.consts), self.found[i])
 
     def finish(self, scalars: Sequence[Any], found: Sequence[Any]) -> Any:
         """The function at the scalars of a pair and at what was looked up for it, which is wide."""
-        found = [_held(x, v.aval.dtype) for x, v in zip(found, self.found)]
+        found = [held(x, v.aval.dtype) for x, v in zip(found, self.found)]
         given = dict(zip(self.jaxpr.invars, scalars)) | dict(zip(self.found, found))
-        return self._run(given, self.consts, self.jaxpr.outvars[0])
+        return self.run(given, self.consts, self.jaxpr.outvars[0])
 
-    def _run(self, given: dict, consts: Iterable[Any], wanted: Any) -> Any:
+    def run(self, given: dict, consts: Iterable[Any], wanted: Any) -> Any:
         """Evaluates the equations from which the `wanted` variable follows, starting from variables
         that are given.
         """
@@ -87,7 +95,7 @@ class Lookups:
         return y.wide if isinstance(y, Held) else y
 
 
-def _held(x: Any, dtype: Any = None) -> Any:
+def held(x: Any, dtype: Any = None) -> Any:
     """A value of this dtype, or of its own, held in the dtype of sums if it is a narrow float."""
     dtype = jnp.result_type(x) if dtype is None else dtype
     if not jnp.issubdtype(dtype, jnp.floating) or accumulation_dtype(dtype) == dtype:
@@ -123,8 +131,7 @@ def lookups_of(
     - `places`: the indices of the positions of query and key. With them, the function is split by
         what it looks up by the difference of these. The difference is an axis `"d"`.
     """
-    whole = jax.make_jaxpr(fn)(*avals)
-    flat = jax.make_jaxpr(lambda *xs: replay(whole, *xs))(*avals)  # calls are inlined
+    flat = without_calls(fn, avals)
     jaxpr = flat.jaxpr
     # For each variable, this holds the axes on which it varies, or None if it varies with queries
     # and keys. Whether it contains a lookup, and on which scalars it depends, follow.
@@ -188,42 +195,9 @@ def split(part: Any, scalars: Sequence[Any], differences: bool = False) -> Looku
     A trace is valid inside of `jax.shard_map` only if it was made there, so each evaluation traces
     again.
     """
-    own, scored = part.operands(), isinstance(part, AbstractScore)
-    # A problem may have different heads in each batch element, see `Problem.h_indices`.
-    axes = [*[None] * scored, "b", "bh", "bt", "bs", *[o.axes.rstrip("f") for o in own]]
-    fn = part.transform if scored else visible(part)
-    # Not a method itself: JAX compares what it traces, and a module's arrays have no truth.
-    avals = [abstract(x, x.shape, x.dtype) for x in scalars]
+    scored = isinstance(part, AbstractScore)
     places = (2 + scored, 3 + scored) if differences else None
-    return lookups_of(lambda *xs: fn(*xs), avals, axes, places)
-
-
-class _FoundMask(AbstractMask):
-    """A mask whose lookups are operands, after its own."""
-
-    mask: AbstractMask
-    found: tuple[Any, ...]
-
-    may_lack_kernels: ClassVar[bool] = True
-
-    def operands(self) -> tuple[Any, ...]:
-        return (*self.mask.operands(), *self.found)
-
-    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
-        return _finished(self.mask, (b, h, q, k, *ids), self.found)
-
-
-class _FoundScore(AbstractWrapper):
-    """A score whose lookups are operands, after its own."""
-
-    score: AbstractScore
-    found: tuple[Any, ...]
-
-    def operands(self) -> tuple[Any, ...]:
-        return (*self.score.operands(), *self.found)
-
-    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
-        return _finished(self.score, (logit, b, h, q, k, *operands), self.found)
+    return lookups_of(*of_scalars(part, scalars), places)
 
 
 def _finished(part: Any, scalars: Sequence[Any], operands: tuple) -> Any:
@@ -249,17 +223,13 @@ def with_lookups(
         has them.
     - `differences`: whether it is what the part looks up by `q - k`.
     """
-    own, scored = part.operands(), isinstance(part, AbstractScore)
-    read = [((), x) for x in (*[like.dtype] * scored, *[jnp.int32] * 4)]
-    read += [
-        (o.feature_shape, dtype_read(o.array, like.dtype) if scored else o.array.dtype) for o in own
-    ]
-    lookups = split(part, [abstract(like, *x) for x in read], differences)
+    own = part.operands()
+    lookups = split(part, scalars_of(part, like), differences)
     if lookups is None:
         return part
     made = zip(arrays_of(lookups, own), lookups.axes)
     found = tuple(Differences(x) if differences else Operand(x, a) for x, a in made)
-    return _FoundScore(part, found) if scored else _FoundMask(part, found)
+    return with_found(part, found, _finished)
 
 
 def looked_up(problem: Problem) -> Problem:
@@ -302,25 +272,15 @@ def _with_found(
         the operands.
     - `differences`: as for `with_lookups`.
     """
-    axes = varying_axes(problem.query)
-    like = vary(jnp.zeros((), problem.accumulation_dtype), axes)
+    like = scalar_like(problem)
 
     def one(part: Any) -> Any:
         if differences and not is_unsure(part):
             return part
-
-        def found_of(lookups: Lookups, own: tuple) -> list:
-            scored = isinstance(part, AbstractScore)
-            arrays = [jnp.asarray(problem.canonical(x)) for x in own]
-            if scored:
-                arrays = [x.astype(dtype_read(x, like.dtype)) for x in arrays]
-            given = [vary(jnp.asarray(x), axes) for x in (*[like] * scored, *at, *arrays)]
-            return arrays_of(lookups, given)
-
+        found_of = lambda lookups, own: arrays_of(lookups, given_to(part, own, problem, at))
         return with_lookups(part, like, found_of, differences)
 
-    mask = None if problem.mask is None else map_terms(problem.mask, one)
-    return dataclasses.replace(problem, mask=mask, scores=tuple(map(one, problem.scores)))
+    return with_parts(problem, one)
 
 
 def _found(lookups: Lookups, given: Sequence[Array]) -> list[Array]:

@@ -32,6 +32,7 @@ from .exchange import HeadExchange
 from .in_place import in_place, in_shares, single_axes
 from .problem import Problem
 from .storage import as_stored
+from .tables import multiplied, Products, without_vectors
 
 
 WHOLE = ("q_position", "kv_position", "kv_place", "valid", *WORDS)
@@ -150,6 +151,9 @@ class BlockOperands:
                 kind = operand.diagonals if self.lowering is XLA else operand.windows
                 self.operands += (kind(role, self.blocking),)
                 continue
+            if isinstance(operand, Products):
+                self.operands += operand.blocks(role, self.blocking)
+                continue
             self._add(role, self.blocking.own_rows(canonical(operand), operand.axes))
         return slice(start, len(self.operands))
 
@@ -213,7 +217,8 @@ class BlockOperands:
         closed, acc = [], self.problem.accumulation_dtype
         axes = varying_axes(*(x.array for x in (*self.operands, *self.values)))
         for i, score in enumerate(self.problem.scores):
-            read = [x.read for x in self.operands[self.groups[i]]]
+            own = self.operands[self.groups[i]]
+            read = without_vectors([x.read for x in own], own)
             closed.append(ClosedScore.of(score, acc, read, consts and consts[i], axes))
         return closed
 
@@ -355,7 +360,9 @@ class BlockOperands:
             if "row" in named:
                 both, of = (named["row"], named["column"], blocking), self.operands[first:]
                 read = [y.at(x, *both) if isinstance(y, Diagonals) else x for x, y in zip(read, of)]
-            own = [read[g.start - first : g.stop - first] for g in self.groups]
+            read = multiplied(read, self.operands[first:])
+            groups = [slice(g.start - first, g.stop - first) for g in self.groups]
+            own = [without_vectors(read[g], self.operands[first:][g]) for g in groups]
             mask = None
             if c == PARTIAL:
                 parts = [named[role] for role in ("valid", "live") if role in named]

@@ -124,6 +124,9 @@ class Lowering(abc.ABC):
     repeats_diagonals: ClassVar[bool] = False
     """Whether blocks may hold numbers that their diagonals share, see `differences.py`."""
 
+    multiplies_tables: ClassVar[bool] = False
+    """Whether it reads tables by products of matrices, see `tables.py`."""
+
     least_listed: ClassVar[tuple[int, int]]
     """The least rows of logits and the least keys of a block that is visited by itself where a list
     names it. Keys in smaller blocks are gathered.

@@ -10,6 +10,7 @@ import numpy as np
 from .._pairs import over_block
 from .._problem.lookups import without_lookups
 from .._problem.problem import is_unsure
+from .._problem.tables import without_tables
 from .._sweep.lowering import Lowering
 from ..masks._base import AbstractMask, visible
 from ..masks._terms import leaf_terms, placed, split_list
@@ -96,6 +97,8 @@ def _left_to_kernels(
     key are left out, as they are done outside of kernels. So are those by `differences`, where the
     kernels repeat diagonals.
     """
+    part = without_lookups(part, False)
+    part = without_tables(part) if differences and kernels.multiplies_tables else part
     part = without_lookups(part, differences and kernels.repeats_diagonals)
 
     def block(axes, dtype):

@@ -189,6 +189,10 @@ def make_mask(kind: str, rng, lead, heads, t, s, offset: int, visited: bool):
     if kind == "function":
         shown = lambda b, h, q, k: (3 * q + k + b + 2 * h) % 5 > 1
         return m.MaskFn(shown), om.function(b, h, t, s, offset)
+    if kind == "table":
+        seen = rng.random((4, 5)) < 0.6
+        mask = m.MaskFn(functools.partial(_seen, jnp.asarray(seen)))
+        return mask, om.of_places(t, s, seen, (5, 4), offset)
     if kind == "dense":
         x = rng.random((*lead, h, t, s)) < 0.6
         return m.Dense(jnp.asarray(x)), x.reshape(b, h, t, s)
@@ -260,7 +264,7 @@ def build(case: Case) -> Built:
         shared["sinks"] = operand(rng.standard_normal(shape), of_others)
     if case["score"] in ("alibi", "both", "lookup"):
         shared["slopes"] = operand(rng.uniform(0.05, 0.3, h), of_others)
-    if case["score"] in ("t5", "t5_causal", "both", "differences"):
+    if case["score"] in ("t5", "t5_causal", "both", "differences", "table"):
         shared["table"] = operand(rng.standard_normal((8, h)), of_others)
     if case["score"] == "features":
         for name, n in (("row_features", t), ("column_features", s)):
@@ -298,6 +302,8 @@ def build(case: Case) -> Built:
         constants["distance"] = om.distance(t, s, shift, at)
     if case["score"] == "differences":
         constants["bucket"] = om.clipped_difference(t, s, 8, shift, at)
+    elif case["score"] == "table":
+        constants["bucket"] = om.of_places(t, s, np.arange(8).reshape(2, 4), (7, 5), shift, at)
     elif "table" in shared:
         constants["bucket"] = om.t5_bucket(t, s, 8, case["score"] != "t5_causal", 16, shift, at)
     if case["dropout"]:
@@ -358,6 +364,14 @@ def _by_difference(table, logit, b, h, q, k):
     return logit + table[at, h].astype(logit.dtype)
 
 
+def _by_places(table, logit, b, h, q, k):
+    return logit + table.reshape(2, 4, -1)[q // 7, k // 5, h].astype(logit.dtype)
+
+
+def _seen(table, b, h, q, k):
+    return table[q // 5, k // 4]
+
+
 def library_call(built: Built):
     """`(arguments, dynamic) -> (out, lse)` and `dynamic`, the call-time arrays of the mask and
     offset.
@@ -387,6 +401,8 @@ def library_call(built: Built):
             score.append(sc.ALiBi(arguments["slopes"]))
         if case["score"] == "differences":
             score.append(sc.ScoreFn(functools.partial(_by_difference, arguments["table"])))
+        elif case["score"] == "table":
+            score.append(sc.ScoreFn(functools.partial(_by_places, arguments["table"])))
         elif "table" in arguments:
             score.append(
                 sc.T5Bias(

@@ -82,7 +82,9 @@ MORE: dict[str, tuple] = {
         *(("ring", 4), ("ulysses", 2), ("all_gather", 2), ("tpu_ragged", 1), ("latent", 1)),
         *(("paged", 1), ("ragged_keys", 4), ("paged_keys", 4)),
     ),
-    "mask": ("neighbourhood", "function", "queries"),
+    "mask": ("neighbourhood", "function", "queries", "table"),
+    # A user's own bias, which reads a table by the query and by the key.
+    "score": ("table",),
 }
 
 
@@ -97,10 +99,17 @@ DEAR = {("target", ("tpu", 1)), ("target", ("ring", 2)), ("transform", "hvp"), (
 
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
-    # No kernel reads operands with features, and those of Ragged read no table by the difference.
-    **{
-        name: {"dtype": ("float16", "float64"), "operands": ("float64",), "score": scores}
-        for name, scores in (("tpu", ("features",)), ("tpu_ragged", ("features", "differences")))
+    # No kernel reads operands with features, and those of Ragged read no table by both positions.
+    "tpu": {
+        "dtype": ("float16", "float64"),
+        "operands": ("float64",),
+        "score": ("features",),
+    },
+    "tpu_ragged": {
+        "dtype": ("float16", "float64"),
+        "operands": ("float64",),
+        "score": ("features", "differences", "table"),
+        "mask": ("table",),
     },
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
     "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
@@ -113,7 +122,8 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
             "dtype": ("float32", "float64"),
             "operands": ("float64",),
             # A table is gathered from, or there are features.
-            "score": ("t5", "t5_causal", "both", "features", "differences"),
+            "score": ("t5", "t5_causal", "both", "features", "differences", "table"),
+            "mask": ("table",),
         }
         for name in ("gpu", "gpu_ragged")
     },
@@ -122,7 +132,8 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
             "dtype": ("float64",),
             "operands": ("float64",),
             # As above, but for functions.
-            "score": ("t5", "t5_causal", "both", "features", "differences"),
+            "score": ("t5", "t5_causal", "both", "features", "differences", "table"),
+            "mask": ("table",),
         }
         for name in ("triton", "triton_ragged")
     },
@@ -148,7 +159,8 @@ def invalid(case: Case) -> str | None:
     narrow = ("bfloat16", "float16") if in_place else ("bfloat16",)
     if kernel and case.get("dtype") in narrow and case.get("transform") == "hvp":
         return "the bound does not know the rounding of the derivative of cotangent / denominator"
-    placed = case.get("mask") in ("tree", "selected") and case.get("score") == "differences"
+    of_both = case.get("score") in ("differences", "table")
+    placed = case.get("mask") in ("tree", "selected") and of_both
     if placed and case.get("target") == ("tpu", 1):
         return "positions do not count up, or keys are gathered"
     for axis, values in TARGET_LIMITS.get(case.get("target", ("",))[0], {}).items():
@@ -276,7 +288,8 @@ def of_the_gpu(strength: int) -> tuple[Case, ...]:
         "dtype": {"float32": "bfloat16", "float64": "float16"},
         "operands": {"float64": "float32"},
         "score": {"t5": "none", "t5_causal": "lookup", "both": "alibi", "features": "none"}
-        | {"differences": "lookup"},
+        | {"differences": "lookup", "table": "lookup"},
+        "mask": {"table": "function"},
         "block": {(1000, 16): (16, 64)},  # which kernels read where they lie
     }
     # Vectors that are read where they lie are multiples of 16 numbers.

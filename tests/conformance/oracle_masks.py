@@ -165,3 +165,12 @@ def function(b, h, t, s, offset):
     q, k = grid(t, s, offset)
     of_rows = np.arange(b)[:, None, None, None] + 2 * np.arange(h)[:, None, None]
     return (3 * q + k + of_rows) % 5 > 1
+
+
+def of_places(t, s, table, by, q_offset=0, at=None):
+    """What each pair reads in a table, where so many queries and so many keys share a place. Pairs
+    outside of the table read its edge.
+    """
+    places = zip(at or grid(t, s, q_offset), by, table.shape)
+    q, k = (np.clip(x.astype(int) // n, 0, size - 1) for x, n, size in places)
+    return table[q, k]
