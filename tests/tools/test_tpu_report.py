@@ -250,7 +250,7 @@ def within_budget(chip: str, names: list[str]) -> None:
     "chip, names",
     [
         pytest.param("v5e", ["forward"], marks=pytest.mark.slow),
-        # It takes half a minute to compile. Of the forward, the default run has the whole call.
+        # It takes half a minute to compile. The default run has whole calls, see `test_tpu_calls.py`.
         pytest.param("v6e", ["backward, queries"], marks=pytest.mark.slow),
     ],
 )

@@ -60,11 +60,9 @@ class Kind:
             return cls(calls.choose, CALLS_FILE, report.call_tables, report.call_markdown)
         return cls(kernels.choose, FILE, report.tables, report.markdown)
 
-    def ordered(
-        self, rows: dict[tuple[str, str], Any], measured: Sequence[str] = ()
-    ) -> list[Any]:
-        """The rows in the order of what they are of, and then of chips. Rows of what is neither
-        known nor `measured` are left out, as a file may hold those of what there is no longer.
+    def ordered(self, rows: dict[tuple[str, str], Any], measured: Sequence[str] = ()) -> list[Any]:
+        """The rows, ordered by name and then by chip. Names that are neither known nor `measured`
+        are left out, as a file may hold some that are gone.
         """
         names = [x.name for x in self.choose([], True)]
         # Kernels of other block sizes have a name, but are not among all kernels.
