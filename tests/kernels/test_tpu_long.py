@@ -60,6 +60,7 @@ def test_of_other_lengths(wide):
     assert blocks(16_384 + 100) == blocks(17 * 1024) == USUAL
     assert blocks(2048, 131_072, mask=None) == LONG
     assert blocks(1024, 2**18, mask=None) == USUAL
+    assert blocks(2**19) == USUAL  # parts of so many blocks are not looked for
 
 
 @pytest.mark.parametrize(

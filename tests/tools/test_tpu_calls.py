@@ -132,8 +132,8 @@ def within_budget(names: list[str], chips: list[str]) -> None:
 
 
 def test_within_budget():
-    """Of a forward pass, of a training step and of a step of decoding."""
-    within_budget([f"{call}, eqattn" for call in ("forward", "training", "decoding")], ["v6e"])
+    """Of a training step, which has a forward pass, and of a step of decoding: 41 s of one core."""
+    within_budget(["training, eqattn", "decoding, eqattn"], ["v6e"])
 
 
 @pytest.mark.slow

@@ -166,10 +166,10 @@ class TPULowering(Lowering):
         """Blocks of 2048 x 2048 for long sequences, where matrix units are wide."""
         # They have a quarter of the steps, but only one head fits into a step. For T = 32768, the
         # whole forward has 53.5% of the peak on v6e instead of 50.5%, and the backward 60.0%
-        # instead of 55.4%. `python -m eqattn tpu-report --tune --chip v6e --kernel '*, T=32768'`
-        # finds them again. Programs take longer to compile, which only long sequences are worth.
-        # Calls with more work for each pair, and several query heads for a key head, keep theirs:
-        # their steps have not been compared.
+        # instead of 55.4%. `tpu-report --tune --kernel 'forward, T=32768'` compares them with
+        # others. Programs take longer to compile, which only long sequences are worth. Calls with
+        # more work for each pair, and several query heads for a key head, keep theirs: their steps
+        # have not been compared.
         from ._chip import wide_units
 
         t, s, heads, kv_heads = problem.sizes
