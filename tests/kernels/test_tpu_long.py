@@ -100,7 +100,7 @@ def test_other_chips_keep_theirs(generation, monkeypatch):
 
 
 @pytest.mark.parametrize("mask, t", [(Causal(), 60), (Causal(), 64), (None, 64)])
-def test_numbers_of_larger_blocks(mask, t, monkeypatch):
+def test_results_in_larger_ones(mask, t, monkeypatch):
     """With a rest that is padded, too. All sizes are 1/64 or 1/32 of what they are."""
     monkeypatch.setattr(_chip, "generation", lambda: 6)
     monkeypatch.setattr(tpu, "LARGE", 32)
