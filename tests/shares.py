@@ -46,6 +46,7 @@ WHOLE = (
     "tests/conformance/test_conformance.py",
     "tests/strategies/test_laws.py",
     "tests/kernels/test_tpu.py::test_compiled_for_a_tpu",
+    "tests/tools/test_tpu_calls.py::test_within_budget",
     "tests/ring/test_processes.py::test_as_one_device",
 )
 ALONE = 4  # A single case takes long if it takes so many times what a function may take.

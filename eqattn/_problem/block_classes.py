@@ -174,20 +174,30 @@ were as if it were 1500 to 4200. The benchmarks `cpu-f32-window-*` measure the e
 """
 
 
+_MORE = 1.06
+"""How many times as many pairs larger blocks may visit. On v6e and v7x, a pair of blocks of twice
+the sides takes 0.93 of the time of four; see `forward, T=32768` in `tpu-report --tune`.
+"""
+
+
 def choose_live_blocking(
     problem: Problem, block_q: int | None, block_k: int | None, **how: Any
 ) -> Blocking:
-    """Chooses the blocking of a problem on one device. A mask without arrays may hide much of the
-    blocks that `choose_blocking` chooses. Then XLA code for a CPU gets halves or quarters of them,
-    unless the caller gave sizes. A window of 64 tokens is visited in blocks of 64 x 64.
+    """Chooses the blocking of a problem on one device, by what its mask hides. Where the caller
+    gave no sizes, a mask without arrays may hide much of the blocks that `choose_blocking` chooses.
+    Then XLA code for a CPU gets halves or quarters of them. A window of 64 tokens is visited in
+    blocks of 64 x 64. Where it hides little of larger ones, kernels may get these.
 
     **Arguments:** those of `choose_blocking`.
     """
-    chosen = choose_blocking(problem, block_q, block_k, **how)
-    free = problem.mask is not None and block_q is None and block_k is None
-    kept = not free or how.get("lowering", XLA) is not XLA or chosen.in_place or chosen.fixed
+    chosen, lowering = choose_blocking(problem, block_q, block_k, **how), how.get("lowering", XLA)
+    if block_q is not None or block_k is not None or chosen.in_place or chosen.fixed:
+        return chosen
+    if lowering is not XLA:
+        return _enlarged(problem, chosen, **how)
     # There are 16 times as many pairs of quarters.
-    if kept or jax.default_backend() != "cpu" or chosen.rows * chosen.columns > _FINE // 16:
+    known = problem.mask is not None and chosen.rows * chosen.columns <= _FINE // 16
+    if jax.default_backend() != "cpu" or not known:
         return chosen
     if jax.tree.leaves((problem.mask, *_given_positions(problem))):
         return chosen
@@ -201,6 +211,28 @@ def choose_live_blocking(
         queries, keys = (-(-n // 16) * 8 for n in (found[-1].block_q, found[-1].block_k))
         found.append(choose_blocking(problem, queries, keys, **how))
     return min(found, key=ft.partial(_visited_pairs, problem))
+
+
+def _enlarged(problem: Problem, chosen: Blocking, **how: Any) -> Blocking:
+    """The larger blocks of a kernel, or the chosen ones where these may be faster."""
+    sizes = how["lowering"].larger_blocks(problem)
+    if sizes is None or jax.tree.leaves((problem.mask, *_given_positions(problem))):
+        return chosen
+    larger, problem = choose_blocking(problem, *sizes, **how), problem.at_places()
+    tables = [table_of(problem, x) for x in (chosen, larger)]
+    tables = [np.full((1, 1, 1, 1), FULL, np.int8) if x is None else x for x in tables]
+    if not all(isinstance(x, np.ndarray) for x in tables):
+        return chosen
+    before, now = (
+        float(np.mean(table != EMPTY)) * x.rows * x.columns * math.prod(x.block)
+        for x, table in zip((chosen, larger), tables)
+    )
+    if now > _MORE * before:
+        return chosen
+    if (tables[1] == FULL).all():
+        return larger
+    kinds = {kind for kind, _ in known_parts(problem, larger, tables[1])}
+    return larger if kinds == {CORNER} else chosen
 
 
 FEW = 32

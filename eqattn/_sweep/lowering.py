@@ -53,12 +53,7 @@ class BlockRequest(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """The block sizes that are fastest for a lowering.
-
-    **Arguments:**
-
-    - `queries`, `keys`: the tokens of a block. If keys lie in pages, a block has whole pages.
-    """
+    """The tokens of the blocks that are fastest for a lowering. Pages in a block are whole."""
 
     queries: int
     keys: int
@@ -157,6 +152,12 @@ class Lowering(abc.ABC):
     @abc.abstractmethod
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """Chooses the sizes of blocks where the caller gave none."""
+
+    def larger_blocks(self, problem: Any) -> BlockSizes | None:
+        """A hook for larger blocks than the chosen ones; None keeps these. They are faster if they
+        visit hardly any more, and if each that is masked is a `CORNER` with known parts.
+        """
+        return None
 
     def unsupported_features(self, features: Mapping[str, Any], metadata: Any) -> str:
         """A hook that says why no call with these features can run, for all shapes; empty if some

@@ -12,7 +12,7 @@ they must be cheap. They come in two steps:
     ratio plus the first word. The second word is added between the products.
 
 Threefry at each pair, which is about 110 operations, made a step of a TPU's forward kernel 19 times
-as long as without dropout (v6e). Now it is 2.6 times as long, and a pair has all 32 bits of a word,
+as long as without dropout (v6e). Now it is 2.5 times as long, and a pair has all 32 bits of a word,
 so that rates are exact to 2^-32. Four draws of 16 bits from one Threefry would cost three times as
 much as the hash. A pair would also need its three neighbours, which may lie in other blocks and
 pages.

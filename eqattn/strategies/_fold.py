@@ -109,7 +109,7 @@ def attend_on_device(
     selection, listed, _ = split_list(problem.mask)
     more: dict[str, Any] = {}
     if selection is None:
-        blocking = choose_blocking(problem, block_q, block_k, lowering=lowering, fixed=fixed)
+        blocking = choose_live_blocking(problem, block_q, block_k, lowering=lowering, fixed=fixed)
     else:
         blocking = blocking_of(problem, selection, block_q, block_k, lowering)
         assert blocking is not None, "visits_once"

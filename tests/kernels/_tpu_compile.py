@@ -161,6 +161,7 @@ CASES |= {
     },
     "long": {"mask": "Causal()", "tokens": 131_072, "gradient": False},
     "long gradient": {"mask": "Causal()", "tokens": 131_072},
+    "long tangent": {"mask": "Causal()", "tokens": 16_384, "tangent": True},
 }
 
 

@@ -63,10 +63,27 @@ MUTANTS = [
         "_problem/block_classes.py",
         LIVE,
         [
-            ("free = problem.mask is not None and block_q is None and block_k is None", "free = problem.mask is not None"),
+            ("if block_q is not None or block_k is not None or chosen.in_place", "if chosen.in_place"),
             ("return live * (_VISIT + math.prod(blocking.block))", "return live * math.prod(blocking.block)", "smaller blocks are only slower"),
             ("if jax.tree.leaves((problem.mask, *_given_positions(problem))):", "if False:"),
             ("while len(found) < 3 and min(found[-1].block) >= 128:", "while False:"),
+        ],
+    ),
+    (
+        "_problem/block_classes.py",
+        "kernels/test_tpu_long.py -k blocks",
+        [
+            ("if now > _MORE * before:", "if False:"),
+            ("return larger if kinds == {CORNER} else chosen", "return larger"),
+            ("if sizes is None or jax.tree.leaves((problem.mask, *_given_positions(problem))):", "if sizes is None:"),
+        ],
+    ),
+    (
+        "kernels/tpu/__init__.py",
+        "kernels/test_tpu_long.py -k blocks",
+        [
+            ("plain &= not problem.scores and problem.seed is problem.sinks is None", "plain &= True"),
+            ("and min(t, s) >= LARGE and", "and"),
         ],
     ),
     (

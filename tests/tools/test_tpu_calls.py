@@ -132,7 +132,8 @@ def within_budget(names: list[str], chips: list[str]) -> None:
 
 
 def test_within_budget():
-    within_budget(["forward, eqattn"], ["v6e"])
+    """Of a training step, which has a forward pass, and of a step of decoding: 41 s of one core."""
+    within_budget(["training, eqattn", "decoding, eqattn"], ["v6e"])
 
 
 @pytest.mark.slow

@@ -250,7 +250,7 @@ def within_budget(chip: str, names: list[str]) -> None:
     "chip, names",
     [
         pytest.param("v5e", ["forward"], marks=pytest.mark.slow),
-        # It takes half a minute to compile. Of the forward, the default run has the whole call.
+        # It takes half a minute to compile. The default run has whole calls, see `test_tpu_calls.py`.
         pytest.param("v6e", ["backward, queries"], marks=pytest.mark.slow),
     ],
 )
@@ -351,3 +351,25 @@ def test_what_fails_is_reported(monkeypatch, tmp_path, capsys):
         "forward, bias on v5e: status 1: the compiler fell",
         "forward, sinks on v5e: no",
     ]
+
+
+def test_kernels_of_other_sizes_are_shown(monkeypatch, tmp_path, capsys):
+    """Where they are named: they are not among all kernels. A file keeps them, too."""
+    program = (
+        "import json, sys\n"
+        "job = json.load(sys.stdin)\n"
+        f"row = {ROW_.to_dict()!r}\n"
+        "for name in job['names']:\n"
+        "    print(json.dumps({'row': row | {'kernel': name, 'chip': job['chip']}}), flush=True)\n"
+    )
+    monkeypatch.setattr(cli, "CHILD", ("-c", program))
+    monkeypatch.setattr(cli, "versions", lambda: {"libtpu": "1"})
+    names = ["forward, T=32768 at 2048 x 2048", "backward", "forward"]
+    files = tmp_path / "x.json", tmp_path / "x.md"
+    more = ["--json", str(files[0]), "--markdown", str(files[1])]
+    assert main(["tpu-report", "--chip", "v6e", "--kernel", *names, *more]) == 0
+    *_, first, second, third = capsys.readouterr().out.splitlines()
+    for line, name in zip((first, second, third), ("forward", "backward", names[0])):
+        assert line.startswith(f"{name}  ") and "8 x 16" in line
+    assert [row.kernel for row in rows.FILE.read(files[0])[0]] == ["forward", "backward", names[0]]
+    assert f"| {names[0]} | v6e | 8 x 16 |" in files[1].read_text()

@@ -60,8 +60,13 @@ class Kind:
             return cls(calls.choose, CALLS_FILE, report.call_tables, report.call_markdown)
         return cls(kernels.choose, FILE, report.tables, report.markdown)
 
-    def ordered(self, rows: dict[tuple[str, str], Any]) -> list[Any]:
-        names, chips = [x.name for x in self.choose([], True)], list(CHIPS)
+    def ordered(self, rows: dict[tuple[str, str], Any], measured: Sequence[str] = ()) -> list[Any]:
+        """The rows, ordered by name and then by chip. Names that are neither known nor `measured`
+        are left out, as a file may hold some that are gone.
+        """
+        names = [x.name for x in self.choose([], True)]
+        # Kernels of other block sizes have a name, but are not among all kernels.
+        names, chips = list(dict.fromkeys([*names, *measured])), list(CHIPS)
         known = [key for key in rows if key[0] in names]
         known.sort(key=lambda key: (names.index(key[0]), chips.index(key[1])))
         return [rows[key] for key in known]
@@ -96,13 +101,13 @@ def run(args: argparse.Namespace) -> int:
         if not isinstance(item, str):
             rows[item.key] = item
             if args.json is not None:  # written after each row, so that a kill loses nothing
-                kind.file.write(kind.ordered(old | rows), found, args.json)
+                kind.file.write(kind.ordered(old | rows, names), found, args.json)
             bar(" ".join(reversed(item.key)))
         else:
             failed.append(item)
             bar(item)
     print(", ".join(f"{name} {version}" for name, version in found.items()))
-    print(_tuned(list(rows.values())) if args.tune else kind.tables(kind.ordered(rows)))
+    print(_tuned(list(rows.values())) if args.tune else kind.tables(kind.ordered(rows, names)))
     if args.peers:
         for name in NOT_MEASURED:
             here = importlib.util.find_spec(name) is not None
@@ -110,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     for message in failed:
         print(f"failed: {message}", file=sys.stderr)
     if args.markdown is not None:
-        args.markdown.write_text(kind.markdown(kind.ordered(old | rows), found))
+        args.markdown.write_text(kind.markdown(kind.ordered(old | rows, names), found))
     # That other blocks do not fit into vector memory is what one wants to know.
     return 1 if any(not (args.tune and kernels.AT in message) for message in failed) else 0
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..._calls.attention import attention
 from ..._config.metadata import AttentionMetadata
+from ..._problem.block_classes import choose_live_blocking
 from ..._problem.blocking import choose_blocking
 from ..._problem.problem import Problem
 from ..._problem.stack_layer import StackLayer
@@ -121,7 +122,8 @@ class Call:
             query, key_, value = arrays
             cut = Problem.from_call(query, key_, value, self.metadata(), mask=Causal())
             kernels = TPULowering("pallas")
-            found.append(choose_blocking(cut, self.block_q, self.block_k, lowering=kernels))
+            sizes = self.block_q, self.block_k
+            found.append(choose_live_blocking(cut, *sizes, lowering=kernels))
 
         jax.eval_shape(look, self.arrays)
         return found[0].block[::-1]
@@ -347,6 +349,7 @@ KERNELS = (
     _tunable(_forward, "forward, D=64", sizes=_SIDES, dim=64),
     _tunable(_forward, "forward, D=256", sizes=_SIDES, dim=256),
     _tunable(_backward, "backward", (0, 1, 2), 5, sizes=_SIDES),
+    _backward("backward, D=64", (0, 1, 2), 5, dim=64),
     _backward("backward, queries", (0,), 3),
     _backward("backward, keys and values", (1, 2), 4),
     _backward("backward, T5 bias", (0, 1, 2), 5, plain="backward", **_BY_DIFFERENCE),
