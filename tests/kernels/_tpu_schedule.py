@@ -14,6 +14,7 @@ import re
 import sys
 
 
+KERNELS = re.compile(r'custom_call_target="(tpu_custom_call|mosaic_gpu_v2|__gpu\$xla.gpu.triton)"')
 COLLECTIVES = r"(all-gather|all-reduce|all-to-all|reduce-scatter|collective-broadcast)(-start)?"
 
 
@@ -22,7 +23,8 @@ class Case:
     """`tokens` are those of one device. `gradient`: output and gradients of query, key, value.
     `platform`: `"auto"` runs each hop by the kernels. `dp`, `tp`: over how many devices batch and
     heads are sharded; the others are the ring, or there is none. `group`: so many of them are one
-    place of the ring, and exchange heads.
+    place of the ring, and exchange heads. `hides`: whether the compiler of GPUs is told
+    to hide moves. By default it decides by the chip.
     """
 
     topology: str = "v5e:4x4"
@@ -37,12 +39,13 @@ class Case:
     dp: int = 1
     tp: int = 1
     group: int = 1
+    hides: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A collective permute of `nbytes` that each device runs `times`. `hidden`: between its start
-    and its end stands a kernel, or a loop that multiplies matrices.
+    """A collective permute of `nbytes` that each device runs `times`. `hidden`: it is asynchronous,
+    and between its start and its end stands a kernel, or a loop that multiplies matrices.
     """
 
     dtype: str
@@ -63,7 +66,7 @@ class Instruction:
 
     @property
     def kernel(self) -> bool:
-        return self.opcode == "custom-call" and '"tpu_custom_call"' in self.text
+        return self.opcode == "custom-call" and KERNELS.search(self.text) is not None
 
     def called(self, role: str = r"\w+") -> list[str]:
         found = re.findall(rf"\b{role}=\{{?(%[\w.\-]+(?:, %[\w.\-]+)*)", self.text)
@@ -130,6 +133,8 @@ class Schedule:
 
     def _trips(self, loop: Instruction) -> int:
         """Of a loop that counts up by one to a constant, as `lax.scan` makes them."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text):
+            return int(known[1])
         condition = self.computations[loop.called("condition")[0]]
         (test,) = [i for i in condition if i.opcode == "compare"]
         assert "direction=LT" in test.text, test.text
@@ -148,7 +153,7 @@ class Schedule:
 
     def _moved(self, body: list[Instruction], at: int, times: int, in_loop: bool) -> list[Move]:
         start, hidden = body[at], False
-        if start.opcode.endswith("-start"):
+        if start.opcode.endswith("-start") and '"is_sync":true' not in start.text:
             (end,) = [
                 i
                 for i, other in enumerate(body)
@@ -174,19 +179,16 @@ def _array(kind: str) -> tuple[str, int]:
     return dtype, size * int(re.sub(r"\D", "", dtype)) // 8
 
 
-def compiled(case: Case):
-    """A case compiled for all devices of its topology, and how many are in its ring."""
+def lowered(case: Case, devices, platform: str):
+    """A case lowered for devices, and how many of them are in its ring."""
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
     import eqattn
     from eqattn import attention, AttentionMetadata, Causal, Ring, ring_mesh, SlidingWindow
 
-    jax.default_backend = lambda: "tpu"  # type: ignore  # as on the host of the TPU
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
     mesh, n = ring_mesh("sp", devices=devices), len(devices) // (case.dp * case.tp)
     if n < len(devices) or case.group > 1:  # pieces of a path through neighbours exchange heads
         shape = (case.dp, n // case.group, case.group, case.tp)
@@ -212,17 +214,28 @@ def compiled(case: Case):
         out, transpose = jax.vjp(forward, query, key_, value)
         return out, *transpose(cotangent)
 
+    f, args = (
+        (gradient, (query, key_, value, query))
+        if case.gradient
+        else (forward, (query, key_, value))
+    )
     with jax.set_mesh(mesh):
-        if case.gradient:
-            lowered = jax.jit(gradient).lower(query, key_, value, query)
-        else:
-            lowered = jax.jit(forward).lower(query, key_, value)
-    return lowered.compile(), n
+        return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)), n
 
 
-def report(case: Case) -> dict:
-    """What each device sends and holds, in bytes."""
-    program, n = compiled(case)
+def compiled(case: Case):
+    """A case compiled for all TPUs of its topology, and how many are in its ring."""
+    import jax
+    from jax.experimental import topologies
+
+    jax.default_backend = lambda: "tpu"  # type: ignore  # as on the host of the TPU
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
+    program, n = lowered(case, devices, "tpu")
+    return program.compile(), n
+
+
+def report(program, n: int) -> dict:
+    """What each device of a ring of `n` sends and holds, in bytes."""
     memory, schedule = program.memory_analysis(), Schedule(program.as_text())
     return {
         "n": n,
@@ -247,7 +260,7 @@ def table() -> None:
         ("v5p:2x2x4", "Zigzag", 4096, None),
     ]
     for topology, layout, tokens, window in cases:
-        got = report(Case(topology, layout, tokens, window))
+        got = report(*compiled(Case(topology, layout, tokens, window)))
         permutes, sent, exposed = ([0, 0], [0, 0], [0, 0])
         for m in (Move(**m) for m in got["moves"]):
             permutes[m.backward] += m.times
@@ -274,6 +287,6 @@ if __name__ == "__main__":
         "JAX_PLATFORMS": "cpu",
     }
     for case in sys.argv[1:]:
-        print(json.dumps(report(Case(**json.loads(case)))), flush=True)
+        print(json.dumps(report(*compiled(Case(**json.loads(case))))), flush=True)
     if len(sys.argv) == 1:
         table()
