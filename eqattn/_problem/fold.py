@@ -187,13 +187,13 @@ def _with_lookups(
     # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
     if spread.inside and spread.size > 1:
         return problem, problem
-    counts = reads_differences(problem, blocking, lowering)
     if lowering is not XLA:
         problem = looked_up(problem)
-    tables = counts and lowering.multiplies_tables and not spread.axes
-    visited = with_tables(problem) if tables else problem
-    unsure = any(map(is_unsure, (*leaf_terms(visited.mask), *visited.scores)))
-    return problem, with_differences(visited) if unsure and counts else visited
+    parts = (*leaf_terms(problem.mask), *problem.scores)
+    if not any(map(is_unsure, parts)) or not reads_differences(problem, blocking, lowering):
+        return problem, problem
+    tables = lowering.multiplies_tables and not spread.axes
+    return problem, with_differences(with_tables(problem) if tables else problem)
 
 
 def _visited(

@@ -32,7 +32,7 @@ from .exchange import HeadExchange
 from .in_place import in_place, in_shares, single_axes
 from .problem import Problem
 from .storage import as_stored
-from .tables import multiplied, Products, without_vectors
+from .tables import multiplied, Products, Vectors
 
 
 WHOLE = ("q_position", "kv_position", "kv_place", "valid", *WORDS)
@@ -218,7 +218,7 @@ class BlockOperands:
         axes = varying_axes(*(x.array for x in (*self.operands, *self.values)))
         for i, score in enumerate(self.problem.scores):
             own = self.operands[self.groups[i]]
-            read = without_vectors([x.read for x in own], own)
+            read = [x.read for x in own if not isinstance(x, Vectors)]
             closed.append(ClosedScore.of(score, acc, read, consts and consts[i], axes))
         return closed
 
@@ -360,9 +360,10 @@ class BlockOperands:
             if "row" in named:
                 both, of = (named["row"], named["column"], blocking), self.operands[first:]
                 read = [y.at(x, *both) if isinstance(y, Diagonals) else x for x, y in zip(read, of)]
-            read = multiplied(read, self.operands[first:])
-            groups = [slice(g.start - first, g.stop - first) for g in self.groups]
-            own = [without_vectors(read[g], self.operands[first:][g]) for g in groups]
+            if any(isinstance(y, Vectors) for y in self.operands):
+                read = multiplied(read, self.operands[first:])
+            own = [read[g.start - first : g.stop - first] for g in self.groups]
+            own = [[x for x in xs if x is not None] for xs in own]
             mask = None
             if c == PARTIAL:
                 parts = [named[role] for role in ("valid", "live") if role in named]

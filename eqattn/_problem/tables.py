@@ -155,7 +155,7 @@ def _parts_of(dtype: Any) -> int:
 def parts(x: Any) -> list[Any]:
     """A number of a table as one or two of float32."""
     if x.dtype == jnp.int32:
-        return [(y).astype(jnp.float32) for y in (x >> 16, x & 0xFFFF)]
+        return [y.astype(jnp.float32) for y in (x >> 16, x & 0xFFFF)]
     x = x.astype(jnp.float32)
     return [jnp.where(x == -jnp.inf, _LEAST, x)]
 
@@ -308,20 +308,18 @@ class Picks(BlockOperand):
     read: ClassVar[Any] = ((), jnp.dtype("float32"))
 
 
+def _product(picks: Array, vectors: Array, narrow: bool) -> Array:
+    if narrow:
+        return dot(picks, vectors, (1, 0), operand_dtype=jnp.bfloat16)
+    return dot(picks, vectors, (1, 0), precision=lax.Precision.HIGHEST)
+
+
 def multiplied(read: Sequence[Any], operands: Sequence[BlockOperand]) -> list:
-    """The blocks that were read, those of `Picks` times those of `Vectors` before them."""
-
-    def product(x: Any, vectors: Any, narrow: bool) -> Any:
-        if narrow:
-            return dot(x, vectors, (1, 0), operand_dtype=jnp.bfloat16)
-        return dot(x, vectors, (1, 0), precision=lax.Precision.HIGHEST)
-
-    return [
-        product(x, read[i - 1], y.narrow) if isinstance(y, Picks) else x
-        for i, (x, y) in enumerate(zip(read, operands))
-    ]
-
-
-def without_vectors(xs: Sequence[Any], operands: Sequence[BlockOperand]) -> list:
-    """What belongs to operands, less that of `Vectors`, which are in the products after them."""
-    return [x for x, y in zip(xs, operands) if not isinstance(y, Vectors)]
+    """The blocks that were read, with products in place of those of `Picks`, and None in place of
+    those of the `Vectors` before these.
+    """
+    found: list = [None if isinstance(y, Vectors) else x for x, y in zip(read, operands)]
+    for i, y in enumerate(operands):
+        if isinstance(y, Picks):
+            found[i] = _product(read[i], read[i - 1], y.narrow)
+    return found

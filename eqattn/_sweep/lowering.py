@@ -131,9 +131,7 @@ class Lowering(abc.ABC):
     """The number of pairs that are visited in the time in which a key and its value are copied."""
 
     most_pairs: ClassVar[int | None] = None
-    """The most pairs of blocks that the list of a batch element and a head may have; None if there
-    is no limit.
-    """
+    """The most pairs of blocks on the list of a batch element and a head; None without a limit."""
 
     @property
     def required(self) -> bool:

@@ -67,7 +67,7 @@ MUTANTS = [
         [
             ("return jnp.exp2(self.times(eqn.invars[0], LOG2E))", "return jnp.exp2(self.value(eqn.invars[0]))"),
             ("return factor * (x + y)", "return factor * x + y"),
-            ("jnp.where(jnp.abs(run.block(small)) < jnp.inf, jnp.clip(x, *RANGE), x)", "x"),
+            ("jnp.where(jnp.abs(kept) < jnp.inf, jnp.clip(x, *RANGE), x)", "x"),
         ],
     ),
     (
