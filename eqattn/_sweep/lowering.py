@@ -202,9 +202,13 @@ class Lowering(abc.ABC):
         """The name of an operation in a block function that this lowering lacks, or empty."""
 
     @abc.abstractmethod
-    def unsupported_function(self, jaxpr: Any) -> str:
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
         """Why a user's function over a block cannot be visited; empty if it can. Unlike
         `unsupported_primitive` it lets pass only what is known to work.
+
+        **Arguments:**
+
+        - `is_mask`: whether it is a mask, which has no derivatives, or else a score.
         """
 
     @abc.abstractmethod
@@ -376,8 +380,8 @@ class XLALowering(Lowering):
         del jaxpr
         return ""
 
-    def unsupported_function(self, jaxpr: Any) -> str:
-        del jaxpr
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
+        del jaxpr, is_mask
         return ""
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:

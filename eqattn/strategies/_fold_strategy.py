@@ -235,10 +235,9 @@ class AbstractFoldStrategy(AttentionImpl):
         self._check_features(features)
         from ._in_kernels import counts_up, known_refusal
 
-        compiled = self.metadata.platform is Platform.PALLAS
         positions = features.get("q_positions"), features.get("kv_positions")
         apart = counts_up(self, mask, *positions)
-        reason = known_refusal(kernels, mask, scores, dtype, compiled, apart)
+        reason = known_refusal(kernels, mask, scores, dtype, apart)
         return reason and self._without_kernel(kernels, reason)
 
     def _check_features(self, features: Mapping[str, Any]) -> None:

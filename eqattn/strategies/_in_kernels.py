@@ -9,7 +9,7 @@ import numpy as np
 
 from .._pairs import over_block
 from .._problem.lookups import without_lookups
-from .._problem.problem import is_unsure
+from .._problem.problem import is_unsure, of_a_user
 from .._sweep.lowering import Lowering
 from ..masks._base import AbstractMask, visible
 from ..masks._terms import leaf_terms, placed, split_list
@@ -46,14 +46,6 @@ def untried_in(
         jax.eval_shape(lambda: [axes.append(o.axes) or o.array for o in part.operands()])
         if any(x.endswith("f") for x in axes):
             return f"an operand of {type(part).__name__} has features, which kernels do not read"
-    for score in scores:
-        if not score.tried_in_kernels:
-            if reason := kernels.unsupported_function(
-                _left_to_kernels(kernels, score, differences)
-            ):
-                return f"a {type(score).__name__} {reason}"
-    if kernels.required:  # Then a visit without a kernel raises, and says more.
-        return ""
     # XLA code would run in the kernels' blocks, which are small for it. What is looked up takes
     # some milliseconds, so those whose kernels are known are left out.
     masks = [x for x in leaf_terms(mask) if not x.selects and is_unsure(x)]
@@ -65,7 +57,6 @@ def known_refusal(
     mask: AbstractMask | None,
     scores: Sequence[AbstractScore],
     dtype: Any,
-    compiled: bool,
     differences: bool,
 ) -> str:
     """Why no call of any shape can run in kernels; empty if some can.
@@ -73,7 +64,6 @@ def known_refusal(
     **Arguments:**
 
     - `dtype`: that of the queries, or None for any.
-    - `compiled`: whether kernels are compiled, as interpreted ones may hold any operation.
     - `differences`: whether positions count up, so that what is looked up by `q - k` may be found
         outside of kernels.
     """
@@ -81,7 +71,7 @@ def known_refusal(
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     reason = "" if dtype is None else kernels.unsupported_dtype(dtype)
     reason = reason or untried_in(kernels, mask, scores, differences)
-    if compiled and not reason:
+    if not reason:
         listed = any(term.selects for term in leaf_terms(mask))
         masks = split_list(mask)[1:] if listed else [mask]  # A list is not left to kernels.
         masks = [x for x in masks if isinstance(x, AbstractMask)]
@@ -118,11 +108,15 @@ def _operation_without_kernel(
     """Why the compiler of kernels cannot translate a mask or a score; empty if it can.
 
     Each is traced over a small block, of 2 keys and 2 queries, and its operations are looked up.
+    Interpreted kernels are asked, too: they show what compiled ones compute.
     """
     at = np.arange(2, dtype=np.int32)[None]
     masks = [placed(x, (), 1, at, at)[0] for x in masks]
     for part in (*masks, *scores):
-        if name := kernels.unsupported_primitive(_left_to_kernels(kernels, part, differences)):
-            kind = type(part).__name__
+        jaxpr, kind = _left_to_kernels(kernels, part, differences), type(part).__name__
+        if of_a_user(part):
+            if reason := kernels.unsupported_function(jaxpr, isinstance(part, AbstractMask)):
+                return f"a {kind} {reason}"
+        elif name := kernels.unsupported_primitive(jaxpr):
             return f"{kind} has a {name}, which the compiler of kernels does not know"
     return ""

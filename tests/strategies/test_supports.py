@@ -40,7 +40,9 @@ BY_DIFFERENCE = ScoreFn(lambda logit, b, h, q, k: logit + TABLE[q - k].astype(lo
 PLAIN = Blockwise(Metadata())
 MESH = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 RING = Metadata(platform="pallas", backend="tpu", mesh=MESH, sequence_axis_name="sp")
-FOUND_LATE = "gather", "written for jax 0.12"  # as the program is lowered, with another message
+FOUND_LATE = ("written for jax 0.12",)  # as the program is lowered, with another message
+INTERPRETED = {x: Metadata(platform="interpret", backend=x) for x in ("tpu", "cuda", "triton")}
+T5 = T5Bias(jnp.zeros((32, 4)))
 
 
 class NoScores(AttentionImpl):
@@ -176,6 +178,27 @@ CASES = {
         Blockwise(KERNEL),
         dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q * k] >= k)),
         "gather",
+    ),
+    "interpreted kernel of a table in a tree": (
+        Blockwise(INTERPRETED["tpu"]),
+        dict(mask=Tree(TABLE - 1) & SlidingWindow(3, 0), score=T5),
+        "gather",
+    ),
+    "interpreted kernel of a table over rows": (Ragged(INTERPRETED["tpu"]), dict(score=T5), "gather"),
+    "interpreted kernel of a table for Hopper": (
+        Blockwise(INTERPRETED["cuda"]),
+        dict(score=T5, dtype=jnp.bfloat16),
+        "T5Bias has a",
+    ),
+    "interpreted kernel of a table by Triton": (
+        Blockwise(INTERPRETED["triton"]),
+        dict(score=T5),
+        "T5Bias has a",
+    ),
+    "interpreted kernel that gathers": (
+        Blockwise(INTERPRETED["tpu"]),
+        dict(mask=MaskFn(lambda b, h, q, k: TABLE[q * k] >= k)),
+        "a MaskFn has a gather",
     ),
     "kernel that looks up": (
         Blockwise(KERNEL),

@@ -84,8 +84,8 @@ class GPULowering(NvidiaLowering):
     def unsupported_primitive(self, jaxpr: Any) -> str:
         return unsupported(jaxpr)
 
-    def unsupported_function(self, jaxpr: Any) -> str:
-        return unsupported_of_users(jaxpr)
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
+        return unsupported_of_users(jaxpr, is_mask)
 
     def unavailable(self) -> str:
         if jax.__version_info__ >= OLDEST_JAX:

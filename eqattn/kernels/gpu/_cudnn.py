@@ -193,8 +193,8 @@ class CuDNNLowering(Lowering):
         del jaxpr
         return ""
 
-    def unsupported_function(self, jaxpr: Any) -> str:
-        del jaxpr
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
+        del jaxpr, is_mask
         return "is no bias"
 
     def unsupported_features(self, features: Mapping[str, Any], metadata: Any) -> str:
