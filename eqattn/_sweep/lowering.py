@@ -187,6 +187,9 @@ class Lowering(abc.ABC):
         """
         return ""
 
+    def instead(self) -> "tuple[str, Lowering] | None":
+        """A hook: other kernels for the same device, behind the platform that names them."""
+
     @abc.abstractmethod
     def unsupported_dtype(self, dtype: Any) -> str:
         """The reason why queries of this dtype cannot be visited; empty if they can."""
@@ -203,12 +206,8 @@ class Lowering(abc.ABC):
 
     @abc.abstractmethod
     def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
-        """Why a user's function over a block cannot be visited; empty if it can. Unlike
-        `unsupported_primitive` it lets pass only what is known to work.
-
-        **Arguments:**
-
-        - `is_mask`: whether it is a mask, which has no derivatives, or else a score.
+        """Why a user's function over a block, a mask or a score, cannot be visited; empty if it
+        can. Unlike `unsupported_primitive` it lets pass only what is known to work.
         """
 
     @abc.abstractmethod

@@ -65,7 +65,7 @@ def _in_place(eqn, xs) -> list:
 
 
 def flat_jaxpr(closed: Any) -> Any:
-    """A closed jaxpr with its calls replaced by their bodies, and what it does to predicates written
+    """A closed jaxpr with its calls replaced by their bodies. What it does to predicates is written
     by operations that all compilers have.
     """
     return replaced_jaxpr(closed, [v.aval.shape for v in closed.jaxpr.invars], _in_place)

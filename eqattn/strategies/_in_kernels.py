@@ -79,6 +79,14 @@ def known_refusal(
     return reason or kernels.unavailable()
 
 
+def other_kernels(kernels: Lowering, *asked: Any) -> str:
+    """The platform whose kernels can run what `kernels` cannot, as it is written in messages; empty
+    if there is none. The other arguments are those of `known_refusal`.
+    """
+    name, other = kernels.instead() or ("", None)
+    return "" if other is None or known_refusal(other, *asked) else f"{name!r}, "
+
+
 def _left_to_kernels(
     kernels: Lowering, part: AbstractMask | AbstractScore, differences: bool
 ) -> Any:

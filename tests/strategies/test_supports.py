@@ -102,6 +102,16 @@ CASES = {
     "a double query, which is single without x64": (Blockwise(KERNEL), dict(dtype="float64"), None),
     "single precision on tensor cores": (Blockwise(HOPPER), dict(dtype=QUERY.dtype), "not float32"),
     "single precision by Triton": (Blockwise(TRITON), dict(dtype=QUERY.dtype), None),
+    "single precision, which Triton multiplies": (
+        Blockwise(HOPPER),
+        dict(dtype=QUERY.dtype, mask=Causal()),
+        "use platform='triton', 'auto' or 'xla'.",
+    ),
+    "single precision, and what Triton lacks, too": (
+        Blockwise(HOPPER),
+        dict(dtype=QUERY.dtype, mask=MaskFn(lambda b, h, q, k: TABLE[q * k] >= k)),
+        "use platform='auto' or 'xla'.",
+    ),
     "half precision on tensor cores": (
         Blockwise(HOPPER),
         dict(dtype=jnp.float16),
@@ -184,7 +194,11 @@ CASES = {
         dict(mask=Tree(TABLE - 1) & SlidingWindow(3, 0), score=T5),
         "gather",
     ),
-    "interpreted kernel of a table over rows": (Ragged(INTERPRETED["tpu"]), dict(score=T5), "gather"),
+    "interpreted kernel of a table over rows": (
+        Ragged(INTERPRETED["tpu"]),
+        dict(score=T5),
+        "gather",
+    ),
     "interpreted kernel of a table for Hopper": (
         Blockwise(INTERPRETED["cuda"]),
         dict(score=T5, dtype=jnp.bfloat16),
@@ -238,6 +252,17 @@ def test_supports_is_what_the_call_does(name):
         assert refused in str(caught.value)
     else:
         assert str(caught.value) == able.reason
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this jax has kernels for Hopper")
+def test_older_versions_are_told_of_triton():
+    """By `supports`, and by a call as it is lowered."""
+    how = Blockwise(HOPPER)
+    assert "use platform='triton', 'auto' or 'xla'." in how.supports(dtype=jnp.bfloat16).reason
+    narrow = QUERY.astype(jnp.bfloat16), *[KEY.astype(jnp.bfloat16)] * 2
+    call = jax.jit(lambda *xs: attention(*xs, how).attention_outputs).trace(*narrow)
+    with pytest.raises(ValueError, match=r"platform='triton' has one, and platform='auto' or"):
+        call.lower(lowering_platforms=("cuda",))
 
 
 def test_any_value_and_another_platform():

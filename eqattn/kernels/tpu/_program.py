@@ -282,7 +282,7 @@ class Evaluation(Diagonals):
             return self._selected(eqn)
         if eqn.primitive in (primitives.add_jaxvals_p, lax.exp_p):
             return self.pointwise(eqn, self.value)
-        if eqn.primitive is lax.broadcast_in_dim_p and v.aval.dtype == jnp.bool_:
+        if eqn.primitive is lax.broadcast_in_dim_p and eqn.outvars[0].aval.dtype == jnp.bool_:
             x = jnp.asarray(self.value(eqn.invars[0])).astype(jnp.int32)  # as where it is reshaped
             return eqn.primitive.bind(x, **eqn.params) != 0
         ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
