@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax import Literal
 from .._pairs import over_block
 from .._problem.lookups import without_lookups
 from .._problem.problem import is_unsure, of_a_user
@@ -49,7 +50,14 @@ def untried_in(
     # XLA code would run in the kernels' blocks, which are small for it. What is looked up takes
     # some milliseconds, so those whose kernels are known are left out.
     masks = [x for x in leaf_terms(mask) if not x.selects and is_unsure(x)]
-    return _operation_without_kernel(kernels, masks, [*filter(is_unsure, scores)], differences)
+    scores = [*filter(is_unsure, scores)]
+    if kernels.required:
+        # A visit that lacks an operation raises, too. It alone knows for sure whether positions
+        # count up, as `Ragged` copies some keys into order.
+        own = [x for x in scores if of_a_user(x)]
+        reason = _operation_without_kernel(kernels, masks, [], differences=True)
+        return reason or _operation_without_kernel(kernels, [], own, differences)
+    return _operation_without_kernel(kernels, masks, scores, differences)
 
 
 def known_refusal(
@@ -104,7 +112,17 @@ def _left_to_kernels(
     args += [block(axes, jnp.int32) for axes in ("", "", "t", "s")]
     args += [block(operand.axes, operand.array.dtype) for operand in part.operands()]
     fn = part.transform if is_score else visible(part)
-    return jax.make_jaxpr(lambda *xs: over_block(fn, xs))(*args).jaxpr
+    return _without_unused(jax.make_jaxpr(lambda *xs: over_block(fn, xs))(*args).jaxpr)
+
+
+def _without_unused(jaxpr: Any) -> Any:
+    """A jaxpr without the equations that no result follows from, as kernels leave them out."""
+    needed, kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
+    for eqn in reversed(jaxpr.eqns):
+        if needed & set(eqn.outvars):
+            kept.append(eqn)
+            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    return jaxpr.replace(eqns=kept[::-1])
 
 
 def _operation_without_kernel(
