@@ -1,7 +1,7 @@
 """Operations on predicates, written with `and`, `or` and `not`.
 
-The compilers of kernels know those three, `xor`, equality and conversions. That of TPUs dies of a
-selection between predicates, and of an order between some of them.
+The compilers of kernels know those three, `xor`, equality and conversions. That of TPUs cannot lower
+a selection between predicates, nor an order between some of them.
 """
 
 from collections.abc import Callable, Sequence

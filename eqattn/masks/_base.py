@@ -68,7 +68,6 @@ class AbstractMask(eqx.Module):
 
     tried_in_kernels: ClassVar[bool] = True  # as for `AbstractScore`, like the next
     may_lack_kernels: ClassVar[bool] = False
-
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
 
     @abc.abstractmethod

@@ -2,10 +2,9 @@
 XLA code for a CPU.
 """
 
+import functools as ft
 import math
 import re
-
-import functools as ft
 
 import jax
 import jax.numpy as jnp
