@@ -1,7 +1,7 @@
 """Operations on predicates, written with `and`, `or` and `not`.
 
-The compilers of kernels know those three, `xor`, equality and conversions. That of TPUs cannot lower
-a selection between predicates, nor an order between some of them.
+The compilers of kernels know those three, `xor`, equality and conversions. That of TPUs has no
+selection between predicates, and fails at some that are ordered.
 """
 
 from collections.abc import Callable, Sequence
