@@ -39,9 +39,23 @@ def is_unsure(part: AbstractMask | AbstractScore) -> bool:
     """Whether a mask or a score may lack an operation in some kernels, or may read a table by
     `q - k`. Those of this library say so of themselves. Those of users are asked in each call.
     """
+    return _unwrapped(part).may_lack_kernels or _is_foreign(part)
+
+
+def of_a_user(part: AbstractMask | AbstractScore) -> bool:
+    """Whether a user wrote what a mask or a score computes, so that it may do anything."""
+    return not _unwrapped(part).tried_in_kernels or _is_foreign(part)
+
+
+def _unwrapped(part: Any) -> Any:
     while isinstance(part, AbstractWrapper):
         part = part.score
-    return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")
+    return part
+
+
+def _is_foreign(part: Any) -> bool:
+    """Whether the class of a mask or a score is none of this library."""
+    return not type(_unwrapped(part)).__module__.startswith("eqattn.")
 
 
 class Problem(eqx.Module):

@@ -120,7 +120,7 @@ class Lowering(abc.ABC):
     """Whether blocks may hold numbers that their diagonals share, see `differences.py`."""
 
     multiplies_tables: ClassVar[bool] = False
-    """Whether it reads tables by products of matrices, see `tables.py`."""
+    """Whether it reads `table[q // n, k // n]` by a product of matrices, see `tables.py`."""
 
     least_listed: ClassVar[tuple[int, int]]
     """The least rows of logits and the least keys of a block that is visited by itself where a list
@@ -189,6 +189,9 @@ class Lowering(abc.ABC):
         """
         return ""
 
+    def instead(self) -> "tuple[str, Lowering] | None":
+        """A hook: other kernels for the same device, behind the platform that names them."""
+
     @abc.abstractmethod
     def unsupported_dtype(self, dtype: Any) -> str:
         """The reason why queries of this dtype cannot be visited; empty if they can."""
@@ -204,9 +207,9 @@ class Lowering(abc.ABC):
         """The name of an operation in a block function that this lowering lacks, or empty."""
 
     @abc.abstractmethod
-    def unsupported_function(self, jaxpr: Any) -> str:
-        """Why a user's function over a block cannot be visited; empty if it can. Unlike
-        `unsupported_primitive` it lets pass only what is known to work.
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
+        """Why a user's function over a block, a mask or a score, cannot be visited; empty if it
+        can. Unlike `unsupported_primitive` it lets pass only what is known to work.
         """
 
     @abc.abstractmethod
@@ -248,8 +251,7 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     those of 32 x 32 took 1.1 to 1.5. Smaller ones took up to twice as long. That was so for 8
     blocks and for 8192 of them, forwards and gradients. Only with the loop, a grid of several pairs
     skips what is hidden from one batch element. So the blocks of all its elements have at most 2^17
-    logits, a bound that was chosen by trial. To measure again, vary them in
-    `python -m eqattn bench --only cpu-f32-full-many`.
+    logits, chosen by trial. To measure again, vary them in `bench --only cpu-f32-full-many`.
     """
     if layout.own_pages or layout.uniform or layout.live_pairs:
         return True
@@ -268,10 +270,6 @@ def loops(vectorise: bool) -> dict[str, Any]:
     from .loops import traverse  # A program that makes none need not load it.
 
     return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise))
-
-
-def _on_gpu() -> bool:
-    return jax.default_backend() in ("gpu", "cuda", "rocm")
 
 
 def even_size(tokens: Any, most: int) -> int:
@@ -328,7 +326,7 @@ class XLALowering(Lowering):
         # benchmarks `cpu-f32-*-2048-*` show the effect.
         group, keys = request.group, request.keys
         queries = max(1 if request.in_place else 8, 256 // group)
-        gpu = _on_gpu()
+        gpu = jax.default_backend() in ("gpu", "cuda", "rocm")
         if gpu and request.in_place and not request.fixed:
             return BlockSizes(queries, self._many_in_place(request))
         if request.page_size:
@@ -378,8 +376,8 @@ class XLALowering(Lowering):
         del jaxpr
         return ""
 
-    def unsupported_function(self, jaxpr: Any) -> str:
-        del jaxpr
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
+        del jaxpr, is_mask
         return ""
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:

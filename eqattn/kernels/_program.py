@@ -12,6 +12,7 @@ from jax import lax
 
 from .._jax import evaluated, interpret, Literal, only_varies
 from .._sweep.centred_tangent import evaluate_refined, refined_p
+from ._predicates import written
 
 
 LOG2E = math.log2(math.e)
@@ -76,28 +77,31 @@ def calls(eqn: Any) -> Any:
     return next((p for n in _CALLED if (p := eqn.params.get(n)) is not None), None)
 
 
-def _only_places(eqn) -> bool:
-    """Whether an equation changes nothing but over which devices a value is spread: a kernel is one
-    device's.
+def _only_marks(eqn) -> bool:
+    """Whether an equation changes nothing but over which devices a value is spread, or how it is
+    differentiated. A kernel is one device's, and derivatives are taken before.
     """
     same = eqn.primitive is lax.reshape_p and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-    return only_varies(eqn) or eqn.primitive.name == "reshard" or same
+    return only_varies(eqn) or eqn.primitive.name in ("reshard", "stop_gradient") or same
 
 
 def _in_place(eqn, xs) -> list:
     """The results of an equation, or of the body that it calls, at `xs`."""
-    if _only_places(eqn):
+    if _only_marks(eqn):
         return xs
     called = calls(eqn)
     if eqn.primitive is refined_p:
         called = jax.make_jaxpr(ft.partial(evaluate_refined, **eqn.params))(*xs)
     if called is None:
-        return evaluated(eqn, xs)
+        y = written(eqn, xs)
+        return evaluated(eqn, xs) if y is None else [y]
     return interpret(getattr(called, "jaxpr", called), getattr(called, "consts", ()), xs, _in_place)
 
 
 def flat_jaxpr(closed: Any) -> Any:
-    """A closed jaxpr with its calls replaced by their bodies."""
+    """A closed jaxpr with its calls replaced by their bodies. What it does to predicates is written
+    by operations that all compilers have.
+    """
     return replaced_jaxpr(closed, [v.aval.shape for v in closed.jaxpr.invars], _in_place)
 
 

@@ -66,8 +66,8 @@ class AbstractMask(eqx.Module):
     needs_positions: ClassVar[bool] = False
     """Whether a call must give the positions of its keys, which are in some other order."""
 
-    may_lack_kernels: ClassVar[bool] = False  # as for `AbstractScore`
-
+    tried_in_kernels: ClassVar[bool] = True  # as for `AbstractScore`, like the next
+    may_lack_kernels: ClassVar[bool] = False
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
 
     @abc.abstractmethod

@@ -32,6 +32,7 @@ class MaskFn(AbstractMask):
         vector if it has features.
     """
 
+    tried_in_kernels: ClassVar[bool] = False
     may_lack_kernels: ClassVar[bool] = True
 
     _fn: Any

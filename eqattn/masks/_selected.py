@@ -34,8 +34,8 @@ class Selected(AbstractMask):
         before `(i + 1) * block_k`. It is a static int, by default 1.
 
     **Raises:** `ValueError` or `TypeError` for indices of another form, for known ones below -1 or,
-    in a call, beyond all keys; and for known `kv_positions` that two keys have. Other indices that
-    name no key, as traced ones may, list nothing.
+    in a call, beyond the keys; and for known `kv_positions` that two keys have. Traced indices that
+    name no key list nothing, and neither do positions that are not in `kv_positions`.
 
     ??? cite "Reference"
 
@@ -93,22 +93,13 @@ class Selected(AbstractMask):
             return
         if kv_positions is not None:
             check_distinct(kv_positions)
-        if not jax.sharding.get_abstract_mesh().manual_axes:  # other devices may have more keys
-            self._check_within(s, kv_positions)
-
-    def _check_within(self, s: int, kv_positions: Any) -> None:
-        """**Raises:** `ValueError` if known indices lie beyond all keys."""
-        known, there = concrete(self.indices), concrete(kv_positions)
-        if known is None or not known.size or (there is None and kv_positions is not None):
-            return
-        end = s if there is None else int(there.max(initial=-1)) + 1
-        blocks = -(-end // self.block_k)
-        if known.max() >= blocks:
-            among = f"{s} keys" if there is None else f"the positions of {s} keys, up to {end - 1}"
-            raise ValueError(
-                f"Selected indices {known.shape} must be below {blocks}, the number of blocks of "
-                f"{self.block_k} of {among}, got {known.max()}; -1 stands for none."
-            )
+        elif not jax.sharding.get_abstract_mesh().manual_axes:  # other devices may have more keys
+            known, blocks = concrete(self.indices), -(-s // self.block_k)
+            if known is not None and known.size and known.max() >= blocks:
+                raise ValueError(
+                    f"Selected indices {known.shape} must be below {blocks}, the number of blocks "
+                    f"of {self.block_k} of {s} keys, got {known.max()}; -1 stands for none."
+                )
 
     def rows_of(self, batch_shape: tuple[int, ...]) -> Int[Array, "b h r n"]:
         """Returns the indices as `[B|1, h, rows, n]`."""

@@ -29,8 +29,9 @@ class AbstractScore(eqx.Module):
 
     finite_when_masked: ClassVar[bool] = False
     tried_in_kernels: ClassVar[bool] = True
-    """Whether kernels for other devices may hold `transform`. `ScoreFn` says no: their compilers do
-    not know every operation that a user's function may hold.
+    """Whether the compilers of kernels were tried with `transform`. `ScoreFn` says no, as they do
+    not know every operation that a user's function may hold. Of it, and of subclasses of yours,
+    kernels take only operations that are known to work.
     """
     may_lack_kernels: ClassVar[bool] = False
     """Whether some kernels lack an operation of `transform`. That is looked up in each call then,

@@ -110,15 +110,16 @@ class AbstractFoldStrategy(AttentionImpl):
         """
         if (kernels := self._kernels()) is None:
             return XLA
-        reason = kernels.unsupported_dtype(problem.query.dtype)
-        if not self.reads_stored:
-            reason = reason or kernels.unsupported_vectors(problem.query, problem.value)
-        from ._in_kernels import counts_up, untried_in  # with what only kernels need
+        dtype, vectors = problem.query.dtype, (problem.query, problem.value)
+        size = "" if self.reads_stored else kernels.unsupported_vectors(*vectors)
+        from ._in_kernels import counts_up, other_kernels, untried_in  # with what only kernels need
 
         apart = counts_up(self, problem.mask, problem.q_positions, problem.kv_positions)
-        reason = reason or untried_in(kernels, problem.mask, problem.scores, apart)
+        parts, reason = (problem.mask, problem.scores), kernels.unsupported_dtype(dtype) or size
+        reason = reason or untried_in(kernels, *parts, apart)
         if reason and kernels.required:
-            raise ValueError(self._without_kernel(kernels, reason))
+            others = "" if size else other_kernels(kernels, *parts, dtype, apart)
+            raise ValueError(self._without_kernel(kernels, reason, others))
         return XLA if reason else kernels
 
     def _kernels(self) -> Lowering | None:
@@ -145,11 +146,11 @@ class AbstractFoldStrategy(AttentionImpl):
         """Whether calls in a dtype run in kernels, if these support all else."""
         return (kernels := self._kernels()) is not None and not kernels.unsupported_dtype(dtype)
 
-    def _without_kernel(self, kernels: Lowering, reason: str) -> str:
+    def _without_kernel(self, kernels: Lowering, reason: str, others: str = "") -> str:
         return (
             f"platform={self.metadata.platform.value!r}: there is no kernel of "
             f"{type(self).__name__} for this call on {kernels.device} ({reason}); use "
-            "platform='auto' or 'xla'."
+            f"platform={others}'auto' or 'xla'."
         )
 
     def partition(self, problem: Problem) -> tuple[Any, ...]:
@@ -233,13 +234,12 @@ class AbstractFoldStrategy(AttentionImpl):
         if kernels is None or not kernels.required:
             return ""
         self._check_features(features)
-        from ._in_kernels import counts_up, known_refusal
+        from ._in_kernels import counts_up, known_refusal, other_kernels
 
-        compiled = self.metadata.platform is Platform.PALLAS
         positions = features.get("q_positions"), features.get("kv_positions")
-        apart = counts_up(self, mask, *positions)
-        reason = known_refusal(kernels, mask, scores, dtype, compiled, apart)
-        return reason and self._without_kernel(kernels, reason)
+        asked = mask, scores, dtype, counts_up(self, mask, *positions)
+        reason = known_refusal(kernels, *asked)
+        return reason and self._without_kernel(kernels, reason, other_kernels(kernels, *asked))
 
     def _check_features(self, features: Mapping[str, Any]) -> None:
         """**Raises:** `ValueError` if the platform asks for code that no such call can have."""

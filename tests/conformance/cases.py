@@ -97,6 +97,7 @@ def _in_parts_of(n: int) -> tuple:
 DEAR = {("target", ("tpu", 1)), ("target", ("ring", 2)), ("transform", "hvp"), ("lead", (2, 2))}
 
 
+BY_DIFFERENCE = "t5", "t5_causal", "both", "differences"
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     # No kernel reads operands with features, and those of Ragged read no table by both positions.
@@ -108,7 +109,7 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "tpu_ragged": {
         "dtype": ("float16", "float64"),
         "operands": ("float64",),
-        "score": ("features", "differences", "table"),
+        "score": ("features", *BY_DIFFERENCE, "table"),
         "mask": ("table",),
     },
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
@@ -240,7 +241,16 @@ def covering(strength: int, seed: int = 22) -> tuple[Case, ...]:
             cases.append(_order(case))
             for g in left:
                 left[g].discard(tuple(case[a] for a in g))
-    return tuple(cases)
+    return tuple(map(_with_a_kernel, cases))
+
+
+def _with_a_kernel(case: Case) -> Case:
+    """A case with a lookup by query and by key in place of a table by the difference, where keys
+    are gathered or positions do not count up. No kernel for TPUs reads such a table there.
+    """
+    placed = case["mask"] in ("tree", "selected") and case["target"] == ("tpu", 1)
+    far = placed and case["score"] in ("t5", "t5_causal", "both")
+    return case | {"score": "lookup"} if far else case
 
 
 def pairs_of(case: Case) -> set[tuple]:

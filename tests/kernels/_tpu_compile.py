@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 
+from _predicates import any_odd, MASKS
 from _tpu_schedule import Schedule
 
 
@@ -65,6 +66,9 @@ CASES: dict[str, dict] = {
     },
     "functions of floats": {"mask": "Causal()", "score": "ScoreFn(of_floats)"},
     "functions of integers": {"mask": "Causal()", "score": "ScoreFn(of_integers)"},
+    "functions of predicates": {"mask": "MaskFn(any_odd)", "score": "ScoreFn(of_predicates)"},
+    "narrow numbers": {"mask": "MaskFn(of_narrow)"},
+    "keys under a score": {"mask": "KeyPadding(lengths)", "score": "ScoreFn(capped)"},
     "lookups": {"mask": "MaskFn(lambda b, h, q, k: starts[q] <= k)", "score": "ScoreFn(looked_up)"},
     "dropout": {"mask": "Causal()", "dropout": 0.1},
     "sinks": {"mask": "Causal()", "sinks": True},
@@ -89,6 +93,7 @@ CASES: dict[str, dict] = {
         "tangent": True,
     },
 }
+CASES |= {f"mask {n}": {"mask": f"MaskFn(MASKS[{n!r}])", "gradient": False} for n in MASKS}
 OF_ROWS = {"strategy": "Ragged", "mask": "Causal() & KeyPadding(lengths)"}
 ROWS = {**OF_ROWS, "mask": "KeyPadding(lengths)", "gradient": False, "in_place": True}
 SHARED = {**ROWS, "queries": 1, "tokens": 65_536}  # by devices: rows and heads
@@ -197,11 +202,28 @@ def functions(inputs: dict) -> dict:
         total = sum(terms) + sum(x.astype(jnp.int32) for x in (*seen, odd))
         return s + 1e-3 * jnp.where(odd, total, -total).astype(jnp.float32)
 
+    def of_predicates(s, b, h, q, k):
+        s = jnp.where(any_odd(b, h, q, k), s, s - 1.0)
+        return lax.cond(q > k, lambda: lax.stop_gradient(s), lambda: 0.5 * s)
+
+    def capped(s, b, h, q, k):
+        return 2.0 * jnp.tanh(0.5 * s)
+
+    def of_narrow(b, h, q, k):
+        seen = q >= k
+        for name in ("int8", "uint8", "int16", "uint16", "uint32"):
+            x, y = q.astype(name), (q - k).astype(name)
+            seen ^= (x == y) | (x > k.astype(name)) ^ (~x & y | x ^ y < 3)
+        near = (q - k).astype(jnp.bfloat16) < 9
+        return seen ^ near ^ (q.astype(jnp.uint32) * 40503 % 7 > 2)
+
     def looked_up(s, b, h, q, k):
         slope, near = inputs["slopes"][h], inputs["starts"][q] == inputs["starts"][k]
         return jnp.where(near, s, s - slope * (q - k).astype(s.dtype))
 
-    return dict(of_floats=of_floats, of_integers=of_integers, looked_up=looked_up)
+    names = dict(of_floats=of_floats, of_integers=of_integers, looked_up=looked_up)
+    names |= dict(of_predicates=of_predicates, of_narrow=of_narrow, any_odd=any_odd)
+    return names | dict(capped=capped)
 
 
 def compiled(chip: str, case: str):
@@ -290,7 +312,7 @@ def compiled(chip: str, case: str):
             softmax_aux=wrt.get("sinks"),
         )
         public = {name: getattr(eqattn, name) for name in eqattn.__all__}
-        names = {**public, **inputs, **wrt, **functions(inputs)}
+        names = {**public, **inputs, **wrt, **functions(inputs), "MASKS": MASKS}
         key, value = kept(wrt["key_"], inputs), kept(wrt["value"], inputs)
         if spec.latent and spec.page:
             key = Pages(Joined(value.content, key.content), inputs["table"])

@@ -193,7 +193,7 @@ REFUSED = {
     "window and lengths": (dict(mask=SlidingWindow(3, 0) & KeyPadding(9)), "leave one of them out"),
     "starts": (dict(mask=KeyPadding(9, LENGTHS)), "begin at their first key"),
     "two lengths": (dict(mask=KeyPadding(9) & KeyPadding(LENGTHS)), "one KeyPadding"),
-    "empty sequence": (dict(mask=KeyPadding(jnp.array([4, 0]))), "has no keys"),
+    "a sequence without keys": (dict(mask=KeyPadding(jnp.array([4, 0]))), "has no keys"),
     "empty row": (dict(mask=QueryPadding(40)), "queries from 40 on see nothing"),
     "score": (dict(score=ALiBi(jnp.ones(H))), "no ALiBi"),
     "two biases": (dict(bias=QUERY[0, 0], score=Bias(QUERY[0, 0])), "one bias"),
@@ -303,8 +303,19 @@ def test_the_platform_names_its_device():
 
 def test_without_the_library(monkeypatch):
     monkeypatch.setattr(library, "cuda_versions", None)
-    with pytest.raises(ValueError, match=r"no cuDNN here; install 'jax\[cuda13\]'"):
+    with pytest.raises(ValueError, match=r"no cuDNN here; install 'jax\[cuda13\]'") as caught:
         call(*arrays())
+    assert Blockwise(metadata()).supports(dtype="bfloat16").reason == str(caught.value)
+    # What no cuDNN has is named first.
+    assert "no Segments" in Blockwise(metadata()).supports(mask=Segments(jnp.zeros(4, int))).reason
+
+
+def test_supports_says_what_no_shape_changes():
+    """A sequence that is known to have no keys has none in any call."""
+    with pytest.raises(ValueError, match="a sequence has no keys") as caught:
+        call(*arrays(), KeyPadding(0))
+    assert Blockwise(metadata()).supports(mask=KeyPadding(0)).reason == str(caught.value)
+    assert Blockwise(metadata()).supports(mask=KeyPadding(3))
 
 
 @pytest.mark.skipif(not here, reason="runs cuDNN itself, which needs an NVIDIA GPU")

@@ -2,6 +2,7 @@
 XLA code for a CPU.
 """
 
+import functools as ft
 import math
 import re
 
@@ -223,14 +224,14 @@ def test_a_program_for_a_cpu_takes_few_logarithms(lengths, mapped):
 
 
 def test_positions_that_need_not_count_up():
-    """Each pair looks up its own number then, which no compiled kernel does."""
+    """Each pair looks up its own number then, which no kernel does, compiled or interpreted."""
     (q, k, v), table = arrays(), normal(3, 8, 4)
     at = jnp.asarray(np.random.default_rng(1).permutation(200), jnp.int32)
     for given in (dict(q_positions=at), dict(kv_positions=at[:150])):
         call = lambda *x, given=given, **kw: attention(
             *x, how(**kw), score=T5Bias(table, max_distance=64), **given
         )
-        got = jax.jit(call)(q, k, v).attention_outputs
+        got = jax.jit(ft.partial(call, platform="xla"))(q, k, v).attention_outputs
         q_at = np.asarray(given.get("q_positions", np.arange(200)))[:, None]
         k_at = np.asarray(given.get("kv_positions", np.arange(150)))[None]
         bucket = om.t5_bucket(200, 150, 8, True, 64, at=(q_at, k_at))
@@ -239,6 +240,8 @@ def test_positions_that_need_not_count_up():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
         with pytest.raises(ValueError, match="has a gather"):
             kernels(lambda *x: call(*x, platform="pallas"), q, k, v)
+        with pytest.raises(ValueError, match="has a gather"):
+            jax.jit(call).lower(q, k, v)
 
 
 @pytest.mark.parametrize("platform", ["interpret", "xla"])

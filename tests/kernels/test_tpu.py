@@ -352,7 +352,11 @@ def test_garbage_stays_where_it_is_masked(garbage):
             + ("prompts, pages, wide",),
             marks=pytest.mark.slow,
         ),
-        ("v6e", ("causal", "drafts", "t5")),
+        (
+            "v6e",
+            ("causal", "drafts", "t5", "functions of predicates", "keys under a score")
+            + ("narrow numbers",),
+        ),
         pytest.param(
             "v6e",
             ("lengths", "cap", "float32", "long", "booleans, grouped", "one query", "rows")

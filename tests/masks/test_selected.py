@@ -380,10 +380,6 @@ BAD = {
     "heads": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((2, 6, 1), int))), "h one of 1, 1 and 1"),
     "batch": (lambda: attention(Q, Q, Q, mask=Selected(np.zeros((2, 1, 6, 1), int))), r"batch \(\)"),
     "beyond the keys": (lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 6))), r"\(1, 6, 1\) must be below 6, .* got 6"),
-    "beyond the positions": (
-        lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 9)), kv_positions=np.array([8, 7, 3, 2, 1, 0])),
-        r"must be below 9, .* positions of 6 keys, up to 8, got 9",
-    ),
     "an array beyond the keys": (lambda: Selected(np.full((1, 6, 1), 6)).as_array(6, 6), "below 6, .* got 6"),
     "beyond the blocks": (lambda: attention(Q, Q, Q, mask=Selected(np.full((1, 6, 1), 2), block_k=4)), "below 2, "),
     "negated": (lambda: attention(Q, Q, Q, mask=~Selected(np.zeros((1, 6, 1), int))), "cannot be negated"),

@@ -154,7 +154,7 @@ MUTANTS = [
         "kernels/gpu/_operations.py",
         REFUSED,
         [
-            ("if aval.dtype not in _DTYPES:", "if False:"),
+            ("if aval.dtype not in _DTYPES and not is_mask:", "if False:"),
             ("if eqn.primitive is lax.rem_p and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):", "if False:"),
         ],
     ),

@@ -88,8 +88,8 @@ MUTANTS = [
         "_problem/problem.py",
         "kernels/test_differences.py -k 'ones_own or logarithms'",
         [
-            ('return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")', "return part.may_lack_kernels"),
-            ('return part.may_lack_kernels or not type(part).__module__.startswith("eqattn.")', 'return not type(part).__module__.startswith("eqattn.")'),
+            ('return _unwrapped(part).may_lack_kernels or _is_foreign(part)', "return _unwrapped(part).may_lack_kernels"),
+            ('return _unwrapped(part).may_lack_kernels or _is_foreign(part)', 'return _is_foreign(part)'),
         ],
     ),
     (

@@ -40,7 +40,13 @@ BY_DIFFERENCE = ScoreFn(lambda logit, b, h, q, k: logit + TABLE[q - k].astype(lo
 PLAIN = Blockwise(Metadata())
 MESH = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 RING = Metadata(platform="pallas", backend="tpu", mesh=MESH, sequence_axis_name="sp")
-FOUND_LATE = "gather", "written for jax 0.12"  # as the program is lowered, with another message
+FOUND_LATE = (
+    "gather",
+    "concatenate",
+    "written for jax 0.12",
+)  # as the program is lowered, with another message
+INTERPRETED = {x: Metadata(platform="interpret", backend=x) for x in ("tpu", "cuda", "triton")}
+T5 = T5Bias(jnp.zeros((32, 4)))
 
 
 class NoScores(AttentionImpl):
@@ -100,6 +106,16 @@ CASES = {
     "a double query, which is single without x64": (Blockwise(KERNEL), dict(dtype="float64"), None),
     "single precision on tensor cores": (Blockwise(HOPPER), dict(dtype=QUERY.dtype), "not float32"),
     "single precision by Triton": (Blockwise(TRITON), dict(dtype=QUERY.dtype), None),
+    "single precision, which Triton multiplies": (
+        Blockwise(HOPPER),
+        dict(dtype=QUERY.dtype, mask=Causal()),
+        "use platform='triton', 'auto' or 'xla'.",
+    ),
+    "single precision, and what Triton lacks, too": (
+        Blockwise(HOPPER),
+        dict(dtype=QUERY.dtype, mask=MaskFn(lambda b, h, q, k: TABLE[q * k] >= k)),
+        "use platform='auto' or 'xla'.",
+    ),
     "half precision on tensor cores": (
         Blockwise(HOPPER),
         dict(dtype=jnp.float16),
@@ -177,6 +193,26 @@ CASES = {
         dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q * k] >= k)),
         "gather",
     ),
+    "interpreted kernel of a table in a tree": (
+        Blockwise(INTERPRETED["tpu"]),
+        dict(mask=Tree(TABLE - 1) & SlidingWindow(3, 0), score=T5),
+        "gather",
+    ),
+    "interpreted kernel of a table over rows": (
+        Ragged(INTERPRETED["tpu"]),
+        dict(score=T5),
+        "gather",
+    ),
+    "interpreted kernel of a table by Triton": (
+        Blockwise(INTERPRETED["triton"]),
+        dict(score=T5),
+        "concatenate",
+    ),
+    "interpreted kernel that gathers": (
+        Blockwise(INTERPRETED["tpu"]),
+        dict(mask=MaskFn(lambda b, h, q, k: TABLE[q * k] >= k)),
+        "a MaskFn has a gather",
+    ),
     "kernel that looks up": (
         Blockwise(KERNEL),
         dict(mask=Causal() & MaskFn(lambda b, h, q, k: TABLE[q] >= k)),
@@ -215,6 +251,17 @@ def test_supports_is_what_the_call_does(name):
         assert refused in str(caught.value)
     else:
         assert str(caught.value) == able.reason
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this jax has kernels for Hopper")
+def test_older_versions_are_told_of_triton():
+    """By `supports`, and by a call as it is lowered."""
+    how = Blockwise(HOPPER)
+    assert "use platform='triton', 'auto' or 'xla'." in how.supports(dtype=jnp.bfloat16).reason
+    narrow = QUERY.astype(jnp.bfloat16), *[KEY.astype(jnp.bfloat16)] * 2
+    call = jax.jit(lambda *xs: attention(*xs, how).attention_outputs).trace(*narrow)
+    with pytest.raises(ValueError, match=r"platform='triton' has one, and platform='auto' or"):
+        call.lower(lowering_platforms=("cuda",))
 
 
 def test_any_value_and_another_platform():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._sweep.grid import GridLayout
-from ..._sweep.lowering import BlockRequest, BlockSizes
+from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
 from ._lowering import FEW_QUERIES, Kernels, LARGEST_DIM, NvidiaLowering
 from ._operations import unsupported, unsupported_of_users
 
@@ -84,14 +84,21 @@ class GPULowering(NvidiaLowering):
     def unsupported_primitive(self, jaxpr: Any) -> str:
         return unsupported(jaxpr)
 
-    def unsupported_function(self, jaxpr: Any) -> str:
-        return unsupported_of_users(jaxpr)
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
+        return unsupported_of_users(jaxpr, is_mask)
 
     def unavailable(self) -> str:
         if jax.__version_info__ >= OLDEST_JAX:
             return super().unavailable()
         oldest = ".".join(map(str, OLDEST_JAX))
         return f"it is written for jax {oldest} and newer, and this is {jax.__version__}"
+
+    def instead(self) -> tuple[str, Lowering] | None:
+        if self.asked != "pallas":
+            return None
+        from .triton import TritonLowering
+
+        return "triton", TritonLowering(self.asked)
 
     def unsupported_storage(self, layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
         from ._stored import unsupported_storage

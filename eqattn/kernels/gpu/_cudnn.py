@@ -11,6 +11,7 @@ it is known while tracing that a row sees nothing.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -123,9 +124,27 @@ def _unseen(mask: _Mask, queries: int, keys: int) -> str:
             f"queries from {known.min()} on see nothing, and what cuDNN returns for them is not "
             "defined; slice them off"
         )
+    return ""
+
+
+def _without_keys(mask: _Mask) -> str:
+    """Why it is known that no row of a sequence sees anything; empty if it is not."""
     known = None if mask.keys is None else concrete(mask.keys)
     if known is not None and known.size and known.min() <= 0:
         return "a sequence has no keys, and what cuDNN returns for it is not defined; leave it out"
+    return ""
+
+
+def _missing() -> str:
+    """Why JAX can call no cuDNN here; empty if it can. JAX looks for it as it traces a call."""
+    x = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
+    call = ft.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(call, x, x, x)
+    except RuntimeError as e:
+        if "cuDNN" not in str(e):
+            raise
+        return "jax has no cuDNN here; install 'jax[cuda13]'"
     return ""
 
 
@@ -137,17 +156,9 @@ def _output(query: Array, key: Array, value: Array, more: dict[str, Any], fixed:
     - `more`: the arguments of `jax.nn.dot_product_attention` that are arrays.
     - `fixed`: pairs of names and values of the others.
     """
-    try:
-        return jax.nn.dot_product_attention(
-            query, key, value, implementation="cudnn", **more, **dict(fixed)
-        )
-    except RuntimeError as e:
-        if "cuDNN" not in str(e):
-            raise
-        raise ValueError(
-            "platform='cudnn': jax has no cuDNN here; install 'jax[cuda13]', or use "
-            "platform='auto' or 'xla'."
-        ) from e
+    return jax.nn.dot_product_attention(
+        query, key, value, implementation="cudnn", **more, **dict(fixed)
+    )
 
 
 def _forward(
@@ -193,8 +204,8 @@ class CuDNNLowering(Lowering):
         del jaxpr
         return ""
 
-    def unsupported_function(self, jaxpr: Any) -> str:
-        del jaxpr
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
+        del jaxpr, is_mask
         return "is no bias"
 
     def unsupported_features(self, features: Mapping[str, Any], metadata: Any) -> str:
@@ -204,8 +215,10 @@ class CuDNNLowering(Lowering):
         mask = features.get("mask")
         if mask is not None and any(features.get(name) is not None for name in _POSITIONS):
             return f"{' or '.join(_POSITIONS)}: its tokens have the positions 0, 1, ..."
-        if mask is not None and mask is not True and (reason := _described(mask)[1]):
-            return reason
+        if mask is not None and mask is not True:
+            described, reason = _described(mask)
+            if reason := reason or _without_keys(described):
+                return reason
         scores = features.get("score")
         scores = () if scores in (None, True) else scores
         scores = (*scores,) if isinstance(scores, Sequence) else (scores,)
@@ -228,7 +241,7 @@ class CuDNNLowering(Lowering):
             return "softmax_scale: it is compiled with its scale; give a Python number"
         if (metadata.blocksize_q, metadata.blocksize_k) != (None, None):
             return "blocksize_q and blocksize_k: its blocks are its own; leave them None"
-        return ""
+        return _missing()
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> None:
         raise ValueError(

@@ -152,6 +152,13 @@ class NvidiaLowering(Lowering):
         if reason and self.required:
             raise ValueError(
                 f"platform={self.asked!r}: there is no kernel for this call ({reason}); "
-                "platform='auto' or 'xla' runs it as XLA code."
+                f"{self._others(ctx, layout, visits)}platform='auto' or 'xla' runs it as XLA code."
             )
         return not reason
+
+    def _others(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+        """Which other kernels can run a visit, in words; empty if none can."""
+        name, other = self.instead() or ("", None)
+        if not isinstance(other, NvidiaLowering) or other._why_not(ctx, layout, visits):
+            return ""
+        return f"platform={name!r} has one, and "

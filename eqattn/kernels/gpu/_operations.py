@@ -139,9 +139,13 @@ def unsupported(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
     return ""
 
 
-def unsupported_of_users(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
-    """Why a kernel cannot hold a user's function; empty if it can. Arguments are those of
-    `unsupported`.
+def unsupported_of_users(jaxpr: Any, is_mask: bool, of_a_pair: set = _OF_A_PAIR) -> str:
+    """Why a kernel cannot hold a user's function; empty if it can.
+
+    **Arguments:**
+
+    - `is_mask`: whether it is a mask. These may compute with narrow numbers.
+    - `of_a_pair`: as for `unsupported`.
     """
     for eqn in equations(jaxpr):
         if calls(eqn) is not None:
@@ -149,7 +153,7 @@ def unsupported_of_users(jaxpr: Any, of_a_pair: set = _OF_A_PAIR) -> str:
         if eqn.primitive in (lax.slice_p, dot_p) or not is_known(eqn, of_a_pair):
             return f"has a {eqn.primitive.name}, which the compiler of kernels does not know"
         for aval in (v.aval for v in eqn.outvars):
-            if aval.dtype not in _DTYPES:
+            if aval.dtype not in _DTYPES and not is_mask:
                 return f"has numbers of {aval.dtype}: kernels compute in float32 and int32"
     return ""
 

@@ -33,9 +33,26 @@ them: compile a kernel with a `MaskFn` that applies the operation to see.
 
 _OF_FUNCTIONS = {p.name for p in POINTWISE} - _UNSUPPORTED
 _OF_FUNCTIONS |= {"add_any", "broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"}
+_OF_FUNCTIONS |= {"stop_gradient"}
 """The operations that a user's function may have. The tests compile each of them, with its
 derivatives, for each chip (`functions` in `tests/kernels/_tpu_compile.py`).
 """
+
+_DTYPES = {jnp.dtype(x) for x in (jnp.float32, jnp.int32, jnp.bool_)}
+_OF_NARROW = set("and broadcast_in_dim convert_element_type copy eq ge gt le lt ne not or".split())
+_OF_NARROW |= {"reshape", "squeeze", "transpose", "xor"}
+"""The operations of masks that were compiled for numbers of 8 and 16 bits. Of others, the compiler
+knows some for some of these numbers.
+"""
+
+
+def _known_dtypes(eqn: Any, is_mask: bool) -> set:
+    """The dtypes that an operation of a user's function may have."""
+    if not is_mask:
+        return _DTYPES
+    narrow = "int8", "uint8", "int16", "uint16", "bfloat16"
+    narrow = narrow if eqn.primitive.name in _OF_NARROW else ()
+    return _DTYPES | {jnp.dtype(x) for x in ("uint32", *narrow)}
 
 
 LARGE, LONG = 2048, 2**28
@@ -197,18 +214,21 @@ class TPULowering(Lowering):
         names = (eqn.primitive.name for eqn in equations(jaxpr))
         return next((name for name in names if name in _UNSUPPORTED), "")
 
-    def unsupported_function(self, jaxpr: Any) -> str:
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
         for eqn in equations(jaxpr):
-            if calls(eqn) is None and eqn.primitive.name not in _OF_FUNCTIONS:
+            if calls(eqn) is not None:
+                continue
+            if eqn.primitive.name not in _OF_FUNCTIONS:
                 return f"has a {eqn.primitive.name}, which the compiler of kernels does not know"
+            known = _known_dtypes(eqn, is_mask)
             for aval in (v.aval for v in (*eqn.invars, *eqn.outvars)):
-                if aval.dtype not in (jnp.float32, jnp.int32, jnp.bool_):
+                if aval.dtype not in known:
                     return f"has numbers of {aval.dtype}: kernels compute in float32 and int32"
         return ""
 
     def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
         """Why no kernel can run a visit of the grid; the empty string if one can."""
-        if partitioned_automatically(ctx):
+        if not self.interpreted and partitioned_automatically(ctx):
             return (
                 "the compiler cannot split it over the devices of a mesh; call under jax.set_mesh "
                 "with a mesh all of whose axes shard batch or heads, as metadata.partition_axis "
@@ -241,16 +261,15 @@ class TPULowering(Lowering):
             raise ValueError(
                 "platform='interpret': kernels compute in 32 bits; unset jax_enable_x64."
             )
-        if not self.interpreted:
-            if platforms != ("tpu",):
-                return None
-            if reason := self._why_not(ctx, layout, visits):
-                if self.required:
-                    raise ValueError(
-                        f"platform='pallas': there is no kernel for this call ({reason}); "
-                        "platform='auto' or 'xla' runs it as XLA code."
-                    )
-                return None
+        if not self.interpreted and platforms != ("tpu",):
+            return None
+        if reason := self._why_not(ctx, layout, visits):
+            if self.required:
+                raise ValueError(
+                    f"platform={self.asked!r}: there is no kernel for this call ({reason}); "
+                    "platform='auto' or 'xla' runs it as XLA code."
+                )
+            return None
         from ._traverse import traverse
 
         run = ft.partial(traverse, interpret=self.interpreted)

@@ -258,12 +258,8 @@ class Evaluation(Diagonals):
             return self.pointwise(eqn, lambda x: self.value(x, x.aval.ndim == 2))
         if flip:
             return self.value(v, False).T
-        if (
-            eqn.primitive in _ELEMENTWISE
-            and v.aval.ndim == 2
-            and any(self.lies_flipped(x) for x in eqn.invars)
-            and not isinstance(v, Literal)
-        ):
+        flat = eqn.primitive in _ELEMENTWISE and v.aval.ndim == 2
+        if flat and any(self.lies_flipped(x) for x in eqn.invars):
             return self._turn(v, False)
         if eqn.primitive is lax.reshape_p:
             x: Any = eqn.invars[0]
@@ -282,6 +278,9 @@ class Evaluation(Diagonals):
             return self._selected(eqn)
         if eqn.primitive in (primitives.add_jaxvals_p, lax.exp_p):
             return self.pointwise(eqn, self.value)
+        if eqn.primitive is lax.broadcast_in_dim_p and v.aval.dtype == jnp.bool_:
+            x = jnp.asarray(self.value(eqn.invars[0])).astype(jnp.int32)  # as where it is reshaped
+            return eqn.primitive.bind(x, **eqn.params) != 0
         ys = eqn.primitive.bind(*[self.value(x, False) for x in eqn.invars], **eqn.params)
         if not eqn.primitive.multiple_results:
             return ys
@@ -370,8 +369,8 @@ class Evaluation(Diagonals):
             if small.aval.ndim > 0:
                 kept = run.block(small)
                 x = jnp.where(jnp.abs(kept) < jnp.inf, jnp.clip(x, *RANGE), x)
-                if origin_in(self.program.maker(small)) is not None:
-                    x = in_powers_of_two(kept, x)
+                of_row = origin_in(self.program.maker(small)) is not None
+                x = in_powers_of_two(kept, x) if of_row else x
             if self.window is None:
                 return eqn.primitive.bind(x, **eqn.params)
             if x.ndim == 0:

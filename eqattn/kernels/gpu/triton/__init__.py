@@ -85,8 +85,8 @@ class TritonLowering(NvidiaLowering):
     def unsupported_primitive(self, jaxpr: Any) -> str:
         return unsupported(jaxpr, _KNOWN)
 
-    def unsupported_function(self, jaxpr: Any) -> str:
-        return unsupported_of_users(jaxpr, _KNOWN)
+    def unsupported_function(self, jaxpr: Any, is_mask: bool) -> str:
+        return unsupported_of_users(jaxpr, is_mask, _KNOWN)
 
     def unavailable(self) -> str:
         gone = f"Pallas Triton is no longer in jax {jax.__version__}"
