@@ -100,7 +100,14 @@ class _FoundScore(AbstractWrapper):
 
 
 def with_found(part: Any, found: tuple[Any, ...], finish: Callable) -> Any:
-    """A mask or a score with further operands. `finish` gets it, the scalars of a pair, of which
-    the last ones are what these operands have there, and the operands.
+    """A mask or a score with further operands.
+
+    **Arguments:**
+
+    - `part`: the mask or the score.
+    - `found`: the operands.
+    - `finish`: a function of the part, the scalars of a pair, and the operands. The last scalars
+        are what the operands have at the pair. It returns what the part is there.
     """
-    return (_FoundScore if isinstance(part, AbstractScore) else _FoundMask)(part, found, finish)
+    kind: Any = _FoundScore if isinstance(part, AbstractScore) else _FoundMask
+    return kind(part, found, finish)

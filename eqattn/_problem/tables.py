@@ -1,9 +1,10 @@
 """What a mask or a score reads in a table by both its query and its key, as products of matrices.
 
-The compilers of kernels cannot look up `table[q // n, k // n]`. But the places depend on the query
-or on the key, each for itself. The number is the product of a row of the table, which the query
-selects, and of a vector that is 1 at the place of the key and 0 elsewhere. So it is a product of
-two matrices for a block, which is exact. Its derivative is that of the row.
+The compilers of kernels cannot look up `table[q // n, k // n]`. But one place depends on the
+query, and the other on the key. The query selects a row of the table, and the key a number of the
+row. Such a number is the product of the row and a vector, which is 1 at one place and 0 elsewhere.
+The numbers of a block are a product of two matrices, which is exact. The derivative is that of the
+product.
 """
 
 import dataclasses
@@ -119,8 +120,11 @@ def readings_of(jaxpr: Any, axes: Sequence[str | None]) -> list[Reading]:
 
 
 def _reading(eqn: Any, about: Sequence[tuple[set, set]]) -> Reading | None:
-    """What an equation reads by query and by key, or None. Of each of its arguments, the axes on
-    which it varies and the scalars that it depends on are given.
+    """What an equation reads by query and by key, or None.
+
+    **Arguments:**
+
+    - `about`: the axes on which each argument of the equation varies, and the scalars behind it.
     """
     if eqn.primitive is not lax.dynamic_slice_p or math.prod(eqn.params["slice_sizes"]) != 1:
         return None

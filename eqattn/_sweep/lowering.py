@@ -107,9 +107,7 @@ class Lowering(abc.ABC):
     """
 
     drops_single_axes: ClassVar[bool]
-    """Whether blocks of keys and values that stay in place lose their axes of size 1. With such
-    axes, XLA:CPU would copy all blocks into another memory layout.
-    """
+    """Whether blocks in place lose their axes of size 1, with which XLA:CPU would copy them all."""
 
     holds_operands_apart: ClassVar[bool] = False
     """Whether XLA must not fuse the transpose of heads and tokens into the projection before it.
@@ -123,12 +121,12 @@ class Lowering(abc.ABC):
     """Whether it reads `table[q // n, k // n]` by a product of matrices, see `tables.py`."""
 
     least_listed: ClassVar[tuple[int, int]]
-    """The least rows of logits and the least keys of a block that is visited by itself where a list
-    names it. Keys in smaller blocks are gathered.
+    """The least rows of logits and the least keys of a block that is visited where a list names it.
+    Keys in smaller blocks are gathered.
     """
 
     copy_pairs: ClassVar[int]
-    """The number of pairs that are visited in the time in which a key and its value are copied."""
+    """How many pairs are visited in the time in which a key and its value are copied."""
 
     most_pairs: ClassVar[int | None] = None
     """The most pairs of blocks on the list of a batch element and a head; None without a limit."""
@@ -272,6 +270,10 @@ def loops(vectorise: bool) -> dict[str, Any]:
     return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise))
 
 
+def _on_gpu() -> bool:
+    return jax.default_backend() in ("gpu", "cuda", "rocm")
+
+
 def even_size(tokens: Any, most: int) -> int:
     """The size of blocks that are as few as possible, a multiple of 8 up to about `most` tokens.
 
@@ -326,7 +328,7 @@ class XLALowering(Lowering):
         # benchmarks `cpu-f32-*-2048-*` show the effect.
         group, keys = request.group, request.keys
         queries = max(1 if request.in_place else 8, 256 // group)
-        gpu = jax.default_backend() in ("gpu", "cuda", "rocm")
+        gpu = _on_gpu()
         if gpu and request.in_place and not request.fixed:
             return BlockSizes(queries, self._many_in_place(request))
         if request.page_size:

@@ -229,10 +229,12 @@ class AbstractSharded(AbstractFoldStrategy):
         needs this, as the arrays of a problem have no shardings in their types.
         """
         arrays, static = eqx.partition(problem, eqx.is_array)
+        uneven = problem.sizes[0] % place.devices
+        kept = () if uneven else tuple(a for a in place.axes if a in place.explicit)
         inner: Any = auto_axes(
             lambda arrays: run(eqx.combine(arrays, static)),
             axes=place.explicit,
-            out_sharding=P(None, None if problem.sizes[0] % place.devices else place.axes),
+            out_sharding=P(None, kept or None),
         )
         return inner(arrays)
 

@@ -354,7 +354,7 @@ def test_garbage_stays_where_it_is_masked(garbage):
         ),
         (
             "v6e",
-            ("causal", "drafts", "t5", "functions of predicates", "keys under a score")
+            ("causal", "drafts", "t5", "functions of predicates", "keys under a score", "tables")
             + ("narrow numbers",),
         ),
         pytest.param(

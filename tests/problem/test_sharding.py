@@ -106,6 +106,18 @@ def test_explicit_mesh_all_outputs():
     close(got, fn(q, k, v))
 
 
+@pytest.mark.parametrize("explicit", ["dp", "tp"])
+def test_a_ring_beside_an_axis_of_another_kind(explicit):
+    """Of arrays without a mesh, outside of `jax.jit`."""
+    kinds = [AxisType.Explicit if a == explicit else AxisType.Auto for a in ("dp", "tp")]
+    xs = [x[:, :16] for x in (q, k, v)]
+    with jax.set_mesh(jax.make_mesh((4, 2), ("dp", "tp"), axis_types=tuple(kinds))):
+        close(
+            attention(*xs, Ring(axis_name="tp")).attention_outputs,
+            output(*xs, mask=None, scale=None),
+        )
+
+
 ALONE = {  # what is placed, of a call whose query was made before `jax.set_mesh`
     "keys": lambda place: dict(keys=[place(x, HEADS) for x in few[1:]]),
     "bias": lambda place: dict(bias=place(bias, P(None, "tp"))),
