@@ -1,5 +1,7 @@
 """What masks and scores read in tables by query and by key, in kernels for TPUs: as products."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -59,8 +61,16 @@ MASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", MASKS)
+FIRST = ("of blocks", jnp.bfloat16), *((x, jnp.float32) for x in ("of large integers", "turned"))
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        pytest.param(*x, marks=() if x in FIRST else pytest.mark.slow)
+        for x in itertools.product(MASKS, (jnp.float32, jnp.bfloat16))
+    ],
+)
 def test_masks(name, dtype):
     fn, seen = MASKS[name]
     mask = Causal() & MaskFn(eqx.Partial(fn, jnp.asarray(seen)))
@@ -79,7 +89,9 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(
+    "name", ["by ids", *(pytest.param(x, marks=pytest.mark.slow) for x in SCORES if x != "by ids")]
+)
 def test_scores(name):
     """And the gradient of the table, which is a sum over the pairs that read each entry."""
     fn, table = SCORES[name]
@@ -126,6 +138,32 @@ def test_forward_mode_and_second_derivatives():
         got, want = (order(lambda w, p=p: f(p, w), (w,), (dw,)) for p in ("interpret", "xla"))
         for x, y in zip(got, want):
             np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+
+
+def test_on_a_mesh():
+    """Batch elements and heads lie on several devices, and each reads its part of the tables."""
+    q, k, v, _ = (jnp.concatenate([x, -x]) for x in draw())
+    ids = jnp.asarray(RNG.integers(0, 6, (2, T)), jnp.int32)
+
+    def f(platform, q, k, v, w):
+        seen = MaskFn(lambda b, h, q, k: jnp.asarray(SEEN)[q // 16, k // 8] | (q == k))
+        score = ScoreFn(lambda s, b, h, q, k: s + w[h, ids[b, q], k // 8])
+        how = strategy(platform=platform)
+        return attention(q, k, v, how, mask=seen, score=score).attention_outputs
+
+    def run(platform, *xs):
+        loss = lambda *xs: jnp.sum(jnp.sin(f(platform, *xs)))
+        return f(platform, *xs), *jax.grad(loss, (0, 1, 2, 3))(*xs)
+
+    xs = q, k, v, jnp.asarray(ADDED)
+    want = jax.jit(run, static_argnums=0)("xla", *xs)
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"), kinds, devices=jax.devices()[:4])):
+        specs = [jax.P("dp", None, "tp")] * 3 + [jax.P()]
+        placed = [jax.device_put(x, spec) for x, spec in zip(xs, specs)]
+        got = jax.jit(run, static_argnums=0)("interpret", *placed)
+    for x, y in zip(got, want):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 def test_what_stays_without_a_kernel():
