@@ -61,7 +61,10 @@ MASKS = {
 }  # fmt: skip
 
 
-FIRST = ("of blocks", jnp.bfloat16), *((x, jnp.float32) for x in ("of large integers", "turned"))
+FIRST = (
+    ("of blocks", jnp.bfloat16),
+    *((x, jnp.float32) for x in ("of large integers", "of three axes")),
+)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,17 @@ def test_an_infinite_entry_hides_its_pairs():
     f = lambda q, k, v: attention(q, k, v, strategy(), mask=Causal(), score=score).attention_outputs
     out, pull = jax.vjp(f, q, k, v)
     check(q, k, v, g, ((out, *pull(g)), None), om.causal(T, T) & SEEN[ROWS[:, None], KEYS])
+
+
+def test_places_outside_of_a_table():
+    """They are moved to its edge, as `jax.numpy` does."""
+    q, k, v, _ = draw()
+    mask = MaskFn(lambda b, h, q, k: jnp.asarray(SEEN)[q // 8, k // 4] | (q == k))
+    out = attention(q, k, v, strategy(), mask=mask).attention_outputs
+    rows, keys = (np.minimum(np.arange(T) // n, size - 1) for n, size in ((8, 6), (4, 12)))
+    visible = SEEN[rows[:, None], keys] | np.eye(T, dtype=bool)
+    problem = oracle.Problem(*map(np.float64, (q, k, v)), scale=D**-0.5, mask=visible)
+    np.testing.assert_allclose(out, oracle.forward(problem).out, rtol=0, atol=1e-5)
 
 
 def test_forward_mode_and_second_derivatives():
