@@ -57,7 +57,7 @@ MASKS = {
     "in two steps": (lambda seen, b, h, q, k: seen[q // 16][k // 8], SEEN),
     "turned": (lambda seen, b, h, q, k: seen[k // 8, q // 16], SEEN.T),
     "not": (lambda seen, b, h, q, k: ~seen[q // 16, k // 8], ~SEEN),
-    "of three axes": (lambda seen, b, h, q, k: seen[q // 16, k // 32, k // 8 % 4], SEEN.reshape(6, 3, 4)),
+    "of three axes": (lambda seen, b, h, q, k: seen[q // 32, q // 16 % 2, k // 8], SEEN.reshape(3, 2, 12)),
 }  # fmt: skip
 
 
