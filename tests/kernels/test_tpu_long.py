@@ -68,6 +68,7 @@ def test_of_other_lengths(wide):
     [
         dict(mask=Causal() & SlidingWindow(4095, 0)),
         dict(mask=SlidingWindow(20_000, 0)),
+        dict(mask=MaskFn(lambda b, h, q, k: q // 1024 == k // 1024)),  # twice as many pairs
         dict(mask=KeyPadding(jnp.array([30_000]))),
         dict(mask=Causal() & Segments(jnp.zeros((1, 32_768), int))),
         dict(q_offset=512),
