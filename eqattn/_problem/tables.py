@@ -41,8 +41,8 @@ from .problem import is_unsure, Problem
 
 
 MOST_PLACES = 512
-"""The most places on the side of a table whose entries are selected. A product over 128 takes as
-long as that of queries and keys with 128 features.
+"""The most places on the side of a table whose entries are selected. A product over 128 bools takes
+as long as that of queries and keys with 128 features in bfloat16, and one over floats six times.
 """
 
 
@@ -52,8 +52,8 @@ float32 is multiplied as a sum of three of bfloat16, and lesser ones would overf
 """
 
 
-_NARROW = jnp.bool_, jnp.int8, jnp.uint8, jnp.bfloat16
-"""The dtypes of tables whose numbers bfloat16 has."""
+_NARROW = jnp.bool_, jnp.int8, jnp.uint8
+"""The dtypes of tables whose numbers bfloat16 has. The gradients of others are sums in float32."""
 
 
 _SHAPES = lax.squeeze_p, lax.reshape_p
@@ -226,25 +226,18 @@ def _operands(lookups: Lookups, reading: Reading, given: Sequence[Array]) -> lis
 
 
 def with_tables(problem: Problem) -> Problem:
-    """The problem with what its mask and its scores read in tables by query and key as `Products`.
-    It is the same problem if they read none.
-    """
-    at, like, changed = problem.indices(), scalar_like(problem), False
+    """The problem with what its mask and its scores read in such tables as `Products`."""
+    at, like = problem.indices(), scalar_like(problem)
 
     def one(part: Any) -> Any:
-        nonlocal changed
         if not is_unsure(part):
             return part
         lookups, readings = _split(part, scalars_of(part, like))
-        if not readings:
-            return part
-        changed = True
-        given = given_to(part, part.operands(), problem, at)
+        given = given_to(part, part.operands(), problem, at) if readings else []
         found = [x for reading in readings for x in _operands(lookups, reading, given)]
-        return with_found(part, tuple(found), _finished)
+        return with_found(part, tuple(found), _finished) if found else part
 
-    made = with_parts(problem, one)
-    return made if changed else problem
+    return with_parts(problem, one)
 
 
 def without_tables(part: AbstractMask | AbstractScore) -> AbstractMask | AbstractScore:
