@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from .._carry import Carry
-from .._jax import compiled, summed_wide
-from .._misc import iota, widened
+from .._jax import compiled, summed_wide, varying_axes
+from .._misc import accumulation_dtype, iota, widened
 from .._pairs import Operand
 from .._problem.bound import BoundScore, terms_beside_lists, with_bound_terms
+from .._problem.closed_score import ClosedScore, HeldScore, read_of
 from .._problem.jit_cache import cached
 from .._problem.mesh import shard_map_wide, with_kernel
 from .._problem.problem import Problem
@@ -48,6 +49,8 @@ class _Apart(eqx.Module):
         of keys or None.
     - `lists`: the indices of each term of the mask that lists keys, `[B|1, h, rows, n]`.
     - `held`: the canonical operands that each other term of the mask, and then each score, reads.
+    - `consts`: the arrays that each score closes over. They are in the dtype of sums, as their
+        gradients are sums over devices.
     """
 
     rest: Problem
@@ -59,6 +62,7 @@ class _Apart(eqx.Module):
     kv_places: Any
     lists: tuple[Any, ...]
     held: tuple[Any, ...]
+    consts: tuple[Any, ...]
 
     @classmethod
     def of(cls, problem: Problem, q: Any, k: Any) -> "_Apart":
@@ -77,14 +81,19 @@ class _Apart(eqx.Module):
             given if given is not None or x is None else x[None]
             for given, x in ((problem.q_positions, q), (problem.kv_positions, k))
         )
-        parts = *terms_beside_lists(problem.mask), *problem.scores
+        terms, acc = terms_beside_lists(problem.mask), problem.accumulation_dtype
+        parts = *terms, *problem.scores
         held = tuple(tuple(_held(problem, o) for o in x.operands()) for x in parts)
+        consts = tuple(
+            ClosedScore.of(score, acc, [read_of(x, acc) for x in xs]).consts
+            for score, xs in zip(problem.scores, held[len(terms) :])
+        )
         where = lambda p: (p.query, p.key, p.value, p.q_positions, p.kv_positions, p.kv_places)
         # Canonical operands have one batch axis.
         rest = dataclasses.replace(problem, batch_shape=problem.query.shape[:1], shards=1)
         rest = eqx.tree_at(where, rest, (None,) * 6, is_leaf=lambda x: x is None)
         keys = problem.key, problem.value, kv_positions, problem.kv_places
-        return cls(rest, problem.query, q_positions, *keys, lists, held)
+        return cls(rest, problem.query, q_positions, *keys, lists, held, consts)
 
     def map_rows(self, fn: Any) -> "_Apart":
         """Applies `fn(array, axis of its queries, whether it is a list)` to what has queries."""
@@ -100,6 +109,7 @@ class _Apart(eqx.Module):
             self.kv_places,
             tuple(fn(x, 2, True) for x in self.lists),
             jax.tree.map(rows, self.held),
+            self.consts,
         )
 
     def map_keys(self, fn: Any) -> "_Apart":
@@ -130,8 +140,13 @@ class _Apart(eqx.Module):
         mask = None if mask is None else map_terms(mask, own)
         n = len(terms_beside_lists(mask))
         mask, held = with_bound_terms(mask, self.held[:n]), self.held[n:]
+        axes = varying_axes(self.query, *jax.tree.leaves(self.held))
+        acc = accumulation_dtype(self.query.dtype)
         scores = [
-            BoundScore.of_canonical(score, arrays) for score, arrays in zip(self.rest.scores, held)
+            BoundScore.of_canonical(
+                HeldScore.of(score, acc, [read_of(x, acc) for x in xs], consts, axes), xs
+            )
+            for score, xs, consts in zip(self.rest.scores, held, self.consts)
         ]
         names = "query", "key", "value", "q_positions", "kv_positions", "kv_places"
         where = lambda p: (*(getattr(p, name) for name in names), p.mask, p.scores)

@@ -11,7 +11,8 @@ import eqattn
 from eqattn import masks as m, scores as sc
 
 from . import bound, oracle, oracle_masks as om, transforms
-from .test_conformance import mesh_of
+from .cases import covering
+from .test_conformance import check, mesh_of
 
 
 T, H, B = 11, 4, 2
@@ -126,3 +127,12 @@ def test_operands_of_any_dtype(strategy, transform, slopes, dtype, operand, x64)
                     assert (x.shape, x.dtype) == (like.shape, like.dtype), (kind, n, x.dtype)
                     worst[kind, n] = bound.excess(x, reference[n])
     assert max(worst.values()) <= 1, {n: r for n, r in worst.items() if not r <= 1}
+
+
+@pytest.mark.parametrize("operands", ["bfloat16", "float32"])
+def test_arrays_of_a_function_beside_a_list_in_a_ring(operands):
+    """Their gradient is a sum over devices: it was rounded on each of these, before it was added."""
+    case = covering(2)[0] | {"mask": "selected", "length": (13, 7), "transform": "jit"}
+    case |= {"block": (16, 7), "score": "differences", "heads": (2, 2), "dims": (8, 8)}
+    case |= {"dtype": "float64", "operands": operands, "lead": (), "target": ("ring", 2)}
+    check(case | {"bias": "none", "offset": "none", "dropout": 0.0})
