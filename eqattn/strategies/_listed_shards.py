@@ -90,7 +90,10 @@ class _Apart(eqx.Module):
         )
         where = lambda p: (p.query, p.key, p.value, p.q_positions, p.kv_positions, p.kv_places)
         # Canonical operands have one batch axis.
-        rest = dataclasses.replace(problem, batch_shape=problem.query.shape[:1], shards=1)
+        scale = jnp.asarray(problem.scale, acc)  # its gradient is a sum over devices, too
+        rest = dataclasses.replace(
+            problem, batch_shape=problem.query.shape[:1], shards=1, scale=scale
+        )
         rest = eqx.tree_at(where, rest, (None,) * 6, is_leaf=lambda x: x is None)
         keys = problem.key, problem.value, kv_positions, problem.kv_places
         return cls(rest, problem.query, q_positions, *keys, lists, held, consts)

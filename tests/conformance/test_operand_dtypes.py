@@ -135,4 +135,4 @@ def test_arrays_of_a_function_beside_a_list_in_a_ring(operands):
     case = covering(2)[0] | {"mask": "selected", "length": (13, 7), "transform": "jit"}
     case |= {"block": (16, 7), "score": "differences", "heads": (2, 2), "dims": (8, 8)}
     case |= {"dtype": "float64", "operands": operands, "lead": (), "target": ("ring", 2)}
-    check(case | {"bias": "none", "offset": "none", "dropout": 0.0})
+    check(case | {"bias": "none", "offset": "none", "dropout": 0.0, "scale": "array"})
