@@ -1,6 +1,6 @@
 """Masks and scores whose operands are other arrays than their own, such as a part of these."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +12,7 @@ from ..masks._base import AbstractMask
 from ..masks._terms import leaf_terms, map_terms
 from ..scores._base import AbstractScore
 from ..scores._wrapper import AbstractWrapper
+from .closed_score import ClosedScore, HeldScore, read_of
 
 
 class BoundMask(AbstractMask):
@@ -68,3 +69,37 @@ class BoundScore(AbstractWrapper):
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
         return self.score.transform(logit, b, h, q, k, *operands)
+
+
+def consts_of(
+    scores: Sequence[AbstractScore], arrays: Sequence[Sequence[Array]], acc: Any
+) -> tuple[tuple[Array, ...], ...]:
+    """The arrays that each score closes over, in the dtype of sums `acc`. Where they cross the
+    boundary of a `jax.shard_map`, their gradients are sums over devices.
+
+    **Arguments:**
+
+    - `arrays`: the canonical operands of each score.
+    """
+    return tuple(
+        ClosedScore.of(score, acc, [read_of(x, acc) for x in xs]).consts
+        for score, xs in zip(scores, arrays)
+    )
+
+
+def bound_scores(
+    scores: Sequence[AbstractScore],
+    arrays: Sequence[Sequence[Array]],
+    consts: Sequence[Sequence[Array]],
+    acc: Any,
+    axes: Any,
+) -> tuple[BoundScore, ...]:
+    """The scores with what is here of their operands, and of what `consts_of` returned. The mesh
+    axes over which any of it varies are `axes`.
+    """
+    return tuple(
+        BoundScore.of_canonical(
+            HeldScore.of(score, acc, [read_of(x, acc) for x in xs], own, axes), xs
+        )
+        for score, xs, own in zip(scores, arrays, consts)
+    )

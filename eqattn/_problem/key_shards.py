@@ -27,8 +27,7 @@ from jaxtyping import Array
 from .._carry import Carry, safe_max
 from .._jax import varying_axes
 from .._misc import iota, widened
-from .bound import BoundScore, terms_beside_lists, with_bound_terms, with_flat_lists
-from .closed_score import ClosedScore, HeldScore, read_of
+from .bound import bound_scores, consts_of, terms_beside_lists, with_bound_terms, with_flat_lists
 from .joined import Leading
 from .problem import Problem
 from .stack_layer import StackLayer
@@ -126,10 +125,7 @@ class ShardedKeys(eqx.Module):
         one = (math.prod(problem.batch_shape),)
         rest = dataclasses.replace(rest, scale=jnp.asarray(rest.scale, acc), batch_shape=one)
         rest = dataclasses.replace(rest, mask=with_flat_lists(rest.mask, problem.batch_shape))
-        consts = tuple(
-            ClosedScore.of(score, acc, [read_of(x, acc) for x in arrays]).consts
-            for score, arrays in zip(problem.scores, scores)
-        )
+        consts = consts_of(problem.scores, scores, acc)
         at = problem.kv_positions, problem.kv_places
         return cls(rest, problem.key, problem.value, *at, mask, scores, consts)
 
@@ -214,12 +210,7 @@ class ShardedKeys(eqx.Module):
             value = value if first is None else Leading(first.shape, first.dtype)
         problem = self.rest
         axes, acc = varying_axes(*jax.tree.leaves((key, scores))), problem.accumulation_dtype
-        bound = tuple(
-            BoundScore.of_canonical(
-                HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes), xs
-            )
-            for s, xs, c in zip(problem.scores, scores, self.consts)
-        )
+        bound = bound_scores(problem.scores, scores, self.consts, acc, axes)
         new = [key, value, positions, places, bound, with_bound_terms(problem.mask, mask)]
         where = lambda p: [p.key, p.value, p.kv_positions, p.kv_places, p.scores, p.mask]
         return eqx.tree_at(where, problem, new, is_leaf=lambda x: x is None)

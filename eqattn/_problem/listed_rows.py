@@ -20,8 +20,7 @@ from .._carry import Carry
 from .._jax import compiled, varying_axes
 from .._misc import accumulation_dtype, iota, widened
 from ..masks._terms import leaf_terms, map_terms
-from .bound import BoundScore, terms_beside_lists, with_bound_terms
-from .closed_score import ClosedScore, HeldScore, read_of
+from .bound import bound_scores, consts_of, terms_beside_lists, with_bound_terms
 from .mesh import ManualAxes, shard_map_wide
 from .problem import Problem
 
@@ -73,10 +72,7 @@ class _Split(eqx.Module):
 
         mask = tuple(map(operands, terms_beside_lists(problem.mask)))
         scores = tuple(tuple(map(wide, operands(score))) for score in problem.scores)
-        consts = tuple(
-            ClosedScore.of(score, acc, [read_of(x, acc) for x in xs]).consts
-            for score, xs in zip(problem.scores, scores)
-        )
+        consts = consts_of(problem.scores, scores, acc)
         tokens = {name: getattr(problem, name) for name in TOKENS}
         if manual.batch and problem.b_indices is None:
             tokens["b_indices"] = iota(batch)
@@ -112,12 +108,7 @@ class _Split(eqx.Module):
         own = lambda x: eqx.tree_at(lambda x: x.indices, x, next(lists)) if x.selects else x
         mask = map_terms(self.rest.mask, own) if self.rest.mask is not None else None
         axes = varying_axes(self.tokens["query"], *jax.tree.leaves(self.scores))
-        scores = tuple(
-            BoundScore.of_canonical(
-                HeldScore.of(s, acc, [read_of(x, acc) for x in xs], consts, axes), xs
-            )
-            for s, xs, consts in zip(self.rest.scores, self.scores, self.consts)
-        )
+        scores = bound_scores(self.rest.scores, self.scores, self.consts, acc, axes)
         new = [*self.tokens.values(), with_bound_terms(mask, self.mask), scores]
         where = lambda p: [getattr(p, name) for name in (*self.tokens, "mask", "scores")]
         whole = eqx.tree_at(where, self.rest, new, is_leaf=lambda x: x is None)

@@ -21,8 +21,7 @@ from .._carry import Carry
 from .._jax import compiled, summed_wide, varying_axes
 from .._misc import accumulation_dtype, iota, widened
 from .._pairs import Operand
-from .._problem.bound import BoundScore, terms_beside_lists, with_bound_terms
-from .._problem.closed_score import ClosedScore, HeldScore, read_of
+from .._problem.bound import bound_scores, consts_of, terms_beside_lists, with_bound_terms
 from .._problem.jit_cache import cached
 from .._problem.mesh import shard_map_wide, with_kernel
 from .._problem.problem import Problem
@@ -84,10 +83,7 @@ class _Apart(eqx.Module):
         terms, acc = terms_beside_lists(problem.mask), problem.accumulation_dtype
         parts = *terms, *problem.scores
         held = tuple(tuple(_held(problem, o) for o in x.operands()) for x in parts)
-        consts = tuple(
-            ClosedScore.of(score, acc, [read_of(x, acc) for x in xs]).consts
-            for score, xs in zip(problem.scores, held[len(terms) :])
-        )
+        consts = consts_of(problem.scores, held[len(terms) :], acc)
         where = lambda p: (p.query, p.key, p.value, p.q_positions, p.kv_positions, p.kv_places)
         # Canonical operands have one batch axis.
         scale = jnp.asarray(problem.scale, acc)  # its gradient is a sum over devices, too
@@ -145,15 +141,10 @@ class _Apart(eqx.Module):
         mask, held = with_bound_terms(mask, self.held[:n]), self.held[n:]
         axes = varying_axes(self.query, *jax.tree.leaves(self.held))
         acc = accumulation_dtype(self.query.dtype)
-        scores = [
-            BoundScore.of_canonical(
-                HeldScore.of(score, acc, [read_of(x, acc) for x in xs], consts, axes), xs
-            )
-            for score, xs, consts in zip(self.rest.scores, held, self.consts)
-        ]
+        scores = bound_scores(self.rest.scores, held, self.consts, acc, axes)
         names = "query", "key", "value", "q_positions", "kv_positions", "kv_places"
         where = lambda p: (*(getattr(p, name) for name in names), p.mask, p.scores)
-        new = (*(getattr(self, name) for name in names), mask, tuple(scores))
+        new = (*(getattr(self, name) for name in names), mask, scores)
         return eqx.tree_at(where, self.rest, new, is_leaf=lambda x: x is None)
 
 

@@ -73,7 +73,6 @@ MUTANTS = [
         "conformance/test_narrow_sums.py -k of_their_keys",
         [
             ("scale=jnp.asarray(rest.scale, acc), batch_shape=one", "batch_shape=one"),
-            ("HeldScore.of(s, acc, [read_of(x, acc) for x in xs], c, axes)", "s"),
         ],
     ),
 ]

@@ -14,7 +14,13 @@ MUTANTS = [
             ("sharded = {0: manual.batch, heads: manual.heads}", "sharded = {0: manual.batch}"),
             ("return widened(x, acc) if shared else x", "return x"),
             ("scale=jnp.asarray(problem.scale, acc)", "scale=problem.scale"),
-            ("HeldScore.of(s, acc, [read_of(x, acc) for x in xs], consts, axes)", "s"),
+        ],
+    ),
+    (
+        "_problem/bound.py",
+        "conformance/test_operand_dtypes.py -k beside_a_list",
+        [
+            ("HeldScore.of(score, acc, [read_of(x, acc) for x in xs], own, axes)", "score"),
         ],
     ),
     (
