@@ -4,12 +4,13 @@ import functools as ft
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from .._misc import accumulation_dtype, as_array, as_dtype, as_size, as_sizes, check_floating
-from .rows import logsumexp as logsumexp_of, on_common_axes, online_softmax, row_mean, safe_max
+from .rows import logsumexp, on_common_axes, online_softmax, row_mean, safe_max
 
 
 class Carry(eqx.Module):
@@ -94,18 +95,7 @@ class Carry(eqx.Module):
                 f"logits {logits.shape} must be [*b, t, h, s] for values {values.shape} "
                 "[*b, s, h, v]; repeat the values' heads to match."
             )
-        dtype = accumulation_dtype(logits.dtype, values.dtype)
-        logits, values = logits.astype(dtype), values.astype(dtype)
-        nothing = jnp.full((*logits.shape[:-1], 1), -jnp.inf, dtype)
-        top, p, _ = online_softmax(logits, nothing)
-        product = ft.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-        finite = jnp.isfinite(values)
-        numerator = product("...ths,...shv->...thv", p, jnp.where(finite, values, 0))
-        bad = jnp.where(finite.all(-1), 0, 1).astype(dtype)
-        seen = jnp.where(logits == -jnp.inf, 0, 1).astype(dtype)
-        poisoned = product("...ths,...sh->...th", seen, bad) != 0
-        numerator = jnp.where(poisoned[..., None], jnp.nan, numerator)
-        return cls(numerator, p.sum(-1), lax.stop_gradient(top[..., 0]))
+        return cls(*_sums(logits, values))
 
     @classmethod
     def from_output(
@@ -184,21 +174,7 @@ class Carry(eqx.Module):
                 "[*b, t, h, v]) do not merge; broadcast them to the same rows first."
             )
         both = [self.max_so_far, other.max_so_far, self.denominator, other.denominator]
-        a, b, den, den_b, num, num_b = on_common_axes([*both, self.numerator, other.numerator])
-        a, b = lax.stop_gradient(a), lax.stop_gradient(b)
-        top, first = jnp.maximum(a, b), a >= b
-        share = jnp.exp(jnp.minimum(a, b) - safe_max(top))
-
-        def add(x, y, first, share):
-            # There is only one product, so that a fused multiply-add rounds the same in either
-            # order: `merge` commutes bitwise.
-            return jnp.where(first, x, y) + jnp.where(first, y, x) * share
-
-        return Carry(
-            add(num, num_b, first[..., None], share[..., None]),
-            add(den, den_b, first, share),
-            top,
-        )
+        return Carry(*_merged(*on_common_axes([*both, self.numerator, other.numerator])))
 
     def with_sinks(self, sinks: Float[Array, "*#bth n"]) -> "Carry":
         """This Carry with `n` more logits per row that join the denominator but have no value.
@@ -226,24 +202,15 @@ class Carry(eqx.Module):
                 f"sinks of shape {sinks.shape} do not broadcast to [*b, t, h, n] for rows {shape}; "
                 "the last axis is n, the others are 1 or full."
             )
-        sinks = sinks.astype(self.denominator.dtype)
-        top = lax.stop_gradient(sinks.max(-1, initial=-jnp.inf))
-        denominator = jnp.exp(sinks - safe_max(top)[..., None]).sum(-1)
-        return self.merge(
-            Carry(
-                jnp.zeros_like(self.numerator),
-                jnp.broadcast_to(denominator, shape),
-                jnp.broadcast_to(top, shape),
-            )
-        )
+        return self.merge(Carry(*_sums_of_sinks(sinks, self.numerator, self.denominator)))
 
     def logsumexp(self) -> Float[Array, " *bth"]:
         """The logsumexp `log(sum_j exp(s_j))` of the logits, `-inf` where no key was seen."""
-        return logsumexp_of(self.denominator, self.max_so_far)
+        return _logsumexp(self.denominator, self.max_so_far)
 
     def output(self) -> Float[Array, "*bth v"]:
         """The weighted mean of the values, 0 where no key was seen."""
-        return row_mean(self.numerator, self.denominator[..., None])
+        return _output(self.numerator, self.denominator)
 
     def finalise(self) -> tuple[Float[Array, "*bth v"], Float[Array, " *bth"]]:
         """**Returns:** `(output, logsumexp)`, which are 0 and `-inf` for a row that saw no key."""
@@ -256,6 +223,61 @@ class Carry(eqx.Module):
         and the denominator `l` relative to it.
         """
         return self.output(), self.max_so_far, self.denominator
+
+
+# Outside of a caller's `jax.jit`, each of the following functions is one program, and so is its
+# derivative. They are not inlined into traces: the derivative of what is inlined would be compiled
+# again at each eager gradient.
+@jax.jit
+def _sums(logits: Array, values: Array) -> tuple[Array, Array, Array]:
+    """The numerator, denominator and maximum of `Carry.from_logits`."""
+    dtype = accumulation_dtype(logits.dtype, values.dtype)
+    logits, values = logits.astype(dtype), values.astype(dtype)
+    nothing = jnp.full((*logits.shape[:-1], 1), -jnp.inf, dtype)
+    top, p, _ = online_softmax(logits, nothing)
+    product = ft.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    finite = jnp.isfinite(values)
+    numerator = product("...ths,...shv->...thv", p, jnp.where(finite, values, 0))
+    bad = jnp.where(finite.all(-1), 0, 1).astype(dtype)
+    seen = jnp.where(logits == -jnp.inf, 0, 1).astype(dtype)
+    poisoned = product("...ths,...sh->...th", seen, bad) != 0
+    numerator = jnp.where(poisoned[..., None], jnp.nan, numerator)
+    return numerator, p.sum(-1), lax.stop_gradient(top[..., 0])
+
+
+@jax.jit
+def _merged(
+    a: Array, b: Array, den: Array, den_b: Array, num: Array, num_b: Array
+) -> tuple[Array, Array, Array]:
+    """The numerator, denominator and maximum of two Carries, whose maxima are `a` and `b`."""
+    a, b = lax.stop_gradient(a), lax.stop_gradient(b)
+    top, first = jnp.maximum(a, b), a >= b
+    share = jnp.exp(jnp.minimum(a, b) - safe_max(top))
+
+    def add(x, y, first, share):
+        # There is only one product, so that a fused multiply-add rounds the same in either
+        # order: `merge` commutes bitwise.
+        return jnp.where(first, x, y) + jnp.where(first, y, x) * share
+
+    return add(num, num_b, first[..., None], share[..., None]), add(den, den_b, first, share), top
+
+
+@jax.jit
+def _sums_of_sinks(sinks: Array, num: Array, den: Array) -> tuple[Array, Array, Array]:
+    """The numerator, denominator and maximum of sinks, for the rows of these sums."""
+    sinks = sinks.astype(den.dtype)
+    top = lax.stop_gradient(sinks.max(-1, initial=-jnp.inf))
+    denominator = jnp.exp(sinks - safe_max(top)[..., None]).sum(-1)
+    parts = (denominator, top)
+    return jnp.zeros_like(num), *(jnp.broadcast_to(x, den.shape) for x in parts)
+
+
+@jax.jit
+def _output(numerator: Array, denominator: Array) -> Array:
+    return row_mean(numerator, denominator[..., None])
+
+
+_logsumexp = jax.jit(logsumexp)
 
 
 def _weight(exponent: Array) -> Array:
