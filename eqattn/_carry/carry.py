@@ -268,8 +268,8 @@ def _sums_of_sinks(sinks: Array, num: Array, den: Array) -> tuple[Array, Array, 
     sinks = sinks.astype(den.dtype)
     top = lax.stop_gradient(sinks.max(-1, initial=-jnp.inf))
     denominator = jnp.exp(sinks - safe_max(top)[..., None]).sum(-1)
-    parts = (denominator, top)
-    return jnp.zeros_like(num), *(jnp.broadcast_to(x, den.shape) for x in parts)
+    full = ft.partial(jnp.broadcast_to, shape=den.shape)
+    return jnp.zeros_like(num), full(denominator), full(top)
 
 
 @jax.jit
