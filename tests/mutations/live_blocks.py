@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     (
         "_problem/block_classes.py",
-        "kernels/test_tpu_long.py -k blocks",
+        "kernels/test_tpu_long.py -k 'blocks or lengths'",
         [
             ("if now > _MORE * before:", "if False:"),
             ("return larger if kinds == {CORNER} else chosen", "return larger"),
@@ -80,7 +80,7 @@ MUTANTS = [
     ),
     (
         "kernels/tpu/__init__.py",
-        "kernels/test_tpu_long.py -k blocks",
+        "kernels/test_tpu_long.py -k 'blocks or lengths'",
         [
             ("plain &= not problem.scores and problem.seed is problem.sinks is None", "plain &= True"),
             ("and min(t, s) >= LARGE and", "and"),
