@@ -53,7 +53,6 @@ MUTANTS = [
         "kernels/tpu/_grid.py",
         LAYER,
         [
-            ("if side is not None and all(a < 0 for a in others):", "if side is not None:"),
             ("[x.reshape(1) if x.ndim == 0 else x for x in tables]", "tables"),
         ],
     ),

@@ -56,3 +56,23 @@ def test_sinks_of_minus_infinity_have_no_gradient(x64):
     assert jax.grad(entropy)(jnp.full((1, 2), -jnp.inf)).tolist() == [[0, 0]]
     one, more = jnp.array([[0.5]]), jnp.array([[0.5, -jnp.inf]])
     np.testing.assert_allclose(jax.grad(entropy)(more)[:, :1], jax.grad(entropy)(one), rtol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [Blockwise(), Dense()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("fn", [lambda s: 1 / s, lambda s: s**2], ids=["at 0", "at -inf"])
+def test_a_function_need_not_be_finite_there(strategy, fn, x64):
+    """Nor its derivative. It may be singular at any logit that such a pair could be given."""
+    q, k = jnp.asarray(Q), jnp.asarray(K)
+    bias = jnp.where(KEPT, 0, -jnp.inf)[None]
+    of_pair = lambda logit, b, h, i, j: fn(logit)
+
+    def mean(q):
+        return stats.expectation(of_pair, q, k, strategy=strategy, bias=bias).ravel()
+
+    def want(q):
+        s = jnp.einsum("td,sd->ts", q[0, :, 0], K[0, KEPT, 0]) / 2
+        return (jax.nn.softmax(s, -1) * fn(s)).sum(-1)
+
+    np.testing.assert_allclose(mean(q), want(q), rtol=1e-11)
+    for got, right in zip(jax.vjp(mean, q)[1](jnp.ones(T)), jax.vjp(want, q)[1](jnp.ones(T))):
+        np.testing.assert_allclose(got, right, atol=1e-11 * jnp.abs(right).max())

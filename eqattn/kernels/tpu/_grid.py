@@ -148,7 +148,7 @@ class KernelGrid:
         where = {a: i for a, i in zip(self.order, ids) if a is not None}
         sides = {ROW: row_of(pair), COL: (pair >> 4) & (SIDE - 1)}
         *others, side = (*axes, None) if apart else self.split(axes)
-        if side is not None and all(a < 0 for a in others):
+        if side is not None:
             return [*[where[a] for a in others], sides[side]]
         row, where[COL] = sides[ROW], sides[COL]
         if self.joined:
@@ -160,7 +160,7 @@ class KernelGrid:
                 row, where[a] = _divided(row, self.layout.grid[a])
         for i, lookup in enumerate(self.layout.lookups):
             where[i] = tables[i][tuple(where[a] for a in self.layout.in_axes[lookup]) or (0,)]
-        return [where[a] for a in axes] if side is None else [*map(where.get, others), sides[side]]
+        return [where[a] for a in axes]
 
     def split(self, axes: tuple[int, ...]) -> tuple:
         """The axes that an array keeps, and `ROW` or `COL` if the others are merged into it.
