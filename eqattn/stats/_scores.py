@@ -17,8 +17,7 @@ class Logit(AbstractScore):
     finite_when_masked: ClassVar[bool] = True
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        # Next to a probability of 0 it adds nothing, as p log p does.
-        return jnp.where(logit == -jnp.inf, 0, logit)
+        return logit
 
 
 class Distance(AbstractScore):
@@ -90,7 +89,7 @@ class Surprise(AbstractScore):
         return (Operand(jnp.swapaxes(self.known, -1, -2), "bht"),)
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
-        return jnp.where(logit == -jnp.inf, 0, operands[0] - logit)
+        return operands[0] - logit
 
 
 class Known(AbstractScore):

@@ -23,7 +23,6 @@ MUTANTS = [
         STATS,
         [
             ("return logit + amount.astype(logit.dtype) * _of_visible(", "return amount.astype(logit.dtype) * _of_visible("),
-            ("jnp.where(logit == -jnp.inf, 0, logit)", "logit"),
         ],
     ),
     (
@@ -53,7 +52,7 @@ MUTANTS = [
         "stats/_scores.py",
         f"{STATS} -k 'hands or parts or saves or other_rows or given'",
         [
-            ("operands[0] - logit)", "-logit)"),
+            ("return operands[0] - logit", "return -logit"),
         ],
     ),
     (
