@@ -1,8 +1,6 @@
 """What a mask or a score reads at the difference of two positions, in the windows of blocks."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
 
 import equinox as eqx
 import jax
@@ -55,13 +53,6 @@ class Diagonals(BlockOperand):
         padding = lax.dynamic_index_in_dim(pairs, last, axis=2)
         pairs = jnp.where(np.arange(queries, dtype=np.int32) <= last, pairs, padding)
         return pairs.reshape(keys, -1)
-
-
-def reads_pairs(operands: Sequence[BlockOperand]) -> bool:
-    """Whether an operand has a number for each pair of a block, other than along diagonals."""
-    others = (x for x in operands if not isinstance(x, Diagonals))
-    blocks = (x.array.shape[len(x.axes) : x.array.ndim - x.features] for x in others)
-    return any(1 not in (keys, math.prod(rows)) for keys, *rows in filter(None, blocks))
 
 
 class Differences(Operand):

@@ -23,11 +23,11 @@ from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
-from .block_classes import as_partial, classes_of, on_grid, table_of
+from .block_classes import as_partial, classes_of, on_grid, reads_pairs, table_of
 from .blocking import as_device_array, Blocking, BlockOperand
 from .bound import BoundMask
 from .closed_score import ClosedScore
-from .differences import Diagonals, Differences, reads_pairs
+from .differences import Diagonals, Differences
 from .dropout import weights_of, WORDS, words_of
 from .exchange import HeadExchange
 from .in_place import in_place, in_shares, single_axes

@@ -94,10 +94,11 @@ def poisoned(
     if poison is None:
         return jnp.exp(s - origin)
     if turned:
-        return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin + poison[None]))
-    poison = poison.reshape(poison.shape[0], -1, 1)
-    poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
-    poison = poison.reshape(s.shape)
+        poison = poison[None]
+    else:
+        poison = poison.reshape(poison.shape[0], -1, 1)
+        poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
+        poison = poison.reshape(s.shape)
     # The selection comes before the exponential. XLA:CPU would repeat a later one for each use.
     return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin + poison))
 
