@@ -4,8 +4,8 @@ Functions of logits are written for blocks `[keys, rows]`. In that orientation n
 backward pass needs a large transpose. But the sum over keys of a fold multiplies a transposed block
 of probabilities. A CPU folds faster the other way round, with queries `[rows, features]`. So there
 the same functions are evaluated at transposed arguments, by `evaluate_turned`. On one core of an
-AMD EPYC, forwards of 1024 tokens took 0.92 to 0.96 of the time with 64 features, and 0.86 to 0.90
-with 128.
+AMD EPYC, forwards of 1024 tokens took 0.92 to 0.96 of the time with 64 features. With 128 they took
+0.86 to 0.90.
 """
 
 import dataclasses
@@ -193,8 +193,8 @@ class FoldStep:
 
     def _in_pieces(self, kept: Array, v: Array) -> Array:
         """The product of factors `[rows, keys]` and values. Blocks of usual sizes are added up in
-        pieces of `PIECE` keys, as `dot` does it: for values of mean 10, the error was 1.5 and not
-        2.2. Of 2048 keys and 16 rows, the pieces of lists took 1.2 times as long.
+        pieces of `PIECE` keys, as `dot` does it. For values of mean 10, the error was 1.5 and not
+        2.2. With 2048 keys and 16 rows, lists took 1.2 times as long in pieces.
         """
         keys, size = len(v), PIECE if len(v) in (2 * PIECE, 4 * PIECE) else len(v)
         parts = (slice(i, i + size) for i in range(0, keys, size))
