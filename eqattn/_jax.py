@@ -71,7 +71,7 @@ def shadow_of(x):
     return x.astype(jnp.float32) if is_narrow(x) else None
 
 
-def summed_wide(fn, x, *args, shadow=None):
+def summed_wide(fn, x, *args, shadow=None, moved=None):
     """The result of a function that is linear in an array, and whose transpose is taken in float32
     for narrow numbers.
 
@@ -88,9 +88,11 @@ def summed_wide(fn, x, *args, shadow=None):
     - `fn`: a function of `x` and `args`.
     - `x`: an array.
     - `args`: integers, such as indices. In a loop, `fn` must not close over arrays.
-    - `shadow`: `shadow_of(x)`, made before a loop; None makes it here.
+    - `shadow`: `shadow_of(x)`, made before a loop; None makes it here. With a `moved` it is an
+        array, also of wide numbers.
+    - `moved`: what `fn` is of the tangent of the shadow, if that has another shape than `x`.
     """
-    if not is_narrow(x):
+    if moved is None and not is_narrow(x):
         return fn(x, *args)
 
     @jax.custom_jvp
@@ -101,7 +103,7 @@ def summed_wide(fn, x, *args, shadow=None):
     def _(primals, tangents):
         (x, shadow, *args), (_, t, *_) = primals, tangents
         out = apply(x, shadow, *args)
-        return out, fn(t, *args).astype(out.dtype)
+        return out, (moved or fn)(t, *args).astype(out.dtype)
 
     return apply(lax.stop_gradient(x), shadow_of(x) if shadow is None else shadow, *args)
 

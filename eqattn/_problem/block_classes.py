@@ -2,7 +2,7 @@
 
 import functools as ft
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, PARTIAL, Parts, ROW
 from .._sweep.lowering import XLA
 from ..masks._base import AbstractMask
-from .blocking import Blocking, choose_blocking
+from .blocking import Blocking, BlockOperand, choose_blocking
 from .problem import Problem
 
 
@@ -286,3 +286,12 @@ def on_grid(table: Any) -> tuple[Any, tuple[int, ...]]:
     axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n != 1] + [ROW, COL]
     shape = [n for n in table.shape[:2] if n != 1] + list(table.shape[2:])
     return table.reshape(shape), tuple(axes)
+
+
+def reads_pairs(operands: Sequence[BlockOperand]) -> bool:
+    """Whether an operand has a number for each pair of a block. Those with windows, which are of a
+    class of their own, have not.
+    """
+    plain = (x for x in operands if type(x) is BlockOperand)
+    blocks = (x.array.shape[len(x.axes) : x.array.ndim - x.features] for x in plain)
+    return any(1 not in (keys, math.prod(rows)) for keys, *rows in filter(None, blocks))

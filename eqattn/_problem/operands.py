@@ -8,6 +8,7 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,7 +23,7 @@ from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
-from .block_classes import as_partial, classes_of, on_grid, table_of
+from .block_classes import as_partial, classes_of, on_grid, reads_pairs, table_of
 from .blocking import as_device_array, Blocking, BlockOperand
 from .bound import BoundMask
 from .closed_score import ClosedScore
@@ -188,7 +189,15 @@ class BlockOperands:
             padded=blocking.padded_in_place,
             **more,
             shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
+            turned=self._turned(blocking),
         )
+
+    def _turned(self, blocking: Blocking) -> bool:
+        """Whether loops turn the logits of a fold. They would transpose each block of pairs."""
+        several = blocking.in_place and self.problem.sizes[3] > blocking.kv_heads
+        if several or blocking.fixed or self.sent or reads_pairs(self.operands[self.keys.stop :]):
+            return False
+        return self.lowering is XLA and jax.default_backend() == "cpu"
 
     def stored(self, which: int, blocks: Sequence[Array]) -> Array:
         """Decodes a block of keys (`which` is 0) or values (1) that are read in place.

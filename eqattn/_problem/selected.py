@@ -319,13 +319,13 @@ class _Source(eqx.Module):
     - `arrays`: its arrays without the axes of a single batch element and of a single head. With
         such axes, XLA:CPU copies all of an array ahead of the loop, under `jax.vmap` or without it.
     - `shadows`: the shadows of its arrays, see `summed_wide`. The parts add their gradients to
-        these.
+        these. They have all axes, as XLA:CPU would copy a gradient to give it an axis of size 1.
     - `wide`: as for `fold_selected`.
     """
 
     stored: AbstractStored
     arrays: tuple[Array, ...]
-    shadows: tuple[Array | None, ...]
+    shadows: tuple[Array, ...]
     wide: bool = eqx.field(static=True)
 
     @classmethod
@@ -335,7 +335,8 @@ class _Source(eqx.Module):
             lax.squeeze(array, [i for i in _indexed(stored, flat) if array.shape[i] == 1])
             for array, flat in zip(stored.arrays, stored.flat)
         )
-        return cls(stored, arrays, tuple(map(shadow_of, arrays)), wide)
+        shadows = tuple(x if (wider := shadow_of(x)) is None else wider for x in stored.arrays)
+        return cls(stored, arrays, shadows, wide)
 
     def at(self, slots: Array, head: np.ndarray | None, batch: int) -> Array:
         """The vectors `[B, h, rows, n, K, D]` at `slots`, or `[B, h, rows, n, 1, D]` of one head
@@ -355,9 +356,10 @@ class _Source(eqx.Module):
                 share = np.int32(x.shape[2] // whole.shape[1])
                 where = owner, heads // share, at * share + heads % share
             kept = [i for i in range(3) if whole.shape[i] != 1 or i not in _indexed(x, flat)]
-            where = tuple(where[i] for i in kept)
             wide = self.wide and is_narrow(array)
-            found = summed_wide(_wide_entries if wide else _entries, array, *where, shadow=shadow)
+            entries = _wide_entries if wide else _entries
+            read = lambda x, *where: entries(x, *(where[i] for i in kept))
+            found = summed_wide(read, array, *where, shadow=shadow, moved=entries)
             parts.append(join_heads(found, 1) if flat else found)
             dtype = found.dtype if wide else dtype
         return _by_vectors(x.decode(*parts).astype(dtype), slots)

@@ -6,7 +6,8 @@ With the maximum held fixed, numerator and denominator are sums over pairs. Thei
 therefore a sweep, and its transpose is the usual flash backward of five products.
 
 Blocks of logits are `[keys, rows]`, values `[keys, v]` and numerators `[rows, v]`. In this
-orientation no product of the fold or of its backward needs a large transpose.
+orientation no product of the fold or of its backward needs a large transpose. On a CPU, the fold
+alone is faster in the other one, see `fold_step.py`.
 """
 
 import dataclasses
@@ -159,28 +160,31 @@ def execute(
         gets the numerator as `[v, rows]`.
     """
     acc = visits[0][1].out_avals[0].dtype
-    first, steps = FoldStep(visits[0][1], values[0][1], products), {}
-    shared = layout.shared
+    own = layout.shared, layout.turned and not vectorise
+    first, steps = FoldStep(visits[0][1], values[0][1], products, *own), {}
     for (c, logits), (_, weigh) in zip(visits, values):
-        step: Callable = FoldStep(logits, weigh, products, shared)
+        step: Callable = FoldStep(logits, weigh, products, *own)
         if vectorise:
             for axis in reversed(layout.batch):
                 mapped = [0 if axis in a else None for a in layout.in_axes]
                 step = jax.vmap(step, (0, mapped), axis_size=layout.grid[axis])
         steps[c] = step
     rows, unclean = layout.block[1], any(len(weigh.out_avals) == 1 for _, weigh in values)
-    shape = (rows, first.width) if first.grouped else (first.width, rows)
+    shape = (rows, first.width) if first.by_rows else (first.width, rows)
     start = [np.zeros(shape, acc), np.zeros(rows, acc), np.full(rows, -np.inf, acc)]
 
     def finish(num, den, top, *blocks):
         if unclean:
-            num, den, top = complete(num, den, top, -1 if first.grouped else -2)
+            num, den, top = complete(num, den, top, -1 if first.by_rows else -2)
         if layout.uniform:
             num = unsigned_zeros(num)
         if results is not None:
             return results([num, den, top], *blocks)
-        return [num if first.grouped else jnp.swapaxes(num, -1, -2), den, top]
+        return [num if first.by_rows else jnp.swapaxes(num, -1, -2), den, top]
 
+    if first.turned:
+        query = len(args) - len(layout.in_axes)
+        args = replaced(args, [query], [jnp.swapaxes(args[query], -1, -2)])
     done = Finish(finish) if results is None else dataclasses.replace(results, fn=finish)
     return ring_traverse(steps, layout, args, start, out_axes, finish=done, traverse=traverse)
 

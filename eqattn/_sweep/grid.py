@@ -99,6 +99,8 @@ class GridLayout:
         If nothing is known, it is empty.
     - `shared`: the operands of the logits of a fold that its values read, too. They come before the
         operands that only values read.
+    - `turned`: whether loops compute the logits of a fold as `[rows, keys]`, see `fold_step.py`.
+        Then they transpose its first operand, the queries.
     - `uniform`: whether a grid of one pair of blocks is visited as larger grids are. Then the pair
         has the bits that it would have among others.
     - `tokens`: the `Tokens` that rows and columns were cut from, so that a lowering can read and
@@ -123,6 +125,7 @@ class GridLayout:
     corner: int = 0
     parts: Parts = ()
     shared: tuple[int, ...] = ()
+    turned: bool = False
     uniform: bool = False
     tokens: tuple[Any, ...] = ()
     padded: int = 0

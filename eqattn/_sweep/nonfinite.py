@@ -83,17 +83,24 @@ def cleaned_in_kernel(value: Array) -> list[Array]:
     return [zero_nonfinite(value), poison.sum(-1)]
 
 
-def poisoned(s: Array, origin: Array, poison: Array | None = None) -> Array:
+def poisoned(
+    s: Array, origin: Array, poison: Array | None = None, *, turned: bool = False
+) -> Array:
     """The exponentials `exp(s - origin)` of logits `[keys, rows]`, NaN at the visible pairs of each
-    key that is NaN in the `poison`, `[keys]` or `[keys, groups of rows]`.
+    key that is NaN in the `poison`, `[keys]` or `[keys, groups of rows]`. If they are `turned`,
+    logits are `[rows, keys]`, and the `poison` is that of keys.
     """
+    origin = origin[:, None] if turned else origin[None]
     if poison is None:
-        return jnp.exp(s - origin[None])
-    poison = poison.reshape(poison.shape[0], -1, 1)
-    poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
-    poison = poison.reshape(s.shape)
+        return jnp.exp(s - origin)
+    if turned:
+        poison = poison[None]
+    else:
+        poison = poison.reshape(poison.shape[0], -1, 1)
+        poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
+        poison = poison.reshape(s.shape)
     # The selection comes before the exponential. XLA:CPU would repeat a later one for each use.
-    return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin[None] + poison))
+    return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin + poison))
 
 
 def complete(num: Array, den: Array, top: Array, axis: int) -> list:

@@ -206,8 +206,8 @@ MUTANTS = [
         CORNERS,
         [
             ("return jnp.where(jnp.isfinite(x), x, 0)", "return x"),
-            ("return jnp.exp(s - origin[None])\n", "return jnp.exp(s)\n"),
-            ("jnp.where(s == -jnp.inf, s, s - origin[None] + poison)", "jnp.where(s == -jnp.inf, s, s - origin[None])"),
+            ("return jnp.exp(s - origin)\n", "return jnp.exp(s)\n"),
+            ("jnp.where(s == -jnp.inf, s, s - origin + poison)", "jnp.where(s == -jnp.inf, s, s - origin)"),
             ("return [num, den + (num * 0).sum(axis), top]", "return [num, den, top]"),
             ("parts.append(zero_nonfinite(x) * dscale)", "parts.append(x * dscale)"),
         ],
@@ -216,7 +216,7 @@ MUTANTS = [
         "_sweep/fold_step.py",
         FOLDS,
         [
-            ("return p * weight[0] if weight else p, p.sum(0)", "return p * weight[0] if weight else p, (p * weight[0] if weight else p).sum(0)"),
+            ("return p * weight[0] if weight else p, p.sum(int(turned))", "return p * weight[0] if weight else p, (p * weight[0] if weight else p).sum(int(turned))"),
             ("change_of_origin(new, safe_max(accs[2]))", "safe_max(new), jnp.ones_like(new)"),
             ("accs[1] * scale + den, new]", "accs[1] + den, new]"),
         ],
@@ -270,7 +270,7 @@ MUTANTS = [
         "_sweep/fold_step.py",
         "scores/test_dropout.py -k every_strategy",
         [
-            ("return p * weight[0] if weight else p, p.sum(0)", "return p, p.sum(0)"),
+            ("return p * weight[0] if weight else p, p.sum(int(turned))", "return p, p.sum(int(turned))"),
         ],
     ),
     (

@@ -1,0 +1,52 @@
+"""Logits that loops compute as `[rows, keys]`, of functions that are written for `[keys, rows]`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqattn import attention, Causal, ScoreFn
+from eqattn._sweep.fold_step import evaluate_turned
+from eqattn._sweep.nonfinite import masked_dot
+from eqattn._sweep.products import dot
+
+
+KEYS, ROWS, FEATURES = 6, 4, 3
+
+
+def _plain(q, k, of_rows, of_keys, pairs):
+    return [dot(k, q, (1, 0)) + of_rows * of_keys - pairs]
+
+
+def _masked(q, k, of_rows, of_keys, pairs):
+    s = masked_dot(k, q, ())
+    visible = of_keys.reshape(-1)[:, None] <= of_rows.reshape(-1)[None]
+    return [jnp.where(visible, s, -jnp.inf), jnp.where(pairs > 0, 2.0, 0.0)]
+
+
+def _of_other_operations(q, k, of_rows, of_keys, pairs):
+    s = jnp.cumsum(dot(k, q, (1, 0)), 0) + jax.jit(lambda x: x[::-1] * 2)(pairs)
+    return [jax.nn.relu(s) + jnp.sort(of_rows, 1)]
+
+
+@pytest.mark.parametrize("fn", [_plain, _masked, _of_other_operations])
+def test_a_turned_function_returns_transposed_results(fn):
+    shapes = (FEATURES, ROWS), (KEYS, FEATURES), (1, ROWS), (KEYS, 1), (KEYS, ROWS)
+    rng = np.random.default_rng(0)
+    q, *others = (jnp.asarray(rng.standard_normal(n, dtype=np.float32)) for n in shapes)
+    closed = jax.make_jaxpr(fn)(q, *others)
+    for x, y in zip(evaluate_turned(closed, [q.T, *others]), fn(q, *others), strict=True):
+        np.testing.assert_allclose(x, y.T, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bias_of_all_pairs_is_not_transposed_in_each_block():
+    """Its blocks would be. So a program with a bias computes logits as `[keys, rows]`, and another
+    as `[rows, keys]`. With 96 queries and 120 keys, these are the shapes of their products.
+    """
+    q, k, bias = jnp.ones((1, 96, 1, 8)), jnp.ones((1, 120, 1, 8)), jnp.ones((96, 120))
+    scaled = ScoreFn(lambda s, b, h, i, j: s * 2)
+    run = lambda q, k, bias: attention(q, k, k, mask=Causal(), bias=bias, score=scaled)
+    text = lambda bias: jax.jit(lambda *x: run(*x).attention_outputs).lower(q, k, bias).as_text()
+    products = lambda bias: "".join(x for x in text(bias).splitlines() if "dot_general" in x)
+    assert "96x120xf32" in products(None) and "120x96xf32" not in products(None)
+    assert "120x96xf32" in products(bias)
