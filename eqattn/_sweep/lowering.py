@@ -117,6 +117,11 @@ class Lowering(abc.ABC):
     repeats_diagonals: ClassVar[bool] = False
     """Whether blocks may hold numbers that their diagonals share, see `differences.py`."""
 
+    cuts_diagonals: ClassVar[bool] = False
+    """Whether a block cuts these from the numbers of all diagonals. Otherwise an array has a window
+    of them for each block, which a long sequence has many of.
+    """
+
     multiplies_tables: ClassVar[bool] = False
     """Whether it reads `table[q // n, k // n]` by a product of matrices, see `tables.py`."""
 
@@ -298,6 +303,7 @@ class XLALowering(Lowering):
     reads_layers = True
     shares_blocks = True
     drops_single_axes = True
+    cuts_diagonals = True
     # On a CPU, a visit takes some microseconds more than its products, and products of 32 x 32 take
     # as long as that.
     least_listed: ClassVar[tuple[int, int]] = (32, 32)

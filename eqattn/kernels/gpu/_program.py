@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from ..._jax import Literal
+from ..._sweep.differences import cut_diagonals_p
 from ..._sweep.products import dot_p
 from .._program import flat_jaxpr, LOG2E, origin_in
 from ._operations import (
@@ -46,6 +47,8 @@ class BlockProgram:
     - `native`: the operations that the compiler has itself.
 
     `settled` maps the result of a selection to its only case that counts, if there is just one.
+    `diagonals` are the arguments with numbers that diagonals share, and how many queries and heads
+    their blocks have.
     """
 
     def __init__(self, closed: Any, native: Native = PLAIN):
@@ -54,6 +57,10 @@ class BlockProgram:
         self.made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         self.settled: dict[Any, Any] = {}
         self.conjunctions = self._conjunctions()
+        cut = [eqn for eqn in self.jaxpr.eqns if eqn.primitive is cut_diagonals_p]
+        sizes = lambda eqn: {name: eqn.params[name] for name in ("queries", "heads")}
+        arguments = self.jaxpr.invars
+        self.diagonals = {arguments.index(self.root(x.invars[0])): sizes(x) for x in cut}
 
     def settle(self, results: Sequence[Any]) -> None:
         """Finds selections of which only one case counts in some results.
@@ -179,7 +186,8 @@ class Run:
     **Arguments:**
 
     - `product`: a function that returns the result of a product, `[own, other]`.
-    - `read`: a function that returns the value of an argument.
+    - `read`: a function that returns the value of an argument. For one of the `diagonals` it is
+        also given the further arguments of `cut_diagonals`.
     - `sizes`: the length of each axis of a tile by its letter in kinds, in the order of the axes.
     - `origin`: the argument that is subtracted in exponents, if `read` gives it in units of
         `log 2`, that is, times `log2(e)`.
@@ -189,7 +197,7 @@ class Run:
         self,
         program: BlockProgram,
         product: Callable[[Any], Any],
-        read: Callable[[int], Value],
+        read: Callable[..., Value],
         sizes: dict[str, int],
         origin: int | None = None,
     ):
@@ -220,6 +228,9 @@ class Run:
         eqn = self.program.made_by[v]
         if eqn.primitive is dot_p:
             return Value("".join(self.sizes), self.product(eqn))
+        if eqn.primitive is cut_diagonals_p:
+            x, *at = eqn.invars
+            return self.read(self.arguments[self.root(x)], tuple(self.value(i).array for i in at))
         if eqn.primitive is lax.exp_p:
             return self._exponential(eqn.invars[0], {})
         if eqn.primitive is lax.tanh_p and "tanh" not in self.native.names:

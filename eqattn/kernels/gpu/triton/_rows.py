@@ -13,8 +13,10 @@ from jax import lax
 
 from ...._sweep.grid import GridLayout, HEAD
 from ...._sweep.tokens import Tokens
+from .._diagonals import DiagonalOperand
 from .._operands import Operand, Places
 from .._operations import Value
+from . import _triton as triton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,22 @@ def value_of(x: Operand, ref: Any, place: Any, at: dict[str, Any]) -> Value:
     if x.kind is None:
         return x.value(tuple(ref[place, i] for i in range(x.array.shape[1])))
     return x.value(ref[(place, *[at[a] for a in x.kind])])
+
+
+def along_diagonals(
+    x: DiagonalOperand, ref: Any, place: Any, at: tuple, sides: dict[str, Any]
+) -> Value:
+    """What a block function is given of numbers that diagonals share.
+
+    **Arguments:**
+
+    - `ref`, `place`, `at`: as for `DiagonalOperand.of_rows`.
+    - `sides`: the rows (`"r"`) and the keys (`"k"`) of the tile, in the order of its axes.
+    """
+    shape, axes = tuple(y.shape[0] for y in sides.values()), list(sides)
+    spread = lambda y, name: lax.broadcast_in_dim(y, shape, [axes.index(name)])
+    rows = x.of_rows(place, at, sides["r"])
+    return x.value(triton.entries(ref, [spread(rows, "r") - spread(sides["k"], "k")]))
 
 
 def _is_finite(x: Any) -> Any:
