@@ -79,13 +79,16 @@ class DiagonalOperand(Operand):
         """
         from . import _gathering as gathering, _mosaic as mosaic
 
-        mine = mosaic.iota((WARPGROUP,), 0) + own
-        if self.side is ROWS:
+        mine, of_rows = mosaic.iota((WARPGROUP,), 0) + own, self.side is ROWS
+        # A tile has the rows of one head, which are apart as its queries are.
+        same = self.heads == 1 or self.queries % (WARPGROUP if of_rows else tile) == 0
+        diagonal = same and len(at) == 1
+        if of_rows:
             first, step = self.of_rows(place, at, mine) - other, -1
-        elif len(at) == 1 and (self.heads == 1 or self.queries % tile == 0):
+        elif diagonal:
             first, step = self.of_rows(place, at, other) - mine, 1
         else:
             shape = WARPGROUP, tile
             rows = self.of_rows(place, at, mosaic.iota(shape, 1) + other)
             first, step = rows - lax.broadcast_in_dim(mine, shape, [0]), 0
-        return self.value(gathering.gathered(ref, first, step, tile, interpreted))
+        return self.value(gathering.gathered(ref, first, step, tile, interpreted, diagonal))

@@ -4,6 +4,8 @@ Pallas loads slices, and so this is written in what Pallas Mosaic GPU is written
 unstable as what `_mosaic.py` has.
 """
 
+import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,7 +17,9 @@ from . import _mosaic as mosaic
 from ._operands import WARPGROUP
 
 
-def gathered(ref: Any, first: Any, step: int, columns: int, interpreted: bool) -> Any:
+def gathered(
+    ref: Any, first: Any, step: int, columns: int, interpreted: bool, diagonal: bool = False
+) -> Any:
     """Reads a number for each pair of a tile, `[own, columns]`.
 
     **Arguments:**
@@ -24,6 +28,8 @@ def gathered(ref: Any, first: Any, step: int, columns: int, interpreted: bool) -
     - `first`: where the number of each row and of the first column lies, `[own]`. If the places of
         a row are not equally far from each other, it has all of them, `[own, columns]`.
     - `step`: how far the number of the next column lies behind.
+    - `diagonal`: whether that of the next row lies as far before, so that a diagonal has one number.
+        A thread has rows that then share most of theirs.
     """
     if interpreted:
         if first.ndim == 1:
@@ -38,48 +44,88 @@ def gathered(ref: Any, first: Any, step: int, columns: int, interpreted: bool) -
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=kind)
     def load(ctx, ref, places):
         del ctx
-        return _loaded(ref, places, step, shape, pairs.to_mgpu())
+        to = pairs.to_mgpu()
+        if len(places.shape) == 2:
+            return _loaded(ref, to, shape, _of_pairs(ref, places))
+        return _loaded(ref, to, shape, _of_rows(ref, to, shape, places, step, diagonal))
 
     return load(ref, mosaic.held(first, which))
 
 
-def _loaded(ref: Any, places: Any, step: int, shape: tuple[int, int], layout: Any) -> Any:
-    """Loads the numbers that the registers of a thread hold in a layout. All places of a row differ
-    by known numbers, so that a thread computes one address for them.
+def _loaded(ref: Any, layout: Any, shape: tuple[int, int], load: Callable[..., Any]) -> Any:
+    """The array `[own, columns]` of what a thread loads for each of its registers.
+
+    **Arguments:**
+
+    - `load`: a function of the index of a register, of the number in it, and of the row and the
+        column of this number. These are counted from the first row and column of the thread.
     """
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm
+    from jaxlib.mlir.dialects import llvm
 
-    i32, dtype = ir.IntegerType.get_signless(32), ir.MemRefType(ref.type).element_type
-    vector, start = ir.VectorType.get((layout.vector_length,), dtype), mgpu.utils.memref_ptr(ref)
+    dtype = ir.MemRefType(ref.type).element_type
     registers = np.empty(layout.registers_shape(shape), dtype=object)
-    number = lambda n: arith.constant(i32, n)
-    within = lambda x, i: llvm.extractelement(x, number(i))
-    bases: dict[int, Any] = {}
-    if len(places.shape) == 1:
-        # A thread has some rows, and of each row the same columns. `offsets` says which, counted
-        # from its first row and column.
-        _, column = next(iter(layout.thread_idxs(shape)))
-        column = arith.muli(arith.index_cast(i32, column), number(step))
-        for at, row in offsets(places.layout, places.shape):
-            place = arith.addi(within(places.registers[at], 0), column)
-            bases[row] = mgpu.utils.getelementptr(start, [place], dtype)
-    for at, offset in offsets(layout, shape):
-        (row, column), found = divmod(offset, shape[1]), llvm.mlir_undef(vector)
+    for at, offset in _offsets(layout, shape):
+        found = llvm.mlir_undef(ir.VectorType.get((layout.vector_length,), dtype))
         for i in range(layout.vector_length):
-            if bases:
-                where = mgpu.utils.getelementptr(bases[row], [step * (column + i)], dtype)
-            else:
-                place = within(places.registers[at], i)
-                where = mgpu.utils.getelementptr(start, [place], dtype)
-            found = llvm.insertelement(found, llvm.load(dtype, where), number(i))
+            x = load(at, i, *divmod(offset + i, shape[1]))
+            found = llvm.insertelement(found, x, _number(i))
         registers[at] = found
     signed = None if isinstance(dtype, ir.FloatType) else True
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 
-def offsets(layout: Any, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
+def _of_pairs(ref: Any, places: Any) -> Callable[..., Any]:
+    """The function `load` of `_loaded` where each pair has a place of its own."""
+    from jaxlib.mlir.dialects import llvm
+
+    def load(at, i, row, column):
+        del row, column
+        return _load(ref, llvm.extractelement(places.registers[at], _number(i)), 0)
+
+    return load
+
+
+def _of_rows(
+    ref: Any, layout: Any, shape: tuple[int, int], places: Any, step: int, diagonal: bool
+) -> Callable[..., Any]:
+    """The same where the places of a row are equally far from each other. A thread computes one
+    address for each row, or only one, and all others differ from it by known numbers.
+    """
+    from jaxlib.mlir.dialects import arith, llvm
+
+    _, column = next(iter(layout.thread_idxs(shape)))
+    column = arith.muli(arith.index_cast(_number(0).type, column), _number(step))
+    of = lambda at: arith.addi(llvm.extractelement(places.registers[at], _number(0)), column)
+    rows = {row: of(at) for at, row in _offsets(places.layout, places.shape)}
+    loaded = ft.cache(lambda row, far: _load(ref, rows[row], far))
+
+    def load(at, i, row, column):
+        del at, i
+        return loaded(0, step * (column - row)) if diagonal else loaded(row, step * column)
+
+    return load
+
+
+def _number(i: int) -> Any:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    return arith.constant(ir.IntegerType.get_signless(32), i)
+
+
+def _load(ref: Any, place: Any, far: int) -> Any:
+    """Loads a number that lies a known number of places behind a computed one."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    dtype, of = ir.MemRefType(ref.type).element_type, mgpu.utils.getelementptr
+    return llvm.load(dtype, of(of(mgpu.utils.memref_ptr(ref), [place], dtype), [far], dtype))
+
+
+def _offsets(layout: Any, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
     """The registers of a thread in a layout of an array, and the index of the first number of each
     in the array, counted from that of the first register.
     """
