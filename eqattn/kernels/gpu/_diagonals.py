@@ -24,8 +24,8 @@ class DiagonalOperand(Operand):
     - `axes`, `layout`, `side`, `lengths`: as for `Operand`.
     - `queries`, `heads`: how many queries of how many heads a block has.
 
-    `array` is one vector with all of them. `first` is the index in a row of `numbers` of the number
-    of the first query and the first key, if that of the last key has the index 0.
+    `array` is one vector with all of them. `numbers` is how many a head has. Along the other side
+    of a tile they come one after the other, so those of keys come in the reverse order.
     """
 
     def __init__(
@@ -44,23 +44,16 @@ class DiagonalOperand(Operand):
         # What pads a block of rows or keys reads numbers beyond, which are dropped or masked.
         before, after = lengths["k"] - keys, lengths["r"] - rows
         x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (before, after)], mode="edge")
-        self.first, (self.rows, self.numbers) = before + keys - 1, x.shape[-2:]
+        self.least, (self.rows, self.numbers) = before + keys - 1, x.shape[-2:]
         if self.bool:
             x = x.astype(jnp.int32)
         elif jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(jnp.float32)
+        x = x[..., ::-1] if side is ROWS else x
         self.array, self.dtype = x.reshape(-1), x.dtype
 
-    def of_rows(self, place: Any, at: tuple, rows: Any) -> Any:
-        """The places of the numbers of some rows of a block and its first key. Those of the next
-        keys come before.
-
-        **Arguments:**
-
-        - `place`: the index of the block on the grid axes of the operand.
-        - `at`: the further arguments of `cut_diagonals`.
-        - `rows`: a row, or several.
-        """
+    def _of_rows(self, place: Any, at: tuple, rows: Any) -> tuple[Any, Any]:
+        """Where the numbers of some rows begin, and which of them is that of the first key."""
         (start, *last), of = at, place * jnp.int32(self.rows)
         if self.heads > 1:
             head = lax.div(rows, jnp.full_like(rows, self.queries))
@@ -68,27 +61,51 @@ class DiagonalOperand(Operand):
             rows = rows - head * self.queries
             of = of + head if self.rows > 1 else of
         rows = jnp.minimum(rows, last[0]) if last else rows
-        return of * self.numbers + rows + (start + self.first)
+        return of * self.numbers, rows + (start + self.least)
+
+    def repeats(self, at: tuple, tile: int) -> bool:
+        """Whether each row of a tile has the numbers of the row before, moved by one. The tile has
+        rows of one head then, and as many queries.
+
+        **Arguments:**
+
+        - `at`: the further arguments of `cut_diagonals`.
+        - `tile`: how many rows of a block it has.
+        """
+        return len(at) == 1 and (self.heads == 1 or self.queries % tile == 0)
+
+    def places(self, place: Any, at: tuple, own: Any, other: Any, tile: int, others: Any) -> Any:
+        """Where the numbers of a tile lie in the `array`: of the first column, `[own]`, if those of
+        the next columns come behind, or of all columns, `[own, tile]`.
+
+        **Arguments:**
+
+        - `place`: the index of the block on the grid axes of the operand.
+        - `at`: the further arguments of `cut_diagonals`.
+        - `own`: the rows or keys of the program, in the block of its side.
+        - `other`, `tile`: where the tile begins on the other side, and its length.
+        - `others`: a function that returns what lies on the other side, `[own, tile]`.
+        """
+        if self.side is ROWS:
+            begin, i = self._of_rows(place, at, own)
+            return begin + (self.numbers - 1) - i + other
+        if self.repeats(at, tile):
+            begin, i = self._of_rows(place, at, other)
+            return begin + i - own
+        begin, i = self._of_rows(place, at, others())
+        return begin + i - lax.broadcast_in_dim(own, i.shape, [0])
 
     def tile(
         self, ref: Any, place: Any, at: tuple, own: Any, other: Any, tile: int, interpreted: bool
     ) -> Value:
         """Reads the numbers of a tile for a warpgroup of the kernels for Hopper.
 
-        **Arguments:** those of `of_rows` and of `Operand.read`.
+        **Arguments:** those of `places` and of `Operand.read`.
         """
         from . import _gathering as gathering, _mosaic as mosaic
 
-        mine, of_rows = mosaic.iota((WARPGROUP,), 0) + own, self.side is ROWS
-        # A tile has the rows of one head, which are apart as its queries are.
-        same = self.heads == 1 or self.queries % (WARPGROUP if of_rows else tile) == 0
-        diagonal = same and len(at) == 1
-        if of_rows:
-            first, step = self.of_rows(place, at, mine) - other, -1
-        elif diagonal:
-            first, step = self.of_rows(place, at, other) - mine, 1
-        else:
-            shape = WARPGROUP, tile
-            rows = self.of_rows(place, at, mosaic.iota(shape, 1) + other)
-            first, step = rows - lax.broadcast_in_dim(mine, shape, [0]), 0
-        return self.value(gathering.gathered(ref, first, step, tile, interpreted, diagonal))
+        mine = mosaic.iota((WARPGROUP,), 0) + own
+        others = lambda: mosaic.iota((WARPGROUP, tile), 1) + other
+        first = self.places(place, at, mine, other, tile, others)
+        repeats = self.repeats(at, WARPGROUP if self.side is ROWS else tile)
+        return self.value(gathering.gathered(ref, first, tile, interpreted, repeats))

@@ -18,22 +18,21 @@ from ._operands import WARPGROUP
 
 
 def gathered(
-    ref: Any, first: Any, step: int, columns: int, interpreted: bool, diagonal: bool = False
+    ref: Any, first: Any, columns: int, interpreted: bool, diagonal: bool = False
 ) -> Any:
     """Reads a number for each pair of a tile, `[own, columns]`.
 
     **Arguments:**
 
     - `ref`: a vector in global memory.
-    - `first`: where the number of each row and of the first column lies, `[own]`. If the places of
-        a row are not equally far from each other, it has all of them, `[own, columns]`.
-    - `step`: how far the number of the next column lies behind.
-    - `diagonal`: whether that of the next row lies as far before, so that a diagonal has one number.
-        A thread has rows that then share most of theirs.
+    - `first`: where the number of each row and of the first column lies, `[own]`, if those of the
+        next columns come behind. Otherwise it has the places of all, `[own, columns]`.
+    - `diagonal`: whether each row has the numbers of the row before, moved by one. Then the rows of
+        a thread share most of theirs.
     """
     if interpreted:
         if first.ndim == 1:
-            far = lax.broadcasted_iota(jnp.int32, (WARPGROUP, columns), 1) * step
+            far = lax.broadcasted_iota(jnp.int32, (WARPGROUP, columns), 1)
             first = lax.broadcast_in_dim(first, far.shape, [0]) + far
         return ref[...][first]
     which = "own" if first.ndim == 1 else "pairs"
@@ -47,7 +46,7 @@ def gathered(
         to = pairs.to_mgpu()
         if len(places.shape) == 2:
             return _loaded(ref, to, shape, _of_pairs(ref, places))
-        return _loaded(ref, to, shape, _of_rows(ref, to, shape, places, step, diagonal))
+        return _loaded(ref, to, shape, _of_rows(ref, to, shape, places, diagonal))
 
     return load(ref, mosaic.held(first, which))
 
@@ -88,22 +87,22 @@ def _of_pairs(ref: Any, places: Any) -> Callable[..., Any]:
 
 
 def _of_rows(
-    ref: Any, layout: Any, shape: tuple[int, int], places: Any, step: int, diagonal: bool
+    ref: Any, layout: Any, shape: tuple[int, int], places: Any, diagonal: bool
 ) -> Callable[..., Any]:
-    """The same where the places of a row are equally far from each other. A thread computes one
-    address for each row, or only one, and all others differ from it by known numbers.
+    """The same where the numbers of a row lie behind each other. A thread computes one address for
+    each row, or only one, and all others differ from it by known numbers.
     """
     from jaxlib.mlir.dialects import arith, llvm
 
     _, column = next(iter(layout.thread_idxs(shape)))
-    column = arith.muli(arith.index_cast(_number(0).type, column), _number(step))
+    column = arith.index_cast(_number(0).type, column)
     of = lambda at: arith.addi(llvm.extractelement(places.registers[at], _number(0)), column)
     rows = {row: of(at) for at, row in _offsets(places.layout, places.shape)}
     loaded = ft.cache(lambda row, far: _load(ref, rows[row], far))
 
     def load(at, i, row, column):
         del at, i
-        return loaded(0, step * (column - row)) if diagonal else loaded(row, step * column)
+        return loaded(0, column - row) if diagonal else loaded(row, column)
 
     return load
 

@@ -159,13 +159,11 @@ class Program:
 
         lengths: dict[str, int] = dict(zip(plan.side.kinds, (sizes.own, size)))
         here = triton.ds(start, size)
-        sides: dict[str, Any] = dict(zip(plan.side.kinds, (self.own, others)))
-
         def read(i, at=()):
             x = plan.operands[i]
             if isinstance(x, DiagonalOperand):
                 place = self.places.place(x.axes, other)
-                return along_diagonals(x, self.given[i], place, at, sides)
+                return along_diagonals(x, self.given[i], place, at, self.own, start, size)
             return self.near[i] if i in self.near else self.read(i, other, here)
 
         run = Run(program, product, read, lengths, plan.origin)

@@ -210,13 +210,11 @@ class Program:
         tile = triton.rows(self.k, lead, inside, (size, sizes.padded_dim))
         s = triton.product(self.queries, tile, 1)
         here = triton.ds(start, size)
-        sides = dict(r=self.own, k=keys)
-
         def read(i, at=()):
             x = plan.operands[i]
             if isinstance(x, DiagonalOperand):
                 place = self.places.place(x.axes, column)
-                return along_diagonals(x, self.given[i], place, at, sides)
+                return along_diagonals(x, self.given[i], place, at, self.own, start, size)
             return self.near[i] if i in self.near else self.read(i, column, here)
 
         lengths = dict(r=sizes.tile_r, k=size)
