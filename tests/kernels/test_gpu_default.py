@@ -16,8 +16,8 @@ from eqattn import (
     KeyPadding,
     MaskFn,
     Ragged,
-    Segments,
     ScoreFn,
+    Segments,
 )
 from eqattn._sweep.lowering import BlockRequest, XLA
 from eqattn.cache import Pages

@@ -68,7 +68,13 @@ def judged(strategy, given, parts, seen, xs=None, offset=0, **problem):
 @BACKENDS
 @pytest.mark.parametrize(
     "kv_heads, shared, block_q, t",
-    [(4, False, 64, 128), (2, True, 32, 96), (1, False, 32, 64), (2, False, 8, 72), (4, True, 64, 70)],
+    [
+        (4, False, 64, 128),
+        (2, True, 32, 96),
+        (1, False, 32, 64),
+        (2, False, 8, 72),
+        (4, True, 64, 70),
+    ],
 )
 def test_a_bias_of_t5(backend, kv_heads, shared, block_q, t):
     """With heads that share keys, heads that share a table, and blocks of queries that are padded."""

@@ -10,9 +10,22 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ..._sweep.differences import cut_diagonals_p
 from ..._sweep.grid import GridLayout
 from ._operands import Operand, ROWS, Side, WARPGROUP
 from ._operations import Value
+from ._program import BlockProgram
+
+
+def sizes_of(program: BlockProgram, i: int) -> tuple[int, int] | None:
+    """How many queries of how many heads a block has whose diagonals share the numbers of an
+    argument; None if they do not.
+    """
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive is cut_diagonals_p:
+            if program.root(eqn.invars[0]) is program.jaxpr.invars[i]:
+                return eqn.params["queries"], eqn.params["heads"]
+    return None
 
 
 class DiagonalOperand(Operand):

@@ -17,9 +17,7 @@ from . import _mosaic as mosaic
 from ._operands import WARPGROUP
 
 
-def gathered(
-    ref: Any, first: Any, columns: int, interpreted: bool, diagonal: bool = False
-) -> Any:
+def gathered(ref: Any, first: Any, columns: int, interpreted: bool, diagonal: bool = False) -> Any:
     """Reads a number for each pair of a tile, `[own, columns]`.
 
     **Arguments:**
@@ -41,9 +39,9 @@ def gathered(
     kind: Any = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=pairs)  # pyright: ignore
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=kind)
-    def load(ctx, ref, places):
+    def load(ctx, ref, *more):
         del ctx
-        to = pairs.to_mgpu()
+        (places,), to = more, pairs.to_mgpu()
         if len(places.shape) == 2:
             return _loaded(ref, to, shape, _of_pairs(ref, places))
         return _loaded(ref, to, shape, _of_rows(ref, to, shape, places, diagonal))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..._sweep.grid import COL, GridLayout, PARTIAL
 from .._program import in_powers_of_two, LOG2E
-from ._diagonals import DiagonalOperand
+from ._diagonals import DiagonalOperand, sizes_of
 from ._ending import Ending
 from ._lists import lists
 from ._operands import Operand, ROWS, scale_of, Side
@@ -156,8 +156,8 @@ def operand_of(
     of `Operand`.
     """
     of = x, layout.in_axes[i], layout, side, lengths
-    sizes = next((p.diagonals[i] for p in programs.values() if i in p.diagonals), None)
-    return Operand(*of) if sizes is None else DiagonalOperand(*of, **sizes)
+    sizes = next(filter(None, (sizes_of(p, i) for p in programs.values())), None)
+    return Operand(*of) if sizes is None else DiagonalOperand(*of, *sizes)
 
 
 class FoldArrays:

@@ -47,8 +47,6 @@ class BlockProgram:
     - `native`: the operations that the compiler has itself.
 
     `settled` maps the result of a selection to its only case that counts, if there is just one.
-    `diagonals` are the arguments with numbers that diagonals share, and how many queries and heads
-    their blocks have.
     """
 
     def __init__(self, closed: Any, native: Native = PLAIN):
@@ -57,10 +55,6 @@ class BlockProgram:
         self.made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         self.settled: dict[Any, Any] = {}
         self.conjunctions = self._conjunctions()
-        cut = [eqn for eqn in self.jaxpr.eqns if eqn.primitive is cut_diagonals_p]
-        sizes = lambda eqn: {name: eqn.params[name] for name in ("queries", "heads")}
-        arguments = self.jaxpr.invars
-        self.diagonals = {arguments.index(self.root(x.invars[0])): sizes(x) for x in cut}
 
     def settle(self, results: Sequence[Any]) -> None:
         """Finds selections of which only one case counts in some results.
@@ -186,8 +180,8 @@ class Run:
     **Arguments:**
 
     - `product`: a function that returns the result of a product, `[own, other]`.
-    - `read`: a function that returns the value of an argument. For one of the `diagonals` it is
-        also given the further arguments of `cut_diagonals`.
+    - `read`: a function that returns the value of an argument. If its numbers are cut along
+        diagonals, it is also given the further arguments of `cut_diagonals`.
     - `sizes`: the length of each axis of a tile by its letter in kinds, in the order of the axes.
     - `origin`: the argument that is subtracted in exponents, if `read` gives it in units of
         `log 2`, that is, times `log2(e)`.

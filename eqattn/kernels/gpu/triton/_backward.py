@@ -159,6 +159,7 @@ class Program:
 
         lengths: dict[str, int] = dict(zip(plan.side.kinds, (sizes.own, size)))
         here = triton.ds(start, size)
+
         def read(i, at=()):
             x = plan.operands[i]
             if isinstance(x, DiagonalOperand):

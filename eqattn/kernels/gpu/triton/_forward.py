@@ -210,6 +210,7 @@ class Program:
         tile = triton.rows(self.k, lead, inside, (size, sizes.padded_dim))
         s = triton.product(self.queries, tile, 1)
         here = triton.ds(start, size)
+
         def read(i, at=()):
             x = plan.operands[i]
             if isinstance(x, DiagonalOperand):
