@@ -148,7 +148,7 @@ class BlockOperands:
         canonical = self.canonical_wide if scored else self.problem.canonical
         for operand in part.operands():
             if isinstance(operand, Differences):
-                kind = operand.diagonals if self.lowering.cuts_diagonals else operand.windows
+                kind = operand.windows if self.lowering.needs_windows else operand.diagonals
                 self.operands += (kind(role, self.blocking),)
                 continue
             if isinstance(operand, Products):

@@ -5,8 +5,8 @@ In a block of `n` keys and `m` queries, number `i` of a window belongs to all pa
 `window_size(n, m)` numbers stands for `n * m`. The two operations are each other's transposes: one
 repeats a number along its diagonal, and the other sums along diagonals.
 
-A third operation cuts the window of a block from the numbers of all diagonals. Code that loads a
-number at a place that it computes needs no windows, and reads the numbers of each pair there.
+A third operation takes the numbers of all diagonals, and finds those of a block among them. Code
+that loads a number at a place that it computes needs no windows.
 """
 
 import functools as ft
@@ -72,14 +72,14 @@ def repeated(x: Array, first: int, keys: int, queries: int, heads: int) -> Array
 def cut_diagonals(
     x: Array, start: Array, last: Array | None, keys: int, queries: int, heads: int
 ) -> Array:
-    """Repeats those of many numbers along the diagonals of a block that belong to it.
+    """Finds the numbers of a block among those of all diagonals, and repeats them along its own.
 
     **Arguments:**
 
     - `x`: the numbers of all heads, or those that they share, `[heads|1, n]`.
     - `start`: the index of the number of the first query and the last key.
-    - `last`: the last query of the block that there is. Later ones have what this one has, as they
-        stand where it does. None if there are all.
+    - `last`: the last query that is no padding. Queries that pad the block have the numbers of this
+        one. None means that there is no padding.
     - `keys`, `queries`, `heads`: as for `along_diagonals`.
 
     **Returns:** `[keys, heads * queries]`.

@@ -126,21 +126,9 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 DIFFERENTIATED = (
-    "full",
-    "causal, 192 and 128",
-    "causal",
-    "causal, 4 heads a key",
-    "causal, 64",
-    "causal, 256",
-    "window",
-    "segments",
-    "soft cap",
-    "alibi",
-    "t5",
-    "score, waves",
-    "dropout",
-    "odd lengths",
-)
+    "full", "causal, 192 and 128", "causal", "causal, 4 heads a key", "causal, 64", "causal, 256",
+    "window", "segments", "soft cap", "alibi", "t5", "score, waves", "dropout", "odd lengths",
+)  # fmt: skip
 """The calls whose gradients of query, key and value are compiled, too."""
 
 

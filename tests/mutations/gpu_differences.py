@@ -29,9 +29,11 @@ MUTANTS = [
     (
         "kernels/gpu/_lowering.py",
         FEW,
-        [
-            ("    repeats_diagonals = True\n", ""),
-            ("    cuts_diagonals = True\n", ""),
-        ],
+        [("    repeats_diagonals = True\n", "")],
+    ),
+    (
+        "_sweep/lowering.py",
+        FEW,
+        [("needs_windows: ClassVar[bool] = False", "needs_windows: ClassVar[bool] = True")],
     ),
 ]

@@ -18,8 +18,8 @@ from ._program import BlockProgram
 
 
 def sizes_of(program: BlockProgram, i: int) -> tuple[int, int] | None:
-    """How many queries of how many heads a block has whose diagonals share the numbers of an
-    argument; None if they do not.
+    """How many queries of how many heads a block has, if its diagonals share the numbers of an
+    argument. None if they do not.
     """
     for eqn in program.jaxpr.eqns:
         if eqn.primitive is cut_diagonals_p:
@@ -37,8 +37,8 @@ class DiagonalOperand(Operand):
     - `axes`, `layout`, `side`, `lengths`: as for `Operand`.
     - `queries`, `heads`: how many queries of how many heads a block has.
 
-    `array` is one vector with all of them. `numbers` is how many a head has. Along the other side
-    of a tile they come one after the other, so those of keys come in the reverse order.
+    `array` is one vector, with `numbers` of them for each head. A row of a tile reads them one
+    behind the other. So they are there in the reverse order where a row of a tile has keys.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class DiagonalOperand(Operand):
         return len(at) == 1 and (self.heads == 1 or self.queries % tile == 0)
 
     def places(self, place: Any, at: tuple, own: Any, other: Any, tile: int, others: Any) -> Any:
-        """Where the numbers of a tile lie in the `array`: of the first column, `[own]`, if those of
-        the next columns come behind, or of all columns, `[own, tile]`.
+        """Finds where the numbers of a tile lie in the `array`. Those of its first column suffice,
+        `[own]`, if the next columns have the numbers behind. Otherwise it finds all, `[own, tile]`.
 
         **Arguments:**
 

@@ -23,10 +23,10 @@ def gathered(ref: Any, first: Any, columns: int, interpreted: bool, diagonal: bo
     **Arguments:**
 
     - `ref`: a vector in global memory.
-    - `first`: where the number of each row and of the first column lies, `[own]`, if those of the
-        next columns come behind. Otherwise it has the places of all, `[own, columns]`.
-    - `diagonal`: whether each row has the numbers of the row before, moved by one. Then the rows of
-        a thread share most of theirs.
+    - `first`: where the number of each row in the first column lies, `[own]`. The next columns have
+        the numbers behind it. Otherwise these are the places of all pairs, `[own, columns]`.
+    - `diagonal`: whether each row has the numbers of the row before, moved by one. A thread then
+        loads most numbers once for several rows.
     """
     if interpreted:
         if first.ndim == 1:
@@ -54,8 +54,8 @@ def _loaded(ref: Any, layout: Any, shape: tuple[int, int], load: Callable[..., A
 
     **Arguments:**
 
-    - `load`: a function of the index of a register, of the number in it, and of the row and the
-        column of this number. These are counted from the first row and column of the thread.
+    - `load`: a function that loads a number. It gets the index of a register, and which number of
+        the register this is. It also gets the row and the column, counted from the thread's first.
     """
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
@@ -123,8 +123,8 @@ def _load(ref: Any, place: Any, far: int) -> Any:
 
 
 def _offsets(layout: Any, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
-    """The registers of a thread in a layout of an array, and the index of the first number of each
-    in the array, counted from that of the first register.
+    """The registers of a thread in a layout of an array. With each comes the index of its first
+    number in the array, counted from that of the first register.
     """
     strides = layout.tiling.tile_strides((shape[1], 1) if len(shape) == 2 else (1,))
     found = np.ndindex(layout.registers_shape(shape))

@@ -57,7 +57,6 @@ class NvidiaLowering(Lowering):
     finishes_rows = True
     shares_blocks = True
     repeats_diagonals = True
-    cuts_diagonals = True
     splits_over_devices = False
     drops_single_axes = False
     least_listed: ClassVar[tuple[int, int]] = (64, 64)
