@@ -94,7 +94,7 @@ class Lowering(abc.ABC):
     """
 
     splits_over_devices: ClassVar[bool]
-    """Whether the compiler splits the visit over the devices of a mesh. Else axes must be manual."""
+    """Whether the compiler splits a visit over the devices of a mesh. Else axes must be manual."""
 
     reads_layers: ClassVar[bool] = False
     """Whether it reads one layer in the arrays of all layers. Otherwise it is given pages."""
