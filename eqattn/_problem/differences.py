@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._pairs import Operand
-from .._sweep.differences import along_diagonals, padded, repeated, window_size
+from .._sweep.differences import along_diagonals, cut_diagonals, padded, window_size
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.lowering import Lowering
 from .blocking import Blocking, BlockOperand
@@ -42,17 +42,11 @@ class Diagonals(BlockOperand):
 
         **Returns:** `[keys, rows]`.
         """
-        keys, queries = blocking.block_k, blocking.block_q
+        queries, last = blocking.block_q, None
         start = (row - column).reshape(()) + np.int32(self.first)
-        window = lax.dynamic_slice_in_dim(x, start, keys + queries, axis=1)
-        pairs = repeated(window, keys - 1, keys, queries, blocking.group)
-        if blocking.queries % queries == 0:
-            return pairs
-        last = jnp.clip(np.int32(blocking.queries - 1) - row.reshape(()), 0, queries - 1)
-        pairs = pairs.reshape(keys, blocking.group, queries)
-        padding = lax.dynamic_index_in_dim(pairs, last, axis=2)
-        pairs = jnp.where(np.arange(queries, dtype=np.int32) <= last, pairs, padding)
-        return pairs.reshape(keys, -1)
+        if blocking.queries % queries:
+            last = jnp.clip(np.int32(blocking.queries - 1) - row.reshape(()), 0, queries - 1)
+        return cut_diagonals(x, start, last, blocking.block_k, queries, blocking.group)
 
 
 class Differences(Operand):

@@ -149,7 +149,7 @@ class BlockOperands:
         canonical = self.canonical_wide if scored else self.problem.canonical
         for operand in part.operands():
             if isinstance(operand, Differences):
-                kind = operand.diagonals if self.lowering is XLA else operand.windows
+                kind = operand.windows if self.lowering.needs_windows else operand.diagonals
                 self.operands += (kind(role, self.blocking),)
                 continue
             if isinstance(operand, Products):

@@ -4,12 +4,17 @@ In a block of `n` keys and `m` queries, number `i` of a window belongs to all pa
 `query - key = i - (n' - 1)`. Here `n'` is `n`, rounded up to a multiple of `LANES`. So a window of
 `window_size(n, m)` numbers stands for `n * m`. The two operations are each other's transposes: one
 repeats a number along its diagonal, and the other sums along diagonals.
+
+A third operation takes the numbers of all diagonals, and finds those of a block among them. Code
+that loads a number at a place that it computes needs no windows.
 """
 
 import functools as ft
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from .._jax import abstract, ad, batching, compile_eagerly, mlir, Primitive
@@ -64,6 +69,48 @@ def repeated(x: Array, first: int, keys: int, queries: int, heads: int) -> Array
     return rows.reshape(keys, heads * queries)
 
 
+def cut_diagonals(
+    x: Array, start: Array, last: Array | None, keys: int, queries: int, heads: int
+) -> Array:
+    """Finds the numbers of a block among those of all diagonals, and repeats them along its own.
+
+    **Arguments:**
+
+    - `x`: the numbers of all heads, or those that they share, `[heads|1, n]`.
+    - `start`: the index of the number of the first query and the last key.
+    - `last`: the last query that is no padding. Queries that pad the block have the numbers of this
+        one. None means that there is no padding.
+    - `keys`, `queries`, `heads`: as for `along_diagonals`.
+
+    **Returns:** `[keys, heads * queries]`.
+    """
+    more = () if last is None else (last,)
+    return cut_diagonals_p.bind(x, start, *more, keys=keys, queries=queries, heads=heads)
+
+
+def _cut_diagonals(x, start, *last, keys, queries, heads):
+    window = lax.dynamic_slice_in_dim(x, start, keys + queries, axis=1)
+    pairs = repeated(window, keys - 1, keys, queries, heads)
+    if not last:
+        return pairs
+    pairs = pairs.reshape(keys, heads, queries)
+    padding = lax.dynamic_index_in_dim(pairs, last[0], axis=2)
+    pairs = jnp.where(np.arange(queries, dtype=np.int32) <= last[0], pairs, padding)
+    return pairs.reshape(keys, -1)
+
+
+def _jvp_cut(primals, tangents, **kw):
+    y, dx = cut_diagonals_p.bind(*primals, **kw), tangents[0]
+    if type(dx) is ad.Zero:
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
+    return y, cut_diagonals_p.bind(dx, *primals[1:], **kw)
+
+
+def _transpose_cut(ct, x, *at, **kw):
+    back = jax.linear_transpose(lambda x: _cut_diagonals(x, *at, **kw), x.aval)
+    return [back(ct)[0], *[None] * len(at)]
+
+
 def _sums_of_diagonals(y, *, keys, queries, heads, windows):
     fn = ft.partial(_along_diagonals, keys=keys, queries=queries, heads=heads)
     like = abstract(y, (windows, window_size(keys, queries)), y.dtype)
@@ -79,13 +126,12 @@ def _transpose_sums(ct, y, *, windows, **kw):
     return [along_diagonals_p.bind(ct, **kw)]
 
 
-def _define(name, fn, transpose, static):
+def _define(name, fn, static):
     primitive = Primitive(name)
     compile_eagerly(primitive, static)
     primitive.def_abstract_eval(
-        lambda x, **kw: jax.make_jaxpr(ft.partial(fn, **kw))(x).out_avals[0]
+        lambda *xs, **kw: jax.make_jaxpr(ft.partial(fn, **kw))(*xs).out_avals[0]
     )
-    ad.deflinear2(primitive, transpose)
 
     def batched(args, dims, **kw):
         return jax.vmap(ft.partial(fn, **kw), dims)(*args), 0
@@ -96,7 +142,10 @@ def _define(name, fn, transpose, static):
 
 
 _SIZES = ("keys", "queries", "heads")
-along_diagonals_p = _define("along_diagonals", _along_diagonals, _transpose_along, _SIZES)
-sums_of_diagonals_p = _define(
-    "sums_of_diagonals", _sums_of_diagonals, _transpose_sums, (*_SIZES, "windows")
-)
+along_diagonals_p = _define("along_diagonals", _along_diagonals, _SIZES)
+sums_of_diagonals_p = _define("sums_of_diagonals", _sums_of_diagonals, (*_SIZES, "windows"))
+cut_diagonals_p = _define("cut_diagonals", _cut_diagonals, _SIZES)
+ad.deflinear2(along_diagonals_p, _transpose_along)
+ad.deflinear2(sums_of_diagonals_p, _transpose_sums)
+ad.primitive_jvps[cut_diagonals_p] = _jvp_cut
+ad.primitive_transposes[cut_diagonals_p] = _transpose_cut

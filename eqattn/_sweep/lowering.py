@@ -94,9 +94,7 @@ class Lowering(abc.ABC):
     """
 
     splits_over_devices: ClassVar[bool]
-    """Whether the compiler can split the visit over the devices of a mesh. Otherwise the mesh axes
-    must be manual around it.
-    """
+    """Whether the compiler splits a visit over the devices of a mesh. Else axes must be manual."""
 
     reads_layers: ClassVar[bool] = False
     """Whether it reads one layer in the arrays of all layers. Otherwise it is given pages."""
@@ -116,6 +114,9 @@ class Lowering(abc.ABC):
 
     repeats_diagonals: ClassVar[bool] = False
     """Whether blocks may hold numbers that their diagonals share, see `differences.py`."""
+
+    needs_windows: ClassVar[bool] = False
+    """Whether an array has a window of these for each block, which a block could not cut itself."""
 
     multiplies_tables: ClassVar[bool] = False
     """Whether it reads `table[q // n, k // n]` by a product of matrices, see `tables.py`."""
@@ -308,9 +309,9 @@ class XLALowering(Lowering):
     @property
     def repeats_diagonals(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """True on a CPU. A `T5Bias` else takes a logarithm and a lookup for each pair, and adds up
-        the gradient of its table pair by pair. On one core of an AMD EPYC, 512 and 2048 tokens of 8
-        heads took 0.32 to 0.36 of that time. Their gradients took 0.49 to 0.52. The benchmarks
-        `cpu-f32-t5-512-*` measure the effect. Nobody has timed it on a GPU.
+        the gradient of its table pair by pair. On one core of an AMD EPYC, 512 and 2048 tokens took
+        0.32 to 0.36 of that time, and gradients 0.49 to 0.52. The benchmarks `cpu-f32-t5-512-*`
+        measure the effect. Nobody has timed it on a GPU.
         """
         return jax.default_backend() == "cpu"
 

@@ -77,6 +77,7 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
         ScoreFn,
         Segments,
         SlidingWindow,
+        T5Bias,
     )
 
     ids = lambda: jnp.zeros((1, 4096), jnp.int32)
@@ -105,6 +106,7 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
             tokens=1024, mask=Causal(), bias=jnp.zeros((8, 1024, 1024), jnp.bfloat16)
         ),
         "alibi": lambda: dict(mask=Causal(), score=ALiBi(jnp.ones(8))),
+        "t5": lambda: dict(mask=Causal(), score=T5Bias(jnp.ones((32, 8)))),
         "score": lambda: dict(mask=Causal(), score=ScoreFn(far)),
         "score, waves": lambda: dict(mask=Causal(), score=ScoreFn(waves)),
         "dropout": lambda: dict(mask=Causal(), rate=0.1, key=jax.random.key(0)),
@@ -124,20 +126,9 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 DIFFERENTIATED = (
-    "full",
-    "causal, 192 and 128",
-    "causal",
-    "causal, 4 heads a key",
-    "causal, 64",
-    "causal, 256",
-    "window",
-    "segments",
-    "soft cap",
-    "alibi",
-    "score, waves",
-    "dropout",
-    "odd lengths",
-)
+    "full", "causal, 192 and 128", "causal", "causal, 4 heads a key", "causal, 64", "causal, 256",
+    "window", "segments", "soft cap", "alibi", "t5", "score, waves", "dropout", "odd lengths",
+)  # fmt: skip
 """The calls whose gradients of query, key and value are compiled, too."""
 
 

@@ -59,6 +59,7 @@ NAMES = (
     "causal, 64",
     "causal, 256",
     "soft cap",
+    "t5",
     "dropout",
     "decode",
     "decode, pages",
@@ -70,7 +71,7 @@ NAMES = (
 )
 """The calls of `gpu_report` that are compiled, too."""
 
-DIFFERENTIATED = ("causal",)
+DIFFERENTIATED = ("causal", "t5")
 """Those whose gradients of query, key and value are compiled, too."""
 
 

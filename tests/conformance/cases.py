@@ -122,21 +122,19 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
         name: {
             "dtype": ("float32", "float64"),
             "operands": ("float64",),
-            # A table is gathered from, or there are features.
-            "score": ("t5", "t5_causal", "both", "features", "differences", "table"),
+            "score": ("features", "table", *by_both),
             "mask": ("table",),
         }
-        for name in ("gpu", "gpu_ragged")
+        for name, by_both in (("gpu", ()), ("gpu_ragged", BY_DIFFERENCE))
     },
     **{
         name: {
             "dtype": ("float64",),
             "operands": ("float64",),
-            # As above, but for functions.
-            "score": ("t5", "t5_causal", "both", "features", "differences", "table"),
+            "score": ("features", "table", *by_both),
             "mask": ("table",),
         }
-        for name in ("triton", "triton_ragged")
+        for name, by_both in (("triton", ()), ("triton_ragged", BY_DIFFERENCE))
     },
 }
 
@@ -162,7 +160,7 @@ def invalid(case: Case) -> str | None:
         return "the bound does not know the rounding of the derivative of cotangent / denominator"
     of_both = case.get("score") in ("differences", "table")
     placed = case.get("mask") in ("tree", "selected") and of_both
-    if placed and case.get("target") == ("tpu", 1):
+    if placed and case.get("target") in (("tpu", 1), ("gpu", 1), ("triton", 1)):
         return "positions do not count up, or keys are gathered"
     for axis, values in TARGET_LIMITS.get(case.get("target", ("",))[0], {}).items():
         if axis in case and case[axis] in values:
@@ -246,10 +244,11 @@ def covering(strength: int, seed: int = 22) -> tuple[Case, ...]:
 
 def _with_a_kernel(case: Case) -> Case:
     """A case with a lookup by query and by key in place of a table by the difference, where keys
-    are gathered or positions do not count up. No kernel for TPUs reads such a table there.
+    are gathered or positions do not count up. No kernel reads such a table there.
     """
-    placed = case["mask"] in ("tree", "selected") and case["target"] == ("tpu", 1)
-    far = placed and case["score"] in ("t5", "t5_causal", "both")
+    placed = case["mask"] in ("tree", "selected")
+    placed = placed and case["target"] in (("tpu", 1), ("gpu", 1), ("triton", 1))
+    far = placed and case["score"] in BY_DIFFERENCE
     return case | {"score": "lookup"} if far else case
 
 
@@ -297,24 +296,26 @@ def of_the_gpu(strength: int) -> tuple[Case, ...]:
     other = {
         "dtype": {"float32": "bfloat16", "float64": "float16"},
         "operands": {"float64": "float32"},
-        "score": {"t5": "none", "t5_causal": "lookup", "both": "alibi", "features": "none"}
-        | {"differences": "lookup", "table": "lookup"},
+        "score": {"features": "none", "table": "lookup"},
         "mask": {"table": "function"},
         "block": {(1000, 16): (16, 64)},  # which kernels read where they lie
     }
     # Vectors that are read where they lie are multiples of 16 numbers.
     large = {"dims": {(8, 8): (16, 16), (4, 7): (16, 32), (16, 8): (32, 16), (1, 3): (16, 16)}}
+    # Those of Ragged read no table by the difference.
+    near = {"t5": "none", "t5_causal": "lookup", "both": "alibi", "differences": "lookup"}
+    near = {"score": other["score"] | near}
     wide = {"dtype": {"float64": "float32"}}
     cases: list[Case] = []
     for strategy, target, by in (
         ("blockwise", "gpu", other),
-        ("ragged", "gpu_ragged", other | large),
+        ("ragged", "gpu_ragged", other | large | near),
         ("blockwise", "triton", other | wide),
-        ("ragged", "triton_ragged", other | wide),
+        ("ragged", "triton_ragged", other | wide | near),
     ):
         found = [case for case in covering(strength) if case["target"] == (strategy, 1)]
         found = [c | {a: x.get(c[a], c[a]) for a, x in by.items()} for c in found]
-        found = [c | {"target": (target, 1)} for c in found]
+        found = [_with_a_kernel(c | {"target": (target, 1)}) for c in found]
         found = [c for c in found if invalid(c) is None]
         cases += found
     return tuple(cases)

@@ -257,7 +257,7 @@ def test_functions_that_there_is_no_kernel_for(name, platform):
 @newest
 def test_the_body_of_a_loop_is_not_taken_for_a_call():
     """One turn of it would be evaluated, and the mask be another."""
-    mask = MaskFn(lambda b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, x: x + 7, k - q) <= 0)
+    mask = MaskFn(lambda b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, x: x + 7, k * q) <= 99)
     with pytest.raises(ValueError, match="has a scan"):
         kernels(ft.partial(call, score=None, mask=mask), *arrays())
     assert "has a scan" in Blockwise(metadata("gpu")).supports(mask=mask).reason

@@ -24,6 +24,7 @@ from jax import lax
 from ..._sweep.grid import FULL, PARTIAL
 from . import _mosaic as mosaic
 from ._cleaning import clean, clean_together
+from ._diagonals import DiagonalOperand
 from ._lists import place_of, Visit
 from ._operands import divided, first_row, rounded_up, ROWS, TILE
 from ._operations import Value
@@ -258,13 +259,16 @@ class Program:
                 through = memory[place.features] if place.features in memory else self.part[0]
                 place.store(x, ref, places, start, through.at[self.warpgroup])
 
-    def read_piece(self, held: dict[int, Value], step: Any, first: int, i: int) -> Value:
+    def read_piece(
+        self, held: dict[int, Value], step: Any, first: int, i: int, at: tuple = ()
+    ) -> Value:
         """An operand for a piece of the other side at a step.
 
         **Arguments:**
 
         - `held`: what was read and serves for all pieces.
         - `first`: the first query or key of the piece in its tile.
+        - `at`: as for `read`.
         """
         x = self.plan.operands[i]
         if not x.by_piece:
@@ -274,14 +278,19 @@ class Program:
         if x.staged:
             piece = mosaic.ds(first, mosaic.PIECE)
             return x.read_staged(self.vectors[i].at[self.slot(0, step), piece])
-        return self.read(i, step, first)
+        return self.read(i, step, first, at)
 
-    def read(self, i: int, step: Any = None, first: int = 0) -> Value:
-        """Reads an operand at a step, from global memory."""
+    def read(self, i: int, step: Any = None, first: int = 0, at: tuple = ()) -> Value:
+        """Reads an operand at a step, from global memory. If diagonals share its numbers, `at` says
+        where they lie.
+        """
         x = self.plan.operands[i]
         block, start = (None, None) if step is None else self.where(step)
         start = None if start is None else start + first
         place = self.places.place(x.axes, block)
+        if isinstance(x, DiagonalOperand):
+            where = self.start, start, mosaic.PIECE, self.plan.interpreted
+            return x.tile(self.given[i], place, at, *where)
         return x.read(self.given[i], place, self.start, start, mosaic.PIECE)
 
     def slot(self, n: int, step: Any) -> Any:

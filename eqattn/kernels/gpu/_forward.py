@@ -28,6 +28,7 @@ from ..._sweep.grid import FULL, PARTIAL
 from .._program import LOG2E
 from . import _mosaic as mosaic
 from ._cleaning import clean_together
+from ._diagonals import DiagonalOperand
 from ._lists import place_of, Visit
 from ._online import online_step
 from ._operands import divided, first_row, ROWS, TILE
@@ -265,13 +266,16 @@ class Program:
         mosaic.barrier_arrive(self.turn)
         mosaic.barrier_wait(self.turn)
 
-    def read_piece(self, held: dict[int, Value], step: Any, slot: Any, first: int, i: int) -> Value:
+    def read_piece(
+        self, held: dict[int, Value], step: Any, slot: Any, first: int, i: int, at: tuple = ()
+    ) -> Value:
         """An operand of the logits for a piece of the keys of a step, which are in a slot.
 
         **Arguments:**
 
         - `held`: what was read and serves for all pieces.
         - `first`: the first key of the piece in its tile.
+        - `at`: as for `read`.
         """
         x = self.plan.operands[i]
         if not x.by_piece:
@@ -281,14 +285,19 @@ class Program:
         if x.staged:
             vector = self.memory[3][self.plan.staged.index(i)]
             return x.read_staged(vector.at[slot, mosaic.ds(first, mosaic.PIECE)])
-        return self.read(i, step, first)
+        return self.read(i, step, first, at)
 
-    def read(self, i: int, step: Any = None, first: int = 0) -> Value:
-        """Reads an operand of the logits at a step, from global memory."""
+    def read(self, i: int, step: Any = None, first: int = 0, at: tuple = ()) -> Value:
+        """Reads an operand of the logits at a step, from global memory. If diagonals share its
+        numbers, `at` says where they lie.
+        """
         x = self.plan.operands[i]
         column, start = (None, None) if step is None else self.where(step)
         start = None if start is None else start + first
         place = self.places.place(x.axes, column)
+        if isinstance(x, DiagonalOperand):
+            where = self.start, start, mosaic.PIECE, self.plan.interpreted
+            return x.tile(self.given[i], place, at, *where)
         return x.read(self.given[i], place, self.start, start, mosaic.PIECE)
 
     def logits(

@@ -56,6 +56,7 @@ class NvidiaLowering(Lowering):
     skips_corners = False
     finishes_rows = True
     shares_blocks = True
+    repeats_diagonals = True
     splits_over_devices = False
     drops_single_axes = False
     least_listed: ClassVar[tuple[int, int]] = (64, 64)

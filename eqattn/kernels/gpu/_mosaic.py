@@ -1,7 +1,7 @@
 """The unstable API that kernels for NVIDIA GPUs are written in, in one place.
 
 Pallas says of Mosaic GPU that it can change weekly. Code that depends on the version of JAX, or on
-what its interpreter cannot do, is here and nowhere else.
+what its interpreter cannot do, is here and in `_gathering.py`, and nowhere else.
 """
 
 import functools as ft
@@ -104,8 +104,14 @@ def held(x: Any, which: str) -> Any:
     return plgpu.layout_cast(x, _LAYOUTS[which])
 
 
-def iota(shape: tuple[int, int], axis: int) -> Any:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_BLOCK)
+def layout_of(which: str) -> Any:
+    """How an array is spread over threads, as by `load`."""
+    return _LAYOUTS[which]
+
+
+def iota(shape: tuple[int, ...], axis: int) -> Any:
+    layout = _LAYOUTS["pairs" if len(shape) == 2 else "own"]
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
 def pairs_of(*factors: tuple[Any, Any], meanwhile: Any = lambda: None) -> list[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from ..._jax import only_varies
+from ..._sweep.differences import cut_diagonals_p
 from ..._sweep.products import dot_p
 from .._program import calls, equations, LOG2E
 
@@ -121,7 +122,7 @@ _WRITTEN: dict[str, Callable] = {
 }
 """Operations that the compiler lacks, or for which it uses an instruction that is too inexact."""
 
-_KNOWN = _SAME | {lax.slice_p, dot_p}
+_KNOWN = _SAME | {lax.slice_p, dot_p, cut_diagonals_p}
 _DTYPES = jnp.float32, jnp.int32, jnp.bool_
 
 

@@ -101,7 +101,7 @@ class PairProgram(BlockProgram):
     def __call__(
         self,
         product: Any,
-        read: Callable[[int], Value],
+        read: Callable[..., Value],
         sizes: dict[str, int],
         apart: bool,
     ) -> list[Any]:

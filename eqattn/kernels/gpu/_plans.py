@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ..._sweep.grid import COL, GridLayout, PARTIAL
 from .._program import in_powers_of_two, LOG2E
+from ._diagonals import DiagonalOperand, sizes_of
 from ._ending import Ending
 from ._lists import lists
 from ._operands import Operand, ROWS, scale_of, Side
@@ -143,6 +144,22 @@ def listed_in_order(table: Any, classes: Sequence[int]) -> list[Any]:
     return [x.reshape(-1, *x.shape[-2:]) for x in lists(table, tuple(classes))[1:]]
 
 
+def operand_of(
+    programs: dict[int, Any],
+    i: int,
+    x: Any,
+    layout: GridLayout,
+    side: Side,
+    lengths: dict[str, int],
+) -> Operand:
+    """What kernels of some programs read of the array `x`, their argument `i`. The others are those
+    of `Operand`.
+    """
+    of = x, layout.in_axes[i], layout, side, lengths
+    sizes = next(filter(None, (sizes_of(p, i) for p in programs.values())), None)
+    return Operand(*of) if sizes is None else DiagonalOperand(*of, *sizes)
+
+
 class FoldArrays:
     """What a kernel of the fold is given.
 
@@ -184,7 +201,7 @@ class FoldArrays:
         """
         layout, programs = self.layout, self.programs
         wanted = [i for i in range(self.count) if any(p.reads[i] for p in programs.values())]
-        of = lambda i: Operand(self.operands[i], layout.in_axes[i], layout, ROWS, lengths)
+        of = lambda i: operand_of(programs, i, self.operands[i], layout, ROWS, lengths)
         return dict(
             layout=layout,
             programs=programs,
@@ -285,7 +302,7 @@ class SumArrays:
             size = first.size(gradient.matrix)
             results[o] = place(kept, side.own, self.length, size, gradient.turned)
         given = {
-            i: Operand(x, layout.in_axes[i], layout, side, lengths)
+            i: operand_of(self.programs, i, x, layout, side, lengths)
             for i, x in enumerate(self.operands)
             if any(r[i] for r in self.reads)
         }

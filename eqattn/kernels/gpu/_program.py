@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from ..._jax import Literal
+from ..._sweep.differences import cut_diagonals_p
 from ..._sweep.products import dot_p
 from .._program import flat_jaxpr, LOG2E, origin_in
 from ._operations import (
@@ -179,7 +180,8 @@ class Run:
     **Arguments:**
 
     - `product`: a function that returns the result of a product, `[own, other]`.
-    - `read`: a function that returns the value of an argument.
+    - `read`: a function that returns the value of an argument. If its numbers are cut along
+        diagonals, it is also given the further arguments of `cut_diagonals`.
     - `sizes`: the length of each axis of a tile by its letter in kinds, in the order of the axes.
     - `origin`: the argument that is subtracted in exponents, if `read` gives it in units of
         `log 2`, that is, times `log2(e)`.
@@ -189,7 +191,7 @@ class Run:
         self,
         program: BlockProgram,
         product: Callable[[Any], Any],
-        read: Callable[[int], Value],
+        read: Callable[..., Value],
         sizes: dict[str, int],
         origin: int | None = None,
     ):
@@ -220,6 +222,9 @@ class Run:
         eqn = self.program.made_by[v]
         if eqn.primitive is dot_p:
             return Value("".join(self.sizes), self.product(eqn))
+        if eqn.primitive is cut_diagonals_p:
+            x, *at = eqn.invars
+            return self.read(self.arguments[self.root(x)], tuple(self.value(i).array for i in at))
         if eqn.primitive is lax.exp_p:
             return self._exponential(eqn.invars[0], {})
         if eqn.primitive is lax.tanh_p and "tanh" not in self.native.names:

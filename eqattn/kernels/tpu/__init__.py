@@ -140,6 +140,7 @@ class TPULowering(Lowering):
     splits_over_devices = False
     drops_single_axes = False
     repeats_diagonals = True
+    needs_windows = True
     multiplies_tables = True
     # On v6e, a step took 429 cycles with blocks of 128 x 128, 451 with 256 keys and 761 with blocks
     # of 512. These are schedules of listed blocks, see `_LISTED` in `_tools/tpu_report/kernels.py`.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._sweep.grid import FULL, PARTIAL
+from .._diagonals import DiagonalOperand
 from .._lists import Visit
 from .._operands import divided, rounded_up, ROWS, Side
 from .._operations import Value
@@ -23,7 +24,7 @@ from .._program import Run
 from .._sum_program import SumProgram
 from . import _triton as triton
 from ._forward import power_of_two
-from ._rows import finite, is_near, value_of
+from ._rows import along_diagonals, finite, is_near, value_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,14 @@ class Program:
 
         lengths: dict[str, int] = dict(zip(plan.side.kinds, (sizes.own, size)))
         here = triton.ds(start, size)
-        read = lambda i: self.near[i] if i in self.near else self.read(i, other, here)
+
+        def read(i, at=()):
+            x = plan.operands[i]
+            if isinstance(x, DiagonalOperand):
+                place = self.places.place(x.axes, other)
+                return along_diagonals(x, self.given[i], place, at, self.own, start, size)
+            return self.near[i] if i in self.near else self.read(i, other, here)
+
         run = Run(program, product, read, lengths, plan.origin)
         new = []
         for gradient, acc in zip((program.gradient(o) for o in plan.wanted), sums):

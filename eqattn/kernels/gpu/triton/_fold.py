@@ -13,7 +13,7 @@ from .._operands import padded
 from .._plans import FoldArrays
 from . import _triton as triton, native_for
 from ._forward import Plan, Program, Sizes, STAGES
-from ._rows import Rows
+from ._rows import Rows, shifted
 
 
 def traverse(
@@ -82,6 +82,7 @@ def _plan(arrays: FoldArrays, in_place: bool, continued: bool, interpreted: bool
     layout, keys, rows = arrays.layout, arrays.keys, arrays.rows
     sizes = Sizes(rows, keys, arrays.dim, arrays.width, arrays.dtype.itemsize)
     found = arrays.planned(dict(r=sizes.padded_rows, k=sizes.padded_keys))
+    found["operands"] = shifted(found["operands"])
     q_axes, k_axes, v_axes = arrays.axes
     owned = (*layout.batch, ROW)
 

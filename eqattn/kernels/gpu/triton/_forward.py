@@ -17,6 +17,7 @@ from jax import lax
 
 from ...._sweep.grid import FULL, PARTIAL, ROW
 from ..._program import LOG2E
+from .._diagonals import DiagonalOperand
 from .._lists import Visit
 from .._online import online_step
 from .._operands import divided, Operand, rounded_up, ROWS
@@ -24,7 +25,7 @@ from .._operations import Value
 from .._pair_program import PairProgram, scale_beside
 from .._plans import FoldPlan
 from . import _triton as triton
-from ._rows import cleaned, is_near, Rows, value_of
+from ._rows import along_diagonals, cleaned, is_near, Rows, value_of
 
 
 STAGES = 2
@@ -209,7 +210,14 @@ class Program:
         tile = triton.rows(self.k, lead, inside, (size, sizes.padded_dim))
         s = triton.product(self.queries, tile, 1)
         here = triton.ds(start, size)
-        read = lambda i: self.near[i] if i in self.near else self.read(i, column, here)
+
+        def read(i, at=()):
+            x = plan.operands[i]
+            if isinstance(x, DiagonalOperand):
+                place = self.places.place(x.axes, column)
+                return along_diagonals(x, self.given[i], place, at, self.own, start, size)
+            return self.near[i] if i in self.near else self.read(i, column, here)
+
         lengths = dict(r=sizes.tile_r, k=size)
         s, *weights = program(s, read, lengths, plan.scale is not None)
         if sizes.padded_keys != sizes.keys:

@@ -4,6 +4,7 @@ Tokens are read and written where they lie, `[batch, tokens, heads, features]`, 
 threads compute. Where tokens move around a ring, blocks are read and written instead.
 """
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -13,8 +14,14 @@ from jax import lax
 
 from ...._sweep.grid import GridLayout, HEAD
 from ...._sweep.tokens import Tokens
-from .._operands import Operand, Places
+from .._diagonals import DiagonalOperand
+from .._operands import Operand, Places, rounded_up
 from .._operations import Value
+from . import _triton as triton
+
+
+TOGETHER = 4
+"""How many numbers of 32 bits are copied at once, if they lie at a multiple of their size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +120,39 @@ def value_of(x: Operand, ref: Any, place: Any, at: dict[str, Any]) -> Value:
     if x.kind is None:
         return x.value(tuple(ref[place, i] for i in range(x.array.shape[1])))
     return x.value(ref[(place, *[at[a] for a in x.kind])])
+
+
+def shifted(operands: dict[int, Operand]) -> dict[int, Operand]:
+    """Operands, in which numbers that diagonals share are there `TOGETHER` times, each time from
+    another one on. So there is a copy in which a row of a tile begins at such a multiple.
+    """
+
+    def one(x):
+        if not isinstance(x, DiagonalOperand):
+            return x
+        new, n = copy.copy(x), rounded_up(x.array.size, TOGETHER)
+        whole = jnp.pad(x.array, (0, n + TOGETHER - x.array.size))
+        new.array = jnp.concatenate([whole[i : i + n] for i in range(TOGETHER)])
+        return new
+
+    return {i: one(x) for i, x in operands.items()}
+
+
+def along_diagonals(
+    x: DiagonalOperand, ref: Any, place: Any, at: tuple, own: Any, other: Any, tile: int
+) -> Value:
+    """What a block function is given of numbers that diagonals share. The arguments are `ref`, an
+    array of `shifted` operands, and those of `DiagonalOperand.places`.
+    """
+    shape = own.shape[0], tile
+    behind = lax.broadcasted_iota(jnp.int32, shape, 1)
+    places = x.places(place, at, own, other, tile, lambda: behind + other)
+    if places.ndim == 1:
+        # The copy `i` has at a place the number that lies `i` places behind it.
+        n = x.array.size // TOGETHER
+        places = triton.multiple_of(places + (places & (TOGETHER - 1)) * (n - 1), (TOGETHER,))
+        places = lax.broadcast_in_dim(places, shape, [0]) + behind
+    return x.value(triton.entries(ref, [places]))
 
 
 def _is_finite(x: Any) -> Any:

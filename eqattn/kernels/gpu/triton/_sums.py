@@ -14,7 +14,7 @@ from . import _triton as triton, NATIVE
 from ._backward import Plan, Program, Sizes
 from ._fold import check_axes
 from ._forward import STAGES
-from ._rows import Rows
+from ._rows import Rows, shifted
 
 
 def traverse_sum(
@@ -70,6 +70,7 @@ def _sums(
     arrays = SumArrays(programs, side, wanted, layout, args)
     sizes = Sizes(side, arrays.length, arrays.other, tuple(arrays.widths))
     found = arrays.planned(dict(zip(side.kinds, sizes.padded)), ft.partial(Rows, layout))
+    found["operands"] = shifted(found["operands"])
     plan = Plan(**found, sizes=sizes, dtypes=dtypes, interpreted=interpreted)
     out = [abstract(args[-1], x.written, dtypes[o]) for o, x in plan.results.items()]
     run = triton.kernel(

@@ -32,6 +32,7 @@ with _deprecated():
 
 
 ds = pl.ds
+multiple_of = pl.multiple_of
 program_id = pl.program_id
 
 
