@@ -171,9 +171,7 @@ def test_kernels_by_default_are_those_measured(backend, chip, monkeypatch):
     newest = jax.__version_info__ >= (0, 12)
     assert kernels(run, *arrays()) == (measured and newest)
     assert kernels(run, *arrays(jnp.float32)) == 0
-    assert kernels(ft.partial(run, score=T5Bias(jnp.ones((8, 4)))), *arrays()) == (
-        measured and newest
-    )
+    assert kernels(ft.partial(run, score=T5Bias(jnp.ones((8, 4)))), *arrays()) == 0
     assert kernels(ft.partial(run, score=FAR), *arrays()) == 0
     for sizes in ((264, 264), (64, 264), (64, 0)):
         q, v = (jnp.zeros((1, 8, 1, n), jnp.bfloat16) for n in sizes)

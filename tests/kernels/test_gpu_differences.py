@@ -3,6 +3,7 @@ user's own. More of their numbers: conformance/ with the targets "gpu" and "trit
 """
 
 import functools as ft
+import types
 from typing import Any
 
 import _gpu_lowered
@@ -183,3 +184,65 @@ def test_what_is_refused(backend):
     assert not stored.supports(score=score)
     far = ScoreFn(lambda s, b, h, q, k: s + jnp.ones(64)[q * k % 64])
     assert "gather" in strategy.supports(score=far).reason
+
+
+def computed(build):
+    """The integers that a function writes in MLIR, of constants."""
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir, passmanager
+    from jaxlib.mlir.dialects import arith, func
+
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.create()
+        with ir.InsertionPoint(module.body):
+            whole, i32 = func.FuncOp("f", ([], [])), ir.IntegerType.get_signless(32)
+            with ir.InsertionPoint(whole.add_entry_block()):
+                xs = [x if x.type == i32 else arith.index_cast(i32, x) for x in build()]
+                func.return_(xs)
+            types_of = ir.FunctionType.get([], [x.type for x in xs])
+            whole.attributes["function_type"] = ir.TypeAttr.get(types_of)
+        passmanager.PassManager.parse("builtin.module(canonicalize)").run(module.operation)
+        done = list(whole.entry_block)[-1]
+        return [x.owner.attributes["value"].value for x in done.operands]
+
+
+@mosaic
+@pytest.mark.parametrize("columns", [32, 128])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_each_thread_loads_the_numbers_of_its_pairs(diagonal, columns, monkeypatch):
+    """No interpreter runs these loads. So their addresses are computed for each thread, and compared
+    with the places of its registers that Mosaic GPU itself says.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir.dialects import arith, llvm
+
+    from eqattn.kernels.gpu import _gathering as gathering, _mosaic
+    from eqattn.kernels.gpu._operands import WARPGROUP
+
+    pairs, own = (_mosaic.layout_of(x).to_mgpu() for x in ("pairs", "own"))
+    shape, of_own = (WARPGROUP, columns), list(np.ndindex(own.registers_shape((WARPGROUP,))))
+    first = lambda row: 10_000 - row if diagonal else 1000 * row  # the place of its first number
+    number = gathering._number
+    monkeypatch.setattr(llvm, "extractelement", lambda x, i: x)
+    monkeypatch.setattr(gathering, "_load", lambda ref, x, far: arith.addi(x, number(far)))
+    seen = []
+    for thread in range(128):
+        monkeypatch.setattr(mgpu.utils, "thread_idx", lambda: number(thread))
+        rows = computed(lambda: [row for (row,) in own.thread_idxs((WARPGROUP,))])
+
+        def addresses():
+            held = {at: number(first(row)) for at, row in zip(of_own, rows)}
+            places = types.SimpleNamespace(layout=own, shape=(WARPGROUP,), registers=held)
+            load = gathering._of_rows(None, pairs, shape, places, diagonal)
+            for at, offset in gathering._offsets(pairs, shape):
+                for i in range(pairs.vector_length):
+                    yield load(at, i, *divmod(offset + i, columns))
+
+        at = computed(lambda: [n for place in pairs.thread_idxs(shape) for n in place])
+        at = np.repeat(np.reshape(at, (-1, 2)), pairs.vector_length, 0)
+        at[:, 1] += np.arange(len(at)) % pairs.vector_length
+        np.testing.assert_array_equal(
+            computed(lambda: list(addresses())), first(at[:, 0]) + at[:, 1]
+        )
+        seen += map(tuple, at.tolist())
+    assert len({*seen}) == WARPGROUP * columns

@@ -60,6 +60,11 @@ class GPULowering(NvidiaLowering):
         tried = jax.__version_info__[:2] <= NEWEST_JAX and not self.unavailable()
         return tried and capability().startswith("9.")
 
+    @property
+    def repeats_diagonals(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True on request. By default it is False, as no GPU has run these loads yet."""
+        return self.asked != "auto"
+
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         """Chooses as many keys as a program multiplies at once. The rows fill whole programs, and
         consist of whole heads and of tokens that are copied at once. Where keys stay in place, a
