@@ -21,6 +21,7 @@ from typing import Any
 from .process import End, results
 from .results_file import new_file
 from .sass import hot_loops, MODEL, modelled, units
+from .training_calls import training
 
 
 NEEDS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
@@ -38,7 +39,7 @@ loop counts for both. Last are the number of warnings that products were seriali
 of temporary arrays in the call.
 """
 
-KERNELS = {"fold": "", "sum_rows": ": dq", "sum_columns": ": dk and dv", "decode": ""}
+KERNELS = dict(fold="", sum_rows=": dq", sum_columns=": dk and dv", sum_pairs=": dbias", decode="")
 """The kernels of a call, and what their rows of the report add to its name."""
 
 _H200 = """
@@ -105,6 +106,8 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
         "bias": lambda: dict(
             tokens=1024, mask=Causal(), bias=jnp.zeros((8, 1024, 1024), jnp.bfloat16)
         ),
+        "learned bias": lambda: dict(mask=Causal(), learned=8),
+        "shared bias": lambda: dict(mask=Causal(), learned=1),
         "alibi": lambda: dict(mask=Causal(), score=ALiBi(jnp.ones(8))),
         "t5": lambda: dict(mask=Causal(), score=T5Bias(jnp.ones((32, 8)))),
         "score": lambda: dict(mask=Causal(), score=ScoreFn(far)),
@@ -127,9 +130,10 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
 
 DIFFERENTIATED = (
     "full", "causal, 192 and 128", "causal", "causal, 4 heads a key", "causal, 64", "causal, 256",
-    "window", "segments", "soft cap", "alibi", "t5", "score, waves", "dropout", "odd lengths",
+    "window", "segments", "soft cap", "learned bias", "shared bias", "alibi", "t5", "score, waves",
+    "dropout", "odd lengths",
 )  # fmt: skip
-"""The calls whose gradients of query, key and value are compiled, too."""
+"""The calls whose gradients of query, key, value and a learned bias are compiled, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -293,28 +297,6 @@ def decoding(place: Any, slots: int, platform: str = "gpu", **given: Any) -> tup
         scales = array(lead[0], 1, lead[1] * kv_heads, dtype=jnp.float32)
         kv = [(array(*x.shape, dtype=jnp.dtype(stored)), scales) for x in kv]
     return step, (array(rows, tokens, heads, dim + rest), *kv, array(rows, dtype=jnp.int32), *table)
-
-
-def training(
-    place: Any, given: dict[str, Any], platform: str = "gpu"
-) -> tuple[Any, tuple, Any, tuple]:
-    """A call and its gradients: functions, each with its arguments."""
-    import jax
-    import jax.numpy as jnp
-
-    from .. import attention, AttentionMetadata, Blockwise
-
-    tokens, dim = given.pop("tokens", 4096), given.pop("dim", 128)
-    width, kv_heads = given.pop("width", dim), given.pop("kv_heads", 8)
-    dtype = jnp.dtype(given.pop("dtype", "bfloat16"))
-    fields = dict(logits_soft_cap=given.pop("cap", None), dropout_prob=given.pop("rate", 0.0))
-    how = Blockwise(AttentionMetadata(platform=platform, runtime_dtype=dtype, **fields))
-    heads = {"q": (8, dim), "k": (kv_heads, dim), "v": (kv_heads, width), "g": (8, width)}
-    shapes = {x: (1, tokens, *n) for x, n in heads.items()}
-    q, k, v, g = (jax.ShapeDtypeStruct(x, dtype, sharding=place) for x in shapes.values())
-    call = lambda q, k, v: attention(q, k, v, how, **given).attention_outputs
-    gradients = lambda q, k, v, g: jax.vjp(call, q, k, v)[1](g)
-    return call, (q, k, v), gradients, (q, k, v, g)
 
 
 def kernels_of(

@@ -21,6 +21,7 @@ from . import gpu_report
 from .cubins import cubins
 from .process import End, results
 from .sass import hot_loops
+from .training_calls import training
 
 
 NEEDS = (*gpu_report.NEEDS, "nvidia-cuda-cuobjdump")
@@ -153,7 +154,7 @@ def compiled(name: str, chip: str) -> dict[str, dict[str, Any]]:
     if "slots" in given:
         jobs = [gpu_report.decoding(place, platform="triton", **given)]
     else:
-        call, args, *gradients = gpu_report.training(place, given, platform="triton")
+        call, args, *gradients = training(place, given, platform="triton")
         jobs = [(call, args), gradients][: 1 + (name in DIFFERENTIATED)]
     found: dict[str, dict[str, Any]] = {}
     for call, args in jobs:

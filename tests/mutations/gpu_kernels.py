@@ -7,6 +7,7 @@ TOKENS = "kernels/test_gpu_tokens.py -k 'not grad'"
 FINITE = "kernels/test_gpu.py -k not_finite"
 MASKED = "kernels/test_gpu.py -k masked_reaches"
 LEARNED = "kernels/test_gpu_scores.py -k 'learned or inlined'"
+BIAS = "kernels/test_gpu_bias.py -k 'triton or kernels'"
 WRITTEN = "kernels/test_gpu_scores.py -k 'write or powers'"
 REFUSED = "kernels/test_gpu_scores.py -k 'no_kernel or body'"
 
@@ -170,6 +171,33 @@ MUTANTS = [
         "kernels/test_gpu_tokens.py -k any_length",
         [
             ("first = jnp.int32(0) if single else at[self.axis] * jnp.int32(block)", "first = at[self.axis] * jnp.int32(block)"),
+        ],
+    ),
+    (
+        "kernels/gpu/_pair_gradients.py",
+        BIAS,
+        [
+            ("return all(a in axes or self.layout.grid[a] == 1 for a in (ROW, COL))", "return all(a in axes for a in (ROW, COL))"),
+            ("at |= indices(self.layout, self.rest, turn)", "pass"),
+            ("step, turn = divided(divided(step, self.parts)[0], self.turns // self.parts)", "step, turn = divided(step, self.turns // self.parts)"),
+            ("order = (*self.of_lists, ROW, COL, *self.chosen)", "order = (*self.of_lists, COL, ROW, *self.chosen)"),
+            ("if shared or eqn.params[\"axes\"] != (1,) or len(_shape(x)) != 3:", "if True:"),
+        ],
+    ),
+    (
+        "kernels/gpu/_pair_sums.py",
+        "kernels/test_gpu_bias.py -k 'cuda and groups'",
+        [
+            ("there = plan.visit.part(step) * 2 + self.warpgroup < plan.heads", "there = True"),
+            ("both = lambda now=now: now + mosaic.load(other, \"pairs\")", "both = lambda now=now: now"),
+        ],
+    ),
+    (
+        "kernels/gpu/triton/_pair_sums.py",
+        BIAS,
+        [
+            ("inside = inside & (row < queries.count) & (key < keys.count)", "pass"),
+            ("head = plan.visit.part(step) * jnp.int32(sizes.rows)", "head = jnp.int32(0)"),
         ],
     ),
     (

@@ -42,16 +42,16 @@ def is_hopper() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GPULowering(NvidiaLowering):
-    """Kernels for the fold, and for the gradients of queries, keys and values, written for Hopper
-    (H100, H200). All other visits, and other gradients, run as XLA code. With `asked="interpret"`
-    they run on any device, very slowly.
+    """Kernels for the fold, and for the gradients of queries, keys, values and a bias, written for
+    Hopper (H100, H200). All other visits, and other gradients, run as XLA code. With
+    `asked="interpret"` they run on any device, very slowly.
     """
 
     device = "an NVIDIA GPU"
     kernels = (
         "forward eqattn_fold, of Ragged eqattn_decode; gradients of query eqattn_sum_rows, of key "
-        "and value eqattn_sum_columns; other gradients, forward mode and higher orders run as XLA "
-        "code"
+        "and value eqattn_sum_columns, of a bias of queries and keys eqattn_sum_pairs; other "
+        "gradients, forward mode and higher orders run as XLA code"
     )
 
     @property

@@ -13,9 +13,8 @@ the sums of both would not fit into registers.
 """
 
 import collections
-import dataclasses
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,143 +25,61 @@ from . import _mosaic as mosaic
 from ._cleaning import clean, clean_together
 from ._diagonals import DiagonalOperand
 from ._lists import place_of, Visit
-from ._operands import divided, first_row, rounded_up, ROWS, TILE
+from ._operands import divided, first_row, Places, ROWS
 from ._operations import Value
-from ._plans import SumPlan
 from ._program import Run
+from ._sum_plan import Plan
 from ._sum_program import SumProgram
-
-
-STREAMED = 64
-"""The least number of queries or keys of the other side that a tile has."""
-
-REGISTERS = 128
-"""How many registers of a thread may hold sums. A thread has 255, and the pairs of a tile take as
-many as the sums.
-"""
-
-FEW_REGISTERS = 64
-"""With so many registers for sums, or fewer, the pairs of tiles with twice `STREAMED` fit, too."""
-
-SHARED = 227 * 1024
-"""The bytes of shared memory that a program may have."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan(SumPlan):
-    """Sums by this kernel.
-
-    **Arguments:** those of `SumPlan`, and
-
-    - `length`, `other`: the lengths of a block on the side and on the other, before they are
-        padded.
-    - `tile`: how many queries or keys of the other side are multiplied at once.
-    """
-
-    length: int
-    other: int
-    tile: int
-
-    @property
-    def tiles(self) -> int:
-        """How many programs a block has."""
-        return rounded_up(self.length, TILE) // TILE
-
-    @property
-    def parts(self) -> int:
-        """How many tiles a block of the other side has."""
-        return rounded_up(self.other, self.tile) // self.tile
-
-    @property
-    def features(self) -> dict[int, int]:
-        """The number of features of each matrix, padded."""
-        return {i: x.features for i, x in self.matrices.items()}
-
-    @property
-    def widths(self) -> dict[int, int]:
-        """The number of features of each result, padded."""
-        program = self.programs[max(self.programs)]
-        return {o: self.features[program.gradient(o).matrix] for o in self.wanted}
-
-    @property
-    def stages_parts(self) -> bool:
-        """Whether some result needs additional shared memory on its way out, for a part of its
-        columns. This is so where no matrix of the program has its shape.
-        """
-        held = [self.features[i] for i in self.own]
-        return any(x is not None and x.features not in held for x in self.results.values())
-
-    @property
-    def stages(self) -> list[int]:
-        """How many tiles of each matrix of the other side shared memory holds."""
-        rest = len(self.streamed) - 1
-        own = sum(self.features[i] for i in self.own) + mosaic.WARPGROUP * self.stages_parts
-        for stages in ([2] * (1 + rest), [2] + [1] * rest):
-            tiles = sum(n * self.features[i] for n, i in zip(stages, self.streamed))
-            # A vector takes a kilobyte, as its address is a multiple of that.
-            numbers = 2 * mosaic.WARPGROUP * own + self.tile * tiles
-            if 2 * numbers + 1024 * (1 + len(self.staged)) <= SHARED:
-                return stages
-        return [1] * (1 + rest)
-
-    def scratch(self) -> tuple:
-        """Allocates shared memory and barriers. The memory is `(own matrices, tiles, vectors beside
-        tiles, part of a result)`. The barriers are `(own matrices, tiles have arrived)`, `tiles are
-        free`, and one at which both warpgroups meet.
-        """
-        own = [
-            mosaic.matrices((2, mosaic.WARPGROUP, self.features[i]), self.dtype) for i in self.own
-        ]
-        tiles = [
-            mosaic.matrices((n, self.tile, self.features[i]), self.dtype)
-            for i, n in zip(self.streamed, self.stages)
-        ]
-        of = ft.partial(mosaic.vectors, self.stages[0], self.tile)
-        vectors = [of(self.operands[i].dtype) for i in self.staged]
-        with_it = [self.matrices[i].copies(self.tile) for i in self.streamed]
-        with_it[0] += len(vectors)
-        arrived = [
-            mosaic.Barrier(num_arrivals=x, num_barriers=n) for x, n in zip(with_it, self.stages)
-        ]
-        free = [mosaic.Barrier(num_arrivals=2, num_barriers=n) for n in self.stages]
-        mine = [self.matrices[i].copies(mosaic.WARPGROUP) for i in self.own]
-        here = [mosaic.Barrier(num_arrivals=x, num_barriers=2) for x in mine]
-        square = (2, mosaic.WARPGROUP, mosaic.WARPGROUP)
-        part = [mosaic.matrices(square, self.dtype)] * self.stages_parts
-        return (own, tiles, vectors, part), (here, arrived), free, mosaic.Barrier(num_arrivals=2)
-
-    def body(self, *refs: Any) -> None:
-        """What a program does with its references."""
-        scratch = len(self.scratch())
-        Program(self, refs[:-scratch], refs[-scratch:]).compute()
 
 
 class Program:
     """One program of the kernel, on references."""
 
+    @classmethod
+    def run(cls, plan: Plan, *refs: Any) -> None:
+        """What a program does with its references."""
+        scratch = len(plan.scratch())
+        cls(plan, refs[:-scratch], refs[-scratch:]).compute()
+
     def __init__(self, plan: Plan, refs: Sequence, scratch: Sequence):
         self.plan, refs = plan, list(refs)
         self.matrices = {i: refs.pop(0) for i in (*plan.own, *plan.streamed)}
         dirty = {i: refs.pop(0) for i in plan.cleaned}
-        listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
+        listed = [refs.pop(0) for _ in range(plan.lists)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.results = dict(zip(plan.wanted, refs))
         (own, tiles, vectors, self.part), (self.here, self.arrived), self.free, self.both = scratch
         self.own, self.tiles = dict(zip(plan.own, own)), tiles
         self.vectors = dict(zip(plan.staged, vectors))
         self.warpgroup = lax.axis_index("warpgroup")
-        order = listed[0] if listed else None
+        full, live = self.find(listed)
+        self.full, self.live = (n * jnp.int32(plan.parts) for n in (full, live))
+        self.dirty = jnp.int32(0)
+        for i, ref in dirty.items():
+            place = self.places.place(plan.watched(i))
+            self.dirty = jnp.maximum(self.dirty, ref[place])
+        clean = 1 - self.dirty
+        self.plain, self.full = self.live * clean, self.full * clean
+
+    def find(self, listed: Sequence) -> tuple[Any, Any]:
+        """Finds where the program is.
+
+        **Arguments:**
+
+        - `listed`: the references to the lists of live blocks, or nothing.
+
+        **Returns:** how many full blocks it visits, and how many blocks at all.
+        """
+        plan, order = self.plan, listed[0] if listed else None
         self.place = ft.partial(place_of, plan, plan.side, plan.tiles, order)
         visit = Visit.of(plan, plan.side, plan.tiles, listed, lax.axis_index("program"))
         self.places, self.column = visit.places, visit.column
         self.start = first_row(visit.tile, self.warpgroup)
-        self.full, self.live = (n * jnp.int32(plan.parts) for n in (visit.full, visit.live))
-        self.dirty = jnp.int32(0)
-        for i, ref in dirty.items():
-            axes = [a for a in plan.layout.in_axes[i] if a != plan.side.other]
-            self.dirty = jnp.maximum(self.dirty, ref[self.places.place(axes)])
-        clean = 1 - self.dirty
-        self.plain, self.full = self.live * clean, self.full * clean
+        return visit.full, visit.live
+
+    def places_at(self, step: Any) -> Places:
+        """Where the program is on the grid at a step; None stands for all steps."""
+        return self.places
 
     def where(self, step: Any) -> tuple[Any, Any]:
         """The block of the other side at a step, and where in it the tile begins."""
@@ -178,11 +95,17 @@ class Program:
         """
         plan, (block, start), slot = self.plan, self.where(step), self.slot(n, step)
         i, arrived, tile = plan.streamed[n], self.arrived[n].at[slot], self.tiles[n].at[slot]
-        plan.matrices[i].copy_in(self.matrices[i], self.places, block, start, tile, arrived)
+        self.fetch(i, step, tile, arrived)
         for j, vector in self.vectors.items() if n == 0 else ():
-            place = self.places.place(plan.operands[j].axes, block)
+            place = self.places_at(step).place(plan.operands[j].axes, block)
             part = self.given[j].at[place, mosaic.ds(start, plan.tile)]
             mosaic.copy_in(part, mosaic.vector(vector, slot, plan.tile), arrived)
+
+    def fetch(self, i: int, step: Any, tile: Any, arrived: Any) -> None:
+        """Begins to copy the tile of a matrix at a step."""
+        block, start = self.where(step)
+        matrix, places = self.plan.matrices[i], self.places_at(step)
+        matrix.copy_in(self.matrices[i], places, block, start, tile, arrived)
 
     def begin(self) -> None:
         """Begins to copy the tiles of the first steps."""
@@ -216,7 +139,7 @@ class Program:
             matrix = plan.matrices[i]
             matrix.copy_in(self.matrices[i], self.places, None, self.start, tile, here)
         self.begin()
-        near = {i: self.read(i) for i, x in plan.operands.items() if not (x.staged or x.moves)}
+        near = {i: self.read(i) for i in self.near}
         zeros = lambda n: lax.full((mosaic.WARPGROUP, n), 0.0, jnp.float32)
         sums = tuple(mosaic.held(zeros(plan.widths[o]), "pairs") for o in plan.wanted)
         for here in self.here:
@@ -235,6 +158,11 @@ class Program:
             step = ft.partial(self.step, program, near, True)
             sums = lax.fori_loop(begin, self.live, step, sums)
         self.write(sums)
+
+    @property
+    def near(self) -> list[int]:
+        """The operands that are read once and serve at all steps."""
+        return [i for i, x in self.plan.operands.items() if not (x.staged or x.moves)]
 
     def clean_own(self, own: Sequence[int]) -> None:
         """Replaces what is not finite by 0 in some matrices of the part of the block."""
@@ -287,7 +215,7 @@ class Program:
         x = self.plan.operands[i]
         block, start = (None, None) if step is None else self.where(step)
         start = None if start is None else start + first
-        place = self.places.place(x.axes, block)
+        place = self.places_at(step).place(x.axes, block)
         if isinstance(x, DiagonalOperand):
             where = self.start, start, mosaic.PIECE, self.plan.interpreted
             return x.tile(self.given[i], place, at, *where)
@@ -337,7 +265,8 @@ class Program:
             for eqn in some:
                 done(eqn)
         products = {eqn.outvars[0]: x for eqn, x in zip(dots, found)}
-        pairs = self.pairs(program, near, step, gradients, products)
+        cast = ft.partial(self.as_factor, program, step)
+        pairs = self.pairs(program, near, step, gradients, products, cast)
         for gradient in gradients:
             self.wait(gradient.matrix, step, waited)
         tiles = [tile(gradient.matrix) for gradient in gradients]
@@ -347,32 +276,41 @@ class Program:
         return tuple(new)
 
     def pairs(
-        self, program: SumProgram, near: dict, step: Any, gradients: list, products: dict[Any, Any]
+        self,
+        program: SumProgram,
+        near: dict,
+        step: Any,
+        gradients: list,
+        products: dict[Any, Any],
+        cast: Callable[[Any, int], Any],
+        begin: int = 0,
     ) -> list[Any]:
         """Computes the blocks of pairs from which the gradients are made at a step, given its
-        products.
+        products, whose first column is `begin`. `cast(x, first)` is applied to each piece, which
+        begins at column `first`.
         """
         plan, held = self.plan, dict(near)
         sizes: dict[str, int] = dict(zip(plan.side.kinds, (mosaic.WARPGROUP, mosaic.PIECE)))
-        start = self.where(step)[1]
 
         def of(first):
-            read = ft.partial(self.read_piece, held, step, first)
+            read = ft.partial(self.read_piece, held, step, begin + first)
             product = lambda eqn: mosaic.piece(products[eqn.outvars[0]], first)
-            run, found = Run(program, product, read, sizes, plan.origin), []
-            for gradient in gradients:
-                x = run.times(gradient.pairs, None, {}).spread(plan.side.kinds, sizes)
-                if plan.other % plan.tile:
-                    inside = mosaic.iota(x.shape, 1) + (start + first) < jnp.int32(plan.other)
-                    x = jnp.where(inside, x, jnp.float32(0))
-                if not plan.interpreted and program.cleaned:
-                    # Otherwise the compiler would mask after rounding, and unpack each number for
-                    # that.
-                    (x,) = mosaic.in_order(x)
-                found.append(x.astype(plan.dtype))
-            return found
+            run = Run(program, product, read, sizes, plan.origin)
+            found = [run.times(gradient.pairs, None, {}) for gradient in gradients]
+            return [cast(x.spread(plan.side.kinds, sizes), begin + first) for x in found]
 
-        return mosaic.piecewise(of, plan.tile)
+        return mosaic.piecewise(of, next(iter(products.values())).shape[1])
+
+    def as_factor(self, program: SumProgram, step: Any, x: Any, first: int) -> Any:
+        """A piece of pairs as it is multiplied with the other side."""
+        plan, start = self.plan, self.where(step)[1]
+        if plan.other % plan.tile:
+            inside = mosaic.iota(x.shape, 1) + (start + first) < jnp.int32(plan.other)
+            x = jnp.where(inside, x, jnp.float32(0))
+        if not plan.interpreted and program.cleaned:
+            # Otherwise the compiler would mask after rounding, and unpack each number for that.
+            (x,) = mosaic.in_order(x)
+        return x.astype(plan.dtype)
 
     def tile(self, i: int, step: Any) -> Any:
         """The tile of a matrix in shared memory."""

@@ -128,6 +128,17 @@ ROWS = Side(ROW, COL, "rk")
 COLUMNS = Side(COL, ROW, "kr")
 
 
+def indices(layout: GridLayout, axes: Sequence[int], element: Any) -> dict[int, Any]:
+    """The index on each of some axes of the grid, for an element that is counted over them."""
+    at: dict[int, Any] = {}
+    for axis in reversed(axes):
+        at[axis] = jnp.int32(0)
+        if layout.grid[axis] > 1:
+            n = jnp.int32(layout.grid[axis])
+            at[axis], element = lax.rem(element, n), lax.div(element, n)
+    return at
+
+
 @dataclasses.dataclass(frozen=True)
 class Places:
     """Where a program is on the grid: its index on each batch axis, and on the axis of its side."""
@@ -141,14 +152,7 @@ class Places:
         """Finds the place of a program. **Arguments:** the batch element, counted over all batch
         axes, and the block of the side.
         """
-        at: dict[int, Any] = {side.own: own}
-        for axis in reversed(layout.batch):
-            n = jnp.int32(layout.grid[axis])
-            if layout.grid[axis] == 1:
-                at[axis] = jnp.int32(0)
-            else:
-                at[axis], element = lax.rem(element, n), lax.div(element, n)
-        return cls(layout, side, at)
+        return cls(layout, side, {side.own: own, **indices(layout, layout.batch, element)})
 
     @property
     def block(self) -> Any:

@@ -261,7 +261,8 @@ class SumArrays:
         gradients = {c: [p.gradient(o) for o in self.wanted] for c, p in programs.items()}
         pairs = {c: [g.pairs for g in gs] for c, gs in gradients.items()}
         inner = [p.factors(eqn) for c, p in programs.items() for eqn in p.dots(pairs[c])]
-        summed = [g.matrix for gs in gradients.values() for g in gs]
+        # The gradient of what is read for each pair is a block itself, and no product.
+        summed = [g.matrix for gs in gradients.values() for g in gs if g.matrix is not None]
         mine = side is not ROWS
         self.own = list(dict.fromkeys(f[mine] for f in inner))
         self.streamed = list(dict.fromkeys([*(f[not mine] for f in inner), *summed]))
@@ -293,11 +294,12 @@ class SumArrays:
         """
         layout, side, first, matrices = self.layout, self.side, self.first, {}
         for i in (*self.own, *self.streamed):
-            of = (side.other, self.other) if i in self.streamed else (side.own, self.length)
+            of_other = side.other in layout.in_axes[i]
+            of = (side.other, self.other) if of_other else (side.own, self.length)
             turned = first.features[i] == 0
             matrices[i] = place(layout.in_axes[i], *of, first.size(i), turned)
         results = {}
-        for o in self.wanted:
+        for o in (o for o in self.wanted if first.gradient(o).matrix is not None):
             gradient, kept = first.gradient(o), (*layout.batch, side.own)
             size = first.size(gradient.matrix)
             results[o] = place(kept, side.own, self.length, size, gradient.turned)
@@ -324,12 +326,16 @@ class SumArrays:
 
     def inputs(self, plan: SumPlan, more: Sequence[Any] = ()) -> list[Any]:
         """All arrays that the kernel reads, with some `more` behind the matrices."""
-        table = self.table
-        if table is not None and self.side is not ROWS:
-            table = table.swapaxes(-1, -2)
         return [
             *(place.given(self.operands[i], plan.dtype) for i, place in plan.matrices.items()),
             *more,
-            *listed(table, list(self.programs)),
+            *self.lists(),
             *(x.array for x in plan.operands.values()),
         ]
+
+    def lists(self) -> list[Any]:
+        """The lists of live blocks; none where every pair is visited."""
+        table = self.table
+        if table is not None and self.side is not ROWS:
+            table = table.swapaxes(-1, -2)
+        return listed(table, list(self.programs))

@@ -14,7 +14,7 @@ compute a gradient of another form.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jax import lax
 
@@ -47,13 +47,13 @@ class Gradient:
 
     - `side`: the side that it belongs to. The other is summed over.
     - `pairs`: the variable of the block.
-    - `matrix`: the argument that is the matrix.
+    - `matrix`: the argument that is the matrix; None if the result is the block itself.
     - `turned`: whether the result is `[features, own]`.
     """
 
     side: Side
     pairs: Any
-    matrix: int
+    matrix: Any
     turned: bool
 
 
@@ -69,6 +69,11 @@ class SumProgram(BlockProgram):
     matrices are multiplied. Some products read a copy of a matrix in which what is not finite is 0.
     `cleaned` are the matrices for which products out do so, and `cleaned_first` those for products
     in.
+    """
+
+    by_side: ClassVar[bool] = True
+    """Whether kernels compute results with all batch axes and that of a side. Otherwise they have
+    the axes that are wanted.
     """
 
     def __init__(self, closed: Any, layout: GridLayout, native: Native = PLAIN):
@@ -136,6 +141,10 @@ class SumProgram(BlockProgram):
         self.features[i] = features
         self.dtypes.add(eqn.params["operand_dtype"])
 
+    def fits(self, axes: Sequence[int]) -> bool:
+        """Whether a result with these grid axes can be of this form."""
+        return not {ROW, COL} <= {*axes}
+
     def gradient(self, i: int) -> Gradient:
         """The gradient with an index, which `why_not` must allow."""
         found = self.gradients[i]
@@ -170,8 +179,6 @@ class SumProgram(BlockProgram):
         """Why a kernel cannot compute some results; empty if it can."""
         if any(self.gradients[i] is None for i in wanted):
             return "a gradient that is not that of queries, keys or values"
-        if (longest := max(map(self.size, self.features))) > LARGEST_DIM:
-            return f"vectors of {longest} numbers"
         eqns, _ = self.needed([self.gradient(i).pairs for i in wanted])
         if not any(eqn.primitive is dot_p for eqn in eqns):
             return "a score that ignores its logit"  # a kernel waits for the matrices of a product
@@ -183,6 +190,8 @@ class SumProgram(BlockProgram):
                     return str(e)
             elif not is_known(eqn):
                 return eqn.primitive.name
+        if (longest := max(map(self.size, self.features))) > LARGEST_DIM:
+            return f"vectors of {longest} numbers"
         if len(self.dtypes) > 1 or None in self.dtypes:
             return "products of wide numbers"
         return ""

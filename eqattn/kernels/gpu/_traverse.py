@@ -1,5 +1,6 @@
 """A visit of the grid as kernels for NVIDIA GPUs."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from . import _mosaic as mosaic
 from ._ending import kept
 from ._fold import visit_fold
 from ._gradients import by_kernels
-from ._sums import kernels_of, visit_sum
+from ._pair_gradients import one_each, PairSumProgram
+from ._sum_program import SumProgram
+from ._sums import kernels_of, visit_pairs, visit_sum
 
 
 def traverse(
@@ -57,16 +60,18 @@ def traverse_sum(
     """
     del steps  # they have all results, and the loops need some
 
-    def run(programs, side, wanted, rounded):
+    def run(visit, programs, side, kept, rounded):
         def kernel(*xs):
-            found = visit_sum(programs, side, wanted, layout, xs, rounded, interpreted)
-            return [found[i] for i in wanted]
+            found = visit(programs, side, kept, layout, xs, rounded, interpreted)
+            return [found[i] for i in kept]
 
         return called(kernel, interpreted, *args)
 
     return by_kernels(
-        kernels_of,
-        run,
+        {
+            SumProgram: (kernels_of, ft.partial(run, visit_sum)),
+            PairSumProgram: (lambda _, wanted: one_each(wanted), ft.partial(run, visit_pairs)),
+        },
         mosaic.native(interpreted),
         layout,
         args,

@@ -53,16 +53,17 @@ def available() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TritonLowering(NvidiaLowering):
-    """Kernels for the fold, and for the gradients of queries, keys and values. All other visits,
-    and other gradients, run as XLA code. With `asked="interpret"` they run on any device, very
-    slowly.
+    """Kernels for the fold, and for the gradients of queries, keys, values and a bias. All other
+    visits, and other gradients, run as XLA code. With `asked="interpret"` they run on any device,
+    very slowly.
     """
 
     device = "an NVIDIA GPU by Pallas Triton"
     kernels = (
         "for NVIDIA's chips since Ampere: forward eqattn_fold, of Ragged eqattn_decode; gradients "
-        "of query eqattn_sum_rows, of key and value eqattn_sum_columns; those of float32, other "
-        "gradients, forward mode and higher orders run as XLA code"
+        "of query eqattn_sum_rows, of key and value eqattn_sum_columns, of a bias of queries and "
+        "keys eqattn_sum_pairs; those of float32, other gradients, forward mode and higher orders "
+        "run as XLA code"
     )
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:

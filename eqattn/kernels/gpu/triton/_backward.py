@@ -8,8 +8,8 @@ other side. So no two programs add to one number, and results are the same in ea
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -80,6 +80,9 @@ class Plan(SumPlan):
 
     sizes: Sizes
 
+    lists: ClassVar[int] = 3
+    """How many lists of live blocks a program reads, if there is a table."""
+
     @property
     def count(self) -> int:
         """The number of programs."""
@@ -93,10 +96,16 @@ class Program:
     def __init__(self, plan: Plan, refs: Sequence):
         self.plan, refs = plan, list(refs)
         self.matrices = {i: refs.pop(0) for i in (*plan.own, *plan.streamed)}
-        listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
+        listed = [refs.pop(0) for _ in range(plan.lists)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.results = dict(zip(plan.wanted, refs))
-        side, sizes = plan.side, plan.sizes
+        self.find(listed)
+
+    def find(self, listed: Sequence) -> None:
+        """Finds where the program is. **Arguments:** the references to the lists of live blocks, or
+        nothing.
+        """
+        plan, side, sizes = self.plan, self.plan.side, self.plan.sizes
         visit = Visit.of(plan, side, sizes.tiles, listed, triton.program_id(0))
         self.places, self.column = visit.places, visit.column
         self.start = visit.tile * jnp.int32(sizes.own)
@@ -126,19 +135,25 @@ class Program:
             lead, inside = plan.results[o].where(self.places, None, self.own, sizes.own)
             triton.put_rows(self.results[o], x.astype(plan.dtypes[o]), lead, inside)
 
-    def rows(self, i: int, other: Any, rows: Any, tile: int) -> Any:
-        """Some rows of a matrix, of a block on the grid."""
+    def rows(self, i: int, other: Any, rows: Any, tile: int, even: bool = True) -> Any:
+        """Some rows of a matrix, of a block on the grid. `even` says whether the index of the first
+        one is a multiple of their number.
+        """
         matrix = self.plan.matrices[i]
-        lead, inside = matrix.where(self.places, other, rows, tile)
+        lead, inside = matrix.where(self.places, other, rows, tile if even else 0)
         return triton.rows(self.matrices[i], lead, inside, (tile, power_of_two(matrix.width)))
 
-    def read(self, i: int, other: Any = None, part: Any = None) -> Value:
-        """An operand, for a part of a block of the other side."""
+    def read(self, i: int, at: tuple = (), other: Any = None, part: Any = None) -> Value:
+        """An operand, for a part of a block of the other side. If diagonals share its numbers, `at`
+        says where they lie.
+        """
         x = self.plan.operands[i]
         place = self.places.place(x.axes, other)
+        if isinstance(x, DiagonalOperand):
+            return along_diagonals(x, self.given[i], place, at, self.own, part.start, part.size)
         mine, others = self.plan.side.kinds
-        at = {mine: triton.ds(self.start, self.plan.sizes.own), others: part}
-        return value_of(x, self.given[i], place, at)
+        parts = {mine: triton.ds(self.start, self.plan.sizes.own), others: part}
+        return value_of(x, self.given[i], place, parts)
 
     def step(self, program: SumProgram, cleans: bool, i: Any, sums: tuple) -> tuple:
         """Adds what the `i`-th tile of the other side contributes. With `cleans`, what is not
@@ -149,28 +164,11 @@ class Program:
         other, start = self.column(at), part * jnp.int32(size)
         others = start + lax.iota(jnp.int32, size)
         tiles = {i: self.rows(i, other, others, size) for i in plan.streamed}
-        first = program.cleaned_first if cleans else set()
         last = program.cleaned if cleans else set()
-        matrices = {i: finite(x) if i in first else x for i, x in (self.held | tiles).items()}
-
-        def product(eqn):
-            mine, others = program.factors(eqn)[:: 1 if plan.side is ROWS else -1]
-            return triton.product(matrices[mine], matrices[others], 1)
-
-        lengths: dict[str, int] = dict(zip(plan.side.kinds, (sizes.own, size)))
-        here = triton.ds(start, size)
-
-        def read(i, at=()):
-            x = plan.operands[i]
-            if isinstance(x, DiagonalOperand):
-                place = self.places.place(x.axes, other)
-                return along_diagonals(x, self.given[i], place, at, self.own, start, size)
-            return self.near[i] if i in self.near else self.read(i, other, here)
-
-        run = Run(program, product, read, lengths, plan.origin)
+        read = ft.partial(self.read, other=other, part=triton.ds(start, size))
         new = []
-        for gradient, acc in zip((program.gradient(o) for o in plan.wanted), sums):
-            x = run.times(gradient.pairs, None, {}).spread(plan.side.kinds, lengths)
+        found = self.pairs(program, cleans, self.held | tiles, read)
+        for gradient, acc, x in zip((program.gradient(o) for o in plan.wanted), sums, found):
             if sizes.padded[1] != sizes.other:
                 inside = lax.broadcast_in_dim(others < sizes.other, x.shape, [1])
                 x = jnp.where(inside, x, jnp.float32(0))
@@ -179,3 +177,29 @@ class Program:
             tile = finite(tile) if gradient.matrix in last else tile
             new.append(acc + triton.product(x.astype(plan.dtype), tile, 0))
         return tuple(new)
+
+    def pairs(
+        self, program: SumProgram, cleans: bool, matrices: dict[int, Any], read: Callable
+    ) -> Iterator[Any]:
+        """The blocks of pairs `[own, other]` from which the gradients are made.
+
+        **Arguments:**
+
+        - `matrices`: the tiles that are multiplied. With `cleans`, what is not finite is replaced
+            by 0 in some of them.
+        - `read`: a function that reads an operand that is not near.
+        """
+        plan, sizes = self.plan, self.plan.sizes
+        first = program.cleaned_first if cleans else set()
+        matrices = {i: finite(x) if i in first else x for i, x in matrices.items()}
+
+        def product(eqn):
+            mine, others = program.factors(eqn)[:: 1 if plan.side is ROWS else -1]
+            return triton.product(matrices[mine], matrices[others], 1)
+
+        lengths: dict[str, int] = dict(zip(plan.side.kinds, (sizes.own, sizes.streamed)))
+        either = lambda i, at=(): self.near[i] if i in self.near else read(i, at)
+        run = Run(program, product, either, lengths, plan.origin)
+        for o in plan.wanted:
+            x = run.times(program.gradient(o).pairs, None, {})
+            yield x.spread(plan.side.kinds, lengths)

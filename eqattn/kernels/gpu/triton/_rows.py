@@ -89,9 +89,10 @@ class Rows:
 
         - `places`, `other`: where the block is on the grid.
         - `rows`: the indices of the rows in the block, `[n]`.
-        - `tile`: how many rows there are. The index of the first one is a multiple of it.
+        - `tile`: how many rows there are, if the index of the first one is a multiple of that;
+            else 0.
         """
-        inside = None if self.rows % tile == 0 else rows < self.rows
+        inside = None if tile and self.rows % tile == 0 else rows < self.rows
         if self.tokens is None:
             return (places.place(self.axes, other), rows), inside
         at, block, group = places.with_other(other), self.tokens.block, self.tokens.group

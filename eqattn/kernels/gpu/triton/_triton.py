@@ -97,6 +97,14 @@ def put_rows(ref: Any, x: Any, lead: Sequence[Any], inside: Any) -> None:
         triton.store(ref.at[at], x, mask=there)
 
 
+def put(ref: Any, x: Any, at: Sequence[Any], inside: Any) -> None:
+    """Writes the entries of an array, those that are `inside`. `at` has an index for each entry on
+    every axis of the reference.
+    """
+    with _deprecated():
+        triton.store(ref.at[tuple(at)], x, mask=inside)
+
+
 def unless_finite(sums: Sequence[Any], again: Callable[[], Any], else_: Any) -> Any:
     """Visits the blocks again if not all sums are finite, and else returns what was found.
 
