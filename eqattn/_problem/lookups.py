@@ -70,16 +70,17 @@ class Lookups:
     axes: tuple[str, ...]
     reads: tuple[tuple[int, ...], ...]
 
-    def look_up(self, i: int, scalars: Sequence[Any]) -> Any:
-        """The result number `i` at the scalars that it depends on, `reads[i]`. Narrow floats are
-        held wide, so that the gradient of a table that is read many times rounds once.
+    def look_up(self, i: int, scalars: Sequence[Any], acc: Any) -> Any:
+        """The result number `i` at the scalars that it depends on, `reads[i]`. Floats narrower than
+        the dtype of sums, `acc`, are held in it. So the gradient of a table that is read many times
+        rounds once.
         """
         given = dict(zip([self.jaxpr.invars[j] for j in self.reads[i]], scalars))
-        return self.run(given, map(held, self.consts), self.found[i])
+        return self.run(given, [held(x, acc=acc) for x in self.consts], self.found[i])
 
     def finish(self, scalars: Sequence[Any], found: Sequence[Any]) -> Any:
         """The function at the scalars of a pair and at what was looked up for it, which is wide."""
-        found = [held(x, v.aval.dtype) for x, v in zip(found, self.found)]
+        found = [held(x, v.aval.dtype, x.dtype) for x, v in zip(found, self.found)]
         given = dict(zip(self.jaxpr.invars, scalars)) | dict(zip(self.found, found))
         return self.run(given, self.consts, self.jaxpr.outvars[0])
 
@@ -95,12 +96,12 @@ class Lookups:
         return y.wide if isinstance(y, Held) else y
 
 
-def held(x: Any, dtype: Any = None) -> Any:
-    """A value of this dtype, or of its own, held in the dtype of sums if it is a narrow float."""
+def held(x: Any, dtype: Any = None, acc: Any = jnp.float32) -> Any:
+    """A value of this dtype, or of its own, held in the dtype of sums `acc` if that is wider."""
     dtype = jnp.result_type(x) if dtype is None else dtype
-    if not jnp.issubdtype(dtype, jnp.floating) or accumulation_dtype(dtype) == dtype:
+    if not jnp.issubdtype(dtype, jnp.floating) or (wide := accumulation_dtype(dtype, acc)) == dtype:
         return x
-    return Held(jnp.asarray(x).astype(accumulation_dtype(dtype)), dtype)
+    return Held(jnp.asarray(x).astype(wide), dtype)
 
 
 def _needed(eqns: Sequence[Any], wanted: Sequence[Any], known: Any) -> list:
@@ -236,7 +237,7 @@ def looked_up(problem: Problem) -> Problem:
     """The problem with what its mask and its scores look up by query or by key as operands."""
 
     def arrays_of(lookups: Lookups, given: Sequence[Array]) -> list:
-        found = zip(_found(lookups, given), lookups.axes)
+        found = zip(_found(lookups, given, problem.accumulation_dtype), lookups.axes)
         return [_as_operand(x, axes, problem) for x, axes in found]
 
     return _with_found(problem, problem.indices(), arrays_of, False)
@@ -253,7 +254,8 @@ def with_differences(problem: Problem) -> Problem:
     if problem.q_shift is not None:
         differences = differences + problem.q_shift
     at = [b, h, differences[:, None, None], np.zeros((1, 1, 1, 1), np.int32)]
-    arrays_of = lambda lookups, given: [x[:, :, 0] for x in _found(lookups, given)]
+    acc = problem.accumulation_dtype
+    arrays_of = lambda lookups, given: [x[:, :, 0] for x in _found(lookups, given, acc)]
     return _with_found(problem, at, arrays_of, True)
 
 
@@ -283,14 +285,14 @@ def _with_found(
     return with_parts(problem, one)
 
 
-def _found(lookups: Lookups, given: Sequence[Array]) -> list[Array]:
-    """What is looked up at all that is given, each `[B|1, H|1, T|1, S|1]`."""
+def _found(lookups: Lookups, given: Sequence[Array], acc: Any) -> list[Array]:
+    """What is looked up at all that is given, each `[B|1, H|1, T|1, S|1]`, with sums in `acc`."""
     found = []
     for i, reads in enumerate(lookups.reads):
         own = [given[j] for j in reads]
         shape = jnp.broadcast_shapes((1, 1, 1, 1), *[x.shape for x in own])
         flat = [jnp.broadcast_to(x, shape).reshape(-1) for x in own]
-        one = lambda *xs, i=i: lookups.look_up(i, xs)
+        one = lambda *xs, i=i: lookups.look_up(i, xs, acc)
         found.append((jax.vmap(one)(*flat) if flat else one()).reshape(shape))
     return found
 

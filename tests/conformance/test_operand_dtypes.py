@@ -137,3 +137,12 @@ def test_arrays_of_a_function_beside_a_list_in_a_ring(operands, scale):
     case |= {"block": (16, 7), "score": "differences", "heads": (2, 2), "dims": (8, 8)}
     case |= {"dtype": "float64", "operands": operands, "lead": (), "target": ("ring", 2)}
     check(case | {"bias": "none", "offset": "none", "dropout": 0.0, "scale": scale})
+
+
+@pytest.mark.parametrize("operands", ["bfloat16", "float32"])
+def test_a_table_of_differences_beside_wider_logits(operands):
+    """Its gradient was summed in float32, where logits are float64."""
+    case = covering(2)[0] | {"mask": "causal", "length": (70, 70), "transform": "grad"}
+    case |= {"block": (16, 7), "score": "differences", "heads": (2, 2), "dims": (8, 8)}
+    case |= {"dtype": "float64", "operands": operands, "lead": (2,), "target": ("blockwise", 1)}
+    check(case | {"bias": "none", "offset": "none", "dropout": 0.0, "scale": "none"})

@@ -20,7 +20,9 @@ from eqattn import (
     KeyPadding,
     Ring,
     Segments,
+    T5Bias,
 )
+from eqattn.kernels import gpu
 
 
 newest = pytest.mark.skipif(
@@ -77,7 +79,7 @@ def judged(backend, shape, mask: Any = None, seen: Any = None, bias_dtype: Any =
 
 def lowered(backend, q, k, v, bias, mask: Any = Causal(), **fields):
     """How many kernels the gradients of a call have, and how many loops of XLA."""
-    how = strategy(backend, "pallas", **fields)
+    how = strategy(backend, **{"platform": "pallas"} | fields)
     f = lambda *xs: attention(*xs[:3], how, mask=mask, bias=xs[3]).attention_outputs.sum()
     text = (text_of if backend == "cuda" else triton_text_of)(
         jax.grad(f, (0, 1, 2, 3)), q, k, v, bias
@@ -233,3 +235,47 @@ def test_in_a_ring():
     exact = oracle.Problem(*[np.float64(x) for x in (q, k, v)], **wide)
     want = bound.grads(exact, np.float64(g), np.zeros((B, 64, H)), bound.precision_of(jnp.bfloat16))
     assert bound.excess(np.asarray(got), want["bias"]) <= 1
+
+
+@newest
+@pytest.mark.parametrize("platform, kernels", [("auto", 3), ("gpu", 4)])
+def test_by_default_loops_give_the_gradient(platform, kernels, monkeypatch):
+    """No GPU has run the kernel yet."""
+    monkeypatch.setattr(gpu, "capability", lambda: "9.0")
+    q, k, v, _ = arrays()
+    found, loops = lowered("cuda", q, k, v, jnp.zeros(SHAPES["own"], q.dtype), platform=platform)
+    assert found == kernels and (loops == 0) == (platform == "gpu")
+
+
+@EITHER
+def test_a_bias_beside_a_table_of_differences(backend):
+    """The kernel for the gradient of the bias reads the numbers of diagonals, too."""
+    q, k, v, ct = arrays()
+    bias = jax.random.normal(jax.random.key(8), (1, 1, T, S), jnp.bfloat16)
+    table = jax.random.normal(jax.random.key(9), (16, H))
+    how = strategy(backend, blocksize_q=40, blocksize_k=64)
+
+    @jax.jit
+    def run(*xs):
+        call = lambda *xs: (
+            attention(
+                *xs[:3], how, mask=Causal(), bias=xs[3], score=T5Bias(xs[4], max_distance=64)
+            ).attention_outputs
+        )
+        out, pull = jax.vjp(call, *xs)
+        return out, *pull(ct)
+
+    wide = [np.float64(x) for x in (q, k, v)]
+    learned = dict(bias=np.float64(bias), table=np.float64(table))
+    exact: Any = oracle.Problem(
+        *wide,
+        scale=D**-0.5,
+        mask=om.causal(T, S, 0, 0),
+        bucket=om.t5_bucket(T, S, 16, True, 64),
+        **learned,
+    )
+    precision = bound.precision_of(jnp.bfloat16)
+    want = bound.grads(exact, np.float64(ct), np.zeros(q.shape[:3]), precision)
+    want["out"] = bound.values(exact, precision)["out"]
+    for name, x in zip(("out", "q", "k", "v", "bias", "table"), run(q, k, v, bias, table)):
+        assert bound.excess(np.asarray(x), want[name]) <= 1, name

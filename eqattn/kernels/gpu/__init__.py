@@ -1,6 +1,7 @@
 """Pallas kernels for NVIDIA GPUs. Pallas is imported where the first of them is lowered."""
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -114,4 +115,6 @@ class GPULowering(NvidiaLowering):
         from ._decode_visit import visit_stored
         from ._traverse import traverse, traverse_sum
 
-        return Kernels(traverse, traverse_sum, visit_stored)
+        # No GPU has run the kernel for gradients of pairs yet, so it is only used on request.
+        of_pairs = self.asked != "auto"
+        return Kernels(traverse, ft.partial(traverse_sum, of_pairs=of_pairs), visit_stored)

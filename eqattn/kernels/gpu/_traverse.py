@@ -53,10 +53,11 @@ def traverse_sum(
     finish: Callable[..., Any] = list,
     into: Sequence[Any] | None = None,
     dtypes: Sequence[Any] = (),
+    of_pairs: bool = True,
     interpreted: bool = False,
 ) -> list[Any]:
-    """`eqattn._sweep.loops.traverse` of a backward pass. Further arguments are those of
-    `by_kernels`.
+    """`eqattn._sweep.loops.traverse` of a backward pass. `of_pairs` says whether a gradient with a
+    number for each pair has a kernel. Further arguments are those of `by_kernels`.
     """
     del steps  # they have all results, and the loops need some
 
@@ -67,11 +68,11 @@ def traverse_sum(
 
         return called(kernel, interpreted, *args)
 
+    forms: dict[type[SumProgram], Any] = {SumProgram: (kernels_of, ft.partial(run, visit_sum))}
+    if of_pairs:
+        forms[PairSumProgram] = lambda _, wanted: one_each(wanted), ft.partial(run, visit_pairs)
     return by_kernels(
-        {
-            SumProgram: (kernels_of, ft.partial(run, visit_sum)),
-            PairSumProgram: (lambda _, wanted: one_each(wanted), ft.partial(run, visit_pairs)),
-        },
+        forms,
         mosaic.native(interpreted),
         layout,
         args,
