@@ -84,6 +84,7 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
     ids = lambda: jnp.zeros((1, 4096), jnp.int32)
     pattern = MaskFn(lambda b, h, q, k: (q * 7 + k * 3) % 5 < 3)
     slopes, width = jnp.ones(8), jnp.float32(3)
+    bias = lambda: jnp.zeros((8, 1024, 1024), jnp.bfloat16)
     far = lambda s, b, h, q, k: s - slopes[h] * jnp.log1p(abs(q - k).astype(s.dtype))
     waves = lambda s, b, h, q, k: jnp.where(q - k < 99, s + jnp.cos((q - k) / width), jnp.sin(s))
     return {
@@ -103,9 +104,7 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
         "function": lambda: dict(mask=pattern),
         "dense": lambda: dict(tokens=1024, mask=DenseMask(jnp.ones((1024, 1024), bool))),
         "soft cap": lambda: dict(mask=Causal(), cap=20.0),
-        "bias": lambda: dict(
-            tokens=1024, mask=Causal(), bias=jnp.zeros((8, 1024, 1024), jnp.bfloat16)
-        ),
+        "bias": lambda: dict(tokens=1024, mask=Causal(), bias=bias()),
         "learned bias": lambda: dict(mask=Causal(), learned=8),
         "shared bias": lambda: dict(mask=Causal(), learned=1),
         "alibi": lambda: dict(mask=Causal(), score=ALiBi(jnp.ones(8))),

@@ -53,7 +53,7 @@ MUTANTS = [
             ("if eqn.primitive is lax.sub_p and set(sides) == {\"t\", \"s\"}:", "if set(sides) == {\"t\", \"s\"}:"),
             ("if constant and sides[0] and not isinstance(eqn.invars[0], Literal):", "if constant and sides[0]:"),
             ("return looked and floats and eqn.primitive in _ROUNDS", "return False"),
-            ("self.run(given, map(held, self.consts), self.found[i])", "self.run(given, self.consts, self.found[i])"),
+            ("self.run(given, [held(x, acc=acc) for x in self.consts], self.found[i])", "self.run(given, self.consts, self.found[i])"),
         ],
     ),
     (

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._jax import Literal
+from ..._sweep.differences import cut_diagonals_p
 from ..._sweep.grid import COL, FULL, GridLayout, ROW
 from ._lists import visited
 from ._operands import divided, indices, Places, rounded_up, ROWS, Side
@@ -59,6 +60,9 @@ class PairSumProgram(SumProgram):
     def why_not(self, wanted: Sequence[int]) -> str:
         if reason := super().why_not(wanted):
             return reason
+        eqns, _ = self.needed([self.gradient(i).pairs for i in wanted])
+        if any(eqn.primitive is cut_diagonals_p for eqn in eqns):
+            return "numbers that diagonals share"
         dots = self.dots([self.gradient(i).pairs for i in wanted])
         read = [i for eqn in dots for i in self.factors(eqn)]
         both = any(read.count(i) > 1 for i in self.cleaned_first)

@@ -160,8 +160,9 @@ class PairSums(Program):
 
     @property
     def near(self) -> list[int]:
-        summed = {*self.plan.visit.chosen, *self.plan.visit.rest}
-        fixed = lambda x: not (x.by_piece or summed & {*x.axes})
+        visit = self.plan.visit
+        moved = {*visit.chosen, *visit.rest, self.plan.side.other}
+        fixed = lambda x: not (x.by_piece or moved & {*x.axes})
         same = lambda x: self.plan.heads == 1 or not x.kind
         return [i for i, x in self.plan.operands.items() if fixed(x) and same(x)]
 
@@ -245,7 +246,9 @@ class PairSums(Program):
             block, group = queries.block, written.group
             n = block if block in _FEW else n
             token = places.at[ROW] * jnp.int32(block)
-            key = places.at[COL] * jnp.int32(keys.block) + column
+            # The compiler wants to see that keys begin at a multiple of 64.
+            if written.layout.grid[COL] > 1:
+                key = places.at[COL] * jnp.int32(keys.block) + column
         for offset in range(0, WARPGROUP, n):
             here = row + jnp.int32(offset)
             head, at = divided(here, block) if group > 1 else (jnp.int32(0), here)
