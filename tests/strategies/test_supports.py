@@ -206,6 +206,11 @@ CASES = {
     "interpreted kernel of a table by Triton": (
         Blockwise(INTERPRETED["triton"]),
         dict(score=T5),
+        None,
+    ),
+    "interpreted kernel of a table over rows by Triton": (
+        Ragged(INTERPRETED["triton"]),
+        dict(score=T5),
         "concatenate",
     ),
     "interpreted kernel that gathers": (
