@@ -208,11 +208,6 @@ CASES = {
         dict(score=T5),
         None,
     ),
-    "interpreted kernel of a table over rows by Triton": (
-        Ragged(INTERPRETED["triton"]),
-        dict(score=T5),
-        "concatenate",
-    ),
     "interpreted kernel that gathers": (
         Blockwise(INTERPRETED["tpu"]),
         dict(mask=MaskFn(lambda b, h, q, k: TABLE[q * k] >= k)),
