@@ -190,10 +190,15 @@ class Program:
                 lead, inside = place.where(self.places, None, self.own, n)
                 triton.put_rows(ref, x, lead, inside)
 
-    def read(self, i: int, column: Any = None, keys: Any = None) -> Value:
-        """An operand of the logits, for some keys of a column."""
+    def read(self, i: int, at: tuple = (), column: Any = None, keys: Any = None) -> Value:
+        """An operand of the logits, for some keys of a column. If diagonals share its numbers, `at`
+        says where they lie.
+        """
         x = self.plan.operands[i]
-        return self.value(x, self.given[i], self.places.place(x.axes, column), keys)
+        place = self.places.place(x.axes, column)
+        if isinstance(x, DiagonalOperand):
+            return along_diagonals(x, self.given[i], place, at, self.own, keys.start, keys.size)
+        return self.value(x, self.given[i], place, keys)
 
     def value(self, x: Operand, ref: Any, place: Any, keys: Any = None) -> Value:
         """What a block function is given of an operand."""
@@ -210,14 +215,7 @@ class Program:
         tile = triton.rows(self.k, lead, inside, (size, sizes.padded_dim))
         s = triton.product(self.queries, tile, 1)
         here = triton.ds(start, size)
-
-        def read(i, at=()):
-            x = plan.operands[i]
-            if isinstance(x, DiagonalOperand):
-                place = self.places.place(x.axes, column)
-                return along_diagonals(x, self.given[i], place, at, self.own, start, size)
-            return self.near[i] if i in self.near else self.read(i, column, here)
-
+        read = lambda i, at=(): self.near[i] if i in self.near else self.read(i, at, column, here)
         lengths = dict(r=sizes.tile_r, k=size)
         s, *weights = program(s, read, lengths, plan.scale is not None)
         if sizes.padded_keys != sizes.keys:
