@@ -25,12 +25,15 @@ os.environ["XLA_FLAGS"] = flags
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from _contexts import forget_context, keep_contexts, put_arrays_at_once  # noqa: E402
 from _rolls import interpret_rolls_at_once  # noqa: E402
 from jaxtyping import config  # noqa: E402
 from shares import leave_to_slow_runs  # noqa: E402
 
 
 interpret_rolls_at_once()
+keep_contexts()
+put_arrays_at_once()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -53,6 +56,7 @@ def forget_programs():
     """What one module compiled is of little use to the next, and adds up to gigabytes a worker."""
     yield
     jax.clear_caches()
+    forget_context()
 
 
 # Their many cases call the same functions with the same types.

@@ -1,10 +1,12 @@
 """Rotary position embeddings, accurate at any position."""
 
+import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -91,16 +93,13 @@ def rotary(
         theta = jnp.asarray(theta, dtype)
     parts = sizes if sizes is not None and axial else (dim // 2,)
     frequencies = frequencies_of(parts, theta, scaling)
+    exact = isinstance(frequencies, np.ndarray) and jnp.issubdtype(positions.dtype, jnp.integer)
+    if exact and dtype == jnp.float32:
+        frequencies = _in_turns(frequencies)
+    else:
+        frequencies = (jnp.asarray(frequencies).astype(dtype),)
     amplitude = 1.0 if scaling is None else scaling.amplitude()
-    angles = _angles(positions, frequencies, dtype)
-    lead = positions.shape[:-1]
-    angles = angles.reshape((1,) * (x.ndim - 2 - len(lead)) + (*lead, 1, dim // 2))
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if amplitude != 1.0:
-        cos, sin = cos * amplitude, sin * amplitude
-
-    turning = _turn(x[..., :dim].astype(dtype), cos, sin, interleaved).astype(x.dtype)
-    return turning if dim == x.shape[-1] else jnp.concatenate([turning, x[..., dim:]], -1)
+    return _rotated(x, positions, frequencies, amplitude, dim, interleaved)
 
 
 class Rotary(eqx.Module):
@@ -161,6 +160,38 @@ class Rotary(eqx.Module):
             sections=self.sections,
             axial=self.axial,
         )
+
+
+@ft.partial(jax.jit, static_argnames=("amplitude", "dim", "interleaved"))
+def _rotated(
+    x: Array,
+    positions: Array,
+    frequencies: tuple[Any, ...],
+    amplitude: float,
+    dim: int,
+    interleaved: bool,
+) -> Array:
+    """What `rotary` returns, as one program where it is called outside of `jax.jit`.
+
+    **Arguments:**
+
+    - `positions`: those of all pairs, `[..., t, 1]`, or of each pair, `[..., t, dim/2]`.
+    - `frequencies`: what `_in_turns` returns, or radians per position, each `[dim/2]`.
+    """
+    dtype = accumulation_dtype(x.dtype)
+    lead = positions.shape[:-1]
+    shape = (1,) * (positions.ndim - 1) + (dim // 2,)
+    frequencies = tuple(f.reshape(shape) for f in frequencies)
+    if len(frequencies) == 2:
+        angles = _reduced_angles(positions, *frequencies)
+    else:
+        angles = positions.astype(dtype) * frequencies[0]
+    angles = angles.reshape((1,) * (x.ndim - 2 - len(lead)) + (*lead, 1, dim // 2))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
+    turning = _turn(x[..., :dim].astype(dtype), cos, sin, interleaved).astype(x.dtype)
+    return turning if dim == x.shape[-1] else jnp.concatenate([turning, x[..., dim:]], -1)
 
 
 def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
@@ -262,26 +293,22 @@ def as_theta(theta: Any) -> Any:
     return theta
 
 
-def _angles(positions: Array, frequencies: Any, dtype: Any) -> Array:
-    """The angles `positions * frequencies` up to whole turns, `[..., dim/2]`, for positions of all
-    pairs, `[..., 1]`, or of each, `[..., dim/2]`.
+def _in_turns(frequencies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Frequencies as fixed-point numbers of 64 bits, in two words: `high` and `low`, in uint32.
+
+    frequency / (2 pi) mod 1  =  high / 2^32 + low / 2^64
     """
-    exact = isinstance(frequencies, np.ndarray) and jnp.issubdtype(positions.dtype, jnp.integer)
-    if exact and dtype == jnp.float32:
-        return _reduced_angles(positions, frequencies)
-    frequencies = jnp.asarray(frequencies).astype(dtype)
-    frequencies = frequencies.reshape((1,) * (positions.ndim - 1) + frequencies.shape)
-    return positions.astype(dtype) * frequencies
+    turns = frequencies / (2 * np.pi) % 1.0 * 2.0**32
+    high = np.floor(turns)
+    low = np.floor((turns - high) * 2.0**32)
+    return high.astype(np.uint32), low.astype(np.uint32)
 
 
-def _reduced_angles(positions: Array, frequencies: np.ndarray) -> Array:
+def _reduced_angles(positions: Array, high: Array, low: Array) -> Array:
     """Angles in `[-pi, pi]`, reduced exactly before they are rounded to float32.
 
-    A frequency, as a fraction of a turn, is a fixed-point number of 64 bits in two words:
-
-        frequency / (2 pi) mod 1  =  high / 2^32 + low / 2^64,   high, low: uint32
-
-    The angle of position `p`, as a fraction of a turn in units of 2^-32, is
+    The frequencies are those of `_in_turns`. The angle of position `p`, as a fraction of a turn in
+    units of 2^-32, is
 
         p * high + floor(p * low / 2^32)   modulo 2^32, which are whole turns,
 
@@ -295,11 +322,6 @@ def _reduced_angles(positions: Array, frequencies: np.ndarray) -> Array:
     4,000 random positions of either sign they were up to 3.0e-7 below 2^20, and up to 5.7e-7 below
     2^31.
     """
-    turns = frequencies / (2 * np.pi) % 1.0 * 2.0**32
-    high = np.floor(turns)
-    low = np.floor((turns - high) * 2.0**32)
-    shape = (1,) * (positions.ndim - 1) + frequencies.shape
-    high, low = (jnp.asarray(x.astype(np.uint32).reshape(shape)) for x in (high, low))
     distance = lax.bitcast_convert_type(jnp.abs(positions), jnp.uint32)
     phase = distance * high + _upper_product(distance, low)
     # Read as a signed integer, the fraction of a turn is in [-1/2, 1/2).
