@@ -2,6 +2,7 @@
 
 import time
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,12 +222,13 @@ def test_layers_turn_heads_by_depths():
     """A layer with rotary positions and a window: without a cache, and after tokens of a cache."""
     x = jax.random.normal(jax.random.key(0), (T, 8))
     layer = nn.MultiheadAttention(2, 8, rotary=nn.Rotary(), window=3, key=jax.random.key(1))
-    got = layer(x, mask=Tree(PARENTS, START))
-    want = layer(x[np.array(path(T - 1))], mask="causal")
+    run = eqx.filter_jit(layer)
+    got = run(x, mask=Tree(PARENTS, START))
+    want = run(x[np.array(path(T - 1))], mask="causal")
     np.testing.assert_allclose(got[-1], want[-1], rtol=0, atol=2e-6)
     for cache in (KVCache.empty(1, 24, 2, 4), RingBufferCache.empty(1, 16, 2, 4)):
-        cache, _ = layer(x[:START], cache=cache, mask=Causal())
-        _, out = layer(x[START:], cache=cache, mask=Tree(PARENTS, cache.length))
+        cache, _ = run(x[:START], cache=cache, mask=Causal())
+        _, out = run(x[START:], cache=cache, mask=Tree(PARENTS, cache.length))
         np.testing.assert_allclose(out, got[START:], rtol=0, atol=2e-6)
     tree = Tree(PARENTS, START)
     np.testing.assert_array_equal(tree.positions_of(np.arange(T)), DEPTHS)

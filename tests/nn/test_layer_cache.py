@@ -270,10 +270,11 @@ def test_a_list_of_keys_and_a_window_over_a_ring_buffer():
     layer, x, near = make(window=None, dtype=jnp.float32), normal(3, 10, SIZE), SlidingWindow(4, 0)
     cache, chosen = RingBufferCache.empty(1, 9, *HELD), np.full((1, 10, 3), -1)
     chosen[0, 9] = 9, 7, 5
+    run = eqx.filter_jit(layer)
     for start, stop in ((0, 4), (4, 8), (8, 9)):
-        cache, _ = layer(x[start:stop], mask=near, cache=cache)
-    _, out = layer(x[9:], mask=near & Selected(chosen[:, 9:]), cache=cache)
-    want = layer(x, mask=near & Selected(chosen))[9:]
+        cache, _ = run(x[start:stop], mask=near, cache=cache)
+    _, out = run(x[9:], mask=near & Selected(chosen[:, 9:]), cache=cache)
+    want = run(x, mask=near & Selected(chosen))[9:]
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="SlidingWindow.8, 0."):
         layer(x[9:], mask=Selected(chosen[:, 9:]), cache=cache)

@@ -1,5 +1,6 @@
 """Layers over a ring buffer that keeps the first tokens, against float64 NumPy."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,12 +47,12 @@ def test_latents():
         2, 16, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4,
         key=jax.random.key(0),
     )  # fmt: skip
-    x, outs = normal(1, T, 16), []
+    x, outs, run = normal(1, T, 16), [], eqx.filter_jit(layer)
     cache = LatentKVCache(RingBufferCache.empty(1, 7, 1, 4, 8, sinks=2))
     for i in range(0, T, 2):
-        cache, out = layer(x[i : i + 2], mask=MASK, cache=cache)
+        cache, out = run(x[i : i + 2], mask=MASK, cache=cache)
         outs.append(out)
-    np.testing.assert_allclose(np.concatenate(outs), layer(x, mask=MASK), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(outs), run(x, mask=MASK), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="LatentKVCache of 7 with sinks=2 holds the first 2 and"):
         layer(x[:2], mask=Causal(), cache=cache)
 

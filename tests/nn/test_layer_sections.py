@@ -1,5 +1,6 @@
 """Layers whose tokens have coordinates, as those of images and video, against float64 NumPy."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,14 +133,14 @@ def test_a_cache_counts_tokens_and_the_caller_gives_coordinates(name, x64):
     kind, capacity = CACHES[name]
     given, x, ats = KINDS["axial"], inputs(2), np.stack([AT, AT[::-1]])
     layer = make(given, window=(3, 0))
+    step = eqx.filter_jit(lambda *xs, **kwargs: layer(*xs, mask="causal", **kwargs))
     visible = CAUSAL & ~np.tri(T, k=-4, dtype=bool)
     want = np.stack([expected(layer, given, *pair, visible) for pair in zip(x, ats)])
     for rows, count in ((0, 1), (slice(None), 2)):
         cache, outs = kind.empty(count, capacity, *OF_HEADS, jnp.float64), []
         for i, j in ((0, 4), *((i, i + 1) for i in range(4, T))):
             at = ats[rows, i:j]
-            call = dict(mask="causal", q_positions=at, kv_positions=at)
-            cache, out = layer(x[rows, i:j], cache=cache, **call)
+            cache, out = step(x[rows, i:j], cache=cache, q_positions=at, kv_positions=at)
             outs.append(out)
         tolerance = 0.05 if name == "int8" else 1e-13
         np.testing.assert_allclose(np.concatenate(outs, -2), want[rows], rtol=0, atol=tolerance)
@@ -198,6 +199,7 @@ def latent(given):
 def test_latents(kind, x64):
     """All tokens at once in both forms, and by a cache."""
     given, x, layer = KINDS[kind], inputs(), latent(KINDS[kind])
+    run = eqx.filter_jit(layer)
     w = lambda name: np.asarray(getattr(layer, name).weight)
     turn = lambda heads: turned_by_axes(heads, AT, **given)
     q = (x @ w("q_proj").T).reshape(T, HEADS, -1)
@@ -210,11 +212,11 @@ def test_latents(kind, x64):
     out = np.einsum("hts,shd->thd", p / p.sum(-1, keepdims=True), v)
     want = out.reshape(T, -1) @ w("o_proj").T
     for form in ("expanded", "absorbed"):
-        got = layer(x, "causal", form=form, q_positions=AT)
+        got = run(x, "causal", form=form, q_positions=AT)
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
     cache, outs = LatentKVCache.empty(1, 16, RANK, DIM, jnp.float64), []
     for part in (slice(0, 5), slice(5, 6), slice(6, T)):
-        cache, out = layer(x[part], "causal", cache=cache, q_positions=AT[part])
+        cache, out = run(x[part], "causal", cache=cache, q_positions=AT[part])
         outs.append(out)
     np.testing.assert_allclose(np.concatenate(outs), want, rtol=0, atol=1e-13)
 
