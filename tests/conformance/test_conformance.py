@@ -27,6 +27,7 @@ from eqattn.strategies import _fold
 from . import build, transforms
 from .bound import excess
 from .cases import covering, interpreted_on_a_gpu, name_of, needs_x64, on_stairs, third
+from .library import library_call
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -184,7 +185,7 @@ def as_large_ones(case, mask):
 def check(case) -> None:
     with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
         built = build.build(case)
-        call, dynamic = build.library_call(built)
+        call, dynamic = library_call(built)
         transform = transforms.TRANSFORMS[case["transform"]]
 
         @jax.jit
@@ -215,7 +216,7 @@ def test_lists_of_blocks_are_visited_where_they_lie():
     for case in cases:
         with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
             built = build.build(case)
-            call, dynamic = build.library_call(built)
+            call, dynamic = library_call(built)
             with pytest.MonkeyPatch.context() as patch, as_large_ones(case, built.mask):
 
                 def seen(*xs, f=listed_blocks.live_blocks, case=case):
@@ -236,7 +237,7 @@ def test_cases_on_stairs():
         found = []
         with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
             built = build.build(case)
-            call, dynamic = build.library_call(built)
+            call, dynamic = library_call(built)
             with pytest.MonkeyPatch.context() as patch, as_large_ones(case, built.mask):
                 seen = lambda *xs, f=fold.known_parts, to=found: to.append(f(*xs)) or to[-1]
                 patch.setattr(fold, "known_parts", seen)
