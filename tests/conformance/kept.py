@@ -193,7 +193,9 @@ def shared_pages(case: Case, rng, dtype, offset: int, quantized: bool) -> Kept:
             cache = cache.share(row, int(rng.integers(row)), tokens)
         cache = taken(cache, (offset - tokens) * (np.arange(b) == row))
     new = s - offset
-    counts = np.where(rng.integers(2, size=b), new, rng.integers(0, new + 1, b)).astype(np.int32)
+    # Of a tree a row takes all tokens or none, so that it has the ancestors of those that it has.
+    fewer = np.zeros(b, int) if case["mask"] == "tree" else rng.integers(0, new + 1, b)
+    counts = np.where(rng.integers(2, size=b), new, fewer).astype(np.int32)
     cache = cache.reserve(counts)
     table = np.asarray(cache.table)
     table = np.where(table < -1, -2 - table, table)
