@@ -86,17 +86,20 @@ def strategy_of(case: Case, arguments: dict[str, Any]) -> Any:
     return eqattn.AttentionRegistry.get(STRATEGIES.get(target, target))(metadata, **options)
 
 
+def _parted(built: Built) -> tuple[Any, Any]:
+    """The mask, the offset and the cache of a call, as arrays that are traced and as the rest. With
+    an array offset all arrays are traced; otherwise they are constants of the program.
+    """
+    traced = built.case["offset"] == "array"
+    held = built.mask, built.offset, built.kept.cache
+    return eqx.partition(held, eqx.is_array if traced else lambda _: False)
+
+
 def library_call(built: Built):
     """`(arguments, dynamic) -> (out, lse)` and `dynamic`, the call-time arrays of the mask, the
     offset and the cache.
-
-    With an array offset they are traced; otherwise they are constants of the program.
     """
-    case = built.case
-    traced = case["offset"] == "array"
-    dynamic, static = eqx.partition(
-        (built.mask, built.offset, built.kept.cache), eqx.is_array if traced else lambda _: False
-    )
+    case, (dynamic, static) = built.case, _parted(built)
     attend = _cascade if is_cascade(case) else _attention
 
     def call(arguments, dynamic, **more):
@@ -177,3 +180,28 @@ def _cascade(built: Built, arguments: dict[str, Any], cache: Any, given: dict[st
         levels=built.kept.levels,
         **(given | ({"mask": None} if causal else {})),
     )
+
+
+def top_keys_call(built: Built, n: int):
+    """`(arguments, dynamic) -> TopKeys` of a case, and `dynamic`, as in `library_call`."""
+    import eqattn
+
+    case, (dynamic, static) = built.case, _parted(built)
+
+    def call(arguments, dynamic):
+        mask, offset, cache = eqx.combine(dynamic, static)
+        arguments = {**built.fixed, **arguments}
+        k, _, mask, positions = keys_of(built, arguments, cache, mask)
+        return eqattn.top_keys(
+            arguments["q"],
+            k,
+            n,
+            strategy_of(case, arguments),
+            mask=mask,
+            bias=arguments.get("bias"),
+            score=scores_of(case, arguments) or None,
+            q_offset=offset,
+            kv_positions=positions,
+        )
+
+    return call, dynamic
