@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -182,20 +183,19 @@ def _cascade(built: Built, arguments: dict[str, Any], cache: Any, given: dict[st
     )
 
 
-def top_keys_call(built: Built, n: int):
-    """`(arguments, dynamic) -> TopKeys` of a case, and `dynamic`, as in `library_call`."""
-    import eqattn
-
+def call_of_keys(built: Built, fn: Callable[..., Any]):
+    """`(arguments, dynamic)` of a case to what `fn(query, key_, strategy, **options)` returns, which
+    is a function of logits alone; and `dynamic`, as in `library_call`.
+    """
     case, (dynamic, static) = built.case, _parted(built)
 
     def call(arguments, dynamic):
         mask, offset, cache = eqx.combine(dynamic, static)
         arguments = {**built.fixed, **arguments}
         k, _, mask, positions = keys_of(built, arguments, cache, mask)
-        return eqattn.top_keys(
+        return fn(
             arguments["q"],
             k,
-            n,
             strategy_of(case, arguments),
             mask=mask,
             bias=arguments.get("bias"),
