@@ -188,7 +188,7 @@ def shared_pages(case: Case, rng, dtype, offset: int, quantized: bool) -> Kept:
         return eqx.tree_at(lambda c: c.length, cache, length)
 
     for row in range(b):
-        tokens = int(rng.choice([offset, rng.integers(offset + 1)])) if row else 0
+        tokens = int(rng.choice([offset, offset, rng.integers(offset + 1)])) if row else 0
         if tokens:
             cache = cache.share(row, int(rng.integers(row)), tokens)
         cache = taken(cache, (offset - tokens) * (np.arange(b) == row))

@@ -76,8 +76,8 @@ def test_every_score(case):
 
 
 SHARED = {axis: values[0] for axis, values in AXES.items()}
-SHARED |= {"target": ("cascade", 1), "length": (7, 13), "lead": (2, 2), "dtype": "bfloat16"}
-SHARED |= {"sinks": "Hn", "cap": "array", "mask": "window", "score": "alibi", "transform": "grad"}
+SHARED |= {"target": ("cascade", 1), "length": (5, 21), "lead": (2, 2), "dtype": "bfloat16"}
+SHARED |= {"sinks": "Hn", "cap": "array", "mask": "window", "score": "alibi", "transform": "jit"}
 
 
 def test_rows_of_a_page_add_up_their_gradients():
