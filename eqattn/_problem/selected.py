@@ -13,7 +13,7 @@ The copies of all rows would take `t * n` vectors. So some rows at a time are vi
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -224,23 +224,40 @@ def read_twice(problem: Problem, lowering: Lowering, in_place: bool = False) -> 
     """
     acc = problem.accumulation_dtype
     problem = with_wide_sums(problem, lowering, "query", *(() if in_place else ("key", "value")))
-    arrays = [x for x in jax.tree.leaves((problem.scores, problem.scale)) if eqx.is_array(x)]
-    if not any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != acc for x in arrays):
-        return problem
-
     axes = varying_axes(*[x for x in jax.tree.leaves(problem) if eqx.is_array(x)])
+    of_pairs = lambda o: 1 not in problem.canonical(o).shape[2:4]
+    scores = scores_in_sums(problem.scores, acc, axes, of_pairs)
+    scale = widened(problem.scale, acc) if eqx.is_array(problem.scale) else problem.scale
+    return dataclasses.replace(problem, scores=scores, scale=scale)
+
+
+def scores_in_sums(
+    scores: Sequence[AbstractScore],
+    acc: Any,
+    axes: Any,
+    of_pairs: Callable[[Operand], bool] = lambda o: False,
+) -> tuple[AbstractScore, ...]:
+    """Scores that hold their arrays in the dtype of sums `acc`.
+
+    **Arguments:**
+
+    - `axes`: the mesh axes over which anything that the scores see varies.
+    - `of_pairs`: which operands with axes of queries and of keys vary over both. They stay.
+    """
+    arrays = [x for x in jax.tree.leaves(scores) if eqx.is_array(x)]
+    if not any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != acc for x in arrays):
+        return tuple(scores)
 
     def of_sums(score: AbstractScore) -> BoundScore:
         def read(o: Operand) -> Operand:
-            whole = set("ts") <= set(o.axes) and 1 not in problem.canonical(o).shape[2:4]
+            whole = set("ts") <= set(o.axes) and of_pairs(o)
             return o if whole else Operand(widened(o.array, acc), o.axes)
 
         given = tuple(map(read, score.operands()))
         dtypes = [(o.feature_shape, read_of(o.array, acc)[1]) for o in given]
         return BoundScore(HeldScore.of(score, acc, dtypes, axes=axes), given)
 
-    scores = tuple(map(of_sums, problem.scores))
-    return dataclasses.replace(problem, scores=scores, scale=jnp.asarray(problem.scale, acc))
+    return tuple(map(of_sums, scores))
 
 
 def _together(problem: Problem, lists: int, n: int) -> int:

@@ -1,11 +1,61 @@
 """Gradients of query, key and value that are sums over several visits, or over devices."""
 
 import dataclasses
+from typing import Any
 
-from .._misc import widened
+from jaxtyping import Array, Float, Shaped
+
+from .._misc import accumulation_dtype, widened
 from .._sweep.lowering import Lowering
 from .problem import Problem
-from .storage import AbstractStored
+from .storage import AbstractStored, Pages
+
+
+class Widened(AbstractStored):
+    """Stored numbers that are read in the dtype of sums. So a query in that dtype reads them, too.
+
+    **Arguments:**
+
+    - `stored`: the numbers, without a table.
+    """
+
+    stored: AbstractStored
+
+    @property
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
+        return self.stored.arrays
+
+    @property
+    def flat(self) -> tuple[bool, ...]:
+        return self.stored.flat
+
+    def in_shares(self, n: int) -> AbstractStored:
+        return Widened(self.stored.in_shares(n))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> Any:
+        return accumulation_dtype(self.stored.dtype)
+
+    @property
+    def itemsize(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.stored.itemsize
+
+    @property
+    def first(self) -> Any:
+        first = self.stored.first
+        return None if first is None else Widened(first)
+
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
+        return self.stored.decode(*arrays).astype(self.dtype)
+
+
+def wide_pages(pages: Pages) -> Pages:
+    """Pages whose numbers are read in the dtype of sums."""
+    return Pages(Widened(pages.stored), pages._table, pages.devices)
 
 
 def with_wide_sums(problem: Problem, lowering: Lowering, *names: str) -> Problem:

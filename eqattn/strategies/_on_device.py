@@ -115,6 +115,12 @@ class AbstractOnDevice(AbstractFoldStrategy):
         """
         return None
 
+    def multiplies_narrow(self) -> bool:
+        """Whether the code of calls multiplies numbers narrower than float32 without widening
+        them.
+        """
+        return (self._kernels() or XLA).multiplies_narrow()
+
     def in_place(self, problem: Problem, lowering: Lowering) -> bool:
         """Whether a fold leaves keys and values as they lie in memory.
 
