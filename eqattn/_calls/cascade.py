@@ -14,10 +14,9 @@ from .._misc import accumulation_dtype, as_array, as_flag, as_int, as_int32, wid
 from .._output import AttentionOutput
 from .._problem.arguments import as_mask, as_scores, check_shapes
 from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
-from .._problem.selected import scores_in_sums
 from .._problem.stack_layer import in_pages
 from .._problem.storage import Pages
-from .._problem.wide_sums import wide_pages
+from .._problem.wide_sums import scores_in_sums, wide_pages
 from ..cache import AbstractCache
 from ..masks._base import AbstractMask
 from ..masks._causal import Causal
@@ -132,13 +131,9 @@ def cascade_attention(
     for more in (Causal() if as_flag(causal, "causal") else None, mask):
         shown = shown if more is None else shown & more
     dtype = strategy.output_dtype(query)
-    read = query, key, value, strategy, scores
-    query, key, value, strategy, scores = _in_sums(*read, varies=(mask, offset))
+    read, scores = _in_sums(query, key, value, strategy, scores, varies=(mask, offset))
     own = attention(
-        query,
-        key,
-        value,
-        strategy,
+        *read,
         mask=shown,
         score=scores or None,
         q_offset=offset,
@@ -150,7 +145,7 @@ def cascade_attention(
     positions = jnp.broadcast_to(moved_positions(mask, places), (b, t))
     # The trunk of a tree is visible to all that are asked.
     pairs = given(mask, lambda term: True if term.moves_positions else None), scores, wants_largest
-    visit = ft.partial(_over_prefixes, query, key, value, strategy, block_q, positions, pairs)
+    visit = ft.partial(_over_prefixes, *read, block_q, positions, pairs)
     carry, largest = _merged(own, [visit(groups) for groups in found])
     return AttentionOutput(
         attention_outputs=carry.output().astype(dtype),
@@ -188,10 +183,10 @@ def _checked(cache: AbstractCache, strategy: AttentionImpl, mask: AbstractMask |
 
 def _in_sums(
     query: Array, key: Pages, value: Any, strategy: AttentionImpl, scores: Any, varies: Any
-) -> tuple[Array, Pages, Any, AttentionImpl, Any]:
-    """What all levels read, such that each gradient is a sum over them in the dtype of sums, and
-    rounds once. Where products read narrow numbers, queries stay as they are, and each level rounds
-    its part of their gradient. Scores see what `varies`, too.
+) -> tuple[tuple[Array, Pages, Any, AttentionImpl], Any]:
+    """What all levels read, and the scores. Each gradient is then a sum over the levels in the dtype
+    of sums, and rounds once. Where products read narrow numbers, queries stay as they are, and each
+    level rounds its part of their gradient. Scores see what `varies`, too.
     """
     metadata, acc = strategy.metadata, accumulation_dtype(query.dtype)
     wide = {name: getattr(metadata, name) for name in ("softmax_scale", "logits_soft_cap")}
@@ -203,7 +198,7 @@ def _in_sums(
     if not (isinstance(strategy, AbstractOnDevice) and strategy.multiplies_narrow()):
         query, key = query.astype(acc), wide_pages(key)
         value = key.first or wide_pages(value)
-    return query, key, value, strategy, scores
+    return (query, key, value, strategy), scores
 
 
 def _over_prefixes(
