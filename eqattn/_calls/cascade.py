@@ -184,9 +184,9 @@ def _checked(cache: AbstractCache, strategy: AttentionImpl, mask: AbstractMask |
 def _in_sums(
     query: Array, key: Pages, value: Any, strategy: AttentionImpl, scores: Any, varies: Any
 ) -> tuple[tuple[Array, Pages, Any, AttentionImpl], Any]:
-    """What all levels read, and the scores. Each gradient is then a sum over the levels in the dtype
-    of sums, and rounds once. Where products read narrow numbers, queries stay as they are, and each
-    level rounds its part of their gradient. Scores see what `varies`, too.
+    """What all levels read, and the scores. Each gradient is then a sum over the levels in the
+    dtype of sums, and rounds once. Where products read narrow numbers, queries stay as they are,
+    and each level rounds its part of their gradient. Scores see what `varies`, too.
     """
     metadata, acc = strategy.metadata, accumulation_dtype(query.dtype)
     wide = {name: getattr(metadata, name) for name in ("softmax_scale", "logits_soft_cap")}
