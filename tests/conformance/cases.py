@@ -76,7 +76,8 @@ AXES: dict[str, tuple] = {
 # Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring,
 # test_tpu_ragged.py, test_latent.py, test_where_keys_lie.py and the rooms of masks. "latent":
 # Ragged, the values being part of the keys. "paged": Ragged, keys and values being in pages.
-# "ragged_keys", "paged_keys": each device has some of the keys.
+# "ragged_keys", "paged_keys": each device has some of the keys. "cascade...": rows share pages, and
+# "int8", "ring_buffer": Ragged, over such caches; `kept.py` fills them, and test_caches.py runs some.
 MORE: dict[str, tuple] = {
     "target": (
         *(("ring", 4), ("ulysses", 2), ("all_gather", 2), ("tpu_ragged", 1), ("latent", 1)),
