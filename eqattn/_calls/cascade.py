@@ -9,18 +9,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._carry import Carry
-from .._misc import as_array, as_flag, as_int, as_int32
+from .._jax import varying_axes
+from .._misc import accumulation_dtype, as_array, as_flag, as_int, as_int32, widened
 from .._output import AttentionOutput
 from .._problem.arguments import as_mask, as_scores, check_shapes
 from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
 from .._problem.stack_layer import in_pages
 from .._problem.storage import Pages
+from .._problem.wide_sums import scores_in_sums, wide_pages
 from ..cache import AbstractCache
 from ..masks._base import AbstractMask
 from ..masks._causal import Causal
 from ..masks._padding import KeyPadding
 from ..masks._terms import check_positions, given, leaf_terms, moved_positions
 from ..strategies import AttentionImpl
+from ..strategies._on_device import AbstractOnDevice
 from ..strategies.ragged import Ragged
 from ._packing import check_strategy, on_auto_axes, places_of, queries_of
 from .attention import attention
@@ -127,11 +130,10 @@ def cascade_attention(
     shown = KeyPadding(cache.length, found[-1].ends)
     for more in (Causal() if as_flag(causal, "causal") else None, mask):
         shown = shown if more is None else shown & more
+    dtype = strategy.output_dtype(query)
+    read, scores = _in_sums(query, key, value, strategy, scores, varies=(mask, offset))
     own = attention(
-        query,
-        key,
-        value,
-        strategy,
+        *read,
         mask=shown,
         score=scores or None,
         q_offset=offset,
@@ -143,10 +145,10 @@ def cascade_attention(
     positions = jnp.broadcast_to(moved_positions(mask, places), (b, t))
     # The trunk of a tree is visible to all that are asked.
     pairs = given(mask, lambda term: True if term.moves_positions else None), scores, wants_largest
-    visit = ft.partial(_over_prefixes, query, key, value, strategy, block_q, positions, pairs)
+    visit = ft.partial(_over_prefixes, *read, block_q, positions, pairs)
     carry, largest = _merged(own, [visit(groups) for groups in found])
     return AttentionOutput(
-        attention_outputs=carry.output().astype(strategy.output_dtype(query)),
+        attention_outputs=carry.output().astype(dtype),
         logsumexp=carry.logsumexp() if as_flag(return_logsumexp, "return_logsumexp") else None,
         carry=carry if as_flag(return_carry, "return_carry") else None,
         max_logits=largest,
@@ -177,6 +179,26 @@ def _checked(cache: AbstractCache, strategy: AttentionImpl, mask: AbstractMask |
                 "with this mask and Causal() & cache.mask()."
             )
     return key
+
+
+def _in_sums(
+    query: Array, key: Pages, value: Any, strategy: AttentionImpl, scores: Any, varies: Any
+) -> tuple[tuple[Array, Pages, Any, AttentionImpl], Any]:
+    """What all levels read, and the scores. Each gradient is then a sum over the levels in the
+    dtype of sums, and rounds once. Where products read narrow numbers, queries stay as they are,
+    and each level rounds its part of their gradient. Scores see what `varies`, too.
+    """
+    metadata, acc = strategy.metadata, accumulation_dtype(query.dtype)
+    wide = {name: getattr(metadata, name) for name in ("softmax_scale", "logits_soft_cap")}
+    wide = {name: widened(x, acc) for name, x in wide.items() if eqx.is_array(x)}
+    if wide:
+        strategy = eqx.tree_at(lambda s: s.metadata, strategy, metadata.replace(**wide))
+    seen = jax.tree.leaves((query, key, strategy, scores, varies))
+    scores = scores_in_sums(scores, acc, varying_axes(*filter(eqx.is_array, seen)))
+    if not (isinstance(strategy, AbstractOnDevice) and strategy.multiplies_narrow()):
+        query, key = query.astype(acc), wide_pages(key)
+        value = key.first or wide_pages(value)
+    return (query, key, value, strategy), scores
 
 
 def _over_prefixes(

@@ -26,17 +26,13 @@ from jaxtyping import Array
 from .._carry import Carry
 from .._jax import is_narrow, shadow_of, summed_wide, varying_axes
 from .._misc import iota, widened
-from .._pairs import Operand
 from .._sweep.fold import fold_p
-from .._sweep.lowering import Lowering
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
-from ..scores._base import AbstractScore
 from .bound import BoundMask, BoundScore
 from .closed_score import HeldScore, read_of
 from .problem import Problem
 from .storage import AbstractStored, as_stored, join_heads
-from .wide_sums import with_wide_sums
 
 
 class _Rows(eqx.Module):
@@ -212,35 +208,6 @@ def fold_selected(
     rows_made = parts * together * size
     whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, rows_made, *x.shape[3:])[:, :t]
     return jax.tree.map(whole, carry)
-
-
-def read_twice(problem: Problem, lowering: Lowering, in_place: bool = False) -> Problem:
-    """A problem that is visited in two parts. What scores read, and the scale, are in the dtype of
-    sums, so that their gradients, each a sum over both visits, round once. What varies over pairs
-    stays as it is: each pair is in one of the visits.
-
-    Where `with_wide_sums` says so, the query is in that dtype, too. So are keys and values that are
-    not read `in_place`.
-    """
-    acc = problem.accumulation_dtype
-    problem = with_wide_sums(problem, lowering, "query", *(() if in_place else ("key", "value")))
-    arrays = [x for x in jax.tree.leaves((problem.scores, problem.scale)) if eqx.is_array(x)]
-    if not any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != acc for x in arrays):
-        return problem
-
-    axes = varying_axes(*[x for x in jax.tree.leaves(problem) if eqx.is_array(x)])
-
-    def of_sums(score: AbstractScore) -> BoundScore:
-        def read(o: Operand) -> Operand:
-            whole = set("ts") <= set(o.axes) and 1 not in problem.canonical(o).shape[2:4]
-            return o if whole else Operand(widened(o.array, acc), o.axes)
-
-        given = tuple(map(read, score.operands()))
-        dtypes = [(o.feature_shape, read_of(o.array, acc)[1]) for o in given]
-        return BoundScore(HeldScore.of(score, acc, dtypes, axes=axes), given)
-
-    scores = tuple(map(of_sums, problem.scores))
-    return dataclasses.replace(problem, scores=scores, scale=jnp.asarray(problem.scale, acc))
 
 
 def _together(problem: Problem, lists: int, n: int) -> int:

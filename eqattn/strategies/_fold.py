@@ -31,7 +31,8 @@ from .._problem.listed_rows import fold_own_rows
 from .._problem.mesh import lists_own_keys
 from .._problem.operands import BlockOperands
 from .._problem.problem import Problem
-from .._problem.selected import fold_selected, key_slots, read_twice
+from .._problem.selected import fold_selected, key_slots
+from .._problem.wide_sums import read_twice
 from .._ring.plan import reach
 from .._sweep.fold_step import softmax_terms
 from .._sweep.gathering import Gathering

@@ -74,9 +74,9 @@ def read_twice(problem: Problem, lowering: Lowering = XLA) -> Problem:
     - `problem`: one call of attention, as the `fold` of a strategy receives it.
     - `lowering`: the code that visits the blocks of the parts, as for `fold`.
     """
-    from .._problem import selected  # a late import: few strategies need it
+    from .._problem import wide_sums  # a late import: few strategies need it
 
-    return selected.read_twice(problem, lowering)
+    return wide_sums.read_twice(problem, lowering)
 
 
 def _has_few_rows(problem: Problem) -> bool:
@@ -114,6 +114,12 @@ class AbstractOnDevice(AbstractFoldStrategy):
         attends to its shard. It is None if one device has all keys.
         """
         return None
+
+    def multiplies_narrow(self) -> bool:
+        """Whether the code of calls multiplies numbers narrower than float32 without widening
+        them.
+        """
+        return (self._kernels() or XLA).multiplies_narrow()
 
     def in_place(self, problem: Problem, lowering: Lowering) -> bool:
         """Whether a fold leaves keys and values as they lie in memory.

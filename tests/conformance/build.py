@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import zlib
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from . import bound, oracle_dropout as od, oracle_masks as om
 from .cases import Case, name_of
+from .kept import is_cascade, Kept, kept, numbers_of_eight_bits, offset_of, rows_of
 from .oracle import Problem
 
 
 Q_OFFSET = 3
-# How kernels run: "pallas" where their device is, as `python -m eqattn gpu-run` asks.
-KERNELS = os.environ.get("EQATTN_KERNELS", "interpret")
 DROPOUT_SEED = 7
 VISITED = (
     6,
@@ -31,7 +28,7 @@ VISITED = (
 @dataclasses.dataclass(frozen=True)
 class Built:
     """`variants` share every argument but q, k and v; transforms with a leading axis use two of
-    them. With latents, the oracle's keys are those of the library with the values before them.
+    them. `fixed` are arguments that have no derivative.
     """
 
     case: Case
@@ -43,21 +40,19 @@ class Built:
     offset: Any
     problems: tuple[Problem, ...]
     precision: bound.Precision
+    kept: Kept
+    fixed: dict[str, Any]
 
     def to_oracle(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Library shapes to the oracle's: leading axes flattened, values exact."""
         return {
             n: np.asarray(x).astype(self.precision.reference).reshape(self.shape_of(n))
-            for n, x in joined(self.case, arguments).items()
+            for n, x in self.kept.joined(arguments).items()
         }
 
     def of_library(self, gradients: dict[str, Any]) -> dict[str, Any]:
-        """The oracle's gradients as those of the library's arguments: the transpose of `joined`."""
-        if self.case["target"][0] != "latent":
-            return gradients
-        dtype, size = self.variants[0]["v"].dtype, self.case["dims"][1]
-        latents = gradients["k"][..., :size].rounded(dtype) + gradients["v"].rounded(dtype)
-        return {**gradients, "k": gradients["k"][..., size:], "v": latents}
+        """The oracle's gradients as those of the library's arguments."""
+        return self.kept.parted(gradients, self.case["dims"][1], dtypes_of(self.case)[0])
 
     def shape_of(self, name: str):
         return np.shape(getattr(self.problems[0], name))
@@ -85,13 +80,6 @@ class Built:
         return self.of_library(
             bound.hvps(self.problems[i], *self.oracle_cts, self.oracle_directions, self.precision)
         )
-
-
-def joined(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with latents as what keys and values are made of."""
-    if case["target"][0] != "latent":
-        return arguments
-    return {**arguments, "k": np.concatenate([arguments["v"], arguments["k"]], -1)}
 
 
 def dtypes_of(case: Case):
@@ -191,7 +179,7 @@ def make_mask(kind: str, rng, lead, heads, t, s, offset: int, visited: bool):
         return m.MaskFn(shown), om.function(b, h, t, s, offset)
     if kind == "table":
         seen = rng.random((4, 5)) < 0.6
-        mask = m.MaskFn(functools.partial(_seen, jnp.asarray(seen)))
+        mask = m.MaskFn(functools.partial(seen_in, jnp.asarray(seen)))
         return mask, om.of_places(t, s, seen, (5, 4), offset)
     if kind == "dense":
         x = rng.random((*lead, h, t, s)) < 0.6
@@ -225,6 +213,10 @@ def visits_listed_blocks(mask) -> bool:
     return any(isinstance(x, Selected) and x.block_k == VISITED[1] for x in terms)
 
 
+def seen_in(table, b, h, q, k):
+    return table[q // 5, k // 4]
+
+
 def tree_of(n: int, rng) -> np.ndarray:
     """The parents of a random forest, whose nodes stand in any order."""
     parents = np.array([rng.integers(-1, i) if i else -1 for i in range(n)], np.int32)
@@ -237,10 +229,14 @@ def tree_of(n: int, rng) -> np.ndarray:
 def build(case: Case) -> Built:
     """Call under `jax.enable_x64` for cases that `needs_x64`."""
     rng = np.random.default_rng(zlib.crc32(name_of(case).encode()))
-    (t, s), (h, kv), (d, dv), lead = case["length"], case["heads"], case["dims"], case["lead"]
+    (t, s), (h, kv), (d, dv), lead = case["length"], case["heads"], case["dims"], rows_of(case)
     b, dtype, wide = int(np.prod(lead)), *dtypes_of(case)
+    given = None if case["offset"] == "none" else Q_OFFSET
+    # The queries of a tree are the drafts, at the end of the keys.
+    first = s - t if case["mask"] == "tree" else offset_of(case, given)
+    store = kept(case, rng, dtype, first)
 
-    size = d + dv if case["target"][0] == "latent" else d  # of a query
+    size = d + dv if store.latent else d  # of a query
     default = case["operands"] == "default"
     of_bias, of_others = (dtype, wide) if default else (jnp.dtype(case["operands"]),) * 2
 
@@ -251,13 +247,20 @@ def build(case: Case) -> Built:
         """Of numbers that the sums' dtype has too: the bound takes operands as exact."""
         return jnp.asarray(np.asarray(x, wide).astype(kind))
 
+    shapes = {"q": (*lead, t, h, size), "k": (*lead, s, kv, d), "v": (*lead, s, kv, dv)}
+
+    def eight_bits(name):
+        return jnp.asarray(numbers_of_eight_bits(rng, shapes[name]).astype(dtype))
+
+    fixed = {n: eight_bits(n) for n in "kv"} if store.quantized else {}
+
     def qkv():
-        shapes = {"q": (*lead, t, h, size), "k": (*lead, s, kv, d), "v": (*lead, s, kv, dv)}
-        return {n: normal(shape, dtype) for n, shape in shapes.items()}
+        return {n: normal(shape, dtype) for n, shape in shapes.items() if n not in fixed}
 
     shared: dict[str, Any] = {}
     if case["bias"] != "none":
-        shape = bias_shape(case["bias"], lead, h, t, s)
+        # All rows of a cascade share what varies with keys.
+        shape = bias_shape(case["bias"], () if is_cascade(case) else lead, h, t, s)
         shared["bias"] = operand(rng.standard_normal(shape), of_bias)
     if case["sinks"] != "none":
         shape = {"H": (h,), "Hn": (h, 3), "1n": (1, 2)}[case["sinks"]]
@@ -275,15 +278,15 @@ def build(case: Case) -> Built:
     variants = tuple({**qkv(), **shared} for _ in range(2))
     directions = {n: operand(rng.standard_normal(x.shape), x.dtype) for n, x in variants[0].items()}
 
-    offset = {"none": None, "int": Q_OFFSET, "array": jnp.asarray(Q_OFFSET, jnp.int32)}[
-        case["offset"]
-    ]
-    offset = (
-        s - t if case["mask"] == "tree" else offset
-    )  # the queries are the drafts, at the end of the keys
-    shift = 0 if offset is None else int(offset)
+    offset = jnp.asarray(first, jnp.int32) if case["offset"] == "array" else first
+    if is_cascade(case):
+        offset = (jnp if case["offset"] == "array" else np).full(b, first, np.int32)
+    shift = 0 if first is None else first
     visited = case["target"][0] == "blockwise"  # the others gather what some of their lists name
     mask, visible = make_mask(case["mask"], rng, lead, (h, kv), t, s, shift, visited)
+
+    if store.visible is not None:
+        visible = store.visible if visible is None else visible & store.visible
 
     kernel = case["target"][0].startswith(("tpu", "gpu", "triton"))
     by_product = sums_by_product(case) and not case["dropout"]
@@ -320,7 +323,7 @@ def build(case: Case) -> Built:
         return x.reshape(int(np.prod(x.shape[:-3])), *x.shape[-3:]) if name == "bias" else x
 
     problems = tuple(
-        Problem(**{**constants, **{n: flat(n, x) for n, x in joined(case, a).items()}})
+        Problem(**constants | {n: flat(n, x) for n, x in store.joined({**fixed, **a}).items()})
         for a in variants
     )
     return Built(
@@ -333,131 +336,6 @@ def build(case: Case) -> Built:
         offset=offset,
         problems=problems,
         precision=precision,
+        kept=store,
+        fixed=fixed,
     )
-
-
-def empty_pages(built: Built):
-    """A cache in pages of 4 tokens, for as many tokens as there are. Rows have their pages in turns,
-    so that those of a row lie apart.
-    """
-    from eqattn.cache import PagedKVCache
-
-    case = built.case
-    k, v = (built.variants[0][name] for name in "kv")
-    b, s, heads, d = k.shape
-    devices = case["target"][1]
-    sizes = dict(pages=b * s // 4, page_size=4, devices=devices)
-    cache = PagedKVCache.empty(
-        b, s, kv_heads=heads, head_dim=d, value_dim=v.shape[-1], dtype=k.dtype, bits=False, **sizes
-    )
-    for tokens in range(4 * devices, s + 1, 4 * devices):
-        cache = cache.reserve(tokens)
-    return cache
-
-
-def _nearer(slopes, logit, b, h, q, k):
-    return logit - slopes[h].astype(logit.dtype) * abs(q - k).astype(logit.dtype)
-
-
-def _by_difference(table, logit, b, h, q, k):
-    at = jnp.clip(q - k + len(table) // 2, 0, len(table) - 1)
-    return logit + table[at, h].astype(logit.dtype)
-
-
-def _by_places(table, logit, b, h, q, k):
-    return logit + table.reshape(2, 4, -1)[q // 7, k // 5, h].astype(logit.dtype)
-
-
-def _seen(table, b, h, q, k):
-    return table[q // 5, k // 4]
-
-
-def library_call(built: Built):
-    """`(arguments, dynamic) -> (out, lse)` and `dynamic`, the call-time arrays of the mask and
-    offset.
-
-    With an array offset they are traced; otherwise they are constants of the program.
-    """
-    import eqattn
-    from eqattn import scores as sc
-    from eqattn._problem.storage import Stored
-    from eqattn.cache import Joined
-
-    case, target = built.case, built.case["target"][0]
-    dtype, _ = dtypes_of(case)
-    pages = empty_pages(built) if target.startswith("paged") else None
-    traced = case["offset"] == "array"
-    dynamic, static = eqx.partition(
-        (built.mask, built.offset), eqx.is_array if traced else lambda _: False
-    )
-    block_q, block_k = case["block"]
-
-    def call(arguments, dynamic, **more):
-        mask, offset = eqx.combine(dynamic, static)
-        score = []
-        if case["score"] == "lookup":
-            score.append(sc.ScoreFn(functools.partial(_nearer, arguments["slopes"])))
-        elif "slopes" in arguments:
-            score.append(sc.ALiBi(arguments["slopes"]))
-        if case["score"] == "differences":
-            score.append(sc.ScoreFn(functools.partial(_by_difference, arguments["table"])))
-        elif case["score"] == "table":
-            score.append(sc.ScoreFn(functools.partial(_by_places, arguments["table"])))
-        elif "table" in arguments:
-            score.append(
-                sc.T5Bias(
-                    arguments["table"], bidirectional=case["score"] != "t5_causal", max_distance=16
-                )
-            )
-        if "row_features" in arguments:
-            pair = arguments["row_features"], arguments["column_features"]
-            operands = (sc.Operand(x, axes) for x, axes in zip(pair, ("btf", "bsf")))
-            dot = lambda logit, b, h, q, k, x, y: logit + (x @ y).astype(logit.dtype)
-            score.append(sc.ScoreFn(dot, tuple(operands)))
-        kernels = {"tpu": "blockwise", "tpu_ragged": "ragged"}
-        kernels |= {"gpu": "blockwise", "gpu_ragged": "ragged"}
-        kernels |= {"triton": "blockwise", "triton_ragged": "ragged"}
-        names = kernels | dict.fromkeys(("latent", "paged", "ragged_keys", "paged_keys"), "ragged")
-        name = names.get(target, target)
-        q, k, v = (arguments[x] for x in "qkv")
-        if target == "latent":
-            k = Joined(v, k)
-            v = k.first
-        metadata = eqattn.AttentionMetadata(
-            runtime_dtype=dtype,
-            platform=KERNELS if target in kernels else "auto",
-            backend={"gpu": "cuda", "triton": "triton"}.get(target.removesuffix("_ragged"), "any"),
-            softmax_scale={"none": None, "float": 0.3}.get(case["scale"], arguments.get("scale")),
-            logits_soft_cap={"none": None, "float": 2.5}.get(case["cap"], arguments.get("cap")),
-            softmax_aux=arguments.get("sinks"),
-            dropout_prob=case["dropout"],
-            blocksize_q=block_q,
-            blocksize_k=None if pages is not None else block_k,  # a page
-        )
-        if pages is not None:
-            cache = pages.append(k, v)
-            k, v = cache.key, cache.value
-        elif (
-            name == "ragged"
-            and target.removesuffix("_ragged") in ("ragged", "tpu", "gpu", "triton")
-            and k.ndim == 4
-        ):
-            k, v = Stored(k), Stored(v)  # Arrays are copied for many queries.
-        options = {"axis_name": "sp"} if target.endswith("_keys") else {}
-        output = eqattn.attention(
-            q,
-            k,
-            v,
-            eqattn.AttentionRegistry.get(name)(metadata, **options),
-            mask=mask,
-            bias=arguments.get("bias"),
-            score=score or None,
-            key=jax.random.key(DROPOUT_SEED) if case["dropout"] else None,
-            q_offset=offset,
-            return_logsumexp=True,
-            **more,
-        )
-        results = output.attention_outputs, output.logsumexp
-        return (*results, output.max_logits) if more else results
-
-    return call, dynamic

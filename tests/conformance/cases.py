@@ -76,11 +76,14 @@ AXES: dict[str, tuple] = {
 # Values that only the 3-wise array has: what they add to the pairwise one is in tests/ring,
 # test_tpu_ragged.py, test_latent.py, test_where_keys_lie.py and the rooms of masks. "latent":
 # Ragged, the values being part of the keys. "paged": Ragged, keys and values being in pages.
-# "ragged_keys", "paged_keys": each device has some of the keys.
+# "ragged_keys", "paged_keys": each device has some of the keys. "cascade...": rows share pages, and
+# "int8", "ring_buffer": Ragged, over such caches; `kept.py` fills them, and test_caches.py runs some.
 MORE: dict[str, tuple] = {
     "target": (
         *(("ring", 4), ("ulysses", 2), ("all_gather", 2), ("tpu_ragged", 1), ("latent", 1)),
         *(("paged", 1), ("ragged_keys", 4), ("paged_keys", 4)),
+        *(("cascade", 1), ("cascade_latent", 1), ("cascade_int8", 1)),
+        *(("int8", 1), ("ring_buffer", 1)),
     ),
     "mask": ("neighbourhood", "function", "queries", "table"),
     # A user's own bias, which reads a table by the query and by the key.
@@ -97,6 +100,14 @@ def _in_parts_of(n: int) -> tuple:
 DEAR = {("target", ("tpu", 1)), ("target", ("ring", 2)), ("transform", "hvp"), ("lead", (2, 2))}
 
 
+# Arrays in which each row, or each query, has an entry for each key.
+PER_KEY: dict[str, tuple] = {
+    "bias": ("full", "heads", "batch", "unbatched"),
+    "score": ("features",),
+    "mask": ("segments", "and", "dense", "array"),
+}
+# Keys are read for the queries of several rows at once, which have no lists, and in inference.
+CASCADE = PER_KEY | {"mask": (*PER_KEY["mask"], "selected"), "dropout": (0.25,)}
 BY_DIFFERENCE = "t5", "t5_causal", "both", "differences"
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
@@ -118,6 +129,15 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
     "ragged_keys": {"length": _in_parts_of(4)},
     "paged_keys": {"length": _in_parts_of(16), "lead": ((), (2, 2))},
     "paged": {"length": _in_parts_of(4), "lead": ((), (2, 2))},
+    "cascade": CASCADE,
+    "cascade_latent": CASCADE | {"heads": ((2, 2), (4, 2))},  # a token has one latent
+    "cascade_int8": CASCADE,
+    # What an array holds for a key stands where that key lies. Only positions are in their order.
+    "ring_buffer": PER_KEY
+    | {
+        "bias": (*PER_KEY["bias"], "keys"),
+        "mask": (*PER_KEY["mask"], "selected"),
+    },
     **{
         name: {
             "dtype": ("float32", "float64"),

@@ -27,6 +27,7 @@ from eqattn.strategies import _fold
 from . import build, transforms
 from .bound import excess
 from .cases import covering, interpreted_on_a_gpu, name_of, needs_x64, on_stairs, third
+from .library import library_call
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -63,23 +64,27 @@ def _selected(strength: int):
     cases += on_stairs(strength)
     cases += interpreted_on_a_gpu(strength, newest=jax.__version_info__ >= (0, 12))
     cases = [c for c in cases if not targets or c["target"][0] in targets.split(",")]
-    if strength == 3:
-        part, parts = (int(x) for x in os.environ.get("EQATTN_SHARD", "1/1").split("/"))
-        if not 1 <= part <= parts:
-            raise pytest.UsageError(f"EQATTN_SHARD={part}/{parts}: need 1 <= i <= n")
-        cases = cases[part - 1 :: parts]
-    return cases
+    return cases if strength == 2 else part_of(cases)
+
+
+def part_of(cases: list) -> list:
+    """The part of the 3-wise cases that `EQATTN_SHARD` names."""
+    part, parts = (int(x) for x in os.environ.get("EQATTN_SHARD", "1/1").split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"EQATTN_SHARD={part}/{parts}: need 1 <= i <= n")
+    return cases[part - 1 :: parts]
+
+
+def wants_slow_cases(metafunc) -> bool:
+    """The 3-wise array takes seconds to generate: only when it is asked for."""
+    return "not slow" not in (metafunc.config.getoption("markexpr") or "not slow")
 
 
 def pytest_generate_tests(metafunc):
     if "case" not in metafunc.fixturenames:
         return
     strength = 3 if metafunc.function is test_3wise else 2
-    # The 3-wise array takes seconds to generate: only when it is asked for.
-    wanted = strength == 2 or "not slow" not in (
-        metafunc.config.getoption("markexpr") or "not slow"
-    )
-    cases = _selected(strength) if wanted else []
+    cases = _selected(strength) if strength == 2 or wants_slow_cases(metafunc) else []
     everything = strength == 3 or os.environ.get("EQATTN_CASES") == "all"
     later = [] if everything else [case for case in covering(2) if case not in third()]
     marks = lambda case: [pytest.mark.slow] if case in later else []
@@ -184,7 +189,7 @@ def as_large_ones(case, mask):
 def check(case) -> None:
     with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
         built = build.build(case)
-        call, dynamic = build.library_call(built)
+        call, dynamic = library_call(built)
         transform = transforms.TRANSFORMS[case["transform"]]
 
         @jax.jit
@@ -215,7 +220,7 @@ def test_lists_of_blocks_are_visited_where_they_lie():
     for case in cases:
         with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
             built = build.build(case)
-            call, dynamic = build.library_call(built)
+            call, dynamic = library_call(built)
             with pytest.MonkeyPatch.context() as patch, as_large_ones(case, built.mask):
 
                 def seen(*xs, f=listed_blocks.live_blocks, case=case):
@@ -236,7 +241,7 @@ def test_cases_on_stairs():
         found = []
         with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
             built = build.build(case)
-            call, dynamic = build.library_call(built)
+            call, dynamic = library_call(built)
             with pytest.MonkeyPatch.context() as patch, as_large_ones(case, built.mask):
                 seen = lambda *xs, f=fold.known_parts, to=found: to.append(f(*xs)) or to[-1]
                 patch.setattr(fold, "known_parts", seen)

@@ -9,6 +9,7 @@ from eqattn import masks as m
 
 from . import build, transforms
 from .cases import AXES
+from .library import library_call
 from .test_conformance import judge, mesh_of
 
 
@@ -35,7 +36,7 @@ def name_of(case):
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_transform(case):
     built = build.build(case)
-    call, dynamic = build.library_call(built)
+    call, dynamic = library_call(built)
     transform = transforms.TRANSFORMS[case["transform"]]
     with mesh_of(case), jax.disable_jit():
         result = transform(

@@ -69,7 +69,7 @@ def checkpoint(call, variants, directions, cts):
 
 def _stack(variants):
     """Two sets of q, k, v with a new leading axis, the rest shared; and where that axis is."""
-    moving = {n: jnp.stack([a[n] for a in variants]) for n in "qkv"}
+    moving = {n: jnp.stack([a[n] for a in variants]) for n in "qkv" if n in variants[0]}
     shared = {n: x for n, x in variants[0].items() if n not in moving}
     return moving, shared
 

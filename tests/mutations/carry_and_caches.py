@@ -95,9 +95,19 @@ MUTANTS = [
     (
         "_problem/selected.py",
         "conformance/test_narrow_sums.py -k 'two_visits or key_shards_round'",
+        [("_wide_entries if wide else _entries", "_entries")],
+    ),
+    (
+        "_problem/wide_sums.py",
+        "conformance/test_narrow_sums.py -k 'two_visits or key_shards_round'",
+        [('problem = with_wide_sums(problem, lowering, "query", *(() if in_place else ("key", "value")))', "pass")],
+    ),
+    (
+        "_calls/cascade.py",
+        "conformance/test_narrow_sums.py -k cascade",
         [
-            ("_wide_entries if wide else _entries", "_entries"),
-            ('problem = with_wide_sums(problem, lowering, "query", *(() if in_place else ("key", "value")))', "pass"),
+            ("query, key = query.astype(acc), wide_pages(key)", "return (query, key, value, strategy), scores"),
+            ("scores = scores_in_sums(scores, acc, varying_axes(*filter(eqx.is_array, seen)))", "pass"),
         ],
     ),
     (

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
-from conformance.build import KERNELS
+from conformance.library import KERNELS
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ragged
 from eqattn._problem.problem import Problem
