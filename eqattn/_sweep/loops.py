@@ -129,6 +129,7 @@ class _RowVisit:
     complete: list[bool]
     finish: Callable
     held: Sequence[bool]
+    together: int
 
     def __call__(self, at: dict, accs: list) -> list:
         """Visits the live columns of one row, which is at the grid indices `at`."""
@@ -158,7 +159,7 @@ class _RowVisit:
             return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
 
         lo, padded = 0, any(isinstance(x, PaddedColumns) for x in operands)
-        several = len(self.steps) > 1 or padded
+        several = len(self.steps) > 1 or padded or self.together > 1
         opaque = layout.uniform or (several and any(map(moves, axes)))
         for n, c in enumerate(sorted(self.steps, reverse=True)):
             hi = end = layout.grid[COL]
@@ -167,12 +168,41 @@ class _RowVisit:
             turn = ft.partial(visit, self.steps[c])
             if padded and n == len(self.steps) - 1:
                 end = hi - self._ends_with_padding(at, hi)
+            if self.together > 1:
+                count = (end - lo) // self.together
+                many = ft.partial(self._several, self.steps[c], at, operands, lo)
+                local = _loop(0, count, many, local, opaque)
+                lo = lo + count * self.together
             local = _loop(lo, end, turn, local, opaque)
             if end is not hi:
                 local = _loop(end, hi, ft.partial(turn, last=True), local, opaque)
             lo = hi
         local = finish(local)
         return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
+
+    def _several(
+        self, step: Any, at: dict, operands: Sequence, lo: Any, turn: Any, local: list
+    ) -> list:
+        """Visits the next columns of a row in one step."""
+        first, axes, in_axes = lo + turn * self.together, self.axes, self.layout.in_axes
+        columns = [
+            pick(self.order, self.table_axes, {**at, COL: first + i}) for i in range(self.together)
+        ]
+        many = jnp.stack(columns)
+        picks = lambda x, a: jax.vmap(lambda c: pick(x, a, {**at, COL: c}))(many) if moves(a) else x
+        new = step.several(
+            local,
+            [picks(x, a) for x, a in zip(operands, in_axes)],
+            [*map(moves, in_axes)],
+            [*map(moves, axes)],
+            self.together,
+        )
+        old = [picks(x, a) for x, a in zip(local, axes)]
+        new = [x + y if moves(a) else y for x, y, a in zip(old, new, axes)]
+        for i, c in enumerate(columns):
+            here = {**at, COL: c}
+            local = [put(x, a, here, y[i]) if moves(a) else x for x, a, y in zip(local, axes, new)]
+        return [x if moves(a) else y for x, a, y in zip(local, axes, new)]
 
     def _ends_with_padding(self, at: dict, end: Any) -> Any:
         """Whether the last of the `end` columns that a row visits is the padded last one of the
@@ -194,6 +224,7 @@ def traverse(
     finish: Callable = list,
     vectorise: bool,
     into: Sequence | None = None,
+    together: int = 1,
 ) -> list:
     """Visits the live pairs: an outer loop over rows, and inner ones over their live columns.
     Full blocks come first.
@@ -211,6 +242,7 @@ def traverse(
         An axis that the compiler partitions over devices must not be looped over.
     - `into`: accumulators of an earlier visit to go on with; None makes new ones. With `into`,
         `finish` is not applied.
+    - `together`: how many columns a step visits, where a row has so many left.
 
     **Returns:** the accumulators, with their grid axes in front of the axes of a block.
     """
@@ -248,6 +280,7 @@ def traverse(
         into=into and [x if x is None else squeeze(x, a) for x, a in zip(into, axes)],
         held=[_is_held(x, a, layout) for x, a in zip(operands, layout.in_axes)],
         mixed=varying_axes(*args),
+        together=together,
     )
     return [x.reshape(layout.shape(a) + x.shape[len(thin(a)) :]) for x, a in zip(found, axes)]
 
@@ -266,6 +299,7 @@ def _looped(
     into: Sequence | None,
     held: Sequence[bool],
     mixed: frozenset,
+    together: int,
 ) -> list:
     """Visits the live pairs by loops. The arguments are those of `traverse`, but
 
@@ -298,7 +332,7 @@ def _looped(
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
     operands = [without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
-    how = order, ends, table_axes, axes, fresh, complete, finish, held
+    how = order, ends, table_axes, axes, fresh, complete, finish, held, together
     row = _RowVisit(steps, layout, operands, *how)
 
     def nest(left: list, at: dict, accs: list) -> list:

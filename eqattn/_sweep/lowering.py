@@ -21,6 +21,7 @@ from jaxtyping import Array
 from .._jax import partitioned_automatically
 from .._misc import at_most
 from .grid import GridLayout, ROW
+from .several_columns import columns_together
 
 
 class BlockRequest(NamedTuple):
@@ -252,7 +253,8 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     skips what is hidden from one batch element. So the blocks of all its elements have at most 2^17
     logits, chosen by trial. To measure again, vary them in `bench --only cpu-f32-full-many`.
     """
-    if layout.own_pages or layout.uniform or layout.live_pairs:
+    of_kernel = layout.live_pairs and layout.lowering not in (None, XLA)
+    if layout.own_pages or layout.uniform or of_kernel:
         return True
     if layout.ragged:
         return not partitioned_automatically(ctx)
@@ -264,11 +266,11 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     return cpu and not small and not partitioned_automatically(ctx)
 
 
-def loops(vectorise: bool) -> dict[str, Any]:
+def loops(vectorise: bool, together: int = 1) -> dict[str, Any]:
     """The arguments by which a visit runs as loops of ordinary JAX."""
     from .loops import traverse  # A program that makes none need not load it.
 
-    return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise))
+    return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise, together=together))
 
 
 def _on_gpu() -> bool:
@@ -385,7 +387,8 @@ class XLALowering(Lowering):
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
         del visits
-        return loops(not loops_over_batch(ctx, layout))
+        vectorise = not loops_over_batch(ctx, layout)
+        return loops(vectorise, 1 if vectorise else columns_together(ctx, layout))
 
 
 XLA = XLALowering()

@@ -41,6 +41,7 @@ from .gathering import ColumnsOfDevices
 from .grid import COL, GridLayout, moves, replaced, ROW, unsigned_zeros
 from .lowering import loops, select_lowering
 from .rotation import ring_traverse
+from .several_columns import SumStep
 
 
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
@@ -195,11 +196,7 @@ def steps_of(visits, layout, out_axes, wanted, vectorise) -> dict[int, Callable]
 
         call = _vectorised(f, layout, [out_axes[i] for i in wanted]) if vectorise else f
 
-        def step(accs, blocks, f=call):
-            ys = f(*blocks)
-            return ys if accs is None else [a + y for a, y in zip(accs, ys)]
-
-        steps[c] = step
+        steps[c] = SumStep(call)
     return steps
 
 
