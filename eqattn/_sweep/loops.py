@@ -184,25 +184,19 @@ class _RowVisit:
         self, step: Any, at: dict, operands: Sequence, lo: Any, turn: Any, local: list
     ) -> list:
         """Visits the next columns of a row in one step."""
-        first, axes, in_axes = lo + turn * self.together, self.axes, self.layout.in_axes
-        columns = [
-            pick(self.order, self.table_axes, {**at, COL: first + i}) for i in range(self.together)
-        ]
-        many = jnp.stack(columns)
-        picks = lambda x, a: jax.vmap(lambda c: pick(x, a, {**at, COL: c}))(many) if moves(a) else x
+        axes, in_axes, size = self.axes, self.layout.in_axes, self.together
+        first = lo + turn * size
+        row = pick(self.order, self.table_axes, {n: at[n] for n in self.table_axes if n != COL})
+        columns = lax.dynamic_slice_in_dim(row, first, size)
+        there = lambda axes: tuple(columns if a == COL else at[a] for a in axes)
         new = step.several(
-            local,
-            [picks(x, a) for x, a in zip(operands, in_axes)],
+            [0 if moves(a) else x for x, a in zip(local, axes)],
+            [x.at[there(a)].get(mode="promise_in_bounds") if moves(a) else x for x, a in zip(operands, in_axes)],
             [*map(moves, in_axes)],
             [*map(moves, axes)],
             self.together,
         )
-        old = [picks(x, a) for x, a in zip(local, axes)]
-        new = [x + y if moves(a) else y for x, y, a in zip(old, new, axes)]
-        for i, c in enumerate(columns):
-            here = {**at, COL: c}
-            local = [put(x, a, here, y[i]) if moves(a) else x for x, a, y in zip(local, axes, new)]
-        return [x if moves(a) else y for x, a, y in zip(local, axes, new)]
+        return [x.at[there(a)].add(y, mode="promise_in_bounds", unique_indices=True) if moves(a) else y for x, a, y in zip(local, axes, new)]
 
     def _ends_with_padding(self, at: dict, end: Any) -> Any:
         """Whether the last of the `end` columns that a row visits is the padded last one of the

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
@@ -36,7 +37,16 @@ def columns_together(ctx: Any, layout: GridLayout) -> int:
     return max(listed // -(-listed // most), 1)
 
 
-def at_columns(f: Callable[..., list], blocks: Sequence, moved: Sequence[bool], size: int) -> list:
+_AXIS = "columns"
+
+
+def at_columns(
+    f: Callable[..., list],
+    blocks: Sequence,
+    moved: Sequence[bool],
+    size: int,
+    summed: Sequence[bool] | None = None,
+) -> list:
     """The results of a block function at several columns, which are the first axis of each.
 
     **Arguments:**
@@ -44,9 +54,19 @@ def at_columns(f: Callable[..., list], blocks: Sequence, moved: Sequence[bool], 
     - `f`: the function.
     - `blocks`: its arguments. Those that are `moved` have the columns as their first axis.
     - `size`: the number of columns.
+    - `summed`: which results are sums over the columns instead; None is none of them.
     """
-    joint = lambda *xs: _with_joint_products(jax.make_jaxpr(f)(*xs), xs)
-    return jax.vmap(joint, [0 if x else None for x in moved], axis_size=size)(*blocks)
+
+    def joint(*xs):
+        closed = jax.make_jaxpr(f)(*xs)
+        outs = closed.jaxpr.outvars
+        sums = summed or [False] * len(outs)
+        own = {x for x, whole in zip(outs, sums) if whole and outs.count(x) == 1}
+        found, done = _with_joint_products(closed, xs, own)
+        return [lax.psum(y, _AXIS) if whole and x not in done else y for x, y, whole in zip(outs, found, sums)]
+
+    out = [None if x else 0 for x in summed] if summed else 0
+    return jax.vmap(joint, [0 if x else None for x in moved], out, axis_size=size, axis_name=_AXIS)(*blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +90,8 @@ class SumStep:
         """The same in a step over several columns. These are the first axis of the blocks that are
         `moved`, and of the accumulators that `kept` says.
         """
-        ys = at_columns(self.f, blocks, moved, size)
-        return [y if own else a + y.sum(0) for a, y, own in zip(accs, ys, kept)]
+        ys = at_columns(self.f, blocks, moved, size, [not x for x in kept])
+        return [a + y for a, y in zip(accs, ys)]
 
 
 def merged(x: Array, axis: int) -> Array:
@@ -80,30 +100,37 @@ def merged(x: Array, axis: int) -> Array:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def _with_joint_products(closed: Any, args: Sequence) -> list:
+def _with_joint_products(closed: Any, args: Sequence, own: set) -> tuple[list, set]:
+    done = set()
     def evaluate(eqn, xs):
         if eqn.primitive in CALLS:
-            return _with_joint_products(eqn.params[CALLS[eqn.primitive]], xs)
+            return _with_joint_products(eqn.params[CALLS[eqn.primitive]], xs, set())[0]
         if eqn.primitive is dot_p and not eqn.params["lead"]:
-            return [_joint_product(eqn.params)(*xs)]
+            whole = eqn.outvars[0] in own
+            if whole: done.add(eqn.outvars[0])
+            return [_joint_product(eqn.params, whole)(*xs)]
         return evaluated(eqn, xs)
 
-    return interpret(closed.jaxpr, closed.consts, args, evaluate)
+    return interpret(closed.jaxpr, closed.consts, args, evaluate), done
 
 
-def _joint_product(params: dict[str, Any]) -> Callable[[Array, Array], Array]:
+def _joint_product(params: dict[str, Any], whole: bool) -> Callable[[Array, Array], Array]:
     """The product `dot_p` of two matrices. Mapped over one of them, it is one product."""
     product = custom_vmap(lambda a, b: dot_p.bind(a, b, **params))
 
     @product.def_vmap
     def _(size, mapped, a, b):
         if all(mapped):
+            if whole:
+                a, b = (merged(x, n) for x, n in zip((a, b), params["contract"]))
+                return dot_p.bind(a, b, **params), False
             return dot_p.bind(a, b, **{**params, "lead": 1}), True
         which = int(mapped[1])
         wide, free = (a, b)[which], 1 - params["contract"][which]
         wide = merged(wide, free)
         y = dot_p.bind(*((a, wide) if which else (wide, b)), **params)
         y = y.reshape(*y.shape[:which], size, -1, *y.shape[which + 1 :])
-        return jnp.moveaxis(y, which, 0), True
+        y = jnp.moveaxis(y, which, 0)
+        return (y.sum(0), False) if whole else (y, True)
 
     return product

@@ -200,8 +200,21 @@ def steps_of(visits, layout, out_axes, wanted, vectorise) -> dict[int, Callable]
     return steps
 
 
+def _of_turned(visits: Sequence, args: Sequence, query: int) -> tuple[list, list]:
+    turn = lambda x: jnp.swapaxes(x, -1, -2)
+    found = []
+    for c, jaxpr in visits:
+        avals = list(jaxpr.in_avals)
+        avals[0] = abstract(avals[0], avals[0].shape[::-1], avals[0].dtype)
+        f = lambda q, *xs, jaxpr=jaxpr: jaxpr_as_fun(jaxpr)(turn(q), *xs)
+        found.append((c, jax.make_jaxpr(f)(*avals)))
+    return found, replaced(args, [query], [turn(args[query])])
+
+
 def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finishes=False):
     """Evaluates a sweep by the visit that `select_lowering` chose."""
+    if layout.turned and layout.stage and not vectorise:
+        visits, args = _of_turned(visits, args, len(args) - len(layout.in_axes))
     steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise)
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
     if finishes and dtypes and layout.ring is None:
