@@ -179,6 +179,8 @@ class BlockOperands:
         """The grid on which blocks of this blocking are visited."""
         more: Any = dict(pages=self.pages, lookups=self.lookups, corner=blocking.corner)
         more |= dict(uniform=blocking.fixed, ring=self.spread.ring, lowering=self.lowering)
+        if self.live is not None and self.problem.mask is None and not self.padded:
+            more["whole"] = self.live.shape[-2:] == (1, 1)
         return GridLayout(
             grid=self.blocking.grid,
             block=blocking.block,

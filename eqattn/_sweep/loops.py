@@ -190,7 +190,7 @@ class _RowVisit:
         columns = lax.dynamic_slice_in_dim(row, first, size)
         there = lambda axes: tuple(columns if a == COL else at[a] for a in axes)
         new = step.several(
-            [0 if moves(a) else x for x, a in zip(local, axes)],
+            local,
             [x.at[there(a)].get(mode="promise_in_bounds") if moves(a) else x for x, a in zip(operands, in_axes)],
             [*map(moves, in_axes)],
             [*map(moves, axes)],
@@ -242,6 +242,8 @@ def traverse(
     """
     table, operands = layout.without_corners(args)
     batch = () if vectorise else layout.batch
+    if layout.whole and not vectorise:
+        steps = {FULL: steps[FULL]}
     single = math.prod(layout.shape((*batch, ROW, COL))) == 1
     single = single and not layout.uniform and not (layout.pages and any(map(moves, axes)))
     if into is None and table is None and single:

@@ -91,7 +91,7 @@ class SumStep:
         `moved`, and of the accumulators that `kept` says.
         """
         ys = at_columns(self.f, blocks, moved, size, [not x for x in kept])
-        return [a + y for a, y in zip(accs, ys)]
+        return [y if own else a + y for a, y, own in zip(accs, ys, kept)]
 
 
 def merged(x: Array, axis: int) -> Array:
