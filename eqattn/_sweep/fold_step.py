@@ -24,7 +24,7 @@ from .._pairs import POINTWISE
 from .nonfinite import complete, poisoned
 from .products import dot, dot_p, PIECE
 from .several_columns import at_columns, merged
-from .sweep import evaluate
+from .sum_step import evaluate
 
 
 class _Turned(NamedTuple):
@@ -197,25 +197,25 @@ class FoldStep:
     def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
         n = len(self.logits.in_avals)
         of_values = [*[blocks[i] for i in self.shared], *blocks[n:]]
-        return self._added(accs, self.evaluate_logits(*blocks[:n]), self.evaluate_values(*of_values))
+        return self._added(
+            accs, self.evaluate_logits(*blocks[:n]), self.evaluate_values(*of_values)
+        )
 
     def several(
-        self, accs: Sequence, blocks: Sequence, moved: Sequence[bool], kept: Sequence[bool], size: int
+        self, accs: Sequence, blocks: Sequence, moved: Sequence[bool], own: Sequence[bool], n: int
     ) -> list:
-        """The same in a step over several columns, see `several_columns.py`."""
-        del kept
-        n = len(self.logits.in_avals)
-        read = [*self.shared, *range(n, len(blocks))]
-        logits = at_columns(self.evaluate_logits, blocks[:n], moved[:n], size)
-        own = [blocks[i] for i in read], [moved[i] for i in read]
-        values = at_columns(self.evaluate_values, *own, size)
+        """The same in a step over `n` columns, see `SumStep`. All share the accumulators."""
+        del own
+        count = len(self.logits.in_avals)
+        read = [*self.shared, *range(count, len(blocks))]
+        of_values = [blocks[i] for i in read], [moved[i] for i in read]
+        logits = at_columns(self.evaluate_logits, blocks[:count], moved[:count], n)
+        values = at_columns(self.evaluate_values, *of_values, n)
         logits = [merged(x, int(self.turned)) for x in logits]
         return self._added(accs, logits, [merged(x, 0) for x in values])
 
     def _added(self, accs: Sequence | None, logits: list, values: list) -> list:
-        """The accumulators with a block of logits and one of values, as the block functions return
-        them.
-        """
+        """The accumulators with a block of `logits` and one of `values`, as these return them."""
         (s, *weight), (v, *poison) = logits, values
         turned = self.turned
         top = s.max(int(turned))

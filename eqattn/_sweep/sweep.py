@@ -41,7 +41,7 @@ from .gathering import ColumnsOfDevices
 from .grid import COL, GridLayout, moves, replaced, ROW, unsigned_zeros
 from .lowering import loops, select_lowering
 from .rotation import ring_traverse
-from .several_columns import SumStep
+from .sum_step import steps_of
 
 
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
@@ -110,11 +110,6 @@ def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return abstract(x, jnp.shape(x)[len(axes) :], block_dtype(x))
 
 
-def evaluate(jaxpr: Any, blocks: Sequence) -> list:
-    """Applies a block function to blocks as they are stored, each cast to what it reads."""
-    return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
-
-
 def sweep(
     fns: dict[int, Callable],
     operands: Sequence,
@@ -169,53 +164,14 @@ def sweep_arguments(
     return [*lead, *operands, *consts], static
 
 
-def _vectorised(f, layout, out_axes):
-    """Maps `f` over the grid's batch axes, which are inside of the blocks. Outputs that lack a
-    batch axis are summed over it.
-    """
-    for axis in reversed(layout.batch):
-        mapped = [0 if axis in a else None for a in layout.in_axes]
-
-        def g(*xs, f=f, axis=axis, mapped=mapped):
-            size = layout.grid[axis]
-            ys = jax.vmap(f, mapped, axis_size=size)(*xs)
-            return [y if axis in a else y.sum(0) for y, a in zip(ys, out_axes)]
-
-        f = g
-    return f
-
-
-def steps_of(visits, layout, out_axes, wanted, vectorise) -> dict[int, Callable]:
-    """The steps by which `traverse` adds up the results `wanted` of block functions."""
-    steps = {}
-    for c, jaxpr in visits:
-
-        def f(*blocks, jaxpr=jaxpr):
-            ys = evaluate(jaxpr, blocks)
-            return [ys[i] for i in wanted]
-
-        call = _vectorised(f, layout, [out_axes[i] for i in wanted]) if vectorise else f
-
-        steps[c] = SumStep(call)
-    return steps
-
-
-def _of_turned(visits: Sequence, args: Sequence, query: int) -> tuple[list, list]:
-    turn = lambda x: jnp.swapaxes(x, -1, -2)
-    found = []
-    for c, jaxpr in visits:
-        avals = list(jaxpr.in_avals)
-        avals[0] = abstract(avals[0], avals[0].shape[::-1], avals[0].dtype)
-        f = lambda q, *xs, jaxpr=jaxpr: jaxpr_as_fun(jaxpr)(turn(q), *xs)
-        found.append((c, jax.make_jaxpr(f)(*avals)))
-    return found, replaced(args, [query], [turn(args[query])])
-
-
 def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finishes=False):
     """Evaluates a sweep by the visit that `select_lowering` chose."""
-    if layout.turned and layout.stage and not vectorise:
-        visits, args = _of_turned(visits, args, len(args) - len(layout.in_axes))
-    steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise)
+    turned = layout.turned and layout.stage != "" and not vectorise
+    if turned:
+        # The fold reads its queries so, too. XLA then copies them once, and turns nothing.
+        query = len(args) - len(layout.in_axes)
+        args = replaced(args, [query], [jnp.swapaxes(args[query], -1, -2)])
+    steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise, turned)
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
     if finishes and dtypes and layout.ring is None:
         traverse = ft.partial(traverse, dtypes=dtypes)

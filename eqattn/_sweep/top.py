@@ -23,7 +23,8 @@ from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes, zer
 from .fold import with_tables_of_hops
 from .grid import GridLayout, PARTIAL, replaced, ROW
 from .rotation import ring_traverse
-from .sweep import block_aval, closure_convert, evaluate, primitive_rules, sweep
+from .sum_step import evaluate
+from .sweep import block_aval, closure_convert, primitive_rules, sweep
 
 
 NONE = -1  # the place of an entry that lists no key; its logit is -inf
