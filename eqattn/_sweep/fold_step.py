@@ -19,12 +19,16 @@ from jax import lax
 from jaxtyping import Array
 
 from .._carry import change_of_origin, safe_max
-from .._jax import CALLS, evaluated, interpret, only_varies
+from .._jax import CALLS, evaluated, interpret, jaxpr_as_fun, only_varies
 from .._pairs import POINTWISE
 from .nonfinite import complete, poisoned
 from .products import dot, dot_p, PIECE
 from .several_columns import at_columns, merged
-from .sum_step import evaluate
+
+
+def evaluate(jaxpr: Any, blocks: Sequence) -> list:
+    """Applies a block function to blocks as they are stored, each cast to what it reads."""
+    return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
 
 
 class _Turned(NamedTuple):
@@ -205,7 +209,7 @@ class FoldStep:
         self, accs: Sequence, blocks: Sequence, moved: Sequence[bool], own: Sequence[bool], n: int
     ) -> list:
         """The same in a step over `n` columns, see `SumStep`. All share the accumulators."""
-        del own
+        assert not any(own)
         count = len(self.logits.in_avals)
         read = [*self.shared, *range(count, len(blocks))]
         of_values = [blocks[i] for i in read], [moved[i] for i in read]

@@ -338,13 +338,12 @@ class XLALowering(Lowering):
         # the bits of a row do not vary with the capacity. For a single query on a CPU, blocks of
         # 128 keys were the fastest; docs/pages/decoding.md has the comparison. With 4 and 64
         # queries in a cache of 1024 tokens, they took 0.90 and 0.97 times as long as blocks of 256.
-        # But 128 latents of 576 numbers are 288 KiB of float32. On one core of an EPYC, a step of
-        # 8 rows of 2048 took 0.58 times as long in blocks of 64, and 0.73 times in bfloat16.
+        # But 128 latents of 576 numbers are 288 KiB of float32. On one core of an EPYC, steps of 8 rows
+        # of 2048 took 0.58 times as long in blocks of 64. In bfloat16, it was 0.73 times.
         if request.in_place:
             return BlockSizes(queries, 128 if request.head_dim <= 512 else 64)
         # Where each head has its own keys, a block has as many keys as queries. That halves the
-        # steps of blocks of 128 keys, with no more masked blocks on a diagonal. The forward of 2048
-        # causal tokens was 4% faster (`cpu-f32-causal-2048-fwd`).
+        # steps, and 2048 causal tokens were 4% faster (`cpu-f32-causal-2048-fwd`).
         columns = 256 if group == 1 and keys > 256 else 128
         if gpu:
             # Each step of a loop starts some kernels of a GPU, which takes longer than their work.
@@ -385,7 +384,8 @@ class XLALowering(Lowering):
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
         del visits
         vectorise = not loops_over_batch(ctx, layout)
-        return loops(vectorise, columns_together(ctx, layout) if not vectorise else 1)
+        several = layout.live_pairs and not vectorise
+        return loops(vectorise, columns_together(ctx, layout) if several else 1)
 
 
 XLA = XLALowering()

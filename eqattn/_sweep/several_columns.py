@@ -4,8 +4,8 @@ Where lists name small blocks of keys, a step over one of them has small product
 several has larger ones, and rescales its rows once. So the loops over the live columns of a row
 take some of them at a time, and then the rest one by one. Nothing is padded.
 
-A block function knows nothing of this. It is mapped over the columns of a step. But its product
-with what they share, or a sum of its products over them, is one product instead of many.
+A block function knows nothing of this, and is mapped over the columns of a step. But where columns
+share one side of a product, it stays one product. So does a sum over columns of a product.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ _MOST_KEYS, _MOST_LOGITS = 384, 2**16
 
 
 def columns_together(ctx: Any, layout: GridLayout) -> int:
-    """How many columns loops visit in one step, as a divisor of how many are listed, or nearly so.
-    It is more than 1 for lists of blocks on a CPU.
+    """How many columns loops visit in one step, such that few or none are left of those listed. It
+    is more than 1 for lists of blocks on a CPU.
     """
     cpu = tuple(ctx.module_context.platforms) == ("cpu",)
-    if not (cpu and layout.live_pairs) or layout.stage == "top":
+    if not cpu or not layout.live_pairs or layout.stage == "top":
         return 1
     keys, rows = layout.block
     listed = layout.live_pairs // layout.grid[ROW]

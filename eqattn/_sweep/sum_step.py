@@ -7,14 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jax import jaxpr_as_fun
+from .fold_step import evaluate
 from .grid import GridLayout
 from .several_columns import at_columns
-
-
-def evaluate(jaxpr: Any, blocks: Sequence) -> list:
-    """Applies a block function to blocks as they are stored, each cast to what it reads."""
-    return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,10 +166,10 @@ def sweep_arguments(
 
 def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finishes=False):
     """Evaluates a sweep by the visit that `select_lowering` chose."""
-    turned = layout.turned and layout.stage != "" and not vectorise
+    query = len(args) - len(layout.in_axes)
+    turned = layout.turned and not vectorise and args[query].ndim == len(layout.in_axes[0]) + 2
     if turned:
-        # The fold reads its queries so, too. XLA then copies them once, and turns nothing.
-        query = len(args) - len(layout.in_axes)
+        # The fold reads its queries in this form, too. So XLA copies them once instead of twice.
         args = replaced(args, [query], [jnp.swapaxes(args[query], -1, -2)])
     steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise, turned)
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
