@@ -190,8 +190,8 @@ class _RowVisit:
         row = pick(self.order, self.table_axes, {a: at[a] for a in self.table_axes if a != COL})
         columns = lax.dynamic_slice_in_dim(row, lo + turn * n, n)
         place = lambda axes: tuple(columns if a == COL else at[a] for a in axes)
-        # XLA:CPU gathers blocks once. Slices that are joined would be fused into what reads them, and
-        # a forward took 1.7 times as long. With a scatter, sums over rows are added to in place.
+        # XLA:CPU gathers blocks once. Slices that are joined would be fused into what reads them,
+        # and a forward took 1.7 times as long. A scatter adds to sums over rows in place.
         many = lambda x, a: x.at[place(a)].get(mode="promise_in_bounds") if moves(a) else x
         blocks = [many(x, a) for x, a in zip(near, in_axes)]
         new = step.several(local, blocks, [*map(moves, in_axes)], [*map(moves, axes)], n)

@@ -338,8 +338,8 @@ class XLALowering(Lowering):
         # the bits of a row do not vary with the capacity. For a single query on a CPU, blocks of
         # 128 keys were the fastest; docs/pages/decoding.md has the comparison. With 4 and 64
         # queries in a cache of 1024 tokens, they took 0.90 and 0.97 times as long as blocks of 256.
-        # But 128 latents of 576 numbers are 288 KiB of float32. On one core of an EPYC, steps of 8 rows
-        # of 2048 took 0.58 times as long in blocks of 64. In bfloat16, it was 0.73 times.
+        # But 128 latents of 576 numbers are 288 KiB of float32. On one core of an EPYC, a step of 8
+        # long rows took 0.58 times as long in blocks of 64. In bfloat16, it took 0.73 times.
         if request.in_place:
             return BlockSizes(queries, 128 if request.head_dim <= 512 else 64)
         # Where each head has its own keys, a block has as many keys as queries. That halves the

@@ -45,9 +45,7 @@ def columns_together(ctx: Any, layout: GridLayout) -> int:
 
 
 def merged(x: Array, axis: int) -> Array:
-    """An array whose first axis is that of columns, with these one after the other on an `axis` of
-    what one column has.
-    """
+    """An array of several columns, its first axis, which are joined along another `axis`."""
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
