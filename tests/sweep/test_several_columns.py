@@ -50,7 +50,8 @@ CASES = {
     "of whole blocks with a bias": (K, 640, 7, lambda x: x, True, AttentionMetadata()),
     "beside a mask": (K, 600, 7, lambda x: x & Causal(400), True, AttentionMetadata()),
     "of all heads": (1, 600, 5, lambda x: x & SlidingWindow(300, 300), False, AttentionMetadata()),
-    "of each head": (H, 600, 4, lambda x: x, True, AttentionMetadata()),
+    "of each head": (H, 640, 4, lambda x: x, True, AttentionMetadata()),
+    "with a short last block": (K, 600, 7, lambda x: x, False, AttentionMetadata()),
     "with dropout": (K, 600, 7, lambda x: x & Causal(400), True, DROPPING),
 }
 
