@@ -118,9 +118,9 @@ def test_products_of_a_step_are_joined():
 
     def f(a, b, c):
         shared, own = dot(a, c, (1, 0)), dot(a, b, (0, 0))
-        return [shared, own, dot(c, c, (0, 0)), 2 * own, dot(b, a, (0, 0))]
+        return [shared, own, dot(c, c, (0, 0)), 2 * own, dot(b, a, (0, 0)), dot(b, c, (1, 0))]
 
-    summed = [False, False, True, True, True]
+    summed = [False, False, True, True, True, True]
     run = lambda *xs: at_columns(f, xs, [True, True, False], 3, summed)
     got = run(a, b, c)
     each = [f(x, y, c) for x, y in zip(a, b)]
@@ -128,7 +128,7 @@ def test_products_of_a_step_are_joined():
         want = jnp.stack([x[i] for x in each])
         np.testing.assert_allclose(got[i], want.sum(0) if whole else want, rtol=0, atol=1e-5)
     shapes = re.findall(r":f32\[([0-9,]*)\] = attention_dot", str(jax.make_jaxpr(run)(a, b, c)))
-    assert sorted(shapes) == ["12,2", "2,2", "3,5,5", "5,5"]
+    assert sorted(shapes) == ["12,2", "12,2", "2,2", "3,5,5", "5,5"]
 
 
 @pytest.mark.parametrize(
