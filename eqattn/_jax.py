@@ -242,6 +242,14 @@ def literal_value(v):
     return v.val if hasattr(v.val, "dtype") else v.aval.dtype.type(v.val)
 
 
+CALLS = {
+    primitives.jit_p: "jaxpr",
+    primitives.custom_jvp_call_p: "call_jaxpr",
+    primitives.custom_vjp_call_p: "call_jaxpr",
+}
+"""Calls that what has no derivative replaces by their bodies, and the names of these."""
+
+
 def interpret(jaxpr, consts, args, evaluate, literal=literal_value) -> list:
     """The results of a jaxpr at arguments of any kind, intervals for example.
 

@@ -179,14 +179,15 @@ class BlockOperands:
         """The grid on which blocks of this blocking are visited."""
         more: Any = dict(pages=self.pages, lookups=self.lookups, corner=blocking.corner)
         more |= dict(uniform=blocking.fixed, ring=self.spread.ring, lowering=self.lowering)
+        more |= dict(block=blocking.block, padded=blocking.padded_in_place)
+        if self.live is not None and self.problem.mask is None and not self.padded:
+            more["whole"] = self.live.shape[-2:] == (1, 1)
         return GridLayout(
             grid=self.blocking.grid,
-            block=blocking.block,
             in_axes=tuple(x.axes for x in self.operands),
             table_axes=table_axes,
             ragged=blocking.in_place or (self.live is not None and self.lowering is XLA),
             tokens=() if self.sent or blocking.in_place else self.blocking.tokens,
-            padded=blocking.padded_in_place,
             **more,
             shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
             turned=self._turned(blocking),

@@ -19,19 +19,16 @@ from jax import lax
 from jaxtyping import Array
 
 from .._carry import change_of_origin, safe_max
-from .._jax import evaluated, interpret, only_varies, primitives
+from .._jax import CALLS, evaluated, interpret, jaxpr_as_fun, only_varies
 from .._pairs import POINTWISE
 from .nonfinite import complete, poisoned
 from .products import dot, dot_p, PIECE
-from .sweep import evaluate
+from .several_columns import at_columns, merged
 
 
-_CALLS = {
-    primitives.jit_p: "jaxpr",
-    primitives.custom_jvp_call_p: "call_jaxpr",
-    primitives.custom_vjp_call_p: "call_jaxpr",
-}
-"""Calls that a fold, whose derivatives are defined elsewhere, replaces by their bodies."""
+def evaluate(jaxpr: Any, blocks: Sequence) -> list:
+    """Applies a block function to blocks as they are stored, each cast to what it reads."""
+    return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
 
 
 class _Turned(NamedTuple):
@@ -64,8 +61,8 @@ def _transposed(x: Any) -> Any:
 
 def _interpret(closed: Any, args: Sequence, block: tuple[int, ...]) -> list:
     def evaluate(eqn, xs):
-        if eqn.primitive in _CALLS:
-            return _interpret(eqn.params[_CALLS[eqn.primitive]], xs, block)
+        if eqn.primitive in CALLS:
+            return _interpret(eqn.params[CALLS[eqn.primitive]], xs, block)
         return _results(eqn, xs, block)
 
     return interpret(closed.jaxpr, closed.consts, args, evaluate)
@@ -203,8 +200,27 @@ class FoldStep:
 
     def __call__(self, accs: Sequence | None, blocks: Sequence) -> list:
         n = len(self.logits.in_avals)
-        s, *weight = self.evaluate_logits(*blocks[:n])
-        v, *poison = self.evaluate_values(*[blocks[i] for i in self.shared], *blocks[n:])
+        of_values = [*[blocks[i] for i in self.shared], *blocks[n:]]
+        return self._added(
+            accs, self.evaluate_logits(*blocks[:n]), self.evaluate_values(*of_values)
+        )
+
+    def several(
+        self, accs: Sequence, blocks: Sequence, moved: Sequence[bool], own: Sequence[bool], n: int
+    ) -> list:
+        """The same in a step over `n` columns, see `SumStep`. All share the accumulators."""
+        assert not any(own)
+        count = len(self.logits.in_avals)
+        read = [*self.shared, *range(count, len(blocks))]
+        of_values = [blocks[i] for i in read], [moved[i] for i in read]
+        logits = at_columns(self.evaluate_logits, blocks[:count], moved[:count], n)
+        values = at_columns(self.evaluate_values, *of_values, n)
+        logits = [merged(x, int(self.turned)) for x in logits]
+        return self._added(accs, logits, [merged(x, 0) for x in values])
+
+    def _added(self, accs: Sequence | None, logits: list, values: list) -> list:
+        """The accumulators with a block of `logits` and one of `values`, as these return them."""
+        (s, *weight), (v, *poison) = logits, values
         turned = self.turned
         top = s.max(int(turned))
         if accs is None:

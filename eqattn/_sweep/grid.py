@@ -84,7 +84,9 @@ class GridLayout:
         because their live columns differ.
     - `live_pairs`: if positive, the table alone tells which blocks each batch element sees, and it
         has at most so many live pairs for each of them. No visit may then have one block of several
-        elements, whose function would show each what only some of them see.
+        elements, whose function would show each what only some of them see. If the layout is
+        `ragged`, functions mask that.
+    - `whole`: whether each batch element sees all or nothing of each block.
     - `lowering`: the `Lowering` that visits the blocks, as in `lowering.py`; None means `XLA`.
     - `stage`: the name by which a lowering recognises the visit. It is `"fold"`, `"tangent"` for
         the tangent of a fold, `"backward"` for the transpose of a tangent, and empty for others.
@@ -118,6 +120,7 @@ class GridLayout:
     fused: bool = True
     ragged: bool = False
     live_pairs: int = 0
+    whole: bool = False
     lowering: Any = None
     stage: str = ""
     pages: tuple[int, ...] = ()

@@ -21,6 +21,7 @@ from jaxtyping import Array
 from .._jax import partitioned_automatically
 from .._misc import at_most
 from .grid import GridLayout, ROW
+from .several_columns import columns_together
 
 
 class BlockRequest(NamedTuple):
@@ -252,7 +253,7 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     skips what is hidden from one batch element. So the blocks of all its elements have at most 2^17
     logits, chosen by trial. To measure again, vary them in `bench --only cpu-f32-full-many`.
     """
-    if layout.own_pages or layout.uniform or layout.live_pairs:
+    if layout.own_pages or layout.uniform or (layout.live_pairs and not layout.ragged):
         return True
     if layout.ragged:
         return not partitioned_automatically(ctx)
@@ -264,11 +265,11 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     return cpu and not small and not partitioned_automatically(ctx)
 
 
-def loops(vectorise: bool) -> dict[str, Any]:
-    """The arguments by which a visit runs as loops of ordinary JAX."""
+def loops(vectorise: bool, n: int = 1) -> dict[str, Any]:
+    """The arguments by which a visit runs as loops of ordinary JAX, over `n` columns in a step."""
     from .loops import traverse  # A program that makes none need not load it.
 
-    return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise))
+    return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise, together=n))
 
 
 def _on_gpu() -> bool:
@@ -325,8 +326,7 @@ class XLALowering(Lowering):
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         # A block has 256 rows of logits, shared among the heads of a group. With 256 keys these are
         # 256 KiB of float32, which stay in the second-level cache of a core. In a prototype, blocks
-        # of 256 x 512 and 512 x 512 took within 10% to 20% of the time of 512 x 256. The
-        # benchmarks `cpu-f32-*-2048-*` show the effect.
+        # of 256 x 512 and 512 x 512 took within 10% to 20% of the time of 512 x 256.
         group, keys = request.group, request.keys
         queries = max(1 if request.in_place else 8, 256 // group)
         gpu = _on_gpu()
@@ -338,14 +338,12 @@ class XLALowering(Lowering):
         # the bits of a row do not vary with the capacity. For a single query on a CPU, blocks of
         # 128 keys were the fastest; docs/pages/decoding.md has the comparison. With 4 and 64
         # queries in a cache of 1024 tokens, they took 0.90 and 0.97 times as long as blocks of 256.
-        # But 128 latents of 576 numbers are 288 KiB of float32. With them, a step of 8 rows of 2048
-        # took 0.58 times as long in blocks of 64, and 0.73 times in bfloat16. This was on one core
-        # of an AMD EPYC.
+        # But 128 latents of 576 numbers are 288 KiB of float32. On one core of an EPYC, a step of 8
+        # long rows took 0.58 times as long in blocks of 64. In bfloat16, it took 0.73 times.
         if request.in_place:
             return BlockSizes(queries, 128 if request.head_dim <= 512 else 64)
         # Where each head has its own keys, a block has as many keys as queries. That halves the
-        # steps of blocks of 128 keys, with no more masked blocks on a diagonal. The forward of 2048
-        # causal tokens was 4% faster (`cpu-f32-causal-2048-fwd`).
+        # steps, and 2048 causal tokens were 4% faster (`cpu-f32-causal-2048-fwd`).
         columns = 256 if group == 1 and keys > 256 else 128
         if gpu:
             # Each step of a loop starts some kernels of a GPU, which takes longer than their work.
@@ -385,7 +383,9 @@ class XLALowering(Lowering):
 
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
         del visits
-        return loops(not loops_over_batch(ctx, layout))
+        vectorise = not loops_over_batch(ctx, layout)
+        several = layout.live_pairs and not vectorise
+        return loops(vectorise, columns_together(ctx, layout) if several else 1)
 
 
 XLA = XLALowering()

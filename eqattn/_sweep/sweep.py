@@ -41,6 +41,7 @@ from .gathering import ColumnsOfDevices
 from .grid import COL, GridLayout, moves, replaced, ROW, unsigned_zeros
 from .lowering import loops, select_lowering
 from .rotation import ring_traverse
+from .sum_step import steps_of
 
 
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
@@ -109,11 +110,6 @@ def block_aval(x: Any, axes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return abstract(x, jnp.shape(x)[len(axes) :], block_dtype(x))
 
 
-def evaluate(jaxpr: Any, blocks: Sequence) -> list:
-    """Applies a block function to blocks as they are stored, each cast to what it reads."""
-    return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
-
-
 def sweep(
     fns: dict[int, Callable],
     operands: Sequence,
@@ -168,44 +164,14 @@ def sweep_arguments(
     return [*lead, *operands, *consts], static
 
 
-def _vectorised(f, layout, out_axes):
-    """Maps `f` over the grid's batch axes, which are inside of the blocks. Outputs that lack a
-    batch axis are summed over it.
-    """
-    for axis in reversed(layout.batch):
-        mapped = [0 if axis in a else None for a in layout.in_axes]
-
-        def g(*xs, f=f, axis=axis, mapped=mapped):
-            size = layout.grid[axis]
-            ys = jax.vmap(f, mapped, axis_size=size)(*xs)
-            return [y if axis in a else y.sum(0) for y, a in zip(ys, out_axes)]
-
-        f = g
-    return f
-
-
-def steps_of(visits, layout, out_axes, wanted, vectorise) -> dict[int, Callable]:
-    """The steps by which `traverse` adds up the results `wanted` of block functions."""
-    steps = {}
-    for c, jaxpr in visits:
-
-        def f(*blocks, jaxpr=jaxpr):
-            ys = evaluate(jaxpr, blocks)
-            return [ys[i] for i in wanted]
-
-        call = _vectorised(f, layout, [out_axes[i] for i in wanted]) if vectorise else f
-
-        def step(accs, blocks, f=call):
-            ys = f(*blocks)
-            return ys if accs is None else [a + y for a, y in zip(accs, ys)]
-
-        steps[c] = step
-    return steps
-
-
 def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finishes=False):
     """Evaluates a sweep by the visit that `select_lowering` chose."""
-    steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise)
+    query = len(args) - len(layout.in_axes)
+    turned = layout.turned and not vectorise and args[query].ndim == len(layout.in_axes[0]) + 2
+    if turned:
+        # The fold reads its queries in this form, too. So XLA copies them once instead of twice.
+        args = replaced(args, [query], [jnp.swapaxes(args[query], -1, -2)])
+    steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise, turned)
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
     if finishes and dtypes and layout.ring is None:
         traverse = ft.partial(traverse, dtypes=dtypes)

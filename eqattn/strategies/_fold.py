@@ -140,16 +140,15 @@ def _on_list(
     """A function that gives a problem a mask of what else hides pairs, and what `fold_problem` and
     `attend_problem` are told of a list of blocks.
     """
-    live, pairs, several = live_blocks(problem, selection, blocking, lowering), 0, None
+    live, several = live_blocks(problem, selection, blocking, lowering), None
     if lowering is not XLA:
-        pairs = live_pairs(selection, blocking)
         several = row_lists(problem, selection, lowering) if max(live.shape[-2:]) > 1 else None
 
     def shown(problem: Problem, mask: AbstractMask | None) -> Problem:
         terms = [x for x in (mask, several) if x is not None]
         return dataclasses.replace(problem, mask=ft.reduce(operator.and_, terms) if terms else None)
 
-    return shown, dict(live=live, live_pairs=pairs)
+    return shown, dict(live=live, live_pairs=live_pairs(selection, blocking))
 
 
 @cached

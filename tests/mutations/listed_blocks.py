@@ -45,7 +45,7 @@ MUTANTS = [
         "strategies/_fold.py",
         KERNELS,
         [
-            ("pairs = live_pairs(selection, blocking)", "pairs = 0"),
+            ("live_pairs=live_pairs(selection, blocking)", "live_pairs=0"),
             ("return always is False and in_place", "return in_place"),
             ("shown(problem, None if listed is True else listed)", "shown(problem, None)"),
             ("if max(live.shape[-2:]) > 1 else None", "if False else None"),
@@ -54,7 +54,7 @@ MUTANTS = [
     (
         "_sweep/lowering.py",
         KERNELS,
-        [("layout.uniform or layout.live_pairs:", "layout.uniform:")],
+        [("layout.uniform or (layout.live_pairs and not layout.ragged):", "layout.uniform:")],
     ),
     (
         "_problem/listed_blocks.py",
@@ -110,5 +110,33 @@ MUTANTS = [
         "_problem/fold.py",
         "test_top_keys.py -k tree",
         [("_visited(*given, places=True)", "_visited(*given)")],
+    ),
+    (
+        "_sweep/several_columns.py",
+        "sweep/test_several_columns.py",
+        [
+            ("sums = {eqn.outvars[0] for eqn in eqns if _is_product(eqn)} - apart", "sums = {eqn.outvars[0] for eqn in eqns if _is_product(eqn)}"),
+            ("* (n if summed else 1)", "* 1"),
+            ("(y.sum(0), False) if summed", "(y[0], False) if summed"),
+            ("min(_MOST_KEYS, _MOST_LOGITS // rows)", "_MOST_KEYS"),
+            ("return listed // -(-listed // most)", "return most"),
+        ],
+    ),
+    (
+        "_sweep/loops.py",
+        "sweep/test_several_columns.py",
+        [
+            ("lo = lo + count * self.together", "pass"),
+            ("lax.dynamic_slice_in_dim(row, lo + turn * n, n)", "lax.dynamic_slice_in_dim(row, lo + turn, n)"),
+            ("if layout.whole and not vectorise:", "if layout.whole or not vectorise and FULL in steps:"),
+        ],
+    ),
+    (
+        "_problem/operands.py",
+        "sweep/test_several_columns.py",
+        [
+            ("self.live.shape[-2:] == (1, 1)", "True"),
+            ("self.live is not None and self.problem.mask is None and not self.padded", "self.live is not None and self.problem.mask is None"),
+        ],
     ),
 ]

@@ -95,14 +95,20 @@ MUTANTS = [
         ],
     ),
     (
+        "_sweep/sum_step.py",
+        SUMS,
+        [
+            ("return [y if axis in a else y.sum(0) for y, a in zip(ys, out_axes)]", "return [y if axis in a else y[0] for y, a in zip(ys, out_axes)]"),
+            ("return ys if accs is None else [a + y for a, y in zip(accs, ys)]", "return ys"),
+        ],
+    ),
+    (
         "_sweep/sweep.py",
         SUMS,
         [
             ("def with_consts(*xs, j=j, mine=slice(start, stop)):", "def with_consts(*xs, j=j, mine=slice(n, n + len(j.consts))):"),
             ("reused = layout.ring is None and first in layout.batch", "reused = first in layout.batch"),
             ("first in layout.batch and layout.grid[0] == 1", "first in layout.batch and False", "a batch axis of one beside the new one changes only the layout of what XLA copies"),
-            ("return [y if axis in a else y.sum(0) for y, a in zip(ys, out_axes)]", "return [y if axis in a else y[0] for y, a in zip(ys, out_axes)]"),
-            ("return ys if accs is None else [a + y for a, y in zip(accs, ys)]", "return ys"),
             ("active = [i for i, t in enumerate(tangents) if not is_zero(t)]\n    n = len", "active = [i for i, t in enumerate(tangents) if not is_zero(t)][:1]\n    n = len"),
             ("groups = [of_columns, [i for i in linear if i not in of_columns]]", "groups = [of_columns]"),
             ("if jaxpr.out_avals[0].ndim > 2 else (ROW, COL)", "if False else (ROW, COL)"),

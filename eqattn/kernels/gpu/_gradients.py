@@ -5,7 +5,7 @@ from typing import Any
 
 from ..._sweep import loops
 from ..._sweep.grid import GridLayout
-from ..._sweep.sweep import steps_of
+from ..._sweep.sum_step import steps_of
 from ._operations import Native
 from ._sum_program import SumProgram
 
