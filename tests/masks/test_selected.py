@@ -219,9 +219,9 @@ SHORT += ("of all heads, of few queries",)
 )
 def test_blocks_are_visited_where_they_lie(name):
     """Large blocks that are listed are those of a table. They are read and added to as a whole, and
-    no key is gathered by itself. The last blocks are not full. Where the compiler splits the batch over devices, it
-    visits what any head lists. Queries or heads of a block may list other blocks: it visits what any
-    of them lists, and masks the rest.
+    no key is gathered by itself. The last blocks are not full. Where the compiler splits the batch
+    over devices, it visits what any head lists. Queries or heads of a block may list other blocks:
+    it visits what any of them lists, and masks the rest.
     """
     lists, block_q, combined, strategy = BLOCKS[name]
     rng, t, s, size, h = np.random.default_rng(1), 70, 150, (block_q, 64), 4
