@@ -35,6 +35,7 @@ from .sweep import (
     sweep_p,
     table_per_hop,
 )
+from .token_blocks import queries_by_rows
 
 
 def fold(
@@ -184,7 +185,8 @@ def execute(
 
     if first.turned:
         query = len(args) - len(layout.in_axes)
-        args = replaced(args, [query], [jnp.swapaxes(args[query], -1, -2)])
+        rows = queries_by_rows(args[query], layout.in_axes[0], layout)
+        args = replaced(args, [query], [rows])
     done = Finish(finish) if results is None else dataclasses.replace(results, fn=finish)
     return ring_traverse(steps, layout, args, start, out_axes, finish=done, traverse=traverse)
 

@@ -18,8 +18,9 @@ from jaxtyping import Array
 
 from .._jax import vary, varying_axes
 from .._misc import unfolded
-from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
+from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, replaced, ROW
 from .padded_columns import block_at, PaddedColumns, without_padding
+from .token_blocks import add_to, pick_from, put_into, sums_by_tokens, TokenBlocks
 
 
 def _loop(lo, hi, body, state, opaque):
@@ -68,7 +69,7 @@ def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
     at = dict(at)
     for i, lookup in enumerate(layout.lookups):
         at[i] = pick(operands[lookup], layout.in_axes[lookup], at)
-    return [pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
+    return [pick_from(x, a, at) for x, a in zip(operands, layout.in_axes)]
 
 
 def _is_held(x: Any, axes: tuple[int, ...], layout: GridLayout) -> bool:
@@ -136,9 +137,9 @@ class _RowVisit:
         """Visits the live columns of one row, which is at the grid indices `at`."""
         layout, axes, finish = self.layout, self.axes, self.finish
         both = zip(self.operands, layout.in_axes, self.held)
-        operands = [x if moves(a) or tied else pick(x, a, at) for x, a, tied in both]
+        operands = [x if moves(a) or tied else pick_from(x, a, at) for x, a, tied in both]
         local = [
-            new if once else x if moves(a) else pick(x, a, at)
+            new if once else x if moves(a) else pick_from(x, a, at)
             for x, a, new, once in zip(accs, axes, self.fresh, self.complete)
         ]
 
@@ -153,11 +154,11 @@ class _RowVisit:
                 here[i] = pick(table, a, here) if moves(a) else table
             both = zip(near, layout.in_axes, self.held)
             blocks = [block_at(x, a, here, last) if moves(a) or tied else x for x, a, tied in both]
-            old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
+            old = [pick_from(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
             if layout.uniform:
                 _, blocks = lax.optimization_barrier((jnp.int32(t), blocks))
             new = step(old, blocks)
-            return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
+            return [put_into(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
 
         lo, padded = 0, any(isinstance(x, PaddedColumns) for x in operands)
         several = len(self.steps) > 1 or padded or self.together > 1
@@ -179,7 +180,7 @@ class _RowVisit:
                 local = _loop(end, hi, ft.partial(turn, last=True), local, opaque)
             lo = hi
         local = finish(local)
-        return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
+        return [x if moves(a) else put_into(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
     def _several(
         self, step: Any, at: dict, operands: Sequence, lo: Any, turn: Any, local: list
@@ -189,15 +190,15 @@ class _RowVisit:
         turn, near = _read_in_turn(turn, at, operands, self.held)
         row = pick(self.order, self.table_axes, {a: at[a] for a in self.table_axes if a != COL})
         columns = lax.dynamic_slice_in_dim(row, lo + turn * n, n)
-        place = lambda axes: tuple(columns if a == COL else at[a] for a in axes)
+        here = {**at, COL: columns}
         # XLA:CPU gathers blocks once. Slices that are joined would be fused into what reads them,
         # and a forward took 1.7 times as long. A scatter adds to sums over rows in place.
+        place = lambda axes: tuple(here[a] for a in axes)
         many = lambda x, a: x.at[place(a)].get(mode="promise_in_bounds") if moves(a) else x
         blocks = [many(x, a) for x, a in zip(near, in_axes)]
         new = step.several(local, blocks, [*map(moves, in_axes)], [*map(moves, axes)], n)
-        how: Any = dict(mode="promise_in_bounds", unique_indices=True)
         both = zip(local, axes, new)
-        return [x.at[place(a)].add(y, **how) if moves(a) else y for x, a, y in both]
+        return [add_to(x, a, here, y) if moves(a) else y for x, a, y in both]
 
     def _ends_with_padding(self, at: dict, end: Any) -> Any:
         """Whether the last of the `end` columns that a row visits is the padded last one of the
@@ -263,7 +264,9 @@ def traverse(
     looped = () if layout.uniform or layout.pages else (*batch, ROW, COL)
     dropped = {a for a in looped if layout.grid[a] == 1}
     thin = lambda axes: tuple(a for a in axes if a not in dropped)
-    squeeze = lambda x, a: x.reshape(layout.shape(thin(a)) + x.shape[len(a) :])
+    placed = lambda x: isinstance(x, TokenBlocks)
+    squeeze = lambda x, a: x if placed(x) else x.reshape(layout.shape(thin(a)) + x.shape[len(a) :])
+    whole = lambda x, a: x.reshape(layout.shape(a) + x.shape[len(thin(a)) :])
     found = _looped(
         steps,
         dataclasses.replace(layout, in_axes=tuple(map(thin, layout.in_axes))),
@@ -276,10 +279,11 @@ def traverse(
         vectorise=vectorise,
         into=into and [x if x is None else squeeze(x, a) for x, a in zip(into, axes)],
         held=[_is_held(x, a, layout) for x, a in zip(operands, layout.in_axes)],
-        mixed=varying_axes(*args),
+        mixed=varying_axes(*jax.tree.leaves(args)),
         together=together,
+        places=axes,
     )
-    return [x.reshape(layout.shape(a) + x.shape[len(thin(a)) :]) for x, a in zip(found, axes)]
+    return [x.blocks(layout) if placed(x) else whole(x, a) for x, a in zip(found, axes)]
 
 
 def _looped(
@@ -297,6 +301,7 @@ def _looped(
     held: Sequence[bool],
     mixed: frozenset,
     together: int,
+    places: Sequence[tuple[int, ...]],
 ) -> list:
     """Visits the live pairs by loops. The arguments are those of `traverse`, but
 
@@ -304,6 +309,7 @@ def _looped(
     - `outer`: the axes to loop over outside of the columns, the outermost first.
     - `held`: which operands are tied to a step, see `_read_in_turn`.
     - `mixed`: the mesh axes over which the arguments vary.
+    - `places`: the grid axes of the accumulators, those of size 1 included.
     """
     batch = () if vectorise else layout.batch
 
@@ -320,6 +326,8 @@ def _looped(
                     for a, x, y, once in zip(axes, done, start, complete)]  # fmt: skip
     if into is not None:
         accumulators = [x if old is None else old for x, old in zip(accumulators, into)]
+    elif layout.turned and layout.stage and not vectorise:
+        accumulators = sums_by_tokens(accumulators, axes, places, layout, operands)
     order, ends = None, []
     table_axes = layout.table_axes or ()
     if table is not None:
