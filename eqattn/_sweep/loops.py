@@ -336,7 +336,8 @@ def _looped(
         order, ends = itinerary(table, sorted(steps, reverse=True))
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
-    operands = [without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
+    if layout.padded:
+        operands = [without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
     how = order, ends, table_axes, axes, fresh, complete, finish, held, together
     row = _RowVisit(steps, layout, operands, *how)
 
