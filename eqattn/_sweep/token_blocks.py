@@ -31,7 +31,7 @@ class TokenBlocks(eqx.Module):
     - `tokens`: `[*others, tokens, heads, features]`, with the other grid axes in front.
     - `axes`: the grid axes of the array.
     - `cut`: how the tokens are cut into blocks.
-    - `turned`: whether blocks that are put back are `[features, tokens]`.
+    - `turned`: whether blocks are `[features, tokens]` instead.
     """
 
     tokens: Array
@@ -49,11 +49,12 @@ class TokenBlocks(eqx.Module):
         return [jnp.int32(i) for i in first]
 
     def pick(self, at: dict) -> Array:
-        """The block at the given grid indices, `[tokens, features]`."""
+        """The block at the given grid indices."""
         start, features = self._window(at), self.tokens.shape[-1]
         sizes = [1] * (len(start) - 3) + [self.cut.block, self.cut.group, features]
         x = lax.dynamic_slice(self.tokens, start, sizes, allow_negative_indices=False)
-        return jnp.swapaxes(x.reshape(sizes[-3:]), 0, 1).reshape(-1, features)
+        x = jnp.swapaxes(x.reshape(sizes[-3:]), 0, 1).reshape(-1, features)
+        return x.T if self.turned else x
 
     def put(self, at: dict, block: Array) -> "TokenBlocks":
         """Replaces the block at the given grid indices."""
@@ -103,7 +104,9 @@ def queries_by_rows(x: Array, axes: tuple[int, ...], layout: GridLayout) -> Any:
     """
     near = layout.stage == "fold" or x.shape[-2] <= 64
     found = by_tokens(x, axes, layout, turned=True) if near else x
-    return found if isinstance(found, TokenBlocks) else jnp.swapaxes(x, -1, -2)
+    if isinstance(found, TokenBlocks):
+        return dataclasses.replace(found, turned=False)
+    return jnp.swapaxes(x, -1, -2)
 
 
 def _zero(operands: Sequence, dtype: Any) -> Array:

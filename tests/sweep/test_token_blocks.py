@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
 
+from eqattn import attention, Causal
 from eqattn._sweep.grid import BATCH, COL, GridLayout, HEAD, pick, put, ROW
 from eqattn._sweep.token_blocks import add_to, by_tokens, pick_from, put_into, TokenBlocks
 from eqattn._sweep.tokens import Tokens
@@ -23,17 +25,17 @@ ROWS, COLUMNS = (BATCH, HEAD, ROW), (BATCH, HEAD, COL)
 @pytest.mark.parametrize("axes, tokens", [(ROWS, 12), (COLUMNS, 8)])
 def test_a_block_is_read_and_written_in_place(axes, tokens, turned):
     turn = (lambda x: jnp.swapaxes(x, -1, -2)) if turned else lambda x: x
-    x = turn(normal(0, (*LAYOUT.shape(axes), tokens, 7)))
+    x = turn(normal(0, *LAYOUT.shape(axes), tokens, 7))
     found = by_tokens(x, axes, LAYOUT, turned)
     assert isinstance(found, TokenBlocks)
     assert np.array_equal(found.blocks(LAYOUT), x)
-    assert np.array_equal(pick_from(found, axes, AT), turn(pick(x, axes, AT)))
-    new = turn(normal(1, (tokens, 7)))
+    assert np.array_equal(pick_from(found, axes, AT), pick(x, axes, AT))
+    new = turn(normal(1, tokens, 7))
     assert np.array_equal(put_into(found, axes, AT, new).blocks(LAYOUT), put(x, axes, AT, new))
 
 
 def test_blocks_of_several_columns_are_added_in_place():
-    x, new = normal(0, (2, 3, 5, 8, 7)), normal(1, (2, 8, 7))
+    x, new = normal(0, 2, 3, 5, 8, 7), normal(1, 2, 8, 7)
     at = AT | {COL: jnp.array([3, 1])}
     found = add_to(by_tokens(x, COLUMNS, LAYOUT, False), COLUMNS, at, new)
     assert np.array_equal(found.blocks(LAYOUT), add_to(x, COLUMNS, at, new))
@@ -42,8 +44,18 @@ def test_blocks_of_several_columns_are_added_in_place():
 
 def test_other_arrays_stay_blocks():
     """Such are vectors, arrays of pairs, and tokens of which the last block is padded."""
-    x = normal(0, (2, 3, 4, 12, 7))
+    x = normal(0, 2, 3, 4, 12, 7)
     padded = dataclasses.replace(LAYOUT, tokens=(Tokens(ROW, 23, 6, group=2),))
     assert by_tokens(x, ROWS, padded, False) is x
     assert by_tokens(x[..., 0], ROWS, LAYOUT, False).ndim == 4
     assert by_tokens(x, (HEAD, ROW, COL), LAYOUT, False) is x
+
+
+def test_a_gradient_of_queries_is_summed_over_a_batch_in_place():
+    """Where a batch shares queries, each row of their gradient is added to by several elements."""
+    q, k = normal(0, 512, 4, 64), normal(1, 2, 512, 2, 64)
+    f = lambda q, k: attention(q[None], k[None], k[None], mask=Causal()).attention_outputs
+    loss = lambda q, k: jnp.sin(f(q, k)).sum()
+    found = jax.jit(jax.grad(lambda q: jax.vmap(loss, (None, 0))(q, k).sum()))(q)
+    expected = sum(jax.grad(loss)(q, x) for x in k)
+    assert np.allclose(found, expected, atol=1e-5)
