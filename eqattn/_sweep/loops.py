@@ -18,9 +18,9 @@ from jaxtyping import Array
 
 from .._jax import vary, varying_axes
 from .._misc import unfolded
-from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, replaced, ROW
+from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
 from .padded_columns import block_at, PaddedColumns, without_padding
-from .token_blocks import add_to, pick_from, put_into, sums_by_tokens, TokenBlocks
+from .tokens import pick_from, put_into, sums_by_tokens, TokenRows
 
 
 def _loop(lo, hi, body, state, opaque):
@@ -154,11 +154,11 @@ class _RowVisit:
                 here[i] = pick(table, a, here) if moves(a) else table
             both = zip(near, layout.in_axes, self.held)
             blocks = [block_at(x, a, here, last) if moves(a) or tied else x for x, a, tied in both]
-            old = [pick_from(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
+            old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
             if layout.uniform:
                 _, blocks = lax.optimization_barrier((jnp.int32(t), blocks))
             new = step(old, blocks)
-            return [put_into(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
+            return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
 
         lo, padded = 0, any(isinstance(x, PaddedColumns) for x in operands)
         several = len(self.steps) > 1 or padded or self.together > 1
@@ -190,15 +190,15 @@ class _RowVisit:
         turn, near = _read_in_turn(turn, at, operands, self.held)
         row = pick(self.order, self.table_axes, {a: at[a] for a in self.table_axes if a != COL})
         columns = lax.dynamic_slice_in_dim(row, lo + turn * n, n)
-        here = {**at, COL: columns}
+        place = lambda axes: tuple(columns if a == COL else at[a] for a in axes)
         # XLA:CPU gathers blocks once. Slices that are joined would be fused into what reads them,
         # and a forward took 1.7 times as long. A scatter adds to sums over rows in place.
-        place = lambda axes: tuple(here[a] for a in axes)
         many = lambda x, a: x.at[place(a)].get(mode="promise_in_bounds") if moves(a) else x
         blocks = [many(x, a) for x, a in zip(near, in_axes)]
         new = step.several(local, blocks, [*map(moves, in_axes)], [*map(moves, axes)], n)
+        how: Any = dict(mode="promise_in_bounds", unique_indices=True)
         both = zip(local, axes, new)
-        return [add_to(x, a, here, y) if moves(a) else y for x, a, y in both]
+        return [x.at[place(a)].add(y, **how) if moves(a) else y for x, a, y in both]
 
     def _ends_with_padding(self, at: dict, end: Any) -> Any:
         """Whether the last of the `end` columns that a row visits is the padded last one of the
@@ -264,7 +264,7 @@ def traverse(
     looped = () if layout.uniform or layout.pages else (*batch, ROW, COL)
     dropped = {a for a in looped if layout.grid[a] == 1}
     thin = lambda axes: tuple(a for a in axes if a not in dropped)
-    placed = lambda x: isinstance(x, TokenBlocks)
+    placed = lambda x: isinstance(x, TokenRows)
     squeeze = lambda x, a: x if placed(x) else x.reshape(layout.shape(thin(a)) + x.shape[len(a) :])
     whole = lambda x, a: x.reshape(layout.shape(a) + x.shape[len(thin(a)) :])
     found = _looped(

@@ -37,12 +37,12 @@ from .._jax import (
     varying_axes,
 )
 from .._misc import accumulation_dtype
+from .fold_step import turned_queries
 from .gathering import ColumnsOfDevices
 from .grid import COL, GridLayout, moves, replaced, ROW, unsigned_zeros
 from .lowering import loops, select_lowering
 from .rotation import ring_traverse
 from .sum_step import steps_of
-from .token_blocks import queries_by_rows
 
 
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
@@ -171,7 +171,7 @@ def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finish
     turned = layout.turned and not vectorise and args[query].ndim == len(layout.in_axes[0]) + 2
     if turned:
         # The fold reads its queries in this form, too. So XLA copies them once, or not at all.
-        rows = queries_by_rows(args[query], layout.in_axes[0], layout)
+        rows = turned_queries(args[query], layout.in_axes[0], layout)
         args = replaced(args, [query], [rows])
     steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise, turned)
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]

@@ -1,4 +1,4 @@
-"""Blocks are read and written where their tokens lie as they are in arrays of blocks."""
+"""Rows are read and written where their tokens lie as they are in arrays of blocks."""
 
 import dataclasses
 
@@ -10,36 +10,24 @@ from _draw import normal
 
 from eqattn import attention, Causal
 from eqattn._sweep.grid import BATCH, COL, GridLayout, HEAD, pick, put, ROW
-from eqattn._sweep.token_blocks import add_to, by_tokens, pick_from, put_into, TokenBlocks
-from eqattn._sweep.tokens import Tokens
+from eqattn._sweep.tokens import by_tokens, pick_from, put_into, TokenRows, Tokens
 
 
-AT = {BATCH: 1, HEAD: 2, ROW: 3, COL: 4}
-LAYOUT = GridLayout(
-    (2, 3, 4, 5), (8, 12), (), tokens=(Tokens(ROW, 24, 6, group=2), Tokens(COL, 40, 8))
-)
-ROWS, COLUMNS = (BATCH, HEAD, ROW), (BATCH, HEAD, COL)
+AT = {BATCH: 1, HEAD: 2, ROW: 3}
+LAYOUT = GridLayout((2, 3, 4, 5), (8, 12), (), tokens=(Tokens(ROW, 24, 6, group=2),))
+ROWS = (BATCH, HEAD, ROW)
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("axes, tokens", [(ROWS, 12), (COLUMNS, 8)])
-def test_a_block_is_read_and_written_in_place(axes, tokens, turned):
+def test_a_block_is_read_and_written_in_place(turned):
     turn = (lambda x: jnp.swapaxes(x, -1, -2)) if turned else lambda x: x
-    x = turn(normal(0, *LAYOUT.shape(axes), tokens, 7))
-    found = by_tokens(x, axes, LAYOUT, turned)
-    assert isinstance(found, TokenBlocks)
+    x = turn(normal(0, 2, 3, 4, 12, 7))
+    found = by_tokens(x, ROWS, LAYOUT, turned)
+    assert isinstance(found, TokenRows)
     assert np.array_equal(found.blocks(LAYOUT), x)
-    assert np.array_equal(pick_from(found, axes, AT), pick(x, axes, AT))
-    new = turn(normal(1, tokens, 7))
-    assert np.array_equal(put_into(found, axes, AT, new).blocks(LAYOUT), put(x, axes, AT, new))
-
-
-def test_blocks_of_several_columns_are_added_in_place():
-    x, new = normal(0, 2, 3, 5, 8, 7), normal(1, 2, 8, 7)
-    at = AT | {COL: jnp.array([3, 1])}
-    found = add_to(by_tokens(x, COLUMNS, LAYOUT, False), COLUMNS, at, new)
-    assert np.array_equal(found.blocks(LAYOUT), add_to(x, COLUMNS, at, new))
-    assert np.array_equal(found.blocks(LAYOUT)[1, 2, 3], x[1, 2, 3] + new[0])
+    assert np.array_equal(pick_from(found, ROWS, AT), pick(x, ROWS, AT))
+    new = turn(normal(1, 12, 7))
+    assert np.array_equal(put_into(found, ROWS, AT, new).blocks(LAYOUT), put(x, ROWS, AT, new))
 
 
 def test_other_arrays_stay_blocks():
