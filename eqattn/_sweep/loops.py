@@ -20,7 +20,7 @@ from .._jax import vary, varying_axes
 from .._misc import unfolded
 from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
 from .padded_columns import block_at, PaddedColumns, without_padding
-from .tokens import pick_from, put_into, sums_by_tokens, TokenRows
+from .tokens import sums_by_tokens, TokenRows
 
 
 def _loop(lo, hi, body, state, opaque):
@@ -64,12 +64,22 @@ def _shared_table(table: Any) -> Array:
     return jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
 
 
+def _pick(x: Any, axes: tuple[int, ...], at: dict) -> Array:
+    """The block of an array at the given grid indices."""
+    return x.pick(at) if isinstance(x, TokenRows) else pick(x, axes, at)
+
+
+def _put(x: Any, axes: tuple[int, ...], at: dict, block: Array) -> Any:
+    """Replaces the block that `_pick` returns."""
+    return x.put(at, block) if isinstance(x, TokenRows) else put(x, axes, at, block)
+
+
 def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
     """The blocks of all operands at a point of the grid, the pages that it looks up included."""
     at = dict(at)
     for i, lookup in enumerate(layout.lookups):
         at[i] = pick(operands[lookup], layout.in_axes[lookup], at)
-    return [pick_from(x, a, at) for x, a in zip(operands, layout.in_axes)]
+    return [_pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
 
 
 def _is_held(x: Any, axes: tuple[int, ...], layout: GridLayout) -> bool:
@@ -137,9 +147,9 @@ class _RowVisit:
         """Visits the live columns of one row, which is at the grid indices `at`."""
         layout, axes, finish = self.layout, self.axes, self.finish
         both = zip(self.operands, layout.in_axes, self.held)
-        operands = [x if moves(a) or tied else pick_from(x, a, at) for x, a, tied in both]
+        operands = [x if moves(a) or tied else _pick(x, a, at) for x, a, tied in both]
         local = [
-            new if once else x if moves(a) else pick_from(x, a, at)
+            new if once else x if moves(a) else _pick(x, a, at)
             for x, a, new, once in zip(accs, axes, self.fresh, self.complete)
         ]
 
@@ -180,7 +190,7 @@ class _RowVisit:
                 local = _loop(end, hi, ft.partial(turn, last=True), local, opaque)
             lo = hi
         local = finish(local)
-        return [x if moves(a) else put_into(old, a, at, x) for old, x, a in zip(accs, local, axes)]
+        return [x if moves(a) else _put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
     def _several(
         self, step: Any, at: dict, operands: Sequence, lo: Any, turn: Any, local: list

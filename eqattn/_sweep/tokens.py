@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .grid import COL, GridLayout, HEAD, pick, put, ROW
+from .grid import COL, GridLayout, HEAD, ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,13 +203,3 @@ def sums_by_tokens(
         new = by_tokens(whole, place, layout, turned=backward)
         found.append(new if isinstance(new, TokenRows) else whole.reshape(x.shape))
     return found
-
-
-def pick_from(x: Any, axes: tuple[int, ...], at: dict) -> Array:
-    """The block of an array at the given grid indices."""
-    return x.pick(at) if isinstance(x, TokenRows) else pick(x, axes, at)
-
-
-def put_into(x: Any, axes: tuple[int, ...], at: dict, block: Array) -> Any:
-    """Replaces the block that `pick_from` returns."""
-    return x.put(at, block) if isinstance(x, TokenRows) else put(x, axes, at, block)

@@ -10,7 +10,7 @@ from _draw import normal
 
 from eqattn import attention, Causal
 from eqattn._sweep.grid import BATCH, COL, GridLayout, HEAD, pick, put, ROW
-from eqattn._sweep.tokens import by_tokens, pick_from, put_into, TokenRows, Tokens
+from eqattn._sweep.tokens import by_tokens, TokenRows, Tokens
 
 
 AT = {BATCH: 1, HEAD: 2, ROW: 3}
@@ -25,9 +25,9 @@ def test_a_block_is_read_and_written_in_place(turned):
     found = by_tokens(x, ROWS, LAYOUT, turned)
     assert isinstance(found, TokenRows)
     assert np.array_equal(found.blocks(LAYOUT), x)
-    assert np.array_equal(pick_from(found, ROWS, AT), pick(x, ROWS, AT))
+    assert np.array_equal(found.pick(AT), pick(x, ROWS, AT))
     new = turn(normal(1, 12, 7))
-    assert np.array_equal(put_into(found, ROWS, AT, new).blocks(LAYOUT), put(x, ROWS, AT, new))
+    assert np.array_equal(found.put(AT, new).blocks(LAYOUT), put(x, ROWS, AT, new))
 
 
 def test_other_arrays_stay_blocks():
