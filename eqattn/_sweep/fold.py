@@ -22,7 +22,7 @@ from jaxtyping import Array
 from .._carry import finite_origin, named_output
 from .._jax import ad, is_zero, jaxpr_as_fun, Literal, Primitive, vary, varying_axes
 from .centred_tangent import centred_dot, recentred
-from .fold_step import Finish, FoldStep
+from .fold_step import Finish, FoldStep, turned_queries
 from .grid import GridLayout, replaced, ROW, unsigned_zeros
 from .nonfinite import complete
 from .products import dot
@@ -184,7 +184,8 @@ def execute(
 
     if first.turned:
         query = len(args) - len(layout.in_axes)
-        args = replaced(args, [query], [jnp.swapaxes(args[query], -1, -2)])
+        rows = turned_queries(args[query], layout.in_axes[0], layout)
+        args = replaced(args, [query], [rows])
     done = Finish(finish) if results is None else dataclasses.replace(results, fn=finish)
     return ring_traverse(steps, layout, args, start, out_axes, finish=done, traverse=traverse)
 

@@ -20,6 +20,7 @@ from .._jax import vary, varying_axes
 from .._misc import unfolded
 from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
 from .padded_columns import block_at, PaddedColumns, without_padding
+from .tokens import sums_by_tokens, TokenRows
 
 
 def _loop(lo, hi, body, state, opaque):
@@ -63,12 +64,22 @@ def _shared_table(table: Any) -> Array:
     return jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
 
 
+def _pick(x: Any, axes: tuple[int, ...], at: dict) -> Array:
+    """The block of an array at the given grid indices."""
+    return x.pick(at) if isinstance(x, TokenRows) else pick(x, axes, at)
+
+
+def _put(x: Any, axes: tuple[int, ...], at: dict, block: Array) -> Any:
+    """Replaces the block that `_pick` returns."""
+    return x.put(at, block) if isinstance(x, TokenRows) else put(x, axes, at, block)
+
+
 def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
     """The blocks of all operands at a point of the grid, the pages that it looks up included."""
     at = dict(at)
     for i, lookup in enumerate(layout.lookups):
         at[i] = pick(operands[lookup], layout.in_axes[lookup], at)
-    return [pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
+    return [_pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
 
 
 def _is_held(x: Any, axes: tuple[int, ...], layout: GridLayout) -> bool:
@@ -136,9 +147,9 @@ class _RowVisit:
         """Visits the live columns of one row, which is at the grid indices `at`."""
         layout, axes, finish = self.layout, self.axes, self.finish
         both = zip(self.operands, layout.in_axes, self.held)
-        operands = [x if moves(a) or tied else pick(x, a, at) for x, a, tied in both]
+        operands = [x if moves(a) or tied else _pick(x, a, at) for x, a, tied in both]
         local = [
-            new if once else x if moves(a) else pick(x, a, at)
+            new if once else x if moves(a) else _pick(x, a, at)
             for x, a, new, once in zip(accs, axes, self.fresh, self.complete)
         ]
 
@@ -179,7 +190,7 @@ class _RowVisit:
                 local = _loop(end, hi, ft.partial(turn, last=True), local, opaque)
             lo = hi
         local = finish(local)
-        return [x if moves(a) else put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
+        return [x if moves(a) else _put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
 
     def _several(
         self, step: Any, at: dict, operands: Sequence, lo: Any, turn: Any, local: list
@@ -263,7 +274,9 @@ def traverse(
     looped = () if layout.uniform or layout.pages else (*batch, ROW, COL)
     dropped = {a for a in looped if layout.grid[a] == 1}
     thin = lambda axes: tuple(a for a in axes if a not in dropped)
-    squeeze = lambda x, a: x.reshape(layout.shape(thin(a)) + x.shape[len(a) :])
+    placed = lambda x: isinstance(x, TokenRows)
+    squeeze = lambda x, a: x if placed(x) else x.reshape(layout.shape(thin(a)) + x.shape[len(a) :])
+    whole = lambda x, a: x.reshape(layout.shape(a) + x.shape[len(thin(a)) :])
     found = _looped(
         steps,
         dataclasses.replace(layout, in_axes=tuple(map(thin, layout.in_axes))),
@@ -276,10 +289,11 @@ def traverse(
         vectorise=vectorise,
         into=into and [x if x is None else squeeze(x, a) for x, a in zip(into, axes)],
         held=[_is_held(x, a, layout) for x, a in zip(operands, layout.in_axes)],
-        mixed=varying_axes(*args),
+        mixed=varying_axes(*jax.tree.leaves(args)),
         together=together,
+        places=axes,
     )
-    return [x.reshape(layout.shape(a) + x.shape[len(thin(a)) :]) for x, a in zip(found, axes)]
+    return [x.blocks(layout) if placed(x) else whole(x, a) for x, a in zip(found, axes)]
 
 
 def _looped(
@@ -297,6 +311,7 @@ def _looped(
     held: Sequence[bool],
     mixed: frozenset,
     together: int,
+    places: Sequence[tuple[int, ...]],
 ) -> list:
     """Visits the live pairs by loops. The arguments are those of `traverse`, but
 
@@ -304,6 +319,7 @@ def _looped(
     - `outer`: the axes to loop over outside of the columns, the outermost first.
     - `held`: which operands are tied to a step, see `_read_in_turn`.
     - `mixed`: the mesh axes over which the arguments vary.
+    - `places`: the grid axes of the accumulators, those of size 1 included.
     """
     batch = () if vectorise else layout.batch
 
@@ -320,6 +336,8 @@ def _looped(
                     for a, x, y, once in zip(axes, done, start, complete)]  # fmt: skip
     if into is not None:
         accumulators = [x if old is None else old for x, old in zip(accumulators, into)]
+    elif layout.turned and layout.stage and layout.grid[ROW] > 1 and not vectorise:
+        accumulators = sums_by_tokens(accumulators, axes, places, layout, operands)
     order, ends = None, []
     table_axes = layout.table_axes or ()
     if table is not None:
@@ -328,7 +346,8 @@ def _looped(
         order, ends = itinerary(table, sorted(steps, reverse=True))
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
-    operands = [without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
+    if layout.padded:
+        operands = [without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
     how = order, ends, table_axes, axes, fresh, complete, finish, held, together
     row = _RowVisit(steps, layout, operands, *how)
 

@@ -37,6 +37,7 @@ from .._jax import (
     varying_axes,
 )
 from .._misc import accumulation_dtype
+from .fold_step import turned_queries
 from .gathering import ColumnsOfDevices
 from .grid import COL, GridLayout, moves, replaced, ROW, unsigned_zeros
 from .lowering import loops, select_lowering
@@ -169,8 +170,9 @@ def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finish
     query = len(args) - len(layout.in_axes)
     turned = layout.turned and not vectorise and args[query].ndim == len(layout.in_axes[0]) + 2
     if turned:
-        # The fold reads its queries in this form, too. So XLA copies them once instead of twice.
-        args = replaced(args, [query], [jnp.swapaxes(args[query], -1, -2)])
+        # The fold reads its queries in this form, too. So XLA copies them once, or not at all.
+        rows = turned_queries(args[query], layout.in_axes[0], layout)
+        args = replaced(args, [query], [rows])
     steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise, turned)
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
     if finishes and dtypes and layout.ring is None:

@@ -4,16 +4,22 @@ The primitives read and write blocks. Queries `[batch, tokens, heads, features]`
 before, and outputs put together afterwards. A kernel that reads tokens where they lie asks for what
 the blocks were made of: `Tokens.joined` undoes the cut. XLA drops a cut that is undone, so that
 nothing is copied.
+
+So do the loops on a CPU, with queries and with what rows return. As `TokenRows`, a row is cut from
+the tokens when it is visited, and put back there. With 8 heads of 4096 tokens, a forward needed 25
+MiB of temporary arrays and needs 17. Its gradient needed 42 and needs 26.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .grid import HEAD
+from .grid import COL, GridLayout, HEAD, ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,3 +103,103 @@ def from_heads(x: Array) -> Array:
     """Undoes `by_head`."""
     x = jnp.swapaxes(x, -3, -4)
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+class TokenRows(eqx.Module):
+    """An array whose blocks `[tokens, features]` are parts of its tokens.
+
+    **Arguments:**
+
+    - `tokens`: `[*others, tokens, heads, features]`, with the other grid axes in front.
+    - `axes`: the grid axes of the array.
+    - `cut`: how the tokens are cut into blocks.
+    - `turned`: whether blocks are `[features, tokens]` instead.
+    """
+
+    tokens: Array
+    axes: tuple[int, ...] = eqx.field(static=True)
+    cut: Tokens = eqx.field(static=True)
+    turned: bool = eqx.field(static=True)
+
+    @property
+    def dtype(self) -> Any:
+        return self.tokens.dtype
+
+    def _window(self, at: dict) -> list:
+        first = [at[a] for a in self.axes if a not in (HEAD, ROW)]
+        first += [at[ROW] * self.cut.block, at[HEAD] * self.cut.group, 0]
+        return [jnp.int32(i) for i in first]
+
+    def pick(self, at: dict) -> Array:
+        """The block at the given grid indices."""
+        start, features = self._window(at), self.tokens.shape[-1]
+        sizes = [1] * (len(start) - 3) + [self.cut.block, self.cut.group, features]
+        x = lax.dynamic_slice(self.tokens, start, sizes, allow_negative_indices=False)
+        x = jnp.swapaxes(x.reshape(sizes[-3:]), 0, 1).reshape(-1, features)
+        return x.T if self.turned else x
+
+    def put(self, at: dict, block: Array) -> "TokenRows":
+        """Replaces the block at the given grid indices."""
+        start, block = self._window(at), block.T if self.turned else block
+        block = jnp.swapaxes(block.reshape(self.cut.group, self.cut.block, -1), 0, 1)
+        block = block.reshape(*[1] * (len(start) - 3), *block.shape)
+        tokens = lax.dynamic_update_slice(self.tokens, block, start, allow_negative_indices=False)
+        return dataclasses.replace(self, tokens=tokens)
+
+    def blocks(self, layout: GridLayout) -> Array:
+        """The array as blocks."""
+        sizes = dict(zip(self.axes, layout.shape(self.axes)))
+        return self.cut.cut(self.tokens, self.axes, sizes, self.turned)
+
+
+def by_tokens(x: Array, axes: tuple[int, ...], layout: GridLayout, turned: bool) -> Any:
+    """An array of blocks as `TokenRows`, if these are whole blocks of tokens with features.
+
+    **Arguments:**
+
+    - `x`, `axes`: the array, and its grid axes.
+    - `turned`: whether its blocks are `[features, tokens]`.
+    """
+    block = x.shape[len(axes) :][:: -1 if turned else 1]
+    cut = next((t for t in layout.tokens if t.axis == ROW), None)
+    if cut is None or layout.ring is not None or COL in axes or not {HEAD, ROW} <= {*axes}:
+        return x
+    whole = isinstance(cut.count, int) and cut.count == layout.grid[ROW] * cut.block
+    if not whole or len(block) != 2 or block[0] != cut.block * cut.group or 1 in block:
+        return x
+    return TokenRows(cut.joined(x, axes, turned), axes, cut, turned)
+
+
+def _zero(operands: Sequence, dtype: Any) -> Array:
+    """The number 0, which XLA cannot know before the last of the operands."""
+    x = next(x for x in reversed(operands) if jnp.issubdtype(x.dtype, jnp.floating))
+    x = x.tokens if isinstance(x, TokenRows) else x
+    return (x.reshape(-1)[0] > jnp.inf).astype(dtype)
+
+
+def sums_by_tokens(
+    accumulators: Sequence[Array],
+    axes: Sequence[tuple[int, ...]],
+    places: Sequence[tuple[int, ...]],
+    layout: GridLayout,
+    operands: Sequence,
+) -> list:
+    """The first accumulators of a visit, by tokens where they can be.
+
+    Those of a gradient wait for the last operand, which is a cotangent. XLA:CPU would make zeros
+    ahead of the forward, and keep them in the arrays of the gradients. These now hold the numerator
+    until then. Without that, a gradient of 8 heads of 4096 tokens needs 34 MiB.
+
+    **Arguments:**
+
+    - `axes`, `places`: the grid axes of each, without and with those of size 1.
+    - `operands`: the arrays that the visit reads.
+    """
+    backward, found = layout.stage == "backward", []
+    for x, a, place in zip(accumulators, axes, places):
+        whole = x.reshape(layout.shape(place) + x.shape[len(a) :])
+        whole = whole + _zero(operands, x.dtype) if backward else whole
+        # The gradients of queries come as `[features, rows]`.
+        new = by_tokens(whole, place, layout, turned=backward)
+        found.append(new if isinstance(new, TokenRows) else whole.reshape(x.shape))
+    return found

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from _programs import DEFAULT_CODE
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, Selected
 
 
 def forward(q, k, v):
@@ -52,23 +52,32 @@ def test_linear_in_the_sequence(name):
     assert temporary(name, 4096) <= 4 * temporary(name, 1024)
 
 
-def test_a_hessian_vector_product_against_the_gradient():
-    assert temporary("hvp", 4096) <= 2 * temporary("grad", 4096)
-
-
-@pytest.mark.parametrize("name, arrays", [("grad", 5), ("grad of grad", 12.5)])
+@pytest.mark.parametrize(
+    "name, arrays", [("forward", 2), ("grad", 3.5), ("hvp", 7.5), ("grad of grad", 10)]
+)
 def test_in_arrays_of_the_size_of_the_query(name, arrays):
-    """2.5 times the limit of the gradient is that of its gradient; the gradient itself has come to
-    need less (4.3 of 5), so that their ratio is 2.9.
-    """
+    """The numerator of the forward lies where the gradient is later, and queries are not copied."""
     assert temporary(name, 4096) <= arrays * 4 * 4096 * 2 * 64
 
 
-@pytest.mark.parametrize("name, mebibytes", [("forward", 20), ("grad", 32)])
+@pytest.mark.parametrize("name, mebibytes", [("forward", 10), ("grad", 18)])
 def test_at_the_size_of_the_benchmark(name, mebibytes):
     x = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.float32)
     compiled = jax.jit(ORDERS[name]).lower(x, x, x).compile(DEFAULT_CODE)
     assert compiled.memory_analysis().temp_size_in_bytes <= mebibytes * 2**20
+
+
+def test_a_gradient_of_listed_blocks():
+    """The C library gives buffers of 32 MiB and more back to the system after each call."""
+    x = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.float32)
+    indices = jax.ShapeDtypeStruct((1, 8, 64, 6), jnp.int32)
+
+    def of_listed(indices, *args):
+        f = lambda *xs: attention(*xs, mask=Selected(indices, 64, 64)).attention_outputs.sum()
+        return jax.grad(f, (0, 1, 2))(*args)
+
+    compiled = jax.jit(of_listed).lower(indices, x, x, x).compile(DEFAULT_CODE)
+    assert compiled.memory_analysis().temp_size_in_bytes <= 26 * 2**20
 
 
 COPIED_ONCE = """
