@@ -7,7 +7,7 @@ nothing is copied.
 
 So do the loops on a CPU, with queries and with what rows return. As `TokenRows`, a row is cut from
 the tokens when it is visited, and put back there. With 8 heads of 4096 tokens, a forward needed 25
-MiB of temporary arrays and needs 17. Its gradient needed 42 and needs 26.
+MiB of temporary arrays and needs 17. Its gradient needed 42 and needs 25.
 """
 
 import dataclasses
