@@ -147,7 +147,7 @@ MUTANTS = [
         [
             ("looped = () if layout.uniform or layout.pages else (*batch, ROW, COL)", "looped = () if layout.uniform or layout.pages or layout.ragged else (*batch, ROW, COL)"),
             ("here = [jnp.int32(x) for x in (t, *at.values())]", "here = [jnp.int32(t)]"),
-            ("x if moves(a) or tied else pick(x, a, at) for x, a, tied in both", "x if moves(a) else pick(x, a, at) for x, a, tied in both"),
+            ("x if moves(a) or tied else _pick(x, a, at) for x, a, tied in both", "x if moves(a) else _pick(x, a, at) for x, a, tied in both"),
         ],
     ),
     (

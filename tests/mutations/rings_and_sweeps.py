@@ -304,4 +304,23 @@ MUTANTS = [
             ("new = jnp.maximum(accs[2], top)", "new = top"),
         ],
     ),
+    (
+        "_sweep/tokens.py",
+        "sweep/test_token_rows.py",
+        [
+            ("return x.T if self.turned else x", "return x"),
+            ("start, block = self._window(at), block.T if self.turned else block", "start = self._window(at)"),
+            ("cut.count == layout.grid[ROW] * cut.block", "cut.count <= layout.grid[ROW] * cut.block"),
+            ("first += [at[ROW] * self.cut.block, at[HEAD] * self.cut.group, 0]", "first += [at[ROW] * self.cut.block, at[HEAD], 0]"),
+            ("if cut is None or layout.ring is not None or COL in axes or", "if cut is None or layout.ring is not None or"),
+            ("by_tokens(whole, place, layout, turned=backward)", "by_tokens(whole, place, layout, turned=False)"),
+        ],
+    ),
+    (
+        "_sweep/tokens.py",
+        "sweep/test_memory.py -k listed",
+        [
+            ("whole = whole + _zero(operands, x.dtype) if backward else whole", "pass"),
+        ],
+    ),
 ]
