@@ -313,13 +313,13 @@ MUTANTS = [
             ("cut.count == layout.grid[ROW] * cut.block", "cut.count <= layout.grid[ROW] * cut.block"),
             ("first += [at[ROW] * self.cut.block, at[HEAD] * self.cut.group, 0]", "first += [at[ROW] * self.cut.block, at[HEAD], 0]"),
             ("if cut is None or layout.ring is not None or COL in axes or", "if cut is None or layout.ring is not None or"),
-            ("by_tokens(whole, place, layout, turned=backward)", "by_tokens(whole, place, layout, turned=False)"),
         ],
     ),
     (
         "_sweep/tokens.py",
-        "sweep/test_memory.py -k listed",
+        "sweep/test_memory.py -k 'listed or benchmark'",
         [
+            ("by_tokens(whole, place, layout, turned=backward)", "by_tokens(whole, place, layout, turned=False)"),
             ("whole = whole + _zero(operands, x.dtype) if backward else whole", "pass"),
         ],
     ),
