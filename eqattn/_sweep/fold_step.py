@@ -41,7 +41,7 @@ def turned_queries(x: Array, axes: tuple[int, ...], layout: GridLayout) -> Any:
     of 256 tokens took up to 1.05 of the time. So those are copied.
     """
     near = layout.stage == "fold" or x.shape[-2] <= 64
-    if near and layout.grid[ROW] > 1:
+    if near and layout.grid[ROW] != 1:
         found = by_tokens(x, axes, layout, turned=True)
         if isinstance(found, TokenRows):
             return dataclasses.replace(found, turned=False)

@@ -336,7 +336,7 @@ def _looped(
                     for a, x, y, once in zip(axes, done, start, complete)]  # fmt: skip
     if into is not None:
         accumulators = [x if old is None else old for x, old in zip(accumulators, into)]
-    elif layout.turned and layout.stage and layout.grid[ROW] > 1 and not vectorise:
+    elif layout.turned and layout.stage and layout.grid[ROW] != 1 and not vectorise:
         accumulators = sums_by_tokens(accumulators, axes, places, layout, operands)
     order, ends = None, []
     table_axes = layout.table_axes or ()
