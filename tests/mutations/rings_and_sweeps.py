@@ -317,10 +317,11 @@ MUTANTS = [
     ),
     (
         "_sweep/tokens.py",
-        "sweep/test_memory.py -k 'listed or benchmark'",
+        "sweep/test_memory.py -k 'listed or benchmark or few_queries'",
         [
             ("by_tokens(whole, place, layout, turned=backward)", "by_tokens(whole, place, layout, turned=False)"),
-            ("whole = whole + _zero(operands, x.dtype) if backward else whole", "pass"),
+            ("whole = whole + _zero(operands, x.dtype) if late else whole", "pass"),
+            ("late = backward and _wait(accumulators, operands)", "late = backward"),
         ],
     ),
 ]

@@ -70,6 +70,13 @@ def test_at_the_size_of_the_benchmark(name, heads, mebibytes):
     assert compiled.memory_analysis().temp_size_in_bytes <= mebibytes * 2**20
 
 
+def test_a_gradient_of_few_queries():
+    """Its gradients of keys and values are larger than any numerator, and lie in the results."""
+    q, k = (jax.ShapeDtypeStruct((1, *x, 64), jnp.float32) for x in ((32, 128), (32768, 1)))
+    compiled = jax.jit(ORDERS["grad"]).lower(q, k, k).compile(DEFAULT_CODE)
+    assert compiled.memory_analysis().temp_size_in_bytes <= 19 * 2**20
+
+
 def test_a_gradient_of_listed_blocks():
     """The C library gives buffers of 32 MiB and more back to the system after each call."""
     x = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.float32)
