@@ -202,6 +202,11 @@ def zero_tangent(x):
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
+def compiles_for_cpu(ctx) -> bool:
+    """Whether the module that is lowered is for a CPU only."""
+    return tuple(ctx.module_context.platforms) == ("cpu",)
+
+
 def partitioned_automatically(ctx) -> bool:
     """Whether the compiler will split the module that is lowered over several devices.
 
@@ -247,7 +252,7 @@ CALLS = {
     primitives.custom_jvp_call_p: "call_jaxpr",
     primitives.custom_vjp_call_p: "call_jaxpr",
 }
-"""Calls that what has no derivative replaces by their bodies, and the names of these."""
+"""Calls that an interpreter replaces by their bodies, and the parameters that hold these."""
 
 
 def interpret(jaxpr, consts, args, evaluate, literal=literal_value) -> list:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._jax import partitioned_automatically
+from .._jax import compiles_for_cpu, partitioned_automatically
 from .._misc import at_most
 from .grid import GridLayout, ROW
 from .several_columns import columns_together
@@ -257,12 +257,11 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
         return True
     if layout.ragged:
         return not partitioned_automatically(ctx)
-    cpu = tuple(ctx.module_context.platforms) == ("cpu",)
     logits = math.prod(layout.block)
     small = at_most(logits, 2**12)
     if not layout.grid[ROW] == layout.columns == 1:
         small = small and at_most(math.prod(layout.shape(layout.batch)) * logits, 2**17)
-    return cpu and not small and not partitioned_automatically(ctx)
+    return compiles_for_cpu(ctx) and not small and not partitioned_automatically(ctx)
 
 
 def loops(vectorise: bool, n: int = 1) -> dict[str, Any]:
@@ -384,8 +383,7 @@ class XLALowering(Lowering):
     def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
         del visits
         vectorise = not loops_over_batch(ctx, layout)
-        several = layout.live_pairs and not vectorise
-        return loops(vectorise, columns_together(ctx, layout) if several else 1)
+        return loops(vectorise, 1 if vectorise else columns_together(ctx, layout))
 
 
 XLA = XLALowering()

@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
-from .._jax import CALLS, evaluated, interpret, Literal
+from .._jax import CALLS, compiles_for_cpu, evaluated, interpret, Literal
 from .grid import GridLayout, ROW
 from .products import dot_p
 
@@ -35,8 +35,7 @@ def columns_together(ctx: Any, layout: GridLayout) -> int:
     """How many columns loops visit in one step, such that few or none are left of those listed. It
     is more than 1 for lists of blocks on a CPU.
     """
-    cpu = tuple(ctx.module_context.platforms) == ("cpu",)
-    if not cpu or not layout.live_pairs or layout.stage == "top":
+    if not compiles_for_cpu(ctx) or not layout.live_pairs or layout.stage == "top":
         return 1
     keys, rows = layout.block
     listed = layout.live_pairs // layout.grid[ROW]

@@ -8,35 +8,15 @@ import pytest
 
 from eqattn import stats
 
-from . import bound, oracle
+from . import bound, of_keys, oracle
 from .build import build
-from .cases import covering, invalid, name_of, needs_x64
+from .cases import needs_x64
 from .library import call_of_keys
-from .test_conformance import mesh_of, part_of, wants_slow_cases
-
-
-# No kernel computes a statistic of its own, and cascades have none.
-TARGETS = ("blockwise", 1), ("dense", 1), ("ring", 2), ("ragged", 1)
-MORE = ("ring", 4), ("ulysses", 2), ("all_gather", 2), ("paged", 1), ("latent", 1)
-MORE += ("int8", 1), ("ring_buffer", 1)
-
-
-def read(cases) -> list:
-    return [case for case in cases if case["target"] in TARGETS + MORE and invalid(case) is None]
+from .test_conformance import mesh_of
 
 
 def pytest_generate_tests(metafunc):
-    """The default run takes two cases."""
-    if metafunc.function is test_3wise:
-        cases = part_of(read(covering(3))) if wants_slow_cases(metafunc) else []
-        metafunc.parametrize("case", cases, ids=name_of)
-    elif metafunc.function is test_pairwise:
-        cases = read(covering(2))
-        taken = {c["target"]: c for c in cases if c["length"] == (32, 48)}
-        taken = [taken[target] for target in (("blockwise", 1), ("ring", 2))]
-        marks = lambda case: () if case in taken else pytest.mark.slow
-        params = [pytest.param(case, id=name_of(case), marks=marks(case)) for case in cases]
-        metafunc.parametrize("case", params)
+    of_keys.parametrize(metafunc, targets=(("blockwise", 1), ("ring", 2)))
 
 
 def statistics(q, k, strategy, **options):

@@ -15,37 +15,19 @@ import pytest
 
 import eqattn
 
-from . import bound, oracle
+from . import bound, of_keys, oracle
 from .build import build, Built
-from .cases import covering, invalid, name_of, needs_x64
+from .cases import needs_x64
 from .library import call_of_keys
-from .test_conformance import mesh_of, part_of, wants_slow_cases
+from .test_conformance import mesh_of
 
 
-# No kernel ranks keys, lists of keys are not ranked, nor are keys that devices have apart.
-TARGETS = ("blockwise", 1), ("dense", 1), ("ring", 2), ("ragged", 1)
-MORE = ("ring", 4), ("ulysses", 2), ("all_gather", 2), ("paged", 1), ("latent", 1)
-MORE += ("int8", 1), ("ring_buffer", 1)
 FORWARD = "jvp", "linearize"
 
 
-def ranked(cases) -> list:
-    """The cases in which keys can be ranked. A list has at least one."""
-    fits = lambda c: c["target"] in TARGETS + MORE and c["mask"] != "selected" and c["length"][1]
-    return [case for case in cases if fits(case) and invalid(case) is None]
-
-
 def pytest_generate_tests(metafunc):
-    """The default run takes a case of each strategy."""
-    if metafunc.function is test_3wise:
-        cases = part_of(ranked(covering(3))) if wants_slow_cases(metafunc) else []
-        metafunc.parametrize("case", cases, ids=name_of)
-    elif metafunc.function is test_pairwise:
-        cases = ranked(covering(2))
-        taken = {c["target"]: c for c in cases if c["length"] == (32, 48)}.values()
-        marks = lambda case: () if case in taken else pytest.mark.slow
-        params = [pytest.param(case, id=name_of(case), marks=marks(case)) for case in cases]
-        metafunc.parametrize("case", params)
+    """Lists of keys are not ranked, and a list has at least one key."""
+    of_keys.parametrize(metafunc, fits=lambda c: c["mask"] != "selected" and c["length"][1])
 
 
 def count_of(case) -> int:

@@ -186,7 +186,7 @@ MUTANTS = [
         "_sweep/lowering.py",
         "sweep/test_sweep.py -k visits",
         [
-            ("return cpu and not small and not partitioned_automatically(ctx)", "return False"),
+            ("return compiles_for_cpu(ctx) and not small and not partitioned_automatically(ctx)", "return False"),
         ],
     ),
     (

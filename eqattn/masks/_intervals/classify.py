@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax import interpret, Literal, only_varies, primitives as P
+from ..._jax import CALLS, interpret, Literal, only_varies, primitives as P
 from ..._misc import at_most, iota, is_known, unfolded
 from ..._pairs import canonical, Operand
 from .elementwise import clamp, EXACT, floor_divide, REFLEXIVE, remainder, RULES
@@ -31,13 +31,7 @@ from .structural import ARRAY_RULES, block_ends, convert, expand, select, too_la
 
 
 # The primitives that evaluate a jaxpr once, and the parameter that holds it.
-_INLINE = {
-    P.jit_p: "jaxpr",
-    P.closed_call_p: "call_jaxpr",
-    P.remat_p: "jaxpr",
-    P.custom_jvp_call_p: "call_jaxpr",
-    P.custom_vjp_call_p: "call_jaxpr",
-}
+_INLINE = CALLS | {P.closed_call_p: "call_jaxpr", P.remat_p: "jaxpr"}
 # What `//` and `%` of `jnp` call their jitted definitions. The equations inside correct a quotient
 # that was rounded towards zero, by comparisons of variables that intervals bound one by one. The
 # rule of the whole is exact instead.
