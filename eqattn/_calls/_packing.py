@@ -4,6 +4,7 @@ import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -67,7 +68,9 @@ class Places(NamedTuple):
     token_offset: Array  # [n]: the place of a query within that block
 
 
+@ft.partial(jax.jit, static_argnums=(1, 2))
 def places_of(boundaries: Array, n: int, size: int) -> Places:
+    """Where `n` packed queries lie in blocks of `size`. `boundaries` are those of their rows."""
     rows = len(boundaries) - 1
     # A row of `c` queries has `ceil(c / size)` blocks, at most `(c + size - 1) / size`. The sum of
     # that is a static bound, as shapes must be static. The blocks beyond are not live.
@@ -88,6 +91,7 @@ def places_of(boundaries: Array, n: int, size: int) -> Places:
     return Places(row, live, first, tokens, token_block, within % size)
 
 
+@jax.jit
 def queries_of(packed: Array, place: Places) -> Array:
     """The queries of each block, and zeros for padding."""
     if not len(packed):
@@ -95,6 +99,7 @@ def queries_of(packed: Array, place: Places) -> Array:
     return jnp.take(packed, place.tokens, axis=0, mode="fill", fill_value=0)
 
 
+@jax.jit
 def packed_output(output: AttentionOutput, place: Places) -> AttentionOutput:
     """Packs the output of the blocks again. Padding gets the output of a query that sees no key."""
     blocks, low = len(place.row), -jnp.inf

@@ -274,6 +274,7 @@ def _levels_of(table: Array, lengths: Array, size: int, levels: int) -> list[_Gr
     return found
 
 
+@ft.partial(jax.jit, static_argnums=2)
 def _groups_of(table: Array, lengths: Array, size: int, starts: Array) -> _Groups:
     """Which rows share tokens beyond those that all rows of a larger group share, and how many.
 

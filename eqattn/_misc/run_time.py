@@ -25,6 +25,11 @@ def raise_if(x: Int[Array, "..."], wrong: Bool[Any, "..."], message: str) -> Int
         wrong = bool(wrong.any())
     if isinstance(wrong, bool):
         return eqx.error_if(x, wrong, message)
+    return _raised(x, wrong, message)
+
+
+@ft.partial(jax.jit, static_argnums=2, inline=True)
+def _raised(x: Array, wrong: Array, message: str) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     zero = raise_p.bind(jnp.any(wrong), message=message, mesh=mesh)
     # With `EQX_ON_ERROR=nan`, Equinox does not raise, and makes it the largest number.

@@ -17,6 +17,7 @@ from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_floati
 from .._misc.run_time import raise_if
 from .._pairs import Operand
 from .._problem.bits import Bits
+from .._problem.jit_cache import cached
 from .._problem.key_shards import stored_specs
 from .._problem.mesh import on_mesh_of
 from .._problem.storage import check_computable
@@ -170,16 +171,23 @@ def pool_specs(cache: Any, axis_name: str) -> dict[int, P]:
     return {id(x): P(axis_name) for x in jax.tree.leaves((cache.key_pages, cache.value_pages))}
 
 
-def keeps_shardings(append: _Method) -> _Method:
-    """A decorator of `append`. On a mesh with explicit axes, JAX does not write one sharded array
-    into another. So there the compiler propagates shardings, and the arrays of the new cache are
-    sharded as those of the old one.
+def appends(append: _Method) -> _Method:
+    """A decorator of `append`, which then gets arrays that fit the cache, and counts that are int32
+    `[b]`. Outside of `jax.jit` it runs as one program.
+
+    On a mesh with explicit axes, JAX does not write one sharded array into another. So there the
+    compiler propagates shardings, and the arrays of the new cache are sharded as those of the old
+    one.
     """
 
+    def run(self: Any, key: Array, value: Array, counts: Array | None) -> Any:
+        return append(self, key, value, _taken(self, key, counts))
+
+    program = cached(run)
+
     @ft.wraps(append)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = lambda self, args, kwargs: append(self, *args, **kwargs)
-        return _sharded_alike(run, self, args, kwargs)
+    def wrapped(self: Any, key: Any, value: Any, counts: Any = None) -> Any:
+        return _sharded_alike(program, self, *_check_new(self, key, value, counts))
 
     return wrapped  # pyright: ignore[reportReturnType]
 
@@ -188,8 +196,12 @@ def with_rows(cache: _Cache, rows: Any) -> _Cache:
     """The cache with the rows at these indices. Rows are the first axis of each of its arrays."""
     rows = check_rows(cache, rows)  # pyright: ignore[reportArgumentType]
     as_many = rows.shape == cache.length.shape  # pyright: ignore[reportAttributeAccessIssue]
-    take = lambda cache, rows: jax.tree.map(lambda x: x[rows], cache)
-    return _sharded_alike(take, cache, rows, rows_stay=as_many)
+    return _sharded_alike(_of_rows, cache, rows, rows_stay=as_many)
+
+
+@cached
+def _of_rows(cache: Any, rows: Array) -> Any:
+    return jax.tree.map(lambda x: x[rows], cache)
 
 
 def _sharded_alike(run: Callable, cache: Any, *args: Any, rows_stay: bool = True) -> Any:
@@ -235,10 +247,10 @@ def checked_dims(dtype: Any, head_dim: Any, value_dim: Any, **sizes: Any) -> tup
     return head_dim, head_dim if value_dim is None else value_dim
 
 
-def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Array:
-    """Checks new keys and values, and returns how many tokens each row takes, int32 `[b]`.
+def _check_new(cache: AbstractCache, key: Any, value: Any, counts: Any) -> tuple[Any, Any, Any]:
+    """Returns new keys, values and counts as arrays, but counts of None as they are.
 
-    **Raises:** `ValueError` with both shapes if keys, values or counts do not fit the cache.
+    **Raises:** `ValueError` with both shapes if they do not fit the cache.
     """
     key, value = as_array(key, "key"), as_array(value, "value")
     (b, _, *heads), (_, _, *value_heads) = cache.key.shape, cache.value.shape
@@ -251,16 +263,23 @@ def check_new(cache: AbstractCache, key: Array, value: Array, counts: Any) -> Ar
         )
     check_floating(key=key, value=value)
     if counts is None:
-        return jnp.full(b, key.shape[1], jnp.int32)
+        return key, value, None
     counts = as_int32(counts, "counts")
     if counts.shape not in ((), (b,)):
         raise ValueError(
             f"counts must be an int or integers [{b}], got {counts.dtype} {counts.shape}."
         )
+    return key, value, counts
+
+
+def _taken(cache: AbstractCache, key: Array, counts: Array | None) -> Array:
+    """How many of the new tokens each row takes, int32 `[b]`, checked when the program runs."""
+    b, t = key.shape[:2]
+    if counts is None:
+        return jnp.full(b, t, jnp.int32)
     counts = jnp.broadcast_to(jnp.asarray(counts), (b,))
-    wrong = (counts < 0) | (counts > key.shape[1])
-    message = f"counts must be between 0 and the number of new tokens, {key.shape[1]}"
-    return raise_if(counts, wrong, message)
+    message = f"counts must be between 0 and the number of new tokens, {t}"
+    return raise_if(counts, (counts < 0) | (counts > t), message)
 
 
 def check_lengths(lengths: Any, now: Array) -> Array:
@@ -324,16 +343,12 @@ def within_capacity(length: Array, capacity: int) -> Array:
     return raise_if(length, length > capacity, message)
 
 
-def write_slots(
-    cache: AbstractCache, key: Array, value: Array, counts: Array | None, capacity: int
-) -> tuple[Array, Array]:
-    """The places `[b, t]` of new tokens in a cache that keeps all of them, and the new lengths.
+def write_slots(cache: AbstractCache, t: int, counts: Any, capacity: int) -> tuple[Array, Array]:
+    """The places `[b, t]` of `t` new tokens in a cache that keeps all of them, and the new lengths.
 
     Tokens that a row does not take get places after the capacity, where nothing is written. These
     places are distinct, as the scatter promises unique indices.
     """
-    counts = check_new(cache, key, value, counts)
-    length = cache.length + counts
-    length = within_capacity(length, capacity)
-    position = new_positions(cache, key.shape[1])
+    length = within_capacity(cache.length + counts, capacity)
+    position = new_positions(cache, t)
     return jnp.where(position < length[:, None], position, capacity + position), length

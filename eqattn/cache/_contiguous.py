@@ -9,11 +9,11 @@ from .._misc import int32_field
 from .._problem.storage import AbstractStored
 from ._base import (
     AbstractCache,
+    appends,
     check_lengths,
     check_row_shapes,
     checked_dims,
     empty_pair,
-    keeps_shardings,
     with_rows,
     write_slots,
 )
@@ -62,14 +62,14 @@ class KVCache(AbstractCache):
         key, value = empty_pair((batch, capacity, kv_heads), dims, dtype, bits)
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
-    @keeps_shardings
+    @appends
     def append(
         self,
         key: Float[Array, "b t k d"],
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "KVCache":
-        slots, length = write_slots(self, key, value, counts, self.key.shape[1])
+        slots, length = write_slots(self, key.shape[1], counts, self.key.shape[1])
         return KVCache(write(self.key, key, slots), write(self.value, value, slots), length)
 
     def truncate(self, lengths: Int[Array, " b"]) -> "KVCache":

@@ -23,8 +23,16 @@ from ._base import rows_as_array
 
 def pages_of(table: Any) -> Any:
     """The pages of a table's entries, of those that rows share, too. -1 stays -1."""
-    xp = np if isinstance(table, np.ndarray) else jnp
-    return xp.where(table < -1, -2 - table, table)
+    return (
+        _pages_of(table)
+        if isinstance(table, jax.Array)
+        else np.where(table < -1, -2 - table, table)
+    )
+
+
+@jax.jit
+def _pages_of(table: Array) -> Array:
+    return jnp.where(table < -1, -2 - table, table)
 
 
 def like(old: Array, new: np.ndarray) -> Array:
@@ -143,6 +151,7 @@ def shared(
     return table, rows
 
 
+@jax.jit
 def doubled(table: Array, rows: Array) -> Array:
     """The table of the rows at these indices. Rows that occur twice share their pages."""
     many = (jnp.bincount(rows, length=len(table)) > 1)[rows]

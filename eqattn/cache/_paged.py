@@ -13,12 +13,11 @@ from .._misc.run_time import raise_if
 from .._problem.storage import AbstractStored, as_stored, Pages, Quantized
 from ._base import (
     AbstractCache,
+    appends,
     check_lengths,
-    check_new,
     check_rows,
     checked_dims,
     empty_store,
-    keeps_shardings,
     new_positions,
     pool_specs,
     rows_as_array,
@@ -135,7 +134,7 @@ class PagedKVCache(AbstractCache):
     def _key_specs(self, axis_name: str) -> dict[int, P]:
         return pool_specs(self, axis_name)
 
-    @keeps_shardings
+    @appends
     def append(
         self,
         key: Float[Array, "b t k d"],
@@ -246,13 +245,12 @@ def write_pages(
 
     - `cache`: the cache that they are appended to.
     - `table`: the page in these pools of each part of a row, int32 `[b, n]`; below 0 it has none.
-    - `key`, `value`, `counts`: those of `append`.
+    - `key`, `value`, `counts`: those that `appends` gives to `append`.
     - `layer`: the index of the layer, where pools have all of them. It is an index of the scatter,
         as the axes of the pools stay what they are: see `scatter`.
 
     **Returns:** the pools, and the new lengths.
     """
-    counts = check_new(cache, key, value, counts)
     held, *_, size = as_stored(pools[0]).shape[: 2 + len(layer)]
     rows, parts = table.shape
     length = within_capacity(cache.length + counts, parts * size)

@@ -9,9 +9,9 @@ from .._misc import int32_field
 from .._problem.storage import Quantized
 from ._base import (
     AbstractCache,
+    appends,
     check_lengths,
     checked_dims,
-    keeps_shardings,
     with_rows,
     write_slots,
 )
@@ -59,14 +59,14 @@ class QuantizedKVCache(AbstractCache):
         )
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
-    @keeps_shardings
+    @appends
     def append(
         self,
         key: Float[Array, "b t k d"],
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "QuantizedKVCache":
-        slots, length = write_slots(self, key, value, counts, self.key.shape[1])
+        slots, length = write_slots(self, key.shape[1], counts, self.key.shape[1])
         return QuantizedKVCache(
             write(self.key, key, slots),
             write(self.value, value, slots),

@@ -10,12 +10,11 @@ from .._misc import as_size, int32_field
 from .._problem.storage import AbstractStored
 from ._base import (
     AbstractCache,
+    appends,
     check_lengths,
-    check_new,
     check_row_shapes,
     checked_dims,
     empty_pair,
-    keeps_shardings,
     new_positions,
     with_rows,
 )
@@ -104,15 +103,14 @@ class RingBufferCache(AbstractCache):
         held = jnp.full((batch, capacity), -1, jnp.int32)
         return cls(key, value, held, jnp.zeros(batch, jnp.int32), sinks)
 
-    @keeps_shardings
+    @appends
     def append(
         self,
         key: Float[Array, "b t k d"],
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "RingBufferCache":
-        counts = check_new(self, key, value, counts)
-        t, capacity = jnp.shape(key)[1], self.key.shape[1]
+        t, capacity = key.shape[1], self.key.shape[1]
         if t > capacity - self.sinks:
             beside = f" with sinks={self.sinks}" if self.sinks else ""
             raise ValueError(
@@ -120,14 +118,15 @@ class RingBufferCache(AbstractCache):
                 f"{capacity - self.sinks} at a time; append them in parts, so that each part is "
                 "attended to before it is overwritten."
             )
+        length = self.length + counts  # pyright: ignore[reportOperatorIssue]
         position = new_positions(self, t)
-        kept = position < (self.length + counts)[:, None]
+        kept = position < length[:, None]
         slots = jnp.where(kept, self._places(position), capacity + position)
         return RingBufferCache(
             write(self.key, key, slots),
             write(self.value, value, slots),
             write(self.held, position, slots),
-            self.length + counts,
+            length,
             self.sinks,
         )
 

@@ -13,11 +13,11 @@ from .._problem.stack_layer import StackLayer
 from .._problem.storage import AbstractStored
 from ._base import (
     AbstractCache,
+    appends,
     check_lengths,
     check_rows,
     checked_dims,
     empty_pair,
-    keeps_shardings,
     shardings_of,
     write_slots,
 )
@@ -145,14 +145,14 @@ class LayerCache(AbstractLayerCache):
         lengths = self.stack.length.at[self.index].set(length)
         return LayerCache(StackedKVCache(key, value, lengths), self.index)  # pyright: ignore[reportCallIssue]
 
-    @keeps_shardings
+    @appends
     def append(
         self,
         key: Float[Array, "b t k d"],
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "LayerCache":
-        slots, length = write_slots(self, key, value, counts, self.stack.key.shape[2])
+        slots, length = write_slots(self, key.shape[1], counts, self.stack.key.shape[2])
         key = write(self.stack.key, key, slots, self.index)
         return self._with(key, write(self.stack.value, value, slots, self.index), length)
 

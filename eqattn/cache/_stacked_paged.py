@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 from .._misc import as_size, int32_field
 from .._problem.storage import as_stored, Pages
 from ._base import (
+    appends,
     check_lengths,
     check_rows,
     checked_dims,
-    keeps_shardings,
     pool_specs,
     shardings_of,
 )
@@ -144,7 +144,7 @@ class PagedLayerCache(AbstractLayerCache):
         """The table for pools in which the pages of all layers lie one after the other."""
         return jnp.where(table < 0, -1, table * self.stack.length.shape[0] + self.index)
 
-    @keeps_shardings
+    @appends
     def append(
         self,
         key: Float[Array, "b t k d"],

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _caches import B, CAPACITY, D, EXACT, K, MAKE, paged, step, tokens, V, whole
+from _compiled import programs
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Ragged, SlidingWindow, Tree
 from eqattn.cache import KVCache, PagedKVCache, Pages, Quantized, QuantizedKVCache, RingBufferCache
@@ -210,8 +211,21 @@ def test_too_many_tokens_raise(name):
             cache.append(k, v)
         return
     full = cache.append(k[:, 1:], v[:, 1:])
-    with pytest.raises(Exception, match="cache is full"):
-        jax.block_until_ready(jax.jit(lambda c: c.append(k[:, :1], v[:, :1]))(full))
+    more = lambda c: c.append(k[:, :1], v[:, :1])
+    for append in (jax.jit(more), more):
+        with pytest.raises(Exception, match="cache is full"):
+            jax.block_until_ready(append(full))
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_an_append_outside_of_jit_is_one_program(name):
+    """It was up to 21. Another has the same one, and as many tokens as it is told."""
+    _, k, v = tokens(3, jnp.float32)
+    cache, counts = MAKE[name](jnp.float32), np.array([3, 1, 2], np.int32)
+    assert programs(lambda: cache.append(k, v, counts)) == 1
+    once = cache.append(k, v, counts)
+    assert programs(lambda: once.append(k, v, counts[::-1].copy())) == 0
+    assert once.append(k, v, counts[::-1].copy()).length.tolist() == [5, 2, 5]
 
 
 def test_wrong_arguments_raise(unchecked):

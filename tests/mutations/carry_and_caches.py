@@ -60,7 +60,7 @@ MUTANTS = [
             ("jnp.where(position < length[:, None], position, capacity + position), length", "position, length"),
             ("jnp.where(position < length[:, None], position, capacity + position), length", "jnp.where(position <= length[:, None], position, capacity + position), length"),
             ("return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]", "return 0 * cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]"),
-            ("length = cache.length + counts", "length = cache.length + key.shape[1]"),
+            ("within_capacity(cache.length + counts, capacity)", "within_capacity(cache.length + t, capacity)"),
         ],
     ),
     (
@@ -119,7 +119,8 @@ MUTANTS = [
         "cache/_base.py",
         "cache/test_cache.py -k 'raise or errors or arguments or ints'",
         [
-            ("wrong = (counts < 0) | (counts > key.shape[1])", "wrong = counts < 0"),
+            ("raise_if(counts, (counts < 0) | (counts > t), message)", "raise_if(counts, counts < 0, message)"),
+            ("return _sharded_alike(program, self", "return _sharded_alike(run, self"),
             ("raise_if(rows, (rows < 0) | (rows >= n)", "raise_if(rows, rows < 0"),
             ("return raise_if(length, length > capacity, message)", "return length"),
             ("fits = fits and (*value.shape[:2], *value.shape[2:]) == (b, key.shape[1], *value_heads)", "pass"),
@@ -130,11 +131,11 @@ MUTANTS = [
         "cache/_ring_buffer.py",
         CONTENTS,
         [
-            ("kept = position < (self.length + counts)[:, None]", "kept = position >= 0"),
-            ("kept = position < (self.length + counts)[:, None]", "kept = position <= (self.length + counts)[:, None]"),
+            ("kept = position < length[:, None]", "kept = position >= 0"),
+            ("kept = position < length[:, None]", "kept = position <= length[:, None]"),
             ("jnp.where(kept, self._places(position), capacity + position)", "jnp.where(kept, position, capacity + position)"),
             ("write(self.held, position, slots)", "self.held"),
-            ("self.length + counts,\n            self.sinks,", "self.length + t,\n            self.sinks,"),
+            ("length = self.length + counts", "length = self.length + t"),
             ("jnp.where(self.held < lengths[:, None], self.held, -1)", "self.held"),
             ("jnp.where(self.held < lengths[:, None], self.held, -1)", "jnp.where(self.held <= lengths[:, None], self.held, -1)"),
             ("jnp.full((batch, capacity), -1, jnp.int32)", "jnp.full((batch, capacity), 0, jnp.int32)"),

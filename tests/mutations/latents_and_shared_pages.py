@@ -20,7 +20,8 @@ MUTANTS = [
             ("parts = -(-tokens // page_size)", "parts = tokens // page_size"),
             ("jnp.where(many[:, None] & (table >= 0), -2 - table, table)", "table"),
             ("if tokens > length[from_row]:", "if False:"),
-            ("return xp.where(table < -1, -2 - table, table)", "return table"),
+            ("return np.where(table < -1, -2 - table, table)", "return table"),
+            ("return jnp.where(table < -1, -2 - table, table)", "return table"),
         ],
     ),
     (
