@@ -23,11 +23,9 @@ from ._base import rows_as_array
 
 def pages_of(table: Any) -> Any:
     """The pages of a table's entries, of those that rows share, too. -1 stays -1."""
-    return (
-        _pages_of(table)
-        if isinstance(table, jax.Array)
-        else np.where(table < -1, -2 - table, table)
-    )
+    if isinstance(table, jax.Array):
+        return _pages_of(table)
+    return np.where(table < -1, -2 - table, table)
 
 
 @jax.jit
