@@ -131,9 +131,7 @@ class Program:
     def __init__(self, plan: Plan, refs: Sequence, again: bool):
         self.plan, self.again, refs = plan, again, list(refs)
         self.program, count = triton.program_id(0), len(plan.results)
-        self.check = None
-        if plan.spreads:
-            self.check = refs.pop(0 if again else -1)
+        self.check: Any = refs.pop(0 if again else -1) if plan.spreads else None
         self.q, self.k, self.v = (refs.pop(0) for _ in range(3))
         listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
