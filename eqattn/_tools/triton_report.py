@@ -165,9 +165,11 @@ def compiled(name: str, chip: str) -> dict[str, dict[str, Any]]:
         for kernel in cubins(program.runtime_executable().serialize()):
             resources, listing = taken_apart(kernel)
             for of, number in re.findall(r"\beqattn_([a-z_]+?)(?:__(\d+))?:", resources):
+                if of.endswith("_again"):
+                    continue  # It seldom does anything.
                 row = name + gpu_report.KERNELS[of] + (f" {int(number) + 1}" if number else "")
                 if row not in found:
-                    row_of = figures(resources, listing)
+                    row_of = figures(resources, listing, cleans=of != "fold")
                     found[row] = row_of | {"temporary": temporary}
     if not found:
         raise ValueError("no machine code was found in the program that XLA made")
@@ -193,11 +195,17 @@ def resource(resources: str, name: str) -> int:
     return max(int(x) for x in re.findall(rf"\b{name}:(\d+)", resources))
 
 
-def figures(resources: str, listing: str) -> dict[str, Any]:
-    """What the tools say, as numbers."""
+def figures(resources: str, listing: str, cleans: bool = True) -> dict[str, Any]:
+    """What the tools say, as numbers.
+
+    **Arguments:**
+
+    - `cleans`: whether a kernel of several loops has one for what is not finite. Folds have another
+        kernel for it, which is left out.
+    """
     bodies = hot_loops(listing, "H?MMA|FFMA", LEAST_EXPONENTIALS)
     # The last of several replaces what is not finite, and runs only where there is some.
-    bodies = bodies[: max(len(bodies) - 1, 1)]
+    bodies = bodies[: max(len(bodies) - cleans, 1)]
     memory = re.compile(r"\b(LDL|STL)\b")
     return dict(
         stack=resource(resources, "STACK"),

@@ -12,7 +12,7 @@ def kernels(f, *args) -> int:
     return len(first_visits(text_of(f, *args)))
 
 
-def first_visits(text: str) -> list[str]:
+def first_visits(text: str, kernel: str = "@mosaic_gpu_v2") -> list[str]:
     """The lines of a program with a kernel that is the first to visit its blocks."""
-    found = [x for x in text.splitlines() if "@mosaic_gpu_v2" in x]
+    found = [x for x in text.splitlines() if kernel in x]
     return [x for x in found if "output_operand_alias" not in x]

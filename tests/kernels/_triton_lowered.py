@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from _gpu_lowered import first_visits as first_visits_of
 
 
 CHIP: Any = jax.sharding.AbstractDevice(
@@ -18,5 +19,10 @@ def text_of(f, *args, axis="x", size=1) -> str:
 
 
 def kernels(f, *args, **mesh) -> int:
-    """How many there are."""
-    return text_of(f, *args, **mesh).count("@__gpu$xla.gpu.triton(")
+    """How many there are, without those of second visits."""
+    return len(first_visits(text_of(f, *args, **mesh)))
+
+
+def first_visits(text: str) -> list[str]:
+    """The lines of a program with a kernel that is the first to visit its blocks."""
+    return first_visits_of(text, "@__gpu$xla.gpu.triton(")

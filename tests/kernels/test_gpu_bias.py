@@ -2,12 +2,12 @@
 
 from typing import Any
 
+import _gpu_lowered
+import _triton_lowered
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _gpu_lowered import first_visits, text_of
-from _triton_lowered import text_of as triton_text_of
 from conformance import bound, oracle, oracle_masks as om
 from conformance.cases import covering, invalid
 from conformance.test_conformance import check
@@ -29,6 +29,7 @@ newest = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="the kernel is written for jax 0.12 and newer"
 )
 B, T, S, H, K, D, V = 2, 72, 100, 4, 2, 16, 24
+LOWERED = dict(cuda=_gpu_lowered, triton=_triton_lowered)
 EITHER = pytest.mark.parametrize("backend", [pytest.param("cuda", marks=newest), "triton"])
 
 
@@ -81,11 +82,8 @@ def lowered(backend, q, k, v, bias, mask: Any = Causal(), **fields):
     """How many kernels the gradients of a call have, and how many loops of XLA."""
     how = strategy(backend, **{"platform": "pallas"} | fields)
     f = lambda *xs: attention(*xs[:3], how, mask=mask, bias=xs[3]).attention_outputs.sum()
-    text = (text_of if backend == "cuda" else triton_text_of)(
-        jax.grad(f, (0, 1, 2, 3)), q, k, v, bias
-    )
-    count = len(first_visits(text)) if backend == "cuda" else text.count("@__gpu$xla.gpu.triton(")
-    return count, text.count("stablehlo.while")
+    text = LOWERED[backend].text_of(jax.grad(f, (0, 1, 2, 3)), q, k, v, bias)
+    return len(LOWERED[backend].first_visits(text)), text.count("stablehlo.while")
 
 
 SHAPES = {
@@ -257,8 +255,6 @@ def test_beside_a_table_of_differences(backend):
         out = attention(q, k, v, how, mask=Causal(), bias=bias, score=score)
         return out.attention_outputs.sum()
 
-    text = (text_of if backend == "cuda" else triton_text_of)(
-        jax.grad(loss, (0, 1, 2, 3)), q, k, v, jnp.zeros(SHAPES["own"], q.dtype)
-    )
-    count = len(first_visits(text)) if backend == "cuda" else text.count("@__gpu$xla.gpu.triton(")
-    assert count == 3 and "stablehlo.while" in text
+    bias = jnp.zeros(SHAPES["own"], q.dtype)
+    text = LOWERED[backend].text_of(jax.grad(loss, (0, 1, 2, 3)), q, k, v, bias)
+    assert len(LOWERED[backend].first_visits(text)) == 3 and "stablehlo.while" in text

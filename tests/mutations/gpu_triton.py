@@ -13,9 +13,14 @@ MUTANTS = [
         FINITE,
         [
             ("state = acc, den + poison, top", "pass"),
-            ("state = triton.unless_finite(state[:1], again, state)", "pass"),
-            ("return lax.fori_loop(jnp.int32(0), end, step, self.begin())", "return lax.fori_loop(jnp.int32(0), end, step, state)"),
+            ("self.check[self.program] = (acc * 0).sum()", "self.check[self.program] = jnp.float32(0)"),
+            ("        if self.again:\n            tile,", "        if False:\n            tile,"),
         ],
+    ),
+    (
+        "kernels/gpu/triton/_fold.py",
+        FINITE,
+        [("in_place = {1 + len(inputs) + i: i for i in range(len(out))}", "in_place = {}")],
     ),
     (
         "kernels/gpu/triton/_rows.py",

@@ -52,20 +52,34 @@ def traverse(
         else abstract(args[-1], place.written, dtype)
         for (dtype, *_), place in zip(plan.ending.results, plan.results)
     ]
-    run = triton.kernel(
-        lambda *refs: Program(plan, refs).run(),
-        out,
-        plan.count,
-        "eqattn_fold",
-        sizes.warps,
-        STAGES,
-        interpreted,
-    )
-    results = zip(run(*arrays.inputs(plan, old)), plan.results)
+    found = _visited(plan, out, arrays.inputs(plan, old))
     return [
         x[:, : sizes.rows].reshape(*shape, sizes.rows) if place is None else place.blocks(x)
-        for x, place in results
+        for x, place in zip(found, plan.results)
     ]
+
+
+def _visited(plan: Plan, out: list[Any], inputs: list[Any]) -> Sequence[Any]:
+    """What one or two kernels write, see `Program`.
+
+    **Arguments:**
+
+    - `out`: the shapes and dtypes of the results.
+    - `inputs`: what the kernels read.
+    """
+
+    def kernel(again: bool, out: list[Any], in_place: dict[int, int]) -> Any:
+        body = lambda *refs: Program(plan, refs, again).run()
+        name = "eqattn_fold_again" if again else "eqattn_fold"
+        given = plan.count, name, plan.sizes.warps, STAGES, plan.interpreted
+        return triton.kernel(body, out, *given, in_place)
+
+    if not plan.spreads:
+        return kernel(False, out, {})(*inputs)
+    check = abstract(inputs[0], (plan.count,), jnp.float32)
+    *found, check = kernel(False, [*out, check], {})(*inputs)
+    in_place = {1 + len(inputs) + i: i for i in range(len(out))}
+    return kernel(True, out, in_place)(check, *inputs, *found)
 
 
 def check_axes(interpreted: bool, args: Sequence[Any]) -> None:

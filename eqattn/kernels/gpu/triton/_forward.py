@@ -116,24 +116,42 @@ class Plan(FoldPlan):
 
 
 class Program:
-    """One program of the kernel, on references."""
+    """One program of the kernel, on references.
 
-    def __init__(self, plan: Plan, refs: Sequence):
-        self.plan, refs = plan, list(refs)
+    A value that is not finite reaches all rows by a product, and not only those that see its key.
+    It is rare, so another kernel visits the blocks `again` where sums are not finite, and keeps it
+    apart. A loop for that in the first kernel takes registers that the other loops need. The tiles
+    have the same size, so that the bits of what sees none of it do not change.
+
+    **Arguments:**
+
+    - `again`: whether this is the second visit.
+    """
+
+    def __init__(self, plan: Plan, refs: Sequence, again: bool):
+        self.plan, self.again, refs = plan, again, list(refs)
+        self.program, count = triton.program_id(0), len(plan.results)
+        self.check: Any = refs.pop(0 if again else -1) if plan.spreads else None
         self.q, self.k, self.v = (refs.pop(0) for _ in range(3))
         listed = [refs.pop(0) for _ in range(3)] if plan.table_axes is not None else []
         self.given = {i: refs.pop(0) for i in plan.operands}
         self.old = [refs.pop(0) for _ in range(3)] if plan.continued else []
         self.given_at_end = [refs.pop(0) for _ in plan.ending.given]
-        self.results = refs
+        self.results = refs[-count:]
         sizes = plan.sizes
-        visit = Visit.of(plan, ROWS, plan.tiles, listed, triton.program_id(0))
+        visit = Visit.of(plan, ROWS, plan.tiles, listed, self.program)
         self.places, self.column = visit.places, visit.column
         self.start = visit.tile * jnp.int32(sizes.tile_r)
         self.own = self.start + lax.iota(jnp.int32, sizes.tile_r)
         self.ends = {FULL: visit.full, PARTIAL: visit.live}
 
     def run(self) -> None:
+        if self.again:
+            triton.when(self.check[self.program] != 0)(self.visit)
+        else:
+            self.visit()
+
+    def visit(self) -> None:
         plan, sizes = self.plan, self.plan.sizes
         lead, inside = plan.query.where(self.places, None, self.own, sizes.tile_r)
         shape = (sizes.tile_r, sizes.padded_dim)
@@ -146,19 +164,13 @@ class Program:
             self.factor = LOG2E * positive
             self.queries = self.queries * other.astype(plan.dtype)
         state, begin, parts = self.begin(), jnp.int32(0), sizes.padded_keys // sizes.tile_k
-        for c in sorted(plan.programs, reverse=True):
+        for c in [PARTIAL] if self.again else sorted(plan.programs, reverse=True):
             end = self.ends[c] * jnp.int32(parts)
-            step = ft.partial(self.step, plan.programs[c], False)
+            step = ft.partial(self.step, plan.programs[c])
             state, begin = lax.fori_loop(begin, end, step, state), end
-
-        def again():
-            step = ft.partial(self.step, plan.programs[PARTIAL], True)
-            end = self.ends[PARTIAL] * jnp.int32(parts)
-            return lax.fori_loop(jnp.int32(0), end, step, self.begin())
-
-        if plan.spreads:
-            state = triton.unless_finite(state[:1], again, state)
         acc, den, top = state
+        if plan.spreads and not self.again:
+            self.check[self.program] = (acc * 0).sum()
         self.write((acc, den, top * (1 / LOG2E)))
 
     def begin(self) -> tuple[Any, Any, Any]:
@@ -205,8 +217,8 @@ class Program:
         at = dict(r=triton.ds(self.start, self.plan.sizes.tile_r), k=keys)
         return value_of(x, ref, place, at)
 
-    def step(self, program: PairProgram, cleans: bool, i: Any, state: tuple) -> tuple:
-        """Adds the `i`-th tile of keys to the Carry. With `cleans`, values may not be finite."""
+    def step(self, program: PairProgram, i: Any, state: tuple) -> tuple:
+        """Adds the `i`-th tile of keys to the Carry."""
         plan, sizes, size = self.plan, self.plan.sizes, self.plan.sizes.tile_k
         at, part = divided(i, sizes.padded_keys // size)
         column, start = self.column(at), part * jnp.int32(size)
@@ -223,7 +235,7 @@ class Program:
             s = jnp.where(last, s, -jnp.inf)
         lead, inside = plan.value.where(self.places, column, keys, size)
         tile = triton.rows(self.v, lead, inside, (size, sizes.padded_width))
-        if cleans:
+        if self.again:
             tile, _, poison = cleaned(s, tile)
             acc, den, top = state
             state = acc, den + poison, top

@@ -34,6 +34,7 @@ with _deprecated():
 ds = pl.ds
 multiple_of = pl.multiple_of
 program_id = pl.program_id
+when = pl.when
 
 
 def _entries(lead: Sequence[Any], inside: Any, shape: tuple[int, int], width: int) -> tuple:
@@ -170,6 +171,7 @@ def kernel(
     warps: int,
     stages: int,
     interpreted: bool,
+    in_place: dict[int, int] | None = None,
 ) -> Callable[..., list]:
     """A kernel `body(*inputs, *outputs)` on a grid of programs.
 
@@ -177,6 +179,7 @@ def kernel(
 
     - `warps`: how many warps, of 32 threads each, a program has.
     - `stages`: how many tiles ahead the compiler copies in loops.
+    - `in_place`: the inputs that hold an output before it is written, by their indices.
     """
 
     def entry(*refs):
@@ -187,4 +190,5 @@ def kernel(
     if not interpreted:
         with _deprecated():
             more = {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
-    return pl.pallas_call(entry, out_shape=list(out), grid=(programs,), name=name, **more)
+    more |= dict(grid=(programs,), name=name, input_output_aliases=in_place or {})
+    return pl.pallas_call(entry, out_shape=list(out), **more)
