@@ -117,10 +117,14 @@ MUTANTS = [
     ),
     (
         "cache/_base.py",
+        "cache/test_cache.py -k outside_of_jit",
+        [("return _sharded_alike(program, self", "return _sharded_alike(run, self")],
+    ),
+    (
+        "cache/_base.py",
         "cache/test_cache.py -k 'raise or errors or arguments or ints'",
         [
             ("raise_if(counts, (counts < 0) | (counts > t), message)", "raise_if(counts, counts < 0, message)"),
-            ("return _sharded_alike(program, self", "return _sharded_alike(run, self"),
             ("raise_if(rows, (rows < 0) | (rows >= n)", "raise_if(rows, rows < 0"),
             ("return raise_if(length, length > capacity, message)", "return length"),
             ("fits = fits and (*value.shape[:2], *value.shape[2:]) == (b, key.shape[1], *value_heads)", "pass"),
