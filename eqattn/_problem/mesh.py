@@ -211,7 +211,7 @@ def on_mesh_of(x: Array, others: Any) -> Array:
     if explicit_axes(x):
         return x
     for other in jax.tree.leaves(others):
-        if eqx.is_array(other) and explicit_axes(other):
+        if isinstance(other, jax.Array) and explicit_axes(other):
             return reshard(x, NamedSharding(jax.typeof(other).sharding.mesh, P()))
     return x
 

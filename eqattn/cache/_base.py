@@ -181,13 +181,15 @@ def appends(append: _Method) -> _Method:
     """
 
     def run(self: Any, key: Array, value: Array, counts: Array | None) -> Any:
-        return append(self, key, value, _taken(self, key, counts))
+        return append(self, key, value, _taken(self, key, value, counts))
 
     program = cached(run)
 
     @ft.wraps(append)
     def wrapped(self: Any, key: Any, value: Any, counts: Any = None) -> Any:
-        return _sharded_alike(program, self, *_check_new(self, key, value, counts))
+        new = as_array(key, "key"), as_array(value, "value")
+        counts = None if counts is None else as_int32(counts, "counts")
+        return _sharded_alike(program, self, *new, counts)
 
     return wrapped  # pyright: ignore[reportReturnType]
 
@@ -247,12 +249,11 @@ def checked_dims(dtype: Any, head_dim: Any, value_dim: Any, **sizes: Any) -> tup
     return head_dim, head_dim if value_dim is None else value_dim
 
 
-def _check_new(cache: AbstractCache, key: Any, value: Any, counts: Any) -> tuple[Any, Any, Any]:
-    """Returns new keys, values and counts as arrays, but counts of None as they are.
+def _taken(cache: AbstractCache, key: Array, value: Array, counts: Array | None) -> Array:
+    """How many of the new tokens each row takes, int32 `[b]`, checked when the program runs.
 
-    **Raises:** `ValueError` with both shapes if they do not fit the cache.
+    **Raises:** `ValueError` with both shapes if keys, values or counts do not fit the cache.
     """
-    key, value = as_array(key, "key"), as_array(value, "value")
     (b, _, *heads), (_, _, *value_heads) = cache.key.shape, cache.value.shape
     fits = key.ndim == value.ndim == 4 and (key.shape[0], *key.shape[2:]) == (b, *heads)
     fits = fits and (*value.shape[:2], *value.shape[2:]) == (b, key.shape[1], *value_heads)
@@ -263,23 +264,15 @@ def _check_new(cache: AbstractCache, key: Any, value: Any, counts: Any) -> tuple
         )
     check_floating(key=key, value=value)
     if counts is None:
-        return key, value, None
-    counts = as_int32(counts, "counts")
+        return jnp.full(b, key.shape[1], jnp.int32)
     if counts.shape not in ((), (b,)):
         raise ValueError(
             f"counts must be an int or integers [{b}], got {counts.dtype} {counts.shape}."
         )
-    return key, value, counts
-
-
-def _taken(cache: AbstractCache, key: Array, counts: Array | None) -> Array:
-    """How many of the new tokens each row takes, int32 `[b]`, checked when the program runs."""
-    b, t = key.shape[:2]
-    if counts is None:
-        return jnp.full(b, t, jnp.int32)
     counts = jnp.broadcast_to(jnp.asarray(counts), (b,))
-    message = f"counts must be between 0 and the number of new tokens, {t}"
-    return raise_if(counts, (counts < 0) | (counts > t), message)
+    wrong = (counts < 0) | (counts > key.shape[1])
+    message = f"counts must be between 0 and the number of new tokens, {key.shape[1]}"
+    return raise_if(counts, wrong, message)
 
 
 def check_lengths(lengths: Any, now: Array) -> Array:

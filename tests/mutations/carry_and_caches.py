@@ -124,7 +124,7 @@ MUTANTS = [
         "cache/_base.py",
         "cache/test_cache.py -k 'raise or errors or arguments or ints'",
         [
-            ("raise_if(counts, (counts < 0) | (counts > t), message)", "raise_if(counts, counts < 0, message)"),
+            ("wrong = (counts < 0) | (counts > key.shape[1])", "wrong = counts < 0"),
             ("raise_if(rows, (rows < 0) | (rows >= n)", "raise_if(rows, rows < 0"),
             ("return raise_if(length, length > capacity, message)", "return length"),
             ("fits = fits and (*value.shape[:2], *value.shape[2:]) == (b, key.shape[1], *value_heads)", "pass"),

@@ -7,6 +7,11 @@ ROWS = "test_carry.py -k explicit"
 MUTANTS = [
     (
         "_problem/mesh.py",
+        "test_arguments.py -k 'strange_arguments and attention'",
+        [("if isinstance(other, jax.Array) and explicit_axes(other):", "if explicit_axes(other):")],
+    ),
+    (
+        "_problem/mesh.py",
         SHARDING,
         [
             ("return reshard(x, NamedSharding(jax.typeof(other).sharding.mesh, P()))", "return x"),
