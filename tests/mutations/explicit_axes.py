@@ -15,7 +15,7 @@ MUTANTS = [
         SHARDING,
         [
             ("return reshard(x, NamedSharding(jax.typeof(other).sharding.mesh, P()))", "return x"),
-            ("if eqx.is_array(other) and explicit_axes(other):", "if eqx.is_array(other) and other.ndim > 3 and explicit_axes(other):"),
+            ("if isinstance(other, jax.Array) and explicit_axes(other):", "if isinstance(other, jax.Array) and other.ndim > 3 and explicit_axes(other):"),
         ],
     ),
     (
