@@ -3,6 +3,7 @@
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -316,11 +317,16 @@ def with_released(cache: Cache, one: AbstractCache, rows: Any) -> Cache:
     """
     rows = rows_as_array(rows)
     if rows.dtype != bool:
-        rows = jnp.zeros(one.length.shape, bool).at[check_rows(one, rows)].set(True)
+        rows = check_rows(one, rows)
     elif rows.shape != one.length.shape:
         raise ValueError(f"A mask of rows must be {one.length.shape}, got {rows.shape}.")
     where: Any = lambda c: (c.table, c.length)
-    table, length = where(cache)
+    return eqx.tree_at(where, cache, _released(*where(cache), rows))
+
+
+@jax.jit
+def _released(table: Array, length: Array, rows: Array) -> tuple[Array, Array]:
+    if rows.dtype != bool:
+        rows = jnp.zeros(len(table), bool).at[rows].set(True)
     # A mask may be traced, and then JAX indexes nothing with it.
-    table, length = jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)
-    return eqx.tree_at(where, cache, (table, length))
+    return jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)
