@@ -61,6 +61,7 @@ NAMES = (
     "causal, 256",
     "soft cap",
     "t5",
+    "shared bias",
     "dropout",
     "decode",
     "decode, pages",
@@ -72,8 +73,8 @@ NAMES = (
 )
 """The calls of `gpu_report` that are compiled, too."""
 
-DIFFERENTIATED = ("causal", "t5")
-"""Those whose gradients of query, key and value are compiled, too."""
+DIFFERENTIATED = ("causal", "t5", "shared bias")
+"""Those whose gradients of query, key, value and a learned bias are compiled, too."""
 
 
 def calls() -> dict[str, Callable[[], dict[str, Any]]]:
@@ -162,17 +163,22 @@ def compiled(name: str, chip: str) -> dict[str, dict[str, Any]]:
             traced = jax.jit(call).trace(*args)
             program: Any = traced.lower(lowering_platforms=("cuda",)).compile()
         temporary = program.memory_analysis().temp_size_in_bytes
+        missing = set(re.findall(r"\beqattn_([a-z_]+?)(?:__\d+)?\b", program.as_text()))
         for kernel in cubins(program.runtime_executable().serialize()):
-            resources, listing = taken_apart(kernel)
+            try:
+                resources, listing = taken_apart(kernel)
+            except subprocess.CalledProcessError:
+                continue  # It only looked like machine code.
             for of, number in re.findall(r"\beqattn_([a-z_]+?)(?:__(\d+))?:", resources):
+                missing.discard(of)
                 if of.endswith("_again"):
                     continue  # It seldom does anything.
                 row = name + gpu_report.KERNELS[of] + (f" {int(number) + 1}" if number else "")
                 if row not in found:
                     row_of = figures(resources, listing, cleans=of != "fold")
                     found[row] = row_of | {"temporary": temporary}
-    if not found:
-        raise ValueError("no machine code was found in the program that XLA made")
+        if missing or not found:
+            raise ValueError(f"no machine code was found of {sorted(missing) or 'any kernel'}")
     return found
 
 
