@@ -230,8 +230,12 @@ def primitive_rules(primitive, run, params, block_shapes):
             operands.append(x)
             in_axes.append(a if d is None else (new, *a))
         table_axes = None if layout.table_axes is None else in_axes.pop(0)
+        tokens = layout.tokens
+        if reused:
+            tokens = tuple(dataclasses.replace(x, mapped=new) for x in tokens)
         layout = dataclasses.replace(
             layout,
+            tokens=tokens,
             grid=(size, *layout.grid[reused:]),
             in_axes=tuple(in_axes),
             table_axes=table_axes,

@@ -34,12 +34,14 @@ class Tokens:
     - `block`: the tokens of a block.
     - `group`: the number of heads that a block has for each of its tokens. It has all tokens of the
         first head, then those of the next.
+    - `mapped`: the grid axis that `jax.vmap` put in the place of one of size 1, or None.
     """
 
     axis: int
     count: Any
     block: int
     group: int = 1
+    mapped: int | None = None
 
     def joined(self, x: Array, axes: tuple[int, ...], turned: bool = False) -> Array:
         """Undoes `cut`.
@@ -55,7 +57,13 @@ class Tokens:
         lead, features = x.shape[: len(axes)], x.shape[-2 if turned else -1]
         block = (features, self.group, self.block) if turned else (self.group, self.block, features)
         order, others = self._order(axes, turned)
-        x = lax.transpose(x.reshape(*lead, *block), order)
+        x = x.reshape(*lead, *block)
+        if self.mapped is not None:
+            # Tokens were cut beside an axis of size 1, without which XLA:CPU would not drop the cut.
+            n = sum(a <= self.mapped for a in axes)
+            x = jnp.expand_dims(x, n)
+            order = [*range(n + 1), *(i + 1 for i in order[n:])]
+        x = lax.transpose(x, order)
         rows, heads = lead[axes.index(self.axis)], lead[axes.index(HEAD)]
         x = x.reshape(*[lead[i] for i in others], rows * self.block, heads * self.group, features)
         return lax.slice_in_dim(x, 0, self.count, axis=len(others))

@@ -316,6 +316,11 @@ MUTANTS = [
         ],
     ),
     (
+        "_sweep/sweep.py",
+        "sweep/test_memory.py -k mapped",
+        [("dataclasses.replace(x, mapped=new)", "x")],
+    ),
+    (
         "_sweep/tokens.py",
         "sweep/test_memory.py -k 'listed or benchmark or few_queries'",
         [
