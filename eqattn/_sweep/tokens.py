@@ -59,7 +59,7 @@ class Tokens:
         order, others = self._order(axes, turned)
         x = x.reshape(*lead, *block)
         if self.mapped is not None:
-            # Tokens were cut beside an axis of size 1, without which XLA:CPU would not drop the cut.
+            # Tokens were cut beside an axis of size 1. Without it, XLA:CPU would not drop the cut.
             n = sum(a <= self.mapped for a in axes)
             x = jnp.expand_dims(x, n)
             order = [*range(n + 1), *(i + 1 for i in order[n:])]
