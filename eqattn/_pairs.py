@@ -157,9 +157,9 @@ def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
     """The result of a user's function of one pair, which is called with the arguments `names` and
     then the operands.
 
-    **Raises:** `TypeError` with the remedy if the function takes other arguments, branches on a
-    traced value, or reads a NumPy array or a list at one. It is raised, too, if the function
-    combines features of unequal sizes.
+    **Raises:** `TypeError` with the remedy if the function takes other arguments, or combines
+    features of unequal sizes. It is raised, too, if the function branches on a traced value, makes
+    a Python number of it, or reads a NumPy array or a list at one.
     """
     name = getattr(fn, "__qualname__", type(fn).__name__)
     try:
@@ -180,6 +180,12 @@ def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
             raise TypeError(
                 f"{name} asks whether a traced scalar is true: write `&`, `|` and `~` for `and`, "
                 "`or` and `not`, and jnp.where(condition, x, y) for `if`."
+            ) from e
+        if isinstance(e, jax.errors.ConcretizationTypeError):
+            raise TypeError(
+                f"{name} makes a Python number of a traced scalar: write `x.astype(s.dtype)` or "
+                "`x.astype(jnp.int32)` for `float(x)` and `int(x)`, leave out `.item()`, and call "
+                "functions of jax.numpy in the place of those of math."
             ) from e
         features = [x.shape[0] for x in args if jnp.ndim(x) == 1]
         if len(set(features)) > 1:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from .._misc import as_constant, as_flag, concrete, Static, with_constants
+from .._misc import as_constant, as_flag, check_cap, concrete, Static, with_constants
 from .base_config import attributes, read, read_fields
 from .partition import as_partition_axis, as_partition_manager, PartitionAxis, PartitionManager
 from .platform import (
@@ -209,11 +209,10 @@ class AttentionMetadata(eqx.Module):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, or None for automatic; got {size}.")
-        scale, cap = concrete(self.softmax_scale), concrete(self.logits_soft_cap)
+        scale = concrete(self.softmax_scale)
         if scale is not None and not np.all(np.isfinite(scale)):
             raise ValueError(f"softmax_scale must be finite, got {scale}.")
-        if cap is not None and not (np.all(np.isfinite(cap)) and np.all(cap > 0)):
-            raise ValueError(f"logits_soft_cap must be positive and finite, got {cap}.")
+        check_cap(self.logits_soft_cap, "logits_soft_cap")
         if self.softmax_aux is not None and np.ndim(self.softmax_aux) not in (1, 2):
             raise ValueError(
                 "softmax_aux must be [num_heads], [num_heads, n] or [1, n], got shape "

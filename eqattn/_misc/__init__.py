@@ -328,6 +328,19 @@ def check_floating(**arrays: Any) -> None:
             raise TypeError(f"{name} must be floating point, got {x.dtype}; cast it first.")
 
 
+def check_cap(cap: Any, name: str) -> None:
+    """**Raises:** `ValueError` for a soft cap that is known to be none. If it is learned, a step of
+    an optimiser may change its sign, on which `c * tanh(x / c)` does not depend.
+    """
+    known = concrete(cap)
+    if known is None:
+        return
+    learned = not isinstance(cap, int | float)
+    if not (np.isfinite(known) & (known != 0) & (learned | (known > 0))).all():
+        must = "finite and not 0" if learned else "positive and finite"
+        raise ValueError(f"{name} must be {must}, got {known}.")
+
+
 def as_dtype(dtype: Any, name: str) -> np.dtype:
     """A dtype that JAX has. **Raises:** `TypeError` for what is no dtype, and `ValueError` for a
     dtype of 64 bits that JAX would halve.

@@ -109,8 +109,8 @@ def as_mask(mask) -> AbstractMask | None:
         mask = as_array(mask, "mask")
         if mask.dtype != bool:
             raise TypeError(
-                f"A mask array must be boolean (True = visible), got {mask.dtype}; pass additive "
-                "masks as `bias`."
+                f"A mask array must be boolean (True = visible), got {mask.dtype}; compare it "
+                "(`x > 0`), or pass additive values as `bias`."
             )
         return Dense(mask)
     remedy = "masks such as eqattn.Causal() combine by `&`, `|` and `~`"

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._misc import as_array, check_floating
+from .._misc import as_array
 from .._pairs import Operand
 from ._base import AbstractScore
 
@@ -25,7 +25,11 @@ class Bias(AbstractScore):
     operand_name: ClassVar[str] = "bias"
 
     def __check_init__(self) -> None:
-        check_floating(bias=self.bias)
+        if not jnp.issubdtype(self.bias.dtype, jnp.floating):
+            raise TypeError(
+                f"bias must be floating point, got {self.bias.dtype}; cast it, or give a mask of "
+                "ones and zeros as mask=(x > 0)."
+            )
 
     def operands(self) -> tuple[Operand, ...]:
         axes = "bhts"[4 - min(self.bias.ndim, 4) :]

@@ -4,10 +4,9 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from .._misc import as_array, as_constant, check_floating, concrete, with_constants
+from .._misc import as_array, as_constant, check_cap, check_floating, with_constants
 from .._pairs import Operand
 from ._base import AbstractScore
 
@@ -18,7 +17,8 @@ class SoftCap(AbstractScore):
 
     **Arguments:**
 
-    - `cap`: a positive number, which is a constant, or a scalar array, which is learned.
+    - `cap`: a positive number, which is a constant, or a scalar array, which is learned. The sign
+        of an array does not matter, but it must not be 0.
     """
 
     cap: Any = eqx.field(converter=as_constant)
@@ -28,9 +28,7 @@ class SoftCap(AbstractScore):
     def __check_init__(self) -> None:
         if isinstance(self.cap, bool) or not isinstance(self.cap, int | float):
             check_floating(cap=as_array(self.cap, "cap"))
-        cap = concrete(self.cap)
-        if cap is not None and not (np.isfinite(cap).all() and (cap > 0).all()):
-            raise ValueError(f"cap must be positive and finite, got {cap}.")
+        check_cap(self.cap, "cap")
 
     def operands(self) -> tuple[Operand, ...]:
         return (Operand(jnp.asarray(self.cap), ""),)

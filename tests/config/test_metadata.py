@@ -189,7 +189,7 @@ def test_unknown_platform_and_backend_list_the_names():
         (dict(logits_soft_cap=0), "logits_soft_cap must be positive"),
         (dict(logits_soft_cap=-1.0), "logits_soft_cap must be positive"),
         (dict(logits_soft_cap=np.float32(-1.0)), "logits_soft_cap must be positive"),
-        (dict(logits_soft_cap=jnp.asarray(0.0)), "logits_soft_cap must be positive"),
+        (dict(logits_soft_cap=jnp.asarray(0.0)), "logits_soft_cap must be finite and not 0"),
         (dict(logits_soft_cap=float("inf")), "logits_soft_cap must be positive and finite"),
         (dict(dropout_prob=1.0), r"\[0, 1\)"),
         (dict(dropout_prob=-0.1), r"\[0, 1\)"),

@@ -71,7 +71,16 @@ MUTANTS = [
         SCORES + " -k 'cap or Cap'",
         [
             ("return cap * jnp.tanh(logit / cap)", "return jnp.tanh(logit / cap)"),
-            ("(np.isfinite(cap).all() and (cap > 0).all())", "(cap > 0).all()"),
+        ],
+    ),
+    (
+        "_misc/__init__.py",
+        SCORES + " -k 'cap or Cap'",
+        [
+            ("(np.isfinite(known) & (known != 0) & (learned | (known > 0)))", "((known != 0) & (learned | (known > 0)))"),
+            ("(np.isfinite(known) & (known != 0) & (learned | (known > 0)))", "(np.isfinite(known) & (learned | (known > 0)))"),
+            ("(np.isfinite(known) & (known != 0) & (learned | (known > 0)))", "(np.isfinite(known) & (known != 0) & (known > 0))"),
+            ("(np.isfinite(known) & (known != 0) & (learned | (known > 0)))", "(np.isfinite(known) & (known != 0))"),
         ],
     ),
     (

@@ -216,9 +216,30 @@ def test_soft_cap(cap):
     np.testing.assert_allclose(transformed(SoftCap(cap), z), c * np.tanh(z / c), rtol=2e-6)
 
 
-@pytest.mark.parametrize("cap", [0.0, -1.0, np.nan, np.inf, jnp.zeros(())])
-def test_soft_cap_must_be_positive(cap):
-    with pytest.raises(ValueError, match="cap must be positive and finite"):
+@pytest.mark.parametrize("backend", ["any", "tpu", "triton"])
+def test_a_learned_cap_may_change_its_sign(backend):
+    """An optimiser may take it there: eager calls and the JSON of the strategy raised then."""
+    q, k, v = (normal(i, 1, 24, 2, 16) for i in range(3))
+    platform = "auto" if backend == "any" else "interpret"
+
+    def loss(cap):
+        metadata = AttentionMetadata(logits_soft_cap=cap, platform=platform, backend=backend)
+        metadata = AttentionMetadata.from_json(metadata.to_json()) if eager else metadata
+        return (attention(q, k, v, Blockwise(metadata)).attention_outputs ** 2).sum()
+
+    eager = False
+    (value, slope), (other, turned) = (
+        jax.jit(jax.value_and_grad(loss))(jnp.float32(c)) for c in (0.5, -0.5)
+    )
+    np.testing.assert_allclose([other, -turned], [value, slope], rtol=1e-6)
+    eager = True
+    np.testing.assert_allclose(loss(jnp.float32(-0.5)), value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, np.nan, np.inf, jnp.zeros(()), jnp.array(np.nan)])
+def test_a_number_that_is_no_soft_cap(cap):
+    learned = isinstance(cap, jax.Array)
+    with pytest.raises(ValueError, match="finite and not 0" if learned else "positive and finite"):
         SoftCap(cap)
     jax.eval_shape(lambda c: transformed(SoftCap(c), jnp.zeros((1, 1, 1))), jnp.zeros(()))
 
@@ -566,3 +587,26 @@ def test_operands_of_numbers_and_lists(unchecked):
     assert Operand(2.0, "").array.shape == () and Operand([1.0, 2.0], "h").array.shape == (2,)
     with pytest.raises(TypeError, match=r"arrays must be Operands such as Operand\(array, 'bh'\)"):
         ScoreFn(lambda z, b, h, q, k, x: z, [jnp.zeros(4)])
+
+
+@pytest.mark.parametrize(
+    "number", [float, int, math.sqrt, lambda x: x.item()], ids=["float", "int", "sqrt", "item"]
+)
+def test_functions_of_pairs_make_no_python_numbers(number):
+    """JAX named a lambda of eqattn, and not the function of the user."""
+    score, mask = (lambda s, b, h, q, k: s + number(q)), (lambda b, h, q, k: number(q) > k)
+    for more in (dict(score=ScoreFn(score)), dict(mask=MaskFn(mask))):
+        with pytest.raises(TypeError, match="<lambda> makes a Python number of a traced scalar"):
+            attention(*qkv(jnp.float32), Blockwise(METADATA), **more)
+
+
+def test_an_integer_mask_is_no_bias(unchecked):
+    """As a bias, ones and zeros would count as what is added."""
+    q, k, v = qkv(jnp.float32)
+    given = jnp.ones((T, S), jnp.int32)
+    with pytest.raises(
+        TypeError, match="compare it \\(`x > 0`\\), or pass additive values as `bias`"
+    ):
+        attention(q, k, v, mask=given)
+    with pytest.raises(TypeError, match="give a mask of ones and zeros as mask=\\(x > 0\\)"):
+        attention(q, k, v, bias=given)
