@@ -158,8 +158,8 @@ def scalar_result(fn: Callable, names: str, *args: Any) -> Any:
     then the operands.
 
     **Raises:** `TypeError` with the remedy if the function takes other arguments, or combines
-    features of unequal sizes. It is raised, too, for a branch on a traced value, a Python number
-    made of it, or a NumPy array or a list that is read at one.
+    features of unequal sizes. A branch on a traced value raises it, too. So does a Python number
+    that is made of one, and a NumPy array or a list that is read at one.
     """
     name = getattr(fn, "__qualname__", type(fn).__name__)
     try:
