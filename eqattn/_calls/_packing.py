@@ -72,9 +72,12 @@ class Places(NamedTuple):
 def places_of(boundaries: Array, n: int, size: int) -> Places:
     """Where `n` packed queries lie in blocks of `size`. `boundaries` are those of their rows."""
     rows = len(boundaries) - 1
+    if not rows:  # all queries are padding
+        none, padding = jnp.zeros(0, jnp.int32), jnp.zeros(n, jnp.int32)
+        return Places(none, none > 0, none, jnp.zeros((0, size), jnp.int32), padding, padding)
     # A row of `c` queries has `ceil(c / size)` blocks, at most `(c + size - 1) / size`. The sum of
     # that is a static bound, as shapes must be static. The blocks beyond are not live.
-    most = max((n + rows * (size - 1)) // size, min(rows, 1))
+    most = max((n + rows * (size - 1)) // size, 1)
     counts = boundaries[1:] - boundaries[:-1]
     ends = jnp.cumsum(-(-counts // size))
     block = jnp.arange(most, dtype=jnp.int32)
@@ -109,7 +112,7 @@ def packed_output(output: AttentionOutput, place: Places) -> AttentionOutput:
     def packed(x: Array | None, padding: float = 0.0) -> Any:
         if x is None:
             return None
-        x = x[own]
+        x = x[own] if blocks else jnp.zeros((len(seen), *x.shape[2:]), x.dtype)
         return jnp.where(seen.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(padding, x.dtype))
 
     c = output.carry

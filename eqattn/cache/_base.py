@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -20,7 +21,7 @@ from .._problem.bits import Bits
 from .._problem.jit_cache import cached
 from .._problem.key_shards import stored_specs
 from .._problem.mesh import on_mesh_of
-from .._problem.storage import check_computable
+from .._problem.storage import AbstractStored, check_computable, Quantized
 from ..masks._base import AbstractMask
 from ..masks._padding import KeyPadding
 
@@ -171,25 +172,53 @@ def pool_specs(cache: Any, axis_name: str) -> dict[int, P]:
     return {id(x): P(axis_name) for x in jax.tree.leaves((cache.key_pages, cache.value_pages))}
 
 
+def _at_once(fn: Callable) -> Callable:
+    """A decorator of `fn(cache, *arrays)`, which runs as one program outside of `jax.jit`.
+
+    So do only caches on a single device that hold arrays, and forms of eqattn. What users write
+    may hold what is no array, or read what changes from call to call. Over several devices, XLA
+    would choose other shardings for the results of one program than for those of each operation.
+    """
+    program = cached(fn)
+
+    @ft.wraps(fn)
+    def run(cache: Any, *arrays: Any) -> Any:
+        return (program if _is_simple(cache, arrays) else fn)(cache, *arrays)
+
+    return run
+
+
+def _is_simple(cache: Any, arrays: Any) -> bool:
+    """Whether a cache and some arrays may be the arguments of one program, see `_at_once`."""
+    held = jax.tree.leaves((cache, arrays), is_leaf=lambda x: isinstance(x, AbstractStored))
+    own = all(type(x) in (Bits, Quantized) for x in held if isinstance(x, AbstractStored))
+    if not own or type(cache).__module__.split(".")[0] != __name__.split(".")[0]:
+        return False
+    leaves = jax.tree.leaves((cache, arrays))
+    if any(isinstance(x, Tracer) or not isinstance(x, jax.Array | np.ndarray) for x in leaves):
+        return False
+    devices = (x.devices() for x in leaves if isinstance(x, jax.Array))
+    return len(frozenset().union(*devices)) <= 1
+
+
 def appends(append: _Method) -> _Method:
     """A decorator of `append`, which then gets arrays that fit the cache, and counts that are int32
-    `[b]`. Outside of `jax.jit` it runs as one program.
+    `[b]`. It runs `_at_once`.
 
     On a mesh with explicit axes, JAX does not write one sharded array into another. So there the
     compiler propagates shardings, and the arrays of the new cache are sharded as those of the old
     one.
     """
 
+    @_at_once
     def run(self: Any, key: Array, value: Array, counts: Array | None) -> Any:
         return append(self, key, value, _taken(self, key, value, counts))
-
-    program = cached(run)
 
     @ft.wraps(append)
     def wrapped(self: Any, key: Any, value: Any, counts: Any = None) -> Any:
         new = as_array(key, "key"), as_array(value, "value")
         counts = None if counts is None else as_int32(counts, "counts")
-        return _sharded_alike(program, self, *new, counts)
+        return _sharded_alike(run, self, *new, counts)
 
     return wrapped  # pyright: ignore[reportReturnType]
 
@@ -201,9 +230,9 @@ def with_rows(cache: _Cache, rows: Any) -> _Cache:
     return _sharded_alike(_of_rows, cache, rows, rows_stay=as_many)
 
 
-@cached
+@_at_once
 def _of_rows(cache: Any, rows: Array) -> Any:
-    return jax.tree.map(lambda x: x[rows], cache)
+    return jax.tree.map(lambda x: x[rows] if eqx.is_array(x) else x, cache)
 
 
 def _sharded_alike(run: Callable, cache: Any, *args: Any, rows_stay: bool = True) -> Any:

@@ -47,7 +47,11 @@ def _known(name: str, given: Any, *arrays: Any) -> list[np.ndarray]:
     """
     traced = isinstance(given, jax.Array) and concrete(given) is None
     if traced or any(concrete(x) is None for x in arrays):
-        raise ValueError(f"{name} runs between steps, outside of jax.jit.")
+        raise ValueError(
+            f"{name} runs between steps, outside of jax.jit. On several processes, each of them "
+            "needs the whole table and all lengths, as the shardings of key_shardings leave them: "
+            "give these to jax.jit as out_shardings."
+        )
     return [np.array(x) for x in arrays]
 
 

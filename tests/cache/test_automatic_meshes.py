@@ -113,3 +113,16 @@ def test_pages_of_eight_bits_stay_sharded_over_heads(layers):
     # On one device, too, the shares are read as they are.
     got = step(filled(2), query, new, new)[1]
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "ring buffer", "latents"])
+def test_the_length_stays_where_it_is(name):
+    """Outside of jit, a cache that each device has is sharded no further by its new tokens."""
+    mesh = jax.make_mesh((4,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:4])
+    put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))
+    cache = jax.tree.map(put, KINDS[name]())
+    heads = 1 if name == "latents" else K
+    new = put(jnp.ones((B, T, heads, D)), "dp")
+    cache = cache.append(new, new)
+    assert cache.length.tolist() == [T] * B
+    assert cache.length.is_fully_replicated

@@ -77,6 +77,26 @@ def test_packed_queries_of_no_rows():
     assert ragged_attention(x[:, 0], x, x, jnp.zeros(1, jnp.int32), none, Ragged(), **kw).attention_outputs.shape == (0, 2, 4)  # fmt: skip
 
 
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_padding_of_no_rows(n):
+    """As of a server whose rows have all ended."""
+    keys, none = jnp.zeros((0, 3, 2, 4)), jnp.zeros(0, jnp.int32)
+    flags = dict(return_carry=True, return_logsumexp=True, return_max_logits=True)
+    args = jnp.ones((n, 4, 4)), keys, keys, jnp.zeros(1, jnp.int32), none, Ragged()
+    out = ragged_attention(*args, **flags)
+    assert out.attention_outputs.shape == (n, 4, 4) and not out.attention_outputs.any()
+    assert out.logsumexp.shape == (n, 4) and (out.logsumexp == -jnp.inf).all()
+    assert out.carry.numerator.shape == (n, 4, 4) and (out.max_logits == -jnp.inf).all()
+
+
+def test_pages_without_parts():
+    cache = PagedKVCache.empty(2, 0, pages=1, page_size=4, kv_heads=2, head_dim=4)
+    new = jnp.ones((2, 1, 2, 4))
+    assert cache.append(new, new, [0, 0]).length.tolist() == [0, 0]
+    with pytest.raises(Exception, match="cache is full"):
+        jax.block_until_ready(cache.append(new, new, [1, 0]))
+
+
 @pytest.mark.parametrize("b, t", [(0, 3), (2, 0)])
 def test_a_cascade_of_nothing(b, t):
     cache = PagedKVCache.empty(b, 32, pages=8, page_size=4, kv_heads=2, head_dim=4)

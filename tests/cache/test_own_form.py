@@ -1,6 +1,6 @@
 """A form in which keys and values are stored that the package does not know, in every cache."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -119,3 +119,54 @@ def test_layers_of_flat_arrays():
     cache = StackedKVCache(*wide, jnp.zeros((3, B), jnp.int32)).layer(0)
     with pytest.raises(ValueError, match="Quantized has its tokens and heads in one axis.*Paged"):
         cache.key
+
+
+class Scaled(AbstractStored):
+    """Numbers times a factor, with a function and a table that no append may touch."""
+
+    held: Array
+    twice: bool
+    shape_of: Any
+    codes: Any = eqx.field(static=True)
+    factor: ClassVar[float] = 2.0
+
+    @property
+    def arrays(self):
+        return (self.held,)
+
+    @property
+    def shape(self):
+        return self.shape_of(self.held)
+
+    @property
+    def dtype(self):
+        return jnp.dtype("float32")
+
+    def decode(self, *arrays):
+        return arrays[0]
+
+    def encode(self, new):
+        return (new * (self.factor if self.twice else 1.0) + float(self.codes[0]),)
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+def test_an_append_keeps_what_a_form_of_ones_own_holds():
+    """Outside of jit, it is an operation after the other: it reads what the class says now."""
+    new = jnp.ones((1, 1, K, D))
+
+    def made():
+        held = Scaled(jnp.zeros((1, 8, K, D)), True, jnp.shape, np.arange(3.0))
+        return KVCache(held, held, jnp.zeros(1, jnp.int32))
+
+    for cache in (made(), made()):  # the second has another table of the same numbers
+        cache = cache.append(new, new).append(new, new)
+        assert cache.length.tolist() == [2]
+        assert cache.key.twice is True and cache.key.shape_of is jnp.shape
+    try:
+        Scaled.factor = 5.0
+        cache = cache.append(new, new).reorder(jnp.array([0]))
+    finally:
+        Scaled.factor = 2.0
+    assert cache.key.held[0, :4, 0, 0].tolist() == [2, 2, 5, 0]
+    inside = eqx.filter_jit(lambda cache: cache.append(new, new))(made())
+    assert inside.key.twice is True and inside.key.held[0, 0, 0, 0] == 2

@@ -118,7 +118,20 @@ MUTANTS = [
     (
         "cache/_base.py",
         "cache/test_cache.py -k outside_of_jit",
-        [("return _sharded_alike(program, self", "return _sharded_alike(run, self")],
+        [("return (program if _is_simple(cache, arrays) else fn)(cache, *arrays)", "return fn(cache, *arrays)")],
+    ),
+    (
+        "cache/_base.py",
+        "cache/test_own_form.py",
+        [
+            ("return (program if _is_simple(cache, arrays) else fn)(cache, *arrays)", "return program(cache, *arrays)"),
+            ("if not own or type(cache)", "if type(cache)"),
+        ],
+    ),
+    (
+        "cache/_base.py",
+        "cache/test_automatic_meshes.py -k stays_where_it_is",
+        [("return len(frozenset().union(*devices)) <= 1", "return True")],
     ),
     (
         "cache/_base.py",

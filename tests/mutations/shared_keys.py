@@ -45,9 +45,9 @@ MUTANTS = [
         "cache/_base.py",
         "cache/test_cache_contents.py",
         [
-            ("lambda x: x[rows], cache", "lambda x: x if x.ndim == 1 else x[rows], cache"),
-            ("lambda x: x[rows], cache", "lambda x: x if x.ndim == 2 else x[rows], cache"),
-            ("lambda x: x[rows], cache", "lambda x: x if x.ndim > 2 else x[rows], cache"),
+            ("lambda x: x[rows] if eqx.is_array(x) else x", "lambda x: x if x.ndim == 1 else x[rows]"),
+            ("lambda x: x[rows] if eqx.is_array(x) else x", "lambda x: x if x.ndim == 2 else x[rows]"),
+            ("lambda x: x[rows] if eqx.is_array(x) else x", "lambda x: x if x.ndim > 2 else x[rows]"),
         ],
     ),
     (
