@@ -170,3 +170,16 @@ def test_an_append_keeps_what_a_form_of_ones_own_holds():
     assert cache.key.held[0, :4, 0, 0].tolist() == [2, 2, 5, 0]
     inside = eqx.filter_jit(lambda cache: cache.append(new, new))(made())
     assert inside.key.twice is True and inside.key.held[0, 0, 0, 0] == 2
+
+
+def test_an_append_reads_what_the_class_of_a_form_says_now():
+    class Times(Shifted):
+        factor: ClassVar[float] = 2.0
+
+        def encode(self, new):
+            return ((self.factor * new).astype(jnp.float16),)
+
+    new, held = jnp.ones((1, 1, K, D)), Times(jnp.zeros((1, 8, K, D), jnp.float16))
+    cache = KVCache(held, held, jnp.zeros(1, jnp.int32)).append(new, new)
+    Times.factor = 5.0
+    assert cache.append(new, new).key.held[0, :3, 0, 0].tolist() == [2, 5, 0]
