@@ -34,6 +34,7 @@ def listed(lists: int, s: int, n: int) -> tuple[Any, np.ndarray]:
     indices = rng.integers(-1, blocks, (B, lists, -(-T // SIZE), n))
     indices[0, 0, 0, 1:] = -1  # a list of one
     indices[1, 0, 1] = -1  # an empty one
+    indices[0, -1, 1] = rng.permutation(blocks)[:n]  # so many that a row takes several steps
     seen = (indices[..., None] == np.arange(blocks)).any(-2).repeat(SIZE, 2).repeat(SIZE, 3)
     return jnp.asarray(indices, jnp.int32), seen[:, :, :T, :s].repeat(H // lists, 1)
 
