@@ -175,9 +175,9 @@ def pool_specs(cache: Any, axis_name: str) -> dict[int, P]:
 def _at_once(fn: Callable) -> Callable:
     """A decorator of `fn(cache, *arrays)`, which runs as one program outside of `jax.jit`.
 
-    So do only caches on a single device that hold arrays, and forms of eqattn. What users write
-    may hold what is no array, or read what changes from call to call. Over several devices, XLA
-    would choose other shardings for the results of one program than for those of each operation.
+    A cache does so if it lies on a single device, and stores arrays or one of eqattn's forms. A
+    form of a user's may hold what is no array, or read what changes from call to call. Over several
+    devices, XLA would shard the results of one program otherwise than those of each operation.
     """
     program = cached(fn)
 

@@ -258,7 +258,8 @@ def write_pages(
     position = new_positions(cache, key.shape[1])
     kept = position < length[:, None]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    page = table[row, jnp.minimum(position // size, parts - 1)] if parts else position * 0 - 1
+    part = jnp.minimum(position // size, parts - 1)
+    page = table[row, part] if parts else jnp.full_like(position, -1)
     missing = (
         "a row has no page for its new tokens, or not alone; call cache.reserve(counts) before the "
         "step"

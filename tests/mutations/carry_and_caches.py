@@ -190,7 +190,7 @@ MUTANTS = [
             ("page = jnp.where(kept, page, held)", "page = jnp.where(kept, page, 0)"),
             ("page = jnp.where(kept, page, held)", "pass"),
             ("kept = position < length[:, None]", "kept = position <= length[:, None]"),
-            ("table[row, jnp.minimum(position // size, parts - 1)]", "table[row, jnp.minimum(position // size, 0)]"),
+            ("part = jnp.minimum(position // size, parts - 1)", "part = jnp.minimum(position // size, 0)"),
             ("store(pool, new, (page, *layer), position % size, unique=False)", "store(pool, new, (page, *layer), position * 0, unique=False)"),
             ("eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))", "eqx.tree_at(lambda c: c.length, self, lengths)"),
             ("doubled(self.table, rows), self.length[rows]", "doubled(self.table, rows), self.length"),

@@ -209,7 +209,7 @@ def test_t5_tables_that_have_no_buckets_raise(kwargs, message, unchecked):
 # Soft cap
 
 
-@pytest.mark.parametrize("cap", [30.0, 3, np.float32(0.5), jnp.float32(2.0)])
+@pytest.mark.parametrize("cap", [30.0, 3, np.float32(0.5), jnp.float32(2.0), jnp.float32(-2.0)])
 def test_soft_cap(cap):
     z = 20 * normal(0, H, T, S, dtype=np.float32)
     c = float(cap)
