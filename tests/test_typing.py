@@ -64,9 +64,9 @@ def test_every_public_name_has_a_known_type(tmp_path, this_checkout):
     assert {"eqattn.attention", "eqattn.viz.plot_mask"} <= {s["name"] for s in found["symbols"]}
 
 
-def pyright(folder, env, **rules):
-    rules["reportUnnecessaryTypeIgnoreComment"] = "error"
-    config = {"include": ["."], "extraPaths": [str(ROOT)], **rules}
+def pyright(folder, env):
+    config = {"include": ["."], "extraPaths": [str(ROOT)]}
+    config["reportUnnecessaryTypeIgnoreComment"] = "error"
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     return run("pyright", "--project", folder, "--pythonpath", sys.executable, env=env)
 
@@ -83,32 +83,50 @@ def errors(done):
     return set(re.findall(r"(\w+\.py:\d+):.* error:", done.stdout))
 
 
-@pytest.mark.parametrize("checker", [pyright, pytest.param(mypy, marks=pytest.mark.slow)])
-def test_a_consumer(checker, tmp_path, this_checkout):
-    """Its types are as it says, and its errors are errors; other types and errors are found."""
+def write_consumer(folder):
+    """Writes the file of a consumer, with an error in each of its last two lines, and returns these
+    lines.
+    """
     text = CONSUMER.read_text()
     wrong = "assert_type(mask, Causal)\nCausal()  # type: ignore\n"
-    (tmp_path / "consumer.py").write_text(text + wrong)
-    done = checker(tmp_path, this_checkout)
+    (folder / "consumer.py").write_text(text + wrong)
     last = text.count("\n") + 1
-    assert errors(done) == {f"consumer.py:{n}" for n in (last, last + 1)}, done.stdout
+    return {f"consumer.py:{n}" for n in (last, last + 1)}
 
 
-def test_the_pages(tmp_path, this_checkout):
-    """What the documentation writes passes in pyright's standard mode; a wrong name does not."""
+def write_pages(folder):
+    """Writes what the documentation shows, and a wrong name, whose line is returned."""
     written = 0
     for path in PAGES:
-        lines: list[str] = []
+        # Pages show one function in several forms.
+        lines = ["# pyright: reportRedeclaration=false"]
         for line, source, *_ in blocks(path):
+            assert line > 0
             lines += [""] * (line - len(lines)) + source.splitlines()  # at the lines of the page
             written += 1
-        (tmp_path / f"page_{path.stem}.py").write_text("\n".join(lines))
+        (folder / f"page_{path.stem}.py").write_text("\n".join(lines))
     assert written > 100
     wrong = "import eqattn as e, jax.numpy as np\nx = np.ones((8, 4, 4))\n"
-    (tmp_path / "wrong.py").write_text(wrong + "e.attention(x, x, x).attention_outputs.vary()\n")
-    # Pages show one function in several forms.
-    done = pyright(tmp_path, this_checkout, reportRedeclaration="none")
-    assert errors(done) == {"wrong.py:3"}, done.stdout
+    (folder / "wrong.py").write_text(wrong + "e.attention(x, x, x).attention_outputs.vary()\n")
+    return {"wrong.py:3"}
+
+
+def test_a_consumer_and_the_pages(tmp_path, this_checkout):
+    """A consumer's types are as it says, and its errors are errors. What the documentation writes
+    passes in pyright's standard mode. Other types, errors and names are found.
+
+    Both are checked by one process, as half of its time goes to reading JAX.
+    """
+    wrong = write_consumer(tmp_path) | write_pages(tmp_path)
+    done = pyright(tmp_path, this_checkout)
+    assert errors(done) == wrong, done.stdout
+
+
+@pytest.mark.slow
+def test_a_consumer_with_mypy(tmp_path, this_checkout):
+    wrong = write_consumer(tmp_path)
+    done = mypy(tmp_path, this_checkout)
+    assert errors(done) == wrong, done.stdout
 
 
 def _types(annotation):
