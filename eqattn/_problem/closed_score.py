@@ -121,19 +121,25 @@ class HeldScore(AbstractWrapper):
 
     - `score`: the score.
     - `closed`: what it computes.
+    - `mesh`: the mesh for which that was traced, with the types of its axes.
     """
 
     score: AbstractScore
     closed: ClosedScore
+    mesh: Any = eqx.field(static=True)
 
     @classmethod
     def of(cls, score: AbstractScore, *args: Any, **kw: Any) -> "HeldScore":
         """Holds the arrays of a score. The arguments are those of `ClosedScore.of`."""
-        return cls(score, ClosedScore.of(score, *args, **kw))
+        return cls(score, ClosedScore.of(score, *args, **kw), jax.sharding.get_abstract_mesh())
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
         closed, scalars = self.closed, (logit, b, h, q, k, *operands)
         axes = varying_axes(*scalars, *closed.consts)
+        if self.mesh != jax.sharding.get_abstract_mesh():
+            # Equations have the mesh of their trace. It had fewer manual axes outside of a map.
+            read = [(x.shape, x.dtype) for x in operands]
+            closed = ClosedScore.of(self.score, logit.dtype, read, closed.consts, axes)
         consts, scalars = (
             [vary(jnp.asarray(x), axes) for x in xs] for xs in (closed.consts, scalars)
         )

@@ -21,6 +21,7 @@ from .._carry import Carry
 from .._jax import compiled, summed_wide, varying_axes
 from .._misc import accumulation_dtype, iota, widened
 from .._pairs import Operand
+from .._problem.blocking import padded
 from .._problem.bound import bound_scores, consts_of, terms_beside_lists, with_bound_terms
 from .._problem.jit_cache import cached
 from .._problem.mesh import shard_map_wide, with_kernel
@@ -180,13 +181,15 @@ def fold_listed(problem: Problem, *, place, partition, **options) -> Carry:
     size = place.devices * max(x.block_q for x in lists_of(problem.mask))
     missing = -t % size
 
-    def padded(x: Array, axis: int, is_list: bool) -> Array:
+    def with_rows(x: Array, axis: int, is_list: bool) -> Array:
+        if not is_list:
+            # A score may be singular at 0, as a soft cap is. With one query, that is padded, too.
+            return padded(x, axis, t + missing, edge=True)
         widths = [(0, 0)] * x.ndim
-        rows = (t + missing) // (size // place.devices) if is_list else t + missing
-        widths[axis] = (0, rows - x.shape[axis])
-        return jnp.pad(x, widths, constant_values=-1) if is_list else jnp.pad(x, widths)
+        widths[axis] = (0, (t + missing) // (size // place.devices) - x.shape[axis])
+        return jnp.pad(x, widths, constant_values=-1)
 
-    apart = apart.map_rows(padded)
+    apart = apart.map_rows(with_rows)
     arrays, static = eqx.partition(apart, eqx.is_array)
     carry = shard_map_wide(
         lambda arrays: visit(eqx.combine(arrays, static)),
