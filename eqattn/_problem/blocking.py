@@ -18,10 +18,26 @@ from .._misc import iota
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.lowering import BlockRequest, Lowering, XLA
 from .._sweep.sweep import block_dtype
-from .._sweep.tokens import Tokens
+from .._sweep.tokens import can_lie, permuted, Tokens
 from .mesh import split_axis
 from .problem import Problem
 from .storage import as_stored, Pages
+
+
+def padded(x: Any, axis: int, n: int, edge: bool) -> Any:
+    """Pads an axis to `n` entries, with its last one or with zeros.
+
+    What pads has no gradient: added as a 0, it would change the bits of a gradient that is -0.
+    """
+    widths, xp = [(0, 0)] * x.ndim, np if isinstance(x, np.ndarray) else jnp
+    widths[axis] = (0, n - x.shape[axis])
+    if not edge:
+        return xp.pad(x, widths)
+    if xp is np or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return xp.pad(x, widths, mode="edge")
+    whole = jnp.pad(lax.stop_gradient(x), widths, mode="edge")
+    rest = lax.slice_in_dim(whole, x.shape[axis], n, axis=axis)
+    return jnp.concatenate([x, rest], axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +105,10 @@ class Blocking:
 
     @property
     def tokens(self) -> tuple[Tokens, ...]:
-        """What `rows_of` and `columns_of` cut, for kernels that read it in place. Of several parts,
-        each is padded, so that tokens do not lie behind each other.
+        """What `rows_of` and `columns_of` cut, for code that reads it where it lies. Of several
+        parts, each is padded, so that tokens do not lie behind each other.
         """
-        if self.parts > 1:
+        if self.parts > 1 or self.in_place:
             return ()
         rows = Tokens(ROW, self.queries, self.block_q, self.group)
         return rows, Tokens(COL, self.keys, self.block_k)
@@ -104,32 +120,16 @@ class Blocking:
         return self.keys if known and self.keys > self.block_k and self.keys % self.block_k else 0
 
     def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
-        """Pads each part of an axis, to `n` in all, with its last entry or with zeros.
-
-        What pads has no gradient: added as a 0, it would change the bits of a gradient that is -0.
-        """
+        """Pads each part of an axis, to `n` in all, as `padded` pads an axis."""
         if x.shape[axis] == n:
             return x
         parts = self.parts if parts is None else parts
-        xp = np if isinstance(x, np.ndarray) else jnp
-
-        def widen(x, axis, n):
-            widths = [(0, 0)] * x.ndim
-            widths[axis] = (0, n - x.shape[axis])
-            if not edge:
-                return xp.pad(x, widths)
-            if xp is np or not jnp.issubdtype(x.dtype, jnp.inexact):
-                return xp.pad(x, widths, mode="edge")
-            whole = jnp.pad(lax.stop_gradient(x), widths, mode="edge")
-            rest = lax.slice_in_dim(whole, x.shape[axis], n, axis=axis)
-            return jnp.concatenate([x, rest], axis)
-
         if parts == 1:
-            return widen(x, axis, n)
+            return padded(x, axis, n, edge)
         lead, rest = x.shape[:axis], x.shape[axis + 1 :]
         part = -(-x.shape[axis] // parts)
-        x = widen(x, axis, part * parts).reshape(*lead, parts, part, *rest)
-        return widen(x, axis + 1, n // parts).reshape(*lead, n, *rest)
+        x = padded(x, axis, part * parts, edge).reshape(*lead, parts, part, *rest)
+        return padded(x, axis + 1, n // parts, edge).reshape(*lead, n, *rest)
 
     def own_rows(self, x: Any, axes: str) -> Any:
         """Pads what a single query has of an array to a whole block, if blocks are `fixed`. The
@@ -225,11 +225,11 @@ class Blocking:
             (1, 1) if t == 1 else (self.rows, self.block_q),
             (1, 1) if s == 1 else (columns, self.block_k),
         )
-        x = x.reshape([n for pair in sizes for n in pair] + last)
-        x = x.transpose(0, 2, 4, 6, 7, 3, 5, 1, *range(8, x.ndim))
-        # Axes with several blocks are kept. In a ring, a device's only block of rows or columns
-        # differs from those of other devices. So an axis on which `x` varies is kept there, too. If
-        # blocks are `fixed`, one of them is visited as several are.
+        cut = [n for pair in sizes for n in pair] + last
+        lie = can_lie(self.tokens, self.grid)
+        x = permuted(x, cut, (0, 2, 4, 6, 7, 3, 5, 1, *range(8, len(cut))), lie)
+        # Axes with several blocks are kept. In a ring, the only block of a device differs from that
+        # of others, so axes on which `x` varies are kept, too. A `fixed` block is like several.
         alone = self.shards > 1 or self.fixed
         kept = [n != 1 or (alone and m != 1) for (n, _), m in zip(sizes, (b, h, t, s))]
         axes = tuple(a for a, keep in zip((BATCH, HEAD, ROW, COL), kept) if keep)
@@ -259,9 +259,9 @@ class Blocking:
             x = x[:, :, :, :, :, :1]
         if ROW not in axes:
             x = x[:, :, :, :, :, :, :1]
-        x = x.transpose(0, 1, 5, 2, 6, 3, 4, *range(7, x.ndim))
-        tokens = rows * x.shape[4], columns * block[0]
-        return x.reshape(b, x.shape[1] * x.shape[2], *tokens, *last)
+        lie = can_lie(self.tokens, self.grid)
+        x = permuted(x, x.shape, (0, 1, 5, 2, 6, 3, 4, *range(7, x.ndim)), lie)
+        return x.reshape(b, x.shape[1] * x.shape[2], rows * x.shape[4], columns * block[0], *last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,11 +323,10 @@ def choose_blocking(
     devices: int = 1,
     fixed: bool = False,
 ) -> Blocking:
-    """Chooses the blocking of a problem.
+    """Chooses the blocking of a `problem`.
 
     **Arguments:**
 
-    - `problem`: the problem.
     - `block_q`, `block_k`: the tokens of a block; None lets the lowering choose.
     - `parts`, `shards`, `in_place`: as for `Blocking`.
     - `lowering`: the code that visits the blocks.

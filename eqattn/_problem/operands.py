@@ -21,6 +21,7 @@ from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PAR
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
+from .._sweep.tokens import can_lie
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
 from .block_classes import as_partial, classes_of, on_grid, reads_pairs, table_of
@@ -37,9 +38,7 @@ from .tables import multiplied, Products, Vectors
 
 
 WHOLE = ("q_position", "kv_position", "kv_place", "valid", *WORDS)
-"""The roles of operands that hold the tokens of all devices that exchange heads. These are not
-gathered from the devices.
-"""
+"""The roles of what holds the tokens of all devices that exchange heads, and is not gathered."""
 
 
 class BlockOperands:
@@ -187,16 +186,18 @@ class BlockOperands:
             in_axes=tuple(x.axes for x in self.operands),
             table_axes=table_axes,
             ragged=blocking.in_place or (self.live is not None and self.lowering is XLA),
-            tokens=() if self.sent or blocking.in_place else self.blocking.tokens,
+            tokens=() if self.sent else self.blocking.tokens,
             **more,
             shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
             turned=self._turned(blocking),
         )
 
     def _turned(self, blocking: Blocking) -> bool:
-        """Whether loops turn the logits of a fold. They would transpose each block of pairs."""
+        """Whether loops turn the logits of a fold. They would transpose copied blocks of pairs."""
         several = blocking.in_place and self.problem.sizes[3] > blocking.kv_heads
-        if several or blocking.fixed or self.sent or reads_pairs(self.operands[self.keys.stop :]):
+        lie = can_lie(self.blocking.tokens, self.blocking.grid)
+        copied = not lie and reads_pairs(self.operands[self.keys.stop :])
+        if several or blocking.fixed or self.sent or copied:
             return False
         return self.lowering is XLA and jax.default_backend() == "cpu"
 
@@ -212,9 +213,8 @@ class BlockOperands:
         blocks = [jnp.expand_dims(a, single[i % n]) for i, a in enumerate(blocks)]
         pages = [x.decode(*blocks[i : i + n]) for i in range(0, len(blocks), n)]
         block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
-        if block.shape[1] == 1 and self.lowering.drops_single_axes:
-            block = block[:, 0]
-        return block.astype(self.problem.accumulation_dtype)
+        alone = block.shape[1] == 1 and self.lowering.drops_single_axes
+        return (block[:, 0] if alone else block).astype(self.problem.accumulation_dtype)
 
     def on(self, blocking: Blocking) -> "BlockOperands":
         """The same operands, to be visited in other blocks, such as those of one device."""

@@ -19,8 +19,12 @@ from jaxtyping import Array
 from .._jax import vary, varying_axes
 from .._misc import unfolded
 from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
-from .padded_columns import block_at, PaddedColumns, without_padding
+from .padded_columns import PaddedColumns, without_padding
+from .token_pairs import by_pairs, sum_by_pairs, TokenPairs
 from .tokens import sums_by_tokens, TokenRows
+
+
+PLACED = TokenRows, TokenPairs
 
 
 def _loop(lo, hi, body, state, opaque):
@@ -64,14 +68,24 @@ def _shared_table(table: Any) -> Array:
     return jnp.where(least == FULL, FULL, jnp.where(most == EMPTY, EMPTY, PARTIAL))
 
 
+def _of_pairs(axes: tuple[int, ...]) -> bool:
+    """Whether an array varies with queries and with keys."""
+    return {ROW, COL} <= {*axes}
+
+
 def _pick(x: Any, axes: tuple[int, ...], at: dict) -> Array:
     """The block of an array at the given grid indices."""
-    return x.pick(at) if isinstance(x, TokenRows) else pick(x, axes, at)
+    return x.pick(at) if isinstance(x, PLACED) else pick(x, axes, at)
 
 
 def _put(x: Any, axes: tuple[int, ...], at: dict, block: Array) -> Any:
     """Replaces the block that `_pick` returns."""
-    return x.put(at, block) if isinstance(x, TokenRows) else put(x, axes, at, block)
+    return x.put(at, block) if isinstance(x, PLACED) else put(x, axes, at, block)
+
+
+def _block_at(x: Any, axes: tuple[int, ...], at: dict, last: bool) -> Array:
+    """The block of an operand that `_pick` returns. `last` is as for `PaddedColumns.pick`."""
+    return x.pick(axes, at, last) if isinstance(x, PaddedColumns) else _pick(x, axes, at)
 
 
 def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
@@ -85,7 +99,7 @@ def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
 def _is_held(x: Any, axes: tuple[int, ...], layout: GridLayout) -> bool:
     """Whether an operand is one that `_read_in_turn` ties to the step."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return layout.ragged and narrow and moves(axes)
+    return (layout.ragged or isinstance(x, TokenPairs)) and narrow and moves(axes)
 
 
 def _read_in_turn(t: Any, at: dict, operands: Sequence, held: Sequence[bool]) -> tuple[Any, list]:
@@ -163,12 +177,12 @@ class _RowVisit:
                 table, a = near[lookup], layout.in_axes[lookup]
                 here[i] = pick(table, a, here) if moves(a) else table
             both = zip(near, layout.in_axes, self.held)
-            blocks = [block_at(x, a, here, last) if moves(a) or tied else x for x, a, tied in both]
-            old = [pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
+            blocks = [_block_at(x, a, here, last) if moves(a) or tied else x for x, a, tied in both]
+            old = [_pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
             if layout.uniform:
                 _, blocks = lax.optimization_barrier((jnp.int32(t), blocks))
             new = step(old, blocks)
-            return [put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
+            return [_put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
 
         lo, padded = 0, any(isinstance(x, PaddedColumns) for x in operands)
         several = len(self.steps) > 1 or padded or self.together > 1
@@ -273,8 +287,12 @@ def traverse(
     # float32 took 0.33 of the time.
     looped = () if layout.uniform or layout.pages else (*batch, ROW, COL)
     dropped = {a for a in looped if layout.grid[a] == 1}
+    windows = not (vectorise or layout.uniform or together > 1)
+    if windows:
+        both = zip(operands, layout.in_axes)
+        operands = [by_pairs(x, a, layout) if _of_pairs(a) else x for x, a in both]
     thin = lambda axes: tuple(a for a in axes if a not in dropped)
-    placed = lambda x: isinstance(x, TokenRows)
+    placed = lambda x: isinstance(x, PLACED)
     squeeze = lambda x, a: x if placed(x) else x.reshape(layout.shape(thin(a)) + x.shape[len(a) :])
     whole = lambda x, a: x.reshape(layout.shape(a) + x.shape[len(thin(a)) :])
     found = _looped(
@@ -292,6 +310,7 @@ def traverse(
         mixed=varying_axes(*jax.tree.leaves(args)),
         together=together,
         places=axes,
+        windows=windows and into is None,
     )
     return [x.blocks(layout) if placed(x) else whole(x, a) for x, a in zip(found, axes)]
 
@@ -312,6 +331,7 @@ def _looped(
     mixed: frozenset,
     together: int,
     places: Sequence[tuple[int, ...]],
+    windows: bool,
 ) -> list:
     """Visits the live pairs by loops. The arguments are those of `traverse`, but
 
@@ -320,6 +340,7 @@ def _looped(
     - `held`: which operands are tied to a step, see `_read_in_turn`.
     - `mixed`: the mesh axes over which the arguments vary.
     - `places`: the grid axes of the accumulators, those of size 1 included.
+    - `windows`: whether new accumulators of pairs lie as `TokenPairs`.
     """
     batch = () if vectorise else layout.batch
 
@@ -338,6 +359,9 @@ def _looped(
         accumulators = [x if old is None else old for x, old in zip(accumulators, into)]
     elif layout.turned and layout.stage and layout.grid[ROW] != 1 and not vectorise:
         accumulators = sums_by_tokens(accumulators, axes, places, layout, operands)
+    if windows:
+        made = zip(accumulators, axes, places)
+        accumulators = [sum_by_pairs(x, a, b, layout) if _of_pairs(b) else x for x, a, b in made]
     order, ends = None, []
     table_axes = layout.table_axes or ()
     if table is not None:

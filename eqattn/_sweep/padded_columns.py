@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .grid import COL, GridLayout, pick, ROW
+from .grid import COL, GridLayout, ROW
 
 
 class PaddedColumns(eqx.Module):
@@ -55,11 +55,6 @@ class PaddedColumns(eqx.Module):
             return found
         axis = found.ndim - len(rest) - 1
         return jnp.pad(found, [(0, (self.block - left) * (i == axis)) for i in range(found.ndim)])
-
-
-def block_at(x: Any, axes: tuple[int, ...], at: dict, last: bool) -> Array:
-    """The block of an operand at the given grid indices. `last` is as for `PaddedColumns.pick`."""
-    return x.pick(axes, at, last) if isinstance(x, PaddedColumns) else pick(x, axes, at)
 
 
 def without_padding(x: Array, axes: tuple[int, ...], layout: GridLayout) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -95,6 +96,30 @@ class Tokens:
         others = [i for i, a in enumerate(axes) if a not in (self.axis, HEAD)]
         at, head = axes.index(self.axis), axes.index(HEAD)
         return [*others, at, block, head, group, features], others
+
+
+def permuted(x: Any, sizes: Sequence[int], order: Sequence[int], undone: bool = True) -> Any:
+    """An array of these `sizes` with its axes in another order.
+
+    Axes of size 1 are not moved if that is to be `undone`. Beside them, XLA:CPU does not see it.
+    Where a copy is left, it takes up to 1.5 of the time without them.
+    """
+    kept = [i for i, n in enumerate(sizes) if n != 1 or not undone]
+    x = x.reshape([sizes[i] for i in kept])
+    x = x.transpose([kept.index(i) for i in order if i in kept])
+    return x.reshape([sizes[i] for i in order])
+
+
+def can_lie(tokens: Sequence[Tokens], grid: Sequence[int]) -> bool:
+    """Whether pairs can be read where they lie: several blocks, none of them padded.
+
+    A single block is copied fast, and a padded one would have to be put together when it is read.
+    With either, forwards took 1.1 of the time.
+    """
+    cut = {t.axis: t for t in tokens}
+    if {*cut} != {ROW, COL} or not all(isinstance(t.count, int) for t in tokens):
+        return False
+    return grid[ROW] * grid[COL] > 1 and all(t.count == grid[a] * t.block for a, t in cut.items())
 
 
 def by_head(x: Array, heads: int) -> Array:
@@ -182,7 +207,7 @@ def by_tokens(x: Array, axes: tuple[int, ...], layout: GridLayout, turned: bool)
 def _zero(operands: Sequence, dtype: Any) -> Array:
     """The number 0, which XLA cannot know before the last of the operands."""
     x = next(x for x in reversed(operands) if jnp.issubdtype(x.dtype, jnp.floating))
-    x = x.tokens if isinstance(x, TokenRows) else x
+    (x,) = jax.tree.leaves(x)
     return (x.reshape(-1)[0] > jnp.inf).astype(dtype)
 
 

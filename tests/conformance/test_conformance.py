@@ -18,15 +18,17 @@ import numpy as np
 import pytest
 
 from eqattn._problem import block_classes, fold, listed_blocks
+from eqattn._sweep import loops, lowering
 from eqattn._sweep.grid import CORNER, EMPTY, FULL, PARTIAL
 from eqattn._sweep.lowering import XLALowering
+from eqattn._sweep.token_pairs import TokenPairs
 from eqattn.kernels.gpu._lowering import NvidiaLowering
 from eqattn.kernels.tpu import _backward_step, _forward_step as _step, _windows, TPULowering
 from eqattn.strategies import _fold
 
 from . import build, transforms
 from .bound import excess
-from .cases import covering, interpreted_on_a_gpu, name_of, needs_x64, on_stairs, third
+from .cases import covering, interpreted_on_a_gpu, name_of, needs_x64, on_stairs, PER_KEY, third
 from .library import library_call
 
 
@@ -248,6 +250,24 @@ def test_cases_on_stairs():
                 jax.eval_shape(call, built.variants[0], dynamic)
         on_diagonal = ((CORNER, ((PARTIAL, EMPTY), (FULL, PARTIAL))),)
         assert found and set(found) == {on_diagonal}, case
+
+
+IN_PLACE = [
+    case | dict(length=(32, 48), block=(16, 16), bias=PER_KEY["bias"][i % 4])
+    for i, case in enumerate(c for c in covering(2) if c["target"] == ("blockwise", 1))
+    if case["mask"] != "selected"  # those keys are gathered, or visited several blocks in a step
+]
+
+
+@pytest.mark.parametrize("of_pairs", IN_PLACE, ids=name_of)
+def test_pairs_are_read_where_they_lie(of_pairs, monkeypatch):
+    """Small blocks are visited one by one, as large ones are, and windows of a bias are read."""
+    found = []
+    read = lambda *xs, f=loops.by_pairs: found.append(f(*xs)) or found[-1]
+    monkeypatch.setattr(loops, "by_pairs", read)
+    monkeypatch.setattr(lowering, "loops_over_batch", lambda ctx, layout: True)
+    check(of_pairs)
+    assert any(isinstance(x, TokenPairs) for x in found)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqattn import attention, Causal, ScoreFn
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, ScoreFn
 from eqattn._sweep.fold_step import evaluate_turned
 from eqattn._sweep.nonfinite import masked_dot
 from eqattn._sweep.products import dot
@@ -39,14 +39,29 @@ def test_a_turned_function_returns_transposed_results(fn):
         np.testing.assert_allclose(x, y.T, rtol=1e-5, atol=1e-6)
 
 
-def test_a_bias_of_all_pairs_is_not_transposed_in_each_block():
-    """Its blocks would be. So a program with a bias computes logits as `[keys, rows]`, and another
-    as `[rows, keys]`. With 96 queries and 120 keys, these are the shapes of their products.
+@pytest.mark.parametrize(
+    "t, s, turned",
+    [
+        pytest.param(96, 120, False, id="one block"),
+        pytest.param(1024, 512, True, id="read where it lies"),
+        pytest.param(1000, 500, False, id="copied as padded blocks"),
+    ],
+)
+def test_a_copied_bias_of_all_pairs_is_not_transposed_in_each_block(t, s, turned):
+    """Its blocks would be. So a program with such a bias computes logits as `[keys, rows]`, and
+    another as `[rows, keys]`. In blocks of a row and a column of known sizes, these are the shapes
+    of their products.
     """
-    q, k, bias = jnp.ones((1, 96, 1, 8)), jnp.ones((1, 120, 1, 8)), jnp.ones((96, 120))
+    q, k = jnp.ones((1, t, 1, 8)), jnp.ones((1, s, 1, 8))
     scaled = ScoreFn(lambda s, b, h, i, j: s * 2)
-    run = lambda q, k, bias: attention(q, k, k, mask=Causal(), bias=bias, score=scaled)
+    rows, keys = (96, 120) if t == 96 else (128, 256)
+    metadata = AttentionMetadata(blocksize_q=rows, blocksize_k=keys)
+    run = lambda q, k, bias: attention(
+        q, k, k, Blockwise(metadata), mask=Causal(), bias=bias, score=scaled
+    )
     text = lambda bias: jax.jit(lambda *x: run(*x).attention_outputs).lower(q, k, bias).as_text()
     products = lambda bias: "".join(x for x in text(bias).splitlines() if "dot_general" in x)
-    assert "96x120xf32" in products(None) and "120x96xf32" not in products(None)
-    assert "120x96xf32" in products(bias)
+    by_rows, by_keys = f"{rows}x{keys}xf32", f"{keys}x{rows}xf32"
+    assert by_rows in products(None) and by_keys not in products(None)
+    found = products(jnp.ones((t, s)))
+    assert (by_keys in found) == (not turned) and (by_rows in found or not turned)
