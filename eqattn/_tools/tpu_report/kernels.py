@@ -19,6 +19,7 @@ from ..._problem.storage import Pages, Quantized
 from ..._sweep.grid import BATCH, COL, HEAD, replaced, ROW
 from ...kernels.tpu import TPULowering
 from ...kernels.tpu._chip import heads_abreast
+from ...masks._base import Dense as DenseMask
 from ...masks._causal import Causal
 from ...masks._padding import KeyPadding
 from ...masks._segments import Segments
@@ -208,6 +209,10 @@ def _feature(
     )
 
 
+def _causal_with(name: str, mask: Any, of: Any) -> Kernel:
+    return _feature(name, lambda x: ({"mask": Causal() & mask(x)}, {}), masked="masked", x=of)
+
+
 @dataclasses.dataclass(frozen=True)
 class Decode:
     """A call for the last queries of each of many rows, whose lengths are known at run time. Steps
@@ -365,15 +370,11 @@ KERNELS = (
     _tunable(_prompt, "prompt, int8", sizes=_OF_PROMPTS, stored=jnp.int8),
     _prompt("prompt, pages of 64", page=64),
     _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {}), masked="edge"),
-    _feature(
-        "segments",
-        lambda ids: ({"mask": Causal() & Segments(ids)}, {}),
-        masked="masked",
-        ids=((1, _T), jnp.int32),
-    ),
+    _causal_with("segments", Segments, ((1, _T), jnp.int32)),
     _feature("sinks", lambda aux: ({}, {"softmax_aux": aux}), aux=((HEADS,), jnp.float32)),
     _feature("soft cap", lambda: ({}, {"logits_soft_cap": 30.0})),
     _feature("bias", lambda x: ({"bias": x}, {}), x=((1, HEADS, _T, _T), jnp.float32)),
+    _causal_with("dense mask", DenseMask, ((1, HEADS, _T, _T), jnp.bool_)),
     _forward("forward, T5 bias", whole=False, plain="forward", **_BY_DIFFERENCE),
     _forward("forward, listed blocks of 512", whole=False, masked="masked", **_LISTED),
     _backward("backward, listed blocks of 512", (0, 1, 2), 5, entire=False, **_LISTED),

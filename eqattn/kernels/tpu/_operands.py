@@ -43,8 +43,20 @@ def as_block(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """
     if len(shape) == 2 and shape[1] == 1 and shape[0] > 1:
         x = jnp.broadcast_to(x, (8, shape[0])).T[:, :1]
-    x = x.reshape(shape)
-    return x != 0 if dtype == jnp.bool_ else x
+    if dtype == jnp.bool_:  # Chips compare numbers of 32 bits, and the compiler moves no flags.
+        return x.astype(jnp.int32).reshape(shape) != 0
+    return x.reshape(shape)
+
+
+def _form_of_flags(block: tuple[int, ...]) -> tuple[tuple[int, ...], Any]:
+    """The shape and the dtype in which a block of flags lies in vector memory. Numbers of 8 bits
+    need registers of 32 x 128 that are full.
+    """
+    sides = block[:1] + block[-1:]
+    full = len(block) > 1 and math.prod(sides) == math.prod(block)
+    if full and sides[0] % 32 == 0 == sides[1] % LANES:
+        return sides, jnp.int8
+    return block, jnp.int32
 
 
 class KernelOperand:
@@ -52,7 +64,8 @@ class KernelOperand:
 
     **Arguments:**
 
-    - `x`: the array, `[*axes, *block]`. Booleans are given to the kernel as int32.
+    - `x`: the array, `[*axes, *block]`. Booleans are given to the kernel as int8 where
+        blocks fill registers, which have 32 x 128 of these, and else as int32.
     - `axes`: its grid axes.
     - `flipped`: whether its blocks are given transposed.
     - `as_lies`: whether blocks keep their shape, columns `[n, 1]` included.
@@ -76,7 +89,9 @@ class KernelOperand:
         self.shape = shape[::-1] if flipped else shape
         self.block = shape if as_lies else vmem_shape(shape, flipped)
         x = jnp.asarray(x)
-        x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        if x.dtype == jnp.bool_:
+            self.block, stored = _form_of_flags(self.block)
+            x = x.astype(stored)
         x = jnp.swapaxes(x, -1, -2) if flipped else x
         if heads > 1:
             self.array = by_head(x, heads)
@@ -116,9 +131,9 @@ class KernelOperand:
         if as_row and self.is_column:
             x = x.reshape(self.shape[::-1])
             return x != 0 if self.dtype == jnp.bool_ else x
-        if x.shape != self.shape or x.ndim == 0:
+        if x.shape != self.shape or x.ndim == 0 or self.dtype == jnp.bool_:
             return as_block(x, self.shape, self.dtype)
-        return x != 0 if self.dtype == jnp.bool_ else x
+        return x
 
 
 def heads_of_rows(layout: GridLayout) -> int:
