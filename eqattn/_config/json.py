@@ -3,7 +3,8 @@
 Everything is strict JSON. What JSON cannot hold exactly is an object with one key, which names its
 kind: `$array`, `$mesh`, `$spec` or `$float`. An array has its bytes in base64, little-endian and in
 row-major order, so that it comes back bit for bit. It is JAX's (`"jax"`), NumPy's (`"numpy"`) or a
-scalar of NumPy (`"scalar"`). For example, `np.float16([1, 2])` is
+scalar of NumPy (`"scalar"`). One of JAX's with a weak type says so. For example,
+`np.float16([1, 2])` is
 
     {"$array": {"dtype": "float16", "shape": [2], "base64": "ADwAQA==", "kind": "numpy"}}
 
@@ -11,6 +12,7 @@ and an infinite number is `{"$float": "inf"}`. No other name may begin with a `$
 """
 
 import base64
+import binascii
 import enum
 import math
 from collections.abc import Mapping
@@ -72,6 +74,9 @@ def decode(data: Any) -> Any:
                 return _DECODERS[tag](body)
             except KeyError as e:
                 raise ValueError(f"{tag} has no {e}, which to_dict writes: got {body!r}.") from e
+            except (TypeError, AttributeError, binascii.Error) as e:
+                got = f"{body!r:.200}"
+                raise ValueError(f"{tag} is not what to_dict writes ({e}): got {got}.") from e
     return {name: decode(item) for name, item in data.items()}
 
 
@@ -102,12 +107,13 @@ def _encode_array(array: Any) -> dict:
     data = np.asarray(array)
     of_numpy = "scalar" if isinstance(array, np.generic) else "numpy"
     little = data.astype(data.dtype.newbyteorder("<"), copy=False)
-    return {
+    body = {
         "dtype": data.dtype.name,
         "shape": list(data.shape),
         "base64": base64.b64encode(little.tobytes()).decode("ascii"),
         "kind": "jax" if isinstance(array, jax.Array) else of_numpy,
     }
+    return body | {"weak_type": True} if getattr(array, "weak_type", False) else body
 
 
 def _decode_array(body: Mapping) -> Any:
@@ -117,11 +123,25 @@ def _decode_array(body: Mapping) -> Any:
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes do not make an array of {dtype.name}{list(shape)}.")
     data = np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
+    if body["kind"] not in ("jax", "numpy", "scalar"):
+        raise ValueError(f"An array is of kind jax, numpy or scalar, got {body['kind']!r}.")
     if body["kind"] != "jax":
         return data[()] if body["kind"] == "scalar" else data
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"An array of {dtype.name} needs jax_enable_x64 to be restored exactly.")
-    return jnp.asarray(data)
+    return restored(data, body.get("weak_type", False))
+
+
+def restored(data: np.ndarray, weak_type: bool) -> jax.Array:
+    """JAX's array of some data. A weak type is kept, so that the array promotes, and finds compiled
+    programs, as it did.
+    """
+    array = jnp.asarray(data)
+    # JAX makes one of a Python number, which can only be done if that number is exact.
+    if weak_type and data.shape == ():
+        weak = jnp.asarray(data.item())
+        return weak if weak.dtype == data.dtype and weak == array else array
+    return array
 
 
 def _encode_mesh(mesh: Mesh | AbstractMesh) -> dict:
@@ -145,13 +165,15 @@ def _encode_mesh(mesh: Mesh | AbstractMesh) -> dict:
 
 
 def _decode_mesh(body: Mapping) -> Mesh | AbstractMesh:
-    shape, names = tuple(body["shape"]), tuple(body["axis_names"])
+    shape, names = tuple(body["shape"]), tuple(map(_key, body["axis_names"]))
     types = tuple(AxisType[name] for name in body["axis_types"])
     ids, platform = body["device_ids"], body["platform"]
     if ids is None:
         device = body["abstract_device"]
         device = None if device is None else AbstractDevice(*device)
         return AbstractMesh(shape, names, axis_types=types, abstract_device=device)
+    if len(ids) != math.prod(shape) or not isinstance(platform, str):
+        raise ValueError(f"{len(ids)} devices of {platform!r} make no mesh of {list(shape)}.")
     try:
         present = {d.id: d for d in jax.devices(platform)}
     except RuntimeError:

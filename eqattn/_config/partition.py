@@ -278,3 +278,9 @@ def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpe
                 product *= count
         kept.append(_axis(names))
     return trimmed(spec.update(partitions=tuple(kept)))
+
+
+def check_axis_name(field: str, name: Any) -> None:
+    """**Raises:** `TypeError` unless a field of a strategy names one axis of a mesh, or is None."""
+    if name is not None and not (isinstance(name, str) and name):
+        raise TypeError(f"{field} is the name of one mesh axis, got {name!r}.")

@@ -213,6 +213,8 @@ def constants_of(cls: type) -> list[str]:
 def as_constant(x: Any) -> Any:
     """A Python or NumPy number as a `Static` float, anything else as it is."""
     number = isinstance(x, float | int | np.floating | np.integer) and not isinstance(x, bool)
+    if number and isinstance(x, int) and abs(x) > sys.float_info.max:
+        raise ValueError(f"An integer of {x.bit_length()} bits is beyond the range of floats.")
     return Static(float(x)) if number else x
 
 

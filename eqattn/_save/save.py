@@ -25,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
-from .._config.json import encode
+from .._config.json import encode, restored
 from .._config.metadata import AttentionMetadata
 from .._config.platform import NOT_GIVEN
 from .._version import __version__
@@ -242,10 +242,4 @@ def _value(leaf: Leaf, data: np.ndarray) -> Any:
         return data[()] if leaf.kind == "scalar" else data.item()
     if jax.dtypes.canonicalize_dtype(data.dtype) != data.dtype:
         raise ValueError(f"The file has arrays of {leaf.dtype}, which need jax_enable_x64.")
-    array = jnp.asarray(data)
-    # A weak type is kept, so that the array promotes, and finds compiled programs, as it did. JAX
-    # makes one of a Python number, which can only be done if that number is exact.
-    if leaf.weak_type and leaf.shape == ():
-        weak = jnp.asarray(data.item())
-        return weak if weak.dtype == data.dtype and weak == array else array
-    return array
+    return restored(data, leaf.weak_type)

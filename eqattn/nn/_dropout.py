@@ -5,6 +5,7 @@ import numbers
 import warnings
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from .._misc import concrete
@@ -87,6 +88,22 @@ class Dropout:
     def tree_unflatten(cls, off: _Off, children: Any) -> "Dropout":
         return cls(*children, off=off.value)
 
+    @classmethod
+    def of(cls, settings: Any) -> "Dropout":
+        """The settings of a layer, in whose place `eqx.tree_at` may have put those of Equinox.
+
+        **Raises:** `TypeError` for anything else.
+        """
+        if isinstance(settings, cls):
+            return settings
+        if not isinstance(settings, eqx.nn.Dropout):
+            raise TypeError(f"The dropout of a layer is an eqx.nn.Dropout, got {settings!r}.")
+        return cls(settings.p, settings.inference)
+
+    def __call__(self, x: Any, *, key: Any = None, inference: Any = None) -> Any:
+        """Drops entries of an array, as `eqx.nn.Dropout` does."""
+        return eqx.nn.Dropout(self.rate(inference))(x, key=key)
+
     def rate(self, inference: Any = None) -> float:
         """The probability to use in a call; 0.0 if dropout is off.
 
@@ -95,8 +112,10 @@ class Dropout:
         - `inference`: what the call says; None takes the layer's own.
 
         **Raises:** `ValueError` if the probability depends on a traced value, or if `inference` is
-        an array of several.
+        an array of several, and `TypeError` if it is no flag.
         """
+        if isinstance(inference, str | bytes | list | tuple | dict):
+            raise TypeError(f"inference is True or False, got {inference!r}.")
         if getattr(inference, "size", 1) != 1:
             raise ValueError(f"inference must be a single boolean, got {inference!r}.")
         stopped = self.inference if inference is None else inference

@@ -333,7 +333,7 @@ class MultiheadAttention(eqx.Module):
         t, new = query.shape[-2], key_.shape[-2]
         s = new if cache is None else cache.key.shape[1]
         mask = as_layer_mask(mask, self.window, self.num_heads, t, s)
-        rate = self.dropout.rate_of_call(inference, deterministic, key)
+        rate = Dropout.of(self.dropout).rate_of_call(inference, deterministic, key)
         given = (q_positions, kv_positions), process_heads is not None
         at, given = input_positions(self.rotary, self.strategy, cache, mask, (t, new), *given)
         q_positions, kv_positions = given

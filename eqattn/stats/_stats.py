@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._misc import as_array
 from .._pairs import Operand
 from .._problem.arguments import MaskLike, ScoreLike
 from .._problem.storage import AbstractStored
@@ -175,7 +176,7 @@ def mass(
     """
     options = _options(mask, bias, score, q_offset, q_positions, kv_positions)
     call = Call(query, key_, strategy, options, logsumexp)
-    weights = jnp.ones((), call.dtype) if weights is None else jnp.asarray(weights)
+    weights = jnp.ones((), call.dtype) if weights is None else as_array(weights, "weights")
     fits = weights.ndim <= len(call.rows) and all(
         n in (1, m) for n, m in zip(weights.shape[::-1], call.rows[::-1])
     )

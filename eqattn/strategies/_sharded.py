@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, auto_axes, AxisType, Mesh, PartitionSpec 
 from jaxtyping import Array, Int
 
 from .._carry import Carry
+from .._config.partition import check_axis_name
 from .._jax import names_of, varying_axes
 from .._problem.mesh import current_mesh, ManualAxes, types_are_checked
 from .._problem.problem import Problem
@@ -166,6 +167,8 @@ class AbstractSharded(AbstractFoldStrategy):
     pallas_lowerings: ClassVar[tuple[str, ...]] = BACKENDS
 
     def __check_init__(self) -> None:
+        for field in ("axis_name", "head_axis"):
+            check_axis_name(field, getattr(self, field, None))
         if self.mesh is not None and not isinstance(self.mesh, Mesh | AbstractMesh):
             raise TypeError(f"mesh is a Mesh, an AbstractMesh or None, got {self.mesh!r}.")
 

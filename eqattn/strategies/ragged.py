@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 
 from .._config.metadata import AttentionMetadata
+from .._config.partition import check_axis_name
 from ..kernels import IN_PLACE
 from ._on_device import AbstractOnDevice
 from ._registry import AttentionRegistry
@@ -65,6 +66,7 @@ class Ragged(AbstractOnDevice):
     bitwise: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
+        check_axis_name("axis_name", self.axis_name)
         if self.fixed and self.axis_name is not None:
             raise ValueError(
                 f"bitwise=True with axis_name={self.axis_name!r}: a merge over devices has bits "

@@ -203,6 +203,44 @@ def test_corrupt_base64(spoil):
             AttentionMetadata.from_dict(data)
 
 
+ARRAY = encode(np.zeros(2, np.float32))["$array"]
+MESH = encode(Mesh(np.array(jax.devices()[:2]), ("sp",)))["$mesh"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"$array": 1},
+        {"$float": None},
+        *({"$array": ARRAY | x} for x in ({"shape": None}, {"shape": [None]}, {"base64": None})),
+        *({"$array": ARRAY | x} for x in ({"dtype": "bfloat17"}, {"kind": "torch"})),
+        *({"$mesh": MESH | x} for x in ({"platform": True}, {"platform": [1]}, {"shape": [3]})),
+        *({"$mesh": MESH | x} for x in ({"device_ids": [{}, {}]}, {"axis_names": [1.5]})),
+        {"$mesh": None},
+        {"$spec": 3},
+    ],
+    ids=str,
+)
+def test_what_to_dict_does_not_write_is_named(data):
+    """It raised `TypeError` from inside of NumPy or JAX; a kind of its own became NumPy's."""
+    with pytest.raises(ValueError):
+        AttentionMetadata.from_dict({"softmax_aux": data})
+
+
+@pytest.mark.parametrize("number", [0.3, 3])
+def test_a_scalar_keeps_its_weak_type(number):
+    """Without it, the first call of a restored strategy compiled a second program."""
+    weak, strong = jnp.asarray(number), jnp.asarray(np.float32(number))
+    assert weak.weak_type and through_json(weak).weak_type
+    assert not strong.weak_type and not through_json(strong).weak_type
+    assert bits(through_json(weak)) == bits(weak) and through_json(weak).dtype == weak.dtype
+
+
+def test_an_integer_beyond_floats_has_a_message():
+    with pytest.raises(ValueError, match="1329 bits is beyond the range of floats"):
+        AttentionMetadata(softmax_scale=10**400)
+
+
 @pytest.mark.parametrize("x", [float("inf"), float("-inf")])
 def test_infinities_keep_their_sign(x):
     assert decode(json.loads(json.dumps(encode(x), allow_nan=False))) == x

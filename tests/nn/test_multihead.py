@@ -282,6 +282,30 @@ def test_a_schedule_of_the_rate_raises_and_is_not_ignored():
         assert jnp.isfinite(run(lambda m: m(X, X, X, key=key))(one)).all()
 
 
+def test_dropout_of_equinox_may_be_put_in_its_place():
+    key, layer = jax.random.key(0), nn.MultiheadAttention(HEADS, SIZE, dropout_p=0.25, key=KEY)
+    put = lambda x: eqx.tree_at(lambda m: m.dropout, layer, x)
+    want = eqx.tree_at(lambda m: m.dropout.p, layer, 0.5)(X, X, X, key=key)
+    assert np.array_equal(put(eqx.nn.Dropout(0.5))(X, X, X, key=key), want)
+    assert np.array_equal(
+        put(eqx.nn.Dropout(0.5, inference=True))(X, X, X), layer(X, X, X, inference=True)
+    )
+    with pytest.raises(TypeError, match="dropout of a layer is an eqx.nn.Dropout, got Identity"):
+        put(eqx.nn.Identity())(X, X, X)
+    # Code that subclasses Equinox's layer calls it.
+    theirs = eqx.nn.Dropout(0.25)(X, key=key)
+    assert np.array_equal(layer.dropout(X, key=key), theirs)
+    assert layer.dropout(X, inference=True) is X
+
+
+def test_inference_is_a_flag(unchecked):
+    """A text was said to be traced, or was not looked at."""
+    for p in (0.0, 0.5):
+        layer = nn.MultiheadAttention(HEADS, SIZE, dropout_p=p, key=KEY)
+        with pytest.raises(TypeError, match="inference is True or False, got 'no'"):
+            layer(X, X, X, inference="no", key=KEY)
+
+
 def test_setting_p_afterwards_switches_dropout_on():
     layer = eqx.tree_at(lambda m: m.dropout.p, nn.MultiheadAttention(HEADS, SIZE, key=KEY), 0.5)
     key = jax.random.key(3)
