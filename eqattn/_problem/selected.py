@@ -172,22 +172,23 @@ def fold_selected(
         x = x.reshape(*x.shape[:axis], parts, tokens, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
 
-    def canonical(part: Any) -> tuple[Array, ...]:
+    def canonical(part: Any, *dtypes: Any) -> tuple[Array, ...]:
         return tuple(
-            cut(widened(problem.canonical(o, name)), 2, together * size)
+            cut(widened(problem.canonical(o, name), *dtypes), 2, together * size)
             for name, o in named_operands(part)
         )
 
+    acc = problem.accumulation_dtype
     rows = _Rows(
         query=cut(problem.query, 1, together * size, whole=True),
         slots=cut(slots, 2, together),
         seen=cut(seen, 2, together),
         q_positions=cut(problem.positions()[0], 1, together * size, whole=True),
         of_mask=() if problem.mask is None else canonical(problem.mask),
-        of_scores=tuple(canonical(score) for score in problem.scores),
+        # What batch elements share is gathered for each. Its gradient is a sum over them.
+        of_scores=tuple(canonical(score, acc) for score in problem.scores),
     )
     # All parts read the arrays of a score, whose gradient is a sum over them.
-    acc = problem.accumulation_dtype
     reads = [[read_of(x, acc, features=5) for x in xs] for xs in rows.of_scores]
     axes = varying_axes(problem.query, slots, *jax.tree.leaves((problem.key, problem.value, rows)))
     held = tuple(HeldScore.of(s, acc, x, axes=axes) for s, x in zip(problem.scores, reads))

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import eqattn
-from eqattn import masks as m, scores as sc
+from eqattn import AllGather, attention, Blockwise, masks as m, Ring, scores as sc, Selected
 
 from . import bound, oracle, oracle_masks as om, transforms
 from .cases import covering
@@ -146,3 +147,30 @@ def test_a_table_of_differences_beside_wider_logits(operands):
     case |= {"block": (16, 7), "score": "differences", "heads": (2, 2), "dims": (8, 8)}
     case |= {"dtype": "float64", "operands": operands, "lead": (2,), "target": ("blockwise", 1)}
     check(case | {"bias": "none", "offset": "none", "dropout": 0.0, "scale": "none"})
+
+
+@pytest.mark.parametrize("strategy", [Blockwise, Ring, AllGather])
+def test_a_bias_beside_a_list_is_summed_over_the_batch_in_the_dtype_of_sums(strategy, x64):
+    """In float32 beside float64 queries, each element of the batch rounded its part."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 21, 1, 4))) for _ in range(3))
+    bias = jnp.asarray(rng.normal(size=(1, 21, 21)), jnp.float32)
+    mask = Selected(jnp.asarray(rng.integers(0, 3, (1, 4, 2))), 6, 8)
+    seen = np.asarray(mask.as_array(21, 21))
+
+    def ours(bias):
+        out = attention(q, k, v, strategy(), mask=mask, bias=bias)
+        return jnp.sin(3 * out.attention_outputs).sum()
+
+    def dense(bias):
+        z = jnp.einsum("bthd,bshd->bhts", q, k) / 2 + bias[None]
+        p = jax.nn.softmax(jnp.where(seen, z, -jnp.inf))
+        return jnp.sin(3 * jnp.einsum("bhts,bshd->bthd", p, v)).sum()
+
+    mesh = jax.make_mesh((2,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.grad(ours))(bias)
+    want = np.asarray(jax.grad(dense)(bias.astype(jnp.float64)))
+    assert got.dtype == jnp.float32
+    unit = np.spacing(np.abs(want).astype(np.float32))
+    assert (np.abs(np.float64(got) - want) <= 0.51 * unit + 1e-14).all()
