@@ -97,10 +97,10 @@ def joined(x: Array, axes: tuple[int, ...], sizes: tuple[int, int, int]) -> Arra
 def by_pairs(x: Any, axes: tuple[int, ...], layout: GridLayout) -> Any:
     """An array of blocks as `TokenPairs`, if these have a number for each pair of tokens.
 
-    Unless the loops are `turned`, functions of logits read a window with another orientation than
-    it has. XLA:CPU reads so from rows that are far apart, as slowly as it copies them. But flags
-    are copied faster. With windows of these, gradients under a dense mask took 1.25 of the time
-    on one core of an AMD EPYC.
+    Unless the loops are `turned`, functions of logits transpose each window that they read. XLA:CPU
+    then reads from rows that are far apart, which takes as long as a copy of all pairs. A copy of
+    flags is faster. With windows of flags, gradients under a dense mask took 1.25 of the time on
+    one core of an AMD EPYC.
 
     **Arguments:**
 

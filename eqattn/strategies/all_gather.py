@@ -75,5 +75,5 @@ class AllGather(AbstractSharded):
         return "all_gather"
 
     def _axes(self) -> Axes:
-        axis = self.metadata.sequence_axis_name if self.axis_name is None else self.axis_name
+        axis = self.axis_name or self.metadata.sequence_axis_name
         return Axes(axis, None, self.axis_name is not None, self.layout, gathers=True)

@@ -71,7 +71,7 @@ class Ring(AbstractSharded):
         return "ring"
 
     def _axes(self) -> Axes:
-        axis = self.metadata.sequence_axis_name if self.axis_name is None else self.axis_name
+        axis = self.axis_name or self.metadata.sequence_axis_name
         if axis == self.head_axis:
             raise ValueError(
                 f"The axis of the ring and head_axis are both {axis!r}; name two axes of the mesh, "

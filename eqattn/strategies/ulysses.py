@@ -53,5 +53,5 @@ class Ulysses(AbstractSharded):
         return "ulysses"
 
     def _axes(self) -> Axes:
-        axis = self.metadata.sequence_axis_name if self.axis_name is None else self.axis_name
+        axis = self.axis_name or self.metadata.sequence_axis_name
         return Axes(None, axis, self.axis_name is not None, Contiguous())
