@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .grid import COL, GridLayout, HEAD, ROW
-from .tokens import can_lie, permuted
+from .tokens import are_whole, can_lie, permuted
 
 
 class TokenPairs(eqx.Module):
@@ -94,6 +94,22 @@ def joined(x: Array, axes: tuple[int, ...], sizes: tuple[int, int, int]) -> Arra
     return x.reshape(*others, *(of.get(a, 1) * n for a, n in zip((HEAD, ROW, COL), sizes)))
 
 
+def sizes_of(shape: tuple[int, ...], layout: GridLayout) -> tuple[int, int, int] | None:
+    """The heads, queries and keys of a block that has a number for each pair of tokens. It is None
+    for other blocks, and if `joined` cannot put together what they were cut from.
+
+    **Arguments:**
+
+    - `shape`: the shape of a block.
+    """
+    if layout.ring is not None or not are_whole(layout.tokens, layout.grid):
+        return None
+    cut = {t.axis: t for t in layout.tokens}
+    (group, queries), keys = (cut[ROW].group, cut[ROW].block), cut[COL].block
+    heads = {(keys, group * queries): group, (keys, 1, queries): 1}.get(shape)
+    return heads and (heads, queries, keys)
+
+
 def by_pairs(x: Any, axes: tuple[int, ...], layout: GridLayout) -> Any:
     """An array of blocks as `TokenPairs`, if these have a number for each pair of tokens.
 
@@ -106,16 +122,11 @@ def by_pairs(x: Any, axes: tuple[int, ...], layout: GridLayout) -> Any:
 
     - `axes`: the grid axes of the array, rows and columns among them.
     """
-    if layout.ring is not None or not can_lie(layout.tokens, layout.grid):
-        return x
-    cut = {t.axis: t for t in layout.tokens}
-    (group, queries), keys = (cut[ROW].group, cut[ROW].block), cut[COL].block
     shape = x.shape[len(axes) :]
-    heads = {(keys, group * queries): group, (keys, 1, queries): 1}.get(shape)
+    sizes = sizes_of(shape, layout) if can_lie(layout.tokens, layout.grid) else None
     near = (layout.turned and layout.stage == "fold") or x.dtype.itemsize > 1
-    if heads is None or not near:
+    if sizes is None or not near:
         return x
-    sizes = heads, queries, keys
     return TokenPairs(joined(x, axes, sizes), axes, sizes, shape)
 
 

@@ -23,7 +23,13 @@ from eqattn._sweep.grid import CORNER, EMPTY, FULL, PARTIAL
 from eqattn._sweep.lowering import XLALowering
 from eqattn._sweep.token_pairs import TokenPairs
 from eqattn.kernels.gpu._lowering import NvidiaLowering
-from eqattn.kernels.tpu import _backward_step, _forward_step as _step, _windows, TPULowering
+from eqattn.kernels.tpu import (
+    _backward_step,
+    _forward_step as _step,
+    _operands,
+    _windows,
+    TPULowering,
+)
 from eqattn.strategies import _fold
 
 from . import build, transforms
@@ -180,6 +186,7 @@ def as_large_ones(case, mask):
             for lowering in (XLALowering, TPULowering, NvidiaLowering):
                 patch.setattr(lowering, "least_listed", (least, least))
                 patch.setattr(lowering, "copy_pairs", 10**6)
+        patch.setattr(_operands, "fill_registers", lambda *_: case["lead"] == ())
         patch.setattr(_windows, "_even", of_forward)
         patch.setattr(block_classes, "STEP", max(1, min(case["block"]) // 2))
         patch.setattr(_step, "sums_by_product", lambda: build.sums_by_product(case))
@@ -252,14 +259,16 @@ def test_cases_on_stairs():
         assert found and set(found) == {on_diagonal}, case
 
 
-IN_PLACE = [
-    case | dict(length=(32, 48), block=(16, 16), bias=PER_KEY["bias"][i % 4])
-    for i, case in enumerate(c for c in covering(2) if c["target"] == ("blockwise", 1))
-    if case["mask"] != "selected"  # those keys are gathered, or visited several blocks in a step
-]
+def in_place(target: str, biases: tuple[str, ...] = PER_KEY["bias"]) -> list[dict]:
+    """Cases with a bias, whose blocks divide the lengths."""
+    return [
+        case | dict(length=(32, 48), block=(16, 16), bias=biases[i % len(biases)])
+        for i, case in enumerate(c for c in covering(2) if c["target"] == (target, 1))
+        if case["mask"] != "selected"  # keys are gathered, or visited several blocks in a step
+    ]
 
 
-@pytest.mark.parametrize("of_pairs", IN_PLACE, ids=name_of)
+@pytest.mark.parametrize("of_pairs", in_place("blockwise"), ids=name_of)
 def test_pairs_are_read_where_they_lie(of_pairs, monkeypatch):
     """Small blocks are visited one by one, as large ones are, and windows of a bias are read."""
     found = []
@@ -268,6 +277,22 @@ def test_pairs_are_read_where_they_lie(of_pairs, monkeypatch):
     monkeypatch.setattr(lowering, "loops_over_batch", lambda ctx, layout: True)
     check(of_pairs)
     assert any(isinstance(x, TokenPairs) for x in found)
+
+
+@pytest.mark.parametrize("of_pairs", in_place("tpu", ("full", "heads")), ids=name_of)
+def test_kernels_read_pairs_where_they_lie(of_pairs, monkeypatch):
+    """Above, few do, as small blocks fill no registers. A bias that the heads of a group share lies
+    in blocks.
+    """
+    found = []
+
+    def joined(x, axes, sizes, f=_operands.joined):
+        found.append(sizes)
+        return f(x, axes, sizes)
+
+    monkeypatch.setattr(_operands, "joined", joined)
+    check(of_pairs | dict(lead=()))
+    assert found
 
 
 @pytest.mark.slow

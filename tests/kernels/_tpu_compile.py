@@ -45,7 +45,13 @@ CASES: dict[str, dict] = {
     "listed blocks": {"mask": "Causal() & Selected(listed_blocks, 128, 128)"},
     "listed blocks, grouped": {"mask": "Selected(listed_blocks, 128, 128)", "kv_heads": 2},
     "cap": {"mask": "Causal()", "cap": 30.0},
-    "bias": {"mask": "Causal()", "bias": True},
+    "bias": {"mask": "Causal()", "bias": "float32"},
+    "bias, bfloat16": {"bias": "bfloat16", "kv_heads": 2, "rows": 2},
+    "bias, float32": {"mask": "Causal()", "bias": "float32", "dtype": "float32"},
+    "bias, one block": {"bias": "bfloat16", "sides": (512, 512)},
+    # Too large for the compiler to copy it to vector memory ahead of a kernel.
+    "bias, long": {"mask": "Causal()", "bias": "bfloat16", "tokens": 4096, "sides": (512, 512)},
+    "bias, fewer lanes": {"mask": "Causal()", "bias": "float32", "tokens": 384, "sides": (96, 64)},
     "alibi": {"mask": "Causal()", "score": "ALiBi(slopes)"},
     "t5": {"mask": "Causal()", "score": "T5Bias(table, max_distance=64)"},
     "t5, grouped": {"score": "T5Bias(table, max_distance=64)", "kv_heads": 1, "tokens": 333},
@@ -86,7 +92,7 @@ CASES: dict[str, dict] = {
         "tangent": True,
     },
     "tangent of a bias": {
-        "bias": True,
+        "bias": "float32",
         "sinks": True,
         "kv_heads": 1,
         "values": 64,
@@ -238,7 +244,7 @@ def compiled(chip: str, case: str):
     from eqattn._tools.tpu_report.chips import CHIPS
     from eqattn.cache import Joined, Pages, Quantized
 
-    kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=False)
+    kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=None)
     kinds |= dict(platform="pallas", strategy="Blockwise", queries=None, stored=None, page=None)
     kinds |= dict(tangent=False)  # whether forward mode is compiled, in place of gradients
     kinds |= dict(sides=None)  # of blocks
@@ -290,7 +296,7 @@ def compiled(chip: str, case: str):
         return as_stored(x) if spec.in_place else x
 
     if spec.bias:
-        wrt["bias"] = array(1, 4, t, t, dtype=jnp.float32)
+        wrt["bias"] = array(1, 4, t, t, dtype=jnp.dtype(spec.bias))
     if spec.sinks:
         wrt["sinks"] = array(4, dtype=jnp.float32)
 

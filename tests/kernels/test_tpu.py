@@ -355,7 +355,7 @@ def test_garbage_stays_where_it_is_masked(garbage):
         (
             "v6e",
             ("causal", "drafts", "t5", "functions of predicates", "keys under a score", "tables")
-            + ("narrow numbers",),
+            + ("narrow numbers", "bias, long"),
         ),
         pytest.param(
             "v6e",
@@ -370,6 +370,8 @@ def test_garbage_stays_where_it_is_masked(garbage):
 def test_compiled_for_a_tpu(chip, cases):
     for case, got in compile_all(chip, cases).items():
         assert got.get("kernels", -1) >= expected(case), got
+        if case == "bias, long":  # Nothing around the kernels has a number for each pair.
+            assert got["copied"] < 4096**2, got
 
 
 @pytest.mark.slow

@@ -23,9 +23,10 @@ from ...masks._causal import Causal
 from ...strategies import Blockwise
 from . import schedule, traffic, whole
 from .chips import CHIPS
-from .kernels import Call, Decode, STAYING
+from .kernels import Call, STAYING
 from .peers import splash_sizes
 from .rows import CallRow
+from .serving import Decode
 from .specification import LENGTH, ROWS
 from .steps import Steps
 
@@ -84,11 +85,12 @@ def measure(name: str, call: WholeCall, temporary: int, folder: Path) -> CallRow
 
 
 _ARRAY = jax.ShapeDtypeStruct((BATCH_SIZE, TOKENS, HEADS, DIM), jnp.bfloat16)
+_BIAS = jax.ShapeDtypeStruct((BATCH_SIZE, HEADS, TOKENS, TOKENS), jnp.bfloat16)
 
 
-def _eqattn(query: Any, key_: Any, value: Any) -> Any:
-    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu")
-    return attention(query, key_, value, Blockwise(metadata), mask=Causal()).attention_outputs
+def _eqattn(query: Any, key_: Any, value: Any, bias: Any = None) -> Any:
+    strategy = Blockwise(AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu"))
+    return attention(query, key_, value, strategy, mask=Causal(), bias=bias).attention_outputs
 
 
 def _splash(query: Any, key_: Any, value: Any) -> Any:
@@ -112,16 +114,16 @@ def _splash(query: Any, key_: Any, value: Any) -> Any:
     return jnp.swapaxes(out.reshape(BATCH_SIZE, HEADS, TOKENS, DIM), 1, 2)
 
 
-def _forward(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
-    return f, (_ARRAY,) * 3
+def _forward(f: Callable[..., Any], *more: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
+    return f, (*(_ARRAY,) * 3, *more)
 
 
-def _training(f: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
-    def step(query, key_, value, cotangent):
-        out, transpose = jax.vjp(f, query, key_, value)
+def _training(f: Callable[..., Any], *more: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
+    def step(cotangent, *arrays):
+        out, transpose = jax.vjp(f, *arrays)
         return out, *transpose(cotangent)
 
-    return step, (_ARRAY,) * 4
+    return step, (*(_ARRAY,) * 4, *more)
 
 
 def _layer(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,6 +191,7 @@ def _decoding(steps: Steps) -> int:
 
 _FOLD = {"eqattn_fold": _cycles((BATCH, HEAD, ROW), 1)}
 _SUM = {"eqattn_sum": _cycles((BATCH, HEAD, COL), 0, STAYING)}
+_PAIRS = {"eqattn_sum_pairs": _cycles((BATCH, HEAD, ROW, COL), 0)}
 _GROUPED_FOLD = {"eqattn_fold": _cycles((BATCH, HEAD, ROW), 1, group=GROUP)}
 _GROUPED_SUM = {"eqattn_sum": _cycles((BATCH, HEAD, COL), 0, STAYING, GROUP)}
 _SPLASH = {"splash_mha_fwd_no_residuals": _live}
@@ -198,6 +201,10 @@ _SPLASH_GROUPED_SUM = {"splash_mqa_fwd_residuals": _live, "splash_mqa_dkv_no_res
 CALLS = (
     WholeCall("forward, eqattn", ft.partial(_forward, _eqattn), _FOLD),
     WholeCall("training, eqattn", ft.partial(_training, _eqattn), _FOLD | _SUM),
+    WholeCall("bias, eqattn", ft.partial(_forward, _eqattn, _BIAS), _FOLD),
+    WholeCall(
+        "bias training, eqattn", ft.partial(_training, _eqattn, _BIAS), _FOLD | _SUM | _PAIRS
+    ),
     WholeCall("decoding, eqattn", Decode().build, {"eqattn_decode": _decoding}),
     WholeCall("layer, eqattn", ft.partial(_forward_layer, _eqattn), _FOLD),
     WholeCall("layer training, eqattn", ft.partial(_training_layer, _eqattn), _FOLD | _SUM),

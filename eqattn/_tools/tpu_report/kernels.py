@@ -12,23 +12,20 @@ import jax.numpy as jnp
 from ..._calls.attention import attention
 from ..._config.metadata import AttentionMetadata
 from ..._problem.block_classes import choose_live_blocking
-from ..._problem.blocking import choose_blocking
 from ..._problem.problem import Problem
-from ..._problem.stack_layer import StackLayer
-from ..._problem.storage import Pages, Quantized
 from ..._sweep.grid import BATCH, COL, HEAD, replaced, ROW
 from ...kernels.tpu import TPULowering
 from ...kernels.tpu._chip import heads_abreast
 from ...masks._base import Dense as DenseMask
 from ...masks._causal import Causal
-from ...masks._padding import KeyPadding
 from ...masks._segments import Segments
 from ...masks._selected import Selected
 from ...masks._window import SlidingWindow
 from ...scores._t5 import T5Bias
-from ...strategies import Blockwise, Ragged
+from ...strategies import Blockwise
 from .peers import PEERS
-from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS, Whole
+from .serving import decode, prompt
+from .specification import Kernel, Whole
 
 
 HEADS = 8
@@ -155,17 +152,18 @@ def _backward(
     *,
     plain: str = "",
     entire: bool = True,
+    call: str = "eqattn_sum",
     **kw: Any,
 ) -> Kernel:
-    call = Call(gradient=gradient, **kw)
+    made = Call(gradient=gradient, **kw)
     return Kernel(
         name=name,
-        call="eqattn_sum",
-        build=call.build,
-        tile=call.tile,
-        products=products * call.dim,
+        call=call,
+        build=made.build,
+        tile=made.tile,
+        products=products * made.dim,
         whole=Whole(
-            call.tokens,
+            made.tokens,
             HEADS,
             (BATCH, HEAD, ROW if gradient == (0,) else COL),
             lag=0,
@@ -213,113 +211,6 @@ def _causal_with(name: str, mask: Any, of: Any) -> Kernel:
     return _feature(name, lambda x: ({"mask": Causal() & mask(x)}, {}), masked="masked", x=of)
 
 
-@dataclasses.dataclass(frozen=True)
-class Decode:
-    """A call for the last queries of each of many rows, whose lengths are known at run time. Steps
-    of decoding are such calls, and parts of prompts are.
-
-    **Arguments:**
-
-    - `queries`: how many queries a row has.
-    - `stored`: the dtype of quantised keys and values; None if they are not quantised.
-    - `page`: how many tokens a page has; None if there are no pages.
-    - `layers`: how many layers the arrays have, of which one is read; None if they have one.
-    - `shared`: whether all queries see the same keys, as those of rows that begin alike do in
-        `cascade_attention`.
-    - `block_q`, `block_k`: the block sizes of the metadata; None chooses them.
-    """
-
-    queries: int = 1
-    stored: Any = None
-    page: int | None = None
-    layers: int | None = None
-    shared: bool = False
-    block_q: int | None = None
-    block_k: int | None = None
-
-    @property
-    def metadata(self) -> AttentionMetadata:
-        sizes: Any = dict(blocksize_q=self.block_q, blocksize_k=self.block_k)
-        return AttentionMetadata(runtime_dtype=jnp.bfloat16, platform="tpu", **sizes)
-
-    @property
-    def arrays(self) -> dict[str, Any]:
-        like, page = jax.ShapeDtypeStruct, self.page or LENGTH
-        pool = (ROWS * LENGTH // page, page, KV_HEADS)
-        scales = (pool[0], 1, page * KV_HEADS)
-        pool = (*([self.layers] if self.layers else []), *pool)
-        return {
-            "query": like((ROWS, self.queries, QUERY_HEADS, 128), jnp.bfloat16),
-            "pools": (like((*pool, 128), self.stored or jnp.bfloat16),) * 2,
-            "scales": (like(scales, jnp.float32),) * 2 if self.stored else (),
-            "table": like((ROWS, LENGTH // page), jnp.int32),
-            "lengths": like((ROWS,), jnp.int32),
-            "layer": like((), jnp.int32),
-        }
-
-    def caches(self, arrays: dict[str, Any]) -> list[Any]:
-        kept = list(arrays["pools"])
-        if self.stored:
-            kept = [Quantized(x, s, jnp.bfloat16) for x, s in zip(kept, arrays["scales"])]
-        if self.layers:
-            return [StackLayer(x, arrays["layer"]) for x in kept]
-        return [Pages(x, arrays["table"]) for x in kept] if self.page else kept
-
-    def build(self) -> tuple[Callable[..., Any], Sequence[Any]]:
-        def call(arrays):
-            key_, value = self.caches(arrays)
-            lengths = arrays["lengths"]
-            causal = self.queries > 1 and not self.shared
-            return attention(
-                arrays["query"],
-                key_,
-                value,
-                Ragged(self.metadata),
-                mask=KeyPadding(lengths) & Causal() if causal else KeyPadding(lengths),
-                q_offset=lengths - self.queries if causal else None,
-            ).attention_outputs
-
-        return call, (self.arrays,)
-
-    def tile(self) -> tuple[int, int]:
-        found = []
-
-        def look(arrays):
-            key_, value = self.caches(arrays)
-            cut = Problem.from_call(arrays["query"], key_, value, self.metadata)
-            kernels = TPULowering("pallas")
-            sizes = self.block_q, self.block_k
-            found.append(choose_blocking(cut, *sizes, in_place=True, lowering=kernels))
-
-        jax.eval_shape(look, self.arrays)
-        return min(self.queries, found[0].block_q), found[0].block_k
-
-
-def _decode(name: str, **kw: Any) -> Kernel:
-    call = Decode(**kw)
-    # Bytes of a vector of 128 numbers: 8 bits each and a float32 scale, or 16 bits each.
-    each = 128 + 4 if call.stored else 256
-    return Kernel(
-        name=name,
-        call="eqattn_decode",
-        build=call.build,
-        tile=call.tile,
-        nbytes=KV_HEADS * 2 * each,
-    )
-
-
-def _prompt(name: str, **kw: Any) -> Kernel:
-    call = Decode(queries=512, **kw)
-    return Kernel(
-        name=name,
-        call="eqattn_fold",
-        build=call.build,
-        tile=call.tile,
-        products=QUERY_HEADS * 2 * 128,
-        cleans=True,
-    )
-
-
 def _tunable(
     make: Callable[..., Kernel], name: str, *args: Any, sizes: Sequence[tuple[int, int]], **kw: Any
 ) -> Kernel:
@@ -340,6 +231,10 @@ _BY_DIFFERENCE: dict[str, Any] = dict(
     operands=(("table", jax.ShapeDtypeStruct((32, HEADS), jnp.float32)),),
     options=lambda table: ({"score": T5Bias(table)}, {}),
 )
+_BIAS: dict[str, Any] = dict(
+    operands=(("bias", jax.ShapeDtypeStruct((1, HEADS, _T, _T), jnp.float32)),),
+    options=lambda bias: ({"bias": bias}, {}),
+)
 _LISTED: dict[str, Any] = dict(
     apart=True,
     block_q=512,
@@ -357,23 +252,25 @@ KERNELS = (
     _backward("backward, D=64", (0, 1, 2), 5, dim=64),
     _backward("backward, queries", (0,), 3),
     _backward("backward, keys and values", (1, 2), 4),
+    _backward("backward, bias", (0, 1, 2), 5, plain="backward", **_BIAS),
+    _backward("backward, of a bias", (), 2, of_operands=True, call="eqattn_sum_pairs", **_BIAS),
     _backward("backward, T5 bias", (0, 1, 2), 5, plain="backward", **_BY_DIFFERENCE),
     _backward("backward, table of T5 bias", (), 2, of_operands=True, **_BY_DIFFERENCE),
     _tangent("forward mode"),
-    _tunable(_decode, "decode", sizes=_TOKENS),
-    _decode("decode, 4 queries", queries=4),
-    _tunable(_decode, "decode, int8", sizes=_TOKENS, stored=jnp.int8),
-    _decode("decode, pages of 64", page=64),
-    _decode("decode, one of 4 layers", layers=4),
-    _decode("decode, pages that 8 rows share", queries=8, page=64, shared=True),
-    _tunable(_prompt, "prompt", sizes=_OF_PROMPTS),
-    _tunable(_prompt, "prompt, int8", sizes=_OF_PROMPTS, stored=jnp.int8),
-    _prompt("prompt, pages of 64", page=64),
+    _tunable(decode, "decode", sizes=_TOKENS),
+    decode("decode, 4 queries", queries=4),
+    _tunable(decode, "decode, int8", sizes=_TOKENS, stored=jnp.int8),
+    decode("decode, pages of 64", page=64),
+    decode("decode, one of 4 layers", layers=4),
+    decode("decode, pages that 8 rows share", queries=8, page=64, shared=True),
+    _tunable(prompt, "prompt", sizes=_OF_PROMPTS),
+    _tunable(prompt, "prompt, int8", sizes=_OF_PROMPTS, stored=jnp.int8),
+    prompt("prompt, pages of 64", page=64),
     _feature("window", lambda: ({"mask": Causal() & SlidingWindow(2047, 0)}, {}), masked="edge"),
     _causal_with("segments", Segments, ((1, _T), jnp.int32)),
     _feature("sinks", lambda aux: ({}, {"softmax_aux": aux}), aux=((HEADS,), jnp.float32)),
     _feature("soft cap", lambda: ({}, {"logits_soft_cap": 30.0})),
-    _feature("bias", lambda x: ({"bias": x}, {}), x=((1, HEADS, _T, _T), jnp.float32)),
+    _forward("forward, bias", whole=False, plain="forward", **_BIAS),
     _causal_with("dense mask", DenseMask, ((1, HEADS, _T, _T), jnp.bool_)),
     _forward("forward, T5 bias", whole=False, plain="forward", **_BY_DIFFERENCE),
     _forward("forward, listed blocks of 512", whole=False, masked="masked", **_LISTED),

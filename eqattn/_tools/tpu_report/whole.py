@@ -8,7 +8,7 @@ import numpy as np
 
 from ..._problem.block_classes import classes_of
 from ..._problem.blocking import Blocking
-from ..._sweep.grid import COL, CORNER, FULL, GridLayout, ROW
+from ..._sweep.grid import COL, CORNER, EMPTY, FULL, GridLayout, ROW
 from ...kernels.tpu._grid import KernelGrid as Grid
 from ...kernels.tpu._work_list import FIRST, kind_of, work_list
 from ...masks._causal import Causal
@@ -78,7 +78,8 @@ def count(
     kinds = np.asarray(kind_of(packed))
     corner, full = kinds == CORNER, kinds == FULL
     after = full & (np.roll(corner, 1) & (np.arange(len(kinds)) > 0)) & bool(lag)
-    each = full & ~after, ~full & ~corner, corner, after, (packed & FIRST) != 0
+    masked = ~full & ~corner & (kinds != EMPTY)
+    each = full & ~after, masked, corner, after, (packed & FIRST) != 0
     counts = [lists * int(x.sum()) for x in each]
     return Count(*counts, lists=lists, beside=lists if lag else 0)
 

@@ -29,6 +29,8 @@ from ._operands import (
     KernelOperand,
     matrix,
     nbytes_of,
+    pairs_in_place,
+    PairsOperand,
     turns,
     vmem_shape,
 )
@@ -188,7 +190,8 @@ class _Sum:
         - `kept`: the references of the operands that are `kept`.
         - `scratch`: those of blocks turned again.
         """
-        assert self.turned is not None
+        step = self.turned
+        assert step is not None
         n, order = self.accumulators, [*self.results]
         load: list = [None] * (n + self.operands)
         for i in self.given:
@@ -202,10 +205,13 @@ class _Sum:
 
         def add(j, part, y):
             i = order[j]
+            if step.main.of_pairs:
+                sums[i][part] += y
+                return
             where = (row_of(pair), slice(None), part) if i in self.stay else (slice(None), part)
             sums[i][where] += y
 
-        self.turned.run(kind_of(pair), load, flipped, add, scratch)
+        step.run(kind_of(pair), load, flipped, add, scratch)
 
     def add(self, pair: Any, ids: Sequence, work_ref: Any, ins: dict, sums: dict):
         """Replaces accumulators by what the program of the pair's class makes of them."""
@@ -250,7 +256,11 @@ def _plan(
         return Program(lambda *xs: step(list(xs[:n]), list(xs[n:])), [*held, *blocks], wanted)
 
     programs = {c: program(step) for c, step in sorted(steps.items(), reverse=True)}
-    turned = TurnedStep.of(layout, programs, wanted)
+    windows = {i: pairs_in_place(held[i].shape, layout) for i in wanted}
+    of_pairs = into is None and None not in windows.values()
+    turned = TurnedStep.of(layout, programs, wanted, of_pairs)
+    if not (turned and of_pairs):
+        windows = {}
     summed = tuple(a for a in layout.batch if a not in kept)
     lead = tuple(a for a in layout.batch if a in kept)
     table_axes = list(layout.table_axes or (ROW, COL))[:-2]
@@ -272,7 +282,8 @@ def _plan(
         last = into is None and i in stay and results[i].apart and turns(held[i])
         flipped = turned is not None and turned.main.sums[j].flipped
         heads = heads_of_rows(layout) if last else 1
-        results[i] = dataclasses.replace(results[i], flipped=flipped, turned=last, heads=heads)
+        form: Any = dict(flipped=flipped, turned=last, heads=heads, window=windows.get(i))
+        results[i] = dataclasses.replace(results[i], **form)
     main = next(iter(programs.values()))
 
     def flips(i):  # queries, which a step needs both ways, lie as projections write them
@@ -286,8 +297,10 @@ def _plan(
     for i, x in enumerate(operands):
         if any(p.reads[n + i] for p in programs.values()):
             axes, flipped = layout.in_axes[i], flips(i)
-            x = KernelOperand(x, axes, flipped, heads=_heads_of(blocks[i], axes, flipped, layout))
-            given[i] = x
+            heads, pairs = _heads_of(blocks[i], axes, flipped, layout), None
+            if not main.multiplied[n + i]:
+                pairs = PairsOperand.of(x, axes, layout, turned is not None)
+            given[i] = pairs or KernelOperand(x, axes, flipped, heads=heads)
     old = {
         i: KernelOperand(x.reshape(*layout.shape(y.lies), *y.whole), y.lies, as_lies=True)
         for i, y in results.items()
@@ -342,10 +355,10 @@ def visit_sum(
                 *[grid.block_spec(x) for x in given.values()],
                 *[grid.spec(x.axes, x.block) for x in old.values()],
             ],
-            out_specs=[grid.spec(y.lies, y.written) for y in outs],
+            out_specs=[grid.spec_of_result(y) for y in outs],
             scratch_shapes=plan.scratch,
         ),
-        out_shape=[abstract(args[-1], (*layout.shape(y.lies), *y.written), y.dtype) for y in outs],
+        out_shape=[abstract(args[-1], grid.sizes_of_result(y), y.dtype) for y in outs],
         input_output_aliases={1 + len(given) + j: [*results].index(i) for j, i in enumerate(old)},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple("parallel" if a in kept else "arbitrary" for a in grid.order),
@@ -353,10 +366,10 @@ def visit_sum(
             disable_bounds_checks=True,
         ),
         interpret=interpret,
-        name="eqattn_sum",
+        name="eqattn_sum_pairs" if any(y.window for y in outs) else "eqattn_sum",
     )
-    ys = call(work, *[x.array for x in (*given.values(), *old.values())])
-    ys = [x.from_written(y) for x, y in zip(outs, ys)]
+    ys = call(work, *grid.arrays([*given.values()]), *[x.array for x in old.values()])
+    ys = [x.from_written(y, layout) for x, y in zip(outs, ys)]
     return [y.reshape(*layout.shape(x.axes), *x.aval.shape) for x, y in zip(outs, ys)]
 
 

@@ -43,6 +43,7 @@ from ._operands import (
     KernelOperand,
     matrix,
     nbytes_of,
+    PairsOperand,
     turns,
 )
 from ._products import LANES
@@ -264,8 +265,10 @@ def _plan(
         main, found = programs[max(programs)], {}
         for i, flipped in enumerate(main.flipped):
             if any(p.reads[i] for p in programs.values()):
+                x, axes = operands[start + i], layout.in_axes[start + i]
                 flipped = matrix(blocks[start + i]) and flipped
-                found[i] = KernelOperand(operands[start + i], layout.in_axes[start + i], flipped)
+                pairs = None if main.multiplied[i] else PairsOperand.of(x, axes, layout)
+                found[i] = pairs or KernelOperand(x, axes, flipped)
         return found
 
     value = form.values[form.full]

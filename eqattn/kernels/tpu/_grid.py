@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from ..._sweep.grid import COL, GridLayout, HEAD, ROW
 from ._operands import KernelOperand
+from ._sum_result import SumResult
 from ._work_list import merged_axes, row_of, SIDE, work_list
 
 
@@ -228,6 +229,43 @@ class KernelGrid:
         heads, *rest = block
         return pl.BlockSpec((*lead, heads, None, *rest), index)
 
+    def sizes_of_pairs(
+        self, axes: tuple[int, ...], window: tuple[int, int, int]
+    ) -> tuple[int, ...]:
+        """The shape of an array of all pairs, `[*lead, heads, all queries, all keys]`.
+
+        **Arguments:**
+
+        - `axes`: the grid axes of its blocks.
+        - `window`: the heads, queries and keys of a block, which are a window of it.
+        """
+        heads, *sides = window
+        lead = tuple(a for a in axes if a not in (ROW, COL))
+        sizes = self.layout.shape(lead)
+        if self.heads(axes):
+            sizes = self._beside(lead, sizes, self.abreast)
+        counts = (self.layout.grid[a] if a in axes else 1 for a in (ROW, COL))
+        return *sizes, heads, *(n * m for n, m in zip(counts, sides))
+
+    def spec_of_pairs(
+        self, axes: tuple[int, ...], window: tuple[int, int, int], lag: int = 0
+    ) -> pl.BlockSpec:
+        """Where the block of such an array lies at each step."""
+        lead = tuple(a for a in axes if a not in (ROW, COL))
+        several = self.heads(axes)
+
+        def index(*ids_and_refs):
+            ids, refs = split_at(ids_and_refs, len(self.order))
+            where = dict(zip(axes, self.index(axes, ids, refs, lag, apart=True)))
+            at = [where[a] for a in lead]
+            at = self._beside(lead, at, 0) if several else at
+            return *at, 0, where.get(ROW, 0), where.get(COL, 0)
+
+        outer: Sequence = [None] * len(lead)
+        if several:
+            outer = self._beside(lead, outer, self.abreast)
+        return pl.BlockSpec((*outer, *window), index)
+
     def spec(
         self, axes: tuple[int, ...], block: tuple[int, ...], lag: int = 0, *, by_part: bool = False
     ) -> pl.BlockSpec:
@@ -255,10 +293,22 @@ class KernelGrid:
             lead = [None] * (len(self.leading_sizes(axes)) + (bool(self.parts) and by_part))
         return pl.BlockSpec((*lead, *block), index)
 
+    def sizes_of_result(self, y: SumResult) -> tuple[int, ...]:
+        """The shape of the array to which a sum's blocks are written."""
+        if y.window:
+            return self.sizes_of_pairs(y.axes, y.window)
+        return *self.layout.shape(y.lies), *y.written
+
+    def spec_of_result(self, y: SumResult) -> pl.BlockSpec:
+        """Where its block lies at each step."""
+        return self.spec_of_pairs(y.axes, y.window) if y.window else self.spec(y.lies, y.written)
+
     def block_spec(self, x: KernelOperand, lag: int = 0) -> pl.BlockSpec:
         """Where the block of an operand lies at each step; a resident one is given whole."""
         if x.resident:
             return pl.BlockSpec(memory_space=pltpu.VMEM)
+        if x.window:
+            return self.spec_of_pairs(x.axes, x.window, lag)
         return (
             self.spec_of(x.axes, x.block, lag) if x.heads > 1 else self.spec(x.axes, x.block, lag)
         )
@@ -287,13 +337,15 @@ class KernelGrid:
 
     def arrays(self, xs: Sequence[KernelOperand]) -> list[Array]:
         """The arrays of the operands, with the leading axes that `spec` counts on."""
-        shapes = (
-            self.sizes_of(x.axes, x.block)
-            if x.heads > 1
-            else (*self.leading_sizes(x.axes), *x.block)
-            for x in xs
-        )
-        return [x.array.reshape(shape) for x, shape in zip(xs, shapes)]
+
+        def shape(x: KernelOperand) -> tuple[int, ...]:
+            if x.window:
+                return self.sizes_of_pairs(x.axes, x.window)
+            if x.heads > 1:
+                return self.sizes_of(x.axes, x.block)
+            return (*self.leading_sizes(x.axes), *x.block)
+
+        return [x.array.reshape(shape(x)) for x in xs]
 
 
 def _divided(x: Any, size: int) -> tuple[Any, Any]:

@@ -60,10 +60,10 @@ _ELEMENTWISE = {
 class Program:
     """A function of blocks, of which a kernel computes some results.
 
-    Its attribute `reads` holds for each argument whether these results depend on it. `flipped`
-    holds whether every product that reads the argument would like it transposed: as a left operand
-    that is summed over its first axis. `held` holds whether every such product has it as a right
-    operand that is summed over its first axis.
+    Its attribute `reads` holds for each argument whether these results depend on it, `multiplied`
+    whether a product reads it. `flipped` holds whether every such product would like it transposed:
+    as a left operand that is summed over its first axis. `held` holds whether every such product
+    has it as a right operand that is summed over its first axis.
 
     **Arguments:**
 
@@ -93,6 +93,7 @@ class Program:
         found = [wishes.get(v, [(False, False)]) for v in self.jaxpr.invars]
         self.flipped = [all(flipped for flipped, _ in x) for x in found]
         self.held = [all(held for _, held in x) for x in found]
+        self.multiplied = [v in wishes for v in self.jaxpr.invars]
 
     def maker(self, v: Any) -> Any:
         """The equation that a variable comes from; None for arguments and constants."""
@@ -106,8 +107,7 @@ class Program:
 
     def __call__(self, load: Sequence[Callable | None], flipped: Sequence[bool]) -> list:
         """The results in a kernel. The arguments are those of `Evaluation`."""
-        run = Evaluation(self, load, flipped)
-        return [run.value(v) for v in self.outs]
+        return [*map(Evaluation(self, load, flipped).value, self.outs)]
 
 
 class Evaluation(Diagonals):
@@ -163,7 +163,8 @@ class Evaluation(Diagonals):
                 return self.repeated_keys(eqn.invars[0])
         if eqn is not None and eqn.primitive in POINTWISE:
             return self.pointwise(eqn, self.block)
-        return self._cut(self.value(v))
+        turn = v in self.load and self.lies_flipped(v)  # of pairs where they lie
+        return self._cut(self.value(v, turn), turn)
 
     def pointwise(self, eqn: Any, get: Callable) -> Any:
         """An operation on single elements of what `get` returns for its arguments."""
@@ -201,11 +202,13 @@ class Evaluation(Diagonals):
                 left += [(v, True), *[(u, False) for u in made.invars]]
         return [*found]
 
-    def _cut(self, x: Any) -> Any:
-        """The window of an array, one of whose sides may be 1."""
+    def _cut(self, x: Any, turn: bool = False) -> Any:
+        """The window of an array, one of whose sides may be 1. It is transposed if `turn`."""
         assert self.window is not None
         if x.dtype == jnp.bool_:
-            return self._cut(x.astype(jnp.int32)) != 0
+            return self._cut(x.astype(jnp.int32), turn) != 0
+        if turn:
+            return x[self.window[::-1]].T
         return x[tuple(slice(None) if n == 1 else w for n, w in zip(x.shape, self.window))]
 
     def _spread(self, v: Any, x: Any, factor: float) -> Any:

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..._sweep.grid import GridLayout
+from ..._sweep.token_pairs import TokenPairs
 from ..._sweep.tokens import from_heads
 from ._operands import vmem_shape
 
@@ -25,6 +27,8 @@ class SumResult:
     - `turned`: whether its blocks are the transposes of its sums, with features innermost.
     - `heads`: how many heads a row has the queries of, if blocks that are turned are written by
         head.
+    - `window`: the heads, queries and keys of a block of pairs that is written where these lie, see
+        `PairsOperand`; else None.
     """
 
     aval: Any
@@ -35,6 +39,7 @@ class SumResult:
     flipped: bool = False
     turned: bool = False
     heads: int = 1
+    window: tuple[int, int, int] | None = None
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -49,6 +54,8 @@ class SumResult:
     @property
     def written(self) -> tuple[int, ...]:
         """The shape of what is written of it at one time."""
+        if self.window:
+            return self.window
         if not self.turned:
             return self.whole
         rows, features = self.block[::-1]
@@ -63,6 +70,9 @@ class SumResult:
 
         - `sum_of`: a function of a row, or of `...` for all, that returns its sum.
         """
+        if self.window:
+            ref[...] = sum_of(...).reshape(self.window)
+            return
         if not self.turned:
             ref[...] = sum_of(...).T if self.flipped else sum_of(...)
             return
@@ -73,14 +83,18 @@ class SumResult:
             else:
                 ref[:, row] = block.reshape(self.heads, -1, block.shape[-1])
 
-    def from_written(self, x: Any) -> Any:
+    def from_written(self, x: Any, layout: GridLayout) -> Any:
         """What was written, as the sweep returns it, before its grid axes are restored."""
+        if self.window:
+            return TokenPairs(x, self.axes, self.window, self.aval.shape).blocks(layout)
         x = from_heads(x) if self.heads > 1 else x
         return jnp.swapaxes(x, -1, -2) if self.turned else x
 
     @property
     def total(self) -> tuple[int, ...]:
         """The shape of its sum."""
+        if self.window:
+            return self.block[::-1]
         return self.whole[::-1] if self.flipped else self.whole
 
     @property
