@@ -129,8 +129,8 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
 
 DIFFERENTIATED = (
     "full", "causal, 192 and 128", "causal", "causal, 4 heads a key", "causal, 64", "causal, 256",
-    "window", "segments", "soft cap", "learned bias", "shared bias", "alibi", "t5", "score, waves",
-    "dropout", "odd lengths",
+    "window", "segments", "dense", "soft cap", "learned bias", "shared bias", "alibi", "t5",
+    "score, waves", "dropout", "odd lengths",
 )  # fmt: skip
 """The calls whose gradients of query, key, value and a learned bias are compiled, too."""
 

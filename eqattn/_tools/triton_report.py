@@ -59,6 +59,7 @@ NAMES = (
     "causal",
     "causal, 64",
     "causal, 256",
+    "dense",
     "soft cap",
     "t5",
     "shared bias",
@@ -73,7 +74,7 @@ NAMES = (
 )
 """The calls of `gpu_report` that are compiled, too."""
 
-DIFFERENTIATED = ("causal", "t5", "shared bias")
+DIFFERENTIATED = ("causal", "dense", "t5", "shared bias")
 """Those whose gradients of query, key, value and a learned bias are compiled, too."""
 
 

@@ -215,7 +215,7 @@ class Program:
         x = self.plan.operands[i]
         block, start = (None, None) if step is None else self.where(step)
         start = None if start is None else start + first
-        place = self.places_at(step).place(x.axes, block)
+        place = x.place(self.places_at(step), block)
         if isinstance(x, DiagonalOperand):
             where = self.start, start, mosaic.PIECE, self.plan.interpreted
             return x.tile(self.given[i], place, at, *where)

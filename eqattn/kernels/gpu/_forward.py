@@ -294,7 +294,7 @@ class Program:
         x = self.plan.operands[i]
         column, start = (None, None) if step is None else self.where(step)
         start = None if start is None else start + first
-        place = self.places.place(x.axes, column)
+        place = x.place(self.places, column)
         if isinstance(x, DiagonalOperand):
             where = self.start, start, mosaic.PIECE, self.plan.interpreted
             return x.tile(self.given[i], place, at, *where)

@@ -99,6 +99,13 @@ def load(ref: Any, which: Any) -> Any:
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
+def load_turned(ref: Any) -> Any:
+    """Reads an array `[other, own]` as the `"pairs"` of a block."""
+    x = load(ref.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
+    # Threads exchange numbers of 16 or 32 bits.
+    return plgpu.layout_cast(x if x.dtype.itemsize > 1 else x.astype(jnp.int32), _BLOCK)
+
+
 def held(x: Any, which: str) -> Any:
     """The same array, spread over the threads as by `load`."""
     return plgpu.layout_cast(x, _LAYOUTS[which])

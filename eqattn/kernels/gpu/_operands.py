@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._sweep.grid import COL, GridLayout, ROW
+from ..._sweep.token_pairs import joined, sizes_of
 from ._operations import Value
 from ._pair_program import PairProgram
 
@@ -240,6 +241,23 @@ class Operand:
         """Whether a program reads it again in each tile, although it is not staged."""
         return self.side.other in self.axes or self.both
 
+    def place(self, places: Places, other: Any) -> Any:
+        """Where the block lies in the array, at a block of the other side."""
+        return places.place(self.axes, other)
+
+    turned = False
+    """Whether the array has queries before keys, and a program holds pairs `[keys, rows]`."""
+
+    def at(self, place: Any, parts: dict[str, Any]) -> tuple:
+        """Where a part of the block lies in the array.
+
+        **Arguments:**
+
+        - `place`: what `place` returned.
+        - `parts`: the part of the rows (`"r"`) and that of the keys (`"k"`), as slices.
+        """
+        return place, *(parts[a] for a in self.kind or "")
+
     def value(self, x: Any) -> Value:
         """Turns what was loaded into an argument of the block function."""
         if self.kind is None:
@@ -265,10 +283,12 @@ class Operand:
             return self.value(tuple(ref[place, i] for i in range(self.array.shape[1])))
         if self.kind == "":
             return self.value(ref[place])
-        mine = mosaic.ds(own, WARPGROUP)
+        mine, others = self.side.kinds
+        parts = {mine: mosaic.ds(own, WARPGROUP), others: mosaic.ds(other, tile)}
+        part = ref.at[self.at(place, parts)]
         if not self.both:
-            return self.value(mosaic.load(ref.at[place, mine], "own"))
-        return self.value(mosaic.load(ref.at[place, mine, mosaic.ds(other, tile)], "pairs"))
+            return self.value(mosaic.load(part, "own"))
+        return self.value(mosaic.load_turned(part) if self.turned else mosaic.load(part, "pairs"))
 
     @property
     def by_piece(self) -> bool:
@@ -280,3 +300,55 @@ class Operand:
         from . import _mosaic as mosaic
 
         return self.value(mosaic.load(ref, "other"))
+
+
+class PairsOperand(Operand):
+    """Numbers of all pairs of tokens, which a kernel reads where they lie.
+
+    As blocks, they would be a copy, as large as all pairs are. `array` is
+    `[elements, heads, queries, keys]` instead, and a block is a window of it.
+    """
+
+    def __init__(self, x: Any, axes: tuple[int, ...], layout: GridLayout, side: Side, sizes: tuple):
+        self.axes, self.side, self.bool, self.kind = axes, side, x.dtype == jnp.bool_, side.kinds
+        self.heads, self.queries, self.keys = sizes
+        self.group = layout.block[1] // self.queries
+        x = joined(jnp.asarray(x), axes, sizes)
+        x = x.reshape(-1, self.heads, *x.shape[-2:])
+        self.array = x.astype(jnp.int8) if self.bool else x
+        self.dtype = self.array.dtype
+
+    @classmethod
+    def of(
+        cls,
+        x: Any,
+        axes: tuple[int, ...],
+        layout: GridLayout,
+        side: Side,
+        lengths: dict[str, int],
+    ) -> "PairsOperand | None":
+        """An array as such an operand, if a block is a window of all pairs that tiles divide."""
+        sizes = sizes_of(x.shape[len(axes) :], layout)
+        if sizes is None or (lengths["k"], lengths["r"]) != layout.block:
+            return None
+        if layout.block[1] != sizes[1] and sizes[1] % TILE:
+            return None
+        return cls(x, axes, layout, side, sizes)
+
+    def place(self, places: Places, other: Any) -> Any:
+        """The element, and the first query and key of the block."""
+        lead, at = [a for a in self.axes if a not in (ROW, COL)], places.with_other(other)
+        first = at[ROW] * jnp.int32(self.queries), at[COL] * jnp.int32(self.keys)
+        return places.place(lead, other), *first
+
+    def at(self, place: Any, parts: dict[str, Any]) -> tuple:
+        """Where a part of the block lies, whose rows are those of one head."""
+        (element, query, key), rows, keys = place, parts["r"], parts["k"]
+        head, first = divided(rows.start, self.queries) if self.group > 1 else (0, rows.start)
+        moved = lambda part, start: dataclasses.replace(part, start=start)
+        head = jnp.int32(0) if self.heads == 1 else head
+        return element, head, moved(rows, query + first), moved(keys, key + keys.start)
+
+    @property
+    def turned(self) -> bool:
+        return self.kind == "kr"

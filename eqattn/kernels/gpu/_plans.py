@@ -11,7 +11,7 @@ from .._program import in_powers_of_two, LOG2E
 from ._diagonals import DiagonalOperand, sizes_of
 from ._ending import Ending
 from ._lists import lists
-from ._operands import Operand, ROWS, scale_of, Side
+from ._operands import Operand, PairsOperand, ROWS, scale_of, Side
 from ._operations import Native, PLAIN
 from ._pair_program import PairProgram
 from ._sum_program import SumProgram
@@ -157,7 +157,9 @@ def operand_of(
     """
     of = x, layout.in_axes[i], layout, side, lengths
     sizes = next(filter(None, (sizes_of(p, i) for p in programs.values())), None)
-    return Operand(*of) if sizes is None else DiagonalOperand(*of, *sizes)
+    if sizes is not None:
+        return DiagonalOperand(*of, *sizes)
+    return PairsOperand.of(*of) or Operand(*of)
 
 
 class FoldArrays:

@@ -148,7 +148,7 @@ class Program:
         says where they lie.
         """
         x = self.plan.operands[i]
-        place = self.places.place(x.axes, other)
+        place = x.place(self.places, other)
         if isinstance(x, DiagonalOperand):
             return along_diagonals(x, self.given[i], place, at, self.own, part.start, part.size)
         mine, others = self.plan.side.kinds

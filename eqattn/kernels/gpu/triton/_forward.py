@@ -207,7 +207,7 @@ class Program:
         says where they lie.
         """
         x = self.plan.operands[i]
-        place = self.places.place(x.axes, column)
+        place = x.place(self.places, column)
         if isinstance(x, DiagonalOperand):
             return along_diagonals(x, self.given[i], place, at, self.own, keys.start, keys.size)
         return self.value(x, self.given[i], place, keys)

@@ -110,17 +110,14 @@ def is_near(x: Operand) -> bool:
     return not (x.moves or x.staged)
 
 
-def value_of(x: Operand, ref: Any, place: Any, at: dict[str, Any]) -> Value:
-    """What a block function is given of an operand.
-
-    **Arguments:**
-
-    - `ref`, `place`: the array of the operand, and the index of the block in it.
-    - `at`: which rows (`"r"`) and keys (`"k"`) of the block are read.
+def value_of(x: Operand, ref: Any, place: Any, parts: dict[str, Any]) -> Value:
+    """What a block function is given of an operand. The arguments are its array, and those of
+    `Operand.at`.
     """
     if x.kind is None:
         return x.value(tuple(ref[place, i] for i in range(x.array.shape[1])))
-    return x.value(ref[(place, *[at[a] for a in x.kind])])
+    found = ref[x.at(place, parts)]
+    return x.value(found.T if x.turned else found)
 
 
 def shifted(operands: dict[int, Operand]) -> dict[int, Operand]:
