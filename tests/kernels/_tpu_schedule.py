@@ -24,7 +24,8 @@ class Case:
     `platform`: `"auto"` runs each hop by the kernels. `dp`, `tp`: over how many devices batch and
     heads are sharded; the others are the ring, or there is none. `group`: so many of them are one
     place of the ring, and exchange heads. `hides`: whether the compiler of GPUs is told
-    to hide moves. By default it decides by the chip.
+    to hide moves. By default it decides by the chip. `small`: whether blocks are small, so that
+    kernels are compiled fast. By default the lowering chooses them.
     """
 
     topology: str = "v5e:4x4"
@@ -40,6 +41,7 @@ class Case:
     tp: int = 1
     group: int = 1
     hides: bool | None = None
+    small: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +205,8 @@ def lowered(case: Case, devices, platform: str):
         for heads in (case.heads, case.kv_heads, case.kv_heads)
     )
     mask = Causal() if case.window is None else Causal() & SlidingWindow(case.window, 0)
-    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform=case.platform)
+    sizes = dict(blocksize_q=32, blocksize_k=128) if case.small else {}
+    metadata = AttentionMetadata(runtime_dtype=jnp.bfloat16, platform=case.platform, **sizes)
     head_axis = "heads" if case.group > 1 else None
     strategy = Ring(metadata, layout=getattr(eqattn, case.layout)(), head_axis=head_axis)
 

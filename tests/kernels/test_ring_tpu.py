@@ -15,9 +15,9 @@ SCRIPT = Path(__file__).parent / "_tpu_schedule.py"
 HOPS = {("Contiguous", 2100): 5, ("Zigzag", 2100): 15, ("Zigzag", 700): 6}
 LONG = dict(layout="Zigzag", heads=32, kv_heads=8, dim=128)
 CASES = {
-    "zigzag": Case(layout="Zigzag"),
-    "eight": Case("v5e:2x4", layout="Zigzag"),
-    "dp-ring-tp": Case("v5e:2x4", layout="Zigzag", dp=2, tp=2),
+    "zigzag": Case(layout="Zigzag", small=True),
+    "eight": Case("v5e:2x4", layout="Zigzag", small=True),
+    "dp-ring-tp": Case("v5e:2x4", layout="Zigzag", dp=2, tp=2, small=True),
     "xla-forward": Case("v5e:2x4", layout="Zigzag", gradient=False, platform="xla"),
 }
 SLOW = {

@@ -12,7 +12,7 @@ MUTANTS = [
             ("first += [at.get(a, 0) * n for", "first += [at.get(a, 0) for"),
             ("{(keys, group * queries): group, (keys, 1, queries): 1}", "{(keys, group * queries): group}"),
             ("return new if isinstance(new, TokenPairs) else x", "return x"),
-            ("if layout.ring is not None or not can_lie", "if not can_lie", "the layout of a ring has no tokens, without which nothing lies in place"),
+            ("if layout.ring is not None or not are_whole", "if not are_whole", "the layout of a ring has no tokens, without which nothing lies in place"),
         ],
     ),
     (
@@ -20,7 +20,7 @@ MUTANTS = [
         PAIRS,
         [
             ("if n != 1 or not undone]", "]"),
-            ("return grid[ROW] * grid[COL] > 1 and all(", "return all("),
+            ("return are_whole(tokens, grid) and grid[ROW] * grid[COL] > 1", "return are_whole(tokens, grid)"),
             ("t.count == grid[a] * t.block for", "t.count <= grid[a] * t.block for"),
         ],
     ),
@@ -44,6 +44,68 @@ MUTANTS = [
             ("return sides, jnp.int8", "return block, jnp.int8", "it is a block of one shape with fewer axes; only how it lies differs"),
             ("if full and sides[0] % 32 == 0 == sides[1] % LANES:", "if full and sides[1] % LANES == 0:"),
             ("full = len(block) > 1 and math.prod(sides) == math.prod(block)", "full = False"),
+        ],
+    ),
+    (
+        "kernels/tpu/_operands.py",
+        "kernels/test_tpu_pairs.py",
+        [
+            ("return queries % 32 == 0 == keys % LANES", "return queries % 16 == 0 == keys % LANES"),
+            ("return queries % 32 == 0 == keys % LANES", "return queries % 32 == 0 == keys % 64"),
+            ("at_most(reads, MOST_READS)", "at_most(reads, MOST_READS + 1)"),
+            ("at_most(reads, MOST_READS)", "at_most(reads, MOST_READS - 1)"),
+            ("near = turned or x.dtype.itemsize == 4 or", "near = turned or"),
+            ("near = turned or x", "near = x"),
+            ("self.array = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x", "self.array = x"),
+            ("if len(shape) != 2 or (sizes", "if (sizes"),
+        ],
+    ),
+    (
+        "kernels/tpu/_grid.py",
+        "kernels/test_tpu_pairs.py",
+        [
+            ("return *at, 0, where.get(ROW, 0), where.get(COL, 0)", "return *at, 0, where.get(COL, 0), where.get(ROW, 0)"),
+            ("counts = (self.layout.grid[a] if a in axes else 1 for", "counts = (1 for"),
+            ("at = self._beside(lead, at, 0) if several else at", "at = self._beside(lead, at, 1) if several else at"),
+        ],
+    ),
+    (
+        "kernels/tpu/_forward.py",
+        "kernels/test_tpu_pairs.py",
+        [("pairs = None if main.multiplied[i] else PairsOperand.of(", "pairs = PairsOperand.of(")],
+    ),
+    (
+        "kernels/tpu/_backward.py",
+        "kernels/test_tpu_pairs.py",
+        [
+            ("if not main.multiplied[n + i]:", "if True:"),
+            ("form: Any = dict(flipped=flipped, turned=last, heads=heads, window=windows.get(i))", "form: Any = dict(flipped=flipped, turned=last, heads=heads)"),
+            ("                sums[i][part] += y", "                sums[i][part] = y"),
+        ],
+    ),
+    (
+        "kernels/tpu/_backward_step.py",
+        "kernels/test_tpu_pairs.py",
+        [
+            ("own = self._depends(rest) and self._dots(rest) is None", "own = self._depends(rest)", "queries as long as blocks would be summed as pairs, to the same numbers"),
+            ("    if step.main.of_pairs:\n        return True\n", ""),
+        ],
+    ),
+    (
+        "kernels/tpu/_program.py",
+        "kernels/test_tpu_pairs.py",
+        [("return self._cut(self.value(v, turn), turn)", "return self._cut(self.value(v))", "the compiler would transpose a block, and not each window of it")],
+    ),
+    (
+        "kernels/gpu/_operands.py",
+        "kernels/test_gpu_pairs.py",
+        [
+            ("if layout.block[1] != sizes[1] and sizes[1] % TILE:", "if False:"),
+            ("if sizes is None or (lengths[\"k\"], lengths[\"r\"]) != layout.block:", "if sizes is None:"),
+            ("head = jnp.int32(0) if self.heads == 1 else head", "head = jnp.int32(0)"),
+            ("moved(rows, query + first)", "moved(rows, query + rows.start)"),
+            ("moved(keys, key + keys.start)", "moved(keys, key)"),
+            ("return self.kind == \"kr\"", "return False"),
         ],
     ),
     (
