@@ -186,7 +186,8 @@ def as_large_ones(case, mask):
             for lowering in (XLALowering, TPULowering, NvidiaLowering):
                 patch.setattr(lowering, "least_listed", (least, least))
                 patch.setattr(lowering, "copy_pairs", 10**6)
-        patch.setattr(_operands, "fill_registers", lambda *_: case["lead"] == ())
+        several = lambda *sides: min(sides) > 1 and case["lead"] == ()
+        patch.setattr(_operands, "fill_registers", several)
         patch.setattr(_windows, "_even", of_forward)
         patch.setattr(block_classes, "STEP", max(1, min(case["block"]) // 2))
         patch.setattr(_step, "sums_by_product", lambda: build.sums_by_product(case))
