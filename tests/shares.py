@@ -5,8 +5,8 @@ every fifth case runs, and 0 that none does. `pytest -m slow` runs the other cas
 `EQATTN_CASES=all` any run has them.
 
 A hash of their names draws the cases, because every fifth one in order could always have the same value
-of some parameter. Cases that were the first to notice a mutant (`tests/mutants.py`) run besides, but for
-those listed with the number 0. These take longest for the mutants that they noticed, and without them
+of some parameter. Cases that were the first to notice a mutant (`tests/mutants.py`) are drawn first, and
+all of them run, but for those listed with the number 0. These take longest for the mutants that they noticed, and without them
 the others still notice 98% of all mutants. A function has the number 0 if it has a single case, which
 takes long, noticed no mutant, and is not the test of a promise (`tests/test_promises.py`).
 
@@ -79,7 +79,7 @@ def leave_to_slow_runs(items: list[pytest.Item]) -> None:
         if function_of(item.nodeid) in shares and item.get_closest_marker("slow") is None:
             cases[function_of(item.nodeid)].append(item)
     for function, found in cases.items():
-        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        found.sort(key=lambda item: (item.nodeid not in noticed, zlib.crc32(item.name.encode())))
         share = shares[function]
         for item in found[math.ceil(len(found) / share) if share else 0 :]:
             if item.nodeid not in noticed:

@@ -18,9 +18,9 @@ CASES = {
     "zigzag": Case(layout="Zigzag", small=True),
     "eight": Case("v5e:2x4", layout="Zigzag", small=True),
     "dp-ring-tp": Case("v5e:2x4", layout="Zigzag", dp=2, tp=2, small=True),
-    "xla-forward": Case("v5e:2x4", layout="Zigzag", gradient=False, platform="xla"),
 }
 SLOW = {
+    "xla-forward": Case("v5e:2x4", layout="Zigzag", gradient=False, platform="xla"),
     "zigzag-forward": Case(layout="Zigzag", gradient=False),
     "dp-tp": Case("v5e:2x4", dp=2, tp=4),
     "window-forward": Case(window=2100, gradient=False),
