@@ -6,9 +6,10 @@ every fifth case runs, and 0 that none does. `pytest -m slow` runs the other cas
 
 A hash of their names draws the cases, because every fifth one in order could always have the same value
 of some parameter. Cases that were the first to notice a mutant (`tests/mutants.py`) are drawn first, and
-all of them run, but for those listed with the number 0. These take longest for the mutants that they noticed, and without them
-the others still notice 98% of all mutants. A function has the number 0 if it has a single case, which
-takes long, noticed no mutant, and is not the test of a promise (`tests/test_promises.py`).
+all of them run, but for those listed with the number 0. These take longest for the mutants that they
+noticed, and most of these mutants are noticed by other cases of the default run, too. A function has the
+number 0 if it has a single case, which takes long, noticed no mutant, and is not the test of a promise
+(`tests/test_promises.py`).
 
 To write the file again, measure a run, and say how many seconds a function may take:
 
@@ -50,7 +51,7 @@ WHOLE = (
     "tests/ring/test_processes.py::test_as_one_device",
 )
 ALONE = 4  # A single case takes long if it takes so many times what a function may take.
-NOTICED = 0.98  # The part of the mutants that cases of the default run were the first to notice.
+NOTICED = 0.98  # The part of the mutants that cases without the number 0 were the first to notice.
 
 
 def mutants_run() -> list:
