@@ -234,15 +234,17 @@ class _Point:
         """The share of each row's softmax that its sinks have, as a list of one or none."""
         return [jnp.exp(x - finite_origin(self.lse)) for x in self.sink]
 
-    def sums(self, moved: dict[int, Any], *, visits, values, layout, products, **_):
-        """The arguments and the parameters of the sweep of `dnum` and `dden`."""
+    def sums(self, moved: dict[int, Any], *sinks, visits, values, layout, products, **_):
+        """The arguments and the parameters of the sweep of `dnum` and `dden`. See `centred_dot` for
+        `sinks`.
+        """
         n = len(self.operands)
         layout = dataclasses.replace(layout, in_axes=layout.in_axes[:n])
         static = dict(visits=visits, values=values, layout=layout, products=products)
         # Where nothing was seen, no probability may be more than 0. A kernel may have taken a logit
         # for masked that this visit does not, such as one of -1e10.
         origin = jnp.where(self.lse == -jnp.inf, jnp.finfo(self.lse.dtype).max, self.lse)
-        return tangent_arguments(self.operands, moved, origin, self.table, **static)
+        return tangent_arguments(self.operands, moved, origin, self.table, sinks=sinks, **static)
 
 
 def _taken_apart(args, active, layout):
@@ -263,16 +265,15 @@ def _tangents(*args, active, **static):
     read = operand_dtypes(static["visits"], static["values"], layout)
     inner = {i: t.astype(read[i]) for i, t in moved.items() if i < len(at.operands)}
     dnum, dlse = jnp.zeros_like(at.output), jnp.zeros_like(at.lse)
-    share = at.share()
-    if inner:
-        sweep_args, sums = at.sums(inner, **static)
-        dnum, dlse, *again = sweep_p.bind(*sweep_args, **sums)
-        if again:
-            seen = (at.lse != -jnp.inf).astype(at.lse.dtype)
-            rest = seen - share[0] if share else seen
-            dnum = recentred(dnum, dlse, again[0], at.output, rest)
+    sinks = at.share()
     if len(at.operands) in moved:
-        dlse = dlse + share[0] * _of_sinks(moved[len(at.operands)], layout)
+        sinks.append(sinks[0] * _of_sinks(moved[len(at.operands)], layout))
+    if inner:
+        sweep_args, sums = at.sums(inner, *sinks, **static)
+        dnum, dlse, *again = sweep_p.bind(*sweep_args, **sums)
+    dlse = sum(sinks[1:], dlse)
+    if inner and again:
+        dnum = recentred(dnum, dlse, again[0], at.output, jnp.ones_like(dlse))
     out = dnum - at.output * dlse[..., None]
     return [*_split(out, dtype, True), dlse]
 

@@ -18,6 +18,10 @@ a block. It also adds up `num` again, rounded as it is in this visit. After the 
 of the whole row, `dden / den`, is known. `recentred` then adds what that mean times the two
 roundings of `num` differs by.
 
+What is left of the rounding of `num` is multiplied by `c - dden / den`. Sinks count in the mean of
+a row, and not in that of a block. So where a visit knows their share of the row, it also counts
+them in `c`, as if each block had that share. A visit that returns a Carry does not know of them.
+
 Only evaluation differs from the plain sums. Derivative and transpose are those of the plain sums. A
 backward pass knows the mean of a row before the visit, so programs of gradients contain nothing of
 this.
@@ -37,7 +41,9 @@ from .products import batch_in_front, dot
 refined_p = Primitive("attention_refined")
 
 
-def centred_dot(ds: Array, p: Array, weights: Array, v: Array, products: tuple) -> list[Array]:
+def centred_dot(
+    ds: Array, p: Array, weights: Array, v: Array, *sinks: Array, products: tuple
+) -> list[Array]:
     """The products `(weights * ds) v` and `weights v` `[rows, v]` of one block.
 
     **Arguments:**
@@ -45,11 +51,14 @@ def centred_dot(ds: Array, p: Array, weights: Array, v: Array, products: tuple) 
     - `ds`: the tangents of the logits `[keys, rows]`.
     - `p`, `weights`: the probabilities `[keys, rows]`, without and with dropout.
     - `v`: the values `[keys, v]`.
+    - `sinks`: the share of the softmax that the sinks of each row have, and what their tangent adds
+        to that of the logsumexp, both `[rows]`. The latter may be left out if it is 0, and both
+        where there are no sinks.
     - `products`: keyword arguments of `dot`, as sorted pairs.
     """
     plain = dot(weights * ds, v, (0, 0), **dict(products))
     kw = dict(exact=_about_block_mean, count=2, products=products, lead=0)
-    return refined_p.bind(plain, ds, p, weights, v, **kw)
+    return refined_p.bind(plain, ds, p, weights, v, *sinks, **kw)
 
 
 def recentred(dnum: Array, dden: Array, again: Array, num: Array, den: Array) -> Array:
@@ -60,9 +69,12 @@ def recentred(dnum: Array, dden: Array, again: Array, num: Array, den: Array) ->
     return refined_p.bind(dnum, dden, again, num, den, **kw)[0]
 
 
-def _about_block_mean(plain, ds, p, weights, v, **kw):
+def _about_block_mean(plain, ds, p, weights, v, *sinks, **kw):
     del plain
     mean = _mean((p * ds).sum(0), p.sum(0))
+    if sinks:
+        share, *moved = sinks
+        mean = sum(moved, mean * (1 - share))
     off, again = dot(weights * (ds - mean[None]), v, (0, 0), **kw), dot(weights, v, (0, 0), **kw)
     return [off + mean[:, None] * again, again]
 

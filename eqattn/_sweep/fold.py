@@ -265,6 +265,7 @@ def tangent_arguments(
     values: tuple,
     layout: GridLayout,
     products: tuple,
+    sinks: Sequence[Array] = (),
 ) -> tuple[list, dict[str, Any]]:
     """Builds the sweep that computes the tangents of a fold's numerator and denominator.
 
@@ -274,6 +275,8 @@ def tangent_arguments(
     - `moved`: the tangents of those that move, by index.
     - `origin`: the origin of the exponents of each row, such as their maximum.
     - `table`, `visits`, `values`, `layout`, `products`: those of the fold.
+    - `sinks`: what `centred_dot` reads of the sinks of each row, with the axes of `origin`. The
+        sweep reads it if products are narrow and logits move.
 
     **Returns:** the arguments and the parameters of the sweep. Its results are the tangents of
     numerator and denominator. If products are narrow, the former is relative to a numerator that is
@@ -287,6 +290,7 @@ def tangent_arguments(
     inner, outer = [i for i in active if i < n], [j for j, i in enumerate(read) if i in active]
     kw = dict(products)
     narrow = kw.get("operand_dtype") is not None
+    sinks = sinks if narrow and inner else ()
 
     def directional(f, xs, where, tangents):
         """The result of `f` at `xs` and its tangent, which is None if no operand moves."""
@@ -300,7 +304,7 @@ def tangent_arguments(
         weighs = len(logits.out_avals) > 1 and bool(_read_by(logits.jaxpr, 1) & {*inner})
 
         def g(*blocks):
-            full, m, moved = blocks[:count], blocks[count], blocks[count + 1 :]
+            full, m, moved = blocks[:count], blocks[count], blocks[count + 1 + len(sinks) :]
             (s, *weight), ds = directional(
                 jaxpr_as_fun(logits), full[:n], inner, moved[: len(inner)]
             )
@@ -315,7 +319,8 @@ def tangent_arguments(
             again = []
             if ds is not None:
                 if narrow:
-                    dnum, *again = centred_dot(ds[0], p, kept, v, products)
+                    of_sinks = blocks[count + 1 :][: len(sinks)]
+                    dnum, *again = centred_dot(ds[0], p, kept, v, *of_sinks, products=products)
                 else:
                     dnum = dot(kept * ds[0], v, (0, 0), **kw)
                 dden = (p * ds[0]).sum(0)
@@ -331,8 +336,8 @@ def tangent_arguments(
     # again.
     return sweep_arguments(
         {c: tangent(logits, weigh) for (c, logits), (_, weigh) in zip(visits, values)},
-        [*primals, origin, *moved.values()],
-        [*layout.in_axes[:count], rows, *[layout.in_axes[i] for i in active]],
+        [*primals, origin, *sinks, *moved.values()],
+        [*layout.in_axes[:count], *[rows] * (1 + len(sinks)), *[layout.in_axes[i] for i in active]],
         (rows,) * (3 if narrow and inner else 2),
         layout=dataclasses.replace(layout, stage="tangent"),
         table=table,

@@ -246,6 +246,8 @@ MUTANTS = [
             ("return [off + mean[:, None] * again, again]", "return [off, again]"),
             ("(num - again) * _mean(dden, den)[..., None]", "(again - num) * _mean(dden, den)[..., None]"),
             ("return total / jnp.where(weight == 0, 1, weight)", "return total / weight"),
+            ("mean = sum(moved, mean * (1 - share))", "mean = sum(moved, mean)"),
+            ("mean = sum(moved, mean * (1 - share))", "mean = mean * (1 - share)"),
         ],
     ),
     (
