@@ -51,8 +51,8 @@ def centred_dot(
     - `ds`: the tangents of the logits `[keys, rows]`.
     - `p`, `weights`: the probabilities `[keys, rows]`, without and with dropout.
     - `v`: the values `[keys, v]`.
-    - `sinks`: the share of the softmax that the sinks of each row have, and what the tangent of
-        the sinks adds to that of the logsumexp, both `[rows]`. The latter may be left out if it is 0, and both
+    - `sinks`: the share of the softmax that the sinks of each row have, and this share times the
+        tangent of their logsumexp, both `[rows]`. The second may be left out if it is 0, and both
         where there are no sinks.
     - `products`: keyword arguments of `dot`, as sorted pairs.
     """
