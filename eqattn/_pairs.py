@@ -67,6 +67,11 @@ class Operand(eqx.Module):
         """The shape of what is read at each pair: `(f,)` with features, else `()`."""
         return tuple(self.array.shape[-1:]) if self.axes.endswith("f") else ()
 
+    @property
+    def of_pairs(self) -> bool:
+        """Whether it is an array with a number for each pair of query and key."""
+        return self.axes.endswith("ts") and min(self.array.shape[-2:]) > 1
+
     @classmethod
     def of_canonical(cls, array: Any) -> "Operand":
         """The operand whose canonical form is this array."""

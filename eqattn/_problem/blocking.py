@@ -358,8 +358,9 @@ def choose_blocking(
         contents = [x.content if isinstance(x, Pages) else x for x in (problem.key, problem.value)]
         itemsize = as_stored(contents[0]).itemsize
         nbytes = sum(math.prod(x.shape[-2:]) for x in contents) * itemsize // devices
-        kept = page, itemsize, nbytes, math.prod(problem.batch_shape) * kv_heads
-        request = BlockRequest(t, keys, group, dtype, head_dim, in_place, *kept, fixed)
+        together = math.prod(problem.batch_shape) * kv_heads
+        kept = page, itemsize, nbytes, together, fixed, problem.reads_pairs
+        request = BlockRequest(t, keys, group, dtype, head_dim, in_place, *kept)
         best = lowering.choose_blocks(request)
         block_q = best.queries if block_q is None else block_q
         block_k = best.keys if block_k is None else block_k

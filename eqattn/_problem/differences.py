@@ -61,6 +61,10 @@ class Differences(Operand):
 
     axes: str = eqx.field(static=True, default="ts")
 
+    @property
+    def of_pairs(self) -> bool:
+        return False
+
     def diagonals(self, role: str, blocking: Blocking) -> Diagonals:
         """The numbers as they are, for code that can cut a window where it visits a block. A long
         sequence has many more windows than these.

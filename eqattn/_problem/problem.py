@@ -173,6 +173,12 @@ class Problem(eqx.Module):
         return t, s, h, k
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether a mask or a score reads an array with a number for each pair of tokens."""
+        parts = (*self.scores, *([] if self.mask is None else [self.mask]))
+        return any(x.of_pairs for part in parts for _, x in named_operands(part))
+
+    @property
     def accumulation_dtype(self) -> jnp.dtype:
         """The dtype of logits and sums: float32, or float64 for float64 inputs."""
         return accumulation_dtype(self.query.dtype)

@@ -269,6 +269,10 @@ class Products(Operand):
     columns: Any = None
     narrow: bool = eqx.field(static=True, default=False)
 
+    @property
+    def of_pairs(self) -> bool:
+        return False
+
     def blocks(self, role: str, blocking: Blocking) -> tuple[BlockOperand, BlockOperand]:
         """The matrices of the blocks, that of the queries first."""
         return self._rows(role, blocking), self._columns(role, blocking)

@@ -264,7 +264,7 @@ def _tangents(*args, active, **static):
     at = _Point.of(args, **static)
     read = operand_dtypes(static["visits"], static["values"], layout)
     inner = {i: t.astype(read[i]) for i, t in moved.items() if i < len(at.operands)}
-    dnum, dlse = jnp.zeros_like(at.output), jnp.zeros_like(at.lse)
+    dnum, dlse, again = jnp.zeros_like(at.output), jnp.zeros_like(at.lse), []
     sinks = at.share()
     if len(at.operands) in moved:
         sinks.append(sinks[0] * _of_sinks(moved[len(at.operands)], layout))
@@ -272,7 +272,7 @@ def _tangents(*args, active, **static):
         sweep_args, sums = at.sums(inner, *sinks, **static)
         dnum, dlse, *again = sweep_p.bind(*sweep_args, **sums)
     dlse = sum(sinks[1:], dlse)
-    if inner and again:
+    if again:
         dnum = recentred(dnum, dlse, again[0], at.output, jnp.ones_like(dlse))
     out = dnum - at.output * dlse[..., None]
     return [*_split(out, dtype, True), dlse]

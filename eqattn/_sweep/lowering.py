@@ -38,6 +38,7 @@ class BlockRequest(NamedTuple):
         one device, as they are stored.
     - `together`: the number of batch elements times that of key heads.
     - `fixed`: whether results may not depend on the number of keys, nor on their pages.
+    - `reads_pairs`: whether a number for each pair of tokens is read from memory.
     """
 
     queries: int
@@ -51,6 +52,7 @@ class BlockRequest(NamedTuple):
     token_nbytes: int = 0
     together: Any = 1
     fixed: bool = False
+    reads_pairs: bool = False
 
 
 class BlockSizes(NamedTuple):

@@ -107,6 +107,7 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
         "bias": lambda: dict(tokens=1024, mask=Causal(), bias=bias()),
         "learned bias": lambda: dict(mask=Causal(), learned=8),
         "shared bias": lambda: dict(mask=Causal(), learned=1),
+        "shared bias, 4 heads a key": lambda: dict(mask=Causal(), learned=1, kv_heads=2),
         "alibi": lambda: dict(mask=Causal(), score=ALiBi(jnp.ones(8))),
         "t5": lambda: dict(mask=Causal(), score=T5Bias(jnp.ones((32, 8)))),
         "score": lambda: dict(mask=Causal(), score=ScoreFn(far)),
@@ -129,8 +130,8 @@ def calls() -> dict[str, Callable[[], dict[str, Any]]]:
 
 DIFFERENTIATED = (
     "full", "causal, 192 and 128", "causal", "causal, 4 heads a key", "causal, 64", "causal, 256",
-    "window", "segments", "dense", "soft cap", "learned bias", "shared bias", "alibi", "t5",
-    "score, waves", "dropout", "odd lengths",
+    "window", "segments", "dense", "soft cap", "learned bias", "shared bias",
+    "shared bias, 4 heads a key", "alibi", "t5", "score, waves", "dropout", "odd lengths",
 )  # fmt: skip
 """The calls whose gradients of query, key, value and a learned bias are compiled, too."""
 

@@ -63,6 +63,7 @@ NAMES = (
     "soft cap",
     "t5",
     "shared bias",
+    "shared bias, 4 heads a key",
     "dropout",
     "decode",
     "decode, pages",
@@ -74,7 +75,7 @@ NAMES = (
 )
 """The calls of `gpu_report` that are compiled, too."""
 
-DIFFERENTIATED = ("causal", "dense", "t5", "shared bias")
+DIFFERENTIATED = ("causal", "dense", "t5", "shared bias", "shared bias, 4 heads a key")
 """Those whose gradients of query, key, value and a learned bias are compiled, too."""
 
 

@@ -10,11 +10,14 @@ from _draw import normal
 from conformance import bound, oracle, oracle_masks as om
 from jax.experimental import pallas as pl
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, DenseMask
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, DenseMask, T5Bias
+from eqattn._problem.blocking import choose_blocking
+from eqattn._problem.problem import Problem
 from eqattn._sweep.grid import BATCH, COL, GridLayout, HEAD, ROW
 from eqattn._sweep.tokens import Tokens
-from eqattn.kernels.gpu import _operands
+from eqattn.kernels.gpu import _operands, GPULowering
 from eqattn.kernels.gpu._operands import COLUMNS, PairsOperand, Places, ROWS
+from eqattn.kernels.gpu.triton import TritonLowering
 
 
 newest = pytest.mark.skipif(
@@ -75,11 +78,31 @@ def test_what_stays_blocks():
     assert of(KEYS, 64, tokens=single, rows=64, lengths=dict(r=64, k=KEYS)) is not None
 
 
+@pytest.mark.parametrize("name", ["h200", "a100"])
+def test_blocks_have_whole_programs_of_a_head_where_pairs_are_read(name):
+    lowering = (GPULowering if name == "h200" else TritonLowering)("interpret")
+    metadata = AttentionMetadata(logits_soft_cap=5.0)
+
+    def queries(t=256, **given):
+        q, kv = jnp.zeros((1, t, 4, 8), jnp.bfloat16), jnp.zeros((1, 256, 1, 8), jnp.bfloat16)
+        problem = Problem.from_call(q, kv, kv, metadata, **given)
+        return choose_blocking(problem, None, None, lowering=lowering).block_q
+
+    assert queries(bias=jnp.zeros((4, 256, 256))) == 128
+    assert queries(mask=Causal() & ~DenseMask(jnp.ones((1, 256, 256), bool))) == 128
+    for bias in (jnp.zeros((4, 1, 256)), jnp.zeros((256, 1)), None):
+        assert queries(bias=bias, mask=Causal(), score=T5Bias(jnp.ones((32, 4)))) == 32
+    assert queries(t=200, bias=jnp.zeros((200, 256))) == 32
+
+
 D = 32
+# Tokens, the batch and the heads of the numbers, their dtype, and the key heads.
 CASES = {
-    "a bias of each head": ((256, 128), (2, 2), jnp.bfloat16),
-    "a bias of all heads": ((128, 256), (2, 1), jnp.float32),
-    "a mask of each head": ((128, 256), (2, 2), jnp.bool_),
+    "a bias of each head": ((256, 128), (2, 2), jnp.bfloat16, 2),
+    "a bias of all heads": ((128, 256), (2, 1), jnp.float32, 2),
+    "a mask of each head": ((128, 256), (2, 2), jnp.bool_, 2),
+    "a bias of all heads, which share a key": ((256, 128), (1, 1), jnp.bfloat16, 1),
+    "a mask of each head, which share a key": ((128, 128), (2, 2), jnp.bool_, 1),
 }
 
 
@@ -87,11 +110,12 @@ CASES = {
 @pytest.mark.parametrize("backend", [pytest.param("cuda", marks=newest), "triton"])
 def test_numbers_and_gradients(backend, name, monkeypatch):
     """Blocks have 128 queries and 128 keys."""
-    (t, s), shape, dtype = CASES[name]
+    (t, s), shape, dtype, kv_heads = CASES[name]
     found = []
     put_together = lambda *xs, f=_operands.joined: found.append(xs[2]) or f(*xs)
     monkeypatch.setattr(_operands, "joined", put_together)
-    given = [normal(i, 2, n, 2, D, dtype=jnp.bfloat16) for i, n in enumerate((t, s, s, t))]
+    sizes = (t, 2), (s, kv_heads), (s, kv_heads), (t, 2)
+    given = [normal(i, 2, *n, D, dtype=jnp.bfloat16) for i, n in enumerate(sizes)]
     pairs = normal(4, *shape, t, s)
     pairs = pairs > -0.5 if dtype == jnp.bool_ else pairs.astype(dtype)
     fields: Any = dict(platform="interpret", backend=backend, runtime_dtype=jnp.bfloat16)
@@ -119,4 +143,5 @@ def test_numbers_and_gradients(backend, name, monkeypatch):
     want |= bound.values(problem, precision)
     for label, x in zip(("out", "q", "k", "v", "bias"), got):
         assert bound.excess(np.asarray(x), want[label]) <= 1, label
-    assert len(found) >= 3 and {*found} == {(1, 128, 128)}
+    heads = shape[1] // kv_heads or 1
+    assert len(found) >= 3 and {*found} == {(heads, 128, 128)}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools as ft
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,9 @@ import jax.numpy as jnp
 
 from ..._sweep.grid import GridLayout
 from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
-from ._lowering import FEW_QUERIES, Kernels, LARGEST_DIM, NvidiaLowering
+from ._lowering import block_queries, FEW_QUERIES, Kernels, LARGEST_DIM, NvidiaLowering
 from ._operations import unsupported, unsupported_of_users
 
-
-ROWS = 128
-"""The rows of a block: as many as two warpgroups multiply at once."""
 
 OLDEST_JAX = (0, 12)
 """The oldest jax whose Mosaic GPU these kernels are written for. Mosaic GPU changes from version to
@@ -80,7 +76,7 @@ class GPULowering(NvidiaLowering):
             keys = together * page or next(whole, 128)
             return BlockSizes(FEW_QUERIES, keys)
         keys = 128 if request.head_dim <= 128 else 64
-        return BlockSizes(max(ROWS // math.gcd(ROWS, request.group), 8), keys)
+        return BlockSizes(block_queries(request), keys)
 
     def unsupported_dtype(self, dtype: Any) -> str:
         if dtype in (jnp.bfloat16, jnp.float16):

@@ -2,12 +2,13 @@
 
 import abc
 import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from ..._jax import partitioned_automatically
 from ..._sweep.grid import GridLayout
-from ..._sweep.lowering import in_32_bits, loops_over_batch, Lowering
+from ..._sweep.lowering import BlockRequest, in_32_bits, loops_over_batch, Lowering
 
 
 LARGEST_DIM = 256
@@ -20,6 +21,10 @@ FEW_QUERIES = 16
 """The queries of a block whose keys stay in place. Each query brings one row for every head that
 shares a key head.
 """
+
+
+ROWS = 128
+"""The rows of a program: as many as two warpgroups multiply at once."""
 
 
 class Kernels(NamedTuple):
@@ -36,6 +41,16 @@ class Kernels(NamedTuple):
     fold: Callable[..., list]
     sums: Callable[..., list]
     stored: Callable[..., list]
+
+
+def block_queries(request: BlockRequest) -> int:
+    """The queries of a block that fills whole programs with rows, of all heads of a group. So the
+    mask hides more blocks than with as many queries of each head. A number of each pair of tokens
+    is read where it lies by programs that have one head.
+    """
+    if request.reads_pairs and request.queries % ROWS == 0:
+        return ROWS
+    return max(ROWS // math.gcd(ROWS, request.group), 8)
 
 
 def _unsupported_sizes(query: int, value: int) -> str:

@@ -4,7 +4,6 @@ imported where the first of them is lowered.
 
 import dataclasses
 import importlib.util
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +12,9 @@ import jax.numpy as jnp
 
 from ...._sweep.grid import GridLayout
 from ...._sweep.lowering import BlockRequest, BlockSizes
-from .._lowering import FEW_QUERIES, Kernels, NvidiaLowering
+from .._lowering import block_queries, FEW_QUERIES, Kernels, NvidiaLowering
 from .._operations import named, unsupported, unsupported_of_users
 
-
-ROWS = 128
-"""The rows of a block."""
 
 NATIVE = frozenset(("ceil", "cos", "floor", "log1p", "sin"))
 """The operations that the compiler of Pallas Triton takes from NVIDIA's library, which are
@@ -76,7 +72,7 @@ class TritonLowering(NvidiaLowering):
             together = min(max(most // page, 1), -(-request.keys // page)) if page else 0
             return BlockSizes(FEW_QUERIES, together * page or most)
         keys = 128 if request.head_dim <= 128 else 64
-        return BlockSizes(max(ROWS // math.gcd(ROWS, request.group), 8), keys)
+        return BlockSizes(block_queries(request), keys)
 
     def unsupported_dtype(self, dtype: Any) -> str:
         if dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
