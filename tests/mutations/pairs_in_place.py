@@ -141,4 +141,28 @@ MUTANTS = [
             ("if isinstance(inference, str | bytes | list | tuple | dict):", "if False:"),
         ],
     ),
+    (
+        "kernels/gpu/_lowering.py",
+        "kernels/test_gpu_pairs.py",
+        [
+            ("if request.reads_pairs and request.queries % ROWS == 0:", "if False:"),
+            ("if request.reads_pairs and request.queries % ROWS == 0:", "if request.reads_pairs:"),
+        ],
+    ),
+    (
+        "_pairs.py",
+        "kernels/test_gpu_pairs.py",
+        [
+            ("min(self.array.shape[-2:]) > 1", "True"),
+            ("return self.axes.endswith(\"ts\") and", "return"),
+        ],
+    ),
+    (
+        "_problem/problem.py",
+        "kernels/test_gpu_pairs.py",
+        [
+            ("parts = (*self.scores, *([] if self.mask is None else [self.mask]))", "parts = self.scores"),
+            ("parts = (*self.scores, *([] if self.mask is None else [self.mask]))", "parts = [] if self.mask is None else [self.mask]"),
+        ],
+    ),
 ]
