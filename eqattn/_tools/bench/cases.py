@@ -76,7 +76,9 @@ class Case:
     - `cores`, `devices`: how many cores it runs on, and as how many virtual devices.
     - `batch`: how many batch elements there are, if the kind is `"time"`.
     - `queries`: how many queries there are, if the kind is `"time"`; 0 means as many as keys.
-    - `score`: `"t5"` for the bias of T5, whose table of 32 buckets a program holds; or `""`.
+    - `score`: `"t5"` for the bias of T5, whose table of 32 buckets a program holds. `"bias"` for
+        numbers of all pairs of each head, which are an argument of the program and have a gradient;
+        or `""`.
     - `cache`: what holds the keys of a decoding step: `""` for a `KVCache`, or `"int8"`.
     - `targets`: the aims, by the name of the figure.
     """
@@ -108,6 +110,7 @@ class Case:
         return Row(self.name, figure, values, target=self.targets.get(figure), **kwargs)
 
 
+_SCORES = ("t5", "bias")
 _OF_A_CALL = ("entropy", "expectation", "mass")
 """The statistics that take the logsumexp of a call."""
 
@@ -115,8 +118,8 @@ _OF_A_CALL = ("entropy", "expectation", "mass")
 def _time(name: str, limit: float | None = None, stretch: float | None = None, **kwargs) -> Case:
     """A case of time, whose name says what it is:
     `cpu-<dtype>-<mask>[-gqa][-many][-few]-<tokens>-<direction>`. Many are 64 batch elements, and
-    few are 8 queries. `t5` in the place of a mask is a score. There are targets of memory for 2048
-    causal tokens only.
+    few are 8 queries. `t5` and `bias` in the place of a mask are scores. There are targets of
+    memory for 2048 causal tokens, and with a bias.
     """
     words = name.removeprefix("cpu-").split("-")
     dtype, mask, tokens, direction = (x for x in words if x not in ("gqa", "many", "few"))
@@ -125,13 +128,15 @@ def _time(name: str, limit: float | None = None, stretch: float | None = None, *
     targets = {} if limit is None else {f"time / {reference}": Target(limit, stretch)}
     if name in ("cpu-f32-causal-2048-fwd", "cpu-f32-causal-2048-grad"):
         targets["temp MiB"] = Target(32.0, 25.0) if backward else Target(20.0, 15.0)
+    if mask == "bias" and dtype == "f32":
+        targets["temp MiB"] = Target(20.0)
     return Case(
         name=name,
         tokens=int(tokens),
         dtype={"f32": "float32", "bf16": "bfloat16"}[dtype],
         kv_heads=2 if "gqa" in words else HEADS,
-        mask="full" if mask == "t5" else mask,
-        score="t5" if mask == "t5" else "",
+        mask="full" if mask in _SCORES else mask,
+        score=mask if mask in _SCORES else "",
         backward=backward,
         batch=64 if "many" in words else 1,
         queries=8 if "few" in words else 0,
@@ -181,9 +186,17 @@ CASES = (
     ],
     *[
         _time(f"cpu-f32-{what}-{direction}", limit, reference="jax.nn", window=64)
-        for what, limit in (("full-few-1024", 1.1), ("window-2048", 0.08), ("t5-512", 1.1))
+        for what, limit in (
+            ("full-few-1024", 1.1),
+            ("window-2048", 0.08),
+            ("t5-512", 1.1),
+            ("bias-2048", 0.5),
+            ("bias-gqa-2048", 0.5),
+        )
         for direction in ("fwd", "grad")
     ],
+    _time("cpu-bf16-bias-2048-fwd", 0.5, reference="jax.nn"),
+    _time("cpu-bf16-bias-2048-grad", 0.5, reference="jax.nn"),
     _time("cpu-f32-causal-512-fwd"),
     _time("cpu-f32-full-2048-fwd"),
     _time("cpu-f32-causal-2048-fwd", 1.3, 1.15),
@@ -274,7 +287,12 @@ CASES = (
             },
         },
     ),
-    Case("cpu-append", "append", tokens=512, targets={"time at 32 S / at S": Target(1.2)}),
+    Case(
+        "cpu-append",
+        "append",
+        tokens=512,
+        targets={"time at 32 S / at S": Target(1.2), "outside of jit / inside": Target(1.2)},
+    ),
     *(
         Case(
             f"cpu-selected-{direction}",

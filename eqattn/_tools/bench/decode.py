@@ -105,13 +105,30 @@ def longer(case: Case, rounds: int) -> Iterator[Row]:
 
 
 def append(case: Case, rounds: int) -> Iterator[Row]:
-    """Measures writing one token per row into a donated cache, and into one 32 times as long."""
-    calls = {}
+    """Measures writing one token per row into a donated cache, and into one 32 times as long. It
+    also measures this into a cache that stays, outside of `jax.jit` and inside.
+    """
+    calls: dict[str, Callable[[], Any]] = {}
     for name, tokens in (("short", case.tokens), ("eqattn", 32 * case.tokens)):
         calls[name] = _appending(tokens)
         calls[name]()
     times = rounds_of(calls, rounds, wall=case.cores > 1)
     yield _row(case, "time at 32 S / at S", {"eqattn": times["eqattn"] / times["short"]})
+    new, cache = _new(), KVCache.empty(ROWS, case.tokens, KV_HEADS, DIM)
+    inside = jax.jit(lambda cache, new: cache.append(new, new))
+    calls = {
+        "eqattn": lambda: jax.block_until_ready(cache.append(new, new)),
+        "inside": lambda: jax.block_until_ready(inside(cache, new)),
+    }
+    for call in calls.values():
+        call()
+    times = rounds_of(calls, rounds, wall=case.cores > 1)
+    yield _row(case, "outside of jit / inside", {"eqattn": times["eqattn"] / times["inside"]})
+
+
+def _new() -> jax.Array:
+    """A new token of each row."""
+    return jnp.ones((ROWS, 1, KV_HEADS, DIM), jnp.float32)
 
 
 def _appending(tokens: int) -> Callable[[], None]:
@@ -120,8 +137,7 @@ def _appending(tokens: int) -> Callable[[], None]:
     def one(cache: KVCache, new: jax.Array) -> KVCache:
         return cache.append(new, new).truncate(cache.length)
 
-    new = jnp.ones((ROWS, 1, KV_HEADS, DIM), jnp.float32)
-    cache = KVCache.empty(ROWS, tokens, KV_HEADS, DIM)
+    new, cache = _new(), KVCache.empty(ROWS, tokens, KV_HEADS, DIM)
     run = jax.jit(one, donate_argnums=0).lower(cache, new).compile()
 
     def call():

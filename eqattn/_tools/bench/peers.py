@@ -37,13 +37,19 @@ class Program:
 
 
 def draw(case: Case, seed: int = 0) -> list[np.ndarray]:
-    """Draws query, key, value and the cotangent of the output, float32 `[b, t, heads, 64]`."""
+    """Draws query, key, value and the cotangent of the output, float32 `[b, t, heads, 64]`. Before
+    the last comes a bias of all pairs `[b, heads, t, t]` if the score is one.
+    """
     rng = np.random.default_rng(seed)
     heads = (HEADS, case.kv_heads, case.kv_heads, HEADS)
     queries = case.queries or case.tokens
     shapes = [(case.batch, n) for n in (queries, case.tokens, case.tokens, queries)]
     both = zip(shapes, heads)
-    return [rng.standard_normal((*shape, n, DIM), dtype=np.float32) for shape, n in both]
+    *inputs, g = [rng.standard_normal((*shape, n, DIM), dtype=np.float32) for shape, n in both]
+    if case.score == "bias":
+        shape = (case.batch, HEADS, queries, case.tokens)
+        inputs.append(rng.standard_normal(shape, dtype=np.float32))
+    return [*inputs, g]
 
 
 def _mask_array(case: Case) -> np.ndarray | None:
@@ -52,14 +58,14 @@ def _mask_array(case: Case) -> np.ndarray | None:
 
 
 def _t5(case: Case) -> T5Bias | None:
-    """The score of a case, if it has one."""
-    if not case.score:
+    """The score of a case, if the program holds it."""
+    if case.score != "t5":
         return None
     return T5Bias(np.random.default_rng(1).standard_normal((32, HEADS), dtype=np.float32))
 
 
 def _bias(case: Case) -> jax.Array | None:
-    """The score of a case as a bias `[1, heads, t, t]`, which a program makes once in each call."""
+    """The score that a program holds as a bias `[1, heads, t, t]`, which it makes in each call."""
     if (score := _t5(case)) is None:
         return None
     at = jnp.arange(case.tokens)
@@ -75,9 +81,9 @@ def eqattn_call(case: Case, dropout: float = 0.0) -> Callable[..., Any]:
         "array": _mask_array(case),
     }[case.mask]
 
-    def call(q, k, v):
+    def call(q, k, v, bias=None):
         key = jax.random.key(0) if dropout else None
-        how: dict[str, Any] = dict(mask=mask, key=key, score=_t5(case))
+        how: dict[str, Any] = dict(mask=mask, key=key, bias=bias, score=_t5(case))
         return attention(q, k, v, Blockwise(metadata), **how).attention_outputs
 
     return call
@@ -86,8 +92,9 @@ def eqattn_call(case: Case, dropout: float = 0.0) -> Callable[..., Any]:
 def _jax_nn_call(case: Case) -> Callable[..., Any]:
     given = _like_jax_nn(case)
 
-    def call(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, _bias(case), **given)
+    def call(q, k, v, bias=None):
+        bias = _bias(case) if bias is None else bias
+        return jax.nn.dot_product_attention(q, k, v, bias, **given)
 
     return call
 
@@ -131,22 +138,24 @@ _CALLS = {
 }
 
 
-def jitted(call: Callable[..., Any], backward: bool) -> tuple[Any, int]:
-    """The jitted function of `(q, k, v)` or, with gradients, of `(q, k, v, g)`, and how many
-    arguments it has.
+def jitted(call: Callable[..., Any], backward: bool, scored: bool = False) -> tuple[Any, int]:
+    """The jitted function of `(q, k, v)`, a bias if it is `scored`, and `g` with gradients, and how
+    many arguments it has.
     """
+    n = 3 + scored
     if not backward:
-        return jax.jit(lambda q, k, v: (call(q, k, v),)), 3
+        return jax.jit(lambda *xs: (call(*xs),)), n
 
-    def both(q, k, v, g):
-        out, pull = jax.vjp(call, q, k, v)
+    def both(*xs):
+        *xs, g = xs
+        out, pull = jax.vjp(call, *xs)
         return (out, *pull(g))
 
-    return jax.jit(both), 4
+    return jax.jit(both), n + 1
 
 
 def _jax_program(call: Callable[..., Any], case: Case, inputs: list[np.ndarray]) -> Program:
-    function, n = jitted(call, case.backward)
+    function, n = jitted(call, case.backward, case.score == "bias")
     args = [jnp.asarray(x).astype(case.dtype) for x in inputs[:n]]
     analysis = function.lower(*args).compile().memory_analysis()
     return Program(
@@ -160,18 +169,21 @@ def torch_program(case: Case, inputs: list[np.ndarray]) -> Program:
     """PyTorch's flash attention. It has no windows, so that a window is a mask."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    _check_no_score(case)
+    if case.score != "bias":
+        _check_no_score(case)
     torch.set_num_threads(1)
     dtype = getattr(torch, case.dtype)
-    q, k, v, g = (
-        torch.from_numpy(np.ascontiguousarray(x.swapaxes(1, 2))).to(dtype) for x in inputs
-    )
+    given = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
+    q, k, v, g = (given(x.swapaxes(1, 2)) for x in (*inputs[:3], inputs[-1]))
+    moved = [q, k, v, *map(given, inputs[3:-1])]
     kwargs: dict[str, Any] = dict(is_causal=case.mask == "causal")
     if case.kv_heads != HEADS:
         kwargs["enable_gqa"] = True
     if case.mask == "window":
         distance = torch.arange(case.tokens)[:, None] - torch.arange(case.tokens)
         kwargs["attn_mask"] = (distance >= 0) & (distance < case.window)
+    if case.score:
+        kwargs["attn_mask"] = moved[3]
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, **kwargs)
 
     def forward():
@@ -180,10 +192,10 @@ def torch_program(case: Case, inputs: list[np.ndarray]) -> Program:
 
     def both():
         out = attend(q, k, v)
-        return (out, *torch.autograd.grad(out, (q, k, v), g))
+        return (out, *torch.autograd.grad(out, moved, g))
 
     if case.backward:
-        for x in (q, k, v):
+        for x in moved:
             x.requires_grad_()
     return Program(
         both if case.backward else forward,
