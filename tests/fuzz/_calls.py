@@ -133,7 +133,8 @@ class Call:
         if self.dtype != np.float64:
             rng, half = np.random.default_rng(0), 0.5 * float(jnp.finfo(self.dtype).eps)
             by = lambda x: x * (1 + half * rng.choice([-1.0, 1.0], np.shape(x)))
-            for _ in range(3):
+            # With seed 19 in float32, the largest of three draws is half of that of eight.
+            for _ in range(8):
                 again = of((jax.tree.map(by, exact), others))
                 self.condition = max(self.condition, worst(_derived(again), _derived(found))[0])
         return found
