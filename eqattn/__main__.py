@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if out is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # for the flush at exit
         return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
+    except KeyboardInterrupt:  # what was measured so far has been printed
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (ValueError, TypeError) as e:  # what the library says of bad arguments
         return args.error(str(e))
 

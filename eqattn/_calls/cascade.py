@@ -126,7 +126,7 @@ def cascade_attention(
         return attention(query, key, value, strategy, mask=cache.mask(), **flags)
     trunks = [term.trunk() for term in leaf_terms(mask) if term.moves_positions]
     lengths = ft.reduce(jnp.minimum, trunks, offset)
-    found = _levels_of(key.table, lengths, key.page_size, levels)
+    found = _levels_of(key.numbers, lengths, key.page_size, levels)
     shown = KeyPadding(cache.length, found[-1].ends)
     for more in (Causal() if as_flag(causal, "causal") else None, mask):
         shown = shown if more is None else shown & more

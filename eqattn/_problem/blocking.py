@@ -11,33 +11,17 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
 from .._misc import iota
+from .._sweep.block_sizes import BlockRequest
 from .._sweep.grid import BATCH, COL, HEAD, ROW
-from .._sweep.lowering import BlockRequest, Lowering, XLA
+from .._sweep.lowering import Lowering, XLA
 from .._sweep.sweep import block_dtype
-from .._sweep.tokens import can_lie, permuted, Tokens
+from .._sweep.tokens import can_lie, padded, Padding, permuted, Tokens
 from .mesh import split_axis
 from .problem import Problem
 from .storage import as_stored, Pages
-
-
-def padded(x: Any, axis: int, n: int, edge: bool) -> Any:
-    """Pads an axis to `n` entries, with its last one or with zeros.
-
-    What pads has no gradient: added as a 0, it would change the bits of a gradient that is -0.
-    """
-    widths, xp = [(0, 0)] * x.ndim, np if isinstance(x, np.ndarray) else jnp
-    widths[axis] = (0, n - x.shape[axis])
-    if not edge:
-        return xp.pad(x, widths)
-    if xp is np or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return xp.pad(x, widths, mode="edge")
-    whole = jnp.pad(lax.stop_gradient(x), widths, mode="edge")
-    rest = lax.slice_in_dim(whole, x.shape[axis], n, axis=axis)
-    return jnp.concatenate([x, rest], axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +45,7 @@ class Blocking:
         half sees any key of the later half.
     - `fixed`: whether blocks keep their size where there are fewer tokens, and any number of them
         is visited in the same way.
+    - `joins`: whether the code that visits blocks puts those of pairs together, even padded ones.
     """
 
     batch: int
@@ -76,6 +61,7 @@ class Blocking:
     together: int = 1
     halves: bool = False
     fixed: bool = False
+    joins: bool = False
 
     @property
     def rows(self) -> int:
@@ -114,22 +100,27 @@ class Blocking:
         return rows, Tokens(COL, self.keys, self.block_k)
 
     @property
+    def pairs_lie(self) -> bool:
+        """Whether pairs are read where they lie, at least where no block of them is padded."""
+        return self.joins or can_lie(self.tokens, self.grid)
+
+    @property
     def padded_in_place(self) -> int:
         """The number of keys in place, if the last of several blocks is padded; else 0."""
         known = self.in_place and self.parts == 1 and isinstance(self.keys, int)
         return self.keys if known and self.keys > self.block_k and self.keys % self.block_k else 0
 
-    def pad(self, x: Any, axis: int, n: int, edge: bool, parts: int | None = None) -> Any:
+    def pad(self, x: Any, axis: int, n: int, by: Padding, parts: int | None = None) -> Any:
         """Pads each part of an axis, to `n` in all, as `padded` pads an axis."""
         if x.shape[axis] == n:
             return x
         parts = self.parts if parts is None else parts
         if parts == 1:
-            return padded(x, axis, n, edge)
+            return padded(x, axis, n, by)
         lead, rest = x.shape[:axis], x.shape[axis + 1 :]
         part = -(-x.shape[axis] // parts)
-        x = padded(x, axis, part * parts, edge).reshape(*lead, parts, part, *rest)
-        return padded(x, axis + 1, n // parts, edge).reshape(*lead, n, *rest)
+        x = padded(x, axis, part * parts, by).reshape(*lead, parts, part, *rest)
+        return padded(x, axis + 1, n // parts, by).reshape(*lead, n, *rest)
 
     def own_rows(self, x: Any, axes: str) -> Any:
         """Pads what a single query has of an array to a whole block, if blocks are `fixed`. The
@@ -139,11 +130,11 @@ class Blocking:
         """
         if not self.fixed or self.queries != 1 or "t" not in axes:
             return x
-        return self.pad(jnp.asarray(x), 2, self.block_q, edge=True, parts=1)
+        return self.pad(jnp.asarray(x), 2, self.block_q, "last", parts=1)
 
     def rows_of(self, x: Any) -> Array:
         """Turns queries `[B, T, H, D]` into blocks `[B, K, rows, D, group * block_q]`."""
-        x = self.pad(x, 1, self.rows * self.block_q, edge=False)
+        x = self.pad(x, 1, self.rows * self.block_q, "zeros")
         x = x.reshape(self.batch, self.rows, self.block_q, self.kv_heads, self.group, x.shape[-1])
         x = x.transpose(0, 3, 1, 5, 4, 2)
         return x.reshape(*x.shape[:4], self.group * self.block_q)
@@ -176,10 +167,10 @@ class Blocking:
         """
         tokens = self.columns * self.block_k
         if flat:
-            x = self.pad(x, 2, tokens * (x.shape[2] // self.keys), edge=False)
+            x = self.pad(x, 2, tokens * (x.shape[2] // self.keys), "zeros")
             x = x.reshape(self.batch, self.kv_heads, self.columns, 1, -1)
             return x[:, 0] if self.kv_heads == 1 else x
-        x = self.pad(x, 1, tokens, edge=False)
+        x = self.pad(x, 1, tokens, "zeros")
         if self.in_place:
             x = x.reshape(self.batch, self.columns, self.block_k, *x.shape[2:])
             if self.kv_heads == 1:
@@ -202,7 +193,7 @@ class Blocking:
 
     def tables_of(self, table: Array) -> list[Array]:
         """Splits a table `[B, pages of a row]` into one `[B, columns]` for each page of a block."""
-        table = self.pad(table, 1, self.columns * self.together, edge=False)
+        table = self.pad(table, 1, self.columns * self.together, "zeros")
         return [table[:, i :: self.together] for i in range(self.together)]
 
     def pairs_of(self, x: Array | np.ndarray) -> tuple[Array | np.ndarray, tuple[int, ...]]:
@@ -214,11 +205,12 @@ class Blocking:
         """
         b, h, t, s, *last = x.shape
         columns = self.columns * (self.shards if t != 1 else 1)
+        by: Padding = "last" if 1 in (t, s) else "again"
         if t != 1:
-            x = self.pad(x, 2, self.rows * self.block_q, edge=True)
+            x = self.pad(x, 2, self.rows * self.block_q, by)
         if s != 1:
             parts = self.parts * columns // self.columns
-            x = self.pad(x, 3, columns * self.block_k, edge=True, parts=parts)
+            x = self.pad(x, 3, columns * self.block_k, by, parts=parts)
         sizes = (
             (b, 1) if b == 1 else (self.batch, 1),
             (1, 1) if h == 1 else (self.kv_heads, self.group),
@@ -226,7 +218,7 @@ class Blocking:
             (1, 1) if s == 1 else (columns, self.block_k),
         )
         cut = [n for pair in sizes for n in pair] + last
-        lie = can_lie(self.tokens, self.grid)
+        lie = self.pairs_lie
         x = permuted(x, cut, (0, 2, 4, 6, 7, 3, 5, 1, *range(8, len(cut))), lie)
         # Axes with several blocks are kept. In a ring, the only block of a device differs from that
         # of others, so axes on which `x` varies are kept, too. A `fixed` block is like several.
@@ -259,7 +251,7 @@ class Blocking:
             x = x[:, :, :, :, :, :1]
         if ROW not in axes:
             x = x[:, :, :, :, :, :, :1]
-        lie = can_lie(self.tokens, self.grid)
+        lie = self.pairs_lie
         x = permuted(x, x.shape, (0, 1, 5, 2, 6, 3, 4, *range(7, x.ndim)), lie)
         return x.reshape(b, x.shape[1] * x.shape[2], rows * x.shape[4], columns * block[0], *last)
 
@@ -382,6 +374,7 @@ def choose_blocking(
         together=block_k // page if page else 1,
         halves=lowering.skips_corners and not in_place,
         fixed=fixed,
+        joins=lowering.joins_pairs,
     )
 
 

@@ -161,7 +161,7 @@ def live_blocks(
     each = max(blocking.block_q // selection.block_q, 1)  # a row has so many lists
     live = jnp.repeat(live, max(selection.block_q // blocking.block_q, 1), 2)
     live = live[:, :, : blocking.rows * each]
-    live = blocking.pad(live, 2, blocking.rows * each, edge=False)
+    live = blocking.pad(live, 2, blocking.rows * each, "zeros")
     heads = min(lists, blocking.kv_heads)
     live = live.reshape(batch, heads, lists // heads, blocking.rows, each, blocking.columns)
     live = live.transpose(0, 1, 3, 5, 2, 4)

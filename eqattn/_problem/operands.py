@@ -111,7 +111,7 @@ class BlockOperands:
         self.padded = padded != whole.keys
         if self.padded:
             valid = np.ones((1, 1, 1, whole.keys), bool)
-            self._add("valid", whole.pad(valid, 3, padded, edge=False))
+            self._add("valid", whole.pad(valid, 3, padded, "zeros"))
         if live is not None and lowering is XLA:
             blocks, axes = on_grid(live[..., None, :, :])
             self.operands += (BlockOperand("live", blocks, axes),)

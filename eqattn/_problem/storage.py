@@ -12,15 +12,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Shaped
 
-from .._misc import (
-    as_array,
-    as_dtype,
-    as_size,
-    as_sizes,
-    check_floating,
-    int32_field,
-    REACH,
-)
+from .._misc import as_array, as_dtype, as_size, as_sizes, check_floating, int32_field, REACH
 
 
 class AbstractStored(eqx.Module):
@@ -367,6 +359,11 @@ class Pages(AbstractStored):
     @property
     def dtype(self) -> Any:
         return self.stored.dtype
+
+    @property
+    def numbers(self) -> Int[Array, "b n"]:
+        """The table with the page numbers of the whole pool, of which a device may have a share."""
+        return self._table
 
     @property
     def table(self) -> Int[Array, "b n"]:

@@ -280,7 +280,7 @@ class Products(Operand):
     def _rows(self, role: str, blocking: Blocking) -> "Vectors":
         b, h, _, n = self.array.shape
         kv_heads, group = (1, 1) if h == 1 else (blocking.kv_heads, blocking.group)
-        x = blocking.pad(self.array, 2, blocking.rows * blocking.block_q, edge=False)
+        x = blocking.pad(self.array, 2, blocking.rows * blocking.block_q, "zeros")
         x = x.reshape(b, kv_heads, group, blocking.rows, blocking.block_q, n)
         x = jnp.broadcast_to(x, (b, kv_heads, blocking.group, *x.shape[3:]))
         x = x.transpose(0, 1, 3, 5, 2, 4).reshape(b, kv_heads, blocking.rows, n, -1)
@@ -290,7 +290,7 @@ class Products(Operand):
 
     def _columns(self, role: str, blocking: Blocking) -> "Picks":
         b, _, n = self.columns.shape
-        x = blocking.pad(self.columns, 1, blocking.columns * blocking.block_k, edge=False)
+        x = blocking.pad(self.columns, 1, blocking.columns * blocking.block_k, "zeros")
         x = x.reshape(b, blocking.columns, blocking.block_k, n)
         return Picks(role, x if b > 1 else x[0], (*[BATCH] * (b > 1), COL), narrow=self.narrow)
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,46 +20,9 @@ from jaxtyping import Array
 
 from .._jax import compiles_for_cpu, partitioned_automatically
 from .._misc import at_most
+from .block_sizes import BlockRequest, BlockSizes, even_size, whole_size
 from .grid import GridLayout, ROW
 from .several_columns import columns_together
-
-
-class BlockRequest(NamedTuple):
-    """The properties of a call that its best block sizes depend on.
-
-    **Arguments:**
-
-    - `queries`, `keys`: the numbers of query and key tokens.
-    - `group`: the number of query heads that a block has for each of its queries.
-    - `dtype`, `head_dim`: the dtype and the head dim of the queries.
-    - `in_place`: whether keys and values are read where they lie in memory.
-    - `page_size`: the tokens of a page if keys lie in pages, else 0.
-    - `itemsize`, `token_nbytes`: the bytes of a number, and of all keys and values of a token on
-        one device, as they are stored.
-    - `together`: the number of batch elements times that of key heads.
-    - `fixed`: whether results may not depend on the number of keys, nor on their pages.
-    - `reads_pairs`: whether a number for each pair of tokens is read from memory.
-    """
-
-    queries: int
-    keys: int
-    group: int
-    dtype: Any
-    head_dim: int
-    in_place: bool
-    page_size: int = 0
-    itemsize: int = 4
-    token_nbytes: int = 0
-    together: Any = 1
-    fixed: bool = False
-    reads_pairs: bool = False
-
-
-class BlockSizes(NamedTuple):
-    """The tokens of the blocks that are fastest for a lowering. Pages in a block are whole."""
-
-    queries: int
-    keys: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +80,9 @@ class Lowering(abc.ABC):
 
     repeats_diagonals: ClassVar[bool] = False
     """Whether blocks may hold numbers that their diagonals share, see `differences.py`."""
+
+    joins_pairs: ClassVar[bool] = False
+    """Whether it puts blocks of pairs together again, even if they are padded."""
 
     needs_windows: ClassVar[bool] = False
     """Whether an array has a window of these for each block, which a block could not cut itself."""
@@ -277,18 +243,6 @@ def _on_gpu() -> bool:
     return jax.default_backend() in ("gpu", "cuda", "rocm")
 
 
-def even_size(tokens: Any, most: int) -> int:
-    """The size of blocks that are as few as possible, a multiple of 8 up to about `most` tokens.
-
-    Blocks of `most` tokens and a padded rest took longer, in float32 without a mask. On an Intel
-    Xeon, gradients of 160 tokens took 2.2 times as long, and those of 300 tokens 2.3 times.
-    """
-    if not isinstance(tokens, int) or tokens <= most:
-        return most
-    size = -(-tokens // -(-tokens // most))
-    return min(-(-size // 8) * 8, most)
-
-
 @dataclasses.dataclass(frozen=True)
 class XLALowering(Lowering):
     """Loops of ordinary JAX: any block function, any dtype, any device."""
@@ -326,8 +280,7 @@ class XLALowering(Lowering):
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         # A block has 256 rows of logits, shared among the heads of a group. With 256 keys these are
-        # 256 KiB of float32, which stay in the second-level cache of a core. In a prototype, blocks
-        # of 256 x 512 and 512 x 512 took within 10% to 20% of the time of 512 x 256.
+        # 256 KiB of float32, which stay in the second-level cache of a core.
         group, keys = request.group, request.keys
         queries = max(1 if request.in_place else 8, 256 // group)
         gpu = _on_gpu()
@@ -337,23 +290,24 @@ class XLALowering(Lowering):
             return BlockSizes(queries, request.page_size)
         # Keys in place are those of a cache. Their blocks have one size for all capacities, so that
         # the bits of a row do not vary with the capacity. For a single query on a CPU, blocks of
-        # 128 keys were the fastest; docs/pages/decoding.md has the comparison. With 4 and 64
-        # queries in a cache of 1024 tokens, they took 0.90 and 0.97 times as long as blocks of 256.
-        # But 128 latents of 576 numbers are 288 KiB of float32. On one core of an EPYC, a step of 8
-        # long rows took 0.58 times as long in blocks of 64. In bfloat16, it took 0.73 times.
+        # 128 keys were the fastest; docs/pages/decoding.md has the comparison. But 128 latents of
+        # 576 numbers are 288 KiB of float32. On one core of an EPYC, a step of 8 long rows took
+        # 0.58 times as long in blocks of 64. In bfloat16, it took 0.73 times.
         if request.in_place:
             return BlockSizes(queries, 128 if request.head_dim <= 512 else 64)
         # Where each head has its own keys, a block has as many keys as queries. That halves the
         # steps, and 2048 causal tokens were 4% faster (`cpu-f32-causal-2048-fwd`).
         columns = 256 if group == 1 and keys > 256 else 128
         if gpu:
-            # Each step of a loop starts some kernels of a GPU, which takes longer than their work.
-            # For 8192 causal tokens of 16 heads in bfloat16, an H200 took 25.1, 10.1 and 5.6 ms in
-            # blocks of 256, 512 and 1024. Logits of all heads stay within 64 MiB of float32.
+            # A step of a loop starts kernels, which take longer to start than to run. An H200 took
+            # 25.1, 10.1 and 5.6 ms for 8192 causal tokens of 16 heads in bfloat16, in blocks of
+            # 256, 512 and 1024. Logits of all heads stay within 64 MiB of float32.
             fits = lambda n: at_most(request.together * n * n, 2**24)
             if size := next(filter(fits, (1024, 512)), None):
                 queries, columns = max(size // group, 8), size
-        return BlockSizes(even_size(request.queries, queries), even_size(keys, columns))
+        # Pairs are read where they lie if blocks divide both lengths. See `cpu-f32-bias-1900-fwd`.
+        size = whole_size if request.reads_pairs else even_size
+        return BlockSizes(size(request.queries, queries), size(keys, columns))
 
     def _many_in_place(self, request: BlockRequest) -> int:
         """How many keys a block has that a GPU reads in place.

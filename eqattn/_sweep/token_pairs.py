@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .grid import COL, GridLayout, HEAD, ROW
-from .tokens import are_whole, can_lie, permuted
+from .tokens import can_lie, permuted
 
 
 class TokenPairs(eqx.Module):
@@ -102,9 +102,9 @@ def sizes_of(shape: tuple[int, ...], layout: GridLayout) -> tuple[int, int, int]
 
     - `shape`: the shape of a block.
     """
-    if layout.ring is not None or not are_whole(layout.tokens, layout.grid):
-        return None
     cut = {t.axis: t for t in layout.tokens}
+    if layout.ring is not None or {*cut} != {ROW, COL}:
+        return None
     (group, queries), keys = (cut[ROW].group, cut[ROW].block), cut[COL].block
     heads = {(keys, group * queries): group, (keys, 1, queries): 1}.get(shape)
     return heads and (heads, queries, keys)

@@ -57,9 +57,13 @@ def results(
         child.stdin.write(json.dumps(job))
         child.stdin.close()
         lines = iter(child.stdout)
-        while (line := _next(lines, child, patience)) is not None:
-            if line.startswith('{"'):  # a library may have printed other lines
-                yield json.loads(line)
+        try:
+            while (line := _next(lines, child, patience)) is not None:
+                if line.startswith('{"'):  # a library may have printed other lines
+                    yield json.loads(line)
+        except BaseException:  # as one who reads stops, by Ctrl-C or earlier than the end
+            child.kill()
+            raise
         status = child.wait()
         errors.seek(0)
         said = errors.read().strip().splitlines() or ["no message"]

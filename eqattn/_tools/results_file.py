@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -12,12 +13,16 @@ R = TypeVar("R")
 
 
 def new_file(text: str) -> Path:
-    """The path of a file that a command is to write, as a `type` of `argparse`. A folder that is
-    missing is an error, before the command measures anything.
+    """The path of a file that a command is to write, as a `type` of `argparse`. If it cannot be
+    written, that is an error before the command measures anything.
     """
     path = Path(text)
+    if not path.name:
+        raise argparse.ArgumentTypeError(f"{text!r} names no file")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
     return path
 
 

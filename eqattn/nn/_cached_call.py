@@ -174,15 +174,12 @@ def _reach(
         return 0  # `append` says that they do not fit.
     shows = lambda distances, first: _show_beyond(mask, distances, rows, heads, first)
     if shows(np.array([most]), first).any():
-        # The window of a layer has no sinks, so that it would hide the first tokens.
-        kept, sinks, layer = "", "", " or the layer"
-        if first:
-            kept, sinks, layer = f"the first {first} and ", f", sinks={first}", ""
+        kept, sinks = (f"the first {first} and ", f", sinks={first}") if first else ("", "")
         raise ValueError(
             f"With {tokens} new tokens a {kind} of {size} holds {kept}the {most} before each, and "
             f"the mask may show older ones, which are overwritten{_needed(shows, most, tokens)}: "
-            f"add a window such as SlidingWindow({most}, 0{sinks}) to the mask{layer}, take a "
-            "larger capacity or fewer tokens at a time, or a KVCache."
+            f"add a window such as SlidingWindow({most}, 0{sinks}) to the mask, take a larger "
+            "capacity or fewer tokens at a time, or a cache that keeps all tokens."
         )
     return _least_distance(lambda distances: shows(distances, first), most)
 

@@ -271,14 +271,14 @@ def check_rotary(given: Any, size: int) -> None:
 def turned(dim: int | None, size: int) -> int:
     """How many of `size` features turn. **Raises:** `ValueError` unless they are whole pairs."""
     chosen = size if dim is None else dim
-    if not isinstance(chosen, int) or isinstance(chosen, bool):
+    if not isinstance(chosen, int | np.integer) or isinstance(chosen, bool):
         raise TypeError(f"dim must be an even int, or None for all features, got {dim!r}.")
     if chosen % 2 or not 0 <= chosen <= size:
         raise ValueError(
             f"Rotary positions turn pairs: dim must be an even number up to the head's {size}, got "
             f"{chosen}; pass dim= to turn only the first features."
         )
-    return chosen
+    return int(chosen)
 
 
 def as_theta(theta: Any) -> Any:

@@ -34,6 +34,11 @@ def frequencies_of(
     return (np if known else jnp).concatenate(parts)
 
 
+def _plain(x: Any) -> Any:
+    """A number of NumPy as one of Python. The former would make a `theta` a number of few bits."""
+    return x.item() if isinstance(x, np.number) else x
+
+
 def _numbers(module: Any, least: float = 0.0) -> None:
     """Checks that all fields that are numbers are finite and above `least`."""
     for name in module.__dataclass_fields__:
@@ -43,7 +48,7 @@ def _numbers(module: Any, least: float = 0.0) -> None:
             continue
         if value is None and name == "attention_factor":
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} is a Python number: it is static. Got {value!r}.")
         if not least < value < math.inf:
             raise ValueError(f"{name} must be finite and above {least:g}, got {value}.")
@@ -78,7 +83,7 @@ class LinearScaling(AbstractRotaryScaling):
     - `factor`: the length of the new context over that of the context trained on.
     """
 
-    factor: float = eqx.field(static=True)
+    factor: float = eqx.field(static=True, converter=_plain)
 
     def __check_init__(self) -> None:
         _numbers(self)
@@ -104,7 +109,7 @@ class NTKScaling(AbstractRotaryScaling):
     - `factor`: the length of the new context over that of the context trained on.
     """
 
-    factor: float = eqx.field(static=True)
+    factor: float = eqx.field(static=True, converter=_plain)
 
     def __check_init__(self) -> None:
         _numbers(self)
@@ -136,11 +141,11 @@ class YaRNScaling(AbstractRotaryScaling):
     - `truncate`: whether the bounds of the mix are rounded to whole pairs.
     """
 
-    factor: float = eqx.field(static=True)
-    original_length: int = eqx.field(static=True)
-    beta_fast: float = eqx.field(static=True, default=32.0)
-    beta_slow: float = eqx.field(static=True, default=1.0)
-    attention_factor: float | None = eqx.field(static=True, default=None)
+    factor: float = eqx.field(static=True, converter=_plain)
+    original_length: int = eqx.field(static=True, converter=_plain)
+    beta_fast: float = eqx.field(static=True, converter=_plain, default=32.0)
+    beta_slow: float = eqx.field(static=True, converter=_plain, default=1.0)
+    attention_factor: float | None = eqx.field(static=True, converter=_plain, default=None)
     truncate: bool = eqx.field(static=True, default=True)
 
     def __check_init__(self) -> None:
@@ -191,10 +196,10 @@ class Llama3Scaling(AbstractRotaryScaling):
     - `original_length`: the length of the context trained on.
     """
 
-    factor: float = eqx.field(static=True, default=8.0)
-    low_freq_factor: float = eqx.field(static=True, default=1.0)
-    high_freq_factor: float = eqx.field(static=True, default=4.0)
-    original_length: int = eqx.field(static=True, default=8192)
+    factor: float = eqx.field(static=True, converter=_plain, default=8.0)
+    low_freq_factor: float = eqx.field(static=True, converter=_plain, default=1.0)
+    high_freq_factor: float = eqx.field(static=True, converter=_plain, default=4.0)
+    original_length: int = eqx.field(static=True, converter=_plain, default=8192)
 
     def __check_init__(self) -> None:
         _numbers(self)

@@ -94,7 +94,8 @@ def top_keys(
 
     **Raises:** `ValueError` if `n` is larger than the number of keys, if the platform asks for a
     kernel, as none ranks keys, and for `Ragged(metadata, axis_name=...)`. There each device can
-    rank its own keys in a `jax.shard_map`, and [`eqattn.TopKeys`][]`.merge` merges the lists.
+    rank its own keys in a `jax.shard_map`, and [`eqattn.TopKeys`][]`.merge` merges the lists. Of
+    keys in pages, they are `key_.share(jax.lax.axis_index(name))`, with their positions.
     """
     strategy = _ranking(strategy)
     query, shards = jnp.asarray(as_array(query, "query", 3)), strategy.key_shards()

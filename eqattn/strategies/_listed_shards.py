@@ -21,13 +21,13 @@ from .._carry import Carry
 from .._jax import compiled, summed_wide, varying_axes
 from .._misc import accumulation_dtype, iota, widened
 from .._pairs import Operand
-from .._problem.blocking import padded
 from .._problem.bound import bound_scores, consts_of, terms_beside_lists, with_bound_terms
 from .._problem.jit_cache import cached
 from .._problem.mesh import shard_map_wide, with_kernel
 from .._problem.problem import Problem
 from .._problem.wide_sums import with_wide_sums
 from .._sweep.lowering import XLA
+from .._sweep.tokens import padded
 from ..masks._base import AbstractMask
 from ..masks._terms import leaf_terms, map_terms
 from ._fold import fold_on_device
@@ -184,7 +184,7 @@ def fold_listed(problem: Problem, *, place, partition, **options) -> Carry:
     def with_rows(x: Array, axis: int, is_list: bool) -> Array:
         if not is_list:
             # A score may be singular at 0, as a soft cap is. With one query, that is padded, too.
-            return padded(x, axis, t + missing, edge=True)
+            return padded(x, axis, t + missing, "last")
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, (t + missing) // (size // place.devices) - x.shape[axis])
         return jnp.pad(x, widths, constant_values=-1)

@@ -15,6 +15,7 @@ from eqattn import (
     ALiBi,
     attention,
     AttentionMetadata,
+    cascade_attention,
     Causal,
     KeyPadding,
     Ragged,
@@ -220,6 +221,25 @@ def test_pages_in_a_shard_map_of_ones_own():
     out = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))(q, cache)
     held = [np.asarray(x.materialise()) for x in (cache.key, cache.value)]
     np.testing.assert_allclose(out, by_hand(np.asarray(q), *held, [20, 7], [1, 1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_shared_pages_in_a_shard_map_of_ones_own(levels):
+    """Rows are grouped by the pages of the whole pool, most of which other devices have."""
+    mesh, strategy = mesh_of(), Ragged(axis_name="keys")
+    q, k, v = tokens(10, seed=7)
+    cache = PAGED().reserve([6, 0]).append(k, v, jnp.array([6, 0])).share([1], 0, 6)
+    cache = cache.reserve(10).append(k, v)
+    offset = cache.length - 1
+
+    def local(q, cache):
+        return cascade_attention(q, cache, strategy, q_offset=offset, levels=levels)
+
+    specs = P(), jax.tree.map(lambda x: x.spec, cache.key_shardings(mesh, "keys"))
+    out = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))(q[:, -1:], cache)
+    held = [np.asarray(x.materialise()) for x in (cache.key, cache.value)]
+    want = by_hand(np.asarray(q[:, -1:]), *held, [16, 16], [1, 1])
+    np.testing.assert_allclose(out.attention_outputs, want, atol=1e-5)
 
 
 def test_what_varies_with_keys_that_lie_in_pages():

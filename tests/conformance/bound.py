@@ -63,6 +63,7 @@ class Precision:
     reference: Any  # dtype in which the reference is computed
     normalised: bool = False  # cotangents of the output are divided by denominators first
     by_product: bool = False  # denominators are a product too, of computed probabilities and ones
+    carried: bool = False  # sinks are added to a Carry, whose numerator is rounded without them
 
 
 def _roundoff(dtype) -> float:
@@ -77,7 +78,8 @@ def _underflow(dtype) -> float:
     )
 
 
-def precision_of(dtype, normalised: bool = False, by_product: bool = False) -> Precision:
+def precision_of(dtype, **how: bool) -> Precision:
+    """`how` are the last fields of `Precision`."""
     dtype = np.dtype(dtype)
     work = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     reference = np.dtype(np.longdouble if dtype == np.float64 else np.float64)
@@ -88,8 +90,7 @@ def precision_of(dtype, normalised: bool = False, by_product: bool = False) -> P
         tiny=_underflow(work),
         tiny_operand=_underflow(dtype),
         reference=reference,
-        normalised=normalised,
-        by_product=by_product,
+        **how,
     )
 
 
@@ -353,8 +354,18 @@ def grads(problem, ct_out, ct_lse, precision) -> dict[str, Bounded]:
 
 
 def tangents(problem, directions, precision) -> dict[str, Bounded]:
-    directions = {n: Bounded.exact(t, precision) for n, t in directions.items()}
-    return oracle.jvp(bounded(problem, precision), directions)
+    moved = {n: Bounded.exact(t, precision) for n, t in directions.items()}
+    found = oracle.jvp(bounded(problem, precision), moved)
+    if precision.carried and problem.sinks is not None:
+        # With the mean m of dz over the keys, the tangent of the output is
+        #     sum_j w_j (dz_j - m) v_j + (m - dlse) sum_j w_j v_j.
+        # The second sum is the output, of which the Carry holds what it was rounded to.
+        of_keys = {n: t for n, t in directions.items() if n != "sinks"}
+        mean = oracle.jvp(problem.replace(sinks=None), of_keys)["lse"]
+        size = oracle.forward(problem.replace(v=abs(problem.v))).out
+        far = abs(mean - found["lse"].primal)
+        found["out"].error = found["out"].error + precision.u_operand * far[..., None] * size
+    return found
 
 
 def hvps(problem, ct_out, ct_lse, directions, precision) -> dict[str, Bounded]:

@@ -291,7 +291,9 @@ def build(case: Case) -> Built:
     kernel = case["target"][0].startswith(("tpu", "gpu", "triton"))
     by_product = sums_by_product(case) and not case["dropout"]
     narrow = kernel or jax.default_backend() != "cpu"  # On a CPU, XLA's products are wide.
-    precision = bound.precision_of(dtype, normalised=narrow, by_product=by_product)
+    carried = case["target"][0] == "tpu_ragged"
+    how = dict(normalised=narrow, by_product=by_product, carried=carried)
+    precision = bound.precision_of(dtype, **how)
     constants: dict[str, Any] = {
         "mask": visible,
         "scale": {"none": size**-0.5}.get(case["scale"], 0.3),

@@ -215,7 +215,7 @@ def test_what_there_is_no_kernel_for():
 
 
 def test_blocks_are_what_a_program_has():
-    from eqattn._sweep.lowering import BlockRequest, BlockSizes
+    from eqattn._sweep.block_sizes import BlockRequest, BlockSizes
 
     def chosen(group, head_dim):
         request = BlockRequest(4096, 4096, group, jnp.bfloat16, head_dim, in_place=False)

@@ -19,7 +19,8 @@ from eqattn import (
     ScoreFn,
     Segments,
 )
-from eqattn._sweep.lowering import BlockRequest, XLA
+from eqattn._sweep.block_sizes import BlockRequest
+from eqattn._sweep.lowering import XLA
 from eqattn.cache import Pages
 from eqattn.kernels import gpu, lowering_for
 from eqattn.kernels.gpu import GPULowering

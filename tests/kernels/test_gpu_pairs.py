@@ -57,8 +57,8 @@ def test_a_block_is_a_window(axes, side, block):
 
 
 def test_what_stays_blocks():
-    """Those of rows or of keys, padded blocks, those that tiles do not divide, and those of whose
-    heads a tile has several.
+    """Those of rows or of keys, those that tiles do not divide, and those of whose heads a tile has
+    several.
     """
     axes = AXES[0]
 
@@ -71,7 +71,7 @@ def test_what_stays_blocks():
     assert of(KEYS, GROUP * QUERIES, lengths=dict(r=GROUP * QUERIES, k=128)) is None
     assert of(KEYS, GROUP * QUERIES, lengths=dict(r=384, k=KEYS)) is None
     padded = Tokens(ROW, 3 * QUERIES - 1, QUERIES, group=GROUP), TOKENS[1]
-    assert of(KEYS, GROUP * QUERIES, tokens=padded) is None
+    assert of(KEYS, GROUP * QUERIES, tokens=padded) is not None
     small = Tokens(ROW, 192, 64, group=GROUP), TOKENS[1]
     assert of(KEYS, 128, tokens=small, rows=128, lengths=dict(r=128, k=KEYS)) is None
     single = Tokens(ROW, 192, 64), TOKENS[1]
@@ -92,7 +92,7 @@ def test_blocks_have_whole_programs_of_a_head_where_pairs_are_read(name):
     assert queries(mask=Causal() & ~DenseMask(jnp.ones((1, 256, 256), bool))) == 128
     for bias in (jnp.zeros((4, 1, 256)), jnp.zeros((256, 1)), None):
         assert queries(bias=bias, mask=Causal(), score=T5Bias(jnp.ones((32, 4)))) == 32
-    assert queries(t=200, bias=jnp.zeros((200, 256))) == 32
+    assert queries(t=200, bias=jnp.zeros((200, 256))) == 128
 
 
 D = 32
@@ -103,6 +103,7 @@ CASES = {
     "a mask of each head": ((128, 256), (2, 2), jnp.bool_, 2),
     "a bias of all heads, which share a key": ((256, 128), (1, 1), jnp.bfloat16, 1),
     "a mask of each head, which share a key": ((128, 128), (2, 2), jnp.bool_, 1),
+    "a bias of lengths that are padded": ((200, 180), (2, 2), jnp.float32, 1),
 }
 
 

@@ -15,8 +15,8 @@ from _tpu_rows import arrays, call, dense, kept_as, LENGTHS, seen
 
 from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged, SlidingWindow
 from eqattn._problem.joined import Joined
+from eqattn._sweep.block_sizes import BlockRequest, BlockSizes
 from eqattn._sweep.grid import GridLayout
-from eqattn._sweep.lowering import BlockRequest, BlockSizes
 from eqattn.kernels.gpu import GPULowering
 from eqattn.kernels.gpu._stored import Sizes
 

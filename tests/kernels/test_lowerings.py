@@ -10,7 +10,8 @@ from _tpu_rows import arrays, call, kept_as, seen
 from conformance import bound, oracle
 
 from eqattn import attention, Blockwise
-from eqattn._sweep.lowering import BlockRequest, Lowering, XLA
+from eqattn._sweep.block_sizes import BlockRequest
+from eqattn._sweep.lowering import Lowering, XLA
 from eqattn.kernels import BACKENDS, lowering_for
 
 

@@ -32,8 +32,8 @@ from eqattn import (
     SlidingWindow,
     T5Bias,
 )
+from eqattn._sweep.block_sizes import BlockRequest
 from eqattn._sweep.grid import ROW
-from eqattn._sweep.lowering import BlockRequest
 from eqattn._tools.tpu_report.chips import CHIPS
 from eqattn.kernels.tpu import _backward_step, _chip, TPULowering
 

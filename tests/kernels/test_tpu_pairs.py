@@ -66,8 +66,8 @@ def test_heads_that_a_step_visits_are_windows_of_one_array():
 
 
 def test_what_stays_blocks():
-    """Those of rows, keys or features, padded blocks, those that fill no registers, and those in
-    which all heads of a group have the same numbers.
+    """Those of rows, keys or features, those that fill no registers, and those in which all heads
+    of a group have the same numbers.
     """
     axes, block = AXES[0], (KEYS, GROUP * QUERIES)
     of = lambda *block, tokens=TOKENS: PairsOperand.of(
@@ -79,7 +79,7 @@ def test_what_stays_blocks():
     for other in ((KEYS, 1), (1, GROUP * QUERIES), (KEYS, 1, QUERIES), (*block, 5), (KEYS, KEYS)):
         assert of(*other) is None
     padded = Tokens(ROW, 4 * QUERIES - 1, QUERIES, group=GROUP), TOKENS[1]
-    assert of(*block, tokens=padded) is None and of(*block, tokens=()) is None
+    assert of(*block, tokens=padded) is not None and of(*block, tokens=()) is None
     for queries, keys in ((16, 128), (32, 64)):
         tokens = Tokens(ROW, 4 * queries, queries), Tokens(COL, 3 * keys, keys)
         layout = GridLayout((2, 4, 4, 3), (keys, queries), (), tokens=tokens)
@@ -105,8 +105,9 @@ def test_narrow_numbers_that_many_share_are_copied(batch, near):
         (4, 2, (64, 256), 16, (2, 4)),
         (2, 2, (64, 256), 16, (1, 2)),
         (2, 2, (32, 128), 128, (2, 2)),
+        (4, 2, (50, 200), 16, (2, 4)),
     ],
-    ids=["grouped", "shared by the batch", "one block, and vectors as long"],
+    ids=["grouped", "shared by the batch", "one block, and vectors as long", "padded"],
 )
 def test_numbers_and_gradients(heads, kv_heads, tokens, d, shape, fused, monkeypatch):
     """Of blocks that fill registers. The matrix has small ones."""

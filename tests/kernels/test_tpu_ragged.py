@@ -27,8 +27,8 @@ from eqattn import (
     ragged_flash_attention_kernel,
     SlidingWindow,
 )
+from eqattn._sweep.block_sizes import BlockRequest, BlockSizes
 from eqattn._sweep.grid import GridLayout
-from eqattn._sweep.lowering import BlockRequest, BlockSizes
 from eqattn.kernels.tpu import _decode, TPULowering
 from eqattn.kernels.tpu._grid import KernelGrid
 from eqattn.kernels.tpu._work_list import in_parts

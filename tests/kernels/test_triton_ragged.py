@@ -15,7 +15,7 @@ from _triton_lowered import kernels
 
 from eqattn import attention, AttentionMetadata, KeyPadding, Ragged
 from eqattn._problem.storage import Pages
-from eqattn._sweep.lowering import BlockRequest, BlockSizes
+from eqattn._sweep.block_sizes import BlockRequest, BlockSizes
 from eqattn.cache import Bits
 from eqattn.kernels.gpu.triton import TritonLowering
 from eqattn.kernels.gpu.triton._decode import Sizes

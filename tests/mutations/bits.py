@@ -10,7 +10,7 @@ MUTANTS = [
         [('if not self.fixed or self.queries != 1 or "t" not in axes:', "if True:")],
     ),
     (
-        "_problem/blocking.py",
+        "_sweep/tokens.py",
         "strategies/test_bitwise.py -m slow -k 'many_rows and window and float16'",
         [("whole = jnp.pad(lax.stop_gradient(x), widths", "whole = jnp.pad(x, widths")],
     ),

@@ -12,7 +12,7 @@ MUTANTS = [
             ("first += [at.get(a, 0) * n for", "first += [at.get(a, 0) for"),
             ("{(keys, group * queries): group, (keys, 1, queries): 1}", "{(keys, group * queries): group}"),
             ("return new if isinstance(new, TokenPairs) else x", "return x"),
-            ("if layout.ring is not None or not are_whole", "if not are_whole", "the layout of a ring has no tokens, without which nothing lies in place"),
+            ("if layout.ring is not None or {*cut}", "if {*cut}", "the layout of a ring has no tokens, without which nothing lies in place"),
         ],
     ),
     (
@@ -116,7 +116,7 @@ MUTANTS = [
     (
         "strategies/_listed_shards.py",
         "ring/test_lists_on_meshes.py",
-        [("return padded(x, axis, t + missing, edge=True)", "return padded(x, axis, t + missing, edge=False)")],
+        [("return padded(x, axis, t + missing, \"last\")", "return padded(x, axis, t + missing, \"zeros\")")],
     ),
     (
         "strategies/_sharded.py",
@@ -145,8 +145,7 @@ MUTANTS = [
         "kernels/gpu/_lowering.py",
         "kernels/test_gpu_pairs.py",
         [
-            ("if request.reads_pairs and request.queries % ROWS == 0:", "if False:"),
-            ("if request.reads_pairs and request.queries % ROWS == 0:", "if request.reads_pairs:"),
+            ("if request.reads_pairs:", "if False:"),
         ],
     ),
     (
@@ -163,6 +162,33 @@ MUTANTS = [
         [
             ("parts = (*self.scores, *([] if self.mask is None else [self.mask]))", "parts = self.scores"),
             ("parts = (*self.scores, *([] if self.mask is None else [self.mask]))", "parts = [] if self.mask is None else [self.mask]"),
+        ],
+    ),
+    (
+        "_sweep/tokens.py",
+        "sweep/test_tokens.py",
+        [
+            ("if by == \"zeros\":", "if False:"),
+            ("if by == \"again\" and n <= 2 * m:", "if False:"),
+            ("if by == \"again\" and n <= 2 * m:", "if by == \"again\":"),
+            ("slice(2 * m - n, m)", "slice(0, n - m)"),
+            ("end if xp is np else lax.stop_gradient(end)", "end"),
+        ],
+    ),
+    (
+        "_problem/blocking.py",
+        "kernels/test_tpu_pairs.py",
+        [
+            ("by: Padding = \"last\" if 1 in (t, s) else \"again\"", "by: Padding = \"last\""),
+            ("return self.joins or can_lie", "return can_lie"),
+        ],
+    ),
+    (
+        "_sweep/block_sizes.py",
+        "sweep/test_tokens.py",
+        [
+            ("if isinstance(tokens, int) and tokens > most:\n        divisors", "if False:\n        divisors"),
+            ("range(most, most // 3, -1)", "range(most, 0, -1)"),
         ],
     ),
 ]

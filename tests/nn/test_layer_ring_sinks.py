@@ -92,7 +92,7 @@ def test_a_mask_that_shows_more_says_what_it_needs(mask, capacity, sinks):
 def test_a_ring_without_sinks_says_how_many_a_mask_has():
     layer, x = make(window=None, dtype=jnp.float32), normal(3, 4, SIZE)
     with pytest.raises(
-        ValueError, match=r"RingBufferCache of 9 with sinks=1\): .*0\) to the mask or"
+        ValueError, match=r"RingBufferCache of 9 with sinks=1\): .*0\) to the mask, take"
     ):
         layer(x, mask=SlidingWindow(4, 0, sinks=1), cache=RingBufferCache.empty(1, 8, *HELD))
 

@@ -211,6 +211,16 @@ SCALINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_those_of_python(kind):
+    """Else frequencies would have as few bits as the number, and turns of far tokens none."""
+    x, positions = jnp.ones((1, 2, 1, 16)), np.array([[3, 10**6]])
+    for scaling in (nn.LinearScaling, nn.NTKScaling, lambda f: nn.YaRNScaling(f, kind(64))):
+        of = lambda f, dim, scaling=scaling: nn.rotary(x, positions, scaling=scaling(f), dim=dim)
+        np.testing.assert_array_equal(of(kind(4), np.int64(16)), of(4.0, 16))
+        assert scaling(kind(4)) == scaling(4)
+
+
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scaling(name, theta):

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqattn import attention, AttentionMetadata, Blockwise
 from eqattn._problem.blocking import Blocking
+from eqattn._sweep.block_sizes import even_size, whole_size
 from eqattn._sweep.grid import BATCH, COL, HEAD, ROW
+from eqattn._sweep.tokens import padded
 
 
 AXES = {ROW: (BATCH, HEAD, ROW), COL: (BATCH, HEAD, COL)}
@@ -65,3 +68,44 @@ def test_nothing_is_copied(group):
 
 def test_parts_do_not_lie_behind_each_other():
     assert blocking(parts=3).tokens == ()
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
+def test_what_pads(dtype, xp):
+    x = xp.asarray(np.arange(10).reshape(2, 5) % 7).astype(dtype)
+    same = lambda found, *ends: np.testing.assert_array_equal(
+        found, np.concatenate([x, *(np.asarray(e).reshape(2, -1) for e in ends)], 1)
+    )
+    same(padded(x, 1, 7, "zeros"), np.zeros((2, 2), dtype))
+    same(padded(x, 1, 7, "last"), x[:, 4], x[:, 4])
+    same(padded(x, 1, 7, "again"), x[:, 3:])
+    same(padded(x, 1, 10, "again"), x)
+    same(padded(x, 1, 11, "again"), *[x[:, 4]] * 6)
+    assert isinstance(padded(x, 1, 7, "again"), np.ndarray) == (xp is np)
+    assert padded(x, 0, 4, "again").shape == (4, 5)
+
+
+@pytest.mark.parametrize("by", ["last", "again"])
+def test_what_pads_has_no_gradient(by):
+    ones = jax.grad(lambda x: padded(x, 0, 8, by).sum())(jnp.zeros(5))
+    np.testing.assert_array_equal(ones, np.ones(5))
+
+
+def test_blocks_that_divide_a_length():
+    """Unless they were far smaller."""
+    sizes = [whole_size(n, 256) for n in (100, 256, 257, 640, 1000, 1900, 2 * 431)]
+    assert sizes == [256, 256, even_size(257, 256), 160, 250, 190, even_size(862, 256)]
+
+
+def test_pairs_of_an_odd_length_are_not_copied():
+    """On a CPU: a bias of 8 heads has 12 MiB, and its gradient too."""
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    q, bias = like(1, 620, 8, 32), like(8, 620, 620)
+    strategy = Blockwise(AttentionMetadata())
+
+    def loss(q, k, v, bias):
+        return attention(q, k, v, strategy, bias=bias).attention_outputs.sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(q, q, q, bias).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**23

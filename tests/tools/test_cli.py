@@ -168,6 +168,9 @@ def test_info_says_why_not(capsys):
         ("bench --only nothing-like-it", "nothing-like-it"),
         ("bench --peers xformers", "xformers"),
         ("bench --rounds 0", "--rounds"),
+        ("gpu-run --rounds 0", "--rounds"),
+        ("gpu-run --minutes -1", "--minutes"),
+        ("bench --out .", "names no file"),
         ("bench --core 100000", "--core"),
         ("bench --out /no/such/folder/x", "/no/such/folder"),
         ("bench --markdown /no/such/folder/x", "/no/such/folder"),
@@ -182,6 +185,20 @@ def test_info_says_why_not(capsys):
 )
 def test_bad_arguments(words, message, capsys):
     refuses(main, words.split(), message, capsys)
+
+
+def test_a_file_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    """It is refused before anything is measured. The superuser may write everywhere."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    refuses(main, ["bench", "--out", str(tmp_path / "x")], "cannot be written", capsys)
+
+
+def test_interrupted(monkeypatch, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eqattn._tools.info.run", interrupt)
+    assert main(["info"]) == 130 and "interrupted" in capsys.readouterr().err
 
 
 def test_masks():

@@ -210,6 +210,17 @@ def test_a_silent_process_is_killed():
     assert first == {"a": 1} and isinstance(end, End) and end.status == -9
 
 
+def test_a_process_ends_with_its_reader():
+    """As when Ctrl-C reaches this process alone."""
+    code = "import os, time; print('{\"a\": %d}' % os.getpid(), flush=True); time.sleep(60)"
+    reader = results(["-c", code], {}, {})
+    found = next(reader)
+    assert isinstance(found, dict)
+    reader.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(found["a"], 0)
+
+
 def test_pairs():
     """Of each kind of mask, counted one by one."""
 

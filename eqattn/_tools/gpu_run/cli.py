@@ -129,6 +129,10 @@ def run(args: argparse.Namespace) -> int:
     """
     begun = time.time()
     chosen = choose(args.case)
+    if args.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {args.rounds}")
+    if not args.minutes > 0:
+        raise ValueError(f"--minutes must be above 0, got {args.minutes:g}")
     partial = args.rehearse or args.case is not None or args.peers is not None
     if args.record is not None and partial:
         raise ValueError(

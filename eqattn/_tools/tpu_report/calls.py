@@ -84,8 +84,12 @@ def measure(name: str, call: WholeCall, temporary: int, folder: Path) -> CallRow
     )
 
 
-_ARRAY = jax.ShapeDtypeStruct((BATCH_SIZE, TOKENS, HEADS, DIM), jnp.bfloat16)
-_BIAS = jax.ShapeDtypeStruct((BATCH_SIZE, HEADS, TOKENS, TOKENS), jnp.bfloat16)
+_ODD = TOKENS - 96
+"""A length that blocks do not divide, in as many blocks."""
+
+
+def _bias(tokens: int, batch: int = BATCH_SIZE) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, HEADS, tokens, tokens), jnp.bfloat16)
 
 
 def _eqattn(query: Any, key_: Any, value: Any, bias: Any = None) -> Any:
@@ -114,16 +118,24 @@ def _splash(query: Any, key_: Any, value: Any) -> Any:
     return jnp.swapaxes(out.reshape(BATCH_SIZE, HEADS, TOKENS, DIM), 1, 2)
 
 
-def _forward(f: Callable[..., Any], *more: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
-    return f, (*(_ARRAY,) * 3, *more)
+def _arrays(n: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (jax.ShapeDtypeStruct((BATCH_SIZE, tokens, HEADS, DIM), jnp.bfloat16),) * n
 
 
-def _training(f: Callable[..., Any], *more: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
+def _forward(
+    f: Callable[..., Any], *more: Any, tokens: int = TOKENS
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    return f, (*_arrays(3, tokens), *more)
+
+
+def _training(
+    f: Callable[..., Any], *more: Any, tokens: int = TOKENS
+) -> tuple[Callable[..., Any], Sequence[Any]]:
     def step(cotangent, *arrays):
         out, transpose = jax.vjp(f, *arrays)
         return out, *transpose(cotangent)
 
-    return step, (*(_ARRAY,) * 4, *more)
+    return step, (*_arrays(4, tokens), *more)
 
 
 def _layer(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,9 +213,14 @@ _SPLASH_GROUPED_SUM = {"splash_mqa_fwd_residuals": _live, "splash_mqa_dkv_no_res
 CALLS = (
     WholeCall("forward, eqattn", ft.partial(_forward, _eqattn), _FOLD),
     WholeCall("training, eqattn", ft.partial(_training, _eqattn), _FOLD | _SUM),
-    WholeCall("bias, eqattn", ft.partial(_forward, _eqattn, _BIAS), _FOLD),
-    WholeCall(
-        "bias training, eqattn", ft.partial(_training, _eqattn, _BIAS), _FOLD | _SUM | _PAIRS
+    *(
+        WholeCall(f"{name}, eqattn", ft.partial(f, _eqattn, bias, tokens=bias.shape[-1]), kernels)
+        for name, f, bias, kernels in (
+            ("bias", _forward, _bias(TOKENS), _FOLD),
+            ("bias training", _training, _bias(TOKENS), _FOLD | _SUM | _PAIRS),
+            # All sequences share it. Else its training would not fit into the memory of a v5e.
+            ("bias of an odd length", _forward, _bias(_ODD, 1), _FOLD),
+        )
     ),
     WholeCall("decoding, eqattn", Decode().build, {"eqattn_decode": _decoding}),
     WholeCall("layer, eqattn", ft.partial(_forward_layer, _eqattn), _FOLD),

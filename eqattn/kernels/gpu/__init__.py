@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..._sweep.block_sizes import BlockRequest, BlockSizes
 from ..._sweep.grid import GridLayout
-from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering
+from ..._sweep.lowering import Lowering
 from ._lowering import block_queries, FEW_QUERIES, Kernels, LARGEST_DIM, NvidiaLowering
 from ._operations import unsupported, unsupported_of_users
 

@@ -22,8 +22,9 @@ from jaxtyping import Array
 
 from ..._carry import named_output
 from ..._misc import concrete
+from ..._sweep.block_sizes import BlockRequest, BlockSizes
 from ..._sweep.grid import GridLayout
-from ..._sweep.lowering import BlockRequest, BlockSizes, Lowering, XLA
+from ..._sweep.lowering import Lowering, XLA
 from ...masks._base import And
 from ...masks._causal import Causal
 from ...masks._padding import KeyPadding, QueryPadding

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from ..._jax import partitioned_automatically
+from ..._sweep.block_sizes import BlockRequest
 from ..._sweep.grid import GridLayout
-from ..._sweep.lowering import BlockRequest, in_32_bits, loops_over_batch, Lowering
+from ..._sweep.lowering import in_32_bits, loops_over_batch, Lowering
 
 
 LARGEST_DIM = 256
@@ -48,7 +49,7 @@ def block_queries(request: BlockRequest) -> int:
     mask hides more blocks than with as many queries of each head. A number of each pair of tokens
     is read where it lies by programs that have one head.
     """
-    if request.reads_pairs and request.queries % ROWS == 0:
+    if request.reads_pairs:
         return ROWS
     return max(ROWS // math.gcd(ROWS, request.group), 8)
 
@@ -72,6 +73,7 @@ class NvidiaLowering(Lowering):
     finishes_rows = True
     shares_blocks = True
     repeats_diagonals = True
+    joins_pairs = True
     splits_over_devices = False
     drops_single_axes = False
     least_listed: ClassVar[tuple[int, int]] = (64, 64)

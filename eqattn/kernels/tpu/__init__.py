@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
 from ..._pairs import POINTWISE
+from ..._sweep.block_sizes import BlockRequest, BlockSizes, even_size
 from ..._sweep.grid import FEW_ROWS, GridLayout
-from ..._sweep.lowering import BlockRequest, BlockSizes, even_size, in_32_bits, Lowering
+from ..._sweep.lowering import in_32_bits, Lowering
 from .._program import calls, equations
 from ._lists import has_turns, listed, MOST_PAIRS
 
@@ -140,6 +141,7 @@ class TPULowering(Lowering):
     splits_over_devices = False
     drops_single_axes = False
     repeats_diagonals = True
+    joins_pairs = True
     needs_windows = True
     multiplies_tables = True
     # On v6e, a step took 429 cycles with blocks of 128 x 128, 451 with 256 keys and 761 with blocks

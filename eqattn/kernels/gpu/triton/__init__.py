@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...._sweep.block_sizes import BlockRequest, BlockSizes
 from ...._sweep.grid import GridLayout
-from ...._sweep.lowering import BlockRequest, BlockSizes
 from .._lowering import block_queries, FEW_QUERIES, Kernels, NvidiaLowering
 from .._operations import named, unsupported, unsupported_of_users
 
