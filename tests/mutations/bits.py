@@ -11,7 +11,7 @@ MUTANTS = [
     ),
     (
         "_sweep/tokens.py",
-        "strategies/test_bitwise.py -m slow -k 'many_rows and window and float16'",
+        "sweep/test_tokens.py",
         [("whole = jnp.pad(lax.stop_gradient(x), widths", "whole = jnp.pad(x, widths")],
     ),
     (

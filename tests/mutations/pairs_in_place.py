@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     (
         "_problem/blocking.py",
-        "kernels/test_tpu_pairs.py",
+        "sweep/test_tokens.py",
         [
             ("by: Padding = \"last\" if 1 in (t, s) else \"again\"", "by: Padding = \"last\""),
             ("return self.joins or can_lie", "return can_lie"),

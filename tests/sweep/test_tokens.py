@@ -9,6 +9,7 @@ from eqattn import attention, AttentionMetadata, Blockwise
 from eqattn._problem.blocking import Blocking
 from eqattn._sweep.block_sizes import even_size, whole_size
 from eqattn._sweep.grid import BATCH, COL, HEAD, ROW
+from eqattn._sweep.token_pairs import joined
 from eqattn._sweep.tokens import padded
 
 
@@ -90,6 +91,22 @@ def test_what_pads(dtype, xp):
 def test_what_pads_has_no_gradient(by):
     ones = jax.grad(lambda x: padded(x, 0, 8, by).sum())(jnp.zeros(5))
     np.testing.assert_array_equal(ones, np.ones(5))
+
+
+def test_padded_pairs_are_put_together():
+    """Nothing is copied but by the padding, which is entries from the end."""
+    made = blocking(batch=1, joins=True)
+
+    def there_and_back(x):
+        blocks, axes = made.pairs_of(x)
+        return joined(blocks, axes, (made.group, made.block_q, made.block_k))
+
+    x = np.random.default_rng(0).standard_normal((1, 6, 21, 10)).astype(np.float32)
+    compiled = jax.jit(there_and_back).lower(x).compile()
+    want = np.concatenate([x, x[:, :, 18:]], 2)
+    want = np.concatenate([want, want[..., 8:]], 3)[0]
+    np.testing.assert_array_equal(compiled(x), want)
+    assert "transpose" not in compiled.as_text()
 
 
 def test_blocks_that_divide_a_length():
