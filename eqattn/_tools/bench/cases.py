@@ -191,6 +191,7 @@ CASES = (
             ("window-2048", 0.08),
             ("t5-512", 1.1),
             ("bias-2048", 0.5),
+            ("bias-1900", 0.5),
             ("bias-gqa-2048", 0.5),
         )
         for direction in ("fwd", "grad")
