@@ -351,7 +351,7 @@ def choose_blocking(
         itemsize = as_stored(contents[0]).itemsize
         nbytes = sum(math.prod(x.shape[-2:]) for x in contents) * itemsize // devices
         together = math.prod(problem.batch_shape) * kv_heads
-        kept = page, itemsize, nbytes, together, fixed, problem.reads_pairs
+        kept = page, itemsize, nbytes, together, fixed, parts == 1 and problem.reads_pairs
         request = BlockRequest(t, keys, group, dtype, head_dim, in_place, *kept)
         best = lowering.choose_blocks(request)
         block_q = best.queries if block_q is None else block_q

@@ -280,7 +280,8 @@ class XLALowering(Lowering):
 
     def choose_blocks(self, request: BlockRequest) -> BlockSizes:
         # A block has 256 rows of logits, shared among the heads of a group. With 256 keys these are
-        # 256 KiB of float32, which stay in the second-level cache of a core.
+        # 256 KiB of float32, which stay in the second-level cache of a core. In a prototype, blocks
+        # of 256 x 512 and 512 x 512 took within 10% to 20% of the time of 512 x 256.
         group, keys = request.group, request.keys
         queries = max(1 if request.in_place else 8, 256 // group)
         gpu = _on_gpu()
@@ -290,18 +291,19 @@ class XLALowering(Lowering):
             return BlockSizes(queries, request.page_size)
         # Keys in place are those of a cache. Their blocks have one size for all capacities, so that
         # the bits of a row do not vary with the capacity. For a single query on a CPU, blocks of
-        # 128 keys were the fastest; docs/pages/decoding.md has the comparison. But 128 latents of
-        # 576 numbers are 288 KiB of float32. On one core of an EPYC, a step of 8 long rows took
-        # 0.58 times as long in blocks of 64. In bfloat16, it took 0.73 times.
+        # 128 keys were the fastest; docs/pages/decoding.md has the comparison. With 4 and 64
+        # queries in a cache of 1024 tokens, they took 0.90 and 0.97 times as long as blocks of 256.
+        # But 128 latents of 576 numbers are 288 KiB of float32. On one core of an EPYC, a step of 8
+        # long rows took 0.58 times as long in blocks of 64. In bfloat16, it took 0.73 times.
         if request.in_place:
             return BlockSizes(queries, 128 if request.head_dim <= 512 else 64)
         # Where each head has its own keys, a block has as many keys as queries. That halves the
         # steps, and 2048 causal tokens were 4% faster (`cpu-f32-causal-2048-fwd`).
         columns = 256 if group == 1 and keys > 256 else 128
         if gpu:
-            # A step of a loop starts kernels, which take longer to start than to run. An H200 took
-            # 25.1, 10.1 and 5.6 ms for 8192 causal tokens of 16 heads in bfloat16, in blocks of
-            # 256, 512 and 1024. Logits of all heads stay within 64 MiB of float32.
+            # Each step of a loop starts some kernels of a GPU, which takes longer than their work.
+            # For 8192 causal tokens of 16 heads in bfloat16, an H200 took 25.1, 10.1 and 5.6 ms in
+            # blocks of 256, 512 and 1024. Logits of all heads stay within 64 MiB of float32.
             fits = lambda n: at_most(request.together * n * n, 2**24)
             if size := next(filter(fits, (1024, 512)), None):
                 queries, columns = max(size // group, 8), size

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from eqattn import attention, AttentionMetadata, Blockwise
-from eqattn._problem.blocking import Blocking
+from eqattn._problem.blocking import Blocking, choose_blocking
+from eqattn._problem.problem import Problem
 from eqattn._sweep.block_sizes import even_size, whole_size
 from eqattn._sweep.grid import BATCH, COL, HEAD, ROW
 from eqattn._sweep.token_pairs import joined
@@ -113,6 +114,14 @@ def test_blocks_that_divide_a_length():
     """Unless they were far smaller."""
     sizes = [whole_size(n, 256) for n in (100, 256, 257, 640, 1000, 1900, 2 * 431)]
     assert sizes == [256, 256, even_size(257, 256), 160, 250, 190, even_size(862, 256)]
+
+
+def test_parts_of_a_length_are_even():
+    """Their pairs are copied anyway, and blocks that divide the whole need not divide a part."""
+    q, bias = jnp.zeros((1, 1900, 1, 8)), jnp.zeros((1, 1900, 1900))
+    problem = Problem.from_call(q, q, q, AttentionMetadata(), bias=bias)
+    sizes = [choose_blocking(problem, None, None, parts=n).block for n in (1, 4)]
+    assert sizes == [(190, 190), (even_size(1900, 256),) * 2]
 
 
 def test_pairs_of_an_odd_length_are_not_copied():
