@@ -40,7 +40,8 @@ def arrays(dtype=jnp.bfloat16, heads=H, kv_heads=K, seed=0):
 
 
 def strategy(backend, platform="interpret", **fields):
-    fields = dict(runtime_dtype=jnp.bfloat16) | fields
+    """One that visits several blocks of queries. By default a block has 128, see test_gpu_pairs."""
+    fields = dict(runtime_dtype=jnp.bfloat16, blocksize_q=32) | fields
     return Blockwise(AttentionMetadata(platform=platform, backend=backend, **fields))
 
 
