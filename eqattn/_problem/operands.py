@@ -21,7 +21,6 @@ from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PAR
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
-from .._sweep.tokens import can_lie
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
 from .block_classes import as_partial, classes_of, on_grid, reads_pairs, table_of
@@ -195,8 +194,7 @@ class BlockOperands:
     def _turned(self, blocking: Blocking) -> bool:
         """Whether loops turn the logits of a fold. They would transpose copied blocks of pairs."""
         several = blocking.in_place and self.problem.sizes[3] > blocking.kv_heads
-        lie = can_lie(self.blocking.tokens, self.blocking.grid)
-        copied = not lie and reads_pairs(self.operands[self.keys.stop :])
+        copied = not self.blocking.pairs_lie and reads_pairs(self.operands[self.keys.stop :])
         if several or blocking.fixed or self.sent or copied:
             return False
         return self.lowering is XLA and jax.default_backend() == "cpu"

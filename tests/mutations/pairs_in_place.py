@@ -33,8 +33,8 @@ MUTANTS = [
         "_problem/operands.py",
         "sweep/test_turned.py",
         [
-            ("copied = not lie and reads_pairs", "copied = reads_pairs"),
-            ("lie = can_lie(self.blocking.tokens, self.blocking.grid)", "lie = True"),
+            ("copied = not self.blocking.pairs_lie and reads_pairs", "copied = reads_pairs"),
+            ("copied = not self.blocking.pairs_lie and", "copied = False and"),
         ],
     ),
     (

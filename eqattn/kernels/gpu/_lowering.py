@@ -23,8 +23,7 @@ FEW_QUERIES = 16
 shares a key head.
 """
 
-
-ROWS = 128
+TILE = 128
 """The rows of a program: as many as two warpgroups multiply at once."""
 
 
@@ -50,8 +49,8 @@ def block_queries(request: BlockRequest) -> int:
     is read where it lies by programs that have one head.
     """
     if request.reads_pairs:
-        return ROWS
-    return max(ROWS // math.gcd(ROWS, request.group), 8)
+        return TILE
+    return max(TILE // math.gcd(TILE, request.group), 8)
 
 
 def _unsupported_sizes(query: int, value: int) -> str:

@@ -14,15 +14,13 @@ from jax import lax
 
 from ..._sweep.grid import COL, GridLayout, ROW
 from ..._sweep.token_pairs import joined, sizes_of
+from ._lowering import TILE
 from ._operations import Value
 from ._pair_program import PairProgram
 
 
-WARPGROUP = 64
-"""How many rows one warpgroup multiplies at once."""
-
-TILE = 2 * WARPGROUP
-"""The rows of a program. Two warpgroups multiply them, in turn."""
+WARPGROUP = TILE // 2
+"""How many rows one warpgroup multiplies at once. Two multiply those of a program, in turn."""
 
 
 def padded(x: Any, axis: int, n: int) -> Any:
