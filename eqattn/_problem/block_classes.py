@@ -272,6 +272,36 @@ def _visited_pairs(problem: Problem, blocking: Blocking) -> float:
     return live * (_VISIT + math.prod(blocking.block))
 
 
+def plan_of(
+    problem: Problem, blocking: Blocking, live: Any, hides_rows: bool
+) -> tuple[Any, tuple[int, ...] | None, tuple[int, ...]]:
+    """The table of live blocks, a NumPy array where it is known, its grid axes, and the classes
+    that can occur. The arguments are those of `table_of`, and
+
+    - `hides_rows`: whether rows that pad the last block are masked.
+    """
+    table, fixed = table_of(problem, blocking, live), blocking.fixed
+    if hides_rows and table is not None:
+        ends = np.arange(1, blocking.rows + 1) % (blocking.rows // blocking.parts) == 0
+        xp = np if isinstance(table, np.ndarray) else jnp
+        table = xp.where(ends[None, None, :, None] & (table == FULL), np.int8(PARTIAL), table)
+    if table is None or fixed:
+        placed = (None, None) if table is None else on_grid(as_partial(table))
+        return *placed, (PARTIAL,) if fixed else (FULL,)
+    if blocking.rows * blocking.columns == 1 and live is None:
+        return None, None, (PARTIAL,)
+    classes = (PARTIAL, FULL)
+    if isinstance(table, np.ndarray):
+        present = set(np.unique(table))
+        # A visit of several batch elements or heads at once masks where these differ.
+        if CORNER in present or table.min((0, 1)).tolist() != table.max((0, 1)).tolist():
+            present.add(PARTIAL)
+        classes = tuple(c for c in classes if c in present) or (PARTIAL,)
+        if len(present) == 1 and EMPTY not in present:
+            return None, None, classes
+    return *on_grid(table), classes
+
+
 def as_partial(table: Any) -> Any:
     """A table in which full blocks are partial ones, so that rows are visited in the order of their
     keys. Otherwise full blocks come first, and whether a block is full depends on all of its
@@ -286,6 +316,11 @@ def on_grid(table: Any) -> tuple[Any, tuple[int, ...]]:
     axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n != 1] + [ROW, COL]
     shape = [n for n in table.shape[:2] if n != 1] + list(table.shape[2:])
     return table.reshape(shape), tuple(axes)
+
+
+def varies_by_pairs(operands: Sequence[BlockOperand]) -> bool:
+    """Whether an operand varies with both of a pair: by itself, in windows or as a product."""
+    return reads_pairs(operands) or any(type(x) is not BlockOperand for x in operands)
 
 
 def reads_pairs(operands: Sequence[BlockOperand]) -> bool:

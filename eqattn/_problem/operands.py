@@ -23,7 +23,7 @@ from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
 from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
-from .block_classes import as_partial, classes_of, on_grid, reads_pairs, table_of
+from .block_classes import as_partial, classes_of, on_grid, plan_of, reads_pairs, varies_by_pairs
 from .blocking import as_device_array, Blocking, BlockOperand
 from .bound import BoundMask
 from .closed_score import ClosedScore
@@ -36,7 +36,7 @@ from .storage import as_stored
 from .tables import multiplied, Products, Vectors
 
 
-WHOLE = ("q_position", "kv_position", "kv_place", "valid", *WORDS)
+WHOLE = ("q_position", "kv_position", "kv_place", "valid", "valid_rows", *WORDS)
 """The roles of what holds the tokens of all devices that exchange heads, and is not gathered."""
 
 
@@ -57,6 +57,9 @@ class BlockOperands:
     - `products`: keyword arguments of `dot`, as sorted pairs.
     - `post_scale`: whether the scale multiplies the products instead of the keys.
     - `live`: which blocks are visible at most, by `live_blocks`; None if all are.
+    - `hides_rows`: whether the mask hides all keys from rows that pad the last block. It must where
+        these are not like a row that there is: arrays of pairs, of rows and of differences are
+        padded each in its own way. A key that no query sees could then be visible to such a row.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class BlockOperands:
             columns = (BATCH, HEAD, COL)
             self.operands += (BlockOperand("key", blocking.columns_of(key), columns),)
             # Values of size 0, of which only the logsumexp is wanted, have nothing to clean.
-            clean = lowering.cleans_values or value.shape[-1] == 0
+            clean = lowering.cleans_values or value.shape[-1] == 0 or self._hides_nothing()
             xs = [value] if clean else cleaned(value, precision)
             self.values = tuple(BlockOperand("value", blocking.columns_of(x), columns) for x in xs)
         self.keys = slice(1, len(self.operands) - len(self.lookups))
@@ -114,13 +117,24 @@ class BlockOperands:
         if live is not None and lowering is XLA:
             blocks, axes = on_grid(live[..., None, :, :])
             self.operands += (BlockOperand("live", blocks, axes),)
-        parts = (*problem.scores, *([] if problem.mask is None else [problem.mask]))
+        start, parts = len(self.operands), problem.parts
         self.groups = [self._add_reads_of(part) for part in parts]
         if any(isinstance(x, Diagonals) for x in self.operands):
             self._add_starts()
+        padded, of_pairs = whole.rows * whole.block_q, varies_by_pairs(self.operands[start:])
+        self.hides_rows = padded != whole.queries and problem.mask is not None and of_pairs
+        if self.hides_rows:
+            valid = np.ones((1, 1, whole.queries, 1), bool)
+            self._add("valid_rows", whole.pad(valid, 2, padded, "zeros"))
         for name, x in words_of(problem, spread).items():
             self._add(name, x)
         self.scores = self.closed_scores()
+
+    def _hides_nothing(self) -> bool:
+        """Whether each row sees each key, with a logit that only these two can make infinite."""
+        problem, blocking = self.problem, self.blocking
+        given = problem.mask is not None or problem.scores or self.live is not None
+        return not given and blocking.columns * blocking.block_k == blocking.keys
 
     def _store(self) -> None:
         """Adds the operands of keys and values that stay in place, and of where these are found."""
@@ -283,7 +297,8 @@ class BlockOperands:
     def where(self) -> tuple[str, ...]:
         """The roles of the operands that `classify` reads before those of the mask."""
         local = ("batch", "head") if self.local else ()
-        return ("q_position", "kv_position", *local, *(("valid",) if self.padded else ()))
+        padded = [("valid", self.padded), ("valid_rows", self.hides_rows)]
+        return ("q_position", "kv_position", *local, *(role for role, given in padded if given))
 
     def classify(self, *blocks: Array) -> Array:
         """The table of one hop, `[rows, columns]` or `[B, K, rows, columns]`."""
@@ -307,6 +322,9 @@ class BlockOperands:
             classes = classes_of(mask, blocking, (blocking.batch,), q, k, indices)
             corner = (classes == CORNER) & (table != EMPTY)
             table = jnp.where(corner, jnp.int8(CORNER), jnp.minimum(table, classes))
+        if self.hides_rows:
+            valid = at["valid_rows"].reshape(1, 1, rows, 1, -1)
+            table = jnp.where(valid.all(-1), table, jnp.minimum(table, jnp.int8(PARTIAL)))
         table = as_partial(table) if blocking.fixed else table
         if table.shape[:2] == (1, 1):
             return table[0, 0]
@@ -320,22 +338,7 @@ class BlockOperands:
         if self.sent:  # Each hop makes its own table.
             some = self.problem.mask is not None or self.padded
             return None, None, (PARTIAL,) if fixed else (PARTIAL, FULL) if some else (FULL,)
-        table = table_of(shown, self.blocking, self.live)
-        if table is None or fixed:
-            placed = (None, None) if table is None else on_grid(as_partial(table))
-            return *placed, (PARTIAL,) if fixed else (FULL,)
-        if self.blocking.rows * self.blocking.columns == 1 and self.live is None:
-            return None, None, (PARTIAL,)
-        classes = (PARTIAL, FULL)
-        if isinstance(table, np.ndarray):
-            present = set(np.unique(table))
-            # A visit of several batch elements or heads at once masks where these differ.
-            if CORNER in present or table.min((0, 1)).tolist() != table.max((0, 1)).tolist():
-                present.add(PARTIAL)
-            classes = tuple(c for c in classes if c in present) or (PARTIAL,)
-            if len(present) == 1 and EMPTY not in present:
-                return None, None, classes
-        return *on_grid(table), classes
+        return plan_of(shown, self.blocking, self.live, self.hides_rows)
 
     def hidden(self, s: Array, mask: Array) -> Array:
         """Logits with `-inf` where the mask is False.
@@ -374,7 +377,8 @@ class BlockOperands:
             own = [[x for x in xs if x is not None] for xs in own]
             mask = None
             if c == PARTIAL:
-                parts = [named[role] for role in ("valid", "live") if role in named]
+                roles = ("valid", "valid_rows", "live")
+                parts = [named[role] for role in roles if role in named]
                 if problem.mask is not None:
                     parts.append(over_block(visible(problem.mask), [*pairs, *own[-1]]))
                 mask = ft.reduce(jnp.logical_and, parts) if parts else jnp.ones((1, 1), bool)

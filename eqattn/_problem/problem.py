@@ -175,8 +175,12 @@ class Problem(eqx.Module):
     @property
     def reads_pairs(self) -> bool:
         """Whether a mask or a score reads an array with a number for each pair of tokens."""
-        parts = (*self.scores, *([] if self.mask is None else [self.mask]))
-        return any(x.of_pairs for part in parts for _, x in named_operands(part))
+        return any(x.of_pairs for part in self.parts for _, x in named_operands(part))
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The scores, and then the mask if there is one."""
+        return (*self.scores, *([] if self.mask is None else [self.mask]))
 
     @property
     def accumulation_dtype(self) -> jnp.dtype:

@@ -160,7 +160,8 @@ def execute(
         gets the numerator as `[v, rows]`.
     """
     acc = visits[0][1].out_avals[0].dtype
-    own = layout.shared, layout.turned and not vectorise
+    # Where each array has all blocks, XLA:CPU merges logits with the equal ones of a derivative.
+    own = layout.shared, layout.turned and not (vectorise and layout.differentiated)
     first, steps = FoldStep(visits[0][1], values[0][1], products, *own), {}
     for (c, logits), (_, weigh) in zip(visits, values):
         step: Callable = FoldStep(logits, weigh, products, *own)
@@ -228,7 +229,9 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     # what is left of dnum - (num / den) dden. So there `centred_dot` and `recentred` find the same
     # sum relative to the mean of ds; see centred_tangent.py.
     static = dict(visits=visits, values=values, layout=layout, products=products)
-    num, den, top = named_output(*fold_p.bind(*primals, out_axes=out_axes, **static))
+    whole = dataclasses.replace(layout, differentiated=True)
+    outs = fold_p.bind(*primals, out_axes=out_axes, **static | dict(layout=whole))
+    num, den, top = named_output(*outs)
     table, primals = layout.split(primals)
     _, tangents = layout.split(tangents)
     read = operand_dtypes(visits, values, layout)
