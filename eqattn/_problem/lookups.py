@@ -45,9 +45,10 @@ _CHEAP = POINTWISE | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}
 """What may be done for each pair. Anything else is done for each query or key, if it can be."""
 
 
-_ROUNDS = POINTWISE - MOVES - {lax.convert_element_type_p}
-"""What may be singular for some differences. Kernels do it for each pair, where masked pairs have
-safe derivatives.
+_SINGULAR = POINTWISE - MOVES - {lax.convert_element_type_p, lax.add_p, lax.sub_p}
+"""What may be singular, perhaps only at hidden queries, keys or differences. It is done for each
+pair, where masked pairs have safe derivatives. Outside of the blocks, the cotangent of what is
+hidden is 0, and 0 times infinity is NaN.
 """
 
 
@@ -140,15 +141,17 @@ def lookups_of(
     for i, (v, a) in enumerate(zip(jaxpr.invars, axes)):
         about[v] = None if a is None or {"t", "s"} <= set(a) else set(a), False, {i}
     found, moved = {}, {jaxpr.invars[i]: a for i, a in zip(places or (), "ts")}
+    active = _differentiated(jaxpr)
     for eqn in jaxpr.eqns:
         xs = [about[v] for v in eqn.invars if not isinstance(v, Literal)]
         within = None if any(x[0] is None for x in xs) else set().union(*[x[0] for x in xs])
         if within is not None and _is_difference(eqn, moved):
             within = within - {"t", "s"} | {"d"}
         within = None if within is not None and len({"t", "s", "d"} & within) > 1 else within
-        if within is not None and "d" in within and _may_be_singular(eqn, any(x[1] for x in xs)):
+        reads = any(x[1] for x in xs)
+        if reads and eqn.primitive in _SINGULAR and not active.isdisjoint(eqn.outvars):
             within = None
-        looked = not (eqn.primitive in _CHEAP or only_varies(eqn)) or any(x[1] for x in xs)
+        looked = not (eqn.primitive in _CHEAP or only_varies(eqn)) or reads
         of = within, looked and within is not None, set().union(*[x[2] for x in xs])
         about |= dict.fromkeys(eqn.outvars, of)
         if within is None:
@@ -183,10 +186,18 @@ def _is_difference(eqn: Any, moved: dict) -> bool:
     return False
 
 
-def _may_be_singular(eqn: Any, looked: bool) -> bool:
-    """Whether an equation computes floats, from what was looked up, that may not be finite."""
-    floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
-    return looked and floats and eqn.primitive in _ROUNDS
+def _differentiated(jaxpr: Any) -> set:
+    """The floats on which the results of a jaxpr depend by floats alone, so that they have a
+    cotangent.
+    """
+    floats = lambda xs: {
+        v for v in xs if not isinstance(v, Literal) and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    }
+    found = floats(jaxpr.outvars)
+    for eqn in reversed(jaxpr.eqns):
+        if not found.isdisjoint(eqn.outvars):
+            found |= floats(eqn.invars)
+    return found
 
 
 def split(part: Any, scalars: Sequence[Any], differences: bool = False) -> Lookups | None:

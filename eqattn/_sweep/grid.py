@@ -103,8 +103,8 @@ class GridLayout:
         operands that only values read.
     - `turned`: whether loops compute the logits of a fold as `[rows, keys]`, see `fold_step.py`.
         Then they transpose its first operand, the queries.
-    - `differentiated`: whether a visit is part of a derivative, whose sweeps compute the same logits
-        as `[keys, rows]`.
+    - `differentiated`: whether a visit is part of a derivative, whose sweeps compute the same
+        logits as `[keys, rows]`.
     - `uniform`: whether a grid of one pair of blocks is visited as larger grids are. Then the pair
         has the bits that it would have among others.
     - `tokens`: the `Tokens` that rows and columns were cut from, so that a lowering can read and

@@ -9,7 +9,18 @@ import pytest
 from _reference import exact
 from _tpu_lowered import kernels
 
-from eqattn import attention, AttentionMetadata, Blockwise, Causal, MaskFn, Ring, ScoreFn, Selected
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    KeyPadding,
+    MaskFn,
+    QueryPadding,
+    Ring,
+    ScoreFn,
+    Selected,
+)
 from eqattn._problem.lookups import lookups_of, without_lookups
 
 
@@ -32,7 +43,10 @@ TABLES = jnp.asarray(TABLE), jnp.asarray(TABLE).reshape(8, 8)
     [
         (lambda b, h, q, k: TABLES[0][h], ["bh"]),
         (lambda b, h, q, k: TABLES[0][q] + TABLES[0][k], ["bs", "bt"]),
-        (lambda b, h, q, k: TABLES[0][q // 4] * h.astype(jnp.float32) + k, ["bht"]),
+        # Products are left, as they may be singular where a mask hides.
+        (lambda b, h, q, k: TABLES[0][q // 4] * h.astype(jnp.float32) + k, ["bt"]),
+        (lambda b, h, q, k: TABLES[0][(TABLES[0][q] * 2).astype(jnp.int32)] + k, ["bt"]),
+        (lambda b, h, q, k: TABLES[0][q] * TABLES[0][h] > k, ["bht"]),
         (lambda b, h, q, k: TABLES[0][b] + TABLES[0][3] + (q - k).astype(jnp.float32), ["b"]),
         (lambda b, h, q, k: TABLES[1][h, k // 8] + q.astype(jnp.float32), ["bhs"]),
         (lambda b, h, q, k: jnp.where(TABLES[0][q] > 3, TABLES[0][q], 0.0) - k, ["bt"]),
@@ -167,3 +181,42 @@ def test_lookups_of_a_ring():
     bias = np.where(IDS[:T, None] == IDS[None, :T], 0.0, -np.inf)
     want = exact(q, k, v, lambda z: z / np.sqrt(D) + bias)[0]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+COUNTS = np.array([1, 2, 3, 0.5, 1, 0, 0, 0], np.float32)  # 0 where nobody sees a key
+BLANK = np.array([1, 2, 3, 0.5, 1, np.nan, np.nan, np.nan], np.float32)
+SINGULAR = {
+    "log of a key's": lambda s, a, x, b, h, q, k: s + a * jnp.log(x[k]),
+    "root of a query's": lambda s, a, x, b, h, q, k: s * a * jnp.sqrt(x[q]),
+    "log of a row's": lambda s, a, x, b, h, q, k: s * (1 + a * jnp.log(x[b + 4])),
+    "NaN": lambda s, a, x, b, h, q, k: s + a * x[k],
+}
+
+
+@pytest.mark.parametrize("backend", ["tpu", "triton"])
+@pytest.mark.parametrize("name", SINGULAR)
+def test_what_is_singular_where_a_mask_hides(backend, name):
+    """The same in plain formulas, whose tables end before what is hidden."""
+    x, fn = (BLANK if name == "NaN" else COUNTS), SINGULAR[name]
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, 8, 1, 4)) for key in keys)
+    how = Blockwise(AttentionMetadata(platform="interpret", backend=backend))
+    mask = (QueryPadding if "query" in name else KeyPadding)(jnp.array([5, 0]))
+
+    def total(a, x):
+        score = ScoreFn(lambda s, b, h, q, k: fn(s, a, x, b, h, q, k))
+        return jnp.sum(jnp.sin(attention(q, k, v, how, mask=mask, score=score).attention_outputs))
+
+    def plain(a, x):
+        s = jnp.einsum("td,sd->ts", q[0, :, 0], k[0, :, 0], precision="highest") / 2
+        places = jnp.arange(8)
+        rows, columns = (places[:5], places) if "query" in name else (places, places[:5])
+        s = fn(s[: len(rows), : len(columns)], a, x, 0, 0, rows[:, None], columns[None])
+        seen = v[0, : len(columns), 0]
+        y = jnp.einsum("ts,sd->td", jax.nn.softmax(s, -1), seen, precision="highest")
+        return jnp.sum(jnp.sin(y))
+
+    args = jnp.float32(0.5), jnp.asarray(x)
+    found, wanted = jax.grad(total, (0, 1))(*args), jax.grad(plain, (0, 1))(*args)
+    for y, z in zip(found, wanted):
+        np.testing.assert_allclose(y, z, atol=1e-5)
