@@ -97,8 +97,11 @@ class BlockOperands:
             key = key if self.post_scale else scaled(key, scale)
             columns = (BATCH, HEAD, COL)
             self.operands += (BlockOperand("key", blocking.columns_of(key), columns),)
-            # Values of size 0, of which only the logsumexp is wanted, have nothing to clean.
-            clean = lowering.cleans_values or value.shape[-1] == 0 or self._hides_nothing()
+            # Values of size 0, of which only the logsumexp is wanted, have nothing to clean. Nor
+            # have those that all rows see, where no score can make a logit infinite.
+            seen = problem.mask is None and live is None and not problem.scores
+            seen = seen and blocking.columns * blocking.block_k == blocking.keys
+            clean = lowering.cleans_values or value.shape[-1] == 0 or seen
             xs = [value] if clean else cleaned(value, precision)
             self.values = tuple(BlockOperand("value", blocking.columns_of(x), columns) for x in xs)
         self.keys = slice(1, len(self.operands) - len(self.lookups))
@@ -129,12 +132,6 @@ class BlockOperands:
         for name, x in words_of(problem, spread).items():
             self._add(name, x)
         self.scores = self.closed_scores()
-
-    def _hides_nothing(self) -> bool:
-        """Whether each row sees each key, with a logit that only these two can make infinite."""
-        problem, blocking = self.problem, self.blocking
-        given = problem.mask is not None or problem.scores or self.live is not None
-        return not given and blocking.columns * blocking.block_k == blocking.keys
 
     def _store(self) -> None:
         """Adds the operands of keys and values that stay in place, and of where these are found."""
@@ -306,9 +303,10 @@ class BlockOperands:
         whole = [blocking.from_pairs(x, y.axes, y.features) for x, y in zip(blocks, read)]
         at, whole = dict(zip(self.where, whole)), whole[len(self.where) :]
         q, k = at["q_position"][:, 0, :, 0], at["kv_position"][:, 0, 0]
-        # The position of a single query is not padded to its block, as it varies over no rows.
-        q = jnp.broadcast_to(q, (q.shape[0], max(q.shape[1], blocking.block_q)))
-        rows, columns = q.shape[1] // blocking.block_q, k.shape[1] // blocking.block_k
+        # Positions of a single token are not padded to the blocks of all devices.
+        q = jnp.broadcast_to(q, (len(q), blocking.rows * blocking.block_q))
+        k = jnp.broadcast_to(k, (len(k), at["valid"].shape[3])) if self.padded else k
+        rows, columns = blocking.rows, k.shape[1] // blocking.block_k
         table = jnp.full((1, 1, rows, columns), FULL, jnp.int8)
         if self.padded:
             valid = at["valid"].reshape(1, 1, 1, columns, -1)

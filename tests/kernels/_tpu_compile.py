@@ -36,6 +36,8 @@ CASES: dict[str, dict] = {
     "lengths": {"mask": "KeyPadding(lengths)"},
     "booleans": {"mask": "DenseMask(booleans)"},
     "booleans, grouped": {"mask": "DenseMask(booleans)", "kv_heads": 2},
+    "booleans, tail": {"mask": "Causal() & DenseMask(booleans)", "tokens": 333},
+    "bias, tail": {"mask": "Causal()", "bias": "bfloat16", "tokens": 333, "kv_heads": 2},
     "tail": {"mask": "Causal()", "tokens": 333},
     "one query": {"mask": "KeyPadding(lengths)", "queries": 1},
     "one query, float32": {"queries": 1, "dtype": "float32"},
@@ -225,6 +227,8 @@ def functions(inputs: dict) -> dict:
 
     def looked_up(s, b, h, q, k):
         slope, near = inputs["slopes"][h], inputs["starts"][q] == inputs["starts"][k]
+        root = lambda x: jnp.sqrt(inputs["slopes"][x % 4])  # is taken in the kernel
+        s = s * root(q) + jnp.log(slope) * root(k)
         return jnp.where(near, s, s - slope * (q - k).astype(s.dtype))
 
     names = dict(of_floats=of_floats, of_integers=of_integers, looked_up=looked_up)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import (
     ALiBi,
+    AllGather,
     attention,
     AttentionMetadata,
     Blockwise,
@@ -19,6 +20,7 @@ from eqattn import (
     MaskFn,
     PartitionAxis,
     Ring,
+    Ulysses,
 )
 
 
@@ -130,3 +132,25 @@ def test_found(kind):
         with jax.set_mesh(mesh_of((2, 2, 2), ("dp", "x", "tp"))):
             args = [jax.device_put(x, P()) for x in args]
             assert kernels(f(Blockwise), *args) == 1
+
+
+@pytest.mark.parametrize("strategy", [AllGather, Ulysses, Ring])
+@pytest.mark.parametrize("t, s", [(17, 1), (1, 29), (1, 1)])
+def test_a_single_token_over_several_devices(strategy, t, s):
+    """Most devices have padding alone. There was a `TypeError` while the call was lowered."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    args = [jax.random.normal(x, (1, n, 4, 8)) for x, n in zip(keys, (t, s, s))]
+    how = dict(mesh=mesh_of((2,), ("sp",)), platform="interpret", blocksize_q=4, blocksize_k=4)
+
+    def call(*args):
+        found = attention(*args, strategy(AttentionMetadata(**how)), mask=Causal(3))
+        return jnp.sum(jnp.sin(found.attention_outputs))
+
+    def plain(*args):
+        seen = np.tri(t, s, 3, bool)[None, None]
+        return jnp.sum(jnp.sin(jax.nn.dot_product_attention(*args, mask=seen)))
+
+    found = jax.jit(jax.value_and_grad(call, (0, 1, 2)))(*args)
+    wanted = jax.value_and_grad(plain, (0, 1, 2))(*args)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        np.testing.assert_allclose(x, y, atol=2e-6)
