@@ -147,13 +147,13 @@ class RingPlan:
         for hop in flops:
             begins = np.maximum(ends, np.maximum(np.roll(begins, 1), np.roll(begins, -1)))
             ends = begins + hop
-        return float(ends.max() / max(flops.sum(0).mean(), 1))
+        return float(ends.max() / flops.sum(0).mean()) if flops.any() else 1.0
 
     @property
     def lock_step(self) -> float:
         """The same ratio if every hop waits for its busiest device."""
         flops = np.asarray(self.flops, float)
-        return float(flops.max(1).sum() / max(flops.sum(0).mean(), 1))
+        return float(flops.max(1).sum() / flops.sum(0).mean()) if flops.any() else 1.0
 
     def __repr__(self) -> str:
         of = "devices" if self.group == 1 else f"places, each of {self.group} devices"

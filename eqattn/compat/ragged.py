@@ -66,18 +66,14 @@ def ragged_gqa(
             f"query must be [b, h, d] or [b, 1, h, d], got {query.shape}; several queries per row "
             "are attention(query, key, value, Ragged(metadata), ...)."
         )
-    for name, x in (("lengths", lengths), ("starts", starts)):
-        if x is not None and as_int32(x, name).shape not in ((), query.shape[:1]):
-            raise ValueError(
-                f"{name} must be [{query.shape[0]}], one for each row of query {query.shape}."
-            )
+    end, first = _bounds(query, lengths, starts)
     metadata = AttentionMetadata(softmax_scale=1.0, blocksize_k=min(block_size, key.shape[1] or 1))
     carry = attention(
         query if query.ndim == 4 else query[:, None],
         key,
         value,
         Ragged(metadata),
-        mask=KeyPadding(lengths, 0 if starts is None else starts),
+        mask=KeyPadding(end, first),
         return_carry=True,
     ).carry
     return _like(query, *carry.to_oml())
@@ -148,12 +144,9 @@ def reference_gqa(
         )
     dtype, (*_, heads, _) = accumulation_dtype(q.dtype), q.shape
     s, kv_heads = k.shape[1:3]
-    lengths = jnp.asarray(as_int32(lengths, "lengths", 1))
-    if lengths.shape != (len(q),):
-        raise ValueError(f"lengths must be [{len(q)}], one for each row, got {lengths.shape}.")
-    first: Any = jnp.zeros_like(lengths) if starts is None else as_int32(starts, "starts", 1)
+    end, first = _bounds(q, lengths, starts)
     position = jnp.arange(s, dtype=jnp.int32)[None]
-    seen = (position >= first[:, None]) & (position < lengths[:, None])
+    seen = (position >= first[:, None]) & (position < end[:, None])
     grouped = q.reshape(len(q), kv_heads, heads // kv_heads, q.shape[-1]).astype(dtype)
     logits = jnp.einsum("bkgd,bskd->bkgs", grouped, k.astype(dtype), precision="highest")
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
@@ -230,6 +223,22 @@ def _check(mask_value: float, cost_estimate: Any) -> None:
             "cost_estimate: what is read depends on the lengths, which are known only when the "
             "program runs; leave it out."
         )
+
+
+def _bounds(query: Array, lengths: Any, starts: Any) -> list[Array]:
+    """The end and the start of the visible keys of each row, int32 `[b]`. Each is given for each
+    row or once for all, and a start of None is 0.
+    """
+    found = []
+    for name, x in dict(lengths=lengths, starts=0 if starts is None else starts).items():
+        x = jnp.asarray(as_int32(x, name))
+        if x.shape not in ((), query.shape[:1]):
+            raise ValueError(
+                f"{name} must be [{len(query)}], one for each row of query {query.shape}, got "
+                f"{x.shape}."
+            )
+        found.append(jnp.broadcast_to(x, query.shape[:1]))
+    return found
 
 
 def _same_heads(query: Array, key: Array) -> None:

@@ -107,7 +107,8 @@ class TileOrder(eqx.Module):
         return np.asarray(np.ravel_multi_index(tuple(self.coordinates.T), self.shape))
 
     def _take(self, x: Any, axis: int, order: np.ndarray) -> Any:
-        x, axis = as_array(x, "x"), as_size(axis, "axis", -REACH)
+        x = x if isinstance(x, np.ndarray) else as_array(x, "x")  # whose dtype would change
+        axis = as_size(axis, "axis", -REACH)
         if not -x.ndim <= axis < x.ndim or x.shape[axis] != self.tokens:
             raise ValueError(
                 f"x {x.shape} must have the {self.tokens} tokens of {self.shape} on axis={axis}."

@@ -12,6 +12,7 @@ from ._base import block_table
 
 
 _CELLS = 16  # the picture has at most so many rows, and so many columns of two characters each
+_LONGEST = 2**16  # tokens; sizes such as 2**30 say that there is no limit, and are no hint
 _MARKS = " \u2591\u2588"  # the characters of empty, partial and full blocks
 _SHOWN = 8  # an array with more entries is shown by its dtype and shape
 
@@ -87,7 +88,7 @@ def _picture(mask: Any) -> str:
         if not tail and array.size and array.dtype.kind in "iu":
             hint = max(hint, int(np.max(np.abs(array))))
     hint = max([hint, *_static_ints(mask)])
-    plain = max(4 * _CELLS, -(-2 * hint // _CELLS) * _CELLS)
+    plain = min(max(4 * _CELLS, -(-2 * hint // _CELLS) * _CELLS), _LONGEST)
     t = sizes["t"] if sizes["t"] > 1 else sizes["s"] if sizes["s"] > 1 else plain
     s = sizes["s"] if sizes["s"] > 1 else t
     block_q, block_k = -(-t // _CELLS), -(-s // _CELLS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from .._misc import concrete
 
@@ -57,8 +58,7 @@ class Dropout:
     that checkpoints, `eqx.tree_at` and `eqx.nn.inference_mode` work alike.
 
     In Equinox's class, a bool leaf makes `jax.grad` raise, and a traced `p` makes `jax.jit` raise.
-    Here the tree structure says whether `p` is 0, and JAX gets `inference` as a float if `p` is a
-    number.
+    Here the tree structure says whether `p` is 0, and JAX gets both as floats if `p` is a number.
 
     **Arguments:**
 
@@ -74,8 +74,10 @@ class Dropout:
         p, inference = self.p, self.inference
         # In a tree of filters, as for `eqx.partition`, `p` is no number, and bools stay bools.
         settings = _are_settings(p, inference)
-        if settings and isinstance(inference, bool):
+        if settings and isinstance(inference, bool | np.bool_):
             inference = float(inference)
+        if settings and isinstance(p, int | np.integer):
+            p = float(p)
         off = bool(p == 0) if settings else self.off
         keys = jax.tree_util.GetAttrKey("p"), jax.tree_util.GetAttrKey("inference")
         return tuple(zip(keys, (p, inference))), _Off(off, p is None)

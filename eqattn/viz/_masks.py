@@ -77,19 +77,22 @@ def plot_mask(
     **Raises:** `ValueError` for more than 16 million pairs, which `plot_blocks` can draw.
     """
     mask, s = _mask(mask), t if s is None else s
+    blocks = block_q is not None or block_k is not None
     if min(t, s) < 1 or t * s > _MOST_PAIRS:
         raise ValueError(f"plot_mask draws 1 to {_MOST_PAIRS:,} pairs, not {t} x {s}: plot_blocks.")
     pairs = concrete(mask.as_array(t, s, batch_shape=batch_shape, heads=heads))
     if pairs is None:
         raise ValueError(_TRACED)
     visible = matrix(pairs.reshape(-1, heads, t, s), batch, head, "the mask's axes")
+    block_q, block_k = t if block_q is None else block_q, s if block_k is None else block_k
+    table = None
+    if blocks:
+        table = _table(mask, t, s, block_q, block_k, batch_shape, heads, batch, head)
     ax = new_axes(ax)
-    if block_q is None and block_k is None:
+    if table is None:
         image, colours = visible.astype(int), [WHITE, BLUE]
         shown = [(BLUE, f"visible {percent(visible.mean())}"), (WHITE, "hidden")]
     else:
-        block_q, block_k = block_q or t, block_k or s
-        table = _table(mask, t, s, block_q, block_k, batch_shape, heads, batch, head)
         rows, columns = np.arange(t) // block_q, np.arange(s) // block_k
         of_block = table[np.ix_(rows, columns)]
         image = np.where(
@@ -114,11 +117,18 @@ def plot_mask(
 
 
 def _table(mask, t, s, block_q, block_k, batch_shape, heads, batch, head) -> np.ndarray:
-    table = block_table(mask, t, s, block_q, block_k, batch_shape=batch_shape, heads=heads)
+    whole = _tables(mask, t, s, block_q, block_k, batch_shape, heads)
+    return matrix(whole, batch, head, "the mask's axes")
+
+
+def _tables(mask, t, s, block_q, block_k, batch_shape, heads) -> np.ndarray:
+    """The classes of all blocks, `[batch, heads, rows, columns]`."""
+    sizes = dict(t=t, s=s, block_q=block_q, block_k=block_k)
+    sizes = {name: as_size(n, name, least=1) for name, n in sizes.items()}
+    table = block_table(mask, *sizes.values(), batch_shape=batch_shape, heads=heads)
     if not isinstance(table, np.ndarray):
         raise ValueError(_TRACED)
-    whole = np.broadcast_to(table, (*_leading(batch_shape, heads), *table.shape[2:]))
-    return matrix(whole, batch, head, "the mask's axes")
+    return np.broadcast_to(table, (*_leading(batch_shape, heads), *table.shape[2:]))
 
 
 def _leading(batch_shape: Sequence[int], heads: int) -> tuple[int, int]:
@@ -141,7 +151,8 @@ def plot_blocks(
 ) -> Axes:
     """Draws which blocks of a mask are skipped, partial and full, at any length.
 
-    No pair is evaluated: the classes follow from the mask's function, as when attention runs.
+    No pair is evaluated: the classes follow from the mask's function, as when attention runs. Those
+    of a [`Selected`][eqattn.Selected] are an exception: their pairs are written out.
 
     **Arguments:** they are those of `plot_mask`. Blocks are 128 x 128 by default.
 
@@ -182,9 +193,7 @@ def plot_heads(
     **Returns:** the `Axes`.
     """
     mask, s = _mask(mask), t if s is None else s
-    indices = range(_leading(batch_shape, heads)[0])
-    where = t, s, block_q, block_k, batch_shape, heads
-    tables = np.stack([[_table(mask, *where, b, h) for h in range(heads)] for b in indices])
+    tables = _tables(mask, t, s, block_q, block_k, batch_shape, heads)
     ax = new_axes(ax, height=1.8 + 0.3 * heads)
     left = np.zeros(heads)
     for code, colour in ((FULL, BLUE), (PARTIAL, ORANGE), (EMPTY, WHITE)):

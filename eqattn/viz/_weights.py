@@ -43,22 +43,24 @@ def plot_weights(
     if weights.ndim < 3:
         raise ValueError(f"Weights are [*b, heads, t, s], got {list(weights.shape)}.")
     t, s = weights.shape[-2:]
+    if not weights.size:
+        raise ValueError(f"There is nothing to draw in weights of shape {list(weights.shape)}.")
     image = matrix(weights.reshape(-1, *weights.shape[-3:]), batch, head, "the weights")
+    for labels, size, name in ((query_labels, t, "query"), (key_labels, s, "key")):
+        if labels is not None and len(labels) != size:
+            raise ValueError(f"{len(labels)} {name}_labels for {size} positions.")
     ax = new_axes(ax)
     ends = (0, s, t, 0)
     drawn = ax.imshow(image, "cividis", vmin=0, interpolation="nearest", aspect="auto", extent=ends)
     figure_of(ax).colorbar(drawn, ax=ax, label="attention weight", shrink=0.9)
     label_positions(ax, t, s)
-    for labels, size, axis, name in (
-        (query_labels, t, ax.yaxis, "query"),
-        (key_labels, s, ax.xaxis, "key"),
-    ):
+    both = (query_labels, t, ax.yaxis, "query"), (key_labels, s, ax.xaxis, "key")
+    for labels, size, axis, name in both:
         if labels is None:
             continue
-        if len(labels) != size:
-            raise ValueError(f"{len(labels)} {name}_labels for {size} positions.")
         turned = 90 if axis is ax.xaxis and max(map(len, labels)) > 1 else 0
-        axis.set_ticks(np.arange(size) + 0.5, labels, rotation=turned, fontsize="small")
+        how: Any = dict(rotation=turned, fontsize="small", parse_math=False)  # a token may be "$"
+        axis.set_ticks(np.arange(size) + 0.5, labels, **how)
         axis.set_label_text(name)
     set_title(ax, f"head {head}")
     return ax

@@ -283,3 +283,12 @@ def test_platform_reaches_the_strategy(monkeypatch):
     for implementation in (None, "xla"):
         dot_product_attention(q, k, v, implementation=implementation)
     assert chosen == ["auto", "xla"]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int8"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_window_of_an_array_of_unsigned_integers(dtype, jit):
+    q, k, v = (normal(i, 1, 6, 2, 4) for i in range(3))
+    call = lambda left: dot_product_attention(q, k, v, local_window_size=(left, 0))
+    found = (jax.jit(call) if jit else call)(jnp.asarray(2, dtype))
+    np.testing.assert_allclose(found, call(2), atol=1e-6)

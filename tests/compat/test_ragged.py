@@ -204,3 +204,13 @@ def test_heads_must_match_in_mha(unchecked):
     for fn in (e.ragged_mha, e.reference_mha):
         with pytest.raises(ValueError, match="ragged_gqa"):
             fn(q, key, v, jnp.asarray(ENDS))
+
+
+def test_bounds_have_a_number_for_each_row():
+    q, k, v = jnp.ones((5, 4, 4)), jnp.ones((5, 6, 2, 4)), jnp.ones((5, 6, 2, 3))
+    for fn in (e.ragged_gqa, e.reference_gqa):
+        for n in (1, 3):
+            with pytest.raises(ValueError, match=r"starts must be \[5\]"):
+                fn(q, k, v, jnp.full(5, 4), jnp.zeros(n, jnp.int32))
+            with pytest.raises(ValueError, match=r"lengths must be \[5\]"):
+                fn(q, k, v, jnp.full(n, 4))

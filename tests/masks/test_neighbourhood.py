@@ -156,3 +156,12 @@ def test_text():
     again = eval(repr(mask), {"Neighbourhood": Neighbourhood, "TileOrder": TileOrder})
     assert again == mask or jax.tree.structure(again) == jax.tree.structure(mask)
     assert "queries (down)" in str(mask)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.float16])
+def test_an_order_keeps_numbers_of_numpy(dtype):
+    order = TileOrder((4, 6), (2, 2))
+    x = (np.arange(24) * 1.1 + (0 if dtype == np.float16 else 2**33)).astype(dtype)[:, None]
+    moved = order.permute(x, 0)
+    assert moved.dtype == dtype and not np.array_equal(moved, x)
+    np.testing.assert_array_equal(order.unpermute(moved, 0), x)

@@ -1,5 +1,7 @@
 """Masks in print, by name, and what they say of wrong arguments."""
 
+import tracemalloc
+
 import jax
 import numpy as np
 import pytest
@@ -70,3 +72,13 @@ def test_a_mask_by_name_and_a_list_of_masks():
         with pytest.raises(ValueError, match="one of 'causal', 'full', or None; got 'casual'"):
             out("casual")
     assert Blockwise().supports(mask="causal").ok and not Blockwise().supports(mask="casual").ok
+
+
+@pytest.mark.parametrize("mask", [SlidingWindow(2**30, 0), KeyPadding(2**30), Causal(2**30)])
+def test_a_size_that_means_no_limit_is_no_hint(mask):
+    """A picture of as many tokens took 24 bytes for each of them."""
+    tracemalloc.start()
+    text = str(mask)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "65536 queries" in text and most < 2**25

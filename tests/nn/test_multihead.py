@@ -945,3 +945,14 @@ def test_annotations_are_true():
     """The suite checks types at run time; this checks that it does so here too."""
     with pytest.raises(Exception, match="Type-check error"):
         LAYER(X.astype(jnp.int32), X, X)
+
+
+@pytest.mark.parametrize("inference", [False, np.bool_(True)])
+def test_plain_gradients_where_settings_are_integers_or_numpy_flags(inference):
+    layer = nn.MultiheadAttention(2, 8, dropout_p=0, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda x: x.dropout.inference, layer, inference)
+    wanted = nn.MultiheadAttention(2, 8, key=jax.random.key(0))
+    x = normal(0, 5, 8)
+    grad = jax.grad(lambda layer: jnp.sum(layer(x)))
+    for y, z in zip(jax.tree.leaves(grad(layer)), jax.tree.leaves(grad(wanted)), strict=True):
+        np.testing.assert_array_equal(y, z)

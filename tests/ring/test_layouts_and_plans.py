@@ -10,6 +10,7 @@ from eqattn import (
     AttentionMetadata,
     AttentionRegistry,
     Causal,
+    KeyPadding,
     QueryPadding,
     Segments,
     SlidingWindow,
@@ -246,3 +247,9 @@ def test_reach_of_a_call():
     assert far(q_offset=4) == (0, 2)  # the first device's queries see the second and third's keys
     assert far(q_positions=np.arange(8)) == far(kv_positions=np.arange(8)) == (3, 0)
     assert far(q_offset=np.array([4])) == (3, 0)
+
+
+def test_the_ratios_of_a_plan_without_work():
+    """All three say how much longer than the mean the busiest device computes."""
+    plan = ring_plan(256, 2, mask=KeyPadding(0), heads=2)
+    assert plan.balance == plan.in_turn == plan.lock_step == 1

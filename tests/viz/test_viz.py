@@ -344,3 +344,34 @@ def test_no_title_is_cut(mask, size):
             assert ax.get_legend().get_window_extent().y0 >= inside.y0
         assert not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:]))
         plt.close(figure)
+
+
+def test_labels_are_drawn_as_written():
+    ax = viz.plot_weights(np.full((1, 2, 2), 0.5), query_labels=["$$", "$x_1$"])
+    ax.figure.canvas.draw()
+    assert [x.get_text() for x in ax.get_yticklabels()] == ["$$", "$x_1$"]
+    assert not any(x.get_parse_math() for x in ax.get_yticklabels())
+
+
+def test_errors_open_no_figure():
+    weights = np.ones((1, 2, 3))
+    for call in (
+        lambda: viz.plot_weights(weights, query_labels=["a"]),
+        lambda: viz.plot_weights(np.zeros((1, 0, 3))),
+        lambda: viz.plot_mask(Causal(), 4, block_q=0),
+        lambda: viz.plot_mask(Causal(), 4, block_q=-1),
+        lambda: viz.plot_blocks(Causal(), 3, 0),
+        lambda: viz.plot_heads(Causal(), 0, heads=2),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    assert not plt.get_fignums()
+
+
+def test_heads_are_classed_once(monkeypatch):
+    calls, given = [], viz._masks.block_table
+    monkeypatch.setattr(
+        viz._masks, "block_table", lambda *a, **k: calls.append(a) or given(*a, **k)
+    )
+    viz.plot_heads(MaskFn(by_head), 64, heads=3, block_q=8, block_k=8, batch_shape=(2,))
+    assert len(calls) == 1
