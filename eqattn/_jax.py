@@ -192,6 +192,21 @@ def keeping_sharding(move: Callable, x: Any) -> Any:
     return without_explicit_axes(move, (x,), x, spec)
 
 
+def entries_at(x: Any, indices: Any) -> Any:
+    """Does `x[indices]`. On explicit axes, the result is sharded as the indices and the other axes
+    of `x` are.
+    """
+    take = lambda x, indices: x[indices]
+    typed = next((a for a in (x, indices) if explicit_axes(a)), None)
+    if typed is None:
+        return take(x, indices)
+    lead = sharding_of(indices)
+    used = {name for entry in lead for name in names_of(entry)}
+    rest = [None if used.intersection(names_of(entry)) else entry for entry in sharding_of(x)[1:]]
+    spec = jax.sharding.PartitionSpec(*lead, *rest)
+    return without_explicit_axes(take, (x, indices), typed, spec)
+
+
 def is_zero(tangent) -> bool:
     """Whether a tangent or cotangent is symbolically zero, or belongs to an integer."""
     return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0

@@ -12,6 +12,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Shaped
 
+from .._jax import entries_at
 from .._misc import as_array, as_dtype, as_size, as_sizes, check_floating, int32_field, REACH
 
 
@@ -94,7 +95,7 @@ class AbstractStored(eqx.Module):
         """Makes one array `[b, s, k, d]` of the numbers."""
         if self.table is None:
             return self.decode(*self.arrays).astype(self.dtype)
-        x = self.decode(*[x[self.table] for x in self.arrays])
+        x = self.decode(*[entries_at(x, self.table) for x in self.arrays])
         return x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.dtype)
 
 

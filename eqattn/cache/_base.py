@@ -218,7 +218,7 @@ def appends(append: _Method) -> _Method:
     def wrapped(self: Any, key: Any, value: Any, counts: Any = None) -> Any:
         new = as_array(key, "key"), as_array(value, "value")
         counts = None if counts is None else as_int32(counts, "counts")
-        return _sharded_alike(run, self, *new, counts)
+        return sharded_alike(run, self, *new, counts)
 
     return wrapped  # pyright: ignore[reportReturnType]
 
@@ -227,7 +227,7 @@ def with_rows(cache: _Cache, rows: Any) -> _Cache:
     """The cache with the rows at these indices. Rows are the first axis of each of its arrays."""
     rows = check_rows(cache, rows)  # pyright: ignore[reportArgumentType]
     as_many = rows.shape == cache.length.shape  # pyright: ignore[reportAttributeAccessIssue]
-    return _sharded_alike(_of_rows, cache, rows, rows_stay=as_many)
+    return sharded_alike(_of_rows, cache, rows, rows_stay=as_many)
 
 
 @_at_once
@@ -235,7 +235,7 @@ def _of_rows(cache: Any, rows: Array) -> Any:
     return jax.tree.map(lambda x: x[rows] if eqx.is_array(x) else x, cache)
 
 
-def _sharded_alike(run: Callable, cache: Any, *args: Any, rows_stay: bool = True) -> Any:
+def sharded_alike(run: Callable, cache: Any, *args: Any, rows_stay: bool = True) -> Any:
     """The cache `run(cache, *args)`. On a mesh with explicit axes it is sharded as `cache` is, but
     not over rows if there are more or fewer of them. A cache that was made before `jax.set_mesh` is
     on each device as a whole.

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._misc import as_int32, as_size, concrete
-from ._base import rows_as_array
+from ._base import rows_as_array, sharded_alike
 
 
 def pages_of(table: Any) -> Any:
@@ -161,13 +161,19 @@ def doubled(table: Array, rows: Array) -> Array:
     return jnp.where(many[:, None] & (table >= 0), -2 - table, table)
 
 
+def with_doubled(table: Array, length: Array, rows: Array) -> tuple[Array, Array]:
+    """The table and the lengths `[b]` of the rows at these indices, see `doubled`."""
+    pick = lambda of, rows: (doubled(of[0], rows), of[1][rows])
+    return sharded_alike(pick, (table, length), rows, rows_stay=len(rows) == len(length))
+
+
 def _copy_pages(pools: Any, old: Array, new: Array) -> Any:
     """The pools with the pages `old` copied to the pages `new`. Pages that are out of range are not
     copied.
     """
-    return jax.tree.map(
-        lambda x: x.at[new].set(jnp.take(x, old, axis=0, mode="clip"), mode="drop"), pools
-    )
+    copied = lambda x, old, new: x.at[new].set(jnp.take(x, old, 0, mode="clip"), mode="drop")
+    over = lambda pools, *pages: jax.tree.map(lambda x: copied(x, *pages), pools)
+    return sharded_alike(over, pools, old, new)
 
 
 copy_pages = jax.jit(_copy_pages)

@@ -24,7 +24,15 @@ from ._base import (
     rows_as_array,
     within_capacity,
 )
-from ._page_table import copy_pages, copy_pages_donated, doubled, like, pages_of, reserved, shared
+from ._page_table import (
+    copy_pages,
+    copy_pages_donated,
+    like,
+    pages_of,
+    reserved,
+    shared,
+    with_doubled,
+)
 from ._writes import store
 
 
@@ -157,7 +165,7 @@ class PagedKVCache(AbstractCache):
         pages. The pages of rows that are left out are free again.
         """
         rows = check_rows(self, rows)
-        table, length = doubled(self.table, rows), self.length[rows]
+        table, length = with_doubled(self.table, self.length, rows)
         return PagedKVCache(self.key_pages, self.value_pages, table, length, self.devices)
 
     def reserve(self, counts: Any, donate: bool = False) -> "PagedKVCache":

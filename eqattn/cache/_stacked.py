@@ -18,6 +18,7 @@ from ._base import (
     check_rows,
     checked_dims,
     empty_pair,
+    sharded_alike,
     shardings_of,
     write_slots,
 )
@@ -169,6 +170,10 @@ class LayerCache(AbstractLayerCache):
                 f"rows {rows.shape} must be as many as the layers have, {self.length.shape}; other "
                 "numbers need a new StackedKVCache."
             )
-        turned = lambda x: x.at[self.index].set(x[self.index][rows])
-        key, value = jax.tree.map(turned, (self.stack.key, self.stack.value))
-        return self._with(key, value, self.length[rows])
+
+        def turned(stored: Any, index: Any, rows: Array) -> Any:
+            return jax.tree.map(lambda x: x.at[index].set(x[index][rows]), stored)
+
+        stored = sharded_alike(turned, (self.stack.key, self.stack.value), self.index, rows)
+        length = sharded_alike(lambda x, rows: x[rows], self.length, rows)
+        return self._with(*stored, length)

@@ -19,7 +19,7 @@ from ._base import (
     pool_specs,
     shardings_of,
 )
-from ._page_table import doubled, pages_of
+from ._page_table import pages_of, with_doubled
 from ._paged import empty_pools, with_released, with_reserved, with_shared, write_pages
 from ._stacked import AbstractLayerCache, layer_index
 
@@ -100,8 +100,8 @@ class StackedPagedKVCache(eqx.Module):
         [`eqattn.cache.PagedKVCache`][].
         """
         rows = check_rows(self.layer(0), rows)
-        new = doubled(self.table, rows), self.length[:, rows]
-        return eqx.tree_at(lambda c: (c.table, c.length), self, new)
+        table, length = with_doubled(self.table, self.length.T, rows)
+        return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length.T))
 
     def share(self, rows: Any, from_row: int, tokens: int) -> "StackedPagedKVCache":
         """Returns the cache in which `rows` begin with the first `tokens` of another row, in all

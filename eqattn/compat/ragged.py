@@ -66,7 +66,7 @@ def ragged_gqa(
             f"query must be [b, h, d] or [b, 1, h, d], got {query.shape}; several queries per row "
             "are attention(query, key, value, Ragged(metadata), ...)."
         )
-    end, first = _bounds(query, lengths, starts)
+    end, first = bounds_of_rows(query, lengths, starts)
     metadata = AttentionMetadata(softmax_scale=1.0, blocksize_k=min(block_size, key.shape[1] or 1))
     carry = attention(
         query if query.ndim == 4 else query[:, None],
@@ -144,7 +144,7 @@ def reference_gqa(
         )
     dtype, (*_, heads, _) = accumulation_dtype(q.dtype), q.shape
     s, kv_heads = k.shape[1:3]
-    end, first = _bounds(q, lengths, starts)
+    end, first = bounds_of_rows(q, lengths, starts)
     position = jnp.arange(s, dtype=jnp.int32)[None]
     seen = (position >= first[:, None]) & (position < end[:, None])
     grouped = q.reshape(len(q), kv_heads, heads // kv_heads, q.shape[-1]).astype(dtype)
@@ -225,7 +225,7 @@ def _check(mask_value: float, cost_estimate: Any) -> None:
         )
 
 
-def _bounds(query: Array, lengths: Any, starts: Any) -> list[Array]:
+def bounds_of_rows(query: Array, lengths: Any, starts: Any) -> list[Array]:
     """The end and the start of the visible keys of each row, int32 `[b]`. Each is given for each
     row or once for all, and a start of None is 0.
     """

@@ -130,3 +130,62 @@ def test_calls_that_reorder_queries(name, spec):
     for x in got:
         assert x.sharding.spec[:3] == (*spec, None, None)[:3]
         np.testing.assert_allclose(x, want, rtol=0, atol=2e-6)
+
+
+def _written(empty, shardings=None):
+    """A cache with tokens, on the devices that its shardings name."""
+    cache = empty()
+    cache = cache.reserve([6, 0]) if hasattr(cache, "reserve") else cache
+    new = jax.random.normal(jax.random.key(0), (B, 6, K, D)), jnp.array([6, 0])
+    append = lambda cache: cache.append(new[0], *new)
+    if not hasattr(cache, "layer"):
+        cache = append(cache)
+    else:
+        for i in range(2):
+            cache = append(cache.layer(i)).stack
+    return cache if shardings is None else jax.device_put(cache, shardings(cache))
+
+
+OVER_KEYS = {
+    "pages": lambda: PagedKVCache.empty(**SIZES, **PAGES, devices=2),
+    "layers of pages": lambda: StackedPagedKVCache.empty(2, **SIZES, **PAGES, devices=2),
+}
+
+
+@pytest.mark.parametrize("name", OVER_KEYS)
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_shared_page_is_copied_where_devices_share_the_pages(name, donate):
+    """It raised a `ShardingTypeError`."""
+    mesh = jax.make_mesh((2,), ("keys",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    of_keys = lambda cache: cache.key_shardings(mesh, "keys")
+    found, wanted = (
+        _written(OVER_KEYS[name], how).share([1], 0, 6).reserve([0, 1], donate)
+        for how in (of_keys, None)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    pages = found.key_pages
+    assert pages.sharding.is_equivalent_to(of_keys(found).key_pages, pages.ndim)
+
+
+@pytest.mark.parametrize("name", [*OVER_KEYS, "layer"])
+@pytest.mark.parametrize("rows", [[1, 0], [0, 0]])
+def test_rows_are_reordered_and_pages_written_out_where_rows_are_sharded(name, rows):
+    mesh = jax.make_mesh((2,), ("dp",), (AxisType.Explicit,), devices=jax.devices()[:2])
+
+    def by_rows(cache):
+        """Tables, lengths, and the keys of layers by rows; pools by pages."""
+        stacked = lambda x: name == "layer" or (name != "pages" and x is cache.length)
+        spec = lambda x: P(None, "dp") if stacked(x) else P("dp")
+        return jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), cache)
+
+    stacks = dict(OVER_KEYS, layer=lambda: StackedKVCache.empty(2, **SIZES))
+    found, wanted = (_written(stacks[name], how) for how in (by_rows, None))
+    rows = jnp.asarray(rows)
+
+    def turned(cache):
+        part = cache.layer(1) if name != "pages" else cache
+        new = (part if name == "layer" else cache).reorder(rows)
+        return new, part.key.materialise()
+
+    jax.tree.map(np.testing.assert_array_equal, turned(found), turned(wanted))
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(turned)(found), turned(wanted))

@@ -12,6 +12,7 @@ from eqattn._problem.block_classes import table_of
 from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.problem import Problem
 from eqattn._sweep.grid import EMPTY
+from eqattn.compat.ragged import bounds_of_rows
 
 
 B, D, V = 5, 8, 6
@@ -207,10 +208,10 @@ def test_heads_must_match_in_mha(unchecked):
 
 
 def test_bounds_have_a_number_for_each_row():
-    q, k, v = jnp.ones((5, 4, 4)), jnp.ones((5, 6, 2, 4)), jnp.ones((5, 6, 2, 3))
-    for fn in (e.ragged_gqa, e.reference_gqa):
-        for n in (1, 3):
-            with pytest.raises(ValueError, match=r"starts must be \[5\]"):
-                fn(q, k, v, jnp.full(5, 4), jnp.zeros(n, jnp.int32))
-            with pytest.raises(ValueError, match=r"lengths must be \[5\]"):
-                fn(q, k, v, jnp.full(n, 4))
+    query = jnp.ones((5, 4, 4))
+    for end, start in ((1, None), (3, None), (5, 1), (5, 3)):
+        given = jnp.full(end, 4), None if start is None else jnp.zeros(start, jnp.int32)
+        with pytest.raises(ValueError, match=r"(starts|lengths) must be \[5\]"):
+            bounds_of_rows(query, *given)
+    for x, n in zip(bounds_of_rows(query, jnp.int32(4), None), (4, 0)):
+        np.testing.assert_array_equal(x, np.full(5, n))
