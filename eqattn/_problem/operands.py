@@ -57,9 +57,9 @@ class BlockOperands:
     - `products`: keyword arguments of `dot`, as sorted pairs.
     - `post_scale`: whether the scale multiplies the products instead of the keys.
     - `live`: which blocks are visible at most, by `live_blocks`; None if all are.
-    - `hides_rows`: whether the mask hides all keys from rows that pad the last block. It must where
-        these are not like a row that there is: arrays of pairs, of rows and of differences are
-        padded each in its own way. A key that no query sees could then be visible to such a row.
+    - `hides_rows`: whether the mask hides all keys from rows that pad the last block. It does so
+        where something varies by pairs. As that is padded otherwise than numbers of rows are, such
+        a row may be like none of the queries, and could see a key that none of them sees.
     """
 
     def __init__(

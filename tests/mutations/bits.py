@@ -39,6 +39,12 @@ MUTANTS = [
         BITS,
         [
             ("table = as_partial(table) if blocking.fixed else table", "pass"),
+        ],
+    ),
+    (
+        "_problem/block_classes.py",
+        BITS,
+        [
             ("placed = (None, None) if table is None else on_grid(as_partial(table))", "placed = (None, None) if table is None else on_grid(table)"),
         ],
     ),

@@ -193,7 +193,7 @@ MUTANTS = [
             ("part = jnp.minimum(position // size, parts - 1)", "part = jnp.minimum(position // size, 0)"),
             ("store(pool, new, (page, *layer), position % size, unique=False)", "store(pool, new, (page, *layer), position * 0, unique=False)"),
             ("eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))", "eqx.tree_at(lambda c: c.length, self, lengths)"),
-            ("doubled(self.table, rows), self.length[rows]", "doubled(self.table, rows), self.length"),
+            ("with_doubled(self.table, self.length, rows)", "with_doubled(self.table, self.length, rows)[0], self.length"),
             ("jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)", "table, jnp.where(rows, 0, length)"),
             ("jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)", "jnp.where(rows[:, None], -1, table), length"),
         ],

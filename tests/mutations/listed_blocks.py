@@ -82,7 +82,7 @@ MUTANTS = [
     (
         "_problem/operands.py",
         "masks/test_selected.py -k visited -m ''",
-        [('for role in ("valid", "live") if role in named', 'for role in ("valid",) if role in named')],
+        [('roles = ("valid", "valid_rows", "live")', 'roles = ("valid", "valid_rows")')],
     ),
     (
         "_problem/block_classes.py",

@@ -69,7 +69,7 @@ MUTANTS = [
         "_problem/operands.py",
         "strategies/test_bitwise.py -k one_query",
         [
-            ("max(q.shape[1], blocking.block_q)", "q.shape[1]", "positions are repeated to whole blocks before they get here, those of a single query too"),
+            ("(len(q), blocking.rows * blocking.block_q)", "(len(q), q.shape[1])", "positions are repeated to whole blocks before they get here, those of a single query too"),
         ],
     ),
     (

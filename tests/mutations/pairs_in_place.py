@@ -160,8 +160,8 @@ MUTANTS = [
         "_problem/problem.py",
         "kernels/test_gpu_pairs.py",
         [
-            ("parts = (*self.scores, *([] if self.mask is None else [self.mask]))", "parts = self.scores"),
-            ("parts = (*self.scores, *([] if self.mask is None else [self.mask]))", "parts = [] if self.mask is None else [self.mask]"),
+            ("return (*self.scores, *([] if self.mask is None else [self.mask]))", "return self.scores"),
+            ("for part in self.parts for _, x", "for part in self.parts[len(self.scores) :] for _, x"),
         ],
     ),
     (

@@ -44,7 +44,7 @@ MUTANTS = [
         LAYERS,
         [
             ("self, self.length, counts", "self, self.length.max(0), counts"),
-            ("doubled(self.table, rows), self.length[:, rows]", "self.table[rows], self.length[:, rows]"),
+            ("with_doubled(self.table, self.length.T, rows)", "self.table[rows], self.length.T[rows]"),
         ],
     ),
     (

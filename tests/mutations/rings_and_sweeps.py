@@ -46,7 +46,7 @@ MUTANTS = [
             ("max((n - s for s in shifts if s > ahead), default=0)", "max((n - s for s in shifts if s > ahead + 1), default=0)"),
             ("return blocks[chunks[:, :, None, None], chunks[None, None]].sum((1, 3))", "return blocks[chunks[:, :1, None, None], chunks[None, None]].sum((1, 3))"),
             ("return float(work.max() / work.mean())", "return float(work.max() / np.median(work))"),
-            ("flops.max(1).sum() / max(flops.sum(0).mean(), 1)", "flops.max(1).sum() / max(flops.sum(0).max(), 1)"),
+            ("flops.max(1).sum() / flops.sum(0).mean()", "flops.max(1).sum() / flops.sum(0).max()"),
             ("return _balance(np.asarray(self.flops, float).sum(0))", "return _balance(np.asarray(self.flops, float).max(0))"),
             ("tokens = -(-tokens // (devices * group)) * devices * group", "pass"),
             ("heads, math.lcm(kv_heads, group)", "heads, kv_heads"),
