@@ -184,9 +184,10 @@ def execute(
         return [num if first.by_rows else jnp.swapaxes(num, -1, -2), den, top]
 
     if first.turned:
-        query = len(args) - len(layout.in_axes)
-        rows = turned_queries(args[query], layout.in_axes[0], layout)
-        args = replaced(args, [query], [rows])
+        at = len(args) - len(layout.in_axes)
+        query = args[at]
+        rows = turned_queries(query, layout.in_axes[0], layout, lie=not vectorise)
+        args = replaced(args, [at], [rows])
     done = Finish(finish) if results is None else dataclasses.replace(results, fn=finish)
     return ring_traverse(steps, layout, args, start, out_axes, finish=done, traverse=traverse)
 

@@ -33,15 +33,16 @@ def evaluate(jaxpr: Any, blocks: Sequence) -> list:
     return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
 
 
-def turned_queries(x: Array, axes: tuple[int, ...], layout: GridLayout) -> Any:
+def turned_queries(x: Array, axes: tuple[int, ...], layout: GridLayout, lie: bool = True) -> Any:
     """Queries of which the loops read blocks `[rows, features]` instead of `[features, rows]`.
 
-    Several rows are read where their tokens lie. Gradients read each block transposed, too. XLA:CPU
-    fuses this with the read, which is slow where tokens are far apart. With 128 features, gradients
-    of 256 tokens took up to 1.05 of the time. So those are copied.
+    Several rows are read where their tokens lie, if they may `lie` there: in a loop over the batch.
+    Gradients read each block transposed, too. XLA:CPU fuses this with the read, which is slow where
+    tokens are far apart. With 128 features, gradients of 256 tokens took up to 1.05 of the time. So
+    those are copied.
     """
     near = layout.stage == "fold" or x.shape[-2] <= 64
-    if near and layout.grid[ROW] != 1:
+    if lie and near and layout.grid[ROW] != 1:
         found = by_tokens(x, axes, layout, turned=True)
         if isinstance(found, TokenRows):
             return dataclasses.replace(found, turned=False)

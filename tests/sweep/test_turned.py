@@ -65,3 +65,22 @@ def test_a_copied_bias_of_all_pairs_is_not_transposed_in_each_block(t, s, turned
     assert by_rows in products(None) and by_keys not in products(None)
     found = products(jnp.ones((t, s)))
     assert (by_keys in found) == (not turned) and (by_rows in found or not turned)
+
+
+def _logits_of(fn, *args, shape):
+    """Whether a program has a product of this shape."""
+    lines = jax.jit(fn).lower(*args).as_text().splitlines()
+    return any(f"x{shape}xf32>" in x.partition("->")[2] for x in lines if "dot_general" in x)
+
+
+@pytest.mark.parametrize("mask", [None, Causal()])
+def test_many_short_sequences_fold_as_rows_and_keys(mask):
+    """Without the loop over batch elements, too. A derivative computes `[keys, rows]` in both of
+    its passes, and XLA computes the logits once.
+    """
+    t, s = 24, 40
+    q, k = jnp.ones((32, t, 2, 8)), jnp.ones((32, s, 2, 8))
+    run = lambda q, k: attention(q, k, k, Blockwise(), mask=mask).attention_outputs
+    assert _logits_of(run, q, k, shape="24x40") and not _logits_of(run, q, k, shape="40x24")
+    grad = jax.grad(lambda q, k: run(q, k).sum())
+    assert _logits_of(grad, q, k, shape="40x24") and not _logits_of(grad, q, k, shape="24x40")

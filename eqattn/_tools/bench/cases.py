@@ -180,8 +180,9 @@ CASES = (
     _time("cpu-f32-full-197-fwd", 1.1, reference="jax.nn"),  # a ViT's patches and its token
     _time("cpu-f32-full-197-grad", 1.1, reference="jax.nn"),
     *[
-        _time(f"cpu-f32-full-many-{tokens}-{direction}", 1.1, reference="jax.nn")
-        for tokens in (8, 16, 64, 128)
+        _time(f"cpu-{dtype}-full-many-{tokens}-{direction}", 1.1, reference="jax.nn")
+        for dtype, lengths in (("f32", (8, 16, 64, 128)), ("bf16", (16, 64)))
+        for tokens in lengths
         for direction in ("fwd", "grad")
     ],
     *[
