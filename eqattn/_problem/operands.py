@@ -58,8 +58,8 @@ class BlockOperands:
     - `post_scale`: whether the scale multiplies the products instead of the keys.
     - `live`: which blocks are visible at most, by `live_blocks`; None if all are.
     - `hides_rows`: whether the mask hides all keys from rows that pad the last block. It does so
-        where something varies by pairs. As that is padded otherwise than numbers of rows are, such
-        a row may be like none of the queries, and could see a key that none of them sees.
+        where something varies by pairs, which is padded otherwise than numbers of rows are. Such a
+        row may be like none of the queries. It could see a key that none of them sees.
     """
 
     def __init__(
