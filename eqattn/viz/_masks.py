@@ -125,10 +125,11 @@ def _tables(mask, t, s, block_q, block_k, batch_shape, heads) -> np.ndarray:
     """The classes of all blocks, `[batch, heads, rows, columns]`."""
     sizes = dict(t=t, s=s, block_q=block_q, block_k=block_k)
     sizes = {name: as_size(n, name, least=1) for name, n in sizes.items()}
+    lead = _leading(batch_shape, heads)
     table = block_table(mask, *sizes.values(), batch_shape=batch_shape, heads=heads)
     if not isinstance(table, np.ndarray):
         raise ValueError(_TRACED)
-    return np.broadcast_to(table, (*_leading(batch_shape, heads), *table.shape[2:]))
+    return np.broadcast_to(table, (*lead, *table.shape[2:]))
 
 
 def _leading(batch_shape: Sequence[int], heads: int) -> tuple[int, int]:
