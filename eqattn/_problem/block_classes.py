@@ -86,7 +86,7 @@ these are 262,144 tokens, which take less than half a second.
 """
 
 
-def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray) -> Parts:
+def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray, hides_rows: bool) -> Parts:
     """Finds the parts of 256 keys and 256 queries that are empty, or full, in all masked blocks of
     a class.
 
@@ -96,6 +96,7 @@ def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray) -> Part
     **Arguments:**
 
     - `table`: the classes of the blocks, `[..., rows, columns]`, which are known.
+    - `hides_rows`: whether rows that pad the last block are masked.
 
     **Returns:** each class of masked blocks and its parts, by rows and then by keys. It is empty if
     all parts have a mask.
@@ -123,6 +124,9 @@ def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray) -> Part
     if blocking.keys % STEP:  # A padded key is hidden, but its position may not be.
         last = np.arange(fine.shape[-1]) == fine.shape[-1] - 1
         fine = np.where(last, np.minimum(fine, np.int8(PARTIAL)), fine)
+    if hides_rows and blocking.queries % STEP:
+        last = np.arange(fine.shape[-2]) == fine.shape[-2] - 1
+        fine = np.where(last[:, None], np.minimum(fine, np.int8(PARTIAL)), fine)
     sizes = blocking.rows * counts[0], blocking.columns * counts[1]
     pads = [(0, 0), (0, 0), *((0, n - m) for n, m in zip(sizes, fine.shape[2:]))]
     # What pads the last queries may see anything, and keys that pad are seen by none.
@@ -135,7 +139,8 @@ def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray) -> Part
     found = []
     for kind in (PARTIAL, CORNER):
         each = parts[np.broadcast_to(table, lead) == kind]
-        empty, full = (((each == x) | (each == -1)).all(0) for x in (EMPTY, FULL))
+        empty = ((each == EMPTY) | (each == -1)).all(0)
+        full = ((each == FULL) | (not hides_rows and each == -1)).all(0)
         known = np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
         if len(each):
             # The queries of a block's heads are one after the other.
@@ -231,7 +236,7 @@ def _enlarged(problem: Problem, chosen: Blocking, **how: Any) -> Blocking:
         return chosen
     if (tables[1] == FULL).all():
         return larger
-    kinds = {kind for kind, _ in known_parts(problem, larger, tables[1])}
+    kinds = {kind for kind, _ in known_parts(problem, larger, tables[1], False)}
     return larger if kinds == {CORNER} else chosen
 
 
@@ -273,15 +278,16 @@ def _visited_pairs(problem: Problem, blocking: Blocking) -> float:
 
 
 def plan_of(
-    problem: Problem, blocking: Blocking, live: Any, hides_rows: bool
+    problem: Problem, blocking: Blocking, live: Any, padded: Sequence[BlockOperand] | None
 ) -> tuple[Any, tuple[int, ...] | None, tuple[int, ...]]:
     """The table of live blocks, a NumPy array where it is known, its grid axes, and the classes
     that can occur. The arguments are those of `table_of`, and
 
-    - `hides_rows`: whether rows that pad the last block are masked.
+    - `padded`: the operands if rows that pad the last block are masked, else None. The block is
+        then partial where its queries see all keys, unless these pad it.
     """
     table, fixed = table_of(problem, blocking, live), blocking.fixed
-    if hides_rows and table is not None:
+    if padded is not None and table is not None and not _pads_from_block(padded, blocking):
         ends = np.arange(1, blocking.rows + 1) % (blocking.rows // blocking.parts) == 0
         xp = np if isinstance(table, np.ndarray) else jnp
         table = xp.where(ends[None, None, :, None] & (table == FULL), np.int8(PARTIAL), table)
@@ -316,6 +322,15 @@ def on_grid(table: Any) -> tuple[Any, tuple[int, ...]]:
     axes = [a for a, n in zip((BATCH, HEAD), table.shape) if n != 1] + [ROW, COL]
     shape = [n for n in table.shape[:2] if n != 1] + list(table.shape[2:])
     return table.reshape(shape), tuple(axes)
+
+
+def _pads_from_block(operands: Sequence[BlockOperand], blocking: Blocking) -> bool:
+    """Whether queries of the last block pad it in arrays of pairs, and nothing else varies by
+    pairs. So where these see all keys, the block needs no mask.
+    """
+    last = blocking.queries % blocking.block_q
+    plain = all(type(x) is BlockOperand for x in operands)
+    return plain and blocking.parts == 1 and 2 * last >= blocking.block_q
 
 
 def varies_by_pairs(operands: Sequence[BlockOperand]) -> bool:

@@ -228,8 +228,7 @@ def _visited(
     # If a table has axes of batch or heads, each device of a mesh may have another part of it.
     alike = spread.manual is None or table_axes == (ROW, COL)
     known = KnownTable.of(table) if isinstance(table, np.ndarray) and alike else None
-    found = known is not None and not blocks.hides_rows
-    parts = known_parts(shown, blocking, known.array) if found else ()
+    parts = () if known is None else known_parts(shown, blocking, known.array, blocks.hides_rows)
     if parts and FULL not in classes:  # A part may be full where no block is.
         classes += (FULL,)
     table = None if table is None else jnp.asarray(table)

@@ -336,7 +336,7 @@ class BlockOperands:
         if self.sent:  # Each hop makes its own table.
             some = self.problem.mask is not None or self.padded
             return None, None, (PARTIAL,) if fixed else (PARTIAL, FULL) if some else (FULL,)
-        return plan_of(shown, self.blocking, self.live, self.hides_rows)
+        return plan_of(shown, self.blocking, self.live, self.operands if self.hides_rows else None)
 
     def hidden(self, s: Array, mask: Array) -> Array:
         """Logits with `-inf` where the mask is False.

@@ -37,15 +37,20 @@ MUTANTS = [
         "_problem/block_classes.py",
         ROWS,
         [
-            ("if hides_rows and table is not None:", "if False:"),
+            ("if padded is not None and table is not None and not", "if False and not"),
+            ("plain and blocking.parts == 1 and 2 * last", "blocking.parts == 1 and 2 * last"),
+            ("2 * last >= blocking.block_q", "2 * last >= 0"),
             ("return reads_pairs(operands) or any(type(x) is not BlockOperand for x in operands)", "return reads_pairs(operands)"),
             ("return reads_pairs(operands) or any(", "return any("),
         ],
     ),
     (
-        "_problem/fold.py",
+        "_problem/block_classes.py",
         ROWS,
-        [("found = known is not None and not blocks.hides_rows", "found = known is not None")],
+        [
+            ("if hides_rows and blocking.queries % STEP:", "if False:"),
+            ("(not hides_rows and each == -1)", "(each == -1)"),
+        ],
     ),
     (
         "_sweep/fold.py",

@@ -30,9 +30,9 @@ def _blockwise(how: dict) -> Blockwise:
     return Blockwise(AttentionMetadata(blocksize_q=8, blocksize_k=8, **how))
 
 
-def _arrays() -> list:
+def _arrays(queries: int = T) -> list:
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(n, 1, 8)).astype(np.float32) for n in (T, S, S))
+    q, k, v = (rng.normal(size=(n, 1, 8)).astype(np.float32) for n in (queries, S, S))
     k[UNSEEN], v[UNSEEN] = np.nan, np.inf
     return [jnp.asarray(x) for x in (q, k, v)]
 
@@ -135,12 +135,13 @@ def test_a_function_that_is_singular_where_the_mask_hides(how):
 
 
 @pytest.mark.parametrize("how", PLATFORMS)
-def test_a_last_block_that_is_full_for_the_only_query_in_it(how):
-    """The bias is not finite where other queries are denied a key that the last one sees."""
-    t, s = 9, 16
+@pytest.mark.parametrize("t", [9, 13])
+def test_a_last_block_whose_queries_see_all_keys(how, t):
+    """The bias is not finite where queries of the first block are denied a key."""
+    s = 16
     q, k = np.arange(t)[:, None], np.arange(s)[None]
     bias = jnp.asarray(np.where(k <= q + 7, 0, np.nan), jnp.float32)[None]
-    arrays = [x[:n].at[UNSEEN:].set(1) for x, n in zip(_arrays(), (t, s, s))]
+    arrays = [x[:n].at[UNSEEN:].set(1) for x, n in zip(_arrays(t), (t, s, s))]
 
     def total(bias, *arrays):
         found = attention(*arrays, _blockwise(how), mask=Causal(7), bias=bias)
@@ -163,3 +164,22 @@ def test_rows_that_several_devices_pad():
         return jnp.sum(jnp.sin(attention(q, k, v, Ring(how), mask=mask).attention_outputs))
 
     _check(jax.jit(jax.grad(total, (0, 1, 2)))(*_arrays()), visible)
+
+
+@pytest.mark.parametrize("how", PLATFORMS)
+def test_a_last_block_whose_queries_see_all_keys_of_a_table_of_differences(how):
+    """The table is not finite for a query after the last one, which a window would hide."""
+    t, s = 13, 8
+    places = np.arange(t)[:, None] - np.arange(s)[None]
+    table = jnp.asarray(np.where(np.arange(40) <= 12 + 8, 1.0, np.nan), jnp.float32)
+    scores = ScoreFn(lambda s, b, h, q, k: s + table[q - k + 8])
+    mask = MaskFn(lambda b, h, q, k: q - k <= 12)
+    arrays = [x[:n] for x, n in zip(_arrays(t), (t, s, s))]
+    assert (places <= 12).all()
+
+    def total(*arrays):
+        found = attention(*arrays, _blockwise(how), mask=mask, score=scores)
+        return jnp.sum(jnp.sin(found.attention_outputs))
+
+    for x in jax.jit(jax.grad(total, (0, 1, 2)))(*arrays):
+        assert jnp.isfinite(x).all()
