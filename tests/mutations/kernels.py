@@ -40,7 +40,7 @@ MUTANTS = [
             ("    if blocking.keys % STEP:", "    if False:"),
             ("* blocking.group))", "))"),
             ("or (table == EMPTY).all(-1).any()", ""),
-            ("((each == x) | (each == -1)).all(0)", "((each == x) | (each == -1)).any(0)"),
+            ("((each == EMPTY) | (each == -1)).all(0)", "((each == EMPTY) | (each == -1)).any(0)"),
             ("np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))", "np.where(full, FULL, PARTIAL)"),
             ("[(0, 0)] * 3 + pads[3:], constant_values=EMPTY)", "[(0, 0)] * 3 + pads[3:], constant_values=FULL)"),
             ("    if blocking.fixed:", "    if False:"),

@@ -20,7 +20,7 @@ MUTANTS = [
         "_problem/operands.py",
         "kernels/test_tpu_meshes.py -k single",
         [
-            ("(len(q), blocking.rows * blocking.block_q)", "(len(q), max(q.shape[1], blocking.block_q))"),
+            ("(len(q), blocking.rows * blocking.block_q)", "(len(q), max(q.shape[1], blocking.block_q))", "the classes of one block are broadcast to all rows"),
             ('(len(k), at["valid"].shape[3])) if self.padded else k', "k.shape)"),
         ],
     ),

@@ -183,3 +183,35 @@ def test_a_last_block_whose_queries_see_all_keys_of_a_table_of_differences(how):
 
     for x in jax.jit(jax.grad(total, (0, 1, 2)))(*arrays):
         assert jnp.isfinite(x).all()
+
+
+@pytest.mark.parametrize("how", PLATFORMS)
+def test_a_table_of_differences_alone(how):
+    """It shows the key to a query after the last one."""
+    q, k, v = _arrays()
+    arrays = [q, *(x.at[UNSEEN].set(1).at[T + 5].set(jnp.nan) for x in (k, v))]
+    table = jnp.arange(-40, 40) >= -5
+    mask = MaskFn(lambda b, h, q, k: table[q - k + 40])
+
+    def total(*arrays):
+        found = attention(*arrays, _blockwise(how), mask=mask)
+        return jnp.sum(jnp.sin(found.attention_outputs))
+
+    for x in jax.jit(jax.grad(total, (0, 1, 2)))(*arrays):
+        assert jnp.isfinite(x).all()
+
+
+def test_a_full_block_of_a_ring():
+    """The last of the queries of each device sees all keys of a block, those that pad it do not."""
+    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    how = AttentionMetadata(blocksize_q=4, blocksize_k=8, mesh=mesh)
+    places = np.arange(10)
+    bias = jnp.asarray(np.where(places[None] <= places[:, None], 0, np.nan), jnp.float32)[None]
+    arrays = [x[:10] for x in _arrays()]
+
+    def total(bias, *arrays):
+        found = attention(*arrays, Ring(how), mask=Causal(), bias=bias)
+        return jnp.sum(jnp.sin(found.attention_outputs))
+
+    for x in jax.jit(jax.grad(total, (0, 1, 2, 3)))(bias, *arrays):
+        assert jnp.isfinite(x).all()
