@@ -277,9 +277,7 @@ def _visited_pairs(problem: Problem, blocking: Blocking) -> float:
     return live * (_VISIT + math.prod(blocking.block))
 
 
-def plan_of(
-    problem: Problem, blocking: Blocking, live: Any, padded: Sequence[BlockOperand] | None
-) -> tuple[Any, tuple[int, ...] | None, tuple[int, ...]]:
+def plan_of(problem: Problem, blocking: Blocking, live: Any, padded: Sequence[BlockOperand] | None):
     """The table of live blocks, a NumPy array where it is known, its grid axes, and the classes
     that can occur. The arguments are those of `table_of`, and
 

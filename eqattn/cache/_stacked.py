@@ -174,6 +174,7 @@ class LayerCache(AbstractLayerCache):
         def turned(stored: Any, index: Any, rows: Array) -> Any:
             return jax.tree.map(lambda x: x.at[index].set(x[index][rows]), stored)
 
-        stored = sharded_alike(turned, (self.stack.key, self.stack.value), self.index, rows)
+        both = self.stack.key, self.stack.value
+        key, value = sharded_alike(turned, both, self.index, rows)
         length = sharded_alike(lambda x, rows: x[rows], self.length, rows)
-        return self._with(*stored, length)
+        return self._with(key, value, length)
