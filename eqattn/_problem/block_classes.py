@@ -129,7 +129,7 @@ def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray, hides_r
         fine = np.where(last[:, None], np.minimum(fine, np.int8(PARTIAL)), fine)
     sizes = blocking.rows * counts[0], blocking.columns * counts[1]
     pads = [(0, 0), (0, 0), *((0, n - m) for n, m in zip(sizes, fine.shape[2:]))]
-    # What pads the last queries may see anything, and keys that pad are seen by none.
+    # What pads the last queries may see anything, unless it is masked. No query sees keys that pad.
     padded = np.pad(fine, pads[:3] + [(0, 0)], constant_values=-1)
     padded = np.pad(padded, [(0, 0)] * 3 + pads[3:], constant_values=EMPTY)
     parts = padded.reshape(*fine.shape[:2], blocking.rows, counts[0], blocking.columns, counts[1])

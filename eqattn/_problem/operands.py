@@ -48,7 +48,8 @@ class BlockOperands:
     - `operands`: what the logits read, in the order in which `logits` takes their blocks. The
         query, the keys and the tables of their pages come first. The scale follows if it multiplies
         products and not keys. Then come the four indices of a pair, and which keys are not padding.
-        What scores and then the mask read follows, and last the two dropout words of each row.
+        What scores and then the mask read follows. Last are which rows are not padding, if padding
+        is masked, and the two dropout words of each row.
     - `values`: what the values read.
     - `keys`: which of the operands hold keys.
     - `groups`: which of the operands each score and then the mask reads.
@@ -375,8 +376,7 @@ class BlockOperands:
             own = [[x for x in xs if x is not None] for xs in own]
             mask = None
             if c == PARTIAL:
-                roles = ("valid", "valid_rows", "live")
-                parts = [named[role] for role in roles if role in named]
+                parts = [named[x] for x in ("valid", "valid_rows", "live") if x in named]
                 if problem.mask is not None:
                     parts.append(over_block(visible(problem.mask), [*pairs, *own[-1]]))
                 mask = ft.reduce(jnp.logical_and, parts) if parts else jnp.ones((1, 1), bool)

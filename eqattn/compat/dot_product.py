@@ -189,8 +189,8 @@ def _window(size: Any) -> AbstractMask:
     if not isinstance(sizes, tuple | list) or len(sizes) != 2:
         raise ValueError(f"local_window_size must be an int or (left, right), got {size!r}.")
     # As int32, the size of a traced window cannot wrap around when it is negated.
-    of = {True: as_int, False: as_size}
-    left, right = (of[isinstance(x, jax.Array)](x, "local_window_size") for x in sizes)
+    checked = lambda x: (as_int if isinstance(x, jax.Array) else as_size)(x, "local_window_size")
+    left, right = map(checked, sizes)
     # The sizes of a `SlidingWindow` are static. The offset of `Causal` may be traced: a window is
     # k <= q + right, and not k <= q - left - 1.
     if isinstance(left, jax.Array) or isinstance(right, jax.Array):

@@ -82,7 +82,7 @@ MUTANTS = [
     (
         "_problem/operands.py",
         "masks/test_selected.py -k visited -m ''",
-        [('roles = ("valid", "valid_rows", "live")', 'roles = ("valid", "valid_rows")')],
+        [('for x in ("valid", "valid_rows", "live")', 'for x in ("valid", "valid_rows")')],
     ),
     (
         "_problem/block_classes.py",

@@ -12,7 +12,7 @@ MUTANTS = [
         ROWS,
         [
             ("self.hides_rows = padded != whole.queries and", "self.hides_rows = False and"),
-            ('roles = ("valid", "valid_rows", "live")', 'roles = ("valid", "live")'),
+            ('for x in ("valid", "valid_rows", "live")', 'for x in ("valid", "live")'),
             ('table = jnp.where(valid.all(-1), table, jnp.minimum(table, jnp.int8(PARTIAL)))', 'pass'),
         ],
     ),

@@ -44,35 +44,45 @@ def _dense() -> jax.Array:
     return jnp.asarray(dense)
 
 
-def _gradients(how: dict, mask: object, score: object = None) -> list:
-    def total(q, k, v):
-        found = attention(q, k, v, _blockwise(how), mask=mask, score=score)
+def _judge(strategy, arrays, visible, *bias, added=0.0, **call) -> None:
+    """Judges the gradients of query, key, value and a bias by those of plain formulas in float64,
+    in which what is not finite is 0.
+
+    **Arguments:**
+
+    - `visible`: which pairs are visible, `[t, s]`.
+    - `added`: what scores add to the logits.
+    """
+    given = *arrays, *bias
+
+    def total(q, k, v, *bias):
+        found = attention(q, k, v, strategy, bias=bias[0] if bias else None, **call)
         return jnp.sum(jnp.sin(found.attention_outputs))
 
-    return jax.jit(jax.grad(total, (0, 1, 2)))(*_arrays())
+    def plain(q, k, v, *bias):
+        s = jnp.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
+        s = s + bias[0] if bias else s + added
+        p = jax.nn.softmax(jnp.where(visible[None], s, -jnp.inf), -1)
+        return jnp.sum(jnp.sin(jnp.einsum("hts,shd->thd", p, v)))
 
-
-def _plain(visible: np.ndarray) -> list:
-    """The gradients of plain formulas. The key that nobody sees is 0 there."""
-    q, k, v = _arrays()
-    k, v = (x.at[UNSEEN].set(0) for x in (k, v))
-
-    def total(q, k, v):
-        s = jnp.einsum("thd,shd->hts", q, k, precision="highest") * q.shape[-1] ** -0.5
-        p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), -1)
-        return jnp.sum(jnp.sin(jnp.einsum("hts,shd->thd", p, v, precision="highest")))
-
-    return jax.grad(total, (0, 1, 2))(q, k, v)
-
-
-def _check(found: list, visible: np.ndarray) -> None:
-    for x, y in zip(found, _plain(visible)):
+    indices = tuple(range(len(given)))
+    found = jax.jit(jax.grad(total, indices))(*given)
+    with jax.enable_x64(True):
+        wide = [jnp.nan_to_num(np.asarray(x, np.float64), posinf=0) for x in given]
+        wanted = jax.grad(plain, indices)(*wide)
+    for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6)
-    assert not np.any(found[1][UNSEEN]) and not np.any(found[2][UNSEEN])
+    unseen = ~visible.any(0)
+    assert not np.any(np.asarray(found[1])[unseen]) and not np.any(np.asarray(found[2])[unseen])
 
 
-def _places() -> tuple:
-    return np.arange(T)[:, None], np.arange(S)[None]
+def _places(queries: int = T, keys: int = S) -> tuple:
+    return np.arange(queries)[:, None], np.arange(keys)[None]
+
+
+def _shown(arrays: list) -> list:
+    """The arrays with numbers where the key was not finite."""
+    return [x.at[UNSEEN].set(1) if len(x) == S else x for x in arrays]
 
 
 @pytest.mark.parametrize("how", PLATFORMS)
@@ -80,7 +90,7 @@ def test_a_dense_and_a_causal_mask(how):
     q, k = _places()
     visible = np.asarray(_dense()) & (k <= q + 5)
     assert not visible[:, UNSEEN].any()
-    _check(_gradients(how, DenseMask(_dense()) & Causal(5)), visible)
+    _judge(_blockwise(how), _arrays(), visible, mask=DenseMask(_dense()) & Causal(5))
 
 
 @pytest.mark.parametrize("how", PLATFORMS)
@@ -89,7 +99,7 @@ def test_a_dense_mask_and_a_table_of_differences(how):
     table = jnp.arange(-40, 40) >= -5  # of q - k, as the causal mask
     near = MaskFn(lambda b, h, q, k: table[q - k + 40])
     visible = np.asarray(_dense()) & (k <= q + 5)
-    _check(_gradients(how, DenseMask(_dense()) & near), visible)
+    _judge(_blockwise(how), _arrays(), visible, mask=DenseMask(_dense()) & near)
 
 
 @pytest.mark.parametrize("how", PLATFORMS)
@@ -98,7 +108,18 @@ def test_a_table_of_rows_and_one_of_differences(how):
     table, early = jnp.arange(-40, 40) >= -5, jnp.arange(T) < 9
     near = MaskFn(lambda b, h, q, k: table[q - k + 40] & (early[q] | (k != UNSEEN)))
     visible = (k <= q + 5) & ((q < 9) | (k != UNSEEN))
-    _check(_gradients(how, near), visible)
+    _judge(_blockwise(how), _arrays(), visible, mask=near)
+
+
+@pytest.mark.parametrize("how", PLATFORMS)
+def test_a_table_of_differences_alone(how):
+    """It shows the key to a query after the last one."""
+    q, k = _places()
+    query, key, value = _shown(_arrays())
+    arrays = [query, *(x.at[T + 5].set(jnp.nan) for x in (key, value))]
+    table = jnp.arange(-40, 40) >= -5
+    mask = MaskFn(lambda b, h, q, k: table[q - k + 40])
+    _judge(_blockwise(how), arrays, k <= q + 5, mask=mask)
 
 
 @pytest.mark.parametrize("how", PLATFORMS)
@@ -106,112 +127,54 @@ def test_a_bias_that_is_nan_where_the_mask_hides(how):
     q, k = _places()
     visible = k <= q + 5
     bias = jnp.asarray(np.where(visible, 0, np.nan), jnp.float32)[None]
-    arrays = [x.at[UNSEEN].set(1) if len(x) == S else x for x in _arrays()]
-
-    def total(bias, *arrays):
-        found = attention(*arrays, _blockwise(how), mask=Causal(5), bias=bias)
-        return jnp.sum(jnp.sin(found.attention_outputs))
-
-    found = jax.jit(jax.grad(total, (0, 1, 2, 3)))(bias, *arrays)
-    clean = jax.jit(jax.grad(total, (0, 1, 2, 3)))(jnp.nan_to_num(bias), *arrays)
-    for x, y in zip(found, clean):
-        np.testing.assert_allclose(x, y, atol=2e-6)
+    _judge(_blockwise(how), _shown(_arrays()), visible, bias, mask=Causal(5))
 
 
 @pytest.mark.parametrize("how", PLATFORMS)
 def test_a_function_that_is_singular_where_the_mask_hides(how):
     q, k = _places()
-    gaps = Operand(jnp.asarray(np.abs(q + 5 - k), jnp.float32), "ts")
-    arrays = [x.at[UNSEEN].set(1) if len(x) == S else x for x in _arrays()]
-    far = ScoreFn(lambda s, b, h, q, k, gap: s - jnp.log(gap), (gaps,))
-    mask = MaskFn(lambda b, h, q, k: k != q + 5)
-
-    def total(*arrays):
-        found = attention(*arrays, _blockwise(how), mask=mask, score=far)
-        return jnp.sum(jnp.sin(found.attention_outputs))
-
-    for x in jax.jit(jax.grad(total, (0, 1, 2)))(*arrays):
-        assert jnp.isfinite(x).all()
+    gap = np.abs(q + 5 - k).astype(np.float32)
+    far = ScoreFn(lambda s, b, h, q, k, x: s - jnp.log(x), (Operand(jnp.asarray(gap), "ts"),))
+    call = dict(mask=MaskFn(lambda b, h, q, k: k != q + 5), score=far)
+    added = -np.log(np.maximum(gap, 1, dtype=np.float64))[None]
+    _judge(_blockwise(how), _shown(_arrays()), gap > 0, added=added, **call)
 
 
 @pytest.mark.parametrize("how", PLATFORMS)
 @pytest.mark.parametrize("t", [9, 13])
 def test_a_last_block_whose_queries_see_all_keys(how, t):
     """The bias is not finite where queries of the first block are denied a key."""
-    s = 16
-    q, k = np.arange(t)[:, None], np.arange(s)[None]
+    q, k = _places(t, 16)
     bias = jnp.asarray(np.where(k <= q + 7, 0, np.nan), jnp.float32)[None]
-    arrays = [x[:n].at[UNSEEN:].set(1) for x, n in zip(_arrays(t), (t, s, s))]
-
-    def total(bias, *arrays):
-        found = attention(*arrays, _blockwise(how), mask=Causal(7), bias=bias)
-        return jnp.sum(jnp.sin(found.attention_outputs))
-
-    found = jax.jit(jax.grad(total, (0, 1, 2, 3)))(bias, *arrays)
-    clean = jax.jit(jax.grad(total, (0, 1, 2, 3)))(jnp.nan_to_num(bias), *arrays)
-    for x, y in zip(found, clean):
-        np.testing.assert_allclose(x, y, atol=2e-6)
-
-
-def test_rows_that_several_devices_pad():
-    q, k = _places()
-    visible = np.asarray(_dense()) & (k <= q + 5)
-    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
-    how = AttentionMetadata(blocksize_q=4, blocksize_k=8, mesh=mesh)
-    mask = DenseMask(_dense()) & Causal(5)
-
-    def total(q, k, v):
-        return jnp.sum(jnp.sin(attention(q, k, v, Ring(how), mask=mask).attention_outputs))
-
-    _check(jax.jit(jax.grad(total, (0, 1, 2)))(*_arrays()), visible)
+    arrays = [x[:n] for x, n in zip(_shown(_arrays(t)), (t, 16, 16))]
+    _judge(_blockwise(how), arrays, k <= q + 7, bias, mask=Causal(7))
 
 
 @pytest.mark.parametrize("how", PLATFORMS)
 def test_a_last_block_whose_queries_see_all_keys_of_a_table_of_differences(how):
     """The table is not finite for a query after the last one, which a window would hide."""
-    t, s = 13, 8
-    places = np.arange(t)[:, None] - np.arange(s)[None]
+    q, k = _places(13, 8)
     table = jnp.asarray(np.where(np.arange(40) <= 12 + 8, 1.0, np.nan), jnp.float32)
-    scores = ScoreFn(lambda s, b, h, q, k: s + table[q - k + 8])
-    mask = MaskFn(lambda b, h, q, k: q - k <= 12)
-    arrays = [x[:n] for x, n in zip(_arrays(t), (t, s, s))]
-    assert (places <= 12).all()
-
-    def total(*arrays):
-        found = attention(*arrays, _blockwise(how), mask=mask, score=scores)
-        return jnp.sum(jnp.sin(found.attention_outputs))
-
-    for x in jax.jit(jax.grad(total, (0, 1, 2)))(*arrays):
-        assert jnp.isfinite(x).all()
+    more = ScoreFn(lambda s, b, h, q, k: s + table[q - k + 8])
+    call = dict(mask=MaskFn(lambda b, h, q, k: q - k <= 12), score=more)
+    assert (q - k <= 12).all()
+    arrays = [x[:n] for x, n in zip(_arrays(13), (13, 8, 8))]
+    _judge(_blockwise(how), arrays, q - k <= 12, added=1.0, **call)
 
 
-@pytest.mark.parametrize("how", PLATFORMS)
-def test_a_table_of_differences_alone(how):
-    """It shows the key to a query after the last one."""
-    q, k, v = _arrays()
-    arrays = [q, *(x.at[UNSEEN].set(1).at[T + 5].set(jnp.nan) for x in (k, v))]
-    table = jnp.arange(-40, 40) >= -5
-    mask = MaskFn(lambda b, h, q, k: table[q - k + 40])
+def _ring() -> Ring:
+    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    return Ring(AttentionMetadata(blocksize_q=4, blocksize_k=8, mesh=mesh))
 
-    def total(*arrays):
-        found = attention(*arrays, _blockwise(how), mask=mask)
-        return jnp.sum(jnp.sin(found.attention_outputs))
 
-    for x in jax.jit(jax.grad(total, (0, 1, 2)))(*arrays):
-        assert jnp.isfinite(x).all()
+def test_rows_that_several_devices_pad():
+    q, k = _places()
+    visible = np.asarray(_dense()) & (k <= q + 5)
+    _judge(_ring(), _arrays(), visible, mask=DenseMask(_dense()) & Causal(5))
 
 
 def test_a_full_block_of_a_ring():
     """The last of the queries of each device sees all keys of a block, those that pad it do not."""
-    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
-    how = AttentionMetadata(blocksize_q=4, blocksize_k=8, mesh=mesh)
-    places = np.arange(10)
-    bias = jnp.asarray(np.where(places[None] <= places[:, None], 0, np.nan), jnp.float32)[None]
-    arrays = [x[:10] for x in _arrays()]
-
-    def total(bias, *arrays):
-        found = attention(*arrays, Ring(how), mask=Causal(), bias=bias)
-        return jnp.sum(jnp.sin(found.attention_outputs))
-
-    for x in jax.jit(jax.grad(total, (0, 1, 2, 3)))(bias, *arrays):
-        assert jnp.isfinite(x).all()
+    q, k = _places(10, 10)
+    bias = jnp.asarray(np.where(k <= q, 0, np.nan), jnp.float32)[None]
+    _judge(_ring(), [x[:10] for x in _arrays()], k <= q, bias, mask=Causal())
