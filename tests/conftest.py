@@ -28,7 +28,6 @@ import pytest  # noqa: E402
 from _contexts import forget_context, keep_contexts, put_arrays_at_once  # noqa: E402
 from _rolls import interpret_rolls_at_once  # noqa: E402
 from jaxtyping import config  # noqa: E402
-from shares import leave_to_slow_runs  # noqa: E402
 
 
 interpret_rolls_at_once()
@@ -44,11 +43,6 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 # Tracing makes many objects, of which few are garbage. The collector's usual pace, a pass for every
 # 700, takes 4 to 16 percent of the time of these tests; a slower one than this takes gigabytes.
 gc.set_threshold(10_000, 10, 10)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    leave_to_slow_runs(items)
 
 
 @pytest.fixture(autouse=True, scope="module")
