@@ -99,7 +99,7 @@ if _typing.TYPE_CHECKING:
 
 # A name is imported when it is first asked for. So a program that uses one mask makes no classes of
 # rings. These are the names, by the module that defines them. Type checkers read the imports above,
-# and `tests/test_import.py` compares the two.
+# and `tests/unit/test_import.py` compares the two.
 _ROOMS = ("cache", "masks", "nn", "scores", "stats", "strategies")
 _LATE = {
     "_calls.attention": "attention",

@@ -1,6 +1,6 @@
 """The only module that uses names of JAX outside of its documented API.
 
-`tests/test_jax.py` runs all of it on the oldest and the newest supported JAX.
+`tests/unit/test_jax.py` runs all of it on the oldest and the newest supported JAX.
 """
 
 import contextlib

@@ -54,7 +54,7 @@ def forget_programs():
 
 
 # Their many cases call the same functions with the same types.
-MATRICES = ("conformance", "kernels", "ring")
+MATRICES = ("matrix", "kernels", "ring")
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ _OF_FUNCTIONS = {p.name for p in POINTWISE} - _UNSUPPORTED
 _OF_FUNCTIONS |= {"add_any", "broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"}
 _OF_FUNCTIONS |= {"stop_gradient"}
 """The operations that a user's function may have. The tests compile each of them, with its
-derivatives, for each chip (`functions` in `tests/kernels/_tpu_compile.py`).
+derivatives, for each chip (`functions` in `tests/unit/kernels/_tpu_compile.py`).
 """
 
 _DTYPES = {jnp.dtype(x) for x in (jnp.float32, jnp.int32, jnp.bool_)}
