@@ -1,1 +1,1 @@
-"""The commands of `python -m eqattn`: `info`, `bench` and `tpu-report`."""
+"""The lab: programs that measure eqattn, and budgets that keep what was measured; see `README.md`."""

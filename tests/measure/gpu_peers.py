@@ -1,16 +1,21 @@
-"""jax's own attention kernels in `python -m eqattn gpu-report`, at the sizes of ours.
+"""`python tests/measure peers`: jax's own attention kernels, as `gpu-report` shows ours, at the same
+sizes.
 
 There are two. One is in Pallas Mosaic GPU, for Hopper and float16, and one is in Pallas Triton.
 They get the blocks that `gpu-run` gives them.
 """
 
-from collections.abc import Sequence
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import gpu_report, triton_report
+from . import cuda, gpu_report
 from .cubins import cubins
 from .gpu_run.cases import Case
+from .process import End
 from .sass import hot_loops, units
 
 
@@ -31,6 +36,23 @@ _PARTS = ("", ": dq", ": dk and dv")
 """The kernels of a gradient, by how much they multiply for each exponential, and what their rows
 add to the name of the call.
 """
+
+
+add_arguments = cuda.add_arguments
+
+
+def measure(names: Sequence[str] | None = None) -> Iterator[dict[str, Any] | End]:
+    """Compiles calls. **Returns:** a row of figures for each kernel, and at last how the process
+    ended.
+    """
+    return cuda.rows_of(__name__, kernels=names or NAMES)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles, prints and writes. **Returns:** 1 if a call failed, else 0."""
+    cuda.check_names(args.kernel, NAMES)
+    cells = gpu_report.columns
+    return cuda.report(measure(args.kernel), cuda.versions(), gpu_report.HEADER, cells, args.json)
 
 
 def compiled(name: str, folder: Path) -> dict[str, dict[str, Any]]:
@@ -62,7 +84,7 @@ def _kernels(library: str, case: Case, gradients: bool, folder: Path) -> list[di
 
     call = call_of(library, case, rehearsed=False)
     assert call is not None
-    mesh, place = gpu_report.placed(triton_report.target("h200"))
+    mesh, place = cuda.placed(cuda.target("h200"))
     shape = (case.batch, case.tokens, case.heads, case.dim)
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
     for old in folder.iterdir():
@@ -77,7 +99,7 @@ def _kernels(library: str, case: Case, gradients: bool, folder: Path) -> list[di
         return [row | temporary for row in said.values()]
     rows = []
     for kernel in cubins(program.runtime_executable().serialize()):
-        resources, listing = triton_report.taken_apart(kernel)
+        resources, listing = cuda.taken_apart(kernel)
         rows += [_of_loop(resources, body) | temporary for body in hot_loops(listing)]
     return rows
 
@@ -93,11 +115,22 @@ def _of_loop(resources: str, body: Sequence[str]) -> dict[str, Any]:
     memory it gets.
     """
     return dict(
-        spilled=triton_report.resource(resources, "STACK"),
-        registers=triton_report.resource(resources, "REG"),
+        spilled=cuda.resource(resources, "STACK"),
+        registers=cuda.resource(resources, "REG"),
         shared=None,
         loop=len(body),
         masked=None,
         warnings=0,
         units={"loop": units(body)},
     )
+
+
+def main() -> None:
+    """What the process does: rows, or why there are none, for each call."""
+    job = json.load(sys.stdin)
+    for name in job["kernels"]:
+        cuda.say(name, lambda: compiled(name, Path(job["folder"])))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,12 +2,18 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+
+TESTS = Path(__file__).resolve().parents[1]
+"""The folder of tests in a clone, where this package lies and the conformance matrix."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +41,15 @@ def results(
 
     - `arguments`: the command line arguments of Python.
     - `job`: what the process reads from its standard input, as JSON.
-    - `environment`: the environment variables of the process.
+    - `environment`: the environment variables of the process. It finds this package and the eqattn
+        of this clone, in whatever folder it runs.
     - `patience`: the seconds without a line after which the process is killed; None means never.
 
     **Returns:** the JSON objects that the process prints, one a line, as they come. The last item
     is an `End`.
     """
     pipe = subprocess.PIPE
+    path = [str(TESTS), str(TESTS.parent), environment.get("PYTHONPATH", "")]
     with (
         tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody reads would fill up
         subprocess.Popen(
@@ -50,7 +58,7 @@ def results(
             stdout=pipe,
             stderr=errors,
             text=True,
-            env=environment,
+            env={**environment, "PYTHONPATH": os.pathsep.join(path)},
         ) as child,
     ):
         assert child.stdin and child.stdout

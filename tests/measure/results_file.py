@@ -48,4 +48,6 @@ class RowFile(Generic[R]):
             data = json.loads(path.read_text())
             return [self.make(row) for row in data["rows"]], data[self.header]
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{path} was not written by `python -m eqattn {self.command}`.") from e
+            raise ValueError(
+                f"{path} was not written by `python tests/measure {self.command}`."
+            ) from e

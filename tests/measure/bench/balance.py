@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..._ring.balanced import Balanced
-from ..._ring.choice import sharding_plan
-from ..._ring.layout import AbstractRingLayout, Contiguous, Zigzag
-from ..._ring.plan import ring_plan
-from ...masks import AbstractMask, Causal, Segments, SlidingWindow
+from eqattn._ring.balanced import Balanced
+from eqattn._ring.choice import sharding_plan
+from eqattn._ring.layout import AbstractRingLayout, Contiguous, Zigzag
+from eqattn._ring.plan import ring_plan
+from eqattn.masks import AbstractMask, Causal, Segments, SlidingWindow
+
 from .cases import Case, Row
 
 

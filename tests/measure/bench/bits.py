@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ragged
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ragged
+
 from .cases import Case, Row
 from .decode import compiled, draw
 from .timing import rounds_of

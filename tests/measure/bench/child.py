@@ -1,4 +1,4 @@
-"""`python -m eqattn._tools.bench.child` measures cases and prints their rows, as JSON lines."""
+"""`python -m measure.bench.child` measures cases and prints their rows, as JSON lines."""
 
 import json
 import sys

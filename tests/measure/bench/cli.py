@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace, rounds: int) -> str:
     """The command that measures the same again."""
-    parts = ["python -m eqattn bench", f"--record {args.record.name}", f"--rounds {rounds}"]
+    parts = ["python tests/measure bench", f"--record {args.record.name}", f"--rounds {rounds}"]
     parts += ["--quick"] * args.quick + ([f"--only {' '.join(args.only)}"] if args.only else [])
     return " ".join(parts + ([] if args.peers is None else [f"--peers {' '.join(args.peers)}"]))
 

@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, AttentionMetadata, cascade_attention, Causal, KeyPadding, Ragged
-from ...cache import (
+from eqattn import attention, AttentionMetadata, cascade_attention, Causal, KeyPadding, Ragged
+from eqattn.cache import (
     KVCache,
     LatentKVCache,
     PagedKVCache,
     QuantizedKVCache,
     StackedPagedKVCache,
 )
-from ...nn import LatentAttention
+from eqattn.nn import LatentAttention
+
 from .cases import Case, Row
 from .timing import rounds_of
 

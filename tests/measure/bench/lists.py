@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, AttentionMetadata, Blockwise, Selected, top_keys, Tree
-from ...masks._base import block_table
+from eqattn import attention, AttentionMetadata, Blockwise, Selected, top_keys, Tree
+from eqattn.masks._base import block_table
+
 from .cases import Case, DIM, HEADS, Row
 from .timing import ratios, rounds_of
 

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._config.metadata import AttentionMetadata
-from ...strategies import Blockwise
-from ..info import blocks_of
+from eqattn._config.metadata import AttentionMetadata
+from eqattn.info import blocks_of
+from eqattn.strategies import Blockwise
+
 from . import balance, bits, decode, lists, peers, ring, rows, statistics
 from .cases import Case, DIM, HEADS, Row
 from .timing import ratios, rounds_of

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, AttentionMetadata, Blockwise, Causal, SlidingWindow, T5Bias
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, SlidingWindow, T5Bias
+
 from .cases import Case, DIM, HEADS
 
 

@@ -11,7 +11,8 @@ from .cases import Row
 from .report import FILE, markdown
 
 
-DATA, TABLE = "benchmarks.json", "benchmarks_data.md"
+DATA, TABLE = "measurements/benchmarks.json", "measurements/benchmarks_data.md"
+"""In the documentation's folder."""
 
 
 def record(rows: Sequence[Row], machine: Mapping[str, Any], command: str, folder: Path) -> None:

@@ -6,8 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ... import attention, AttentionMetadata, Blockwise, Causal, Contiguous, Ring, ring_mesh, Zigzag
-from ...strategies import AttentionImpl
+from eqattn import (
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    Contiguous,
+    Ring,
+    ring_mesh,
+    Zigzag,
+)
+from eqattn.strategies import AttentionImpl
+
 from .cases import Case, Row
 from .peers import draw
 from .timing import ratios, rounds_of

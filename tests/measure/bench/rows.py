@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import attention, Blockwise, Causal, KeyPadding, Ragged
-from ..._problem.storage import as_stored
+from eqattn import attention, Blockwise, Causal, KeyPadding, Ragged
+from eqattn._problem.storage import as_stored
+
 from .cases import Case, DIM, HEADS, Row
 from .decode import compiled
 from .timing import ratios, rounds_of

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ... import stats
-from ..._calls.attention import attention
-from ...masks import Causal
-from ...scores import ScoreFn
+from eqattn import stats
+from eqattn._calls.attention import attention
+from eqattn.masks import Causal
+from eqattn.scores import ScoreFn
+
 from . import peers
 from .cases import Case, Row
 from .timing import ratios, rounds_of

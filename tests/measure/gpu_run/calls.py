@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ... import (
+from eqattn import (
     attention,
     AttentionMetadata,
     Blockwise,
@@ -23,7 +23,8 @@ from ... import (
     Segments,
     SlidingWindow,
 )
-from ...cache import Pages, Quantized
+from eqattn.cache import Pages, Quantized
+
 from .cases import Case
 
 

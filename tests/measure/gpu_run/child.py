@@ -1,4 +1,4 @@
-"""`python -m eqattn._tools.gpu_run.child` runs on the device, and prints what it found, as JSON.
+"""`python -m measure.gpu_run.child` runs on the device, and prints what it found, as JSON.
 
 Before each piece of work it prints a name, as a kernel that was never run before may crash the
 whole process. Then the parent begins another process without that piece. Conformance runs in
@@ -8,7 +8,6 @@ several processes at once, each with a share of the cases.
 import concurrent.futures
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -55,7 +54,6 @@ class Job:
     - `skip`: pieces of work that are left out.
     - `rehearsed`: whether all is small, on a CPU.
     - `until`: the time at which no further piece is begun.
-    - `tests`: the folder of the conformance matrix.
     - `part`, `parts`: the share of its cases: every one of so many, from this one on.
     """
 
@@ -66,7 +64,6 @@ class Job:
     rounds: int
     rehearsed: bool
     until: float
-    tests: str
     part: int = 0
     parts: int = 1
 
@@ -151,15 +148,14 @@ def conformance(job: Job) -> None:
     """Judges cases of the conformance matrix by its error bound, on the device. They run one after
     the other, so a fault has one culprit.
     """
-    sys.path.insert(0, job.tests)
-    cases = importlib.import_module("conformance.cases")
-    matrix = importlib.import_module("conformance.test_conformance")
+    from matrix import cases, test_conformance  # which takes a while, as it imports pytest
+
     for name, case in judged(job, cases).items():
         with job.piece(name) as wanted:
             if not wanted:
                 continue
             try:
-                matrix.check(case)
+                test_conformance.check(case)
                 say(check=name)
             except Exception as e:
                 say(check=name, failed=short(e))
@@ -314,7 +310,7 @@ class Measurement:
 
 def visited(case: Case) -> float:
     """The share of blocks of 128 queries and keys that a case visits."""
-    from ... import Causal, Segments, SlidingWindow
+    from eqattn import Causal, Segments, SlidingWindow
 
     mask = SlidingWindow(case.window - 1, 0) if case.window else Causal()
     if case.segments:

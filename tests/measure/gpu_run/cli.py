@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=11, help="paired runs of each program")
     add("--peers", nargs="*", choices=PEERS, help="other libraries; None: those installed")
     add("--out", type=new_file, default=Path("eqattn-gpu-run"), help="path of the .json and .md")
-    add("--tests", type=Path, help="the tests of a clone; None: those beside the package")
     add("--record", type=Path, metavar="FOLDER", help="write the documentation's figures, too")
 
 
@@ -140,12 +139,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.record is not None and not (args.record / record.PAGE).exists():
         raise ValueError(f"--record: there is no {args.record / record.PAGE}")
-    tests = args.tests or Path(__file__).parents[3] / "tests"
-    if not (tests / "conformance" / "oracle.py").exists():
-        raise ValueError(
-            f"{tests} has no conformance matrix, which judges the kernels: give --tests, that "
-            "folder of a clone"
-        )
     if importlib.util.find_spec("pytest") is None:
         raise ValueError(
             "gpu-run needs pytest, which the conformance matrix imports: python -m pip install "
@@ -160,7 +153,6 @@ def run(args: argparse.Namespace) -> int:
             rounds=args.rounds,
             rehearsed=args.rehearse,
             until=begun + 60 * args.minutes,
-            tests=str(tests),
         ),
     )
     measure(found, args)
@@ -199,8 +191,6 @@ def report(found: Run) -> None:
 def measure(found: Run, args: argparse.Namespace) -> None:
     """Judges the conformance cases, and then measures."""
     environment = dict(os.environ)
-    source = str(Path(__file__).parents[3])  # which a process in another folder would not find
-    environment["PYTHONPATH"] = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
     environment["EQATTN_KERNELS"] = "xla" if args.rehearse else "pallas"
     if args.rehearse:
         environment["JAX_PLATFORMS"] = "cpu"

@@ -11,7 +11,8 @@ from ..results_file import RowFile
 from .cases import PEERS
 
 
-DATA, TABLE, PAGE = "gpu.json", "gpu_data.md", "pages/gpu.md"
+DATA, TABLE = "measurements/gpu.json", "measurements/gpu_data.md"
+PAGE = "pages/gpu.md"
 """In the documentation's folder: the data and the table of a run, and the page that shows it."""
 
 UNMEASURED = "Not yet measured on hardware."

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 import pytest
 from _programs import refuses
-
-from eqattn import AttentionRegistry, Causal, ring_plan, sharding_plan, Zigzag
-from eqattn.__main__ import main
 from eqattn._tools.bench import accuracy, cases, peers, report, timing
 from eqattn._tools.bench.measure import _wrong, measure
 from eqattn._tools.info import parse_mask
 from eqattn._tools.tpu_report import cli as tpu_report
+
+from eqattn import AttentionRegistry, Causal, ring_plan, sharding_plan, Zigzag
+from eqattn.__main__ import main
 
 
 def fields(text, title):

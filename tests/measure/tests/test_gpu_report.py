@@ -5,10 +5,10 @@ import json
 import pathlib
 
 import pytest
+from eqattn._tools.process import End
 
 from eqattn.__main__ import main
 from eqattn._tools import gpu_peers, gpu_report, sass
-from eqattn._tools.process import End
 
 
 BUDGET = pathlib.Path(__file__).parents[1] / "gpu_budget.json"

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from eqattn.__main__ import main
 from eqattn._tools.bench.cases import Row
 from eqattn._tools.gpu_run import cases, child, cli, record
 from eqattn._tools.process import End, results
+
+from eqattn.__main__ import main
 
 
 DOCS = Path(__file__).parents[2] / "docs"

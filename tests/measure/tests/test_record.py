@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-
-from eqattn.__main__ import main
 from eqattn._tools.bench import record, report
 from eqattn._tools.gpu_run import record as gpu_run
+
+from eqattn.__main__ import main
 
 
 DOCS = Path(__file__).parents[2] / "docs"

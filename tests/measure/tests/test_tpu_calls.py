@@ -5,7 +5,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-
 from eqattn._tools.tpu_report import cli, report, rows, traffic
 from eqattn._tools.tpu_report.calls import CALLS, choose
 from eqattn._tools.tpu_report.rows import CallRow

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from eqattn.__main__ import main
-from eqattn._sweep.grid import COL, ROW
 from eqattn._tools.tpu_report import cli, report, rows, schedule, tune, whole
 from eqattn._tools.tpu_report.chips import CHIPS
 from eqattn._tools.tpu_report.kernels import choose, KERNELS
 from eqattn._tools.tpu_report.rows import Row
 from eqattn._tools.tpu_report.steps import Region, Step, Steps
+
+from eqattn.__main__ import main
+from eqattn._sweep.grid import COL, ROW
 
 
 BUDGET = Path(__file__).parents[1] / "tpu_budget.json"

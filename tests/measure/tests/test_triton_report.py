@@ -7,11 +7,11 @@ import struct
 from typing import Any
 
 import pytest
+from eqattn._tools.cubins import cubins
+from eqattn._tools.process import End
 
 from eqattn.__main__ import main
 from eqattn._tools import gpu_report, triton_report
-from eqattn._tools.cubins import cubins
-from eqattn._tools.process import End
 
 
 BUDGET = pathlib.Path(__file__).parents[1] / "triton_budget.json"

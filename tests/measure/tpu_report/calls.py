@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ..._calls.attention import attention
-from ..._config.metadata import AttentionMetadata
-from ..._sweep.grid import BATCH, COL, HEAD, ROW
-from ...masks._causal import Causal
-from ...strategies import Blockwise
+from eqattn._calls.attention import attention
+from eqattn._config.metadata import AttentionMetadata
+from eqattn._sweep.grid import BATCH, COL, HEAD, ROW
+from eqattn.masks._causal import Causal
+from eqattn.strategies import Blockwise
+
 from . import schedule, traffic, whole
 from .chips import CHIPS
 from .kernels import Call, STAYING

@@ -1,4 +1,4 @@
-"""`python -m eqattn._tools.tpu_report.child` compiles kernels or whole calls for a chip and prints
+"""`python -m measure.tpu_report.child` compiles kernels or whole calls for a chip and prints
 their rows, as JSON lines.
 """
 

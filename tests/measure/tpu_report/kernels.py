@@ -9,20 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._calls.attention import attention
-from ..._config.metadata import AttentionMetadata
-from ..._problem.block_classes import choose_live_blocking
-from ..._problem.problem import Problem
-from ..._sweep.grid import BATCH, COL, HEAD, replaced, ROW
-from ...kernels.tpu import TPULowering
-from ...kernels.tpu._chip import heads_abreast
-from ...masks._base import Dense as DenseMask
-from ...masks._causal import Causal
-from ...masks._segments import Segments
-from ...masks._selected import Selected
-from ...masks._window import SlidingWindow
-from ...scores._t5 import T5Bias
-from ...strategies import Blockwise
+from eqattn._calls.attention import attention
+from eqattn._config.metadata import AttentionMetadata
+from eqattn._problem.block_classes import choose_live_blocking
+from eqattn._problem.problem import Problem
+from eqattn._sweep.grid import BATCH, COL, HEAD, replaced, ROW
+from eqattn.kernels.tpu import TPULowering
+from eqattn.kernels.tpu._chip import heads_abreast
+from eqattn.masks._base import Dense as DenseMask
+from eqattn.masks._causal import Causal
+from eqattn.masks._segments import Segments
+from eqattn.masks._selected import Selected
+from eqattn.masks._window import SlidingWindow
+from eqattn.scores._t5 import T5Bias
+from eqattn.strategies import Blockwise
+
 from .peers import PEERS
 from .serving import decode, prompt
 from .specification import Kernel, Whole

@@ -7,16 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._calls.attention import attention
-from ..._config.metadata import AttentionMetadata
-from ..._problem.blocking import choose_blocking
-from ..._problem.problem import Problem
-from ..._problem.stack_layer import StackLayer
-from ..._problem.storage import Pages, Quantized
-from ...kernels.tpu import TPULowering
-from ...masks._causal import Causal
-from ...masks._padding import KeyPadding
-from ...strategies import Ragged
+from eqattn._calls.attention import attention
+from eqattn._config.metadata import AttentionMetadata
+from eqattn._problem.blocking import choose_blocking
+from eqattn._problem.problem import Problem
+from eqattn._problem.stack_layer import StackLayer
+from eqattn._problem.storage import Pages, Quantized
+from eqattn.kernels.tpu import TPULowering
+from eqattn.masks._causal import Causal
+from eqattn.masks._padding import KeyPadding
+from eqattn.strategies import Ragged
+
 from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS
 
 

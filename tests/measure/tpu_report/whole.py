@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..._problem.block_classes import classes_of
-from ..._problem.blocking import Blocking
-from ..._sweep.grid import COL, CORNER, EMPTY, FULL, GridLayout, ROW
-from ...kernels.tpu._grid import KernelGrid as Grid
-from ...kernels.tpu._work_list import FIRST, kind_of, work_list
-from ...masks._causal import Causal
+from eqattn._problem.block_classes import classes_of
+from eqattn._problem.blocking import Blocking
+from eqattn._sweep.grid import COL, CORNER, EMPTY, FULL, GridLayout, ROW
+from eqattn.kernels.tpu._grid import KernelGrid as Grid
+from eqattn.kernels.tpu._work_list import FIRST, kind_of, work_list
+from eqattn.masks._causal import Causal
+
 from .steps import Steps
 
 

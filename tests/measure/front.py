@@ -1,22 +1,26 @@
 """Writes what the README and the front page show of the recorded benchmarks.
 
-    python -m eqattn bench --record docs --rounds 11 --peers jax.nn torch && python docs/front.py
-
-Both come from `docs/benchmarks.json`, the file of the long table of the benchmarks page: the
-table in README.md, index.md and benchmarks.md, and the picture `docs/scaling.svg` of the README.
+Both come from the file of the long table of the benchmarks page: the table in README.md, index.md
+and benchmarks.md, and the picture of the README and of index.md.
 """
 
+import argparse
 import hashlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
+from .bench import record
+from .process import TESTS
 
-DOCS = Path(__file__).parent
-DATA, PICTURE = DOCS / "benchmarks.json", DOCS / "scaling.svg"
+
+DOCS = TESTS.parent / "docs"
+DATA, PICTURE = DOCS / record.DATA, DOCS / "pages/scaling.svg"
 PAGES = DOCS.parent / "README.md", *(DOCS / "pages" / f"{x}.md" for x in ("index", "benchmarks"))
-MARKS = "<!-- Written by docs/front.py. -->\n", "<!-- End of what docs/front.py wrote. -->"
+MARKS = (
+    "<!-- Written by tests/measure/front.py. -->\n",
+    "<!-- End of what tests/measure/front.py wrote. -->",
+)
 
 # What a row of the table says, and its case and figure among the recorded ones.
 TIMES = {
@@ -77,11 +81,11 @@ def draw() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "eqattn"
     from matplotlib import pyplot as plt
 
-    from eqattn import viz
+    from .plots import plot_scaling
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    viz.plot_scaling(DATA, "time / torch", ax=axes[0])
-    viz.plot_scaling(DATA, "temp MiB", ax=axes[1])
+    plot_scaling(DATA, "time / torch", ax=axes[0])
+    plot_scaling(DATA, "temp MiB", ax=axes[1])
     axes[0].set_yticks([0.5, 1, 2, 3], ["0.5", "1", "2", "3"])
     for ax, what in zip(axes, ("Time", "Memory"), strict=True):
         ax.set_title(f"{what} of causal attention")
@@ -96,7 +100,13 @@ def written(page: str) -> str:
     return f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{after}"
 
 
-if __name__ == "__main__":
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """There are no flags."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the pages and the picture. **Returns:** 0."""
     for path in PAGES:
         path.write_text(written(path.read_text()))
     draw()
+    return 0
