@@ -22,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in ("bench", "tpu-report", "gpu-report", "gpu-run"):
         there = f"in a clone of the repository: python tests/measure {words[0]}"
-        print(f"python -m eqattn: {words[0]} is not in the package. Run it {there}", file=sys.stderr)
+        print(
+            f"python -m eqattn: {words[0]} is not in the package. Run it {there}", file=sys.stderr
+        )
         return 2
     summary = "what would run for a call of attention, and why not something else"
     description = "Exact, memory-efficient attention in JAX."

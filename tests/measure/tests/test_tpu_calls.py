@@ -1,17 +1,17 @@
-"""`python -m eqattn tpu-report --call`: how bytes are counted, and the budget of whole calls."""
+"""`python tests/measure tpu-report --call`: how bytes are counted, and the budget of whole calls."""
 
 import dataclasses
 import importlib.util
 from pathlib import Path
 
 import pytest
-from eqattn._tools.tpu_report import cli, report, rows, traffic
-from eqattn._tools.tpu_report.calls import CALLS, choose
-from eqattn._tools.tpu_report.rows import CallRow
+from measure.tpu_report import cli, report, rows, traffic
+from measure.tpu_report.calls import CALLS, choose
+from measure.tpu_report.rows import CallRow
 
 
 BUDGET = Path(__file__).parents[1] / "tpu_calls.json"
-AGAIN = f"python -m eqattn tpu-report --call --peers --json tests/{BUDGET.name}"
+AGAIN = f"python tests/measure tpu-report --call --peers --json tests/measure/{BUDGET.name}"
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -135,7 +135,6 @@ def test_within_budget():
     within_budget(["training, eqattn", "decoding, eqattn"], ["v6e"])
 
 
-@pytest.mark.slow
 def test_all_within_budget():
     chips = {row.chip for row in rows.CALLS_FILE.read(BUDGET)[0]}
     within_budget([c.name for c in choose([])], sorted(chips))
