@@ -231,36 +231,21 @@ def test_the_budget_is_one():
     assert "1 ways back among its 3 overlays" in fetched
 
 
-def within_budget(chip: str, names: list[str]) -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_within_budget(chip):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu, which compiles for TPUs, is not installed")
     recorded, versions = rows.FILE.read(BUDGET)
     if versions != cli.versions():
         pytest.skip(f"recorded with {versions}, here are {cli.versions()}; {AGAIN}")
     before = {row.key: row for row in recorded}
+    names = [kernel.name for kernel in KERNELS]
     count = 0
     for now in cli.measure([(chip, names)]):
         assert isinstance(now, Row), now
         assert judged(before[now.key], now) == []
         count += 1
     assert count == len(names)
-
-
-@pytest.mark.parametrize(
-    "chip, names",
-    [
-        ("v5e", ["forward"]),
-        # It takes half a minute to compile. The default run has whole calls, see `test_tpu_calls.py`.
-        ("v6e", ["backward, queries"]),
-    ],
-)
-def test_within_budget(chip, names):
-    within_budget(chip, names)
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-def test_all_within_budget(chip):
-    within_budget(chip, [kernel.name for kernel in KERNELS])
 
 
 def test_every_kernel_has_a_budget():
