@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
@@ -35,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.source.is_file():
         raise ValueError(f"there is no file {args.source}")
     if f'"{SCHEDULES.header}"' in args.source.read_text()[:100]:
-        ax = plot_schedule(args.source, args.kernel, args.chip)
+        plot_schedule(args.source, args.kernel, args.chip)
     else:
-        ax = plot_scaling(args.source, args.figure, args.case)
-    ax.figure.savefig(args.out)
+        plot_scaling(args.source, args.figure, args.case)
+    plt.savefig(args.out)
     print(f"written: {args.out}")
     return 0
 
