@@ -1,10 +1,11 @@
-"""`python -m eqattn`: `info`, `bench`, `tpu-report`, `gpu-report` and `gpu-run`."""
+"""`python -m eqattn info`."""
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,27 +17,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     **Returns:** the exit status. For bad arguments it is 2, and a message says why.
     """
-    from ._tools import gpu_report, info as _info
-    from ._tools.bench import cli
-    from ._tools.gpu_run import cli as gpu_run
-    from ._tools.tpu_report import cli as tpu_report
+    from . import info
 
-    parser = argparse.ArgumentParser(
-        prog="python -m eqattn", description="Exact, memory-efficient attention in JAX."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module, name, summary in (
-        (_info, "info", "what would run for a call of attention, and why not something else"),
-        (cli, "bench", "time, memory and accuracy, side by side with other libraries"),
-        (tpu_report, "tpu-report", "the schedules of the kernels for TPUs; needs libtpu, no TPU"),
-        (gpu_report, "gpu-report", "machine code of the GPU kernel; needs CUDA's compiler, no GPU"),
-        (
-            gpu_run,
-            "gpu-run",
-            "the GPU kernels on a GPU: conformance, time and memory; --rehearse",
-        ),
-    ):
-        command = commands.add_parser(
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in ("bench", "tpu-report", "gpu-report", "gpu-run"):
+        there = f"in a clone of the repository: python tests/measure {words[0]}"
+        print(
+            f"python -m eqattn: {words[0]} is not in the package. Run it {there}", file=sys.stderr
+        )
+        return 2
+    summary = "what would run for a call of attention, and why not something else"
+    description = "Exact, memory-efficient attention in JAX."
+    return run_command("python -m eqattn", description, {"info": (info, summary)}, words)
+
+
+def run_command(
+    program: str,
+    description: str,
+    commands: Mapping[str, tuple[Any, str]],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Runs one of some commands.
+
+    **Arguments:**
+
+    - `program`, `description`: what the help calls the program, and says of it.
+    - `commands`: by its name, a module with `add_arguments` and `run`, and what the help says.
+    - `argv`: the words after `program`, by default those of this process.
+
+    **Returns:** the exit status.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    choices = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (module, summary) in commands.items():
+        command = choices.add_parser(
             name,
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",

@@ -5,6 +5,7 @@ with eight virtual devices.
 import gc
 import importlib.metadata
 import os
+import pathlib
 import zlib
 
 
@@ -43,6 +44,16 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 # Tracing makes many objects, of which few are garbage. The collector's usual pace, a pass for every
 # 700, takes 4 to 16 percent of the time of these tests; a slower one than this takes gigabytes.
 gc.set_threshold(10_000, 10, 10)
+
+
+# What lies in these folders runs by `-m slow`.
+NIGHTLY = [pathlib.Path(__file__).parent / name for name in ("nightly", "measure")]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(folder in item.path.parents for folder in NIGHTLY):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

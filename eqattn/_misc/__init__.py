@@ -386,6 +386,6 @@ def even_block(tokens: int, most: int = 256) -> int | None:
 
     Keys of a cache are cut into blocks of such a size, so that the last block needs no padded copy
     of them. Smaller blocks mean more visits, larger ones more keys that are masked. Both bounds
-    were chosen by trial. The decoding cases of `python -m eqattn bench` show their effect.
+    were chosen by trial. The decoding cases of `python tests/measure bench` show their effect.
     """
     return next((n for n in range(most, 63, -1) if tokens % n == 0), None)

@@ -139,7 +139,7 @@ def softmax_terms(
 # XLA:CPU turns a transposed left side into a slow product for each matrix of a batch. Where a
 # single block has fewer keys and rows than this, `dot` copies what is transposed, which is faster.
 # Many calls with 4 to 15 tokens then took 0.43 to 0.87 of the time, 0.62 to 0.96 with gradients.
-# From 16 on, some took 1.5 times as long. The cases of `python -m eqattn bench --only
+# From 16 on, some took 1.5 times as long. The cases of `python tests/measure bench --only
 # cpu-f32-full-many` have 8 and 16.
 _TINY = 16
 

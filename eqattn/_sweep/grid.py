@@ -25,7 +25,7 @@ FEW_ROWS = 256
 That kernel multiplies each row with the keys of all heads, and most of these products are wasted.
 They cost nothing while the kernel waits for memory; with more rows, the matrix units set the pace.
 The limit is as large as the matrix units of a v6e, 256 x 256. No search for a better one is
-recorded: the `decode*` kernels of `python -m eqattn tpu-report` show what a step costs.
+recorded: the `decode*` kernels of `python tests/measure tpu-report` show what a step costs.
 """
 
 

@@ -46,8 +46,8 @@ def dot(a: Array, b: Array, contract: tuple[int, int], *, precision=None, operan
 # A single product is added up in pieces of `PIECE` keys. With blocks of 256 keys,
 # `cpu-f32-causal-2048-fwd` was 2% faster by that. For values of mean 10, the error of outputs was
 # 1.7 instead of 2.45, in the units of docs/pages/benchmarks.md. Blocks of 128 keys had 1.8.
-# `python -m eqattn bench --accuracy` measures the errors again. On one core of an AMD EPYC, sums of
-# 2048 keys took 0.80 of the time so with 16 rows of 64 features. They took 0.89 with 64 rows.
+# `python tests/measure bench --accuracy` measures the errors again. On one core of an AMD EPYC,
+# sums of 2048 keys took 0.80 of the time so with 16 rows of 64 features, and 0.89 with 64 rows.
 _FEW = 32
 PIECE = 128
 

@@ -29,8 +29,8 @@ def scatter(held: Array, new: Array, at: tuple, slots: Array, unique: bool = Tru
     which it fuses into each reader of the array. Each reader then copies the whole array. So a
     second token is added, which is out of range: it writes nothing, but the operation stays a
     scatter. The array itself is not reshaped. For a new axis of size 1, XLA:CPU may choose a layout
-    that forces a copy of the whole. `python -m eqattn bench --only 'cpu-decode-cache-*'` shows such
-    copies: a step then takes longer in a cache of 8 times the capacity.
+    that forces a copy of the whole. `python tests/measure bench --only 'cpu-decode-cache-*'` shows
+    such copies: a step then takes longer in a cache of 8 times the capacity.
     """
     if slots.size == 1:
         out = jnp.full_like(slots, np.iinfo(np.int32).max)

@@ -1,7 +1,7 @@
 """How strategies fold a problem: on one device, over sharded sequences, or all at once.
 
 Strategies import this module when they first run. Its imports take nearly a fifth of the time of
-`import eqattn`. `python -m eqattn bench --only import` measures the whole import;
+`import eqattn`. `python tests/measure bench --only import` measures the whole import;
 `python -X importtime -c "import eqattn.strategies._fold"` shows this share.
 """
 
@@ -202,8 +202,8 @@ def _fold_gathered(problem: Problem, *, block_q, block_k, fused, lowering) -> Ca
 
     For blocks of 64 queries, that order is the faster one. There, few keys are one block, without
     padding. A list of 384 keys took 0.20 of the time of all keys, and 0.30 in blocks of 256
-    (`python -m eqattn bench --only cpu-selected-blocks-fwd`). With four heads for each key head,
-    one block was slower: 0.15 and not 0.11 in `cpu-selected-blocks-gqa-grad`.
+    (`python tests/measure bench --only cpu-selected-blocks-fwd`). With four heads for each key
+    head, one block was slower: 0.15 and not 0.11 in `cpu-selected-blocks-gqa-grad`.
     """
     t, s, heads, _ = problem.sizes
     in_place = lowering is XLA and t < 16

@@ -132,8 +132,8 @@ class AbstractOnDevice(AbstractFoldStrategy):
         What is stored in pages or in fewer bits stays in place. So do the keys of `bitwise` calls,
         whose blocks must not depend on the number of queries.
 
-        `cpu-ragged` of `python -m eqattn bench` has rows of 2048 tokens and fewer. On one core of a
-        CPU they took 0.52 of their time in place, and their gradients took 0.66. `prompt` and
+        `cpu-ragged` of `python tests/measure bench` has rows of 2048 tokens and fewer. On one core
+        of a CPU they took 0.52 of their time in place, and their gradients took 0.66. `prompt` and
         `forward` of `tpu-report` are kernels for both. On a v6e, 2^21 pairs of the one take 7,407
         cycles, and half as many pairs of the other take 1,948.
         """

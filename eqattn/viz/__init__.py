@@ -13,6 +13,5 @@ except ImportError as _e:
     ) from _e
 
 from ._masks import plot_blocks as plot_blocks, plot_heads as plot_heads, plot_mask as plot_mask
-from ._performance import plot_ring as plot_ring, plot_scaling as plot_scaling
-from ._schedule import plot_schedule as plot_schedule
+from ._ring import plot_ring as plot_ring
 from ._weights import plot_weights as plot_weights

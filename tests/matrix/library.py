@@ -16,7 +16,7 @@ from .cases import Case
 from .kept import FILLED, is_cascade
 
 
-# How kernels run: "pallas" where their device is, as `python -m eqattn gpu-run` asks.
+# How kernels run: "pallas" where their device is, as `python tests/measure gpu-run` asks.
 KERNELS = os.environ.get("EQATTN_KERNELS", "interpret")
 WITH_KERNELS = {
     name + suffix: strategy

@@ -16,7 +16,7 @@ import eqattn
 
 ROOT = pathlib.Path(eqattn.__file__).parents[1]
 FORBIDDEN = (
-    "beartype eqattn._tools eqattn.viz eqattn.kernels.gpu eqattn.kernels.tpu concurrent.interpreters ejkernel hypothesis IPython jax._src.pallas "
+    "beartype eqattn.info eqattn.viz eqattn.kernels.gpu eqattn.kernels.tpu concurrent.interpreters ejkernel hypothesis IPython jax._src.pallas "
     "jax.experimental.mosaic jax.experimental.pallas libtpu matplotlib optax pandas pytest scipy "
     "tensorflow tokamax torch tqdm triton"
 ).split()

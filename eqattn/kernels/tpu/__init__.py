@@ -145,7 +145,8 @@ class TPULowering(Lowering):
     needs_windows = True
     multiplies_tables = True
     # On v6e, a step took 429 cycles with blocks of 128 x 128, 451 with 256 keys and 761 with blocks
-    # of 512. These are schedules of listed blocks, see `_LISTED` in `_tools/tpu_report/kernels.py`.
+    # of 512. These are schedules of listed blocks, see `_LISTED` in
+    # `tests/measure/tpu_report/kernels.py`.
     # To copy 128 keys and values of 128 numbers, and to read the copies, takes 210 cycles at the
     # speed of memory. But gradients of copies are scattered, in float32.
     least_listed: ClassVar[tuple[int, int]] = (64, 128)
@@ -163,8 +164,8 @@ class TPULowering(Lowering):
         # Each step of a kernel costs some 400 cycles in addition to its work, so blocks should be
         # large. One of 1024 x 1024 logits takes 4 MiB; the backward of bfloat16 and D = 128 then
         # takes 14 MiB. Blocks of float32, or of wider heads, take more, so they have sides of 512,
-        # which was chosen by trial. See `python -m eqattn tpu-report` for the cycles and the vector
-        # memory of each kernel, and `tpu-report --tune` for those of other blocks.
+        # which was chosen by trial. See `python tests/measure tpu-report` for the cycles and the
+        # vector memory of each kernel, and `tpu-report --tune` for those of other blocks.
         side = 1024 if request.dtype == jnp.bfloat16 and request.head_dim <= 256 else 512
         queries = max(1 if request.in_place else 8, side // request.group)
         if not request.in_place:

@@ -48,7 +48,7 @@ WINDOW = 256, 512
 The sizes 256 x 256, 256 x 512, 512 x 512 and 256 x 1024 were compared in a prototype. A full pair
 with D = 128 took 4460, 4218, 4483 and 4507 cycles on v6e. With the rows as the inner loop it took
 4434. Masked windows have half as many rows, as a mask takes registers, too: that brought 6105
-cycles to 5710. `backward` in `python -m eqattn tpu-report` measures it again.
+cycles to 5710. `backward` in `python tests/measure tpu-report` measures it again.
 """
 
 

@@ -1,7 +1,7 @@
 """What is known of the chips: the sizes and counts on which choices of the kernels rest.
 
 They were chosen without a TPU. Cycles and vector memory are those of the schedules that the
-compiler makes; `python -m eqattn tpu-report` computes them again after a change of a constant.
+compiler makes; `python tests/measure tpu-report` computes them again after a change of a constant.
 """
 
 from jax.experimental.pallas import tpu as pltpu

@@ -37,7 +37,7 @@ from ._program import Evaluation, POINTWISE, Program
 COLUMNS = 1024
 """The columns of logits that are computed at one time.
 
-The number was chosen by trial; `decode` in `python -m eqattn tpu-report` shows its effect.
+The number was chosen by trial; `decode` in `python tests/measure tpu-report` shows its effect.
 """
 
 

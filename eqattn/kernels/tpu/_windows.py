@@ -14,7 +14,7 @@ WINDOW = 512
 With windows, half as many registers spill. The useful cycles of full pairs went from 42.4 to 50.0%
 on v6e, and from 90.6 to 92.3% on v5e. This was measured with D = 128, and includes other steps of
 that change. Masked windows are half as wide, as a mask takes registers, too; that was chosen by
-trial. `forward` in `python -m eqattn tpu-report` measures both.
+trial. `forward` in `python tests/measure tpu-report` measures both.
 """
 
 

@@ -1,18 +1,17 @@
-"""`python -m eqattn gpu-report`: what it reads of machine code, and the kernel's budget."""
+"""`python tests/measure gpu-report`: what it reads of machine code, and the kernel's budget."""
 
 import importlib.util
 import json
 import pathlib
 
 import pytest
-
-from eqattn.__main__ import main
-from eqattn._tools import gpu_peers, gpu_report, sass
-from eqattn._tools.process import End
+from measure import cuda, gpu_peers, gpu_report, sass
+from measure.__main__ import main
+from measure.process import End
 
 
 BUDGET = pathlib.Path(__file__).parents[1] / "gpu_budget.json"
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "pages" / "gpu.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "pages" / "gpu.md"
 
 LISTING = """
 .L_x_0:
@@ -121,7 +120,7 @@ def test_kernels_of_a_call_are_told_apart(tmp_path):
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(gpu_report, "NEEDS", ("no-such-distribution",))
+    monkeypatch.setattr(cuda, "NEEDS", ("no-such-distribution",))
     with pytest.raises(SystemExit):
         main(["gpu-report"])
     assert "needs no-such-distribution: python -m pip install" in capsys.readouterr().err
@@ -156,19 +155,18 @@ def test_the_page_has_what_the_model_says():
         assert figures == ["" if x is None else str(x) for x in wanted], name
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax[cuda13]"
 )
 def test_budget():
-    """With another compiler, record anew: `python -m eqattn gpu-report --json` the budget file."""
+    """With another compiler, record anew, by `gpu-report --json` and `peers --json` into a new file."""
     budget = json.loads(BUDGET.read_text())
-    if budget["versions"] != gpu_report.versions():
+    if budget["versions"] != cuda.versions():
         pytest.skip(f"recorded with {budget['versions']}")
-    rows = [row for row in gpu_report.measure() if not isinstance(row, End)]
-    rows = [row for row in rows if "absent" not in row]
+    found = [*gpu_report.measure(), *gpu_peers.measure()]
+    rows = [row for row in found if not isinstance(row, End) and "absent" not in row]
     assert {row["kernel"] for row in rows} == set(budget["kernels"])
-    assert {*gpu_report.calls(), *gpu_peers.NAMES} <= set(budget["kernels"])
+    assert {*cuda.calls(), *gpu_peers.NAMES} <= set(budget["kernels"])
     worse = []
     for row in rows:
         assert "error" not in row, row

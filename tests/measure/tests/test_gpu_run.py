@@ -1,4 +1,4 @@
-"""`python -m eqattn gpu-run`, rehearsed where there is no GPU, and what its figures become."""
+"""`python tests/measure gpu-run`, rehearsed where there is no GPU, and what its figures become."""
 
 import concurrent.futures
 import io
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from measure.__main__ import main
+from measure.bench.cases import Row
+from measure.gpu_run import cases, child, cli, record
+from measure.process import End, results
 
-from eqattn.__main__ import main
-from eqattn._tools.bench.cases import Row
-from eqattn._tools.gpu_run import cases, child, cli, record
-from eqattn._tools.process import End, results
 
-
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 class Slow(io.StringIO):
@@ -41,7 +40,7 @@ def test_threads_say_whole_lines(monkeypatch):
 def test_a_step_is_measured(capsys):
     """Timed, judged by plain formulas, and said as rows."""
     case = cases.small(cases.choose(["decode, int8"])[0])
-    job = child.Job([], [case], ["cuDNN"], [], 3, True, time.time() + 600, "")
+    job = child.Job([], [case], ["cuDNN"], [], 3, True, time.time() + 600)
     child.measure(case, job)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     rows = {x["row"]["figure"]: x["row"] for x in lines if "row" in x}
@@ -54,7 +53,6 @@ def test_a_step_is_measured(capsys):
     assert begun == ended == [f"{case.name}: {x}" for x in ("eqattn", "cuDNN", "times")]
 
 
-@pytest.mark.slow
 def test_rehearsed(tmp_path, capsys):
     """The whole way, in a process of its own: the conformance matrix, a call with its gradients and
     a step of decoding, timed, judged and written.
@@ -106,7 +104,6 @@ def test_where_there_is_no_gpu(tmp_path, monkeypatch, capsys):
         (["--case", "square"], "there is no case ['square']"),
         (["--rehearse", "--record", str(DOCS)], "leave out --rehearse, --case and --peers"),
         (["--record", str(tmp_path)], "there is no"),
-        (["--tests", str(tmp_path)], "has no conformance matrix"),
     ):
         with pytest.raises(SystemExit):
             main(["gpu-run", *flags])
@@ -166,16 +163,17 @@ def name_of(case):
 
 def test_a_fault_is_the_failure_of_one_case(tmp_path, monkeypatch, capsys):
     """Of several processes with shares of the cases, another one goes on in place of one that ends."""
-    (tmp_path / "conformance").mkdir()
-    (tmp_path / "conformance" / "cases.py").write_text(CASES)
-    (tmp_path / "conformance" / "test_conformance.py").write_text(MATRIX)
-    code = "from eqattn._tools.gpu_run import child; child.device = lambda: dict(device='NVIDIA'); "
+    (tmp_path / "matrix").mkdir()
+    for name, text in (("__init__", ""), ("cases", CASES), ("test_conformance", MATRIX)):
+        (tmp_path / "matrix" / f"{name}.py").write_text(text)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from measure.gpu_run import child; "
+    code += "child.device = lambda: dict(device='NVIDIA'); "
     monkeypatch.setattr(cli, "_CHILD", ("-c", code + "child.main()"))
     monkeypatch.setattr(cli.os, "cpu_count", lambda: 2)
     begun = []
     monkeypatch.setattr(cli, "results", lambda *x: begun.append(x[1]) or results(*x))
     fields: Any = dict(cases=[], peers=[], rounds=1, rehearsed=False, until=time.time() + 600)
-    found = cli.Run([], fields | dict(tests=str(tmp_path)))
+    found = cli.Run([], fields)
     cli.conform(found, dict(os.environ))
     assert sorted((x["part"], x["parts"]) for x in begun) == [(0, 2), (0, 2), (1, 2), (1, 2)]
     kernels = {f"kernel {i}" for i in range(7)}
@@ -248,7 +246,8 @@ def test_the_page_says_whether_it_was_measured(tmp_path):
     assert first.startswith(record.first_words(machine))
     assert f'--8<-- "{record.TABLE}"' in page
     assert table == (record.NO_TABLE if machine is None else record.page(*record.FILE.read(data)))
-    (tmp_path / "pages").mkdir()
+    for folder in ("pages", "measurements"):
+        (tmp_path / folder).mkdir()
     (tmp_path / record.PAGE).write_text(f"# GPU\n\n{record.UNMEASURED} There are\n")
     rows = [Row("a", cases.FORWARD, {"eqattn": 500.0, "cuDNN": 600.0})]
     record.write(rows, {"device": "NVIDIA H200"}, tmp_path)

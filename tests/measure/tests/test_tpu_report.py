@@ -1,4 +1,4 @@
-"""`python -m eqattn tpu-report`: how schedules are read, and the budget of the kernels' own."""
+"""`python tests/measure tpu-report`: how schedules are read, and the budget of the kernels' own."""
 
 import dataclasses
 import importlib.util
@@ -6,18 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from measure.__main__ import main
+from measure.tpu_report import cli, report, rows, schedule, tune, whole
+from measure.tpu_report.chips import CHIPS
+from measure.tpu_report.kernels import choose, KERNELS
+from measure.tpu_report.rows import Row
+from measure.tpu_report.steps import Region, Step, Steps
 
-from eqattn.__main__ import main
 from eqattn._sweep.grid import COL, ROW
-from eqattn._tools.tpu_report import cli, report, rows, schedule, tune, whole
-from eqattn._tools.tpu_report.chips import CHIPS
-from eqattn._tools.tpu_report.kernels import choose, KERNELS
-from eqattn._tools.tpu_report.rows import Row
-from eqattn._tools.tpu_report.steps import Region, Step, Steps
 
 
 BUDGET = Path(__file__).parents[1] / "tpu_budget.json"
-AGAIN = f"python -m eqattn tpu-report --peers --json tests/{BUDGET.name}"
+AGAIN = f"python tests/measure tpu-report --peers --json tests/measure/{BUDGET.name}"
 
 
 def dump(folder, bundles, name="7-my_kernel.1"):
@@ -231,37 +231,21 @@ def test_the_budget_is_one():
     assert "1 ways back among its 3 overlays" in fetched
 
 
-def within_budget(chip: str, names: list[str]) -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_within_budget(chip):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu, which compiles for TPUs, is not installed")
     recorded, versions = rows.FILE.read(BUDGET)
     if versions != cli.versions():
         pytest.skip(f"recorded with {versions}, here are {cli.versions()}; {AGAIN}")
     before = {row.key: row for row in recorded}
+    names = [kernel.name for kernel in KERNELS]
     count = 0
     for now in cli.measure([(chip, names)]):
         assert isinstance(now, Row), now
         assert judged(before[now.key], now) == []
         count += 1
     assert count == len(names)
-
-
-@pytest.mark.parametrize(
-    "chip, names",
-    [
-        pytest.param("v5e", ["forward"], marks=pytest.mark.slow),
-        # It takes half a minute to compile. The default run has whole calls, see `test_tpu_calls.py`.
-        pytest.param("v6e", ["backward, queries"], marks=pytest.mark.slow),
-    ],
-)
-def test_within_budget(chip, names):
-    within_budget(chip, names)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-def test_all_within_budget(chip):
-    within_budget(chip, [kernel.name for kernel in KERNELS])
 
 
 def test_every_kernel_has_a_budget():

@@ -1,4 +1,4 @@
-"""`python -m eqattn gpu-report --chip`: what it reads of machine code, and the kernels' budget."""
+"""`python tests/measure triton-report`: what it reads of machine code, and the kernels' budget."""
 
 import importlib.util
 import json
@@ -7,15 +7,14 @@ import struct
 from typing import Any
 
 import pytest
-
-from eqattn.__main__ import main
-from eqattn._tools import gpu_report, triton_report
-from eqattn._tools.cubins import cubins
-from eqattn._tools.process import End
+from measure import cuda, triton_report
+from measure.__main__ import main
+from measure.cubins import cubins
+from measure.process import End
 
 
 BUDGET = pathlib.Path(__file__).parents[1] / "triton_budget.json"
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "pages" / "gpu.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "pages" / "gpu.md"
 
 
 def elf(size: int, filler: bytes) -> bytes:
@@ -96,16 +95,16 @@ def test_chips_and_calls_have_names(monkeypatch, capsys):
         (["--chip", "a100", "--kernel", "square"], "['square'] are not among"),
     ):
         with pytest.raises(SystemExit):
-            main(["gpu-report", *words])
+            main(["triton-report", *words])
         assert said in capsys.readouterr().err
-    for chip in triton_report.CHIPS:
-        assert "cuda_compute_capability" in triton_report.target(chip)
+    for chip in cuda.CHIPS:
+        assert "cuda_compute_capability" in cuda.target(chip)
     assert set(triton_report.DIFFERENTIATED) <= set(triton_report.calls())
 
 
 def test_the_page_has_what_is_recorded():
     kernels = json.loads(BUDGET.read_text())["kernels"]
-    for chip in triton_report.CHIPS:
+    for chip in cuda.CHIPS:
         assert {f"{chip}: {name}" for name in triton_report.calls()} <= set(kernels)
     lines = [x for x in PAGE.read_text().splitlines() if x.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -117,7 +116,6 @@ def test_the_page_has_what_is_recorded():
         assert figures == ["" if x is None else f"{x:,}" for x in recorded], name
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax[cuda13]"
 )
@@ -128,10 +126,10 @@ def test_no_cache_of_any_capacity_is_copied(cache):
     """8200 tokens have a padded last block, which XLA would make in each step if something read it."""
     import jax
 
-    mesh, place = gpu_report.placed(triton_report.target("a100"))
+    mesh, place = cuda.placed(cuda.target("a100"))
 
     def temporary(slots):
-        call, args = gpu_report.decoding(place, slots, platform="triton", **cache)
+        call, args = cuda.decoding(place, slots, platform="triton", **cache)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered: Any = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",))
             return lowered.compile().memory_analysis().temp_size_in_bytes
@@ -139,16 +137,15 @@ def test_no_cache_of_any_capacity_is_copied(cache):
     assert temporary(8200) <= 1.05 * temporary(8192)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax[cuda13]"
 )
 def test_budget():
-    """With another compiler, record anew, by `gpu-report --json` and `--chip` with all chips."""
+    """With another compiler, record anew, by `triton-report --json` into a new file."""
     budget = json.loads(BUDGET.read_text())
-    if budget["versions"] != gpu_report.versions(triton_report.NEEDS):
+    if budget["versions"] != cuda.versions(triton_report.NEEDS):
         pytest.skip(f"recorded with {budget['versions']}")
-    found = triton_report.measure(list(triton_report.CHIPS))
+    found = triton_report.measure(list(cuda.CHIPS))
     rows = [row for row in found if not isinstance(row, End)]
     assert {row["kernel"] for row in rows} == set(budget["kernels"])
     worse = []

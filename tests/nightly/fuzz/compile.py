@@ -259,7 +259,7 @@ def main() -> None:
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
     }
-    from eqattn._tools.tpu_report.chips import CHIPS
+    from measure.tpu_report.chips import CHIPS
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", choices=CHIPS, default="v6e")
@@ -287,4 +287,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(pathlib.Path(__file__).parents[2]))
     main()

@@ -1,8 +1,8 @@
 """Some calls of the fuzzer of the compiler of TPUs. `python tests/nightly/fuzz/compile.py` runs others."""
 
 import pytest
+from measure.tpu_report.chips import CHIPS
 
-from eqattn._tools.tpu_report.chips import CHIPS
 from fuzz.compile import failures
 
 

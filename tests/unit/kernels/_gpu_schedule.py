@@ -10,6 +10,7 @@ a host there are.
 import json
 import os
 import sys
+from pathlib import Path
 
 from _tpu_schedule import Case, lowered, report
 
@@ -20,8 +21,7 @@ FLAG = "xla_gpu_enable_latency_hiding_scheduler"
 def compiled(case: Case):
     """A case compiled for all GPUs of its topology, and how many are in its ring."""
     from jax.experimental import topologies
-
-    from eqattn._tools.triton_report import target
+    from measure.cuda import target
 
     chip, shape = case.topology.split(":")
     devices = topologies.get_topology_desc(
@@ -34,5 +34,6 @@ def compiled(case: Case):
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.path.append(str(Path(__file__).parents[2]))
     for case in sys.argv[1:]:
         print(json.dumps(report(*compiled(Case(**json.loads(case))))), flush=True)

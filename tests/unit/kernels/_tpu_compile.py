@@ -242,10 +242,10 @@ def compiled(chip: str, case: str):
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+    from measure.tpu_report.chips import CHIPS
 
     import eqattn
     from eqattn._problem.storage import as_stored
-    from eqattn._tools.tpu_report.chips import CHIPS
     from eqattn.cache import Joined, Pages, Quantized
 
     kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=None)
@@ -424,6 +424,7 @@ if __name__ == "__main__":
         "TPU_SKIP_MDS_QUERY": "1",
         "JAX_PLATFORMS": "cpu",
     }
+    sys.path.append(str(pathlib.Path(__file__).parents[2]))
     chip, *cases = sys.argv[1:]
     for case in cases or CASES:
         print(json.dumps({"chip": chip, "case": case, **report(chip, case)}), flush=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from _ring_moves import check, reported
 from _tpu_schedule import Case, Schedule
-
-from eqattn._tools.triton_report import CHIPS
+from measure.cuda import CHIPS
 
 
 SCRIPT = Path(__file__).parent / "_gpu_schedule.py"

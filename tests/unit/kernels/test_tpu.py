@@ -17,6 +17,7 @@ from _turns import recorded
 from matrix import oracle, oracle_masks as om
 from matrix.cases import covering, invalid
 from matrix.test_conformance import check
+from measure.tpu_report.chips import CHIPS
 
 from eqattn import (
     attention,
@@ -34,7 +35,6 @@ from eqattn import (
 )
 from eqattn._sweep.block_sizes import BlockRequest
 from eqattn._sweep.grid import ROW
-from eqattn._tools.tpu_report.chips import CHIPS
 from eqattn.kernels.tpu import _backward_step, _chip, TPULowering
 
 

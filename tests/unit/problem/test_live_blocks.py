@@ -19,7 +19,7 @@ from eqattn import (
     SlidingWindow,
 )
 from eqattn._sweep.grid import EMPTY
-from eqattn._tools.info import blocks_of
+from eqattn.info import blocks_of
 from eqattn.strategies import _fold
 
 

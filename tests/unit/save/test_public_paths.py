@@ -76,7 +76,7 @@ def modules():
     return [
         importlib.import_module(m.name)
         for m in pkgutil.walk_packages(eqattn.__path__, "eqattn.")
-        if not m.name.startswith(("eqattn.kernels", "eqattn._tools", "eqattn.__main__"))
+        if not m.name.startswith(("eqattn.kernels", "eqattn.__main__"))
     ]
 
 

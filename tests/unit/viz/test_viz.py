@@ -1,6 +1,5 @@
 """`eqattn.viz`: what is drawn is what was computed."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -27,9 +26,6 @@ from eqattn import (
     SlidingWindow,
     Zigzag,
 )
-from eqattn._tools.bench import report
-from eqattn._tools.bench.cases import Row, Target
-from eqattn._tools.tpu_report import rows as schedule_rows
 
 
 plt = pytest.importorskip("matplotlib.pyplot")
@@ -133,34 +129,6 @@ def test_weights():
     np.testing.assert_allclose(image(same), image(ax), rtol=2**-8)
 
 
-@pytest.fixture
-def recorded(tmp_path):
-    rows = []
-    for tokens in (512, 128, 2048):
-        case = f"cpu-f32-causal-{tokens}-fwd"
-        values = {"eqattn": tokens / 100, "jax.nn": tokens**2 / 1e4}
-        if tokens == 2048:
-            del values["jax.nn"]  # took too much
-        rows.append(Row(case, "time ms", values, {"eqattn": [1.0, 2.0]}, Target(3.0)))
-        rows.append(Row(case, "temp MiB", {"eqattn": tokens / 7}))
-        rows.append(Row(case.replace("causal", "causal-gqa"), "time ms", {"eqattn": 1.0}))
-    path = tmp_path / "bench.json"
-    report.FILE.write(rows, {"python": "3"}, path)
-    assert report.FILE.read(path) == (rows, {"python": "3"})
-    return path
-
-
-def test_scaling(recorded):
-    ax = viz.plot_scaling(recorded)
-    ours, theirs = ax.lines
-    np.testing.assert_array_equal(ours.get_xydata(), [(n, n / 100) for n in (128, 512, 2048)])
-    np.testing.assert_array_equal(theirs.get_xydata(), [(n, n**2 / 1e4) for n in (128, 512)])
-    assert legend(ax) == ["eqattn", "jax.nn"] and ax.get_ylabel() == "CPU time of a call (ms)"
-    assert ax.get_xscale() == ax.get_yscale() == "log" and ax.get_xlabel() == "length (tokens)"
-    memory = viz.plot_scaling(str(recorded), "temp MiB", ax=ax)
-    assert memory is ax and ax.get_ylabel() == "temporary memory (MiB)"
-
-
 def bars(ax):
     """The bars that compute, and those that wait, `[hops, devices]` each."""
     waits, works = ax.containers[::2], ax.containers[1::2]
@@ -203,34 +171,7 @@ def test_a_zigzag_ring_is_done_earlier():
     assert bars(second)[1].sum() < 0.01 * bars(first)[1].sum()
 
 
-@pytest.fixture
-def scheduled(tmp_path):
-    units = dict(matrix=0.6, vector=0.5, exponential=0.4, lanes=0.1, load=0.3, store=0.2)
-    row = schedule_rows.Row(
-        "forward", "v5e", "", (8, 8), 100, None, 0.55, None, None, units, 0, 0, 1
-    )
-    others = [
-        dataclasses.replace(row, chip="v6e", units={**units, "matrix": 0.7}, useful=0.45),
-        dataclasses.replace(row, kernel="paged", useful=None),
-    ]
-    path = tmp_path / "schedule.json"
-    schedule_rows.FILE.write([row, *others], {"libtpu": "0.0.1"}, path)
-    return path
-
-
-def test_schedule(scheduled):
-    ax = viz.plot_schedule(scheduled)
-    labels = [label.get_text() for label in ax.get_yticklabels()]
-    assert labels == ["forward, v5e", "forward, v6e"] and ax.get_title() == "libtpu 0.0.1"
-    widths = [[bar.get_width() for bar in bars] for bars in ax.containers]
-    assert widths[:2] == [[0.6, 0.7], [0.5, 0.5]] and len(widths) == 6
-    assert [tuple(line.get_xdata()) for line in ax.lines] == [(0.55, 0.55), (0.45, 0.45)]
-    assert {"matrix units", "loads", "stores", "useful products"} <= set(legend(ax))
-    one = viz.plot_schedule(str(scheduled), "p*", "v5*")
-    assert [t.get_text() for t in one.get_yticklabels()] == ["paged, v5e"] and not one.lines
-
-
-def test_draws_where_it_is_told(recorded, scheduled):
+def test_draws_where_it_is_told():
     figure, axes = plt.subplots(2, 4)
     weights = np.full((1, 2, 2), 0.5)
     calls = [
@@ -238,9 +179,7 @@ def test_draws_where_it_is_told(recorded, scheduled):
         lambda ax: viz.plot_blocks(Causal(), 256, ax=ax),
         lambda ax: viz.plot_heads(Causal(), 256, heads=2, ax=ax),
         lambda ax: viz.plot_weights(weights, ax=ax),
-        lambda ax: viz.plot_scaling(recorded, ax=ax),
         lambda ax: viz.plot_ring(ring_plan(64, 2), ax=ax),
-        lambda ax: viz.plot_schedule(scheduled, ax=ax),
     ]
     for call, ax in zip(calls, axes.flat):
         assert call(ax) is ax
@@ -252,40 +191,29 @@ def traced(plot):
 
 
 WRONG = {
-    "There is no mask": lambda _: viz.plot_mask(None, 4),
-    "plot_blocks": lambda _: viz.plot_mask(Causal(), 2**13),
-    "1 to .* pairs, not 0 x 4": lambda _: viz.plot_mask(Causal(), 0, 4),
-    "head=2 is outside of the mask's axes, which have 2": lambda _: viz.plot_blocks(
+    "There is no mask": lambda: viz.plot_mask(None, 4),
+    "plot_blocks": lambda: viz.plot_mask(Causal(), 2**13),
+    "1 to .* pairs, not 0 x 4": lambda: viz.plot_mask(Causal(), 0, 4),
+    "head=2 is outside of the mask's axes, which have 2": lambda: viz.plot_blocks(
         Causal(), 256, heads=2, head=2
     ),
-    "batch=-1": lambda _: viz.plot_mask(Causal(), 4, batch=-1),
-    "outside of jax.jit": lambda _: traced(viz.plot_blocks),
-    "draw it outside of jax.jit": lambda _: traced(viz.plot_mask),
-    "return_weights=True": lambda _: viz.plot_weights(AttentionOutput()),
-    r"\[\*b, heads, t, s\], got \[2, 2\]": lambda _: viz.plot_weights(np.ones((2, 2))),
-    "2 query_labels for 3": lambda _: viz.plot_weights(np.ones((1, 3, 3)), query_labels="ab"),
-    "no 'time s' of .*'temp MiB', 'time ms'": lambda p: viz.plot_scaling(p, "time s"),
-    r"'cpu-f32-causal-\*-fwd', 'cpu-f32-causal-gqa-\*-fwd'": lambda p: viz.plot_scaling(
-        p, case="x-*"
-    ),
-    "heads must be at least 1, got 0": lambda _: viz.plot_heads("causal", 4, heads=0),
-    "batch_shape must be at least 1, got 0": lambda _: viz.plot_heads(
+    "batch=-1": lambda: viz.plot_mask(Causal(), 4, batch=-1),
+    "outside of jax.jit": lambda: traced(viz.plot_blocks),
+    "draw it outside of jax.jit": lambda: traced(viz.plot_mask),
+    "return_weights=True": lambda: viz.plot_weights(AttentionOutput()),
+    r"\[\*b, heads, t, s\], got \[2, 2\]": lambda: viz.plot_weights(np.ones((2, 2))),
+    "2 query_labels for 3": lambda: viz.plot_weights(np.ones((1, 3, 3)), query_labels="ab"),
+    "heads must be at least 1, got 0": lambda: viz.plot_heads("causal", 4, heads=0),
+    "batch_shape must be at least 1, got 0": lambda: viz.plot_heads(
         "causal", 4, heads=2, batch_shape=(0,)
     ),
-    "not written by `python -m eqattn bench`": lambda p: viz.plot_scaling(__file__),
-    "not written by `python -m eqattn tpu-report`": lambda p: viz.plot_schedule(p),
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_errors(message, recorded):
+def test_errors(message):
     with pytest.raises(ValueError, match=message):
-        WRONG[message](recorded)
-
-
-def test_a_schedule_that_is_not_there(scheduled):
-    with pytest.raises(ValueError, match=r"no 'backward' on 'v6e'; .*'forward', 'paged'"):
-        viz.plot_schedule(scheduled, "backward", "v6e")
+        WRONG[message]()
 
 
 def python(program, **env):

@@ -1,1 +1,0 @@
-"""The commands of `python -m eqattn`: `info`, `bench` and `tpu-report`."""

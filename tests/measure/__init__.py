@@ -1,0 +1,1 @@
+"""The lab: programs that measure eqattn, and budgets that keep what was measured; see `README.md`."""
