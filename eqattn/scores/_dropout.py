@@ -25,6 +25,7 @@ such steps.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
 
+from .._jax import vary, varying_axes
 from .._misc import as_number, as_size, as_sizes
 
 
@@ -45,26 +47,47 @@ _GOLDEN = np.int32(0x9E3779B9 - 2**32)
 _FIRST, _SECOND = np.int32(0x7FEB352D), np.int32(0x846CA68B - 2**32)
 
 
-def _rotate(x: Array, n: int) -> Array:
-    """Rotates 32 bits to the left by `n`."""
-    return (x << np.uint32(n)) | (x >> np.uint32(32 - n))
+def _group(x: Array, y: Array, rotations: Any, first: Array, second: Array) -> tuple[Array, Array]:
+    """Four rounds of "add, rotate, exclusive or", and the key words that follow them."""
+    for n in rotations:
+        x = x + y
+        y = ((y << n) | (y >> (np.uint32(32) - n))) ^ x
+    return x + first, y + second
+
+
+def _unrolled(x: Array, y: Array, groups: list) -> tuple[Array, Array]:
+    for group in groups:
+        x, y = _group(x, y, *group)
+    return x, y
+
+
+def _rolled(x: Array, y: Array, groups: list) -> tuple[Array, Array]:
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *groups)
+    return lax.scan(lambda state, group: (_group(*state, *group), None), (x, y), stacked)[0]
 
 
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
     """Threefry-2x32-20 of uint32 words that broadcast against each other.
 
-    Twenty rounds of "add, rotate, exclusive or" are five groups of four. After each group, two of
-    three key words are added, shifted by one word from group to group, and the group's number.
+    Twenty rounds are five groups of four. After each group, two of three key words are added,
+    shifted by one word from group to group, and the group's number.
+
+    On a CPU the groups are a loop, as they are in `jax.random`. XLA:CPU fuses what is not a loop
+    into whatever reads it, so each pair of tokens would draw the words of its row again. And LLVM's
+    vectoriser takes a time that doubles with every round where rows are of several heads.
     """
-    words = (*key, key[0] ^ key[1] ^ _PARITY)
-    x, y = counter[0] + key[0], counter[1] + key[1]
-    for i in range(5):
-        for r in _ROTATIONS[i % 2]:
-            x = x + y
-            y = _rotate(y, r) ^ x
-        x = x + words[(i + 1) % 3]
-        y = y + words[(i + 2) % 3] + np.uint32(i + 1)
-    return x, y
+    axes = varying_axes(*key, *counter)
+    words = [vary(x, axes) for x in (*key, key[0] ^ key[1] ^ _PARITY)]
+    x, y = jnp.broadcast_arrays(*[vary(n, axes) + word for n, word in zip(counter, words)])
+    groups = [
+        (
+            jnp.asarray(_ROTATIONS[i % 2], jnp.uint32),
+            words[(i + 1) % 3],
+            words[(i + 2) % 3] + np.uint32(i + 1),
+        )
+        for i in range(5)
+    ]
+    return lax.platform_dependent(x, y, groups, cpu=_rolled, default=_unrolled)
 
 
 def seed_of(key: PRNGKeyArray) -> UInt32[Array, " 2"]:
