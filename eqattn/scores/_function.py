@@ -3,13 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._closure import function_of
-from .._misc import Static
+from .._closure import function_of, held
 from .._pairs import as_operands, Operand, scalar_result
 from ._base import AbstractScore
 
@@ -51,10 +48,7 @@ class ScoreFn(AbstractScore):
         fn: Callable[[Any, Any, Any, Any, Any], Any] | Callable[..., Any],
         arrays: Sequence[Operand] = (),
     ):
-        if not callable(fn):
-            raise TypeError(f"fn must be callable, got {fn!r}.")
-        tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
-        self._fn = fn if tree else Static(fn)
+        self._fn = held(fn)
         self.arrays = as_operands(arrays)
 
     @property

@@ -6,7 +6,7 @@ import weakref
 
 import jax.numpy as jnp
 
-from eqattn._closure import function_of, opened
+from eqattn._closure import closure_of, function_of
 from eqattn._misc import Static
 from eqattn._problem.jit_cache import cached
 
@@ -21,7 +21,7 @@ def test_what_a_trace_captured_is_freed_with_the_function():
     held = types.SimpleNamespace(array=jnp.arange(3.0))
     fn = lambda x: x + held.array
     call = cached(lambda f, x: function_of(f)(x))
-    assert call(opened(Static(fn)), jnp.ones(3)).sum() == 6
+    assert call(closure_of(fn), jnp.ones(3)).sum() == 6
     array = weakref.ref(held.array)
     del fn, held
     gc.collect()
