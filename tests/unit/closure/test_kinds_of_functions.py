@@ -182,6 +182,7 @@ def by_inner_object(body):
 
 def by_nnx(body):
     nnx = pytest.importorskip("flax.nnx", reason="the kind is a module of flax")
+    errors = pytest.importorskip("flax.errors")
 
     class Layer(nnx.Module):
         def __init__(self):
@@ -193,19 +194,15 @@ def by_nnx(body):
     layer = Layer()
 
     def use(array, attend):
-        # nnx refuses to change in a transformation what was made outside of it.
-        graph, _ = nnx.split(layer)
-        variable = nnx.Variable(array)
-        here = nnx.merge(graph, nnx.State({"array": variable})) if is_traced(array) else layer
-        if here is layer:
+        here = layer
+        try:
             layer.array.set_value(array)
+        except errors.TraceContextError:
+            # Inside a transformation, nnx lets nothing change that was made outside of it.
+            here = nnx.merge(nnx.split(layer)[0], nnx.State({"array": nnx.Variable(array)}))
         return attend(here.method)
 
     return use
-
-
-def is_traced(x):
-    return isinstance(x, jax.core.Tracer)
 
 
 def by_linen(body):
