@@ -2,6 +2,8 @@
 
 from .closure import (
     Closure as Closure,
+    closure_of as closure_of,
     function_of as function_of,
-    opened as opened,
+    held as held,
 )
+from .trace import traced as traced

@@ -7,8 +7,9 @@ no new trace. Everything else that the function reads is its key. A loss, for ex
 function again at each call. A cache takes it for the same function while its code and key are the
 same.
 
-A value that is neither an array nor immutable, such as a list, cannot be compared from one call to
-the next. Then the key is the function itself, through a weak reference.
+A value that is neither an array nor immutable, such as an ordinary object or a list without arrays,
+cannot be compared from one call to the next: nothing tells when it changes. A function that reads
+one is never remembered. Each call traces it anew, and `trace.py` has what the trace finds.
 
 For example, `lambda b, h, q, k: k < lengths[b] + 1`, with a JAX array `lengths` around it, has the
 leaf `lengths`. Its key consists of the code, with the constant 1, and of a note that its one cell
@@ -60,7 +61,7 @@ class _Part:
     - `arrays`: the arrays, in the order in which `again` takes them.
     - `owners`: the objects in the key that are compared by identity.
     - `known`: whether key and arrays determine the value. If not, the value may change without the
-        key.
+        key, and nothing else here is used.
     """
 
     key: Hashable
@@ -70,12 +71,27 @@ class _Part:
     known: bool = True
 
 
-class Recipe:
-    """The static half of a `Closure`: how a function is made from its arrays, hashed by its key."""
+_UNKNOWN = _Part("unknown", lambda _: None, known=False)
 
-    def __init__(self, part: _Part):
-        self.key, self.again, self.owners = part.key, part.again, part.owners
-        self._hash = hash(part.key)
+
+class Recipe:
+    """The static half of a `Closure`: how a function is made from its arrays, hashed by its key.
+
+    **Arguments:**
+
+    - `key`, `again`, `owners`: as for `_Part`. None for a key means that nothing else is equal, so
+        that no cache may hold what was traced with it.
+    """
+
+    def __init__(
+        self,
+        key: Hashable,
+        again: Callable[[Iterator], Callable],
+        owners: tuple[_Same, ...] = (),
+    ):
+        self.remembered = key is not None
+        self.key, self.again, self.owners = key if self.remembered else object(), again, owners
+        self._hash = hash(self.key)
 
     def __hash__(self):
         return self._hash
@@ -95,19 +111,35 @@ class Closure(eqx.Module):
         return self.recipe.again(iter(self.arrays))
 
 
-def opened(tree: Any) -> Any:
-    """A mask or scores in which users' functions are `Closure`s instead of static values."""
+def closure_of(fn: Callable) -> Closure | None:
+    """A function as what it closes over; None if that may change unseen."""
+    try:
+        part = _take(_method_of(fn), ())
+    except TypeError:  # some callables have no weak references, and some keys no hash
+        return None
+    return Closure(part.arrays, Recipe(part.key, part.again, part.owners)) if part.known else None
 
-    def one(x):
-        if not isinstance(x, Static) or not callable(x.value):
-            return x
-        try:
-            part = _owned(_take(x.value, weakref.ref(x.value), ()), x.value)
-        except TypeError:  # some callables have no weak references
-            return x
-        return Closure(part.arrays, Recipe(part))
 
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Static))
+def _method_of(fn: Callable) -> Callable:
+    """What Python runs when it calls an object: the method of its class, bound to it."""
+    if isinstance(fn, (types.FunctionType, types.MethodType, ft.partial, *_NAMED)):
+        return fn
+    if _is_jax(fn):
+        return fn
+    bound = isinstance(fn, eqx.Module) and hasattr(fn, "__func__")  # Equinox binds its own way
+    owner, function = (fn.__self__, fn.__func__) if bound else (fn, type(fn).__call__)
+    return types.MethodType(function, owner) if isinstance(function, types.FunctionType) else fn
+
+
+def held(fn: Any) -> Any:
+    """A function as the value of a field. A PyTree stays one, and all others are static values. An
+    object is represented by the method that is called, since a method is hashed by identity.
+
+    **Raises:** `TypeError` if it is not callable.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, got {fn!r}.")
+    return Static(_method_of(fn)) if jax.tree_util.all_leaves((fn,)) else fn
 
 
 def function_of(x: Any) -> Any:
@@ -136,7 +168,6 @@ _SPACES = (type, types.ModuleType)
 _NAMED = (*_SPACES, types.BuiltinFunctionType, np.ufunc)
 # What the functions and the slots of a class that is written in C are in its dictionary.
 _DESCRIPTORS = (
-    property,
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
     types.MethodDescriptorType,
@@ -145,13 +176,17 @@ _DESCRIPTORS = (
 )
 
 
-def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
+def _is_jax(x: Any) -> bool:
+    """Whether it is a callable that `jax.jit`, `jax.custom_jvp` and the like made."""
+    return callable(x) and type(x).__module__.split(".")[0] in JAX
+
+
+def _take(x: Any, within: tuple[int, ...] = ()) -> _Part:
     """Splits a value that a function reads into a key and arrays.
 
     **Arguments:**
 
     - `x`: the value.
-    - `fetch`: a function that reads the value again from where it lies, and does not keep it alive.
     - `within`: the ids of the functions that hold the value. If one of these contains itself, as a
         recursive function does, it is not split again.
     """
@@ -170,28 +205,23 @@ def _take(x: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
     if isinstance(x, types.MethodType):
         return _take_method(x, within)
     if isinstance(x, ft.partial):
-        return _take_partial(x, fetch, within)
-    unknown = _Part("unknown", lambda _: fetch(), known=False)
+        return _take_partial(x, within)
     try:
-        if isinstance(x, _NAMED) or (callable(x) and type(x).__module__.split(".")[0] in JAX):
+        if isinstance(x, _NAMED) or _is_jax(x):
             same = _Same(x)
             return _Part(same, lambda _: same(), owners=(same,))
         leaves, treedef = jax.tree.flatten(x)
         hash(treedef)
     except TypeError:
-        return unknown
+        return _UNKNOWN
     if jax.tree_util.treedef_is_leaf(treedef):
-        return unknown
-    parts = _take_each(leaves, lambda: jax.tree.leaves(fetch()), within)
+        return _UNKNOWN
+    parts = [_take(leaf, within) for leaf in leaves]
     whole = _joined(treedef, parts, lambda *xs: jax.tree.unflatten(treedef, xs))
     if whole.arrays or isinstance(x, tuple | eqx.Module):
         return whole
     # A list without arrays may change, and a copy would not be the object that others hold.
-    return unknown
-
-
-def _take_each(xs: Any, fetch: Callable[[], Any], within: tuple[int, ...]) -> list[_Part]:
-    return [_take(x, lambda i=i: fetch()[i], within) for i, x in enumerate(xs)]
+    return _UNKNOWN
 
 
 def _joined(kind: Hashable, parts: list[_Part], join: Callable) -> _Part:
@@ -206,39 +236,30 @@ def _joined(kind: Hashable, parts: list[_Part], join: Callable) -> _Part:
     )
 
 
-def _owned(part: _Part, owner: Any) -> _Part:
-    """A part whose key also names its owner, if the key alone did not determine the value.
-
-    The owner, compared by identity through a weak reference, then represents all that is not known.
-    """
-    if part.known:
-        return part
-    same = _Same(owner)
-    return dataclasses.replace(part, key=(same, part.key), owners=(same, *part.owners), known=True)
-
-
 def _take_method(method: types.MethodType, within: tuple[int, ...]) -> _Part:
-    # A method is its function and the object that it is bound to.
-    ref, fn = weakref.ref(method.__self__), method.__func__
+    # A method is its function and the object that it is bound to, which has its class.
+    owner, fn = method.__self__, method.__func__
+    bound = _take(owner, within)
+    if not bound.known or not isinstance(fn, types.FunctionType):
+        return _UNKNOWN
     function = _take_function(fn, (*within, id(fn)))
-    bound = _owned(_take(method.__self__, ref, within), method.__self__)
     whole = _joined(types.MethodType, [function, bound], types.MethodType)
-    return _with_read(whole, _take_read(names_in(fn.__code__), _spaces([method.__self__])))
+    return _with_read(whole, _take_read(names_in(fn.__code__), _spaces([owner])))
 
 
-def _take_partial(x: ft.partial, fetch: Callable[[], Any], within: tuple[int, ...]) -> _Part:
+def _take_partial(x: ft.partial, within: tuple[int, ...]) -> _Part:
     # The names of keyword arguments are in the key; their values follow the positional ones.
-    each = lambda x: [x.func, *x.args, *x.keywords.values()]
+    each = [x.func, *x.args, *x.keywords.values()]
     n, names = 1 + len(x.args), tuple(x.keywords)
     whole = _joined(
         (ft.partial, names),
-        _take_each(each(x), lambda: each(fetch()), within),
+        [_take(y, within) for y in each],
         lambda *xs: ft.partial(*xs[:n], **dict(zip(names, xs[n:]))),
     )
     code = getattr(x.func, "__code__", None)
     if code is None:
         return whole
-    return _with_read(whole, _take_read(names_in(code), _spaces(each(x)[1:])))
+    return _with_read(whole, _take_read(names_in(code), _spaces(each[1:])))
 
 
 def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
@@ -248,23 +269,20 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
     `o`), and globals. Those are put back into a copy of the function, if there are arrays among
     them; otherwise the function itself is used. Globals without arrays only add to the key.
     """
-    ref, code, same = weakref.ref(fn), fn.__code__, _Same(fn)
+    ref, code = weakref.ref(fn), fn.__code__
     names, shared = tuple(fn.__kwdefaults__ or ()), _globals_with_arrays(fn, within)
     n = len(fn.__closure__ or ())
     m = n + len(fn.__defaults__ or ())
     o = m + len(names)
 
-    def outside() -> list:
-        fn: Any = ref()
-        held = [cell.cell_contents for cell in fn.__closure__ or ()]
-        return [*held, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-
+    if writes_outside(code):
+        return _UNKNOWN
     try:
-        parts = [*_take_each(outside(), outside, within), *shared.values()]
+        cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     except ValueError:  # a cell is empty until its variable is first assigned
-        parts = None
-    if parts is None or writes_outside(code):
-        return _Part(same, lambda _: same(), owners=(same,))
+        return _UNKNOWN
+    outside = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    parts = [*[_take(x, within) for x in outside], *shared.values()]
     same_arrays = not any(p.arrays for p in parts)
 
     def join(*xs):
@@ -280,7 +298,7 @@ def _take_function(fn: types.FunctionType, within: tuple[int, ...]) -> _Part:
         return new
 
     whole = _joined((code, names, tuple(shared), n, m), parts, join)
-    return _owned(_with_read(whole, _take_globals(fn, outside(), tuple(shared))), fn)
+    return _with_read(whole, _take_globals(fn, outside, tuple(shared)))
 
 
 def _globals_with_arrays(fn: types.FunctionType, within: tuple[int, ...]) -> dict[str, _Part]:
@@ -288,7 +306,7 @@ def _globals_with_arrays(fn: types.FunctionType, within: tuple[int, ...]) -> dic
     something in them may change unseen. Functions of installed packages are not followed, nor
     others beyond a depth that bounds the time.
     """
-    ref, space, found = weakref.ref(fn), fn.__globals__, {}
+    space, found = fn.__globals__, {}
     for name in globals_of(fn.__code__):
         x = space.get(name)
         if isinstance(x, types.FunctionType):
@@ -296,7 +314,7 @@ def _globals_with_arrays(fn: types.FunctionType, within: tuple[int, ...]) -> dic
                 continue
         elif callable(x) and not isinstance(x, eqx.Module | ft.partial):
             continue
-        part = _take(x, lambda name=name: ref().__globals__[name], within)  # pyright: ignore
+        part = _take(x, within)
         if part.known and part.arrays:
             found[name] = part
     return found
@@ -305,7 +323,7 @@ def _globals_with_arrays(fn: types.FunctionType, within: tuple[int, ...]) -> dic
 def _with_read(whole: _Part, read: _Part | None) -> _Part:
     """A part whose key also has what its code reads elsewhere; None if that may change unseen."""
     if read is None:
-        return dataclasses.replace(whole, known=False)
+        return _UNKNOWN
     owners = (*whole.owners, *read.owners)
     return dataclasses.replace(whole, key=(whole.key, read.key), owners=owners)
 
@@ -326,8 +344,11 @@ def _take_globals(
 
 
 def _spaces(xs: Iterable[Any]) -> list[tuple[str, Any]]:
-    """The modules and classes among some values, which have no names."""
-    return [("", x) for x in xs if isinstance(x, _SPACES)]
+    """The modules and classes among some values, and the classes of which others are. They have no
+    names here.
+    """
+    spaces = [x if isinstance(x, _SPACES) else type(x) for x in xs]
+    return [("", x) for x in spaces if not (isinstance(x, type) and is_installed(x.__module__))]
 
 
 def _take_read(
@@ -352,6 +373,7 @@ def _take_read(
     while left:
         name, x = left.pop()
         x = x.__func__ if isinstance(x, staticmethod | classmethod) else x
+        x = x.fget if isinstance(x, property) else x
         if isinstance(x, _DESCRIPTORS):
             continue
         read.append((name, len(parts)))
@@ -365,12 +387,20 @@ def _take_read(
                 parts.append(inner)
             parts.append(_Part(_Same(x), lambda _: None, owners=(_Same(x),)))
             continue
-        part = _take(x, lambda: None, ())
+        part = _take(x)
         if not part.known or part.arrays:
             return None
         parts.append(part)
         if first and isinstance(x, _SPACES) and not isinstance(x, enum.EnumMeta):
             spaces = [vars(y) for y in (x.__mro__ if isinstance(x, type) else (x,))]
-            holders = [(name, next((y for y in spaces if name in y), None)) for name in names]
-            left += [(name, holder[name]) for name, holder in holders if holder is not None]
+            for name in (*names, "__call__"):
+                holder = next((y for y in spaces if name in y), None)
+                if holder is not None:
+                    left.append((name, _plain(holder[name], x)))
     return _joined(("globals", *read), parts, lambda *_: None)
+
+
+def _plain(x: Any, space: Any) -> Any:
+    """What a class or a module has under a name, without what Equinox wraps methods in."""
+    wrapped = isinstance(space, type) and issubclass(space, eqx.Module) and not callable(x)
+    return x.__get__(None, space) if wrapped and hasattr(x, "__get__") else x

@@ -12,6 +12,8 @@ leads to one child per object that it is compared by:
         g: jit           calls with two, compared by f and by g
 
 An edge is an entry of a `WeakKeyDictionary`, so a subtree and its traces are dropped with its key.
+A call with a function that no key tells from a later one has a root of its own, which is dropped
+after it.
 """
 
 import functools as ft
@@ -56,10 +58,11 @@ def cached(fn: Callable) -> Callable:
 
     @ft.wraps(fn)
     def call(*trees, **static):
-        node = root
-        for x in jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, Closure)):
-            for owner in x.recipe.owners if isinstance(x, Closure) else ():
-                node = node.of(owner())
+        leaves = jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, Closure))
+        recipes = [x.recipe for x in leaves if isinstance(x, Closure)]
+        node = root if all(x.remembered for x in recipes) else _Jits(make)
+        for owner in [owner for x in recipes for owner in x.owners]:
+            node = node.of(owner())
         leaves, treedef = jax.tree.flatten(trees)
         arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
         others = tuple(  # Types are compared, too, as 1 == True == 1.0.

@@ -3,11 +3,8 @@
 from collections.abc import Callable
 from typing import Any, ClassVar, TYPE_CHECKING
 
-import equinox as eqx
-import jax
-
-from .._closure import function_of
-from .._misc import as_array, Static
+from .._closure import function_of, held
+from .._misc import as_array
 from .._pairs import as_operands, Operand, scalar_result
 from ._base import AbstractMask
 
@@ -43,10 +40,7 @@ class MaskFn(AbstractMask):
     def __init__(
         self, fn: _PairFn, row_operands: Any = (), col_operands: Any = (), arrays: Any = ()
     ):
-        if not callable(fn):
-            raise TypeError(f"fn must be callable, got {fn!r}.")
-        tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
-        self._fn = fn if tree else Static(fn)
+        self._fn = held(fn)
         for name, given in (("row_operands", row_operands), ("col_operands", col_operands)):
             if not isinstance(given, tuple | list):
                 raise TypeError(f"{name} must be a tuple of arrays, got {type(given).__name__}.")

@@ -3,13 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._closure import function_of
-from .._misc import Static
+from .._closure import function_of, held
 from .._pairs import as_operands, Operand, scalar_result
 from ._base import AbstractScore
 
@@ -31,13 +28,16 @@ class ScoreFn(AbstractScore):
         is defined again each time.
     - NumPy arrays, Python numbers and strings are constants. Other constants make JAX trace and
         compile again.
-    - Everything else that may change unseen is read when `fn` is first traced, as by `jax.jit`.
-        This means JAX arrays that are attributes of modules, classes and objects that are no
-        PyTrees. It also means the contents of lists and dicts without arrays. A function that reads
-        such is traced again only when it is another function. So pass what changes as an array.
+    - All else may change unseen, such as attributes of an ordinary object, a dataclass, a module
+        of Flax or an imported module. A function that reads such runs once in each eager call, and
+        the arrays that it reads become arguments, too. Nothing is compiled again for new arrays,
+        unless the function has branches, loops or derivatives of its own, as `jax.nn.relu` has.
 
-    To your own `jax.jit`, `fn` is static, and a rebuilt lambda is another score. A callable
-    `eqx.Module` or `jax.tree_util.Partial` is a PyTree node instead.
+    So `fn` may be a function, a `functools.partial`, a bound method, or any callable object, also
+    one that is kept while its arrays change.
+
+    To your own `jax.jit`, `fn` is static, and a rebuilt lambda is another score. A callable that is
+    a PyTree, such as an `eqx.Module`, a NamedTuple or a `jax.tree_util.Partial`, stays one instead.
     """
 
     _fn: Any
@@ -51,10 +51,7 @@ class ScoreFn(AbstractScore):
         fn: Callable[[Any, Any, Any, Any, Any], Any] | Callable[..., Any],
         arrays: Sequence[Operand] = (),
     ):
-        if not callable(fn):
-            raise TypeError(f"fn must be callable, got {fn!r}.")
-        tree = isinstance(fn, eqx.Module | jax.tree_util.Partial)
-        self._fn = fn if tree else Static(fn)
+        self._fn = held(fn)
         self.arrays = as_operands(arrays)
 
     @property

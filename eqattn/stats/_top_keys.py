@@ -8,11 +8,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._calls.attention import check_strategy
-from .._closure import opened
 from .._config.partition import batch_and_heads
 from .._jax import explicit_axes, sharding_of, without_explicit_axes
 from .._misc import as_array, as_size
 from .._problem.arguments import as_mask, as_scores, check_shapes, MaskLike, ScoreLike
+from .._problem.functions import opened
 from .._problem.mesh import on_mesh_of
 from .._problem.problem import Problem
 from .._problem.storage import AbstractStored
@@ -111,9 +111,9 @@ def top_keys(
     check_shapes(query, key, key)
     n = _checked_count(n, key.shape, shards)
     options = dict(
-        mask=_ranked_under(mask),
+        mask=_ranked_under(mask, query.dtype),
         bias=bias,
-        score=opened(as_scores(score)),
+        score=opened(as_scores(score), query.dtype),
         q_offset=q_offset,
         q_positions=q_positions,
         kv_positions=kv_positions,
@@ -171,9 +171,9 @@ def _checked_count(n: Any, shape: tuple[int, ...], shards: int) -> int:
     return n
 
 
-def _ranked_under(mask: MaskLike) -> AbstractMask | None:
+def _ranked_under(mask: MaskLike, dtype: Any) -> AbstractMask | None:
     """The mask of a call, if keys can be ranked under it."""
-    seen = opened(as_mask(mask))
+    seen = opened(as_mask(mask), dtype)
     for term in leaf_terms(seen):
         if term.selects:
             raise ValueError(

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
-from .._closure import opened
 from .._config.partition import batch_and_heads
 from .._config.platform import Backend, Platform
 from .._jax import explicit_axes
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
 from .._problem import arguments
+from .._problem.functions import opened
 from .._problem.mesh import lists_own_keys, ManualAxes, on_mesh_of, with_kernel
 from .._problem.problem import Problem
 from .._problem.storage import AbstractStored, check_computable
@@ -316,7 +316,8 @@ class AbstractFoldStrategy(AttentionImpl):
         if return_weights and not self.forms_weights:
             raise ValueError(self._without_weights())
         bias = arguments.choose_bias(mask, bias, init_bias)
-        mask, score = opened(arguments.as_mask(mask)), opened(arguments.as_scores(score))
+        q, mask, score = as_array(q, "query"), arguments.as_mask(mask), arguments.as_scores(score)
+        mask, score = opened(mask, q.dtype), opened(score, q.dtype)
         if as_flag(causal, "causal"):
             mask = Causal() if mask is None else Causal() & mask
         options = dict(
@@ -331,7 +332,7 @@ class AbstractFoldStrategy(AttentionImpl):
         self._check_features(flags | options | dict(dropout=dropout_rng is not None))
 
         arguments.check_precision(self.precision)
-        q = on_mesh_of(jnp.asarray(as_array(q, "query")), (self, k, v, options))
+        q = on_mesh_of(jnp.asarray(q), (self, k, v, options))
         if self.reads_stored:
             from .._problem.joined import read_once
 
