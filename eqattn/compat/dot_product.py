@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,6 +22,7 @@ from ..strategies import Blockwise
 
 
 _Reach = int | Int[Array, ""]
+_Window = _Reach | tuple[_Reach, _Reach] | Int[Array | np.ndarray, "2"]
 _PLATFORMS = {None: Platform.AUTO, "xla": Platform.XLA}
 
 
@@ -36,7 +38,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, " b"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
-    local_window_size: _Reach | tuple[_Reach, _Reach] | None = None,
+    local_window_size: _Window | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[False] = ...,
 ) -> Float[Array, "*q t n h"]: ...
@@ -54,7 +56,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, " b"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
-    local_window_size: _Reach | tuple[_Reach, _Reach] | None = None,
+    local_window_size: _Window | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[True],
 ) -> tuple[Float[Array, "*q t n h"], Float[Array, "*q t n"]]: ...
@@ -95,8 +97,8 @@ def dot_product_attention(
     - `is_causal`: whether a query sees only the keys up to its own position (top-left aligned).
     - `query_seq_lengths`, `key_value_seq_lengths`: how many queries and keys there are, int32
         `[b]`. Those from there on are padding, and the output of a padding query is 0.
-    - `local_window_size`: `(left, right)`, how far a query sees to either side, both inclusive, or
-        an int for both. They may be traced.
+    - `local_window_size`: `(left, right)`, how far a query sees to either side, both inclusive, as
+        two ints or an int array `[2]`; or an int for both. They may be traced.
     - `implementation`: `"xla"` for plain XLA code, or None for the best code that there is for the
         device. `"cudnn"` is the platform of [`eqattn.attention`][]; here it is not offered.
     - `return_residual`: whether to return the logsumexp of the logits too.
@@ -185,9 +187,10 @@ def _lengths(lengths: ArrayLike, batch: int, name: str) -> Array:
 
 def _window(size: Any) -> AbstractMask:
     single = isinstance(size, int) or getattr(size, "shape", None) == ()
-    sizes: Any = (size, size) if single else size
-    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+    pair = isinstance(size, tuple | list) and len(size) == 2 or getattr(size, "shape", None) == (2,)
+    if not single and not pair:
         raise ValueError(f"local_window_size must be an int or (left, right), got {size!r}.")
+    sizes: Any = (size, size) if single else size
     # As int32, the size of a traced window cannot wrap around when it is negated.
     checked = lambda x: (as_int if isinstance(x, jax.Array) else as_size)(x, "local_window_size")
     left, right = map(checked, sizes)
