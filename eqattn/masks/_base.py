@@ -131,6 +131,11 @@ class AbstractMask(eqx.Module):
 
         return expression(self)
 
+    def __pdoc__(self, **how: Any) -> Any:
+        import wadler_lindig  # calls this, when it prints what holds the mask
+
+        return wadler_lindig.TextDoc(repr(self))
+
     def __str__(self) -> str:
         from ._repr import drawing
 
