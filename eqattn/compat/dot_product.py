@@ -118,7 +118,7 @@ def dot_product_attention(
     query = jnp.asarray(as_array(query, "query"))
     shape = query.shape
     q, k, v = _rank_4(query, "query"), _rank_4(key, "key"), _rank_4(value, "value")
-    _check(q, k, v)
+    _check(q, k, v, [np.shape(x) for x in (query, key, value)])
     batch = k.shape[0]
     terms: list[AbstractMask] = [Causal()] if is_causal else []
     if local_window_size is not None:
@@ -134,6 +134,8 @@ def dot_product_attention(
                 f"mask must be boolean, got {visible.dtype}; pass an additive mask as `bias`."
             )
         terms.append(Dense(visible))
+    for name, x in (("mask", mask), ("bias", bias)):
+        _check_pairs(name, np.shape(x), (batch, q.shape[2], q.shape[1], k.shape[1]))
     added = None if bias is None else _rank_4(bias, "bias").astype(accumulation_dtype(q.dtype))
     metadata = AttentionMetadata(platform=_platform(implementation), softmax_scale=_scale(scale))
     out = attention(
@@ -159,10 +161,23 @@ def _rank_4(x: ArrayLike, name: str) -> Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _check(q: Array, k: Array, v: Array) -> None:
-    """Checks what `jax.nn` asks for and `attention` does not."""
+def _check_pairs(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
+    """**Raises:** `ValueError`, with the shape that was given, unless it broadcasts to `full`."""
+    padded = (1,) * (len(full) - len(shape)) + tuple(shape)
+    if any(n not in (1, m) for n, m in zip(padded, full)):
+        raise ValueError(
+            f"{name} of shape {tuple(shape)} does not broadcast to [batch, heads, queries, keys] = "
+            f"{full}; each axis must be 1 or the full size, and leading ones may be missing."
+        )
+
+
+def _check(q: Array, k: Array, v: Array, given: list[tuple[int, ...]]) -> None:
+    """Checks what `jax.nn` asks for and `attention` does not. Errors name the shapes `given`."""
     check_floating(query=q)
-    shapes = f"query {q.shape} {q.dtype}, key {k.shape} {k.dtype}, value {v.shape} {v.dtype}"
+    shapes = ", ".join(
+        f"{name} {shape} {x.dtype}"
+        for name, shape, x in zip(("query", "key", "value"), given, (q, k, v))
+    )
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(
             f"value must have the shape and dtype of key, got {shapes}; eqattn.attention takes "

@@ -210,7 +210,9 @@ class AttentionImpl(eqx.Module):
                 "yet: use platform='xla' or 'auto'."
             )
             if self.pallas_lowerings:
-                reason += f" There is one for backend {' and '.join(self.pallas_lowerings)}."
+                *others, last = self.pallas_lowerings
+                there = f"{', '.join(others)} and {last}" if others else last
+                reason += f" Its Pallas kernels are for {there}."
             return "", reason
         return method_on(device), ""
 

@@ -1,6 +1,7 @@
 """Arguments of `dot_product_attention` that `jax.nn` takes, and errors that name what was given."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -40,3 +41,20 @@ def test_other_windows_raise(size):
         dot_product_attention(Q, Q, Q, local_window_size=size)
     with pytest.raises(TypeError, match="local_window_size"):
         dot_product_attention(Q, Q, Q, local_window_size=jnp.array([3.0, 1.0]))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_shapes_in_errors_are_those_that_were_given(name):
+    made = jnp.ones if name == "bias" else lambda shape: jnp.ones(shape, bool)
+    for shape in ((9, 8), (3, 9, 9), (8,)):
+        text = rf"{name} of shape {re.escape(str(shape))} does not.*\(1, 2, 9, 9\).*may be missing"
+        with pytest.raises(ValueError, match=text):
+            dot_product_attention(Q, Q, Q, **{name: made(shape)})
+    for shape in ((9, 9), (2, 1, 9), (9,), ()):
+        dot_product_attention(Q[0], Q[0], Q[0], **{name: made(shape)})
+
+
+def test_shapes_of_one_sequence():
+    narrow = Q[0].astype(jnp.float16)
+    with pytest.raises(ValueError, match=r"query \(9, 2, 4\) float32, key \(9, 2, 4\) float16"):
+        dot_product_attention(Q[0], narrow, narrow)
