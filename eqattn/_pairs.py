@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._jax import primitives
+from ._jax import Literal, primitives
 from ._misc import as_array
 
 
@@ -156,6 +156,15 @@ def over_block(fn: Callable, args: Sequence[Array]) -> Array:
             fn = jax.vmap(fn, in_axes)
     squeezed = [a.reshape(tuple(n for n in a.shape[:2] if n != 1) + a.shape[2:]) for a in args]
     return jnp.asarray(fn(*squeezed)).reshape(shape)
+
+
+def read_by(jaxpr: Any, result: int) -> set[int]:
+    """The arguments of a jaxpr, by index, that one of its results may depend on."""
+    found = {x for x in jaxpr.outvars[result : result + 1] if not isinstance(x, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if not found.isdisjoint(eqn.outvars):
+            found.update(x for x in eqn.invars if not isinstance(x, Literal))
+    return {i for i, x in enumerate(jaxpr.invars) if x in found}
 
 
 def scalar_result(fn: Callable, names: str, *args: Any) -> Any:

@@ -329,9 +329,11 @@ class Spec:
 
     def where(self, strategy: AttentionImpl | None) -> str:
         """Says so where a strategy over sharded sequences runs without a mesh; else nothing."""
-        if isinstance(strategy, AbstractSharded) and strategy._place() is None:
-            return " on one device, as blockwise: there is no mesh"
-        return ""
+        if not isinstance(strategy, AbstractSharded) or strategy._place() is not None:
+            return ""
+        planned = self.args.devices * self.args.group
+        plan = f" here, and below is the plan for one of {planned} devices" if planned > 1 else ""
+        return f" on one device, as blockwise: there is no mesh{plan}"
 
     def sizes(self) -> dict[str, Any]:
         """The arguments of the plans that say what is sharded."""

@@ -1,7 +1,8 @@
 """`attention()`, the entry of the library: it checks the strategy and calls it."""
 
 import functools as ft
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +16,33 @@ from ..masks._base import AbstractMask
 from ..strategies import AttentionImpl, Blockwise
 
 
+_Call = TypeVar("_Call", bound=Callable[..., AttentionOutput])
+
+_CAUSAL = {"is_causal", "causal"}
+"""What other libraries call a causal mask."""
+
+
+def _with_remedies(call: _Call) -> _Call:
+    """A decorator of `attention`, which says what the keywords of other libraries are here."""
+
+    @ft.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for name in _CAUSAL & kwargs.keys():
+            raise TypeError(
+                f"attention has no {name}=: a causal mask is mask='causal', or mask=Causal(), "
+                "which combines with others by `&`."
+            )
+        if len(args) < 2 and "key" in kwargs and "key_" not in kwargs:
+            raise TypeError(
+                "attention takes the keys by position or as key_=, and key= is the random key of "
+                "dropout: call attention(query, key, value), or name key_=."
+            )
+        return call(*args, **kwargs)
+
+    return wrapped  # pyright: ignore[reportReturnType]
+
+
+@_with_remedies
 def attention(
     query: Float[Array, "*b t h d"],
     key_: Float[Array | AbstractStored, "*b s k d"],

@@ -38,7 +38,7 @@ def ragged_attention(
     value: Float[Array | AbstractStored, "b s k v"],
     cu_q_lens: Int[Array, " b1"],
     lengths: Int[Array, " b"],
-    strategy: Ragged,
+    strategy: Ragged = Ragged(),
     *,
     starts: Int[Array, " b"] | None = None,
     kv_positions: Int[Array, "#b s"] | None = None,
@@ -68,7 +68,8 @@ def ragged_attention(
     - `kv_positions`: the positions of the keys, int `[b, s]`, such as `cache.positions`: a ring
         buffer needs them. By default they are `0, 1, ...` Then lengths beyond `s` raise when the
         program runs, and `jax.export` cannot write that check: give the positions for it.
-    - `strategy`: a [`eqattn.Ragged`][]. With its `axis_name`, devices share the keys of each row.
+    - `strategy`: a [`eqattn.Ragged`][], by default `Ragged()`. With its `axis_name`, devices share
+        the keys of each row.
     - `mask`, `score`: a further mask and further scores. They receive the index of the row as `b`.
         They may hold arrays per row and head, but none per query or key. Only a
         [`eqattn.Selected`][] has those of packed queries, `[h, n, keys]`.
@@ -147,9 +148,14 @@ def _checked(
     starts = as_int32(starts, "starts", 1)
     shapes = f"query {query.shape}, key_ {key_.shape}, value {value.shape}"
     if query.ndim != 3 or key_.ndim != 4 or value.ndim != 4:
+        packed = key_.ndim == value.ndim == 3
+        remedy = (
+            " Keys that are packed too, as in training, are attention(query, key_, value, "
+            "mask=Causal() & Segments(ids)) with the ids of packed_segments(cu_seqlens, tokens)."
+        )
         raise ValueError(
             f"query must be [n, h, d], packed without a batch axis, key_ [b, s, k, d] and value "
-            f"[b, s, k, v], got {shapes}."
+            f"[b, s, k, v], got {shapes}.{remedy if packed else ''}"
         )
     rows, s = key_.shape[:2]
     most = None if in_order is None else in_order.keys(s)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from .._misc import as_constant, as_flag, check_cap, concrete, Static, with_constants
+from .._misc.text import without_defaults
 from .base_config import attributes, read, read_fields
 from .partition import as_partition_axis, as_partition_manager, PartitionAxis, PartitionManager
 from .platform import (
@@ -143,6 +144,8 @@ class AttentionMetadata(eqx.Module):
         `dropout_prob` is never read, as it differs between training and use. A config with none
         of these attributes raises.
     """
+
+    __pdoc__ = without_defaults
 
     runtime_dtype: np.dtype | None = _static(None, _dtype)
     runtime_softmax_dtype: np.dtype | None = _static(None, _dtype)

@@ -8,6 +8,7 @@ import equinox as eqx
 from jax.sharding import PartitionSpec
 
 from .._jax import names_of
+from .._misc.text import without_defaults
 from .platform import NOT_GIVEN, RuntimeMode
 
 
@@ -56,6 +57,8 @@ class PartitionAxis(eqx.Module):
 
     **Raises:** `TypeError` or `ValueError` unless each is a name, distinct names or None.
     """
+
+    __pdoc__ = without_defaults
 
     batch_axis: AxisType = _field(("fsdp", "dp"))
     sequence_axis: AxisType = _field("sp")
@@ -156,6 +159,8 @@ class PartitionManager(eqx.Module):
     - `partition_axis`: the mesh axes of each logical axis, a
         [`PartitionAxis`][eqattn.PartitionAxis], default `PartitionAxis()`.
     """
+
+    __pdoc__ = without_defaults
 
     partition_axis: PartitionAxis = eqx.field(
         converter=as_partition_axis, default_factory=PartitionAxis

@@ -9,10 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._misc import as_array, as_flag, as_int, concrete, positions_in_reach, REACH, Static, unwrap
-from .._pairs import canonical, Operand
+from .._misc import (
+    accumulation_dtype,
+    as_array,
+    as_flag,
+    as_int,
+    concrete,
+    positions_in_reach,
+    REACH,
+    Static,
+    unwrap,
+)
+from .._misc.run_time import raise_if
+from .._pairs import canonical, Operand, read_by
 from ..masks._base import AbstractMask, Dense
 from ..masks._causal import Causal
+from ..masks._padding import KeyPadding
+from ..masks._terms import leaf_terms, map_terms
 from ..scores._base import AbstractScore
 from .storage import AbstractStored, check_computable
 
@@ -142,6 +155,58 @@ def check_one_offset(q_offset, q_positions) -> None:
     """Raises if both ways to move the queries are given."""
     if q_offset is not None and q_positions is not None:
         raise ValueError("Pass q_offset or q_positions, not both.")
+
+
+def of_first_tokens(
+    mask: AbstractMask | None, scores: Sequence[AbstractScore], query: Array
+) -> AbstractMask | None:
+    """The mask of a call that does not say where its queries `[*b, t, h, d]` stand, so that they
+    are the first tokens.
+
+    Over a cache that is right while it holds no other tokens than theirs. Where lengths are known,
+    they are checked at once, and else as the program runs.
+
+    **Raises:** `ValueError`, with the remedy, if a cache holds more tokens, and any pair depends on
+    where its query stands.
+    """
+    terms, t, dtype = leaf_terms(mask), query.shape[-3], accumulation_dtype(query.dtype)
+    if not any(x.needs_offset for x in terms):
+        return mask
+    if not any(_reads_query(x, dtype) for x in (*terms, *scores)):
+        return mask
+    message = (
+        f"q_offset is missing: a row of the cache holds more tokens than the {t} queries, which "
+        "would stand at its beginning. Pass q_offset= the length of the cache before the append, "
+        "or q_positions=; q_offset=0 where they are its first tokens"
+    )
+
+    def checked(term: Any) -> AbstractMask:
+        if not term.needs_offset:
+            return term
+        lengths, known = term.lengths, concrete(term.lengths)
+        if known is not None and (known > t).any():
+            raise ValueError(f"{message}. Got lengths {known.tolist()}.")
+        if known is None:
+            lengths = raise_if(lengths, lengths > t, message)
+        return KeyPadding(lengths, term.starts)
+
+    return None if mask is None else map_terms(mask, checked)
+
+
+def _reads_query(part: AbstractMask | AbstractScore, dtype: Any) -> bool:
+    """Whether what a mask or a score says of a pair depends on the position of its query. Logits
+    are of this dtype.
+    """
+    if isinstance(part, AbstractMask) and part.by_place:
+        return not part.selects  # a list has a row for each query, wherever that stands
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    of_pair = [scalar] * 4
+    if not isinstance(part, AbstractMask):
+        of_pair = [jax.ShapeDtypeStruct((), dtype), *of_pair]
+    given = [jax.ShapeDtypeStruct(x.feature_shape, x.array.dtype) for x in part.operands()]
+    fn = part.visible if isinstance(part, AbstractMask) else part.transform
+    query = len(of_pair) - 2
+    return query in read_by(jax.make_jaxpr(fn)(*of_pair, *given).jaxpr, 0)
 
 
 def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):

@@ -31,6 +31,7 @@ from .arguments import (
     as_sinks,
     check_one_offset,
     check_shapes,
+    of_first_tokens,
 )
 from .storage import AbstractStored
 
@@ -139,6 +140,8 @@ class Problem(eqx.Module):
         kv_positions = as_positions(kv_positions, s, batch_shape, "kv_positions")
         check_call(mask, batch_shape, heads, key.shape[-2], t, s * shards, kv_positions)
         check_one_offset(q_offset, q_positions)
+        if q_offset is None and q_positions is None:
+            mask = of_first_tokens(mask, scores, query)
         q_start, q_shift = as_offset(q_offset, batch_shape, t)
         out = cls(
             query=_flatten(query, batch_shape),

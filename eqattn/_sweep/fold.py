@@ -20,7 +20,8 @@ import numpy as np
 from jaxtyping import Array
 
 from .._carry import finite_origin, named_output
-from .._jax import ad, is_zero, jaxpr_as_fun, Literal, Primitive, vary, varying_axes
+from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
+from .._pairs import read_by
 from .centred_tangent import centred_dot, recentred
 from .fold_step import Finish, FoldStep, turned_queries
 from .grid import GridLayout, replaced, ROW, unsigned_zeros
@@ -244,15 +245,6 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     return (num, den, top), (dnum, dden, ad.Zero(jax.typeof(top)))
 
 
-def _read_by(jaxpr: Any, result: int) -> set[int]:
-    """The arguments of a jaxpr, by index, that one of its results may depend on."""
-    found = {x for x in jaxpr.outvars[result : result + 1] if not isinstance(x, Literal)}
-    for eqn in reversed(jaxpr.eqns):
-        if not found.isdisjoint(eqn.outvars):
-            found.update(x for x in eqn.invars if not isinstance(x, Literal))
-    return {i for i, x in enumerate(jaxpr.invars) if x in found}
-
-
 def operand_dtypes(visits: tuple, values: tuple, layout: GridLayout) -> list:
     """The dtypes in which block functions read the operands of a fold."""
     own = values[0][1].in_avals[len(layout.shared) :]
@@ -305,7 +297,7 @@ def tangent_arguments(
         )
 
     def tangent(logits, weigh):
-        weighs = len(logits.out_avals) > 1 and bool(_read_by(logits.jaxpr, 1) & {*inner})
+        weighs = len(logits.out_avals) > 1 and bool(read_by(logits.jaxpr, 1) & {*inner})
 
         def g(*blocks):
             full, m, moved = blocks[:count], blocks[count], blocks[count + 1 + len(sinks) :]

@@ -42,6 +42,14 @@ class ByPosition(AbstractMask):
         return k >= 0
 
 
+class StoredTokens(KeyPadding):
+    """Shows the first `lengths` keys, which a cache stores, in a call that says where its queries
+    stand if there are more of them than queries.
+    """
+
+    needs_offset: ClassVar[bool] = True
+
+
 class AbstractCache(eqx.Module):
     """The keys and values of a batch of rows, each with its own number of tokens.
 
@@ -113,10 +121,14 @@ class AbstractCache(eqx.Module):
         """Returns the cache with the rows at these indices, such as the beams that survive."""
 
     def mask(self) -> AbstractMask:
-        """A mask that shows the stored tokens and hides the rest of the arrays. If the cache has
-        `positions`, it raises in a call without them, which would see the wrong keys.
+        """A mask that shows the stored tokens and hides the rest of the arrays.
+
+        It raises in a call that would see the wrong keys: without `kv_positions` if the cache has
+        `positions`, and without `q_offset` or `q_positions` if a row holds more tokens than there
+        are queries, and another mask or a score depends on where these stand. The first tokens of
+        an empty cache need neither. `q_offset=0` says that queries do stand at the beginning.
         """
-        shown = KeyPadding(self.length)
+        shown = StoredTokens(self.length)
         return shown if self.positions is None else shown & ByPosition()
 
     def key_shardings(self: _Cache, mesh: Any, axis_name: str) -> _Cache:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_int32, concrete, even_block, int32_field
+from .._misc import as_int32, concrete, int32_field
 from .._misc.run_time import raise_if
 from .._problem.stack_layer import StackLayer
 from .._problem.storage import AbstractStored
@@ -62,15 +62,12 @@ class StackedKVCache(eqx.Module):
     ) -> "StackedKVCache":
         """Makes a cache without tokens. `bits` is as for `KVCache.empty`.
 
-        **Raises:** `ValueError` unless a size from 64 to 256 divides the capacity. What
-        reads no stack, such as a kernel for GPUs, reads a layer as pages of that size.
+        What reads no stack, such as a kernel for GPUs or a list of keys, reads a layer as pages of
+        a size from 64 to 256 that divides the capacity. Where none does, a page is a whole row. So
+        a long capacity is best a multiple of 64, or of 128 as for `KVCache.empty`.
         """
         sizes = dict(layers=layers, batch=batch, capacity=capacity, kv_heads=kv_heads)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
-        if even_block(capacity) is None:
-            raise ValueError(
-                f"capacity={capacity}: no size from 64 to 256 divides it; use a multiple of 64."
-            )
         key, value = empty_pair((layers, batch, capacity, kv_heads), dims, dtype, bits)
         return cls(key, value, jnp.zeros((layers, batch), jnp.int32))
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,6 +22,7 @@ from ..strategies import Blockwise
 
 
 _Reach = int | Int[Array, ""]
+_Window = _Reach | tuple[_Reach, _Reach] | Int[Array | np.ndarray, "2"]
 _PLATFORMS = {None: Platform.AUTO, "xla": Platform.XLA}
 
 
@@ -36,7 +38,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, " b"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
-    local_window_size: _Reach | tuple[_Reach, _Reach] | None = None,
+    local_window_size: _Window | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[False] = ...,
 ) -> Float[Array, "*q t n h"]: ...
@@ -54,7 +56,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, " b"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, " b"] | None = None,
-    local_window_size: _Reach | tuple[_Reach, _Reach] | None = None,
+    local_window_size: _Window | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[True],
 ) -> tuple[Float[Array, "*q t n h"], Float[Array, "*q t n"]]: ...
@@ -95,8 +97,8 @@ def dot_product_attention(
     - `is_causal`: whether a query sees only the keys up to its own position (top-left aligned).
     - `query_seq_lengths`, `key_value_seq_lengths`: how many queries and keys there are, int32
         `[b]`. Those from there on are padding, and the output of a padding query is 0.
-    - `local_window_size`: `(left, right)`, how far a query sees to either side, both inclusive, or
-        an int for both. They may be traced.
+    - `local_window_size`: `(left, right)`, how far a query sees to either side, both inclusive, as
+        two ints or an int array `[2]`; or an int for both. They may be traced.
     - `implementation`: `"xla"` for plain XLA code, or None for the best code that there is for the
         device. `"cudnn"` is the platform of [`eqattn.attention`][]; here it is not offered.
     - `return_residual`: whether to return the logsumexp of the logits too.
@@ -116,7 +118,7 @@ def dot_product_attention(
     query = jnp.asarray(as_array(query, "query"))
     shape = query.shape
     q, k, v = _rank_4(query, "query"), _rank_4(key, "key"), _rank_4(value, "value")
-    _check(q, k, v)
+    _check(q, k, v, [np.shape(x) for x in (query, key, value)])
     batch = k.shape[0]
     terms: list[AbstractMask] = [Causal()] if is_causal else []
     if local_window_size is not None:
@@ -132,6 +134,8 @@ def dot_product_attention(
                 f"mask must be boolean, got {visible.dtype}; pass an additive mask as `bias`."
             )
         terms.append(Dense(visible))
+    for name, x in (("mask", mask), ("bias", bias)):
+        _check_pairs(name, np.shape(x), (batch, q.shape[2], q.shape[1], k.shape[1]))
     added = None if bias is None else _rank_4(bias, "bias").astype(accumulation_dtype(q.dtype))
     metadata = AttentionMetadata(platform=_platform(implementation), softmax_scale=_scale(scale))
     out = attention(
@@ -157,10 +161,23 @@ def _rank_4(x: ArrayLike, name: str) -> Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _check(q: Array, k: Array, v: Array) -> None:
-    """Checks what `jax.nn` asks for and `attention` does not."""
+def _check_pairs(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
+    """**Raises:** `ValueError`, with the shape that was given, unless it broadcasts to `full`."""
+    padded = (1,) * (len(full) - len(shape)) + tuple(shape)
+    if any(n not in (1, m) for n, m in zip(padded, full)):
+        raise ValueError(
+            f"{name} of shape {tuple(shape)} does not broadcast to [batch, heads, queries, keys] = "
+            f"{full}; each axis must be 1 or the full size, and leading ones may be missing."
+        )
+
+
+def _check(q: Array, k: Array, v: Array, given: list[tuple[int, ...]]) -> None:
+    """Checks what `jax.nn` asks for and `attention` does not. Errors name the shapes `given`."""
     check_floating(query=q)
-    shapes = f"query {q.shape} {q.dtype}, key {k.shape} {k.dtype}, value {v.shape} {v.dtype}"
+    shapes = ", ".join(
+        f"{name} {shape} {x.dtype}"
+        for name, shape, x in zip(("query", "key", "value"), given, (q, k, v))
+    )
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(
             f"value must have the shape and dtype of key, got {shapes}; eqattn.attention takes "
@@ -185,9 +202,10 @@ def _lengths(lengths: ArrayLike, batch: int, name: str) -> Array:
 
 def _window(size: Any) -> AbstractMask:
     single = isinstance(size, int) or getattr(size, "shape", None) == ()
-    sizes: Any = (size, size) if single else size
-    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+    pair = isinstance(size, tuple | list) and len(size) == 2 or getattr(size, "shape", None) == (2,)
+    if not single and not pair:
         raise ValueError(f"local_window_size must be an int or (left, right), got {size!r}.")
+    sizes: Any = (size, size) if single else size
     # As int32, the size of a traced window cannot wrap around when it is negated.
     checked = lambda x: (as_int if isinstance(x, jax.Array) else as_size)(x, "local_window_size")
     left, right = map(checked, sizes)

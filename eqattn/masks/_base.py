@@ -66,6 +66,10 @@ class AbstractMask(eqx.Module):
     needs_positions: ClassVar[bool] = False
     """Whether a call must give the positions of its keys, which are in some other order."""
 
+    needs_offset: ClassVar[bool] = False
+    """Whether a call whose pairs depend on where queries stand must say so. Such a mask has the
+    `lengths` of stored rows, and a call may leave it out while these are its queries alone."""
+
     tried_in_kernels: ClassVar[bool] = True  # as for `AbstractScore`, like the next
     may_lack_kernels: ClassVar[bool] = False
     __array_ufunc__ = None  # `numpy_array & mask` is a mask
@@ -126,6 +130,11 @@ class AbstractMask(eqx.Module):
         from ._repr import expression  # imports the rules of intervals, half of eqattn's import
 
         return expression(self)
+
+    def __pdoc__(self, **how: Any) -> Any:
+        import wadler_lindig  # calls this, when it prints what holds the mask
+
+        return wadler_lindig.TextDoc(repr(self))
 
     def __str__(self) -> str:
         from ._repr import drawing

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from .._misc import as_int, as_int32, concrete
+from .._misc import as_int, as_int32, concrete, REACH
 
 
 class PackedSegments(NamedTuple):
@@ -25,7 +25,9 @@ class PackedSegments(NamedTuple):
 
 
 def packed_segments(
-    cu_seqlens: Int[Array | np.ndarray, " m1"] | Sequence[int], tokens: int
+    cu_seqlens: Int[Array | np.ndarray, " m1"] | Sequence[int],
+    tokens: int,
+    cu_seqlens_k: Int[Array | np.ndarray, " m1"] | Sequence[int] | None = None,
 ) -> PackedSegments:
     """Computes the segment ids and the positions of packed tokens from the boundaries of their
     sequences:
@@ -35,8 +37,15 @@ def packed_segments(
         attention(query, key_, value, Ragged(metadata), mask=Causal() & Segments(ids))
 
     Only blocks with pairs of one sequence are visited, forward and backward, also if the boundaries
-    are traced. If queries and keys have different boundaries, give `Segments(q_ids, kv_ids)`, and
-    for `Causal` both positions as `q_positions` and `kv_positions`.
+    are traced.
+
+    If queries and keys have different boundaries, the queries of a sequence are its last tokens, as
+    in flash-attn's function of variable lengths. They know so from the boundaries of the keys:
+
+        q = packed_segments(cu_seqlens_q, len(query), cu_seqlens_k)
+        kv = packed_segments(cu_seqlens_k, len(key_))
+        attention(query, key_, value, mask=Causal() & Segments(q.ids, kv.ids),
+                  q_positions=q.positions, kv_positions=kv.positions)
 
     **Arguments:**
 
@@ -44,8 +53,11 @@ def packed_segments(
         the tokens from `cu_seqlens[i]` to before `cu_seqlens[i + 1]`. Tokens after the last
         sequence are padding. For batches use `jax.vmap`.
     - `tokens`: the number of tokens, padding included.
+    - `cu_seqlens_k`: the boundaries of the keys, where the tokens are queries, of as many
+        sequences. The last query of a sequence then has the position of its last key, and the ones
+        before count down from there, below 0 where a sequence has more queries than keys.
 
-    **Returns:** a `PackedSegments`, of NumPy arrays unless `cu_seqlens` is a JAX array.
+    **Returns:** a `PackedSegments`, of NumPy arrays unless some boundaries are a JAX array.
 
     **Raises:** `ValueError` for another shape. If the boundaries are known, it is also raised where
     they decrease, do not begin at 0 or end after the last token.
@@ -53,11 +65,20 @@ def packed_segments(
     given = as_int32(cu_seqlens, "cu_seqlens")
     tokens = as_int(tokens, "tokens", least=0, static=True).value
     check_boundaries(given, tokens, "cu_seqlens")
-    xp = jnp if isinstance(given, jax.Array) else np
+    keys = given if cu_seqlens_k is None else as_int32(cu_seqlens_k, "cu_seqlens_k")
+    check_boundaries(keys, tokens if cu_seqlens_k is None else REACH, "cu_seqlens_k")
+    if keys.shape != given.shape:
+        raise ValueError(
+            f"cu_seqlens {given.shape} and cu_seqlens_k {keys.shape} are boundaries of the same "
+            "sequences, [sequences + 1] each; a sequence without queries has two equal ones."
+        )
+    xp = jnp if isinstance(given, jax.Array) or isinstance(keys, jax.Array) else np
     token = np.arange(tokens, dtype=np.int32)
     ids = xp.searchsorted(given[1:], token, side="right").astype(np.int32)
     inside = ids < len(given) - 1
-    start = given[xp.minimum(ids, len(given) - 1)]
+    # Where position 0 of each sequence would be among the tokens: as far before its end as it has
+    # keys. Padding has the entry after these.
+    start = xp.append(given[1:] - xp.diff(keys), np.int32(0))[ids]
     return PackedSegments(
         xp.where(inside, ids, np.int32(-1)), xp.where(inside, token - start, np.int32(0))
     )

@@ -6,9 +6,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax import lax
 
+from .._jax import CALLS, Literal
 from .._misc import is_known, Static
 from ._base import block_table
+from ._terms import leaf_terms
 
 
 _CELLS = 16  # the picture has at most so many rows, and so many columns of two characters each
@@ -87,6 +90,12 @@ def _picture(mask: Any) -> str:
             sizes[a] = max(sizes[a], n)
         if not tail and array.size and array.dtype.kind in "iu":
             hint = max(hint, int(np.max(np.abs(array))))
+    depends, tables = _lookups(mask)
+    sizes = {a: max(n, tables.get(a, 1)) for a, n in sizes.items()}
+    batch_shape = batch_shape or ((tables["b"],) if "b" in tables else ())
+    grids = [term.grid.tokens for term in leaf_terms(mask) if hasattr(term, "grid")]
+    if grids and sizes["t"] == sizes["s"] == 1:
+        sizes["t"] = sizes["s"] = max(grids)
     hint = max([hint, *_static_ints(mask)])
     plain = min(max(4 * _CELLS, -(-2 * hint // _CELLS) * _CELLS), _LONGEST)
     t = sizes["t"] if sizes["t"] > 1 else sizes["s"] if sizes["s"] > 1 else plain
@@ -95,10 +104,76 @@ def _picture(mask: Any) -> str:
     table = block_table(mask, t, s, block_q, block_k, batch_shape=batch_shape, heads=sizes["h"])
     if not isinstance(table, np.ndarray) or not table.size:  # the function closes over a tracer
         return ""
-    first = "" if table.shape[:2] == (1, 1) else ", first batch element and head"
+    alike = table.shape[:2] == (1, 1) and depends.isdisjoint("bh")
+    first = "" if alike else ", first batch element and head"
     lines = ["|" + "".join(_MARKS[c] * 2 for c in row) + "|" for row in table[0, 0]]
     note = f"{t} queries (down) x {s} keys, blocks of {block_q} x {block_k}{first}"
     return "\n".join(["", *lines, note])
+
+
+def _lookups(mask: Any) -> tuple[frozenset[str], dict[str, int]]:
+    """On which axes, of `"b"`, `"h"`, `"t"` and `"s"`, a mask depends, and the sizes of axes of
+    arrays that it reads at the index of a batch element or head, or at the position of a query or
+    key. They may be arrays that a function closes over, which are no operands.
+    """
+    if any(term.selects for term in leaf_terms(mask)):  # a list is no function of a pair
+        return frozenset(), {}
+    operands = mask.operands()
+    scalars = [jax.ShapeDtypeStruct((), np.int32)] * 4
+    given = [jax.ShapeDtypeStruct(x.feature_shape, x.array.dtype) for x in operands]
+    about = [(frozenset(a), True) for a in "bhts"]
+    about += [(frozenset(x.axes.removesuffix("f")), False) for x in operands]
+    sizes: dict[str, int] = {}
+    (out,) = _followed(jax.make_jaxpr(mask.visible)(*scalars, *given).jaxpr, about, sizes)
+    return out[0], sizes
+
+
+def _followed(jaxpr: Any, about: Any, sizes: dict[str, int]) -> list[tuple[frozenset[str], bool]]:
+    """On which axes each result of a jaxpr depends, and whether it is an index up to a shift.
+
+    **Arguments:**
+
+    - `about`: both for each argument.
+    - `sizes`: those of arrays that are read at an index. What is read is added.
+    """
+    env = dict(zip(jaxpr.invars, about))
+    of = lambda v: _CONSTANT if isinstance(v, Literal) else env.get(v, _CONSTANT)
+    for eqn in jaxpr.eqns:
+        xs = [of(v) for v in eqn.invars]
+        if eqn.primitive in CALLS:
+            inner = eqn.params[CALLS[eqn.primitive]].jaxpr
+            env.update(zip(eqn.outvars, _followed(inner, xs, sizes)))
+            continue
+        places = []
+        if eqn.primitive is lax.dynamic_slice_p:
+            places = list(enumerate(xs[1:]))
+        elif eqn.primitive is lax.gather_p:
+            places = [(axis, xs[1]) for axis in eqn.params["dimension_numbers"].start_index_map]
+        for axis, (axes, is_index) in places:
+            if is_index and len(axes) == 1:
+                (name,) = axes
+                sizes[name] = max(sizes.get(name, 1), eqn.invars[0].aval.shape[axis])
+        axes = frozenset().union(*(x[0] for x in xs))
+        is_index = eqn.primitive in _SHIFTS and all(x[1] or not x[0] for x in xs[-2:])
+        env.update(dict.fromkeys(eqn.outvars, (axes, is_index)))
+    return [of(v) for v in jaxpr.outvars]
+
+
+_CONSTANT = frozenset(), False
+
+# An index that counts from the end if it is negative, as that of `array[i]`, goes through these.
+_SHIFTS = {
+    lax.add_p,
+    lax.broadcast_in_dim_p,
+    lax.clamp_p,
+    lax.convert_element_type_p,
+    lax.max_p,
+    lax.min_p,
+    lax.reshape_p,
+    lax.select_n_p,
+    lax.squeeze_p,
+    lax.sub_p,
+}
 
 
 def _static_ints(x: Any) -> list[int]:

@@ -33,7 +33,9 @@ class Tree(AbstractMask):
     - `parents`: an int array `[n]` or `[*b, n]`, the index of each token's parent in the tree, or
         -1 for a root.
     - `start`: the place of the first token of the tree: a Python int, which is static, or an int
-        array, scalar or `[*b]`. The default is 0.
+        array, scalar or `[*b]`. The default is 0. Where a call gives positions, it is the position
+        that this token has there, also in a ring. It is at least 0, as nothing lies before the
+        first token of a sequence; add a number to all positions where they begin below.
 
     Most blocks are skipped where each token comes right before its descendants (a preorder). Any
     other order gives the same results.

@@ -5,6 +5,7 @@ import operator
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 
 from .._misc import as_int
@@ -29,6 +30,13 @@ class SlidingWindow(AbstractMask):
     sinks: int = eqx.field(static=True)
 
     def __init__(self, left: Any, right: Any, sinks: Any = 0):
+        for name, size in (("left", left), ("right", right)):
+            if isinstance(size, jax.Array):
+                raise TypeError(
+                    f"{name} of a SlidingWindow is a static int, got {size!r}; a function may "
+                    "close over a size that is traced, and blocks are skipped all the same: "
+                    "Causal() & MaskFn(lambda b, h, q, k: q - k <= left)."
+                )
         self.left = None if left is None else as_int(left, "left", least=0, static=True).value
         self.right = None if right is None else as_int(right, "right", least=0, static=True).value
         self.sinks = as_int(sinks, "sinks", least=0, static=True).value

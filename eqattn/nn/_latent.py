@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._misc import as_array, as_constant, as_flag, as_number, as_size, with_constants
+from .._misc.text import without_defaults
 from .._problem.joined import Joined
 from .._problem.storage import AbstractStored, as_stored
 from ..cache import LatentKVCache
@@ -64,6 +65,8 @@ class LatentAttention(eqx.Module):
         both = kv_b_proj.weight.reshape(num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank)
         k_b, v_b = jnp.split(both, [qk_nope_head_dim], 1)  # each .reshape(-1, kv_lora_rank)
     """
+
+    __pdoc__ = without_defaults
 
     q_proj: eqx.nn.Linear | None
     q_a_proj: eqx.nn.Linear | None

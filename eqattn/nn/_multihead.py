@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
 from .._misc import as_array, as_constant, with_constants
+from .._misc.text import without_defaults
 from .._problem.arguments import as_scores, as_sinks
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
@@ -55,6 +56,8 @@ class MultiheadAttention(eqx.Module):
     `softmax_scale`, `logits_soft_cap`, bias and scores; masks; softmax with `softmax_aux`; dropout;
     `gating`; the projection of the output.
     """
+
+    __pdoc__ = without_defaults
 
     query_proj: eqx.nn.Linear
     key_proj: eqx.nn.Linear

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._misc import accumulation_dtype, as_array, as_flag, as_int32, as_sizes, Static, unwrap
+from .._misc.text import without_defaults
 from ._rotary_scaling import AbstractRotaryScaling, frequencies_of
 
 
@@ -116,6 +117,8 @@ class Rotary(eqx.Module):
 
     **Raises:** `ValueError` or `TypeError`; the message names the remedy.
     """
+
+    __pdoc__ = without_defaults
 
     _theta: Any
     scaling: AbstractRotaryScaling | None

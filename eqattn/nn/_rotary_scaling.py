@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._misc import as_flag
+from .._misc.text import without_defaults
 
 
 def plain_frequencies(dim: int, theta: Any) -> Any:
@@ -56,6 +57,8 @@ def _numbers(module: Any, least: float = 0.0) -> None:
 
 class AbstractRotaryScaling(eqx.Module):
     """The base of all scalings. A subclass defines `frequencies`, and has static fields only."""
+
+    __pdoc__ = without_defaults
 
     @abc.abstractmethod
     def frequencies(self, dim: int, theta: Any) -> Any:

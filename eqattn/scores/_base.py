@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 from jaxtyping import Array, Float
 
+from .._misc.text import without_defaults
 from .._pairs import Operand
 
 
@@ -26,6 +27,8 @@ class AbstractScore(eqx.Module):
     finite wherever its logit is may set `finite_when_masked = True`, so that its gradients cost a
     little less.
     """
+
+    __pdoc__ = without_defaults
 
     finite_when_masked: ClassVar[bool] = False
     tried_in_kernels: ClassVar[bool] = True

@@ -16,6 +16,7 @@ from .._config.metadata import AttentionMetadata
 from .._config.partition import fitted, with_axes_kept
 from .._config.platform import Backend, GPUS, Platform, RuntimeMode
 from .._misc import as_array, as_flag, as_size, REACH
+from .._misc.text import without_defaults
 from .._output import AttentionOutput
 from .._problem.arguments import named_mask
 from .._problem.storage import AbstractStored
@@ -57,6 +58,8 @@ class AttentionImpl(eqx.Module):
         `"triton"`, `"rocm"`, `"gpu"` for all three); `libraries`, such as `"cudnn"`; `features` of
         `supports`; `promises`, what bits do not depend on if `bitwise`. `unsupported` is a hook.
     """
+
+    __pdoc__ = without_defaults
 
     metadata: AttentionMetadata
 
@@ -207,7 +210,9 @@ class AttentionImpl(eqx.Module):
                 "yet: use platform='xla' or 'auto'."
             )
             if self.pallas_lowerings:
-                reason += f" There is one for backend {' and '.join(self.pallas_lowerings)}."
+                *others, last = self.pallas_lowerings
+                there = f"{', '.join(others)} and {last}" if others else last
+                reason += f" Its Pallas kernels are for {there}."
             return "", reason
         return method_on(device), ""
 

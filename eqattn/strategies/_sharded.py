@@ -17,7 +17,7 @@ from .._config.partition import check_axis_name
 from .._jax import names_of, varying_axes
 from .._problem.mesh import current_mesh, ManualAxes, types_are_checked
 from .._problem.problem import Problem
-from .._ring.layout import AbstractRingLayout
+from .._ring.layout import AbstractRingLayout, Contiguous
 from ..kernels import BACKENDS
 from ..masks._base import AbstractMask
 from ..masks._terms import leaf_terms
@@ -94,16 +94,21 @@ class SequenceSharding(NamedTuple):
         return () if self.mesh is None else tuple(self.mesh.explicit_axes)
 
 
-def _whole(layout: AbstractRingLayout) -> None:
+def _whole(layout: AbstractRingLayout, mesh: Any) -> None:
     """The place of a sequence that one device holds, which is none.
 
-    **Raises:** `ValueError` for a layout whose tokens are in another order there.
+    Without a mesh, nobody knows for how many devices the tokens of an array were put into order.
+    So only tokens that stay where they are for any number are known to be in order.
+
+    **Raises:** `ValueError` for a layout whose tokens may be in another order.
     """
-    if not layout.in_order(1):
-        raise ValueError(
-            f"layout={layout!r} has the tokens of one device in another order than 0, 1, ..., and "
-            "there is no mesh of several; use Contiguous()."
-        )
+    if layout.in_order(1) and (mesh is not None or isinstance(layout, Contiguous)):
+        return
+    raise ValueError(
+        f"layout={layout!r} has tokens in another order than 0, 1, ..., by the devices of its "
+        "mesh, and there is no mesh of several: call under jax.set_mesh, give the metadata a mesh, "
+        "or call inside jax.shard_map. Tokens that stay in their order are layout=Contiguous()."
+    )
 
 
 def _check_whole_blocks(problem: Problem, place: SequenceSharding, block_k: int) -> None:
@@ -299,7 +304,7 @@ class AbstractSharded(AbstractFoldStrategy):
         named = [a for a in (axis, head_axis) if a is not None]
         if mesh is None:
             if not needed:
-                return _whole(layout)
+                return _whole(layout, mesh)
             raise ValueError(
                 f"Axes {tuple(named)} are named, by axis_name= or the metadata, and there is no "
                 "mesh. Call under jax.set_mesh, give the metadata a mesh, or call inside "
@@ -315,7 +320,7 @@ class AbstractSharded(AbstractFoldStrategy):
         sizes = [1 if a is None else mesh.shape[a] for a in (axis, head_axis)]
         axis, head_axis = (a if n > 1 else None for a, n in zip((axis, head_axis), sizes))
         if axis is None and head_axis is None:
-            return _whole(layout)
+            return _whole(layout, mesh)
         kinds = dict(zip(mesh.axis_names, mesh.axis_types))
         manual = {a: kinds[a] == AxisType.Manual for a in (axis, head_axis) if a is not None}
         if len({*manual.values()}) > 1:

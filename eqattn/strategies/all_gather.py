@@ -29,7 +29,8 @@ class AllGather(AbstractSharded):
     It is called as a `Ring` is, with whole arrays or inside your own `jax.shard_map`. The same
     holds for layouts, biases, dropout and the indices of heads. Batch and heads stay sharded over
     the axes that `metadata.partition_axis` names, if these divide them. Over other automatic axes
-    XLA gathers them, too. Without a mesh and without an `axis_name` it is `Blockwise`.
+    XLA gathers them, too. Without a mesh and without an `axis_name` it is `Blockwise`; so a
+    layout other than `Contiguous` raises.
 
     **Arguments:**
 

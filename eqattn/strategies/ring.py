@@ -29,7 +29,7 @@ class Ring(AbstractSharded):
         arrays if batch and heads are sharded over the manual axes that `metadata.partition_axis`
         names. Indices of batch and head in your own masks and scores are the device's.
 
-    Without a mesh and without an `axis_name` it is `Blockwise`.
+    Without a mesh and without an `axis_name` it is `Blockwise`, if its layout is `Contiguous`.
 
     **Arguments:**
 

@@ -117,7 +117,7 @@ def entries() -> dict[str, Entry]:
             e.ragged_mqa, dict(q=ones(B, D), k=ones(B, T, D), v=ones(B, T, D), lengths=counts(3, 4))
         ),
         "dropout_mask": Entry(e.dropout_mask, dict(key=KEY, batch_shape=(B,), heads=H, t=T, s=T, rate=0.5)),
-        "packed_segments": Entry(e.packed_segments, dict(cu_seqlens=counts(0, 2, 4), tokens=4)),
+        "packed_segments": Entry(e.packed_segments, dict(cu_seqlens=counts(0, 2, 4), tokens=4, cu_seqlens_k=counts(0, 3, 4))),
         "ring_plan": Entry(
             e.ring_plan,
             dict(tokens=64, devices=4, layout=e.Contiguous(), mask=CAUSAL, batch=1, heads=4, kv_heads=2,
