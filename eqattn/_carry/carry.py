@@ -26,9 +26,9 @@ class Carry(eqx.Module):
     `max_so_far` itself has no gradient, and those of `numerator` and `denominator` are taken as if
     the maximum were a constant. What is made of all three, such as `finalise`, has its whole
     gradient. The gauge is the largest logit of the keys, or of the sinks where `with_sinks` added a
-    larger one, as strategies whose metadata has sinks do. So with sinks it may be more than every logit of a key, and
-    `from_output` has the logsumexp there. What a call saw is `return_max_logits=True` of
-    [`eqattn.attention`][].
+    larger one, as strategies whose metadata has sinks do. So with sinks it may be more than every
+    logit of a key, and `from_output` has the logsumexp there. What a call saw is
+    `return_max_logits=True` of [`eqattn.attention`][].
 
     **Arguments:**
 
