@@ -20,7 +20,12 @@ from jax.extend.core import (
     Primitive as Primitive,
     primitives as primitives,
 )
-from jax.interpreters import ad as ad, batching as batching, mlir as mlir
+from jax.interpreters import (
+    ad as ad,
+    batching as batching,
+    mlir as mlir,
+    partial_eval as pe,
+)
 
 
 def compiled(jitted):
@@ -47,6 +52,19 @@ def compile_eagerly(primitive, static: tuple[str, ...]) -> None:
     - `static`: the names of its parameters, which are static.
     """
     primitive.def_impl(compiled(jax.jit(primitive.bind, static_argnames=static)))
+
+
+def inputs_read(closed) -> list[bool]:
+    """Which inputs the results of a closed jaxpr depend on."""
+    return pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))[1]
+
+
+def with_inputs(closed, kept: list[bool]):
+    """A closed jaxpr without constants, of those of its inputs that are `kept`. Its results depend
+    on no others.
+    """
+    outputs = [True] * len(closed.out_avals)
+    return closed.replace(jaxpr=pe.dce_jaxpr(closed.jaxpr, outputs, instantiate=kept)[0])
 
 
 def varying_axes(*arrays) -> frozenset:

@@ -22,11 +22,13 @@ class Carry(eqx.Module):
     (commutative bitwise), and `empty` is its exact identity. So keys can be split over blocks,
     devices, cache pages or a shared prefix in any way and order.
 
-    `max_so_far` is a gauge: no result depends on it, and no gradient flows through it. It is the
-    largest logit of the keys, or of the sinks where `with_sinks` added a larger one, as strategies
-    whose metadata has sinks do. So with sinks it may be more than every logit of a key, and
-    `from_output` has the logsumexp there. What a call saw is `return_max_logits=True` of
-    [`eqattn.attention`][].
+    `max_so_far` is a gauge: no result depends on it, and no gradient flows through it. So
+    `max_so_far` itself has no gradient, and those of `numerator` and `denominator` are taken as if
+    the maximum were a constant. What is made of all three, such as `finalise`, has its whole
+    gradient. The gauge is the largest logit of the keys, or of the sinks where `with_sinks` added a
+    larger one, as strategies whose metadata has sinks do. So with sinks it may be more than every
+    logit of a key, and `from_output` has the logsumexp there. What a call saw is
+    `return_max_logits=True` of [`eqattn.attention`][].
 
     **Arguments:**
 

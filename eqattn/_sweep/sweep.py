@@ -27,6 +27,7 @@ from .._jax import (
     ad,
     batching,
     compile_eagerly,
+    inputs_read,
     is_zero,
     jaxpr_as_fun,
     mlir,
@@ -35,6 +36,7 @@ from .._jax import (
     varies,
     vary,
     varying_axes,
+    with_inputs,
 )
 from .._misc import accumulation_dtype
 from .fold_step import turned_queries
@@ -158,11 +160,34 @@ def sweep_arguments(
     visits, consts = closure_convert(fns, avals)
     layout = dataclasses.replace(layout, in_axes=tuple(in_axes) + ((),) * len(consts))
     lead = [] if layout.table_axes is None else [vary(table, axes)]
-    consts = [vary(x, axes) for x in consts]
+    operands = [*operands, *[vary(x, axes) for x in consts]]
+    if not layout.stage:  # A lowering knows the operands of other visits by their order.
+        visits, layout, operands = _of_what_is_read(visits, layout, operands)
     sums = [a.dtype for a in visits[0][1].out_avals]
     dtypes = () if list(dtypes) == sums else tuple(jnp.dtype(d) for d in dtypes)
     static = dict(visits=visits, layout=layout, out_axes=tuple(out_axes), dtypes=dtypes)
-    return [*lead, *operands, *consts], static
+    return [*lead, *operands], static
+
+
+def _of_what_is_read(
+    visits: tuple, layout: GridLayout, operands: list
+) -> tuple[tuple, GridLayout, list]:
+    """The same visit without the operands that nothing reads.
+
+    The tangent of a function that is linear in some operands does not read them. If it had them
+    nevertheless, the Jacobian of a linear map would seem to depend on where it is taken. JAX then
+    could not transpose what is computed from this Jacobian, as `jax.lax.custom_root` does.
+    """
+    read = [any(r) for r in zip(*[inputs_read(j) for _, j in visits])]
+    looked_up = {*layout.lookups, *(() if layout.ring is None else layout.ring.reads)}
+    if layout.turned:  # Loops transpose the first operand.
+        looked_up.add(0)
+    read = [r or i in looked_up for i, r in enumerate(read)]
+    if all(read):
+        return visits, layout, operands
+    kept = [i for i, r in enumerate(read) if r]
+    visits = tuple((c, with_inputs(j, read)) for c, j in visits)
+    return visits, layout.only(kept), [operands[i] for i in kept]
 
 
 def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finishes=False):

@@ -53,6 +53,30 @@ def linear(layer: Any, x: Float[Array, "*b features"]) -> Float[Array, "*b outpu
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
+def weight_and_bias(layer: Any, features: int, dtype: Any) -> tuple[Array, Array | None]:
+    """The weight `[outputs, features]` and the bias `[outputs]` of an affine layer, or None for no
+    bias. Those of Equinox's own `Linear` are its fields. Of another layer, such as an adapter, they
+    are its derivative and its value at 0, so they cost what `features` rows of it cost.
+
+    **Raises:** `ValueError` if the layer is not affine, so that no weight and bias say what it
+    computes.
+    """
+    if type(layer) is eqx.nn.Linear:
+        return layer.weight, layer.bias
+    zero = jnp.zeros(features, dtype)
+    try:
+        # JAX transposes affine functions only.
+        jax.eval_shape(jax.linear_transpose(layer, zero), jax.eval_shape(layer, zero))
+    except Exception as e:
+        raise ValueError(
+            f"{type(layer).__name__} of {features} features is not affine in its input, as far as "
+            "JAX can tell, so it cannot be moved to the other side of a product: call the layer "
+            'with form="expanded".'
+        ) from e
+    bias, derivative = jax.linearize(layer, zero)
+    return jax.vmap(derivative, out_axes=1)(jnp.eye(features, dtype=dtype)), bias
+
+
 def _product_sharding(rows: Array, weight: Array) -> P | None:
     """How the product of rows and a weight `[outputs, features]` is sharded; None for JAX's choice.
 

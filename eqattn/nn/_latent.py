@@ -10,12 +10,22 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
-from .._misc import as_array, as_constant, as_flag, as_number, as_size, with_constants
+from .._misc import (
+    accumulation_dtype,
+    as_array,
+    as_constant,
+    as_flag,
+    as_number,
+    as_size,
+    with_constants,
+)
 from .._misc.text import without_defaults
+from .._problem.arguments import as_scores
 from .._problem.joined import Joined
 from .._problem.storage import AbstractStored, as_stored
 from ..cache import LatentKVCache
 from ..scores._base import AbstractScore
+from ..scores._bias import Bias
 from ..strategies import AttentionImpl
 from ._arguments import (
     as_layer_mask,
@@ -26,7 +36,7 @@ from ._arguments import (
     split_key,
 )
 from ._cached_call import appended, as_rows
-from ._heads import linear, normed, project
+from ._heads import linear, normed, project, weight_and_bias
 from ._positions import input_positions
 from ._rotary import check_rotary, Rotary
 
@@ -64,6 +74,11 @@ class LatentAttention(eqx.Module):
 
         both = kv_b_proj.weight.reshape(num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank)
         k_b, v_b = jnp.split(both, [qk_nope_head_dim], 1)  # each .reshape(-1, kv_lora_rank)
+
+    A projection may be any module that takes a vector, such as an adapter. The absorbed form needs
+    the weight of `k_b_proj` and `v_b_proj`. If one is not an `eqx.nn.Linear` itself, each call
+    first multiplies it out, which costs as much as `kv_lora_rank` tokens. So merge an adapter into
+    its weight before many steps of decoding. A module that is not affine raises there.
     """
 
     __pdoc__ = without_defaults
@@ -271,19 +286,38 @@ class LatentAttention(eqx.Module):
             keys, kv_positions = cache.key, cache.positions
         strategy = configured(self.strategy, cache is not None, softmax_scale=self._scale())
         absorbed = form == "absorbed" or (form is None and cache is not None)
-        heads = self._absorbed if absorbed else self._expanded
+        value_bias, scores = None, as_scores(score)
+        if absorbed:
+            stored = getattr(strategy, "reads_stored", False)
+            heads, offset = self._absorbed(query, keys, stored)
+            value_weight, value_bias = self._absorbable("v_b_proj", query.dtype)
+            # A softmax does not see what is added to all logits of a query.
+            if offset is not None and (scores or return_max_logits):
+                scores = (Bias(offset), *scores)
+        else:
+            heads = self._expanded(query, keys)
         found = attention(
-            *heads(query, keys, getattr(strategy, "reads_stored", False)),
+            *heads,
             strategy,
             mask=mask,
             bias=bias,
-            score=score,
+            score=scores,
             q_offset=q_offset,
             q_positions=q_positions,
             kv_positions=kv_positions,
+            return_logsumexp=value_bias is not None,
             return_max_logits=return_max_logits,
         )
-        out = self._joined(found.attention_outputs.astype(query.dtype), absorbed)
+        out = found.attention_outputs.astype(query.dtype)
+        if absorbed:
+            # Attention gave `sum_j p_j c_j` for each head i, where V_i is `weight[i]`, [v, r].
+            out = jnp.einsum("...hr,hvr->...hv", out, value_weight)
+        if value_bias is not None:
+            # The p_j add up to 1, or to 0 for a query that sees no key.
+            seen = found.logsumexp[..., None] != -jnp.inf
+            out = out + jnp.where(seen, value_bias.astype(out.dtype), 0)
+        out = out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim)
+        out = linear(self.o_proj, out)
         return result(cache, (out, found.max_logits) if return_max_logits else out)
 
     def _scale(self) -> Any:
@@ -294,17 +328,17 @@ class LatentAttention(eqx.Module):
             return self.softmax_scale
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
 
-    def _joined(self, out: Array, absorbed: bool) -> Array:
-        """What the layer returns, of the outputs of all heads."""
-        if absorbed:
-            # Attention gave `sum_j p_j c_j` for each head i, where V_i is `weight[i]`, [v, r].
-            weight = self.v_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
-            out = jnp.einsum("...hr,hvr->...hv", out, weight)
-        out = out.reshape(*out.shape[:-2], self.num_heads * self.v_head_dim)
-        return linear(self.o_proj, out)
+    def _absorbable(self, name: str, dtype: Any) -> tuple[Array, Array | None]:
+        """The weights `[h, features, r]` and biases `[h, features]` of a projection of latents."""
+        weight, bias = weight_and_bias(getattr(self, name), self.kv_lora_rank, dtype)
+        bias = None if bias is None else bias.reshape(self.num_heads, -1)
+        return weight.reshape(self.num_heads, -1, self.kv_lora_rank), bias
 
-    def _absorbed(self, query: Array, keys: AbstractStored, stored: bool) -> tuple[Any, Any, Any]:
-        """Queries, keys and values of the absorbed form: one key head for all queries.
+    def _absorbed(
+        self, query: Array, keys: AbstractStored, stored: bool
+    ) -> tuple[tuple[Any, Any, Any], Array | None]:
+        """Queries, keys and values of the absorbed form, which has one key head for all queries;
+        and what is to be added to all logits of a query `[b, h, t, 1]`, or None.
 
         **Arguments:**
 
@@ -313,18 +347,24 @@ class LatentAttention(eqx.Module):
         - `stored`: whether the strategy reads them where they are stored.
         """
         inner, turning = jnp.split(query, [self.qk_nope_head_dim], -1)
-        weight = self.k_b_proj.weight.reshape(self.num_heads, -1, self.kv_lora_rank)
+        weight, bias = self._absorbable("k_b_proj", query.dtype)
+        # A key of head i is `[W_i c + a_i, r]`, and `q . a_i` is the same for all keys.
+        offset = None
+        if bias is not None:
+            wide = accumulation_dtype(query.dtype)
+            offset = jnp.einsum("...thn,hn->...ht", inner.astype(wide), bias.astype(wide))
+            offset = offset[..., None] * jnp.asarray(self._scale(), wide)
         # For each head i, `q . (W_i c)` is `(W_i^T q) . c`, where W_i is `weight[i]`, [n, r]. The
         # rotary part stays as it is, so a logit is `[W_i^T q, p] . [c, r] = q . (W_i c) + p . r`.
         inner = jnp.einsum("...hn,hnr->...hr", inner, weight)
         query = jnp.concatenate([inner, turning], -1)
         if stored:
-            return query, keys, keys.first
-        return query, keys.materialise(), as_stored(keys.first).materialise()
+            return (query, keys, keys.first), offset
+        heads = query, keys.materialise(), as_stored(keys.first).materialise()
+        return heads, offset
 
-    def _expanded(self, query: Array, keys: AbstractStored, stored: bool) -> tuple[Any, Any, Any]:
+    def _expanded(self, query: Array, keys: AbstractStored) -> tuple[Any, Any, Any]:
         """Queries, keys and values of the expanded form, whose heads are made here."""
-        del stored
         latent, rest = jnp.split(keys.materialise()[..., 0, :], [self.kv_lora_rank], -1)
         key = project(self.k_b_proj, latent, self.num_heads, self.qk_nope_head_dim)
         # All heads share the rotary part, which becomes the end of each head's key. Added to zeros,

@@ -97,7 +97,8 @@ class Call:
         Its value is not computed, as only derivatives matter. Where parts of the keys are merged,
         it is the number of parts.
         """
-        assert (known := self.known) is not None
+        known = self.known
+        assert known is not None
         carry = self.attend(self.unweighed, *more, Known(known), return_carry=True).carry
         seen = known != -jnp.inf
         known, origin = (jnp.where(seen, x, 0) for x in (known, carry.max_so_far))
