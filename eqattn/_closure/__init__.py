@@ -6,4 +6,3 @@ from .closure import (
     function_of as function_of,
     held as held,
 )
-from .trace import traced as traced

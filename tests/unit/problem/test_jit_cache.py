@@ -7,7 +7,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from eqattn._closure import closure_of, function_of, traced
+from eqattn._closure import closure_of, function_of
+from eqattn._closure.trace import traced
 from eqattn._problem.jit_cache import cached
 
 
