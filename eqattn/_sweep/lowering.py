@@ -243,6 +243,27 @@ def _on_gpu() -> bool:
     return jax.default_backend() in ("gpu", "cuda", "rocm")
 
 
+_ENTRIES_PER_ROW = 8
+"""How many entries the table of blocks may have for each row. An entry takes some 16 bytes while it
+is sorted, so the table takes at most as much memory as two arrays of 16 float32 for each row.
+"""
+
+
+def _within_table(request: BlockRequest, queries: int, columns: int) -> tuple[int, int]:
+    """Doubles the sides of blocks until their table is linear in the tokens, as all else is. With
+    heads of their own keys, blocks of 256 are so up to 2**19 tokens, and blocks of 512 up to 2**21.
+    """
+    if not (isinstance(request.queries, int) and isinstance(request.keys, int)):
+        return queries, columns
+    most = _ENTRIES_PER_ROW * max(request.queries * request.group, request.keys)
+    while -(-request.queries // queries) * -(-request.keys // columns) > most:
+        if queries * request.group <= columns:
+            queries *= 2
+        else:
+            columns *= 2
+    return queries, columns
+
+
 @dataclasses.dataclass(frozen=True)
 class XLALowering(Lowering):
     """Loops of ordinary JAX: any block function, any dtype, any device."""
@@ -309,6 +330,8 @@ class XLALowering(Lowering):
                 queries, columns = max(size // group, 8), size
         # Pairs are read where they lie if blocks divide both lengths. See `cpu-f32-bias-1900-fwd`.
         size = whole_size if request.reads_pairs else even_size
+        if not request.fixed:
+            queries, columns = _within_table(request, queries, columns)
         return BlockSizes(size(request.queries, queries), size(keys, columns))
 
     def _many_in_place(self, request: BlockRequest) -> int:
