@@ -11,7 +11,7 @@ import pytest
 from matrix.compile_time import Case, KINDS, not_in_time
 
 
-LENGTHS = 2, 3, 4, 16
+LENGTHS = 2, 4, 16
 HEADS = (2, 2), (4, 2), (4, 1)
 
 
