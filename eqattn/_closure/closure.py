@@ -332,7 +332,7 @@ def _take_globals(
     fn: types.FunctionType,
     held: Iterable[Any] = (),
     apart: tuple[str, ...] = (),
-    depth: int = 4,
+    above: tuple[Any, ...] = (),
 ) -> _Part | None:
     """The key of what a function reads from its module, except for the names `apart`, and from
     modules and classes. It has these there, or holds them otherwise, among `held`. The key is None
@@ -340,7 +340,7 @@ def _take_globals(
     """
     names, space = names_in(fn.__code__), fn.__globals__
     found = [(name, space[name]) for name in names if name in space and name not in apart]
-    return _take_read(names, [*_spaces(held), *found], fn.__globals__, depth)
+    return _take_read(names, [*_spaces(held), *found], fn.__globals__, (*above, fn))
 
 
 def _spaces(xs: Iterable[Any]) -> list[tuple[str, Any]]:
@@ -352,13 +352,16 @@ def _spaces(xs: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def _take_read(
-    names: tuple[str, ...], found: list[tuple[str, Any]], space: Any = None, depth: int = 4
+    names: tuple[str, ...],
+    found: list[tuple[str, Any]],
+    space: Any = None,
+    above: tuple[Any, ...] = (),
 ) -> _Part | None:
     """The key of values that code reads by name; None if they may change unseen.
 
     These values are not replaced when a function is put together again, so a JAX array among them
-    counts as one that may change unseen. Functions are followed too, to a `depth` that was chosen
-    by trial: it bounds the time that a key takes. Those of installed packages are not.
+    counts as one that may change unseen. Functions are followed too, at most four deep, since that
+    bounds the time that a key takes. Those of installed packages are not.
 
     **Arguments:**
 
@@ -367,7 +370,7 @@ def _take_read(
     - `found`: the values, each with its name. A name is in the key, too, as two names may have one
         value at first and others later.
     - `space`: the globals of the code.
-    - `depth`: how far the functions that it calls are followed.
+    - `above`: the functions through which the code was reached, and its own. The key has them.
     """
     parts, read, left, followed = [], [], [*found], set()
     while left:
@@ -380,8 +383,10 @@ def _take_read(
         first = id(x) not in followed
         followed.add(id(x))
         if isinstance(x, types.FunctionType):
+            first = first and not any(x is y for y in above)
             if first and (x.__globals__ is space or not is_installed(x.__module__ or "")):
-                inner = _take_globals(x, (), (), depth - 1) if depth and not x.__closure__ else None
+                deep = x.__closure__ or len(above) > 4
+                inner = None if deep else _take_globals(x, (), (), above)
                 if inner is None:
                     return None
                 parts.append(inner)
