@@ -243,15 +243,15 @@ def _on_gpu() -> bool:
     return jax.default_backend() in ("gpu", "cuda", "rocm")
 
 
-_ENTRIES_PER_ROW = 8
+_ENTRIES_PER_ROW = 4
 """How many entries the table of blocks may have for each row. An entry takes some 16 bytes while it
-is sorted, so the table takes at most as much memory as two arrays of 16 float32 for each row.
+is sorted, so the table takes at most as much memory as an array of 16 float32 for each row.
 """
 
 
 def _within_table(request: BlockRequest, queries: int, columns: int) -> tuple[int, int]:
     """Doubles the sides of blocks until their table is linear in the tokens, as all else is. With
-    heads of their own keys, blocks of 256 are so up to 2**19 tokens, and blocks of 512 up to 2**21.
+    heads of their own keys, blocks of 256 are so up to 2**18 tokens, and blocks of 512 up to 2**20.
     """
     if not (isinstance(request.queries, int) and isinstance(request.keys, int)):
         return queries, columns

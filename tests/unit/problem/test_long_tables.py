@@ -28,8 +28,9 @@ def window(*ids):
 
 @pytest.mark.parametrize("traced", [0, 1], ids=["known", "traced"])
 def test_four_times_the_tokens_take_four_times_the_memory(traced):
-    small, large = (temporary(window, n, traced) for n in (2**19, 2**21))
-    assert large / small <= 5
+    sizes = [temporary(window, n, traced) for n in (2**17, 2**19, 2**21)]
+    for small, large in zip(sizes, sizes[1:]):
+        assert large / small <= 5
 
 
 @pytest.mark.parametrize("group", [1, 4, 8, 64])
@@ -44,13 +45,13 @@ def test_entries_of_the_table_for_each_row(group, reads_pairs):
 
     for tokens in (1000, 2**17, 2**20 + 24, 2**22, 2**24):
         # An odd number of tokens in even blocks has a little more.
-        assert entries(tokens) <= 8 * group * tokens * 1.01
+        assert entries(tokens) <= 4 * group * tokens * 1.01
 
 
 def test_sizes_of_usual_lengths():
     """Only tables that would be too long change the blocks that are fastest."""
-    for tokens in (2**14, 2**17, 2**19):
+    for tokens in (2**14, 2**17, 2**18):
         request = BlockRequest(tokens, tokens, 1, jnp.float32, 64, False)
         assert XLA.choose_blocks(request) == (256, 256)
-    request = BlockRequest(2**21, 2**21, 1, jnp.float32, 64, False)
+    request = BlockRequest(2**20, 2**20, 1, jnp.float32, 64, False)
     assert XLA.choose_blocks(request) == (512, 512)
