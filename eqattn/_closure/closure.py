@@ -120,14 +120,13 @@ def closure_of(fn: Callable) -> Closure | None:
     return Closure(part.arrays, Recipe(part.key, part.again, part.owners)) if part.known else None
 
 
-def _method_of(fn: Callable) -> Callable:
+def _method_of(fn: Any) -> Any:
     """What Python runs when it calls an object: the method of its class, bound to it."""
-    if isinstance(fn, (types.FunctionType, types.MethodType, ft.partial, *_NAMED)):
+    if isinstance(fn, (types.FunctionType, types.MethodType, ft.partial, *_NAMED)) or _is_jax(fn):
         return fn
-    if _is_jax(fn):
-        return fn
-    bound = isinstance(fn, eqx.Module) and hasattr(fn, "__func__")  # Equinox binds its own way
-    owner, function = (fn.__self__, fn.__func__) if bound else (fn, type(fn).__call__)
+    owner, function = fn, type(fn).__call__
+    if isinstance(fn, eqx.Module) and hasattr(fn, "__func__"):  # Equinox binds its own way
+        owner, function = getattr(fn, "__self__"), getattr(fn, "__func__")
     return types.MethodType(function, owner) if isinstance(function, types.FunctionType) else fn
 
 

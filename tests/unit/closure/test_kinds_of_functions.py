@@ -220,7 +220,8 @@ def by_linen(body):
         def __call__(self):
             return self.attend(self.method)
 
-    return lambda array, attend: Layer(attend).apply({"params": {"array": array}})
+    # With no parent, since a call of one such layer may be inside of that of another.
+    return lambda array, attend: Layer(attend, parent=None).apply({"params": {"array": array}})
 
 
 KINDS = {
