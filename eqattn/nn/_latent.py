@@ -286,7 +286,7 @@ class LatentAttention(eqx.Module):
             keys, kv_positions = cache.key, cache.positions
         strategy = configured(self.strategy, cache is not None, softmax_scale=self._scale())
         absorbed = form == "absorbed" or (form is None and cache is not None)
-        value_bias, scores = None, as_scores(score)
+        value_weight, value_bias, scores = None, None, as_scores(score)
         if absorbed:
             stored = getattr(strategy, "reads_stored", False)
             heads, offset = self._absorbed(query, keys, stored)
@@ -309,7 +309,7 @@ class LatentAttention(eqx.Module):
             return_max_logits=return_max_logits,
         )
         out = found.attention_outputs.astype(query.dtype)
-        if absorbed:
+        if value_weight is not None:
             # Attention gave `sum_j p_j c_j` for each head i, where V_i is `weight[i]`, [v, r].
             out = jnp.einsum("...hr,hvr->...hv", out, value_weight)
         if value_bias is not None:
