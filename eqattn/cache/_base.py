@@ -49,6 +49,9 @@ class StoredTokens(KeyPadding):
 
     needs_offset: ClassVar[bool] = True
 
+    def __init__(self, lengths: Any):
+        super().__init__(lengths)
+
 
 class AbstractCache(eqx.Module):
     """The keys and values of a batch of rows, each with its own number of tokens.

@@ -135,7 +135,8 @@ def dot_product_attention(
             )
         terms.append(Dense(visible))
     for name, x in (("mask", mask), ("bias", bias)):
-        _check_pairs(name, np.shape(x), (batch, q.shape[2], q.shape[1], k.shape[1]))
+        if x is not None:
+            _check_pairs(name, np.shape(x), (batch, q.shape[2], q.shape[1], k.shape[1]))
     added = None if bias is None else _rank_4(bias, "bias").astype(accumulation_dtype(q.dtype))
     metadata = AttentionMetadata(platform=_platform(implementation), softmax_scale=_scale(scale))
     out = attention(

@@ -93,7 +93,8 @@ def _picture(mask: Any) -> str:
     depends, tables = _lookups(mask)
     sizes = {a: max(n, tables.get(a, 1)) for a, n in sizes.items()}
     batch_shape = batch_shape or ((tables["b"],) if "b" in tables else ())
-    grids = [term.grid.tokens for term in leaf_terms(mask) if hasattr(term, "grid")]
+    each: Any = leaf_terms(mask)
+    grids = [term.grid.tokens for term in each if hasattr(term, "grid")]
     if grids and sizes["t"] == sizes["s"] == 1:
         sizes["t"] = sizes["s"] = max(grids)
     hint = max([hint, *_static_ints(mask)])
