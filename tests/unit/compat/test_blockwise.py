@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
+from matrix.oracle import exact
 
 from eqattn import blockwise_attn, dropout_mask
 
@@ -25,10 +25,10 @@ def qkv(dtype=jnp.float32, scale=1.0):
     ]
 
 
-def dense(q, k, v, *, causal=True, bias=0.0, keep=1.0, logits_dtype=np.float64):
+def dense(q, k, v, *, causal=True, bias=0.0, keep=None, logits_dtype=np.float64):
     logits = lambda z: (z / math.sqrt(D) + np.asarray(bias)).astype(logits_dtype)
     visible = np.arange(S) <= np.arange(T)[:, None] if causal else True
-    return exact(q, k, v, lambda z: logits(z).astype(np.float64), visible, keep=keep)[0]
+    return exact(q, k, v, lambda z: logits(z).astype(np.float64), visible, keep=keep, rate=0.5)[0]
 
 
 def equations(jaxpr, name):
@@ -150,9 +150,7 @@ def test_dropout():
     drop = ft.partial(blockwise_attn, q, k, v, attn_pdrop=0.5, causal=False)
     keep = np.asarray(dropout_mask(KEY, (B,), H, T, S, 0.5))
     got = drop(deterministic=False, dropout_rng=KEY, query_chunk_size=2, key_chunk_size=3)
-    np.testing.assert_allclose(
-        got, dense(q, k, v, causal=False, keep=2 * keep), rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(got, dense(q, k, v, causal=False, keep=keep), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(drop(deterministic=True, dropout_rng=KEY), drop())
     np.testing.assert_array_equal(
         blockwise_attn(q, k, v, deterministic=False, dropout_rng=KEY), blockwise_attn(q, k, v)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
+from matrix.oracle import exact
 
 import eqattn
 from eqattn import BwdParams, dropout_mask, FwdParams, masks as m, Ring, ring_attention, RingAttn
@@ -27,12 +27,12 @@ def qkv(scale=1.0):
     return [scale * jax.random.normal(k, s) for k, s in zip(keys, shapes)]
 
 
-def dense(q, k, v, visible=ONES, *, bias=0.0, scale=None, cap=None, sinks=None, keep=1.0):
+def dense(q, k, v, visible=ONES, *, bias=0.0, scale=None, cap=None, sinks=None, keep=None):
     def logits(z):
         z = z * (1 / math.sqrt(D) if scale is None else scale)
         return (z if cap is None else cap * np.tanh(z / cap)) + np.asarray(bias)
 
-    return exact(q, k, v, logits, visible, sinks, keep)[0]
+    return exact(q, k, v, logits, visible, sinks, keep, 0.4)[0]
 
 
 def check(want, **kwargs):
@@ -105,7 +105,7 @@ def test_mask_builder_is_called_per_head_with_the_whole_lengths():
 
 def test_dropout():
     key = jax.random.key(7)
-    keep = np.asarray(dropout_mask(key, (B,), H, T, T, 0.4)) / 0.6
+    keep = np.asarray(dropout_mask(key, (B,), H, T, T, 0.4))
     check(dense(*qkv(), keep=keep), pdrop=0.4, dropout_rng=key, deterministic=False)
     check(dense(*qkv()), pdrop=0.4, dropout_rng=key)
     with pytest.raises(ValueError, match="dropout"):

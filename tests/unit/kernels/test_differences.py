@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
-from _reference import exact
 from _rolls import rolled
 from _tpu_lowered import kernels
 from matrix import oracle, oracle_masks as om
 from matrix.cases import covering, invalid
+from matrix.oracle import exact
 from matrix.test_conformance import check
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, MaskFn, ScoreFn, T5Bias

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
 from _tpu_lowered import kernels
+from matrix.oracle import exact
 
 from eqattn import (
     attention,

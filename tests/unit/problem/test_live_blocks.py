@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from _draw import normal
-from _reference import exact
+from matrix.oracle import exact
 
 from eqattn import (
     attention,

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
 from jax import lax
 from matrix import oracle_dropout as od
+from matrix.oracle import exact
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, dropout_mask
 from eqattn.scores._dropout import dropped, keep_mask, kept_factor, seed_of, threefry
@@ -139,8 +139,8 @@ def data(dtype):
 
 def dense(q, k, v, keep, bias=0.0):
     """Dropout on the probabilities, in the numerator only."""
-    keep = np.asarray(keep, np.float64) / (1 - od.dropped_share(RATE))
-    return exact(q, k, v, lambda z: z / math.sqrt(D) + np.asarray(bias), keep=keep)[0]
+    logits = lambda z: z / math.sqrt(D) + np.asarray(bias)
+    return exact(q, k, v, logits, keep=np.asarray(keep), rate=od.dropped_share(RATE))[0]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
 from jax import lax
+from matrix.oracle import exact
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, MaskFn, scores
 from eqattn._pairs import canonical
