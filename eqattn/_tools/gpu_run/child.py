@@ -152,8 +152,8 @@ def conformance(job: Job) -> None:
     the other, so a fault has one culprit.
     """
     sys.path.insert(0, job.tests)
-    cases = importlib.import_module("conformance.cases")
-    matrix = importlib.import_module("conformance.test_conformance")
+    cases = importlib.import_module("matrix.cases")
+    matrix = importlib.import_module("matrix.test_conformance")
     for name, case in judged(job, cases).items():
         with job.piece(name) as wanted:
             if not wanted:

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if args.record is not None and not (args.record / record.PAGE).exists():
         raise ValueError(f"--record: there is no {args.record / record.PAGE}")
     tests = args.tests or Path(__file__).parents[3] / "tests"
-    if not (tests / "conformance" / "oracle.py").exists():
+    if not (tests / "matrix" / "oracle.py").exists():
         raise ValueError(
             f"{tests} has no conformance matrix, which judges the kernels: give --tests, that "
             "folder of a clone"

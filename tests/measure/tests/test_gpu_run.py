@@ -166,9 +166,9 @@ def name_of(case):
 
 def test_a_fault_is_the_failure_of_one_case(tmp_path, monkeypatch, capsys):
     """Of several processes with shares of the cases, another one goes on in place of one that ends."""
-    (tmp_path / "conformance").mkdir()
-    (tmp_path / "conformance" / "cases.py").write_text(CASES)
-    (tmp_path / "conformance" / "test_conformance.py").write_text(MATRIX)
+    (tmp_path / "matrix").mkdir()
+    (tmp_path / "matrix" / "cases.py").write_text(CASES)
+    (tmp_path / "matrix" / "test_conformance.py").write_text(MATRIX)
     code = "from eqattn._tools.gpu_run import child; child.device = lambda: dict(device='NVIDIA'); "
     monkeypatch.setattr(cli, "_CHILD", ("-c", code + "child.main()"))
     monkeypatch.setattr(cli.os, "cpu_count", lambda: 2)
