@@ -349,7 +349,7 @@ def of_any_axes(q, k, v, mask=True, scores=(), keep=None, **features) -> Problem
     """
     lead, (t, h, _), s = np.shape(q)[:-3], np.shape(q)[-3:], np.shape(k)[-3]
     b, pairs = int(np.prod(lead)), (*lead, h, t, s)
-    flat = lambda x: np.reshape(np.broadcast_to(x, pairs), (b, h, t, s))
+    flat = lambda x: np.reshape(x, (b, h, t, s))
 
     def on_pairs(score):
         def apply(z):
@@ -364,18 +364,25 @@ def of_any_axes(q, k, v, mask=True, scores=(), keep=None, **features) -> Problem
         return apply
 
     q, k, v = (np.reshape(x, (b, *np.shape(x)[-3:])) for x in (q, k, v))
-    keep, scores = None if keep is None else flat(keep), tuple(map(on_pairs, scores))
-    return Problem(q=q, k=k, v=v, mask=flat(mask), scores=scores, keep=keep, **features)
+    mask, keep = (None if x is None else flat(np.broadcast_to(x, pairs)) for x in (mask, keep))
+    scores = tuple(map(on_pairs, scores))
+    return Problem(q=q, k=k, v=v, mask=mask, scores=scores, keep=keep, **features)
 
 
-def exact(q, k, v, transform=None, visible=True, sinks=None, keep=None, rate=0.0):
-    """Output `[*b,T,H,V]`, logsumexp `[*b,T,H]` and weights `[*b,H,T,S]` of arrays with any leading
-    axes. `transform` makes logits of products; by default, it divides these by the root of D.
+def plain_problem(
+    q, k, v, transform=None, visible=True, sinks=None, keep=None, rate=0.0
+) -> Problem:
+    """A problem of arrays with any leading axes. `transform` makes logits of products; by default, it
+    divides these by the root of D.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     sinks = None if sinks is None else np.asarray(sinks, np.float64)
     scores = () if transform is None else (lambda z: (transform(z), None),)
-    scale = q.shape[-1] ** -0.5 if transform is None else 1.0
-    problem = of_any_axes(q, k, v, visible, scores, keep, rate=rate, scale=scale, sinks=sinks)
-    f, lead = forward(problem), q.shape[:-3]
+    scale = np.shape(q)[-1] ** -0.5 if transform is None else 1.0
+    return of_any_axes(q, k, v, visible, scores, keep, rate=rate, scale=scale, sinks=sinks)
+
+
+def exact(q, *args, **kwargs):
+    """Output `[*b,T,H,V]`, logsumexp `[*b,T,H]` and weights `[*b,H,T,S]` of a `plain_problem`."""
+    f, lead = forward(plain_problem(q, *args, **kwargs)), np.shape(q)[:-3]
     return tuple(np.reshape(x, (*lead, *np.shape(x)[1:])) for x in (f.out, f.lse, f.w))
