@@ -50,9 +50,18 @@ gc.set_threshold(10_000, 10, 10)
 NIGHTLY = [pathlib.Path(__file__).parent / name for name in ("nightly", "measure")]
 
 
+def is_nightly(path: pathlib.Path) -> bool:
+    return any(folder in (path, *path.parents) for folder in NIGHTLY)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Listing what the default run does not take would cost it seconds."""
+    return is_nightly(collection_path) and config.getoption("markexpr") == "not slow" or None
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
-        if any(folder in item.path.parents for folder in NIGHTLY):
+        if is_nightly(item.path):
             item.add_marker(pytest.mark.slow)
 
 

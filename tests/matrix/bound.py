@@ -400,3 +400,14 @@ def excess(actual, reference: Bounded) -> float:
     # A bound beyond float range judges nothing, and a case that has one is a bad case.
     assert np.isfinite(limit).all(), "the bound itself overflowed"
     return float(np.max(abs(np.where(infinite, 0, actual - finite)) / limit))
+
+
+def check(problem: oracle.Problem, out, lse=None) -> None:
+    """Fails where an output, or a logsumexp, is not within the bound of the problem, whose leading axes
+    are one.
+    """
+    want = values(problem, precision_of(np.asarray(out).dtype))
+    for name, x in (("out", out), ("lse", lse)):
+        if x is not None:
+            ratio = excess(np.reshape(x, np.shape(want[name].primal)), want[name])
+            assert ratio <= 1, f"error / bound of {name}: {ratio}"

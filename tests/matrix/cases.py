@@ -16,19 +16,16 @@ AXES: dict[str, tuple] = {
     "mask": (
         "none",
         "causal",
-        "causal_offset",
         "window",
         "window_sinks",
         "segments",
         "lengths",
-        "starts",
         "prefix",
         "block_causal",
         "chunked_causal",
         "tree",
         "selected",
         "dense",
-        "array",
         "and",
         "or",
         "not",
@@ -62,30 +59,27 @@ AXES: dict[str, tuple] = {
     "scale": ("none", "float", "array"),
     "offset": ("none", "int", "array"),
     "dropout": (0.0, 0.25),
-    # (registry name, devices); "tpu", "tpu_ragged": the TPU's kernels under Blockwise and Ragged,
-    # interpreted. "gpu", "gpu_ragged", "triton" and "triton_ragged", those of NVIDIA GPUs, are not
-    # on this axis: see `interpreted_on_a_gpu`.
-    "target": (
-        ("blockwise", 1),
-        ("dense", 1),
-        ("ring", 2),
-        ("ragged", 1),
-        ("tpu", 1),
-    ),
+    # (registry name, devices). Kernels, which are interpreted, have cases of their own below.
+    "target": (("blockwise", 1), ("dense", 1), ("ring", 2), ("ragged", 1)),
 }
 # Values that only the 3-wise array has: what they add to the pairwise one is in tests/unit/ring,
-# test_tpu_ragged.py, test_latent.py, test_where_keys_lie.py and the rooms of masks. "latent":
-# Ragged, the values being part of the keys. "paged": Ragged, keys and values being in pages.
-# "ragged_keys", "paged_keys": each device has some of the keys. "cascade...": rows share pages, and
-# "int8", "ring_buffer": Ragged, over such caches; `kept.py` fills them, and test_caches.py runs some.
+# test_tpu_ragged.py, test_latent.py, test_where_keys_lie.py and the rooms of masks. "tpu",
+# "tpu_ragged": the TPU's kernels under Blockwise and Ragged. "latent": Ragged, the values being part
+# of the keys. "paged": Ragged, keys and values being in pages. "ragged_keys", "paged_keys": each
+# device has some of the keys. "cascade...": rows share pages, and "int8", "ring_buffer": Ragged, over
+# such caches; `kept.py` fills them, and test_caches.py runs some.
 MORE: dict[str, tuple] = {
     "target": (
+        ("tpu", 1),
         *(("ring", 4), ("ulysses", 2), ("all_gather", 2), ("tpu_ragged", 1), ("latent", 1)),
         *(("paged", 1), ("ragged_keys", 4), ("paged_keys", 4)),
         *(("cascade", 1), ("cascade_latent", 1), ("cascade_int8", 1)),
         *(("int8", 1), ("ring_buffer", 1)),
     ),
-    "mask": ("neighbourhood", "function", "queries", "table"),
+    "mask": (
+        *("causal_offset", "starts", "array"),
+        *("neighbourhood", "function", "queries", "table"),
+    ),
     # A user's own bias, which reads a table by the query and by the key.
     "score": ("table",),
 }
@@ -97,7 +91,7 @@ def _in_parts_of(n: int) -> tuple:
 
 
 # What takes the most time: where other values add as much, they are taken.
-DEAR = {("target", ("tpu", 1)), ("target", ("ring", 2)), ("transform", "hvp"), ("lead", (2, 2))}
+DEAR = {("target", ("ring", 2)), ("transform", "hvp"), ("lead", (2, 2))}
 
 
 # Arrays in which each row, or each query, has an entry for each key.
@@ -238,7 +232,7 @@ def _order(case: Case) -> Case:
 
 
 @functools.cache
-def covering(strength: int, seed: int = 22) -> tuple[Case, ...]:
+def covering(strength: int, seed: int = 23) -> tuple[Case, ...]:
     """A covering array of the given strength, greedy, the same on every machine. The seed is that of
     thirty which made the fewest pairwise cases.
     """
@@ -272,47 +266,37 @@ def _with_a_kernel(case: Case) -> Case:
     return case | {"score": "lookup"} if far else case
 
 
-def pairs_of(case: Case) -> set[tuple]:
-    return {(a, b, case[a], case[b]) for a, b in itertools.combinations(AXES, 2)}
-
-
-@functools.cache
-def third() -> tuple[Case, ...]:
-    """A third of the pairwise array, which has most pairs: the cases that add the most, dear values
-    being worth a few pairs less. Each of the last cases of the whole array adds one pair or two.
+def with_every_mask() -> tuple[Case, ...]:
+    """Some cases of the pairwise array with the masks that only the 3-wise one has, and then all as they
+    are.
     """
-    array, seen, found = covering(2), set(), []
-    pairs = [pairs_of(case) for case in array]
-    dear = [sum(x in DEAR for x in case.items()) for case in array]
-    rest = list(range(len(array)))
-    while 3 * len(found) < len(array):
-        best = max(rest, key=lambda i: len(pairs[i] - seen) - 8 * dear[i])
-        rest.remove(best)
-        found.append(array[best])
-        seen |= pairs[best]
-    return tuple(found)
+    array = covering(2)
+    return (*(case | {"mask": mask} for mask in MORE["mask"] for case in array[:9]), *array)
 
 
 def needs_x64(case: Case) -> bool:
     return "float64" in (case["dtype"], case["operands"])
 
 
+def _on_kernels(strength: int, strategy: str, target: str, by: dict) -> list[Case]:
+    """The cases of a strategy for its kernels, with other values in place of those that these cannot
+    do.
+    """
+    found = [case for case in covering(strength) if case["target"] == (strategy, 1)]
+    found = [c | {a: x.get(c[a], c[a]) for a, x in by.items()} for c in found]
+    found = [_with_a_kernel(c | {"target": (target, 1)}) for c in found]
+    return [c for c in found if invalid(c) is None]
+
+
 @functools.cache
 def interpreted_on_a_gpu(strength: int, newest: bool) -> tuple[Case, ...]:
-    """Those of `of_the_gpu` that are interpreted: some of the pairwise array, as each takes seconds,
-    or all of the 3-wise one. Mosaic has an interpreter in jax 0.12 only.
-    """
-    found = of_the_gpu(strength)
-    some = {"triton": 5, "triton_ragged": 5} | ({"gpu": 6, "gpu_ragged": 6} if newest else {})
-    of = lambda name: [case for case in found if case["target"][0] == name]
-    return tuple(x for name, n in some.items() for x in of(name)[:: n if strength == 2 else 1])
+    """Those of `of_the_gpu` that are interpreted. Mosaic has an interpreter in jax 0.12 only."""
+    return tuple(x for x in of_the_gpu(strength) if newest or x["target"][0].startswith("triton"))
 
 
 @functools.cache
 def of_the_gpu(strength: int) -> tuple[Case, ...]:
-    """The cases of `Blockwise` and `Ragged` for the kernels for NVIDIA GPUs, with other values in
-    place of those that they cannot do.
-    """
+    """The cases of `Blockwise` and `Ragged` for the kernels for NVIDIA GPUs."""
     other = {
         "dtype": {"float32": "bfloat16", "float64": "float16"},
         "operands": {"float64": "float32"},
@@ -326,30 +310,33 @@ def of_the_gpu(strength: int) -> tuple[Case, ...]:
     near = {"t5": "none", "t5_causal": "lookup", "both": "alibi", "differences": "lookup"}
     near = {"score": other["score"] | near}
     wide = {"dtype": {"float64": "float32"}}
-    cases: list[Case] = []
-    for strategy, target, by in (
-        ("blockwise", "gpu", other),
-        ("ragged", "gpu_ragged", other | large | near),
-        ("blockwise", "triton", other | wide),
-        ("ragged", "triton_ragged", other | wide | near),
-    ):
-        found = [case for case in covering(strength) if case["target"] == (strategy, 1)]
-        found = [c | {a: x.get(c[a], c[a]) for a, x in by.items()} for c in found]
-        found = [_with_a_kernel(c | {"target": (target, 1)}) for c in found]
-        found = [c for c in found if invalid(c) is None]
-        cases += found
-    return tuple(cases)
+    return (
+        *_on_kernels(strength, "blockwise", "gpu", other),
+        *_on_kernels(strength, "ragged", "gpu_ragged", other | large | near),
+        *_on_kernels(strength, "blockwise", "triton", other | wide),
+        *_on_kernels(strength, "ragged", "triton_ragged", other | wide | near),
+    )
+
+
+@functools.cache
+def of_the_tpu(strength: int) -> tuple[Case, ...]:
+    """The cases of `Blockwise` for the kernels for TPUs."""
+    other = {
+        "dtype": {"float16": "bfloat16", "float64": "float32"},
+        "operands": {"float64": "float32"},
+        "score": {"features": "none"},
+    }
+    return tuple(_on_kernels(strength, "blockwise", "tpu", other))
 
 
 @functools.cache
 def on_stairs(strength: int) -> tuple[Case, ...]:
-    """Cases of the kernels for TPUs in which all masked blocks lie on a causal diagonal, some of the
-    pairwise array. Too many axes have to agree for the arrays themselves to have any.
+    """Cases of the kernels for TPUs in which all masked blocks lie on a causal diagonal. Too many axes
+    have to agree for the arrays themselves to have any.
     """
-    found = [case for case in covering(strength) if case["target"] == ("tpu", 1)]
     own = {"mask": "causal", "block": (16, 16), "offset": "none"}
     cases = []
-    for n, case in enumerate(found[:: 9 if strength == 2 else 1]):
+    for n, case in enumerate(of_the_tpu(strength)):
         heads = (2, 2) if case["heads"][0] > 1 else (1, 1)
         length = ((32, 48), (32, 32))[n % 2]
         cases.append(case | own | {"heads": heads, "length": length})

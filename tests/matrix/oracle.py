@@ -8,8 +8,8 @@ Shapes: `q [B,T,H,D]`, `k [B,S,K,D]`, `v [B,S,K,V]`, pair arrays `[B,H,T,S]`, `o
 [B,T,H]`.
 
 With `x = q.k`, `a = scale x`, `t = tanh(a/cap)`, `c = cap t`, `z = c + bias - slope |i-j| +
-table[bucket] + row_features.column_features`, `p = exp(z - lse)` over the visible keys, `lse` over visible keys and sinks, `r =
-keep / (1 - rate)`:
+table[bucket] + row_features.column_features`, after which functions of a pair may follow, `p = exp(z -
+lse)` over the visible keys, `lse` over visible keys and sinks, `r = keep / (1 - rate)`:
 
     out_i = sum_j r_ij p_ij v_j
 
@@ -27,6 +27,7 @@ z'_ij + sum_n p_in s'_n`, `out' = sum_j r_ij p_ij ((z'_ij - lse'_i) v_j + v'_j)`
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,11 @@ DIFFERENTIABLE = (
     *("q", "k", "v", "bias", "sinks", "scale", "cap", "slopes", "table"),
     *("row_features", "column_features"),
 )
+
+
+# Any function of the logits of all pairs: it returns the new ones and their pullback, which takes a
+# cotangent to that of the old ones and to what else is learned. Without derivatives, that is None.
+Score = Callable[[Any], tuple[Any, Callable[[Any], tuple[Any, Any]] | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Problem:
     sinks: Any = None  # [H], [H,n] or [1,n]
     keep: Any = None  # bool [B,H,T,S]
     rate: float = 0.0
+    scores: tuple[Score, ...] = ()  # of [B,H,T,S]; they follow all else that makes a logit
 
     def replace(self, **changes) -> Problem:
         return dataclasses.replace(self, **changes)
@@ -88,6 +95,7 @@ class Forward:
     w: Any
     p_sinks: Any
     visible: Any
+    pulls: list  # of `scores`
 
 
 def plain(x) -> np.ndarray:
@@ -170,6 +178,10 @@ def forward(problem: Problem) -> Forward:
         z = z + np.einsum("tsn,nh->hts", _one_hot(problem), problem.table)[None]
     if problem.row_features is not None:
         z = z + scores_of(problem.row_features, problem.column_features)
+    pulls = []
+    for score in problem.scores:
+        z, pull = score(z)
+        pulls.append(pull)
 
     # The maximum is a gauge: any value gives the same answer, so it is a plain constant here.
     top = np.max(np.where(visible, plain(z), -np.inf), axis=-1, initial=-np.inf)
@@ -202,6 +214,7 @@ def forward(problem: Problem) -> Forward:
         w=w,
         p_sinks=None if e_sinks is None else e_sinks / safe[..., None],
         visible=visible,
+        pulls=pulls,
     )
 
 
@@ -222,8 +235,8 @@ def _unbroadcast(x, shape):
 
 
 def vjp(problem: Problem, ct_out, ct_lse) -> dict[str, Any]:
-    """Gradients of `<ct_out, out> + <ct_lse, lse>` for every active argument. Rows with lse = -inf
-    get none.
+    """Gradients of `<ct_out, out> + <ct_lse, lse>` for every active argument, and for what the
+    `scores` learn, a list in their order. Rows with lse = -inf get none.
     """
     problem, visible = _prepare(problem)
     f = forward(problem)
@@ -237,6 +250,12 @@ def vjp(problem: Problem, ct_out, ct_lse) -> dict[str, Any]:
     row = ct_lse - delta
     dz = f.p * (dp + row[..., None])
     grads = {"v": weighted_columns(f.w, ct_out, kv)}
+    if problem.scores:
+        grads["scores"] = []
+    for pull in reversed(f.pulls):
+        dz, learned = pull(dz)
+        dz = np.where(visible, dz, 0.0)
+        grads["scores"].insert(0, learned)
 
     da = dz
     if problem.cap is not None:
@@ -268,7 +287,10 @@ def vjp(problem: Problem, ct_out, ct_lse) -> dict[str, Any]:
 
 
 def jvp(problem: Problem, tangents: dict[str, Any]) -> dict[str, Any]:
-    """Tangents of out and lse. `tangents` holds any subset of the active arguments."""
+    """Tangents of out and lse. `tangents` holds any subset of the active arguments. Of problems with
+    `scores`, take a complex step of `forward`.
+    """
+    assert not problem.scores
     problem, visible = _prepare(problem)
     f = forward(problem)
     dot = {n: tangents[n] for n in tangents if tangents[n] is not None}
@@ -316,3 +338,51 @@ def hvp(problem: Problem, ct_out, ct_lse, tangents: dict[str, Any]) -> dict[str,
     step = 1e-40
     moved = problem.replace(**{n: getattr(problem, n) + 1j * step * t for n, t in tangents.items()})
     return {n: np.imag(g) / step for n, g in vjp(moved, ct_out, ct_lse).items()}
+
+
+# --- other forms of the arguments ---
+
+
+def of_any_axes(q, k, v, mask=True, scores=(), keep=None, **features) -> Problem:
+    """The problem of `q [*b,T,H,D]`, `k [*b,S,K,D]` and `v [*b,S,K,V]`, whose leading axes become one.
+    What is of pairs, and what `scores` get and return, is `[*b,H,T,S]`.
+    """
+    lead, (t, h, _), s = np.shape(q)[:-3], np.shape(q)[-3:], np.shape(k)[-3]
+    b, pairs = int(np.prod(lead)), (*lead, h, t, s)
+    flat = lambda x: np.reshape(x, (b, h, t, s))
+
+    def on_pairs(score):
+        def apply(z):
+            z, pull = score(np.reshape(z, pairs))
+
+            def flat_pull(g):
+                g, learned = pull(np.reshape(g, pairs))
+                return flat(g), learned
+
+            return flat(z), flat_pull
+
+        return apply
+
+    q, k, v = (np.reshape(x, (b, *np.shape(x)[-3:])) for x in (q, k, v))
+    mask, keep = (None if x is None else flat(np.broadcast_to(x, pairs)) for x in (mask, keep))
+    scores = tuple(map(on_pairs, scores))
+    return Problem(q=q, k=k, v=v, mask=mask, scores=scores, keep=keep, **features)
+
+
+def plain_problem(
+    q, k, v, transform=None, visible=True, sinks=None, keep=None, rate=0.0
+) -> Problem:
+    """A problem of arrays with any leading axes. `transform` makes logits of products; by default, it
+    divides these by the root of D.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    sinks = None if sinks is None else np.asarray(sinks, np.float64)
+    scores = () if transform is None else (lambda z: (transform(z), None),)
+    scale = np.shape(q)[-1] ** -0.5 if transform is None else 1.0
+    return of_any_axes(q, k, v, visible, scores, keep, rate=rate, scale=scale, sinks=sinks)
+
+
+def exact(q, *args, **kwargs):
+    """Output `[*b,T,H,V]`, logsumexp `[*b,T,H]` and weights `[*b,H,T,S]` of a `plain_problem`."""
+    f, lead = forward(plain_problem(q, *args, **kwargs)), np.shape(q)[:-3]
+    return tuple(np.reshape(x, (*lead, *np.shape(x)[1:])) for x in (f.out, f.lse, f.w))

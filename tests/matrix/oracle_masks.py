@@ -127,13 +127,18 @@ def clipped_difference(t, s, size, q_offset=0, at=None):
 
 
 def t5_bucket(t, s, buckets, bidirectional=True, max_distance=128, q_offset=0, at=None):
-    """T5's relative position buckets, in integers: the logarithm is never rounded.
+    """T5's relative position buckets of all pairs."""
+    q, k = at or grid(t, s, q_offset)
+    return t5_bucket_of(k - q, buckets, bidirectional, max_distance)
+
+
+def t5_bucket_of(relative, buckets, bidirectional, max_distance):
+    """The bucket of `k - q`, in integers: the logarithm is never rounded.
 
     `floor(log(n / exact) / log(max_distance / exact) * (buckets - exact))` is the number of `j >=
     1` with `n^r exact^j >= max_distance^j exact^r`, where `r = buckets - exact`.
     """
-    q, k = at or grid(t, s, q_offset)
-    relative = (k - q).astype(int)
+    relative = relative.astype(int)
     if bidirectional:
         buckets //= 2
         base = np.where(relative > 0, buckets, 0)

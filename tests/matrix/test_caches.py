@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from .build import build
-from .cases import AXES, covering, invalid, name_of, needs_x64, TARGET_LIMITS
+from .cases import AXES, invalid, needs_x64, TARGET_LIMITS, with_every_mask
 from .kept import FILLED
 from .library import library_call
 from .test_conformance import check
@@ -30,7 +30,7 @@ OTHER = {
 def of(target: str) -> list:
     """The cases of the pairwise array, for another target."""
     found = []
-    for case in covering(2):
+    for case in with_every_mask():
         case = case | {"target": (target, 1)}
         if target != "int8":
             case |= {a: to.get(case[a], case[a]) for a, to in OTHER.items()}
@@ -45,33 +45,21 @@ def of(target: str) -> list:
     return found
 
 
-def of_each(axis: str, **always) -> list:
-    """A case for each value of an axis and each target. All are slow but for the values of some
-    targets.
-    """
-    found = []
-    for target in FILLED:
-        of_value = {case[axis]: case for case in of(target)}
-        for value, case in of_value.items():
-            marks = () if value == always.get(target) else pytest.mark.slow
-            found.append(pytest.param(case, marks=marks, id=name_of(case)))
-    return found
+def of_each(axis: str) -> list:
+    """A case for each value of an axis and each target."""
+    return [c for target in FILLED for c in {x[axis]: x for x in of(target)}.values()]
 
 
-@pytest.mark.parametrize(
-    "case", of_each("transform", cascade_latent="jvp", ring_buffer="vmap_grad")
-)
-def test_every_transform(case):
-    check(case)
+EACH = "transform", "mask", "score"
+# One derivative each way, for two that differ most. All others run at night.
+FEW = ("cascade_latent", "jvp"), ("ring_buffer", "vmap_grad")
 
 
-@pytest.mark.parametrize("case", of_each("mask"))
-def test_every_mask(case):
-    check(case)
-
-
-@pytest.mark.parametrize("case", of_each("score"))
-def test_every_score(case):
+@pytest.mark.parametrize("target, transform", FEW)
+def test_some_transforms(target, transform):
+    (case,) = (
+        c for c in of_each("transform") if (c["target"][0], c["transform"]) == (target, transform)
+    )
     check(case)
 
 
@@ -92,21 +80,15 @@ PER_KEY = "an array per key must be the same for all of them"
 LIST = "a Selected has lists or places of its own for each"
 REFUSED = {"bias": PER_KEY, "score": PER_KEY, "mask": PER_KEY, "dropout": "has no dropout"}
 REFUSED["heads"] = "The latents of a token are one head"
-BY_DEFAULT = ("cascade", "selected"), ("cascade", "array"), ("cascade_latent", (2, 2))
+LIMITS = [
+    (target, axis, value)
+    for target in ("cascade", "cascade_latent", "cascade_int8")
+    for axis, values in TARGET_LIMITS[target].items()
+    for value in values
+]
 
 
-def limits() -> list:
-    """What a cascade does not take, by the targets that are cascades."""
-    found = []
-    for target in ("cascade", "cascade_latent", "cascade_int8"):
-        for axis, values in TARGET_LIMITS[target].items():
-            for value in values:
-                marks = () if (target, value) in BY_DEFAULT else pytest.mark.slow
-                found.append(pytest.param(target, axis, value, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize("target, axis, value", limits())
+@pytest.mark.parametrize("target, axis, value", LIMITS)
 def test_what_a_cascade_cannot_do_raises(target, axis, value):
     # Their keys are whole pages, so that arrays have an entry for each.
     case = SHARED | {"target": (target, 1), "length": (5, 16), "dtype": "float32", axis: value}

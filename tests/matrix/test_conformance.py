@@ -1,17 +1,12 @@
 """Every case of the covering array: values and all gradients within the bound of the oracle.
 
-The default run takes the third of the pairwise array that has most pairs. `pytest -m slow` takes the
-other cases and the 3-wise array; `EQATTN_SHARD=i/n` runs the i-th of n equal parts of that (from 1),
-and its cases that passed before with the same sources are not run again (`EQATTN_FRESH=1` forgets).
-`EQATTN_TARGETS=blockwise` restricts the strategies.
+Here is the whole pairwise array. The 3-wise one is in tests/nightly/test_three_wise.py, and kernels and
+caches as targets in tests/nightly/test_pairwise_targets.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import pathlib
 
 import jax
 import numpy as np
@@ -34,70 +29,8 @@ from eqattn.strategies import _fold
 
 from . import build, transforms
 from .bound import excess
-from .cases import covering, interpreted_on_a_gpu, name_of, needs_x64, on_stairs, PER_KEY, third
+from .cases import covering, name_of, needs_x64, on_stairs, PER_KEY
 from .library import library_call
-
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def _sources() -> str:
-    digest = hashlib.sha256(f"{jax.__version__}".encode())
-    for path in sorted([*ROOT.glob("eqattn/**/*.py"), *pathlib.Path(__file__).parent.glob("*.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-class Passed:
-    """The names of the 3-wise cases that passed with these sources, one a line: appending is safe
-    between processes.
-    """
-
-    def __init__(self):
-        self.path = ROOT / ".pytest_cache" / f"eqattn-passed-{_sources()}.txt"
-
-    def names(self) -> set[str]:
-        fresh = os.environ.get("EQATTN_FRESH") or not self.path.exists()
-        return set() if fresh else set(self.path.read_text().split("\n"))
-
-    def add(self, name: str) -> None:
-        self.path.parent.mkdir(exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(name + "\n")
-
-
-def _selected(strength: int):
-    targets = os.environ.get("EQATTN_TARGETS")
-    cases = list(covering(strength))
-    cases += on_stairs(strength)
-    cases += interpreted_on_a_gpu(strength, newest=jax.__version_info__ >= (0, 12))
-    cases = [c for c in cases if not targets or c["target"][0] in targets.split(",")]
-    return cases if strength == 2 else part_of(cases)
-
-
-def part_of(cases: list) -> list:
-    """The part of the 3-wise cases that `EQATTN_SHARD` names."""
-    part, parts = (int(x) for x in os.environ.get("EQATTN_SHARD", "1/1").split("/"))
-    if not 1 <= part <= parts:
-        raise pytest.UsageError(f"EQATTN_SHARD={part}/{parts}: need 1 <= i <= n")
-    return cases[part - 1 :: parts]
-
-
-def wants_slow_cases(metafunc) -> bool:
-    """The 3-wise array takes seconds to generate: only when it is asked for."""
-    return "not slow" not in (metafunc.config.getoption("markexpr") or "not slow")
-
-
-def pytest_generate_tests(metafunc):
-    if "case" not in metafunc.fixturenames:
-        return
-    strength = 3 if metafunc.function is test_3wise else 2
-    cases = _selected(strength) if strength == 2 or wants_slow_cases(metafunc) else []
-    everything = strength == 3 or os.environ.get("EQATTN_CASES") == "all"
-    later = [] if everything else [case for case in covering(2) if case not in third()]
-    marks = lambda case: [pytest.mark.slow] if case in later else []
-    params = [pytest.param(case, id=name_of(case), marks=marks(case)) for case in cases]
-    metafunc.parametrize("case", params)
 
 
 def judge(result: dict, built: build.Built) -> dict[str, float]:
@@ -218,6 +151,7 @@ def check(case) -> None:
     assert not failures, f"error / bound: {failures}"
 
 
+@pytest.mark.parametrize("case", covering(2), ids=name_of)
 def test_pairwise(case):
     check(case)
 
@@ -260,16 +194,20 @@ def test_cases_on_stairs():
         assert found and set(found) == {on_diagonal}, case
 
 
-def in_place(target: str, biases: tuple[str, ...] = PER_KEY["bias"]) -> list[dict]:
+def in_place(cases, biases: tuple[str, ...] = PER_KEY["bias"]) -> list[dict]:
     """Cases with a bias, whose blocks divide the lengths."""
     return [
         case | dict(length=(32, 48), block=(16, 16), bias=biases[i % len(biases)])
-        for i, case in enumerate(c for c in covering(2) if c["target"] == (target, 1))
+        for i, case in enumerate(cases)
         if case["mask"] != "selected"  # keys are gathered, or visited several blocks in a step
     ]
 
 
-@pytest.mark.parametrize("of_pairs", in_place("blockwise"), ids=name_of)
+PLACED = in_place(case for case in covering(2) if case["target"] == ("blockwise", 1))
+OF_EACH_TRANSFORM = {case["transform"]: case for case in PLACED}.values()
+
+
+@pytest.mark.parametrize("of_pairs", OF_EACH_TRANSFORM, ids=name_of)
 def test_pairs_are_read_where_they_lie(of_pairs, monkeypatch):
     """Small blocks are visited one by one, as large ones are, and windows of a bias are read."""
     found = []
@@ -278,28 +216,3 @@ def test_pairs_are_read_where_they_lie(of_pairs, monkeypatch):
     monkeypatch.setattr(lowering, "loops_over_batch", lambda ctx, layout: True)
     check(of_pairs)
     assert any(isinstance(x, TokenPairs) for x in found)
-
-
-@pytest.mark.parametrize("of_pairs", in_place("tpu", ("full", "heads")), ids=name_of)
-def test_kernels_read_pairs_where_they_lie(of_pairs, monkeypatch):
-    """Above, few do, as small blocks fill no registers. A bias that the heads of a group share lies
-    in blocks.
-    """
-    found = []
-
-    def joined(x, axes, sizes, f=_operands.joined):
-        found.append(sizes)
-        return f(x, axes, sizes)
-
-    monkeypatch.setattr(_operands, "joined", joined)
-    check(of_pairs | dict(lead=()))
-    assert found
-
-
-@pytest.mark.slow
-def test_3wise(case):
-    passed = Passed()
-    if name_of(case) in passed.names():
-        pytest.skip("passed before with the same sources")
-    check(case)
-    passed.add(name_of(case))

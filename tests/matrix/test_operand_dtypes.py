@@ -75,13 +75,12 @@ CASES = [
 
 # A program over devices takes five times as long to compile. By default two or three of each strategy run:
 # every transformation, every kind of slopes and every dtype in either place. Of those on one device,
-# each pair of dtypes runs in one strategy or two. The rest run by name.
-ALWAYS = (28, 33, 38, 39, 41)
+# each pair of dtypes runs in one strategy or two. All run at night.
+OVER_DEVICES = (28, 33, 38, 39, 41)
 FEW = [
     case
-    if (case[0][1] == 1 and i % 9 % 2 == i // 9 % 2) or i in ALWAYS
-    else pytest.param(*case, marks=pytest.mark.slow)
     for i, case in enumerate(CASES)
+    if (case[0][1] == 1 and i % 9 % 2 == i // 9 % 2) or i in OVER_DEVICES
 ]
 
 

@@ -135,6 +135,28 @@ def test_forward_against_loops():
         np.testing.assert_allclose(f.lse[i, n, j], np.log(total), rtol=1e-12, atol=1e-13)
 
 
+def test_a_function_of_pairs_is_the_feature_that_it_computes():
+    """With any leading axes."""
+    problem = make(mask=True, cap=True, sinks=(4, 2))
+    cap, lead = problem.cap, (2, 1)
+
+    def soft_cap(z):
+        assert z.shape == (*lead, 4, 5, 6)
+        t = np.tanh(z / cap)
+        return cap * t, lambda g: (g * (1 - t * t), np.sum(g * (t - z / cap * (1 - t * t))))
+
+    xs = (x.reshape(*lead, *x.shape[1:]) for x in (problem.q, problem.k, problem.v))
+    mask, rest = problem.mask.reshape(*lead, 4, 5, 6), dict(sinks=problem.sinks)
+    other = oracle.of_any_axes(*xs, mask, (soft_cap,), scale=problem.scale, **rest)
+    cts = cotangents(problem)
+    want, found = (oracle.vjp(x, *cts) for x in (problem, other))
+    (found["cap"],) = found.pop("scores")
+    assert found.keys() == want.keys()
+    for n, x in want.items():
+        np.testing.assert_allclose(found[n], x, rtol=1e-12, atol=1e-13)
+    np.testing.assert_array_equal(oracle.forward(other).out, oracle.forward(problem).out)
+
+
 def test_fully_masked_row_and_garbage():
     problem = make(**FEATURES["mask"])
     mask = problem.mask.copy()

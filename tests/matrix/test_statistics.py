@@ -10,13 +10,9 @@ from eqattn import stats
 
 from . import bound, of_keys, oracle
 from .build import build
-from .cases import needs_x64
+from .cases import name_of, needs_x64
 from .library import call_of_keys
 from .test_conformance import mesh_of
-
-
-def pytest_generate_tests(metafunc):
-    of_keys.parametrize(metafunc, targets=(("blockwise", 1), ("ring", 2)))
 
 
 def statistics(q, k, strategy, **options):
@@ -54,10 +50,9 @@ def check(case) -> None:
             assert bound.excess(x.reshape(shape), wanted[name]) <= 1, name
 
 
-def test_pairwise(case):
-    check(case)
+CASES = of_keys.one_of_each(of_keys.cases_of(2), (("blockwise", 1), ("ring", 2)))
 
 
-@pytest.mark.slow
-def test_3wise(case):
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_one_of_each(case):
     check(case)

@@ -17,7 +17,7 @@ import eqattn
 
 from . import bound, of_keys, oracle
 from .build import build, Built
-from .cases import needs_x64
+from .cases import name_of, needs_x64
 from .library import call_of_keys
 from .test_conformance import mesh_of
 
@@ -25,9 +25,9 @@ from .test_conformance import mesh_of
 FORWARD = "jvp", "linearize"
 
 
-def pytest_generate_tests(metafunc):
+def has_lists(case) -> bool:
     """Lists of keys are not ranked, and a list has at least one key."""
-    of_keys.parametrize(metafunc, fits=lambda c: c["mask"] != "selected" and c["length"][1])
+    return bool(case["mask"] != "selected" and case["length"][1])
 
 
 def count_of(case) -> int:
@@ -145,10 +145,6 @@ def judge(built: Built, values, indices, derivative, ct) -> None:
         assert bound.excess(x.reshape(shape), wanted[name]) <= 1, name
 
 
-def test_pairwise(case):
-    check(case)
-
-
-@pytest.mark.slow
-def test_3wise(case):
+@pytest.mark.parametrize("case", of_keys.one_of_each(of_keys.cases_of(2, has_lists)), ids=name_of)
+def test_one_of_each(case):
     check(case)

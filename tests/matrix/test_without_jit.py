@@ -15,25 +15,19 @@ from .test_conformance import judge, mesh_of
 
 PLAIN = {axis: values[0] for axis, values in AXES.items()}
 PLAIN |= {"mask": "and", "length": (3, 5), "block": (2, 3), "bias": "heads", "sinks": "H"}
-# Steps in Python are slow, so one transformation of each kind runs by default.
-CASES = [
-    pytest.param(
-        PLAIN | {"transform": transform},
-        marks=pytest.mark.slow
-        if transform in ("linearize", "vmap", "checkpoint", "jit", "scan", "hvp")
-        else (),
-    )
-    for transform in AXES["transform"]
-]
+CASES = [PLAIN | {"transform": transform} for transform in AXES["transform"]]
 CASES += [PLAIN | {"target": (name, 1)} for name in ("dense", "ragged")]
 CASES += [PLAIN | {"target": ("ring", 2), "transform": "grad", "length": (4, 4)}]
+# Steps in Python are slow, so one transformation of each kind runs here, and all at night.
+LATER = "linearize", "vmap", "checkpoint", "jit", "scan", "hvp"
+FEW = [x for x in CASES if x["transform"] not in LATER or x["target"] != PLAIN["target"]]
 
 
 def name_of(case):
     return f"{case['transform']}-{case['target'][0]}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", FEW, ids=name_of)
 def test_transform(case):
     built = build.build(case)
     call, dynamic = library_call(built)

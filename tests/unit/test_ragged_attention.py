@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
 from matrix import oracle
+from matrix.oracle import exact
 
 from eqattn import (
     ALiBi,

@@ -206,7 +206,6 @@ class Call:
         if self.bias is not None:
             chain.append(oracle.bias(floats["bias"]))
         chain += [x.define(a) for x, a in zip(self.scores, floats["scores"], strict=True)]
-        sinks = floats.get("sinks")
         with np.errstate(all="ignore"):
             return oracle.attend(
                 floats["query"],
@@ -216,7 +215,7 @@ class Call:
                 pairs,
                 scale={0: None, 1: 0.4}.get(self.scale, floats.get("scale")),
                 scores=chain,
-                sinks=sinks if sinks is None or sinks.ndim == 2 else sinks[:, None],
+                sinks=floats.get("sinks"),
             )
 
     def gradients(self, values: Values, cotangents: tuple[Any, Any]) -> dict[str, Any]:
@@ -240,8 +239,6 @@ class Call:
             jax.tree.unflatten(jax.tree.structure(a), list(g))
             for a, g in zip(floats["scores"], scores, strict=True)
         ]
-        if self.sinks:
-            pulled["sinks"] = pulled["sinks"].reshape(self.sinks)
         return {name: pulled[name] for name in floats}
 
     def cotangents(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from matrix import oracle_masks as om
 
 import eqattn as eq
 from eqattn import scores as sc
@@ -261,7 +262,7 @@ def t5(rng: np.random.Generator, z: Sizes) -> Feature:
     n = 8
 
     def define(a: Any) -> oracle.Score:
-        bucket = lambda p: oracle.t5_buckets(p.k - p.q, n, furthest, both)
+        bucket = lambda p: om.t5_bucket_of(p.k - p.q, n, both, furthest)
         return oracle.table_of_distances(a[0], bucket)
 
     draw = lambda rng: (rng.standard_normal((n, z.heads)),)

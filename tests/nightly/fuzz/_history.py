@@ -1,4 +1,4 @@
-"""What a cache should hold, and attention over it, in NumPy's float64.
+"""What a cache should hold, and the oracle's attention over it.
 
 Each row is a list of what happened to it: which token stands at which position. Nothing is shared
 with eqattn, neither arrays nor code.
@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from matrix import oracle
 
 from fuzz._twins import Pairs
 
@@ -99,13 +100,13 @@ class Call:
 
 @dataclasses.dataclass
 class Answer:
-    """`out` `[t, h, v]` and `lse` `[t, h]`. `logits` are those of each head, `[t, n]`, -inf where a
+    """`out` `[t, h, v]` and `lse` `[t, h]`. `logits` are those of each head, `[h, t, n]`, -inf where a
     key is hidden, and `positions` `[n]` those of the keys before a tree moved them.
     """
 
     out: np.ndarray
     lse: np.ndarray
-    logits: list[np.ndarray]
+    logits: np.ndarray
     positions: np.ndarray
     most: float
     dq: np.ndarray | None = None
@@ -113,77 +114,49 @@ class Answer:
     dv: dict | None = None
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def learn(self, name: str, gradient: Any) -> None:
-        self.learned[name] = self.learned.get(name, 0) + gradient
+
+LEARNED = {"scale": "softmax_scale", "cap": "logits_soft_cap", "sinks": "softmax_aux"}
 
 
 def attend(
     history: History, tokens: Tokens, b: int, q: np.ndarray, call: Call, wanted: Any = None
 ) -> Answer:
-    """Attention of queries `[t, h, d]` of a row over all that it has. With `wanted` `[t, h, v]`,
-    the gradients of `sum(wanted * out)` too, those of keys and values by name, and `learned`, those
-    of the numbers of the metadata.
+    """Attention of queries `[t, h, d]` of a row over all that it has, by the oracle. With `wanted`
+    `[t, h, v]`, the gradients of `sum(wanted * out)` too, those of keys and values by name, and
+    `learned`, those of the numbers of the metadata.
     """
-    t, heads, _ = q.shape
+    t, heads, d = q.shape
     row = history.rows[b]
-    width = next(iter(tokens.values.values())).shape[-1] if tokens.values else 0
-    at_k = np.array([call.at_k(b, e) for e in row], np.int64).reshape(1, -1)
-    nothing = np.zeros((t, heads, width)), np.full((t, heads), -np.inf)
-    answer = Answer(*nothing, [], at_k[0], 0.0, np.zeros_like(q), {}, {})
-    at_q = call.at_q[b][:, None]
+    given = [*tokens.values.values()] or [np.zeros((1, 0)) if wanted is None else wanted]
+    width = given[0].shape[-1]
+    at_q, at_k = call.at_q[b][:, None], np.array([call.at_k(b, e) for e in row], np.int64)[None]
     move = call.moved or (lambda b, x: x)
-    places = np.array([e.place for e in row], np.int64).reshape(1, -1)
-    keys = np.array([tokens.keys[e.name] for e in row])
-    values = np.array([tokens.values[e.name] for e in row])
-    for h in range(heads):
-        sinks = np.zeros(0) if call.sinks is None else call.sinks[min(h, len(call.sinks) - 1)]
-        if not row:
-            answer.logits.append(np.zeros((t, 0)))
-            if len(sinks):
-                answer.lse[:, h] = np.log(np.exp(sinks).sum())
-            continue
-        group = h * keys.shape[1] // heads
-        k, v = keys[:, group], values[:, group]
-        p = Pairs(b, h, move(b, at_q), move(b, at_k), at_q, at_k, np.arange(t)[:, None], places)
-        raw = call.scale * q[:, h] @ k.T
-        x, slope = raw, np.ones_like(raw)
-        if call.cap is not None:
-            x, slope = call.cap * np.tanh(x / call.cap), 1 - np.tanh(x / call.cap) ** 2
-        x, more = call.score(p, x)
-        ok = np.broadcast_to(call.seen(p), x.shape)
-        x = np.where(ok, x, -np.inf)
-        answer.logits.append(x)
-        answer.most = max(answer.most, abs(x[ok]).max(initial=0))
-        every = np.concatenate([x, np.broadcast_to(sinks, (t, len(sinks)))], 1)
-        top = every.max(1, keepdims=True)
-        top = np.where(np.isfinite(top), top, 0)
-        e, den = np.exp(x - top), np.exp(every - top).sum(1, keepdims=True)
-        with np.errstate(divide="ignore"):
-            answer.lse[:, h] = (top + np.log(den))[:, 0]
-        weights = e / np.where(den == 0, 1, den)
-        answer.out[:, h] = weights @ v
-        if wanted is None:
-            continue
-        g = wanted[:, h]
-        of_weights = g @ v.T
-        mean = (weights * of_weights).sum(1, keepdims=True)
-        of_capped = weights * (of_weights - mean) * more
-        of_logits = of_capped * slope
-        answer.learn("softmax_scale", (of_logits * raw).sum() / call.scale)
-        if call.cap is not None:
-            by_cap = np.tanh(raw / call.cap) - raw / call.cap * slope
-            answer.learn("logits_soft_cap", (of_capped * by_cap).sum())
-        if call.sinks is not None:
-            of_sinks = np.zeros_like(call.sinks)
-            shares = np.exp(sinks - top) / den  # [t, n]
-            of_sinks[min(h, len(of_sinks) - 1)] = -(shares * mean).sum(0)
-            answer.learn("softmax_aux", of_sinks)
-        answer.dq[:, h] += call.scale * of_logits @ k
-        for n, event in enumerate(row):
-            dk = answer.dk.setdefault(event.name, np.zeros(keys.shape[1:]))
-            dv = answer.dv.setdefault(event.name, np.zeros(values.shape[1:]))
-            dk[group] += call.scale * of_logits[:, n] @ q[:, h]
-            dv[group] += weights[:, n] @ g
+    places = np.array([e.place for e in row], np.int64)[None]
+    where = (move(b, at_q), move(b, at_k), at_q, at_k, np.arange(t)[:, None], places)
+    pairs = [Pairs(b, h, *where) for h in range(heads)]
+
+    def score(z):
+        found = [call.score(p, x) for p, x in zip(pairs, z[0])]
+        new, slope = (np.stack(x)[None] for x in zip(*found))
+        return new, lambda g: (g * slope, None)
+
+    keys = np.array([tokens.keys[e.name] for e in row]) if row else np.zeros((0, 1, d))
+    values = np.array([tokens.values[e.name] for e in row]) if row else np.zeros((0, 1, width))
+    seen = [np.broadcast_to(call.seen(p) if row else True, (t, len(row))) for p in pairs]
+    problem = oracle.Problem(
+        q=q[None], k=keys[None], v=values[None], mask=np.stack(seen)[None], scores=(score,) * bool(row),
+        scale=call.scale, cap=call.cap, sinks=call.sinks,
+    )  # fmt: skip
+    found = oracle.forward(problem)
+    most = abs(found.z[found.visible]).max(initial=0)
+    logits = np.where(found.visible, found.z, -np.inf)[0]
+    answer = Answer(found.out[0], found.lse[0], logits, at_k[0], most, np.zeros_like(q), {}, {})
+    if wanted is None:
+        return answer
+    grads = oracle.vjp(problem, wanted[None], np.zeros(found.lse.shape))
+    answer.dq = grads["q"][0]
+    answer.dk, answer.dv = ({e.name: x for e, x in zip(row, grads[n][0])} for n in "kv")
+    answer.learned = {name: grads[n] for n, name in LEARNED.items() if n in grads}
     return answer
 
 

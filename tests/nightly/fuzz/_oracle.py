@@ -1,9 +1,9 @@
-"""Dense attention in NumPy's float64, with a pullback written by hand: what the fuzzers compare with.
+"""The scores of drawn calls as functions of the oracle, `tests/matrix/oracle.py`, each with a pullback
+written by hand.
 
-It shares no code with eqattn, nor with `tests/matrix/oracle.py`, whose axes it extends: any
-leading axes, positions of each row and key, a chain of scores with parameters, max logits. All of
-it is holomorphic where it is smooth. So complex inputs give exact derivatives along a direction:
-the imaginary part of an output is a tangent, and that of a pullback a Hessian-vector product.
+All of it is holomorphic where it is smooth. So complex inputs give exact derivatives along a
+direction: the imaginary part of an output is a tangent, and that of a pullback a Hessian-vector
+product.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matrix import oracle
 
 
 STEP = 1e-30  # of a complex step: squares vanish, and nothing is subtracted
@@ -103,24 +104,8 @@ def alibi(slopes: np.ndarray) -> Score:
     return apply
 
 
-def t5_buckets(distance: np.ndarray, buckets: int, furthest: int, both: bool) -> np.ndarray:
-    """The bucket of `k - q`: exact up to half of the buckets, then logarithmic."""
-    first = 0
-    if both:
-        buckets //= 2
-        first = np.where(distance > 0, buckets, 0)
-        distance = np.abs(distance)
-    else:
-        distance = np.maximum(-distance, 0)
-    exact = buckets // 2
-    ratio = np.log(np.maximum(distance, 1) / exact) / np.log(furthest / exact)
-    # At a border the logarithm is an integer, which rounding must not move below it.
-    far = np.minimum(exact + (ratio * (buckets - exact) + 1e-9).astype(int), buckets - 1)
-    return first + np.where(distance < exact, distance, far)
-
-
 def table_of_distances(table: np.ndarray, index: Callable[[Pairs], np.ndarray]) -> Score:
-    """`x + table[index, h]`, of a table `[n, heads]`; that of T5, by `t5_buckets`."""
+    """`x + table[index, h]`, of a table `[n, heads]`; as T5's."""
 
     def apply(x: np.ndarray, pairs: Pairs) -> tuple[np.ndarray, Pull]:
         at = np.broadcast_to(index(pairs), pairs.shape)
@@ -184,8 +169,6 @@ class Found:
 
     output: np.ndarray
     logsumexp: np.ndarray
-    max_logits: np.ndarray
-    weights: np.ndarray
     pull: Callable[..., dict[str, Any]]
 
 
@@ -199,7 +182,6 @@ def attend(
     scale: Any = None,
     scores: Sequence[Score] = (),
     sinks: np.ndarray | None = None,
-    factor: np.ndarray | None = None,
 ) -> Found:
     """Attention over all pairs at once.
 
@@ -207,69 +189,20 @@ def attend(
 
     - `visible`: booleans that broadcast to `[*b, h, t, s]`.
     - `scores`: what follows the scaled product, in order: cap, bias, then the scores of a call.
-    - `sinks`: `[h, n]`, or `[1, n]` for all heads.
-    - `factor`: what probabilities are multiplied with in the numerator (that of dropout).
+    - `sinks`: those of each head, or of all heads.
     """
-    heads, kv_heads = query.shape[-2], key_.shape[-2]
-    group = heads // kv_heads
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    visible = np.broadcast_to(visible, pairs.shape)
-    # What nobody sees may be NaN or infinite: it must reach nothing, so it is replaced by 0.
-    seen_k = visible.reshape(*visible.shape[:-3], kv_heads, group, *visible.shape[-2:])
-    seen_k = np.moveaxis(seen_k.any(axis=(-3, -2)), -1, -2)[..., None]
-    seen_q = np.moveaxis(visible.any(axis=-1), -1, -2)[..., None]
-    q, k, v = np.where(seen_q, query, 0), np.where(seen_k, key_, 0), np.where(seen_k, value, 0)
-    k_all, v_all = np.repeat(k, group, axis=-2), np.repeat(v, group, axis=-2)
+    chain = [lambda x, score=score: score(x, pairs) for score in scores]
+    problem = oracle.of_any_axes(query, key_, value, visible, chain, scale=scale, sinks=sinks)
+    found, lead = oracle.forward(problem), query.shape[:-3]
+    of_batch = lambda x: np.reshape(x, (*lead, *x.shape[1:]))
+    output, lse = of_batch(found.out), of_batch(found.lse)
 
-    product = np.einsum("...thd,...shd->...hts", q, k_all)
-    logits, pulls = scale * product, []
-    for score in scores:
-        logits, pull = score(logits, pairs)
-        pulls.append(pull)
-    logits = np.where(visible, logits, -np.inf)
-    sink = np.zeros((heads, 0)) if sinks is None else sinks
-    sink = np.broadcast_to(sink, (heads, sink.shape[-1]))
-    sink_logits = np.broadcast_to(sink[:, None, :], (*logits.shape[:-1], sink.shape[-1]))
-    both = np.concatenate([logits, sink_logits], axis=-1)
-    empty = ~np.isfinite(both.real).any(axis=-1, keepdims=True)
-    top = np.where(empty, 0, both.real.max(axis=-1, keepdims=True, initial=-np.inf))
-    unnormalised = np.where(np.isneginf(both.real), 0, np.exp(both - top))
-    total = unnormalised.sum(axis=-1, keepdims=True)
-    p_both = unnormalised / np.where(empty, 1, total)
-    p, p_sink = p_both[..., : logits.shape[-1]], p_both[..., logits.shape[-1] :]
-    kept = p if factor is None else p * factor
-    output = np.einsum("...hts,...shv->...thv", kept, v_all)
-    lse = np.where(empty, -np.inf, np.log(np.where(empty, 1, total)) + top)[..., 0]
-    max_logits = logits.real.max(axis=-1, initial=-np.inf)
+    def pull(g_output: np.ndarray, g_lse: Any = 0.0) -> dict[str, Any]:
+        g_lse = np.broadcast_to(g_lse, lse.shape)
+        cts = (np.reshape(g, x.shape) for g, x in ((g_output, found.out), (g_lse, found.lse)))
+        grads = {"scores": [], "sinks": None, **oracle.vjp(problem, *cts)}
+        tokens = {"query": "q", "key_": "k", "value": "v"}
+        return grads | {name: of_batch(grads[n]) for name, n in tokens.items()}
 
-    def pull_all(g_output: np.ndarray, g_lse: np.ndarray | None = None) -> dict[str, Any]:
-        g_p = np.einsum("...thv,...shv->...hts", g_output, v_all)
-        g_p = g_p if factor is None else g_p * factor
-        inner = (g_p * p).sum(axis=-1, keepdims=True)
-        g_rows = 0 if g_lse is None else np.moveaxis(g_lse, -1, -2)[..., None]
-        g = p * (g_p - inner + g_rows)
-        g_sink = p_sink * (-inner + g_rows)
-        g_v = np.einsum("...hts,...thv->...shv", kept, g_output)
-        parameters: list[list[np.ndarray]] = []
-        for pull in reversed(pulls):
-            g, found = pull(g)
-            g = np.where(visible, g, 0)
-            parameters.insert(0, found)
-        g_k = np.einsum("...hts,...thd->...shd", scale * g, q)
-        grouped = (*key_.shape[:-1], group)
-        sink_shape = () if sinks is None else (heads, sinks.shape[-1])
-        return {
-            "query": np.einsum("...hts,...shd->...thd", scale * g, k_all),
-            "key_": g_k.reshape(*grouped, g_k.shape[-1]).sum(axis=-2),
-            "value": g_v.reshape(*grouped, g_v.shape[-1]).sum(axis=-2),
-            "scale": (g * product).sum(),
-            "scores": parameters,
-            "sinks": None
-            if sinks is None
-            else summed_to(
-                g_sink.sum(axis=tuple(range(g_sink.ndim - 3))).sum(axis=-2).reshape(sink_shape),
-                sinks.shape,
-            ),
-        }
-
-    return Found(output, np.moveaxis(lse, -2, -1), np.moveaxis(max_logits, -2, -1), p, pull_all)
+    return Found(output, lse, pull)

@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+from matrix import oracle_masks as om
 
 from eqattn import (
     ALiBi,
@@ -313,18 +314,7 @@ def t5(rng, sizes):
     columns = 1 if rng.random() < 0.3 else sizes.heads
     table = rng.normal(size=(8, columns)).astype(np.float32)
 
-    def bucket(q, k):
-        n, distance, out = 8, q - k, 0
-        if both:
-            n, out = 4, np.where(distance < 0, 4, 0)
-            distance = abs(distance)
-        distance = np.maximum(distance, 0)
-        exact = n // 2
-        # A rounding error at the border of two buckets is no error of the caches.
-        wide = np.log(np.maximum(distance, 1) / exact) / np.log(far / exact) * (n - exact)
-        large = np.minimum(exact + np.floor(wide + 1e-6).astype(int), n - 1)
-        return out + np.where(distance < exact, distance, large)
-
+    bucket = lambda q, k: om.t5_bucket_of(k - q, 8, both, far)
     read = lambda p: table[bucket(p.q, p.k), min(p.h, columns - 1)].astype(float)
     score = T5Bias(jnp.asarray(table), bidirectional=both, max_distance=far)
     return score, lambda p, x: additive(read(p), x)

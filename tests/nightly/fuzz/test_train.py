@@ -57,8 +57,8 @@ def test_the_pullback_is_the_derivative(seed):
     assert abs(forward - sum(terms)) <= 1e-12 * (1 + sum(map(abs, terms)))
 
 
-def test_it_agrees_with_that_of_the_matrix():
-    """Two oracles, written apart, of all that both define."""
+def test_functions_agree_with_the_features_of_the_oracle():
+    """Scores as functions, with pullbacks of their own, are those that the oracle has by name."""
     rng = np.random.default_rng(0)
     (b, t, s, h, kv, d), normal = (2, 5, 7, 4, 2, 3), rng.standard_normal
     q, k, v = normal((b, t, h, d)), normal((b, s, kv, d)), normal((b, s, kv, 6))
@@ -68,7 +68,7 @@ def test_it_agrees_with_that_of_the_matrix():
         q=q, k=k, v=v, scale=scale, mask=mask, cap=cap, bias=bias, sinks=sinks,
         slopes=slopes, distance=om.distance(t, s), table=table, bucket=om.t5_bucket(t, s, 8, True, 16),
     )  # fmt: skip
-    bucket = lambda p: oracle.t5_buckets(p.k - p.q, 8, 16, True)
+    bucket = lambda p: om.t5_bucket_of(p.k - p.q, 8, True, 16)
     scores = [oracle.soft_cap(cap), oracle.bias(bias), oracle.alibi(slopes)]
     scores.append(oracle.table_of_distances(table, bucket))
     pairs = oracle.Pairs.of((b,), h, t, s)

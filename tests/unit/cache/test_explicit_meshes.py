@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _caches import step
-from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from matrix.oracle import exact
 
 from eqattn import cascade_attention, Ragged, ragged_attention
 from eqattn.cache import (

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _programs import DEFAULT_CODE
-from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from matrix.oracle import exact
 
 from eqattn import (
     ALiBi,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from _moved import moved
 from _programs import DEFAULT_CODE
-from _reference import exact
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from matrix.oracle import exact
 
 from eqattn import attention, AttentionMetadata, Causal, Ragged, ragged_attention
 from eqattn.cache import (

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
-from _reference import exact
 from jaxtyping import Array
+from matrix.oracle import exact
 
 from eqattn import attention, AttentionMetadata, Causal, Ragged
 from eqattn.cache import (

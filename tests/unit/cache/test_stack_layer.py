@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
+from matrix.oracle import exact
 
 from eqattn import (
     attention,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
-from _reference import exact
+from matrix.oracle import exact
 
 from eqattn import Blockwise, dot_product_attention
 

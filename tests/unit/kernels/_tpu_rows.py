@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from _reference import exact
+from matrix.oracle import exact
 
 from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
 from eqattn._problem.storage import as_stored, Pages, Quantized

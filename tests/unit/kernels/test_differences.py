@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
-from _reference import exact
 from _rolls import rolled
 from _tpu_lowered import kernels
-from matrix import oracle, oracle_masks as om
+from matrix import bound, oracle, oracle_masks as om
 from matrix.cases import covering, invalid
 from matrix.test_conformance import check
 
@@ -151,8 +150,7 @@ def test_a_mask_of_differences():
         q, k, v
     )
     at, to = np.arange(200)[:, None] + 20, np.arange(150)
-    want = exact(q, k, v, visible=shown[at - to + 170])[0]
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    bound.check(oracle.plain_problem(q, k, v, visible=shown[at - to + 170]), got)
 
 
 class OfHeadAndDifference(AbstractScore):
@@ -174,9 +172,8 @@ def test_a_score_of_ones_own():
     at = np.arange(40)[:, None] - np.arange(40)
     table, heads = np.float64(TABLE), np.arange(4)[:, None, None]
     bias = table[heads] * table[np.maximum(at, 0)] + heads
-    want = exact(q, k, v, lambda z: z / np.sqrt(8) + bias, at >= 0)[0]
-    got = jax.jit(lambda q: call(q, platform="xla").attention_outputs)(q)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    want = oracle.plain_problem(q, k, v, lambda z: z / np.sqrt(8) + bias, at >= 0)
+    bound.check(want, jax.jit(lambda q: call(q, platform="xla").attention_outputs)(q))
 
 
 @pytest.mark.parametrize("name", ["row", "column", "valid", "scale"])
@@ -186,8 +183,8 @@ def test_a_score_with_the_name_of_an_operand(name):
     (q, k, v), score = arrays(40, 37), type(name, (AbstractScore,), members)()
     call = lambda *x: attention(*x, how(platform="xla"), score=score).attention_outputs
     bias = np.arange(4)[:, None, None] * (np.arange(40)[:, None] - np.arange(37))
-    want = exact(q, k, v, lambda z: z / np.sqrt(8) + bias)[0]
-    np.testing.assert_allclose(jax.jit(call)(q, k, v), want, rtol=1e-5, atol=1e-5)
+    want = oracle.plain_problem(q, k, v, lambda z: z / np.sqrt(8) + bias)
+    bound.check(want, jax.jit(call)(q, k, v))
 
 
 def test_programs_have_kernels():
@@ -236,8 +233,8 @@ def test_positions_that_need_not_count_up():
         k_at = np.asarray(given.get("kv_positions", np.arange(150)))[None]
         bucket = om.t5_bucket(200, 150, 8, True, 64, at=(q_at, k_at))
         bias = np.moveaxis(np.float64(table)[bucket], -1, 0)
-        want = exact(q, k, v, lambda z, bias=bias: z / np.sqrt(8) + bias)[0]
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        want = oracle.plain_problem(q, k, v, lambda z, bias=bias: z / np.sqrt(8) + bias)
+        bound.check(want, got)
         with pytest.raises(ValueError, match="has a gather"):
             kernels(lambda *x: call(*x, platform="pallas"), q, k, v)
         with pytest.raises(ValueError, match="has a gather"):
@@ -310,7 +307,7 @@ def test_gradients_of_what_is_singular_at_hidden_pairs(platform, t):
 
     def whole(table):
         bias = np.asarray(table)[np.clip(at, 0, 63)] * logs
-        return (exact(q, k, v, lambda z: z / np.sqrt(8) + bias, at > 0)[0] ** 2).sum()
+        return (oracle.exact(q, k, v, lambda z: z / np.sqrt(8) + bias, at > 0)[0] ** 2).sum()
 
     for i in (1, 2, 17, 40):
         step = np.eye(64)[i] * 1e-4
@@ -342,7 +339,7 @@ def test_the_gradient_of_a_narrow_table_rounds_once(by, platform):
 
     def whole(table):
         bias = near(at[0] - at[1]) * table[index(*at) + 0 * at[1]]
-        out = exact(q, k, v, lambda z: z / np.sqrt(8) + bias)[0]
+        out = oracle.exact(q, k, v, lambda z: z / np.sqrt(8) + bias)[0]
         return (out * np.float64(ct)).sum()
 
     steps = np.eye(8) * 1e-4
@@ -366,5 +363,4 @@ def test_over_a_mesh(table, platform):
     with jax.set_mesh(mesh):
         got = jax.jit(call)(*[jax.device_put(x, place) for x in (q, k, v)])
     bias = np.moveaxis(np.float64(table)[om.t5_bucket(40, 40, 8, True, 16)], -1, 0)
-    want = exact(q, k, v, lambda z: z / np.sqrt(8) + bias)[0]
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    bound.check(oracle.plain_problem(q, k, v, lambda z: z / np.sqrt(8) + bias), got)

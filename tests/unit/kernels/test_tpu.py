@@ -9,13 +9,13 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
 from _tpu_compile import CASES, compile_all, expected
 from _tpu_lowered import kernels
 from _tpu_races import without_races
 from _turns import recorded
 from matrix import oracle, oracle_masks as om
 from matrix.cases import covering, invalid
+from matrix.oracle import exact
 from matrix.test_conformance import check
 from measure.tpu_report.chips import CHIPS
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
 from _tpu_compile import compile_all
+from matrix.oracle import exact
 
 from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
 from eqattn._problem.storage import Quantized

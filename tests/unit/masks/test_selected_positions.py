@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
+from matrix.oracle import exact
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, Ragged, Selected, stats
 from eqattn.cache import RingBufferCache

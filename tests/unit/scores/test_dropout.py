@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _reference import exact
 from jax import lax
-from matrix import oracle_dropout as od
+from matrix import bound, oracle, oracle_dropout as od
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, dropout_mask
 from eqattn.scores._dropout import dropped, keep_mask, kept_factor, seed_of, threefry
@@ -137,10 +136,11 @@ def data(dtype):
     ]
 
 
-def dense(q, k, v, keep, bias=0.0):
+def problem(q, k, v, keep, bias=0.0):
     """Dropout on the probabilities, in the numerator only."""
-    keep = np.asarray(keep, np.float64) / (1 - od.dropped_share(RATE))
-    return exact(q, k, v, lambda z: z / math.sqrt(D) + np.asarray(bias), keep=keep)[0]
+    logits = lambda z: z / math.sqrt(D) + np.asarray(bias)
+    kept = dict(keep=np.asarray(keep), rate=od.dropped_share(RATE))
+    return oracle.plain_problem(q, k, v, logits, **kept)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -148,7 +148,7 @@ def test_every_strategy_and_block_size_drops_the_pairs_of_the_mask(name):
     q, k, v = data(np.float32)
     keep = dropout_mask(KEY, B, H, T, S, RATE)
     got = attention(q, k, v, STRATEGIES[name], key=KEY).attention_outputs
-    np.testing.assert_allclose(got, dense(q, k, v, keep), rtol=1e-5, atol=1e-6)
+    bound.check(problem(q, k, v, keep), got)
 
 
 def test_the_weights_show_the_mask():
@@ -289,7 +289,8 @@ def test_gradients_under_dropout_are_the_differences(name, x64):
     got = sum((g * d).sum() for g, d in zip(gradient, direction))
     np.testing.assert_allclose(got, (moved[0] - moved[1]) / 2e-5, rtol=1e-7)
     causal = np.where(np.arange(S) <= np.arange(T)[:, None] + 2, 0, -np.inf)
-    out = dense(*args[:3], dropout_mask(KEY, B, H, T, S, RATE), np.asarray(args[3]) + causal)
+    keep = dropout_mask(KEY, B, H, T, S, RATE)
+    out = oracle.forward(problem(*args[:3], keep, np.asarray(args[3]) + causal)).out
     np.testing.assert_allclose(value, (out * cotangent).sum(), rtol=1e-12)
 
 
