@@ -46,20 +46,23 @@ def latents(t, heads, width, rest, keys=48, stored: Any = None, page=0, dtype: A
     return (q, key, None), [np.float64(q), np.concatenate([values, more], -1), values]
 
 
-def kept_as(x: jax.Array, stored: Any = None, page: int = 0, shares: int = 1) -> tuple:
+def kept(x: jax.Array, stored: Any = None, page: int = 0, shares: int = 1) -> Any:
     """`[b, s, k, d]` as a cache keeps it, in fewer bits or in pages of some tokens that lie in some
-    order, and the numbers that it then holds.
+    order.
     """
-    kept: Any = x
+    content: Any = x
     if page:
         order = np.random.RandomState(1).permutation(x.shape[0] * x.shape[1] // page)
-        pages = x.reshape(-1, page, *x.shape[2:])
-        kept, table = pages[np.argsort(order)], jnp.asarray(order.reshape(len(x), -1), jnp.int32)
+        content = x.reshape(-1, page, *x.shape[2:])[np.argsort(order)]
     if stored is not None:
-        kept = Quantized.quantize(kept, stored, shares)
-    if page:
-        kept = Pages(kept, table)
-    return kept, held(kept)
+        content = Quantized.quantize(content, stored, shares)
+    return Pages(content, jnp.asarray(order.reshape(len(x), -1), jnp.int32)) if page else content
+
+
+def kept_as(x: jax.Array, *how: Any, **more: Any) -> tuple:
+    """`[b, s, k, d]` as a cache keeps it, and the numbers that it then holds."""
+    found = kept(x, *how, **more)
+    return found, held(found)
 
 
 def held(x: Any) -> np.ndarray:

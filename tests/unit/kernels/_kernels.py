@@ -32,27 +32,32 @@ A100: Any = jax.sharding.AbstractDevice(
 )
 
 
-def over(calls: dict[str, tuple]):
+def over(calls: dict[str, tuple], later: tuple[str, ...] = ()):
     """Gives a test that interprets kernels the `name` of each call that they serve: the last entry
-    of a call names their backends.
+    of a call names their backends. Those that come `later` are for the nightly tests.
     """
 
     def mark(test):
-        test.calls = calls
+        test.calls, test.later = calls, later
         return test
 
     return mark
 
 
-def parametrise(metafunc: Any, backends: tuple[str, ...]) -> None:
-    """Gives a test that interprets kernels each of some backends as `interpreted`."""
+def parametrise(metafunc: Any, nightly: bool) -> None:
+    """Gives a test the backends whose kernels it interprets as `interpreted`. Those for Hopper, whose
+    interpreter takes many times as long, are for the nightly tests.
+    """
     if "interpreted" not in metafunc.fixturenames:
         return
     calls = getattr(metafunc.function, "calls", None)
     if calls is None:
-        metafunc.parametrize("interpreted", backends)
+        metafunc.parametrize("interpreted", ALL[1:2] if nightly else OLDER)
         return
-    pairs = [(b, name) for b in backends for name, (*_, who) in calls.items() if b in who]
+    last = lambda backend, name: backend == "cuda" or name in metafunc.function.later
+    pairs = [
+        (b, name) for name, (*_, who) in calls.items() for b in who if last(b, name) == nightly
+    ]
     metafunc.parametrize("interpreted, name", pairs)
 
 

@@ -63,7 +63,6 @@ def scanned(run):
 FOUND: dict[str, Any] = {
     "call": (lambda run: run, 1, 1),
     "gradient of queries": (lambda run: jax.grad(summed(run)), 2, 2),
-    "gradient of keys and values": (lambda run: jax.grad(summed(run), (1, 2)), 2, 2),
     "gradients": (lambda run: jax.grad(jax.checkpoint(summed(run)), (0, 1, 2)), 2, 3),
     "vmap": (lambda run: jax.vmap(jax.grad(summed(run))), 2, 2),
     "scan": (scanned, 1, 1),
@@ -118,7 +117,7 @@ def test_static_fields_choose(device, platform, backend, count):
     assert kernels(device, run_of(strategy), *arrays(device)) == count
     if platform == device == "triton" or backend == "triton":
         assert strategy.metadata.backend == "triton"
-    if platform != "auto" or backend != "cpu":
+    if platform != "xla" and backend != "cpu":
         of = "forward_tpu" if device == "tpu" else "forward_cuda"
         assert strategy.selected_forward() == of
     assert strategy.supports(mask=Causal())
@@ -162,8 +161,10 @@ def test_the_chip_of_the_process_chooses(capability, kind, monkeypatch):
     assert lowering_for("triton", "auto") is None
 
 
-@pytest.mark.parametrize("backend", ["gpu", "cuda", "rocm"])
-@pytest.mark.parametrize("chip", ["", "8.0", "9.0", "10.0"])
+@pytest.mark.parametrize(
+    "backend, chip",
+    [("gpu", "9.0"), ("cuda", "9.0"), ("cuda", "10.0"), ("cuda", ""), ("rocm", "9.0")],
+)
 def test_kernels_by_default_are_those_measured(backend, chip, monkeypatch):
     """On Hopper, and there for what the kernels can do. All else runs in loops with their blocks."""
     monkeypatch.setattr(gpu, "capability", lambda: chip)
@@ -173,9 +174,8 @@ def test_kernels_by_default_are_those_measured(backend, chip, monkeypatch):
     assert count(run_of(automatic), *arrays("cuda", jnp.float32)) == 0
     for score in (T5Bias(jnp.ones((8, 4))), FAR):
         assert count(run_of(automatic, score=score), *xs) == 0
-    for sizes in ((264, 264), (64, 264), (64, 0)):
+    for sizes in ((264, 264), (64, 264), (64, 0)) if chip == "9.0" else ():
         q, v = (jnp.zeros((1, 8, 1, n), jnp.bfloat16) for n in sizes)
-        assert count(run_of(automatic), q, q, v) == 0
         assert count(jax.grad(summed(run_of(automatic))), q, q, v) == 0
     assert automatic.supports(mask=Causal())
     fixed = Blockwise(automatic.metadata, bitwise=True)
@@ -204,7 +204,7 @@ def inputs(tokens=64, dim=64):
     return [jnp.zeros((2, n, 2, dim), jnp.bfloat16) for n in (tokens, 64, 64)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16, jnp.int32])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint16, jnp.int32])
 def test_ids_of_any_integers(dtype, on_hopper):
     """Ids of documents are widened. A function has the numbers of the caller, and of 8 bits there
     is no kernel.
@@ -369,11 +369,10 @@ def test_in_every_hop_of_a_ring(check_vma, backend):
     specs |= {} if backend == "triton" else dict(mesh=mesh_of(4))
     own = jax.shard_map(of("pallas"), **specs)
     assert kernels(backend, own, *arrays(backend), **args) >= 2
-    if backend == "tpu":
+    if backend == "tpu" and check_vma:
         assert kernels("tpu", jax.grad(summed(own), (0, 1, 2)), *arrays("tpu")) >= 4
-        if check_vma:
-            with pytest.raises(ValueError, match="check_vma=False"):
-                jax.shard_map(of("interpret"), **specs)(*arrays("tpu"))
+        with pytest.raises(ValueError, match="check_vma=False"):
+            jax.shard_map(of("interpret"), **specs)(*arrays("tpu"))
 
 
 @pytest.mark.parametrize("backend", ["tpu", HOPPER])
@@ -403,13 +402,15 @@ def _wave(s, b, h, q, k):
     return s + jnp.cos(d) - jnp.log1p(abs(d)) + jnp.where(h % 2 == 0, jnp.tanh(d), jnp.sign(s))
 
 
+SCORES = {"none": None, "alibi": ALiBi(jnp.ones(4)), "function": ScoreFn(_wave)}
+
+
 @NVIDIA
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_and_scores_are_inlined(name, backend):
+@pytest.mark.parametrize("mask, score", list(zip(MASKS, [*SCORES] * 2)))
+def test_masks_and_scores_are_inlined(mask, score, backend):
     """The compilers take them: they verify a program when it is lowered."""
-    for score in (None, ALiBi(jnp.ones(4)), ScoreFn(_wave)):
-        rate = 0.1 if score and backend == "triton" else 0.0
-        strategy = how(backend, "pallas", logits_soft_cap=20.0, dropout_prob=rate)
-        key = jax.random.key(0) if rate else None
-        run = run_of(strategy, mask=MASKS[name], score=score, key=key)
-        assert kernels(backend, run, *arrays(backend)) == 1
+    rate = 0.1 if score != "none" and backend == "triton" else 0.0
+    strategy = how(backend, "pallas", logits_soft_cap=20.0, dropout_prob=rate)
+    key = jax.random.key(0) if rate else None
+    run = run_of(strategy, mask=MASKS[mask], score=SCORES[score], key=key)
+    assert kernels(backend, run, *arrays(backend)) == 1

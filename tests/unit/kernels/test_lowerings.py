@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _caches import arrays, call, kept_as, seen
+from _caches import arrays, call, kept, seen
 from matrix import bound, oracle
 
 from eqattn import attention, Blockwise
@@ -82,8 +82,8 @@ def test_blocks_of_several_pages(page, monkeypatch):
 
     @jax.jit
     def run(q, k, v, g):
-        kept = lambda x: kept_as(x, page=page)[0]
-        f = lambda q, k, v: call(q, kept(k), kept(v), platform="xla").attention_outputs
+        in_pages = lambda x: kept(x, page=page)
+        f = lambda q, k, v: call(q, in_pages(k), in_pages(v), platform="xla").attention_outputs
         out, pull = jax.vjp(f, q, k, v)
         return dict(zip(("out", "q", "k", "v"), (out, *pull(g))))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _kernels import (
+    ALL,
     check,
     drawn,
     first_visits,
@@ -19,6 +20,8 @@ from _kernels import (
     newest,
     normal,
     NVIDIA,
+    OF_GPUS,
+    over,
     results,
     text_of,
 )
@@ -63,20 +66,20 @@ CAUSAL, NONE = (Causal(), om.causal(T, S)), (None, None)
 # The shape of a bias, the heads, the mask, and fields. Of elements that see different blocks, a tile is
 # visited for those that see it, and has zeros where none does.
 BIASES: dict[str, Any] = {
-    **{name: (shape, (H, K), CAUSAL, {}) for name, shape in SHAPES.items()},
-    "different blocks": ((1, H, T, S), (H, K), OF_IDS, dict(blocksize_k=64)),
-    "one block": ((1, 1, T, S), (H, K), NONE, dict(blocksize_q=128, blocksize_k=128)),
-    "odd blocks": ((1, 1, T, S), (H, K), NONE, dict(blocksize_q=37, blocksize_k=70)),
-    "three heads of one key": ((1, 1, T, S), (3, 1), CAUSAL, {}),
-    "heads of their own": ((1, 1, T, S), (2, 2), CAUSAL, {}),
-    "float32 and a soft cap": ((1, H, T, S), (H, K), NONE, dict(logits_soft_cap=2.0)),
+    **{name: (shape, (H, K), CAUSAL, {}, OF_GPUS) for name, shape in SHAPES.items()},
+    "different blocks": ((1, H, T, S), (H, K), OF_IDS, dict(blocksize_k=64), ALL),
+    "one block": ((1, 1, T, S), (H, K), NONE, dict(blocksize_q=128, blocksize_k=128), OF_GPUS),
+    "odd blocks": ((1, 1, T, S), (H, K), NONE, dict(blocksize_q=37, blocksize_k=70), OF_GPUS),
+    "three heads of one key": ((1, 1, T, S), (3, 1), CAUSAL, {}, OF_GPUS),
+    "heads of their own": ((1, 1, T, S), (2, 2), CAUSAL, {}, OF_GPUS),
+    "float32 and a soft cap": ((1, H, T, S), (H, K), NONE, dict(logits_soft_cap=2.0), OF_GPUS),
 }
 
 
-@pytest.mark.parametrize("name", BIASES)
+@over(BIASES, later=("own", "batch", "both", "one block", "heads of their own"))
 def test_the_gradient_of_a_bias(name, interpreted):
     """Summed over what a bias does not have, the heads of a group included."""
-    shape, heads, (mask, seen), fields = BIASES[name]
+    shape, heads, (mask, seen), fields, _ = BIASES[name]
     given, ct = drawn(interpreted, T, S, *heads, D, 24, batch=B)
     strategy = how(interpreted, **dict(blocksize_q=32) | fields)
     dtype = jnp.float32 if name.startswith("float32") else ct.dtype
@@ -133,13 +136,17 @@ def test_by_default_loops_give_the_gradient(platform, kernels, monkeypatch):
     assert found == kernels and (loops == 0) == (platform == "gpu")
 
 
-@pytest.mark.parametrize("shape", [(B, H, T, S), (1, 1, T, S)])
-def test_what_is_masked_reaches_no_gradient_of_a_bias(shape, interpreted):
+ENDS: dict[str, Any] = {"own": (ALL,), "both": (OF_GPUS,)}
+
+
+@over(ENDS, later=("both",))
+def test_what_is_masked_reaches_no_gradient_of_a_bias(interpreted, name):
     """Keys and values that are not finite, of which no row sees any; and a cotangent that is not,
     which reaches its row alone.
     """
     given, ct = drawn(interpreted, T, S, H, K, D, 24, batch=B)
     hidden, strategy = (jnp.arange(S) >= 70)[:, None, None], how(interpreted, blocksize_q=32)
+    shape = SHAPES[name]
     bias = jnp.ones(shape, ct.dtype)
 
     @jax.jit
@@ -177,18 +184,18 @@ def test_the_gradient_of_a_bias_in_a_ring():
 
 # Tokens, the batch and the heads of the numbers, their dtype, and the heads of queries and keys.
 IN_PLACE: dict[str, Any] = {
-    "a bias of each head": ((256, 128), (2, 2), jnp.bfloat16, (2, 2)),
-    "a bias of all heads": ((128, 256), (2, 1), jnp.float32, (2, 1)),
-    "a mask of each head": ((128, 256), (2, 2), jnp.bool_, (2, 2)),
-    "a mask that heads share": ((128, 128), (2, 1), jnp.bool_, (2, 1)),
-    "a bias of padded lengths": ((200, 180), (2, 2), jnp.float32, (2, 1)),
+    "a bias of each head": ((256, 128), (2, 2), jnp.bfloat16, (2, 2), ALL),
+    "a bias of all heads": ((128, 256), (2, 1), jnp.float32, (2, 1), ALL),
+    "a mask of each head": ((128, 256), (2, 2), jnp.bool_, (2, 2), ALL),
+    "a mask that heads share": ((128, 128), (2, 1), jnp.bool_, (2, 1), ALL),
+    "a bias of padded lengths": ((200, 180), (2, 2), jnp.float32, (2, 1), ALL),
 }
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
+@over(IN_PLACE, later=("a bias of all heads", "a mask that heads share"))
 def test_numbers_of_pairs(name, interpreted):
     """In blocks of the size that kernels read where they lie. Masks of a row that sees nothing, too."""
-    (t, s), shape, dtype, heads = IN_PLACE[name]
+    (t, s), shape, dtype, heads, _ = IN_PLACE[name]
     given, ct = drawn(interpreted, t, s, *heads, 32, 32, batch=2)
     pairs = normal(4, *shape, t, s)
     strategy = how(interpreted, blocksize_q=128, blocksize_k=128)
