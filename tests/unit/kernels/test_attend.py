@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _draw import normal
-from _tpu_lowered import kernels, text_of
+from _kernels import normal, of
 from jax.sharding import AxisType, PartitionSpec as P
 from matrix import bound, oracle, oracle_masks as om
 
@@ -15,6 +14,7 @@ from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, 
 from eqattn._sweep.grid import KnownTable
 
 
+kernels, text_of, _ = of("tpu")
 B, T, H, K, D = 2, 24, 4, 2, 8
 
 

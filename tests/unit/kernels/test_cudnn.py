@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from _gpu_lowered import text_of
+from _kernels import of
 from jax._src.cudnn import fused_attention_stablehlo as of_jax
 from matrix import bound, oracle, oracle_masks as om
 
@@ -39,6 +39,7 @@ from eqattn import (
 from eqattn.scores import Bias
 
 
+_, text_of, _ = of("cuda")
 B, T, S, H, K, D = 2, 48, 80, 4, 2, 16
 here = jax.default_backend() == "gpu"
 library: Any = of_jax

@@ -1,434 +1,242 @@
 """Kernels visit listed blocks of keys where they lie, each head its own, and skip the others."""
 
+import functools as ft
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _draw import normal
-from _turns import excesses, recorded
+from _kernels import check, drawn, EACH, how, judge, normal, results, wide
 from matrix import bound, oracle, oracle_masks as om
 
-from eqattn import (
-    ALiBi,
-    attention,
-    AttentionMetadata,
-    Blockwise,
-    Causal,
-    KeyPadding,
-    Segments,
-    Selected,
-    SlidingWindow,
-)
+from eqattn import ALiBi, attention, Causal, KeyPadding, Selected, SlidingWindow
 from eqattn._problem import listed_blocks
-from eqattn._sweep.grid import BATCH, HEAD
-from eqattn._sweep.lowering import XLALowering
+from eqattn.kernels import lowering_for
 from eqattn.kernels._program import equations
-from eqattn.kernels.gpu._lowering import NvidiaLowering
-from eqattn.kernels.tpu import _lists, TPULowering
 
 
-T, S, SIZE, D = 40, 56, 8, 16
-LENGTHS = np.array([S, 30])
+# The smallest blocks that are visited where they lie: two rows of blocks, of which the last is padded,
+# and three columns.
+ROWS, COLUMNS, SIDE, T = 2, 3, 64, 100
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625])
-BACKENDS = ["tpu", "cuda", "triton"] if jax.__version_info__ >= (0, 12) else ["tpu", "triton"]
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Blocks as small as these are visited where they lie."""
-    for lowering in (XLALowering, TPULowering, NvidiaLowering):
-        monkeypatch.setattr(lowering, "least_listed", (SIZE, SIZE))
+def side_of(backend: str) -> int:
+    """The keys of a block."""
+    return 128 if backend == "tpu" else 64
+
+
+def tokens(backend: str, kv_heads: int):
+    """Arrays of two batch elements whose last block of keys is padded."""
+    return drawn(backend, T, COLUMNS * side_of(backend) - 20, 4, kv_heads, 16, 8, batch=2)
 
 
 def listed(lead: int, lists: int) -> np.ndarray:
     """Lists of blocks. One row lists none, and another one the same block twice."""
-    rng = np.random.default_rng(0)
-    indices = rng.integers(0, S // SIZE, (lead, lists, T // SIZE, 3), np.int32)
-    indices[0, 0, 2] = -1
-    indices[-1, -1, 3, 1] = indices[-1, -1, 3, 0]
+    indices = np.random.default_rng(0).integers(0, COLUMNS, (lead, lists, ROWS, 2), np.int32)
+    indices[0, 0, 1] = -1
+    indices[-1, -1, 0, 1] = indices[-1, -1, 0, 0]
     return indices
 
 
-def visible(indices: np.ndarray, heads: int) -> np.ndarray:
-    seen = om.selected(T, S, indices, SIZE, SIZE)
-    return np.repeat(seen, heads // seen.shape[1], 1)
+def visible(indices: np.ndarray, s: int, block_q: int = SIDE, block_k: int = 128) -> np.ndarray:
+    """Of four heads."""
+    seen = om.selected(T, s, indices, block_q, block_k)
+    return np.repeat(seen, 4 // seen.shape[1], 1)
 
 
-def beside(mask, name):
-    """What else hides pairs, or shows more of them, for eqattn."""
+def beside(mask, seen, name: str):
+    """What else hides pairs or shows more of them, for eqattn and for the oracle."""
+    s = seen.shape[-1]
+    ends = np.array([s, s // 2])
     return {
-        "alone": mask,
-        "causal": mask & Causal(),
-        "lengths": mask & KeyPadding(jnp.asarray(LENGTHS)),
-        "window": mask | SlidingWindow(2, 0),
-    }[name]
+        "alone": lambda: (mask, seen),
+        "causal": lambda: (mask & Causal(), seen & om.causal(T, s)),
+        "lengths": lambda: (mask & KeyPadding(jnp.asarray(ends)), seen & om.lengths(T, s, ends)),
+        "window": lambda: (mask | SlidingWindow(2, 0), seen | om.window(T, s, 2, 0)),
+    }[name]()
 
 
-def seen_beside(seen, name):
-    """The same for the oracle."""
-    return {
-        "alone": seen,
-        "causal": seen & om.causal(T, S),
-        "lengths": seen & om.lengths(T, S, LENGTHS),
-        "window": seen | om.window(T, S, 2, 0),
-    }[name]
+def gathers(f, *args) -> bool:
+    """Whether keys are copied for each list."""
+    program = jax.make_jaxpr(f)(*args)
+    return any(
+        eqn.primitive.name == "gather" and eqn.outvars[0].aval.shape[-1:] in ((16,), (8,))
+        for eqn in equations(program.jaxpr)
+    )
 
 
-def drawn(heads, kv_heads):
-    shapes = [(heads, D), (kv_heads, D), (kv_heads, 8), (heads, 8)]
-    return [
-        normal(i, 2, n, h, d)
-        for i, (n, (h, d)) in enumerate(zip((T, S, S, T), shapes, strict=True))
-    ]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "lead, lists, kv_heads, name",
-    [
-        (2, 4, 4, "alone"),
-        (2, 4, 4, "causal"),
-        (1, 1, 4, "lengths"),
-        (2, 2, 2, "causal"),
-        (1, 2, 2, "window"),
-    ],
+    [(2, 4, 4, "causal"), (1, 1, 4, "lengths"), (2, 2, 2, "alone"), (1, 2, 2, "window")],
 )
-def test_numbers(backend, lead, lists, kv_heads, name):
+def test_numbers_of_lists(interpreted, lead, lists, kv_heads, name):
     """Outputs and all gradients, also where keys and values of other blocks are not finite."""
-    dtype = jnp.float32 if backend == "tpu" else jnp.bfloat16
-    q, k, v, ct = (x.astype(dtype) for x in drawn(4, kv_heads))
-    indices = listed(lead, lists)
-    seen = np.broadcast_to(seen_beside(visible(indices, 4), name), (2, 4, T, S))
-    unseen = ~seen.reshape(2, kv_heads, -1, S).any(2).swapaxes(1, 2)[..., None]
-    metadata = AttentionMetadata(runtime_dtype=dtype, platform="interpret", backend=backend)
+    (given, ct), size = tokens(interpreted, kv_heads), side_of(interpreted)
+    s, indices = given["k"].shape[1], listed(lead, lists)
+    mask = Selected(jnp.asarray(indices), SIDE, size)
+    mask, seen = beside(mask, visible(indices, s, block_k=size), name)
+    seen = np.broadcast_to(seen, (2, 4, T, s))
+    unseen = ~seen.reshape(2, kv_heads, -1, s).any(2).swapaxes(1, 2)[..., None]
+    score = ALiBi(jnp.asarray(SLOPES, jnp.float32))
 
-    @jax.jit
-    def run(indices, q, k, v):
-        mask = beside(Selected(indices, SIZE, SIZE), name)
-        score = ALiBi(jnp.asarray(SLOPES, jnp.float32))
-        call = lambda *x: attention(*x, Blockwise(metadata), mask=mask, score=score)
-        out, transpose = jax.vjp(lambda *x: call(*x).attention_outputs, q, k, v)
-        return out, transpose(ct)
+    def call(q, k, v):
+        return attention(q, k, v, how(interpreted), mask=mask, score=score).attention_outputs
 
-    dirty = [jnp.where(unseen, jnp.asarray(jnp.nan, dtype), x) for x in (k, v)]
-    out, got = run(jnp.asarray(indices), q, *dirty)
-    distance = np.abs(np.arange(T)[:, None] - np.arange(S))
-    more = dict(slopes=SLOPES, distance=distance, mask=seen)
-    given: list = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
-    problem = oracle.Problem(*given, scale=D**-0.5, **more)
-    precision = bound.precision_of(dtype)
-    wide = np.asarray(ct).astype(np.float64), np.zeros((2, T, 4))
-    want = bound.values(problem, precision) | bound.grads(problem, *wide, precision)
-    results = dict(zip(("out", *"qkv"), (out, *got), strict=True))
-    worst = {name: bound.excess(np.asarray(x), want[name]) for name, x in results.items()}
+    dirty = {n: jnp.where(unseen, jnp.nan, given[n]).astype(given[n].dtype) for n in "kv"}
+    assert not gathers(call, *given.values())
+    found = results(call, given | dirty, ct)
+    distance = np.abs(np.arange(T)[:, None] - np.arange(s))
+    check(found, given, ct, mask=seen, slopes=SLOPES, distance=distance)
+
+
+@pytest.mark.parametrize(
+    "block_q, lists, kv_heads, name",
+    [(1, 4, 4, "causal"), (1, 1, 2, "window"), (SIDE, 4, 2, "lengths")],
+)
+def test_lists_of_a_block_that_differ(interpreted, block_q, lists, kv_heads, name, monkeypatch):
+    """Each query, or each of the heads that share keys, lists other blocks, as in MoBA. A word has
+    the bits of few blocks here, so that one block is in the second.
+    """
+    monkeypatch.setattr(listed_blocks, "_WORD", 2)
+    (given, ct), size = tokens(interpreted, kv_heads), side_of(interpreted)
+    s, rows = given["k"].shape[1], -(-T // block_q)
+    indices = np.random.default_rng(3).integers(-1, COLUMNS, (2, lists, rows, 2), np.int32)
+    if block_q == SIDE:  # The heads that share keys list no block twice.
+        indices[:] = np.arange(8).reshape(1, 4, 1, 2) % COLUMNS
+    mask = Selected(jnp.asarray(indices), block_q, size)
+    mask, seen = beside(mask, visible(indices, s, block_q, size), name)
+    call = lambda q, k, v: attention(q, k, v, how(interpreted), mask=mask).attention_outputs
+    assert not gathers(call, *given.values())
+    judge(call, given, ct, mask=seen)
+
+
+@pytest.mark.parametrize("shared", ["by batch elements and queries", "by all lists"])
+def test_gradients_that_are_sums_over_lists(interpreted, shared):
+    """Of a bias that batch elements or heads with other lists share."""
+    (given, ct), size = tokens(interpreted, 4), side_of(interpreted)
+    s, indices = given["k"].shape[1], listed(2, 4)
+    bias = normal(4, 1, *((4, 1, s) if shared.startswith("by batch") else (1, T, s)))
+    mask = Selected(jnp.asarray(indices), SIDE, size) & Causal()
+    call = lambda q, k, v, bias: attention(q, k, v, how(interpreted), mask=mask, bias=bias)
+    seen = visible(indices, s, block_k=size) & om.causal(T, s)
+    run = lambda **given: call(**given).attention_outputs
+    judge(run, given | dict(bias=bias), ct, only=("bias",), mask=seen)
+
+
+def test_lists_that_share_their_keys(interpreted):
+    """Under `jax.vmap` the lists are mapped, and queries, keys and values are not."""
+    (given, ct), size = tokens(interpreted, 2), side_of(interpreted)
+    s, indices = given["k"].shape[1], np.stack([listed(2, 2), listed(2, 2)[:, ::-1]])
+
+    def call(q, k, v):
+        mask = lambda i: Selected(i, SIDE, size) & Causal()
+        one = lambda i: attention(q, k, v, how(interpreted), mask=mask(i)).attention_outputs
+        return jax.vmap(one)(jnp.asarray(indices))
+
+    found = results(call, given, jnp.stack([ct, ct]))
+    precision, zeros = bound.precision_of(ct.dtype), np.zeros((2, T, 4))
+    seen = [visible(i, s, block_k=size) & om.causal(T, s) for i in indices]
+    problems = [oracle.Problem(**wide(given), scale=1 / 4, mask=x) for x in seen]
+    first, second = (bound.grads(x, np.float64(ct), zeros, precision) for x in problems)
+    worst = {n: bound.excess(np.asarray(found[n]), first[n] + second[n]) for n in "qkv"}
     assert max(worst.values()) <= 1, worst
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@EACH
 def test_nothing_is_gathered(backend, monkeypatch):
     """Keys are gathered only where a list of pairs is too long for scalar memory, where a query has
     too few words for all blocks, or where blocks are small.
     """
+    size = side_of(backend)
 
-    def gathers(heads, kv_heads, lists, block_q=SIZE):
+    def gathered(kv_heads, lists, block_q=SIDE, block_k=size):
         jax.clear_caches()  # what was traced with other limits is not traced again
-        q, k, v, _ = (x.astype(jnp.bfloat16) for x in drawn(heads, kv_heads))
-        metadata = AttentionMetadata(backend=backend, platform="interpret")
-        indices = jnp.zeros((1, lists, T // block_q, 2), jnp.int32)
+        given, _ = tokens(backend, kv_heads)
+        indices = jnp.zeros((1, lists, -(-T // block_q), 2), jnp.int32)
+        mask = Selected(indices, block_q, block_k)
+        return gathers(lambda *x: attention(*x, how(backend), mask=mask), *given.values())
 
-        def call(i, q, k, v):
-            mask = Selected(i, block_q, SIZE)
-            return attention(q, k, v, Blockwise(metadata), mask=mask).attention_outputs
-
-        program = jax.make_jaxpr(call)(indices, q, k, v)
-        return any(
-            eqn.primitive.name == "gather" and eqn.outvars[0].aval.dtype == jnp.bfloat16
-            for eqn in equations(program.jaxpr)
-        )
-
-    assert not gathers(4, 4, 4) and not gathers(4, 2, 2) and not gathers(4, 2, 1)
-    assert not gathers(4, 2, 4) and not gathers(4, 4, 4, block_q=1)
-    monkeypatch.setattr(listed_blocks, "_MOST_WORDS", 6.9 / 32)
-    assert not gathers(4, 4, 4) and gathers(4, 2, 4) and gathers(4, 4, 4, block_q=1)
-    # Two blocks for each of 5 rows, and one more for each of 7 columns.
-    for lowering in (TPULowering, NvidiaLowering):
-        monkeypatch.setattr(lowering, "most_pairs", 5 * 2 + 7)
-    assert not gathers(4, 4, 4)
-    for lowering in (TPULowering, NvidiaLowering):
-        monkeypatch.setattr(lowering, "most_pairs", 5 * 2 + 6)
-    assert gathers(4, 4, 4)
-    monkeypatch.undo()
-    assert gathers(4, 4, 4)  # blocks of 8 are small
+    assert not gathered(4, 4) and not gathered(2, 2) and not gathered(2, 1)
+    assert not gathered(2, 4) and not gathered(4, 4, block_q=1)
+    assert gathered(4, 4, SIDE // 2) and gathered(4, 4, block_k=size // 2)  # they are small
+    monkeypatch.setattr(listed_blocks, "_MOST_WORDS", (COLUMNS - 0.1) / 32)
+    assert not gathered(4, 4) and gathered(2, 4) and gathered(4, 4, block_q=1)
+    # Two blocks for each row, and one more for each column.
+    kind = type(lowering_for(backend, "interpret"))
+    monkeypatch.setattr(kind, "most_pairs", ROWS * 2 + COLUMNS)
+    assert not gathered(4, 4)
+    monkeypatch.setattr(kind, "most_pairs", ROWS * 2 + COLUMNS - 1)
+    assert gathered(4, 4)
 
 
 def test_every_transform():
     """Forward mode has a kernel, and second order and others do not: they run as XLA, which knows
     the lists by their table alone.
     """
-    q, k, v, ct = drawn(4, 4)
-    directions = jnp.sin(q), jnp.cos(k), jnp.sin(v)
-    indices = jnp.asarray(listed(2, 4))
-    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
-
-    def ours(q, k, v):
-        mask = Selected(indices, SIZE, SIZE) & Causal()
-        return attention(q, k, v, Blockwise(metadata), mask=mask).attention_outputs
-
-    def gradient(q, k, v):
-        return jax.vjp(ours, q, k, v)[1](ct)
+    given, ct = tokens("tpu", 4)
+    s, indices = given["k"].shape[1], listed(2, 4)
+    directions = {n: jnp.sin(x) for n, x in given.items()}
+    mask = Selected(jnp.asarray(indices), SIDE, 128) & Causal()
+    ours = lambda given: attention(**renamed(given), strategy=how("tpu"), mask=mask)
+    renamed = lambda x: dict(query=x["q"], key_=x["k"], value=x["v"])
+    call = lambda given: ours(given).attention_outputs
 
     @jax.jit
-    def everything(q, k, v, *moved):
-        tangents = jax.jvp(ours, (q, k, v), moved)[1], *jax.jvp(gradient, (q, k, v), moved)[1]
-        return *tangents, jax.vmap(ours, (0, None, None))(jnp.stack([q, 2 * q]), k, v)
+    def everything(given, moved):
+        gradient = lambda given: jax.vjp(call, given)[1](ct)[0]
+        tangent = jax.jvp(call, (given,), (moved,))[1]
+        both = jax.vmap(lambda q: call(given | dict(q=q)))(jnp.stack([given["q"], 2 * given["q"]]))
+        return dict(out=tangent) | jax.jvp(gradient, (given,), (moved,))[1], both
 
-    *tangents, both = everything(q, k, v, *directions)
-    seen = visible(np.asarray(indices), 4) & om.causal(T, S)
-    given: list = [np.float64(x) for x in (q, k, v)]
-    problem = oracle.Problem(*given, scale=D**-0.5, mask=seen)
-    precision = bound.precision_of(np.float32)
-    moved = dict(zip("qkv", map(np.float64, directions), strict=True))
+    tangents, both = everything(given, directions)
+    seen = visible(indices, s) & om.causal(T, s)
+    problem = oracle.Problem(**wide(given), scale=1 / 4, mask=seen)
+    precision, moved = bound.precision_of(np.float32), wide(directions)
     want = bound.hvps(problem, np.float64(ct), np.zeros((2, T, 4)), moved, precision)
     want["out"] = bound.tangents(problem, moved, precision)["out"]
-    worst = {
-        name: bound.excess(np.asarray(x), want[name])
-        for name, x in zip(("out", *"qkv"), tangents, strict=True)
-    }
+    worst = {n: bound.excess(np.asarray(x), want[n]) for n, x in tangents.items()}
     for n, x in enumerate(both):
         twice = problem.replace(q=(n + 1) * problem.q)
         worst[f"{n} of vmap"] = bound.excess(np.asarray(x), bound.values(twice, precision)["out"])
     assert max(worst.values()) <= 1, worst
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "block_q, lists, kv_heads, name",
-    [(1, 4, 4, "causal"), (1, 4, 2, "alone"), (1, 1, 2, "window"), (SIZE, 4, 2, "lengths")],
-)
-def test_lists_of_a_block_that_differ(backend, block_q, lists, kv_heads, name, monkeypatch):
-    """Each query, or each of the heads that share keys, lists other blocks, as in MoBA."""
-    monkeypatch.setattr(listed_blocks, "_WORD", 4)  # some blocks are in the second word
-    dtype = jnp.float32 if backend == "tpu" else jnp.bfloat16
-    q, k, v, ct = (x.astype(dtype) for x in drawn(4, kv_heads))
-    rng = np.random.default_rng(3)
-    indices = rng.integers(-1, S // SIZE, (2, lists, T // block_q, 2), np.int32)
-    if block_q == SIZE:  # The heads that share keys list no block twice.
-        indices[:] = np.arange(8).reshape(1, 4, 1, 2) % (S // SIZE)
-    seen = om.selected(T, S, indices, block_q, SIZE)
-    seen = seen_beside(np.repeat(seen, 4 // lists, 1), name)
-    metadata = AttentionMetadata(
-        runtime_dtype=dtype, platform="interpret", backend=backend, blocksize_q=2 * SIZE
-    )
-
-    @jax.jit
-    def run(indices, q, k, v):
-        mask = beside(Selected(indices, block_q, SIZE), name)
-        call = lambda *x: attention(*x, Blockwise(metadata), mask=mask).attention_outputs
-        out, transpose = jax.vjp(call, q, k, v)
-        return out, *transpose(ct)
-
-    got = run(jnp.asarray(indices), q, k, v)
-    given: list = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
-    problem = oracle.Problem(*given, scale=D**-0.5, mask=seen)
-    precision = bound.precision_of(dtype)
-    wide = np.asarray(ct).astype(np.float64), np.zeros((2, T, 4))
-    want = bound.values(problem, precision) | bound.grads(problem, *wide, precision)
-    worst = {n: bound.excess(np.asarray(x), want[n]) for n, x in zip(("out", *"qkv"), got)}
-    assert max(worst.values()) <= 1, worst
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(1, 1, 1, S), (1, 4, 1, S), (2, 1, T, 1), (1, 1, T, S)])
-def test_gradients_that_are_sums_over_lists(backend, shape):
-    """Of a bias that batch elements or heads with other lists share."""
-    dtype = jnp.float32 if backend == "tpu" else jnp.bfloat16
-    q, k, v, ct = (x.astype(dtype) for x in drawn(4, 4))
-    bias, indices = normal(4, *shape), listed(2, 4)
-    metadata = AttentionMetadata(runtime_dtype=dtype, platform="interpret", backend=backend)
-
-    @jax.jit
-    def run(bias):
-        mask = Selected(jnp.asarray(indices), SIZE, SIZE) & Causal()
-        call = lambda bias: attention(q, k, v, Blockwise(metadata), mask=mask, bias=bias)
-        return jax.vjp(lambda bias: call(bias).attention_outputs, bias)[1](ct)[0]
-
-    given: list = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
-    seen = visible(indices, 4) & om.causal(T, S)
-    problem = oracle.Problem(*given, scale=D**-0.5, bias=np.float64(bias), mask=seen)
-    wide = np.asarray(ct).astype(np.float64), np.zeros((2, T, 4))
-    want = bound.grads(problem, *wide, bound.precision_of(dtype))["bias"]
-    assert bound.excess(np.asarray(run(bias)), want) <= 1
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_lists_that_share_their_keys(backend):
-    """Under `jax.vmap` the lists are mapped, and queries, keys and values are not."""
-    dtype = jnp.float32 if backend == "tpu" else jnp.bfloat16
-    q, k, v, ct = (x.astype(dtype) for x in drawn(4, 2))
-    indices = np.stack([listed(2, 2), listed(2, 2)[:, ::-1]])
-    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret", backend=backend)
-
-    @jax.jit
-    def run(indices, *xs):
-        def call(*xs):
-            mask = lambda i: Selected(i, SIZE, SIZE) & Causal()
-            one = lambda i: attention(*xs, Blockwise(metadata), mask=mask(i)).attention_outputs
-            return jax.vmap(one)(indices)
-
-        out, transpose = jax.vjp(call, *xs)
-        return transpose(jnp.broadcast_to(ct.astype(out.dtype), out.shape))
-
-    got = run(jnp.asarray(indices), q, k, v)
-    given: list = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
-    wide, precision = np.asarray(ct).astype(np.float64), bound.precision_of(dtype)
-    causal = om.causal(T, S)
-    each = [
-        bound.grads(
-            oracle.Problem(*given, scale=D**-0.5, mask=visible(i, 4) & causal),
-            wide,
-            np.zeros((2, T, 4)),
-            precision,
-        )
-        for i in indices
-    ]
-    worst = {n: bound.excess(np.asarray(x), each[0][n] + each[1][n]) for n, x in zip("qkv", got)}
-    assert max(worst.values()) <= 1, worst
-
-
-def test_gradients_of_pairs_do_not_take_an_array_for_each_list(turns, monkeypatch):
-    """They are added up in turns, however short the lists."""
-    monkeypatch.setattr(_lists, "MOST_PAIRS", 2**17)
-    q, k, v, ct = drawn(4, 4)
-    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
-
-    def gradient(bias):
-        mask = Selected(jnp.asarray(listed(2, 4)), SIZE, SIZE)
-        call = lambda bias: attention(q, k, v, Blockwise(metadata), mask=mask, bias=bias)
-        return jax.vjp(lambda bias: call(bias).attention_outputs, bias)[1](ct)[0]
-
-    jax.jit(gradient).lower(jnp.zeros((1, 4, T, S)))
-    assert turns == [BATCH]
-    turns.clear()
-    jax.jit(gradient).lower(jnp.zeros((1, 1, 1, S)))
-    assert turns == []
-
-
-def test_gradients_of_pairs_round_once():
-    """The gradient of a narrow bias, a sum over lists in turns, is the wide one, rounded."""
-    q, k, v, ct = drawn(4, 4)
-    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
-
-    @jax.jit
-    def gradient(bias):
-        mask = Selected(jnp.asarray(listed(2, 4)), SIZE, SIZE)
-        call = lambda bias: attention(q, k, v, Blockwise(metadata), mask=mask, bias=bias)
-        return jax.vjp(lambda bias: call(bias).attention_outputs, bias)[1](ct)[0]
-
-    bias = normal(4, 1, 1, T, S).astype(jnp.bfloat16)
-    wide = gradient(bias.astype(jnp.float32))
-    assert (gradient(bias) == wide.astype(jnp.bfloat16)).all() and (wide != 0).any()
-
-
-def test_a_block_of_all_tokens(monkeypatch):
-    """Lists of blocks that have more tokens than there are."""
-    found = []
-    seen = lambda *xs, f=listed_blocks.live_blocks: found.append(xs[2].block) or f(*xs)
+def tables_of(monkeypatch) -> list:
+    """The tables of live blocks that are made from now on, with their blocks."""
+    found: list[Any] = []
+    of = listed_blocks.live_blocks
+    seen = lambda *xs: found.append((of(*xs), xs[2].block)) or found[-1][0]
     monkeypatch.setattr("eqattn.strategies._fold.live_blocks", seen)
-    q, k, v, ct = (x[:, :30] for x in drawn(4, 4))
-    indices = np.array([[0, -1], [-1, 0]], np.int32).repeat(2, 1).reshape(2, 4, 1, 1)
-    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
-
-    @jax.jit
-    def run(*xs):
-        mask = Selected(jnp.asarray(indices), 32, 64) & Causal()
-        call = lambda *xs: attention(*xs, Blockwise(metadata), mask=mask).attention_outputs
-        out, transpose = jax.vjp(call, *xs)
-        return out, *transpose(ct)
-
-    got = run(q, k, v)
-    assert found == [(30, 30)]
-    given: list = [np.float64(x) for x in (q, k, v)]
-    mask = (indices == 0) & om.causal(30, 30)
-    problem = oracle.Problem(*given, scale=D**-0.5, mask=mask)
-    precision = bound.precision_of(np.float32)
-    want = bound.grads(problem, np.float64(ct), np.zeros((2, 30, 4)), precision)
-    want |= bound.values(problem, precision)
-    worst = {n: bound.excess(np.asarray(x), want[n]) for n, x in zip(("out", *"qkv"), got)}
-    assert max(worst.values()) <= 1, worst
-
-
-def test_keys_that_nobody_lists():
-    """Their gradients are 0, though no row visits them."""
-    q, k, v, ct = drawn(4, 4)
-    indices = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (1, 1, T // SIZE, 3))
-    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret")
-
-    @jax.jit
-    def gradients(q, k, v):
-        mask = Selected(indices, SIZE, SIZE)
-        call = lambda *x: attention(*x, Blockwise(metadata), mask=mask).attention_outputs
-        return jax.vjp(call, q, k, v)[1](ct)
-
-    for x in gradients(q, k, v)[1:]:
-        assert (x[:, 3 * SIZE :] == 0).all() and (x[:, : 3 * SIZE] != 0).any()
-
-
-@pytest.fixture
-def turns(monkeypatch):
-    """Scalar memory for a list or two. Returns the axes whose elements were visited in turns."""
-    return recorded(monkeypatch, most=40)
-
-
-@pytest.mark.parametrize("kv_heads, shape", [(4, (1, 4, 1, S)), (2, (2, 1, T, 1))])
-def test_in_turns(turns, kv_heads, shape):
-    """Lists of batch elements and heads, and tables of segments, that are too long together. Of
-    segments, all heads have one table.
-    """
-    q, k, v, ct = drawn(4, kv_heads)
-    bias, indices = normal(4, *shape), listed(2, kv_heads)
-    ids = np.sort(np.random.default_rng(1).integers(0, 4, (2, S)))
-    metadata = AttentionMetadata(
-        runtime_dtype=jnp.float32, platform="interpret", blocksize_q=SIZE, blocksize_k=SIZE
-    )
-
-    @jax.jit
-    def run(mask, *xs):
-        def call(q, k, v, bias):
-            out = attention(q, k, v, Blockwise(metadata), mask=mask & Causal(), bias=bias)
-            return out.attention_outputs
-
-        out, transpose = jax.vjp(call, *xs)
-        return out, *transpose(ct)
-
-    masks = {
-        "lists": (Selected(jnp.asarray(indices), SIZE, SIZE), visible(indices, 4)),
-        "segments": (
-            Segments(jnp.asarray(ids[:, :T]), jnp.asarray(ids)),
-            om.segments(ids[:, :T], ids),
-        ),
-    }
-    for name, (mask, seen) in masks.items():
-        turns.clear()
-        got = run(mask, q, k, v, bias)
-        assert {*turns} == ({BATCH, HEAD} if name == "lists" else {BATCH}), turns
-        worst = excesses(got, (q, k, v, bias), ct, seen & om.causal(T, S))
-        assert max(worst.values()) <= 1, worst
+    return found
 
 
 def test_a_list_is_a_table(monkeypatch):
     """Where each block of queries has one list, the table of live blocks has one entry for each
-    batch element, key head and pair of blocks.
+    batch element, key head and pair of blocks. A block may have more tokens than there are.
     """
-    found = []
+    tables = tables_of(monkeypatch)
+    given, _ = tokens("tpu", 2)
+    mask = Selected(jnp.asarray(listed(2, 2)), SIDE, 128)
+    jax.eval_shape(ft.partial(attention, strategy=how("tpu"), mask=mask), *given.values())
+    ((table, _),) = tables
+    assert table.shape == (2, 2, ROWS, COLUMNS, 1, 1)
+    tables.clear()
+    given, ct = drawn("tpu", 100, 150, 4, 4, batch=2)
+    indices = np.array([[0, -1], [-1, 0]], np.int32).repeat(2, 1).reshape(2, 4, 1, 1)
+    mask = Selected(jnp.asarray(indices), 128, 256) & Causal()
+    call = lambda q, k, v: attention(q, k, v, how("tpu"), mask=mask).attention_outputs
+    judge(call, given, ct, mask=(indices == 0) & om.causal(100, 150))
+    assert [block for _, block in tables] == [(150, 100)]
 
-    def seen(*xs):
-        found.append(of(*xs))
-        return found[-1]
 
-    of = listed_blocks.live_blocks
-    monkeypatch.setattr("eqattn.strategies._fold.live_blocks", seen)
-    q, k, v, _ = drawn(4, 2)
-    metadata = AttentionMetadata(platform="interpret")
-    mask = Selected(jnp.asarray(listed(2, 2)), SIZE, SIZE)
-    jax.eval_shape(lambda q, k, v: attention(q, k, v, Blockwise(metadata), mask=mask), q, k, v)
-    assert [x.shape for x in found] == [(2, 2, T // SIZE, S // SIZE, 1, 1)]
+def test_keys_that_nobody_lists():
+    """Their gradients are 0, though no row visits them."""
+    given, ct = tokens("tpu", 4)
+    indices = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (1, 1, ROWS, 2))
+    mask = Selected(indices, SIDE, 128)
+    call = lambda q, k, v: attention(q, k, v, how("tpu"), mask=mask).attention_outputs
+    found = results(call, given, ct)
+    for x in (found["k"], found["v"]):
+        assert (x[:, 256:] == 0).all() and (x[:, :256] != 0).any()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _tpu_rows import arrays, call, kept_as, seen
+from _caches import arrays, call, kept, seen
 from matrix import bound, oracle
 
 from eqattn import attention, Blockwise
@@ -77,13 +77,13 @@ def test_blocks_of_several_pages(page, monkeypatch):
         XLALowering, "_many_in_place", lambda self, request: asked.append(request) or 3 * page
     )
     monkeypatch.setattr("eqattn._sweep.lowering._on_gpu", lambda: True)
-    q, k, v = map(jnp.asarray, arrays(2, 4, 2, 8, 6))
+    q, k, v = arrays(2, 4, 2, 8, 6)
     g = jax.random.normal(jax.random.key(0), (*q.shape[:-1], v.shape[-1]))
 
     @jax.jit
     def run(q, k, v, g):
-        kept = lambda x: kept_as(x, None, True, page=page)[0]
-        f = lambda q, k, v: call(q, kept(k), kept(v), platform="xla").attention_outputs
+        in_pages = lambda x: kept(x, page=page)
+        f = lambda q, k, v: call(q, in_pages(k), in_pages(v), platform="xla").attention_outputs
         out, pull = jax.vjp(f, q, k, v)
         return dict(zip(("out", "q", "k", "v"), (out, *pull(g))))
 

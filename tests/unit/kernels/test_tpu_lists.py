@@ -1,11 +1,16 @@
-"""The pairs that kernels for TPUs visit: lists that heads share, and blocks whose corner is empty."""
+"""The pairs that kernels for TPUs visit: lists that heads share, visits in turns where one list is too
+long, and blocks whose corner is empty.
+"""
+
+from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _draw import normal
-from matrix import oracle, oracle_masks as om
+from _kernels import check, drawn, how, judge, kernels, mesh_of, normal
+from matrix import oracle_masks as om
 
 from eqattn import (
     attention,
@@ -14,15 +19,26 @@ from eqattn import (
     Blockwise,
     Causal,
     ChunkedCausal,
+    DenseMask,
     KeyPadding,
+    Ragged,
+    Ring,
     Segments,
+    Selected,
     SlidingWindow,
 )
 from eqattn._problem import block_classes
 from eqattn._problem.block_classes import classes_of
 from eqattn._problem.blocking import Blocking
 from eqattn._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
-from eqattn.kernels.tpu import _forward_step as _step, _windows, _work_list as _work
+from eqattn.kernels.tpu import (
+    _forward_step as _step,
+    _lists,
+    _traverse,
+    _windows,
+    _work_list as _work,
+    TPULowering,
+)
 from eqattn.masks._base import AbstractMask
 
 
@@ -31,44 +47,14 @@ BLOCKS = dict(blocksize_q=SIZE, blocksize_k=SIZE)
 IDS = np.repeat(np.array([[0, 1, 2], [3, 3, 1]]), [13, 50, 17], axis=1)
 MASKS = {
     "causal": (Causal(), om.causal(T, T)),
-    "window": (Causal() & SlidingWindow(40, 0), om.causal(T, T) & om.window(T, T, 40, 0)),
+    "window": (Causal() & SlidingWindow(40, 0), om.window(T, T, 40, 0)),
     "segments": (Causal() & Segments(jnp.asarray(IDS)), om.causal(T, T) & om.segments(IDS, IDS)),
 }
 
 
-@pytest.mark.parametrize(
-    "mask, heads, block_q", [*[(m, (2, 2), SIZE) for m in MASKS], ("causal", (4, 2), SIZE // 2)]
-)
-def test_without_their_corner(mask, heads, block_q, monkeypatch):
-    """Blocks in four parts, of which the corner is never looked at."""
-    found = layouts_seen(monkeypatch, 256)
-    q = normal(0, 2, T, heads[0], 16)
-    k, v, ct = (
-        normal(1, 2, T, heads[1], 16),
-        normal(2, 2, T, heads[1], 8),
-        normal(3, 2, T, heads[0], 8),
-    )
-    sizes = BLOCKS | dict(blocksize_q=block_q)
-    metadata = AttentionMetadata(runtime_dtype=jnp.float32, platform="interpret", **sizes)
-    ours, visible = MASKS[mask]
-
-    @jax.jit  # so that segments are classified at run time
-    def run(q, k, v, ours):
-        call = lambda *x: attention(*x, Blockwise(metadata), mask=ours).attention_outputs
-        out, transpose = jax.vjp(call, q, k, v)
-        return out, transpose(ct)
-
-    out, got = run(q, k, v, ours)
-    for layout in found:
-        corner = _windows.with_known_parts(layout, CORNER, half=True)
-        assert layout.parts == () and EMPTY in {x.kind for x in corner}
-    assert found
-    problem = oracle.Problem(*[np.float64(x) for x in (q, k, v)], scale=1 / 4, mask=visible)
-    want = oracle.forward(problem)
-    grads = oracle.vjp(problem, np.float64(ct), np.zeros_like(want.lse))
-    np.testing.assert_allclose(out, want.out, rtol=0, atol=2e-6)
-    for x, name in zip(got, "qkv", strict=True):
-        np.testing.assert_allclose(x, grads[name], rtol=0, atol=1e-5)
+def run_of(mask: Any, **fields):
+    strategy = how("tpu", **BLOCKS | fields)
+    return lambda q, k, v, **kw: attention(q, k, v, strategy, mask=mask, **kw).attention_outputs
 
 
 def layouts_seen(monkeypatch, step, window=SIZE // 2):
@@ -117,8 +103,9 @@ WIDE = 96  # tokens of whole blocks
 CUT = SIZE // 2, SIZE, 3 * SIZE // 4  # windows that cut a block, and that do not
 
 
-@pytest.mark.parametrize("cut", CUT)
-@pytest.mark.parametrize("name", ["aligned", "window", "chunks"])
+@pytest.mark.parametrize(
+    "name, cut", [("aligned", CUT[0]), ("window", CUT[1]), ("chunks", CUT[2]), ("chunks", CUT[0])]
+)
 def test_forms_of_the_step(name, cut, monkeypatch):
     """Each class of masked blocks has its own parts, whether or not windows cut blocks. Chunks see
     no earlier part of their block, whose sums are then relative to an older maximum.
@@ -134,15 +121,30 @@ def test_forms_of_the_step(name, cut, monkeypatch):
     else:
         left = {"aligned": SIZE - 1, "window": 40}[name]
         mask, visible = Causal() & SlidingWindow(left, 0), (distance >= 0) & (distance <= left)
-    strategy = Blockwise(AttentionMetadata(platform="interpret", **BLOCKS))
-    got = jax.jit(lambda *x: attention(*x, strategy, mask=mask).attention_outputs)(q, k, v)
+    judge(run_of(mask), dict(q=q, k=k, v=v), mask=visible[None, None])
     assert found and all(layout.parts for layout in found)
-    exact = [np.float64(x) for x in (q, k, v)]
-    want = oracle.forward(oracle.Problem(*exact, scale=1 / 4, mask=visible[None, None])).out
-    # A logit is off by a rounding of its size, and a probability by as much of itself.
-    logits = np.einsum("bthd,bshd->bhts", *exact[:2]) / 4
-    bound = np.finfo(np.float32).eps * np.abs(logits).max() * np.abs(exact[2]).max()
-    np.testing.assert_allclose(got, want, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    "mask, heads, block_q",
+    [("window", (2, 2), SIZE), ("segments", (2, 2), SIZE), ("causal", (4, 2), SIZE // 2)],
+)
+def test_without_their_corner(mask, heads, block_q, monkeypatch):
+    """Blocks in four parts, of which the corner is never looked at."""
+    found = layouts_seen(monkeypatch, 256)
+    given, ct = drawn("tpu", T, T, *heads, batch=2)
+    ours, visible = MASKS[mask]
+
+    @jax.jit  # so that segments are classified at run time
+    def run(given, ours):
+        out, pull = jax.vjp(lambda x: run_of(ours, blocksize_q=block_q)(**x), given)
+        return dict(out=out) | pull(ct)[0]
+
+    check(run(given, ours), given, ct, mask=visible)
+    for layout in found:
+        corner = _windows.with_known_parts(layout, CORNER, half=True)
+        assert layout.parts == () and EMPTY in {x.kind for x in corner}
+    assert found
 
 
 @pytest.mark.parametrize(
@@ -185,9 +187,7 @@ def test_known_parts(name, offset, heads, classes, monkeypatch):
     assert found and len(want) == classes
     for layout in found:
         assert {kind: [*map(list, x)] for kind, x in layout.parts} == want
-    exact = (np.float64(x) for x in (q, k, v))
-    want = oracle.forward(oracle.Problem(*exact, scale=1 / 4, mask=visible[None, None])).out
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    check(dict(out=got), dict(q=q, k=k, v=v), mask=visible[None, None])
     # A value that is not finite reaches the rows that see it, of its own head.
     last = min(41, s - 5)
     bad = np.asarray(run(v.at[0, last, 1, 3].set(jnp.nan)))
@@ -365,3 +365,118 @@ def test_windows_of_known_parts(side, known, half):
             hidden = np.isin(kinds, EMPTY) & (behind is parts)
             np.testing.assert_array_equal(read, ~hidden)
             assert stored.all()
+
+
+def recorded(monkeypatch: Any, most: int | None = None) -> list[int]:
+    """The axes whose elements are visited in turns from now on. If `most` is given, scalar memory
+    holds so many pairs.
+    """
+    found: list[int] = []
+    of = _traverse.in_turns
+
+    def in_turns(visit, layout, args, axes, axis, default_class):
+        found.append(axis)
+        return of(visit, layout, args, axes, axis, default_class)
+
+    monkeypatch.setattr(_traverse, "in_turns", in_turns)
+    if most is not None:
+        monkeypatch.setattr(_lists, "MOST_PAIRS", most)
+    return found
+
+
+ROWS, KEYS, SIDE = 104, 120, 8  # 13 rows of 15 blocks, which are no equal turns
+OF_IDS = np.sort(np.random.default_rng(1).integers(0, 4, (2, KEYS)))
+HIDDEN = np.random.default_rng(2).random((4, ROWS, KEYS)) < 0.7
+HIDDEN[1, 16:24] = True  # a row of blocks without a live one
+LISTED = np.random.default_rng(0).integers(-1, KEYS // SIDE, (2, 4, ROWS // SIDE, 3), np.int32)
+TURNS: dict[str, Any] = {
+    "full": (None, np.ones((1, 1, ROWS, KEYS), bool), {ROW}),
+    "window": (SlidingWindow(20, 0), om.window(ROWS, KEYS, 20, 0), {ROW}),
+    "segments": (
+        Segments(jnp.asarray(OF_IDS[:, :ROWS]), jnp.asarray(OF_IDS)),
+        om.segments(OF_IDS[:, :ROWS], OF_IDS),
+        {BATCH, ROW},
+    ),
+    "array": (DenseMask(jnp.asarray(~HIDDEN)), ~HIDDEN[None], {HEAD, ROW}),
+    "lists": (
+        Selected(jnp.asarray(LISTED), SIDE, SIDE),
+        om.selected(ROWS, KEYS, LISTED, SIDE, SIDE),
+        {BATCH, HEAD, ROW},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_rows_in_turns(name, monkeypatch):
+    """Outputs and all gradients, where scalar memory holds two rows of pairs."""
+    mask, seen, wanted = TURNS[name]
+    monkeypatch.setattr(TPULowering, "least_listed", (SIDE, SIDE))
+    turned = recorded(monkeypatch, most=47)
+    given, ct = drawn("tpu", ROWS, KEYS, 4, 4, batch=2)
+    bias = normal(4, *((1, 4, ROWS, KEYS) if name != "window" else (2, 1, ROWS, 1)))
+    run = run_of(mask, blocksize_q=SIDE, blocksize_k=SIDE)
+    judge(run, given | dict(bias=bias), ct, mask=seen)
+    assert {*turned} == wanted
+
+
+def of_a_bias(shape, monkeypatch):
+    """The gradient of a bias beside lists of each head."""
+    monkeypatch.setattr(TPULowering, "least_listed", (SIDE, SIDE))
+    given, ct = drawn("tpu", ROWS, KEYS, 4, 4, batch=2)
+    run = run_of(TURNS["lists"][0], blocksize_q=SIDE, blocksize_k=SIDE)
+    gradient = jax.jit(lambda bias: jax.vjp(lambda x: run(**given, bias=x), bias)[1](ct)[0])
+    return gradient, normal(4, *shape)
+
+
+def test_gradients_of_pairs_do_not_take_an_array_for_each_list(monkeypatch):
+    """They are added up in turns, however short the lists."""
+    turned = recorded(monkeypatch)
+    for shape, axes in (((1, 4, ROWS, KEYS), [BATCH]), ((1, 1, 1, KEYS), [])):
+        gradient, bias = of_a_bias(shape, monkeypatch)
+        gradient.lower(bias)
+        assert turned == axes
+        turned.clear()
+
+
+def test_gradients_of_pairs_round_once(monkeypatch):
+    """The gradient of a narrow bias, a sum over lists in turns, is the wide one, rounded."""
+    gradient, bias = of_a_bias((1, 1, ROWS, KEYS), monkeypatch)
+    narrow = bias.astype(jnp.bfloat16)
+    wide = gradient(narrow.astype(jnp.float32))
+    assert (gradient(narrow) == wide.astype(jnp.bfloat16)).all() and (wide != 0).any()
+
+
+def lowered(*args, mask: Any = Causal(), strategy: Any = Blockwise, **fields: Any):
+    how = strategy(AttentionMetadata(**dict(platform="tpu") | fields))
+    return kernels("tpu", lambda *x: attention(*x, how, mask=mask).attention_outputs, *args)
+
+
+def test_a_list_that_is_known_holds_visible_blocks_only(monkeypatch):
+    """Of 2^20 pairs of blocks, 2^11 are visible. Made on the device, the list would hold all."""
+    turned = recorded(monkeypatch)
+    args = [jax.ShapeDtypeStruct((1, 2**20, 1, 128), jnp.bfloat16)] * 3
+    fields = dict(runtime_dtype=jnp.bfloat16)
+    assert lowered(*args, mask=Causal() & SlidingWindow(1000, 0), **fields) == 1 and turned == []
+    assert lowered(*args, mask=KeyPadding(jnp.ones(1, int)), **fields) == 1 and turned == [ROW]
+
+
+def test_half_a_million_tokens_have_a_kernel():
+    """Their list has 131,840 pairs, and 131,072 fit."""
+    q = jax.ShapeDtypeStruct((1, 2**19, 2, 128), jnp.bfloat16)
+    assert lowered(q, q, q, runtime_dtype=jnp.bfloat16) >= 1
+
+
+def test_lists_that_scalar_memory_cannot_hold():
+    """Those of a hop of a ring, and of a step over caches. Others are visited in turns."""
+    args = [jnp.zeros((1, 1024, 1, 8)) for _ in range(3)]
+    small: Any = dict(blocksize_q=1, blocksize_k=1)
+    assert lowered(*args, **small) == 1
+    with jax.set_mesh(mesh_of(2)):
+        with pytest.raises(ValueError, match="list of 262144 pairs.*larger block sizes"):
+            lowered(*args, strategy=Ring, **small)
+        assert lowered(*args, strategy=Ring, platform="auto", backend="tpu", **small) == 0
+    with jax.set_mesh(mesh_of(4)):  # The list is that of one hop.
+        assert lowered(*args, strategy=Ring, **small) >= 2
+    cached = [jax.ShapeDtypeStruct((512, n, 1, 8), jnp.float32) for n in (1, 2**13, 2**13)]
+    with pytest.raises(ValueError, match="pairs of blocks is too long"):
+        lowered(*cached, mask=KeyPadding(jnp.arange(512)), strategy=Ragged, **small)

@@ -239,7 +239,7 @@ def test_supports_is_what_the_call_does(name):
         traced = jax.jit(call).trace(*(jax.ShapeDtypeStruct(x.shape, dtype) for x in (QUERY, KEY)))
         backend = strategy.metadata.backend.value
         if backend == "triton" and jax.__version_info__ >= (0, 11):
-            return  # It asks for a GPU, or for the name of one; tests/unit/kernels/test_gpu_triton.py.
+            return  # It asks for a GPU, or for the name of one; tests/unit/kernels/test_found.py.
         if backend in ("tpu", "cuda", "triton"):
             traced.lower(lowering_platforms=("tpu" if backend == "tpu" else "cuda",))
 

@@ -1,7 +1,7 @@
 """What XLA makes of a ring of NVIDIA GPUs, without one: it is compiled for named chips, and the moves
 are read off the scheduled program.
 
-    python tests/unit/kernels/_gpu_schedule.py '{"topology": "h200:1x1x4", "platform": "gpu"}' ...
+    python tests/nightly/kernels/_gpu_schedule.py '{"topology": "h200:1x1x4", "platform": "gpu"}' ...
 
 prints one JSON object for each case. A topology is a chip, and how many slices, hosts, and GPUs of
 a host there are.
@@ -12,7 +12,10 @@ import os
 import sys
 from pathlib import Path
 
-from _tpu_schedule import Case, lowered, report
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "kernels"))
+
+from _tpu_schedule import Case, lowered, report  # noqa: E402
 
 
 FLAG = "xla_gpu_enable_latency_hiding_scheduler"
