@@ -1,4 +1,4 @@
-"""The tests of tests/unit/kernels interpret the kernels for Hopper here, and more calls of others."""
+"""The tests of tests/unit/kernels interpret the kernels for GPUs here, and more calls of others."""
 
 import sys
 from pathlib import Path

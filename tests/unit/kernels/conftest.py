@@ -1,4 +1,6 @@
-"""Kernels for TPUs and in Triton are interpreted here, and those for Hopper in tests/nightly/kernels."""
+"""Most tests interpret kernels for TPUs here, and those for GPUs in tests/nightly/kernels. matrix/ interprets
+those in Triton, too.
+"""
 
 from _kernels import parametrise
 

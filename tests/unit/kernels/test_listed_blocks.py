@@ -160,7 +160,7 @@ def test_nothing_is_gathered(backend, monkeypatch):
 
     assert not gathered(4, 4) and not gathered(2, 2) and not gathered(2, 1)
     assert not gathered(2, 4) and not gathered(4, 4, block_q=1)
-    assert gathered(4, 4, SIDE // 2) and gathered(4, 4, block_k=size // 2)  # they are small
+    assert gathered(4, 4, block_k=size // 2)  # they are small
     monkeypatch.setattr(listed_blocks, "_MOST_WORDS", (COLUMNS - 0.1) / 32)
     assert not gathered(4, 4) and gathered(2, 4) and gathered(4, 4, block_q=1)
     # Two blocks for each row, and one more for each column.

@@ -1,5 +1,5 @@
-"""Every test of tests/unit/kernels that interprets kernels, with those for Hopper: see conftest.py. Mosaic
-has an interpreter in jax 0.12 and newer.
+"""Every test of tests/unit/kernels that interprets kernels, with those for GPUs: see conftest.py. Mosaic has
+an interpreter in jax 0.12 and newer.
 """
 
 import inspect
