@@ -11,7 +11,6 @@ import _tpu_schedule
 import pytest
 from _ring_moves import check, reported
 from _tpu_schedule import Case, Schedule
-
 from eqattn._tools.triton_report import CHIPS
 
 

@@ -27,9 +27,9 @@ from _kernels import (
     over,
     text_of,
 )
-from matrix.oracle import exact
 from _rolls import rolled
 from matrix import oracle_masks as om
+from matrix.oracle import exact
 
 from eqattn import (
     attention,
