@@ -115,10 +115,13 @@ def dot_product_attention(
     """
     is_causal = as_flag(is_causal, "is_causal")
     return_residual = as_flag(return_residual, "return_residual")
-    query = jnp.asarray(as_array(query, "query"))
+    query, key, value = (
+        jnp.asarray(as_array(x, name))
+        for x, name in ((query, "query"), (key, "key"), (value, "value"))
+    )
     shape = query.shape
     q, k, v = _rank_4(query, "query"), _rank_4(key, "key"), _rank_4(value, "value")
-    _check(q, k, v, [np.shape(x) for x in (query, key, value)])
+    _check(q, k, v, [x.shape for x in (query, key, value)])
     batch = k.shape[0]
     terms: list[AbstractMask] = [Causal()] if is_causal else []
     if local_window_size is not None:
@@ -136,7 +139,8 @@ def dot_product_attention(
         terms.append(Dense(visible))
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None:
-            _check_pairs(name, np.shape(x), (batch, q.shape[2], q.shape[1], k.shape[1]))
+            full = batch, q.shape[2], q.shape[1], k.shape[1]
+            _check_pairs(name, as_array(x, name).shape, full)
     added = None if bias is None else _rank_4(bias, "bias").astype(accumulation_dtype(q.dtype))
     metadata = AttentionMetadata(platform=_platform(implementation), softmax_scale=_scale(scale))
     out = attention(
